@@ -5,7 +5,7 @@
     engine = optdnn.load("model.engine")
     y = engine.run({"x": array})
 
-The names are imported when they are first used, so that ``import optdnn`` is quick and loading an engine needs neither
+Names are imported on first use, so that ``import optdnn`` is quick and loading an engine needs neither
 onnx nor networkx.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# In the source tree passes, runtime, cli and models lie next to this folder, not in it; a Python that is started in the
+# In the source tree, passes, runtime, cli and models are next to this folder, not in it. A Python that is started in the
 # clone's root finds this folder before any installed copy.
 _here = os.path.abspath(__path__[0])
 if not os.path.isdir(os.path.join(_here, "runtime")):

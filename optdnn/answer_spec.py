@@ -19,17 +19,17 @@ STEPS = ("softmax", "top-k", "argmax", "boxes")
 SIZE_LIMIT = 1 << 31
 """Largest K of top-k."""
 CLASSES = "_classes"
-"""The suffix of top-k's second output, which holds the numbers of the classes."""
+"""The suffix of top-k's second output, which holds the indices of the classes."""
 
 
 @dataclass(frozen=True)
 class AnswerSpec:
     """Postprocessing of one output, in this order: ``softmax``, then one of ``top_k``, ``argmax`` and ``boxes``.
 
-    ``top_k`` keeps the K largest numbers, and gives their indices in a further output NAME_classes. ``argmax`` gives the index of
+    ``top_k`` keeps the K largest values, and gives their indices in a further output NAME_classes. ``argmax`` gives the index of
     the largest: a mask of classes for [pictures, classes, height, width]. ``boxes`` scales boxes [..., 4] from the network's
     picture back to the original one, and clips them to it. ``relative`` boxes are fractions of the network's picture, not pixels.
-    ``labels`` are the names of the classes, which the engine keeps.
+    ``labels`` are the names of the classes, which are stored in the engine.
     """
 
     softmax: bool = False
@@ -83,9 +83,9 @@ class AnswerSpec:
         return cls(**given)
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain data for JSON, without the fields that are not set: :meth:`of` reads it back."""
+        """Plain data for JSON, without unset fields; :meth:`of` reads it back."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        asked = {k: v for k, v in plain.items() if v is not None and v is not False}  # axis 0 is asked for
+        asked = {k: v for k, v in plain.items() if v is not None and v is not False}  # axis 0 is a real setting
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asked.items()}
 
 
@@ -126,13 +126,13 @@ def _whole(value: str, text: str) -> int:
 
 
 def read_labels(given: Any) -> tuple[str, ...]:
-    """Labels from a sequence of them, or from a file: a JSON list, or a line for each. Raises UsageError."""
+    """Labels from a sequence, or from a file: a JSON list, or one label per line. Raises UsageError."""
     if isinstance(given, (str, Path)):
         try:
             text = read_text(Path(given))
             given = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
         except (OSError, ValueError, RecursionError) as error:
-            why = getattr(error, "strerror", None) or error  # without the path again
+            why = getattr(error, "strerror", None) or error  # without the path, which the message already has
             said = f"the labels {str(given)!r} cannot be read: {why}"
             raise UsageError(said, hint="a text file, a line for each class") from None
     if not isinstance(given, Sequence) or not given or not all(isinstance(name, str) for name in given):

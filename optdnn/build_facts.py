@@ -57,7 +57,7 @@ def build_facts(graph: Graph, passes: Sequence[PassReport], *, options: BuildOpt
 
 
 def _calibration(options: BuildOptions) -> dict[str, Any]:
-    """The options of calibration, without the data, as an engine keeps them; empty if nothing was calibrated."""
+    """The options of calibration, without the data, for the engine; empty if nothing was calibrated."""
     if options.calib is None:
         return {}
     images = None if options.images is None else json.dumps(ImageSpec.read(options.images).to_plain(), sort_keys=True)
@@ -65,6 +65,6 @@ def _calibration(options: BuildOptions) -> dict[str, Any]:
 
 
 def _pictures(options: BuildOptions) -> dict[str, Any]:
-    """The options of pictures and answers, as an engine keeps them."""
+    """The options of pictures and answers, for the engine."""
     both: dict[str, Mapping[str, Any]] = {"preprocess": options.preprocess, "postprocess": options.postprocess}
     return {name: {k: spec.to_plain() for k, spec in specs.items()} for name, specs in both.items() if specs}

@@ -38,7 +38,7 @@ class Build:
     seconds: dict[str, float] = field(default_factory=dict)
     precisions: list[PrecisionOutcome] = field(default_factory=list)
     ports: Ports | None = None
-    """How the network's inputs and outputs are split, where this is one rank of several."""
+    """How the network's inputs and outputs are split, if this is one rank of several."""
 
     def __post_init__(self) -> None:
         self.engine.account = partial(
@@ -79,7 +79,7 @@ def _account(
 
 
 def build_ranks(options: BuildOptions, say: Callable[[str], None], build_one: Callable[..., Build]) -> Build:
-    """Build the program of each rank, and put all of them into the first one's engine."""
+    """Build the program of each rank, and put all programs into the first rank's engine."""
     builds: list[Build] = []
     for rank in range(options.devices):
         dump = None if options.dump is None else options.dump / f"rank{rank}"

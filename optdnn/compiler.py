@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 Imported = tuple[Source, Graph, Target, BuildOptions]
 _MAPPINGS = ("shapes", "values", "preprocess", "postprocess", "precision_map")
 ONE_FILE = 1 << 30
-"""Bytes of weights up to which an emitted ONNX model is one file; more go to FILE.data (protobuf ends at 2 GiB)."""
+"""An emitted ONNX model with at most this many bytes of weights is one file; more weights go to FILE.data (protobuf: 2 GiB)."""
 
 
 @checked_keywords
@@ -111,16 +111,16 @@ def build(
 ) -> Engine:
     """Compile an ONNX model (a path, serialized bytes or a ``ModelProto``) into an :class:`Engine`.
 
-    ``target`` is one of :data:`optdnn.target_name.TARGETS` ("auto": the GPU where it is usable, else cpu); ``precision`` is "fp32",
-    "bf16", "int8" (with ``calib=``: arrays, a file, a folder of pictures, an iterable of feeds), "auto" (per node, within
-    ``max_drop`` of ``metric`` on ``calib=``; NotMet where nothing is), "w4", "w8" or "w4a8" (packed weights of products; data
-    are fp16 on GPUs and fp32 elsewhere; "w4+bf16"; "w4a8" may round data to int8) or (on GPUs) "tf32", "fp16" or "fp8";
-    ``shapes`` maps input names to dimensions (None leaves one symbolic) or to ranges of them
-    (:func:`optdnn.ranges.input_shapes`); a list of them gives several profiles. ``preprocess`` maps input names to
+    ``target`` is one of :data:`optdnn.target_name.TARGETS` ("auto": the GPU if it is usable, otherwise cpu); ``precision`` is
+    "fp32", "bf16", "int8" (with ``calib=``: arrays, a file, a folder of pictures, an iterable of feeds), "auto" (per node, within
+    ``max_drop`` of ``metric`` on ``calib=``; NotMet if no engine is), "w4", "w8" or "w4a8" (packed weights of products; activations
+    are fp16 on GPUs and fp32 elsewhere; "w4+bf16"; "w4a8" may round activations to int8) or (on GPUs) "tf32", "fp16" or "fp8";
+    ``shapes`` maps input names to dimensions (None leaves one symbolic) or to ranges of dimensions
+    (:func:`optdnn.ranges.input_shapes`); a list of such mappings gives several profiles. ``preprocess`` maps input names to
     :class:`optdnn.ImageSpec` (or its JSON), so that these inputs take pictures; ``postprocess`` maps output names to
     steps on them: "softmax+top-k:5,labels=FILE", "argmax", "boxes:xyxy". The other options are those of
     :class:`optdnn.config.BuildOptions`, which describes each. ``progress`` is called with a line of text for each step of the
-    build. Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError where a file that was requested
+    build. Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError if a requested file
     (timing_cache, dump, emit_onnx) cannot be written. The engine itself is written by :meth:`Engine.save`.
     """
     given = locals()
@@ -131,7 +131,7 @@ def build(
 
 @cpu_trials.kept()
 def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progress: Progress | None = None) -> Build:
-    """Like :func:`build`, with the account of the build."""
+    """Like :func:`build`, with the record of the build."""
     from optdnn.targets.cuda import beginning
 
     for path in (options.lock, options.emit_onnx):
@@ -142,7 +142,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         with beginning(options):
             made = _build(model, options, progress, cache=cache)
         finish_lock(model, options, resolve_target, made.engine.program, cache)
-        if options.emit_onnx is not None and options.locked is not None:  # if its engine differs, nothing is written
+        if options.emit_onnx is not None and options.locked is not None:  # nothing is written if its engine differs
             _emit_onnx(made.graph, options.emit_onnx)
         return made
 
@@ -158,9 +158,9 @@ def _build(
     imported: Imported | None = None,
 ) -> Build:
     """Build an engine for one GPU, an engine for several GPUs, or (with ``rank``) the part of one of them. ``like`` is the program
-    of the same network with other weights. Its decisions are taken, and nothing is measured.
+    of the same network with other weights. Its decisions are reused, and nothing is measured.
 
-    Raises UnsupportedError that names the nodes where the network, its optimized graph or its program would be another one."""
+    Raises UnsupportedError that names the nodes if the network, its optimized graph or its program would differ."""
     say = progress or (lambda text: None)
     seconds: dict[str, float] = {}
     source, graph, target, options = _imported(model, options, say, seconds) if imported is None else imported
@@ -264,7 +264,7 @@ def _emit_onnx(graph: Graph, path: Path) -> None:
 
 
 def _as_asked(ran: Sequence[PrecisionOutcome]) -> None:
-    """Raise NotMet that names the ops whose precision is not the requested one."""
+    """Raise NotMet that names the ops that do not run in the requested precision."""
     lines = [f"{r.asked.kind} {' + '.join(r.asked.nodes) or r.asked.key}: {r.asked.precision} was asked for, it runs in {r.runs}: "
              f"{r.reason}" for r in ran if r.differs]  # fmt: skip
     if lines:
@@ -285,12 +285,12 @@ def rebuilt(
     custom_ops: Sequence[CustomOp] = (),
     progress: Progress | None = None,
 ) -> Build:
-    """The engine of ``program`` with other weights. The build takes its decisions from the program.
+    """The engine of ``program`` with other weights. The build reuses the program's decisions.
 
-    ``model`` is the network (None: the one in the engine), ``weights`` replaces initializers in it, ``adapters`` are added
-    to them (:mod:`optdnn.refitting.weights`). An engine that holds its model holds the new one, without adapters.
+    ``model`` is the network (None: the one in the engine), ``weights`` replaces its initializers, ``adapters`` are added
+    to them (:mod:`optdnn.refitting.weights`). An engine that stores its model stores the new one, without adapters.
 
-    Raises UsageError for arrays that do not fit, UnsupportedError that names the nodes where the program would be another one,
+    Raises UsageError for arrays that do not fit, UnsupportedError that names the nodes if the program would differ,
     EngineError for an engine that does not record enough.
     """
     recorded(program)
@@ -319,7 +319,7 @@ def _keeping_ranges(options: BuildOptions) -> BuildOptions:
 
 
 def _found_precisions(graph: Graph, options: BuildOptions, cache: TimingCache, say: Progress) -> SearchResult:
-    """The outcome of ``precision="auto"``. Raises NotMet, before anything is written, where nothing is within the bound."""
+    """The outcome of ``precision="auto"``. Raises NotMet, before anything is written, if no engine is within the bound."""
     from optdnn.precision.search import find
 
     found = find(graph, options, options.target, cache, say)
@@ -339,14 +339,14 @@ def _in_fp32(model: Any, *, options: BuildOptions) -> Graph:
 
 
 def _not_met(account: SearchReport) -> NotMet:
-    """The error where no engine is within the bound; it names the closest one."""
+    """The error if no engine is within the bound; it names the closest one."""
     c = account.candidate()
     verified = "" if c.verified is None else f", {c.verified:.3g} on unseen data"
     expected = "" if c.expected is None else f", {c.expected:.3g} expected from margins"
     return NotMet(
         f"no engine loses less than {account.bound:g} {account.unit}; the closest is {c.name}: {c.drop:.3g} on the data that the "
         f"search saw{verified}{expected}",
-        hint=f"nothing was written; --max-drop {c.worst:.3g} would take it, and so might fewer --pin options",
+        hint=f"nothing was written; --max-drop {c.worst:.3g} would accept it, and so might fewer --pin options",
     )
 
 

@@ -32,7 +32,7 @@ GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
         frozenset({"tf32", "int8", "fp8"}),
     ),
 }
-"""Architecture -> the types that its tensor cores multiply besides 16-bit floats."""
+"""Architecture -> the types, besides 16-bit floats, that its tensor cores multiply."""
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "w8", "fp8", "int8", "w4", "w4a8")
 """All precisions of a node, the most accurate first."""
 AUTO = "auto"
@@ -41,29 +41,29 @@ THREADS_LIMIT = 1024
 SPLITS = (AUTO, "weights", "batch")
 """Ways to divide a network among several GPUs."""
 DEVICES_LIMIT = 64
-"""Most GPUs of one engine."""
+"""The most GPUs of one engine."""
 STREAMS = 8
 """Largest number of streams."""
 QUANTIZED = frozenset({"int8", "fp8"})
-"""Precisions that need scales, and so calibration; "int8+fp16" means fp16 where there is no int8."""
+"""Precisions that need scales, and so calibration; "int8+fp16" means fp16 for operators without int8."""
 ROUNDED_ROWS = "w4a8"
-"""The precision of products with weights of 4 bits whose kernels may round rows of data to int8, each with a scale of its own."""
+"""The precision of products with 4-bit weights whose kernels may round rows of activations to int8, each with its own scale."""
 PACKED_WEIGHTS = frozenset({"w4", "w8", ROUNDED_ROWS})
-"""Precisions of products whose constant weights are packed numbers of 4 or 8 bits; data is in a float precision."""
+"""Precisions of products with constant weights packed to 4 or 8 bits; activations are in a float precision."""
 ON_REQUEST = frozenset({"tf32", ROUNDED_ROWS})
-"""Precisions that precision auto chooses only where the candidates name them."""
+"""Precisions that precision auto chooses only if the candidates name them."""
 OF_PRODUCTS = QUANTIZED | PACKED_WEIGHTS
 """Precisions that need a float precision for all other operators: "int8+fp16", "w4+bf16"."""
 CALIBRATORS = ("mse", "entropy", "percentile", "minmax")
 IO_DTYPES = ("model", "fp32", "fp16", "bf16")
 LIBRARY_TACTICS = ("auto", "openvino", "onnxruntime", "heuristic")
 GPU_TACTICS = ("own", "cudnn", "cublaslt")
-"""Providers of kernels for a GPU; a build can be restricted to some of them, separated by commas."""
+"""Providers of GPU kernels; a build can be restricted to some of them, separated by commas."""
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Everything that shapes an engine. Raises UsageError for a value that no build can have.
+    """All options that affect an engine. Raises UsageError for invalid values.
 
     ``shapes`` maps an input's name to its dimensions (None leaves one symbolic), or to ranges of them
     (:func:`optdnn.ranges.input_shapes` lists the forms). ``io_dtype`` is the element type of the floating-point inputs and
@@ -76,41 +76,41 @@ class BuildOptions:
     commas) restrict to those kernels; "heuristic,cudnn" does so without measuring. ``row_invariant`` restricts to kernels that
     give a row of a batch the same bits for any batch size. ``no_cubins`` keeps only the recipes of kernels. ``strict`` refuses a
     network that would need steps on the CPU. ``streams`` is the number of streams on which independent steps may run side by
-    side: 1, more (wherever that is predicted to gain), or "auto" (if tuning measures that the network is faster; untuned, if a
-    clear gain is predicted). With ``nearest_tactics``, later plans for further sizes take the tactics of the engine's plan for the
+    side: 1, more (wherever a gain is predicted), or "auto" (if tuning measures that the network is faster; untuned, if a
+    clear gain is predicted). With ``nearest_tactics``, later plans for further sizes use the tactics of the engine's plan for the
     nearest size (a tuned one, if there is one), unless the cost model disagrees. Without it, only the cost model chooses.
 
     ``devices`` is the number of GPUs that run the engine together. ``split`` is the way to divide the work among them: "weights"
-    (:mod:`optdnn.passes.tensor_parallel`), "batch" (:mod:`optdnn.passes.batch_parallel`), or "auto": the one that is predicted to
-    be faster. ``memory_limit`` is the largest number of bytes that the engine may take on a GPU for weights and one context;
-    NotMet if it needs more.
+    (:mod:`optdnn.passes.tensor_parallel`), "batch" (:mod:`optdnn.passes.batch_parallel`), or "auto": the split that is predicted to
+    be faster. ``memory_limit`` is the largest number of bytes that the engine may use on a GPU for weights and one context;
+    the build raises NotMet if it needs more.
 
     ``values`` maps input names to constant values: the engine has no such inputs, and sizes that depend on them are known.
-    ``sample`` names the output of a language model that holds logits: the engine samples the next token from them, and gives that
+    ``sample`` names the logits output of a language model: the engine samples the next token from it, and returns the token
     instead (:mod:`optdnn.importers.sampling` lists the inputs).
 
-    ``random_seed`` is a number from 0 on. With it, random operators are taken: they draw numbers that depend only on the seed, the
+    ``random_seed`` is a number from 0 on. It allows random operators: they draw numbers that depend only on the seed, the
     node and the element's position, the same ones in every run and on every target (:mod:`optdnn.importers.draws`). Without it,
-    they are refused.
+    random operators are refused.
 
     ``preprocess`` maps input names to :class:`optdnn.image_spec.ImageSpec` (or JSON of it): these inputs take
     pictures. ``postprocess`` maps output names to :class:`optdnn.answer_spec.AnswerSpec` (or text of it).
 
-    For int8 and fp8: ``calib`` is the calibration data (see :func:`optdnn.calibration.data.open_data`), ``calibrator`` how ranges
-    are chosen from it, ``calib_cache`` a JSON file that keeps them, ``images`` how pictures are prepared (JSON text, or a file
-    of it). ``precision_map`` gives single nodes another precision (names or patterns, ``{"head*": "fp32"}``).
+    For int8 and fp8: ``calib`` is the calibration data (see :func:`optdnn.calibration.data.open_data`), ``calibrator`` the method
+    that chooses ranges, ``calib_cache`` a JSON file that keeps them, ``images`` the preparation of pictures (JSON text, or a JSON
+    file). ``precision_map`` gives single nodes another precision (names or patterns, ``{"head*": "fp32"}``).
     With ``strict_precision`` it is an error (NotMet) if a node does not run in the requested precision.
 
     For ``precision="auto"`` (the fastest engine within a bound on accuracy, :mod:`optdnn.precision.search`): ``calib`` is the data,
-    split into a part to search on and one to verify by; ``labels`` its labels, if it does not hold them; ``metric`` "top1", "mse",
-    "cosine", "PKG.MODULE:F" or a function of outputs and labels; ``max_drop`` the largest loss that is allowed, in the
-    metric's own unit (None: the metric's default); ``precision_map`` holds the pins; ``candidates`` are the precisions that it
-    may choose from besides fp32 (None: all of the target's except tf32 and w4a8, which are used only on request);
+    split into a part for the search and a part for verification; ``labels`` its labels, if the data does not hold them; ``metric``
+    "top1", "mse", "cosine", "PKG.MODULE:F" or a function of outputs and labels; ``max_drop`` the largest allowed loss, in the
+    metric's own unit (None: the metric's default); ``precision_map`` holds the pins; ``candidates`` are the precisions to
+    choose from besides fp32 (None: all of the target's except tf32 and w4a8, which are used only on request);
     ``budget`` bounds the search in seconds.
 
     ``refit`` keeps the model in the engine, so that single weights can be changed later without it (:meth:`Engine.refit`).
-    ``lock`` is a lockfile to write: it records everything that the build depends on. ``locked`` is a lockfile to build by: NotMet
-    if the engine would not have the same bytes (:mod:`optdnn.lockfile`).
+    ``lock`` is a lockfile to write: it records everything that the build depends on. ``locked`` is a lockfile to build from: the
+    build raises NotMet if the engine would not have the same bytes (:mod:`optdnn.lockfile`).
     """
 
     target: str = "auto"

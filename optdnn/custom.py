@@ -1,6 +1,6 @@
-"""The user's own operators, as engines need them at run time.
+"""The user's own operators, in the form that engines need at run time.
 
-A :class:`CustomOp` is handed to ``optdnn.build`` and to ``optdnn.load``; nothing is registered by importing. An engine names the
+A :class:`CustomOp` is passed to ``optdnn.build`` and to ``optdnn.load``; importing registers nothing. An engine identifies the
 operators it uses by name and digest (of their declaration and source), and refuses to load without exactly these.
 """
 
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*\.[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class CudaLaunch:
-    """How a kernel is launched: blocks, threads per block, the scalars that follow its pointers, dynamic shared bytes."""
+    """The launch of a kernel: blocks, threads per block, the scalars that follow its pointers, dynamic shared bytes."""
 
     grid: tuple[int, int, int]
     threads: int
@@ -37,13 +37,13 @@ class CudaLaunch:
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """A CUDA kernel of a custom operator, and when and how to launch it: a tactic of the cuda target.
+    """A CUDA kernel of a custom operator, and its launches: a tactic of the cuda target.
 
-    ``source`` is CUDA C++ with the function ``extern "C" __global__ void FUNCTION(const __grid_constant__ Params p)``, where it
+    ``source`` is CUDA C++ with the function ``extern "C" __global__ void FUNCTION(const __grid_constant__ Params p)``. It
     declares ``struct Params``: a pointer per operand, then per result, then the scalars of the launch, in C's layout. ``X0``,
     ``X1``, … and ``Y0``, … are the element types. The helpers of general.cuh are available. Tensors are dense, in row-major order.
-    ``launch(inputs, outputs, attributes)`` gives the launch for these types. ``refuse``, with the same arguments, may return a
-    reason why the kernel does not take them. The operator then runs on the CPU.
+    ``launch(inputs, outputs, attributes)`` returns the launch for these types. ``refuse``, with the same arguments, may return a
+    reason why the kernel does not support them. The operator then runs on the CPU.
     """
 
     source: str
@@ -66,7 +66,7 @@ class CustomOp:
 
     @property
     def requirement(self) -> str:
-        """How an engine's requirements name it."""
+        """The operator's name in an engine's requirements."""
         return f"{PREFIX}{self.name}@{self.digest}"
 
 
@@ -81,10 +81,10 @@ def custom_op(
 ) -> CustomOp:
     """Declare the operator that ONNX models call ``DOMAIN.TYPE`` ("com.example.Shrink").
 
-    ``infer(types, attributes)`` gives the :class:`~optdnn.types.TensorType` of the result (or a sequence of them);
+    ``infer(types, attributes)`` returns the :class:`~optdnn.types.TensorType` of the result (or a sequence of types);
     ``reference(*arrays, **attributes)`` computes it in NumPy: an array, or a tuple. ``attributes`` are the names and defaults of
-    ONNX attributes (numbers, text, lists of them); others are refused. ``version`` tells two kernels apart whose source is the
-    same but that call code which is not. Raises UsageError for what cannot be kept in an engine.
+    ONNX attributes (numbers, text, lists of them); others are refused. ``version`` distinguishes two kernels with the same source
+    that call different code. Raises UsageError for values that an engine cannot store.
     """
     if not _NAME.fullmatch(name):
         raise UsageError(f"a custom operator is called DOMAIN.TYPE, as in com.example.Shrink, not {name!r}")
@@ -103,14 +103,14 @@ def custom_op(
 
 
 def plain(value: Any) -> bool:
-    """Whether an attribute can be kept: a number, text, or a list of them."""
+    """Whether an attribute can be stored: a number, text, or a list of them."""
     if isinstance(value, (list, tuple)):
         return all(isinstance(v, (bool, int, float, str)) for v in value)
     return isinstance(value, (bool, int, float, str))
 
 
 def _source(function: Callable[..., Any]) -> str:
-    """A function's source text, or its bytecode where there is no source."""
+    """A function's source text, or its bytecode if there is no source."""
     try:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
@@ -121,7 +121,7 @@ def _source(function: Callable[..., Any]) -> str:
 
 
 _KNOWN: weakref.WeakValueDictionary[str, CustomOp] = weakref.WeakValueDictionary()
-"""Digest -> operator, while something holds it: how a step finds its operator. Equal digests are equal operators."""
+"""Digest -> operator, as long as something references it: a step finds its operator here. Equal digests are equal operators."""
 
 
 def known(digest: str, name: str) -> CustomOp:
@@ -133,7 +133,7 @@ def known(digest: str, name: str) -> CustomOp:
 
 
 def run_custom(*arrays: Array | None, name: str, digest: str, values: Sequence[Sequence[Any]]) -> tuple[Array, ...]:
-    """The NumPy kernel of the kind "Custom": the operator's own. Raises RunError where it fails."""
+    """The NumPy kernel of the kind "Custom": the operator's own. Raises RunError if it fails."""
     op, attributes = known(digest, name), {str(k): v for k, v in values}
     try:
         results = op.reference(*arrays, **attributes)
@@ -145,7 +145,7 @@ def run_custom(*arrays: Array | None, name: str, digest: str, values: Sequence[S
 def custom_list(given: Any) -> tuple[CustomOp, ...]:
     """The value of the option ``custom_ops``. Raises UsageError for anything but a list of different custom operators."""
     if isinstance(given, CustomOp) or not isinstance(given, Iterable):
-        raise UsageError("custom_ops must be a list of what optdnn.custom_op makes")
+        raise UsageError("custom_ops must be a list of operators from optdnn.custom_op")
     ops = tuple(given)
     check_custom((), ops)
     return ops
@@ -156,7 +156,7 @@ def check_custom(requires: Iterable[str], given: Iterable[CustomOp]) -> tuple[Cu
     by_name: dict[str, CustomOp] = {}
     for op in given:
         if not isinstance(op, CustomOp):
-            raise UsageError(f"custom_ops holds a {type(op).__name__}, not what optdnn.custom_op makes")
+            raise UsageError(f"custom_ops holds a {type(op).__name__}, not an operator from optdnn.custom_op")
         if by_name.setdefault(op.name, op).digest != op.digest:
             raise UsageError(f"custom_ops holds two operators called {op.name}")
     found, faults = [], []

@@ -22,14 +22,14 @@ from optdnn.shapes.plan_base import plans_of
 from optdnn.types import TensorType, is_float
 
 MOST_REASONS = 8
-"""Reasons that an error names."""
+"""The most reasons that an error names."""
 WEIGHTS, BATCH = "weights", "batch"
 
 
 def split_for(graph: Graph, options: BuildOptions, rank: int) -> tuple[list[PassReport], Ports | None]:
-    """Take the part of a rank from a graph, where there are several: reports of the passes, and how its ports are split.
+    """Reduce a graph to the part of one rank, if there are several. Returns the reports of the passes, and the split of the ports.
 
-    Raises UnsupportedError where nothing of the network can be split so."""
+    Raises UnsupportedError if nothing in the network can be split this way."""
     if options.devices == 1:
         return [], None
     split = (BatchParallel if options.split == BATCH else TensorParallel)(rank, options.devices)
@@ -47,7 +47,7 @@ def split_for(graph: Graph, options: BuildOptions, rank: int) -> tuple[list[Pass
 
 
 def chosen_split(graph: Graph, options: BuildOptions, gpu: GpuFacts) -> tuple[str, str]:
-    """The split for ``split="auto"``, and why: the possible one that is predicted to be faster.
+    """The split for ``split="auto"`` and its reason: of the possible splits, the one that is predicted to be faster.
 
     The batch is split without collectives, but each GPU then reads all weights. The graph is not changed.
     """
@@ -55,7 +55,7 @@ def chosen_split(graph: Graph, options: BuildOptions, gpu: GpuFacts) -> tuple[st
     if limit is not None and weights > limit:
         return WEIGHTS, f"all weights, {_size(weights)}, are more than the {_size(limit)} that are allowed on a GPU"
     ms = {}
-    for split in (BATCH, WEIGHTS):  # the batch first: where it cannot be split, no weights need to be cut to see that
+    for split in (BATCH, WEIGHTS):  # the batch first: to see that it cannot be split, no weights need to be cut
         made = graph.copy()
         try:
             split_for(made, replace(options, split=split), 0)
@@ -70,7 +70,7 @@ def chosen_split(graph: Graph, options: BuildOptions, gpu: GpuFacts) -> tuple[st
 def seconds_of(graph: Graph, options: BuildOptions, gpu: GpuFacts) -> float:
     """The predicted time of one rank, to compare splits: products, attention and norms by a roofline, and collectives.
 
-    Pointwise operators and moves of data are left out: most become part of other kernels.
+    Pointwise operators and data movement are left out: most become part of other kernels.
     """
     machine = Roofline.of(gpu)
     rate = machine.ops.get(options.base_precision, machine.ops["fp32"])
@@ -87,7 +87,7 @@ def seconds_of(graph: Graph, options: BuildOptions, gpu: GpuFacts) -> float:
 
 
 def _bytes(t: TensorType, options: BuildOptions) -> float:
-    """Bytes of a value as the engine holds it."""
+    """Bytes of a value as the engine stores it."""
     floats = is_float(t.dtype) and t.dtype.itemsize > 1
     return elements(t) * float(BYTES.get(options.base_precision, 4) if floats else t.dtype.itemsize)
 
@@ -104,7 +104,7 @@ def _size(nbytes: int) -> str:
 
 
 def memory_of(program: Program) -> tuple[int, int]:
-    """Bytes that a program of one rank needs on its GPU: of weights, and of one context (activations, inputs and outputs)."""
+    """Bytes that a program of one rank needs on its GPU: for weights, and for one context (activations, inputs and outputs)."""
     blobs, context = set[int](), 0
     for plan in plans_of(program):
         ports = {i for _, i in (*plan.inputs, *plan.outputs)}
@@ -115,7 +115,7 @@ def memory_of(program: Program) -> tuple[int, int]:
 
 
 def check_memory(program: Program, options: BuildOptions) -> None:
-    """Raise NotMet where a program needs more of its GPU's memory than ``options.memory_limit``."""
+    """Raise NotMet if a program needs more of its GPU's memory than ``options.memory_limit``."""
     limit = options.memory_limit
     weights, context = memory_of(program)
     if limit is None or weights + context <= limit:

@@ -2,7 +2,7 @@
 
 A :class:`Dim` is a polynomial with integer coefficients over *atoms*; an atom is a named :class:`Symbol` or an opaque
 integer function (floor division, modulo, minimum, maximum) of other dimensions. Every operation returns a plain ``int``
-when its value is known, so ``int | Dim`` is the type of a shape entry, and two equal expressions compare equal
+if its value is known, so ``int | Dim`` is the type of a shape entry. Two equal expressions compare equal
 (``(n + 1) * 2 == 2 * n + 2``) because each has one canonical form.
 
 All symbols are non-negative (they are sizes); a symbol's range ``lo..hi`` only sharpens :func:`bounds`.
@@ -27,7 +27,7 @@ INF = 1 << 62
 COEFFICIENT_LIMIT = 1 << 128
 """Largest coefficient of an expression."""
 RELATED_PARTS = 64
-"""Most parts of an expression whose bounds are sharpened by relations between its terms."""
+"""The bounds of an expression with at most this many parts are sharpened by relations between its terms."""
 
 
 class DimTooLarge(ShapeError):
@@ -78,7 +78,7 @@ class Dim:
     def __init__(self, terms: tuple[tuple[Monomial, int], ...]):
         self.terms = terms
         self.parts = len(terms) + sum(atom.parts for monomial, _ in terms for atom in monomial)
-        """Terms, symbols and functions, repetitions counted."""
+        """Number of terms, symbols and functions, with repetitions."""
         _check_parts(self.parts)
         self._hash = hash(terms)
 
@@ -119,7 +119,7 @@ class Dim:
         if not isinstance(other, (int, Dim)) and not hasattr(other, "__index__"):
             return NotImplemented
         if isinstance(other, Dim):
-            _check_parts(self.parts * len(other.terms))  # before the work: many terms may cancel, few do
+            _check_parts(self.parts * len(other.terms))  # before the work: terms may cancel, but few do
         out: dict[Monomial, int] = {}
         for ma, ca in self.terms:
             for mb, cb in _terms(other):
@@ -145,7 +145,7 @@ class Dim:
         raise TypeError(f"the truth of symbolic dimension {self} is unknown; compare with == or ask bounds()")
 
     def symbols(self) -> frozenset[Symbol]:
-        """Every symbol the expression depends on."""
+        """Every symbol that the expression depends on."""
         found: set[Symbol] = set()
         for monomial, _ in self.terms:
             for atom in monomial:
@@ -173,7 +173,7 @@ def _show(atom: Function) -> str:
 
 
 def parts_of(x: DimLike) -> int:
-    """How large an expression is: its terms, symbols and functions, repetitions counted; 1 for a number."""
+    """The size of an expression: its terms, symbols and functions, with repetitions; 1 for a number."""
     return x.parts if isinstance(x, Dim) else 1
 
 
@@ -196,7 +196,7 @@ def _build(terms: Mapping[Monomial, int]) -> DimLike:
         return 0
     if len(kept) == 1 and () in kept:
         return kept[()]
-    # Highest degree first, the constant last: "2*n + 1" reads as people write it.
+    # Highest degree first, the constant last: "2*n + 1" is the usual notation.
     return Dim(tuple(sorted(kept.items(), key=lambda t: (-len(t[0]), [_atom_key(a) for a in t[0]]))))
 
 
@@ -253,9 +253,9 @@ def floordiv(a: DimLike, b: DimLike) -> DimLike:
 
 
 def _exact_quotient(a: DimLike, b: DimLike) -> DimLike | None:
-    """The polynomial ``q`` with ``a == q * b``, else None: long division by the leading term of ``b``.
+    """The polynomial ``q`` with ``a == q * b``, otherwise None: long division by the leading term of ``b``.
 
-    Terms are kept in graded lexicographic order, an admissible monomial order, so the division is exact or fails at once.
+    Terms are kept in graded lexicographic order, an admissible monomial order, so the division is exact or fails immediately.
     """
     divisor = _terms(b)
     if not divisor or not _terms(a):
@@ -278,7 +278,7 @@ def _exact_quotient(a: DimLike, b: DimLike) -> DimLike | None:
 
 
 def mod(a: DimLike, b: DimLike) -> DimLike:
-    """``a % b`` (non-negative for positive ``b``, as Python's)."""
+    """``a % b`` (non-negative for positive ``b``, as in Python)."""
     if b == 0:
         raise ShapeError("modulo of a dimension by zero")
     if isinstance(a, int) and isinstance(b, int):
@@ -296,12 +296,12 @@ def mod(a: DimLike, b: DimLike) -> DimLike:
 
 
 def dim_min(a: DimLike, b: DimLike) -> DimLike:
-    """The smaller of two dimensions, symbolic where their ranges overlap."""
+    """The smaller of two dimensions, symbolic if their ranges overlap."""
     return _extreme("min", a, b)
 
 
 def dim_max(a: DimLike, b: DimLike) -> DimLike:
-    """The larger of two dimensions, symbolic where their ranges overlap."""
+    """The larger of two dimensions, symbolic if their ranges overlap."""
     return _extreme("max", a, b)
 
 
@@ -338,7 +338,7 @@ def _absorbs(op: str, x: DimLike, y: DimLike) -> bool:
 
 @lru_cache(maxsize=65536)
 def bounds(x: DimLike) -> tuple[int, int]:
-    """Inclusive (lowest, highest) value, by interval arithmetic; ``±INF`` where unbounded."""
+    """Inclusive (lowest, highest) value, by interval arithmetic; ``±INF`` if unbounded."""
     if isinstance(x, int):
         return x, x
     low = high = 0
@@ -356,7 +356,7 @@ def bounds(x: DimLike) -> tuple[int, int]:
 
 
 def _related_bounds(x: Dim, low: int, high: int) -> tuple[int, int]:
-    """``low, high`` sharpened where a function atom and the other terms depend on the same symbols (``n - n // 2``).
+    """``low, high`` sharpened if a function atom and the other terms depend on the same symbols (``n - n // 2``).
 
     ``a // b`` is ``(a - r) / b`` with ``0 <= r < b``; a minimum or maximum is one of its two operands.
     """

@@ -1,8 +1,8 @@
 """Arithmetic that exporters write into the names of dimensions: ``past_sequence_length + 1``, ``2*s0``, ``floor(s/2)``.
 
-Such a text is an expression where every symbol in it is also the whole of another dimension of an input, whose arrays then give
-it its size. Any other text is a symbol of that name, whatever it looks like: one that appears only in expressions is not solved
-for, so that these expressions stay separate symbols.
+Such a text is an expression if every symbol in it is also a whole dimension of an input, whose arrays then determine
+its size. Any other text is a symbol of that name, whatever it looks like: a symbol that appears only in expressions is not solved
+for, so these expressions stay separate symbols.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from optdnn.errors import ShapeError
 TEXT_LIMIT = 128
 """Longest text that is read, in characters."""
 SIZE_LIMIT = 256
-"""Most symbols, functions and terms of an expression, repetitions counted: a short text of nested powers can be huge, and the
+"""The most symbols, functions and terms of an expression, with repetitions: a short text of nested powers can be huge, and the
 text is untrusted."""
 POWER_LIMIT = 8
 _TOKEN = re.compile(r"[0-9]{1,18}(?![\w.])|[^\W\d][\w.]*|\*\*|//|[-+*%(),/]")
@@ -46,7 +46,7 @@ def parse_dim(text: str) -> Dim | None:
 
     Python's precedence; ``+ - * // % **``, parentheses, ``floor(a/b)``, ``ceil(a/b)``, ``min``, ``max``, ``mod`` and
     ``floordiv`` (in any case: SymPy's are capitalized). A division must be rounded. The ``str`` of a
-    :class:`~optdnn.dim.Dim` parses to the same one where its symbols have plain names (letters, digits, ``_`` and ``.``).
+    :class:`~optdnn.dim.Dim` parses to the same dimension if its symbols have plain names (letters, digits, ``_`` and ``.``).
     """
     if len(text) > TEXT_LIMIT:
         return None
@@ -64,9 +64,9 @@ def parse_dim(text: str) -> Dim | None:
 
 
 def expressions(dims: Iterable[object], plain: Collection[str] = ()) -> dict[str, Dim]:
-    """The texts among ``dims`` that are arithmetic on others of them, as this.
+    """The texts among ``dims`` that are arithmetic on other dimensions among them, parsed.
 
-    ``plain`` are known symbols (those with a range). Dimensions that are not texts are skipped.
+    ``plain`` are known symbols (with ranges). Dimensions that are not texts are skipped.
     """
     texts = {d: None for d in dims if isinstance(d, str)}
     known = {d for d in texts if d in plain or _NAME.fullmatch(d)}
@@ -75,7 +75,7 @@ def expressions(dims: Iterable[object], plain: Collection[str] = ()) -> dict[str
 
 
 def lone(d: DimLike) -> str | None:
-    """The name of the symbol that a dimension is, and nothing else; None for an integer or an expression."""
+    """The name of a dimension that is a single symbol; None for an integer or an expression."""
     if isinstance(d, Dim) and len(d.terms) == 1:
         ((monomial, coefficient),) = d.terms
         if coefficient == 1 and len(monomial) == 1 and isinstance(monomial[0], Symbol):
@@ -84,7 +84,7 @@ def lone(d: DimLike) -> str | None:
 
 
 def _evaluated(node: ast.AST, names: Sequence[str]) -> DimLike:
-    """The value of a parsed expression whose symbols are numbered in the text: ``_0`` is ``names[0]``."""
+    """The value of a parsed expression with numbered symbols: ``_0`` is ``names[0]``."""
     match node:
         case ast.Constant(value=int(number)):
             return number

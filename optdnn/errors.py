@@ -1,7 +1,7 @@
 """Every error that optdnn raises on purpose, and the exit code of each family.
 
-All derive from :class:`OptdnnError`. A message says where (file, ONNX node, operator), what is wrong, and what to do.
-Anything else that escapes is a defect of optdnn.
+All derive from :class:`OptdnnError`. A message states where (file, ONNX node, operator), the fault, and the remedy.
+Any other exception that escapes is a defect of optdnn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 class OptdnnError(Exception):
-    """Base of all errors that optdnn raises on purpose. ``hint`` says what to do next."""
+    """Base of all errors that optdnn raises on purpose. ``hint`` tells what to do next."""
 
     exit_code = 1
 
@@ -27,7 +27,7 @@ class OptdnnError(Exception):
 
 
 class UsageError(OptdnnError):
-    """Options or arguments that contradict one another or name something that does not exist."""
+    """Options or arguments contradict one another or name something that does not exist."""
 
     exit_code = 2
 
@@ -44,7 +44,7 @@ class ShapeError(ModelError):
 
 @dataclass(frozen=True)
 class UnsupportedNode:
-    """One node that cannot be imported or lowered, with the reason. ``opset`` 0: that of optdnn's own operators."""
+    """One node that cannot be imported or lowered, with the reason. ``opset`` 0: the opset of optdnn's own operators."""
 
     node: str
     op_type: str
@@ -59,7 +59,7 @@ class UnsupportedNode:
 
 
 class UnsupportedError(OptdnnError):
-    """The model is valid but holds something optdnn does not do; ``nodes`` lists every such node."""
+    """The model is valid but contains something that optdnn does not support; ``nodes`` lists every such node."""
 
     exit_code = 4
 
@@ -85,8 +85,8 @@ class RunError(OptdnnError):
 
 
 class GpuFault(RunError):
-    """A program that was just built does not run on this machine's GPU: one of its kernels hangs, crashes or writes outside of its
-    memory (``step``: the number of the launch, where one is to blame), or its graph does not run in any form."""
+    """A new program does not run on this machine's GPU: one of its kernels hangs, crashes or writes outside of its
+    memory (``step``: the number of the launch, if one is at fault), or its graph does not run in any form."""
 
     def __init__(self, message: str, *, hint: str | None = None, step: int | None = None):
         super().__init__(message, hint=hint)
@@ -98,7 +98,7 @@ class RankError(RunError):
 
 
 class InputError(RunError):
-    """An input (or output buffer) given to ``run`` does not fit the engine."""
+    """An input (or output buffer) of ``run`` does not fit the engine."""
 
 
 class NotMet(OptdnnError):
@@ -108,7 +108,8 @@ class NotMet(OptdnnError):
 
 
 class MissingDependency(OptdnnError):
-    """An optional package is not installed; the message names the pip command that installs it (``extra`` "": by itself)."""
+    """An optional package is not installed; the message names the pip command that installs it (``extra`` "": the package
+    itself)."""
 
     exit_code = 8
 
@@ -118,7 +119,7 @@ class MissingDependency(OptdnnError):
 
 
 class OutputError(OptdnnError):
-    """A file that was to be written cannot be."""
+    """An output file cannot be written."""
 
     exit_code = 9
 
@@ -131,8 +132,8 @@ class InternalError(OptdnnError):
 
 @contextmanager
 def machine_errors(what: str, nested: type[OptdnnError]) -> Iterator[None]:
-    """Turn errors of the machine inside of a block about ``what`` into errors of optdnn: RunError where memory is missing,
-    ``nested`` where something is nested more deeply than Python's stack. Every public way in that reads a file has one."""
+    """Turn errors of the machine inside of a block about ``what`` into errors of optdnn: RunError if memory runs out,
+    ``nested`` if something is nested more deeply than Python's stack. Every public function that reads a file uses it."""
     try:
         yield
     except MemoryError as error:
@@ -144,13 +145,13 @@ def machine_errors(what: str, nested: type[OptdnnError]) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters escaped, newlines apart: names from a model must not command a terminal."""
+    """``text`` with control characters escaped, except newlines: names from a model must not control a terminal."""
     return "".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def printable_json(text: str) -> str:
-    """JSON text with the same value, in which characters that command a terminal are escaped: controls, and the marks that turn
-    the direction of text."""
+    """JSON text with the same value, with the characters escaped that control a terminal: control characters, and marks that
+    change the direction of text."""
     return "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
@@ -173,7 +174,7 @@ EXIT_CODES: dict[int, str] = {
 
 
 def did_you_mean(wrong: str, known: Iterable[str], most: int = 1) -> str | None:
-    """``did you mean 'NAME'?`` with up to ``most`` known names that are like ``wrong``, or else contain it; None without any."""
+    """``did you mean 'NAME'?`` with up to ``most`` known names that resemble or contain ``wrong``; None if there are none."""
     from difflib import get_close_matches
 
     names, text = {name.lower(): name for name in known}, wrong.lower()

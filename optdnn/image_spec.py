@@ -25,13 +25,13 @@ PICTURE_DTYPES: Mapping[str, np.dtype[Any]] = {
     "fp32": np.dtype(np.float32),
 }
 LARGEST_SIDE = 1 << 24
-"""Most pixels of a side: sums and products of sizes are int64."""
+"""The most pixels of a side: sums and products of sizes are int64."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PictureInput:
-    """The picture that comes in: a batch of them is [pictures, height, width, channels], or with "chw" [pictures, channels,
+    """The incoming picture. A batch is [pictures, height, width, channels], or with "chw" [pictures, channels,
     height, width]. ``color`` is RGB, BGR or L (gray); ``dtype`` uint8, uint16, fp16 or fp32."""
 
     layout: str = "hwc"
@@ -51,7 +51,7 @@ class PictureInput:
 @dataclass(frozen=True)
 class ImageSpec:
     """Preprocessing, in this order: colors, ``resize`` (the shorter side, or height and width), ``crop`` from the center, ``pad``,
-    times ``scale``, less ``mean``, over ``std`` (one number or one per channel), then the layout.
+    times ``scale``, minus ``mean``, divided by ``std`` (one value or one per channel), then the layout.
 
     The defaults are those of networks trained on ImageNet by torchvision.
     """
@@ -148,7 +148,7 @@ class ImageSpec:
 
     @property
     def out_size(self) -> tuple[int, int] | None:
-        """Height and width that the network gets, where these do not depend on the picture."""
+        """Height and width of the network's picture, if they do not depend on the original picture."""
         fixed = self.crop if self.crop is not None else self.resize if isinstance(self.resize, tuple) else None
         if fixed is None:
             return None
@@ -162,7 +162,7 @@ class ImageSpec:
         try:
             plain = json.loads(text if text.lstrip().startswith("{") else read_text(Path(text)))
         except (OSError, ValueError, RecursionError) as error:
-            why = getattr(error, "strerror", None) or error  # without the path again
+            why = getattr(error, "strerror", None) or error  # without the path, which the message already has
             raise UsageError(f"the image preprocessing {text!r} is neither JSON nor a file of it: {why}") from None
         return cls.of(plain)
 
@@ -174,7 +174,7 @@ class ImageSpec:
         return cls.read(given) if isinstance(given, str) else _made(cls, given, "image preprocessing")
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain data for JSON: :meth:`of` reads it back."""
+        """Plain data for JSON; :meth:`of` reads it back."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
@@ -182,7 +182,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Height and width of a size that is given as one number, or as both."""
+    """Height and width of a size given as one number, or as both."""
     return (size, size) if isinstance(size, int) else size
 
 
@@ -191,7 +191,7 @@ def channels_of(color: str) -> int:
 
 
 def check_fields(kind: type[Any], plain: Any, what: str, forms: str = "an object") -> None:
-    """Raise UsageError for anything but a mapping whose keys are fields of a dataclass."""
+    """Raise UsageError for anything but a mapping with the fields of a dataclass as keys."""
     known = sorted(f.name for f in fields(kind))
     if not isinstance(plain, Mapping):
         raise UsageError(f"{what} must be {forms}, not {plain!r}", hint=f"its fields are {', '.join(known)}")
@@ -215,7 +215,7 @@ def _among(what: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number that float32 holds."""
+    """Whether a value is a number that float32 can hold."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
@@ -224,7 +224,7 @@ def _is_size(value: Any, least: int) -> bool:
 
 
 def _check_size(name: str, size: Any) -> None:
-    """Raises UsageError where ``size`` is neither a positive integer, nor two of them, nor None."""
+    """Raises UsageError if ``size`` is neither a positive integer, nor two of them, nor None."""
     both = isinstance(size, tuple)
     sides = () if size is None else size if both else (size,)
     if not all(_is_size(side, least=1) for side in sides) or (both and len(sides) != 2):

@@ -1,7 +1,7 @@
 """The limits on input from files and requests that may be hostile, in one place.
 
-A small file can ask for long work or much memory. Each limit bounds one such demand. Its error names the limit and how to raise it:
-by an environment variable, ``OPTDNN_MAX_NODES=500000`` for :data:`NODES`. ``docs/reference/limits.md`` lists them.
+A small file can cause long work or need much memory. Each limit bounds one such demand. Its error names the limit and how to raise
+it: by an environment variable, ``OPTDNN_MAX_NODES=500000`` for :data:`NODES`. ``docs/reference/limits.md`` lists them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Limit:
     default: int
     meaning: str
     source: str = "the file"
-    """Whose demands it bounds."""
+    """The source of the demand."""
 
     @property
     def variable(self) -> str:
@@ -31,7 +31,7 @@ class Limit:
 
     @property
     def value(self) -> int:
-        """The limit that holds in this process. Raises UsageError where its variable is no whole number."""
+        """The limit in this process. Raises UsageError if its variable is not a whole number."""
         text = os.environ.get(self.variable)
         if text is None:
             return self.default
@@ -56,7 +56,7 @@ SPARSE_BYTES = Limit("sparse_bytes", 1 << 28, "bytes of a sparse tensor made den
 DIM_PARTS = Limit("dim_parts", 1024, "symbols, functions and terms of one symbolic size")
 FOLDED_BYTES = Limit("folded_bytes", 1 << 31, "bytes that constant folding adds to a model")
 FOLDED_WORK = Limit("folded_work", 2_000_000_000, "operations of constant folding beyond a few for each weight")
-LOOP_TRIPS = Limit("loop_trips", 1_000_000, "iterations of a Loop, with those of the loops inside of it")
+LOOP_TRIPS = Limit("loop_trips", 1_000_000, "iterations of a Loop, including the loops inside of it")
 WINDOW = Limit("window", 1 << 20, "places in the window of a pool")
 CACHE_BYTES = Limit("cache_bytes", 1 << 28, "bytes of a cache or another JSON file")
 UNPACKED_BYTES = Limit("unpacked_bytes", 1 << 32, "bytes of an array in a compressed archive")

@@ -1,5 +1,5 @@
-"""``optdnn.load``: the runtime's, with the parts of the compiler that it needs: plans for further shapes, and the examination of
-parts for CPU libraries."""
+"""``optdnn.load``: the runtime's function, with the parts of the compiler that it needs: plans for further shapes, and the
+examination of parts for CPU libraries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(path: str | os.PathLike[str], **options: Any) -> engine.Engine:
 def examine_part(part: LibraryPart) -> None:
     """Examine a part that this machine has not examined yet (:func:`optdnn.lowering.cpu.examine.examine`).
 
-    Only then is the compiler imported.
+    The compiler is imported only in this case.
     """
     from optdnn.lowering.cpu.examined import entry_of, is_known, remember
 
@@ -42,7 +42,7 @@ def examine_part(part: LibraryPart) -> None:
 def plan_on_demand(
     program: Program, shapes: Mapping[str, tuple[int, ...]], compiled: bool, values: Mapping[str, Array]
 ) -> Program:
-    """:func:`optdnn.shapes.plans.replan`; the compiler is imported when the first plan is to be made."""
+    """:func:`optdnn.shapes.plans.replan`; the compiler is imported when the first plan is made."""
     try:
         from optdnn.shapes.plans import replan
     except ImportError as error:
@@ -51,7 +51,7 @@ def plan_on_demand(
 
 
 def rebuilt_on_demand(*args: Any, **options: Any) -> Any:
-    """:func:`optdnn.compiler.rebuilt`; the compiler is imported when the first engine gets other weights."""
+    """:func:`optdnn.compiler.rebuilt`; the compiler is imported when an engine first gets other weights."""
     try:
         from optdnn.compiler import rebuilt
     except ImportError as error:

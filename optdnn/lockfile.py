@@ -1,7 +1,7 @@
-"""The lockfile of a build: everything that decided it, so that the same bytes can be built again.
+"""The lockfile of a build: everything that determined it, so that the same bytes can be built again.
 
-``build --lock FILE`` writes it, ``build --locked FILE`` builds by it: facts that differ are named before the work, the measured
-times are those of the file, and an engine with other bytes is refused.
+``build --lock FILE`` writes it, ``build --locked FILE`` builds from it: facts that differ are reported before the work, the
+measured times come from the file, and an engine with other bytes is refused.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from optdnn.tuning.timing_cache import TimingCache
 
 FORMAT, VERSION = "optdnn-lock", 1
 MACHINE = ("cpu", "architecture", "usable_cores", "flags")
-"""Facts of the machine that decide a build; on a GPU also its facts, and the driver."""
+"""Facts of the machine that affect a build; on a GPU also the GPU's facts, and the driver."""
 SEEDS = {"inputs of checks and measurements": 1, "split of calibration data": 0}
 """The seeds of all random numbers in a build."""
 FILES = frozenset({"timing_cache", "calib_cache", "dump", "emit_onnx", "debug", "lock", "locked", "calib", "labels"})
-"""Options that the lockfile records by their contents, or that decide nothing."""
+"""Options that the lockfile records by their contents, or that do not affect the engine."""
 SHOWN = 12
-"""Most differences that an error names."""
+"""The most differences that an error names."""
 
 
 @dataclass(frozen=True)
 class Lockfile:
-    """The facts that decided a build, its measured times (``timings``: sections of a timing cache), and the digests of its engine
-    and of the engine's parts."""
+    """The facts that determined a build, its measured times (``timings``: sections of a timing cache), and the digests of its
+    engine and of the engine's parts."""
 
     facts: Mapping[str, Plain]
     timings: Mapping[str, Plain]
@@ -54,7 +54,7 @@ class Lockfile:
 
     @classmethod
     def read(cls, path: Path) -> Lockfile:
-        """Raises UsageError for a file that is not one of this version."""
+        """Raises UsageError for a file that is not a lockfile of this version."""
         try:
             data: Any = read_json(path)
         except FileNotFoundError:
@@ -79,11 +79,11 @@ class Lockfile:
         write_atomic(path, [(json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()])
 
     def check_facts(self, now: Mapping[str, Plain]) -> None:
-        """Raise NotMet that names every fact which differs from those of now."""
+        """Raise NotMet that names every fact that differs from the present ones."""
         _refuse("this build would not be the locked one", _different(self.facts, now, ""))
 
     def check_engine(self, program: Program) -> None:
-        """Raise NotMet that names the parts of the engine which differ, unless its file has the very bytes."""
+        """Raise NotMet that names the differing parts of the engine, unless its file has exactly the same bytes."""
         now = engine_digests(program)
         if now["sha256"] != self.engine.get("sha256"):
             parts = _different(self.engine.get("parts"), now["parts"], "")
@@ -119,7 +119,7 @@ def _short(value: Any) -> str:
 
 
 def facts_of(model: Source, options: BuildOptions) -> dict[str, Plain]:
-    """Everything except measured times that decides a build with these options, whose target is resolved.
+    """Everything except measured times that determines a build with these options (their target must be resolved).
 
     Raises UsageError for calibration data that cannot be read twice."""
     here = machine()
@@ -143,7 +143,7 @@ def facts_of(model: Source, options: BuildOptions) -> dict[str, Plain]:
 
 
 def _model_digest(source: Source) -> str:
-    """SHA-256 of the model with its external weights, however these are stored."""
+    """SHA-256 of the model with its external weights, independent of how these are stored."""
     data, weights = split_weights(open_model(source))
     digest = hashlib.sha256(data)
     for name, array in sorted(weights.items()):
@@ -169,7 +169,7 @@ def _options(options: BuildOptions) -> dict[str, Plain]:
 def data_digest(data: Any) -> str:
     """SHA-256 of calibration data or labels: a file, a folder, arrays or a list of feeds.
 
-    Raises UsageError for data that can be read once only, or that a function makes."""
+    Raises UsageError for data that can be read only once, or that a function makes."""
     digest = hashlib.sha256()
     if isinstance(data, (str, Path)):
         path = Path(data)
@@ -211,9 +211,9 @@ def _file_digest(path: Path) -> str:
 
 @cache
 def code_digest() -> str:
-    """SHA-256 of optdnn's own sources: a version number stays while the code is worked on."""
+    """SHA-256 of optdnn's own sources: the version number does not change during development."""
     found: dict[str, str] = {}
-    for root in map(Path, optdnn.__path__):  # in a clone, passes and runtime are next to the folder of optdnn
+    for root in map(Path, optdnn.__path__):  # in a clone, passes and runtime are next to optdnn's folder
         for base in (root / "passes", root / "runtime", *([root] if (root / "compiler.py").exists() else [])):
             for path in base.rglob("*"):
                 name = path.relative_to(root)
@@ -226,7 +226,7 @@ def code_digest() -> str:
 
 
 def engine_digests(program: Program) -> dict[str, Plain]:
-    """The digest of the engine's file, and those of its parts: entries of the header and of ``meta``, blobs by number."""
+    """The digest of the engine's file, and of its parts: entries of the header and of ``meta``, blobs by number."""
     pieces = encode(program)
     digest = hashlib.sha256()
     for piece in pieces:
@@ -246,7 +246,7 @@ def _digest(value: Plain) -> str:
 
 
 def locked_cache(model: Source, options: BuildOptions, resolve: Callable[[str], str]) -> TimingCache:
-    """The timing cache of a build: that of its lockfile, whose facts are checked; without one, that of the options."""
+    """The timing cache of a build: the lockfile's, after its facts are checked; without a lockfile, the options'."""
     if options.locked is None:
         return TimingCache.open(options.timing_cache)
     lock = Lockfile.read(options.locked)
@@ -257,7 +257,7 @@ def locked_cache(model: Source, options: BuildOptions, resolve: Callable[[str], 
 def finish_lock(
     model: Source, options: BuildOptions, resolve: Callable[[str], str], program: Program, used: TimingCache
 ) -> None:
-    """Check the engine against the lockfile that it was built by, and write the one that was requested."""
+    """Check the engine against its lockfile, and write the requested lockfile."""
     if options.locked is not None:
         Lockfile.read(options.locked).check_engine(program)
     if options.lock is not None:

@@ -24,14 +24,14 @@ from optdnn.types import Array
 
 
 def plan_of(options: BuildOptions) -> PrecisionPlan:
-    """The precision that the options ask for, op by op; fp32 for "auto", whose precisions a search finds."""
+    """The precision that the options request, op by op; fp32 for "auto", for which a search finds the precisions."""
     if options.precision == AUTO:
         return PrecisionPlan()
     return PrecisionPlan.of_option(options.precision, options.precision_map)
 
 
 class _Calibrate:
-    """The ranges that the passes of one plan ask for, of the graph in its current state."""
+    """The ranges that the passes of one plan request, for the graph in its current state."""
 
     def __init__(self, options: BuildOptions, say: Progress):
         self.options, self.say, self.asked = options, say, 0
@@ -49,7 +49,7 @@ class _Calibrate:
 
 
 def _calibrated(graph: Graph, data: Any, *, options: BuildOptions, say: Progress) -> Calibration:
-    """Ranges for the graph as a pass gets it."""
+    """Ranges for the graph as the requesting pass sees it."""
     from optdnn.calibration import calibrate
     from optdnn.calibration.images import pictures_of
 

@@ -1,4 +1,4 @@
-"""Shapes that a build is given: fixed dimensions, ranges of them, and profiles.
+"""The shapes of a build: fixed dimensions, ranges, and profiles.
 
 Text (``--shape``)::
 
@@ -7,7 +7,7 @@ Text (``--shape``)::
     x=1x3x224x224..8x3x224x224..32x3x512x512        minimum, optimum, maximum
     x=1..8..32x3x224x224                            the same per dimension
 
-A profile is a box of shapes: a range per symbolic dimension. An engine takes every shape inside of one of its profiles and is
+A profile is a box of shapes: a range per symbolic dimension. An engine accepts every shape inside of one of its profiles and is
 tuned at their optima. Naming an input a second time begins the next profile.
 """
 
@@ -45,7 +45,7 @@ class DimRange:
 
 
 DimSpec: TypeAlias = int | DimRange | None
-"""A dimension as it is requested; None leaves it symbolic, without a range."""
+"""A requested dimension; None leaves it symbolic, without a range."""
 ShapeSpec: TypeAlias = tuple[DimSpec, ...]
 Profile: TypeAlias = Mapping[str, DimRange]
 """Symbol -> its range."""
@@ -54,8 +54,8 @@ Profile: TypeAlias = Mapping[str, DimRange]
 class InputShapes(dict[str, ShapeSpec]):
     """The shapes of a build's inputs, in normal form.
 
-    The mapping itself holds, per input, all that any profile allows (so ``opt`` is the first profile's); ``profiles`` holds
-    each by itself, and is empty where no dimension has a range.
+    The mapping itself holds, per input, everything that any profile allows (``opt`` is the first profile's); ``profiles`` holds
+    each profile separately, and is empty if no dimension has a range.
     """
 
     def __init__(self, profiles: Sequence[Mapping[str, ShapeSpec]] = ()):
@@ -64,7 +64,7 @@ class InputShapes(dict[str, ShapeSpec]):
         self.profiles: tuple[Mapping[str, ShapeSpec], ...] = tuple(profiles) if ranged or len(profiles) > 1 else ()
 
     def to_plain(self) -> Any:
-        """JSON-like: name -> dimensions, a list of such tables where there are several profiles."""
+        """JSON-like: name -> dimensions; a list of such tables if there are several profiles."""
         tables = [
             {name: [str(d) if isinstance(d, DimRange) else d for d in dims] for name, dims in sorted(p.items())}
             for p in (self.profiles or (self,))
@@ -80,7 +80,7 @@ def _union(profiles: Sequence[Mapping[str, ShapeSpec]]) -> dict[str, ShapeSpec]:
         if len({len(s) for s in shapes}) > 1:
             raise UsageError(f"the profiles give input {name!r} different ranks")
         dims = [_hull(column) for column in zip(*shapes, strict=True)]
-        # a profile without an input allows all sizes of it
+        # a profile without an input allows all of the input's sizes
         found[name] = tuple(dims) if len(shapes) == len(given) else (None,) * len(dims)
     return found
 
@@ -108,10 +108,10 @@ _TEXT = re.compile(r"scalar|[\dx?.]+")
 
 
 def parse_dims(text: str) -> ShapeSpec:
-    """The dimensions in a text as of ``--shape``, without the name. Raises UsageError for a malformed one.
+    """The dimensions in a text in the form of ``--shape``, without the name. Raises UsageError for a malformed text.
 
-    The two ways to give ranges cannot be confused: three shapes of equal rank are minimum, optimum and maximum, and a
-    dimension's range has three numbers as well.
+    The two forms of ranges cannot be confused: three shapes of equal rank are minimum, optimum and maximum, and a
+    dimension's range also has three numbers.
     """
     if text == "scalar":
         return ()

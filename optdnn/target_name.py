@@ -1,4 +1,4 @@
-"""Names of targets, as ``--target`` takes them and engine files hold them: ``cpu``, ``cuda:sm_90a``, ``cuda:h200`` and so on."""
+"""Names of targets, as in ``--target`` and in engine files: ``cpu``, ``cuda:sm_90a``, ``cuda:h200`` and so on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import lru_cache
 from optdnn.errors import UsageError, did_you_mean
 
 HOPPER = "sm_90a"
-"""The architecture whose programs ``simulate`` runs."""
+"""The architecture of the programs that ``simulate`` runs."""
 FAMILIES = ("cpu", "reference", "simulate", "cuda")
 BUILDABLE = ("sm_90a", "sm_121", "sm_120", "sm_110", "sm_103", "sm_100", "sm_89", "sm_87", "sm_86", "sm_80")
 """Architectures that a build may name."""
@@ -45,7 +45,7 @@ class TargetName:
     def parse(cls, text: str) -> TargetName:
         """Read a name; "" names no target. An architecture need not be one of :data:`BUILDABLE`.
 
-        Raises UsageError for an unknown family or text that is no architecture.
+        Raises UsageError for an unknown family or text that is not an architecture.
         """
         return _parsed(text)
 
@@ -63,7 +63,7 @@ class TargetName:
 
     @property
     def machine(self) -> TargetName:
-        """The target whose passes and kernels it has: for ``simulate``, that of Hopper."""
+        """The target whose passes and kernels this target uses: Hopper's for ``simulate``."""
         return TargetName("cuda", HOPPER) if self.simulated else self
 
 

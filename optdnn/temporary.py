@@ -1,4 +1,4 @@
-"""Temporary folders and files, with one error for a machine that has no place for them."""
+"""Temporary folders and files, with one error for a machine that has no room for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optdnn.errors import OutputError
 
 
 def temporary_folder(prefix: str = "optdnn-") -> tempfile.TemporaryDirectory[str]:
-    """A folder that is removed when the object ends. Raises OutputError where none can be made."""
+    """A folder that is removed when the object ends. Raises OutputError if it cannot be made."""
     try:
         with _signals_later():
             return tempfile.TemporaryDirectory(prefix=prefix)
@@ -22,7 +22,7 @@ def temporary_folder(prefix: str = "optdnn-") -> tempfile.TemporaryDirectory[str
 
 
 def temporary_file(prefix: str = "optdnn-") -> IO[bytes]:
-    """An open file without a name. Raises OutputError where none can be made."""
+    """An open file without a name. Raises OutputError if it cannot be made."""
     try:
         return tempfile.TemporaryFile(prefix=prefix)
     except OSError as error:
@@ -31,7 +31,7 @@ def temporary_file(prefix: str = "optdnn-") -> IO[bytes]:
 
 @contextmanager
 def _signals_later() -> Iterator[None]:
-    """Signals that raise an exception are handled at the end: between making a folder and keeping it, one would leave it behind."""
+    """Signals that raise an exception are handled at the end: between making and keeping a folder, they would leave it behind."""
     received: list[int] = []
     handlers = {}
     if threading.current_thread() is threading.main_thread():  # no other thread runs handlers, or may set them
@@ -43,7 +43,7 @@ def _signals_later() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for late in received:  # also where no folder was made
+        for late in received:  # also if no folder was made
             signal.raise_signal(late)
 
 

@@ -8,7 +8,7 @@ from optdnn.limits import CACHE_BYTES
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. Raises OSError, or ValueError for a file that is too large or no UTF-8."""
+    """The text of a file. Raises OSError, or ValueError for a file that is too large or not UTF-8."""
     limit = CACHE_BYTES.value
     with path.open("rb") as file:
         data = file.read(limit + 1)

@@ -1,7 +1,7 @@
 """Tensor types and the names of element types.
 
-Element types are NumPy dtypes everywhere; bfloat16, the floats of 8 and fewer bits and the integers of 2 and 4 bits are those of
-``ml_dtypes``. In memory, and in engines, an element of less than a byte takes one; ONNX files pack them (:func:`packed`).
+Element types are NumPy dtypes everywhere; bfloat16, the floats of 8 and fewer bits and the integers of 2 and 4 bits come from
+``ml_dtypes``. In memory, and in engines, an element of less than a byte takes one byte; ONNX files pack them (:func:`packed`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ INT64, INT32, INT8, UINT8, BOOL = (DTYPES[n] for n in ("int64", "int32", "int8",
 
 
 def dtype_name(dtype: npt.DTypeLike) -> str:
-    """The short name of a dtype ("fp32", "bf16", "int64", …). Raises ShapeError for one optdnn has no name for."""
+    """The short name of a dtype ("fp32", "bf16", "int64", …). Raises ShapeError for a dtype without one."""
     try:
         return _NAMES[np.dtype(dtype)]
     except (KeyError, TypeError):
@@ -87,7 +87,7 @@ def is_int(dtype: npt.DTypeLike) -> bool:
 
 
 def bits_of(dtype: DType) -> int:
-    """How many bits an element takes in an ONNX file."""
+    """The number of bits of an element in an ONNX file."""
     return _BITS.get(dtype, 8 * dtype.itemsize)
 
 
@@ -97,7 +97,7 @@ def packed_bytes(dtype: DType, count: int) -> int:
 
 
 def packed(array: Array) -> Array:
-    """Elements of less than a byte as ONNX packs them: in row-major order, from the lowest bits on. Others: their bytes."""
+    """Elements of less than a byte, packed as in ONNX: in row-major order, from the lowest bits on. Other types: their bytes."""
     flat = np.ascontiguousarray(array).reshape(-1)
     bits = _BITS.get(array.dtype)
     if bits is None:
@@ -119,7 +119,7 @@ def unpacked(data: Array, dtype: DType, count: int) -> Array:
 
 
 RANK_LIMIT = 64
-"""Most dimensions of a tensor (NumPy's own limit)."""
+"""The most dimensions of a tensor (NumPy's own limit)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class TensorType:
 
     @property
     def dims(self) -> Shape:
-        """The shape; raises ShapeError where even the rank is unknown."""
+        """The shape; raises ShapeError if even the rank is unknown."""
         if self.shape is None:
             raise ShapeError("the rank of a tensor is unknown here")
         return self.shape
@@ -169,7 +169,7 @@ class TensorType:
         return replace(self, dtype=np.dtype(dtype))
 
     def agrees(self, other: TensorType) -> bool:
-        """Same dtype, and nothing known of one shape contradicts the other: unknown and symbolic sizes agree with any."""
+        """Whether the dtypes are equal and the shapes do not contradict each other: unknown and symbolic sizes agree with any."""
         if self.dtype != other.dtype:
             return False
         if self.shape is None or other.shape is None:
@@ -227,7 +227,7 @@ def broadcast_dims(*shapes: Shape) -> Shape:
     """NumPy broadcasting over ``int | Dim``.
 
     A symbolic dimension against 1 gives the symbol; against another integer it gives that integer (ONNX requires
-    equality at run time); two different symbols give their maximum, which is right for every input that is valid.
+    equality at run time); two different symbols give their maximum, which is correct for every valid input.
     Raises ShapeError for two different integers.
     """
     rank = max((len(s) for s in shapes), default=0)
@@ -252,8 +252,8 @@ def broadcast_dims(*shapes: Shape) -> Shape:
 def random_array(rng: np.random.Generator, dtype: DType, shape: tuple[int, ...]) -> Array:
     """Made-up values of an input: standard normal floats and complex numbers, booleans, integers 0 and 1, and pictures.
 
-    Integers are mostly indices, masks and token ids: 0 and 1 are valid where anything is. Four dimensions of unsigned ones are a
-    batch of pictures, which have all values.
+    Integers are mostly indices, masks and token ids: 0 and 1 are valid if anything is. Unsigned integers with four dimensions are a
+    batch of pictures, with values of the full range.
     """
     if is_float(dtype):
         return rng.standard_normal(shape).astype(dtype)
@@ -265,7 +265,7 @@ def random_array(rng: np.random.Generator, dtype: DType, shape: tuple[int, ...])
 
 
 def to_tf32(x: Array) -> Array:
-    """fp32 rounded to nearest (ties to even) with ten bits of mantissa, as tensor cores multiply at tf32; others as they are."""
+    """fp32 rounded to nearest (ties to even) with a 10-bit mantissa, as tensor cores multiply at tf32; other types unchanged."""
     if x.dtype != FP32:
         return x
     bits = np.ascontiguousarray(x).view(np.uint32).reshape(x.shape)

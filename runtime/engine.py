@@ -1,4 +1,4 @@
-"""The engine: a program made ready to run, and the public ways to run it."""
+"""The engine: a prepared program, and the public ways to run it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from optdnn.runtime.steps.executor import Examine, LoadOptions, Planner
 from optdnn.types import Array, TensorSpec, dtype_name
 
 Refitter = Callable[..., Any]
-"""``refitter(program, model, weights, adapters, calib=, custom_ops=, progress=)`` gives the account of a build, with its engine."""
+"""``refitter(program, model, weights, adapters, calib=, custom_ops=, progress=)`` returns the record of a build, with its
+engine."""
 
 
 class Engine:
     """A compiled network, ready to run. Made by ``optdnn.build`` or ``optdnn.load``; safe to share between threads."""
 
     def __init__(self, program: Program, *, threads: int | None = None, options: LoadOptions | None = None):
-        """Prepare ``program``; ``threads`` overrides the number of threads that the build chose; ``options`` are :func:`load`'s.
+        """Prepare ``program``; ``threads`` overrides the build's number of threads; ``options`` are :func:`load`'s.
 
-        Raises EngineError where it is for another target or machine, MissingDependency where a library it needs is absent.
+        Raises EngineError if it is for another target or machine, MissingDependency if a library that it needs is missing.
         """
         options = options or LoadOptions(threads)
         n = options.threads
@@ -54,9 +55,9 @@ class Engine:
         self._idle: deque[BaseContext] = deque([] if options.defer else [self.context()])
         self._runs = Runs()
         self.account: Callable[[Engine], Mapping[str, Plain]] | None = None
-        """Set by the build: makes :attr:`report`."""
+        """Set by the build; creates :attr:`report`."""
         self.refitter: Refitter | None = None
-        """Set where the compiler is: rebuilds the engine for :meth:`refit`."""
+        """Set if the compiler is available; rebuilds the engine for :meth:`refit`."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -70,7 +71,7 @@ class Engine:
 
     @property
     def profiles(self) -> tuple[Profile, ...]:
-        """The ranges of sizes that it takes, one for each profile. Without profiles it takes all sizes."""
+        """The ranges of sizes that the engine accepts, one for each profile. Without profiles it accepts all sizes."""
         return self._runner.signature.profiles
 
     @property
@@ -102,7 +103,7 @@ class Engine:
         return None if self.account is None else Report(self.account(self))
 
     def keep(self, custom_ops: Sequence[CustomOp]) -> None:
-        """Keep the custom operators that the program runs: it does not load without them."""
+        """Keep references to the custom operators that the program runs: it does not load without them."""
         self._custom = tuple(custom_ops)
         requirements = [op.requirement for op in self._custom]
         self.program.requires = (*(r for r in self.program.requires if r not in requirements), *requirements)
@@ -115,9 +116,9 @@ class Engine:
     def run(self, feeds: Mapping[str, Any] | Any, out: Mapping[str, Any] | None = None) -> dict[str, Array]:
         """Run once: input name -> array gives output name -> array, in ONNX output order. Thread-safe.
 
-        ``feeds`` may be the array itself where there is one input. ``out`` may map outputs to arrays that then hold (and are) these
-        results; all others are fresh.
-        Raises InputError for inputs that do not fit, RunError when running fails.
+        ``feeds`` may be the array itself if there is one input. ``out`` may map outputs to arrays that receive (and are) these
+        results; all others are new arrays.
+        Raises InputError for inputs that do not fit, RunError if running fails.
         """
         # A pool of contexts, as many as ever ran at once; deque's pop and append are atomic.
         idle = self._idle  # a refit makes another pool: contexts with old weights never get into it
@@ -133,11 +134,11 @@ class Engine:
     def run_async(
         self, feeds: Mapping[str, Any] | Any, callback: Callback | None = None, user_data: object = None
     ) -> Future[dict[str, Array]]:
-        """Begin a run in a separate thread. The future gives the result or error of :meth:`run`.
+        """Begin a run in a separate thread. The future returns the result or error of :meth:`run`.
 
         ``callback(results, user_data, error)`` is called in that thread: with the results and "", or with None and the error's
-        text. The arrays must stay as they are until then.
-        At most :data:`optdnn.runtime.contexts.asynchronous.THREADS` runs are in progress at once.
+        text. The arrays must not change until then.
+        At most :data:`optdnn.runtime.contexts.asynchronous.THREADS` runs are in flight at once.
         """
         return self._runs.start(lambda: self.run(feeds), callback, user_data)
 
@@ -148,8 +149,8 @@ class Engine:
         return await asyncio.wrap_future(self.run_async(feeds))
 
     def program_for(self, feeds: Mapping[str, Any]) -> Program:
-        """The program that runs these inputs: of an engine with several plans the one for their sizes (and for the values of
-        shape inputs), which is made where it does not exist yet. Raises as :meth:`run`."""
+        """The program that runs these inputs: for an engine with several plans, the one for their sizes (and for the values of
+        shape inputs), which is created if it does not exist yet. Raises like :meth:`run`."""
         return self._runner.program_for(self._runner.signature.named(feeds))
 
     def __call__(self, *arrays: Any) -> Array | tuple[Array, ...]:
@@ -168,17 +169,17 @@ class Engine:
         calib: Any = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        """Give the engine new weights, in place. Tactics stay, so nothing is measured, and its speed is that of a fresh build.
+        """Give the engine new weights, in place. Tactics stay, so nothing is measured, and its speed is that of a new build.
 
         ``weights`` maps names of the model's initializers to arrays of their shapes and types. ``model`` is the ONNX model (a path,
-        bytes or a ModelProto) that holds all other weights; None: the one that the engine holds (``refit=True`` at the build).
-        ``adapters`` maps names to low-rank adapters ``(A, B)`` or ``(A, B, scale)``: ``W + scale * (B @ A)`` is taken for W. They
-        are not added to the model that the engine holds, so ``engine.refit()`` takes them back. ``calib`` are calibration data for
-        the new weights; without, an engine that was calibrated keeps the ranges that it holds.
+        bytes or a ModelProto) with all other weights; None: the model in the engine (``refit=True`` at the build).
+        ``adapters`` maps names to low-rank adapters ``(A, B)`` or ``(A, B, scale)``: ``W + scale * (B @ A)`` replaces W. They
+        are not added to the model in the engine, so ``engine.refit()`` removes them. ``calib`` is calibration data for
+        the new weights; without it, a calibrated engine keeps its ranges.
 
-        Runs in progress, and contexts that were made before, end with the old weights.
+        Runs in flight, and contexts that were created before, finish with the old weights.
         Raises UsageError for arrays that do not fit, UnsupportedError for another network (it names the nodes), EngineError for an
-        engine that does not record enough. The engine is then as it was.
+        engine that does not record enough. After an error the engine is unchanged.
         """
         if self.program.ranks is not None:
             raise EngineError("an engine of several devices takes no other weights", hint="build it again")
@@ -196,8 +197,8 @@ class Engine:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the engine file, and, from a build, PATH.report.json next to it (:attr:`report`); each atomically.
 
-        The engine's bytes are the same for the same model, options and timing cache. Facts that may differ go into the report.
-        Raises OutputError where one cannot be written.
+        The engine's bytes are the same for the same model, options and timing cache. Facts that may differ are in the report.
+        Raises OutputError if a file cannot be written.
         """
         from optdnn.runtime.file.format import write
 
@@ -232,7 +233,7 @@ def _steps(program: Program) -> str:
 
 
 def open_engine(program: Program, options: LoadOptions) -> Runner:
-    """Make any valid program ready."""
+    """Prepare any valid program."""
     if program.ranks is not None:
         return open_ranks(program, program.ranks, options)
     if (alone := of_one_rank(program)) is not None and place_of() is not None:
@@ -265,27 +266,27 @@ def load(
 
     ``threads`` overrides the number of threads chosen by the build. ``verify=False`` skips the SHA-256 of the blobs (the
     header's is always checked). ``mmap=False`` reads the file into memory, for files that may change underneath.
-    ``huge_pages=False`` leaves the memory of an engine for cpu as the libraries allocate it; otherwise, on Linux where huge
-    pages are given on request, a thread moves it onto them after the first run.
+    ``huge_pages=False`` leaves the memory of an engine for cpu as the libraries allocate it; otherwise, on Linux with huge
+    pages on request, a thread moves it onto them after the first run.
     Engines for GPUs: ``simulate`` runs the program in NumPy, on any machine. The kernels are compiled from the sources in the file,
     or come from this machine's cache of compiled kernels, which a build fills. A source must be in the language of
     optdnn's generated kernels (:mod:`optdnn.runtime.cuda.kernel_text.check` describes its guarantees) or belong to one of
-    ``custom_ops``. ``trust_cubins=True`` takes the compiled code in the file, and any source, unchecked: for files whose author may
-    run code on this machine. ``recompile`` compiles even where this version's templates differ from those of the build.
+    ``custom_ops``. ``trust_cubins=True`` uses the compiled code in the file, and any source, unchecked: for files whose author may
+    run code on this machine. ``recompile`` compiles even if this version's templates differ from the build's.
     An engine for a GPU and ranges of shapes makes plans for further shapes with ``planner`` (default: the compiler, if it is
-    installed, when such inputs are first seen; None: no further plans). An engine with shape inputs does so for their values;
+    installed, when such inputs first occur; None: no further plans). An engine with shape inputs does so for their values;
     without a planner, its own program runs for all values.
     ``examine`` checks the networks for CPU libraries before the libraries see them (default:
     :mod:`optdnn.lowering.cpu.examine`). None: an engine that gives them a network is refused.
     ``custom_ops`` are the custom operators that the engine was built with (:func:`optdnn.custom_op`).
     ``signed_by``: the file is refused unless PATH.sig is its signature by this signer: a PEM file with a public key or with root
-    certificates, or "sigstore:IDENTITY,ISSUER". With the environment variable OPTDNN_SIGNED_BY, this holds for every engine file
+    certificates, or "sigstore:IDENTITY,ISSUER". The environment variable OPTDNN_SIGNED_BY requires this for every engine file
     that the process reads. A signed file is read into memory (``mmap`` has no effect). It is trusted as with ``trust_cubins=True``.
     An engine for several GPUs starts one process for each further GPU, unless a launcher such as torchrun has started them
     (:mod:`optdnn.runtime.ranks`). ``devices`` refuses an engine for another number of GPUs.
-    Raises UsageError without such a file, EngineError for a file that is unreadable, corrupt, of another version or for another
-    machine, that lacks the required signature, or whose kernels are refused. Raises EngineStale if this version would make other
-    kernels, and MissingDependency for a library that is not installed.
+    Raises UsageError if there is no such file, EngineError for a file that is unreadable, corrupt, of another version or for
+    another machine, that lacks the required signature, or whose kernels are refused. Raises EngineStale if this version would
+    generate other kernels, and MissingDependency for a library that is not installed.
     """
     from optdnn.runtime.file.format import read
 

@@ -1,4 +1,4 @@
-"""An engine file that is mapped: its weights are read from it while the engine runs, so a change in place must be noticed."""
+"""A mapped engine file: weights are read from it while the engine runs, so a change in place must be noticed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from optdnn.types import Array
 
 
 class MappedFile:
-    """The file that holds the arrays of a program. ``digests``: arrays with their SHA-256, where these were verified.
+    """The file that holds the arrays of a program. ``digests``: arrays with their SHA-256, if these were verified.
 
-    A change is seen by the file's size and time of modification. A file that was only touched is read again and believed.
+    A change is detected by the file's size and modification time. A file that was only touched is read again and accepted.
     """
 
     def __init__(self, descriptor: int, shown: str):
@@ -25,7 +25,7 @@ class MappedFile:
 
     @property
     def descriptor(self) -> int:
-        """The open file: what was loaded, even where another file has its name now."""
+        """The open file that was loaded, even if another file has its name now."""
         return self._fd
 
     def _now(self) -> tuple[int, int]:
@@ -33,7 +33,7 @@ class MappedFile:
         return found.st_size, found.st_mtime_ns
 
     def check(self) -> None:
-        """Raise RunError where the file has changed since it was loaded."""
+        """Raise RunError if the file has changed since it was loaded."""
         state = self._now()
         if state == self._state:
             return

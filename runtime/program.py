@@ -1,4 +1,4 @@
-"""The program: a compiled network as the runtime takes it. Plain data, no code.
+"""The program: a compiled network in the runtime's form. Plain data, no code.
 
 A program is a list of steps over numbered buffers. Constant buffers point at blobs (weights, serialized library models);
 other buffers live in an arena at planned offsets, or (offset None) are allocated by the step that writes them.
@@ -22,19 +22,19 @@ Plain = Any
 
 
 def known_sizes(shape: Sequence[int | str]) -> tuple[int, ...]:
-    """The sizes in a shape that are numbers: all of them, where it is fixed."""
+    """The sizes in a shape that are numbers: all of them, if it is fixed."""
     return tuple(d for d in shape if isinstance(d, int))
 
 
 def agree(a: Sequence[int | str], b: Sequence[int | str]) -> bool:
-    """True if the ranks are equal and so are the dimensions that both know."""
+    """Whether the ranks are equal, and all dimensions that are known in both."""
     known = zip(a, b, strict=False)
     return len(a) == len(b) and all(x == y or isinstance(x, str) or isinstance(y, str) for x, y in known)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One tensor of the program. ``shape`` holds text where a dimension is symbolic; ``blob`` is set for constants."""
+    """One tensor of the program. ``shape`` holds text for symbolic dimensions; ``blob`` is set for constants."""
 
     name: str
     dtype: DType
@@ -45,24 +45,24 @@ class Buffer:
 
     @property
     def nbytes(self) -> int | None:
-        """Size in bytes, or None while a dimension is symbolic."""
+        """Size in bytes, or None if a dimension is symbolic."""
         if self.shape is None or not all(isinstance(d, int) for d in self.shape):
             return None
         return math.prod(self.sizes) * self.dtype.itemsize
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape, but for symbolic dimensions."""
+        """The shape, without symbolic dimensions."""
         return known_sizes(self.shape or ())
 
 
 @dataclass(frozen=True)
 class Step:
-    """One action. ``executor`` names what runs it ("reference", "onnxruntime", "openvino", "cuda", or in a GPU's program "host"
-    and "copy", see :mod:`optdnn.runtime.steps.host`); ``params`` is its own.
+    """One action. ``executor`` names its executor ("reference", "onnxruntime", "openvino", "cuda", or in a GPU's program "host"
+    and "copy", see :mod:`optdnn.runtime.steps.host`); ``params`` are the executor's own.
 
     ``inputs`` and ``outputs`` are buffer numbers (-1 is an absent operand, or an unused output). ``src`` are the
-    ONNX nodes it does.
+    step's ONNX nodes.
     """
 
     executor: str
@@ -74,7 +74,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Slot:
-    """When a kernel of a GPU's program may begin: after the step before it in its lane (a stream), and after the earlier steps
+    """When a kernel of a GPU's program may begin: after the previous step in its lane (a stream), and after the earlier steps
     of other lanes in ``after``, in ascending order."""
 
     lane: int
@@ -82,19 +82,19 @@ class Slot:
 
 
 LANES = 16
-"""Most lanes of a program."""
+"""The most lanes of a program."""
 WRITE_PARTS = ("cuda", "copy")
 """Executors whose steps may write a part of a buffer."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """How a GPU kernel is made: a template of this version of optdnn and the texts rendered for it, never host code.
+    """The recipe of a GPU kernel: a template of this version of optdnn and the texts rendered for it, never host code.
     :mod:`optdnn.runtime.cuda.kernel_text.allowed` checks kernels from a file.
 
     ``template`` is a file of ``runtime/cuda/kernels``; ``generated`` maps names of rendered headers to their text; ``source``
     is the SHA-256 over all text that goes into the compilation (a template that has changed since makes the engine stale).
-    ``cubin`` is the blob with the compiled code for ``arch``, or None where only the recipe is kept.
+    ``cubin`` is the blob with the compiled code for ``arch``, or None if only the recipe is kept.
     """
 
     template: str
@@ -110,10 +110,10 @@ class Kernel:
 class Source:
     """The model that a program was made from, to make plans for further shapes: data, no code.
 
-    ``model`` is the blob with the serialized ModelProto, in which initializers named in ``weights`` (name -> blob) are declared
-    without their elements; ``options`` are those of the build, as plain data: only those of
-    :data:`optdnn.runtime.file.plan_options.PLAN_OPTIONS`. ``calibration`` is the blob with the ranges that further plans
-    quantize by (JSON text, :mod:`optdnn.calibration.plan_calibration`), where the build had calibration data.
+    ``model`` is the blob with the serialized ModelProto, which declares the initializers in ``weights`` (name -> blob)
+    without their elements; ``options`` are the build's options, as plain data: only those of
+    :data:`optdnn.runtime.file.plan_options.PLAN_OPTIONS`. ``calibration`` is the blob with the ranges that further plans use
+    to quantize (JSON text, :mod:`optdnn.calibration.plan_calibration`), if the build had calibration data.
     """
 
     model: int
@@ -124,10 +124,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """The other plans of an engine for a range of shapes, in addition to the program that holds this.
+    """The other plans of an engine for a range of shapes, in addition to the program that contains this object.
 
     ``inputs`` and ``outputs`` are the engine's, symbolic. ``plans`` are the other programs, each for fixed shapes and with the same
-    list of blobs. Further plans are made from ``source``, where the engine holds it. ``arena_bytes`` is the largest arena that the
+    list of blobs. Further plans are made from ``source``, if the engine has it. ``arena_bytes`` is the largest arena that the
     profiles' minima, optima and maxima need.
     """
 
@@ -140,7 +140,7 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class ByValue:
-    """Plans for the values of shape inputs (``inputs``: their names): sizes, axes or places.
+    """Plans for the values of shape inputs (``inputs``: their names): sizes, axes or positions.
 
     Such an input is read on the host. In the plan for its value, which is made from ``source``, it is a constant.
     """
@@ -151,10 +151,10 @@ class ByValue:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The other ranks of a tensor-parallel engine, besides rank 0, whose program holds this.
+    """The other ranks of a tensor-parallel engine, besides rank 0, whose program contains this object.
 
-    ``programs`` are those of the ranks from 1 on, over the same list of blobs. ``inputs`` and ``outputs`` are axes, one for each
-    port of the network: the ranks hold equal parts of it along this axis, in their order (-1: each rank holds all of it).
+    ``programs`` are the programs of the ranks from 1 on, over the same list of blobs. ``inputs`` and ``outputs`` are axes, one for
+    each port of the network: the ranks hold equal parts of it along this axis, in rank order (-1: each rank holds all of it).
     """
 
     programs: tuple[Program, ...]
@@ -163,7 +163,7 @@ class Ranks:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.programs) + 1
 
 
@@ -175,7 +175,7 @@ class Program:
     memory-mapped); ``requires`` lists requirements of the machine (:mod:`optdnn.runtime.file.requires`)
     ("package:onnxruntime>=1.20", "cpu:avx512_bf16"). ``meta`` holds deterministic facts: options, pass reports, tactic
     decisions, provenance. ``kernels`` is the table that steps of the executor "cuda" point into. ``profiles`` hold the sizes
-    of symbolic dimensions that it takes: those inside of any (all, where there are none).
+    of symbolic dimensions that it accepts: inside of any profile (without profiles: all sizes).
     """
 
     target: str
@@ -191,33 +191,33 @@ class Program:
     kernels: tuple[Kernel, ...] = ()
     profiles: tuple[Profile, ...] = ()
     dynamic: Dynamic | None = None
-    """Set where this program, of fixed shapes, is the first plan of an engine for the shapes of ``profiles``."""
+    """Set if this program, of fixed shapes, is the first plan of an engine for the shapes of ``profiles``."""
     by_value: ByValue | None = None
-    """Set where plans for the values of some inputs can be made; this program is right for all values."""
+    """Set if plans for the values of some inputs can be made; this program is correct for all values."""
     ranks: Ranks | None = None
-    """Set where this program is rank 0 of several that run together, one to a GPU."""
+    """Set if this program is rank 0 of several that run together, one per GPU."""
     lanes: tuple[Slot, ...] = ()
-    """One for each step where independent steps may run side by side; empty: each step waits for the one before. The steps'
-    own order is always one in which they can be run one by one."""
+    """One slot per step if independent steps may run concurrently; empty: each step waits for the previous one. The steps'
+    own order is always valid for running them one by one."""
     retained: tuple[int, ...] = ()
     """Buffers outside of the arena, of one step each, that keep their contents from one run of a context to the next. They begin as
     zeros."""
     foreign: bool = field(default=False, repr=False)
-    """Read from a file: its networks for CPU libraries are examined before these see them."""
+    """Whether the program was read from a file: its networks for CPU libraries are examined before the libraries see them."""
     file: MappedFile | None = field(default=None, repr=False)
-    """The file that the blobs are mapped from."""
+    """The file from which the blobs are mapped."""
     digests: tuple[tuple[Array, bytes], ...] = field(default=(), repr=False)
-    """Arrays of a file that was read, with their SHA-256 as it was verified."""
+    """Arrays read from a file, with their verified SHA-256."""
 
 
 def programs_of(program: Program) -> tuple[Program, ...]:
-    """An engine's program, and all others that its file holds: plans for further shapes, other ranks."""
+    """An engine's program, and all other programs in its file: plans for further shapes, other ranks."""
     plans = program.dynamic.plans if program.dynamic is not None else ()
     return (program, *plans, *(program.ranks.programs if program.ranks is not None else ()))
 
 
 def target_of(program: Program) -> TargetName:
-    """The parsed target of a program, which may be from a file. Raises EngineError where this version knows no such target."""
+    """The parsed target of a program, which may come from a file. Raises EngineError if this version does not know the target."""
     try:
         name = TargetName.parse(program.target)
     except UsageError:

@@ -81,7 +81,7 @@ def test_threads_and_precisions_that_are_none(tmp_path: Path) -> None:
             optdnn.build(network, target="cpu", threads=threads)
     program = program_of("onnxruntime", ModelProto.FromString(network), [("x", F, (1, 4))], [("y", F, (1, 4))],
                          params={"precision": "fp12"})  # fmt: skip
-    with pytest.raises(EngineError, match="precision 'fp12' is none of a CPU library"):
+    with pytest.raises(EngineError, match="precision 'fp12' is not offered by a CPU library"):
         optdnn.load(write(program, tmp_path / "e"))
     for threads in (20_000, 10**30):
         with pytest.raises(UsageError, match="threads must be 1 to 1024"):

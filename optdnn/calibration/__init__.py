@@ -1,4 +1,4 @@
-"""Calibration: which real values the integers of a quantized network have to cover, found by running it on data.
+"""Calibration: the real values that the integers of a quantized network must cover, found by running it on data.
 
 from optdnn.calibration import calibrate
 found = calibrate(graph, "pictures.npz", method="entropy", cache="model.calib.json")

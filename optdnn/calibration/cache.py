@@ -1,4 +1,4 @@
-"""The calibration cache: a readable JSON file with the result or the progress so far, keyed by all that it depends on."""
+"""The calibration cache: a readable JSON file with the result or the progress so far, keyed by everything that it depends on."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from optdnn.types import Array
 
 FORMAT = "optdnn calibration 1"
 KEPT = 8
-"""Calibrations that one file keeps, the newest."""
+"""The number of calibrations, the newest, that one file keeps."""
 
 
 @dataclass
 class Extremes:
-    """The smallest and largest element of one value. Per channel: the largest magnitude and the sum; ``number`` elements each."""
+    """The smallest and largest element of one value. Per channel: the largest magnitude and the sum, over ``number`` elements
+    each."""
 
     low: float
     high: float
@@ -41,7 +42,7 @@ class Extremes:
         return cls(float(array.min()), float(array.max()), largest, total, array.size // max(1, largest.size))
 
     def merged(self, old: Extremes | None) -> Extremes:
-        """Over the elements of both. Channels that differ in number (as many as a text has words) are dropped."""
+        """Over the elements of both. If the numbers of channels differ (the words of a text), the channels are dropped."""
         if old is None:
             return self
         low, high = min(old.low, self.low), max(old.high, self.high)
@@ -58,13 +59,14 @@ class Extremes:
         low, high, number = (finite(plain[name], 0) for name in ("low", "high", "number"))
         largest, total = finite(plain["largest"], 1), finite(plain["sum"], 1)
         if largest.size != total.size:
-            raise ValueError("the channels of its sums are others than those of its magnitudes")
+            raise ValueError("its sums and magnitudes have different channels")
         return cls(float(low), float(high), largest, total, int(number))
 
 
 @dataclass
 class Sweep:
-    """One passage through the data: the batches seen, whether it is over, and by value :class:`Extremes` or counts (int64)."""
+    """One pass over the data: the number of batches seen, whether it is complete, and for each value :class:`Extremes` or counts
+    (int64)."""
 
     batches: int = 0
     done: bool = False
@@ -76,7 +78,7 @@ class Sweep:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], read: Callable[[Any], Any]) -> Sweep:
-        """The inverse of :meth:`to_plain`, where ``read`` is that of the entries of its table. KeyError, TypeError, ValueError,
+        """The inverse of :meth:`to_plain`; ``read`` parses the entries of its table. KeyError, TypeError, ValueError,
         AttributeError or OverflowError for anything else."""
         return cls(int(plain["batches"]), bool(plain["done"]), {n: read(v) for n, v in plain["table"].items()})
 
@@ -85,7 +87,7 @@ def _counts(plain: Any) -> Array:
     """The counts of a histogram, int64 [bins]. Raises TypeError, ValueError or OverflowError for anything else."""
     found = finite(plain, 1)
     if found.size and not 0 <= found.min() <= found.max() < 1 << 53:
-        raise ValueError("these are no counts")
+        raise ValueError("these are not counts")
     return found.astype(np.int64)
 
 
@@ -99,7 +101,7 @@ class UnfinishedCalibration:
 
 @dataclass
 class CalibrationCache:
-    """A cache file (or none). ``result`` is set where it holds a finished calibration for this very key."""
+    """A cache file (or none). ``result`` is set if it holds a finished calibration for exactly this key."""
 
     path: Path | None
     key: dict[str, str]
@@ -110,8 +112,8 @@ class CalibrationCache:
 
     @classmethod
     def open(cls, path: str | Path | None, graph: str, data: str, method: str) -> CalibrationCache:
-        """Read what fits the digests of graph and data and the method. Raises UsageError for a file of something else,
-        OutputError where it could not be written."""
+        """Read the entries that match the digests of graph and data and the method. Raises UsageError if the file is not a
+        calibration cache, OutputError if it could not be written."""
         cache = cls(None if path is None else Path(path), {"graph": graph, "data": data, "method": method})
         if cache.path is None:
             return cache
@@ -131,7 +133,7 @@ class CalibrationCache:
         return cache
 
     def damaged(self) -> UsageError:
-        """The error for a file with entries that no calibration writes."""
+        """The error for a file with entries that no calibration could have written."""
         return UsageError(f"{self.path} is a damaged calibration cache", hint="delete it")
 
     def _read(self) -> list[Any]:
@@ -144,17 +146,17 @@ class CalibrationCache:
             plain = None
         if not isinstance(plain, dict) or plain.get("format") != FORMAT:
             raise UsageError(f"{self.path} is not a calibration cache", hint="name another file, or delete it")
-        json.dumps(plain["entries"], allow_nan=False)  # a ValueError: other entries are written again, as they are
+        json.dumps(plain["entries"], allow_nan=False)  # raises ValueError: other entries are written back
         return list(plain["entries"])
 
     def save(self, progress: UnfinishedCalibration) -> None:
-        """Keep an unfinished calibration."""
+        """Store an unfinished calibration."""
         if self.path is not None:
             sweeps = {"extremes": progress.extremes.to_plain(), "counts": progress.counts.to_plain()}
             self._write({"progress": sweeps})
 
     def finish(self, result: Calibration) -> None:
-        """Keep the result."""
+        """Store the result."""
         self.result = result
         if self.path is not None:
             self._write({"result": to_plain(result)})

@@ -25,26 +25,27 @@ from optdnn.types import Array, TensorSpec, is_float, is_int
 
 Feeds = Mapping[str, Array]
 Rows = Array | StoredArray
-"""Samples along the first axis: in memory, mapped from a file, or read from one."""
+"""Samples along the first axis: in memory, mapped from a file, or read from a file."""
 Pictures: TypeAlias = ImageSpec | RawPictures
 """How pictures become inputs: prepared outside of the network, or by the network itself."""
 BATCH = 8
-"""Samples to a batch where the network's own batch is symbolic."""
+"""Samples per batch if the network's own batch is symbolic."""
 
 
 @dataclass
 class CalibrationData:
-    """Batches of feeds. ``batches()`` starts again each time; ``name`` is for messages; ``digest`` identifies the content."""
+    """Batches of feeds. Each call of ``batches()`` starts from the beginning. ``name`` is for messages; ``digest`` identifies the
+    content."""
 
     name: str
     batches: Callable[[], Iterator[dict[str, Array]]]
     digest: str
     count: int | None = None
-    """Batches, where that is known."""
+    """Number of batches, if known."""
     samples: int = 0
-    """Samples of all batches, where the inputs begin with the batch."""
+    """Number of samples in all batches, if the inputs begin with the batch."""
     keep: Any = None
-    """An object that has to live as long as this one."""
+    """An object that must live as long as this one."""
 
 
 def open_data(source: Any, inputs: Sequence[TensorSpec], images: Pictures | None = None) -> CalibrationData:
@@ -52,14 +53,14 @@ def open_data(source: Any, inputs: Sequence[TensorSpec], images: Pictures | None
 
     ``source`` is one of these:
 
-    - a path to an .npz (an array per input, samples along the first axis; further arrays are left alone), to an .npy (for a network
+    - a path to an .npz (an array per input, samples along the first axis; further arrays are ignored), to an .npy (for a network
       of one input), or to a folder of pictures (``images`` describes how they are prepared);
-    - an array, or a mapping of arrays, likewise. Arrays of exactly the inputs' shapes that have no number of samples in common are
-      one feed;
-    - an iterable of feeds, or a function that makes one. A feed maps input names to arrays of the network's shapes, or is an
+    - an array, or a mapping of arrays, with the same meaning. Arrays of exactly the inputs' shapes without a common number of
+      samples are one feed;
+    - an iterable of feeds, or a function that returns one. A feed maps input names to arrays of the network's shapes, or is an
       array for the only input. An iterator is copied to temporary files.
 
-    Raises UsageError for a source that cannot be read or is empty, InputError for one that does not fit the inputs.
+    Raises UsageError for a source that cannot be read or is empty, InputError for a source that does not fit the inputs.
     """
     if not inputs:
         raise UsageError("the network has no inputs: there is nothing to calibrate", hint="leave the precision out")
@@ -118,7 +119,7 @@ def _of_file(path: Path, inputs: Sequence[TensorSpec]) -> CalibrationData:
 
 
 def _names(path: Path, files: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, str]:
-    """Input -> the array of the file that is for it: of its name, or the only one for the only input."""
+    """Input -> the array of the file for it: the array of its name, or the only array for the only input."""
     missing = [s.name for s in inputs if s.name not in files]
     if not missing:
         return {s.name: s.name for s in inputs}
@@ -168,7 +169,7 @@ def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpe
 
 
 def _one_feed(name: str, used: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> CalibrationData:
-    """Arrays of the inputs' own shapes, which have no axis of samples in common: the nodes and the edges of a graph."""
+    """Arrays of the inputs' own shapes, without a common axis of samples: the nodes and the edges of a graph."""
 
     def batches() -> Iterator[dict[str, Array]]:
         yield checked({n: a[:] for n, a in used.items()}, inputs, name)
@@ -179,7 +180,7 @@ def _one_feed(name: str, used: Mapping[str, Rows], inputs: Sequence[TensorSpec])
 def _starts(name: str, count: int, what: str, inputs: Sequence[TensorSpec]) -> range:
     """The starts of batches in ``count`` samples: a range up to the samples used, in steps of a batch.
 
-    A fixed batch leaves out the samples that do not fill one. Raises InputError where there are too few for one.
+    A fixed batch leaves out the samples that do not fill one. Raises InputError if the samples do not fill a single batch.
     """
     fixed = next((d for s in inputs if s.shape and isinstance(d := s.shape[0], int)), None)
     size = min(BATCH, count) if fixed is None else fixed
@@ -193,7 +194,7 @@ def _starts(name: str, count: int, what: str, inputs: Sequence[TensorSpec]) -> r
 def _array(given: Any, what: str) -> Array:
     try:
         return np.asarray(given)
-    except (TypeError, ValueError) as error:  # rows of different lengths, for one
+    except (TypeError, ValueError) as error:  # for example, rows of different lengths
         raise InputError(f"{what}, the given value is not an array: {error}") from None
 
 
@@ -201,13 +202,14 @@ def _digest(arrays: Mapping[str, Rows]) -> str:
     digest = hashlib.sha256()
     for name, a in sorted(arrays.items()):
         digest.update(f"{name} {a.dtype} {a.shape}".encode())
-        for row in a if a.ndim else [a]:  # an array may be that of a file larger than memory
+        for row in a if a.ndim else [a]:  # an array may be mapped from a file larger than memory
             digest.update(np.ascontiguousarray(row).tobytes())
     return digest.hexdigest()
 
 
 def checked(feeds: Any, inputs: Sequence[TensorSpec], where: str) -> dict[str, Array]:
-    """One batch as the network takes it. Raises InputError for one of another shape or type, or that holds NaN or infinity.
+    """One batch in the form that the network expects. Raises InputError for a batch of another shape or type, or with NaN or
+    infinity.
 
     Floating-point data of another width is converted; so is integer data for floating-point inputs.
     """
@@ -279,7 +281,8 @@ def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: Pictures | None
 
 
 def _raw(files: Sequence[Path], given: RawPictures, declared: TensorSpec) -> list[Array]:
-    """Pictures as the network itself prepares them: of the size that it takes, or where it takes any of the first one's."""
+    """Pictures that the network itself prepares: of the size that it expects; if it accepts any size, of the first picture's
+    size."""
     spec = given.specs.get(declared.name)
     if spec is None:
         raise UsageError(f"input {declared.name!r} takes no pictures: it has no preprocessing")

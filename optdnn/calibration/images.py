@@ -1,4 +1,4 @@
-"""Pictures as network inputs: how a folder of them is prepared. Needs Pillow (extra ``images``)."""
+"""Pictures as network inputs: the preparation of a folder of pictures. Needs Pillow (extra ``images``)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pictures_of(options: BuildOptions) -> ImageSpec | RawPictures | None:
 
 
 def read_image(path: Path, spec: ImageSpec) -> Array:
-    """One picture, float32 [channels, height, width] or in the order of ``spec.layout``. Raises InputError where it cannot be read.
+    """One picture, float32 [channels, height, width] or in the order of ``spec.layout``. Raises InputError if it cannot be read.
 
     It is prepared by the operators that ``--preprocess`` puts into an engine, in NumPy.
     """
@@ -34,14 +34,14 @@ def read_image(path: Path, spec: ImageSpec) -> Array:
 
 
 def prepared(pictures: Array, spec: ImageSpec) -> Array:
-    """A batch of pictures as ``spec.input`` has them, prepared by the operators of the spec in NumPy, as float32."""
+    """A batch of pictures in the format of ``spec.input``, prepared by the operators of the spec in NumPy, as float32."""
     found: Array = evaluate(_preparation(spec), {"picture": pictures})["prepared"]
     return found
 
 
 @lru_cache(maxsize=16)
 def _preparation(spec: ImageSpec) -> Graph:
-    """The network that does nothing but prepare pictures of any size."""
+    """The network that only prepares pictures of any size."""
     dims = [None] * 4
     ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name in ("picture", "prepared")]
     node = helper.make_node("Identity", ["picture"], ["prepared"])

@@ -18,12 +18,12 @@ from optdnn.types import Array
 
 @dataclass
 class SharedCalibration:
-    """The ranges of the first plan, in the order in which its passes asked for them. Other plans take them in the same order."""
+    """The ranges of the first plan, in the order in which its passes requested them. Other plans take them in the same order."""
 
     data: Any = None
-    """The calibration data; None where ``found`` was read from an engine."""
+    """The calibration data; None if ``found`` was read from an engine."""
     first: object = None
-    """The first plan that asked for ranges; None before that."""
+    """The first plan that requested ranges; None before that."""
     found: list[Calibration] = field(default_factory=list)
 
     @classmethod
@@ -32,7 +32,7 @@ class SharedCalibration:
         return calib if calib is None or isinstance(calib, cls) else cls(calib)
 
     def for_other_sizes(self, asked: int) -> Calibration:
-        """The ranges for a further plan whose passes ask for the ``asked``-th time, from 0."""
+        """The ranges for a further plan when its passes ask for the ``asked``-th time, from 0."""
         return replace(self.found[min(asked, len(self.found) - 1)], other_sizes=True)
 
     def to_bytes(self) -> Array:

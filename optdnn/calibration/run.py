@@ -1,7 +1,7 @@
 """Calibration: run a network on data, and gather the ranges of its values.
 
 The data is read twice: for the smallest and largest elements, then (for methods that need one) for a histogram between them. So
-the result depends neither on the order nor on the number of batches, and memory on neither.
+neither the result nor the memory depends on the number of batches, and the result does not depend on their order.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.types import FP32, Array, TensorSpec
 
 GROUP_BYTES = 1 << 29
-"""Values become outputs in groups of about this size: those of a large network do not fit in memory together. Each group runs the
-network again, so with much free memory groups are larger (:func:`group_bytes`)."""
+"""Values become outputs in groups of about this size: the values of a large network do not fit in memory together. Each group runs
+the network again, so groups are larger if much memory is free (:func:`group_bytes`)."""
 MOMENTS_BYTES = 1 << 31
-"""Bytes of the second moments that are gathered in one run over the data."""
+"""Bytes of second moments that are gathered in one run over the data."""
 MASKED = -1e30
-"""Lower values, minus infinity included, are the fill of attention masks: no range needs to cover them."""
+"""Values below this, minus infinity included, are the fill of attention masks: no range needs to cover them."""
 SAVE_SECONDS = 10.0
-"""How often an unfinished calibration is saved, where there is a cache."""
+"""The interval at which an unfinished calibration is saved, if there is a cache."""
 
 
 def calibrate(
@@ -51,14 +51,14 @@ def calibrate(
     bins: int = BINS,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
-    """Ranges of all fp32 values of ``graph``, as passes take them.
+    """Ranges of all fp32 values of ``graph``, in the form that passes use.
 
     ``data`` is as in :func:`optdnn.calibration.data.open_data`, ``method`` one of :data:`optdnn.config.CALIBRATORS`. ``cache`` is a
-    JSON file: a calibration of the same graph and data by the same method is taken from it, and an interrupted one continues
-    where it stopped. ``progress`` is called with a line of text. ONNX Runtime or OpenVINO runs the network; where neither is
-    installed, NumPy does, slowly.
+    JSON file: it provides the result of an earlier calibration of the same graph and data by the same method, and an interrupted
+    calibration continues where it stopped. ``progress`` is called with a line of text. ONNX Runtime or OpenVINO runs the network;
+    if neither is installed, NumPy does, slowly.
 
-    Raises UsageError for an unknown method or data that cannot be read, InputError for data that does not fit or never changes.
+    Raises UsageError for an unknown method or data that cannot be read, InputError for data that does not fit or is constant.
     """
     if method not in CALIBRATORS:
         raise UsageError(f"calibrator {method!r} is not one of {', '.join(CALIBRATORS)}")
@@ -105,9 +105,9 @@ def second_moments(
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Value, Array]]:
     """Each value with the mean of ``x^T x`` (fp32 [K, K]) over its rows ``x`` of K numbers, on all of the data (as for
-    :func:`calibrate`). Matrices that do not fit memory together take further runs over the data.
+    :func:`calibrate`). Matrices that do not fit in memory together need further runs over the data.
 
-    Raises UsageError for data that cannot be read, InputError for data that does not fit, or whose values are not finite.
+    Raises UsageError for data that cannot be read, InputError for data that does not fit or has values that are not finite.
     """
     source = open_data(data, input_specs(graph), images)
     _check_not_constant(source)
@@ -129,7 +129,7 @@ def second_moments(
 
 
 def _fitting(graph: Graph, wanted: Sequence[Value], limit: int) -> Iterator[list[Value]]:
-    """The values in groups whose matrices take up to ``limit`` bytes together, at least one in each."""
+    """The values in groups of matrices of up to ``limit`` bytes in total, with at least one value per group."""
     group: list[Value] = []
     size = 0
     for v in wanted:
@@ -144,7 +144,7 @@ def _fitting(graph: Graph, wanted: Sequence[Value], limit: int) -> Iterator[list
 
 
 def input_specs(graph: Graph) -> list[TensorSpec]:
-    """The inputs of a network as its data must fit them."""
+    """The inputs of a network, as constraints on its data."""
     outputs = [graph.op(i).outputs[0] for i in graph.inputs]
     dims = [tuple(d if isinstance(d, int) else str(d) for d in o.type.dims) for o in outputs]
     return [TensorSpec(o.name, o.type.dtype, d) for o, d in zip(outputs, dims, strict=True)]
@@ -162,7 +162,7 @@ def _wanted(graph: Graph) -> list[Value]:
 
 
 def _check_not_constant(source: CalibrationData) -> None:
-    """Raise InputError for data in which no input ever changes: it gives no ranges."""
+    """Raise InputError for data in which no input ever changes: such data gives no ranges."""
     first: dict[str, Any] = {}
     for feeds in source.batches():
         for name, a in feeds.items():
@@ -182,7 +182,7 @@ def _sweep(
     what: str,
     progress: Callable[[str], None],
 ) -> None:
-    """Let ``take`` see every value of every batch that was not seen before; ``save`` the state now and then."""
+    """Call ``take`` with every value of every batch that was not seen before; ``save`` the state from time to time."""
     if sweep.done:
         return
     saved = time.monotonic()
@@ -208,7 +208,7 @@ def _sweep(
 
 
 def _edges(extremes: Extremes, bins: int) -> Array:
-    """Evenly spaced edges over the elements seen; over -1 to 1 where all of them were zero."""
+    """Evenly spaced edges over the elements seen; from -1 to 1 if all elements were zero."""
     top = np.float32(min(max(abs(extremes.low), abs(extremes.high)) or 1.0, 1e38))  # twice that is finite
     return np.asarray(np.histogram_bin_edges(np.zeros(0, np.float32), bins, (-top, top)))  # type: ignore[arg-type]
 
@@ -234,7 +234,7 @@ def group_bytes(free: int | None) -> int:
 
 
 def free_bytes() -> int | None:
-    """The memory that programs can still take, as Linux estimates it; None elsewhere."""
+    """The memory that programs can still allocate, as Linux estimates it; None on other systems."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -244,7 +244,7 @@ def free_bytes() -> int | None:
 
 
 class _Runner:
-    """The graph with its values as outputs: on a library where there is one, in groups that fit memory."""
+    """The graph with its values as outputs: on a library if there is one, in groups that fit in memory."""
 
     def __init__(self, graph: Graph, wanted: Sequence[Value]):
         self.graph, self.wanted = graph, wanted

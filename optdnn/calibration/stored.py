@@ -15,13 +15,13 @@ from optdnn.errors import UsageError
 from optdnn.types import Array
 
 CHUNK_BYTES = 1 << 18
-"""Rows are read together up to about this size."""
+"""Rows are read together up to about this many bytes."""
 
 
 class StoredArray:
     """One array of an ``.npz``: its shape and type, and slices of its first axis, which are cheap from front to back.
 
-    Raises ValueError for anything but a plain array; reading raises UsageError where the file is damaged or has gone.
+    Raises ValueError for anything but a plain array. Reading raises UsageError if the file is damaged or missing.
     """
 
     def __init__(self, path: Path, name: str):
@@ -35,7 +35,7 @@ class StoredArray:
             raise ValueError(f"{name} is not an array of plain numbers")
         self._stream = stream
         self._row = self.dtype.itemsize * math.prod(self.shape[1:])
-        # Columns first: a row lies all over the array.
+        # Columns first: the elements of a row are spread over the whole array.
         self._whole = np.load(path, allow_pickle=False)[name] if fortran and self.ndim > 1 else None
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class StoredArray:
 
 
 def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether columns come first, and type, of an ``.npy`` that begins here."""
+    """Shape, whether columns come first, and type of an ``.npy`` that begins at the stream's position."""
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read(stream)

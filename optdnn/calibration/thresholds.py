@@ -1,7 +1,7 @@
 """The range that a value's integers cover, from a histogram of the value: min-max, percentile, entropy, mean squared error.
 
-Percentile and entropy are defined as in ONNX Runtime's quantizer (``onnxruntime.quantization.calibrate``), whose scales they
-reproduce for the same data and number of bins; entropy is that of S. Migacz, "8-bit Inference with TensorRT", GTC 2017.
+Percentile and entropy are defined as in ONNX Runtime's quantizer (``onnxruntime.quantization.calibrate``) and reproduce its
+scales for the same data and number of bins. Entropy follows S. Migacz, "8-bit Inference with TensorRT", GTC 2017.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PERCENTILE = 99.999
 ENTROPY_LEVELS = 128
 _SMOOTHING = 1e-4
 MSE_STEPS = 128
-"""Candidate ranges that :func:`mse` tries, from all that was seen down to a fiftieth of it."""
+"""Number of candidate ranges that :func:`mse` tries, from the full range down to a fiftieth of it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Histogram:
 
 
 def percentile(h: Histogram, percent: float = PERCENTILE) -> Range:
-    """The range that holds ``percent`` of all elements; half of the rest is cut off on either side."""
+    """The range that holds ``percent`` of all elements; half of the rest is cut off at either end."""
     cumulative = np.cumsum(h.counts / h.counts.sum())
     cut = (100.0 - percent) / 200.0
     left = float(h.edges[np.searchsorted(cumulative, cut)])
@@ -44,8 +44,8 @@ def percentile(h: Histogram, percent: float = PERCENTILE) -> Range:
 
 
 def entropy(h: Histogram) -> Range:
-    """The symmetric range whose quantization to ENTROPY_LEVELS loses the least information: least Kullback-Leibler divergence of
-    the quantized from the clipped distribution. Ranges grow from ENTROPY_LEVELS bins around zero to all of them."""
+    """The symmetric range that loses the least information when quantized to ENTROPY_LEVELS: the least Kullback-Leibler
+    divergence of the quantized from the clipped distribution. Ranges grow from ENTROPY_LEVELS bins around zero to all bins."""
     bins, middle, half = h.counts.size, h.counts.size // 2, ENTROPY_LEVELS // 2
     if middle < half:
         return Range(h.low, h.high)
@@ -70,7 +70,7 @@ def _divergence(inside: Array, left: int, right: int) -> float:
     merged = np.add.reduceat(inside[: levels * width], starts)
     merged[-1] += inside[levels * width :].sum()
     share = np.add.reduceat(occupied[: levels * width].astype(np.int64), starts)
-    # Each level's count is spread evenly, in whole numbers, over its bins that hold anything.
+    # Each level's count is spread evenly, in whole numbers, over its nonempty bins.
     level = np.where(share > 0, merged / np.maximum(share, 1), 0).astype(np.int64)
     spread = np.zeros(inside.size, np.int64)
     spread[: levels * width] = np.repeat(level, width)
@@ -94,7 +94,7 @@ def _smoothed(counts: Array) -> Array | None:
 
 
 def mse(h: Histogram) -> Range:
-    """The range, of all that was seen and parts of it, with the least mean squared error of clipping and rounding."""
+    """The range with the least mean squared error of clipping and rounding, among the full range and fractions of it."""
     low, high = min(h.low, 0.0), max(h.high, 0.0)
     centers = (h.edges[:-1].astype(np.float64) + h.edges[1:].astype(np.float64)) / 2
     counts = h.counts.astype(np.float64)
@@ -106,7 +106,7 @@ def mse(h: Histogram) -> Range:
             break
         inside = np.clip(centers, a, b)
         rounded = np.rint(inside / step) * step
-        # Within a bin elements are spread out: rounding costs no less than a twelfth of a squared step.
+        # Elements are spread within a bin: rounding costs at least a twelfth of a squared step.
         error = float(np.sum(counts * np.where(inside == centers, step**2 / 12, (centers - rounded) ** 2)))
         if error < best:
             best, chosen = error, (a, b)
@@ -114,7 +114,7 @@ def mse(h: Histogram) -> Range:
 
 
 def _within(low: float, high: float, h: Histogram) -> Range:
-    """A chosen range, never wider than the values seen."""
+    """A chosen range, clipped to the values seen."""
     return Range(max(low, h.low), min(high, h.high))
 
 

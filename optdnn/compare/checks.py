@@ -1,8 +1,8 @@
 """The checks of a compiled network on the machine that runs it.
 
-A check works on one program (of an engine for several shapes: the plan for these shapes) and one set of inputs. Results are
-either equal to the bit, or their distance is compared with the one that another input makes. If an engine with another result would
-pass as well, the comparison proves nothing, and is reported as "not checked".
+A check works on one program (for an engine for several shapes: the plan for these shapes) and one set of inputs. Results must be
+equal to the bit, or their distance is compared with the distance that another input causes. If an engine with another result would
+pass as well, the comparison proves nothing and is reported as "not checked".
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from optdnn.types import Array
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 STEP = {"fp32": 2e-5, "tf32": 3e-4, "fp16": 4e-3, "bf16": 3e-2, "int8": 4e-3, "fp8": 4e-3}
-"""Largest error of a launch on a GPU, of the largest magnitude of its result: a few roundings of its element type. Of 8-bit
-results: the share of elements that may be one step off."""
+"""Largest error of a launch on a GPU, relative to the largest magnitude of its result: a few roundings of its element type. For
+8-bit results: the fraction of elements that may be one step off."""
 ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 2.0**-8, "fp8": 2.0**-4,
             "w8": 2.0**-9, "w4": 2.0**-5, "w4a8": 2.0**-5}  # fmt: skip
 """Largest relative error of one rounding."""
 ROUNDINGS = 16
 """This many roundings of an output's largest magnitude are never an error."""
 OWN = 4
-"""How many times as far from the exact result an engine may be as the network is when its inputs are rounded."""
+"""An engine may be this many times as far from the exact result as the network is when its inputs are rounded."""
 
 
 @dataclass(frozen=True)
 class Found:
     """The outcome of a check. ``status`` is :data:`PASSED`, :data:`FAILED` or :data:`NOT_CHECKED`; ``text`` gives the finding, or
-    why nothing was checked. ``error`` and ``limit`` are relative to the largest magnitude, where the check measures a distance."""
+    the reason why nothing was checked. ``error`` and ``limit`` are relative to the largest magnitude, if the check measures a
+    distance."""
 
     status: str
     text: str
@@ -53,7 +54,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Found):
-    """The outcome of one check. ``case`` names the inputs ("" where there is one set)."""
+    """The outcome of one check. ``case`` names the inputs ("" if there is only one set)."""
 
     name: str
     case: str
@@ -79,7 +80,7 @@ def not_checked(text: str) -> Found:
 
 
 def differing(got: Mapping[str, Array], want: Mapping[str, Array]) -> list[str]:
-    """The outputs that are not the same to the bit."""
+    """The outputs that are not equal to the bit."""
     return [
         name
         for name, a in want.items()
@@ -104,11 +105,12 @@ def judge(
     precision: str,
     tolerance: float | None = None,
 ) -> Found:
-    """Whether results are near the exact ones. ``other`` are the exact results of another input, and ``rounded`` those of this
-    input after one rounding of the precision.
+    """Whether results are close to the exact ones. ``other`` are the exact results of another input, and ``rounded`` the exact
+    results of this input after one rounding of the precision.
 
-    An output may be as far off as ``tolerance`` (default: the precision's) of the distance to ``other``'s, and as a few roundings
-    or rounded inputs explain. Where that is half of the distance to ``other``'s, the comparison proves nothing.
+    The limit of an output's error is the largest of three values: ``tolerance`` (default: the precision's) times the distance to
+    ``other``'s output, a few roundings, and the effect of rounded inputs. If the limit reaches half of the distance to ``other``'s,
+    the comparison proves nothing.
     """
     share = tolerance_of(precision) if tolerance is None else tolerance
     floor = ROUNDINGS * max((ROUNDOFF[p] for p in precision.split("+") if p in ROUNDOFF), default=ROUNDOFF["fp32"])
@@ -136,7 +138,7 @@ def judge(
 def exact_results(
     graph: Graph, feeds: Mapping[str, Array], other: Mapping[str, Array], precision: str
 ) -> tuple[dict[str, Array], dict[str, Array], list[dict[str, Array]]]:
-    """In float64: the results of ``feeds`` and of ``other``, and those of ``feeds`` after a rounding of the precision (of the
+    """In float64: the results of ``feeds``, of ``other``, and of ``feeds`` after a rounding of the precision (of the
     inputs; and of scores that the network ranks, which may be nearly tied)."""
     exact = promote(graph)
     amount = max((ROUNDOFF[p] for p in precision.split("+") if p in ROUNDOFF), default=ROUNDOFF["fp32"])
@@ -148,7 +150,7 @@ def exact_results(
 
 
 class Stepwise:
-    """A program of the targets cpu and reference, run step by step in its own memory: no plan of the memory takes part."""
+    """A program of the targets cpu and reference, run step by step in its own memory: the memory plan is not used."""
 
     def __init__(self, engine: Engine):
         self.program = engine.program
@@ -176,8 +178,8 @@ def library_steps(
     other: Sequence[list[Array | None]],
     made: Sequence[list[Array]],
 ) -> Found:
-    """Each step of a CPU library against its own ONNX model in NumPy and float64, on the operands that it had. ``feeds`` and
-    ``other`` are the operands of each step in two runs, ``made`` its results in the first."""
+    """Each step of a CPU library against its own ONNX model in NumPy and float64, on the step's operands. ``feeds`` and
+    ``other`` are the operands of each step in two runs, ``made`` its results in the first run."""
     found: list[Found] = []
     for k, step in enumerate(program.steps):
         if step.executor == "reference":
@@ -199,7 +201,7 @@ def library_steps(
 
 
 def worst_of(found: Sequence[Found], what: str) -> Found:
-    """One outcome of several: the failed ones, else the worst that was checked."""
+    """One outcome of several: the failed ones, otherwise the worst one that was checked."""
     wrong = [f for f in found if f.status == FAILED]
     if wrong:
         return replace(wrong[0], text=f"{len(wrong)} of {len(found)} fail: {'; '.join(f.text for f in wrong[:3])}")
@@ -228,7 +230,10 @@ def poisoned_outputs(engine: Engine, feeds: Mapping[str, Array], want: Mapping[s
         out = {name: np.frombuffer(bytearray([byte]) * a.nbytes, a.dtype).reshape(a.shape) for name, a in want.items()}
         runs.append({name: a.copy() for name, a in context.run(feeds, out=out).items()})
     return same_bits(
-        runs, want, "results do not depend on what output memory held", "depend on what output memory held"
+        runs,
+        want,
+        "results do not depend on the earlier contents of output memory",
+        "depend on the earlier contents of output memory",
     )
 
 
@@ -262,14 +267,14 @@ def simulated_poisoned(program: Program, feeds: Mapping[str, Array], want: Mappi
     found = [SimulateContext(runner, poison=True, seed=seed).run(feeds) for seed in seeds]
     orders = f", in {len(found)} orders" if len(found) > 1 else ""
     ok = f"nothing is read before it is written, nor written outside of the arena{orders}"
-    return same_bits(found, want, ok, "depend on what the arena held, or on the order of lanes")
+    return same_bits(found, want, ok, "depend on the arena's earlier contents, or on the order of lanes")
 
 
 # ---------------------------------------------------------------- on a GPU
 
 
 def launches(context: Any, feeds: Mapping[str, Array], precision: str) -> Found:
-    """Each launch alone against its step's meaning; its results are filled with NaN before."""
+    """Each launch alone against its step's meaning; its results are filled with NaN before the launch."""
     from optdnn.runtime.cuda.trials.check import check_steps
 
     limit = max((STEP[p] for p in precision.split("+") if p in STEP), default=STEP["fp32"])
@@ -286,28 +291,28 @@ def launches(context: Any, feeds: Mapping[str, Array], precision: str) -> Found:
 
 
 def singly(context: Any, feeds: Mapping[str, Array]) -> Found:
-    """Single launches against the graph of them."""
+    """Single launches against the CUDA graph."""
     from optdnn.runtime.cuda.trials.check import run_singly
 
     graph = context.run(feeds)
     alone = run_singly(context, feeds)
     want = {name: graph[name] for name in alone}
     return same_bits(
-        [alone], want, "single launches give what the CUDA graph gives", "differ between single launches and the graph"
+        [alone], want, "single launches give the same as the CUDA graph", "differ between single launches and the graph"
     )
 
 
 def arena(context: Any, feeds: Mapping[str, Array]) -> Found:
-    """Runs on an arena full of NaN and of something else, between fences."""
+    """Runs on an arena full of NaN and of another value, between fences."""
     from optdnn.runtime.cuda.trials.check import check_arena
 
     faults = [*check_arena(context.runner, feeds), *overwritten(context.runner.program)]
-    ok = "results do not depend on what the memory held, and nothing is written outside of the arena"
+    ok = "results do not depend on the earlier contents of memory, and nothing is written outside of the arena"
     return failed("; ".join(faults)) if faults else passed(ok)
 
 
 def overwritten(program: Program) -> list[str]:
-    """Buffers of the arena that a step overwrites before their last reader, in words. (What lanes allow besides is checked when an
+    """Buffers of the arena that a step overwrites before their last reader, in words. (The freedom of lanes is checked when an
     engine is loaded: :mod:`optdnn.runtime.steps.lanes`.)"""
     places = {i: b for i, b in enumerate(program.buffers) if b.offset is not None and b.nbytes}
     writes = {i: [k for k, s in enumerate(program.steps) if i in s.outputs] for i in places}
@@ -335,10 +340,10 @@ def rows(
     exact: Callable[[Mapping[str, Array]], Mapping[str, Array]] | None,
     tolerance: float,
 ) -> Found:
-    """Whether a row of the batch gives the same bits in every place, and in batches of the other ``sizes``.
+    """Whether a row of the batch gives the same bits at every position, and in batches of the other ``sizes``.
 
-    The batch is axis 0 of the first input, and of every other input and output of that size. ``exact``: the model in float64,
-    from which follows whether axis 0 is a batch at all.
+    The batch is axis 0 of the first input, and of every other input and output of that size. ``exact``: the model in float64;
+    it shows whether axis 0 is a batch at all.
     """
     first = next(iter(feeds.values()), None)
     count = first.shape[0] if first is not None and first.ndim else 0
@@ -364,14 +369,14 @@ def rows(
     if exact is not None:
         one, two = exact(feeds), exact(picked(orders[0]))
         if any(errors_between([two[n]], [one[n][::-1]])[1] > 1e-9 for n in one):
-            return not_checked("axis 0 of the model's inputs is no batch of rows")
+            return not_checked("axis 0 of the model's inputs is not a batch of rows")
     elif far > tolerance:
-        return not_checked(f"rows differ by {far:.2g}: axis 0 may be no batch of rows (--model shows it)")
+        return not_checked(f"rows differ by {far:.2g}: axis 0 may not be a batch of rows (--model shows it)")
     return failed(f"{wrong} rows of {sum(map(len, orders))} change with their place or the size of the batch")
 
 
 def attempt(check: Callable[[], Found]) -> Found:
-    """A check that ends in one of optdnn's errors has failed."""
+    """Run a check; it fails if it raises one of optdnn's errors."""
     try:
         return check()
     except OptdnnError as error:

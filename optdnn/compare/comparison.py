@@ -1,8 +1,8 @@
 """A comparison of an engine with other runtimes on the same model, in speed and accuracy.
 
 The race itself (worker processes, turns, verdicts) is :mod:`optdnn.runtime.racing.race`; this module prepares its inputs and
-evaluates its results. The plain form of a :class:`Comparison` is the report of ``optdnn compare --json``, which the other forms
-are drawn from.
+evaluates its results. The plain form of a :class:`Comparison` is the report of ``optdnn compare --json``, the source of the other
+forms.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ORACLE = "the model in NumPy, float64"
 
 @dataclass
 class Comparison:
-    """The outcome. ``findings`` says where the numbers diverge, if that was requested."""
+    """The outcome. ``findings`` tells where the numbers diverge, if that was requested."""
 
     subject: Subject
     race: Race
@@ -99,10 +99,10 @@ def compare(
 ) -> Comparison:
     """Race ``subject`` against ``against`` on ``given`` inputs (the rest random) and measure all errors.
 
-    ``baseline`` (default: the first rival) is what speedups are over; ``error_reference`` is a candidate's name, or
+    ``baseline`` (default: the first rival) is the denominator of speedups; ``error_reference`` is a candidate's name, or
     "reference" for the model evaluated in NumPy in float64 (the default if the model is available). ``duration`` is seconds
-    per candidate over all ``rounds``. ``look_inside`` finds where the numbers part, node by node (see
-    :mod:`optdnn.compare.divergence`), and which node is the first beyond ``tolerance``. ``torch`` is
+    per candidate over all ``rounds``. ``look_inside`` finds where the numbers diverge, node by node (see
+    :mod:`optdnn.compare.divergence`), and the first node beyond ``tolerance``. ``torch`` is
     "PKG.MODULE:FACTORY" of a module that takes part as ``torch_as`` (one of
     :data:`optdnn.compare.gpu_rivals.TORCH_RIVALS`), at the subject's precision. ``with_energy`` also measures the energy of
     each candidate.
@@ -149,7 +149,7 @@ def compare(
 def _feeds(
     subject: Subject, given: Mapping[str, Array], sizes: Mapping[str, int] | None, seed: int
 ) -> tuple[dict[str, Array], dict[str, Array], str]:
-    """The inputs (random ones where none are given), other inputs of the same sizes, and the origin of the first in words."""
+    """The inputs (random ones if none are given), other inputs of the same sizes, and the origin of the first ones in words."""
     profiles = () if subject.original is None else subject.original.profiles
     typical: Any = subject.account.get("sizes")
     made = random_feeds(subject.inputs, seed=seed, sizes=sizes, profiles=profiles, given=given, typical=typical)
@@ -162,7 +162,7 @@ def _feeds(
 
 
 def _engine_rival(against: Sequence[str]) -> Path | None:
-    """The first rival that is an engine file: its layers are compared."""
+    """The first rival that is an engine file; its layers are compared."""
     return next((Path(n) for n in against if n.partition(":")[0] not in (*LIBRARIES, REFERENCE)), None)
 
 
@@ -172,7 +172,7 @@ def oracle(original: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def judge_errors(outcome: Race, want: Mapping[str, Array]) -> None:
-    """Replace the errors of a race by those against ``want``."""
+    """Replace the errors of a race by the errors against ``want``."""
     outcome.error_reference = ORACLE
     for row in outcome.rows:
         if row.outputs is not None:
@@ -186,8 +186,8 @@ def judge_errors(outcome: Race, want: Mapping[str, Array]) -> None:
 def look(
     subject: Subject, feeds: Mapping[str, Array], tolerance: float | None, say: Progress, rival: Path | None = None
 ) -> Findings:
-    """Where the optimized network on its target parts from the model, node by node; with ``rival``, another engine of the model,
-    where the two part from each other."""
+    """Where the optimized network on its target diverges from the model, node by node; with ``rival``, another engine of the model,
+    where the two engines diverge from each other."""
     assert subject.original is not None
     assert subject.model is not None
     say("look inside")
@@ -203,7 +203,7 @@ def look(
 
 
 def drawn(outcome: Comparison, report: Mapping[str, Plain], say: Progress) -> Drawing:
-    """The subject's network for the page of ``report``, with the times of its steps where it runs on this machine."""
+    """The subject's network for the page of ``report``, with the times of its steps if it runs on this machine."""
     subject = outcome.subject
     engine = load(subject.engine, threads=subject.options.threads)
     measured = None

@@ -60,13 +60,13 @@ class Side:
 
     @classmethod
     def read(cls, path: Path, shapes: Mapping[str, Any], random_seed: int = 0) -> Side:
-        """``shapes`` fix those of a model's inputs; its random operators draw from ``random_seed``. Raises EngineError, UsageError,
-        ModelError."""
+        """``shapes`` fix the shapes of a model's inputs; its random operators draw from ``random_seed``. Raises EngineError,
+        UsageError, ModelError."""
         return _engine(path) if is_engine(path) else _model(path, shapes, random_seed)
 
 
 def _random_seed(*paths: Path) -> int:
-    """The seed of the random operators: that of the engine among the files that has one, else 0."""
+    """The seed of the random operators: the engine's, if one of the files is an engine with a seed, otherwise 0."""
     engines = (read(path, verify=False) for path in paths if is_engine(path))
     seeds = (program.meta.get("options", {}).get("random_seed") for program in engines)
     return next((seed for seed in seeds if seed is not None), 0)
@@ -142,7 +142,7 @@ def _flat(table: Table, prefix: str = "") -> dict[str, Any]:
 
 
 def _fusions(passes: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, int]]:
-    """(pass, rule and nodes) -> how often that was done."""
+    """(pass, rule and nodes) -> how often the rule fired."""
     counts: dict[str, int] = {}
     for one in passes:
         for fired in one["fired"]:
@@ -152,7 +152,7 @@ def _fusions(passes: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, int]]:
 
 
 def _precisions(program: Program) -> dict[str, str]:
-    """Node -> precision, of an engine of several; else of all."""
+    """Node -> precision, for an engine with several precisions; otherwise the precision of all nodes."""
     account = program.meta.get("precision", {})
     nodes = account.get("nodes")
     if nodes is None:
@@ -170,7 +170,7 @@ def _tactics(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _times(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Nodes -> microseconds that the plan expects; of several steps of the same nodes, their sum."""
+    """Nodes -> microseconds that the plan expects: the sum over all steps of the same nodes."""
     found: dict[str, float] = {}
     for step in steps:
         name = " + ".join(step["src"]) or f"step {step['step']}"
@@ -185,7 +185,7 @@ def difference(
     a: Path, b: Path, *, shapes: Mapping[str, Any], seed: int = 0, run: bool = True, duration: float = 1.0,
     say: Progress = lambda text: None,
 ) -> dict[str, Plain]:  # fmt: skip
-    """The differences between two files, as plain data. ``run``: also their outputs on the same random inputs and, of two engines,
+    """The differences between two files, as plain data. ``run``: also their outputs on the same random inputs and, for two engines,
     their times (``duration`` seconds each)."""
     random_seed = _random_seed(a, b)
     sides = Side.read(a, shapes, random_seed), Side.read(b, shapes, random_seed)
@@ -209,7 +209,7 @@ def difference(
 
 
 def _changed(a: Table | None, b: Table | None) -> list[dict[str, Plain]]:
-    """The entries that differ, in the order of the files; none where a side has no such table."""
+    """The entries that differ, in the order of the files; none if a side has no such table."""
     if a is None or b is None:
         return []
     rows = ({"name": name, "a": a.get(name), "b": b.get(name)} for name in {**a, **b})
@@ -219,9 +219,9 @@ def _changed(a: Table | None, b: Table | None) -> list[dict[str, Plain]]:
 def _ran(
     sides: tuple[Side, Side], shapes: Mapping[str, Any], seed: int, random_seed: int, duration: float, say: Progress
 ) -> dict[str, Plain]:
-    """``outputs`` (how far those of B are from those of A), and ``race`` (times of two engines).
+    """``outputs`` (the distance of B's outputs from A's), and ``race`` (times of two engines).
 
-    ``seed`` is that of the inputs, ``random_seed`` that of the models' random operators."""
+    ``seed`` is the seed of the inputs, ``random_seed`` the seed of the models' random operators."""
     with temporary_folder() as folder:
         files, inputs, feeds = [], [], {}
         for name, side in zip("ab", sides, strict=True):
@@ -261,7 +261,7 @@ def _ran(
 
 
 def _feeds(sides: tuple[Side, Side], inputs: list[tuple[TensorSpec, ...]], seed: int) -> dict[str, Array]:
-    """The same random inputs for both, of the sizes of the side that fixes them, else of the first."""
+    """The same random inputs for both sides, with the sizes of the side that fixes them, otherwise of the first side."""
     fixed = [all(isinstance(d, int) for s in specs for d in s.shape) for specs in inputs]
     k = fixed.index(True) if True in fixed else 0
     program = sides[k].program

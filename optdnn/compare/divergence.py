@@ -1,15 +1,15 @@
-"""Where an optimized network and the model it came from part: value by value, in ONNX names.
+"""Where an optimized network diverges from its model: value by value, in ONNX names.
 
 Passes keep the names of the values that remain, so each of these can be compared. There are three evaluations:
 
-- the model as imported, in NumPy and float64: what is right;
-- the optimized network, in NumPy and float64: what the passes changed. They are exact, but folded constants are rounded once to the
-  model's own precision;
-- the optimized network on its target, with all its values exposed as outputs: what the target's arithmetic changed. A library does
+- the model as imported, in NumPy and float64: the correct values;
+- the optimized network, in NumPy and float64: the effect of the passes. They are exact, but folded constants are rounded once to
+  the model's own precision;
+- the optimized network on its target, with all its values exposed as outputs: the effect of the target's arithmetic. A library does
   not fuse over an exposed value, so a fault within its own fusion shows only in the outputs.
 
 Two engines of one model (other targets, other precisions) are compared in the same way, for each value that both
-still have: what one computes against what the other does, each compared with the model.
+still have: the two values are compared with each other, and each with the model's.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ TOLERANCE = {
     "w4": 0.25,
     "w4a8": 0.25,
 }
-"""Largest error of a value, over its largest magnitude, that its precision explains in a network of usual depth."""
+"""Largest error of a value, relative to its largest magnitude, that its precision explains in a network of usual depth."""
 DECADES = tuple(range(-8, 1))
-"""Powers of ten between which errors (over the largest magnitude) are counted: below the first, …, above the last."""
+"""Powers of ten that bound the bins for errors (relative to the largest magnitude): below the first, …, above the last."""
 CHUNK_BYTES = 1 << 30
 """Values are exposed and kept in groups of about this size."""
 
@@ -50,13 +50,14 @@ CHUNK_BYTES = 1 << 30
 class Divergence:
     """The error of one value of the optimized network.
 
-    ``position`` counts ops in topological order; ``node`` names the ONNX nodes that the op does. ``max_abs_err`` and
-    ``max_rel_err`` (of the largest magnitude of the value) are the target's; ``passes_rel_err`` is that of the optimized network
-    in float64. Values that hold other non-finite elements than they should have infinite errors. ``histogram`` counts elements by
-    their error over the largest magnitude, in the bins of :data:`DECADES`; values that are not finite are in the last one.
+    ``position`` counts ops in topological order; ``node`` names the op's ONNX nodes. ``max_abs_err`` and
+    ``max_rel_err`` (relative to the largest magnitude of the value) are the target's errors; ``passes_rel_err`` is the error of the
+    optimized network in float64. Values with non-finite elements that should be finite, or the reverse, have infinite errors.
+    ``histogram`` counts elements by their error relative to the largest magnitude, in the bins of :data:`DECADES`; values that
+    are not finite are in the last one.
 
-    Where two engines are compared, the errors of the other one are ``other_rel_err``, and ``between_rel_err`` is how far the two
-    are apart; the histogram is of that.
+    If two engines are compared, the errors of the other one are ``other_rel_err``, and ``between_rel_err`` is the distance of
+    the two; the histogram shows this distance.
     """
 
     position: int
@@ -73,7 +74,7 @@ class Divergence:
 
     @property
     def distance(self) -> float:
-        """The error that ranks values: the distance of two engines, or of one from the model."""
+        """The error that ranks values: the distance of two engines, or of one engine from the model."""
         return self.max_rel_err if self.between_rel_err is None else self.between_rel_err
 
     def to_plain(self) -> dict[str, Plain]:
@@ -87,7 +88,8 @@ BETWEEN = ("other_rel_err", "between_rel_err")
 
 @dataclass(frozen=True)
 class Side:
-    """One engine of a model: its name, the network as its exact passes leave it, and how an engine of (a copy of) that is made."""
+    """One engine of a model: its name, the network after its exact passes, and a function that makes an engine of (a copy of)
+    it."""
 
     name: str
     graph: Graph
@@ -133,7 +135,7 @@ def find(
 ) -> Findings:
     """Compare every value that ``optimized`` shares with ``original``; with ``other``, also with that engine's values.
 
-    ``engine_of`` makes an engine of a graph in the way the engine in question was made. ``feeds`` are in the model's own
+    ``engine_of`` makes an engine of a graph in the same way as the compared engine was made. ``feeds`` are in the model's own
     dtypes; an optimized network with other floating-point inputs (``--io-dtype``) gets them converted.
     """
     shared = _shared(original, optimized)
@@ -180,12 +182,13 @@ def find(
 
 
 def tolerance_of(precision: str) -> float:
-    """The tolerance of a precision; of several ("int8+bf16") the widest."""
+    """The tolerance of a precision; for several ("int8+bf16") the widest."""
     return max((TOLERANCE[p] for p in precision.split("+") if p in TOLERANCE), default=TOLERANCE["fp32"])
 
 
 def histogram(got: Array, want: Array) -> tuple[int, ...]:
-    """Elements by |got - want| over the largest magnitude of ``want``: one bin below, between and above :data:`DECADES`."""
+    """Number of elements by |got - want| over the largest magnitude of ``want``: one bin below, between and above
+    :data:`DECADES`."""
     if got.shape != want.shape or not got.size:
         return ()
     with np.errstate(all="ignore"):
@@ -198,7 +201,7 @@ def histogram(got: Array, want: Array) -> tuple[int, ...]:
 
 
 def _shared(original: Graph, optimized: Graph) -> list[Value]:
-    """Computed values of ``optimized`` that ``original`` computes too, under the same name and type, in topological order."""
+    """Computed values of ``optimized`` that ``original`` also computes, under the same name and type, in topological order."""
     before = {o.name: o.type for op in original.order() if op.kind not in STRUCTURAL for o in op.outputs}
     found = []
     for op in optimized.order():
@@ -220,7 +223,7 @@ def _by_name(graph: Graph) -> dict[str, Value]:
 def _on_target(
     graph: Graph, wanted: Sequence[Value], engine_of: Callable[[Graph], Engine], feeds: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """The values as an engine computes them when all of them are outputs of it."""
+    """The values as an engine computes them if all of them are its outputs."""
     exposed = graph.copy()
     there = {exposed.op(i).outputs[0].name: exposed.op(i).inputs[0] for i in exposed.outputs}
     renamed: dict[str, str] = {}
@@ -240,7 +243,7 @@ def _on_target(
 
 
 def finite(value: Any) -> Any:
-    """``value`` with every float that is not finite replaced by None, as strict JSON wants."""
+    """``value`` with every float that is not finite replaced by None, as strict JSON requires."""
     if isinstance(value, (float, np.floating)):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,5 @@
-"""The rivals of a comparison on a GPU: the network on only our kernels or the libraries', ONNX Runtime, a PyTorch module."""
+"""The rivals of a comparison on a GPU: the network on our kernels only or on the libraries' only, ONNX Runtime, a PyTorch
+module."""
 
 from __future__ import annotations
 
@@ -15,19 +16,19 @@ from optdnn.runtime.racing.candidates import Candidate
 from optdnn.target_name import TargetName
 
 RESTRICTED = {"own": ("own",), "cudnn": ("cudnn", "cublaslt")}
-"""Rival -> whose kernels its engine may use (our own replace those that a library lacks)."""
+"""Rival -> the providers of its engine's kernels (our own kernels replace those that a library lacks)."""
 ONNXRUNTIME_CUDA = "onnxruntime-cuda"
 GPU_RIVALS = (*RESTRICTED, ONNXRUNTIME_CUDA)
 TORCH_RIVALS = {"torch": TORCH_EAGER, "torch-compile": TORCH_COMPILE}
 
 
 def is_gpu(target: str) -> bool:
-    """Whether a target is one of GPUs."""
+    """Whether a target is a GPU target."""
     return TargetName.parse(target).family == "cuda"
 
 
 def installed_gpu() -> list[str]:
-    """The rivals that can take part here, by name."""
+    """The names of the rivals that can take part here."""
     found = ["own", *(["cudnn"] if any(map(present, RESTRICTED["cudnn"])) else [])]
     try:
         cuda_provider()
@@ -37,7 +38,7 @@ def installed_gpu() -> list[str]:
 
 
 def check_gpu_rival(name: str, target: str) -> None:
-    """Refuse a rival of :data:`GPU_RIVALS` that could not take part. Raises UsageError, MissingDependency."""
+    """Refuse a rival of :data:`GPU_RIVALS` that cannot take part. Raises UsageError, MissingDependency."""
     if not is_gpu(target):
         raise UsageError(f"{name} is a rival on a GPU; the engine is for {target}", hint="--target cuda")
     if name == ONNXRUNTIME_CUDA:

@@ -1,4 +1,4 @@
-"""How far an engine's outputs are from those of the model it was built from, on one set of inputs."""
+"""The distance of an engine's outputs from those of its model, on one set of inputs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from optdnn.runtime.program import Plain
 from optdnn.types import Array, is_float
 
 MOST_FLOPS = 5e10
-"""Largest model that is evaluated in NumPy: about twenty seconds of a slow core."""
+"""Largest model, in floating-point operations, that is evaluated in NumPy: about twenty seconds of a slow core."""
 
 
 @dataclass(frozen=True)
 class OutputError:
-    """Errors over all floating-point outputs; those that are not finite are None.
+    """Errors over all floating-point outputs; errors that are not finite are None.
 
     ``max_rel_err`` is the largest error over the output's largest magnitude, ``rms_rel_err`` the root mean square of the errors
-    over that of the output. ``input_difference`` is ``max_rel_err`` between the engine's outputs on these and on other inputs
-    (None: it does not take the others). ``same_top`` is the share of rows of two-dimensional outputs whose largest element is in
-    the same place, of ``rows`` rows; None where there are no such outputs.
+    over the root mean square of the output. ``input_difference`` is ``max_rel_err`` between the engine's outputs on these and on
+    other inputs (None: it does not accept the others). ``same_top`` is the fraction of ``rows`` rows of two-dimensional outputs
+    with the largest element at the same position; None without such outputs.
     """
 
     max_abs_err: float | None
@@ -54,10 +54,11 @@ class OutputError:
 
 
 def output_error(engine: Engine, model: Path, options: BuildOptions) -> OutputError:
-    """Hold ``engine`` against ``model`` in NumPy and float64: on the first batch of the calibration data, else on random inputs.
+    """Compare ``engine`` with ``model`` in NumPy and float64: on the first batch of the calibration data, otherwise on random
+    inputs.
 
-    ``options`` are those of the build. Raises RunError, with the reason, where the two cannot be compared: a model
-    of more than :data:`MOST_FLOPS`, or one that takes none of the inputs.
+    ``options`` are those of the build. Raises RunError, with the reason, if the two cannot be compared: a model
+    of more than :data:`MOST_FLOPS`, or a model that accepts none of the inputs.
     """
     original = original_of(engine, model, custom_ops=options.custom_ops)
     given = _calibration_batch(original, options)
@@ -88,7 +89,7 @@ def output_error(engine: Engine, model: Path, options: BuildOptions) -> OutputEr
 
 
 def _calibration_batch(original: Graph, options: BuildOptions) -> dict[str, Array]:
-    """The first batch of the data that the build was calibrated with; empty without such data."""
+    """The first batch of the build's calibration data; empty without such data."""
     if options.calib is None:
         return {}
     images = pictures_of(options)

@@ -1,4 +1,4 @@
-"""One side of a comparison node by node: the graph that an engine file was made of, and how to make such engines again.
+"""One side of a comparison node by node: the graph that an engine file was built from, and how to build such engines again.
 
 The comparison itself is :mod:`optdnn.compare.divergence`.
 """
@@ -32,11 +32,10 @@ from optdnn.target_name import TargetName
 
 
 def side_of(path: Path, model: Path, options: BuildOptions, say: Progress = lambda text: None) -> Side:
-    """The exact part of the graph that an engine file was made of, and how to make an engine of it in the same way (target,
-    library, threads, precision of each op). Engines for a GPU that is not here are made to run in NumPy.
+    """The exact part of the graph that an engine file was built from, and how to build an engine of it in the same way (target,
+    library, threads, precision of each op). Engines for a GPU that is not present are built to run in NumPy.
 
-    Raises UsageError where the model is not the one that the engine was built from, or calibration data is missing that an int8
-    engine was built with.
+    Raises UsageError if the engine was built from another model, or if the calibration data of an int8 engine is missing.
     """
     program = read(path, verify=False)
     exact = import_model(asked_model(model, options), shapes=options.shapes)
@@ -53,7 +52,7 @@ def side_of(path: Path, model: Path, options: BuildOptions, say: Progress = lamb
             hint="build the engine again",
         )
 
-    # A library in bf16 keeps what makes outputs in fp32, and here every value is one: types in the graph do not.
+    # A library in bf16 keeps the producers of outputs in fp32, and here every value is an output. Types in the graph prevent that.
     typed = replace(plan, base="fp32") if program.target == "cpu" and plan.default == plan.base == "bf16" else plan
 
     def engine_of(graph: Graph) -> Engine:
@@ -66,7 +65,7 @@ def side_of(path: Path, model: Path, options: BuildOptions, say: Progress = lamb
 def _calibration(
     graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOptions, say: Progress
 ) -> Calibration | None:
-    """The ranges that an engine was built with, found once more."""
+    """The ranges that an engine was built with, computed once more."""
     if not plan.quantizes:
         return None
     if options.calib is None:
@@ -83,7 +82,7 @@ def _calibration(
 
 
 def _moments(program: Program, options: BuildOptions, say: Progress) -> Moments | None:
-    """Finds second moments where the engine's weights were rounded by them."""
+    """A function that finds second moments, if the engine's weights were rounded with them."""
     told = program.meta.get("precision")
     if not isinstance(told, Mapping) or "weights" not in told.get("calibration", ()):
         return None

@@ -24,11 +24,11 @@ from optdnn.runtime.racing.candidates import Candidate
 
 REFERENCE = "reference"
 LIBRARIES: dict[str, tuple[str, ...]] = {"onnxruntime": ("fp32",), "openvino": ("fp32", "bf16", "fp16")}
-"""Rival library -> the precisions it can be asked for."""
+"""Rival library -> the precisions that it offers."""
 
 
 def installed() -> list[str]:
-    """The rival libraries that are installed. Raises MissingDependency where there is none."""
+    """The rival libraries that are installed. Raises MissingDependency if there are none."""
     found = [name for name in LIBRARIES if find_spec(name) is not None]
     if not found:
         raise MissingDependency(" or ".join(LIBRARIES), "cpu", "to compare with it")
@@ -36,7 +36,7 @@ def installed() -> list[str]:
 
 
 def check_rivals(names: Sequence[str], *, has_model: bool, target: str = "cpu") -> None:
-    """Refuse, before any work, rivals that could not take part.
+    """Refuse, before any work, rivals that cannot take part.
 
     Raises UsageError for an unknown name, a precision that a library lacks or a missing model, and MissingDependency for an
     absent library.
@@ -93,12 +93,12 @@ def candidates(names: Sequence[str], subject: Subject, folder: Path, say: Progre
 
 
 def _check_inputs(subject: Subject, rival: str) -> None:
-    """Raise UsageError where an engine file has other inputs than the subject: it is of another network."""
+    """Raise UsageError if an engine file has other inputs than the subject: it belongs to another network."""
     own = [s.name for s in subject.inputs]
     try:
         others = [s.name for s, _ in read(rival, verify=False).inputs]
     except EngineError:
-        return  # a row of the comparison tells this
+        return  # a row of the comparison reports it
     if set(own) != set(others):
         raise UsageError(
             f"{rival} is an engine of another network: its inputs are {', '.join(others)}, "
@@ -108,8 +108,8 @@ def _check_inputs(subject: Subject, rival: str) -> None:
 
 
 def _model_of_others(subject: Subject, folder: Path, say: Progress) -> Path | None:
-    """The file for other libraries. Where the model has random operators, it is the network as imported, with the engine's draws:
-    a library's own random numbers would be others, and no error of the engine."""
+    """The model file for other libraries. If the model has random operators, the file is the network as imported, with the engine's
+    draws: a library's own random numbers would differ, and the difference is not the engine's error."""
     if not subject.draws:
         return subject.model
     assert subject.model is not None
@@ -121,12 +121,12 @@ def _model_of_others(subject: Subject, folder: Path, say: Progress) -> Path | No
 
 
 def rival_name(path: str, taken: Collection[str]) -> str:
-    """The label of an engine file among others: its name, or its path where names are equal."""
+    """The label of an engine file among others: its name, or its path if names are equal."""
     return next(name for name in (Path(path).name, path, f"{path} (again)") if name not in taken)
 
 
 def _fixed_shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
-    """Input shapes to fix in the rivals too: those that the build was given and that are fully known."""
+    """Input shapes to fix in the rivals, too: shapes given to the build that are fully known."""
     static = {s.name: tuple(d for d in s.shape if isinstance(d, int)) for s in subject.inputs}
     ranks = {s.name: len(s.shape) for s in subject.inputs}
     return {n: static[n] for n in subject.options.shapes if n in static and len(static[n]) == ranks[n]}

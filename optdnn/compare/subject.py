@@ -1,4 +1,4 @@
-"""The subject of a comparison: the engine of a model or of a file, and that model."""
+"""The subject of a comparison: the engine of a model or of a file, and the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Subject:
     """The engine that is compared, and the facts of its build.
 
     ``model`` and ``original`` (the network as imported, before any pass) are None for an engine without its model. ``options``
-    are those the engine was built with, as far as the graph depends on them. ``account`` records passes and tactics.
+    are the engine's build options, as far as the graph depends on them. ``account`` records passes and tactics.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Subject:
 
 
 def build_subject(model: Path, options: BuildOptions, folder: Path, say: Progress) -> Subject:
-    """Build ``model`` into an engine in ``folder``. The threads of the comparison hold for the choice of tactics too."""
+    """Build ``model`` into an engine in ``folder``. The threads of the comparison apply to the choice of tactics, too."""
     original = import_model(asked_model(model, options), shapes=options.shapes)
     build: Build = build_verbose(model, replace(options, threads=options.threads or usable_cores()), say)
     path = folder / f"{model.stem}.engine"
@@ -64,8 +64,8 @@ def build_subject(model: Path, options: BuildOptions, folder: Path, say: Progres
 def load_subject(path: Path, model: Path | None, threads: int | None, **data: Any) -> Subject:
     """An engine file, with the model it was built from, if available.
 
-    ``data`` are the build options for calibration (calib, calibrator, calib_cache, labels, images): for comparing an engine
-    that was built with it layer by layer. Raises UsageError where the model is not the one that the engine was built from.
+    ``data`` are the build options for calibration (calib, calibrator, calib_cache, labels, images), for a comparison, layer by
+    layer, of an engine that was built with such data. Raises UsageError if the engine was built from another model.
     """
     engine = load(path, threads=threads)
     made = engine.meta.get("options", {})
@@ -94,7 +94,7 @@ def load_subject(path: Path, model: Path | None, threads: int | None, **data: An
 
 
 def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: Sequence[CustomOp] = ()) -> Graph:
-    """The network that ``engine`` (a file of this ``name``) was built from, as imported, for its shapes. Raises UsageError where
+    """The network that ``engine`` (a file of this ``name``) was built from, as imported, for its shapes. Raises UsageError if
     inputs or outputs of the model are not the engine's."""
     shapes = {s.name: tuple(d if isinstance(d, int) else None for d in s.shape) for s in engine.inputs}
     made = engine.meta.get("options", {})
@@ -106,7 +106,7 @@ def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: S
         **{n: made[n] for n in ("values", "sample", "random_seed") if n in made},
     )
     source = asked_model(model, asked)
-    there = {v.name for v in source.proto.graph.input}  # without one of the inputs, it is told below
+    there = {v.name for v in source.proto.graph.input}  # a missing input is reported below
     shapes = {n: dims for n, dims in shapes.items() if n in there}
     original = import_model(source, shapes=shapes, custom_ops=custom_ops)
     original.profiles = engine.profiles
@@ -126,7 +126,7 @@ def _asked(precision: str, data: Mapping[str, Any]) -> str:
 
 
 def specs(graph: Graph) -> tuple[TensorSpec, ...]:
-    """The inputs of a graph. Raises UsageError for one whose rank is not known."""
+    """The inputs of a graph. Raises UsageError for an input of unknown rank."""
     for out in (graph.op(i).outputs[0] for i in graph.inputs):
         if out.type.shape is None:
             raise UsageError(f"input {out.name!r} has an unknown rank", hint=f"give it: --shape {out.name}=1x3x224x224")

@@ -1,7 +1,7 @@
 """``optdnn.verify``: is an engine right on this machine?
 
-It runs every check of :mod:`optdnn.compare.checks` that the target has. Inputs are given or generated. If the model is available,
-the whole engine is compared with it, too.
+It runs every check of :mod:`optdnn.compare.checks` that applies to the target. Inputs are given or generated. If the model is
+available, the whole engine is compared with it, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from optdnn.runtime.simulate.runner import SimulateContext
 from optdnn.types import Array, is_float, is_int
 
 RUNS = 5
-"""Times that each set of inputs is run again."""
+"""Number of times that each set of inputs is run again."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether none failed."""
+        """Whether no check failed."""
         return not self.failed
 
     def _repr_html_(self) -> str:
@@ -98,19 +98,20 @@ def verify(
     progress: Progress | None = None,
     **options: Any,
 ) -> Verification:
-    """Check an engine (a file, or one that is loaded) on this machine.
+    """Check an engine (a file, or a loaded engine) on this machine.
 
-    ``runs``: it takes the inputs. ``steps``: each launch on a GPU against its step's meaning in NumPy; each step of a CPU library
-    against its own ONNX model in NumPy. ``one by one``: the CUDA graph against single launches; elsewhere the program against one
-    in which no buffers share memory. ``repeats``: the same bits again, after other inputs, too. ``memory``: results do not depend
-    on what memory held before (NaN). ``rows``: the same bits for a row in any place, where the build promised that. ``model``: the
-    whole against ``model`` in NumPy and float64, within ``tolerance`` (default: the precision's) of what other inputs change.
+    ``runs``: it accepts the inputs. ``steps``: each launch on a GPU against its step's meaning in NumPy; each step of a CPU library
+    against its own ONNX model in NumPy. ``one by one``: the CUDA graph against single launches; on other targets the program
+    against the same program without shared memory. ``repeats``: the same bits again, after other inputs, too. ``memory``: results
+    do not depend on the earlier contents of memory (NaN). ``rows``: the same bits for a row at any position, if the build
+    promised that. ``model``: the whole against ``model`` in NumPy and float64, within ``tolerance`` (default: the precision's) of
+    the change by other inputs.
 
-    ``inputs`` are arrays by name; those that are missing are random (``seed``). Without any, an engine for ranges of shapes is
-    checked at the minimum, optimum and maximum of each profile, another at ``sizes`` of its symbols (default: what the build
-    measured at, else 1). ``options`` are those of :func:`optdnn.load`, for a file. Raises EngineError for a file that cannot be
-    loaded, InputError for inputs that do not fit, UsageError for a model that is not the engine's. What a check finds is in the
-    result: nothing is raised for it.
+    ``inputs`` are arrays by name; missing ones are random (``seed``). Without any, an engine for ranges of shapes is
+    checked at the minimum, optimum and maximum of each profile, another engine at ``sizes`` of its symbols (default: the sizes of
+    the build's measurements, otherwise 1). ``options`` are those of :func:`optdnn.load`, for a file. Raises EngineError for a
+    file that cannot be loaded, InputError for inputs that do not fit, UsageError for a model that is not the engine's. Findings
+    of checks are in the result; they are not raised.
     """
     say = progress or (lambda text: None)
     if isinstance(engine, Engine):
@@ -137,7 +138,7 @@ def verify(
 
 
 def cases(engine: Engine, given: Mapping[str, Array], sizes: Mapping[str, int] | None, seed: int) -> Iterator[Case]:
-    """The sets of inputs that an engine is checked on. Raises InputError for a given one that it does not have."""
+    """The sets of inputs that an engine is checked on. Raises InputError for a given input that the engine does not have."""
     names = [s.name for s in engine.inputs]
     if unknown := sorted(given.keys() - set(names)):
         raise InputError(f"there is no input {unknown[0]!r}", hint=f"the inputs are {', '.join(names)}")
@@ -161,7 +162,7 @@ def case_of(
     sizes: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> Case:
-    """One set of inputs that the engine takes, of ``sizes`` (default: the optimum, or the sizes that the build measured at)."""
+    """One set of inputs that the engine accepts, of ``sizes`` (default: the optimum, or the sizes of the build's measurements)."""
     typical = engine.meta.get("sizes")
     made = random_feeds(engine.inputs, seed=seed, sizes=sizes, profiles=engine.profiles, given=given, typical=typical)
     first = {s.name: given[s.name] if s.name in given else made[s.name] for s in engine.inputs}
@@ -183,7 +184,7 @@ def _sizes(engine: Engine, feeds: Mapping[str, Array]) -> dict[str, int]:
 
 
 def _taken(engine: Engine, feeds: dict[str, Array], given: frozenset[str]) -> dict[str, Array]:
-    """``feeds``, or where the engine does not take the made-up integers (axes, positions, lengths): with all of these 1, or 0.
+    """``feeds``; if the engine rejects the made-up integers (axes, positions, lengths), with all of these set to 1, or to 0.
 
     Raises InputError for given inputs that do not fit."""
     error = _runs(engine, feeds)
@@ -198,13 +199,13 @@ def _taken(engine: Engine, feeds: dict[str, Array], given: frozenset[str]) -> di
 
 
 def _runs(engine: Engine, feeds: Mapping[str, Array]) -> RunError | None:
-    """None where the engine takes these inputs, else why it does not."""
+    """None if the engine accepts these inputs, otherwise the reason."""
     try:
         engine.run(feeds)
     except RunError as error:
         return error
     except OptdnnError:
-        return None  # a fault of the engine, which the checks report
+        return None  # a fault of the engine: the checks report it
     return None
 
 
@@ -223,7 +224,7 @@ class _CaseChecks:
         self.own: dict[str, Array] = {}
 
     def checks(self) -> list[Check]:
-        """All of them, in order; after a run that fails, the others are not made."""
+        """All checks, in order. After a failed run, the others are skipped."""
         every: dict[str, Callable[[], Found]] = {
             "runs": self.runs,
             "steps": self.steps,
@@ -312,18 +313,18 @@ class _CaseChecks:
         undefined = _undefined(self.want, results[0])
         if found.status != FAILED or not undefined:
             return found
-        # Softmax of a row that is masked as a whole, for one: attention on GPUs gives zeros there.
+        # For example, a softmax of a row that is masked as a whole: attention on GPUs gives zeros there.
         exact, other, rounded = results
         got, exact, other = (_filled(r, undefined) for r in (self.want, exact, other))
         rest = checks.judge(got, exact, other, [_filled(r, undefined) for r in rounded], precision, self.tolerance)
-        told = f"the model gives NaN in {', '.join(undefined)} where the engine gives numbers"
+        told = f"the model gives NaN in {', '.join(undefined)} at positions where the engine gives numbers"
         if rest.status == FAILED or not self.case.made_up:
             return replace(found, text=f"{rest.text if rest.status == FAILED else found.text}; {told}")
         return not_checked(f"{told}, for these random inputs: give --input")
 
 
 def _undefined(got: Mapping[str, Array], exact: Mapping[str, Array]) -> dict[str, Array]:
-    """Output -> the places that the model leaves undefined (NaN), for outputs in which ``got`` has numbers there."""
+    """Output -> the positions that the model leaves undefined (NaN), for outputs in which ``got`` has numbers there."""
     holes = {n: np.isnan(a) for n, a in exact.items() if is_float(a.dtype) and a.shape == got[n].shape}
     return {n: hole for n, hole in holes.items() if np.isfinite(got[n][hole]).any()}
 
@@ -334,7 +335,7 @@ def _filled(results: Mapping[str, Array], holes: Mapping[str, Array]) -> dict[st
 
 
 def _batches(engine: Engine, sizes: Mapping[str, int]) -> list[int]:
-    """Further sizes of the batch (axis 0 of the first input) that an engine takes, its other symbols being as they are."""
+    """Further sizes of the batch (axis 0 of the first input) that an engine accepts, with its other symbols unchanged."""
     symbol = engine.inputs[0].shape[0] if engine.inputs and engine.inputs[0].shape else None
     if not isinstance(symbol, str):
         return []

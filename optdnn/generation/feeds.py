@@ -1,4 +1,4 @@
-"""The inputs of a step that describe the places of tokens: positions, masks and counters."""
+"""The inputs of a step that describe the positions of tokens: positions, masks and counters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from optdnn.types import Array
 
 @dataclass(frozen=True)
 class Step:
-    """The work of one step.
+    """The inputs of one step.
 
-    ``tokens`` [batch, length] int64; ``held`` [batch]: the positions that each sequence holds; ``row`` [batch]: the row whose
-    logits count. Rows after it are padding, whose positions are written over later. ``padding`` [batch]: rows of padding in front
-    (only for growing caches, whose columns before this step are ``seen`` [batch, held] where they are no padding).
+    ``tokens`` [batch, length] int64; ``held`` [batch]: the number of positions that each sequence holds; ``row`` [batch]: the row
+    whose logits count. Rows after it are padding; their positions are overwritten later. ``padding`` [batch]: rows of padding in
+    front (only for growing caches; their columns before this step are ``seen`` [batch, held], true for columns that are not
+    padding).
     """
 
     tokens: Array
@@ -35,7 +36,7 @@ class Step:
 
     @property
     def places(self) -> Array:
-        """[batch]: the tokens before the one that is drawn."""
+        """[batch]: the number of tokens before the drawn one."""
         front = 0 if self.padding is None else self.padding
         return np.asarray(self.held + self.row + 1 - front, np.int64)
 
@@ -65,7 +66,7 @@ def feeds_of(ports: Ports, step: Step, capacity: int) -> dict[str, Array]:
 
 
 def counted(counter: Counter, held: Array, length: int) -> Array:
-    """The value of a counter. Raises InputError where it holds one number for sequences that differ."""
+    """The value of a counter. Raises InputError if it holds one number for sequences of different lengths."""
     values = held + (length if counter.with_length else 0) + counter.more
     shape, dtype = counter.spec.shape, counter.spec.dtype
     if counter.is_single:

@@ -27,30 +27,30 @@ OnToken: TypeAlias = Callable[[int, int], object]
 """Called with the number of a sequence and its next token."""
 IteratorOfTokens: TypeAlias = PythonGenerator[tuple[int, int], None, None]
 LEAST_CAPACITY = 64
-"""Positions that elastic caches have at first; they double when they are full."""
+"""Initial positions of elastic caches; the number doubles when they are full."""
 
 
 class OneTokenPrefill(UserWarning):
-    """An engine takes one token a step: prompts are read token by token."""
+    """An engine reads one token per step, so prompts are read token by token."""
 
 
 class HostCaches(UserWarning):
-    """Caches grow with each token, so that they pass through the host's memory, and each length has its own plan."""
+    """Caches grow with each token: they pass through the host's memory, and each length has its own plan."""
 
 
 class Generator:
     """Generates text with the engine of a language model: reads prompts, and samples one token after another.
 
-    It holds the caches of a batch of sequences. Forms of models: exports of onnxruntime-genai and Optimum (``input_ids``,
+    It holds the caches of a batch of sequences. Supported models: exports of onnxruntime-genai and Optimum (``input_ids``,
     ``attention_mask``, ``position_ids``, ``past_key_values.N.key`` and ``present.N.key``), and others whose inputs are named here.
-    Tokens are numbers; a tokenizer turns them into text. One thread at a time uses a generator.
+    Tokens are numbers; a tokenizer converts them to text. Only one thread at a time may use a generator.
 
     ``Generator(engine, *, capacity=None, tokens=None, mask=None, positions=None, held=None, logits=None, state=None)``: ``engine``
-    is an engine or the path of one. ``capacity`` bounds the positions of caches whose size the engine leaves open (None: they
-    are enlarged when they are full). ``tokens``, ``mask``, ``positions`` (of each token) and ``held`` (how many positions the
-    caches hold) name inputs that are not found by their names, ``logits`` the output; ``state`` maps outputs to inputs: the
+    is an engine or its path. ``capacity`` bounds the positions of caches whose size the engine leaves open (None: they
+    are enlarged when they are full). ``tokens``, ``mask``, ``positions`` (of each token) and ``held`` (number of positions in the
+    caches) name inputs that are not found by their names, ``logits`` the output; ``state`` maps outputs to inputs: the
     caches.
-    Raises UsageError for an engine that has no cache or an input that nothing here fits, and what ``optdnn.load`` raises.
+    Raises UsageError for an engine without a cache or with an input of unknown role, and the errors of ``optdnn.load``.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Generator:
 
     @property
     def capacity(self) -> int | None:
-        """The most positions that a sequence can have; None where there is no bound."""
+        """The most positions that a sequence can have; None without a bound."""
         return self._most
 
     @property
     def vocabulary(self) -> int | None:
-        """Size of the vocabulary; None where the engine does not show it."""
+        """Size of the vocabulary; None if the engine does not show it."""
         return self._ports.vocabulary
 
     @property
@@ -144,11 +144,11 @@ class Generator:
 
         A sequence ends with a token of ``stop_tokens`` (it is the last one returned), or after ``max_new_tokens``.
         ``temperature`` 0 takes the most probable token. ``top_k`` (0: all) and ``top_p`` (1: all) limit the tokens to draw from.
-        The same ``seed`` gives the same tokens; sequence b of a batch has ``seed + b``. Settings may be lists, a number for each
-        sequence. With ``extend`` the prompts follow the conversation: the last prompts and their tokens.
-        ``on_token`` is called with each token as it is known: the number of its sequence, and the token.
-        Raises UsageError for settings, and InputError for prompts, before anything is computed: a token that is not in the
-        vocabulary, more positions than the caches have. Raises RunError where logits hold NaN: the conversation is lost then.
+        The same ``seed`` gives the same tokens; sequence b of a batch has ``seed + b``. Settings may be lists with one value per
+        sequence. With ``extend`` the prompts continue the conversation: the last prompts and their tokens.
+        ``on_token`` is called with each token as soon as it is known, with the number of its sequence and the token.
+        Raises UsageError for settings and InputError for prompts before anything is computed: for a token outside of the
+        vocabulary, or more positions than the caches have. Raises RunError if logits contain NaN: the conversation is then lost.
         """
         single, given = _prompts(prompts)
         found: list[list[int]] = [[] for _ in given]
@@ -171,9 +171,9 @@ class Generator:
         seed: int = 0,
         extend: bool = False,
     ) -> Iterator[int]:
-        """The new tokens after one prompt, each as soon as it is known; the rest as :meth:`generate`.
+        """The new tokens after one prompt, each as soon as it is known; otherwise like :meth:`generate`.
 
-        Prompt and settings are checked at once. A caller who stops reading closes the iterator: the conversation then has the
+        Prompt and settings are checked immediately. A caller that stops reading closes the iterator: the conversation then has the
         tokens that were read.
         """
         single, given = _prompts(prompt)
@@ -188,7 +188,7 @@ class Generator:
     def _generated(
         self, prompts: list[list[int]], most: int, stop_tokens: Iterable[int], extend: bool, chosen: Mapping[str, Any]
     ) -> IteratorOfTokens:
-        """Check everything and begin. Yields sequences and their tokens in the order in which they are drawn."""
+        """Check everything and begin. Yields pairs of sequence and token in the order in which they are drawn."""
         if not isinstance(most, int) or most < 1:
             raise UsageError(f"max_new_tokens must be a positive integer, not {most!r}")
         try:
@@ -250,11 +250,11 @@ class Generator:
             )
 
     def _ends(self, fed: Sequence[Sequence[int]], most: int) -> list[int]:
-        """The positions that each sequence takes in all; the last token is not fed."""
+        """The total number of positions that each sequence takes; the last token is not fed."""
         return [int(held) + len(new) + most - 1 for held, new in zip(self._held, fed, strict=False)]
 
     def _make_room(self, positions: int, batch: int) -> None:
-        """Steps with caches of this many positions, which keep their contents."""
+        """Make the steps with caches of this many positions, and keep the contents of the caches."""
         ports = self._ports
         if self._steps is not None and self._steps.batch != batch:
             self._steps = None  # a new number of sequences starts again
@@ -272,9 +272,9 @@ class Generator:
             self._steps = self._steps.enlarged(self.engine, capacity)
 
     def _run(self, fed: list[list[int]], most: int, stops: frozenset[int], told: Settings) -> IteratorOfTokens:
-        """Prefill, then one token a step. The conversation is right after each token that is yielded.
+        """Prefill, then one token per step. The conversation is valid after each token that is yielded.
 
-        A failure ends the conversation, and drops the caches: a NaN in one stays NaN though its weight is zero.
+        A failure ends the conversation and drops the caches: a NaN in a cache stays NaN even if its weight is zero.
         """
         try:
             yield from self._run_steps(fed, most, stops, told)
@@ -315,7 +315,7 @@ class Generator:
             yield first
 
     def _grow(self, length: int, kept: Array, front: Array | None) -> None:
-        """Note the columns by which growing caches grew: which sequences they belong to."""
+        """Record the columns by which growing caches grew, and the sequences that they belong to."""
         if self._ports.form != "growing":
             return
         batch = len(self._held)
@@ -334,11 +334,11 @@ class Generator:
         return self._prefill_in_place(rows, told)
 
     def _rows(self, fed: list[list[int]]) -> list[list[int]]:
-        """The tokens to read of each sequence of the batch; those without a prompt read a token whose result is dropped."""
+        """The tokens to read for each sequence of the batch; sequences without a prompt read a token whose result is dropped."""
         return [*fed, *[[0]] * (len(self._held) - len(fed))]
 
     def _step_lengths(self, fed: list[list[int]]) -> list[int]:
-        """The lengths of the steps that read the prompts. Raises InputError where padding has no room."""
+        """The lengths of the steps that read the prompts. Raises InputError if padding has no room."""
         assert self._steps is not None
         counts, held = np.array([len(r) for r in self._rows(fed)]), self._held
         found: list[int] = []
@@ -349,7 +349,7 @@ class Generator:
         return found
 
     def _prefill_in_place(self, rows: list[list[int]], told: Settings) -> Array:
-        """Prompts aligned left, padded on the right: later tokens overwrite what padding writes."""
+        """Prompts aligned left, padded on the right: later tokens overwrite the padding's positions."""
         assert self._steps is not None
         counts = np.array([len(r) for r in rows])
         tokens, done = np.zeros(len(rows), np.int64), 0
@@ -389,7 +389,7 @@ class Generator:
     # ---------------------------------------------------------------- the engine
 
     def _capacity(self, asked: int | None) -> int | None:
-        """The most positions of a sequence. Raises UsageError where the engine has caches of another size."""
+        """The most positions of a sequence. Raises UsageError if the engine has caches of another size."""
         own = self._ports.capacity
         if self._ports.form == "fixed":
             if asked not in (None, own):
@@ -418,7 +418,7 @@ class Generator:
 
 
 def _on_gpu(engine: Engine) -> bool:
-    """Whether a GPU runs it, instead of NumPy (``load(simulate=True)``)."""
+    """Whether a GPU runs the engine, instead of NumPy (``load(simulate=True)``)."""
     return all(f.get("executor") != "simulate" for f in engine.facts)
 
 

@@ -1,7 +1,7 @@
-"""Steps of a language model on a GPU: caches, positions and tokens stay there, and a token needs no round trip.
+"""Steps of a language model on a GPU: caches, positions and tokens stay there, so a token needs no round trip.
 
-Where the engine samples, its token lies where the next step reads it. The host enqueues steps ahead, with small launches between
-them that move positions on, and reads tokens later, when their events have passed.
+If the engine samples, it writes the token where the next step reads it. The host enqueues steps ahead, with small launches between
+them that advance positions, and reads tokens later, after their events have passed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from optdnn.runtime.engine import Engine
 from optdnn.types import Array, DType
 
 ROWS = 8
-"""Counters of 64 bits that lie together."""
+"""64-bit counters that are stored together."""
 AHEAD = 4
-"""Steps that are enqueued before the first one's token is read."""
+"""Steps that are enqueued before the token of the first one is read."""
 
 
 class GpuSteps:
     """Caches of fixed capacity in GPU memory.
 
-    A cache that the network writes in place is one array. Others are two that take turns, as are the tokens: a step reads those
-    of its turn and writes the others. Plans for other lengths share all of them.
+    A cache that the network updates in place is one array. Other caches are pairs of arrays that take turns, and so are the
+    tokens: a step reads one array of the pair and writes the other. Plans for other lengths share all of them.
     """
 
     def __init__(self, engine: Engine, ports: Ports, batch: int, capacity: int):
@@ -56,7 +56,8 @@ class GpuSteps:
         )
 
     def _counter(self, shape: tuple[int, ...], dtype: DType) -> Any:
-        """Zeros that move on by one with each token. Those of 64 bits lie together: one launch moves them."""
+        """Counters, initially zero, that advance by one with each token. 64-bit counters are stored together: one launch advances
+        them."""
         size = math.prod(shape)
         if dtype != np.int64 or size > self.batch or self._used == ROWS:
             self._moving.append(self._cupy.zeros(shape, dtype))
@@ -112,7 +113,7 @@ class GpuSteps:
             inputs = {**self._of_length(length), **self._caches[turn]}
             if length == 1 and ports.tokens.dtype == np.int64:
                 inputs[ports.tokens.name] = self._tokens[turn]
-            with self.stream:  # logits are allocated there: memory of another stream may still be written
+            with self.stream:  # logits are allocated on this stream: another stream may still write to its memory
                 outputs, copies = self._written(inputs)
                 if ports.samples:
                     outputs[TOKEN] = self._tokens[turn ^ 1]
@@ -120,7 +121,8 @@ class GpuSteps:
         return self._calls[key]
 
     def _written(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
-        """Where a step writes its caches: another array where its plan, unlike that of one token, keeps none in place."""
+        """The destination of a step's caches: another array if its plan, unlike the plan for one token, does not keep them in
+        place."""
         in_place = self._in_place(inputs)
         outputs: dict[str, Any] = {}
         copies = []
@@ -172,7 +174,7 @@ class GpuSteps:
             return drawn(self.ports, logits.get(stream=self.stream), step)
 
     def following(self, step: Step, count: int) -> Iterator[Array]:
-        """The tokens of ``count`` steps of one token, beginning with ``step``; each step reads the token of the one before."""
+        """The tokens of ``count`` steps of one token, beginning with ``step``; each step reads the token of the previous one."""
         if not self.ports.samples:
             yield from one_by_one(self.run, step, count)
             return
@@ -189,7 +191,7 @@ class GpuSteps:
             while waiting:
                 yield _read(*waiting.popleft())
         finally:
-            self.stream.synchronize()  # steps ahead of a stop still write
+            self.stream.synchronize()  # steps enqueued beyond a stop still write
 
     def _copied(self) -> tuple[Any, Any]:
         """The step's tokens while they are copied to the host, and the event after the copy."""
@@ -202,7 +204,7 @@ class GpuSteps:
         return host, event
 
     def _advance(self) -> None:
-        """Move positions on by one, and hand the tokens on where the next step reads them in another type."""
+        """Advance positions by one, and convert the tokens if the next step reads them in another type."""
         cupy, ports, inputs = self._cupy, self.ports, self._inputs[1]
         with self.stream:
             for array in self._moving:
@@ -213,7 +215,7 @@ class GpuSteps:
                 cupy.copyto(inputs[ports.tokens.name], self._tokens[self._turn], casting="unsafe")
 
     def enlarged(self, engine: Engine, capacity: int) -> GpuSteps:
-        """The same with caches of a larger capacity, and what these hold."""
+        """The same steps with caches of a larger capacity, with the contents of the present ones."""
         self.stream.synchronize()
         other = GpuSteps(engine, self.ports, self.batch, capacity)
         with other.stream:
@@ -225,6 +227,6 @@ class GpuSteps:
 
 
 def _read(host: Any, event: Any) -> Array:
-    """The tokens [batch], when they have come."""
+    """The tokens [batch], as soon as they have arrived."""
     event.synchronize()
     return checked(np.array(host[:, 0]))

@@ -1,4 +1,4 @@
-"""How many tokens of a prompt a step takes."""
+"""The number of prompt tokens that a step reads."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from optdnn.generation.ports import Ports
 from optdnn.runtime.engine import Engine
 
 LONGEST_STEP = 512
-"""Tokens of a prompt that one step takes where the engine sets no bound."""
+"""Prompt tokens per step if the engine sets no bound."""
 
 
 class StepLengths:
-    """How many tokens steps may have. ``most`` None: any number."""
+    """The numbers of tokens that steps may have. ``most`` None: any number."""
 
     def __init__(self, engine: Engine, ports: Ports):
         size = ports.tokens.shape[1]
         ranges = [p[size] for p in engine.profiles if isinstance(size, str) and size in p]
         self.planned = bool(engine.profiles) and not engine.target.startswith(("cpu", "reference"))
-        """Whether each length has its own plan: few different ones are used then."""
+        """Whether each length has its own plan; then only a few different lengths are used."""
         self._ranges = [(size, size)] if isinstance(size, int) else sorted({(r.min, r.max) for r in ranges})
         self.most: int | None = max((last for _, last in self._ranges), default=None)
         least = min((first for first, _ in self._ranges), default=1)
@@ -31,9 +31,9 @@ class StepLengths:
         self.least_capacity = max(found, default=0)
 
     def step(self, left: int, room: int, *, exact: bool = False) -> int:
-        """The length of a step, where ``left`` tokens are to be read and caches have room for ``room``.
+        """The length of a step if ``left`` tokens are still to be read and caches have room for ``room``.
 
-        Raises InputError where there is no room.
+        Raises InputError if there is no room.
         """
         if room < 1:
             raise InputError(
@@ -49,7 +49,7 @@ class StepLengths:
         return self._taken(length, most)
 
     def _taken(self, length: int, most: int) -> int:
-        """A length that a profile takes: this one, the next one up to ``most``, or the last one before it."""
+        """A length that a profile accepts: this one, the next larger one up to ``most``, or the last one before it."""
         if not self._ranges or any(first <= length <= last for first, last in self._ranges):
             return length
         above = [first for first, _ in self._ranges if length < first <= most]

@@ -23,14 +23,14 @@ COUNTERS: Mapping[str, int] = {
     **dict.fromkeys(("total_sequence_length", "total_length", "nonpad_kv_seqlen", "kv_lengths"), 1),
     "seqlens_k": 2,
 }  # fmt: skip
-"""Inputs of one number for each sequence, or one in all: positions held before a step (0) or after it (1), or one less (2)."""
+"""Inputs with one value per sequence, or one in total: the positions before a step (0), after it (1), or one less than that (2)."""
 PAST, PRESENT = ("past_key_values.", "past_", "past."), ("present.", "present_", "new.", "new_", "present_key_values.")
-"""Beginnings of names of caches: of inputs, and of outputs."""
+"""Prefixes of the names of caches: of inputs, and of outputs."""
 
 
 @dataclass(frozen=True)
 class Cache:
-    """A cache: an output that is an input of the next step. ``axis``: that of its positions."""
+    """A cache: an output that is an input of the next step. ``axis``: the axis of its positions."""
 
     output: TensorSpec
     input: TensorSpec
@@ -39,7 +39,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Counter:
-    """An input that counts positions: those held (plus ``length`` of the step, and ``more``)."""
+    """An input that counts positions: the held ones (plus the ``length`` of the step, and ``more``)."""
 
     spec: TensorSpec
     with_length: bool
@@ -47,12 +47,12 @@ class Counter:
 
     @property
     def is_single(self) -> bool:
-        """Whether it holds one number for all sequences."""
+        """Whether it holds one value for all sequences."""
         return not self.spec.shape or self.spec.shape[0] == 1
 
     @property
     def is_total(self) -> bool:
-        """Whether it counts the positions after a step; one number is the largest of all sequences then."""
+        """Whether it counts the positions after a step; a single value is then the largest of all sequences."""
         return self.with_length and not self.more
 
 
@@ -60,8 +60,8 @@ class Counter:
 class Ports:
     """The roles of an engine's inputs and outputs.
 
-    ``form`` is "fixed" (caches of one capacity), "elastic" (of a capacity that a caller chooses) or "growing" (a step appends its
-    positions). ``logits`` is None where the engine samples; ``row`` says whether it then takes the index of the last row.
+    ``form`` is "fixed" (caches of one capacity), "elastic" (caches of a capacity that the caller chooses) or "growing" (a step
+    appends its positions). ``logits`` is None if the engine samples; ``row`` tells whether it then reads the index of the last row.
     """
 
     tokens: TensorSpec
@@ -76,24 +76,24 @@ class Ports:
 
     @property
     def samples(self) -> bool:
-        """Whether the engine samples by itself."""
+        """Whether the engine itself samples."""
         return self.logits is None
 
     @property
     def batch(self) -> int | None:
-        """The sequences of a step; None where the engine takes any number."""
+        """The number of sequences in a step; None if the engine accepts any number."""
         size = self.tokens.shape[0]
         return size if isinstance(size, int) else None
 
     @property
     def capacity(self) -> int | None:
-        """Positions of the caches, where the engine knows them."""
+        """Positions of the caches, if the engine knows them."""
         size = self.caches[0].input.shape[self.caches[0].axis]
         return size if isinstance(size, int) else None
 
     @property
     def ragged(self) -> bool:
-        """Whether sequences of different lengths go together."""
+        """Whether sequences of different lengths can share a batch."""
         if self.form == "growing":
             return self.mask is not None and self.positions is not None and not self.counters
         if any(c.is_single and not c.is_total for c in self.counters):
@@ -106,8 +106,8 @@ def ports_of(
 ) -> Ports:
     """The roles of an engine's inputs and outputs, by their names.
 
-    ``names`` gives the names of roles that are called otherwise ("tokens", "mask", "positions", "held", "logits"), ``state`` the
-    caches (output -> input). Raises UsageError for an engine that has no cache, or an input that no role fits.
+    ``names`` gives the names of roles with other names ("tokens", "mask", "positions", "held", "logits"), ``state`` the
+    caches (output -> input). Raises UsageError for an engine without a cache, or with an input that fits no role.
     """
     ins, outs = {s.name: s for s in engine.inputs}, {s.name: s for s in engine.outputs}
     for role, name in names.items():
@@ -130,8 +130,8 @@ def ports_of(
     if left:
         shown = ", ".join(str(ins[n]) for n in left)
         raise UsageError(
-            f"the engine takes {shown}, which a generator does not know",
-            hint="name what they are (tokens=, mask=, positions=, held=, state=), or give them values when it is built: --value",
+            f"the engine takes {shown}, whose role is unknown",
+            hint="name their roles (tokens=, mask=, positions=, held=, state=), or give them values when it is built: --value",
         )
     if TOKEN in outs and f"{PREFIX}{SETTINGS[0]}" in ins:
         told = engine.meta.get("sampling", {}).get("vocabulary")
@@ -146,7 +146,7 @@ def ports_of(
 
 
 def _named(ins: Mapping[str, TensorSpec], given: str | None, known: Sequence[str], fits: Any) -> TensorSpec | None:
-    """The input of a role: the one that was named, else the first with a known name that fits."""
+    """The input of a role: the named one, otherwise the first with a known name that fits."""
     if given is not None:
         return ins[given]
     return next((ins[n] for n in known if n in ins and fits(ins[n])), None)
@@ -186,7 +186,7 @@ def _formed(
     """The caches with their axes, and their form."""
     if not pairs:
         raise UsageError(
-            "the engine has no key-value cache: each token would compute all before it again",
+            "the engine has no key-value cache: each token would recompute all earlier ones",
             hint="export the model with past_key_values, or name the caches: Generator(engine, state={OUTPUT: INPUT})",
         )
     width = capacity if mask is None or isinstance(mask.shape[1], str) else mask.shape[1]
@@ -200,7 +200,7 @@ def _formed(
 
 
 def _axis(spec: TensorSpec, tokens: TensorSpec, width: int | str | None) -> int:
-    """The axis of positions: a symbolic one after the batch, else the last but one, or one of the size ``width``."""
+    """The axis of positions: a symbolic axis after the batch, otherwise the last but one, or an axis of size ``width``."""
     symbolic = [k for k, d in enumerate(spec.shape) if k and isinstance(d, str) and d not in tokens.shape[:1]]
     last = len(spec.shape) - 2
     wide = [k for k, d in enumerate(spec.shape) if 0 < k <= last and d == width]

@@ -1,4 +1,4 @@
-"""How tokens are chosen: the settings of sampling, checked, one number for each sequence."""
+"""How tokens are chosen: the sampling settings, checked, one value per sequence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Settings:
 def settings(count: int, batch: int, *, temperature: Number, top_k: Integer, top_p: Number, seed: Integer) -> Settings:
     """The settings of ``count`` sequences in a batch of ``batch``; the others are greedy. One seed: sequence b has ``seed + b``.
 
-    Raises UsageError for a setting that is out of its range, or does not have a number for each sequence.
+    Raises UsageError for a setting that is out of range, or does not have one value per sequence.
     """
     temperatures = _column("temperature", temperature, count, float, lambda v: 0 <= v < math.inf, "0 or more")
     ks = _column("top_k", top_k, count, operator.index, lambda v: 0 <= v < 1 << 31, "0 (all) or more")
@@ -57,7 +57,7 @@ def settings(count: int, batch: int, *, temperature: Number, top_k: Integer, top
 def _column(
     name: str, given: Any, count: int, read: Callable[[Any], Any], fits: Callable[[Any], bool], what: str
 ) -> list[Any]:
-    """One number for each sequence."""
+    """One value per sequence."""
     values = (
         list(given) if isinstance(given, (Sequence, np.ndarray)) and not isinstance(given, str) else [given] * count
     )

@@ -1,4 +1,4 @@
-"""Steps of a language model on arrays of the host: each hands its caches to the next one."""
+"""Steps of a language model on host arrays: each passes its caches to the next one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def drawn(ports: Ports, logits: Array, step: Step) -> Array:
 
 
 def checked(tokens: Array) -> Array:
-    """The tokens. Raises RunError where a sequence has none."""
+    """The tokens. Raises RunError if a sequence has none."""
     if (tokens < 0).any():
         raise RunError(
             f"the logits of sequence {int(np.argmax(tokens < 0))} hold NaN or infinity: there is no next token",
@@ -35,7 +35,7 @@ def checked(tokens: Array) -> Array:
 
 
 def one_by_one(run: Callable[[Step], Array], step: Step, count: int) -> Iterator[Array]:
-    """The tokens of ``count`` steps of one token; the host hands each token to the next step."""
+    """The tokens of ``count`` steps of one token; the host passes each token to the next step."""
     for k in range(count):
         tokens = run(step)
         yield tokens
@@ -44,7 +44,7 @@ def one_by_one(run: Callable[[Step], Array], step: Step, count: int) -> Iterator
 
 
 class HostSteps:
-    """Caches in host memory, for every target. ``capacity``: their positions, None where they grow."""
+    """Caches in host memory, for every target. ``capacity``: their positions; None if they grow."""
 
     def __init__(self, engine: Engine, ports: Ports, batch: int, capacity: int | None):
         self.ports, self.batch, self.capacity = ports, batch, capacity
@@ -69,17 +69,17 @@ class HostSteps:
         return self._next_tokens(results, step)
 
     def _next_tokens(self, results: dict[str, Any], step: Step) -> Array:
-        """The tokens that a step's results hold, or that are drawn from their logits."""
+        """The tokens in a step's results, or tokens drawn from their logits."""
         if self.ports.logits is not None:
             return drawn(self.ports, results[self.ports.logits.name], step)
         return checked(results[TOKEN][:, 0])
 
     def following(self, step: Step, count: int) -> Iterator[Array]:
-        """The tokens of ``count`` steps of one token, beginning with ``step``; each step reads the token of the one before."""
+        """The tokens of ``count`` steps of one token, beginning with ``step``; each step reads the token of the previous one."""
         return one_by_one(self.run, step, count)
 
     def enlarged(self, engine: Engine, capacity: int) -> HostSteps:
-        """The same with caches of a larger capacity, and what these hold."""
+        """The same steps with caches of a larger capacity, with the contents of the present ones."""
         other = HostSteps(engine, self.ports, self.batch, capacity)
         for c in self.ports.caches:
             before = self._caches[c.input.name]

@@ -23,7 +23,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
 class TextStream:
     """The text of a stream of tokens. ``push`` returns the text that a token adds.
 
-    The text of a token may depend on the ones before it (spaces), and a character may have several tokens. So all are decoded
+    The text of a token may depend on the previous ones (spaces), and a character may have several tokens. So all tokens are decoded
     together, and an unfinished character is held back.
     """
 

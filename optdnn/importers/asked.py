@@ -28,6 +28,6 @@ def asked_model(source: Source | Model, options: BuildOptions) -> Model:
 
 
 def changes_model(options: BuildOptions) -> bool:
-    """Whether options may ask for another model than the user's own."""
+    """Whether options may change the user's model."""
     asked = (options.sample is not None, options.random_seed is not None)
     return any(asked) or bool(options.values or options.preprocess or options.postprocess)

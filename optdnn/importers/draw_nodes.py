@@ -1,8 +1,8 @@
-"""The nodes that draw: for each of ONNX's random operators, a function body of operators that every target has.
+"""The nodes that draw: each of ONNX's random operators as a function body of operators that every target has.
 
-A word of 32 random bits is the position of an element, hashed by the finalizer lowbias32 (C. Wellons, "Prospecting for hash
-functions", 2018) twice, each time after an exclusive or with a key. Products, shifts and exclusive ors of 32 bits are all it needs
-(Philox needs products of 64 bits, which no ONNX operator has). What follows is float64 up to one rounding at the end.
+A word of 32 random bits is a hash of the element's position: lowbias32 (C. Wellons, "Prospecting for hash
+functions", 2018), applied twice, each time after an exclusive or with a key. It needs only products, shifts and exclusive ors of 32
+bits (Philox needs products of 64 bits, which no ONNX operator has). The rest is float64 up to one rounding at the end.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from optdnn.errors import ModelError
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 COLUMNS = 1024
-"""Positions of a row: a power of two."""
+"""Positions per row: a power of two."""
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B
 """The factors of lowbias32; its shifts are 16, 15 and 16."""
 
 
 @dataclass
 class Nodes:
-    """The nodes of a function that draws. ``keys``: three words of 32 bits."""
+    """The nodes of a function that draws. ``keys``: three 32-bit words."""
 
     keys: Sequence[int]
     made: list[onnx.NodeProto] = field(default_factory=list)
@@ -43,10 +43,10 @@ class Nodes:
         return self.op("Constant", value=numpy_helper.from_array(np.asarray(value, dtype)))
 
     def words(self, count: str) -> str:
-        """uint32 [rows, COLUMNS]: the random bits of ``count`` positions (an int64 scalar), and of the rest of the last row.
+        """uint32 [rows, COLUMNS]: the random bits of ``count`` positions (an int64 scalar), and of the remainder of the last row.
 
-        A row's first position and a column have no bits in common, so that exclusive ors make the sum of both with the first key on
-        top, in the registers of the kernel that hashes it."""
+        A row's first position and a column have no bits in common, so exclusive ors compute their sum and add the first key,
+        in the registers of the kernel that hashes it."""
         columns = self.const(COLUMNS, np.int64)
         rows = self.op("Div", self.op("Add", count, self.const(COLUMNS - 1, np.int64)), columns)
         starts = self.op("Mul", self._range(rows), self.const(COLUMNS, np.uint32))
@@ -76,12 +76,12 @@ class Nodes:
         return self.op("Mul", x, self.const(2.0**-32, np.float64))
 
     def uniform(self, words: str) -> str:
-        """float64 in [0, 1), of 24 bits: float32 holds it, and its product with a float32, without rounding."""
+        """float64 in [0, 1), of 24 bits: float32 holds it exactly, and float64 its product with a float32."""
         x = self.op("BitShift", words, self.const(8, np.uint32), direction="RIGHT")
         return self.op("Mul", self.op("Cast", x, to=TensorProto.DOUBLE), self.const(2.0**-24, np.float64))
 
     def normal(self, words: str) -> str:
-        """float64 of mean 0 and variance 1, by Box and Muller."""
+        """float64 with mean 0 and variance 1, by the Box-Muller transform."""
         turn = self.op("Cast", self._hashed(self._keyed(words, 2)), to=TensorProto.DOUBLE)
         angle = self.op("Mul", turn, self.const(2 * math.pi * 2.0**-32, np.float64))
         logarithm = self.op("Log", self.between(words))
@@ -146,7 +146,7 @@ def _bernoulli(n: Nodes, operands: Sequence[str], attrs: Attributes) -> str:
 
 
 def _multinomial(n: Nodes, operands: Sequence[str], attrs: Attributes) -> str:
-    """The largest of logits + Gumbel noise: class k with a probability in proportion to exp(logits[k])."""
+    """The largest element of logits + Gumbel noise: class k with a probability proportional to exp(logits[k])."""
     (logits,) = operands  # [batch, classes]
     samples = n.const([int(attrs.get("sample_size", 1))], np.int64)
     one = n.const([1], np.int64)
@@ -178,4 +178,4 @@ DRAWS: Mapping[str, Draw] = {
     "RandomUniform": _of_shape("uniform"),
     "RandomUniformLike": _like("uniform"),
 }
-"""Random operator -> what draws."""
+"""Random operator -> the function that writes its nodes."""

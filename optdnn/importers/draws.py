@@ -1,10 +1,10 @@
-"""Random operators as draws that are the same in every run: from an ONNX model to one without random operators.
+"""Random operators as draws that are the same in every run: converts an ONNX model to one without random operators.
 
-Each random node becomes the call of a local function, with an opset of its own, of ordinary operators. What it draws depends on the
+Each random node becomes a call of a local function of ordinary operators, with its own opset. The numbers drawn depend on the
 build's seed, the node's ``seed`` attribute, the name of its output (inside of functions also on the outputs of the calls), and
-the position of the element. So neither passes nor other nodes change it, and no two nodes draw the same numbers.
+the position of the element. So neither passes nor other nodes change them, and no two nodes draw the same numbers.
 
-Nodes in the bodies of loops stay, and the import refuses them: each iteration would draw the same numbers.
+Nodes in the bodies of loops stay, and the import refuses them, because each iteration would draw the same numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Bound = Mapping[str, tuple[int, Any]]
 
 
 def with_draws(source: Source | Model, seed: int) -> Model:
-    """The model with draws from ``seed`` in place of random operators; the same object where it has none.
+    """The model with draws from ``seed`` in place of random operators; the same object if it has none.
 
     Raises ModelError for a random node that breaks its operator's schema.
     """
@@ -59,7 +59,7 @@ def with_draws(source: Source | Model, seed: int) -> Model:
 
 
 def draws(model: Model) -> bool:
-    """Whether a model has random operators that a build may take."""
+    """Whether a model has random operators that a build may replace."""
     return _Drawing(model, 0).found(model.proto.graph.node)
 
 
@@ -74,7 +74,7 @@ class _Drawing:
     model: Model
     seed: int
     functions: dict[FunctionKey, onnx.FunctionProto] = field(default_factory=dict)
-    """The functions that draw, and copies of those of the model that hold random nodes, one for each call."""
+    """The functions that draw, and, for each call, copies of the model's functions that contain random nodes."""
 
     def found(self, nodes: Iterable[onnx.NodeProto]) -> bool:
         """Whether one of these nodes draws, also in a branch or in a function."""
@@ -84,7 +84,7 @@ class _Drawing:
 
     @cached_property
     def _holding(self) -> set[FunctionKey]:
-        """The model's functions that hold random nodes, themselves or in functions that they call."""
+        """The model's functions that contain random nodes, directly or in functions that they call."""
         callers: dict[FunctionKey, list[FunctionKey]] = {}
         left = []
         for key, function in self.model.functions.items():
@@ -103,15 +103,15 @@ class _Drawing:
     def replace(
         self, nodes: Sequence[onnx.NodeProto], path: str, bound: Bound, within: tuple[FunctionKey, ...]
     ) -> None:
-        """Replace the random ones of ``nodes`` in place. ``path`` is what the names of their outputs are told apart by, ``within``
-        the functions around them."""
+        """Replace the random nodes among ``nodes`` in place. ``path`` distinguishes the names of their outputs, ``within``
+        are the functions around them."""
         for i, node in enumerate(nodes):
             place = path + next((name for name in node.output if name), "")
             name = node.name or f"{node.op_type}_{i}"
             key = _key(node)
             if key in self._holding and (key in within or len(within) >= FUNCTION_NESTING.value):
                 raise ModelError(f"{self.model.name}: {too_deep()}", hint=FUNCTION_NESTING.hint)
-            with suppress(Unsupported):  # of an attribute: the import refuses the node for it
+            with suppress(Unsupported):  # an attribute is unsupported: the import refuses the node
                 if key in self._holding:
                     self._call(node, key, place, bound, within)
                     node.name = name
@@ -123,7 +123,7 @@ class _Drawing:
     def _call(
         self, node: onnx.NodeProto, key: FunctionKey, place: str, bound: Bound, within: tuple[FunctionKey, ...]
     ) -> None:
-        """Let a node call a copy of its function that draws for this call only."""
+        """Make a node call a copy of its function that draws for this call only."""
         copy = onnx.FunctionProto()
         copy.CopyFrom(self.model.functions[key])
         defaults = attributes(default_attributes(copy), {}, *self._readers())
@@ -132,11 +132,11 @@ class _Drawing:
         self._add(copy, f"{node.op_type}.{self._digest(place).hex()[:16]}", node)
 
     def _draw(self, node: onnx.NodeProto, name: str, place: str, bound: Bound, within: tuple[FunctionKey, ...]) -> bool:
-        """Let a random node call a function that draws; False for an operator that its opset does not have."""
+        """Make a random node call a function that draws; False for an operator that its opset does not have."""
         version = self._opset(within)
         rules = schema(node.op_type, "", version)
         if not isinstance(rules, Schema):
-            return False  # the import tells it
+            return False  # the import reports it
         given = self._attributes(node, bound)
         try:
             check_node(node, given, rules)
@@ -154,7 +154,7 @@ class _Drawing:
         return True
 
     def _add(self, function: onnx.FunctionProto, name: str, node: onnx.NodeProto) -> None:
-        """Add a function under a name of its own, and let ``node`` call it."""
+        """Add a function under its own name, and make ``node`` call it."""
         function.domain, function.name, function.overload = DOMAIN, name, ""
         node.domain, node.op_type, node.overload = DOMAIN, name, ""
         self.functions[(DOMAIN, name, "")] = function
@@ -180,7 +180,7 @@ def _key(node: onnx.NodeProto) -> FunctionKey:
 
 
 def _with_branches(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """These nodes and those in their branches."""
+    """These nodes and the nodes in their branches."""
     for node in nodes:
         yield node
         for branch in _branches(node):
@@ -188,6 +188,6 @@ def _with_branches(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def _branches(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    """The subgraphs of a node that run once at most."""
+    """The subgraphs of a node that run at most once."""
     once = node.op_type == "If" and domain_of(node.domain) == ""
     return [a.g for a in node.attribute if a.HasField("g")] if once else []

@@ -18,12 +18,12 @@ from optdnn.types import Array, TensorType
 
 
 def fits(array: Array) -> bool:
-    """True for a constant that a body may hold."""
+    """Whether a constant is small enough to be stored in a body."""
     return array.size <= CONSTANT_LIMIT and array.dtype.kind != "c"
 
 
 class Weight:
-    """A constant that enters the graph when the first op uses it, so that unused ones never do."""
+    """A constant that enters the graph when the first op uses it. So unused constants never enter."""
 
     __slots__ = ("array", "name", "src", "value")
 
@@ -38,7 +38,7 @@ class Emitter:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.lift: Callable[[Weight], Value] | None = None
-        """In a body: makes an input of a constant that is too large for it."""
+        """In a body: makes an input from a constant that is too large for it."""
         self._lifted: dict[int, Value] = {}
         self._outputs: tuple[str, ...] = ()
         self._src: frozenset[str] = frozenset()
@@ -51,7 +51,7 @@ class Emitter:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Import other nodes in the middle of one."""
+        """Import other nodes in the middle of a node."""
         outputs, src = self._outputs, self._src
         yield
         self._outputs, self._src, self._made = outputs, src, {}
@@ -92,7 +92,7 @@ class Emitter:
         return IMPORTERS[op_type]
 
     def enter(self, ref: Any, kind: str = "") -> Value:
-        """The value of a ref. A constant enters the graph at its first use; ``kind`` is that of the op that uses it."""
+        """The value of a ref. A constant enters the graph at its first use; ``kind`` is the kind of the op that uses it."""
         if isinstance(ref, Value):
             return ref
         if self.lift is not None and not fits(ref.array if isinstance(ref, Weight) else ref):

@@ -1,7 +1,7 @@
 """Tensors stored next to the model file (ONNX external data), read strictly and memory-mapped.
 
 A model is untrusted input: a tensor's ``location`` may only name a regular file inside the model's own folder. Absolute
-paths, ``..``, and links that lead out of the folder are refused, and offset and length must lie inside the file.
+paths, ``..``, and links that lead out of the folder are refused, and offset and length must be inside the file.
 Source: ONNX, "External Data" (keys location, offset, length; checksum is not verified).
 """
 
@@ -22,8 +22,8 @@ from optdnn.types import Array
 class ExternalData:
     """Reader of one model's external files; each file is opened and mapped once.
 
-    ``folder`` is the model's folder, or None for a model that did not come from a file (any external tensor is then
-    refused). ``model`` names the model in messages.
+    ``folder`` is the model's folder, or None for a model that did not come from a file; any external tensor is then
+    refused. ``model`` names the model in messages.
     """
 
     def __init__(self, folder: Path | None, model: str):
@@ -68,7 +68,7 @@ class ExternalData:
         return self._maps[location]
 
     def _resolve(self, location: str, where: str) -> str:
-        """The real path of ``location``, checked to lie inside of the folder."""
+        """The real path of ``location``, checked to be inside of the folder."""
         assert self._folder is not None
         hint = "external data is only read from the model's own folder; copy the file there"
         windows = PureWindowsPath(location)
@@ -84,7 +84,7 @@ class ExternalData:
 
 
 def _map_file(real: str, location: str, where: str) -> Array:
-    """The whole file as a read-only uint8 array. The path holds no link any more: none is followed here."""
+    """The whole file as a read-only uint8 array. The path contains no more links, so none is followed here."""
     try:
         descriptor = os.open(real, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:

@@ -18,8 +18,8 @@ from optdnn.types import TensorType
 
 
 def check_calls(model: Model) -> None:
-    """Raise ModelError where the calls of a model's functions become too many nodes: functions that call one another twice grow
-    exponentially. Calls that recur are left to the import, which names them."""
+    """Raise ModelError if inlining the calls of a model's functions gives too many nodes: functions that call one another twice
+    grow exponentially. Recursive calls are left to the import, which names them."""
     if not model.functions:
         return
     totals: dict[FunctionKey, int] = {}
@@ -41,7 +41,7 @@ def check_calls(model: Model) -> None:
 
 
 def too_deep() -> str:
-    """What is wrong where functions call one another too deep."""
+    """The message for calls that are nested too deeply."""
     return f"functions call one another more than {FUNCTION_NESTING.value} deep (recursion?)"
 
 
@@ -62,7 +62,7 @@ def definition(
 ) -> onnx.FunctionProto | None:
     """ONNX's own function that defines the operator at this opset, or None.
 
-    ``types`` are the operands' (None: absent), which some definitions depend on; None where they are not known.
+    ``types`` are the operands' types (None: absent), which some definitions depend on; None if they are unknown.
     """
     found = schema(node.op_type, domain, opset)
     if found is None:

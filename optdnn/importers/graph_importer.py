@@ -1,8 +1,8 @@
 """Import of one graph: the model's, the body of a function that is inlined, or a subgraph of a node.
 
 Nodes become ops through ``ops.table.IMPORTERS``; types and known values are inferred as they are added. Model-local
-functions, and ONNX's own operators that have no import function but are defined by one, are inlined. A subgraph is inlined
-where it is known to run once, else it becomes a body. Everything unsupported is collected and reported together.
+functions are inlined, and so are ONNX's own operators without an import function that are defined by a function. A subgraph is
+inlined if it is known to run once; otherwise it becomes a body. Everything unsupported is collected and reported together.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ REFUSED_DOMAINS = {
     "with ORT_ENABLE_EXTENDED",
     **dict.fromkeys(("qonnx.custom_op.general", "finn.custom_op.general", "onnx.brevitas"), _QONNX),
 }
-"""Domain -> why its operators are not taken, and what to do."""
+"""Domain -> why its operators are refused, and what to do."""
 
 
 class GraphImporter(NodesImporter):
-    """Imports one graph: the model's, or that of a body inside of it."""
+    """Imports one graph: the model's, or the graph of a body inside of it."""
 
     def __init__(self, model: Model, custom: Mapping[str, FromOnnx]):
         super().__init__(Graph(model.proto.graph.name or "graph"))
@@ -74,7 +74,7 @@ class GraphImporter(NodesImporter):
         self._live: set[int] | None = None
         self._alive = True
         self.mixed: dict[str, str] = {}
-        """Nodes whose weights had another float type than their data, and these types."""
+        """Nodes with weights of another float type than their data, and these types."""
         self._in_types: dict[tuple[Weight, DType], Weight] = {}
 
     def weights(self, proto: onnx.GraphProto, scope: Scope) -> None:
@@ -135,12 +135,12 @@ class GraphImporter(NodesImporter):
             raise ModelError(f"{self.model.name} has more than {limit.value} {what}", hint=limit.hint)
 
     def _opset(self, node: onnx.NodeProto, place: Place) -> int:
-        """The opset of a node's domain: 1 for a domain of model-local functions that is not imported, else 0."""
+        """The opset of a node's domain: 1 for a domain of model-local functions that is not imported, otherwise 0."""
         key = (domain_of(node.domain), node.op_type, node.overload)
         return place.opsets.get(key[0], int(key in self.model.functions))
 
     def _node(self, node: onnx.NodeProto, name: str, outputs: list[str], place: Place) -> Sequence[Any]:
-        """The refs of one node's outputs (UNKNOWN for those of an unsupported node). Errors name the node."""
+        """The refs of one node's outputs (UNKNOWN for the outputs of an unsupported node). Errors name the node."""
         where = f"{self.model.name}: {describe(node, name)}"
         try:
             operands: list[Any] = [place.scope[x] if x else None for x in node.input]
@@ -185,7 +185,7 @@ class GraphImporter(NodesImporter):
         importer = IMPORTERS.get(full) or self.custom.get(full)
         rules = schema(node.op_type, domain, opset)
         if function is None and isinstance(rules, str) and (importer is None or rules != NO_SUCH_OPERATOR):
-            raise Unsupported(rules)  # before its attributes are read: those of TensorFlow's operators may be no text
+            raise Unsupported(rules)  # before its attributes are read: TensorFlow's may be no text
         attrs = attributes(node, place.bound, self._tensor, self._sparse)
         if function is not None:
             return self._call(function, name, operands, attrs, outputs, place.depth)
@@ -216,7 +216,7 @@ class GraphImporter(NodesImporter):
         )
 
     def _of_one_type(self, operands: list[Any], rules: Schema, node: onnx.NodeProto, name: str) -> list[Any]:
-        """``operands`` with float weights in the type of the data that share their type parameter.
+        """``operands`` with float weights converted to the type of the data that shares their type parameter.
 
         PyTorch's exporter folds batch norms into bf16 convolutions, and writes these weights in fp32.
         """
@@ -236,7 +236,7 @@ class GraphImporter(NodesImporter):
         return made
 
     def _rounded(self, weight: Weight, dtype: DType) -> Weight:
-        """A weight in another float type, once for all its readers."""
+        """A weight in another float type, converted once for all its readers."""
         key = (weight, dtype)
         if key not in self._in_types:
             self._in_types[key] = Weight(weight.array.astype(dtype), weight.name, weight.src)
@@ -264,7 +264,7 @@ class GraphImporter(NodesImporter):
         return refs
 
     def _declare(self, ref: Value) -> None:
-        """Give a value whose rank cannot be inferred the shape that the model declares for it, where it does."""
+        """Give a value whose rank cannot be inferred the shape that the model declares for it, if there is one."""
         op = self.graph.op(ref)
         out = op.outputs[ref.port]
         declared = self._declared(out.name)
@@ -274,7 +274,7 @@ class GraphImporter(NodesImporter):
             self.graph.set_op(replace(op, outputs=tuple(outs)))
 
     def _declared(self, name: str) -> TensorType | None:
-        """What the model declares a value of the main graph to be, where that gives element type and rank."""
+        """The type that the model declares for a value of the main graph, if it gives element type and rank."""
         if self._hints is None:
             proto = self.model.proto.graph
             self._hints = {v.name: v.type for v in (*proto.value_info, *proto.output)}

@@ -23,10 +23,10 @@ def graph_inputs(
 ) -> Iterator[tuple[onnx.ValueInfoProto, TensorType | str]]:
     """Each input with its type, or with the reason why its type is not supported.
 
-    A symbol that ``shapes`` gives a range has it; one that it binds is replaced by its size. A dimension that the model declares
-    as arithmetic on other inputs' symbols (:mod:`optdnn.dim_text`) follows from theirs and needs none. Raises UsageError when
-    ``shapes`` names no input, ShapeError where a given shape contradicts the declared one or two shapes of one profile
-    bind one symbol differently, and where the rank is unknown and not given.
+    A symbol gets the range that ``shapes`` gives it; a symbol with a given size is replaced by the size. A dimension that the model
+    declares as arithmetic on other inputs' symbols (:mod:`optdnn.dim_text`) follows from these and needs no size. Raises UsageError
+    if ``shapes`` names no input. Raises ShapeError if a given shape contradicts the declared one, if two shapes of one profile
+    bind one symbol differently, or if the rank is unknown and not given.
     """
     names = [v.name for v in inputs]
     for n in shapes:
@@ -95,7 +95,7 @@ def _check_derived(
     bound: Mapping[str, Size],
     model: str,
 ) -> None:
-    """Raises ShapeError where a dimension that follows from others' symbols is given otherwise, or cannot be."""
+    """Raises ShapeError if a dimension that follows from others' symbols is given a different size, or cannot be computed."""
     for name, dims in declared.items():
         given = shapes.get(name) or (None,) * len(dims)
         for axis, (d, size) in enumerate(zip(dims, given, strict=True)):
@@ -108,7 +108,7 @@ def _check_derived(
             if free and size is not None:
                 raise ShapeError(
                     f"{where}, the shape given has {size} there, and none gives {', '.join(free)}",
-                    hint=f"give {', '.join(free)} where it is a dimension of its own; what follows needs no size",
+                    hint=f"give {', '.join(free)} where it is a separate dimension; dimensions that follow need no size",
                 )
             if free:
                 continue
@@ -154,7 +154,7 @@ def _symbol(name: str, size: Size | None) -> DimLike:
 def profiles_of(inputs: Mapping[str, Sequence[DimLike]], shapes: Mapping[str, ShapeSpec]) -> tuple[Profile, ...]:
     """The profiles of ``shapes`` as ranges of the symbols of the imported inputs.
 
-    A symbol without a range in a profile may have any size in it. Dimensions that follow from symbols have no range.
+    A symbol without a range in a profile may have any size in this profile. Dimensions that follow from symbols have no range.
     """
     found = []
     for profile in getattr(shapes, "profiles", ()):
@@ -209,9 +209,9 @@ def _show(dims: Sequence[int | str | DimRange | None] | None) -> str:
 
 
 def known_type(t: onnx.TypeProto, name: str, symbols: Mapping[str, DimLike]) -> TensorType | None:
-    """The type that a model declares for an inner value or an output, or None where it does not give element type and rank.
+    """The type that a model declares for an inner value or an output, or None if it does not give element type and rank.
 
-    ``symbols``: those that the inputs have, with their ranges.
+    ``symbols``: the symbols of the inputs, with their ranges.
     """
     if refusal(t) is not None or not t.tensor_type.HasField("shape"):
         return None
@@ -228,7 +228,7 @@ def _symbol_name(d: onnx.TensorShapeProto.Dimension, name: str, axis: int) -> st
 
 
 def _named(text: str, symbols: Mapping[str, DimLike]) -> DimLike:
-    """A dimension of an inner value: arithmetic where all of its symbols are those of inputs, else a symbol."""
+    """A dimension of an inner value: arithmetic if all of its symbols belong to inputs, otherwise a symbol."""
     if text in symbols:
         return symbols[text]
     expression = parse_dim(text)

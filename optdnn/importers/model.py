@@ -28,7 +28,7 @@ FunctionKey: TypeAlias = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Model:
-    """A parsed model. ``name`` is what messages call it; ``opsets`` maps each imported domain to its version."""
+    """A parsed model. ``name`` is its name in messages; ``opsets`` maps each imported domain to its version."""
 
     proto: onnx.ModelProto
     name: str

@@ -20,9 +20,9 @@ from optdnn.types import Array
 
 
 def unique_names(nodes: Sequence[onnx.NodeProto], prefix: str, taken: set[str]) -> list[str]:
-    """A name per node that no other has (``taken`` holds those given so far and is extended).
+    """A unique name for each node. ``taken`` holds the names given so far and is extended.
 
-    The file's own name where it has one, ``Conv_12`` (operator and index) otherwise; ``name#2`` for a repeated one.
+    The file's own name if there is one, otherwise ``Conv_12`` (operator and index); ``name#2`` for a repeated name.
     """
     own = {prefix + n.name for n in nodes if n.name}
     names = []
@@ -47,7 +47,7 @@ def describe(node: onnx.NodeProto, name: str) -> str:
 def in_order(
     nodes: Sequence[onnx.NodeProto], names: Sequence[str], defined: Collection[str], model: str
 ) -> Iterable[int]:
-    """Indices of ``nodes`` so that each value is produced before it is read; the file's order where that is one already.
+    """Indices of ``nodes`` such that each value is produced before it is read; the file's order if it is valid.
 
     ``defined``: names that exist before the first node. Raises ModelError for a value that nothing or more than one node
     produces, and for a cycle, naming its nodes.
@@ -156,7 +156,7 @@ def attributes(
 _PLAIN = frozenset(
     {AttributeProto.INT, AttributeProto.INTS, AttributeProto.FLOAT, AttributeProto.FLOATS, AttributeProto.GRAPH}
 )
-"""Types of attributes whose values are taken as they are."""
+"""Types of attributes with values that need no conversion."""
 
 
 def _text(data: bytes, name: str) -> str:
@@ -171,9 +171,9 @@ def _text(data: bytes, name: str) -> str:
 
 NO_SUCH_OPERATOR = "ONNX has no such operator"
 ONCE_EXPERIMENTAL = frozenset({"MeanVarianceNormalization", "ThresholdedRelu"})
-"""Operators that are found in files of opsets before their own: they were experimental then, without a schema."""
+"""Operators that occur in files of opsets before their own: they were experimental then, without a schema."""
 FUSED_EARLIER = {"LayerNormalization": 17}
-"""Operators that ONNX Runtime's optimizers write into files of any opset, with their meaning of this one."""
+"""Operators that ONNX Runtime's optimizers write into files of any opset, with their meaning at this opset."""
 
 
 @dataclass(frozen=True)
@@ -182,11 +182,11 @@ class Schema:
 
     attributes: Mapping[str, tuple[int, bool]]
     required_inputs: tuple[str, ...]
-    """Names of the leading operands that must be there."""
+    """Names of the leading operands that are required."""
     inputs: tuple[int, int]
     max_outputs: int
     variadic_from: int | None
-    """The first of any number of operands; none may be left out."""
+    """The first of any number of operands, which are all required."""
     types: tuple[str, ...] = ()
     """The type parameter ("T") of each operand, or its type."""
 
@@ -222,7 +222,7 @@ def schema(op_type: str, domain: str, opset: int) -> Schema | str | None:
 
 
 def check_node(node: onnx.NodeProto, attrs: Mapping[str, tuple[int, Any]], rules: Schema) -> None:
-    """Raise ModelError where a node breaks its operator's schema (operand count, attribute names and types)."""
+    """Raise ModelError if a node breaks its operator's schema (operand count, attribute names and types)."""
     low, high = rules.inputs
     if not low <= len(node.input) <= high:
         wanted = f"{low}" if low == high else f"{low} to {high}" if high < 1 << 30 else f"at least {low}"
@@ -249,6 +249,6 @@ def check_node(node: onnx.NodeProto, attrs: Mapping[str, tuple[int, Any]], rules
 
 
 def variadic_outputs(op_type: str, domain: str, opset: int) -> bool:
-    """True for operators whose number of outputs has a meaning (Split): unused ones are kept."""
+    """Whether an operator's number of outputs has a meaning (Split); unused outputs are then kept."""
     rules = schema(op_type, domain, opset)
     return isinstance(rules, Schema) and rules.max_outputs >= 1 << 30

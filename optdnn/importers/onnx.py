@@ -29,15 +29,16 @@ from optdnn.ranges import ShapeSpec
 from optdnn.types import TensorType, dtype_name
 
 MOST_CLASSES = 5
-"""Classes that a message names."""
+"""The most classes that a message names."""
 
 
 class MixedTypes(UserWarning):
-    """Nodes have weights of another float type than their data, which ONNX does not allow: these are rounded to the data's."""
+    """Nodes have weights of another float type than their data, which ONNX does not allow: the weights are rounded to the data's
+    type."""
 
 
 class MapsAsMatrix(UserWarning):
-    """Outputs are lists of maps (of ZipMap) in the model: here they are matrices with a column for each class."""
+    """Outputs that are lists of maps (of ZipMap) in the model become matrices with a column for each class."""
 
 
 def import_model(
@@ -46,10 +47,10 @@ def import_model(
     shapes: Mapping[str, ShapeSpec] | None = None,
     custom_ops: Sequence[CustomOp] = (),
 ) -> Graph:
-    """Import an ONNX model, given as a path, as the file's bytes, as a ModelProto, or opened already.
+    """Import an ONNX model, given as a path, as the file's bytes, as a ModelProto, or already opened.
 
-    ``shapes`` gives dimensions to inputs by name (None leaves one as it is); a symbol it binds is bound everywhere, one that
-    it gives a range (:mod:`optdnn.ranges`) has it.
+    ``shapes`` gives dimensions to inputs by name (None leaves a dimension unchanged). A size or a range (:mod:`optdnn.ranges`)
+    that it gives to a symbol holds for all uses of the symbol.
     Named dimensions become symbols of that name, unnamed ones are called ``<input>.<axis>``. An initializer that is also
     listed as an input is a constant: the default that the model gives it is final.
 
@@ -62,7 +63,7 @@ def import_model(
 
 
 def custom_importers(custom_ops: Sequence[CustomOp]) -> dict[str, FromOnnx]:
-    """Operator -> import function of the user's own operators. Raises UsageError for a name that ONNX or optdnn has."""
+    """Operator -> import function of the user's own operators. Raises UsageError for a name of an ONNX or optdnn operator."""
     if taken := sorted(op.name for op in custom_ops if op.name in IMPORTERS or op.name.startswith("ai.onnx.")):
         raise UsageError(f"the custom operator {taken[0]} has a name that is taken", hint="use your own domain")
     return {op.name: importer_of(op) for op in custom_ops}
@@ -113,7 +114,7 @@ def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
 
 
 def _warn(importer: GraphImporter, zipped: Mapping[str, onnx.NodeProto]) -> None:
-    """Tell in what the graph differs from the model; ``zipped``: the results of ZipMaps and their nodes."""
+    """Warn about the differences between the graph and the model. ``zipped``: the results of ZipMaps and their nodes."""
     name = importer.model.name
     if importer.mixed:
         (node, types), more = next(iter(importer.mixed.items())), len(importer.mixed) - 1
@@ -135,7 +136,7 @@ def _classes(zip_map: onnx.NodeProto) -> str:
 
 
 def _output_names(listed: Sequence[str]) -> list[str]:
-    """A name for each output: its own, or, where exporters list a value again, that with the next free number (``y.2``)."""
+    """A name for each output: its own, or, if exporters list a value again, its name with the next free number (``y.2``)."""
     names: list[str] = []
     for name in listed:
         numbered = (f"{name}.{k}" for k in count(2))

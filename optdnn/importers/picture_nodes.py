@@ -1,4 +1,4 @@
-"""The operators that prepare pictures and that make answers, as ONNX nodes of functions."""
+"""The operators that prepare pictures and compute answers, as ONNX nodes of functions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from optdnn.image_spec import PICTURE_DTYPES, ImageSpec, channels_of, pair
 from optdnn.ops.exchange import onnx_number
 
 GRAY = (0.299, 0.587, 0.114)
-"""Shares of red, green and blue in the luminance (ITU-R BT.601), as Pillow has them."""
+"""Shares of red, green and blue in the luminance (ITU-R BT.601), the same as in Pillow."""
 CUBIC_PILLOW, CUBIC_PLAIN = -0.5, -0.75
-"""The cubic filter's coefficient: with antialias as Pillow's and PyTorch's, without as PyTorch's and OpenCV's."""
+"""The cubic filter's coefficient: with antialias as in Pillow and PyTorch, without antialias as in PyTorch and OpenCV."""
 _NCHW_OF_HWC, _HWC_OF_NCHW = (0, 3, 1, 2), (0, 2, 3, 1)
 
 
 @dataclass
 class Nodes:
-    """The nodes of a function that is being written. Its constants become initializers of the model, which it is called with."""
+    """The nodes of a function under construction. Its constants become initializers of the model, which the call passes."""
 
     made: list[onnx.NodeProto] = field(default_factory=list)
     constants: list[onnx.TensorProto] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Nodes:
         return name
 
     def ending(self, value: str, name: str) -> Nodes:
-        """These nodes, with ``value`` renamed to ``name``; an Identity where the last node does not make it."""
+        """These nodes, with ``value`` renamed to ``name``; an Identity is added if the last node does not compute ``value``."""
         if self.made and self.made[-1].output[0] == value:
             self.made[-1].output[0] = name
         else:
@@ -50,7 +50,8 @@ class Nodes:
 
 @dataclass
 class Geometry:
-    """Where a spec places a picture whose [height, width] is the value ``size``: all are names of int64 values of two elements."""
+    """The placement of a picture by a spec. ``size``, [height, width], and all results are names of int64 values of two
+    elements."""
 
     nodes: Nodes
     spec: ImageSpec
@@ -73,7 +74,7 @@ class Geometry:
         return op("Max", [op("Min", [kept, const(spec.resize)], "size"), const([1])], "size")
 
     def before(self, resized: str) -> str | None:
-        """Pixels in front of a resized picture that has to fill a larger one (``fit`` contain)."""
+        """Pixels before a resized picture that has to fill a larger one (``fit`` contain)."""
         if self.spec.fit != "contain" or not isinstance(self.spec.resize, tuple):
             return None
         const, op = self.nodes.const, self.nodes.op
@@ -93,7 +94,7 @@ class Geometry:
 
 
 def preparing(spec: ImageSpec, dtype: np.dtype[Any]) -> Nodes:
-    """The nodes from the value ``picture`` to ``prepared``, which has this dtype. Its arithmetic is fp32 (fp64: that)."""
+    """The nodes from the value ``picture`` to ``prepared``, which has this dtype. Arithmetic is fp32 (fp64 for an fp64 result)."""
     nodes = Nodes()
     op, const, given = nodes.op, nodes.const, spec.input
     work = np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
@@ -117,7 +118,7 @@ def preparing(spec: ImageSpec, dtype: np.dtype[Any]) -> Nodes:
 
 
 def _shift_and_scale(spec: ImageSpec, dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    """``(x * scale - mean) / std`` as ``(x - shift) * factor``, per channel: weights take the factor for any padding."""
+    """``(x * scale - mean) / std`` as ``(x - shift) * factor``, per channel: with any padding, the factor can move into weights."""
     channels = channels_of(spec.color)
     mean, std = (np.broadcast_to(np.asarray(v, np.float64), (channels,)) for v in (spec.mean, spec.std))
     shape = (1, channels, 1, 1)
@@ -125,7 +126,7 @@ def _shift_and_scale(spec: ImageSpec, dtype: np.dtype[Any]) -> tuple[Any, Any]:
 
 
 def _grayed(nodes: Nodes, x: str, given: str, wanted: str, dtype: np.dtype[Any]) -> str:
-    """Colors of NCHW as gray, or gray as colors, where the network takes the other one."""
+    """Colors of NCHW as gray, or gray as colors, if the network needs the other one."""
     op, const = nodes.op, nodes.const
     if (given == "L") == (wanted == "L"):
         return x
@@ -155,7 +156,7 @@ def _placed(nodes: Nodes, x: str, spec: ImageSpec, dtype: np.dtype[Any]) -> str:
         size = pair(spec.crop)
         end = op("Add", [start, const(size)], "size")
         x = op("Slice", [x, start, end, const([2, 3])], "crop")
-        x = op("Reshape", [x, const([0, 0, *size])], "size")  # its size is known, whatever the picture's is
+        x = op("Reshape", [x, const([0, 0, *size])], "size")  # its size is fixed, for any size of the picture
     elif spec.fit == "contain" and isinstance(spec.resize, tuple):
         x = op("Reshape", [x, const([0, 0, *spec.resize])], "size")
     if any(spec.pads):
@@ -165,7 +166,7 @@ def _placed(nodes: Nodes, x: str, spec: ImageSpec, dtype: np.dtype[Any]) -> str:
 
 
 def _resize_modes(spec: ImageSpec) -> dict[str, Any]:
-    """Attributes of Resize: the filters of Pillow, and without antialias those of PyTorch."""
+    """Attributes of Resize: the filters of Pillow; without antialias, PyTorch's."""
     if spec.interpolation == "nearest":
         return {"mode": "nearest", "coordinate_transformation_mode": "half_pixel", "nearest_mode": "round_prefer_ceil"}
     common: dict[str, Any] = {"mode": spec.interpolation, "coordinate_transformation_mode": "half_pixel"}
@@ -175,7 +176,7 @@ def _resize_modes(spec: ImageSpec) -> dict[str, Any]:
 
 
 def answering(spec: AnswerSpec, dtype: np.dtype[Any], image: ImageSpec | None) -> tuple[Nodes, list[str]]:
-    """The nodes from ``raw`` (and, for boxes, ``picture``) to the answer's outputs, and the names of these."""
+    """The nodes from ``raw`` (and, for boxes, ``picture``) to the answer's outputs, and the names of these outputs."""
     nodes = Nodes()
     x = "raw"
     if spec.softmax:
@@ -197,13 +198,13 @@ def _axis(spec: AnswerSpec) -> int:
 
 
 def _scaled_back(nodes: Nodes, boxes: str, spec: AnswerSpec, image: ImageSpec, dtype: np.dtype[Any]) -> str:
-    """Boxes of the network's picture as boxes of the picture that came in, in pixels and cut at its borders."""
+    """Boxes in the network's picture as boxes in the original picture, in pixels and clipped to its borders."""
     op, const = nodes.op, nodes.const
     start = 1 if image.input.layout == "hwc" else 2
     geometry = Geometry(nodes, image, op("Shape", ["picture"], "size", start=start, end=start + 2))
     resized = geometry.resized()
     held = geometry.held(resized)
-    corner = const([0, 0])  # of the network's picture, in the resized one
+    corner = const([0, 0])  # the corner of the network's picture in the resized one
     for moved, kind in ((geometry.cropped(held), "Add"), (geometry.before(resized), "Sub")):
         if moved is not None:
             corner = op(kind, [corner, moved], "size")

@@ -1,7 +1,7 @@
-"""Preprocessing and postprocessing as operators of the network: from an ONNX model to one with these operators around it.
+"""Preprocessing and postprocessing as operators of the network: adds these operators to an ONNX model.
 
-Each preprocessed input and each postprocessed output gets a local function, with an opset of its own, so that models of any opset
-can take it. Its nodes are called ``preprocess/INPUT/resize`` and the like, and every report shows them by these names.
+Each preprocessed input and each postprocessed output gets a local function with its own opset, so that models of any opset
+can use it. Its nodes are called ``preprocess/INPUT/resize`` and the like, and every report shows these names.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Around:
         self.names = set(_value_names(self.graph))
 
     def prepare(self, name: str, spec: ImageSpec) -> None:
-        """Input ``name`` takes the picture, and everything that read it reads the prepared picture."""
+        """Input ``name`` becomes the picture, and all its readers read the prepared picture."""
         port = self.inputs.get(name)
         if port is None:
             raise self._unknown("input", name, self.inputs)
@@ -71,7 +71,7 @@ class _Around:
         port.type.CopyFrom(_picture_type(name, spec, dims))
 
     def answer(self, name: str, spec: AnswerSpec, preprocess: Mapping[str, ImageSpec]) -> None:
-        """Output ``name`` gives the answer; an output of top-k gets another one after it."""
+        """Output ``name`` becomes the answer; top-k adds a further output after it."""
         ports = {v.name: v for v in self.graph.output}
         port = ports.get(name)
         if port is None:
@@ -107,7 +107,7 @@ class _Around:
             had = ", ".join(map(repr, preprocess)) or "none"
             raise UsageError(
                 f"output {name!r}: boxes need the picture that they are of; preprocessed inputs are {had}",
-                hint="--preprocess INPUT=SPEC, and boxes:xyxy,input=INPUT where there are several",
+                hint="--preprocess INPUT=SPEC, and boxes:xyxy,input=INPUT if there are several",
             )
         return image
 
@@ -160,7 +160,7 @@ class _Around:
         return name
 
     def _call(self, name: str, nodes: Nodes, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> onnx.NodeProto:
-        """A call, of this name, of a new function: its inputs and outputs are given with the values of the model for them."""
+        """A call, of this name, of a new function. ``inputs`` and ``outputs`` map the function's ports to the model's values."""
         read = dict(inputs)
         for tensor in nodes.constants:
             read[tensor.name] = self._fresh(f"{name}/{tensor.name}")
@@ -195,7 +195,7 @@ def _value_names(graph: onnx.GraphProto) -> Iterable[str]:
 
 
 def _rename(graph: onnx.GraphProto, old: str, new: str, *, ports: bool) -> None:
-    """Call a value otherwise wherever nodes read or make it; ``ports``: also where the graph lists it."""
+    """Rename a value wherever nodes read or produce it; with ``ports``, also in the graph's lists."""
     for node in graph.node:
         for names in (node.input, node.output):
             for i, name in enumerate(names):

@@ -19,9 +19,9 @@ _NAMES = {dtype: number for number, dtype in ONNX_TYPES.items()}
 def with_sampling(source: Source | Model, logits: str) -> Model:
     """The model with the operator SampleToken after its output ``logits``, [batch, vocabulary] or [batch, length, vocabulary].
 
-    The output is replaced by ``next_token`` [batch, 1]. The model has an input more for each setting of the operator
-    (``sample.temperature``, and so on), [batch], and for logits of three axes ``sample.row`` [batch]: which row of each sequence
-    counts. Raises UsageError where there is no such output, or it cannot hold logits.
+    The output is replaced by ``next_token`` [batch, 1]. The model gets one more input for each setting of the operator
+    (``sample.temperature``, and so on), [batch], and for logits of three axes ``sample.row`` [batch]: the row of each sequence
+    that counts. Raises UsageError if there is no such output, or if it cannot hold logits.
     """
     model = source if isinstance(source, Model) else open_model(source)
     proto = onnx.ModelProto()
@@ -73,7 +73,7 @@ def _rank(port: onnx.ValueInfoProto) -> int:
 
 
 def _batch(graph: onnx.GraphProto, port: onnx.ValueInfoProto) -> int | str | None:
-    """The first dimension of the logits, as an input has it."""
+    """The first dimension of the logits, in the form of an input's dimension."""
     first = port.type.tensor_type.shape.dim[0]
     symbols = {d.dim_param for v in graph.input for d in v.type.tensor_type.shape.dim}
     if first.HasField("dim_value"):

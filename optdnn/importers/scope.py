@@ -1,4 +1,4 @@
-"""The names of values while a graph is imported, and those that a subgraph sees."""
+"""The names of values while a graph is imported, and the names that a subgraph sees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Scope = dict[str, Any]
 
 
 class InnerScope(Scope):
-    """The names inside of a subgraph. One that is not its own is looked up outside, when it is first read."""
+    """The names inside of a subgraph. A name that is not its own is looked up outside when it is first read."""
 
     def __init__(self, outer: Scope, own: Collection[str], capture: Callable[[Any], Any]):
         super().__init__()

@@ -1,7 +1,7 @@
 """Loops that only append to sequences of tensors: the sequences become results that the iterations stack.
 
-All else that an iteration takes from the one before are counters. What follows from them is known for each iteration, and is
-looked up there by the iteration's number.
+All other values that an iteration takes from the previous one are counters. Values that follow from counters are known for each
+iteration; the body looks them up by the iteration's number.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from optdnn.ops.sequences import TensorList
 from optdnn.types import BOOL, INT64, Array, TensorType
 
 _OWN = (TensorType(INT64, ()), TensorType(BOOL, ()))
-"""What a Loop feeds its body first: the number of the iteration, and the condition."""
+"""The first inputs that a Loop feeds its body: the number of the iteration, and the condition."""
 
 
 class LoopBody(Protocol):
-    """The body of a Loop at its place in the model."""
+    """The body of a Loop at its position in the model."""
 
     @property
     def proto(self) -> onnx.GraphProto: ...
@@ -45,7 +45,7 @@ class LoopBody(Protocol):
 
 
 def stacking(body: LoopBody, operands: Sequence[Any], e: Emitter) -> Stacking | None:
-    """See ``ops.exchange.Subgraph``. Raises Unsupported and ShapeError for what cannot be a body."""
+    """See ``ops.exchange.Subgraph``. Raises Unsupported and ShapeError for a graph that cannot be a body."""
     lists = [k for k, v in enumerate(operands) if isinstance(v, TensorList)]
     plain = without_lists(body.proto, lists)
     carried = [v for v in operands[2:] if not isinstance(v, TensorList)]
@@ -69,9 +69,9 @@ def stacking(body: LoopBody, operands: Sequence[Any], e: Emitter) -> Stacking | 
 
 
 def without_lists(body: onnx.GraphProto, lists: Sequence[int]) -> onnx.GraphProto | None:
-    """A copy of the body of a Loop without its inputs at ``lists``, sequences to each of which it only appends one tensor.
+    """A copy of a Loop's body without its inputs at ``lists``: sequences to which the body only appends one tensor each.
 
-    These tensors are its last outputs. None where the body does anything else with a sequence.
+    These tensors are its last outputs. None if the body uses a sequence in any other way.
     """
     proto = onnx.GraphProto()
     proto.CopyFrom(body)
@@ -89,19 +89,19 @@ def without_lists(body: onnx.GraphProto, lists: Sequence[int]) -> onnx.GraphProt
 
 
 def nodes_of(graph: onnx.GraphProto) -> int:
-    """The number of its nodes, and of those of subgraphs inside of it."""
+    """The number of a graph's nodes, including the nodes of its subgraphs."""
     return len(graph.node) + sum(nodes_of(a.g) for n in graph.node for a in n.attribute if a.HasField("g"))
 
 
 def looked_up(e: Emitter, table: Array, iteration: Value) -> Any:
-    """The row of a table for an iteration; a constant where all rows are equal."""
+    """The row of a table for an iteration; a constant if all rows are equal."""
     return e.const(table[0]) if (table == table[0]).all() else e.op("Gather", [table, iteration], GatherAttrs(0))[0]
 
 
 def _trips(body: Graph, carried: int, values: Sequence[Known | None]) -> int | None:
-    """How often a Loop runs its body, where that depends on counters only.
+    """How often a Loop runs its body, if that depends on counters only.
 
-    ``values``: what is known of the Loop's operands: trip count, condition, carried values, captured ones.
+    ``values``: the known values of the Loop's operands: trip count, condition, carried values, captured ones.
     """
     most, first = (None if v is None else v.reshape(-1)[0] for v in values[:2])
     if first is not None and not first:
@@ -119,7 +119,7 @@ def _tables(
     values: Sequence[Known | None],
     trips: int,
 ) -> dict[str, Array] | None:
-    """The values inside of a body that follow from counters, for each iteration; None where a carried value does not."""
+    """The values inside of a body that follow from counters, for each iteration; None if a carried value does not follow."""
     own = {v.name for v in (*proto.input[2:], *proto.output[1 : 1 + carried])}
     names = [x for x in dict.fromkeys([*sorted(own), *(x for n in proto.node for x in n.output)]) if x in seen]
 
@@ -154,6 +154,6 @@ def _without_counters(body: onnx.GraphProto, carried: int, tables: Mapping[str, 
 
 
 def _reads(graph: onnx.GraphProto) -> set[str]:
-    """The values that its nodes read, those that subgraphs inside of it read, and its outputs."""
+    """The values that a graph's nodes and the nodes of its subgraphs read, and its outputs."""
     found = {x for n in graph.node for x in n.input} | {v.name for v in graph.output}
     return found.union(*(_reads(a.g) for n in graph.node for a in n.attribute if a.HasField("g")))

@@ -15,12 +15,12 @@ from optdnn.ops.base import Unsupported
 from optdnn.types import Array, bits_of, packed_bytes
 
 SMALL = 1024
-"""Bytes up to which an initializer stays in the model."""
+"""Initializers of up to this many bytes stay in the model."""
 _FIELDS = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
 
 
 def split_weights(source: Source | Model) -> tuple[bytes, dict[str, Array]]:
-    """The serialized model without large initializers, and these by name. Nothing outside of the two is needed any more."""
+    """The serialized model without large initializers, and these by name. The two replace the original completely."""
     model = source if isinstance(source, Model) else open_model(source)
     held = onnx.ModelProto()
     held.CopyFrom(model.proto)
@@ -29,7 +29,7 @@ def split_weights(source: Source | Model) -> tuple[bytes, dict[str, Array]]:
         try:
             array = to_array(t, model.external, model.name)
         except Unsupported:
-            continue  # the import names it, where it is used
+            continue  # the import reports it where it is used
         if array.nbytes > SMALL and bits_of(array.dtype) >= 8:
             weights[t.name] = array
             for field in (*_FIELDS, "external_data"):
@@ -56,7 +56,7 @@ def put_together(data: bytes, weights: Mapping[str, Array], name: str) -> Model:
 
 
 class _Held(ExternalData):
-    """External data that are arrays in memory; a location is a name."""
+    """External data in the form of arrays in memory; a location is a name."""
 
     def __init__(self, weights: Mapping[str, Array], model: str):
         super().__init__(None, model)
@@ -74,7 +74,7 @@ def _nbytes(t: onnx.TensorProto) -> int:
 
 
 def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor of a model: initializers, attributes, those of subgraphs and functions."""
+    """Every tensor of a model: in initializers and attributes, also of subgraphs and functions."""
     yield from _of_graph(model.graph)
     for f in model.functions:
         for node in f.node:

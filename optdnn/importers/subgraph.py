@@ -30,8 +30,8 @@ class Consequence(Unsupported):
 
 @dataclass(frozen=True)
 class Place:
-    """The context of nodes: the values that they see by name, the opsets, the attributes of the call of the function that holds
-    them, the prefix of their names, and how deep they are inlined."""
+    """The context of nodes: the values that they see by name, the opsets, the attributes of the call of the function that contains
+    them, the prefix of their names, and their depth of inlining."""
 
     scope: Scope
     opsets: Mapping[str, int]
@@ -41,7 +41,7 @@ class Place:
 
 
 class NodesImporter(Emitter):
-    """What a subgraph needs of the importer of its nodes."""
+    """The part of the node importer that a subgraph uses."""
 
     def __init__(self, graph: Graph):
         super().__init__(graph)
@@ -49,12 +49,12 @@ class NodesImporter(Emitter):
         self.taken: set[str] = set()
         """Names of nodes so far."""
         self.count = 0
-        """Nodes so far; ``inlined``: those of functions and subgraphs among them."""
+        """Number of nodes so far; ``inlined``: the nodes of functions and subgraphs among them."""
         self.inlined = 0
 
     @abstractmethod
     def weights(self, proto: onnx.GraphProto, scope: Scope) -> None:
-        """Take the initializers of a graph, or of a body, into ``scope``."""
+        """Read the initializers of a graph, or of a body, into ``scope``."""
 
     @abstractmethod
     def nodes(
@@ -64,21 +64,21 @@ class NodesImporter(Emitter):
         wanted: Sequence[str],
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        """Import ``nodes`` (of the graph, or of a function that is inlined); their results go to ``place.scope``.
+        """Import ``nodes`` (of the graph, or of an inlined function); their results go to ``place.scope``.
 
-        ``wanted`` are the values that are read from outside; ``labels`` gives the names of a call's results outside of it.
+        ``wanted`` are the values that are read from outside; ``labels`` gives the outer names of a call's results.
         """
 
     @abstractmethod
     def nested(self, lift: Callable[[Weight], Value]) -> NodesImporter:
-        """An importer of a body: its graph is its own, messages, names and symbols are shared.
+        """An importer of a body. It has its own graph; messages, names and symbols are shared.
 
-        ``lift`` makes an input of a constant that is too large for a body.
+        ``lift`` makes an input from a constant that is too large for a body.
         """
 
 
 class Subgraph:
-    """Implements ``ops.base.Subgraph`` for one GraphProto at its place in the model."""
+    """Implements ``ops.base.Subgraph`` for one GraphProto at its position in the model."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Subgraph:
         return self.importer.graph.fresh_symbol("varying")
 
     def inline(self, inputs: Sequence[Any]) -> list[Any]:
-        """Inlines it: its nodes become nodes of the surrounding graph. Returns the refs of its outputs."""
+        """Inline the subgraph: its nodes become nodes of the surrounding graph. Returns the refs of its outputs."""
         importer, outputs = self.importer, self.importer.outputs_at_hand
         scope = InnerScope(self.place.scope, self._own(), lambda ref: ref)
         for v, ref in zip(self.proto.input, inputs, strict=True):
@@ -109,9 +109,9 @@ class Subgraph:
         return [self._output(scope, x) for x in wanted]
 
     def build(self, types: Sequence[TensorType]) -> tuple[Body, list[Any]]:
-        """A body whose formal inputs have these types, and the outer refs that it captures, in the order of its inputs.
+        """A body with formal inputs of these types, and the outer refs that it captures, in the order of its inputs.
 
-        ``seen`` holds the values inside of it then.
+        Afterwards ``seen`` holds the values inside of the body.
         """
         captured: list[Any] = []
 
@@ -121,7 +121,7 @@ class Subgraph:
             return inner.graph.add_input(inner.graph.fresh_name(name), self.importer.type(ref))
 
         def capture(ref: Any) -> Any:
-            """An outer value inside: a small constant is repeated there, anything else becomes an input."""
+            """An outer value as seen inside: a small constant is repeated there, any other value becomes an input."""
             if ref is None or ref is UNKNOWN:
                 return ref
             if isinstance(ref, TensorList):
@@ -151,7 +151,7 @@ class Subgraph:
         refs = [inner.enter(ref) for ref in found]
         for x, ref in zip(wanted, refs, strict=True):
             inner.graph.add_output(ref, inner.graph.fresh_name(x))
-        # A body may be built again, with other types: the same names are free for it.
+        # A body may be built again, with other types: free its names for the next time.
         self.importer.taken.intersection_update(taken)
         self.importer.count, self.importer.inlined = inner.count, inner.inlined
         return GraphBody(inner.graph), captured
@@ -160,7 +160,7 @@ class Subgraph:
         reported = len(self.importer.unsupported)
         try:
             return stacking(self, operands, self.importer)
-        except (Unsupported, ShapeError):  # a size that is known only where the iterations are written out
+        except (Unsupported, ShapeError):  # a size is known only if the loop is unrolled
             del self.importer.unsupported[reported:]
             return None
 
@@ -170,7 +170,7 @@ class Subgraph:
         return None if plain is None else self.variant(plain, {})
 
     def variant(self, proto: onnx.GraphProto, tables: Mapping[str, Array]) -> Subgraph:
-        """Another subgraph at the same place."""
+        """Another subgraph at the same position."""
         return Subgraph(self.importer, proto, self.name, self.place, tables)
 
     def repeats(self, trips: int, most: int) -> bool:

@@ -1,4 +1,4 @@
-"""ONNX tensors as NumPy arrays: every check comes before the allocation it protects.
+"""ONNX tensors as NumPy arrays: every check precedes the allocation that it protects.
 
 Source: onnx.proto, TensorProto and SparseTensorProto. Raw data is little-endian by definition.
 """
@@ -18,8 +18,8 @@ from optdnn.limits import SPARSE_BYTES, TENSOR_BYTES, Limit
 from optdnn.ops.base import Unsupported
 from optdnn.types import INT64, ONNX_TYPES, Array, DType, bits_of, packed_bytes, unpacked
 
-# Which repeated field holds the elements of a type when raw_data does not, the dtype of that field, and how many of its
-# entries make one element. Types narrower than 32 bits travel as bit patterns in int32_data.
+# For each type: the repeated field that holds the elements if raw_data does not, the field's dtype, and the number of its
+# entries per element. Types narrower than 32 bits are stored as bit patterns in int32_data.
 _FIELDS: dict[int, tuple[str, Any, int]] = {
     TensorProto.FLOAT: ("float_data", np.float32, 1),
     TensorProto.COMPLEX64: ("float_data", np.float32, 2),
@@ -56,9 +56,9 @@ def element_count(dims: Sequence[int], itemsize: int, where: str, limit: Limit =
 
 
 def to_array(t: TensorProto, external: ExternalData, model: str) -> Array:
-    """The value of a tensor, read-only where it shares memory with the file.
+    """The value of a tensor, read-only if it shares memory with the file.
 
-    Raises ModelError where data and shape disagree, Unsupported for element types optdnn does not store.
+    Raises ModelError if data and shape disagree, Unsupported for element types that optdnn does not store.
     """
     where = f"{model}: tensor {t.name!r}"
     dtype = element_type(t.data_type)
@@ -126,7 +126,7 @@ def _from_field(values: Array, dtype: DType) -> Array:
 
 
 def sparse_to_array(t: SparseTensorProto, external: ExternalData, model: str) -> Array:
-    """A sparse tensor made dense. ``indices`` are linear ([NNZ]) or one coordinate per axis ([NNZ, rank])."""
+    """A sparse tensor as a dense array. ``indices`` are linear ([NNZ]) or one coordinate per axis ([NNZ, rank])."""
     where = f"{model}: sparse tensor {t.values.name!r}"
     dims = tuple(t.dims)
     values = to_array(t.values, external, model)

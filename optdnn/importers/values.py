@@ -1,4 +1,4 @@
-"""Inputs whose values are given when a network is built: they become constants, and sizes that depend on them are known."""
+"""Inputs with values given to the build: they become constants, so sizes that depend on them are known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optdnn.ops.base import Unsupported
 from optdnn.types import Array, dtype_name
 
 SMALL = 64
-"""Most elements of an input that holds sizes."""
+"""The most elements of an input that holds sizes."""
 
 SIZES: Mapping[str, frozenset[int]] = {
     **dict.fromkeys(("Reshape", "Expand", "Tile", "TopK", "OneHot", "Squeeze", "Unsqueeze", "Split", "AffineGrid"), frozenset({1})),
@@ -33,9 +33,9 @@ SIZES: Mapping[str, frozenset[int]] = {
 
 
 def with_values(source: Source | Model, values: Mapping[str, Any]) -> Model:
-    """The model with some inputs as initializers: they are inputs no more.
+    """The model with some inputs turned into initializers.
 
-    Raises UsageError for a name that is no input, and for a value that does not fit the input's type.
+    Raises UsageError for a name that is not an input, and for a value that does not fit the input's type.
     """
     model = source if isinstance(source, Model) else open_model(source)
     proto = onnx.ModelProto()
@@ -58,7 +58,7 @@ def with_values(source: Source | Model, values: Mapping[str, Any]) -> Model:
 
 
 def _fitting(port: onnx.ValueInfoProto, given: Any) -> Array:
-    """The value as the input's element type and declared shape."""
+    """The value in the input's element type and declared shape."""
     t = port.type.tensor_type
     try:
         dtype = element_type(t.elem_type)
@@ -84,12 +84,12 @@ def _fitting(port: onnx.ValueInfoProto, given: Any) -> Array:
 
 
 def size_inputs(graph: Graph) -> list[str]:
-    """Names of the small inputs that hold only sizes, axes or positions: giving them a value helps most."""
+    """Names of the small inputs that hold only sizes, axes or positions: a value for these helps most."""
     decided: dict[Value, bool] = {}
 
     def says_sizes(value: Value) -> bool:
         if value not in decided:
-            decided[value] = False  # the graph has no cycles; a value in question twice is asked once
+            decided[value] = False  # the graph has no cycles; each value is examined once
             t, uses = graph.type(value), graph.uses(value)
             small = t.is_static and int(np.prod(t.static_shape)) <= SMALL and len(t.static_shape) <= 1
             decided[value] = small and bool(uses) and all(map(one, uses))

@@ -6,8 +6,8 @@
         results = context.run(batch.feeds(engine), stream=batches.stream)
         right = results["y"][: batch.count].argmax(axis=1) == batch["labels"]
 
-A pipeline on the GPU gives its batches on :attr:`DaliBatches.stream`, and the engine runs there: nothing waits on the host. One on
-the CPU gives arrays in host memory, which the engine reads where they are.
+A pipeline on the GPU delivers its batches on :attr:`DaliBatches.stream`, and the engine runs on the same stream: nothing waits on
+the host. A pipeline on the CPU delivers arrays in host memory, which the engine reads in place.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from optdnn.runtime.engine import Engine
 class DaliBatch(Mapping[str, Any]):
     """The outputs of one run of a pipeline, by name: NumPy arrays in DALI's memory, or DALI's tensors on the GPU.
 
-    ``count`` is the number of samples that belong to the epoch: those after it, in its last batch, begin the next one. The arrays
-    are valid as long as this object, on the stream that it was made on."""
+    ``count`` is the number of samples that belong to the epoch; in its last batch, the samples after them begin the next epoch. The
+    arrays are valid as long as this object, on the stream that it was made on."""
 
     tensors: Mapping[str, Any]
     count: int
@@ -41,7 +41,7 @@ class DaliBatch(Mapping[str, Any]):
         return len(self.tensors)
 
     def feeds(self, engine: Engine) -> dict[str, Any]:
-        """The outputs of the pipeline that are inputs of the engine. Raises InputError where one is missing."""
+        """The outputs of the pipeline that are inputs of the engine. Raises InputError if one is missing."""
         wanted = [s.name for s in engine.inputs]
         if missing := [n for n in wanted if n not in self.tensors]:
             raise InputError(
@@ -55,8 +55,8 @@ class DaliBatches:
     """An epoch of a DALI pipeline in batches; each iteration is one epoch."""
 
     def __init__(self, pipeline: Any, names: Sequence[str], *, reader: str | None = None, stream: Any = None):
-        """``names`` are those of the pipeline's outputs, in order. ``reader`` names the reader whose epoch it is; without one, an
-        epoch ends where the pipeline's source raises StopIteration. ``stream`` is the CUDA stream that batches on the GPU come on
+        """``names`` are the names of the pipeline's outputs, in order. ``reader`` names the reader that defines the epoch; without
+        one, an epoch ends when the pipeline's source raises StopIteration. ``stream`` is the CUDA stream of batches on the GPU
         (default: a new one).
 
         Raises MissingDependency without DALI, UsageError for a pipeline that has other outputs or no such reader.
@@ -75,7 +75,7 @@ class DaliBatches:
             raise UsageError(f"the pipeline has no reader {reader!r}", hint=f"its readers are {had}")
         self.pipeline, self.names, self.stream = pipeline, tuple(names), stream
         self.samples = None if reader is None else int(pipeline.reader_meta(reader)["epoch_size"])
-        """Samples of an epoch, where a reader knows them."""
+        """Samples per epoch, if a reader knows them."""
 
     def __iter__(self) -> Iterator[DaliBatch]:
         done = 0
@@ -91,7 +91,7 @@ class DaliBatches:
             yield DaliBatch({n: _tensor(n, found) for n, found in zip(self.names, outputs, strict=True)}, count)
 
     def _on_host(self) -> bool:
-        """Whether the pipeline uses no GPU. One that does gets a stream for its outputs."""
+        """Whether the pipeline uses no GPU. A pipeline that does gets a stream for its outputs."""
         if self.pipeline.device_id is None:
             return True
         if self.stream is None:

@@ -1,8 +1,8 @@
 """optdnn as an ONNX backend (``onnx.backend.base``): ``prepare``, ``run_model``, ``run_node``, ``supports_device``.
 
 Devices: ``REFERENCE`` evaluates the imported graph in NumPy, without any pass: the operators' definition. ``CPU`` builds an
-engine for the cpu target, ``CUDA`` one for this machine's GPU, ``SIMULATE`` runs a GPU's program in NumPy. Engines for GPUs are
-of fixed sizes: one is built at the first run with each set of sizes, and with each set of values of shape inputs (axes, shapes,
+engine for the cpu target, ``CUDA`` one for this machine's GPU, ``SIMULATE`` runs a GPU's program in NumPy. Engines for GPUs have
+fixed sizes: one is built at the first run with each set of sizes, and with each set of values of shape inputs (axes, shapes,
 pads). Operators without a kernel run on the CPU.
 
     import onnx, optdnn.integrations.onnx_backend
@@ -30,7 +30,7 @@ from optdnn.types import Array
 
 DEVICES = ("CPU", "REFERENCE", "CUDA", "SIMULATE")
 ENGINES = 16
-"""Engines for GPUs that a prepared model keeps; the oldest one is dropped first."""
+"""The most GPU engines that a prepared model keeps; the oldest one is dropped first."""
 
 Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
@@ -44,7 +44,7 @@ class PreparedModel(BackendRep):
         self._tuple = namedtupledict("Outputs", self.outputs)
 
     def run(self, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Run once. ``inputs``: a mapping of names, a sequence in the order of the inputs, or the one array.
+        """Run once. ``inputs``: a mapping of names, a sequence in the order of the inputs, or a single array.
 
         Returns a named tuple that can also be indexed by output name. Raises InputError for inputs that do not fit.
         """
@@ -61,7 +61,7 @@ class PreparedModel(BackendRep):
 
 
 class GpuRun:
-    """Runs a model by engines for a GPU, each for the sizes it was made for."""
+    """Runs a model with GPU engines, each for the sizes it was built for."""
 
     def __init__(self, model: onnx.ModelProto, target: str, options: Mapping[str, Any]):
         graph = import_model(model)
@@ -90,7 +90,7 @@ class OptdnnBackend(Backend):
 
     @classmethod
     def supports_device(cls, device: str) -> bool:
-        """True for ``CPU``, ``REFERENCE`` and ``SIMULATE`` (device 0 of them), and for ``CUDA`` where there is a usable GPU."""
+        """True for ``CPU``, ``REFERENCE`` and ``SIMULATE`` (device 0), and for ``CUDA`` if there is a usable GPU."""
         kind, _, number = device.partition(":")
         return kind in DEVICES and number in ("", "0") and (kind != "CUDA" or _gpu())
 
@@ -108,7 +108,7 @@ class OptdnnBackend(Backend):
         """Import (REFERENCE) or build the model; for a GPU, the engines follow with the first runs.
 
         Further keywords are options of :func:`optdnn.build`; with any of them REFERENCE is a build for the reference target.
-        Raises UsageError for another device, and whatever importing or building raises.
+        Raises UsageError for another device, and the errors of the import or the build.
         """
         if not cls.supports_device(device):
             raise UsageError(f"there is no device {device!r}", hint=f"the devices are {', '.join(DEVICES)}")
@@ -133,9 +133,9 @@ class OptdnnBackend(Backend):
     def run_node(
         cls, node: onnx.NodeProto, inputs: Any, device: str = "CPU", outputs_info: Any = None, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """Run one node on arrays, which are its operands in order (absent ones left out).
+        """Run one node on arrays: its operands in order (absent ones left out).
 
-        ``opset_version``: the opset that the node is of (default: the newest).
+        ``opset_version``: the opset of the node (default: the newest).
         """
         opset = int(kwargs.pop("opset_version", NEWEST_OPSET))
         names = list(dict.fromkeys(x for x in node.input if x))

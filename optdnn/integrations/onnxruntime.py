@@ -1,10 +1,10 @@
-"""``optdnn.InferenceSession``: an engine behind onnxruntime's calling convention, for programs written for that.
+"""``optdnn.InferenceSession``: an engine with onnxruntime's interface, for programs written for onnxruntime.
 
     session = optdnn.InferenceSession("model.onnx", providers=["CUDAExecutionProvider", "CPUExecutionProvider"])
     logits, = session.run(None, {session.get_inputs()[0].name: x})
 
-What onnxruntime calls a provider is a target here: the first that this machine has is taken, with a warning about those that
-were skipped. Options of onnxruntime without a meaning here are accepted; one whose effect would be missing is refused.
+onnxruntime's providers are targets here: the first one that this machine has is used, with a warning about those that
+were skipped. Options of onnxruntime without a meaning here are accepted; an option whose effect would be missing is refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WITHOUT_EFFECT = frozenset((
     "trt_engine_cache_enable", "trt_engine_cache_path", "trt_timing_cache_enable", "trt_max_workspace_size",
     "trt_builder_optimization_level", "device_type",
 ))  # fmt: skip
-"""Provider options about onnxruntime's internals, without a counterpart in an engine."""
+"""Provider options about onnxruntime's internals, without an equivalent in an engine."""
 _ONNX_NAMES = {
     "fp32": "float", "fp64": "double", "fp16": "float16", "bf16": "bfloat16", "fp8_e4m3": "float8e4m3fn",
     "fp8_e5m2": "float8e5m2", "fp8_e4m3fnuz": "float8e4m3fnuz", "fp8_e5m2fnuz": "float8e5m2fnuz", "fp8_e8m0": "float8e8m0",
@@ -53,7 +53,7 @@ _LEVELS = {0: 0, 1: 1, 2: 2, 3: 3, 99: 3}
 
 @dataclass
 class SessionOptions:
-    """The options of onnxruntime's class of this name that an engine has; onnxruntime's own objects are taken as well."""
+    """The options of onnxruntime's class of this name that an engine has; onnxruntime's own objects are accepted as well."""
 
     intra_op_num_threads: int = 0
     inter_op_num_threads: int = 0
@@ -73,7 +73,7 @@ class SessionOptions:
         self.free_dimensions[name] = int(size)
 
     def add_session_config_entry(self, key: str, value: str) -> None:
-        """onnxruntime's own configuration, which is not read here."""
+        """onnxruntime's own configuration, which is ignored."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class NodeArg:
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """The facts of a model, as onnxruntime's class of this name has them."""
+    """The facts of a model, with the fields of onnxruntime's class of this name."""
 
     graph_name: str
     producer_name: str = "optdnn"
@@ -101,8 +101,8 @@ class ModelMetadata:
 class InferenceSession:
     """A model (path or bytes), or an engine file, ready to run. Safe to share between threads.
 
-    ``build`` are further options of :func:`optdnn.build` (precision, shapes, …). Raises what building and loading raise, and
-    UsageError where this machine has none of the providers.
+    ``build`` are further options of :func:`optdnn.build` (precision, shapes, …). Raises the errors of building and loading, and
+    UsageError if this machine has none of the providers.
     """
 
     def __init__(
@@ -161,19 +161,19 @@ class InferenceSession:
         return {name: {} for name in self._providers}
 
     def get_modelmeta(self) -> ModelMetadata:
-        """The model's metadata; for an engine file only the name, because the file holds no more of it."""
+        """The model's metadata; for an engine file only the name, because the file contains no more."""
         return self._metadata
 
     def disable_fallback(self) -> None:
-        """Nothing: there is no fallback to another provider."""
+        """Does nothing: there is no fallback to another provider."""
 
     def enable_fallback(self) -> None:
-        """Nothing: there is no fallback to another provider."""
+        """Does nothing: there is no fallback to another provider."""
 
     def run(
         self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], run_options: Any = None
     ) -> list[Array]:
-        """The named outputs (all, for None), in the order of the names. Raises InputError for a name that is no output."""
+        """The named outputs (all, for None), in the order of the names. Raises InputError for a name that is not an output."""
         wanted = self._wanted(output_names)
         if not isinstance(input_feed, Mapping):
             raise InputError(f"input_feed must map names to arrays, not {type(input_feed).__name__}")
@@ -186,7 +186,7 @@ class InferenceSession:
     def run_with_ort_values(
         self, output_names: Sequence[str] | None, input_dict_ort_values: Mapping[str, Any], run_options: Any = None
     ) -> list[Any]:
-        """:meth:`run` with onnxruntime's OrtValues as inputs and as results, in the host's memory."""
+        """:meth:`run` with onnxruntime's OrtValues as inputs and as results, in host memory."""
         results = self.run(output_names, input_dict_ort_values, run_options)
         given = next(iter(input_dict_ort_values.values()), None)
         kind: Any = import_module("onnxruntime").OrtValue if given is None else type(given)
@@ -201,7 +201,7 @@ class InferenceSession:
         run_options: Any = None,
     ) -> None:
         """:meth:`run` in a separate thread, which then calls ``callback(results, user_data, error)``: with the list of outputs
-        and "", or with None and the error's text. Raises InputError at once for a name that is no output."""
+        and "", or with None and the error's text. Raises InputError immediately for a name that is not an output."""
         self._wanted(output_names)
         self._runs.start(lambda: self.run(output_names, input_feed, run_options), callback, user_data)
 
@@ -233,7 +233,7 @@ def get_available_providers() -> list[str]:
 
 
 def _metadata_of(model: str | os.PathLike[str] | bytes) -> ModelMetadata:
-    """The facts of an ONNX model, given as onnxruntime takes it."""
+    """The facts of an ONNX model, in any form that onnxruntime accepts."""
     from optdnn.importers.model import open_model
 
     proto = open_model(model).proto  # type: ignore[arg-type]
@@ -270,7 +270,7 @@ def _listed(providers: Any, options: Any) -> list[tuple[str, Mapping[str, Any]]]
 
 
 def _choose(pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, dict[str, Any]]:
-    """The first provider that this machine has, and the build options that it means."""
+    """The first provider that this machine has, and its build options."""
     passed_over = []
     for name, own in pairs:
         why = _why_not(PROVIDERS[name]) if name in PROVIDERS else "optdnn has nothing like it"
@@ -329,14 +329,14 @@ def _built(model: Any, sizes: Mapping[str, int], options: dict[str, Any]) -> Eng
 def _shapes(model: Any, sizes: Mapping[str, int]) -> dict[str, tuple[int | None, ...]]:
     """The shapes of the inputs, with some symbols or expressions of the model replaced.
 
-    Raises UsageError for a name that is no dimension.
+    Raises UsageError for a name that is not a dimension.
     """
     from optdnn.dim import Dim
     from optdnn.dim_text import parse_dim
     from optdnn.importers.draws import with_draws
     from optdnn.importers.onnx import import_model
 
-    graph = import_model(with_draws(model, 0))  # only its inputs are looked at
+    graph = import_model(with_draws(model, 0))  # only its inputs are used
     ports = [graph.op(i).outputs[0] for i in graph.inputs]
     dims = {d for p in ports for d in p.type.shape or () if isinstance(d, Dim)}
     symbols = graph.symbols()

@@ -1,6 +1,6 @@
 """From PyTorch: :func:`from_torch` compiles a module, :func:`compile_backend` is ``torch.compile(backend="optdnn")``.
 
-Both go through torch's own ONNX exporter; torch itself is no dependency of optdnn.
+Both use torch's own ONNX exporter; torch itself is not a dependency of optdnn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from optdnn.temporary import temporary_folder
 from optdnn.types import BF16
 
 ENGINES = 32
-"""Engines that a compiled graph keeps, one for each set of shapes; the least recently used is dropped first."""
+"""The most engines that a compiled graph keeps, one for each set of shapes; the least recently used is dropped first."""
 EXPORTERS = ("auto", "dynamo", "torchscript")
 
 
@@ -42,17 +42,17 @@ def from_torch(
     exporter: str = "auto",
     **build: Any,
 ) -> Engine:
-    """Compile a ``torch.nn.Module``, or what ``torch.export.export`` made of one, into an engine, through ``torch.onnx.export``.
+    """Compile a ``torch.nn.Module``, or the result of ``torch.export.export``, into an engine, through ``torch.onnx.export``.
 
-    ``example_inputs`` is a tensor or a tuple of them, and ``kwargs`` are the keyword arguments, as ``module`` is called with:
-    tensors among them are inputs after the positional ones, anything else (``use_cache=False``) is fixed. Names default to those
-    of its parameters. ``shapes`` are those of :func:`optdnn.build`: open sizes and ranges are exported as dynamic
-    (``dynamic_shapes`` in torch's own form also says which sizes are equal: an attention whose mask has a batch of its
-    own is found only once sizes are known). ``exporter``: "dynamo" (torch.export; needs onnxscript),
-    "torchscript", or "auto" (dynamo where onnxscript is installed). ``build`` are further options of :func:`optdnn.build`.
+    ``example_inputs`` is a tensor or a tuple of tensors, and ``kwargs`` are keyword arguments of ``module``:
+    tensors among them are inputs after the positional ones, anything else (``use_cache=False``) is fixed. Default names are the
+    names of its parameters. ``shapes`` is as for :func:`optdnn.build`: open sizes and ranges are exported as dynamic
+    (``dynamic_shapes`` in torch's own form also states which sizes are equal: an attention whose mask has its own batch
+    size is found only once sizes are known). ``exporter``: "dynamo" (torch.export; needs onnxscript),
+    "torchscript", or "auto" (dynamo if onnxscript is installed). ``build`` are further options of :func:`optdnn.build`.
 
     Raises MissingDependency without torch, UsageError for a module in training mode and for names that do not exist,
-    ModelError where torch cannot export it, and the errors of the build.
+    ModelError if torch cannot export it, and the errors of the build.
     """
     torch = _torch()
     exported = isinstance(module, torch.export.ExportedProgram)
@@ -84,7 +84,7 @@ def from_torch(
 
 
 def _check_module(torch: Any, module: Any, exported: bool) -> None:
-    """Raise UsageError for an object that is no module, and for a module in training mode."""
+    """Raise UsageError for an object that is not a module, and for a module in training mode."""
     if not isinstance(module, torch.nn.Module) or isinstance(module, torch.jit.ScriptModule):
         raise UsageError(
             f"from_torch takes a torch.nn.Module, not {type(module).__name__}", hint=_instead(torch, module)
@@ -106,7 +106,7 @@ def _check_example(torch: Any, args: tuple[Any, ...], keywords: Mapping[str, Any
     ):
         raise UsageError(
             f"the keyword argument {nested!r} holds tensors in a {type(keywords[nested]).__name__}",
-            hint="call the module by one of your own whose forward takes each of them",
+            hint="wrap the module in your own, with a forward that takes each of them",
         )
 
 
@@ -121,7 +121,7 @@ def _torch() -> Any:
 
 
 def _instead(torch: Any, given: Any) -> str:
-    """A hint for an object that is no module of Python code."""
+    """A hint for an object that is not a module of Python code."""
     if isinstance(given, torch.jit.ScriptModule):
         return "give the module that was traced or scripted"
     if callable(given):
@@ -141,7 +141,7 @@ def _parameters(module: Any, count: int) -> list[str]:
 
 
 def _tensors(torch: Any, value: Any) -> bool:
-    """Whether there is a tensor in it."""
+    """Whether a value contains a tensor."""
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, torch.Tensor) or (
@@ -152,7 +152,7 @@ def _tensors(torch: Any, value: Any) -> bool:
 def _positional(
     torch: Any, module: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...]]:
-    """A module that takes the tensors among the keyword arguments by position, with the others fixed: all that can be traced."""
+    """A module that takes the tensors among the keyword arguments by position, with the others fixed, so that it can be traced."""
     named = {k: v for k, v in keywords.items() if isinstance(v, torch.Tensor)}
     fixed = {k: v for k, v in keywords.items() if k not in named}
 
@@ -210,7 +210,7 @@ def _export(
     except OptdnnError:
         raise
     except Exception as error:  # the exporters raise their own classes
-        while error.__cause__ is not None:  # what went wrong, not in which of its steps
+        while error.__cause__ is not None:  # the cause, without the exporter's steps
             error = error.__cause__  # type: ignore[assignment]
         lines = [line for line in str(error).splitlines() if line.strip()]
         told = lines[0] if lines else type(error).__name__
@@ -224,9 +224,9 @@ def _export(
 
 
 def _by_dynamo(torch: Any, module: Any, args: tuple[Any, ...], path: Path, options: Mapping[str, Any]) -> None:
-    """torch.export's way. Where torch cannot write an attention of the module, it is written as products and a softmax.
+    """The export by torch.export. If torch cannot write an attention of the module, it is written as products and a softmax.
 
-    onnxscript's optimizer stays out: the build's own passes do its work, in a fifth of its time on a large network."""
+    onnxscript's optimizer is not used: the build's own passes do its work, in a fifth of its time on a large network."""
     common = {"dynamo": True, "external_data": True, "verbose": False, "optimize": False, **options}
     try:
         torch.onnx.export(module, args, str(path), custom_translation_table=translations(torch), **common)
@@ -238,7 +238,7 @@ def _by_dynamo(torch: Any, module: Any, args: tuple[Any, ...], path: Path, optio
 
 
 def _of_attention(error: BaseException | None) -> bool:
-    """Whether torch's translator failed at an attention: it knows only four axes."""
+    """Whether torch's translator failed at an attention: it supports only four axes."""
     texts = []
     while error is not None:
         texts.append(str(error))
@@ -248,7 +248,7 @@ def _of_attention(error: BaseException | None) -> bool:
 
 @cache
 def _register_more(torch: Any) -> None:
-    """Teach torch's older exporter what masks of language models are made with: differences, and sums of booleans."""
+    """Teach torch's older exporter the operators in masks of language models: differences, and sums of booleans."""
     from torch.onnx import symbolic_helper, symbolic_opset11
 
     constant: Any = symbolic_helper._get_const
@@ -280,10 +280,10 @@ def _register_more(torch: Any) -> None:
 def compile_backend(graph: Any, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """A backend for ``torch.compile``: ``torch.compile(module, backend="optdnn", options={"target": "cpu"})``.
 
-    For inference: parameters are taken as constants (changing one in place makes the next call compile again), gradients do not
-    flow, and so calls under autograd with tensors that need gradients are refused. ``options`` are those of
-    :func:`optdnn.build`. Engines are made on first calls, one for each set of input shapes; with ``dynamic=True`` as well, when the
-    numbers that dynamo then passes are constants of an engine.
+    For inference: parameters become constants (changing one in place makes the next call compile again), and gradients do not
+    flow, so calls under autograd with tensors that need gradients are refused. ``options`` are those of
+    :func:`optdnn.build`. Engines are built on first calls, one for each set of input shapes, even with ``dynamic=True``; the
+    numbers that dynamo then passes become constants of an engine.
     """
     options = {**options.pop("options", {}), **options}
     return _Compiled(_torch(), graph, options)
@@ -334,7 +334,7 @@ class _Compiled:
         graph = specialized(torch, self._graph, values)
 
         class Inference(torch.nn.Module):  # type: ignore[name-defined, misc, unused-ignore]
-            """The graph with its parameters in place: only what changes from call to call is an input."""
+            """The graph with its parameters in place: only values that change from call to call are inputs."""
 
             def __init__(self) -> None:
                 super().__init__()
@@ -362,7 +362,7 @@ class _Compiled:
     def _tensor(self, array: Any) -> Any:
         torch = self._torch
         if isinstance(array, np.ndarray):
-            if array.dtype == BF16:  # torch reads no NumPy arrays of it
+            if array.dtype == BF16:  # torch reads no NumPy arrays of this type
                 return torch.from_numpy(array.view(np.uint16).view(np.int16)).view(torch.bfloat16)
             return torch.from_numpy(array)
         return torch.from_dlpack(array)

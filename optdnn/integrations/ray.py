@@ -1,10 +1,10 @@
-"""Ray: engines over the blocks of a dataset (Ray Data), and behind the replicas of a deployment (Ray Serve). Extra ``ray``.
+"""Ray: engines over the blocks of a dataset (Ray Data), and in the replicas of a deployment (Ray Serve). Extra ``ray``.
 
     workers = ray.data.ActorPoolStrategy(size=4)
     answers = ds.map_batches(optdnn.Predictor, fn_constructor_args=["m.engine"], compute=workers, batch_size=64)
     serve.run(application("m.engine", num_replicas=4, ray_actor_options={"num_gpus": 0.5}))
 
-An engine file is named by a path that every machine of the cluster can read.
+The path of an engine file must be readable on every machine of the cluster.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from optdnn.serving.settings import ServeSettings
 
 Columns = dict[str, Any]
-"""A batch: the name of each column, and an array with a row for each of its samples."""
+"""A batch: maps the name of each column to an array with one row per sample."""
 GRPC_SERVICE = "optdnn.integrations.ray.add_inference_service"
 """The protocol's gRPC service, for ``ray.serve.config.gRPCOptions(grpc_servicer_functions=[...])``."""
 
@@ -40,10 +40,10 @@ class Predictor:
     A batch is a mapping of columns to NumPy arrays, Ray Data's ``batch_format="numpy"``. Columns with the names of the engine's
     inputs are replaced by its outputs, and the others are kept. Ray itself is not needed: any program can call it.
 
-    A batch may have any number of rows. They are run in the sizes that the engine has plans for; the last ones are padded, and
-    the padding is cut off. Large batches, of several hundred rows, are the fastest: on a GPU, the copies of one run are made while
-    another one computes. An engine that takes pictures also takes a column with the bytes of their files (JPEG, PNG and the like).
-    Where an output is of classes, the columns ``label`` and ``score`` hold the most likely one.
+    A batch may have any number of rows. They are run in the sizes that the engine has plans for; the last rows are padded, and
+    the padding is cut off. Large batches, of several hundred rows, are the fastest: on a GPU, the copies of one run overlap with
+    the computation of another. An engine that takes pictures also accepts a column with the bytes of their files (JPEG, PNG and the
+    like). If an output has classes, the columns ``label`` and ``score`` hold the most likely one.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Predictor:
         instances: int | None = None,
         **loading: Any,
     ):
-        """``engine`` is the engine's file. ``columns`` names the column of an input where it has another name. ``keep`` names the
-        columns that are kept (default: all that are no input). ``instances`` is the number of runs that go on at once, each with
-        memory of its own for activations (default: 2 on one GPU, else 1). ``loading`` are the options of :func:`optdnn.load`.
+        """``engine`` is the engine's file. ``columns`` names the column of an input if it has another name. ``keep`` names the
+        columns that are kept (default: all that are not inputs). ``instances`` is the number of concurrent runs, each with
+        its own memory for activations (default: 2 on one GPU, otherwise 1). ``loading`` are the options of :func:`optdnn.load`.
 
-        Raises UsageError for an engine whose inputs and outputs do not have a row for each sample, or for a name of no input.
+        Raises UsageError for an engine whose inputs and outputs do not have one row per sample, or for an unknown input name.
         """
         if instances is not None and (type(instances) is not int or instances < 1):
             raise UsageError(f"instances must be a whole number, at least 1, not {instances!r}")
@@ -75,7 +75,7 @@ class Predictor:
         self._padding_checked = False
 
     def __call__(self, batch: Columns) -> Columns:
-        """The batch with the engine's outputs. Raises InputError for one that does not fit."""
+        """The batch with the engine's outputs. Raises InputError for a batch that does not fit."""
         feeds = {n: np.asarray(self._column(batch, column)) for n, column in self._columns.items()}
         first, *others = feeds.values()
         if not others and first.dtype == object and len(first) and isinstance(first[0], bytes):
@@ -107,7 +107,7 @@ class Predictor:
         return {n: self._column(batch, n) for n in self._keep}
 
     def _pictures(self, files: list[bytes], paths: Any) -> Columns:
-        """The outputs for the bytes of files. Raises InputError, which names the file that is no picture by its path."""
+        """The outputs for the bytes of files. Raises InputError with the path of a file that is not a picture."""
         try:
             answers = list(picture_answers(self.engine, files))
         except InputError:
@@ -147,8 +147,8 @@ class Predictor:
         return {n: _plain(a) for n, a in joined.items()}
 
     def _run(self, part: dict[str, Array], out: dict[str, Array], rest: Shapes) -> dict[str, Array]:
-        """The outputs of rows that go together, those of ``out`` in its arrays. They are padded with copies of the last one, which
-        are cut off again."""
+        """The outputs of rows that run together; outputs in ``out`` are written to its arrays. The rows are padded with copies of
+        the last one, which are cut off again."""
         rows = len(next(iter(part.values())))
         size = self._sizes.padded(rows, rest)
         if size == rows:
@@ -169,33 +169,33 @@ class Predictor:
 
 
 def _usual_instances(engine: Any) -> int:
-    """Two runs of one GPU hide each other's copies. A run on the CPU, or on several GPUs, uses all of them by itself."""
+    """Two runs on one GPU hide each other's copies. A run on the CPU, or on several GPUs, already uses all of it."""
     return 2 if engine.target.startswith("cuda") and engine.program.ranks is None else 1
 
 
 def _array_of_rows(spec: TensorSpec, rows: int) -> Array | None:
-    """An array for ``rows`` rows of an output; None if another of its sizes is not known."""
+    """An array for ``rows`` rows of an output; None if another of its sizes is unknown."""
     rest = [d for d in spec.shape[1:] if isinstance(d, int)]
     return np.empty((rows, *rest), spec.dtype) if len(rest) == len(spec.shape) - 1 else None
 
 
 def _padded(part: Mapping[str, Array], size: int, copied: int) -> dict[str, Array]:
-    """``part`` with ``size`` rows: copies of row ``copied`` behind its own."""
+    """``part`` with ``size`` rows: copies of row ``copied`` follow its own rows."""
     return {n: np.concatenate([a, np.repeat(a[copied : copied + 1], size - len(a), axis=0)]) for n, a in part.items()}
 
 
 def _stacked(rows: Sequence[Array]) -> Array:
-    """The rows as one array; of objects where their shapes differ (masks of pictures that do)."""
+    """The rows as one array; an array of objects if their shapes differ (masks of pictures of different sizes)."""
     if len({a.shape for a in rows}) == 1:
         return np.stack(rows)
     found = np.empty(len(rows), object)
-    for k, a in enumerate(rows):  # all at once, NumPy would look into those that agree in their first sizes
+    for k, a in enumerate(rows):  # one by one: at once, NumPy would look into rows with equal first sizes
         found[k] = a
     return found
 
 
 def _plain(array: Array) -> Array:
-    """An output in a type that Arrow has: bfloat16 and smaller floats become fp32."""
+    """An output in a type that Arrow supports: bfloat16 and smaller floats become fp32."""
     return array.astype(np.float32) if array.dtype.kind == "V" else array
 
 
@@ -213,7 +213,7 @@ class _FixedRows:
 
 
 def _sizes_of(engine: Any) -> BatchSizes | _FixedRows:
-    """How many rows an engine takes at once. Raises UsageError where it does not take rows."""
+    """The numbers of rows that an engine accepts at once. Raises UsageError if it does not take rows."""
     specs = (*engine.inputs, *engine.outputs)
     fixed = {s.shape[0] if s.shape else None for s in specs}
     if len(fixed) == 1 and isinstance(rows := next(iter(fixed)), int):
@@ -229,7 +229,7 @@ def _sizes_of(engine: Any) -> BatchSizes | _FixedRows:
 
 
 def add_inference_service(servicer: Any, server: Any) -> None:
-    """The function that :data:`GRPC_SERVICE` names. Ray calls it in the process that takes the requests."""
+    """The function that :data:`GRPC_SERVICE` names. Ray calls it in the process that receives the requests."""
     from tritonclient.grpc import service_pb2_grpc
 
     _let_messages_travel()
@@ -237,14 +237,14 @@ def add_inference_service(servicer: Any, server: Any) -> None:
 
 
 def _let_messages_travel() -> None:
-    """Ray pickles requests. The messages of tritonclient name a module that is not where it says: give it that name as well."""
+    """Ray pickles requests. The messages of tritonclient state a wrong module name: make the module available under it."""
     from tritonclient.grpc import service_pb2
 
     sys.modules.setdefault(service_pb2.ModelInferRequest.__module__, service_pb2)
 
 
 class EngineReplica:
-    """One replica of a deployment: the engines in threads of its process, behind the protocol of ``optdnn serve``."""
+    """One replica of a deployment: the engines in threads of its process, with the protocol of ``optdnn serve``."""
 
     async def __init__(self, settings: ServeSettings):  # type: ignore[misc]  # Ray waits for it
         from optdnn.serving.core import Core
@@ -305,11 +305,11 @@ class _Context:
 def application(engines: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, name: str = "optdnn",
                 batch_delay_ms: float = 0.0, max_batch: int | None = None, instances: int = 1, queue: int = 256,
                 loading: Mapping[str, Any] | None = None, **options: Any) -> Any:  # fmt: skip
-    """A Ray Serve application of engines, for ``ray.serve.run``. Each replica answers as ``optdnn serve`` does.
+    """A Ray Serve application of engines, for ``ray.serve.run``. Each replica answers like ``optdnn serve``.
 
-    ``engines`` are engine files, or one folder of them; a model has the name of its file. Each replica batches its requests:
-    ``batch_delay_ms``, ``max_batch``, ``instances`` and ``queue`` are those of ``optdnn serve``, ``loading`` the options of
-    :func:`optdnn.load`. ``options`` are those of Ray's deployments: ``num_replicas``, ``autoscaling_config``,
+    ``engines`` are engine files, or one folder of them; a model is named after its file. Each replica batches its requests:
+    ``batch_delay_ms``, ``max_batch``, ``instances`` and ``queue`` are as in ``optdnn serve``, ``loading`` the options of
+    :func:`optdnn.load`. ``options`` are options of Ray's deployments: ``num_replicas``, ``autoscaling_config``,
     ``ray_actor_options={"num_gpus": 0.5}``, ``max_ongoing_requests`` (default: ``queue``) and others.
 
     Raises MissingDependency without Ray or the packages of ``optdnn serve``, UsageError for invalid settings and for files
@@ -321,7 +321,7 @@ def application(engines: str | os.PathLike[str] | Sequence[str | os.PathLike[str
     paths = [Path(p).absolute() for p in given]
     settings = ServeSettings(paths, batch_delay_ms=batch_delay_ms, max_batch=max_batch, instances=instances, queue=queue,
                              workers=0, loading=dict(loading or {}))  # fmt: skip
-    settings.models()  # where a replica meets a file that is missing, Ray says only that the deployment has failed
+    settings.models()  # for a file missing on a replica, Ray reports only that the deployment has failed
     try:
         from ray import serve
 

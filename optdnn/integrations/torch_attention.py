@@ -1,4 +1,4 @@
-"""``scaled_dot_product_attention`` of any rank as ONNX: torch.export's translator to ONNX may know only four axes."""
+"""``scaled_dot_product_attention`` of any rank as ONNX: torch.export's translator to ONNX may support only four axes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 _BOOL = 9
-"""ONNX's number of the element type of boolean masks."""
+"""ONNX's number for the element type of boolean masks."""
 
 
 def attention(
@@ -21,8 +21,8 @@ def attention(
 ) -> Any:
     """Two products around a softmax, with the mask or bias added to the scores.
 
-    ``query`` (..., L, E), ``key`` (..., S, E), ``value`` (..., S, F), ``attn_mask`` broadcasts to (..., L, S). A row
-    that a mask leaves empty gives zeros, as in PyTorch. ``enable_gqa``: queries have a multiple of the keys' heads.
+    ``query`` (..., L, E), ``key`` (..., S, E), ``value`` (..., S, F), ``attn_mask`` broadcasts to (..., L, S). A fully
+    masked row gives zeros, as in PyTorch. ``enable_gqa``: queries have a multiple of the keys' heads.
     """
     from onnxscript import opset18 as op  # type: ignore[import-not-found, unused-ignore]
 

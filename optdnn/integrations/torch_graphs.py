@@ -1,4 +1,4 @@
-"""Graphs of dynamo's made ready for torch's ONNX exporter: numbers in place, fused calls that it does not know spelled out."""
+"""Dynamo's graphs prepared for torch's ONNX exporter: numbers become constants, fused calls that it does not know are expanded."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def numbers(torch: Any, graph: Any, args: Sequence[Any]) -> dict[int, Any]:
-    """Number of an argument -> its value, of the Python numbers among ``args``. Where shapes are dynamic, dynamo passes floats as
-    tensors of fp64 without dimensions whose ``item()`` is all that the graph reads."""
+    """Number of an argument -> its value, for the Python numbers among ``args``. With dynamic shapes, dynamo passes floats as
+    fp64 tensors without dimensions; the graph then reads only their ``item()``."""
     found: dict[int, Any] = {}
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for i, (node, a) in enumerate(zip(placeholders, args, strict=True)):
@@ -25,7 +25,7 @@ def _only_items(node: Any) -> bool:
 
 
 def specialized(torch: Any, graph: Any, values: Mapping[int, Any]) -> Any:
-    """A copy of the graph module with the numbers ``values`` (by argument) as constants; its arguments stay."""
+    """A copy of the graph module with ``values`` (by argument) as constants; its arguments stay."""
     copied = torch.fx.GraphModule(graph, torch.fx.Graph())
     renamed: dict[Any, Any] = {}
     copied.graph.output(copied.graph.graph_copy(graph.graph, renamed))
@@ -50,7 +50,7 @@ def _encoder_layer(
     eps: float, scale_1: Any, bias_1: Any, scale_2: Any, bias_2: Any, up: Any, up_bias: Any, down: Any, down_bias: Any,
     mask: Any = None, mask_type: int | None = None,
 ) -> Any:  # fmt: skip
-    """``torch._transformer_encoder_layer_fwd``, which nn.TransformerEncoderLayer calls in inference, in plain functions."""
+    """``torch._transformer_encoder_layer_fwd``, which nn.TransformerEncoderLayer calls in inference, as plain functions."""
     import torch
 
     functions = torch.nn.functional

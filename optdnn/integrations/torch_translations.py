@@ -1,6 +1,6 @@
-"""Operators of PyTorch that torch.export's translator to ONNX would write worse, or wrongly.
+"""Operators of PyTorch that torch.export's translator to ONNX would write inefficiently, or wrongly.
 
-It unrolls the steps of plain recurrent layers. To a Conv3d without a bias it gives one of shape [C, 2], which only its own
+It unrolls the steps of plain recurrent layers. It gives a Conv3d without a bias a bias of shape [C, 2], which only its own
 optimizer removes again.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def translations(torch: Any) -> dict[Any, Callable[..., Any]]:
-    """For ``custom_translation_table`` of ``torch.onnx.export``: operator of PyTorch -> what writes it with onnxscript."""
+    """For ``custom_translation_table`` of ``torch.onnx.export``: operator of PyTorch -> function that writes it with onnxscript."""
     aten = torch.ops.aten
     return {aten.rnn_relu.input: _rnn_relu, aten.rnn_tanh.input: _rnn_tanh, aten.conv3d.default: _conv3d}
 
@@ -51,7 +51,7 @@ def _rnn(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Any, Any]:
-    """The layers of a ``torch.nn.RNN``, an operator RNN each. ``params``: W_ih, W_hh and their biases by layer and direction."""
+    """The layers of a ``torch.nn.RNN``, each an operator RNN. ``params``: W_ih, W_hh and their biases by layer and direction."""
     from onnxscript import opset18 as op  # type: ignore[import-not-found, unused-ignore]
 
     count, each = (2 if bidirectional else 1), (4 if has_biases else 2)

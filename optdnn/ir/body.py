@@ -15,7 +15,7 @@ from optdnn.types import Array, TensorType
 
 
 class GraphBody(Body):
-    """The graph must not be changed any more; bodies are equal only to themselves."""
+    """An inner graph. It must not be changed any more; a body is equal only to itself."""
 
     def __init__(self, graph: Graph):
         self.graph = graph

@@ -1,4 +1,4 @@
-"""A graph of symbolic sizes at given sizes: passes rewrite it once for all sizes."""
+"""A graph of symbolic sizes at given sizes, so that passes rewrite it once for all sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optdnn.ops.base import KNOWN_LIMIT, Body
 def bound(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> Graph:
     """A copy of the graph for inputs of these shapes (by name); all other types and the known values are inferred again.
 
-    The graph must have no layouts and no bodies (:func:`has_bodies`). Raises ShapeError where sizes contradict, InternalError
+    The graph must have no layouts and no bodies (:func:`has_bodies`). Raises ShapeError if sizes contradict, InternalError
     for an input without a shape.
     """
     made = graph.copy()

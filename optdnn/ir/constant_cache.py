@@ -13,7 +13,7 @@ from optdnn.ir.graph import Graph
 from optdnn.types import Array, dtype_name
 
 SMALL = 256
-"""Arrays of up to this many bytes need not be known: they are found by their content."""
+"""Arrays of up to this many bytes need not be registered: they are found by their content."""
 Content = tuple[str, tuple[int, ...], bytes]
 """Element type, shape and digest."""
 
@@ -23,7 +23,7 @@ class ConstantCache:
     """``arrays``: constants by content. A derived array is stored under the memory addresses of its source constants. The cache
     holds these constants too, so that their memory is not reused. Constants do not change.
 
-    ``shared``: a longer-lived cache that is asked first: that of an engine's weights, which all of its plans share.
+    ``shared``: a longer-lived cache that is asked first, namely the cache of an engine's weights, shared by all of its plans.
     """
 
     arrays: dict[Content, Array] = field(default_factory=dict)
@@ -33,13 +33,13 @@ class ConstantCache:
     _roots: dict[int, Array] = field(default_factory=dict)
 
     def of(self, graph: Graph) -> ConstantCache:
-        """This cache, which now knows the constants of ``graph``."""
+        """This cache, after the constants of ``graph`` were added."""
         for op in graph.of_kind("Constant"):
             self.hold(op.attrs.value)
         return self
 
     def hold(self, array: Array, digest: bytes | None = None) -> None:
-        """Add an array and all views of it. ``digest``: its SHA-256 where the array is contiguous and the digest is known."""
+        """Add an array and all views of it. ``digest``: its SHA-256, if the array is contiguous and the digest is known."""
         root = _root(array)
         self._roots[id(root)] = root
         if digest is not None and array.size:
@@ -125,10 +125,10 @@ def _root(array: Array) -> Array:
 
 
 def _place(array: Array) -> tuple[Any, ...]:
-    """Where an array lies, and how."""
+    """The memory address and layout of an array."""
     return array.__array_interface__["data"][0], array.shape, array.strides, str(array.dtype)
 
 
 def _bits(array: Array) -> tuple[Any, ...]:
-    """What is in an array, and how."""
+    """The content, shape and type of an array."""
     return array.tobytes(), array.shape, str(array.dtype)

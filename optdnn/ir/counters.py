@@ -1,4 +1,4 @@
-"""Values in a loop's body that follow from counters: numbers that only the iterations change, with known first values."""
+"""Values in a loop's body that follow from counters: numbers with known first values that change only by iteration."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array, DType
 
 TRIPS = 4096
-"""Most iterations that are counted."""
+"""The most iterations that are counted."""
 OPS = 32
-"""Most operators of a body that are evaluated in each iteration."""
+"""The most operators of a body that are evaluated in each iteration."""
 ELEMENTS = 16
-"""Most elements of a value that they compute."""
+"""The most elements of a computed value."""
 NESTED = frozenset({"If", "Loop", "Scan", "Custom"})
 
 First = Callable[[int], Array | None]
-"""What the body's input at a place holds at first, or in all iterations; None where it is not known."""
+"""The first value of the body's input at a position, or its value in all iterations; None if it is unknown."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """``wanted`` values of a body, the operators in order that compute them, and the carried values that they need, by position."""
+    """``wanted`` values of a body, the operators that compute them (in order), and the positions of the carried values that they
+    need."""
 
     body: Graph
     wanted: tuple[Value, ...]
@@ -41,13 +42,13 @@ class Counters:
 
     @cached_property
     def _calls(self) -> list[tuple[Op, dict[str, Any], list[DType]]]:
-        """Each operator with its attributes and the types of its results, as its kernel takes them."""
+        """Each operator with its attributes and the types of its results, in the form that its kernel expects."""
         return [(op, plain_attrs(op.definition, op.attrs), [o.type.dtype for o in op.outputs]) for op in self.ops]
 
     def iterations(self, first: First) -> Iterator[list[Array]] | None:
-        """The wanted values of one iteration after the other, without end; None where a first value is not known.
+        """The wanted values of one iteration after the other, without end; None if a first value is unknown.
 
-        The iterator raises RunError where an operator has no result, or one of more than ELEMENTS elements.
+        The iterator raises RunError if an operator has no result, or a result of more than ELEMENTS elements.
         """
         values = self._first_values(first)
         return None if values is None else self._run(values)
@@ -73,7 +74,7 @@ class Counters:
             values = {**values, **dict(zip((Value(self.body.inputs[2 + k]) for k in self.carried), after, strict=True))}
 
     def _iteration(self, state: dict[Value, Array]) -> tuple[list[Array], list[Array]]:
-        """The wanted values of an iteration, and the carried ones after it."""
+        """The wanted values of an iteration, and the carried values after it."""
 
         def at(value: Value) -> Array:
             known = self.body.constant_value(value)
@@ -89,7 +90,7 @@ class Counters:
 
 
 def counters(body: Graph, carried: int, wanted: Sequence[Value]) -> Counters | None:
-    """What computes ``wanted`` in a body with ``carried`` carried values; None where that are many operators, or large values."""
+    """The computation of ``wanted`` in a body with ``carried`` carried values; None if it has many operators, or large values."""
     places = {Value(i): k for k, i in enumerate(body.inputs)}
     open_, ops, changed = list(wanted), dict[int, Op](), set[int]()
     while open_:
@@ -114,15 +115,15 @@ def _large(shape: Sequence[object] | None) -> bool:
 
 
 def result(body: Graph, output: int) -> Value:
-    """The value that a body yields as its output number ``output``."""
+    """The value that a body yields as output ``output``."""
     value = body.op(body.outputs[output]).inputs[0]
     assert value is not None
     return value
 
 
 def number_of_iterations(found: Iterator[list[Array]], limit: int | None) -> int | None:
-    """How many iterations run, at most ``limit``, where ``found`` yields the condition after each; None above TRIPS, or where it
-    has no value."""
+    """The number of iterations, at most ``limit``, if ``found`` yields the condition after each iteration; None above TRIPS, or if
+    the condition has no value."""
     if limit is not None and limit <= 0:
         return 0
     most = TRIPS if limit is None else min(limit, TRIPS)
@@ -136,7 +137,7 @@ def number_of_iterations(found: Iterator[list[Array]], limit: int | None) -> int
 
 
 def without_condition(body: GraphBody) -> GraphBody:
-    """The body, whose condition stays as it is: a number of iterations ends the loop."""
+    """The body with its condition passed through unchanged: a trip count ends the loop."""
     inner = body.graph.copy()
     inner.share_symbols(body.graph)
     condition = inner.op(inner.outputs[0])

@@ -1,4 +1,4 @@
-"""Minimum cuts, by networkx: how passes choose between two forms for many ops at once at the least total cost."""
+"""Minimum cuts, by networkx: passes use them to choose between two forms for many ops at once, at the least total cost."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from networkx.algorithms.flow import boykov_kolmogorov
 def minimum_cut(
     arcs: Iterable[tuple[Hashable, Hashable, float]], source: Hashable, sink: Hashable
 ) -> tuple[int, set[Hashable]]:
-    """The least total capacity of arcs that separates ``sink`` from ``source``, and the nodes on the sink's side.
+    """The least total capacity of arcs that separate ``sink`` from ``source``, and the nodes on the sink's side.
 
-    Capacities are whole numbers or infinite; those of parallel arcs add up. Of several minimum cuts the one with the
+    Capacities are integers or infinite; the capacities of parallel arcs add up. If there are several minimum cuts, the one with the
     smallest sink side is returned.
     """
     g = nx.DiGraph()

@@ -10,7 +10,7 @@ import numpy as np
 from optdnn.ir.graph import Graph
 
 SMALL = 64
-"""Constant integers of up to this many elements decide how operators are run."""
+"""Constant integer tensors of up to this many elements affect how operators are run."""
 
 
 def graph_digest(graph: Graph) -> str:
@@ -26,13 +26,13 @@ def graph_digest(graph: Graph) -> str:
 
 
 _NUMBER = re.compile(r"\b(\w*zero=-?)\d+|-?\b\d+\.\d*(?:e[+-]?\d+)?")
-"""A zero point, or a number that is no integer, in the text of attributes."""
+"""A zero point, or a number that is not an integer, in the text of attributes."""
 
 
 def structure_digest(graph: Graph, *, numbers: bool = True) -> str:
     """SHA-256 of kinds, attributes, types, layouts and edges, without names and weights. Of constants it covers the types, and
-    the values of small integer ones, which hold sizes, axes or positions. Without ``numbers`` it leaves out what can follow from
-    weights: these values, and scales and zero points in attributes."""
+    the values of small integer ones, which hold sizes, axes or positions. Without ``numbers`` it leaves out everything that can
+    follow from weights: these values, and scales and zero points in attributes."""
     digest = hashlib.sha256()
     number: dict[int, int] = {}
     for op in graph.order():

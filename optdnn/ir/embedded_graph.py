@@ -1,8 +1,8 @@
 """An optimized graph inside of an engine: plain data next to the program, so that the engine alone can be tuned again.
 
-The graph's structure is a table in the program's ``meta``; constants are not kept twice: wherever a step reads a view of a packed
-weight that holds the very elements of a constant, the view replaces it. Only what no step reads so (biases in another type,
-scattered stems) is a separate blob.
+The graph's structure is a table in the program's ``meta``. Constants are not stored twice: if a step reads a view of a packed
+weight with exactly the elements of a constant, the view replaces the constant. Only constants that no step reads in this form
+(biases in another type, scattered stems) are separate blobs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from optdnn.types import DTYPES, Array, TensorType, dtype_name
 KEY = "graph"
 """The key in the program's ``meta``."""
 LARGE = 1 << 10
-"""Constants of fewer bytes are kept as they are, without looking for a view."""
+"""Constants of fewer bytes are stored as they are, without a search for a view."""
 
 
 def hold(graph: Graph, program: Program) -> Program:
-    """The program with its graph. One that cannot be kept (bodies of control flow, sizes that depend on data) is left out."""
+    """The program with its graph. A graph that cannot be stored (bodies of control flow, sizes that depend on data) is left out."""
     find = _Finder(program)
     try:
         table = _graph_to_plain(graph, find.place)
@@ -44,7 +44,7 @@ def hold(graph: Graph, program: Program) -> Program:
 
 
 def held(program: Program) -> Graph:
-    """The graph of :func:`hold`. Raises EngineError where the program has none, or one that this version cannot read."""
+    """The graph of :func:`hold`. Raises EngineError if the program has none, or one that this version cannot read."""
     table = program.meta.get(KEY)
     if table is None:
         raise EngineError("the engine does not hold its graph", hint="build it again from its model")
@@ -79,7 +79,7 @@ class _Finder:
                     self._views.setdefault(key, {})[blob, offset, tuple(shape), tuple(strides)] = array
 
     def place(self, array: Array) -> Plain:
-        """Where the constant's elements are: [blob, offset, strides] (elements)."""
+        """The place of the constant's elements: [blob, offset, strides] (elements)."""
         if array.nbytes >= LARGE:
             for (blob, offset, _, strides), found in self._views.get((dtype_name(array.dtype), array.size), {}).items():
                 for axes in _orders(found.shape, array.shape):
@@ -95,7 +95,7 @@ class _Finder:
 
 
 def _orders(view: Sequence[int], shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Orders of the view's axes in which it has the shape, but for axes of length 1: as it is, or transposed."""
+    """Orders of the view's axes that give the shape, ignoring axes of length 1: the given order, or transposed."""
     wanted = [n for n in shape if n != 1]
     long = [i for i, n in enumerate(view) if n != 1]
     short = [i for i, n in enumerate(view) if n == 1]
@@ -106,7 +106,7 @@ def _orders(view: Sequence[int], shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _spread(shape: Sequence[int], order: Sequence[tuple[int, int]]) -> list[int]:
-    """Strides of the shape, given (length, stride) of its axes that are longer than 1."""
+    """Strides of the shape, given (length, stride) of its axes of length above 1."""
     strides = iter(order)
     return [next(strides)[1] if n != 1 else 0 for n in shape]
 
@@ -117,7 +117,7 @@ def _equal(a: Array, b: Array) -> bool:
 
 
 def _bits(a: Array) -> Array:
-    """The elements as integers: NaNs are equal to themselves, and zeros of two signs are not."""
+    """The elements as integers: equal NaNs compare equal, and zeros of different sign do not."""
     return a.view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[a.dtype.itemsize])
 
 
@@ -126,11 +126,11 @@ def _bytes(a: Array) -> Array:
 
 
 def view_of(blob: Array, offset: int, shape: Sequence[int], strides: Sequence[int]) -> Array:
-    """A view of a blob's elements. Raises ValueError where it is not inside."""
+    """A view of a blob's elements. Raises ValueError if it is not inside the blob."""
     flat = blob.reshape(-1)
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if not (offset >= 0 and 0 <= last < flat.size) or any(s < 0 for s in strides):
-        raise ValueError("a constant lies outside of its blob")
+        raise ValueError("a constant is outside of its blob")
     return as_strided(flat[offset:], shape, [s * flat.itemsize for s in strides], writeable=False)
 
 
@@ -171,7 +171,7 @@ def _graph_from_plain(table: Mapping[str, Any], blobs: Sequence[Array]) -> Graph
         graph.insert(Op(number, kind, made, values, tuple(outs), frozenset(src)))
     graph.inputs, graph.outputs = list(table["inputs"]), list(table["outputs"])
     graph._ids = itertools.count(1 + max((row[0] for row in table["ops"]), default=-1))
-    graph._order = [row[0] for row in table["ops"]]  # the order is kept, too: steps follow it
+    graph._order = [row[0] for row in table["ops"]]  # the order is stored, too: steps follow it
     return graph
 
 

@@ -15,19 +15,20 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.types import FP32, Array, DType
 
 RESIDUAL = 3
-"""Operand slot of the residual tensor in the meaning of a kernel that has one (0 to 2: input, weights, bias)."""
+"""Operand slot of the residual tensor in the meaning of kernels that have one (0 to 2: input, weights, bias)."""
 
 
 @dataclass
 class Epilogue:
-    """``stages`` are done by the kernel (rendered as ``rendered``), ``rest`` by a pointwise kernel after it.
+    """``stages`` run in the kernel (rendered as ``rendered``), ``rest`` in a pointwise kernel after it.
 
-    ``bias`` (fp32, one per channel) is added first, and ``row_bias`` (fp32, one per element of the axis before the channels), which
-    is a stage that is not rendered. ``residual`` is the tensor that stages read at slot :data:`RESIDUAL`, and ``constants`` those
-    at the slots after it. ``scale``: factors and shifts of the channels before or after the residual (fp32; the rendered stage
-    ``scale_shift``). ``rest`` reads the kernel's result as register 0 and ``rest_operands`` by slot (slot 0 is the result itself).
+    ``bias`` (fp32, one per channel) is added first, and so is ``row_bias`` (fp32, one per element of the axis before the
+    channels), a stage that is not rendered. ``residual`` is the tensor that stages read at slot :data:`RESIDUAL`, and
+    ``constants`` are the tensors at the slots after it. ``scale``: per-channel factors and shifts before or after the residual
+    (fp32; the rendered stage ``scale_shift``). ``rest`` reads the kernel's result as register 0 and ``rest_operands`` by slot
+    (slot 0 is the result itself).
 
-    ``numbers``: those of each channel that one stage reads (fp32; :data:`.render.CHANNEL_STAGES`).
+    ``numbers``: the per-channel operands of one stage (fp32; :data:`.render.CHANNEL_STAGES`).
     """
 
     bias: Array | None = None
@@ -42,7 +43,7 @@ class Epilogue:
     rest_operands: list[Value] = field(default_factory=list)
 
     def added_to(self, bias: Array | None) -> Array | None:
-        """The sum of the operator's own bias and the epilogue's; either may be absent."""
+        """The sum of the operator's own bias and the epilogue's bias; either may be absent."""
         if bias is None or self.bias is None:
             return self.bias if bias is None else bias
         return bias + self.bias
@@ -53,7 +54,7 @@ class Epilogue:
         return RESIDUAL + len(self.constants)
 
     def drop_residual(self) -> None:
-        """Without the first stage, the addition of the residual: something else adds it."""
+        """Remove the first stage, the addition of the residual: another kernel adds it."""
         self.residual = None
         self.stages = [
             replace(s, args=tuple(a if a is None or a >= 0 else a + 1 for a in s.args)) for s in self.stages[1:]
@@ -98,9 +99,10 @@ def plan_epilogue(
 ) -> Epilogue:
     """Split the epilogue of a Conv, MatMul or Gemm. ``channel_axis``: the axis of the result that a bias runs along.
 
-    ``accepts`` decides whether the kernel can run these stages, as they are rendered, in this order. ``allow_scale``,
-    ``allow_row_bias``, ``allow_numbers``: whether it knows factors of channels, a bias of the axis before them, and stages that
-    read numbers of the channel. ``allow_wide``: whether it stores its fp32 sums as they are, where a last stage converts them.
+    ``accepts`` decides whether the kernel can run these rendered stages in this order. ``allow_scale``,
+    ``allow_row_bias``, ``allow_numbers``: whether the kernel supports per-channel factors, a bias along the axis before the
+    channels, and stages with per-channel operands. ``allow_wide``: whether it stores its fp32 accumulators unconverted, if the
+    last stage casts them to fp32.
     """
     out = op.outputs[0].type
     shape = out.static_shape
@@ -153,14 +155,14 @@ def plan_epilogue(
 def _absorb(
     graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int, allow_residual: bool
 ) -> bool:
-    """Give the stage to the kernel; False if it cannot do it."""
+    """Move the stage into the kernel; False if the kernel cannot run it."""
     if stage.kind in ("Add", "Mul"):
         return _absorb_binary(graph, op, stage, into, -1 - len(into.stages), shape, axis, allow_residual)
     return absorb_unary(graph, op, stage, into)
 
 
 def summed_dtype(graph: Graph, op: Op) -> DType:
-    """The type of a product's factors, and of its result before a last stage that makes that fp32."""
+    """The type of a product's factors. The result has this type, too, before a last stage that casts it to fp32."""
     stages = getattr(op.attrs, "epilogue", ())
     if op.inputs[0] is None or not stages or stages[-1].kind != "Cast":
         return op.outputs[0].type.dtype
@@ -168,7 +170,7 @@ def summed_dtype(graph: Graph, op: Op) -> DType:
 
 
 def _absorb_cast(stage: Stage, into: Epilogue, *, last: bool) -> bool:
-    """Leave out the conversion of the last stage: sums are fp32, and are stored so."""
+    """Drop the cast in the last stage: accumulators are fp32, and are stored in fp32."""
     attrs: Any = stage.attrs
     if stage.kind != "Cast" or attrs.to != FP32 or not last:
         return False
@@ -179,7 +181,7 @@ def _absorb_cast(stage: Stage, into: Epilogue, *, last: bool) -> bool:
 def _constant_vector(
     graph: Graph, op: Op, stage: Stage, shape: tuple[int, ...], axis: int
 ) -> tuple[Array, Array] | None:
-    """The constant that a stage reads, and as a vector along the axis; None where it is a number, or no such vector."""
+    """The constant operand of a stage, and the same as a vector along the axis; None if it is a scalar, or no such vector."""
     slot = next((a for a in stage.args if a is not None and a >= 0), None)
     array = None if slot is None else graph.constant_value(op.inputs[slot])
     vector = None if array is None or array.size == 1 else channel_vector(array, shape, axis)
@@ -187,7 +189,7 @@ def _constant_vector(
 
 
 def _absorb_row_bias(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int) -> bool:
-    """Give the first stage to the kernel if it adds a number to each element of the axis before the channels."""
+    """Move the first stage into the kernel if it adds a constant to each element of the axis before the channels."""
     found = _constant_vector(graph, op, stage, shape, axis - 1) if len(shape) > 1 else None
     if found is None or stage.kind != "Add" or into.stages:
         return False
@@ -197,9 +199,9 @@ def _absorb_row_bias(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: 
 
 
 def _absorb_scale(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int) -> bool:
-    """Give a factor of each channel right before or after the residual, or the shift after that, to the kernel.
+    """Move a per-channel factor directly before or after the residual, or the shift after the factor, into the kernel.
 
-    Pre-activation networks have one after the residual, and ResMLP's products along tokens have one before it.
+    Pre-activation networks have a factor after the residual, and ResMLP's products along tokens have one before it.
     """
     found = _constant_vector(graph, op, stage, shape, axis)
     if found is None:
@@ -217,19 +219,19 @@ def _absorb_scale(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tup
 
 
 def _column(vector: Array, shape: tuple[int, ...], axis: int) -> Array:
-    """Numbers of channels as an operand of a launch's stages, whose meaning has images: a line is an image of one row."""
+    """Per-channel values as an operand of a launch's stages, whose meaning has images: a line is an image of one row."""
     behind = len(shape) - 1 - axis % len(shape)
     return vector.reshape(-1, *(1,) * (max(behind, 2) if behind else 0))
 
 
 AFFINE = "affine"
-"""The rendered stage of a factor and a shift of each channel behind other stages."""
+"""The rendered stage of a per-channel factor and shift after other stages."""
 _OF_CHANNELS = {"PRelu": "prelu", "Snake": "snake"}
-"""Kind -> the stage that reads its constant operands as numbers of each channel."""
+"""Kind -> the stage that reads its constant operands as per-channel values."""
 
 
 def _absorb_numbers(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int) -> bool:
-    """Give a stage that reads numbers of each channel to the kernel."""
+    """Move a stage with per-channel operands into the kernel."""
     if into.numbers or into.scale is not None:
         return False
     vectors: list[Array] = []
@@ -247,9 +249,9 @@ def _absorb_numbers(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: t
 
 
 def _absorb_affine(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int) -> bool:
-    """Give a factor of each channel behind other stages, a shift, or the shift behind that factor to the kernel.
+    """Move a per-channel factor after other stages, a shift, or the shift after that factor into the kernel.
 
-    Networks that normalize what an activation gives (ECAPA-TDNN, and many of Keras) have both behind it.
+    Networks that normalize the result of an activation (ECAPA-TDNN, and many Keras networks) have both after it.
     """
     found = _constant_vector(graph, op, stage, shape, axis)
     if found is None or stage.kind not in ("Add", "Mul") or into.scale is not None:
@@ -270,12 +272,12 @@ def _absorb_affine(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tu
 
 
 def _scaled_last(into: Epilogue) -> bool:
-    """Whether the last stage is the channels' factor."""
+    """Whether the last stage is the per-channel factor."""
     return into.rendered[-1] == ("scale_shift",) and into.stages[-1].kind == "Mul"
 
 
 def absorb_unary(graph: Graph, op: Op, stage: Stage, into: Epilogue) -> bool:
-    """Give an activation to the kernel; False if it cannot do it."""
+    """Move an activation into the kernel; False if the kernel cannot run it."""
     register = -1 - len(into.stages)
     a: Any = stage.attrs
     match stage.kind:
@@ -343,7 +345,7 @@ def _absorb_binary(
             return _add(
                 into, Stage(stage.kind, (register, at)), ("add_const" if stage.kind == "Add" else "mul_const", number)
             )
-        if op.kind != "Conv":  # constant rows: the norm behind them adds them as well
+        if op.kind != "Conv":  # constant rows: the norm after them adds them as well
             return False
     same = graph.type(value).static_shape == shape and graph.type(value).dtype == op.outputs[0].type.dtype
     if not same or into.residual is not None or not allow_residual:
@@ -353,7 +355,7 @@ def _absorb_binary(
 
 
 def channel_vector(array: Array, shape: Sequence[int], axis: int) -> Array | None:
-    """A constant that broadcasts along every axis but the channels', as an fp32 vector; None where it does not."""
+    """A constant that broadcasts along every axis except the channels, as an fp32 vector; None if it does not."""
     lead = len(shape) - array.ndim
     if lead < 0:
         return None

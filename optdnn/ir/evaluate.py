@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 
 Read = Callable[[Op, list[Array | None]], list[Array | None]]
-"""Changes the operands of an op."""
+"""A function that changes the operands of an op."""
 
 
 def evaluate(graph: Graph, feeds: Mapping[str, Array], read: Read | None = None) -> dict[str, Array]:
-    """Outputs by name, in order. ``feeds`` maps each input's name to an array of its dtype and shape; ``read`` may change what
-    an op reads.
+    """Outputs by name, in order. ``feeds`` maps each input's name to an array of its dtype and shape; ``read`` may change the
+    operands of an op.
 
     Raises InputError for an input that is missing, unknown, or of another dtype or shape (equal symbols must have equal
-    sizes), and RunError where a kernel refuses its operands' values.
+    sizes), and RunError if a kernel refuses its operands' values.
     """
     names = {graph.op(i).outputs[0].name for i in graph.inputs}
     if unknown := sorted(feeds.keys() - names):
@@ -73,9 +73,9 @@ def values(graph: Graph, feeds: Mapping[str, Array], wanted: Sequence[Value], re
 def groups(
     graph: Graph, wanted: Sequence[Value], feeds: Mapping[str, Array], limit: int, copies: int = 0
 ) -> list[list[Value]]:
-    """The values in consecutive groups of about ``limit`` bytes, so many float64 ``copies`` of each included.
+    """The values in consecutive groups of about ``limit`` bytes, including ``copies`` float64 copies of each value.
 
-    A value whose size depends on data counts nothing.
+    A value whose size depends on data counts as 0 bytes.
     """
     sizes: dict[str, int] = {}
     for out in (graph.op(i).outputs[0] for i in graph.inputs):
@@ -176,7 +176,7 @@ def promoted_feeds(feeds: Mapping[str, Array]) -> dict[str, Array]:
 def _in_own_precision(
     out: Graph, graph: Graph, op: Op, inputs: Sequence[Value | None], mapping: dict[Value, Value]
 ) -> None:
-    """Add an op to a promoted graph as it is, between casts."""
+    """Add an op to a promoted graph in its original types, between casts."""
 
     def cast(value: Value, dtype: DType) -> Value:
         if out.type(value).dtype == dtype:
@@ -217,7 +217,7 @@ def promoted_attrs(attrs: T) -> T:
 def random_feeds(graph: Graph, seed: int = 0, sizes: Mapping[str, int] | None = None) -> dict[str, Array]:
     """Seeded inputs for a graph (:func:`optdnn.types.random_array`).
 
-    Symbols have their sizes from ``sizes``, else 2.
+    Symbols have their sizes from ``sizes``, otherwise 2.
     """
     rng = np.random.default_rng(seed)
     names: Iterable[str] = graph.symbols()

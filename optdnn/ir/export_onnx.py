@@ -1,7 +1,7 @@
 """A graph as ONNX: for other runtimes, for ``--emit-onnx``, and to check every pass on ONNX Runtime.
 
-Each op is written by its ``OpDef.to_onnx`` (by default: a node of its kind whose attributes are its fields); fused stages
-become separate nodes. What opset 21 cannot express is a typed error that names the ops.
+Each op is written by its ``OpDef.to_onnx`` (by default: a node of its kind with its fields as attributes); fused stages
+become separate nodes. An op that opset 21 cannot express raises a typed error that names all such ops.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from optdnn.runtime.file.atomic import write_atomic
 from optdnn.types import INT64, Array, TensorType, bits_of, packed_bytes
 
 EXTERNAL_FROM_BYTES = 1024
-"""Constants of more bytes than this leave the protobuf when weights are external."""
+"""Larger constants, in bytes, are stored outside of the protobuf if weights are external."""
 _ALIGNMENT = 64
 _PROTOBUF_LIMIT = (1 << 31) - (1 << 20)
 _SHOWN_NAMES = 4
@@ -40,22 +40,23 @@ DOMAINS = {"ai.onnx.ml": 3, "com.microsoft": 1}
 @dataclass(frozen=True)
 class ExportedModel:
     """An ONNX model. ``weights`` are the constants that are not in ``proto``, by name; ``nodes`` maps each node's name to
-    the names of the ONNX nodes it came from; ``owners`` maps it to the first output of the op that it (with others) writes."""
+    the names of the ONNX nodes it came from; ``owners`` maps it to the first output of the op that it implements (with other
+    nodes)."""
 
     proto: onnx.ModelProto
     weights: dict[str, Array] = field(default_factory=dict)
     nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     owners: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Each node's name -> its operator, and the name of the first output of the op in the graph that it is (a part of)."""
+    """Each node's name -> its operator, and the name of the first output of the graph's op that the node is (a part of)."""
 
     def to_bytes(self) -> bytes:
-        """The serialized protobuf, the same for the same graph. Raises UsageError where it would exceed 2 GiB."""
+        """The serialized protobuf, the same for the same graph. Raises UsageError if it would exceed 2 GiB."""
         if self.proto.ByteSize() > _PROTOBUF_LIMIT:
             raise UsageError("the model is larger than a protobuf may be (2 GiB)", hint="export with external weights")
         return bytes(self.proto.SerializeToString(deterministic=True))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file, and ``<path>.data`` next to it where weights are external. Raises OutputError."""
+        """Write the file, and ``<path>.data`` next to it if weights are external. Raises OutputError."""
         path = Path(path)
         if self.weights:
             declared = {t.name: t for t in self.proto.graph.initializer if t.data_location == TensorProto.EXTERNAL}
@@ -83,7 +84,7 @@ def export_model(
     ``external_weights`` leaves constants of more than 1 KiB out of the protobuf, declared as initializers with external
     data (ONNX Runtime: ``SessionOptions.add_external_initializers``); ``weights_as_inputs`` declares them as inputs of the
     graph instead (OpenVINO: its Parameters are replaced by constants that share memory). int64 constants always stay in,
-    since shapes are made of them.
+    because they are used for shapes.
 
     Raises UnsupportedError listing every op that this opset cannot express.
     """
@@ -183,7 +184,7 @@ class _Exporter:
         return name
 
     def _value_names(self) -> dict[Value, str]:
-        """ONNX names: inputs and outputs always keep theirs; the rest keep their own if it is free."""
+        """ONNX names: inputs and outputs always keep their names; other values keep theirs if it is free."""
         graph, names = self.graph, {}
         for i in graph.inputs:
             names[Value(i)] = graph.op(i).outputs[0].name
@@ -269,7 +270,7 @@ class _Exporter:
         return results
 
     def _name_results(self, start: int, results: Sequence[str], wanted: Sequence[str]) -> None:
-        """Let the nodes from ``start`` on call their results as wanted; a result that is an older value is copied."""
+        """Rename the results of the nodes from ``start`` on as wanted; a result that is an older value is copied."""
         made = {x for n in self.nodes[start:] for x in n.output if x}
         mapping: dict[str, str] = {}
         for result, name in zip(results, wanted, strict=True):
@@ -322,7 +323,7 @@ class _Exporter:
 
 
 class _BodyExporter(_Exporter):
-    """A body as a GraphProto. Its captured inputs are names of the graph around it; all names are unlike those outside."""
+    """A body as a GraphProto. Its captured inputs are names of the surrounding graph; all other names differ from outer names."""
 
     def __init__(self, outer: _Exporter, graph: Graph, captured: Sequence[str]):
         super().__init__(graph)

@@ -21,8 +21,8 @@ class Region:
 def regions(graph: Graph, classify: Callable[[Op], str]) -> list[Region]:
     """Partition the computing ops into few convex regions, in an order in which they can run.
 
-    An op's level is the largest level of its producers, plus one where the class changes on the way; the ops of one level
-    and class form a region. No path leaves a region and comes back, because levels never fall along an edge.
+    An op's level is the largest level of its producers, plus one if the class changes on the way; the ops of one level
+    and class form a region. No path leaves a region and returns, because levels never decrease along an edge.
     """
     level: dict[int, int] = {}
     label: dict[int, str] = {}
@@ -66,7 +66,7 @@ def extract(graph: Graph, region: Region) -> Graph:
                 constant = graph.op(v)
                 mapping[v] = out.add_constant(constant.attrs.value, constant.outputs[0].name, constant.src)
             inputs.append(None if v is None else mapping[v])
-        # The types are the graph's own: it may know more than the region does, such as the numbers that a border value holds.
+        # The types are the graph's own: the graph may know more than the region, such as the elements of a border value.
         outputs = tuple(replace(o, name=out.fresh_name(o.name)) for o in op.outputs)
         new = out.insert(Op(out.new_id(), op.kind, op.attrs, tuple(inputs), outputs, op.src))
         for port in range(len(op.outputs)):

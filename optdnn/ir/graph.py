@@ -34,7 +34,7 @@ class Graph:
         self.outputs: list[int] = []
         self._g: nx.MultiDiGraph = nx.MultiDiGraph()
         self._ops: dict[int, Op] = {}
-        """A copy of the node attributes "op" of ``_g``, since nothing is read as often."""
+        """A copy of the node attributes "op" of ``_g``: they are read more often than anything else."""
         self._ids = itertools.count()
         self._order: list[int] | None = None
         self._names: set[str] = set()
@@ -91,7 +91,7 @@ class Graph:
         return self.output(value).type
 
     def known(self, value: Value | None) -> Known | None:
-        """The value as an array when it is a constant or a resolved shape computation (may hold Dim), else None."""
+        """The value as an array if it is a constant or a resolved shape computation (may contain Dim), otherwise None."""
         if value is None:
             return None
         op = self.op(value)
@@ -101,7 +101,7 @@ class Graph:
         return op.outputs[value.port].known
 
     def constant_value(self, value: Value | None) -> Array | None:
-        """The array of a Constant op, else None."""
+        """The array of a Constant op, otherwise None."""
         if value is None:
             return None
         op = self.op(value)
@@ -125,13 +125,13 @@ class Graph:
         return [self.op(i) for i in dict.fromkeys(u.op for u in self.uses(value))]
 
     def sole_user(self, value: Value) -> Op | None:
-        """The one op that reads the value, when it reads it in exactly one slot and nothing else does."""
+        """The op that reads the value, if exactly one slot of one op reads it."""
         found: int | None = None
         for user, edges in self._g._adj[value.op].items():
             for data in edges.values():
                 if data["port"] == value.port:
                     if found is not None:
-                        return None  # without looking at all uses of a value that thousands read
+                        return None  # stop early: a value may have thousands of uses
                     found = user
         return None if found is None else self._ops[found]
 
@@ -157,7 +157,7 @@ class Graph:
         return [None if v is None else self.type(v) for v in values], [self.known(v) for v in values]
 
     def infer(self, op: Op) -> Result:
-        """What inference gives for an op from its operands as they are now. Raises ShapeError where they contradict."""
+        """The result of inference for an op from its current operands. Raises ShapeError if they contradict."""
         types, values = self.known_of(op.inputs)
         if op.kind == "Output":
             return Result(tuple(t for t in types if t is not None), tuple(values))
@@ -179,16 +179,16 @@ class Graph:
         return name
 
     def fresh_symbol(self, hint: str, most: DimLike = INF) -> Dim:
-        """A symbol for a size that depends on data, unlike all others (those of the inputs included); at most ``most``."""
-        first = self._symbol_counts.get(hint, 0)  # the names before it are taken
+        """A new symbol for a size that depends on data, different from all others (the inputs' included); at most ``most``."""
+        first = self._symbol_counts.get(hint, 0)  # earlier names are taken
         numbered = ((k, f"{hint}_{k}" if k else hint) for k in itertools.count(first))
         self._symbol_counts[hint], name = next((k, n) for k, n in numbered if n not in self._symbols)
         self._symbols.add(name)
         return symbol(name, 0, max(0, bounds(most)[1]))
 
     def share_symbols(self, outer: Graph) -> None:
-        """Share the names of symbols with ``outer``, so that neither makes a symbol of the other: this graph is a body inside
-        of it."""
+        """Share the names of symbols with ``outer``, so that neither graph reuses a symbol of the other: this graph is a body
+        inside of ``outer``."""
         self._symbols = outer._symbols
 
     def add_input(self, name: str, type: TensorType) -> Value:
@@ -224,7 +224,7 @@ class Graph:
         outputs: int = 1,
         src: Iterable[str] = (),
     ) -> Op:
-        """Add one op; its output types (and known values) are inferred. Raises ShapeError where they contradict."""
+        """Add one op; its output types (and known values) are inferred. Raises ShapeError if they contradict."""
         types, values = self.known_of(inputs)
         return self.insert(self.make(kind, inputs, attrs, types, values, names=names, outputs=outputs, src=src))
 
@@ -291,15 +291,15 @@ class Graph:
         self.set_op(replace(op, outputs=tuple(outs)))
 
     def replace_uses(self, old: Value, new: Value) -> None:
-        """Let every user of ``old`` read ``new`` instead."""
+        """Make every user of ``old`` read ``new`` instead."""
         for user_id in {u.op for u in self.uses(old)}:
             user = self.op(user_id)
             self.set_op(replace(user, inputs=tuple(new if v == old else v for v in user.inputs)))
 
     def refresh(self, start: Iterable[int]) -> list[int]:
-        """Infer these ops again, then their users, as long as a type or a known value gets sharper.
+        """Infer these ops again, then their users, as long as a type or a known value becomes sharper.
 
-        Returns the sorted ids of the ops that changed. Raises ShapeError, naming the op, where its operands contradict.
+        Returns the sorted ids of the ops that changed. Raises ShapeError, naming the op, if its operands contradict.
         """
         changed, left, late = set[int](), set(start), dict[int, ShapeError]()
         while left:
@@ -312,7 +312,8 @@ class Graph:
         return sorted(changed)
 
     def _infer_again(self, start: Iterable[int], changed: set[int]) -> dict[int, ShapeError]:
-        """One round of :meth:`refresh`. The errors of ops whose operands contradict: another operand may have followed since."""
+        """One round of :meth:`refresh`. Returns the errors of ops with contradicting operands: another operand may have been
+        inferred since."""
         inputs = frozenset(self.symbols())
         stack, late = sorted(start, reverse=True), dict[int, ShapeError]()
         while stack:
@@ -389,10 +390,10 @@ def infer(
 
 
 def sharper(old: Shape | None, new: Shape | None, inputs: frozenset[str]) -> Shape | None:
-    """``old`` with the dimensions of ``new`` that are known better: integers, or expressions of only the inputs' symbols.
+    """``old`` with the dimensions of ``new`` that are better known: integers, or expressions of only the inputs' symbols.
 
-    Of two other expressions the simpler one is taken. So once two equal operators are one, the sizes that depend on it are
-    written with one symbol.
+    Of two other expressions the simpler one is taken. So after two equal operators are merged, all sizes that depend on them
+    use one symbol.
     """
     if old is None or new is None or len(old) != len(new):
         return new if old is None else old

@@ -21,7 +21,7 @@ from optdnn.types import Array, bits_of, packed
 
 @lru_cache(maxsize=4096)
 def schema(op_type: str, domain: str, opset: int) -> Any:
-    """ONNX's schema of an operator (``onnx.defs.OpSchema``; its stubs lack half of it), or None where there is none."""
+    """ONNX's schema of an operator (``onnx.defs.OpSchema``; its stubs lack half of it), or None if there is none."""
     try:
         return onnx.defs.get_schema(op_type, max_inclusive_version=opset, domain=domain)
     except onnx.defs.SchemaError:
@@ -31,10 +31,10 @@ def schema(op_type: str, domain: str, opset: int) -> Any:
 def node_attributes(
     op_type: str, domain: str, opset: int, attrs: Mapping[str, Any], operands: int
 ) -> list[AttributeProto]:
-    """Attributes in the types that the operator's schema at ``opset`` gives them; None is left off.
+    """Attributes in the types of the operator's schema at ``opset``; None is left out.
 
-    An attribute that this opset does not know is left off where it has the default of the newest opset, because it means
-    nothing then. Raises Unsupported for any other, and for an operator or a number of operands that it does not know.
+    An attribute that this opset does not know is left out if it has the default of the newest opset: it then has no
+    effect. Raises Unsupported for any other, and for an operator or a number of operands that the opset does not know.
     """
     known = schema(op_type, domain, opset)
     if known is None and domain == "":
@@ -87,7 +87,7 @@ _CONVERTED: dict[int, Callable[[Any], Any]] = {
 
 
 def _attribute(name: str, value: Any, kind: int | None) -> AttributeProto:
-    """``kind``: the type that the schema gives the attribute; None where there is no schema."""
+    """``kind``: the attribute's type in the schema; None if there is no schema."""
     if isinstance(value, np.dtype):
         value = onnx_number(value)
     if kind is None and isinstance(value, (bool, np.ndarray)):
@@ -107,7 +107,7 @@ def tensor_proto(array: Array, name: str) -> TensorProto:
 
 
 def little_endian(array: Array) -> Array:
-    """The array's bytes as the file wants them, flat."""
+    """The array's bytes in the file's order, flat."""
     if bits_of(array.dtype) < 8:
         return packed(array)
     flat = np.ascontiguousarray(array).reshape(-1)

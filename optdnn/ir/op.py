@@ -1,4 +1,4 @@
-"""What a graph consists of: operators and their values.
+"""The parts of a graph: operators and their values.
 
 A value is one output of one op. Inputs, outputs and constants are ops too (kinds "Input", "Output", "Constant"), so "who uses this
 value?" has one answer.
@@ -35,7 +35,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One output of an op: the ONNX value name, its type, and its value where it is known (see ``ops.base.Known``)."""
+    """One output of an op: the ONNX value name, its type, and its value if it is known (see ``ops.base.Known``)."""
 
     name: str
     type: TensorType
@@ -57,7 +57,7 @@ class ConstantAttrs(Attrs):
 class Op:
     """One operator.
 
-    ``src`` is the set of names of the ONNX nodes it came from; passes hand it on. ``attrs`` is the kind's dataclass.
+    ``src`` is the set of names of the ONNX nodes it came from; passes keep it. ``attrs`` is the kind's dataclass.
     """
 
     id: int
@@ -74,7 +74,7 @@ class Op:
 
     @property
     def name(self) -> str:
-        """How a message names this op: its ONNX nodes, else its first output."""
+        """The op's name in messages: its ONNX nodes, otherwise its first output."""
         return " + ".join(sorted(self.src)) if self.src else self.outputs[0].name
 
     def input(self, i: int) -> Value | None:

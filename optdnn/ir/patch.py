@@ -1,8 +1,8 @@
 """A patch: a local rewrite that is checked before it is applied.
 
-A rule builds new ops through :meth:`Patch.add` (types are inferred as they are added), says which old values they replace with
-:meth:`Patch.replace`, and the pass applies it. Nothing of the graph changes until :meth:`Patch.apply`, which refuses a patch
-that would change the type of a value. Ops that become unused are removed, and the names of the ONNX nodes they came from go to
+A rule builds new ops through :meth:`Patch.add` (types are inferred as they are added) and states with :meth:`Patch.replace` which
+old values they replace; the pass applies the patch. Nothing of the graph changes until :meth:`Patch.apply`, which refuses a patch
+that would change the type of a value. Ops that become unused are removed, and the names of the ONNX nodes they came from pass to
 the new ops.
 """
 
@@ -24,7 +24,7 @@ class Applied:
     added: tuple[int, ...]
     removed: tuple[Op, ...]
     touched: tuple[int, ...]
-    """Ops whose operands, or the types of these, changed."""
+    """Ops with changed operands, or changed operand types."""
 
 
 def _sources(ops: Iterable[Op]) -> frozenset[str]:
@@ -100,7 +100,7 @@ class Patch:
         return op.value
 
     def replace(self, old: Value, new: Value) -> None:
-        """Every user of ``old`` will read ``new``; ``new`` takes over the name when it is a new op's."""
+        """Make every user of ``old`` read ``new``; ``new`` takes over the name if a new op computes it."""
         self._replaced[old] = new
 
     def apply(self) -> Applied:
@@ -146,7 +146,7 @@ class Patch:
         return Applied(tuple(survivors), tuple(removed), tuple(sorted(i for i in touched if i in self.graph)))
 
     def _sharpens(self, old: Value, new: Value) -> bool:
-        """True where more is known of the new value than of the old one, so that its users may infer more."""
+        """Whether more is known of the new value than of the old one, so that its users may infer more."""
         if self.graph.type(old) != self.graph.type(new):
             return True
         known = self.graph.known(new)
@@ -155,7 +155,7 @@ class Patch:
     def _hand_over(self, src: frozenset[str], users: set[int]) -> None:
         """A removal without new ops: the replacement takes the provenance of the removed op.
 
-        Where that is an input or a constant, the ops that read it now take it.
+        If the replacement is an input or a constant, the ops that now read it take the provenance.
         """
         for new in self._replaced.values():
             if new.op not in self.graph:  # nothing read the replaced value: old and new are both gone

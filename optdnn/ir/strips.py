@@ -1,7 +1,7 @@
-"""Copies and comparisons of large matrices whose elements lie in another order.
+"""Copies and comparisons of large matrices with elements in different memory orders.
 
-NumPy reads a transposed matrix against its order: each element costs a miss of the cache, which takes over ten times as long as
-the copy itself. Here a strip of columns is taken at a time. The lines read for it stay in the cache.
+NumPy reads a transposed matrix against its memory order: each element costs a cache miss, over ten times the time of
+the copy itself. Here the matrix is processed in strips of columns, so that the cache lines of a strip stay in the cache.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from optdnn.types import Array
 STRIP = 32
 """Bytes of a row in a strip."""
 LARGE = 1 << 20
-"""Bytes of a matrix from which on strips are worth their calls."""
+"""The least bytes of a matrix for which strips are worth their calls."""
 
 
 def contiguous(array: Array) -> Array:
-    """An array in C order; a copy where it is in another."""
+    """An array in C order; a copy if the array is in another order."""
     if not _turned(array):
         return np.ascontiguousarray(array)
     made = np.empty(array.shape, array.dtype)

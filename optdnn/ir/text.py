@@ -61,7 +61,7 @@ def to_text(graph: Graph) -> str:
 
 
 def bodies(graph: Graph) -> dict[str, Graph]:
-    """The bodies of branches and loops by the digest of their text, those inside of others before these."""
+    """The bodies of branches and loops by the digest of their text; inner bodies come first."""
     found: dict[str, Graph] = {}
     for op in _readable_order(graph):
         for f in fields(op.attrs):
@@ -74,7 +74,7 @@ def bodies(graph: Graph) -> dict[str, Graph]:
 
 
 def _lines(graph: Graph) -> list[str]:
-    """The lines of a graph, the bodies inside of it left out."""
+    """The lines of a graph, without the bodies inside of it."""
     lines = [f"graph {json.dumps(graph.name)}"]
     for name, d in sorted(graph.symbols().items()):
         ((monomial, _),) = d.terms
@@ -88,7 +88,7 @@ def _lines(graph: Graph) -> list[str]:
 
 
 def _readable_order(graph: Graph) -> list[Op]:
-    """Inputs, then each op as late as its first user allows, then outputs; independent of ids where nothing is dead."""
+    """Inputs, then each op as late as its first user allows, then outputs; independent of ids if no op is dead."""
     done = set(graph.inputs)
     order = [graph.op(i) for i in graph.inputs]
     roots = [*graph.outputs, *(op.id for op in graph.order() if op.kind not in ("Input", "Output"))]

@@ -15,9 +15,9 @@ _LEAVES = ("treeids", "nodeids", "ids", "weights", "weights_as_tensor")
 
 
 def with_classifiers(nodes: Sequence[onnx.NodeProto]) -> tuple[list[onnx.NodeProto], dict[str, str]]:
-    """The nodes with classifiers in them, and the name of each ArgMax that went -> that of its classifier.
+    """The nodes with classifiers inserted, and the name of each removed ArgMax -> the name of its classifier.
 
-    Only sums of three and more classes: of two, ONNX Runtime's classifier compares the second score with a threshold.
+    Only sums of three and more classes: with two, ONNX Runtime's classifier compares the second score with a threshold.
     """
     sums = {n.output[0]: n for n in nodes if n.op_type == "TreeEnsembleRegressor" and _is_sum(_attributes(n))}
     chosen: dict[str, onnx.NodeProto] = {}

@@ -12,7 +12,7 @@ def verify(graph: Graph) -> None:
 
     - There is no cycle, and each edge mirrors an operand.
     - Kinds exist, and attributes are of the kind's class. Operands exist. Value names are unique.
-    - Stored types equal those that inference gives from the operands, or are sharper.
+    - Stored types equal the types that inference gives for the operands, or are sharper.
     - Inputs and outputs are listed once each. Computing ops are reachable from an output, or have a use.
     """
     order = graph.order()

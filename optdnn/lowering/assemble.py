@@ -13,7 +13,7 @@ from optdnn.runtime.steps.host import host_buffers
 from optdnn.runtime.steps.lanes import earlier
 
 ALIGNMENT = 256
-"""Alignment of every buffer in the arena, in bytes: that of cudaMalloc."""
+"""Alignment of every buffer in the arena, in bytes: the same as cudaMalloc's."""
 SITE = "site"
 """A step's parameter with the number of its site. It exists only while steps are moved and removed."""
 
@@ -33,8 +33,8 @@ def placed(program: Program) -> Program:
 
 
 def _before(program: Program) -> list[int] | None:
-    """For each step the set (as bits) of the steps that have ended when it begins; None where steps run one by one. Jobs of a run begin
-    together: a fast block may write a result while a slow one still reads for an earlier job."""
+    """For each step the set (as bits) of the steps that have ended when it begins; None if steps run one by one. Jobs of a run
+    begin together: a fast block may write a result while a slow one still reads for an earlier job."""
     runs = [step.params.get("launch", {}).get("part") for step in program.steps]
     if not any(runs):
         return earlier(program) if program.lanes else None

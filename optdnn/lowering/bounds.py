@@ -48,8 +48,8 @@ def input_bounds(graph: Graph) -> dict[str, list[Any]]:
 
 
 def _origin(graph: Graph, value: Value | None, low: DimLike, high: DimLike) -> tuple[Value | None, DimLike, DimLike]:
-    """The value that another one is computed from by views, additions of a number and maxima with a number; and its bounds, so that the
-    other one keeps those that are given. It stops where something else is computed."""
+    """Trace a value back through views, additions of a number and maxima with a number. Returns the first value of the chain, and
+    the bounds for it that keep the given value within ``low`` and ``high``."""
     while value is not None:
         op = graph.op(value)
         if op.kind in _SAME:
@@ -66,7 +66,7 @@ def _origin(graph: Graph, value: Value | None, low: DimLike, high: DimLike) -> t
 
 
 def _operand(graph: Graph, op: Op, stage: Stage, low: DimLike, high: DimLike) -> tuple[int | None, DimLike, DimLike]:
-    """The one argument of a stage that is not a constant, and its bounds; None where the stage computes something else."""
+    """The only argument of a stage that is not a constant, and its bounds; None for any other computation."""
     numbers = {a: _number(graph, op.inputs[a]) for a in stage.args if a is not None and a >= 0}
     variable = [a for a in stage.args if a is not None and numbers.get(a) is None]
     number = next((n for n in numbers.values() if n is not None), None)
@@ -85,7 +85,7 @@ def _operand(graph: Graph, op: Op, stage: Stage, low: DimLike, high: DimLike) ->
 
 
 def _number(graph: Graph, value: Value | None) -> int | None:
-    """The integer that all elements of a constant are."""
+    """The integer that every element of a constant equals; None if there is none."""
     array = graph.constant_value(value)
     if array is None or array.dtype.kind not in "iu" or not array.size or (array != array.flat[0]).any():
         return None
@@ -93,7 +93,7 @@ def _number(graph: Graph, value: Value | None) -> int | None:
 
 
 def _is_plain(d: DimLike, symbols: Set[str]) -> bool:
-    """Whether a bound can be written down: an integer, or a text that depends only on ``symbols``."""
+    """Whether a bound can be written down: as an integer, or as a text that depends only on ``symbols``."""
     if isinstance(d, int):
         return True
     names = {s.name for s in d.symbols()}

@@ -131,8 +131,8 @@ def signature(b: Builder, op: Op) -> str:
 
 
 def _facts(b: Builder, op: Op, among: frozenset[int] = frozenset()) -> list[Plain]:
-    """The facts of an operator, as JSON. Facts of its neighbours are part of them, and of neighbours ``among`` those of another
-    operator."""
+    """The facts of an operator, as JSON, with the facts of its neighbours. ``among``: operators that count as neighbours as well,
+    because an operator on the way here has them as neighbours."""
     neighbours = among | {x.id for tactic in TACTICS.get(op.kind, ()) for x in tactic.neighbours(b.graph, op)}
     operands: list[Plain] = []
     for value in op.inputs:
@@ -146,7 +146,7 @@ def _facts(b: Builder, op: Op, among: frozenset[int] = frozenset()) -> list[Plai
             operands.append(["constant", dtype_name(constant.dtype), list(constant.shape), values])
             continue
         source = b.graph.op(value)
-        inside = bool(among) and value not in b.place  # of a region that computes the neighbour
+        inside = bool(among) and value not in b.place  # a result inside the region that computes the neighbour
         place = None if inside else _place(b.operand(value))
         operands.append([place, _facts(b, source, neighbours) if source.id in neighbours else None])
     results: list[Plain] = []
@@ -200,7 +200,7 @@ def usable(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection) 
     listed = [t for t in able if t.provider in selection.providers] or [t for t in able if t.provider == "own"]
     after = {t.name: t.region(b, op).after for t in listed}
     fusing = next((t for t in listed if after[t.name]), None)
-    if fusing is not None:  # it excludes those that do not compute the same neighbours
+    if fusing is not None:  # tactics that do not compute the same neighbours are excluded
         reason = f"{fusing.name} computes its neighbour as well"
         others = [t for t in listed if after[t.name] != after[fusing.name]]
         refused += [{"tactic": t.name, "reason": reason} for t in others]
@@ -251,7 +251,7 @@ def choose(
     b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection, key: str, asked: Usable | None = None
 ) -> Site:
     """The site of an operator, with its results placed: as chosen for its signature ``key``, or by the first tactic that can run it.
-    ``asked``: what :func:`usable` said, where it was asked before.
+    ``asked``: the result of :func:`usable`, if the caller already has it.
 
     Raises UnsupportedError if no tactic can, InternalError if the choice does not exist.
     """
@@ -261,9 +261,9 @@ def choose(
         selection = replace(selection, providers=frozenset(providers or {"own"}))
     able, refused = usable(b, op, tactics, selection) if asked is None else asked
     if chosen is not None and any(t.name == chosen.tactic and t.conditional and t not in able for t in tactics):
-        chosen = None  # measured beside other tactics than those that operators before it have got
+        chosen = None  # it was measured after other tactics for the earlier operators
     if chosen is not None and any(t.name == chosen.tactic and _not_stored(b, t.region(b, op)) for t in able):
-        chosen = None  # measured beside another choice for operators before it
+        chosen = None  # it was measured after another choice for the earlier operators
     if chosen is not None:
         able = [t for t in able if t.name == chosen.tactic]
         if not able:
@@ -291,7 +291,7 @@ def choose(
 
 
 def _not_stored(b: Builder, region: Region) -> str | None:
-    """Why the launches of a region would lack an operand; None where all are stored."""
+    """Why the launches of a region would lack an operand; None if all operands are stored."""
     own = {x.id for x in region.ops}
     for x in region.before:
         if not own.issuperset(o.id for o in b.joined.get(x.id, ())):

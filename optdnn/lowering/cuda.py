@@ -176,7 +176,7 @@ def emit_program(
 @dataclass(frozen=True)
 class Planned:
     """A plan: each operator has a side, a region, a tactic and places. ``b.plan`` lists the launches to emit, in order; nothing is
-    launched yet. ``inputs`` and ``outputs`` are the network's, with their buffers."""
+    launched yet. ``inputs`` and ``outputs`` are the network's ports, with their buffers."""
 
     b: Builder
     host: HostSide
@@ -219,7 +219,7 @@ def _refuse_host(host: HostSide, options: BuildOptions) -> None:
 
 
 def _finish_outputs(b: Builder, host: HostSide, outputs: list[tuple[TensorSpec, int]]) -> None:
-    """Copy those outputs of the network to their buffers that no kernel writes there."""
+    """Add a copy for each of the network's outputs that no kernel writes directly to its buffer."""
     for k, ((spec, i), op_id) in enumerate(zip(outputs, b.graph.outputs, strict=True)):
         op = b.graph.op(op_id)
         assert op.inputs[0] is not None

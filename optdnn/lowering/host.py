@@ -67,7 +67,7 @@ def _body_us(body: GraphBody) -> float:
 
 
 def _trips(graph: Graph, op: Op) -> float:
-    """How often a body runs; 1 where that depends on data."""
+    """How often a body runs; 1 if that depends on data."""
     if op.kind == "Scan":
         scanned = graph.type(op.inputs[op.attrs.states])
         return 1 if scanned.shape is None else extent(scanned.shape[op.attrs.scan_input_axes[0]])

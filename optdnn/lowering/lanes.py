@@ -1,7 +1,7 @@
 """Lanes: independent steps of a GPU's program run side by side if that is predicted to be faster.
 
-A program is cut where each later step depends on each earlier one. Between two cuts, steps are placed on lanes by list
-scheduling (Graham, 1969): the step with the longest path of work after it goes first. Two things bound the gain: free
+A program is cut at each position where every later step depends on every earlier one. Between two cuts, steps are placed on lanes
+by list scheduling (Graham, 1969): the step with the longest path of work after it goes first. Two things bound the gain: free
 multiprocessors (a kernel whose blocks fill the GPU leaves no room for another) and the cost of forks and joins. If the
 gain is small, steps stay in one lane.
 """
@@ -43,7 +43,7 @@ ALTOGETHER = 0.03
 LATENCY = 0.9e-6
 """Seconds of a nearly empty launch that depends on the previous one."""
 NEAR = 3.0
-"""A block alone reaches this many times its share of the memory's bandwidth: many operands lie in L2."""
+"""A block alone reaches this many times its share of the memory's bandwidth: many operands are in L2."""
 RECURRENCE = 1.3e-6
 """Seconds of one time step of a recurrent layer."""
 
@@ -228,12 +228,12 @@ def _listed(
 
 
 def _direct(k: int, before: set[int], inner: Mapping[int, set[int]]) -> set[int]:
-    """The steps that a step waits for, without those that another of them waits for."""
+    """The steps that a step waits for directly: without steps that another of these steps waits for."""
     return {d for d in before if not any(d in inner[e] for e in before)}
 
 
 def _lane(k: int, before: set[int], last: Sequence[int | None], busy: set[int], ends: Mapping[int, float]) -> int:
-    """A free lane: that of the last-ending step it waits for, else an unused lane, else the lowest."""
+    """A free lane: the lane of the last-ending step that it waits for, otherwise an unused lane, otherwise the lowest."""
     free = [i for i in range(len(last)) if i not in busy]
     mine = [i for i in free if last[i] in before]
     if mine:

@@ -15,10 +15,10 @@ LIKELY = ((1, 8, 32), (1, 128, 512))
 
 
 def suggest_shapes(graph: Graph) -> list[str]:
-    """Values of --shape that give each free symbolic dimension a range that the network takes; none where all are known.
+    """Values of --shape that give each free symbolic dimension a range that the network accepts; empty if all sizes are known.
 
-    Of an image's height and width little is known: a range begins at the least size, doubled from 1, at which the network leaves
-    something of every tensor.
+    Little is known about an image's height and width. Their range begins at the smallest power of two at which every tensor of the
+    network has elements.
     """
     if graph.profiles:
         return []
@@ -34,7 +34,7 @@ def suggest_shapes(graph: Graph) -> list[str]:
 
 
 def sizes_needed(graph: Graph, target: str) -> UsageError:
-    """The error of an engine for a GPU whose input sizes are not known, with a range that may fit."""
+    """The error for a GPU engine whose input sizes are unknown, with a range that may fit."""
     return UsageError(
         f"an engine for {target} needs sizes, or ranges of them (MIN..OPT..MAX); not fixed are {_symbols(graph)}",
         hint=f"a range that may fit: {' '.join(f'--shape {s}' for s in suggest_shapes(graph))}",
@@ -51,7 +51,7 @@ def _range(name: str, axis: int, dims: Any, typical: Mapping[str, int]) -> str:
         low, likely, high = least, max(least, 224), max(2 * least, 512)
     else:
         low, likely, high = LIKELY[1]
-        if typical[name] > 32:  # 32 left nothing of some tensor
+        if typical[name] > 32:  # with 32, some tensor has no elements
             low, likely, high = typical[name], 2 * typical[name], 4 * typical[name]
     return f"{low}..{likely}..{high}"
 

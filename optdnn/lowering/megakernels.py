@@ -1,8 +1,8 @@
-"""Megakernels: neighbouring products of a few rows and attention over a cache become jobs of one persistent launch, where that is predicted to be
-faster (:mod:`optdnn.kernels.megakernel`).
+"""Megakernels: neighbouring products of a few rows and attention over a cache become jobs of one persistent launch, if that is
+predicted to be faster (:mod:`optdnn.kernels.megakernel`).
 
-A decoder's token is such a chain. As launches, each reads its weights when the one before it has ended. As jobs, weights are read
-without a pause. Each step of one stays a step, with a launch of its own for checks and profiles; a run joins them
+A decoder's token is such a chain. As separate launches, each reads its weights only after the previous one has ended. As jobs,
+weights are read without a pause. Each job remains a step with a launch of its own, for checks and profiles; a run joins the steps
 (:mod:`optdnn.runtime.cuda.launches.runs`).
 """
 
@@ -37,16 +37,17 @@ from optdnn.runtime.steps.lanes import dependencies
 from optdnn.types import UINT8
 
 LEAST_JOBS = 4
-"""Jobs that are worth a launch whose blocks wait for one another."""
+"""The fewest jobs that are worth a launch whose blocks wait for one another."""
 LAUNCHED, PRODUCT_LAUNCH, ATTENTION_LAUNCH = 0.9, 2.6e-6, 3e-6
-"""Of the memory's nominal bandwidth, as launches reach it, and seconds of each launch besides. On an H200, a layer of width 2,048 takes 27.7 us, one of
-Llama 3.2 1B 41, and one of Llama 3 8B 115 to 119."""
+"""The fraction of the memory's nominal bandwidth that launches reach, and further seconds per launch. On an H200, a layer of width
+2,048 takes 27.7 us, a layer of Llama 3.2 1B 41, and a layer of Llama 3 8B 115 to 119."""
 JOINED, MEGAKERNEL = 0.73, 8e-6
-"""Of the same bandwidth, as a megakernel reaches it, and seconds of its launch. These layers take 20.2, 37 and 130 us."""
+"""The fraction of the same bandwidth that a megakernel reaches, and the seconds of its launch. These layers take 20.2, 37 and 130
+us."""
 PRODUCT_SECONDS, ATTENTION_SECONDS = 2.9e-6, 5e-6
-"""Seconds from the results of the job before to those of a job, at least."""
+"""The least seconds between the results of one job and the results of the next."""
 STATE_BYTES = 256
-"""Of the exchange: how many launches there were."""
+"""Bytes of the exchange that hold the number of launches so far."""
 ALIGN = 64
 
 
@@ -66,7 +67,8 @@ class Run:
 
 
 def with_megakernels(program: Program, gpu: GpuFacts) -> tuple[Program, dict[int, int]]:
-    """The program with its megakernels, and for each step its number in ``program``; both unchanged where nothing is gained."""
+    """The program with its megakernels, and for each of its steps the number of the step in ``program``. Both are unchanged if
+    nothing is gained."""
     same = {k: k for k in range(len(program.steps))}
     if not gpu.hopper or any(s.executor != "cuda" for s in program.steps):
         return program, same
@@ -96,9 +98,10 @@ def _job(step: Step, program: Program, gpu: GpuFacts) -> Job | str:
 
 
 def planned(deps: Sequence[set[int]], found: Sequence[Job | str]) -> tuple[list[int], list[Run]]:
-    """The order of the steps, and the runs: the jobs of each are neighbours in it.
+    """The order of the steps, and the runs: the jobs of each run are neighbours in this order.
 
-    Steps that need nothing of a run come before it, those that do behind it. A job that needs one of the latter begins a new run.
+    Steps that need no result of a run come before it; steps that do come after it. A job that needs such a later step begins a
+    new run.
     """
     order: list[int] = []
     runs: list[Run] = []
@@ -133,7 +136,8 @@ def planned(deps: Sequence[set[int]], found: Sequence[Job | str]) -> tuple[list[
 
 
 def _together(run: Sequence[Job | str], job: Job) -> bool:
-    """Whether one kernel can have the kinds of all, and the job reads of the others' results whole rows, each of one of them."""
+    """Whether one kernel can have all these kinds, and each operand that the job reads from the run is whole rows of one earlier
+    job."""
     before = [j for j in run if isinstance(j, Job)]
     kinds = {j.kind for j in (*before, job)}
     products = sum(isinstance(k, ProductKind) for k in kinds)
@@ -168,7 +172,7 @@ def joined_seconds(jobs: Sequence[Job], gpu: GpuFacts) -> float:
 
 
 def trimmed(run: Run, gpu: GpuFacts) -> Run:
-    """The run without the jobs at its ends that read for so long that launches are faster: a head of many words."""
+    """The run without the jobs at its ends that read for so long that launches are faster: a head with a large vocabulary."""
     keeps = [reading_seconds(j, gpu) <= launch_seconds(j, gpu) for j in run.jobs]
     inside = [n for n, keep in enumerate(keeps) if keep] or [0]
     begin, end = inside[0], inside[-1] + 1
@@ -180,7 +184,7 @@ def trimmed(run: Run, gpu: GpuFacts) -> Run:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Bytes of the exchange before the packets of each job, before those of a head's blocks, and in all."""
+    """The exchange in bytes: the offset of each job's packets, the offset of the packets of a head's blocks, and the total size."""
 
     packets: tuple[int, ...]
     partial: int
@@ -197,7 +201,7 @@ def _layout(run: Run, gpu: GpuFacts) -> _Layout:
 
 
 def _sources(run: Run, n: int, layout: _Layout) -> dict[str, Source]:
-    """Which jobs before job ``n`` write its rows, and where their packets lie."""
+    """The jobs before job ``n`` that write its rows, and the places of their packets."""
     found: dict[str, Source] = {}
     for name, place in run.jobs[n].rows.items():
         for k, job in enumerate(run.jobs[:n]):
@@ -236,6 +240,6 @@ def _joined(program: Program, run: Run, gpu: GpuFacts) -> Program:
 
 
 def _facts(program: Program, run: Run) -> list[dict[str, Any]]:
-    """What reports say of the megakernels."""
+    """The facts about the megakernels for reports."""
     before: list[dict[str, Any]] = list(program.meta.get("runs", ()))
     return [*before, {"first": run.steps[0], "jobs": len(run.steps)}]

@@ -46,7 +46,7 @@ class Use:
 @dataclass(frozen=True)
 class Plan:
     """The byte offset of each planned buffer. ``live_bytes`` is the largest sum of sizes that live at once. Without sharing in
-    place, it is a lower bound of ``arena_bytes``."""
+    place, ``live_bytes`` is a lower bound of ``arena_bytes``."""
 
     offsets: Mapping[int, int]
     arena_bytes: int
@@ -185,7 +185,7 @@ def live_bytes(
 ) -> int:
     """The largest sum of (aligned) sizes that live at one step: no arena can be smaller.
 
-    With ``neighbours`` (for each buffer, those that may live together with it), the heaviest set of buffers that may all live
+    With ``neighbours`` (for each buffer, the buffers that may live together with it), the heaviest set of buffers that may all live
     together, as found greedily.
     """
     if neighbours is not None:
@@ -248,7 +248,7 @@ def pack(
 ) -> tuple[list[int], int]:
     """Offsets (multiples of ``alignment``) and arena size for these intervals, by the best of several greedy orders.
 
-    ``together``: for each interval, the numbers of those whose memory it must not share (None: those that overlap with it)."""
+    ``together``: for each interval, the numbers of the intervals that must not share its memory (None: the overlapping ones)."""
     if any(v.size < 0 or v.start > v.end for v in intervals):
         raise InternalError("an interval has a negative size or ends before it starts")
     bound = live_bytes(intervals, alignment, together)
@@ -308,11 +308,11 @@ def _by_breadth(v: Sequence[Interval]) -> list[int]:
 
 
 ORDERS: tuple[Order, ...] = (_by_size, _by_breadth, _by_area, _by_length, _by_start)
-"""Orders in which buffers are placed; those that win most often come first."""
+"""Orders in which buffers are placed; the orders that win most often come first."""
 
 
 def _neighbours(intervals: Sequence[Interval]) -> list[list[int]]:
-    """For each interval, the numbers of those that overlap with it."""
+    """For each interval, the numbers of the intervals that overlap with it."""
     overlapping: list[list[int]] = [[] for _ in intervals]
     alive: list[int] = []
     for i in sorted(range(len(intervals)), key=lambda i: intervals[i].start):

@@ -100,12 +100,12 @@ class Planner:
     def _choose(self, op: Op, able: Usable | None) -> None:
         """Choose the site of an operator. The later operators of its region need no sites.
 
-        ``able``: the tactics that can run it, where they were asked already.
+        ``able``: the tactics that can run it, if the caller has already asked them.
         """
         b = self.b
         for value in op.inputs:
             if value is not None and value not in b.place and b.graph.constant_value(value) is None:
-                b.operand(value)  # the host computes it: copy it to the GPU
+                b.operand(value)  # copy a value that the host computes to the GPU
         key = signature(b, op)
         self.visit(b, op, key)
         site = choose(b, op, TACTICS[op.kind], self.selection, key, able)

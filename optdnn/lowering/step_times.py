@@ -1,8 +1,8 @@
-"""The times that a plan expects of its steps, as engines record them: measured in tuning, else predicted.
+"""The expected times of a plan's steps, as engines record them: measured in tuning, otherwise predicted.
 
 ``meta["step_times"]`` is ``{"model": NAME, "steps": [[us, least_us, source], ...]}`` in the order of the steps. ``us``: microseconds.
 ``least_us``: the least time of the step's work, its roofline (None on the CPU). ``source``: "measured" or "predicted". ``model``: the
-GPU that predicted times and their rooflines are of, since the cost model of older architectures is an H200's.
+GPU for which times and rooflines were predicted; for older architectures the cost model is an H200's.
 :func:`optdnn.runtime.cuda.measuring.expected.expected_cliffs` reads it.
 """
 

@@ -281,4 +281,4 @@ TACTICS: dict[str, tuple[Tactic, ...]] = _OWN | {kind: (*_OWN.get(kind, ()), one
 
 WRITES_ANYWHERE = frozenset(TACTICS) - {"Concat", "Gather", "LSTM", "GRU", "RNN"}
 """Kinds whose kernels write to a reserved place of any strides. The excluded ones would need a copy: a Gather may be a view, and a
-recurrent layer's states lie together."""
+recurrent layer's states are contiguous."""

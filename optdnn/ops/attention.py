@@ -22,14 +22,14 @@ from optdnn.ops.fused import product_flops
 from optdnn.types import DType, TensorType, broadcast_dims, is_float, normalize_axis
 
 MULTIPLIED = (0, 1, 2, 4, 5)
-"""Operands that Attention multiplies: queries, keys and values, past keys and values."""
+"""Slots of the operands that Attention multiplies: queries, keys and values, past keys and values."""
 
 
 @dataclass(frozen=True)
 class AttentionAttrs(ProductAttrs):
     """``scale``: None for 1 / sqrt(head size); ``softcap`` 0: none. Windows of -1 are unbounded.
 
-    ``qk_matmul_output_mode``: output 3 is the scores as the product gives them (0), after softcap (1), with the mask added
+    ``qk_matmul_output_mode``: output 3 holds the scores of the product (0), after softcap (1), after addition of the mask
     (2), or after softmax (3).
     """
 
@@ -46,7 +46,7 @@ class AttentionAttrs(ProductAttrs):
 class RotaryAttrs(Attrs):
     """``rotary_embedding_dim`` 0: all of the head.
 
-    ``own_angles``: each feature has an angle of its own. Else each pair has one, as in ONNX's operator.
+    ``own_angles``: each feature has its own angle. Otherwise each pair has one, as in ONNX's operator.
     """
 
     interleaved: bool = False
@@ -88,7 +88,9 @@ def infer_attention(call: Call) -> Result:
     total = cols
     if call.has(4):
         if call.has(6):
-            raise ShapeError("Attention with past_key and nonpad_kv_seqlen; one of them says where the keys are")
+            raise ShapeError(
+                "Attention with past_key and nonpad_kv_seqlen; only one may give the positions of the keys"
+            )
         past = call.type(4).dims[2]
         for t, own, name in ((call.type(4), k, "past_key"), (call.type(5), v, "past_value")):
             wanted = (*own.dims[:2], past, own.dims[3])

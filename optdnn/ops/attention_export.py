@@ -1,4 +1,4 @@
-"""Attention, rotary embedding and the write into a key-value cache, as the older ONNX operators that they are made of."""
+"""Attention, rotary embedding and the write into a key-value cache, written as older ONNX operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Writer:
-    """Short forms of the nodes that decompositions are made of."""
+    """Short forms for the nodes of decompositions."""
 
     def __init__(self, e: Export):
         self.e = e
@@ -48,7 +48,7 @@ class _Writer:
 
 
 def export_attention(a: AttentionAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """The products, softmax and masks that an Attention is."""
+    """Attention as products, softmax and masks."""
     q, k, v, mask, past_key, past_value, lengths = [*inputs, *[""] * (7 - len(inputs))]
     w, dtype = _Writer(e), e.type(q).dtype
     _, heads, rows, size = e.type(q).dims
@@ -97,7 +97,7 @@ def _export_bias(
     e: Export,
     dtype: DType,
 ) -> str:
-    """What is added to the scores: -inf where a key is out of sight, and the mask. "" for nothing."""
+    """The addend of the scores: -inf for a key that is out of sight, and the mask. "" for none."""
     zero, low = w.const(0, dtype), w.const(-np.inf, dtype)
     sight = []
     if a.is_causal or a.left_window_size >= 0 or a.right_window_size >= 0:
@@ -137,7 +137,7 @@ def _export_repeat(x: str, heads: int, shared: int, w: _Writer) -> str:
 
 
 def export_rotary(a: RotaryAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """The slices and products that a RotaryEmbedding is."""
+    """RotaryEmbedding as slices and products."""
     x, cos, sin = inputs
     w, head = _Writer(e), e.type(x).dims[3]
     size = a.rotary_embedding_dim or head
@@ -163,7 +163,7 @@ def export_rotary(a: RotaryAttrs, inputs: Sequence[str], n_outputs: int, e: Expo
 
 
 def export_tensor_scatter(a: TensorScatterAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """A ScatterElements at the places that a TensorScatter writes."""
+    """TensorScatter as a ScatterElements at the same positions."""
     cache, update = inputs[:2]
     w, t = _Writer(e), e.type(update)
     rank = len(t.dims)

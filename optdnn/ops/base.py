@@ -1,4 +1,4 @@
-"""What a definition of an operator is made of: attributes, stages, calls and their results, costs, tolerances, traits."""
+"""The parts of an operator's definition: attributes, stages, calls and their results, costs, tolerances, traits."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Attrs:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Attrs:
-        """The attributes from their values by name, as a step holds them (with ``arity``, which belongs to the kind, in
-        addition to stages)."""
+        """The attributes from their values by name, as a step holds them. A step also holds ``arity``, which belongs to the kind,
+        if there are stages."""
         return cls(**{name: value for name, value in given.items() if name != "arity"})
 
 
 @dataclass(frozen=True)
 class NestedAttrs(Attrs):
-    """Attributes that hold those of other operators, whose values a step holds among its own."""
+    """Attributes that include the attributes of other operators; a step holds their values among its own."""
 
     def plain(self) -> dict[str, Any]:
-        """The attributes as a step holds them, stages in plain form: what :meth:`read` reads."""
+        """The attributes as a step holds them, with stages in plain form: the input of :meth:`read`."""
         raise NotImplementedError
 
 
@@ -60,8 +60,8 @@ class Stage:
 class ProductAttrs(Attrs):
     """Attributes of a kind that multiplies its operands.
 
-    ``factors``: what fp32 operands may be rounded to before they are multiplied ("tf32"; "": they are not), which only
-    assign_precision decides; or "float" where the model has no weights there, so that they are not quantized: the matrix of a
+    ``factors``: the type that fp32 operands may be rounded to before they are multiplied ("tf32"; "": no rounding), which only
+    assign_precision decides; or "float" for an operand that is not a weight in the model and must not be quantized: the matrix of a
     Fourier transform.
     """
 
@@ -72,7 +72,7 @@ class ProductAttrs(Attrs):
 class FusedAttrs(ProductAttrs):
     """Attributes of a kind that can hold stages. ``prologue`` transforms operand 0, ``epilogue`` the result.
 
-    The operands that stages read follow the kind's own operands (``OpDef.arity`` of them).
+    Operands of stages follow the kind's own operands, which number ``OpDef.arity``.
     """
 
     prologue: tuple[Stage, ...] = field(default=(), kw_only=True)
@@ -80,11 +80,11 @@ class FusedAttrs(ProductAttrs):
 
 
 STAGE_FIELDS = frozenset(f.name for f in fields(FusedAttrs))
-"""Fields that are no attributes of ONNX."""
+"""Fields that are not ONNX attributes."""
 
 
 class Fresh(Protocol):
-    """Makes the symbols of sizes that depend on data."""
+    """A function that makes the symbols of sizes that depend on data."""
 
     def __call__(self, hint: str, most: DimLike = INF, /) -> Dim:
         """A new symbol, named after ``hint``, of a size from 0 to ``most``."""
@@ -92,10 +92,10 @@ class Fresh(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """What ``OpDef.infer`` sees of one node.
+    """The input of ``OpDef.infer`` for one node.
 
     ``types[i]`` is None for an absent operand. ``values[i]`` is the known value of operand i (see :data:`Known`) or None.
-    ``fresh(hint, most)`` makes a new symbol for a size that depends on data (NonZero), and is at most ``most`` where given.
+    ``fresh(hint, most)`` makes a new symbol for a size that depends on data (NonZero), of at most ``most`` if given.
     """
 
     kind: str
@@ -126,7 +126,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Result:
-    """What ``OpDef.infer`` returns: a type per output, and the value of each output where it is known."""
+    """The result of ``OpDef.infer``: a type per output, and the value of each output that is known."""
 
     types: tuple[TensorType, ...]
     values: tuple[Known | None, ...] = ()
@@ -156,7 +156,7 @@ EXACT = Tol(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts that passes ask for instead of naming kinds."""
+    """Facts about a kind, so that passes need not name kinds."""
 
     pointwise: bool = False
     """Each output element depends on the same (broadcast) element of each operand only."""
@@ -169,14 +169,14 @@ class Traits:
     shape_only: bool = False
     """The result depends only on the operands' shapes."""
     own_precision: bool = False
-    """The result depends on the very types of the operands (bits, roundings): it is never computed in wider ones."""
+    """The result depends on the exact types of the operands (bits, roundings), so it is never computed in wider types."""
 
 
 NO_TRAITS = Traits()
 
 
 class Body(ABC):
-    """A subgraph as an attribute: its inputs are what the operator feeds, then the outer values that it captures."""
+    """A subgraph as an attribute. Its inputs are the operator's own values, then the captured outer values."""
 
     inputs: tuple[TensorType, ...]
     outputs: tuple[TensorType, ...]
@@ -184,11 +184,11 @@ class Body(ABC):
     @property
     @abstractmethod
     def plain(self) -> PlainGraph:
-        """The form that NumPy kernels and engine files hold."""
+        """The form that NumPy kernels and engine files use."""
 
 
 class Unsupported(Exception):
-    """Raised by an import function for a node it cannot take; the importer collects all of them in one message."""
+    """Raised by an import function for a node that it cannot import; the importer collects all of them in one message."""
 
 
 def attrs_dict(attrs: Attrs) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def attrs_dict(attrs: Attrs) -> dict[str, Any]:
 
 
 def same_type(call: Call) -> Result:
-    """Inference of an operator whose one output has the type of operand 0."""
+    """Inference of an operator with one output of operand 0's type."""
     return Result((call.type(0),))
 
 
@@ -210,7 +210,7 @@ def promote_types(types: Sequence[TensorType], kind: str) -> DType:
 
 
 def known_array(values: Sequence[DimLike]) -> Known:
-    """A known 1-D value: an int64 array where all are integers, else an object array."""
+    """A known 1-D value: an int64 array if all are integers, otherwise an object array."""
     if any(isinstance(v, Dim) for v in values):
         out = np.empty(len(values), dtype=object)
         out[:] = list(values)

@@ -56,7 +56,7 @@ class CastAttrs(Attrs):
 
 
 def broadcast_types(call: Call, types: Sequence[TensorType]) -> Shape | None:
-    """The broadcast shape of some operands; None where a rank is unknown."""
+    """The broadcast shape of some operands; None if a rank is unknown."""
     if any(t.shape is None for t in types):
         return None
     return broadcast_dims(*(t.dims for t in types))

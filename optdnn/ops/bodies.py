@@ -1,4 +1,4 @@
-"""The attributes of control flow, and bodies whose types hold in every iteration."""
+"""The attributes of control flow, and bodies with types that hold in every iteration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optdnn.types import TensorType
 
 @dataclass(frozen=True)
 class IfAttrs(Attrs):
-    """Operands: the condition, the ``then_captured`` outer values of the one branch, and those of the other."""
+    """Operands: the condition, the ``then_captured`` outer values of the then branch, and the outer values of the else branch."""
 
     then_branch: Body
     else_branch: Body
@@ -66,8 +66,8 @@ def build_body(
 ) -> tuple[Body, list[Ref]]:
     """The body for state types that hold in every iteration: a size that an iteration changes becomes a symbol.
 
-    The body's inputs are ``before``, the state, ``after``; its state outputs begin at ``first``. Raises ShapeError where an
-    iteration changes a type, or with ``keeps_shapes`` a shape.
+    The body's inputs are ``before``, the state, ``after``; its state outputs begin at ``first``. Raises ShapeError if an
+    iteration changes a type, or (with ``keeps_shapes``) a shape.
     """
     types, varying = list(state), set[Dim]()
     while True:  # each round but the last turns a size into a symbol or a shape into an unknown one

@@ -1,4 +1,4 @@
-"""What the operator definitions share: checks of shapes, and sizes for costs."""
+"""Helpers shared by operator definitions: checks of shapes, and sizes for costs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from optdnn.types import TensorType, is_float, show_shape
 
 
 def agree(a: DimLike, b: DimLike, what: str) -> DimLike:
-    """The common value of two sizes that must be equal, the known one where one is symbolic.
+    """The common value of two sizes that must be equal; the known one if the other is symbolic.
 
-    Raises ShapeError, whose message starts with ``what``, when they can never be equal.
+    Raises ShapeError if they can never be equal; its message starts with ``what``.
     """
     low, high = bounds(a - b)
     if low > 0 or high < 0:

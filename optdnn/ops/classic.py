@@ -1,6 +1,6 @@
 """Classical machine learning (ONNX domain ai.onnx.ml), as scikit-learn pipelines export it: compositions of other kinds.
 
-Numbers only: operators on text and on maps are refused with what to do instead. ZipMap gives the matrix that it takes.
+Numbers only: operators on text and on maps are refused, with a hint. ZipMap returns its operand, the matrix.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _linear(node: NodeSpec, e: Emit, outputs: int) -> Ref:
     x = _to_fp32(e, _features(node, e))
     coefficients = np.asarray(required(node, "coefficients"), np.float32)
     if outputs < 1 or coefficients.size % outputs:
-        raise ShapeError(f"{coefficients.size} coefficients are not those of {outputs} outputs")
+        raise ShapeError(f"{coefficients.size} coefficients do not fit {outputs} outputs")
     y = emit(e, "MatMul", x, np.ascontiguousarray(coefficients.reshape(outputs, -1).T))
     intercepts = np.asarray(node.get("intercepts") or [], np.float32)
     return emit(e, "Add", y, intercepts) if intercepts.size else y
@@ -150,7 +150,7 @@ def _label_encoder(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if is_float(keys.dtype) and np.isnan(keys).any():  # a key NaN is the key of every NaN
         both = emit(e, "And", emit(e, "IsNaN", x), np.isnan(keys))
         same = emit(e, "Or", same, both)
-    # the first key that fits; one that always fits comes last
+    # the first matching key; a key that always matches comes last
     hits = emit(e, "Cast", same, to=INT64)
     found = emit(e, "ReduceMax", hits, np.array([-1], np.int64), keepdims=False)
     at = emit(e, "ArgMax", hits, axis=-1, keepdims=False)
@@ -174,7 +174,7 @@ def _one_hot_encoder(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _kernel(node: NodeSpec, e: Emit, x: Ref, vectors: Array) -> Ref:
-    """[n, m]: the kernel function of each row and each support vector."""
+    """[n, m]: the kernel function of each row with each support vector."""
     gamma, coef0, degree = (float(v) for v in (*(node.get("kernel_params") or (0.0, 0.0, 0.0)), 0.0, 0.0, 0.0)[:3])
     name = str(node.get("kernel_type", "LINEAR"))
     dot = emit(e, "MatMul", x, np.ascontiguousarray(vectors.T))
@@ -211,7 +211,7 @@ def _svm_regressor(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 @dataclass(frozen=True)
 class SVMDecisionAttrs(Attrs):
-    """How many support vectors each class has."""
+    """The number of support vectors of each class."""
 
     vectors_per_class: tuple[int, ...]
 
@@ -229,7 +229,7 @@ def _no_onnx(attrs: Any, inputs: Sequence[str], outputs: int, e: Export) -> Sequ
 
 
 def _svm_classifier(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """Label and, with ``prob_a``, probabilities; else the pairs' decision values (both signs, for two classes)."""
+    """Label and, with ``prob_a``, probabilities; otherwise the pairs' decision values (both signs, for two classes)."""
     labels = class_labels(node)
     x = _to_fp32(e, _features(node, e))
     per_class = tuple(int(n) for n in node.get("vectors_per_class") or [])
@@ -261,7 +261,7 @@ def _svm_classifier(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _zip_map(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """The rows of a matrix as maps by class: the matrix itself. The importer tells the user."""
+    """The rows of a matrix as maps by class: returns the matrix itself. The importer warns the user."""
     x = _features(node, e)
     names = node.get("classlabels_int64s") or node.get("classlabels_strings") or []
     columns = e.type(x).dims[1]
@@ -296,10 +296,10 @@ _OWN: dict[str, Callable[[NodeSpec, Emit], Sequence[Ref]]] = {
 IMPORTERS: dict[str, FromOnnx] = {f"ai.onnx.ml.{name}": fn for name, fn in _OWN.items()}
 """Operator -> import function."""
 REFUSED: dict[str, str] = {
-    "ai.onnx.ml.CastMap": "maps are no tensors: give the features as a matrix",
-    "ai.onnx.ml.DictVectorizer": "maps are no tensors: give the features as a matrix",
+    "ai.onnx.ml.CastMap": "maps are not tensors: give the features as a matrix",
+    "ai.onnx.ml.DictVectorizer": "maps are not tensors: give the features as a matrix",
     "ai.onnx.ml.CategoryMapper": _TEXT,
 }
-"""Operators that are not done on purpose -> what to do instead."""
+"""Operators that are deliberately not supported -> what to do instead."""
 REFUSALS: dict[str, FromOnnx] = {name: _refused(why) for name, why in REFUSED.items()}
 DEFS = (OpDef("SVMDecision", _infer_decision, SVMDecisionAttrs, {}, _no_onnx),)

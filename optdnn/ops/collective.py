@@ -1,12 +1,12 @@
-"""``AllReduce`` and ``AllGather``: what the ranks of a tensor-parallel network exchange.
+"""``AllReduce`` and ``AllGather``: exchanges between the ranks of a tensor-parallel network.
 
-A *rank* is one of the ``world`` copies of a network that run together, one to a GPU. All of them run the same operators on the
+A *rank* is one of the ``world`` copies of a network that run together, one per GPU. All ranks run the same operators on the
 same shapes, each with its own part of the weights. Every rank gets the same result from a collective.
 
     AllReduce(x) -> the sum over all ranks of x, added in the order of the ranks
     AllGather(x) -> the x of all ranks side by side along ``axis``, in the order of the ranks
 
-Models hold them as ONNX Runtime's ``com.microsoft.AllReduce`` and ``AllGather``, or as TensorRT's ``DistCollective``.
+Models contain them as ONNX Runtime's ``com.microsoft.AllReduce`` and ``AllGather``, or as TensorRT's ``DistCollective``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AllReduceAttrs(Attrs):
 
 @dataclass(frozen=True)
 class AllGatherAttrs(Attrs):
-    """``axis``: where the parts come to lie side by side, counted from the front; ``world``: the number of ranks."""
+    """``axis``: the axis along which the parts are concatenated, counted from the front; ``world``: the number of ranks."""
 
     world: int
     axis: int = 0

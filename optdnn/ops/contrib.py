@@ -1,4 +1,4 @@
-"""ONNX Runtime's own operators (domain com.microsoft) in the terms of ONNX's: imported as compositions of other kinds."""
+"""ONNX Runtime's own operators (domain com.microsoft), imported as compositions of ONNX's kinds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _scalar(e: Emit, like: Ref, value: float) -> Any:
 
 
 def _fused_matmul(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """Each operand may have its last two axes swapped; with ``transBatch``, its first axis lies before those of the batch."""
+    """Each operand may have its last two axes swapped; with ``transBatch``, its first axis comes before the batch axes."""
     operands = []
     for ref, which in zip(needs(node, 0, 1), "AB", strict=True):
         rank = len(e.type(ref).dims)
@@ -97,7 +97,7 @@ def _rms(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _statistics(e: Emit, x: Ref, layer: bool, epsilon: float) -> tuple[Ref, Ref]:
-    """The mean of each row, and the reciprocal of its deviation (from 0, of a norm without means), in fp32."""
+    """The mean of each row, and the reciprocal of its deviation (from 0 for a norm without means), in fp32."""
     wide, last = emit(e, "Cast", x, to=FP32), np.array([-1])
     mean = emit(e, "ReduceMean", wide, last, keepdims=True)
     apart = emit(e, "Sub", wide, mean) if layer else wide
@@ -107,7 +107,7 @@ def _statistics(e: Emit, x: Ref, layer: bool, epsilon: float) -> tuple[Ref, Ref]
 
 
 def _skip_norm(kind: str) -> FromOnnx:
-    """Skip(Simplified)LayerNormalization: of x + skip (+ bias); output 3 is that sum."""
+    """Skip(Simplified)LayerNormalization: the norm of x + skip (+ bias); output 3 is this sum."""
 
     def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         x, skip, scale = needs(node, 0, 1, 2)

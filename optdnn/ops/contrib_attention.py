@@ -1,4 +1,4 @@
-"""ONNX Runtime's attention operators in the terms of ONNX's: Attention, QAttention, MultiHeadAttention, RotaryEmbedding."""
+"""ONNX Runtime's attention operators as ONNX's: Attention, QAttention, MultiHeadAttention, RotaryEmbedding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _fill(node: NodeSpec) -> float:
 
 
 def _score_mask(node: NodeSpec, e: Emit, mask: Ref | None, bias: Ref | None, like: Ref, keys: Any) -> Ref | None:
-    """What is added to the scores: a mask and a bias (·, ·, rows, keys).
+    """The addend of the scores: a mask and a bias (·, ·, rows, keys).
 
     The mask holds the length of each sequence (B), or ones and zeros: (B, keys) or (B, rows, keys).
     """
@@ -64,10 +64,10 @@ def _attend(
 
 
 def _unequal_causal(e: Emit, q: Ref, k: Ref, mask: Ref | None, past: Sequence[Ref | None]) -> Ref | None:
-    """The mask of unidirectional attention where there may be more keys than queries.
+    """The mask of unidirectional attention if there may be more keys than queries.
 
-    A query sees the keys up to its own position. As in ONNX Runtime, the last query sees all of them: it is the only one when a
-    model decodes a token at a time and hands all keys in.
+    A query sees the keys up to its own position. As in ONNX Runtime, the last query sees all keys: it is the only query if a
+    model decodes one token at a time and passes all keys.
     """
     if e.type(q).dims[2] == 1:
         return mask
@@ -83,13 +83,13 @@ def _unequal_causal(e: Emit, q: Ref, k: Ref, mask: Ref | None, past: Sequence[Re
 
 
 def attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """Attention: the projection of x, and attention over it, with the keys and values of former calls before its own."""
+    """Attention: the projection of x, and attention over it. Keys and values of earlier calls precede its own."""
     x, weights = needs(node, 0, 1)
     return _projected_attention(node, e, emit(e, "MatMul", x, weights), weights, mask=3, past=4, bias=5, held=6)
 
 
 def quantized_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """QAttention: as Attention, with a projection of integers."""
+    """QAttention: like Attention, with an integer projection."""
     x, weights, x_scale, w_scale = needs(node, 0, 1, 3, 4)
     product = emit(e, "Cast", emit(e, "MatMulInteger", x, weights, node.input(6), node.input(7)), to=FP32)
     packed = emit(e, "Mul", product, emit(e, "Mul", x_scale, w_scale))
@@ -99,7 +99,7 @@ def quantized_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 def _projected_attention(
     node: NodeSpec, e: Emit, packed: Ref, weights: Ref, *, mask: int, past: int, bias: int, held: int
 ) -> Sequence[Ref]:
-    """Attention behind the projection ``packed``; the numbers are slots of operands."""
+    """Attention after the projection ``packed``; the integers are operand slots."""
     refuse_operands(node, past_sequence_length=held)
     refuse_attributes(node, "do_rotary", "past_present_share_buffer")
     heads = int(required(node, "num_heads"))
@@ -160,7 +160,7 @@ def multi_head_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _biased(node: NodeSpec, e: Emit, operands: list[Ref]) -> list[Ref]:
-    """The bias of query, key and value lies in one vector."""
+    """Query, key and value with their bias added; one vector holds the bias of all three."""
     widths = []
     for ref in operands:
         require_rank(e.type(ref), 3, "MultiHeadAttention query, key and value with a bias")
@@ -187,7 +187,7 @@ def rotary_embedding(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         if heads < 1:
             raise ShapeError("RotaryEmbedding needs num_heads")
         x = split_heads(e, x, heads)
-    if len(e.type(ids).dims) == 1:  # where the first token is
+    if len(e.type(ids).dims) == 1:  # the position of the first token
         length = e.type(x).dims[2]
         if not isinstance(length, int):
             raise Unsupported("one position for a sequence of unknown length")

@@ -1,4 +1,4 @@
-"""ONNX Runtime's attention over a cache, GroupQueryAttention, and packed operands, in the terms of ONNX's own operators."""
+"""ONNX Runtime's attention over a cache, GroupQueryAttention, and packed operands, as compositions of ONNX's operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optdnn.types import INT64
 
 
 def unpacked(e: Emit, x: Ref, parts: int) -> list[Ref]:
-    """(batch, length, heads, parts, size), which lie together, as ``parts`` tensors (batch, heads, length, size)."""
+    """An interleaved (batch, heads, length, parts, size) tensor as ``parts`` tensors (batch, heads, length, size)."""
     require_rank(e.type(x), 5, "packed query, key and value")
     if e.type(x).dims[3] != parts:
         raise ShapeError(f"{parts} packed tensors are due, not {e.type(x)}")
@@ -29,10 +29,10 @@ def unpacked(e: Emit, x: Ref, parts: int) -> list[Ref]:
 
 
 def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """GroupQueryAttention: new keys and values are written into the cache after what each row of the batch holds.
+    """GroupQueryAttention: new keys and values are written into the cache after the valid positions of each row of the batch.
 
-    Row b holds ``seqlens_k[b] + 1 - length`` positions (none in a first call). The cache that is returned is as long as the one
-    given, or, where that is shorter, as long as total_sequence_length says.
+    Row b holds ``seqlens_k[b] + 1 - length`` positions (none in a first call). The returned cache has the length of the given one,
+    or total_sequence_length if that is larger.
     """
     if node.get("sliding_window_cache", 0):
         raise Unsupported(
@@ -55,7 +55,7 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     steps = emit(e, "Shape", q, start=2, end=3)
     zero, one = np.array([0], np.int64), np.array([1], np.int64)
     held = emit(e, "Sub", emit(e, "Add", _int64(e, seqlens, flat=True), one), steps)
-    held = emit(e, "Max", held, zero)  # a first call has nothing, though its rows are padded on the right
+    held = emit(e, "Max", held, zero)  # a first call holds no positions, although its rows are padded on the right
     offsets = np.arange(length) if isinstance(length, int) else _range(e, steps)
     column = emit(e, "Unsqueeze", held, one)
     positions = emit(e, "Add", column, offsets)  # (batch, length)
@@ -91,7 +91,7 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _normalized(node: NodeSpec, e: Emit, q: Ref, k: Ref) -> tuple[Ref, Ref]:
-    """Query and key, each head normalized where the node has weights for that (Qwen 3)."""
+    """Query and key; each head is normalized if the node has weights for it (Qwen 3)."""
     weights = node.input(14), node.input(15)
     if weights == (None, None):
         return q, k
@@ -120,9 +120,9 @@ def _heads(node: NodeSpec, e: Emit, x: Ref, heads: int, groups: int) -> list[Ref
 
 
 def _cached(e: Emit, new: Ref, past: Ref | None, held: Ref, total: Ref) -> Ref:
-    """The cache with room for all new positions, these written at ``held``: (batch, heads, past + length, size).
+    """The cache with room for all new positions, which are written at ``held``: (batch, heads, past + length, size).
 
-    Where ``total`` is known not to exceed what the cache holds, there is room in the cache itself: it is written where it is.
+    If ``total`` is known not to exceed the cache, the cache itself has room and is written in place.
     """
     if past is None:
         return new

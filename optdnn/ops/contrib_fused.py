@@ -1,4 +1,4 @@
-"""What ONNX Runtime's tools fuse for transformers: embeddings, biases beside activations, relative positions."""
+"""Operators that ONNX Runtime's tools fuse for transformers: embeddings, biases with activations, relative positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optdnn.types import BOOL, FP32, INT32, INT64
 
 
 def _standard(name: str) -> FromOnnx:
-    """The operator of ONNX of this name."""
+    """The ONNX operator of this name."""
 
     def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         return as_standard(name, node, e)
@@ -91,7 +91,7 @@ def _embedding(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _lengths(e: Emit, ids: Ref, mask: Ref | None) -> Ref:
-    """How many ones each row of the mask has; zeros without a mask, as ONNX Runtime gives."""
+    """The number of ones in each row of the mask; zeros without a mask, as in ONNX Runtime."""
     if mask is None:
         rows = emit(e, "Shape", ids, start=0, end=1)
         return emit(e, "Expand", np.zeros(1, np.int32), rows)
@@ -100,7 +100,7 @@ def _lengths(e: Emit, ids: Ref, mask: Ref | None) -> Ref:
 
 
 def _relative_positions(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """RelativePositionBias: T5's rows of a table, by the logarithm of the distance from query to key."""
+    """RelativePositionBias: T5's rows of a table, selected by the logarithm of the distance from query to key."""
     table, queries, keys = needs(node, 0, 1, 2)
     buckets = e.type(table).dims[0]
     if not isinstance(buckets, int):
@@ -133,19 +133,19 @@ def _expand_dims(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     x, axis = needs(node, 0, 1)
     known = e.value(axis)
     if known is None:
-        raise Unsupported("an axis that is no constant")
+        raise Unsupported("an axis that is not constant")
     return (emit(e, "Unsqueeze", x, np.asarray(known, np.int64).reshape(1)),)
 
 
 def _range(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """ONNX's, in steps of 1 where the third operand is absent."""
+    """Range as in ONNX, with a step of 1 if the third operand is absent."""
     start, limit = needs(node, 0, 1)
     step = e.const(np.ones((), e.type(start).dtype)) if node.input(2) is None else node.inputs[2]
     return as_standard("Range", node, e, inputs=(start, limit, step))
 
 
 def _pad(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """ONNX's, whose numbers of elements may be a matrix of one row."""
+    """Pad as in ONNX; the pads may be a matrix of one row."""
     x, pads = needs(node, 0, 1)
     if len(e.type(pads).dims) == 2:
         pads = emit(e, "Reshape", pads, np.array([-1]))
@@ -153,7 +153,7 @@ def _pad(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _distances(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """CDist: between each row of A and each row of B."""
+    """CDist: the distance between each row of A and each row of B."""
     a, b = needs(node, 0, 1)
     for x in (a, b):
         require_rank(e.type(x), 2, "CDist operands")

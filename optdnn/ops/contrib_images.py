@@ -1,4 +1,4 @@
-"""ONNX Runtime's operators of images, most with channels on the last axis, in the terms of ONNX's own."""
+"""ONNX Runtime's image operators, most with channels on the last axis, as compositions of ONNX's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def channels_last(e: Emit, x: Ref) -> Ref:
 
 
 def _nhwc(write: Callable[[NodeSpec, Emit, Ref], Ref]) -> FromOnnx:
-    """An operator whose operand 0 and result have channels on the last axis."""
+    """An operator with channels on the last axis of operand 0 and of the result."""
 
     def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         (x,) = needs(node, 0)
@@ -40,7 +40,7 @@ def _convolved(node: NodeSpec, e: Emit, x: Ref) -> Ref:
 
 
 def _fused_convolved(node: NodeSpec, e: Emit, x: Ref) -> Ref:
-    """NhwcFusedConv: weights as ONNX's, and what is added has channels on the last axis."""
+    """NhwcFusedConv: weights as in ONNX; the added tensor has channels on the last axis."""
     added = node.input(3)
     operands = (x, node.inputs[1], node.input(2), None if added is None else channels_first(e, added))
     fused = e.importer(MICROSOFT + "FusedConv")
@@ -56,7 +56,7 @@ def _pooled(node: NodeSpec, e: Emit, x: Ref) -> Ref:
 
 
 def _quantized_convolution(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """QLinearConv: ONNX's, where ``channels_last`` is 1 on channels that lie last."""
+    """QLinearConv as in ONNX; with ``channels_last`` 1, channels are on the last axis."""
     own = {k: v for k, v in node.attrs.items() if k != "channels_last"}
     if not node.get("channels_last", 0):
         return as_standard("QLinearConv", node, e, attrs=own)
@@ -100,7 +100,7 @@ def _group_normalized(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _skip_group_normalized(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """SkipGroupNorm: of x + skip (+ bias); the skip may be one row of channels for each picture. Output 1 is the sum."""
+    """SkipGroupNorm: the norm of x + skip (+ bias); the skip may be one row of channels per image. Output 1 is the sum."""
     x, skip = needs(node, 0, 3)
     last = bool(node.get("channels_last", 1))
     rank = len(e.type(x).dims)

@@ -1,6 +1,6 @@
 """ONNX Runtime's mixtures of experts, MoE and QMoE: every expert computes all rows, and rows are weighted by the router.
 
-This is right on every target and keeps packed weights packed. It is not fast: unselected experts compute, too.
+This is correct on every target and keeps packed weights packed. It is not fast: unselected experts compute, too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from optdnn.ops.restate import needs, refuse_attributes
 from optdnn.types import DTYPES, UINT8, Array, bits_of, unpacked
 
 Expert: TypeAlias = Callable[[int, Ref], Ref]
-"""The linear layer of an expert, by its number: rows -> rows."""
+"""The linear layer of an expert, given its number: rows -> rows."""
 Layers: TypeAlias = Callable[[int], tuple[Expert | None, Expert | None, Expert | None]]
-"""Layers 1, 2 and 3 of rows of a width."""
+"""Layers 1, 2 and 3, given the width of the rows."""
 
 
 def _constant(node: NodeSpec, e: Emit, slot: int, what: str) -> Array | None:
-    """A constant operand; None where it is absent. Raises Unsupported for a computed one."""
+    """A constant operand; None if it is absent. Raises Unsupported for a computed one."""
     ref = node.input(slot)
     if ref is None:
         return None
@@ -80,7 +80,7 @@ def _of_packed(node: NodeSpec, e: Emit, slots: tuple[int, int, int, int], depth:
 
 
 def _zeros(z: Array, code: str, shape: tuple[int, ...]) -> Array:
-    """Zero points as bytes [experts, rows, blocks]. They are packed along blocks, or along rows where a row is one block."""
+    """Zero points as bytes [experts, rows, blocks]. They are packed along blocks, or along rows if a row is one block."""
     bits, (experts, rows, blocks) = bits_of(DTYPES[code]), shape
     length, lines = (rows, experts) if blocks == 1 else (blocks, experts * rows)
     stored = -(-length * bits // 8)
@@ -93,7 +93,7 @@ def _zeros(z: Array, code: str, shape: tuple[int, ...]) -> Array:
 
 
 def _activated(node: NodeSpec, e: Emit, first: Ref, third: Ref | None) -> Ref:
-    """The activation of layer 1, times layer 3 where there is one."""
+    """The activation of layer 1, times layer 3 if there is one."""
     kind = str(node.get("activation_type", "relu"))
     if kind == "swiglu":
         return _swiglu(node, e, first, third)
@@ -136,9 +136,9 @@ def _swiglu(node: NodeSpec, e: Emit, first: Ref, third: Ref | None) -> Ref:
 
 
 def _routed(node: NodeSpec, e: Emit, logits: Ref, experts: int, given: Ref | None) -> Ref:
-    """The weight of each expert for each row, 0 for those that are not among the first k: [rows, experts].
+    """The weight of each expert for each row, 0 for experts that are not among the first k: [rows, experts].
 
-    The router's numbers select; their softmax weighs, or the weights that are ``given``. The attribute
+    The router's logits select; the weights are their softmax, or the ``given`` weights. The attribute
     ``normalize_routing_weights`` makes the weights of a row add up to 1 (ONNX Runtime's QMoE for the CPU always does).
     """
     k, dtype = int(node.get("k", 1)), e.type(logits).dtype
@@ -176,7 +176,7 @@ def _mixture(node: NodeSpec, e: Emit, layers: Layers, router_weights: Ref | None
     for k in range(experts):
         inner = _activated(node, e, first(k, rows), None if third is None else third(k, rows))
         own = emit(e, "Gather", weights, np.array([k]), axis=1)
-        # An expert that is not selected counts nothing, whatever it computes.
+        # An expert that is not selected contributes 0, whatever it computes.
         zero = np.zeros((), dtype)
         part = emit(e, "Where", emit(e, "Greater", own, zero), emit(e, "Mul", second(k, inner), own), zero)
         total = part if total is None else emit(e, "Add", total, part)
@@ -185,7 +185,7 @@ def _mixture(node: NodeSpec, e: Emit, layers: Layers, router_weights: Ref | None
 
 
 def mixture_of_experts(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """MoE: experts with weights that are floats, [experts, outputs, inputs]."""
+    """MoE: experts with float weights, [experts, outputs, inputs]."""
     return (
         _mixture(
             node, e, lambda width: (_of_floats(node, e, 2, 3), _of_floats(node, e, 4, 5), _of_floats(node, e, 6, 7))
@@ -194,7 +194,7 @@ def mixture_of_experts(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def quantized_mixture(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """QMoE: experts with packed weights, by block or by channel, as the CPU of ONNX Runtime reads them."""
+    """QMoE: experts with packed weights, by block or by channel, in the format of ONNX Runtime's CPU kernels."""
     if node.get("quant_type", "int") != "int":
         raise Unsupported(f"quant_type={node.get('quant_type')}")
     if int(node.get("weights_prepacked", -1)) == 1:

@@ -1,6 +1,6 @@
 """ONNX Runtime's MatMulNBits and GatherBlockQuantized: products with packed weights, and rows of packed tables.
 
-Weights stay as they are stored: only their shape changes.
+Weights stay in their stored form: only their shape changes.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ CODE_OF_BITS = {2: "uint2", 4: "uint4", 8: "uint8"}
 
 
 def code_of(bits: int) -> str:
-    """The code of unsigned numbers. Raises Unsupported for a width other than 2, 4 and 8."""
+    """The code of unsigned integers. Raises Unsupported for a width other than 2, 4 and 8 bits."""
     if bits not in CODE_OF_BITS:
         raise Unsupported(f"weights of {bits} bits")
     return CODE_OF_BITS[bits]
 
 
 def _shaped(e: Emit, x: Ref, shape: Sequence[int]) -> Ref:
-    """``x`` with another shape: a constant at once, anything else by a Reshape."""
+    """``x`` with another shape: a constant directly, any other value by a Reshape."""
     if e.type(x).dims == tuple(shape):
         return x
     value = e.value(x)
@@ -55,7 +55,7 @@ def _shaped(e: Emit, x: Ref, shape: Sequence[int]) -> Ref:
 
 
 def _sized(node: NodeSpec, e: Emit, x: Ref, shape: tuple[int, ...], what: str) -> Ref:
-    """``x`` as ``shape``. Raises ShapeError where its number of elements is another one."""
+    """``x`` as ``shape``. Raises ShapeError if the numbers of elements differ."""
     t = e.type(x)
     if not t.is_static or math.prod(t.static_shape) != math.prod(shape):
         raise ShapeError(f"{node.op_type} {what} {t} must hold {list(shape)}")
@@ -65,9 +65,9 @@ def _sized(node: NodeSpec, e: Emit, x: Ref, shape: tuple[int, ...], what: str) -
 def packed_zeros(
     node: NodeSpec, e: Emit, zero: Ref | None, code: str, scales: Ref, packed: tuple[int, int]
 ) -> Ref | None:
-    """Zero points of [N, blocks]: bytes, or floats of the scales' type. ``packed``: the shape of packed ones.
+    """Zero points [N, blocks]: bytes, or floats of the scales' type. ``packed``: the shape of packed ones.
 
-    Floats that are whole numbers become bytes. Zero points that are all the default one are left off.
+    Floats with integer values become bytes. Zero points that all equal the default are left out.
     Raises ShapeError for another type or size.
     """
     if zero is None:
@@ -93,7 +93,7 @@ def _bytes_or_default(e: Emit, zeros: Array, bits: int) -> Ref | None:
 
 
 def matmul_n_bits(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """MatMulNBits: blocks of K, each with a scale. ``accuracy_level`` 4 lets the rows be rounded to int8; others are ignored."""
+    """MatMulNBits: blocks along K, each with a scale. ``accuracy_level`` 4 allows rounding the rows to int8; others are ignored."""
     refuse_operands(node, g_idx=4)
     refuse_attributes(node, "weight_prepacked")
     x, weights, scales = needs(node, 0, 1, 2)
@@ -136,14 +136,14 @@ def gather_block_quantized(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if s.dims != (rows, blocks_of(k, block)):
         raise ShapeError(f"GatherBlockQuantized scales {s} do not fit data {t} of {bits} bits in blocks of {block}")
     zero = packed_zeros(node, e, node.input(3), code, scales, (rows, -(-s.static_shape[1] * bits // 8)))
-    if width != row_bytes(code, k, block):  # a last block that is not full is stored in full
+    if width != row_bytes(code, k, block):  # a partial last block is padded to a full one
         fill = np.array([0, 0, 0, row_bytes(code, k, block) - width], np.int64)
         data = emit(e, "Pad", data, fill, np.zeros((), UINT8))
     return e.op("PackedGather", [data, indices, scales, zero], PackedGatherAttrs(code, k, block, s.dtype))
 
 
 def _gather_numbers(node: NodeSpec, e: Emit, data: Ref, indices: Ref, scales: Ref, block: int) -> Sequence[Ref]:
-    """A table of 4-bit integers or narrow floats, one element each. Their default zero point is 0."""
+    """A table of 4-bit integers or narrow floats, one element each. The default zero point is 0."""
     numbers, s = e.value(data), e.type(scales)
     if numbers is None:
         raise Unsupported("a table of narrow numbers that is not constant")

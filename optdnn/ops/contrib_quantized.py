@@ -35,7 +35,7 @@ def _quantized(e: Emit, y: Ref, scale: Ref, zero: Ref | None, like: Ref) -> Ref:
 
 
 def _qlinear(count: int, write: Callable[[NodeSpec, Emit, list[Ref]], Ref]) -> FromOnnx:
-    """Operands come as (value, scale, zero point); the operator runs on floats between dequantization and quantization."""
+    """Operands are triples (value, scale, zero point); the operator runs on floats between dequantization and quantization."""
 
     def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         floats = []
@@ -54,7 +54,7 @@ def _binary(kind: str) -> FromOnnx:
 
 
 def _laid(node: NodeSpec, e: Emit, xs: list[Ref], write: Callable[[Ref], Ref]) -> Ref:
-    """``write`` of one operand, whose channels lie last where the node says so."""
+    """``write`` applied to one operand; channels are on the last axis if the node says so."""
     (x,) = xs
     return channels_last(e, write(channels_first(e, x))) if node.get("channels_last", 0) else write(x)
 
@@ -74,7 +74,7 @@ def _softmaxed(node: NodeSpec, e: Emit, xs: list[Ref]) -> Ref:
 
 
 def _quantized_gemm(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """``alpha * a_scale * b_scale * (A' B' + C)`` with int32 C, quantized where there is a scale for that."""
+    """``alpha * a_scale * b_scale * (A' B' + C)`` with int32 C, quantized if there is an output scale."""
     a, a_scale, b, b_scale = needs(node, 0, 1, 3, 4)
     trans_a, trans_b = bool(node.get("transA", 0)), bool(node.get("transB", 0))
     alpha, c = float(node.get("alpha", 1.0)), node.input(6)
@@ -122,7 +122,7 @@ def _matmul_integer_to_float(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _dynamic_lstm(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """DynamicQuantizeLSTM: an LSTM of weights (directions, inputs, 4 hidden); what it reads stays floats."""
+    """DynamicQuantizeLSTM: an LSTM with weights (directions, inputs, 4 hidden); its input stays float."""
     weights = []
     for i, at in ((1, 8), (2, 10)):
         w, scale, zero = needs(node, i, at, at + 1)

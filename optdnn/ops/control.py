@@ -1,7 +1,7 @@
 """Control flow: If, Loop, Scan.
 
 Bodies are attributes (``ops.base.Body``); the outer values that they read are operands, after the operator's own. An If
-whose condition is known when the model is imported is replaced by the branch.
+with a condition that is known at import is replaced by the branch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _check_captured(call: Call, body: Body, own: int, operands: Sequence[TensorT
 
 
 def _merge(a: TensorType, b: TensorType, fresh: Fresh, what: str) -> TensorType:
-    """The type of a value that is an ``a`` or a ``b``."""
+    """The type of a value that is either ``a`` or ``b``."""
     if a.dtype != b.dtype:
         raise ShapeError(f"{what} is {a} in one branch and {b} in the other")
     if a.shape is None or b.shape is None or len(a.shape) != len(b.shape):
@@ -100,16 +100,16 @@ def _true(value: Any) -> bool:
 
 
 def _ends_by_count(body: Body) -> bool:
-    """True where the body's condition is constantly true or the one it was given: only the count ends the loop."""
+    """Whether the body's condition is constantly true or passed through: only the count ends the loop."""
     plain = body.plain
     constants = plain.inputs + len(plain.constants)
-    makers, register = {}, constants
+    producers, register = {}, constants
     for op in plain.ops:
-        makers[register] = op
+        producers[register] = op
         register += len(op.dtypes)
     register = plain.outputs[0]
-    while register in makers and makers[register].kind in ("Identity", "Cast"):
-        source = makers[register].inputs[0]
+    while register in producers and producers[register].kind in ("Identity", "Cast"):
+        source = producers[register].inputs[0]
         if source is None:
             return False
         register = source
@@ -223,11 +223,11 @@ def _import_scan(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 MOST_ROWS = 64
-"""Largest batch of a Scan of opset 8. Each row becomes a separate Scan."""
+"""Largest batch of an opset 8 Scan. Each row becomes a separate Scan."""
 
 
 def _import_batched_scan(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """Scan of opset 8: every operand has a batch axis in front, and the scanned axis is 1. A Scan per row of the batch."""
+    """Scan of opset 8: every operand has a leading batch axis, and the scanned axis is 1. One Scan per row of the batch."""
     if node.input(0) is not None:
         raise Unsupported("Scan of opset 8 with sequence_lens")
     operands = list(node.inputs[1:])

@@ -43,8 +43,8 @@ class ConvAttrs(ConvGeometry, FusedAttrs):
 class ConvTransposeAttrs(FusedAttrs):
     """ConvTranspose: as :class:`ConvAttrs`; ``output_padding`` extends the end of each axis.
 
-    ``output_shape`` (spatial sizes) is kept, with the ``auto_pad`` that says how to split the padding, only while the
-    input's spatial sizes are symbolic; on import it becomes pads otherwise.
+    ``output_shape`` (spatial sizes) is kept, with the ``auto_pad`` that determines how to split the padding, only while the
+    input's spatial sizes are symbolic; otherwise the import converts it to pads.
     """
 
     strides: tuple[int, ...]
@@ -57,17 +57,17 @@ class ConvTransposeAttrs(FusedAttrs):
 
 
 FEW_TAPS = 49
-"""Taps of a filter that a thread adds up by itself."""
+"""The most filter taps that one thread sums alone."""
 
 
 def resolved(attrs: ConvAttrs, x: TensorType, w: TensorType) -> ConvAttrs:
-    """``attrs`` with ``auto_pad`` turned into pads where the sizes in the operands' types allow it."""
+    """``attrs`` with ``auto_pad`` converted to pads if the sizes in the operands' types allow it."""
     pads = resolve_pads(attrs.auto_pad, attrs.pads, x.dims[2:], w.dims[2:], attrs.strides, attrs.dilations)
     return attrs if pads is None else replace(attrs, pads=pads, auto_pad="NOTSET")
 
 
 def resolved_transpose(attrs: ConvTransposeAttrs, x: TensorType, w: TensorType) -> ConvTransposeAttrs:
-    """``attrs`` with ``output_shape`` turned into pads where the sizes in the operands' types allow it."""
+    """``attrs`` with ``output_shape`` converted to pads if the sizes in the operands' types allow it."""
     if not attrs.output_shape:
         return attrs
     geometry = zip(x.dims[2:], w.dims[2:], attrs.strides, attrs.dilations, attrs.output_padding, strict=True)
@@ -79,7 +79,7 @@ def resolved_transpose(attrs: ConvTransposeAttrs, x: TensorType, w: TensorType) 
 
 
 def of_one_channel(weight: Shape) -> bool:
-    """Whether weights of this shape are one filter of one channel and few taps (ECA-Net): most of a tensor core's tile would be
+    """Whether weights of this shape are one filter with one channel and few taps (ECA-Net): most of a tensor core's tile would be
     empty."""
     sizes = [n for n in weight if isinstance(n, int)]
     return weight[:2] == (1, 1) and len(sizes) == len(weight) and math.prod(sizes) <= FEW_TAPS
@@ -158,7 +158,7 @@ def _check_kernel_shape(node: NodeSpec, kernel: Sequence[DimLike]) -> None:
 
 
 def operand_types(node: NodeSpec, e: Emit, weights: int = 1) -> tuple[TensorType, TensorType]:
-    """Types of the input and of the weights, which are operand ``weights``."""
+    """Types of the input and of the weights, which are in operand slot ``weights``."""
     x, w = node.input(0), node.input(weights)
     if x is None or w is None:
         raise ShapeError(f"{node.op_type} needs an input and weights")
@@ -183,7 +183,7 @@ def _import_conv_transpose(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     rank = len(kernel)
     _check_kernel_shape(node, kernel)
     auto_pad = str(node.get("auto_pad", "NOTSET")) or "NOTSET"
-    # SAME_* means something else here than for a convolution (output = input * stride): resolved below.
+    # For a transposed convolution SAME_* has another meaning (output = input * stride): resolved below.
     plain = replace(node, attrs={k: v for k, v in node.attrs.items() if k != "auto_pad" or v == "VALID"})
     win = read_window(plain, rank, None, kernel)
     pads, out_pad = win.pads, node.ints("output_padding") or (0,) * rank

@@ -24,7 +24,7 @@ from optdnn.types import FP32, INT8, DType, TensorType
 class SpaceToDepthImageAttrs(Attrs):
     """Blocks of ``block`` x ``block`` pixels as channels, filled up to ``lanes``.
 
-    The image is first multiplied by ``factors`` and shifted by ``shifts``, one per channel (empty: it is not).
+    The image is first multiplied by ``factors`` and shifted by ``shifts``, one per channel (empty: neither).
     """
 
     block: int
@@ -35,7 +35,7 @@ class SpaceToDepthImageAttrs(Attrs):
 
 @dataclass(frozen=True)
 class QuantizedBlocksAttrs(Attrs):
-    """Like :class:`SpaceToDepthImageAttrs`, for an image over ``scale`` in ``dtype``.
+    """Like :class:`SpaceToDepthImageAttrs`, for an image divided by ``scale`` and stored in ``dtype``.
 
     Rows have ``width`` blocks; the first ``before`` of them are zeros.
     """
@@ -50,9 +50,9 @@ class QuantizedBlocksAttrs(Attrs):
 
 @dataclass(frozen=True)
 class BlocksToSpaceAttrs(Attrs):
-    """Channels are ``channels`` of each pixel of a block of ``blocks`` pixels.
+    """The channels hold ``channels`` values for each pixel of a block of ``blocks`` pixels.
 
-    The result has the spatial ``sizes`` that are left after ``crops`` where the whole begins.
+    The result has the spatial ``sizes`` that remain after ``crops`` are cut from the beginnings.
     """
 
     blocks: tuple[int, int]
@@ -65,7 +65,7 @@ class BlocksToSpaceAttrs(Attrs):
 
 @dataclass(frozen=True)
 class ConvBlocksAttrs(ConvAttrs):
-    """A convolution's attributes, and those of :class:`BlocksToSpaceAttrs` for its channels."""
+    """The attributes of a convolution, and of :class:`BlocksToSpaceAttrs` for its channels."""
 
     blocks: tuple[int, int] = (1, 1)
     crops: tuple[int, int] = (0, 0)
@@ -92,7 +92,7 @@ class ImageConvAttrs(ConvGeometry):
 
 @dataclass(frozen=True)
 class PooledImageConvAttrs(ImageConvAttrs):
-    """Also the largest of windows of ``window`` x ``window``, two apart; the first one ``begins`` before the image.
+    """Also max pooling: windows of ``window`` x ``window`` with stride 2; the first one starts ``begins`` before the image.
 
     ``size``: rows and columns of the result.
     """
@@ -114,7 +114,7 @@ class ConvSumAttrs(Attrs):
 class PairedConvAttrs(Attrs):
     """``sources``: strides, pads and dilations of each convolution of a sum.
 
-    ``beside``: stages of the second sum; ``epilogue``: of the first one, which reads the second as operand 1.
+    ``beside``: stages of the second sum; ``epilogue``: stages of the first sum, which read the second as operand 1.
     """
 
     sources: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
@@ -126,7 +126,7 @@ class PairedConvAttrs(Attrs):
 class GatedConvAttrs(ConvGeometry):
     """The geometry of two convolutions.
 
-    ``beside``: stages of the second; ``epilogue``: of the first one, which reads the second as operand 1.
+    ``beside``: stages of the second; ``epilogue``: stages of the first, which read the second as operand 1.
     """
 
     epilogue: tuple[Stage, ...] = ()
@@ -158,7 +158,7 @@ class SeparableConvAttrs(NestedAttrs):
 @dataclass(frozen=True)
 class ChainedQuantizedAttrs(NestedAttrs):
     """Two QuantizedConv: the first one reads ``operands`` operands, the second one its result. ``kept``: the first result is
-    a result as well."""
+    also an output."""
 
     first: QuantizedConvAttrs
     second: QuantizedConvAttrs
@@ -178,7 +178,7 @@ class ChainedQuantizedAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class ExcitationGateAttrs(SeparableConvAttrs):
-    """Two products of the means of images. ``pixels``: of an image whose tiles' sums are read; 0: the image is."""
+    """Two products on the means of images. ``pixels``: the pixels of an image if its tiles' sums are read; 0: the image is read."""
 
     pixels: int = 0
 
@@ -195,7 +195,7 @@ class ExcitationGateAttrs(SeparableConvAttrs):
 class ConvSqueezeAttrs(NestedAttrs):
     """The convolution ``of`` (a kind) with its attributes ``conv``, and the sums of tiles of ``tile`` pixels.
 
-    ``tile`` (): the means of whole images instead. ``mean``: how means of 8-bit results are made of sums.
+    ``tile`` (): the means of whole images instead. ``mean``: how to compute the means of 8-bit results from sums.
     """
 
     of: str
@@ -264,7 +264,7 @@ def _infer_quantized_blocks(call: Call) -> Result:
 
 
 def _placed(call: Call, made: TensorType, a: BlocksToSpaceAttrs | ConvBlocksAttrs) -> TensorType:
-    """Blocks of pixels in their places."""
+    """Blocks of pixels at their positions in the image."""
     require_rank(made, 4, f"{call.kind} blocks")
     agree(made.dims[1], a.blocks[0] * a.blocks[1] * a.channels, f"{call.kind}: lanes of {made} and the blocks differ")
     if len(a.sizes) not in (1, 2):

@@ -1,4 +1,4 @@
-"""Operators that make tensors out of little: Range, ConstantOfShape, EyeLike, Trilu, Constant; Identity and Dropout."""
+"""Operators that create tensors: Range, ConstantOfShape, EyeLike, Trilu, Constant; Identity and Dropout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ConstantOfShapeAttrs(Attrs):
 
 @dataclass(frozen=True)
 class EyeLikeAttrs(Attrs):
-    """``dtype`` None: that of the operand. ``k``: the diagonal that holds ones."""
+    """``dtype`` None: the operand's dtype. ``k``: the diagonal of ones."""
 
     dtype: DType | None = None
     k: int = 0

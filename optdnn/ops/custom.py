@@ -1,4 +1,4 @@
-"""The kind "Custom": an operator that the user brought (:func:`optdnn.custom_op`)."""
+"""The kind "Custom": a user's own operator (:func:`optdnn.custom_op`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optdnn.types import TensorType
 
 @dataclass(frozen=True)
 class CustomAttrs(Attrs):
-    """Which operator, and the values of its attributes as pairs."""
+    """The name of the operator, and the values of its attributes as pairs."""
 
     name: str
     digest: str
@@ -51,7 +51,7 @@ def importer_of(op: CustomOp) -> FromOnnx:
         values = {**op.attributes, **node.attrs}
         for key, value in values.items():
             if not plain(value):
-                raise Unsupported(f"attribute {key!r} of the custom operator is no number, text or list of them")
+                raise Unsupported(f"attribute {key!r} of the custom operator is not a number, text or list of them")
         pairs = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(values.items()))
         attrs = CustomAttrs(op.name, op.digest, pairs)
         return e.op("Custom", node.inputs, attrs, outputs=max(1, len(node.outputs)))

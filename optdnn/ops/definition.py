@@ -1,4 +1,4 @@
-"""What an operator is: one :class:`OpDef` holds everything anyone needs to know about it.
+"""The definition of an operator: one :class:`OpDef` holds all facts about it.
 
 - ``infer`` gives output types and, for small integer tensors, output *values*, symbolic ones included.
 - ``kernel`` is its NumPy meaning (in ``runtime.reference``).
@@ -29,7 +29,7 @@ from optdnn.types import Array
 
 @dataclass(frozen=True)
 class OpDef:
-    """All that is known of one operator kind."""
+    """All facts about one operator kind."""
 
     kind: str
     infer: Infer
@@ -41,13 +41,13 @@ class OpDef:
     fields.
     """
     to_onnx: ToOnnx | None = None
-    """None: a node of the same name whose attributes are the dataclass fields that are not None."""
+    """None: a node of the same name; its attributes are the dataclass fields that are not None."""
     cost: Callable[[Call, Result], Cost] | None = None
     """None: one operation per output element."""
     tol: Tol = DEFAULT_TOL
     traits: Traits = NO_TRAITS
     arity: int | None = None
-    """Number of operand slots of the kind's own, after which the operands of fused stages follow (fusible kinds)."""
+    """Number of the kind's own operand slots (for fusible kinds). The operands of fused stages follow."""
 
     @property
     def importers(self) -> Mapping[str, FromOnnx]:

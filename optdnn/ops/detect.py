@@ -25,7 +25,7 @@ class NMSAttrs(Attrs):
 
 @dataclass(frozen=True)
 class RoiAlignAttrs(Attrs):
-    """``sampling_ratio`` 0: as many samples as a bin has pixels. The regions may be floats of another type than the input.
+    """``sampling_ratio`` 0: as many samples as a bin has pixels. The regions may have another float type than the input.
 
     ``coordinate_transformation_mode`` is "half_pixel" or "output_half_pixel", ``mode`` "avg" or "max".
     """
@@ -200,7 +200,7 @@ def _import_deform_conv(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _cost_nms(call: Call, result: Result) -> Cost:
-    """Overlaps of every pair, as a bound; of one box in 64 where scores have to exceed a threshold."""
+    """The overlaps of all pairs, as a bound; with one box in 64 if scores must exceed a threshold."""
     boxes = extent(call.type(0).dims[1])
     if call.has(4):
         boxes = -(-boxes // 64)

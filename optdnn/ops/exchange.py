@@ -1,4 +1,4 @@
-"""What import functions read a node of ONNX with, and export functions write one with."""
+"""The interfaces of import functions, which read ONNX nodes, and of export functions, which write them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NodeSpec:
     """One ONNX node in plain types: no protobuf reaches an operator.
 
     ``attrs`` values are int, float, str, lists of these, arrays (tensor attributes), or imported subgraphs.
-    ``opset`` is the version of the node's own domain that the model imports.
+    ``opset`` is the version of the node's own domain in the model.
     """
 
     op_type: str
@@ -48,7 +48,7 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class Stacking:
-    """A Loop that carries nothing: ``body`` takes the number of the iteration, the condition and what it captures.
+    """A Loop without carried values: ``body`` reads the number of the iteration, the condition and captured values.
 
     It yields the condition, the rows of the Loop's own stacked results, and the tensors that iterations append to sequences.
     """
@@ -61,33 +61,33 @@ class Stacking:
 
 
 class Subgraph(Protocol):
-    """A subgraph of a node that is being imported, seen by the import function of its operator."""
+    """A subgraph of a node during import, as seen by the import function of the node's operator."""
 
     inputs: int
     """Number of its own (formal) inputs."""
     outputs: int
 
     def fresh(self) -> Dim:
-        """A symbol unlike all others, for a size that differs between iterations."""
+        """A new symbol for a size that differs between iterations, different from all others."""
 
     def inline(self, inputs: Sequence[Ref]) -> list[Ref]:
-        """Import its nodes into the graph around it; returns its outputs."""
+        """Import its nodes into the surrounding graph; returns its outputs."""
 
     def build(self, types: Sequence[TensorType]) -> tuple[Body, list[Ref]]:
-        """Import it as a body whose formal inputs have these types; returns it and the outer values that it captures."""
+        """Import it as a body with formal inputs of these types; returns the body and the outer values that it captures."""
 
     def stacking(self, operands: Sequence[Ref | None]) -> Stacking | None:
-        """The body of a Loop, with the Loop's operands, as one that stacks the tensors that it appends to sequences.
+        """The body of a Loop, with the Loop's operands, as a body that stacks the tensors that it appends to sequences.
 
-        None where it does anything else with a sequence, where a sequence is not empty at first, where a carried value is no
-        counter, or where the number of iterations is not known.
+        None if it uses a sequence in any other way, if a sequence is not empty at first, if a carried value is not a
+        counter, or if the number of iterations is unknown.
         """
 
     def appending(self, operands: Sequence[Ref | None]) -> Subgraph | None:
-        """The body of a Loop, with the Loop's operands, without the sequences: the tensors that it appends to them are its last
+        """The body of a Loop, with the Loop's operands, without the sequences. The tensors that it appends to them become its last
         outputs.
 
-        None where it does anything else with a sequence, or where a sequence is not empty at first.
+        None if it uses a sequence in any other way, or if a sequence is not empty at first.
         """
 
     def repeats(self, trips: int, most: int) -> bool:
@@ -95,7 +95,7 @@ class Subgraph(Protocol):
 
 
 class Emit(Protocol):
-    """What an import function builds with."""
+    """The builder that import functions use."""
 
     def op(
         self, kind: str, inputs: Sequence[Ref | Array | None], attrs: Attrs | None = None, outputs: int = 1
@@ -107,13 +107,13 @@ class Emit(Protocol):
     def type(self, ref: Ref) -> TensorType: ...
 
     def value(self, ref: Ref) -> Known | None:
-        """The constant (or symbolic integer) value of a ref where it is known."""
+        """The constant (or symbolic integer) value of a ref if it is known."""
 
     def definition(self, kind: str) -> OpDef:
         """The definition of an operator kind."""
 
     def importer(self, op_type: str) -> FromOnnx:
-        """The import function of an ONNX operator, for a node that is restated as one."""
+        """The import function of an ONNX operator, for a node that is rewritten as this operator."""
 
 
 FromOnnx: TypeAlias = Callable[[NodeSpec, Emit], Sequence[Ref]]
@@ -121,9 +121,9 @@ FromOnnx: TypeAlias = Callable[[NodeSpec, Emit], Sequence[Ref]]
 
 
 class Export(Protocol):
-    """What an export function writes ONNX of :data:`OPSET` with.
+    """The writer of ONNX (opset :data:`OPSET`) that export functions use.
 
-    Values are ONNX names; an attribute that is a dtype becomes ONNX's number.
+    Values are ONNX names; a dtype as an attribute becomes ONNX's number.
     """
 
     def node(
@@ -135,23 +135,23 @@ class Export(Protocol):
     def type(self, name: str) -> TensorType: ...
 
     def declare(self, name: str, type: TensorType) -> None:
-        """Note the type of a value between the nodes of one op."""
+        """Record the type of a value between the nodes of one op."""
 
     def value(self, name: str) -> Array | None:
-        """The array of a constant (operand that older opsets want as an attribute), else None."""
+        """The array of a constant (for operands that older opsets want as attributes), otherwise None."""
 
     def subgraph(self, body: Body, captured: Sequence[str]) -> Any:
-        """A body as the value of a graph attribute; ``captured`` are the names of the outer values that it reads."""
+        """A body as the value of a graph attribute; ``captured`` are the names of its captured outer values."""
 
 
 OPSET = 21
-"""The opset that optdnn writes. Newer operators are written as the older ones that compute the same."""
+"""The opset that optdnn writes. Newer operators are written as equivalent older ones."""
 ToOnnx: TypeAlias = Callable[[Any, Sequence[str], int, Export], Sequence[str]]
 """Export one op: ``to_onnx(attrs, input_names ("" = absent), n_outputs, e)`` returns a name per output."""
 
 
 def not_written(why: str) -> ToOnnx:
-    """Export of a kind that ONNX has no form for."""
+    """Export of a kind without an ONNX form."""
 
     def to_onnx(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
         raise Unsupported(why)
@@ -160,7 +160,7 @@ def not_written(why: str) -> ToOnnx:
 
 
 def simple_import(kind: str, attrs: Callable[[NodeSpec], Attrs] | None = None) -> FromOnnx:
-    """Import function of an operator whose operands carry over as they are and whose attributes ``attrs`` reads."""
+    """Import function of an operator with unchanged operands; ``attrs`` reads its attributes."""
 
     def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         return e.op(kind, node.inputs, attrs(node) if attrs else None, outputs=len(node.outputs))
@@ -169,7 +169,7 @@ def simple_import(kind: str, attrs: Callable[[NodeSpec], Attrs] | None = None) -
 
 
 def onnx_dtype(number: int) -> DType:
-    """The dtype of a ``TensorProto.DataType`` number; raises Unsupported for one optdnn does not store."""
+    """The dtype of a ``TensorProto.DataType`` number; raises Unsupported for a type that optdnn does not store."""
     try:
         return ONNX_TYPES[int(number)]
     except KeyError:
@@ -177,9 +177,9 @@ def onnx_dtype(number: int) -> DType:
 
 
 def read_attrs(cls: type[AnyAttrs]) -> Callable[[NodeSpec], AnyAttrs]:
-    """Reader of ONNX attributes named as the dataclass fields; a field's default stands for an absent attribute.
+    """A reader of ONNX attributes named like the dataclass fields; a field's default replaces an absent attribute.
 
-    Raises ShapeError where an attribute without a default is absent.
+    Raises ShapeError if an attribute without a default is absent.
     """
 
     def read(node: NodeSpec) -> AnyAttrs:
@@ -197,7 +197,7 @@ def read_attrs(cls: type[AnyAttrs]) -> Callable[[NodeSpec], AnyAttrs]:
 
 
 def _read(annotation: str, value: Any) -> Any:
-    """An ONNX attribute as a field of this type holds it."""
+    """An ONNX attribute converted to the type of its field."""
     if annotation.startswith("tuple"):
         return tuple(value)
     readers: dict[str, Callable[[Any], Any]] = {
@@ -216,7 +216,7 @@ def onnx_number(dtype: DType) -> int:
 
 
 def normalized_axis(node: NodeSpec, e: Emit, default: int | None = None) -> int:
-    """The attribute ``axis``, counted from the front where the rank of operand 0 is known."""
+    """The attribute ``axis``, counted from the front if the rank of operand 0 is known."""
     axis = node.get("axis", default)
     if axis is None:
         raise ShapeError(f"{node.op_type} needs the attribute axis")

@@ -1,4 +1,4 @@
-"""Operators that ONNX had as experimental ones up to opset 9, as older converters write them; their meaning is ONNX Runtime's."""
+"""Operators that were experimental in ONNX up to opset 9, as older converters write them, with ONNX Runtime's meaning."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _scaled(kind: str) -> FromOnnx:
 
 
 def _crop(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """``border``: pixels on the left, above, on the right, below; with ``scale``, the height and width from that corner on."""
+    """``border``: pixels on the left, above, on the right, below; with ``scale``, the height and width from the top left corner."""
     (x,) = needs(node, 0)
     require_rank(e.type(x), 4, "Crop input")
     border, size = node.ints("border", ()) or (), node.ints("scale")

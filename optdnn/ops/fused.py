@@ -1,7 +1,7 @@
 """Fused pointwise stages: inference, plain form, cost and export; and the kind Pointwise, a chain (or small DAG) of them.
 
 Every fusible kind (Conv, Gemm, MatMul, …) holds stages in its attributes (see :class:`optdnn.ops.base.FusedAttrs`) and uses the
-helpers here. A stage's meaning is that of its own kind, so nothing about stages is written twice.
+helpers here. A stage has the meaning of its own kind, so no stage is defined twice.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from optdnn.runtime.reference.run import PlainStage
 from optdnn.types import TensorType
 
 STAGE_KINDS: Mapping[str, OpDef] = {d.kind: d for d in (*binary.DEFS, *unary.DEFS, *create.DEFS) if d.traits.pointwise}
-"""The kinds that a stage may have: the pointwise operators."""
+"""The kinds of stages: the pointwise operators."""
 
 
 def stage_definition(kind: str) -> OpDef:
     """The definition of a stage's kind. Raises ShapeError for a kind that is not pointwise."""
     if kind not in STAGE_KINDS:
-        raise ShapeError(f"{kind} cannot be a fused stage: it is no pointwise operator")
+        raise ShapeError(f"{kind} cannot be a fused stage: it is not a pointwise operator")
     return STAGE_KINDS[kind]
 
 
@@ -52,7 +52,7 @@ def _no_symbols(hint: str, most: DimLike = INF) -> Dim:
 
 
 def _pick(args: Sequence[int | None], registers: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-    """What a stage's ``args`` name, from the registers (negative) and the operands of the op that holds the stage."""
+    """The values that a stage's ``args`` name: registers (negative), or operands of the op that holds the stage."""
     try:
         return [None if a is None else registers[~a] if a < 0 else operands[a] for a in args]
     except IndexError:
@@ -72,7 +72,7 @@ def stage_calls(
     """The inference call and result of every stage of a chain that begins with a value of type ``start``.
 
     ``operands`` are the types of all operand slots of the op that holds the stages. ``value`` and ``values``: the known
-    values of the start and of the operands, where there are any. Raises ShapeError naming the stage that contradicts.
+    values of the start and of the operands, if any. Raises ShapeError naming the stage that contradicts.
     """
     padded = [*values, *[None] * (len(operands) - len(values))]
     types, known = [start], [value]
@@ -92,13 +92,13 @@ def stage_calls(
 
 
 def infer_stages(stages: Sequence[Stage], start: TensorType, operands: Sequence[TensorType | None]) -> TensorType:
-    """The type a chain of stages gives to a value of type ``start``; see :func:`stage_calls`."""
+    """The type that a chain of stages gives to a value of type ``start``; see :func:`stage_calls`."""
     calls = stage_calls(stages, start, operands)
     return calls[-1][1].types[0] if calls else start
 
 
 def with_stages(infer: Infer) -> Infer:
-    """``infer``, which sees operand 0 as the prologue leaves it; the epilogue turns its result.
+    """``infer`` for a kind with stages: it sees operand 0 after the prologue, and the epilogue transforms its result.
 
     Raises ShapeError for a stage that contradicts its operands or changes a shape.
     """
@@ -131,19 +131,19 @@ def fused_flops(call: Call, result: Result) -> float:
     prologue, epilogue = call.attrs.prologue, call.attrs.epilogue
     if not prologue and not epilogue:
         return 0.0
-    # Stages do not change shapes, so the result's type is that of the epilogue's input.
+    # Stages keep shapes, so the result's shape is the epilogue input's, too.
     before = stages_flops(prologue, call.type(0), call.types)
     return before + stages_flops(epilogue, result.types[0], call.types)
 
 
 def product_flops(call: Call, result: Result) -> float:
-    """Arithmetic of the products of matrices that an operator consists of; symbolic sizes count by :func:`extent`."""
+    """Arithmetic of an operator's matrix products; symbolic sizes count by :func:`extent`."""
     shapes = [() if t is None else [extent(d) for d in t.dims] for t in call.types]
     return products_of(call.kind, shapes, [extent(d) for d in result.types[0].dims], attrs_dict(call.attrs))
 
 
 def product_cost(call: Call, result: Result) -> Cost:
-    """Cost of an operator that is products of matrices and nothing else; see :func:`product_flops`."""
+    """Cost of an operator that consists only of matrix products; see :func:`product_flops`."""
     return Cost(product_flops(call, result))
 
 
@@ -154,12 +154,12 @@ def stages_flops(stages: Sequence[Stage], start: TensorType, operands: Sequence[
 
 
 def flops(definition: OpDef, call: Call, result: Result) -> float:
-    """Arithmetic of one call by its kind's cost function (one operation per output element where it has none)."""
+    """Arithmetic of one call by its kind's cost function (without one: one operation per output element)."""
     return definition.cost(call, result).flops if definition.cost else elements(result.types[0])
 
 
 def plain_attrs(definition: OpDef, attrs: Attrs) -> dict[str, Any]:
-    """Attributes as :func:`optdnn.runtime.reference.run.run_kernel` takes them: stages in plain form, and ``arity`` with them."""
+    """Attributes in the form of :func:`optdnn.runtime.reference.run.run_kernel`: stages in plain form, and ``arity`` with them."""
     if isinstance(attrs, NestedAttrs):
         return attrs.plain()
     plain = {k: v.plain if isinstance(v, Body) else plain_value(v) for k, v in attrs_dict(attrs).items()}
@@ -182,7 +182,7 @@ def plain_stages(stages: Sequence[Stage]) -> tuple[PlainStage, ...]:
 
 
 def typed_attrs(definition: OpDef, plain: Mapping[str, Any]) -> Attrs:
-    """The inverse of :func:`plain_attrs`, but for bodies."""
+    """The inverse of :func:`plain_attrs`, except for bodies."""
     return definition.attrs.read({k: typed_value(v) for k, v in plain.items()})
 
 
@@ -239,7 +239,7 @@ def export_registers(
 
 @dataclass(frozen=True)
 class PointwiseAttrs(FusedAttrs):
-    """A fused pointwise DAG: ``epilogue`` is its body, whose register 0 is operand 0."""
+    """A fused pointwise DAG: ``epilogue`` is its body; register 0 of the body is operand 0."""
 
 
 def _infer_pointwise(call: Call) -> Result:

@@ -84,7 +84,7 @@ def _infer_gather_elements(call: Call) -> Result:
 
 
 def _within(call: Call, indices: Sequence[DimLike], x: Sequence[DimLike], axis: int) -> None:
-    """Raise ShapeError where there are more indices along another axis than the operand is long there."""
+    """Raise ShapeError if the indices are longer than the operand along another axis."""
     for k, (a, b) in enumerate(zip(indices, x, strict=True)):
         if k != axis and bounds(a - b)[0] > 0:
             raise ShapeError(f"{call.kind} has {a} indices along axis {k} of {call.type(0)}")
@@ -158,7 +158,7 @@ def _import_gather(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _import_scatter_elements(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """ScatterElements, and Scatter as it was called in opset 9."""
+    """ScatterElements, and Scatter, its name in opset 9."""
     attrs = ScatterElementsAttrs(normalized_axis(node, e, 0), node.get("reduction", "none"))
     return e.op("ScatterElements", node.inputs, attrs)
 

@@ -17,7 +17,7 @@ from optdnn.types import TensorType, broadcast_dims, show_shape
 
 @dataclass(frozen=True)
 class MatMulAttrs(FusedAttrs):
-    """MatMul has no attributes but its stages."""
+    """MatMul has no attributes except its stages."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _einsum_sizes(equation: str, types: Sequence[TensorType]) -> tuple[dict[str,
             known = sizes.get(label, 1)
             if label.startswith("."):
                 (sizes[label],) = broadcast_dims((known,), (size,))
-            elif known == 1:  # NumPy lets a size of 1 broadcast here too
+            elif known == 1:  # NumPy broadcasts a size of 1 here, too
                 sizes[label] = size
             elif size != 1:
                 sizes[label] = agree(known, size, f"Einsum {equation!r}: sizes of {label!r} differ")

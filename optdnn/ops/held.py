@@ -1,4 +1,4 @@
-"""The operators that the regions of a lowered program hold, and how a region is defined."""
+"""The operators that regions of a lowered program contain, and the definition of a region."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def region(
     traits: Traits = NO_TRAITS,
     arity: int | None = None,
 ) -> OpDef:
-    """The definition of a kind that only launches have."""
+    """The definition of a kind that exists only in launches."""
     return OpDef(kind, infer, attrs, {}, NO_ONNX, cost=cost, tol=tol, traits=traits, arity=arity)
 
 
 def _infer_attention(call: Call) -> Result:
-    """Attention on masks that repeat along the batch, whose size is a multiple of theirs."""
+    """Attention with masks that repeat along the batch; the batch size is a multiple of the number of masks."""
     q, mask = call.type(0), call.type(3)
     require_rank(mask, 4, "PeriodicAttention mask")
     agree(q.dims[0] % mask.dims[0], 0, f"PeriodicAttention masks {mask} do not repeat along the batch of {q}")
@@ -57,7 +57,7 @@ class CachedAttentionAttrs(Attrs):
 
 
 def _infer_cached_attention(call: Call) -> Result:
-    """Attention of q (B, H, 1, D) to a cache (B, G, C, D), which takes one new row, k and v (B, G, 1, D)."""
+    """Attention of q (B, H, 1, D) over a cache (B, G, C, D); k and v (B, G, 1, D) are one new row of the cache."""
     q, k, v, keys, values = (call.type(i) for i in (0, 1, 2, 7, 8))
     for new, cache, name in ((k, keys, "keys"), (v, values, "values")):
         require_rank(cache, 4, f"CachedAttention {name}")
@@ -72,7 +72,7 @@ CACHED_ATTENTION = region("CachedAttention", _infer_cached_attention, CachedAtte
 
 @dataclass(frozen=True)
 class ChannelAttentionAttrs(Attrs):
-    """``least``: the least norms of queries and keys that are divided by; none: they are not normalized."""
+    """``least``: the lower bounds of the norms that divide queries and keys; none: they are not normalized."""
 
     least: tuple[float, ...] = ()
 
@@ -96,7 +96,7 @@ class ChannelSumsAttrs(Attrs):
 
 
 def _infer_channel_sums(call: Call) -> Result:
-    """Of q and k (B, H, C, N) the parts (B, H, S, 2 + C, C): in each the squares of q's channels, of k's, and q k^T."""
+    """Parts (B, H, S, 2 + C, C) of q and k (B, H, C, N): in each the squares of q's channels, of k's channels, and q k^T."""
     a: ChannelSumsAttrs = call.attrs
     q, k = call.type(0), call.type(1)
     require_rank(q, 4, "ChannelSums queries")
@@ -107,7 +107,7 @@ def _infer_channel_sums(call: Call) -> Result:
 
 
 def _infer_channel_results(call: Call) -> Result:
-    """Attention between channels from those parts, of values (B, H, C, N), with a factor for each head's scores."""
+    """Attention between channels, from these parts, on values (B, H, C, N), with a factor for each head's scores."""
     sums, v, factors = call.type(0), call.type(1), call.type(2)
     require_rank(sums, 5, "ChannelResults parts")
     for x, y in zip((*sums.dims[:2], sums.dims[4], sums.dims[1]), (*v.dims[:3], factors.dims[-1]), strict=True):
@@ -138,11 +138,11 @@ def _infer_factored_attention(call: Call) -> Result:
 FACTORED_ATTENTION = region("FactoredAttention", _infer_factored_attention, AttentionAttrs)
 _FAMILIES = (attention, binary, conv, gemm, norm, quantized, rnn, softmax, unary)
 HELD: Mapping[str, OpDef] = {d.kind: d for d in (*(d for f in _FAMILIES for d in f.DEFS), PERIODIC_ATTENTION)}
-"""The kinds that a region may hold."""
+"""The kinds that a region may contain."""
 
 
 def held(kind: str) -> OpDef:
-    """The definition of an operator of a region."""
+    """The definition of an operator in a region."""
     try:
         return HELD[kind]
     except KeyError:
@@ -150,12 +150,12 @@ def held(kind: str) -> OpDef:
 
 
 def infer_as(call: Call, kind: str, attrs: Attrs, types: Sequence[TensorType | None]) -> Result:
-    """What an operator that ``call`` computes among other things gives on operands of these types."""
+    """The inference result of an operator inside of ``call``'s region, for operands of these types."""
     return held(kind).infer(Call(kind, attrs, tuple(types), (None,) * len(types), 1, call.fresh))
 
 
 def plain_held(kind: str, attrs: Attrs) -> dict[str, Any]:
-    """The attributes of an operator of a region as a step holds them."""
+    """The attributes of an operator in a region as a step holds them."""
     return plain_attrs(held(kind), attrs)
 
 

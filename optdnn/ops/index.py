@@ -26,7 +26,7 @@ class ConcatAttrs(Attrs):
 
 @dataclass(frozen=True)
 class SplitAttrs(Attrs):
-    """``num_outputs``: the number of equal parts (the last may be smaller); None where operand 1 gives the sizes."""
+    """``num_outputs``: the number of equal parts (the last may be smaller); None if operand 1 gives the sizes."""
 
     axis: int = 0
     num_outputs: int | None = None
@@ -149,7 +149,7 @@ def _infer_slice(call: Call) -> Result:
 
 
 def sliced(dim: DimLike, start: DimLike, end: DimLike, step: int) -> DimLike | None:
-    """The number of elements ``start:end:step`` takes of ``dim``; None where the sign of a bound depends on symbols."""
+    """The number of elements of ``start:end:step`` on ``dim``; None if the sign of a bound depends on symbols."""
     if step == 0:
         raise ShapeError("Slice with a step of zero")
     first, last = _from_front(start, dim), _from_front(end, dim)

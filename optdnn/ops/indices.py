@@ -1,8 +1,8 @@
-"""Indices that are known before a run: do they lie inside of the operand that they address?
+"""Indices that are known before a run: are they within the operand that they address?
 
-Gather, GatherElements, GatherND, ScatterElements and ScatterND read or write at positions that operand 1 gives. Libraries do not
-always check these. So an index that is known to be outside is an error of the model on every target (:func:`refuse_outside`).
-Before such an operator goes to a library, :func:`all_inside` tells whether all positions are proven to be inside.
+Gather, GatherElements, GatherND, ScatterElements and ScatterND read or write at the positions in operand 1. Libraries do not
+always check these. So an index that is known to be out of range is an error of the model on every target (:func:`refuse_outside`).
+Before such an operator goes to a library, :func:`all_inside` tells whether all positions are proven to be in range.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from optdnn.ops.base import Call, Known
 from optdnn.types import TensorType, normalize_axis
 
 ALONG_AXIS = frozenset({"Gather", "GatherElements", "PackedGather", "ScatterElements"})
-"""Kinds whose indices are positions on one axis: that of the attribute ``axis``, without one the first."""
+"""Kinds with indices along one axis: the attribute ``axis``, or the first axis without it."""
 TUPLES = frozenset({"GatherND", "ScatterND"})
-"""Kinds whose indices are tuples of positions, one for each of the leading axes."""
+"""Kinds with tuples of indices, one for each of the leading axes."""
 
 
 def addressed(kind: str, attrs: Any, x: TensorType, indices: TensorType) -> tuple[DimLike, ...] | None:
-    """The sizes that a tuple of positions (or the one position) must stay below; None where they are not known."""
+    """The upper bounds (exclusive) of a tuple of positions, or of the single position; None if they are unknown."""
     if x.shape is None or indices.shape is None:
         return None
     if kind in ALONG_AXIS:
@@ -37,7 +37,7 @@ def addressed(kind: str, attrs: Any, x: TensorType, indices: TensorType) -> tupl
 
 
 def refuse_outside(call: Call) -> None:
-    """Raise ShapeError for an index of ``call`` (one of the kinds above) that is outside for any sizes."""
+    """Raise ShapeError for an index of ``call`` (one of the kinds above) that is out of range for all sizes."""
     x, value = call.type(0), call.value(1)
     sizes = addressed(call.kind, call.attrs, x, call.type(1))
     if value is None or sizes is None:
@@ -50,8 +50,8 @@ def refuse_outside(call: Call) -> None:
 
 
 def all_inside(kind: str, attrs: Any, types: Sequence[TensorType | None], value: Known | None) -> bool:
-    """Whether every position of ``value`` (operand 1) is inside of operand 0 for any sizes of symbols, and the shapes
-    of the operands fit each other."""
+    """Whether every position of ``value`` (operand 1) is in range of operand 0 for all sizes of symbols, and the shapes
+    of the operands match."""
     x, indices = types[0], types[1]
     if value is None or x is None or indices is None:
         return False
@@ -75,7 +75,7 @@ def _shapes_fit(kind: str, attrs: Any, x: TensorType, indices: TensorType) -> bo
 
 
 def _extremes(value: Known, columns: int) -> list[list[DimLike]]:
-    """Per position of a tuple: the smallest and the largest value where all are integers, else every value."""
+    """For each position of a tuple: the smallest and the largest value if all are integers, otherwise every value."""
     if not value.size:
         return [[] for _ in range(columns)]
     rows = value.reshape(-1, columns)

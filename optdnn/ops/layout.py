@@ -24,7 +24,7 @@ def _infer(call: Call) -> Result:
 
 
 def _export(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """ONNX has logical tensors only: nothing happens."""
+    """ONNX has only logical tensors, so the op disappears."""
     return e.node("Identity", inputs)
 
 

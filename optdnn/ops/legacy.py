@@ -1,7 +1,7 @@
-"""Opsets 1 to 6: their nodes restated as opset 7 has them, before the operator's own import function sees them.
+"""Opsets 1 to 6: their nodes are rewritten for opset 7 before the operator's own import function sees them.
 
-What opset 7 changed: binary operators broadcast as NumPy does (before: ``broadcast=1`` and ``axis`` aligned the second
-operand), ``is_test`` and ``consumed_inputs`` went, and some attributes became operands or took another name or type.
+Changes in opset 7: binary operators broadcast like NumPy (before: ``broadcast=1`` and ``axis`` aligned the second
+operand), ``is_test`` and ``consumed_inputs`` were removed, and some attributes became operands or got another name or type.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from optdnn.ops.values import static_ints
 from optdnn.types import DTYPES, normalize_axis
 
 FIRST_MODERN = 7
-"""The first opset whose nodes need no restating."""
+"""The first opset whose nodes need no rewriting."""
 
 _DTYPE_NAMES = {
     "FLOAT": "fp32",
@@ -32,9 +32,9 @@ _RULES: dict[str, Callable[[NodeSpec, Emit], NodeSpec]] = {}
 
 
 def modernize(node: NodeSpec, e: Emit) -> NodeSpec:
-    """A node of the default domain of opset 1 to 6, as opset 7 writes it.
+    """A node of the default domain of opset 1 to 6, in the form of opset 7.
 
-    Raises Unsupported for training-mode nodes and ShapeError for what the old operator does not allow.
+    Raises Unsupported for training-mode nodes and ShapeError for violations of the old operator's rules.
     """
     node = replace(node, attrs={k: v for k, v in node.attrs.items() if k != "consumed_inputs"})
     rule = _RULES.get(node.op_type)
@@ -51,7 +51,7 @@ def _with(
 
 
 def _aligned(node: NodeSpec, e: Emit) -> NodeSpec:
-    """Binary operators: the second operand's axes lie on those of the first from ``axis`` on (by default on the last ones)."""
+    """Binary operators: the second operand's axes match the first's from ``axis`` on (by default its last axes)."""
     a, b = node.inputs
     if node.get("broadcast", 0) and "axis" in node.attrs:
         rank, own = len(e.type(a).dims), e.type(b).dims
@@ -65,7 +65,7 @@ def _aligned(node: NodeSpec, e: Emit) -> NodeSpec:
 
 
 def _slope(node: NodeSpec, e: Emit) -> NodeSpec:
-    """PRelu: one slope per channel, which is axis 1."""
+    """PRelu: one slope per channel (axis 1)."""
     x, slope = node.inputs
     rank, own = len(e.type(x).dims), e.type(slope).dims
     if len(own) == 1 and own[0] != 1 and rank > 2:
@@ -74,8 +74,8 @@ def _slope(node: NodeSpec, e: Emit) -> NodeSpec:
 
 
 def _inference(node: NodeSpec, e: Emit) -> NodeSpec:
-    """BatchNormalization and Dropout. ``is_test=0`` is the default and exporters often left it off, so, as in ONNX's own
-    version converter, only a node whose further outputs are used is one of training."""
+    """BatchNormalization and Dropout. ``is_test=0`` is the default and exporters often left it out. So, as in ONNX's own
+    version converter, only a node with used further outputs is in training mode."""
     if not node.get("is_test", 0) and any(node.outputs[1:]):
         raise Unsupported("is_test=0 with more than one output (training); export the model for inference")
     if node.op_type == "Dropout" and any(node.outputs[1:]):
@@ -129,7 +129,7 @@ def _renamed(**names: str) -> Callable[[NodeSpec, Emit], NodeSpec]:
 
 
 def _defaults(before: int, **values: Any) -> Callable[[NodeSpec, Emit], NodeSpec]:
-    """Attributes whose default was another one below opset ``before``."""
+    """Attributes whose default was different below opset ``before``."""
 
     def rule(node: NodeSpec, e: Emit) -> NodeSpec:
         old: Mapping[str, Any] = values if node.opset < before else {}

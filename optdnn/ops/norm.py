@@ -61,7 +61,7 @@ class LRNAttrs(Attrs):
 
 @dataclass(frozen=True)
 class LpNormAttrs(Attrs):
-    """``epsilon``: the least that is divided by (PyTorch's ``normalize``); ONNX has none."""
+    """``epsilon``: the lower bound of the divisor (PyTorch's ``normalize``); ONNX has none."""
 
     axis: int = -1
     p: int = 2
@@ -186,7 +186,7 @@ def _import_batch(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _training(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """training_mode=1 (opset 14): the batch's own statistics (population variance), and what they do to the running ones."""
+    """training_mode=1 (opset 14): the batch's own statistics (population variance), and their update of the running statistics."""
     x, scale, bias, mean, var = node.inputs
     t, dtype = e.type(x), e.type(mean).dtype
     wide = x if t.dtype.itemsize >= FP32.itemsize else emit(e, "Cast", x, to=FP32)
@@ -245,7 +245,7 @@ def _import_layer(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _import_mean_variance(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """Before opset 9, when it was experimental, ``across_channels`` chose the axes."""
+    """MeanVarianceNormalization; before opset 9, when it was experimental, ``across_channels`` chose the axes."""
     if node.opset >= 9:
         return e.op(node.op_type, node.inputs, MeanVarianceAttrs(tuple(node.get("axes", (0, 2, 3)))))
     (x,) = node.inputs
@@ -263,7 +263,7 @@ def _import_lp(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _export_rms(a: LayerNormAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """The arithmetic of an RMSNormalization, which is new in opset 23."""
+    """RMSNormalization, which is new in opset 23, as its arithmetic."""
     t, scale, x = e.type(inputs[0]), e.type(inputs[1]), inputs[0]
     rank, dtype = len(t.dims), t.dtype
     if t.dtype.itemsize < a.stash_type.itemsize:
@@ -279,7 +279,7 @@ def _export_rms(a: LayerNormAttrs, inputs: Sequence[str], n_outputs: int, e: Exp
 
 
 def _export_lp(a: LpNormAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """An LpNormalization; with an epsilon, which ONNX's does not have, its arithmetic."""
+    """LpNormalization; with an epsilon, which ONNX's operator lacks, as its arithmetic."""
     if not a.epsilon:
         return e.node("LpNormalization", inputs, axis=a.axis, p=a.p)
     (length,) = e.node(f"ReduceL{a.p}", [inputs[0], e.const(np.array([a.axis]), "axes")], keepdims=1)

@@ -32,12 +32,12 @@ class AddNormAttrs(NestedAttrs):
 
 
 FIRST = "first_"
-"""Before the names of the first norm's attributes."""
+"""Prefix of the names of the first norm's attributes."""
 
 
 @dataclass(frozen=True)
 class NormAddNormAttrs(NestedAttrs):
-    """The normalization ``norm`` (a kind) with its attributes ``own``; ``first``: that of the rows before the addition."""
+    """The normalization ``norm`` (a kind) with its attributes ``own``; ``first``: the norm of the rows before the addition."""
 
     norm: str
     own: Attrs
@@ -56,7 +56,7 @@ class NormAddNormAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class ActivatedNormAttrs(NestedAttrs):
-    """The normalization ``norm`` (a kind) with its attributes ``own``, the stages in front of it and those that follow.
+    """The normalization ``norm`` (a kind) with its attributes ``own``, the stages before it and the stages after it.
 
     Stages read operands from slot 4 on.
     """
@@ -81,7 +81,8 @@ class ActivatedNormAttrs(NestedAttrs):
 class NormPairAttrs(NestedAttrs):
     """Two normalizations ``norm`` (a kind) with the same attributes ``own``. ``after`` follow the first, ``others`` the second.
 
-    Each has its operands: its input, its scale and bias, and what its stages read, from slot 4 on; the first has ``count`` of them.
+    Each has its operands: its input, its scale and bias, and from slot 4 on the operands of its stages. The first has ``count``
+    operands.
     """
 
     norm: str
@@ -102,7 +103,7 @@ class NormPairAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class RotaryNormPairAttrs(Attrs):
-    """The normalization ``norm`` (a kind) of each head, or with ``tokens`` of all heads of a token, and the fields of
+    """The normalization ``norm`` (a kind) of each head, or with ``tokens`` of all heads of a token together, and the fields of
     :class:`optdnn.ops.attention.RotaryAttrs`."""
 
     norm: str
@@ -124,7 +125,7 @@ class GroupMomentsAttrs(Attrs):
 
 @dataclass(frozen=True)
 class GroupApplyAttrs(Attrs):
-    """Operand 3 holds the moments of tiles, which share ``items`` elements. Stages read operands from slot 4 on."""
+    """Operand 3 holds the moments of tiles, which divide ``items`` elements among them. Stages read operands from slot 4 on."""
 
     items: int
     epsilon: float = 1e-5
@@ -134,7 +135,7 @@ class GroupApplyAttrs(Attrs):
 
 @dataclass(frozen=True)
 class NormedResidualAttrs(Attrs):
-    """``mean``: whether the mean of the residual's rows is taken away; else the norm is by the mean square.
+    """``mean``: whether the mean of the residual's rows is subtracted; otherwise the norm is by the mean square.
 
     ``epilogue``: stages of the product, which read the normalized residual as operand 1.
     """
@@ -154,7 +155,7 @@ def _infer_add_norm(call: Call) -> Result:
 
 
 def _infer_norm_add_norm(call: Call) -> Result:
-    """Operands: the rows, what is added to them (or None), scale and bias of the norm, scale and bias of the first norm."""
+    """Operands: the rows, their addend (or None), scale and bias of the norm, scale and bias of the first norm."""
     a: NormAddNormAttrs = call.attrs
     x, other, *parameters = call.types
     own, of_first = ([t for t in pair if t is not None] for pair in (parameters[:2], parameters[2:]))
@@ -171,7 +172,7 @@ def _infer_activated_norm(call: Call) -> Result:
 def _activated(
     call: Call, norm: str, own: Attrs, stages: Sequence[Stage], types: Sequence[TensorType | None]
 ) -> TensorType:
-    """The result of a norm on the first three operands, and of the stages after it."""
+    """The result of a norm on the first three operands, after its stages."""
     (y,) = infer_as(call, norm, own, [t for t in types[:3] if t is not None]).types[:1]
     return infer_stages(stages, y, types)
 

@@ -1,4 +1,4 @@
-"""Products with packed weights, and rows of packed tables. How they are stored: :mod:`optdnn.ops.packed_layout`.
+"""Products with packed weights, and rows of packed tables. Their storage format: :mod:`optdnn.ops.packed_layout`.
 
 * ``PackedMatMul(x [..., K], weights, scales, zeros?) -> [..., N]`` of the type of ``x``: ``x`` times the weights transposed.
   A bias is an added stage of the epilogue.
@@ -81,7 +81,7 @@ def _infer_gather(call: Call) -> Result:
 
 
 def _cost_matmul(call: Call, result: Result) -> Cost:
-    """The product's arithmetic. Dequantization is not counted; bytes are those of the packed weights."""
+    """The product's arithmetic. Dequantization is not counted; bytes are the packed weights' bytes."""
     return Cost(product_flops(call, result) + fused_flops(call, result))
 
 

@@ -1,4 +1,4 @@
-"""Packed weights as ONNX: ONNX Runtime's MatMulNBits and GatherBlockQuantized, and arithmetic for numbers of 8 bits."""
+"""Packed weights as ONNX: ONNX Runtime's MatMulNBits and GatherBlockQuantized, and plain arithmetic for 8-bit values."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _DOMAIN = MICROSOFT.rstrip(".")
 _LARGEST_BLOCK = 256
 """ONNX Runtime's largest block."""
 INT8_ROWS = 4
-"""The accuracy level of MatMulNBits that lets rows be rounded to int8. ONNX Runtime then gives each block of a row a scale."""
+"""The accuracy level of MatMulNBits that allows rounding rows to int8. ONNX Runtime then uses a scale per block of a row."""
 _PER_CHANNEL = 128
-"""The blocks in which rows with one scale are written."""
+"""The block size for rows with a single scale."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """Packed weights as ONNX Runtime takes them: [N, bytes of a row], [N, blocks], [N, blocks]."""
+    """Packed weights in ONNX Runtime's form: [N, bytes of a row], [N, blocks], [N, blocks]."""
 
     weights: Array
     scales: Array
@@ -44,7 +44,7 @@ def _constants(e: Export, names: Sequence[str]) -> tuple[Array, Array, Array | N
 
 
 def _stored(a: Any, given: tuple[Array, Array, Array | None]) -> _Stored:
-    """In blocks that ONNX Runtime has: a scale per channel is repeated for blocks of 128."""
+    """In ONNX Runtime's block sizes: a scale per channel is repeated for blocks of 128."""
     weights, scales, zeros = given
     if is_block(a.block_size) and a.block_size <= _LARGEST_BLOCK:
         return _Stored(weights, scales, zeros, a.block_size)
@@ -60,7 +60,7 @@ def _stored(a: Any, given: tuple[Array, Array, Array | None]) -> _Stored:
 
 
 def _fits(zeros: Array, code: str) -> bool:
-    """Whether zero points can be packed as the numbers are."""
+    """Whether zero points can be packed like the weights."""
     bits = bits_of(DTYPES[code])
     return zeros.dtype == UINT8 and (bits == 8 or not (zeros >> bits).any())
 
@@ -70,10 +70,10 @@ def _packed_zeros(zeros: Array, code: str) -> Array:
 
 
 def export_packed_matmul(a: PackedMatMulAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """MatMulNBits, and for numbers of 8 bits arithmetic on the weights in front of a MatMul.
+    """MatMulNBits; for 8-bit values also arithmetic on the weights before a MatMul.
 
-    OpenVINO multiplies by 8-bit weights in that form, and ONNX Runtime makes them floats when it loads the network. Its MatMulNBits
-    of 8 bits unpacks the weights in every run.
+    In that form OpenVINO multiplies by 8-bit weights, and ONNX Runtime converts them to floats when it loads the network. Its
+    MatMulNBits for 8 bits unpacks the weights in every run.
     """
     x, given = inputs[0], _constants(e, inputs[1:])
     weights, scales, zeros = given
@@ -135,15 +135,15 @@ def _product_of_bytes(
 def export_packed_gather(a: PackedGatherAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
     """GatherBlockQuantized of bytes, with zero points."""
     if is_float(DTYPES[a.code]):
-        raise Unsupported("rows of packed numbers that are floats")
+        raise Unsupported("packed rows of floats")
     stored = _stored(a, _constants(e, (inputs[0], *inputs[2:])))
     zeros = stored.zeros
     if zeros is None:
         zeros = np.full(stored.scales.shape, 1 << (bits_of(DTYPES[a.code]) - 1), UINT8)
     if not _fits(zeros, a.code):
-        raise Unsupported("rows of packed numbers whose zero points are floats")
+        raise Unsupported("packed rows with float zero points")
     rows, row = len(stored.weights), -(-a.K * bits_of(DTYPES[a.code]) // 8)
-    if stored.weights.shape[1] == row:  # stored as a product's: a head that shares the table is stored once
+    if stored.weights.shape[1] == row:  # stored like a product's: a table shared with a head is stored once
         table = e.const(stored.weights.reshape(rows, stored.scales.shape[1], -1), "packed")
         (table,) = e.node("Reshape", [table, e.const(np.array([rows, row]), "shape")])
     else:

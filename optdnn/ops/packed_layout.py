@@ -1,21 +1,21 @@
-"""The layout of packed weights: numbers of 2, 4 or 8 bits with a scale (and a zero point) for each block of them.
+"""The layout of packed weights: 2-, 4- or 8-bit values with a scale (and a zero point) for each block.
 
-All sources (MatMulNBits, DequantizeLinear in blocks or per channel, GatherBlockQuantized) become this one layout.
+All sources (MatMulNBits, DequantizeLinear in blocks or per channel, GatherBlockQuantized) are converted to this layout.
 
-There are N rows of K numbers; row n holds the weights of output n. With ``blocks = ceil(K / block_size)`` the operands are
+There are N rows of K values; row n holds the weights of output n. With ``blocks = ceil(K / block_size)`` the operands are
 
-* ``weights``: uint8 ``[N, blocks * ceil(block_size * bits / 8)]``. Numbers lie in the order of K, the lowest bits of a byte
-  first. Each block starts at a byte. Numbers beyond K in the last block are stored, and mean nothing: they may be anything.
+* ``weights``: uint8 ``[N, blocks * ceil(block_size * bits / 8)]``. Values are in the order of K, the lowest bits of a byte
+  first. Each block starts at a byte. Values beyond K in the last block are stored, but have no meaning: they may be anything.
 * ``scales``: floats ``[ceil(N / block_rows), blocks]``, of any sign and of a separate type (fp64, fp32, fp16 or bf16).
-* ``zeros`` (optional): uint8, one byte for each scale, or floats of the scales' type; shaped as the scales.
+* ``zeros`` (optional): uint8, one byte for each scale, or floats of the scales' type; in the shape of the scales.
 
-The weight is ``w[n, k] = (number - zero) * scale``, with the scale and the zero point of the block
-``[n // block_rows, k // block_size]``. It need not be rounded before it is multiplied: kernels may compute it in fp32 or in the
+The weight is ``w[n, k] = (value - zero) * scale``, with the scale and the zero point of the block
+``[n // block_rows, k // block_size]``. It need not be rounded before the multiplication: kernels may compute it in fp32 or in the
 type of the other operand.
 
-``code`` names the type of a number: uint2, uint4, uint8, fp8_e4m3, fp8_e5m2 or fp4_e2m1. Integers are never signed: int4 is stored
-as uint4 with 8 added to numbers and zero points, int8 as uint8 with 128 added. Without ``zeros`` the zero point of an integer
-is ``2 ** (bits - 1)`` and that of a float is 0; floats never have ``zeros``.
+``code`` names the type of a value: uint2, uint4, uint8, fp8_e4m3, fp8_e5m2 or fp4_e2m1. Integers are never signed: int4 is stored
+as uint4 with 8 added to values and zero points, int8 as uint8 with 128 added. Without ``zeros`` the zero point of an integer
+is ``2 ** (bits - 1)`` and the zero point of a float is 0; floats never have ``zeros``.
 
 ``block_size`` is a power of two from 16 on, or K (one block for each row: scales per channel). ``block_rows`` is 1, or the number
 of rows that share a scale (128 for fp8 in blocks of 128 x 128).
@@ -32,15 +32,15 @@ from optdnn.ops.base import Attrs, FusedAttrs, Unsupported
 from optdnn.types import DTYPES, INT8, Array, DType, bits_of, dtype_name, packed
 
 CODES = ("uint2", "uint4", "uint8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
-"""The short names of the types that a packed number may have."""
+"""The short names of the types of packed values."""
 LEAST_BLOCK = 16
 _SIGNED = {DTYPES["int4"]: "uint4", DTYPES["int2"]: "uint2", INT8: "uint8"}
 
 
 @dataclass(frozen=True)
 class PackedMatMulAttrs(FusedAttrs):
-    """How packed weights are stored; see the module. ``rounded_rows``: each row of the other operand becomes int8 numbers with a
-    scale of its own before it is multiplied (:func:`optdnn.runtime.reference.packed.row_numbers`). Kernels may be more precise."""
+    """The storage of packed weights; see the module. ``rounded_rows``: each row of the other operand is rounded to int8 with its
+    own scale before the multiplication (:func:`optdnn.runtime.reference.packed.row_numbers`). Kernels may be more precise."""
 
     code: str
     K: int
@@ -51,7 +51,7 @@ class PackedMatMulAttrs(FusedAttrs):
 
 @dataclass(frozen=True)
 class PackedGatherAttrs(Attrs):
-    """How packed rows are stored, and the type ``output_dtype`` that they become; see the module."""
+    """The storage of packed rows, and the type ``output_dtype`` of the unpacked rows; see the module."""
 
     code: str
     K: int
@@ -83,7 +83,7 @@ def check_block(block_size: int, K: int, what: str) -> None:
 
 
 def unsigned(numbers: Array) -> tuple[Array, str]:
-    """Numbers as packed weights hold them, and their code: signed ones have half of their range added. The shape stays.
+    """Values in the form of packed weights, and their code: signed values get half of their range added. The shape stays.
 
     Raises Unsupported for a type that packed weights do not have.
     """
@@ -99,7 +99,7 @@ def unsigned(numbers: Array) -> tuple[Array, str]:
 
 
 def packed_rows(numbers: Array, block_size: int) -> Array:
-    """Numbers [N, K] (uint8, uint4, uint2 or narrow floats) as bytes [N, bytes of a row]; blocks are filled up with 0."""
+    """Values [N, K] (uint8, uint4, uint2 or narrow floats) as bytes [N, bytes of a row]; blocks are padded with 0."""
     rows, K = numbers.shape
     per_byte = 8 // bits_of(numbers.dtype)
     blocks, stored = blocks_of(K, block_size), -(-block_size // per_byte) * per_byte

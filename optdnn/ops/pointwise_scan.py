@@ -1,4 +1,4 @@
-"""PointwiseScan: a recurrence of pointwise steps, each of which reads one position of every sequence and the states before it."""
+"""PointwiseScan: a recurrence of pointwise steps. Each reads one position of every sequence and the states of the previous step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from optdnn.types import Array, Shape, TensorType
 
 @dataclass(frozen=True)
 class PointwiseScanAttrs(Attrs):
-    """``steps`` times the same ``stages``.
+    """``steps`` repetitions of the same ``stages``.
 
-    Operands are of three groups: the states before the first step, sequences, and others. A stage reads operand slots: of a state,
-    its present value; of a sequence, position ``starts[k] + t`` along ``axes[k]`` at step ``t`` (``starts[k] - t`` where the scan
-    goes ``backward``); any other operand as it is. Register 0 is operand 0. ``views[k]``: the axes of a position as axes of the
+    Operands are of three groups: initial states, sequences, and others. A stage reads an operand slot: for a state,
+    its present value; for a sequence, position ``starts[k] + t`` along ``axes[k]`` at step ``t`` (``starts[k] - t`` if the scan
+    goes ``backward``); any other operand unchanged. Register 0 is operand 0. ``views[k]``: the axes of a position as axes of the
     sequence, in their order; -1: an axis of size 1.
 
-    ``following``: what the states become, as stages name operands and registers. ``results``: what is stacked along
-    ``result_axes``, which exist before where ``result_kept``. A backward scan stacks its first step last.
+    ``following``: the next states, named like the operands and registers of stages. ``results``: the values that are stacked along
+    ``result_axes``; an axis is new unless ``result_kept``. A backward scan stacks its first step last.
     """
 
     stages: tuple[Stage, ...]
@@ -43,7 +43,7 @@ class PointwiseScanAttrs(Attrs):
 
 
 def stacked_shape(part: Shape, axis: int, kept: bool, steps: int) -> Shape:
-    """The shape of a result of all steps."""
+    """The shape of a result stacked over all steps."""
     return (*part[:axis], steps, *part[axis + kept :])
 
 
@@ -92,7 +92,7 @@ def _cost(call: Call, result: Result) -> Cost:
 
 
 def _export(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """The steps one after the other."""
+    """The steps, unrolled."""
 
     def integers(*values: int) -> Array:
         return np.array(values, np.int64)

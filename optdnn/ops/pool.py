@@ -21,7 +21,7 @@ from optdnn.types import INT8, INT64, UINT8, TensorType, is_float
 
 @dataclass(frozen=True)
 class PoolAttrs(Attrs):
-    """What all pools share; ``pads`` are begins then ends, and ``auto_pad`` is as in ``ConvAttrs``."""
+    """Attributes of all pools; ``pads`` are begins then ends, and ``auto_pad`` is as in ``ConvAttrs``."""
 
     kernel_shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -33,7 +33,7 @@ class PoolAttrs(Attrs):
 
 @dataclass(frozen=True)
 class MaxPoolAttrs(PoolAttrs):
-    """``indices``: there is a second output, counted in ``storage_order`` (0 row-major, 1 column-major)."""
+    """``indices``: there is a second output, in ``storage_order`` (0 row-major, 1 column-major)."""
 
     storage_order: int = 0
     indices: bool = False
@@ -65,7 +65,7 @@ AnyPool = TypeVar("AnyPool", bound=PoolAttrs)
 
 
 def resolved(attrs: AnyPool, x: TensorType) -> AnyPool:
-    """``attrs`` with ``auto_pad`` turned into pads where the sizes in the operand's type allow it."""
+    """``attrs`` with ``auto_pad`` converted to pads if the sizes in the operand's type allow it."""
     pads = resolve_pads(attrs.auto_pad, attrs.pads, x.dims[2:], attrs.kernel_shape, attrs.strides, attrs.dilations)
     return attrs if pads is None else replace(attrs, pads=pads, auto_pad="NOTSET")
 
@@ -87,7 +87,7 @@ def _infer_pool(call: Call) -> Result:
     check_window(call.kind, len(spatial), a.strides, a.pads, a.dilations)
     if isinstance(a, LpPoolAttrs) and a.p < 1:
         raise ShapeError(f"{call.kind} has the norm {a.p}")
-    if math.prod(a.kernel_shape) > WINDOW.value:  # NumPy looks at each place of it by itself
+    if math.prod(a.kernel_shape) > WINDOW.value:  # NumPy handles each of its positions separately
         raise ShapeError(f"{call.kind} has a window of {list(a.kernel_shape)}", hint=WINDOW.hint)
     sizes = output_sizes(a.auto_pad, a.pads, spatial, a.kernel_shape, a.strides, a.dilations, a.ceil_mode)
     y = x.with_shape((n, c, *sizes))
@@ -161,9 +161,9 @@ def _import_unpool(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _without_dropped_windows(attrs: PoolAttrs, x: TensorType) -> PoolAttrs:
-    """``attrs`` rounding down, with the end pads that give the same windows, where rounding up drops a window.
+    """``attrs`` rounding down, with the end pads that give the same windows, if rounding up drops a window.
 
-    Below opset 22, ONNX's own shape inference counts such a window, though no implementation of it computes one.
+    Below opset 22, ONNX's own shape inference counts such a window, although no implementation computes one.
     """
     if not attrs.ceil_mode or attrs.auto_pad != "NOTSET" or not x.is_static:
         return attrs
@@ -193,7 +193,7 @@ def _export_pool(attrs: PoolAttrs, inputs: Sequence[str], n_outputs: int, e: Exp
     values.pop("indices", None)
     values["ceil_mode"] = int(attrs.ceil_mode)
     values.pop("pads" if attrs.auto_pad != "NOTSET" else "auto_pad")
-    # Left out where they have no effect: ONNX Runtime makes of a quantized AveragePool an operator that has no dilations.
+    # Left out if they have no effect: ONNX Runtime turns a quantized AveragePool into an operator without dilations.
     if all(d == 1 for d in attrs.dilations):
         del values["dilations"]
     return e.node(kind, inputs, n_outputs, **values)

@@ -24,7 +24,7 @@ class PairedProductAttrs(Attrs):
 @dataclass(frozen=True)
 class RowProductAttrs(Attrs):
     """``epilogue``: stages of the product, which read operand 1: the second product, after its stages ``beside``, or the residual.
-    ``epsilon``: of the norm in front, where operand 1 is its scale."""
+    ``epsilon``: of the preceding norm, if operand 1 is its scale."""
 
     epilogue: tuple[Stage, ...]
     beside: tuple[Stage, ...] = ()
@@ -35,7 +35,7 @@ class RowProductAttrs(Attrs):
 class TiledPackedMatMulAttrs(FusedAttrs):
     """Like :class:`optdnn.ops.packed_layout.PackedMatMulAttrs`, with ``N`` outputs and a scale for each row.
 
-    Weights, scales and zero points lie in tiles (:func:`optdnn.runtime.reference.packed.numbers_of_tiles`).
+    Weights, scales and zero points are stored in tiles (:func:`optdnn.runtime.reference.packed.numbers_of_tiles`).
     """
 
     code: str
@@ -65,10 +65,10 @@ class PackedRowProductAttrs(UnpackedTilesAttrs):
 
 @dataclass(frozen=True)
 class NormedProductAttrs(Attrs):
-    """``mean``: whether the mean is taken away (a layer norm); else the norm is by the mean square.
+    """``mean``: whether the mean is subtracted (a layer norm); otherwise the norm is by the mean square.
 
     ``epilogue``: stages of the product, which read a second product of the rows, after its stages ``beside``, as operand 1.
-    ``image``: rows that are normalized together, by the moments of equal groups of them; 0: each row by its own.
+    ``image``: number of rows that are normalized together, by the moments of equal groups of rows; 0: each row alone.
     """
 
     mean: bool
@@ -123,7 +123,7 @@ def _infer_normed_product(call: Call) -> Result:
 
 
 def _packed_product(call: Call, kind: str, weights: int) -> Result:
-    """``weights``: the number of the operand that holds them."""
+    """``weights``: the slot of the weights."""
     x, a = call.type(0), call.attrs
     require_rank(call.type(weights), 3, f"{kind} weights")
     agree(x.dims[-1], a.K, f"{kind} of {x}: its rows are not K={a.K} wide")

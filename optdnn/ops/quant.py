@@ -1,6 +1,6 @@
 """Quantized operators: QuantizeLinear, DequantizeLinear, DynamicQuantizeLinear, and the products of integers.
 
-Scales and zero points are operands: one number per tensor, one per entry of ``axis``, or one per block of ``axis``.
+Scales and zero points are operands: one value per tensor, one per entry of ``axis``, or one per block of ``axis``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _check_parameter(call: Call, i: int, name: str, x: TensorType, like: TensorT
     t, a = call.type(i), call.attrs
     what = f"{call.kind} {name} {t}"
     if like is not None and t.dims in ((), (1,)) and like.dims in ((), (1,)):
-        return t  # one number either way
+        return t  # one value either way
     if like is not None:
         require_rank(t, len(like.dims), f"{what} with a scale {like}: it")
         for d, s in zip(t.dims, like.dims, strict=True):
@@ -81,7 +81,7 @@ def _check_parameter(call: Call, i: int, name: str, x: TensorType, like: TensorT
 
 
 def _check_scale(call: Call, i: int, *, divides: bool) -> None:
-    """A scale that is known must be a finite number, and a positive one where it divides: else no integer means anything."""
+    """A known scale must be finite, and positive if it divides: otherwise no integer has a meaning."""
     value = call.value(i)
     if value is None:
         return
@@ -90,7 +90,7 @@ def _check_scale(call: Call, i: int, *, divides: bool) -> None:
     if odd.size:
         many = f" (and {odd.size - 1} more)" if odd.size > 1 else ""
         rule = "positive and finite" if divides else "finite"
-        zero = "an all-zero tensor takes any positive scale, 1 for instance"
+        zero = "an all-zero tensor can have any positive scale, for instance 1"
         masked = "leave out the nodes of masks (nodes_to_exclude in ONNX Runtime's tools): their numbers have no scale"
         raise ShapeError(
             f"{call.kind} scale {odd[0]:g}{many} must be {rule}",
@@ -127,7 +127,7 @@ def _infer_dynamic(call: Call) -> Result:
 
 
 def _infer_range(call: Call) -> Result:
-    """The scale and the zero point of DynamicQuantizeLinear, which a GPU finds before it quantizes."""
+    """The scale and the zero point of DynamicQuantizeLinear, which a GPU computes before it quantizes."""
     return Result(_infer_dynamic(replace(call, n_outputs=3)).types[1:])
 
 
@@ -143,7 +143,7 @@ def _same_as(call: Call, i: int, data: int) -> None:
 
 
 def _check_row(call: Call, i: int, size: DimLike, what: str) -> None:
-    """A parameter that is one number or one per ``size``."""
+    """A parameter that is one value or one value per ``size``."""
     if not call.has(i):
         return
     t = call.type(i)
@@ -152,13 +152,13 @@ def _check_row(call: Call, i: int, size: DimLike, what: str) -> None:
 
 
 def _float_call(call: Call, kind: str, attrs: Attrs, *operands: int) -> Call:
-    """The same operands in fp32, of another kind."""
+    """The same operands in fp32, for another kind."""
     types = tuple(call.type(i).with_dtype(FP32) for i in operands)
     return Call(kind, attrs, types, (None,) * len(types), 1, call.fresh)
 
 
 def _product(call: Call, a: int, b: int, what: str, of_a: Sequence[int], of_b: Sequence[int]) -> TensorType:
-    """The product of operands ``a`` and ``b``, whose parameters (per row of A, per column of B) are operands, too."""
+    """The product of operands ``a`` and ``b``, with their parameters (per row of A, per column of B) as operands."""
     rows, columns = call.type(a).dims, call.type(b).dims
     y = infer_matmul(_float_call(call, "MatMul", MatMulAttrs(), a, b)).types[0]
     for i in of_a:
@@ -176,7 +176,7 @@ def _scalar(call: Call, *slots: int) -> None:
 
 
 def _infer_integer_product(call: Call) -> Result:
-    """MatMulInteger, ConvInteger, and QLinearMatMul and QLinearConv, whose operands have scales as well."""
+    """MatMulInteger, ConvInteger, and QLinearMatMul and QLinearConv, which also have scales as operands."""
     linear = call.kind.startswith("QLinear")
     b, of_a, of_b = (3, (1, 2), (4, 5)) if linear else (1, (2,), (3,))
     what = "scale or zero point" if linear else "zero point"
@@ -197,7 +197,7 @@ def _infer_integer_product(call: Call) -> Result:
 
 
 def _convolved(call: Call, w: int, of_x: Sequence[int], of_w: Sequence[int], what: str) -> TensorType:
-    """The convolution of operands 0 and ``w``, whose parameters (one number of x, per channel of w) are operands, too."""
+    """The convolution of operands 0 and ``w``, with their parameters (one value for x, per channel for w) as operands."""
     _scalar(call, *(i for i in of_x if call.has(i)))
     y = infer_conv(_float_call(call, "Conv", ConvAttrs(**attrs_dict(call.attrs)), 0, w)).types[0]
     channels = call.type(w).dims[0]
@@ -223,7 +223,7 @@ def _block(node: NodeSpec) -> int:
 
 
 def _axis(node: NodeSpec, e: Emit) -> int:
-    """Counted from the front; 0 where one number serves all of the tensor (the default may exceed its rank)."""
+    """The axis, counted from the front; 0 if one value serves the whole tensor (the default may exceed its rank)."""
     scale = e.type(node.inputs[1])
     if not _block(node) and scale.dims in ((), (1,)):
         return 0

@@ -1,11 +1,11 @@
-"""Our own kinds of 8-bit arithmetic: what a GPU's pipeline makes of DequantizeLinear, an operator, QuantizeLinear.
+"""Our own kinds of 8-bit arithmetic: a GPU's pipeline makes them from DequantizeLinear, an operator, QuantizeLinear.
 
-A product of 8-bit numbers is summed exactly. Its channel's scale makes it fp32. It runs through the stages, named as in
+A product of 8-bit values is accumulated exactly. Its channel's scale converts it to fp32, and the stages follow, named as in
 :data:`optdnn.runtime.cuda.compile.render.STAGES`. Then it is rounded half to even, shifted and saturated to 8 bits, or stays a
 float.
 
-Operands: data, weights, the numbers of channels, a residual, scales of rows, scale and zero point of the data. The last two are of
-data that were quantized in the same run: then the numbers of a channel are the scale of its weights, its bias, and the sum of its
+Operands: data, weights, per-channel values, a residual, scales of rows, scale and zero point of the data. The last two belong to
+data that were quantized in the same run: then the per-channel values are the scale of the weights, the bias, and the sum of the
 weights.
 """
 
@@ -28,7 +28,7 @@ from optdnn.types import FP32, INT8, DType, TensorType
 
 @dataclass(frozen=True)
 class RequantizeAttrs(Attrs):
-    """The numbers of the epilogue. Results are bounded by ``low`` and ``high`` before the zero point ``zero`` is added."""
+    """The scalars of the epilogue. Results are clipped to ``low`` and ``high`` before the zero point ``zero`` is added."""
 
     stages: tuple[tuple[str | float, ...], ...] = (("bias",),)
     residual_scale: float = 1.0
@@ -41,7 +41,7 @@ class RequantizeAttrs(Attrs):
 
 @dataclass(frozen=True)
 class QuantizedConvAttrs(RequantizeAttrs):
-    """Geometry as of Conv; no ``auto_pad``. Padding is as if ``input_zero`` were stored there."""
+    """Geometry as in Conv, without ``auto_pad``. Padding has the value ``input_zero``."""
 
     strides: tuple[int, ...] = (1, 1)
     pads: tuple[int, ...] = (0, 0, 0, 0)
@@ -52,7 +52,7 @@ class QuantizedConvAttrs(RequantizeAttrs):
 
 @dataclass(frozen=True)
 class QuantizedMeanAttrs(Attrs):
-    """Mean over all spatial axes: a sum less the zero points, times ``factor``, bounded, rounded, shifted by ``zero``."""
+    """Mean over all spatial axes: the sum minus the zero points, times ``factor``, clipped, rounded, shifted by ``zero``."""
 
     factor: float
     input_zero: int = 0

@@ -33,7 +33,7 @@ class ArgAttrs(Attrs):
 
 
 def reduced_axes(attrs: ReduceAttrs, axes: Sequence[int] | None, rank: int, kind: str = "Reduce") -> tuple[int, ...]:
-    """The axes that a reduction really runs over, normalized and sorted; ``axes`` None where the operand is absent.
+    """The axes that a reduction runs over, normalized and sorted; ``axes`` is None if the operand is absent.
 
     Raises ShapeError for an axis out of range or named twice.
     """
@@ -46,7 +46,7 @@ def reduced_axes(attrs: ReduceAttrs, axes: Sequence[int] | None, rank: int, kind
 
 
 def _known_axes(call: Call) -> tuple[int, ...] | None:
-    """Axes where they are known (absent ones are the empty tuple), else None."""
+    """The axes if they are known (absent ones are the empty tuple), otherwise None."""
     if not call.has(1):
         return ()
     given = call.ints(1)
@@ -79,7 +79,7 @@ def _without(dims: Shape, axes: Sequence[int], keepdims: bool) -> tuple[DimLike,
 
 
 def _unknown(call: Call, x: TensorType, axes: TensorType) -> Shape | None:
-    """Shape of a reduction over axes that are known at run time only."""
+    """Shape of a reduction over axes that are known only at run time."""
     if call.attrs.keepdims:
         return tuple(1 if d == 1 else call.fresh("reduced") for d in x.dims)
     count = axes.dims[0] if len(axes.dims) == 1 else None
@@ -95,7 +95,7 @@ _ON_KNOWN: dict[str, tuple[Fold, DimLike | None]] = {
     "ReduceMax": (dim_max, None),
     "ReduceMin": (dim_min, None),
 }
-"""Reductions that shape computations use: the folded function and its neutral element."""
+"""Reductions in shape computations: the folded function and its neutral element."""
 
 
 def _reduce_known(value: Known, axes: Sequence[int], keepdims: bool, how: tuple[Fold, DimLike | None]) -> Known | None:

@@ -1,7 +1,7 @@
-"""Regions of a lowered program: kinds that one launch computes and no graph holds. None is imported from ONNX or exported to it.
+"""Regions of a lowered program: kinds that one launch computes and that exist in no graph. They have no ONNX form.
 
-A launch's operands are views: the types that shape functions see are those of the views, and a launch rounds its results to the
-types of what it writes. Where a step's attributes are named otherwise than the fields here, ``read`` and ``plain`` translate.
+A launch's operands are views: shape functions see the types of the views, and a launch rounds its results to the
+types of its destinations. If a step's attributes have other names than the fields here, ``read`` and ``plain`` translate.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from optdnn.types import FP32, INT8, INT32, DType, Shape, TensorType
 
 @dataclass(frozen=True)
 class FramesAttrs(Attrs):
-    """Slice t of ``taps`` takes places ``first + t * distance + i * step`` along ``axis``, for i in 0 .. ``count``.
+    """Slice t of ``taps`` takes positions ``first + t * distance + i * step`` along ``axis``, for i in 0 .. ``count``.
 
-    The slices are an axis of the result, before axis ``along``. Beyond the operand there is ``fill``.
+    The slices form an axis of the result, before axis ``along``. Positions beyond the operand have the value ``fill``.
     """
 
     axis: int
@@ -70,7 +70,7 @@ class ZerosAttrs(Attrs):
 
 @dataclass(frozen=True)
 class RecurrenceAttrs(NestedAttrs):
-    """One direction of a layer of ``cell`` (LSTM, GRU or RNN), or all of them, with its attributes ``own``."""
+    """One direction of a layer of ``cell`` (LSTM, GRU or RNN), or all directions, with its attributes ``own``."""
 
     cell: str
     own: RNNAttrs
@@ -87,9 +87,9 @@ class RecurrenceAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class ResizedPictureAttrs(Attrs):
-    """Images of integers resized to ``sizes`` (height, width) as by Resize; of the result ``lengths`` pixels from ``starts`` on.
+    """Images of integers resized to ``sizes`` (height, width) as by Resize, cropped to ``lengths`` pixels from ``starts`` on.
 
-    Operand 1, where it is there, is a number to be added to each channel."""
+    Operand 1, if present, is added per channel."""
 
     sizes: tuple[int, int]
     starts: tuple[int, int]
@@ -104,7 +104,7 @@ class ResizedPictureAttrs(Attrs):
 
 @dataclass(frozen=True)
 class StackedRNNAttrs(Attrs):
-    """``layers`` of ``hidden`` cells, the first on ``inputs`` numbers; ``reverse``: from the end of the sequence."""
+    """``layers`` of ``hidden`` cells, the first on ``inputs`` features; ``reverse``: from the end of the sequence."""
 
     cell: str
     layers: int
@@ -115,7 +115,7 @@ class StackedRNNAttrs(Attrs):
 
 @dataclass(frozen=True)
 class HeldAttrs(NestedAttrs):
-    """The operator ``of`` with its attributes ``own``. A step holds them next to the further fields, and their names as ``own``."""
+    """The operator ``of`` with its attributes ``own``. A step holds them among its other fields, and their names as ``own``."""
 
     of: str
     own: Attrs
@@ -133,10 +133,10 @@ class HeldAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class QuantizedAttrs(HeldAttrs):
-    """The operator ``of`` with its attributes ``own``, and how its first result becomes 8 bits.
+    """The operator ``of`` with its attributes ``own``, and the parameters that convert its first result to 8 bits.
 
-    The result is rounded to ``through``, multiplied by ``factor``, bounded, rounded and shifted by ``zero``. ``kept``: the result
-    as rounded to ``through`` is a result, too.
+    The result is rounded to ``through``, multiplied by ``factor``, clipped, rounded and shifted by ``zero``. ``kept``: the result
+    after rounding to ``through`` is a result, too.
     """
 
     through: DType
@@ -152,7 +152,7 @@ class QuantizedAttrs(HeldAttrs):
 class RowMomentsAttrs(HeldAttrs):
     """The operator ``of`` with its attributes ``own``, and moments of each ``together`` channels of ``rows`` rows of its result.
 
-    ``axis``: that of the channels; the others are those of the rows, in their order."""
+    ``axis``: the axis of the channels; the others are the axes of the rows, in their order."""
 
     together: int
     axis: int = 1
@@ -163,7 +163,7 @@ class RowMomentsAttrs(HeldAttrs):
 class EdgePaddedAttrs(HeldAttrs):
     """The operator ``of`` with its attributes ``own``, on an operand whose edges are repeated along the spatial axes.
 
-    ``edges``: how often, begins, then ends.
+    ``edges``: the number of repetitions, begins, then ends.
     """
 
     edges: tuple[int, ...]
@@ -173,7 +173,7 @@ class EdgePaddedAttrs(HeldAttrs):
 class TurnedHeadsAttrs(HeldAttrs):
     """The operator ``of`` with its attributes ``own``. The first ``channels`` of its result's rows are heads of ``head`` features.
 
-    The first ``turned`` of these turn in pairs: one and the one ``turned / 2`` further, or ``interleaved`` neighbours.
+    The first ``turned`` of these rotate in pairs: a feature and the one ``turned / 2`` further, or ``interleaved`` neighbours.
     """
 
     channels: int
@@ -289,8 +289,8 @@ def _infer_turned_heads(call: Call) -> Result:
     (y,) = infer_as(call, a.of, a.own, reads).types[:1]
     assert angles is not None
     require_rank(angles, 4, "TurnedHeads angles")
-    agree(angles.dims[1] * 16, a.turned, f"TurnedHeads angles {angles} are not those of {a.turned} features")
-    agree(y.dims[0] % angles.dims[0], 0, f"TurnedHeads of {y}: its rows are not those of all positions of {angles}")
+    agree(angles.dims[1] * 16, a.turned, f"TurnedHeads angles {angles} do not fit {a.turned} features")
+    agree(y.dims[0] % angles.dims[0], 0, f"TurnedHeads of {y}: its rows do not cover all positions of {angles}")
     return Result((y,))
 
 

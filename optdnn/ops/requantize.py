@@ -1,9 +1,9 @@
-"""The numbers of a quantized operator: how sums of 8-bit products become stored results.
+"""The constants of a quantized operator: the way from sums of 8-bit products to stored results.
 
-A sum ``a`` of products becomes ``x = float(a) * m[c]``, ``x = x + b[c]`` and so on through the stages, and at last
-``saturate(round_half_even(x) + zero)``. Each step is one fp32 rounding; nothing is contracted. Where every stage allows it
-(bias, addition, ReLU, Clip, ...), ``m``, ``b`` and the other constants are divided by the result's scale beforehand, in float64 and
-rounded once, so that x counts steps of the result. Otherwise a multiplication by the reciprocal comes last.
+A sum ``a`` of products becomes ``x = float(a) * m[c]``, ``x = x + b[c]`` and so on through the stages, and finally
+``saturate(round_half_even(x) + zero)``. Each step is one fp32 rounding; nothing is contracted. If every stage allows it
+(bias, addition, ReLU, Clip, ...), ``m``, ``b`` and the other constants are divided by the result's scale beforehand, in float64,
+and rounded once, so that x counts steps of the result. Otherwise a multiplication by the reciprocal comes last.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _BYTE_BIAS = {"int8": 8388608.0 + 128.0, "uint8": 8388608.0}
 
 
 def byte_bias(dtype: str) -> float:
-    """The number that a byte of this type gains when it is widened by the mantissa of 2^23 (0 for types widened otherwise)."""
+    """The value that a byte of this type gains when it is widened by the mantissa of 2^23 (0 for types that are widened
+    otherwise)."""
     return _BYTE_BIAS.get(dtype, 0.0)
 
 
 @dataclass(frozen=True)
 class Requantize:
-    """The numbers of a quantized epilogue that are the whole tensor's: ``Requantize`` of ``conv_element.cuh``."""
+    """The per-tensor constants of a quantized epilogue: ``Requantize`` of ``conv_element.cuh``."""
 
     residual_scale: float = 1.0
     residual_offset: float = 0.0
@@ -99,7 +100,7 @@ def scaling(
 
 
 def pad_channels(channel: Array) -> Array:
-    """The numbers of channels, two or four of each, filled up with zeros to a multiple of 16 channels, as the kernels read them."""
+    """Per-channel values, two or four per channel, padded with zeros to a multiple of 16 channels, as the kernels read them."""
     out = np.zeros((-(-len(channel) // 16) * 16, 2 if channel.shape[1] == 2 else 4), np.float32)
     out[: len(channel), : channel.shape[1]] = channel
     return out

@@ -34,11 +34,11 @@ POLICIES = ("stretch", "not_larger", "not_smaller")
 
 @dataclass(frozen=True)
 class ResizeAttrs(Attrs):
-    """Resize; operands x, roi, scales, sizes (of the last two exactly one is present).
+    """Resize; operands x, roi, scales, sizes (exactly one of scales and sizes is present).
 
-    ``axes`` (None: all) are those that roi, scales and sizes speak of. "tf_half_pixel_for_nn" (opset 11 and 12 only)
-    stays where half_pixel cannot express it. Without tf_crop_and_resize there is no roi, and output sizes are
-    floor(size * scale) with it too, as in ONNX's own shape inference.
+    ``axes`` (None: all) are the axes that roi, scales and sizes refer to. "tf_half_pixel_for_nn" (opset 11 and 12 only)
+    stays if half_pixel cannot express it. Without tf_crop_and_resize there is no roi. Output sizes are
+    floor(size * scale) with tf_crop_and_resize, too, as in ONNX's own shape inference.
     """
 
     mode: str = "nearest"
@@ -103,7 +103,7 @@ def _scaled(call: Call, axes: Sequence[int]) -> list[DimLike]:
             out.append(scaled_size(d, scale))
             continue
         ratio = Fraction(scale)
-        # fp32 rounds the product of other scales, so its floor is no function of integers.
+        # fp32 rounds the product of other scales, so its floor is not a function of integers.
         out.append(
             floordiv(d * ratio.numerator, ratio.denominator) if ratio.denominator <= 256 else call.fresh("resized")
         )
@@ -134,7 +134,7 @@ def _choice(node: NodeSpec, name: str, default: str, allowed: Sequence[str]) -> 
 
 
 def _present(ref: Ref | None, e: Emit) -> Ref | None:
-    """None for an absent or empty operand: before opset 13 "not given" was written as an empty tensor."""
+    """None for an absent or empty operand: before opset 13, an absent operand was written as an empty tensor."""
     return None if ref is None or e.type(ref).shape == (0,) else ref
 
 
@@ -214,10 +214,10 @@ def _export(attrs: ResizeAttrs, inputs: Sequence[str], n_outputs: int, e: Export
 
 
 def _aligned_by_sizes(attrs: ResizeAttrs, operands: list[str], e: Export) -> tuple[ResizeAttrs, list[str]]:
-    """align_corners with scales, written so that it means the same everywhere.
+    """align_corners with scales, written so that it has the same meaning everywhere.
 
-    Where size * scale is no integer, ONNX's tests divide by it less one, most implementations by its floor less one. A
-    crop to the region that the former reads, given by sizes, leaves no doubt.
+    If size * scale is not an integer, ONNX's tests divide by it minus one, most implementations by its floor minus one. A
+    crop, given by sizes, to the region that ONNX's tests read is unambiguous.
     """
     scales, t = e.value(operands[2]), e.type(operands[0])
     if scales is not None and all(float(s).is_integer() for s in scales):

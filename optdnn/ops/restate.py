@@ -1,4 +1,4 @@
-"""What import functions need that restate another domain's operators in the terms of ONNX's own."""
+"""Helpers of import functions that rewrite another domain's operators as ONNX's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optdnn.types import INT64
 
 MICROSOFT = "com.microsoft."
 MODERN = 21
-"""The ONNX opset in whose terms they are restated."""
+"""The ONNX opset of the rewritten operators."""
 
 
 def as_standard(kind: str, node: NodeSpec, e: Emit, **changes: Any) -> Sequence[Ref]:
@@ -25,7 +25,7 @@ def as_standard(kind: str, node: NodeSpec, e: Emit, **changes: Any) -> Sequence[
 
 
 def needs(node: NodeSpec, *slots: int) -> list[Ref]:
-    """The operands in these slots. Raises ShapeError where one is absent."""
+    """The operands in these slots. Raises ShapeError if one is absent."""
     missing = [i for i in slots if node.input(i) is None]
     if missing:
         raise ShapeError(f"{node.op_type} needs operand {missing[0]}")
@@ -33,21 +33,21 @@ def needs(node: NodeSpec, *slots: int) -> list[Ref]:
 
 
 def refuse_operands(node: NodeSpec, **names: int) -> None:
-    """Raises Unsupported where one of these operands (name and slot) is given."""
+    """Raises Unsupported if one of these operands (name and slot) is given."""
     for name, i in names.items():
         if node.input(i) is not None:
             raise Unsupported(f"the operand {name}")
 
 
 def refuse_attributes(node: NodeSpec, *names: str) -> None:
-    """Raises Unsupported where one of these attributes is set."""
+    """Raises Unsupported if one of these attributes is set."""
     for name in names:
         if node.get(name, 0):
             raise Unsupported(f"{name}={node.get(name)}")
 
 
 def count(e: Emit, length: Ref) -> Ref:
-    """0, 1, ... below ``length``, of one element."""
+    """0, 1, ... below ``length``, a tensor of one element."""
     known = e.value(length)
     if known is not None and isinstance(known.reshape(-1)[0], int | np.integer):
         return e.const(np.arange(int(known.reshape(-1)[0])))

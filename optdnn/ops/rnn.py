@@ -1,7 +1,7 @@
 """Recurrent layers: LSTM, GRU, RNN.
 
 Time comes first (ONNX's layout 0); layout 1 is imported with transpositions around the layer. ``alphas`` and ``betas`` hold
-one number per activation function, whether the function uses it or not.
+one value per activation function, whether the function uses it or not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PARAMETERS: dict[str, tuple[float | None, float | None]] = {
     "Tanh": (None, None),
     "ThresholdedRelu": (1.0, None),
 }
-"""Activation -> the defaults of its alpha and beta; None where it has no such parameter."""
+"""Activation -> the defaults of its alpha and beta; None if it has no such parameter."""
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 _DEFAULTS = {"RNN": ("Tanh",), "GRU": ("Sigmoid", "Tanh"), "LSTM": ("Sigmoid", "Tanh", "Tanh")}
 
@@ -116,7 +116,8 @@ def _check(kind: str, name: str, t: TensorType, shape: Sequence[DimLike], like: 
 
 
 def _functions(node: NodeSpec, count: int) -> tuple[tuple[str, ...], tuple[float, ...], tuple[float, ...]]:
-    """Names of the activations and a number per name; the lists of the node serve the functions that take one, in order."""
+    """Names of the activations and a value per name; the node's lists hold values only for functions with the parameter, in
+    order."""
     known = {name.lower(): name for name in _PARAMETERS}
     names = []
     for given in node.get("activations") or _DEFAULTS[node.op_type] * count:
@@ -171,10 +172,10 @@ def _import(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _begin_nothing_with_zeros(kind: str, operands: list[Ref | None], e: Emit) -> None:
-    """Where a sequence may have the length 0, its initial states become zeros.
+    """If a sequence may have length 0, set its initial states to zeros.
 
-    ONNX does not define the last states of such a sequence. ONNX Runtime gives zeros, others give the initial states.
-    With this the graph itself sets zeros, and every library gives the same.
+    ONNX does not define the last states of such a sequence. ONNX Runtime returns zeros, others return the initial states.
+    With this change the graph itself sets zeros, and every library returns the same.
     """
     lens = operands[4] if len(operands) > 4 else None
     known = None if lens is None else e.value(lens)
@@ -227,7 +228,7 @@ _OWN: dict[str, tuple[type[RNNAttrs], str | None]] = {
     "GRU": (GRUAttrs, "linear_before_reset"),
     "LSTM": (LSTMAttrs, "input_forget"),
 }
-"""Kind -> its attributes, and the one that only it has."""
+"""Kind -> its attributes, and the attribute that only this kind has."""
 _TOL = Tol(rtol=1e-4, atol=1e-5)
 """Errors of one step affect all later steps."""
 

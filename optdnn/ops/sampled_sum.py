@@ -1,4 +1,4 @@
-"""SampledSum: weighted sums of the values of images between their pixels (multi-scale deformable attention, deformed columns)."""
+"""SampledSum: weighted sums of image values sampled between pixels (multi-scale deformable attention, deformed columns)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ MOST_IMAGES = 8
 class SampledSumAttrs(Attrs):
     """``y[n, c, r]`` is the sum, over images and their points ``p``, of the image's value at ``places[n, r, p]`` times a weight.
 
-    Operands: images [N, C, H, W], each followed by its places [N * groups, R, P, 2], then perhaps weights, which broadcast to
+    Operands: images [N, C, H, W], each followed by its places [N * groups, R, P, 2], then optional weights, which broadcast to
     [N * groups, 1, R, number of all points]. Images may differ in height and width, places in P. The result is
-    [N * groups, C / groups, R], of the images' type. A place is as in GridSample, as are ``mode``, ``padding_mode`` and
-    ``align_corners``. With ``groups``, each part of the channels has places of its own.
+    [N * groups, C / groups, R], of the images' type. A place is a position as in GridSample; ``mode``, ``padding_mode`` and
+    ``align_corners`` are GridSample's, too. With ``groups``, each group of channels has its own places.
     """
 
     mode: str = "linear"
@@ -76,7 +76,7 @@ def _cost(call: Call, result: Result) -> Cost:
 
 
 def _export(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """A GridSample of each image, side by side, times the weights, summed."""
+    """A GridSample of each image, concatenated, multiplied by the weights and summed."""
     found: list[str] = []
     for k in range(_images(inputs)):
         image, t = inputs[2 * k], e.type(inputs[2 * k])

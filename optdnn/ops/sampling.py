@@ -4,16 +4,16 @@
 
 Logits are floats, ``temperature`` and ``top_p`` fp32, all others int64. For each sequence:
 
-* A temperature of 0 (or less, or NaN) and a ``top_k`` of 1 take the token with the largest logit, the first of equal ones.
-* Otherwise the probabilities are those of ``softmax(logits / temperature)``.
-* ``top_k`` from 2 to V - 1 keeps the tokens whose logits are at least the k-th largest one. Any other number keeps all.
-* ``top_p`` below 1 keeps the most probable tokens that together have at least this share of the probability of those that
-  ``top_k`` kept. Tokens as probable as the last one of them are kept, too.
-* One of the tokens kept is drawn, by random bits that depend only on ``seed`` and ``position`` (Philox4x32-10).
-* The token is -1 where the logits hold NaN or +inf, or only -inf.
+* A temperature of 0 (or less, or NaN) or a ``top_k`` of 1 selects the token with the largest logit, the first of equal ones.
+* Otherwise the probabilities are ``softmax(logits / temperature)``.
+* ``top_k`` from 2 to V - 1 keeps the tokens with logits of at least the k-th largest one. Any other value keeps all.
+* ``top_p`` below 1 keeps the most probable tokens that together have at least this share of the probability that ``top_k``
+  kept. Tokens as probable as the last of these are kept, too.
+* One of the kept tokens is drawn, by random bits that depend only on ``seed`` and ``position`` (Philox4x32-10).
+* The token is -1 if the logits contain NaN or +inf, or only -inf.
 
-Probabilities are integers of 28 bits, so that sums do not depend on an order: targets agree but where an exponential rounds
-otherwise at the edge between two tokens. Models hold it as the operator ``SampleToken`` of the domain ``optdnn``
+Probabilities are integers of 28 bits, so that sums do not depend on the order. Targets agree, except where an exponential is
+rounded differently at the border between two tokens. Models contain it as the operator ``SampleToken`` of the domain ``optdnn``
 (:mod:`optdnn.importers.sampling` adds it).
 """
 
@@ -31,7 +31,7 @@ from optdnn.types import FP32, INT64, TensorType, dtype_name
 
 DOMAIN = "optdnn"
 SETTINGS = {"temperature": FP32, "top_k": INT64, "top_p": FP32, "seed": INT64, "position": INT64}
-"""The operands after the logits, one number for each sequence."""
+"""The operands after the logits, one value per sequence."""
 
 
 def _infer(call: Call) -> Result:

@@ -1,4 +1,4 @@
-"""SegmentSum: sums, maxima or minima of rows that are computed from gathered rows, the rows of each result one after the other."""
+"""SegmentSum: sums, maxima or minima of rows computed from gathered rows; the rows of each result are consecutive."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from optdnn.ops.fused import export_stages, infer_stages, stages_flops
 from optdnn.types import INT32, TensorType, broadcast_dims
 
 NEUTRAL = {"add": 0.0, "max": -math.inf, "min": math.inf}
-"""Reduction -> what it makes of no rows."""
+"""Reduction -> its result for no rows."""
 
 
 @dataclass(frozen=True)
 class SegmentSumAttrs(Attrs):
-    """``y[n]`` is the sum of rows ``first[n]`` to ``first[n + 1]``, multiplied with or divided by row ``n`` of factors.
+    """``y[n]`` is the sum of rows ``first[n]`` to ``first[n + 1]``, multiplied or divided by row ``n`` of factors.
 
-    Operands: tables, index arrays (int32 [E]), ``first`` (int32 [N + 1]), factors, and what ``epilogue`` reads. A row ``e`` is
-    what ``stages`` compute of the tables; register 0 is table 0. Table ``k`` gives position ``index[e]`` along ``axes[k]`` of
-    the index array with number ``indices[k]``; where that is -1, all of it for every row. ``views[k]``: the axes of a row as
-    axes of the table, in their order; -1: an axis of size 1. ``factors``: "Mul" or "Div" for each factor. The sum of no rows is
-    zero, whatever the factors are. Stages of ``epilogue`` name operand slots of the whole operator; they turn each result, and
+    Operands: tables, index arrays (int32 [E]), ``first`` (int32 [N + 1]), factors, and the operands of ``epilogue``. ``stages``
+    compute a row ``e`` from the tables; register 0 is table 0. Table ``k`` contributes position ``index[e]`` along ``axes[k]``,
+    from the index array with number ``indices[k]``; if that is -1, the whole table for every row. ``views[k]``: the axes of a row
+    as axes of the table, in their order; -1: an axis of size 1. ``factors``: "Mul" or "Div" for each factor. The sum of no rows is
+    zero, whatever the factors are. Stages of ``epilogue`` name operand slots of the whole operator; they transform each result and
     keep its type.
 
-    ``reduction``: "add", or "max" or "min" of the rows, which have no factors; of no rows these are infinite (:data:`NEUTRAL`).
+    ``reduction``: "add", or "max" or "min" of the rows, without factors; for no rows the latter are infinite (:data:`NEUTRAL`).
     """
 
     stages: tuple[Stage, ...]
@@ -93,7 +93,7 @@ def _cost(call: Call, result: Result) -> Cost:
 
 
 def _export(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """Gathers, the stages, a Scatter, and the factors; ``first`` becomes the segment of each row by comparisons."""
+    """Gathers, the stages, a Scatter, and the factors; comparisons with ``first`` give the segment of each row."""
     given, begin = row_types(attrs, [e.type(name) for name in inputs]), len(attrs.indices)
     rank = max(len(t.dims) for t in given)
     (count,), (rows,) = (e.type(inputs[at]).static_shape for at in (begin + attrs.arrays, begin))
@@ -116,7 +116,7 @@ def _export(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Seq
     message = export_stages(attrs.stages, tables[0], e.type(tables[0]), tables, e)
     shape = e.type(message).static_shape[1:]
     (message,) = e.node("Expand", [message, integers(rows, *shape)], 1)
-    # Row e belongs to as many segments as begin at or before it, less one.
+    # The segment of row e is the number of segments that begin at or before it, minus one.
     (starts,) = e.node("Cast", [inputs[begin + attrs.arrays]], 1, to=np.dtype(np.int64))
     (starts,) = e.node("Slice", [starts, integers(0), integers(count - 1)], 1)
     (before,) = e.node("LessOrEqual", [starts, e.const(np.arange(rows, dtype=np.int64)[:, None])], 1)

@@ -1,4 +1,4 @@
-"""Import of loops that carry sequences of tensors: they stack results instead, or are written out."""
+"""Import of loops that carry sequences of tensors: they stack results instead, or are unrolled."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from optdnn.ops.sequences import Stack, TensorList
 from optdnn.types import BOOL, INT64, TensorType
 
 MOST_WRITTEN_OUT = 512
-"""Nodes that a Loop becomes because it carries a sequence, where it could stack results instead."""
+"""The most nodes for which a Loop is unrolled although it could stack results instead."""
 MOST_REPEATED = 4096
-"""Iterations of a Loop that carries sequences of tensors."""
+"""The most iterations of a Loop that carries sequences of tensors."""
 
 
 def import_sequence_loop(node: NodeSpec, e: Emit, body: Subgraph, initial: list[Ref]) -> Sequence[Ref]:
-    """A Loop some of whose initial values are sequences. Raises Unsupported."""
+    """A Loop with sequences among its initial values. Raises Unsupported."""
     return _appended(node, e, body, initial) or _stacks(node, e, body, initial) or _repeated(node, e, body, initial)
 
 
 def _appended(node: NodeSpec, e: Emit, body: Subgraph, initial: list[Ref]) -> Sequence[Ref] | None:
-    """A Loop that only appends to sequences, as one that stacks its results, and the sequences as their rows.
+    """A Loop that only appends to sequences, as a Loop that stacks its results, and the sequences as the rows of the stacks.
 
-    None for other loops, and for those that become few nodes when they are written out.
+    None for other loops, and for loops that become few nodes when they are unrolled.
     """
     found = body.stacking([node.input(0), node.input(1), *initial])
     if found is None or body.repeats(found.trips, MOST_WRITTEN_OUT):
@@ -46,9 +46,9 @@ def _appended(node: NodeSpec, e: Emit, body: Subgraph, initial: list[Ref]) -> Se
 
 
 def _stacks(node: NodeSpec, e: Emit, body: Subgraph, initial: list[Ref]) -> Sequence[Ref] | None:
-    """A Loop that only appends to sequences, as often as data or a symbolic size says, as one that stacks its results.
+    """A Loop that only appends to sequences, with a trip count from data or a symbolic size, as a Loop that stacks its results.
 
-    None for other loops, and where the tensors of two iterations may differ in shape.
+    None for other loops, and if the tensors of two iterations may differ in shape.
     """
     plain = None
     if node.input(0) is not None and _number(e, node.inputs[0]) is None:
@@ -69,13 +69,13 @@ def _stacks(node: NodeSpec, e: Emit, body: Subgraph, initial: list[Ref]) -> Sequ
 
 
 def _number(e: Emit, ref: Ref) -> int | None:
-    """The number that a ref holds; None where it is not known, or symbolic."""
+    """The number that a ref holds; None if it is unknown or symbolic."""
     known = e.value(ref)
     return None if known is None or known.dtype == object else int(known.reshape(-1)[0])
 
 
 def _rows(e: Emit, stack: Ref, trips: int, row: TensorType) -> Sequence[Ref]:
-    """The ``trips`` tensors that a value stacks."""
+    """The ``trips`` tensors of a stack."""
     dims = row.static_shape
     if not dims:
         parts = e.op("Split", [stack, np.ones(trips, np.int64)], SplitAttrs(0), outputs=trips)
@@ -85,7 +85,7 @@ def _rows(e: Emit, stack: Ref, trips: int, row: TensorType) -> Sequence[Ref]:
 
 
 def _repeated(node: NodeSpec, e: Emit, body: Subgraph, state: list[Ref]) -> Sequence[Ref]:
-    """A Loop that carries sequences of tensors: its iterations one after the other, where their number is known."""
+    """A Loop that carries sequences of tensors, unrolled; the number of iterations must be known."""
     most = None if node.input(0) is None else _number(e, node.inputs[0])
     if node.input(0) is not None and most is None:
         raise Unsupported(

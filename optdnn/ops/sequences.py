@@ -1,9 +1,9 @@
-"""Sequences of tensors whose length is known while a model is imported.
+"""Sequences of tensors with a length that is known at import.
 
-No graph holds a sequence: it is a :class:`TensorList` of values, and its operators pick, join and split these. That covers what
-exporters write for lists of tensors (``split``, ``chunk``, ``unbind``). A Loop that carries one is written out; one that only
-appends to it, an unknown number of times, makes a :class:`Stack`. Sequences that a Scan carries, and those that are inputs or
-outputs of the model, are refused. An optional value is its element; one without an element is refused.
+No graph holds a sequence: it is a :class:`TensorList` of values, and its operators pick, join and split these. That covers the
+operators that exporters write for lists of tensors (``split``, ``chunk``, ``unbind``). A Loop that carries a sequence is unrolled;
+a Loop that only appends to it, an unknown number of times, makes a :class:`Stack`. Sequences that a Scan carries, and sequences
+that are inputs or outputs of the model, are refused. An optional value is its element; one without an element is refused.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref, normalized_axis
 from optdnn.ops.index import SplitAttrs
 
 MOST = 4096
-"""Tensors that one node may split another into."""
+"""The most tensors that one node may split another into."""
 
 
 class TensorList(tuple[Ref, ...]):
-    """The values that a sequence consists of."""
+    """The values in a sequence."""
 
 
 class Stack(TensorList):
-    """A sequence of an unknown number of tensors of one shape. Its one value holds them all, along the first axis."""
+    """A sequence of an unknown number of tensors of one shape. Its only value holds them all, stacked along the first axis."""
 
 
 def _sequence(node: NodeSpec) -> TensorList:
     found = node.input(0)
     if not isinstance(found, TensorList):
-        raise ShapeError("its first operand is no sequence")
+        raise ShapeError("its first operand is not a sequence")
     return found
 
 
@@ -45,7 +45,7 @@ def _list(node: NodeSpec) -> TensorList:
 
 
 def _position(node: NodeSpec, e: Emit, slot: int, length: int, last: int) -> int:
-    """The place in a sequence of ``length`` that operand ``slot`` names, at most ``last``; ``last`` where there is no operand."""
+    """The position in a sequence of ``length`` that operand ``slot`` gives, at most ``last``; ``last`` without the operand."""
     ref = node.input(slot)
     if ref is None:
         return last
@@ -73,7 +73,7 @@ def _at(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _alike(e: Emit, held: TensorList) -> bool:
-    """Whether the tensors have one type and one known shape: one of them may be picked when the network runs."""
+    """Whether the tensors have the same type and known shape, so that one may be picked at run time."""
     types = [e.type(x) for x in held]
     return bool(types) and types[0].shape is not None and all(t == types[0] for t in types)
 
@@ -115,7 +115,7 @@ def _concat(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _unstacked(e: Emit, stack: Ref, axis: int, new_axis: bool) -> Ref:
-    """The tensors along the first axis of ``stack``, joined along an axis of their own, or along a new one."""
+    """The tensors along the first axis of ``stack``, joined along an existing axis, or along a new one."""
     rank = len(e.type(stack).dims)
     at = axis % (rank if new_axis else rank - 1)
     order = [*range(1, at + 1), 0, *range(at + 1, rank)]
@@ -142,7 +142,7 @@ def _split(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _sizes(node: NodeSpec, e: Emit, size: object) -> list[int]:
-    """The sizes of the parts: given, of one size but for the last, or 1."""
+    """The sizes of the parts: given, equal except for the last, or 1."""
     known = None if node.input(1) is None else e.value(node.input(1))
     if node.input(1) is not None and (known is None or not all(isinstance(n, int) for n in known.reshape(-1).tolist())):
         raise Unsupported("the sizes that it splits into have to be constants")
@@ -161,7 +161,7 @@ def _sizes(node: NodeSpec, e: Emit, size: object) -> list[int]:
 def _optional(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     found = node.input(0)
     if found is None:
-        raise Unsupported("an optional value without an element is no tensor")
+        raise Unsupported("an optional value without an element is not a tensor")
     return [found]
 
 

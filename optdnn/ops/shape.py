@@ -68,7 +68,7 @@ class ShapeAttrs(Attrs):
 
 
 def target_dims(call: Call, i: int, hint: str, most: int = RANK_LIMIT) -> tuple[DimLike, ...] | None:
-    """The shape that operand i asks for: new symbols where only its length is known, None where not even that is.
+    """The shape that operand i asks for: new symbols if only its length is known, None if not even its length is known.
 
     It has at most ``most`` sizes.
     """
@@ -107,7 +107,7 @@ def reshaped(dims: Shape, target: Sequence[DimLike], allowzero: bool = False) ->
         if low > 0 or high < 0:
             raise ShapeError(f"{what}: {product(dims)} elements against {product(out)}")
         return tuple(out)
-    # Equal dimensions cancel first, so that only what really changes is divided (and an empty batch stays empty).
+    # Equal dimensions cancel first, so that only real changes are divided (and an empty batch stays empty).
     left, right = list(dims), [d for d in out if d != -1]
     for d in tuple(right):
         if d in left:
@@ -141,12 +141,12 @@ def _infer_transpose(call: Call) -> Result:
     perm = tuple(reversed(range(len(x.shape)))) if perm is None else perm
     if sorted(perm) != list(range(len(x.shape))):
         raise ShapeError(f"Transpose perm {list(perm)} is not a permutation of the axes of {x}")
-    # A layout is an order of the axes as they were.
+    # A layout is an order of the original axes.
     return Result((replace(x.with_shape([x.shape[p] for p in perm]), layout=""),))
 
 
 def known_axes(call: Call, i: int, rank: int) -> list[int] | None:
-    """Axes given by operand i, counted from the front and checked; None where they are unknown."""
+    """Axes given by operand i, counted from the front and checked; None if they are unknown."""
     require_ints(call, i)
     values = concrete_ints(call, i)
     if values is None:
@@ -270,7 +270,7 @@ def define_free(
     traits: Traits = MOVEMENT,
     tol: Tol = EXACT,
 ) -> OpDef:
-    """An operator that computes nothing: free, and unless ``tol`` and ``traits`` say otherwise exact data movement."""
+    """An operator that computes nothing: free, and exact data movement unless ``tol`` and ``traits`` differ."""
     return OpDef(kind, with_values(infer, symbolic), attrs, onnx, to_onnx, cost=free, tol=tol, traits=traits)
 
 

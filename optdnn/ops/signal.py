@@ -21,7 +21,7 @@ from optdnn.types import FP32, RANK_LIMIT, DType, TensorType, normalize_axis
 
 @dataclass(frozen=True)
 class DFTAttrs(Attrs):
-    """``axis`` counts where operand 2 is absent."""
+    """``axis`` is used if operand 2 is absent."""
 
     axis: int = -2
     inverse: bool = False
@@ -71,7 +71,7 @@ def _infer_dft(call: Call) -> Result:
     if a.onesided and not a.inverse:
         length = floordiv(length, 2) + 1
     parts = 1 if a.onesided and a.inverse else 2
-    if call.has(2):  # along an axis that is known at run time only
+    if call.has(2):  # along an axis that is known only at run time
         kept = not call.has(1) and not a.onesided
         sizes = x.dims[:-1] if kept else tuple(call.fresh("dft") for _ in x.dims[:-1])
         return Result((x.with_shape((*sizes, parts)),))

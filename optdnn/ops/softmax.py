@@ -17,7 +17,7 @@ from optdnn.types import normalize_axis
 
 @dataclass(frozen=True)
 class SoftmaxAttrs(Attrs):
-    """The one axis along which values are normalized (Softmax, LogSoftmax, Hardmax)."""
+    """The axis along which values are normalized (Softmax, LogSoftmax, Hardmax)."""
 
     axis: int = -1
 
@@ -38,7 +38,7 @@ def _import(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if node.opset >= 13:
         axis = normalize_axis(int(node.get("axis", -1)), rank, f"{kind} axis")
         return e.op(kind, [x], SoftmaxAttrs(axis))
-    # Before opset 13 the axes from ``axis`` on are normalized together, as the columns of a matrix.
+    # Before opset 13, the axes from ``axis`` on are normalized together, as the columns of a matrix.
     axis = normalize_axis(int(node.get("axis", 1)), rank, f"{kind} axis") if int(node.get("axis", 1)) != rank else rank
     wide = [i for i in range(axis, rank) if t.dims[i] != 1]
     if len(wide) <= 1 and axis < rank:

@@ -20,7 +20,8 @@ from optdnn.types import INT64, TensorType, normalize_axis
 
 @dataclass(frozen=True)
 class TopKAttrs(Attrs):
-    """The values are sorted even if ``sorted`` is 0; of equal values the first comes first, as in ONNX Runtime."""
+    """The values are sorted even if ``sorted`` is 0; among equal values, the one with the lower index comes first, as in ONNX
+    Runtime."""
 
     axis: int = -1
     largest: bool = True
@@ -29,7 +30,7 @@ class TopKAttrs(Attrs):
 
 @dataclass(frozen=True)
 class UniqueAttrs(Attrs):
-    """``axis`` None: of the flattened input. Unsorted values come in order of appearance."""
+    """``axis`` None: the flattened input. Unsorted values are in order of appearance."""
 
     axis: int | None = None
     sorted: bool = True
@@ -37,7 +38,7 @@ class UniqueAttrs(Attrs):
 
 @dataclass(frozen=True)
 class CompressAttrs(Attrs):
-    """``axis`` None: of the flattened input."""
+    """``axis`` None: the flattened input."""
 
     axis: int | None = None
 

@@ -1,6 +1,6 @@
-"""Operators that converters leave in a network although ONNX has none of the name, in the terms of ONNX's.
+"""Operators that converters leave in a network although ONNX does not define them, as compositions of ONNX's.
 
-tf2onnx writes an operator that ONNX lacks under TensorFlow's own name (with a warning): ``Erfc``, of Keras's exact GELU.
+tf2onnx writes an operator that ONNX lacks under TensorFlow's own name (with a warning): ``Erfc``, from Keras's exact GELU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
 
 
 def _erfc(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """``1 - erf(x)``: for a GELU as good as its own function, since a small number is added to a large one."""
+    """``1 - erf(x)``: accurate enough for a GELU, because a small number is added to a large one."""
     if node.input(0) is None:
         raise ShapeError("Erfc needs operand 0")
     x = node.inputs[0]

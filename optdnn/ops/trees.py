@@ -1,7 +1,7 @@
 """Ensembles of decision trees: ai.onnx.ml's TreeEnsembleRegressor, TreeEnsembleClassifier and (version 5) TreeEnsemble.
 
-They import as one kind, whose nodes are constant operands; class labels, base values and post transforms become operators
-of their own around it.
+They are imported as one kind with the nodes as constant operands. Class labels, base values and post transforms become separate
+operators around it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from optdnn.runtime.reference.trees import LEAF, MODES
 from optdnn.types import FP32, INT64, Array, TensorType
 
 AGGREGATES = ("AVERAGE", "SUM", "MIN", "MAX")
-"""Indexed by the numbers of TreeEnsemble-5."""
+"""Aggregate functions, in the order of TreeEnsemble-5's numbers."""
 _NODE_OPERANDS = 9
 
 
 @dataclass(frozen=True)
 class TreeEnsembleAttrs(Attrs):
-    """How the trees' weights combine: SUM, AVERAGE, MIN or MAX."""
+    """How the trees' weights are combined: SUM, AVERAGE, MIN or MAX."""
 
     aggregate: str = "SUM"
 
@@ -69,7 +69,7 @@ class Forest:
 
 
 def checked(forest: Forest, n_features: Any) -> Forest:
-    """The forest. Raises ShapeError for nodes that do not exist, features beyond the input, and trees with loops."""
+    """The forest. Raises ShapeError for nodes that do not exist, features beyond the input, and trees with cycles."""
     n = forest.features.size
     inner = forest.modes != LEAF
     for children in (forest.yes[inner], forest.no[inner]):
@@ -151,11 +151,12 @@ def _ensemble(e: Emit, x: Ref, forest: Forest, aggregate: str) -> Ref:
 
 
 WEIGHTS_LIMIT = 1 << 30
-"""Most nodes times columns of a forest."""
+"""The most nodes times columns of a forest."""
 
 
 def _check_size(nodes: int, columns: int) -> None:
-    """Raise ShapeError before weights are made that no forest has: two numbers of a small file can ask for any memory."""
+    """Raise ShapeError before absurdly large weights are allocated: two numbers of a small file can ask for any amount of
+    memory."""
     if columns < 0 or nodes * columns > WEIGHTS_LIMIT:
         raise ShapeError(f"{nodes} nodes with {columns} columns each are more than {WEIGHTS_LIMIT} weights")
 
@@ -247,14 +248,14 @@ def labelled(e: Emit, scores: Ref, labels: Array) -> Ref:
 
 
 def _named(e: Emit, best: Ref, labels: Array) -> Ref:
-    """The labels at the places ``best``, which are the labels themselves where these count from 0."""
+    """The labels at the positions ``best``; these are the labels themselves if labels count from 0."""
     return best if np.array_equal(labels, np.arange(labels.size)) else emit(e, "Gather", labels, best)
 
 
 def binary_outcome(e: Emit, score: Ref, labels: Array, transform: str, *, probability: bool) -> tuple[Ref, Ref]:
-    """Label and both scores of a classifier that has one score, [n, 1], for its second class.
+    """Label and both scores of a classifier with one score, [n, 1], for its second class.
 
-    ``probability``: the score is one, so 0.5 decides and the first class has the rest; else its sign decides.
+    ``probability``: the score is a probability, so 0.5 decides and the first class has the rest; otherwise its sign decides.
     """
     zero, one = np.float32(0), np.float32(1)
     first = emit(e, "Sub", one, score) if probability else emit(e, "Neg", score)
@@ -262,7 +263,7 @@ def binary_outcome(e: Emit, score: Ref, labels: Array, transform: str, *, probab
         both = emit(e, "Sigmoid", emit(e, "Concat", emit(e, "Neg", score), score, axis=1))
     elif transform == "NONE":
         both = emit(e, "Concat", first, score, axis=1)
-        return labelled(e, both, labels), both  # the larger of 1 - s and s, or of -s and s, is that of the threshold
+        return labelled(e, both, labels), both  # the larger of 1 - s and s, or of -s and s, agrees with the threshold
     else:
         raise Unsupported(f"post_transform={transform} of a single score")
     threshold = np.float32(0.5) if probability else zero
@@ -278,7 +279,7 @@ def post_transform(e: Emit, y: Ref, name: str) -> Ref:
         return emit(e, "Sigmoid", y)
     if name == "SOFTMAX":
         return emit(e, "Softmax", y, axis=-1)
-    if name == "SOFTMAX_ZERO":  # zeros stay zeros, and have no part in the sum
+    if name == "SOFTMAX_ZERO":  # zeros stay zeros and do not count in the sum
         there = emit(e, "Not", emit(e, "Equal", y, np.float32(0)))
         low = emit(e, "Where", there, y, np.float32(-np.inf))
         return emit(e, "Where", there, emit(e, "Softmax", low, axis=-1), np.float32(0))
@@ -289,7 +290,7 @@ def post_transform(e: Emit, y: Ref, name: str) -> Ref:
 
 
 def _to_onnx(attrs: TreeEnsembleAttrs, inputs: Sequence[str], outputs: int, e: Export) -> Sequence[str]:
-    """Write a TreeEnsembleRegressor: one tree per root, with node numbers that are unique over all trees."""
+    """Write a TreeEnsembleRegressor: one tree per root, with node numbers that are unique across trees."""
     arrays = [e.value(name) for name in inputs[1:]]
     if any(a is None for a in arrays):
         raise UnsupportedError("TreeEnsemble: ai.onnx.ml has its nodes as attributes, and here they are computed")
@@ -321,7 +322,7 @@ def _to_onnx(attrs: TreeEnsembleAttrs, inputs: Sequence[str], outputs: int, e: E
 
 
 def _trees(roots: Sequence[int], modes: Array, yes: Array, no: Array) -> tuple[dict[int, int], list[int]]:
-    """Node -> its tree, and the nodes in an order that begins each tree with its root."""
+    """Node -> its tree, and the nodes in an order in which each tree begins with its root."""
     tree: dict[int, int] = {}
     order: list[int] = []
     for t, root in enumerate(roots):

@@ -18,7 +18,7 @@ from optdnn.types import BOOL, DType, is_float, is_int
 
 
 def f32(value: float) -> float:
-    """The float32 nearest to a decimal: what ONNX's schema holds as a default."""
+    """The float32 nearest to a decimal, as ONNX's schema stores a default."""
     return float(np.float32(value))
 
 
@@ -119,7 +119,7 @@ _SYMBOLIC: dict[str, Callable[[Any], DimLike]] = {
     "Relu": lambda a: dim_max(a, 0),
     "Sign": _sign,
 }
-"""Unary kinds that shape arithmetic uses on integers."""
+"""Unary kinds that occur in shape arithmetic on integers."""
 
 
 def define_pointwise(
@@ -134,7 +134,7 @@ def define_pointwise(
     tol: Tol = DEFAULT_TOL,
     **traits: bool,
 ) -> OpDef:
-    """A pointwise operator. ``symbolic`` evaluates it on sizes, ``flops`` counts per element of the result."""
+    """A pointwise operator. ``symbolic`` evaluates it on sizes; ``flops`` is per element of the result."""
     return OpDef(
         kind,
         with_values(infer, symbolic),
@@ -165,7 +165,7 @@ _NUMERIC = "a numeric operand"
 _SIGNED = "a signed numeric operand"
 
 DEFS: tuple[OpDef, ...] = (
-    # Activations. Monotone only where every choice of attributes is.
+    # Activations. Monotone only if every choice of attributes is.
     _define("Relu", accepts=_SIGNED, tol=EXACT, monotone=True, idempotent=True),
     _define("LeakyRelu", LeakyReluAttrs, accepts=_NUMERIC, flops=2),
     _define("Elu", AlphaAttrs, flops=3),

@@ -1,9 +1,9 @@
-"""Known values during inference: what small tensors hold, symbolic shape computations included.
+"""Known values during inference: the content of small tensors, symbolic shape computations included.
 
-Exporters write shape arithmetic as ordinary operators (``Shape -> Gather -> Mul -> Concat -> Reshape``). Inference runs
-these on the spot: an operand that is known is either an ordinary array of its own dtype or an object array of
-``int | Dim`` (:data:`optdnn.ops.base.Known`). Concrete operands go through the kind's NumPy kernel; symbolic ones through the
-kind's *symbolic* function, which for data movement is the same kernel on object arrays.
+Exporters write shape arithmetic as ordinary operators (``Shape -> Gather -> Mul -> Concat -> Reshape``). Inference evaluates
+these immediately: a known operand is either an ordinary array of its own dtype or an object array of
+``int | Dim`` (:data:`optdnn.ops.base.Known`). Concrete operands go through the kind's NumPy kernel, symbolic ones through the
+kind's *symbolic* function. For data movement, the symbolic function is the same kernel on object arrays.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from optdnn.types import Array, TensorType, is_int
 
 
 class Undecided(Exception):
-    """A symbolic result that depends on the symbols' values (the comparison of two unrelated sizes, for instance)."""
+    """A symbolic result depends on the symbols' values (for example, the comparison of two unrelated sizes)."""
 
 
 Values: TypeAlias = tuple[Known | None, ...]
 Symbolic: TypeAlias = Callable[[Call, Values], Sequence[Any]]
-"""``symbolic(call, operand_values)`` -> output values, where at least one operand is an object array."""
+"""``symbolic(call, operand_values)`` -> output values; at least one operand is an object array."""
 
 
 def with_values(infer: Infer, symbolic: Symbolic | None = None) -> Infer:
-    """``infer`` extended by the output values, where all operands are known and everything is small."""
+    """``infer`` extended by the output values, if all operands are known and everything is small."""
 
     def run(call: Call) -> Result:
         result = infer(call)
@@ -40,8 +40,8 @@ def with_values(infer: Infer, symbolic: Symbolic | None = None) -> Infer:
 
 
 def known_values(call: Call, types: Sequence[TensorType], symbolic: Symbolic | None = None) -> Values:
-    """The values of a call's outputs, or () where an operand is unknown, something is larger than ``KNOWN_LIMIT``, or a symbolic
-    value would be too large an expression: it is a separate symbol then."""
+    """The values of a call's outputs, or () if an operand is unknown, if something is larger than ``KNOWN_LIMIT``, or if a symbolic
+    value would be too large an expression: it is then a separate symbol."""
     values = tuple(call.value(i) for i in range(len(call.types)))
     for t, v in zip(call.types, values, strict=True):
         if t is not None and (v is None or v.size > KNOWN_LIMIT):
@@ -61,7 +61,7 @@ def known_values(call: Call, types: Sequence[TensorType], symbolic: Symbolic | N
 
 
 def settle(value: Any, type: TensorType) -> Known | None:
-    """A computed value in its canonical form: an array of ``type`` where it is concrete, else an object array."""
+    """A computed value in its canonical form: an array of ``type`` if it is concrete, otherwise an object array."""
     if value is None:
         return None
     array: Array = np.asarray(value)
@@ -100,7 +100,7 @@ def folded(fn: Callable[[Any, Any], DimLike]) -> Symbolic:
 
 
 def moved(*data: int) -> Symbolic:
-    """Symbolic evaluation of a kind that only moves its operands ``data`` (all operands when none are named): its kernel."""
+    """Symbolic evaluation of a kind that only moves its operands ``data`` (default: all operands): its kernel."""
 
     def run(call: Call, values: Values) -> Sequence[Any]:
         from optdnn.runtime.reference.table import KERNELS
@@ -129,7 +129,7 @@ def trunc_div(a: DimLike, b: DimLike) -> DimLike:
 
 
 def less(a: DimLike, b: DimLike) -> bool:
-    """``a < b``; raises Undecided where it depends on the symbols."""
+    """``a < b``; raises Undecided if it depends on the symbols."""
     lo, hi = bounds(a - b)
     if hi < 0:
         return True
@@ -139,7 +139,7 @@ def less(a: DimLike, b: DimLike) -> bool:
 
 
 def equal(a: DimLike, b: DimLike) -> bool:
-    """``a == b``; raises Undecided where it depends on the symbols."""
+    """``a == b``; raises Undecided if it depends on the symbols."""
     lo, hi = bounds(a - b)
     if lo > 0 or hi < 0:
         return False
@@ -149,7 +149,7 @@ def equal(a: DimLike, b: DimLike) -> bool:
 
 
 def truth(a: DimLike) -> bool:
-    """``a != 0``; raises Undecided where it depends on the symbols."""
+    """``a != 0``; raises Undecided if it depends on the symbols."""
     return not equal(a, 0)
 
 
@@ -164,7 +164,7 @@ def require(condition: bool, call: Call, what: str, *types: TensorType) -> None:
 
 
 def concrete_ints(call: Call, i: int) -> tuple[int, ...] | None:
-    """The known value of an integer operand as plain integers; None where it is unknown or symbolic."""
+    """The known value of an integer operand as plain integers; None if it is unknown or symbolic."""
     values = call.ints(i)
     if values is None or any(isinstance(v, Dim) for v in values):
         return None
@@ -182,7 +182,7 @@ def require_ints(call: Call, i: int) -> None:
 
 
 def static_ints(e: Emit, ref: Ref | None) -> tuple[int, ...] | None:
-    """While importing: the plain integers that a value holds, or None where it is absent, unknown or symbolic."""
+    """During import: the plain integers of a value, or None if it is absent, unknown or symbolic."""
     value = None if ref is None else e.value(ref)
     if value is None or any(isinstance(v, Dim) for v in value.reshape(-1)):
         return None

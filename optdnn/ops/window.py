@@ -1,4 +1,4 @@
-"""Import of the attributes that convolutions and pools share: strides, pads, dilations, auto_pad."""
+"""Import of the attributes that convolutions and pools have in common: strides, pads, dilations, auto_pad."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optdnn.runtime.reference.window import resolve_pads
 
 @dataclass(frozen=True)
 class Window:
-    """``pads`` are begins then ends; they count only where ``auto_pad`` is "NOTSET"."""
+    """``pads`` are begins then ends; they apply only if ``auto_pad`` is "NOTSET"."""
 
     strides: tuple[int, ...]
     pads: tuple[int, ...]
@@ -25,7 +25,7 @@ class Window:
 def read_window(node: NodeSpec, rank: int, spatial: Sequence[DimLike] | None, kernel: Sequence[DimLike]) -> Window:
     """The window attributes of an ONNX node with its defaults filled in.
 
-    ``rank`` is the number of spatial axes. SAME_UPPER and SAME_LOWER become explicit pads when sizes allow, VALID always.
+    ``rank`` is the number of spatial axes. SAME_UPPER and SAME_LOWER become explicit pads if sizes allow it, VALID always.
     Raises ShapeError for attributes of wrong length or value.
     """
     what = node.op_type

@@ -16,16 +16,17 @@ from optdnn.precision.plans import Problem
 from optdnn.precision.sensitivity import Sensitivity
 
 NOTHING_US, NOTHING = 0.05, 0.03
-"""Differences of times below this (µs), or below this part of a time, are ignored: counters scatter as much."""
+"""Differences of times below this (µs), or below this fraction of a time, are ignored: counters scatter as much."""
 
 
 @dataclass
 class Candidate:
     """One plan and its measurements.
 
-    ``assignment``: op key -> precision, as asked. ``drop`` is the metric's on the calibration part, ``verified`` that of the built
-    engine on the other part. ``margins`` and ``margins_unseen`` are those on the same parts, for a metric that counts predictions.
-    ``ms`` is measured in turns; ``predicted_us`` is the search's estimate. ``library``: the one whose times led to a mixture.
+    ``assignment``: op key -> precision, as requested. ``drop`` is the metric's drop on the calibration part of the data,
+    ``verified`` the drop of the built engine on the other part. ``margins`` and ``margins_unseen`` are the margins on these
+    parts, for a metric that counts predictions. ``ms`` is measured in turns; ``predicted_us`` is the search's estimate.
+    ``library``: the library whose times led to a mixture.
     """
 
     name: str
@@ -43,17 +44,17 @@ class Candidate:
     tactic: str = ""
     error: str | None = None
     tuned: bool = False
-    """``ms`` and ``verified`` are those after its tactics were tuned."""
+    """``ms`` and ``verified`` were measured after its tactics were tuned."""
 
     @property
     def expected(self) -> float | None:
-        """The drop to expect from margins, on all samples that it was judged on; None for a metric without margins."""
+        """The drop to expect from margins, on all samples of its measurements; None for a metric without margins."""
         known = [m for m in (self.margins, self.margins_unseen) if m is not None]
         return merged(known, sum(m.part for m in known)).expected() if known else None
 
     @property
     def searched(self) -> float:
-        """The loss that the search holds against its bound: the drop on the calibration part, or the one expected from margins."""
+        """The loss that the search compares with its bound: the drop on the calibration part, or the drop expected from margins."""
         if self.error is not None:
             return math.inf
         return max(self.drop, -math.inf if self.margins is None else self.margins.expected())
@@ -129,8 +130,8 @@ class NodeFacts:
 
 @dataclass
 class SearchReport:
-    """The whole search. ``right``: percent of all samples that fp32 has right, with labels and a metric that counts predictions.
-    ``notes``: precisions that the target lacks altogether, with the reason."""
+    """The whole search. ``right``: the percentage of all samples that fp32 predicts correctly, with labels and a metric that counts
+    predictions. ``notes``: precisions that the target lacks altogether, with the reason."""
 
     metric: str
     unit: str
@@ -148,7 +149,8 @@ class SearchReport:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def front(self) -> list[Candidate]:
-        """The candidates that no other beats in both accuracy and latency, fastest first; of those with both known."""
+        """The candidates that no other beats in both accuracy and latency, fastest first; only candidates with both values
+        known."""
         known: list[tuple[float, float, Candidate]] = []
         for c in self.candidates:
             ms = c.ms if self.measured or c.predicted_us is None else c.predicted_us / 1e3
@@ -191,7 +193,7 @@ class SearchReport:
 
 @dataclass(frozen=True)
 class Reasons:
-    """Explains the choice for each node: the gain of its precision, and the reasons against the others."""
+    """Explains the choice for each node: the gain of its precision, and the reasons against the other precisions."""
 
     chosen: Candidate
     candidates: Sequence[Candidate]
@@ -262,12 +264,12 @@ class Reasons:
         tried = next((c for c in self.candidates if c.assignment == changed and c.searched > self.bound), None)
         if tried is None:
             return None
-        what = "the drop is" if tried.drop > self.bound else "margins let expect a drop of"
+        what = "the drop is" if tried.drop > self.bound else "margins predict a drop of"
         return f"with it {what} {tried.searched:.3g} {self.unit}, beyond {self.bound:g}"
 
 
 def _faster(a: Timed, b: Timed) -> bool:
-    """Whether ``a`` takes less time than ``b``, by more than counters scatter."""
+    """Whether ``a`` takes less time than ``b``, by more than the scatter of counters."""
     return a.us < b.us - max(NOTHING_US, NOTHING * b.us)
 
 

@@ -16,7 +16,7 @@ from optdnn.runtime.engine import Engine
 from optdnn.types import Array, DType
 
 RUN_BATCH = 32
-"""Samples to a call, where the network's batch is symbolic."""
+"""Samples per call if the network's batch is symbolic."""
 
 
 class DoesNotRun(RunError):
@@ -24,7 +24,7 @@ class DoesNotRun(RunError):
 
 
 class Loss(NamedTuple):
-    """The loss of an engine on one part of the data: the metric's drop, and its margins where the metric counts predictions."""
+    """The loss of an engine on one part of the data: the metric's drop, and its margins if the metric counts predictions."""
 
     drop: float
     margins: Margins | None = None
@@ -33,7 +33,7 @@ class Loss(NamedTuple):
 class Judge:
     """Drops in ``metric`` on the two parts of the data, against the engine of :meth:`refer`.
 
-    Only that engine's outputs are kept, beyond HELD_BYTES in temporary files. A user's metric gets all outputs of a part at once.
+    Only the reference's outputs are kept, beyond HELD_BYTES in temporary files. A user's metric gets all outputs of a part at once.
     """
 
     def __init__(self, metric: Metric, seen: Samples, unseen: Samples):
@@ -46,7 +46,8 @@ class Judge:
         return self._reference is not None
 
     def refer(self, engine: Engine) -> None:
-        """Take an engine as the reference. Its errors pass through; UsageError where a part of the data does not fill its batch."""
+        """Make an engine the reference. Its errors pass through. Raises UsageError if a part of the data does not fill its
+        batch."""
         try:
             self._reference = Outputs(outputs(engine, self.seen)), Outputs(outputs(engine, self.unseen))
         except DoesNotRun as error:
@@ -72,12 +73,12 @@ class Judge:
                 near.append(self.metric.margins(part, wanted, labels))
             start = end
         share = len(samples) / (len(self.seen) + len(self.unseen))
-        # The rounding of a sum is no loss beyond a bound.
+        # Round: the roundoff of a sum must not count as a loss beyond the bound.
         return Loss(float(f"{lost / start:.12g}"), merged(near, share) if near else None)
 
 
 class Outputs:
-    """An engine's outputs, batch by batch, which can be read again and again."""
+    """An engine's outputs, batch by batch; they can be read repeatedly."""
 
     def __init__(self, batches: Iterable[Mapping[str, Array]]):
         self._file = tempfile.SpooledTemporaryFile(max_size=HELD_BYTES, prefix="optdnn-outputs-")  # noqa: SIM115 - kept
@@ -99,7 +100,7 @@ class Outputs:
 def outputs(engine: Engine, samples: Samples) -> Iterator[dict[str, Array]]:
     """An engine's outputs by name, batch by batch; an engine of a fixed batch takes only whole batches.
 
-    Raises UsageError where the samples do not fill one, DoesNotRun where the engine fails."""
+    Raises UsageError if the samples do not fill one batch, DoesNotRun if the engine fails."""
     size, dtypes = batch_of(engine), {s.name: s.dtype for s in engine.inputs}
     fixed = isinstance(engine.inputs[0].shape[0], int)
     if fixed and len(samples) < size:
@@ -122,6 +123,6 @@ def _joined(batches: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
 
 
 def batch_of(engine: Engine) -> int:
-    """Samples of a call: the network's own batch, if it is fixed."""
+    """Samples per call: the network's own batch, if it is fixed."""
     first = engine.inputs[0].shape[0]
     return first if isinstance(first, int) else RUN_BATCH

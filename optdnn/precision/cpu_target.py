@@ -28,10 +28,10 @@ from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array
 
 FAR = 1.5
-"""The search leaves out a library whose best time is beyond this factor of the best of all."""
+"""The search leaves out a library if its best time is beyond this factor of the best of all."""
 TURN_SECONDS = 0.08
 PLACEMENTS, SMALL_BYTES = 3, 64 << 20
-"""An engine of at most this many bytes is loaded this many times for timing."""
+"""Number of loads of an engine for timing, and the largest engine, in bytes, that is loaded several times."""
 
 
 @dataclass
@@ -88,7 +88,8 @@ class CpuTarget:
         return [times for best, times in found if best <= limit]
 
     def _profile(self, graph: Graph, library: str, precision: str, feeds: Mapping[str, Array]) -> dict[str, float]:
-        """Microseconds of the network (under "whole") and of its operators (under "KERNEL KEY", "- KEY" where it is unknown)."""
+        """Microseconds of the network (under "whole") and of its operators (under "KERNEL KEY", or "- KEY" if the kernel is
+        unknown)."""
 
         def measured() -> dict[str, float]:
             found = profile(graph, library, precision, self._threads, feeds)
@@ -134,7 +135,8 @@ def cpu_rounds(
 ) -> dict[str, list[float]]:
     """Median milliseconds of each engine's turn in each round, by the host's clock.
 
-    The place of an engine's memory makes a few percent. So small engines are loaded several times, and their copies run in turn.
+    The address of an engine's memory changes its time by a few percent. So small engines are loaded several times, and their copies
+    run in turn.
     """
     turns: dict[str, Callable[[], float]] = {}
     for n, engine in engines.items():

@@ -1,4 +1,5 @@
-"""Automatic precision on GPUs: measured where the GPU is available, else in NumPy (``simulate``) with times of a model."""
+"""Automatic precision on GPUs: measured if the GPU is available; otherwise computed in NumPy (``simulate``), with modelled
+times."""
 
 from __future__ import annotations
 
@@ -31,14 +32,14 @@ from optdnn.types import Array
 
 CAST_US, BANDWIDTH = 1.5, 2e6
 """Microseconds that a cast between two kernels adds to a CUDA graph, and bytes per microsecond. Races of whole engines correct
-them."""
+both."""
 PLACEMENTS, SMALL_BYTES = 4, 64 << 20
-"""Contexts that time an engine of at most this many bytes of activations."""
+"""Number of contexts that time an engine, and the largest engine, in bytes of activations, that gets several contexts."""
 
 
 @dataclass
 class GpuTarget:
-    """The kernels of one architecture; the time of an op is the time that its steps add to a replay of the network's CUDA graph."""
+    """The kernels of one architecture. An op's time is the time that its steps add to a replay of the network's CUDA graph."""
 
     options: BuildOptions
     target: str
@@ -64,7 +65,7 @@ class GpuTarget:
             self.notes[ROUNDED_ROWS] = reason
 
     def _engine(self, graph: Graph, say: Progress = lambda text: None, tuned: Tuned | None = None) -> Engine:
-        """An engine; on the GPU after its first runs in a process of their own, since this process runs it next."""
+        """An engine. On the GPU, its first runs have happened in a separate process, because this process runs it next."""
         program = finish(graph, self.options, self.facts, {}, say, tuned)[0]
         return Engine(program, options=LoadOptions(simulate=self._gpu is None, trust_cubins=True))
 
@@ -95,7 +96,7 @@ class GpuTarget:
         return [times]
 
     def _step_times(self, graph: Graph, owners: Mapping[str, str]) -> dict[str, float]:
-        """Microseconds per op: the steps of an engine, joined with ops by their ONNX nodes."""
+        """Microseconds per op: the steps of an engine, matched with ops by their ONNX nodes."""
         engine = self._engine(graph)
 
         def measured() -> dict[str, float]:
@@ -146,7 +147,7 @@ def gpu_rounds(
 ) -> dict[str, list[float]]:
     """Median milliseconds of each engine's turn in each round: replays of its CUDA graph between events.
 
-    The place of activations in memory makes a few percent in small networks, more than precisions differ by. So each engine has
+    The address of activations changes a small network's time by a few percent, more than the precisions do. So each engine has
     several contexts, and the rounds alternate between them. An engine with steps on the CPU is timed by the host's clock.
     """
     turns = {}

@@ -1,6 +1,6 @@
 """Error injection: the network in fp32 with an error added at a chosen value, at the speed of a library.
 
-Each chosen value v becomes v + e, where e is a further input, zero by default. So one compiled engine carries the errors of every
+Each chosen value v becomes v + e; e is a further input, zero by default. So one compiled engine carries the errors of every
 op and precision to the outputs.
 """
 
@@ -25,7 +25,7 @@ from optdnn.types import Array
 class Injector:
     """``graph`` on ``feeds`` (one batch), with an error at any of ``places`` (fp32 values).
 
-    ``library`` is the name of the library that runs it, or "numpy" where none is installed or takes the network.
+    ``library`` is the name of the library that runs it, or "numpy" if none is installed or accepts the network.
     """
 
     def __init__(self, graph: Graph, places: Sequence[Value], beside: Sequence[Value], feeds: Mapping[str, Array]):
@@ -41,7 +41,7 @@ class Injector:
         self.clean = self.outputs()
 
     def outputs(self, place: str | None = None, error: Array | None = None) -> dict[str, Array]:
-        """The network's outputs with ``error`` (of the value's shape) added at ``place``; without, undisturbed."""
+        """The network's outputs with ``error`` (of the value's shape) added at ``place``; without ``place``, undisturbed."""
         given = dict(self._feeds)
         for name, port in self._inputs.items():
             given[port] = error if name == place and error is not None else self._zeros[name]
@@ -76,11 +76,11 @@ def _engine(graph: Graph) -> tuple[Engine, str]:
 
 
 def noise(outputs: Mapping[str, Array], clean: Mapping[str, Array]) -> float:
-    """Power of the difference over power of the clean outputs' variation, over all floating-point outputs; inf where one is
-    not finite that is in the clean ones.
+    """Power of the difference over power of the clean outputs' variation, over all floating-point outputs; inf if an element is
+    not finite that is finite in the clean outputs.
 
-    The variation (around each output's mean over samples where there are several) rather than the power: an output that
-    hardly depends on its input has room for no error.
+    The variation (around each output's mean over samples, if there are several) is used rather than the power: an output that
+    hardly depends on its input has no room for error.
     """
     worst = 0.0
     for name, reference in clean.items():

@@ -17,11 +17,11 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
 
 BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 STORED_FP32 = frozenset({"fp32", "tf32"})
-"""Precisions between which nothing is cast: tf32 rounds the factors of products and stores fp32."""
+"""Precisions without casts between them: tf32 rounds the factors of products, but stores fp32."""
 PACKED_BYTES: Mapping[str, float] = {"w8": 1 + 3 / BLOCK, "w4": 0.5 + 3 / BLOCK, ROUNDED_ROWS: 0.5 + 3 / BLOCK}
-"""Bytes of a packed weight, with its part of a 16-bit scale and of a zero point."""
+"""Bytes of a packed weight, with its share of a 16-bit scale and of a zero point."""
 PACKED_RATE = 0.95
-"""Arithmetic with packed weights, as a part of that with floats: numbers are unpacked in front of it."""
+"""The rate of arithmetic with packed weights, as a fraction of the float rate: weights are unpacked first."""
 FIRST_WITH_FP8 = (8, 9)
 """The first compute capability whose tensor cores multiply fp8."""
 
@@ -38,9 +38,9 @@ class Timed:
 class OperatorTimes:
     """Times of a network's operators in one library, or in the target's own kernels.
 
-    ``library`` is its name, ``source`` describes where the times come from. ``table``: op key -> precision -> time; a
-    precision in which an op cannot be timed is absent. A cast takes ``cast_us`` and its traffic at ``bandwidth`` bytes/µs.
-    ``beside``: the float precision of data whose weights are packed.
+    ``library`` is its name, ``source`` describes the origin of the times. ``table``: op key -> precision -> time; a
+    precision at which an op cannot be timed is absent. A cast takes ``cast_us`` and its traffic at ``bandwidth`` bytes/µs.
+    ``beside``: the float precision of activations beside packed weights.
     """
 
     library: str
@@ -52,7 +52,7 @@ class OperatorTimes:
     beside: str = "fp32"
 
     def cast(self, a: str, b: str, nbytes: int) -> float:
-        """Microseconds to bring a value of ``nbytes`` (at fp32) from precision ``a`` to ``b``."""
+        """Microseconds to convert a value of ``nbytes`` (at fp32) from precision ``a`` to ``b``."""
         a, b = (self.beside if p in PACKED_WEIGHTS else p for p in (a, b))
         if a == b or {a, b} <= STORED_FP32:
             return 0.0
@@ -61,7 +61,7 @@ class OperatorTimes:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Operations and bytes per microsecond of one GPU, and the microseconds that starting a kernel costs.
+    """Operations and bytes per microsecond of one GPU, and the microseconds that a kernel launch costs.
 
     Well-tuned kernels reach about half of a GPU's peaks on networks, and two thirds of its bandwidth.
     """
@@ -85,9 +85,9 @@ class Roofline:
 def predicted_times(
     graph: Graph, target: str, gpu: GpuFacts, precisions: Mapping[str, Sequence[str]], beside: str = "fp32"
 ) -> OperatorTimes:
-    """Times of a GPU that is not here: for each op the larger of arithmetic and traffic, and a launch, at its ``precisions``.
+    """Times of a GPU that is not present: for each op the larger of arithmetic and traffic, plus a launch, at its ``precisions``.
 
-    ``beside``: the float precision of data whose weights are packed.
+    ``beside``: the float precision of activations beside packed weights.
     """
     machine = Roofline.of(gpu)
     found = OperatorTimes(target, f"a roofline model of {gpu.name}: nothing was measured")
@@ -109,7 +109,7 @@ def predicted_times(
 
 
 def _with_rounded_rows(graph: Graph, op: Op, work: float, moved: float, machine: Roofline, beside: str) -> float:
-    """Microseconds of a product of ``work`` operations and ``moved`` bytes whose rows another launch rounds to int8."""
+    """Microseconds of a product of ``work`` operations and ``moved`` bytes if a separate launch rounds its rows to int8."""
     rows = elements(graph.type(operand(op)))
     rounding = machine.launch_us + rows * (BYTES[beside] + BYTES["int8"]) / machine.bandwidth
     product = moved - rows * (BYTES[beside] - BYTES["int8"])
@@ -117,7 +117,7 @@ def _with_rounded_rows(graph: Graph, op: Op, work: float, moved: float, machine:
 
 
 def flops_of(graph: Graph, op: Op) -> float:
-    """Arithmetic operations of one evaluation; a multiply-add counts two, a symbolic size counts as its lowest value."""
+    """Arithmetic operations of one evaluation. A multiply-add counts as two, a symbolic size as its lowest value."""
     types = tuple(None if v is None else graph.type(v) for v in op.inputs)
     known = tuple(graph.known(v) for v in op.inputs)
     call = Call(op.kind, op.attrs, types, known, len(op.outputs), graph.fresh_symbol)

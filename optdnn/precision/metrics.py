@@ -19,19 +19,19 @@ from optdnn.types import Array, is_float
 Outputs: TypeAlias = Mapping[str, Array]
 """Name -> array whose first axis counts samples."""
 Score: TypeAlias = Callable[[Outputs, Any], float]
-"""A user's metric: outputs and labels (None where there are none) to a score; higher is better."""
+"""A user's metric: maps outputs and labels (None without labels) to a score; higher is better."""
 
 DEFAULT_BOUND: Mapping[str, float] = {"top1": 0.5, "cosine": 1e-3}
-"""The largest drop where the user gives none. The other metrics have no scale that one could guess."""
+"""The largest drop if the user gives none. The other metrics have no natural scale."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. ``name`` is as the user gave it.
+    """One metric. ``name`` is the user's text.
 
     ``drop`` gives the loss of outputs against fp32's, with labels or None. ``by_batch``: the drop over all samples is the mean of
-    those over batches, weighted by their samples. ``margins``, of a metric that counts predictions, is how near they came to
-    being lost, as a drop of whole samples is too coarse for.
+    the drops over batches, weighted by their samples. ``margins`` (for a metric that counts predictions) tells how close
+    predictions came to being lost: a drop of whole samples is too coarse for this.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Metric:
     margins: Callable[[Outputs, Outputs, Any], Margins] | None = None
 
     def bound(self, given: float | None) -> float:
-        """The bound: the one given, else the metric's own. Raises UsageError where it has none."""
+        """The bound: the given one, otherwise the metric's own. Raises UsageError if there is neither."""
         found = DEFAULT_BOUND.get(self.name) if given is None else given
         if found is None:
             raise UsageError(
@@ -55,7 +55,7 @@ class Metric:
 def metric_of(given: str | Score, labels: Any) -> Metric:
     """The metric that ``--metric`` names: "top1", "mse", "cosine", "PKG.MODULE:F", or a callable.
 
-    With ``labels``, top1 means accuracy; without (None), agreement with fp32. Raises UsageError for an unknown name, or one that
+    With ``labels``, top1 means accuracy; without (None), agreement with fp32. Raises UsageError for an unknown name, or a name that
     cannot be imported.
     """
     if callable(given):
@@ -78,7 +78,7 @@ def metric_of(given: str | Score, labels: Any) -> Metric:
 
 
 def _drop_top1(y: Outputs, ref: Outputs, labels: Any) -> float:
-    """Points of predictions that are right in fp32 and lost, less those gained. Without labels fp32 is always right."""
+    """Points of predictions that fp32 has right and that are lost, minus the gained ones. Without labels fp32 is always right."""
     found, wanted = _classes(y), _classes(ref)
     right = wanted if labels is None else _class_labels(labels, wanted.shape)
     return 100.0 * float(np.mean(wanted == right)) - 100.0 * float(np.mean(found == right))
@@ -108,7 +108,7 @@ def _classes(outputs: Outputs) -> Array:
 
 
 def _class_labels(labels: Any, shape: tuple[int, ...]) -> Array:
-    """Labels in the shape of the predictions: a class for each sample, or for each place of each sample."""
+    """Labels in the shape of the predictions: a class for each sample, or for each position of each sample."""
     found = np.asarray(labels)
     if found.dtype.kind not in "iu":
         raise UsageError(f"metric top1 wants integer labels, one for each of the {shape[0]} samples, not {found.dtype}")
@@ -130,7 +130,7 @@ def _pairs(y: Outputs, ref: Outputs) -> list[tuple[Array, Array]]:
 
 
 def _drop_mse(y: Outputs, ref: Outputs, labels: Any) -> float:
-    """Mean over all elements of all floating-point outputs; infinite where one is not finite that is in ``ref``."""
+    """Mean over all elements of all floating-point outputs; infinite if an element is not finite that is finite in ``ref``."""
     pairs = _pairs(y, ref)
     return sum(float(np.sum(_squares(a, b))) for a, b in pairs) / max(1, sum(b.size for _, b in pairs))
 
@@ -178,12 +178,12 @@ def _custom(name: str, function: Score) -> Metric:
 
 def _imported(given: str, module: str, name: str) -> Score:
     here = str(Path.cwd())
-    sys.path.insert(0, here)  # a metric lies next to the user's data more often than in an installed package
+    sys.path.insert(0, here)  # a metric is more often next to the user's data than in an installed package
     try:
         found: Any = import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except Exception as error:  # whatever the module raises while it is imported
+    except Exception as error:  # the module may raise anything while it is imported
         raise UsageError(f"metric {given!r} cannot be imported: {type(error).__name__}: {error}") from None
     finally:
         sys.path.remove(here)

@@ -16,8 +16,8 @@ SHOWN = 3
 
 
 def check_pins(pins: Iterable[str], graph: Graph, known: Iterable[str] = ()) -> None:
-    """Raise UsageError for a pattern that fits no node: neither of ``graph`` (op names of a plan count, too) nor of ``known``, the
-    names of nodes before passes folded them away."""
+    """Raise UsageError for a pattern that fits no node: neither a node of ``graph`` (op names of a plan count, too) nor one of
+    ``known``, the names of nodes before passes folded them away."""
     ops = [op for op in graph.ops() if op.kind not in STRUCTURAL]
     names = {n for op in ops for n in op.src} | {key(op) for op in ops} | set(known)
     for pattern in pins:
@@ -28,13 +28,13 @@ def check_pins(pins: Iterable[str], graph: Graph, known: Iterable[str] = ()) -> 
             what = "is like " + ", ".join(map(repr, close[:SHOWN])) if close else "is not one of the model's node names"
             raise UsageError(
                 f"--pin {pattern!r} fits no node; it {what}",
-                hint="names of nodes are those of the ONNX model (* and ? stand for anything): optdnn inspect MODEL --nodes",
+                hint="use the node names of the ONNX model (* and ? stand for anything): optdnn inspect MODEL --nodes",
             )
 
 
 def pinned(pins: Mapping[str, str], choices: Iterable[PrecisionChoice]) -> dict[str, tuple[str, str]]:
-    """Op key -> (precision, its pattern). Of patterns for one node the last counts; of nodes in one fused op the most accurate
-    precision.
+    """Op key -> (precision, its pattern). If several patterns fit one node, the last counts. If several nodes are in one fused
+    op, the most accurate precision counts.
 
     Raises UsageError for a precision that the op does not have, with the reason.
     """
@@ -48,7 +48,8 @@ def pinned(pins: Mapping[str, str], choices: Iterable[PrecisionChoice]) -> dict[
                 found[choice.key] = last[0]
         precision, pattern = found.get(choice.key, ("fp32", ""))
         if precision not in choice.precisions:
-            # A pattern that covers many nodes pins those that can be; one node named in full must be able to.
+            # A pattern that covers many nodes pins only the nodes that can have the precision; a node named in full must be able
+            # to.
             if pattern in (*choice.nodes, choice.key):
                 why = choice.refused.get(precision, "the target does not offer it")
                 raise UsageError(f"--pin {pattern}={precision}: {choice.kind} cannot run in {precision}: {why}")

@@ -1,8 +1,8 @@
 """Plans: the precisions that each operator may have, the predicted cost of a plan, and the descent from fast to accurate.
 
 A plan's *time* is the sum of its operators' times and of the casts between them. Its *damage* is the sum of the noise powers
-that each operator alone puts on the network's outputs (:mod:`optdnn.precision.sensitivity`): independent roundings add up as
-powers do.
+that each operator alone adds to the network's outputs (:mod:`optdnn.precision.sensitivity`). Independent rounding errors add up as
+powers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Edge = tuple[str | None, str | None, int]
 """Producer, consumer and bytes of a value at fp32. None means the network's inputs and outputs, which are fp32."""
 
 LEAST_GAIN = 1e-3
-"""The part of a plan's time that a change of it must win."""
+"""A change of a plan must save at least this fraction of the plan's time."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Problem:
         return sum(n.damage[plan[k]] for k, n in self.nodes.items())
 
     def uniform(self, precision: str) -> dict[str, str]:
-        """``precision`` for each node that may have it, else the node's most accurate one."""
+        """``precision`` for each node that may have it, otherwise the node's most accurate precision."""
         return {k: precision if precision in n.times else n.most_accurate for k, n in self.nodes.items()}
 
     def neighbours(self, key: str) -> set[str]:
@@ -96,8 +96,8 @@ class Problem:
 def descent(problem: Problem) -> list[dict[str, str]]:
     """Plans from the fastest to the most accurate, each slower and with less damage than the one before.
 
-    It starts at the fastest plan. Each step raises one node to a more accurate precision: the node and precision that take
-    away the most damage per microsecond.
+    It starts at the fastest plan. Each step raises one node to a more accurate precision: the pair of node and precision that
+    removes the most damage per microsecond.
     """
     plan = min((_settled(problem, problem.uniform(p)) for p in _precisions(problem)), key=problem.time, default={})
     plans = [dict(plan)]
@@ -122,7 +122,7 @@ def _precisions(problem: Problem) -> list[str]:
 
 
 def _settled(problem: Problem, plan: dict[str, str]) -> dict[str, str]:
-    """``plan`` after changes of single nodes, until none of them makes it faster."""
+    """``plan`` after changes of single nodes, until no change makes it faster."""
     changed = True
     while changed:
         changed = False
@@ -134,7 +134,7 @@ def _settled(problem: Problem, plan: dict[str, str]) -> dict[str, str]:
 
 
 def _step(problem: Problem, plan: Assignment, key: str) -> tuple[float, str, str] | None:
-    """The best step of one node to a more accurate precision: (damage taken away per microsecond, key, precision)."""
+    """The best step of one node to a more accurate precision: (damage removed per microsecond, key, precision)."""
     node, now = problem.nodes[key], plan[key]
     time = problem.part(plan, key, now)
     gains = {p: node.damage[now] - node.damage[p] for p in node.times}
@@ -145,7 +145,7 @@ def _step(problem: Problem, plan: Assignment, key: str) -> tuple[float, str, str
 def faster(problem: Problem, plan: Assignment) -> list[dict[str, str]]:
     """Plans near ``plan`` that are predicted to be faster: one node, or a node and its neighbours, at another precision.
 
-    The plan that wins the most time per damage comes first.
+    The plan that saves the most time per damage comes first.
     """
     time, damage = problem.time(plan), problem.damage(plan)
     found: dict[tuple[str, ...], tuple[float, dict[str, str]]] = {}
@@ -162,7 +162,7 @@ def faster(problem: Problem, plan: Assignment) -> list[dict[str, str]]:
 
 class Space:
     """The choices of one graph on one target (``graph``: exact passes done, precisions not assigned), with the user's pins.
-    ``beside``: the float precision of data whose weights are packed.
+    ``beside``: the float precision of activations beside packed weights.
 
     Raises UsageError for a pin to a precision that its op does not have.
     """
@@ -170,27 +170,27 @@ class Space:
     def __init__(self, graph: Graph, target: str, level: int, pins: Mapping[str, str], beside: str = "fp32"):
         self.graph, self.target, self.level, self.beside = graph, target, level, beside
         self.kept = ConstantCache().of(graph)
-        """Constants that are rounded once for all plans."""
+        """Constants that are rounded once and shared by all plans."""
         self.choices = {c.key: c for c in choices(graph, str(TargetName.parse(target).machine))}
         self.pins = pinned(pins, self.choices.values())
         self.by_key = {key(op): op for op in graph.order() if op.kind not in STRUCTURAL}
         self.variables = {
             k: op for k, op in self.by_key.items() if op.outputs[0].type.dtype == FP32 and not self._follows(op)
         }
-        """The ops that have a precision to choose: float results, and more than moving elements."""
+        """The ops with a choice of precision: their results are floats, and they do more than move elements."""
 
     def single(self, text: str) -> PrecisionPlan:
-        """The plan of a single precision, in which pins hold."""
+        """The plan of a single precision, with the pins."""
         return PrecisionPlan.of_option(text, {k: p for k, (p, _) in self.pins.items()})
 
     def allowed(self, k: str, offered: Collection[str]) -> tuple[str, ...]:
-        """The precisions of ``offered`` that an op may have: only its pin, if there is one."""
+        """The precisions of ``offered`` that an op may have: only the pinned one, if there is a pin."""
         if k in self.pins:
             return (self.pins[k][0],)
         return tuple(p for p in self.choices[k].precisions if p in offered)
 
     def runs(self, plan: PrecisionPlan, k: str) -> str:
-        """The precision that a plan gives an op: the requested one, where the op has it."""
+        """The precision that a plan gives an op: the requested one, if the op can have it."""
         asked = plan.of(self.by_key[k])
         return asked if asked in self.choices[k].precisions else plan.base
 
@@ -217,7 +217,7 @@ class Space:
                 found = {p: sensitivities.table.get((k, p)) for p in self.allowed(k, times.precisions)}
                 damage = {p: s.noise for p, s in found.items() if s is not None and math.isfinite(s.noise)}
                 damage["fp32"] = 0.0
-            # An op that a library's counters do not know was fused into another, at no cost of its own.
+            # An op that a library's counters do not list was fused into another op, at no cost of its own.
             us = {p: times.table[k][p].us if p in times.table.get(k, {}) else 0.0 for p in damage}
             nodes.append(Node(k, us, damage))
         return Problem(nodes, list(self._edges()), times.cast)
@@ -237,7 +237,7 @@ class Space:
                 yield source, None, self._bytes(v, sizes)
 
     def _bytes(self, value: Value, sizes: Mapping[str, int]) -> int:
-        """Bytes of a value at fp32, with symbols at ``sizes``, or 1."""
+        """Bytes of a value at fp32, with symbols replaced by ``sizes`` (default 1)."""
         n = 4
         for d in self.graph.type(value).shape or ():
             try:

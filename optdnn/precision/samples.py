@@ -1,6 +1,6 @@
-"""The user's data, in two parts: one to calibrate and search on, one that decides.
+"""The user's data, in two parts: one for calibration and search, the other for the decision.
 
-A bound on accuracy means something only on data that had no part in the choice. So ranges, sensitivities and the search see only
+A bound on accuracy is meaningful only on data that took no part in the choice. So ranges, sensitivities and the search see only
 the *calibration* part, and the *verification* part accepts the engine.
 """
 
@@ -20,7 +20,7 @@ from optdnn.temporary import temporary_file
 from optdnn.types import Array, TensorSpec
 
 LABELS = ("labels", "label", "y")
-"""Names under which an .npz holds labels, unless an input has the name."""
+"""Names under which an .npz holds labels, unless an input has the same name."""
 MIN_SAMPLES = 2
 HELD_BYTES = 256 << 20
 """Data of up to this size is held in memory."""
@@ -64,8 +64,8 @@ def halves(
     """Calibration and verification part of data in any of the forms that :func:`optdnn.calibration.data.open_data` takes.
 
     ``labels``: an array (or a path to an .npy) with one entry per sample. Without it, an array of the .npz or mapping that is
-    called "labels", "label" or "y" and is no input. The source is read twice, for its digest and to part it, with one batch in
-    memory at a time. Parts beyond HELD_BYTES lie in temporary files.
+    called "labels", "label" or "y" and is not an input. The source is read twice, for its digest and for the split, with one
+    batch in memory at a time. Parts beyond HELD_BYTES are kept in temporary files.
 
     Raises as ``open_data`` does, UsageError for a network whose inputs have no batch axis in common or for fewer than two
     samples, InputError for labels that do not fit or samples of different shapes.
@@ -89,7 +89,7 @@ def halves(
 
 
 def split(n: int, labels: Array | None = None, seed: int = 0) -> tuple[Array, Array]:
-    """The numbers of the samples of both parts, in order: a seeded shuffle, with classes in proportion if labels are classes.
+    """The numbers of the samples of both parts, in order: a seeded shuffle, with proportional classes if labels are classes.
 
     Raises UsageError for fewer than two samples.
     """
@@ -101,7 +101,7 @@ def split(n: int, labels: Array | None = None, seed: int = 0) -> tuple[Array, Ar
     order = np.random.default_rng(seed).permutation(n)
     if labels is not None and labels.ndim == 1 and labels.dtype.kind in "iu":
         order = order[np.argsort(labels[order], kind="stable")]
-    # Every other one of the (class-sorted) shuffle goes to verification, so that each class is split alike.
+    # Every other sample of the (class-sorted) shuffle goes to verification, so that each class is split alike.
     return np.sort(order[::2]), np.sort(order[1::2])
 
 
@@ -133,8 +133,8 @@ def _parted(data: CalibrationData, index: Sequence[Array]) -> list[dict[str, Arr
 
 
 def room(shape: tuple[int, ...], dtype: Any, together: int) -> Array:
-    """An array to write: in memory if all arrays ``together`` take up to HELD_BYTES, else mapped from a temporary file that lives
-    as long as the array."""
+    """An array to write: in memory if all arrays ``together`` take up to HELD_BYTES, otherwise mapped from a temporary file that
+    lives as long as the array."""
     if together <= HELD_BYTES:
         return np.empty(shape, dtype)
     with temporary_file("optdnn-samples-") as file:

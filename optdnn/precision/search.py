@@ -46,8 +46,8 @@ from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import is_float
 
 BUDGET_SECONDS = 120.0
-"""For sensitivities and the search where the user gives no budget. Calibration, the single precisions, the times of operators and
-the last race come on top."""
+"""For sensitivities and the search, if the user gives no budget. Calibration, the single precisions, the times of operators and
+the last race take further time."""
 MOST_MOVES = 12
 """Moves from a library's best plan that are tried."""
 MOST_MIXTURES = 3
@@ -56,16 +56,16 @@ ATTEMPTS = 4
 LEARN = 0.5
 """If casts cost more than predicted by this fraction, another attempt is made."""
 CLOSE, FINALISTS = 1.25, 2
-"""Engines within this factor of the fastest are tuned and may win: at most this many of the single precisions, and of the
+"""Engines within this factor of the fastest are tuned and may win: at most this many single precisions, and as many
 mixtures."""
 PREFER_SINGLE = 1.01
-"""A single precision within this factor of the fastest mixture is taken instead: mixing kinds of arithmetic gains nothing then."""
+"""A single precision within this factor of the fastest mixture is preferred: the mixture then gains nothing."""
 
 
 @dataclass
 class SearchResult:
-    """The result of the search. ``met`` is False where even the closest engine is beyond the bound. ``passes``: reports of the
-    exact changes to the graph for the sake of integers."""
+    """The result of the search. ``met`` is False if even the closest engine is beyond the bound. ``passes``: reports of the
+    exact changes to the graph that prepare it for integers."""
 
     plan: PrecisionPlan
     label: str
@@ -80,7 +80,7 @@ def find(
 ) -> SearchResult:
     """The precision of each op of ``graph`` (exact passes done, precisions not assigned), for ``options.precision == "auto"``.
 
-    Where integers may be chosen, ``graph`` is equalized first (exactly, in place), as it is for ``precision="int8"``.
+    If integers may be chosen, ``graph`` is equalized first (exactly, in place), as for ``precision="int8"``.
     Raises UsageError without data or for a metric that does not fit. Errors of the metric, the data and the libraries pass through.
     """
     return _Search(graph, options, target, cache, say).run()
@@ -121,7 +121,7 @@ class _Search:
         self.deadline = math.inf
 
     def _calibrated(self) -> Calibration | None:
-        """Equalize and calibrate, where integers are a choice; on the part of the data that is not kept for verification."""
+        """Equalize and calibrate, if integers are a choice, on the part of the data that is not kept for verification."""
         wanted = QUANTIZED if self.options.candidates is None else QUANTIZED & set(self.options.candidates)
         wanted |= QUANTIZED & set(self.options.precision_map.values())
         if not any(wanted & set(c.precisions) for c in self.space.choices.values()):
@@ -166,7 +166,7 @@ class _Search:
     # ------------------------------------------------------------------ accuracy
 
     def _try_singles(self) -> None:
-        """fp32 first: it is the reference of all others. Pins apply to each of them, and the drop of pins below fp32 counts,
+        """Try fp32 first: it is the reference of all others. Pins apply to each precision, and the drop of pins below fp32 counts,
         too."""
         if any(p != "fp32" for p, _ in self.space.pins.values()):
             self.say("outputs of fp32")
@@ -177,7 +177,8 @@ class _Search:
             self._judge(Candidate(text, plan, assignment, single=True))
 
     def _judge(self, candidate: Candidate) -> None:
-        """Measure the candidate's drop on the data of the search. The first one is the reference, unless there is one."""
+        """Measure the candidate's drop on the data of the search. The first candidate becomes the reference, unless there is
+        one."""
         self.say(f"accuracy of {candidate.name}")
         self.candidates.append(candidate)
         try:
@@ -202,7 +203,7 @@ class _Search:
         return assigned(self.graph, plan, self.target, self.calibration, level, kept=kept)[0]
 
     def _measure_sensitivities(self, tables: Sequence[OperatorTimes]) -> None:
-        """Sensitivities of every op at every precision that some library offers; within half of the search's time."""
+        """Measure the sensitivity of every op at every precision that some library offers, within half of the search's time."""
         offered = {p for times in tables for p in times.precisions}
         wanted = [(op, self.space.allowed(k, offered)) for k, op in self.space.variables.items()]
         wanted = [(op, allowed) for op, allowed in wanted if allowed != ("fp32",)]
@@ -227,7 +228,8 @@ class _Search:
     # ------------------------------------------------------------------ mixtures
 
     def _search(self, times: OperatorTimes, bound: float) -> None:
-        """Bisect the descent for the fastest plan within ``bound``; then try faster ones, as long as they are within the bound."""
+        """Bisect the descent for the fastest plan within ``bound``; then try faster plans, as long as they stay within the
+        bound."""
         problem = self.problems[times.library] = self.space.problem(times, self.sensitivities)
         for c in self.candidates:
             if c.single and all(c.assignment[k] in n.times for k, n in problem.nodes.items()):
@@ -236,8 +238,8 @@ class _Search:
             return
         self.say(f"search: {times.library}")
         plans = descent(problem)
-        low, high = 0, len(plans) - 1  # the last one is the most accurate
-        middle = 0  # the fastest one is often within the bound
+        low, high = 0, len(plans) - 1  # the last plan is the most accurate
+        middle = 0  # the fastest plan is often within the bound
         while low < high and time.perf_counter() < self.deadline:
             if self._tried(plans[middle], times, problem).searched <= bound:
                 high = middle
@@ -272,9 +274,10 @@ class _Search:
         return None
 
     def _learned(self, times: OperatorTimes) -> bool:
-        """Whether whole engines show that casts cost more than predicted; ``times`` then has the new cost.
+        """Whether whole engines show that casts cost more than predicted. If so, ``times`` gets the new cost.
 
-        A mixture's time beyond its prediction, scaled by the same ratio of single precisions, is attributed to its casts.
+        The time of a mixture beyond its prediction is attributed to its casts; predictions are scaled by the ratio of single
+        precisions.
         """
         problem = self.problems[times.library]
         scales = [1e3 * c.ms / c.predicted_us for c in self._verified() if c.single and c.ms and c.predicted_us]
@@ -298,7 +301,7 @@ class _Search:
         return [c for c in runs if c.single] + sorted(mixtures, key=lambda c: c.predicted_us or 0.0)[:MOST_MIXTURES]
 
     def _race(self, entrants: Sequence[Candidate]) -> None:
-        """Build the entrants, verify them on the data that was not used for choosing, and time all engines in turns."""
+        """Build the entrants, verify them on the data that was not used for the choice, and time all engines in turns."""
         for c in entrants:
             if c.name in self.engines:
                 continue
@@ -335,9 +338,10 @@ class _Search:
         return [c for c in self._verified() if c.worst <= self.bound]
 
     def _finals(self) -> Candidate | None:
-        """The fastest candidate within the bound; where tactics are tuned, of those that came close, tuned and timed once more.
+        """The fastest candidate within the bound. If tactics are tuned: the fastest of the close candidates, tuned and timed once
+        more.
 
-        None where there is none, or where tuning took the last one beyond the bound.
+        None if there is no candidate, or if tuning took the last one beyond the bound.
         """
         good = self._within()
         if not good:
@@ -385,7 +389,7 @@ class _Search:
         return SearchResult(plan, chosen.label, account, self.calibration, met, self.passes)
 
     def _right(self) -> float | None:
-        """Percent of the samples that fp32 has right."""
+        """The percentage of samples that fp32 predicts correctly."""
         first = self.candidates[0]
         known = [m for m in (first.margins, first.margins_unseen) if m is not None]
         if not known or self.seen.labels is None:
@@ -416,13 +420,13 @@ class _Search:
 
 
 def _fastest(good: Sequence[Candidate]) -> Candidate:
-    """The fastest; a single precision where no mixture is clearly faster."""
+    """The fastest candidate; a single precision if no mixture is clearly faster."""
     limit = min(map(_ms, good)) * PREFER_SINGLE
     return min([c for c in good if c.single and _ms(c) <= limit] or good, key=_ms)
 
 
 def _ms(c: Candidate) -> float:
-    """Measured milliseconds, else predicted ones."""
+    """Measured milliseconds, otherwise predicted ones."""
     if c.ms is not None:
         return c.ms
     return math.inf if c.predicted_us is None else c.predicted_us / 1e3

@@ -1,7 +1,7 @@
-"""How much each op at each precision disturbs the network: its own error by the oracle, carried on to the outputs.
+"""How much each op at each precision disturbs the network: its own error in NumPy, carried on to the outputs.
 
-To find an op's error, the op is cut out of the network with its real operands. The pass itself assigns the precision to it, and the
-result is evaluated in NumPy: casts, scales, rounded weights and saturation are as they will be.
+To find its error, an op is cut out of the network with its real operands. The pass itself assigns the precision to it, and the
+result is evaluated in NumPy. So casts, scales, rounded weights and saturation are the same as in the engine.
 :class:`~optdnn.precision.inject.Injector` then carries the difference through the rest of the network in fp32.
 """
 
@@ -40,7 +40,7 @@ from optdnn.types import Array, is_float, to_tf32
 
 FORMAT = "optdnn-sensitivities 1"
 SAMPLES, MOST_BATCHES = 32, 4
-"""Samples that sensitivities are measured on, and how many batches they may come in where the network's own batch is small."""
+"""Samples for sensitivities, and the most batches that provide them if the network's own batch is small."""
 LARGEST: Mapping[str, float] = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}
 SMALLEST: Mapping[str, float] = {"fp16": 2.0**-24, "bf16": 2.0**-133}
 """Smallest magnitudes that are not rounded to zero (subnormal)."""
@@ -48,11 +48,11 @@ SMALLEST: Mapping[str, float] = {"fp16": 2.0**-24, "bf16": 2.0**-133}
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """One op at one precision, all others in fp32.
+    """One op at one precision, with all other ops in fp32.
 
-    ``error`` is its own: root mean square over that of its output. ``noise`` is what arrives at the network's outputs
-    (:func:`optdnn.precision.inject.noise`), ``drop`` what that makes in the metric on the same samples. ``hazard`` names an
-    overflow or underflow in words.
+    ``error`` is the op's own error: its root mean square over the output's. ``noise`` is the error at the network's
+    outputs (:func:`optdnn.precision.inject.noise`), ``drop`` the resulting loss in the metric on the same samples. ``hazard``
+    describes an overflow or underflow.
     """
 
     error: float
@@ -68,7 +68,7 @@ class Sensitivity:
 class StoredSensitivities:
     """Sensitivities of one network on one data set, in a JSON file next to the calibration's ranges; without a path: not stored.
 
-    A file of another network, data, metric or target is rewritten. Raises OutputError where it cannot be written.
+    A file of another network, data, metric or target is rewritten. Raises OutputError if the file cannot be written.
     """
 
     def __init__(self, path: Path | None, digest: str):
@@ -96,7 +96,7 @@ class StoredSensitivities:
         return cls(None if ranges is None else ranges.with_name(f"{ranges.stem}.sensitivity.json"), digest.hexdigest())
 
     def save(self, found: Mapping[tuple[str, str], Sensitivity]) -> None:
-        """Store the measurements, without those that time did not suffice for."""
+        """Store the measurements, without those that were skipped for lack of time."""
         if self.path is None:
             return
         rows = [
@@ -110,7 +110,7 @@ class StoredSensitivities:
 
 @dataclass
 class Sensitivities:
-    """Sensitivities by op key and precision. ``skipped`` counts those whose noise is taken from their error, for lack of time;
+    """Sensitivities by op key and precision. ``skipped`` counts the entries with noise estimated from the error, for lack of time;
     ``library`` carried the errors to the outputs; ``failed``: why an op has no result at a precision."""
 
     table: dict[tuple[str, str], Sensitivity] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Sensitivities:
 
 
 def batches_of(graph: Graph, samples: Samples) -> list[Samples]:
-    """The batches that sensitivities are averaged over: one of SAMPLES, or up to MOST_BATCHES of the network's own batch."""
+    """The batches for the average of sensitivities: one of SAMPLES, or up to MOST_BATCHES of the network's own batch."""
     own = input_specs(graph)[0].shape[0]
     size = own if isinstance(own, int) else min(SAMPLES, len(samples))
     count = max(1, min(MOST_BATCHES, SAMPLES // size, len(samples) // size))
@@ -142,8 +142,8 @@ def measure(
 ) -> Sensitivities:
     """The sensitivity of each op of ``graph`` (fp32) to each of the other precisions, averaged over batches of samples.
 
-    ``beside``: the float precision of data whose weights are packed. ``deadline`` is a time of ``time.perf_counter``. From then
-    on an op's own error is taken as the noise, as if it arrived at the outputs undiminished. Entries of ``stored`` are not
+    ``beside``: the float precision of activations beside packed weights. ``deadline`` is a time of ``time.perf_counter``. After the
+    deadline, an op's own error is taken as the noise, as if it reached the outputs undiminished. Entries of ``stored`` are not
     measured again.
     """
     stored = stored or StoredSensitivities(None, "")
@@ -180,7 +180,7 @@ def measure(
 
 
 def mean(batches: Sequence[Sensitivity]) -> Sensitivity:
-    """Over several batches: noise and drop on average, the error as a root mean square, any hazard."""
+    """The average over several batches: mean noise and drop, root mean square of the error, any hazard."""
     return Sensitivity(
         math.sqrt(fmean(s.error**2 for s in batches)),
         fmean(s.noise for s in batches),
@@ -192,7 +192,7 @@ def mean(batches: Sequence[Sensitivity]) -> Sensitivity:
 def _sensitivity(
     graph: Graph, op: Op, precision: str, got: Array, injector: Injector, metric: Metric, labels: Any, *, late: bool
 ) -> Sensitivity:
-    """The sensitivity to a result ``got`` of an op. ``late``: there is no time to carry it to the outputs."""
+    """The sensitivity to a result ``got`` of an op. ``late``: there is no time to carry the error to the outputs."""
     name = graph.output(place(graph, op)).name
     clean = injector.recorded[name]
     hazard, error = _hazard(op, precision, got, clean), _relative(got, clean)
@@ -224,8 +224,8 @@ def alone(
 
 
 def _with_rounded_factors(part: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """``feeds``, and in place the constants of ``part``, with the factors of products rounded as tensor cores do: NumPy rounds
-    nothing by itself. (The GPU rounds after a prologue; the rounding is as large on either side of it.)"""
+    """``feeds``, and in place the constants of ``part``, with the factors of products rounded as tensor cores do: NumPy
+    does not round them itself. (The GPU rounds after a prologue; the rounding error is as large before it.)"""
     found = dict(feeds)
     for op in part.of_kind(*sorted(ANCHORS), "Attention"):
         if op.attrs.factors != "tf32":
@@ -241,12 +241,12 @@ def _with_rounded_factors(part: Graph, feeds: Mapping[str, Array]) -> dict[str, 
 
 
 def place(graph: Graph, op: Op) -> Value:
-    """The output that an op is judged by: the first that anything reads."""
+    """The output by which an op is judged: the first output that has a reader."""
     return next((v for i in range(len(op.outputs)) if graph.uses(v := Value(op.id, i))), op.value)
 
 
 def _operand_places(graph: Graph, ops: Sequence[Op]) -> list[Value]:
-    """Every value that one of the ops reads and that is no constant."""
+    """Every value, except constants, that one of the ops reads."""
     return list(dict.fromkeys(v for op in ops for v in op.inputs if v is not None and graph.op(v).kind != "Constant"))
 
 

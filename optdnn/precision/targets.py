@@ -1,4 +1,4 @@
-"""The interface of a target to the search for precisions: engines of plans, times of operators, and races of whole engines."""
+"""A target's interface for the precision search: engines of plans, times of operators, and races of whole engines."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from optdnn.target_name import TargetName
 
 
 class SearchTarget(Protocol):
-    """A target to search on. ``offers`` are option texts of single precisions ("fp32", "int8+bf16"), fp32 first; ``notes``
-    explain why it lacks others. The graphs that it is given have their precisions assigned."""
+    """A target of the search. ``offers`` are option texts of single precisions ("fp32", "int8+bf16"), fp32 first; ``notes``
+    explain why it lacks others. The graphs that it gets have their precisions assigned."""
 
     offers: tuple[str, ...]
     notes: dict[str, str]
 
     def operator_times(self, graph: Graph, calibration: Calibration | None, say: Progress) -> list[OperatorTimes]:
-        """Times of the operators of ``graph``, here still without precisions, in each library for which a search may pay."""
+        """Times of the operators of ``graph`` (still without precisions), in each library that is worth a search."""
 
     def quick(self, graph: Graph, plan: PrecisionPlan, library: str) -> Engine:
-        """An engine to judge accuracy by. Raises RunError, UnsupportedError."""
+        """An engine for judging accuracy. Raises RunError, UnsupportedError."""
 
     def built(self, graph: Graph, plan: PrecisionPlan, label: str, say: Progress) -> Engine:
-        """The engine that a build would give, before tuning."""
+        """The engine of a build, before tuning."""
 
     def tuned(self, graph: Graph, shares: int, say: Progress) -> Engine | None:
-        """The engine after its tactics were tuned, in one of ``shares`` shares of the budget; None where ``built`` did all."""
+        """The engine after its tactics were tuned, in one of ``shares`` shares of the budget; None if ``built`` already tunes."""
 
     def race(self, engines: Mapping[str, Engine], say: Progress) -> dict[str, float]:
-        """Milliseconds of whole engines, measured in turns; empty where nothing can be measured."""
+        """Milliseconds of whole engines, measured in turns; empty if nothing can be measured."""
 
 
 def assigned(
@@ -53,8 +53,8 @@ def assigned(
     moments: Moments | None = None,
     kept: ConstantCache | None = None,
 ) -> tuple[Graph, list[PassReport]]:
-    """A copy of ``graph`` with the plan carried out by the target's pipeline from precision assignment on; the passes' reports.
-    ``kept``: constants that earlier plans made."""
+    """A copy of ``graph`` with the plan applied by the target's pipeline, from precision assignment on, and the passes' reports.
+    ``kept``: constants from earlier plans."""
     copy, machine = graph.copy(), str(TargetName.parse(target).machine)
     pipeline = PIPELINE(level, machine)
     names = [p.name for p in pipeline]
@@ -67,7 +67,7 @@ def assigned(
 
 
 def beside_packed(target: str, candidates: Sequence[str] | None) -> str:
-    """The float precision of data whose weights are packed: 16 bits on GPUs, where the user's candidates have such a precision."""
+    """The float precision of activations beside packed weights: 16 bits on GPUs, if the user's candidates allow it."""
     narrow = ("fp16", "bf16") if TargetName.parse(target).on_gpu else ()
     return next((p for p in narrow if candidates is None or p in candidates), "fp32")
 
@@ -76,13 +76,13 @@ def packed_offers(target: str, candidates: Sequence[str] | None) -> list[str]:
     """The single precisions with packed weights that a target has."""
     beside = beside_packed(target, candidates)
     if TargetName.parse(target).on_gpu and beside == "fp32":
-        return []  # the kernels of packed weights take 16-bit data
+        return []  # the kernels of packed weights need 16-bit activations
     able = PACKED_WEIGHTS if no_rounded_rows(target) is None else PACKED_WEIGHTS - {ROUNDED_ROWS}
     return [p if beside == "fp32" else f"{p}+{beside}" for p in PRECISIONS if p in able]
 
 
 def permitted(offers: Sequence[str], candidates: Sequence[str] | None) -> tuple[str, ...]:
-    """The single precisions ("int8+fp16") of ``offers`` that the user's candidates allow; without candidates all but those
+    """The single precisions ("int8+fp16") of ``offers`` that the user's candidates allow; without candidates all except those
     that are used only on request."""
     return tuple(
         text

@@ -1,7 +1,7 @@
 """Races of engines: rounds with a turn of every engine, compared within rounds; and times kept in the timing cache.
 
-A machine's clock, neighbours and caches drift by more than engines of small networks differ, but within a round they hit all
-alike. So engines are compared by their ratios in the same rounds. An engine with two names is timed once.
+A machine's clock, neighbours and caches drift by more than the difference between engines of small networks, but within a round
+they affect all engines alike. So engines are compared by their ratios in the same rounds. An engine with two names is timed once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from optdnn.tuning.timing_cache import TimingCache
 
 T = TypeVar("T")
 Rounds = Mapping[str, Sequence[float]]
-"""Engine -> milliseconds, one for each round; an engine that was given up has fewer."""
+"""Engine -> milliseconds, one entry per round; an engine that was given up has fewer."""
 
 
 def identity(engine: Engine) -> str:
-    """A digest of all that an engine's speed depends on: steps, kernels and memory; on a GPU only the sizes of constants."""
+    """A digest of everything that an engine's speed depends on: steps, kernels and memory; on a GPU, only the sizes of
+    constants."""
     program = engine.program
     digest = hashlib.sha256(repr(program.arena_bytes).encode())
     for step in program.steps:
@@ -32,7 +33,7 @@ def identity(engine: Engine) -> str:
         digest.update(repr(sorted(kernel.generated.items())).encode())
     for buffer in program.buffers:
         digest.update(repr((buffer.dtype, buffer.shape, buffer.offset, buffer.blob is None)).encode())
-    if not program.kernels:  # the libraries of a CPU look at constants, and their models are constants too
+    if not program.kernels:  # CPU libraries examine constants, and their models are constants, too
         for blob in program.blobs:
             digest.update(blob.tobytes())
     return digest.hexdigest()[:32]
@@ -41,7 +42,7 @@ def identity(engine: Engine) -> str:
 def once_each(
     engines: Mapping[str, Engine], measure: Callable[[Mapping[str, Engine]], Mapping[str, T]]
 ) -> dict[str, T]:
-    """The results of ``measure`` for each engine, by name; of engines that are the same it is given one."""
+    """The results of ``measure`` for each engine, by name. Of identical engines, ``measure`` gets only one."""
     first: dict[str, str] = {}
     alias = {n: first.setdefault(identity(e), n) for n, e in engines.items()}
     found = measure({n: engines[n] for n in dict.fromkeys(alias.values())})
@@ -49,7 +50,7 @@ def once_each(
 
 
 def stored_times(cache: TimingCache, head: str, measure: Callable[[], Mapping[str, float]]) -> dict[str, float]:
-    """Times by name: those that the cache has under ``head``, else measured and put there."""
+    """Times by name: from the cache's entries under ``head``; missing ones are measured and stored there."""
     found = {k.removeprefix(head + " "): us for k, us in cache.entries.items() if k.startswith(head + " ")}
     if not found:
         found = {name: round(us, 3) for name, us in measure().items()}
@@ -64,7 +65,7 @@ def remembered(
     machine: str,
     measure: Callable[[Mapping[str, Engine]], Rounds],
 ) -> dict[str, float]:
-    """:func:`paired` milliseconds of engines on a machine: from the cache where it has all of them, else measured."""
+    """:func:`paired` milliseconds of engines on a machine: from the cache if it has all of them, otherwise measured."""
     keys = {n: f"whole engine in turns {machine} {identity(e)}" for n, e in engines.items()}
     known = {n: cache.get(k) for n, k in keys.items()}
     if None not in known.values():
@@ -83,10 +84,10 @@ def in_turns(
     budget_seconds: float = 30.0,
     tick: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each turn, ``rounds`` times; the first one changes from round to round.
+    """Milliseconds of each turn in ``rounds`` rounds. The starting engine changes from round to round.
 
-    After each round, those whose best time is beyond ``give_up_ratio`` times the best of all are given up. The last round is the
-    one in which ``budget_seconds`` end.
+    After each round, engines with a best time beyond ``give_up_ratio`` times the best of all are given up. The round in which
+    ``budget_seconds`` end is the last one.
     """
     found: dict[str, list[float]] = {name: [] for name in turns}
     active = list(turns)
@@ -103,7 +104,7 @@ def in_turns(
 
 
 def paired(rounds: Rounds) -> dict[str, float]:
-    """Milliseconds of each: those of the fastest, times the mean ratio to it in the same rounds."""
+    """Milliseconds of each engine: the fastest engine's time, multiplied by the mean ratio to it in the same rounds."""
     most = max((len(r) for r in rounds.values()), default=0)
     if not most:
         return {}
@@ -113,8 +114,8 @@ def paired(rounds: Rounds) -> dict[str, float]:
 
 
 def middle(values: Sequence[float]) -> float:
-    """The mean of the middle half (of all, if fewer than four). It leaves disturbed rounds out, and where values come in two kinds
-    it moves with their shares, as a median does not."""
+    """The mean of the middle half (of all values, if fewer than four). It excludes disturbed rounds. If the values form two
+    clusters, it moves with their proportions; a median does not."""
     skip = len(values) // 4
     return statistics.fmean(sorted(values)[skip : len(values) - skip])
 
@@ -139,6 +140,6 @@ def turn_of(run: Callable[[], object], *, seconds: float, rest: float) -> Callab
 
 
 def alternating(turns: Sequence[Callable[[], float]]) -> Callable[[], float]:
-    """A turn that runs each of these in turn, from call to call."""
+    """A turn that runs one of these per call, in rotation."""
     again = cycle(turns)
     return lambda: next(again)()

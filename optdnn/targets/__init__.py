@@ -1,4 +1,4 @@
-"""Targets: machines that engines are for. Each compiles optimized graphs and loads programs.
+"""Targets: machines that engines are built for. Each target compiles optimized graphs and loads programs.
 
 Their passes are in :mod:`optdnn.passes.pipelines`.
 """
@@ -36,10 +36,10 @@ def target_for(options: BuildOptions) -> Target:
 
 
 def resolve_target(target: str) -> str:
-    """``cuda`` is cuda for the GPU of this machine, and so is ``auto`` where that GPU is usable; else ``auto`` is cpu.
+    """Resolves ``cuda`` to cuda for the GPU of this machine, and ``auto`` likewise if that GPU is usable, otherwise to cpu.
 
-    Raises UsageError for an unknown target and for ``cuda`` on a machine without a GPU, MissingDependency where the bindings
-    of the driver are absent.
+    Raises UsageError for an unknown target and for ``cuda`` on a machine without a GPU, MissingDependency if the bindings
+    of the driver are missing.
     """
     if TargetName.parse(target).family == "auto":
         from optdnn.runtime.cuda.usable import why_not

@@ -30,7 +30,7 @@ Meta = Callable[[Graph, Sequence[PassReport]], dict[str, Plain]]
 
 @dataclass(frozen=True)
 class Source:
-    """The model of a graph. ``sizes`` are its inputs that hold only sizes, axes or places (empty but for GPUs)."""
+    """The model of a graph. ``sizes`` are its inputs that hold only sizes, axes or positions (empty except for GPUs)."""
 
     model: Any
     sizes: Sequence[str] = ()
@@ -38,11 +38,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Optimized:
-    """A graph whose passes are done and whose precisions are assigned, ready to be compiled.
+    """A graph after its passes, with its precisions assigned, ready to be compiled.
 
-    ``plan`` is what was requested for each operator, ``label`` the name of that precision; ``in_fp32`` makes the same network
-    in fp32. ``planned`` holds its plans where sizes vary and the target has one program for each. ``like`` is the program of
-    the same network with other weights: what its build decided by measurement is taken, and nothing is measured.
+    ``plan`` is the request for each operator, ``label`` the name of that precision; ``in_fp32`` makes the same network
+    in fp32. ``planned`` holds its plans if sizes vary and the target has one program for each. ``like`` is the program of
+    the same network with other weights: the measured decisions of its build are reused, and nothing is measured.
     """
 
     graph: Graph
@@ -57,10 +57,11 @@ class Optimized:
 
 @dataclass
 class Compiled:
-    """A program, and the account of how its tactics were chosen.
+    """A program, and the record of how its tactics were chosen.
 
-    ``engine`` is set where choosing has loaded it already. ``ran`` has the precision that operators run in by node where that is
-    known, ``otherwise`` why others run in another one than requested, ``base`` the float precision of those that nothing names.
+    ``engine`` is set if the choice has already loaded it. ``ran`` maps a node to the precision that it runs in, if that is
+    known; ``otherwise`` is the reason why others run in another precision than requested; ``base`` is the float precision of nodes
+    that are not listed.
     """
 
     program: Program
@@ -76,7 +77,7 @@ class Compiled:
 
 
 class Target(ABC):
-    """One target. ``one_size``: its programs are for fixed sizes, so that ranges of them need several."""
+    """One target. ``one_size``: its programs are for fixed sizes, so ranges of sizes need several programs."""
 
     one_size = False
 
@@ -84,12 +85,12 @@ class Target(ABC):
         self.name = name
 
     def size_inputs(self, graph: Graph) -> Sequence[str]:
-        """Shape inputs: sizes, axes or places, whose values get their own plans."""
+        """Shape inputs: sizes, axes or positions. Their values get their own plans."""
         return ()
 
     @abstractmethod
     def compile(self, work: Optimized, options: BuildOptions, cache: TimingCache, progress: Progress) -> Compiled:
-        """The program of a graph, its tactics chosen as the options say. Raises UnsupportedError, MissingDependency, GpuFault."""
+        """The program of a graph, with tactics chosen by the options. Raises UnsupportedError, MissingDependency, GpuFault."""
 
     def load(self, program: Program) -> Engine:
         """The engine of a program that was just compiled."""
@@ -106,6 +107,6 @@ class Target(ABC):
         progress: Progress,
         like: Program | None = None,
     ) -> Planned:
-        """Plans for the ranges of sizes of ``symbolic``, by a target of one size. ``account`` is filled for the first
+        """Plans for the ranges of sizes of ``symbolic``, by a target with ``one_size``. ``account`` is filled for the first
         plan; ``like`` is as in :class:`Optimized`."""
         raise InternalError(f"programs of {self.name} take all sizes: there are no plans to make")

@@ -24,7 +24,7 @@ class Cpu(Target):
         else:
             choice = choose(work.graph, allowed, cache, work.meta, progress, base=base, label=work.label)
         beside = None
-        if work.label != "fp32" and work.like is None and options.precision != AUTO:  # auto has compared them itself
+        if work.label != "fp32" and work.like is None and options.precision != AUTO:  # auto has already compared them
             beside = beside_fp32(work.in_fp32, choice, work.label, options, cache, progress)
         return Compiled(
             choice.engine.program, choice.engine, choice.rows, choice.fallbacks, beside_fp32=beside, ran=choice.ran,

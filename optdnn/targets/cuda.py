@@ -1,4 +1,4 @@
-"""The target ``cuda``: launches of kernels for one architecture of NVIDIA GPUs, for the sizes that are given."""
+"""The target ``cuda``: launches of kernels for one architecture of NVIDIA GPUs, for given sizes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from optdnn.tuning.timing_cache import TimingCache
 
 
 class Cuda(Target):
-    """Our kernels, and those of cuDNN and cuBLASLt where they are faster: by measurement where the GPU is here."""
+    """Our kernels, and the kernels of cuDNN and cuBLASLt if they are faster: by measurement if the GPU is present."""
 
     one_size = True
     retunable = True
@@ -38,7 +38,7 @@ class Cuda(Target):
 
     @cached_property
     def gpu(self) -> GpuFacts:
-        """The GPU that programs are made for: the one of this machine where it has the architecture, else a named one."""
+        """The GPU that programs are made for: this machine's if it has the architecture, otherwise a named one."""
         return facts_for(self.name)
 
     def size_inputs(self, graph: Graph) -> Sequence[str]:
@@ -94,7 +94,7 @@ class Cuda(Target):
         return Compiled(program, fallbacks=self._on_cpu(program), tuning=tuning, first_runs=first_runs)
 
     def _check_gpu(self, like: Program) -> None:
-        """Raise EngineError where grids would be chosen for another GPU than that of the program."""
+        """Raise EngineError if grids would be chosen for another GPU than the program's."""
         made_for = like.meta.get("gpu", {})
         here = {"name": self.gpu.name, "multiprocessors": self.gpu.multiprocessors}
         if made_for != here:
@@ -110,13 +110,13 @@ class Cuda(Target):
         return {str(self.name): rows}
 
     def load(self, program: Program) -> Engine:
-        # The machine that builds need not be the one that runs: what the GPU must have is looked at on first use.
+        # The building machine need not be the running machine: requirements on the GPU are checked on first use.
         return Engine(program, options=LoadOptions(defer=True, trust_cubins=True, planner=replan))
 
 
 @contextmanager
 def beginning(options: BuildOptions) -> Iterator[None]:
-    """Starts the slow parts in parallel with a build that may use a GPU: the process of the trials, and loading the libraries.
+    """Starts the slow parts in parallel with a build that may use a GPU: the process of the trials, and the loading of libraries.
     The process ends with the block."""
     name = TargetName.parse(options.target)
     if name.family not in ("auto", "cuda"):

@@ -1,4 +1,4 @@
-"""The target ``simulate``: Hopper's program, each launch by its meaning in NumPy. Nothing is compiled, tuned or tried."""
+"""The target ``simulate``: Hopper's program, each launch run by its meaning in NumPy. Nothing is compiled, tuned or tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decisions of an engine's build, taken for the same network with other weights."""
+"""The decisions of an engine's build, reused for the same network with other weights."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from optdnn.lowering.lane_choice import LaneChoice
 from optdnn.runtime.program import Program
 
 DECIDED = "decided"
-"""Key of a program's ``meta``: ``{"lanes": of LaneChoice.to_plain}``, where measurement decided; absent elsewhere."""
+"""Key of a program's ``meta``: ``{"lanes": LaneChoice.to_plain()}`` if measurements decided; absent otherwise."""
 
 
 class Again:
     """A ``Visit`` that adds the choices of an earlier program to ``choices``: by signature, else by the ONNX nodes.
 
     The signature of a quantized operator covers its scales, which other weights may change. Such an operator is found by its
-    nodes, and its measured time (``lanes.seconds``) goes to the new signature. Where the cost model decided the earlier program,
-    nothing is added. Raises EngineError for a malformed account.
+    nodes, and its measured time (``lanes.seconds``) goes to the new signature. If the cost model decided the earlier program,
+    nothing is added. Raises EngineError for a malformed record.
     """
 
     def __init__(self, program: Program):
@@ -56,7 +56,7 @@ class Again:
             self.seconds[key] = self.seconds[row["signature"]]
 
     def accounted(self, program: Program) -> None:
-        """Give the program the earlier account of tactics, refusals included, where it has the same ones."""
+        """Give the program the earlier record of tactics, refusals included, if it has the same tactics."""
         new = program.meta["tactics"]
         if [_decision(row) for row in new] == [_decision(row) for row in self._old]:
             rows = zip(self._old, new, strict=True)

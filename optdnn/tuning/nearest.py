@@ -1,4 +1,4 @@
-"""Tactics of a later plan for further sizes: it takes those of the engine's own plans if they are still near the best.
+"""Tactics of a later plan for further sizes: it takes the tactics of the engine's own plans if they are still near the best.
 
 The cost model ranks configurations only to within its error, and a measurement decides among near-equals. So an
 operator takes the choice of the plan for the nearest size (in a tuned plan: the measured winner), unless the cost model

@@ -175,7 +175,7 @@ class TimingCache:
         """Write the file atomically if anything changed. Entries that another build added since are kept. Raises OutputError."""
         if self.path is None or not self.changed:
             return
-        with shared_folder(self.path.resolve().parent):  # two builds that save at once must not lose entries
+        with shared_folder(self.path.resolve().parent):  # two builds that save concurrently must not lose entries
             self._merge_and_write(self.path)
         self.changed = False
 

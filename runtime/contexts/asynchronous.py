@@ -1,4 +1,4 @@
-"""Runs in separate threads: the caller continues, and learns of the results by a callback, a future or an await."""
+"""Runs in separate threads: the caller continues, and gets the results by a callback, a future or an await."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 THREADS = 4
-"""Runs at once; further ones wait. Each has a context, and with it memory, of its own."""
+"""Concurrent runs; further ones wait. Each has its own context, and with it its own memory."""
 
 Callback = Callable[[Any, Any, str], None]
 """Called with the results (None after an error), the caller's ``user_data``, and the error's text ("" without one)."""

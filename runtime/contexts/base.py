@@ -20,7 +20,7 @@ CONTRADICTS = (
 
 
 class OneThread:
-    """Lets one thread at a time into a ``with`` block. A second one gets RunError."""
+    """Lets only one thread at a time into a ``with`` block. A second one gets RunError."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -36,9 +36,9 @@ class OneThread:
 
 
 class BaseContext:
-    """One thread's own state for running a program. It may be handed from thread to thread; one at a time uses it.
+    """One thread's own state for running a program. It may be handed from thread to thread, but only one at a time may use it.
 
-    ``takes_device_arrays``: whether arrays on the GPU are read where they are, on the caller's stream."""
+    ``takes_device_arrays``: whether arrays on the GPU are read in place, on the caller's stream."""
 
     takes_device_arrays = False
 
@@ -55,10 +55,10 @@ class BaseContext:
     ) -> dict[str, Any]:
         """Run once.
 
-        ``feeds`` maps each input's name to an array of exactly its dtype and of a shape that fits. ``out`` may map output
-        names to writable C-contiguous arrays that then hold (and are) these results; all other results are fresh. ``stream`` is
+        ``feeds`` maps each input's name to an array of exactly its dtype and of a matching shape. ``out`` may map output
+        names to writable C-contiguous arrays that receive (and are) these results; all other results are new arrays. ``stream`` is
         for targets that have streams. Returns name -> array in ONNX output order.
-        Raises InputError for arrays that do not fit, RunError when running fails.
+        Raises InputError for arrays that do not fit, RunError if running fails.
         """
         with self._alone:
             try:
@@ -78,10 +78,10 @@ class BaseContext:
         outputs: Mapping[str, Any] | None = None,
         state: Mapping[str, str] | None = None,
     ) -> Bound:
-        """A call on these arrays, to be repeated: ``run()`` reads them as they are then.
+        """A repeatable call on these arrays: each ``run()`` reads their present contents.
 
-        ``outputs`` may give buffers; ``state`` maps outputs to the inputs that they are in the next run, without a copy
-        (:mod:`optdnn.runtime.contexts.state`), and ``inputs`` then hold its initial value.
+        ``outputs`` may give buffers; ``state`` maps outputs to the inputs that they become in the next run, without a copy
+        (:mod:`optdnn.runtime.contexts.state`); ``inputs`` then hold its initial value.
         Raises InputError for arrays that do not fit.
         """
         bound: Bound = self._bind(Binding(inputs, outputs or {}, state or {}))
@@ -95,7 +95,7 @@ class BaseContext:
         raise NotImplementedError
 
     def innermost(self, feeds: Mapping[str, Any]) -> tuple[BaseContext, Mapping[str, Any]]:
-        """The context of the one plan that runs these inputs, and the inputs that it takes."""
+        """The context of the single plan that runs these inputs, and the inputs that it takes."""
         return self, feeds
 
 
@@ -123,12 +123,12 @@ class HostContext(BaseContext):
 
 
 class Runner:
-    """A program made ready to run, shared by all threads."""
+    """A prepared program, shared by all threads."""
 
     program: Program
     signature: Signature
     executors: tuple[Any, ...] = ()
-    """The executor of each step, where the program runs step by step."""
+    """The executor of each step, if the program runs step by step."""
     _facts: tuple[Mapping[str, Plain], ...] = ()
 
     @property
@@ -146,9 +146,9 @@ class Runner:
 
 
 def hand_over(spec: TensorSpec, value: Array | None, buffer: Array | None) -> Array:
-    """A result in host memory, in the caller's ``buffer`` or else in a fresh array.
+    """A result in host memory, in the caller's ``buffer`` or otherwise in a new array.
 
-    Raises InputError where the size of the result, which depended on data, is not the buffer's.
+    Raises InputError if the size of the result, which depended on data, differs from the buffer's.
     """
     if value is None:
         raise InternalError(f"output {spec.name!r} was not computed")

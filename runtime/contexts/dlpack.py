@@ -1,8 +1,8 @@
-"""Arrays of other libraries: where they lie, and those in host memory by DLPack, without a copy.
+"""Arrays of other libraries: their location, and arrays in host memory by DLPack, without a copy.
 
-NumPy reads DLPack itself but knows neither bfloat16 nor the 8-bit floats; here the capsule is read as dlpack.h lays it out
+NumPy itself reads DLPack but knows neither bfloat16 nor the 8-bit floats. Here the capsule is read according to dlpack.h
 (version 0.x, which every exporter gives to a consumer that does not ask for more). Results are NumPy arrays, which other
-libraries take by ``from_dlpack`` likewise (bfloat16 ones as ``y.view(numpy.uint16)``).
+libraries also accept by ``from_dlpack`` (bfloat16 arrays as ``y.view(numpy.uint16)``).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class _Tensor(ctypes.Structure):
 
 
 class _Memory:
-    """The exporter's memory, kept alive with its capsule (whose destructor hands it back), as NumPy wants to see it."""
+    """The exporter's memory in NumPy's array interface, kept alive with its capsule (whose destructor returns the memory)."""
 
     def __init__(self, capsule: Any, address: int, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]):
         self._capsule = capsule
         self.__array_interface__ = {
             "version": 3,
-            "data": (address, True),  # not known to be ours to write
+            "data": (address, True),  # we may not be allowed to write it
             "typestr": f"|V{dtype.itemsize}",
             "shape": shape,
             "strides": strides,
@@ -58,12 +58,12 @@ class _Memory:
 
 
 def offers(value: Any) -> bool:
-    """Whether a value hands itself over by DLPack."""
+    """Whether a value supports DLPack."""
     return hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__")
 
 
 def on_gpu(array: Any) -> bool:
-    """Whether an array claims to lie on a CUDA device."""
+    """Whether an array claims to be on a CUDA device."""
     if isinstance(array, np.ndarray):
         return False
     if hasattr(array, "__cuda_array_interface__"):
@@ -84,11 +84,11 @@ def import_cupy(why: str) -> Any:
 def from_dlpack(value: Any) -> Array:
     """A read-only view of an array in host memory.
 
-    Raises ValueError for memory elsewhere or an element type without a name here, and the errors of the exporter.
+    Raises ValueError for memory elsewhere or an unsupported element type, and the errors of the exporter.
     """
     kind, _ = value.__dlpack_device__()
     if kind not in (CPU, CUDA_HOST):
-        raise ValueError(f"it lies on a device (DLPack's type {int(kind)}), not in host memory")
+        raise ValueError(f"it is on a device (DLPack's type {int(kind)}), not in host memory")
     capsule = value.__dlpack__()
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)

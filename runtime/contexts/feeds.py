@@ -1,4 +1,4 @@
-"""Seeded random inputs for an engine, where the user gives none."""
+"""Seeded random inputs for an engine, if the user gives none."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def random_feeds(
 ) -> dict[str, Array]:
     """An array per input that is not ``given`` (:func:`optdnn.types.random_array`); the same for the same seed.
 
-    A symbol takes its size from ``sizes``, else from the arrays that are given, else it is the first profile's optimum, else the
-    ``typical`` size (at which a build measured: ``engine.meta["sizes"]``), else 1. Expressions of symbols take their value from
+    A symbol's size is the first of these: its size in ``sizes``, in the given arrays, the first profile's optimum, the
+    ``typical`` size (of the build's measurements: ``engine.meta["sizes"]``), 1. Expressions of symbols take their value from
     these.
-    Raises UsageError for a size of no symbol.
+    Raises UsageError for a size of an unknown symbol.
     """
     rng = np.random.default_rng(seed)
     sizes, given = dict(sizes or {}), given or {}

@@ -1,12 +1,12 @@
-"""Names of the inputs and the output of engines that sample: what a build adds, and a generator looks for."""
+"""Names of the inputs and the output of engines that sample: a build adds them, and a generator looks for them."""
 
 from __future__ import annotations
 
 PREFIX = "sample."
 """The prefix of the inputs that sampling adds, as in ``sample.temperature``."""
 SETTINGS = ("temperature", "top_k", "top_p", "seed", "position")
-"""The settings, one number for each sequence."""
+"""The settings, one value per sequence."""
 ROW = f"{PREFIX}row"
-"""The row of each sequence whose logits count."""
+"""The row of each sequence that holds the logits to sample from."""
 TOKEN = "next_token"
 """The output: the next token of each sequence, [batch, 1]."""

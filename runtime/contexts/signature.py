@@ -1,6 +1,6 @@
 """The inputs and outputs of an engine, and the checks of a caller's arrays: names, dtypes, shapes, memory.
 
-Nothing is cast silently. The usual call passes right arrays. So a check that succeeds is cheap, and messages are put together only
+Nothing is cast silently. The usual call passes correct arrays. So a check that succeeds is cheap, and messages are composed only
 when one fails.
 """
 
@@ -23,7 +23,7 @@ Sizes = dict[str, int]
 """Symbol -> the size it has in one call."""
 Bounds: TypeAlias = tuple[DimLike, DimLike, str]
 """Bounds of an input that holds positions or lengths: the lowest, the highest, and the operator that sets them. Kernels on a
-GPU refuse none."""
+GPU cannot refuse a value that is out of bounds."""
 
 
 class Signature:
@@ -39,23 +39,23 @@ class Signature:
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         self.profiles = tuple(profiles)
-        """Sizes of symbols that the engine takes: those inside of any of these (all, where there are none)."""
+        """Sizes of symbols that the engine accepts: inside of any of these (without any: all sizes)."""
         self.derived: dict[str, Dim] = expressions(
             (d for s in inputs for d in s.shape), {n for p in profiles for n in p}
         )
-        """Dimensions of inputs that are expressions of symbols, which are other dimensions of inputs."""
+        """Dimensions of inputs that are expressions of symbols; the symbols are other dimensions of inputs."""
         self.bounds = dict(bounds or {})
         """Input -> the least and the largest of the positions or lengths that it may hold."""
         self._in = tuple((s.name, s.dtype) for s in inputs)
 
     @classmethod
     def of(cls, program: Program) -> Signature:
-        """A program's. Raises EngineError for bounds that are malformed."""
+        """The signature of a program. Raises EngineError for malformed bounds."""
         inputs, outputs = ([spec for spec, _ in ports] for ports in (program.inputs, program.outputs))
         return cls(inputs, outputs, program.profiles, bounds_of(program.meta.get("bounds", {})))
 
     def arrays(self, feeds: Mapping[str, Any]) -> list[Array]:
-        """The arrays of ``feeds`` in input order, C-contiguous and aligned (copied where they are not).
+        """The arrays of ``feeds`` in input order, C-contiguous and aligned (copied if they are not).
 
         Raises InputError for a missing or unknown name, and for a dtype that is not exactly the input's.
         """
@@ -78,7 +78,7 @@ class Signature:
         return arrays
 
     def named(self, feeds: Any) -> Mapping[str, Any]:
-        """``feeds``, which may be the one array of a single input, by name. Raises InputError for other things than mappings."""
+        """``feeds`` by name; ``feeds`` may be the array of a single input. Raises InputError for anything else than mappings."""
         if isinstance(feeds, Mapping):
             return feeds
         if len(self.inputs) != 1 or not (hasattr(feeds, "__array__") or offers(feeds)):
@@ -86,20 +86,20 @@ class Signature:
         return {self.inputs[0].name: feeds}
 
     def in_order(self, feeds: Mapping[str, Any]) -> list[Any]:
-        """The values of ``feeds`` in input order, as they are. Raises InputError for a missing or unknown name."""
+        """The values of ``feeds`` in input order, unchanged. Raises InputError for a missing or unknown name."""
         if feeds.keys() != {s.name for s in self.inputs}:
             self._refuse_names(feeds)
         return [feeds[s.name] for s in self.inputs]
 
     def sizes(self, arrays: Sequence[Array]) -> Sizes:
-        """The size of every symbol. Raises InputError as :meth:`sizes_at`."""
+        """The size of every symbol. Raises InputError like :meth:`sizes_at`."""
         return self.sizes_at([a.shape for a in arrays])
 
     def sizes_at(self, shapes: Sequence[tuple[int, ...]]) -> Sizes:
         """The size of every symbol, from the shapes of the inputs.
 
-        Raises InputError where ranks or sizes do not fit, symbols disagree, a dimension is not the value of its expression, or no
-        profile allows the sizes.
+        Raises InputError if ranks or sizes do not fit, if symbols disagree, if a dimension differs from the value of its
+        expression, or if no profile allows the sizes.
         """
         sizes: Sizes = {}
         later: list[tuple[TensorSpec, tuple[int, ...], int]] = []
@@ -128,7 +128,7 @@ class Signature:
         self.check_bounds_of({s.name: a for s, a in zip(self.inputs, arrays, strict=True)}, sizes)
 
     def check_bounds_of(self, arrays: Mapping[str, Array], sizes: Sizes) -> None:
-        """:meth:`check_bounds` of some inputs, by name."""
+        """:meth:`check_bounds` for some inputs, by name."""
         for name, a in arrays.items():
             limits = self.bounds.get(name)
             if limits is None or not a.size:
@@ -143,7 +143,7 @@ class Signature:
     def checked(
         self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None
     ) -> tuple[list[Array], list[Array | None]]:
-        """The arrays of ``feeds``, and the caller's buffers, in order; everything about them is checked. Raises InputError."""
+        """The arrays of ``feeds``, and the caller's buffers, in order, with everything checked. Raises InputError."""
         arrays = self.arrays(feeds)
         sizes = self.sizes(arrays)
         self.check_bounds(arrays, sizes)
@@ -166,7 +166,7 @@ class Signature:
     def out_buffers(
         self, out: Mapping[str, Any], sizes: Mapping[str, int], arrays: Sequence[Array]
     ) -> list[Array | None]:
-        """The caller's output buffers in output order (None where none is given), checked to be safe to write into.
+        """The caller's output buffers in output order (None if none is given), checked to be safe to write into.
 
         Raises InputError for an unknown name, a wrong dtype, rank or known size, memory that is read-only, not C-contiguous
         or not aligned, or that overlaps an input or another buffer.
@@ -207,7 +207,7 @@ class Signature:
     # ------------------------------------------------------------------ refusals
 
     def _as_array(self, name: str, value: Any, dtype: DType) -> Array:
-        """``value`` as an array of exactly this dtype; arrays of other libraries and plain lists pass if theirs agrees."""
+        """``value`` as an array of exactly this dtype; arrays of other libraries and plain lists pass if their dtype agrees."""
         if type(value).__module__.startswith("numpy.ma"):
             raise InputError(f"input {name!r} is a masked array", hint="fill it first: x.filled(value)")
         try:
@@ -252,7 +252,7 @@ class Signature:
 
 
 def bounds_of(plain: Plain) -> dict[str, Bounds]:
-    """The bounds that a program's meta holds: numbers, or texts of symbols. Raises EngineError for anything else."""
+    """The bounds in a program's meta: numbers, or texts of symbols. Raises EngineError for anything else."""
     match plain:
         case dict() if all(_are_bounds(row) for row in plain.values()):
             return {str(name): (_bound(row[0]), _bound(row[1]), row[2]) for name, row in plain.items()}
@@ -286,5 +286,5 @@ def show(specs: Sequence[TensorSpec]) -> str:
 def _dtype_text(dtype: np.dtype[Any]) -> str:
     try:
         return dtype_name(dtype)
-    except Exception:  # a dtype optdnn has no name for
+    except Exception:  # a dtype without a name in optdnn
         return dtype.str if dtype.byteorder in "<>" else str(dtype)

@@ -1,4 +1,4 @@
-"""Calls that are repeated with the same arrays, and state that one call hands to the next: recurrent networks, KV caches.
+"""Repeated calls with the same arrays, and state that one call passes to the next: recurrent networks, KV caches.
 
     bound = engine.context().bind(inputs={"token": token, "past": cache}, state={"present": "past"})
     for token[:] in tokens:
@@ -24,8 +24,8 @@ from optdnn.types import Array
 
 @dataclass(frozen=True)
 class Binding:
-    """The arrays of a call that is to be repeated, by name, as the caller gave them. ``state``: output -> the input of the next
-    run that it is."""
+    """The arrays of a repeated call, by name, as the caller gave them. ``state``: output -> the input of the next
+    run that it becomes."""
 
     inputs: Mapping[str, Any]
     outputs: Mapping[str, Any]
@@ -54,15 +54,15 @@ class Binding:
 
 
 def checked_values(initial: Mapping[str, Any], values: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``values``, the initial state from now on. Raises InputError for a name that is not in ``initial``."""
+    """``values``, the new initial state. Raises InputError for a name that is not in ``initial``."""
     values = dict(values or {})
     if unknown := sorted(values.keys() - initial.keys()):
-        raise InputError(f"{unknown[0]!r} is no state; there are {', '.join(initial)}")
+        raise InputError(f"{unknown[0]!r} is not state; there are {', '.join(initial)}")
     return values
 
 
 class Bound:
-    """A call on arrays of the host; made by ``Context.bind``. ``outputs``: the results of the last run by name."""
+    """A call on host arrays; made by ``Context.bind``. ``outputs``: the results of the last run by name."""
 
     def __init__(self, run: Callable[..., dict[str, Any]], signature: Signature, given: Binding):
         """``run`` is the context's."""
@@ -73,10 +73,10 @@ class Bound:
         if not self._pairs:
             signature.out_buffers(self._out, sizes, arrays)
         checked = {s.name: a for s, a in zip(signature.inputs, arrays, strict=True)}
-        # A copy that was made to be contiguous would not follow the caller's changes.
+        # A contiguous copy would not follow the caller's changes.
         moved = [n for n, a in checked.items() if isinstance(given.inputs[n], np.ndarray) and a is not given.inputs[n]]
         if moved and moved[0] not in self._pairs.values():
-            raise InputError(f"input {moved[0]!r} is not C-contiguous and aligned, so it cannot be read where it is")
+            raise InputError(f"input {moved[0]!r} is not C-contiguous and aligned, so it cannot be read in place")
         self._inputs = checked
         self._initial = {target: checked[target] for target in self._pairs.values()}
         self._spare: dict[str, Array] = {}
@@ -84,11 +84,12 @@ class Bound:
 
     @property
     def state(self) -> dict[str, Array]:
-        """Input -> the array that the next run reads there. It belongs to the binding: copy it to keep it."""
+        """Input -> the array that the next run reads for it. It belongs to the binding: copy it to keep it."""
         return {target: self._inputs[target] for target in self._pairs.values()}
 
     def run(self, stream: object = None) -> dict[str, Array]:
-        """Run once on the bound arrays as they are now. A result that is state is overwritten by the run after the next."""
+        """Run once on the bound arrays with their present contents. A result that is state is overwritten by the run after the
+        next."""
         out = dict(self._out)
         for name, target in self._pairs.items():
             spare = self._spare.get(name)
@@ -98,7 +99,7 @@ class Bound:
         for name, target in self._pairs.items():
             before = self._inputs[target]
             self._inputs[target] = results[name]
-            if before is not self._initial[target]:  # that one is the caller's
+            if before is not self._initial[target]:  # the initial array belongs to the caller
                 self._spare[name] = before
             elif results[name].shape == before.shape and any(self._spare.get(name) is a for a in (None, results[name])):
                 self._spare[name] = np.empty_like(before)
@@ -106,6 +107,6 @@ class Bound:
         return results
 
     def reset(self, values: Mapping[str, Array] | None = None) -> None:
-        """Begin again from the initial state; ``values`` (by input name) are the initial state from now on."""
+        """Restart from the initial state; ``values`` (by input name) become the initial state from now on."""
         self._initial.update(checked_values(self._initial, values))
         self._inputs.update(self._initial)

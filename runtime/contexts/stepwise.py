@@ -25,12 +25,12 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class Action:
-    """One step in the form of the run loop. Buffer -1 reads the spare last entry of the value list, which stays None."""
+    """One step in the form of the run loop. Buffer -1 refers to the spare last entry of the value list, which stays None."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     frees: tuple[int, ...]
-    """Buffers that no later step reads: dropped after the step."""
+    """Buffers that no later step reads: freed after the step."""
     aliases: bool
 
 
@@ -38,7 +38,7 @@ class Action:
 class Expected:
     """The type of a buffer in one call, as the program declares it.
 
-    ``dims`` holds None for a size that depends on data, and is None where the rank is unknown, too. ``shape`` is set where every
+    ``dims`` holds None for a size that depends on data, and is itself None if the rank is unknown. ``shape`` is set if every
     size is known.
     """
 
@@ -55,7 +55,7 @@ class Expected:
         return cls(dtype, known, None if None in known else known)  # type: ignore[arg-type]
 
     def fits(self, a: Array) -> bool:
-        """Whether an array is of this type, as far as it is known."""
+        """Whether an array has this type, as far as the type is known."""
         if a.dtype != self.dtype:
             return False
         if self.shape is not None or self.dims is None:
@@ -70,7 +70,7 @@ class Expected:
 
 
 def _size(d: Dim, sizes: Mapping[str, int]) -> int | None:
-    """The size, or None where the expression has none: nothing can be divided by an empty dimension."""
+    """The size, or None if the expression has none: nothing can be divided by an empty dimension."""
     try:
         size = evaluate(d, sizes)
     except ShapeError:
@@ -79,7 +79,7 @@ def _size(d: Dim, sizes: Mapping[str, int]) -> int | None:
 
 
 def _dims(b: Buffer, signature: Signature) -> tuple[DimLike | None, ...] | None:
-    """The dimensions of a buffer over the symbols of the inputs; None for one that depends on anything else."""
+    """The dimensions of a buffer over the symbols of the inputs; None for a dimension that depends on anything else."""
     if b.shape is None:
         return None
     known = {d for s in signature.inputs for d in s.shape if isinstance(d, str)} - signature.derived.keys()
@@ -107,7 +107,7 @@ class StepRunner(Runner):
             for i, b in enumerate(program.buffers)
             if b.offset is not None and i not in self.outputs
         )
-        """Buffers in the arena. Outputs of the network are never there: the arrays that run() returns belong to the caller."""
+        """Buffers in the arena. Outputs of the network are never in it: the arrays that run() returns belong to the caller."""
         self._dims = [_dims(b, self.signature) for b in program.buffers]
         self.actions = _actions(program, [e.aliases for e in executors])
         self.may_alias = self._may_alias()
@@ -126,13 +126,13 @@ class StepRunner(Runner):
 
     @property
     def whole(self) -> bool:
-        """True where one step takes the inputs and gives the outputs: there is nothing to schedule, place or free."""
+        """True if one step reads all inputs and produces all outputs: there is nothing to schedule, place or free."""
         steps = self.program.steps
         single = len(steps) == 1 and steps[0].inputs == self.inputs and sorted(steps[0].outputs) == sorted(self.outputs)
         return single and not self.planned and not self.may_alias
 
     def _may_alias(self) -> bool:
-        """True where an output could share memory with an input, a constant or another output."""
+        """True if an output could share memory with an input, a constant or another output."""
         written = {i: e for step, e in zip(self.program.steps, self.executors, strict=True) for i in step.outputs}
         distinct = len(set(self.outputs)) == len(self.outputs)
         return not distinct or any(i not in written or written[i].aliases for i in self.outputs)
@@ -154,7 +154,7 @@ def _actions(program: Program, aliases: Sequence[bool]) -> tuple[Action, ...]:
 class Context(HostContext):
     """One thread's own state for running an engine; made by ``Engine.context()``.
 
-    A context may be handed from thread to thread but is used by one at a time (a second one gets RunError).
+    A context may be handed from thread to thread but only one at a time may use it (a second one gets RunError).
     """
 
     def __init__(self, runner: StepRunner):
@@ -170,10 +170,10 @@ class Context(HostContext):
         self._sizes: dict[str, int] = {}
         self._expected: list[Expected] = []
         self._exact: list[tuple[str, int, DType, tuple[int, ...] | None]] = []
-        """For each output of a program that is one step: its name, its place in the step's results, its type."""
+        """For each output of a program with a single step: its name, its index in the step's results, its type."""
         self._repeated: Repeated | None = None
         self._alike = 0
-        """Ordinary calls since the shapes changed."""
+        """Ordinary calls since the shapes last changed."""
 
     def run(
         self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
@@ -190,7 +190,7 @@ class Context(HostContext):
         return tuple(self._sessions)
 
     def poison(self, byte: int) -> None:
-        """Overwrite what earlier runs left in the arena and in results' memory that the libraries keep: for checks."""
+        """Overwrite the results of earlier runs in the arena and in memory that the libraries keep: for checks."""
         if self._raw is not None:
             poison(self._raw, byte)
         for session in self._sessions:
@@ -219,7 +219,7 @@ class Context(HostContext):
             raise RunError(f"the inputs or outputs do not fit in memory: {e}", hint="use a smaller batch") from e
 
     def _run_whole(self, run: Callable[..., Sequence[Array]], feeds: Mapping[str, Any]) -> dict[str, Array]:
-        """:meth:`run` of a program that is one step: the same checks and errors, without the bookkeeping, which would take a
+        """:meth:`run` of a program with a single step: the same checks and errors, without the bookkeeping, which would take a
         third of a small network's time. The lists are made by loops, which are faster here than zip and comprehensions."""
         lock = self._alone.lock
         if not lock.acquire(False):
@@ -252,7 +252,7 @@ class Context(HostContext):
             lock.release()
 
     def _prepare(self, arrays: Sequence[Array], results: Mapping[str, Array]) -> Repeated | None:
-        """The call for shapes that have come several times, where the session offers one; else the current one."""
+        """The repeated call for shapes that have come several times, if the session offers one; otherwise the current one."""
         bound = getattr(self._sessions[0], "bound", None)
         if bound is None or self.signature.bounds or not fits([*arrays, *results.values()]):
             return self._repeated
@@ -263,7 +263,7 @@ class Context(HostContext):
         return Repeated(bound(read, in_order), dict(zip(names, read, strict=True)), written)
 
     def _inputs(self, feeds: Mapping[str, Any]) -> list[Array]:
-        """The checked arrays of ``feeds``. Sizes are checked when they differ from the last call's; positions and lengths (elements
+        """The checked arrays of ``feeds``. Sizes are checked if they differ from the last call's; positions and lengths (elements
         of arrays with bounds) in each call."""
         arrays = self.signature.arrays(feeds)
         shapes: list[tuple[int, ...]] = []
@@ -306,7 +306,7 @@ class Context(HostContext):
             raise self._failed(k, e) from e
 
     def _check(self, k: int, outputs: Sequence[int], results: Sequence[Array]) -> None:
-        """Raise RunError where results differ from what the program declares."""
+        """Raise RunError if results differ from the program's declarations."""
         if len(results) != len(outputs):
             raise RunError(f"{self._where(k)} gave {len(results)} results, it has {len(outputs)} outputs")
         for i, a in zip(outputs, results, strict=True):
@@ -318,7 +318,7 @@ class Context(HostContext):
                 )
 
     def _settle(self, action: Action, results: Sequence[Array]) -> list[Array]:
-        """The results, with planned ones moved to their place. Views of the arena, whose memory is reused, are copied."""
+        """The results, with planned ones moved to their buffers. Views of the arena, whose memory is reused, are copied."""
         settled = []
         for i, a in zip(action.outputs, results, strict=True):
             place = self._arena.get(i)
@@ -343,7 +343,7 @@ class Context(HostContext):
             a = values[i]
             if a is None or a.dtype != spec.dtype or a.ndim != len(spec.shape):
                 got = "nothing" if a is None else f"{a.dtype}{list(a.shape)}"
-                why = "a model may declare a shape that it does not compute, where that depends on data"
+                why = "a model may declare a shape that it does not compute if the shape depends on data"
                 raise RunError(f"output {spec} was computed as {got}", hint=why)
             buffer = given[k]
             if buffer is a:

@@ -1,12 +1,12 @@
-"""Huge pages for the memory of a CPU library. Packed weights and activations are read whole in every run, and with pages of 4 KiB
-the processor spends some hundredths of that time on address translation.
+"""Huge pages for the memory of a CPU library. Every run reads all packed weights and activations; with pages of 4 KiB,
+the processor spends a few percent of this time on address translation.
 
-Linux gives huge pages to everyone, on request (``madvise``), or to no one; on request is the common setting, and the
-libraries do not ask. Their memory is not ours to allocate, so it is moved afterwards: once per model, after its first run, a thread
+Linux gives huge pages to every process, on request (``madvise``), or to none. On request is the common setting, and the
+libraries do not ask. We do not allocate their memory, so it is moved afterwards: once per model, after its first run, a thread
 collapses the mappings that are new since the model's compilation began.
 Measured on a 2-core AVX-512 machine: 2 to 3 % less time for ResNet-50 and VGG-16 in OpenVINO, about 1 % in ONNX Runtime.
 Sources: madvise(2), MADV_HUGEPAGE and MADV_COLLAPSE (Linux 6.1; older kernels collapse in their own time); mincore(2), which counts
-the pages of the new memory alone, as /proc/self/smaps does not.
+the pages of the new memory alone (/proc/self/smaps walks those of the whole process).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _working: set[threading.Thread] = set()
 
 
 def on_request() -> bool:
-    """True where this machine gives huge pages to those who ask, and only to them."""
+    """Whether this machine gives huge pages on request, and only then."""
     try:
         return sys.platform == "linux" and "[madvise]" in _SETTING.read_text()
     except OSError:
@@ -37,14 +37,14 @@ def on_request() -> bool:
 
 
 class NewMemory:
-    """Made before a model is compiled; :meth:`after_run`, called after its first run, moves the new memory."""
+    """Created before a model is compiled. :meth:`after_run`, called after its first run, moves the new memory."""
 
     def __init__(self, wanted: bool = True):
         self.wanted = wanted
         self._before = list(_private(_MAPS.read_text())) if wanted and on_request() else None
 
     def after_run(self) -> None:
-        """Start the move (at the first call; later ones do nothing) and return at once."""
+        """Start the move (in the first call; later calls do nothing) and return immediately."""
         if self._before is None:
             return
         before, self._before = self._before, None
@@ -61,16 +61,16 @@ class NewMemory:
 
 
 def settle() -> None:
-    """Wait until all moves under way are done: for measurements."""
+    """Wait until all moves in flight are done: for measurements."""
     for thread in list(_working):
         thread.join()
 
 
 def huge_parts(maps: str, before: list[Range], in_memory: Callable[[int, int], int]) -> list[Range]:
-    """Of private anonymous mappings the parts that ``before`` lacks and that mostly are in memory, cut to whole huge pages.
+    """The parts of private anonymous mappings that ``before`` lacks and that are mostly resident, cut to whole huge pages.
 
-    ``maps`` is the text of /proc/PID/maps, ``in_memory`` gives the bytes between two addresses that are in memory. A part that was
-    touched in less than half is a reserve: to fill it with huge pages would waste memory.
+    ``maps`` is the text of /proc/PID/maps. ``in_memory`` returns the resident bytes between two addresses. A part is a reserve if less
+    than half of it was touched: filling it with huge pages would waste memory.
     """
     parts: list[Range] = []
     for mapping in _private(maps):
@@ -82,7 +82,7 @@ def huge_parts(maps: str, before: list[Range], in_memory: Callable[[int, int], i
 
 
 def resident(start: int, end: int) -> int:
-    """Bytes between two addresses that are in memory; 0 where not all of them are mapped any more."""
+    """Resident bytes between two addresses; 0 if some of the range is no longer mapped."""
     mincore = ctypes.CDLL(None, use_errno=True).mincore
     mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     page = mmap.PAGESIZE
@@ -115,10 +115,10 @@ def _without(whole: Range, others: list[Range]) -> Iterator[Range]:
 
 
 def _collapse(ranges: list[Range]) -> None:
-    """Ask for huge pages. Memory stays as it is where the kernel refuses (no free huge page, memory given back meanwhile)."""
+    """Ask for huge pages. Memory stays unchanged if the kernel refuses (no free huge page, memory freed meanwhile)."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for start, end in ranges:
         if madvise(start, end - start, _MADV_HUGEPAGE) == 0:
-            for page in range(start, end, 16 * HUGE):  # in pieces: the address space is locked during each
+            for page in range(start, end, 16 * HUGE):  # in pieces: each piece locks the address space
                 madvise(page, min(16 * HUGE, end - page), _MADV_COLLAPSE)

@@ -1,7 +1,7 @@
-"""How long each layer of a CPU engine takes: the libraries' own counters, read while the whole program runs.
+"""The time of each layer of a CPU engine: the libraries' own counters, read while the whole program runs.
 
-The counters cost time themselves (in a small network more than the work), so a step's layers are scaled to the time that the
-step takes without them.
+The counters cost time themselves (in a small network more than the work), so a step's layers are scaled to the step's time
+without counters.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from optdnn.temporary import temporary_folder
 WARM_RUNS = 10
 LAYOUT = "layout changes"
 FUSED = "fused by the library"
-"""Names of a library's work besides the model's nodes, and of nodes that it fused under a name of its own."""
+"""Name of the library's work besides the model's nodes, and of nodes that it fused under its own name."""
 
 
 @dataclass(frozen=True)
 class Layer:
     """One layer's part of a run. ``name``: the model's nodes, :data:`LAYOUT` or :data:`FUSED`; ``kind``: the library's name of it;
-    ``share`` is of the whole run."""
+    ``share`` is the fraction of the whole run."""
 
     step: int
     name: str
@@ -41,7 +41,7 @@ def layer_times(
     program: Program, feeds: Mapping[str, Any], step_ms: Sequence[float], threads: int | None, runs: int
 ) -> list[Layer]:
     """The layers of each step, the slowest first. ``step_ms`` are the steps' times without counters (milliseconds), ``threads``
-    those that the engine runs with (None: as built). A step that is one NumPy kernel is one layer.
+    the engine's threads (None: as built). A step that is one NumPy kernel is one layer.
 
     Raises UsageError for a program of another target than cpu."""
     if program.target != "cpu":
@@ -73,7 +73,7 @@ _Row = tuple[str, str, float]
 
 
 def _merged(rows: Iterable[_Row]) -> list[_Row]:
-    """Rows of the same name as one, of the kind that takes longest; rows of no time are left out."""
+    """Rows of the same name merged into one, with the kind of the longest; rows without time are left out."""
     merged: dict[str, list[_Row]] = {}
     for row in rows:
         if row[2] > 0:
@@ -87,7 +87,7 @@ def _snapshot(session: Session) -> dict[str, float]:
 
 
 def _openvino(model: OpenVinoModel, before: Mapping[str, float], after: Mapping[str, float], runs: int) -> list[_Row]:
-    """The library averages over all runs, and the first ones compile kernels. The rows are the warm runs' part."""
+    """The library averages over all runs, and the first ones compile kernels. The rows cover only the warm runs."""
     rows = []
     for name, (layers, _, kernel, _) in model.executed().items():
         us = (after.get(name, 0.0) * (WARM_RUNS + runs) - before.get(name, 0.0) * WARM_RUNS) / runs
@@ -96,7 +96,7 @@ def _openvino(model: OpenVinoModel, before: Mapping[str, float], after: Mapping[
 
 
 def _of_model(layers: Sequence[str]) -> str:
-    """The model's nodes among the names of a fused node: the others repeat one with an ending."""
+    """The model's nodes among the names of a fused node: the others repeat one of these with a suffix."""
     names = list(dict.fromkeys(map(without_endings, layers)))
     own = [n for n in names if not any(n != other and n.startswith(f"{other}/") for other in names)]
     return " + ".join(own) or LAYOUT
@@ -124,6 +124,6 @@ def _written(name: str) -> str:
 
 def _first_of(name: str, names: Collection[str]) -> str:
     """The operator that a node belongs to: an operator with a bias or an activation is written as several nodes, and the names of
-    the others are the first one's with an ending."""
+    the others are the first one's with a suffix."""
     head, slash, _ = name.rpartition("/")
     return head if slash and head in names else name

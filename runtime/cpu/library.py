@@ -1,7 +1,7 @@
 """The common part of both CPU libraries: the settings of a compiled model, and the model's interface.
 
 A library model is made from ONNX bytes without weights plus the weights as arrays (possibly memory-mapped); neither library
-copies them. It is immutable and may be shared by threads; each thread makes its own session.
+copies them. The model is immutable and may be shared by threads; each thread makes its own session.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from optdnn.types import Array, TensorSpec, dtype_name
 PRECISIONS = ("fp32", "bf16")
 OPENVINO_TELEMETRY = "openvino_telemetry"
 EXACT_INTEGER = 1 << 24
-"""The largest magnitude of integers that a library gets that keeps them in 32 bits, or computes with them in fp32 (OpenVINO)."""
+"""The largest magnitude of integers for a library that keeps them in 32 bits, or computes with them in fp32 (OpenVINO)."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a library compiles a model. ``threads`` 0 leaves the number to the library (all cores).
+    """Settings for the compilation of a model. ``threads`` 0 leaves the number to the library (all cores).
 
-    Raises UsageError for a number of threads beyond any machine's, and for a precision that no library has.
+    Raises UsageError for a number of threads beyond any machine's, and for a precision that no library offers.
     """
 
     threads: int
@@ -45,7 +45,9 @@ class Settings:
         if type(self.threads) is not int or not 0 <= self.threads <= THREADS_LIMIT:
             raise UsageError(f"threads must be 0 to {THREADS_LIMIT}, not {self.threads!r:.40}")
         if self.precision not in PRECISIONS:
-            raise UsageError(f"precision {self.precision!r:.40} is none of a CPU library ({', '.join(PRECISIONS)})")
+            raise UsageError(
+                f"precision {self.precision!r:.40} is not offered by a CPU library ({', '.join(PRECISIONS)})"
+            )
 
     def to_plain(self) -> dict[str, Any]:
         return {"threads": self.threads, "precision": self.precision}
@@ -57,7 +59,7 @@ class LibraryModel(Executor, Protocol):
     memory: NewMemory | None
     """Memory allocated since the model's compilation began; its sessions report their runs to it."""
     empty: frozenset[str]
-    """Inputs that may have no elements, where the library does not take any tensor without."""
+    """Inputs that may be empty, if the library does not accept empty tensors."""
 
 
 MakeModel: TypeAlias = Callable[[bytes, Mapping[str, Array], Sequence[str], Sequence[str], Settings], LibraryModel]
@@ -65,10 +67,10 @@ MakeModel: TypeAlias = Callable[[bytes, Mapping[str, Array], Sequence[str], Sequ
 
 
 def prepare_step(make: MakeModel, step: Step, program: Program, options: LoadOptions) -> LibraryModel:
-    """Make a library step of an engine ready: its parameters are the number of the blob that holds the ONNX bytes, the
+    """Prepare a library step of an engine. Its parameters are the number of the blob with the ONNX bytes, the
     blobs of the weights by name, the names of inputs and outputs, and the settings.
 
-    A program from a file is examined first, by ``options.examine``. Raises EngineError for parameters that are not of this form,
+    A program from a file is examined first, by ``options.examine``. Raises EngineError for malformed parameters,
     and for a network that the library must not be given."""
     p, blobs = step.params, program.blobs
     try:
@@ -88,7 +90,7 @@ def prepare_step(make: MakeModel, step: Step, program: Program, options: LoadOpt
     if program.foreign:
         if options.examine is None:
             raise EngineError(
-                f"the engine has a network for {step.executor}, and nothing is here to examine it",
+                f"the engine has a network for {step.executor}, and nothing can examine it here",
                 hint="load it by optdnn.load",
             )
         read, given = _ports(program, step.inputs, inputs), _ports(program, step.outputs, outputs)
@@ -105,7 +107,7 @@ _PARAMS = frozenset({"inputs", "model", "outputs", "precision", "threads", "weig
 
 
 def _number(number: Any, blobs: Sequence[Array]) -> int:
-    """The number of a blob that exists."""
+    """The number of an existing blob."""
     if type(number) is not int or not 0 <= number < len(blobs):
         raise ValueError(f"there is no blob {number!r:.20}")
     return number
@@ -119,7 +121,7 @@ def _ports(program: Program, numbers: Sequence[int], names: Sequence[str]) -> tu
 
 
 def _digest(part: LibraryPart, model: Array, program: Program) -> str | None:
-    """A digest over a part, from those of its arrays as the file's reader verified them; None where it did not."""
+    """A digest over a part, from its arrays' digests that the file's reader verified; None if they were not verified."""
     known = {id(array): digest.hex() for array, digest in program.digests}
     arrays = [known.get(id(a)) for a in (model, *part.weights.values())]
     if None in arrays:
@@ -131,7 +133,7 @@ def _digest(part: LibraryPart, model: Array, program: Program) -> str | None:
 
 
 def symbols_of(inputs: Sequence[TensorSpec], profiles: Sequence[Profile]) -> dict[str, DimRange | None]:
-    """The symbols that a network's inputs give sizes in each call, with the range that all profiles together allow."""
+    """The symbols whose sizes a network's inputs determine in each call, with the range that all profiles together allow."""
     named = {name for p in profiles for name in p}
     dims = dict.fromkeys(d for spec in inputs for d in spec.shape if isinstance(d, str))
     derived = expressions(dims, named)
@@ -149,7 +151,7 @@ def library_module(name: str, purpose: str = "for the cpu target") -> ModuleType
     """Import a CPU library, without its telemetry; raises MissingDependency that names the pip command.
 
     From 1.29 on, ONNX Runtime reports sessions to its maker over the network, with names and hashes of the model, unless the
-    environment forbids it before the first import. OpenVINO reports its import. Without the package that does so, it has a stub.
+    environment forbids it before the first import. OpenVINO reports its import; without its telemetry package, it uses a stub.
     """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     hidden = name == "openvino" and OPENVINO_TELEMETRY not in sys.modules

@@ -24,7 +24,7 @@ from optdnn.types import Array
 TOKEN = re.compile(r"(_token_\d+)?_kernel_time$")
 _KERNEL_TIME = "_kernel_time"
 _DISABLED = ("DoubleQDQPairsRemover", "WeightBiasQuantization")
-"""Optimizers that change results (1.31): the first makes one rounding of two, with a scale that the model does not have; the
+"""Optimizers that change results (1.31): the first merges two roundings into one, with a scale that the model does not have; the
 second rounds float weights to int8, and float biases to int32, between DequantizeLinear and QuantizeLinear."""
 
 _FLOAT_PRODUCTS = ("session.qdq_matmulnbits_accuracy_level", "1")
@@ -58,13 +58,13 @@ def _session(ort: Any, model: bytes, options: Any) -> Any:
 class OnnxRuntimeModel:
     """An ``InferenceSession`` over ONNX bytes whose large weights are given from memory.
 
-    ``model`` declares each of ``weights`` as an initializer with external data; they are handed over by name without a
-    copy, so the arrays live as long as the model does. Raises RunError with the library's own message when it refuses.
+    ``model`` declares each of ``weights`` as an initializer with external data; they are passed by name without a
+    copy, so the arrays must live as long as the model. Raises RunError with the library's own message if it refuses.
     """
 
     name = "onnxruntime"
     memory: NewMemory | None = None
-    empty: frozenset[str] = frozenset()  # it takes any
+    empty: frozenset[str] = frozenset()  # it accepts any input
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class OnnxRuntimeModel:
         if counters is not None:
             options.enable_profiling, options.profile_file_prefix = True, counters
         self.kinds: dict[str, str] = {}
-        """Operator of each executed node, once :meth:`counted`."""
+        """Operator of each executed node; filled by :meth:`counted`."""
         self._inputs, self._outputs = list(inputs), list(outputs)
         self._settings = settings
         self._facts = {"library": self.name, "version": ort.__version__, **settings.to_plain()}
@@ -106,14 +106,14 @@ class OnnxRuntimeModel:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """ONNX Runtime computes each operator in the types of its operands; it casts nothing on its own."""
+        """ONNX Runtime computes each operator in the types of its operands; it adds no casts."""
         return dict(self._facts)
 
     def session(self) -> _OnnxRuntimeSession:
         return _OnnxRuntimeSession(self)
 
     def layers(self, feeds: Sequence[Array]) -> dict[str, str]:
-        """ONNX node name -> the operator that runs for it, in a session of its own that is profiled for one run."""
+        """ONNX node name -> the operator that runs for it, from a separate session that is profiled for one run."""
         with temporary_folder("optdnn-profile-") as folder:
             counters = os.path.join(folder, "profile")
             model = OnnxRuntimeModel(
@@ -124,7 +124,7 @@ class OnnxRuntimeModel:
         return {TOKEN.sub("", name + _KERNEL_TIME): kind for name, kind in model.kinds.items()}
 
     def counted(self) -> dict[str, list[float]]:
-        """Microseconds of each executed node, run by run (a model with ``counters``: the prefix of the file that is written
+        """Microseconds of each executed node, run by run (for a model with ``counters``: the prefix of the file that is written
         meanwhile, and removed here). Ends the counting."""
         times: dict[str, list[float]] = {}
         for event in _kernel_events(self._session):
@@ -135,7 +135,7 @@ class OnnxRuntimeModel:
 
 
 def _kernel_events(session: Any) -> list[dict[str, Any]]:
-    """The executed nodes that a session's profile lists. Ends the profile and removes its file."""
+    """The executed nodes in a session's profile. Ends the profile and removes its file."""
     path = Path(session.end_profiling())
     try:
         events = json.loads(path.read_text(encoding="utf-8"))
@@ -149,7 +149,7 @@ class _OnnxRuntimeSession:
         self._model = model
         self._session = model._session
         # The wrapper's run() checks names and owners once more, which costs small networks a tenth of their time; the
-        # engine has checked them. Where the inner object is called otherwise one day, the wrapper does as well.
+        # engine has already checked them. If the inner object is renamed one day, the wrapper works as well.
         self._inner = getattr(model._session, "_sess", model._session)
         self._run = self._inner.run
         self._names, self._outputs = model._inputs, model._outputs
@@ -177,8 +177,8 @@ class _OnnxRuntimeSession:
             self._model.memory.after_run()
 
     def bound(self, inputs: Sequence[Array], outs: Sequence[Array]) -> Callable[[], object]:
-        """A call that reads ``inputs`` and writes ``outs``, arrays with elements of exactly the types and shapes of a call, which
-        must outlive it. It raises the library's own errors."""
+        """A call that reads ``inputs`` and writes ``outs``: nonempty arrays with exactly the types and shapes of a call. They
+        must outlive it. The call raises the library's own errors."""
         binding = self._session.io_binding()
         for name, a in zip(self._names, inputs, strict=True):
             binding.bind_input(name, "cpu", 0, a.dtype, a.shape, a.ctypes.data)
@@ -204,7 +204,7 @@ class _OnnxRuntimeSession:
 
 
 def prepare(step: Step, program: Program, options: LoadOptions) -> OnnxRuntimeModel:
-    """Make an engine's step ready; see ``library.prepare_step``."""
+    """Prepare an engine's step; see ``library.prepare_step``."""
     counters = None if options.counters is None else os.path.join(options.counters, f"{id(step)}")
     return cast(OnnxRuntimeModel, prepare_step(partial(OnnxRuntimeModel, counters=counters), step, program, options))
 

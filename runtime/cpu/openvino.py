@@ -23,17 +23,17 @@ _HINT = {"fp32": "f32", "bf16": "bf16"}
 _PRECISIONS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "u8": "int8", "i8": "int8"}
 _NOT_COMPUTING = ("Input", "Output", "Const", "Reorder")
 RENAMED = ("/DequantizationMultiply", "/WithoutBiases")
-"""Endings that OpenVINO's rewrites append to the names of nodes."""
+"""Suffixes that OpenVINO's rewrites append to the names of nodes."""
 _RUNTIME_FACTS = ("layerType", "originalLayersNames", "runtimePrecision", "primitiveType")
 _SAME = {"q": np.dtype(np.int64), "Q": np.dtype(np.uint64)}
-"""NumPy's "long long" by the name under which the binding knows these types (it may be "long" as well)."""
+"""NumPy's "long long", by the names under which the binding knows these types (it may be "long" as well)."""
 _KEPT_AS_INT32 = frozenset(map(np.dtype, (np.int64, np.uint64, np.uint32)))
 _core_lock = threading.Lock()
 _core: Any = None
 
 
 def core() -> Any:
-    """The process's one ``openvino.Core`` (it loads the CPU plugin once)."""
+    """The process's only ``openvino.Core`` (it loads the CPU plugin once)."""
     global _core
     with _core_lock:
         if _core is None:
@@ -49,11 +49,11 @@ def refuses(precision: str) -> str | None:
 
 
 class OpenVinoModel:
-    """A compiled OpenVINO model over ONNX bytes in which each weight is declared as a graph *input*.
+    """A compiled OpenVINO model over ONNX bytes that declare each weight as a graph *input*.
 
     After reading, every such input is replaced by a constant that shares the array's memory: nothing is written to disk
-    or copied, and the reader sees a file of kilobytes. Precision is always asked for explicitly and read back, because
-    OpenVINO's default on bf16 processors is bf16. Raises RunError with the library's message when it refuses.
+    or copied, and the reader sees a file of kilobytes. Precision is always requested explicitly and read back, because
+    OpenVINO's default on bf16 processors is bf16. Raises RunError with the library's message if it refuses.
     """
 
     name = "openvino"
@@ -88,7 +88,7 @@ class OpenVinoModel:
         self._names = (list(inputs), list(outputs))
         self._other: OnnxRuntimeModel | None = None
         self._making = threading.Lock()
-        self._model = model  # small initializers are not copied out of it
+        self._model = model  # small initializers stay in the model's memory
         self._facts = {"library": self.name, "version": ov.get_version(), **settings.to_plain()}
         try:
             network = core().read_model(model)
@@ -151,9 +151,9 @@ class OpenVinoModel:
         }
 
     def elsewhere(self, inputs: Sequence[Array | None], outs: Sequence[Array | None]) -> list[Array]:
-        """Run the model on ONNX Runtime, compiled when first needed. This is for calls with empty tensors, for which OpenVINO would
-        give an earlier call's results, and for calls with integers that it cannot hold. Raises RunError where ONNX
-        Runtime does not take the model, either."""
+        """Run the model on ONNX Runtime, compiled on first use. This is for calls with empty tensors, for which OpenVINO would
+        return an earlier call's results, and for calls with integers that it cannot hold. Raises RunError if ONNX
+        Runtime refuses the model, too."""
         names, results = self._names
         with self._making:
             if self._other is None:
@@ -162,7 +162,7 @@ class OpenVinoModel:
                     self._other = OnnxRuntimeModel(self._model, {}, [*names, *self._weights], results, settings)
                 except (RunError, MissingDependency) as error:
                     raise RunError(
-                        "openvino takes no tensor without elements and no such integers here, and onnxruntime cannot be "
+                        "openvino accepts neither empty tensors nor such integers here, and onnxruntime cannot be "
                         f"asked: {error.message}"
                     ) from None
         return self._other.session().run([*inputs, *self._weights.values()], outs)
@@ -171,7 +171,7 @@ class OpenVinoModel:
         return _OpenVinoSession(self)
 
     def executed(self) -> dict[str, tuple[tuple[str, ...], str, str, tuple[str, ...]]]:
-        """Each executed node, by its name, in topological order: the names of the model's nodes that it does, its precision, its
+        """Each executed node by its name, in topological order: the names of the model's nodes that it computes, its precision, its
         primitive, and the nodes that read its results."""
         nodes = {}
         for op in self._compiled.get_runtime_model().get_ordered_ops():
@@ -191,7 +191,7 @@ def _facts_of(op: Any) -> dict[str, str]:
 
 
 def without_endings(name: str) -> str:
-    """A node's name without OpenVINO's endings."""
+    """A node's name without OpenVINO's suffixes."""
     for ending in RENAMED:
         name = name.removesuffix(ending)
     return name
@@ -202,9 +202,9 @@ def _is_constant(operand: Any) -> bool:
 
 
 def _written_directly(network: Any) -> list[bool]:
-    """Per result, whether the plugin writes it to a tensor of the caller's.
+    """For each result, whether the plugin writes it to a tensor of the caller.
 
-    It does not where the result is an unchanged constant or input, nor for further results of one value (seen in
+    It does not if the result is an unchanged constant or input, nor for further results of one value (seen in
     2026.4: the tensor keeps its old values); these are copied out instead.
     """
     seen: set[tuple[str, int]] = set()
@@ -233,11 +233,11 @@ class _OpenVinoSession:
         self._dtypes = [BF16 if t == self._ov.Type.bf16 else np.dtype(t.to_dtype()) for t in self._types]
 
     def counted(self) -> dict[str, float]:
-        """Microseconds of each executed node, averaged by the library over all runs so far (a model with ``counters``)."""
+        """Microseconds of each executed node, averaged by the library over all runs so far (for a model with ``counters``)."""
         return {p.node_name: p.real_time.total_seconds() * 1e6 for p in self._request.get_profiling_info()}
 
     def poison(self, byte: int) -> None:
-        """Overwrite the results of the last run that lie in the library's own memory."""
+        """Overwrite the results of the last run in the library's own memory."""
         for index, shape in zip(self._model._outputs, self._shapes, strict=True):
             if shape is None and (tensor := self._request.get_output_tensor(index)).get_size():
                 tensor.data.reshape(-1).view(np.uint8)[...] = byte
@@ -253,7 +253,7 @@ class _OpenVinoSession:
                     request.set_input_tensor(index, _tensor(ov, array))
             results: list[Array | None] = []
             for index, shape, dtype, out in zip(self._model._outputs, self._shapes, self._dtypes, outs, strict=True):
-                # A computed result of known shape is written straight into the caller's (or a fresh) array.
+                # A computed result of known shape is written directly into the caller's (or a new) array.
                 target = out if out is not None else None if shape is None else np.empty(shape, dtype)
                 if target is not None and shape is not None:
                     request.set_output_tensor(index, _tensor(ov, target))
@@ -276,13 +276,13 @@ class _OpenVinoSession:
 
 
 def prepare(step: Step, program: Program, options: LoadOptions) -> OpenVinoModel:
-    """Make an engine's step ready; see ``library.prepare_step``."""
+    """Prepare an engine's step; see ``library.prepare_step``."""
     make = partial(OpenVinoModel, counters=options.counters is not None)
     return cast(OpenVinoModel, prepare_step(make, step, program, options))
 
 
 def _is_wide(array: Array) -> bool:
-    """Whether an array holds integers that are not exact in OpenVINO, which keeps those of 64 bits as int32."""
+    """Whether an array holds integers that are not exact in OpenVINO, which keeps 64-bit integers as int32."""
     if array.dtype not in _KEPT_AS_INT32 or not array.size:
         return False
     return bool(array.max() > EXACT_INTEGER or array.min() < -EXACT_INTEGER)
@@ -297,7 +297,7 @@ def _tensor(ov: Any, array: Array) -> Any:
 
 
 def _writable(array: Array) -> Array:
-    """The same memory as a writable array: the binding takes no other, though it only reads inputs and constants."""
+    """The same memory as a writable array: the binding accepts no other, although it only reads inputs and constants."""
     if array.flags.writeable:
         return array
     memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)

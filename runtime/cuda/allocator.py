@@ -1,4 +1,4 @@
-"""Device and pinned host memory by driver calls only, freed when the last reference goes."""
+"""Device and pinned host memory, allocated by driver calls only and freed with the last reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _free(name: str, pointer: Any) -> None:
 
 
 class DeviceMemory:
-    """``size`` bytes on the current device; ``pointer`` is their address (0 for none). ``hint`` is what to do where there is no
+    """``size`` bytes on the current device; ``pointer`` is their address (0 for none). ``hint`` is the advice if there is no
     room."""
 
     def __init__(self, size: int, what: str, hint: str = "use a smaller batch, or fewer contexts"):
@@ -40,7 +40,7 @@ class DeviceMemory:
             weakref.finalize(self, _free, "cuMemFree", handle)
 
     def clear(self) -> None:
-        """Fill it with zeros, and wait for that."""
+        """Fill the memory with zeros, and wait until that is done."""
         if self.size:
             fill(self.pointer, 0, self.size)
 
@@ -50,16 +50,16 @@ class DeviceMemory:
 
 
 def fill(pointer: int, byte: int, size: int) -> None:
-    """Set ``size`` bytes on the device, and wait for it: the call itself returns at once, and our streams do not wait for the null
-    stream that it runs on."""
+    """Set ``size`` bytes on the device, and wait for it: the driver call returns immediately, and our streams do not wait for the
+    null stream that it runs on."""
     check("cuMemsetD8", driver().cuMemsetD8(pointer, byte, size))
     check("cuStreamSynchronize", driver().cuStreamSynchronize(0))
 
 
 def upload(pointer: int, data: Array) -> None:
-    """Copy a C-contiguous host array to the device, and wait until it is there.
+    """Copy a C-contiguous host array to the device, and wait until it has arrived.
 
-    A copy from pageable memory returns when it is staged; it is ordered with the null stream, but not with ours.
+    A copy from pageable memory returns once it is staged; it is ordered with the null stream, but not with our streams.
     """
     if data.nbytes:
         cu = driver()

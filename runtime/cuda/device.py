@@ -29,7 +29,7 @@ class CudaError(RunError):
 
 @cache
 def driver() -> ModuleType:
-    """``cuda.bindings.driver``, initialized. Raises MissingDependency, or CudaError where there is no usable driver or GPU."""
+    """``cuda.bindings.driver``, initialized. Raises MissingDependency, or CudaError if there is no usable driver or GPU."""
     try:
         module = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -54,7 +54,7 @@ def check(call: str, result: tuple[Any, ...]) -> Any:
 
 
 def gpu_count() -> int:
-    """How many GPUs there are: 0 where there is no driver. Raises MissingDependency."""
+    """The number of GPUs: 0 without a driver. Raises MissingDependency."""
     try:
         return int(check("cuDeviceGetCount", driver().cuDeviceGetCount()))
     except CudaError:
@@ -62,7 +62,7 @@ def gpu_count() -> int:
 
 
 def read_facts(index: int = 0) -> GpuFacts:
-    """The facts of GPU ``index``. Makes no context, unlike :meth:`Device.open`. Raises CudaError, MissingDependency."""
+    """The facts of GPU ``index``. Creates no context, unlike :meth:`Device.open`. Raises CudaError, MissingDependency."""
     cu = driver()
     handle = check("cuDeviceGet", cu.cuDeviceGet(index))
     name = check("cuDeviceGetName", cu.cuDeviceGetName(256, handle)).split(b"\0")[0].decode()
@@ -70,7 +70,7 @@ def read_facts(index: int = 0) -> GpuFacts:
 
 
 def device_attribute(name: str, index: int = 0) -> int:
-    """The attribute ``CU_DEVICE_ATTRIBUTE_<name>`` of GPU ``index``. Makes no context. Raises CudaError, MissingDependency."""
+    """The attribute ``CU_DEVICE_ATTRIBUTE_<name>`` of GPU ``index``. Creates no context. Raises CudaError, MissingDependency."""
     cu = driver()
     handle = check("cuDeviceGet", cu.cuDeviceGet(index))
     key = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
@@ -78,8 +78,8 @@ def device_attribute(name: str, index: int = 0) -> int:
 
 
 def facts_for(target: TargetName) -> GpuFacts:
-    """The facts of the GPU that a build for ``target`` plans for: the GPU that it names; else this machine's GPU where it has the
-    architecture, else the default of the architecture. Makes no context. Raises InternalError where there is none."""
+    """The facts of the GPU that a build for ``target`` plans for: the named GPU; otherwise this machine's GPU if it has the
+    architecture; otherwise the architecture's default. Creates no context. Raises InternalError if there is none."""
     if target.gpu:
         return named(target.gpu)
     here = _facts_here()
@@ -87,9 +87,9 @@ def facts_for(target: TargetName) -> GpuFacts:
 
 
 def differs_here(target: TargetName) -> str | None:
-    """How this machine's GPU differs from the one that a target means; None if times measured here are its times.
+    """How this machine's GPU differs from the target's; None if times measured here are valid for the target.
 
-    Raises CudaError, MissingDependency where there is no GPU.
+    Raises CudaError, MissingDependency if there is no GPU.
     """
     here, meant = read_facts(), facts_for(target)
     if (here.arch, here.multiprocessors) == (meant.arch, meant.multiprocessors):
@@ -106,11 +106,11 @@ def _facts_here() -> GpuFacts | None:
 
 
 _chosen = 0
-"""The GPU that this process runs on."""
+"""The index of the GPU that this process uses."""
 
 
 def choose(index: int) -> None:
-    """Let :meth:`Device.open` open GPU ``index``: a process that is one rank of several runs on its own."""
+    """Make :meth:`Device.open` open GPU ``index``: a process that is one rank of several uses its own GPU."""
     global _chosen
     _chosen = index
 
@@ -124,7 +124,7 @@ class Device(GpuFacts):
 
     @classmethod
     def open(cls, index: int | None = None) -> Device:
-        """Query GPU ``index`` (None: the one that was chosen, or 0) and make its primary context current on this thread."""
+        """Query GPU ``index`` (None: the chosen one, or 0) and make its primary context current on this thread."""
         index = _chosen if index is None else index
         cu = driver()
         handle = check("cuDeviceGet", cu.cuDeviceGet(index))
@@ -135,7 +135,7 @@ class Device(GpuFacts):
 
     @property
     def place(self) -> str:
-        """The PCI bus id, which names the GPU even where others are hidden from this process."""
+        """The PCI bus id, which identifies the GPU even if other GPUs are hidden from this process."""
         cu = driver()
         handle = check("cuDeviceGet", cu.cuDeviceGet(self.index))
         bus_id: bytes = check("cuDeviceGetPCIBusId", cu.cuDeviceGetPCIBusId(32, handle))
@@ -143,13 +143,13 @@ class Device(GpuFacts):
 
 
 def arch_here(index: int = 0) -> str:
-    """The architecture of GPU ``index``. Makes no context, unlike :meth:`Device.open`. Raises CudaError, MissingDependency."""
+    """The architecture of GPU ``index``. Creates no context, unlike :meth:`Device.open`. Raises CudaError, MissingDependency."""
     return arch_of(*(device_attribute(f"COMPUTE_CAPABILITY_{part}", index) for part in ("MAJOR", "MINOR")))
 
 
 ALL_SHARED = frozenset({"packed_digits"})
-"""Kernels that want all of L1 as shared memory: they read nothing twice through L1, and the next one's blocks begin while
-theirs run. Others lose by it: products of few rows with 16-bit weights read rows from L1."""
+"""Kernels that use all of L1 as shared memory: they read nothing twice through L1, and the blocks of the next launch begin while
+theirs run. Other kernels become slower: products of few rows with 16-bit weights read rows through L1."""
 
 
 class Function:
@@ -167,7 +167,8 @@ class Function:
         self.allow(shared, wide_cluster)
 
     def allow(self, shared: int, wide_cluster: bool) -> None:
-        """Let launches have this many bytes of dynamic shared memory, clusters of more than 8 blocks; never fewer than before."""
+        """Allow launches with this many bytes of dynamic shared memory, and clusters of more than 8 blocks; never less than
+        before."""
         cu = driver()
         attribute = cu.CUfunction_attribute
         if shared > self._shared:
@@ -185,7 +186,7 @@ class Launch:
 
     ``parameters`` are the raw bytes of each kernel parameter in order. ``cluster`` counts blocks per cluster along x;
     ``dependent`` asks for programmatic dependent launch: the kernel may start before its predecessor in the stream ends, and
-    must execute ``griddepcontrol.wait`` before it touches anything that the predecessor writes or reads. ``cooperative``: all
+    must execute ``griddepcontrol.wait`` before it accesses data that the predecessor writes or reads. ``cooperative``: all
     blocks are on the GPU at once.
     """
 
@@ -233,14 +234,14 @@ class Launch:
 
     @property
     def parameters_address(self) -> int:
-        """Address of the array of addresses of the parameters, as the driver takes them; valid while this object lives."""
+        """Address of the array of the parameters' addresses, in the driver's form; valid as long as this object lives."""
         return ctypes.addressof(self._pointers)
 
     def enqueue(self, stream: int, *, early: bool = True) -> None:
-        """Launch on the stream with this handle (an int, as array libraries expose it); not ``early``: when all it depends on has
-        ended, even where it is a dependent launch."""
+        """Launch on the stream with this handle (an int, as array libraries expose it). Not ``early``: only after all its
+        dependencies have ended, even if it is a dependent launch."""
         cu = driver()
         self._config.hStream = cu.CUstream(stream)
-        self._config.numAttrs = self._attributes - (self.dependent and not early)  # that one is the last
+        self._config.numAttrs = self._attributes - (self.dependent and not early)  # "dependent" is the last
         result = cu.cuLaunchKernelEx(self._config, self.function.handle, self.parameters_address, 0)
         check(f"cuLaunchKernelEx of {self.label}", result)

@@ -1,7 +1,7 @@
-"""The facts of a GPU that plans depend on, as a value: read from the GPU that is there, else of a named one.
+"""The facts of a GPU that plans depend on, as a value: read from the present GPU, or those of a named one.
 
-The cost models are fitted to an H200 (``benchmarks/results/``). For other GPUs these facts bound the proposals and count
-waves; the seconds predicted there rank the configurations of one kernel, no more.
+The cost models are fitted to an H200 (``benchmarks/results/``). For other GPUs these facts limit the configurations and determine
+the number of waves; the seconds predicted there only rank the configurations of one kernel.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ HOPPER = 9
 class GpuFacts:
     """The facts of one GPU. Sizes in bytes.
 
-    ``clock`` is that of the multiprocessors in Hz, ``bandwidth`` that of the memory in bytes per second. ``matrix_ops`` is the
-    dense 16-bit tensor-core operations of a multiprocessor per clock with fp32 sums, ``integer_ops`` those of 8-bit integers,
-    ``lanes`` its fp32 multiply-adds per clock (a multiply-add counts as two operations).
-    ``clusters`` pairs sizes of clusters with how many of them run side by side, each block alone on its multiprocessor; it is empty
-    except on Hopper. ``slug`` is the name in a target.
+    ``clock`` is the multiprocessors' clock in Hz, ``bandwidth`` the memory's bytes per second. ``matrix_ops`` is the number of
+    dense 16-bit tensor-core operations of a multiprocessor per clock with fp32 accumulators, ``integer_ops`` the same for 8-bit
+    integers, ``lanes`` its fp32 multiply-adds per clock (a multiply-add counts as two operations).
+    ``clusters`` pairs cluster sizes with the number of such clusters that run at once, each block alone on its multiprocessor; it
+    is empty except on Hopper. ``slug`` is the name in a target.
     """
 
     name: str
@@ -47,27 +47,27 @@ class GpuFacts:
 
     @property
     def hopper(self) -> bool:
-        """Whether kernels of ``sm_90a`` run on it."""
+        """Whether ``sm_90a`` kernels run on it."""
         return self.capability[0] == HOPPER
 
     def clusters_at_once(self, size: int) -> int:
-        """How many clusters of ``size`` blocks run side by side; sizes that were not measured take the room of the next larger."""
+        """The number of clusters of ``size`` blocks that run at once; an unmeasured size takes the room of the next larger one."""
         return next(count for measured, count in self.clusters if measured >= size)
 
 
 H200_CLUSTERS = ((1, 132), (2, 66), (3, 32), (4, 30), (6, 16), (8, 15), (16, 7))
-"""Grids of 32 clusters of four, 40 of three, 24 of five or 20 of six took half as long again as one that fits (28 of four, 32 of
-three, 16 of six)."""
+"""Grids of 32 clusters of four, 40 of three, 24 of five or 20 of six took half as long again as a grid that fits (28 of four, 32
+of three, 16 of six)."""
 SHARED = {
     **dict.fromkeys(((8, 0), (8, 7)), (166912, 167936)),
     **dict.fromkeys(((8, 6), (8, 9), (12, 0), (12, 1)), (101376, 102400)),
     **dict.fromkeys(((9, 0), (10, 0), (10, 3), (11, 0)), (232448, 233472)),
 }
-"""Compute capability -> shared memory of a block and of a multiprocessor (CUDA C++ Programming Guide, technical specifications)."""
+"""Compute capability -> shared memory per block and per multiprocessor (CUDA C++ Programming Guide, technical specifications)."""
 
 
 def clusters_of(multiprocessors: int) -> tuple[tuple[int, int], ...]:
-    """The clusters that a Hopper GPU runs side by side: in proportion to its multiprocessors, from those measured on an H200."""
+    """The clusters that a Hopper GPU runs at once: the H200's measured numbers, scaled by the number of multiprocessors."""
     _, whole = H200_CLUSTERS[0]
     return tuple((size, max(1, count * multiprocessors // whole)) for size, count in H200_CLUSTERS)
 
@@ -103,7 +103,7 @@ def _gpu(
 
 NAMED = (
     # slug, the driver's name, capability, multiprocessors, L2 MiB, GHz, GB/s, 16-bit and 8-bit operations of a multiprocessor.
-    # The H200's clock is the one under load. The first GPU of a capability is the default of its architecture.
+    # The H200's clock was measured under load. The first GPU of a capability is the default of its architecture.
     _gpu("h200", "NVIDIA H200", (9, 0), 132, 60, 1.755, 4800, 4096, 8192),
     _gpu("h100", "NVIDIA H100 80GB HBM3", (9, 0), 132, 50, 1.755, 3350, 4096, 8192),
     _gpu("h100-pcie", "NVIDIA H100 PCIe", (9, 0), 114, 50, 1.62, 2000, 4096, 8192),
@@ -125,7 +125,7 @@ NAMED = (
 )
 """GPUs that a target may name. Counts, clocks and rates: NVIDIA's data sheets and architecture whitepapers."""
 ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
-"""Architectures that kernels which need nothing of Hopper are compiled for."""
+"""Architectures for which kernels without Hopper features are compiled."""
 
 
 def arch_of(major: int, minor: int) -> str:
@@ -142,23 +142,23 @@ def capability_of(arch: str) -> tuple[int, int]:
 
 
 def on_every_gpu(gpu: GpuFacts) -> int:
-    """Multiprocessors that it and each named GPU of its architecture have. A grid of blocks that wait for one another, with a
-    multiprocessor each, runs on all such GPUs if it has no more blocks."""
+    """The number of multiprocessors that this GPU and each named GPU of its architecture have. A grid of blocks that wait for one
+    another, each on its own multiprocessor, runs on all such GPUs if it has at most this many blocks."""
     return min(g.multiprocessors for g in (gpu, *NAMED) if g.capability == gpu.capability)
 
 
 def launches_early(arch: str) -> bool:
-    """Whether a launch may ask to begin before the one in front of it ends (programmatic dependent launch, from Hopper on)."""
+    """Whether a launch may ask to begin before the previous one ends (programmatic dependent launch, from Hopper on)."""
     return capability_of(arch)[0] >= HOPPER
 
 
 def no_kernels(arch: str) -> str | None:
-    """Why kernels that need nothing of Hopper are not for an architecture, or None."""
+    """Why kernels without Hopper features do not support an architecture, or None."""
     return None if arch in ARCHS else f"it is compiled for {', '.join(ARCHS)}, not {arch}"
 
 
 def named(slug: str) -> GpuFacts:
-    """The facts of one of :data:`NAMED`, by its name in a target. Raises InternalError."""
+    """The facts of one GPU of :data:`NAMED`, by its name in a target. Raises InternalError."""
     gpu = next((gpu for gpu in NAMED if gpu.slug == slug), None)
     if gpu is None:
         raise InternalError(f"the facts of {slug!r} are not known")
@@ -166,7 +166,7 @@ def named(slug: str) -> GpuFacts:
 
 
 def of_arch(arch: str) -> GpuFacts:
-    """The named GPU that is the default of an architecture. Raises InternalError where there is none."""
+    """The named GPU that is the default of an architecture. Raises InternalError if there is none."""
     gpu = next((gpu for gpu in NAMED if arch in (gpu.arch, gpu.arch.rstrip("a"))), None)
     if gpu is None:
         raise InternalError(f"no GPU of architecture {arch} is known")
@@ -174,16 +174,16 @@ def of_arch(arch: str) -> GpuFacts:
 
 
 def fitted(gpu: GpuFacts) -> GpuFacts:
-    """The facts for a cost model that is fitted to an H200. Before Hopper they are the H200's own: another GPU's number of
+    """The facts for a cost model that is fitted to an H200. Before Hopper the H200's own facts are used: another GPU's number of
     multiprocessors with an H200's bandwidth and latency would describe neither GPU."""
     return gpu if gpu.hopper else of_arch("sm_90a")
 
 
 def of_attributes(name: str, get: Callable[[str], int]) -> GpuFacts:
-    """The facts of a GPU of this name, whose attributes (``CU_DEVICE_ATTRIBUTE_…``) ``get`` gives.
+    """The facts of a GPU of this name; ``get`` returns its attributes (``CU_DEVICE_ATTRIBUTE_…``).
 
-    Facts that the driver does not give are those of the named GPU (clock under load, bandwidth, clusters, rates). The rates of a
-    GPU that is not named are those of the first GPU of its capability; GeForce cards have half of its 16-bit rate.
+    Facts that the driver does not give come from the named GPU (clock under load, bandwidth, clusters, rates). An unnamed GPU
+    has the rates of the first GPU of its capability; GeForce cards have half of its 16-bit rate.
     """
     capability = (get("COMPUTE_CAPABILITY_MAJOR"), get("COMPUTE_CAPABILITY_MINOR"))
     multiprocessors = get("MULTIPROCESSOR_COUNT")

@@ -1,4 +1,4 @@
-"""A lock: one process at a time measures on a GPU. Two that tune at once would time each other's kernels."""
+"""A lock, so that only one process at a time measures on a GPU. Two concurrent tunings would time each other's kernels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from optdnn.runtime.cuda.compile.nvrtc import default_folder
 
 
 def lock_path(place: str) -> Path:
-    """The file, in the user's cache folder, that locks the GPU with this PCI bus id."""
+    """The path of the lock file, in the user's cache folder, of the GPU with this PCI bus id."""
     return default_folder().parent / f"gpu-{re.sub(r'[^0-9a-z]+', '-', place.lower())}.lock"
 
 
 @contextmanager
 def alone(place: str, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """Hold the GPU's lock while the block runs. Waits while another process of this user holds it.
+    """Hold the GPU's lock while the block runs. Waits if another process of this user holds it.
 
-    Where files cannot be locked (no such system call, a cache folder that cannot be written), ``say`` gets the reason and the block
+    If files cannot be locked (no such system call, a cache folder that is not writable), ``say`` gets the reason and the block
     runs without the lock.
     """
     try:
@@ -42,4 +42,4 @@ def alone(place: str, say: Callable[[str], None] = lambda text: None) -> Iterato
         yield
     finally:
         with suppress(OSError):
-            os.close(handle)  # which unlocks it
+            os.close(handle)  # this unlocks it

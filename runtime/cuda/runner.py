@@ -1,4 +1,4 @@
-"""The runner "cuda": the whole program as one CUDA graph over one arena (or several, cut by steps on the host).
+"""The runner "cuda": the whole program as one CUDA graph over one arena (or several graphs, separated by steps on the host).
 
 Kernels and weights are loaded once per engine and shared by its contexts; a context has its own arena, staging memory, stream
 and graphs. Nothing touches the GPU before the first context is made, so engines for other machines can be built anywhere.
@@ -42,11 +42,11 @@ from optdnn.runtime.steps.host import TO_HOST, CopyPlan, HostPlan
 from optdnn.types import Array, TensorSpec
 
 GRAPHS = 8
-"""Graphs that a context keeps: one per set of input and output addresses, the least recently used is dropped first."""
+"""The most graphs that a context keeps: one per set of input and output addresses, the least recently used is dropped first."""
 
 
 class CudaRunner(GpuProgramRunner):
-    """A program made ready; shared by threads."""
+    """A prepared program; shared by threads."""
 
     refusal = "a cuda engine holds steps for"
 
@@ -55,7 +55,7 @@ class CudaRunner(GpuProgramRunner):
         self._options = options
         self.names_in, self.names_out = {s.name for s, _ in program.inputs}, {s.name for s, _ in program.outputs}
         self.in_place = kept_in_place(program, self.steps)
-        """Output -> input buffer: the output begins as a copy of the input, which nothing else reads. Where the caller gives both
+        """Output -> input buffer: the output begins as a copy of the input, which nothing else reads. If the caller gives both
         the same memory, nothing is copied."""
         self.groups = grouped(self.steps, joined=not program.lanes)
         """The numbers of the steps of each launch of a graph."""
@@ -121,16 +121,16 @@ class CudaContext(BaseContext):
     # ---------------------------------------------------------------- launches
 
     def launches(self, given: Mapping[int, int]) -> list[Launch | Called]:
-        """Every launch of a program without host steps, its parameters filled in; ``given`` as in :meth:`items`."""
+        """Every launch of a program without host steps, with its parameters filled in; ``given`` as in :meth:`items`."""
         return [item for item in self.items(given) if isinstance(item, (Launch, Called))]
 
     def _joined_launches(self, given: Mapping[int, int]) -> list[Launch | Called]:
-        """As :meth:`launches`, the jobs of a run in one."""
+        """Like :meth:`launches`, with the jobs of a run in one launch."""
         return [item for item in self.items(given, self.runner.groups) if isinstance(item, (Launch, Called))]
 
     def items(self, given: Mapping[int, int], groups: Sequence[Sequence[int]] = ()) -> list[Item]:
-        """The work of each step of the program, or of each group of steps. ``given``: addresses of inputs and outputs that are
-        the caller's, by buffer."""
+        """The work of each step of the program, or of each group of steps. ``given``: addresses of inputs and outputs that belong
+        to the caller, by buffer."""
         launches: list[Item] = []
         for k, *others in groups or ([k] for k in range(len(self.runner.steps))):
             parsed = self.runner.steps[k]
@@ -147,7 +147,7 @@ class CudaContext(BaseContext):
         return launches
 
     def _launch(self, k: int, parsed: CudaStep, given: Mapping[int, int], *, dependent: bool = True) -> Launch | Called:
-        """Step ``k`` of the program, its parameters filled in. ``dependent``: its launch may begin early, if it can."""
+        """Step ``k`` of the program, with its parameters filled in. ``dependent``: its launch may begin early, if it can."""
         step, launch = self.program.steps[k], parsed.launch
         operands = (*step.inputs, *step.outputs)
         if isinstance(launch, LibraryCall):
@@ -186,7 +186,7 @@ class CudaContext(BaseContext):
         )  # fmt: skip
 
     def _unit(self, steps: Sequence[int], given: Mapping[int, int]) -> Launch | Called:
-        """One launch of these steps: several of a run, or one."""
+        """One launch of these steps: several jobs of a run, or one step."""
         parsed = [p for k in steps if isinstance(p := self.runner.steps[k], CudaStep)]
         first = parsed[0].launch
         if len(steps) == 1 or isinstance(first, LibraryCall):
@@ -203,11 +203,11 @@ class CudaContext(BaseContext):
         return self._loaded.device
 
     def graph(self) -> Graph | Chain:
-        """The graph over the context's own input and output memory, where ``run`` stages inputs."""
+        """The graph over the context's own input and output memory, in which ``run`` stages inputs."""
         return self._graph({})
 
     def _chain(self, given: Mapping[int, int]) -> Chain:
-        """The run of a program with host steps. ``given`` as in :meth:`items`: empty where NumPy arrays come and go."""
+        """The run of a program with host steps. ``given`` as in :meth:`items`: empty if inputs and outputs are NumPy arrays."""
         p, on_host = self.program, self.runner.on_host
 
         def exchanged(ports: Sequence[tuple[TensorSpec, int]], *, to_host: bool) -> Iterator[Item]:
@@ -222,7 +222,7 @@ class CudaContext(BaseContext):
         fed = {i for _, i in p.inputs}
         for plan, item in zip(self.runner.steps, self.items(given), strict=True):
             if isinstance(plan, CopyPlan) and plan.to == TO_HOST and plan.device in fed:
-                # An array that the caller gave as a NumPy array is already on the host.
+                # An array that the caller gave as NumPy array is already on the host.
                 flat = self.memory.pinned(plan.device).reshape(-1)[plan.offset : plan.offset + plan.size]
                 here = self.memory.pinned(plan.host) if given else flat.reshape(plan.shape)
                 items.insert(0, partial(self.memory.use, plan.host, here))
@@ -259,7 +259,7 @@ class CudaContext(BaseContext):
 
     @property
     def in_place(self) -> dict[str, str]:
-        """Output -> input, by name: those that may be the same array (see :class:`CudaRunner`)."""
+        """Output -> input, by name: pairs that may be the same array (see :class:`CudaRunner`)."""
         p = self.program
         names = {i: s.name for s, i in (*p.inputs, *p.outputs)}
         return {names[o]: names[i] for o, i in self.runner.in_place.items()}
@@ -278,12 +278,12 @@ class CudaContext(BaseContext):
     # ---------------------------------------------------------------- running
 
     def _run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Any]:
-        """NumPy arrays are staged through pinned memory, and NumPy arrays come back.
+        """NumPy arrays are staged through pinned memory, and the results are NumPy arrays.
 
-        Arrays on the GPU (all of them, then) are read where they are, on the caller's ``stream`` (default: the null stream);
-        the results are ``out``'s arrays, or fresh CuPy ones, and the call does not wait for them (unless there are steps on
+        Arrays on the GPU (then all must be) are read in place, on the caller's ``stream`` (default: the null stream);
+        the results are ``out``'s arrays, or new CuPy arrays, and the call does not wait for them (unless there are steps on
         the host; results whose size depends on data are NumPy arrays).
-        Raises InputError for arrays that do not fit, RunError when running fails.
+        Raises InputError for arrays that do not fit, RunError if running fails.
         """
         self._loaded.activate()
         feeds = self.signature.named(feeds)
@@ -338,7 +338,7 @@ class CudaContext(BaseContext):
     def _bind(self, given: Binding) -> Any:
         """A call with fixed arrays on the GPU: ``bound.run(stream)`` only launches the graph.
 
-        Outputs that are not given are fresh CuPy arrays. The arrays are kept alive. Raises InputError, MissingDependency.
+        Outputs that are not given are new CuPy arrays. The arrays are kept alive. Raises InputError, MissingDependency.
         """
         if given.state:
             return Streaming(self, given)
@@ -376,7 +376,7 @@ class CudaContext(BaseContext):
         return given, outputs
 
     def stream_of(self, stream: object) -> int:
-        """The handle of the caller's stream (None: the null stream). Raises InputError for one of another GPU."""
+        """The handle of the caller's stream (None: the null stream). Raises InputError for a stream of another GPU."""
         handle = 0 if stream is None else stream_handle(stream)
         if handle not in self._streams:
             check_stream(handle, self._loaded.context)
@@ -392,7 +392,7 @@ class CudaContext(BaseContext):
 
 
 class Bound:
-    """A graph over fixed arrays. ``outputs``: name -> array, which each run overwrites (or, where its size depends on data,
+    """A graph over fixed arrays. ``outputs``: name -> array, which each run overwrites (or, if its size depends on data,
     replaces by a new NumPy array)."""
 
     def __init__(self, context: CudaContext, graph: Graph | Chain, outputs: dict[str, Any], keep: object):
@@ -410,5 +410,5 @@ class Bound:
 
 
 def prepare(program: Program, options: LoadOptions) -> CudaRunner:
-    """Raises EngineError for a malformed program. The GPU is not used before the first context is made."""
+    """Raises EngineError for a malformed program. The GPU is not used before the first context is created."""
     return CudaRunner(program, options)

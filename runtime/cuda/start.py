@@ -1,6 +1,6 @@
-"""CUDA's own start, some tenths of a second, and the loading of the vendors' libraries, in parallel with other work.
+"""The start of CUDA, which takes some tenths of a second, and the loading of the vendors' libraries, in parallel with other work.
 
-Both are waits in the driver and the system's loader. Code that needs one of them meanwhile waits there for the rest.
+Both are waits in the driver and the system's loader. Code that needs one of them meanwhile waits there until it is ready.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def begin() -> threading.Thread:
 
 
 def begin_trials(process: GpuProcess, target: str) -> threading.Thread:
-    """Start the process that tries GPU programs, where ``target`` ("auto", "cuda" or "cuda:ARCH") is the GPU of this machine, on a
-    thread of its own."""
+    """Start the process that tries GPU programs, if ``target`` ("auto", "cuda" or "cuda:ARCH") is this machine's GPU, on a
+    separate thread."""
 
     def work() -> None:
         from optdnn.runtime.cuda.device import arch_here, gpu_count
@@ -43,7 +43,7 @@ def begin_trials(process: GpuProcess, target: str) -> threading.Thread:
 
 
 def load_libraries(*names: str) -> threading.Thread:
-    """Load libraries whose kernels a build may use ("cudnn", "cublaslt"), as far as they are here, on a separate thread."""
+    """Load the present libraries whose kernels a build may use ("cudnn", "cublaslt"), on a separate thread."""
 
     def work() -> None:
         from optdnn.runtime.cuda.device import gpu_count
@@ -54,7 +54,7 @@ def load_libraries(*names: str) -> threading.Thread:
         # Called as a foreign function, dlopen lets other threads run; ctypes.CDLL and import do not.
         try:
             dlopen = ctypes.CDLL(None).dlopen
-        except (AttributeError, OSError, TypeError):  # a system without it: libraries are loaded when they are needed
+        except (AttributeError, OSError, TypeError):  # a system without dlopen: libraries are loaded on use
             return
         dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
         for name in names:
@@ -72,8 +72,6 @@ def _aside(name: str, work: Callable[[], None]) -> threading.Thread:
         with suppress(OptdnnError):
             work()
 
-    thread = threading.Thread(
-        target=run, name=name
-    )  # not a daemon: a process must not end in the midst of the driver's start
+    thread = threading.Thread(target=run, name=name)  # not a daemon: a process must not end during the driver's start
     thread.start()
     return thread

@@ -1,4 +1,4 @@
-"""Whether engines for GPUs can be built for, and run on, this machine's GPU; why not, where they cannot."""
+"""Whether engines for GPUs can be built for, and run on, this machine's GPU; and the reason if they cannot."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from optdnn.errors import MissingDependency, RunError
 
 PACKAGES = {"cuda.bindings": "cuda-bindings", "cuda.bindings.nvrtc": "cuda-bindings", "cupy": "cupy-cuda13x"}
-"""Module -> the package that brings it, all of the `cuda` extra."""
+"""Module -> the package that contains it, all of the `cuda` extra."""
 
 
 def why_not() -> str | None:
-    """Why the GPU of this machine is not usable, and the remedy; None where it is usable."""
+    """Why the GPU of this machine is not usable, and the remedy; None if it is usable."""
     missing = sorted({package for module, package in PACKAGES.items() if not _there(module)})
     if missing:
         return f"{', '.join(missing)} not installed: pip install 'optdnn[cuda]'"
@@ -28,7 +28,7 @@ def why_not() -> str | None:
 
 
 def compiles() -> bool:
-    """Whether kernels can be compiled on this machine, which needs no GPU."""
+    """Whether kernels can be compiled on this machine. This needs no GPU."""
     if not _there("cuda.bindings.nvrtc"):
         return False
     from optdnn.runtime.cuda.compile.nvrtc import version
@@ -43,5 +43,5 @@ def compiles() -> bool:
 def _there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ImportError:  # a parent package is absent
+    except ImportError:  # a parent package is missing
         return False

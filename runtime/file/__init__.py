@@ -1,1 +1,1 @@
-"""The engine file: its format, and the checks of what it holds."""
+"""The engine file: its format, and the checks of its contents."""

@@ -1,4 +1,4 @@
-"""Compressed archives of arrays (``.npz``): how much one may unpack to."""
+"""Compressed archives of arrays (``.npz``): the limit of an array's unpacked size."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from optdnn.errors import InputError
 from optdnn.limits import UNPACKED_BYTES
 
 RATIO = 100
-"""Times its packed size that an array may unpack to, whatever the limit: plain numbers seldom shrink more, but for zeros."""
+"""An array may unpack to this many times its packed size, whatever the limit: plain numbers seldom shrink more, except zeros."""
 
 
 def check_archive(path: Path) -> None:
-    """Raise InputError where an array in an archive is declared larger than the limit.
+    """Raise InputError if an array in an archive is declared larger than the limit.
 
-    Raises OSError, and BadZipFile for a file that is no archive.
+    Raises OSError, and BadZipFile for a file that is not an archive.
     """
     with zipfile.ZipFile(path) as archive:
         for item in archive.infolist():

@@ -1,6 +1,6 @@
-"""Atomic writing of files, and reading and writing a shared file without losing what others wrote.
+"""Atomic writing of files, and reading and writing a shared file without losing other writers' changes.
 
-A file is written under a temporary name next to its target, and renamed. A process that is killed meanwhile leaves the temporary
+A file is written under a temporary name next to its target, then renamed. A process that is killed meanwhile leaves the temporary
 file. The next write into that folder removes it: a writer holds a lock on its temporary file, so a file that can be locked has no
 writer any more.
 """
@@ -30,7 +30,7 @@ def write_atomic(path: str | os.PathLike[str], pieces: Iterable[bytes | memoryvi
     """Write ``pieces`` to a temporary file next to ``path``, flush it to the disk, and rename it over ``path``.
 
     A symbolic link is followed: its target is replaced. Temporary files of writers that were killed are removed. Raises OutputError
-    where writing fails; the temporary file is then removed and the old file, if any, is untouched.
+    if writing fails; the temporary file is then removed and the old file, if any, is unchanged.
     """
     target = _target(path)
     sweep(os.path.dirname(target))
@@ -42,9 +42,9 @@ def write_atomic(path: str | os.PathLike[str], pieces: Iterable[bytes | memoryvi
 
 
 def replace_file(target: str, pieces: Iterable[bytes | memoryview], *, flush: bool = True) -> None:
-    """Write ``pieces`` next to the file ``target`` and rename that over it; ``flush`` brings them to the disk first.
+    """Write ``pieces`` next to the file ``target`` and rename the result over it; ``flush`` writes them to the disk first.
 
-    Raises OSError; the old file, if any, is then untouched. A folder is swept once in a process: caches write many files.
+    Raises OSError; the old file, if any, is then unchanged. A folder is swept once per process: caches write many files.
     """
     folder = os.path.dirname(target)
     if folder not in _swept:
@@ -59,7 +59,7 @@ def replace_file(target: str, pieces: Iterable[bytes | memoryview], *, flush: bo
             if flush:
                 os.fsync(f.fileno())
             if fcntl is not None:
-                os.replace(temporary, target)  # before it is closed, which unlocks it
+                os.replace(temporary, target)  # before closing: closing unlocks it
         if fcntl is None:
             os.replace(temporary, target)  # Windows does not rename open files
     except BaseException:
@@ -82,7 +82,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def sweep(folder: str) -> None:
-    """Remove the temporary files of writers that are gone from a folder. One that cannot be looked at is left as it is."""
+    """Remove the temporary files of dead writers from a folder. A file that cannot be inspected is left unchanged."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in [e.path for e in entries if _TEMPORARY.fullmatch(e.name)]:
             _remove_leftover(entry)
@@ -90,8 +90,8 @@ def sweep(folder: str) -> None:
 
 @contextlib.contextmanager
 def shared_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold a lock on a folder while a file in it is read, changed and written: others who do so wait. Where folders cannot be
-    locked, the block runs without: the file is whole in any case."""
+    """Hold a lock on a folder while a file in it is read, changed and written: others who do so wait. If folders cannot be
+    locked, the block runs without the lock: the file is complete in any case."""
     fd = None
     if fcntl is not None:
         with contextlib.suppress(OSError):
@@ -105,7 +105,7 @@ def shared_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _target(path: str | os.PathLike[str]) -> str:
-    """The file that is meant, links followed. Raises OutputError where it exists and cannot be replaced."""
+    """The path of the real file, with links followed. Raises OutputError if it exists and cannot be replaced."""
     target, shown = os.path.realpath(path), os.fspath(path)
     try:
         mode = os.stat(target).st_mode
@@ -142,7 +142,7 @@ def _remove_leftover(path: str) -> None:
         return
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # renamed meanwhile, or somebody else's
+    except OSError:  # renamed meanwhile, or owned by another user
         return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -155,7 +155,7 @@ def _remove_leftover(path: str) -> None:
 
 
 def _lock(fd: int) -> bool:
-    """Lock a file of our own; False where files cannot be locked: then it is not taken for a leftover either."""
+    """Lock our own file. False if files cannot be locked here; then no file is taken for a leftover, either."""
     if fcntl is None:
         return False
     try:
@@ -166,7 +166,7 @@ def _lock(fd: int) -> bool:
 
 
 def _is_at(fd: int, path: str) -> bool:
-    """Whether an open file is still the one of that name."""
+    """Whether an open file still has this path."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except OSError:
@@ -186,7 +186,7 @@ def _remove(path: str) -> None:
 
 
 def _sync_folder(folder: str) -> None:
-    """Make the rename itself durable, where folders can be opened (POSIX)."""
+    """Make the rename itself durable, if folders can be opened (POSIX)."""
     try:
         fd = os.open(folder, os.O_RDONLY)
     except OSError:

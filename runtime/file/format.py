@@ -15,21 +15,21 @@
 
 The header holds the whole :class:`~optdnn.runtime.program.Program` except the blobs' contents; for each blob its dtype,
 shape, offset (from the first blob), length and SHA-256. A blob is the array's little-endian C-order bytes, aligned to 4096
-bytes when it is at least 64 KiB long (a mapped weight then starts on a page) and to 64 bytes otherwise; the bytes between
-blobs are zero, and the file ends with the last blob. There is nothing to execute in it: no pickle, no names to import, no
+bytes if it is at least 64 KiB long (a mapped weight then starts on a page) and to 64 bytes otherwise. The bytes between
+blobs are zero, and the file ends with the last blob. The file contains nothing to execute: no pickle, no names to import, no
 host code.
 
-One program has one file, byte for byte: the reader accepts only the header text and the blob offsets that the writer would
-have written. So truncated, extended, overlapping or reordered files are refused by construction. The checksums refuse every
-accidental change; they are no protection against forgery. Signatures are (:mod:`optdnn.runtime.file.signatures`).
+One program has exactly one file, byte for byte: the reader accepts only the header text and the blob offsets that the writer would
+have written. So truncated, extended, overlapping or reordered files are refused by construction. The checksums detect every
+accidental change; they do not protect against forgery. Signatures do (:mod:`optdnn.runtime.file.signatures`).
 
 Floats that JSON lacks are ``{"$float": "inf" | "-inf" | "nan"}``; a key of a user's table that starts with "$" is written
 with one more "$".
 
 Compatibility: a reader of version M.m reads every file of M.0 to M.m. A minor version may only add optional keys to the header,
-or to the parameters of steps (which older readers would refuse, hence the number); anything else needs a new major version, and
-the next optdnn after it still reads the major version before. tests/golden holds an engine of each version, which must load and
-run for ever.
+or to the parameters of steps (which older readers would refuse, hence the number). Anything else needs a new major version, and
+the next optdnn after it still reads the previous major version. tests/golden holds an engine of each version, which must load and
+run forever.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ VERSION = (1, 7)
 """The newest format. 1.1 added the table of GPU kernels, 1.2 profiles and plans for several shapes, 1.3 plans for
 values of shape inputs, 1.4 lanes, 1.5 retained buffers. 1.6 added keys inside: the waits of a launch
 (``waits``), the inputs of a CPU library's step that may be empty (``empty``), the shapes of the values of a body of If, Loop or
-Scan, and the calibration that plans for further sizes quantize by (``calibration`` of a source). 1.7 added the programs of
+Scan, and the calibration that plans for further sizes use to quantize (``calibration`` of a source). 1.7 added the programs of
 several ranks.
 
-A program is written in the oldest that holds it."""
+A program is written in the oldest version that can hold it."""
 PREFIX = struct.Struct("<8sHHIQQ")
 HEADER_AT = PREFIX.size + 32
 PAGE, LINE, LARGE = 4096, 64, 1 << 16
-"""Alignment of the data and of large blobs, of other blobs, and how many bytes make a blob large."""
+"""Alignment of the data and of large blobs, alignment of other blobs, and the least size of a large blob; in bytes."""
 
 # ---------------------------------------------------------------- writing
 
@@ -76,7 +76,7 @@ PAGE, LINE, LARGE = 4096, 64, 1 << 16
 def write(program: Program, path: str | os.PathLike[str]) -> None:
     """Write the engine file atomically: others see the old file or the whole new one.
 
-    Raises OutputError where it cannot be written (nothing is left behind), InternalError for a program that is not valid.
+    Raises OutputError if it cannot be written (nothing is left behind), InternalError for a program that is not valid.
     """
     write_atomic(path, encode(program))
 
@@ -112,7 +112,7 @@ def encode(program: Program) -> list[bytes | memoryview]:
 
 
 def place(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Where blobs of these lengths lie: (offsets from the start of the data, length of the data)."""
+    """The places of blobs of these lengths: (offsets from the start of the data, length of the data)."""
     offsets, end = [], 0
     for n in lengths:
         start = _up(end, PAGE if n >= LARGE else LINE)
@@ -122,7 +122,7 @@ def place(lengths: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _data_at(header_length: int, n_blobs: int) -> int:
-    """Where the data starts: the first page after the header; without blobs the file ends with the header."""
+    """The offset of the data: the first page after the header; without blobs the file ends with the header."""
     end = HEADER_AT + header_length
     return _up(end, PAGE) if n_blobs else end
 
@@ -154,7 +154,7 @@ def digests(blobs: Sequence[memoryview]) -> list[str]:
 
 
 def is_engine(path: str | os.PathLike[str]) -> bool:
-    """Whether a file starts as an engine does. Raises OSError where it cannot be read."""
+    """Whether a file starts like an engine. Raises OSError if it cannot be read."""
     with open(path, "rb") as f:
         return f.read(len(MAGIC)) == MAGIC
 
@@ -169,14 +169,14 @@ def read(
 ) -> Program:
     """Read an engine file; blobs are read-only arrays over the mapped file (or, with ``mmap=False``, over its bytes).
 
-    Each of ``signed_by`` and of the process's policy (:mod:`optdnn.runtime.file.signatures`) must have signed it, which is checked
-    first. A signed file is read into memory: a mapped one could change after the check.
+    Each of ``signed_by`` and of the process's policy (:mod:`optdnn.runtime.file.signatures`) must have signed it; this is checked
+    first. A signed file is read into memory: a mapped file could change after the check.
 
     ``verify=False`` skips the blobs' checksums and the check of the bytes between them; the header is always verified.
-    ``seen`` is called with the program once the header is verified, when it has no blobs yet.
+    ``seen`` is called with the program once the header is verified; the program then has no blobs yet.
     A mapped file must not be truncated in place while the engine lives; replacing it, as :func:`write` does, is fine. Other changes
     in place are noticed by the next run (:class:`optdnn.runtime.mapped.MappedFile`).
-    Raises UsageError for a file that is not there, EngineError for anything that :func:`write` would not have written exactly so.
+    Raises UsageError if the file does not exist, EngineError for anything that :func:`write` would not have written exactly so.
     """
     shown, mapped, wanted = os.fspath(path), None, signers(signed_by)
     try:
@@ -210,7 +210,7 @@ def read(
 
 
 def decode(data: memoryview, *, verify: bool = True, seen: Callable[[Program], None] = lambda program: None) -> Program:
-    """The program in an engine file's contents. Arrays are read-only views of ``data``. Raises as :func:`read`."""
+    """The program in an engine file's contents. Arrays are read-only views of ``data``. Raises like :func:`read`."""
     _need_little_endian()
     text, data_at, minor = _checked_header(data)
     program, entries = parse_header(text, minor)
@@ -226,7 +226,7 @@ def decode(data: memoryview, *, verify: bool = True, seen: Callable[[Program], N
 
 
 def _checked_header(data: memoryview) -> tuple[str, int, int]:
-    """The header's text, verified, where it ends, and the file's minor version."""
+    """The header's verified text, the offset of its end, and the file's minor version."""
     if len(data) < HEADER_AT:
         if bytes(data[:8]) != MAGIC[: len(data)]:
             raise EngineError("this is not an optdnn engine")
@@ -260,11 +260,11 @@ def _checked_header(data: memoryview) -> tuple[str, int, int]:
 
 
 def _blobs(entries: Sequence[BlobEntry], data: memoryview, header_end: int, verify: bool) -> list[Array]:
-    """Views of the blobs, whose places and (with ``verify``) contents are checked."""
+    """Views of the blobs, with their places and (with ``verify``) contents checked."""
     offsets, total = place([e.length for e in entries])
     data_at = _data_at(header_end - HEADER_AT, len(entries))
     if offsets != [e.offset for e in entries] or data_at + total != len(data):
-        raise EngineError("the blobs do not fill the file as they should")
+        raise EngineError("the blobs are not where the writer places them")
     pieces = [data[data_at + e.offset : data_at + e.offset + e.length] for e in entries]
     if verify:
         for i, (e, digest) in enumerate(zip(entries, digests(pieces), strict=True)):

@@ -1,4 +1,4 @@
-"""The header of an engine file: a program as canonical JSON, and the strict way back.
+"""The header of an engine file: a program as canonical JSON, and its strict parser.
 
 One table gives the form of each part (:data:`PROGRAM` and the forms before it). Writing and reading both follow it. Reading checks
 each key, type, count and range. It raises EngineError for anything that :func:`header_text` cannot have written. References between
@@ -39,7 +39,7 @@ SOURCE_LIMIT = 1 << 22
 SIZE_LIMIT = 1 << 62
 """Largest size."""
 CPU_LIBRARIES = frozenset({"onnxruntime", "openvino"})
-"""Executors whose steps hold a network for a CPU library."""
+"""Executors whose steps contain a network for a CPU library."""
 HEADER = "the header"
 
 
@@ -62,7 +62,7 @@ def header_text(program: Program, blobs: Sequence[BlobEntry]) -> str:
 def parse_header(text: str, minor: int) -> tuple[Program, list[BlobEntry]]:
     """The program (its list of blobs still empty) and the table of its blobs. Raises EngineError.
 
-    ``minor`` is the file's minor version, which must be the oldest that holds the program (:func:`minor_of`).
+    ``minor`` is the file's minor version, which must be the oldest that can hold the program (:func:`minor_of`).
     """
     try:
         parsed = json.loads(text)
@@ -92,7 +92,7 @@ def _check_nesting(parsed: Plain) -> None:
 
 
 def canonical(value: Plain) -> str:
-    """The one JSON text of a value."""
+    """The canonical JSON text of a value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
@@ -103,8 +103,8 @@ def canonical(value: Plain) -> str:
 class Form:
     """The form of values of one kind in the header.
 
-    ``write(value, where)`` gives plain data. ``read(plain, where, escaped)`` is the inverse: it raises EngineError, which names
-    the place ``where``, for anything that ``write`` does not give. ``escaped``: the header has keys that begin with "$".
+    ``write(value, where)`` returns plain data. ``read(plain, where, escaped)`` is the inverse: it raises EngineError, which names
+    the place ``where``, for anything that ``write`` does not return. ``escaped``: the header has keys that begin with "$".
     """
 
     write: Callable[[Any, str], Plain]
@@ -144,7 +144,7 @@ def list_of(form: Form) -> Form:
 
 
 def table_of(form: Form) -> Form:
-    """A mapping whose keys are names."""
+    """A mapping with names as keys."""
 
     def read(plain: Any, where: str, escaped: bool) -> dict[str, Any]:
         if not isinstance(plain, dict):
@@ -164,7 +164,7 @@ def or_none(form: Form) -> Form:
 
 
 def record(make: Callable[..., Any], fields: Mapping[str, Form], optional: Mapping[str, Form] | None = None) -> Form:
-    """A table with exactly these fields. Those in ``optional`` are absent where they are None or empty."""
+    """A table with exactly these fields. Fields in ``optional`` are absent if they are None or empty."""
     forms = {**fields, **(optional or {})}
     required, allowed = fields.keys(), forms.keys()
 
@@ -193,7 +193,7 @@ def _within(where: str, name: str) -> str:
 
 
 def to_json(value: Plain, where: str) -> Plain:
-    """Plain data as JSON can hold it: floats that JSON lacks and keys that begin with "$" are escaped.
+    """Plain data in JSON form: floats that JSON lacks and keys that begin with "$" are escaped.
 
     Raises InternalError for anything that is not plain (a tuple, a NumPy scalar).
     """
@@ -211,7 +211,7 @@ def to_json(value: Plain, where: str) -> Plain:
         return [to_json(x, where) for x in value]
     if isinstance(value, Mapping):
         if any(type(k) is not str for k in value):
-            raise InternalError(f"{where} holds a table whose keys are not text")
+            raise InternalError(f"{where} holds a table with keys that are not text")
         return {f"${k}" if k.startswith("$") else k: to_json(x, f"{where}.{k}") for k, x in value.items()}
     raise InternalError(f"{where} holds a {kind.__name__}, which is not plain data")
 
@@ -356,20 +356,20 @@ PROGRAM: Form = record(
     },
     optional={key: form for key, (_, form) in OPTIONAL.items()},
 )
-"""A program, but for the contents of its blobs."""
+"""A program, without the contents of its blobs."""
 
 
 # ---------------------------------------------------------------- versions
 
 
 def minor_of(program: Program) -> int:
-    """The oldest minor version of the format that holds a program."""
+    """The oldest minor version of the format that can hold a program."""
     own = max((since for key, (since, _) in OPTIONAL.items() if getattr(program, key)), default=0)
     return max([own, 6 if _has_additions_of_6(program) else 0, *map(minor_of, programs_of(program)[1:])])
 
 
 def _has_additions_of_6(program: Program) -> bool:
-    """Whether a program uses additions of 1.6 in steps and sources: the waits of a launch, inputs of a library that may be empty,
+    """Whether a program uses additions of 1.6 in steps and sources: the waits of a launch, library inputs that may be empty,
     shapes of the values of a body, calibration."""
     holders = (program.dynamic, program.by_value)
     sources = [h.source for h in holders if h is not None and h.source is not None]
@@ -385,7 +385,7 @@ def _has_additions_of_6(program: Program) -> bool:
 
 
 def _has_typed_body(value: Plain) -> bool:
-    """Whether plain attributes (:mod:`optdnn.runtime.steps.attrs`) hold a body of If, Loop or Scan with its values' shapes."""
+    """Whether plain attributes (:mod:`optdnn.runtime.steps.attrs`) contain a body of If, Loop or Scan with its values' shapes."""
     if isinstance(value, Mapping):
         body = value.get("graph")
         if len(value) == 1 and isinstance(body, list) and len(body) > 4:

@@ -10,7 +10,8 @@ from optdnn.text_file import read_text
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds. Raises OSError, or ValueError for a file that is too large, no text, no JSON or nested too deeply."""
+    """The content of a JSON file. Raises OSError, or ValueError for a file that is too large, no text, no JSON or nested too
+    deeply."""
     text = read_text(path)
     try:
         return json.loads(text)

@@ -1,11 +1,11 @@
-"""What a file of another program is, by its first bytes: for errors that say what to do with it."""
+"""The kind of another program's file, by its first bytes: for errors that tell what to do with the file."""
 
 from __future__ import annotations
 
 BEGINNING = 64
-"""Bytes of a file that tell its kind."""
+"""Number of first bytes that determine a file's kind."""
 KINDS: tuple[tuple[bytes, int, str, str], ...] = (
-    (b"\x89OPTDNN\n", 0, "an optdnn engine", "optdnn run, inspect and serve take it"),
+    (b"\x89OPTDNN\n", 0, "an optdnn engine", "optdnn run, inspect and serve read it"),
     (
         b"version https://git-lfs", 0,
         "a Git LFS pointer, not the file itself",
@@ -27,11 +27,11 @@ KINDS: tuple[tuple[bytes, int, str, str], ...] = (
     (b"<!DOCTYPE", 0, "an HTML page", "it may be the error page of a download"),
     (b"<html", 0, "an HTML page", "it may be the error page of a download"),
 )  # fmt: skip
-"""First bytes, where they stand, what the file is, and what to do."""
+"""First bytes, their offset, the kind of the file, and what to do with it."""
 
 
 def kind_of(data: bytes) -> tuple[str, str] | None:
-    """What a file that begins with ``data`` is and what to do with it, where its first bytes say so."""
+    """The kind of a file that begins with ``data``, and what to do with it; None if the first bytes are unknown."""
     for magic, at, kind, advice in KINDS:
         if data[at : at + len(magic)] == magic:
             return kind, advice

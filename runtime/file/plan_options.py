@@ -1,7 +1,7 @@
-"""The build options that an engine file may carry, for the plans that are made from it after loading.
+"""The build options that an engine file may contain, for the plans that are made from it after loading.
 
 An engine is untrusted input. Only the options listed here are read from it, each with its type and range. None of them names a
-file, starts a process or sets a number of threads; where the build used such an option, the engine makes no further plans.
+file, starts a process or sets a number of threads. If the build used such an option, the engine makes no further plans.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from optdnn.errors import EngineError
 from optdnn.target_name import GPUS
 
 WORKSPACE_LIMIT = 1 << 48
-"""Most bytes of scratch memory that a file can ask for."""
+"""The most bytes of scratch memory that a file can ask for."""
 _TARGET = re.compile(rf"(cuda:(sm_[0-9]{{2,3}}a?|{'|'.join(GPUS)})|simulate)")
 _PASS = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
@@ -65,7 +65,7 @@ def check_plans(target: str) -> None:
 
 
 def check_plan_options(options: Mapping[str, Any], target: str) -> None:
-    """Raises EngineError for an option that an engine for ``target`` may not carry, or for a value outside of its range."""
+    """Raises EngineError for an option that an engine for ``target`` may not contain, or for a value outside of its range."""
     for name, value in options.items():
         allowed = PLAN_OPTIONS.get(name)
         if allowed is None:

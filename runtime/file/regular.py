@@ -1,4 +1,4 @@
-"""Opening files that others name: never a pipe or a device, which would block or never end."""
+"""Opening files with names from others: never a pipe or a device, which would block or never end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The requirements of an engine, and the check that this machine meets them.
 
 A requirement is text: ``package:NAME>=VERSION`` (an installed Python package; also ``==``, or no version at all) or
-``cpu:FLAG`` (a processor feature, named as Linux's /proc/cpuinfo does, for example ``cpu:avx512_bf16``).
+``cpu:FLAG`` (a processor feature, named as in Linux's /proc/cpuinfo, for example ``cpu:avx512_bf16``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_requires(requires: Iterable[str]) -> None:
         if m := _PACKAGE.fullmatch(text):
             _check_package(*m.groups())
         elif text.startswith(PREFIX):
-            continue  # optdnn.custom.check_custom has looked
+            continue  # optdnn.custom.check_custom has checked it
         elif m := _CPU.fullmatch(text):
             flags = cpu_flags()
             if flags is not None and m[1] not in flags:
@@ -69,7 +69,7 @@ def release(version: str) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str] | None:
-    """Processor features as Linux names them; None where they are not known."""
+    """Processor features by Linux's names; None if they are unknown."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -79,10 +79,10 @@ def cpu_flags() -> frozenset[str] | None:
 
 
 EXACT_BYTES = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
-"""Features of x86 processors that sum products of bytes in 32 bits."""
+"""Features of x86 processors that accumulate products of bytes in 32 bits."""
 
 
 def bytes_saturate() -> bool:
-    """True where this machine's processor is known to sum two products of bytes in 16 bits, as libraries use it."""
+    """Whether this machine's processor is known to add two products of bytes in 16 bits, in the instructions that libraries use."""
     flags = cpu_flags()
     return platform.machine() in ("x86_64", "AMD64") and flags is not None and not flags & EXACT_BYTES

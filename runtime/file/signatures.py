@@ -1,9 +1,9 @@
-"""Checking who signed an engine file: the OpenSSF model-signing format, in ENGINE.sig next to the engine.
+"""Checks the signatures of engine files: the OpenSSF model-signing format, in ENGINE.sig next to the engine.
 
 A signature is a Sigstore bundle: a signed statement with the SHA-256 of the whole file. The package ``model-signing`` checks it.
 It is imported when the first signature is checked.
 
-The bytes that are checked are those that are used: the package gets the digest of memory that the caller then decodes. It
+The bytes that are checked are the bytes that are used: the package gets the digest of memory that the caller then decodes. It
 never opens the engine.
 """
 
@@ -21,7 +21,7 @@ from optdnn.errors import EngineError, MissingDependency, UsageError
 from optdnn.runtime.file.regular import read_small
 
 POLICY = "OPTDNN_SIGNED_BY"
-"""The environment variable that asks a signature of every engine file that the process reads."""
+"""The environment variable that requires a signature of every engine file that the process reads."""
 SIGSTORE = "sigstore:"
 SMALL = 1 << 20
 """Largest signature or key file, in bytes."""
@@ -29,14 +29,14 @@ CURVES = ("secp256r1", "secp384r1", "secp521r1")
 """The curves of the format: P-256, P-384, P-521."""
 WHY = "to sign engines and to check signatures"
 KINDS = {"publicKey": "a key", "x509CertificateChain": "a certificate", "certificate": "a Sigstore identity"}
-"""What a bundle holds to be verified with -> what signed it."""
+"""The verification material in a bundle -> the kind of signer."""
 
 SignedBy = str | os.PathLike[str]
-"""Who must have signed: a PEM file with a public key or with root certificates, or ``sigstore:IDENTITY,ISSUER``."""
+"""A required signer: a PEM file with a public key or with root certificates, or ``sigstore:IDENTITY,ISSUER``."""
 
 
 class Signer(NamedTuple):
-    """The required signature: ``text`` as it was given, one of :data:`KINDS`, and the parts of its identity or key."""
+    """A required signature: ``text`` as given, one of :data:`KINDS`, and the parts of its identity or key."""
 
     text: str
     kind: str
@@ -49,9 +49,9 @@ def signature_path(engine: str | os.PathLike[str]) -> str:
 
 
 def signers(asked: Iterable[SignedBy]) -> tuple[str, ...]:
-    """Whose signatures a file must have: the requested ones, and that of the process's policy. None: no signature is required.
+    """The required signers of a file: the requested ones, and the process's policy. None: no signature is required.
 
-    Raises UsageError for an empty name: a variable that was forgotten must not switch the check off.
+    Raises UsageError for an empty name: a variable that was forgotten must not disable the check.
     """
     policy = os.environ.get(POLICY)
     if policy is not None and not policy.strip():
@@ -76,12 +76,12 @@ def check_signatures(engine: str, data: memoryview, wanted: Sequence[str]) -> No
         contents.hashed = False
         try:
             _choose(config, signer)
-        except Exception as error:  # of several libraries, and of the network
+        except Exception as error:  # errors of several libraries, and of the network
             why = str(error) or type(error).__name__
             raise EngineError(f"{signature_path(engine)} cannot be checked for {signer.text}: {why}") from error
         try:
             config.verify(engine, signature_path(engine))
-        except Exception as error:  # of several libraries, about a hostile file: whatever it is, the engine is refused
+        except Exception as error:  # of several libraries, about a hostile file: any error refuses the engine
             raise _refusal(engine, signer, bundle, contents, error) from error
 
 
@@ -97,16 +97,16 @@ def _choose(config: Any, signer: Signer) -> None:
 
 
 class Contents:
-    """Stands for the engine file in the package's place of a hashing configuration: gives the digest of ``data``."""
+    """Takes the engine file's place in a hashing configuration of the package: returns the digest of ``data``."""
 
     def __init__(self, engine: str, data: memoryview):
         self._name = os.path.basename(engine)
         self._sha256 = hashlib.sha256(data).digest()
         self.hashed = False
-        """Whether the digest was read: when a signature is checked, only after it was found to be its signer's."""
+        """Whether the digest was read. A check reads it only after the signature was found to be its signer's."""
 
     def hash(self, path: object, *, files_to_hash: object = None) -> Any:
-        """The manifest of one file, which is all that is signed."""
+        """The manifest of the single signed file."""
         self.hashed = True
         manifest, hashing = package("model_signing.manifest"), package("model_signing.hashing").hashing
         plain = {"method": "files", "hash_type": "sha256", "allow_symlinks": False}
@@ -114,7 +114,7 @@ class Contents:
         return manifest.Manifest(self._name, [item], manifest.SerializationType.from_args(plain))
 
     def add_ignored_paths(self, *, model_path: object, paths: object) -> None:
-        """Nothing of a single file is ignored."""
+        """Does nothing: no part of a single file is ignored."""
 
 
 def package(name: str) -> Any:
@@ -135,7 +135,7 @@ def read_pem(path: str) -> bytes:
 
 
 def check_curve(path: str, key: Any) -> None:
-    """Raise UsageError for a key that is not of one of the format's elliptic curves."""
+    """Raise UsageError for a key that is not on one of the format's elliptic curves."""
     curve = getattr(getattr(key, "curve", None), "name", type(key).__name__.lstrip("_"))
     if curve not in CURVES:
         hint = "make a key of P-256: openssl ecparam -name prime256v1 -genkey -noout -out private.pem"
@@ -143,7 +143,7 @@ def check_curve(path: str, key: Any) -> None:
 
 
 def _signer(text: str) -> Signer:
-    """Who is meant. Raises UsageError where that is no key, certificate or identity."""
+    """The signer that the text names. Raises UsageError if it is not a key, certificate or identity."""
     if text.startswith(SIGSTORE):
         identity, _, issuer = text.removeprefix(SIGSTORE).rpartition(",")
         if not identity or not issuer:
@@ -168,7 +168,7 @@ def _signer(text: str) -> Signer:
 
 
 def _bundle(engine: str, signer: Signer) -> dict[str, Any]:
-    """The contents of the signature file, before anything is verified. Raises EngineError where it cannot be the signer's."""
+    """The contents of the signature file, before verification. Raises EngineError if it cannot be the signer's."""
     path = signature_path(engine)
     try:
         bundle = json.loads(str(read_small(path, SMALL), "utf-8"))
@@ -176,14 +176,14 @@ def _bundle(engine: str, signer: Signer) -> dict[str, Any]:
         kind = next(k for k in KINDS if k in material)
         hint = material[kind].get("hint")
     except FileNotFoundError as error:
-        said = f"{engine}: there is no signature ({path}), and one by {signer.text} is asked for"
+        said = f"{engine}: there is no signature ({path}), and a signature by {signer.text} is required"
         raise EngineError(said, hint=f"optdnn sign {engine} --key private.pem") from error
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, LookupError, StopIteration, AttributeError, RecursionError) as error:
         raise EngineError(f"{path} is not a signature in the OpenSSF model-signing format") from error
     if kind != signer.kind:
-        raise EngineError(f"{engine} is signed by {KINDS[kind]}; asked for is {KINDS[signer.kind]}, {signer.text}")
+        raise EngineError(f"{engine} is signed by {KINDS[kind]}; required is {KINDS[signer.kind]}, {signer.text}")
     if kind == "publicKey" and hint is None:
         raise EngineError(f"{path} names no key: it has the form from before model-signing 1.0", hint="sign it again")
     if kind == "publicKey" and hint != signer.parts[0]:

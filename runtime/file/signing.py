@@ -1,4 +1,4 @@
-"""Signing an engine file (:mod:`optdnn.runtime.file.signatures` checks what this makes)."""
+"""Signing an engine file (:mod:`optdnn.runtime.file.signatures` checks the signature)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def sign(
     chain: Sequence[PathLike] = (),
     sigstore: bool = False,
 ) -> str:
-    """Sign an engine file in the OpenSSF model-signing format, and write ENGINE.sig next to it. Gives the path of that file.
+    """Sign an engine file in the OpenSSF model-signing format, and write ENGINE.sig next to it. Returns the path of that file.
 
-    ``key`` is a PEM file with a private key of P-256 (or P-384, P-521); ``password`` opens it where it is encrypted. With
-    ``certificate`` (PEM, of that key; ``chain``: those between it and the root) it is checked by the root's certificate.
-    ``sigstore=True`` signs without a key, by the identity of the CI job or of a login in the browser; this needs the network.
-    Raises EngineError for a file that is no engine, UsageError for keys that cannot be used or no such file, OutputError
-    where the signature cannot be written, MissingDependency without the extra ``sign``.
+    ``key`` is a PEM file with a private key of P-256 (or P-384, P-521); ``password`` opens it if it is encrypted. With
+    ``certificate`` (PEM, for that key; ``chain``: the certificates between it and the root) it is checked by the root's
+    certificate. ``sigstore=True`` signs without a key, by the identity of the CI job or of a login in the browser; this needs the
+    network. Raises EngineError for a file that is not an engine, UsageError for unusable keys or a missing file, OutputError
+    if the signature cannot be written, MissingDependency without the extra ``sign``.
     """
     path = os.fspath(engine)
     if sigstore == (key is not None):
@@ -54,12 +54,12 @@ def sign(
         raise EngineError(f"{path} is not signed: {error.message}", hint=error.hint) from error
     _choose(config, key, password, certificate, chain)
     config.set_hashing_config(Contents(path, data))
-    # The package writes in place: a signature that is there already stays whole until the new one is.
+    # The package writes in place: an existing signature stays complete until the new one is complete.
     with temporary_folder("optdnn-sign-") as folder:
         made = Path(folder, "signature")
         try:
             config.sign(path, made)
-        except Exception as error:  # of several libraries, and of the network
+        except Exception as error:  # errors of several libraries, and of the network
             raise OptdnnError(f"{path} cannot be signed: {str(error) or type(error).__name__}") from error
         write_atomic(signature_path(path), [made.read_bytes()])
     return signature_path(path)
@@ -68,7 +68,7 @@ def sign(
 def _choose(
     config: Any, key: PathLike | None, password: str | None, certificate: PathLike | None, chain: Sequence[PathLike]
 ) -> None:
-    """Tell the package what to sign with. Raises UsageError for keys that cannot be used."""
+    """Configure the package's signer. Raises UsageError for unusable keys."""
     if key is None:
         try:
             config.use_sigstore_signer(use_ambient_credentials=True)
@@ -94,7 +94,7 @@ def _choose(
         return
     for one in (certificate, *chain):
         read_pem(os.fspath(one))
-    between = chain or [certificate]  # the package takes no empty chain; one certificate twice does no harm
+    between = chain or [certificate]  # the package refuses an empty chain; a duplicate certificate does no harm
     try:
         config.use_certificate_signer(private_key=key, signing_certificate=certificate, certificate_chain=between)
     except Exception as error:

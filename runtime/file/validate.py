@@ -1,4 +1,4 @@
-"""The checks of a program: it can be run without looking outside of itself, and its kernels have the names that builds write."""
+"""The checks of a program: it never accesses anything outside of itself, and its kernels have names that builds write."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from optdnn.runtime.program import LANES, WRITE_PARTS, Buffer, Dynamic, Kernel, 
 from optdnn.types import Array, TensorSpec
 
 GENERATED = "generated.cuh"
-"""The one rendered header of a kernel."""
+"""The only rendered header of a kernel."""
 OPTIONS = frozenset(("--std=c++17", "--use_fast_math", "--fmad=false", "-DDTYPE_BF16", "-DNARROW", "-DWIDE"))
 """The compiler options of kernels in engines. None of them names a file."""
 COLLECTIVES = ("AllReduce", "AllGather")
-"""Kinds of steps that all ranks take together."""
+"""Kinds of steps that all ranks run together."""
 _TEMPLATE = re.compile(r"[a-z][a-z0-9_]*\.cu", re.ASCII)
 _FUNCTION = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
 _ARCH = re.compile(r"sm_[1-9]\d{1,2}[af]?", re.ASCII)
 
 
 def validate(program: Program) -> None:
-    """Check that the program can be run without looking outside of itself; raises EngineError naming the first fault.
+    """Check that the program can be run without access outside of itself; raises EngineError naming the first fault.
 
     Every number refers to something. Every buffer is written once, before it is read. The types of inputs, outputs and blobs agree
-    with their buffers. Planned buffers lie inside the arena. Steps of a GPU's program may write different parts of one buffer (a
+    with their buffers. Planned buffers are inside the arena. Steps of a GPU's program may write different parts of one buffer (a
     concatenation in place); their executor checks the parts.
     """
     _check_meta(program)
@@ -48,7 +48,7 @@ def validate(program: Program) -> None:
     symbols = {d for spec in specs for d in spec.shape if isinstance(d, str)}
     for profile in program.profiles:
         strange = sorted(profile.keys() - symbols)
-        _require(not strange, f"a profile gives a range to {strange[:1]}, which is no dimension of an input")
+        _require(not strange, f"a profile gives a range to {strange[:1]}, which is not a dimension of an input")
     if program.dynamic is not None:
         _check_plans(program, program.dynamic)
     if program.ranks is not None:
@@ -66,7 +66,7 @@ META: Mapping[str, type] = {
     **dict.fromkeys(("precision", "sizes", "streams", "tactic"), dict),
     **dict.fromkeys(("passes", "tactics"), list),
 }
-"""Entry of ``meta`` that this package reads -> its kind, where it is there. Its contents are shown, not relied on."""
+"""Entry of ``meta`` that this package reads -> its type, if the entry is present. Its contents are shown, not relied on."""
 
 
 def _check_meta(program: Program) -> None:
@@ -74,11 +74,12 @@ def _check_meta(program: Program) -> None:
         found = program.meta.get(name)
         _require(found is None or isinstance(found, kind), f"the entry {name!r} of its account is no {kind.__name__}")
     sizes = program.meta.get("sizes") or {}
-    _require(all(type(n) is int and n >= 0 for n in sizes.values()), "its account has a size that is none")
+    _require(all(type(n) is int and n >= 0 for n in sizes.values()), "its record has an invalid size")
 
 
 def _check_buffers(program: Program) -> set[int]:
-    """Constants agree with their blobs, and planned buffers lie inside the arena. Returns the constants' numbers."""
+    """Check that constants agree with their blobs, and that planned buffers are inside the arena. Returns the constants'
+    numbers."""
     constants = set()
     for i, b in enumerate(program.buffers):
         where = f"buffer {i} ({b.name!r})"
@@ -93,7 +94,7 @@ def _check_buffers(program: Program) -> set[int]:
             size = b.nbytes
             _require(size is not None, f"{where} is in the arena but its shape is not static")
             inside = size is not None and 0 <= b.offset <= program.arena_bytes - size
-            _require(inside, f"{where} at offset {b.offset} lies outside of the arena of {program.arena_bytes} bytes")
+            _require(inside, f"{where} at offset {b.offset} is outside of the arena of {program.arena_bytes} bytes")
     return constants
 
 
@@ -104,7 +105,7 @@ def _check_kernels(program: Program) -> None:
 
 
 def _check_steps(program: Program, written: set[int]) -> None:
-    """Every buffer is written once, and before it is read; the outputs of steps are added to ``written``."""
+    """Check that every buffer is written once, and before it is read; the outputs of steps are added to ``written``."""
     n = len(program.buffers)
     parts: set[int] = set()
     for k, step in enumerate(program.steps):
@@ -122,7 +123,8 @@ def _check_steps(program: Program, written: set[int]) -> None:
 
 
 def _check_retained(program: Program) -> None:
-    """A retained buffer is an output of one step, or of those of one run, read by no other step, and has its own memory."""
+    """Check retained buffers: each is an output of one step, or of the steps of one run, no other step reads it, and it has its own
+    memory."""
     ports = {i for _, i in (*program.inputs, *program.outputs)}
     _require(list(program.retained) == sorted(set(program.retained)), "the retained buffers are not in ascending order")
     for i in program.retained:
@@ -144,7 +146,8 @@ def _run_of(step: Step) -> int | None:
 
 
 def _check_lanes(program: Program) -> None:
-    """Each step has a slot, lanes are numbered as they begin, and steps wait only for earlier steps of other lanes."""
+    """Check that each step has a slot, that lanes are numbered as they begin, and that steps wait only for earlier steps of other
+    lanes."""
     lanes, known = program.lanes, 0
     _require(len(lanes) in (0, len(program.steps)), f"{len(lanes)} slots in lanes for {len(program.steps)} steps")
     for k, slot in enumerate(lanes):
@@ -161,7 +164,7 @@ def _check_lanes(program: Program) -> None:
 
 
 def _check_plans(program: Program, dynamic: Dynamic) -> None:
-    """Each plan is a valid program for fixed shapes that fit the engine's; the source's blobs exist."""
+    """Check that each plan is a valid program for fixed shapes that fit the engine's, and that the source's blobs exist."""
     _require(program.profiles != (), "an engine of several plans has no profiles")
     for k, plan in enumerate((program, *dynamic.plans)):
         for what, specs, ports in (
@@ -172,7 +175,7 @@ def _check_plans(program: Program, dynamic: Dynamic) -> None:
             _require(names == [(s.name, s.dtype) for s, _ in ports], f"plan {k} has other {what}s than the engine")
             for spec, (own, _) in zip(specs, ports, strict=True):
                 fits = what == "output" or all(isinstance(d, int) for d in own.shape)  # an output's may depend on data
-                _require(fits and agree(own.shape, spec.shape), f"plan {k}: {what} {own} is no case of {spec}")
+                _require(fits and agree(own.shape, spec.shape), f"plan {k}: {what} {own} does not fit {spec}")
     for k, plan in enumerate(dynamic.plans, 1):
         nested = (
             plan.dynamic is not None
@@ -187,11 +190,11 @@ def _check_plans(program: Program, dynamic: Dynamic) -> None:
 
 
 WORLD_LIMIT = 64
-"""Most ranks of an engine."""
+"""The most ranks of an engine."""
 
 
 def _check_ranks(program: Program, ranks: Ranks) -> None:
-    """Each rank is a valid program of its own, with the same ports and the same collectives in the same order."""
+    """Check that each rank is a valid program, with the same ports and the same collectives in the same order."""
     _require(2 <= ranks.world <= WORLD_LIMIT, f"the engine has {ranks.world} ranks")
     _require(program.dynamic is None and program.by_value is None, "an engine of several ranks has several plans")
     for what, ports, axes in (("input", program.inputs, ranks.inputs), ("output", program.outputs, ranks.outputs)):
@@ -212,7 +215,7 @@ def _check_ranks(program: Program, ranks: Ranks) -> None:
 
 
 class CollectiveStep(NamedTuple):
-    """A collective of a program: its kind, how many ranks it is of, and the shapes of what it reads."""
+    """A collective of a program: its kind, its number of ranks, and the shapes of its operands."""
 
     kind: str
     world: int
@@ -220,7 +223,7 @@ class CollectiveStep(NamedTuple):
 
 
 def collectives(program: Program) -> list[CollectiveStep]:
-    """The collectives of a program in the order of its steps. Raises EngineError for one of an impossible world."""
+    """The collectives of a program in the order of its steps. Raises EngineError for an impossible number of ranks."""
     found: list[CollectiveStep] = []
     for step in program.steps:
         op = step.params.get("op", step.params)
@@ -262,19 +265,19 @@ def _require(condition: bool, message: str) -> None:
 
 
 def check_names(kernel: Kernel) -> Kernel:
-    """The kernel, its names and options checked to be such as builds write. Raises EngineError."""
+    """The kernel, after a check that builds could have written its names and options. Raises EngineError."""
     if not _TEMPLATE.fullmatch(kernel.template):
-        raise EngineError(f"a kernel's template is {kernel.template[:80]!r}, which is no name of one of optdnn's")
+        raise EngineError(f"a kernel's template is {kernel.template[:80]!r}, which names no optdnn template")
     if not _FUNCTION.fullmatch(kernel.function):
-        raise EngineError(f"a kernel's function is {kernel.function[:80]!r}, which is no name of a function")
+        raise EngineError(f"a kernel's function is {kernel.function[:80]!r}, which is not a function name")
     where = f"the kernel {kernel.function}"
     if not _ARCH.fullmatch(kernel.arch):
-        raise EngineError(f"{where} is for {kernel.arch[:80]!r}, which is no architecture")
+        raise EngineError(f"{where} is for {kernel.arch[:80]!r}, which is not an architecture")
     if strange := sorted(kernel.generated.keys() - {GENERATED}):
         raise EngineError(f"{where} brings a source called {strange[0][:80]!r}; kernels have none but {GENERATED}")
     if strange := [o for o in kernel.options if o not in OPTIONS]:
         raise EngineError(
-            f"{where} is to be compiled with {strange[0][:80]!r}, which is no option of optdnn's kernels",
+            f"{where} is to be compiled with {strange[0][:80]!r}, which is not an option of optdnn's kernels",
             hint="rebuild the engine with this version of optdnn",
         )
     if len(set(kernel.options)) != len(kernel.options):

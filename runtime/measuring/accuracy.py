@@ -1,4 +1,4 @@
-"""How far two sets of outputs are apart."""
+"""The distance between two sets of outputs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from optdnn.types import Array
 def errors_between(got: Sequence[Array], want: Sequence[Array]) -> tuple[float, float]:
     """(largest absolute error, largest relative error) over all outputs.
 
-    The relative error of one output is max|got - want| / max|want|: relative to the output's scale, since elements near
-    zero have no meaningful relative error. Equal infinities and NaNs in the same places count as equal; any
+    The relative error of one output is max|got - want| / max|want|: relative to the output's scale, because elements near
+    zero have no meaningful relative error. Equal infinities and NaNs at the same positions count as equal; any
     other mismatch of them, or of shapes, is an infinite error. An output that should be all zeros has its absolute error.
     """
     worst_abs = worst_rel = 0.0
@@ -37,6 +37,6 @@ def _error(a: Array, b: Array) -> tuple[float, float]:
         return float("inf"), 1.0
     least = 0.0
     if a.dtype.kind in "biu" and b.dtype.kind in "biu" and not np.array_equal(a, b):
-        least = 1.0  # large integers that differ may be one float64
+        least = 1.0  # large integers that differ may round to the same float64
     scale = float(np.abs(y[finite]).max()) if finite.any() else 0.0
     return (max(least, float(np.abs(x[finite] - y[finite]).max())) if finite.any() else 0.0), scale

@@ -1,4 +1,4 @@
-"""Measuring an engine: calls one after another or many at once, its steps, and the report of ``optdnn bench``."""
+"""Measures an engine: consecutive or concurrent calls, its steps, and the report of ``optdnn bench``."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def concurrent(
     percentiles: Sequence[float] = (),
     **limits: Any,
 ) -> LatencyStats:
-    """Latencies and throughput of ``streams`` threads on each engine, each with its own context and all at once.
+    """Latencies and throughput of ``streams`` threads on each engine, each with its own context, all concurrent.
 
     ``limits`` are the fields of :class:`RunLimits`, for each thread. ``throughput_per_s`` counts the calls of all threads, from the
-    start of the first call to the end of the last. Raises UsageError where there is nothing to run, and the error of a call.
+    start of the first call to the end of the last. Raises UsageError if there is nothing to run, and the error of a call.
     """
     if streams < 1 or not engines:
         raise UsageError(f"{streams} streams on {len(engines)} engines cannot be measured")
@@ -104,12 +104,12 @@ def bench(
     further: Sequence[Engine] = (),
     **limits: Any,
 ) -> dict[str, Plain]:
-    """Measure an engine in its own context, NumPy arrays in and fresh ones out; the report of ``optdnn bench --json``.
+    """Measure an engine in its own context, with NumPy arrays in and new arrays out; the report of ``optdnn bench --json``.
 
     ``limits`` are the fields of :class:`RunLimits`; ``percentiles`` (0 to 100) are added to latency_ms. With ``streams`` threads,
-    or ``further`` engines of the same network, calls run at once (:func:`concurrent`).
+    or ``further`` engines of the same network, calls are concurrent (:func:`concurrent`).
     Keys: target, precision, latency_ms, distribution (quantiles for a chart), throughput_per_s, iterations, warmup, stable,
-    spread, concurrency, inputs (the shapes used), sizes (of symbolic dimensions), facts (what each step really runs), machine,
+    spread, concurrency, inputs (the shapes used), sizes (of symbolic dimensions), facts (the real executor of each step), machine,
     versions; with ``with_profile`` also profile (steps) and, on the target cpu, layers; ``with_energy`` adds energy
     (:func:`optdnn.runtime.measuring.energy.energy`).
     On a GPU also gpu: the times there (:func:`optdnn.runtime.cuda.measuring.measure.gpu_report`), with L2 flushed before each run
@@ -152,7 +152,7 @@ def bench(
 
 
 def _runs_for(context: BaseContext, on_gpu: CudaContext | None, feeds: Mapping[str, Any]) -> Callable[[float], int]:
-    """A function that runs for some seconds, on a GPU with the arrays there, and returns how many runs that were."""
+    """A function that runs for some seconds, on a GPU with the arrays there, and returns the number of runs."""
     if on_gpu is None:
         return lambda seconds: len(sample(lambda: context.run(feeds), warmup=1, duration=seconds))
     from optdnn.runtime.cuda.measuring.measure import sampler_of
@@ -186,7 +186,7 @@ def _facts_of(
 def steps_of(engine: Engine, feeds: Mapping[str, Any], context: BaseContext) -> dict[str, Plain]:
     """The steps of a run: ``profile``, and on a GPU their ``cliffs``, on the target cpu the ``layers`` that its libraries count.
 
-    ``context`` is one of the engine's; on a GPU the steps run there."""
+    ``context`` is one of the engine's contexts; on a GPU the steps run in it."""
     on_gpu = cuda_context(context, feeds)
     if on_gpu is not None:
         from optdnn.runtime.cuda.measuring.cliffs import cliffs
@@ -216,5 +216,5 @@ def sizes_of(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, int]:
 def cuda_context(context: BaseContext, feeds: Mapping[str, Any]) -> CudaContext | None:
     """The context that runs these inputs (of an engine with several plans, the plan's), if it runs on a GPU."""
     inner: Any = context.innermost(feeds)[0]
-    # Told by its module: no module that only GPUs need is imported.
+    # Recognized by its module name, so that no module that only GPUs need is imported.
     return inner if type(inner).__module__.startswith("optdnn.runtime.cuda") else None

@@ -1,7 +1,7 @@
-"""A run as a trace in Chrome's format, which Perfetto (https://ui.perfetto.dev) and chrome://tracing show.
+"""A run as a trace in Chrome's format, which Perfetto (https://ui.perfetto.dev) and chrome://tracing can show.
 
-The steps lie one after the other, each as long as it was measured to take. On a GPU, kernels overlap, and a step's length is the
-time that it adds to the run. So the trace shows where the time goes, and not when each kernel began.
+The steps are consecutive, each with its measured duration. On a GPU, kernels overlap, and a step's duration is the
+time that it adds to the run. So the trace shows the distribution of the time, not when each kernel began.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from optdnn.runtime.program import Plain
 
 LAYERS = 1000
-"""The thread number of the layers of CPU libraries. Those below are lanes of a GPU's program."""
+"""The thread number of the layers of CPU libraries. Lower numbers are lanes of a GPU's program."""
 
 
 def chrome_trace(
@@ -21,7 +21,7 @@ def chrome_trace(
 ) -> dict[str, Plain]:
     """The trace of one run from the rows of a profile (``optdnn bench --profile --json``), as JSON-like data.
 
-    ``layers`` are those that CPU libraries count, the longest first: they lie inside of their step, in that order.
+    ``layers`` are the layers that CPU libraries count, the longest first: they are inside of their step, in that order.
     """
     events: list[Plain] = [_name("process_name", title)]
     begin, begins = 0.0, []

@@ -1,7 +1,7 @@
-"""The energy of an inference: by NVML's counter of a GPU, and by RAPL's counters of processors and memory where they can be read.
+"""The energy of an inference: by NVML's counter of a GPU, and by RAPL's counters of processors and memory if they can be read.
 
-The counters count everything that the device does, for any process. So the power at rest, with the engine loaded, is measured
-first; reports show the energy with it and without it.
+The counters include everything that the device does, for any process. So the power at rest, with the engine loaded, is measured
+first; reports show the energy with and without it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ REST_S, IDLE_S, BUSY_S = 0.5, 2.0, 4.0
 
 @dataclass(frozen=True)
 class Counter:
-    """A counter of energy. ``read`` gives microjoules, which begin again at 0 beyond ``wraps`` (None: never)."""
+    """A counter of energy. ``read`` returns microjoules, which wrap to 0 beyond ``wraps`` (None: never)."""
 
     name: str
     read: Callable[[], int]
     wraps: int | None = None
 
     def joules(self, before: int, after: int) -> float:
-        """The energy between two readings, which lie less than one round of the counter apart."""
+        """The energy between two readings less than one wrap apart."""
         used = after - before
         return (used + (self.wraps if used < 0 and self.wraps else 0)) / 1e6
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one counter measured of the runs. ``joules`` and ``net_joules`` are of one run, with the energy at rest and without it;
-    ``watts`` and ``idle_watts`` are the power meanwhile and at rest."""
+    """The measurement of runs by one counter. ``joules`` and ``net_joules`` are per run, with the energy at rest and without it;
+    ``watts`` and ``idle_watts`` are the power during runs and at rest."""
 
     counter: str
     joules: float
@@ -47,9 +47,9 @@ class Drawn:
 
 
 def counters(*, gpu: bool, folder: Path = POWERCAP) -> list[Counter]:
-    """The counters that can be read here: of the GPU (``gpu``: where one runs the engine), of processors and memory.
+    """The readable counters: of the GPU (``gpu``: if one runs the engine), of processors and memory.
 
-    Raises RunError where there is none, or none of the GPU that runs the engine.
+    Raises RunError if there is none, or none for the GPU that runs the engine.
     """
     found: list[Counter] = []
     refused: list[str] = []
@@ -94,8 +94,8 @@ def energy(
 ) -> dict[str, Plain]:
     """Measure the power at rest (``idle_s`` seconds), then runs (``busy_s`` seconds).
 
-    ``loop(seconds)`` runs for about so long, and returns how many runs that were. Gives plain data: ``runs``, ``seconds``,
-    ``joules`` and ``net_joules`` of a run over all counters, and ``counters`` (:class:`Drawn`). Raises RunError where no counter
+    ``loop(seconds)`` runs for about this long, and returns the number of runs. Returns plain data: ``runs``, ``seconds``,
+    ``joules`` and ``net_joules`` per run over all counters, and ``counters`` (:class:`Drawn`). Raises RunError if no counter
     moved.
     """
     sleep(REST_S)
@@ -125,7 +125,7 @@ def energy(
 def _used(
     read: Sequence[Counter], clock: Callable[[], float], work: Callable[[], int | None]
 ) -> tuple[list[float], float, int | None]:
-    """The joules of each counter during ``work``, its seconds, and what it returned."""
+    """The joules of each counter during ``work``, its duration in seconds, and its return value."""
     before, begin = [c.read() for c in read], clock()
     result = work()
     after, end = [c.read() for c in read], clock()

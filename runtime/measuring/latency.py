@@ -1,4 +1,4 @@
-"""Latencies of repeated calls: when a measurement ends, its statistics, and whether they can be trusted."""
+"""Latencies of repeated calls: the end of a measurement, its statistics, and whether they are reliable."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from optdnn.errors import UsageError
 from optdnn.runtime.program import Plain
 
 SEGMENTS = 5
-"""Parts of a measurement whose medians are compared to judge its stability."""
+"""Number of parts of a measurement whose medians are compared to judge its stability."""
 UNSTABLE = 0.10
 """Largest relative spread of the segments' medians that still counts as stable."""
 SECONDS = 3.0
-"""How long a measurement takes by default."""
+"""The default duration of a measurement."""
 Clock: TypeAlias = Callable[[], int]
-"""Gives nanoseconds."""
+"""Returns nanoseconds."""
 
 
 @dataclass(frozen=True)
 class RunLimits:
-    """How many runs a measurement takes: ``iterations``, or as many as ``duration`` seconds allow (3 by default).
+    """The number of runs of a measurement: ``iterations``, or as many as ``duration`` seconds allow (3 by default).
 
-    ``warmup`` runs before them do not count. Raises UsageError for contradicting or negative limits.
+    ``warmup`` earlier runs do not count. Raises UsageError for contradicting or negative limits.
     """
 
     warmup: int = 10
@@ -47,12 +47,12 @@ class RunLimits:
 
     @property
     def seconds(self) -> float:
-        """The duration, where it limits the measurement."""
+        """The duration, if it limits the measurement."""
         return SECONDS if self.duration is None else self.duration
 
     def begin(self, clock: Clock = time.perf_counter_ns) -> Callable[[int], bool]:
-        """Start counting. The function that is returned decides after each run, from the number of runs so far, whether to go
-        on."""
+        """Start counting. The returned function decides after each run, from the number of runs so far, whether to
+        continue."""
         if (most := self.iterations) is not None:
             return lambda done: done < most
         end = clock() + int(self.seconds * 1e9)
@@ -64,8 +64,8 @@ class LatencyStats:
     """Latencies in milliseconds. Percentiles interpolate linearly. ``throughput_per_s`` is calls per second of run time.
     ``further`` holds additional percentiles.
 
-    ``spread`` is (largest - smallest) / middle of the medians of consecutive fifths of the measurement. It shows a machine that
-    changes its speed, or is shared. None where there are too few samples. ``quantiles_ms`` are the 0 %, 1 %, … 100 % quantiles,
+    ``spread`` is (largest - smallest) / middle of the medians of consecutive fifths of the measurement. It reveals a machine that
+    changes its speed, or is shared. None if there are too few samples. ``quantiles_ms`` are the 0 %, 1 %, … 100 % quantiles,
     enough to draw the distribution, and ``part_medians_ms`` the medians of these fifths.
     """
 
@@ -87,8 +87,8 @@ class LatencyStats:
     def of(
         cls, nanoseconds: Sequence[int], percentiles: Sequence[float] = (), wall_ns: int | None = None
     ) -> LatencyStats:
-        """Statistics of these latencies, in the order they were taken. ``wall_ns`` is the time that all of them took together,
-        where that is not their sum (calls that ran at once). Raises UsageError for none."""
+        """Statistics of these latencies, in the order of measurement. ``wall_ns`` is their total time,
+        if it is not their sum (concurrent calls). Raises UsageError if there are none."""
         if not len(nanoseconds):
             raise UsageError("there are no latencies to summarize")
         ms = np.asarray(nanoseconds, np.float64) / 1e6
@@ -108,7 +108,7 @@ class LatencyStats:
 
     @property
     def stable(self) -> bool:
-        """False where the spread is beyond UNSTABLE or not known."""
+        """False if the spread is beyond UNSTABLE or unknown."""
         return self.spread is not None and self.spread <= UNSTABLE
 
     def to_plain(self) -> dict[str, Plain]:
@@ -117,7 +117,7 @@ class LatencyStats:
         return own | {f"p{p:g}": v for p, v in self.further.items() if f"p{p:g}" not in own}
 
     def distribution(self) -> dict[str, Plain]:
-        """``quantiles_ms`` and ``round_medians_ms``, as in the rows of a race: what a chart of the latencies needs."""
+        """``quantiles_ms`` and ``round_medians_ms``, as in the rows of a race: the data for a chart of the latencies."""
         rounded = [round(v, 6) for v in self.quantiles_ms]
         return {"quantiles_ms": rounded, "round_medians_ms": [round(v, 6) for v in self.part_medians_ms]}
 
@@ -139,7 +139,7 @@ def sample(fn: Callable[[], object], *, clock: Clock = time.perf_counter_ns, **l
 
 
 def timed_calls(fn: Callable[[], object], limits: RunLimits, clock: Clock) -> tuple[array[int], array[int]]:
-    """When each call began, and how long it took, in nanoseconds."""
+    """The start and the duration of each call, in nanoseconds."""
     starts, took = array("q"), array("q")
     more = limits.begin(clock)
     while more(len(took)):
@@ -153,7 +153,7 @@ def timed_calls(fn: Callable[[], object], limits: RunLimits, clock: Clock) -> tu
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No garbage collection while measuring; a full one before, but for measurements inside of another one."""
+    """No garbage collection during the measurement; a full one before it, unless another measurement encloses it."""
     enabled = gc.isenabled()
     if enabled:
         gc.collect()

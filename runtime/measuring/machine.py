@@ -1,4 +1,4 @@
-"""Facts about the machine and the installed versions, to be kept with every measurement."""
+"""Facts about the machine and the installed versions, stored with every measurement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PACKAGES = (
 
 
 def machine() -> dict[str, Plain]:
-    """Processor, cores this process may use, features, memory in GiB, system, Python, and NVIDIA's GPUs with their driver where
+    """Processor, cores that this process may use, features, memory in GiB, system, Python, and NVIDIA's GPUs with their driver, if
     there are any. None is an unknown fact."""
     info = _read("/proc/cpuinfo")
     flags = cpu_flags()
@@ -49,7 +49,7 @@ def machine() -> dict[str, Plain]:
 
 @cache
 def gpus() -> dict[str, Plain] | None:
-    """``{"names": [...], "driver": "580.1"}``, or None where there is no driver (or NVML is absent)."""
+    """``{"names": [...], "driver": "580.1"}``, or None without a driver (or without NVML)."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -58,7 +58,7 @@ def gpus() -> dict[str, Plain] | None:
 
 
 def gpu_facts(library: Any) -> dict[str, Plain] | None:
-    """The facts from NVML; None where it cannot be started."""
+    """The facts from NVML; None if it cannot be started."""
     if library.nvmlInit_v2():
         return None
     try:
@@ -80,7 +80,7 @@ def gpu_facts(library: Any) -> dict[str, Plain] | None:
 
 def versions() -> dict[str, str]:
     """Version of optdnn and of each package of PACKAGES that is installed."""
-    # Not imported by name: that would tie the runtime to all that the public API names.
+    # Not imported by name: that would tie the runtime to everything in the public API.
     own: str = sys.modules["optdnn"].__version__
     installed = {"optdnn": own, "python": platform.python_version()}
     return installed | {name: found for name in PACKAGES if (found := _version(name)) is not None}
@@ -103,7 +103,7 @@ def usable_cores() -> int:
 
 
 def _cpu_quota() -> float | None:
-    """Cores' worth of time that the control group allows, or None where it sets no limit."""
+    """CPU time that the control group allows, in cores, or None if it sets no limit."""
     quota, _, period = _read("/sys/fs/cgroup/cpu.max").strip().partition(" ")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
 

@@ -1,4 +1,4 @@
-"""Contents of files, read into memory that is used again."""
+"""Contents of files, read into reusable memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from optdnn.runtime.pictures.files import File
 from optdnn.types import Array
 
 Span: TypeAlias = tuple[int, int]
-"""Where a file lies in memory: its address and its length."""
+"""The place of a file in memory: its address and its length."""
 METADATA = 1 << 20
-"""Bytes of a file in addition to its pixels: more is not read for the JPEG engines."""
+"""Bytes of a file in addition to its pixels: the JPEG engines get no file with more."""
 
 
 class Contents:
-    """Memory that holds the contents of a batch's files, one after the other. It grows to what they need, and is used again: new
-    memory for each file takes longer than to read it."""
+    """Memory for the contents of a batch's files, stored consecutively. It grows as needed and is reused: allocating
+    memory for each file takes longer than reading it."""
 
     def __init__(self) -> None:
         self._hold(np.empty(METADATA, np.uint8))
@@ -28,7 +28,7 @@ class Contents:
         self.memory, self.view, self.base = memory, memory.data, int(memory.ctypes.data)
 
     def read(self, files: Sequence[File], most: int) -> list[Span]:
-        """Where the contents of each file lie. Files that cannot be read, or have more bytes than ``most``, have length 0."""
+        """The spans of the files' contents. Files that cannot be read, or have more bytes than ``most``, have length 0."""
         starts, at = [], 0
         for file in files:
             starts.append(at)
@@ -36,12 +36,12 @@ class Contents:
         return [(self.base + start, end - start) for start, end in zip(starts, [*starts[1:], at], strict=True)]
 
     def of(self, span: Span) -> memoryview:
-        """The contents that lie at a span."""
+        """The contents at a span."""
         start = span[0] - self.base
         return self.view[start : start + span[1]]
 
     def _one(self, file: File, at: int, most: int) -> int:
-        """Put a file at offset ``at``. Returns its length."""
+        """Read a file to offset ``at``. Returns its length."""
         if isinstance(file, bytes):
             self._room(at + len(file))
             self.view[at : at + len(file)] = file
@@ -54,7 +54,7 @@ class Contents:
             end = at + most + 1
             if end > len(self.view):
                 self._room(end)
-            length = os.readv(opened, (self.view[at:end],))  # to ask for its size first takes as long again
+            length = os.readv(opened, (self.view[at:end],))  # asking for its size first would double the time
             return length if length <= most else 0
         except OSError:
             return 0

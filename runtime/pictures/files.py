@@ -17,7 +17,7 @@ from optdnn.types import Array
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "JPEG2000", "ICO", "TGA")
-"""Pillow's formats that are read under any name. Not EPS, for which Pillow runs another program."""
+"""Pillow's formats that are read, whatever the file's name. Not EPS, for which Pillow runs another program."""
 File: TypeAlias = Path | bytes
 Size: TypeAlias = tuple[int, int]
 """Height and width."""
@@ -25,14 +25,14 @@ Size: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class RawPictures:
-    """Pictures that the network prepares itself: input name -> how it does."""
+    """Pictures that the network prepares itself: input name -> its preprocessing."""
 
     specs: Mapping[str, ImageSpec]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a picture of ``size`` lies in the one that the engine got: at ``offset`` (top, left), and scaled by ``scale``
+    """The place of a picture of ``size`` in the engine's picture: at ``offset`` (top, left), and scaled by ``scale``
     (vertical, horizontal)."""
 
     size: Size
@@ -45,7 +45,7 @@ def is_image(path: Path) -> bool:
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """The picture files of a folder and its folders, in the order of their names. Raises UsageError where there are none."""
+    """The picture files of a folder and its subfolders, in the order of their names. Raises UsageError if there are none."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and is_image(p))
     if not files:
         raise UsageError(f"the folder {folder} holds no pictures")
@@ -53,7 +53,7 @@ def pictures_in(folder: Path) -> list[Path]:
 
 
 def resized_size(spec: ImageSpec, size: Size) -> Size:
-    """Height and width that ``spec.resize`` makes of a picture's, fractions rounded half up."""
+    """Height and width of a picture after ``spec.resize``, with fractions rounded half up."""
     high, wide = size
     if spec.resize is None:
         return size
@@ -79,15 +79,15 @@ def check_crop(spec: ImageSpec, size: Size, name: str) -> None:
 
 
 def decoded(file: File, spec: ImageSpec, size: Size | None = None) -> Array:
-    """One picture as the network's input takes it, without the batch; of ``size``, or as large as it is.
+    """One picture in the form of the network's input, without the batch axis; of ``size``, or of its own size.
 
-    Raises InputError where it cannot be read or does not fit.
+    Raises InputError if it cannot be read or does not fit.
     """
     return placed(file, spec, size)[0]
 
 
 def placed(file: File, spec: ImageSpec, size: Size | Callable[[Size], Size] | None = None) -> tuple[Array, Placement]:
-    """:func:`decoded`, with where the whole picture lies in it; ``size`` may depend on the picture's own."""
+    """:func:`decoded`, with the place of the whole picture in it; ``size`` may depend on the picture's own size."""
     name = str(file) if isinstance(file, Path) else "the picture"
     picture = _opened(file, name, spec)
     own = (picture.height, picture.width)
@@ -101,7 +101,7 @@ def placed(file: File, spec: ImageSpec, size: Size | Callable[[Size], Size] | No
 
 
 def _opened(file: File, name: str, spec: ImageSpec) -> Any:
-    """Pillow's picture in the colors of the spec, upright as its EXIF data say."""
+    """Pillow's picture in the colors of the spec, rotated upright by its EXIF data."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -111,10 +111,10 @@ def _opened(file: File, name: str, spec: ImageSpec) -> Any:
             _check_pixels(
                 name, "has", (opened.height, opened.width)
             )  # from the file's header: nothing is decompressed yet
-            opened.load()  # outside of Python's lock; what copies the picture holds it
+            opened.load()  # releases Python's lock; copying the picture does not
             ImageOps.exif_transpose(opened, in_place=True)
             upright: Any = opened
-            if upright.mode.startswith("I;16"):  # Pillow would make all that is over 255 white
+            if upright.mode.startswith("I;16"):  # Pillow would turn all values over 255 white
                 upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
             mode = "L" if spec.input.color == "L" else "RGB"
             return upright if upright.mode == mode else upright.convert(mode)
@@ -145,10 +145,10 @@ def _array(picture: Any, spec: ImageSpec) -> Array:
 
 
 def _fitted(picture: Any, spec: ImageSpec, size: Size, name: str) -> tuple[Any, Placement]:
-    """A picture brought to the one size that an engine takes, so that the preprocessing sees the same part of it as without.
+    """A picture converted to the engine's fixed size, so that the preprocessing sees the same part of it as without the conversion.
 
-    Where the shorter side is resized or the picture is fitted into a box, it keeps its sides' ratio: its ends along the longer
-    side are cut off or padded. Where it is stretched, it is stretched.
+    If the shorter side is resized or the picture is fitted into a box, it keeps its aspect ratio: its ends along the longer
+    side are cut off or padded. If the preprocessing stretches, the picture is stretched.
     """
     from PIL import Image
 

@@ -31,7 +31,7 @@ def installed() -> bool:
 
 
 class CodecDecoder:
-    """A decoder of nvImageCodec with its stream, for one thread at a time. It is made when it is first needed: that takes nearly a
+    """A decoder of nvImageCodec with its stream, for one thread at a time. It is created on first use: that takes nearly a
     second."""
 
     def __init__(self, codec: Any, cupy: Any, stream: Any, threads: int, color: str):
@@ -40,13 +40,13 @@ class CodecDecoder:
         self.params = codec.DecodeParams(color_spec=codec.ColorSpec.SRGB, sample_format=order)
         self.decoder: Any = None
         self.images: Sequence[Any] = ()
-        """The decoder's pictures. The next ones are decoded into their memory."""
+        """The decoder's pictures. The next pictures are decoded into their memory."""
 
     def decode(self, files: Mapping[int, File], feed: Any) -> list[int]:
-        """Decode ``files``, by row of ``feed``, and copy them there. Returns the rows that are filled.
+        """Decode ``files``, by row of ``feed``, and copy them there. Returns the filled rows.
 
-        Files of other sizes, and those that nvImageCodec does not know, fill none. What was begun before must be done: the
-        decoder's memory is written again.
+        Files of other sizes, and files that nvImageCodec does not know, fill no row. Earlier work must be finished: the
+        decoder's memory is overwritten.
         """
         size: Size = (feed.shape[1], feed.shape[2])
         codes = {k: code for k, file in files.items() if (code := self._code(file, size)) is not None}
@@ -61,7 +61,7 @@ class CodecDecoder:
         return [k for k, image in pairs if image is not None and self._copied(feed, k, image)]
 
     def _code(self, file: File, size: Size) -> Any:
-        """The parsed head of a file; None where nvImageCodec does not know it, or where the picture has another size."""
+        """The parsed header of a file; None if nvImageCodec does not know it, or if the picture has another size."""
         try:
             code = self.codec.CodeStream(str(file) if isinstance(file, Path) else file)
             return code if (code.height, code.width) == size else None  # parsed only here
@@ -69,10 +69,10 @@ class CodecDecoder:
             return None
 
     def _copied(self, feed: Any, k: int, image: Any) -> bool:
-        """Whether a decoded picture has the size of row ``k`` of ``feed``, where it is copied then.
+        """Copy a decoded picture to row ``k`` of ``feed`` if it has the row's size. Returns whether it has.
 
         The copy is on the stream that decoded it: CuPy's own conversion would wait for that stream. The row's address is computed
-        here, since this runs for each picture."""
+        here, because this runs for each picture."""
         table, (high, wide, channels) = image.__cuda_array_interface__, feed.shape[1:]
         if tuple(table["shape"]) != (high, wide, channels):
             return False

@@ -1,4 +1,4 @@
-"""JPEGs decoded by the JPEG engines of a GPU, straight into the rows of an array: nvJPEG, called by ctypes.
+"""JPEGs decoded by the JPEG engines of a GPU, directly into the rows of an array: nvJPEG, called by ctypes.
 
 nvImageCodec uses the same engines. Its Python interface decodes only into its own memory, and takes Python's lock for each
 picture. Here one call decodes a batch, without that lock.
@@ -22,15 +22,15 @@ from optdnn.runtime.pictures.files import Size
 HARDWARE = 3
 """NVJPEG_BACKEND_HARDWARE"""
 SMOOTH = 32
-"""NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION: colors between those stored are interpolated, as libjpeg does."""
+"""NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION: colors between stored samples are interpolated, as in libjpeg."""
 RGB, BGR = 5, 6
-"""NVJPEG_OUTPUT_RGBI and NVJPEG_OUTPUT_BGRI: a pixel's three bytes lie together."""
+"""NVJPEG_OUTPUT_RGBI and NVJPEG_OUTPUT_BGRI: a pixel's three bytes are contiguous."""
 UPRIGHT = (0, 1)
-"""EXIF orientations of pictures that are upright as stored; 0: the file has none."""
+"""EXIF orientations of pictures that are stored upright; 0: the file has none."""
 COMPONENTS = (1, 3)
-"""Gray, or luma and chroma. Pictures of four are CMYK."""
+"""Numbers of components: gray, or luma and chroma. Pictures with four components are CMYK."""
 _PLANES = 4
-"""NVJPEG_MAX_COMPONENT: nvjpegImage_t holds that many addresses, and then as many row lengths."""
+"""NVJPEG_MAX_COMPONENT: nvjpegImage_t holds this many addresses, then as many row lengths."""
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "nvjpegCreateEx": (c_int, c_void_p, c_void_p, c_uint, POINTER(c_void_p)),
     "nvjpegDestroy": (c_void_p,),
@@ -48,7 +48,7 @@ _QUICK: dict[str, tuple[Any, ...]] = {
     "nvjpegJpegStreamGetExifOrientation": (c_void_p, c_void_p),
     "nvjpegDecodeBatchedSupported": (c_void_p, c_void_p, c_void_p),
 }
-"""Functions that take a microsecond. They keep Python's lock: to hand it over takes longer."""
+"""Functions that take a microsecond. They keep Python's lock: releasing it takes longer."""
 
 
 @cache
@@ -70,7 +70,7 @@ class JpegEngines:
         self.library, self.quick, self.order = library, quick, order
         self.handle, self.state, self.head = c_void_p(), c_void_p(), c_void_p()
         self.said = (c_int * 5)()
-        """What nvJPEG reads from a file: width, height, components, EXIF orientation, and 0 where the engines decode it."""
+        """nvJPEG's information about a file: width, height, components, EXIF orientation, and 0 if the engines can decode it."""
         start = ctypes.addressof(self.said)
         self.places = [start + k * ctypes.sizeof(c_int) for k in range(5)]
         try:
@@ -83,7 +83,7 @@ class JpegEngines:
 
     @classmethod
     def here(cls, order: int) -> JpegEngines | None:
-        """The JPEG engines of the current GPU; None where nvJPEG is missing or the GPU has none."""
+        """The JPEG engines of the current GPU; None if nvJPEG is missing or the GPU has no such engines."""
         try:
             return cls(*_library(), order)
         except (MissingDependency, RunError):
@@ -95,7 +95,7 @@ class JpegEngines:
             raise RunError(f"{name} of nvJPEG failed with status {status}")
 
     def takes(self, file: Span, size: Size) -> bool:
-        """Whether the engines decode this file as a picture of this size: a baseline JPEG with one scan, stored upright."""
+        """Whether the engines can decode this file as a picture of this size: a baseline JPEG with one scan, stored upright."""
         call, head, to = self.quick, self.head, self.places
         if (
             call.nvjpegJpegStreamParseHeader(self.handle, *file, head)
@@ -109,10 +109,10 @@ class JpegEngines:
         return (high, wide) == size and components in COMPONENTS and turn in UPRIGHT and not refused
 
     def decode(self, files: Sequence[Span], rows: Sequence[int], pitch: int, stream: int) -> bool:
-        """Decode files that they take to the addresses ``rows``, with ``pitch`` bytes from one line to the next, by ``stream``.
+        """Decode suitable files to the addresses ``rows``, with ``pitch`` bytes from one line to the next, on ``stream``.
 
-        Returns whether it could be begun. The engines write without regard to what ``stream`` waits for: the memory must be
-        free when this is called. ``files`` must stay there until the stream is done.
+        Returns whether the decoding could be started. The engines do not wait for earlier work of ``stream``: the memory must be
+        free when this is called. ``files`` must stay in memory until the stream is done.
         """
         count = len(files)
         starts, lengths = np.array(files, np.uint64).T.copy()

@@ -1,7 +1,7 @@
-"""Pictures decoded on the GPU into the memory that an engine reads, while the engine runs the batch before.
+"""Pictures decoded on the GPU into the memory that an engine reads, while the engine runs the previous batch.
 
-Slots hold a batch each. Several lines decode at once, each in a thread and on a separate stream. A free line takes the next
-batch. It reads the files. The GPU's JPEG engines decode those that they take, nvImageCodec others, and the CPU the rest.
+Each slot holds a batch. Several lines decode concurrently, each in a thread and on a separate stream. A free line takes the next
+batch and reads the files. The GPU's JPEG engines decode the files that they support, nvImageCodec others, and the CPU the rest.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from optdnn.runtime.pictures.port import PicturePort
 from optdnn.types import Array
 
 LINES = 3
-"""Batches that are read or decoded at once. One alone leaves the GPU's JPEG engines idle while its files are read."""
+"""Batches that are read or decoded concurrently. A single line leaves the GPU's JPEG engines idle while its files are read."""
 DECODING = 2
-"""Batches that the JPEG engines are given at once."""
+"""Batches that the JPEG engines get concurrently."""
 PATIENCE = 0.02
-"""Seconds that a line waits for another one that reads files."""
+"""Seconds that a line waits for another line that reads files."""
 SLOTS = LINES + 3
-"""Batches in memory: those that are decoded, one that is full, one that runs, and one whose results are copied."""
+"""Batches in memory: those being decoded, one that is full, one that runs, and one whose results are copied."""
 
 
 Run = tuple[list[str], Mapping[str, Array], list[Placement]]
-"""Names of pictures, the outputs for them, and where each lies in what the engine got."""
+"""Names of pictures, the outputs for them, and the place of each in the engine's picture."""
 
 
 @dataclass
 class _Line:
-    """What decodes one batch at a time."""
+    """The resources to decode one batch at a time."""
 
     stream: Any
     done: Any
@@ -63,7 +63,7 @@ class _Line:
 
 
 _idle: dict[tuple[int, str], list[_Line]] = {}
-"""Unused lines, by GPU and order of colors: making one takes some tenths of a second."""
+"""Unused lines, by GPU and order of colors: creating one takes some tenths of a second."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class _Slot:
 
 @dataclass
 class _Running:
-    """A batch whose run is under way."""
+    """A batch with its run in flight."""
 
     names: list[str]
     places: list[Placement]
@@ -87,7 +87,7 @@ class _Running:
 
 
 def _why_not(port: PicturePort) -> str | None:
-    """Why the decoders cannot write what the port takes, or None."""
+    """Why the decoders cannot write the port's format, or None."""
     given, dims = port.spec.input, port.tensor.shape
     if (given.layout, given.dtype) != ("hwc", "uint8") or given.color == "L":
         return f"it gives color pictures in hwc and uint8, the engine takes {given.color} in {given.layout} and {given.dtype}"
@@ -97,14 +97,14 @@ def _why_not(port: PicturePort) -> str | None:
 
 
 class GpuPictures:
-    """Runs of an engine on pictures that the GPU decodes. ``by_cpu`` counts those that the CPU had to decode: those of another
-    size than the engine's, and those that nvImageCodec does not know."""
+    """Runs of an engine on pictures that the GPU decodes. ``by_cpu`` counts the pictures that the CPU had to decode: pictures of
+    another size than the engine's, and those that nvImageCodec does not know."""
 
     def __init__(
         self, engine: Engine, port: PicturePort, codec: Any = None, cupy: Any = None, engines: Any = JpegEngines
     ):
-        """``codec`` and ``cupy`` are the libraries, ``engines`` makes the JPEG engines. Raises MissingDependency for a library that
-        is missing, UsageError for an engine whose input they cannot write."""
+        """``codec`` and ``cupy`` are the libraries, ``engines`` creates the JPEG engines. Raises MissingDependency for a missing
+        library, UsageError for an engine with an input that they cannot write."""
         if (reason := _why_not(port)) is not None:
             raise UsageError(f"the GPU does not decode for this engine: {reason}", hint="decoder='cpu'")
         self.context = engine.context()
@@ -119,14 +119,14 @@ class GpuPictures:
 
     @staticmethod
     def usable(engine: Engine, port: PicturePort) -> bool:
-        """Whether pictures for this engine can be decoded on the GPU here."""
+        """Whether pictures for this engine can be decoded on this machine's GPU."""
         if not nvimgcodec.installed() or _why_not(port) is not None:
             return False
         return engine in _ready or engine.context().takes_device_arrays
 
     @contextmanager
     def _line(self, device: int) -> Iterator[_Line]:
-        """A line on this GPU, which is kept for later use."""
+        """A line on this GPU; it is kept for later use."""
         color = self.port.spec.input.color
         waiting = self.idle.setdefault((device, color), [])
         line = waiting.pop() if waiting else self._new_line(color)
@@ -149,11 +149,11 @@ class GpuPictures:
         return _Line(stream, self._event(), engines, CodecDecoder(self.codec, self.cupy, stream, threads, color))
 
     def _event(self) -> Any:
-        """An event. A thread that waits for it leaves its core to others."""
+        """An event. A thread that waits for it yields its core."""
         return self.cupy.cuda.Event(block=True, disable_timing=True)
 
     def runs(self, files: Sequence[File], batch: int) -> Iterator[Run]:
-        """Names, results and places of batch after batch."""
+        """Names, results and places of the batches, in order."""
         cupy = self.cupy
         device = cupy.cuda.runtime.getDevice()
         parts = [files[start : start + batch] for start in range(0, len(files), batch)]
@@ -173,7 +173,7 @@ class GpuPictures:
         lines: SimpleQueue[_Line],
         pool: ThreadPoolExecutor,
     ) -> Iterator[Run]:
-        """What ``runs`` gives, by the files of each batch, slots of memory, free lines and their threads."""
+        """The generator behind ``runs``, given the files of each batch, slots of memory, free lines and their threads."""
         running = self.cupy.cuda.Stream(non_blocking=True)
         before: _Running | None = None
 
@@ -185,7 +185,7 @@ class GpuPictures:
             slot, (places, by_cpu) = slots[k % SLOTS], ahead.popleft().result()
             self.by_cpu += by_cpu
             results = self.context.run({self.port.name: slot.feed}, out=slot.outputs, stream=running)
-            slot.outputs = {n: a for n, a in results.items() if on_gpu(a)}  # the others' sizes depend on data
+            slot.outputs = {n: a for n, a in results.items() if on_gpu(a)}  # sizes of the others depend on data
             slot.free = running.record(self._event())
             if k + SLOTS < len(parts):
                 ahead.append(fill(k + SLOTS))
@@ -202,7 +202,7 @@ class GpuPictures:
         return run.names, {n: self.cupy.asnumpy(a) if on_gpu(a) else a for n, a in run.results.items()}, run.places
 
     def _filled(self, slot: _Slot, files: Sequence[File], lines: SimpleQueue[_Line]) -> tuple[list[Placement], int]:
-        """:meth:`_fill` by a line that is free."""
+        """:meth:`_fill` with a free line."""
         line = lines.get()
         try:
             return self._fill(slot, files, line)
@@ -210,9 +210,9 @@ class GpuPictures:
             lines.put(line)
 
     def _fill(self, slot: _Slot, files: Sequence[File], line: _Line) -> tuple[list[Placement], int]:
-        """Decode pictures into the rows of the slot; rows beyond them keep what they hold.
+        """Decode pictures into the rows of the slot; rows beyond them keep their contents.
 
-        Returns, when they lie there, where the pictures lie in the rows, and how many the CPU decoded."""
+        Returns, once the pictures are stored, their places in the rows, and the number that the CPU decoded."""
         size: Size = (slot.feed.shape[1], slot.feed.shape[2])
         places, left = [Placement(size)] * len(files), dict(enumerate(files))
         spans = self._read(files, size, line)
@@ -235,8 +235,8 @@ class GpuPictures:
     def _read(self, files: Sequence[File], size: Size, line: _Line) -> list[Span]:
         """Read files into the line's memory.
 
-        One line reads at a time: threads that read at once mostly wait for Python's lock. None waits long for another, so that
-        several read from slow storage."""
+        One line reads at a time: threads that read concurrently mostly wait for Python's lock. No line waits long for another, so
+        several read concurrently from slow storage."""
         alone = self.reading.acquire(timeout=PATIENCE)
         try:
             return line.contents.read(files, 2 * size[0] * size[1] * 3 + METADATA)
@@ -245,7 +245,7 @@ class GpuPictures:
                 self.reading.release()
 
     def _by_engines(self, spans: Mapping[int, Span], feed: Any, line: _Line) -> list[int]:
-        """Have the JPEG engines decode the files that they take, by row of ``feed``. Returns the rows that they filled."""
+        """Make the JPEG engines decode the files that they support, by row of ``feed``. Returns the rows that they filled."""
         engines, (high, wide, channels) = line.engines, feed.shape[1:]
         if engines is None:
             return []
@@ -255,22 +255,22 @@ class GpuPictures:
             return []
         with self.decoding:
             begun = engines.decode([*taken.values()], rows, wide * channels, line.stream.ptr)
-            line.wait()  # until then, the engines read the files' contents
+            line.wait()  # the engines read the files' contents until then
         return [*taken] if begun else []
 
 
 _ready: WeakKeyDictionary[Engine, deque[GpuPictures]] = WeakKeyDictionary()
-"""Those that nobody uses, by engine: to make one, with its context, graphs and memory, takes some hundredths of a second."""
+"""Unused objects, by engine: creating one, with its context, graphs and memory, takes some hundredths of a second."""
 
 
 def gpu_runs(engine: Engine, port: PicturePort, files: Sequence[File], batch: int) -> Iterator[Run]:
-    """:meth:`GpuPictures.runs`, by one that a call before has left, if there is one."""
+    """:meth:`GpuPictures.runs`, with the object of an earlier call if there is one."""
     ready, found = _ready.get(engine, deque()), None
-    while found is None or found.program is not engine.program:  # a refit has made the engine another one meanwhile
+    while found is None or found.program is not engine.program:  # a refit has changed the engine meanwhile
         try:
             found = ready.pop()
         except IndexError:
             found = GpuPictures(engine, port)
             break
     yield from found.runs(files, batch)
-    _ready.setdefault(engine, ready).append(found)  # not after an error: a run may still be under way
+    _ready.setdefault(engine, ready).append(found)  # not after an error: a run may still be in flight

@@ -1,4 +1,4 @@
-"""The input of an engine that takes pictures, and its outputs that give answers, read from the engine's metadata."""
+"""The input of an engine that takes pictures, and its outputs that return answers, from the engine's metadata."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from optdnn.runtime.program import Program
 from optdnn.types import TensorSpec
 
 BATCH = 8
-"""Pictures in a batch where an engine takes any number."""
+"""Pictures per batch if an engine accepts any number."""
 
 
 @dataclass(frozen=True)
 class PicturePort:
-    """The one input of an engine, which takes pictures. ``answers``: output name -> its postprocessing."""
+    """The only input of an engine, which takes pictures. ``answers``: output name -> its postprocessing."""
 
     tensor: TensorSpec
     spec: ImageSpec
@@ -30,7 +30,7 @@ class PicturePort:
 
     @classmethod
     def of(cls, engine: Engine) -> PicturePort:
-        """Raises UsageError for an engine that takes no pictures, or that takes other inputs as well."""
+        """Raises UsageError for an engine that takes no pictures, or that has other inputs as well."""
         specs, answers = specs_of(engine)
         inputs = engine.inputs
         if len(inputs) != 1 or inputs[0].name not in specs:
@@ -49,20 +49,20 @@ class PicturePort:
 
     @property
     def batch(self) -> int | None:
-        """Pictures that the engine takes at a time; None where it takes any number."""
+        """Pictures per call of the engine; None if it accepts any number."""
         first = self.tensor.shape[0]
         return first if isinstance(first, int) else None
 
     @property
     def usual_batch(self) -> int:
-        """Pictures in a batch where the caller gives no number."""
+        """Pictures per batch if the caller gives no number."""
         first = self.tensor.shape[0]
         if isinstance(first, int):
             return first
         return next((p[first].opt for p in self.profiles if first in p), BATCH)
 
     def size_for(self, own: Size) -> Size:
-        """Height and width of the picture that the engine gets for one of size ``own``: the same where it takes any."""
+        """Height and width of the engine's picture for a picture of size ``own``: the same if the engine accepts any size."""
         start = 1 if self.spec.input.layout == "hwc" else 2
         high, wide = (self._side(d, n) for d, n in zip(self.tensor.shape[start : start + 2], own, strict=True))
         return high, wide
@@ -89,7 +89,7 @@ def specs_of(engine: Engine | Program) -> tuple[dict[str, ImageSpec], dict[str, 
 
 
 def _table(plain: Any) -> Mapping[str, Any]:
-    """A spec in an engine's metadata. Raises TypeError for texts, which would be names of files that an engine must not read."""
+    """A spec in an engine's metadata. Raises TypeError for text: it would name a file, which an engine must not read."""
     if not isinstance(plain, Mapping) or not isinstance(plain.get("labels", []), list):
         raise TypeError(f"{plain!r:.60} is not an object with a list of labels")
     return plain

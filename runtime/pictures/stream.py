@@ -1,4 +1,4 @@
-"""Pictures through an engine: files are decoded in threads while the engine runs the batch before."""
+"""Pictures through an engine: files are decoded in threads while the engine runs the previous batch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from optdnn.runtime.pictures.port import PicturePort
 from optdnn.types import Array
 
 SHOWN = 5
-"""Classes that are shown for a picture where the engine gives all."""
+"""Number of classes that are shown for a picture if the engine returns all classes."""
 DECODERS = ("auto", "cpu", "gpu")
 
 
 @dataclass(frozen=True)
 class PictureAnswer:
-    """The answer of an engine for one picture: ``name`` (its path), and this picture's part of each output. ``answers`` is what
-    the engine's outputs say."""
+    """The answer of an engine for one picture: ``name`` (its path), and this picture's part of each output. ``answers`` is the
+    postprocessing of the outputs."""
 
     name: str
     outputs: Mapping[str, Array]
@@ -37,7 +37,7 @@ class PictureAnswer:
 
     @cached_property
     def best(self) -> Sequence[tuple[str, float]]:
-        """The most likely classes with their numbers, the largest first; none where no output is of classes."""
+        """The most likely classes with their values, the largest first; empty if no output has classes."""
         return best_classes(self.outputs, self.answers)
 
 
@@ -52,12 +52,12 @@ def picture_answers(
     """The answers of an engine that takes pictures (``optdnn.build(..., preprocess=...)``), in the order of the pictures.
 
     ``pictures`` is a file, a folder, or paths and bytes of files (JPEG, PNG and the like). They are decoded in ``workers`` threads
-    (default: a thread per core) while the engine runs the batch before; ``batch`` pictures go together where the engine takes any
-    number. A picture of another size is converted to the engine's size on the CPU. ``decoder`` is "cpu" (Pillow, extra
-    ``images``), "gpu" (nvJPEG and nvImageCodec, extra ``images-gpu``, for engines on GPUs) or "auto": gpu where
+    (default: a thread per core) while the engine runs the previous batch; ``batch`` is the number of pictures per call if the
+    engine accepts any number. A picture of another size is converted to the engine's size on the CPU. ``decoder`` is "cpu"
+    (Pillow, extra ``images``), "gpu" (nvJPEG and nvImageCodec, extra ``images-gpu``, for engines on GPUs) or "auto": gpu if
     they are installed and can decode for this engine.
 
-    Raises UsageError for an engine that takes no pictures, InputError for a file that is no picture, MissingDependency for a
+    Raises UsageError for an engine that takes no pictures, InputError for a file that is not a picture, MissingDependency for a
     missing extra.
     """
     port = PicturePort.of(engine)
@@ -95,14 +95,14 @@ def name_of(file: File, number: int) -> str:
 
 
 Run = tuple[list[str], Mapping[str, Array], list[Placement]]
-"""Names of pictures, the outputs for them, and where each lies in what the engine got."""
+"""Names of pictures, the outputs for them, and the place of each in the engine's picture."""
 
 
 def _host_runs(
     engine: Engine, port: PicturePort, files: Sequence[File], batch: int, workers: int | None
 ) -> Iterator[Run]:
-    """Runs of batches whose pictures are decoded on the CPU. Where sizes differ, those of one size that follow one another go
-    together."""
+    """Runs of batches with pictures decoded on the CPU. If sizes differ, consecutive pictures of the same size form a
+    batch."""
     threads = workers or os.cpu_count() or 1
     with ThreadPoolExecutor(threads, thread_name_prefix="optdnn-decode") as pool:
         held: list[tuple[str, Array, Placement]] = []
@@ -118,7 +118,7 @@ def _host_runs(
 def _ahead(
     pool: ThreadPoolExecutor, port: PicturePort, files: Sequence[File], ahead: int
 ) -> Iterator[tuple[str, tuple[Array, Placement]]]:
-    """The pictures in order; up to ``ahead`` of them are decoded or waiting to be."""
+    """The pictures in order; up to ``ahead`` of them are being decoded or waiting."""
     waiting: deque[tuple[str, Future[tuple[Array, Placement]]]] = deque()
     try:
         for number, file in enumerate(files):
@@ -135,7 +135,7 @@ def _ahead(
 
 
 def _run(engine: Engine, port: PicturePort, held: Sequence[tuple[str, Array, Placement]]) -> Run:
-    """One batch, filled up with its last picture where the engine takes a fixed number."""
+    """One batch, padded with copies of its last picture if the engine takes a fixed number."""
     arrays = [array for _, array, _ in held]
     arrays += arrays[-1:] * ((port.batch or len(arrays)) - len(arrays))
     results = engine.run({port.name: np.stack(arrays)})
@@ -146,7 +146,7 @@ def _run(engine: Engine, port: PicturePort, held: Sequence[tuple[str, Array, Pla
 
 
 def best_classes(outputs: Mapping[str, Array], answers: Mapping[str, AnswerSpec]) -> list[tuple[str, float]]:
-    """The most likely classes of one picture, by the first output that has a number for each class (or for the best of them)."""
+    """The most likely classes of one picture, from the first output with a value for each class (or for the best classes)."""
     for name, array in outputs.items():
         spec = answers.get(name)
         if array.ndim != 1 or array.dtype.kind != "f" or (spec is not None and spec.boxes):
@@ -161,7 +161,7 @@ def best_classes(outputs: Mapping[str, Array], answers: Mapping[str, AnswerSpec]
 
 
 def _whole_picture(array: Array, spec: AnswerSpec | None, place: Placement) -> Array:
-    """Boxes of the picture that the engine got as boxes of the one that it was made of."""
+    """Boxes in the engine's picture converted to boxes in the original picture."""
     if spec is None or spec.boxes is None or place == Placement(place.size):
         return array
     order = (0, 1) if spec.boxes == "yxyx" else (1, 0)

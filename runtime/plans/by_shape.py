@@ -1,7 +1,7 @@
 """Engines for ranges of shapes on targets whose programs are for fixed shapes: one plan per shape.
 
 Plans for the optima of the profiles come with the engine. A plan for another shape inside of a profile is made when such
-inputs first come, by the planner that the engine was loaded with. Each context keeps the state (buffers, CUDA graphs) of the
+inputs first occur, by the planner that the engine was loaded with. Each context keeps the state (buffers, CUDA graphs) of the
 shapes that it ran last. All plans of an engine share their constants, and the plans of a context share one arena.
 """
 
@@ -27,7 +27,7 @@ from optdnn.types import TensorSpec
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 """The shape of each input, in order."""
 PLANS = 64
-"""Most plans that an engine keeps in addition to those that came with it; the least recently used is dropped first."""
+"""The most plans that an engine keeps in addition to those in its file; the least recently used is dropped first."""
 
 
 class PlansRunner(Runner):
@@ -47,7 +47,7 @@ class PlansRunner(Runner):
         self._facts = self.plan(_shapes_of(program)).facts
 
     def plan(self, shapes: Shapes) -> Runner:
-        """The runner for these shapes. Raises RunError where there is no plan and no way to make one."""
+        """The runner for these shapes. Raises RunError if there is no plan and no way to make one."""
         with self._lock:
             if (runner := self._known(shapes)) is not None:
                 return runner
@@ -98,12 +98,12 @@ class PlansRunner(Runner):
         return program
 
     def context(self, arena: object = None) -> PlansContext:
-        """One thread's own state, with the first plan's ready."""
+        """One thread's own state, with the first plan's context created."""
         return PlansContext(self)
 
 
 def open_sizes(program: Program, options: LoadOptions) -> Runner:
-    """Make a valid program of one plan, or of a plan for each shape, ready; see
+    """Prepare a valid program of one plan, or of a plan for each shape; see
     :func:`optdnn.runtime.plans.runners.open_plan`."""
     if program.dynamic is not None:
         return PlansRunner(program, program.dynamic, options)
@@ -111,7 +111,7 @@ def open_sizes(program: Program, options: LoadOptions) -> Runner:
 
 
 class PlansContext(Dispatching):
-    """One thread's state of the plans that it ran last."""
+    """One thread's state for the plans that it ran last."""
 
     def __init__(self, runner: PlansRunner):
         pool = runner._pool
@@ -121,7 +121,7 @@ class PlansContext(Dispatching):
         self._context(_shapes_of(runner.program))
 
     def _bind(self, given: Binding) -> Any:
-        """On a GPU the call is of the plan for these sizes. State may change its size from run to run, on every target."""
+        """On a GPU, the call belongs to the plan for these sizes. State may change its size from run to run, on every target."""
         if self._runner._pool is None:
             return super()._bind(given)
         if given.state:
@@ -138,7 +138,7 @@ class PlansContext(Dispatching):
         return self._runner.plan(self._checked_shapes(self.signature.in_order(feeds))).signature.outputs
 
     def _checked_shapes(self, arrays: Sequence[Any]) -> Shapes:
-        """The shapes of arrays, wherever they lie. Raises InputError for sizes outside of the profiles."""
+        """The shapes of arrays, on the host or the GPU. Raises InputError for sizes outside of the profiles."""
         shapes = tuple(tuple(a.shape) for a in arrays)
         self.signature.sizes_at(shapes)
         return shapes

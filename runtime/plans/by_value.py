@@ -1,7 +1,7 @@
-"""Engines for GPUs with shape inputs (sizes, axes or places): plans for their values, made when a value first comes.
+"""Engines for GPUs with shape inputs (sizes, axes or positions): plans for their values, made when a value first occurs.
 
 Such an input is read on the host. In the plan for its value it is a constant: sizes that follow from it are known, and no step
-runs on the CPU because of it. The engine's own program is right for all values, and runs those without a plan. So an input that
+runs on the CPU because of it. The engine's own program is correct for all values, and runs values without a plan. So an input that
 changes with every call (such as a counter of steps) does not start the compiler each time.
 """
 
@@ -29,9 +29,10 @@ from optdnn.types import Array
 Key: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[bytes, ...]]
 """The shape of each input, and the elements of each shape input."""
 PLANS = 16
-"""Most plans by value of an engine; further values run its own program."""
+"""The most plans by value of an engine; further values run its own program."""
 SEEN = 1024
-"""Values without a plan that are remembered: the first value gets a plan at once, another when it comes again."""
+"""The most values without a plan that are remembered: the first value gets a plan immediately, others on their second
+occurrence."""
 
 
 class ByValueRunner(Runner):
@@ -45,12 +46,12 @@ class ByValueRunner(Runner):
         self.signature, self._facts = self.general.signature, self.general.facts
         self.plans: dict[Key, Runner] = {}
         self.refused: dict[Key, str] = {}
-        """Values that no plan could be made for, and why: the engine's own program runs them, or raises the error."""
+        """Values for which no plan could be made, with the reason: the engine's own program runs them, or raises the error."""
         self._seen: OrderedDict[Key, None] = OrderedDict()
         self._lock, self._making = threading.Lock(), threading.Lock()
 
     def context(self, arena: object = None) -> ByValueContext:
-        """One thread's own state, with the engine's own program's ready."""
+        """One thread's own state, with the context of the engine's own program created."""
         return ByValueContext(self)
 
     def program_for(self, feeds: Mapping[str, Any]) -> Program:
@@ -61,7 +62,7 @@ class ByValueRunner(Runner):
         return self.program if self.program.dynamic is None else self.general.program_for(feeds)
 
     def key(self, feeds: Mapping[str, Any]) -> Key | None:
-        """The key of the plan for these inputs. None where they do not fit the signature: running them then raises the error.
+        """The key of the plan for these inputs. None if they do not fit the signature: running them then raises the error.
 
         Raises InputError for sizes outside of the profiles.
         """
@@ -82,7 +83,7 @@ class ByValueRunner(Runner):
         return tuple(shapes), tuple(values)
 
     def plan(self, key: Key) -> Runner | None:
-        """The plan for a value; None where the engine's own program is to run it."""
+        """The plan for a value; None if the engine's own program runs it."""
         with self._lock:
             plan = self.plans.get(key)
             if plan is not None or key in self.refused or len(self.plans) >= PLANS or self._options.planner is None:
@@ -123,16 +124,16 @@ class ByValueRunner(Runner):
 
 
 def open_runner(program: Program, options: LoadOptions) -> Runner:
-    """Make any valid program ready. Raises EngineError for a target this version cannot run, MissingDependency."""
+    """Prepare any valid program. Raises EngineError for a target that this version cannot run, MissingDependency."""
     if program.by_value is not None:
         return ByValueRunner(program, program.by_value, options)
     return open_sizes(program, options)
 
 
 class ByValueContext(Dispatching):
-    """One thread's state of the plans that it ran.
+    """One thread's state for the plans that it ran.
 
-    Shape inputs may lie on the host wherever the others lie. Where they lie on the GPU, a run waits for them.
+    Shape inputs may be on the host wherever the other inputs are. If they are on the GPU, a run waits for them.
     """
 
     most = PLANS
@@ -143,7 +144,7 @@ class ByValueContext(Dispatching):
         self._general = runner.general.context()
 
     def _bind(self, given: Binding) -> Any:
-        """With state on a GPU the call is of the program that is right for all values, and all arrays lie on the GPU."""
+        """With state on a GPU, the call belongs to the program that is correct for all values, and all arrays are on the GPU."""
         if not self._runner.on_gpu:
             return super()._bind(given)
         if given.state:
@@ -151,7 +152,7 @@ class ByValueContext(Dispatching):
         return BoundByValue(self, given)
 
     def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[BaseContext, Mapping[str, Any]]:
-        """The inputs are those without the ones that are constants in the plan."""
+        """The inputs of the plan: without those that are constants in it."""
         key = self._runner.key(feeds)
         plan = None if key is None else self._runner.plan(key)
         if plan is None:
@@ -160,7 +161,7 @@ class ByValueContext(Dispatching):
         return context, {n: a for n, a in feeds.items() if n not in self._runner.by_value.inputs}
 
     def _on_gpu(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The inputs where the engine's own program takes them: shape inputs go to the GPU if the others are there."""
+        """The inputs where the engine's own program expects them: shape inputs go to the GPU if the others are there."""
         if not self._runner.on_gpu or not isinstance(feeds, Mapping):
             return feeds
         there = {name: on_gpu(a) for name, a in feeds.items()}
@@ -172,7 +173,7 @@ class ByValueContext(Dispatching):
 
 
 class BoundByValue:
-    """A call on fixed arrays on the GPU. Each run reads the shape inputs; when one has changed, the call is bound again.
+    """A call on fixed arrays on the GPU. Each run reads the shape inputs; if one has changed, the call is bound again.
     ``outputs``: name -> array of the last run."""
 
     def __init__(self, context: ByValueContext, given: Binding):
@@ -198,7 +199,7 @@ class BoundByValue:
 
 
 def host_array(array: Any) -> Array:
-    """An array in host memory, copied from the GPU where it lies there. Raises InputError where it cannot be read."""
+    """An array in host memory, copied if it is on the GPU. Raises InputError if it cannot be read."""
     if isinstance(array, np.ndarray):
         return array
     try:

@@ -1,7 +1,7 @@
-"""Programs of one plan made ready, and contexts that hand a run to the context of a plan.
+"""Prepared programs of one plan, and contexts that pass a run to the context of a plan.
 
-Programs for `cpu` and `reference` run step by step (:mod:`optdnn.runtime.contexts.stepwise`). Programs for a GPU are run as
-a whole: their runner module, imported only when a program names it, offers ``prepare(program, options) -> Runner``.
+Programs for `cpu` and `reference` run step by step (:mod:`optdnn.runtime.contexts.stepwise`). Programs for a GPU run as
+a whole: their runner module, imported only if a program names it, offers ``prepare(program, options) -> Runner``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPWISE = ("cpu", "reference")
 
 
 def open_plan(program: Program, options: LoadOptions) -> Runner:
-    """Make a valid program of one plan ready. Raises EngineError for a target this version cannot run, MissingDependency."""
+    """Prepare a valid program of one plan. Raises EngineError for a target that this version cannot run, MissingDependency."""
     name = target_of(program)
     family = "simulate" if options.simulate else name.family
     if family in STEPWISE:
@@ -46,7 +46,7 @@ def open_plan(program: Program, options: LoadOptions) -> Runner:
 
 
 def with_pool(program: Program, options: LoadOptions) -> LoadOptions:
-    """The options, with the memory on the GPU that all plans of an engine share, where it runs on one."""
+    """The options with the GPU memory that all plans of an engine share, if it runs on a GPU."""
     if options.pool is not None or options.simulate or target_of(program).family != "cuda":
         return options
     from optdnn.runtime.cuda.memory.shared import Pool
@@ -55,13 +55,13 @@ def with_pool(program: Program, options: LoadOptions) -> LoadOptions:
 
 
 class Dispatching(BaseContext):
-    """A context that hands each run to the context of a plan, and keeps the contexts of the plans that it ran last.
+    """A context that passes each run to the context of a plan, and keeps the contexts of the plans that it ran last.
 
-    ``arena``: memory on the GPU that the plans share.
+    ``arena``: GPU memory that the plans share.
     """
 
     most = 8
-    """Plans for which a context keeps buffers and graphs."""
+    """The most plans for which a context keeps buffers and graphs."""
 
     def __init__(self, program: Program, signature: Signature, arena: Any = None):
         super().__init__(program, signature)
@@ -79,7 +79,7 @@ class Dispatching(BaseContext):
         return tuple(self._contexts)
 
     def _context_of(self, key: Hashable, plan: Callable[[], Runner]) -> BaseContext:
-        """The context of the plan of this name, made where it is not kept."""
+        """The context of the plan of this name, created if it is not kept."""
         context = self._contexts.get(key)
         if context is None:
             context = plan().context(self._arena)

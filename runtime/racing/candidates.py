@@ -1,7 +1,7 @@
 """The candidates of a race, each opened in its worker process: an engine, or a rival library on a model file.
 
-The rivals are used as their own documentation advises, at their best for one request at a time: all optimizations, the
-same number of threads, precision requested explicitly. All candidates do the same service: NumPy arrays in, fresh NumPy
+The rivals are used as their own documentation recommends, at their best for one request at a time: all optimizations, the
+same number of threads, precision requested explicitly. All candidates provide the same service: NumPy arrays in, new NumPy
 arrays out.
 """
 
@@ -40,24 +40,24 @@ class Candidate:
 
 
 Sampler = Callable[[float | None, int | None, int], "array[int]"]
-"""``sampler(seconds, most, warmup)`` -> nanoseconds of each run: of ``most`` runs, or of as many as fit into ``seconds``."""
+"""``sampler(seconds, most, warmup)`` -> nanoseconds of each run: ``most`` runs, or as many as fit into ``seconds``."""
 
 
 @dataclass
 class Opened:
-    """A candidate that is ready. ``run`` maps input names to arrays, and gives the outputs in ONNX order."""
+    """A prepared candidate. ``run`` maps input names to arrays, and returns the outputs in ONNX order."""
 
     run: Callable[[Mapping[str, Array]], Sequence[Array]]
     outputs: Sequence[str]
     facts: Mapping[str, Plain]
     inputs: Sequence[TensorSpec] | None = None
-    """Where given, floating-point feeds are converted to these dtypes before the race (an engine built with --io-dtype)."""
+    """If given, floating-point feeds are converted to these dtypes before the race (an engine built with --io-dtype)."""
     sampler: Callable[[Mapping[str, Array]], Sampler] | None = None
-    """Where given, it times runs on these inputs itself: on a GPU, with the arrays there. Else ``run`` is timed."""
+    """If given, it times runs on these inputs itself: on a GPU, with the arrays there. Otherwise ``run`` is timed."""
     poisoned: Callable[[Mapping[str, Array]], Sequence[Array]] | None = None
-    """Where given, ``run`` with the memory of results overwritten before, so that nothing of an earlier run is left in it."""
+    """If given, ``run`` with the memory of results overwritten first, so that no result of an earlier run is left in it."""
     clock: str = "gpu"
-    """Whose clock a sampler reads: "gpu" (events on the stream) or "host"."""
+    """The clock of a sampler: "gpu" (events on the stream) or "host"."""
 
 
 Opener = Callable[[Candidate, int], Opened]
@@ -65,8 +65,8 @@ Opener = Callable[[Candidate, int], Opened]
 
 
 def open_engine(candidate: Candidate, threads: int) -> Opened:
-    """An engine file, with the threads of the race; runs in one context."""
-    # By name, as any other opener of a candidate: the examination for CPU libraries lies above the runtime.
+    """An engine file, with the threads of the race; it runs in one context."""
+    # Imported by name, like any other opener of a candidate: the examination for CPU libraries is a layer above the runtime.
     engine = import_module("optdnn.loading").load(candidate.path, threads=threads)
     context = engine.context()
     steps = [dict(f) for f in engine.facts]
@@ -84,11 +84,11 @@ def open_engine(candidate: Candidate, threads: int) -> Opened:
 
 
 POISON = 0xA5
-"""The byte that memory of results is overwritten with: an implausible number in every type."""
+"""The byte that overwrites the memory of results: an implausible value in every type."""
 
 
 def _poisoned(context: Any, outputs: Sequence[TensorSpec], feeds: Mapping[str, Array]) -> Sequence[Array]:
-    """Run into memory that holds no result: the library's own is overwritten, and results of fixed shape get new arrays."""
+    """Run into memory that holds no result: the library's own memory is overwritten, and results of fixed shape get new arrays."""
     context.poison(POISON)
     out = {}
     for spec in outputs:
@@ -134,7 +134,7 @@ def open_onnxruntime(candidate: Candidate, threads: int) -> Opened:
 
 
 def open_openvino(candidate: Candidate, threads: int) -> Opened:
-    """OpenVINO's CPU plugin, latency hint, one stream; the precision it really runs in is read back."""
+    """OpenVINO's CPU plugin, latency hint, one stream; the real precision is read back."""
     ov = _library("openvino")
     hints = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
     if candidate.precision not in hints:
@@ -182,7 +182,7 @@ OPENERS: dict[str, Opener] = {
 
 
 def open_candidate(candidate: Candidate, threads: int) -> Opened:
-    """Open by kind. Raises UsageError for an unknown kind, MissingDependency for an absent library, and the errors of openers."""
+    """Open by kind. Raises UsageError for an unknown kind, MissingDependency for a missing library, and the errors of openers."""
     opener = OPENERS.get(candidate.kind)
     if opener is None:
         module, colon, function = candidate.kind.partition(":")
@@ -196,7 +196,7 @@ def open_candidate(candidate: Candidate, threads: int) -> Opened:
 
 
 def converted(feeds: Mapping[str, Array], inputs: Sequence[TensorSpec] | None) -> dict[str, Array]:
-    """Feeds with floating-point arrays in the dtypes of ``inputs``, where those are given."""
+    """Feeds with floating-point arrays converted to the dtypes of ``inputs``, if given."""
     wanted = {s.name: s.dtype for s in inputs or ()}
     return {
         name: a.astype(wanted[name]) if name in wanted and is_float(a.dtype) and is_float(wanted[name]) else a

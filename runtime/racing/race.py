@@ -1,7 +1,7 @@
-"""The race: candidates measured side by side, each in a worker process of its own, taking turns.
+"""The race: candidates measured side by side, each in its own worker process, in turns.
 
-In one process the libraries' spinning thread pools disturb one another. Measured one after the other, the first candidate gains
-from a machine that slows down. So each candidate lives in its own process, and all others wait at their pipes while one runs.
+In one process the libraries' spinning thread pools disturb one another. In separate, consecutive measurements, the first candidate
+benefits if the machine slows down later. So each candidate has its own process, and all others wait at their pipes while one runs.
 Turns are short, and their order rotates from round to round.
 """
 
@@ -24,7 +24,7 @@ from optdnn.runtime.workers.process import WorkerFailure, WorkerProcess
 from optdnn.types import Array, is_float
 
 CLOSE = 0.02
-"""Speedups within this of 1 are called equal where the measurement is precise enough."""
+"""Speedups within this of 1 are called equal if the measurement is precise enough."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Versus:
 
 @dataclass
 class Row:
-    """One candidate's result. Where ``error`` is set it failed, and the measurements are None.
+    """One candidate's result. If ``error`` is set, it failed, and the measurements are None.
 
-    ``speedup`` is the median over rounds of the baseline's median latency over this one's in the same round, so that a
-    slow phase of the machine cancels out; ``speedup_range`` is a 95 % confidence interval of it. ``verdict``:
+    ``speedup`` is the median over rounds of the baseline's median latency divided by this one's in the same round, so that a
+    slow phase of the machine cancels out; ``speedup_range`` is its 95 % confidence interval. ``verdict``:
     "baseline", "faster", "slower", "equal" (within 2 %) or "unstable" (too noisy to rank). Errors are against the race's
     error reference (see :func:`~optdnn.runtime.measuring.accuracy.errors_between`). ``round_medians_ms``: one median per round, in
     order; ``quantiles_ms``: the 0 %, 1 %, … 100 % quantiles of all latencies, enough to draw their distribution. ``clock``: "gpu"
-    where latencies are GPU times with the arrays there, else "host".
+    if latencies are GPU times with the arrays there, otherwise "host".
     """
 
     name: str
@@ -70,10 +70,10 @@ class Row:
     round_medians_ms: list[float] = field(default_factory=list)
     quantiles_ms: list[float] = field(default_factory=list)
     energy: Mapping[str, Plain] | None = None
-    """What :func:`optdnn.runtime.measuring.energy.energy` gives, where that was requested."""
+    """The result of :func:`optdnn.runtime.measuring.energy.energy`, if that was requested."""
 
     def to_plain(self) -> dict[str, Plain]:
-        """The row of ``compare --json``; the outputs themselves are left out."""
+        """The row of ``compare --json``, without the outputs themselves."""
         s = self.stats
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stats", "outputs")}
         return own | {
@@ -98,8 +98,8 @@ class Row:
 
 @dataclass
 class Race:
-    """All rows, and their references. ``input_difference`` is the max_rel_err that other inputs make on the error
-    reference: an error is only small when it is well below that."""
+    """All rows, and their references. ``input_difference`` is the max_rel_err that other inputs cause on the error
+    reference: an error is small only if it is well below this value."""
 
     rows: list[Row]
     error_reference: str | None
@@ -111,7 +111,7 @@ class Race:
         return next(r for r in self.rows if r.name == name)
 
     def versus(self, name: str, base: str) -> Versus | None:
-        """Candidate ``name`` compared with any other than the race's speedup reference; None where one was not measured."""
+        """Candidate ``name`` compared with another one than the race's speedup reference; None if one was not measured."""
         mine, other = self.row(name).round_medians_ms, self.row(base).round_medians_ms
         return Versus.of(mine, other) if mine and other else None
 
@@ -146,10 +146,10 @@ def race(
 ) -> Race:
     """Run all candidates on ``feeds``, then let them take turns for ``rounds`` rounds of ``turn_s`` seconds each.
 
-    The references default to the first candidate that works. ``threads`` (all usable cores by default) holds for all.
+    The references default to the first candidate that works. ``threads`` (default: all usable cores) applies to all.
     A candidate that fails, crashes or exceeds ``timeout_s`` in one command becomes a row with its error; the others continue.
-    ``timing=False`` compares outputs only; ``with_energy`` measures each one's energy after the race, alone. Raises UsageError
-    for names that clash or do not exist.
+    ``timing=False`` compares outputs only; ``with_energy`` measures each candidate's energy after the race, alone. Raises
+    UsageError for names that clash or do not exist.
     """
     names = [c.name for c in candidates]
     if len(set(names)) != len(names) or not names:
@@ -199,7 +199,7 @@ def _compare_outputs(
     feeds: Mapping[str, Array],
     other_feeds: Mapping[str, Array] | None,
 ) -> float | None:
-    """Fill in the errors; returns the difference that other inputs make on the reference, None where it gives nothing finite."""
+    """Fill in the errors; returns the difference that other inputs cause on the reference, None if its results are not finite."""
     if reference is None or rows[reference].outputs is None:
         return None
     want = list((rows[reference].outputs or {}).values())
@@ -235,12 +235,12 @@ def _take_turns(
     for k in range(rounds):
         order = list(workers)
         for name in order[k % max(1, len(order)) :] + order[: k % max(1, len(order))]:
-            # One call may take longer than a turn: then a turn is one call, and few of them will do.
+            # One call may take longer than a turn: then a turn is one call, and few turns are enough.
             slow = first_s[name] > turn_s
             if slow and len(turns[name]) >= 3 and sum(int(t.sum()) for t in turns[name]) > 4e9 * turn_s * rounds:
                 continue
             progress(f"round {k + 1} of {rounds}: {name}")
-            time.sleep(settle_s)  # let the last one's threads stop spinning
+            time.sleep(settle_s)  # the last candidate's threads stop spinning
             try:
                 request = {
                     "command": "turn",
@@ -289,14 +289,14 @@ def _judge(rows: Mapping[str, Row], turns: Mapping[str, list[Array]], reference:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """A confidence interval (95 % where there are six values or more, else their whole range) of the median.
+    """A confidence interval of the median (95 % if there are at least six values, otherwise their whole range).
 
-    It is distribution-free: between order statistics, by the binomial law of how many values lie below the median.
+    It is distribution-free: between order statistics, by the binomial distribution of the number of values below the median.
     """
     ordered = sorted(values)
     n = len(ordered)
     skip, below = 0, 0.5**n
-    # Leave off k values at either end while the chance that the median lies beyond them stays within 2.5 % a side.
+    # Leave off k values at either end as long as the probability that the median is beyond them stays within 2.5 % per side.
     while (below := below + math.comb(n, skip + 1) * 0.5**n) <= 0.025:
         skip += 1
     return (ordered[skip], ordered[n - 1 - skip]) if n >= 6 else (ordered[0], ordered[-1])

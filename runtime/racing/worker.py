@@ -1,13 +1,13 @@
-"""A worker process of the race: holds one candidate and runs it when its turn comes.
+"""A worker process of the race: holds one candidate and runs it in its turns.
 
 Started by :class:`optdnn.runtime.workers.process.WorkerProcess`; reads commands from its standard input and answers
-on what was its standard output (libraries that print reach the standard error instead):
+on its original standard output (prints of libraries go to the standard error instead):
 
-* ``open``: candidate, threads -> facts, outputs (their names; none where they are only known after a run), clock
+* ``open``: candidate, threads -> facts, outputs (their names; none if they are known only after a run), clock
 * ``feeds`` (with arrays) -> outputs as arrays, of one run on them; with ``poison``, memory of earlier and of coming results is
   overwritten first
 * ``turn``: warmup, seconds, most -> latencies of one turn, an int64 array "ns"
-* ``energy``: -> what :func:`optdnn.runtime.measuring.energy.energy` gives, of runs on the last feeds
+* ``energy``: -> the result of :func:`optdnn.runtime.measuring.energy.energy`, for runs on the last feeds
 * ``close``: the candidate is given up; another may be opened
 * ``quit``
 """
@@ -30,7 +30,7 @@ from optdnn.types import Array
 
 
 def main() -> None:
-    """Serve until the parent quits or is gone."""
+    """Serve until the parent quits or has ended."""
     run(_Worker())
 
 
@@ -75,7 +75,7 @@ class _Worker:
         return energy(lambda seconds: len(self._sampled(seconds, None, 1)), counters(gpu=on_gpu)), None
 
     def _sampled(self, seconds: float, most: int | None, warmup: int) -> array[int]:
-        """Nanoseconds of each run: of ``most``, or of those that fit into the seconds."""
+        """Nanoseconds of each run: ``most`` runs, or as many as fit into the seconds."""
         run, feeds = self.opened.run, self.feeds
         if self.opened.sampler is not None:
             self.sampler = self.sampler or self.opened.sampler(feeds)

@@ -1,1 +1,1 @@
-"""Several ranks of one network: what they exchange, how they find one another, how they are started and watched."""
+"""Several ranks of one network: their exchanges, how they find one another, how they are started and watched."""

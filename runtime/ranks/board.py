@@ -1,10 +1,10 @@
-"""Memory that rank 0 shares with the processes that it started: how calls are requested without a message.
+"""Memory that rank 0 shares with the processes that it started, so that calls are requested without a message.
 
-A step has a number. Rank 0 writes the inputs, then the number: it *rings*. Each other rank looks at the number until it changes,
-runs its part, writes its outputs, then the number into its own word. After :data:`SPIN_S` without a step a rank sleeps on
-a socket, and the next ring wakes it by a byte.
+A step has a number. Rank 0 writes the inputs, then the number: it *rings*. Each other rank polls the number until it changes,
+runs its part, writes its outputs, then the number into its own word. After :data:`SPIN_S` without a step, a rank sleeps on
+a socket, and the next ring wakes it with a byte.
 
-All words are 8 bytes, aligned, and written by one process each.
+All words are 8 bytes, aligned, and each is written by one process only.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from optdnn.errors import RankError
 from optdnn.types import DTYPES, Array, DType, dtype_name
 
 SPIN_S = 0.01
-"""How long a rank looks for the next step before it sleeps: longer than most programs take between two tokens."""
+"""Seconds that a rank polls for the next step before it sleeps: longer than most programs take between two tokens."""
 LIMIT_S = 600.0
-"""How long rank 0 waits for a rank that is alive."""
+"""Seconds that rank 0 waits for a rank that is alive."""
 _LINE = 16
-"""Words from one word to the next: two cache lines, which processors fetch together."""
+"""Distance of two words, in words: two cache lines, which processors fetch together."""
 _STEP, _CALL, _RANKS = 0, 1, _LINE
 _WAKE_S = 1.0
 Types = Mapping[str, tuple[DType, Sequence[int]]]
 """Name -> element type and shape."""
 Fields = dict[str, list[Any]]
-"""Name -> where an array lies in the memory, its element type, its shape."""
+"""Name -> offset of an array in the memory, its element type, its shape."""
 
 
 def _fence() -> None:
-    """What was written before is seen by all processes before what is written or read after."""
+    """A memory fence: all processes see earlier writes before later writes and reads."""
     for _ in range(2):  # a store may move into a critical section, but not through two
         with _LOCK:
             pass
@@ -51,7 +51,7 @@ _yield: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Board:
-    """The shared memory, as one process sees it. ``descriptor``: of its file, which has no name and disappears with the last
+    """The shared memory, as one process sees it. ``descriptor``: of its file, which has no name and is removed with the last
     process."""
 
     def __init__(self, descriptor: int, world: int):
@@ -71,14 +71,14 @@ class Board:
         return cls(descriptor, world)
 
     def close(self) -> None:
-        """Close the file; arrays in it stay."""
+        """Close the file; arrays in it stay valid."""
         with contextlib.suppress(OSError):
             os.close(self.descriptor)
 
     # ---------------------------------------------------------------- arrays
 
     def place(self, shared: Types, own: Sequence[Types]) -> list[Fields]:
-        """Fresh room for arrays that all ranks read (``shared``) and for each rank's ``own``: each rank's fields."""
+        """New space for arrays that all ranks read (``shared``) and for each rank's ``own``. Returns each rank's fields."""
         at = self._end
 
         def room(types: Types) -> Fields:
@@ -109,7 +109,7 @@ class Board:
     # ---------------------------------------------------------------- rank 0
 
     def ring(self, call: int, bells: Iterable[socket.socket]) -> None:
-        """Ask the other ranks for the next step, of this call. ``bells``: the socket of each, from rank 1 on."""
+        """Request the next step of this call from the other ranks. ``bells``: the socket of each, from rank 1 on."""
         words = self._words
         words[_CALL] = call
         _fence()
@@ -121,9 +121,9 @@ class Board:
                     bell.send(b"r")
 
     def settle(self, check: Callable[[], None]) -> None:
-        """Wait until the other ranks have done the last step. ``check`` is called meanwhile, and may raise.
+        """Wait until the other ranks have finished the last step. ``check`` is called meanwhile, and may raise.
 
-        Raises RankError where one is alive and does not answer."""
+        Raises RankError if a rank is alive but does not answer."""
         words, step, end = self._words, self._words[_STEP], 0.0
         for rank in range(1, self.world):
             at = _RANKS + 2 * _LINE * rank
@@ -139,7 +139,7 @@ class Board:
     # ---------------------------------------------------------------- other ranks
 
     def wait(self, rank: int, seen: int, bell: socket.socket) -> int | None:
-        """The call of the step after step ``seen``, once it is requested; None where rank 0 has left."""
+        """The call of the step after step ``seen``, once it is requested; None if rank 0 has left."""
         words, at = self._words, _RANKS + 2 * _LINE * rank + _LINE
         end = time.monotonic() + SPIN_S
         bell.settimeout(_WAKE_S)
@@ -162,7 +162,7 @@ class Board:
         return words[_CALL]
 
     def done(self, rank: int, step: int) -> None:
-        """Say that a rank has done this step."""
+        """Report that a rank has finished this step."""
         _fence()
         self._words[_RANKS + 2 * _LINE * rank] = step
 

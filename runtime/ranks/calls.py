@@ -1,4 +1,4 @@
-"""A bound call of one rank: inputs that change come from the host in each run, and outputs go back there."""
+"""A bound call of one rank: changing inputs come from the host in each run, and outputs return to the host."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class HostCall:
     def __init__(self, context: Any, feeds: Mapping[str, Array], state: Mapping[str, str]):
         self._state = state
         kept = set(state.values())
-        arrays = {n: np.array(a) for n, a in feeds.items()}  # the caller may change its own
+        arrays = {n: np.array(a) for n, a in feeds.items()}  # the caller may change its own arrays
         self._moving = {n: a for n, a in arrays.items() if n not in kept}
         self.bound = context.bind(arrays, state=state)
 
     def run(self, feeds: Mapping[str, Array], wanted: Container[str] | None = None) -> dict[str, Array]:
-        """Run once with these inputs. Gives the outputs ``wanted`` (None: all) that are no state."""
+        """Run once with these inputs. Returns the outputs ``wanted`` (None: all) that are not state."""
         for name, array in feeds.items():
             np.copyto(self._moving[name], array)
         results = self.bound.run()
@@ -31,7 +31,7 @@ class HostCall:
 
 
 SMALL = 1 << 14
-"""Bytes up to which inputs go to the GPU together, in one copy: each copy of its own costs the host microseconds."""
+"""Inputs of up to this many bytes are copied to the GPU together: each separate copy costs the host microseconds."""
 
 
 class GpuCall:
@@ -50,7 +50,7 @@ class GpuCall:
         self._outputs: dict[tuple[str, int], _Staged] = {}
 
     def run(self, feeds: Mapping[str, Array], wanted: Container[str] | None = None) -> dict[str, Array]:
-        """Run once with these inputs, and wait. Gives the outputs ``wanted`` (None: all) that are no state."""
+        """Run once with these inputs, and wait. Returns the outputs ``wanted`` (None: all) that are not state."""
         stream = self._stream
         for name, array in feeds.items():
             one = self._inputs[name]
@@ -80,7 +80,7 @@ class GpuCall:
 
 @dataclass(frozen=True)
 class _Input:
-    """An input of the network on the GPU and in page-locked memory of the host, and its copy, where it has one of its own."""
+    """An input of the network on the GPU and in page-locked host memory, and its copy, if it has a separate one."""
 
     gpu: Any
     host: Array
@@ -111,7 +111,7 @@ def _staged(cupy: Any, moving: Mapping[str, Array]) -> tuple[_Staged | None, dic
 
 
 class _Staged:
-    """An array on the GPU, and page-locked memory of the host that it is copied from or to."""
+    """An array on the GPU, and the page-locked host memory that it is copied from or to."""
 
     def __init__(self, array: Any, *, to_host: bool):
         from optdnn.runtime.cuda.allocator import PinnedMemory
@@ -130,5 +130,5 @@ class _Staged:
 
 
 def to_host(array: Any) -> Any:
-    """An array of NumPy's, copied from the GPU where it lies there."""
+    """A NumPy array, copied if it is on the GPU."""
     return array.get() if hasattr(array, "get") else array

@@ -1,4 +1,4 @@
-"""The process of a rank other than 0, which the process of rank 0 starts and commands."""
+"""The process of a rank other than 0; the process of rank 0 starts it and sends it commands."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class _Child:
         self.member.bind(number, arrays | inputs, message["state"])
         self.follower.calls[message["call"]] = _Call(lambda: self.member.step(number, inputs, outputs), outputs)
         gc.collect()
-        gc.freeze()  # a collection of all that the engine consists of takes as long as many steps, and all ranks would wait for it
+        gc.freeze()  # collecting the engine's objects takes as long as many steps, and all ranks would wait for it
         return {}, None
 
     def _places(self, message: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -122,7 +122,7 @@ class _Child:
 def main() -> None:
     """The worker's main function (:class:`optdnn.runtime.workers.process.WorkerProcess`).
 
-    It ends the process at once: the thread that follows rank 0 may be at work on the GPU, which nothing may take down before."""
+    It ends the process immediately: the thread that follows rank 0 may be at work on the GPU, which must stay usable until then."""
     code = 1
     try:
         run(_Child())

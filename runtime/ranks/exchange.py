@@ -1,6 +1,6 @@
-"""The exchange of arrays between ranks in NumPy: what gives ``AllReduce`` and ``AllGather`` their meaning.
+"""The exchange of arrays between ranks in NumPy: it defines the meaning of ``AllReduce`` and ``AllGather``.
 
-Each rank runs in a thread, which holds the exchange that its collectives use (:func:`joined`). :class:`Threads` connects ranks
+Each rank runs in a thread, which holds the exchange for its collectives (:func:`joined`). :class:`Threads` connects ranks
 of one process; :mod:`optdnn.runtime.ranks.group` connects processes.
 """
 
@@ -17,7 +17,7 @@ from optdnn.types import Array
 
 T = TypeVar("T")
 WAIT_S = 60.0
-"""How long a rank of one process waits for the others at a collective."""
+"""Seconds that a rank of one process waits for the others at a collective."""
 
 
 class Exchange(Protocol):
@@ -26,7 +26,7 @@ class Exchange(Protocol):
     world: int
 
     def gather(self, array: Array) -> list[Array]:
-        """The arrays of all ranks, in their order; each rank gives one. Raises RankError where another rank is lost."""
+        """The arrays of all ranks, in rank order; each rank gives one. Raises RankError if another rank is lost."""
 
 
 class Threads:
@@ -73,7 +73,7 @@ def joined(exchange: Exchange) -> Iterator[None]:
 
 
 def gather(array: Array, world: int) -> list[Array]:
-    """The arrays of all ranks. Raises RunError where this thread is no rank of a world of that size."""
+    """The arrays of all ranks. Raises RunError if this thread is not a rank of a world of this size."""
     exchange: Exchange | None = getattr(_here, "exchange", None)
     if exchange is None or exchange.world != world:
         there = "one rank" if exchange is None else f"{exchange.world} ranks"

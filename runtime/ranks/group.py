@@ -1,7 +1,7 @@
-"""The processes of several ranks, connected by TCP: a star whose hub is rank 0.
+"""The processes of several ranks, connected by TCP: a star with rank 0 as the hub.
 
-Each rank has two connections to the hub. One carries what the ranks exchange. The other carries nothing until a rank leaves; if
-it ends before, that rank is lost. Every rank then learns of it at once: what it waits for ends with RankError, and its callbacks
+Each rank has two connections to the hub. One carries the exchanges of the ranks. The other is idle until a rank leaves; if
+it ends before that, the rank is lost. Every rank then learns of it immediately: its waits end with RankError, and its callbacks
 (which abort collectives on the GPU) are called.
 """
 
@@ -23,25 +23,25 @@ from optdnn.runtime.workers.wire import receive, send
 from optdnn.types import Array
 
 JOIN_S = 60.0
-"""How long ranks that a launcher started wait for one another."""
+"""Seconds that ranks started by a launcher wait for one another."""
 LEFT_S = 7.0
-"""How long work goes on after another rank has left in order: what that rank had to give may be there already."""
+"""Seconds that work continues after another rank has left in order: that rank's contribution may already have arrived."""
 SAY_S = 2.0
-"""How long a rank whose connection broke waits to hear why."""
+"""Seconds that a rank with a broken connection waits for the reason."""
 _BYE, _LOST = b"B", b"L"
 _LENGTH = struct.Struct("<H")
 Message = tuple[dict[str, Any], dict[str, Array]]
 
 
 class Group:
-    """The connection of one rank. ``data`` and ``alive``: of the hub one to each other rank, of the others one to the hub."""
+    """The connection of one rank. ``data`` and ``alive``: the hub has one of each per other rank, another rank has one of each."""
 
     def __init__(self, rank: int, world: int, data: list[socket.socket], alive: list[socket.socket]):
         self.rank, self.world = rank, world
         self._data, self._alive = data, alive
         self._streams: list[Any] = [s.makefile("rwb") for s in data]
         self.lost: str | None = None
-        """Why the ranks cannot go on."""
+        """Why the ranks cannot continue."""
         self._left: str | None = None
         self._begun, self._ended = 0, 0
         self._closing = False
@@ -55,7 +55,7 @@ class Group:
     # ---------------------------------------------------------------- exchange
 
     def exchange(self, message: Mapping[str, Any], arrays: Mapping[str, Array] | None = None) -> list[Message]:
-        """What all ranks give, in their order; each rank calls it. Raises RankError where another rank is lost."""
+        """The messages of all ranks, in rank order; each rank calls this. Raises RankError if another rank is lost."""
         own: Message = (dict(message), dict(arrays or {}))
         try:
             if self.rank == 0:
@@ -84,7 +84,7 @@ class Group:
     # ---------------------------------------------------------------- watching
 
     def when_lost(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when a rank is lost (at once, where one is)."""
+        """Call ``callback`` when a rank is lost (immediately, if one already is)."""
         with self._lock:
             if self.lost is None:
                 self._callbacks.append(callback)
@@ -92,12 +92,12 @@ class Group:
         callback()
 
     def check(self) -> None:
-        """Raise RankError where a rank is lost."""
+        """Raise RankError if a rank is lost."""
         if self.lost is not None:
             raise RankError(self.lost, hint="load the engine again")
 
     def begin(self) -> None:
-        """Before work in which all ranks take part. Raises RankError where one is lost, or has left."""
+        """Called before work in which all ranks take part. Raises RankError if a rank is lost, or has left."""
         self._begun += 1  # first: a rank that leaves from here on finds this work
         try:
             if self._left is not None:
@@ -108,11 +108,11 @@ class Group:
             raise
 
     def end(self) -> None:
-        """The work that was begun has ended, in whichever way."""
+        """Called after the work that was begun has ended, with or without success."""
         self._ended = self._begun
 
     def _without(self, name: int) -> None:
-        """A rank has left in order: nothing more can begin, and what goes on for long waits for that rank."""
+        """A rank has left in order: nothing more can begin, and work that continues for long waits for that rank."""
         self._left = f"rank {name} of {self.world} has left"
         begun, limit = self._begun, time.monotonic() + LEFT_S
         while self._ended != begun and not self._closing:
@@ -168,7 +168,7 @@ class Group:
 
 
 class Hub:
-    """Rank 0 before the others have come. ``token``: what they must say."""
+    """Rank 0 before the other ranks have connected. ``token``: the secret that they must send."""
 
     def __init__(self, world: int, host: str = "127.0.0.1", port: int = 0, token: str | None = None):
         self.world, self.token = world, secrets.token_hex(16) if token is None else token
@@ -180,7 +180,7 @@ class Hub:
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
 
     def accept(self, check: Callable[[], None] = lambda: None, limit: float = JOIN_S) -> Group:
-        """Wait for the other ranks. ``check`` is called meanwhile, and may raise. Raises RankError where they do not come."""
+        """Wait for the other ranks. ``check`` is called meanwhile, and may raise. Raises RankError if they do not connect."""
         found: dict[tuple[str, int], socket.socket] = {}
         end = time.monotonic() + limit
         try:
@@ -188,7 +188,7 @@ class Hub:
                 check()
                 if time.monotonic() > end:
                     missing = sorted(set(range(1, self.world)) - {r for name, r in found if name == "alive"})
-                    raise RankError(f"ranks {', '.join(map(str, missing))} did not come within {limit:g} s")
+                    raise RankError(f"ranks {', '.join(map(str, missing))} did not connect within {limit:g} s")
                 with contextlib.suppress(TimeoutError):
                     self._admit(self._socket.accept()[0], found)
         except BaseException:
@@ -201,7 +201,7 @@ class Hub:
         return Group(0, self.world, *sides)
 
     def _admit(self, one: socket.socket, found: dict[tuple[str, int], socket.socket]) -> None:
-        """Take a connection of another rank. One with another world ends the start on both sides."""
+        """Accept a connection of another rank. A rank of another world size ends the start on both sides."""
         one.settimeout(10)
         _without_delay(one)
         try:
@@ -215,7 +215,7 @@ class Hub:
                 if hello["world"] != self.world:
                     why = f"rank {key[1]} was started as one of {hello['world']} ranks, rank 0 as one of {self.world}"
                 elif key in found or not 1 <= key[1] < self.world or key[0] not in ("data", "alive"):
-                    why = f"two processes are rank {key[1]}, or it is none of {self.world} ranks"
+                    why = f"two processes are rank {key[1]}, or it is not one of {self.world} ranks"
                 send(stream, {"why": why})  # type: ignore[arg-type]
         except (OSError, ValueError, KeyError, InternalError):
             one.close()
@@ -228,7 +228,7 @@ class Hub:
 
 
 def join(address: tuple[str, int], rank: int, world: int, token: str, limit: float = JOIN_S) -> Group:
-    """The group of a rank other than 0. Raises RankError where rank 0 does not answer, or refuses."""
+    """The group of a rank other than 0. Raises RankError if rank 0 does not answer, or refuses."""
     end = time.monotonic() + limit
     sides: list[socket.socket] = []
     for channel in ("data", "alive"):

@@ -34,9 +34,9 @@ def program_of(program: Program, rank: int) -> Program:
 
 
 class Member:
-    """A rank with its own process. Making it is a collective: all ranks of ``group`` do it together.
+    """A rank with its own process. Creating it is a collective: all ranks of ``group`` do it together.
 
-    Raises RankError where the GPUs do not fit together, and what loading an engine raises.
+    Raises RankError if the GPUs do not fit together, and the errors of loading an engine.
     """
 
     def __init__(self, program: Program, group: Group, local: int, options: LoadOptions):
@@ -53,7 +53,7 @@ class Member:
         group.exchange({"ready": True})
 
     def _here(self) -> AbstractContextManager[None]:
-        """A ``with`` block in which arrays and graphs are made on this rank's GPU, with its collectives."""
+        """A ``with`` block for creating arrays and graphs on this rank's GPU, with its collectives."""
         return _NOTHING if self._communicator is None else self._communicator.here()
 
     def context(self) -> int:
@@ -66,24 +66,24 @@ class Member:
         return _NOTHING if self._communicator is not None else joined(self.group)
 
     def run(self, context: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Run once on this rank's parts of the inputs. Raises RankError where another rank is lost."""
+        """Run once on this rank's parts of the inputs. Raises RankError if another rank is lost."""
         found: dict[str, Array] = self._watched(lambda: self._contexts[context].run(feeds))
         return found
 
     def bind(self, context: int, feeds: Mapping[str, Array], state: Mapping[str, str]) -> None:
-        """Bind a context to copies of these arrays, which :meth:`step` overwrites, and to state that stays here."""
+        """Bind a context to copies of these arrays, which :meth:`step` overwrites, and to state that stays in this process."""
         kind = HostCall if self._communicator is None else GpuCall
         with self._here():
             self._bound[context] = kind(self._contexts[context], feeds, state)
 
     def step(self, context: int, feeds: Mapping[str, Array], wanted: Container[str] | None = None) -> dict[str, Array]:
-        """Run a bound context once, with these inputs. Gives the outputs ``wanted`` (None: all) that are no state."""
+        """Run a bound context once, with these inputs. Returns the outputs ``wanted`` (None: all) that are not state."""
         call = self._bound[context]
         found: dict[str, Array] = self._watched(lambda: call.run(feeds, wanted), self._current)
         return found
 
     def _current(self) -> AbstractContextManager[None]:
-        """As :meth:`_here`, for work in which no arrays and no graphs are made."""
+        """Like :meth:`_here`, for work that creates no arrays and no graphs."""
         if self._communicator is not None:
             self._communicator.make_current()
         return _NOTHING
@@ -94,12 +94,12 @@ class Member:
             return {n: np.array(to_host(a)) for n, a in self._bound[context].bound.state.items()}
 
     def reset(self, context: int, values: Mapping[str, Array]) -> None:
-        """Begin again from the initial state, or from these values."""
+        """Restart from the initial state, or from these values."""
         with self._here():
             self._bound[context].bound.reset(dict(values) or None)
 
     def times(self, context: int, repeats: int, bound: bool) -> list[float]:
-        """GPU milliseconds of runs one after another, all ranks at once: on the inputs of the last run, or (``bound``) of the
+        """GPU milliseconds of consecutive runs, all ranks at once: on the inputs of the last run, or (``bound``) of the
         context as it is bound."""
         from optdnn.runtime.cuda.launches.graphs import time_runs
 
@@ -113,7 +113,7 @@ class Member:
         return found
 
     def _watched(self, work: Callable[[], Any], here: Callable[[], AbstractContextManager[None]] | None = None) -> Any:
-        """Do ``work`` together with the other ranks. Raises RankError where one of them is lost meanwhile."""
+        """Do ``work`` together with the other ranks. Raises RankError if one of them is lost meanwhile."""
         self.group.begin()
         try:
             with (here or self._here)(), self._joined():

@@ -1,4 +1,4 @@
-"""Which rank this process is, where a launcher started several: torchrun, MPI, or variables of the user's own."""
+"""The rank of this process, if a launcher started several: torchrun, MPI, or the user's own variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optdnn.runtime.ranks.group import JOIN_S, Group, Hub, join
 _NAMES = (("RANK", "WORLD_SIZE", "LOCAL_RANK"),
           ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"))  # fmt: skip
 RENDEZVOUS = "OPTDNN_RENDEZVOUS"
-"""Environment variable: HOST:PORT of rank 0, or a file that rank 0 writes its address to."""
+"""Environment variable: HOST:PORT of rank 0, or a file to which rank 0 writes its address."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Place:
 
 
 def place_of(env: Mapping[str, str] | None = None) -> Place | None:
-    """This process's place; None where no launcher started several. Raises UsageError for variables that contradict."""
+    """This process's place; None if no launcher started several. Raises UsageError for variables that contradict."""
     env = os.environ if env is None else env
     for rank_name, world_name, local_name in _NAMES:
         if rank_name not in env or world_name not in env:
@@ -57,7 +57,7 @@ def place_of(env: Mapping[str, str] | None = None) -> Place | None:
 
 
 def meet(place: Place, limit: float = JOIN_S) -> Group:
-    """The group of all ranks that the launcher started. Raises RankError where they do not find one another."""
+    """The group of all ranks that the launcher started. Raises RankError if they do not find one another."""
     host, colon, port = place.rendezvous.rpartition(":")
     if colon and port.isdigit():
         if place.rank == 0:

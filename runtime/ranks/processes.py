@@ -1,4 +1,4 @@
-"""The ranks of an engine that this process starts: rank 0 here, a process for each other rank."""
+"""The ranks of an engine that this process starts: rank 0 here, and a process for each other rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from optdnn.temporary import temporary_folder
 from optdnn.types import Array, TensorSpec
 
 START_S = 600.0
-"""How long a rank may take to load its engine: kernels may have to be compiled."""
+"""Seconds that a rank may take to load its engine: kernels may have to be compiled."""
 LAUNCHED = (
     "RANK",
     "WORLD_SIZE",
@@ -38,11 +38,11 @@ LAUNCHED = (
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_RANK",
 )
-"""Variables that a process which we start does not get."""
+"""Variables that the started processes do not get."""
 
 
 class ProcessTeam:
-    """Rank 0 in this process, and a process for each other rank, which this one starts and ends."""
+    """Rank 0 in this process, and a process for each other rank, which this process starts and ends."""
 
     def __init__(self, program: Program, ranks: Ranks, options: LoadOptions):
         if options.custom_ops:
@@ -93,7 +93,7 @@ class ProcessTeam:
             process.kill()
 
     def _ask(self, message: Callable[[int], Mapping[str, Any]], parts: Parts | None = None) -> list[Future[Any]]:
-        """Give each other rank a command. One that fails ends what all others wait for."""
+        """Send each other rank a command. If one fails, the waits of all others end."""
 
         def ask(rank: int) -> Any:
             try:
@@ -109,7 +109,7 @@ class ProcessTeam:
     def _all(
         self, own: Callable[[], Any], command: str, context: int, parts: Parts | None = None, **more: Any
     ) -> list[Any]:
-        """Each rank's (message, arrays), or for rank 0 what ``own`` gives."""
+        """Each rank's (message, arrays); for rank 0 the result of ``own``."""
         self._ready()
         message = {"command": command, "number": context, **more}
         asked = self._ask(lambda rank: message, parts)
@@ -146,11 +146,11 @@ class ProcessTeam:
         return self._rung(self._bound[context], parts, lambda: self.member.step(context, parts[0]))
 
     def _shared(self, types: Sequence[Types], results: Mapping[str, TensorSpec], before: _Shared | None) -> _Shared:
-        """A call with inputs of these types for each rank, and these results of each rank; ``before``, where it has them."""
+        """A call with inputs of these types for each rank, and these results of each rank; ``before`` is reused if it matches."""
         if before is not None and before.types == types and before.results == results.keys():
             return before
         if open_ones := [str(s) for s in results.values() if not all(isinstance(n, int) for n in s.shape)]:
-            raise UsageError(f"outputs that are split between processes have fixed sizes: {open_ones[0]}")
+            raise UsageError(f"outputs that are split between processes must have fixed sizes: {open_ones[0]}")
         whole = {n: one for n, one in types[0].items() if n not in self._cut}
         board, sizes = self._board, {n: (s.dtype, known_sizes(s.shape)) for n, s in results.items()}
         given = board.place(whole, [{n: one for n, one in each.items() if n in self._cut} for each in types])
@@ -166,7 +166,7 @@ class ProcessTeam:
         return _Shared(self._count, types, list(zip(given, taken, strict=True)), inputs, outputs, set(results))
 
     def _rung(self, call: _Shared, parts: Parts, own: Callable[[], dict[str, Array]]) -> list[dict[str, Array]]:
-        """Do a call on all ranks; ``own`` is rank 0's part. The next call overwrites what the other ranks give."""
+        """Run a call on all ranks; ``own`` is rank 0's part. The next call overwrites the other ranks' results."""
         group = self._ready()
         for rank, name, array in call.inputs:
             np.copyto(array, parts[rank][name])
@@ -181,7 +181,7 @@ class ProcessTeam:
         return [first, *call.outputs]
 
     def _ready(self) -> Group:
-        """Wait until the other ranks have done the last step: rank 0 had its results before."""
+        """Wait until the other ranks have finished the last step: rank 0 had its results earlier."""
         group = self._group
         assert group is not None
         group.check()
@@ -189,7 +189,7 @@ class ProcessTeam:
         return group
 
     def _failed(self, error: BaseException) -> None:
-        """Tell the other ranks of an error of this one."""
+        """Tell the other ranks of an error of this rank."""
         if self._group is not None and not isinstance(error, RankError):
             self._group.fail(f"rank 0 failed: {getattr(error, 'message', error)}")
 
@@ -213,7 +213,7 @@ class ProcessTeam:
 
 @dataclass(frozen=True)
 class _Shared:
-    """A call whose arrays lie in memory that the ranks share."""
+    """A call with arrays in memory that the ranks share."""
 
     number: int
     types: Sequence[Types]
@@ -221,7 +221,7 @@ class _Shared:
     fields: list[tuple[Fields, Fields]]
     """Each rank's inputs and outputs."""
     inputs: Sequence[tuple[int, str, Array]]
-    """(rank, name, array): what rank 0 writes. Inputs that all ranks read are written once."""
+    """(rank, name, array): the inputs that rank 0 writes. Inputs that all ranks read are written once."""
     outputs: Sequence[dict[str, Array]]
     """The split outputs of each rank except 0."""
     results: set[str]
@@ -229,8 +229,8 @@ class _Shared:
 
 
 class _Asker:
-    """A thread that waits for the answers of a process. The end of the interpreter does not wait for it, as it would for a pool's:
-    it ends the process, which may hang."""
+    """A thread that waits for the answers of a process. The end of the interpreter does not wait for it, as it would for a pool's
+    thread: it ends the process, which may hang."""
 
     def __init__(self) -> None:
         self._works: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -284,7 +284,7 @@ def _end(
 
 
 def _check(futures: Sequence[Future[Any]]) -> None:
-    """Raise the error of a process that failed before it came."""
+    """Raise the error of a process that failed before it connected."""
     for one in futures:
         if one.done():
             one.result()
@@ -292,7 +292,7 @@ def _check(futures: Sequence[Future[Any]]) -> None:
 
 @contextlib.contextmanager
 def _engine_file(program: Program) -> Any:
-    """A file with the engine, for the other ranks: its own, or one that is written for them."""
+    """A file with the engine, for the other ranks: its own, or a temporary one."""
     descriptor = None if program.file is None else program.file.descriptor
     if descriptor is not None:
         yield f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -304,5 +304,5 @@ def _engine_file(program: Program) -> Any:
 
 
 def _plain(options: LoadOptions) -> dict[str, Any]:
-    """The options that other ranks load with: the file was checked by this process."""
+    """The load options of the other ranks: this process has already checked the file."""
     return {"simulate": options.simulate, "trust_cubins": options.trust_cubins, "recompile": options.recompile}

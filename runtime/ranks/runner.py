@@ -1,4 +1,4 @@
-"""Engines of several ranks: how their inputs are split, and their outputs put together.
+"""Engines of several ranks: splitting their inputs, and joining their outputs.
 
 The caller gives whole inputs and gets whole outputs. On GPUs each rank is a process: this one is rank 0 and starts the others, or
 a launcher started all of them, and then each calls ``run`` with the same inputs. Engines for ``reference`` and ``simulate``
@@ -29,7 +29,7 @@ from optdnn.types import Array, TensorSpec
 
 
 def of_one_rank(program: Program) -> Ranks | None:
-    """The ranks of a model that was written for one of them, with collectives of its own: each process of a launcher has its own
+    """The ranks of a model that was written for one of them and contains collectives: each process of a launcher has its own
     engine. None for other programs."""
     found = collectives(program)
     if not found:
@@ -39,7 +39,7 @@ def of_one_rank(program: Program) -> Ranks | None:
 
 
 def open_ranks(program: Program, ranks: Ranks, options: LoadOptions) -> RanksRunner:
-    """Make an engine of several ranks ready; a GPU is touched when the first context is made."""
+    """Prepare an engine of several ranks; a GPU is used only when the first context is created."""
     return RanksRunner(program, ranks, options)
 
 
@@ -60,7 +60,7 @@ class RanksRunner(Runner):
 
     @property
     def team(self) -> Team:
-        """All ranks; started when they are first asked for."""
+        """All ranks; started on first use."""
         with self.lock:
             if self._team is None:
                 self._team = self._start()
@@ -85,7 +85,7 @@ class RanksRunner(Runner):
 
 
 def _whole(specs: Sequence[TensorSpec], axes: Sequence[int], world: int) -> list[TensorSpec]:
-    """Ports of the network from those of a rank."""
+    """Ports of the network, computed from the ports of a rank."""
     made = []
     for spec, axis in zip(specs, axes, strict=True):
         shape = tuple(d * world if k == axis and isinstance(d, int) else d for k, d in enumerate(spec.shape))
@@ -111,7 +111,7 @@ class RanksContext(BaseContext):
         return split(arrays, self._inputs, self.world)
 
     def joined(self, results: Sequence[Mapping[str, Array]], leave: Container[str] = ()) -> dict[str, Array]:
-        """The outputs of the network but for ``leave``, of those that the ranks give."""
+        """The outputs of the network except ``leave``, joined from the ranks' results."""
         found = {}
         for name, own in results[0].items():
             if name in leave:
@@ -133,7 +133,7 @@ class RanksContext(BaseContext):
         }
 
     def gpu_times(self, feeds: Mapping[str, Any], repeats: int = 100) -> list[float]:
-        """Milliseconds on rank 0's GPU of runs one after another, all ranks at once."""
+        """Milliseconds on rank 0's GPU of consecutive runs, all ranks at once."""
         self.run(feeds)
         with self.runner.lock:
             return self.team.times(self.number, repeats, bound=False)
@@ -144,7 +144,7 @@ class RanksContext(BaseContext):
         return on_gpu(self.program, self.runner._options)
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
-        """Steps of ranks are not timed one by one."""
+        """Not supported: steps of ranks are not timed one by one."""
         raise UsageError(
             "steps are timed on one device", hint="leave --profile out, or build the engine for one device"
         )
@@ -154,7 +154,7 @@ class RanksContext(BaseContext):
 
 
 class RanksBound:
-    """A call that is repeated on every rank. State stays with the ranks; other inputs are read in each run."""
+    """A repeated call on every rank. State stays with the ranks; other inputs are read in each run."""
 
     def __init__(self, context: RanksContext, given: Binding):
         signature = context.signature
@@ -175,7 +175,7 @@ class RanksBound:
 
     @property
     def state(self) -> dict[str, Array]:
-        """Input -> a copy of what the next run reads there."""
+        """Input -> a copy of the array that the next run reads for it."""
         c = self._context
         with c.runner.lock:
             states = c.team.state(c.number)
@@ -185,7 +185,7 @@ class RanksBound:
         }
 
     def run(self, stream: object = None) -> dict[str, Array]:
-        """Run once on the bound arrays as they are now; results that are state stay with the ranks."""
+        """Run once on the bound arrays with their present contents; results that are state stay with the ranks."""
         if stream is not None:
             raise InputError("an engine of several devices takes no stream", hint="leave stream out")
         c = self._context
@@ -196,13 +196,13 @@ class RanksBound:
         return self.outputs
 
     def gpu_times(self, repeats: int = 100) -> list[float]:
-        """Milliseconds on rank 0's GPU of runs one after another, all ranks at once. State continues with each run."""
+        """Milliseconds on rank 0's GPU of consecutive runs, all ranks at once. State continues with each run."""
         c = self._context
         with c._alone, c.runner.lock:
             return c.team.times(c.number, repeats, bound=True)
 
     def reset(self, values: Mapping[str, Array] | None = None) -> None:
-        """Begin again from the initial state; ``values`` (by input name) are the initial state from now on."""
+        """Restart from the initial state; ``values`` (by input name) become the initial state from now on."""
         checked = checked_values(self._initial, values)
         c = self._context
         with c.runner.lock:
@@ -215,7 +215,7 @@ def split(arrays: Mapping[str, Array], axes: Mapping[str, int], world: int) -> l
 
 
 def views(arrays: Mapping[str, Array], axes: Mapping[str, int], world: int) -> list[dict[str, Array]]:
-    """Each rank's parts of arrays, in the same memory."""
+    """Each rank's parts of arrays, as views of the same memory."""
     found: list[dict[str, Array]] = [{} for _ in range(world)]
     for name, array in arrays.items():
         pieces = [array] * world if axes[name] < 0 else np.split(array, world, axes[name])

@@ -1,4 +1,4 @@
-"""What runs the ranks of an engine: threads of this process, processes that this one starts, or those of a launcher."""
+"""The teams that run the ranks of an engine: threads of this process, processes that it starts, or a launcher's processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Parts = Sequence[Mapping[str, Array]]
 
 
 class Team(Protocol):
-    """All ranks of an engine. Each call is for all of them; ``parts`` holds each rank's own inputs."""
+    """All ranks of an engine. Each call concerns all of them; ``parts`` holds each rank's own inputs."""
 
     def context(self) -> int: ...
     def run(self, context: int, parts: Parts) -> list[dict[str, Array]]: ...
@@ -76,7 +76,7 @@ class ThreadTeam:
         raise UsageError("ranks in threads have no times of a GPU")
 
     def close(self) -> None:
-        """There is nothing to leave."""
+        """Does nothing: there is nothing to leave."""
 
 
 class LauncherTeam:

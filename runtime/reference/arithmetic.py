@@ -1,6 +1,6 @@
-"""The arithmetic of each kind that consists of products of matrices, which tensor cores compute; and the kinds without arithmetic.
+"""The arithmetic of each kind that consists of matrix products, which tensor cores compute; and the kinds without arithmetic.
 
-Both the operators' definitions and the measurements of a loaded engine count with these functions. A multiply-add counts as two.
+Both the operators' definitions and the measurements of a loaded engine use these functions. A multiply-add counts as two.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ Products: TypeAlias = Callable[[Sequence[Shape], Shape, Mapping[str, Any]], floa
 
 
 def _conv(weights: int, per_result: int = 1) -> Products:
-    """A convolution. ``weights``: their slot; ``per_result``: how many results the kernel computes for each that it stores."""
+    """A convolution. ``weights``: their slot; ``per_result``: the number of results that the kernel computes per stored result."""
     return lambda shapes, out, attrs: 2 * per_result * math.prod(out) * math.prod(shapes[weights][1:])
 
 
 def _quantized_conv(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
-    """Weights of six axes are channels in three of them (:func:`optdnn.runtime.reference.quantized.unpermuted`), then a filter."""
+    """Weights of six axes are channels in three axes (:func:`optdnn.runtime.reference.quantized.unpermuted`), then a filter."""
     weights = shapes[1]
     return 2 * math.prod(out) * math.prod(weights[3:] if len(weights) == 6 else weights[1:])
 
@@ -34,7 +34,7 @@ def _paired_conv(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) 
 
 
 def _separable_conv(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
-    """Without the first part, which is small and, where it is depthwise, no product of matrices."""
+    """Without the first part, which is small and, if it is depthwise, not a matrix product."""
     return 2 * math.prod(out) * math.prod(shapes[attrs["operands"]][1:])
 
 
@@ -44,7 +44,7 @@ def _chained_conv(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any])
 
 
 def _chained_quantized(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
-    """As :func:`_chained_conv`, with weights whose channels are viewed as three axes."""
+    """Like :func:`_chained_conv`, with weights whose channels are viewed as three axes."""
     middle, channels = shapes[2][0], shapes[attrs["operands"] + 1][0]
     return float(2 * out[0] * math.prod(out[2:]) * middle * (shapes[0][1] + channels))
 
@@ -167,7 +167,7 @@ PRODUCTS: dict[str, Products] = {
 
 
 def products_of(kind: str, shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
-    """Operations of the products of matrices that an operator consists of; 0 for other kinds."""
+    """Operations of an operator's matrix products; 0 for other kinds."""
     return PRODUCTS[kind](shapes, out, attrs) if kind in PRODUCTS else 0
 
 

@@ -10,9 +10,9 @@ from optdnn.types import Array, DType
 
 
 def visible(rows: int, cols: int, offset: Array, is_causal: bool, left: int, right: int) -> Array:
-    """Which keys each query may see: (B or 1, 1, rows, cols). The query of row i is at position ``offset + i``.
+    """The keys that each query sees: (B or 1, 1, rows, cols). The query of row i is at position ``offset + i``.
 
-    ``left`` and ``right``: how many keys before and after its own position a query sees; -1 for all.
+    ``left`` and ``right``: the number of keys before and after its own position that a query sees; -1 for all.
     """
     behind = offset.reshape(-1, 1, 1, 1) + np.arange(rows)[:, None] - np.arange(cols)
     allowed = np.ones(behind.shape, bool)
@@ -45,8 +45,8 @@ def attention(
     """Attention (ONNX opset 25): q (B, H, L, D), k (B, G, S, D), v (B, G, S, E), where G divides H.
 
     ``mask`` (bool, or added) broadcasts to (B, H, L, P + S) from the right and may lack trailing keys; ``past_key`` and
-    ``past_value`` (B, G, P, D or E) come before k and v; ``lengths`` (B): how many keys of each sample there are.
-    Results: y (B, H, L, E), the present keys and values, and the scores that ``qk_matmul_output_mode`` asks for. A query
+    ``past_value`` (B, G, P, D or E) come before k and v; ``lengths`` (B): the number of keys of each sample.
+    Results: y (B, H, L, E), the present keys and values, and the scores that ``qk_matmul_output_mode`` selects. A query
     that sees no key yields zeros.
     """
     rows = q.shape[2]
@@ -71,9 +71,9 @@ def attention(
         bias = bias + np.pad(mask.astype(q.dtype, copy=False), pad, constant_values=-np.inf)
     root = q.dtype.type(np.sqrt(q.shape[-1] ** -0.5 if scale is None else scale))
     groups = q.shape[1] // k.shape[1]
-    if cols == 0:  # as of rows whose keys are all masked
+    if cols == 0:  # like rows with all keys masked
         return np.zeros((*q.shape[:3], v.shape[3]), q.dtype), k, v, np.zeros((*q.shape[:3], 0), q.dtype)
-    # The heads that share keys side by side, as one product each.
+    # The heads that share keys are stacked into one product.
     stacked = (q * root).reshape(q.shape[0], k.shape[1], groups * rows, q.shape[3])
     scores = np.matmul(stacked, (k * root).swapaxes(2, 3)).reshape(*q.shape[:3], cols)
     shown = scores
@@ -96,10 +96,10 @@ def attention(
 def rotary_embedding(
     x: Array, cos: Array, sin: Array, *, interleaved: bool = False, rotary_embedding_dim: int = 0, own_angles: bool = False
 ) -> tuple[Array, ...]:  # fmt: skip
-    """RotaryEmbedding (ONNX opset 23): x (B, H, S, D); cos and sin (B, S, R / 2) turn the first R entries of each head.
+    """RotaryEmbedding (ONNX opset 23): x (B, H, S, D); cos and sin (B, S, R / 2) rotate the first R entries of each head.
 
-    Entry i goes with entry i + R / 2, or with its neighbour where ``interleaved``.
-    With ``own_angles`` cos and sin are (B, S, R): each entry of the result is made by its own.
+    Entry i is paired with entry i + R / 2, or with its neighbour if ``interleaved``.
+    With ``own_angles`` cos and sin are (B, S, R): each entry of the result uses its own angle.
     """
     size = rotary_embedding_dim or x.shape[-1]
     turned, kept = x[..., :size], x[..., size:]
@@ -117,9 +117,9 @@ def rotary_embedding(
 def tensor_scatter(
     cache: Array, update: Array, write_indices: Array | None = None, *, axis: int = -2, mode: str = "linear"
 ) -> tuple[Array, ...]:
-    """TensorScatter (ONNX opset 24): ``update`` of each sample lies in the cache from its write index on.
+    """TensorScatter (ONNX opset 24): ``update`` of each sample is written into the cache from its write index on.
 
-    Raises ValueError where it would lie beyond the end (mode "linear"); mode "circular" continues at the beginning.
+    Raises ValueError if it would exceed the end (mode "linear"); mode "circular" continues at the beginning.
     """
     axis %= cache.ndim
     start = np.zeros(len(cache), np.int64) if write_indices is None else write_indices.astype(np.int64)

@@ -4,8 +4,8 @@ A kernel is ``kernel(*arrays, **attrs) -> tuple of arrays``; absent optional ope
 of the kind's attribute dataclass. Kernels compute in the dtype they are given (so that promoted float64 runs stay exact);
 half precisions are widened by :func:`optdnn.runtime.reference.run.run_kernel`, which rounds once at the end.
 
-A composed kernel evaluates other kinds (bodies, the operators of a region): ``kernel(run, *arrays, **attrs)``, where ``run`` is
-``run_kernel``. It applies the stages among its attributes itself; those of the other kernels are applied by ``run_kernel``.
+A composed kernel evaluates other kinds (bodies, the operators of a region): ``kernel(run, *arrays, **attrs)``; ``run`` is
+``run_kernel``. The composed kernel applies the stages among its own attributes; ``run_kernel`` applies the other kernels' stages.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class Run(Protocol):
     ) -> tuple[Array, ...]: ...
 
     def trip(self) -> None:
-        """Count an iteration of a Loop. Raises ValueError where the loops of one call have run too often together."""
+        """Count an iteration of a Loop. Raises ValueError if the loops of one call have run too often in total."""
 
     def bare(self, kind: str, attrs: Mapping[str, Any], dtypes: Sequence[DType | None], /) -> Kernel | None:
-        """The single kernel that computes an operator on operands of these types; None where there is more to it."""
+        """The single kernel that computes an operator on operands of these types; None if the operator needs more than one
+        kernel."""
 
 
 ComposedKernel: TypeAlias = Callable[Concatenate[Run, ...], tuple[Array, ...]]

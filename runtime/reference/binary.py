@@ -62,7 +62,7 @@ def _mod(a: Array, b: Array, fmod: bool) -> tuple[Array, ...]:
 
 
 def _bit_shift(x: Array, y: Array, direction: str) -> tuple[Array, ...]:
-    """ONNX BitShift (opset 28): a shift by a negative count or past the width leaves only what sign extension fills."""
+    """ONNX BitShift (opset 28): a shift by a negative count or past the width leaves only the bits of the sign extension."""
     x, y = np.broadcast_arrays(x, y)
     width = x.dtype.itemsize * 8
     beyond = (y < 0) | (y >= width)
@@ -88,7 +88,7 @@ def _where(condition: Array, x: Array, y: Array) -> tuple[Array, ...]:
 
 
 def as_dtype(to: npt.DTypeLike | str) -> DType:
-    """A dtype from itself or from its short name."""
+    """A dtype from a dtype or from its short name."""
     return DTYPES[to] if isinstance(to, str) and to in DTYPES else np.dtype(to)
 
 
@@ -114,7 +114,7 @@ def cast(x: Array, to: npt.DTypeLike | str, saturate: bool = True, round_mode: s
     if dtype in NARROW_FLOATS:
         top = x.dtype.type(float(ml_dtypes.finfo(dtype).max))  # type: ignore[no-untyped-call]
         return ((np.clip(x, -top, top) if saturate else x).astype(dtype),)
-    if dtype in NARROW_INTEGERS:  # what does not fit is undefined for floats; the low bits are kept, as for integers
+    if dtype in NARROW_INTEGERS:  # out-of-range floats are undefined; the low bits are kept, as for integers
         whole = np.trunc(x).astype(np.int64) if is_float(x.dtype) else x.astype(np.int64)
         return (whole.astype(dtype),)
     if is_float(x.dtype) and dtype.kind == "u":  # negative values are undefined; wrap them as a signed cast does

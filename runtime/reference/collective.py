@@ -10,7 +10,7 @@ from optdnn.types import Array
 
 
 def all_reduce(x: Array, world: int) -> tuple[Array]:
-    """The sum of the ranks' arrays, added in the order of the ranks, so that it is the same on each."""
+    """The sum of the ranks' arrays, added in the order of the ranks, so that every rank gets the same bits."""
     total, *others = gather(np.ascontiguousarray(x), world)
     for other in others:
         total = total + other
@@ -18,7 +18,7 @@ def all_reduce(x: Array, world: int) -> tuple[Array]:
 
 
 def all_gather(x: Array, world: int, axis: int) -> tuple[Array]:
-    """The ranks' arrays side by side along ``axis``."""
+    """The ranks' arrays concatenated along ``axis``."""
     return (np.concatenate(gather(np.ascontiguousarray(x), world), axis=axis),)
 
 

@@ -21,7 +21,8 @@ def if_(
     else_branch: PlainGraph,
     then_captured: int,
 ) -> tuple[Array, ...]:
-    """If (ONNX opset 25). ``captured`` are the outer values that the branches read, the first ``then_captured`` the one's."""
+    """If (ONNX opset 25). ``captured`` are the outer values that the branches read; the first ``then_captured`` are the then
+    branch's."""
     if condition.size != 1:
         raise ValueError(f"the condition has {condition.size} elements")
     if bool(condition.reshape(-1)[0]):
@@ -37,10 +38,10 @@ def loop(
     body: PlainGraph,
     carried: int,
 ) -> tuple[Array, ...]:
-    """Loop (ONNX opset 25): operands are ``carried`` initial values, then what the body captures.
+    """Loop (ONNX opset 25): operands are ``carried`` initial values, then the values that the body captures.
 
-    Results: the final values, then each scan output stacked over the iterations. A loop whose condition never turns false ends with
-    an error instead of never (:meth:`optdnn.runtime.reference.base.Run.trip`); at once, where its body hands the condition on.
+    Results: the final values, then each scan output stacked over the iterations. A loop whose condition never becomes false ends
+    with an error (:meth:`optdnn.runtime.reference.base.Run.trip`); immediately, if its body passes the condition through.
     """
     limit = None if trips is None else int(trips.reshape(-1)[0])
     going = condition is None or bool(condition.reshape(-1)[0])
@@ -74,7 +75,7 @@ def loop(
 
 
 def _hands_on(body: PlainGraph, register: int) -> bool:
-    """Whether the first output of a body is an input of it, unchanged."""
+    """Whether the first output of a body is one of its inputs, unchanged."""
     same, made = {register}, body.inputs + len(body.constants)
     for op in body.ops:
         if op.kind == "Identity" and op.inputs[0] in same:
@@ -84,8 +85,8 @@ def _hands_on(body: PlainGraph, register: int) -> bool:
 
 
 def _appending(body: PlainGraph, carried: int) -> tuple[PlainGraph, dict[int, int]]:
-    """The body without the Concats that append to a carried value, which it does not read otherwise: it yields the appended rows.
-    And carried value -> the axis. Lists of results grow so; their parts are put together once."""
+    """The body without the Concats that append to a carried value that it does not read otherwise: it yields the appended rows
+    instead. Also carried value -> the axis. Lists of results grow this way; their parts are concatenated once at the end."""
     reads = Counter(i for op in body.ops for i in op.inputs)
     reads.update(body.outputs)
     ops, appended = list(body.ops), {}
@@ -103,7 +104,7 @@ def _appending(body: PlainGraph, carried: int) -> tuple[PlainGraph, dict[int, in
 def _no_rows(
     body: PlainGraph, output: int, fed: Sequence[Array | None], shapes: Sequence[Sequence[int] | None]
 ) -> Array:
-    """A scan output of no iterations, [0, *shape of a row]. ``shapes`` are those of what an iteration would be fed."""
+    """A scan output of no iterations, [0, *shape of a row]. ``shapes`` are the shapes of an iteration's inputs."""
     return np.zeros((0, *body.output_shape(output, shapes)), _dtype(body, output, fed))
 
 
@@ -111,7 +112,7 @@ def _dtype(body: PlainGraph, output: int, fed: Sequence[Array | None]) -> DType:
     """The element type of a body's output."""
     register = body.outputs[output]
     given = [*fed, *body.constants]
-    if register < len(given):  # what goes into the body comes out of it
+    if register < len(given):  # the output is an input of the body
         source = given[register]
         return FP32 if source is None else source.dtype
     register -= len(given)
@@ -132,7 +133,7 @@ def scan(
     scan_output_axes: Sequence[int],
     scan_output_directions: Sequence[int],
 ) -> tuple[Array, ...]:
-    """Scan (ONNX opset 25): operands are ``states`` initial states, the scanned inputs, then what the body captures."""
+    """Scan (ONNX opset 25): operands are ``states`` initial states, the scanned inputs, then the values that the body captures."""
     count = len(scan_input_axes)
     state, captured = list(operands[:states]), operands[states + count :]
     sequences: list[Array] = []

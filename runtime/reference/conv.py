@@ -39,7 +39,8 @@ def pad_spatial(x: Array, pads: Sequence[int]) -> Array:
 def taps(
     kernel: Sequence[int], out: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
 ) -> Iterator[tuple[Index, Index]]:
-    """Each position in the kernel, with the part of the padded input that it meets; both index (N, C, *spatial) arrays."""
+    """Each position in the kernel, with the part of the padded input that it is multiplied with; both index (N, C, *spatial)
+    arrays."""
     images_and_channels = (slice(None), slice(None))
     for at in itertools.product(*map(range, kernel)):
         where = (
@@ -99,7 +100,7 @@ def _im2col(x: Array, w: Array, y: Array, strides: Sequence[int], dilations: Seq
     if math.prod(kernel) == 1 and all(s == 1 for s in strides):
         np.matmul(weights, np.ascontiguousarray(x).reshape(n, group, depth, points), out=target)
         return
-    # Bands of the first spatial axis bound the buffer when even one image's windows are too many.
+    # Bands of the first spatial axis bound the buffer if even one image's windows are too many.
     row = max(1, channels * math.prod(kernel) * (points // out[0]) * x.itemsize)
     rows = max(1, min(out[0], BUFFER_BYTES // row))
     images = max(1, min(n, BUFFER_BYTES // (row * rows)))
@@ -154,7 +155,7 @@ def conv_transpose(
 
 
 def transpose_pads(total: int, auto_pad: str) -> tuple[int, int]:
-    """How ConvTranspose splits its total padding into (begin, end)."""
+    """The split of ConvTranspose's total padding into (begin, end)."""
     half = total // 2
     return (half, total - half) if auto_pad == "SAME_UPPER" else (total - half, half)
 

@@ -1,7 +1,7 @@
 """NumPy kernels. Regions of a lowered program around a convolution; see :mod:`optdnn.runtime.reference.regions`.
 
 Operands of half precision arrive in fp32 (:func:`optdnn.runtime.reference.run.run_kernel`). A convolution's attributes include
-its stages, which see its own operands by their slots.
+its stages, which refer to its own operands by their slots.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from optdnn.types import Array, DType
 
 
 def normalized(x: Array, factors: Sequence[float], shifts: Sequence[float]) -> Array:
-    """An NCHW image in fp32, times ``factors`` plus ``shifts`` of its channels, where these are given."""
+    """An NCHW image in fp32, times ``factors`` plus ``shifts`` of its channels, if these are given."""
     x = x.astype(np.float32)
     if factors:
         x = x * np.asarray(factors, np.float32)[:, None, None]
@@ -64,7 +64,7 @@ def blocks_to_space(
     """Blocks of pixels ``[n, lanes, rows, columns]`` -> ``[n, channels, *sizes]``.
 
     Lane ``(dy * width + dx) * channels + c`` is pixel (dy, dx) of a block of ``blocks`` = (height, width) pixels. ``crops`` are
-    cut off where the whole begins. A line has one size.
+    cut off at the beginning. A line has one size.
     """
     (high, wide), (top, left) = blocks, crops
     n, _, rows, columns = x.shape
@@ -83,7 +83,8 @@ def conv_blocks(
     channels: int,
     **attrs: Any,
 ) -> tuple[Array, ...]:
-    """A convolution whose channels are blocks of pixels (see :func:`blocks_to_space`), put in their places."""
+    """A convolution with channels that are blocks of pixels (see :func:`blocks_to_space`), moved to their positions in the
+    image."""
     (made,) = run("Conv", operands, attrs)
     return blocks_to_space(made, blocks=blocks, crops=crops, sizes=sizes, channels=channels)
 
@@ -126,7 +127,7 @@ def edge_padded(
 ) -> tuple[Array, ...]:
     """The operator ``of``, on x (N, C, ...) with its edges repeated along the spatial axes.
 
-    ``edges``: how often, begins, then ends.
+    ``edges``: the number of repetitions, begins, then ends.
     """
     half = len(edges) // 2
     wide = np.pad(x, [(0, 0), (0, 0), *zip(edges[:half], edges[half:], strict=True)], mode="edge")
@@ -139,7 +140,7 @@ def paired_conv(
 ) -> tuple[Array, ...]:  # fmt: skip
     """Two sums of convolutions of the same images, with biases b and c (C). The first one's stages read the second as operand 1.
 
-    Of each source there are an image (N, I, H, W), and the weights of both sums, (C / 8, 8, I, h, w): x, w and v, and ``more``.
+    Each source has an image (N, I, H, W), and the weights of both sums, (C / 8, 8, I, h, w): x, w and v, and ``more``.
     """
     operands = (x, w, v, *more)
     sums = []
@@ -156,7 +157,8 @@ def paired_conv(
 def gated_conv(
     run: Run, *operands: Array, epilogue: Sequence[Any], beside: Sequence[Any], **geometry: Any
 ) -> tuple[Array, ...]:
-    """Two convolutions of one form, each of an image, weights and a bias. The first one's stages read the second as operand 1."""
+    """Two convolutions of the same form, each of an image, weights and a bias. The first one's stages read the second as operand
+    1."""
     first, second = (run("Conv", operands[k : k + 3], geometry)[0] for k in (0, 3))
     (other,) = run("Pointwise", [second], {"epilogue": beside, "arity": 1})
     return run("Pointwise", [first, other], {"epilogue": epilogue, "arity": 1})
@@ -167,7 +169,7 @@ def _threes(operands: Sequence[Array]) -> list[Sequence[Array]]:
 
 
 def pooled_conv(run: Run, *operands: Array | None, **attrs: Any) -> tuple[Array, ...]:
-    """A convolution, then the largest of each 2 x 2 results (max pooling with stride 2, without padding)."""
+    """A convolution, then the maximum of each 2 x 2 results (max pooling with stride 2, without padding)."""
     (y,) = run("Conv", operands, attrs)
     n, c, h, w = y.shape
     return (y[:, :, : h // 2 * 2, : w // 2 * 2].reshape(n, c, h // 2, 2, w // 2, 2).max(axis=(3, 5)),)
@@ -183,7 +185,8 @@ def pooled_image_conv(
     size: tuple[int, int],
     **attrs: Any,
 ) -> tuple[Array, ...]:
-    """:func:`image_conv`, then the largest of ``size`` windows, two apart; the first one ``begins`` before the image."""
+    """:func:`image_conv`, then the maxima of ``size`` windows with stride 2; the first window begins ``begins`` before the
+    image."""
     (y,) = image_conv(x, w, bias, **attrs)
     (top, left), (rows, columns) = begins, size
     far = ((rows - 1) * 2 + window, (columns - 1) * 2 + window)
@@ -200,20 +203,21 @@ def pooled_image_conv(
 
 
 def mean_product(run: Run, x: Array, *rest: Array | None, **attrs: Any) -> tuple[Array, ...]:
-    """The means over an image's pixels, as one pixel, then a 1 x 1 convolution. Engines of older versions have it."""
+    """The means over an image's pixels, as one pixel, then a 1 x 1 convolution. Engines of older versions use it."""
     return run("Conv", [x.mean((2, 3), keepdims=True, dtype=np.float32), *rest], attrs)
 
 
 def separable_conv(run: Run, *given: Array | None, operands: int, through: str, **attrs: Any) -> tuple[Array, ...]:
     """A convolution (attributes ``first_...``) of the first ``operands`` operands, rounded to the type ``through``.
 
-    Then another (``second_...``) of the result and the other operands.
+    Then a second convolution (``second_...``) of the result and the other operands.
     """
     return chained_conv(run, *given, operands=operands, through=through, **attrs)[1:]
 
 
 def chained_conv(run: Run, *given: Array | None, operands: int, through: str, **attrs: Any) -> tuple[Array, ...]:
-    """:func:`separable_conv`, with the first convolution's result, rounded to the type ``through``, before the second one's."""
+    """:func:`separable_conv`; the first convolution's result, rounded to the type ``through``, is returned before the second
+    one's."""
     (between,) = run("Conv", given[:operands], prefixed(attrs, "first_"))
     (rounded,) = cast(between, through)
     middle = rounded.astype(np.float32)
@@ -221,7 +225,7 @@ def chained_conv(run: Run, *given: Array | None, operands: int, through: str, **
 
 
 def chained_quantized(run: Run, *given: Array | None, operands: int, kept: bool, **attrs: Any) -> tuple[Array, ...]:
-    """A QuantizedConv of the first ``operands`` operands, and another one of its result; ``kept``: both results."""
+    """A QuantizedConv of the first ``operands`` operands, and another one of its result; ``kept``: both results are returned."""
     (middle,) = run("QuantizedConv", given[:operands], prefixed(attrs, "first_"))
     last = run("QuantizedConv", [middle, *given[operands:]], prefixed(attrs, "second_"))
     return (middle, *last) if kept else last
@@ -232,14 +236,14 @@ def excitation_gate(
 ) -> tuple[Array, ...]:
     """The means over an image's pixels, as one pixel rounded to the type ``through``, then :func:`separable_conv`.
 
-    ``pixels``: of an image the sums of whose tiles are x; 0: x is the image."""
+    ``pixels``: the number of pixels of an image if x holds the sums of its tiles; 0: x is the image."""
     exact = squeeze_finish(x, pixels=pixels)[0] if pixels else x.mean((2, 3), keepdims=True, dtype=np.float32)
     (means,) = cast(exact, through)
     return separable_conv(run, means.astype(np.float32), *given, through=through, **attrs)
 
 
 def prefixed(attrs: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The attributes whose names begin with ``prefix``, without it."""
+    """The attributes with names that begin with ``prefix``, without the prefix."""
     return {name.removeprefix(prefix): value for name, value in attrs.items() if name.startswith(prefix)}
 
 
@@ -249,7 +253,7 @@ def conv_squeeze(
     """A convolution and the means of its images (``tile`` empty), or the sums ``[n, tiles, c]`` of tiles of ``tile`` pixels.
 
     ``of``: the convolution's kind; ``conv`` names its attributes. 8-bit integers have the attributes ``mean_...`` of their
-    QuantizedMean, and their sums are those of what lies above the zero point.
+    QuantizedMean; their sums are taken after the zero point is subtracted.
     """
     mean = prefixed(attrs, "mean_")
     (stored,) = run(of, operands, {name: attrs[name] for name in conv})
@@ -267,7 +271,7 @@ def conv_squeeze(
 
 
 def squeeze_finish(sums: Array, *, pixels: int, **attrs: Any) -> tuple[Array, ...]:
-    """Sums of tiles ``[n, tiles, c]`` -> means ``[n, c, 1, 1]``, of 8-bit integers as the attributes ``mean_...`` say."""
+    """Sums of tiles ``[n, tiles, c]`` -> means ``[n, c, 1, 1]``; for 8-bit integers, the attributes ``mean_...`` apply."""
     total = sums.sum(1, dtype=np.float32)[:, :, None, None]
     if mean := prefixed(attrs, "mean_"):
         return quantized_mean(total.astype(np.int64), **{**mean, "input_zero": 0})

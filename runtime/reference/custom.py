@@ -1,4 +1,4 @@
-"""NumPy kernels. Operators that the user brought (:mod:`optdnn.custom`)."""
+"""NumPy kernels. The user's own operators (:mod:`optdnn.custom`)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from optdnn.runtime.reference.base import Kernel
 from optdnn.types import Array
 
 PAIRS = 1 << 20
-"""Pairs of boxes that are compared at a time."""
+"""Number of pairs of boxes that are compared at a time."""
 OVERHEAD = 4000
 """Comparing one box with all others costs as much as comparing this many further pairs."""
 
@@ -37,7 +37,7 @@ def non_max_suppression(
     """NonMaxSuppression (ONNX opset 11): boxes (B, N, 4), scores (B, C, N); result (M, 3): batch, class and box.
 
     Of equal scores the first box wins. Scores must exceed their threshold; boxes that overlap a chosen one by more than
-    ``iou_threshold`` go.
+    ``iou_threshold`` are removed.
     """
     limit = 0 if max_output_boxes_per_class is None else int(max_output_boxes_per_class.reshape(-1)[0])
     threshold = boxes.dtype.type(0 if iou_threshold is None else iou_threshold.reshape(-1)[0])
@@ -55,7 +55,7 @@ def non_max_suppression(
 
 
 def _greedy(corners: tuple[Array, ...], threshold: np.generic, limit: int) -> Array:
-    """The boxes that stay, of boxes in the order of their scores: each that overlaps none that stays by more than ``threshold``."""
+    """The kept boxes, given boxes in the order of their scores: each that overlaps no kept box by more than ``threshold``."""
     n = len(corners[0])
     meeting = min((_meeting(corners[k], corners[k + 2]) for k in (0, 1)), key=lambda found: found[0])
     if min(limit, n) * (n + OVERHEAD) < 4 * meeting[0]:
@@ -77,7 +77,7 @@ def _greedy(corners: tuple[Array, ...], threshold: np.generic, limit: int) -> Ar
 
 
 def _one_by_one(corners: tuple[Array, ...], threshold: np.generic, limit: int) -> Array:
-    """The same by comparing each kept box with all that are left: for few kept boxes of many that overlap."""
+    """The same by comparing each kept box with all remaining ones: faster if few of many overlapping boxes are kept."""
     kept: list[int] = []
     left = np.arange(len(corners[0]))
     while len(left) and len(kept) < limit:
@@ -101,8 +101,8 @@ def _overlap(corners: tuple[Array, ...], i: Array, j: Array, threshold: np.gener
 
 
 def _overlapping(corners: tuple[Array, ...], threshold: np.generic, order: Array, count: Array) -> tuple[Array, Array]:
-    """The pairs of boxes that overlap by more than ``threshold``, the lower index first, among those that overlap along an axis:
-    each box and the next ``count`` ones in ``order``."""
+    """The pairs of boxes that overlap by more than ``threshold``, the lower index first, among the pairs that overlap along an
+    axis: each box and the next ``count`` ones in ``order``."""
     ends = np.cumsum(count)
     first, pairs = 0, [np.zeros((2, 0), np.int64)]
     while first < len(order):
@@ -123,8 +123,8 @@ def _overlapping(corners: tuple[Array, ...], threshold: np.generic, order: Array
 
 
 def _meeting(low: Array, high: Array) -> tuple[int, Array, Array]:
-    """The boxes in the order of their low ends along an axis, and how many after each one begin before it ends; first, how many
-    pairs these are."""
+    """The number of pairs of boxes that overlap along an axis; the boxes in the order of their low ends along it; and for each
+    box the number of later boxes that begin before it ends."""
     order = np.argsort(low, kind="stable")
     behind = np.searchsorted(low[order], high[order]) - np.arange(1, len(low) + 1)
     count = np.maximum(behind, 0)
@@ -147,7 +147,7 @@ def _samples(start: float, extent: float, bins: int, ratio: int, size: int) -> t
 
 
 def _weights(low: Array, fraction: Array, valid: Array, size: int) -> tuple[Array, int]:
-    """Weights (bins, span) of the touched stretch of an axis, which begins at the returned index."""
+    """Weights (bins, span) of the sampled stretch of an axis, which begins at the returned index."""
     bins, count = low.shape
     if not valid.any():
         return np.zeros((bins, 1)), 0
@@ -160,7 +160,7 @@ def _weights(low: Array, fraction: Array, valid: Array, size: int) -> tuple[Arra
 
 
 def _greatest(image: Array, ys: tuple[Array, Array, Array], xs: tuple[Array, Array, Array]) -> Array:
-    """mode "max": the greatest of the weighted neighbours (each for itself) of all samples of a bin."""
+    """mode "max": the largest of the weighted neighbours (each one separately) over all samples of a bin."""
     height, width = image.shape[1:]
     (y, fy, vy), (x, fx, vx) = ys, xs
     if not y.size or not x.size:

@@ -12,7 +12,7 @@ from optdnn.types import Array
 
 def matmul(a: Array, b: Array) -> tuple[Array, ...]:
     """MatMul (ONNX opset 13): numpy.matmul."""
-    if b.ndim == 2 and a.ndim > 2:  # one large product instead of numpy's one for each matrix of the stack
+    if b.ndim == 2 and a.ndim > 2:  # one large product instead of NumPy's product per matrix of the stack
         rows = np.matmul(a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b)
         return (rows.reshape(*a.shape[:-1], b.shape[1]),)
     return (np.asarray(np.matmul(a, b)),)

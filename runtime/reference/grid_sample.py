@@ -14,7 +14,7 @@ _CUBIC = -0.75
 
 
 def _reflected(at: Array, low: float, high: float) -> Array:
-    """Coordinates mirrored at both ends until they lie between them."""
+    """Coordinates mirrored at both ends until they are between them."""
     span = high - low
     if span == 0:
         return np.full_like(at, low)
@@ -23,7 +23,7 @@ def _reflected(at: Array, low: float, high: float) -> Array:
 
 
 class _Axis:
-    """One spatial axis: how coordinates and indices outside of it are brought in."""
+    """One spatial axis: how coordinates and indices outside of it are mapped into it."""
 
     def __init__(self, size: int, padding: str, align_corners: bool):
         self.size, self.padding = size, padding
@@ -31,12 +31,12 @@ class _Axis:
         self.align = align_corners
 
     def position(self, g: Array) -> Array:
-        """The pixel coordinate of a normalized one, brought inside unless outside is zero."""
+        """The pixel coordinate of a normalized one, mapped inside unless the outside is zero."""
         at = (g + 1) / 2 * (self.size - 1) if self.align else ((g + 1) * self.size - 1) / 2
         return np.asarray(at)
 
     def inside(self, at: Array, mode: str) -> Array:
-        if self.padding == "border" and mode != "cubic":  # whose taps are brought in one by one
+        if self.padding == "border" and mode != "cubic":  # the taps of cubic are mapped one by one
             return np.clip(at, 0, self.size - 1)
         if self.padding == "reflection":
             out = (at < self.low) | (at > self.high)
@@ -44,7 +44,7 @@ class _Axis:
         return at
 
     def index(self, i: Array) -> tuple[Array, Array]:
-        """Integer positions as valid indices, and whether there is a pixel."""
+        """Integer positions as valid indices, and whether each position has a pixel."""
         if self.padding == "reflection":
             i = np.rint(_reflected(i.astype(np.float64), self.low, self.high)).astype(np.int64)
         found = (i >= 0) & (i < self.size) if self.padding == "zeros" else np.ones(i.shape, bool)

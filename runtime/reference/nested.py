@@ -15,7 +15,7 @@ from optdnn.runtime.reference.base import Kernel, Run
 from optdnn.types import Array, DType
 
 CONSTANT_LIMIT = 4096
-"""Most elements of a constant inside of a nested graph; a larger one is an operand that the graph captures."""
+"""The most elements of a constant inside of a nested graph; a larger one is an operand that the graph captures."""
 
 
 TextShape: TypeAlias = tuple[int | str, ...] | None
@@ -23,7 +23,7 @@ TextShape: TypeAlias = tuple[int | str, ...] | None
 
 
 class PlainOp(NamedTuple):
-    """One operator: registers that it reads (None: absent), and the types of its results, which take the next registers."""
+    """One operator: the registers that it reads (None: absent), and the types of its results, which take the next registers."""
 
     kind: str
     attrs: Mapping[str, Any]
@@ -35,8 +35,8 @@ class PlainGraph(NamedTuple):
     """Operators in the order in which they run.
 
     Registers are numbered from 0: the ``inputs`` operands, the constants, then each operator's results. ``outputs`` are
-    registers. ``shapes``: of the inputs, then of the outputs, as inferred; a size that varies is a text over symbols, and None
-    is an unknown rank. Engines that an older version wrote have none.
+    registers. ``shapes``: the inferred shapes of the inputs, then of the outputs; a size that varies is a text over symbols, and
+    None is an unknown rank. Engines of older versions have none.
     """
 
     inputs: int
@@ -57,7 +57,7 @@ class PlainGraph(NamedTuple):
 
     def output_shape(self, output: int, fed: Sequence[Sequence[int] | None]) -> tuple[int, ...]:
         """The shape of an output that is not computed, from the shapes of the operands. A size that only the computation
-        would give is 0."""
+        would determine is 0."""
         shape = self.shapes[self.inputs + output] if self.shapes else ()
         sizes: dict[str, int] = {}
         for declared, given in zip(self.shapes[: self.inputs], fed, strict=False):
@@ -77,7 +77,7 @@ def _size(size: int | str, sizes: Mapping[str, int]) -> int:
 
 
 def bare_kernels(run: Run, graph: PlainGraph, operands: Sequence[Array | None]) -> list[Kernel | None]:
-    """For each operator, the single kernel that computes it on operands of these types, if one does: for bodies that run often."""
+    """For each operator, the single kernel that computes it on operands of these types, if any: for bodies that run often."""
     dtypes = [None if x is None else x.dtype for x in (*operands, *graph.constants)]
     found: list[Kernel | None] = []
     for op in graph.ops:
@@ -89,7 +89,7 @@ def bare_kernels(run: Run, graph: PlainGraph, operands: Sequence[Array | None]) 
 def run_graph(
     run: Run, graph: PlainGraph, operands: Sequence[Array | None], bare: Sequence[Kernel | None] = ()
 ) -> list[Array]:
-    """Evaluate a nested graph; raises RunError as its operators do. ``bare``: :func:`bare_kernels`, for operands of their types."""
+    """Evaluate a nested graph; raises RunError like its operators. ``bare``: :func:`bare_kernels`, for operands of these types."""
     registers: list[Array | None] = [*operands, *graph.constants]
     for op, kernel in zip_longest(graph.ops, bare):
         values = [None if i is None else registers[i] for i in op.inputs]
@@ -104,7 +104,7 @@ def run_graph(
 
 
 def _computed(kernel: Kernel, values: Sequence[Array | None]) -> list[Array] | None:
-    """The results as ``run`` would give them; None where the kernel refuses its operands, for ``run`` to say why."""
+    """The results as ``run`` would give them; None if the kernel refuses its operands, so that ``run`` reports the reason."""
     try:
         return [np.ascontiguousarray(r) if r.ndim else r for r in map(np.asarray, kernel(*values))]
     except (ValueError, IndexError):

@@ -17,14 +17,14 @@ def _per_channel(v: Array, rank: int) -> Array:
 
 
 def _wide(*arrays: Array) -> DType:
-    """The type to compute in: float64 where an operand is, else fp32."""
+    """The type to compute in: float64 if an operand is float64, otherwise fp32."""
     return FP64 if any(a.dtype == FP64 for a in arrays) else FP32
 
 
 def batch_normalization(
     x: Array, scale: Array, bias: Array, mean: Array, var: Array, *, epsilon: float = 1e-5
 ) -> tuple[Array, ...]:
-    """BatchNormalization (ONNX opset 15, inference): x (N, C, *), the others (C), perhaps of other float types."""
+    """BatchNormalization (ONNX opset 15, inference): x (N, C, *), the others (C), possibly of other float types."""
     wide = _wide(x, scale, mean)
     factor = scale.astype(wide) / np.sqrt(var.astype(wide) + wide.type(epsilon))
     y = (x - _per_channel(mean.astype(wide), x.ndim)) * _per_channel(factor, x.ndim)
@@ -104,7 +104,7 @@ def lrn(x: Array, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: f
 
 
 def lp_normalization(x: Array, *, axis: int = -1, p: int = 2, epsilon: float = 0.0) -> tuple[Array, ...]:
-    """LpNormalization (ONNX opset 22), of norms of ``epsilon`` at least; zero where the norm is."""
+    """LpNormalization (ONNX opset 22), with norms of at least ``epsilon``; zero if the norm is zero."""
     norm = (np.abs(x) if p == 1 else np.square(x)).sum(axis=axis, keepdims=True)
     if p == 2:
         norm = np.sqrt(norm)

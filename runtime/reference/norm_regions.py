@@ -15,7 +15,7 @@ from optdnn.types import Array
 
 
 def activated_norm(x: Array, *given: Array | None, norm: str, **attrs: Any) -> tuple[Array, ...]:
-    """The normalization ``norm`` (a kind) with the scale and the bias that it has, whose stages follow."""
+    """The normalization ``norm`` (a kind) with its scale and bias; its stages follow."""
     return NORMS[norm](x, *(a for a in given if a is not None), **attrs)[:1]
 
 
@@ -28,11 +28,12 @@ def add_norm(a: Array, b: Array, *parameters: Array | None, norm: str, **attrs: 
 def norm_add_norm(
     x: Array, other: Array | None, *parameters: Array | None, norm: str, first_norm: str, **attrs: Any
 ) -> tuple[Array, ...]:
-    """``x`` normalized (by the kind ``first_norm``, whose attributes begin so) plus ``other``, and the normalization of this sum.
+    """``x`` normalized (by the kind ``first_norm``; its attributes have the same prefix) plus ``other``, and the normalization of
+    this sum.
 
     ``other`` None: nothing is added.
 
-    Parameters: scale and bias of the second norm, then those of the first; any may be absent."""
+    Parameters: scale and bias of the second norm, then scale and bias of the first; any may be absent."""
     own, before = ([p for p in pair if p is not None] for pair in (parameters[:2], parameters[2:]))
     first = {name.removeprefix("first_"): attrs.pop(name) for name in list(attrs) if name.startswith("first_")}
     rows = NORMS[first_norm](x, *before, **first)[0]
@@ -68,7 +69,8 @@ def rotary_norm_pair(
 
 
 def _shares(items: int, tiles: int) -> Array:
-    """Where each of the tiles that share out ``items`` begins, and the end of the last one; the first ones are the larger ones."""
+    """The start of each of ``tiles`` tiles that divide ``items`` among them, and the end of the last one; larger tiles come
+    first."""
     sizes = np.full(tiles, items // tiles)
     sizes[: items % tiles] += 1
     return np.concatenate([[0], np.cumsum(sizes)])
@@ -86,7 +88,7 @@ def group_moments(x: Array, *, groups: int, tiles: int) -> tuple[Array, ...]:
 def group_apply(
     x: Array, scale: Array, bias: Array, moments: Array, *, items: int, epsilon: float = 1e-5
 ) -> tuple[Array, ...]:
-    """Group normalization of x (N, C, *) with the moments (N, groups, tiles, 2) of tiles that share out ``items``."""
+    """Group normalization of x (N, C, *) with the moments (N, groups, tiles, 2) of tiles that divide ``items`` among them."""
     n, c = x.shape[:2]
     groups, tiles = moments.shape[1:3]
     weights = (np.diff(_shares(items, tiles)) / items).astype(x.dtype)
@@ -110,7 +112,7 @@ def row_moments(
 ) -> tuple[Array, ...]:
     """The operator ``of``, and moments of each ``together`` channels of ``rows`` rows of its result.
 
-    ``axis``: that of the channels; all others are rows. The moments are the mean and the sum of squared deviations from it:
+    ``axis``: the axis of the channels; all others are rows. The moments are the mean and the sum of squared deviations from it:
     (channels / together, groups of rows, 2).
     """
     y = run(of, operands, {name: attrs[name] for name in own})[0]
@@ -122,7 +124,7 @@ def row_moments(
 
 
 def _moments_of_rows(moments: Array, channels: int, mean: bool, epsilon: float) -> tuple[Array, Array]:
-    """The mean of each row of so many channels (M, 1), and what a norm multiplies the row by (M, 1); from :func:`row_moments`."""
+    """The mean (M, 1) of each row of ``channels`` channels, and the norm's factor for the row (M, 1); from :func:`row_moments`."""
     each = channels / len(moments)
     means = moments[:, :, 0].mean(axis=0)
     squares = (moments[:, :, 1] + each * (moments[:, :, 0] - means) ** 2).sum(axis=0) / channels
@@ -136,10 +138,10 @@ def normed_product(
 ) -> tuple[Array, ...]:  # fmt: skip
     """Rows x (M, K), normalized by their moments (:func:`row_moments`), times a matrix of N rows of K, with a bias (N).
 
-    ``image``: rows that are normalized together; 0: each by itself.
+    ``image``: number of rows that are normalized together; 0: each row alone.
 
-    ``products``: the matrix, the sums of its rows (N), and the bias; then perhaps those of a second product, which the stages of
-    the first read as operand 1. The norm's scale is part of the matrices, its shift of the biases.
+    ``products``: the matrix, the sums of its rows (N), and the bias; then optionally the same of a second product, which the stages
+    of the first read as operand 1. The norm's scale is folded into the matrices, its shift into the biases.
     """
     if image:
         groups = moments.reshape(len(moments), len(x) // image, -1, 2)
@@ -167,7 +169,7 @@ def normed_residual(
     """Rows x (M, K) times a matrix w of N rows of K, with a bias (N).
 
     The stages read the ``residual`` (M, N) as operand 1, normalized by its moments (:func:`row_moments`) and the ``scale`` (N). The
-    norm's shift is part of the bias.
+    norm's shift is folded into the bias.
     """
     means, factor = _moments_of_rows(moments, residual.shape[1], mean, epsilon)
     added = (factor * (residual - means if mean else residual) * scale).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""NumPy kernels. Packed weights: numbers of 2, 4 and 8 bits with scales by block, as in :mod:`optdnn.ops.packed_layout`."""
+"""NumPy kernels. Packed weights: 2-, 4- and 8-bit values with scales by block, as in :mod:`optdnn.ops.packed_layout`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from optdnn.types import DTYPES, FP32, FP64, Array, DType, bits_of, is_float, un
 
 
 def numbers_of(weights: Array, code: str, K: int, block_size: int) -> Array:
-    """The numbers of packed weights as type ``code``: uint8 [N, row bytes] -> [N, K]."""
+    """The values of packed weights as type ``code``: uint8 [N, row bytes] -> [N, K]."""
     blocks, dtype = -(-K // block_size), DTYPES[code]
     per_byte = 8 // bits_of(dtype)
     if per_byte == 1:
@@ -23,7 +23,7 @@ def numbers_of(weights: Array, code: str, K: int, block_size: int) -> Array:
 
 
 def by_number(parameters: Array, rows: int, K: int, block_size: int, block_rows: int) -> Array:
-    """Scales or zero points of blocks, repeated for each number: [row blocks, blocks] -> [rows, K]."""
+    """Scales or zero points of blocks, repeated for each value: [row blocks, blocks] -> [rows, K]."""
     columns = np.repeat(parameters, block_size, axis=1)[:, :K]
     return columns if block_rows == 1 else np.repeat(columns, block_rows, axis=0)[:rows]
 
@@ -51,8 +51,8 @@ def dequantized(
 
 
 def row_numbers(x: Array) -> tuple[Array, Array]:
-    """Rows of floats as int8 numbers [..., K] and fp32 scales [...]: a row's largest magnitude becomes 127. A row that is not
-    finite has a scale that is not."""
+    """Rows of floats as int8 values [..., K] and fp32 scales [...]: a row's largest magnitude becomes 127. A row with non-finite
+    elements has a non-finite scale."""
     rows = x.astype(FP32)
     largest = np.abs(rows).max(axis=-1, initial=0)
     inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
@@ -94,7 +94,7 @@ def packed_gather(
     block_size: int,
     output_dtype: DType,
 ) -> tuple[Array, ...]:
-    """PackedGather: the rows of packed weights that ``indices`` name, as floats [*indices, K]."""
+    """PackedGather: the rows of packed weights at ``indices``, as floats [*indices, K]."""
     rows = indices.reshape(-1)
     zeros = None if zeros is None else zeros[rows]
     wide = FP64 if output_dtype == FP64 else FP32
@@ -106,10 +106,10 @@ def packed_gather(
 
 
 def numbers_of_tiles(tiles: Array, bits: int) -> Array:
-    """The numbers in tiles of 16 channels: uint8 [tiles, chunks, 1024] -> uint8 [16 * tiles, K filled up to whole chunks].
+    """The values in tiles of 16 channels: uint8 [tiles, chunks, 1024] -> uint8 [16 * tiles, K padded to whole chunks].
 
-    A chunk is [half of the channels, channel of 8, lane of 4, word of 4]. A word has ``8 / bits`` products of 16 numbers of K.
-    Lane t has two pairs of them: from 2 t on, and from 2 t + 8 on. A pair lies in the halves of the word.
+    A chunk is [half of the channels, channel of 8, lane of 4, word of 4]. A word has ``8 / bits`` products of 16 values of K.
+    Lane t has two pairs of them: from 2 t on, and from 2 t + 8 on. A pair is stored in the two halves of the word.
     """
     count, chunks, _ = tiles.shape
     words = np.ascontiguousarray(tiles).view("<u4").reshape(count, chunks, 2, 8, 4, 4)
@@ -162,7 +162,7 @@ def unpacked_bytes(
     N: int,
     block_size: int,
 ) -> tuple[Array, ...]:
-    """UnpackedBytes: packed weights in tiles as int8 [N, K], whose scales are ``inverse`` [N], inverted. ``after`` only orders the
+    """UnpackedBytes: packed weights in tiles as int8 [N, K]; ``inverse`` [N] holds the inverted scales. ``after`` only orders the
     steps."""
     whole = unpacked_tiles(tiles, np.ones_like(scales), zeros, code=code, K=K, N=N, block_size=block_size)[0]
     factors = by_number(rows_of_tiles(scales), N, K, block_size, 1)[:N].astype(FP32) * inverse[:N, None]

@@ -19,7 +19,7 @@ def _places(ranks: int, chunks: int) -> tuple[Array, ...]:
 def pack_matrix(matrix: Array, hidden: int) -> Array:
     """One layer's [gates * hidden, K] matrix -> ``[ranks, warps, K tiles, lanes, 8]`` mma fragments. Keeps the dtype.
 
-    K is filled up with zeros to a multiple of 32; a GRU's fourth gate is zero.
+    K is padded with zeros to a multiple of 32; a GRU's fourth gate is zero.
     """
     gates, ranks = matrix.shape[0] // hidden, hidden // 32
     chunks = -(-matrix.shape[1] // 32)

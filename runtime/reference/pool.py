@@ -49,7 +49,7 @@ class _Window:
         return cls(kernel_shape, strides, explicit, dilations, out)
 
     def taps(self, x: Array, i: int, fill: float) -> list[Array]:
-        """What each tap along spatial axis ``i`` meets: views of ``x``, padded by ``fill``."""
+        """The elements that each tap along spatial axis ``i`` reads: views of ``x``, padded by ``fill``."""
         begin, stride, dilation, out = self.pads[i], self.strides[i], self.dilations[i], self.out[i]
         # The end padding that makes the last window fit exactly (negative: elements no window reaches).
         end = (out - 1) * stride + (self.kernel[i] - 1) * dilation + 1 - x.shape[2 + i] - begin
@@ -85,7 +85,7 @@ def max_pool(x: Array, *, storage_order: int = 0, indices: bool = False, **windo
     """MaxPool (ONNX opset 22): values and, with ``indices``, the flat index of each maximum (the first of equals).
 
     An index counts through the whole tensor; ``storage_order`` 1 counts the spatial axes in column-major order. ``window``: the
-    attributes that all pools share.
+    attributes of all pools.
     """
     w = _Window.of(x, **window)
     lowest = -math.inf if is_float(x.dtype) else int(np.iinfo(x.dtype).min)
@@ -114,7 +114,7 @@ def max_pool(x: Array, *, storage_order: int = 0, indices: bool = False, **windo
 
 
 def average_pool(x: Array, *, count_include_pad: bool = False, **window: Any) -> tuple[Array, ...]:
-    """AveragePool (ONNX opset 22). What ``ceil_mode`` adds beyond the padding never counts."""
+    """AveragePool (ONNX opset 22). Positions that ``ceil_mode`` adds beyond the padding never count."""
     w = _Window.of(x, **window)
     total = _pooled_sum(x, w)
     rank = len(w.kernel)
@@ -149,7 +149,7 @@ def _spatial(x: Array) -> tuple[int, ...]:
 
 
 def global_max_pool(x: Array) -> tuple[Array, ...]:
-    """GlobalMaxPool (ONNX opset 22); of 8-bit integers, too."""
+    """GlobalMaxPool (ONNX opset 22), also of 8-bit integers."""
     return (x.max(axis=_spatial(x), keepdims=True),)
 
 

@@ -18,7 +18,7 @@ from optdnn.types import FP32, FP64, INT32, Array, DType, is_float
 
 
 def along(v: Array, x: Array, axis: int, block_size: int) -> Array:
-    """A scale or zero point in the shape in which it broadcasts with ``x``: one number, one per entry of ``axis``, or one per
+    """A scale or zero point in the shape that broadcasts with ``x``: one value, one per entry of ``axis``, or one per
     block of it."""
     if v.size == 1 and v.ndim <= 1:
         return v.reshape(())
@@ -28,7 +28,7 @@ def along(v: Array, x: Array, axis: int, block_size: int) -> Array:
 
 
 def saturated(rounded: Array, zero_point: Array | float, dtype: DType) -> Array:
-    """Whole numbers plus the zero point, bounded by the integer type (NaN becomes 0)."""
+    """Whole numbers plus the zero point, clamped to the integer type's range (NaN becomes 0)."""
     info = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
     wide = np.nan_to_num(rounded.astype(FP64, copy=False), nan=0.0, posinf=np.inf, neginf=-np.inf)
     bounded: Array = np.clip(wide + zero_point, info.min, info.max)
@@ -93,7 +93,7 @@ def dynamic_range(x: Array) -> tuple[Array, ...]:
 
 
 def dynamic_quantize_linear(x: Array) -> tuple[Array, ...]:
-    """DynamicQuantizeLinear (ONNX opset 11): uint8 values, and the scale and zero point that the range of x gives."""
+    """DynamicQuantizeLinear (ONNX opset 11): uint8 values, and the scale and zero point for the range of x."""
     scale, zero_point = _range(x)
     y = saturated(np.rint(x / scale), float(zero_point), np.dtype(np.uint8))
     return y, np.asarray(scale, FP32), np.asarray(zero_point, np.uint8)
@@ -103,7 +103,7 @@ def dynamic_quantize_linear(x: Array) -> tuple[Array, ...]:
 
 
 def _shifted(x: Array, zero_point: Array | None, shape: Sequence[int]) -> Array:
-    """x less its zero point, in float64; ``shape`` is that of a zero point with more than one entry."""
+    """x minus its zero point, in float64; ``shape`` is the shape of a zero point with more than one entry."""
     if zero_point is None:
         return x.astype(FP64)
     return np.asarray(x.astype(FP64) - zero_point.astype(FP64).reshape(() if zero_point.size == 1 else shape))
@@ -114,7 +114,7 @@ def _wrapped(total: Array) -> Array:
 
 
 def _by_row(v: Array, rank: int) -> tuple[int, ...]:
-    """The shape in which an operand of A (one per row, or with all axes) broadcasts with the product."""
+    """The shape in which a parameter of A (one per row, or with all axes) broadcasts with the product."""
     return v.shape if v.ndim == rank and rank > 1 else (-1, 1)
 
 
@@ -132,7 +132,7 @@ def matmul_integer(
 
 
 def _requantized(total: Array, factor: Array, y_zero_point: Array, wide: DType) -> Array:
-    """int32 sums to the output's type: scaled in the scales' type, rounded, shifted, saturated."""
+    """int32 sums converted to the output's type: scaled in the scales' type, rounded, shifted, saturated."""
     return saturated(np.rint(total.astype(wide) * factor.astype(wide)), y_zero_point.astype(FP64), y_zero_point.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What the quantized kernels compute, to the bit: integer sums, then one fp32 rounding per step (no contraction)."""
+"""The quantized kernels, bit-exact: integer sums, then one fp32 rounding per step (no contraction)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ STAGES: dict[str, Callable[..., Array]] = {
     "mul_const": lambda x, value: x * F(value),
     "add_const": lambda x, value: x + F(value),
 }
-"""The kernels' stages but for those with a second tensor, in fp32 (see :data:`optdnn.runtime.cuda.compile.render.STAGES`)."""
+"""The kernels' stages, except those with a second tensor, in fp32 (see :data:`optdnn.runtime.cuda.compile.render.STAGES`)."""
 
 
 def epilogue(
@@ -75,8 +75,8 @@ def epilogue(
     output_dtype: DType,
 ) -> Array:
     """Sums ``[n, channels, ...]`` to results of ``output_dtype``. ``channel``: each channel's scale and bias, ``[channels, 2]``.
-    ``row_scales``: a further factor of each of the n. ``scale`` and ``data_zero``: of the data, where they are computed; then
-    ``channel`` has the sum of each channel's weights behind its bias."""
+    ``row_scales``: a further factor for each of the n. ``scale`` and ``data_zero``: the data's, if they are computed at run time;
+    ``channel`` then also has the sum of each channel's weights after its bias."""
     shape = (1, -1, *(1,) * (total.ndim - 2))
     factors = channel[:, 0]
     if scale is not None and data_zero is not None:
@@ -106,7 +106,7 @@ def epilogue(
 
 
 def bounded(x: Array, low: float, high: float, zero: int, dtype: DType) -> Array:
-    """fp32 as a type of 8 bits: bounded, rounded half to even, and (of integers) shifted."""
+    """fp32 converted to an 8-bit type: clamped, rounded half to even, and (for integers) shifted."""
     x = np.minimum(np.maximum(x, F(low)), F(high))
     return np.asarray(x.astype(dtype) if is_float(dtype) else (np.rint(x).astype(np.int64) + zero).astype(dtype))
 
@@ -133,9 +133,9 @@ def conv(
     input_zero: int = 0,
     **requantize: Any,
 ) -> tuple[Array, ...]:
-    """A convolution of 8-bit numbers, then :func:`epilogue`. Padding counts as ``input_zero``; of that zero point, sums know
-    nothing else: what it takes from them is part of the channel's bias."""
-    wide = np.float64  # sums of integers are exact in it
+    """A convolution of 8-bit values, then :func:`epilogue`. Padding has the value ``input_zero``. The sums do not use this zero
+    point otherwise: its contribution is folded into the channel's bias."""
+    wide = np.float64  # exact for sums of integers
     if input_zero and any(pads):
         around = [(0, 0), (0, 0), *zip(pads[: len(pads) // 2], pads[len(pads) // 2 :], strict=True)]
         x, pads = np.pad(x, around, constant_values=input_zero), (0,) * len(pads)
@@ -165,7 +165,7 @@ def matmul(
 def mean(
     x: Array, *, factor: float, input_zero: int, low: float, high: float, zero: int, output_dtype: DType
 ) -> tuple[Array, ...]:
-    """Mean over all spatial axes (they stay, of size 1) of 8-bit ``[n, c, ...]``: exact sums times ``factor``, requantized."""
+    """Mean over all spatial axes (kept, with size 1) of 8-bit ``[n, c, ...]``: exact sums times ``factor``, requantized."""
     axes = tuple(range(2, x.ndim))
     total = (x.astype(np.int64) - input_zero).sum(axes, keepdims=True).astype(F) * F(factor)
     return (bounded(total, low, high, zero, output_dtype),)

@@ -35,7 +35,7 @@ def _add(x: Array, axes: Axes) -> Array:
 
 def mean(x: Array, axes: Axes) -> Array:
     """The mean over ``axes``, which stay with size 1. The mean of no elements is 0: ONNX leaves it undefined, ONNX Runtime
-    gives 0."""
+    returns 0."""
     count = max(math.prod(x.shape[a] for a in axes), 1)
     total = _add(x, axes)
     if is_float(x.dtype):
@@ -53,7 +53,7 @@ def _extreme(ufunc: Any, highest: bool) -> Reducer:
             empty = np.inf if highest else -np.inf
         else:
             empty = np.iinfo(x.dtype).max if highest else np.iinfo(x.dtype).min
-        # ``initial`` would swallow nothing: it is the identity of the reduction, and what an empty set yields.
+        # ``initial`` changes no result: it is the identity of the reduction, and the result for an empty set.
         return np.asarray(ufunc.reduce(x, axis=axes, keepdims=True, initial=empty))
 
     return reduce

@@ -1,4 +1,4 @@
-"""NumPy kernels. Regions of a lowered program: what one launch computes where no operator of a graph is its meaning."""
+"""NumPy kernels. Regions of a lowered program: the meaning of a launch that no single graph operator describes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def frames(
     along: int,
     fill: float = 0,
 ) -> tuple[Array, ...]:
-    """Slice t of ``taps`` takes places ``first + t * distance + i * step`` along ``axis``, for i in 0 .. ``count``.
+    """Slice t of ``taps`` takes positions ``first + t * distance + i * step`` along ``axis``, for i in 0 .. ``count``.
 
-    Beyond the operand there is ``fill``. The slices are an axis of the result, before axis ``along``.
+    Positions beyond the operand have the value ``fill``. The slices form an axis of the result, before axis ``along``.
     """
     parts = []
     for tap in range(taps):
@@ -81,10 +81,10 @@ def turned_heads(
     run: Run, *operands: Array | None, of: str, own: Sequence[str], channels: int, head: int, turned: int, interleaved: bool,
     **attrs: Any,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """The operator ``of``, whose result is (rows, columns, 1...). The first ``channels`` of a row are heads of ``head`` features.
+    """The operator ``of`` with a result (rows, columns, 1...). The first ``channels`` of a row are heads of ``head`` features.
 
-    The last operand has the angles by which they turn at each position, (P, turned / 16, 2, 8): eight cosines, eight sines.
-    Rows are of positions in turn.
+    The last operand has the rotation angles for each position, (P, turned / 16, 2, 8): eight cosines, eight sines.
+    Rows belong to the positions in turn.
     """
     *reads, angles = operands
     assert angles is not None
@@ -115,7 +115,7 @@ def row_product(
     run: Run, x: Array, scale: Array | None, w: Array, b: Array, v: Array | None = None, c: Array | None = None,
     residual: Array | None = None, *, epilogue: Sequence[Any], beside: Sequence[Any] = (), epsilon: float = 1e-5,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Rows x (M, K), normalized where there is a scale (K), times a matrix w (N, K), with a bias (N).
+    """Rows x (M, K), normalized if there is a scale (K), times a matrix w (N, K), with a bias (N).
 
     Its stages read operand 1: the product with v (N, K) and c (N) after the stages ``beside``, or the residual (M, N).
     """
@@ -131,7 +131,7 @@ def packed_row_product(
     run: Run, x: Array, scale: Array | None, *operands: Array | None, code: str, K: int, N: int, block_size: int,
     epilogue: Sequence[Any], beside: Sequence[Any] = (), epsilon: float = 1e-5,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """:func:`row_product` of weights in tiles. Of each product there are four operands: tiles, scales, zero points and bias."""
+    """:func:`row_product` with weights in tiles. Each product has four operands: tiles, scales, zero points and bias."""
     if scale is not None:
         (x,) = run("RMSNormalization", [x, scale], {"axis": -1, "epsilon": epsilon})
     own = {"code": code, "K": K, "N": N, "block_size": block_size, "prologue": (), "epilogue": (), "arity": 4}
@@ -150,7 +150,7 @@ def packed_row_product(
 def periodic_attention(
     q: Array, k: Array, v: Array, mask: Array, *rest: Array | None, **attrs: Any
 ) -> tuple[Array, ...]:
-    """Attention whose masks repeat along the batch."""
+    """Attention with masks that repeat along the batch."""
     return attention(q, k, v, np.tile(mask, (len(q) // len(mask), 1, 1, 1)), *rest, **attrs)
 
 
@@ -171,7 +171,7 @@ def cached_attention(
 ) -> tuple[Array, ...]:
     """Attention of q to the keys and values of a cache, into which k and v are written at ``starts``: the result, keys and values.
 
-    q and k are turned first, where cosines and sines are given.
+    q and k are rotated first, if cosines and sines are given.
     """
     if cos is not None and sin is not None:
         how: dict[str, Any] = {"interleaved": interleaved, "rotary_embedding_dim": rotary_embedding_dim}
@@ -183,15 +183,15 @@ def cached_attention(
 def channel_attention(
     q: Array, k: Array, v: Array, factors: Array, *, least: Sequence[float] = ()
 ) -> tuple[Array, ...]:
-    """Attention between channels, q, k and v (B, H, C, N): queries and keys divided by their norms, which are ``least`` at least,
-    scores times the factor of each head."""
+    """Attention between channels, q, k and v (B, H, C, N): queries and keys are divided by their norms, which are at least
+    ``least``; scores are multiplied by the factor of each head."""
     if least:
         (q,), (k,) = (lp_normalization(x, epsilon=e) for x, e in zip((q, k), least, strict=True))
     return attention(q * factors[:, None, None], k, v, scale=1.0)[:1]
 
 
 def channel_sums(q: Array, k: Array, *, span: int) -> tuple[Array, ...]:
-    """Of q and k (B, H, C, N), for each ``span`` tokens: squares of q's channels, of k's, and q k^T: (B, H, S, 2 + C, C)."""
+    """For q and k (B, H, C, N), per ``span`` tokens: squares of q's channels, of k's channels, and q k^T: (B, H, S, 2 + C, C)."""
     q, k = (x.astype(np.promote_types(x.dtype, np.float32)) for x in (q, k))
     parts = [(q[..., n : n + span], k[..., n : n + span]) for n in range(0, q.shape[3], span)]
     squares = [[np.square(x).sum(3)[..., None, :] for x in part] for part in parts]
@@ -213,7 +213,7 @@ def channel_results(sums: Array, v: Array, factors: Array, *, least: Sequence[fl
 
 
 def factored_attention(q: Array, k: Array, v: Array, rows: Array, columns: Array, **attrs: Any) -> tuple[Array, ...]:
-    """Attention whose bias is ``rows[query, key row] + columns[query, key column]``: (B, H, query rows, query columns, …)."""
+    """Attention with the bias ``rows[query, key row] + columns[query, key column]``: (B, H, query rows, query columns, …)."""
     bias = rows[..., :, None] + columns[..., None, :]
     return attention(q, k, v, bias.reshape(*q.shape[:3], k.shape[2]), **attrs)[:1]
 
@@ -230,7 +230,7 @@ def recurrence(
     cell: str,
     **attrs: Any,
 ) -> tuple[Array, ...]:
-    """One direction of a recurrent layer whose inputs are multiplied already, or all D of them.
+    """One direction of a recurrent layer, or all D directions, with the products of the inputs already computed.
 
     gates (T, N, G * H); r (G * H, H) and its bias; peepholes of an LSTM; initial states (N, H). Results: y (T, N, H) and the
     last states (N, H). All directions: gates (T, N, D * G * H), the other operands (D, ...); y (T, D, N, H) and states (D, N, H).
@@ -250,7 +250,7 @@ def recurrence(
 
 
 def _recurrences(gates: Array, r: Array, *operands: Array | None, cell: str, **attrs: Any) -> tuple[Array, ...]:
-    """All directions of a recurrent layer, as :func:`recurrence` has them."""
+    """All directions of a recurrent layer, in the form of :func:`recurrence`."""
     bias, peepholes, lengths, *initial = operands
     count = len(r)
     each = len(attrs["activations"]) // count
@@ -266,7 +266,7 @@ def _recurrences(gates: Array, r: Array, *operands: Array | None, cell: str, **a
 
 
 GATES = {"GRU": 3, "LSTM": 4}
-"""Gates of the cells that a stack of layers may have."""
+"""Number of gates of the cells that a stack of layers may have."""
 
 
 def stacked_rnn(
@@ -280,9 +280,9 @@ def stacked_rnn(
     inputs: int,
     reverse: bool,
 ) -> tuple[Array, ...]:
-    """Layers one after the other with weights packed for ``rnn_sm90.cu``: output, last states of all layers, inner outputs.
+    """Consecutive layers with weights packed for ``rnn_sm90.cu``: output, last states of all layers, inner outputs.
 
-    x (T, N, inputs) and the initial states (layers, N, H) keep their type: each layer reads what the one before has stored.
+    x (T, N, inputs) and the initial states (layers, N, H) keep their type: each layer reads the stored results of the previous one.
     """
     gates, dtype, at, width = GATES[cell], x.dtype, 0, inputs
     functions = ("Sigmoid", "Tanh", "Tanh")[: gates - 1]

@@ -30,12 +30,12 @@ class AxisPlan:
 
 
 def scaled_size(size: int, scale: float) -> int:
-    """floor(size * scale), in fp32 as ONNX's implementations do it (0.7 * 10 is 7 there)."""
+    """floor(size * scale), in fp32 like ONNX's implementations (in fp32, 0.7 * 10 is 7)."""
     return math.floor(np.float32(size) * np.float32(scale))
 
 
 def aspect_scale(sizes: Sequence[int], given: Sequence[int], policy: str) -> float:
-    """The one scale of all resized axes under "not_larger" or "not_smaller"."""
+    """The single scale of all resized axes under "not_larger" or "not_smaller"."""
     ratios = [g / s for g, s in zip(given, sizes, strict=True)]
     return min(ratios) if policy == "not_larger" else max(ratios)
 
@@ -48,7 +48,7 @@ def plan(
     axes: Sequence[int] | None,
     policy: str,
 ) -> list[AxisPlan]:
-    """What happens to each resized axis; one of ``scales`` and ``sizes`` is given, for ``axes`` (None: all)."""
+    """The plan of each resized axis. One of ``scales`` and ``sizes`` is given, for ``axes`` (None: all)."""
     which = list(range(len(shape))) if axes is None else [a % len(shape) for a in axes]
     lengths = [int(shape[a]) for a in which]
     regions = [(0.0, 1.0)] * len(which)
@@ -68,7 +68,7 @@ def plan(
     elif scales is not None:
         for a, n, s, r in zip(which, lengths, scales, regions, strict=True):
             out, width = scaled_size(n, float(s)), float(s) * n
-            # 1/3 is no fp32 number; it still means a third.
+            # 1/3 is not an fp32 number; it still means a third.
             plans.append(AxisPlan(a, n, out, float(s), out if math.isclose(width, out, rel_tol=1e-6) else width, r))
     else:
         raise InternalError("Resize with neither scales nor sizes")
@@ -76,9 +76,9 @@ def plan(
 
 
 def coordinates(p: AxisPlan, mode: str) -> Array:
-    """Where each output position lies in the input, in float64."""
+    """The position of each output element in the input, in float64."""
     x = np.arange(p.out, dtype=np.float64)
-    # The quotient of two integers, not a product with a rounded scale: positions that fall on a pixel do so exactly.
+    # The quotient of two integers, not a product with a rounded scale: positions that fall on a pixel are then exact.
     exact = p.width == p.out
 
     def unscaled(v: Array) -> Array:
@@ -105,7 +105,7 @@ def coordinates(p: AxisPlan, mode: str) -> Array:
 
 
 def rounded(x: Array, mode: str) -> Array:
-    """Positions as whole numbers, under a ``nearest_mode``."""
+    """Positions as integers, under a ``nearest_mode``."""
     if mode == "round_prefer_floor":
         return np.ceil(x - 0.5)
     if mode == "round_prefer_ceil":
@@ -127,7 +127,7 @@ def _cubic(x: Array, a: float) -> Array:
 
 
 def _filter(p: AxisPlan, at: Array, mode: str, antialias: bool, a: float) -> tuple[Array, Array]:
-    """Input positions (which may lie outside) and weights of every tap: two arrays (out, taps)."""
+    """Input positions (which may be outside) and weights of every tap: two arrays (out, taps)."""
     stretch = min(p.scale, 1.0) if antialias else 1.0
     reach = 2 if mode == "cubic" else 1
     first = math.floor(-reach / stretch) + 1
@@ -165,7 +165,7 @@ def resize(
     keep_aspect_ratio_policy: str = "stretch",
     axes: Sequence[int] | None = None,
 ) -> tuple[Array, ...]:
-    """Resize (ONNX opset 19). Integers are interpolated in float64, rounded and kept within their range."""
+    """Resize (ONNX opset 19). Integers are interpolated in float64, rounded and clamped to their range."""
     crop = coordinate_transformation_mode == "tf_crop_and_resize"
     y = x
     if mode != "nearest" and not is_float(x.dtype):

@@ -2,7 +2,7 @@
 
 x (T, N, I); w (D, G*H, I), r (D, G*H, H), b (D, 2*G*H) with D directions and G gates; sequence_lens (N); initial states
 (D, N, H). Results: y (T, D, N, H) and the last states (D, N, H). The input projection of all steps is one matrix product;
-without w, x is that product (T, N, G*H) already.
+without w, x already is this product (T, N, G*H).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _FUNCTIONS: dict[str, Callable[[Array, float, float], Array]] = {
 def _activations(
     names: Sequence[str], alphas: Sequence[float], betas: Sequence[float], clip: float | None
 ) -> list[Activation]:
-    """The functions of one direction. ``clip`` bounds what enters those of the gates (f and g).
+    """The functions of one direction. ``clip`` bounds the inputs of the gates' functions (f and g).
 
-    As in ONNX Runtime and OpenVINO, the third function of an LSTM sees the cell state unbounded.
+    As in ONNX Runtime and OpenVINO, the third function of an LSTM sees the unclipped cell state.
     """
 
     def bind(i: int, name: str, alpha: float, beta: float) -> Activation:
@@ -50,7 +50,7 @@ def _activations(
 
 
 def _reverse(x: Array, lens: Array | None) -> Array:
-    """Each sequence (axis 0 is time, axis 1 the batch) backwards; what follows its end stays where it is."""
+    """Each sequence (axis 0 is time, axis 1 the batch) reversed; elements after its end stay in place."""
     if lens is None:
         return x[::-1]
     t = np.arange(len(x))[:, None]
@@ -118,7 +118,7 @@ def _run(step: Step, d: _Direction, projected: Array, state: State, lens: Array 
 
 
 def _projected(x: Array, w: Array | None, bias: Array) -> Array:
-    """The products of all inputs; without weights they are made already."""
+    """The products of all inputs; without weights they are already computed."""
     if w is None:
         return x + bias
     rows = x.reshape(x.shape[0] * x.shape[1], x.shape[2]) @ w.T + bias
@@ -150,7 +150,7 @@ def _recurrent(
     if lens is not None and bool((lens >= len(x)).all()):
         lens = None
     initial = [initial_h, initial_c] if step is _lstm_step else [initial_h]
-    if not len(x):  # no last state either: zeros, as ONNX Runtime has them
+    if not len(x):  # no last state either: zeros, as in ONNX Runtime
         initial = [None] * len(initial)
     each, size, outputs, finals = len(activations) // len(r), r.shape[1], [], []
     for k in range(len(r)):

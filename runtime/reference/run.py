@@ -54,11 +54,11 @@ def run_kernel(
 ) -> tuple[Array, ...]:
     """Evaluate one op.
 
-    ``attrs`` may hold ``prologue`` and ``epilogue`` (sequences of :class:`PlainStage`) and, with them, ``arity``: how many
-    operands are the kernel's own (a composed kind applies its stages itself). fp16, bf16 and fp8 operands are computed in fp32
-    and results rounded once, to ``dtypes`` (the results' types) where they are given, else to the type of the first narrow
-    operand. Floating-point exceptions are silent, as in ONNX. Raises RunError where the values of operands contradict (an index
-    out of range), and where loops, those inside of others counted with them, have more than ``most_trips`` iterations
+    ``attrs`` may contain ``prologue`` and ``epilogue`` (sequences of :class:`PlainStage`) and, with them, ``arity``: the number of
+    the kernel's own operands (a composed kind applies its stages itself). fp16, bf16 and fp8 operands are computed in fp32
+    and results are rounded once, to ``dtypes`` (the results' types) if given, otherwise to the type of the first narrow
+    operand. Floating-point exceptions are silent, as in ONNX. Raises RunError if the values of operands contradict (an index
+    out of range), and if loops, including nested ones, have more than ``most_trips`` iterations in total
     (:data:`optdnn.limits.LOOP_TRIPS`).
     """
     with np.errstate(all="ignore"):
@@ -72,7 +72,8 @@ def _run_inner(
     dtypes: Sequence[DType] | None = None,
     inner: _Inner | None = None,
 ) -> tuple[Array, ...]:
-    """The same where floating-point exceptions are silent already: bodies of loops have thousands of small operators."""
+    """The same for callers that have already silenced floating-point exceptions: bodies of loops have thousands of small
+    operators."""
     try:
         return _run(kind, operands, attrs, dtypes, inner)
     except (ValueError, IndexError, ArithmeticError) as error:
@@ -81,7 +82,7 @@ def _run_inner(
 
 
 class _Inner:
-    """The ``run`` of a composed kernel, and of those inside of its bodies: one for each call of :func:`run_kernel`."""
+    """The ``run`` of a composed kernel, and of the kernels inside of its bodies: one object per call of :func:`run_kernel`."""
 
     def __init__(self, most_trips: int | None) -> None:
         self._trips, self._most = 0, LOOP_TRIPS.value if most_trips is None else most_trips

@@ -1,4 +1,4 @@
-"""NumPy kernel of SampledSum: weighted sums of the values of images between their pixels."""
+"""NumPy kernel of SampledSum: weighted sums of image values sampled between pixels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sampled_sum(
     align_corners: bool = False,
     groups: int = 1,
 ) -> tuple[Array, ...]:
-    """Images (N, C, H, W) and places (N * groups, R, P, 2) in turn, and weights; the result is (N * groups, C / groups, R)
+    """Images (N, C, H, W) and places (N * groups, R, P, 2) alternate, then weights; the result is (N * groups, C / groups, R)
     (:class:`optdnn.ops.sampled_sum.SampledSumAttrs`)."""
     found: list[Array] = []
     for x, places in zip(operands[0:-1:2], operands[1::2], strict=False):

@@ -8,7 +8,7 @@ from optdnn.runtime.reference.base import Kernel
 from optdnn.types import Array
 
 MASS_BITS = 28
-"""The most probable token has a mass of ``2 ** MASS_BITS - 1``. Masses are integers: their sums do not depend on an order."""
+"""The most probable token has a mass of ``2 ** MASS_BITS - 1``. Masses are integers, so their sums do not depend on the order."""
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
@@ -43,7 +43,7 @@ def sample_token(
 
 
 def _token(x: Array, temperature: np.float32, top_k: int, top_p: np.float32, random: int) -> int:
-    highest = x.max(initial=np.float32(-np.inf))  # NaN where there is one
+    highest = x.max(initial=np.float32(-np.inf))  # NaN if there is one
     if not np.isfinite(highest):
         return -1
     if not temperature > 0 or top_k == 1:
@@ -60,7 +60,7 @@ def _token(x: Array, temperature: np.float32, top_k: int, top_p: np.float32, ran
 
 
 def _nucleus(x: Array, masses: Array, top_p: np.float32) -> np.float32:
-    """The logit down to which tokens have at least the share ``top_p`` of all masses."""
+    """The lowest logit such that the tokens with at least this logit have the fraction ``top_p`` of all masses."""
     order = np.argsort(-x, kind="stable")
     sums = np.cumsum(masses[order])
     total = int(sums[-1])

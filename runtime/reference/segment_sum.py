@@ -1,4 +1,4 @@
-"""NumPy kernel of SegmentSum: sums of rows that are computed from gathered rows."""
+"""NumPy kernel of SegmentSum: sums of rows computed from gathered rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def segment_sum(
 
 
 def _computed(run: Run, start: Array, stages: Sequence[Any], operands: Sequence[Array]) -> Array:
-    """The last register of stages that begin with ``start``."""
+    """The last register of stages that start from ``start``."""
     registers = [start]
     for stage in stages:
         args = [None if a is None else registers[~a] if a < 0 else operands[a] for a in stage.args]

@@ -50,7 +50,7 @@ def _squeeze(x: Array, axes: Array | None = None) -> tuple[Array, ...]:
 
 def _unsqueeze(x: Array, axes: Array) -> tuple[Array, ...]:
     places = ints(axes)
-    if len(places) == 1 and 0 <= places[0] <= x.ndim:  # the same, several times as fast
+    if len(places) == 1 and 0 <= places[0] <= x.ndim:  # the same result, several times faster
         return (x[(slice(None),) * places[0] + (None,)],)
     return (np.expand_dims(x, tuple(places)),)
 
@@ -110,7 +110,7 @@ KERNELS: dict[str, Kernel] = {
     "ConstantOfShape": _constant_of_shape,
     "Identity": _identity,
     "Pointwise": _identity,  # its body is its epilogue
-    "Layout": lambda x, layout: (x,),  # logical axes: nothing happens
+    "Layout": lambda x, layout: (x,),  # logical axes do not change
     "EyeLike": _eye_like,
     "Trilu": _trilu,
 }

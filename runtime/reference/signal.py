@@ -30,7 +30,7 @@ def dft(
     inverse: bool = False,
     onesided: bool = False,
 ) -> tuple[Array, ...]:
-    """DFT (ONNX opset 20) along ``at``, or ``axis`` where that is absent: x (…, 1 or 2).
+    """DFT (ONNX opset 20) along ``at``, or ``axis`` if ``at`` is absent: x (…, 1 or 2).
 
     An inverse of a one-sided spectrum is real, (…, 1).
     """

@@ -8,7 +8,7 @@ from optdnn.runtime.reference.base import Kernel
 from optdnn.types import Array
 
 MANY = 64
-"""From this many rows on, whole rows are sorted at once."""
+"""With at least this many rows, whole rows are sorted at once."""
 
 
 def top_k(x: Array, k: Array, *, axis: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, ...]:
@@ -28,7 +28,7 @@ def top_k(x: Array, k: Array, *, axis: int = -1, largest: bool = True, sorted: b
 
 
 def _few_of_many(x: Array, count: int, axis: int, largest: bool) -> Array:
-    """The indices of the best ``count`` elements along an axis, of equal ones the first, without sorting the others."""
+    """The indices of the best ``count`` elements along an axis (the first among equals), without sorting the others."""
     rows = np.moveaxis(x, axis, -1)
     found = np.empty((*rows.shape[:-1], count), np.int64)
     for i in np.ndindex(*rows.shape[:-1]) if count else ():
@@ -66,7 +66,7 @@ def unique(x: Array, *, axis: int | None = None, sorted: bool = True) -> tuple[A
 
 
 def compress(x: Array, condition: Array, *, axis: int | None = None) -> tuple[Array, ...]:
-    """Compress (ONNX opset 11): the slices along ``axis`` (None: of the flattened input) whose condition holds."""
+    """Compress (ONNX opset 11): the slices along ``axis`` (None: of the flattened input) for which the condition holds."""
     if axis is None:
         x, axis = x.reshape(-1), 0
     if len(condition) > x.shape[axis]:
@@ -75,7 +75,7 @@ def compress(x: Array, condition: Array, *, axis: int | None = None) -> tuple[Ar
 
 
 def reverse_sequence(x: Array, lengths: Array, *, batch_axis: int = 1, time_axis: int = 0) -> tuple[Array, ...]:
-    """ReverseSequence (ONNX opset 10): the first ``lengths[i]`` steps of sample i backwards."""
+    """ReverseSequence (ONNX opset 10): the first ``lengths[i]`` steps of sample i in reverse."""
     steps = x.shape[time_axis]
     if lengths.size and not (lengths.min() >= 0 and lengths.max() <= steps):
         raise ValueError(f"sequence lengths {lengths.tolist()} for {steps} steps")

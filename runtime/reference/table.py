@@ -1,4 +1,4 @@
-"""The one table of NumPy kernels: kind -> kernel, those of composed kinds apart."""
+"""The table of NumPy kernels: kind -> kernel. Composed kinds are in a separate table."""
 
 from __future__ import annotations
 

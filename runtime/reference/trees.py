@@ -9,7 +9,7 @@ from optdnn.runtime.reference.base import Kernel
 from optdnn.types import Array
 
 MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ", "LEAF")
-"""What a node does, by number: it compares its feature with its threshold, or holds weights."""
+"""Node modes by number: a node compares its feature with its threshold, or holds weights."""
 LEAF = 6
 
 
@@ -28,8 +28,8 @@ def tree_ensemble(
 ) -> tuple[Array]:
     """``x`` [n, f] -> the trees' weights [n, c], combined by ``aggregate`` (SUM, AVERAGE, MIN, MAX).
 
-    Per node: feature, threshold, mode, the node to go to where the comparison holds and where not, and where a missing value
-    (NaN) goes; ``roots`` are the trees' first nodes, ``rows`` the row of ``weights`` of each leaf. Raises RunError for trees
+    Per node: feature, threshold, mode, the next node if the comparison holds and if not, and the next node for a missing value
+    (NaN); ``roots`` are the trees' first nodes, ``rows`` the row of ``weights`` of each leaf. Raises RunError for trees
     that never reach a leaf.
     """
     dtype = np.promote_types(thresholds.dtype, x.dtype if x.dtype.kind == "f" else np.float32)

@@ -92,7 +92,7 @@ def erf(x: Array) -> Array:
     """Error function to 1e-15; evaluated in float64 and rounded once to the dtype of ``x``."""
     x64 = np.atleast_1d(np.asarray(x, dtype=np.float64))
     size = np.abs(x64)
-    out = np.where(np.isnan(x64), np.nan, np.sign(x64))  # right to the last bit beyond 6
+    out = np.where(np.isnan(x64), np.nan, np.sign(x64))  # correct to the last bit beyond 6
     near = size <= 0.46875
     y = x64[near]
     z = y * y

@@ -18,12 +18,12 @@ def svm_decision(
     prob_b: Array | None = None,
     vectors_per_class: tuple[int, ...] = (),
 ) -> tuple[Array, Array, Array]:
-    """Kernel values ``k`` [n, m] (rows against support vectors, those of each class together) -> winners and scores.
+    """Kernel values ``k`` [n, m] (rows against support vectors, grouped by class) -> winners and scores.
 
-    ``coefficients`` [c - 1, m], ``rho``, ``prob_a`` and ``prob_b`` [c (c - 1) / 2] are libsvm's. Returns the class with most
-    votes, int64 [n]; the pairs' decision values, [n, c (c - 1) / 2]; and the classes' probabilities [n, c] (the shares of the
-    votes where there is no ``prob_a``). Wu, Lin and Weng, "Probability estimates for multi-class classification by pairwise
-    coupling", 2004, second method, stopped as libsvm stops it.
+    ``coefficients`` [c - 1, m], ``rho``, ``prob_a`` and ``prob_b`` [c (c - 1) / 2] are libsvm's. Returns the class with the most
+    votes, int64 [n]; the pairs' decision values, [n, c (c - 1) / 2]; and the classes' probabilities [n, c] (without ``prob_a``, the
+    shares of the votes). Wu, Lin and Weng, "Probability estimates for multi-class classification by pairwise
+    coupling", 2004, second method, with libsvm's stopping rule.
     """
     wide = k.astype(np.float64)
     ends = np.cumsum(vectors_per_class)
@@ -55,7 +55,7 @@ def svm_decision(
 
 
 def _coupled(ratio: Array) -> Array:
-    """Probabilities [n, c] that agree best with those of the pairs, [n, c, c]."""
+    """Probabilities [n, c] that agree best with the pairs' probabilities, [n, c, c]."""
     n, c, _ = ratio.shape
     q = -np.swapaxes(ratio, 1, 2) * ratio
     for t in range(c):

@@ -1,6 +1,6 @@
 """Sliding-window geometry of convolutions and pools, for integers and symbolic dimensions alike.
 
-Shape inference and the kernels share it, so that they cannot disagree; the tests hold both against ONNX Runtime.
+Shape inference and the kernels share it, so they cannot disagree; the tests compare both with ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def window_count(
 ) -> DimLike:
     """Number of windows over an axis of ``size`` elements padded by ``begin`` and ``end``.
 
-    With ``ceil`` a last partial window counts too, unless it starts in the end padding (ONNX MaxPool-22).
-    Raises ShapeError where not even one window fits.
+    With ``ceil`` a last partial window counts, too, unless it starts in the end padding (ONNX MaxPool-22).
+    Raises ShapeError if not even one window fits.
     """
     room = size + begin + end - span(kernel, dilation)
     whole = floordiv(room, stride) + 1
@@ -58,13 +58,13 @@ def resolve_pads(
     strides: Sequence[int],
     dilations: Sequence[int],
 ) -> tuple[int, ...] | None:
-    """Explicit pads (begins then ends), or None where ``auto_pad`` depends on a size that is symbolic."""
+    """Explicit pads (begins then ends), or None if ``auto_pad`` depends on a symbolic size."""
     if auto_pad == "NOTSET":
         return tuple(pads)
     each = []
     for size, k, s, d in zip(spatial, kernel, strides, dilations, strict=True):
         if s == 1:
-            size = 1  # the padding of stride 1 is the kernel's span less one for any size
+            size = 1  # the padding of stride 1 is the kernel's span minus one for any size
         if not isinstance(size, int) or not isinstance(k, int):
             return None
         each.append(same_pads(size, k, s, d, auto_pad == "SAME_UPPER"))

@@ -1,8 +1,8 @@
 """The runner "simulate": each step's meaning, evaluated in NumPy on the views that the step's kernel reads and writes.
 
-Arithmetic is fp32 and results are rounded at the store, as the kernels do it. Memory is the program's own: one arena whose
-buffers overlay each other in time, so a wrong lifetime, offset or stride gives wrong results here as on the GPU. Steps that may
-run side by side come in another of their possible orders in each run, so that one which a result depends on shows.
+Arithmetic is fp32 and results are rounded at the store, as in the kernels. Memory is the program's own: one arena whose
+buffers share addresses at different times, so a wrong lifetime, offset or stride gives wrong results, as on the GPU. Steps that may
+run concurrently run in a different valid order in each run, so that a result that depends on the order shows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from optdnn.runtime.steps.host import TO_HOST, CopyPlan, HostPlan, run_host
 from optdnn.types import Array, DType, dtype_name, to_tf32
 
 FENCE = 256
-"""Bytes before and after the arena that nothing may write."""
+"""Bytes before and after the arena; a write to them is an error."""
 _FENCE_BYTE = 0xA5
 
 
@@ -40,7 +40,7 @@ class _Action:
 
 
 class SimulateRunner(GpuProgramRunner):
-    """A program made ready; immutable, shared by threads."""
+    """A prepared program; immutable, shared by threads."""
 
     refusal = "simulate runs the steps of a GPU's program, not those of"
 
@@ -76,7 +76,7 @@ def _rounded(run: Callable[[Sequence[Array | None]], Sequence[Array]], slots: fr
 
 
 def strided(flat: Array, view: OperandView) -> Array:
-    """A view of a flat buffer. By way of its bytes: NumPy's own as_strided does not know every 8-bit float."""
+    """A view of a flat buffer. It is made on the buffer's bytes, because NumPy's own as_strided does not know every 8-bit float."""
     if 0 in view.shape:
         return np.empty(view.shape, flat.dtype)
     size = flat.itemsize
@@ -84,14 +84,14 @@ def strided(flat: Array, view: OperandView) -> Array:
 
 
 def some_order(waits: Sequence[Sequence[int]], random: Random) -> list[int]:
-    """A random order of steps in which each comes after those that it waits for. Some orders run one branch far ahead."""
+    """A random order of steps in which each step follows the steps that it waits for. Some orders run one branch far ahead."""
     missing = [len(w) for w in waits]
     after: list[list[int]] = [[] for _ in waits]
     for k, before in enumerate(waits):
         for d in before:
             after[d].append(k)
     ready = [k for k, n in enumerate(missing) if not n]
-    far, found = random.random() < 0.5, []  # far: continue with what has just become possible
+    far, found = random.random() < 0.5, []  # far: continue with the steps that have just become ready
     while ready:
         k = ready.pop(-1 if far and random.random() < 0.9 else random.randrange(len(ready)))
         found.append(k)
@@ -103,7 +103,7 @@ def some_order(waits: Sequence[Sequence[int]], random: Random) -> list[int]:
 
 
 def _room(shape: tuple[int, ...], dtype: DType, what: str) -> Array:
-    """An array whose elements are not set. Raises RunError where there is no memory for it."""
+    """An uninitialized array. Raises RunError if there is no memory for it."""
     try:
         return np.empty(shape, dtype)
     except (MemoryError, ValueError) as error:  # ValueError: larger than the address space
@@ -111,17 +111,17 @@ def _room(shape: tuple[int, ...], dtype: DType, what: str) -> Array:
 
 
 class SimulateContext(HostContext):
-    """One thread's arena. ``poison`` fills it with NaN before each run, so that what is read unwritten shows; ``seed`` decides in
-    which orders the steps of a program with lanes are run."""
+    """One thread's arena. ``poison`` fills it with NaN before each run, so that reads of unwritten elements show; ``seed``
+    determines the orders of the steps of a program with lanes."""
 
     def __init__(self, runner: SimulateRunner, *, poison: bool = False, seed: int = 0):
         super().__init__(runner.program, runner.signature)
         self._runner, self.poison = runner, poison
         self._random = Random(seed)
         self.after_step: Callable[[_Action, list[Array]], None] | None = None
-        """Called after each step, with its action and results: how tests hold kernels against their steps' meaning."""
+        """Called after each step, with its action and results: tests compare kernels with their steps' meaning."""
         self.before_step: Callable[[_Action], None] | None = None
-        """Called before each step: its result may lie over an operand."""
+        """Called before each step: its result may overwrite an operand."""
         p = runner.program
         self._raw = _room((p.arena_bytes + 2 * FENCE,), np.dtype(np.uint8), "the arena")
         self._raw.fill(_FENCE_BYTE)
@@ -137,7 +137,7 @@ class SimulateContext(HostContext):
                 self._flat[i] = _room((b.nbytes // b.dtype.itemsize,), b.dtype, b.name)
         self._arena = arena
         self._host: list[Array | None] = []
-        """What lies on the host in a run; the last entry stays None, for operands that are absent."""
+        """The values on the host in a run; the last entry stays None, for absent operands."""
 
     def _run_timed(
         self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, times: list[int] | None
@@ -167,7 +167,7 @@ class SimulateContext(HostContext):
         return results
 
     def _order(self) -> list[int]:
-        """The steps in an order that their lanes allow."""
+        """The steps in a valid order for their lanes."""
         waits = self._runner.waits
         return list(range(len(self._runner.actions))) if waits is None else some_order(waits, self._random)
 

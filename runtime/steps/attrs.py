@@ -21,7 +21,7 @@ from optdnn.runtime.reference.table import KINDS
 from optdnn.types import DTYPES, dtype_name
 
 ARRAY_LIMIT = CONSTANT_LIMIT
-"""Most elements of an array attribute; anything larger is an operand."""
+"""The most elements of an array attribute; a larger array is an operand."""
 
 
 def attrs_to_plain(attrs: Mapping[str, Any]) -> dict[str, Plain]:
@@ -105,7 +105,7 @@ def _from_plain(value: Plain, name: str) -> Any:
 def _graph_from_plain(
     inputs: int, constants: list[Any], ops: list[Any], outputs: list[Any], rest: list[Any], name: str
 ) -> PlainGraph | None:
-    """A nested graph, or None where the data does not make one."""
+    """A nested graph, or None if the data is not one."""
     arrays = [_from_plain(c, name) for c in constants]
     nodes = []
     for op in ops:
@@ -127,7 +127,7 @@ def _graph_from_plain(
 
 
 def _is_shape(shape: Any) -> bool:
-    """True for a shape as plain data: sizes, and texts for symbolic sizes."""
+    """Whether data is a shape in plain form: sizes, and texts for symbolic sizes."""
     if shape is None:
         return True
     return isinstance(shape, list) and all(type(d) is str or (type(d) is int and d >= 0) for d in shape)

@@ -1,9 +1,9 @@
 """Executors: they run steps.
 
-An executor module offers ``prepare(step, program, options) -> Executor``. An Executor is one step made ready (a compiled
+An executor module offers ``prepare(step, program, options) -> Executor``. An Executor is one prepared step (a compiled
 library model, a kernel with its attributes): made once per engine, never changed afterwards, shared by all threads. Its
-``session()`` gives the state of one thread (an infer request, scratch); one thread at a time uses a session.
-Modules are imported only when a program names them, so an engine needs only the libraries it uses.
+``session()`` returns the state of one thread (an infer request, scratch); only one thread at a time uses a session.
+Modules are imported only if a program names them, so an engine needs only the libraries that it uses.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class Session(Protocol):
         """Run the step; returns one array per entry of ``step.outputs``, in order.
 
         ``inputs`` are C-contiguous, aligned arrays of the buffers' dtypes (None: absent operand), valid for this call only.
-        ``outs[i]``, where it is not None, is a writable C-contiguous array of the output's dtype and rank that the session
-        may fill and return in place of a new one; the caller copies when another array is returned. A session that finds
-        ``outs[i]`` of the wrong shape leaves it alone and returns its own array. Returned arrays are fresh: the session
+        ``outs[i]``, if it is not None, is a writable C-contiguous array of the output's dtype and rank that the session
+        may fill and return in place of a new one; if it returns another array, the caller copies. A session that finds
+        ``outs[i]`` of the wrong shape leaves it unchanged and returns its own array. Returned arrays are new: the session
         never writes to them again, and (unless the executor's ``aliases`` is true) they share no memory with inputs,
         constants or one another. Outputs numbered -1 may be anything.
         """
 
 
 class Executor(Protocol):
-    """One step made ready, shared by all threads."""
+    """One prepared step, shared by all threads."""
 
     @property
     def aliases(self) -> bool:
-        """True where results may share memory with inputs, constants or each other (then the engine copies outputs)."""
+        """Whether results may share memory with inputs, constants or each other (then the engine copies outputs)."""
 
     @property
     def facts(self) -> Mapping[str, Plain]:
@@ -52,7 +52,7 @@ class Executor(Protocol):
 
 Planner: TypeAlias = Callable[[Program, Mapping[str, tuple[int, ...]], bool, Mapping[str, Array]], Program]
 """``planner(engine's program, shape per input, compile kernels?, values) -> program`` for exactly these shapes, without the
-inputs in ``values``, which are constants in it; its blobs are the engine's own arrays where their contents agree."""
+inputs in ``values``, which become constants; its blobs are the engine's own arrays if their contents agree."""
 
 
 Port: TypeAlias = tuple[str, DType, tuple[int | str, ...] | None]
@@ -61,9 +61,9 @@ Port: TypeAlias = tuple[str, DType, tuple[int | str, ...] | None]
 
 @dataclass(frozen=True)
 class LibraryPart:
-    """A part of an engine for a CPU library: serialized ONNX, its weights by name, and the types of its inputs and outputs in the
-    program. ``symbols`` are the sizes that the network's inputs have in a call, with their ranges where known;
-    ``digest`` is one over all of this, where the checksums of the file's blobs were verified."""
+    """A part of an engine for a CPU library: serialized ONNX, its weights by name, and the program's types of its inputs and
+    outputs. ``symbols`` are the sizes that the network's inputs have in a call, with their ranges if known;
+    ``digest`` is one digest over all of this, if the checksums of the file's blobs were verified."""
 
     library: str
     model: bytes
@@ -82,8 +82,8 @@ Examine: TypeAlias = Callable[[LibraryPart], None]
 class LoadOptions:
     """Choices made when an engine is loaded, for executors to honour. ``threads`` None keeps the number chosen by the build.
 
-    For engines of GPUs: ``simulate`` runs them in NumPy instead. ``trust_cubins``: the program may bring code of any kind, as one
-    that was made in this process may; otherwise its kernels' sources are checked, and compiled (see
+    For engines of GPUs: ``simulate`` runs them in NumPy instead. ``trust_cubins``: the program may contain any code, like a
+    program made in this process; otherwise its kernels' sources are checked, and compiled (see
     :func:`optdnn.runtime.cuda.compile.recipes.cubins`). ``recompile`` compiles kernels with this version's templates.
     """
 
@@ -97,15 +97,15 @@ class LoadOptions:
     recompile: bool = False
     custom_ops: tuple[CustomOp, ...] = ()
     planner: Planner | None = None
-    """Makes the program for shapes that an engine holds no plan for."""
+    """Makes the program for shapes without a plan in the engine."""
     examine: Examine | None = None
-    """Judges the networks that a program from a file hands to CPU libraries. Without it, such a program is refused."""
+    """Examines the networks that a program from a file gives to CPU libraries. Without it, such a program is refused."""
     counters: str | None = None
-    """A folder: the CPU libraries count the time of each layer, by files in it where they need some."""
+    """A folder: the CPU libraries count the time of each layer, with files in this folder if they need some."""
     processes: bool | None = None
     """Whether each rank of several has its own process (None: on GPUs)."""
     pool: Any = None
-    """Memory that the plans of one engine share, as the target's runner has it."""
+    """Memory that the plans of one engine share, as the target's runner stores it."""
 
 
 EXECUTORS: dict[str, str] = {
@@ -117,7 +117,7 @@ EXECUTORS: dict[str, str] = {
 
 
 def prepare(program: Program, options: LoadOptions) -> list[Executor]:
-    """Make every step ready. Raises EngineError for an executor this version does not have."""
+    """Prepare every step. Raises EngineError for an executor that this version does not have."""
     unknown = sorted({s.executor for s in program.steps} - EXECUTORS.keys())
     if unknown:
         raise EngineError(

@@ -1,16 +1,16 @@
 """Steps of a GPU's program on the CPU: operators without a GPU kernel, and the copies around them.
 
-A step of the executor "host" runs one operator from its NumPy kernel; its params are those of a "reference" step (``kind`` and
-``attrs``). Its results are host buffers: outside of the arena, and where their size depends on data their shape is symbolic.
+A step of the executor "host" runs one operator with its NumPy kernel; its params are like a "reference" step's (``kind`` and
+``attrs``). Its results are host buffers outside of the arena, with symbolic shapes if their sizes depend on data.
 A step of the executor "copy" moves a dense tensor between a host buffer and a device buffer; its params are
 
 ``to``
     "host" or "device".
 ``offset``
-    Where the tensor begins in the device buffer, in elements; its shape is the host buffer's.
+    The beginning of the tensor in the device buffer, in elements; its shape is the host buffer's.
 
-The steps decide which buffers lie on the host: the outputs of host steps and of copies to the host, and inputs of the network
-that only host steps read. Constants lie wherever they are read.
+The steps determine the buffers on the host: the outputs of host steps and of copies to the host, and inputs of the network
+that only host steps read. Constants are stored wherever they are read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TO_HOST, TO_DEVICE = "host", "device"
 
 
 def host_step(kind: str, attrs: Any, inputs: Sequence[int], outputs: Sequence[int], src: Sequence[str]) -> Step:
-    """The step that runs one operator on the CPU; ``attrs`` as ``run_kernel`` takes them."""
+    """The step that runs one operator on the CPU; ``attrs`` in the form of ``run_kernel``."""
     return Step(HOST, {"kind": kind, "attrs": attrs_to_plain(attrs)}, tuple(inputs), tuple(outputs), tuple(src))
 
 
@@ -48,7 +48,7 @@ def is_copy(step: Step, to: str) -> bool:
 
 
 def host_buffers(program: Program) -> frozenset[int]:
-    """The buffers that lie in the CPU's memory (constants left out)."""
+    """The buffers in the CPU's memory (without constants)."""
     written = {i for s in program.steps if s.executor == HOST or is_copy(s, TO_HOST) for i in s.outputs if i >= 0}
     on_device = {i for s in program.steps if s.executor != HOST and not is_copy(s, TO_DEVICE) for i in s.inputs}
     read = {i for s in program.steps if s.executor == HOST or is_copy(s, TO_DEVICE) for i in s.inputs if i >= 0}
@@ -58,7 +58,7 @@ def host_buffers(program: Program) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """A parsed copy step. ``shape`` is the tensor's, ``offset`` where it begins in buffer ``device``, in elements."""
+    """A parsed copy step. ``shape`` is the tensor's, ``offset`` its beginning in buffer ``device``, in elements."""
 
     to: str
     host: int
@@ -79,7 +79,7 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """A parsed host step: one operator. ``shapes`` are its results' (None: unknown rank), text where a size depends on data."""
+    """A parsed host step: one operator. ``shapes`` are its results' (None: unknown rank), text for a size that depends on data."""
 
     kind: str
     attrs: dict[str, Any]
@@ -90,7 +90,7 @@ class HostPlan:
     label: str
 
     def run(self, operands: Sequence[Array | None]) -> list[Array]:
-        """The results. Raises RunError where the operator cannot be evaluated or gives another type than promised."""
+        """The results. Raises RunError if the operator cannot be evaluated or its result has another type than declared."""
         results = run_kernel(self.kind, operands, self.attrs, self.dtypes)
         checked = []
         for i, (port, dtype, shape) in enumerate(zip(self.outputs, self.dtypes, self.shapes, strict=True)):
@@ -108,7 +108,7 @@ class HostPlan:
 
 
 def parse_copy(step: Step, program: Program, on_host: frozenset[int]) -> CopyPlan:
-    """A copy step, checked: it stays inside of both buffers and goes from one memory to the other. Raises EngineError."""
+    """A copy step, checked: it stays inside of both buffers and copies from one memory to the other. Raises EngineError."""
     p = step.params
     to, offset = p.get("to"), p.get("offset")
     _need(
@@ -129,7 +129,7 @@ def parse_copy(step: Step, program: Program, on_host: frozenset[int]) -> CopyPla
 
 
 def parse_host(step: Step, program: Program, on_host: frozenset[int]) -> HostPlan:
-    """A host step, checked. Raises EngineError for a kind without a NumPy kernel, attributes that are malformed, or an operand
+    """A host step, checked. Raises EngineError for a kind without a NumPy kernel, malformed attributes, or an operand
     in the GPU's memory."""
     kind = step.params.get("kind")
     _need(
@@ -149,7 +149,7 @@ def parse_host(step: Step, program: Program, on_host: frozenset[int]) -> HostPla
 
 
 def run_host(plan: HostPlan, values: list[Array | None]) -> None:
-    """Run a host step on the host's values by buffer; the list has one entry more, which stays None (operand -1).
+    """Run a host step on the host's values by buffer; the list has one more entry, which stays None (operand -1).
 
     Raises RunError naming the nodes.
     """

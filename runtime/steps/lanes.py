@@ -1,6 +1,6 @@
-"""Steps side by side: the memory that each step touches, and whether a program's lanes keep conflicting steps in order.
+"""Concurrent steps: the memory that each step accesses, and whether a program's lanes keep conflicting steps in order.
 
-Two steps conflict where they touch the same bytes and one of them writes them. The order of conflicting steps must follow from
+Two steps conflict if they access the same bytes and at least one of them writes. The order of conflicting steps must follow from
 the lanes (:class:`optdnn.runtime.program.Slot`). Then every order that the lanes allow gives the same results.
 """
 
@@ -33,7 +33,7 @@ class Access:
 
 
 def accesses(step: Step) -> list[Access]:
-    """The reads and writes of a kernel. An operand that its meaning does not name (workspace) counts as written."""
+    """The reads and writes of a kernel. An operand that its meaning does not mention (workspace) counts as written."""
     operands = (*step.inputs, *step.outputs)
     touched: list[Access] = []
     for key, write in (("reads", False), ("writes", True)):
@@ -57,7 +57,7 @@ def overlap(a: Region | None, b: Region | None) -> bool:
     (low_a, high_a), (low_b, high_b) = _span(a, 1 << 62), _span(b, 1 << 62)
     if high_a < low_b or high_b < low_a:
         return False
-    # Modulo a stride that both repeat with (pixels of channels-last tensors, images of a batch), slices are intervals of a circle.
+    # Modulo a stride that both have (pixels of channels-last tensors, images of a batch), slices are intervals of a circle.
     for m in sorted({abs(s) for r in (a, b) for s in r.strides if abs(s) > 1}):
         (low_a, high_a), (low_b, high_b) = _span(a, m), _span(b, m)
         wide_a, wide_b = high_a - low_a, high_b - low_b
@@ -67,7 +67,7 @@ def overlap(a: Region | None, b: Region | None) -> bool:
 
 
 def _span(r: Region, modulus: int) -> tuple[int, int]:
-    """The first and the last element, leaving out the axes whose stride is a multiple of ``modulus``."""
+    """The first and the last element, ignoring axes with a stride that is a multiple of ``modulus``."""
     low = high = r.offset
     for n, s in zip(r.shape, r.strides, strict=True):
         if s % modulus:
@@ -79,7 +79,7 @@ def _span(r: Region, modulus: int) -> tuple[int, int]:
 
 
 def waits_of(lanes: Sequence[Slot]) -> list[list[int]] | None:
-    """For each step the earlier ones that it waits for itself; None for steps that run one by one."""
+    """For each step the earlier steps that it waits for directly; None for steps that run one by one."""
     if not lanes:
         return None
     last: dict[int, int] = {}
@@ -108,7 +108,7 @@ def masks_of(waits: Sequence[Collection[int]]) -> list[int]:
 
 
 def dependencies(program: Program) -> list[set[int]]:
-    """For each step the earlier steps that it conflicts with by their buffers, wherever these are placed.
+    """For each step the earlier steps that it conflicts with by their buffers, wherever the buffers are placed.
 
     Constants, which nothing writes, are left out.
     """
@@ -121,7 +121,7 @@ def dependencies(program: Program) -> list[set[int]]:
 
 
 def check_lanes(program: Program) -> None:
-    """Raise EngineError where steps may run side by side that conflict: in a buffer, or in bytes of the arena that buffers share.
+    """Raise EngineError if steps that conflict may run concurrently: by a buffer, or by bytes of the arena that buffers share.
 
     Steps on the host cannot be in lanes at all.
     """
@@ -140,7 +140,7 @@ def check_lanes(program: Program) -> None:
 
 
 def first_race(program: Program) -> tuple[int, int, str] | None:
-    """Two steps that conflict without an order, and the cause; None where there are none."""
+    """Two steps that conflict without an order, and the cause; None if there are none."""
     before = earlier(program)
     together = [mask | 1 << k for k, mask in enumerate(before)]  # the steps in order with each step, itself included
     for k, mask in enumerate(before):
@@ -167,7 +167,7 @@ def first_race(program: Program) -> tuple[int, int, str] | None:
 
 
 def _by_buffer(program: Program) -> Iterator[tuple[int, list[tuple[int, Access]]]]:
-    """Every buffer that is not constant, and who uses it, in order."""
+    """Every buffer that is not constant, and its users, in order."""
     users: dict[int, list[tuple[int, Access]]] = {}
     for k, step in enumerate(program.steps):
         for a in accesses(step):
@@ -177,7 +177,7 @@ def _by_buffer(program: Program) -> Iterator[tuple[int, list[tuple[int, Access]]
 
 
 def _sharing(program: Program, users: dict[int, list[tuple[int, Access]]]) -> Iterator[tuple[int, int]]:
-    """Pairs of buffers that lie over one another in the arena."""
+    """Pairs of buffers that overlap in the arena."""
     placed = sorted(
         (b.offset, b.offset + (b.nbytes or 0), i)
         for i, b in enumerate(program.buffers)

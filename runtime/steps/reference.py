@@ -1,7 +1,7 @@
-"""The "reference" executor: one operator from its NumPy kernel.
+"""The "reference" executor: runs one operator with its NumPy kernel.
 
 A step's params are ``{"kind": operator kind, "attrs": attributes in plain form (see runtime.steps.attrs)}``; the attributes are
-those that ``runtime.reference.run.run_kernel`` takes, with ``prologue``, ``epilogue`` and ``arity`` where stages are fused.
+the arguments of ``runtime.reference.run.run_kernel``, with ``prologue``, ``epilogue`` and ``arity`` if stages are fused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def reference_step(
     outputs: Sequence[int],
     src: Sequence[str] = (),
 ) -> Step:
-    """The step that runs one operator from its NumPy kernel; ``attrs`` are run_kernel's (``ops.fused.plain_attrs``)."""
+    """The step that runs one operator with its NumPy kernel; ``attrs`` are run_kernel's (``ops.fused.plain_attrs``)."""
     params = {"kind": kind, "attrs": attrs_to_plain(attrs)}
     return Step("reference", params, tuple(inputs), tuple(outputs), tuple(src))
 

@@ -1,4 +1,4 @@
-"""The parent's end of a worker process: start it, ask it, notice when it dies or hangs, end it."""
+"""The parent's end of a worker process: starts it, sends it commands, notices if it dies or hangs, ends it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from optdnn.types import Array
 
 
 class WorkerFailure(Exception):
-    """The worker's answer is an error: ``error`` is its type, ``message`` its first line. The text has both."""
+    """The worker's answer is an error: ``error`` is its type, ``message`` its first line. The text contains both."""
 
     def __init__(self, error: str, message: str):
         super().__init__(f"{error}: {message}" if error else message)
@@ -35,7 +35,7 @@ class WorkerGone(WorkerFailure):
 
 
 class WorkerProcess:
-    """A fresh Python with this one's import path that runs ``main`` ("module:function"), a worker of
+    """A new Python process with this one's import path that runs ``main`` ("module:function"), a worker of
     :func:`optdnn.runtime.workers.wire.run`. ``alone``: Ctrl-C in the terminal does not reach it. ``without``: environment variables
     that it does not get; ``files``: descriptors that it gets."""
 
@@ -71,9 +71,9 @@ class WorkerProcess:
         arrays: Mapping[str, Array] | None = None,
         timeout_s: float | None = None,
     ) -> tuple[Any, dict[str, Array]]:
-        """Send a command and wait for its answer, for at most ``timeout_s`` seconds (default: those of the process).
+        """Send a command and wait for its answer, for at most ``timeout_s`` seconds (default: the process's limit).
 
-        Raises WorkerFailure; WorkerGone where no answer came: then the process has ended.
+        Raises WorkerFailure; WorkerGone if no answer came: then the process has ended.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -87,7 +87,7 @@ class WorkerProcess:
             answer = receive(self._process.stdout)  # type: ignore[arg-type]
         except (OSError, ValueError, InternalError):
             answer = None
-        except BaseException:  # interrupted: an answer may still come, and would be taken for that of the next question
+        except BaseException:  # interrupted: a late answer would be taken for the next question's
             self._process.kill()
             raise
         finally:
@@ -124,7 +124,7 @@ class WorkerProcess:
         return lines[-1][:300] if lines else ""
 
     def kill(self) -> None:
-        """End the process at once, whatever it does, and wait for it."""
+        """End the process immediately, whatever it does, and wait for it."""
         self._process.kill()
         self.close()
 

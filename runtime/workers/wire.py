@@ -1,7 +1,7 @@
 """The protocol between this process and its workers: frames over a pipe, and the loop that answers them.
 
 A frame is the magic ``OPTW``, the length of a JSON header (u32), the length of a payload (u64), the header, the payload.
-Arrays travel in the payload, described in the header under "arrays". Both ends are one version of optdnn on one machine.
+Arrays are sent in the payload, described in the header under "arrays". Both ends are one version of optdnn on one machine.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from optdnn.types import DTYPES, Array, dtype_name
 _FRAME = struct.Struct("<4sIQ")
 _MAGIC = b"OPTW"
 PARENT_S = 1.0
-"""How often a worker looks whether its parent is still there."""
+"""Seconds between a worker's checks that its parent is still alive."""
 Answer = tuple[dict[str, Any], dict[str, Array] | None]
-"""A message, and arrays that go with it."""
+"""A message, and the arrays sent with it."""
 
 
 def send(stream: BinaryIO, message: Mapping[str, Any], arrays: Mapping[str, Array] | None = None) -> None:
-    """Write one frame. Raises OSError (BrokenPipeError) when the other end is gone."""
+    """Write one frame. Raises OSError (BrokenPipeError) if the other end is closed."""
     pieces, table = [], []
     for name, a in (arrays or {}).items():
         table.append([name, dtype_name(a.dtype), list(a.shape)])
@@ -43,13 +43,13 @@ def send(stream: BinaryIO, message: Mapping[str, Any], arrays: Mapping[str, Arra
 
 
 def receive(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Array]] | None:
-    """Read one frame: (message, arrays), or None at the end of the stream, also when it ends within a frame."""
+    """Read one frame: (message, arrays), or None at the end of the stream, even if it ends within a frame."""
     head = stream.read(_FRAME.size)
     if len(head) < _FRAME.size:
         return None
     magic, header_length, payload_length = _FRAME.unpack(head)
     if magic != _MAGIC:
-        raise InternalError("a worker wrote something that is no frame")
+        raise InternalError("a worker wrote something that is not a frame")
     header = stream.read(header_length)
     if len(header) < header_length:
         return None
@@ -66,7 +66,7 @@ def receive(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Array]] | None:
 
 
 def _fill(stream: BinaryIO, array: Array) -> bool:
-    """Read an array's elements; False where the stream ends before."""
+    """Read an array's elements; False if the stream ends before."""
     rest = memoryview(array.reshape(-1).view(np.uint8).data)
     while rest:
         count = stream.readinto(rest)  # type: ignore[attr-defined]
@@ -77,25 +77,25 @@ def _fill(stream: BinaryIO, array: Array) -> bool:
 
 
 def run(worker: Any) -> None:
-    """Let ``worker`` answer the parent's commands until it quits or is gone. A command NAME is its method do_NAME.
+    """Make ``worker`` answer the parent's commands until the parent quits or ends. A command NAME is its method do_NAME.
 
-    The second argument of the process is the parent's number: the parent may be gone before this process looks.
+    The second argument of the process is the parent's process id: the parent may end before this process checks.
     """
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # the prints of a library must not disturb the frames
+    os.dup2(2, 1)  # prints of a library must not disturb the frames
     threading.Thread(target=_end_with_parent, args=(int(sys.argv[2]),), name="optdnn-parent", daemon=True).start()
     serve(sys.stdin.buffer, answers, worker)
 
 
 def _end_with_parent(parent: int) -> None:
-    """End a worker whose parent is gone: one that hangs in a library does not notice the closed pipe."""
+    """End a worker whose parent has ended: a worker that hangs in a library does not notice the closed pipe."""
     while os.getppid() == parent:
         time.sleep(PARENT_S)
     os._exit(1)
 
 
 def serve(commands: BinaryIO, answers: BinaryIO, worker: Any) -> None:
-    """Answer every command; a failure is an answer too."""
+    """Answer every command; a failure is an answer, too."""
     while True:
         frame = receive(commands)
         if frame is None or frame[0]["command"] == "quit":

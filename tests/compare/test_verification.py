@@ -75,7 +75,7 @@ def test_where_the_model_gives_nan_random_inputs_say_nothing(tmp_path: Path) -> 
     feeds["mask"] = np.array([[[[False, False], [True, False]]]])  # the first query sees no key
     found = optdnn.verify(engine, tmp_path / "m.onnx", feeds)
     assert statuses(found)["model"] == FAILED
-    told = "the model gives NaN in y where the engine gives numbers"
+    told = "the model gives NaN in y at positions where the engine gives numbers"
     assert told in text(found, "model")
     seed = next(s for s in range(99) if not verification.case_of(engine, {}, seed=s).feeds["mask"].any(-1).all())
     found = optdnn.verify(engine, tmp_path / "m.onnx", seed=seed)
@@ -165,7 +165,7 @@ def test_a_library_that_leaves_output_memory_as_it_was_shows(
     library(monkeypatch, kept)
     found = optdnn.verify(optdnn.Engine(engine.program))
     assert [c.name for c in found.failed] == ["memory"]
-    assert text(found, "memory") == "y depend on what output memory held"
+    assert text(found, "memory") == "y depend on the earlier contents of output memory"
 
 
 def test_a_library_that_gives_rows_of_the_call_before_shows(
@@ -240,7 +240,7 @@ def test_memory_that_is_read_unwritten_shows(tmp_path: Path) -> None:
     optdnn.build(small_models.branches(), target="simulate", streams="1").save(good)
     found = optdnn.verify(damage(good, unwritten, tmp_path / "bad.engine"))
     assert "memory" in {c.name for c in found.failed}
-    assert text(found, "memory") == "y depend on what the arena held, or on the order of lanes"
+    assert text(found, "memory") == "y depend on the arena's earlier contents, or on the order of lanes"
 
 
 def test_a_buffer_that_is_overwritten_before_its_last_reader_shows(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_what_is_no_batch_of_rows_is_reported() -> None:
     assert rows(lambda x: x.sum(axis=0)).status == NOT_CHECKED
     assert "(--model shows it)" in rows(mixed).text
     model = lambda feeds: {"y": mixed(feeds["x"])}  # noqa: E731
-    assert rows(mixed, exact=model).text == "axis 0 of the model's inputs is no batch of rows"
+    assert rows(mixed, exact=model).text == "axis 0 of the model's inputs is not a batch of rows"
     assert rows(mixed, exact=lambda feeds: {"y": feeds["x"]}).status == FAILED
 
 

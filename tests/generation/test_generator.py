@@ -262,7 +262,7 @@ def test_engines_that_generate_nothing() -> None:
     with pytest.raises(UsageError, match="no such output or input"):
         optdnn.Generator(made, state={"present": "past"})
     decoding = engine("decoder", "reference")
-    with pytest.raises(UsageError, match=r"begin: int64\[1\], which a generator does not know"):
+    with pytest.raises(UsageError, match=r"begin: int64\[1\], whose role is unknown"):
         optdnn.Generator(optdnn.build(_renamed("at", "begin"), target="reference"))
     assert optdnn.Generator(optdnn.build(_renamed("at", "begin"), target="reference"), held="begin").capacity == 32
     with pytest.raises(UsageError, match="have 32 positions, not 16"):

@@ -48,7 +48,7 @@ def test_every_unsupported_node_is_reported_in_one_error():
     found = {n.node: (n.op_type, n.domain, n.opset, n.reason) for n in e.value.nodes}
     assert found == {
         "one": ("StringNormalizer", "", 17, "the operator is not supported"),
-        "two": ("DictVectorizer", "ai.onnx.ml", 3, "maps are no tensors: give the features as a matrix"),
+        "two": ("DictVectorizer", "ai.onnx.ml", 3, "maps are not tensors: give the features as a matrix"),
         "three": ("Thing", "custom", 5, "the custom operator is unknown"),
     }
     assert "net.onnx" in str(e.value)

@@ -83,7 +83,7 @@ def test_a_subgraph_reads_a_list_from_outside() -> None:
         ),
         ("s = SplitToSequence<axis = 1>(x, k)  y = SequenceAt(s, m)", "sizes that it splits into have to be constants"),
         ("s = SequenceConstruct(x)  y = Relu(s)", "takes a sequence of tensors"),
-        ("o = Optional()  y = OptionalGetElement(o)", "without an element is no tensor"),
+        ("o = Optional()  y = OptionalGetElement(o)", "without an element is not a tensor"),
         (
             "b = Relu(x)  s = SplitToSequence<axis = 0>(w, m)  y = SequenceAt(s, m)",
             "it makes 5000 tensors, at most 4096",
@@ -109,7 +109,7 @@ def test_what_is_refused_by_name(body: str, because: str) -> None:
             "s = SequenceConstruct(x)  t = SequenceErase(s)  y = ConcatFromSequence<axis = 0>(t)",
             "the sequence is empty",
         ),
-        ("y = SequenceAt(x, m)", "its first operand is no sequence"),
+        ("y = SequenceAt(x, m)", "its first operand is not a sequence"),
         ("s = SequenceEmpty()  t = SequenceErase(s)  y = ConcatFromSequence<axis = 0>(t)", "nothing is erased"),
         ("s = SplitToSequence(x, none)  y = SequenceAt(s, m)", "cannot be split into parts of 0"),
         ("s = SequenceConstruct(x)  y = ConcatFromSequence(s)", "axis"),

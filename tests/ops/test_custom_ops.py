@@ -217,7 +217,7 @@ def test_a_source_that_does_not_compile() -> None:
 def test_custom_ops_are_a_list(tmp_path: Path) -> None:
     optdnn.build(MODEL, target="reference", custom_ops=[shrink()]).save(tmp_path / "e")
     for given in (shrink(), None):
-        with pytest.raises(UsageError, match=r"custom_ops must be a list of what optdnn\.custom_op makes"):
+        with pytest.raises(UsageError, match=r"custom_ops must be a list of operators from optdnn\.custom_op"):
             optdnn.load(tmp_path / "e", custom_ops=given)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="custom_ops must be a list"):
             optdnn.build(MODEL, target="reference", custom_ops=given)

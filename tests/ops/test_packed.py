@@ -144,8 +144,8 @@ def gather_of(w: Weights) -> Graph:
     [
         (Weights("fp4_e2m1", 64, 32).graph(2), "products with packed fp4_e2m1"),
         (Weights("uint4", 1024, 512).graph(2), "blocks of 512; ONNX Runtime has at most 256"),
-        (gather_of(Weights("fp8_e4m3", 64, 32)), "numbers that are floats"),
-        (gather_of(Weights("uint4", 64, 32, "floats")), "zero points are floats"),
+        (gather_of(Weights("fp8_e4m3", 64, 32)), "packed rows of floats"),
+        (gather_of(Weights("uint4", 64, 32, "floats")), "float zero points"),
     ],
 )
 def test_what_onnx_cannot_say(graph: Graph, message: str) -> None:

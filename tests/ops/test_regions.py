@@ -68,8 +68,8 @@ def test_heads_of_a_result_turn() -> None:
         np.testing.assert_array_equal(y[:, 64:], plain[:, 64:])
     attrs = TurnedHeadsAttrs("Conv", own, 64, 32, 16, False)
     for angles, because in (
-        (random(4, 1, 2, 8), "are not those of all positions"),
-        (random(3, 2, 2, 8), "not those of 16 features"),
+        (random(4, 1, 2, 8), "do not cover all positions"),
+        (random(3, 2, 2, 8), "do not fit 16 features"),
     ):
         with pytest.raises(ShapeError, match=because):
             infer("TurnedHeads", attrs, [x, w, angles])

@@ -246,5 +246,5 @@ def test_profiles_in_an_engine_file_are_checked() -> None:
     assert raw[10:12] == b"\x02\x00"
     assert decode(memoryview(raw)).profiles == ({"n": DimRange(1, 2, 3)},)
     program.profiles = ({"m": DimRange(1, 2, 3)},)
-    with pytest.raises(EngineError, match=r"'m'.*is no dimension of an input"):
+    with pytest.raises(EngineError, match=r"'m'.*is not a dimension of an input"):
         optdnn.Engine(program)

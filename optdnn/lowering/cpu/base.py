@@ -47,11 +47,10 @@ def take_turns(
 ) -> dict[str, float]:
     """Median milliseconds of each runner, measured in turns so that a noisy machine hits all alike.
 
-    A runner gets the seconds of its turn (None: :data:`TURN_SECONDS`) and gives the milliseconds of the runs in it; one that gives
-    none has failed, and gets no time. A turn starts with a pause: the rivals' threads spin for a while after their last run,
-    which slows a small network down. After each
-    round, runners whose best time is ``give_up_ratio`` times the best of all are given up. ``budget_seconds`` bounds the
-    whole; each runner is measured at least once.
+    A runner gets the seconds of its turn (None: :data:`TURN_SECONDS`) and returns the milliseconds of each run. An empty result
+    means that the runner failed; it gets no time. A turn starts with a pause: the rivals' threads spin for a while after their
+    last run, which slows down a small network. After each round, runners with a best time above ``give_up_ratio`` times the
+    best of all are given up. ``budget_seconds`` bounds the whole; each runner is measured at least once.
     """
     times: dict[str, list[float]] = {name: [] for name in runners}
     active = list(runners)

@@ -1,7 +1,8 @@
-"""Whether the engines of the cpu target's tactics are right: against each other, and against the NumPy oracle where they differ.
+"""Check the engines of the cpu target's tactics: against each other, and against the NumPy oracle if they differ.
 
-A quantized network runs smaller inputs, too: made-up ones may saturate it. Where sizes depend on the data, each engine runs a sequence of inputs that make them empty, smaller and larger. Memory that results
-lie in is overwritten between runs, so that a result that is left over from an earlier run cannot pass for a right one.
+A quantized network also runs smaller inputs, because made-up inputs may saturate it. If sizes depend on the data, each engine
+runs a sequence of inputs that make these sizes zero, smaller and larger. The memory of results is overwritten between runs, so
+that a result left over from an earlier run cannot pass for a correct one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FEW = 0.01
 def check(
     graph: Graph, trials: Mapping[str, Trial], feeds: Mapping[str, Array], precision: str
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Tactics whose results are wrong, and those whose results cannot be judged, with the reasons.
+    """Tactics with wrong results, and tactics with results that cannot be judged, each with the reason.
 
     The oracle is asked when no two libraries vouch for each other. A network that selects (a detector on made-up inputs)
     may itself turn a roundoff into another result, or rank equal values: a difference no larger than that is not called wrong.
@@ -54,7 +55,7 @@ def check(
 
 
 def _sequence(feeds: Mapping[str, Array]) -> Iterator[tuple[str, dict[str, Array]]]:
-    """Inputs that are likely to select nothing, then something again, and so on, each with a description."""
+    """Inputs that probably select nothing, then inputs that select something, and so on, each with a description."""
     given = "the made-up inputs once more"
     yield "inputs of zeros", {n: _filled(a, 0) for n, a in feeds.items()}
     yield given, dict(feeds)
@@ -65,24 +66,26 @@ def _sequence(feeds: Mapping[str, Array]) -> Iterator[tuple[str, dict[str, Array
 
 
 def _filled(array: Array, value: int) -> Array:
-    """Data and truth values are replaced."""
+    """The array with every element set to ``value`` if it holds data or truth values; other arrays stay."""
     return np.full_like(array, value) if _is_data(array) or array.dtype == np.bool_ else array
 
 
 def _is_data(array: Array) -> bool:
-    """Integers may be sizes or places, and a few floats scales or thresholds, which not every value fits."""
+    """Whether an array holds data. Integers may be sizes or positions, and short float vectors scales or thresholds: not every
+    value is valid for these."""
     return is_float(array.dtype) and (array.ndim > 1 or array.size > _FEW_FLOATS)
 
 
 def quantizes(graph: Graph) -> bool:
     """Whether operators round values to integers, so that a roundoff may become a whole step: they quantize, or round the rows
-    that they multiply."""
+    of a product."""
     return bool(graph.of_kind(*_ROUNDS)) or any(op.attrs.rounded_rows for op in graph.of_kind("PackedMatMul"))
 
 
 def nudged_results(graph: Graph, feeds: Mapping[str, Array], nudge: float) -> list[dict[str, Array]]:
-    """The results of ``graph`` in NumPy where each float of the inputs changes by ``nudge`` of itself, up or down. Where it ranks,
-    also those where what is ranked does; where no input is a float (tokens), those where each float that an operator reads does."""
+    """The NumPy results of ``graph`` with each float of the inputs changed by ``nudge`` of itself, up or down. If the graph ranks
+    values, also the results with the ranked values changed. If no input is a float (tokens), also the results with each float
+    operand of each operator changed."""
     nudged = _nudger(nudge, 0)
 
     def ranked(op: Op, operands: list[Array | None]) -> list[Array | None]:
@@ -97,7 +100,7 @@ def nudged_results(graph: Graph, feeds: Mapping[str, Array], nudge: float) -> li
 
 
 def _nudged_everywhere(graph: Graph, feeds: Mapping[str, Array], nudge: float, seed: int) -> dict[str, Array]:
-    """The results where each float that an operator reads changes by ``nudge`` of itself, up or down."""
+    """The results with each float operand of each operator changed by ``nudge`` of itself, up or down."""
     nudged = _nudger(nudge, seed)
     return evaluate(graph, feeds, lambda _, operands: _each(nudged, operands))
 
@@ -107,7 +110,7 @@ def _each(change: Callable[[Array], Array], operands: list[Array | None]) -> lis
 
 
 def _nudger(nudge: float, seed: int) -> Callable[[Array], Array]:
-    """What changes each float of an array by ``nudge`` of itself, up or down. Other arrays stay."""
+    """A function that changes each float of an array by ``nudge`` of itself, up or down. Other arrays stay."""
     signs = np.random.default_rng(seed)
 
     def nudged(x: Array) -> Array:
@@ -121,7 +124,7 @@ def _nudger(nudge: float, seed: int) -> Callable[[Array], Array]:
 
 
 class _Judge:
-    """Holds results of one graph against each other and against the oracle."""
+    """Compares results of one graph with each other and with the oracle."""
 
     def __init__(self, graph: Graph, precision: str):
         self.graph = graph
@@ -138,8 +141,8 @@ class _Judge:
     def __call__(
         self, trials: Mapping[str, Trial], feeds: Mapping[str, Array], *, must: bool = True, may_ask: bool = True
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Like :func:`check`, on only these inputs. ``must``: they are inputs that a library has to take; else an error is none
-        where the oracle has one, too. ``may_ask``: there is time for the oracle."""
+        """Like :func:`check`, on only these inputs. ``must``: a library has to accept these inputs; otherwise an error is not
+        counted if the oracle raises one, too. ``may_ask``: there is time for the oracle."""
         results: dict[str, dict[str, Array]] = {}
         failed: dict[str, str] = {}
         lost: dict[str, str] = {}
@@ -160,7 +163,7 @@ class _Judge:
         try:
             oracle = evaluate(self.graph, feeds)
         except RunError as error:
-            doubt = f"the reference does not take the made-up inputs ({error.message}): nothing shows that its result is right"
+            doubt = f"the reference does not take the made-up inputs ({error.message}): its result cannot be checked"
             return ({**lost, **failed}, dict.fromkeys(results, doubt)) if must else (lost, {})
         wrong, doubts = self._held_against(oracle, results, feeds)
         return {**lost, **failed, **wrong}, doubts
@@ -176,25 +179,25 @@ class _Judge:
         step = _STEP if self.quantized else _NUDGE
         if any(not d.size <= limit for d in differences.values()):
             own = self._own_error(feeds, oracle, step, max(d.size for d in differences.values()) / _MARGIN)
-            if self.quantized:  # another network's result is no nearer than 1: half of that still separates them
+            if self.quantized:  # another network's results differ by at least 1: half of that still tells them apart
                 limit = max(limit, min(_MARGIN * own, 0.5))
         for name, d in differences.items():
             if d.size <= limit:
                 continue
             if limit < own and d.size <= _MARGIN * own:
                 doubts[name] = (
-                    f"{d.what}, and the network's own differs by {own:.2g} of the largest output when its input, or what it "
-                    f"ranks, changes by {step:.1g}: no made-up input can judge it"
+                    f"{d.what}, and the reference's own result differs by {own:.2g} of the largest output if its inputs, or the "
+                    f"values that it ranks, change by {step:.1g}: no made-up input can judge it"
                 )
             else:
                 wrong[name] = d.what
         return wrong, doubts
 
     def _own_error(self, feeds: Mapping[str, Array], oracle: Mapping[str, Array], nudge: float, enough: float) -> float:
-        """How far the reference's own results move when each floating-point input changes by ``nudge`` of itself, or what is
-        ranked does: scores that the last layer rounded to the same number are in another order in every library. Where that is
-        less than ``enough``, a network that decides is asked a few times what roundoff of all of its operators does: equal
-        inputs (a picture of zeros) make nearly equal scores and boxes, which each library puts in an order of its own."""
+        """How far the reference's own results move when each floating-point input, or each ranked value, changes by ``nudge`` of
+        itself. Scores that the last layer rounded to the same number are in another order in every library. If the results move
+        by less than ``enough``, a network that decides runs a few more times with roundoff in all of its operators: equal
+        inputs (an image of zeros) give nearly equal scores and boxes, and each library orders these differently."""
         own = max(self._difference(moved, oracle).size for moved in nudged_results(self.graph, feeds, nudge))
         asked = _ROUNDINGS if any(decides(self.graph, op) for op in self.graph.ops()) else 0
         for seed in range(asked):
@@ -204,8 +207,8 @@ class _Judge:
         return own
 
     def _difference(self, a: Mapping[str, Array], b: Mapping[str, Array]) -> _Difference:
-        """The largest difference of ``a`` from ``b`` over the largest magnitude, over all outputs; inf where types, shapes, or
-        what is finite differ. Integers of a quantized network may be off by one."""
+        """The largest difference of ``a`` from ``b``, relative to the largest magnitude, over all outputs; inf if types, shapes or
+        the positions of finite values differ. Integers of a quantized network may be off by one."""
         worst = _Difference(0.0, "")
         for name, x in a.items():
             y = b[name]
@@ -246,7 +249,7 @@ class _Judge:
 
 @dataclass(frozen=True)
 class _Difference:
-    """How far results are apart, and that in words."""
+    """How far results are apart, as a number and in words."""
 
     size: float
     what: str
@@ -262,4 +265,4 @@ _MARGIN = 4
 _ROUNDINGS = 3
 """How often a network that decides is run with other roundoff."""
 _FEW_FLOATS = 16
-"""Elements of a vector up to which it may be something else than data."""
+"""A float vector with at most this many elements may be something other than data."""

@@ -1,4 +1,4 @@
-"""The cpu target in fp32 compared with an engine of another precision: a lower precision is no gain where this processor
+"""The cpu target in fp32 compared with an engine of another precision: a lower precision gains nothing if this processor
 emulates it."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array, is_int
 
 SLOWER = 1.05
-"""Beyond this factor of fp32's time an engine is called slower. Two measurements of one engine differ by less."""
+"""An engine that takes more than this factor of fp32's time is called slower. Two measurements of one engine differ by less."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Counterpart:
 
     @property
     def ratio(self) -> float:
-        """The engine's time over that of fp32."""
+        """The engine's time divided by fp32's time."""
         return (self.own.median_ms or 0.0) / (self.fp32.median_ms or 1.0)
 
     @property
@@ -51,7 +51,7 @@ class Counterpart:
 
 
 def fp32_of(options: BuildOptions) -> BuildOptions:
-    """The options of the same build in fp32: without what belongs to other precisions, and without files that are written."""
+    """The options of the same build in fp32: without the options of other precisions, and without output files."""
     return replace(
         options, precision="fp32", precision_map={}, strict_precision=False, calib=None, calib_cache=None, images=None,
         metric="top1", max_drop=None, labels=None, candidates=None, dump=None, emit_onnx=None,
@@ -67,7 +67,8 @@ def beside_fp32(
     progress: Callable[[str], None] = lambda text: None,
 ) -> Counterpart | None:
     """The times of ``choice``, whose precision is called ``label``, and of the network in fp32 (``graph()``), by the libraries
-    that ``options`` allow and with the threads of the choice. None where either has no time, or no library runs it in fp32."""
+    that ``options`` allow and with the threads of the choice. None if either has no time, or if no library runs the network in
+    fp32."""
     tactic = choice.engine.meta["tactic"]
     own = next((r for r in choice.rows if r.name == tactic["name"]), None)
     if own is None or own.median_ms is None:
@@ -94,8 +95,8 @@ def _in_turns(
     graph: Graph,
     progress: Callable[[str], None],
 ) -> tuple[Measured, Measured]:
-    """Both measured once more, in turns: what else the machine did meanwhile then counts for both. As they are where made-up inputs
-    may be none that the network takes (integers, scalars)."""
+    """Both measured once more, in turns, so that other load on the machine affects both. The earlier times are returned if made-up
+    inputs may be invalid for the network (integers, scalars)."""
     feeds = random_feeds(graph, seed=1, sizes=typical_sizes(graph))
     if any(is_int(a.dtype) or a.ndim < 2 for a in feeds.values()):
         return own, best

@@ -2,7 +2,7 @@
 
 x86 processors without VNNI or AMX multiply unsigned by signed bytes with an instruction that adds two neighbouring products in 16
 bits and saturates (``vpmaddubsw``). OpenVINO and ONNX Runtime use it, so large weights give wrong results there. On such a
-processor the libraries get these weights as floats; what cannot be changed that way, they do not run.
+processor the libraries get these weights as floats. They do not run operators whose weights cannot be changed that way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REASON = "this processor has no VNNI: sums of its products of 8-bit integers sat
 
 
 def saturating(graph: Graph) -> dict[int, str]:
-    """Op id -> reason, for each op whose 8-bit products a library may sum wrongly on this processor."""
+    """Op id -> reason, for each op with 8-bit products that a library may sum wrongly on this processor."""
     found: dict[int, str] = {}
     for op in graph.order():
         slot = WEIGHTS.get(op.kind)
@@ -37,7 +37,7 @@ def saturating(graph: Graph) -> dict[int, str]:
 
 
 def with_float_weights(graph: Graph) -> Graph:
-    """The graph, on a processor whose sums saturate with large dequantized weights as floats: a copy then."""
+    """A copy of the graph with large dequantized weights as floats; on a processor that sums exactly, the graph itself."""
     found = [
         op for op in graph.of_kind("DequantizeLinear") if holds_integers(graph, op) and _is_large(graph, op.inputs[0])
     ]
@@ -54,9 +54,9 @@ def with_float_weights(graph: Graph) -> Graph:
 
 
 def _is_large(graph: Graph, value: Value | None) -> bool:
-    """True where 8-bit integers may be beyond :data:`~optdnn.passes.support.quantize.SMALL_WEIGHT`.
+    """Whether 8-bit integers may be beyond :data:`~optdnn.passes.support.quantize.SMALL_WEIGHT`.
 
-    Unsigned ones count from 128, as the libraries shift them."""
+    For unsigned integers, the distance from 128 counts, because the libraries shift them by 128."""
     if value is None or graph.type(value).dtype not in (INT8, UINT8):
         return False
     array: Array | None = graph.constant_value(value)

@@ -1,8 +1,9 @@
-"""Which tensors without elements OpenVINO may get.
+"""Which empty tensors (without elements) OpenVINO may get.
 
-A symbolic size may be 0: a batch of nothing, a cache that holds nothing yet. OpenVINO leaves out operators whose operands have no
-elements, and some of them then keep the results of an earlier run (pooling, 2026.4) or give another number (ReduceMax). What only
-moves data or counts sizes was never seen to be wrong, and is all that a cache meets before something is appended to it.
+A symbolic size may be 0: an empty batch, or a cache that holds nothing yet. OpenVINO skips operators whose operands have no
+elements. Some operators then keep the results of an earlier run (pooling, 2026.4) or return a wrong number (ReduceMax). Operators
+that only move data or count sizes have never been seen to be wrong. A cache meets only such operators before something is
+appended to it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.types import TensorType
 
 _ELSE = 64
-"""The other sizes while one is taken to be 0."""
+"""The other sizes while one symbol is assumed to be 0."""
 
 
 def may_be_empty(graph: Graph, region: Region) -> list[str]:
-    """The inputs of a region of the graph that may have no elements when OpenVINO runs it; their names."""
+    """The names of a region's inputs that may have no elements when OpenVINO runs it."""
     symbols = {s for v in region.inputs for s in symbol_names(graph.type(v))}
     risky = {s for s in symbols if any(_meets(graph, op, s) for op in region.ops if not _moves(op))}
     return [
@@ -36,7 +37,7 @@ def _moves(op: Op) -> bool:
 
 
 def _meets(graph: Graph, op: Op, symbol: str) -> bool:
-    """Whether an op reads or gives a tensor without elements where a symbol is 0."""
+    """Whether an op reads or writes a tensor without elements if a symbol is 0."""
     types = [o.type for o in op.outputs] + [graph.type(v) for v in op.inputs if v is not None]
     return op.kind not in STRUCTURAL and _empty(types, symbol)
 
@@ -58,5 +59,5 @@ def _empty(types: Iterable[TensorType], symbol: str) -> bool:
 
 
 def symbol_names(t: TensorType) -> set[str]:
-    """The names of the symbols in a shape; none where the rank is unknown."""
+    """The names of the symbols in a shape; none if the rank is unknown."""
     return {s.name for d in t.shape or () if isinstance(d, Dim) for s in d.symbols()}

@@ -1,16 +1,15 @@
 """Every part of a network is examined before a CPU library gets it: by the build that writes it, and by the loader.
 
 A library trusts the ONNX that it is given. An engine file is untrusted input, and its ONNX may ask a library to read files, to
-address memory outside of its operands, or to run for ever. So a part is taken only where
+address memory outside of its operands, or to run forever. So a part is accepted only if
 
 * it has the form that :mod:`optdnn.ir.export_onnx` writes: these fields of the protobuf, this opset, operators of our table, names
-  that are defined once, no tensor in a file but the engine's own named weights, types of inputs and outputs as the program has
-  them;
+  that are defined once, no tensor in a file except the engine's own named weights, the program's types of inputs and outputs;
 * every Loop is bounded (:mod:`optdnn.lowering.cpu.loops`);
-* the importer takes it: operands, attributes and known values fit each operator, constant indices are inside;
+* the importer accepts it: operands, attributes and known values fit each operator, constant indices are in range;
 * the library's rules (:mod:`optdnn.lowering.cpu.unsafe`) allow each operator, also in the bodies of If, Loop and Scan.
 
-Only what is proven from the part itself and from the sizes of the network's inputs counts. Sizes that other steps compute are
+Only facts that follow from the part itself and from the sizes of the network's inputs count. Sizes that other steps compute are
 unknown here.
 """
 
@@ -84,7 +83,7 @@ def examine(part: LibraryPart) -> None:
 
 
 def refused_nodes(part: LibraryPart) -> dict[str, str]:
-    """Name of a node -> why the library must not run it. Raises OptdnnError where the part as a whole is not as it must be."""
+    """Name of a node -> why the library must not run it. Raises OptdnnError if the part as a whole is invalid."""
     proto = _parse(part.model)
     _check_form(proto)
     _check_header(proto)
@@ -116,7 +115,7 @@ def _parse(data: bytes) -> onnx.ModelProto:
 
 
 def _check_form(message: Message) -> None:
-    """Every field is one that the exporter writes."""
+    """Check that the exporter writes every field that the message contains."""
     kind = message.DESCRIPTOR.name
     for field, value in message.ListFields():
         if field.name not in _FORM[kind]:
@@ -143,7 +142,7 @@ def _check_header(proto: onnx.ModelProto) -> None:
 
 
 def _check_names(graph: onnx.GraphProto) -> None:
-    """Each value has one definition in the whole part, so that no reader of it can mean another one."""
+    """Check that each value has one definition in the whole part, so that a name never refers to another value."""
     values: set[str] = set()
     nodes: set[str] = set()
     for g in graphs_of(graph):
@@ -151,7 +150,7 @@ def _check_names(graph: onnx.GraphProto) -> None:
         for taken, names in ((values, made), (nodes, [n.name for n in g.node])):
             for name in names:
                 if not name or name in taken:
-                    raise EngineError(f"the name {name!r:.60} is not given once")
+                    raise EngineError(f"the name {name!r:.60} is not defined exactly once")
                 taken.add(name)
         for node in g.node:
             attributes = [a.name for a in node.attribute]
@@ -160,7 +159,7 @@ def _check_names(graph: onnx.GraphProto) -> None:
 
 
 def _check_operators(graph: onnx.GraphProto) -> None:
-    """Only operators of the table, and no tensors in files except the weights of the outermost graph."""
+    """Check that all operators are in the table, and that no tensor except the weights of the outermost graph is in a file."""
     for depth, g in enumerate(graphs_of(graph)):
         for node in g.node:
             known = IMPORTERS if not node.domain else FOREIGN_OPERATORS.get(node.domain, ())
@@ -179,7 +178,7 @@ def _check_tensor(t: TensorProto, may_be_weight: bool) -> None:
         return
     entries = {e.key: e.value for e in t.external_data}
     if not may_be_weight or entries.keys() != {"location", "offset", "length"} or entries["location"] != WEIGHTS:
-        raise EngineError(f"the tensor {t.name!r:.60} is said to lie in a file, {entries.get('location', '')!r:.80}")
+        raise EngineError(f"the tensor {t.name!r:.60} is declared to be in a file, {entries.get('location', '')!r:.80}")
     if t.data_location != TensorProto.EXTERNAL or t.HasField("raw_data"):
         raise EngineError(f"the tensor {t.name!r:.60} is in two places")
 
@@ -188,7 +187,7 @@ def _check_tensor(t: TensorProto, may_be_weight: bool) -> None:
 
 
 def _check_ports(graph: onnx.GraphProto, part: LibraryPart) -> None:
-    """Inputs, outputs and weights are those of the step, and have the types that the program gives them."""
+    """Check that inputs, outputs and weights are those of the step, with the types that the program declares."""
     declared = {v.name: v for v in graph.input}
     external = {t.name: t for t in graph.initializer if t.data_location == TensorProto.EXTERNAL}
     weights = {name: v for name, v in declared.items() if name in part.weights}
@@ -259,7 +258,7 @@ def _imported(proto: onnx.ModelProto, part: LibraryPart) -> Graph:
 
 
 def name_weights(graph: onnx.GraphProto, names: Collection[str]) -> None:
-    """Make the weights of a part, which are inputs or initializers, initializers in a file whose location is their name."""
+    """Turn the weights of a part (inputs or initializers) into initializers in a file whose location is the weight's name."""
     for v in [v for v in graph.input if v.name in names]:
         t = v.type.tensor_type
         graph.initializer.add(name=v.name, data_type=t.elem_type, dims=[d.dim_value for d in t.shape.dim])
@@ -272,13 +271,13 @@ def name_weights(graph: onnx.GraphProto, names: Collection[str]) -> None:
 
 
 def _follows(text: str, symbols: Mapping[str, DimRange | None]) -> bool:
-    """Whether a size follows from those of the network's inputs."""
+    """Whether a size follows from the sizes of the network's inputs."""
     expression = parse_dim(text)
     return text in symbols or (expression is not None and all(s.name in symbols for s in expression.symbols()))
 
 
 _VANISH = frozenset({"Constant", "Identity"})
-"""Operators that the importer makes no op of."""
+"""Operators that the importer removes: they become no op."""
 
 
 def _names(graph: onnx.GraphProto, prefix: str = "") -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""Parts of engines that were examined on this machine before and found right: they need not be examined at each load.
+"""Parts of engines that passed the examination on this machine before: they need not be examined at each load.
 
-An entry is an empty file, named by all that the verdict depends on: the verified digests of the ONNX and of the weights, what the
-program states about them, and the sources of the examination itself. The folder is the user's own; one that others can write to is
-not believed.
+An entry is an empty file. Its name is a digest of everything that the verdict depends on: the verified digests of the ONNX and of
+the weights, the program's statements about them, and the sources of the examination itself. The folder belongs to the user; a
+folder that others can write to is not trusted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RULES = ("importers/*.py", "ir/*.py", "ops/*.py", "lowering/cpu/*.py", "dim.py"
 
 
 def entry_of(part: LibraryPart) -> Path | None:
-    """Where the entry of a part lies; None where its contents were not verified."""
+    """The path of a part's entry; None if the part's contents were not verified."""
     if part.digest is None:
         return None
     return default_folder().parent / "examined" / hashlib.sha256(f"{_rules()} {part.digest}".encode()).hexdigest()
@@ -39,7 +39,7 @@ def is_known(entry: Path) -> bool:
 
 
 def remember(entry: Path) -> None:
-    """Make the entry. Where it cannot be written, the part is examined at the next load again."""
+    """Make the entry. If it cannot be written, the next load examines the part again."""
     with contextlib.suppress(OSError):
         entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _own(entry.parent.stat()):

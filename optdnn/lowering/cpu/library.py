@@ -1,7 +1,7 @@
-"""The libraries of the cpu target: how a graph is written for each, and the operators that each does not take.
+"""The libraries of the cpu target: how a graph is written for each library, and which operators each one does not run.
 
-Such an operator runs elsewhere: on the other library where that may help, else from its NumPy kernel as a separate step. A
-library is tried on them in a separate process. Operators that it would accept but must not run are in
+Such an operator runs elsewhere: on the other library if it can run it, otherwise from its NumPy kernel as a separate step. A
+separate process tries such operators on a library. Operators that a library would accept but must not run are in
 :mod:`optdnn.lowering.cpu.unsafe`.
 """
 
@@ -39,7 +39,7 @@ from optdnn.types import Array
 
 @dataclass(frozen=True)
 class Cut:
-    """A region, and who runs it: a library, with its model; without them NumPy kernels do, operator by operator."""
+    """A region and its executor: a library with its model, or (without a library) NumPy kernels, operator by operator."""
 
     region: Region
     library: Library | None = None
@@ -62,11 +62,11 @@ class Library:
 
     name: str
     weights: str
-    """How large weights travel: "external" initializers, or graph "inputs"."""
+    """How large weights are passed: as "external" initializers, or as graph "inputs"."""
     refuses: Callable[[str], str | None]
-    """Why the library cannot run in a precision at all on this machine, or None."""
+    """Why the library cannot run a precision on this machine, or None."""
     unsafe: Callable[[Graph], Mapping[int, str]] = lambda graph: {}
-    """Ops that it would accept but must not run, with the reason."""
+    """Ops that the library would accept but must not run, with the reason."""
 
     def version(self) -> str | None:
         """Installed version, or None."""
@@ -106,10 +106,10 @@ LIBRARIES: dict[str, Library] = {
 
 
 class Contender:
-    """One library on one graph: the graph as the library reads it, cut where the library does not take an operator.
+    """One library on one graph: the graph as the library reads it, cut at operators that the library does not run.
 
-    Such operators run on ``helper``, where there is one and it takes them, else from their NumPy kernels. Some are known
-    beforehand (:mod:`optdnn.lowering.cpu.unsafe`, and ops that an opset cannot express); when the library refuses the network,
+    Such operators run on ``helper`` if there is one that can run them, otherwise from their NumPy kernels. Some are known
+    beforehand (:mod:`optdnn.lowering.cpu.unsafe`, and ops that an opset cannot express). If the library refuses the network,
     or crashes, each operator is tried alone.
     """
 
@@ -160,13 +160,13 @@ class Contender:
 
     @property
     def cut(self) -> dict[str, str]:
-        """The operators that the library did not take when it was tried: the first output's name -> the reason."""
+        """The operators that the library refused in its trial: the first output's name -> the reason."""
         return {self.graph.op(i).outputs[0].name: reason for i, reason in (self._probed or {}).items()}
 
     def tried(self, trials: Trials, threads: int) -> Trial:
-        """The candidate, compiled in a separate process; cut once more where the library does not take the network as it is.
+        """The candidate, compiled in a separate process; cut once more if the library refuses the network as it is.
 
-        Raises RunError where it takes every operator alone: then the network as a whole is refused."""
+        Raises RunError if the library accepts every operator alone: then it refuses only the network as a whole."""
         custom = bool(custom_digests(self.graph))
         try:
             return trials.open(self.program(threads), threads, custom=custom)
@@ -176,7 +176,7 @@ class Contender:
             return trials.open(self.program(threads), threads, custom=custom)
 
     def cut_again(self, found: Mapping[str, str]) -> None:
-        """Cut where an earlier trial found that it must be (:attr:`cut`)."""
+        """Cut at the operators that an earlier trial found (:attr:`cut`)."""
         self._probed = {
             op.id: found[op.outputs[0].name] for op in self.graph.ops() if op.outputs and op.outputs[0].name in found
         }
@@ -194,9 +194,9 @@ class Contender:
         return Engine(self.program(threads))
 
     def ran(self, engine: Engine, feeds: Mapping[str, Array] | None) -> dict[str, str]:
-        """What the library reports for the ops that anchor kernels: key -> precision. ONNX Runtime computes in the types of
-        operands, so it is asked only for quantized networks, and (since that needs inputs) only where it has the whole
-        network."""
+        """The precisions that the library reports for the ops that anchor kernels: key -> precision. ONNX Runtime computes in the
+        types of operands, so it is asked only for quantized networks. The report needs inputs, so it is asked only if it has the
+        whole network."""
         found: dict[str, str] = {}
         executors = iter(engine.executors)
         for cut in self._cuts:
@@ -246,7 +246,7 @@ class Contender:
             made, more = self._regions()
             if not more:
                 break
-            # A part shows less than the network: the proof that a position is in range may be outside of it.
+            # The proof that a position is in range may be outside of the part.
             for i, (library, reason) in more.items():
                 if library is self.library:
                     self._reasons.setdefault(i, reason)
@@ -259,7 +259,7 @@ class Contender:
             self._cuts = made
 
     def _regions(self) -> tuple[list[Cut], dict[int, tuple[Library, str]]]:
-        """The current regions, and each op for which an engine file with its region would be refused."""
+        """The current regions, and each op that would make an engine file with its region invalid."""
         names = {op.id: self._by(op.id) for op in self.graph.ops()}
         made: list[Cut] = []
         more: dict[int, tuple[Library, str]] = {}
@@ -281,7 +281,7 @@ class Contender:
         return {op.id for op in self.graph.ops() if op.kind not in STRUCTURAL}
 
     def _probe(self, trials: Trials) -> bool:
-        """Try each operator alone, on the library that is to run it; True where one is refused that was not before."""
+        """Try each operator alone, on the library that is to run it. True if an operator is refused that was not refused before."""
         ids = self._computing() - self._reasons.keys()
         self._probed = _refused_ops(self.graph, self.library, ids, self.base, trials)
         self._reasons |= self._probed
@@ -309,7 +309,7 @@ class Contender:
             return dict.fromkeys((op.id for op in region.ops), f"it cannot be examined: {error.message}")
         owners = {op.outputs[0].name: op.id for op in region.ops}
         found = {owners.get(model.owners.get(name, ("", ""))[1], -1): reason for name, reason in nodes.items()}
-        if -1 in found:  # a node that no op owns: the part as a whole
+        if -1 in found:  # the node belongs to no op: the part as a whole is refused
             return dict.fromkeys((op.id for op in region.ops), found[-1])
         return found
 
@@ -318,7 +318,7 @@ _ANCHORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
 def _of_operator(name: str) -> str:
-    """int8 for ONNX Runtime's quantized operators, by their names."""
+    """int8 for ONNX Runtime's quantized operators, judged by their names."""
     return "int8" if name.startswith(("QLinear", "QGemm", "QAttention")) or "Integer" in name else "fp32"
 
 
@@ -328,7 +328,7 @@ def _inexpressible(graph: Graph, library: Library, ids: Collection[int]) -> dict
 
 
 def _refused_ops(graph: Graph, library: Library, ids: Collection[int], base: str, trials: Trials) -> dict[int, str]:
-    """The ops that the library does not take on their own, with the library's reason."""
+    """The ops that the library refuses on their own, with the library's reason."""
 
     def attempt(part: Graph) -> None:
         cut = Cut(whole(part), library, library.export(part))
@@ -338,7 +338,7 @@ def _refused_ops(graph: Graph, library: Library, ids: Collection[int], base: str
 
 
 def _failing(graph: Graph, ops: Sequence[Op], attempt: Callable[[Graph], object]) -> dict[int, str]:
-    """Op id -> why ``attempt`` fails on a graph of that op alone. Of equal ops the first is tried."""
+    """Op id -> why ``attempt`` fails on a graph of that op alone. Only the first of several equal ops is tried."""
     known: dict[str, str | None] = {}
     for op in ops:
         signature = _signature(graph, op)
@@ -346,7 +346,7 @@ def _failing(graph: Graph, ops: Sequence[Op], attempt: Callable[[Graph], object]
             try:
                 attempt(single(graph, op))
                 known[signature] = None
-            except UnsupportedError as error:  # of the one operator: its reason says all
+            except UnsupportedError as error:  # the graph has one operator: the reason is complete
                 known[signature] = "; ".join(dict.fromkeys(n.reason for n in error.nodes)) or error.message
             except RunError as error:
                 known[signature] = error.message
@@ -362,9 +362,9 @@ def _signature(graph: Graph, op: Op) -> str:
 
 
 def typical_sizes(graph: Graph) -> dict[str, int]:
-    """A size per symbol for timing: the first profile's optimum, else 1 for a leading (batch) dimension, 32 for any other, or as
-    much more (doubled) as leaves something of every tensor: a second of sound is more than 32 samples. A symbol that meets another
-    size where tensors broadcast takes that size: a mask over a cache and what follows it is as long as both."""
+    """A size per symbol for timing: the first profile's optimum; otherwise 1 for a leading (batch) dimension and 32 for any
+    other. A size is doubled until every tensor has elements: a second of sound has more than 32 samples. A symbol that broadcasts
+    with another size takes that size: an attention mask is as long as the cache and the new tokens together."""
     fixed: dict[str, int] = {name: r.opt for p in graph.profiles[:1] for name, r in p.items()}
     free: dict[str, Symbol] = {}
     for i in graph.inputs:
@@ -393,7 +393,7 @@ _SIZES = tuple(32 << k for k in range(12))
 
 
 def _met(dims: Collection[Dim], free: Mapping[str, Symbol]) -> dict[str, Dim]:
-    """Each free symbol that broadcasts with another size (the result's is ``max(symbol, size)``) and is in no such size itself."""
+    """Each free symbol that broadcasts with another size (the result's size is ``max(symbol, size)``) that does not contain it."""
     met: dict[str, Dim] = {}
     used: set[str] = set()
     for d in dims:
@@ -418,7 +418,7 @@ def _positive(d: Dim, sizes: Mapping[str, int]) -> bool:
 
 
 def _sizes_of_all(graph: Graph, symbols: Collection[str]) -> dict[Dim, None]:
-    """The dimensions of all tensors that follow only from ``symbols``, each once."""
+    """The dimensions of all tensors that depend only on ``symbols``, each once."""
     dims = (d for op in graph.ops() for out in op.outputs for d in out.type.shape or ())
     return {d: None for d in dims if isinstance(d, Dim) and all(s.name in symbols for s in d.symbols())}
 

@@ -1,9 +1,9 @@
-"""Loops that ONNX Runtime would run for ever end with an error, as they do in NumPy.
+"""Loops that ONNX Runtime would run forever end with an error, as they do in NumPy.
 
-A Loop whose trip count is absent (only its condition ends it) or comes from data gets the most iterations that the NumPy
-kernel allows, and a carried value that says whether it would have gone on. Where it would, a Gather after the loop reads
-outside of its operand: the one thing in ONNX that fails by data, under a name that says why. OpenVINO fails by nothing, so it
-does not get such loops (:mod:`optdnn.lowering.cpu.unsafe`). What is read from a file has these bounds, or is refused
+A Loop without a trip count (only its condition ends it), or with a trip count from data, gets the largest trip count that the NumPy
+kernel allows. A further carried value says whether the loop would have continued. If so, a Gather after the loop reads
+outside of its operand: it is the only ONNX operator that can fail by data, and its name states the reason. OpenVINO raises no such
+errors, so it does not get such loops (:mod:`optdnn.lowering.cpu.unsafe`). A model read from a file has these bounds, or is refused
 (:func:`unbounded`).
 """
 
@@ -21,7 +21,7 @@ from optdnn.limits import LOOP_TRIPS
 
 
 def endless(graph: Graph) -> list[Op]:
-    """The ops of a graph that are, or hold in their bodies, a Loop whose trip count no constant bounds."""
+    """The ops of a graph that are, or contain in their bodies, a Loop whose trip count no constant bounds."""
     return [op for op in graph.order() if _may_not_end(graph, op)]
 
 
@@ -34,8 +34,8 @@ def _may_not_end(graph: Graph, op: Op) -> bool:
 
 
 def too_often(graph: Graph) -> list[Op]:
-    """The ops of a graph that hold loops in loops, in more iterations together than NumPy would run: each loop has a bound, their
-    product may be of years."""
+    """The ops of a graph with nested loops that run more iterations in total than NumPy allows: each loop has a bound, but
+    their product may take years."""
     return [
         op
         for op in graph.order()
@@ -66,7 +66,7 @@ def bound_loops(model: onnx.ModelProto) -> None:
     """Give every Loop of a model (opset 11 to 21) a bound, in place."""
     taken = {name for graph in graphs_of(model.graph) for node in graph.node for name in (*node.output, node.name)}
     fresh = (name for k in range(1 << 30) if (name := f"loop_bound_{k}") not in taken)
-    for graph in reversed(list(graphs_of(model.graph))):  # inner graphs first: nodes that are put back are copies
+    for graph in reversed(list(graphs_of(model.graph))):  # inner graphs first: outer graphs get copies of nodes
         if not any(node.op_type == "Loop" for node in graph.node):
             continue
         constants = {t.name: t for t in graph.initializer}
@@ -76,7 +76,7 @@ def bound_loops(model: onnx.ModelProto) -> None:
 
 
 def unbounded(model: onnx.ModelProto) -> list[str]:
-    """The names of the Loops of a model that :func:`bound_loops` would have given a bound, and that have none."""
+    """The names of the Loops of a model that have no bound although :func:`bound_loops` would have given them one."""
     found = []
     for graph in graphs_of(model.graph):
         limited = {t.name for t in graph.initializer if _limits(t)}
@@ -92,7 +92,7 @@ def unbounded(model: onnx.ModelProto) -> list[str]:
 
 
 def _limits(t: onnx.TensorProto) -> bool:
-    """Whether a constant is a number of trips that is not too large."""
+    """Whether a constant is a trip count within the limit."""
     size = int(np.prod(t.dims, dtype=np.int64))
     return (
         t.data_type == onnx.TensorProto.INT64
@@ -104,7 +104,7 @@ def _limits(t: onnx.TensorProto) -> bool:
 
 
 def graphs_of(graph: GraphProto) -> Iterator[GraphProto]:
-    """A graph and those inside of its nodes."""
+    """A graph and the graphs inside of its nodes."""
     yield graph
     for node in graph.node:
         for a in node.attribute:
@@ -134,7 +134,7 @@ def _bounded(node: NodeProto, constants: dict[str, onnx.TensorProto], fresh: Ite
     most = constant(np.array(limit, np.int64))
     body = next(a.g for a in node.attribute if a.name == "body")
     carried = len(body.input) - 2
-    # One more carried value: the condition as it is after the last iteration.
+    # A further carried value: the condition after the last iteration.
     before_name, after_name = next(fresh), next(fresh)
     body.node.append(helper.make_node("Identity", [body.output[0].name], [after_name], after_name))
     body.input.append(helper.make_tensor_value_info(before_name, onnx.TensorProto.BOOL, []))

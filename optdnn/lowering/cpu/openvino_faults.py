@@ -1,6 +1,6 @@
 """Operators that OpenVINO accepts but runs wrongly, or crashes on: one rule on the graph for each known fault.
 
-All were seen with OpenVINO 2026.4 on x86-64; the tests hold each in a small network.
+All were seen with OpenVINO 2026.4 on x86-64. The tests reproduce each in a small network.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _MOVING = frozenset(
 _SCALING = frozenset({"Add", "AveragePool", "Clip", "Div", "Mul", "Neg", "Sub"})
 """Further kinds after which OpenVINO moves a DequantizeLinear, with another scale or zero point."""
 _PASSING = frozenset({"Identity", "Slice", "Split", "Transpose"})
-"""Kinds that do not prevent OpenVINO from writing quantized integers directly in the kernel that makes their input."""
+"""Kinds that do not prevent OpenVINO from writing quantized integers directly in the kernel that computes their input."""
 _AVERAGED = frozenset({"GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool"})
 _FEW_ROWS = 8
 _CHANNELWISE = frozenset({"Add", "Div", "Mul", "Sub"})
 
 
 def known_faults(graph: Graph) -> dict[int, str]:
-    """Op id -> the fault of OpenVINO there."""
+    """Op id -> the fault of OpenVINO at this op."""
     found: dict[int, str] = {}
     for op in graph.order():
         if op.kind not in STRUCTURAL:
@@ -60,7 +60,7 @@ def _ranks_equals(graph: Graph, op: Op) -> bool:
 
 
 def _window_in_padding(graph: Graph, op: Op) -> bool:
-    """With ceil_mode ONNX leaves out a window that would begin in the padding at the end; OpenVINO has it in its sizes."""
+    """With ceil_mode ONNX leaves out a window that would begin in the padding at the end; OpenVINO counts it in the output size."""
     if not op.attrs.ceil_mode:
         return False
     dims = _dims(graph, op, 0)
@@ -77,7 +77,7 @@ def _window_in_padding(graph: Graph, op: Op) -> bool:
 
 
 def _strides_over_padding(graph: Graph, op: Op) -> bool:
-    """A quantized convolution by a kernel of one element with strides and pads gets another shape."""
+    """A quantized 1x1 convolution with strides and pads gets another shape."""
     kernel = _dims(graph, op, 1)
     if kernel is None or not any(_reads(graph, op, slot, "DequantizeLinear") for slot in (0, 1)):
         return False
@@ -85,7 +85,7 @@ def _strides_over_padding(graph: Graph, op: Op) -> bool:
 
 
 def _requantizes(graph: Graph, op: Op) -> bool:
-    """QuantizeLinear with a zero point, DequantizeLinear, QuantizeLinear: the compiler crashes where a Concat is before them, and
+    """QuantizeLinear with a zero point, DequantizeLinear, QuantizeLinear: the compiler crashes if a Concat precedes them, and
     integers are wrong after a chain of products in one thread."""
     back = _reads(graph, op, 0, "DequantizeLinear")
     first = None if back is None else _reads(graph, back, 0, "QuantizeLinear")
@@ -93,7 +93,7 @@ def _requantizes(graph: Graph, op: Op) -> bool:
 
 
 def _truncates(graph: Graph, op: Op) -> bool:
-    """Between two int8 scales, both without a zero point, the quotient is truncated rather than rounded."""
+    """Requantization between two int8 scales, both without a zero point, truncates the quotient instead of rounding it."""
     if op.outputs[0].type.dtype != INT8 or not _is_zero(graph, op.input(2)):
         return False
     return any(
@@ -112,13 +112,13 @@ def _rounds_bounds(graph: Graph, op: Op) -> bool:
 
 
 def _rounds_averages(graph: Graph, op: Op) -> bool:
-    """An AveragePool after a DequantizeLinear rounds its averages to integers, unless they are results or quantized at once."""
+    """An AveragePool after a DequantizeLinear rounds its averages to integers, unless they are results or quantized next."""
     readers = {graph.op(Value(use.op, 0)).kind for use in graph.uses(Value(op.id, 0))}
     return not readers <= {"QuantizeLinear", "Output"} and bool(_dequantized(graph, op.inputs[0], _MOVING | _SCALING))
 
 
 def _averages_padding(graph: Graph, op: Op) -> bool:
-    """DequantizeLinear is moved after an AveragePool; padding that counts is then the integer 0 in place of the zero point."""
+    """DequantizeLinear is moved after an AveragePool; counted padding is then the integer 0 instead of the zero point."""
     if not op.attrs.count_include_pad or not (any(op.attrs.pads) or op.attrs.auto_pad.startswith("SAME")):
         return False
     moved = _dequantized(graph, op.inputs[0], _MOVING | _SCALING)
@@ -126,19 +126,20 @@ def _averages_padding(graph: Graph, op: Op) -> bool:
 
 
 def _sums_three_axes(graph: Graph, op: Op) -> bool:
-    """DequantizeLinear is moved after sums and averages; those of three axes are then wrong in later rows."""
+    """DequantizeLinear is moved after sums and averages; sums over three axes are then wrong in later rows."""
     x = op.inputs[0]
     return x is not None and graph.type(x).rank == 3 and bool(_dequantized(graph, x, _MOVING | _SCALING))
 
 
 def _quantizes_extremes(graph: Graph, op: Op) -> bool:
-    """Largest and smallest elements of floats that are quantized, at once or after elementwise steps, are those of other integers.
-    (Those of dequantized values are right: OpenVINO compares their integers.)"""
+    """ReduceMax and ReduceMin of floats return wrong integers if their results are quantized, directly or after elementwise steps.
+    (Extremes of dequantized values are correct: OpenVINO compares their integers.)"""
     return not _reads(graph, op, 0, "DequantizeLinear") and bool(_quantized_behind(graph, op))
 
 
 def _groups_between_zero_points(graph: Graph, op: Op) -> bool:
-    """A grouped convolution of uint8 with a zero point, quantized as int8 with one, is wrong where another convolution reads it."""
+    """A grouped convolution with a zero point for its uint8 input and for its int8 output is wrong if another convolution reads
+    it."""
     back = _reads(graph, op, 0, "DequantizeLinear")
     if op.attrs.group == 1 or back is None:
         return False
@@ -165,7 +166,8 @@ def _without_peepholes(graph: Graph, op: Op) -> bool:
 
 
 def _as_many_heads_as_tokens(graph: Graph, op: Op) -> bool:
-    """An attention whose heads are moved after its tokens is written with these axes in place, where both have one fixed size."""
+    """An attention whose heads are moved after its tokens is written without this transpose if both axes have the same fixed
+    size."""
     product, dims = _reads(graph, op, 0, "MatMul"), op.outputs[0].type.shape
     if tuple(op.attrs.perm) != (0, 2, 1, 3) or product is None or dims is None:
         return False
@@ -179,13 +181,13 @@ def _one_activation(graph: Graph, op: Op) -> bool:
 
 
 def _writes_over(graph: Graph, op: Op) -> bool:
-    """Abs of a Concat of one axis is written over the Concat, also where something else reads that or it is a result."""
+    """Abs of a Concat along one axis is written over the Concat, even if the Concat has another reader or is a result."""
     given = [v for v in op.inputs if v is not None] if "Abs" in _kinds(op) else []
     return any(graph.op(v).kind == "Concat" and graph.type(v).rank == 1 and len(graph.uses(v)) > 1 for v in given)
 
 
 def _few_rows(graph: Graph, op: Op) -> bool:
-    """Products by constants, one after the other, of up to eight rows are one kernel in one thread; it leaves out zero points."""
+    """A chain of products with constants, of up to eight rows, becomes one kernel in one thread; it leaves out zero points."""
     if not _multiplies_few_rows(graph, op):
         return False
     back = op if op.kind == "QLinearMatMul" else _reads(graph, op, 0, "DequantizeLinear")
@@ -205,7 +207,7 @@ def _multiplies_few_rows(graph: Graph, op: Op) -> bool:
 
 
 def _meets_product(graph: Graph, values: Iterable[Value], *, forwards: bool) -> bool:
-    """Whether only elementwise steps and quantization lie between one of these values and another such product."""
+    """Whether one of these values meets another such product with only elementwise steps and quantization between."""
     stack, seen = list(values), set[int]()
     while stack:
         v = stack.pop()
@@ -227,7 +229,7 @@ def _divides_by_more(graph: Graph, op: Op) -> bool:
 
 
 def _channels_of_reduced(graph: Graph, op: Op) -> bool:
-    """A constant per channel ([1, C, 1]) after a reduction that leaves three axes is read at wrong places in later rows."""
+    """A constant per channel ([1, C, 1]) after a reduction to three axes is read at wrong positions in later rows."""
     if op.outputs[0].type.rank != 3 or _CHANNELWISE.isdisjoint(_kinds(op)) or not _is_elementwise(op):
         return False
     for slot, v in enumerate(op.inputs):
@@ -241,7 +243,7 @@ def _channels_of_reduced(graph: Graph, op: Op) -> bool:
 
 
 def _meets_its_norm(graph: Graph, op: Op) -> bool:
-    """The compiler crashes where a GroupNormalization is added to, or multiplied by, its own operand or a function of that."""
+    """The compiler crashes if a GroupNormalization is added to, or multiplied by, its own operand or a function of the operand."""
     given = [v for v in op.inputs if v is not None] if _is_elementwise(op) else []
     norms = [v for v in given if graph.op(v).kind == "GroupNormalization"]
     return any(
@@ -259,9 +261,9 @@ _FAULTS: tuple[tuple[str, Callable[[Graph, Op], bool], str], ...] = (
     ("TopK", _ranks_equals, "openvino ranks equal elements in another order"),
     ("MaxPool", _window_in_padding, "openvino counts a window of ceil_mode that begins in the padding"),
     ("Conv", _strides_over_padding,
-     "openvino gives a quantized convolution of one element with strides and pads another shape"),
+     "openvino gives a quantized 1x1 convolution with strides and pads another shape"),
     ("QuantizeLinear", _requantizes,
-     "openvino may crash, or give wrong integers, where a value quantized with a zero point is quantized once more"),
+     "openvino may crash, or give wrong integers, if a value quantized with a zero point is quantized once more"),
     ("QuantizeLinear", _truncates, "openvino truncates where int8 is quantized again with another scale"),
     ("", _rounds_bounds, "openvino rounds the bounds of a Clip of quantized values"),
     ("AveragePool", _rounds_averages, "openvino rounds the averages of quantized values to integers"),
@@ -273,10 +275,10 @@ _FAULTS: tuple[tuple[str, Callable[[Graph, Op], bool], str], ...] = (
      "openvino gives wrong integers where largest or smallest elements of floats are quantized"),
     ("Conv", _groups_between_zero_points,
      "openvino computes a grouped convolution wrongly from uint8 to int8, both with zero points"),
-    ("Conv", _one_column, "openvino computes a convolution with a stride wrongly where its result has one column"),
+    ("Conv", _one_column, "openvino computes a convolution with a stride wrongly if its result has one column"),
     ("LSTM", _without_peepholes, "openvino leaves out the peepholes of an LSTM"),
     ("Transpose", _as_many_heads_as_tokens,
-     "openvino leaves heads and tokens of an attention in their places where there are as many of both"),
+     "openvino leaves out the transpose of an attention's heads and tokens if their numbers are equal"),
     ("RNN GRU LSTM", _one_activation,
      "openvino gives both directions of a recurrent network the activations of the first"),
     ("", _writes_over, "openvino writes Abs over the Concat that it reads"),
@@ -284,9 +286,9 @@ _FAULTS: tuple[tuple[str, Callable[[Graph, Op], bool], str], ...] = (
     ("LpNormalization", _divides_by_more, "openvino adds a constant to the norm of LpNormalization"),
     ("", _channels_of_reduced,
      "openvino reads constants per channel at wrong places after a reduction that leaves three axes"),
-    ("", _meets_its_norm, "openvino's compiler crashes where a GroupNormalization meets its own operand"),
+    ("", _meets_its_norm, "openvino's compiler crashes if a GroupNormalization meets its own operand"),
 )  # fmt: skip
-"""Kinds of operators ("" for all), the test for a fault on one of them, and the fault in words."""
+"""Kinds of operators ("" for all), the test for a fault at one of them, and the fault in words."""
 
 
 def _reduces(op: Op) -> bool:
@@ -307,7 +309,7 @@ def _same_constant(graph: Graph, a: Value | None, b: Value | None) -> bool:
 
 
 def _dequantized(graph: Graph, value: Value | None, through: Collection[str]) -> list[Op]:
-    """The DequantizeLinear of data that a value comes from, through ops of these kinds (fused ones: through all their stages)."""
+    """The DequantizeLinear ops of data at the start of a value's chain of ops of these kinds (fused ops: through all stages)."""
     stack, seen, found = [value], set[int](), list[Op]()
     while stack:
         v = stack.pop()
@@ -323,7 +325,7 @@ def _dequantized(graph: Graph, value: Value | None, through: Collection[str]) ->
 
 
 def _quantized_behind(graph: Graph, op: Op) -> list[Op]:
-    """The QuantizeLinear that read the op's results, or values computed from them elementwise."""
+    """The QuantizeLinear ops that read the op's results, or values computed from these elementwise."""
     stack, seen, found = [op], {op.id}, list[Op]()
     while stack:
         at = stack.pop()
@@ -340,13 +342,13 @@ def _quantized_behind(graph: Graph, op: Op) -> list[Op]:
 
 
 def _reads(graph: Graph, op: Op, slot: int, kind: str) -> Op | None:
-    """The op that makes an operand, where it is of this kind."""
+    """The op that produces an operand, if it is of this kind."""
     value = op.input(slot)
     return graph.op(value) if value is not None and graph.op(value).kind == kind else None
 
 
 def _dims(graph: Graph, op: Op, slot: int) -> Shape | None:
-    """The shape of an operand; None where it is absent or of unknown rank."""
+    """The shape of an operand; None if the operand is absent or of unknown rank."""
     value = op.input(slot)
     return None if value is None else graph.type(value).shape
 
@@ -361,7 +363,7 @@ def _is_elementwise(op: Op) -> bool:
 
 
 def _kinds(op: Op) -> set[str]:
-    """The op's kind and those of the stages that are fused into it."""
+    """The kinds of the op and of its fused stages."""
     stages = (*op.attrs.prologue, *op.attrs.epilogue) if isinstance(op.attrs, FusedAttrs) else ()
     return {op.kind, *(stage.kind for stage in stages)}
 

@@ -1,7 +1,7 @@
 """Tactics of the cpu target: OpenVINO and ONNX Runtime on the optimized graph, with several thread counts, by measurement.
 
 Neither library always wins, so both are tried on the network itself, in separate processes: a candidate that crashes or hangs
-is refused (:mod:`optdnn.lowering.cpu.trials`). This process opens the one that is kept.
+is refused (:mod:`optdnn.lowering.cpu.trials`). This process opens only the chosen one.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class LibraryChoice:
     engine: Engine
     rows: list[Measured]
     fallbacks: dict[str, list[dict[str, str]]] = field(default_factory=dict)
-    """Per library, the operators that it does not run, why, and who does: another library, or (where none is named) NumPy."""
+    """Per library, the operators that it does not run, with the reason and the executor: another library, or NumPy if none is
+    named."""
     ran: dict[str, str] = field(default_factory=dict)
-    """The first output of an op -> the precision in which the chosen library says it runs; those that it does not mention are
-    absent."""
+    """The first output of an op -> the precision in which the chosen library reports to run it; ops that the library does not
+    mention are absent."""
     library: str = ""
 
 
@@ -56,7 +57,7 @@ def choose(
     base: str | None = None,
     label: str | None = None,
 ) -> LibraryChoice:
-    """Try every tactic that ``options`` allows on ``graph``, and keep the fastest that is right.
+    """Try every tactic that ``options`` allows on ``graph``, and keep the fastest correct one.
 
     ``base`` is the float precision requested from the libraries (default: the options'); a graph with several float types
     fixes the precision of each op itself and needs "fp32". ``label`` is the name of the engine's precision. Raises
@@ -89,9 +90,9 @@ def choose_again(
     base: str | None = None,
     label: str | None = None,
 ) -> LibraryChoice:
-    """The choice of an earlier build, whose program is ``like``, for the same network with other weights. Nothing is measured.
+    """The choice of an earlier build (its program: ``like``), for the same network with other weights. Nothing is measured.
 
-    Raises EngineError for a malformed account, RunError or UnsupportedError where the library refuses the network."""
+    Raises EngineError for a malformed record, RunError or UnsupportedError if the library refuses the network."""
     tactic = like.meta.get("tactic", {})
     library, threads = tactic.get("library"), tactic.get("threads")
     if library not in LIBRARIES or type(threads) is not int:
@@ -114,9 +115,9 @@ def choose_again(
 
 
 def compile_with(graph: Graph, library: str, precision: str, threads: int) -> Engine:
-    """``graph`` on one library, nothing measured; compiled in a separate process first.
+    """``graph`` on one library, without measurements; compiled in a separate process first.
 
-    Raises RunError or UnsupportedError where the library refuses it."""
+    Raises RunError or UnsupportedError if the library refuses it."""
     base = precision.partition("+")[2] or precision.replace("int8", "fp32")
     contender = Contender(with_float_weights(graph), LIBRARIES[library], base, precision)
     with Trials(threads or usable_cores()) as trials:
@@ -125,9 +126,9 @@ def compile_with(graph: Graph, library: str, precision: str, threads: int) -> En
 
 
 SMALL_MS = 3.0
-"""Networks faster than this may lose more by waking threads than they gain."""
+"""Networks faster than this may lose more by waking threads than they gain, in milliseconds."""
 HELPER = "onnxruntime"
-"""The library that runs operators that another must not or cannot run: it checks users' values, and takes empty tensors."""
+"""The library that runs operators that another one must not or cannot run: it checks users' values, and accepts empty tensors."""
 CHECKED = 2
 """Version of the candidates' checks. A new one makes the outcomes of earlier builds invalid."""
 NEAR = 1.25
@@ -160,7 +161,7 @@ class _Search:
     untimed: str = ""
     doubts: dict[str, str] = field(default_factory=dict)
     only: str | None = None
-    """The one library that is tried."""
+    """The only library that is tried; None: all."""
     alone: bool = False
     """Whether no candidate has the helper."""
 
@@ -190,8 +191,8 @@ class _Search:
         return contender.settings(threads)
 
     def measure(self, wanted: Sequence[tuple[Contender, int]]) -> None:
-        """Find the time of each correct (library, threads) pair: from the cache, or in separate processes, where candidates are
-        compiled, checked and timed in turns."""
+        """Find the time of each correct (library, threads) pair: from the cache, or in separate processes, which compile,
+        check and time candidates in turns."""
         fresh = []
         for contender, threads in wanted:
             name = contender.tactic(threads)
@@ -221,7 +222,7 @@ class _Search:
         self.contenders, self.alone = [c.alone() for c in self.contenders if c.helped], True
 
     def _known(self, name: str) -> bool:
-        """Whether the cache knows that a candidate is right and how fast it is, or that it is wrong."""
+        """Whether the cache knows that a candidate is wrong, or that it is correct and how fast it is."""
         contender, threads = self.owner[name]
         key = contender.key(threads)
         found = self.cache.outcome(self._trial_key(key)) if key in self.cache.entries or self.cache.tried else None
@@ -240,7 +241,7 @@ class _Search:
         return True
 
     def _trial_key(self, key: str) -> str:
-        """A time is valid for a network with any weights, the outcome of a trial only for these."""
+        """A time is valid for a network with any weights, the outcome of a trial only for the weights that were tried."""
         return f"{CHECKED} {self._weights} {key}"
 
     @functools.cached_property
@@ -248,7 +249,7 @@ class _Search:
         return graph_digest(self.graph)[:32]
 
     def _found(self, name: str, refused: str | None = None) -> None:
-        """Note how a candidate's trial ended."""
+        """Record the outcome of a candidate's trial."""
         contender, threads = self.owner[name]
         if refused is not None:
             self._refuse(name, self._settings(name), refused)
@@ -270,7 +271,7 @@ class _Search:
             known = self.cache.get(self.owner[name][0].key(self.owner[name][1]))
             if name in wrong:
                 continue
-            if known is not None:  # with other weights: these are right, too
+            if known is not None:  # measured with other weights; the candidate is correct with these, too
                 self.times[name] = known
                 self.cached.add(name)
             else:
@@ -284,8 +285,8 @@ class _Search:
                 self.cache.put(contender.key(threads), self.times[name])
 
     def _taking_other_sizes(self, opened: Mapping[str, Trial], wrong: Mapping[str, str]) -> list[str]:
-        """The candidates that did not crash, where the reference does not take the made-up inputs: the model declares sizes free
-        that are not. Exporters note a dynamic axis, and write the size of their example into a Reshape."""
+        """The candidates that did not crash, if the reference rejects the made-up inputs: the model declares sizes as free
+        that are fixed. Exporters record a dynamic axis, but write the size of their example into a Reshape."""
         assert self._feeds is not None
         if not typical_sizes(self.graph):
             return []
@@ -308,7 +309,7 @@ class _Search:
         return found
 
     def _turn(self, name: str, trial: Trial, seconds: float) -> list[float]:
-        """The times of one turn; none of a candidate that failed in it, which is refused."""
+        """The times of one turn; empty if the candidate failed in it, which refuses it."""
         try:
             return trial.turn(seconds)
         except RunError as error:
@@ -317,11 +318,11 @@ class _Search:
 
     @functools.cached_property
     def _feeds(self) -> Mapping[str, Array] | None:
-        """Inputs to check and time with; None if no valid ones are found.
+        """Inputs for checks and timing; None if no valid ones are found.
 
         Integers and short float inputs may be axes, sizes, pads, positions or scales, for which many values are invalid: a
         library may then return an error or crash the process. So the reference checks them first, and such inputs are 1 if that
-        is valid, else 0.
+        is valid, otherwise 0.
         """
         feeds = random_feeds(self.graph, seed=1, sizes=typical_sizes(self.graph))
         if not any(is_int(a.dtype) or a.ndim < 2 for a in feeds.values()):
@@ -341,7 +342,7 @@ class _Search:
         return None
 
     def _fits(self, outputs: Mapping[str, Array]) -> None:
-        """Raise RunError where outputs have other sizes than the model declares: the values of inputs decide them."""
+        """Raise RunError if outputs have other sizes than the model declares: their sizes depend on the values of inputs."""
         for i in self.graph.outputs:
             out = self.graph.op(i).outputs[0]
             if out.type.is_static and outputs[out.name].shape != tuple(out.type.static_shape):
@@ -355,7 +356,7 @@ class _Search:
         return list(dict.fromkeys(self.owner[n][0] for n, ms in self.times.items() if ms <= limit))
 
     def conclude(self, meta: dict[str, Any]) -> LibraryChoice:
-        """The fastest as an engine with ``meta``, and the account of all."""
+        """The fastest candidate as an engine with ``meta``, and the record of all candidates."""
         rows = []
         for name, ms in sorted(self.times.items(), key=lambda item: (item[1], item[0])):
             rows.append(
@@ -374,7 +375,7 @@ class _Search:
         return self.kept(*self.owner[best.name], rows, meta)
 
     def kept(self, contender: Contender, threads: int, rows: list[Measured], meta: dict[str, Any]) -> LibraryChoice:
-        """A candidate as the choice; ``meta["tactic"]`` records what decided it."""
+        """A candidate as the choice; ``meta["tactic"]`` records the reasons."""
         engine = contender.engine(threads)
         tactic: dict[str, Any] = {
             "name": contender.tactic(threads),

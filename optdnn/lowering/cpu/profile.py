@@ -1,8 +1,8 @@
 """How long each op of a graph takes inside of a CPU library: its own counters, read while the whole network runs.
 
 A part that is cut out and timed alone loses the fusions and layouts that it has within the network; the library's counters
-keep them. They cost time themselves (in a small network more than the work), so the parts are scaled to the time that the
-network takes without them.
+keep them. The counters cost time themselves (in a small network more than the work), so the parts are scaled to the network's time
+without counters.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MIN_RUNS, MAX_RUNS = 24, 400
 class Profile:
     """One library's account of one graph. Times are microseconds; keys are names of ops' first outputs.
 
-    ``nodes`` sum, with ``rest_us`` (layout changes and whatever belongs to no op), to ``whole_us``. ``executed`` and
-    ``kernels`` has the precision and the primitive of ops where the library reports them.
+    The sum of ``nodes`` and ``rest_us`` (layout changes, and work that belongs to no op) is ``whole_us``. ``executed`` and
+    ``kernels`` have the precision and the primitive of ops for which the library reports them.
     """
 
     library: str
@@ -54,7 +54,7 @@ def profile(
 ) -> Profile:
     """Run ``graph`` as one region on ``library`` for about ``seconds``, with its counters on, and once more without.
 
-    Raises UnsupportedError where the library's opset cannot express it, RunError where the library refuses it.
+    Raises UnsupportedError if the library's opset cannot express it, RunError if the library refuses it.
     """
     region = whole(graph)
     exported = LIBRARIES[library].export(extract(graph, region))
@@ -96,7 +96,7 @@ def profile(
 
 
 class _Owners:
-    """From names of executed nodes to the op (its first output) that they belong to."""
+    """Maps names of executed nodes to the op (its first output) that they belong to."""
 
     def __init__(self, graph: Graph, exported: ExportedModel):
         order = [op for op in graph.order() if op.kind not in STRUCTURAL]
@@ -108,7 +108,7 @@ class _Owners:
         self._by_length = sorted(self._names, key=len, reverse=True)
 
     def find(self, names: Sequence[str], *, prefix: bool = False) -> str | None:
-        """The first op, in topological order, that one of the names belongs to; by its beginning too, with ``prefix``."""
+        """The first op, in topological order, that one of the names belongs to; with ``prefix``, also by a name's beginning."""
         found = [self._names[n] for n in names if n in self._names]
         if not found and prefix:
             found = [self._names[n] for name in names for n in self._by_length if name.startswith(n)][:1]
@@ -116,7 +116,7 @@ class _Owners:
         return min(found, key=self._rank.__getitem__) if found else None
 
     def unowned_before(self, key: str, owned: Collection[str | None]) -> str:
-        """The nearest op before ``key`` that is in none of ``owned``, as long as it is reached through ops that move elements; else
+        """The nearest op before ``key`` that is not in ``owned``, if only ops that move elements are between them; otherwise
         ``key`` itself."""
         op = self._ops[key]
         while True:
@@ -146,13 +146,13 @@ def _openvino(model: OpenVinoModel, given: Sequence[Array], runs: int, of: _Owne
     executed = model.executed()
     owners = {name: of.find(layers or (name,)) for name, (layers, _, _, _) in executed.items()}
     for name in reversed(executed):
-        # What the library made of an operator bears no name of ours but in its last node: it belongs to an operator that nothing
-        # else belongs to, before the next that does.
+        # Of the nodes that the library makes from an operator, only the last one has our name. A nameless node belongs to an
+        # unowned operator before the next owned one.
         if owners[name] is None:
             ahead = next((o for u in executed[name][3] if (o := owners.get(u)) is not None), None)
             owners[name] = None if ahead is None else of.unowned_before(ahead, set(owners.values()))
     for name, (_, ran, kernel, _) in executed.items():
-        # The library averages over all runs. The first of them compile kernels: they are taken out.
+        # The library averages over all runs. The first ones compile kernels: subtract them.
         n = WARM_RUNS + runs
         us = max(0.0, (after.get(name, 0.0) * n - before.get(name, 0.0) * WARM_RUNS) / runs)
         key = owners[name]

@@ -1,7 +1,7 @@
-"""Trials: candidates of the cpu target run in a process of their own before this one opens them.
+"""Trials: candidates of the cpu target run in a separate process before this process opens them.
 
-A library that crashes, hangs or calls exit costs the build that candidate and no more. A worker process holds one candidate after
-another until one ends it; the commands are those of the race (:mod:`optdnn.runtime.racing.worker`).
+If a library crashes, hangs or calls exit, the build loses only that candidate. A worker process holds one candidate after
+another until one ends the process. The commands are those of the race (:mod:`optdnn.runtime.racing.worker`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from optdnn.temporary import temporary_folder
 from optdnn.types import Array, TensorSpec
 
 LIMIT_S = 60.0
-"""Seconds that a command of a trial may take: to compile a candidate, to run it once, or to time it for a turn."""
+"""Time limit of a trial's command in seconds: compile a candidate, run it once, or time it for a turn."""
 LIMIT_S_PER_GIB = 120.0
 """Further seconds for each GiB of weights."""
 WARM_RUNS = 2
@@ -37,7 +37,7 @@ WARM_RUNS = 2
 
 
 class Trials:
-    """The worker processes of one build. ``threads`` is what NumPy's kernels may use in them. Close it after use."""
+    """The worker processes of one build. ``threads``: the threads of NumPy's kernels in them. Close it after use."""
 
     opener = "engine"
     """The kind of the candidates (:data:`optdnn.runtime.racing.candidates.OPENERS`)."""
@@ -58,15 +58,15 @@ class Trials:
         self.close()
 
     def start(self, workers: int) -> None:
-        """Start this many processes; they begin while this one does something else."""
+        """Start this many processes; they start up while this process continues."""
         while len(self._idle) < workers:
             self._idle.append(self._started())
 
     def open(self, program: Program, threads: int, *, custom: bool = False) -> Trial:
-        """Compile a program in a worker process. Raises RunError where that fails, with the reason.
+        """Compile a program in a worker process. Raises RunError with the reason if that fails.
 
-        A program with the user's own operators (``custom``), whose Python functions only this process has, runs here; the parts
-        of it that libraries run are tried by themselves before (:class:`LocalTrial`).
+        A program with the user's own operators (``custom``), whose Python functions only this process has, runs here. Its library
+        parts are tried in a worker process first (:class:`LocalTrial`).
         """
         if custom:
             return LocalTrial(self, program, threads)
@@ -95,7 +95,7 @@ class Trials:
 
     def _started(self) -> WorkerProcess:
         try:
-            # It loads only what this process writes: no signatures.
+            # It loads only files that this process writes: no signatures.
             return WorkerProcess(self._threads, LIMIT_S, without=(POLICY,))
         except OSError as error:
             raise RunError(f"no process can be started to try candidates in: {error}") from None
@@ -110,12 +110,12 @@ class Trials:
             worker.close()
 
     def lost(self, worker: WorkerProcess) -> None:
-        """A worker's process is gone, or not to be waited for."""
+        """Drop a worker whose process has ended, or takes too long."""
         self._busy.remove(worker)
         worker.close()
 
     def close(self) -> None:
-        """End all processes (but those that :func:`kept` keeps)."""
+        """End all processes (except those that :func:`kept` keeps)."""
         for worker in list(self._busy):
             self.free(worker)
         _keep_or_close(self._threads, self._idle)
@@ -131,18 +131,18 @@ class Trial:
     """A candidate that is ready to run."""
 
     def run(self, feeds: Mapping[str, Array], *, poison: bool = False) -> dict[str, Array]:
-        """Run once: outputs by name. ``poison``: memory of results is overwritten before. Raises RunError with the reason."""
+        """Run once: outputs by name. ``poison``: the memory of results is overwritten first. Raises RunError with the reason."""
         raise NotImplementedError
 
     def turn(self, seconds: float) -> list[float]:
-        """The milliseconds of the runs, on the last inputs, that fit into a turn. Raises RunError."""
+        """The milliseconds of each run, on the last inputs, within a turn. Raises RunError."""
         raise NotImplementedError
 
     def close(self) -> None:
         """Give the candidate up."""
 
     def abandon(self) -> None:
-        """Give the candidate up, and its process: inputs that do not fit may have made the library write anywhere."""
+        """Give up the candidate and its process: inputs that do not fit may have made the library write anywhere in memory."""
 
 
 class ProcessTrial(Trial):
@@ -204,7 +204,7 @@ class ProcessTrial(Trial):
 
 
 class LocalTrial(Trial):
-    """A candidate with the user's own operators: opened here when each of its libraries' parts has run in a worker process."""
+    """A candidate with the user's own operators: opened here once each of its library parts has run in a worker process."""
 
     def __init__(self, trials: Trials, program: Program, threads: int):
         self._trials, self._program, self._threads = trials, program, threads
@@ -230,7 +230,7 @@ class LocalTrial(Trial):
         return [ns / 1e6 for ns in taken]
 
     def _rehearse(self, feeds: Mapping[str, Array]) -> None:
-        """Run the program step by step: the libraries' in a worker process, the others here."""
+        """Run the program step by step: library steps in a worker process, the others here."""
         program = self._program
         values: dict[int, Array] = {
             i: program.blobs[b.blob] for i, b in enumerate(program.buffers) if b.blob is not None
@@ -251,7 +251,7 @@ class LocalTrial(Trial):
 
 
 def _part(program: Program, k: int) -> Program:
-    """One step as a separate program: its inputs are those buffers that are no constants."""
+    """One step as a separate program: its inputs are the step's buffers that are not constants."""
     step = program.steps[k]
     read = [i for i in dict.fromkeys(step.inputs) if i >= 0 and program.buffers[i].blob is None]
     written = [i for i in step.outputs if i >= 0]
@@ -274,7 +274,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Inside of this, worker processes go from one build to the next: for those who build many small networks."""
+    """A context that keeps worker processes from one build to the next: for callers that build many small networks."""
     global _kept
     with _lock:
         nested, _kept = _kept is not None, {} if _kept is None else _kept

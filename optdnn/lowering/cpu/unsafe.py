@@ -1,24 +1,24 @@
-"""Operators that a library takes and must not run; they run elsewhere, and the build reports it.
+"""Operators that a library accepts but must not run; they run elsewhere, and the build reports it.
 
 OpenVINO's plain faults are in :mod:`optdnn.lowering.cpu.openvino_faults`, integers that it cannot hold in
 :mod:`optdnn.lowering.cpu.wide_integers`. Besides:
 
-* OpenVINO trusts axes, sizes, pads and positions: a wrong one makes it read or write outside of its memory, and the process is
-  gone (seen with CumSum, Pad, Slice, Resize, GatherND, ScatterElements, Tile; Gather of a row of integers gives what lies next to
-  it). Constants are no exception. It gets what is known, and positions and pads only where they are proven to be inside
+* OpenVINO trusts axes, sizes, pads and positions. A wrong one makes it read or write outside of its memory, and the process
+  crashes (seen with CumSum, Pad, Slice, Resize, GatherND, ScatterElements, Tile; Gather of a row of integers returns the adjacent
+  memory). Constants are no exception. OpenVINO gets known values, and positions and pads only if they are proven to be in range
   (:mod:`optdnn.ops.indices`). ONNX Runtime checks them and returns an error.
-* OpenVINO does not run operators that read a tensor without elements: their results keep the sizes and the elements of an earlier
+* OpenVINO does not run operators that read a tensor without elements. Their results keep the sizes and the elements of an earlier
   run (seen with Unique), some raise an error (pooling: "Batch size is zero") and some crash (Gather, arithmetic trap). So it gets
-  nothing whose size depends on data, where nobody knows how often that is 0 (2026.4).
+  no tensor whose size depends on data: nobody knows how often that size is 0 (2026.4).
 * OpenVINO's compiler crashes on a Reshape to a scalar after a product (seen with MatMul, 2026.4); a Squeeze it takes.
 * OpenVINO's transposed convolution of signed integers leaves out the zero point of the weights (2026.4).
-* OpenVINO gives NaN for a row of an Attention whose boolean mask forbids everything, where ONNX asks for zeros.
-* OpenVINO would run a Loop without a bound for ever; for ONNX Runtime it is given one (:mod:`optdnn.lowering.cpu.loops`).
+* OpenVINO gives NaN for a row of an Attention whose boolean mask forbids every position; ONNX asks for zeros.
+* OpenVINO would run a Loop without a bound forever; for ONNX Runtime the loop gets a bound (:mod:`optdnn.lowering.cpu.loops`).
 * OpenVINO's reader of ONNX takes packed 4-bit weights only where the model's file holds them; here they are passed separately.
 * ONNX Runtime ignores MaxUnpool's operand output_shape (its own tests leave out ONNX's case of it).
 * Their Fourier transforms (DFT, STFT) are off by up to 1e-3 of a result that should be 0, and some results lack an axis.
-* ONNX Runtime's Python binding passes neither bfloat16 arrays nor floats of 8 or integers of 4 and fewer bits, OpenVINO's none of
-  the latter two.
+* ONNX Runtime's Python binding passes neither bfloat16 arrays nor floats of 8 or integers of 4 and fewer bits. OpenVINO's binding
+  passes no floats of 8 and no integers of 4 and fewer bits.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ PARAMETERS: dict[str, tuple[int, ...]] = {
     **{f"Reduce{r}": (1,) for r in _REDUCTIONS},
     **{kind: slots for slots, kinds in _BY_SLOTS.items() for kind in kinds.split()},
 }
-"""Operand slots that hold places or counts, by kind."""
+"""Operand slots that hold positions or counts, by kind."""
 
 
 def openvino_must_not(graph: Graph) -> dict[int, str]:
@@ -78,17 +78,17 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
     out |= beyond_32_bits(graph, PARAMETERS)
     out |= dict.fromkeys(_without_elements(graph), "openvino may crash on a tensor without elements")
     out |= {
-        i: f"the size of {name!r} depends on data; where it is 0, openvino fails, crashes or gives what another call computed"
+        i: f"the size of {name!r} depends on data; if it is 0, openvino fails, crashes or returns an earlier call's result"
         for i, name in sized_by_data(graph).items()
     }
     out |= {op.id: "openvino does not end a loop that its condition does not end" for op in endless(graph)}
     out |= _nested(graph)
-    reason = "openvino reads packed numbers of fewer than 8 bits only from the file of a model"
+    reason = "openvino reads packed weights of fewer than 8 bits only from a model file"
     out |= {op.id: reason for op in graph.of_kind(*PACKED) if op.kind == "PackedGather" or not _is_bytes(op)}
     for op in graph.of_kind("Attention"):
         mask = op.input(3)
         if mask is not None and graph.type(mask).dtype == BOOL and graph.constant_value(mask) is None:
-            out[op.id] = "openvino gives NaN where a row of the mask forbids everything; it should give zeros"
+            out[op.id] = "openvino gives NaN if a row of the mask forbids everything; it should give zeros"
     for op in graph.of_kind("ConvTranspose"):
         made = [graph.op(v) for v in op.inputs[:2] if v is not None]
         zeros = [graph.constant_value(d.input(2)) for d in made if d.kind == "DequantizeLinear"]
@@ -100,7 +100,7 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
             and op.inputs[0] is not None
             and graph.op(op.inputs[0]).kind not in STRUCTURAL
         ):
-            out[op.id] = "openvino's compiler may crash where a Reshape makes a scalar of a computed value"
+            out[op.id] = "openvino's compiler may crash if a Reshape makes a scalar of a computed value"
     for op in graph.order():
         if (name := _unchecked(graph, op)) is not None:
             whence = "comes from an input" if name.op in data else "follows from sizes"
@@ -110,7 +110,7 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
 
 
 def _unchecked(graph: Graph, op: Op) -> Value | None:
-    """The operand that holds places or counts and is not proven to be in range, or None."""
+    """The operand that holds positions or counts and is not proven to be in range, or None."""
     for slot in PARAMETERS.get(op.kind, ()):
         value = op.input(slot)
         if value is not None and graph.known(value) is None:
@@ -129,7 +129,7 @@ def _unchecked(graph: Graph, op: Op) -> Value | None:
 
 
 def _gives_zeros(graph: Graph, op: Op) -> bool:
-    """Whether OpenVINO's Gather gives zeros for positions outside: not for rows of integers, which it reads as they come."""
+    """Whether OpenVINO's Gather gives zeros for positions outside. For rows of integers it does not: it reads at any position."""
     x = op.inputs[0]
     assert x is not None
     shape, dtype = graph.type(x).shape, graph.type(x).dtype
@@ -137,7 +137,7 @@ def _gives_zeros(graph: Graph, op: Op) -> bool:
 
 
 def _crops_inside(graph: Graph, op: Op) -> bool:
-    """Whether negative pads take no more than there is for any sizes."""
+    """Whether negative pads never remove more elements than there are, for any sizes."""
     x, pads = op.inputs[0], known_shape(graph.known(op.input(1)))
     assert x is not None
     dims = graph.type(x).shape
@@ -152,7 +152,7 @@ def _crops_inside(graph: Graph, op: Op) -> bool:
 
 
 def _in_bodies(graph: Graph, must_not: Callable[[Graph], Mapping[int, str]]) -> dict[int, str]:
-    """Each op whose body (of If, Loop or Scan) holds one that must not run."""
+    """Each op with a body (of If, Loop or Scan) that contains an op that must not run."""
     out = {}
     for op in graph.order():
         reason = next((r for body in bodies(op) for r in must_not(body.graph).values()), None)
@@ -162,15 +162,15 @@ def _in_bodies(graph: Graph, must_not: Callable[[Graph], Mapping[int, str]]) -> 
 
 
 def sized_by_data(graph: Graph) -> dict[int, str]:
-    """Each op that reads or gives a tensor whose size depends on data, and not only on the sizes of the graph's inputs: op id ->
-    the tensor's name. An op with a body in which there is one is among them."""
+    """Each op that reads or writes a tensor whose size depends on data, not only on the sizes of the graph's inputs: op id ->
+    the tensor's name. An op whose body contains such a tensor is included."""
     data = data_dependent(graph)
     known = {s for i in graph.inputs for s in symbol_names(graph.op(i).outputs[0].type)}
     from_data: set[str] = set()
     found: dict[int, str] = {}
 
     def varies(t: TensorType) -> bool:
-        """An unknown rank is taken for one that data decides."""
+        """An unknown rank is assumed to depend on data."""
         return t.shape is None or not from_data.isdisjoint(symbol_names(t))
 
     for op in graph.order():
@@ -199,15 +199,15 @@ def sized_by_data(graph: Graph) -> dict[int, str]:
 
 
 def _sizes_itself(graph: Graph, op: Op, data: set[int]) -> bool:
-    """Whether new sizes of an op's results come from data: it counts something, or its size operands are computed."""
-    if op.kind not in PARAMETERS or op.kind == "NonMaxSuppression":  # its parameter is the most that it keeps
+    """Whether data decide new sizes of an op's results: the op counts something, or its size operands are computed."""
+    if op.kind not in PARAMETERS or op.kind == "NonMaxSuppression":  # its parameter is only an upper limit
         return True
     slots = (op.input(slot) for slot in PARAMETERS[op.kind])
     return any(v is not None and v.op in data and graph.known(v) is None for v in slots)
 
 
 def _without_elements(graph: Graph) -> set[int]:
-    """Each op that reads or gives a tensor that has no elements, for any sizes of the inputs."""
+    """Each op that reads or writes a tensor that has no elements, for any sizes of the inputs."""
     found = set()
     for op in graph.order():
         types = [o.type for o in op.outputs] + [graph.type(v) for v in op.inputs if v is not None]
@@ -225,7 +225,7 @@ def onnxruntime_must_not(graph: Graph) -> dict[int, str]:
 
 
 def _is_bytes(op: Op) -> bool:
-    """Whether the numbers of packed weights are bytes, which both libraries take."""
+    """Whether the codes of packed weights are bytes, which both libraries accept."""
     return bits_of(DTYPES[op.attrs.code]) == 8
 
 
@@ -249,7 +249,7 @@ def data_dependent(graph: Graph) -> set[int]:
 
 
 def _touching(graph: Graph, dtypes: frozenset[DType]) -> dict[int, str]:
-    """Each op that reads or writes one of the types."""
+    """Each op that reads or writes one of these types."""
     out = {}
     for op in graph.order():
         types = {o.type.dtype for o in op.outputs} | {graph.type(v).dtype for v in op.inputs if v is not None}

@@ -1,11 +1,12 @@
 """Integers that OpenVINO cannot hold.
 
-OpenVINO's CPU plugin keeps int64, uint64 and uint32 as int32 (2026.4). Inputs, sums and products beyond wrap around, constants and
-casts from floats saturate; so do elements that are only moved. Some operators compute in fp32, which is exact up to 24 bits.
+OpenVINO's CPU plugin keeps int64, uint64 and uint32 as int32 (2026.4). Larger inputs, sums and products wrap around; larger
+constants and casts from floats saturate. The same holds for elements that are only moved. Some operators compute in fp32, exact
+up to 24 bits.
 
-An input of OpenVINO's part is looked at in each call: where it holds more than 24 bits, ONNX Runtime runs that call
-(:mod:`optdnn.runtime.cpu.openvino`). From there on, the interval of each result follows by arithmetic, and an operator whose result
-may not fit must not run there. Values that are only sizes are exempt: no tensor is that large.
+The inputs of OpenVINO's part are checked in each call: if one holds more than 24 bits, ONNX Runtime runs that call
+(:mod:`optdnn.runtime.cpu.openvino`). From there on, the interval of each result follows by arithmetic. OpenVINO must not run an
+operator whose result may not fit. Values that are only sizes are exempt: no tensor is that large.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from optdnn.runtime.cpu.library import EXACT_INTEGER
 from optdnn.types import BOOL, DTYPES, FP32, INT32, INT64, DType, is_int, normalize_axis
 
 Interval = tuple[float, float]
-"""Lowest and highest value, inclusive; of floats, of those that are finite. None: nothing is known of a float."""
+"""Lowest and highest value, inclusive; for floats, of the finite values. None: nothing is known of a float."""
 
 WIDE = frozenset({INT64, DTYPES["uint32"], DTYPES["uint64"]})
 """Types that OpenVINO keeps as int32."""
@@ -42,24 +43,24 @@ _IN_FLOATS = frozenset(
 _DATA: dict[str, tuple[int, ...]] = {
     "OneHot": (2,), "Pad": (0, 2), "ScatterElements": (0, 2), "ScatterND": (0, 2), "TensorScatter": (0, 1), "Where": (1, 2),
 }  # fmt: skip
-"""Operand slots whose elements a result may have, if that is not only the first."""
+"""Operand slots whose elements a result may contain, if not only the first slot."""
 _OF_FIRST = frozenset({"ReduceMax", "ReduceMean", "ReduceMin", "TopK", "Unique"})
-"""Kinds whose results lie between elements of their first operand."""
+"""Kinds with results between the smallest and the largest element of their first operand."""
 LONGEST = 1 << 20
-"""How long a dimension is taken to be at most that nothing bounds. A profile bounds it."""
+"""The assumed maximum of a dimension without a bound. A profile bounds it."""
 _FEW = 64
-"""Constants of floats that are looked at have no more elements."""
+"""Float constants with more elements are not examined."""
 _FOUND = frozenset({"ArgMax", "ArgMin", "EyeLike", "MaxPool", "NonMaxSuppression", "NonZero", "Shape", "Size"})
-"""Kinds whose integers are positions, sizes or counts; so are those of further results of TopK and Unique."""
+"""Kinds whose integers are positions, sizes or counts. The further results of TopK and Unique are such integers, too."""
 _TRUTHS = frozenset(
     {"And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Not", "Or", "Xor"}
 )
 
 
 def beyond_32_bits(graph: Graph, parameters: Mapping[str, Sequence[int]]) -> dict[int, str]:
-    """Op id -> which of its integers OpenVINO might not hold.
+    """Op id -> which of its integers OpenVINO might be unable to hold.
 
-    ``parameters``: the operand slots that hold places or counts, by kind."""
+    ``parameters``: the operand slots that hold positions or counts, by kind."""
     return _Walk(graph, parameters).refused
 
 
@@ -71,7 +72,7 @@ class _Walk:
         self.refused: dict[int, str] = {}
         self.intervals: dict[Value, Interval | None] = {}
         self._sizes: set[Value] = set()
-        """Shape arithmetic whose results are only sizes, directly or through more of the same."""
+        """Shape arithmetic whose results are used only as sizes, directly or after further shape arithmetic."""
         order = list(graph.order())
         for op in reversed(order):
             self._sizes |= {v for v in _values(op) if graph.known(v) is not None and self._says_sizes(v)}
@@ -153,7 +154,7 @@ class _Walk:
         return _pointwise(op.kind, is_int(op.outputs[port].type.dtype), operands)
 
     def _staged(self, op: Op, operands: Sequence[Interval | None]) -> tuple[Interval | None, bool]:
-        """The result of a fused chain, and whether a stage may give integers that OpenVINO does not hold."""
+        """The result of a fused chain, and whether a stage may produce integers that OpenVINO cannot hold."""
         given = [(FP32 if v is None else self.graph.type(v).dtype, i) for v, i in zip(op.inputs, operands, strict=True)]
         registers, misfits = [given[0]], False
         for stage in op.attrs.epilogue:
@@ -170,11 +171,11 @@ class _Walk:
     def _misfit(
         self, op: Op, name: str, dtype: DType, operands: Sequence[Interval | None], found: Interval | None
     ) -> str | None:
-        """Why OpenVINO does not hold a result, or an intermediate value of it."""
+        """Why OpenVINO cannot hold a result, or one of its intermediate values."""
         if op.kind == "Pointwise" and self._staged(op, operands)[1]:
-            return f"openvino keeps integers in 32 bits; what {name!r} is made of may be more"
+            return f"openvino keeps integers in 32 bits; intermediate values of {name!r} may be larger"
         if _has_stages(op) and any(v is not None and self.graph.type(v).dtype in WIDE for v in op.inputs):
-            return f"openvino keeps integers in 32 bits; what {name!r} is made of may be more"
+            return f"openvino keeps integers in 32 bits; intermediate values of {name!r} may be larger"
         if _fits(op.kind, dtype, [found, *operands]):
             return None
         if op.kind in _IN_FLOATS:
@@ -182,7 +183,7 @@ class _Walk:
         return f"openvino keeps integers in 32 bits; {name!r} may hold more"
 
     def _count(self, op: Op) -> int:
-        """The most elements that one element of the result is made of."""
+        """The most elements that are summed into one element of the result."""
         x = op.inputs[0]
         assert x is not None
         dims = self.graph.type(x).shape
@@ -200,12 +201,12 @@ def _values(op: Op) -> list[Value]:
 
 
 def _has_stages(op: Op) -> bool:
-    """Whether something is fused into an op that is more than its stages."""
+    """Whether an op has fused stages besides its own computation."""
     return op.kind != "Pointwise" and isinstance(op.attrs, FusedAttrs) and bool(op.attrs.prologue + op.attrs.epilogue)
 
 
 def _fits(kind: str, dtype: DType, intervals: Sequence[Interval | None]) -> bool:
-    """Whether OpenVINO holds a result of this type; ``intervals``: of the result, then of the operands."""
+    """Whether OpenVINO can hold a result of this type. ``intervals``: of the result, then of the operands."""
     found, *operands = intervals
     if dtype in WIDE | {INT32} and kind in _IN_FLOATS:
         return all(i is None or _inside(i, _EXACT) for i in (found, *operands))
@@ -224,7 +225,7 @@ def _typed(dtype: DType, found: Interval | None) -> Interval | None:
 
 
 def _pointwise(kind: str, integer: bool, operands: Sequence[Interval | None]) -> Interval | None:
-    """The result of an operator on elements; None where nothing is known of it. ``integer``: whether it is one."""
+    """The result of an elementwise operator; None if nothing is known of it. ``integer``: whether the result is an integer."""
     if kind in _BOUNDED:
         return _BOUNDED[kind]
     if kind == "Clip":
@@ -244,7 +245,7 @@ def _pointwise(kind: str, integer: bool, operands: Sequence[Interval | None]) ->
 
 
 def _clipped(x: Interval | None, low: Interval | None = None, high: Interval | None = None) -> Interval | None:
-    """Between the bounds where there are any; an absent bound is None, too."""
+    """The interval within the bounds; an absent bound is None."""
     ends = [low or x, high or x]
     return None if None in ends else _hull(ends)
 
@@ -277,14 +278,14 @@ _ARITHMETIC: Mapping[str, Callable[[Sequence[Interval]], Interval]] = {
     "Sub": lambda g: (g[0][0] - g[1][1], g[0][1] - g[1][0]),
     "Sum": lambda g: (sum(i[0] for i in g), sum(i[1] for i in g)),
 }
-"""The interval of a result from those of all operands."""
+"""The interval of a result, computed from the intervals of all operands."""
 _BOUNDED: Mapping[str, Interval] = {
     **dict.fromkeys(_TRUTHS, (0, 1)),
     **dict.fromkeys(("HardSigmoid", "Sigmoid"), (0, 1)),
     **dict.fromkeys(("Cos", "Erf", "Sign", "Sin", "Softsign", "Tanh"), (-1, 1)),
     "Log": (-746, 710),
 }
-"""Kinds whose finite results are bounded by themselves (Log: of fp64)."""
+"""Kinds whose finite results have fixed bounds (Log: for fp64)."""
 
 
 def _total(i: Interval, n: int) -> Interval:
@@ -301,7 +302,7 @@ _REPEATED: Mapping[str, Callable[[Interval, int], Interval]] = {
     "ReduceSum": _total,
     "ReduceSumSquare": lambda i, n: (0, _largest(i) ** 2 * n),
 }
-"""Kinds that add up to so many elements."""
+"""Kind -> the number of elements that it sums."""
 
 
 def _inside(interval: Interval, limits: Interval) -> bool:
@@ -309,7 +310,7 @@ def _inside(interval: Interval, limits: Interval) -> bool:
 
 
 def _hull(given: Sequence[Interval | None]) -> Interval | None:
-    """An interval with all of them, and 0, which padding is; None where nothing is known of one."""
+    """The smallest interval that contains all of these and 0 (padding); None if one of them is unknown."""
     found = [i for i in given if i is not None]
     return (min(0, *(i[0] for i in found)), max(0, *(i[1] for i in found))) if len(found) == len(given) else None
 
@@ -324,14 +325,14 @@ def _of_type(dtype: DType) -> Interval:
 
 
 def _held(dtype: DType) -> Interval | None:
-    """The interval of an input of a part: of wide types, the values that calls let through."""
+    """The interval of an input of a part. For wide types: the values that pass the check in each call."""
     if dtype in WIDE:
         return (0, EXACT_INTEGER) if dtype.kind == "u" else _EXACT
     return _of_type(dtype) if is_int(dtype) or dtype == BOOL else None
 
 
 def _of_known(known: Known) -> Interval | None:
-    """The interval of a constant, or of sizes that follow from those of the inputs."""
+    """The interval of a constant, or of sizes that follow from the inputs' sizes."""
     if not known.size:
         return 0, 0
     if known.dtype.kind == "c":
@@ -345,8 +346,8 @@ def _of_known(known: Known) -> Interval | None:
 
 
 def _of_size(d: int | Dim) -> Interval:
-    """What a size may be. Where a symbol has no bound: between that with all symbols at their least and that with all at
-    their most, or LONGEST."""
+    """The interval of a size. If a symbol has no bound: from the size with all symbols at their minimum to the size with all at
+    their maximum, or to LONGEST."""
     low, high = bounds(d)
     if not isinstance(d, Dim) or (low > -INF and high < INF):
         return low, high

@@ -1,8 +1,8 @@
-"""Collectives on GPUs: NCCL's, and for small arrays kernels of ours over peer memory (``flagged.cu``, ``all_reduce.cu``).
+"""Collectives on GPUs: NCCL's, and for small arrays our kernels over peer memory (``flagged.cu``, ``all_reduce.cu``).
 
-A process is one rank, and has one communicator. It is made together with all other ranks. Which of them computes a sum or a gather
-is measured when the first context that needs it is made. All ranks take the one whose slowest rank is fastest. NVLink multicast is
-never used.
+A process is one rank, and has one communicator, which all ranks create together. For each sum or gather, the faster
+implementation is found by measurement when the first context that needs it is created. All ranks use the implementation
+whose slowest rank is fastest. NVLink multicast is never used.
 
 NCCL comes through nccl4py's low-level bindings, which add little to a call and can abort a communicator from another thread.
 """
@@ -51,7 +51,7 @@ def bindings() -> ModuleType:
 
 
 def check_gpus(world: int) -> None:
-    """Raise RankError where this machine has fewer GPUs than ranks that are to start on it."""
+    """Raise RankError if this machine has fewer GPUs than ranks to start."""
     if (there := gpu_count()) < world:
         raise RankError(
             f"the engine is for {world} GPUs; this machine has {there}",
@@ -62,16 +62,16 @@ def check_gpus(world: int) -> None:
 
 
 def connect(group: Group, local: int) -> Communicator:
-    """This process's communicator, on GPU ``local`` of this host; made by all ranks of ``group`` together.
+    """This process's communicator, on GPU ``local`` of this host; all ranks of ``group`` create theirs together.
 
-    Raises RankError on every rank where their GPUs do not fit together, MissingDependency where NCCL is missing.
+    Raises RankError on every rank if their GPUs do not fit together, MissingDependency if NCCL is missing.
     """
     device, nccl = _device(group, local)
     return Communicator(group, device, nccl)
 
 
 def _device(group: Group, local: int) -> tuple[Device, ModuleType]:
-    """The GPU of this rank, and the bindings, once every rank has them and reaches the others' memory."""
+    """The GPU of this rank, and the bindings, once every rank has them and can access the others' memory."""
     device: Device | None = None
     nccl: ModuleType | None = None
     facts: dict[str, Any] = {"why": None, "host": socket.gethostname(), "place": ""}
@@ -99,7 +99,7 @@ def _raise_first(answers: list[dict[str, Any]]) -> None:
 
 
 def _unreachable(rank: int, device: Device, facts: list[dict[str, Any]]) -> str | None:
-    """Why this GPU and those of the other ranks of its host cannot work together; None where they can."""
+    """Why this GPU and the GPUs of the other ranks of its host cannot work together, or None."""
     cu = driver()
     own = check("cuDeviceGet", cu.cuDeviceGet(device.index))
     for other, fact in enumerate(facts):
@@ -117,7 +117,7 @@ def _unreachable(rank: int, device: Device, facts: list[dict[str, Any]]) -> str 
 
 
 class Communicator:
-    """The collectives of one rank. Its methods that say so are called by all ranks together."""
+    """The collectives of one rank. Methods that say so must be called by all ranks together."""
 
     def __init__(self, group: Group, device: Device, nccl: ModuleType):
         self.group, self.device, self._nccl = group, device, nccl
@@ -132,9 +132,9 @@ class Communicator:
         self._prepared: dict[Collective, Prepared] = {}
         self.peers: Peers | None = None
         self.no_peers = self._reach_peers()
-        """Why there is no kernel over peer memory; "" where there is one."""
+        """Why there is no kernel over peer memory; "" if there is one."""
         self.facts: dict[str, Any] = {}
-        """For each collective that was measured, microseconds of each way."""
+        """For each measured collective, the microseconds of each implementation."""
 
     def make_current(self) -> None:
         """Make this rank's GPU current on the calling thread, for the driver."""
@@ -148,18 +148,19 @@ class Communicator:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """A ``with`` block of this rank's work: on its GPU, with its collectives."""
+        """A ``with`` block for this rank's work: on its GPU, with its collectives."""
         self.activate()
         with using(self):
             yield
 
     @property
     def word(self) -> Any:
-        """The host's word to waiting kernels."""
+        """The host's word that waiting kernels read."""
         return self._word.bytes.view(np.uint32)
 
     def _started(self, unique: bytearray) -> Handle:
-        """NCCL's communicator. Where another rank is lost meanwhile, nothing ends NCCL's wait: it is left behind in its thread."""
+        """NCCL's communicator. If another rank is lost meanwhile, nothing ends NCCL's wait: the communicator is left in its
+        thread."""
 
         def make() -> Any:
             self.activate()
@@ -199,7 +200,7 @@ class Communicator:
     # ---------------------------------------------------------------- calls
 
     def prepare(self, operation: Collective) -> Prepared:
-        """A collective, made ready by all ranks together: the faster way is chosen by measuring."""
+        """A collective, prepared by all ranks together; measurements choose the faster implementation."""
         if operation.world != self.group.world:
             raise RankError(f"a collective of the engine is for {operation.world} ranks; {self.group.world} run")
         if operation not in self._prepared:
@@ -227,7 +228,7 @@ class Communicator:
         return offered[forced if forced in slowest else min(slowest, key=lambda name: slowest[name])]
 
     def _microseconds(self, call: Called | Launch) -> float:
-        """The time of one call in a graph of :data:`TRIALS`; all ranks measure together."""
+        """The time of one call in a graph of :data:`TRIALS` calls; all ranks measure together."""
         stream = Stream()
         call.enqueue(stream.handle)
         stream.synchronize()
@@ -250,7 +251,7 @@ class Communicator:
             raise RunError(f"NCCL refused a collective: {error}") from error
 
     def check(self) -> None:
-        """Raise RankError where a kernel gave up waiting for another rank, or this one has left."""
+        """Raise RankError if a kernel gave up waiting for another rank, or if this rank has left."""
         if self._closed:
             raise RankError(f"rank {self.group.rank} has left the others", hint="load the engine again")
         if found := int(self.word[0]):
@@ -259,13 +260,13 @@ class Communicator:
             raise RankError(why, hint="load the engine again")
 
     def abort(self) -> None:
-        """End all collectives that wait for a rank that is lost."""
+        """End all collectives that wait for a lost rank."""
         self.close()
 
     def close(self) -> None:
-        """End what still waits on this GPU, and begin to free NCCL's memory; the ranks need not do it together.
+        """End the work that still waits on this GPU, and begin to free NCCL's memory; the ranks need not do it together.
 
-        NCCL ends its kernels at once, and then waits for the end of all graphs that hold its calls."""
+        NCCL ends its kernels immediately, and then waits for the end of all graphs that contain its calls."""
         with self._closing:
             if not self._closed:
                 self.word[:] = 255
@@ -274,7 +275,7 @@ class Communicator:
 
 
 class Prepared:
-    """A collective made ready: by a kernel of ours (``way``), or by NCCL."""
+    """A prepared collective: our kernel (``way``), or NCCL."""
 
     workspace = 0
 
@@ -282,7 +283,7 @@ class Prepared:
         self._communicator, self._operation, self._way = communicator, operation, way
 
     def bind(self, addresses: Mapping[str, int], scratch: int = 0, *, dependent: bool = False) -> Called | Launch:
-        """The call on these addresses. ``dependent``: a kernel of ours may be launched early."""
+        """The call on these addresses. ``dependent``: our kernel may be launched early."""
         x, y, one = addresses["x"], addresses["y"], self._operation
         if self._way is not None and x % 16 == 0 and y % 16 == 0:
             peers = self._communicator.peers

@@ -1,4 +1,4 @@
-"""NCCL's communicator in a thread of its own, and the end of a process that has one."""
+"""NCCL's communicator in its own thread, and the end of a process that has one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 LEAVE_S = 5.0
-"""How long the end of the process waits for NCCL."""
+"""Seconds that the end of the process waits for NCCL."""
 
 
 class Handle:
-    """NCCL's communicator, as ``make`` gives it. It is made and freed in a daemon thread: both wait in NCCL, for other ranks or for
-    graphs that hold its calls.
+    """NCCL's communicator, as created by ``make``. It is created and freed in a daemon thread, because both wait in NCCL, for other
+    ranks or for graphs that contain its calls.
 
-    When the interpreter ends, NCCL is left before the driver and NCCL's own library are taken down: a thread that works in them
-    meanwhile would crash. Graphs that were made later are destroyed before, by their own finalizers. The wait is bounded.
+    When the interpreter ends, work in NCCL ends before the driver and NCCL's own library are unloaded: a thread that still works in
+    them would crash. Graphs that were created later are destroyed earlier, by their own finalizers. The wait is bounded.
     """
 
     def __init__(self, make: Callable[[], Any], free: Callable[[Any], object]):
@@ -32,7 +32,7 @@ class Handle:
             self.made,
             self._end,
             self._done,
-        )  # nothing that keeps what owns this alive
+        )  # no reference that keeps the owner alive
         thread = threading.Thread(target=_live, args=arguments, name="optdnn-nccl", daemon=True)
         weakref.finalize(self, self._end.set)
         weakref.finalize(thread, _leave, self._end, self._done)  # when it has ended, or with the interpreter
@@ -40,15 +40,15 @@ class Handle:
 
     @property
     def value(self) -> Any:
-        """The communicator; the exception that ``make`` raised; None before it has returned."""
+        """The communicator, or the exception that ``make`` raised; None until it has returned."""
         return self._found[0] if self.made.is_set() else None
 
     def free(self) -> None:
-        """Begin to free it; at most once, from any thread."""
+        """Begin to free the communicator; at most once, from any thread."""
         self._end.set()
 
     def wait_freed(self, limit: float) -> bool:
-        """Wait until it is freed; False where that takes longer than ``limit`` seconds."""
+        """Wait until it is freed; False if that takes longer than ``limit`` seconds."""
         return self._done.wait(limit)
 
 
@@ -66,7 +66,7 @@ def _live(
         found.append(error)
     made.set()
     end.wait()
-    with contextlib.suppress(Exception):  # NCCL reports here what ended its work
+    with contextlib.suppress(Exception):  # NCCL reports here why its work ended
         if not isinstance(found[0], Exception):
             free(found[0])
     done.set()
@@ -79,7 +79,7 @@ def _leave(end: threading.Event, done: threading.Event) -> None:
 
 
 def _end_without_destructors() -> None:
-    """Let this process end, with its exit status, without what C libraries do at their end: a thread still works in them."""
+    """End this process with its exit status, but without the exit handlers of C libraries: a thread still works in them."""
     libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):  # not everywhere
         libc.fflush(None)

@@ -11,32 +11,32 @@ from optdnn.runtime.cuda.libraries.calls import Collective
 
 BLOCKS, THREADS = 64, 256
 CHUNK = THREADS * 16
-"""Bytes of a block's inbox: of its part, or (``flagged``) of its packets, which are twice as long."""
+"""Bytes of a block's inbox: of its part, or (``flagged``) of its packets, which take twice as many bytes."""
 ONE_SHOT, FLAGGED = BLOCKS * CHUNK, BLOCKS * CHUNK // 2
-"""Bytes of a rank's part up to which a kernel may take it."""
+"""The most bytes of a rank's part for each kernel."""
 WORLDS = range(2, 9)
-"""How many ranks they are for."""
+"""The supported numbers of ranks."""
 FLAGS = 1 << 16
 """Bytes of flags before the inboxes of ``one_shot``."""
 LIMIT_NS = 60_000_000_000
-"""How long a block waits for another GPU. A rank that ends or fails is noticed at once, by its connection: this is for one that
-hangs, and longer than a busy machine needs to launch a graph."""
+"""Nanoseconds that a block waits for another GPU. A rank that ends or fails is noticed immediately, by its connection. This limit
+is for a rank that hangs; it is longer than a busy machine needs to launch a graph."""
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 def ways(operation: Collective) -> list[str]:
-    """The kernels that an operation may take, by name: ``flagged`` (packets that carry their own flags) and, for sums, ``one_shot``
-    (a flag behind each block)."""
+    """The kernels that can run an operation, by name: ``flagged`` (packets with their own flags) and, for sums, ``one_shot``
+    (a flag after each block)."""
     size = operation.count * ELEMENT_BYTES[operation.dtype]
     found = ["flagged"] if size <= FLAGGED else []
     return [*found, "one_shot"] if operation.kind == "reduce" and size <= ONE_SHOT else found
 
 
 class Peers:
-    """The inboxes of all ranks of a host, as this one addresses them."""
+    """The inboxes of all ranks of a host, with their addresses on this rank."""
 
     def __init__(self, own: DeviceMemory, handles: list[bytes], rank: int, arch: str, word: int):
-        """``handles`` are of the other ranks' memory; ``word`` is the address of the host's word to waiting kernels."""
+        """``handles`` belong to the other ranks' memory; ``word`` is the address of the host's word that waiting kernels read."""
         cu = driver()
         self._own, self._rank, self._arch, self._word = own, rank, arch, word
         self._functions: dict[tuple[str, ...], Function] = {}
@@ -80,7 +80,7 @@ def _inboxes(world: int) -> int:
 
 
 def packets_at(world: int) -> int:
-    """Where the packets begin: behind the flags and inboxes of ``one_shot``, whose data could look like flags."""
+    """The offset of the packets: after the flags and inboxes of ``one_shot``, whose data could look like flags."""
     return FLAGS + _inboxes(world)
 
 
@@ -90,7 +90,7 @@ def blocks_of(way: str, operation: Collective) -> int:
 
 
 def recipe_for(way: str, operation: Collective, arch: str) -> Recipe:
-    """The kernel ``way`` of an operation, whose count is a parameter."""
+    """The kernel ``way`` of an operation; the number of elements is a parameter."""
     defines = {
         "WORLD": operation.world,
         "WIDE": int(operation.dtype == "float32"),

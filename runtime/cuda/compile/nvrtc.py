@@ -1,7 +1,7 @@
 """Compiles CUDA C++ to cubins with NVRTC, and keeps them in a cache on disk. Needs no GPU.
 
-A cubin is keyed by sha256 over everything that decides its bytes: the source with the text of every header it includes, the
-options, the architecture, the NVRTC version and :data:`ABI`. A cache entry holds its own digest; writing is atomic (temporary
+A cubin is keyed by sha256 over everything that affects its bytes: the source with the text of every header it includes, the
+options, the architecture, the NVRTC version and :data:`ABI`. A cache entry contains its own digest. Writing is atomic (temporary
 file, then rename in the same folder), so concurrent processes and crashes never leave partial entries.
 """
 
@@ -43,7 +43,7 @@ _MAGIC = b"optdnn-cubin-1\n"
 
 
 def template_files() -> dict[str, Path]:
-    """The files in :data:`KERNELS` by name, without links. Each family has a folder; sources name a file without its folder."""
+    """The files in :data:`KERNELS` by name, without links. Each family has a folder; sources include a file without its folder."""
     return _files(KERNELS)
 
 
@@ -55,14 +55,14 @@ def _files(folder: Path) -> dict[str, Path]:
 
 @lru_cache(maxsize=256)
 def _template(path: Path, changed: int, size: int) -> tuple[str, list[str]]:
-    """A template's text and its includes; read once as long as the file is the same."""
+    """A template's text and its includes; read once, as long as the file does not change."""
     text = path.read_text(encoding="utf-8")
     return text, _INCLUDE.findall(text)
 
 
 @lru_cache(maxsize=512)
 def _framed(text: str) -> bytes:
-    """A text with its length before it. Recipes share most of their texts."""
+    """A text preceded by its length. Recipes share most of their texts."""
     encoded = text.encode()
     return b"%d:%b" % (len(encoded), encoded)
 
@@ -130,8 +130,8 @@ class Resources:
 
 
 def _preload() -> None:
-    """Load NVRTC's wheel from anywhere on ``sys.path``: cuda.bindings looks in the interpreter's own site folders only, and so
-    misses layered environments. Where there is no such wheel, its search continues as usual."""
+    """Load NVRTC's wheel from anywhere on ``sys.path``: cuda.bindings searches only the interpreter's own site folders, and so
+    misses layered environments. Without such a wheel, its search continues as usual."""
     for folder in sys.path:
         for library in sorted(Path(folder or ".").glob("nvidia/cu1[3-9]/lib/libnvrtc.so.*"), reverse=True):
             if "alt" in library.name:
@@ -169,7 +169,7 @@ def version() -> tuple[int, int]:
 
 
 def compile_recipe(recipe: Recipe, *, resources: bool = False) -> tuple[bytes, str]:
-    """Compile to a cubin, without the cache. Returns the cubin and the log (with ``resources``, ptxas's report is in it)."""
+    """Compile to a cubin, without the cache. Returns the cubin and the log (with ``resources``, including ptxas's report)."""
     nvrtc = _nvrtc()
     texts = recipe.sources()
     main = texts.pop(recipe.name)
@@ -201,7 +201,7 @@ def resources(recipe: Recipe) -> dict[str, Resources]:
 
 
 def reported(recipe: Recipe, log: str) -> dict[str, Resources]:
-    """What ptxas reported in the log of a compilation: kernel name -> :class:`Resources`."""
+    """ptxas's report in the log of a compilation: kernel name -> :class:`Resources`."""
     reports: dict[str, Resources] = {}
     name = None
     stack = spill = 0
@@ -233,12 +233,12 @@ def default_folder() -> Path:
 COMPILES_S = 24 * 3600.0
 """Seconds that a process may take to compile its share."""
 EACH = 2
-"""Fewest kernels for each compiling process: starting one takes about as long as compiling a kernel."""
+"""The fewest kernels per compiling process: starting a process takes about as long as compiling a kernel."""
 
 
 @cache
 def _spare(folder: Path) -> Path:
-    """Where this process keeps its cubins when ``folder`` cannot be written: gone when it ends."""
+    """The folder for this process's cubins if ``folder`` is not writable; it is removed when the process ends."""
     spare = Path(tempfile.mkdtemp(prefix="optdnn-kernels-"))
     atexit.register(shutil.rmtree, spare, ignore_errors=True)
     return spare
@@ -247,7 +247,7 @@ def _spare(folder: Path) -> Path:
 class KernelCache:
     """Cubins on disk. Safe under concurrent processes; a damaged entry is reported, recompiled and replaced.
 
-    Entries are read from a folder that cannot be written; new ones go to a temporary folder until the process ends.
+    If the folder is not writable, its entries are still read; new ones go to a temporary folder until the process ends.
     """
 
     def __init__(self, folder: Path | None = None):
@@ -261,7 +261,7 @@ class KernelCache:
         return self.folder / f"{key}.cubin"
 
     def get(self, recipe: Recipe) -> bytes:
-        """The recipe's cubin, compiled if the cache does not hold it."""
+        """The recipe's cubin, compiled if it is not in the cache."""
         key = recipe.key()
         cubin = self._read(key)
         if cubin is not None:
@@ -273,9 +273,10 @@ class KernelCache:
         return cubin
 
     def get_many(self, recipes: Sequence[Recipe], workers: int) -> list[bytes]:
-        """The cubins of many recipes, in order; missing ones are compiled by up to ``workers`` processes, this one among them.
+        """The cubins of many recipes, in order; missing ones are compiled by up to ``workers`` processes, including this one.
 
-        Processes, since NVRTC serializes the threads of one. Raises KernelError with the log of the first failure.
+        Processes are used because NVRTC serializes the threads of one process. Raises KernelError with the log of the first
+        failure.
         """
         missing = {key: recipe for recipe in recipes if not self._holds(key := recipe.key())}
         others = min(workers, len(missing) // EACH) - 1
@@ -295,7 +296,7 @@ class KernelCache:
         return [self.folder] if self.spare is None else [self.spare, self.folder]
 
     def _check_folder(self) -> None:
-        """Switch to the spare folder where the cache's folder cannot be written."""
+        """Switch to the spare folder if the cache's folder is not writable."""
         if self.spare is None:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -313,7 +314,7 @@ class KernelCache:
         self.spare = _spare(self.folder)
 
     def _compile(self, jobs: Sequence[tuple[str, Recipe]], others: int) -> None:
-        """Compile ``jobs`` into the cache, with this many other processes."""
+        """Compile ``jobs`` into the cache, with ``others`` further processes."""
         folder = self.spare or self.folder
         failed: list[str] = []
         with ExitStack() as stack:
@@ -329,7 +330,7 @@ class KernelCache:
             for key, recipe in jobs[:: 1 + others]:
                 try:
                     self._write(key, compile_recipe(recipe)[0])
-                except KernelError as error:  # the others are compiled all the same
+                except KernelError as error:  # the others are still compiled
                     failed.append(error.message)
             for future in asked:
                 try:
@@ -378,18 +379,18 @@ def _put(folder: Path, key: str, cubin: bytes) -> None:
 
 
 class _CompilingWorker:
-    """A process of :meth:`KernelCache.get_many`. ``compile``: a folder, recipes -> failed, the errors."""
+    """A process of :meth:`KernelCache.get_many`. ``compile``: a folder and recipes -> the failed ones, with errors."""
 
     def do_compile(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         cache, failed = KernelCache(Path(message["folder"])), []
         for name, arch, generated, options in message["recipes"]:
             try:
                 cache.get(Recipe(name, arch, generated, tuple(options)))
-            except KernelError as error:  # the others are compiled all the same
+            except KernelError as error:  # the others are still compiled
                 failed.append(error.message)
         return {"failed": failed}, None
 
 
 def main() -> None:
-    """Serve until the parent is gone."""
+    """Serve until the parent has ended."""
     run(_CompilingWorker())

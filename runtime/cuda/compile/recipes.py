@@ -17,7 +17,7 @@ def recipe_of(kernel: Kernel) -> Recipe:
 
 
 def source_digest(recipe: Recipe) -> str:
-    """SHA-256 over every text, option and the architecture that decide a cubin, but for the compiler's version."""
+    """SHA-256 over everything that determines a cubin, except the compiler's version: texts, options and architecture."""
     return recipe.digest()
 
 
@@ -29,11 +29,11 @@ def cubins(
     cache: KernelCache | None = None,
     custom_ops: Sequence[CustomOp] = (),
 ) -> list[bytes]:
-    """The compiled code of every kernel. With ``trust`` it comes from the engine, where the engine has it. Otherwise
+    """The compiled code of every kernel. With ``trust``, the engine's code is used if it has any. Otherwise
     :func:`check_kernels` checks the sources, and the code is compiled from the recipes or comes from the cache.
 
-    Raises EngineError for a source that is refused, EngineStale for a recipe whose templates are not those of the build (unless
-    ``recompile``), MissingDependency where NVRTC is needed and absent.
+    Raises EngineError for a refused source, EngineStale for a recipe with other templates than the build's (unless
+    ``recompile``), MissingDependency if NVRTC is needed and missing.
     """
     if not trust:
         check_kernels(program, custom_ops)

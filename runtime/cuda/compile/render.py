@@ -1,4 +1,4 @@
-"""Renders the open parts of kernel templates: the wgmma instruction of a tile width, and the epilogue of a list of stages."""
+"""Renders the variable parts of kernel templates: the wgmma instruction of a tile width, and the epilogue of a list of stages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Stage = tuple[str | float, ...]
 """One epilogue stage: ``("bias",)``, ``("add",)``, ``("relu",)``, ``("clip", 0.0, 6.0)``, … (the keys of :data:`STAGES`)."""
 
 # The normal distribution's integral to 2e-5, a twentieth of fp16's rounding: an odd polynomial that leaves 0 .. 1 beyond 4.3, and
-# saturates. erff takes three times the instructions, and the epilogue of a product with K = 768 a third of its time.
+# is clamped. erff takes three times the instructions, and then the epilogue takes a third of the time of a product with K = 768.
 _GELU = (
     "{{ const float u = x * x; x *= saturated_fma(x, fmaf(fmaf(fmaf(fmaf(fmaf(fmaf(fmaf(fmaf(4.39764301e-11f, u, "
     "-4.42044801e-09f), u, 1.96372838e-07f), u, -5.12585075e-06f), u, 8.84865149e-05f), u, -0.00108068029f), u, 0.00973104965f), "
     "u, -0.0662257895f), u, 0.398853093f), 0.5f); }}"
 )
 
-# Turns are taken off in two parts, after which one instruction is exact to 2e-6 up to angles of thousands.
+# Full turns are subtracted in two parts. After that, one instruction is exact to 2e-6 up to angles of thousands.
 _TURN = "{{{{ const float turns = rint(x * 0.15915494f); x = {}(fmaf(turns, 1.7484556e-7f, fmaf(turns, -6.2831855f, x))); }}}}"
 
 # x is the fp32 accumulator, c the channel's bias, r the residual's element; {0}, {1} are the stage's own constants.
@@ -59,7 +59,7 @@ STAGES: dict[str, tuple[int, str]] = {
     "add_const": (1, "x = x + {0};"),
 }
 
-# To 11 bits, with one instruction of the special function units, which are few: for results of 8-bit integers.
+# To 11 bits, with one instruction of the special function units, which are few; used if results are 8-bit integers.
 COARSE: dict[str, tuple[int, str]] = {
     "sigmoid": (0, "x = fmaf(tanh_fast(0.5f * x), 0.5f, 0.5f);"),
     "silu": (0, "{{ const float half_x = 0.5f * x; x = fmaf(half_x, tanh_fast(half_x), half_x); }}"),
@@ -70,7 +70,7 @@ COARSE: dict[str, tuple[int, str]] = {
 INEXACT = frozenset({
     "elu", "selu", "celu", "sigmoid", "silu", "swish", "tanh", "gelu", "gelu_tanh", "softplus", "mish", "softsign", "sin", "cos",
 })  # fmt: skip
-"""Stages that the kernels compute to some 20 bits only: the others are exact in fp32."""
+"""Stages that the kernels compute to about 20 bits only; the others are exact in fp32."""
 
 
 def _literal(value: float) -> str:
@@ -87,10 +87,10 @@ def uses_residual(stages: Sequence[Stage]) -> bool:
 
 
 def epilogue(stages: Sequence[Stage], name: str = "epilogue", *, exact: bool = False) -> str:
-    """CUDA source of ``float epilogue(float x, float c, float r)`` (or of another ``name``), the stages applied in order. With
-    :data:`SCALE_SHIFT`, c is the channel's factor and shift, which its bias is a part of.
-    With :data:`CHANNEL_STAGES` it is the channel's bias, and the numbers of the stage. ``exact``: to the last bits of fp32
-    (:data:`EXACT`). Raises InternalError."""
+    """CUDA source of ``float epilogue(float x, float c, float r)`` (or of another ``name``), which applies the stages in order.
+    With :data:`SCALE_SHIFT`, c is the channel's factor and shift, which includes its bias.
+    With :data:`CHANNEL_STAGES` it is the channel's bias and the per-channel operands of the stage. ``exact``: to the last bits of
+    fp32 (:data:`EXACT`). Raises InternalError."""
     texts = STAGES | EXACT if exact else STAGES
     if SCALE_SHIFT in stages:
         return _function(f"{name}(float x, float2 c, float r)", stages, texts | _SCALED)
@@ -103,18 +103,18 @@ CHANNEL_STAGES: dict[str, tuple[int, str]] = {
     "bias": (0, "x = x + c.x;"),
     "prelu": (0, "x = x < 0.0f ? c.y * x : x;"),
     "affine": (0, "x = fmaf(x, c.y, c.z);"),
-    # sin(u)^2 has the period pi; 8.74e-8 is what 3.14159274 is more than pi.
+    # sin(u)^2 has the period pi; 8.74e-8 is 3.14159274 - pi.
     "snake": (
         0,
         "{{ float u = c.y * x; const float k = rintf(u * 0.31830989f); u = fmaf(k, 8.7422777e-8f, fmaf(k, -3.14159274f, u)); "
         "u = __sinf(u); x = fmaf(c.z * u, u, x); }}",
     ),
 }
-"""Stages that read numbers of the channel: c is its bias, then these."""
+"""Stages with per-channel operands: c is the channel's bias, then these operands."""
 
 
 def reads_channels(stages: Sequence[Stage]) -> bool:
-    """Whether a stage reads numbers of its channel besides the bias."""
+    """Whether a stage reads per-channel operands besides the bias."""
     return any(stage[0] in CHANNEL_STAGES for stage in stages if stage[0] != "bias")
 
 
@@ -136,7 +136,7 @@ EXACT: dict[str, tuple[int, str]] = {
     "selu": (2, "x = {1} * (x < 0.0f ? {0} * expm1f(x) : x);"),
     "celu": (1, "x = x < 0.0f ? {0} * expm1f(x / {0}) : x;"),
 }
-"""The stages of :data:`INEXACT` to the last bits of fp32 (compile without fast math), where 20 bits are too few."""
+"""The stages of :data:`INEXACT` to the last bits of fp32 (compile without fast math), for uses that need more than 20 bits."""
 
 
 PROLOGUE_STAGES: dict[str, tuple[int, str]] = {
@@ -148,8 +148,8 @@ PROLOGUE_STAGES: dict[str, tuple[int, str]] = {
 
 
 def paired_epilogue(stages: Sequence[Stage]) -> str:
-    """Like :func:`epilogue`, for kernels that finish two elements at a time: these do a SiLU at the end, which the text leaves out,
-    together (FINAL_SILU)."""
+    """Like :func:`epilogue`, for kernels that finish two elements at a time: these apply a final SiLU to both together
+    (FINAL_SILU); the text leaves it out."""
     if not stages or stages[-1] != ("silu",):
         return epilogue(stages)
     return f"{constants({'FINAL_SILU': 1})}\n{epilogue(stages[:-1])}"
@@ -180,7 +180,7 @@ def _function(
     texts: Mapping[str, tuple[int, str]] = STAGES,
     constant: Callable[[float], str] = _literal,
 ) -> str:
-    """CUDA source of a function that applies stages to ``x``; ``constant`` writes their constants."""
+    """CUDA source of a function that applies stages to ``x``; ``constant`` renders their constants."""
     if sum(stage[0] in ("add", "mul") for stage in stages) > 1:
         raise InternalError("an epilogue reads at most one residual tensor")
     lines = [f"DEVICE float {signature} {{"]
@@ -198,18 +198,19 @@ WGMMA_KINDS = {
     "float16": ("f16.f16", "f32"), "bfloat16": ("bf16.bf16", "f32"), "int8": ("s8.s8", "s32"), "uint8": ("s8.u8", "s32"),
     "float8_e4m3fn": ("e4m3.e4m3", "f32"), "tfloat32": ("tf32.tf32", "f32"), "float32": ("tf32.tf32", "f32"),
 }  # fmt: skip
-"""Type of the pixels -> types of wgmma's operands (weights, pixels) and of its sums. fp32 is multiplied in parts of tf32."""
+"""Type of the pixels -> types of wgmma's operands (weights, pixels) and of its accumulators. fp32 is multiplied in tf32 parts."""
 
 
 def wgmma_columns(columns: int, dtype: str) -> bool:
-    """Whether wgmma has a tile of this many columns: multiples of 8, for integers above 32 of 16 (PTX ISA, "wgmma.mma_async")."""
+    """Whether wgmma has a tile of this many columns: multiples of 8; for integers above 32, multiples of 16 (PTX ISA,
+    "wgmma.mma_async")."""
     if columns % 8 or not 8 <= columns <= 256:
         return False
     return WGMMA_KINDS[dtype][1] != "s32" or columns <= 32 or columns % 16 == 0
 
 
 def _sums(count: int, kind: str = "f32") -> tuple[str, str, str]:
-    """The type of sums ("f32" or "s32") in C++, as many operands of assembly, and as its outputs ``d``."""
+    """The accumulators' type ("f32" or "s32") in C++, their list of assembly operands, and their declaration as outputs ``d``."""
     acc, letter = ("int", "r") if kind == "s32" else ("float", "f")
     outputs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(count))
     return acc, ", ".join(f"%{i}" for i in range(count)), outputs
@@ -217,8 +218,8 @@ def _sums(count: int, kind: str = "f32") -> tuple[str, str, str]:
 
 def wgmma(columns: int, dtype: str, *, across: bool = False, name: str = "wgmma_step") -> str:
     """CUDA source of ``wgmma_step(Acc (&d)[columns / 2], u64 a, u64 b, int accumulate)``: m64 n``columns``, 32 bytes of k, both
-    operands in shared memory, K-major (``across``: a MN-major). ``name``: of the function. Acc is float, or int for integers (PTX
-    ISA, "wgmma.mma_async")."""
+    operands in shared memory, K-major (``across``: a is MN-major). ``name``: the function's name. Acc is float, or int for integers
+    (PTX ISA, "wgmma.mma_async")."""
     if not wgmma_columns(columns, dtype):
         raise InternalError(f"wgmma has no tile of {columns} columns of {dtype}")
     kinds, sums = WGMMA_KINDS[dtype]
@@ -242,7 +243,7 @@ _MMA = {  # depth in elements, types of pixels and weights
 
 def mma(dtype: str) -> str:
     """CUDA source of ``multiply(Acc (&d)[4], const u32 (&a)[4], u32 b0, u32 b1)``: m16 n8, 32 bytes of k, pixels of this type on
-    m and weights on n (PTX ISA, "mma"); Acc as of :func:`wgmma`."""
+    m and weights on n (PTX ISA, "mma"); Acc as in :func:`wgmma`."""
     (depth, kinds), sums = _MMA[dtype], WGMMA_KINDS[dtype][1]
     acc, _, outputs = _sums(4, sums)
     return f"""DEVICE void multiply({acc} (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {{
@@ -266,9 +267,9 @@ def values_instruction(features: int, dtype: str) -> str:
 
 
 def between(stages: Sequence[Stage], dtype: str, name: str = "between") -> str:
-    """CUDA source of ``u32 between(float x, float y)`` (or of another ``name``): the stages of two neighbours, rounded to a pair of
-    ``dtype`` ("float16" or "bfloat16"). Bounds that 16 bits hold are applied to the rounded pair at once: rounding keeps the order.
-    A SiLU at the end is done to both together."""
+    """CUDA source of ``u32 between(float x, float y)`` (or of another ``name``): the stages on two neighbours, rounded to a pair of
+    ``dtype`` ("float16" or "bfloat16"). Bounds that 16 bits can hold are applied to the rounded pair in one instruction: rounding
+    keeps the order. A final SiLU is applied to both together."""
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16).type
     bounds = {"relu": (0.0, math.inf)}.get(str(stages[0][0]), stages[0][1:]) if len(stages) == 1 else ()
     if len(stages) == 1 and stages[0][0] in ("relu", "clip") and all(float(kind(v)) == v for v in bounds):
@@ -286,7 +287,7 @@ def between(stages: Sequence[Stage], dtype: str, name: str = "between") -> str:
 
 
 def bounded_pair(bounds: Sequence[tuple[str, str, int]], name: str = "between") -> str:
-    """CUDA source of ``u32 between(float x, float y)``: a rounded pair, bounded by ("max" or "min", type of pairs, both bounds)."""
+    """CUDA source of ``u32 between(float x, float y)``: a rounded pair, clamped by ("max" or "min", type of pairs, both bounds)."""
     lines = [f"DEVICE u32 {name}(float x, float y) {{", "    u32 pair = pack2(x, y);"]
     for op, kind, bits in bounds:
         lines.append(f'    asm("{op}.{kind} %0, %0, %1;" : "+r"(pair) : "r"({bits:#x}u));')

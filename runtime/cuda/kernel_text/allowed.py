@@ -12,17 +12,18 @@ from optdnn.runtime.file.validate import GENERATED, check_names
 from optdnn.runtime.program import Kernel, Program, programs_of
 
 WHOLE = frozenset(("general.cu", "matmul_fp32.cu", "matmul_mma.cu"))
-"""Templates that only include a generated text, which holds the kernel."""
+"""Templates that only include a generated text; the text contains the kernel."""
 REBUILD = (
-    "rebuild the engine with this version of optdnn; or, where its author may run any code on this machine, load it with "
+    "rebuild the engine with this version of optdnn; or, if its author may run any code on this machine, load it with "
     "trust_cubins=True (optdnn run --trust-cubins)"
 )
 _ALIASES = re.compile(r"(?:using [XY]\d+ = \w+;\n)*", re.ASCII)
 
 
 def check_kernels(program: Program, custom_ops: Sequence[CustomOp] = ()) -> None:
-    """Check the sources of a program's kernels, and of its plans': each is of the renderers' language
-    (:mod:`optdnn.runtime.cuda.kernel_text.check`), or the kernel of one of ``custom_ops``. Compiles nothing. Raises EngineError."""
+    """Check the sources of a program's kernels, and of its plans'. Each must be in the renderers' language
+    (:mod:`optdnn.runtime.cuda.kernel_text.check`), or be the kernel of one of ``custom_ops``. Compiles nothing. Raises
+    EngineError."""
     from optdnn.runtime.cuda.compile.nvrtc import template_files
     from optdnn.runtime.cuda.kernel_text.check import check_text
     from optdnn.runtime.cuda.kernel_text.expressions import TextRefused
@@ -42,7 +43,7 @@ def check_kernels(program: Program, custom_ops: Sequence[CustomOp] = ()) -> None
             check_text(text, kernel.template, kernel.function if whole else "")
         except TextRefused as error:
             raise EngineError(
-                f"the source of kernel {kernel.function} ({kernel.template}) is none that optdnn writes: {error}",
+                f"the source of kernel {kernel.function} ({kernel.template}) is not one that optdnn writes:  {error}",
                 hint=REBUILD,
             ) from error
 
@@ -54,7 +55,7 @@ def without_code(program: Program) -> Program:
 
 
 def is_of(op: CustomOp, kernel: Kernel) -> bool:
-    """Whether a kernel is the operator's own, after the names of its element types."""
+    """Whether a kernel is the operator's own, apart from the aliases of its element types at the beginning."""
     text = kernel.generated.get(GENERATED, "")
     aliases = _ALIASES.match(text)
     if op.cuda is None or aliases is None or kernel.template != "general.cu":

@@ -1,19 +1,19 @@
-"""The language of generated kernel texts, and its checker: the sources that an untrusted engine file may hold.
+"""The language of generated kernel texts, and its checker: the only sources that an untrusted engine file may contain.
 
 The renderers (:mod:`optdnn.runtime.cuda.compile.render`, ``optdnn.kernels``) write a small subset of CUDA C++.
 :func:`check_text` parses a text by the grammar of that subset and refuses everything else:
 
 - Preprocessor lines are ``#pragma unroll``, ``#define NAME integer`` for names that templates leave open, and known includes.
 - Inline assembly must equal the renderer's text for the same parameters.
-- Calls go to a list of arithmetic functions and barriers, and to functions and lambdas of the text itself. Nothing allocates,
+- Calls go to a fixed list of arithmetic functions and barriers, and to functions and lambdas of the text itself. Nothing allocates,
   prints, traps or launches.
-- A pointer is a field of the kernel's parameters, shared memory, or one of these plus an offset. There are no addresses of
-  variables, no casts of numbers to pointers and none of pointers to numbers.
+- A pointer is a field of the kernel's parameters, shared memory, or one of these plus an offset. Addresses of variables cannot be
+  taken, and there are no casts between numbers and pointers.
 
-So a text reads no file, and code in it cannot call into anything. But the checker bounds neither indices and loops nor the
-numbers in a launch's parameters, which the file gives. So a kernel may read and write memory of this process outside of its
-buffers: on the GPU, and also on the host where GPUs share the processor's page tables. It may not end, and it may keep the
-compiler busy for long.
+So a text reads no file, and its code cannot call any other code. But the checker bounds neither indices and loops nor the
+numbers in a launch's parameters, which come from the file. So a kernel may read and write memory of this process outside of its
+buffers: on the GPU, and also on the host if GPUs share the processor's page tables. It may not terminate, and it may keep the
+compiler busy for a long time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _INCLUDE = re.compile(r'#include "([\w.]+)"')
 
 @lru_cache(maxsize=256)
 def check_text(text: str, template: str, function: str) -> None:
-    """Check a generated text for ``template``. ``function``: the kernel that the text defines; "" where the template has it.
+    """Check a generated text for ``template``. ``function``: the kernel that the text must define; "" if the template defines it.
 
     Raises TextRefused.
     """
@@ -83,7 +83,7 @@ def _preprocessed(text: str, template: str) -> str:
 
 
 def _same_assembly(match: re.Match[str]) -> str:
-    """Blank lines in place of a function with assembly that equals its renderer's text. Raises TextRefused for another one."""
+    """Blank lines in place of an assembly function that equals its renderer's text. Raises TextRefused for any other."""
     name, text = match[1], match[0]
     if text not in _RENDERED[name](text):
         raise TextRefused(f"{name} is not what this version of optdnn renders")
@@ -124,5 +124,5 @@ _RENDERED: dict[str, Callable[[str], Iterable[str]]] = {
     "wgmma_pixels": _one_in_registers, "multiply": lambda text: map(render.mma, render.WGMMA_KINDS), "between": _between,
     "after": _between,
 }  # fmt: skip
-"""Function with assembly -> the texts that it may have."""
+"""Function with assembly -> its allowed texts."""
 _ASSEMBLY = re.compile(rf"^DEVICE \w+ ({'|'.join(_RENDERED)})\([^\n]*\{{\n.*?^\}}$", re.MULTILINE | re.DOTALL)

@@ -12,7 +12,7 @@ from optdnn.runtime.cuda.compile.nvrtc import template_files
 
 VALUE, POINTER, SHARED, MATRIX = 0, -1, -2, -3
 """Kinds of an expression: a number, or a small struct of numbers; a pointer; untyped shared memory; a ``Matrix`` of
-matmul_fp32.cuh. A positive kind is an array of that many axes."""
+matmul_fp32.cuh. A positive kind is an array with this number of axes."""
 
 
 def words(text: str) -> frozenset[str]:
@@ -32,7 +32,8 @@ FUNCTIONS = words("""
 """)
 """Functions of numbers, barriers, and the two calls of dependent launch."""
 MEETINGS = words("meet arrives_last add_to")
-"""Meetings of blocks, whose first argument is a pointer to counts, and of threads that add to one number, at a pointer."""
+"""Calls with a pointer as first argument: synchronization of blocks, with a pointer to counters, and additions of threads to one
+number, at a pointer."""
 BUILT_IN = words("threadIdx blockIdx gridDim")
 MEMBERS = words("x y z w from to")
 """Numbers within a small struct; ``lane`` is an array of them."""
@@ -58,12 +59,12 @@ _TOKEN = re.compile(
 
 
 class TextRefused(Exception):
-    """A text is not of the language; the message gives the place and the reason."""
+    """A text is not in the language; the message gives the position and the reason."""
 
 
 @cache
 def macros() -> frozenset[str]:
-    """The macros that the templates leave open: names in capitals, but for those that a template defines as something else than an
+    """The macros that the templates leave open: names in capitals, except those that a template defines as anything but an
     integer."""
     texts = [re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8")) for path in template_files().values()]
     used = {name for text in texts for name in re.findall(r"\b[A-Z][A-Z0-9_]+\b", text)}
@@ -72,7 +73,7 @@ def macros() -> frozenset[str]:
 
 
 class Expressions:
-    """A parser by recursive descent. It keeps no tree, only the kind of each expression and the names in scope."""
+    """A recursive-descent parser. It builds no tree; it tracks only the kind of each expression and the names in scope."""
 
     def __init__(self, text: str):
         self.text = text
@@ -84,7 +85,7 @@ class Expressions:
             self.starts.append(found.start("token"))
             if found["strange"] is not None:
                 self.at = len(self.tokens) - 1
-                self.refuse(f"{found['strange']!r} is no part of the language")
+                self.refuse(f"{found['strange']!r} is not part of the language")
         self.scopes: list[dict[str, int]] = []
         self.fields: dict[str, int] = {}
         self.types = TYPES
@@ -108,7 +109,7 @@ class Expressions:
         return token
 
     def accept(self, *tokens: str) -> bool:
-        """Step over these tokens, where they come next."""
+        """Skip these tokens if they come next."""
         if tuple(self.tokens[self.at : self.at + len(tokens)]) != tokens:
             return False
         self.at += len(tokens)
@@ -121,7 +122,7 @@ class Expressions:
             self.at += 1
 
     def separated(self) -> Iterator[None]:
-        """Once, and again after each comma that follows."""
+        """Yields once, and again after each following comma."""
         yield
         while self.accept(","):
             yield
@@ -140,7 +141,7 @@ class Expressions:
     def new_name(self) -> str:
         name = self.take()
         if not re.fullmatch(r"[a-z][a-z0-9_]{0,40}", name) or name in RESERVED:
-            self.refuse(f"{name[:40]!r} is no name for a variable")
+            self.refuse(f"{name[:40]!r} is not a valid variable name")
         return name
 
     def declare(self, name: str, kind: int) -> None:
@@ -150,7 +151,7 @@ class Expressions:
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
 
     def is_type(self, token: str) -> bool:
-        """Whether a token names a type of numbers, hidden by no variable (``i2`` may be either)."""
+        """Whether a token names a number type and is not hidden by a variable (``i2`` may be either)."""
         return token in self.types and self.lookup(token) is None
 
     def number(self) -> int:
@@ -160,7 +161,7 @@ class Expressions:
         return int(token)
 
     def value_type(self) -> None:
-        """A type of numbers, or of several of them together."""
+        """Parse a number type, or a type of several numbers together."""
         if self.accept("Pack", "<"):
             self.value_type()
             self.expect(",")
@@ -186,14 +187,14 @@ class Expressions:
             self.refuse(f"a pointer is expected, not {name_of(kind)}")
 
     def values(self, end: str) -> None:
-        """Numbers up to a closing bracket."""
+        """Parse numbers up to a closing bracket."""
         while not self.accept(end):
             self.value()
             if self.token != end:
                 self.expect(",")
 
     def expression(self) -> int:
-        """An expression, with assignments and choices; returns its kind."""
+        """Parse an expression, with assignments and conditional operators; returns its kind."""
         self.nest()
         kind = self.operand_or_sum()
         if self.token in _ASSIGN:
@@ -202,23 +203,23 @@ class Expressions:
                 self.refuse("the assigned expression is of another kind")
         while self.token == "?":
             if kind != VALUE:
-                self.refuse("a condition is no number")
+                self.refuse("a condition is not a number")
             self.at += 1
             self.value()
             self.expect(":")
             if self.operand_or_sum() != VALUE:
-                self.refuse("a choice is no number")
+                self.refuse("a choice is not a number")
         self.depth -= 1
         return kind
 
     def operand_or_sum(self) -> int:
-        """Operands between binary operators. A pointer comes first, and numbers are added to it."""
+        """Parse operands between binary operators. A pointer comes first, and numbers are added to it."""
         kind = self.operand()
         while self.token in _BINARY:
             operator = self.take()
             allowed = kind == VALUE or (kind == POINTER and operator in "+-*/%")
             if not allowed or self.operand() != VALUE:
-                self.refuse(f"{operator!r} of something else than numbers")
+                self.refuse(f"{operator!r} of operands that are not numbers")
         return kind
 
     def operand(self) -> int:
@@ -226,13 +227,13 @@ class Expressions:
         if token in ("-", "!", "~", "++", "--", "*"):
             wanted = POINTER if token == "*" else VALUE
             if self.operand() != wanted:
-                self.refuse(f"{token!r} of something else than {name_of(wanted)}")
+                self.refuse(f"{token!r} of an operand that is not {name_of(wanted)}")
             return VALUE
         if token == "(":
             if self.is_type(self.token) and self.ahead() == ")":  # a conversion: (int)(-x)
                 self.at += 2
                 if self.operand() != VALUE:
-                    self.refuse("a conversion of something else than a number")
+                    self.refuse("a conversion of an operand that is not a number")
                 return VALUE
             kind = self.expression()
             self.expect(")")
@@ -243,7 +244,7 @@ class Expressions:
         return self.behind(self.named())
 
     def named(self) -> int:
-        """An operand that begins with a name."""
+        """Parse an operand that begins with a name."""
         token = self.token
         if self.is_type(token) or token == "Pack":
             self.value_type()
@@ -275,22 +276,22 @@ class Expressions:
         return VALUE
 
     def cast(self, how: str) -> int:
-        """``static_cast<const f16*>(pointer)``, ``reinterpret_cast<float*>(memory)``."""
+        """Parse ``static_cast<const f16*>(pointer)``, ``reinterpret_cast<float*>(memory)``."""
         self.expect("<")
         self.accept("const")
         self.value_type()
         self.expect("*", ">", "(")
         if self.expression() != (POINTER if how == "static_cast" else SHARED):
-            self.refuse(f"a {how} of something else than it is for")
+            self.refuse(f"a {how} of an operand of another kind")
         self.expect(")")
         return POINTER
 
     def call(self, name: str) -> None:
-        """The arguments of a call, after the opening bracket."""
+        """Parse the arguments of a call, after the opening bracket."""
         if name == "product_tile" and self.lookup("product_tile") is None:
             for wanted in (2, 1, MATRIX, MATRIX):
                 if self.expression() != wanted:
-                    self.refuse("product_tile gets something else than it takes")
+                    self.refuse("product_tile gets operands of other kinds")
                 self.expect(",")
         elif name in MEETINGS and self.lookup(name) is None:
             self.pointer()
@@ -299,11 +300,11 @@ class Expressions:
             name in FUNCTIONS or name == "narrow" or name in self.functions or any(name in s for s in self.lambdas)
         ):
             self.at -= 2
-            self.refuse(f"{name[:40]!r} is no function that kernels call")
+            self.refuse(f"{name[:40]!r} is not a function that kernels may call")
         self.values(")")
 
     def behind(self, kind: int) -> int:
-        """Indices, members and steps after an operand."""
+        """Parse indices, members and increments after an operand."""
         while True:
             if self.accept("["):
                 self.value()

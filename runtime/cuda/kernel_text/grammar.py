@@ -78,7 +78,7 @@ class Source(Expressions):
         self.value_type()
         name = self.take()
         if name not in DEFINED or name in self.functions:
-            self.refuse(f"{name[:40]!r} is no name for a function")
+            self.refuse(f"{name[:40]!r} is not a valid function name")
         self.expect("(")
         self.scopes, self.lambdas = [{}], [set()]
         for _ in self.separated():
@@ -129,7 +129,7 @@ class Source(Expressions):
         self.depth -= 1
 
     def body(self) -> None:
-        """One statement, with a scope of its own."""
+        """One statement, with its own scope."""
         with self.scope():
             self.statement()
 
@@ -154,7 +154,7 @@ class Source(Expressions):
             self.body()
 
     def declaration(self) -> bool:
-        """A declaration with its semicolon; False where the statement is none."""
+        """A declaration with its semicolon; False if the statement is not a declaration."""
         begin = self.at
         if self.accept("extern", "__shared__", "__align__", "("):
             self.number()
@@ -243,7 +243,7 @@ class Source(Expressions):
             if self.accept("->"):
                 self.value_type()
             if not _LAMBDA.fullmatch(name):
-                self.refuse(f"{name!r} is no name for a function")
+                self.refuse(f"{name!r} is not a valid function name")
             self.scopes.append(inside)
             self.block()
             self.scopes.pop()

@@ -1,4 +1,4 @@
-"""A run that is cut by the host: CUDA graphs of launches and copies, with operators on the CPU between them.
+"""A run that is interrupted by the host: CUDA graphs of launches and copies, with operators on the CPU between them.
 
 Copies go through pinned memory and are nodes of the graphs; the host waits for the GPU before it reads copied data.
 """
@@ -16,7 +16,7 @@ from optdnn.runtime.cuda.launches.graphs import Events, Graph, Stream
 from optdnn.runtime.cuda.libraries.calls import Called
 
 Action = Callable[[], None]
-"""Something that the host does."""
+"""A piece of work on the host."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,19 @@ class Transfer:
 
 Item = Launch | Called | Transfer | Action
 ENQUEUED = (Launch, Called, Transfer)
-"""The items that the GPU does, in stream order; others are the host's."""
+"""The items that the GPU runs, in stream order; the others run on the host."""
 
 
 def follows_copy(items: Sequence[Item]) -> bool:
-    """Whether the last of ``items`` is a copy, so that a launch behind them cannot begin early. A copy of no bytes, which
-    stands for a step that is left out, is none."""
+    """Whether the last of ``items`` is a copy, so that the next launch cannot begin early. A copy of no bytes, which
+    stands for an omitted step, does not count."""
     done = (item for item in reversed(items) if not isinstance(item, Transfer) or item.nbytes)
     return isinstance(next(done, None), Transfer)
 
 
 class Chain:
-    """The items of a run in order, those of the GPU gathered into graphs; like :class:`Graph`, for programs with host steps."""
+    """The items of a run in order, with the GPU's items collected into graphs; like :class:`Graph`, for programs with host
+    steps."""
 
     def __init__(self, items: Sequence[Item], stream: Stream):
         self.parts: list[Graph | list[Any]] = []
@@ -59,7 +60,7 @@ class Chain:
             self.parts.append(Graph(part, stream) if on_gpu else part)
 
     def run(self, handle: int) -> None:
-        """Run everything, and wait: the pinned memory of the copies is the next run's, too."""
+        """Run everything, and wait: the next run uses the same pinned memory."""
         for k, part in enumerate(self.parts):
             if isinstance(part, Graph):
                 part.run(handle)
@@ -71,7 +72,7 @@ class Chain:
         check("cuStreamSynchronize", driver().cuStreamSynchronize(handle))
 
     def replay(self, stream: Stream) -> None:
-        """Run everything on a stream of ours; as :meth:`Graph.replay`, for measurements."""
+        """Run everything on one of our streams, like :meth:`Graph.replay`; for measurements."""
         self.run(stream.handle)
 
     def close(self) -> None:
@@ -84,7 +85,7 @@ class Chain:
 
 
 def do(item: Item, stream: Stream) -> None:
-    """One item by itself: enqueued on ``stream``, or done by the host when the stream is empty."""
+    """Run one item alone: enqueued on ``stream``, or done by the host once the stream is empty."""
     if isinstance(item, ENQUEUED):
         item.enqueue(stream.handle)
         return
@@ -93,7 +94,7 @@ def do(item: Item, stream: Stream) -> None:
 
 
 def timed(items: Sequence[Item], stream: Stream) -> list[int]:
-    """Nanoseconds of each item: on the GPU, between two events; on the host, by its clock. They do not overlap."""
+    """Nanoseconds of each item: on the GPU, between two events; on the host, by its clock. The items do not overlap."""
     for item in items:  # once untimed: modules are loaded, clocks are up
         do(item, stream)
     events, times = Events(2 * len(items)), [0] * len(items)

@@ -19,7 +19,7 @@ class Enqueued(Protocol):
 
 
 Waits = Sequence[Sequence[int]]
-"""For each launch of a graph those that it waits for."""
+"""For each launch of a graph, the launches that it waits for."""
 
 
 class Stream:
@@ -46,7 +46,7 @@ class Events:
         check("cuEventRecord", self._cu.cuEventRecord(self._events[k], stream.handle))
 
     def milliseconds(self, begin: int, end: int) -> float:
-        """Between two recorded events that have happened."""
+        """The time between two recorded events that have occurred."""
         a, b = self._events[begin], self._events[end]
         return float(check("cuEventElapsedTime", self._cu.cuEventElapsedTime(a, b)))
 
@@ -59,10 +59,10 @@ class Events:
 
 
 class _Template:
-    """A captured CUDA graph, not instantiated, and for each launch its nodes that others wait for (one, but for library calls).
+    """A captured CUDA graph, not instantiated, and for each launch the nodes that others wait for (one, except for library calls).
 
-    With ``waits`` the dependencies of the stream are set before each launch. A launch that asks for programmatic edges gets them
-    from all launches that it waits for, where these are kernels of ours. Its griddepcontrol.wait then waits for each of them.
+    With ``waits``, the dependencies of the stream are set before each launch. A launch that asks for programmatic edges gets them
+    from all launches that it waits for, if these are our kernels. Its griddepcontrol.wait then waits for each of them.
     """
 
     def __init__(self, launches: Sequence[Enqueued], stream: Stream, waits: Waits | None = None):
@@ -82,14 +82,14 @@ class _Template:
                     else:
                         launch.enqueue(stream.handle)
                 _, _, _, last, *_ = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream.handle))
-                self.nodes.append(list(last))  # a next launch would depend only on these
+                self.nodes.append(list(last))  # a next launch would depend on only these
         finally:
             self.graph = check("cuStreamEndCapture", cu.cuStreamEndCapture(stream.handle))
         weakref.finalize(self, _destroy, "cuGraphDestroy", self.graph)
 
     @staticmethod
     def _depend(nodes: Sequence[Any], stream: Stream) -> None:
-        """Let the next captured launch depend on these nodes."""
+        """Make the next captured launch depend on these nodes."""
         cu = driver()
         whole = cu.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
         edges = [cu.CUgraphEdgeData() for _ in nodes]
@@ -105,8 +105,8 @@ def _destroy(name: str, graph: Any) -> None:
 class Graph:
     """An instantiated CUDA graph of ``launches`` in order.
 
-    They are captured from one stream, so each depends on the one before, or with ``waits`` on those it names (numbers of earlier
-    launches, for each launch); those that ask for it get a programmatic edge.
+    They are captured from one stream, so each depends on the previous one, or, with ``waits``, on the named ones (numbers of
+    earlier launches, for each launch). Launches that ask for it get a programmatic edge.
     """
 
     def __init__(self, launches: Iterable[Enqueued], stream: Stream, waits: Waits | None = None):
@@ -142,7 +142,7 @@ class Graph:
         self.run(stream.handle)
 
     def close(self) -> None:
-        """Free the executable graph, as happens anyway with the last reference; a run under way still ends. Using it afterwards
+        """Free the executable graph, as the last reference would; a run in flight still finishes. Using the graph afterwards
         is an error."""
         self._free()
 
@@ -157,10 +157,10 @@ def time_runs(
     between: Callable[[], Any] | None = None,
     wait: Callable[[], Any] | None = None,
 ) -> list[float]:
-    """GPU milliseconds of ``run()`` (which enqueues on ``stream``), one figure per repeat, each the mean of ``inner`` runs.
+    """GPU milliseconds of ``run()`` (which enqueues on ``stream``): one value per repeat, the mean of ``inner`` runs.
 
     ``between`` is enqueued before each repeat, outside of the timed region: for example an L2 flush. ``wait`` waits for the
-    stream where that must not take for ever.
+    stream if that must not take forever.
     """
     for _ in range(warmup):
         run()

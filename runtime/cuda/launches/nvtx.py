@@ -1,4 +1,4 @@
-"""NVTX ranges, so that nsys and ncu show ONNX names; marked by the ``nvtx`` package or CuPy, and not at all without both."""
+"""NVTX ranges, so that nsys and ncu show ONNX names; marked by the ``nvtx`` package or CuPy, or not at all without both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib import import_module
 
 @cache
 def _marks() -> tuple[Callable[[str], object], Callable[[], object]] | None:
-    """How to begin and end a range on this thread, or None where nothing can."""
+    """Functions that begin and end a range on this thread, or None if there are none."""
     try:
         nvtx = import_module("nvtx")
         return nvtx.push_range, nvtx.pop_range
@@ -24,7 +24,7 @@ def _marks() -> tuple[Callable[[str], object], Callable[[], object]] | None:
 
 
 def available() -> bool:
-    """Whether ranges are marked at all."""
+    """Whether ranges are marked."""
     return _marks() is not None
 
 

@@ -5,18 +5,18 @@ A step's params are a table with
 ``launch``
     ``kernel`` (number in the program's table), ``grid`` and ``block`` (three and one numbers), ``shared`` (dynamic shared
     bytes), ``cluster`` (blocks per cluster along x), ``dependent`` (programmatic dependent launch), ``parameters`` (the kernel's
-    one parameter block, in hexadecimal), ``relocations``: the addresses that the runner writes into the block, and
-    ``waits``: what its blocks wait for (:data:`WAITS`; files before version 1.6 leave it out), and ``part`` (may be absent):
+    only parameter block, in hexadecimal), ``relocations``: the addresses that the runner writes into the block, and
+    ``waits``: the waits of its blocks (:data:`WAITS`; files before version 1.6 leave it out), and ``part`` (may be absent):
     :class:`RunPart`.
 ``call`` (in place of ``launch``)
     A call of a vendor's library: see :mod:`optdnn.runtime.cuda.libraries.calls`.
 ``tactic`` (may be absent)
-    The tactic that made the step, and its configuration: shown, not read.
+    The tactic that made the step, and its configuration: for display only.
 ``op``, ``reads``, ``writes``
-    The operator that the launch computes: its kind and attributes as the reference kernels take them, and where each of its
-    logical operands and results lies in its buffer (None: absent). The executor "simulate" runs these in NumPy.
+    The operator that the launch computes: its kind and attributes in the form of the reference kernels, and the place of each of
+    its logical operands and results in its buffer (None: absent). The executor "simulate" runs these in NumPy.
 
-So an engine holds no host code, and both ways of running it read the same offsets and strides.
+So an engine contains no host code, and both ways of running it use the same offsets and strides.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from optdnn.runtime.program import Plain, Program, Step
 MAP_BYTES = 128
 """Size of a tensor map in a parameter block."""
 GRID_LIMIT = (1 << 31, 1 << 16)
-"""A grid has fewer blocks along x, and along y and z."""
+"""A grid has fewer blocks than this along x, and along y and z."""
 SHARED_LIMIT = 227 << 10
-"""Most shared bytes of a block, on any architecture (CUDA C++ Programming Guide, "Compute Capabilities")."""
+"""The most shared bytes of a block, on any architecture (CUDA C++ Programming Guide, "Compute Capabilities")."""
 TF32 = "tf32"
 """Key of a meaning's attributes: numbers of the operands whose elements are rounded to tf32 before they are multiplied."""
 NOTHING, CLUSTER, LOWER, GRID = "nothing", "cluster", "lower", "grid"
 WAITS = (NOTHING, CLUSTER, LOWER, GRID)
-"""What the blocks of a launch wait for, besides earlier launches: :mod:`optdnn.runtime.cuda.launches.waits` defines them."""
+"""The waits of a launch's blocks, besides waits for earlier launches: :mod:`optdnn.runtime.cuda.launches.waits` defines them."""
 PARAMETERS_LIMIT = 32764
-"""Most bytes of a kernel's parameters (CUDA C++ Programming Guide, from compute capability 7.0 on)."""
+"""The most bytes of a kernel's parameters (CUDA C++ Programming Guide, from compute capability 7.0 on)."""
 MAP_ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "tfloat32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 """Element type of a tensor map -> its bytes."""
 
 
 Operand = TypeVar("Operand", int, str)
-"""How a launch refers to an operand: by number in a program, by name while it has no addresses (:mod:`optdnn.kernels.launch`)."""
+"""A launch's reference to an operand: its number in a program, or its name before it has an address
+(:mod:`optdnn.kernels.launch`)."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class OperandView:
 
 @dataclass(frozen=True)
 class Pointer(Generic[Operand]):
-    """Write the address of byte ``offset`` of an operand at byte ``at`` of the parameter block."""
+    """Relocation: write the address of byte ``offset`` of an operand at byte ``at`` of the parameter block."""
 
     at: int
     operand: Operand
@@ -80,8 +81,8 @@ class Pointer(Generic[Operand]):
 class TensorMap(Generic[Operand]):
     """Encode a tensor map of an operand at byte ``at``; see the driver's cuTensorMapEncodeTiled and …Im2col.
 
-    ``shape`` and ``box`` count elements, innermost first; ``strides`` are bytes of all dimensions but the innermost. With
-    ``corners`` (lower, then upper, innermost spatial dimension first) the map is an im2col one: ``box`` is then (channels,
+    ``shape`` and ``box`` count elements, innermost first; ``strides`` are bytes, for all dimensions except the innermost. With
+    ``corners`` (lower, then upper, innermost spatial dimension first) the map is an im2col map: ``box`` is then (channels,
     pixels) and ``steps`` the traversal strides of every dimension.
     """
 
@@ -104,7 +105,8 @@ class TensorMap(Generic[Operand]):
 @dataclass(frozen=True)
 class Ahead:
     """Write at byte ``at`` the address of byte ``offset`` of a constant: buffer number ``buffer`` of the program. A later
-    launch reads ``bytes`` of it. The launch may bring them into L2; its result does not depend on them, so it is no operand."""
+    launch reads ``bytes`` of it. The launch may load them into L2. Its result does not depend on them, so the constant is not an
+    operand."""
 
     at: int
     buffer: int
@@ -120,10 +122,11 @@ Relocation = Pointer[int] | TensorMap[int] | Ahead
 
 @dataclass(frozen=True)
 class RunPart:
-    """A launch that may be joined with its neighbours: job ``number`` of run ``run``.
+    """The part of a launch that may be joined with its neighbours: job ``number`` of run ``run``.
 
-    The kernel's parameters are ``header`` bytes (at their end the first job's number and the count of jobs, ``int`` each) and up to
-    ``most`` jobs of ``size`` bytes. The launch alone has one. ``least`` blocks, or more up to its grid's, do its work.
+    The kernel's parameters are ``header`` bytes (which end with the first job's number and the number of jobs, ``int`` each) and
+    up to ``most`` jobs of ``size`` bytes. The launch alone has one job. It needs ``least`` blocks, and uses up to its grid's
+    number.
     """
 
     run: int
@@ -139,10 +142,10 @@ class RunPart:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """One kernel launch, but for addresses.
+    """One kernel launch, without addresses.
 
-    ``dependent``: it may begin before the launches that it depends on have ended, and waits for them itself. ``waits``: what its
-    blocks wait for besides that (one of :data:`WAITS`).
+    ``dependent``: it may begin before the launches that it depends on have ended, and then waits for them itself. ``waits``: what
+    its blocks wait for besides that (one of :data:`WAITS`).
     """
 
     kernel: int
@@ -158,7 +161,7 @@ class LaunchPlan:
 
     @property
     def resident(self) -> int:
-        """How many of its blocks must be on the GPU at once for its waits to end."""
+        """The number of its blocks that must be on the GPU at once so that its waits end."""
         grid = math.prod(self.grid) if self.part is None else self.part.least
         return {CLUSTER: self.cluster, GRID: grid}.get(self.waits, 1)
 
@@ -195,7 +198,7 @@ class CudaStep:
     meaning: ReferenceOp
     label: str = field(default="", compare=False)
     tactic: str = field(default="", compare=False)
-    """Which tactic made it, and its configuration."""
+    """The tactic that made it, and its configuration."""
 
     def to_params(self) -> dict[str, Plain]:
         m = self.meaning
@@ -212,16 +215,16 @@ class CudaStep:
 
 
 def parse(step: Step, program: Program) -> CudaStep:
-    """The step, every number checked: views and pointers stay inside their buffers, relocations inside the block.
+    """The step, with every number checked: views and pointers stay inside their buffers, relocations inside the block.
 
     Raises EngineError for anything else.
     """
     try:
         p = step.params
         doing = "call" if "call" in p else "launch"
-        _need(set(p) - {"tactic"} == {doing, "op", "reads", "writes"}, "has other parts than it should")
+        _need(set(p) - {"tactic"} == {doing, "op", "reads", "writes"}, "has unexpected or missing parts")
         tactic = p.get("tactic", "")
-        _need(isinstance(tactic, str), "has a tactic that is no name")
+        _need(isinstance(tactic, str), "has a tactic that is not a name")
         kind, attrs = p["op"]["kind"], p["op"]["attrs"]
         _need(
             set(p["op"]) == {"kind", "attrs"} and isinstance(kind, str) and isinstance(attrs, dict),
@@ -238,7 +241,7 @@ def parse(step: Step, program: Program) -> CudaStep:
             launch = parse_call(p["call"], [n * item for n, item in sizes])
             written = {v.operand for v in writes if v is not None}
             results = {place[0] for name, place in launch.operands.items() if name in RESULTS}
-            _need(results == written, "has a call that writes something else than it says")
+            _need(results == written, "has a call that writes something else than declared")
         else:
             launch = _launch(p["launch"], program, operands)
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -321,11 +324,11 @@ def _relocation(p: Any, program: Program, operands: Sequence[int], size: int) ->
 
 
 def _ahead(ahead: Ahead, program: Program, size: int) -> Ahead:
-    _need(ahead.buffer < len(program.buffers), "brings a buffer into L2 that does not exist")
+    _need(ahead.buffer < len(program.buffers), "loads a buffer into L2 that does not exist")
     buffer = program.buffers[ahead.buffer]
     inside = buffer.blob is not None and ahead.offset + ahead.bytes <= (buffer.nbytes or 0)
     whole = ahead.offset % 16 == ahead.bytes % 16 == 0 and ahead.bytes < 1 << 32
-    _need(inside and whole, "brings something else than a part of a constant into L2")
+    _need(inside and whole, "loads something other than a part of a constant into L2")
     _need(ahead.at + 12 <= size, "has a relocation outside of its parameters")
     return ahead
 
@@ -346,6 +349,6 @@ def _need(condition: bool, message: str) -> None:
 
 
 def tf32_nodes(program: Program) -> frozenset[str]:
-    """The ONNX nodes whose kernels round factors to tf32, as the steps' meanings say."""
+    """The ONNX nodes whose kernels round factors to tf32, according to the steps' meanings."""
     meanings: list[tuple[Any, Step]] = [(s.params.get("op", {}), s) for s in program.steps]
     return frozenset(n for op, s in meanings if TF32 in op.get("attrs", {}) for n in s.src)

@@ -1,7 +1,7 @@
-"""Launches that are joined: the jobs of neighbouring steps, in one launch of their kernel.
+"""Joined launches: the jobs of neighbouring steps in one launch of their kernel.
 
-A step of a run (:class:`~optdnn.runtime.cuda.launches.plan.RunPart`) has a launch of its own, of one job, for checks and profiles.
-A graph has the launch of all jobs: rows pass from job to job without the end of a launch between them.
+A step of a run (:class:`~optdnn.runtime.cuda.launches.plan.RunPart`) has its own launch of one job, for checks and profiles.
+A graph has one launch of all jobs: rows pass from job to job without the end of a launch between them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from optdnn.runtime.cuda.launches.plan import CudaStep, LaunchPlan, RunPart
 
 
 def part_of(step: object) -> RunPart | None:
-    """The part of a run that a parsed step is, or None."""
+    """A parsed step's part of a run, or None."""
     launch = step.launch if isinstance(step, CudaStep) else None
     return launch.part if isinstance(launch, LaunchPlan) else None
 
@@ -33,7 +33,7 @@ def grouped(steps: Sequence[object], *, joined: bool = True) -> list[list[int]]:
 
 
 def joined_parameters(part: RunPart, blocks: Sequence[bytes]) -> bytes:
-    """The parameters of one launch of the jobs in ``blocks``, the parameters of their own launches; ``part``: the first one's."""
+    """The parameters of one launch of several jobs. ``blocks``: the parameters of their own launches; ``part``: the first one's."""
     header = blocks[0][: part.header - 4] + struct.pack("<i", len(blocks))
     jobs = b"".join(block[part.header :] for block in blocks)
     return (header + jobs).ljust(part.header + part.most * part.size, b"\0")

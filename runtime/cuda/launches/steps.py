@@ -20,14 +20,14 @@ class GpuProgramRunner(Runner):
     """The common part of the runners "cuda" and "simulate": a GPU's program, its steps parsed and checked. Raises EngineError."""
 
     refusal: str
-    """What is said of executors that a GPU's program does not have."""
+    """The message about executors that a GPU's program cannot contain."""
 
     def __init__(self, program: Program):
         if others := sorted({s.executor for s in program.steps} - {"cuda", HOST, COPY}):
             raise EngineError(f"{self.refusal} {', '.join(others)}")
         self.program, self.signature = program, Signature.of(program)
         self.on_host = host_buffers(program)
-        """The buffers that lie in the CPU's memory."""
+        """The buffers in the CPU's memory."""
         self.steps = [_parsed(step, program, self.on_host) for step in program.steps]
         check_waits(program, self.steps)
         check_lanes(program)

@@ -1,6 +1,6 @@
-"""Shows that every launch of a program ends: no block waits for a block that may find no room on the GPU.
+"""Proves that every launch of a program ends: no block waits for a block that may find no room on the GPU.
 
-Each launch declares what its blocks wait for while they hold their room (registers, shared memory, a place on a
+Each launch declares the waits of its blocks while they hold their room (registers, shared memory, a place on a
 multiprocessor):
 
 ``nothing``
@@ -8,23 +8,23 @@ multiprocessor):
 ``cluster``
     The peers of their cluster. The hardware starts all blocks of a cluster together.
 ``lower``
-    Blocks of the grid with a lower index, as in stream-K. The hardware starts blocks in ascending order, so these hold their
-    room already.
+    Blocks of the grid with a lower index, as in stream-K. The hardware starts blocks in ascending order, so the lower blocks
+    already hold their room.
 ``grid``
     Any block of the grid. A part of the grid could fill the GPU and wait for blocks that find no room, alone or together with
-    another launch or another context that does the same. A cooperative launch rules this out: it begins with all its blocks,
-    and the driver refuses one that finds no room on an empty GPU. So the runtime launches such a grid cooperatively. It must not
+    another launch or another context in the same situation. A cooperative launch rules this out: it begins with all its blocks,
+    and the driver refuses it if they find no room on an empty GPU. So the runtime launches such a grid cooperatively. It must not
     be ``dependent``: it would begin while earlier launches still run.
 
 Launches also wait for earlier launches. A launch with ``dependent`` may begin while the launches before it still run, and waits
 for them in the kernel (``griddepcontrol.wait``). It begins only when every block of these launches has begun and executed
-``griddepcontrol.launch_dependents``. So the launches that it waits for hold their room already. By induction, so does every launch
-that these wait for. Lanes change nothing: a launch that joins lanes begins when every block of each of its predecessors has begun.
-A launch without an order to it shares the GPU with it, but both end by themselves, and then leave their room.
+``griddepcontrol.launch_dependents``. So the launches that it waits for already hold their room. By induction, the same is true for
+every launch that these wait for. Lanes do not change this: a launch that joins lanes begins when every block of each of its
+predecessors has begun. A launch without an order to it shares the GPU with it, but both end on their own and then free their room.
 
-A block of a collective over peer memory (``flagged.cu``, ``all_reduce.cu``) waits for the block of its own number on each other
-GPU. That one waits for nothing on its GPU but earlier launches, so it begins; and the wait has a limit, since the other GPU's
-process may have ended. Such launches are no part of a program, and so not checked here.
+A block of a collective over peer memory (``flagged.cu``, ``all_reduce.cu``) waits for the block with the same number on each other
+GPU. That block waits only for earlier launches on its own GPU, so it begins. The wait has a limit, because the other GPU's
+process may have ended. Such launches are not part of a program, so they are not checked here.
 
 These are all waits between blocks. The other waits are within a block or cluster, on mbarriers, and depend on no room.
 """
@@ -39,13 +39,13 @@ from optdnn.runtime.cuda.libraries.calls import LibraryCall
 from optdnn.runtime.program import Program
 
 FIRST_WITH_CLUSTERS = 90
-"""Compute capability, times ten, from which GPUs have clusters."""
+"""Ten times the first compute capability with clusters."""
 
 
 def check_waits(program: Program, steps: Sequence[object]) -> None:
     """Check that every launch of ``program`` ends; ``steps`` are its steps, parsed.
 
-    Raises EngineError that names the first launch which may wait for ever.
+    Raises EngineError that names the first launch that may wait forever.
     """
     for step in steps:
         if not isinstance(step, CudaStep) or isinstance(step.launch, LibraryCall):
@@ -59,7 +59,7 @@ def check_waits(program: Program, steps: Sequence[object]) -> None:
 
 
 def may_not_end(launch: LaunchPlan, arch: str) -> str | None:
-    """Why a launch may wait for ever on a GPU of this architecture, such as ``sm_90a``; None where it ends."""
+    """Why a launch may wait forever on a GPU of this architecture, such as ``sm_90a``; None if it ends."""
     if launch.waits == GRID and (launch.dependent or launch.cluster > 1):
         return f"its blocks wait for one another, and nothing starts all {launch.resident} blocks of the grid together"
     if launch.cluster == 1:
@@ -76,10 +76,11 @@ def may_not_end(launch: LaunchPlan, arch: str) -> str | None:
 
 
 def check_room(steps: Sequence[object], blocks: int) -> None:
-    """Check that a GPU that surely runs ``blocks`` at once (one on each multiprocessor) holds every grid that waits for itself.
+    """Check that a GPU that certainly runs ``blocks`` at once (one per multiprocessor) holds every grid whose blocks wait for
+    each other.
 
-    A part of a run gets no more blocks than there is room for, but needs its least. Raises EngineError that names the first
-    which may find no room: the driver would refuse its launch.
+    A part of a run gets no more blocks than there is room for, but needs at least ``least``. Raises EngineError that names the
+    first launch that may find no room: the driver would refuse it.
     """
     for step in steps:
         if not isinstance(step, CudaStep) or isinstance(step.launch, LibraryCall):

@@ -14,11 +14,11 @@ from optdnn.errors import EngineError
 from optdnn.runtime.program import Plain
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}
-"""Element types that calls take, and their sizes in bytes."""
+"""Element types of calls, and their sizes in bytes."""
 ACTIVATIONS = ("relu", "gelu_tanh")
-"""Functions that cuBLASLt applies to a product's result (GELU in its tanh form)."""
+"""Functions that cuBLASLt can apply to a product's result (GELU in its tanh form)."""
 POINTWISE = ("bias", "add", "relu", "sigmoid", "tanh", "swish", "gelu", "gelu_tanh")
-"""Stages that cuDNN's graphs apply to a convolution's result, one after the other; "bias" and "add" read a further operand."""
+"""Stages that cuDNN's graphs can apply to a convolution's result, in sequence; "bias" and "add" read a further operand."""
 
 
 View = tuple[Sequence[int], Sequence[int]]
@@ -38,7 +38,7 @@ class _Operands:
 
     @property
     def extents(self) -> dict[str, int]:
-        """Bytes of each operand, from its first element to its last."""
+        """The bytes of each operand, from its first element to its last."""
         return {
             name: (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * self.item(name)
             for name, (shape, strides) in self.views().items()
@@ -49,8 +49,9 @@ class _Operands:
 class MatMul(_Operands):
     """``d[m, n] = activation(alpha * a[m, k] @ b[n, k]^T + bias[n]) `` (+ ``c`` before the bias), for each of ``batch`` matrices.
 
-    Rows lie ``lda``, ``ldb``, ``ldc``, ``ldd`` elements apart, matrices ``strides`` (of a, b, c, d); k and n are contiguous (k of
-    ``b`` only where ``transposed``: else ``b`` is [k, n], n contiguous). ``algorithm``: which of the library's own ranking.
+    Rows are ``lda``, ``ldb``, ``ldc``, ``ldd`` elements apart, matrices ``strides`` (of a, b, c, d). k and n are contiguous (k of
+    ``b`` only if ``transposed``; otherwise ``b`` is [k, n] with n contiguous). ``algorithm``: its rank in the library's own
+    ranking.
     """
 
     library: ClassVar[str] = "cublaslt"
@@ -72,7 +73,7 @@ class MatMul(_Operands):
     algorithm: int = 0
 
     def check(self) -> None:
-        """Raise ValueError for numbers that no call can have."""
+        """Raise ValueError for numbers that are invalid in a call."""
         sizes = (self.m, self.n, self.k, self.batch)
         _need(min(sizes) >= 1 and max(sizes) < 1 << 31, "has an empty or enormous product")
         _need(self.dtype in DTYPES and self.activation in ("", *ACTIVATIONS), "has an unknown type or activation")
@@ -101,7 +102,7 @@ class Convolution(_Operands):
 
     ``x`` [n, c, h, w], ``w`` [k, c / groups, r, s], ``y`` [n, k, p, q]: shapes in that order and strides in elements;
     ``pads`` are (top, left, bottom, right). "bias" reads ``bias`` [k] of the same type, "add" reads ``z``, a tensor like ``y``.
-    ``plan``: which of the library's own ranking.
+    ``plan``: its rank in the library's own ranking.
     """
 
     library: ClassVar[str] = "cudnn"
@@ -121,7 +122,7 @@ class Convolution(_Operands):
     plan: int = 0
 
     def check(self) -> None:
-        """Raise ValueError for numbers that no call can have."""
+        """Raise ValueError for numbers that are invalid in a call."""
         shapes = (self.x_shape, self.w_shape, self.y_shape, self.x_strides, self.w_strides, self.y_strides)
         _need(all(len(s) == 4 and min(s) >= 1 and max(s) < 1 << 40 for s in shapes), "has malformed shapes")
         pairs = (self.strides, self.dilations)
@@ -152,7 +153,7 @@ class Convolution(_Operands):
 class Attention(_Operands):
     """``out = softmax(scale * q k^T + mask) v``: q and out [batch, heads, rows, size], k and v [batch, groups, columns, size].
 
-    Strides in elements, the last of them 1. ``mask`` (where ``mask_shape`` is not empty) is added, of the same type, and
+    Strides are in elements, the last of them is 1. ``mask`` (if ``mask_shape`` is not empty) is added, has the same type, and
     broadcasts. ``causal``: row i sees columns up to i.
     """
 
@@ -171,7 +172,7 @@ class Attention(_Operands):
     mask_strides: tuple[int, ...] = ()
 
     def check(self) -> None:
-        """Raise ValueError for numbers that no call can have."""
+        """Raise ValueError for numbers that are invalid in a call."""
         lists = (self.q_shape, self.k_shape, self.q_strides, self.k_strides, self.v_strides, self.out_strides)
         _need(all(len(x) == 4 and min(x) >= 1 for x in lists), "has malformed shapes")
         _need(self.dtype in ("float16", "bfloat16"), "has a type that attention does not take")
@@ -208,7 +209,7 @@ class Norm(_Operands):
     epsilon: float
 
     def check(self) -> None:
-        """Raise ValueError for numbers that no call can have."""
+        """Raise ValueError for numbers that are invalid in a call."""
         _need(self.dtype in DTYPES and self.kind in ("layer", "rms"), "has an unknown type or kind")
         _need(1 <= self.rows < 1 << 31 and 1 <= self.size < 1 << 31 and self.epsilon >= 0, "has malformed sizes")
 
@@ -223,8 +224,8 @@ class Norm(_Operands):
 
 @dataclass(frozen=True)
 class Collective(_Operands):
-    """A collective of ``world`` ranks on ``count`` elements that lie side by side: ``reduce`` writes their sum over the ranks into
-    ``y``, ``gather`` the elements of all ranks one after the other."""
+    """A collective of ``world`` ranks on ``count`` contiguous elements: ``reduce`` writes their sum over the ranks into
+    ``y``, ``gather`` the elements of all ranks in sequence."""
 
     library: ClassVar[str] = "nccl"
 
@@ -234,7 +235,7 @@ class Collective(_Operands):
     world: int
 
     def check(self) -> None:
-        """Raise ValueError for numbers that no call can have."""
+        """Raise ValueError for numbers that are invalid in a call."""
         _need(self.dtype in DTYPES and self.kind in ("reduce", "gather"), "has an unknown type or kind")
         _need(1 <= self.count < 1 << 40 and 2 <= self.world <= 64, "has an impossible size")
 
@@ -244,7 +245,7 @@ class Collective(_Operands):
 
 
 RESULTS = ("d", "y", "out")
-"""The operands that operations write; the others they read."""
+"""The operands that operations write; they read the others."""
 
 Operation = MatMul | Convolution | Attention | Norm | Collective
 KINDS: dict[str, type[Operation]] = {
@@ -264,12 +265,12 @@ def to_plain(operation: Operation) -> dict[str, Plain]:
 
 
 def from_plain(plain: Any) -> Operation:
-    """The inverse of :func:`to_plain`, every number checked. Raises EngineError."""
+    """The inverse of :func:`to_plain`, with every number checked. Raises EngineError."""
     try:
         given = dict(plain)
         kind = KINDS[given.pop("name")]
         known = {f.name: str(f.type) for f in fields(kind)}
-        _need(set(given) == set(known), "has other parts than it should")
+        _need(set(given) == set(known), "has unexpected or missing parts")
         operation = kind(**{k: _value(v, known[k]) for k, v in given.items()})
         operation.check()
     except (KeyError, TypeError, ValueError) as error:
@@ -279,12 +280,12 @@ def from_plain(plain: Any) -> Operation:
 
 def _value(value: Any, wanted: str) -> Any:
     if wanted.startswith("tuple"):
-        _need(isinstance(value, (list, tuple)), "has no list where one is due")
+        _need(isinstance(value, (list, tuple)), "lacks a list where one is required")
         inner = str if "str" in wanted else int
-        _need(all(type(x) is inner for x in value), "has a list of something else")
+        _need(all(type(x) is inner for x in value), "has a list with entries of another type")
         return tuple(value)
     if wanted == "float":
-        _need(type(value) in (int, float), "has no number where one is due")
+        _need(type(value) in (int, float), "lacks a number where one is required")
         return float(value)
     _need(type(value).__name__ == wanted, f"has {value!r} for a {wanted}")
     return value
@@ -297,7 +298,7 @@ def _need(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class Called:
-    """One call on fixed addresses, ready which can be enqueued or captured any number of times, like a launch."""
+    """One call on fixed addresses, which can be enqueued or captured any number of times, like a launch."""
 
     enqueue: Callable[[int], None]
     """Enqueues it on the stream with this handle. Raises RunError."""
@@ -323,7 +324,7 @@ def parse_call(plain: Any, sizes: Sequence[int]) -> LibraryCall:
         extents = operation.extents
         _need(
             set(plain) == {"operation", "operands"} and set(places) == set(extents),
-            "names other operands than it should",
+            "names unexpected or missing operands",
         )
         for name, (operand, offset) in places.items():
             _need(0 <= operand < len(sizes) and offset >= 0, f"has no operand {name}")

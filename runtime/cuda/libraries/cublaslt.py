@@ -1,7 +1,7 @@
 """Matrix products by cuBLASLt, with their epilogues: bias, ReLU, GELU (tanh), and the addition of another matrix.
 
-The library is column-major, and adds a bias along columns: so the transposed product is requested, d^T = b a^T, whose rows are
-ours' columns. (cuBLASLt documentation, "cublasLtMatmul"; the numbers below are its header's enumerations.)
+The library is column-major, and adds a bias along columns. So the transposed product is requested, d^T = b a^T: its columns are
+our rows. (cuBLASLt documentation, "cublasLtMatmul"; the numbers below are its header's enumerations.)
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from optdnn.runtime.cuda.libraries.calls import DTYPES, Called, MatMul
 from optdnn.runtime.cuda.libraries.find import shared_object
 
 WORKSPACE = 32 << 20
-"""Bytes of scratch memory that an algorithm may use, as the library's documentation advises for Hopper."""
+"""Bytes of scratch memory that an algorithm may use; the library's documentation recommends this size for Hopper."""
 RANKED = 8
-"""How many algorithms the library is asked to rank."""
+"""The number of algorithms that the library is asked to rank."""
 
 _TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
 _COMPUTE_32F, _R_32F = 68, 0
@@ -56,12 +56,12 @@ class Handle:
         _check(self.library.cublasLtCreate(byref(self._handle)), "cublasLtCreate")
 
     def prepare(self, operation: MatMul) -> PreparedMatMul:
-        """Raises RunError where the library has no algorithm for it."""
+        """Raises RunError if the library has no algorithm for it."""
         return PreparedMatMul(self, operation)
 
 
 class PreparedMatMul:
-    """A product whose algorithm is chosen. ``workspace``: bytes of scratch memory; ``ranked``: how many algorithms there were."""
+    """A product with a chosen algorithm. ``workspace``: bytes of scratch memory; ``ranked``: the number of algorithms."""
 
     def __init__(self, handle: Handle, operation: MatMul):
         o, self._handle = operation, handle
@@ -73,7 +73,7 @@ class PreparedMatMul:
             "d": self._layout(o.n, o.m, o.ldd, o.strides[3]),
         }
         self._layouts["c"] = self._layout(o.n, o.m, o.ldc, o.strides[2]) if o.ldc else self._layouts["d"]
-        self._bias = c_void_p(16)  # any address, until the real one: whether there is one decides about algorithms
+        self._bias = c_void_p(16)  # a placeholder: the presence of a bias affects the choice of algorithms
         self._descriptor = self._described()
         ranked = self._rank()
         self.ranked = len(ranked)
@@ -130,7 +130,7 @@ class PreparedMatMul:
             library.cublasLtMatmulPreferenceDestroy(preference)
 
     def bind(self, addresses: Mapping[str, int], workspace: int) -> Called:
-        """The call on these addresses (of ``a``, ``b``, ``d``, and ``c`` and ``bias`` where there are)."""
+        """The call on these addresses (of ``a``, ``b``, ``d``, and, if present, ``c`` and ``bias``)."""
         return Called(partial(self._enqueue, dict(addresses), workspace))
 
     def _enqueue(self, at: Mapping[str, int], workspace: int, stream: int) -> None:

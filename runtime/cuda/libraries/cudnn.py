@@ -1,7 +1,7 @@
 """Convolutions and attention by cuDNN, through the graph API of its Python frontend (package ``nvidia-cudnn-frontend``).
 
-A graph is made of the operation's own facts (shapes, strides, stages), the library ranks plans for it, and the engine records
-which of them to run; those whose result depends on the order of atomics are left out.
+A graph is built from the operation's own facts (shapes, strides, stages), the library ranks plans for it, and the engine records
+the plan to run. Plans with results that depend on the order of atomics are left out.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from optdnn.errors import MissingDependency, RunError
 from optdnn.runtime.cuda.libraries.calls import Attention, Called, Convolution, Norm
 
 KEPT = 256
-"""Plans that a process keeps; the least recently used is dropped first."""
+"""The most plans that a process keeps; the least recently used is dropped first."""
 _WHY = "by steps that call cuDNN"
 _making = threading.Lock()
 
 
 @cache
 def frontend() -> Any:
-    """The frontend, with the library behind it. Raises MissingDependency."""
+    """The frontend, with the library loaded. Raises MissingDependency."""
     try:
         module = import_module("cudnn")
         module.backend_version()
     except ImportError as error:
         raise MissingDependency("nvidia-cudnn-frontend", "cuda-libs", _WHY) from error
-    except Exception as error:  # the frontend is there, the library is not: it raises RuntimeError, or AttributeError
+    except Exception as error:  # without the library, the frontend raises RuntimeError or AttributeError
         raise MissingDependency("nvidia-cudnn-cu13", "cuda-libs", _WHY) from error
     return module
 
@@ -44,13 +44,13 @@ class Handle:
         self.handle = self.cudnn.create_handle()
 
     def prepare(self, operation: Convolution | Attention | Norm) -> Prepared:
-        """Raises RunError where the library has no plan for it."""
+        """Raises RunError if the library has no plan for it."""
         return Prepared(self, _plan_of(operation))
 
 
 @lru_cache(maxsize=KEPT)
 def _plan_of(operation: Convolution | Attention | Norm) -> PlannedGraph:
-    """The graph and its plan, made once for all contexts of the process: a fused kernel takes some tenths of a second."""
+    """The graph and its plan, built once for all contexts of the process: a fused kernel takes some tenths of a second."""
     with _making:
         return PlannedGraph(operation)
 
@@ -61,9 +61,9 @@ def _maker() -> Handle:
 
 
 class PlannedGraph:
-    """A graph whose plan is built; it does not change any more, and each context runs it with its own handle.
+    """A graph with its plan built. It does not change any more, and each context runs it with its own handle.
 
-    ``workspace``: bytes of scratch memory; ``ranked``: how many plans the library offered.
+    ``workspace``: bytes of scratch memory; ``ranked``: the number of plans that the library offered.
     """
 
     def __init__(self, operation: Convolution | Attention | Norm):
@@ -78,7 +78,7 @@ class PlannedGraph:
         )  # fmt: skip
         self.tensors: dict[str, Any] = {}
         self.numbers: dict[Any, np.ndarray[Any, np.dtype[np.float32]]] = {}
-        """Tensors that are given by value, in host memory."""
+        """Tensors passed by value, in host memory."""
         try:
             plan = 0
             if isinstance(operation, Convolution):
@@ -104,7 +104,7 @@ class PlannedGraph:
             ) from error
 
     def _build(self, wanted: int) -> int:
-        """Build the plan of this rank (of rank 0: the first that can be built); returns its index."""
+        """Build the plan of this rank (rank 0: the first one that can be built); returns its index."""
         if wanted >= self.ranked:
             raise RuntimeError("the engine asks for a plan that the library does not rank: tune it again")
         failed = ""
@@ -146,7 +146,7 @@ class PlannedGraph:
                 return graph.relu(input=value)
             case "gelu_tanh":
                 return graph.gelu_approx_tanh(input=value)
-            case _:  # sigmoid, tanh, swish, gelu: named as the frontend names them
+            case _:  # sigmoid, tanh, swish, gelu: the frontend's names
                 return getattr(graph, stage)(input=value)
 
     def _attention(self, o: Attention) -> None:

@@ -1,4 +1,4 @@
-"""Where the vendors' libraries are, if they are: in the nvidia wheels, or the system's. Loaded on first use."""
+"""Finds the vendors' libraries: in the nvidia wheels, or the system's. They are loaded on first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FILES = {
 
 
 def _places(file: str) -> Iterator[str]:
-    """The file in every wheel of nvidia's, then only by name (the system's search path)."""
+    """The file in every nvidia wheel, then by name only (the system's search path)."""
     spec = find_spec("nvidia")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         yield from (str(p) for p in sorted(Path(folder).glob(f"*/lib/{file}")))
@@ -28,7 +28,7 @@ def _places(file: str) -> Iterator[str]:
 
 
 def files(library: str) -> Iterator[str]:
-    """Where its shared object may be, the newest and nearest first."""
+    """Candidate paths of its shared object, the newest and nearest first."""
     return (place for file in _FILES[library] for place in _places(file))
 
 
@@ -37,7 +37,7 @@ _BRINGS = {
     "cudnn": ("nvidia-cudnn-cu13", "cuda-libs", "by steps that call cuDNN"),
     "nvjpeg": ("nvidia-nvjpeg", "images-gpu", "to decode JPEGs with the engines of the GPU"),
 }
-"""Library -> the package that brings it, the extra that names the package, and what needs it."""
+"""Library -> the package that contains it, the extra that installs the package, and the part that needs it."""
 
 
 @cache
@@ -54,7 +54,7 @@ def shared_object(library: str) -> Any:
 @cache
 def installed(library: str) -> bool:
     """Whether the library is installed: "cublaslt", or "cudnn" and its Python frontend. The frontend is not imported for
-    this: it imports PyTorch where that is installed (seconds). An installed library may still be broken: :func:`present`."""
+    this, because it imports PyTorch if that is installed (seconds). An installed library may still be broken: :func:`present`."""
     try:
         shared_object(library)
     except MissingDependency:
@@ -77,7 +77,7 @@ def present(library: str) -> bool:
 
 
 def version_of(library: str) -> str:
-    """The version that a library which is installed gives itself. Makes no handle: that takes a second."""
+    """The version that an installed library reports. Creates no handle: that takes a second."""
     name = {"cublaslt": "cublasLtGetVersion", "cudnn": "cudnnGetVersion"}[library]
     get = getattr(shared_object(library), name)
     get.restype = ctypes.c_size_t

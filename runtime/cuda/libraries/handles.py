@@ -1,4 +1,4 @@
-"""Handles of the vendors' libraries: what a library can run, and the library calls of a context."""
+"""Handles of the vendors' libraries: the operations that a library can run, and the library calls of a context."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def handle_of(library: str) -> Any:
 
 
 class Caller:
-    """Everything that one context needs for its library calls. ``calls`` are pairs of an operation and the lane it runs in. The
-    calls of one lane run one after the other, so they share one scratch memory.
+    """The resources for the library calls of one context. ``calls`` are pairs of an operation and its lane. The
+    calls of one lane run in sequence, so they share one scratch memory.
 
-    Raises MissingDependency for an absent library, RunError where one refuses an operation.
+    Raises MissingDependency for a missing library, RunError if a library refuses an operation.
     """
 
     def __init__(self, calls: Iterable[tuple[Operation, int]]):
@@ -44,7 +44,7 @@ class Caller:
     def call(
         self, operation: Operation, addresses: Mapping[str, int], lane: int = 0, *, dependent: bool = False
     ) -> Called | Launch:
-        """One of the operations of this lane, on these addresses. ``dependent``: a kernel of ours may be launched early."""
+        """One of the operations of this lane, on these addresses. ``dependent``: our kernel may be launched early."""
         if isinstance(operation, Collective):
             made: Called | Launch = self._prepared[operation].bind(addresses, dependent=dependent)
             return made
@@ -57,7 +57,7 @@ class Caller:
 
 @cache
 def _handle(library: str) -> Any:
-    """A handle of the library on GPU 0, or None where there is no GPU, or no library."""
+    """A handle of the library on GPU 0, or None without a GPU or the library."""
     if why_not() is not None or not find.present(library):
         return None
     Device.open()
@@ -65,17 +65,17 @@ def _handle(library: str) -> Any:
 
 
 def version_of(library: str) -> str | None:
-    """The library's version, where there is a GPU for it."""
+    """The library's version, if there is a GPU for it."""
     return find.version_of(library) if why_not() is None and find.installed(library) else None
 
 
 def ranked(operation: Operation) -> int | None:
-    """How many algorithms the library ranks for the operation (0: it cannot run it); None where it cannot be asked."""
+    """The number of algorithms that the library ranks for the operation (0: it cannot run it); None if it cannot be asked."""
     return _ranked(_first(operation))
 
 
 def _first(operation: Operation) -> Operation:
-    """The operation with the library's first choice: all ranks share an answer."""
+    """The operation with the library's first choice, so that all ranks share an answer."""
     if isinstance(operation, MatMul):
         return replace(operation, algorithm=0)
     return replace(operation, plan=0) if isinstance(operation, Convolution) else operation

@@ -1,4 +1,4 @@
-"""Where the library calls of a process that is one rank of several find its communicator."""
+"""The communicator for the library calls of a process that is one rank of several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _here: ContextVar[Any] = ContextVar("communicator", default=None)
 
 @contextmanager
 def using(communicator: Any) -> Iterator[None]:
-    """Let collectives that are made ready in a ``with`` block go through ``communicator``, by its ``prepare``: a process may hold
+    """Make collectives that are prepared in a ``with`` block use ``communicator`` (its ``prepare``): a process may hold
     several engines, each with its own."""
     before = _here.set(communicator)
     try:
@@ -24,7 +24,7 @@ def using(communicator: Any) -> Iterator[None]:
 
 
 def handle() -> Any:
-    """The communicator of the engine at work. Raises RunError where it is no rank of several."""
+    """The communicator of the running engine. Raises RunError if it is not one rank of several."""
     if _here.get() is None:
         raise RunError(
             "the engine is one rank of several, and runs only together with the others",

@@ -1,4 +1,4 @@
-"""Cliffs: steps of a measured run that take far longer than their work needs, and why."""
+"""Cliffs: steps of a measured run that take far longer than their work needs, and the reasons."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Any
 from optdnn.runtime.program import Plain, Program
 
 BELOW, OVER = 0.25, 0.02
-"""A cliff reaches less than this share of its roofline, and takes more than this share of the run."""
+"""A cliff reaches less than this fraction of its roofline, and takes more than this fraction of the run."""
 LAUNCH_US = 4.0
-"""Microseconds within which a step's launch, not its work, sets its time."""
+"""Microseconds below which a step's launch, not its work, determines its time."""
 BEST = "no other tactic is faster, and its best configuration is no faster"
-"""The reason where nothing else is known."""
+"""The reason if nothing else is known."""
 MOST_OF_A_GPU = 0.8
-"""Blocks for this share of the multiprocessors leave hardly any of the GPU idle."""
+"""Blocks for this fraction of the multiprocessors leave hardly any of the GPU idle."""
 
 
 def cliffs(steps: Sequence[Mapping[str, Any]], program: Program) -> list[dict[str, Plain]]:
-    """The cliffs among the ``steps`` of a profile, those that would gain most first.
+    """The cliffs among the ``steps`` of a profile, the largest possible gain first.
 
-    Each is a mapping of step, src, tactic, us, share, roofline (None on the CPU), ``gain_us`` (what :data:`BELOW` of the roofline,
-    or no step on the CPU at all, would save) and ``why``; and ``source``, where the steps record the origin of their times.
+    Each is a mapping of step, src, tactic, us, share, roofline (None on the CPU), ``gain_us`` (the saving if the step reached
+    :data:`BELOW` of its roofline, or vanished if it is on the CPU) and ``why``; and ``source``, if the steps record the origin of
+    their times.
     """
     found: list[dict[str, Plain]] = []
     for s in steps:
@@ -36,7 +37,7 @@ def cliffs(steps: Sequence[Mapping[str, Any]], program: Program) -> list[dict[st
 
 
 def _of_one_wave(blocks: int, multiprocessors: int) -> str:
-    """Why a launch is slow whose blocks all run at once."""
+    """Why a launch is slow if its blocks all run at once."""
     if blocks < MOST_OF_A_GPU * multiprocessors:
         few = "1 block does" if blocks == 1 else f"{blocks} blocks do"
         return f"{few} not fill {multiprocessors} multiprocessors"
@@ -59,7 +60,7 @@ def _why(step: Mapping[str, Any], program: Program) -> str:
         reasons.append(_of_one_wave(blocks, planned["multiprocessors"]))
     decisions: Any = program.meta.get("tactics", ())
     tactic = str(step["tactic"]).partition(" ")[0]
-    if tactic.endswith("_sm90"):  # the fastest family: the reasons of others explain nothing
+    if tactic.endswith("_sm90"):  # the fastest family: refusals of others explain nothing
         return reasons[0] if reasons else BEST
     mine = [
         d

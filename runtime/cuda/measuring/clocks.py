@@ -1,6 +1,6 @@
-"""The GPU's clocks, temperature and power while something is measured, through NVML (``libnvidia-ml``, part of the driver).
+"""The GPU's clocks, temperature and power during a measurement, through NVML (``libnvidia-ml``, part of the driver).
 
-Nothing is ever set. Where NVML is absent (containers may lack it) there is no monitor, and reports remark on it.
+Nothing is ever set. Without NVML (containers may lack it) there is no monitor, and reports say so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REASONS = {
     0x40: "thermal slowdown (hardware)",
     0x80: "power brake",
 }
-"""Bits of nvmlDeviceGetCurrentClocksEventReasons that hold clocks down (idle, bit 0, does not count)."""
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons for reasons that hold clocks down (idle, bit 0, does not count)."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,21 @@ class ClockSample:
 
 
 class Monitor:
-    """Reads one GPU. Made by :meth:`open`."""
+    """Reads one GPU. Created by :meth:`open`."""
 
     def __init__(self, library: Any, handle: ctypes.c_void_p):
         self._library, self._handle = library, handle
 
     @classmethod
     def open(cls, index: int = 0) -> Monitor | None:
-        """The monitor of CUDA device ``index``, or None where NVML does not know it."""
+        """The monitor of CUDA device ``index``, or None if NVML does not know it."""
         try:
             library = ctypes.CDLL("libnvidia-ml.so.1")
             cu = driver()
             device = check("cuDeviceGet", cu.cuDeviceGet(index))
             bus = check("cuDeviceGetPCIBusId", cu.cuDeviceGetPCIBusId(32, device)).split(b"\0")[0]
             handle = ctypes.c_void_p()
-            # NVML numbers GPUs by their bus, CUDA otherwise: both know the address.
+            # NVML numbers GPUs by their bus, CUDA in another order: both know the bus address.
             if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByPciBusId_v2(bus, ctypes.byref(handle)):
                 return None
         except (OSError, AttributeError, CudaError):
@@ -82,15 +82,15 @@ class Monitor:
         return self._number("nvmlDeviceGetMaxClockInfo", _SM)
 
     def processes(self) -> int | None:
-        """How many processes compute on the GPU."""
+        """The number of processes that compute on the GPU."""
         count = ctypes.c_uint(0)
         name = "nvmlDeviceGetComputeRunningProcesses_v3"
         call = getattr(self._library, name, None)
-        # Asked with room for none, it gives their number (7: not enough room).
+        # With room for no entries, NVML returns their number (7: not enough room).
         return None if call is None or call(self._handle, ctypes.byref(count), None) not in (0, 7) else count.value
 
     def millijoules(self) -> int | None:
-        """The energy that the GPU has used since the driver was loaded; None for one without a counter."""
+        """The energy that the GPU has used since the driver was loaded; None for a GPU without a counter."""
         value = ctypes.c_ulonglong()
         call = getattr(self._library, "nvmlDeviceGetTotalEnergyConsumption", None)
         return None if call is None or call(self._handle, ctypes.byref(value)) else value.value

@@ -1,7 +1,7 @@
-"""The cliffs that an engine's own record of its steps' times shows. No GPU is needed.
+"""The cliffs according to an engine's own record of its steps' times. No GPU is needed.
 
 A build records for each step the time that its plan expects, and the least time of its work on the GPU planned for
-(``optdnn.lowering.step_times``). Measured times are those of tuning. What a run really takes, ``optdnn bench --profile`` measures.
+(``optdnn.lowering.step_times``). Measured times come from tuning. ``optdnn bench --profile`` measures the real time of a run.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ MEASURED, PREDICTED = "measured", "predicted"
 
 
 def expected_steps(program: Program) -> list[dict[str, Plain]]:
-    """The rows of a profile (:func:`~optdnn.runtime.cuda.measuring.cliffs.cliffs`) by the recorded times, each with its ``source``.
+    """The rows of a profile (:func:`~optdnn.runtime.cuda.measuring.cliffs.cliffs`) with the recorded times, each with its
+    ``source``.
 
-    Empty where an engine has no record: it is for another target, or of an older version.
+    Empty if an engine has no record: it is for another target, or from an older version.
     """
     record: Any = program.meta.get(STEP_TIMES)
     if record is None:
@@ -36,5 +37,5 @@ def expected_steps(program: Program) -> list[dict[str, Plain]]:
 
 
 def expected_cliffs(program: Program) -> list[dict[str, Plain]]:
-    """The cliffs by the recorded times, the ones that would gain most first."""
+    """The cliffs by the recorded times, the largest possible gain first."""
     return cliffs(expected_steps(program), program)

@@ -1,7 +1,7 @@
-"""Measuring an engine on the GPU: where the time of an inference goes, step by step, and in the copies of inputs and outputs.
+"""Measures an engine on the GPU: the time of an inference, step by step, and of the copies of inputs and outputs.
 
 GPU times are between events on the stream. The kernels of a run overlap (programmatic dependent launch). So a step's time is the
-time that it adds to the run: the graph of the steps up to it, less the graph of the steps before it. The sum is the run.
+time that it adds to the run: the time of the graph up to this step, minus the time of the graph before it. The sum is the run's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from optdnn.runtime.steps.host import CopyPlan
 from optdnn.types import Array
 
 BATCH = 32
-"""Runs that are enqueued before the host waits: enough to keep the GPU busy, few enough to check the clock in between."""
+"""Number of runs that are enqueued before the host waits: enough to keep the GPU busy, few enough to check the clock in between."""
 CLOCK_DROP = 0.05
 """A larger drop of the multiprocessors' clock during a measurement is reported."""
 FEW = 50
@@ -39,14 +39,14 @@ ROWS = ("gpu_compute_ms", "enqueue_ms", "h2d_ms", "d2h_ms", "latency_ms", "host_
 class GpuSamples:
     """``times``: nanoseconds of each run, by the names of :data:`ROWS`.
 
-    Compute and enqueue times are of runs that follow one another without a pause. The others are of single runs from host arrays to
-    host arrays: copies from and to pinned memory; the latency, from the first copy to the end of the last on the GPU; the same by
-    the host's clock.
+    Compute and enqueue times come from runs that follow one another without a pause. The others come from single runs from host
+    arrays to host arrays: copies from and to pinned memory; the latency, from the first copy to the end of the last on the GPU;
+    the same by the host's clock.
     """
 
     times: Mapping[str, array[int]]
     busy_ns: int
-    """GPU time of all the runs of ``gpu_compute_ms``, pauses between them included."""
+    """GPU time of all the runs of ``gpu_compute_ms``, including pauses between them."""
     clocks: list[ClockSample]
 
 
@@ -58,7 +58,7 @@ def replay_times(
     look: Callable[[], object] = lambda: None,
     **limits: Any,
 ) -> tuple[array[int], array[int], int]:
-    """GPU nanoseconds and host (enqueue) nanoseconds of each ``replay()``, and the GPU time of all: see :class:`GpuSamples`.
+    """GPU nanoseconds and host (enqueue) nanoseconds of each ``replay()``, and the total GPU time: see :class:`GpuSamples`.
 
     ``flush`` is enqueued before each run, outside of its time. ``look`` is called between batches, while the GPU works. ``limits``
     are the fields of :class:`~optdnn.runtime.measuring.latency.RunLimits`, whose warmup is the caller's.
@@ -105,7 +105,7 @@ def sample_replays(replay: Any, stream: Stream, seconds: float | None, most: int
 def sample_gpu(
     context: CudaContext, feeds: Mapping[str, Any], limits: RunLimits, *, flush_l2: bool = False
 ) -> GpuSamples:
-    """Time runs on ``feeds`` (NumPy arrays). A duration is shared by runs one after another and single runs."""
+    """Time runs on ``feeds`` (NumPy arrays). The duration is divided between consecutive runs and single runs."""
     context.run(feeds)  # stages the inputs and makes the graph
     graph, stream = context.graph(), context.stream
     monitor = Monitor.open()
@@ -169,10 +169,10 @@ def gpu_report(
 ) -> dict[str, Plain]:
     """The GPU's part of the report of ``optdnn bench``.
 
-    Keys: device; cuda_driver (the CUDA version that the driver supports); l2 ("warm": each run finds what the one before left
-    there, or "flushed"); for each of :data:`ROWS` the statistics in milliseconds; distributions (the quantiles of each of them);
-    throughput_per_s (runs one after another); iterations; spread; clocks; remarks (whether the
-    figures can be trusted, in sentences).
+    Keys: device; cuda_driver (the CUDA version that the driver supports); l2 ("warm": each run finds the previous run's data in
+    L2, or "flushed"); for each of :data:`ROWS` the statistics in milliseconds; distributions (the quantiles of each row);
+    throughput_per_s (consecutive runs); iterations; spread; clocks; remarks (sentences about the reliability of the
+    figures).
     """
     samples = sample_gpu(context, feeds, limits, flush_l2=flush_l2)
     report = report_of(samples, context.device.name, flushed=flush_l2, monitor=Monitor.open())
@@ -251,16 +251,16 @@ def remarks(report: Mapping[str, Any], clocks: Sequence[ClockSample]) -> list[st
 
 
 PROFILE_S = 15.0
-"""About the longest that the profile of a run may take, in seconds of the GPU."""
+"""Approximate limit of the GPU time of a run's profile, in seconds."""
 MEASURED_TWICE = 8
-"""As many of the longest steps of a profile are measured twice."""
+"""This many of the longest steps of a profile are measured twice."""
 
 
 @dataclass(frozen=True)
 class StepShare:
-    """One step of a run. ``us``: the time that it adds to the run on the GPU. ``roofline``: the least time that its work takes,
-    over ``us`` (beyond 1 where operands lie in L2). ``lane``: which of the streams it is on (None: there is
-    one); a step may add nothing if another lane takes longer."""
+    """One step of a run. ``us``: the time that it adds to the run on the GPU. ``roofline``: the least time of its work
+    over ``us`` (beyond 1 if operands are in L2). ``lane``: its stream (None: there is
+    only one); a step may add nothing if another lane takes longer."""
 
     step: int
     src: tuple[str, ...]
@@ -337,7 +337,7 @@ def _added_times(context: CudaContext, repeats: int, inner: int) -> list[float]:
     repeats = max(5, min(repeats, affordable))
 
     def difference(shorter: Graph, graph: Graph) -> tuple[float, float]:
-        """What ``graph`` takes longer than ``shorter``, and what it takes."""
+        """The additional time of ``graph`` over ``shorter``, and the time of ``graph``."""
         times = in_turns(partial(shorter.replay, stream), partial(graph.replay, stream), stream, repeats, inner)
         added = statistics.median(longer - less for less, longer in times)
         return added * 1e3, statistics.median(longer for _, longer in times) * 1e3
@@ -366,7 +366,7 @@ def _added_times(context: CudaContext, repeats: int, inner: int) -> list[float]:
 
 
 def shorter_of_two(times: Sequence[float], again: Callable[[int], float]) -> list[float]:
-    """``times`` with the longest ones measured once more; the shorter of both counts.
+    """``times`` with the longest ones measured once more; the shorter of the two values counts.
 
     A delay of the host, or a change of the GPU's clock, looks like a long step.
     """

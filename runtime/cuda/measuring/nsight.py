@@ -21,14 +21,14 @@ from optdnn.runtime.program import Plain
 
 NSYS, NCU = "nsys", "ncu"
 SUFFIX = {NSYS: ".nsys-rep", NCU: ".ncu-rep"}
-"""The end of a report's name."""
+"""The suffix of a report's name."""
 NAMES = {NSYS: "Nsight Systems", NCU: "Nsight Compute"}
 PAGES = {
     NSYS: "https://developer.nvidia.com/nsight-systems",
     NCU: "https://developer.nvidia.com/nsight-compute",
 }
 PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute", "/opt/nvidia/nsight-systems")
-"""Where NVIDIA's packages put the tools, besides PATH."""
+"""Folders of NVIDIA's packages that contain the tools, besides PATH."""
 
 TIME = "gpu__time_duration.sum"
 DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
@@ -45,11 +45,11 @@ _LAST_LINES = 12
 
 @dataclass(frozen=True)
 class Counters:
-    """What Nsight Compute counted for one kernel. Percentages are 0 to 100; None: the GPU has no such counter.
+    """Nsight Compute's counters of one kernel. Percentages are 0 to 100; None: the GPU has no such counter.
 
-    ``dram``: throughput of its memory, of the peak; ``tensor``: cycles in which the tensor pipes work, of those in which the
-    multiprocessor does; ``occupancy``: achieved; ``l2_hits``: hit rate of L2; ``stall``: what warps wait for most, with its share
-    of the time between two instructions of a warp.
+    ``dram``: throughput of its memory, as a fraction of the peak; ``tensor``: cycles in which the tensor pipes are active, as a
+    fraction of the multiprocessor's active cycles; ``occupancy``: achieved; ``l2_hits``: hit rate of L2; ``stall``: the most
+    frequent stall reason of warps, with its share of the time between two instructions of a warp.
     """
 
     step: int | None
@@ -88,12 +88,12 @@ def record_run(command: Sequence[str], report: Path) -> None:
     """Run ``command`` under Nsight Systems; ``report`` is its .nsys-rep. Raises MissingDependency, RunError."""
     options = ["profile", "--trace=cuda,nvtx", "--force-overwrite=true", "--output", str(report.with_suffix(""))]
     said = _run([needed(NSYS), *options, *command])
-    if not report.exists():  # nsys ends with code 0 where it cannot make a report of what it recorded
+    if not report.exists():  # nsys ends with code 0 even if it cannot write the report
         raise RunError(f"nsys wrote no {report}", hint=_last(said))
 
 
 def count(command: Sequence[str], steps: Sequence[int], report: Path) -> list[Counters]:
-    """Run ``command`` under Nsight Compute, and return the counters of the kernels of these steps (none given: of all).
+    """Run ``command`` under Nsight Compute, and return the counters of the kernels of these steps (none given: all).
 
     ``report`` is its .ncu-rep, which Nsight Compute opens. Raises MissingDependency, RunError.
     """
@@ -117,7 +117,7 @@ def count(command: Sequence[str], steps: Sequence[int], report: Path) -> list[Co
 
 
 def counters(text: str) -> list[Counters]:
-    """The counters in what ``ncu --csv --page raw`` printed. Raises RunError where it is no such table."""
+    """The counters in the output of ``ncu --csv --page raw``. Raises RunError if it is not such a table."""
     lines = text.splitlines()
     first = next((k for k, line in enumerate(lines) if line.startswith('"ID"')), None)
     if first is None:
@@ -166,7 +166,7 @@ def _number(text: str | None) -> float | None:
 
 
 def _run(words: Sequence[str]) -> str:
-    """What a command printed. Raises RunError where it fails."""
+    """The output of a command. Raises RunError if the command fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:

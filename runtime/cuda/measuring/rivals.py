@@ -1,7 +1,7 @@
 """Candidates of a comparison on a GPU: engines, the user's PyTorch module, ONNX Runtime's CUDA provider.
 
-All are timed alike: inputs lie on the GPU, a run is a replay of a CUDA graph between two events (ONNX Runtime's by the host's
-clock, since its graph has no events of ours), and NumPy arrays are copied only for the results.
+All are timed alike: inputs are on the GPU, and a run is a replay of a CUDA graph between two events (for ONNX Runtime, by the
+host's clock, because its graph has no events of ours). NumPy arrays are copied only for the results.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def open_torch_eager(candidate: Candidate, threads: int) -> Opened:
-    """The module as it is, channels last, in a CUDA graph."""
+    """The module unchanged, channels last, in a CUDA graph."""
     return _open_torch(candidate, compiled=False)
 
 
 def open_torch_compile(candidate: Candidate, threads: int) -> Opened:
-    """The module by torch.compile (max-autotune, weights frozen), channels last, in a CUDA graph. It compiles for minutes."""
+    """The module under torch.compile (max-autotune, weights frozen), channels last, in a CUDA graph. It compiles for minutes."""
     return _open_torch(candidate, compiled=True)
 
 
@@ -62,7 +62,7 @@ def _open_torch(candidate: Candidate, *, compiled: bool) -> Opened:
         raise UsageError(f"{candidate.path} gives a {type(module).__name__}, not a torch.nn.Module")
     module = module.eval().cuda().to(dtype).to(memory_format=torch.channels_last)
     for part in module.modules():
-        if hasattr(part, "flatten_parameters"):  # recurrent layers: else cuDNN gathers their weights in every run
+        if hasattr(part, "flatten_parameters"):  # recurrent layers: otherwise cuDNN gathers their weights in every run
             part.flatten_parameters()
     how = "torch.compile, max-autotune" if compiled else "eager"
     run: Any = module
@@ -94,7 +94,7 @@ def factory(path: str) -> Any:
 
 
 class _TorchGraphs:
-    """A module captured on the inputs that were last given."""
+    """A module captured on the last inputs."""
 
     def __init__(self, torch: Any, module: Any, run: Any, dtype: Any):
         self.torch, self._run, self._dtype = torch, run, dtype
@@ -117,7 +117,7 @@ class _TorchGraphs:
         return tensors
 
     def _call(self, feeds: Mapping[str, Array]) -> list[Any]:
-        """Call by the names of the ONNX inputs if the module has all of them, else by position."""
+        """Call by the names of the ONNX inputs if the module has all of them, otherwise by position."""
         named = dict(zip(feeds, self._inputs, strict=True))
         result = self._run(**named) if set(feeds) <= self._names else self._run(*self._inputs)
         return list(_tensors(self.torch, result))
@@ -144,7 +144,7 @@ class _TorchGraphs:
             self._graph.replay()
 
     def run(self, feeds: Mapping[str, Array]) -> Sequence[Array]:
-        """NumPy in and out; the graph is captured on the first call, and for other shapes."""
+        """NumPy in and out; the graph is captured on the first call, and again for other shapes."""
         if self._shapes != {k: (a.shape, a.dtype) for k, a in feeds.items()}:
             self._capture(feeds)
         else:
@@ -162,7 +162,7 @@ class _TorchGraphs:
         return partial(sample_replays, self._replay_there, self.stream)
 
     def _replay_there(self) -> None:
-        """:meth:`_replay`, which leaves the stream as the current one: setting it back would be timed, too."""
+        """:meth:`_replay`, but the stream stays the current one: the time of setting it back would be measured, too."""
         self.torch.cuda.set_stream(self._outside)
         self._graph.replay()
 
@@ -183,7 +183,7 @@ def _tensors(torch: Any, result: Any) -> Iterator[Any]:
 
 
 def cuda_provider() -> Any:
-    """ONNX Runtime, if its CUDA provider is there. Raises MissingDependency."""
+    """ONNX Runtime, if its CUDA provider is available. Raises MissingDependency."""
     try:
         ort: Any = library_module("onnxruntime")
     except MissingDependency:
@@ -194,7 +194,7 @@ def cuda_provider() -> Any:
 
 
 def open_onnxruntime(candidate: Candidate, threads: int) -> Opened:
-    """ONNX Runtime's CUDA provider in a CUDA graph, inputs and outputs bound on the GPU; in the types of the model itself."""
+    """ONNX Runtime's CUDA provider in a CUDA graph, with inputs and outputs bound on the GPU; in the model's own types."""
     ort = cuda_provider()
     if candidate.precision != "fp32":
         raise UsageError(f"onnxruntime runs a model in its own types; it is not asked for {candidate.precision}")

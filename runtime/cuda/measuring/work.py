@@ -1,7 +1,7 @@
 """The least work of a step (floating-point operations and bytes of global memory, from its meaning), and the limits of a GPU.
 
-They give the step's roofline (Williams et al., 2009): no kernel for it runs faster than the longer of the two times, unless its
-operands lie in L2 already, as weights of small networks do in replays.
+They give the step's roofline (Williams et al., 2009): no kernel for the step is faster than the longer of the two times, unless its
+operands are already in L2, as weights of small networks are in replays.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from optdnn.runtime.steps.attrs import attrs_from_plain
 from optdnn.types import BF16, FP16, FP32, DType
 
 GATHERS = ("Gather", "GatherElements", "GatherND")
-"""Kinds that read no more of their data than they write: some rows of a large table, for example."""
+"""Kinds that read no more of their data than they write: for example, some rows of a large table."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """``flops`` (multiply-adds count two) on the tensor cores' kind of operand ``dtype`` where ``matrix``, else on scalar
-    units; ``bytes``: each element that is read or written, once."""
+    """``flops`` (a multiply-add counts as two) on tensor cores with operands of ``dtype`` if ``matrix``, otherwise on scalar
+    units; ``bytes``: each element that is read or written, counted once."""
 
     flops: int
     bytes: int
@@ -80,7 +80,7 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
         moved -= max(0, _distinct(data) - _distinct(out)) * dtype(data).itemsize
     first = next((v for v in m.reads if v is not None), out)
     if m.kind in ("ImageConv", "PooledImageConv"):
-        first = out  # whose factors are of the result's type
+        first = out  # its factors have the result's type
     kind = dtype(first) if first is not None else FP32
     shapes = [() if v is None else v.shape for v in m.reads]
     product = 0 if out is None else int(products_of(m.kind, shapes, out.shape, attrs_from_plain(dict(m.attrs))))
@@ -92,5 +92,5 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
 
 
 def _distinct(v: OperandView) -> int:
-    """Elements that a view touches: broadcast axes count once."""
+    """Number of distinct elements in a view: broadcast axes count once."""
     return math.prod(n for n, s in zip(v.shape, v.strides, strict=True) if s != 0)

@@ -1,4 +1,4 @@
-"""Arrays on the GPU as other libraries hand them over: ``__cuda_array_interface__`` (CuPy, PyTorch, Numba, PyCUDA) and DLPack."""
+"""Arrays on the GPU from other libraries: ``__cuda_array_interface__`` (CuPy, PyTorch, Numba, PyCUDA) and DLPack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optdnn.types import TensorSpec, dtype_name
 def pointer_of(array: Any, spec: TensorSpec, what: str, *, writable: bool = False) -> int:
     """The address of a GPU array's first element.
 
-    Raises InputError where it is not exactly ``spec``: dtype, shape, C-contiguous; ``what`` names it in messages.
+    Raises InputError if it is not exactly ``spec``: dtype, shape, C-contiguous; ``what`` names it in messages.
     """
     try:
         table = None if isinstance(array, np.ndarray) else array.__cuda_array_interface__
@@ -25,7 +25,7 @@ def pointer_of(array: Any, spec: TensorSpec, what: str, *, writable: bool = Fals
         table = _by_dlpack(array) if on_gpu(array) else None
     if table is None:
         raise InputError(
-            f"{what} lies in host memory; a device array is needed", hint="give all arrays on the GPU, or all as NumPy"
+            f"{what} is in host memory; a device array is needed", hint="give all arrays on the GPU, or all as NumPy"
         )
     shape, given = tuple(table["shape"]), _dtype_of(array, table["typestr"])
     if shape != spec.shape or given != _name(spec.dtype):
@@ -47,7 +47,7 @@ _name = lru_cache(maxsize=64)(dtype_name)
 
 
 def _dtype_of(array: Any, typestr: str) -> str:
-    """The name of an array's element type. That of bfloat16 is not NumPy's, and libraries write it in their own ways."""
+    """The name of an array's element type. NumPy has no bfloat16, and libraries name it in their own ways."""
     dtype = getattr(array, "dtype", None)
     if typestr[1] == "V" or (not isinstance(dtype, np.dtype) and "bfloat16" in str(dtype)):
         return "bf16"
@@ -73,22 +73,22 @@ def stream_handle(stream: Any) -> int:
 
 
 def check_pointer(pointer: int, device: Device, what: str) -> None:
-    """Raise InputError where the driver knows that the memory is not on ``device``: an array may claim anything."""
+    """Raise InputError if the driver knows that the memory is not on ``device``: an array may claim anything."""
     cu = driver()
     kinds = cu.CUpointer_attribute
     status, kind = cu.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, pointer)
     if status != cu.CUresult.CUDA_SUCCESS or int(kind) == int(cu.CUmemorytype.CU_MEMORYTYPE_HOST):
-        raise InputError(f"{what} says that it lies on a GPU; its address {pointer:#x} is not device memory")
+        raise InputError(f"{what} claims to be on a GPU; its address {pointer:#x} is not device memory")
     index = gpu_of(pointer)
     if index is not None and index != device.index:
         raise InputError(
-            f"{what} lies on GPU {index}; the engine runs on GPU {device.index} ({device.name})",
+            f"{what} is on GPU {index}; the engine runs on GPU {device.index} ({device.name})",
             hint="copy it there, or choose the GPU with CUDA_VISIBLE_DEVICES",
         )
 
 
 def gpu_of(pointer: int) -> int | None:
-    """The GPU on which memory lies; None where the driver does not know it.
+    """The GPU that contains the memory; None if the driver does not know it.
 
     The driver's own library is asked: cuda.bindings returns 0 for every pointer (NVIDIA/cuda-python, issue 2928)."""
     index = ctypes.c_int()
@@ -103,7 +103,7 @@ def _library() -> Any:
 
 
 DEFAULT_STREAMS = (0, 1, 2)
-"""Handles that mean the null stream and for the calling thread's."""
+"""Handles of the null stream, and of its variants for the calling thread."""
 
 
 def check_stream(handle: int, context: Any) -> None:

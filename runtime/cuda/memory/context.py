@@ -1,4 +1,4 @@
-"""The memory of one context: its arena, memory for inputs and outputs, and pinned memory of the host, which stages
+"""The memory of one context: its arena, memory for inputs and outputs, and pinned host memory, which stages
 NumPy arrays and holds the operands of operators on the CPU."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from optdnn.types import Array
 class ContextMemory:
     """The memory of one context on the GPU and on the host, by number of buffer.
 
-    ``steps`` are the program's, parsed; ``on_host`` the buffers that lie on the host; ``constants`` the addresses of the weights;
-    ``arena``: one that contexts share (None: one of its own).
+    ``steps`` are the program's, parsed; ``on_host`` the buffers on the host; ``constants`` the addresses of the weights;
+    ``arena``: an arena that contexts share (None: its own).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ContextMemory:
         self._values = self._host_values()
 
     def address(self, buffer: int, given: Mapping[int, int]) -> int:
-        """Where a buffer lies on the GPU; ``given``: addresses of inputs and outputs that are the caller's."""
+        """The address of a buffer on the GPU; ``given``: addresses of inputs and outputs that belong to the caller."""
         b = self._program.buffers[buffer]
         if buffer in given:
             return given[buffer]
@@ -67,7 +67,7 @@ class ContextMemory:
             fill(self.address(buffer, {}), byte, size)
 
     def download(self, buffer: int) -> Array:
-        """The elements of a buffer on the GPU, in one row."""
+        """The elements of a buffer on the GPU, as a one-dimensional array."""
         b = self._program.buffers[buffer]
         return download(self.address(buffer, {}), np.empty((b.nbytes or 0) // b.dtype.itemsize, b.dtype))
 
@@ -103,7 +103,7 @@ class ContextMemory:
         return self._values[buffer]
 
     def use(self, buffer: int, value: Array) -> None:
-        """Let a buffer on the host be this array."""
+        """Use this array as a buffer on the host."""
         self._values[buffer] = value
 
     def run_on_host(self, plan: HostPlan) -> None:

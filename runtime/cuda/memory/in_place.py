@@ -1,7 +1,7 @@
-"""Results that may lie where an input lies: caches that a network changes in a few places (TensorScatter) and gives back.
+"""Results that may share memory with an input: caches that a network changes in a few places (TensorScatter) and returns.
 
-Such an output begins as a copy of the input, by a separate launch. Where the caller gives both the same memory, that launch is
-left out; no other result may overlap an input.
+Such an output begins as a copy of the input, by a separate launch. If the caller gives both the same memory, that launch is
+omitted. No other result may overlap an input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from optdnn.runtime.steps.host import CopyPlan, HostPlan
 
 
 def kept_in_place(program: Program, steps: Sequence[CudaStep | HostPlan | CopyPlan]) -> dict[int, int]:
-    """Output -> input buffer, where both may be one: the whole input is copied to the output, and nothing else reads it."""
+    """Output -> input buffer, if both may be one: the whole input is copied to the output, and nothing else reads it."""
     inputs, outputs = ([i for _, i in ports] for ports in (program.inputs, program.outputs))
     reads = Counter(i for s in program.steps for i in s.inputs) + Counter(outputs)
     in_place: dict[int, int] = {}
@@ -46,7 +46,7 @@ def stays(step: Step, given: Mapping[int, int], in_place: Mapping[int, int]) -> 
 
 
 def check_overlap(program: Program, given: Mapping[int, int], in_place: Mapping[int, int]) -> None:
-    """Raises InputError where the memory given for a result overlaps that of an input or of another result."""
+    """Raises InputError if the memory given for a result overlaps the memory of an input or of another result."""
     sizes = {i: b.nbytes or 0 for i, b in enumerate(program.buffers)}
     outs = [i for _, i in program.outputs]
     for k, o in enumerate(outs):

@@ -27,7 +27,7 @@ _MAP_TYPES = {
     "float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "tfloat32": "TFLOAT32",
     "int8": "UINT8", "uint8": "UINT8", "float8_e4m3fn": "UINT8",
 }  # fmt: skip
-"""Element type of a tensor map -> the driver's; tfloat32 is fp32 in memory, rounded on its way."""
+"""Element type of a tensor map -> the driver's type; tfloat32 is fp32 in memory and rounded when it is loaded."""
 
 
 class Loaded:
@@ -62,7 +62,7 @@ class Loaded:
         if options.pool is not None:
             pool: Pool = options.pool
             held = {i: program.blobs[b.blob] for i, b in enumerate(program.buffers) if b.blob is not None and i in used}
-            self.shared = {i: pool.constant(blob) for i, blob in held.items()}  # there as long as these are held
+            self.shared = {i: pool.constant(blob) for i, blob in held.items()}  # they live as long as these references
             self.constants = {i: c.pointer for i, c in self.shared.items()}
             return
         places, size = {}, 0
@@ -84,7 +84,7 @@ class Loaded:
 
 
 def check_arch(arch: str, device: Device) -> None:
-    """Raises EngineError where code for ``arch`` does not run on the device."""
+    """Raises EngineError if code for ``arch`` does not run on the device."""
     number = arch.removeprefix("sm_").rstrip("af")
     major, minor = int(number[:-1]), int(number[-1])
     same = device.capability == (major, minor) if arch.endswith("a") else (
@@ -97,7 +97,7 @@ def check_arch(arch: str, device: Device) -> None:
 
 
 def check_driver(compiler: str, device: Device) -> None:
-    """Raises EngineError where the driver is of an older CUDA than the compiler ("13.0") of the engine's kernels: it would not
+    """Raises EngineError if the driver's CUDA version is older than the compiler's ("13.0") for the engine's kernels: it would not
     load them. Within one major version it does."""
     major = int(compiler.partition(".")[0])
     if device.driver_version[0] < major:

@@ -1,4 +1,4 @@
-"""Memory that the plans of one engine share on a GPU: constants, once per array; kernels; and per context one arena."""
+"""Memory that the plans of one engine share on a GPU: constants, once per array; kernels; and one arena per context."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from optdnn.types import Array
 
 
 class Arena:
-    """Scratch memory of the plans of one context, which run one after another."""
+    """Scratch memory for the plans of one context, which run in sequence."""
 
     def __init__(self, size: int):
         self._size = size
         self._memory: DeviceMemory | None = None
 
     def at_least(self, size: int) -> DeviceMemory:
-        """Memory of ``size`` bytes, and of the arena's own size at first: graphs hold its address, so it should not grow.
+        """Memory of at least ``size`` bytes, initially of the arena's own size: graphs contain its address, so it should not grow.
 
-        Where it must, contexts that were made before keep the memory that they have.
+        If it must grow, existing contexts keep the memory that they have.
         """
         if self._memory is None or size > self._memory.size:
             self._memory = DeviceMemory(max(size, self._size), "the arena of activations")
         return self._memory
 
     def own(self, size: int, what: str) -> DeviceMemory:
-        """Memory for a buffer of the context that lies outside of the arena."""
+        """Memory for a buffer of the context outside of the arena."""
         return DeviceMemory(size, what)
 
 
 class Constant:
-    """An array on the GPU; there as long as a plan holds this."""
+    """An array on the GPU; it lives as long as a plan references this object."""
 
     def __init__(self, array: Array):
         self.array = array  # kept: its identity is its name in the pool
@@ -47,7 +47,8 @@ class Constant:
 
 
 class Pool:
-    """The constants and kernels of an engine on the GPU. It keeps none: they are freed with the last plan that uses them."""
+    """The constants and kernels of an engine on the GPU. The pool keeps none alive: they are freed with the last plan that uses
+    them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,7 +64,7 @@ class Pool:
             return constant
 
     def function(self, cubin: bytes, name: str, *, shared: int = 0, wide_cluster: bool = False) -> Function:
-        """The kernel of this name in the code, loaded on first use, for launches of at least this much shared memory and such
+        """The kernel of this name in the code, loaded on first use, for launches with at least this much shared memory and such
         clusters."""
         with self._lock:
             function = self._functions.get((cubin, name))

@@ -2,8 +2,8 @@
 
 A state that the network writes in place (a cache of fixed capacity, by TensorScatter) is one array, and a run is the replay of one
 CUDA graph that writes only the new rows. Other states of fixed size have two arrays that take turns, and two graphs. A state that
-grows has two arrays of the largest size that the engine takes, and is the beginning of one of them; each length is a plan of its
-own.
+grows has two arrays of the largest size that the engine accepts, and occupies the beginning of one of them; each length has its own
+plan.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def grows(signature: Signature, state: Mapping[str, str]) -> bool:
 
 
 class _StateOnGpu:
-    """A call whose outputs become inputs of the next; ``outputs`` are the arrays of the last run.
+    """A call with outputs that become inputs of the next call; ``outputs`` are the arrays of the last run.
 
-    The initial values are copied into arrays of its own when it is made, and by :meth:`reset`.
+    The initial values are copied into its own arrays when it is created, and by :meth:`reset`.
     """
 
     def __init__(self, signature: Signature, given: Binding):
@@ -44,7 +44,7 @@ class _StateOnGpu:
         self.outputs: dict[str, Any] = {}
 
     def reset(self, values: Mapping[str, Any] | None = None) -> None:
-        """Begin again from the initial state; ``values`` (by input name) are the initial state from now on."""
+        """Restart from the initial state; ``values`` (by input name) become the initial state from now on."""
         cupy = self._cupy
         self._initial.update({t: cupy.asarray(a) for t, a in checked_values(self._initial, values).items()})
         for target, array in self._initial.items():
@@ -79,7 +79,7 @@ class Streaming(_StateOnGpu):
 
     @property
     def state(self) -> dict[str, Any]:
-        """Input -> the array that the next run reads there."""
+        """Input -> the array that the next run reads for it."""
         return dict(self._buffers[self._turn])
 
     def run(self, stream: object = None) -> dict[str, Any]:
@@ -95,9 +95,9 @@ class Streaming(_StateOnGpu):
 class Growing(_StateOnGpu):
     """State that grows from run to run: caches to which a network appends.
 
-    Each state is the beginning of one of two CuPy arrays with room for the largest size that the engine takes, which take turns: a
-    run reads one and writes the other (the network itself copies what it appends to). Every size has its own plan, made
-    when it first comes; where that is too slow, use a network with a cache of fixed capacity (TensorScatter).
+    Each state occupies the beginning of one of two CuPy arrays with room for the largest size that the engine accepts. The two take
+    turns: a run reads one and writes the other (the network itself copies the state that it appends to). Every size has its own
+    plan, made when the size first occurs; if that is too slow, use a network with a cache of fixed capacity (TensorScatter).
     """
 
     def __init__(self, context: Any, given: Binding):
@@ -114,11 +114,11 @@ class Growing(_StateOnGpu):
 
     @property
     def state(self) -> dict[str, Any]:
-        """Input -> the array that the next run reads there. It belongs to the binding: copy it to keep it."""
+        """Input -> the array that the next run reads for it. It belongs to the binding: copy it to keep it."""
         return dict(self._state)
 
     def run(self, stream: object = None) -> dict[str, Any]:
-        """Enqueue one run on ``stream`` (default: the null stream). Raises InputError where the state has become too large."""
+        """Enqueue one run on ``stream`` (default: the null stream). Raises InputError if the state has become too large."""
         feeds = {**self._inputs, **self._state}
         out = {}
         for spec in self._context.outputs_for(feeds):
@@ -126,7 +126,7 @@ class Growing(_StateOnGpu):
                 out[spec.name] = self._placed(spec, self._room[self._turn ^ 1][self._pairs[spec.name]])
             elif spec.name in self._given:
                 out[spec.name] = self._given[spec.name]
-            elif all(isinstance(n, int) for n in spec.shape):  # else its size depends on data
+            elif all(isinstance(n, int) for n in spec.shape):  # otherwise its size depends on data
                 out[spec.name] = self._result(spec)
         self.outputs = self._context.run(feeds, out, stream)
         self._turn ^= 1
@@ -141,14 +141,14 @@ class Growing(_StateOnGpu):
         return self._state[target]
 
     def _placed(self, spec: TensorSpec, room: Any) -> Any:
-        """An array of this size at the beginning of ``room``; elsewhere where it is larger (the next run refuses it)."""
+        """An array of this size at the beginning of ``room``; outside of it if it is larger (the next run refuses it)."""
         shape = known_sizes(spec.shape)
         if math.prod(shape) * spec.dtype.itemsize > room.nbytes:
             return self._cupy.empty(shape, spec.dtype)
         return self._cupy.ndarray(shape, spec.dtype, memptr=room.data)
 
     def _result(self, spec: TensorSpec) -> Any:
-        """The array of a result of this size: the same in each run, so that the graph can be used again."""
+        """The array of a result of this size: the same one in each run, so that the graph can be reused."""
         key = (spec.name, spec.shape)
         if key not in self._results:
             self._results[key] = self._cupy.empty(spec.shape, spec.dtype)
@@ -156,7 +156,7 @@ class Growing(_StateOnGpu):
 
 
 def _largest(spec: TensorSpec, signature: Signature) -> int:
-    """Bytes of an input where its symbolic dimensions are as large as any profile allows."""
+    """Bytes of an input with its symbolic dimensions at the largest size that any profile allows."""
     profiles = signature.profiles
     most = {name: max(p[name].max for p in profiles if name in p) for p in profiles for name in p}
     ranged = {name: symbol(name, 0, n) for name, n in most.items()}

@@ -28,11 +28,11 @@ NEAR_ZERO = 1e-3
 
 @dataclass(frozen=True)
 class StepError:
-    """One step's largest error, as a fraction of its result's largest magnitude; inf where a NaN or an infinity is out of place.
+    """One step's largest error, relative to its result's largest magnitude; inf if a NaN or an infinity is misplaced.
 
-    Integers are exact (0, else inf). For 8-bit results that come from floats (fp8, and integers after a transcendental stage)
-    the error is the share of elements that are one step off, and inf where one is farther off. Near zero the steps of fp8 are finer
-    than those of the 16-bit numbers that it comes from: a difference within :data:`NEAR_ZERO` of the largest counts as one step.
+    Integers are exact (0, otherwise inf). For 8-bit results that come from floats (fp8, and integers after a transcendental stage),
+    the error is the fraction of elements that are one step off, and inf if one is farther off. Near zero, steps of fp8 are finer
+    than steps of the 16-bit values that it comes from: a difference within :data:`NEAR_ZERO` of the largest counts as one step.
     """
 
     step: int
@@ -45,7 +45,7 @@ class StepError:
 def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepError]:
     """Run the program launch by launch on ``feeds`` (NumPy arrays) and compare each result with NumPy's on the same operands.
 
-    Results are filled with NaN first, so that elements that a kernel leaves out show. Raises CudaError where a launch fails.
+    Results are filled with NaN first, so that elements that a kernel does not write show. Raises CudaError if a launch fails.
     """
     runner = context.runner
     program = runner.program
@@ -60,7 +60,7 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
         operands = (*step.inputs, *step.outputs)
         before = [context.memory.download(i) for i in operands]
         meaning = parsed.meaning
-        read = {context.memory.address(i, {}) for i in step.inputs}  # a result may lie over an operand
+        read = {context.memory.address(i, {}) for i in step.inputs}  # a result may share an operand's memory
         for v in meaning.writes:
             if v is not None and context.memory.address(operands[v.operand], {}) not in read:
                 poisoned = before[v.operand].copy()
@@ -83,7 +83,7 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
 
 
 def run_singly(context: CudaContext, feeds: Mapping[str, Any]) -> dict[str, Array]:
-    """The results of ``feeds`` by single launches, each waited for. The graph's run must equal them to the bit."""
+    """The results of ``feeds`` by single launches, each waited for. The graph's results must equal them to the bit."""
     runner, p = context.runner, context.runner.program
     context.run(feeds)  # the inputs are on the GPU now
     given = {i for _, i in p.inputs}
@@ -107,7 +107,7 @@ FILLS = (0xFF, 0x3C)
 
 
 class FencedMemory(DeviceMemory):
-    """Device memory between fences: ``pointer`` is where the ``size`` bytes between them begin."""
+    """Device memory between fences: ``pointer`` is the address of the ``size`` bytes between them."""
 
     def __init__(self, size: int, what: str):
         self._whole = DeviceMemory(size + 2 * FENCE, what)
@@ -118,7 +118,7 @@ class FencedMemory(DeviceMemory):
             _fill(fence, FENCE, byte)
 
     def intact(self, byte: int) -> bool:
-        """Whether the fences are as :meth:`guard` left them."""
+        """Whether the fences are unchanged since :meth:`guard`."""
         return all((download(fence, np.empty(FENCE, np.uint8)) == byte).all() for fence in self._fences())
 
     def _fences(self) -> tuple[int, int]:
@@ -126,7 +126,7 @@ class FencedMemory(DeviceMemory):
 
 
 class FencedArena(Arena):
-    """An arena between fences. The buffers of its context that lie outside of it are between fences, too."""
+    """An arena between fences. The context's buffers outside of the arena are between fences, too."""
 
     def __init__(self, size: int):
         super().__init__(size)
@@ -156,13 +156,13 @@ class FencedArena(Arena):
             memory.guard(OWN)
 
     def intact(self, byte: int) -> bool:
-        """Whether all fences are as they were made, those of the arena by :meth:`fill`."""
+        """Whether all fences are unchanged; the arena's since :meth:`fill`."""
         return self._inside.intact(byte ^ 0x5A) and all(m.intact(OWN) for m in self._others)
 
 
 def check_arena(runner: CudaRunner, feeds: Mapping[str, Any]) -> list[str]:
-    """The faults of the program's use of memory, in words: results that depend on the arena's contents before the run, or writes
-    outside of it."""
+    """The faults in the program's use of memory, in words: results that depend on the arena's contents before the run, or writes
+    outside of the arena."""
     p, faults = runner.program, []
     arena = FencedArena(p.arena_bytes)
     context = runner.context(arena)
@@ -178,13 +178,13 @@ def check_arena(runner: CudaRunner, feeds: Mapping[str, Any]) -> list[str]:
             faults.append("something is written outside of the arena")
     for name, first in results[0].items():
         if first.tobytes() != results[1][name].tobytes():
-            faults.append(f"{name!r} depends on what the memory held before the run")
+            faults.append(f"{name!r} depends on the earlier contents of memory")
     return sorted(set(faults))
 
 
 def _fill(pointer: int, size: int, byte: int) -> None:
     if size:
-        check("cuCtxSynchronize", driver().cuCtxSynchronize())  # a running kernel may read it
+        check("cuCtxSynchronize", driver().cuCtxSynchronize())  # a running kernel may still read it
         fill(pointer, byte, size)
 
 
@@ -194,9 +194,9 @@ def _source(step: CudaStep, program: Program) -> str:
 
 
 def _rounds_floats(meaning: ReferenceOp) -> bool:
-    """Whether 8-bit integers of a step are rounded from floats, which two ways of computing them may give differently."""
+    """Whether 8-bit integers of a step are rounded from floats, so that two computations may give different integers."""
     stages = meaning.attrs.get("stages", ())
-    # Stages of a scan or of sums of segments are mappings: their results are no 8-bit integers.
+    # Stages of a scan or of sums of segments are mappings: their results are not 8-bit integers.
     return meaning.kind == "Quantized" or any(s[0] in INEXACT for s in stages if not isinstance(s, Mapping))
 
 
@@ -216,7 +216,7 @@ def _share_off(got: Array, want: Array) -> float:
 
 
 def _ordinals(x: Array) -> Array:
-    """8-bit numbers counted in their order: those of fp8 by sign and magnitude."""
+    """8-bit values numbered in their order; fp8 by sign and magnitude."""
     if not is_float(x.dtype):
         return x.astype(np.int32)
     bits = np.ascontiguousarray(x).view(np.uint8).astype(np.int32)
@@ -224,10 +224,10 @@ def _ordinals(x: Array) -> Array:
 
 
 def relative_error(got: Array, want: Array) -> float:
-    """Largest difference, of the largest magnitude of ``want``, or of the smallest normal number where all are smaller: below that
-    a step of the type no longer shrinks with the numbers. Where ``want`` is all zeros: the difference itself.
+    """Largest difference, relative to the largest magnitude of ``want``, or to the smallest normal number if all are smaller: below
+    it, a step of the type no longer shrinks with the numbers. If ``want`` is all zeros: the difference itself.
 
-    ``want`` is rounded to the element type of ``got`` first. inf where a NaN or an infinity is out of place; of integers 0 or inf.
+    ``want`` is rounded to the element type of ``got`` first. inf if a NaN or an infinity is misplaced; for integers 0 or inf.
     """
     if not got.size:
         return 0.0

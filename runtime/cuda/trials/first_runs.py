@@ -1,7 +1,7 @@
 """The first runs of a finished program, in the GPU worker: launch by launch, then as the graph that users will run.
 
-Inputs are made up. All memory of the program lies between fences. A fault (a hang, a crash, a write outside of the buffers) is
-reported with its step where that is known: each launch runs alone before their graph is replayed.
+Inputs are made up. All memory of the program is between fences. A fault (a hang, a crash, a write outside of the buffers) is
+reported with its step if the step is known: each launch runs alone before their graph is replayed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array
 
 LEAST = 3
-"""Least number of replays, however long they take."""
+"""The least number of replays, however long they take."""
 TOGETHER = 4
 """Replays that are enqueued before the host waits for them."""
 
@@ -42,7 +42,7 @@ class ResultsDiffer(RunError):
 
 
 class FirstRuns:
-    """A program that is loaded for its first runs. Raises RunError, EngineError where it cannot be loaded."""
+    """A program that is loaded for its first runs. Raises RunError, EngineError if it cannot be loaded."""
 
     def __init__(self, timer: GpuTimer, program: Program):
         self.timer, self.program = timer, program
@@ -54,7 +54,7 @@ class FirstRuns:
         self.seconds = 0.0
         self.wanted: list[bytes] = []
         self.at: int | None = None
-        """The step that runs alone."""
+        """The number of the step that runs alone."""
 
     def _inputs(self) -> list[Array]:
         """Made-up inputs, in the program's order; integers with bounds are within them."""
@@ -68,9 +68,9 @@ class FirstRuns:
         return self.runner.signature.arrays(feeds)
 
     def singly(self) -> bool:
-        """Run twice, launch by launch, each waited for: whether the results of both runs are the same to the bit.
+        """Run twice, launch by launch, each waited for. Returns whether the results of both runs are equal to the bit.
 
-        Raises KernelHangs, KernelCrashes or MemoryCorrupted; :attr:`at` is then the step that did it (None: not known).
+        Raises KernelHangs, KernelCrashes or MemoryCorrupted; :attr:`at` is then the faulty step (None: unknown).
         """
         begin = time.monotonic()
         self.wanted = self._one_by_one()
@@ -106,7 +106,7 @@ class FirstRuns:
             wait(self.context.stream)
         except KernelHangs:
             raise
-        except RunError as error:  # one that cannot be launched here does not run for anybody
+        except RunError as error:  # a launch that fails here fails for every user
             raise KernelCrashes(error.message) from error
 
     def _results(self) -> list[bytes]:
@@ -119,7 +119,7 @@ class FirstRuns:
 
     def replay(self, most: int, seconds: float, *, same: bool) -> int:
         """Replay the graph ``most`` times, or as often as ``seconds`` allow, half of them while another stream's kernels run;
-        returns how often. ``same``: the results must be those of the single launches to the bit.
+        returns the number of replays. ``same``: the results must equal those of the single launches to the bit.
 
         Raises KernelHangs, KernelCrashes, MemoryCorrupted or ResultsDiffer.
         """
@@ -136,7 +136,7 @@ class FirstRuns:
             wait(stream, limit_of(count * self.seconds))
             done += count
             if same and self._results() != self.wanted:
-                raise ResultsDiffer("its results are not those of its launches one by one")
+                raise ResultsDiffer("its results differ from those of its single launches")
         wait(self.timer.stream)
         need_intact(self.arena)
         return done

@@ -1,7 +1,7 @@
 """The GPU worker: the process of a build in which GPU programs run before anybody relies on them.
 
-It times candidates and whole networks for the tuner, and makes the first runs of a finished program. The type of the answer's
-error shows a kernel that hangs, crashes or writes outside of its memory; the parent then ends the process and starts another
+It times candidates and whole networks for the tuner, and makes the first runs of a finished program. The type of the error in the
+answer tells whether a kernel hangs, crashes or writes outside of its memory; the parent then ends the process and starts another
 (:mod:`optdnn.runtime.cuda.trials.process`). Commands, over :mod:`optdnn.runtime.workers.wire`'s protocol:
 
 * ``open``: libraries (whose versions matter) -> the machine and the device
@@ -32,14 +32,14 @@ FAULTS = (KernelHangs, KernelCrashes, MemoryCorrupted)
 
 
 class Gpu(GpuTimer):
-    """The GPU, as the worker uses it."""
+    """The GPU as the worker uses it."""
 
     def first_runs(self, program: Program) -> FirstRuns:
         return FirstRuns(self, program)
 
 
 class GpuWorker:
-    """Answers the commands. ``make(libraries)`` opens the GPU: a :class:`Gpu`."""
+    """Answers the commands. ``make(libraries)`` opens the GPU and returns a :class:`Gpu`."""
 
     def __init__(self, make: Callable[[Sequence[str]], Any] = Gpu):
         self._make = make
@@ -74,7 +74,7 @@ class GpuWorker:
         return {}, None
 
     def do_singly(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
-        self._first = None  # its memory goes before another program's comes
+        self._first = None  # its memory is freed before another program's is allocated
         with self._gpu_faults():
             self._first = self._gpu.first_runs(self._received.unpack(message, arrays))
         try:
@@ -91,7 +91,7 @@ class GpuWorker:
 
     @contextmanager
     def _gpu_faults(self) -> Iterator[None]:
-        """Turns an error after which the GPU cannot be used any more into KernelCrashes."""
+        """Turns an error that makes the GPU unusable into KernelCrashes."""
         try:
             yield
         except FAULTS:
@@ -108,6 +108,6 @@ def fault_text(error: str, message: str) -> str:
 
 
 def main() -> None:
-    """Serve until the parent quits or is gone."""
+    """Serve until the parent quits or has ended."""
     start.begin()
     run(GpuWorker())

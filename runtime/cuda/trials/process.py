@@ -1,7 +1,7 @@
 """The parent's end of the GPU worker (:mod:`optdnn.runtime.cuda.trials.gpu_worker`). A build uses the GPU only through it.
 
-A kernel that does not end can only be ended with the process that started it, and one that crashes takes the whole process's use of
-the GPU with it. So the worker is expendable: where a program hangs, crashes or writes outside of its memory, the worker is killed,
+A kernel that does not end can only be ended with the process that started it, and a kernel that crashes makes the GPU unusable for
+the whole process. So the worker is expendable: if a program hangs, crashes or writes outside of its memory, the worker is killed,
 the caller gets an error, and the next question goes to a new worker.
 """
 
@@ -29,29 +29,29 @@ from optdnn.types import Array
 
 MAIN = "optdnn.runtime.cuda.trials.gpu_worker:main"
 ANSWERS_S, HOST_ANSWERS_S = 60.0, 600.0
-"""Seconds after which a worker that does not answer is killed; the second where operators run on the CPU meanwhile. The worker
-itself notices a hanging launch sooner: these limits are for calls in which it is stuck itself."""
+"""Seconds after which a worker that does not answer is killed; the second value if operators run on the CPU meanwhile. The worker
+itself notices a hanging launch sooner: these limits are for calls in which the worker itself is stuck."""
 STARTS_S = 120.0
 """Seconds after which a worker that has not started is killed."""
 BYTES_S = 50e6
-"""Bytes of a message that are waited for by the second, at least."""
+"""The least bytes per second at which a message is expected to arrive."""
 CALL_S = 5.0
 """Seconds that a library may take to plan each of its calls."""
 LOSSES = 20
 """After this many workers are lost to programs, candidates are no longer tried: the GPU is assumed to be at fault."""
 REPLAYS, REPLAYS_S, REPLAYED = 20, 3.0, 100.0
-"""First runs of a finished program's graph: how many at most, for how many seconds, and the limit of their time as a
+"""First runs of a finished program's graph: the most replays, the most seconds, and the limit of their time as a
 multiple of one run launch by launch."""
 NO_ROOM = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
 class CandidateLost(TrialFailed):
-    """A candidate that hung, crashed or wrote outside of its memory when it was tried. The GPU's state may have been the cause: no
-    timing cache is to remember it."""
+    """A candidate that hung, crashed or wrote outside of its memory during its trial. The GPU's state may have been the cause: no
+    timing cache may remember it."""
 
 
 class NetworkLost(RunError):
-    """A network hung, crashed or wrote outside of its memory. The others can still be measured."""
+    """A network hung, crashed or wrote outside of its memory. Other networks can still be measured."""
 
     def __init__(self, network: Network, why: str):
         super().__init__(why)
@@ -63,7 +63,7 @@ class GraphFault(RunError):
 
 
 class StepFault(RunError):
-    """A launch of a program hangs, crashes or writes outside of its memory when it runs alone. ``step``: its number, None where
+    """A launch of a program hangs, crashes or writes outside of its memory when it runs alone. ``step``: its number, None if
     the worker could not report it."""
 
     def __init__(self, message: str, step: int | None):
@@ -73,8 +73,8 @@ class StepFault(RunError):
 
 @dataclass
 class FirstRun:
-    """The first runs of a finished program: ``replays`` of its graph; ``same``: equal to the bit to its launches one by one.
-    ``skipped``: why it did not run at all (random inputs that an operator on the CPU refuses, no room on the GPU)."""
+    """The first runs of a finished program: ``replays`` of its graph; ``same``: its launches, one by one, repeat to the bit.
+    ``skipped``: why it did not run at all (an operator on the CPU refuses random inputs, no room on the GPU)."""
 
     replays: int = 0
     same: bool = True
@@ -82,7 +82,7 @@ class FirstRun:
 
 
 class GpuProcess:
-    """The worker of a build; started on the first question, and again after a loss. One thread at a time asks.
+    """The worker of a build; started for the first question, and again after a loss. One thread at a time uses it.
 
     The process runs ``main`` ("module:function"). ``generation`` counts the workers so far.
     """
@@ -102,7 +102,7 @@ class GpuProcess:
         self.sender = Sender(self.cache, self._cubins)
 
     def begin(self) -> None:
-        """Start the worker, and do not wait for it."""
+        """Start the worker without waiting for it."""
         with self._lock:
             if self._worker is None and not self._closed:
                 self._worker = WorkerProcess(usable_cores(), STARTS_S, self._main, alone=True)
@@ -110,13 +110,13 @@ class GpuProcess:
                 self.generation += 1
 
     def open(self, libraries: Collection[str] = ()) -> dict[str, Any]:
-        """Facts of the GPU, with the versions of ``libraries``. Raises RunError where it cannot be used."""
+        """Facts of the GPU, with the versions of ``libraries``. Raises RunError if the GPU cannot be used."""
         self._libraries = sorted({*libraries, *(self._libraries or ())})
         self._ready()
         return self._facts
 
     def _ready(self) -> WorkerProcess:
-        """The worker, its GPU opened."""
+        """The worker, with its GPU opened."""
         self.begin()
         assert self._worker is not None
         wanted = (self.generation, list(self._libraries or ()))
@@ -136,10 +136,10 @@ class GpuProcess:
         program: Program | None = None,
         limit_s: float = ANSWERS_S,
     ) -> Any:
-        """The worker's answer. ``program`` goes with the question.
+        """The worker's answer. ``program`` is sent with the question.
 
-        Raises WorkerFailure; where it is a :func:`fault`, the worker has ended. Raises KernelError or EngineStale for a program
-        whose kernels do not compile or are not this version's, RunError where no worker can be started.
+        Raises WorkerFailure; if it is a :func:`fault`, the worker has ended. Raises KernelError or EngineStale for a program
+        whose kernels do not compile or belong to another version, RunError if no worker can be started.
         """
         worker = self._ready()
         parts, arrays = ({}, {}) if program is None else self.sender.pack(program)
@@ -157,7 +157,7 @@ class GpuProcess:
         return reply
 
     def lose(self, why: str | None = None) -> None:
-        """End the worker. ``why``: what a program did to it."""
+        """End the worker. ``why``: the program's fault."""
         if why is not None:
             self.losses.append(why)
         with self._lock:
@@ -166,17 +166,17 @@ class GpuProcess:
             worker.kill()  # it holds nothing of value
 
     def alive(self, generation: int) -> bool:
-        """Whether this is the number of the worker that answers now."""
+        """Whether the present worker has this number."""
         return self._worker is not None and self.generation == generation
 
     def close(self) -> None:
-        """End the worker; there will be no other."""
+        """End the worker; no other one is started."""
         self._closed = True
         self.lose()
 
 
 def fault(failure: WorkerFailure) -> str | None:
-    """The fault of a program that ended the worker, in words; None where the worker continues."""
+    """The fault of a program that ended the worker, in words; None if the worker continues."""
     if isinstance(failure, WorkerGone):
         return f"crashed: {failure.message}" if failure.limit is None else f"hung: no answer in {failure.limit:.0f} s"
     return fault_text(failure.error, failure.message) if failure.error in {f.__name__ for f in FAULTS} else None
@@ -187,7 +187,7 @@ _LENT: ContextVar[GpuProcess | None] = ContextVar("optdnn_gpu_process", default=
 
 @contextmanager
 def gpu_process() -> Iterator[GpuProcess]:
-    """The worker of this thread's build: the one of an enclosing block, or else a new one that ends with this block."""
+    """The worker of this thread's build: the one of an enclosing block, otherwise a new one that ends with this block."""
     around = _LENT.get()
     if around is not None:
         yield around
@@ -202,7 +202,7 @@ def gpu_process() -> Iterator[GpuProcess]:
 
 
 class TrialTimer(Timer):
-    """Measures as :class:`optdnn.runtime.cuda.trials.timer.GpuTimer` does, in the worker. Raises RunError where there is no GPU."""
+    """Measures like :class:`optdnn.runtime.cuda.trials.timer.GpuTimer`, in the worker. Raises RunError if there is no GPU."""
 
     def __init__(self, process: GpuProcess, libraries: Collection[str] = ()):
         self._process, self.cache = process, process.cache
@@ -212,8 +212,8 @@ class TrialTimer(Timer):
         self._numbers = itertools.count()
 
     def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float:
-        """Like :meth:`~optdnn.runtime.cuda.trials.timer.GpuTimer.trial`, in the worker. A candidate never takes this process
-        or the GPU with it: that raises CandidateLost (a TrialFailed). Raises RunError where no worker can be started."""
+        """Like :meth:`~optdnn.runtime.cuda.trials.timer.GpuTimer.trial`, in the worker. A candidate never takes down this process
+        or the GPU: instead, CandidateLost (a TrialFailed) is raised. Raises RunError if no worker can be started."""
         if len(self._process.losses) >= LOSSES:
             raise RunError(f"{LOSSES} programs hung or crashed, which is the GPU's fault rather than theirs")
         finite = min(give_up, 1e9)
@@ -260,7 +260,7 @@ class TrialTimer(Timer):
 
 
 def named(step: Mapping[str, Any]) -> str:
-    """A step of the worker's answer in words."""
+    """A step of the worker's answer, in words."""
     if step["step"] is None:
         return "a launch"
     nodes = f" ({' + '.join(step['nodes'])})" if step["nodes"] else ""
@@ -268,14 +268,14 @@ def named(step: Mapping[str, Any]) -> str:
 
 
 class Network:
-    """A network at the worker; loaded again where that was lost meanwhile."""
+    """A network in the worker; loaded again if that worker was lost meanwhile."""
 
     def __init__(self, process: GpuProcess, program: Program, numbers: Iterator[int]):
         self._process, self._program, self._numbers = process, program, numbers
         self._number, self._generation = -1, 0
 
     def load(self) -> None:
-        """Load it, where the worker does not hold it."""
+        """Load it, unless the worker holds it."""
         if not self._process.alive(self._generation):
             self._number = next(self._numbers)
             self._ask("load", self._program)
@@ -304,4 +304,4 @@ class Network:
 KNOWN: dict[str, type[OptdnnError]] = {
     e.__name__: e for e in (RunError, TrialFailed, errors.EngineError, errors.EngineStale, errors.InputError)
 }
-"""Errors of the worker that are raised here as they were there."""
+"""Errors of the worker that are raised here with the same type."""

@@ -1,8 +1,8 @@
 """Programs sent to the GPU worker and back: both ends of a private pipe, of one version of optdnn on one machine.
 
-A program travels as an engine file's header, its arrays separately. The worker keeps each array until the parent has given it
-up, so arrays that many programs share (weights, kernels) are sent once. Kernels travel compiled: the parent makes them, from
-the recipes of its own build, and the worker loads them as they are.
+A program is sent as an engine file's header, with its arrays separately. The worker keeps each array until the parent gives it
+up, so arrays that many programs share (weights, kernels) are sent once. Kernels are sent compiled: the parent compiles them from
+the recipes of its own build, and the worker loads them unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOT_SENT = -1
 
 
 class Sender:
-    """The parent's end, for the life of one worker. ``cubins`` holds the code compiled for earlier workers, too."""
+    """The parent's end, for the life of one worker. ``cubins`` also holds the code compiled for earlier workers."""
 
     def __init__(self, cache: KernelCache, cubins: dict[tuple[Any, ...], Array]):
         self._cache, self._cubins = cache, cubins
@@ -37,9 +37,9 @@ class Sender:
         self._dropped: list[int] = []
 
     def pack(self, program: Program) -> tuple[dict[str, Any], dict[str, Array]]:
-        """The parts of a message, and its arrays, that :meth:`Receiver.unpack` makes the program of.
+        """The parts of a message, and its arrays, from which :meth:`Receiver.unpack` restores the program.
 
-        Raises KernelError where a kernel does not compile, EngineStale for one of other templates than this version's.
+        Raises KernelError if a kernel does not compile, EngineStale for a kernel of other templates than this version's.
         """
         blobs, kernels = self._compiled(program)
         used = {b.blob for b in program.buffers if b.blob is not None} | {k.cubin for k in kernels}
@@ -61,7 +61,7 @@ class Sender:
         return {"minor": minor_of(bare), "blobs": numbers, "dropped": dropped}, arrays
 
     def _compiled(self, program: Program) -> tuple[list[Array], tuple[Kernel, ...]]:
-        """The program's blobs and those of kernels that it holds only as recipes; the kernels, each with its code."""
+        """The program's blobs, plus the blobs of kernels that it holds only as recipes; and the kernels, each with its code."""
         missing = {_name(k): k for k in program.kernels if k.cubin is None and _name(k) not in self._cubins}
         compiled = cubins(replace(program, kernels=tuple(missing.values())), trust=True, cache=self._cache)
         self._cubins.update({name: np.frombuffer(c, np.uint8) for name, c in zip(missing, compiled, strict=True)})
@@ -75,7 +75,7 @@ class Sender:
         return blobs, tuple(kernels)
 
     def _number(self, array: Array) -> tuple[int, bool]:
-        """The name of an array at the worker, and whether it is new there."""
+        """The array's number in the worker, and whether it is new there."""
         known = self._numbers.get(id(array))
         if known is not None:
             return known, False
@@ -101,9 +101,9 @@ class Receiver:
         self._arrays: dict[int, Array] = {}
 
     def unpack(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Program:
-        """The program of a message. It is not validated: a candidate may write into a buffer that it also reads.
+        """The program in a message. It is not validated: a candidate may write into a buffer that it also reads.
 
-        Raises EngineError for one that is malformed.
+        Raises EngineError for a malformed program.
         """
         for number in message["dropped"]:
             self._arrays.pop(number, None)

@@ -1,8 +1,8 @@
-"""Measures programs on the GPU for the autotuner: is a candidate right, how long does it take, which network is faster.
+"""Measures programs on the GPU for the autotuner: whether a candidate is correct, its time, and the faster of networks.
 
-A candidate is a small program of its own. It runs on operands that look like activations and is compared with the NumPy meaning
+A candidate is a small program. It runs on operands that look like activations and is compared with the NumPy meaning
 of its steps (on a sample of the batch) or, once one candidate has passed, with that candidate's whole result on the GPU. Only
-then is it timed: in a CUDA graph of many launches, each depending on the one before, as in a network.
+then is it timed: in a CUDA graph of many launches, each depending on the previous one, as in a network.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array, DType, dtype_name, is_float
 
 TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 1e-4, "fp64": 1e-9}
-"""Largest error of a result, as a fraction of its largest magnitude. The one of fp32 is that of a long sum. Products of factors
-rounded to tf32 are beyond it, unless the step's meaning rounds them, too."""
+"""Largest error of a result, as a fraction of its largest magnitude. The value for fp32 is for long sums. Products of factors
+rounded to tf32 exceed it, unless the step's meaning rounds them, too."""
 BATCHWISE = frozenset({
     "Conv", "ConvSum", "ChainedConv", "PooledConv", "PooledImageConv", "SeparableConv", "ExcitationGate", "ConvTranspose",
     "MaxPool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool", "SpaceToDepthImage", "BlocksToSpace",
     "ConvBlocks", "ImageConv", "LayerNormalization", "RMSNormalization", "Softmax", "LogSoftmax",
 })  # fmt: skip
-"""Kinds of two axes or more whose results along axis 0 depend on the same places of their operands only."""
+"""Kinds of two axes or more; their results at a position of axis 0 depend only on the same position of their operands."""
 SAMPLE = 500_000
-"""About how many elements of a batchwise result are computed in NumPy."""
+"""Approximate number of elements of a batchwise result that are computed in NumPy."""
 GRAPH_SECONDS, MOST_LAUNCHES = 300e-6, 40
-"""How long a timed graph should run, and how many launches it has at most."""
+"""The time that a timed graph should take, in seconds, and the most launches in it."""
 HANGS, SLOWER = 10.0, 30.0
-"""Launches are taken to hang after this many seconds, or after this many times the expected time, whichever is longer."""
+"""Launches are assumed to hang after this many seconds, or after this many times the expected time, whichever is longer."""
 UNWRITTEN = 0xFF
 """The byte that fills a candidate's arena: NaN in every floating type."""
 DISTURBANCE = 1 << 22
-"""Elements that :meth:`GpuTimer.disturb` writes: some microseconds on all multiprocessors."""
+"""Number of elements that :meth:`GpuTimer.disturb` writes: some microseconds on all multiprocessors."""
 _CPP = {"fp16": "f16", "bf16": "bf16", "fp32": "f32", "fp64": "f64"}
 
 
 class TrialFailed(OptdnnError):
-    """A candidate that must not be used: it does not compile or launch, or gives wrong results."""
+    """A candidate must not be used: it does not compile or launch, or gives wrong results."""
 
 
 class KernelHangs(RunError):
-    """A kernel does not end. It cannot be ended either: nothing more can be measured in this process."""
+    """A kernel does not end. It cannot be ended either, so nothing more can be measured in this process."""
 
 
 class KernelCrashes(RunError):
-    """A kernel has ended the process's use of the GPU, by an illegal address, for example."""
+    """A kernel has ended the process's use of the GPU, for example by an illegal address."""
 
 
 class MemoryCorrupted(RunError):
@@ -75,8 +75,8 @@ class MemoryCorrupted(RunError):
 
 @dataclass(frozen=True)
 class Machine:
-    """The conditions of measured times. ``device`` names the GPU (times of another one mean nothing). ``versions`` of software may
-    change its speed a little: a measurement under other versions still ranks. ``place``: which of several equal GPUs it is."""
+    """The conditions of measured times. ``device`` names the GPU (times of another GPU mean nothing). ``versions`` of software may
+    change its speed a little: a measurement under other versions still ranks. ``place`` distinguishes several equal GPUs."""
 
     device: str
     l2_bytes: int
@@ -90,7 +90,7 @@ class Timer:
     cache: KernelCache
 
     def compile(self, recipes: Sequence[Recipe], workers: int) -> None:
-        """Bring the recipes' cubins into the cache. A recipe that does not compile fails when it is tried."""
+        """Compile the recipes into the cache. A recipe that does not compile fails when it is tried."""
         with suppress(KernelError):
             self.cache.get_many(recipes, workers)
 
@@ -104,7 +104,7 @@ class Timer:
 
 
 class GpuTimer(Timer):
-    """Measures on GPU 0. Raises RunError where there is none. One thread uses it. ``libraries``: those whose versions matter."""
+    """Measures on GPU 0. Raises RunError without a GPU. One thread uses it. ``libraries``: the libraries whose versions matter."""
 
     def __init__(self, libraries: Collection[str] = (), cache: KernelCache | None = None):
         self.device = Device.open()
@@ -121,7 +121,7 @@ class GpuTimer(Timer):
         self._tools: dict[tuple[str, str], Function] = {}
         self._golden: tuple[str, list[tuple[DeviceMemory, int]]] | None = None
         self.pool = Pool()
-        """Constants and kernels of the networks that are loaded."""
+        """Constants and kernels of the loaded networks."""
         self._difference = DeviceMemory(256, "the difference of two results")
         self._disturbed: DeviceMemory | None = None
         self._alone_s = 0.0
@@ -131,9 +131,9 @@ class GpuTimer(Timer):
     def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float:
         """Seconds of one run of a candidate. ``key`` names the problem: all its candidates give the same results.
 
-        ``cold``: weights come from memory, since the network's do not stay in L2. One that takes longer than ``give_up`` seconds
-        is timed roughly. Its memory lies between fences. Raises TrialFailed; CudaError, KernelHangs or MemoryCorrupted where
-        this process must not measure any more.
+        ``cold``: weights come from memory, because the network's do not stay in L2. A candidate that takes longer than
+        ``give_up`` seconds is timed roughly. Its memory is between fences. Raises TrialFailed; CudaError, KernelHangs or
+        MemoryCorrupted if this process must not measure any more.
         """
         arena: FencedArena | None = None
         try:
@@ -152,7 +152,7 @@ class GpuTimer(Timer):
         except (KernelHangs, MemoryCorrupted):
             raise
         except RunError as error:  # out of memory, for example, or a library that has fewer plans than it ranks
-            self.stream.synchronize()  # raises where the context is lost: nothing more can be measured in this process
+            self.stream.synchronize()  # raises if the context is lost: nothing more can be measured in this process
             need_intact(arena)
             raise TrialFailed(error.message) from error
 
@@ -204,7 +204,7 @@ class GpuTimer(Timer):
         v: OperandView,
         rows: dict[int, list[int]],
     ) -> Array:
-        """A view's elements on the host, or those at some places of axis 0."""
+        """A view's elements on the host, or only those at some positions of axis 0."""
         buffer = operands[v.operand]
         dtype = context.program.buffers[buffer].dtype
         if not v.shape or 0 in v.shape:
@@ -258,7 +258,7 @@ class GpuTimer(Timer):
         return copy
 
     def _like(self, context: CudaContext, buffer: int, golden: tuple[DeviceMemory, int]) -> bool:
-        """Whether a result is that of the candidate that was checked."""
+        """Whether a result equals the result of the candidate that was checked."""
         b, (memory, _) = context.program.buffers[buffer], golden
         name = dtype_name(b.dtype)
         if memory.size != b.nbytes or name not in _CPP:
@@ -319,7 +319,7 @@ class GpuTimer(Timer):
         return statistics.median(times) / len(places) / 1e3
 
     def _copies(self, context: CudaContext, count: int) -> tuple[list[dict[int, int]], list[Any]]:
-        """Addresses of enough copies of the constants that no use of them finds them in L2."""
+        """Addresses of enough copies of the constants that no use finds them in L2."""
         used = sorted(
             {i for s in context.program.steps for i in s.inputs if context.program.buffers[i].blob is not None}
         )
@@ -333,29 +333,29 @@ class GpuTimer(Timer):
     # ---------------------------------------------------------------- networks
 
     def load(self, program: Program) -> Network:
-        """A whole network, ready to be raced. Raises RunError; KernelHangs where it does not end."""
+        """A whole network, ready to be raced. Raises RunError; KernelHangs if it does not end."""
         context = CudaRunner(program, LoadOptions(trust_cubins=True, pool=self.pool)).context()
         self._feed(context)
         return Network(context)
 
 
 TRUSTED = LoadOptions(trust_cubins=True)
-"""Measured programs come from this build."""
+"""Measured programs come from this build, so they are trusted."""
 
 
 def need_intact(arena: FencedArena | None) -> None:
-    """Raise MemoryCorrupted where something was written outside of the arena and the other buffers."""
+    """Raise MemoryCorrupted if something was written outside of the arena and the other buffers."""
     if arena is not None and not arena.intact(UNWRITTEN):
         raise MemoryCorrupted("it writes outside of its buffers")
 
 
 def limit_of(expected: float) -> float:
-    """Seconds after which launches that should take ``expected`` seconds are taken to hang."""
+    """Seconds after which launches that should take ``expected`` seconds are assumed to hang."""
     return max(HANGS, SLOWER * expected)
 
 
 def wait(stream: Stream, limit: float = HANGS) -> float:
-    """Wait for a stream; returns the seconds that it took. Raises KernelHangs where it takes longer than ``limit`` seconds."""
+    """Wait for a stream; returns the seconds that it took. Raises KernelHangs if it takes longer than ``limit`` seconds."""
     cu, begin = driver(), time.monotonic()
     while (status := cu.cuStreamQuery(stream.handle)[0]) == cu.CUresult.CUDA_ERROR_NOT_READY:
         passed = time.monotonic() - begin
@@ -386,7 +386,7 @@ class Network:
         )  # fmt: skip
 
     def times(self) -> list[float]:
-        """Milliseconds of one inference, several times; each the mean of some in a row."""
+        """Milliseconds of one inference, several times; each value is the mean of some consecutive ones."""
         inner = max(1, min(10, int(1.5 / max(self.rough, 1e-3))))
         return self._run(7 if self.rough < 1 else 4, inner)
 
@@ -395,7 +395,7 @@ class Network:
 
 
 def _sample(step: CudaStep, constants: set[int]) -> dict[int, list[int]]:
-    """Operand number -> the places of axis 0 that are compared (absent: all). The key -1 holds the axis's length."""
+    """Operand number -> the positions of axis 0 that are compared (absent: all). The key -1 holds the axis's length."""
     m = step.meaning
     results = [v for v in m.writes if v is not None]
     if m.kind not in BATCHWISE or not results or len(results[0].shape) < 2:

@@ -70,7 +70,7 @@ def test_rows_are_no_images() -> None:
     n = Net()
     total = n.op("Add", n.input(2, 32), n.input(2, 32, name="t"))
     graph = n.done(n.op("GroupNormalization", total, n.positive(32), n.random(32), attrs=GroupNormAttrs(4)))
-    assert norm_addition(graph, graph.op(total)) == "the sum is no image"
+    assert norm_addition(graph, graph.op(total)) == "the sum is not an image"
 
 
 @pytest.mark.parametrize("vectors", [(2, 32, 1, 1), (1, 32, 1, 1)])

@@ -280,7 +280,7 @@ def judge_ranking(spoil: float = 1.0) -> tuple[Any, Any]:
 def test_equal_scores_in_another_order_are_noted() -> None:
     wrong, doubts = judge_ranking()
     assert wrong == {}
-    assert "or what it ranks" in doubts["fake/1t"]
+    assert "or the values that it ranks" in doubts["fake/1t"]
 
 
 def test_a_ranking_does_not_excuse_every_result() -> None:

@@ -90,5 +90,5 @@ def test_without_the_other_library_it_is_an_error(monkeypatch: pytest.MonkeyPatc
         raise RunError("onnxruntime does not take this network: no")
 
     monkeypatch.setattr(openvino, "OnnxRuntimeModel", none)
-    with pytest.raises(RunError, match="and no such integers here, and onnxruntime cannot be asked"):
+    with pytest.raises(RunError, match="nor such integers here, and onnxruntime cannot be asked"):
         engine.run(feeds_of("pooling", 0))

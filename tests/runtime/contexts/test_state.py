@@ -122,7 +122,7 @@ def test_more_refusals() -> None:
     with pytest.raises(InputError, match="input 'x' is not C-contiguous"):
         context.bind({"x": np.zeros((1, 8), np.float32)[:, ::2], "h": x})
     bound = context.bind({"x": x, "h": x.copy()}, state={"next": "h"})
-    with pytest.raises(InputError, match="'x' is no state; there are h"):
+    with pytest.raises(InputError, match="'x' is not state; there are h"):
         bound.reset({"x": x})
     text = '<ir_version: 8, opset_import: ["": 17]> g (float[2] x) => (int64[2] y) { y = Cast<to = 7>(x) }'
     other: Any = optdnn.build(onnx.parser.parse_model(text), target="reference").context()

@@ -107,7 +107,7 @@ def test_calls_stay_inside_their_buffers() -> None:
             parse_call(call.to_plain(), sizes)
     with pytest.raises(EngineError, match="beyond the buffer of d"):
         parse_call(LibraryCall(PRODUCT, {**call.operands, "d": (2, 2)}).to_plain(), [128, 256, 64])
-    with pytest.raises(EngineError, match="other operands"):
+    with pytest.raises(EngineError, match="unexpected or missing operands"):
         parse_call(LibraryCall(PRODUCT, {"a": (0, 0), "b": (1, 0)}).to_plain(), [128, 256, 64])
 
 

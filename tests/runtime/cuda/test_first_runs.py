@@ -192,7 +192,7 @@ def test_a_graph_that_gives_something_else_is_refused(gpu: Gpu) -> None:
         gpu.result += 1e-9
 
     gpu.in_graph = other
-    with pytest.raises(ResultsDiffer, match="not those of its launches one by one"):
+    with pytest.raises(ResultsDiffer, match="differ from those of its single launches"):
         gpu.made.replay(4, 60.0, same=True)
 
 

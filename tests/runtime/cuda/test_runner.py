@@ -193,7 +193,7 @@ def test_pointers_of_arrays() -> None:
 @pytest.mark.parametrize(
     ("array", "message"),
     [
-        (np.zeros((2, 3), np.float32), "lies in host memory"),
+        (np.zeros((2, 3), np.float32), "is in host memory"),
         (OnGpu((3, 2)), r"is fp32\[3, 2\], not x: fp32\[2, 3\]"),
         (OnGpu((2, 3), "<f2"), r"is fp16\[2, 3\]"),
         (OnGpu((2, 3), strides=(4, 8)), "not C-contiguous"),
@@ -265,7 +265,7 @@ class FakeLibrary:
 
 @pytest.mark.parametrize(
     ("pointer", "because"),
-    [(0x200, "lies on GPU 1; the engine runs on GPU 0 (.|\n)*CUDA_VISIBLE_DEVICES"), (0x300, "is not device memory"),
+    [(0x200, "is on GPU 1; the engine runs on GPU 0 (.|\n)*CUDA_VISIBLE_DEVICES"), (0x300, "is not device memory"),
      (0x400, "is not device memory")],
 )  # fmt: skip
 def test_pointers_of_other_memory(pointer: int, because: str, monkeypatch: pytest.MonkeyPatch) -> None:

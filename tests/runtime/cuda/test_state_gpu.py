@@ -46,7 +46,7 @@ def test_state_takes_turns(shapes: Any) -> None:
     x[:] = cupy.asarray(tokens[0])
     want = oracle.run({"x": tokens[0], "h": h})
     np.testing.assert_allclose(cupy.asnumpy(bound.run()["y"]), want["y"], rtol=1e-3, atol=1e-4)
-    with pytest.raises(InputError, match="no state"):
+    with pytest.raises(InputError, match="not state"):
         bound.reset({"x": x})
 
 

@@ -42,7 +42,7 @@ OPTIONS = [
 @pytest.mark.parametrize("option", OPTIONS)
 def test_other_compiler_options(option: str, tmp_path: Path, nothing_runs: Path) -> None:
     made = changed(program(), options=("--std=c++17", option))
-    refused(made, tmp_path, "which is no option of optdnn's kernels")
+    refused(made, tmp_path, "which is not an option of optdnn's kernels")
 
 
 def test_an_option_given_twice(tmp_path: Path, nothing_runs: Path) -> None:
@@ -75,7 +75,7 @@ def test_other_names(changes: dict[str, Any], tmp_path: Path, nothing_runs: Path
 
 def test_names_are_looked_at_when_the_header_is_read() -> None:
     text = header.header_text(changed(program(), options=("--time=x",)), [])
-    with pytest.raises(EngineError, match="no option of optdnn's kernels"):
+    with pytest.raises(EngineError, match="not an option of optdnn's kernels"):
         header.parse_header(text, 1)
 
 
@@ -193,7 +193,7 @@ def test_the_source_of_an_operator_that_is_given() -> None:
     ],
 )
 def test_other_sources_of_custom_operators(text: str, function: str, op: Any, nothing_runs: Path) -> None:
-    with pytest.raises(EngineError, match="is none that optdnn writes"):
+    with pytest.raises(EngineError, match="is not one that optdnn writes"):
         check_kernels(custom(text, function), [] if op is None else [op])
 
 

@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(cache: Path, tmp_path: Path
 def test_a_refusal_is_not_remembered(cache: Path, tmp_path: Path) -> None:
     path = write(program_of("onnxruntime", changed(twice), [X], [Y]), tmp_path / "e")
     for _ in range(2):
-        with pytest.raises(EngineError, match="is not given once"):
+        with pytest.raises(EngineError, match="is not defined exactly once"):
             optdnn.load(path)
     assert not cache.exists()
 

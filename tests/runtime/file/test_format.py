@@ -114,7 +114,7 @@ def test_many_large_blobs_are_digested_by_threads() -> None:
     [
         ((1, 2), "meta.k holds a tuple, which is not plain data"),
         (np.float32(1), "meta.k holds a float32"),
-        ({1: 2}, "meta.k holds a table whose keys are not text"),
+        ({1: 2}, "meta.k holds a table with keys that are not text"),
         (2**80, "meta.k holds the integer"),
         (b"x", "meta.k holds a bytes"),
         ("\ud800", "text that is not Unicode"),

@@ -187,7 +187,7 @@ def test_no_tensor_of_an_engine_lies_in_a_file(
     monkeypatch.chdir(tmp_path)
     name = "weights" if where == "weights" else "secret"
     model, ins = outside(tmp_path / name, library, str(tmp_path / name) if where == "absolute" else name)
-    why = "is said to lie in a file"
+    why = "is declared to be in a file"
     if where == "weights":  # the exporter's name for its own weights; the step has none of this name
         why = "its weights are"
     if where == "a constant":
@@ -233,7 +233,7 @@ FORMS: dict[str, tuple[Callable[[onnx.ModelProto], object], str]] = {
         lambda m: m.graph.initializer.append(helper.make_tensor("w", F, (1,), [1.0])),
         "TensorProto.float_data",
     ),
-    "a name that is given twice": (twice, "the name 'w' is not given once"),
+    "a name that is given twice": (twice, "the name 'w' is not defined exactly once"),
     "an attribute of two values": (
         lambda m: m.graph.node[0].attribute.add(name="a", type=onnx.AttributeProto.INT, i=1, f=2.0),
         "has several values",
@@ -309,7 +309,7 @@ def test_a_loop_without_a_bound_is_refused(trips: str, tmp_path: Path) -> None:
         ({"threads": 20_000}, f"threads must be 0 to {THREADS_LIMIT}, not 20000"),
         ({"threads": -1}, "threads must be 0 to"),
         ({"threads": True}, "threads must be 0 to"),
-        ({"precision": "fp8"}, "precision 'fp8' is none of a CPU library"),
+        ({"precision": "fp8"}, "precision 'fp8' is not offered by a CPU library"),
         ({"counters": "/tmp/profile"}, "its parameters are"),
         ({"model": -1}, "there is no blob -1"),
         ({"model": 7}, "there is no blob 7"),
@@ -336,5 +336,5 @@ def test_no_one_asks_for_too_many_threads(tmp_path: Path) -> None:
 def test_without_an_examiner_nothing_goes_to_a_library(tmp_path: Path) -> None:
     path = write(program_of("onnxruntime", relu(), [X], [Y]), tmp_path / "e")
     assert optdnn.load(path)(np.ones((1, 4), np.float32)).tolist() == [[1, 1, 1, 1]]
-    with pytest.raises(EngineError, match="nothing is here to examine it"):
+    with pytest.raises(EngineError, match="nothing can examine it here"):
         runtime_engine.load(path)

@@ -297,7 +297,7 @@ def test_contradicting_options(engine: Path, keys: tuple[Path, Path]) -> None:
 
 def test_certificates(engine: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
     root, key, issued = certificates(tmp_path)
-    with pytest.raises(EngineError, match="signed by a key; asked for is a certificate"):
+    with pytest.raises(EngineError, match="signed by a key; required is a certificate"):
         optdnn.load(engine, signed_by=root)
     optdnn.sign(engine, key, certificate=issued["direct"])
     optdnn.load(engine, signed_by=root)
@@ -306,7 +306,7 @@ def test_certificates(engine: Path, keys: tuple[Path, Path], tmp_path: Path) -> 
         optdnn.load(engine, signed_by=root)
     optdnn.sign(engine, key, certificate=issued["indirect"], chain=[issued["between"]])
     optdnn.load(engine, signed_by=root)
-    with pytest.raises(EngineError, match="signed by a certificate; asked for is a key"):
+    with pytest.raises(EngineError, match="signed by a certificate; required is a key"):
         optdnn.load(engine, signed_by=keys[1])
     other = certificates(tmp_path, "other-")[0]
     with pytest.raises(EngineError, match=INVALID):
@@ -331,7 +331,7 @@ def test_sigstore_identities(engine: Path, keys: tuple[Path, Path], monkeypatch:
     monkeypatch.setattr(verifying.Config, "use_sigstore_verifier", unreachable)
     monkeypatch.setattr(signing.Config, "use_sigstore_signer", unreachable)
     who = "sigstore:https://github.com/me/net/.github/workflows/a.yml@refs/heads/main,https://issuer.example"
-    with pytest.raises(EngineError, match="signed by a key; asked for is a Sigstore identity"):
+    with pytest.raises(EngineError, match="signed by a key; required is a Sigstore identity"):
         optdnn.load(engine, signed_by=who)
     Path(f"{engine}.sig").write_text('{"verificationMaterial": {"certificate": {}}}')
     with pytest.raises(EngineError, match=r"net\.engine\.sig cannot be checked for sigstore:.*no network"):

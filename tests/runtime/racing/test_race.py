@@ -338,7 +338,7 @@ def test_a_broken_stream_ends_or_is_refused() -> None:
     whole = stream.getvalue()
     for n in range(len(whole)):
         assert receive(io.BytesIO(whole[:n])) is None
-    with pytest.raises(InternalError, match="no frame"):
+    with pytest.raises(InternalError, match="not a frame"):
         receive(io.BytesIO(b"hello from C, and more than a frame's head"))
 
 

@@ -304,7 +304,7 @@ def test_one_failure_is_reported_to_every_rank() -> None:
 
 
 def test_hubs_refuse() -> None:
-    with pytest.raises(RankError, match=r"ranks 1, 2 did not come within 0\.3 s"):
+    with pytest.raises(RankError, match=r"ranks 1, 2 did not connect within 0\.3 s"):
         Hub(3).accept(limit=0.3)
     hub = Hub(2)
     errors: list[str] = []

@@ -245,8 +245,8 @@ def _broken(change: Any) -> Program:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: p.pop("op"), "other parts"),
-        (lambda p: p.update(tactic=1), "a tactic that is no name"),
+        (lambda p: p.pop("op"), "unexpected or missing parts"),
+        (lambda p: p.update(tactic=1), "a tactic that is not a name"),
         (lambda p: p["launch"].update(kernel=99), "names kernel 99"),
         (lambda p: p["launch"].update(block=0), "impossible launch"),
         (lambda p: p["launch"].update(grid=[1 << 31, 1, 1]), "impossible launch"),
