@@ -69,8 +69,8 @@ def settle() -> None:
 def huge_parts(maps: str, before: list[Range], in_memory: Callable[[int, int], int]) -> list[Range]:
     """The parts of private anonymous mappings that ``before`` lacks and that are mostly resident, cut to whole huge pages.
 
-    ``maps`` is the text of /proc/PID/maps. ``in_memory`` returns the resident bytes between two addresses. A part is a reserve if less
-    than half of it was touched: filling it with huge pages would waste memory.
+    ``maps`` is the text of /proc/PID/maps. ``in_memory`` returns the resident bytes between two addresses. A part is a reserve if
+    less than half of it was touched: filling it with huge pages would waste memory.
     """
     parts: list[Range] = []
     for mapping in _private(maps):
