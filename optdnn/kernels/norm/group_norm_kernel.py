@@ -18,7 +18,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 HELD = (1, 2, 4, 8)
 """Possible numbers of vectors that a thread keeps in registers."""
-LAUNCH_S, CLUSTER_S, SIXTEEN_S, WAVE_S = 2.4e-6, 0.5e-6, 0.15e-6, 1.2e-6
+LAUNCH_S, CLUSTER_S, SIXTEEN_S, WAVE_S = 2.4e-6, 0.5e-6, 0.15e-6, 2.0e-6
 """Seconds of a launch after a convolution; additional seconds with clusters, with clusters of 16 blocks, and of each further wave."""
 START_S = 0.4e-6
 """Delay in seconds of blocks of 512 threads, while blocks of the previous launch run. It scales with the square of the threads."""

@@ -93,7 +93,7 @@ def test_large_tensors_are_predicted_at_half_of_the_bandwidth() -> None:
 
 def test_few_blocks_are_slow() -> None:
     """The configuration for many images is offered for one as well, whose few tiles leave multiprocessors idle."""
-    problem = clustered.Problem(1, 128 * 128, 64, 32)
+    problem = clustered.Problem(1, 256 * 256, 64, 32)
     (many,) = (o.config for o in group_norm_offers(replace(problem, batch=MANY), DEVICE) if o.row_invariant)
     assert isinstance(many, tiled.Config)
     best = group_norm_offers(problem, DEVICE)[0]

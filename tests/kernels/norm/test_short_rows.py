@@ -167,6 +167,7 @@ def test_two_norms_share_a_launch(name: str, precision: str) -> None:
     assert not {"ActivatedNorm", "LpNormalization", "RMSNormalization", "LayerNormalization"} & set(kinds(program))
 
 
+@pytest.mark.nvrtc
 def test_tuning_where_the_first_norm_has_a_factor_after_it() -> None:
     """The pair's launch replaces that of the first norm, which covers the factor: an operator without candidates of its own."""
     found, _ = tuned(FakeTimer(hashed), graph=PAIRS["pair, a temperature"].copy())

@@ -67,7 +67,7 @@ def test_an_engine_takes_them_and_gives_them() -> None:
     assert taken.ctypes.data == results["y"].ctypes.data
     with pytest.raises(InputError, match="is fp64; the engine takes fp32"):
         Engine(p).run({"x": Foreign(x.astype(np.float64))})
-    with pytest.raises(InputError, match=r"cannot be read as an array: it lies on a device \(DLPack's type 2\)"):
+    with pytest.raises(InputError, match=r"cannot be read as an array: it is on a device \(DLPack's type 2\)"):
         Engine(p).run({"x": Foreign(x, device=2)})
 
 
