@@ -1,6 +1,6 @@
 """Stages move in front of the Reshape between them and a product or convolution, whose epilogue then takes them in.
 
-So does the multiplication of a gate, which is such a product, with heads: its result is reshaped back.
+The multiplication of an attention's heads by a gate, which is such a product, moves in front of its Reshape as well.
 """
 
 from __future__ import annotations

@@ -128,9 +128,11 @@ class ScaledResidual(Rule):
         if not TargetName.parse(context.target).on_gpu or not is_float(total.dtype):
             return None
         for residual, y in (op.inputs, op.inputs[::-1]):
-            scaled, term = producer(graph, residual, {"Mul"}, alone=True), _Term.of(graph, y)
-            x = None if scaled is None else variable(graph, scaled)
-            if scaled is None or x is None or not isinstance(term, _Term) or term.linear.op.kind != "Conv":
+            scaled = producer(graph, residual, {"Mul"}, alone=True)
+            if scaled is None or (x := variable(graph, scaled)) is None:
+                continue
+            term = _Term.of(graph, y)
+            if not isinstance(term, _Term) or term.linear.op.kind != "Conv":
                 continue
             if term.affine.scales:
                 return None  # the weights absorb this factor first: the convolution may then take in the residual

@@ -26,7 +26,7 @@ _SECOND = {"input": "second", "weights": "second_weights", "bias": "second_bias"
 
 
 def multiplier(graph: Graph, op: Op) -> Op | None:
-    """The other depthwise convolution, of the same geometry, by which ``op`` is multiplied and that only ``op`` reads; or None."""
+    """The other depthwise convolution, of the same geometry, that multiplies ``op`` and that only ``op`` reads; or None."""
     for value in op.inputs[op.definition.arity or 0 :]:
         other = None if value is None else graph.op(value)
         if other is None or other.kind != "Conv" or graph.sole_user(other.value) != op:
@@ -71,7 +71,7 @@ class PairedDepthwise(TiledDepthwise):
         return other
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The operators that take the means of the result, and the convolution by which it is multiplied."""
+        """The operators that take the means of the result, and the convolution that multiplies it."""
         other = multiplier(graph, op)
         return [*super().neighbours(graph, op), *([] if other is None else [other])]
 

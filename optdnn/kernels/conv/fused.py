@@ -21,7 +21,7 @@ from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array
 
-COPY_S, COPY_RATE = 1.2e-6, 3e12
+COPY_S, COPY_RATE = 2e-6, 3e12
 """Seconds of a copy's launch, and bytes per second that it reads and writes."""
 
 

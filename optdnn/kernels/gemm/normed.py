@@ -201,7 +201,7 @@ class NormedPair(TakesNorm, PairedGemm):
 
     @staticmethod
     def others(graph: Graph, op: Op) -> tuple[Op, ...]:
-        """The product by which ``op`` is multiplied."""
+        """The product that multiplies ``op``."""
         other = multiplier(graph, op)
         return () if other is None else (other,)
 

@@ -28,7 +28,7 @@ _PRODUCTS = frozenset({"MatMul", "Gemm"})
 
 
 def multiplier(graph: Graph, op: Op) -> Op | None:
-    """The other product of the same rows by which ``op`` is multiplied, or None."""
+    """The other product of the same rows that multiplies ``op``, or None."""
     for value in op.inputs[op.definition.arity or 0 :]:
         other = None if value is None else graph.op(value)
         if other is None or not _alike(op, other) or other.inputs[0] != op.inputs[0]:
@@ -90,7 +90,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         return f"two launches are predicted to take {sum(seconds[1:]) * 1e6:.1f} us, one {seconds[0] * 1e6:.1f}"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The product by which ``op`` is multiplied."""
+        """The product that multiplies ``op``."""
         other = multiplier(graph, op)
         return [] if other is None else [other]
 

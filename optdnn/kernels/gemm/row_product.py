@@ -1,5 +1,5 @@
 """Products of a few rows and adjacent operators in one launch, which reads its matrices once. These operators are the RMS norm of
-the rows, and a second product by which the first one is multiplied. A language model computes them for each token,
+the rows, and a second product that multiplies the first one. A language model computes them for each token,
 besides attention.
 """
 
@@ -43,7 +43,7 @@ class TakesAround(Tactic):
     """A product with the norm before it, a second product, or both."""
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The product by which ``op`` is multiplied, and the norm of its rows."""
+        """The product that multiplies ``op``, and the norm of its rows."""
         norm = None if op.input(0) is None else graph.op(op.inputs[0])  # type: ignore[arg-type]
         found = [multiplier(graph, op), norm if norm is not None and norm.kind == "RMSNormalization" else None]
         return [x for x in found if x is not None]

@@ -178,7 +178,11 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds of one launch after a convolution, fitted to 300 timings of 16 images on an H100."""
+    """Predicted seconds of one launch after a convolution, fitted to 300 timings of 16 images on an H100.
+
+    Two constants are not fitted: :data:`L2_RATE` comes from chains of norms, as the rates of the other kernels of group norms do, and
+    :data:`WAVE_S` is larger than the fit (1.2 us), which has few images with several waves.
+    """
     clusters = problem.channels // config.slab * problem.batch
     by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
     resident = max(1, min(by_shared, 65536 // (REGISTERS * config.threads)))
