@@ -175,7 +175,7 @@ class Run:
         return max(0.0, min(limit_s, left)) if left > 1.0 else 0.0
 
     def _outcome(self, error: Exception, granted: float, limit_s: float, stage: str) -> Row | None:
-        """The row of a job whose child gave no answer. None if the budget cut it off: a later call does it."""
+        """The row of a job whose child did not answer. None if the budget cut it off: a later call does it."""
         if isinstance(error, OutOfTime):
             cut = granted < min(limit_s, 0.9 * self.options.budget)
             return None if cut else {"error": f"{stage}: no end in {granted:.3g} s", "verdict": "hang"}

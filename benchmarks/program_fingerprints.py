@@ -170,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     differing: list[str] = []
     for case in cases:
         start = time.perf_counter()
-        # through JSON, so that what was read and what was made now have the same types
+        # through JSON, so that stored and new fingerprints have the same types
         found[case.name] = json.loads(json.dumps(fingerprint(build(case))))
         new = [] if before is None else compare(before, case.name, found[case.name])
         differing += [case.name] if new else []

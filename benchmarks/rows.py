@@ -122,7 +122,7 @@ ALONE = ("zoo/",)
 
 
 def replaced(rows: Sequence[Row], gpu: Callable[[Row], str] = gpu_of) -> list[Row]:
-    """The rows without those that a later row makes useless: of the same workload and GPU, built in the same way, with the same
+    """The rows that no later row replaces: of the same workload and GPU, built in the same way, with the same
     candidates and more."""
     found: list[Row] = []
     later: dict[tuple[str, str, str, str], list[set[str]]] = {}

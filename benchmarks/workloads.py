@@ -82,7 +82,7 @@ def parse(text: str) -> list[Workload]:
 
 @dataclass(frozen=True)
 class Network:
-    """How a source makes a network, where its defaults do not do: the fields of ``workloads.toml``."""
+    """How a source makes a network, if its defaults are not suitable: the fields of ``workloads.toml``."""
 
     make: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Halves of an image's channels that are split, joined and shuffled around convolutions become convolutions of all channels.
+"""Convolutions of half the channels, between a split, a concatenation and a shuffle, become convolutions of all channels.
 
 A unit of ShuffleNet V2 (Ma et al., 2018) splits its channels, convolves one half, joins the halves and shuffles the channels. Its
 moves are more launches than its convolutions, which are small. Here all channels pass through these convolutions: the half that

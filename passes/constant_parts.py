@@ -1,4 +1,4 @@
-"""Constant channels that are joined to others in front of a product are multiplied when the network is built.
+"""Constant channels that a Concat adds before a product are multiplied when the network is built.
 
 Neural differential equations (Chen et al., 2018) join the time to the channels in front of each convolution, CoordConv (Liu et al.,
 2018) the position of each pixel. What these channels add to the result is a constant. Without them, nothing is joined, and nothing

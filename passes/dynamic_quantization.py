@@ -1,4 +1,4 @@
-"""Data that are quantized in the run (ONNX Runtime's dynamic quantization), in the form that quantized networks have otherwise.
+"""Dynamic quantization (ONNX Runtime's) takes the form of static quantization: a range, QuantizeLinear and DequantizeLinear.
 
 DynamicQuantizeLinear becomes the range of the data and a QuantizeLinear by it. ``Cast(MatMulInteger(q, w)) * (scale * step)``
 becomes a product between DequantizeLinears. So biases and activations become stages of the product. Then

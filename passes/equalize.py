@@ -1,4 +1,4 @@
-"""Exact rescalings before quantization, so that one scale to a tensor serves all of its channels.
+"""Exact rescaling of channels before quantization, so that one scale per tensor suits all of its channels.
 
 Cross-layer equalization (Nagel et al., "Data-Free Quantization through Weight Equalization and Bias Correction", 2019): a
 positive factor per channel moves from a depthwise convolution's weights to its neighbour's through a ReLU. Smoothing (Xiao et al.,

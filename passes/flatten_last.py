@@ -1,4 +1,4 @@
-"""Channels-last images are flattened in place, where their only reader is a product with a constant matrix.
+"""Channels-last images are flattened in place if their only reader is a product with a constant matrix.
 
 A classifier's Flatten (VGG, AlexNet, LeNet) counts its elements channel by channel. Behind convolutions in channels-last order
 this costs one more launch, which reorders the image. The rows of the matrix are reordered instead, once, in the build.

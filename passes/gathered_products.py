@@ -1,4 +1,4 @@
-"""Products of rows that are gathered from fewer rows are computed before they are gathered.
+"""A product of gathered rows is computed before the Gather, if the Gather repeats rows.
 
 Networks of points and of graphs multiply what belongs to an edge: the features of its ends, or their difference, side by side
 (EdgeConv: Wang et al., 2019; PointNet++: Qi et al., 2017; message passing: Gilmer et al., 2017). There are many more edges than

@@ -1,4 +1,4 @@
-"""Ops that compute on integers between DequantizeLinear and QuantizeLinear: the marks of this form, and rules that clean it up."""
+"""Quantized ops (between DequantizeLinear and QuantizeLinear): they are marked, and rules simplify this form."""
 
 from __future__ import annotations
 

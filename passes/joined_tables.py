@@ -1,4 +1,4 @@
-"""Embeddings of the columns of one tensor, side by side, become one Gather from their tables joined (DeepFM: Guo et al., 2017)."""
+"""Embeddings of the columns of one tensor become one Gather from their concatenated tables (DeepFM: Guo et al., 2017)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that are gathered by a mask become all rows, where the mask decides at the end.
+"""Operators on the rows that a mask selects compute all rows; the mask selects among their results.
 
 Detectors send each region of interest to the level of its size: for each level, ``i = NonZero(mask)`` and
 ``y[i] = f(x[i])``. The size of ``i`` depends on data, so no kernel can be planned for ``f``. Wherever ``f`` keeps rows apart,

@@ -1,4 +1,4 @@
-"""Factors of a convolution's weights move to its pixels and to its results.
+"""Per-channel factors of a convolution's weights become factors of its input and of its result.
 
 StyleGAN's modulated convolutions (Karras et al., 2020) multiply constant filters by a factor of each channel that they read, which
 the style computes, and divide them by the norm of each filter. ``conv(x, w * s * d)`` is ``conv(x * s, w) * d`` with ``s`` of the

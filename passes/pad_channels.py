@@ -1,4 +1,4 @@
-"""Channels that lie between convolutions become a multiple of 8, as the kernels of 16-bit images need.
+"""Channels between convolutions are padded to a multiple of 8, which the kernels of 16-bit images need.
 
 A depthwise convolution of 254 channels, or of two halves with 127 each, reads no 8 bytes at once. The channels of a *region*
 (depthwise convolutions, pointwise arithmetic, pools, and splits of channels) come from convolutions with constant weights and go to

@@ -1,4 +1,4 @@
-"""Parts of a network whose number of rows depends on data compute as many rows as there can be.
+"""Operators whose number of rows depends on data compute the largest possible number of rows.
 
 A GPU's kernels are planned for sizes that are known. Behind a non-maximum suppression, or a list of the best scores, there are
 ``n <= 1000`` regions of interest: their operands are padded to 1000 rows, and of the results the first ``n`` rows are taken. All

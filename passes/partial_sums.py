@@ -1,4 +1,4 @@
-"""An addition to some channels of a convolution becomes an addition to all of them, a stage of the convolution.
+"""An addition to some channels of a convolution becomes an addition to all of them, a stage of its epilogue.
 
 ReXNet (Han et al., 2021) adds its shortcut to the first channels and keeps the others; a dual path network (Chen et al., 2017)
 adds some channels of a result and appends the others. Slices, the addition and a Concat are launches between two convolutions.

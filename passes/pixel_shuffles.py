@@ -1,4 +1,4 @@
-"""Pixels that a convolution makes as channels lie together: a shuffle then moves whole blocks of channels.
+"""A convolution before a pixel shuffle orders its channels by pixel, so that the shuffle moves whole blocks of channels.
 
 Super-resolution networks make each pixel of a larger image from channels of a smaller one (Shi et al., 2016). PyTorch takes
 channel ``c`` of pixel ``(i, j)`` of a block from channel ``(c * k + i) * k + j``: neighbours in memory become distant pixels.

@@ -1,4 +1,4 @@
-"""Products that are the same for each part of a tensor become one product of stacks.
+"""Equal products on each part of a tensor become one batched product.
 
 Linear attention by chunks (retention: Sun et al., 2023; DeltaNet: Yang et al., 2024; Mamba-2: Dao and Gu, 2024) multiplies queries,
 keys and values of each chunk. Exporters unroll the loop over the chunks: each has small products of its own. Only the products that

@@ -1,4 +1,4 @@
-"""Sums over groups of channels that a Reshape put on an axis of their own become sums of the groups where they lie.
+"""Sums over an axis of channel groups that a Reshape made become additions of these groups in place.
 
 Split attention (ResNeSt: Zhang et al., 2022) views its channels as ``[radix, channels]``, sums over the radix, takes the means
 of all positions, and later sums the groups again, each times its own factor per image and channel. In channels-last order the

@@ -1,4 +1,4 @@
-"""Weighted sums of sampled images become one op, which no sample leaves: deformable attention and deformable convolution.
+"""Weighted sums of sampled images become one op that stores no sample: deformable attention and deformable convolution.
 
 Multi-scale deformable attention (Zhu et al., "Deformable DETR", 2021) samples the images of each level at some places for each
 query, puts the samples side by side, multiplies them with weights and adds them. A deformable convolution (Dai et al., 2017; Zhu

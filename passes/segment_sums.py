@@ -1,4 +1,5 @@
-"""Sums, maxima and minima scattered to constant places become those of segments: each result takes its own rows, in one launch.
+"""Sums, maxima and minima that are scattered to constant places become segment reductions: one launch, in which each result
+reads its own rows.
 
 Graph networks whose edges are known when the network is built send messages so (meshes, road networks, molecules of one kind). The
 rows are sorted by the node that they go to. What makes them moves into the loop that adds them: gathers of nodes, and pointwise

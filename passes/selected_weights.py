@@ -1,4 +1,4 @@
-"""Rows that each select their matrix are multiplied with all matrices, and keep the product of their own.
+"""Rows that each select a matrix are multiplied with all matrices, and each row keeps the result of its matrix.
 
 A mixture of experts is exported as ``weights[expert of each row] @ row``: each row copies its expert's matrix and reads it once,
 so that a product of rows becomes as many products of one row. Where there are no more matrices than rows, the product of all rows

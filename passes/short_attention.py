@@ -1,4 +1,4 @@
-"""Attention over few tokens: several items share a tile of a kernel, and one key needs no attention.
+"""Attention over few tokens: several items share a tile of a kernel, and attention over one key is its value.
 
 Video networks attend along time at each pixel: thousands of items of 8 or 16 frames. A tile of a kernel has 64 queries, and most
 would be idle. Items that follow one another become one, with a mask that separates them. With one key (the picture that a video

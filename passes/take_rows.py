@@ -1,4 +1,4 @@
-"""A few rows are taken before the operators that compute each row by itself, not after them.
+"""A selection of a few rows moves in front of the operators that compute each row by itself.
 
 A classifier reads only the class token: after the keys and values of the last attention, the other tokens have no reader. A Slice
 moves in front of products of rows with a matrix, norms, pointwise operators and the queries of attention.

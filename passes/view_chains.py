@@ -1,4 +1,4 @@
-"""Transposes with a Reshape between them become one, where the Reshape joins what the first one took apart.
+"""Transpose, Reshape, Transpose become one Transpose between two Reshapes.
 
 MobileViT (Mehta and Rastegari, 2022) cuts an image into patches in two steps.
 """

@@ -1,4 +1,4 @@
-"""A product over the windows of a sequence or an image reads them where they lie.
+"""A product over the windows of a sequence or an image reads the windows in place.
 
 A dynamic convolution (Wu et al., 2019; ConvBERT: Jiang et al., 2020) multiplies the places under a window by weights that are
 computed for each place. Exporters write the windows as an im2col: Gathers with overlapping indices, views, and a product of

@@ -1,4 +1,4 @@
-"""Sums of products with shifted images become one sum over all shifts: the cost volumes of optical flow and stereo.
+"""Cost volumes of optical flow and stereo: the sums of products with each shifted image become one op over all shifts.
 
 PWC-Net (Sun et al., 2018) compares each pixel of an image with all pixels near its place in another one. Exporters unroll the loop
 over the shifts: a Slice, a product and a mean over the channels for each of them, and a Concat of the means. All shifts together

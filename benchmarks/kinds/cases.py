@@ -2,8 +2,8 @@
 
     python -m benchmarks cases --target cuda --most 400 --out cases.jsonl [--operators Resize]
 
-The cases are those that the operator tests check (collected by running these), at most ``--most`` of an operator. Many make one
-network whose parts have nothing to do with one another, so that engines are few. On a GPU (``cuda``) every launch is held against
+The cases are those that the operator tests check (collected by running these), at most ``--most`` of an operator. Many cases make
+one network of independent parts, so that few engines are built. On a GPU (``cuda``) every launch is held against
 NumPy's result on the GPU's own operands, poisoned with NaN first; at fp32 the results also against ``reference``, with the
 operator's own tolerance. With an architecture (``cuda:sm_90a``) a run only fills the kernel cache.
 """

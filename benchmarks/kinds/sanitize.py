@@ -41,7 +41,7 @@ AND, TOGETHER, GENERAL_TOGETHER = " + ", 2, 6
 
 
 def watched(tool: str, folder: Path, name: str, fault: int, seconds: int) -> tuple[bool, str, float]:
-    """Whether a tool reports nothing, what it says, and the seconds it took."""
+    """Whether a tool reports no fault, its output, and the seconds it took."""
     start = time.time()
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "benchmarks", "sanitize",
                "--folder", str(folder), "--run", name, "--fault", str(fault), "--tools", tool]  # fmt: skip

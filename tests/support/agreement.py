@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 BOX, SCORE = 1e-3, 1e-3
-"""How far corners (of the image) and scores of a box that is the same may be: at fp32."""
+"""Bounds at fp32 for two boxes to count as the same: difference of corners (as a share of the image) and of scores."""
 
 
 def fill_module(folder: Path) -> Any:
@@ -53,7 +53,7 @@ def same_boxes(
     got: Sequence[Any], want: Sequence[Any], *, box: float = BOX, score: float = SCORE
 ) -> dict[str, Any] | None:
     """Of a detector's outputs (boxes [n, 4], scores [n], labels [n] where there are some): how many boxes both keep (``same``),
-    each paired with one other of its label, score and corners; ``of`` how many that the one that keeps more has; the ``errors``
+    each paired with one other of its label, score and corners; ``of``: the larger number of boxes; the ``errors``
     of all outputs over those pairs (masks: of each box its own). None where no output holds boxes."""
     k = next((k for k, a in enumerate(want) if a.ndim == 2 and a.shape[1] == 4), None)
     scores = next((k for k, a in enumerate(want) if a.ndim == 1 and a.dtype.kind == "f"), None)

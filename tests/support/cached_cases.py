@@ -28,7 +28,7 @@ class Case:
 def case(
     lengths: Sequence[int], heads: int = 4, key_heads: int = 2, features: int = 64, capacity: int = 300, **more: object
 ) -> Case:
-    """Features turn, unless ``turned`` says otherwise."""
+    """All features are rotated, unless ``turned`` gives another number."""
     starts = more.pop("starts", ())
     given = {"turned": features, **more}
     problem = Problem(len(lengths), heads, key_heads, capacity, features, features**-0.5, **given)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ CASES = {
 
 @dataclass
 class Operands:
-    """As the launch has them, and what it must leave: the result, keys and values."""
+    """Operands as the launch reads them, and the expected result, keys and values."""
 
     held: dict[str, Array]
     places: Places
@@ -99,11 +99,11 @@ def operands_of(c: Case) -> Operands:
 
 
 JOINT = dict.fromkeys(("q", "new_k", "new_v"), "joint")
-"""Operands that lie in one array."""
+"""Operands in one array."""
 
 
 def check(c: Case, o: Operands, held: dict[str, Array]) -> None:
-    """What a launch leaves in its operands: the result, the new rows, and every other byte of the cache as it was."""
+    """The expected operands after a launch: the result, the new rows, and every other byte of the cache as it was."""
     p, (y, *caches) = c.problem, o.wanted
     bound = TOLERANCE[p.dtype]
     np.testing.assert_allclose(held["out"].astype(np.float32), y, rtol=0, atol=bound * np.abs(y).max())

@@ -18,7 +18,7 @@ from optdnn.compare.checks import STEP
 
 
 def collected(most: int, only: str) -> list[Any]:
-    """The cases, at most ``most`` of an operator, spread over those that there are."""
+    """The cases, at most ``most`` per operator, spread evenly over all of its cases."""
     import onenode  # type: ignore[import-not-found]
     import pytest
 
@@ -124,7 +124,7 @@ def _checked(cases: list[Any], engine: Any, model: Any, feeds: dict[str, Any], p
 
 
 def tolerance(case: Any) -> Any:
-    """That of the operators that the case is made of."""
+    """The opset of the case's operators."""
     from onenode import import_case
 
     from optdnn.ops.base import Tol

@@ -45,8 +45,8 @@ def check_pass(
     """Run ``one`` on a copy of ``before`` and return the result with its report.
 
     Asserts: exactly ``changes`` rewrites (``rules``: by rule name); the structure of ``after`` or the ``kinds`` left; the
-    graph's invariants; a second run changes nothing; no provenance is lost but ``drops`` (nodes whose work is gone
-    altogether); outputs keep names, dtypes and shapes; and, for each seed, the outputs of the pass run on the float64
+    graph's invariants; a second run changes nothing; no provenance is lost except ``drops`` (nodes that
+    disappear altogether); outputs keep names, dtypes and shapes; and, for each seed, the outputs of the pass run on the float64
     promotion equal the promotion's at 1e-9, while the pass run as it is stays within rounding of its own dtype. The
     outputs have to differ from seed to seed by far more than that, or the comparison would say nothing
     (``depends_on_input=False`` for a network that is constant). ``promoted_changes``: where a promoted graph is

@@ -1,4 +1,4 @@
-"""Models with random operators, and what they are to draw."""
+"""Models with random operators, and the numbers that they must draw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kind of measurement that needs no GPU: what it does is the name of its workload's network."""
+"""A kind of measurement that needs no GPU: the name of the workload's network selects what it does."""
 
 from __future__ import annotations
 

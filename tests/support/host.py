@@ -29,11 +29,11 @@ COMPILER = shutil.which("g++")
 WHY_NOT = None if COMPILER else "there is no g++ to compile the generated kernels for the processor"
 
 HEADERS = ("<algorithm>", "<cmath>", "<cstdlib>", "<cstring>", '"host_fibers.hpp"', "<vector>")
-"""What the emulations include. Precompiled, since to read them takes longer than to compile most kernels."""
+"""Standard headers of the emulations. Precompiled, since parsing them takes longer than compiling most kernels."""
 
 
 _loaded: dict[tuple[str, ...], ctypes.CDLL] = {}
-"""By what they are compiled from: cases that differ in their operands alone share a library."""
+"""Compiled libraries by their source: cases that differ only in their operands share a library."""
 
 
 def library(text: str, folder: Path, level: str, options: Sequence[str] = ()) -> ctypes.CDLL:
@@ -68,7 +68,7 @@ def _compile(*arguments: str) -> None:
 
 
 TEMPLATES = ("general.cu", "rnn_resident.cu", "rotary.cu", "rotary_norm.cu", "sample.cu", "top_rows.cu")
-"""What is made of nothing but general.cuh and a generated text."""
+"""Kernels that consist of general.cuh and generated text only."""
 
 
 class HostKernels:

@@ -1,4 +1,4 @@
-"""Runs the launches of kernel templates without tensor cores on the processor: threads, warps and shared memory as they are."""
+"""Runs the launches of kernel templates without tensor cores on the processor: with the same threads, warps and shared memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optdnn.types import Array
 from support.host import HERE, library
 
 _REPLACED = ("ptx.cuh", "l2_priority.cuh", "grid_meeting.cuh")
-"""Headers whose functions ``host_tiles.hpp`` and ``host_l2.hpp`` have."""
+"""Headers that ``host_tiles.hpp`` and ``host_l2.hpp`` replace."""
 _SHARED = re.compile(r"extern __shared__ __align__\(16\) (\w+) (\w+)\[\];")
 
 

@@ -1,4 +1,4 @@
-"""Processes that are killed while they write: what they leave behind must be whole."""
+"""Processes that are killed while they write: the files that remain must be complete."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def _ranges(folder: Path, number: int, say: Say) -> None:
 WORK: dict[str, Callable[[Path, int, Say], None]] = {
     "build": _build, "save": _save, "retune": _retune, "timing cache": _time, "calibration cache": _ranges,
 }  # fmt: skip
-"""Work that is done again and again until the process is killed. ``say`` tells what is stored for certain."""
+"""Work that repeats until the process is killed. ``say`` reports what is stored safely."""
 
 
 def spawn(work: Callable[[Say], None]) -> tuple[int, int]:
-    """Begin work in a separate process: its number, and a pipe of what it says."""
+    """Begin work in a separate process. Returns its process id and a pipe with its reports."""
     out, into = os.pipe()
     pid = os.fork()
     if pid:

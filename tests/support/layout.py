@@ -1,4 +1,4 @@
-"""What a kernel's source says of its own layout, as NVRTC compiles it."""
+"""Checks of a kernel's source as NVRTC compiles it: offsets of its parameters, and conditions."""
 
 from __future__ import annotations
 

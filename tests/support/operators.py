@@ -51,7 +51,7 @@ def table(models: Mapping[str, Callable[[], Any]], passing: Sequence[str], liste
 
 
 def _where(own: Sequence[str], apart: Mapping[str, Any], usual: str, other: str) -> str:
-    """Where the cases run: ``apart`` are those that need the other place, in whole or in part."""
+    """Where the cases run. ``apart``: the cases that need the other place, in whole or in part."""
     if not own:
         return "–"
     count = sum(name in apart for name in own)
@@ -63,7 +63,7 @@ def _key(domain: str, name: str) -> str:
 
 
 def _versions() -> dict[str, list[int]]:
-    """Operator -> the opsets that define it, of those that are not refused."""
+    """Operator -> the accepted opsets that define it."""
     refused = {n for names in missing().values() for n in names} | set(classic.REFUSALS)
     found: dict[str, set[int]] = {}
     for schema in _schemas():

@@ -122,7 +122,7 @@ def norm_network(
 
 
 def attention_network(dtype: Any = FP8, *, size: int = 32, kept: bool = False) -> Graph:
-    """Two heads of halves, quantized, and brought to rows behind that."""
+    """Two heads of fp16 values, quantized, then rearranged to rows."""
     n = QNet(np.float16)
     q, k, v = (n.input(2, 2, 20, size, name=name) for name in "qkv")
     attrs = AttentionAttrs()
@@ -140,7 +140,7 @@ NARROWED: dict[str, Callable[[], Graph]] = {
     "attention to fp8": attention_network,
     "attention to int8": lambda: attention_network(np.int8, size=64),
 }
-"""Networks whose float kernels give results in 8 bits."""
+"""Networks in which float kernels write 8-bit results."""
 
 
 def grouped_fp8(channels: int, group: int, *, narrow: bool = False, **geometry: Any) -> Graph:
@@ -157,7 +157,7 @@ FP8_GROUPS: dict[str, Callable[[], Graph]] = {
     "5 groups of 8": lambda: grouped_fp8(40, 5),
     "depthwise": lambda: grouped_fp8(72, 72),
 }
-"""Grouped convolutions of fp8 with float results, which a GPU's sums are near to."""
+"""Grouped fp8 convolutions with float results, which a GPU reproduces approximately."""
 
 
 def residual_block(n: QNet, x: Value) -> Value:
@@ -187,7 +187,7 @@ def padded(n: QNet, x: Value, dtype: Any, zero: int | None = None, mode: str = "
 
 
 def frames(n: QNet, x: Value, *numbers: Any) -> Value:
-    """What a filter of three frames sees of padded ones, side by side."""
+    """The padded frames under the taps of a filter of three frames, side by side."""
     y = n.fake(n.op("Pad", x, n.ints(0, 1, 0, 0, 0, 1, 0, 0), attrs=PadAttrs()), *numbers)
     parts = [n.fake(n.op("Slice", y, n.ints(t), n.ints(t + 5), n.ints(1), n.ints(1)), *numbers) for t in range(3)]
     y = n.op("Reshape", n.fake(n.op("Concat", *parts, attrs=ConcatAttrs(3)), *numbers), n.ints(10, 6, 72))

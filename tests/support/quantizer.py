@@ -18,7 +18,7 @@ BORDERS = frozenset({"MatMulInteger", "ConvInteger"})
 
 
 class Reader:
-    """What the quantizer calibrates on."""
+    """The quantizer's calibration data."""
 
     def __init__(self, feeds: Sequence[Mapping[str, Array]]):
         self.feeds = iter(feeds)
@@ -138,8 +138,8 @@ def alone(model: ModelProto) -> Iterator[tuple[NodeProto, list[NodeProto], list[
 def side_by_side(
     model: ModelProto, values: Mapping[str, Array]
 ) -> tuple[ModelProto, dict[str, Array], dict[str, Array]]:
-    """All quantized operators of a network, each alone, as one network of parts that share nothing: it, its feeds (what the whole
-    network feeds them), and what ONNX Runtime makes of each, by the operator's name."""
+    """All quantized operators of a network, each alone, as one network of parts that share nothing: the network, its
+    feeds (the operands' values in the whole network), and ONNX Runtime's result of each operator, by the operator's name."""
     constants = {t.name: t for t in model.graph.initializer}
     nodes: list[NodeProto] = []
     inputs: dict[str, Array] = {}

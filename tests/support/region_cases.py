@@ -1,4 +1,4 @@
-"""One operator of a lowered program: its NumPy meaning, and that its shape function says what the meaning gives."""
+"""One operator of a lowered program: its NumPy meaning, and a check that its shape function agrees with the meaning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def random(*shape: int, seed: int = 0) -> Array:
 
 
 def infer(kind: str, attrs: Attrs, operands: Sequence[Array | None], outputs: int = 1) -> Result:
-    """What the kind's shape function says of these operands."""
+    """The types and shapes that the kind's shape function infers from these operands."""
 
     def no_symbol(hint: str, most: object = None) -> object:
         raise InternalError(hint)

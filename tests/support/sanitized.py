@@ -1,8 +1,8 @@
 """Engines of the sanitizers' families: built with line numbers, and run launch by launch.
 
-``python -m benchmarks sanitize`` watches that. What TMA stores, initcheck does not see. After a launch of such a kernel
-(``TMA_STORES``) the elements that the step's meaning says it writes are written from the host, and those alone, so that what
-lies between them stays unwritten; that the kernel wrote them all, the checks against NaN hold (``runtime.cuda.check``).
+``python -m benchmarks sanitize`` runs these under compute-sanitizer. initcheck does not see TMA's stores. So after a launch of such
+a kernel (``TMA_STORES``), the host writes exactly the elements that the step's meaning writes; the gaps between them stay
+unwritten. The checks against NaN (``runtime.cuda.check``) prove that the kernel itself has written all of these elements.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def prepare(folder: Path, name: str) -> dict[str, Any]:
 
 
 def run(folder: Path, name: str, tool: str, fault: int) -> None:
-    """Every launch of a prepared engine, one after the other, on allocations of their own. What a sanitizer watches."""
+    """Every launch of a prepared engine, one after the other, on separate allocations. A sanitizer watches this function."""
     from optdnn.runtime.cuda.allocator import DeviceMemory, upload
     from optdnn.runtime.cuda.device import Launch
     from optdnn.runtime.cuda.runner import CudaRunner

@@ -70,11 +70,11 @@ from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, g
 
 
 def _never(*given: Any) -> None:
-    """A tactic's ``defer`` where it is taken whatever the cost model predicts."""
+    """A tactic's ``defer`` that accepts it whatever the cost model predicts."""
 
 
 def _always(*_: Any) -> str:
-    """A tactic's ``defer`` where another one is to be taken."""
+    """A tactic's ``defer`` that prefers other tactics."""
     return "it is not what is to be tested"
 
 
@@ -111,7 +111,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "packed weights: in clusters": {"packed.product._estimated": in_clusters},
     "a first convolution and its pool, by wgmma": {"conv.stem_pool._offers": by_wgmma},
 }
-"""How the names of families begin -> what is set in ``optdnn.kernels``, so that their kernels are taken."""
+"""Prefix of families' names -> settings of ``optdnn.kernels`` with which their kernels are chosen."""
 
 
 @contextmanager
@@ -335,7 +335,7 @@ def eight_bits() -> Graphs:
 
 
 def norms() -> Graphs:
-    """Norms, means, and what takes them along."""
+    """Norms, means, and the kernels that include them."""
     picked = [("groups", GROUP_NORM, tuple(GROUP_NORM)), ("residual", RESIDUAL, tuple(RESIDUAL))]
     return {
         **{f"norms of images: {name}": (net(Net, NORMED_IMAGES[name]), "fp16") for name in ("block", "chain")},

@@ -30,7 +30,7 @@ def lowered(graph: Graph, precision: str = "fp16", target: str = "simulate", **o
 
 
 def passed(graph: Graph, precision: str, target: str = "simulate", **options: Any) -> tuple[Graph, Program]:
-    """What the passes make of a copy of the graph, and its program; checked."""
+    """A copy of the graph after all passes, and its program; checked."""
     chosen = BuildOptions(target=target, precision=precision, **options)
     copy = graph.copy()
     optimize(copy, chosen, target)
@@ -41,7 +41,7 @@ def passed(graph: Graph, precision: str, target: str = "simulate", **options: An
 
 
 def calibrated(graph: Graph, precision: str, target: str = "simulate", **options: Any) -> tuple[Graph, Program]:
-    """The same; where there are 8 bits, two made-up inputs give the ranges."""
+    """The same. For 8-bit precisions, two random inputs give the ranges."""
     data = [feeds_of(graph, seed) for seed in (3, 4)] if "8" in precision else None
     return passed(graph, precision, target, calib=data, **options)
 
@@ -102,7 +102,7 @@ def tactics(program: Program, *kinds: str) -> list[str]:
 
 
 def refusals(program: Program, tactic: str = "*", kind: str = "*") -> list[str]:
-    """Why tactics were not taken; of those, and for operators, whose names are as the patterns say."""
+    """Reasons why tactics were refused. The patterns select tactics and operators by name."""
     rows = [row for row in program.meta["tactics"] if fnmatch(row["kind"], kind)]
     return [r["reason"] for row in rows for r in row.get("refused", ()) if fnmatch(r["tactic"], tactic)]
 
@@ -120,4 +120,4 @@ OTHER_MACHINES_AND_TYPES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"precision": "fp32"}, "16-bit floats"),
     ({"target": "cuda:sm_80", "no_cubins": True}, "sm_80"),
 )
-"""Options of builds that a launch of 16-bit floats on Hopper is not for, and the reason."""
+"""Build options for which launches of 16-bit floats on Hopper are refused, and the reason."""

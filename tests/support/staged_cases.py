@@ -1,4 +1,4 @@
-"""Networks of reductions whose operands pointwise operators make, which :mod:`optdnn.kernels.reduce.staged` takes."""
+"""Networks of reductions that include the pointwise operators before them (:mod:`optdnn.kernels.reduce.staged`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU timer that is made up: what the autotuner does with its figures is tested without a GPU."""
+"""A fake GPU timer: tests of the autotuner's decisions need no GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tactics_of(program: Program) -> list[str]:
 
 class FakeTimer:
     """``seconds`` gives the time of a candidate by its name (or raises); ``net`` that of a network, from its steps' tactics;
-    ``lanes`` is what a network with lanes takes of that."""
+    ``lanes`` is the share of that time which a network with lanes takes."""
 
     def __init__(
         self,

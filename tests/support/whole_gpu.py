@@ -12,8 +12,8 @@ from typing import Any
 
 @contextmanager
 def gpu_taken(whole: bool, folder: Path | None = None) -> Iterator[None]:
-    """A test's time on the GPU: many share it, one that wants the ``whole`` has it alone. Whoever waits for the whole goes before
-    those that come later."""
+    """A test's time on the GPU: many tests share it; a test that needs the ``whole`` GPU has it alone. A test that waits for the
+    whole GPU goes before later ones."""
     import fcntl  # not on Windows, where no test gets here
 
     folder = folder or Path(tempfile.gettempdir())
