@@ -238,6 +238,10 @@ class NormRule(PatternRule):
         instance = self.centred and axes == spatial
         if not axes or not (axes == last or instance):
             return Miss(f"axes are not the last ones: {axes} of {rank}")
+        if not self.centred and axes == spatial and len(axes) > 1:
+            return Miss(
+                "it is of each channel of an image: a sum of squares and arithmetic leave the image in its order"
+            )
         norms: list[FusedNorm] = []
         own = dims[rank - len(axes) :]
         if _static(own):
@@ -249,6 +253,11 @@ class NormRule(PatternRule):
             if given is not None:
                 norm = FusedNorm("InstanceNormalization", EpsilonAttrs(epsilon), x, given, (dims[1],), True)
                 norms.insert(0 if len(axes) > 1 else len(norms), norm)
+        if self.centred and rank > 2 and axes == tuple(range(1, rank)) and isinstance(dims[1], int):
+            given = norm_parameters(graph, root, per_channel(rank, dims[1]), found)
+            if given is not None and (given.scale is not None or given.bias is not None):
+                attrs = GroupNormAttrs(1, epsilon)
+                norms.insert(0, FusedNorm("GroupNormalization", attrs, x, given, (dims[1],), always_bias=True))
         if not norms and not _static(own):
             return Miss("the size of the normalized axes is not known")
         return norms
