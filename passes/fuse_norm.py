@@ -238,14 +238,14 @@ class NormRule(PatternRule):
         instance = self.centred and axes == spatial
         if not axes or not (axes == last or instance):
             return Miss(f"axes are not the last ones: {axes} of {rank}")
-        if not self.centred and axes == spatial and len(axes) > 1:
-            return Miss(
-                "it is of each channel of an image: a sum of squares and arithmetic leave the image in its order"
-            )
         norms: list[FusedNorm] = []
         own = dims[rank - len(axes) :]
         if _static(own):
             given = norm_parameters(graph, root, trailing(own), found, shift=self.centred)
+            if not self.centred and axes == spatial and len(axes) > 1 and (given is None or given.scale is None):
+                return Miss(
+                    "it is of each channel of an image: a sum of squares and arithmetic leave the image in its order"
+                )
             if given is not None:
                 norms.append(FusedNorm(self.kind, LayerNormAttrs(-len(axes), epsilon), x, given, own))
         if instance and isinstance(dims[1], int):

@@ -149,6 +149,7 @@ RULES: Mapping[str, str] = {
     "segment_epilogue": "a bias or activation behind sums of segments computed with them",
     "segment_sum": "sums at constant places computed segment by segment",
     "last_state": "the last state of an unrolled recurrence of pointwise steps computed in one loop",
+    "sums_of_steps": "sums of products of each step made one sum for all steps",
     "stacked_positions": "all positions of a tensor, joined again, replaced by the tensor",
     "linear_recurrence": "unrolled linear recurrences computed for all steps at once",
     "stacked_products": "products of each step made one stack of products",
