@@ -11,7 +11,7 @@ from optdnn.passes.rules.concats import concat_of_split, empty_parts, interleave
 from optdnn.passes.rules.grids import grid_fold, grid_gather
 from optdnn.passes.rules.input_sizes import input_target
 from optdnn.passes.rules.known_writes import assembled_writes, known_writes
-from optdnn.passes.rules.means import sum_is_mean
+from optdnn.passes.rules.means import reduction_of_reduction, sum_is_mean
 from optdnn.passes.rules.noop import idempotent, no_op, norm_of_one, unused_indices
 from optdnn.passes.rules.select import known_compress, select_is_where
 from optdnn.passes.rules.shape import (
@@ -54,6 +54,7 @@ class Canonicalize(RulePass):
         sink_transpose,
         select_is_where,
         known_compress,
+        reduction_of_reduction,
         sum_is_mean,  # norms are recognized by their means
         pad_conv,
         crop_transpose,

@@ -6,16 +6,28 @@ image, and write this as arithmetic over axis 1. The kernels of norms read rows,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.fuse_norm import FusedNorm, LayerNorm, NormRule, RMSNorm, norm_parameters, per_channel
-from optdnn.passes.support.facts import NORMS, RESHAPES, channels_from_last, channels_to_last, operand, producer
+from optdnn.passes.fuse_norm import FusedNorm, LayerNorm, NormRule, RMSNorm, norm_parameters, per_channel, reduced
+from optdnn.passes.support.facts import (
+    NORMS,
+    RESHAPES,
+    channels_from_last,
+    channels_to_last,
+    integers,
+    operand,
+    producer,
+)
 from optdnn.passes.support.stages import ACTIVATIONS
 from optdnn.types import Array
 
@@ -117,7 +129,33 @@ def _is_array(array: Array) -> bool:
     return array.size > 1
 
 
+@rule("mean_square_of_channels", {"GlobalAveragePool", "ReduceMean"})
+def mean_square_of_channels(graph: Graph, op: Op) -> Match | None:
+    """``mean(x * x)`` over the positions of an image is ``ReduceL2(x)^2 / n``."""
+    square = producer(graph, op.inputs[0], {"Mul"}, alone=True)
+    if square is None or square.inputs[0] != square.inputs[1]:
+        return None
+    dims = square.outputs[0].type.dims
+    axes = reduced(graph, op)
+    positions = [d for d in dims[2:] if isinstance(d, int)]
+    if len(dims) < 4 or axes != tuple(range(2, len(dims))) or len(positions) < len(axes) or 0 in positions:
+        return None
+
+    def build(patch: Patch) -> Value:
+        norm = patch.add("ReduceL2", [operand(square), integers(patch, axes, "axes")], ReduceAttrs(keepdims=True))
+        share = patch.constant(np.asarray(1 / math.prod(positions), op.outputs[0].type.dtype), "share")
+        return patch.add("Mul", [patch.add("Mul", [norm, norm]), share])
+
+    return Match((op, square), build)
+
+
 class ChannelNorms(RulePass):
     name = "channel_norms"
-    rules = (LayerNormOfChannels(), RMSNormOfChannels(), behind_channel_norm, behind_norm_of_pixel)
+    rules = (
+        LayerNormOfChannels(),
+        RMSNormOfChannels(),
+        behind_channel_norm,
+        behind_norm_of_pixel,
+        mean_square_of_channels,
+    )
     sinks_first = True

@@ -242,6 +242,10 @@ class NormRule(PatternRule):
         own = dims[rank - len(axes) :]
         if _static(own):
             given = norm_parameters(graph, root, trailing(own), found, shift=self.centred)
+            if not self.centred and axes == spatial and len(axes) > 1 and (given is None or given.scale is None):
+                return Miss(
+                    "it is of each channel of an image: a sum of squares and arithmetic leave the image in its order"
+                )
             if given is not None:
                 norms.append(FusedNorm(self.kind, LayerNormAttrs(-len(axes), epsilon), x, given, own))
         if instance and isinstance(dims[1], int):
@@ -249,6 +253,11 @@ class NormRule(PatternRule):
             if given is not None:
                 norm = FusedNorm("InstanceNormalization", EpsilonAttrs(epsilon), x, given, (dims[1],), True)
                 norms.insert(0 if len(axes) > 1 else len(norms), norm)
+        if self.centred and rank > 2 and axes == tuple(range(1, rank)) and isinstance(dims[1], int):
+            given = norm_parameters(graph, root, per_channel(rank, dims[1]), found)
+            if given is not None and (given.scale is not None or given.bias is not None):
+                attrs = GroupNormAttrs(1, epsilon)
+                norms.insert(0, FusedNorm("GroupNormalization", attrs, x, given, (dims[1],), always_bias=True))
         if not norms and not _static(own):
             return Miss("the size of the normalized axes is not known")
         return norms

@@ -214,7 +214,8 @@ def _absorb_scale(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tup
         into.scale = (into.scale[0], vector)
     else:
         return False
-    into.stages.append(Stage(stage.kind, (-1 - len(into.stages), into.constant(array))))
+    operand = _column(vector, shape, axis) if op.kind == "Conv" else array
+    into.stages.append(Stage(stage.kind, (-1 - len(into.stages), into.constant(operand))))
     return True
 
 

@@ -1,4 +1,4 @@
-"""Sums that are divided by the number of their terms are means, as patterns of normalizations expect them."""
+"""One form for means and other reductions, as patterns of normalizations expect them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.reduce import reduced_axes
+from optdnn.ops.reduce import ReduceAttrs, reduced_axes
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import ints, operand, producer, shape_of
+from optdnn.passes.support.facts import integers, ints, operand, producer, shape_of
 from optdnn.types import is_float
 
 
@@ -38,14 +38,49 @@ def sum_is_mean(graph: Graph, op: Op) -> Match | Miss | None:
 
 def _terms(graph: Graph, op: Op) -> int | None:
     """How many terms each sum of a reduction has; None where that is not known."""
-    shape = shape_of(graph, operand(op))
-    axes = () if op.input(1) is None else ints(graph, op.input(1))
+    shape, axes = shape_of(graph, operand(op)), _axes(graph, op)
     if shape is None or axes is None:
         return None
-    sizes = [shape[a] for a in reduced_axes(op.attrs, axes, len(shape))]
+    sizes = [shape[a] for a in axes]
     counts = [d for d in sizes if isinstance(d, int)]
     return math.prod(counts) if sizes and len(counts) == len(sizes) else None
 
 
 def _mean(total: Op, patch: Patch) -> Value:
     return patch.add("ReduceMean", total.inputs, total.attrs)
+
+
+@rule("reduction_of_reduction", {"ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin"})
+def reduction_of_reduction(graph: Graph, op: Op) -> Match | Miss | None:
+    """A reduction of the result of the same reduction reduces the axes of both (Conv-TasNet's global layer norms).
+
+    Means have equal weights: each inner mean is of as many terms."""
+    inner = producer(graph, operand(op), {op.kind})
+    if inner is None or (op.kind == "ReduceMean" and not is_float(op.outputs[0].type.dtype)):
+        return None
+    shape, first, second = shape_of(graph, operand(inner)), _axes(graph, inner), _axes(graph, op)
+    if shape is None or not first or not second:
+        return None
+    if not inner.attrs.keepdims:
+        kept = [a for a in range(len(shape)) if a not in first]
+        second = tuple(kept[a] for a in second)
+    axes = tuple(sorted({*first, *second}))
+    if op.attrs.keepdims != inner.attrs.keepdims and not (inner.attrs.keepdims and {*first} <= {*second}):
+        return None
+    if any(shape[a] != 1 for a in range(axes[0], axes[-1]) if a not in axes):
+        return Miss("the axes that are reduced do not lie together")
+    if graph.use_count(inner.value) > 1:
+        return Miss(f"the result of {inner.name} is used {graph.use_count(inner.value)} times")
+
+    def build(patch: Patch) -> Value:
+        given = integers(patch, axes, f"{op.outputs[0].name}.axes")
+        return patch.add(op.kind, [inner.inputs[0], given], ReduceAttrs(op.attrs.keepdims))
+
+    return Match((op, inner), build)
+
+
+def _axes(graph: Graph, op: Op) -> tuple[int, ...] | None:
+    """The axes of a reduction, counted from the front; None where they are not known."""
+    shape = shape_of(graph, operand(op))
+    given = () if op.input(1) is None else ints(graph, op.input(1))
+    return None if shape is None or given is None else reduced_axes(op.attrs, given, len(shape))

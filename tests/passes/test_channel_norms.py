@@ -162,3 +162,43 @@ def test_others_are_no_candidates() -> None:
     for shape, axis in (((2, 8), 1), ((2, 4, 8), 2), ((2, 4, 5, 8), 2)):
         n = Net(np.float64)
         check_untouched(ChannelNorms(), n.done(layer_norm(n, n.input(*shape), axis=axis)))
+
+
+def response_norm(n: Net, x: Value, pool: bool) -> Value:
+    """A filter response norm with its threshold."""
+    square, channels = n.op("Mul", x, x), n.dims(x)[1]
+    squares = (
+        n.op("GlobalAveragePool", square) if pool else n.op("ReduceMean", square, n.ints(2, 3), attrs=ReduceAttrs())
+    )
+    y = n.op("Div", x, n.op("Sqrt", n.op("Add", squares, EPSILON)))
+    assert isinstance(channels, int)
+    scale, shift, least = (n.random(1, channels, 1, 1) for _ in range(3))
+    return n.op("Max", n.op("Add", n.op("Mul", y, scale), shift), least)
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_mean_squares_of_images_are_norms(pool: bool) -> None:
+    n = Net(np.float64)
+    y = response_norm(n, n.input(2, 8, 4, 5), pool)
+    kinds = {"Add": 2, "Div": 1, "Max": 1, "Mul": 3, "ReduceL2": 1, "Sqrt": 1}
+    check_pass(ChannelNorms(), n.done(y), changes=1, rules={"mean_square_of_channels": 1}, kinds=kinds)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_on_a_gpu_response_norms_leave_images_in_their_order(precision: str) -> None:
+    n = Net()
+    y = response_norm(n, n.conv(n.input(1, 16, 12, 12), 32), pool=False)
+    program = check_simulated(n.done(n.conv(y, 16)), precision, tolerance=1e-2 if precision == "fp16" else None)
+    kinds = [s.params["op"]["kind"] for s in program.steps]
+    assert kinds.count("ReduceL2") == 1
+    assert kinds.count("Copy") <= 2
+
+
+def test_other_mean_squares_stay() -> None:
+    n = Net()
+    x, other = n.input(2, 8, 4, 5), n.input(2, 8, 4, 5, name="y")
+    product, square = n.op("Mul", x, other), n.op("Mul", x, x)
+    rows = n.op("ReduceMean", n.op("Mul", other, other), n.ints(3), attrs=ReduceAttrs())
+    check_untouched(
+        ChannelNorms(), n.done(n.op("GlobalAveragePool", product), n.op("GlobalAveragePool", square), square, rows)
+    )

@@ -181,6 +181,25 @@ def test_instance_norm_of_an_image() -> None:
     check_pass(FuseNorm(), n.done(y), changes=1, kinds={"InstanceNormalization": 1})
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_norm_of_all_channels_with_a_scale_for_each(inside: bool) -> None:
+    """Conv-TasNet's global layer norm: a group norm of one group."""
+    n = Net(np.float64)
+    x, scale = n.input(2, 8, 5), n.random(1, 8, 1)
+    d = n.op("Sub", x, mean(n, x, 1, 2))
+    root = n.op("Pow", n.op("Add", mean(n, n.op("Mul", d, d), 1, 2), EPS), 0.5)
+    y = n.op("Div", n.op("Mul", scale, d), root) if inside else n.op("Mul", n.op("Div", d, root), scale)
+    graph, _ = check_pass(
+        FuseNorm(), n.done(n.op("Add", y, n.random(8, 1))), changes=1, kinds={"GroupNormalization": 1}
+    )
+    assert graph.of_kind("GroupNormalization")[0].attrs == attrs("GroupNormalization", num_groups=1, epsilon=EPS)
+
+
+def test_a_plain_norm_of_all_channels_is_a_layer_norm() -> None:
+    n = Net(np.float64)
+    check_pass(FuseNorm(), n.done(core(n, n.input(2, 8, 5), 1, 2)), changes=1, kinds={"LayerNormalization": 1})
+
+
 def test_axes_that_are_not_the_last_are_refused() -> None:
     n = Net(np.float64)
     check_refused(FuseNorm(), n.done(core(n, n.input(2, 8, 4), 1)), because=r"axes are not the last ones: \(1,\) of 3")
@@ -268,6 +287,20 @@ def test_rms_norm_takes_no_shift() -> None:
     x = n.input(2, 8)
     y = n.op("Add", divide_by_sqrt(n, x, n.op("Add", mean(n, n.op("Mul", x, x), -1), EPS)), n.random(8))
     check_pass(FuseNorm(), n.done(y), changes=1, kinds={"Add": 1, "RMSNormalization": 1})
+
+
+def test_rms_norm_of_each_channel_of_an_image_is_refused() -> None:
+    n = Net(np.float64)
+    x = n.input(2, 8, 4, 5)
+    y = n.op("Div", x, n.op("Sqrt", n.op("Add", mean(n, n.op("Mul", x, x), 2, 3), EPS)))
+    check_refused(FuseNorm(), n.done(y), because="it is of each channel of an image")
+
+
+def test_rms_norm_with_a_scale_for_each_position_of_an_image() -> None:
+    n = Net(np.float64)
+    x = n.input(2, 8, 4, 5)
+    y = n.op("Div", x, n.op("Sqrt", n.op("Add", mean(n, n.op("Mul", x, x), 2, 3), EPS)))
+    check_pass(FuseNorm(), n.done(n.op("Mul", y, n.random(4, 5))), changes=1, kinds={"RMSNormalization": 1})
 
 
 def test_rms_norm_over_the_first_axis_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""sum_is_mean: a sum divided by the number of its terms is a mean."""
+"""sum_is_mean: a sum divided by the number of its terms is a mean. reduction_of_reduction: two reductions are one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import RulePass
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.channel_norms import ChannelNorms
-from optdnn.passes.rules.means import sum_is_mean
+from optdnn.passes.rules.means import reduction_of_reduction, sum_is_mean
 
 
 class Means(RulePass):
@@ -21,7 +21,12 @@ class Means(RulePass):
     rules = (sum_is_mean,)
 
 
-MEANS = Means()
+class Nested(RulePass):
+    name = "nested"
+    rules = (reduction_of_reduction,)
+
+
+MEANS, NESTED = Means(), Nested()
 
 
 def total(n: Net, x: Value, *axes: int, keepdims: bool = True) -> Value:
@@ -91,3 +96,63 @@ def test_standardized_series_are_one_norm() -> None:
     graph = n.done(y)
     means, _ = check_pass(Canonicalize(), graph, changes=2, rules={"sum_is_mean": 2})
     check_pass(ChannelNorms(), means, changes=1, kinds={"LayerNormalization": 1, "Transpose": 2})
+
+
+def reduced(n: Net, x: Value, axes: tuple[int, ...], keepdims: bool = True, kind: str = "ReduceMean") -> Value:
+    return n.op(kind, x, n.ints(*axes), attrs=ReduceAttrs(keepdims=keepdims))
+
+
+@pytest.mark.parametrize("kind", ["ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin"])
+@pytest.mark.parametrize(
+    ("first", "second", "axes"),
+    [
+        (((1,), True), ((2,), True), (1, 2)),
+        (((-1,), True), ((1, 2), True), (1, 2, 3)),
+        (((3,), False), ((2,), False), (2, 3)),
+        (((1, 2), False), ((0, 1), False), (0, 1, 2, 3)),
+        (((2,), True), ((2, 3), False), (2, 3)),
+    ],
+)
+def test_reductions_of_one_axis_after_another(kind: str, first: object, second: object, axes: tuple[int, ...]) -> None:
+    n = Net(np.float64)
+    y = reduced(n, reduced(n, n.input(2, 3, 4, 5), *first, kind), *second, kind)  # type: ignore[misc]
+    graph, _ = check_pass(NESTED, n.done(y), changes=1, kinds={kind: 1})
+    (op,) = graph.of_kind(kind)
+    assert tuple(graph.constant_value(op.inputs[1])) == axes  # type: ignore[arg-type]
+
+
+def test_reductions_of_a_symbolic_batch() -> None:
+    n = Net(np.float64)
+    y = reduced(n, reduced(n, n.input(symbol("N", 1), 6, 5), (2,)), (0, 1))
+    check_pass(NESTED, n.done(y), changes=1, kinds={"ReduceMean": 1}, sizes={"N": 3})
+
+
+def other_kind(n: Net) -> Value:
+    return reduced(n, reduced(n, n.input(4, 6, 5), (1,)), (2,), kind="ReduceMax")
+
+
+def dropped_later(n: Net) -> Value:
+    return reduced(n, reduced(n, n.input(4, 6, 5), (1,)), (2,), False)
+
+
+def kept_later(n: Net) -> Value:
+    return reduced(n, reduced(n, n.input(4, 6, 5), (1,), False), (1,))
+
+
+def of_integers(n: Net) -> Value:
+    return reduced(n, reduced(n, n.input(4, 6, 5, dtype=np.int64), (1,)), (2,))
+
+
+@pytest.mark.parametrize("made", [other_kind, dropped_later, kept_later, of_integers])
+def test_other_reductions_stay(made: object) -> None:
+    n = Net()
+    check_untouched(NESTED, n.done(made(n)))  # type: ignore[operator]
+
+
+def test_reductions_that_are_refused() -> None:
+    n = Net()
+    inner = reduced(n, n.input(4, 6, 5), (1,))
+    check_refused(NESTED, n.done(reduced(n, inner, (2,)), n.op("Relu", inner)), because="is used 2 times")
+    n = Net()
+    y = reduced(n, reduced(n, n.input(4, 6, 5), (0,)), (2,))
+    check_refused(NESTED, n.done(y), because="the axes that are reduced do not lie together")

@@ -50,6 +50,18 @@ NETS = {
     "channels in fours": preact(channels=20),
     "large": preact(3, channels=64, size=28),
 }
+
+
+def preact_line() -> Graph:
+    """The same of a line."""
+    n = Net()
+    x = n.op("Tanh", n.input(2, 16, 40))
+    y = n.op("Mul", n.op("Add", n.conv(n.op("Sigmoid", x), 16, 1, pads=0, bias=True), x), n.random(16, 1))
+    y = n.op("Add", y, n.random(1, 16, 1))
+    return n.done(n.conv(y, 8, 1, pads=0), n.conv(y, 8, 3, strides=2))
+
+
+NETS["a line"] = preact_line()
 SCALAR = ("channels in fours", "two convolutions")
 """What scalar units run in fp32."""
 
