@@ -135,7 +135,10 @@ GRID = (
 def test_places_in_a_table_and_distances_from_them_stay_fp32() -> None:
     assert names(GRID) == {"p", "f", "i", "d"}
     reasons = coordinates(from_text(GRID)).values()
-    assert set(reasons) == {"it computes positions that Gather a reads", "it computes distances from positions in a table"}
+    assert set(reasons) == {
+        "it computes positions that Gather a reads",
+        "it computes distances from positions in a table",
+    }
 
 
 @pytest.mark.parametrize(
