@@ -6,7 +6,7 @@ result's shape. Smaller operands are read from outside and broadcast: computing 
 element. On GPUs the work is repeated where it costs less than a launch. Types may differ inside (a comparison that feeds a Where).
 
 On GPUs, an op that reads one tensor is computed again in each of its readers, if no reader needs its result from memory. The
-readers then read the op's operand. One reader may be a reduction: its kernel can compute the op in its prologue. If several parts
+readers then read the op's operand. One reader may be a reduction: its kernel computes the op as it reduces. If several parts
 of a small tensor go through the same op, one op of the whole tensor replaces them.
 """
 

@@ -1,4 +1,4 @@
-"""Scattered sums, maxima and minima at constant positions become segment reductions: one launch, without atomics.
+"""Scattered sums, maxima and minima at constant positions become segment reductions: each result reads its own rows, in one launch.
 
 Graph networks with edges that are known at build time pass messages in this way (meshes, road networks, molecules of one kind). The
 rows are sorted by their target node. The operators that compute the rows move into the loop that adds them: gathers of nodes, and

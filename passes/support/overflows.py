@@ -158,7 +158,7 @@ def _growth(graph: Graph, op: Op) -> float | None:
         state: Array = np.zeros((matrix.shape[1], GROWTH_COLUMNS), np.float32)
         for _ in range(steps):
             given = rng.standard_normal(state.shape, np.float32)
-            given[:, 0] = 1.0  # a constant input, which adds up
+            given[:, 0] = 1.0  # one column always in the same direction
             state = np.maximum(matrix @ state + given, 0)
             largest = float(state.max())
             if not largest <= FP16_LARGEST:
