@@ -5,7 +5,8 @@ keys and values of each chunk. Exporters unroll the loop over the chunks: each c
 products that read the state of the previous chunk depend on one another.
 
 The products of all parts are stacked if their operands are computed alike, from consecutive parts of the same tensors. One operand
-may also be of any origin, as states are: these are copied side by side, which kernels do in place. Operators on the results follow, as long as they are the same for all parts.
+may also be of any origin, as states are: these are copied side by side, which kernels do in place. Operators on the results follow,
+as long as they are the same for all parts.
 """
 
 from __future__ import annotations
