@@ -1,9 +1,9 @@
 """Values in channels-last order are chosen for the whole network at once, with conversions where the order changes.
 
 Tensor cores read channels as the innermost axis: a convolution in plain order pays for two conversions inside the library. Other
-operators run in either order, or exist in plain order only. Each op gets an order so that the total cost is least. This is a
-minimum cut: ops in plain order are on the source's side, those in channels-last order on the sink's, and an arc stands for each
-value that would be converted. One conversion serves all users that need it.
+operators run in either order, or exist in plain order only. The pass chooses an order for each op so that the total cost is
+minimal. This is a minimum cut: ops in plain order are on the source's side, ops in channels-last order on the sink's side, and an
+arc stands for each value that would be converted. One conversion serves all users that need it.
 
 Axes stay in ONNX's logical order; only :attr:`TensorType.layout` changes. So this pass belongs to a target's pipeline, and no
 later pass may rewrite by type only.
@@ -158,7 +158,7 @@ def _sides(graph: Graph, op: Op) -> Sides:
 
 
 def _drops_axes(graph: Graph, op: Op) -> bool:
-    """Whether it reads one tensor in either order, and has a result of other axes."""
+    """Whether it reads one tensor in either order, and its result has other axes."""
     if op.input(0) is None:
         return False
     return (
@@ -170,7 +170,7 @@ def _drops_axes(graph: Graph, op: Op) -> bool:
 
 
 def _feeds_convolution(graph: Graph, op: Op) -> bool:
-    """Whether a kind that runs in channels-last order reads the result, if only behind pointwise operators."""
+    """Whether a kind that prefers channels-last order reads the result, directly or after pointwise operators."""
     users, seen = list(graph.users(op.value)), set[int]()
     while users:
         user = users.pop()
@@ -185,7 +185,7 @@ def _feeds_convolution(graph: Graph, op: Op) -> bool:
 
 
 def _permutations(op: Op) -> tuple[bool, bool]:
-    """Whether a Transpose puts channels last (of a channels-last value it moves nothing), or back to the second axis."""
+    """Whether a Transpose puts channels last (on a channels-last value it moves nothing), or back to the second axis."""
     perm, rank = tuple(op.attrs.perm or ()), op.outputs[0].type.rank
     if rank not in CHANNELS_LAST or len(perm) != rank:
         return False, False
@@ -206,7 +206,7 @@ def _follows(graph: Graph, op: Op, slot: int) -> bool:
 
 
 def _uses(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[Value, list[tuple[Use, Side]]]]:
-    """Every computed value that may be in either order, with the order each use reads it in."""
+    """Every computed value that may be in either order, with the order in which each use reads it."""
     for op in graph.order():
         if op.kind in ("Constant", "Output"):  # constants are stored as their users want them
             continue

@@ -1,16 +1,19 @@
 """The one approximation: each op in the precision that the plan asks for.
 
-First quantization: ops that are to run in int8 or fp8 get QuantizeLinear and DequantizeLinear around them, on every target
-(:mod:`optdnn.passes.support.quantize`), and weights become packed numbers of 4 or 8 bits where the plan asks for it
-(:mod:`optdnn.passes.support.packed_products`). Then floating point: an op's fp32 operands become 16 bits wide where it is to run
-in fp16 or bf16. Casts are placed between ops of different precision, one per value and type. On the CPU this is only for mixtures
-of float precisions: a library that runs the whole network in one precision rounds by itself.
+First, quantization. Ops that the plan puts in int8 or fp8 get QuantizeLinear and DequantizeLinear around them, on every target
+(:mod:`optdnn.passes.support.quantize`). Weights are packed into 4 or 8 bits where the plan asks for it
+(:mod:`optdnn.passes.support.packed_products`).
 
-Constants are rounded once. A finite one never becomes infinite: masks of -1e9 or -3.4e38 saturate. Nor does a single number
-become zero. Parameters that a kernel reads in fp32 anyway stay fp32: biases of convolutions, statistics of batch normalization,
-scales. Sums, statistics and exponentials are fp32 inside of the kernels. Values that decide indices stay fp32
+Then, floating point. The fp32 operands of an op in fp16 or bf16 become 16-bit tensors. Casts are placed between ops of different
+precision, one per value and type. On the CPU this is only for mixtures of float precisions: a library that runs the whole network
+in one precision rounds by itself.
+
+Constants are rounded once. A finite constant never becomes infinite: masks of -1e9 or -3.4e38 saturate. A scalar constant never
+becomes zero. Parameters that a kernel reads in fp32 anyway stay fp32: biases of convolutions, statistics of batch normalization,
+scales. Accumulators, statistics and exponentials are fp32 in the kernels. Values that decide indices stay fp32
 (:mod:`optdnn.passes.support.decisions`), and so do ops that depend on a constant beyond fp16
-(:mod:`optdnn.passes.support.guards`). Pointwise ops among these read and store fp16 where they can, and convert in registers.
+(:mod:`optdnn.passes.support.guards`). Where these ops are pointwise, they read and store fp16 if they can, and convert in
+registers.
 """
 
 from __future__ import annotations
@@ -53,9 +56,9 @@ from optdnn.types import BF16, FP16, FP32, Array, DType
 NARROW: Mapping[str, DType] = {"fp16": FP16, "bf16": BF16}
 
 LARGE = 1 << 20
-"""Bytes from which on constants are rounded on threads."""
+"""Constants of at least this many bytes are rounded on threads."""
 _LEAST_NORMAL = 2.0**-14
-"""The smallest number that fp16 holds with all of its precision."""
+"""The smallest normal fp16 number: smaller ones lose precision."""
 LARGEST: Mapping[DType, float] = {FP16: 65504.0, BF16: 3.3895313892515355e38}
 """Largest finite value."""
 
@@ -72,7 +75,7 @@ KEEPS_FP32: Mapping[str, frozenset[int]] = {
     "DynamicRange": frozenset({0}),
     "SampleToken": frozenset({1, 3}),
 }
-"""Kind -> operand slots whose fp32 constants stay fp32; of :data:`ANY_TYPE`, also values that are computed."""
+"""Kind -> operand slots where fp32 constants stay fp32. For the kinds in :data:`ANY_TYPE`, computed values stay fp32 too."""
 
 ANY_TYPE = frozenset(
     {
@@ -80,19 +83,19 @@ ANY_TYPE = frozenset(
         *("RoiAlign", "SampledSum", "SampleToken"),
     }
 )
-"""Kinds with operands that may have any float type, whatever that of the others is."""
+"""Kinds with an operand that may have any float type, independently of the other operands."""
 
 PACKED = frozenset({"PackedGather", "PackedMatMul"})
-"""Kinds whose scales (operand 2) and zero points are of one type, which need not be that of the values."""
+"""Kinds with packed weights. Scales (operand 2) and zero points share one type; the other values may have another."""
 
 KEEPS_FP32_CPU: Mapping[str, frozenset[int]] = {
     k: KEEPS_FP32[k] for k in ("Resize", "QuantizeLinear", "DequantizeLinear")
 }
-"""The same for the CPU's libraries, which follow ONNX's types: a bias has the type of the sum."""
+"""As :data:`KEEPS_FP32`, for the CPU's libraries. They follow ONNX's types: a bias has the type of the sum."""
 
 
 class AssignPrecision(Pass):
-    """Carries out ``PassContext.plan``, or where there is none ``PassContext.precision`` for every op."""
+    """Carries out ``PassContext.plan``. Without a plan, every op gets ``PassContext.precision``."""
 
     name = "assign_precision"
 
@@ -119,7 +122,7 @@ class AssignPrecision(Pass):
             sized = sized_by_data(graph)
             others = {**coordinates(graph), **angles(graph), **exponents(graph), **sized}
             guarded = guarded.also({i: r for i, r in others.items() if not plan.named(graph.op(i))})
-        if "fp16" in plan.floats and context.account is not None:  # it looks at every weight, only for the report
+        if "fp16" in plan.floats and context.account is not None:  # reads every weight, so only if there is a report
             account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons})
         if own:
             account.refused.update(without_data(graph, plan, context.target, report))
@@ -157,7 +160,7 @@ _OWN_INTEGERS = frozenset(
 
 
 def _check_own_ranges(graph: Graph, plan: PrecisionPlan) -> None:
-    """Raise UsageError for a plan with integers without calibration data, unless the model has ranges of its own."""
+    """Raise UsageError for a quantized plan without calibration data, unless the model has ranges of its own."""
     if _OWN_INTEGERS.isdisjoint(graph.kinds()):
         precision = next(p for p in (plan.default, *plan.nodes.values()) if p in QUANTIZED)
         raise UsageError(
@@ -167,7 +170,7 @@ def _check_own_ranges(graph: Graph, plan: PrecisionPlan) -> None:
 
 
 def _guarded(graph: Graph, plan: PrecisionPlan, account: PrecisionLog) -> Guards:
-    """The ops requested in fp16, though not by name, that stay fp32 for the sake of a constant or of their values' size."""
+    """The ops that stay fp32 although the plan asks for fp16 (not by name): a constant or a value is too large for fp16."""
     if "fp16" not in plan.floats:
         return Guards({})
     found, largest = guards(graph), largest_values(graph)
@@ -195,7 +198,7 @@ def _allow_tf32(graph: Graph, plan: PrecisionPlan) -> None:
 
 
 def _subnormal(scales: Array | None) -> bool:
-    """Whether fp16 would leave less than its precision of one of these numbers."""
+    """Whether one of these numbers is subnormal in fp16, and would lose precision."""
     if scales is None:
         return False
     sizes = np.abs(scales[scales != 0])
@@ -215,18 +218,18 @@ class _Assignment:
     ):
         self.graph, self.plan, self.report, self.keeps_fp32, self.kept = graph, plan, report, keeps_fp32, kept
         self.wide = {Value(op.id, i) for op in graph.ops() for i, o in enumerate(op.outputs) if o.type.dtype == FP32}
-        """The values that were fp32 before the pass, which it may narrow."""
+        """The values that were fp32 before the pass: it may narrow them."""
         self.narrowed: dict[tuple[Value, DType], Value] = {}
-        """Conversions of values to other types."""
+        """(value, type) -> the value converted to the type."""
         self.decisions = decisions(graph)
         self.guarded = guarded
         self.sized = sized
         """Ops whose results the CPU computes, in fp32."""
         self.refused: dict[int, str] = {}
         self.converted: set[int] = set()
-        """Ops that compute in fp32 what they store in 16 bits."""
+        """Ops that compute in fp32 and store 16-bit results."""
         self.coming: dict[tuple[int, DType], Future[tuple[Array, Array]]] = {}
-        """Large constants that threads are rounding (NumPy lets others run meanwhile), by identity."""
+        """Large constants that threads are rounding (NumPy releases the GIL), by identity."""
 
     def run(self) -> None:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "optdnn-round") as pool:
@@ -234,7 +237,7 @@ class _Assignment:
             self._assign()
 
     def _begin(self, pool: ThreadPoolExecutor) -> None:
-        """Begin to round large constants, where one 16-bit type is requested everywhere."""
+        """Start rounding large constants on threads, if the plan is one 16-bit type for all ops."""
         dtype = NARROW.get(self.plan.base)
         if dtype is None or self.plan.is_mixture:
             return
@@ -256,7 +259,7 @@ class _Assignment:
         self.graph.remove_dead([op.id for op in self.graph.order() if op.kind == "Constant"])
 
     def _drop_idle_casts(self) -> None:
-        """Remove casts whose operand now has their type, such as those of inputs in the network's own precision."""
+        """Remove casts to the type that their operand has now, such as casts of inputs in the network's own precision."""
         for one in self.graph.of_kind("Cast"):
             if one.id not in self.graph:
                 continue
@@ -313,36 +316,36 @@ class _Assignment:
         self.graph.set_op(replace(op, inputs=inputs, attrs=attrs, outputs=outputs))
 
     def _moves_rounded(self, op: Op, dtype: DType) -> bool:
-        """Whether it only moves numbers that are rounded to ``dtype`` already: readers in fp32 get the same ones behind it."""
+        """Whether an op only moves numbers that are rounded to ``dtype`` already: moving them in ``dtype`` is exact."""
         wide = [v for v in op.inputs if v in self.wide]
         moves = op.definition.traits.movement and op.id not in self.sized
         return moves and bool(wide) and all(self.graph.type(v).dtype == dtype for v in wide)
 
     def _may_stay(self, op: Op, value: Value) -> bool:
-        """Whether it is a constant parameter, or the operand of one of :data:`ANY_TYPE`."""
+        """Whether ``value`` is a constant parameter, or ``op`` is in :data:`ANY_TYPE`."""
         return op.kind in ANY_TYPE or self.graph.constant_value(value) is not None
 
     def _at_the_border(self, op: Op) -> bool:
-        """Whether a cast already is one that this pass would make: of an input to 16 bits, or to the type of outputs."""
+        """Whether a cast to fp32 is read only by fp32 outputs: the pass would place the same cast there."""
         users = self.graph.users(op.value)
         return bool(users) and op.outputs[0].type.dtype == FP32 and all(
             u.kind == "Output" and u.outputs[0].type.dtype == FP32 for u in users)  # fmt: skip
 
     def _keep(self, op: Op) -> None:
-        """The op stays fp32, since a decision depends on it."""
+        """Keep an op in fp32, because a decision depends on it."""
         decider = self.decisions[op.id]
         name = next(iter(node_names([decider])), decider.outputs[0].name)
         if any(v in self.wide for v in op.inputs) or any(o.type.dtype == FP32 for o in op.outputs):
             self._stay(op, f"{decider.kind} {name} decides by it")
 
     def _stay(self, op: Op, reason: str) -> None:
-        """The op has no 16-bit form, or must not have one: its operands are cast back to what they were."""
+        """Keep an op in fp32, because it has no 16-bit form or must not have one. Its operands are cast back to fp32."""
         self.refused[op.id] = reason
         self.report.refused.append(Refused("narrow", node_names([op]), f"{op.kind} stays fp32: {reason}"))
         self.graph.set_op(replace(op, inputs=tuple(v if v is None else self._in(v, FP32, op) for v in op.inputs)))
 
     def _in(self, value: Value, dtype: DType, op: Op) -> Value:
-        """``value`` as ``op`` reads it: in ``dtype`` if it was fp32, else as it is."""
+        """``value`` as ``op`` reads it: converted to ``dtype`` if it was fp32 before the pass, else unchanged."""
         if value not in self.wide or self.graph.type(value).dtype == dtype:
             return value
         item = (value, dtype)
@@ -371,8 +374,8 @@ class _Assignment:
 
 
 def _narrowed(array: Array, dtype: DType) -> tuple[Array, Array]:
-    """Which elements are finite and would become infinite in ``dtype`` (one False where none would), and the array in it, these
-    saturated. One number that is not zero stays so."""
+    """A mask and the array in ``dtype``. The mask marks finite elements that would become infinite (a single False if there are
+    none); the array has these saturated. A scalar that is not zero does not become zero."""
     top = np.float32(LARGEST[dtype])
     if dtype == FP16 and vanishes(array):  # an epsilon in an epilogue, say
         return np.zeros((), np.bool_), np.copysign(np.float32(2 * FP16_LEAST), array).astype(dtype)
@@ -383,7 +386,7 @@ def _narrowed(array: Array, dtype: DType) -> tuple[Array, Array]:
 
 
 def _retyped(attrs: Any, dtype: DType) -> Any:
-    """Attributes of operators that make fp32 of other types, so that they make ``dtype``, in fused stages too."""
+    """Attributes of operators that convert other types to fp32, changed to convert to ``dtype``; also in fused stages."""
     if not is_dataclass(attrs) or not isinstance(attrs, Attrs):
         return attrs
     changes: dict[str, Any] = {}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Miss:
-    """A candidate that a rule refused. ``reason`` is a whole clause in the user's terms."""
+    """A candidate that a rule refused. ``reason`` is a full clause in the user's terms."""
 
     reason: str
 
@@ -108,7 +108,7 @@ class PassReport:
 
 
 Moments = Callable[[Graph, Sequence[Value]], Iterable[tuple[Value, Array]]]
-"""Finds the second moments [K, K] of values [..., K] of a graph on calibration data, in any order."""
+"""Function that computes the second moments [K, K] of values [..., K] of a graph on calibration data, in any order."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ class PassContext:
     calibration: Calibration | Callable[[Graph], Calibration] | None = None
     """Ranges of values, or a function that finds them for a graph."""
     moments: Moments | None = None
-    """Finds the second moments of values on calibration data, for weights of 4 and 8 bits; None where there is no data."""
+    """Computes second moments of values on calibration data, for weights of 4 and 8 bits; None without data."""
     account: PrecisionLog | None = None
-    """``assign_precision`` notes here the requested precisions, the refusals and the risks."""
+    """Log of ``assign_precision``: requested precisions, refusals and risks."""
     kept: ConstantCache = field(default_factory=ConstantCache)
-    """Constants that earlier runs made from the same constants, for example for other sizes."""
+    """Constants that earlier runs (for other sizes, for example) computed from the same constants."""
     fold_limit_bytes: int = 1 << 24
     """Constant folding does not create a constant larger than this unless it shrinks its operands."""
 
@@ -180,21 +180,21 @@ class FunctionRule(Rule):
 def rule(
     name: str, kinds: Collection[str] = ()
 ) -> Callable[[Callable[[Graph, Op], Match | Miss | None]], FunctionRule]:
-    """Make a rule of the function below, which is tried on ops of these kinds (none: all)."""
+    """Decorator: make a rule of a function, tried on ops of these kinds (none: all)."""
     return lambda function: FunctionRule(name, kinds, function)
 
 
 class RulePass(Pass):
     """Applies rules to a fixpoint with a worklist in topological (or, ``sinks_first``, reverse topological) order.
 
-    After a rewrite the new ops, the ops whose operands changed and their neighbours are looked at again. The number of
+    After a rewrite, the new ops, the ops with changed operands, and the neighbours of both are queued again. The number of
     rewrites is bounded, so two rules that undo each other raise InternalError instead of looping.
     """
 
     rules: Sequence[Rule] = ()
     rewrites_per_op = 16
     sinks_first = False
-    """Start at the last op: of two nested candidates, the larger one (its root comes later) is seen first."""
+    """Start at the last op: if candidates are nested, the larger one (its root comes later) is seen first."""
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         """The rules of one run. A pass whose rules need facts of the whole graph gathers them here, once."""
@@ -264,9 +264,9 @@ NAMED = 1024
 
 
 def node_names(ops: Sequence[Op]) -> tuple[str, ...]:
-    """The ONNX node names of ops, sorted. Ops that have none, or more than :data:`NAMED` in all, are named by their output.
+    """The ONNX node names of ops, sorted. Ops without names, or with more than :data:`NAMED` in all, are named by their output.
 
-    Rewrites of a long chain each hold the nodes of those before them: their account would grow by the square of the network.
+    In a long chain of rewrites, each op carries the nodes of all earlier ones: the report would grow by the square of the network.
     """
     few = sum(len(op.src) for op in ops) <= NAMED
     named = sorted(frozenset().union(*(op.src for op in ops))) if few else ()

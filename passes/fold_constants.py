@@ -1,7 +1,7 @@
 """Ops whose results are known when the network is built become constants.
 
-An op is folded if all operands are constants, or if inference already knows its value. (Of a shape computation over static
-dimensions, ``Shape -> Gather -> Concat -> Reshape``, a Reshape by a constant is left.) Arithmetic runs in float64 and is
+An op is folded if all operands are constants, or if inference already knows its value. (A shape computation over static
+dimensions, ``Shape -> Gather -> Concat -> Reshape``, leaves a Reshape by a constant.) Arithmetic runs in float64 and is
 rounded once, at the end of a chain of folded ops, except where the user's own Cast rounds in between. An op that is not continuous
 (a cast to integers, a comparison) is computed in the network's own types. Otherwise a value on the edge, as in T5's buckets of
 distances, could fall to the other side because it was computed more exactly.
@@ -45,7 +45,7 @@ class FoldConstants(Pass):
         """Unrounded float64 values of the constants of this run."""
         budget = FoldingBudget()
         own: dict[Value, Array] = {}
-        """The same constants computed in the network's own types, each op rounded; small ones only."""
+        """The same constants computed in the network's own types, rounded after each op. Only small constants."""
         for visited in graph.order():
             if visited.kind in STRUCTURAL or visited.id not in graph:
                 continue
@@ -71,7 +71,7 @@ class FoldConstants(Pass):
     def _replace(
         self, graph: Graph, op: Op, values: list[Array | None], exact: dict[Value, Array], report: PassReport
     ) -> dict[int, Value]:
-        """Put constants in the place of an op's results; returns them by number."""
+        """Replace an op's results by constants. Returns output number -> constant."""
         patch, made = Patch(graph, [op]), dict[int, Value]()
         for i, value in enumerate(values):
             if value is None or not graph.uses(Value(op.id, i)):
@@ -96,7 +96,7 @@ DECIDES = frozenset(
         *("ArgMax", "ArgMin", "TopK"),
     }
 )
-"""Kinds whose result jumps; and Cast to integers, see :func:`_decided`."""
+"""Kinds that are not continuous. A Cast to integers is not either, see :func:`_decided`."""
 DRAWN_LIMIT = 1 << 16
 """Most bytes of positions (uint32, as :mod:`optdnn.importers.draw_nodes` makes them) whose random numbers become constants."""
 OWN_LIMIT = 1 << 20
@@ -104,13 +104,13 @@ OWN_LIMIT = 1 << 20
 
 
 def _decided(graph: Graph, op: Op, own: dict[Value, Array]) -> tuple[Array, ...] | None:
-    """The results of an op that jumps, computed from operands in the network's own types; None for any other."""
+    """The results of an op that is not continuous, from operands in the network's own types; None for other ops."""
     jumps = op.kind in DECIDES or (op.kind == "Cast" and not is_float(op.attrs.to))
     return _in_own_types(graph, op, own) if jumps and any(v in own for v in op.inputs if v is not None) else None
 
 
 def _in_own_types(graph: Graph, op: Op, own: dict[Value, Array]) -> tuple[Array, ...] | None:
-    """The results in the network's own types; None where they are large, or no operand and no result is a float."""
+    """The results in the network's own types; None if they are large, or if no operand and no result is a float."""
     types = [o.type for o in op.outputs]
     small = all(t.is_static and np.prod(t.static_shape, dtype=np.int64) <= OWN_LIMIT for t in types)
     read = [graph.type(v) for v in op.inputs if v is not None]
@@ -123,7 +123,7 @@ def _in_own_types(graph: Graph, op: Op, own: dict[Value, Array]) -> tuple[Array,
 
 
 def _inferred(op: Op) -> list[Array | None]:
-    """The value of each output that inference knows, where it has no symbols."""
+    """The value of each output, if inference knows it and it has no symbols."""
     return [o.known if o.known is not None and o.known.dtype != object else None for o in op.outputs]
 
 

@@ -1,11 +1,11 @@
-"""DequantizeLinear, an operator and QuantizeLinear become one operator on 8-bit numbers, for which GPUs have kernels.
+"""DequantizeLinear, an operator and QuantizeLinear become one operator on 8-bit values, for which GPUs have kernels.
 
-A product (Conv, Gemm, MatMul) of dequantized rows and dequantized constant weights sums integers exactly, and its epilogue
+A product (Conv, Gemm, MatMul) of dequantized rows and dequantized constant weights accumulates integers exactly. Its epilogue
 absorbs scales, bias, residual, activation and the rounding of the result. The remaining pointwise work becomes one Pointwise with
 the conversions as stages. (Ops that only move or compare numbers run on integers already, by ``move_integers``.)
 
-The float between an operator and its QuantizeLinear is not rounded any more. Apart from this, results equal those of the graph
-to one step of the last scale. So the pass belongs to a target's pipeline, after the assignment of precision.
+The float between an operator and its QuantizeLinear is no longer rounded. Apart from this, results equal the graph's results up to
+one step of the last scale. So the pass belongs to a target's pipeline, after the assignment of precision.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from optdnn.types import DTYPES, FP32, Array, is_float
 EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
 PRODUCTS = frozenset({"QuantizedConv", "QuantizedMatMul"})
 MAX_STAGES = 32
-"""Stages of one Pointwise op with conversions, which have up to five each, one after another."""
+"""Most stages of one Pointwise op with conversions: a conversion has up to five."""
 
 
 def quant_params(graph: Graph, op: Op, stored: Value) -> QuantParams | None:
-    """Scale and zero point of a Q or DQ op of a whole tensor; ``stored`` is its 8-bit value."""
+    """Scale and zero point of a per-tensor Q or DQ op; ``stored`` is its 8-bit value. None for other ops."""
     dtype = graph.type(stored).dtype.name
     scale = scalar(graph, op.inputs[1])
     zero = 0.0 if op.input(2) is None else scalar(graph, op.input(2))
@@ -66,7 +66,7 @@ def source(graph: Graph, value: Value | None) -> Op | None:
 
 
 def dequantized(graph: Graph, value: Value | None) -> tuple[Value, QuantParams] | None:
-    """The 8-bit value of a dequantized one, and its scale."""
+    """The 8-bit value behind a dequantized value, with its scale and zero point."""
     op = source(graph, value)
     found = None if op is None else quant_params(graph, op, operand(op))
     return None if op is None or found is None else (operand(op), found)
@@ -74,7 +74,7 @@ def dequantized(graph: Graph, value: Value | None) -> tuple[Value, QuantParams] 
 
 @dataclass(frozen=True)
 class RunParams:
-    """Type, scale and zero point of data that are quantized in the run, and the QuantizeLinear that makes them, if there is one."""
+    """Type, scale and zero point of data with a computed scale, and the QuantizeLinear that rounds them, if there is one."""
 
     dtype: str
     scale: Value
@@ -83,7 +83,7 @@ class RunParams:
 
 
 def dequantized_in_run(graph: Graph, value: Value | None) -> tuple[Value, RunParams] | None:
-    """The 8-bit value of one that is dequantized by one computed scale."""
+    """The 8-bit value behind a value that is dequantized by one computed scale."""
     op = source(graph, value)
     if op is None or graph.constant_value(op.inputs[0]) is not None or op.attrs.block_size:
         return None
@@ -98,9 +98,9 @@ def dequantized_in_run(graph: Graph, value: Value | None) -> tuple[Value, RunPar
 
 
 def unrounded(graph: Graph, value: Value) -> Value:
-    """The float from which a value was rounded to 8 bits and back, where it has the same type; else the value itself.
+    """The float before a value's rounding to 8 bits and back, if it has the same type; else the value itself.
 
-    Reading the float is more exact, and saves the conversion back."""
+    Reading the float is more exact, and saves the DequantizeLinear."""
     op = source(graph, value)
     made = None if op is None else producer(graph, op.inputs[0], {"QuantizeLinear"})
     return value if made is None or graph.type(operand(made)) != graph.type(value) else operand(made)
@@ -130,7 +130,7 @@ def weights(graph: Graph, value: Value | None) -> tuple[Array, Array, int] | Non
     scale, zero = graph.constant_value(op.inputs[1]), graph.constant_value(op.input(2))
     if scale is None or (op.input(2) is not None and zero is None):
         return None
-    # uint8 around 128 is int8 around 0; so are others whose numbers do not use the whole range
+    # uint8 around 128 is int8 around 0; so are other zero points, if the values do not use the whole range
     if not is_float(array.dtype):
         stored = centred(array, zero, op.attrs.axis % array.ndim)
         if stored is None:
@@ -140,7 +140,7 @@ def weights(graph: Graph, value: Value | None) -> tuple[Array, Array, int] | Non
 
 
 def bias(graph: Graph, value: Value | None) -> Array | None:
-    """A constant operand in float64, through a DequantizeLinear of 32-bit integers where there is one."""
+    """A constant operand in float64; it may be a DequantizeLinear of 32-bit integers."""
     array = graph.constant_value(value)
     if array is not None:
         return array.astype(np.float64)
@@ -244,7 +244,7 @@ class QuantizedProduct(Rule):
         factors = np.broadcast_to(scale * (1.0 if isinstance(x, RunParams) else x.scale) * alpha, (channels,))
         if op.kind == "MatMul" or (op.kind == "Gemm" and not op.attrs.transB):
             array = np.ascontiguousarray(array.T)
-        if isinstance(x, QuantParams) and x.zero:  # of every product, the kernels sum only the stored number
+        if isinstance(x, QuantParams) and x.zero:  # the kernels accumulate stored values, without their zero point
             total = total - factors * (x.zero * array.astype(np.float64).reshape(channels, -1).sum(1))
         numbers = requantize.scaling(ep.rendered, factors, total, out=out, residual=around)
         if op.kind == "Conv":
@@ -271,7 +271,7 @@ class QuantizedProduct(Rule):
 
 
 def _padded(patch: Patch, x: RunParams, pads: tuple[int, ...]) -> Value:
-    """The rounded data with their zero point around the image: what zeros around the data become."""
+    """The rounded data with their zero point as padding: zeros around the unrounded data become the zero point."""
     graph, axes = patch.graph, len(pads) // 2
     assert x.rounds is not None
     data = operand(x.rounds)
@@ -288,7 +288,7 @@ def _padded(patch: Patch, x: RunParams, pads: tuple[int, ...]) -> Value:
 
 
 def _fits(residual: tuple[Value, QuantParams] | None, out: QuantParams) -> bool:
-    """Whether a kernel whose result is stored so can add that residual."""
+    """Whether a kernel that stores its result with ``out`` can add that residual."""
     return residual is not None and ("float8" in residual[1].dtype) == ("float8" in out.dtype)
 
 
@@ -328,14 +328,14 @@ class _Sweep(RulePass):
 
 
 class _Joined(FusePointwise):
-    """A value that only floats read is rounded in their launch; one that its own kernel can round is left to that."""
+    """Fuses pointwise work with conversions. A value that its producer's kernel can round stays with the producer."""
 
     rules = (FuseGroup(MAX_STAGES, lambda graph, one: not _stored_narrow(graph, one)),)
 
 
 def _stored_narrow(graph: Graph, one: Op) -> bool:
-    """Whether a pointwise op of 8 bits reads the result of a kernel that can round it: no product, no pointwise one, and its scale
-    is constant."""
+    """Whether the producer of a pointwise op with an 8-bit result can round in its own kernel: it is no product and not pointwise,
+    and the scale is constant."""
     if any(v is not None and graph.constant_value(v) is None for v in one.inputs[1:]):
         return False
     made = graph.op(operand(one))
@@ -344,7 +344,7 @@ def _stored_narrow(graph: Graph, one: Op) -> bool:
 
 
 class FoldQuantized(Pass):
-    """Products first; conversions become stages only when no other rule can absorb them any more. Only for GPUs."""
+    """Products first. Conversions become stages only when no other rule can absorb them. Only for GPUs."""
 
     name = "fold_quantized"
     sweeps = (

@@ -13,7 +13,7 @@ A constant mask that hides the future, or keys outside of a window, becomes ``is
 ``right_window_size``. A mask of zeros disappears.
 
 If all keys of a query are masked by -inf, ONNX's Attention gives zeros. Without the guard, the decomposition gives NaN, so
-an attention with such a constant mask is not fused. Of a computed mask, the rule assumes that every query keeps a key.
+an attention with such a constant mask is not fused. For a computed mask, the rule assumes that every query keeps a key.
 Scaled dot-product attention: Vaswani et al. (2017); grouped queries: Ainslie et al. (2023).
 """
 
@@ -54,7 +54,7 @@ class AttentionParts:
     lead: Shape
     attrs: AttentionAttrs
     constant: Array | None = field(compare=False)
-    """The sum of all biases where they are constant, and ``attrs`` does not express it."""
+    """The sum of all biases, if they are constant and ``attrs`` does not express them; else None."""
     known: bool
     """Whether all biases are constant."""
 
@@ -128,7 +128,7 @@ def values_first(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
 
 @dataclass(frozen=True)
 class Weights:
-    """The way from the product with the values back to the softmax."""
+    """The path from the product with the values back to the softmax."""
 
     softmax: Op
     precision: DType | None
@@ -136,7 +136,7 @@ class Weights:
     inner: tuple[Op, ...]
     leads: tuple[Shape, ...]
     masks: tuple[tuple[Value, bool], ...] = ()
-    """Conditions, and the value of each for which a weight stays; the others become 0."""
+    """Pairs (condition, value of the condition for which a weight stays); all other weights become 0."""
 
 
 def _weights(graph: Graph, root: Op) -> Weights | Miss | None:
@@ -177,7 +177,7 @@ def _weights(graph: Graph, root: Op) -> Weights | Miss | None:
 
 
 def _masked_again(scores: Scores, masks: Sequence[tuple[Value, bool]]) -> Scores | Miss:
-    """The scores whose masks are certain where the weights are masked by the same conditions after the softmax (Keras)."""
+    """The scores, with masks marked as certain if the same conditions mask the weights again after the softmax (Keras)."""
     own = {(bias.condition, bias.keeps) for bias in scores.biases}
     if any(mask not in own for mask in masks):
         return Miss("the weights are masked again after the softmax, by something else than before it")
@@ -238,13 +238,13 @@ def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> At
 
 
 def _written(scale: float, size: DimLike) -> float | None:
-    """None where the scale is the usual one, up to the rounding of an fp32 constant."""
+    """The scale as attribute: None if it is the default, up to the rounding of an fp32 constant."""
     usual = size**-0.5 if isinstance(size, int) and size > 0 else 0.0
     return None if abs(scale - usual) <= 1e-12 * usual else scale
 
 
 def _unscaled(graph: Graph, value: Value) -> tuple[Value, float]:
-    """The value without multiplications by constants of one element, and their product."""
+    """The value before multiplications by scalar constants, and the product of these constants."""
     factor = 1.0
     for _ in range(DEPTH):
         scaling = factor_of(graph, graph.op(value))
@@ -270,7 +270,7 @@ def _scaled_view(graph: Graph, view: View) -> tuple[View, float]:
 
 
 def _lead(leads: Sequence[Shape], q: View) -> Shape:
-    """(batch, heads): as the scores have them somewhere, else as the queries had them, else all in one."""
+    """(batch, heads): from the scores if they have both axes somewhere, else from the queries, else all in one axis."""
     for lead in leads:
         if len(lead) == 2:
             return lead
@@ -292,7 +292,7 @@ def _size(dims: Shape) -> DimLike:
 
 
 def _fit(graph: Graph, view: View, lead: Shape, shared: bool) -> View | None:
-    """The view with (batch, heads) in front; with ``shared``, heads that are repeated copies count once."""
+    """The view with leading axes (batch, heads), or None; with ``shared``, repeated heads count once."""
     own, tail = view.shape[:-2], view.shape[-2:]
     if _size(own) == lead[0] * lead[1]:
         full = view.reshape((*lead, *tail))
@@ -303,7 +303,7 @@ def _fit(graph: Graph, view: View, lead: Shape, shared: bool) -> View | None:
 
 
 def _unrepeated(graph: Graph, view: View) -> View | None:
-    """The (B, G, S, D) that a view (B, H, S, D) repeats, each head H / G times in a row; None where it repeats none."""
+    """The view (B, G, S, D) that a view (B, H, S, D) repeats, each head H / G times in a row; None without such a repetition."""
     op = graph.op(view.base)
     source = op.inputs[0] if op.inputs else None
     if source is None or [m.perm for m in view.moves] != [None]:

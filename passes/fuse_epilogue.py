@@ -5,13 +5,13 @@ On GPUs, a product that is subtracted from a tensor changes its sign and is adde
 The result of the anchor (Conv, ConvTranspose, Gemm, MatMul) must be read only by the absorbed op, and the stage must keep
 its dtype and shape. No cycle can arise: the other operands of the absorbed op depend on the anchor only through the absorbed op
 itself. With ``norms_add``, three kinds of Add are left to the normalization that reads the sum: one vector per image, rows that
-repeat (position embeddings), and a second tensor. Its kernel adds them; those of the anchors do not.
+repeat (position embeddings), and a second tensor. The normalization's kernel adds them; the anchors' kernels cannot.
 
-At 16 bits, an Add of places at which images are read stays apart: the pixels of optical flow, which layers move again and again.
-The sum is stored in fp32, the anchor's result is not.
+At 16 bits, an Add to sampling positions stays apart: the pixels of optical flow, which layers move again and again. The sum is
+stored in fp32, the anchor's result is not.
 
-Where both results of an Add could absorb it, the later one does (the longer path from the inputs, then the larger id). The other
-result is ready by then, and is an operand like any other.
+If both operands of an Add could absorb it, the later one does (the longer path from the inputs, then the larger id). The other
+operand is ready by then, and is read like any residual.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from optdnn.target_name import TargetName
 from optdnn.types import Shape
 
 WIDE = frozenset({"fp32", "tf32"})
-"""Precisions in which a sum is stored as it is computed."""
+"""Precisions that store a sum in fp32, without rounding."""
 
 
 class _Absorb(Rule):
     """Absorbs one op at a time; a chain is absorbed link by link. ``depth``: op id -> length of the path from the inputs.
-    ``places``: op id -> why it stays in fp32, of those that compute places at which images are read."""
+    ``places``: op id -> why it stays in fp32, for ops that compute sampling positions in images."""
 
     kinds = ANCHORS
 
@@ -93,7 +93,7 @@ class _Absorb(Rule):
 
 
 def _subtracts(graph: Graph, op: Op, value: Value) -> bool:
-    """Whether ``value`` is subtracted from a computed tensor of its shape: kernels add one, to a result that changes its sign."""
+    """Whether ``value`` is subtracted from a computed tensor of its shape: a kernel changes its sign and adds the tensor."""
     other = op.inputs[0]
     if op.kind != "Sub" or other is None or other == value or graph.constant_value(other) is not None:
         return False
@@ -101,13 +101,13 @@ def _subtracts(graph: Graph, op: Op, value: Value) -> bool:
 
 
 def _adds_place(graph: Graph, op: Op, value: Value) -> bool:
-    """Whether what is added to ``value`` differs from position to position: a place, and no bias."""
+    """Whether the tensor added to ``value`` varies along several axes: positions, not a bias."""
     others = [v for v in op.inputs if v is not None and v != value]
     return any(sum(d != 1 for d in graph.type(v).dims) > 1 for v in others)
 
 
 def _reads_tensor(graph: Graph, op: Op) -> bool:
-    """Whether the epilogue of an anchor reads a computed tensor of the result's shape already: its kernel reads no second one."""
+    """Whether an anchor's epilogue already reads a computed tensor of the result's shape: its kernel cannot read a second one."""
     slots = {a for stage in op.attrs.epilogue for a in stage.args if a is not None and a >= 0}
     tensors = [v for a in slots if (v := op.input(a)) is not None and graph.constant_value(v) is None]
     return any(graph.type(v).shape == op.outputs[0].type.shape for v in tensors)
@@ -116,7 +116,7 @@ def _reads_tensor(graph: Graph, op: Op) -> bool:
 def _norm_that_adds(graph: Graph, op: Op, value: Value, second: bool) -> Op | None:
     """The normalization that reads the sum ``op`` of ``value`` and another operand, if its kernel adds that operand itself.
 
-    ``second``: the anchor of ``value`` reads a tensor already.
+    ``second``: the anchor of ``value`` already reads a tensor.
     """
     if op.kind != "Add":
         return None
@@ -131,7 +131,7 @@ def _norm_that_adds(graph: Graph, op: Op, value: Value, second: bool) -> Op | No
 
 
 def _repeats(graph: Graph, rows: Value, shape: Shape) -> bool:
-    """Whether an operand of fewer rows than ``shape`` has is added to them again and again."""
+    """Whether an operand has fewer rows than ``shape`` and is repeated along its leading axes."""
     own = graph.type(rows).dims
     if own == shape and graph.constant_value(rows) is None:
         return False  # a residual

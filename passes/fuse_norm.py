@@ -32,7 +32,7 @@ from optdnn.types import Array, Shape
 
 @dataclass(frozen=True)
 class NormParameters:
-    """The scale and shift of a fused op: a Value, or the constant to make; None where there is none."""
+    """The scale and shift of a fused op: a Value, a constant to add, or None."""
 
     scale: Value | Array | None
     bias: Value | Array | None
@@ -111,7 +111,7 @@ class FusedNorm:
     """The shape of the op's own scale."""
     always_bias: bool = False
     positions: tuple[int, ...] | None = None
-    """The axes after the channels that the result is reshaped to; None: those of ``x``."""
+    """The sizes of the result's axes after the channels, for a Reshape; None: as in ``x``."""
 
     def norm(self, patch: Patch, *parameters: Value) -> Value:
         """Add the op, with its scale and shift."""
@@ -307,8 +307,8 @@ class RMSNorm(NormRule):
 def group_norm(graph: Graph, op: Op) -> Match | Miss | None:
     """Reshape to (N, groups, …), an instance or plain layer normalization, Reshape back, scale and shift by channel.
 
-    Where the Reshape back gives the image's positions one axis, as a sequence, the normalization is of the image all the same.
-    So it is where all channels are one group, whatever the Reshape gives."""
+    The Reshape back may give the image's positions one axis, as a sequence: the normalization is the same. If all channels are one
+    group, the Reshape may give any shape."""
     split = producer(graph, op.inputs[0], {"Reshape"})
     merge = graph.sole_user(op.value)
     if split is None or merge is None or merge.kind != "Reshape" or len(op.outputs) != 1:
@@ -347,13 +347,13 @@ def group_norm(graph: Graph, op: Op) -> Match | Miss | None:
 def _of_groups(
     x: Value, attrs: GroupNormAttrs, parameters: tuple[Array, Array], target: tuple[int, ...], patch: Patch
 ) -> Value:
-    """The normalization alone, in the shape of the Reshape behind it."""
+    """The normalization alone, in the shape of the Reshape after it."""
     given = [patch.constant(p.astype(patch.type(x).dtype), "groups") for p in parameters]
     return reshaped(patch, patch.add("GroupNormalization", [x, *given], attrs), target)
 
 
 def _own_parameters(graph: Graph, op: Op, groups: int) -> tuple[Array, Array] | None:
-    """Scale and shift of the inner op for each group, in float64; None where they are anything else."""
+    """Scale and shift of the inner op for each group, in float64; None if they vary within a group."""
     scale = graph.constant_value(op.input(1))
     bias = graph.constant_value(op.input(2)) if op.input(2) is not None else np.zeros(1)
     if scale is None or bias is None:

@@ -2,12 +2,12 @@
 
 A group grows from its last op: a producer joins when every user of its value is in the group already. So a group has one
 result, and no path leaves it and comes back (it is convex): fusing it cannot make a cycle. All values inside have the
-result's shape. Smaller operands are read from outside and broadcast: computing them inside would repeat them for each
-element. On GPUs that is done where it costs less than a launch. Types may differ inside (a comparison that feeds a Where).
+result's shape. Smaller operands are read from outside and broadcast: computing them inside would repeat the work for each
+element. On GPUs the work is repeated where it costs less than a launch. Types may differ inside (a comparison that feeds a Where).
 
-On GPUs, an op that reads one tensor is computed in each of its readers, where none of them needs its result from memory: they read
-that tensor instead. One reader may be a reduction, whose kernel computes what it reduces. The same op of several parts of a small
-tensor becomes one op of the tensor.
+On GPUs, an op that reads one tensor is computed again in each of its readers, if no reader needs its result from memory. The
+readers then read the op's operand. One reader may be a reduction: its kernel computes the op as it reduces. If several parts
+of a small tensor go through the same op, one op of the whole tensor replaces them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.types import TensorType, is_float, show_shape
 
 MAX_STAGES = 16
-"""Stages of one Pointwise op: bounds the registers that a thread of a GPU kernel holds."""
+"""Most stages of one Pointwise op: bounds the registers per thread of a GPU kernel."""
 MAX_OPERANDS = 8
-"""Tensors that one Pointwise op reads; constants of one element do not count (they become literals)."""
+"""Most tensors that one Pointwise op reads; constants of one element do not count (they become literals)."""
 
 
 ALIGNED = 8
-"""Parts of a multiple of so many elements are read where they lie."""
+"""Parts whose size is a multiple of this many elements are read in place, without a copy."""
 REPEATED = 1_000_000
-"""Stages that a launch of a GPU may compute again for its elements, so that a smaller operand needs no launch of its own. A
-division for each of a million elements takes some hundred nanoseconds of a large GPU, a launch about a microsecond."""
+"""Most stages (times elements) that a GPU launch computes again, so that a smaller operand needs no launch of its own. A division
+for each of a million elements takes some hundred nanoseconds on a large GPU, a launch about a microsecond."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class OpenStage:
 
 
 def steps_of(op: Op) -> list[OpenStage]:
-    """One pointwise op, or the body of a Pointwise, as steps."""
+    """A pointwise op as one step, or a Pointwise as the steps of its body."""
     if op.kind != "Pointwise":
         return [OpenStage(op.kind, op.attrs, op.inputs)]
 
@@ -89,7 +89,7 @@ class FuseGroup(Rule):
 
     def __init__(self, most: int = MAX_STAGES, joins: Callable[[Graph, Op], bool] = lambda graph, one: True):
         self.most = most
-        """Stages of one Pointwise op."""
+        """Most stages of one Pointwise op."""
         self.joins = joins
         """Whether an op may join the group of its readers."""
 
@@ -140,7 +140,7 @@ def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool,
 
 
 def _unfit(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool, most: int) -> str | None:
-    """Why one kernel does not compute ``one`` as well, which the group reads."""
+    """Why the kernel of ``group`` cannot compute its operand ``one`` too, or None."""
     result, inner = sink.outputs[0].type, one.outputs[0].type
     if result.shape is None:
         return "the rank of the result is unknown"
@@ -161,7 +161,7 @@ def _unfit(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool, 
 
 
 def _repeats_little(one: Op, result: TensorType) -> bool:
-    """Whether computing ``one`` again for each element of the result is less than a launch."""
+    """Whether computing ``one`` again for each element of the result costs less than a launch."""
     inner = one.outputs[0].type
     if not result.is_static or not inner.is_static or not is_float(inner.dtype):
         return False
@@ -211,10 +211,10 @@ def outside(steps: Sequence[OpenStage]) -> list[Value]:
 
 
 def first_operand(graph: Graph, steps: Sequence[OpenStage], op: Op, on_gpu: bool) -> Value | None:
-    """The operand that becomes register 0: it has the shape of the result of ``op``; a computed one before a constant.
+    """The operand that becomes register 0: one of the result's shape, computed rather than constant.
 
-    Kernels of GPUs broadcast this operand, too: where none has the result's shape (an outer product), the one that is repeated
-    along the fewest axes begins.
+    GPU kernels can broadcast this operand too. If no operand has the result's shape (an outer product), it is the operand that is
+    repeated along the fewest axes.
     """
     shape = op.outputs[0].type.dims
     values = outside(steps)
@@ -231,7 +231,7 @@ def first_operand(graph: Graph, steps: Sequence[OpenStage], op: Op, on_gpu: bool
 
 
 class ComputedAgain(Rule):
-    """An op of one tensor, which all of its readers compute themselves."""
+    """An op of one tensor is computed again in each of its readers."""
 
     name = "computed_again"
 
@@ -261,7 +261,7 @@ class ComputedAgain(Rule):
 
 
 def _reads_one(graph: Graph, op: Op) -> bool:
-    """Whether an op reads one tensor, of its result's shape and of no larger elements, and beside it only numbers."""
+    """Whether an op reads a single tensor, of its result's shape and of no larger elements. Scalar constants do not count."""
     tensors, out = _tensors(graph, op), op.outputs[0].type
     if len(tensors) != 1 or graph.constant_value(tensors[0]) is not None or graph.type(tensors[0]).shape != out.shape:
         return False
@@ -270,7 +270,7 @@ def _reads_one(graph: Graph, op: Op) -> bool:
 
 
 class PartsTogether(Rule):
-    """The same op of several parts of a tensor: one op of the tensor, whose parts are taken after it."""
+    """The same op of several parts of a tensor becomes one op of the tensor, which is split after it."""
 
     name = "parts_together"
 
@@ -307,12 +307,12 @@ class PartsTogether(Rule):
 
 
 def _tensors(graph: Graph, op: Op) -> list[Value]:
-    """What an op reads beside numbers."""
+    """The operands of an op, without scalar constants."""
     return [v for v in outside(steps_of(op)) if (array := graph.constant_value(v)) is None or array.size > 1]
 
 
 def _split_before(graph: Graph, op: Op) -> Op | None:
-    """The Split of whose parts an op reads one, and beside it only numbers."""
+    """The Split whose part is the only tensor that an op reads; None for other ops."""
     tensors = _tensors(graph, op)
     split = graph.op(tensors[0]) if len(tensors) == 1 else None
     whole = split is not None and graph.type(tensors[0]).shape == op.outputs[0].type.shape
@@ -320,7 +320,7 @@ def _split_before(graph: Graph, op: Op) -> Op | None:
 
 
 def _form(graph: Graph, op: Op) -> tuple[object, ...]:
-    """What an op does to the tensor that it reads: equal for ops that do the same."""
+    """A key for the op's function of its tensor: equal keys mean the same function."""
 
     def told(a: Value | int | None) -> object:
         array = graph.constant_value(a) if isinstance(a, Value) else None

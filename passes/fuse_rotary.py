@@ -2,14 +2,14 @@
 
 The formula is ``x * cos + rotate(x) * sin``, in two forms. In GPT-NeoX and Llama, ``rotate`` puts the negated second half of each
 head before the first half, and cosines and sines are equal in both halves. In RoFormer, GPT-J and Flux, it exchanges neighbours
-and negates the second of each pair, and cosines and sines repeat each number. Halves that turn the other way (nanochat) have the
-first half negated, and turn by the negated sines. Where only the first numbers of each head are
-turned (GPT-NeoX, Phi) and the rest is concatenated after them, the op absorbs the Concat as well. Rows in front of those that
-turn (class tokens of EVA-02, DINOv3) turn by an angle of zero. Parts of a head that turn by different coordinates become one op.
-Where the numbers of a pair have different angles (V-JEPA 2), the op has an angle for each number.
+and negates the second of each pair, and cosines and sines repeat each number. Halves that rotate the other way (nanochat) have the
+first half negated, and rotate by the negated sines. If only the first features of each head are rotated (GPT-NeoX, Phi) and the
+rest is concatenated after them, the op absorbs the Concat as well. Rows before the rotated ones (class tokens of EVA-02, DINOv3)
+rotate by an angle of zero. Parts of a head that rotate by different coordinates become one op. If the two features of a pair have
+different angles (V-JEPA 2), the op has an angle for each feature.
 
-The op's positions come after its heads. Where they come before them (GPT-J, Gemma 3n), it stands between two Transposes, which
-usually merge with those of the attention. So it does where each head has its own angles (RoPE-Mixed: Heo et al., 2024): the op's
+The op expects heads before positions. If a model has positions first (GPT-J, Gemma 3n), the op stands between two Transposes, which
+usually merge with those of the attention. The same holds if each head has its own angles (RoPE-Mixed: Heo et al., 2024): the op's
 angles may differ by image, so heads and images are exchanged.
 """
 
@@ -45,7 +45,7 @@ from optdnn.passes.support.rotary import ORDERS, PLAIN, behind, cache_shape, ord
 from optdnn.types import Shape
 
 _DEPTH = 12
-"""How far back a proof looks."""
+"""Most operators that a proof goes back."""
 _POINTWISE = frozenset({"Cos", "Sin", "Cast", "Neg", "Exp", "Sqrt", "Identity"})
 _SCALED = frozenset({"Mul", "Div", "Add", "Sub"})
 
@@ -68,9 +68,9 @@ _NEIGHBOURS = node(
 
 
 class RotaryRule(PatternRule):
-    """``x * cos + turned * sin``, where ``turned`` is Concat(-second half, first half), or the neighbours stacked so.
+    """``x * cos + turned * sin``, where ``turned`` is Concat(-second half, first half), or neighbours stacked in this way.
 
-    Concat(second half, -first half) turns the other way: by the negated sines."""
+    Concat(second half, -first half) rotates the other way: by the negated sines."""
 
     name = "rotary_embedding"
     patterns = (node("Add", node("Mul", X, COS), node("Mul", any_of(_HALVES, _HALVES_BACK, _NEIGHBOURS), SIN)),)
@@ -110,7 +110,7 @@ _PART = any_of(node("RotaryEmbedding", FIRST, name="turned"), _SWAPPED)
 
 @pattern_rule("partial_rotary_embedding", node("Concat", _PART, SECOND))
 def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """``Concat(RotaryEmbedding(first numbers of x), the rest of x)`` along the last axis, the op also between Transposes."""
+    """``Concat(RotaryEmbedding(first features of x), the rest of x)`` along the last axis; the op may be between Transposes."""
     first, rest, inner = found["first"], found["second"], found["turned"]
     swaps, order = _transposes(found)
     if order is None:
@@ -130,7 +130,7 @@ def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mis
 
 
 def _transposes(found: dict[str, Any]) -> tuple[list[Op], tuple[int, ...] | None]:
-    """The Transposes around a RotaryEmbedding that ``_PART`` found, and their order, or None where they do not belong to it."""
+    """The Transposes around a RotaryEmbedding that ``_PART`` found, and their permutation (None if they do not fit together)."""
     around = [found[name] for name in ("there", "back") if name in found]
     orders = {op.attrs.perm for op in around} or {PLAIN}
     return around, next((order for order in ORDERS if orders == {order}), None)
@@ -144,7 +144,7 @@ _TURNED_REST = any_of(
 
 @pattern_rule("rotary_rows", node("Concat", FIRST, _TURNED_REST))
 def rotary_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """``Concat(first rows of x, RotaryEmbedding(the rest of x))`` along the positions: the first rows turn by cos 1 and sin 0."""
+    """``Concat(first rows of x, RotaryEmbedding(the rest of x))`` along the positions: the first rows get cosine 1 and sine 0."""
     first, rest, inner = found["first"], found["second"], found["turned"]
     around, order = _transposes(found)
     if order is None:
@@ -249,7 +249,7 @@ def _with_batch(heads: Shape) -> Shape:
 
 
 def _order(graph: Graph, found: dict[str, Any], heads: Shape) -> tuple[int, ...] | str:
-    """The order of axes in which "x", in the shape of ``heads``, is turned by "cos" and "sin", or why there is none."""
+    """The permutation of the axes of "x", in the shape of ``heads``, that fits "cos" and "sin"; or the reason why there is none."""
     x, shapes = graph.type(found["x"]), [graph.type(found[name]).shape or () for name in ("cos", "sin")]
     if len(heads) != 4 or reshape_target(x.dims, heads) is None:
         return f"{graph.output(found['x']).name} {x} does not have four axes"
@@ -281,8 +281,7 @@ def _angles(patch: Patch, graph: Graph, value: Value, order: tuple[int, ...], in
 
 
 def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: bool = False) -> bool:
-    """Whether the ops that make the value prove that both halves of the last axis (``interleaved``: neighbours along it) hold the
-    same numbers."""
+    """Whether the producers of a value prove that both halves of its last axis are equal (``interleaved``: that neighbours are)."""
     op = graph.op(value)
     if op.kind == "Constant":
         array = op.attrs.value
@@ -320,8 +319,8 @@ def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: boo
 
 
 def _joined(graph: Graph, concat: Op, depth: int, interleaved: bool) -> bool:
-    """Whether a Concat repeats a value along the last axis, or all its parts hold the same numbers twice. Side by side along the
-    last axis (one part for each coordinate of a picture, Flux), they must do so in neighbours, and have even sizes."""
+    """Whether a Concat repeats a value along the last axis, or all its parts are doubled. If the parts are joined along the last
+    axis (one part per coordinate of an image, Flux), they must be doubled as neighbours, and have even sizes."""
     if _last(graph, concat.value, concat.attrs.axis):
         if not interleaved:
             return _doubles(graph, concat)
@@ -332,7 +331,7 @@ def _joined(graph: Graph, concat: Op, depth: int, interleaved: bool) -> bool:
 
 
 def _repeated(graph: Graph, value: Value, size: DimLike) -> bool:
-    """Whether the last axis holds two equal numbers, which a Reshape merges with the axis before to one of ``size``."""
+    """Whether the last axis holds two equal elements; a Reshape merges it with the axis before it into one of ``size``."""
     op, shape = graph.op(value), shape_of(graph, value)
     if shape is None or len(shape) < 2 or shape[-1] != 2 or shape[-2] * 2 != size:
         return False

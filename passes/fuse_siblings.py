@@ -52,14 +52,14 @@ class Member:
     packed: tuple[Array | None, ...]
     """Scales and zero points of packed weights."""
     scalars: tuple[Array | None, ...]
-    """The stages' operands, in order of slot: the scalar, or None where ``channels`` has the vector."""
+    """The stages' operands, in order of slot: a scalar, or None if ``channels`` has the vector."""
     channels: tuple[Array | None, ...]
     width: int
 
 
 @dataclass(frozen=True)
 class Family:
-    """Siblings to merge, in order; ``concat``: the Concat that has them side by side, or None."""
+    """Siblings to merge, in order; ``concat``: the Concat that joins them side by side, or None."""
 
     members: tuple[Member, ...]
     axis: int
@@ -122,7 +122,7 @@ def _adds_first(graph: Graph, op: Op) -> Op | None:
 
 
 def _merged(graph: Graph, patch: Patch, family: Family, kept: ConstantCache) -> Value:
-    """The op that computes all members, its output channels in their order."""
+    """The op that computes all members, with their output channels in order."""
     members, first = family.members, family.members[0]
     name = f"{first.op.outputs[0].name}.siblings"
     weights, axis = [m.weight for m in members], output_axis(first.op)
@@ -210,13 +210,13 @@ def _member(graph: Graph, op: Op) -> Member | str:
 
 
 def _biased_alike(members: Sequence[Member]) -> list[Member]:
-    """The members. One without stages gets a bias of zeros if a bias is the only stage of another one (keys of Whisper)."""
+    """The members. A member without stages gets a bias of zeros if a bias is the only stage of another member (Whisper's keys)."""
     keys = {m.key for m in members if m.op.attrs.epilogue}
     return [biased if (biased := _with_bias(m)).key in keys else m for m in members]
 
 
 def _with_bias(member: Member) -> Member:
-    """A member without stages, with the addition of zeros as its stage; any other as it is."""
+    """A member without stages, with a bias of zeros as its stage; any other member unchanged."""
     kind, attrs, *rest = member.key
     if attrs.epilogue or kind != "MatMul":
         return member
@@ -227,8 +227,8 @@ def _with_bias(member: Member) -> Member:
 
 
 def _with_one_kernel(graph: Graph, mine: Member, members: list[Member], precision: str) -> list[Member]:
-    """The members. Those that a Concat has beside ``mine`` and that differ from it only in kernel size and padding get one kernel
-    size, where that pays."""
+    """The members. If a Concat joins members with ``mine`` that differ from it only in kernel size and padding, they get one common
+    kernel size where that pays."""
     concat = graph.sole_user(mine.op.value)
     made = graph.type(mine.op.value)
     if concat is None or concat.kind != "Concat" or not made.is_static:
@@ -254,7 +254,7 @@ def _with_one_kernel(graph: Graph, mine: Member, members: list[Member], precisio
 
 
 def _but_kernel(member: Member) -> tuple[Any, ...]:
-    """A convolution's key without what :func:`common_kernel` changes."""
+    """A convolution's key without the fields that :func:`common_kernel` changes."""
     kind, plain, _, *rest = member.key
     return (kind, replace(plain, pads=()), *rest)
 
@@ -272,7 +272,7 @@ def _by_channel(array: Array | None, rank: int, axis: int, width: int) -> Array 
 
 
 def _family(graph: Graph, members: Sequence[Member]) -> Family:
-    """The members in the order of the Concat that has them side by side, else in the graph's order."""
+    """The members in the order of the Concat that joins them side by side, else in the graph's order."""
     op = members[0].op
     rank = len(graph.type(op.value).dims)
     axis = 1 if op.kind == "Conv" else rank - 1

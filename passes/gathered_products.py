@@ -1,9 +1,9 @@
 """A product of gathered rows is computed before the Gather, if the Gather repeats rows.
 
-Networks of points and of graphs multiply what belongs to an edge: the features of its ends, or their difference, side by side
+Networks of points and of graphs multiply edge features: the features of an edge's ends, or their difference, side by side
 (EdgeConv: Wang et al., 2019; PointNet++: Qi et al., 2017; message passing: Gilmer et al., 2017). There are many more edges than
-points. A product with a constant matrix goes through all that moves rows, through sums, and through parts that lie side by side.
-Each part has rows of the matrix to itself. So each point is multiplied once. What is gathered and added are its products.
+points. A product with a constant matrix commutes with operators that move rows, with sums, and with a Concat of columns: each part
+of the Concat has its own rows of the matrix. So each point is multiplied once, and the products are gathered and added.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from optdnn.types import INT64, Array, normalize_axis
 MOVES = RESHAPES | {"Expand", "Gather", "GatherElements", "Transpose"}
 """Kinds that move rows of operand 0."""
 LESS = 2
-"""Times fewer multiplications, at least."""
+"""Smallest ratio of multiplications before and after."""
 
 
 @dataclass(frozen=True)
 class _Term:
-    """A part of the product's operand: channels of ``value`` (along ``axis``), moved by ``moves``, the first one first.
+    """A part of the product's operand: channels of ``value`` (along ``axis``), moved by ``moves`` in this order.
 
-    They are then added to others with ``sign``, and meet rows of the matrix from ``first`` on.
+    The part is added to others with ``sign``, and multiplied by the matrix's rows from ``first`` on.
     """
 
     value: Value
@@ -57,7 +57,7 @@ class _Term:
 
     @property
     def place(self) -> _Term:
-        """The same for all parts that can share a product: a repetition at the end is left to the sum."""
+        """A key that is equal for all parts that can share a product. An Expand at the end is left to the sum."""
         last = self.moves[-1][0] if self.moves else None
         repeated = last is not None and last.kind == "Expand" and len(self.moves) > 1
         return replace(self, first=0, sign=1, moves=self.moves[:-1] if repeated else self.moves)
@@ -65,7 +65,7 @@ class _Term:
 
 @dataclass(frozen=True)
 class _Product:
-    """A product with a constant matrix ``[inside, outside]``: of the channels along ``axis``, with a bias or none."""
+    """A product of the channels along ``axis`` with a constant matrix ``[inside, outside]``, with a bias or None."""
 
     op: Op
     axis: int
@@ -74,7 +74,7 @@ class _Product:
 
 
 def _product(graph: Graph, op: Op) -> _Product | None:
-    """A plain product of each row, or pixel, by itself; None for any other operator."""
+    """``op`` as a product that multiplies each row, or pixel, by itself; None for other operators."""
     weight, bias = graph.constant_value(op.input(1)), graph.constant_value(op.input(2))
     shape, a = sizes_of(graph, operand(op)), op.attrs
     if weight is None or shape is None or 0 in shape or staged(op):
@@ -96,7 +96,7 @@ def _product(graph: Graph, op: Op) -> _Product | None:
 
 
 def _terms(graph: Graph, term: _Term) -> list[_Term]:
-    """What a value is made of, as far as a product goes through it."""
+    """The parts of a value, traced as far back as a product can move."""
     op, dims = graph.op(term.value), graph.type(term.value).dims
     if op.kind == "Concat" and normalize_axis(op.attrs.axis, len(dims)) == term.axis:
         found, first = [], term.first
@@ -133,7 +133,7 @@ def _rows(graph: Graph, term: _Term) -> int:
 
 
 def _axis_before(graph: Graph, op: Op, axis: int) -> int | None:
-    """The axis of a move's operand that holds the channels of its result, whole and in order; None where there is none."""
+    """The axis of a move's operand that holds all channels of its result in order; None if there is none."""
     before = sizes_of(graph, operand(op)) if op.kind in MOVES else None
     if before is None:
         return None
@@ -167,7 +167,7 @@ def _index(graph: Graph, op: Op, axis: int) -> Value | None:
 
 @rule("gathered_products", {"Conv", "Gemm", "MatMul"})
 def gathered_products(graph: Graph, op: Op) -> Match | Miss | None:
-    """A product with a constant matrix whose rows are made of fewer rows."""
+    """A product with a constant matrix, of rows that are gathered from fewer rows."""
     product = _product(graph, op)
     if product is None:
         return None
@@ -224,7 +224,7 @@ def _multiplied(patch: Patch, term: _Term, matrix: Array, bias: Array | None) ->
 
 
 def _moved(patch: Patch, term: _Term, y: Value, channels: int) -> Value:
-    """The products where the term's channels went."""
+    """The products, moved as the term's channels were."""
     for op, axis in term.moves:
         after = [*op.outputs[0].type.static_shape]
         after[axis] = channels
@@ -243,7 +243,7 @@ def _moved(patch: Patch, term: _Term, y: Value, channels: int) -> Value:
 
 @rule("gather_by_one_index", {"GatherElements"})
 def gather_by_one_index(graph: Graph, op: Op) -> Match | None:
-    """A GatherElements whose index is repeated for all channels is a Gather of rows, which lie together wherever they come from."""
+    """A GatherElements with an index that is repeated for all channels becomes a Gather of rows, which are contiguous."""
     expanded = producer(graph, op.input(1), {"Expand"})
     shape, after = sizes_of(graph, operand(op)), sizes_of(graph, op.value)
     if expanded is None or shape is None or after is None:
@@ -274,7 +274,7 @@ def _rows_by_index(patch: Patch, op: Op, expanded: Op, stacks: int) -> Value:
         if kind != INT64:
             index = patch.add("Cast", [index], CastAttrs(INT64), src=expanded.src)
         index = in_shape(patch, index, (stacks, after[-1]), expanded.src)
-        inside = patch.add("Mod", [index, size], ModAttrs(), src=expanded.src)  # places that count from the end
+        inside = patch.add("Mod", [index, size], ModAttrs(), src=expanded.src)  # indices may count from the end
         index = patch.add("Add", [inside, firsts], src=expanded.src)
     index = in_shape(patch, index, (many,), expanded.src)
     x = patch.add("Transpose", [operand(op)], turned, src=op.src)

@@ -2,14 +2,19 @@
 
 An attention's result is transposed, multiplied and, in PyTorch's exports, transposed or reshaped again before the residual is
 added. Between product and addition, the second view would keep the addition out of the product's epilogue. In front of the
-product it merges with the first one. In ConvNeXt a Transpose turns the product's rows into an image, to which a residual is
-added: the addition moves in front of the Transpose. A Gemm between reshapes of leading axes becomes a MatMul of the unflattened
-tensor, also where the Reshape after it makes heads of columns. A Split of a joint projection moves in front of a Reshape, which
-would copy all of it. A norm of rows, and the addition after it, move in front of a Reshape of transposed rows (Swin V2's
-windows), and read the rows where they lie. Sums of two products and a residual take an order in which each product's kernel
-adds one tensor. A product to which several constants are added is computed once for each, with a bias. Parts of a product's
-columns that alternate follow one another. Activations and arithmetic with numbers move in front of a Reshape to the product,
-and so do gates of heads.
+product it merges with the first view. The other rules:
+
+- In ConvNeXt a Transpose turns the product's rows into an image, to which a residual is added: the addition moves in front of the
+  Transpose.
+- A Gemm between reshapes of leading axes becomes a MatMul of the unflattened tensor, even if the Reshape after it splits the
+  columns into heads.
+- A Split of a joint projection moves in front of a Reshape, which would copy the whole projection.
+- A norm of rows, and the addition after it, move in front of a Reshape of transposed rows (Swin V2's windows), and read the rows
+  without a copy.
+- Sums of two products and a residual are reordered so that each product's kernel adds one tensor.
+- A product to which several constants are added is computed once for each constant, as its bias.
+- Alternating parts of a product's columns are reordered to be contiguous.
+- Activations, scalar arithmetic and gates of heads move in front of a Reshape, to the product.
 """
 
 from __future__ import annotations
@@ -53,14 +58,14 @@ IMAGES = frozenset({"Conv", "ConvTranspose"})
 NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
 _MOST_ADDITIONS = 4
 _MOST_AXES = 4
-"""Axes over which the rows that a norm's kernel reads may be spread."""
+"""Most axes over which the rows that a norm's kernel reads are spread."""
 
 
 @rule("hoist_view", VIEWS)
 def hoist_view(graph: Graph, op: Op) -> Match | Miss | None:
-    """``view(view(x) @ W + b)`` is ``view(view(x)) @ W + b`` where the outer view leaves the last axis alone.
+    """``view(view(x) @ W + b)`` is ``view(view(x)) @ W + b`` if the outer view keeps the last axis.
 
-    The views have to merge, so that there is one copy in place of two; or an addition follows, which the product takes in.
+    Either the views must merge, so that one copy replaces two; or an addition must follow, which the product absorbs.
     """
     value = operand(op)
     before, after = shape_of(graph, value), op.outputs[0].type.shape
@@ -133,7 +138,7 @@ def unflattened_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _is_added(graph: Graph, op: Op) -> bool:
-    """Whether only views stand between a view and an addition, which the product before it would take in."""
+    """Whether only views stand between a view and an addition that the product before it could absorb."""
     user = graph.sole_user(op.value)
     while user is not None and user.kind in VIEWS:
         op, user = user, graph.sole_user(user.value)
@@ -169,9 +174,9 @@ def add_before_split(graph: Graph, root: Op, found: dict[str, Any]) -> Match | M
 
 @rule("split_before_reshape", {"Split"})
 def split_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
-    """``split(reshape(transpose(x)))`` is ``reshape(split(transpose(x)))``, where the axis and those before it are kept.
+    """``split(reshape(transpose(x)))`` is ``reshape(split(transpose(x)))`` if the Reshape keeps the split axis and those before it.
 
-    The parts are views of x, and their Reshapes meet those after them; all of x would be copied to be reshaped.
+    The parts are views of x, and their Reshapes merge with the Reshapes after them. The joint Reshape would copy all of x.
     """
     reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
     turn = None if reshape is None else producer(graph, reshape.inputs[0], {"Transpose"}, alone=True)
@@ -200,8 +205,8 @@ def split_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
 def add_before_turn(graph: Graph, op: Op) -> Match | Miss | None:
     """``turn(x @ W) + image`` is ``turn(x @ W + back(image))``, where ``turn`` puts the last axis, the channels, second.
 
-    The addition becomes a stage of the product; the kernel of a norm of rows in its place adds, too. ``back(image)`` costs nothing:
-    the image is a convolution's result, whose channels are last in memory, or it is turned itself.
+    The addition becomes a stage of the product. Instead of the product there may be a norm of rows, whose kernel can add too.
+    ``back(image)`` costs nothing: the image is a convolution's result, with channels last in memory, or a result of ``turn``.
     """
     for slot in (0, 1):
         turn = producer(graph, op.inputs[slot], {"Transpose"}, alone=True)
@@ -235,7 +240,7 @@ def _added_in_rows(graph: Graph, op: Op, turn: Op, image: Value) -> Match | Miss
 
 @rule("norm_before_reshape", NORMS)
 def norm_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
-    """``norm(reshape(transpose(x)))`` is ``reshape(norm(transpose(x)))`` where no view changes the rows, which would be copied."""
+    """``norm(reshape(transpose(x)))`` is ``reshape(norm(transpose(x)))`` if no view changes the rows: this saves their copy."""
     reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
     turn = None if reshape is None else producer(graph, reshape.inputs[0], {"Transpose"}, alone=True)
     if reshape is None or turn is None:
@@ -261,7 +266,7 @@ def norm_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("turn_before_norm", {"Transpose"})
 def turn_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
-    """``transpose(reshape(norm(x)))`` is ``norm(transpose(reshape(x)))`` where views keep the rows: norms write windows."""
+    """``transpose(reshape(norm(x)))`` is ``norm(transpose(reshape(x)))`` if the views keep the rows: norms can write windows."""
     reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
     norm = producer(graph, op.inputs[0] if reshape is None else reshape.inputs[0], NORMS, alone=True)
     if norm is None or op.attrs.perm is None:
@@ -290,9 +295,9 @@ def turn_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("flat_rows_before_norm", {"Reshape"})
 def flat_rows_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
-    """``reshape(norm(x)) @ W`` is ``norm(reshape(x)) @ W`` where rows stay whole: the product reads the norm, and may apply it.
+    """``reshape(norm(x)) @ W`` is ``norm(reshape(x)) @ W`` if rows stay whole: the product then reads the norm, and may apply it.
 
-    PyTorch's nn.MultiheadAttention puts the sequence first. Of one image that is a Reshape.
+    PyTorch's nn.MultiheadAttention puts the sequence first. For a batch of one image that is a Reshape.
     """
     norm, user = producer(graph, operand(op), NORMS, alone=True), graph.sole_user(op.value)
     if norm is None or user is None or user.kind not in PRODUCTS or user.inputs[0] != op.value:
@@ -320,7 +325,7 @@ def flat_rows_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _beyond_rows(graph: Graph, norm: Op, rows: Sequence[Any]) -> str | None:
-    """Why a norm is more than one of each row by itself."""
+    """Why a norm does more than normalize each row by itself, or None."""
     if normalize_axis(norm.attrs.axis, len(rows)) != len(rows) - 1 or len(norm.outputs) > 1:
         return f"{norm.name} normalizes more than rows, or keeps their statistics"
     if any(len(graph.type(v).dims) > 1 for v in norm.inputs[1:] if v is not None):
@@ -329,12 +334,12 @@ def _beyond_rows(graph: Graph, norm: Op, rows: Sequence[Any]) -> str | None:
 
 
 def _adds_product(graph: Graph, op: Op) -> bool:
-    """Whether an addition is a stage of a product that it adds to."""
+    """Whether an addition can be a stage of one of its operands, a product."""
     return op.kind == "Add" and any(behind_anchor(graph, replace(op, inputs=(v,))) for v in op.inputs)
 
 
 def _spread(shape: tuple[int, ...], perm: Sequence[int]) -> int:
-    """Axes over which the rows of a transposed tensor are spread, those that follow one another in memory as one."""
+    """The number of axes over which the rows of a transposed tensor are spread; axes adjacent in memory count as one."""
     order = [p for p in perm[:-1] if shape[p] != 1]
     between = [math.prod(shape[p + 1 : q]) if q > p else 0 for p, q in pairwise(order)]
     return len(order) - sum(n == 1 for n in between)

@@ -1,11 +1,11 @@
-"""Images become rows of tokens, and rows images, by one transposition that layouts can remove.
+"""Images become rows of tokens, and rows become images, by one transposition that layouts can remove.
 
 Transformers with convolutions between their layers (SegFormer: Xie et al., 2021; PVT, CvT) write an image (B, C, H, W) as tokens by
 a Reshape to (B, C, H * W) and a Transpose, and back in the opposite order. That form needs the image in plain order. With the
-Transpose on the image's side, a channels-last image is its tokens in memory, and nothing moves. Where the Reshape splits the image
-into windows (MaxViT: Tu et al., 2022) or the channels into heads (EfficientViT: Cai et al., 2022), a second Transpose orders
-these, and keeps rows of channels whole. Where parts of the channels are transposed after a Split (LeViT: Graham et al., 2021), the
-Transpose moves in front of the Split first. Pixels that only change places are moved with all of their channels.
+Transpose on the image's side, a channels-last image has the memory order of its tokens, and nothing moves. If the Reshape splits
+the image into windows (MaxViT: Tu et al., 2022) or the channels into heads (EfficientViT: Cai et al., 2022), a second Transpose
+orders these, and keeps rows of channels whole. If parts of the channels are transposed after a Split (LeViT: Graham et al., 2021),
+the Transpose moves in front of the Split first. Permuted pixels are moved with all of their channels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from optdnn.types import Shape, normalize_axis
 OF_IMAGES = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize"})
 """Kinds that write or read images in channels-last order as well."""
 NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
-"""Kinds that run in either order, and may be in between as well."""
+"""Kinds that run in either order, and may stand between such a kind and the Reshape."""
 PARTS = frozenset({"Concat", "Split", "Slice"})
 """Kinds that put images together from parts, or take parts of them, in either order."""
 _BETWEEN = 4
@@ -70,7 +70,7 @@ def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
 
 @rule("split_tokens", {"Split"})
 def split_tokens(graph: Graph, op: Op) -> Match | Miss | None:
-    """Parts of an image's channels that are all transposed alike: one Transpose before the Split, for `image_to_tokens`."""
+    """If all parts of an image's channels are transposed alike, one Transpose before the Split replaces these Transposes."""
     flat = producer(graph, op.inputs[0], RESHAPES, alone=True)
     values = [Value(op.id, port) for port in range(len(op.outputs))]
     users = [graph.sole_user(v) for v in values]
@@ -121,7 +121,7 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
 
 @rule("norm_of_view", RESHAPES)
 def norm_of_view(graph: Graph, op: Op) -> Match | Miss | None:
-    """A norm of channels before a Reshape of the positions, which another reader of its operand asks for, too: after it."""
+    """A norm of channels moves after a Reshape of the positions, if another reader of its operand has the same Reshape."""
     norm = producer(graph, op.inputs[0], NORMS, alone=True)
     if norm is None or shape_of(graph, norm.value) is None or shape_of(graph, op.value) is None:
         return None
@@ -142,9 +142,9 @@ def norm_of_view(graph: Graph, op: Op) -> Match | Miss | None:
     node(RESHAPES, node("Transpose", node(RESHAPES, Var("image"), name="split", alone=True), name="swap", alone=True)),
 )
 def moved_pixels(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """Pixels that change places, such as into patches and back (MobileViTv2: Mehta and Rastegari, 2022): C is moved last.
+    """A permutation of pixels, such as into patches and back (MobileViTv2: Mehta and Rastegari, 2022): C is moved last.
 
-    A norm of channels before them moves behind them, to the convolution that reads them.
+    A norm of channels before it moves after it, to the convolution that reads the pixels.
     """
     image, perm = found["image"], found["swap"].attrs.perm
     before, after = shape_of(graph, image), root.outputs[0].type.shape
@@ -210,7 +210,7 @@ def channel_attention(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _of_channels(graph: Graph, value: Value) -> Op | None:
-    """The Reshape that makes an image (B, heads, C / heads, H * W), directly or before a norm of its channels."""
+    """The Reshape of an image to (B, heads, C / heads, H * W), directly or before a norm of its channels; else None."""
     op = graph.op(value)
     if (
         op.kind == "LpNormalization"
@@ -232,7 +232,7 @@ def _rows_of_tokens(graph: Graph, flat: Op) -> tuple[Shape, Shape]:
 
 
 def _turned(graph: Graph, flat: Op, perm: tuple[int, ...] | None) -> range | None:
-    """The axes of the channels of an image that the Reshape ``flat`` flattens, if ``perm`` puts the last of them last."""
+    """The channel axes in the result of the Reshape ``flat`` of an image, if ``perm`` puts the last channel axis last."""
     image = operand(flat)
     channels = _channels(shape_of(graph, image), flat.outputs[0].type.shape)
     if perm is None or channels is None or perm[-1] != channels.stop - 1:
@@ -241,8 +241,8 @@ def _turned(graph: Graph, flat: Op, perm: tuple[int, ...] | None) -> range | Non
 
 
 def _channels(image: Shape | None, tokens: Shape | None) -> range | None:
-    """The axes of ``tokens`` that hold the channels of an ``image`` (B, C, positions...), which a Reshape leaves between its
-    batch and its positions: C itself, or C split into parts. None where the shapes are no such pair."""
+    """The axes of ``tokens`` that hold the channels of an ``image`` (B, C, positions...): the Reshape keeps C, or splits it into
+    parts, between batch and positions. None for other shapes."""
     if image is None or tokens is None or len(image) < 4:
         return None
     first = 1 if tokens[:1] == image[:1] else _end(tokens, 0, image[0])
@@ -261,7 +261,7 @@ def _end(shape: Shape, start: int, size: int | Dim) -> int | None:
 
 
 def _ordered(patch: Patch, value: Value, perm: tuple[int, ...]) -> Value:
-    """``value`` transposed; as it is where nothing moves."""
+    """``value`` transposed; ``value`` itself if ``perm`` is the identity."""
     return value if perm == tuple(range(len(perm))) else patch.add("Transpose", [value], TransposeAttrs(perm))
 
 
@@ -270,8 +270,9 @@ def _read_as_image(graph: Graph, value: Value) -> bool:
 
 
 def _reads_image(graph: Graph, op: Op, value: Value, within: int = _BETWEEN) -> bool:
-    """Whether a user of ``value`` works on images, puts one beside it, or makes tokens of one; or a reader of its result does,
-    ``within`` so many activations, parts, and pointwise operators on constants (a BatchNormalization before an activation)."""
+    """Whether a user of ``value`` works on images, joins ``value`` with an image, or turns an image into tokens. Such a user may
+    follow after at most ``within`` activations, parts, and pointwise operators on constants (a BatchNormalization before an
+    activation)."""
     if op.kind in OF_IMAGES | NORMS or _turns(op):
         return True
     if op.kind in ("Add", "Concat") and any(v is not None and v != value and is_image(graph, v) for v in op.inputs):
@@ -287,7 +288,7 @@ def _reads_image(graph: Graph, op: Op, value: Value, within: int = _BETWEEN) -> 
 
 @rule("activate_image", RESHAPES)
 def activate_image(graph: Graph, op: Op) -> Match | Miss | None:
-    """An activation of a convolution's tokens moves onto the image, where the convolution's epilogue can absorb it."""
+    """An activation of a convolution's tokens moves to the image, where the convolution's epilogue can absorb it."""
     user = graph.sole_user(op.value)
     turned = producer(graph, op.inputs[0], {"Transpose"}, alone=True)
     if turned is None or user is None or user.kind not in ACTIVATIONS or user.inputs[0] != op.value:
@@ -306,7 +307,7 @@ def activate_image(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _turns(op: Op) -> bool:
-    """Whether it brings channels from the last place to the second, or back."""
+    """Whether it moves channels from the last axis to the second, or back."""
     if op.kind != "Transpose" or op.attrs.perm is None or len(op.attrs.perm) < 4:
         return False
     rank = len(op.attrs.perm)
@@ -314,7 +315,7 @@ def _turns(op: Op) -> bool:
 
 
 def is_image(graph: Graph, value: Value, within: int = _BETWEEN - 1) -> bool:
-    """Whether an operator of images makes it, or one of the operands of ``within`` pointwise operators and norms before it."""
+    """Whether an operator on images computes it, directly or with at most ``within`` pointwise operators and norms after it."""
     op = graph.op(value)
     if op.kind in OF_IMAGES or _turns(op):
         return True

@@ -1,7 +1,7 @@
 """Scans and Loops of pointwise steps that are too long to be unrolled become one PointwiseScan: one launch for all steps.
 
-A Scan reads its sequences itself. A Loop gathers a position of a tensor by the number of the iteration. Both leave what the last
-step computes, and stack what each step computes. What is unrolled is left to :mod:`optdnn.passes.roll_scans`.
+A Scan reads its sequences itself. A Loop gathers a position of a tensor by the number of the iteration. Both return the states of
+the last step, and stack the results of each step. Unrolled loops are left to :mod:`optdnn.passes.roll_scans`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from optdnn.types import Array, is_float, normalize_axis, show_shape
 class _Steps:
     """The steps of a Scan or Loop: ``trips`` times its ``body``.
 
-    ``states``: inputs of the body that the step before computed, and their ``begin``. ``sequences``: values of the body that are a
-    position of a tensor along an axis. ``others``: values of the body that are values of the graph, the same in each step.
-    ``following``, ``stacked``: outputs of the body, the stacked ones with their axes.
+    ``states``: inputs of the body that the previous step computed; ``begin``: their initial values. ``sequences``: values of the
+    body that are a position of a tensor along an axis. ``others``: values of the body that are values of the graph, the same in
+    each step. ``following``: outputs that are the next states. ``stacked``: outputs that are stacked, with their axes.
     """
 
     body: Graph
@@ -44,7 +44,7 @@ class _Steps:
     stacked: list[tuple[Value, int]]
     backward: bool = False
     skipped: set[int] = field(default_factory=set)
-    """Operators of the body that are no stages: those that read sequences."""
+    """Operators of the body that only read sequences: they become no stages."""
 
 
 @rule("long_scan", {"Scan"})
@@ -90,7 +90,7 @@ def long_scan(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("long_loop", {"Loop"})
 def long_loop(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Loop with a known trip count that nothing ends before."""
+    """A Loop with a known trip count and no earlier end."""
     body, carried = op.attrs.body.graph, op.attrs.carried
     trips = number_of(graph, op.input(0))
     going = op.input(1)
@@ -119,7 +119,7 @@ def long_loop(graph: Graph, op: Op) -> Match | Miss | None:
 def _positions(
     body: Graph, number: Value, captured: Mapping[Value, Value], trips: int
 ) -> tuple[dict[Value, tuple[Value, int]], set[int]]:
-    """What the body gathers from captured tensors by the number of the iteration, and the operators that do."""
+    """Value -> (tensor, axis) for values that the body gathers by the iteration number, and the ids of these Gathers."""
     found: dict[Value, tuple[Value, int]] = {}
     for op in body.of_kind("Gather"):
         whole, index = op.inputs[0], _behind(body, operand(op, 1))
@@ -139,19 +139,19 @@ def _positions(
 
 
 def _behind(body: Graph, value: Value) -> Value:
-    """A value behind operators that only pass it on."""
+    """The value before any Identity operators."""
     while (op := body.op(value)).kind == "Identity":
         value = operand(op)
     return value
 
 
 def _passed(body: Graph, k: int) -> Value:
-    """What output ``k`` of the body is."""
+    """The value of output ``k`` of the body."""
     return _behind(body, operand(body.op(body.outputs[k])))
 
 
 def _scanned(graph: Graph, op: Op, steps: _Steps) -> Match | Miss:
-    """The scan in place of the operator."""
+    """The PointwiseScan that replaces ``op``, or a Miss."""
     body = steps.body
     inner = [
         o
@@ -209,7 +209,7 @@ def _scanned(graph: Graph, op: Op, steps: _Steps) -> Match | Miss:
 
 
 def _only_goes_on(body: Graph, op: Op, steps: _Steps) -> bool:
-    """Whether an operator computes nothing but the condition of a Loop, or nothing that is read."""
+    """Whether no result depends on an operator: it only computes the condition of a Loop, or is dead."""
     kept = {*steps.following, *(v for v, _ in steps.stacked)}
     stack, seen = [op.value], {op.value}
     while stack:
@@ -232,7 +232,7 @@ def _refused(
     others: int,
     constants: Mapping[Value, Array],
 ) -> str | None:
-    """Why the steps are no scan of pointwise operators, or None."""
+    """Why the steps are not a scan of pointwise operators, or None."""
     body, known = steps.body, {*steps.states, *steps.sequences, *steps.others, *constants, *(o.value for o in inner)}
     for o in inner:
         if o.kind not in STAGE_KINDS or len(o.outputs) != 1:

@@ -1,9 +1,9 @@
 """Channels between convolutions are padded to a multiple of 8, which the kernels of 16-bit images need.
 
-A depthwise convolution of 254 channels, or of two halves with 127 each, reads no 8 bytes at once. The channels of a *region*
-(depthwise convolutions, pointwise arithmetic, pools, and splits of channels) come from convolutions with constant weights and go to
-such ones. Zeros behind each group of channels belong to these weights: filters that are all zero make channels that are, and
-weights that are zero read what the region makes of them. No launch is added.
+A depthwise convolution of 254 channels, or of two halves with 127 each, cannot read 8 bytes at once. A *region* consists of
+depthwise convolutions, pointwise arithmetic, pools, and splits of channels. Its channels come from convolutions with constant
+weights, and go to convolutions with constant weights. The weights of these get the padding, after each group of channels: zero
+filters compute the padding channels, and zero weights read them after the region. No launch is added.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from optdnn.passes.support.facts import integers, is_depthwise, operand
 from optdnn.types import normalize_axis
 
 UNIT, READ = 8, 4
-"""What channels become a multiple of; multiples of this many are fast enough as they are."""
+"""Padded channels are a multiple of ``UNIT``. Multiples of ``READ`` are fast enough without padding."""
 MOST = 1.25
-"""Times as many channels, at most."""
+"""Largest ratio of padded channels to channels."""
 BOUNDED = frozenset({
     "Abs", "Add", "Celu", "Clip", "Cos", "Elu", "Erf", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Max", "Min", "Mish", "Mul",
     "Neg", "PRelu", "Relu", "Selu", "Sigmoid", "Sin", "Softplus", "Softsign", "Sqrt", "Sub", "Swish", "Tanh",
 })  # fmt: skip
-"""Pointwise kinds that make no infinity of zeros or of each other's results, which the next weights, all zero, could not undo."""
+"""Pointwise kinds that compute no infinity from zeros or from each other's results: zero weights could not undo an infinity."""
 POOLS = ("AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool")
 
 
 @dataclass
 class _Region:
-    """The values whose channels (axis 1) get zeros, and the operators that make and read them. ``why``: what stands against it."""
+    """The values whose channels (axis 1) are padded, and the operators that write and read them. ``why``: the reason against it."""
 
     graph: Graph
     values: set[Value] = field(default_factory=set)
@@ -44,7 +44,7 @@ class _Region:
     why: str = ""
 
     def grow(self, first: Value) -> None:
-        """Adds all values that must have the same zeros."""
+        """Adds all values that must have the same padding."""
         waiting = [first]
         while waiting and not self.why:
             value = waiting.pop()
@@ -60,7 +60,7 @@ class _Region:
                 waiting += found
 
     def _through(self, op: Op, value: Value) -> list[Value] | str:
-        """The other values of the region at one of its operators, or why it cannot be one."""
+        """The other padded values of an operator, or why the operator cannot be part of the region."""
         results = [Value(op.id, i) for i in range(len(op.outputs))]
         if op.kind == "Conv":
             return self._at_convolution(op, value)
@@ -83,25 +83,25 @@ class _Region:
         return [] if op.attrs.group == 1 else f"convolution {op.name} has groups"
 
     def _operands(self, op: Op) -> list[Value]:
-        """The operands that have the channels of the result; others are constants, or broadcast along the channels."""
+        """The operands with the channels of the result; other operands are constants, or broadcast along the channels."""
         channels, rank = op.outputs[0].type.dims[1], len(op.outputs[0].type.dims)
         found = [v for v in op.inputs if v is not None and self.graph.constant_value(v) is None]
         shapes = ((v, self.graph.type(v).dims) for v in found)
         return [v for v, dims in shapes if len(dims) == rank and dims[1] == channels]
 
     def unit(self) -> int:
-        """Channels of a group: those of all values are multiples of them."""
+        """Channels of a group: the greatest common divisor of all values' channels."""
         return math.gcd(*(self.channels(v) for v in self.values))
 
     def channels(self, value: Value) -> int:
-        """Channels of a value; 1 where that is not known."""
+        """Channels of a value; 1 if the number is not known."""
         channels = self.graph.type(value).dims[1]
         return channels if isinstance(channels, int) else 1
 
 
 @rule("pad_channels", {"Conv"})
 def pad_channels(graph: Graph, op: Op) -> Match | Miss | None:
-    """A depthwise convolution whose channels, or the parts that they are split into, are no multiple of 4."""
+    """A depthwise convolution whose channels, or the parts of its channels, are not a multiple of 4."""
     if not is_depthwise(graph, op) or len(op.outputs[0].type.dims) not in (3, 4):
         return None
     region = _Region(graph)
@@ -147,7 +147,7 @@ def _rewrite(patch: Patch, region: _Region, ops: Sequence[Op], unit: int, wide: 
 
 
 def _constant(patch: Patch, region: _Region, op: Op, value: Value | None, unit: int, wide: int) -> Value | None:
-    """An operand from outside, with zeros where it is a constant with a number for each channel."""
+    """An operand from outside; a constant with a number per channel is padded with zeros."""
     known = region.graph.constant_value(value)
     axis = 0 if known is None else 1 - len(op.outputs[0].type.dims) + known.ndim
     if known is None or axis < 0 or known.shape[axis] != region.channels(op.value) or known.size == 1:
@@ -160,5 +160,5 @@ class PadChannels(RulePass):
     rules = (pad_channels,)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        """Kernels of fp32 do not need it."""
+        """None for fp32, whose kernels need no padding."""
         return self.rules if context.plan is not None or context.precision not in ("fp32", "tf32", "fp64") else ()

@@ -1,11 +1,11 @@
 """Operators whose number of rows depends on data compute the largest possible number of rows.
 
-A GPU's kernels are planned for sizes that are known. Behind a non-maximum suppression, or a list of the best scores, there are
-``n <= 1000`` regions of interest: their operands are padded to 1000 rows, and of the results the first ``n`` rows are taken. All
-operators in between keep rows apart (``passes/support/rows.py``), so the first ``n`` rows are the same. The rows after them
-repeat the first ones, so that the ranges of values, which calibration finds, are those of real rows; missing rows are zeros.
+GPU kernels are planned for known sizes. After a non-maximum suppression, or a list of the best scores, there are ``n <= 1000``
+regions of interest. Their operands are padded to 1000 rows, and the first ``n`` rows of the results are taken. All operators in
+between keep rows apart (``passes/support/rows.py``), so the first ``n`` rows are the same. The padding rows repeat the first ones,
+so that calibration finds the ranges of real rows. If there are no rows to repeat, they are zeros.
 
-A Pad that fills up the rows to a known number (YOLO's results behind a suppression) becomes a choice between the rows and its
+A Pad that fills up the rows to a known number (YOLO's results after a suppression) becomes a Where between the rows and the pad
 value.
 """
 
@@ -32,9 +32,9 @@ from optdnn.passes.support.rows import RowOp, Rows, by_number, copy_of, elements
 from optdnn.types import INT64
 
 WORK = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "PackedMatMul", "RoiAlign"})
-"""Kinds that are worth it."""
+"""Kinds for which padding always pays."""
 MANY = 16
-"""Operators on the same rows that are worth it together: each would be a step on the CPU."""
+"""Padding also pays for this many operators on the same rows: each would be a step on the CPU."""
 MOST_BYTES = 1 << 30
 """Most bytes of a padded result."""
 
@@ -62,7 +62,7 @@ def _workers(graph: Graph) -> Iterator[Op]:
 
 
 def _fills_up(graph: Graph, op: Op) -> bool:
-    """Whether it is a Pad after the last of rows whose number depends on data, to a size that is known."""
+    """Whether it is a Pad at the end of an axis whose size depends on data, up to a known size."""
     known, rank = graph.known(op.input(1)), len(op.outputs[0].type.dims)
     if op.attrs.mode != "constant" or not op.outputs[0].type.is_static or op.input(3) is not None or known is None:
         return False
@@ -72,7 +72,7 @@ def _fills_up(graph: Graph, op: Op) -> bool:
 
 
 def _counts(graph: Graph) -> Iterator[Dim]:
-    """The numbers of rows that depend on data, of all operators that are worth it."""
+    """The data-dependent row counts of all operators for which padding pays."""
     for op in _workers(graph):
         count = _count_of(graph, op)
         if count is not None:
@@ -82,7 +82,7 @@ def _counts(graph: Graph) -> Iterator[Dim]:
 
 
 def _count_of(graph: Graph, op: Op) -> Dim | None:
-    """The number of rows of an operator that is worth it, without a factor: n of ``[91 * n, 784]``; None for other sizes."""
+    """The data-dependent row count of an operator's result, without a factor: n for ``[91 * n, 784]``; None for other sizes."""
     inputs = {s for d in graph.symbols().values() for s in d.symbols()}
     dims = [d for d in op.outputs[0].type.shape or () if isinstance(d, Dim)]
     if len(dims) != 1 or dims[0].symbols() <= inputs:
@@ -115,7 +115,7 @@ class _Part:
         return found
 
     def wanted(self) -> dict[Value, Rows]:
-        """The values that others read, those that ask for nothing but their shape aside."""
+        """The values with readers outside. Readers that only take the shape do not count."""
         found: dict[Value, Rows] = {}
         for r in self.ops:
             for port, rows in enumerate(r.made):
@@ -127,13 +127,13 @@ class _Part:
         return found
 
     def filled(self) -> list[tuple[Op, Rows]]:
-        """The Pads that fill up the rows of a value inside, and where it has them."""
+        """The Pads that fill up a value inside, each with the rows of that value."""
         return [
             (u, r.made[0]) for r in self.ops for u in _pads_of(r) if r.made[0] is not None and _fills_up(self.graph, u)
         ]
 
     def shapes(self) -> list[Op]:
-        """The operators that ask for the shape of a value inside."""
+        """The operators outside that take the shape of a value inside."""
         values = (Value(r.op.id, port) for r in self.ops for port in range(len(r.made)))
         return [u for value in values for u in self.graph.users(value) if self.asks_shape(u)]
 
@@ -231,7 +231,8 @@ def _build(patch: Patch, part: _Part) -> None:
 
 
 def _sources(patch: Patch, number: Value, per: int, most: int) -> Value:
-    """For each element along the axis of ``most`` rows, the one of ``number`` rows that it repeats; 0 where there is none."""
+    """For each element along the axis of ``most`` rows, the index of the element of ``number`` rows that it repeats; 0 if there are
+    no rows."""
     there = patch.add(
         "Max", [_times(patch, number, Rows(0, per)), patch.constant(np.array([1], np.int64), "one")], src=()
     )
@@ -239,7 +240,7 @@ def _sources(patch: Patch, number: Value, per: int, most: int) -> Value:
 
 
 def _whole(graph: Graph, value: Value, rows: Rows, most: int) -> Value | None:
-    """The tensor of ``most`` rows that a value is the first rows of."""
+    """The tensor of ``most`` rows, if a value is a Slice of its first rows; else None."""
     cut = graph.op(value)
     if cut.kind != "Slice" or len(cut.inputs) != 4:
         return None
@@ -250,7 +251,7 @@ def _whole(graph: Graph, value: Value, rows: Rows, most: int) -> Value | None:
 
 
 def _padded(patch: Patch, value: Value, rows: Rows, source: Value) -> Value:
-    """The rows over and over again, or zeros where there are none."""
+    """``value`` padded by its own rows, repeated; zeros if it has no rows."""
     t, src = patch.type(value), patch.graph.op(value).src
     shape = [1 if i == rows.axis else d for i, d in enumerate(t.dims)]
     spare = patch.constant(np.zeros([d for d in shape if isinstance(d, int)], t.dtype), "spare")
@@ -279,14 +280,14 @@ def _filled_up(patch: Patch, pad: Op, value: Value, size: Value, rows: Rows) -> 
 
 
 def _times(patch: Patch, number: Value, rows: Rows | None) -> Value:
-    """The elements of all rows along their axis."""
+    """The number of elements of all rows along their axis."""
     if rows is None or rows.per == 1:
         return number
     return patch.add("Mul", [number, patch.constant(np.array([rows.per], np.int64), "per")], src=())
 
 
 def _from_front(patch: Patch, indices: Value, size: Value) -> Value:
-    """Indices that may count from the end, counted from the front: there are more rows after the end now."""
+    """Indices counted from the front: negative ones would count from the end of the padded rows."""
     if patch.type(indices).dtype != INT64:
         indices = patch.add("Cast", [indices], CastAttrs(INT64))
     negative = patch.add("Less", [indices, zero(patch, INT64)])
@@ -294,7 +295,7 @@ def _from_front(patch: Patch, indices: Value, size: Value) -> Value:
 
 
 def _shape(patch: Patch, part: _Part, number: Value, op: Op) -> Value:
-    """The result of a Shape, made of numbers and the number of rows."""
+    """The result of a Shape, from constants and the number of rows."""
     known = op.outputs[0].known
     assert known is not None
     parts: list[Value] = []

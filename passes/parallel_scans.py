@@ -1,7 +1,7 @@
-"""A Scan whose iterations do not depend on each other computes all of them at once, along one more axis.
+"""A Scan with independent iterations computes all of them at once, along one more axis.
 
-Converters of scikit-learn write the distances of points as a Scan over the points of one side. Unrolled, it is some launches for
-each point; as one subtraction with broadcasting and one reduction it is one launch.
+Converters of scikit-learn write the distances between two sets of points as a Scan over the points of one set. Unrolled, it needs
+several launches per point. As one broadcast subtraction and one reduction, it is one launch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_BYTES = 1 << 30
 
 @rule("parallel_scan", {"Scan"})
 def parallel_scan(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Scan that leaves its states as they are, of pointwise operators, reductions and products."""
+    """A Scan of pointwise operators, reductions and products that does not change its states."""
     a, body = op.attrs, op.attrs.body.graph
     sequences = op.inputs[a.states : a.states + len(a.scan_input_axes)]
     if any(v is None for v in sequences) or not sequences:
@@ -56,7 +56,7 @@ def parallel_scan(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _source(body: Graph, output: int) -> Value | None:
-    """What an output of the body is, behind operators that only pass it on."""
+    """The value of an output of the body, before any Identity operators."""
     value = body.op(output).inputs[0]
     while value is not None and body.op(value).kind == "Identity":
         value = body.op(value).inputs[0]
@@ -68,7 +68,7 @@ def _dims(body: Graph, value: Value) -> tuple[int, ...]:
 
 
 def _why_not(body: Graph, op: Op) -> str | None:
-    """Why an operator of the body cannot have one more axis in front."""
+    """Why an operator of the body cannot have one more leading axis, or None."""
     if len(op.outputs) != 1 or not all(body.type(v).is_static for v in (*op.inputs, op.value) if v is not None):
         return f"its {op.kind} has sizes that are not known"
     if op.definition.traits.pointwise or op.kind == "Transpose":
@@ -81,7 +81,7 @@ def _why_not(body: Graph, op: Op) -> str | None:
 
 
 class _Parallel:
-    """The body's values for all iterations. ``every``: those with an axis of iterations in front; the others are as in the body."""
+    """The body's values for all iterations. ``every``: values with a leading axis of iterations; all other values have none."""
 
     def __init__(self, patch: Patch, op: Op, trips: int):
         self.patch, self.op, self.trips, self.body = patch, op, trips, op.attrs.body.graph
@@ -102,7 +102,7 @@ class _Parallel:
         return self.patch.add("Transpose", [x], TransposeAttrs(tuple(order)))
 
     def results(self) -> list[Value]:
-        """What the Scan's results are replaced by."""
+        """The values that replace the Scan's results."""
         for op in self.body.order():
             if op.kind == "Constant":
                 self.place[op.value] = self.patch.constant(op.attrs.value, op.outputs[0].name)
@@ -122,7 +122,7 @@ class _Parallel:
         return [*(self.place[v] for v in found[: a.states]), *stacks]
 
     def _stack(self, value: Value) -> Value:
-        """A result of every iteration, on a first axis."""
+        """The results of all iterations, stacked along a first axis."""
         if value in self.every:
             return self.place[value]
         shape = (self.trips, *_dims(self.body, value))
@@ -142,7 +142,7 @@ class _Parallel:
         return patch.add(op.kind, [None if v is None else self._aligned(v, max(ranks)) for v in op.inputs], op.attrs)
 
     def _aligned(self, value: Value, rank: int) -> Value:
-        """A value whose axis of iterations stands in front of ``rank`` axes, as operands of broadcasting need it."""
+        """A value with axes of size 1 after the axis of iterations, up to ``rank`` more axes: ready for broadcasting."""
         dims = _dims(self.body, value)
         if value not in self.every or len(dims) == rank:
             return self.place[value]

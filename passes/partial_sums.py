@@ -2,8 +2,8 @@
 
 ReXNet (Han et al., 2021) adds its shortcut to the first channels and keeps the others; a dual path network (Chen et al., 2017)
 adds some channels of a result and appends the others. Slices, the addition and a Concat are launches between two convolutions.
-Here the added tensor has zeros in the other channels, and a convolution whose channels go to several places has filters of zeros
-between them. (A zero times an infinity: an element that has overflowed makes NaN of its pixel's other channels.)
+Here the added tensor has zeros in the other channels. A convolution whose channels go to separate ranges has filters of zeros
+between them. (Zero times infinity is NaN: an element that has overflowed spoils the other channels of its pixel.)
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from optdnn.passes.support.parts import PARTS, span
 from optdnn.types import Array, normalize_axis
 
 MOST_FILTERS = 4
-"""A convolution gets at most so many times as many filters: those of zeros are multiplied, too."""
+"""Largest ratio of filters after and before: filters of zeros are multiplied too."""
 
 
 @dataclass
 class Term:
-    """What one tensor adds to the channels of a Concat. ``rows``: its channel for each of them, -1 for none; ``takers``: the
-    operators that take its parts, by id."""
+    """One tensor's contribution to the channels of a Concat. ``rows``: for each channel of the Concat the tensor's channel, or -1.
+    ``takers``: the operators that take parts of the tensor, by id."""
 
     source: Value
     rows: Array
@@ -36,7 +36,7 @@ class Term:
 
 
 class PartialSum(Rule):
-    """Parts of two tensors side by side, some of them added, are the sum of both tensors with zeros elsewhere."""
+    """A Concat of parts of two tensors, some of them added, becomes the sum of both tensors with zeros elsewhere."""
 
     name = "partial_sum"
     kinds = frozenset({"Concat"})
@@ -76,7 +76,7 @@ class PartialSum(Rule):
 
 
 def _terms(graph: Graph, op: Op, additions: set[int]) -> list[Term] | None:
-    """The two tensors whose channels the parts of a Concat are, or sums of them. None where there are others."""
+    """The two tensors whose channels, or sums of channels, a Concat joins. None if it joins anything else."""
     terms: dict[Value, Term] = {}
     at, whole = 0, op.outputs[0].type.static_shape[1]
     for slot in range(len(op.inputs)):
@@ -102,7 +102,8 @@ def _terms(graph: Graph, op: Op, additions: set[int]) -> list[Term] | None:
 
 
 def _part(graph: Graph, value: Value) -> tuple[Value, int, Op | None]:
-    """The tensor whose channels a value is, the first of them, and the operator that takes them (None: it is the tensor itself)."""
+    """The tensor that ``value`` is a range of channels of, its first channel, and the operator that takes the range (None if
+    ``value`` is the whole tensor)."""
     op = producer(graph, value, PARTS)
     if op is None or not graph.type(operand(op)).is_static:
         return value, 0, None
@@ -114,7 +115,7 @@ def _part(graph: Graph, value: Value) -> tuple[Value, int, Op | None]:
 
 
 def _convolution(graph: Graph, term: Term) -> Op | None:
-    """The convolution of a term, if its filters can be spread: nothing but the term's parts reads its result, each of them once."""
+    """The convolution of a term, if its filters can be spread: only the term's parts read its result, each part once."""
     op = producer(graph, term.source, {"Conv"})
     if op is None or op.attrs.group != 1 or weights_of(graph, op) is None:
         return None
@@ -126,12 +127,12 @@ def _convolution(graph: Graph, term: Term) -> Op | None:
 
 
 def _in_order(rows: Array, channels: int) -> bool:
-    """Whether all channels of a tensor stand one after another."""
+    """Whether all channels of a tensor appear once and in order."""
     return bool((rows[rows >= 0] == np.arange(channels)).all()) if (rows >= 0).sum() == channels else False
 
 
 def _spread(graph: Graph, patch: Patch, op: Op, rows: Array) -> Value:
-    """The convolution with its filters in their places, and filters of zeros in the others."""
+    """The convolution with its filters at ``rows``, and filters of zeros elsewhere."""
     constants = weights_of(graph, op)
     assert constants is not None
     weight, bias = (

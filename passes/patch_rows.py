@@ -1,9 +1,9 @@
 """Patch embeddings become products of patches with a matrix, in the order in which their readers expect the patches.
 
 A convolution whose stride is its kernel multiplies patches that do not overlap (ViT: Dosovitskiy et al., 2020; Swin). Its readers
-want positions as rows and channels last; the convolution itself would be computed in one order and copied into the other. An image
-that the convolution pads (ViTPose), or whose last pixels no window covers, is first brought to a whole number of patches by a Pad.
-Patches that are cut already are rows of a product, whoever reads them.
+want positions as rows and channels last; a convolution would compute one order and need a copy into the other. A Pad first brings
+the image to a whole number of patches if the convolution pads it (ViTPose), or if its last pixels are in no window. Patches that
+are cut already become rows of a product, whatever their readers are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, r
 from optdnn.types import Array, Shape
 
 LEAST = 32
-"""Smallest number of elements of a patch for which the product pays (the rows of the matrix)."""
+"""Fewest elements of a patch (rows of the matrix) for which the product pays."""
 ORDER = (0, 2, 4, 1, 3, 5)
 """Batch, rows, columns; channels, kernel rows, kernel columns."""
 
@@ -65,8 +65,8 @@ def patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("cut_patches", {"Conv"})
 def cut_patches(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Conv whose only window is the whole of each image that a Reshape makes of a row: patches that are cut already (the vision
-    transformers of Qwen). Images of other operators lie in the order that convolutions read."""
+    """A Conv with one window, the whole image, after a Reshape from rows to images: patches that are cut already (the vision
+    transformers of Qwen). Images of other operators are stored in the order that convolutions read."""
     weight, a = graph.constant_value(op.input(1)), op.attrs
     if weight is None or a.group != 1 or weight.ndim < 3 or producer(graph, operand(op), RESHAPES) is None:
         return None
@@ -97,8 +97,8 @@ def cut_patches(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("integer_patch_rows", {"ConvInteger"})
 def integer_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
-    """The same of a ConvInteger (dynamic quantization), whose result then has channels last, whoever reads it. A Cast of its sums
-    stays next to it: only then do they need no integers."""
+    """As ``patch_rows``, for a ConvInteger (dynamic quantization) with any readers; its result then has channels last. A Cast of
+    the accumulators stays next to the product, so that no integers are stored."""
     weight, x = graph.constant_value(op.input(1)), operand(op)
     before, result = shape_of(graph, x), op.outputs[0].type.shape
     if weight is None or weight.ndim != 4 or before is None or result is None:
@@ -129,12 +129,12 @@ def integer_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 Targets = tuple[tuple[int, ...], tuple[int, ...]]
 Sizes = tuple[int, int, int, int]
-"""Patches and pixels of a patch, downwards and across."""
+"""Patches and pixels per patch along the height, then along the width."""
 
 
 def _frame(image: Shape, weight: Array, pads: Sequence[int]) -> tuple[Shape, Sizes, list[int]] | Miss:
-    """The shape of the pixels that the windows of a convolution with these ``pads`` cover, how they are cut into patches, and what
-    a Pad adds to each axis of the image (below zero: takes from it) to get them; or why that is not known."""
+    """The shape of the region that the convolution's windows cover, its division into patches, and the pads that turn the image
+    into this region (negative pads crop); or a Miss with the reason."""
     before, after = (0, 0, *pads[:2]), [0, 0, *pads[2:]]
     dims = list(image)
     for axis, size in zip((2, 3), weight.shape[2:], strict=True):
@@ -148,7 +148,7 @@ def _frame(image: Shape, weight: Array, pads: Sequence[int]) -> tuple[Shape, Siz
 
 
 def _cut(image: Shape, weight: Array) -> Sizes | Miss:
-    """How an image is cut into patches of the filter's size, or why it is not."""
+    """The division of an image into patches of the filter's size, or a Miss with the reason."""
     (height, width), (kh, kw) = image[2:], weight.shape[2:]
     if not isinstance(height, int) or not isinstance(width, int) or height % kh or width % kw:
         return Miss("its windows are not known to cover the image")
@@ -158,14 +158,14 @@ def _cut(image: Shape, weight: Array) -> Sizes | Miss:
 
 
 def _targets(image: Shape, sizes: Sizes, rows: Shape) -> Targets | None:
-    """What an image is reshaped to, before and after its axes are ordered."""
+    """The targets of the Reshapes before and after the Transpose of an image into patches; None if no constant expresses one."""
     split = (*image[:2], *sizes)
     cut, joined = reshape_target(image, split), reshape_target(tuple(split[i] for i in ORDER), rows)
     return None if cut is None or joined is None else (cut, joined)
 
 
 def _rows(patch: Patch, x: Value, cut: tuple[int, ...], joined: tuple[int, ...]) -> Value:
-    """The patches of an image, each a row."""
+    """The patches of an image as rows."""
     return reshaped(patch, patch.add("Transpose", [reshaped(patch, x, cut)], TransposeAttrs(ORDER)), joined)
 
 

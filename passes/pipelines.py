@@ -93,7 +93,7 @@ CLEAN: tuple[Pass, ...] = (
 )
 
 O0: tuple[Pass, ...] = (
-    DeadCode(),  # a target need not support ops that no output needs
+    DeadCode(),  # a target need not support dead ops
 )
 
 O1: tuple[Pass, ...] = (
@@ -131,49 +131,49 @@ O2: tuple[Pass, ...] = (
 O2_GPU: tuple[Pass, ...] = (
     DeadCode(),  # as below, and
     FoldConstants(),  # trip counts and conditions become known
-    CountedLoops(),  # before loops are unrolled: what ends by a condition on counters has a known number of iterations
+    CountedLoops(),  # before loops are unrolled: a loop that ends by a condition on a counter gets a known trip count
     Bags(),  # before loops are unrolled: any number of bags becomes one reduction
-    ParallelScans(),  # before they are unrolled: iterations that do not depend on each other are one
-    LongScans(),  # before they are unrolled, or left to the host
+    ParallelScans(),  # before loops are unrolled: independent iterations become one
+    LongScans(),  # before loops are unrolled, or left to the host
     Unroll(),  # before all other passes, which then see through loops
     FoldConstants(),  # the number of an iteration is known now
-    Unroll(),  # and so may be conditions in it
-    DynamicQuantization(),  # when weights and scales are constants; before all that knows products, and packs their weights
-    TransformProducts(),  # before all that knows products, and merges the views around them
+    Unroll(),  # conditions in an iteration may be known now
+    DynamicQuantization(),  # when weights and scales are constants; before passes that look for products or pack weights
+    TransformProducts(),  # before passes that look for products, or merge the views around them
     *FOLDED,
     MaskedRows(),  # sizes that depend on data: with the operators as they are, before fusions need to know of rows
-    PadRows(),  # the sizes that are left
-    FuseSinkhorn(),  # when the softmax in front of it is one; before chains of steps are looked at
+    PadRows(),  # the remaining sizes that depend on data
+    FuseSinkhorn(),  # when the softmax before it is one operator; before passes on chains of steps
     UnrolledScans(),  # before fusions: chains of steps have many small operators
     ProductsOfParts(),  # before scans are rolled: recurrences whose products leave them are pointwise
-    RollScans(),  # the chains that are left
+    RollScans(),  # the remaining chains
     GatheredProducts(),  # before sums of segments and epilogues, which take in gathers and sums
-    ProductChains(),  # before the next, whose matrices products behind them take in; before siblings, which these become
+    ProductChains(),  # before VectorProducts, whose matrices later products take in; before siblings: its products are siblings
     VectorProducts(),  # before views are hoisted; before siblings, which may take in the matrix
-    SampledSums(),  # before precisions: places stay in fp32; before epilogues, which would take in the product with weights
-    ConstantParts(),  # before constants are folded: what they add is computed; before epilogues, which add it
+    SampledSums(),  # before precisions: sampling positions stay fp32; before epilogues, which would absorb the weighting
+    ConstantParts(),  # before constants are folded, which computes the constant part; before epilogues, which add it
     WindowSums(),  # before epilogues; before channels last are chosen
     SegmentSums(),  # before epilogues, which would take in the arithmetic of rows
-    ChannelNorms(),  # before epilogues, which would take their arithmetic; the libraries of CPUs would have to transpose
+    ChannelNorms(),  # before epilogues, which would absorb their arithmetic; GPUs only: CPU libraries would have to transpose
     FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it
     FuseRotary(),  # the rotation of queries and keys, before attention
-    TalkingHeads(),  # before attention, which it leaves behind
+    TalkingHeads(),  # before attention: the ops that it leaves are an attention
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
-    AttentionParts(),  # behind attention; before the next, since parts may be short; before views are hoisted
-    ShortAttention(),  # behind attention, before its heads are padded and its views are hoisted
-    PadHeads(),  # behind attention; before views are hoisted and epilogues fused, which hide the projections of heads
+    AttentionParts(),  # after attention; before ShortAttention, since parts may be short; before views are hoisted
+    ShortAttention(),  # after attention, before its heads are padded and its views are hoisted
+    PadHeads(),  # after attention; before views are hoisted and epilogues fused, which hide the projections of heads
     PadChannels(),  # before epilogues are fused and channels are joined, which hide the weights around them
-    PixelShuffles(),  # before epilogues, behind which the order of channels is fixed
+    PixelShuffles(),  # before epilogues, which fix the order of channels
     SelectedWeights(),  # before constants are folded: its stacks of matrices become one; before epilogues
-    ModulatedWeights(),  # before the next: convolutions of constant filters, as all that follows expects
+    ModulatedWeights(),  # before ComputedWeights: later passes expect convolutions with constant filters
     ComputedWeights(),  # convolutions that have no constant weights by now; before epilogues
-    TakeRows(),  # behind attention, whose queries are rows; before epilogues, and before constants are folded
+    TakeRows(),  # after attention, whose queries are rows; before epilogues, and before constants are folded
     FoldConstants(),  # sums of constant masks and biases; their rows
     RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused
     PoolLast(),  # after the arithmetic around convolutions has been folded into them; before epilogues and siblings
     TokenProducts(),  # before patch embeddings, whose readers it changes, and before views of tokens are moved
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
-    ViewChains(),  # before images become tokens: the views around these have one form
+    ViewChains(),  # before images become tokens, which needs views in one form
     ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
     SeparableAttention(),  # after the norm before it has moved to its projection; before epilogues
     ChannelShuffles(),  # before epilogues: halves of channels would have stages
@@ -182,10 +182,10 @@ O2_GPU: tuple[Pass, ...] = (
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
     WindowProducts(),  # before the transposes that it adds are merged
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
-    OuterProducts(),  # behind all that looks for products; before their factors merge with other arithmetic
+    OuterProducts(),  # after all passes that look for products; before their factors merge with other arithmetic
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
-    JoinedTables(),  # when no views are between the rows and their Concat; before gathers are looked at
-    JoinedRows(),  # before epilogues, which take in what is added to products; before arithmetic is fused
+    JoinedTables(),  # when no views are between the rows and their Concat; before passes on gathers
+    JoinedRows(),  # before epilogues, which absorb additions to products; before arithmetic is fused
     GatherRows(),  # when no views can be merged any more
     FuseSnake(),  # when the arithmetic has its last form; before epilogues, which take it in
     FuseEpilogue(norms_add=True),  # as above; the kernels of normalizations can add
@@ -195,8 +195,8 @@ O2_GPU: tuple[Pass, ...] = (
 )
 
 O2_CPU: tuple[Pass, ...] = (
-    FoldConstants(),  # where each bag begins becomes known
-    Bags(),  # before all else, which need not look into the loop
+    FoldConstants(),  # the offset of each bag becomes known
+    Bags(),  # before all other passes: they need not look into the loop
     *FOLDED,
     ScaleShiftToBn(),  # the libraries have no prologues, but one kernel for a scale and shift per channel (DenseNet: 12 %)
     FuseEpilogue(),  # as above: the libraries fuse a chain of single uses after a convolution
@@ -219,7 +219,7 @@ ASSIGN: tuple[Pass, ...] = (
 
 ASSIGN_GPU: tuple[Pass, ...] = (
     *ASSIGN,  # before layouts, which weigh bytes
-    UnpackWeights(),  # after all folding, and once it is known what products are computed in
+    UnpackWeights(),  # after all folding, when the precision of each product is known
 )
 
 GPU: tuple[Pass, ...] = (

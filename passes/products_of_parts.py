@@ -1,12 +1,12 @@
 """Equal products on each part of a tensor become one batched product.
 
 Linear attention by chunks (retention: Sun et al., 2023; DeltaNet: Yang et al., 2024; Mamba-2: Dao and Gu, 2024) multiplies queries,
-keys and values of each chunk. Exporters unroll the loop over the chunks: each has small products of its own. Only the products that
-read the state of the chunk before depend on one another.
+keys and values of each chunk. Exporters unroll the loop over the chunks: each chunk has small products of its own. Only the
+products that read the state of the previous chunk depend on one another.
 
-A product is stacked with those of the other parts where their operands are computed alike, from consecutive parts of the same
-tensors. One operand may also be of any origin, as states are: these are copied side by side, which kernels do in place. What
-parts compute from the results follows, as far as they compute it alike.
+The products of all parts are stacked if their operands are computed alike, from consecutive parts of the same tensors. One operand
+may also be of any origin, as states are: these are copied side by side, which kernels do in place. Operators on the results follow,
+as long as they are the same for all parts.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from optdnn.types import TensorType
 LEAST_JOINED = 4
 """Fewest products for which other operands are copied side by side."""
 MOST_PRODUCTS = 1 << 28
-"""Multiplications of one product from which on it fills a GPU by itself: about five launches of a small one."""
+"""A product of at least this many multiplications fills a GPU by itself: about five launches of a small product."""
 
 
 @rule("products_of_parts", {"MatMul"})
 def products_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
-    """A product and those of the other parts."""
+    """A product and the same product of the other parts become one product."""
     group = _group(graph, op)
     if len(group) < 2:
         return None
@@ -81,7 +81,7 @@ def products_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("stages_of_parts", frozenset(STAGE_KINDS))
 def stages_of_parts(graph: Graph, op: Op) -> Match | None:
-    """What all or most parts of a stack of products compute from their results."""
+    """Equal operators on all or most parts of a stack of products become one operator on the stack."""
     found = next((part for v in op.inputs if v is not None and (part := part_of(graph, v)) is not None), None)
     if found is None or not found.dropped or found.axis or not _is_stack(graph, found.source):
         return None
@@ -96,7 +96,7 @@ def stages_of_parts(graph: Graph, op: Op) -> Match | None:
 
 
 def _is_stack(graph: Graph, value: Value) -> bool:
-    """Whether products, perhaps with pointwise operators behind them, make a tensor."""
+    """Whether a stack of products computes a tensor, perhaps with pointwise operators after it."""
     while (op := graph.op(value)).kind in STAGE_KINDS:
         value = operand(op)
     return op.kind == "MatMul" and graph.type(value).rank != 2
@@ -104,7 +104,7 @@ def _is_stack(graph: Graph, value: Value) -> bool:
 
 @rule("factors_of_steps", {"MatMul", "Mul"})
 def factors_of_steps(graph: Graph, op: Op) -> Match | None:
-    """Operators that depend on one another, a step on the one before: what a step multiplies with, if no other step computes it.
+    """In a recurrence, the factors that do not depend on earlier steps become one stack for all steps.
 
     Recurrences of pointwise steps alone become one launch elsewhere."""
     if op.kind == "Mul" and not any(_adds_product(graph, v) for v in op.inputs):
@@ -126,13 +126,13 @@ def factors_of_steps(graph: Graph, op: Op) -> Match | None:
 
 
 def _adds_product(graph: Graph, value: Value | None) -> bool:
-    """Whether a value is a product, perhaps added to something: a state of a recurrence with products."""
+    """Whether a value is a product, or a sum with a product: a state of a recurrence with products."""
     add = producer(graph, value, ADDITIONS)
     return any(producer(graph, v, {"MatMul"}) is not None for v in (value, *(() if add is None else add.inputs)))
 
 
 def _operand(graph: Graph, values: list[Value]) -> Stack | None:
-    """An operand of all products."""
+    """The stack of one operand of all products, or None."""
     found = stack_of(graph, values)
     if found is None and len(values) >= LEAST_JOINED:
         types = {graph.type(v) for v in values}
@@ -143,8 +143,8 @@ def _operand(graph: Graph, values: list[Value]) -> Stack | None:
 
 
 def _in_turn(graph: Graph, values: Sequence[Value]) -> bool:
-    """Whether one value comes from another by way of a product, as the states of RWKV-7 do. Products that read them run beside the
-    next steps; one product of all would wait for the last (RWKV-7: 105 us on an H100, and 120)."""
+    """Whether one value depends on the previous one through a product, as the states of RWKV-7 do. Products that read these states
+    run concurrently with the next steps; a stacked product would wait for the last state (RWKV-7 on an H100: 105 and 120 us)."""
     first, second = values[-2:]
     before = {one.id for one in origins(graph, [first])}
     between = [one for one in origins(graph, [second]) if one.id not in before and one.kind == "MatMul"]
@@ -162,8 +162,8 @@ def _replaced(values: Sequence[Value], stack: Stack) -> Match:
 
 
 def _group(graph: Graph, op: Op) -> list[Op]:
-    """An operator and those of the parts behind its own that look alike, in the order of the parts. Nothing for an operator that
-    belongs to the one of the part before."""
+    """An operator and its equals for later parts, in the order of the parts. Empty if the operator's part is not the first: then it
+    belongs to the group of the previous part."""
     looks = Looks(graph)
     leaves_of = ((slot, looks.leaf(v)) for slot, v in enumerate(op.inputs) if v is not None)
     slot, leaf = next(((slot, leaf) for slot, leaf in leaves_of if leaf is not None), (0, None))
@@ -177,7 +177,7 @@ def _group(graph: Graph, op: Op) -> list[Op]:
         found = [
             u for u in _followed(graph, value, way) if _types(graph, u) == seen and looks.of(operand(u, slot)) == own
         ]
-        if len(found) > 1:  # several of the same part: those whose other operands look alike, too
+        if len(found) > 1:  # several operators on the same part: compare their other operands too
             found = [u for u in found if all(_looks(looks, u, k) == _looks(looks, op, k) for k in rest)]
         return found
 
@@ -196,7 +196,7 @@ def _group(graph: Graph, op: Op) -> list[Op]:
 
 
 def _run(by_start: Mapping[int, Op], part: Part) -> list[Op]:
-    """The operators of this part and those behind it at equal distances."""
+    """The operators of this part and of later parts at equal distances."""
     others = [at - part.start for at in by_start if at != part.start]
     step = min(others, default=part.size) if part.size == 1 else part.size
     end = part.start
@@ -215,7 +215,7 @@ def _looks(looks: Looks, op: Op, slot: int) -> Hashable:
 
 
 def _followed(graph: Graph, value: Value, way: Sequence[tuple[Op, int]]) -> list[Op]:
-    """The operators at the end of a way of operators like these, from ``value`` on."""
+    """The operators that ``value`` reaches through operators equal to those of ``way``."""
     reached, ops = [value], list[Op]()
     for like, slot in way:
         ops = [
@@ -229,7 +229,7 @@ def _followed(graph: Graph, value: Value, way: Sequence[tuple[Op, int]]) -> list
 
 
 def _near_softmax(graph: Graph, op: Op) -> bool:
-    """Whether a product is one of the two of attention, which a later pass looks for."""
+    """Whether a product is one of the two products of an attention: a later pass looks for those."""
     behind, ahead = [operand(op)], [op.value]
     for _ in range(4):
         behind = [v for at in behind for v in graph.op(at).inputs[:1] if v is not None]

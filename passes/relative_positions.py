@@ -1,15 +1,16 @@
 """Products of queries or keys with embeddings of relative positions lose their gathers and copies (DeBERTa: He et al., 2021).
 
 Exporters write the bias of disentangled attention as products of B * H matrices with embeddings that are repeated B times. From
-each product, GatherElements takes, for query i and key j, the column of i - j. Rules, each of use by itself:
+each product, GatherElements takes, for query i and key j, the column of i - j. The rules are independent of one another:
 
-- ``split_leading``: the axis of B * H is B and H again, through all operators up to the Reshapes that merged them.
+- ``split_leading``: the axis of B * H is split into B and H, through all operators up to the Reshapes that merged them.
 - ``shifted_columns``: columns that move by one with each row are a view of the product. With N columns, column ``c + j - i`` of
-  row i lies at ``i * (N - 1) + c + j`` of the flat rows: a Reshape to rows of N - 1. Only columns that are taken are computed.
-- ``padded_shift``: the same view, where exporters pad, flatten and cut the rows (BoTNet, HaloNet).
+  row i is element ``i * (N - 1) + c + j`` of the flat rows: a Reshape to rows of N - 1. Only the columns that are taken are
+  computed.
+- ``padded_shift``: the same view, for exporters that pad, flatten and cut the rows (BoTNet, HaloNet).
 - ``consecutive_rows`` and ``scaled_view`` (:mod:`optdnn.passes.rules.scaled_views`): neighbouring columns are a Slice, and the
-  scale of such a view is part of the constant.
-- ``heads_outside``: a product with a constant matrix for each head, the same for all of the batch, is H products of B * M rows.
+  constant absorbs the scale of such a view.
+- ``heads_outside``: a product with a constant matrix per head, the same for the whole batch, becomes H products of B * M rows.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array
 
 _MOST = 64
-"""Operators between a Reshape and those that it cancels."""
+"""Most operators between a Reshape and the Reshapes that it cancels."""
 _ALIGNED = 8
-"""Columns in 16 bytes: where there are enough, rows of a product are a multiple of it."""
+"""16-bit columns in 16 bytes: the columns of a product are padded to a multiple of it."""
 _CUTS = RESHAPES | {"Pad", "Slice"}
 _LINKS = 8
 _PLACES = 1 << 22
-"""Elements of a product whose places are followed through Pads and Slices."""
+"""Most elements of a product whose positions are traced through Pads and Slices."""
 Made = Callable[[Patch], Value]
 """Adds a value to a patch."""
 
@@ -47,7 +48,7 @@ Made = Callable[[Patch], Value]
 
 @dataclass
 class _Splitter:
-    """Builds values whose first axis of ``outer * inner`` is two. ``seen``: the operators that are replaced."""
+    """Builds values whose first axis of ``outer * inner`` is split in two. ``seen``: the operators that are replaced."""
 
     graph: Graph
     outer: int
@@ -55,8 +56,8 @@ class _Splitter:
     seen: list[Op] = field(default_factory=list)
 
     def split(self, value: Value, rank: int, whole: bool = False) -> Made | str:
-        """How to add ``value``, an operand of an operator whose result has ``rank`` axes, with two axes for its first one; or why
-        not. ``whole``: the operator does not broadcast it."""
+        """A function that adds ``value`` with its first axis split in two, or the reason why there is none. ``value`` is an operand
+        of an operator whose result has ``rank`` axes. ``whole``: the operator does not broadcast it."""
         op, shape = self.graph.op(value), shape_of(self.graph, value)
         if shape is None or len(self.seen) > _MOST:
             return (
@@ -81,7 +82,7 @@ class _Splitter:
         return self._through(op, value, rank) if repeated is None else repeated
 
     def _repeated(self, op: Op, shape: tuple[object, ...], whole: bool) -> Made | None:
-        """A constant that is repeated along the batch, once; with ``whole`` expanded."""
+        """A constant that a Tile or Expand repeats along the batch: stored once, or expanded if ``whole``; None for other ops."""
         given = self.graph.constant_value(op.input(0)) if op.kind in ("Tile", "Expand") else None
         if given is None or given.ndim != len(shape) or any(not isinstance(n, int) for n in shape):
             return None
@@ -124,7 +125,7 @@ class _Splitter:
 
 @rule("split_leading", {"Reshape"})
 def split_leading(graph: Graph, op: Op) -> Match | Miss | None:
-    """``(B * H, …) -> (B, H, …)`` moves in front of all that computes its operand, where Reshapes merged B and H, and cancels."""
+    """``(B * H, …) -> (B, H, …)`` moves up to the Reshapes that merged B and H, and cancels with them."""
     before, after = shape_of(graph, op.inputs[0]), op.outputs[0].type.shape
     if before is None or after is None or len(after) != len(before) + 1 or len(before) < 2 or after[2:] != before[1:]:
         return None
@@ -147,7 +148,7 @@ def split_leading(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _matrix(graph: Graph, value: Value) -> Array | None:
-    """A constant, or one that is transposed."""
+    """The constant of a value that is constant, or a Transpose of a constant."""
     if (turn := producer(graph, value, {"Transpose"})) is not None and turn.attrs.perm is not None:
         array = graph.constant_value(turn.inputs[0])
         return None if array is None else array.transpose(turn.attrs.perm)
@@ -155,7 +156,7 @@ def _matrix(graph: Graph, value: Value) -> Array | None:
 
 
 def _indices(graph: Graph, value: Value) -> Array | None:
-    """The constant indices (rows, columns) of all matrices of a stack; None where they differ or are not known."""
+    """The constant indices (rows, columns) for all matrices of a stack; None if they differ or are not known."""
     spread = producer(graph, value, {"Expand"})
     array = graph.constant_value(value if spread is None else spread.inputs[0])
     shape = shape_of(graph, value)
@@ -212,10 +213,11 @@ def _shifted(patch: Patch, x: Value, matrix: Array, shape: tuple[int, ...]) -> V
 
 @rule("padded_shift", {"Slice"})
 def padded_shift(graph: Graph, op: Op) -> Match | Miss | None:
-    """Rows of a product that are padded, flattened and cut, so that columns move by one with each row, as such a view.
+    """Rows of a product that are padded, flattened and cut, so that columns move by one with each row, become the same view.
 
-    ``x @ W`` with 2 n - 1 columns gets another column, all rows together n - 1 more elements; rows of 2 n - 1 of these, without
-    their first n - 1 elements, hold each query's bias for all keys (attention of images: Bello et al., 2019)."""
+    ``x @ W`` with 2 n - 1 columns is padded by one column, and the flattened rows by n - 1 elements. They are cut into rows of
+    2 n - 1. Without their first n - 1 elements, these hold each query's bias for all keys (attention of images: Bello et al.,
+    2019)."""
     chain, product = _cut_rows(graph, op)
     if product is None or not any(o.kind == "Pad" for o in chain):
         return None
@@ -248,7 +250,7 @@ def padded_shift(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _cut_rows(graph: Graph, op: Op) -> tuple[list[Op], Op | None]:
-    """The Slices, Reshapes and Pads from ``op`` up to a plain product that only they read."""
+    """The Slices, Reshapes and Pads from ``op`` up to a plain product without other readers, and that product (or None)."""
     chain: list[Op] = [op]
     source = graph.op(operand(op))
     while source.kind in _CUTS and graph.sole_user(source.value) is not None and len(chain) < _LINKS:
@@ -259,7 +261,7 @@ def _cut_rows(graph: Graph, op: Op) -> tuple[list[Op], Op | None]:
 
 
 def _places(graph: Graph, chain: list[Op], numbers: Array) -> Array | None:
-    """``numbers`` through the operators ``chain``, the last one first; -1 where they pad. None where that is not known."""
+    """``numbers`` after the operators of ``chain`` (last operator first); -1 for padding. None if the result is not known."""
     for op in reversed(chain):
         if op.kind in RESHAPES:
             shape = op.outputs[0].type.shape
@@ -289,7 +291,7 @@ def _sliced(patch: Patch, x: Value, start: int, end: int) -> Value:
 
 @rule("heads_outside", {"MatMul"})
 def heads_outside(graph: Graph, op: Op) -> Match | Miss | None:
-    """``(B, H, M, K) @ (1, H, K, N)``, H constant matrices, as ``(H, B * M, K) @ (H, K, N)``, where rows (B, M) lie together."""
+    """``(B, H, M, K) @ (1, H, K, N)`` with H constant matrices becomes ``(H, B * M, K) @ (H, K, N)``."""
     shape, weight = shape_of(graph, op.inputs[0]), _matrix(graph, operand(op, 1))
     if weight is None or shape is None or len(shape) != 4 or any(not isinstance(n, int) for n in shape):
         return None
@@ -316,7 +318,7 @@ def heads_outside(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _is_gathered(graph: Graph, op: Op) -> bool:
-    """Whether its columns are about to become a view."""
+    """Whether :func:`shifted_columns` will turn the columns of ``op`` into a view."""
     user = graph.sole_user(op.value)
     return (
         user is not None and user.kind == "GatherElements" and isinstance(shifted_columns.function(graph, user), Match)

@@ -1,9 +1,9 @@
 """Recurrences of pointwise steps that exporters unroll become one PointwiseScan: one launch, whose threads loop over the steps.
 
-A step reads one position of each sequence and what the step before it computed (RWKV: Peng et al., 2023; SRU: Lei et al., 2018;
+A step reads one position of each sequence and the states of the previous step (RWKV: Peng et al., 2023; SRU: Lei et al., 2018;
 QRNN: Bradbury et al., 2017; IndRNN, leaky integrate-and-fire neurons). The rule begins at the Concat of all steps' results. It
-compares each step with the one before, from the last one down, as long as both do the same. Steps at the beginning may differ:
-folded constants change them. They stay, and their values are the states that the scan begins with.
+compares each step with the previous one, from the last step down, as long as both are equal. The first steps may differ: folded
+constants change them. They stay, and their values are the initial states of the scan.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from optdnn.passes.support.unrolled_steps import LEAST, Scan, Steps, find_scan, 
 from optdnn.types import normalize_axis, show_shape
 
 TRIED = 8
-"""Operators at the end of a step that may be what all steps compute."""
+"""Operators at the end of a step that are tried as the common result of all steps."""
 MOST_STAGES = 64
-"""Stages of one step."""
+"""Most stages of one step."""
 MOST_OPERANDS = 16
-"""States, sequences and other tensors that a step reads: bounds the registers of a thread."""
+"""Most states, sequences and other tensors that a step reads: bounds the registers per thread."""
 MOST_ELEMENTS = 1 << 26
-"""Elements of all results: states that a step only reduces are stored for all steps."""
+"""Most elements of all results: states that a step only reduces are stored for all steps."""
 
 
 @rule("pointwise_scan", {"Concat"})
 def pointwise_scan(graph: Graph, op: Op) -> Match | Miss | None:
-    """The results of all steps, side by side along an axis; those first that are computed from the others."""
+    """The Concat of all steps' results. If another Concat's scan contains this one's, it comes first."""
     found = _scan_of(graph, op)
     if isinstance(found, Match):
         covered = {one.id for one in found.ops}
@@ -64,7 +64,7 @@ def pointwise_scan(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _later(graph: Graph, op: Op) -> list[Op]:
-    """Other Concats of as many parts that read the last part of this one, behind pointwise operators."""
+    """Other Concats with the same number of parts that read this one's last part, possibly through pointwise operators."""
     found: dict[int, Op] = {}
     stack = [operand(op, len(op.inputs) - 1)]
     if (reshape := producer(graph, stack[0], RESHAPES)) is not None:
@@ -107,7 +107,7 @@ def _scan_of(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _results(steps: Steps, ordered: Sequence[Value]) -> dict[int, Value]:
-    """The last values, as far back as they are results of consecutive steps, by step."""
+    """Step -> result, for the last values of ``ordered`` that are results of consecutive steps."""
     found: dict[int, Value] = {}
     for value in reversed(ordered):
         t = steps.time.get(value, -1)
@@ -118,7 +118,7 @@ def _results(steps: Steps, ordered: Sequence[Value]) -> dict[int, Value]:
 
 
 def _part(graph: Graph, value: Value, axis: int) -> tuple[Value, bool]:
-    """What a part of a Concat is before it gets the Concat's axis, and whether it has this axis itself."""
+    """A part of a Concat before a Reshape adds the Concat's axis, and whether the part has this axis itself."""
     op = producer(graph, value, RESHAPES)
     shape = shape_of(graph, value) or ()
     if op is not None and shape_of(graph, operand(op)) == (*shape[:axis], *shape[axis + 1 :]):
@@ -127,7 +127,7 @@ def _part(graph: Graph, value: Value, axis: int) -> tuple[Value, bool]:
 
 
 def _reductions(graph: Graph, found: Sequence[Op]) -> tuple[Op, ...]:
-    """Reductions along the same axes, if nothing else reads their results (states of S4: Gu et al., 2022)."""
+    """``found``, if they are reductions along the same axes with no other reader (states of S4: Gu et al., 2022); else empty."""
     first = found[0]
     axes = ints(graph, first.input(1)) if first.kind.startswith("Reduce") else None
     alike = axes and all(
@@ -139,7 +139,8 @@ def _reductions(graph: Graph, found: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def _products(graph: Graph, found: Sequence[Op]) -> tuple[Op, ...]:
-    """Products of a row of each step with its state, if nothing else reads them (linear attention: Katharopoulos et al., 2020)."""
+    """``found``, if each is a product of a row with its step's state and has no other reader (linear attention: Katharopoulos et
+    al., 2020); else empty."""
     if any(one.kind != "MatMul" or one.attrs.prologue or one.attrs.epilogue for one in found):
         return ()
     rank = len(found[0].outputs[0].type.dims)
@@ -184,14 +185,14 @@ def view_before_step(graph: Graph, op: Op) -> Match | None:
 
 
 def _one_of_many(graph: Graph, value: Value) -> bool:
-    """Whether a value is one position of a tensor, and enough others are read for a scan."""
+    """Whether a value is one position of a tensor, and enough of its positions are read for a scan."""
     place = position(graph, value)
     return place is not None and graph.use_count(place.whole) >= LEAST
 
 
 @rule("last_state", STAGE_KINDS)
 def last_state(graph: Graph, op: Op) -> Match | Miss | None:
-    """What the last step computes, where nothing reads the results of all steps."""
+    """The result of the last step, if nothing reads the results of all steps."""
     users = graph.users(op.value)
     users = [*users, *(further for user in users if user.kind in RESHAPES for further in graph.users(user.value))]
     if len(op.outputs) != 1 or any(user.kind in STAGE_KINDS or user.kind == "Concat" for user in users):
@@ -218,8 +219,8 @@ def last_state(graph: Graph, op: Op) -> Match | Miss | None:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The Concat of all steps' results. ``axis``: along which, and ``kept``: whether the results have it themselves. ``value``: the
-    result of the template. ``reductions``: what reduces the result of each step before the Concat."""
+    """The Concat of all steps' results along ``axis``. ``kept``: whether the results have this axis themselves. ``value``: the
+    result of the template. ``reductions``: the operators that reduce each step's result before the Concat."""
 
     concat: Op
     value: Value
@@ -280,7 +281,7 @@ class _Rows:
 
 
 def _rolled(graph: Graph, scan: Scan, rows: _Rows | None) -> Match | Miss:
-    """The scan in place of its steps."""
+    """The PointwiseScan that replaces the steps, or a Miss."""
     steps, template, named = scan.steps, scan.template, scan.named()
     begin, after = scan.alike[scan.first + 1].states, scan.alike[scan.first + 2].states
     following = {before: value for value, before in after.items()}
@@ -338,7 +339,7 @@ def _rolled(graph: Graph, scan: Scan, rows: _Rows | None) -> Match | Miss:
 
 
 def _row(scan: Scan, t: int) -> int:
-    """Where step ``t`` is in a stacked result."""
+    """The index of step ``t`` in a stacked result."""
     return scan.last - t if scan.steps.backward else t - scan.first
 
 
@@ -348,7 +349,7 @@ def _stage(op: Op, slot: Mapping[Value, int], register: Mapping[Value, int]) -> 
 
 
 def _used_elsewhere(graph: Graph, named: Mapping[Value, Value], rows: _Rows | None) -> list[Value]:
-    """Values of steps that are read by other operators than steps and the Concat."""
+    """Values of steps with readers other than the steps and the Concat."""
     inside = {v.op for v in named}
     through = set[int]()
     if rows is not None:
@@ -366,7 +367,7 @@ def _used_elsewhere(graph: Graph, named: Mapping[Value, Value], rows: _Rows | No
 
 @rule("stacked_positions", {"Concat"})
 def stacked_positions(graph: Graph, op: Op) -> Match | None:
-    """Parts of a Concat that are all positions of a tensor, in their order, are this tensor, its axes in another order."""
+    """Parts of a Concat that are all positions of a tensor in order become this tensor, possibly transposed."""
     shape = shape_of(graph, op.value)
     if shape is None:
         return None

@@ -1,10 +1,9 @@
-"""Sums, maxima and minima that are scattered to constant places become segment reductions: one launch, in which each result
-reads its own rows.
+"""Scattered sums, maxima and minima at constant positions become segment reductions: each result reads its own rows, in one launch.
 
-Graph networks whose edges are known when the network is built send messages so (meshes, road networks, molecules of one kind). The
-rows are sorted by the node that they go to. What makes them moves into the loop that adds them: gathers of nodes, and pointwise
-operators. A factor that all rows of a node share, such as the sum of an attention's weights (Velickovic et al., 2018), moves behind
-the sum.
+Graph networks with edges that are known at build time pass messages in this way (meshes, road networks, molecules of one kind). The
+rows are sorted by their target node. The operators that compute the rows move into the loop that adds them: gathers of nodes, and
+pointwise operators. A factor that all rows of a node share, such as the sum of an attention's weights (Velickovic et al., 2018),
+moves after the sum.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from optdnn.passes.support.facts import RESHAPES, in_shape, is_filled, operand
 from optdnn.types import Array, broadcast_dims, is_float, normalize_axis
 
 LEAST_ROWS = 64
-"""Rows from which on it is worth it: a launch searches for a few rows at once."""
+"""Fewest rows for which a segment reduction pays: a scatter launch finds the targets of a few rows at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +41,7 @@ class Table:
     gathered: bool = False
 
     def same(self, other: Table) -> bool:
-        """Whether a row reads the same of both."""
+        """Whether a row reads the same elements of both tables."""
         alike = (self.value, self.axis, self.view) == (other.value, other.axis, other.view)
         return alike and same_index(self.index, other.index)
 
@@ -53,7 +52,7 @@ def same_index(a: Array | None, b: Array | None) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A pointwise operator of each row."""
+    """A pointwise operator that is computed for each row."""
 
     kind: str
     attrs: Attrs
@@ -65,7 +64,7 @@ Expression = Table | Node
 
 @dataclass(frozen=True)
 class _Scatter:
-    """``data`` with row ``e`` of ``rows`` added at ``target[e]`` along axis 0, or with the larger or smaller of both there."""
+    """Reduces row ``e`` of ``rows`` into ``data[target[e]]``, by addition, maximum or minimum."""
 
     data: Value
     rows: Value
@@ -73,7 +72,7 @@ class _Scatter:
 
 
 def _scatter(graph: Graph, op: Op) -> _Scatter | Miss | None:
-    """A scattered sum of whole rows at constant places."""
+    """The scatter reduction of ``op``, if it reduces whole rows at constant positions; a Miss or None if not."""
     data, places, rows = (operand(op, k) for k in range(3))
     types = [graph.type(v) for v in (data, places, rows)]
     if op.attrs.reduction not in NEUTRAL or not is_float(types[0].dtype):
@@ -104,12 +103,12 @@ def _scatter(graph: Graph, op: Op) -> _Scatter | Miss | None:
 
 
 _JOINED = {"add": "Add", "max": "Max", "min": "Min"}
-"""Reduction -> the operator that joins it with what is there already."""
+"""Reduction -> the operator that combines its result with ``data``."""
 
 
 @rule("segment_sum", {"ScatterElements", "ScatterND"})
 def segment_sum(graph: Graph, op: Op) -> Match | Miss | None:
-    """A scattered sum at constant places, with what makes its rows."""
+    """A scatter reduction at constant positions becomes a SegmentSum, with the operators that compute its rows."""
     found = _scatter(graph, op)
     if not isinstance(found, _Scatter):
         return found
@@ -148,14 +147,14 @@ def segment_sum(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 class _Expansion:
-    """Tables in place of the operators that compute them. ``inside``: these operators are added."""
+    """Expands a table into the operators that compute it and the tables that they read. Absorbed operators go to ``inside``."""
 
     def __init__(self, graph: Graph, inside: dict[int, Op]):
         self.graph, self.inside, self.stages, self.tables = graph, inside, 0, 1
         self.made: list[tuple[Table, Expression]] = []
 
     def of(self, table: Table) -> Expression:
-        """What a table is computed from, as far as that can be done again for each row."""
+        """The expression of a table, expanded as far as it can be computed again for each row."""
         for known, made in self.made:
             if known.same(table):
                 return made
@@ -175,12 +174,12 @@ class _Expansion:
         return found
 
     def _cover(self, op: Op) -> None:
-        """An operator that nothing else reads is gone afterwards."""
+        """Mark an operator as absorbed, if nothing else reads its result."""
         if all(user.id in self.inside for user in self.graph.users(op.value)):
             self.inside[op.id] = op
 
     def _repeats(self, op: Op) -> bool:
-        """Whether a pointwise operator is computed for each row: nothing else reads its result, or it is small."""
+        """Whether to compute a pointwise operator for each row: nothing else reads its result, or it is small."""
         if op.kind not in STAGE_KINDS or op.kind == "Cast" or len(op.outputs) != 1 or not op.outputs[0].type.is_static:
             return False
         if self.stages == MAX_STAGES or self.tables + len(op.inputs) - 1 > MAX_OPERANDS:
@@ -192,7 +191,7 @@ class _Expansion:
         return alone or math.prod(op.outputs[0].type.static_shape) <= REPEATED // MAX_STAGES
 
     def _operand(self, table: Table, op: Op, value: Value) -> Table:
-        """What a row reads of an operand that is broadcast to the operator's result."""
+        """The table of an operand that is broadcast to the operator's result."""
         shape = self.graph.type(value).static_shape
         lead = len(op.outputs[0].type.dims) - len(shape)
         view = tuple(-1 if i < lead or shape[i - lead] == 1 else i - lead for i in table.view)
@@ -202,7 +201,7 @@ class _Expansion:
         return Table(value, table.index, axis, view, table.gathered)
 
     def _moved(self, table: Table, op: Op) -> Table | None:
-        """The table that a table's elements are moved from."""
+        """The table before a movement of elements; None if ``op`` is not such a movement."""
         if not op.inputs or op.inputs[0] is None or not self.graph.type(op.inputs[0]).is_static:
             return None
         source = operand(op)
@@ -226,7 +225,7 @@ class _Expansion:
         return replace(table, value=source, index=index[table.index], gathered=True)
 
     def _index(self, op: Op, shape: tuple[int, ...]) -> Array | None:
-        """The constant positions that an operator gathers along one axis."""
+        """The constant indices that an operator gathers along one axis, or None."""
         known = self.graph.constant_value(op.input(1)) if op.kind in ("Gather", "GatherND") else None
         if known is None:
             return None
@@ -242,7 +241,7 @@ Factors = list[tuple[str, Table]]
 
 
 def _without_factors(graph: Graph, rows: Expression, target: Array, count: int) -> tuple[Expression | None, Factors]:
-    """Rows without the factors that all rows of a segment share, and these. None: there is nothing else."""
+    """Rows without the factors that all rows of a segment share (None if only factors are left), and these factors."""
 
     def shared(one: Expression | None) -> bool:
         if not isinstance(one, Table) or not same_index(one.index, target):
@@ -269,7 +268,7 @@ def _without_factors(graph: Graph, rows: Expression, target: Array, count: int) 
 
 
 def _is_whole(graph: Graph, rest: Expression, row: tuple[int, ...]) -> bool:
-    """Whether an expression still has rows of this shape, and reads some of them."""
+    """Whether an expression has rows of this shape, and reads a table with an index."""
     tables, indices, _ = _flattened(rest)
     shapes = [graph.type(t.value).static_shape for t in tables]
     parts = [tuple(1 if i < 0 else shape[i] for i in t.view) for t, shape in zip(tables, shapes, strict=True)]
@@ -321,7 +320,7 @@ def _flattened(rows: Expression) -> tuple[list[Table], list[Array], tuple[Stage,
 
 @rule("segment_epilogue", STAGE_KINDS)
 def segment_epilogue(graph: Graph, op: Op) -> Match | Miss | None:
-    """A pointwise operator on sums of segments and constants: a bias, an activation."""
+    """A pointwise operator on segment sums and constants becomes a stage of their epilogue: a bias, an activation."""
     slots = [k for k, v in enumerate(op.inputs) if v is not None and graph.op(v).kind == "SegmentSum"]
     if len(slots) != 1 or len(op.outputs) != 1 or op.kind == "Cast":
         return None

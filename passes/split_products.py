@@ -1,10 +1,10 @@
-"""Products whose halves are multiplied with one another become two products: gated linear units whose weights lie side by side.
+"""A product whose halves are multiplied by one another becomes two products: gated linear units with one joint weight matrix.
 
-``a, b = split(x @ W); y = a * gelu(b)`` has a launch for the product and one for the rest. As two products, one multiplied by the
-other, all of it is the work of products: the activation and the multiplication are stages of their epilogues. The same goes for the
-channels of a convolution, or of a sum of two (WaveNet: van den Oord et al., 2016): ``tanh(a) * sigmoid(b)``. And halves that are
-added to two tensors, the residual and the skip of a layer (WaveGlow: Prenger et al., 2019), are two convolutions, which add these.
-A depthwise convolution becomes two of the halves of its image (NAFNet, Restormer: Chen, Zamir et al., 2022).
+``a, b = split(x @ W); y = a * gelu(b)`` has a launch for the product and one for the rest. With two products, the activation and
+the multiplication become stages of their epilogues. The same holds for the channels of a convolution, or of a sum of two
+(WaveNet: van den Oord et al., 2016): ``tanh(a) * sigmoid(b)``. If the halves are added to two tensors, the residual and the skip
+of a layer (WaveGlow: Prenger et al., 2019), they become two convolutions with these additions. A depthwise convolution becomes two
+depthwise convolutions, one per half of the image's channels (NAFNet, Restormer: Chen, Zamir et al., 2022).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from optdnn.passes.support.stages import ACTIVATIONS
 from optdnn.target_name import HOPPER, TargetName
 
 PAIRED = ("fp32", "tf32", "fp16", "bf16")
-"""Precisions at which a launch computes both convolutions of a gate."""
+"""Precisions with a kernel that computes both convolutions of a gate in one launch."""
 TOGETHER = 4
 """Channels that a thread of the depthwise kernel reads at once."""
 
@@ -58,25 +58,25 @@ def split_product(graph: Graph, op: Op) -> Match | Miss | None:
 
 @dataclass(frozen=True)
 class _Parts:
-    """A tensor and the parts that it is split into, in their order."""
+    """A tensor and its two parts, in order."""
 
     joined: Value
     first: Value
     second: Value
 
     def splitting(self, graph: Graph) -> tuple[Op, ...]:
-        """The operators that split it, or the one that does."""
+        """The operators that split it: one, or one per part."""
         return tuple({v.op: graph.op(v) for v in (self.first, self.second)}.values())
 
     def read_elsewhere(self, graph: Graph) -> bool:
-        """Whether the tensor or a part of it has another reader than the one of each part."""
+        """Whether the tensor or a part has readers besides the one of each part."""
         own = {op.id for op in self.splitting(graph)}
         readers = [u for v in (self.joined, self.first, self.second) for u in graph.users(v) if u.id not in own]
         return len(readers) > 2 or any(len(graph.uses(v)) > 1 for v in (self.first, self.second))
 
 
 def _parts(graph: Graph, a: Value, b: Value, *, even: bool = False, axis: int = -1) -> _Parts | None:
-    """The tensor that has these parts, in either order."""
+    """The tensor that consists of ``a`` and ``b``, in either order; None if there is none."""
     for first, second in ((a, b), (b, a)):
         if (joined := whole(graph, first, second, even=even, axis=axis)) is not None:
             return _Parts(joined, first, second)
@@ -84,14 +84,14 @@ def _parts(graph: Graph, a: Value, b: Value, *, even: bool = False, axis: int = 
 
 
 def _before_activations(graph: Graph, value: Value) -> Value:
-    """The value that activations lead from to ``value``, each with one reader."""
+    """``value`` without the activations that lead to it, each with one reader."""
     while (op := producer(graph, value, ACTIVATIONS, alone=True)) is not None:
         value = operand(op)
     return value
 
 
 def _gate(graph: Graph, op: Op) -> _Parts | None:
-    """The halves of the channels whose activations ``op`` multiplies."""
+    """The halves of the channels that ``op`` multiplies, after their activations."""
     a, b = (_before_activations(graph, operand(op, i)) for i in (0, 1))
     rank = graph.type(a).rank
     return None if a == b or rank not in (3, 4) else _parts(graph, a, b, even=True, axis=1 - rank)
@@ -99,7 +99,7 @@ def _gate(graph: Graph, op: Op) -> _Parts | None:
 
 @rule("split_depthwise", {"Mul"})
 def split_depthwise(graph: Graph, op: Op) -> Match | Miss | None:
-    """``f(first) * g(second)``, the halves of a depthwise convolution's channels, has a convolution of each half of the image."""
+    """``f(first) * g(second)`` of the halves of a depthwise convolution becomes one convolution per half of the channels."""
     parts = _gate(graph, op)
     if parts is None or not is_depthwise(graph, conv := graph.op(parts.joined)):
         return None
@@ -123,7 +123,7 @@ def split_depthwise(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("split_convolution", {"Mul"})
 def split_convolution(graph: Graph, op: Op) -> Match | Miss | None:
-    """``f(first) * g(second)``, the halves of the channels of a convolution or of a sum of two, has a convolution for each half."""
+    """``f(first) * g(second)`` of the halves of a convolution, or of a sum of two, becomes one convolution per half."""
     parts = _gate(graph, op)
     terms = None if parts is None else _terms(graph, parts.joined)
     if parts is None or terms is None or is_depthwise(graph, graph.op(parts.joined)):
@@ -151,7 +151,7 @@ def split_convolution(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("split_sums", {"Conv"})
 def split_sums(graph: Graph, op: Op) -> Match | Miss | None:
-    """A convolution whose halves are each added to a tensor of their size has a convolution for each half."""
+    """A convolution whose halves are each added to a tensor of the half's size becomes one convolution per half."""
     rank = graph.type(op.value).rank
     readers = graph.users(op.value)
     if rank not in (3, 4) or not readers or any(u.kind not in PARTS for u in readers):
@@ -170,7 +170,7 @@ def split_sums(graph: Graph, op: Op) -> Match | Miss | None:
     if any(graph.constant_value(v) is not None for v in others):
         return None
     if any(u.kind in PARTS for s in sums for u in graph.users(s.value)):
-        return None  # the conditions of gates, whose halves split_convolution takes apart
+        return None  # the sums are conditions of gates: split_convolution splits them
     if sums[0].id == sums[1].id:
         return Miss(f"the halves of {op.name} are added to one another")
     if (why := _whole_convolution(graph, op)) is not None:
@@ -187,7 +187,7 @@ def split_sums(graph: Graph, op: Op) -> Match | Miss | None:
 
 @dataclass(frozen=True)
 class _Term:
-    """Channels from ``begin`` on of a convolution. ``alone``: the operators that nothing else may read."""
+    """The channels of a convolution from ``begin`` on. ``alone``: operators that must have no other reader."""
 
     conv: Op
     begin: int
@@ -195,7 +195,7 @@ class _Term:
 
 
 def _terms(graph: Graph, value: Value) -> list[_Term] | None:
-    """The convolution that computes a value, or the two whose sum it is; None where something else does."""
+    """The convolution that computes a value, or the two convolutions that it adds; None for other values."""
     op = graph.op(value)
     if op.kind == "Conv":
         return [_Term(op, 0, ())]
@@ -209,7 +209,7 @@ def _terms(graph: Graph, value: Value) -> list[_Term] | None:
 
 
 def _term(graph: Graph, value: Value) -> _Term | None:
-    """A convolution, or some of its channels; other layers take the rest (WaveGlow has one for the conditions of all layers)."""
+    """A convolution, or some of its channels. Other layers may read the rest: WaveGlow has one convolution for all conditions."""
     op = graph.op(value)
     if op.kind == "Conv":
         return _Term(op, 0, (op,))
@@ -241,7 +241,7 @@ def _whole_convolution(graph: Graph, op: Op) -> str | None:
 
 
 def _some(graph: Graph, patch: Patch, op: Op, channels: slice, name: str, image: Value | None = None) -> Value:
-    """The convolution with some of its channels. ``image``: those of them that a depthwise one reads."""
+    """The convolution with only ``channels``. ``image``: the input channels of a depthwise convolution."""
     rows = [None if v is None else graph.constant_value(v) for v in op.inputs[1:3]]
     parts = [
         None if r is None else patch.constant(np.ascontiguousarray(r[channels]), f"{name}.{op.name}.{k}")
@@ -256,9 +256,9 @@ class SplitProducts(RulePass):
     rules = (split_product, split_convolution, split_sums, split_depthwise)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        """Only GPUs have a kernel for both convolutions of a gate, and but for depthwise ones only Hopper.
+        """Only GPUs have a kernel for both convolutions of a gate; for other than depthwise convolutions, only Hopper has.
 
-        Elsewhere they would read the image twice."""
+        Elsewhere the two convolutions would read the image twice."""
         machine = TargetName.parse(context.target)
         if context.precision not in PAIRED or not machine.on_gpu:
             return tuple(r for r in self.rules if r not in (split_convolution, split_depthwise))

@@ -1,10 +1,10 @@
 """Tensor parallel: each rank computes a part of the heads, columns and rows, and collectives put the parts together.
 
 A *block* ends in a product whose rows are split: each rank multiplies a part of the features by its rows of the weights, and an
-AllReduce adds the ranks' sums. What makes these features is split as well, backwards to products whose columns are split: queries,
-keys and values by heads, gated units by columns. So a block needs one AllReduce (Shoeybi et al., "Megatron-LM", 2019). A product in
-no block whose weights are large, such as the head of a language model, is split only by columns, and an AllGather follows.
-A block that cannot be split is refused with the reason, and computed whole on every rank.
+AllReduce adds the ranks' partial sums. The operators that compute these features are split as well, backwards to products with
+split columns: queries, keys and values by heads, gated units by columns. So a block needs one AllReduce (Shoeybi et al.,
+"Megatron-LM", 2019). A product outside of all blocks with large weights, such as the head of a language model, is split only by
+columns, and an AllGather follows. A block that cannot be split is refused with the reason, and computed whole on every rank.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from optdnn.passes.support.tensor_parts import Needed, Part, Whole
 from optdnn.types import Array
 
 LEAST_WEIGHTS = 1 << 12
-"""Elements of a block's weights from which on it is split: an AllReduce costs some microseconds."""
+"""Fewest weight elements of a block that is split: an AllReduce costs some microseconds."""
 LEAST_GATHERED = 1 << 24
-"""Elements of weights from which on a product in no block is split: an AllGather moves its whole result."""
+"""Fewest weight elements of a split product outside of all blocks: an AllGather moves its whole result."""
 
 
 @dataclass
 class Ports:
-    """The axis along which inputs and outputs of the network are split between the ranks, by name; others are whole."""
+    """Name -> split axis of the network's inputs and outputs. Names without an entry are whole on every rank."""
 
     inputs: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, int] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Ports:
 
 @dataclass
 class Block:
-    """What is split for one product: parts of values, what operators need, and the columns of weights that are split."""
+    """The split of one product: parts of values, requirements of operators, and the number of products with split columns."""
 
     root: Op | None
     parts: dict[Value, Part] = field(default_factory=dict)
@@ -51,19 +51,19 @@ class Block:
 
 
 def _in_a_row(graph: Graph) -> bool:
-    """Whether each collective depends on the one before it: then all ranks run them in one order, whatever else they compute."""
+    """Whether each collective depends on the previous one: then all ranks run them in the same order."""
     places = [op.id for op in graph.of_kind("AllReduce", "AllGather")]
     return all(a in nx.ancestors(graph.nx, b) for a, b in pairwise(places))
 
 
 def _only_addition(graph: Graph, total: Value) -> Op | None:
-    """The Add that is the only reader of ``total``, of a value of a smaller or equal shape."""
+    """The Add that is the only reader of ``total`` and keeps its shape, or None."""
     add = graph.sole_user(total)
     return add if add is not None and add.kind == "Add" and add.outputs[0].type == graph.type(total) else None
 
 
 class TensorParallel(Pass):
-    """The part of rank ``rank`` of ``world``. ``ports`` then gets how the network's own inputs and outputs are split."""
+    """Reduces the graph to the part of rank ``rank`` of ``world``. Afterwards ``ports`` tells how inputs and outputs are split."""
 
     name = "tensor_parallel"
     places = "features"
@@ -103,7 +103,7 @@ class TensorParallel(Pass):
     # ---------------------------------------------------------------- what is split
 
     def _chunk(self, size: int) -> Array:
-        """The places of this rank, of ``size``. Raises Whole."""
+        """The indices of this rank, out of ``size``. Raises Whole if the size does not divide evenly."""
         if size % self.world:
             raise Whole(f"{size} {self.places} do not divide into {self.world} equal parts")
         count = size // self.world
@@ -150,8 +150,8 @@ class TensorParallel(Pass):
             self._want(graph, block, op, found, pending, place, taken)
 
     def _readers(self, graph: Graph, block: Block) -> list[tuple[Op, int, Part]]:
-        """Operators outside of the block that read a value which is split in it, with the operand's slot and part. Raises Whole for
-        an output of the network that cannot be split so."""
+        """Operators outside of the block that read one of its split values, with the operand's slot and part. Raises Whole for an
+        output of the network that cannot be split in this way."""
         found = []
         for value, part in block.parts.items():
             for use in graph.uses(value):
@@ -192,28 +192,28 @@ class TensorParallel(Pass):
         self, graph: Graph, block: Block, op: Op, found: Needed, pending: list[tuple[int, int]], place: dict[int, int],
         taken: dict[Value, Part],
     ) -> None:  # fmt: skip
-        """Record the parts of operands that ``op`` needs; their operators follow."""
+        """Record the parts of operands that ``op`` needs, and queue the operators that compute them."""
         for slot, part in found.operands.items():
             value = operand(op, slot)
-            maker = graph.op(value)
-            if maker.kind == "Constant":
+            producer = graph.op(value)
+            if producer.kind == "Constant":
                 continue
             known = block.parts.get(value, taken.get(value))
             if known is not None and known != part:
                 raise Whole(f"{graph.output(value).name!r} would be split in two ways")
-            if value in taken and maker.kind not in STRUCTURAL:
+            if value in taken and producer.kind not in STRUCTURAL:
                 raise Whole(f"{graph.output(value).name!r} is part of another block")
             if value not in block.parts:
                 block.parts[value] = part
-                if maker.kind == "Input" and (part.run is None or part.run[0] != self.rank * part.size):
-                    raise Whole(f"input {maker.name!r} would not be split into equal parts that follow one another")
-                entry = (-place[maker.id], maker.id)
-                if maker.kind not in STRUCTURAL and entry not in pending:
+                if producer.kind == "Input" and (part.run is None or part.run[0] != self.rank * part.size):
+                    raise Whole(f"input {producer.name!r} would not be split into equal parts that follow one another")
+                entry = (-place[producer.id], producer.id)
+                if producer.kind not in STRUCTURAL and entry not in pending:
                     heapq.heappush(pending, entry)
 
     @staticmethod
     def _is_elsewhere(graph: Graph, shape: Op, part: Part, rank: int) -> bool:
-        """Whether other sizes of a Shape are read than the one that is split."""
+        """Whether no reader of a Shape uses the size of the split axis."""
         sizes = range(rank)[shape.attrs.start : shape.attrs.end]
         if part.axis not in sizes:
             return True
@@ -283,7 +283,7 @@ class TensorParallel(Pass):
     def _rewrite(
         self, graph: Graph, op: Op, found: Needed, made: dict[tuple[Value, int, bytes], Value], *, reduced: bool
     ) -> None:
-        """The operator on its parts of constants; a product whose sums are completed elsewhere loses its bias."""
+        """Give the operator its parts of constants. A product with an AllReduce after it loses its bias: it is added later."""
         inputs = list(op.inputs)
         for slot, part in found.operands.items():
             value = operand(op, slot)
@@ -310,7 +310,7 @@ class TensorParallel(Pass):
                 graph.remove(value.op)
 
     def _collect(self, graph: Graph, op: Op, axis: int | None) -> Value:
-        """Put the collective after a product: an AllReduce, or an AllGather along ``axis``; and the bias after an AllReduce.
+        """Put a collective after a product: an AllGather along ``axis``, or without an axis an AllReduce and then the bias.
         Returns the collective's result."""
         value, name = op.value, op.outputs[0].name
         readers = [use.op for use in graph.uses(value)]
@@ -333,9 +333,9 @@ class TensorParallel(Pass):
         return collected
 
     def _add_before(self, graph: Graph, product: int, total: Value) -> None:
-        """Let only rank 0 add biases and a residual, before the sum: there it belongs to the product's epilogue, and the sum is
-        what the next norm reads. All other ranks leave it out. The added value must be known before the product, so that the
-        collectives keep their order."""
+        """Let only rank 0 add biases and a residual, before the AllReduce. The addition then fits the product's epilogue, and the
+        next norm reads the AllReduce's result. All other ranks leave it out. The added value must be known before the product, so
+        that the collectives keep their order."""
         known = nx.ancestors(graph.nx, product)
         while (add := _only_addition(graph, total)) is not None:
             (other,) = (v for v in add.inputs if v != total)
@@ -364,7 +364,7 @@ class TensorParallel(Pass):
         return graph.add("Add", [last, value], names=[f"{op.outputs[0].name}.biased"], src=op.src).value
 
     def _infer_again(self, graph: Graph, changed: set[int]) -> None:
-        """Infer the types of these operators, and of all after them whose operands have changed."""
+        """Infer the types of these operators again, and of all operators after them with changed operands."""
         for op in list(graph.order()):
             fed = any(v is not None and v.op in changed for v in op.inputs)
             if op.kind in ("Input", "Constant") or (op.id not in changed and not fed):

@@ -1,9 +1,9 @@
-"""Fourier transforms and adaptive pools become products with constant matrices, and transforms of frames convolutions.
+"""Fourier transforms and adaptive pools become products with constant matrices, and transforms of frames become convolutions.
 
-A DFT of n numbers is a product with a matrix of cosines and sines. Tensor cores compute it faster than a GPU sums it number by
-number, and up to some thousand points the matrix is small. A complex signal takes two rows of the matrix for each number
-(real and imaginary part), a complex spectrum two columns. If only one part of the spectrum is read, the other has no columns.
-An axis with many others behind it is multiplied from the left, so that two transforms in a row need no copies between them.
+A DFT of n numbers is a product with a matrix of cosines and sines. Tensor cores compute it faster than a GPU sums it element by
+element, and up to some thousand points the matrix is small. A complex signal takes two rows of the matrix per number (real and
+imaginary part), a complex spectrum two columns. If only one part of the spectrum is read, the other part has no columns. An axis
+with many elements after it is multiplied from the left, so that two consecutive transforms need no copies between them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from optdnn.passes.support.facts import integers, ints, is_filled, operand, resh
 from optdnn.types import Array, Shape, normalize_axis
 
 MOST = 1 << 24
-"""Elements of the largest matrix: a one-sided transform of 4,096 real numbers, a transform of 2,048 complex ones."""
+"""Most elements of a matrix: a one-sided transform of 4,096 real numbers, or a transform of 2,048 complex ones."""
 LEAST = 1 << 16
 """Fewest multiplications of a product. Smaller transforms stay sums in float64, which are more precise."""
 LEAST_BEHIND = 16
-"""Elements behind the axis from which on the matrix multiplies from the left."""
+"""The matrix multiplies from the left if at least this many elements are after the axis."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Transform:
 
 @rule("dft_to_matmul", {"DFT"})
 def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
-    """Refuses lengths and axes that are not known, matrices of more than ``MOST`` elements, and small transforms."""
+    """A DFT becomes a product. Refuses unknown lengths and axes, matrices of more than ``MOST`` elements, and small transforms."""
     found = _transform(graph, op)
     if isinstance(found, Miss):
         return found
@@ -198,9 +198,9 @@ def _part(graph: Graph, reader: Op) -> int | None:
 
 @dataclass(frozen=True)
 class Walk:
-    """Orders of the axes around the product: the signal's ``before`` it, the spectrum's ``after`` it.
+    """Orders of the axes: ``before`` for the signal that enters the product, ``after`` for the spectrum.
 
-    The axis and the parts stand between ``lead`` and ``behind``; where nothing is behind, the matrix is the second factor."""
+    The axis and the parts stand between ``lead`` and ``behind``. If ``behind`` is empty, the matrix is the second factor."""
 
     lead: tuple[int, ...]
     behind: tuple[int, ...]
@@ -214,9 +214,9 @@ class Walk:
 
 
 def _walk(graph: Graph, x: Value, end: Op, axis: int, by_parts: bool, matrix: int) -> Walk:
-    """The orders for a signal ``x``, a spectrum that ``end`` makes and a matrix of so many elements.
+    """The orders for a signal ``x``, a spectrum computed by ``end``, and a matrix of ``matrix`` elements.
 
-    A matrix on the left is repeated for each element of ``lead``: not beyond ``MOST`` elements in all."""
+    A matrix on the left is repeated for each element of ``lead``, up to ``MOST`` elements in all."""
     dims = graph.type(x).dims
     last = len(dims) - 1
     lead, behind = tuple(range(axis)), tuple(range(axis + 1, last))
@@ -231,7 +231,7 @@ def _walk(graph: Graph, x: Value, end: Op, axis: int, by_parts: bool, matrix: in
 
 
 def _comes_by_parts(graph: Graph, x: Value, axis: int) -> bool:
-    """Whether the parts of the signal lie further apart in memory than its numbers: another transform's, or joined ones."""
+    """Whether real and imaginary parts of the signal are the outer axis in memory: another transform's result, or a Concat."""
     made = graph.op(x)
     if made.kind == "Transpose":
         perm = made.attrs.perm or tuple(reversed(range(len(graph.type(x).dims))))
@@ -247,7 +247,7 @@ def _joined(graph: Graph, x: Value) -> Op | None:
 
 
 def _goes_by_parts(graph: Graph, end: Op, axis: int, from_left: bool) -> bool:
-    """Whether the parts of the spectrum are to lie further apart than its numbers, as the next transform reads them."""
+    """Whether the parts of the spectrum should be the outer axis, because the next transform reads them so."""
     reader = graph.sole_user(end.value)
     if reader is None or reader.kind != "DFT":
         return from_left
@@ -267,7 +267,7 @@ def _sliced(patch: Patch, x: Value, axis: int, start: int, end: int) -> Value:
 
 
 def _signal(patch: Patch, x: Value, order: tuple[int, ...]) -> Value:
-    """``x`` with its axes in this order. Two parts are joined in this order, not moved after they are joined."""
+    """``x`` with its axes in this order. A Concat of two parts is built in this order, instead of being transposed."""
     joined = _joined(patch.graph, x)
     if joined is None:
         return _turned(patch, x, order)
@@ -292,7 +292,8 @@ def _product(patch: Patch, rows: Value, matrix: Array, walk: Walk) -> Value:
 
 @rule("stft_to_conv", {"STFT"})
 def stft_to_conv(graph: Graph, op: Op) -> Match | Miss | None:
-    """A convolution over blocks of samples: their size divides frames and steps, and is the number of channels."""
+    """An STFT becomes a convolution over blocks of samples. The block size divides frame length and step, and is the number of
+    channels."""
     x = operand(op)
     dims, (_, frames, bins, _) = graph.type(x).dims, op.outputs[0].type.dims
     step, given = ints(graph, op.input(1)), ints(graph, op.input(3))

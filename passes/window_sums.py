@@ -1,11 +1,11 @@
 """Cost volumes of optical flow and stereo: the sums of products with each shifted image become one op over all shifts.
 
-PWC-Net (Sun et al., 2018) compares each pixel of an image with all pixels near its place in another one. Exporters unroll the loop
-over the shifts: a Slice, a product and a mean over the channels for each of them, and a Concat of the means. All shifts together
-are the windows of the second image, which a kernel reads where they lie.
+PWC-Net (Sun et al., 2018) compares each pixel of an image with all pixels near its position in another one. Exporters unroll the
+loop over the shifts: a Slice, a product and a mean over the channels for each shift, and a Concat of the means. All shifts together
+are the windows of the second image, which a kernel reads in place.
 
-Stereo networks cut both images to the part that they share, and put the mean into a volume of zeros (DispNetC). GwcNet (Guo et al.,
-2019) takes a mean for each group of channels.
+Stereo networks cut both images to their overlap, and put the mean into a volume of zeros (DispNetC). GwcNet (Guo et al., 2019)
+takes a mean for each group of channels.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from optdnn.types import Array, normalize_axis
 
 SUMS = frozenset({"ReduceMean", "ReduceSum"})
 FEWEST = 4
-"""Fewer shifts are no windows that are worth their transposition."""
+"""Fewest shifts for which windows pay for their transposition."""
 
 
 @dataclass(frozen=True)
 class Shift:
     """A part of a Concat: the sum (``kind``) of ``other`` times ``source`` from ``begin`` on, with zeros around it.
 
-    ``cut``: both were cut to the part that they share, and the sum has zeros around it. ``split``: how many groups the channels are
-    split into first, and how many channels a group has.
+    ``cut``: both images were cut to their overlap, and the sum has zeros around it. ``split``: (groups, channels per group) if the
+    channels are split first.
     """
 
     other: Value
@@ -54,7 +54,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class Steps:
-    """``count`` places along an axis from ``start`` on, ``step`` apart."""
+    """``count`` positions along an axis from ``start`` on, ``step`` apart."""
 
     start: int
     step: int
@@ -94,8 +94,8 @@ def window_sum(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _shift(graph: Graph, part: Value | None, axis: int, slot: int) -> Shift | None:
-    """What a part of a Concat along ``axis`` sums up, where operand ``slot`` of the product is shifted; None where it is something
-    else."""
+    """The shifted sum in a part of a Concat along ``axis``, with operand ``slot`` of the product as the shifted image; None for
+    other parts."""
     pad = producer(graph, part, {"Pad"}, alone=True)
     found = _sum(graph, part if pad is None else operand(pad), axis)
     if found is None:
@@ -122,8 +122,8 @@ def _shift(graph: Graph, part: Value | None, axis: int, slot: int) -> Shift | No
 
 
 def _sum(graph: Graph, part: Value | None, axis: int) -> tuple[Op, Op, tuple[int, int] | None, list[Op]] | None:
-    """The sum along ``axis`` that has a size of one there, the product that it adds up, the sizes of the two axes that the channels
-    are split into in between (None: they are not), and all operators on the way."""
+    """The sum along ``axis`` (of size one in the result), the product that it adds up, the sizes of the two axes into which the
+    channels are split in between (None without a split), and all operators on the way."""
     ops = [op for op in (producer(graph, part, RESHAPES, alone=True),) if op is not None]
     total = producer(graph, operand(ops[0]) if ops else part, SUMS, alone=True)
     if total is None:
@@ -151,8 +151,8 @@ def _sum(graph: Graph, part: Value | None, axis: int) -> tuple[Op, Op, tuple[int
 def _uncut(
     graph: Graph, pad: Op, axis: int, split: tuple[int, int] | None, moved: tuple[Value, tuple[int, ...]], other: Value
 ) -> tuple[Value, tuple[int, ...], list[Op]] | None:
-    """Where ``other`` is the part of an image that it shares with the shifted one, and ``pad`` puts zeros everywhere else: that
-    image, the shift, and the Slices that nothing else reads. ``axis``: along which the sums are joined."""
+    """The whole image, the shift, and the Slices without other readers, if ``other`` is the image's overlap with the shifted one
+    and ``pad`` puts zeros everywhere else; else None. ``axis``: the axis along which the sums are joined."""
     before, frame = _zeros_before(graph, pad), list(pad.outputs[0].type.shape or ())
     whole, start, moves = _sliced(graph, other)
     source, begin = moved
@@ -175,8 +175,8 @@ def _uncut(
 
 
 def _sliced(graph: Graph, value: Value) -> tuple[Value, tuple[int, ...], list[Op]]:
-    """The tensor that Slices with steps of one take a box from, the box's first element, and the Slices that nothing else reads.
-    Where zeros are added to the tensor, the box may begin before it, or end behind it."""
+    """The tensor from which Slices with steps of one take a box, the box's first element, and the Slices without other readers. If
+    zeros are padded to the tensor, the box may begin before it, or end after it."""
     begin, alone, moves = [0] * len(graph.type(value).dims), True, list[Op]()
     while (op := producer(graph, value, {"Slice", "Pad"})) is not None:
         moved = _starts(graph, op) if op.kind == "Slice" else _zeros_before(graph, op)
@@ -190,7 +190,7 @@ def _sliced(graph: Graph, value: Value) -> tuple[Value, tuple[int, ...], list[Op
 
 
 def _starts(graph: Graph, op: Op) -> list[int] | None:
-    """Where a Slice with steps of one begins along each axis."""
+    """The begin of a Slice with steps of one along each axis; None for other Slices."""
     shape, (starts, axes, steps) = shape_of(graph, operand(op)), (ints(graph, op.input(k)) for k in (1, 3, 4))
     if shape is None or starts is None or (op.input(3) is not None and axes is None):
         return None
@@ -206,7 +206,7 @@ def _starts(graph: Graph, op: Op) -> list[int] | None:
 
 
 def _zeros_before(graph: Graph, op: Op) -> list[int] | None:
-    """As :func:`_starts`, of a Pad that adds zeros and takes nothing away: places before the tensor are negative."""
+    """As :func:`_starts`, for a Pad that adds zeros and crops nothing: positions before the tensor are negative."""
     pads, rank = ints(graph, op.input(1)), graph.type(op.value).rank or 0
     zeros = op.input(2) is None or is_filled(graph.constant_value(op.input(2)), 0)
     if pads is None or op.input(3) is not None or op.attrs.mode != "constant" or not zeros or min(pads) < 0:
@@ -215,7 +215,7 @@ def _zeros_before(graph: Graph, op: Op) -> list[int] | None:
 
 
 def _longest_run(found: Sequence[Shift | None]) -> tuple[int, list[Shift]]:
-    """The most neighbours that differ only in their shifts, and the place of the first one."""
+    """The longest run of parts that differ only in their shifts, after the index of its first part."""
     best: tuple[int, list[Shift]] = (0, [])
     at = 0
     for _, group in itertools.groupby(found, lambda s: None if s is None else (s.other, s.source, s.kind, s.split)):
@@ -227,7 +227,7 @@ def _longest_run(found: Sequence[Shift | None]) -> tuple[int, list[Shift]]:
 
 
 def _grid(begins: Sequence[Sequence[int]]) -> list[Steps] | None:
-    """For each axis its places, if all shifts are all combinations of them, the last axis the fastest."""
+    """The positions along each axis, if the shifts are all combinations of them with the last axis fastest; else None."""
     steps: list[Steps] = []
     for places in zip(*begins, strict=True):
         own = list(dict.fromkeys(places))
@@ -240,8 +240,8 @@ def _grid(begins: Sequence[Sequence[int]]) -> list[Steps] | None:
 
 
 def _summed(patch: Patch, shift: Shift, steps: Sequence[Steps], axis: int) -> Value:
-    """The sums of all shifts, side by side along ``axis``. The axis that is added, the channels, goes last: convolutions around the
-    sums want them there, and a thread reads neighbours."""
+    """The sums of all shifts, side by side along ``axis``. The summed axis, the channels, goes last: convolutions around the sums
+    want channels last, and a thread then reads neighbours."""
     if shift.split is not None:
         other, source = (_in_groups(patch, v, axis, shift.split) for v in (shift.other, shift.source))
         shift = replace(shift, other=other, source=source)
@@ -286,8 +286,8 @@ def _in_groups(patch: Patch, image: Value, axis: int, split: tuple[int, int]) ->
 
 
 def _shared(shape: Sequence[int], limits: Sequence[int], steps: Sequence[Steps], outer: Sequence[int]) -> Array:
-    """Whether an image of ``limits`` has a value at each place of one of ``shape``, for each shift: a zero that is multiplied by an
-    infinite number would be no zero. The axes are those of the sums before they are joined."""
+    """A mask, for each shift, of the positions of an image of ``shape`` at which an image of ``limits`` has a value. A product with
+    padding zeros is not enough: zero times infinity is NaN. The axes are those of the sums before they are joined."""
     counts = [k for k in outer if steps[k].count > 1]
     shared = np.ones((1,) * (len(outer) + len(counts)), bool)
     for at, k in enumerate(outer):
@@ -303,7 +303,7 @@ def _shared(shape: Sequence[int], limits: Sequence[int], steps: Sequence[Steps],
 
 
 def _padded(patch: Patch, shift: Shift, steps: Sequence[Steps]) -> tuple[Value, list[Steps]]:
-    """The tensor with zeros where boxes lie outside of it, and the places in it."""
+    """The tensor, padded with zeros for boxes that reach outside of it, and the positions in the padded tensor."""
     shape, sizes = patch.type(shift.source).static_shape, patch.type(shift.other).static_shape
     ends = [(s.start, s.start + s.step * (s.count - 1)) for s in steps]
     before = [max(0, -min(e)) for e in ends]

@@ -1,8 +1,9 @@
 """The best boxes of each class, which PyTorch's SSD selects in a loop over its classes (``_postprocess_detections``).
 
-For each class ``c``: ``i = NonZero(scores[:, c] > t)``, the ``min(K, len(i))`` largest of these scores, their boxes, and ``c`` as
-often; then all classes one after another. Ninety classes are over a thousand operators, whose sizes depend on data. The largest K
-scores of a column, those above ``t`` first, are the same numbers: one TopK of all columns, and one selection at the end.
+For each class ``c`` the loop computes ``i = NonZero(scores[:, c] > t)``, the ``min(K, len(i))`` largest of these scores, their
+boxes, and a label ``c`` for each of them. Then it concatenates all classes. Ninety classes are over a thousand operators with sizes
+that depend on data. The K largest scores of a whole column, restricted to those above ``t``, are the same numbers. So one TopK of
+all columns and one selection at the end replace the loop.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ GATHERS = frozenset({"Gather", "GatherND"})
 
 @dataclass(frozen=True)
 class Best:
-    """The ``count`` largest scores of a column of ``scores`` (boxes, classes), of those above ``least``."""
+    """The ``count`` largest scores above ``least`` in a column of ``scores`` (boxes, classes)."""
 
     top: Op
     chooser: Op
@@ -40,7 +41,7 @@ class Best:
 
 @rule("best_of_classes", {"Concat"})
 def best_of_classes(graph: Graph, op: Op) -> Match | Miss | None:
-    """The best scores of each class one after another, with boxes and numbers of classes in the same order."""
+    """The Concat of each class's best scores, and the Concats of their boxes and labels in the same order."""
     tops = [producer(graph, v, {"TopK"}) for v in op.inputs]
     if len(tops) < 2 or not all(
         t is not None and v is not None and v.port == 0 for t, v in zip(tops, op.inputs, strict=True)
@@ -76,7 +77,7 @@ def best_of_classes(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _best(graph: Graph, top: Op) -> Best | None:
-    """What a TopK selects, if it is of the scores of a column that exceed a threshold, and of all of them up to a number."""
+    """The selection of a TopK on the scores of one column above a threshold, if it takes all of them up to a fixed count."""
     gather, dims = producer(graph, operand(top), GATHERS), top.outputs[0].type.dims
     if gather is None or len(dims) != 1 or not top.attrs.largest:
         return None
@@ -95,13 +96,13 @@ def _best(graph: Graph, top: Op) -> Best | None:
 
 
 def _behind(graph: Graph, value: Value) -> list[Op]:
-    """The Concats that read a value through one operator or two."""
+    """The Concats that read a value through one or two operators."""
     users = [u for user in graph.users(value) for u in (user, *graph.users(user.value))]
     return [end for u in users if len(u.outputs) == 1 for end in graph.users(u.value) if end.kind == "Concat"]
 
 
 def _parts(op: Op, classes: Sequence[Best]) -> list[Value]:
-    """What a Concat of rows joins, one part for each class; else nothing."""
+    """The operands of a Concat of rows with one part per class; empty for other Concats."""
     parts = [v for v in op.inputs if v is not None]
     rank = op.outputs[0].type.rank
     rows = rank is not None and normalize_axis(op.attrs.axis, rank) == 0
@@ -109,7 +110,7 @@ def _parts(op: Op, classes: Sequence[Best]) -> list[Value]:
 
 
 def _boxes(graph: Graph, op: Op, classes: Sequence[Best]) -> Value | None:
-    """The tensor whose rows the parts of a Concat are: each part takes those of the best scores."""
+    """The tensor from which each part of a Concat takes the rows of its class's best scores; None for other Concats."""
     sources = set[Value]()
     for part, best in zip(_parts(op, classes), classes, strict=False):
         taken = producer(graph, part, {"Gather"})
@@ -123,7 +124,7 @@ def _boxes(graph: Graph, op: Op, classes: Sequence[Best]) -> Value | None:
 
 
 def _labels(graph: Graph, op: Op, classes: Sequence[Best]) -> list[float] | None:
-    """The number of each class: a part of the Concat repeats it for each best score."""
+    """The label of each class, if each part of the Concat repeats it once per best score; else None."""
     found = list[float]()
     for part, best in zip(_parts(op, classes), classes, strict=False):
         filled = producer(graph, part, {"ConstantOfShape"})
@@ -135,7 +136,7 @@ def _labels(graph: Graph, op: Op, classes: Sequence[Best]) -> list[float] | None
 
 
 def _together(patch: Patch, classes: Sequence[Best]) -> tuple[Value, Value]:
-    """Rows and values of the best scores of all classes, one class after another."""
+    """Row indices and values of the best scores, in the order of the classes."""
     first = classes[0]
     columns = integers(patch, [c.column for c in classes], "columns")
     scores = patch.add("Gather", [first.scores, columns], GatherAttrs(axis=1))

@@ -1,7 +1,7 @@
-"""Sums of gathered elements, as PyTorch writes adaptive pools whose windows differ in size, become a product.
+"""Sums of gathered elements become a product. PyTorch exports adaptive pools with windows of different sizes in this form.
 
-``x[..., rows, columns]`` has the elements of all windows, filled up with zeros. One selection for each place in a window is
-added to the next one, and the sum is divided by the elements that each window has: some ten launches for few numbers.
+``x[..., rows, columns]`` gathers the elements of all windows, padded with zeros. The export selects one position of all windows at
+a time, adds the selections, and divides each sum by the size of its window: some ten launches for few numbers.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from optdnn.types import Array, is_float
 LEAST_TERMS = 4
 """Fewest selections that are added."""
 MOST = 1 << 20
-"""Elements of the largest matrix."""
+"""Most elements of the matrix."""
 SPARSEST = 64
-"""Elements of the source for each term of a sum, at most: most of the matrix is zeros."""
+"""Most elements of the source per term of a sum: the rest of the matrix is zeros."""
 MOVES = frozenset({"Gather", "GatherND", "Slice", "Transpose", "Reshape", "Squeeze", "Unsqueeze"})
-"""Kinds that select and order elements of operand 0, as constants tell."""
+"""Kinds that select and order elements of operand 0 by constants."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Additions, and for each of their terms the values from it back to the source, which all share."""
+    """Additions, and for each term the values from the term back to the source that all terms share."""
 
     adds: tuple[Op, ...]
     terms: tuple[tuple[Value, ...], ...]
 
     def sources(self) -> list[Value]:
-        """The values from which all terms are selected, the first one of the network first."""
+        """The values from which all terms are selected, in topological order."""
         shared = set(self.terms[0]).intersection(*self.terms[1:])
         return [v for v in reversed(self.terms[0]) if v in shared]
 
 
 @rule("gathered_sums", {"Add"})
 def gathered_sums(graph: Graph, op: Op) -> Match | Miss | None:
-    """Refuses large matrices, and sums of few elements of a large one."""
+    """A sum of elements gathered from one tensor becomes a product with a 0/1 matrix, unless the matrix is large or too sparse."""
     sums, reader = _sums(graph, op), graph.sole_user(op.value)
     if sums is None or (reader is not None and reader.kind == "Add" and _sums(graph, reader) is not None):
         return None
@@ -102,7 +102,7 @@ def _sums(graph: Graph, op: Op) -> Sums | None:
 
 
 def _moved(graph: Graph, op: Op) -> Value | None:
-    """The value whose elements an operator selects or orders, where constants tell which; those that it hides are zeros."""
+    """The value from which an operator selects or orders elements by constants (a Where replaces some by zeros); else None."""
     if op.kind == "Where":
         constants = [graph.constant_value(v) for v in op.inputs]
         zero = [i for i in (1, 2) if constants[i] is not None and not constants[i].any()]  # type: ignore[union-attr]
@@ -113,7 +113,7 @@ def _moved(graph: Graph, op: Op) -> Value | None:
 
 
 def _places(graph: Graph, source: Value, term: tuple[Value, ...]) -> Array:
-    """For each element of a term its place in the source, counted from 1; 0 where it is zero."""
+    """For each element of a term its index in the flat source, counted from 1; 0 for a zero."""
     shape = graph.type(source).static_shape
     found: Array = np.arange(1, math.prod(shape) + 1).reshape(shape)
     for value in reversed(term[: term.index(source)]):
@@ -126,7 +126,7 @@ def _places(graph: Graph, source: Value, term: tuple[Value, ...]) -> Array:
 
 
 def _lead(given: tuple[int, ...], shape: tuple[int, ...], places: list[Array]) -> int:
-    """The most leading axes along which source and result go together, and for each of whose entries the sums are the same."""
+    """The largest number of leading axes that source and result share, with the same sums for each entry along them."""
     most = next((i for i, (a, b) in enumerate(zip(given, shape, strict=False)) if a != b), min(len(given), len(shape)))
     for lead in range(most, 0, -1):
         outer, rows = math.prod(given[:lead]), math.prod(given[lead:])
@@ -138,7 +138,7 @@ def _lead(given: tuple[int, ...], shape: tuple[int, ...], places: list[Array]) -
 
 
 def _factor(graph: Graph, reader: Op | None, op: Op, shape: tuple[int, ...], lead: int) -> Array | None:
-    """The constant that multiplies or divides the sum for each element behind the leading axes, as factors; else None."""
+    """The constant factors per element after the leading axes, if ``reader`` multiplies or divides the sum by them; else None."""
     if reader is None or reader.kind not in ("Mul", "Div") or reader.outputs[0].type.shape != op.outputs[0].type.shape:
         return None
     slot = 1 if reader.inputs[0] == op.value else 0

@@ -1,7 +1,7 @@
-"""Writes to places that are known when the network is built: assignments to slices become Concat or Pad.
+"""Scatters to positions that are known at build time: assignments to slices become Concat or Pad.
 
-Exporters write ``y[:, 1:, ::2] = x`` as a ScatterND or ScatterElements with a constant table of all places. A kernel for scatters
-looks for the places; a Concat of the kept and the written parts only copies.
+Exporters write ``y[:, 1:, ::2] = x`` as a ScatterND or ScatterElements with a constant table of all positions. A scatter kernel
+reads the table; a Concat of the kept and the written parts only copies.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from optdnn.types import Array, normalize_axis
 
 SCATTERS = frozenset({"ScatterElements", "ScatterND"})
 MOST_WRITES = 4
-"""Writes into one tensor, one after the other, that become Concats."""
+"""Most consecutive writes into one tensor that become a Concat each."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The positions ``start, start + step, …`` along an axis, ``count`` of them, of ``size``."""
+    """The ``count`` positions ``start, start + step, …`` along an axis of ``size`` elements."""
 
     axis: int
     start: int
@@ -43,7 +43,7 @@ class Span:
 
     @property
     def end(self) -> int:
-        """Behind the last position of a dense span."""
+        """One past the last position of a dense span."""
         return self.start + self.count
 
     @property
@@ -52,13 +52,13 @@ class Span:
 
     @property
     def interleaved(self) -> bool:
-        """Whether the axis is pairs, triples, …, and the same part of each is written."""
+        """Whether the axis consists of groups of ``step``, and the same member of each group is written."""
         return self.start < self.step and self.count * self.step == self.size
 
 
 @rule("known_writes", SCATTERS)
 def known_writes(graph: Graph, op: Op) -> Match | Miss | None:
-    """A scatter whose constant places are a box of the tensor, in order, becomes a Concat of the kept and the written parts."""
+    """A scatter whose constant positions are a box of the tensor, in order, becomes a Concat of the kept and the written parts."""
     x, updates = operand(op), operand(op, 2)
     table, shape, given = graph.constant_value(op.inputs[1]), shape_of(graph, x), shape_of(graph, updates)
     if table is None or shape is None or given is None or not table.size or op.attrs.reduction not in ("none", "add"):
@@ -101,7 +101,7 @@ def known_writes(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("assembled_writes", SCATTERS)
 def assembled_writes(graph: Graph, op: Op) -> Match | Miss | None:
-    """Scatters in a row, each of which writes its own part of the tensor, become one Concat: ``y[:, t] = step(t)`` of a loop."""
+    """Consecutive scatters that write disjoint parts of a tensor become one Concat: ``y[:, t] = step(t)`` of a loop."""
     after = graph.sole_user(op.value)
     if (after is not None and after.kind in SCATTERS and after.inputs[0] == op.value) or _writes(
         graph, op
@@ -119,7 +119,7 @@ def assembled_writes(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _joined_lines(graph: Graph, op: Op, parts: list[_Part]) -> Match | Miss:
-    """The Concat of parts that lie along one axis, and of what lies between them."""
+    """The Concat of parts along one axis, and of the unwritten ranges between them."""
     base, size = operand(parts[-1].op), parts[0].spans[0].size
     parts = sorted(parts, key=lambda p: p.spans[0].start)
     ends = [p.spans[0].end for p in parts]
@@ -141,8 +141,8 @@ def _joined_lines(graph: Graph, op: Op, parts: list[_Part]) -> Match | Miss:
 
 
 def _joined_boxes(graph: Graph, op: Op, parts: list[_Part]) -> Match | Miss:
-    """The Concat of boxes of a tensor of one number, each of which has a place of its own along some axis: a cost volume, which
-    stereo networks fill shift by shift."""
+    """The Concat of disjoint boxes in a tensor that is filled with one number: a cost volume, which stereo networks fill shift by
+    shift."""
     shape = shape_of(graph, op.value)
     filler = _filler(graph, operand(parts[-1].op)) if parts else None
     if len(parts) <= MOST_WRITES or filler is None or shape is None or not all(isinstance(d, int) for d in shape):
@@ -158,7 +158,8 @@ def _joined_boxes(graph: Graph, op: Op, parts: list[_Part]) -> Match | Miss:
 
 
 def _groups(parts: Sequence[_Part], rank: int) -> tuple[int, list[list[_Part]]] | None:
-    """The first axis that separates the parts, and those of each place along it, in order. Parts of one place have it whole."""
+    """The first axis that separates the parts into groups, and these groups in order. The parts of a group have the same range
+    along the axis."""
     for axis in range(rank):
         places = sorted({p.place(axis) for p in parts})
         if len(places) > 1 and all(a[1] <= b[0] for a, b in itertools.pairwise(places)):
@@ -167,7 +168,7 @@ def _groups(parts: Sequence[_Part], rank: int) -> tuple[int, list[list[_Part]]] 
 
 
 def _apart(parts: Sequence[_Part], rank: int) -> bool:
-    """Whether no two parts share a position, as axis after axis shows."""
+    """Whether no two parts share a position: each group of parts is separated along some axis."""
     if len(parts) == 1:
         return True
     found = _groups(parts, rank)
@@ -199,7 +200,7 @@ def _assembled(patch: Patch, parts: Sequence[_Part], region: Sequence[tuple[int,
 
 @dataclass(frozen=True)
 class _Part:
-    """What ``op`` writes: the positions of ``spans``, and all those of the other axes of ``shape``. It is reshaped to ``target``
+    """The box that ``op`` writes: ``spans``, and the whole of all other axes of ``shape``. The updates are reshaped to ``target``
     first."""
 
     op: Op
@@ -208,11 +209,11 @@ class _Part:
     target: tuple[int, ...] | None
 
     def lines_of(self, other: _Part) -> bool:
-        """Whether both are parts of the same axis, and of no other."""
+        """Whether both parts have a span of the same axis, and of no other axis."""
         return len(self.spans) == len(other.spans) == 1 and self.spans[0].axis == other.spans[0].axis
 
     def place(self, axis: int) -> tuple[int, int]:
-        """Where it begins and ends along an axis."""
+        """Begin and end of the part along an axis."""
         own = [(s.start, s.end) for s in self.spans if s.axis == axis]
         return own[0] if own else (0, int(self.shape[axis]))  # type: ignore[arg-type]
 
@@ -221,7 +222,7 @@ class _Part:
 
 
 def _part(graph: Graph, op: Op) -> _Part | None:
-    """The box that a scatter writes, without gaps, None where it writes something else, or everything."""
+    """The box without gaps that a scatter writes; None if it writes anything else, or the whole tensor."""
     shape, given = shape_of(graph, operand(op)), shape_of(graph, operand(op, 2))
     table = graph.constant_value(op.inputs[1])
     if table is None or shape is None or given is None or not table.size or op.attrs.reduction != "none":
@@ -238,7 +239,7 @@ def _part(graph: Graph, op: Op) -> _Part | None:
 
 
 def _writes(graph: Graph, op: Op) -> int:
-    """How many scatters in a row write into the tensor, this one among them."""
+    """The number of consecutive scatters into the tensor, with this one."""
     count, before, after = 1, producer(graph, op.inputs[0], SCATTERS), graph.sole_user(op.value)
     while before is not None and count <= MOST_WRITES:
         count, before = count + 1, producer(graph, before.inputs[0], SCATTERS)
@@ -248,13 +249,13 @@ def _writes(graph: Graph, op: Op) -> int:
 
 
 def _filler(graph: Graph, x: Value) -> Array | None:
-    """The one number that all elements of a constant are."""
+    """The number that all elements of a constant equal; None if they differ."""
     base = graph.constant_value(x)
     return None if base is None or not base.size or (base != base.flat[0]).any() else base.reshape(-1)[0]
 
 
 def _turned(graph: Graph, op: Op) -> tuple[Op, Op] | None:
-    """The Transpose that the scatter writes into, and the one after it that turns the result back."""
+    """The Transpose before the scatter, and the inverse Transpose after it."""
     before, after = producer(graph, op.inputs[0], {"Transpose"}), graph.sole_user(op.value)
     if before is None or after is None or after.kind != "Transpose" or before.attrs.perm is None:
         return None
@@ -263,7 +264,7 @@ def _turned(graph: Graph, op: Op) -> tuple[Op, Op] | None:
 
 
 def _box(op: Op, table: Array, shape: Sequence[DimLike]) -> list[Span] | None:
-    """The spans of the axes that the table names, where it lists the places of a box in order."""
+    """The spans of the axes that the table indexes, if it lists the positions of a box in order; else None."""
     if op.kind == "ScatterElements":
         axis = normalize_axis(op.attrs.axis, len(shape))
         line = np.moveaxis(table, axis, -1)
@@ -293,21 +294,21 @@ def _box(op: Op, table: Array, shape: Sequence[DimLike]) -> list[Span] | None:
 
 
 def _span(axis: int, places: Array, size: int) -> Span | None:
-    """Places along an axis as a span; None where they are not evenly spaced, or do not ascend."""
+    """Positions along an axis as a span; None if they are not evenly spaced, or do not ascend."""
     step = int(places[1] - places[0]) if len(places) > 1 else 1
     even = step > 0 and np.array_equal(places, places[0] + step * np.arange(len(places)))
     return Span(axis, int(places[0]), step, len(places), size) if even else None
 
 
 def _split(dims: Sequence[DimLike], span: Span) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The targets that divide an interleaved axis into (count, step), and that join it again."""
+    """Reshape targets: one splits an interleaved axis into (count, step), the other joins it again."""
     cut = (*dims[: span.axis], span.count, span.step, *dims[span.axis + 1 :])
     there, back = reshape_target(tuple(dims), cut), reshape_target(cut, tuple(dims))
     return None if there is None or back is None else (there, back)
 
 
 def _padded(patch: Patch, part: Value, spans: Sequence[Span], filler: Array, rank: int) -> Value:
-    """``part`` in its place, ``filler`` around it."""
+    """``part`` at the positions of ``spans``, with ``filler`` around it."""
     begins, ends = [0] * rank, [0] * rank
     for s in spans:
         begins[s.axis], ends[s.axis] = s.start, s.size - s.start - s.count
@@ -318,7 +319,7 @@ def _padded(patch: Patch, part: Value, spans: Sequence[Span], filler: Array, ran
 
 
 def _written(patch: Patch, x: Value, dims: Sequence[DimLike], part: Value, spans: Sequence[Span]) -> Value:
-    """``x``, of these dimensions, with ``part`` in the box of ``spans``: a Concat per axis that is not written whole."""
+    """``x`` of shape ``dims`` with ``part`` in the box of ``spans``: one Concat per axis that is only partly written."""
     if not spans:
         return part
     first, rest = spans[0], spans[1:]
@@ -338,7 +339,7 @@ def _written(patch: Patch, x: Value, dims: Sequence[DimLike], part: Value, spans
 
 
 def _joined(patch: Patch, x: Value, part: Value, axis: int, places: range, size: int) -> Value:
-    """``x`` with ``part`` at these places of an axis."""
+    """``x`` with ``part`` at these positions of an axis."""
     parts = [_slice(patch, x, axis, 0, places.start)] if places.start else []
     parts.append(part)
     parts += [_slice(patch, x, axis, places.stop, size)] if places.stop < size else []

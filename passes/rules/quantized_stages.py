@@ -1,6 +1,6 @@
 """QuantizeLinear and DequantizeLinear as stages of a Pointwise, together with the pointwise op between them.
 
-The arithmetic is theirs: fp32, rounded once a stage.
+The stages do the arithmetic of these operators: fp32, rounded once per stage.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class _Body:
         self.stages: list[Stage] = []
 
     def slot(self, value: Value) -> int:
-        """The argument that names an operand."""
+        """The stage argument of an operand."""
         if value not in self.operands:
             self.operands.append(value)
         at = self.operands.index(value)
         return at if at else -1
 
     def add(self, stage: Stage) -> int:
-        """The register of a stage's result."""
+        """Add a stage; returns the register of its result."""
         self.stages.append(stage)
         return ~len(self.stages)
 
@@ -48,12 +48,12 @@ class _Body:
         return self.slot(self.patch.constant(array))
 
     def wide(self, value: Value) -> int:
-        """A value in fp32."""
+        """The register of a value in fp32."""
         at = self.slot(value)
         return at if self.patch.type(value).dtype == FP32 else self.add(Stage("Cast", (at,), CastAttrs(FP32)))
 
     def entering(self, value: Value) -> int:
-        """An operand in fp32, from its integers where it is dequantized; other types than floats stay as they are."""
+        """The register of an operand in fp32. A dequantized operand is read as integers; types other than floats stay."""
         op = producer(self.graph, value, {"DequantizeLinear"})
         if op is not None and _refuse(self.graph, op) is None and self.graph.constant_value(op.inputs[0]) is None:
             return self.dequantize(op)
@@ -67,7 +67,7 @@ class _Body:
         return self.add(Stage("Mul", (at, self.parameter(op, 1))))
 
     def parameter(self, op: Op, slot: int) -> int | None:
-        """The argument that names the scale (slot 1) or the zero point of a Q or DQ, in fp32; None for a zero point of 0."""
+        """The stage argument of the scale (slot 1) or the zero point (slot 2) of a Q or DQ, in fp32; None for a zero point of 0."""
         value = op.input(slot)
         if value is not None and self.graph.constant_value(value) is None:
             return self.wide(value)
@@ -75,9 +75,9 @@ class _Body:
         return self.constant(array) if slot == 1 or array.any() else None
 
     def copied(self, stage: Stage, call: Call) -> int:
-        """The register of a stage whose float operands are fp32 here; its result is fp32, too, where it is a float.
+        """Copy a stage, with its float operands and results in fp32; returns the register of its result.
 
-        ``call`` is its inference with the types of the graph. A Cast of floats to fp16 still rounds them.
+        ``call`` is the stage's inference with the types of the graph. A Cast of floats to fp16 still rounds.
         """
         cast = stage.attrs
         if not isinstance(cast, CastAttrs) or not is_float(cast.to) or cast.to == FP32:
@@ -118,7 +118,7 @@ def parameters(graph: Graph, op: Op) -> tuple[Array, Array]:
 
 
 def _refuse(graph: Graph, op: Op) -> str | None:
-    """Why a Q or DQ cannot be stages."""
+    """Why a Q or DQ cannot be stages, or None."""
     computed = [v for v in op.inputs[1:] if v is not None and graph.constant_value(v) is None]
     if any(graph.type(v).dims not in ((), (1,)) for v in computed):
         return "it has several scales or zero points, which are computed"
@@ -152,7 +152,7 @@ def quantize_stages(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _between(graph: Graph, op: Op) -> Op | None:
-    """The pointwise op of floats whose result only the QuantizeLinear ``op`` reads."""
+    """The pointwise op before the QuantizeLinear ``op``, if its result has no other reader."""
     made = graph.op(operand(op))
     if made.kind in STRUCTURAL or made.kind in ("Identity", "Cast") or len(made.outputs) != 1:
         return None
@@ -161,7 +161,7 @@ def _between(graph: Graph, op: Op) -> Op | None:
 
 
 def _copy(body: _Body, op: Op) -> int:
-    """The register of the result of a pointwise op whose stages are copied into ``body``."""
+    """Copy the stages of a pointwise op into ``body``; returns the register of its result."""
     given = [None if v is None else body.entering(v) for v in op.inputs]
     slots = tuple(-1 if i == 0 else None if v is None else i for i, v in enumerate(op.inputs))
     single = [Stage(op.kind, slots, op.attrs)]
@@ -178,7 +178,7 @@ def _copy(body: _Body, op: Op) -> int:
 
 @rule("dequantize_stages", {"DequantizeLinear"})
 def dequantize_stages(graph: Graph, op: Op) -> Match | Miss | None:
-    """A DequantizeLinear that no other rule fused: runs after all others. Of constants, it becomes a constant."""
+    """A DequantizeLinear that no other rule fused: runs after all other rules. On constants, it becomes a constant."""
     constants = [graph.constant_value(v) for v in op.inputs]
     stored = all(v is None or array is not None for v, array in zip(op.inputs, constants, strict=True))
     reason = None if stored else _refuse(graph, op)
@@ -187,7 +187,7 @@ def dequantize_stages(graph: Graph, op: Op) -> Match | Miss | None:
     dtype, name = op.outputs[0].type.dtype, op.outputs[0].name
 
     def build(patch: Patch) -> Value:
-        if stored:  # weights and bias of an operator that stays one of floats
+        if stored:  # weights and bias of an operator that still computes on floats
             (floats,) = run_kernel(op.kind, constants, plain_attrs(op.definition, op.attrs), [dtype])
             return patch.constant(floats, name)
         body = _Body(graph, patch)

@@ -1,4 +1,4 @@
-"""Scales and shifts by constants merge with one another, and move to where weights absorb them.
+"""Constant scales and shifts merge with one another, and move to weights that absorb them.
 
 The rewrites are exact in real arithmetic. A rewrite that changes a rounding is refused where a step function (Floor, a comparison,
 a cast to integers) after it could turn the rounding into another integer: ``49 * (1 / 49)`` is less than 1.
@@ -102,10 +102,10 @@ def merge_constants(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("scale_first", {"Mul"})
 def scale_first(graph: Graph, op: Op) -> Match | Miss | None:
-    """``(x + b) * s`` becomes ``x * s + b s`` where the scale or the shift then merges with a neighbour.
+    """``(x + b) * s`` becomes ``x * s + b s`` if the scale or the shift then merges with a neighbour.
 
-    So it does where x is scaled by a constant already, where x comes from a matrix product whose weights absorb the scale, or
-    where a constant is added next.
+    It merges in three cases: x is already scaled by a constant; x comes from a matrix product whose weights absorb the scale; or a
+    constant is added next.
     """
     add = producer(graph, op.inputs[0], {"Add"}, alone=True)
     b, s = constant_of(graph, add), constant_of(graph, op)
@@ -137,7 +137,7 @@ def _merges(graph: Graph, op: Op, x: Value) -> bool:
 
 @rule("hoist_scale", {"Mul"})
 def hoist_scale(graph: Graph, op: Op) -> Match | Miss | None:
-    """A scale by one number moves up through reshapes and transposes to the matrix product whose weights absorb it.
+    """A scalar scale moves up through reshapes and transposes to the matrix product, whose weights absorb it.
 
     Attention scales its queries and keys after ``MatMul, Add, Reshape, Transpose``, where it would cost a pass over them.
     """
@@ -189,7 +189,7 @@ def _merged(kind: str, a: Array, b: Array, like: Array, *, factor: bool | None =
 
 
 def _rounded(value: Any, like: Array, *, factor: bool = True) -> Array | Miss:
-    """``value`` rounded to the type of ``like``; a Miss where it overflows, or where a factor loses accuracy by underflow."""
+    """``value`` rounded to the type of ``like``; a Miss if it overflows, or if a factor loses accuracy by underflow."""
     value = np.asarray(value)
     rounded = round_to(value, like.dtype)
     if rounded is None:

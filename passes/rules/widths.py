@@ -1,4 +1,4 @@
-"""Where the features of an axis come from, and who reads them: zeros between groups of features, put into constant weights."""
+"""Widens an axis of features: traces its producers and readers, and puts zeros after each group of features of their weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optdnn.types import Array, Shape, normalize_axis, product
 
 
 def widened(x: Array, axis: int, size: int, wide: int) -> Array:
-    """Zeros behind each group of ``size`` elements of an axis, which then has ``wide``."""
+    """``x`` with zeros after each group of ``size`` elements of an axis, so that a group has ``wide`` elements."""
     axis = axis % x.ndim
     groups = x.shape[axis] // size
     split = x.reshape(*x.shape[:axis], groups, size, *x.shape[axis + 1 :])
@@ -26,7 +26,7 @@ def widened(x: Array, axis: int, size: int, wide: int) -> Array:
 
 
 def other_axis(after: Shape, axis: int, before: Shape, size: int) -> int | None:
-    """The axis of ``before`` that holds the features of an axis of ``after``, which a Reshape makes of it."""
+    """The axis of a Reshape's operand (shape ``before``) that holds the features of ``axis`` of its result (shape ``after``)."""
     behind = product(after[axis + 1 :])
     found = 1
     if not isinstance(behind, int):
@@ -42,10 +42,10 @@ def other_axis(after: Shape, axis: int, before: Shape, size: int) -> int | None:
 
 
 class Widths:
-    """How the value ``x``, an operand of ``reader``, gets ``wide`` features in place of ``size`` on an axis.
+    """The plan by which ``x``, an operand of ``reader``, gets ``wide`` features instead of ``size`` on an axis.
 
-    ``traced``: the operators that are made anew. ``copied``: the values that no weights can widen. ``together``: the reader's other
-    operands get as many features, and may come from the same operators.
+    ``traced``: the operators that are rebuilt. ``copied``: the values that no weights can widen. ``together``: the reader's other
+    operands are widened alike, and may come from the same operators.
     """
 
     def __init__(self, graph: Graph, reader: Op, x: Value, axis: int, size: int, wide: int, *, together: bool):
@@ -66,7 +66,7 @@ class Widths:
         self.copied = self._leaves(x, axis)
 
     def _own(self, op: Op, inside: set[int], reader: Op) -> bool:
-        """Whether nothing but this value reads the operator; readers that share a source widen it alike."""
+        """Whether only this value reads the operator; readers that share a source widen it alike."""
         return all(
             user.id in inside or (self.together and self._leads(user, reader))
             for i in range(len(op.outputs))
@@ -74,7 +74,7 @@ class Widths:
         )
 
     def _leads(self, user: Op, reader: Op, depth: int = 8) -> bool:
-        """Whether all that reads ``user`` is ``reader``, through views and factors."""
+        """Whether ``reader`` is the only reader of ``user``, through views and factors."""
         if depth == 0 or user.kind not in (*_VIEWS, "Mul", "LpNormalization"):
             return False
         users = [u for i in range(len(user.outputs)) for u in self.graph.users(Value(user.id, i))]
@@ -229,7 +229,7 @@ _STEPS: dict[str, Callable[[Graph, Op, int, int], Sources]] = {
     "Gemm": _of_product,
     "Conv": _of_convolution,
 }
-"""Kind -> the operands, and their axes, that hold the features of an axis of its result; None where that is not known."""
+"""Kind -> function for the operands, and their axes, that hold the features of an axis of its result (None: not known)."""
 
 
 def _as_before(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:
@@ -302,7 +302,7 @@ _BUILD = {
 
 
 class Readers:
-    """The views between ``op`` and the product (``sink``) that alone reads its features; None where there is no such product."""
+    """The views between ``op`` and the product (``sink``) that is the only reader of its features; None without such a product."""
 
     def __init__(self, graph: Graph, op: Op, axis: int, size: int):
         self.graph, self.size, self.start = graph, size, axis
@@ -323,7 +323,7 @@ class Readers:
             self.chain = []
 
     def rebuilt(self, patch: Patch, y: Value, wide: int) -> Value:
-        """What the product gives, of the wider value ``y``."""
+        """The result of the product, from the wider value ``y``."""
         axis = self.start
         for op in self.chain:
             if op is self.sink:

@@ -67,7 +67,7 @@ def pad_conv(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("crop_transpose", {"Slice"})
 def crop_transpose(graph: Graph, op: Op) -> Match | Miss | None:
-    """What is cut off a transposed convolution's result becomes its pads (causal decoders, BigVGAN)."""
+    """A crop of a transposed convolution's result becomes its pads (causal decoders, BigVGAN)."""
     conv = producer(graph, op.inputs[0], {"ConvTranspose"})
     starts, ends, axes = (ints(graph, op.input(i)) for i in (1, 2, 3))
     steps = None if op.input(4) is None else ints(graph, op.input(4))
@@ -98,9 +98,9 @@ def crop_transpose(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("drop_taps", {"Conv"})
 def drop_taps(graph: Graph, op: Op) -> Match | Miss | None:
-    """Taps at the ends of a filter that read nothing but padding are dropped.
+    """Taps at the ends of a filter that read only padding are dropped.
 
-    A dilation of more than the image leaves only the middle tap (DeepLab's widest branch on small images).
+    A dilation larger than the image leaves only the middle tap (DeepLab's widest branch on small images).
     """
     a, shape = op.attrs, shape_of(graph, operand(op))
     if not any(a.pads) or a.auto_pad != "NOTSET" or shape is None or max(a.dilations) == 1:
@@ -142,7 +142,7 @@ def pad_pool(graph: Graph, op: Op) -> Match | Miss | None:
     """Padding by a Pad becomes a pool's own.
 
     Zeros in front of an average count as elements (``count_include_pad``). A maximum pads with minus infinity: this gives the
-    same result where no element is smaller than the Pad's filler and each window holds an element.
+    same result if no element is smaller than the Pad's filler and each window holds an element.
     """
     pad = producer(graph, op.inputs[0], {"Pad"})
     if pad is None:
@@ -271,8 +271,8 @@ def spatial_reduction(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("pool_of_all", {"MaxPool", "AveragePool"})
 def pool_of_all(graph: Graph, op: Op) -> Match | None:
-    """A pool whose one window is the whole image is a global pool: exporters write adaptive pools of one element so. Not of
-    sequences: for OpenVINO they are more than a pool (``openvino_faults``)."""
+    """A pool with one window, the whole image, is a global pool: exporters write adaptive pools to one element in this form. Not
+    for sequences: for OpenVINO their global pools are more than a pool (``openvino_faults``)."""
     x, a = operand(op), op.attrs
     sizes = graph.type(x).dims[2:]
     if (

@@ -1,9 +1,9 @@
-"""Places in images and tables: their arithmetic stays in fp32, as at 1,000 pixels fp16 has steps of half a pixel.
+"""Positions in images and tables: their arithmetic stays in fp32, because at 1,000 pixels fp16 has steps of half a pixel.
 
-A network computes them from its inputs, from integers and from what a layer predicts. Only the layer rounds.
+A network computes positions from its inputs, from integers and from the predictions of a layer. Only the layer rounds to fp16.
 
-Places in tables are integers that a network makes of floats: the cells of a grid (Instant-NGP), pixels that are gathered, buckets.
-Besides what computes these floats, their distances from the integers are kept, by which the elements around a place are weighted.
+Positions in tables are integers that a network rounds from floats: cells of a grid (Instant-NGP), gathered pixels, buckets. The
+operators that compute these floats stay in fp32. So do their distances from the integers: they are interpolation weights.
 """
 
 from __future__ import annotations
@@ -16,53 +16,53 @@ from optdnn.passes.support.facts import shape_of
 from optdnn.types import is_float
 
 PLACES = frozenset({"GridSample", "SampledSum"})
-"""Kinds that read images at places: operand 1, and every second operand after it that comes behind another image."""
+"""Kinds that sample images: operand 1 holds positions, and so does every second operand after it (each follows an image)."""
 CARRIES = frozenset({"AffineGrid", "CumSum", "ReduceSum"})
-"""Kinds, besides pointwise ones, movement and products of short rows, that compute places of places."""
+"""Kinds that compute positions from positions, besides pointwise ops, movement and products of short rows."""
 INDEXED = frozenset({"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"})
-"""Kinds whose operand 1 holds places in a table."""
+"""Kinds whose operand 1 holds positions in a table."""
 ROUNDS = frozenset({"Ceil", "Floor", "Mod", "Round"})
 SHORT = 4
-"""Most elements of a row by which places are multiplied: homogeneous coordinates."""
+"""Most elements of a row in a product that transforms positions: homogeneous coordinates."""
 
 
 def coordinates(graph: Graph) -> dict[int, str]:
-    """Op id -> the reason, for operators that compute the places at which an image is read."""
+    """Op id -> the reason to stay fp32, for operators that compute positions in images or tables."""
     found: dict[int, str] = {}
     for op in graph.of_kind(*PLACES):
         name = op.outputs[0].name
         for places in op.inputs[1::2]:
             for i in _chain(graph, places):
-                found.setdefault(i, f"it computes places that {op.kind} {name} reads")
+                found.setdefault(i, f"it computes positions that {op.kind} {name} reads")
     return found | _moved(graph, found) | _indices(graph)
 
 
 def _moved(graph: Graph, found: dict[int, str]) -> dict[int, str]:
-    """As :func:`coordinates`, of sums that move places, and of distances from them. The flow of RAFT (Teed and Deng, 2020) is the
-    place that its last layer moves, less the pixel: the place would be rounded to a part of a pixel, and the flow is small."""
+    """As :func:`coordinates`, for sums that move positions, and for distances from positions. RAFT (Teed and Deng, 2020) computes
+    its flow as a moved position minus the pixel. The flow is small, and fp16 would round the position to a fraction of a pixel."""
     moved: dict[int, str] = {}
     for op in graph.order() if found else ():
         if op.id in found or not is_pointwise(op) or not kinds_of(op) & {"Add", "Sub"}:
             continue
         places = [v for v in op.inputs if v is not None and (v.op in found or v.op in moved)]
         if any(graph.type(v).shape == op.outputs[0].type.shape for v in places if is_float(graph.type(v).dtype)):
-            moved[op.id] = "it moves places at which an image is read, or computes distances from them"
+            moved[op.id] = "it moves sampling positions of an image, or computes distances from them"
     return moved
 
 
 def kinds_of(op: Op) -> set[str]:
-    """The kind of a pointwise operator, or those of its stages."""
+    """The kind of a pointwise operator, or the kinds of a Pointwise's stages."""
     return {op.kind} if op.kind != "Pointwise" else {s.kind for s in op.attrs.epilogue}
 
 
 def _indices(graph: Graph) -> dict[int, str]:
-    """As :func:`coordinates`, of operators that compute places in tables, and distances from them."""
+    """As :func:`coordinates`, for operators that compute positions in tables, and distances from such positions."""
     found: dict[int, str] = {}
     floats: set[Value] = set()
-    for maker, reader in _roundings(graph):
-        reason = f"it computes places that {reader.kind} {reader.outputs[0].name} reads"
-        found.setdefault(maker.id, reason)
-        for v in maker.inputs:
+    for producer, reader in _roundings(graph):
+        reason = f"it computes positions that {reader.kind} {reader.outputs[0].name} reads"
+        found.setdefault(producer.id, reason)
+        for v in producer.inputs:
             if v is not None and is_float(graph.type(v).dtype):
                 floats.add(v)
                 found.update(dict.fromkeys(_chain(graph, v), reason))
@@ -74,12 +74,12 @@ def _indices(graph: Graph) -> dict[int, str]:
     }
     for op in graph.ops() if found else ():
         if op.id not in found and _is_distance(graph, op, floats):
-            found[op.id] = "it computes distances from places in a table"
+            found[op.id] = "it computes distances from positions in a table"
     return found
 
 
 def _roundings(graph: Graph) -> Iterator[tuple[Op, Op]]:
-    """The operators that make places in tables of floats, each with one that reads such a place."""
+    """The operators that round floats to positions in tables, each with a reader of such positions."""
     seen = set[int]()
     for reader in graph.of_kind(*INDEXED):
         wanted = [reader.inputs[1]]
@@ -96,7 +96,7 @@ def _roundings(graph: Graph) -> Iterator[tuple[Op, Op]]:
 
 
 def _is_distance(graph: Graph, op: Op, floats: set[Value]) -> bool:
-    """Whether it subtracts numbers of ``floats``, rounded ones and integers from one another."""
+    """Whether ``op`` subtracts values of ``floats``, their rounded forms and integers from one another."""
     if not is_pointwise(op) or not is_float(op.outputs[0].type.dtype):
         return False
     kinds = kinds_of(op)
@@ -107,7 +107,7 @@ def _is_distance(graph: Graph, op: Op, floats: set[Value]) -> bool:
 
 
 def _chain(graph: Graph, places: Value | None) -> list[int]:
-    """The operators that compute a value, without those that only move what a layer predicts."""
+    """The operators that compute a position, without those that only move a layer's prediction."""
     seen, wanted = dict[int, Op](), [places]
     while wanted:
         value = wanted.pop()
@@ -128,7 +128,7 @@ def _wide(graph: Graph, op: Op, kept: list[int]) -> bool:
 
 
 def _computes_places(graph: Graph, op: Op) -> bool:
-    """Whether its result is a place if its operands are."""
+    """Whether the result of ``op`` is a position if its operands are positions."""
     if op.kind in STRUCTURAL or not is_float(op.outputs[0].type.dtype):
         return False
     if op.kind == "MatMul":

@@ -2,12 +2,12 @@
 
 A recurrence whose activations do not bound it, a long sum or a power may leave fp16's range although the network's results
 are small. In fp16 they would be infinite, and all results computed from them infinite or NaN. So the operators that write or read
-such a value stay fp32. There are two ways to find them:
+such a value stay fp32. They are found in two ways:
 
-* A recurrent layer may grow with each step, for some inputs, where its activations do not bound its state. It stays fp32, and so
-  do the readers of its results, up to an operator that bounds them. A plain layer with a known number of steps is run alone, on
-  made-up inputs: where its state hardly grows, it may be fp16.
-* One run of the network on made-up inputs shows which values are beyond 65504. The run is in NumPy and costs a fraction of a
+* The state of a recurrent layer may grow with each step, for some inputs, if its activations do not bound it. The layer stays
+  fp32, and so do the readers of its results, up to an operator that bounds them. A plain layer with a known number of steps is run
+  alone, on generated inputs: if its state hardly grows, the layer may be fp16.
+* One run of the network on generated inputs shows which values are beyond 65504. The run is in NumPy and costs a fraction of a
   second: networks of more than ``TRIAL_FLOPS`` are not tried, and the report of the build names them. A network that multiplies
   computed matrices by one another without a softmax (linear attention) is tried up to ``LONG_TRIAL``: sums of such products over
   many tokens grow without a bound.
@@ -34,17 +34,18 @@ TRIAL_FLOPS = 1e8
 TRIAL_ELEMENTS = 1e7
 """A network is tried up to this many operations, and this many elements of all results together."""
 LONG_TRIAL = 40.0
-"""These limits are so many times as high where computed matrices are multiplied by one another without a bound."""
+"""Factor on both limits for networks that multiply computed matrices by one another without a bound."""
 PRODUCTS = frozenset({"Attention", "Gemm", "MatMul"})
 PRODUCT_FLOPS = 50.0
-"""So many operations of a product of matrices take NumPy no longer than one of another operator. Spectra of long convolutions (S4,
-Hyena) leave fp16's range. Where the limits are higher already, a product's operations count in full."""
+"""NumPy computes this many operations of a matrix product in the time of one operation of another operator. So products count less:
+networks with long convolutions, whose spectra leave fp16's range (S4, Hyena), are still tried. With the raised limits, a product's
+operations count in full."""
 NOT_TRIED = frozenset({"Custom", "If", "Loop", "Scan"})
 """Kinds whose cost is not known."""
 
 
 def largest_values(graph: Graph) -> Mapping[Value, float] | None:
-    """The largest finite magnitude of each fp32 value that is read, for made-up inputs; None where the network is not tried."""
+    """The largest finite magnitude of each fp32 value that is read, for generated inputs; None if the network is not tried."""
     if not _is_small(graph):
         return None
     found: dict[Value, float] = {}
@@ -57,7 +58,7 @@ def largest_values(graph: Graph) -> Mapping[Value, float] | None:
 
     try:
         results = evaluate(graph, random_feeds(graph, seed=1), look)
-    except OptdnnError:  # made-up numbers are not always valid: positions, lengths
+    except OptdnnError:  # generated numbers are not always valid: positions, lengths
         return None
     for i in graph.outputs:
         (value,) = graph.op(i).inputs
@@ -109,7 +110,7 @@ BOUNDS = frozenset(
         *("Atan", "Cos", "Erf", "HardSigmoid", "Sigmoid", "Sign", "Sin", "Softsign", "Tanh"),
     }
 )
-"""Kinds whose results are small for any operands, or positions."""
+"""Kinds whose results are small for any operands, or are indices."""
 RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
 MOST_GROWTH = 128.0
 """A state that grows by at most this factor stays in the range of fp16 for products of inputs up to 512."""
@@ -143,9 +144,9 @@ def growing(graph: Graph) -> dict[int, str]:
 
 
 def _growth(graph: Graph, op: Op) -> float | None:
-    """How many times as large as the products of its inputs the state of a plain layer becomes, for made-up ones.
+    """The ratio of a plain layer's largest state to its input products, for generated inputs.
 
-    None where that is not tried: other cells and functions, weights or a number of steps that are not known, many operations."""
+    None if the layer is not tried: other cells and functions, unknown weights or number of steps, too many operations."""
     matrices = graph.constant_value(op.inputs[2])
     steps = graph.type(op.inputs[0]).dims[0] if op.inputs[0] is not None else None
     if op.kind != "RNN" or matrices is None or not isinstance(steps, int) or set(op.attrs.activations) != {"Relu"}:
@@ -157,7 +158,7 @@ def _growth(graph: Graph, op: Op) -> float | None:
         state: Array = np.zeros((matrix.shape[1], GROWTH_COLUMNS), np.float32)
         for _ in range(steps):
             given = rng.standard_normal(state.shape, np.float32)
-            given[:, 0] = 1.0  # in one direction always
+            given[:, 0] = 1.0  # one column always in the same direction
             state = np.maximum(matrix @ state + given, 0)
             largest = float(state.max())
             if not largest <= FP16_LARGEST:
@@ -195,7 +196,7 @@ def overflows(graph: Graph, largest: Mapping[Value, float]) -> dict[int, str]:
             size = largest.get(v, 0.0)
             if size > FP16_LARGEST and v not in masks:
                 what = "its result" if v.op == op.id else f"its operand {graph.output(v).name!r}"
-                found[op.id] = f"{what} reaches {size:.3g} for made-up inputs, fp16 ends at 65504"
+                found[op.id] = f"{what} reaches {size:.3g} for generated inputs, fp16 ends at 65504"
                 break
     return found
 

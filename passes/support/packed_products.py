@@ -1,7 +1,7 @@
-"""Products that a plan asks for in w4, w8 or w4a8: their constant weights become packed numbers, each MatMul and Gemm a
-PackedMatMul. In w4a8 this product may round the rows that it multiplies, also where its weights were packed already.
+"""Products that a plan puts in w4, w8 or w4a8: their constant weights are packed, and each MatMul and Gemm becomes a PackedMatMul.
 
-The rest of such an operator (its data, its stages) is computed in the plan's float precision.
+In w4a8 the product may also round the rows that it multiplies, even if the model has packed its weights. The rest of such an
+operator (its data, its stages) is computed in the plan's float precision.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from optdnn.types import BF16, FP16, FP32, Array, DType, dtype_name
 
 BITS = {"w4": 4, "w8": 8, ROUNDED_ROWS: 4}
 _WITH_FLOATS = {"uint4": "w4", "uint8": "w8"}
-"""Packed numbers -> the precision of products that multiply them by floats."""
+"""Code of packed weights -> the precision of products that multiply them by floats."""
 LEAST = 4096
-"""Smaller weights stay floats: nothing is gained."""
+"""Weights with fewer elements stay floats: packing them gains nothing."""
 _ARITY = 4
-"""Operands of a PackedMatMul, without those of its stages."""
+"""Operands of a PackedMatMul before the operands of its stages."""
 
 
 @dataclass
 class PackedProducts:
-    """Op key -> the precision of its packed weights; op key -> why its weights stay floats, or why no rows are rounded."""
+    """``packed``: op key -> precision of its packed weights. ``refused``: op key -> why its weights stay floats, or why it rounds
+    no rows."""
 
     packed: dict[str, str]
     refused: dict[str, str]
@@ -52,9 +53,10 @@ def pack_products(
     moments: Moments | None = None,
     target: str = "",
 ) -> PackedProducts:
-    """Pack the weights of every product that ``plan`` asks for in w4, w8 or w4a8: rounded to the nearest numbers, or so that
-    their errors make up for each other on the data of ``moments``. In w4a8, let it round rows if ``target`` can. ``report`` gets
-    the refusals, too."""
+    """Pack the weights of every product that ``plan`` puts in w4, w8 or w4a8.
+
+    Weights are rounded to the nearest number, or with ``moments`` so that their errors compensate each other on the calibration
+    data. In w4a8, products may round rows if ``target`` can. ``report`` gets the refusals too."""
     found = PackedProducts({}, {})
     asked = {op.id: plan.of(op) for op in graph.order() if op.kind not in STRUCTURAL and asks_packed(graph, plan, op)}
     packed_before = [i for i, p in asked.items() if p == ROUNDED_ROWS and graph.op(i).kind == "PackedMatMul"]
@@ -97,7 +99,7 @@ def _round_packed(
 def _let_round(
     graph: Graph, op: Op, plan: PrecisionPlan, target: str, found: PackedProducts, report: PassReport
 ) -> bool:
-    """Let a PackedMatMul round the rows that it multiplies; False, with a note why, where it must not."""
+    """Let a PackedMatMul round the rows that it multiplies. Returns False, and notes the reason, if it must not."""
     reason = _why_not_rounded(graph, op, plan, target)
     if reason is None:
         graph.set_op(replace(op, attrs=replace(op.attrs, rounded_rows=True)))
@@ -118,7 +120,7 @@ def _why_not_rounded(graph: Graph, op: Op, plan: PrecisionPlan, target: str) -> 
 
 
 def _with_moments(graph: Graph, chosen: Sequence[int], moments: Moments | None) -> Iterator[tuple[int, Array | None]]:
-    """The ids of products, each with the second moments of its operand where there is data."""
+    """The ids of products, each with the second moments of its operand (None without calibration data)."""
     if moments is None:
         yield from ((i, None) for i in chosen)
         return
@@ -126,7 +128,7 @@ def _with_moments(graph: Graph, chosen: Sequence[int], moments: Moments | None) 
     for i in chosen:
         readers.setdefault(operand(graph.op(i)), []).append(i)
     if readers:
-        for value, seen in moments(graph.copy(), list(readers)):  # the graph changes meanwhile
+        for value, seen in moments(graph.copy(), list(readers)):  # a copy: the caller changes the graph between values
             yield from ((i, seen) for i in readers[value])
 
 
@@ -151,7 +153,7 @@ def why_not_packed(graph: Graph, op: Op) -> str | None:
 
 
 def read_as_floats(graph: Graph, op: Op, able: set[int]) -> str | None:
-    """Why packing would only add to the weights as floats, which an op outside of ``able`` reads; None where none does."""
+    """Why packing would save no memory: an op outside of ``able`` reads the weights as floats. None if there is no such op."""
     weights = operand(op, 1)
     for use in graph.uses(weights):
         if use.op not in able or use.slot != 1:
@@ -161,7 +163,7 @@ def read_as_floats(graph: Graph, op: Op, able: set[int]) -> str | None:
 
 
 def _activations(graph: Graph, op: Op, plan: PrecisionPlan) -> DType:
-    """The type that a product's data will have."""
+    """The type of a product's data after the pass."""
     own = op.outputs[0].type.dtype
     return {"fp16": FP16, "bf16": BF16}.get(plan.base, own) if own == FP32 else own
 
@@ -186,7 +188,7 @@ def _pack(graph: Graph, op: Op, bits: int, dtype: DType, kept: ConstantCache, se
 def _packed(
     weights: Array, across: bool, bits: int, dtype: DType, kept: ConstantCache, seen: Array | None
 ) -> PackedArrays:
-    """Weights [N, K] (``across``) or [K, N]; those rounded to the nearest numbers are packed once for all plans."""
+    """Packed weights, from weights [N, K] (``across``) or [K, N]. Without ``seen``, they are packed once for all plans."""
     rows = weights if across else weights.T
     if seen is not None:
         return compensated_floats(rows, seen, bits, dtype)
@@ -203,7 +205,7 @@ def _packed(
 
 
 def _stages(op: Op) -> tuple[tuple[Stage, ...], Sequence[Value | None]]:
-    """The epilogue of the packed product, a Gemm's bias its first stage; and the operands that its stages read."""
+    """The epilogue of the packed product, with a Gemm's bias as its first stage, and the operands of the stages."""
     arity = op.definition.arity or 0
     stages, bias = op.attrs.epilogue, op.input(2) if op.kind == "Gemm" else None
     if bias is None:
@@ -213,7 +215,7 @@ def _stages(op: Op) -> tuple[tuple[Stage, ...], Sequence[Value | None]]:
 
 
 def _moved(stages: Sequence[Stage], operands: int, registers: int) -> tuple[Stage, ...]:
-    """Stages whose operands and registers lie further on."""
+    """Stages with their operand slots and registers shifted."""
 
     def slot(a: int | None) -> int | None:
         return a if a is None else a + operands if a >= 0 else a - registers

@@ -1,8 +1,8 @@
 """How a part of an operator's result follows from parts of its operands: the rules of tensor parallelism.
 
-A rank holds a part of a tensor (:mod:`optdnn.passes.support.tensor_parts`): some places along one axis. A rule gives the
+A rank holds a part of a tensor (:mod:`optdnn.passes.support.tensor_parts`): some indices along one axis. A rule gives the
 operands that an operator needs to compute a part of its result, and the attributes and constants that change with it. It
-raises :class:`Whole` where the operator needs its operands whole.
+raises :class:`Whole` if the operator needs whole operands.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PRODUCTS = ("MatMul", "Gemm", "PackedMatMul")
 
 
 def needed(graph: Graph, op: Op, parts: Mapping[int, Part]) -> Needed:
-    """What ``op`` needs for these parts of its results. Raises Whole."""
+    """The parts of its operands that ``op`` needs for these parts of its results. Raises Whole."""
     asked = Asked(graph, op, parts)
     rule = RULES.get(op.kind, _pointwise if op.definition.traits.pointwise else None)
     if rule is None:
@@ -43,7 +43,7 @@ def _pointwise(q: Asked) -> Needed:
 
 
 def _rows(q: Asked) -> Needed:
-    """Softmax, norms and the like: over other axes."""
+    """Softmax, norms and the like: they must run over other axes."""
     axis = normalize_axis(q.op.attrs.axis, len(q.dims(0)))
     if q.axis == axis or (q.op.kind in NORMS and q.axis > axis):
         raise Whole(f"{q.op.kind} {q.op.name!r} runs over the axis that would be split")
@@ -76,7 +76,7 @@ def _view(q: Asked) -> Needed:
 
 
 def _resized(q: Asked, found: Needed, slot: int) -> None:
-    """The operand that holds the shape of the result, for the part's."""
+    """Adapt the operand that holds the shape of the result to the shape of the part."""
     value = q.op.input(slot)
     known = q.graph.known(value)
     if known is None:
@@ -167,7 +167,7 @@ def _gemm(q: Asked) -> Needed:
 
 
 def _packed(q: Asked) -> Needed:
-    """Packed weights are rows of one output each."""
+    """Packed weights have one row per output."""
     if q.axis != len(q.out) - 1:
         found = Needed({0: q.part})
     else:
@@ -184,8 +184,8 @@ def _packed(q: Asked) -> Needed:
 
 
 def rows_of(graph: Graph, op: Op, take: Array) -> Needed:
-    """The parts for a product that multiplies only the features ``take``. Raises Whole. Where it may round rows, the scale of a
-    part is no larger than that of the whole row: it rounds no more."""
+    """The parts for a product that multiplies only the features ``take``. Raises Whole. If the product may round rows, the scale of
+    a part is at most the scale of the whole row: the rounding error does not grow."""
     last = len(graph.type(operand(op, 0)).dims) - 1
     if op.kind != "PackedMatMul":
         return Needed({0: Part(last, take), 1: Part(int(op.kind == "Gemm" and op.attrs.transB), take)})

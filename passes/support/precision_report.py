@@ -1,4 +1,4 @@
-"""The precision contract: the requested precision of each op against the one it runs in, hazards of quantization, risks of fp16."""
+"""The precision contract: for each op the requested and the actual precision; hazards of quantization; risks of fp16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optdnn.passes.support.ranges import Calibration
 from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType, is_float
 
 FP16_LARGEST, FP16_NORMAL, FP16_LEAST = 65504.0, 2.0**-14, 2.0**-25
-"""Largest value, smallest normal one, and the one from which down all round to zero."""
+"""The largest fp16 value, the smallest normal one, and the bound at or below which numbers round to zero."""
 FLUSHED = 0.1
 """The share of a constant's elements that may vanish in fp16 without a report."""
 _FLOATS: Mapping[DType, str] = {FP32: "fp32", FP16: "fp16", BF16: "bf16", DTYPES["fp64"]: "fp64"}
@@ -44,7 +44,7 @@ class PrecisionRequest:
 
 @dataclass(frozen=True)
 class PrecisionOutcome:
-    """The precision that an op runs in. ``reason``: why it is not the requested one; None where it is."""
+    """The precision that an op runs in. ``reason``: why it differs from the request; None if it does not."""
 
     asked: PrecisionRequest
     runs: str
@@ -63,7 +63,7 @@ class PrecisionOutcome:
 
 @dataclass(frozen=True)
 class Remark:
-    """A hazard or a risk of one op, in words."""
+    """A hazard or a risk of one op; ``what`` is its text."""
 
     key: str
     kind: str
@@ -88,21 +88,21 @@ class PrecisionLog:
     packed: dict[str, str] = field(default_factory=dict)
     """Key -> the precision of the weights that the build packed."""
     converted: set[str] = field(default_factory=set)
-    """Keys of ops that compute in fp32 what they store in 16 bits."""
+    """Keys of ops that compute in fp32 and store 16-bit results."""
     risks: list[Remark] = field(default_factory=list)
     calibrated: dict[str, Any] = field(default_factory=dict)
-    """How ranges were found: method, and the batches that were run."""
+    """How ranges were found: the method, and the number of batches."""
     tried: bool | None = None
-    """Whether a run of the network showed the values that fp16 cannot hold; None where fp16 was not asked for."""
+    """Whether a trial run looked for values that fp16 cannot hold; None if fp16 was not requested."""
     hazards: list[Remark] | None = None
-    """Hazards of the graph with its Q and DQ, which later passes fold away; None where no pass looked."""
+    """Hazards of the graph while it still has its Q and DQ, which later passes fold away; None if no pass looked."""
 
 
 def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
     """The requests of a plan, for each op that computes.
 
-    There is no request for an op that only moves data or only follows its neighbours into integers. For an op without a
-    quantized form there is one only if it was named.
+    An op has no request if it only moves data, or only follows its neighbours into integers. An op without a quantized form has a
+    request only if the plan names it.
     """
     found = []
     for op in graph.order():
@@ -146,10 +146,10 @@ def outcome(
     hint: str = "fp32",
     passes: Sequence[PassReport] = (),
 ) -> list[PrecisionOutcome]:
-    """The precision that each requested op runs in, by the final graph and by the library ``who`` (``ran``: key -> precision).
+    """The precision that each requested op runs in, from the final graph and the library ``who`` (``ran``: key -> precision).
 
-    ``hint``: the precision in which the library computes the graph's fp32. ``passes`` gives why a product between Q and DQ did not
-    become an operator on integers.
+    ``hint``: the precision in which the library computes the graph's fp32. ``passes``: reports with the reasons why a product
+    between Q and DQ did not become an operator on integers.
     """
     why = {n: r.reason for p in passes if p.name == "fold_quantized" for r in p.refused for n in r.nodes
            if not r.reason.startswith("DequantizeLinear stays")}  # fmt: skip
@@ -188,25 +188,24 @@ def outcome(
 
 
 def _half_quantized(graph: Graph, op: Op | None) -> str | None:
-    """That the model quantizes only one operand of a product."""
+    """The reason, if the model quantizes only the first operand of a product; else None."""
     if op is None or op.kind not in ANCHORS or is_dequantized(graph, op.input(1)):
         return None
     return "its input is quantized, its second operand is not" if is_dequantized(graph, op.input(0)) else None
 
 
 def _on_eight_bits(graph: Graph, op: Op) -> str | None:
-    """int8 or fp8 for an op that computes on 8-bit numbers themselves."""
+    """int8 or fp8 for an op whose first operand is a stored 8-bit tensor; else None."""
     if op.kind in STRUCTURAL or op.kind in _CONVERT or op.input(0) is None:
         return None
     return _EIGHT.get(graph.type(op.inputs[0]).dtype)  # type: ignore[arg-type]
 
 
 def on_gpu(graph: Graph, rounded: Collection[str]) -> dict[str, str]:
-    """Key -> the precision of a GPU's kernel, for each op of the optimized graph whose Q and DQ or allowed factors mean another
-    precision.
+    """Key -> the precision of the GPU kernel, for each op of the optimized graph that does not run as its Q and DQ or tf32 say.
 
-    No library folds Q and DQ there: ops that the passes left between them compute on floats. ``rounded``: the ONNX nodes whose
-    kernels round factors to tf32.
+    No library folds Q and DQ on a GPU: an op that the passes left between Q and DQ computes on floats. ``rounded``: the ONNX nodes
+    whose kernels round factors to tf32.
     """
     found = {}
     for op in graph.ops():
@@ -220,7 +219,7 @@ def on_gpu(graph: Graph, rounded: Collection[str]) -> dict[str, str]:
 
 
 def structural(graph: Graph, op: Op) -> str | None:
-    """The graph's own precision of an op: int8 or fp8 if all data comes from DequantizeLinear, else the type of the result."""
+    """The precision of an op by the graph alone: int8 or fp8 if all data comes from DequantizeLinear, else the result's type."""
     direct = _on_eight_bits(graph, op)
     if direct is not None:
         return direct
@@ -240,14 +239,14 @@ def structural(graph: Graph, op: Op) -> str | None:
 
 
 def _in_the_run(graph: Graph, op: Op) -> bool:
-    """Whether the scale of a product's data is computed. Results of such products have no scale until their range is known."""
+    """Whether the scale of a product's data is computed in the run. The result then has no scale until its range is known."""
     data = graph.op(operand(op))
     return data.kind == "DequantizeLinear" and graph.constant_value(data.inputs[1]) is None
 
 
 def hazards(graph: Graph) -> list[Remark]:
-    """Quantized products whose result leaves as floats (a wide write, a wide read and a conversion where bytes would do), and
-    scales of the model's own that are no normal positive numbers."""
+    """Hazards of quantization: products with a float result (a wide write, a wide read and a conversion, where 8 bits would do),
+    and scales in the model that are not normal positive numbers."""
     found = []
     for op in graph.of_kind("QuantizeLinear", "DequantizeLinear"):
         scale = graph.constant_value(op.inputs[1])
@@ -272,7 +271,7 @@ def hazards(graph: Graph) -> list[Remark]:
 def half_risks(
     graph: Graph, plan: PrecisionPlan, calibration: Calibration | None, kept: Collection[str] = ()
 ) -> list[Remark]:
-    """Ops asked for in fp16 whose values overflow or vanish there: by calibration, and only by weights where there is none.
+    """Ops requested in fp16 with values that overflow or vanish in fp16, by calibration; without calibration, by weights alone.
 
     ``kept``: keys of ops that stay fp32 with their constants.
     """
@@ -312,7 +311,7 @@ def _by_weights(graph: Graph, op: Op, alone: bool) -> list[str]:
             finite = size[np.isfinite(size) & ((array > 0) | (not hides))]
             if finite.size and finite.max() > FP16_LARGEST and array.ndim:
                 found.append(f"overflow: the constant {name!r} reaches {finite.max():.3g}, fp16 ends at 65504")
-        lost = np.count_nonzero(size <= FP16_LEAST) / array.size  # with those that are zero already
+        lost = np.count_nonzero(size <= FP16_LEAST) / array.size  # also counts elements that are zero already
         if lost > FLUSHED:
             lost = np.count_nonzero((size > 0) & (size <= FP16_LEAST)) / array.size
         if vanishes(array):
@@ -334,7 +333,7 @@ def _by_weights(graph: Graph, op: Op, alone: bool) -> list[str]:
 
 
 def vanishes(array: Array) -> bool:
-    """Whether a constant is one number (or a vector of one) that fp16 rounds to zero. Its smallest number represents it."""
+    """Whether a constant is a scalar, or a vector of equal elements, that fp16 rounds to zero."""
     return bool(
         array.ndim <= 1 and array.size and 0 < abs(array.flat[0]) <= FP16_LEAST and (array == array.flat[0]).all()
     )

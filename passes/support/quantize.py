@@ -1,4 +1,4 @@
-"""QuantizeLinear and DequantizeLinear around the ops that a plan asks for in int8 or fp8, with scales and zero points as operands.
+"""QuantizeLinear and DequantizeLinear around the ops that a plan puts in int8 or fp8, with scales and zero points as operands.
 
 A quantized op keeps its kind, between DequantizeLinear of its operands and QuantizeLinear of its result; a library or a lowering
 folds the three into one kernel. There is one pair per value, shared by all its quantized readers. Ops between quantized ops that
@@ -33,13 +33,13 @@ from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, Array, DType
 
 FP8 = DTYPES["fp8_e4m3"]
 BIAS_LIMIT = 2.0**30
-"""Largest magnitude of an int32 bias: it leaves room for the sum of products to which it is added."""
+"""Largest magnitude of an int32 bias: it leaves room in the accumulator for the sum of products."""
 
 
 def quantize(
     graph: Graph, plan: PrecisionPlan, calibration: Calibration, target: str, report: PassReport
 ) -> dict[int, str]:
-    """Put Q and DQ into ``graph`` for every op that ``plan`` asks for in int8 or fp8 and that has such a form.
+    """Put Q and DQ into ``graph`` for every op that ``plan`` puts in int8 or fp8 and that has such a form.
 
     Ops that already read a DequantizeLinear stay unchanged. Returns the ids of the refused ops with the reasons, which ``report``
     gets as well. Raises UsageError where ``calibration`` lacks a needed value: it belongs to another graph.
@@ -50,7 +50,7 @@ def quantize(
 
 
 def without_data(graph: Graph, plan: PrecisionPlan, target: str, report: PassReport) -> dict[str, str]:
-    """The ops that stay float in a network with its own Q and DQ but without calibration data: keys, with the reasons."""
+    """Key -> reason, for ops that stay float in a network with its own Q and DQ but without calibration data."""
     found = {}
     for op in graph.order():
         if op.kind not in ANCHORS or (asked := plan.of(op)) not in QUANTIZED or is_quantized(graph, op):
@@ -63,7 +63,7 @@ def without_data(graph: Graph, plan: PrecisionPlan, target: str, report: PassRep
 
 
 LARGEST_WEIGHT = 127
-"""Magnitude of int8 weights, whose ranges are symmetric."""
+"""Largest magnitude of int8 weights: their range is symmetric."""
 SMALL_WEIGHT = 64
 """Two products of 255 and a weight of this magnitude are at most 32,640, which 16 bits hold."""
 
@@ -75,7 +75,7 @@ class _Quantizer:
         self.unsigned = not TargetName.parse(target).on_gpu
         self.largest = SMALL_WEIGHT if TargetName.parse(target).family == "cpu" and bytes_saturate() else LARGEST_WEIGHT
         self.chosen: dict[int, str] = {}
-        """Ids of ops that will run in integers (or fp8) -> which."""
+        """Id of an op that will run in integers or fp8 -> its precision."""
         self.wanted: dict[tuple[Value, str], None] = {}
         self.made: dict[tuple[Value, str], Value] = {}
         self.scales: dict[tuple[Value, str], tuple[Value, Value | None]] = {}
@@ -125,7 +125,7 @@ class _Quantizer:
         self.report.refused.append(Refused(asked, node_names([op]), shown))
 
     def _unseen(self, op: Op, results: Sequence[Value] = ()) -> str | None:
-        """Why an op stays float whose operand (or one of ``results``) has no range, or None."""
+        """Why an op must stay float: an operand, or one of ``results``, has no range. None if all have one."""
         graph, ranges = self.graph, self.calibration.ranges
         lacking = [graph.type(v) for v in (*self._data(op), *results) if graph.output(v).name not in ranges]
         if lacking and self.calibration.other_sizes:
@@ -147,7 +147,7 @@ class _Quantizer:
         return list(dict.fromkeys(found))
 
     def _draw_in(self) -> None:
-        """Quantize the ops between: where a result is wanted in integers and its op has such a form, so are its operands."""
+        """Quantize the ops in between: if a result is wanted in integers and its op has an integer form, its operands are too."""
         for op in reversed(self.graph.order()):
             if not self._follows(op):
                 continue
@@ -176,7 +176,7 @@ class _Quantizer:
         return op.kind in SHARES_SCALE | OWN_SCALE and (not self.plan.named(op) or self.plan.of(op) in QUANTIZED)
 
     def _from_integers(self, value: Value) -> bool:
-        """True where the value comes from an integer op, if through ops that only move elements."""
+        """True if the value comes from an integer op, directly or through ops that only move elements."""
         if value not in self._sources:
             op = self.graph.op(value)
             moved = self._follows(op)
@@ -220,7 +220,7 @@ class _Quantizer:
         return made
 
     def _is_padded(self, value: Value) -> bool:
-        """True where a convolution that is to run in integers puts zeros around the value."""
+        """True if a convolution that will run in integers pads the value with zeros."""
         for user in self.graph.users(value):
             if user.kind != "Conv" or user.id not in self.chosen or user.inputs[0] != value:
                 continue
@@ -248,7 +248,7 @@ class _Quantizer:
         return FP8 if precision == "fp8" else INT8 if zero is None else UINT8
 
     def _pair(self, value: Value, precision: str, scale: Value, zero: Value | None) -> None:
-        """Q and DQ after a value; its integer users read the DQ, and all others where an integer op made the value."""
+        """Put Q and DQ after a value. Its integer users read the DQ; if an integer op computes the value, all users do."""
         graph, made_by = self.graph, self.graph.op(value)
         uses = graph.uses(value)
         name, src = graph.output(value).name, made_by.src
@@ -299,7 +299,7 @@ class _Quantizer:
         graph.remove_dead(old)
 
     def _shift(self, op: Op, weights: Array, integers: Array, scale: Array, axis: int | None) -> Array | None:
-        """The shift of each output channel's mean by rounding the weights; None where it is 0 or the means are not known."""
+        """The shift of each output channel's mean by rounding the weights; None if it is 0, or if the means are not known."""
         dequantize = self.graph.op(operand(op))
         value = operand(self.graph.op(operand(dequantize)))
         means = self.calibration.means.get(self.graph.output(value).name)
@@ -310,7 +310,7 @@ class _Quantizer:
         return None if shift is None or not shift.any() else shift
 
     def _correct_stage(self, op: Op, inputs: list[Value | None], shift: Array) -> None:
-        """The bias of a MatMul is its first stage, the addition of a constant vector."""
+        """Subtract the shift from a MatMul's bias: its first stage, if that adds a constant vector."""
         first = op.attrs.epilogue[0] if op.attrs.epilogue else None
         if first is None or first.kind != "Add":
             return
@@ -330,7 +330,7 @@ class _Quantizer:
 
 
 def _pads_with_anything(op: Op, weights: Array | None) -> bool:
-    """True where depthwise kernels of integers run the op: on images, with a multiple of 16 channels."""
+    """True if the depthwise integer kernels run the op, which pad with any value: images with a multiple of 16 channels."""
     if weights is None or weights.ndim != 4 or weights.shape[1] != 1:
         return False
     return bool(op.attrs.group == len(weights) > 1) and len(weights) % 16 == 0
@@ -342,7 +342,7 @@ def _along(scale: Array, axis: int | None, rank: int) -> Array:
 
 
 def is_quantized(graph: Graph, op: Op) -> bool:
-    """True where the op's data operand comes from a DequantizeLinear already."""
+    """True if the op's data operand already comes from a DequantizeLinear."""
     return producer(graph, op.input(0), {"DequantizeLinear"}) is not None
 
 

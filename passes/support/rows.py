@@ -1,7 +1,7 @@
-"""Operators that compute each row of a tensor from the same row of their operands, and copies of them for other rows.
+"""Operators that compute each row of a tensor from the same row of their operands, and copies of such operators for other rows.
 
-Rows are what lies along an axis whose size depends on data: detections, regions of interest, chosen tokens. An operator that keeps
-rows apart gives the same rows whatever rows follow them. So it may compute more rows than there are, or other ones.
+Rows are the entries along an axis whose size depends on data: detections, regions of interest, chosen tokens. If an operator keeps
+rows apart, a row's result does not depend on the other rows. So the operator may compute additional rows, or other rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from optdnn.types import Array, Shape, TensorType, normalize_axis, product
 
 
 class Rows(NamedTuple):
-    """Where a tensor has its rows: along ``axis``, ``per`` elements of it to a row."""
+    """The rows of a tensor: along ``axis``, with ``per`` elements of the axis per row."""
 
     axis: int
     per: int
@@ -35,11 +35,11 @@ class Rows(NamedTuple):
 
 
 class _Mixed(Exception):
-    """A shape depends on the number of rows in another way, or on other sizes that depend on data."""
+    """A shape does not depend linearly on the number of rows, or depends on other data-dependent sizes."""
 
 
 def rows_of(t: TensorType, count: DimLike) -> Rows | None:
-    """The rows of a tensor of ``count`` of them; None where it has none. Raises _Mixed for two such axes, or unknown ones."""
+    """The rows of a tensor with ``count`` rows; None if no axis holds rows. Raises _Mixed for two such axes, or unknown ones."""
     if t.shape is None:
         raise _Mixed
     found: Rows | None = None
@@ -55,7 +55,7 @@ def rows_of(t: TensorType, count: DimLike) -> Rows | None:
 
 @dataclass(frozen=True)
 class RowOp:
-    """An operator, and the rows of its operands and results (None: it has none of them)."""
+    """An operator, and the rows of each operand and result (None: no rows)."""
 
     graph: Graph
     op: Op
@@ -81,11 +81,11 @@ class RowOp:
         return all((rows is not None) == (i in slots) for i, rows in enumerate(self.given))
 
     def same(self, *slots: int) -> bool:
-        """Whether exactly these operands have rows, all where the results have them."""
+        """Whether exactly these operands have rows, along the same axis as the results."""
         return self.alone(*slots) and {self.given[s] for s in slots} | set(self.made) == {self.out}
 
     def aligned(self, slot: int) -> bool:
-        """Whether an operand that is broadcast has its rows where the result has them, or one element along that axis."""
+        """Whether a broadcast operand has its rows along the result's axis of rows, or one element along it."""
         if self.op.input(slot) is None:
             return True
         rows, dims, at = self.given[slot], self.dims(slot), self.out.from_end(self.rank)
@@ -95,7 +95,7 @@ class RowOp:
 
 
 def row_op(graph: Graph, op: Op, count: DimLike) -> RowOp | None:
-    """An operator that computes ``count`` rows, each from the same row of its operands; None for any other."""
+    """``op``, if it computes ``count`` rows, each from the same row of its operands; else None."""
     check = _CHECKS.get(op.kind, _pointwise if op.kind in OPDEFS and OPDEFS[op.kind].traits.pointwise else None)
     if check is None:
         return None
@@ -111,7 +111,7 @@ def row_op(graph: Graph, op: Op, count: DimLike) -> RowOp | None:
 
 
 def _given(graph: Graph, value: Value, count: DimLike) -> Rows | None:
-    """The rows of an operand. One without rows may have sizes of the network's inputs."""
+    """The rows of an operand. An operand without rows may have symbolic sizes of the network's inputs."""
     t = graph.type(value)
     if isinstance(count, Dim) and t.shape is not None:
         own = count.symbols()
@@ -128,7 +128,7 @@ def _pointwise(r: RowOp) -> bool:
 
 
 def _batch(r: RowOp) -> bool:
-    """Each image of a batch for itself."""
+    """Whether it computes each image of a batch separately."""
     return r.same(0) and r.out.axis == 0 and len(r.made) == 1
 
 
@@ -166,13 +166,13 @@ def _packed_rows(r: RowOp) -> bool:
 
 
 def _other_axis(r: RowOp) -> bool:
-    """Along an axis that is not the one of the rows; the results keep all axes."""
+    """Whether it runs along another axis than the rows, and its results keep all axes."""
     axis = r.op.attrs.axis
     return r.same(0) and axis is not None and normalize_axis(axis, len(r.dims(0))) != r.out.axis
 
 
 def _inner_axes(r: RowOp) -> bool:
-    """Over ``axis`` and all axes after it."""
+    """Whether it runs over ``axis`` and all later axes, and the rows are before them."""
     return r.same(0) and normalize_axis(r.op.attrs.axis, len(r.dims(0))) > r.out.axis
 
 
@@ -194,7 +194,7 @@ def _arg(r: RowOp) -> bool:
 
 
 def _reshape(r: RowOp) -> bool:
-    """Rows stay in their order: the axes in front of them have as many elements as before."""
+    """Whether rows keep their order: the axes before them hold the same number of elements."""
     rows = r.given[0]
     if rows is None or not r.alone(0):
         return False
@@ -226,19 +226,19 @@ def _pad(r: RowOp) -> bool:
 
 
 def _gather(r: RowOp) -> bool:
-    """A Gather of the same elements of each row, or of rows by their numbers, which further rows do not change."""
+    """Whether a Gather takes the same elements of each row, or takes rows by index: further rows do not change the result."""
     rows, indices = r.given[0], r.given[1]
     axis = normalize_axis(r.op.attrs.axis, len(r.dims(0)))
     if indices is None:
         return rows is not None and rows.axis != axis
     if rows is not None and rows.axis != axis:
         return False
-    some = rows is not None or bounds(r.dims(0)[axis])[0] >= 1  # what rows after the last one pick: element 0
+    some = rows is not None or bounds(r.dims(0)[axis])[0] >= 1  # rows after the last one read element 0
     return some and r.out == Rows(axis + indices.axis, indices.per)
 
 
 def by_number(r: RowOp) -> bool:
-    """Whether it picks rows by their numbers among all rows."""
+    """Whether it gathers rows by their index among all rows."""
     return (
         r.op.kind == "Gather"
         and r.given[0] is not None
@@ -247,7 +247,7 @@ def by_number(r: RowOp) -> bool:
 
 
 def _gather_nd(r: RowOp) -> bool:
-    """Elements of a tensor by their numbers: rows after the last one pick element 0."""
+    """Whether it gathers elements of a tensor without rows: rows after the last one read element 0."""
     rows = r.given[1]
     if rows is None or r.given[0] is not None or r.op.attrs.batch_dims or rows.axis == len(r.dims(1)) - 1:
         return False
@@ -263,7 +263,7 @@ def _expand(r: RowOp) -> bool:
 
 
 def _filled(r: RowOp) -> bool:
-    """The same number everywhere."""
+    """ConstantOfShape: all elements are the same number."""
     return True
 
 
@@ -298,14 +298,14 @@ _CHECKS: dict[str, Callable[[RowOp], bool]] = {
     "ConstantOfShape": _filled,
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _quantized),
 }  # fmt: skip
-"""Kind -> whether an operator of it keeps rows apart. Pointwise kinds need no entry."""
+"""Kind -> check whether an operator of this kind keeps rows apart. Pointwise kinds need no entry."""
 
 SHAPED = {"Expand": 1, "ConstantOfShape": 0, "Resize": 3}
 """Kinds with an operand that holds the shape of the result, and its slot."""
 
 
 def chosen_by(graph: Graph, value: Value) -> Op | None:
-    """The NonZero of a mask of one axis whose positions, in their order, are the elements of ``value``."""
+    """The NonZero of a one-dimensional mask, if ``value`` holds its positions in order; else None."""
     op = graph.op(value)
     while op.kind in RESHAPES or (op.kind == "Transpose" and 1 in graph.type(operand(op)).dims):
         op = graph.op(operand(op))
@@ -323,7 +323,7 @@ def resized(shape: Sequence[DimLike], rows: Rows, count: DimLike) -> tuple[DimLi
 
 
 def copy_of(patch: Patch, r: RowOp, operands: Mapping[Value, Value], rows: int | None) -> Op:
-    """The operator on other ``operands``, which have ``rows`` rows (None: a number that is not known). Added to the patch.
+    """Add a copy of the operator on other ``operands``, which have ``rows`` rows (None: an unknown number).
 
     Operators of :data:`SHAPED` are copied only for a known number.
     """

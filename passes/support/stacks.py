@@ -1,4 +1,4 @@
-"""Stacks: what parts of tensors compute alike, each by operators of its own, computed for all of them along a new first axis."""
+"""Stacks: several parts of tensors go through equal operators; one operator computes all of them along a new first axis."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from optdnn.passes.support.parts import port_span, span
 from optdnn.types import Array, normalize_axis
 
 DEPTH = 9
-"""Most operators between a part and what reads it."""
+"""Most operators between a part and its reader."""
 SMALL = 64
-"""Elements of constants that are compared with one another."""
+"""Most elements of constants that are compared by value."""
 _REDUCTIONS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin"})
 STACKED_KINDS = frozenset(STAGE_KINDS) | RESHAPES | _REDUCTIONS | {"Transpose", "Slice", "Gather", "Trilu"}
-"""Kinds that compute many parts as they compute one."""
+"""Kinds that can compute a stack of parts in one operator."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A part, and the operators on the way from it, each with its slot."""
+    """A part, and the operators on the way from it, each with the operand slot that the way enters by."""
 
     value: Value
     way: tuple[tuple[Op, int], ...]
@@ -59,7 +59,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Window:
-    """Parts of one tensor at equal distances: one behind the other, or single positions."""
+    """Parts of one tensor at equal distances: consecutive parts, or single positions."""
 
     first: Part
     count: int
@@ -68,14 +68,14 @@ class Window:
 
 @dataclass(frozen=True)
 class Joined:
-    """Values of any origin, which are copied side by side."""
+    """Values of any origin: a Concat copies them side by side."""
 
     values: tuple[Value, ...]
 
 
 @dataclass(frozen=True)
 class Same:
-    """Operators that do the same with their operands."""
+    """Equal operators on stacked operands."""
 
     ops: tuple[Op, ...]
     operands: tuple[Stack | None, ...]
@@ -118,7 +118,7 @@ def parts_of(graph: Graph, like: Part) -> Iterator[tuple[Value, Part]]:
 
 
 class Looks:
-    """What values of a graph look like, each found out once."""
+    """Keys for the form of a graph's values: values with equal keys may form a stack. Each key is computed once."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -127,7 +127,7 @@ class Looks:
         self._families: dict[Value, Counter[Hashable]] = {}
 
     def leaf(self, value: Value, depth: int = DEPTH) -> Leaf | None:
-        """A part that the value is computed from."""
+        """A part from which the value is computed, or None."""
         if (value, depth) not in self._leaves:
             self._leaves[value, depth] = self._leaf(value, depth)
         return self._leaves[value, depth]
@@ -145,7 +145,7 @@ class Looks:
         return None
 
     def _one_of_many(self, value: Value) -> Part | None:
-        """The part that a value is, if there are others of the same tensor."""
+        """``value`` as a part, if the same tensor has other parts like it."""
         part = part_of(self.graph, value)
         if part is None:
             return None
@@ -157,7 +157,7 @@ class Looks:
         return part if self._families[part.source][part.family] > 1 else None
 
     def of(self, value: Value, depth: int = DEPTH) -> Hashable:
-        """What values must have in common to be parts of one stack, as far as it shows in each of them alone."""
+        """The key of a value: values of one stack have equal keys."""
         if (value, depth) not in self._looks:
             self._looks[value, depth] = self._of(value, depth)
         return self._looks[value, depth]
@@ -175,12 +175,12 @@ class Looks:
 
 
 def _number(array: Array) -> tuple[str, tuple[int, ...], bytes] | None:
-    """What a small constant is, wherever it is written."""
+    """A key for the contents of a small constant; None for a large one."""
     return (array.dtype.str, array.shape, array.tobytes()) if array.size <= SMALL else None
 
 
 def stack_of(graph: Graph, values: Sequence[Value], depth: int = DEPTH) -> Stack | None:
-    """How the values of all parts are computed as one stack, or None where they are not computed alike."""
+    """The stack that computes the values of all parts, or None if they are computed differently."""
     if len(set(values)) == 1:
         return Shared(values[0])
     known = [v for value in values if (v := graph.constant_value(value)) is not None]
@@ -207,13 +207,13 @@ def _window_of(parts: Sequence[Part | None]) -> Window | None:
 
 
 def columns(ops: Sequence[Op]) -> Iterator[list[Value]]:
-    """The operands of alike operators, slot by slot; an empty list stands for one that is missing."""
+    """The operands of equal operators, slot by slot; an empty list stands for an absent operand."""
     for slot in range(min(len(op.inputs) for op in ops)):
         yield [v for op in ops if (v := op.inputs[slot]) is not None]
 
 
 def same(graph: Graph, ops: Sequence[Op], operands: Sequence[Stack | None]) -> Same | None:
-    """The stack of what these operators compute from these operands."""
+    """The stack of the results of ``ops``, from stacked operands; None if the operators differ."""
     first = ops[0]
     known = [slot for slot, v in enumerate(first.inputs) if v is not None]
     if any((op.kind, op.attrs, len(op.inputs)) != (first.kind, first.attrs, len(first.inputs)) for op in ops):
@@ -232,7 +232,7 @@ def same(graph: Graph, ops: Sequence[Op], operands: Sequence[Stack | None]) -> S
 
 
 def leaves(stack: Stack | None) -> Iterator[Value]:
-    """The values that a stack is computed from."""
+    """The values from which a stack is computed."""
     match stack:
         case Shared(value):
             yield value
@@ -246,7 +246,7 @@ def leaves(stack: Stack | None) -> Iterator[Value]:
 
 
 def covered(stack: Stack | None) -> Iterator[Op]:
-    """The operators whose work a stack does."""
+    """The operators that a stack replaces."""
     if isinstance(stack, Same):
         yield from stack.ops
         for each in stack.operands:
@@ -254,7 +254,7 @@ def covered(stack: Stack | None) -> Iterator[Op]:
 
 
 def emit(patch: Patch, stack: Stack) -> Value:
-    """Add what computes a stack; a shared value is itself."""
+    """Add the operators that compute a stack; a shared value needs none."""
     match stack:
         case Shared(value):
             return value
@@ -311,7 +311,7 @@ def _computed(patch: Patch, ops: Sequence[Op], operands: Sequence[Stack | None])
 
 
 def _axes(patch: Patch, axes: Value | None, x: Value) -> Value:
-    """The same axes, behind that of the parts."""
+    """The same axes, shifted by the axis of the parts."""
     rank = len(patch.type(x).dims) - 1
     known = ints(patch.graph, axes)
     assert known is not None

@@ -1,4 +1,4 @@
-"""Parts of tensors, as a rank of tensor parallelism holds them, and what an operator needs for a part of its result."""
+"""Parts of tensors that a rank of tensor parallelism holds, and the operands that an operator needs for a part of its result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optdnn.passes.support.facts import operand
 from optdnn.types import Array, Shape
 
 VIEW_LIMIT = 1 << 24
-"""Most elements of the axes that a Reshape merges or cuts around a part."""
+"""Most elements of the axes that a Reshape merges or splits around a part."""
 
 
 class Whole(Exception):
@@ -23,7 +23,7 @@ class Whole(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """The places ``take`` along ``axis``, ascending within each run that an operator keeps together."""
+    """The indices ``take`` along ``axis``, ascending within each run that an operator keeps together."""
 
     axis: int
     take: Array
@@ -38,35 +38,35 @@ class Part:
         return len(self.take)
 
     def of(self, shape: Shape) -> Shape:
-        """The shape of the part."""
+        """The shape of this part of a tensor of ``shape``."""
         return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
 
     @property
     def run(self) -> tuple[int, int] | None:
-        """The first place and the number of places, where they follow one another."""
+        """The first index and the number of indices, if they are consecutive; else None."""
         first = int(self.take[0])
         return (first, self.size) if np.array_equal(self.take, np.arange(first, first + self.size)) else None
 
 
 @dataclass
 class Needed:
-    """What an operator needs for the part of its result."""
+    """The changes to an operator that computes only a part of its result."""
 
     operands: dict[int, Part] = field(default_factory=dict)
     """Slot -> part; absent operands are whole."""
     outputs: dict[int, Part] = field(default_factory=dict)
-    """The parts of its other results, by number."""
+    """Output number -> part, for its other results."""
     constants: dict[int, Array] = field(default_factory=dict)
-    """Operands that become other constants."""
+    """Slot -> the constant that replaces an operand."""
     attrs: Attrs | None = None
-    """Other attributes."""
+    """New attributes, or None."""
     divided: dict[int, Array] = field(default_factory=dict)
-    """Integer operands, known only at run time, that are divided by these."""
+    """Slot -> divisor of an integer operand that is known only at run time."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """An operator, and the parts of its results that are wanted (at least one)."""
+    """An operator, and the required parts of its results (output number -> part; at least one)."""
 
     graph: Graph
     op: Op
@@ -74,7 +74,7 @@ class Asked:
 
     @property
     def part(self) -> Part:
-        """The wanted part; of several results that of the first."""
+        """The required part; with several results, the part of the first."""
         return self.parts[min(self.parts)]
 
     @property
@@ -89,7 +89,7 @@ class Asked:
         return self.op.outputs[min(self.parts)].type.dims
 
     def aligned(self, slot: int) -> dict[int, Part]:
-        """The part of an operand that is broadcast to the result; none where it has one element along the axis."""
+        """The part of an operand that is broadcast to the result; empty if the operand has one element along the axis."""
         if self.op.input(slot) is None:
             return {}
         dims = self.dims(slot)
@@ -100,7 +100,7 @@ class Asked:
 
 
 def coarse(take: Array, size: int, what: str) -> Array:
-    """The groups of ``size`` places that ``take`` consists of. Raises Whole where it cuts one."""
+    """The groups of ``size`` indices that make up ``take``. Raises Whole if it cuts a group."""
     if len(take) % size == 0:
         groups = take.reshape(-1, size)
         if np.array_equal(groups, groups[:, :1] // size * size + np.arange(size)):
@@ -110,7 +110,7 @@ def coarse(take: Array, size: int, what: str) -> Array:
 
 
 def viewed(before: Shape, after: Shape, part: Part) -> Part:
-    """The part of a tensor whose view of shape ``after`` has the part ``part``. Raises Whole where it is none."""
+    """The part of a tensor of shape ``before`` that is ``part`` of its view of shape ``after``. Raises Whole if there is none."""
     first, last, start, end = _merged(before, after, part.axis)
     inner, outer = before[first:last], after[start:end]
     if not all(isinstance(d, int) for d in (*inner, *outer)):

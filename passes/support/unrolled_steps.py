@@ -1,4 +1,4 @@
-"""Unrolled recurrences of pointwise steps: which operators are a step, and which steps do the same."""
+"""Unrolled recurrences of pointwise steps: assigns operators to steps, and finds runs of equal steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optdnn.passes.support.parts import span
 from optdnn.types import Shape, normalize_axis
 
 LEAST = 4
-"""Steps from which on a scan is worth it."""
+"""Fewest steps for which a scan pays."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Position:
 
 
 def position(graph: Graph, value: Value) -> Position | None:
-    """The one position of another tensor that a value is, behind operators that add or remove axes of size 1."""
+    """``value`` as one position of another tensor, possibly after operators that add or remove axes of size 1; else None."""
     op = graph.op(value)
     shape, after = shape_of(graph, op.inputs[0]) if op.inputs else None, shape_of(graph, value)
     if shape is None or after is None:
@@ -77,7 +77,7 @@ def _position(whole: Value, shape: Shape, axis: int, index: int, *, kept: bool) 
 
 
 def _viewed(view: tuple[int, ...], before: Shape, after: Shape) -> tuple[int, ...] | None:
-    """The view behind a reshape that only adds and removes axes of size 1."""
+    """The view after a reshape that only adds and removes axes of size 1; None for other reshapes."""
     axes = [axis for axis, n in zip(view, before, strict=True) if n != 1]
     if [n for n in before if n != 1] != [n for n in after if n != 1]:
         return None
@@ -87,19 +87,20 @@ def _viewed(view: tuple[int, ...], before: Shape, after: Shape) -> tuple[int, ..
 
 @dataclass
 class Step:
-    """What one step has in common with the one before it: its values and theirs, and the states that it reads and theirs."""
+    """The correspondence of a step with the previous one. ``same``: value -> its counterpart in the previous step. ``states``:
+    state that the step reads -> state that the previous step reads."""
 
     same: dict[Value, Value] = field(default_factory=dict)
     states: dict[Value, Value] = field(default_factory=dict)
 
 
 class Steps:
-    """The pointwise operators that some results depend on, by the step in which they can be computed first."""
+    """The pointwise operators that compute ``results``, by the earliest step in which they can be computed."""
 
     def __init__(self, graph: Graph, results: Sequence[Value], backward: bool):
         self.graph, self.backward = graph, backward
         self.time: dict[Value, int] = {}
-        """Step of a value; -1 where it depends on no sequence."""
+        """Value -> its step; -1 if it depends on no sequence."""
         self.places: dict[Value, Position] = {}
         order = list(self._inner(results))
         indices: dict[tuple[Value, int, tuple[int, ...]], set[int]] = {}
@@ -107,7 +108,7 @@ class Steps:
             indices.setdefault(place.sequence, set()).add(place.index)
         self.count = max((len(found) for found in indices.values()), default=0)
         self.places = {v: p for v, p in self.places.items() if 2 * len(indices[p.sequence]) > self.count}
-        """Those of sequences. Where all steps read the same position of a tensor, it is an operand like any other."""
+        """Values that are positions of sequences. A position that all steps read is an ordinary operand."""
         last = max((p.index for p in self.places.values()), default=0)
         for value in order:
             if value in self.places:
@@ -143,16 +144,16 @@ class Steps:
                 stack += [(v, False) for v in self._reads(value)]
 
     def member(self, value: Value) -> bool:
-        """Whether it is a value that a step computes."""
+        """Whether a step computes ``value``."""
         return self.time.get(value, -1) >= 0 and value not in self.places
 
     def compare(self, t: int, roots: Sequence[tuple[Value, Value]]) -> Step | None:
-        """What step ``t`` has in common with the one before it, if it does the same for these values and those; None if not."""
+        """The correspondence of step ``t`` with the previous step, if both compute ``roots`` in the same way; else None."""
         step = Step()
         return step if all(self._same(t, a, b, step) for a, b in roots) else None
 
     def _same(self, t: int, a: Value, b: Value, step: Step) -> bool:
-        """Whether ``a`` is in step ``t`` what ``b`` is in the one before."""
+        """Whether ``a`` in step ``t`` corresponds to ``b`` in the previous step."""
         if a in step.same or a in step.states:
             return step.same.get(a, step.states.get(a)) == b
         if a in self.places or b in self.places:
@@ -190,7 +191,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Scan:
-    """Steps ``first`` to ``last`` of ``steps``, which do the same. ``alike[t]``: what step t has in common with the one before."""
+    """The equal steps ``first`` to ``last`` of ``steps``. ``alike[t]``: the correspondence of step t with the previous step."""
 
     steps: Steps
     first: int
@@ -199,12 +200,12 @@ class Scan:
 
     @property
     def template(self) -> list[Value]:
-        """The values that a step computes, in their order: those of the second step."""
+        """The values that the second step computes, in order: they represent all steps."""
         inside = self.alike[self.first + 1].same
         return [v for v in self.steps.time if v in inside]
 
     def named(self) -> dict[Value, Value]:
-        """Each value that a step of the scan computes -> the value of the template in its place."""
+        """Each value that a step of the scan computes -> its counterpart in the template."""
         found = {v: v for v in self.template}
         found |= {before: v for v, before in self.alike[self.first + 1].same.items()}
         for t in range(self.first + 2, self.last + 1):
@@ -213,7 +214,7 @@ class Scan:
 
 
 def find_scan(steps: Steps, results: Mapping[int, Value], first: int) -> Scan | Miss:
-    """The longest run of equal steps from ``first`` on, up to the last one with a result. ``results``: what step t computes."""
+    """The longest run of equal steps from ``first`` on, up to the last step with a result. ``results``: step -> its result."""
     last = max(results)
     alike: dict[int, Step] = {}
     for t in range(last, first, -1):
@@ -236,7 +237,7 @@ def find_scan(steps: Steps, results: Mapping[int, Value], first: int) -> Scan | 
 def _why_not(alike: Mapping[int, Step], first: int, last: int) -> str | None:
     """Why the steps from ``first`` on are not those of a scan, or None.
 
-    Values of different steps are taken for each other. That holds if states that differ in one step differ in the step before. The
+    The values of different steps must correspond one to one: states that differ in one step must differ in the previous step. The
     first step may begin with equal states.
     """
     states, later = alike[first + 1].states, alike[first + 2].states

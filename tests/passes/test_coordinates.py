@@ -38,7 +38,7 @@ def test_places_of_inputs_stay_fp32() -> None:
     (op,) = graph.of_kind("GridSample")
     image, places = (graph.type(v).dtype for v in op.inputs[:2] if v is not None)
     assert (image, places, op.outputs[0].type.dtype) == (FP16, FP32, FP16)
-    assert any("it computes places that GridSample y reads" in r.reason for r in report.refused)
+    assert any("it computes positions that GridSample y reads" in r.reason for r in report.refused)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -83,7 +83,7 @@ FLOW = (
 def test_places_that_layers_move_and_their_distances_stay_fp32() -> None:
     assert names(FLOW) == {"p", "g", "e", "flow"}
     reasons = set(coordinates(from_text(FLOW)).values())
-    assert "it moves places at which an image is read, or computes distances from them" in reasons
+    assert "it moves sampling positions of an image, or computes distances from them" in reasons
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,10 @@ GRID = (
 def test_places_in_a_table_and_distances_from_them_stay_fp32() -> None:
     assert names(GRID) == {"p", "f", "i", "d"}
     reasons = coordinates(from_text(GRID)).values()
-    assert set(reasons) == {"it computes places that Gather a reads", "it computes distances from places in a table"}
+    assert set(reasons) == {
+        "it computes positions that Gather a reads",
+        "it computes distances from positions in a table",
+    }
 
 
 @pytest.mark.parametrize(

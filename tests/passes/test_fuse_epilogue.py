@@ -314,7 +314,7 @@ def _flow(bias: bool = False) -> Graph:
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "int8+fp16"])
 def test_places_are_not_added_where_the_sum_is_rounded(precision: str) -> None:
     context = PassContext(target="cuda:sm_90a", precision=precision)
-    check_refused(FUSE, _flow(), because="it computes places that GridSample .* reads, in fp32", context=context)
+    check_refused(FUSE, _flow(), because="it computes positions that GridSample .* reads, in fp32", context=context)
     check_refused(FUSE, _flow(), because="in fp32", context=PassContext(target="simulate", plan=PrecisionPlan("fp16")))
 
 
