@@ -74,12 +74,9 @@ class Tactic(ABC):
     """Whether a row's result is independent of the other rows of the batch and of their number. If that holds only for some
     configurations, :attr:`Offer.row_invariant` marks them."""
 
-    conditional: ClassVar[bool] = False
-    """Whether it can run an operator only beside certain tactics of operators before it (:attr:`Builder.chosen`)."""
-
     @abstractmethod
     def refuse(self, b: Builder, op: Op) -> str | None:
-        """The reason why it cannot run the operator, or None. A function of the operator and the target alone, unless ``conditional``."""
+        """The reason why it cannot run the operator, or None. It may depend on the choices for earlier operators (:attr:`Builder.chosen`)."""
 
     @abstractmethod
     def emit(self, b: Builder, op: Op, config: Any) -> None:

@@ -253,21 +253,25 @@ def choose(
     """The site of an operator, with its results placed: as chosen for its signature ``key``, or by the first tactic that can run it.
     ``asked``: the result of :func:`usable`, if the caller already has it.
 
-    Raises UnsupportedError if no tactic can, InternalError if the choice does not exist.
+    Raises UnsupportedError if no tactic can, InternalError if the choice names no tactic or configuration.
     """
     chosen = selection.choices.get(key)
-    if chosen is not None:  # other providers need not be asked
-        providers = {t.provider for t in tactics if t.name == chosen.tactic}
-        selection = replace(selection, providers=frozenset(providers or {"own"}))
-    able, refused = usable(b, op, tactics, selection) if asked is None else asked
-    if chosen is not None and any(t.name == chosen.tactic and t.conditional and t not in able for t in tactics):
-        chosen = None  # it was measured after other tactics for the earlier operators
-    if chosen is not None and any(t.name == chosen.tactic and _not_stored(b, t.region(b, op)) for t in able):
-        chosen = None  # it was measured after another choice for the earlier operators
     if chosen is not None:
-        able = [t for t in able if t.name == chosen.tactic]
-        if not able:
-            raise InternalError(f"{op.kind} {op.name}: the chosen tactic {chosen.tactic} cannot run it")
+        named = next((t for t in tactics if t.name == chosen.tactic), None)
+        if named is None:
+            raise InternalError(f"{op.kind} {op.name}: there is no tactic {chosen.tactic}")
+        # Other providers need not be asked.
+        its = (
+            usable(b, op, tactics, replace(selection, providers=frozenset({named.provider})))
+            if asked is None
+            else asked
+        )
+        if named in its[0] and _not_stored(b, named.region(b, op)) is None:
+            able, refused = [named], its[1]
+        else:
+            chosen = None  # it was measured after other choices for the earlier operators, and cannot run after these
+    if chosen is None:
+        able, refused = usable(b, op, tactics, selection) if asked is None else asked
     for tactic in able if chosen is not None else _in_turn(b, op, tactics, able, selection):
         if chosen is None and (why := tactic.defer(b, op)) is not None:
             refused.append({"tactic": tactic.name, "reason": why})

@@ -109,6 +109,15 @@ def test_a_choice_that_does_not_exist_is_an_error(choice: TacticChoice) -> None:
         emitted(two_like(), {key: choice})
 
 
+def test_a_chosen_tactic_that_refuses_here_is_replaced_by_the_cost_models_choice() -> None:
+    """Tuning combines choices that were measured apart. A tactic may depend on the choices for earlier operators."""
+    (conv, *_) = convolutions(emitted(two_like()))
+    (refused, *_) = (r["tactic"] for r in conv.refused if "computes its neighbour" not in r["reason"])
+    (found, *_) = convolutions(emitted(two_like(), {conv.signature: TacticChoice(refused)}))
+    assert found.choice == conv.choice
+    assert refused in [r["tactic"] for r in found.refused]
+
+
 def test_a_configuration_that_cannot_run_it_is_an_error() -> None:
     key = convolutions(emitted(two_like()))[0].signature
     with pytest.raises(InternalError, match=r"2x1m2n64s24o1b1 cannot run it: \d+ bytes of shared memory exceed"):

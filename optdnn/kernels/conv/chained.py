@@ -89,7 +89,6 @@ class ChainedPair(Tactic, Generic[PairT]):
 
     # The choice depends on the operand that the second one adds, whose place in the graph's order is no part of the first one's
     # signature.
-    conditional = True
 
     @staticmethod
     @abstractmethod

@@ -84,7 +84,6 @@ class NormedConv(HopperConv):
     """A 1x1 convolution that applies the norm of its images. It may also write the moments of its own result."""
 
     name = "conv_normed_sm90"
-    conditional = True
 
     @staticmethod
     def _normed(b: Builder, op: Op) -> NormedImages:

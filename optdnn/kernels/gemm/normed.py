@@ -53,7 +53,6 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
     The tactic is tried before ``alone``, which runs the same products after a separate launch of the norm.
     """
 
-    conditional = True
     alone: ClassVar[Tactic]
 
     @staticmethod

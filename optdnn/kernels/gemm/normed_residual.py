@@ -42,7 +42,6 @@ class NormedResidualGemm(HopperGemm):
     """One product that normalizes its residual. It may also write the moments of its own rows."""
 
     name = "gemm_normed_residual_sm90"
-    conditional = True
 
     @staticmethod
     def _normed(b: Builder, op: Op) -> Normed:
