@@ -289,9 +289,10 @@ def _column(n: Net, x: Any) -> Any:
 
 
 def matrices(n: Net) -> list[Any]:
-    """Of each size that a thread or a warp holds, also where they lie transposed."""
+    """All lanes of a warp hold a matrix, or some, or one; one lies transposed in memory."""
     found = []
-    for k, (rows, columns, axis, count) in enumerate(((4, 4, -2, 7), (3, 5, -1, 4), (16, 16, -1, 5), (7, 32, -2, 6))):
+    sizes = ((4, 4, -2, 7), (3, 5, -1, 4), (16, 16, -1, 5), (7, 32, -2, 6), (3, 1, -1, 3))
+    for k, (rows, columns, axis, count) in enumerate(sizes):
         x = n.op("Sigmoid", n.input(5, rows, columns, name=f"x{k}"))
         found.append(n.op("Sinkhorn", x, attrs=SinkhornAttrs(axis, count, 1e-3 * k)))
     turned = n.op("Transpose", n.op("Sigmoid", n.input(6, 4, 5, name="turned")), attrs=TransposeAttrs((2, 1, 0)))

@@ -1,7 +1,7 @@
 """Rows and columns of small matrices divided by their sums in turn, in one launch: the matrices stay in registers.
 
-A thread holds a matrix of few elements: Sinkhorn's iterations of hyper-connections have one of 4 x 4 for each token. A warp holds
-a larger one, each lane a column: sums of rows are shuffles.
+A lane holds a column. The lanes of a matrix are a power of two, so a warp has several small matrices: hyper-connections have one of
+4 x 4 for each token. Sums of rows are shuffles among the lanes of a matrix.
 """
 
 from __future__ import annotations
@@ -14,60 +14,41 @@ from optdnn.kernels.index.index_kernel import IndexKernel, coordinates, emit_ind
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal
 from optdnn.ops.sinkhorn import MOST_LINES
 
-WARP = 32
-THREAD_ELEMENTS = 32
-"""Most elements of a matrix that a thread holds."""
-LAUNCH_S, STEP_S, ELEMENT_S = 1.5e-6, 35e-9, 1.2e-9
-"""Seconds of a launch, of one division by sums, and of each element in it that a thread holds."""
-THREADS_AT_ONCE = 132 * 1024
-"""Threads that run side by side on a GPU of 132 multiprocessors."""
-
-_ROW_STEPS = (1, 2, 4, 8, 16)
+LAUNCH_S, ROW_S, SHUFFLE_S = 1.5e-6, 8e-9, 3e-9
+"""Seconds of a launch, and, in a division by sums, of each row and of each shuffle of it (13 timings on an H100)."""
+THREADS_AT_ONCE = 132 * 256
+"""Threads that run side by side at full speed on a GPU of 132 multiprocessors."""
 
 
-def _steps(columns: int) -> list[int]:
-    """Distances of the lanes whose values a warp adds to sum rows of so many columns."""
-    return [s for s in _ROW_STEPS if s < columns]
+def _lanes(columns: int) -> int:
+    """Lanes of a matrix."""
+    return 1 << (columns - 1).bit_length()
 
 
-def _factor(t: str, epsilon: str) -> str:
-    """The reciprocal of a sum. The exact one of fp32 is ten times as slow: a subroutine, which zeros leave by a slow path."""
-    return f"__fdividef(1.0f, sum + {epsilon})" if t == "float" else f"1 / (sum + {epsilon})"
+def _divisions(rows: int, lanes: int, full: bool, t: str, epsilon: str) -> tuple[str, str]:
+    """The division by sums of rows, and by sums of columns. Lanes without a column hold zeros.
 
-
-def _by_thread(rows: int, columns: int, t: str, epsilon: str) -> tuple[str, str]:
-    """The division by sums of rows, and by sums of columns."""
-
-    def over(lines: int, length: int, at: str) -> str:
-        return f"""
-            #pragma unroll
-            for (int a = 0; a < {lines}; a++) {{
-                {t} sum = 0;
-                #pragma unroll
-                for (int b = 0; b < {length}; b++) sum += m[{at}];
-                const {t} factor = {_factor(t, epsilon)};
-                #pragma unroll
-                for (int b = 0; b < {length}; b++) m[{at}] *= factor;
-            }}"""
-
-    return over(rows, columns, f"a * {columns} + b"), over(columns, rows, f"b * {columns} + a")
-
-
-def _by_warp(rows: int, columns: int, t: str, epsilon: str) -> tuple[str, str]:
-    """The same where a lane holds a column. Lanes without a column hold zeros, which they divide by one."""
-    shuffles = " ".join(f"sum += __shfl_xor_sync(0xffffffffu, sum, {s});" for s in _steps(columns))
+    ``full``: no warp has fewer than 32 threads. The mask of a shuffle is then a constant.
+    """
+    mask = "0xffffffffu" if full else f"{hex((1 << lanes) - 1)}u << (threadIdx.x % 32 / {lanes} * {lanes})"
+    steps = [1 << k for k in range(lanes.bit_length() - 1)]
+    shuffles = " ".join(f"sum += __shfl_xor_sync(mask, sum, {s});" for s in steps)
+    # The exact reciprocal of fp32 is ten times as slow: a subroutine, with a slow path for zeros.
+    factor = f"__fdividef(1.0f, sum + {epsilon})" if t == "float" else f"1 / (sum + {epsilon})"
     of_rows = f"""
+            const u32 mask = {mask};
             #pragma unroll
             for (int a = 0; a < {rows}; a++) {{
                 {t} sum = m[a];
                 {shuffles}
-                m[a] *= {_factor(t, epsilon)};
+                const {t} factor = {factor};
+                m[a] *= holds ? factor : 0;
             }}"""
     of_columns = f"""
-            {t} sum = lane < {columns} ? {t}(0) : {t}(1);
+            {t} sum = 0;
             #pragma unroll
             for (int a = 0; a < {rows}; a++) sum += m[a];
-            const {t} factor = {_factor(t, epsilon)};
+            const {t} factor = {factor};
             #pragma unroll
             for (int a = 0; a < {rows}; a++) m[a] *= factor;"""
     return of_rows, of_columns
@@ -76,34 +57,29 @@ def _by_warp(rows: int, columns: int, t: str, epsilon: str) -> tuple[str, str]:
 def _sinkhorn(b: Builder, op: Op) -> None:
     x, out, a = needed(b, op, 0), b.target(op.value), op.attrs
     r, t = len(out.shape), arithmetic(x.dtype)
-    rows, columns = out.shape[-2:]
-    alone = rows * columns <= THREAD_ELEMENTS
-    by = _by_thread if alone else _by_warp
-    of_rows, of_columns = by(rows, columns, t, literal(a.epsilon, t))
-    if alone:
-        held, begin, at = rows * columns, "", coordinates("o", r, {r - 2: f"i / {columns}", r - 1: f"i % {columns}"})
-        taken = ""
-    else:
-        held, begin, at = rows, f"const i64 lane = o{r - 1};", coordinates("o", r, {r - 2: "i"})
-        taken = f"if (lane < {columns}) "
-    lines = f"""{begin}
-        {t} m[{held}];
+    *outer, rows, columns = out.shape
+    lanes = _lanes(columns)
+    full = math.prod(outer) * lanes % 32 == 0
+    of_rows, of_columns = _divisions(rows, lanes, full, t, literal(a.epsilon, t))
+    at = coordinates("o", r, {r - 2: "a"})
+    holds = "true" if lanes == columns else f"o{r - 1} < {columns}"
+    lines = f"""const bool holds = {holds};
+        {t} m[{rows}];
         #pragma unroll
-        for (int i = 0; i < {held}; i++) {{
-            m[i] = 0;
-            {taken}m[i] = widen(p.x[at_x({at})]);
+        for (int a = 0; a < {rows}; a++) {{
+            m[a] = 0;
+            if (holds) m[a] = widen(p.x[at_x({at})]);
         }}
         for (int k = 0; k < {a.count}; k++) {{
             if (k % 2 == {0 if a.axis == -1 else 1}) {{{of_rows}
-            }} else {{{of_columns}
+            }} else if (holds) {{{of_columns}
             }}
         }}
         #pragma unroll
-        for (int i = 0; i < {held}; i++) {{
-            {taken}p.y[at_y({at})] = narrow<{CPP[out.dtype]}>(m[i]);
+        for (int a = 0; a < {rows}; a++) {{
+            if (holds) p.y[at_y({at})] = narrow<{CPP[out.dtype]}>(m[a]);
         }}"""
-    space = [*out.shape[:-2], 1, 1 if alone else WARP]
-    emit_index_kernel(b, op, space, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, [*outer, 1, lanes], {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _limits(b: Builder, op: Op) -> str | None:
@@ -117,11 +93,11 @@ class SinkhornKernel(IndexKernel):
 
     def seconds(self, b: Builder, op: Op) -> float | None:
         *outer, rows, columns = shape_at(b, op, 0)
-        alone = rows * columns <= THREAD_ELEMENTS
-        held = rows * columns if alone else rows * len(_steps(columns))
-        waves = -(-math.prod(outer) * (1 if alone else WARP) // THREADS_AT_ONCE)
+        lanes = _lanes(columns)
+        waves = -(-math.prod(outer) * lanes // THREADS_AT_ONCE)
+        shuffles = (lanes.bit_length() - 1) / 2  # every second division is by sums of rows
         divisions: int = op.attrs.count
-        return LAUNCH_S + waves * divisions * (STEP_S + held * ELEMENT_S)
+        return LAUNCH_S + waves * divisions * rows * (ROW_S + shuffles * SHUFFLE_S)
 
 
 TACTIC = SinkhornKernel({"Sinkhorn": _sinkhorn}, _limits)
