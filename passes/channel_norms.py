@@ -131,7 +131,7 @@ def _is_array(array: Array) -> bool:
 
 @rule("mean_square_of_channels", {"GlobalAveragePool", "ReduceMean"})
 def mean_square_of_channels(graph: Graph, op: Op) -> Match | None:
-    """``mean(x * x)`` over the positions of an image is ``ReduceL2(x)^2 / n``."""
+    """``mean(x * x)`` over the positions of an image is ``(ReduceL2(x) / sqrt(n))^2``. A sum of squares could overflow."""
     square = producer(graph, op.inputs[0], {"Mul"}, alone=True)
     if square is None or square.inputs[0] != square.inputs[1]:
         return None
@@ -143,8 +143,9 @@ def mean_square_of_channels(graph: Graph, op: Op) -> Match | None:
 
     def build(patch: Patch) -> Value:
         norm = patch.add("ReduceL2", [operand(square), integers(patch, axes, "axes")], ReduceAttrs(keepdims=True))
-        share = patch.constant(np.asarray(1 / math.prod(positions), op.outputs[0].type.dtype), "share")
-        return patch.add("Mul", [patch.add("Mul", [norm, norm]), share])
+        share = patch.constant(np.asarray(math.prod(positions) ** -0.5, op.outputs[0].type.dtype), "share")
+        root = patch.add("Mul", [norm, share])
+        return patch.add("Mul", [root, root])
 
     return Match((op, square), build)
 

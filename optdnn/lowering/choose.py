@@ -260,14 +260,10 @@ def choose(
         named = next((t for t in tactics if t.name == chosen.tactic), None)
         if named is None:
             raise InternalError(f"{op.kind} {op.name}: there is no tactic {chosen.tactic}")
-        # Other providers need not be asked.
-        its = (
-            usable(b, op, tactics, replace(selection, providers=frozenset({named.provider})))
-            if asked is None
-            else asked
-        )
-        if named in its[0] and _not_stored(b, named.region(b, op)) is None:
-            able, refused = [named], its[1]
+        only = replace(selection, providers=frozenset({named.provider}))  # the other providers need not be asked
+        able, refused = usable(b, op, tactics, only) if asked is None else asked
+        if named in able and _not_stored(b, named.region(b, op)) is None:
+            able = [named]
         else:
             chosen = None  # it was measured after other choices for the earlier operators, and cannot run after these
     if chosen is None:
