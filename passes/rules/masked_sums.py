@@ -131,7 +131,7 @@ class Chosen:
             found = self._joined(op)
         else:
             r = row_op(self.graph, op, count)
-            if r is None or by_number(r) or any(rows is not None and rows.per > 1 for rows in r.given):
+            if r is None or by_number(r) or any(rows is not None and rows.per > 1 for rows in r.operand_rows):
                 return refusal
             self.made.append((op, r))
             found = self.parts.get(count)
