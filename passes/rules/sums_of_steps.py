@@ -1,4 +1,4 @@
-"""Sums of the products that each step of an unrolled recurrence makes are one sum for all steps."""
+"""Sums of products in each step of an unrolled recurrence become one sum for all steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optdnn.types import normalize_axis
 
 @rule("sums_of_steps", {"Concat"})
 def sums_of_steps(graph: Graph, op: Op) -> Match | Miss | None:
-    """``concat of sum(x[t] * y[t])`` over all t is ``sum(x * y)``: the outputs of selective scans that are written out (Mamba)."""
+    """The Concat of ``sum(x[t] * y[t])`` for all t becomes ``sum(x * y)``: the outputs of unrolled selective scans (Mamba)."""
     values = [operand(op, k) for k in range(len(op.inputs))]
     shape, part = sizes_of(graph, op.value), sizes_of(graph, values[0])
     if (
@@ -50,7 +50,7 @@ def sums_of_steps(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _steps_first(patch: Patch, p: Position, size: tuple[int, ...]) -> Value:
-    """The whole tensor of a position, its steps along the first axis and the others as the position has them."""
+    """The tensor of positions, transposed such that steps are the first axis and the other axes are those of a position."""
     named = [k for k in p.view if k >= 0]
     order = (p.axis, *named, *(k for k in range(len(size)) if k != p.axis and k not in named))
     y = p.whole if order == tuple(range(len(size))) else patch.add("Transpose", [p.whole], TransposeAttrs(order))
@@ -58,7 +58,7 @@ def _steps_first(patch: Patch, p: Position, size: tuple[int, ...]) -> Value:
 
 
 def _sum_of_products(graph: Graph, value: Value) -> tuple[Op, Op, list[Op]] | None:
-    """The sum whose elements, in their order, are this value, the product that it sums, and all operators; each has one reader."""
+    """(sum, product, all operators) if ``value`` is a sum of products, possibly reshaped, and each operator has one reader."""
     between: list[Op] = []
     while graph.sole_user(value) is not None:
         op = graph.op(value)
