@@ -1,9 +1,9 @@
 """The best boxes of each class, which PyTorch's SSD selects in a loop over its classes (``_postprocess_detections``).
 
-For each class ``c`` the loop computes ``i = NonZero(scores[:, c] > t)``, the ``min(K, len(i))`` largest of these scores, their
-boxes, and a label ``c`` for each box. Then it concatenates all classes. Ninety classes are over a thousand operators with sizes
-that depend on data. The scores above ``t`` among the K largest scores of a whole column are the same numbers. So one TopK of all
-columns and one selection at the end replace the loop.
+For each class ``c`` the loop computes ``i = NonZero(scores[:, c] > t)`` and the ``min(K, len(i))`` largest of these scores. It
+gathers their boxes, and adds a label ``c`` for each box. Then it concatenates all classes. Ninety classes are over a thousand
+operators with sizes that depend on data. The scores above ``t`` among the K largest scores of a whole column are the same numbers.
+So one TopK of all columns and one selection at the end replace the loop.
 """
 
 from __future__ import annotations

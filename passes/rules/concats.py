@@ -1,7 +1,7 @@
 """Concats of all parts of a value become the value, and operators move in front of a Concat of convolutions.
 
 Mixed depthwise convolutions (Tan and Le, 2019) and cross-stage partial networks (Wang et al., 2020) concatenate the results of
-several convolutions, and normalize and activate all of them together. In front of the Concat, the convolutions' weights and
+several convolutions. Then they normalize and activate all channels together. Before the Concat, the convolutions' weights and
 epilogues absorb these operators.
 """
 

@@ -76,15 +76,15 @@ def gated_rows(graph: Graph, op: Op) -> Match | Miss | None:
         None if add is None or add.kind != "Add" or add.inputs[0] != op.value else graph.constant_value(add.inputs[1])
     )
     biased = add is not None and shift is not None and shift.shape == weight.shape[1:]
-    turn, back = TransposeAttrs(channels_from_last(4)), TransposeAttrs(channels_to_last(4))
+    to_image, to_pixels = TransposeAttrs(channels_from_last(4)), TransposeAttrs(channels_to_last(4))
 
     def build(patch: Patch) -> Value:
-        image, factor = (patch.add("Transpose", [v], turn) for v in (x, gate))
+        image, factor = (patch.add("Transpose", [v], to_image) for v in (x, gate))
         matrix = patch.constant(np.ascontiguousarray(weight.T)[..., None, None], "weight")
         bias = add.inputs[1] if biased and add is not None else None
         attrs = ConvAttrs((1, 1), (0, 0, 0, 0), (1, 1), 1, prologue=(Stage("Mul", (~0, 3)),))
         y = patch.add("Conv", [image, matrix, bias, factor], attrs)
-        return patch.add("Transpose", [y], back)
+        return patch.add("Transpose", [y], to_pixels)
 
     return Match((*([add] if biased and add is not None else []), op, gated), build)
 

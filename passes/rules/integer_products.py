@@ -1,10 +1,10 @@
 """MatMulInteger and ConvInteger with a zero point that is known only at run time (dynamic quantization) get tensor cores.
 
 With data ``a``, zero points ``p`` and ``q`` and constant weights ``w``, the operators sum ``(a - p)(w - q)``. A kernel of 8-bit
-products sums ``a w``. The remaining terms are small: ``p`` times the sums of ``w - q``, which are constants, and ``q`` times the
-sums of the data, which are a product with columns of ones next to the weights. Padding holds ``p``: there, only the weights inside
-the image count. An earlier pass (:mod:`optdnn.passes.dynamic_quantization`) gives most products another form. Products reach this
-rule if ``w - q`` exceeds 8 bits, or if their sums are scaled in other ways.
+products sums ``a w``. Two small terms remain. The first is ``p`` times the sums of ``w - q``, which are constants. The second is
+``q`` times the sums of the data, which columns of ones next to the weights compute. Padding holds ``p``: there, only the weights
+inside the image count. An earlier pass (:mod:`optdnn.passes.dynamic_quantization`) gives most products another form. Products reach
+this rule if ``w - q`` exceeds 8 bits, or if their sums are scaled in other ways.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reductions over rows that a mask selects become reductions over all rows. The other rows hold the neutral element.
 
-Graph networks (GCN: Kipf and Welling, 2017; GAT: Velickovic et al., 2018) select the edges that are no self-loops, ``i =
-NonZero(mask)``, append a self-loop for each node, compute each edge by itself, and scatter the results onto the nodes. The number
-of edges depends on data, so no kernel can be planned for these operators. If all edges are computed, edges outside of the mask
-scatter a number that changes nothing: 0 for a sum, infinity for a minimum.
+Graph networks (GCN: Kipf and Welling, 2017; GAT: Velickovic et al., 2018) select the edges that are no self-loops by
+``i = NonZero(mask)``, and append a self-loop for each node. They compute each edge by itself, and scatter the results onto the
+nodes. The number of edges depends on data, so no kernel can be planned for these operators. If all edges are computed, edges
+outside of the mask scatter a number that changes nothing: 0 for a sum, infinity for a minimum.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.reduce import ReduceAttrs, reduced_axes
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import integers, ints, operand, producer, shape_of
+from optdnn.passes.support.facts import integers, operand, producer, reduction_axes, shape_of
 from optdnn.types import is_float
 
 
@@ -38,7 +38,7 @@ def sum_is_mean(graph: Graph, op: Op) -> Match | Miss | None:
 
 def _terms(graph: Graph, op: Op) -> int | None:
     """The number of terms of each sum of a reduction; None if it is not known."""
-    shape, axes = shape_of(graph, operand(op)), _axes(graph, op)
+    shape, axes = shape_of(graph, operand(op)), reduction_axes(graph, op)
     if shape is None or axes is None:
         return None
     sizes = [shape[a] for a in axes]
@@ -58,7 +58,7 @@ def reduction_of_reduction(graph: Graph, op: Op) -> Match | Miss | None:
     inner = producer(graph, operand(op), {op.kind})
     if inner is None or (op.kind == "ReduceMean" and not is_float(op.outputs[0].type.dtype)):
         return None
-    shape, first, second = shape_of(graph, operand(inner)), _axes(graph, inner), _axes(graph, op)
+    shape, first, second = shape_of(graph, operand(inner)), reduction_axes(graph, inner), reduction_axes(graph, op)
     if shape is None or not first or not second:
         return None
     if not inner.attrs.keepdims:
@@ -77,10 +77,3 @@ def reduction_of_reduction(graph: Graph, op: Op) -> Match | Miss | None:
         return patch.add(op.kind, [inner.inputs[0], given], ReduceAttrs(op.attrs.keepdims))
 
     return Match((op, inner), build)
-
-
-def _axes(graph: Graph, op: Op) -> tuple[int, ...] | None:
-    """The axes of a reduction, counted from the front; None if they are not known."""
-    shape = shape_of(graph, operand(op))
-    given = () if op.input(1) is None else ints(graph, op.input(1))
-    return None if shape is None or given is None else reduced_axes(op.attrs, given, len(shape))

@@ -42,7 +42,7 @@ def ordered_columns(graph: Graph, op: Op) -> Match | Miss | None:
     product = producer(graph, op.inputs[0] if added is None else added[0], PRODUCTS, alone=True)
     matrix = None if product is None else constant_matrix(graph, product)
     if product is None or matrix is None:
-        return Miss("its rows are not those of a product with a constant matrix alone")
+        return Miss("its operand is not a product with a constant matrix that only it reads")
     weight, bias = matrix[0] if isinstance(matrix[0], np.ndarray) else graph.constant_value(matrix[0]), matrix[1]
     assert weight is not None
     vectors = [v for v in (bias, None if added is None else added[1]) if v is not None]

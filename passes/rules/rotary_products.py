@@ -41,7 +41,7 @@ class RotaryProducts(PatternRule):
             return None
         in_pairs = parts[-1] == 1  # each real part lies beside its imaginary part
         halves = None if in_pairs else whole(graph, a, b, even=True)
-        x = _neighbours(graph, a, b) if halves is None else halves
+        x = _neighbors(graph, a, b) if halves is None else halves
         if x is None or (halves is not None and shape_of(graph, x) != graph.type(root.value).shape):
             return None
         rows = parts[:-1] if in_pairs else parts
@@ -67,7 +67,7 @@ class RotaryProducts(PatternRule):
         return Match(tuple(graph.op(i) for i in sorted(ops)), build, root.value)
 
 
-def _neighbours(graph: Graph, a: Value, b: Value) -> Value | None:
+def _neighbors(graph: Graph, a: Value, b: Value) -> Value | None:
     """The tensor whose even features are ``a`` and whose odd features are ``b``, or None.
 
     ``a`` and ``b`` are slices with a step of 2, or the two parts along a last axis of size 2."""

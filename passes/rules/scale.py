@@ -1,7 +1,7 @@
 """Constant scales and shifts merge with each other, and move to weights that absorb them.
 
-The rewrites are exact in real arithmetic. A rewrite that changes a rounding is refused where a step function (Floor, a comparison,
-a cast to integers) after it could turn the rounding into another integer: ``49 * (1 / 49)`` is less than 1.
+The rewrites are exact in real arithmetic. A rewrite that changes a rounding is refused if a step function after it (Floor, a
+comparison, a cast to integers) could then give another integer: ``49 * (1 / 49)`` is less than 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _STEPS = frozenset(
         *("ArgMax", "ArgMin", "TopK", "Hardmax", "Unique", "QuantizeLinear"),
     }
 )
+"""Step functions: a small change of an operand may change the result by 1."""
 _LOOK_AHEAD = 9
+"""Most operators that the search for a step function passes."""
 _MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
 
 
@@ -103,7 +105,7 @@ def merge_constants(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("scale_first", {"Mul"})
 def scale_first(graph: Graph, op: Op) -> Match | Miss | None:
-    """``(x + b) * s`` becomes ``x * s + b s`` if the scale or the shift then merges with a neighbour.
+    """``(x + b) * s`` becomes ``x * s + b s`` if the scale or the shift then merges with a neighbor.
 
     There are three such cases: x is scaled by a constant; x is the result of a linear op whose weights absorb the scale; a constant
     is added to the result.

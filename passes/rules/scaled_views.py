@@ -17,11 +17,12 @@ from optdnn.types import Array, normalize_axis
 
 VIEWS = RESHAPES | {"Transpose", "Slice"}
 _MOST = 6
+"""Most views between a product and its scale."""
 
 
 @rule("consecutive_rows", {"Gather"})
 def consecutive_rows(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Gather of neighbouring rows in ascending order becomes a Slice."""
+    """A Gather of neighboring rows in ascending order becomes a Slice."""
     indices, shape = graph.constant_value(op.inputs[1]), shape_of(graph, operand(op))
     if (
         indices is None

@@ -18,6 +18,7 @@ from optdnn.types import normalize_axis
 BETWEEN = frozenset({"Where", "Cast", *RESHAPES})
 """Kinds between a softmax and the product with its values."""
 _MOST = 4
+"""Most operators between a softmax and the product, and the softmax itself."""
 
 
 @rule("shared_weights", {"Concat"})

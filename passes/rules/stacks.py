@@ -1,7 +1,7 @@
-"""Reductions over the axis of stacked tensors become arithmetic of these tensors, which are then not copied.
+"""Reductions over the axis of stacked tensors become arithmetic of these tensors, so that no stack is written.
 
-Selective kernels (Li et al., 2019) stack the results of several convolutions and sum over the new axis, without and with the
-weights of a softmax over this axis.
+Selective kernels (Li et al., 2019) stack the results of several convolutions. They sum over the new axis twice: without weights,
+and with the weights of a softmax over this axis.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ REDUCTIONS = frozenset(
 """Kinds that reduce the axes in operand 1."""
 _LOOK_AHEAD = 64
 """Most ops that a transpose may pass to reach another one."""
-
 _STAGES_BACK = 8
+"""Most stages after a convolution or product that are examined."""
 
 Perm = tuple[int, ...]
 
@@ -48,9 +48,9 @@ class Passage:
 def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     """A Transpose and an op that reads it are exchanged, if this pays on every path after the Transpose.
 
-    A path pays if it leads to another Transpose, to a reduction that leaves nothing to transpose, or to an op that reads two
-    transposed values (two Transposes become one). It also pays if the op can become a stage of the convolution or matrix product
-    before the Transpose. A Transpose only moves towards the outputs, so this terminates.
+    A path pays if it leads to another Transpose or to a reduction that leaves nothing to transpose. It pays if it leads to an op
+    that reads two transposed values: two Transposes become one. It also pays if the op can become a stage of the convolution or
+    matrix product before the Transpose. A Transpose only moves towards the outputs, so this terminates.
     """
     if op.attrs.perm is None:
         return None

@@ -1,6 +1,6 @@
 """Angles that grow with an input (time steps, positions, coordinates, phases) stay in fp32.
 
-The sine of an angle depends on the angle modulo a full turn. At an angle of 500, the step between neighbouring numbers is half a
+The sine of an angle depends on the angle modulo a full turn. At an angle of 500, the step between neighboring numbers is half a
 radian in fp16 and four radians in bf16. So the operators that compute such an angle from inputs of the network stay in fp32, and so
 does the sine. Angles that a layer with weights computes may be rounded, since the operands of that layer are rounded anyway.
 """

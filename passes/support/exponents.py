@@ -1,7 +1,7 @@
 """Exponents that are running sums stay in fp32: scans of logarithms (minGRU, decays of state-space models).
 
 In ``exp(a + log(cumsum(exp(b - a))))`` with ``a = cumsum(...)``, the running sum grows with the number of steps, and the
-exponential turns its absolute error into a relative error. Near -500, the step between neighbouring numbers of fp16 is 0.25. So the
+exponential turns its absolute error into a relative error. Near -500, the step between neighboring numbers of fp16 is 0.25. So the
 operators between the last layer with weights and such an exponential stay in fp32.
 """
 

@@ -12,6 +12,7 @@ from optdnn.ir.graph import Graph, Op, Use, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Known
 from optdnn.ops.checks import elements
+from optdnn.ops.reduce import reduced_axes
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.types import FP64, Array, Shape, is_float
 
@@ -138,6 +139,13 @@ def ints(graph: Graph, value: Value | None) -> tuple[int, ...] | None:
     if known is None or any(isinstance(v, Dim) for v in known.reshape(-1)):
         return None
     return tuple(int(v) for v in known.reshape(-1))
+
+
+def reduction_axes(graph: Graph, op: Op) -> tuple[int, ...] | None:
+    """The axes of a reduction, counted from the front; None if they are not known."""
+    shape = shape_of(graph, operand(op))
+    given = () if op.input(1) is None else ints(graph, op.input(1))
+    return None if shape is None or given is None else reduced_axes(op.attrs, given, len(shape))
 
 
 def non_negative(graph: Graph, value: Value, depth: int = _DEPTH) -> bool:

@@ -1,8 +1,8 @@
 """Constants that fp16 cannot hold and a result depends on: an epsilon that keeps a division finite, a scale out of fp16's range.
 
 ``x / max(norm(x), 1e-12)`` is 0 for a row of zeros; with the bound rounded to fp16 it is 0 / 0. Such a constant keeps a value away
-from zero. The ops between the constant and the division by that value (or its logarithm) compute and store fp32, and so does the
-sum of squares to which the constant is added. An inverse (``1 / sqrt(variance + 1e-12)``) may also exceed fp16: it stays fp32 up to
+from zero. The ops between the constant and the division by that value (or its logarithm) compute and store fp32. So does the sum of
+squares to which the constant is added. An inverse (``1 / sqrt(variance + 1e-12)``) may also exceed fp16: it stays fp32 up to
 the multiplication that reads it. A pointwise op among them converts in its registers (:mod:`optdnn.passes.support.in_registers`).
 Normalizations that are one operator have their epsilon as an attribute, which is fp32 everywhere; this module ignores them.
 """

@@ -60,7 +60,7 @@ def _absorb(graph: Graph, op: Op, saturates: bool) -> None:
 
 
 def _shifted(a: Value | int | None, step_of: dict[Value, int], by: int) -> Value | int | None:
-    """The argument ``a`` of a step, after ``by`` casts were put in front; ``step_of`` has the step of each cast value."""
+    """The argument ``a`` of a step after ``by`` casts were added before it; ``step_of``: cast value -> step of its Cast."""
     if isinstance(a, Value):
         return step_of.get(a, a)
     return None if a is None else a + by

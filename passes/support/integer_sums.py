@@ -1,7 +1,7 @@
 """Sums of products of integers, which exceed fp16 before they are scaled (ONNX Runtime's dynamic quantization).
 
-In ``float(a8 @ b8) * scale``, a sum of three products of 8-bit numbers may already exceed 65504, and a product of two scales may be
-subnormal in fp16. So these stay in fp32; a pointwise operator converts in its registers, and stores the result as fp16.
+An example is ``float(a8 @ b8) * scale``. A sum of three products of 8-bit numbers may already exceed 65504, and a product of two
+scales may be subnormal in fp16. So these stay in fp32; a pointwise operator converts in its registers, and stores fp16.
 """
 
 from __future__ import annotations

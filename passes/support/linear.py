@@ -1,7 +1,7 @@
 """Linear ops with weights (Conv, ConvTranspose, Gemm, MatMul), which absorb scales and shifts.
 
-:class:`Linear` finds an op's channels, constant weights and constant bias, and computes the weights and bias that absorb a
-scale and shift per channel after or before it. Everything is computed in float64 and rounded once.
+:class:`Linear` finds an op's channels, constant weights and constant bias. It computes the weights and bias that absorb a scale and
+shift per channel, after or before the op. Everything is computed in float64 and rounded once.
 
 A product of two matrices with a bias is a Gemm: a MatMul that absorbs a shift becomes a Gemm. A batched product stays a MatMul,
 which keeps the rank, followed by an Add of the bias; fuse_epilogue makes this Add its first stage.

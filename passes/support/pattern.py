@@ -135,18 +135,22 @@ def root_kinds(pattern: Pattern) -> frozenset[str]:
 
 
 def node(kinds: str | frozenset[str], *args: Pattern | None, name: str = "", alone: bool = False) -> Node:
+    """A pattern for one op. ``kinds``: a kind, or several."""
     return Node(frozenset({kinds}) if isinstance(kinds, str) else kinds, args, name, alone)
 
 
 def product(coefficient: float | Scalar, *factors: Pattern | Power) -> Product:
+    """A pattern for ``coefficient`` times all ``factors``."""
     return Product(coefficient, factors)
 
 
 def total(constant: float | Scalar, *terms: Pattern) -> Sum:
+    """A pattern for ``constant`` plus all ``terms``."""
     return Sum(constant, terms)
 
 
 def any_of(*options: Pattern) -> AnyOf:
+    """A pattern that matches if one of ``options`` does."""
     return AnyOf(options)
 
 
@@ -280,8 +284,8 @@ def _match_flat(graph: Graph, value: Value, sign: int, pattern: Product | Sum, s
 def _may_match(graph: Graph, value: Value, pattern: Product | Sum) -> bool:
     """Whether the operators that the pattern's operands need are close enough to ``value``.
 
-    This is checked before views are enumerated. A chain of Mul or Neg has hundreds of views, each operator of a long network may be
-    the root of some, and most patterns need an operator that is absent."""
+    This is checked before views are enumerated. A chain of Mul or Neg has hundreds of views, and each operator of a long network
+    may be the root of some. But most patterns need an operator that is absent."""
     wanted = pattern.begin_with
     if not wanted and len(pattern.operands) < 2:
         return True

@@ -101,7 +101,7 @@ class PrecisionLog:
 def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
     """The requests of a plan, for each op that computes.
 
-    An op has no request if it only moves data, or only follows its neighbours into integers. An op without a quantized form has a
+    An op has no request if it only moves data, or only follows its neighbors into integers. An op without a quantized form has a
     request only if the plan names it.
     """
     found = []

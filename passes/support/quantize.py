@@ -178,11 +178,11 @@ class _Quantizer:
                     self._join((data[0], asked), (v, asked))
 
     def _follows(self, op: Op) -> bool:
-        """Whether an op takes the precision of its neighbours. The plan may name another precision for it."""
+        """Whether an op takes the precision of its neighbors. The plan may name another precision for it."""
         return op.kind in SHARES_SCALE | OWN_SCALE and (not self.plan.named(op) or self.plan.of(op) in QUANTIZED)
 
     def _from_integers(self, value: Value) -> bool:
-        """Whether a quantized op computes the value, possibly with ops between that follow their neighbours."""
+        """Whether a quantized op computes the value, possibly with ops between that follow their neighbors."""
         if value not in self._sources:
             op = self.graph.op(value)
             moved = self._follows(op)

@@ -24,7 +24,7 @@ from optdnn.types import Array, Shape, TensorType, normalize_axis, product
 
 
 class Rows(NamedTuple):
-    """The rows of a tensor: each consists of ``per`` neighbouring entries along ``axis``."""
+    """The rows of a tensor: each consists of ``per`` neighboring entries along ``axis``."""
 
     axis: int
     per: int

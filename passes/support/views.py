@@ -3,7 +3,7 @@
 A :class:`View` is a base value and the moves (reshapes and transposes) that lead from it to another value. Moves are kept in a
 normal form when one is appended:
 
-- Neighbouring moves of one kind merge, and moves without effect disappear.
+- Neighboring moves of one kind merge, and moves without effect disappear.
 - An exchange of the last two axes moves before a Reshape that does not change these axes.
 - A Reshape that only splits axes moves before a Transpose, and merges with the Reshape there.
 - A Transpose moves before a Reshape if it can then merge with another Transpose.
