@@ -76,7 +76,10 @@ def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "faulty"),
     [
-        ("barrier_arrive(ring.empty + 8 * (stage.index < TEAMS ? stage.index + STAGES - TEAMS : stage.index - TEAMS));", ";"),
+        (
+            "barrier_arrive(ring.empty + 8 * (stage.index < TEAMS ? stage.index + STAGES - TEAMS : stage.index - TEAMS));",
+            ";",
+        ),
         ("barrier_wait(ring.full + 8 * ahead.index, ahead.parity);", ""),
     ],
     ids=["stages are never free", "stages are read too early"],
