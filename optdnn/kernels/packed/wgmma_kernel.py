@@ -59,9 +59,9 @@ ROWS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 SHAPES = ((128, 1), (64, 1), (64, 2))
 """Columns of a block, and its teams."""
 CONFIGS = tuple(
-    Config(*sizes, columns, teams)
-    for *sizes, (columns, teams) in itertools.product(ROWS, (3, 4, 6, 8), (1, 2, 3, 4, 8), SHAPES)
-    if sizes[1] % teams == 0 and sizes[1] > teams
+    Config(rows, stages, split, columns, teams)
+    for rows, stages, split, (columns, teams) in itertools.product(ROWS, (3, 4, 6, 8), (1, 2, 3, 4, 8), SHAPES)
+    if stages % teams == 0 and stages > teams
 )
 _KNOWN = frozenset(CONFIGS)
 
@@ -195,29 +195,29 @@ def launch(
     )  # fmt: skip
 
 
-START = 0.677e-6
+START = 0.49e-6
 """Seconds until products begin."""
-ROW = {(64, 1): 8.93e-9, (128, 1): 13.5e-9, (64, 2): 7.05e-9}
+ROW = {(64, 1): 10.7e-9, (128, 1): 17.2e-9, (64, 2): 8.35e-9}
 """Prologue and epilogue in seconds per row of a block, by the block's columns and teams: the first rows arrive, the results leave."""
-KILOBYTE = 5.36e-9
+KILOBYTE = 5.25e-9
 """Seconds per KB of shared memory of a block: that memory keeps blocks of the next launch from starting."""
-SUMS = 0.484e-6
+SUMS = 0.523e-6
 """Seconds to exchange partial sums."""
-CHUNK = 0.026e-6
+CHUNK = 0.013e-6
 """Seconds of a chunk beside products and unpacking."""
-UNPACK = {(4, 64): 236, (4, 128): 333, (8, 64): 263, (8, 128): 420}
+UNPACK = {(4, 64): 226, (4, 128): 344, (8, 64): 268, (8, 128): 486}
 """Cycles in which a block unpacks 64 elements of K, by bits (2 counts as 4) and columns."""
 GROUPED = 1.48
 """Slowdown of unpacking if a chunk has several scales for a channel."""
-TWO_TEAMS = 0.702
+TWO_TEAMS = 0.845
 """Time of unpacking with two teams, of the time with one."""
-BESIDE = {(64, 1): 0.28, (128, 1): 0.305, (64, 2): 0.307}
+BESIDE = {(64, 1): 0.243, (128, 1): 0.257, (64, 2): 0.358}
 """Share of the shorter of unpacking and products that the longer one does not hide."""
-FETCH = 0.623e-6
+FETCH = 0.789e-6
 """Latency of a chunk's load in seconds."""
-NORM = 3.5
-"""Exponent of the norm that combines the times of a chunk's load and its products."""
-CROWDED = 1.5
+NORM = {1: 3.96, 2: 6.72}
+"""Exponent of the norm that combines the times of a chunk's load and its products, by teams."""
+CROWDED = 1.62
 """Slowdown of two blocks that share a multiprocessor while other multiprocessors are empty."""
 
 
@@ -231,12 +231,13 @@ def _chunk_seconds(problem: Problem, config: Config, gpu: GpuFacts, shared: floa
     most, least = max(multiply, unpack), min(multiply, unpack)
     step = shared * (most + BESIDE[config.columns, config.teams] * least) / gpu.clock + CHUNK
     fetch = FETCH / (config.stages - config.teams) + weight_bytes / BANDWIDTH
-    return float((step**NORM + fetch**NORM) ** (1 / NORM))
+    norm = NORM[config.teams]
+    return float((step**norm + fetch**norm) ** (1 / norm))
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of one dependent launch, fitted to 5,300 timings of 76 products on an H200 (9 to 2,048 rows; the first choices
-    are 1.4 % behind the best on average). Blocks run in waves."""
+    are 1.1 % behind the best on average). Blocks run in waves."""
     columns, rows, _ = grid(problem, config)
     blocks, many = columns * rows, gpu.clusters_at_once(config.split) * config.split
     room = min(resident(problem, config), gpu.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024))
