@@ -109,12 +109,12 @@ def _few_tokens(n: Net) -> Value:
 @pytest.mark.parametrize(
     ("build", "context", "because"),
     [
-        (gmlp, PassContext(precision="fp32", target="cuda:sm_90a"), "not for fp32"),
-        (gmlp, PassContext(precision="int8+fp16", target="cuda:sm_90a"), r"not for int8\+fp16"),
-        (gmlp, PassContext(precision="fp16", target="cuda:sm_80"), "is Hopper's, not for cuda:sm_80"),
-        (gmlp, PassContext(precision="fp16", target="reference"), "is Hopper's, not for reference"),
-        (_other_axes, FP16, "does not exchange the two axes"),
-        (lambda n: stem(n, other=True), FP16, "others read .*, whose tokens are last"),
+        (gmlp, PassContext(precision="fp32", target="cuda:sm_90a"), "no kernel for products from the left in fp32"),
+        (gmlp, PassContext(precision="int8+fp16", target="cuda:sm_90a"), r"products from the left in int8\+fp16"),
+        (gmlp, PassContext(precision="fp16", target="cuda:sm_80"), "only Hopper has a kernel .*cuda:sm_80 has none"),
+        (gmlp, PassContext(precision="fp16", target="reference"), "only Hopper has a kernel .*reference has none"),
+        (_other_axes, FP16, "does not exchange the last two axes"),
+        (lambda n: stem(n, other=True), FP16, "whose tokens are last, has other readers"),
         (_of_images, FP16, "may be stored with the tokens last"),
         (_few_channels, FP16, "20 tokens of 32 channels do not fill a tile"),
         (_few_tokens, FP16, "8 tokens of 64 channels do not fill a tile"),

@@ -88,7 +88,7 @@ def test_a_program_of_it_has_a_few_launches(precision: str) -> None:
         ({"start": 0.5}, "first state is not zero"),
         ({"known": False}, "first state is not zero"),
         ({"count": 7}, "7 steps take no more"),
-        ({"skip": 5}, "is no step of the same recurrence"),
+        ({"skip": 5}, "is not a step of the same recurrence"),
     ],
 )
 def test_other_recurrences_stay(options: dict[str, Any], because: str) -> None:
