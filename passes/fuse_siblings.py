@@ -1,7 +1,7 @@
 """Convolutions or matrix products that read one value become one, with their weights side by side, and a Split after it.
 
 The 1x1 branches of an Inception block and the query, key and value projections of attention are such siblings. Merging them
-saves launches and readings of the input, and costs the Split's copy. On a CPU (measured with OpenVINO and ONNX Runtime) both are
+saves launches and reads of the input, and costs the Split's copy. On a CPU (measured with OpenVINO and ONNX Runtime) both are
 about equal: 0.94 to 1.04 of the separate time in OpenVINO for Inception and attention blocks. So there siblings are merged only
 where a Concat joins the parts again, and no Split is needed.
 
@@ -32,7 +32,7 @@ from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import Array
 
 LAUNCH_BYTES = 4 << 20
-"""Memory traffic that takes as long as one kernel launch: about 1.5 microseconds at 3 TB/s."""
+"""Bytes of memory traffic that take as long as one kernel launch: about 1.5 microseconds at 3 TB/s."""
 
 LAUNCH_PRODUCTS = {True: 5e7, False: 1e7}
 """Multiplications that take as long as one small launch, by whether tensor cores do them in 8 or 16 bits."""

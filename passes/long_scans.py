@@ -61,14 +61,14 @@ def long_scan(graph: Graph, op: Op) -> Match | Miss | None:
         shape = shape_of(graph, value)
         length = None if shape is None else shape[normalize_axis(axis, len(shape))]
         if shape is None or not isinstance(length, int):
-            return Miss("how often it runs is not known")
+            return Miss("its number of iterations is not known")
         trips = length
         places.append((value, normalize_axis(axis, len(shape))))
     if trips <= TRIPS:
         return None
     directions = {*a.scan_input_directions, *a.scan_output_directions}
     if len(directions) > 1:
-        return Miss("it reads and stacks in different directions")
+        return Miss("it reads its sequences and stacks its results in different directions")
     results = [_passed(body, k) for k in range(len(body.outputs))]
     axes = [
         normalize_axis(k, len(body.type(v).dims) + 1)
@@ -209,7 +209,7 @@ def _scanned(graph: Graph, op: Op, steps: _Steps) -> Match | Miss:
 
 
 def _only_goes_on(body: Graph, op: Op, steps: _Steps) -> bool:
-    """Whether no result depends on an operator: it only computes the condition of a Loop, or is dead."""
+    """Whether no result of the body depends on an operator: it is dead, or computes only the condition of a Loop."""
     kept = {*steps.following, *(v for v, _ in steps.stacked)}
     stack, seen = [op.value], {op.value}
     while stack:
@@ -251,7 +251,7 @@ def _refused(
     if len(shapes) > 1:
         return f"its states and results differ in shape: {', '.join(sorted(show_shape(s) for s in shapes if s is not None))}"
     if steps.trips * elements(body.type(steps.following[0])) * (len(steps.stacked) + len(steps.states)) > MOST_ELEMENTS:
-        return "the results of all steps are larger than launches for each step are long"
+        return "storing the results of all steps would take longer than a launch for each step"
     return None
 
 

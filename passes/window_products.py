@@ -1,4 +1,4 @@
-"""A product over the windows of a sequence or an image reads the windows in position.
+"""A product over the windows of a sequence or an image reads the windows in place.
 
 A dynamic convolution (Wu et al., 2019; ConvBERT: Jiang et al., 2020) multiplies the positions under a window by weights that are
 computed for each position. Exporters write the windows as an im2col: Gathers with overlapping indices, views, and a product of

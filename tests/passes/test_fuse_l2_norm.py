@@ -48,7 +48,7 @@ def test_two_axes_are_refused() -> None:
     n = Net(np.float64)
     x = n.input(2, 3, 4)
     graph = n.done(n.op("Div", x, n.op("Max", length(n, x, 1, 2), np.float64(1e-3))))
-    check_refused(FuseL2Norm(), graph, because=r"over one axis, the norm runs over \(1, 2\)")
+    check_refused(FuseL2Norm(), graph, because=r"has one axis, but the norm runs over \(1, 2\)")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_bound_that_is_not_positive_is_refused() -> None:
     n = Net(np.float64)
     x = n.input(2, 3)
     graph = n.done(n.op("Div", x, n.op("Max", length(n, x, 1), np.float64(0.0))))
-    check_refused(FuseL2Norm(), graph, because="the least norm is 0")
+    check_refused(FuseL2Norm(), graph, because="its epsilon is 0, not positive")
 
 
 def test_a_norm_with_another_reader_is_refused() -> None:

@@ -242,8 +242,8 @@ def test_a_floor_of_masked_scores(split: bool, swapped: bool) -> None:
 
 
 def test_floors_that_matter() -> None:
-    check_refused(FuseSoftmax(), floored(None), because="not a constant that has a number for each")
-    check_refused(FuseSoftmax(), floored(np.zeros((4, 1))), because="not a constant that has a number for each")
+    check_refused(FuseSoftmax(), floored(None), because="not a constant with a number for each")
+    check_refused(FuseSoftmax(), floored(np.zeros((4, 1))), because="not a constant with a number for each")
     hidden = CAUSAL.copy()
     hidden[0] = LOWEST
     check_refused(FuseSoftmax(), floored(hidden), because="may hide a whole row")

@@ -137,7 +137,7 @@ def test_the_rows_of_a_matrix_are_no_batch() -> None:
     n = Net()
     y = n.op("Relu", n.op("MatMul", n.input(6, 6), n.random(6, 4)))
     graph = n.done(n.op("Reshape", y, n.ints(2, 3, 4)))
-    check_refused(PASS, graph, because="the first axis of its second operand is no batch", rule="split_leading")
+    check_refused(PASS, graph, because="one matrix, whose first axis is not a batch", rule="split_leading")
 
 
 def by_heads(*, turned: bool = True, own: bool = False, batch: int = BATCH) -> Graph:

@@ -101,7 +101,7 @@ def test_products_with_other_rows_stay() -> None:
 
 def test_large_results_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roll_scans, "MOST_ELEMENTS", 500)
-    check_refused(PASS, graph_of("reduced"), because="larger than launches for each step are long")
+    check_refused(PASS, graph_of("reduced"), because="take longer than a launch for each step")
 
 
 def selective(count: int = STEPS, *, mixed: bool = False) -> Graph:
@@ -158,7 +158,10 @@ def test_steps_that_read_what_others_end_with_stay() -> None:
         second = n.op("Tanh", n.op("Add", n.op("Mul", second, whole), taken(n, x, 1, t)))
         rows.append(n.op("Mul", second, firsts[t]))
     check_refused(
-        PASS, n.done(stacked(n, rows, 1)), because="depends on their results in other ways", rule="pointwise_scan"
+        PASS,
+        n.done(stacked(n, rows, 1)),
+        because="other operands of its steps depend on their results",
+        rule="pointwise_scan",
     )
 
 

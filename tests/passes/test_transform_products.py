@@ -149,7 +149,7 @@ def test_refusals() -> None:
 
 def test_small_transforms_are_summed_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transform_products, "LEAST", LEAST)
-    check_refused(PASS, transform((31, 32, 1), 1), because="63488 multiplications are too few for a product")
+    check_refused(PASS, transform((31, 32, 1), 1), because="63488 multiplications, too few for a product")
     check_pass(PASS, transform((32, 32, 1), 1), changes=1)
     check_pass(PASS, transform((symbol("n"), 32, 1), 1), changes=1, sizes={"n": 2})
 

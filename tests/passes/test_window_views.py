@@ -80,7 +80,7 @@ def test_a_norm_stays_with_the_addition_that_its_launch_makes(product: bool) -> 
     if product:  # which adds by itself
         check_pass(HoistViews(), graph, changes=1, rules={"turn_before_norm": 1})
     else:
-        check_refused(HoistViews(), graph, because="one launch makes")
+        check_refused(HoistViews(), graph, because="one launch already computes")
 
 
 def test_other_norms_are_no_candidates() -> None:
