@@ -91,7 +91,7 @@ def test_refused() -> None:
     n = Net(np.float64)
     y = n.op("Transpose", n.conv(n.input(2, 3, 4, 5), 6), attrs=TransposeAttrs((0, 2, 3, 1)))
     slopes = n.op("PRelu", n.op("Reshape", y, n.ints(0, -1, 6)), n.random(6))
-    check_refused(ImageTokens(), n.done(slopes), because="more than the tokens and numbers")
+    check_refused(ImageTokens(), n.done(slopes), because="more than the tokens and scalars")
     n = Net(np.float64)
     x = n.input(2, 20, 8)
     image = n.op("Reshape", n.op("Transpose", x, attrs=SWAP), n.ints(0, 8, 4, 5))

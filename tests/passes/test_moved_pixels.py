@@ -73,7 +73,7 @@ def test_a_norm_that_no_other_reshape_stands_beside_stays() -> None:
 def test_what_is_no_image_stays() -> None:
     n = Net(np.float64)
     graph = n.done(patches(n, n.input(2, 16, 8, 8)))
-    check_refused(ImageTokens(), graph, because="no operator on images makes it or reads it")
+    check_refused(ImageTokens(), graph, because="no operator on images computes it or reads it")
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,8 @@ def test_states_of_pointwise_steps_are_joined() -> None:
 def test_products_that_depend_on_one_another_stay() -> None:
     graph, report = check_pass(PASS, chunks(states="products"), changes=3)
     reasons = {r.reason for r in report.refused}
-    assert "the product of a part depends on that of another one" in reasons
-    assert any("come one from another by way of products" in reason for reason in reasons)
+    assert "the product of one part depends on the product of another part" in reasons
+    assert any("each operand depends on the previous one through a product" in reason for reason in reasons)
     assert len(graph.of_kind("MatMul")) == 3 * COUNT
 
 

@@ -61,7 +61,7 @@ def test_rows_with_other_readers_stay() -> None:
     check_untouched(TakeRows(), last_layer(read_all=True))
     n = Net(np.float64)
     y = n.op("Relu", n.input(2, 6, 8))
-    check_refused(TakeRows(), n.done(rows(n, y, 0, 1), rows(n, y, 1, 3)), because="other rows of")
+    check_refused(TakeRows(), n.done(rows(n, y, 0, 1), rows(n, y, 1, 3)), because="has readers of other rows")
 
 
 def test_equal_slices_move_together() -> None:

@@ -219,14 +219,14 @@ def test_it_is_one_launch_between_convolutions() -> None:
 
 def test_it_refuses() -> None:
     check_refused(PASS, volume(ALL[:3]), because="sums of 3 shifts, fewer than 4")
-    check_refused(PASS, volume([*ALL[1:], ALL[0]]), because="no rows and columns at equal distances")
-    check_refused(PASS, volume([ALL[0]] * 2 + ALL[2:4]), because="no rows and columns")
+    check_refused(PASS, volume([*ALL[1:], ALL[0]]), because="do not form a grid with equal distances")
+    check_refused(PASS, volume([ALL[0]] * 2 + ALL[2:4]), because="do not form a grid")
     n = Net()
     x, y = n.input(2, 4, SIZE, SIZE), n.input(2, 8, SIZE, SIZE, name="y")
     parts = [n.op("Slice", y, n.ints(k), n.ints(k + 4), n.ints(1)) for k in range(4)]
     sums = [n.op("ReduceSum", n.op("Mul", x, p), n.ints(1), attrs=ReduceAttrs()) for p in parts]
     graph = n.done(n.op("Concat", *sums, attrs=ConcatAttrs(1)))
-    check_refused(PASS, graph, because="shifted along the axis that they add")
+    check_refused(PASS, graph, because="shifted along the axis that they sum over")
 
 
 def test_other_parts_are_no_candidates() -> None:
