@@ -59,7 +59,7 @@ BUILDERS: dict[str, tuple[Callable[[Net, Any], None], Options]] = {
     "lstm": (recurrent.lstm, recurrent.LstmOptions()),
     "mlp": (mlp.mlp, mlp.MlpOptions()),
 }
-"""Name -> what builds the network, and its options with their defaults."""
+"""Name -> the function that builds the network, and its options with their defaults."""
 NAMES = tuple(BUILDERS)
 
 

@@ -141,7 +141,7 @@ class GraphBuilder:
         return self.node("Constant", [], array.shape, value=numpy_helper.from_array(array))
 
     def draw(self, leaf: str, shape: Sequence[int], init: Init) -> tuple[str, Array]:
-        """The parameter ``leaf`` of the current module: drawn by ``init``, or taken from ``state``. Returns its key
+        """The parameter ``leaf`` of the current module, drawn by ``init`` or taken from ``state``. Returns its key
         and value (float32)."""
         key, dims = ".".join([*(label.rsplit(".", 1)[-1] for label in self._labels), leaf]), tuple(shape)
         self._taken.add(key)
