@@ -1,4 +1,4 @@
-"""Units that split, convolve, join and shuffle channels become convolutions of all channels; what is left as it is, and why."""
+"""Units that split, convolve, join and shuffle channels become convolutions of all channels; others stay, with the reason."""
 
 from __future__ import annotations
 

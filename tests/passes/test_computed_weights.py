@@ -18,7 +18,7 @@ from optdnn.passes.computed_weights import ComputedWeights
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small convolutions count as well."""
+    """The pass without a least size of convolutions."""
     monkeypatch.setattr(computed_weights, "LEAST", 0)
 
 

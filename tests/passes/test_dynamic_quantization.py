@@ -1,4 +1,4 @@
-"""dynamic_quantization: data that are quantized in the run get the form of other quantized networks."""
+"""dynamic_quantization: dynamically quantized data get the form of other quantized networks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fuse_norm: each way an exporter writes a normalization becomes one op; other arithmetic stays."""
+"""fuse_norm: each form in which exporters write a normalization becomes one op; other arithmetic stays."""
 
 from __future__ import annotations
 

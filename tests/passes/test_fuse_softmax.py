@@ -199,7 +199,7 @@ def test_numbers_for_each_column_stay(shape: tuple[int, ...]) -> None:
 
 
 def test_other_shifts_stay() -> None:
-    """A row that is subtracted from; another reader of the scores; factors that are no number."""
+    """A row from which the scores are subtracted, another reader of the scores, factors that are not a number."""
     n = Net(np.float64)
     row, x = n.input(2, 3, 1, name="r"), n.input(2, 3, 4)
     check_untouched(FuseSoftmax(), n.done(n.op("Softmax", n.op("Sub", row, x), attrs=SoftmaxAttrs(2))))

@@ -1,4 +1,4 @@
-"""hoist_views: views behind products of rows with a matrix move in front of them, where they merge."""
+"""hoist_views: views after products of rows with a matrix move in front of them, and merge there."""
 
 from __future__ import annotations
 

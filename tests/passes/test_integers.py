@@ -1,4 +1,4 @@
-"""Explicitly quantized networks: integers stay integers, one form, nothing between equal scales is dequantized."""
+"""Explicitly quantized networks: one form, integers stay integers, and nothing between equal scales is dequantized."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def weights(n: Net, *shape: int) -> Value:
 
 
 def same_integers(a: Graph, b: Graph) -> None:
-    """Results of two networks are equal but for ties, which are a step."""
+    """Results of two networks are equal, except for ties, which may differ by a step."""
     for seed in range(3):
         feeds = random_feeds(a, seed)
         for x, y in zip(evaluate(a, feeds).values(), evaluate(b, feeds).values(), strict=True):

@@ -1,4 +1,4 @@
-"""long_scans: Scans and Loops of pointwise steps that are too long to be unrolled; refused where a step is more than that."""
+"""long_scans: Scans and Loops of pointwise steps that are too long to be unrolled; refused for other steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTH = 7
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has more than three steps is long."""
+    """Scans of more than three steps are long here."""
     monkeypatch.setattr(long_scans, "TRIPS", 3)
 
 

@@ -46,7 +46,7 @@ def test_layers_of_stylegan(graph: Graph) -> None:
 
 
 def test_any_rank_and_factors_without_a_style_axis() -> None:
-    """Filters of (outer, inner, taps) times a factor of each filter and one of all: no Reshape, and many pictures."""
+    """Filters (outer, inner, taps) times a factor per filter and a common factor: without Reshape, and with many pictures."""
     n = Net()
     w = n.op("Mul", n.op("Div", n.random(6, 4, 3), n.op("Exp", n.input(6, 1, 1, name="d"))), n.input(1, name="one"))
     graph = n.done(conv(n, n.input(2, 4, 9), w, n.input(6, name="b"), rank=1))

@@ -183,7 +183,7 @@ def test_a_bias_of_one_element_is_none_of_features(width: int) -> None:
 
 
 def test_attention_between_channels_has_tokens_for_features() -> None:
-    """XCiT: no weights hold tokens."""
+    """XCiT: no weights have an axis of tokens."""
     n = Net(np.float64)
     x = n.op("Relu", n.input(B, 20, C))
     split = n.op(

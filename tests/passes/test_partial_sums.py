@@ -27,7 +27,7 @@ def joined(n: Net, *parts: Value, axis: int = 1) -> Value:
 
 
 def shortcut(few: int = 8, many: int = 12, **options: Any) -> Graph:
-    """ReXNet's: an image is added to the first channels of a convolution."""
+    """As in ReXNet: an image is added to the first channels of a convolution."""
     n = Net()
     x = n.op("Relu", n.input(2, few, *SIZE))
     y = n.conv(x, many, 1, pads=0, bias=True, **options)
@@ -36,7 +36,7 @@ def shortcut(few: int = 8, many: int = 12, **options: Any) -> Graph:
 
 
 def dual(blocks: int = 2, add: int = 16, more: int = 8) -> Graph:
-    """DPN's: some channels are added, others appended."""
+    """As in DPN: some channels are added, others appended."""
     n = Net()
     x = n.conv(n.input(1, 8, *SIZE), add + more, 1, pads=0)
     for _ in range(blocks):

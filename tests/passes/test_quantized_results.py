@@ -1,4 +1,4 @@
-"""fold_quantized: products of data that are quantized in the run, products of the same data, and fp32 results."""
+"""fold_quantized: products of dynamically quantized data, products of the same data, and fp32 results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from optdnn.types import FP16, FP32, UINT8
 
 
 class RunNet(QNet):
-    """Adds data that are quantized in the run."""
+    """Adds dynamically quantized data."""
 
     def rounded(self, x: Value) -> tuple[Value, Value, Value]:
         scale, zero = self.op("DynamicRange", x, outputs=2)
@@ -235,7 +235,7 @@ def stored(n: QNet, *, residual: bool = False, width: int = 16, to: Any = FP32) 
     attrs = RequantizeAttrs((("bias",), *([("add",)] if residual else [])), low=-1e38, high=1e38, output_dtype=FP16)
     operands = [n.input(4, 32, dtype=np.int8), n.const(n.rng.integers(-9, 9, (width, 32)), np.int8), n.const(channel)]
     operands += [n.input(4, width, name="r", dtype=np.float16)] if residual else []
-    # what calls the pass: a quantized tensor
+    # the graph needs a quantized tensor for the pass to run
     return n.done(
         n.op("Cast", n.op("QuantizedMatMul", *operands, attrs=attrs), attrs=CastAttrs(to)),
         n.q(n.input(3, 3, name="u"), 0.1),

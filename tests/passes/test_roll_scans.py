@@ -28,7 +28,7 @@ def test_steps_become_one_scan(name: str) -> None:
 
 
 def test_the_results_of_steps_that_stay_are_joined_with_the_others() -> None:
-    """Odd steps at the beginning are no part of the scan; its first state is what the last of them computes."""
+    """Odd steps at the beginning are not part of the scan; the last of them computes the scan's first state."""
     for backward in (False, True):
         graph, _ = check_pass(PASS, graph_of("", odd=8 if backward else 2, backward=backward), changes=1)
         (scan,) = graph.of_kind("PointwiseScan")
@@ -82,7 +82,7 @@ def test_steps_of_other_shapes_stay() -> None:
 
 
 def test_states_that_move_along_stay() -> None:
-    """Each step reads a state that the one before has from another one: these are as many as steps."""
+    """Each step reads a state that the previous step copied from another state: there are as many states as steps."""
     n = Net()
     x, rows = n.input(2, STEPS, 4), []
     cells = [n.input(2, 4, name=f"c{k}") for k in range(STEPS + 1)]
@@ -105,8 +105,8 @@ def test_large_results_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def selective(count: int = STEPS, *, mixed: bool = False) -> Graph:
-    """A selective scan (VMamba): what a step adds is multiplied before it gets the axis of states, and the sum over this axis keeps
-    it, for the Concat. ``mixed``: a matrix is part of what is multiplied."""
+    """A selective scan (VMamba): a step's addend is multiplied before it gets the axis of states, and the sum over this axis
+    keeps the axis for the Concat. ``mixed``: one factor is a matrix."""
     n = Net()
     x, d, b = n.input(2, count, 4), n.input(2, count, 4, name="d"), n.input(2, count, 3, name="b")
     x = n.op("Tanh", x)

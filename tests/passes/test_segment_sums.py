@@ -1,4 +1,4 @@
-"""segment_sums: sums that are scattered to constant places become sums of segments, with what makes their rows."""
+"""segment_sums: sums scattered to constant positions become sums of segments, with the operators that compute their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Separable attention: parts of channels begin at vectors, and weighted sums over positions are products. Others stay."""
+"""Separable attention: parts of channels are aligned to vectors, and weighted sums over positions become products."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def test_depthwise_gates_stay_elsewhere(context: PassContext) -> None:
 
 
 def residual_and_skip(n: Net, *, group: int = 1, read: str = "", kind: str = "Split", sum_: bool = False) -> Graph:
-    """WaveGlow: one half of the channels goes on, the other one to the end."""
+    """WaveGlow: one half of the channels goes to the next layer, the other half to the end."""
     x, out = n.input(2, 4, 9, name="x"), n.input(2, 4, 9, name="out")
     y = n.conv(n.input(2, 4, 9, name="gate"), 8, 1, pads=0, bias=True, group=group)
     if kind == "Split":

@@ -104,7 +104,7 @@ def test_no_copies_between_two_transforms() -> None:
 
 
 def test_a_filter_of_spectra() -> None:
-    """GFNet (Rao et al., 2021): there and back, with scales between; its parts are products and sums of planes."""
+    """GFNet (Rao et al., 2021): a transform and its inverse, with scales between; its parts are products and sums of planes."""
     n = Net()
     x = n.op("Div", n.input(2, 6, 5, 16, 1), 2.0)
     there = n.op("Div", n.op("DFT", x, attrs=DFTAttrs(2, onesided=True)), 3.0)

@@ -1,4 +1,4 @@
-"""unroll: loops of known length, scans, branches that are known; refused where what they do depends on data."""
+"""unroll: loops of known length, scans, and known branches; refused if they depend on data."""
 
 from __future__ import annotations
 
@@ -161,6 +161,6 @@ def test_a_loop_on_the_host_costs_its_iterations() -> None:
 
     assert cost(loop(trips=300), "Loop") == pytest.approx(300 * 5 * NUMPY_US, rel=0.4)
     assert cost(loop(trips=10**7), "Loop") == cost(loop(trips=MOST_TRIPS), "Loop")
-    assert cost(loop(), "Loop") < 10 * NUMPY_US  # data says how often
+    assert cost(loop(), "Loop") < 10 * NUMPY_US  # the number of iterations depends on data
     assert cost(scan(8), "Scan") == pytest.approx(2 * cost(scan(4), "Scan"), rel=0.2)
     assert cost(branch(), "If") < 3 * NUMPY_US

@@ -23,7 +23,7 @@ SIZE = 5
 
 
 def taken(n: Net, x: Value, begin: Sequence[int], size: int = SIZE) -> Value:
-    """A box of an image, a Slice for each axis."""
+    """A box of an image, by one Slice per axis."""
     for axis, start in zip((2, 3), begin, strict=True):
         x = n.op("Slice", x, n.ints(start), n.ints(start + size), n.ints(axis))
     return x
@@ -38,7 +38,7 @@ def volume(
     between: int | None = None,
 ) -> Graph:
     """Correlations of an image with another one at these shifts. ``stacked``: sums without their axis, stacked again; ``turned``:
-    the shifted image comes first; ``between``: the place of another part."""
+    the shifted image comes first; ``between``: the position of another part."""
     n = Net()
     x, y = n.input(2, 8, SIZE, SIZE), n.input(2, 8, SIZE + 4, SIZE + 4, name="y")
     parts = []
@@ -80,7 +80,7 @@ def test_other_parts_stay_beside_them(place: int) -> None:
 
 
 def test_zeros_around_each_shift_are_added_once() -> None:
-    """Stereo: disparities to the left, where each part has a Pad of its own, and the first one none."""
+    """Stereo: disparities to the left. Each part has its own Pad, except the first one."""
     n = Net()
     x, y = n.input(2, 8, SIZE, SIZE), n.input(2, 8, SIZE, SIZE, name="y")
     parts = []
@@ -206,7 +206,7 @@ def test_parts_of_the_channels_are_taken_once() -> None:
 
 
 def test_it_is_one_launch_between_convolutions() -> None:
-    """Windows are read where they lie, and the sums are pixels in channels-last order."""
+    """Windows are read in place, and the sums are pixels in channels-last order."""
     n = Net()
     x = n.conv(n.input(1, 8, 6, 6), 16)
     y = n.op("Pad", n.conv(n.input(1, 8, 6, 6, name="z"), 16), n.ints(0, 0, 1, 1, 0, 0, 1, 1), attrs=PadAttrs())
