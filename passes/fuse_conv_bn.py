@@ -25,8 +25,8 @@ from optdnn.passes.support.linear import LINEAR, Linear
 
 
 class _FoldChain(Rule):
-    """Grows a chain of affine ops from a linear op, as long as each link is the only use of the one before. An affine op that
-    several linear ops read, and no other op, goes into the weights of each (queries, keys and values behind one norm).
+    """Grows a chain of affine ops from a linear op, as long as each link is the only use of the previous one. An affine op that
+    only linear ops read goes into the weights of each of them (queries, keys and values after one norm).
 
     ``after``: the chain follows the linear op, else precedes it. Two rules share each direction, so that
     BatchNormalizations (``batch_norm``) are counted apart from plain scales and shifts.
