@@ -346,7 +346,7 @@ def _stored_narrow(graph: Graph, one: Op) -> bool:
 
 
 class FoldQuantized(Pass):
-    """Products first. Conversions become stages only when no other rule can absorb them. Only for GPUs."""
+    """Only for GPUs. Products come first, and conversions become stages only if no other rule can absorb them."""
 
     name = "fold_quantized"
     sweeps = (

@@ -127,6 +127,8 @@ def bn_of_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 class FuseConvBn(RulePass):
+    """Weights and bias of a linear op absorb the adjacent scales and shifts per channel."""
+
     name = "fuse_conv_bn"
     rules = (
         bn_of_rows,
@@ -166,7 +168,7 @@ def bn_scale_shift(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 class BnToScaleShift(RulePass):
-    """Runs after :class:`FuseConvBn`, so that it counts the BatchNormalizations that could not be folded."""
+    """BatchNormalizations that ``fuse_conv_bn`` could not fold become multiplications and additions per channel."""
 
     name = "bn_to_scale_shift"
     rules = (bn_scale_shift,)
@@ -200,7 +202,9 @@ def scale_shift_bn(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 class ScaleShiftToBn(RulePass):
-    """For targets whose libraries run a BatchNormalization in one kernel, and a Mul and an Add in two."""
+    """A multiplication and an addition per channel become a BatchNormalization again.
+
+    For targets whose libraries run a BatchNormalization in one kernel, and a Mul and an Add in two."""
 
     name = "scale_shift_to_bn"
     rules = (scale_shift_bn,)

@@ -82,9 +82,9 @@ def test_channels_before_those_that_are_added() -> None:
     ("graph", "context", "because"),
     [
         (lambda: shortcut(), PassContext(precision="fp32", target="cuda:sm_90a"), "not for fp32"),
-        (lambda: shortcut(group=4), FP16, "neither tensor is a convolution's"),
-        (lambda: _read_twice(), FP16, "neither tensor is a convolution's"),
-        (lambda: _in_turn(), FP16, "go to several places"),
+        (lambda: shortcut(group=4), FP16, "neither tensor comes from a convolution"),
+        (lambda: _read_twice(), FP16, "neither tensor comes from a convolution"),
+        (lambda: _in_turn(), FP16, "go to several ranges"),
         (lambda: _appended(40), FP16, "more than 4 times as many filters"),
     ],
 )
