@@ -41,7 +41,7 @@ from optdnn.passes.support.facts import (
 from optdnn.passes.support.parts import consecutive, is_axis, span, whole
 from optdnn.passes.support.pattern import AnyOf, Scalar, Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule, pattern_rule
-from optdnn.passes.support.rotary import ORDERS, PLAIN, behind, cache_shape, order_of, turned, unshaped
+from optdnn.passes.support.rotary import ORDERS, PLAIN, before_reshapes, cache_shape, order_of, reshapes_before, rotated
 from optdnn.types import Shape
 
 _DEPTH = 12
@@ -94,11 +94,11 @@ class RotaryRule(PatternRule):
                 sin = patch.add("Neg", [sin])
             attrs = RotaryAttrs(interleaved, own_angles=own)
             if heads == graph.type(x).dims:
-                return turned(patch, x, [cos, sin], attrs, order)
-            y = turned(patch, in_shape(patch, x, heads), [cos, sin], attrs, order)
+                return rotated(patch, x, [cos, sin], attrs, order)
+            y = rotated(patch, in_shape(patch, x, heads), [cos, sin], attrs, order)
             return in_shape(patch, y, graph.type(x).dims)
 
-        parts = {op.id for name in ("first", "second") for op in behind(graph, found[name])}
+        parts = {op.id for name in ("first", "second") for op in reshapes_before(graph, found[name])}
         return Match(tuple(graph.op(i) for i in sorted(ops | parts)), build, root.value)
 
 
@@ -124,7 +124,7 @@ def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mis
     covered = {op.id: op for op in (root, graph.op(first), graph.op(rest), inner, *swaps)}
 
     def build(patch: Patch) -> Value:
-        return turned(patch, x, inner.inputs[1:], attrs, order)
+        return rotated(patch, x, inner.inputs[1:], attrs, order)
 
     return Match(tuple(covered.values()), build)
 
@@ -170,7 +170,7 @@ def rotary_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss |
             batch, _, half = t.static_shape
             still = patch.constant(np.full((batch, rows, half), number, t.dtype), "still")
             longer.append(patch.add("Concat", [still, value], ConcatAttrs(1)))
-        return turned(patch, x, longer, inner.attrs, order)
+        return rotated(patch, x, longer, inner.attrs, order)
 
     return Match(tuple(covered.values()), build)
 
@@ -233,10 +233,10 @@ def _are_neighbours(graph: Graph, found: dict[str, Any]) -> bool:
     parts = [graph.op(first), graph.op(second)]
     if all(op.kind == "Slice" and op.input(0) == x for op in parts):
         return [span(graph, op, size) for op in parts] == [(0, size, 2), (1, size, 2)]
-    pairs = whole(graph, unshaped(graph, first), unshaped(graph, second), even=True)
+    pairs = whole(graph, before_reshapes(graph, first), before_reshapes(graph, second), even=True)
     if pairs is None or shape_of(graph, pairs) != (*shape[:-1], size // 2, 2):
         return False
-    return unshaped(graph, pairs) == unshaped(graph, x)
+    return before_reshapes(graph, pairs) == before_reshapes(graph, x)
 
 
 def _last(graph: Graph, x: Value, axis: int) -> bool:

@@ -34,7 +34,7 @@ from optdnn.passes.rules.early_stages import gate_before_reshape, stage_before_r
 from optdnn.passes.rules.ordered_columns import ordered_columns
 from optdnn.passes.rules.own_products import own_products
 from optdnn.passes.rules.third_term import third_term
-from optdnn.passes.rules.transpose import behind_anchor
+from optdnn.passes.rules.transpose import is_after_anchor
 from optdnn.passes.support.facts import (
     RESHAPES,
     channels_from_last,
@@ -213,7 +213,7 @@ def add_before_turn(graph: Graph, op: Op) -> Match | Miss | None:
         image = operand(op, 1 - slot)
         if turn is None or turn.value == image:
             continue
-        if not behind_anchor(graph, turn) and producer(graph, turn.inputs[0], NORMS, alone=True) is None:
+        if not is_after_anchor(graph, turn) and producer(graph, turn.inputs[0], NORMS, alone=True) is None:
             continue
         rank = op.outputs[0].type.rank
         if rank is None or rank < 3 or turn.attrs.perm != channels_from_last(rank):
@@ -333,7 +333,7 @@ def _beyond_rows(graph: Graph, norm: Op, rows: Sequence[Any]) -> str | None:
 
 def _adds_product(graph: Graph, op: Op) -> bool:
     """Whether an addition can be a stage of one of its operands, a product."""
-    return op.kind == "Add" and any(behind_anchor(graph, replace(op, inputs=(v,))) for v in op.inputs)
+    return op.kind == "Add" and any(is_after_anchor(graph, replace(op, inputs=(v,))) for v in op.inputs)
 
 
 def _spread(shape: tuple[int, ...], perm: Sequence[int]) -> int:

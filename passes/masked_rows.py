@@ -193,7 +193,7 @@ def _computed(
         if found is None or by_number(found) or (op.kind in SHAPED and not isinstance(rows, int)):
             return Miss(f"{op.name} ({op.kind}) does not compute each row from a row that the mask selected")
         inside[op.id] = found
-        left += [graph.op(operand(op, i)) for i, r in enumerate(found.given) if r is not None]
+        left += [graph.op(operand(op, i)) for i, r in enumerate(found.operand_rows) if r is not None]
     if not gathers:
         return Miss("it is not computed from rows that the mask selected")
     return [inside[op.id] for op in graph.order() if op.id in inside], [gathers[i] for i in sorted(gathers)]

@@ -109,7 +109,7 @@ class _Part:
         """The values from outside that have such rows."""
         found: dict[Value, Rows] = {}
         for r in self.ops:
-            for value, rows in zip(r.op.inputs, r.given, strict=True):
+            for value, rows in zip(r.op.inputs, r.operand_rows, strict=True):
                 if value is not None and rows is not None and value.op not in self.inside:
                     found[value] = rows
         return found
@@ -118,7 +118,7 @@ class _Part:
         """The results that are read outside. Readers that only take the shape, and Pads that fill up, do not count."""
         found: dict[Value, Rows] = {}
         for r in self.ops:
-            for port, rows in enumerate(r.made):
+            for port, rows in enumerate(r.result_rows):
                 value = Value(r.op.id, port)
                 readers = self.graph.users(value)
                 pads = {pad.id for pad, _ in self.filled()}
@@ -129,12 +129,15 @@ class _Part:
     def filled(self) -> list[tuple[Op, Rows]]:
         """The Pads that fill up a value inside, each with the rows of that value."""
         return [
-            (u, r.made[0]) for r in self.ops for u in _pads_of(r) if r.made[0] is not None and _fills_up(self.graph, u)
+            (u, r.result_rows[0])
+            for r in self.ops
+            for u in _pads_of(r)
+            if r.result_rows[0] is not None and _fills_up(self.graph, u)
         ]
 
     def shapes(self) -> list[Op]:
         """The operators outside that take the shape of a value inside."""
-        values = (Value(r.op.id, port) for r in self.ops for port in range(len(r.made)))
+        values = (Value(r.op.id, port) for r in self.ops for port in range(len(r.result_rows)))
         return [u for value in values for u in self.graph.users(value) if self.asks_shape(u)]
 
     def asks_shape(self, op: Op) -> bool:
@@ -162,7 +165,7 @@ def _match(graph: Graph, count: Dim) -> Match | Miss:
     if all(rows.per != 1 for rows in part.given().values()):
         return Miss("no operand holds the number of rows")
     for r in part.ops:
-        nbytes = elements_with(r.op, r.made, most) * r.op.outputs[0].type.dtype.itemsize
+        nbytes = elements_with(r.op, r.result_rows, most) * r.op.outputs[0].type.dtype.itemsize
         if nbytes > MOST_BYTES:
             return Miss(f"{r.op.name} would have {most} rows of {nbytes // most} bytes")
     covered = (*(r.op for r in part.ops), *part.shapes(), *(pad for pad, _ in part.filled()))
@@ -181,7 +184,7 @@ def _connected(graph: Graph, members: Sequence[RowOp]) -> list[RowOp]:
     for r in members:
         links.add_edges_from(
             (v.op, r.op.id)
-            for v, rows in zip(r.op.inputs, r.given, strict=True)
+            for v, rows in zip(r.op.inputs, r.operand_rows, strict=True)
             if v is not None and rows is not None and v.op in links
         )
     workers = {r.op.id for r in members if r.op.kind in WORK or any(_fills_up(r.graph, u) for u in _pads_of(r))}
@@ -215,7 +218,7 @@ def _build(patch: Patch, part: _Part) -> None:
         operands = dict(new)
         indices = r.op.input(1)
         if by_number(r) and indices is not None:
-            operands[indices] = _from_front(patch, new.get(indices, indices), _times(patch, number, r.given[0]))
+            operands[indices] = _from_front(patch, new.get(indices, indices), _times(patch, number, r.operand_rows[0]))
         made = copy_of(patch, r, operands, most)
         new.update({Value(r.op.id, i): Value(made.id, i) for i in range(len(made.outputs))})
     for pad, rows in part.filled():

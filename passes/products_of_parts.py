@@ -20,8 +20,8 @@ from optdnn.ops.fused import STAGE_KINDS
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, origins, producer
 from optdnn.passes.support.stacks import (
+    Forms,
     Joined,
-    Looks,
     Part,
     Same,
     Stack,
@@ -169,21 +169,21 @@ def _group(graph: Graph, op: Op) -> list[Op]:
     """An operator and the equal operators on later parts, in the order of the parts.
 
     Empty if the operator's part is not the first one: then it belongs to the group of the previous part."""
-    looks = Looks(graph)
-    leaves_of = ((slot, looks.leaf(v)) for slot, v in enumerate(op.inputs) if v is not None)
+    forms = Forms(graph)
+    leaves_of = ((slot, forms.leaf(v)) for slot, v in enumerate(op.inputs) if v is not None)
     slot, leaf = next(((slot, leaf) for slot, leaf in leaves_of if leaf is not None), (0, None))
     part = None if leaf is None else part_of(graph, leaf.value)
     if leaf is None or part is None:
         return []
-    way, own, seen = (*leaf.way, (op, slot)), looks.of(operand(op, slot)), _types(graph, op)
+    path, own, seen = (*leaf.path, (op, slot)), forms.of(operand(op, slot)), _types(graph, op)
     rest = [k for k in range(len(op.inputs)) if k != slot]
 
     def alike(value: Value) -> list[Op]:
         found = [
-            u for u in _followed(graph, value, way) if _types(graph, u) == seen and looks.of(operand(u, slot)) == own
+            u for u in _followed(graph, value, path) if _types(graph, u) == seen and forms.of(operand(u, slot)) == own
         ]
         if len(found) > 1:  # several operators on the same part: compare their other operands too
-            found = [u for u in found if all(_looks(looks, u, k) == _looks(looks, op, k) for k in rest)]
+            found = [u for u in found if all(_form(forms, u, k) == _form(forms, op, k) for k in rest)]
         return found
 
     siblings = sorted(parts_of(graph, part), key=lambda found: found[1].start)
@@ -214,15 +214,15 @@ def _types(graph: Graph, op: Op) -> list[TensorType | None]:
     return [None if v is None else graph.type(v) for v in op.inputs]
 
 
-def _looks(looks: Looks, op: Op, slot: int) -> Hashable:
+def _form(forms: Forms, op: Op, slot: int) -> Hashable:
     value = op.inputs[slot]
-    return None if value is None else looks.of(value)
+    return None if value is None else forms.of(value)
 
 
-def _followed(graph: Graph, value: Value, way: Sequence[tuple[Op, int]]) -> list[Op]:
-    """The operators that ``value`` reaches through operators equal to those of ``way``."""
+def _followed(graph: Graph, value: Value, path: Sequence[tuple[Op, int]]) -> list[Op]:
+    """The operators that ``value`` reaches through operators equal to those of ``path``."""
     reached, ops = [value], list[Op]()
-    for like, slot in way:
+    for like, slot in path:
         ops = [
             u
             for v in reached

@@ -290,8 +290,8 @@ def _rolled(graph: Graph, scan: Scan, rows: _Rows | None) -> Match | Miss:
     following = {before: value for value, before in after.items()}
     states, inside = list(begin), set(template)
     reads = dict.fromkeys(v for value in template for v in graph.op(value).inputs if v is not None and v not in inside)
-    sequences = [v for v in reads if v in steps.places]
-    others = [v for v in reads if v not in steps.places and v not in begin]
+    sequences = [v for v in reads if v in steps.positions]
+    others = [v for v in reads if v not in steps.positions and v not in begin]
     if len(template) > MOST_STAGES or len(states) + len(sequences) + len(others) > MOST_OPERANDS:
         return Miss(f"a step of {len(template)} operators and {len(reads)} operands takes too many registers")
     shown = {} if rows is None else {rows.value: rows.stacked}
@@ -304,7 +304,7 @@ def _rolled(graph: Graph, scan: Scan, rows: _Rows | None) -> Match | Miss:
         return Miss(f"its states and results differ in shape: {', '.join(sorted(map(show_shape, shapes)))}")
     if sum((scan.last + 1 - scan.first) * elements(graph.type(v)) for v in shown) > MOST_ELEMENTS:
         return Miss("storing the results of all steps would take longer than a launch for each step")
-    wholes = [steps.places[v].whole for v in sequences]
+    wholes = [steps.positions[v].whole for v in sequences]
     inside_steps = {v.op for v in named}
     if any(one.id in inside_steps for one in origins(graph, [*wholes, *others, *begin.values()])):
         return Miss("other operands of its steps depend on their results too")
@@ -315,9 +315,9 @@ def _rolled(graph: Graph, scan: Scan, rows: _Rows | None) -> Match | Miss:
         stages=tuple(_stage(graph.op(v), slot, register) for v in template),
         states=len(states),
         steps=scan.last + 1 - scan.first,
-        axes=tuple(steps.places[v].axis for v in sequences),
-        starts=tuple(steps.places[v].index - ahead for v in sequences),
-        views=tuple(steps.places[v].view for v in sequences),
+        axes=tuple(steps.positions[v].axis for v in sequences),
+        starts=tuple(steps.positions[v].index - ahead for v in sequences),
+        views=tuple(steps.positions[v].view for v in sequences),
         following=tuple(register[following[v]] for v in states),
         results=tuple(register[v] for v in shown),
         result_axes=tuple(a for a, _ in shown.values()),

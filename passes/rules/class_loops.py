@@ -1,9 +1,9 @@
 """The best boxes of each class, which PyTorch's SSD selects in a loop over its classes (``_postprocess_detections``).
 
-For each class ``c`` the loop computes ``i = NonZero(scores[:, c] > t)``, the ``min(K, len(i))`` largest of these scores, their
-boxes, and a label ``c`` for each of them. Then it concatenates all classes. Ninety classes are over a thousand operators with sizes
-that depend on data. The K largest scores of a whole column, restricted to those above ``t``, are the same numbers. So one TopK of
-all columns and one selection at the end replace the loop.
+For each class ``c`` the loop computes ``i = NonZero(scores[:, c] > t)`` and the ``min(K, len(i))`` largest of these scores. It
+gathers their boxes, and adds a label ``c`` for each box. Then it concatenates all classes. Ninety classes are over a thousand
+operators with sizes that depend on data. The scores above ``t`` among the K largest scores of a whole column are the same numbers.
+So one TopK of all columns and one selection at the end replace the loop.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Best:
 
 @rule("best_of_classes", {"Concat"})
 def best_of_classes(graph: Graph, op: Op) -> Match | Miss | None:
-    """The Concat of each class's best scores, and the Concats of their boxes and labels in the same order."""
+    """The Concat of the best scores of all classes, and the Concats of their boxes and labels in the same order."""
     tops = [producer(graph, v, {"TopK"}) for v in op.inputs]
     if len(tops) < 2 or not all(
         t is not None and v is not None and v.port == 0 for t, v in zip(tops, op.inputs, strict=True)
@@ -57,18 +57,18 @@ def best_of_classes(graph: Graph, op: Op) -> Match | Miss | None:
     levels = {scalar(graph, c.least) for c in found}
     if len(levels) != 1 or None in levels:
         return Miss("the classes have no common constant threshold")
-    rows = {c.id: (c, _boxes(graph, c, found)) for top in found for c in _behind(graph, Value(top.top.id, 1))}
+    rows = {c.id: (c, _boxes(graph, c, found)) for top in found for c in _concats_after(graph, Value(top.top.id, 1))}
     boxes = [(c, source) for c, source in rows.values() if source is not None]
-    numbered = {c.id: (c, _labels(graph, c, found)) for c in _behind(graph, first.top.value)}
+    numbered = {c.id: (c, _labels(graph, c, found)) for c in _concats_after(graph, first.top.value)}
     labels = [(c, own) for c, own in numbered.values() if own is not None]
 
     def build(patch: Patch) -> None:
-        numbers, values = _together(patch, found)
+        indices, values = _best_of_all(patch, found)
         above = patch.add("NonZero", [patch.add("Greater", [values, first.least])])
         chosen = reshaped(patch, above, (-1,))
         patch.replace(op.value, _rows(patch, values, chosen))
         for end, source in boxes:
-            patch.replace(end.value, _rows(patch, _rows(patch, source, numbers), chosen))
+            patch.replace(end.value, _rows(patch, _rows(patch, source, indices), chosen))
         for end, own in labels:
             repeated = np.repeat(np.asarray(own), first.count).astype(end.outputs[0].type.dtype)
             patch.replace(end.value, _rows(patch, patch.constant(repeated, "classes"), chosen))
@@ -77,7 +77,7 @@ def best_of_classes(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _best(graph: Graph, top: Op) -> Best | None:
-    """The selection of a TopK on the scores of one column above a threshold, if it takes all of them up to a fixed count."""
+    """A TopK on the scores of one column above a threshold; None unless it takes all of them, up to a fixed number."""
     gather, dims = producer(graph, operand(top), GATHERS), top.outputs[0].type.dims
     if gather is None or len(dims) != 1 or not top.attrs.largest:
         return None
@@ -95,14 +95,14 @@ def _best(graph: Graph, top: Op) -> Best | None:
     return Best(top, chooser, operand(column), operand(compared, 1), int(number), count)
 
 
-def _behind(graph: Graph, value: Value) -> list[Op]:
-    """The Concats that read a value through one or two operators."""
+def _concats_after(graph: Graph, value: Value) -> list[Op]:
+    """The Concats that read the results of one or two operators after ``value``."""
     users = [u for user in graph.users(value) for u in (user, *graph.users(user.value))]
     return [end for u in users if len(u.outputs) == 1 for end in graph.users(u.value) if end.kind == "Concat"]
 
 
 def _parts(op: Op, classes: Sequence[Best]) -> list[Value]:
-    """The operands of a Concat of rows with one part per class; empty for other Concats."""
+    """The operands of a Concat along axis 0 with one operand per class; empty for other Concats."""
     parts = [v for v in op.inputs if v is not None]
     rank = op.outputs[0].type.rank
     rows = rank is not None and normalize_axis(op.attrs.axis, rank) == 0
@@ -110,7 +110,7 @@ def _parts(op: Op, classes: Sequence[Best]) -> list[Value]:
 
 
 def _boxes(graph: Graph, op: Op, classes: Sequence[Best]) -> Value | None:
-    """The tensor from which each part of a Concat takes the rows of its class's best scores; None for other Concats."""
+    """The tensor whose rows a Concat joins: each operand has the rows of the best scores of one class. None for other Concats."""
     sources = set[Value]()
     for part, best in zip(_parts(op, classes), classes, strict=False):
         taken = producer(graph, part, {"Gather"})
@@ -124,7 +124,7 @@ def _boxes(graph: Graph, op: Op, classes: Sequence[Best]) -> Value | None:
 
 
 def _labels(graph: Graph, op: Op, classes: Sequence[Best]) -> list[float] | None:
-    """The label of each class, if each part of the Concat repeats it once per best score; else None."""
+    """The label of each class, if each operand of the Concat repeats it once per best score; else None."""
     found = list[float]()
     for part, best in zip(_parts(op, classes), classes, strict=False):
         filled = producer(graph, part, {"ConstantOfShape"})
@@ -135,16 +135,16 @@ def _labels(graph: Graph, op: Op, classes: Sequence[Best]) -> list[float] | None
     return found or None
 
 
-def _together(patch: Patch, classes: Sequence[Best]) -> tuple[Value, Value]:
-    """Row indices and values of the best scores, in the order of the classes."""
+def _best_of_all(patch: Patch, classes: Sequence[Best]) -> tuple[Value, Value]:
+    """Add one TopK: row indices and values of the best scores of each class, in the order of the classes."""
     first = classes[0]
     columns = integers(patch, [c.column for c in classes], "columns")
     scores = patch.add("Gather", [first.scores, columns], GatherAttrs(axis=1))
     top = patch.add_op("TopK", [scores, integers(patch, [first.count], "count")], TopKAttrs(axis=0), outputs=2)
-    values, numbers = (
+    values, indices = (
         reshaped(patch, patch.add("Transpose", [Value(top.id, port)], TransposeAttrs((1, 0))), (-1,)) for port in (0, 1)
     )
-    return numbers, values
+    return indices, values
 
 
 def _rows(patch: Patch, x: Value, chosen: Value) -> Value:

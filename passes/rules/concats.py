@@ -1,7 +1,8 @@
-"""Concats: whole values in place of all their parts, and operators that move in front of a Concat of convolutions.
+"""Concats of all parts of a value become the value, and operators move in front of a Concat of convolutions.
 
-Mixed depthwise convolutions (Tan and Le, 2019) and cross-stage partial networks (Wang et al., 2020) put the results of several
-convolutions side by side, and normalize and activate all of them together. Moved in front, weights and epilogues absorb these.
+Mixed depthwise convolutions (Tan and Le, 2019) and cross-stage partial networks (Wang et al., 2020) concatenate the results of
+several convolutions. Then they normalize and activate all channels together. Before the Concat, the convolutions' weights and
+epilogues absorb these operators.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 
 
 def _joined(graph: Graph, op: Op) -> Op | Miss | None:
-    """The Concat of channels that only ``op`` reads, of convolutions that only it reads; None where there is no such Concat."""
+    """The Concat of convolutions' channels that ``op`` reads, or None. It and each convolution must have one reader."""
     concat = producer(graph, op.inputs[0], {"Concat"}, alone=True)
     if concat is None or normalize_axis(concat.attrs.axis, len(concat.outputs[0].type.dims)) != 1:
         return None
@@ -33,13 +34,13 @@ def _joined(graph: Graph, op: Op) -> Op | Miss | None:
     if not any(convolutions):
         return None
     if any(c is None or graph.use_count(c.value) > 1 for c in convolutions):
-        return Miss("the Concat before it has parts that are no convolutions' results, or are read elsewhere")
+        return Miss("the Concat before it has operands that are not results of convolutions, or are read elsewhere")
     return concat
 
 
 @rule("empty_parts", {"Concat"})
 def empty_parts(graph: Graph, op: Op) -> Match | None:
-    """Parts of no elements are left out of a Concat: heads whose features all turn are joined with a rest of none (Phi-3)."""
+    """Empty operands of a Concat are left out: in Phi-3, all features of a head are rotated, and the rest is empty."""
     axis, values = (
         normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)),
         [operand(op, k) for k in range(len(op.inputs))],
@@ -52,9 +53,9 @@ def empty_parts(graph: Graph, op: Op) -> Match | None:
 
 @rule("concat_of_split", {"Concat"})
 def concat_of_split(graph: Graph, op: Op) -> Match | None:
-    """``concat(a, b, c)``, where a and b are all parts of a Split of x in their order, is ``concat(x, c)`` (C2f of YOLOv8).
+    """``concat(a, b, c)`` is ``concat(x, c)`` if a and b are all parts of a Split of x, in order (C2f of YOLOv8).
 
-    So the operator that computes x can write it in place.
+    So the operator that computes x can write x directly into the result.
     """
     axis, parts = normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)), list(op.inputs)
     for at, value in enumerate(parts):
@@ -70,8 +71,9 @@ def concat_of_split(graph: Graph, op: Op) -> Match | None:
 
 @rule("part_of_concat", {"Slice"})
 def part_of_concat(graph: Graph, op: Op) -> Match | None:
-    """``slice(concat(a, b, c))`` that takes one part as it is, is this part. A Concat that is read elsewhere stays: then the slice
-    is a view of it, and the part is written in place."""
+    """``slice(concat(a, b, c))`` is a part if it takes exactly this part.
+
+    A Concat with other readers stays: then the slice is a view of it, and the part is written directly into it."""
     concat = producer(graph, op.inputs[0], {"Concat"}, alone=True)
     if concat is None:
         return None
@@ -91,9 +93,9 @@ def part_of_concat(graph: Graph, op: Op) -> Match | None:
 
 @rule("split_of_concat", {"Split"})
 def split_of_concat(graph: Graph, op: Op) -> Match | None:
-    """``split(concat(a, b, c))`` into the same parts is these parts: halves that change places (RealNVP: Dinh et al., 2017).
+    """``split(concat(a, b, c))`` into the same parts is these parts: exchanged halves (RealNVP: Dinh et al., 2017).
 
-    As with slices, a Concat that is read elsewhere stays.
+    As with slices, a Concat with other readers stays.
     """
     concat = producer(graph, op.inputs[0], {"Concat"}, alone=True)
     if concat is None or len(concat.inputs) != len(op.outputs):
@@ -117,8 +119,9 @@ _LAST_TWO = node(RESHAPES, node("Concat", Var("a"), Var("b"), name="concat"), na
 
 @pattern_rule("interleaved_parts", node("Transpose", _LAST_TWO, name="back"))
 def interleaved_parts(graph: Graph, root: Op, found: dict[str, Any]) -> Match | None:
-    """Two transposed values that are interleaved along an axis and transposed again (assignments to ``y[..., ::2]`` and
-    ``y[..., 1::2]``, Wan): the Transposes change places with the Reshapes and the Concat, so they merge."""
+    """Two transposed values are interleaved along an axis and transposed again: the Transposes move together, and merge.
+
+    Wan writes this as assignments to ``y[..., ::2]`` and ``y[..., 1::2]``. The Transposes before the interleaving move after it."""
     concat, merged = found["concat"], found["merged"]
     stacked = [producer(graph, found[name], RESHAPES) for name in ("a", "b")]
     inner = [None if s is None else producer(graph, s.inputs[0], {"Transpose"}) for s in stacked]
@@ -176,13 +179,13 @@ def bn_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("activation_of_parts", ACTIVATIONS)
 def activation_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
-    """``f(concat(conv, conv))`` is ``concat(f(conv), f(conv))``, where f reads nothing else but numbers."""
+    """``f(concat(conv, conv))`` is ``concat(f(conv), f(conv))`` if f reads only scalar constants besides."""
     concat = _joined(graph, op)
     if concat is None or isinstance(concat, Miss):
         return concat
     numbers = [graph.constant_value(v) for v in op.inputs[1:] if v is not None]
     if any(n is None or n.size > 1 for n in numbers):
-        return Miss("it reads more than scalars beside the Concat")
+        return Miss("it reads more than scalars besides the Concat")
 
     def build(patch: Patch) -> Value:
         parts = [patch.add(op.kind, [part, *op.inputs[1:]], op.attrs) for part in concat.inputs]

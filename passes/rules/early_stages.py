@@ -1,6 +1,6 @@
-"""Stages move in front of the Reshape between them and a product or convolution, whose epilogue then takes them in.
+"""Stages move in front of a Reshape after a product or convolution, whose epilogue then absorbs them.
 
-The multiplication of an attention's heads by a gate, which is such a product, moves in front of its Reshape as well.
+The multiplication of an attention's heads by a gate that a product computes also moves in front of its Reshape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STAGES = ACTIVATIONS | ADDITIONS | SCALINGS
 
 @rule("stage_before_reshape", STAGES)
 def stage_before_reshape(graph: Graph, op: Op) -> Match | None:
-    """``f(reshape(x W))`` is ``reshape(f(x W))``, where f reads nothing else but numbers: the root of a sum (StyleGAN2)."""
+    """``f(reshape(x W))`` is ``reshape(f(x W))`` if f reads only scalar constants besides: the root of a sum (StyleGAN2)."""
     reshape = _before(graph, op, RESHAPES)
     if reshape is None or refuses(graph, op, reshape.value) is not None:
         return None
@@ -24,7 +24,7 @@ def stage_before_reshape(graph: Graph, op: Op) -> Match | None:
     while (view := producer(graph, operand(views[-1]), RESHAPES, alone=True)) is not None:
         views.append(view)
     source = operand(views[-1])
-    if not _made_by_anchor(graph, source):
+    if not _is_staged_product(graph, source):
         return None
 
     def build(patch: Patch) -> Value:
@@ -38,7 +38,7 @@ def stage_before_reshape(graph: Graph, op: Op) -> Match | None:
 
 @rule("gate_before_reshape", RESHAPES)
 def gate_before_reshape(graph: Graph, op: Op) -> Match | None:
-    """``reshape(reshape(f(x W)) * y)`` of the shape of ``x W`` is ``f(x W) * reshape(y)``: the gate of an attention's heads."""
+    """``reshape(reshape(f(x W)) * y)`` with the shape of ``x W`` is ``f(x W) * reshape(y)``: the gate of an attention's heads."""
     product, shape = producer(graph, operand(op), {"Mul"}, alone=True), op.outputs[0].type.shape
     if product is None or shape is None:
         return None
@@ -48,7 +48,7 @@ def gate_before_reshape(graph: Graph, op: Op) -> Match | None:
         if view is None or heads is None or shape_of(graph, y) != heads or reshape_target(heads, shape) is None:
             continue
         gate = operand(view)
-        if shape_of(graph, gate) == shape and _made_by_anchor(graph, gate):
+        if shape_of(graph, gate) == shape and _is_staged_product(graph, gate):
 
             def build(patch: Patch, gate: Value = gate, y: Value = y) -> Value:
                 return patch.add("Mul", [gate, in_shape(patch, y, shape)], src=product.src)
@@ -57,16 +57,16 @@ def gate_before_reshape(graph: Graph, op: Op) -> Match | None:
     return None
 
 
-def _made_by_anchor(graph: Graph, value: Value) -> bool:
-    """Whether a value has one reader and is the result of a product or convolution and stages after it."""
-    made = graph.op(value)
-    while made.kind in STAGES and (before := _before(graph, made, ANCHORS | STAGES)) is not None:
-        made = before
-    return made.kind in ANCHORS and graph.sole_user(value) is not None
+def _is_staged_product(graph: Graph, value: Value) -> bool:
+    """Whether a value has one reader and is the result of a product or convolution, possibly with stages after it."""
+    op = graph.op(value)
+    while op.kind in STAGES and (before := _before(graph, op, ANCHORS | STAGES)) is not None:
+        op = before
+    return op.kind in ANCHORS and graph.sole_user(value) is not None
 
 
 def _before(graph: Graph, op: Op, kinds: frozenset[str]) -> Op | None:
-    """The operator of these kinds whose result only ``op`` reads; all else that it reads are numbers."""
+    """The operator of one of ``kinds`` whose result only ``op`` reads. All other operands of ``op`` must be scalar constants."""
     found: Op | None = None
     for value in op.inputs:
         if value is None or scalar(graph, value) is not None:

@@ -1,9 +1,8 @@
-"""Rows in groups whose sizes depend on data, each group multiplied with its own matrix, become one product.
+"""Products of groups of rows whose sizes depend on data, each group with its own matrix, become one product.
 
-JetMoE and GraniteMoE sort the rows of a mixture of experts by expert, split them by the number of rows of each, and join the
-products:
-``Concat(x_0 W_0, x_1 W_1, ...)``. The sizes of the parts depend on data, so no kernel can be planned for them. All rows together
-are as many as before: each is multiplied with all matrices, and the product of its own group is kept.
+JetMoE and GraniteMoE sort the rows of a mixture of experts by expert, split them by the number of rows of each expert, and join the
+products: ``Concat(x_0 W_0, x_1 W_1, ...)``. The sizes of the parts depend on data, so no kernel can be planned for them. The number
+of all rows is known. So each row is multiplied with all matrices, and the product with the matrix of its group is kept.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from optdnn.passes.support.facts import integers, operand, reshaped
 from optdnn.types import INT64, Array
 
 MOST = 128
-"""Groups up to which the products with all matrices are made: their number multiplies the arithmetic."""
+"""Largest number of groups: it multiplies the arithmetic."""
 MOST_ELEMENTS = 1 << 28
 """Most elements of all products."""
 
 
 @rule("expert_rows", {"Concat"})
 def expert_rows(graph: Graph, op: Op) -> Match | Miss | None:
-    """The products of all parts of a Split of rows, joined again in its order."""
+    """A Concat of the products of all parts of a Split of rows, in order."""
     products = [graph.op(v) for v in op.inputs if v is not None]
     split = graph.op(operand(products[0])) if products[0].kind in ("Gemm", "MatMul") else None
     if split is None or split.kind != "Split" or len(split.inputs) != 2 or graph.known(operand(split, 1)) is not None:
@@ -49,7 +48,7 @@ def expert_rows(graph: Graph, op: Op) -> Match | Miss | None:
     many, width = len(stacks), stacks[0][0].shape[1]
     (count, size) = graph.type(rows).static_shape
     if many > min(MOST, size) or count * many * width > MOST_ELEMENTS:
-        return Miss(f"the products of each row with all {many} matrices would take longer than those of the groups")
+        return Miss(f"products of each row with all {many} matrices would take longer than products of the groups")
 
     def build(patch: Patch) -> Value:
         group = _groups(patch, operand(split, 1), count)
@@ -65,7 +64,7 @@ def expert_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _matrix(graph: Graph, op: Op) -> tuple[Array, Array | None] | None:
-    """The matrix (in, out) and bias (out) of a product without stages; None where they are not constant or anyone else reads it."""
+    """The matrix (in, out) and bias (out) of a product without stages; None if they are not constant or there are other readers."""
     attrs = op.attrs
     if attrs.prologue or attrs.epilogue or graph.sole_user(op.value) is None or graph.sole_user(operand(op)) is None:
         return None
@@ -83,8 +82,8 @@ def _matrix(graph: Graph, op: Op) -> tuple[Array, Array | None] | None:
 
 
 def _groups(patch: Patch, sizes: Value, count: int) -> Value:
-    """The group of each row: how many groups end before it."""
+    """Add ops that compute the group of each of ``count`` rows: the number of groups that end before it."""
     ends = patch.add("CumSum", [sizes, patch.constant(np.array(0, np.int64), "axis")], CumulativeAttrs())
-    places = patch.constant(np.arange(count).reshape(count, 1), "places")
-    behind = patch.add("Cast", [patch.add("GreaterOrEqual", [places, ends])], CastAttrs(INT64))
-    return patch.add("ReduceSum", [behind, integers(patch, [1], "axes")], ReduceAttrs(keepdims=False))
+    positions = patch.constant(np.arange(count).reshape(count, 1), "places")
+    after = patch.add("Cast", [patch.add("GreaterOrEqual", [positions, ends])], CastAttrs(INT64))
+    return patch.add("ReduceSum", [after, integers(patch, [1], "axes")], ReduceAttrs(keepdims=False))

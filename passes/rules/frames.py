@@ -1,8 +1,9 @@
-"""Convolutions of the frames of one signal become convolutions of its blocks.
+"""Convolutions of the frames of a signal become convolutions of its blocks.
 
 Exporters without an operator for short-time Fourier transforms (voice activity, speech synthesis), and learned filter banks,
-convolve a signal of one channel with long filters in long steps. Tensor cores multiply channels, and there is one, in eights.
-A block of samples as many channels has the same sums, and nothing is read that is not used.
+convolve a signal of one channel with long filters and a large stride. Tensor cores multiply channels in groups of eight, so with
+one channel most of the work is wasted. If a block of samples becomes the channels of one position, the sums are the same and all
+channels are used.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from optdnn.passes.support.facts import in_shape, integers, operand, reshape_tar
 from optdnn.types import Array
 
 LEAST_BLOCK = 32
-"""Fewest samples of a step: the kernel of images of few channels is as quick on short steps."""
+"""Least stride, in samples: for smaller strides, the kernel for images of few channels is as fast."""
 
 
 @dataclass(frozen=True)
 class Frames:
-    """``count`` frames of ``length`` samples, ``step`` apart, of a signal of ``samples`` with ``pads`` zeros around it."""
+    """``count`` frames of ``length`` samples at distances of ``step``, in a signal of ``samples`` with ``pads`` zeros around it."""
 
     samples: int
     count: int
@@ -36,24 +37,25 @@ class Frames:
 
     @property
     def block(self) -> int:
-        """Samples of a block: they divide the frames where that leaves enough, else the last block of a frame is filled up."""
+        """The number of samples of a block: a divisor of length and step, if a large one exists; else the step, and the last block
+        of a frame is padded."""
         common = math.gcd(self.length, self.step)
         return common if common >= LEAST_BLOCK else self.step
 
     @property
     def blocks(self) -> int:
-        """Blocks of a frame."""
+        """The number of blocks of a frame."""
         return -(-self.length // self.block)
 
     @property
     def used(self) -> int:
-        """Samples of all blocks of all frames."""
+        """The number of samples from the first block of the first frame to the last block of the last frame."""
         return (self.count - 1) * self.step + self.blocks * self.block
 
 
 @rule("frames_are_blocks", {"Conv"})
 def frames_are_blocks(graph: Graph, op: Op) -> Match | Miss | None:
-    """A convolution of one channel in long steps is one of blocks of samples."""
+    """A convolution of one channel with a large stride becomes a convolution of blocks of samples."""
     dims, attrs = graph.type(operand(op)).dims, op.attrs
     along = [i for i, s in enumerate(attrs.strides) if s >= LEAST_BLOCK]
     if len(along) != 1 or dims[1] != 1 or attrs.auto_pad != "NOTSET":
@@ -84,24 +86,24 @@ def frames_are_blocks(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _frames(graph: Graph, op: Op, weight: Array, axis: int) -> Frames | Miss:
-    """The frames along a spatial axis, if the others are of one element."""
+    """The frames along a spatial axis; a Miss if another spatial axis has more than one element."""
     dims, attrs, rank = graph.type(operand(op)).dims[2:], op.attrs, weight.ndim - 2
     samples, count = dims[axis], op.outputs[0].type.dims[2 + axis]
     if not isinstance(samples, int) or not isinstance(count, int):
         return Miss("its number of samples is not known")
     others = [i for i in range(rank) if i != axis]
     if any(dims[i] != 1 or weight.shape[2 + i] != 1 or attrs.pads[i] or attrs.pads[i + rank] for i in others):
-        return Miss("it is of an image")
+        return Miss("its operand is an image, not a signal")
     if attrs.dilations[axis] != 1:
-        return Miss("it leaves out samples of a frame")
+        return Miss("its filters are dilated, so it leaves out samples of a frame")
     pads = (attrs.pads[axis], attrs.pads[axis + rank])
     return Frames(samples, count, weight.shape[2 + axis], attrs.strides[axis], pads)
 
 
 def _taken(patch: Patch, x: Value, frames: Frames) -> Value:
-    """The samples of all blocks: zeros around the signal, and without those behind the last block."""
+    """The samples of all blocks: zeros are added around the signal, and samples after the last block are removed."""
     before = frames.pads[0]
-    behind = frames.used - before - frames.samples
-    if before or behind > 0:
-        x = patch.add("Pad", [x, integers(patch, [0, before, 0, max(behind, 0)], "pads")], PadAttrs())
-    return x if behind >= 0 else patch.add("Slice", [x, *(integers(patch, [n], "bounds") for n in (0, frames.used, 1))])
+    after = frames.used - before - frames.samples
+    if before or after > 0:
+        x = patch.add("Pad", [x, integers(patch, [0, before, 0, max(after, 0)], "pads")], PadAttrs())
+    return x if after >= 0 else patch.add("Slice", [x, *(integers(patch, [n], "bounds") for n in (0, frames.used, 1))])

@@ -1,4 +1,4 @@
-"""Gates, one number for all pixels of an image's channel: a convolution that reads the gated image applies them."""
+"""Gates (one factor for all pixels of an image's channel) are applied by the convolution that reads the gated image."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import channels_from_last, channels_to_last, operand, producer, shape_of
 
 LEAST = 1 << 20
-"""Elements of an image from which on a convolution applies a gate in less time than a launch that multiplies all pixels."""
+"""Least number of elements of an image. In a smaller image, a launch multiplies all pixels as fast as a convolution does."""
 _STEPS = 6
-"""Factors and constants between a value and its sum with itself."""
+"""Most factors and constants between a value and its sum with itself."""
 
 
 @rule("gated_residual", {"Add"})
 def gated_residual(graph: Graph, op: Op) -> Match | Miss | None:
-    """``x * g * h + c + x`` becomes ``x * (g * h + 1) + c``, where a 1x1 convolution or a product can apply the gate.
+    """``x * g * h + c + x`` becomes ``x * (g * h + 1) + c`` if a 1x1 convolution or a product can apply the gate.
 
-    So ConvNeXt V2 writes its global response norm (Woo et al., 2023).
+    ConvNeXt V2 writes its global response norm in this form (Woo et al., 2023).
     """
     for x, other in (op.inputs, op.inputs[::-1]):
         if x is not None and other is not None and (found := _factors(graph, x, other)) is not None:
@@ -34,7 +34,7 @@ def gated_residual(graph: Graph, op: Op) -> Match | Miss | None:
     user, shape = graph.sole_user(op.value), shape_of(graph, x)
     channels = None if user is None or user.inputs[0] != op.value else _channels(graph, user)
     if channels is None:
-        return Miss("no 1x1 convolution, and no product of an image's pixels, is its only reader")
+        return Miss("its only reader is no 1x1 convolution and no product of an image's pixels")
     if op.outputs[0].type.shape != shape or not all(_is_gate(graph, f, channels) for f in factors):
         return Miss("its factors are not one number for all pixels of a channel")
     if int(elements(graph.type(x))) < LEAST:
@@ -55,7 +55,7 @@ def gated_residual(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("gated_rows", {"MatMul"})
 def gated_rows(graph: Graph, op: Op) -> Match | Miss | None:
-    """The product of pixels (B, H, W, C) with a matrix, where each image's channels have a gate: a 1x1 convolution of the image."""
+    """The product of gated pixels (B, H, W, C) with a matrix becomes a 1x1 convolution, whose prologue applies the gate."""
     gated, weight = producer(graph, operand(op), {"Mul"}), graph.constant_value(operand(op, 1))
     if gated is None or weight is None or op.attrs.prologue or op.attrs.epilogue:
         return None
@@ -76,21 +76,21 @@ def gated_rows(graph: Graph, op: Op) -> Match | Miss | None:
         None if add is None or add.kind != "Add" or add.inputs[0] != op.value else graph.constant_value(add.inputs[1])
     )
     biased = add is not None and shift is not None and shift.shape == weight.shape[1:]
-    turn, back = TransposeAttrs(channels_from_last(4)), TransposeAttrs(channels_to_last(4))
+    to_image, to_pixels = TransposeAttrs(channels_from_last(4)), TransposeAttrs(channels_to_last(4))
 
     def build(patch: Patch) -> Value:
-        image, factor = (patch.add("Transpose", [v], turn) for v in (x, gate))
+        image, factor = (patch.add("Transpose", [v], to_image) for v in (x, gate))
         matrix = patch.constant(np.ascontiguousarray(weight.T)[..., None, None], "weight")
         bias = add.inputs[1] if biased and add is not None else None
         attrs = ConvAttrs((1, 1), (0, 0, 0, 0), (1, 1), 1, prologue=(Stage("Mul", (~0, 3)),))
         y = patch.add("Conv", [image, matrix, bias, factor], attrs)
-        return patch.add("Transpose", [y], back)
+        return patch.add("Transpose", [y], to_pixels)
 
     return Match((*([add] if biased and add is not None else []), op, gated), build)
 
 
 def _factors(graph: Graph, x: Value, value: Value) -> tuple[list[Value], list[Value], list[Op]] | None:
-    """The factors and the constants added after them that make ``value`` of ``x``, the last ones first, and the operators."""
+    """The factors, the constants added after them, and the operators that compute ``value`` from ``x``, each from last to first."""
     factors, shifts, ops = list[Value](), list[Value](), list[Op]()
     while len(ops) < _STEPS and (step := producer(graph, value, {"Add", "Mul"}, alone=True)) is not None:
         ops.append(step)
@@ -109,7 +109,7 @@ def _factors(graph: Graph, x: Value, value: Value) -> tuple[list[Value], list[Va
 
 
 def _channels(graph: Graph, reader: Op) -> int | None:
-    """The axis of the channels of an image that ``reader``, a 1x1 convolution or a product of its pixels, reads; else None."""
+    """The channel axis of an image that ``reader`` reads, if it is a 1x1 convolution or a product of pixels; else None."""
     rank = graph.type(operand(reader)).rank
     if reader.kind == "MatMul":
         return 3 if rank == 4 and graph.constant_value(operand(reader, 1)) is not None else None
@@ -118,7 +118,7 @@ def _channels(graph: Graph, reader: Op) -> int | None:
 
 
 def _is_gate(graph: Graph, factor: Value, channels: int) -> bool:
-    """Whether ``factor`` has one number for all pixels of a channel of an image of four axes."""
+    """Whether ``factor`` has one number for all pixels of a channel of an image with four axes."""
     shape = shape_of(graph, factor)
     padded = None if shape is None else (*(1,) * (4 - len(shape)), *shape)
     return padded is not None and all(n == 1 for axis, n in enumerate(padded) if axis not in (0, channels))

@@ -1,7 +1,7 @@
-"""Sums of gathered elements become a product. PyTorch exports adaptive pools with windows of different sizes in this form.
+"""Sums of gathered elements become a product with a matrix. PyTorch exports adaptive pools with unequal windows in this form.
 
 ``x[..., rows, columns]`` gathers the elements of all windows, padded with zeros. The export selects one position of all windows at
-a time, adds the selections, and divides each sum by the size of its window: some ten launches for few numbers.
+a time, adds the selections, and divides each sum by the size of its window: about ten launches for few numbers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array, is_float
 
 LEAST_TERMS = 4
-"""Fewest selections that are added."""
+"""Least number of terms of a sum."""
 MOST = 1 << 20
 """Most elements of the matrix."""
 SPARSEST = 64
-"""Most elements of the source per term of a sum: the rest of the matrix is zeros."""
+"""Most elements of the source per term of a sum. With more, almost all of the matrix would be zeros."""
 MOVES = frozenset({"Gather", "GatherND", "Slice", "Transpose", "Reshape", "Squeeze", "Unsqueeze"})
 """Kinds that select and order elements of operand 0 by constants."""
 
@@ -52,20 +52,20 @@ def gathered_sums(graph: Graph, op: Op) -> Match | Miss | None:
     shape = op.outputs[0].type.static_shape
     refused = None
     for source in sums.sources():
-        places = [_places(graph, source, term) for term in sums.terms]
+        positions = [_positions(graph, source, term) for term in sums.terms]
         given = graph.type(source).static_shape
-        lead = _lead(given, shape, places)
+        lead = _lead(given, shape, positions)
         rows, columns, outer = math.prod(given[lead:]), math.prod(shape[lead:]), math.prod(given[:lead])
-        if rows * columns <= MOST and rows <= len(places) * SPARSEST:
+        if rows * columns <= MOST and rows <= len(positions) * SPARSEST:
             break
-        refused = refused or Miss(f"a matrix of {rows} x {columns} for sums of {len(places)} elements is no gain")
+        refused = refused or Miss(f"a matrix of {rows} x {columns} for sums of {len(positions)} elements is no gain")
     else:
         return refused
     factor = _factor(graph, reader, op, shape, lead)
     end = op if factor is None or reader is None else reader
     matrix = np.zeros((rows, columns))
-    for place in places:
-        first = place.reshape(outer, columns)[0]
+    for each in positions:
+        first = each.reshape(outer, columns)[0]
         np.add.at(matrix, (first[first > 0] - 1, np.flatnonzero(first > 0)), 1.0)
     matrix = matrix if factor is None else matrix * factor
 
@@ -79,19 +79,19 @@ def gathered_sums(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _sums(graph: Graph, op: Op) -> Sums | None:
-    """The terms that an Add and those before it add up, if they are selections from one value."""
+    """The terms that ``op`` and the Adds before it sum, if all are selections from one value; else None."""
     adds, terms, waiting = list[Op](), list[tuple[Value, ...]](), [operand(op, 1), operand(op)]
     if not is_float(op.outputs[0].type.dtype) or not op.outputs[0].type.is_static:
         return None
     while waiting:
         value = waiting.pop()
-        made = graph.op(value)
-        if made.kind == "Add" and graph.sole_user(value) is not None:
-            adds.append(made)
-            waiting += [operand(made, 1), operand(made)]
+        inner = graph.op(value)
+        if inner.kind == "Add" and graph.sole_user(value) is not None:
+            adds.append(inner)
+            waiting += [operand(inner, 1), operand(inner)]
             continue
         path = [value]
-        while (before := _moved(graph, graph.op(path[-1]))) is not None:
+        while (before := _source(graph, graph.op(path[-1]))) is not None:
             path.append(before)
         if len(path) == 1 or (terms and path[-1] != terms[0][-1]) or not graph.type(path[-1]).is_static:
             return None
@@ -101,8 +101,8 @@ def _sums(graph: Graph, op: Op) -> Sums | None:
     return Sums(tuple(adds), tuple(terms)) if len(terms) >= LEAST_TERMS else None
 
 
-def _moved(graph: Graph, op: Op) -> Value | None:
-    """The value from which an operator selects or orders elements by constants (a Where replaces some by zeros); else None."""
+def _source(graph: Graph, op: Op) -> Value | None:
+    """The value from which an operator selects or reorders elements by constants, or replaces some by zeros (Where); else None."""
     if op.kind == "Where":
         constants = [graph.constant_value(v) for v in op.inputs]
         zero = [i for i in (1, 2) if constants[i] is not None and not constants[i].any()]  # type: ignore[union-attr]
@@ -112,8 +112,8 @@ def _moved(graph: Graph, op: Op) -> Value | None:
     return op.inputs[0]
 
 
-def _places(graph: Graph, source: Value, term: tuple[Value, ...]) -> Array:
-    """For each element of a term its index in the flat source, counted from 1; 0 for a zero."""
+def _positions(graph: Graph, source: Value, term: tuple[Value, ...]) -> Array:
+    """For each element of a term, its index in the flat source, counted from 1, or 0 for a zero."""
     shape = graph.type(source).static_shape
     found: Array = np.arange(1, math.prod(shape) + 1).reshape(shape)
     for value in reversed(term[: term.index(source)]):
@@ -125,13 +125,13 @@ def _places(graph: Graph, source: Value, term: tuple[Value, ...]) -> Array:
     return found
 
 
-def _lead(given: tuple[int, ...], shape: tuple[int, ...], places: list[Array]) -> int:
-    """The largest number of leading axes that source and result share, with the same sums for each entry along them."""
+def _lead(given: tuple[int, ...], shape: tuple[int, ...], positions: list[Array]) -> int:
+    """The largest number of leading axes that source and result share, with the same sums for each entry along these axes."""
     most = next((i for i, (a, b) in enumerate(zip(given, shape, strict=False)) if a != b), min(len(given), len(shape)))
     for lead in range(most, 0, -1):
         outer, rows = math.prod(given[:lead]), math.prod(given[lead:])
         starts = np.arange(outer)[:, None] * rows
-        own = [p.reshape(outer, -1) for p in places]
+        own = [p.reshape(outer, -1) for p in positions]
         if all((np.where(p > 0, p - starts, 0) == p[:1]).all() and p[0].max(initial=0) <= rows for p in own):
             return lead
     return 0

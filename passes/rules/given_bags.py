@@ -1,7 +1,7 @@
-"""Embedding bags whose bounds are computed (a recommender's offsets are an input) become one product.
+"""Embedding bags whose bounds are computed (a recommender's offsets are an input) become one product of matrices.
 
-Its left operand says which index belongs to which bag. The rows are looked up in a constant of finite numbers: a zero of the left
-operand times another number is then zero.
+The left operand has a row for each bag and a column for each index: its elements are the weights of the indices in the bag, and 0
+elsewhere. The table must be a constant of finite numbers, since 0 times an infinity or a NaN is not 0.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from optdnn.passes.support.facts import ints, is_filled, operand, producer, resh
 from optdnn.types import Array, is_float, normalize_axis
 
 MOST_MEMBERS = 1 << 26
-"""Bags times indices in the matrix of members: 128 MiB at 16 bits."""
+"""Largest number of elements (bags times indices) of the left operand: 128 MiB at 16 bits."""
 
 
 @dataclass(frozen=True)
 class _GivenBags:
-    """A body that adds up the rows that a run of ``listed`` indices names, each times its element of ``weights``.
+    """A loop body that reduces gathered rows. Iteration ``k`` gathers by ``listed[starts[k]:ends[k]]``.
 
-    A run begins and ends at the iteration's element of ``starts`` and ``ends``. All values are outside of the loop."""
+    If there are ``weights``, each row is multiplied by the weight of its index. All values are outside of the loop."""
 
     reduce: Op
     gather: Op
@@ -50,13 +50,13 @@ class _GivenBags:
 
 @rule("loop_of_given_bags", {"Loop"})
 def loop_of_given_bags(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Loop whose iterations add up the rows that a run of indices names, where the bounds of the runs are computed."""
+    """A Loop whose iterations sum or average the rows that a run of indices selects. The bounds of the runs are computed."""
     trips = trips_of(graph, op)
     bags = None if trips is None else _given_bags(graph, op, trips)
     if trips is None or bags is None:
         return None
     if bags.reduce.kind == "ReduceMax":
-        return Miss("it takes the maximum of bags whose bounds are computed")
+        return Miss("it takes the maximum of bags whose bounds are computed, which no product can express")
     table = table_of(graph, op, bags.gather)
     known = table if isinstance(table, np.ndarray) or table is None else graph.constant_value(table)
     (count,) = graph.type(bags.listed).static_shape
@@ -76,18 +76,18 @@ def loop_of_given_bags(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _no_product(table: Array | None, bags: int, count: int) -> str | None:
-    """Why rows of a table are not added up by a product."""
+    """The reason why a product cannot sum the rows of a table; None if it can."""
     if table is None or not is_float(table.dtype) or not np.isfinite(table).all():
-        return "the rows that its bags add up are not a constant of finite numbers: a product would spread a NaN"
+        return "its table is not a constant of finite numbers: a product would spread a NaN to other bags"
     if not count:
         return "there are no indices"
     if bags * count > MOST_MEMBERS:
-        return f"it has {bags} bags of {count} indices: their matrix would be larger than {MOST_MEMBERS} elements"
+        return f"it has {bags} bags and {count} indices: their matrix would be larger than {MOST_MEMBERS} elements"
     return None
 
 
 def _product(patch: Patch, rows: Value, weights: Value | None, bounds: tuple[Value, Value], kind: str) -> Value:
-    """The sums, or means, of the rows of each bag: a row for each of them."""
+    """Add the product: the sum or mean of the rows of each bag, one row per bag."""
     shape = patch.type(rows).static_shape
     cast = CastAttrs(patch.type(rows).dtype)
     members = _members(patch, weights, bounds, cast, shape[0])
@@ -99,6 +99,7 @@ def _product(patch: Patch, rows: Value, weights: Value | None, bounds: tuple[Val
 
 
 def _given_bags(graph: Graph, op: Op, trips: int) -> _GivenBags | None:
+    """The bags of a Loop with ``trips`` iterations; None if its body has another form."""
     body = op.attrs.body.graph
     reduce = reduction(body)
     product = None if reduce is None else producer(body, reduce.input(0), {"Mul"})
@@ -132,14 +133,14 @@ def _given_bags(graph: Graph, op: Op, trips: int) -> _GivenBags | None:
 
 
 def _list_outside(graph: Graph, op: Op, cut: Op) -> Value | None:
-    """The list outside of the loop, of known length, that a Slice cuts."""
+    """The list of known length, outside of the loop, whose part a Slice takes."""
     listed = value_outside(op, cut.input(0))
     shape = None if listed is None else shape_of(graph, listed)
     return listed if shape is not None and len(shape) == 1 and isinstance(shape[0], int) else None
 
 
 def _weights(graph: Graph, op: Op, factor: Value | None, cut: Op) -> Value | None:
-    """The list outside of the loop whose run, a column, is the factor of the rows that ``cut`` names."""
+    """The list outside of the loop whose run is the ``factor``, a column, of the rows; the run has the bounds of ``cut``."""
     view = producer(op.attrs.body.graph, factor, VIEWS)
     own = None if view is None else cut_of(graph, op, view.input(0))
     if view is None or own is None or (own.input(1), own.input(2)) != (cut.input(1), cut.input(2)):
@@ -149,7 +150,7 @@ def _weights(graph: Graph, op: Op, factor: Value | None, cut: Op) -> Value | Non
 
 
 def _bounds(patch: Patch, bounds: Value, trips: int, count: int) -> Value:
-    """The bounds as a column, one for each bag; a bound below zero counts from the end of the ``count`` indices."""
+    """The first ``trips`` bounds as a column; ``count`` is added to negative bounds, which count from the end of the indices."""
     column = reshaped(patch, bounds, (int(patch.type(bounds).static_shape[0]), 1))
     column = part_of(patch, column, 0, trips, int(patch.type(column).static_shape[0]))
     zero, length = (patch.constant(np.array(n, patch.type(column).dtype), "bags") for n in (0, count))
@@ -157,10 +158,10 @@ def _bounds(patch: Patch, bounds: Value, trips: int, count: int) -> Value:
 
 
 def _members(patch: Patch, weights: Value | None, bounds: tuple[Value, Value], cast: CastAttrs, count: int) -> Value:
-    """For each bag and index the index's weight, or one, where the bag has the index, else zero."""
+    """The left operand, shape (bags, ``count``): the weight (or 1) of each index that the bag contains, else 0."""
     starts, ends = bounds
-    places = patch.constant(np.arange(count, dtype=patch.type(starts).dtype)[None], "places")
-    after, before = patch.add("GreaterOrEqual", [places, starts]), patch.add("Less", [places, ends])
+    positions = patch.constant(np.arange(count, dtype=patch.type(starts).dtype)[None], "places")
+    after, before = patch.add("GreaterOrEqual", [positions, starts]), patch.add("Less", [positions, ends])
     members = patch.add("And", [after, before])
     if weights is None:
         return patch.add("Cast", [members], cast)
@@ -169,19 +170,19 @@ def _members(patch: Patch, weights: Value | None, bounds: tuple[Value, Value], c
 
 
 def _sizes(patch: Patch, bounds: tuple[Value, Value], count: int) -> Value:
-    """How many indices each bag has, and one for an empty bag: the mean of no elements is zero."""
+    """The divisor of each bag's mean: its number of indices, or 1 for an empty bag, whose mean is defined as 0."""
     starts, ends = bounds
     zero, one, length = (patch.constant(np.array(n, patch.type(starts).dtype), "bags") for n in (0, 1, count))
     begin, end = patch.add("Max", [starts, zero]), patch.add("Min", [ends, length])
     return patch.add("Max", [patch.add("Sub", [end, begin]), one])
 
 
-# ---------------------------------------------------------------- iterations that the importer wrote out
+# ---------------------------------------------------------------- iterations that the importer unrolled
 
 
 @dataclass(frozen=True)
 class _GivenBag:
-    """The sum, or mean, of the rows of a value between two bounds, two elements of the list ``source``; zero where they meet."""
+    """The sum or mean (``kind``) of ``rows[source[start] : source[end]]``, or zeros if the bag is empty (``choice`` is an If)."""
 
     choice: Op
     rows: Value
@@ -193,8 +194,9 @@ class _GivenBag:
 
 @rule("concat_of_given_bags", {"Concat"})
 def concat_of_given_bags(graph: Graph, op: Op) -> Match | Miss | None:
-    """The bags of a loop that ends by a counter: PyTorch's newer exporter chooses zeros for an empty bag. It divides the last of
-    several means by itself; that part of the Concat stays."""
+    """The bags of a loop that ends by a counter, from PyTorch's newer exporter: an If gives zeros for an empty bag.
+
+    The exporter writes the last of several means as a sum and a division; that part of the Concat stays."""
     if normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)):
         return None
     found = itertools.takewhile(lambda b: b is not None, (_given_bag(graph, v) for v in op.inputs))
@@ -203,12 +205,12 @@ def concat_of_given_bags(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     first, trips = bags[0], len(bags)
     if any((b.rows, b.kind, b.source) != (first.rows, first.kind, first.source) for b in bags):
-        return Miss("its parts add up different values")
+        return Miss("its parts reduce different values")
     if any((b.start, b.end) != (first.start + k, first.end + k) for k, b in enumerate(bags)):
         return Miss("its bags are not in the order of their bounds")
     looked = _looked_up(graph, first.rows)
     if looked is None:
-        return Miss("its bags do not add up the rows of a table")
+        return Miss("its bags do not sum or average gathered rows of a table, with at most one factor per row")
     gather, weights = looked
     (count, *dims), (length,) = (graph.type(v).static_shape for v in (gather.value, first.source))
     reason = _no_product(graph.constant_value(gather.inputs[0]), trips, count)
@@ -225,7 +227,7 @@ def concat_of_given_bags(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _looked_up(graph: Graph, rows: Value) -> tuple[Op, Value | None] | None:
-    """The Gather that looks rows of known sizes up, and the column of factors that they are multiplied by, if there is one."""
+    """The Gather that computes ``rows``, which must have known sizes, and the column of factors of the rows (or None)."""
     product = producer(graph, rows, {"Mul"})
     parts = [rows] if product is None else [operand(product, k) for k in (0, 1)]
     for k, part in enumerate(parts):
@@ -242,7 +244,7 @@ def _looked_up(graph: Graph, rows: Value) -> tuple[Op, Value | None] | None:
 
 
 def _given_bag(graph: Graph, value: Value | None) -> _GivenBag | None:
-    """The bag that a part of a Concat adds up."""
+    """The bag that ``value``, a part of a Concat, sums or averages; None if ``value`` has another form."""
     choice = producer(graph, value, {"If"}, alone=True)
     if choice is None or len(choice.outputs) > 1:
         return None
@@ -265,7 +267,7 @@ def _given_bag(graph: Graph, value: Value | None) -> _GivenBag | None:
 
 
 def _element(graph: Graph, value: Value) -> tuple[Value, int]:
-    """The list that a value is one element of, and the element's number (-1: it is none)."""
+    """The list that a value is one element of, and the element's position; position -1 if the value is no such element."""
     cut = producer(graph, value, {"Slice"})
     shape = None if cut is None else shape_of(graph, operand(cut))
     if (

@@ -1,7 +1,8 @@
-"""Gathers and folds that only move elements: a Reshape and a Transpose.
+"""Gathers and folds of windows that do not overlap become a Reshape and a Transpose.
 
-PyTorch's ``unfold`` is exported as a Gather along each axis of an image, from a table of window by offset. Where windows do not
-overlap and cover the image, the table counts the axis in another order of its digits. ``fold`` back is a Col2Im.
+PyTorch exports ``unfold`` as a Gather along each axis of an image, with a table of indices (window, offset). If the windows do not
+overlap and cover the image, the table holds every index of the axis once: it is a transposed count. ``fold`` is exported as a
+Col2Im.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _INEXPRESSIBLE = Miss("no constant target can express its shape")
 
 @rule("grid_gather", {"Gather"})
 def grid_gather(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Gather of all elements of an axis, whose indices are a grid that counts them in another order."""
+    """A Gather of all elements of an axis whose indices are ``arange(size)``, reshaped and transposed."""
     x, indices = operand(op), graph.constant_value(op.inputs[1])
     before = shape_of(graph, x)
     if indices is None or indices.ndim < 2 or before is None:
@@ -35,8 +36,8 @@ def grid_gather(graph: Graph, op: Op) -> Match | Miss | None:
     target = reshape_target(before, split)
     if target is None:
         return _INEXPRESSIBLE
-    places = [order.index(k) + axis for k in range(len(order))]
-    perm = (*range(axis), *places, *range(axis + len(order), len(split)))
+    moved = [order.index(k) + axis for k in range(len(order))]
+    perm = (*range(axis), *moved, *range(axis + len(order), len(split)))
 
     def build(patch: Patch) -> Value:
         y = reshaped(patch, x, target)
@@ -46,7 +47,7 @@ def grid_gather(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _digits(indices: Array, size: object) -> tuple[int, ...] | None:
-    """The axes of a grid of indices by their digits in the count of ``size`` elements, the highest first; None for other tables."""
+    """The axes of ``indices`` by descending stride, if they are ``arange(size)``, reshaped and transposed; else None."""
     if not isinstance(size, int) or indices.size != size or size == 0:
         return None
     steps = [np.diff(indices, axis=k).flat[0] if n > 1 else size for k, n in enumerate(indices.shape)]
@@ -58,7 +59,7 @@ def _digits(indices: Array, size: object) -> tuple[int, ...] | None:
 
 @rule("grid_fold", {"Col2Im"})
 def grid_fold(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Col2Im whose windows do not overlap, and cover the image."""
+    """A Col2Im whose windows do not overlap and cover the image."""
     x, a = operand(op), op.attrs
     before, after = shape_of(graph, x), op.outputs[0].type.shape
     block = ints(graph, op.inputs[2])
@@ -73,8 +74,8 @@ def grid_fold(graph: Graph, op: Op) -> Match | Miss | None:
     split: Shape = (before[0], after[1], *block, *windows)
     rank = len(block)
     perm = (0, 1, *(i for k in range(rank) for i in (2 + rank + k, 2 + k)))
-    turned = tuple(split[p] for p in perm)
-    first, last = reshape_target(before, split), reshape_target(turned, after)
+    transposed = tuple(split[p] for p in perm)
+    first, last = reshape_target(before, split), reshape_target(transposed, after)
     if first is None or last is None:
         return _INEXPRESSIBLE
 

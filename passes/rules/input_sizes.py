@@ -1,7 +1,7 @@
-"""Symbolic sizes read from the network's inputs, for targets that no constant can express.
+"""Targets of Reshape and Expand read symbolic sizes from the network's inputs, if no constant can express the target.
 
-Exporters read sizes wherever they need them: DeBERTa regroups by the shape of the softmax. Such a use keeps an inner value from
-being fused, although the network's inputs have the same sizes.
+Exporters read sizes from any value: DeBERTa reshapes by the shape of the softmax. Such a read prevents the fusion of an inner
+value, although the network's inputs have the same sizes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from optdnn.passes.support.facts import integers, operand, reshape_target, resha
 from optdnn.types import Shape
 
 _READS = 64
-"""Most ops of a target's arithmetic that are examined."""
+"""Most operators of a target's arithmetic that are examined."""
 
 
 def axis_of(graph: Graph, d: DimLike) -> tuple[Value, int] | None:
-    """An input of the network, and its axis of this symbolic size."""
+    """An input of the network and its axis of this symbolic size; None if no input has one."""
     for i in graph.inputs:
         value = graph.op(i).value
         for axis, size in enumerate(shape_of(graph, value) or ()):
@@ -32,12 +32,12 @@ def axis_of(graph: Graph, d: DimLike) -> tuple[Value, int] | None:
 
 
 def can_read(graph: Graph, shape: Shape) -> bool:
-    """Whether each size is a number, or that of an input's axis."""
+    """Whether each size is a number or the size of an input's axis."""
     return all(isinstance(d, int) or axis_of(graph, d) is not None for d in shape)
 
 
 def sizes(patch: Patch, shape: Shape) -> Value:
-    """The shape as a value: symbolic sizes are read from the network's inputs; one that no input has is -1."""
+    """The shape as a value. Symbolic sizes are read from the network's inputs; a size that no input has becomes -1."""
     if all(isinstance(d, int) for d in shape):
         return patch.constant(np.asarray(shape, np.int64), "shape")
 
@@ -51,7 +51,7 @@ def sizes(patch: Patch, shape: Shape) -> Value:
 
 
 def can_reshape(graph: Graph, before: Shape, after: Shape) -> bool:
-    """Whether :func:`reshaped_to` can write it."""
+    """Whether :func:`reshaped_to` can write a Reshape from ``before`` to ``after``."""
     if reshape_target(before, after) is not None:
         return True
     unknown = [d for d in after if not isinstance(d, int) and axis_of(graph, d) is None]
@@ -59,7 +59,7 @@ def can_reshape(graph: Graph, before: Shape, after: Shape) -> bool:
 
 
 def reshaped_to(patch: Patch, value: Value, after: Shape) -> Value:
-    """``value`` with the shape ``after``: by a constant target, else by one that is read from the network's inputs."""
+    """Add a Reshape of ``value`` to ``after``, by a constant target if possible, else by sizes of the network's inputs."""
     before = patch.type(value).dims
     if before == after:
         return value

@@ -1,10 +1,10 @@
-"""MatMulInteger and ConvInteger, whose data have a zero point that is known at run time (dynamic quantization), on tensor cores.
+"""MatMulInteger and ConvInteger with a zero point that is known only at run time (dynamic quantization) get tensor cores.
 
 With data ``a``, zero points ``p`` and ``q`` and constant weights ``w``, the operators sum ``(a - p)(w - q)``. A kernel of 8-bit
-products sums ``a w``. What is left is small: ``p`` times the sums of the weights, which are constants, and ``q`` times the
-sums of the data, a product with ones beside the weights. Padding holds ``p``: there, only the weights inside of the image count.
-Most products have another form by now (:mod:`optdnn.passes.dynamic_quantization`). These are left: weights that less ``q`` exceed
-8 bits, and sums that are scaled in other ways.
+products sums ``a w``. Two small terms remain. The first is ``p`` times the sums of ``w - q``, which are constants. The second is
+``q`` times the sums of the data, which columns of ones next to the weights compute. Padding holds ``p``: there, only the weights
+inside the image count. An earlier pass (:mod:`optdnn.passes.dynamic_quantization`) gives most products another form. Products reach
+this rule if ``w - q`` exceeds 8 bits, or if their sums are scaled in other ways.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from optdnn.runtime.reference.conv import conv
 from optdnn.types import FP32, INT32, Array, is_float
 
 ONES = 8
-"""Columns of ones that sum the data: so many that rows stay aligned."""
+"""The number of columns of ones. One would be enough; eight keep rows aligned."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,12 @@ class _Weights:
 
     @property
     def centred(self) -> Array:
+        """The weights minus their zero points, float64."""
         return self.stored - self.zero.reshape(-1, *[1] * (self.stored.ndim - 1))
 
 
 def _weights(graph: Graph, op: Op) -> _Weights | None:
+    """The constant weights of ``op``; None if they are not constant, or are no matrix for MatMulInteger."""
     array, zero = graph.constant_value(op.inputs[1]), graph.constant_value(op.input(3))
     if array is None or (op.input(3) is not None and zero is None):
         return None
@@ -56,7 +58,7 @@ def _weights(graph: Graph, op: Op) -> _Weights | None:
 
 
 def _reads_floats(graph: Graph, value: Value) -> bool:
-    """Whether every reader of the sums first converts them to floats."""
+    """Whether every reader of ``value`` first converts it to floats."""
     for user in graph.users(value):
         if user.kind == "Cast" and is_float(user.attrs.to):
             continue
@@ -70,6 +72,7 @@ def _reads_floats(graph: Graph, value: Value) -> bool:
 
 
 def _refusal(graph: Graph, op: Op, w: _Weights | None) -> str | None:
+    """The reason why ``op`` stays, or None."""
     if w is None:
         return "its weights are not constant, or have more than two axes"
     point = op.input(2)
@@ -86,7 +89,7 @@ def _refusal(graph: Graph, op: Op, w: _Weights | None) -> str | None:
 
 @rule("integer_product", {"MatMulInteger", "ConvInteger"})
 def integer_product(graph: Graph, op: Op) -> Match | Miss | None:
-    """A product of 8-bit numbers with constant weights, whose sums are read as floats."""
+    """A product of 8-bit integers with constant weights whose sums are read as floats."""
     w = _weights(graph, op)
     reason = _refusal(graph, op, w)
     if reason is not None or w is None:
@@ -99,12 +102,13 @@ def integer_product(graph: Graph, op: Op) -> Match | Miss | None:
         total = _part(patch, both, 0, count, axis) if w.zero.any() else both
         if op.input(2) is not None and not is_filled(graph.known(op.input(2)), 0):
             point = _float(patch, operand(op, 2))
-            total = _less(patch, total, patch.add("Mul", [point, patch.constant(_of_point(graph, op, w))]))
+            sums = patch.constant(_sums_of_weights(graph, op, w))
+            total = patch.add("Sub", [total, patch.add("Mul", [point, sums])])
         if w.zero.any():
             shape = [-1, *[1] * (w.stored.ndim - 2)] if op.kind == "ConvInteger" else [-1]
             one = _part(patch, both, count, count + 1, axis)
             zeros = patch.constant(w.zero.astype(np.float32).reshape(shape))
-            total = _less(patch, total, patch.add("Mul", [one, zeros]))
+            total = patch.add("Sub", [total, patch.add("Mul", [one, zeros])])
         return patch.add("Cast", [total], CastAttrs(INT32), name=op.outputs[0].name)
 
     return Match((op,), build)
@@ -119,12 +123,8 @@ def _float(patch: Patch, value: Value) -> Value:
     return patch.add("Cast", [value], CastAttrs(FP32))
 
 
-def _less(patch: Patch, total: Value, part: Value) -> Value:
-    return patch.add("Sub", [total, part])
-
-
 def _sums(patch: Patch, op: Op, stored: Array) -> Value:
-    """The exact sums of ``a w``, as fp32; padding counts as 0."""
+    """Add a product that computes the exact sums of ``a w`` as fp32; padding counts as 0."""
     channel = np.stack([np.ones(len(stored)), np.zeros(len(stored))], 1).astype(np.float32)
     operands = [operand(op), patch.constant(stored), patch.constant(channel)]
     plain: dict[str, Any] = {"low": -LARGEST, "high": LARGEST, "output_dtype": FP32}
@@ -135,8 +135,8 @@ def _sums(patch: Patch, op: Op, stored: Array) -> Value:
     return patch.add("QuantizedConv", operands, QuantizedConvAttrs(**plain, **geometry))
 
 
-def _of_point(graph: Graph, op: Op, w: _Weights) -> Array:
-    """What the zero point of the data is multiplied by: the sums of the weights that lie inside of the image, fp32."""
+def _sums_of_weights(graph: Graph, op: Op, w: _Weights) -> Array:
+    """The factor of the data's zero point: the sums of the weights that lie inside the image, fp32."""
     sums: Array
     if op.kind == "MatMulInteger":
         sums = w.centred.sum(1)

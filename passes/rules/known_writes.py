@@ -1,4 +1,4 @@
-"""Scatters to positions that are known at build time: assignments to slices become Concat or Pad.
+"""Scatters to constant positions (assignments to slices) become Concat or Pad.
 
 Exporters write ``y[:, 1:, ::2] = x`` as a ScatterND or ScatterElements with a constant table of all positions. A scatter kernel
 reads the table; a Concat of the kept and the written parts only copies.
@@ -24,7 +24,7 @@ from optdnn.types import Array, normalize_axis
 
 SCATTERS = frozenset({"ScatterElements", "ScatterND"})
 MOST_WRITES = 4
-"""Most consecutive writes into one tensor that become a Concat each."""
+"""If more writes into a tensor follow one another, ``known_writes`` does not make a Concat of each."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Span:
 
 @rule("known_writes", SCATTERS)
 def known_writes(graph: Graph, op: Op) -> Match | Miss | None:
-    """A scatter whose constant positions are a box of the tensor, in order, becomes a Concat of the kept and the written parts."""
+    """A scatter to a box of the tensor (constant positions, in order) becomes a Concat of the kept and the written parts."""
     x, updates = operand(op), operand(op, 2)
     table, shape, given = graph.constant_value(op.inputs[1]), shape_of(graph, x), shape_of(graph, updates)
     if table is None or shape is None or given is None or not table.size or op.attrs.reduction not in ("none", "add"):
@@ -78,17 +78,17 @@ def known_writes(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("no constant target can express how symbolic dimensions move")
     filler = _filler(graph, x) if all(s.dense for s in spans) else None
     adds = adds and (filler is None or filler != 0)
-    turned = _turned(graph, op)
-    perm = turned[0].attrs.perm if turned else tuple(range(len(shape)))
+    around = _transposes(graph, op)
+    perm = around[0].attrs.perm if around else tuple(range(len(shape)))
     source, dims = (
-        (operand(turned[0]), [shape[perm.index(k)] for k in range(len(perm))]) if turned else (x, list(shape))
+        (operand(around[0]), [shape[perm.index(k)] for k in range(len(perm))]) if around else (x, list(shape))
     )
     placed = [replace(s, axis=perm[s.axis]) for s in spans]
 
     def build(patch: Patch) -> Value:
         part = updates if given == box else reshaped(patch, updates, target)
-        if turned:
-            part = patch.add("Transpose", [part], TransposeAttrs(turned[1].attrs.perm))
+        if around:
+            part = patch.add("Transpose", [part], TransposeAttrs(around[1].attrs.perm))
         if adds:
             zero = np.zeros((), graph.type(x).dtype)
             return patch.add("Add", [source, _padded(patch, part, placed, zero, len(shape))])
@@ -96,7 +96,7 @@ def known_writes(graph: Graph, op: Op) -> Match | Miss | None:
             return _padded(patch, part, placed, filler, len(shape))
         return _written(patch, source, dims, part, placed)
 
-    return Match((op, turned[1]), build, turned[1].value) if turned else Match((op,), build)
+    return Match((op, around[1]), build, around[1].value) if around else Match((op,), build)
 
 
 @rule("assembled_writes", SCATTERS)
@@ -141,8 +141,9 @@ def _joined_lines(graph: Graph, op: Op, parts: list[_Part]) -> Match | Miss:
 
 
 def _joined_boxes(graph: Graph, op: Op, parts: list[_Part]) -> Match | Miss:
-    """The Concat of disjoint boxes in a tensor that is filled with one number: a cost volume, which stereo networks fill shift by
-    shift."""
+    """The Concat of disjoint boxes in a tensor that is filled with one number.
+
+    Stereo networks fill their cost volume in this way, shift by shift."""
     shape = shape_of(graph, op.value)
     filler = _filler(graph, operand(parts[-1].op)) if parts else None
     if len(parts) <= MOST_WRITES or filler is None or shape is None or not all(isinstance(d, int) for d in shape):
@@ -158,12 +159,13 @@ def _joined_boxes(graph: Graph, op: Op, parts: list[_Part]) -> Match | Miss:
 
 
 def _groups(parts: Sequence[_Part], rank: int) -> tuple[int, list[list[_Part]]] | None:
-    """The first axis that separates the parts into groups, and these groups in order. The parts of a group have the same range
-    along the axis."""
+    """The first axis that separates the parts into groups, and these groups in order; None if there is no such axis.
+
+    The parts of a group have the same range along the axis, and the ranges of the groups do not overlap."""
     for axis in range(rank):
-        places = sorted({p.place(axis) for p in parts})
-        if len(places) > 1 and all(a[1] <= b[0] for a, b in itertools.pairwise(places)):
-            return axis, [[p for p in parts if p.place(axis) == place] for place in places]
+        ranges = sorted({p.range(axis) for p in parts})
+        if len(ranges) > 1 and all(a[1] <= b[0] for a, b in itertools.pairwise(ranges)):
+            return axis, [[p for p in parts if p.range(axis) == each] for each in ranges]
     return None
 
 
@@ -178,17 +180,17 @@ def _apart(parts: Sequence[_Part], rank: int) -> bool:
 def _assembled(patch: Patch, parts: Sequence[_Part], region: Sequence[tuple[int, int]], filler: Array) -> Value:
     """The region (begin and end of each axis) of a tensor of ``filler`` with these parts in it."""
     if len(parts) == 1:
-        places = [parts[0].place(k) for k in range(len(region))]
+        ranges = [parts[0].range(k) for k in range(len(region))]
         spans = [
-            Span(k, place[0] - begin, 1, place[1] - place[0], end - begin)
-            for k, (place, (begin, end)) in enumerate(zip(places, region, strict=True))
+            Span(k, own[0] - begin, 1, own[1] - own[0], end - begin)
+            for k, (own, (begin, end)) in enumerate(zip(ranges, region, strict=True))
         ]
         return _padded(patch, parts[0].add_to(patch), spans, filler, len(region))
     found = _groups(parts, len(region))
     assert found is not None
     axis, groups = found
     pieces, at = list[Value](), region[axis][0]
-    for group, end in [*((g, g[0].place(axis)) for g in groups), (None, (region[axis][1], 0))]:
+    for group, end in [*((g, g[0].range(axis)) for g in groups), (None, (region[axis][1], 0))]:
         if end[0] > at:
             sizes = [end[0] - at if k == axis else b - a for k, (a, b) in enumerate(region)]
             pieces.append(patch.constant(np.full(sizes, filler), "filler"))
@@ -200,8 +202,7 @@ def _assembled(patch: Patch, parts: Sequence[_Part], region: Sequence[tuple[int,
 
 @dataclass(frozen=True)
 class _Part:
-    """The box that ``op`` writes: ``spans``, and the whole of all other axes of ``shape``. The updates are reshaped to ``target``
-    first."""
+    """The box that ``op`` writes: ``spans``, and all other axes of ``shape`` as a whole. The updates are reshaped to ``target``."""
 
     op: Op
     spans: tuple[Span, ...]
@@ -212,17 +213,18 @@ class _Part:
         """Whether both parts have a span of the same axis, and of no other axis."""
         return len(self.spans) == len(other.spans) == 1 and self.spans[0].axis == other.spans[0].axis
 
-    def place(self, axis: int) -> tuple[int, int]:
+    def range(self, axis: int) -> tuple[int, int]:
         """Begin and end of the part along an axis."""
         own = [(s.start, s.end) for s in self.spans if s.axis == axis]
         return own[0] if own else (0, int(self.shape[axis]))  # type: ignore[arg-type]
 
     def add_to(self, patch: Patch) -> Value:
+        """The updates, with the shape of the box."""
         return operand(self.op, 2) if self.target is None else reshaped(patch, operand(self.op, 2), self.target)
 
 
 def _part(graph: Graph, op: Op) -> _Part | None:
-    """The box without gaps that a scatter writes; None if it writes anything else, or the whole tensor."""
+    """The box without gaps that a scatter writes; None if it writes other positions, or the whole tensor."""
     shape, given = shape_of(graph, operand(op)), shape_of(graph, operand(op, 2))
     table = graph.constant_value(op.inputs[1])
     if table is None or shape is None or given is None or not table.size or op.attrs.reduction != "none":
@@ -239,7 +241,7 @@ def _part(graph: Graph, op: Op) -> _Part | None:
 
 
 def _writes(graph: Graph, op: Op) -> int:
-    """The number of consecutive scatters into the tensor, with this one."""
+    """The number of consecutive scatters into the tensor, including this one. It is not counted far beyond ``MOST_WRITES``."""
     count, before, after = 1, producer(graph, op.inputs[0], SCATTERS), graph.sole_user(op.value)
     while before is not None and count <= MOST_WRITES:
         count, before = count + 1, producer(graph, before.inputs[0], SCATTERS)
@@ -249,13 +251,13 @@ def _writes(graph: Graph, op: Op) -> int:
 
 
 def _filler(graph: Graph, x: Value) -> Array | None:
-    """The number that all elements of a constant equal; None if they differ."""
+    """The element of a constant whose elements are all equal; None for other values."""
     base = graph.constant_value(x)
     return None if base is None or not base.size or (base != base.flat[0]).any() else base.reshape(-1)[0]
 
 
-def _turned(graph: Graph, op: Op) -> tuple[Op, Op] | None:
-    """The Transpose before the scatter, and the inverse Transpose after it."""
+def _transposes(graph: Graph, op: Op) -> tuple[Op, Op] | None:
+    """The Transpose before the scatter and the inverse Transpose after it, or None."""
     before, after = producer(graph, op.inputs[0], {"Transpose"}), graph.sole_user(op.value)
     if before is None or after is None or after.kind != "Transpose" or before.attrs.perm is None:
         return None
@@ -274,8 +276,8 @@ def _box(op: Op, table: Array, shape: Sequence[DimLike]) -> list[Span] | None:
         for k, (size, count) in enumerate(zip(shape, table.shape, strict=True)):
             if not isinstance(size, int):
                 return None
-            places = np.arange(count) if k != axis else line.reshape(-1, count)[0]
-            spans.append(_span(k, np.where(places < 0, places + size, places), size))
+            positions = np.arange(count) if k != axis else line.reshape(-1, count)[0]
+            spans.append(_span(k, np.where(positions < 0, positions + size, positions), size))
         return None if None in spans else [s for s in spans if s is not None]
     depth = table.shape[-1]
     sizes = [d for d in shape[:depth] if isinstance(d, int)]
@@ -293,22 +295,22 @@ def _box(op: Op, table: Array, shape: Sequence[DimLike]) -> list[Span] | None:
     return None if None in spans else [s for s in spans if s is not None]
 
 
-def _span(axis: int, places: Array, size: int) -> Span | None:
+def _span(axis: int, positions: Array, size: int) -> Span | None:
     """Positions along an axis as a span; None if they are not evenly spaced, or do not ascend."""
-    step = int(places[1] - places[0]) if len(places) > 1 else 1
-    even = step > 0 and np.array_equal(places, places[0] + step * np.arange(len(places)))
-    return Span(axis, int(places[0]), step, len(places), size) if even else None
+    step = int(positions[1] - positions[0]) if len(positions) > 1 else 1
+    even = step > 0 and np.array_equal(positions, positions[0] + step * np.arange(len(positions)))
+    return Span(axis, int(positions[0]), step, len(positions), size) if even else None
 
 
 def _split(dims: Sequence[DimLike], span: Span) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Reshape targets: one splits an interleaved axis into (count, step), the other joins it again."""
+    """Two Reshape targets: the first splits an interleaved axis into (count, step), the second joins it again."""
     cut = (*dims[: span.axis], span.count, span.step, *dims[span.axis + 1 :])
-    there, back = reshape_target(tuple(dims), cut), reshape_target(cut, tuple(dims))
-    return None if there is None or back is None else (there, back)
+    split, back = reshape_target(tuple(dims), cut), reshape_target(cut, tuple(dims))
+    return None if split is None or back is None else (split, back)
 
 
 def _padded(patch: Patch, part: Value, spans: Sequence[Span], filler: Array, rank: int) -> Value:
-    """``part`` at the positions of ``spans``, with ``filler`` around it."""
+    """Add a Pad that puts ``part`` at the positions of ``spans``, with ``filler`` around it."""
     begins, ends = [0] * rank, [0] * rank
     for s in spans:
         begins[s.axis], ends[s.axis] = s.start, s.size - s.start - s.count
@@ -319,7 +321,7 @@ def _padded(patch: Patch, part: Value, spans: Sequence[Span], filler: Array, ran
 
 
 def _written(patch: Patch, x: Value, dims: Sequence[DimLike], part: Value, spans: Sequence[Span]) -> Value:
-    """``x`` of shape ``dims`` with ``part`` in the box of ``spans``: one Concat per axis that is only partly written."""
+    """Write ``part`` into the box of ``spans`` of ``x`` (shape ``dims``): add one Concat per axis that is only partly written."""
     if not spans:
         return part
     first, rest = spans[0], spans[1:]
@@ -332,17 +334,17 @@ def _written(patch: Patch, x: Value, dims: Sequence[DimLike], part: Value, spans
         return _joined(patch, x, part, first.axis, range(first.start, first.start + first.count), first.size)
     targets = _split(dims, first)
     assert targets is not None
-    there, back = targets
+    split, back = targets
     part = patch.add("Unsqueeze", [part, integers(patch, (first.axis + 1,), "axes")])
     columns = range(first.start, first.start + 1)
-    return reshaped(patch, _joined(patch, reshaped(patch, x, there), part, first.axis + 1, columns, first.step), back)
+    return reshaped(patch, _joined(patch, reshaped(patch, x, split), part, first.axis + 1, columns, first.step), back)
 
 
-def _joined(patch: Patch, x: Value, part: Value, axis: int, places: range, size: int) -> Value:
-    """``x`` with ``part`` at these positions of an axis."""
-    parts = [_slice(patch, x, axis, 0, places.start)] if places.start else []
+def _joined(patch: Patch, x: Value, part: Value, axis: int, positions: range, size: int) -> Value:
+    """Add a Concat that replaces these positions of ``x`` along an axis by ``part``."""
+    parts = [_slice(patch, x, axis, 0, positions.start)] if positions.start else []
     parts.append(part)
-    parts += [_slice(patch, x, axis, places.stop, size)] if places.stop < size else []
+    parts += [_slice(patch, x, axis, positions.stop, size)] if positions.stop < size else []
     return patch.add("Concat", parts, ConcatAttrs(axis))
 
 

@@ -1,9 +1,9 @@
-"""Sums over rows that a mask chose become sums over all rows, to which the others add nothing.
+"""Reductions over rows that a mask selects become reductions over all rows. The other rows hold the neutral element.
 
-Graph networks (GCN: Kipf and Welling, 2017; GAT: Velickovic et al., 2018) take the edges that are no loops, ``i = NonZero(mask)``,
-append a loop for each node, compute each edge for itself, and scatter the results onto the nodes. The number of edges depends on
-data, so no kernel can be planned for any of it. Computed for all edges, those that the mask did not choose scatter what changes
-nothing: 0 of a sum, infinity of a minimum.
+Graph networks (GCN: Kipf and Welling, 2017; GAT: Velickovic et al., 2018) select the edges that are no self-loops by
+``i = NonZero(mask)``, and append a self-loop for each node. They compute each edge by itself, and scatter the results onto the
+nodes. The number of edges depends on data, so no kernel can be planned for these operators. If all edges are computed, edges
+outside of the mask scatter a number that changes nothing: 0 for a sum, infinity for a minimum.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from optdnn.passes.support.rows import RowOp, by_number, chosen_by, copy_of, row
 from optdnn.types import BOOL, Array, DType, is_float, normalize_axis
 
 Parts: TypeAlias = "tuple[tuple[Value | None, int], ...]"
-"""Rows one after the other: the mask that chose some of so many, or None where all are there."""
+"""Pairs (mask, number of rows), in the order of the rows: the mask selects some of the rows. None: all rows are selected."""
 
 REDUCES = {"ReduceSum": "add", "ReduceMin": "min", "ReduceMax": "max"}
-"""Kinds that reduce over rows, and the reduction."""
+"""Kind that reduces over rows -> the reduction."""
 MOST_ELEMENTS = 1 << 28
-"""Most elements of a value with all rows."""
+"""Largest number of elements of a value with all rows."""
 
 
 @rule("masked_sums", {"ScatterElements", "ScatterND", *REDUCES})
 def masked_sums(graph: Graph, op: Op) -> Match | Miss | None:
-    """A reduction, or a scatter that reduces, over rows that a mask chose."""
+    """A reduction over rows that a mask selects, or a scatter of such rows with a reduction."""
     reduction = REDUCES.get(op.kind) or op.attrs.reduction
     slots = (0,) if op.kind in REDUCES else (1, 2)
     values = [operand(op, slot) for slot in slots]
     if reduction == "none" or not op.outputs[0].type.is_static or any(count_of(graph, v) is None for v in values):
         return None
-    found = Chosen(graph)
+    found = SelectedRows(graph)
     reason = found.collect(values)
     if reason is not None:
         return None if not found.masks else Miss(reason)
@@ -61,7 +61,7 @@ def masked_sums(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _neutral(reduction: str, dtype: DType) -> Array:
-    """The number that changes nothing."""
+    """The neutral element of a reduction."""
     if reduction in ("add", "mul"):
         return np.array(reduction == "mul", dtype)
     if is_float(dtype):
@@ -71,30 +71,31 @@ def _neutral(reduction: str, dtype: DType) -> Array:
 
 
 def count_of(graph: Graph, value: Value) -> Dim | None:
-    """The number of a value's rows, where it depends on data: the only size of it that is not known."""
+    """The number of a value's rows if it depends on data: the only symbolic size of the value. Else None."""
     sizes = [d for d in graph.type(value).shape or () if isinstance(d, Dim)]
     return sizes[0] if len(sizes) == 1 else None
 
 
-class Chosen:
-    """The operators that compute rows that masks chose."""
+class SelectedRows:
+    """The operators that compute rows that masks select."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.made: list[tuple[Op, RowOp | None]] = []
-        """In order; without a RowOp: a Concat of rows, or a Gather of the chosen ones."""
+        self.members: list[tuple[Op, RowOp | None]] = []
+        """The operators, in topological order. None stands for a Concat of rows, or a Gather that selects rows."""
         self.leaves: dict[int, Op] = {}
-        """The NonZero of each Gather."""
+        """Id of a Gather that selects rows -> the NonZero of its mask."""
         self.parts: dict[Dim, Parts] = {}
+        """Number of selected rows -> the parts that they consist of."""
         self.masks: set[Value] = set()
 
     @property
     def ops(self) -> tuple[Op, ...]:
         choosers = {c.id: c for c in self.leaves.values()}
-        return (*(op for op, _ in self.made), *choosers.values())
+        return (*(op for op, _ in self.members), *choosers.values())
 
     def collect(self, values: list[Value]) -> str | None:
-        """Find the operators that make ``values``. The reason why not all of them can compute all rows."""
+        """Find the operators that compute ``values``. Returns the reason why one of them cannot compute all rows, or None."""
         inside: set[int] = set()
         left = [v.op for v in values]
         while left:
@@ -102,7 +103,7 @@ class Chosen:
             if op.id in inside:
                 continue
             inside.add(op.id)
-            chooser = _takes_chosen(self.graph, op)
+            chooser = _selection(self.graph, op)
             if chooser is not None:
                 self.leaves[op.id] = chooser
                 self.masks.add(operand(chooser))
@@ -116,6 +117,7 @@ class Chosen:
         return None
 
     def _add(self, op: Op) -> str | None:
+        """Add an operator to the members, or return the reason why it cannot compute all rows."""
         count = count_of(self.graph, op.value)
         refusal = f"{op.name} ({op.kind}) does not compute each row from a row that the mask selected"
         if count is None:
@@ -131,9 +133,9 @@ class Chosen:
             found = self._joined(op)
         else:
             r = row_op(self.graph, op, count)
-            if r is None or by_number(r) or any(rows is not None and rows.per > 1 for rows in r.given):
+            if r is None or by_number(r) or any(rows is not None and rows.per > 1 for rows in r.operand_rows):
                 return refusal
-            self.made.append((op, r))
+            self.members.append((op, r))
             found = self.parts.get(count)
         if found is None:
             return refusal
@@ -141,15 +143,15 @@ class Chosen:
             return f"{op.name} holds other rows than a value of the same size"
         if op.outputs[0].type.dims and self._elements(op, count) > MOST_ELEMENTS:
             return "all rows together are too large"
-        if not self.made or self.made[-1][0].id != op.id:
-            self.made.append((op, None))
+        if not self.members or self.members[-1][0].id != op.id:
+            self.members.append((op, None))
         return None
 
     def _rank(self, op: Op) -> int:
         return len(op.outputs[0].type.dims)
 
     def _joined(self, op: Op) -> Parts | None:
-        """The rows that a Concat puts one after the other."""
+        """The parts of the rows of a Concat; None if an operand's rows are not known."""
         axis = normalize_axis(op.attrs.axis, self._rank(op))
         parts: list[tuple[Value | None, int]] = []
         for slot in range(len(op.inputs)):
@@ -163,20 +165,21 @@ class Chosen:
         return tuple(parts)
 
     def _elements(self, op: Op, count: Dim) -> int:
+        """The number of elements of the operator's result with all rows."""
         total = sum(rows for _, rows in self.parts[count])
         for d in op.outputs[0].type.dims:
             total *= d if isinstance(d, int) else 1
         return total
 
     def copied(self, patch: Patch) -> dict[Value, Value]:
-        """The values with all rows."""
+        """Add copies of the operators that compute all rows. Returns old value -> value with all rows."""
         new: dict[Value, Value] = {}
-        for op, r in self.made:
+        for op, r in self.members:
             if r is not None:
                 count = count_of(self.graph, op.value)
                 assert count is not None
-                made = copy_of(patch, r, new, sum(rows for _, rows in self.parts[count]))
-                new.update({Value(op.id, i): Value(made.id, i) for i in range(len(made.outputs))})
+                copy = copy_of(patch, r, new, sum(rows for _, rows in self.parts[count]))
+                new.update({Value(op.id, i): Value(copy.id, i) for i in range(len(copy.outputs))})
             elif op.id in self.leaves:
                 new[op.value] = operand(op)
             else:
@@ -185,7 +188,7 @@ class Chosen:
         return new
 
     def mask(self, patch: Patch, value: Value) -> Value:
-        """Which of all rows are there, with an axis for each axis of ``value``."""
+        """Whether each row is selected, as booleans with an axis for each axis of ``value``."""
         count, dims = count_of(self.graph, value), self.graph.type(value).dims
         assert count is not None
         flags = []
@@ -201,8 +204,8 @@ class Chosen:
         return flag if len(dims) == 1 else patch.add("Reshape", [flag, shape], ReshapeAttrs())
 
 
-def _takes_chosen(graph: Graph, op: Op) -> Op | None:
-    """The NonZero of a mask whose rows the operator takes from a value that holds them all."""
+def _selection(graph: Graph, op: Op) -> Op | None:
+    """The NonZero of a mask whose rows ``op`` gathers from a value that holds all rows; else None."""
     if op.kind not in ("Gather", "GatherND"):
         return None
     axis, index = 0, graph.type(operand(op, 1)).shape

@@ -1,4 +1,4 @@
-"""One form for means and other reductions, as patterns of normalizations expect them."""
+"""One form for means and other reductions, which the patterns of normalizations expect."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.reduce import ReduceAttrs, reduced_axes
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import integers, ints, operand, producer, shape_of
+from optdnn.passes.support.facts import integers, operand, producer, reduction_axes, shape_of
 from optdnn.types import is_float
 
 
 @rule("sum_is_mean", {"Div", "Mul"})
 def sum_is_mean(graph: Graph, op: Op) -> Match | Miss | None:
-    """``ReduceSum(x) / n`` and ``ReduceSum(x) * (1 / n)`` are ReduceMean(x), for sums of n terms (models of time series)."""
+    """``ReduceSum(x) / n`` and ``ReduceSum(x) * (1 / n)`` become ReduceMean(x) if the sums have n terms (models of time series)."""
     dtype = op.outputs[0].type.dtype
     slots = ((0, 1), (1, 0)) if op.kind == "Mul" else ((0, 1),)
     for slot, other in slots:
@@ -37,8 +37,8 @@ def sum_is_mean(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _terms(graph: Graph, op: Op) -> int | None:
-    """How many terms each sum of a reduction has; None where that is not known."""
-    shape, axes = shape_of(graph, operand(op)), _axes(graph, op)
+    """The number of terms of each sum of a reduction; None if it is not known."""
+    shape, axes = shape_of(graph, operand(op)), reduction_axes(graph, op)
     if shape is None or axes is None:
         return None
     sizes = [shape[a] for a in axes]
@@ -52,13 +52,13 @@ def _mean(total: Op, patch: Patch) -> Value:
 
 @rule("reduction_of_reduction", {"ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin"})
 def reduction_of_reduction(graph: Graph, op: Op) -> Match | Miss | None:
-    """A reduction of the result of the same reduction reduces the axes of both (Conv-TasNet's global layer norms).
+    """Two reductions of the same kind in a row become one over the axes of both (Conv-TasNet's global layer norms).
 
-    Means have equal weights: each inner mean is of as many terms."""
+    This holds for means as well, because all inner means have the same number of terms."""
     inner = producer(graph, operand(op), {op.kind})
     if inner is None or (op.kind == "ReduceMean" and not is_float(op.outputs[0].type.dtype)):
         return None
-    shape, first, second = shape_of(graph, operand(inner)), _axes(graph, inner), _axes(graph, op)
+    shape, first, second = shape_of(graph, operand(inner)), reduction_axes(graph, inner), reduction_axes(graph, op)
     if shape is None or not first or not second:
         return None
     if not inner.attrs.keepdims:
@@ -68,7 +68,7 @@ def reduction_of_reduction(graph: Graph, op: Op) -> Match | Miss | None:
     if op.attrs.keepdims != inner.attrs.keepdims and not (inner.attrs.keepdims and {*first} <= {*second}):
         return None
     if any(shape[a] != 1 for a in range(axes[0], axes[-1]) if a not in axes):
-        return Miss("the axes that are reduced do not lie together")
+        return Miss("the reduced axes are not adjacent")
     if graph.use_count(inner.value) > 1:
         return Miss(f"the result of {inner.name} is used {graph.use_count(inner.value)} times")
 
@@ -77,10 +77,3 @@ def reduction_of_reduction(graph: Graph, op: Op) -> Match | Miss | None:
         return patch.add(op.kind, [inner.inputs[0], given], ReduceAttrs(op.attrs.keepdims))
 
     return Match((op, inner), build)
-
-
-def _axes(graph: Graph, op: Op) -> tuple[int, ...] | None:
-    """The axes of a reduction, counted from the front; None where they are not known."""
-    shape = shape_of(graph, operand(op))
-    given = () if op.input(1) is None else ints(graph, op.input(1))
-    return None if shape is None or given is None else reduced_axes(op.attrs, given, len(shape))

@@ -1,4 +1,4 @@
-"""Ops that return an operand unchanged, and results that nothing reads."""
+"""Removes ops that return an operand unchanged, and results that nothing reads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ Check = Callable[[Graph, Op], bool]
 
 
 def _alone(graph: Graph, op: Op) -> bool:
+    """Whether the op has a single operand."""
     return sum(v is not None for v in op.inputs) == 1
 
 
 def _cast(graph: Graph, op: Op) -> bool:
-    """Equal types only: a cast to a narrower type and back rounds, and the user wrote it."""
+    """Whether a Cast keeps the type. A cast to a narrower type and back is not removed: it rounds, and the model asks for it."""
     x = op.inputs[0]
     return x is not None and graph.type(x).dtype == op.attrs.to
 
@@ -55,7 +56,7 @@ def _resize(graph: Graph, op: Op) -> bool:
 
 
 def _by(number: float) -> Check:
-    """Operand 1 is this number everywhere."""
+    """A check whether all elements of operand 1 are ``number``, and the result has the shape of operand 0."""
     return lambda graph, op: is_filled(graph.constant_value(op.inputs[1]), number) and same_shape(graph, op)
 
 
@@ -78,12 +79,12 @@ TABLE: dict[str, Check] = {
     "Relu": lambda graph, op: non_negative(graph, operand(op)),
     "Clip": lambda graph, op: op.input(1) is None and op.input(2) is None,
 }
-"""For each kind, when the op returns operand 0."""
+"""Kind -> the check whether the op returns operand 0."""
 
 
 @rule("no_op", frozenset(TABLE))
 def no_op(graph: Graph, op: Op) -> Match | Miss | None:
-    """Removes an op that returns operand 0. Constants of commutative ops are operand 1 by ``constant_last``."""
+    """An op that returns operand 0 is removed. ``constant_last`` has already made constants of commutative ops operand 1."""
     x = op.inputs[0]
     if x is None or len(op.outputs) != 1 or not TABLE[op.kind](graph, op):
         return None
@@ -94,7 +95,7 @@ def no_op(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("idempotent")
 def idempotent(graph: Graph, op: Op) -> Match | Miss | None:
-    """``f(f(x))`` for an idempotent f (``Traits.idempotent``) of one operand and equal attributes."""
+    """``f(f(x))`` is ``f(x)`` for an idempotent f (``Traits.idempotent``) with one operand and equal attributes."""
     if not op.definition.traits.idempotent or len(op.inputs) != 1:
         return None
     inner = graph.op(operand(op))
@@ -103,19 +104,19 @@ def idempotent(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("unused_indices", {"MaxPool"})
 def unused_indices(graph: Graph, op: Op) -> Match | Miss | None:
-    """A MaxPool whose second output nothing reads loses it."""
+    """A MaxPool loses its second output if nothing reads it."""
     if not op.attrs.indices or (len(op.outputs) > 1 and graph.uses(Value(op.id, 1))):
         return None
     return Match((op,), lambda patch: patch.add("MaxPool", op.inputs, replace(op.attrs, indices=False)))
 
 
 MOST_ELEMENTS = 1 << 20
-"""Elements of the largest constant that takes the place of a normalization."""
+"""Most elements of a constant that replaces a normalization."""
 
 
 @rule("norm_of_one", {"LayerNormalization"})
 def norm_of_one(graph: Graph, op: Op) -> Match | Miss | None:
-    """A normalization of single elements: each one is its own mean, so the result is the bias."""
+    """A normalization of single elements becomes its bias: each element is its own mean."""
     type_, a = op.outputs[0].type, op.attrs
     axis = normalize_axis(a.axis, len(type_.dims))
     if any(d != 1 for d in type_.dims[axis:]) or any(graph.uses(Value(op.id, i)) for i in range(1, len(op.outputs))):

@@ -1,8 +1,7 @@
-"""Parts of a product's columns that a Reshape makes lie one after the other, as a Split of the product.
+"""Interleaved parts of a product's columns become consecutive: the matrix's columns are reordered, and a Split takes the parts.
 
-Queries, keys and values of a joint projection alternate: head by head in GPT-NeoX, Bloom and Persimmon, and by the devices of its
-training in CodeGen, whose heads a Reshape then had to copy together. With the matrix's columns in another order, those of each part
-follow one another.
+In a joint projection, the columns of queries, keys and values alternate: head by head in GPT-NeoX, Bloom and Persimmon, and by
+training device in CodeGen. Each part then has to be gathered by copies. With reordered columns, each part is consecutive.
 """
 
 from __future__ import annotations
@@ -26,12 +25,14 @@ VIEWS = RESHAPES | {"Transpose"}
 
 @rule("ordered_columns", {"Reshape"})
 def ordered_columns(graph: Graph, op: Op) -> Match | Miss | None:
-    """``split(reshape(x W))``, or ``gather(reshape(x W), k)`` of each k, of columns in another order: ``reshape(split(x W'))``."""
+    """``split(reshape(x W))`` becomes ``reshape(split(x W'))``, where W' has reordered columns.
+
+    ``gather(reshape(x W), k)`` for each k is another form of the Split."""
     given, found = sizes_of(graph, operand(op)), sizes_of(graph, op.value)
     if not given or not found or (rows := _axes_of_rows(given[-1], found)) is None:
         return None
     parts = list(_parts(graph, op, np.arange(given[-1]).reshape(found[rows:]), rows))
-    parts.sort(key=lambda part: not _turns(graph, part[0]))
+    parts.sort(key=lambda part: not _is_rotated(graph, part[0]))
     order = np.concatenate([columns.reshape(-1) for _, columns in parts]) if parts else np.empty(0, np.int64)
     ascending = np.arange(given[-1])
     if len(parts) < 2 or not np.array_equal(np.sort(order), ascending) or np.array_equal(order, ascending):
@@ -41,7 +42,7 @@ def ordered_columns(graph: Graph, op: Op) -> Match | Miss | None:
     product = producer(graph, op.inputs[0] if added is None else added[0], PRODUCTS, alone=True)
     matrix = None if product is None else constant_matrix(graph, product)
     if product is None or matrix is None:
-        return Miss("its rows are not those of a product with a constant matrix alone")
+        return Miss("its operand is not a product with a constant matrix that only it reads")
     weight, bias = matrix[0] if isinstance(matrix[0], np.ndarray) else graph.constant_value(matrix[0]), matrix[1]
     assert weight is not None
     vectors = [v for v in (bias, None if added is None else added[1]) if v is not None]
@@ -60,15 +61,15 @@ def ordered_columns(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _axes_of_rows(columns: int, shape: tuple[int, ...]) -> int | None:
-    """How many axes in front of those that rows of so many columns are cut into; None where they are not cut."""
+    """The number of axes of ``shape`` before the axes that ``columns`` are split into; None if columns are not split."""
     rows = len(shape)
     while rows and math.prod(shape[rows:]) < columns:
         rows -= 1
     return rows if math.prod(shape[rows:]) == columns and len(shape) - rows > 1 else None
 
 
-def _turns(graph: Graph, value: Value) -> bool:
-    """Whether it is heads that turn by their positions, which come first: the product's launch turns them."""
+def _is_rotated(graph: Graph, value: Value) -> bool:
+    """Whether a RotaryEmbedding reads the value after views. Such parts come first: the product's launch can rotate them."""
     user = graph.sole_user(value)
     while user is not None and user.kind in VIEWS:
         user = graph.sole_user(user.value)
@@ -76,7 +77,7 @@ def _turns(graph: Graph, value: Value) -> bool:
 
 
 def _parts(graph: Graph, op: Op, columns: Array, rows: int) -> Iterator[tuple[Value, Array]]:
-    """The values that are parts of a Reshape's result, and their columns; none where something else reads it."""
+    """The values that are parts of a Reshape's result, with their columns. Empty if the Reshape has other readers."""
     found: list[tuple[Value, Array]] = []
     for user in graph.users(op.value):
         axis = normalize_axis(user.attrs.axis, rows + columns.ndim) - rows if user.kind in ("Split", "Gather") else -1

@@ -1,6 +1,6 @@
-"""QuantizeLinear and DequantizeLinear as stages of a Pointwise, together with the pointwise op between them.
+"""QuantizeLinear and DequantizeLinear (Q and DQ) become stages of a Pointwise, together with the pointwise op between them.
 
-The stages do the arithmetic of these operators: fp32, rounded once per stage.
+The stages compute exactly as these operators do: in fp32, rounded once per stage.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import DTYPES, FP32, NARROW_INTEGERS, Array, DType, is_float
 
 FP8_LARGEST = {DTYPES["fp8_e4m3"]: 448.0, DTYPES["fp8_e5m2"]: 57344.0}
-"""Largest finite value."""
+"""Type -> its largest finite number."""
 
 
 class _Body:
-    """The stages of a Pointwise under construction, and their operands; operand slot 0 is register 0."""
+    """The stages of a Pointwise under construction, and their operands. Operand slot 0 is register 0."""
 
     def __init__(self, graph: Graph, patch: Patch):
         self.graph, self.patch = graph, patch
@@ -33,7 +33,7 @@ class _Body:
         self.stages: list[Stage] = []
 
     def slot(self, value: Value) -> int:
-        """The stage argument of an operand."""
+        """The stage argument of an operand, which is added if it is new."""
         if value not in self.operands:
             self.operands.append(value)
         at = self.operands.index(value)
@@ -53,21 +53,21 @@ class _Body:
         return at if self.patch.type(value).dtype == FP32 else self.add(Stage("Cast", (at,), CastAttrs(FP32)))
 
     def entering(self, value: Value) -> int:
-        """The register of an operand in fp32. A dequantized operand is read as integers; types other than floats stay."""
+        """The register of an operand in fp32. Dequantized operands are read as integers. Other types than floats stay."""
         op = producer(self.graph, value, {"DequantizeLinear"})
         if op is not None and _refuse(self.graph, op) is None and self.graph.constant_value(op.inputs[0]) is None:
             return self.dequantize(op)
         return self.wide(value) if is_float(self.graph.type(value).dtype) else self.slot(value)
 
     def dequantize(self, op: Op) -> int:
-        """DequantizeLinear: ``(x - zero) * scale`` in fp32."""
+        """Add the stages of a DequantizeLinear, ``(x - zero) * scale`` in fp32; returns the register of the result."""
         at, zero = self.wide(operand(op)), self.parameter(op, 2)
         if zero is not None:
             at = self.add(Stage("Sub", (at, zero)))
         return self.add(Stage("Mul", (at, self.parameter(op, 1))))
 
     def parameter(self, op: Op, slot: int) -> int | None:
-        """The stage argument of the scale (slot 1) or the zero point (slot 2) of a Q or DQ, in fp32; None for a zero point of 0."""
+        """The stage argument of the scale (slot 1) or zero point (slot 2) of a Q or DQ, in fp32; None for a zero point of 0."""
         value = op.input(slot)
         if value is not None and self.graph.constant_value(value) is None:
             return self.wide(value)
@@ -87,7 +87,7 @@ class _Body:
         return self.add(replace(stage, attrs=CastAttrs(FP32)))
 
     def quantize(self, op: Op, at: int) -> None:
-        """QuantizeLinear: ``saturate(round(x / scale) + zero)`` in fp32."""
+        """Add the stages of a QuantizeLinear of register ``at``: ``saturate(round(x / scale) + zero)`` in fp32."""
         at, zero = self.add(Stage("Div", (at, self.parameter(op, 1)))), self.parameter(op, 2)
         if is_float(op.attrs.output_dtype):  # the cast rounds
             bounds = [-FP8_LARGEST[op.attrs.output_dtype], FP8_LARGEST[op.attrs.output_dtype]]
@@ -118,7 +118,7 @@ def parameters(graph: Graph, op: Op) -> tuple[Array, Array]:
 
 
 def _refuse(graph: Graph, op: Op) -> str | None:
-    """Why a Q or DQ cannot be stages, or None."""
+    """The reason why a Q or DQ cannot become stages, or None."""
     computed = [v for v in op.inputs[1:] if v is not None and graph.constant_value(v) is None]
     if any(graph.type(v).dims not in ((), (1,)) for v in computed):
         return "it has several scales or zero points, which are computed"
@@ -126,7 +126,7 @@ def _refuse(graph: Graph, op: Op) -> str | None:
         return "it has a scale per block"
     integer: DType = op.outputs[0].type.dtype if op.kind == "QuantizeLinear" else graph.type(op.inputs[0]).dtype  # type: ignore[arg-type]
     if (is_float(integer) and integer not in FP8_LARGEST) or integer.itemsize > 2 or integer in NARROW_INTEGERS:
-        return f"it is of {integer.name}"
+        return f"its quantized type is {integer.name}"
     if is_float(integer) and op.kind == "QuantizeLinear" and not op.attrs.saturate:
         return "it does not saturate"
     precision = op.attrs.precision if op.kind == "QuantizeLinear" else op.attrs.output_dtype
@@ -137,7 +137,7 @@ def _refuse(graph: Graph, op: Op) -> str | None:
 
 @rule("quantize_stages", {"QuantizeLinear"})
 def quantize_stages(graph: Graph, op: Op) -> Match | Miss | None:
-    """A QuantizeLinear with the pointwise op before it and the DequantizeLinears before that; or alone."""
+    """A QuantizeLinear becomes a Pointwise, together with the pointwise op before it and the DequantizeLinears of its operands."""
     reason = _refuse(graph, op)
     if reason is not None:
         return Miss(f"{op.kind} stays: {reason}")
@@ -152,12 +152,12 @@ def quantize_stages(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _between(graph: Graph, op: Op) -> Op | None:
-    """The pointwise op before the QuantizeLinear ``op``, if its result has no other reader."""
-    made = graph.op(operand(op))
-    if made.kind in STRUCTURAL or made.kind in ("Identity", "Cast") or len(made.outputs) != 1:
+    """The pointwise op before the QuantizeLinear ``op``, if its result has no other reader; else None."""
+    before = graph.op(operand(op))
+    if before.kind in STRUCTURAL or before.kind in ("Identity", "Cast") or len(before.outputs) != 1:
         return None
-    pointwise = made.kind == "Pointwise" or made.definition.traits.pointwise
-    return made if pointwise and graph.sole_user(made.value) == op else None
+    pointwise = before.kind == "Pointwise" or before.definition.traits.pointwise
+    return before if pointwise and graph.sole_user(before.value) == op else None
 
 
 def _copy(body: _Body, op: Op) -> int:
@@ -178,7 +178,9 @@ def _copy(body: _Body, op: Op) -> int:
 
 @rule("dequantize_stages", {"DequantizeLinear"})
 def dequantize_stages(graph: Graph, op: Op) -> Match | Miss | None:
-    """A DequantizeLinear that no other rule fused: runs after all other rules. On constants, it becomes a constant."""
+    """A DequantizeLinear that no other rule has fused becomes a Pointwise, or a constant if it reads constants.
+
+    This rule runs after all other rules."""
     constants = [graph.constant_value(v) for v in op.inputs]
     stored = all(v is None or array is not None for v, array in zip(op.inputs, constants, strict=True))
     reason = None if stored else _refuse(graph, op)

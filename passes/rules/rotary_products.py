@@ -1,7 +1,8 @@
-"""Rotary embeddings written as products of complex numbers: ``(a + ib)(c + is)`` as ``a c - b s`` beside ``b c + a s``.
+"""Rotary embeddings written as complex products: ``(a + ib)(c + is)`` has the parts ``a c - b s`` and ``b c + a s``.
 
-``a`` and ``b`` are the halves of each head (flash-attention, ERNIE), or its even and odd numbers (Llama's own code, Wan), which the
-results are put back into. DeepSeek turns the even and odd numbers, and puts the results into the halves of the head.
+``a`` and ``b`` are the halves of each head (flash-attention, ERNIE) or its even and odd features (Llama's own code, Wan). The
+results go back to the positions of ``a`` and ``b``. DeepSeek rotates the even and odd features, but stores the results as the two
+halves of the head.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from optdnn.passes.support.facts import RESHAPES, in_shape, operand, shape_of
 from optdnn.passes.support.parts import is_axis, span, whole
 from optdnn.passes.support.pattern import Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule
-from optdnn.passes.support.rotary import cache_shape, order_of, turned, unshaped
+from optdnn.passes.support.rotary import before_reshapes, cache_shape, order_of, rotated
 from optdnn.types import Shape
 
 A, B, COS, SIN = map(Var, ("a", "b", "cos", "sin"))
@@ -26,7 +27,7 @@ _IMAGINARY = node("Add", node("Mul", B, COS), node("Mul", A, SIN))
 
 
 class RotaryProducts(PatternRule):
-    """Concat of the real and the imaginary parts along the last axis."""
+    """A Concat of the real and the imaginary parts along the last axis becomes one RotaryEmbedding."""
 
     name = "rotary_products"
     patterns = (node("Concat", any_of(_REAL, node(RESHAPES, _REAL)), any_of(_IMAGINARY, node(RESHAPES, _IMAGINARY))),)
@@ -38,9 +39,9 @@ class RotaryProducts(PatternRule):
         parts = shape_of(graph, operand(root))
         if parts is None:
             return None
-        in_pairs = parts[-1] == 1  # the results
+        in_pairs = parts[-1] == 1  # each real part lies beside its imaginary part
         halves = None if in_pairs else whole(graph, a, b, even=True)
-        x = _neighbours(graph, a, b) if halves is None else halves
+        x = _neighbors(graph, a, b) if halves is None else halves
         if x is None or (halves is not None and shape_of(graph, x) != graph.type(root.value).shape):
             return None
         rows = parts[:-1] if in_pairs else parts
@@ -57,8 +58,8 @@ class RotaryProducts(PatternRule):
             caches = [in_shape(patch, found[name], cache_shape(s, order)) for name, s in angles.items()]
             whole_heads = in_shape(patch, x, full)
             attrs = RotaryAttrs(interleaved=halves is None)
-            y = turned(patch, whole_heads, caches, attrs, order)
-            if halves is None and not in_pairs:  # even numbers before odd ones
+            y = rotated(patch, whole_heads, caches, attrs, order)
+            if halves is None and not in_pairs:  # the results of even features come before those of odd features
                 y = in_shape(patch, y, (*full[:-1], rows[-1], 2))
                 y = patch.add("Transpose", [y], TransposeAttrs((0, 1, 2, 4, 3)))
             return in_shape(patch, y, graph.type(root.value).dims)
@@ -66,20 +67,22 @@ class RotaryProducts(PatternRule):
         return Match(tuple(graph.op(i) for i in sorted(ops)), build, root.value)
 
 
-def _neighbours(graph: Graph, a: Value, b: Value) -> Value | None:
-    """What has ``a`` as its even and ``b`` as its odd numbers: slices of it, or the two parts of it in pairs."""
+def _neighbors(graph: Graph, a: Value, b: Value) -> Value | None:
+    """The tensor whose even features are ``a`` and whose odd features are ``b``, or None.
+
+    ``a`` and ``b`` are slices with a step of 2, or the two parts along a last axis of size 2."""
     first, second = graph.op(a), graph.op(b)
     x = first.input(0)
     if first.kind == "Slice" and x is not None and second.input(0) == x:
         size = (shape_of(graph, x) or ("",))[-1]
         if isinstance(size, int) and [span(graph, op, size) for op in (first, second)] == [(0, size, 2), (1, size, 2)]:
             return None if size % 2 else x
-    pairs = whole(graph, unshaped(graph, a), unshaped(graph, b), even=True)
+    pairs = whole(graph, before_reshapes(graph, a), before_reshapes(graph, b), even=True)
     return pairs if pairs is not None and graph.type(pairs).dims[-1] == 2 else None
 
 
 def _without(shape: Shape, trailing: int) -> Shape:
-    """The shape without this many last axes of size 1; empty where it does not have them."""
+    """The shape without its last ``trailing`` axes, which must have size 1; an empty shape if they do not."""
     if trailing == 0:
         return shape
     return shape[:-trailing] if trailing > 0 and all(d == 1 for d in shape[-trailing:]) else ()
@@ -88,7 +91,7 @@ def _without(shape: Shape, trailing: int) -> Shape:
 def _order(
     graph: Graph, found: dict[str, Any], x: Value, full: Shape, angles: dict[str, Shape]
 ) -> tuple[int, ...] | str:
-    """The order of axes in which heads of shape ``full`` are turned by these angles, or why there is none."""
+    """The order of axes in which these angles fit heads of shape ``full``, or the reason why there is none."""
     t = graph.type(x)
     if len(full) != 4:
         return f"{graph.output(x).name} {t} does not have four axes"

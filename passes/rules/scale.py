@@ -1,7 +1,7 @@
-"""Constant scales and shifts merge with one another, and move to weights that absorb them.
+"""Constant scales and shifts merge with each other, and move to weights that absorb them.
 
-The rewrites are exact in real arithmetic. A rewrite that changes a rounding is refused where a step function (Floor, a comparison,
-a cast to integers) after it could turn the rounding into another integer: ``49 * (1 / 49)`` is less than 1.
+The rewrites are exact in real arithmetic. A rewrite that changes a rounding is refused if a step function after it (Floor, a
+comparison, a cast to integers) could then give another integer: ``49 * (1 / 49)`` is less than 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _STEPS = frozenset(
         *("ArgMax", "ArgMin", "TopK", "Hardmax", "Unique", "QuantizeLinear"),
     }
 )
+"""Step functions: a small change of an operand may change the result by 1."""
 _LOOK_AHEAD = 9
+"""Most operators that the search for a step function passes."""
 _MOVES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
 
 
@@ -47,12 +49,13 @@ def _passes_on(op: Op) -> bool:
 
 
 def step_miss(graph: Graph, op: Op) -> Miss | None:
+    """A Miss if a step function reads the result of ``op``, so that another rounding could change the step; else None."""
     step = feeds_step(graph, op.value)
     return None if step is None else Miss(f"another rounding could change the result of {step.kind} {step.name}")
 
 
 def constant_of(graph: Graph, op: Op | None) -> Array | None:
-    """The constant that is operand 1 of a floating op whose operand 0 is not constant."""
+    """Operand 1 of ``op``, if it is a floating-point constant and operand 0 is not constant; else None."""
     if op is None or len(op.inputs) < 2 or graph.constant_value(op.inputs[0]) is not None:
         return None
     c = graph.constant_value(op.inputs[1])
@@ -61,7 +64,7 @@ def constant_of(graph: Graph, op: Op | None) -> Array | None:
 
 @rule("sub_is_add", {"Sub"})
 def sub_is_add(graph: Graph, op: Op) -> Match | Miss | None:
-    """``x - c`` becomes ``x + (-c)``, which is exact."""
+    """``x - c`` becomes ``x + (-c)``, which is exactly the same."""
     c = constant_of(graph, op)
     if c is None:
         return None
@@ -102,10 +105,10 @@ def merge_constants(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("scale_first", {"Mul"})
 def scale_first(graph: Graph, op: Op) -> Match | Miss | None:
-    """``(x + b) * s`` becomes ``x * s + b s`` if the scale or the shift then merges with a neighbour.
+    """``(x + b) * s`` becomes ``x * s + b s`` if the scale or the shift then merges with a neighbor.
 
-    It merges in three cases: x is already scaled by a constant; x comes from a matrix product whose weights absorb the scale; or a
-    constant is added next.
+    There are three such cases: x is scaled by a constant; x is the result of a linear op whose weights absorb the scale; a constant
+    is added to the result.
     """
     add = producer(graph, op.inputs[0], {"Add"}, alone=True)
     b, s = constant_of(graph, add), constant_of(graph, op)
@@ -125,6 +128,7 @@ def scale_first(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _merges(graph: Graph, op: Op, x: Value) -> bool:
+    """Whether the scale merges with an op before ``x``, or the shift with an op after ``op``."""
     if constant_of(graph, producer(graph, x, {"Mul"}, alone=True)) is not None:
         return True
     product = producer(graph, x, LINEAR, alone=True)
@@ -137,9 +141,9 @@ def _merges(graph: Graph, op: Op, x: Value) -> bool:
 
 @rule("hoist_scale", {"Mul"})
 def hoist_scale(graph: Graph, op: Op) -> Match | Miss | None:
-    """A scalar scale moves up through reshapes and transposes to the matrix product, whose weights absorb it.
+    """A scalar scale moves in front of reshapes and transposes to the linear op before them, whose weights absorb it.
 
-    Attention scales its queries and keys after ``MatMul, Add, Reshape, Transpose``, where it would cost a pass over them.
+    Attention scales its queries and keys after ``MatMul, Add, Reshape, Transpose``, where the scale would cost another launch.
     """
     c = constant_of(graph, op)
     if c is None or c.size != 1 or not same_shape(graph, op):
@@ -173,7 +177,7 @@ def _absorbs(graph: Graph, product: Op) -> bool:
 
 @rule("gemm_scalars", {"Gemm"})
 def gemm_scalars(graph: Graph, op: Op) -> Match | Miss | None:
-    """Constant weights and bias of a Gemm absorb its alpha and beta."""
+    """A Gemm's alpha and beta are multiplied into its constant weights and bias."""
     absorbed = absorb_scalars(graph, op)
     if absorbed is None or isinstance(absorbed, Miss):
         return absorbed
@@ -181,7 +185,9 @@ def gemm_scalars(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _merged(kind: str, a: Array, b: Array, like: Array, *, factor: bool | None = None) -> Array | Miss:
-    """``a`` and ``b`` (float64) added or multiplied, rounded to the type of ``like``; ``factor``: see :func:`_rounded`."""
+    """The sum or product (``kind``) of ``a`` and ``b`` (float64), rounded to the type of ``like``.
+
+    A Miss if the result is larger than both or cannot be rounded. ``factor``: see :func:`_rounded`."""
     merged = a + b if kind == "Add" else a * b
     if merged.size > max(a.size, b.size):
         return Miss(f"the merged constant of {merged.size} elements would be larger than both")

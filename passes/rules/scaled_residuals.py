@@ -1,6 +1,6 @@
-"""Sums and differences of a tensor and a linear op, in the forms that its weights and its epilogue compute.
+"""Sums and differences of a tensor and a linear op take forms that the weights and the epilogue of the linear op can compute.
 
-Learned mixtures are such sums: ``lerp`` (EfficientViM), and MetaFormer's factors of the residual.
+Examples are learned mixtures: ``lerp`` (EfficientViM), and MetaFormer's factors of the residual.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from optdnn.target_name import TargetName
 from optdnn.types import FP64, Array, is_float
 
 LEAST, MOST = 1 / 64, 64.0
-"""Factors of a residual by which weights are divided: beyond these, 16-bit weights would lose digits or range."""
+"""Limits for a residual's factors, by which weights are divided: beyond them, 16-bit weights would lose precision or overflow."""
 
 
 @dataclass(frozen=True)
 class _Term:
-    """``linear(…) * scale + shift`` with one reader, and the operators after the linear one."""
+    """``linear(…) * scale + shift`` with one reader. ``links``: the operators after the linear op, the last one first."""
 
     linear: Linear
     affine: Affine
@@ -32,6 +32,7 @@ class _Term:
 
     @staticmethod
     def of(graph: Graph, value: Value | None) -> _Term | Miss | None:
+        """``value`` as a term; None if it has another form, a Miss if its constants do not fit."""
         links, end = list[Op](), value
         while end is not None and graph.sole_user(end) is not None and (x := variable(graph, link := graph.op(end))):
             links.append(link)
@@ -48,7 +49,7 @@ class _Term:
         return _Term(linear, affine, tuple(links))
 
     def times(self, factor: Array) -> _Factored | Miss:
-        """The term times a factor, which the weights have to absorb."""
+        """The term times a factor. A Miss if the weights cannot absorb the factor."""
         affine, op = self.affine.then(Affine(factor, ZERO)), self.linear.op
         if (why := self.linear.refuses_after(Affine(affine.scale, ZERO))) is not None:
             return Miss(why)
@@ -62,7 +63,7 @@ class _Term:
 
 @dataclass(frozen=True)
 class _Factored:
-    """``value * scale + shift``, a Mul and an Add that fold into the weights of the producer of ``value``."""
+    """``value * scale + shift`` as a Mul and an Add. Later passes fold them into the weights of the producer of ``value``."""
 
     value: Value
     scale: Array
@@ -75,7 +76,7 @@ class _Factored:
 
 @rule("subtracted_linear", {"Sub"})
 def subtracted_linear(graph: Graph, op: Op) -> Match | Miss | None:
-    """``x - (y W + b)`` is ``x + (-(y W + b))``: the weights absorb the sign, and the sum is one that kernels compute (DnCNN)."""
+    """``x - (y W + b)`` becomes ``x + (-(y W + b))`` (DnCNN): the weights absorb the sign, and a kernel's epilogue adds ``x``."""
     total = op.outputs[0].type
     constant = graph.constant_value(op.inputs[0]) is not None
     if constant or graph.type(operand(op, 1)) != total or not is_float(total.dtype):
@@ -91,7 +92,7 @@ def subtracted_linear(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("lerp", {"Add"})
 def lerp(graph: Graph, op: Op) -> Match | None:
-    """``x + w (y - x)`` is ``x (1 - w) + y w`` where w is constant and y a linear op, whose weights absorb w."""
+    """``x + w (y - x)`` becomes ``x (1 - w) + y w``, if w is constant and y the result of a linear op, whose weights absorb w."""
     for x, other in (op.inputs, op.inputs[::-1]):
         scaled = producer(graph, other, {"Mul"}, alone=True)
         difference = None if scaled is None else producer(graph, operand(scaled), {"Sub"}, alone=True)
@@ -115,9 +116,10 @@ def lerp(graph: Graph, op: Op) -> Match | None:
 
 
 class ScaledResidual(Rule):
-    """``x c + conv(y)`` is ``(x + conv(y) / c) c``, c constant per channel: GPUs' convolutions add a tensor and scale the sum.
+    """``x c + conv(y)`` becomes ``(x + conv(y) / c) c``, with c constant per channel.
 
-    Products leave such a sum to the norm after it, which reads both terms.
+    GPU convolutions can add a tensor and scale the sum. The rule does not apply to matrix products: there, the norm after the sum
+    reads both terms.
     """
 
     name = "scaled_residual"
@@ -135,13 +137,14 @@ class ScaledResidual(Rule):
             if not isinstance(term, _Term) or term.linear.op.kind != "Conv":
                 continue
             if term.affine.scales:
-                return None  # the weights absorb this factor first: the convolution may then take in the residual
+                return None  # the weights must absorb this factor first
             if isinstance(_Term.of(graph, x), _Term) or graph.type(x) != total:
                 continue
             return self._rewritten(graph, op, scaled, x, term)
         return None
 
     def _rewritten(self, graph: Graph, op: Op, scaled: Op, x: Value, term: _Term) -> Match | Miss:
+        """The rewrite of ``op``, which adds ``scaled``, a factor times ``x``, and ``term``."""
         step = read(graph, scaled, term.linear.axis, term.linear.channels)
         if isinstance(step, Miss):
             return step

@@ -1,7 +1,8 @@
-"""Scores by position that reach attention as a view of a product (Transformer-XL: Dai et al., 2019).
+"""Removes Gathers and scales between a product and attention, so that scores of positions are a view of the product.
 
-XLNet shifts a product of queries with constant embeddings by Reshapes and a Slice, takes the first columns by a Gather, and scales
-them. Without the Gather and the scale, the scores are a view, which attention reads as its mask.
+XLNet (with Transformer-XL's relative positions: Dai et al., 2019) shifts a product of queries with constant embeddings by Reshapes
+and a Slice, takes the first columns by a Gather, and scales them. Without the Gather and the scale, the scores are a view, which
+attention reads as its mask.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from optdnn.types import Array, normalize_axis
 
 VIEWS = RESHAPES | {"Transpose", "Slice"}
 _MOST = 6
+"""Most views between a product and its scale."""
 
 
 @rule("consecutive_rows", {"Gather"})
 def consecutive_rows(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Gather of neighbouring rows, in order, is a Slice."""
+    """A Gather of neighboring rows in ascending order becomes a Slice."""
     indices, shape = graph.constant_value(op.inputs[1]), shape_of(graph, operand(op))
     if (
         indices is None
@@ -47,7 +49,7 @@ def consecutive_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("scaled_view", {"Mul"})
 def scaled_view(graph: Graph, op: Op) -> Match | Miss | None:
-    """A number times a view of a product with a constant: the constant is scaled."""
+    """A number times a view of a product with a constant: the constant is multiplied by the number instead."""
     for slot in (0, 1):
         array = graph.constant_value(op.inputs[1 - slot])
         if array is None or array.size != 1 or op.inputs[slot] is None:

@@ -1,4 +1,4 @@
-"""Selections by a mask: written as arithmetic, they become Where; slices that a known mask selects, a Gather."""
+"""Selections by a mask: arithmetic becomes Where, and a Compress with a known mask becomes a Gather."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def _masked(mask: Pattern) -> Pattern:
     node("Add", _masked(node("Cast", _KEPT_NOT)), node("Mul", node("Cast", _C), _Y)),
 )
 def select_is_where(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """``c * x + (1 - c) * y`` with a mask c of zeros and ones is ``where(c, x, y)``: how tf2onnx writes SelectV2.
+    """``c * x + (1 - c) * y`` with a mask c of zeros and ones becomes ``where(c, x, y)``. tf2onnx writes SelectV2 in this form.
 
-    The mask is a Cast of a boolean, its complement a Cast of the Not of that boolean; or both are constants, and the hidden
-    part is one number. (Where the product reads an infinity or NaN that the mask hides, it gives NaN, and Where does not.)
+    The mask is a Cast of a boolean, and its complement a Cast of the Not of this boolean; or both are constants, and ``y`` is one
+    number. (If the mask hides an infinity or a NaN, the arithmetic gives NaN; the Where does not.)
     """
     x: Value = found["x"]
     choice: tuple[Value | Array, Value | Array] | None
@@ -56,7 +56,7 @@ def select_is_where(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
 
 
 def _constants(mask: Array, low: Array) -> tuple[Array, Array] | None:
-    """The mask as booleans and the one hidden number; None where the constants are no such pair."""
+    """The mask as booleans and the number that replaces hidden elements; None if the constants do not have this form."""
     if not ((mask == 0) | (mask == 1)).all() or mask.all() or not mask.any():
         return None
     wide, values = np.broadcast_arrays(mask, low)
@@ -68,7 +68,7 @@ def _constants(mask: Array, low: Array) -> tuple[Array, Array] | None:
 
 @rule("known_compress", {"Compress"})
 def known_compress(graph: Graph, op: Op) -> Match | None:
-    """Slices that a constant condition selects are a Gather: how tf2onnx removes the edges of symmetric padding."""
+    """A Compress with a constant condition becomes a Gather. tf2onnx removes the edges of symmetric padding in this form."""
     condition = graph.constant_value(op.inputs[1])
     if condition is None or op.inputs[0] is None:
         return None

@@ -1,4 +1,4 @@
-"""Reshapes and transposes: chains become one, and the shape arithmetic in front of them disappears."""
+"""Chains of reshapes or transposes become one, and computed shapes become constants."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def constant_target(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _expand_target(before: Shape, after: Shape) -> tuple[int, ...] | None:
-    """1 keeps a dimension of an Expand; None where a symbolic one grows."""
+    """A constant target of an Expand, in which 1 keeps a symbolic dimension; None if the Expand enlarges one."""
     lead = len(after) - len(before)
     target = [d if isinstance(d, int) else int(i >= lead and before[i - lead] == d) for i, d in enumerate(after)]
     grows = any(not isinstance(d, int) and not t for d, t in zip(after, target, strict=True))
@@ -72,9 +72,9 @@ def _expand_target(before: Shape, after: Shape) -> tuple[int, ...] | None:
 
 @rule("spare_expand", BROADCASTING)
 def spare_expand(graph: Graph, op: Op) -> Match | Miss | None:
-    """A pointwise operator reads what an Expand repeats, if its other operands have the repeated sizes: it broadcasts.
+    """A pointwise operator reads the operand of an Expand and broadcasts it, if its other operands have the expanded sizes.
 
-    PyTorch's ``expand_as`` writes such an Expand in front of a gate's multiplication, for example.
+    For example, PyTorch's ``expand_as`` writes such an Expand in front of a gate's multiplication.
     """
     refused = None
     for slot, value in enumerate(op.inputs):
@@ -98,7 +98,7 @@ def _reading(op: Op, operands: Sequence[Value | None], patch: Patch) -> Value:
 
 @pattern_rule("transpose_chain", node("Transpose", node("Transpose", X, name="inner")))
 def transpose_chain(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """A Transpose of a Transpose becomes one, or nothing where they cancel."""
+    """A Transpose of a Transpose becomes one Transpose, or nothing if they cancel."""
     x, first, second = found["x"], found["inner"].attrs.perm, root.attrs.perm
     if first is None or second is None:
         return None
@@ -110,7 +110,7 @@ def transpose_chain(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
 
 @rule("transpose_is_reshape", {"Transpose"})
 def transpose_is_reshape(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Transpose that moves only axes of size 1 keeps the order of elements: a Reshape, which is free."""
+    """A Transpose that moves only axes of size 1 becomes a Reshape, which is free: the order of elements stays."""
     x, perm = operand(op), op.attrs.perm
     shape = shape_of(graph, x)
     if shape is None or perm is None or perm == tuple(range(len(perm))):
@@ -124,7 +124,7 @@ def transpose_is_reshape(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("gemm_transpose", {"Gemm"})
 def gemm_transpose(graph: Graph, op: Op) -> Match | Miss | None:
-    """A transposed operand of a Gemm is read transposed."""
+    """A Gemm absorbs a Transpose of operand 0 or 1 into ``transA`` or ``transB``."""
     for slot, flag in ((0, "transA"), (1, "transB")):
         inner = producer(graph, op.inputs[slot], {"Transpose"})
         if inner is None or inner.attrs.perm != (1, 0) or (slot == 0 and op.attrs.prologue):
@@ -140,7 +140,9 @@ def _reading_transposed(op: Op, inner: Op, slot: int, flag: str, patch: Patch) -
 
 @rule("kept_axes", {"Reshape", "Unsqueeze"})
 def kept_axes(graph: Graph, op: Op) -> Match | Miss | None:
-    """A reduction whose axes are put back keeps them: ``x.mean(1).unsqueeze(1)``. So it runs in the order of its image."""
+    """A reduction keeps its axes if a Reshape adds them again: ``x.mean(1).unsqueeze(1)``.
+
+    So it can run in the order of its image."""
     total = producer(graph, op.inputs[0], REDUCTIONS)
     shape = None if total is None or total.attrs.keepdims else shape_of(graph, total.input(0))
     axes = None if total is None or total.input(1) is None else ints(graph, total.input(1))

@@ -1,7 +1,7 @@
-"""Softmax weights that several products multiply with values of their own: one product with the values side by side.
+"""Products of the same softmax weights with several values become one product with the concatenated values.
 
-Differential attention (Ye et al., 2024) writes its attention with values of twice the features as two attentions with the same
-weights, whose results a Concat joins.
+Differential attention (Ye et al., 2024) writes an attention whose values have twice the features as two attentions with the same
+weights, and concatenates their results.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from optdnn.types import normalize_axis
 BETWEEN = frozenset({"Where", "Cast", *RESHAPES})
 """Kinds between a softmax and the product with its values."""
 _MOST = 4
+"""Most operators between a softmax and the product, and the softmax itself."""
 
 
 @rule("shared_weights", {"Concat"})
 def shared_weights(graph: Graph, op: Op) -> Match | Miss | None:
-    """``Concat(p v1, p v2)`` along the features, where a softmax gives p, is ``p Concat(v1, v2)``."""
+    """``Concat(p v1, p v2)`` along the features becomes ``p Concat(v1, v2)``, if p comes from a softmax."""
     products = [producer(graph, v, {"MatMul"}) for v in op.inputs]
     first, shape = products[0], shape_of(graph, op.value)
     if (
@@ -49,7 +50,7 @@ def shared_weights(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _from_softmax(graph: Graph, value: Value) -> bool:
-    """Whether a softmax gives it, but for masks, a cast and reshapes."""
+    """Whether ``value`` is the result of a softmax, possibly after masks, casts and reshapes."""
     for _ in range(_MOST):
         op = graph.op(value)
         if op.kind not in BETWEEN:
@@ -59,7 +60,7 @@ def _from_softmax(graph: Graph, value: Value) -> bool:
 
 
 def _side_by_side(graph: Graph, patch: Patch, values: Sequence[Value]) -> Value:
-    """The values side by side along the last axis. Heads that are all repeated alike are repeated after it."""
+    """Add a Concat of the values along the last axis. If all heads are repeated in the same way, it comes before the repetition."""
     ops, shape = [graph.op(v) for v in values], graph.type(values[0]).dims
     width = sum(graph.type(v).dims[-1] for v in values)
     if not _moved_alike(graph, ops):
@@ -72,7 +73,7 @@ def _side_by_side(graph: Graph, patch: Patch, values: Sequence[Value]) -> Value:
 
 
 def _moved_alike(graph: Graph, ops: Sequence[Op]) -> bool:
-    """Whether the same Reshape or Expand, which keeps the last axis, makes all of them."""
+    """Whether the ``ops`` are all Reshapes or all Expands between the same shapes, and keep the last axis."""
     if len({op.id for op in ops}) < len(ops) or len({op.kind in RESHAPES for op in ops}) > 1:
         return False
     if any(op.kind not in RESHAPES | {"Expand"} for op in ops):

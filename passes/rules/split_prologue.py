@@ -1,4 +1,4 @@
-"""Takes the prologue out of a product that is to compute on integers: floats in front would have to be rounded inside."""
+"""Moves the prologue of a product into an op of its own: a product of integers cannot compute floats before it multiplies."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from optdnn.ops.fused import PointwiseAttrs
 
 
 def split_prologue(graph: Graph, op: Op) -> None:
-    """Move the prologue of ``op`` into a Pointwise in front of it. Its result has the name of ``op``'s, with "/prologue"."""
+    """Move the prologue of ``op`` into a Pointwise before it. Its result has the name of the result of ``op`` and "/prologue"."""
     attrs = op.attrs
     arity = op.definition.arity or 0
     stages, operands = _renumbered(attrs.prologue, op.inputs, [op.inputs[0]])
     name = f"{op.outputs[0].name}/prologue"
-    made = graph.add("Pointwise", operands, PointwiseAttrs(epilogue=stages), names=[name], src=op.src)
-    own = [made.value, *op.inputs[1:arity]]
+    pointwise = graph.add("Pointwise", operands, PointwiseAttrs(epilogue=stages), names=[name], src=op.src)
+    own = [pointwise.value, *op.inputs[1:arity]]
     own += [None] * (arity - len(own))
     epilogue, inputs = _renumbered(attrs.epilogue, op.inputs, own)
     while inputs and inputs[-1] is None:
@@ -28,7 +28,7 @@ def split_prologue(graph: Graph, op: Op) -> None:
 def _renumbered(
     stages: Sequence[Stage], old: Sequence[Value | None], operands: list[Value | None]
 ) -> tuple[tuple[Stage, ...], list[Value | None]]:
-    """Stages that find their operands in ``operands``, which is extended by the values that they read."""
+    """Stages that read from ``operands`` instead of ``old``. The values that they read are appended to ``operands``."""
     first = len(operands)
 
     def slot(a: int | None) -> int | None:
@@ -42,7 +42,7 @@ def _renumbered(
 
 
 def split_all(graph: Graph) -> Graph:
-    """A copy in which no product has a prologue, so that every value that can be quantized exists."""
+    """A copy of the graph in which no product has a prologue, so that every value that can be quantized exists."""
     copy = graph.copy()
     for op in copy.order():
         if getattr(op.attrs, "prologue", None):

@@ -1,7 +1,7 @@
-"""Reductions over the axis along which tensors were stacked become arithmetic of these tensors, which needs no copies of them.
+"""Reductions over the axis of stacked tensors become arithmetic of these tensors, so that no stack is written.
 
-Selective kernels (Li et al., 2019) stack the results of several convolutions, and sum them over the new axis: as they are, and
-multiplied by the weights of a softmax over that axis.
+Selective kernels (Li et al., 2019) stack the results of several convolutions. They sum over the new axis twice: without weights,
+and with the weights of a softmax over this axis.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from optdnn.passes.support.facts import in_shape, integers, ints, operand, produ
 from optdnn.types import Shape, is_float, normalize_axis, show_shape
 
 JOINED_BY = {"ReduceSum": "Add", "ReduceMean": "Add", "ReduceMax": "Max", "ReduceMin": "Min"}
-"""Reduction -> the operator of two tensors that it repeats."""
+"""Reduction -> the operator that combines two tensors."""
 SUMS = frozenset({"ReduceSum", "ReduceMean"})
 MOST_ELEMENTS = 1 << 20
-"""Elements of a tensor that is written and read again in less time than a launch takes."""
+"""Most elements of a tensor that is written and read again in less time than a launch takes."""
 MOST_PARTS = 8
-"""Tensors of a stack; one kernel of a reduction is better than long chains of operators."""
+"""Most tensors of a stack. For more, one kernel of a reduction is better than a long chain of operators."""
 
 
 @rule("reduced_stack", frozenset(JOINED_BY))
 def reduced_stack(graph: Graph, op: Op) -> Match | Miss | None:
-    """``sum(stack(a, b))`` is ``a + b``, and ``sum(stack(a, b) * w)`` is ``a * w[0] + b * w[1]``; means and extrema likewise."""
+    """``sum(stack(a, b))`` becomes ``a + b``, and ``sum(stack(a, b) * w)`` becomes ``a * w[0] + b * w[1]``.
+
+    The same holds for means, maxima and minima."""
     scaled = producer(graph, op.inputs[0], {"Mul"}, alone=True)
     sources = op.inputs[:1] if scaled is None else scaled.inputs
     stack = next((s for v in sources if (s := producer(graph, v, {"Concat"})) is not None), None)
     axes, before, after = ints(graph, op.input(1)), shape_of(graph, op.inputs[0]), op.outputs[0].type.shape
     if stack is None or before is None or after is None or axes is None or len(axes) != 1:
         return None
-    axis = normalize_axis(axes[0], len(before)) - len(before)  # from the last one, as broadcasting counts
+    axis = normalize_axis(axes[0], len(before)) - len(before)  # counted from the end, as in broadcasting
     parts = [operand(stack, i) for i in range(len(stack.inputs))]
     rank = len(stack.outputs[0].type.dims)
     if normalize_axis(stack.attrs.axis, rank) - rank != axis or any(graph.type(p).dims[axis] != 1 for p in parts):
@@ -67,13 +69,13 @@ def reduced_stack(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _fits(graph: Graph, weights: Value, axis: int, count: int) -> bool:
-    """Whether a tensor beside a stack of ``count`` parts has the stack's axis with one element, or one for each, or not at all."""
+    """Whether a factor of a stack of ``count`` parts has 1 or ``count`` elements along the stack's axis, or lacks this axis."""
     shape = shape_of(graph, weights)
     return shape is not None and (-axis > len(shape) or shape[axis] in (1, count))
 
 
 def _without(shape: Shape, axis: int) -> Shape:
-    """``shape`` without an axis, which is counted from the last one."""
+    """``shape`` without ``axis``, which is counted from the end."""
     return tuple(n for i, n in enumerate(shape) if i - len(shape) != axis)
 
 
@@ -82,7 +84,7 @@ def _squeezed(patch: Patch, value: Value, axis: int) -> Value:
 
 
 def _weights(patch: Patch, weights: Value, axis: int, count: int) -> list[Value]:
-    """What multiplies each of ``count`` parts, without the axis."""
+    """The factor of each of ``count`` parts, without the axis of the stack."""
     shape = patch.type(weights).dims
     if -axis > len(shape):
         return [weights] * count
@@ -95,7 +97,7 @@ def _weights(patch: Patch, weights: Value, axis: int, count: int) -> list[Value]
 
 @rule("sum_of_sums", {"Add", "Sub"})
 def sum_of_sums(graph: Graph, op: Op) -> Match | Miss | None:
-    """``sum(a) + sum(b)`` over the same axes is ``sum(a + b)``, one launch in place of three: the terms of a flow's density."""
+    """``sum(a) + sum(b)`` over the same axes becomes ``sum(a + b)``: one launch instead of three (terms of a flow's density)."""
     a, b = (producer(graph, v, SUMS, alone=True) for v in op.inputs)
     if a is None or b is None or a is b or (a.kind, a.attrs) != (b.kind, b.attrs):
         return None

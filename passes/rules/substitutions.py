@@ -1,10 +1,12 @@
 """Forward substitution that exporters unroll row by row becomes products of matrices.
 
 Chunks of a gated delta rule (Qwen3-Next, Qwen3.5, OLMo Hybrid: Yang et al., 2024) invert a triangular matrix: for each row i in
-turn, ``T[i, :i] = A[i, :i] + A[i, :i] T[:i, :i]``. With L, the part of A below the diagonal, U the rest and ``S = (I - L)^-1``,
-that is ``T = S (L + L U)`` below the diagonal, and ``S - I`` where U is 0. The inverses S of the blocks along the diagonal double
-in size with two products: ``S + S L_b S``, where L_b has what lies between the two blocks of a pair. That is six rounds for 64
-rows, and as stable as the rows are: each block substitutes the one before it.
+turn, ``T[i, :i] = A[i, :i] + A[i, :i] T[:i, :i]``. Let L be the part of A below the diagonal, U the rest, and ``S = (I - L)^-1``.
+Then ``T = S (L + L U)`` below the diagonal, which is ``S - I`` if U is 0.
+
+S is computed for blocks along the diagonal. Two products double the size of the blocks: ``S + S L_b S``, where L_b is the part of L
+below the first block of each pair and left of the second one. This takes six rounds for 64 rows. It is as stable as the
+substitution by rows, since each block is substituted into the next one.
 """
 
 from __future__ import annotations
@@ -24,22 +26,22 @@ from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array, is_float
 
 LEAST = 8
-"""Rows from which on the rounds are fewer than the rows."""
+"""Least number of rows: with fewer, the rounds are not fewer than the rows."""
 MOVES = frozenset({"Concat", "Gather", "Slice", "Squeeze", "Unsqueeze"})
 
 
 @rule("substitution", {"Concat"})
 def substitution(graph: Graph, op: Op) -> Match | None:
-    """All rows of a square matrix but the first one or two, each replaced in turn."""
-    made = op.outputs[0].type
+    """A square matrix whose rows, except the first, are replaced one after the other."""
+    result = op.outputs[0].type
     if (
-        not made.is_static
-        or not is_float(made.dtype)
-        or len(made.dims) < 2
-        or made.static_shape[-1] != made.static_shape[-2]
+        not result.is_static
+        or not is_float(result.dtype)
+        or len(result.dims) < 2
+        or result.static_shape[-1] != result.static_shape[-2]
     ):
         return None
-    size = made.static_shape[-1]
+    size = result.static_shape[-1]
     if size < LEAST:
         return None
     ops, value, row = list[Op](), op.value, size - 1
@@ -55,13 +57,13 @@ def substitution(graph: Graph, op: Op) -> Match | None:
         return None
 
     def build(patch: Patch) -> Value:
-        return _substituted(patch, start, size, made.dtype, lower)
+        return _substituted(patch, start, size, result.dtype, lower)
 
     return Match((op, *(o for o in ops if o.id != op.id)), build)
 
 
 def _step(graph: Graph, value: Value, row: int) -> tuple[Value, list[Op]] | None:
-    """The matrix before this row of it was replaced, and the operators that replace it."""
+    """The matrix before its row ``row`` was replaced, and the operators that replace the row; None for another form."""
     shape = graph.type(value).static_shape
     leaves, ops = _leaves(graph, value, shape)
     before = next((v for v in leaves if graph.type(v).shape == shape), None)
@@ -88,7 +90,7 @@ def _step(graph: Graph, value: Value, row: int) -> tuple[Value, list[Op]] | None
 
 
 def _row_times(graph: Graph, value: Value, before: Value, numbers: Array, row: int) -> list[Op] | None:
-    """The operators of ``before[row, :row] before[:row, :row]``, written as a sum of products; None for anything else."""
+    """The operators of ``before[row, :row] before[:row, :row]``, written as a sum of products; None for another form."""
     total = graph.op(value)
     axes = ints(graph, total.input(1)) if total.kind == "ReduceSum" else None
     rank = numbers.ndim
@@ -107,7 +109,9 @@ def _row_times(graph: Graph, value: Value, before: Value, numbers: Array, row: i
 
 
 def _leaves(graph: Graph, value: Value, shape: tuple[int, ...]) -> tuple[list[Value], list[Op]]:
-    """What a value is moved from, up to values of its own ``shape``, and the operators that move it."""
+    """The values whose elements ``value`` consists of, and the operators that move these elements.
+
+    The search ends at values with the same ``shape``, and at values that another operator computes."""
     found, ops, wanted, seen = list[Value](), list[Op](), [value], set[Value]()
     while wanted:
         v = wanted.pop()
@@ -124,12 +128,15 @@ def _leaves(graph: Graph, value: Value, shape: tuple[int, ...]) -> tuple[list[Va
 
 
 def _holds(graph: Graph, value: Value, given: Mapping[Value, Array], wanted: Array) -> bool:
-    """Whether a value has the ``wanted`` elements of values whose elements are numbered. Leading axes count as one element."""
-    found = _moved(graph, value, given, 0)
+    """Whether ``value`` consists of the ``wanted`` elements. ``given``: value -> the numbers that stand for its elements.
+
+    The numbers have leading axes of size 1: all matrices of a batch must be treated alike."""
+    found = _evaluated(graph, value, given, 0)
     return found is not None and found.shape == wanted.shape and bool((found == wanted).all())
 
 
-def _moved(graph: Graph, value: Value, given: Mapping[Value, Array], depth: int) -> Array | None:
+def _evaluated(graph: Graph, value: Value, given: Mapping[Value, Array], depth: int) -> Array | None:
+    """The numbers of the elements of ``value``; None if an operator between does more than move elements."""
     if value in given:
         return given[value]
     constant, op = graph.constant_value(value), graph.op(value)
@@ -139,7 +146,7 @@ def _moved(graph: Graph, value: Value, given: Mapping[Value, Array], depth: int)
         return None
     operands: list[Any] = []
     for v in op.inputs:
-        array = None if v is None else _moved(graph, v, given, depth + 1)
+        array = None if v is None else _evaluated(graph, v, given, depth + 1)
         if array is None and v is not None:
             return None
         operands.append(array)
@@ -162,7 +169,7 @@ def _is_lower(graph: Graph, value: Value, size: int) -> bool:
 
 
 def _substituted(patch: Patch, a: Value, size: int, dtype: Any, lower: bool) -> Value:
-    """The substituted rows below the diagonal, and ``a`` elsewhere. ``lower``: there are zeros."""
+    """Add the substitution: the substituted rows below the diagonal, and ``a`` elsewhere. ``lower``: ``a`` is 0 elsewhere."""
     rows, columns = np.indices((size, size))
     below = rows > columns
 

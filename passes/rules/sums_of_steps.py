@@ -1,20 +1,20 @@
-"""Sums of the products that each step of an unrolled recurrence makes are one sum for all steps."""
+"""Sums of products in each step of an unrolled recurrence become one sum for all steps."""
 
 from __future__ import annotations
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.reduce import ReduceAttrs, reduced_axes
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, sizes_of
+from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reduction_axes, reshaped, sizes_of
 from optdnn.passes.support.unrolled_steps import LEAST, Position, first_of_all
 from optdnn.types import normalize_axis
 
 
 @rule("sums_of_steps", {"Concat"})
 def sums_of_steps(graph: Graph, op: Op) -> Match | Miss | None:
-    """``concat of sum(x[t] * y[t])`` over all t is ``sum(x * y)``: the outputs of selective scans that are written out (Mamba)."""
+    """The Concat of ``sum(x[t] * y[t])`` for all t becomes ``sum(x * y)``: the outputs of unrolled selective scans (Mamba)."""
     values = [operand(op, k) for k in range(len(op.inputs))]
     shape, part = sizes_of(graph, op.value), sizes_of(graph, values[0])
     if (
@@ -29,8 +29,8 @@ def sums_of_steps(graph: Graph, op: Op) -> Match | Miss | None:
     if len(sums) < len(values):
         return None
     first, ops = sums[0][0], [o for _, _, between in sums for o in between]
-    axes, attrs = _axes(graph, first), first.attrs
-    if axes is None or any((s.attrs, _axes(graph, s)) != (attrs, axes) for s, _, _ in sums):
+    axes, attrs = reduction_axes(graph, first), first.attrs
+    if axes is None or any((s.attrs, reduction_axes(graph, s)) != (attrs, axes) for s, _, _ in sums):
         return Miss("its parts are sums over different axes")
     sides = [first_of_all(graph, [operand(product, slot) for _, product, _ in sums]) for slot in (0, 1)]
     wholes = [(p, size) for p in sides if p is not None and (size := sizes_of(graph, p.whole)) is not None]
@@ -50,7 +50,7 @@ def sums_of_steps(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _steps_first(patch: Patch, p: Position, size: tuple[int, ...]) -> Value:
-    """The whole tensor of a position, its steps along the first axis and the others as the position has them."""
+    """Add a Transpose and a Reshape of a tensor of positions: steps become the first axis, before the axes of a position."""
     named = [k for k in p.view if k >= 0]
     order = (p.axis, *named, *(k for k in range(len(size)) if k != p.axis and k not in named))
     y = p.whole if order == tuple(range(len(size))) else patch.add("Transpose", [p.whole], TransposeAttrs(order))
@@ -58,7 +58,7 @@ def _steps_first(patch: Patch, p: Position, size: tuple[int, ...]) -> Value:
 
 
 def _sum_of_products(graph: Graph, value: Value) -> tuple[Op, Op, list[Op]] | None:
-    """The sum whose elements, in their order, are this value, the product that it sums, and all operators; each has one reader."""
+    """(sum, product, all operators) if ``value`` is a sum of products, possibly reshaped, and each operator has one reader."""
     between: list[Op] = []
     while graph.sole_user(value) is not None:
         op = graph.op(value)
@@ -70,8 +70,3 @@ def _sum_of_products(graph: Graph, value: Value) -> tuple[Op, Op, list[Op]] | No
             break
         value = operand(op)
     return None
-
-
-def _axes(graph: Graph, op: Op) -> tuple[int, ...] | None:
-    rank, given = len(graph.type(operand(op)).dims), () if op.input(1) is None else ints(graph, op.input(1))
-    return None if given is None else reduced_axes(op.attrs, given, rank)

@@ -1,7 +1,7 @@
-"""Rows that one index takes from several tables are rows of one table, whose columns are those of all: one Gather.
+"""Gathers of rows from several tables by the same indices become one Gather: the tables are concatenated along their columns.
 
-Factorization machines (Rendle, 2010) look each feature up twice, for its weight and for its factors; other networks have tables of
-features, biases and scales beside one another.
+Factorization machines (Rendle, 2010) look up each feature twice, for its weight and for its factors. Other networks have tables of
+features, biases and scales.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from optdnn.passes.support.facts import RESHAPES, integers, operand
 from optdnn.types import Array, is_float, normalize_axis
 
 ALIGNED = 8
-"""Columns at whose multiples parts begin that kernels read as vectors; also of all columns, with zeros at the end."""
+"""Kernels read a part as vectors if its first column is a multiple of this. The number of all columns is padded to a multiple."""
 MOST_BYTES = 1 << 30
-"""Largest size of joined tables."""
+"""Largest size of the concatenated tables."""
 SHARED_BYTES = 1 << 20
-"""Largest table that others may read as well: it is then held twice."""
+"""Largest table that other ops may also read: the engine then holds it twice."""
 
 
 @rule("tables_of_one_index", {"Gather"})
 def tables_of_one_index(graph: Graph, op: Op) -> Match | Miss | None:
-    """All gathers of rows of constant tables by the same indices."""
+    """All Gathers of rows of constant tables with the same number of rows, the same dtype and the same computed indices."""
     index, table = operand(op, 1), _table(graph, op)
     if table is None or graph.constant_value(index) is not None:
         return None
@@ -38,14 +38,14 @@ def tables_of_one_index(graph: Graph, op: Op) -> Match | Miss | None:
     members = list({user.inputs[0]: user for user in alike}.values())
     if len(members) < 2:
         return None
-    if any(_turns(graph, one) for one in members):
-        return Miss("they are angles of rotary embeddings")
+    if any(_feeds_rotary(graph, one) for one in members):
+        return Miss("the rows are angles of rotary embeddings")
     tables = {one.id: t for one in members if (t := _table(graph, one)) is not None}
     if sum(t.nbytes for t in tables.values()) > MOST_BYTES:
-        return Miss("the tables are too large to be joined")
+        return Miss(f"the tables are too large to be joined: over {MOST_BYTES >> 30} GiB")
     for one in members:
         if graph.use_count(operand(one)) > 1 and tables[one.id].nbytes > SHARED_BYTES:
-            return Miss(f"others read the table of {one.name} as well")
+            return Miss(f"other operators also read the table of {one.name}, so it would be stored twice")
     members.sort(key=lambda one: tables[one.id].shape[1] % ALIGNED != 0)
     widths = [tables[one.id].shape[1] for one in members]
     spare = -sum(widths) % ALIGNED
@@ -65,15 +65,15 @@ def tables_of_one_index(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _table(graph: Graph, op: Op) -> Array | None:
-    """The constant matrix whose rows a Gather takes."""
+    """The constant floating matrix whose rows a Gather takes, or None."""
     table = graph.constant_value(op.inputs[0]) if op.kind == "Gather" else None
     if table is None or table.ndim != 2 or not is_float(table.dtype) or normalize_axis(op.attrs.axis, 2) != 0:
         return None
     return table
 
 
-def _turns(graph: Graph, op: Op) -> bool:
-    """Whether rows are cosines or sines that a RotaryEmbedding reads where its kernels expect them."""
+def _feeds_rotary(graph: Graph, op: Op) -> bool:
+    """Whether a RotaryEmbedding reads the rows, directly or after views: its kernels expect cosines and sines as they are."""
     values = [op.value]
     for value in values:
         for user in graph.users(value):

@@ -1,7 +1,7 @@
-"""Sums of two products and a residual: each product's kernel adds one tensor.
+"""Sums of two products and a residual are reordered, so that the kernel of each product adds one tensor.
 
-The blocks of GPT-J (Wang and Komatsuzaki, 2021), Falcon and Cohere add attention and feed-forward units, which stand side by
-side, and then the residual.
+The blocks of GPT-J (Wang and Komatsuzaki, 2021), Falcon and Cohere have parallel attention and feed-forward units. They add the
+results of both, and then the residual.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from optdnn.types import is_float
 
 @rule("third_term", {"Add"})
 def third_term(graph: Graph, op: Op) -> Match | Miss | None:
-    """``(p + q) + r`` is ``p + (q + r)`` for two products (or convolutions) p and q and a residual r that is none."""
+    """``(p + q) + r`` becomes ``p + (q + r)`` for two products or convolutions p and q and another tensor r."""
     for inner, r in (op.inputs, op.inputs[::-1]):
         total = None if inner is None else graph.op(inner)
         if total is None or r is None or total.kind != "Add" or not is_float(op.outputs[0].type.dtype):
@@ -41,7 +41,7 @@ def _nested(p: Value, q: Value, r: Value, patch: Patch) -> Value:
 
 
 def _of_product(graph: Graph, value: Value) -> bool:
-    """Whether a product, perhaps plus a constant, is read once."""
+    """Whether ``value`` is a product, possibly plus constants, each with one reader."""
     while graph.sole_user(value) is not None:
         op = graph.op(value)
         if op.kind in ANCHORS:

@@ -1,7 +1,7 @@
-"""Transposes move down through ops that work on any order of axes, towards other transposes that they cancel or merge with.
+"""Transposes move after ops that work on any order of axes, until they cancel or merge with other transposes.
 
-TensorFlow's exports carry an image from NHWC to NCHW and back around every convolution. The ops between two such transposes
-(bias, activation, padding, concatenation, mean) work on any order of axes once their own axes are renamed.
+TensorFlow's exports transpose an image from NHWC to NCHW and back around every convolution. The ops between two such transposes
+(bias, activation, padding, concatenation, mean) work on any order of axes if their axes are renumbered.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from optdnn.types import Array, Shape, normalize_axis
 REDUCTIONS = frozenset(
     f"Reduce{k}" for k in ("Mean", "Sum", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp")
 )
-"""Kinds that reduce axes, which operand 1 names."""
+"""Kinds that reduce the axes in operand 1."""
 _LOOK_AHEAD = 64
 """Most ops that a transpose may pass to reach another one."""
-
 _STAGES_BACK = 8
+"""Most stages after a convolution or product that are examined."""
 
 Perm = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Passage:
-    """How a transpose passes an op.
+    """The exchange of a transpose and the op after it.
 
-    ``moved`` are the operand slots that hold the transposed values. ``build`` adds the op to a patch, on the values before
-    the transpose. The result is then transposed by ``perm`` (None: not at all).
+    ``moved``: the operand slots that hold transposed values. ``build`` adds the op to a patch, reading the values before the
+    transpose. Its result must then be transposed by ``perm`` (None: it needs no Transpose).
     """
 
     moved: tuple[int, ...]
@@ -46,11 +46,11 @@ class Passage:
 
 @rule("sink_transpose", {"Transpose"})
 def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Transpose and an op that reads it change places, where every way down from the Transpose pays.
+    """A Transpose and an op that reads it are exchanged, if this pays on every path after the Transpose.
 
-    A way pays if it leads to another Transpose, to a reduction that leaves nothing to transpose, or to an op that reads two
-    transposed values (two become one). It also pays if the op can become a stage of the convolution or matrix product in front
-    of the Transpose. A Transpose only ever moves towards the outputs, so this ends.
+    A path pays if it leads to another Transpose or to a reduction that leaves nothing to transpose. It pays if it leads to an op
+    that reads two transposed values: two Transposes become one. It also pays if the op can become a stage of the convolution or
+    matrix product before the Transpose. A Transpose only moves towards the outputs, so this terminates.
     """
     if op.attrs.perm is None:
         return None
@@ -63,7 +63,7 @@ def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     if passage is None:
         return None
     if not all(u.kind == "Transpose" or _pays(graph, op, u) for u in users):
-        return Miss("it reaches no other transpose on its way down")
+        return Miss("it reaches no other transpose after the operators that it could pass")
     transposes = dict.fromkeys(graph.op(operand(user, i)) for i in passage.moved)
 
     def build(patch: Patch) -> Value:
@@ -77,7 +77,8 @@ def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _pays(graph: Graph, op: Op, user: Op) -> bool:
-    if _stage_of_constants(graph, user, op.value) and len(graph.users(op.value)) == 1 and behind_anchor(graph, op):
+    """Whether the path that begins at ``user``, a reader of the Transpose ``op``, pays."""
+    if _stage_of_constants(graph, user, op.value) and len(graph.users(op.value)) == 1 and is_after_anchor(graph, op):
         return True
     value, perm = op.value, op.attrs.perm
     for _ in range(_LOOK_AHEAD):
@@ -97,14 +98,14 @@ def _pays(graph: Graph, op: Op, user: Op) -> bool:
 
 
 def _stage_of_constants(graph: Graph, op: Op, value: Value) -> bool:
-    """Whether ``op`` could be an epilogue stage that reads nothing but ``value`` and constants."""
+    """Whether ``op`` could be an epilogue stage, and reads only ``value`` and constants."""
     if op.kind not in ACTIVATIONS | ADDITIONS | SCALINGS:
         return False
     return all(v == value or graph.constant_value(v) is not None for v in op.inputs if v is not None)
 
 
-def behind_anchor(graph: Graph, op: Op) -> bool:
-    """Whether operand 0 of ``op`` is the result of a convolution or matrix product, or of a stage-like chain behind one."""
+def is_after_anchor(graph: Graph, op: Op) -> bool:
+    """Whether operand 0 of ``op`` is the result of a convolution or matrix product, possibly with stages of constants after it."""
     for _ in range(_STAGES_BACK):
         value = op.inputs[0]
         if value is None or graph.sole_user(value) is None:
@@ -120,9 +121,9 @@ def behind_anchor(graph: Graph, op: Op) -> bool:
 
 
 def _passage(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
-    """How ``value``, a value transposed by ``perm``, passes ``op``; None where it cannot.
+    """The exchange of ``op`` with the transpose by ``perm`` that computes ``value``; None if they cannot be exchanged.
 
-    During look-ahead ``value`` need not be a Transpose's result yet; other operands have to be.
+    During look-ahead, ``value`` need not be the result of a Transpose yet, but other transposed operands must be.
     """
     if op.kind in STRUCTURAL or len(op.outputs) != 1 or op.outputs[0].type.rank is None:
         return None
@@ -137,24 +138,25 @@ def _passage(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
     if op.kind in ("Softmax", "LogSoftmax", "Hardmax"):
         axis = perm[normalize_axis(op.attrs.axis, len(perm))]
         attrs = replace(op.attrs, axis=axis)
-        return Passage((0,), lambda patch: patch.add(op.kind, [_under(graph, value)], attrs, src=op.src), perm)
+        return Passage((0,), lambda patch: patch.add(op.kind, [_untransposed(graph, value)], attrs, src=op.src), perm)
     if op.kind == "Pad":
         return _pad(graph, op, value, perm)
     return None
 
 
-def _under(graph: Graph, value: Value) -> Value:
-    """The value before the Transpose that makes ``value``."""
+def _untransposed(graph: Graph, value: Value) -> Value:
+    """The operand of the Transpose that computes ``value``."""
     return operand(graph.op(value))
 
 
 def _is_moved(graph: Graph, v: Value, value: Value, perm: Perm) -> bool:
+    """Whether ``v`` is ``value``, or the result of a Transpose by the same ``perm``."""
     transpose = producer(graph, v, {"Transpose"})
     return v == value or (transpose is not None and bool(transpose.attrs.perm == perm))
 
 
 def _moved_constant(array: Array, perm: Perm) -> Array:
-    """A constant operand as it has to be before the transpose: its axes in the order that ``perm`` undoes."""
+    """A constant operand for the op before the transpose: ``array``, transposed by the inverse of ``perm``."""
     return np.ascontiguousarray(np.transpose(with_rank(array, len(perm)), np.argsort(perm)))
 
 
@@ -178,7 +180,7 @@ def _pointwise(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None
         for i, v in enumerate(op.inputs):
             array = graph.constant_value(v)
             if v is not None and i in moved:
-                operands.append(_under(graph, v))
+                operands.append(_untransposed(graph, v))
             elif array is not None and array.size > 1:
                 operands.append(patch.constant(_moved_constant(array, perm), "moved"))
             elif v is not None and array is None and (shape := _before(graph.type(v).shape, perm)) is not None:
@@ -191,7 +193,7 @@ def _pointwise(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None
 
 
 def _before(shape: Shape | None, perm: Perm) -> Shape | None:
-    """The shape in front of a transpose by ``perm`` that only moves axes of size 1, so that a Reshape does the same; else None."""
+    """The shape before a transpose by ``perm`` to ``shape``, if a Reshape does the same (only axes of size 1 move); else None."""
     if shape is None or len(shape) > len(perm):
         return None
     after = (*(1,) * (len(perm) - len(shape)), *shape)
@@ -208,7 +210,7 @@ def _concat(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
     attrs = replace(op.attrs, axis=perm[normalize_axis(op.attrs.axis, len(perm))])
 
     def build(patch: Patch) -> Value:
-        return patch.add("Concat", [_under(graph, v) for v in operands], attrs, src=op.src)
+        return patch.add("Concat", [_untransposed(graph, v) for v in operands], attrs, src=op.src)
 
     return Passage(tuple(range(len(operands))), build, perm)
 
@@ -223,20 +225,22 @@ def _reduction(graph: Graph, op: Op, perm: Perm) -> Passage | None:
     new_axes = sorted(perm[a] for a in out)
     result = op.outputs[0].type.shape
     meets = all(user.kind == "Transpose" for user in graph.users(op.value))
-    in_place = op.attrs.keepdims and not meets and _before(result, perm) is not None  # what is left needs a Reshape
+    in_place = op.attrs.keepdims and not meets and _before(result, perm) is not None  # a Reshape does the same
     inverse = None if in_place else perm
     after = inverse if op.attrs.keepdims else _order([perm[i] for i in range(rank) if i not in out])
 
     def build(patch: Patch) -> Value:
-        src = None if after is None else op.src  # without a Transpose after it, it stands for both
-        y = patch.add(op.kind, [_under(graph, operand(op)), integers(patch, new_axes, "axes")], op.attrs, src=src)
+        src = None if after is None else op.src  # without a Transpose after it, it replaces both ops
+        y = patch.add(
+            op.kind, [_untransposed(graph, operand(op)), integers(patch, new_axes, "axes")], op.attrs, src=src
+        )
         return in_shape(patch, y, result, src) if in_place and result is not None else y
 
     return Passage((0,), build, after)
 
 
 def _order(axes: Sequence[int]) -> Perm | None:
-    """The permutation that puts the sorted axes into this order; None for the identity."""
+    """The permutation that brings the sorted axes into the order of ``axes``; None for the identity."""
     ranks = sorted(axes)
     perm = tuple(ranks.index(a) for a in axes)
     return None if perm == tuple(range(len(perm))) else perm
@@ -251,7 +255,7 @@ def _pad(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
     new_axes = [perm[normalize_axis(a, rank)] for a in axes]
 
     def build(patch: Patch) -> Value:
-        operands = [_under(graph, value), op.inputs[1], op.input(2), integers(patch, new_axes, "axes")]
+        operands = [_untransposed(graph, value), op.inputs[1], op.input(2), integers(patch, new_axes, "axes")]
         return patch.add("Pad", operands, op.attrs, src=op.src)
 
     return Passage((0,), build, perm)

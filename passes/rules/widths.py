@@ -1,4 +1,4 @@
-"""Widens an axis of features: traces its producers and readers, and puts zeros after each group of features of their weights."""
+"""Widens an axis of features: traces its producers and readers, and pads each group of features in their weights with zeros."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optdnn.types import Array, Shape, normalize_axis, product
 
 
 def widened(x: Array, axis: int, size: int, wide: int) -> Array:
-    """``x`` with zeros after each group of ``size`` elements of an axis, so that a group has ``wide`` elements."""
+    """``x`` in which each group of ``size`` elements along ``axis`` is padded with zeros to ``wide`` elements."""
     axis = axis % x.ndim
     groups = x.shape[axis] // size
     split = x.reshape(*x.shape[:axis], groups, size, *x.shape[axis + 1 :])
@@ -26,26 +26,28 @@ def widened(x: Array, axis: int, size: int, wide: int) -> Array:
 
 
 def other_axis(after: Shape, axis: int, before: Shape, size: int) -> int | None:
-    """The axis of a Reshape's operand (shape ``before``) that holds the features of ``axis`` of its result (shape ``after``)."""
-    behind = product(after[axis + 1 :])
+    """The axis of a Reshape's operand (shape ``before``) that holds the features of ``axis`` of its result (shape ``after``).
+
+    None if there is no such axis, or if it is not known."""
+    stride = product(after[axis + 1 :])
     found = 1
-    if not isinstance(behind, int):
+    if not isinstance(stride, int):
         return None
     for i in reversed(range(len(before))):
         d = before[i]
         if not isinstance(d, int):
             return None
-        if found == behind and d % size == 0:
+        if found == stride and d % size == 0:
             return i
         found *= d
     return None
 
 
 class Widths:
-    """The plan by which ``x``, an operand of ``reader``, gets ``wide`` features instead of ``size`` on an axis.
+    """A plan that gives ``x``, an operand of ``reader``, ``wide`` features instead of ``size`` along ``axis``.
 
-    ``traced``: the operators that are rebuilt. ``copied``: the values that no weights can widen. ``together``: the reader's other
-    operands are widened alike, and may come from the same operators.
+    ``traced``: the operators that are rebuilt. ``copied``: the values that no weights can widen, so a Pad must. ``together``: the
+    other operands of ``reader`` are widened in the same way, and may come from the same operators.
     """
 
     def __init__(self, graph: Graph, reader: Op, x: Value, axis: int, size: int, wide: int, *, together: bool):
@@ -53,10 +55,15 @@ class Widths:
         self.together = together
         self._blocked: set[int] = set()
         while True:
-            self._ways: dict[tuple[Value, int], bool] = {}
+            self._wide_sources: dict[tuple[Value, int], bool] = {}
+            """(value, axis) -> whether the operators before the value can compute it with wider features."""
             self._walk(x, axis)
             self.traced = list(
-                {v.op: graph.op(v) for (v, _), whole in self._ways.items() if whole and not self._constant(v)}.values()
+                {
+                    v.op: graph.op(v)
+                    for (v, _), possible in self._wide_sources.items()
+                    if possible and not self._constant(v)
+                }.values()
             )
             inside = {op.id for op in self.traced} | {reader.id}
             shared = {op.id for op in self.traced if not self._own(op, inside, reader)}
@@ -66,7 +73,7 @@ class Widths:
         self.copied = self._leaves(x, axis)
 
     def _own(self, op: Op, inside: set[int], reader: Op) -> bool:
-        """Whether only this value reads the operator; readers that share a source widen it alike."""
+        """Whether only operators of this plan read ``op``; with ``together``, also operators that lead only to ``reader``."""
         return all(
             user.id in inside or (self.together and self._leads(user, reader))
             for i in range(len(op.outputs))
@@ -74,7 +81,7 @@ class Widths:
         )
 
     def _leads(self, user: Op, reader: Op, depth: int = 8) -> bool:
-        """Whether ``reader`` is the only reader of ``user``, through views and factors."""
+        """Whether all results of ``user`` lead only to ``reader``, directly or through views and factors."""
         if depth == 0 or user.kind not in (*_VIEWS, "Mul", "LpNormalization"):
             return False
         users = [u for i in range(len(user.outputs)) for u in self.graph.users(Value(user.id, i))]
@@ -84,24 +91,27 @@ class Widths:
         return self.graph.constant_value(x) is not None
 
     def _walk(self, x: Value, axis: int) -> bool:
-        """Whether ``x`` can be made with wider features from operators before it."""
+        """Whether the operators before ``x`` can compute it with wider features."""
         key = (x, axis)
-        if key not in self._ways:
-            self._ways[key] = False
+        if key not in self._wide_sources:
+            self._wide_sources[key] = False
             op = self.graph.op(x)
             if self._constant(x):
-                self._ways[key] = True
+                self._wide_sources[key] = True
             elif op.id not in self._blocked:
                 step = _STEPS.get(op.kind)
                 before = step(self.graph, op, axis, self.size) if step else None
-                self._ways[key] = before is not None and all(self._walk(v, a) or self._single(v, a) for v, a in before)
-        return self._ways[key]
+                possible = before is not None and all(self._walk(v, a) or self._single(v, a) for v, a in before)
+                self._wide_sources[key] = possible
+        return self._wide_sources[key]
 
     def _single(self, x: Value, axis: int) -> bool:
+        """Whether the axis holds a single group of features, which a Pad can widen."""
         return self.graph.type(x).dims[axis] == self.size
 
     def _leaves(self, x: Value, axis: int) -> list[Value]:
-        if not self._ways[(x, axis)]:
+        """The values before ``x`` that no weights can widen."""
+        if not self._wide_sources[(x, axis)]:
             return [x]
         op = self.graph.op(x)
         if self._constant(x):
@@ -109,24 +119,24 @@ class Widths:
         before = _STEPS[op.kind](self.graph, op, axis, self.size) or ()
         return [leaf for v, a in before for leaf in self._leaves(v, a)]
 
-    def rebuilt(self, patch: Patch, made: dict[tuple[Value, int], Value]) -> Value:
-        """The wider value. ``made`` holds what other operands have made already."""
-        return self._made(patch, self.x, self.axis, made)
+    def rebuilt(self, patch: Patch, built: dict[tuple[Value, int], Value]) -> Value:
+        """Add the operators that compute the wider value. ``built``: (value, axis) -> the wider value, if it exists already."""
+        return self._rebuilt(patch, self.x, self.axis, built)
 
-    def _made(self, patch: Patch, x: Value, axis: int, made: dict[tuple[Value, int], Value]) -> Value:
+    def _rebuilt(self, patch: Patch, x: Value, axis: int, built: dict[tuple[Value, int], Value]) -> Value:
         key = (x, axis)
-        if key in made:
-            return made[key]
+        if key in built:
+            return built[key]
         if (known := self.graph.constant_value(x)) is not None:
-            made[key] = patch.constant(widened(known, axis, self.size, self.wide), "widened")
-            return made[key]
+            built[key] = patch.constant(widened(known, axis, self.size, self.wide), "widened")
+            return built[key]
         op = self.graph.op(x)
         before = _STEPS[op.kind](self.graph, op, axis, self.size) or ()
-        new = [self._made(patch, v, a, made) for v, a in before]
+        new = [self._rebuilt(patch, v, a, built) for v, a in before]
         outputs = _BUILD.get(op.kind, _as_before)(patch, op, axis, new, self.size, self.wide)
         for i, y in enumerate(outputs):
-            made[(Value(op.id, i), axis)] = y
-        return made[key]
+            built[(Value(op.id, i), axis)] = y
+        return built[key]
 
 
 # ---------------------------------------------------------------- operators before the value
@@ -163,7 +173,7 @@ def _of_gather(graph: Graph, op: Op, axis: int, size: int) -> Sources:
 
 
 def _of_arithmetic(graph: Graph, op: Op, axis: int, size: int) -> Sources:
-    """A factor of one element per head is as it was; what is added must have features of its own."""
+    """Add or Mul with a constant. A factor with one element per head stays as it is; an added constant must have all features."""
     rank = len(op.outputs[0].type.dims)
     first, second = operand(op), operand(op, 1)
     if graph.constant_value(first) is not None:
@@ -187,13 +197,13 @@ def _of_norm(graph: Graph, op: Op, axis: int, size: int) -> Sources:
 
 
 def _of_rotary(graph: Graph, op: Op, axis: int, size: int) -> Sources:
-    """Only the first features of a head turn: zeros behind them are copied."""
+    """A RotaryEmbedding rotates only the first ``rotary_embedding_dim`` features of a head, and copies the zeros after them."""
     x = operand(op)
     return [(x, axis)] if axis == 3 and graph.type(x).dims[axis] == size else None
 
 
 def _of_product(graph: Graph, op: Op, axis: int, size: int) -> Sources:
-    """Nothing lies before a product: its weights are made wider."""
+    """A product needs no wider operand: its weights are widened."""
     weights = graph.constant_value(op.input(1))
     if weights is None or weights.ndim != 2 or axis != len(op.outputs[0].type.dims) - 1 or staged(op):
         return None
@@ -212,6 +222,7 @@ def _of_convolution(graph: Graph, op: Op, axis: int, size: int) -> Sources:
 
 
 def staged(op: Op) -> bool:
+    """Whether a product or convolution has fused stages, or multiplies factors of a special type."""
     return bool(op.attrs.prologue or op.attrs.epilogue or op.attrs.factors)
 
 
@@ -229,14 +240,14 @@ _STEPS: dict[str, Callable[[Graph, Op, int, int], Sources]] = {
     "Gemm": _of_product,
     "Conv": _of_convolution,
 }
-"""Kind -> function for the operands, and their axes, that hold the features of an axis of its result (None: not known)."""
+"""Kind -> function that returns the operands, with their axes, that hold the features of an axis of the result, or None."""
 
 
 def _as_before(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:
-    made = patch.add_op(
+    copy = patch.add_op(
         op.kind, [*new, *op.inputs[len(new) :]], op.attrs, outputs=len(op.outputs), names=[""] * len(op.outputs)
     )
-    return [Value(made.id, i) for i in range(len(op.outputs))]
+    return [Value(copy.id, i) for i in range(len(op.outputs))]
 
 
 def _reshape(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:
@@ -244,6 +255,7 @@ def _reshape(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, w
 
 
 def reshaped_to(patch: Patch, x: Value, after: Shape, axis: int, size: int, wide: int) -> Value:
+    """Add a Reshape of ``x`` to ``after``, with ``wide`` instead of ``size`` features in each group along ``axis``."""
     dims = [*after]
     dims[axis] = int(dims[axis]) // size * wide  # type: ignore[arg-type]
     return in_shape(patch, x, tuple(dims))
@@ -283,6 +295,7 @@ def _product(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, w
 
 
 def constant_of(graph: Graph, op: Op, slot: int) -> Array:
+    """The constant operand ``slot`` of an op, which must be constant."""
     found = graph.constant_value(operand(op, slot))
     assert found is not None
     return found
@@ -302,7 +315,9 @@ _BUILD = {
 
 
 class Readers:
-    """The views between ``op`` and the product (``sink``) that is the only reader of its features; None without such a product."""
+    """The views after ``op``, and the product (``sink``) after them that is the only reader of its features.
+
+    ``sink`` is None if there is no such product."""
 
     def __init__(self, graph: Graph, op: Op, axis: int, size: int):
         self.graph, self.size, self.start = graph, size, axis
@@ -313,7 +328,7 @@ class Readers:
             if _is_sink(graph, user, at.value, axis):
                 self.sink = user
             else:
-                after = _axis_behind(user, graph, axis, size)
+                after = _axis_after(user, graph, axis, size)
                 if after is None:
                     break
                 axis = after
@@ -323,13 +338,13 @@ class Readers:
             self.chain = []
 
     def rebuilt(self, patch: Patch, y: Value, wide: int) -> Value:
-        """The result of the product, from the wider value ``y``."""
+        """Add the views and the product for the wider value ``y``; returns the product's result."""
         axis = self.start
         for op in self.chain:
             if op is self.sink:
                 weights = widened(constant_of(self.graph, op, 1), 1 - output_axis(op), self.size, wide)
                 return patch.add(op.kind, [y, patch.constant(weights, "widened"), *op.inputs[2:]], op.attrs)
-            after = _axis_behind(op, self.graph, axis, self.size)
+            after = _axis_after(op, self.graph, axis, self.size)
             assert after is not None
             if op.kind == "Transpose":
                 y = patch.add("Transpose", [y], op.attrs)
@@ -339,7 +354,8 @@ class Readers:
         return y
 
 
-def _axis_behind(op: Op, graph: Graph, axis: int, size: int) -> int | None:
+def _axis_after(op: Op, graph: Graph, axis: int, size: int) -> int | None:
+    """The axis of a view's result that holds the features of ``axis`` of its operand; None if it is not known."""
     if op.kind == "Transpose":
         return list(op.attrs.perm).index(axis)
     if op.kind == "Reshape":
@@ -348,6 +364,7 @@ def _axis_behind(op: Op, graph: Graph, axis: int, size: int) -> int | None:
 
 
 def _is_sink(graph: Graph, op: Op, x: Value, axis: int) -> bool:
+    """Whether ``op`` is a product or convolution with constant weights that sums over ``axis`` of ``x``."""
     weights = graph.constant_value(op.input(1)) if op.kind in ("MatMul", "Gemm", "Conv") else None
     if weights is None or op.inputs[0] != x or op.inputs[1] == x or staged(op):
         return False

@@ -1,4 +1,4 @@
-"""Convolutions and pools absorb explicit padding, activations move before a maximum, means of images become pools."""
+"""Convolutions and pools absorb Pads and crops, activations move before max pools, and reductions of images become pools."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from optdnn.types import is_float, normalize_axis
 
 
 def _padding(graph: Graph, pad: Op, rank: int) -> tuple[tuple[int, ...], float] | Miss:
-    """The spatial pads (begins, then ends) and the filler of a Pad that a window of ``rank`` spatial axes could take over."""
+    """The spatial pads (begins, then ends) and the filler of a Pad that a window over ``rank`` spatial axes could absorb."""
     if pad.attrs.mode != "constant":
         return Miss(f"{pad.name} pads by {pad.attrs.mode}, not with a constant")
     pads, axes = ints(graph, pad.inputs[1]), ints(graph, pad.input(3))
@@ -48,7 +48,7 @@ def _padding(graph: Graph, pad: Op, rank: int) -> tuple[tuple[int, ...], float] 
 
 @rule("pad_conv", {"Conv"})
 def pad_conv(graph: Graph, op: Op) -> Match | Miss | None:
-    """Zeros padded by a Pad become a convolution's own."""
+    """A convolution absorbs a Pad with zeros before it."""
     pad = producer(graph, op.inputs[0], {"Pad"})
     if pad is None:
         return None
@@ -67,7 +67,7 @@ def pad_conv(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("crop_transpose", {"Slice"})
 def crop_transpose(graph: Graph, op: Op) -> Match | Miss | None:
-    """A crop of a transposed convolution's result becomes its pads (causal decoders, BigVGAN)."""
+    """A transposed convolution absorbs a crop of its result into its pads (causal decoders, BigVGAN)."""
     conv = producer(graph, op.inputs[0], {"ConvTranspose"})
     starts, ends, axes = (ints(graph, op.input(i)) for i in (1, 2, 3))
     steps = None if op.input(4) is None else ints(graph, op.input(4))
@@ -98,9 +98,9 @@ def crop_transpose(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("drop_taps", {"Conv"})
 def drop_taps(graph: Graph, op: Op) -> Match | Miss | None:
-    """Taps at the ends of a filter that read only padding are dropped.
+    """Taps at the ends of a filter are dropped if they read only padding.
 
-    A dilation larger than the image leaves only the middle tap (DeepLab's widest branch on small images).
+    If the dilation is larger than the image, only the middle tap remains (DeepLab's widest branch on small images).
     """
     a, shape = op.attrs, shape_of(graph, operand(op))
     if not any(a.pads) or a.auto_pad != "NOTSET" or shape is None or max(a.dilations) == 1:
@@ -131,7 +131,7 @@ def drop_taps(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _useful(size: int, out: int, taps: int, stride: int, pad: int, dilation: int) -> range:
-    """The taps from the first to the last one that reads an element of the axis."""
+    """The range of taps from the first to the last tap that reads an element of the axis; empty if none does."""
     windows = np.arange(out) * stride - pad
     reads = [t for t in range(taps) if ((windows + t * dilation >= 0) & (windows + t * dilation < size)).any()]
     return range(reads[0], reads[-1] + 1) if reads else range(0)
@@ -139,10 +139,10 @@ def _useful(size: int, out: int, taps: int, stride: int, pad: int, dilation: int
 
 @rule("pad_pool", {"AveragePool", "MaxPool"})
 def pad_pool(graph: Graph, op: Op) -> Match | Miss | None:
-    """Padding by a Pad becomes a pool's own.
+    """A pool absorbs a Pad before it.
 
-    Zeros in front of an average count as elements (``count_include_pad``). A maximum pads with minus infinity: this gives the
-    same result if no element is smaller than the Pad's filler and each window holds an element.
+    Zeros before an average count as elements (``count_include_pad``). A max pool pads with minus infinity. This gives the same
+    result if no element is smaller than the Pad's filler and each window holds an element.
     """
     pad = producer(graph, op.inputs[0], {"Pad"})
     if pad is None:
@@ -188,7 +188,7 @@ def _refuse_max(graph: Graph, op: Op, pad: Op, x: Value, filler: float) -> str |
 
 @rule("activation_before_pool", ACTIVATIONS)
 def activation_before_pool(graph: Graph, op: Op) -> Match | Miss | None:
-    """A monotone activation of a convolution's MaxPool moves in front of the pool, into the convolution's epilogue."""
+    """A monotone activation after a convolution and a MaxPool moves before the pool, into the convolution's epilogue."""
     pool = producer(graph, op.inputs[0], {"MaxPool"})
     if pool is None or not op.definition.traits.monotone:
         return None
@@ -213,7 +213,7 @@ def activation_before_pool(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("scale_before_resize", {"Mul", "Div"})
 def scale_before_resize(graph: Graph, op: Op) -> Match | Miss | None:
-    """A factor of each channel moves in front of a Resize that makes more pixels: styles of StyleGAN2 (Karras et al., 2020)."""
+    """A factor per channel moves before a Resize that enlarges an image: styles of StyleGAN2 (Karras et al., 2020)."""
     for slot in (0, 1) if op.kind == "Mul" else (0,):
         resize = producer(graph, op.inputs[slot], {"Resize"}, alone=True)
         factor = operand(op, 1 - slot)
@@ -227,9 +227,9 @@ def scale_before_resize(graph: Graph, op: Op) -> Match | Miss | None:
             return None
         small, large = sizes_of(graph, operand(resize)), sizes_of(graph, op.value)
         if small is None or large is None or math.prod(small) >= math.prod(large):
-            return Miss(f"{resize.name} gives fewer pixels")
+            return Miss(f"{resize.name} does not enlarge the image: it gives fewer pixels, or as many")
         if resize.attrs.coordinate_transformation_mode == "tf_crop_and_resize":
-            return Miss(f"{resize.name} may give pixels that are no pixels of its image")
+            return Miss(f"{resize.name} may extrapolate: some results are no pixels of its image")
 
         def build(patch: Patch, resize: Op = resize, slot: int = slot) -> Value:
             inputs = [operand(resize) if k == slot else v for k, v in enumerate(op.inputs)]
@@ -242,10 +242,10 @@ def scale_before_resize(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("spatial_reduction", {"ReduceMean", "ReduceMax"})
 def spatial_reduction(graph: Graph, op: Op) -> Match | Miss | None:
-    """ReduceMean and ReduceMax over all spatial axes become global pools (and a Reshape, where the axes are dropped).
+    """ReduceMean and ReduceMax over all spatial axes become global pools, with a Reshape after them if the axes are dropped.
 
-    Libraries run a pool inside their blocked layouts of images, but not a general reduction. The Reshape is a view. Only for
-    images and volumes (rank 4 and 5): a mean over one axis belongs to sequences.
+    Libraries run pools in their blocked layouts of images, but not general reductions. The Reshape is a view. The rule applies only
+    to images and volumes (rank 4 and 5), since tensors of rank 3 are sequences.
     """
     x = operand(op)
     before, after = shape_of(graph, x), op.outputs[0].type.shape
@@ -271,8 +271,10 @@ def spatial_reduction(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("pool_of_all", {"MaxPool", "AveragePool"})
 def pool_of_all(graph: Graph, op: Op) -> Match | None:
-    """A pool with one window, the whole image, is a global pool: exporters write adaptive pools to one element in this form. Not
-    for sequences: for OpenVINO their global pools are more than a pool (``openvino_faults``)."""
+    """A pool whose only window is the whole image becomes a global pool.
+
+    Exporters write adaptive pools with one result in this form. Sequences are left out, since OpenVINO has a fault
+    in their global pools (``openvino_faults``)."""
     x, a = operand(op), op.attrs
     sizes = graph.type(x).dims[2:]
     if (

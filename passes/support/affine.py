@@ -21,7 +21,7 @@ class Affine:
     shift: Array
 
     def then(self, other: Affine) -> Affine:
-        """This one first, ``other`` after it."""
+        """The composition: this scale and shift first, then ``other``."""
         return Affine(self.scale * other.scale, self.shift * other.scale + other.shift)
 
     @property
@@ -38,7 +38,7 @@ IDENTITY = Affine(ONE, ZERO)
 
 
 def variable(graph: Graph, op: Op) -> Value | None:
-    """The operand that an affine op scales and shifts: its only operand that is not constant; None where there is no such one."""
+    """The operand that an affine op scales and shifts: its only operand that is not constant. None for other ops."""
     if op.kind not in KINDS or not is_float(op.outputs[0].type.dtype):
         return None
     if op.kind == "BatchNormalization":
@@ -51,10 +51,10 @@ def variable(graph: Graph, op: Op) -> Value | None:
 
 
 def read(graph: Graph, op: Op, axis: int, channels: int) -> Affine | Miss:
-    """The scale and shift that an affine op (one that has a :func:`variable`) applies to its variable operand.
+    """The scale and shift that an affine op (an op with a :func:`variable`) applies to its variable operand.
 
-    ``axis`` of that operand holds the ``channels`` channels. Miss: the constants are not known or not one value per
-    channel, or they enlarge the operand by broadcasting.
+    ``axis`` of that operand holds the ``channels`` channels. A Miss if the constants are not known or are not one value per
+    channel, or if they enlarge the operand by broadcasting.
     """
     x = variable(graph, op)
     assert x is not None
@@ -91,7 +91,7 @@ def _batch_norm(graph: Graph, op: Op, axis: int) -> Affine | Miss:
 
 
 def _per_channel(constant: Array, rank: int | None, axis: int, channels: int) -> Array | None:
-    """A constant that broadcasts along all axes but the channels', as float64 () or (C,); else None."""
+    """A constant that broadcasts along all axes except the channels, as float64 of shape () or (C,); else None."""
     if rank is None or rank < constant.ndim:
         return None
     sizes = enumerate(constant.shape, rank - constant.ndim)
@@ -102,7 +102,7 @@ def _per_channel(constant: Array, rank: int | None, axis: int, channels: int) ->
 
 
 def round_to(value: Array, dtype: DType) -> Array | None:
-    """``value`` rounded to ``dtype``; None where that makes a finite number infinite (fp16 overflow)."""
+    """``value`` rounded to ``dtype``; None if a finite number would become infinite (overflow)."""
     with np.errstate(all="ignore"):
         rounded: Array = value.astype(dtype)
         lost = np.isfinite(value) & ~np.isfinite(rounded.astype(FP64))

@@ -1,8 +1,8 @@
-"""Angles that grow with an input: time steps, positions, coordinates, phases.
+"""Angles that grow with an input (time steps, positions, coordinates, phases) stay in fp32.
 
-The sine of an angle depends on the angle's fraction of a turn. An angle of 500 has steps of half a radian in fp16, and of four in
-bf16. So the operators that compute such an angle from inputs of the network stay in fp32, and so does the sine. Angles that a layer
-with weights computes are left alone: its operands are rounded all the same.
+The sine of an angle depends on the angle modulo a full turn. At an angle of 500, the step between neighboring numbers is half a
+radian in fp16 and four radians in bf16. So the operators that compute such an angle from inputs of the network stay in fp32, and so
+does the sine. Angles that a layer with weights computes may be rounded, since the operands of that layer are rounded anyway.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from optdnn.passes.support.chains import chain
 from optdnn.passes.support.facts import shape_of
 from optdnn.passes.support.guards import nodes
 
-TURNS = frozenset({"Cos", "Sin"})
+TRIGONOMETRIC = frozenset({"Cos", "Sin"})
 CARRIES = frozenset({"CumSum", "ReduceSum", "Resize"})
-"""Kinds, besides pointwise ones and movement, that compute angles of angles."""
+"""Kinds that compute angles from angles, besides pointwise operators and operators that only move elements."""
 
 
 def angles(graph: Graph) -> dict[int, str]:
-    """Op id -> the reason, for operators that compute angles from inputs, and those that take their sines."""
-    if not any(TURNS & kinds for kinds in map(_kinds, graph.ops())):
+    """Op id -> the reason to stay in fp32, for operators that compute angles from inputs or take the sine of such an angle."""
+    if not any(TRIGONOMETRIC & kinds for kinds in map(_kinds, graph.ops())):
         return {}
     stages = dict(nodes(graph))
     found: dict[int, str] = {}
     for step, stage in stages.items():
-        if stage.kind not in TURNS:
+        if stage.kind not in TRIGONOMETRIC:
             continue
         before, whole = chain(graph, stages, step, partial(_carries, graph))
         if whole:  # no other operator computes a part of the angle

@@ -1,4 +1,4 @@
-"""Masks and position biases of attention: their sum, and how they broadcast over batch and heads."""
+"""Masks and position biases of attention: their sum, and their broadcasting over batch and heads."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from optdnn.passes.support.views import groups
 from optdnn.types import FP64, Array, DType, Shape
 
 HIDDEN = -1e9
-"""A constant mask hides a score where it is no larger: its exp is 0 compared with any score that is not of this size itself."""
+"""Mask elements up to this hide a score: after the softmax its weight is 0, unless all scores of the query are as small."""
 _ABSORBS = -1e30
-"""A score added to a number no larger than this vanishes in the rounding, in float64 too."""
+"""A score that is added to a number up to this vanishes in the rounding, even in float64."""
 
 
 @dataclass(frozen=True)
 class Bias:
-    """``factor * value``, which is added to the scores where they have the leading axes ``lead``.
+    """``factor * value``, which is added to scores with the leading axes ``lead``.
 
-    With ``condition`` (a Where that hides scores), it is added only where the condition is not ``keeps``. With ``certain``, the
-    weights are masked by this condition after the softmax as well, so -inf is added: a query without keys gives zeros."""
+    With ``condition`` (a Where that hides scores), it is added only where the condition differs from ``keeps``. ``certain``: the
+    same condition masks the weights again after the softmax. Then -inf is added, and a query without keys gives zeros."""
 
     value: Value
     lead: Shape
@@ -38,7 +38,7 @@ class Bias:
 
 
 def refuse(graph: Graph, bias: Bias, lead: Shape, keys: DimLike, dtype: DType) -> str | None:
-    """Why a bias cannot be the mask of an attention with these leading axes, keys and dtype, or None."""
+    """The reason why a bias cannot be the mask of an attention with these leading axes, keys and dtype, or None."""
     for value in (bias.value, bias.condition):
         if value is None:
             continue
@@ -64,7 +64,7 @@ def refuse(graph: Graph, bias: Bias, lead: Shape, keys: DimLike, dtype: DType) -
 
 
 def _expressible(graph: Graph, before: Shape, expanded: Shape, shape: Shape) -> bool:
-    """Whether :func:`added` can write the regrouping."""
+    """Whether :func:`added` can write the Expand and the Reshape from ``before``."""
     if _same_size(before, expanded):
         return shape == expanded or can_reshape(graph, before, shape)
     known = can_read(graph, expanded)
@@ -72,7 +72,9 @@ def _expressible(graph: Graph, before: Shape, expanded: Shape, shape: Shape) -> 
 
 
 def regrouped_shapes(shape: Shape, lead: Shape, wanted: Shape) -> tuple[Shape, Shape] | None:
-    """How a mask for leading axes ``lead`` broadcasts to the leading axes ``wanted``: (expanded, reshaped) shapes."""
+    """The shapes (after an Expand, after a Reshape) that give a mask for leading axes ``lead`` the leading axes ``wanted``.
+
+    None if no such pair exists."""
     full = (*(1,) * (len(lead) + 2 - len(shape)), *shape)
     if len(full) != len(lead) + 2:
         return None
@@ -94,7 +96,7 @@ def regrouped_shapes(shape: Shape, lead: Shape, wanted: Shape) -> tuple[Shape, S
 
 
 def constant_sum(graph: Graph, biases: Sequence[Bias], lead: Shape) -> Array | None:
-    """The sum of all biases in float64, where all are constant and there are any."""
+    """The sum of all biases in float64; None if one is not constant or there is none."""
     total: Array | None = None
     for bias in biases:
         array = graph.constant_value(bias.value)
@@ -121,31 +123,31 @@ def constant_sum(graph: Graph, biases: Sequence[Bias], lead: Shape) -> Array | N
 
 
 def rounded(array: Array, dtype: DType) -> Array:
-    """Rounded once; finite numbers stay finite."""
+    """``array`` rounded to ``dtype``; finite numbers stay finite."""
     top = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
     return np.where(np.isfinite(array), np.clip(array, -top, top), array).astype(dtype)
 
 
 def window(array: Array, rows: DimLike, keys: DimLike) -> tuple[bool, int, int] | None:
-    """What Attention says about the keys that a constant mask hides: (``is_causal``, ``left_window_size``, ``right_window_size``).
+    """Attention's attributes for a constant mask: (``is_causal``, ``left_window_size``, ``right_window_size``).
 
-    None where the mask does more, or where some query does not see its own position.
+    None if they cannot express the mask, or if some query does not see its own position.
     """
     if rows != keys or not isinstance(rows, int) or rows < 2 or array.shape[-2:] != (rows, keys):
         return None
     shown = array == 0
-    behind = np.arange(rows)[:, None] - np.arange(rows)
+    distance = np.arange(rows)[:, None] - np.arange(rows)
     seen = shown.reshape(-1, rows, rows)[0]
     if not seen.diagonal().all() or not (shown | (array <= HIDDEN)).all():
         return None
-    left, right = int(behind[seen].max()), int(-behind[seen].min())
-    if (shown != ((behind <= left) & (-behind <= right))).any():
+    left, right = int(distance[seen].max()), int(-distance[seen].min())
+    if (shown != ((distance <= left) & (-distance <= right))).any():
         return None
     return right == 0, -1 if left == rows - 1 else left, -1 if right in (0, rows - 1) else right
 
 
 def added(patch: Patch, biases: Sequence[Bias], lead: Shape, dtype: DType) -> Value:
-    """The sum of the biases as ops of the patch, broadcastable to (B, H, L, S)."""
+    """Add ops that compute the sum of the biases, broadcastable to (B, H, L, S)."""
     total: Value | None = None
     for bias in biases:
         value = patch.constant(np.asarray(-np.inf, dtype), "hidden") if bias.certain else bias.value

@@ -1,4 +1,4 @@
-"""The path from the softmax of an attention back to the product of queries and keys: scales, masks and biases on it."""
+"""The path from the softmax of an attention back to the product of queries and keys, with its scales, masks and biases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optdnn.passes.support.views import keeps_last_two
 from optdnn.types import DType, Shape, is_float
 
 DEPTH = 32
-"""The number of ops that may be between a softmax and its product of queries and keys."""
+"""Most ops between a softmax and its product of queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Scores:
 
 
 def find_scores(graph: Graph, start: Value | None, dtype: DType) -> Scores | Miss:
+    """The path that ends at ``start``, the operand of a softmax. ``dtype`` is the dtype of the attention's values."""
     assert start is not None
     ops: tuple[Op, ...] = ()
     cast = producer(graph, start, {"Cast"})
@@ -48,7 +49,7 @@ def find_scores(graph: Graph, start: Value | None, dtype: DType) -> Scores | Mis
 
 
 def _path(graph: Graph, value: Value, factor: float, depth: int) -> Scores | None:
-    """The scores that ``factor * value`` is made of; None where no chain of scales, masks and regroupings leads to a product."""
+    """The path that ends at ``factor * value``; None unless scales, masks and Reshapes lead back to a product."""
     op, shape = graph.op(value), graph.type(value).shape
     if depth == 0 or shape is None or len(shape) < 2 or len(op.outputs) != 1 or not op.inputs:
         return None
@@ -61,7 +62,8 @@ def _path(graph: Graph, value: Value, factor: float, depth: int) -> Scores | Non
         found = None if product is None else _path(graph, product.value, factor, depth - 1)
         return None if found is None else replace(found, ops=(op,), exchanged=True)
 
-    def behind(inner: Value, scale: float = 1.0, *biases: Bias) -> Scores | None:
+    def further(inner: Value, scale: float = 1.0, *biases: Bias) -> Scores | None:
+        """The path that continues at ``inner``, an operand of ``op``."""
         found = _path(graph, inner, factor * scale, depth - 1)
         if found is None:
             return None
@@ -69,21 +71,21 @@ def _path(graph: Graph, value: Value, factor: float, depth: int) -> Scores | Non
         return replace(found, biases=(*biases, *found.biases), ops=(op, *found.ops), leads=leads)
 
     if op.kind in RESHAPES:
-        return behind(operand(op)) if keeps_last_two(shape_of(graph, op.inputs[0]), shape) else None
+        return further(operand(op)) if keeps_last_two(shape_of(graph, op.inputs[0]), shape) else None
     if op.kind in ("Mul", "Div"):
         scaling = factor_of(graph, op)
         if scaling is None:
-            return _scaled_rows(graph, op, shape, behind)
+            return _scaled_rows(graph, op, shape, further)
         tanh = producer(graph, scaling[0], {"Tanh"})
         if op.kind == "Mul" and tanh is not None:
             return _softcap(graph, op, tanh, scaling[1], factor, depth)
-        return behind(*scaling)
+        return further(*scaling)
     if op.kind in ("Add", "Sub"):
         for i in (0, 1) if op.kind == "Add" else (0,):
             inner, other = operand(op, i), operand(op, 1 - i)
             if graph.type(inner).shape != shape:
                 continue
-            found = behind(inner, 1.0, Bias(other, lead, factor if op.kind == "Add" else -factor))
+            found = further(inner, 1.0, Bias(other, lead, factor if op.kind == "Add" else -factor))
             if found is not None:
                 return found
     if op.kind == "Where":
@@ -93,14 +95,14 @@ def _path(graph: Graph, value: Value, factor: float, depth: int) -> Scores | Non
             if low is None or graph.type(inner).shape != shape:
                 continue
             if factor > 0 and (factor * low <= HIDDEN):
-                return behind(inner, 1.0, Bias(hidden, lead, factor, operand(op), keeps=i == 1))
+                return further(inner, 1.0, Bias(hidden, lead, factor, operand(op), keeps=i == 1))
     return None
 
 
 def factor_of(graph: Graph, op: Op) -> tuple[Value, float] | None:
-    """The operand that a Mul or Div scales by a constant of one element, and the factor; None for any other op.
+    """The operand that a Mul or Div scales by a constant with one element, and the factor; None for any other op.
 
-    The operand has the shape of the result. A constant of 0 is no factor.
+    The operand has the shape of the result. A constant of 0 does not count.
     """
     for i in {"Mul": (0, 1), "Div": (0,)}.get(op.kind, ()):
         inner, array = operand(op, i), graph.constant_value(op.inputs[1 - i])
@@ -112,14 +114,14 @@ def factor_of(graph: Graph, op: Op) -> tuple[Value, float] | None:
     return None
 
 
-def _scaled_rows(graph: Graph, op: Op, shape: Shape, behind: Callable[[Value], Scores | None]) -> Scores | None:
-    """Scores times a number for each head or query (cosine attention of Swin V2, XCiT): a factor that can move to the queries."""
+def _scaled_rows(graph: Graph, op: Op, shape: Shape, further: Callable[[Value], Scores | None]) -> Scores | None:
+    """Scores times one number per head or query (cosine attention of Swin V2, XCiT). This factor can move to the queries."""
     for i in (0, 1) if op.kind == "Mul" else (0,):
         inner, rows = operand(op, i), operand(op, 1 - i)
         own = graph.type(rows).shape
         if graph.type(inner).shape != shape or not own or own[-1] != 1 or len(own) > len(shape):
             continue
-        found = behind(inner)
+        found = further(inner)
         if found is not None and not found.biases and not found.softcap:
             lead = shape[:-2]
             return replace(found, rows=((op.kind, Bias(rows, lead, 1.0)), *found.rows), leads=(lead, *found.leads))
@@ -127,7 +129,7 @@ def _scaled_rows(graph: Graph, op: Op, shape: Shape, behind: Callable[[Value], S
 
 
 def _softcap(graph: Graph, outer: Op, tanh: Op, cap: float, factor: float, depth: int) -> Scores | None:
-    """``cap * tanh(s / cap)``."""
+    """The path of ``cap * tanh(s / cap)``."""
     found = _path(graph, operand(tanh), 1.0, depth - 1)
     if found is None or found.biases or found.softcap or found.rows or factor != 1.0 or cap <= 0:
         return None
@@ -135,5 +137,5 @@ def _softcap(graph: Graph, outer: Op, tanh: Op, cap: float, factor: float, depth
 
 
 def staged(op: Op) -> bool:
-    """Whether stages are fused into a product."""
+    """Whether stages are fused into a product ``op``."""
     return bool(op.attrs.prologue or op.attrs.epilogue)

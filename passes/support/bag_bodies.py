@@ -1,4 +1,4 @@
-"""What the body of a loop over embedding bags reads: bounds, indices, and the rows of a table (:mod:`optdnn.passes.bags`)."""
+"""Recognizes what the body of a loop over embedding bags reads: bounds, indices and table rows (:mod:`optdnn.passes.bags`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VIEWS = frozenset({"Unsqueeze", "Reshape", "Squeeze"})
 
 
 def trips_of(graph: Graph, op: Op) -> int | None:
-    """How often a Loop runs that carries nothing and yields one result of each iteration."""
+    """The number of iterations of a Loop that carries no state and yields one result per iteration; None for other loops."""
     trips, going, body = number_of(graph, op.input(0)), op.input(1), op.attrs.body.graph
     if op.attrs.carried or len(body.outputs) != 2 or not trips or trips < 1:
         return None
@@ -21,18 +21,18 @@ def trips_of(graph: Graph, op: Op) -> int | None:
 
 
 def reduction(body: Graph) -> Op | None:
-    """What the body yields, where it reduces rows."""
+    """The reduction over the first axis whose result the body yields, or None."""
     reduce = producer(body, body.op(body.outputs[1]).inputs[0], REDUCTIONS)
     return None if reduce is None or ints(body, reduce.input(1)) != (0,) else reduce
 
 
 def takes_rows(body: Graph, gather: Op) -> bool:
-    """Whether a Gather is along the first axis."""
+    """Whether a Gather selects along the first axis."""
     return normalize_axis(gather.attrs.axis, len(body.type(operand(gather)).dims)) == 0
 
 
 def cut_of(graph: Graph, op: Op, value: Value | None) -> Op | None:
-    """The Slice that takes a run of elements, with a step of one, along the first axis."""
+    """The Slice that computes ``value`` in the body, if it is along the first axis with step 1."""
     cut = producer(op.attrs.body.graph, value, {"Slice"})
     if cut is None:
         return None
@@ -42,7 +42,7 @@ def cut_of(graph: Graph, op: Op, value: Value | None) -> Op | None:
 
 
 def table_of(graph: Graph, op: Op, gather: Op) -> Value | Array | None:
-    """What the body gathers rows of: a value outside, or a constant of its own."""
+    """The table whose rows the body gathers: a value outside of the loop, or a constant of the body."""
     table = value_outside(op, gather.input(0))
     return op.attrs.body.graph.constant_value(gather.input(0)) if table is None else table
 
@@ -50,19 +50,19 @@ def table_of(graph: Graph, op: Op, gather: Op) -> Value | Array | None:
 def value_outside(op: Op, value: Value | None) -> Value | None:
     """The value outside of the loop that the body reads as ``value``."""
     body = op.attrs.body.graph
-    places = {Value(i): k for k, i in enumerate(body.inputs)}
-    at = None if value is None else places.get(value)
-    return None if at is None or at < 2 else op.inputs[at]
+    slots = {Value(i): k for k, i in enumerate(body.inputs)}
+    slot = None if value is None else slots.get(value)
+    return None if slot is None or slot < 2 else op.inputs[slot]
 
 
 def ints_of(graph: Graph, op: Op, value: Value) -> tuple[int, ...] | None:
-    """The integers that the body reads as ``value``, its own or those of outside; None where they are not known."""
+    """The integers that the body reads as ``value``, from inside or outside of the body; None if they are not known."""
     found = ints(op.attrs.body.graph, value)
     return ints(graph, value_outside(op, value)) if found is None else found
 
 
 def lookup(op: Op, value: Value | None) -> Op | None:
-    """The Gather that takes the element with the iteration's own number from a list."""
+    """The Gather that takes the iteration's element of a list, if ``value`` is a view of its result; else None."""
     body = op.attrs.body.graph
     while value is not None and body.op(value).kind in VIEWS:
         value = body.op(value).inputs[0]
@@ -71,7 +71,7 @@ def lookup(op: Op, value: Value | None) -> Op | None:
 
 
 def part_of(patch: Patch, rows: Value, start: int, count: int, length: int) -> Value:
-    """``count`` of ``length`` rows, from ``start`` on."""
+    """Add a Slice of ``count`` rows of ``rows``, from ``start`` on; no Slice if these are all ``length`` rows."""
     if count == length:
         return rows
     return patch.add("Slice", [rows, *(integers(patch, [n], "bags") for n in (start, start + count, 0))])

@@ -1,9 +1,8 @@
-"""Floats rounded to numbers of 4 or 8 bits by block of their rows, with the clip that fits each block best.
+"""Rounds floats to integers of 4 or 8 bits, with a scale and a zero point for each block of a row.
 
-A number is ``round(w / scale) + zero``, with a scale and a zero point for each block. A block's range always covers 0, so that
-zeros stay exact and zero points are numbers of the same type. Outliers may be clipped where that makes all other weights more
-exact. Several ranges are tried, and the least-squares scale for the best of them; a block takes the one with the smallest squared
-error.
+An integer is ``round(w / scale) + zero``. A block's range always covers 0, so zeros stay exact and zero points have the same type
+as the integers. Outliers may be clipped if that makes the other weights more exact: several ranges are tried, and the least-squares
+scale for the best one. Each block keeps the scale with the smallest squared error.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from optdnn.passes.support.packed import PackedArrays
 from optdnn.types import DTYPES, FP16, FP32, UINT8, Array, DType
 
 BLOCK = 128
-"""Weights along K that share a scale."""
+"""The number of weights along K that share a scale."""
 CLIPS = {4: (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72, 0.68), 8: (1.0, 0.99, 0.98)}
-"""Bits -> the parts of a block's range that are tried; the whole range comes first, and wins where all are equal."""
+"""Bits -> the fractions of a block's range that are tried. The whole range comes first and wins ties."""
 LARGEST = 1e18
-"""Larger weights have squares that fp32 does not hold."""
+"""The square of a larger weight may overflow fp32."""
 _AT_ONCE = 1 << 20
-"""Weights that are rounded in one go."""
+"""Weights that one task rounds."""
 _LEAST_NORMAL = 2.0**-14
-"""The smallest number that fp16 holds with all of its precision."""
+"""The smallest normal number of fp16."""
 
 
 @dataclass(frozen=True)
@@ -41,23 +40,25 @@ class RoundedBlocks:
 
     @property
     def floats(self) -> Array:
-        """The weights that they represent."""
+        """The weights that these integers represent, fp32 [..., block]."""
         return (self.numbers - self.zeros) * self.scales
 
 
 def packed_floats(weights: Array, bits: int, dtype: DType) -> PackedArrays:
-    """Finite weights [N, K] as packed numbers of ``bits`` bits, each rounded to the nearest one.
+    """Finite weights [N, K] as packed integers of ``bits`` bits, each rounded to the nearest one.
 
-    ``dtype``: the type of the activations. Scales are fp32 numbers that ``dtype`` holds exactly, unless fp16 would make them
-    subnormal.
+    ``dtype`` is the type of the activations. Scales are fp32 numbers that ``dtype`` can hold exactly, unless they would be
+    subnormal in fp16.
     """
     width = min(BLOCK, weights.shape[1])
-    kept = scale_type(weights, bits, dtype)
-    return packed_by_rows(weights, bits, lambda rows: rounded_blocks(in_blocks(rows, width), bits, kept))
+    scale_dtype = scale_type(weights, bits, dtype)
+    return packed_by_rows(weights, bits, lambda rows: rounded_blocks(in_blocks(rows, width), bits, scale_dtype))
 
 
 def packed_by_rows(weights: Array, bits: int, rounded: Callable[[Array], RoundedBlocks]) -> PackedArrays:
-    """Weights [N, K] as packed numbers. ``rounded`` makes some of the rows blocks [rows, blocks, width], on several threads."""
+    """Weights [N, K] as packed integers of ``bits`` bits, computed by several threads.
+
+    ``rounded`` gets some of the rows and returns their blocks [rows, blocks, width]."""
     K = weights.shape[1]
     step = max(1, _AT_ONCE // max(1, K))
 
@@ -75,7 +76,7 @@ def packed_by_rows(weights: Array, bits: int, rounded: Callable[[Array], Rounded
 
 
 def in_blocks(weights: Array, width: int) -> Array:
-    """Rows [N, K] as fp32 blocks [N, blocks, width]; the last block is filled up with 0."""
+    """Rows [N, K] as fp32 blocks [N, blocks, width]; the last block is padded with 0."""
     rows, K = weights.shape
     filled = np.zeros((rows, blocks_of(K, width) * width), np.float32)
     filled[:, :K] = weights
@@ -83,7 +84,7 @@ def in_blocks(weights: Array, width: int) -> Array:
 
 
 def scale_type(weights: Array, bits: int, dtype: DType) -> DType:
-    """The type whose numbers scales are rounded to: ``dtype``, or fp32 where the least scale would be subnormal in fp16."""
+    """The type to which scales are rounded: ``dtype``, or fp32 if scales would be subnormal in fp16 or overflow it."""
     if dtype != FP16:
         return dtype
     blocks = in_blocks(weights, min(BLOCK, weights.shape[1]))
@@ -93,31 +94,33 @@ def scale_type(weights: Array, bits: int, dtype: DType) -> DType:
 
 
 def rounded_blocks(blocks: Array, bits: int, dtype: DType) -> RoundedBlocks:
-    """Blocks fp32 [..., width], each with the best of its scales. ``dtype``: the type that holds scales."""
+    """fp32 blocks [..., width] as integers, each block with its best scale. ``dtype``: the type to which scales are rounded."""
     levels = (1 << bits) - 1
     low, high = _bounds(blocks)
     best, error = None, None
     for clip in CLIPS[bits]:
-        scales = _held((high - low) * np.float32(clip / levels), dtype)
+        scales = _rounded_scales((high - low) * np.float32(clip / levels), dtype)
         zeros = np.clip(np.rint(-low * np.float32(clip) / scales), 0, levels)
         best, error = _better(best, error, _rounded(blocks, scales, zeros, levels), blocks)
     assert best is not None
     steps = best.numbers - best.zeros
     squares = (steps * steps).sum(axis=-1, keepdims=True)
     fitted = (steps * blocks).sum(axis=-1, keepdims=True) / np.maximum(squares, np.float32(1))
-    scales = np.where(fitted > 0, _held(fitted, dtype), best.scales)
+    scales = np.where(fitted > 0, _rounded_scales(fitted, dtype), best.scales)
     return _better(best, error, _rounded(blocks, scales, best.zeros, levels), blocks)[0]
 
 
 def _bounds(blocks: Array) -> tuple[Array, Array]:
-    """The smallest and the largest weight of each block, or 0: [..., 1]."""
+    """The smallest and the largest element of each block and 0, [..., 1] each."""
     return blocks.min(axis=-1, keepdims=True, initial=0.0), blocks.max(axis=-1, keepdims=True, initial=0.0)
 
 
-def _held(scales: Array, dtype: DType) -> Array:
-    """Scales as ``dtype`` holds them, in fp32; 1 for a block of zeros."""
-    held: Array = np.where(scales > np.finfo(np.float32).tiny, scales, np.float32(1)).astype(dtype).astype(np.float32)
-    return held
+def _rounded_scales(scales: Array, dtype: DType) -> Array:
+    """Scales rounded to ``dtype``, as fp32; 1 for a block of zeros."""
+    rounded: Array = (
+        np.where(scales > np.finfo(np.float32).tiny, scales, np.float32(1)).astype(dtype).astype(np.float32)
+    )
+    return rounded
 
 
 def _rounded(blocks: Array, scales: Array, zeros: Array, levels: int) -> RoundedBlocks:
@@ -129,7 +132,7 @@ def _rounded(blocks: Array, scales: Array, zeros: Array, levels: int) -> Rounded
 def _better(
     best: RoundedBlocks | None, error: Array | None, other: RoundedBlocks, blocks: Array
 ) -> tuple[RoundedBlocks, Array]:
-    """Block by block the one of two with the smaller squared error, and that error [..., 1]."""
+    """For each block, the one of ``best`` and ``other`` with the smaller squared error, and this error [..., 1]."""
     off = other.floats
     off -= blocks
     found = np.einsum("...k,...k->...", off, off)[..., None]

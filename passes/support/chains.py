@@ -1,4 +1,4 @@
-"""Chains of operators: those whose results an operator's operand is computed from, as far back as they carry its rounding along."""
+"""Chains of operators before an operator, as far back as a rounding error would pass through them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from optdnn.types import is_float
 def chain(
     graph: Graph, stages: Mapping[StageId, Stage], last: StageId, carries: Callable[[Op], bool]
 ) -> tuple[set[int], bool]:
-    """The ids of the operators that ``last`` depends on, its own among them; and whether they reach back to inputs, constants and
-    integers alone. Else they end at operators for which ``carries`` is False.
+    """The ids of the operators before ``last`` for which ``carries`` is True, including its own; and whether the chain is whole.
+
+    A whole chain begins only at inputs, constants and integers. Otherwise a part of it begins at an operator for which ``carries``
+    is False.
     """
     found, seen, wanted, whole = set[int](), {last}, [last], True
     while wanted:

@@ -15,10 +15,10 @@ from optdnn.passes.fuse_pointwise import is_pointwise
 from optdnn.passes.support.facts import shape_of
 from optdnn.types import is_float
 
-PLACES = frozenset({"GridSample", "SampledSum"})
+SAMPLES = frozenset({"GridSample", "SampledSum"})
 """Kinds that sample images: operand 1 holds positions, and so does every second operand after it (each follows an image)."""
 CARRIES = frozenset({"AffineGrid", "CumSum", "ReduceSum"})
-"""Kinds that compute positions from positions, besides pointwise ops, movement and products of short rows."""
+"""Kinds that compute positions from positions, besides pointwise ops, ops that only move elements and products of short rows."""
 INDEXED = frozenset({"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"})
 """Kinds whose operand 1 holds positions in a table."""
 ROUNDS = frozenset({"Ceil", "Floor", "Mod", "Round"})
@@ -29,29 +29,31 @@ SHORT = 4
 def coordinates(graph: Graph) -> dict[int, str]:
     """Op id -> the reason to stay fp32, for operators that compute positions in images or tables."""
     found: dict[int, str] = {}
-    for op in graph.of_kind(*PLACES):
+    for op in graph.of_kind(*SAMPLES):
         name = op.outputs[0].name
-        for places in op.inputs[1::2]:
-            for i in _chain(graph, places):
+        for positions in op.inputs[1::2]:
+            for i in _chain(graph, positions):
                 found.setdefault(i, f"it computes positions that {op.kind} {name} reads")
     return found | _moved(graph, found) | _indices(graph)
 
 
 def _moved(graph: Graph, found: dict[int, str]) -> dict[int, str]:
-    """As :func:`coordinates`, for sums that move positions, and for distances from positions. RAFT (Teed and Deng, 2020) computes
-    its flow as a moved position minus the pixel. The flow is small, and fp16 would round the position to a fraction of a pixel."""
+    """As :func:`coordinates`, for sums that move positions, and for distances from positions.
+
+    RAFT (Teed and Deng, 2020) computes its flow as a moved position minus the pixel's position. The flow is small, and fp16 would
+    round the position by a large fraction of a pixel."""
     moved: dict[int, str] = {}
     for op in graph.order() if found else ():
         if op.id in found or not is_pointwise(op) or not kinds_of(op) & {"Add", "Sub"}:
             continue
-        places = [v for v in op.inputs if v is not None and (v.op in found or v.op in moved)]
-        if any(graph.type(v).shape == op.outputs[0].type.shape for v in places if is_float(graph.type(v).dtype)):
+        positions = [v for v in op.inputs if v is not None and (v.op in found or v.op in moved)]
+        if any(graph.type(v).shape == op.outputs[0].type.shape for v in positions if is_float(graph.type(v).dtype)):
             moved[op.id] = "it moves sampling positions of an image, or computes distances from them"
     return moved
 
 
 def kinds_of(op: Op) -> set[str]:
-    """The kind of a pointwise operator, or the kinds of a Pointwise's stages."""
+    """The kind of an operator, or the kinds of the stages of a Pointwise."""
     return {op.kind} if op.kind != "Pointwise" else {s.kind for s in op.attrs.epilogue}
 
 
@@ -79,7 +81,7 @@ def _indices(graph: Graph) -> dict[int, str]:
 
 
 def _roundings(graph: Graph) -> Iterator[tuple[Op, Op]]:
-    """The operators that round floats to positions in tables, each with a reader of such positions."""
+    """The operators that round floats to positions in tables, each with an operator that reads these positions."""
     seen = set[int]()
     for reader in graph.of_kind(*INDEXED):
         wanted = [reader.inputs[1]]
@@ -96,38 +98,38 @@ def _roundings(graph: Graph) -> Iterator[tuple[Op, Op]]:
 
 
 def _is_distance(graph: Graph, op: Op, floats: set[Value]) -> bool:
-    """Whether ``op`` subtracts values of ``floats``, their rounded forms and integers from one another."""
+    """Whether ``op`` computes a difference between a value of ``floats`` and its rounded form, an integer or another such value."""
     if not is_pointwise(op) or not is_float(op.outputs[0].type.dtype):
         return False
     kinds = kinds_of(op)
     read = [v for v in op.inputs if v is not None and graph.constant_value(v) is None]
-    places = [v for v in read if v in floats]
+    positions = [v for v in read if v in floats]
     integers = [v for v in read if not is_float(graph.type(v).dtype)]
-    return bool("Sub" in kinds and places and (kinds & ROUNDS or len(places) + len(integers) > 1))
+    return bool("Sub" in kinds and positions and (kinds & ROUNDS or len(positions) + len(integers) > 1))
 
 
-def _chain(graph: Graph, places: Value | None) -> list[int]:
-    """The operators that compute a position, without those that only move a layer's prediction."""
-    seen, wanted = dict[int, Op](), [places]
+def _chain(graph: Graph, positions: Value | None) -> list[int]:
+    """The operators that compute positions, except operators that only move a layer's prediction."""
+    seen, wanted = dict[int, Op](), [positions]
     while wanted:
         value = wanted.pop()
         op = None if value is None else graph.op(value)
-        if op is not None and op.id not in seen and _computes_places(graph, op):
+        if op is not None and op.id not in seen and _computes_positions(graph, op):
             seen[op.id] = op
             wanted += op.inputs
     kept: list[int] = []
     for op in graph.order():
-        if op.id in seen and not (op.definition.traits.movement and not _wide(graph, op, kept)):
+        if op.id in seen and not (op.definition.traits.movement and not _reads_fp32(graph, op, kept)):
             kept.append(op.id)
     return kept
 
 
-def _wide(graph: Graph, op: Op, kept: list[int]) -> bool:
-    """Whether an operand is an input of the network, or computed in fp32."""
+def _reads_fp32(graph: Graph, op: Op, kept: list[int]) -> bool:
+    """Whether an operand is an input of the network, or the result of an operator that stays in fp32 (``kept``)."""
     return any(v is not None and (v.op in kept or graph.op(v).kind == "Input") for v in op.inputs)
 
 
-def _computes_places(graph: Graph, op: Op) -> bool:
+def _computes_positions(graph: Graph, op: Op) -> bool:
     """Whether the result of ``op`` is a position if its operands are positions."""
     if op.kind in STRUCTURAL or not is_float(op.outputs[0].type.dtype):
         return False

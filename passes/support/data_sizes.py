@@ -1,7 +1,7 @@
-"""Operators whose sizes depend on data: a GPU's program runs them on the CPU, and what they need stays in fp32.
+"""Operators whose sizes depend on data: a GPU's program runs them on the CPU, and they stay in fp32.
 
-Half precision makes nothing faster there, and copies both ways would convert it. What they compute is coordinates and scores,
-mostly, so arithmetic on only these stays in fp32 too: at 1,000 pixels, fp16 has steps of half a pixel.
+Half precision is no faster on the CPU, and the copies to and from it would need conversions. These operators mostly compute
+coordinates and scores. So arithmetic on only their results also stays in fp32: at 1,000 pixels, fp16 has steps of half a pixel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from optdnn.types import TensorType
 
 
 def sized_by_data(graph: Graph) -> dict[int, str]:
-    """Op id -> the reason, for operators whose sizes depend on data, and for arithmetic on only their results."""
+    """Op id -> the reason to stay in fp32, for operators whose sizes depend on data and for arithmetic on only their results."""
     inputs = {s for d in graph.symbols().values() for s in d.symbols()}
     found: dict[int, str] = {}
     for op in graph.order():
@@ -31,9 +31,11 @@ def sized_by_data(graph: Graph) -> dict[int, str]:
 
 
 def _depends(t: TensorType, inputs: set[Symbol]) -> bool:
+    """Whether the shape has a symbol that is not in ``inputs``, or is unknown."""
     return t.shape is None or any(isinstance(d, Dim) and not d.symbols() <= inputs for d in t.shape)
 
 
 def _carries(op: Op) -> bool:
+    """Whether the op is pointwise or only moves elements."""
     traits = OPDEFS[op.kind].traits if op.kind in OPDEFS else None
     return traits is not None and (traits.pointwise or traits.movement)

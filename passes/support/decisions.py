@@ -1,4 +1,4 @@
-"""Operators that decide (rank scores, suppress boxes, turn numbers into indices), and those that their decisions depend on.
+"""Operators that decide (rank scores, suppress boxes, compute indices), and the operators on which their decisions depend.
 
 Rounding changes a feature a little, but a decision completely. Detectors offset the boxes of a class by the class's number times
 the picture's size, so that boxes of two classes never overlap. At an offset of 29,000 the next fp16 number is 16 pixels away, and
@@ -17,14 +17,14 @@ from optdnn.passes.support.facts import operand
 from optdnn.types import is_float
 
 DECIDES = frozenset({"NonMaxSuppression", "NonZero", "TopK"})
-"""Kinds whose results are places that follow from comparisons of their operands' elements."""
+"""Kinds that compare the elements of their operands, and whose results are indices."""
 
 CARRIES = frozenset({"LogSoftmax", "ReduceMax", "ReduceMin", "ScatterElements", "ScatterND", "Softmax"})
-"""Kinds between features and decisions, besides arithmetic on elements and movements of data."""
+"""Kinds between features and decisions, besides pointwise operators and operators that only move elements."""
 
 
 def decisions(graph: Graph) -> dict[int, Op]:
-    """Op id -> the op that decides, for the ops that compute the decision."""
+    """Op id -> the op that decides, for every op that a decision depends on."""
     found: dict[int, Op] = {}
     for decider in graph.order():
         if not decides(graph, decider):
@@ -41,7 +41,7 @@ def decisions(graph: Graph) -> dict[int, Op]:
 
 
 def decides(graph: Graph, op: Op) -> bool:
-    """Whether an op's result is a place; or an If or Loop has such an op in a body."""
+    """Whether an op's result is an index that depends on a comparison or a rounding; or an If or Loop has such an op in a body."""
     if op.kind in DECIDES:
         return True
     if op.kind == "Cast":

@@ -1,8 +1,8 @@
-"""Exponents that are running sums: scans in the domain of logarithms (minGRU, decays of state-space models).
+"""Exponents that are running sums stay in fp32: scans of logarithms (minGRU, decays of state-space models).
 
-``exp(a + log(cumsum(exp(b - a))))`` with ``a = cumsum(...)``: a running sum grows with the number of steps, and the exponential
-turns its absolute error into a relative one. A sum of -500 has steps of 0.25 in fp16. So the operators between the last layer with
-weights and such an exponential stay in fp32.
+In ``exp(a + log(cumsum(exp(b - a))))`` with ``a = cumsum(...)``, the running sum grows with the number of steps, and the
+exponential turns its absolute error into a relative error. Near -500, the step between neighboring numbers of fp16 is 0.25. So the
+operators between the last layer with weights and such an exponential stay in fp32.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from optdnn.passes.support.chains import chain
 from optdnn.passes.support.guards import nodes
 
 CARRIES = frozenset({"CumSum", "ReduceMax"})
-"""Kinds, besides pointwise ones and movement, that compute exponents of exponents."""
+"""Kinds that compute exponents from exponents, besides pointwise operators and operators that only move elements."""
 
 
 def exponents(graph: Graph) -> dict[int, str]:
-    """Op id -> the reason, for operators that compute exponents by running sums, and those that take their exponentials."""
+    """Op id -> the reason to stay in fp32, for operators that compute exponents by running sums, and for their exponentials."""
     if "CumSum" not in graph.kinds():
         return {}
     stages = dict(nodes(graph))

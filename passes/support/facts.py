@@ -1,4 +1,4 @@
-"""Facts about values and ops that several passes ask for, and small ops that several passes add."""
+"""Facts about values and ops, and helpers that add small ops. Several passes use them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from optdnn.ir.graph import Graph, Op, Use, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Known
 from optdnn.ops.checks import elements
+from optdnn.ops.reduce import reduced_axes
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.types import FP64, Array, Shape, is_float
 
 _DEPTH = 16
-"""How far back a proof looks."""
+"""Most operators that a proof goes back."""
 
 RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 """Kinds that keep the elements in row-major order."""
@@ -38,20 +39,20 @@ _KEEPS_SIGN = frozenset(
         *("DepthToSpace", "SpaceToDepth", "Gather", "Floor", "Ceil", "Round", "Cast"),
     }
 )
-"""Kinds whose result has no negative element where operand 0 has none."""
-_KEEP_SIGNS = frozenset({"Concat", "Add", "Mul", "Div", "Max", "Min", "Sum", "Mean"})
-"""Kinds whose result has no negative element where no operand has any."""
+"""Kinds whose result has no negative element if operand 0 has none."""
+_KEEPS_SIGNS = frozenset({"Concat", "Add", "Mul", "Div", "Max", "Min", "Sum", "Mean"})
+"""Kinds whose result has no negative element if no operand has one."""
 
 
 def operand(op: Op, slot: int = 0) -> Value:
-    """An operand that the operator always has."""
+    """An operand that the operator requires."""
     value = op.inputs[slot]
     assert value is not None, f"{op.kind} {op.name} lacks operand {slot}"
     return value
 
 
 def producer(graph: Graph, value: Value | None, kinds: Collection[str], *, alone: bool = False) -> Op | None:
-    """The op that computes ``value``, if it is of one of ``kinds``; with ``alone``, only if the value has a single use."""
+    """The op that computes ``value`` if its kind is in ``kinds``, else None. ``alone``: the value must have a single use."""
     op = None if value is None else graph.op(value)
     if value is None or op is None or op.kind not in kinds or (alone and graph.sole_user(value) is None):
         return None
@@ -59,7 +60,7 @@ def producer(graph: Graph, value: Value | None, kinds: Collection[str], *, alone
 
 
 def resized_picture(graph: Graph, value: Value) -> Op | None:
-    """The Resize of bytes after which ``value`` is a crop, or the same, each the only reader of the one before."""
+    """The Resize of 8-bit pictures whose result, or a crop of it, is ``value``; each op is the only reader of the previous one."""
     crop = producer(graph, value, {"Slice"}, alone=True)
     found = producer(graph, operand(crop) if crop is not None else value, {"Resize"}, alone=True)
     cast = None if found is None else producer(graph, operand(found), {"Cast"}, alone=True)
@@ -67,18 +68,18 @@ def resized_picture(graph: Graph, value: Value) -> Op | None:
 
 
 def shape_of(graph: Graph, value: Value | None) -> Shape | None:
-    """The shape of a value; None where the value is absent or its rank is unknown."""
+    """The shape of a value; None if the value is absent or its rank is unknown."""
     return None if value is None else graph.type(value).shape
 
 
 def sizes_of(graph: Graph, value: Value) -> tuple[int, ...] | None:
-    """The shape of a value as plain integers; None where one is not known."""
+    """The shape of a value as plain integers; None if a size is not known."""
     t = graph.type(value)
     return t.static_shape if t.is_static else None
 
 
 def heads_sizes(graph: Graph, op: Op) -> list[tuple[int, ...]] | None:
-    """The shapes of an attention's queries, keys and values, four axes each, as plain integers; None where one has others."""
+    """The shapes of an attention's queries, keys and values as plain integers; None unless each has four axes of known sizes."""
     found: list[tuple[int, ...]] = []
     for slot in range(3):
         sizes = sizes_of(graph, operand(op, slot))
@@ -89,23 +90,23 @@ def heads_sizes(graph: Graph, op: Op) -> list[tuple[int, ...]] | None:
 
 
 def bytes_of(graph: Graph, value: Value) -> int:
-    """Size of a value; a symbolic dimension counts as its lowest value."""
+    """The size of a value in bytes; a symbolic dimension counts as its lowest value."""
     t = graph.type(value)
     return int(elements(t)) * t.dtype.itemsize
 
 
 def same_shape(graph: Graph, op: Op) -> bool:
-    """True where the (first) result is known to have the shape of operand 0, symbolic dimensions included."""
+    """Whether the first result is known to have the shape of operand 0, including symbolic dimensions."""
     return op.outputs[0].type.shape is not None and shape_of(graph, op.inputs[0]) == op.outputs[0].type.shape
 
 
 def depends_on_inputs(graph: Graph, value: Value) -> bool:
-    """Whether a value is computed from inputs of the network: quantized weights are not, though they are no constants."""
+    """Whether a value is computed from inputs of the network. Quantized weights are not, although they are no constants."""
     return any(op.kind == "Input" for op in origins(graph, [value]))
 
 
 def origins(graph: Graph, values: Iterable[Value]) -> Iterator[Op]:
-    """The operators that values are computed by, from these values back, each once."""
+    """Every operator that ``values`` depend on, including their producers, each once."""
     waiting, seen = [v.op for v in values], set[int]()
     while waiting:
         at = waiting.pop()
@@ -116,32 +117,39 @@ def origins(graph: Graph, values: Iterable[Value]) -> Iterator[Op]:
 
 
 def is_depthwise(graph: Graph, op: Op) -> bool:
-    """Whether it is a convolution with one constant filter for each of several channels."""
+    """Whether ``op`` is a convolution of several channels with one constant filter per channel."""
     weight = graph.constant_value(op.input(1)) if op.kind == "Conv" else None
     return weight is not None and weight.shape[1] == 1 and 1 < op.attrs.group == weight.shape[0]
 
 
 def is_filled(value: Known | None, number: float) -> bool:
-    """True for a known array that holds nothing but ``number`` (an empty one holds nothing at all)."""
+    """Whether ``value`` is a known, non-empty array in which every element is ``number``."""
     return value is not None and value.dtype != object and value.size > 0 and bool(np.all(value == number))
 
 
 def scalar(graph: Graph, value: Value | None) -> float | None:
-    """A constant of one element as a float; None for anything else."""
+    """The value of a constant with one element, as a float; None for anything else."""
     array = graph.constant_value(value)
     return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
 
 
 def ints(graph: Graph, value: Value | None) -> tuple[int, ...] | None:
-    """A known integer tensor without symbols, flat; None where it is absent, unknown or symbolic."""
+    """The elements of a known integer tensor; None if it is absent, unknown or symbolic."""
     known = graph.known(value)
     if known is None or any(isinstance(v, Dim) for v in known.reshape(-1)):
         return None
     return tuple(int(v) for v in known.reshape(-1))
 
 
+def reduction_axes(graph: Graph, op: Op) -> tuple[int, ...] | None:
+    """The axes of a reduction, counted from the front; None if they are not known."""
+    shape = shape_of(graph, operand(op))
+    given = () if op.input(1) is None else ints(graph, op.input(1))
+    return None if shape is None or given is None else reduced_axes(op.attrs, given, len(shape))
+
+
 def non_negative(graph: Graph, value: Value, depth: int = _DEPTH) -> bool:
-    """True where no element can be negative (NaN aside), as far as the ops that make the value prove it."""
+    """Whether at most ``depth`` operators before ``value`` prove that none of its elements is negative (NaN aside)."""
     op = graph.op(value)
     if op.kind == "Constant":
         array: Array = op.attrs.value
@@ -158,17 +166,17 @@ def non_negative(graph: Graph, value: Value, depth: int = _DEPTH) -> bool:
         return low is not None and low >= 0
     if op.kind == "Mul" and op.inputs[0] == op.inputs[1]:
         return True
-    behind: Sequence[Value | None]
+    sources: Sequence[Value | None]
     if op.kind == "Pad":
         filler = op.input(2)
-        behind = (op.inputs[0],) if op.attrs.mode != "constant" or filler is None else (op.inputs[0], filler)
+        sources = (op.inputs[0],) if op.attrs.mode != "constant" or filler is None else (op.inputs[0], filler)
     elif op.kind in _KEEPS_SIGN:
-        behind = op.inputs[:1]
-    elif op.kind in _KEEP_SIGNS:
-        behind = op.inputs
+        sources = op.inputs[:1]
+    elif op.kind in _KEEPS_SIGNS:
+        sources = op.inputs
     else:
         return False
-    return all(v is not None and non_negative(graph, v, depth - 1) for v in behind)
+    return all(v is not None and non_negative(graph, v, depth - 1) for v in sources)
 
 
 def channels_to_last(rank: int) -> tuple[int, ...]:
@@ -182,15 +190,15 @@ def exchange_last(rank: int) -> tuple[int, ...]:
 
 
 def channels_from_last(rank: int) -> tuple[int, ...]:
-    """The permutation back: (N, ..., C) -> (N, C, ...)."""
+    """The permutation that makes the last axis the second: (N, ..., C) -> (N, C, ...)."""
     return (0, rank - 1, *range(1, rank - 1))
 
 
 def reshape_target(before: Shape, after: Shape) -> tuple[int, ...] | None:
     """A constant target with which ONNX Reshape (``allowzero`` off) turns ``before`` into ``after``.
 
-    0 copies a symbolic dimension that stays where it is, one -1 stands for another. None where two would be needed, or
-    where a dimension is 0 (which a target would read as "copy").
+    0 copies a symbolic dimension that keeps its axis; one -1 stands for another symbolic dimension. None if two would be needed, or
+    if a dimension is 0, which a target would read as "copy".
     """
     target: list[int] = []
     for i, d in enumerate(after):
@@ -213,7 +221,7 @@ def reshaped(patch: Patch, x: Value, target: tuple[int, ...], src: frozenset[str
 
 
 def in_shape(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = None) -> Value:
-    """Add a Reshape to ``shape``, for which there must be a constant target."""
+    """Add a Reshape to ``shape``. A constant target must be able to express it."""
     target = reshape_target(patch.type(x).dims, shape)
     assert target is not None, "no constant target can express the shape"
     return reshaped(patch, x, target, src)
@@ -230,6 +238,6 @@ def with_rank(array: Array, rank: int) -> Array:
 
 
 def set_operand(graph: Graph, use: Use, value: Value) -> None:
-    """Let one operand slot read another value."""
+    """Replace one operand of an op by another value."""
     user = graph.op(use.op)
     graph.set_op(replace(user, inputs=tuple(value if i == use.slot else v for i, v in enumerate(user.inputs))))

@@ -1,4 +1,4 @@
-"""The bytes and the work that constant folding may add to a model: a small file can ask for much of both."""
+"""Limits on the bytes that constant folding may add to a model and on its work: a small file can ask for much of both."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from optdnn.ops.fused import flops
 from optdnn.passes.support.facts import bytes_of
 
 MOST_TRIPS = 10_000
-"""Most iterations of the loops in one op that is folded."""
+"""Largest number of iterations that is assumed for a Loop in the estimate of work."""
 CHEAP_WORK = 64
-"""Operations for each element of the operands that are not counted: they take as long as the model is large."""
+"""This many operations for each element of the operands are not counted: their time grows only with the size of the model."""
 DENSE_WORK = 10
-"""Operations of a matrix product that take as long as making one element."""
+"""NumPy computes this many operations of a matrix product in the time in which it stores one element."""
 
 
 class FoldingBudget:
-    """What is left for the folding of one graph. Work is counted, not timed: the same model gives the same engine."""
+    """The remaining bytes and work for folding one graph. Work is counted, not timed: the same model gives the same engine."""
 
     def __init__(self) -> None:
         self.bytes, self.work = FOLDED_BYTES.value, FOLDED_WORK.value
 
     def refusal(self, graph: Graph, op: Op) -> str | None:
-        """Take an op's part of the budget, or give the reason why there is not enough left."""
+        """Subtract an op's cost from the budget and return None, or return the reason why too little is left."""
         if not all(o.type.is_static for o in op.outputs):
             return None
         read = [v for v in op.inputs if v is not None and graph.type(v).is_static]
@@ -41,7 +41,7 @@ class FoldingBudget:
 
 
 def _work(graph: Graph, op: Op) -> float:
-    """Operations of an op in NumPy, with those of the bodies that it holds."""
+    """The operations of an op in NumPy, including those of its bodies."""
     inside = sum(_work(b.graph, inner) for b in bodies(op) for inner in b.graph.ops() if inner.kind not in STRUCTURAL)
     if op.kind == "Loop":
         trips = op.input(0)

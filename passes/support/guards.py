@@ -1,11 +1,10 @@
-"""Values that fp16 cannot hold and a result depends on: an epsilon that keeps a division finite, a scale out of fp16's range.
+"""Constants that fp16 cannot hold and a result depends on: an epsilon that keeps a division finite, a scale out of fp16's range.
 
-``x / max(norm(x), 1e-12)`` is 0 for a row of zeros; with the bound rounded to fp16 it is 0 / 0. Some constants bound a value away
-from zero. The ops between such a constant and the division by that value (or its logarithm) compute and store fp32, and so does
-the sum of squares to which the constant is added. An inverse alone (``1 / sqrt(variance + 1e-12)``) may be beyond fp16 as well:
-it stays fp32 up to the multiplication that brings it back. A pointwise op of these converts in its registers
-(:mod:`optdnn.passes.support.in_registers`). Normalizations that are one operator have their epsilon as an attribute, which is
-fp32 everywhere; this module leaves them alone.
+``x / max(norm(x), 1e-12)`` is 0 for a row of zeros; with the bound rounded to fp16 it is 0 / 0. Such a constant keeps a value away
+from zero. The ops between the constant and the division by that value (or its logarithm) compute and store fp32. So does the sum of
+squares to which the constant is added. An inverse (``1 / sqrt(variance + 1e-12)``) may also exceed fp16: it stays fp32 up to
+the multiplication that reads it. A pointwise op among them converts in its registers (:mod:`optdnn.passes.support.in_registers`).
+Normalizations that are one operator have their epsilon as an attribute, which is fp32 everywhere; this module ignores them.
 """
 
 from __future__ import annotations
@@ -22,20 +21,22 @@ from optdnn.passes.support.precision_report import FP16_LARGEST, FP16_LEAST, FP1
 from optdnn.types import FP32, FP64, Array
 
 MASK = FP16_LARGEST * 2**10
-"""Factors from here on belong to masks, which saturate: such a factor takes even the rounding error of fp16 near 1 out of range."""
+"""Factors of at least this size belong to masks, which saturate: the rounding error of fp16 near 1, times such a factor, already
+exceeds fp16."""
 
 CARRIES = frozenset({"Abs", "Cast", "Identity", "Mul", "Neg", "Pow", "Sqrt"})
-"""Kinds, besides movement, whose result is still a guarded divisor or an inverse; not casts to narrower types than fp32."""
+"""Kinds whose result is still a guarded divisor or an inverse, besides ops that only move elements. Casts to types narrower than
+fp32 do not count."""
 
 REDUCES = frozenset({"ReduceMax", "ReduceMean", "ReduceSum", "ReduceSumSquare"})
 
 StageId = tuple[int, int]
-"""The id of an op and the number of one of its pointwise stages (0 for an op without)."""
+"""The id of an op and the number of one of its pointwise stages (0 for an op without stages)."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pointwise stage, or a whole op that has none. ``args`` are constants, ids of other stages, or None."""
+    """One pointwise stage, or a whole op without stages. ``args`` are constants, ids of other stages, or None."""
 
     op: Op
     kind: str
@@ -53,18 +54,19 @@ class _State:
 
 @dataclass(frozen=True)
 class Guards:
-    """``reasons``: op id -> why the op must not compute in fp16 because of a constant. ``saturates``: the ops among them whose
-    results may leave fp16's range by a large factor, such as a mask's, and then become its largest number."""
+    """``reasons``: op id -> the reason why a constant forbids fp16 for the op. ``saturates``: the ops among them whose results may
+    exceed fp16 by a large factor, such as a mask's; such results become fp16's largest number."""
 
     reasons: Mapping[int, str]
     saturates: Collection[int] = ()
 
     def also(self, reasons: Mapping[int, str]) -> Guards:
-        """With other reasons, which come first."""
+        """These guards with further reasons, which override the present ones."""
         return Guards({**self.reasons, **reasons}, self.saturates)
 
 
 def guards(graph: Graph) -> Guards:
+    """The ops of the graph that must not compute in fp16 because of a constant."""
     walk = _Walk(graph)
     for step, node in walk.nodes.items():
         walk.visit(step, node)
@@ -74,6 +76,8 @@ def guards(graph: Graph) -> Guards:
 
 
 class _Walk:
+    """Visits all stages in topological order, and collects the ops that must stay fp32."""
+
     def __init__(self, graph: Graph):
         self.graph = graph
         self.nodes = dict(nodes(graph))
@@ -85,9 +89,9 @@ class _Walk:
         given = [self.states.get(a) if isinstance(a, tuple) else None for a in node.args]
         epsilon = _epsilon(node)
         if epsilon is not None:
-            behind = {i for a in node.args if isinstance(a, tuple) for i in self._squares(a)}
+            squares = {i for a in node.args if isinstance(a, tuple) for i in self._squares(a)}
             more = {i for s in given if s is not None and not s.inverse for i in s.ops}
-            self.states[step] = _State(epsilon, {node.op.id} | behind | more)
+            self.states[step] = _State(epsilon, {node.op.id} | squares | more)
             return
         self._factor(node)
         divisor = self._divisor(node, given)
@@ -107,7 +111,7 @@ class _Walk:
             self.states[step] = _State(state.epsilon, {*state.ops, node.op.id}, state.inverse)
 
     def _divisor(self, node: Stage, given: list[_State | None]) -> _State | None:
-        """The guarded value that a stage divides by, or takes the logarithm of."""
+        """The state of the guarded value that is the divisor or the argument of the logarithm of a stage; None if there is none."""
         slot = {"Div": 1, "Reciprocal": 0, "Log": 0, "Pow": 0}.get(node.kind)
         state = given[slot] if slot is not None else None
         if state is None or state.inverse:
@@ -124,7 +128,7 @@ class _Walk:
             self.found.setdefault(i, reason)
 
     def _factor(self, node: Stage) -> None:
-        """Note a factor, dividend or divisor that fp16 cannot represent, or only as a subnormal number."""
+        """Record a factor, dividend or divisor that is out of fp16's range or would be subnormal in fp16."""
         for a in node.args if node.kind in ("Mul", "Div") else ():
             if not isinstance(a, np.ndarray) or a.size != 1 or a.dtype != FP32:
                 continue
@@ -138,11 +142,11 @@ class _Walk:
                 self.found.setdefault(node.op.id, reason)
 
     def _squares(self, step: StageId) -> set[int]:
-        """The ops from a squaring to this stage, where the stage is a sum or mean of squares."""
+        """The ops from a squaring to this stage, if the stage computes a sum or mean of squares; else none."""
         seen: list[int] = []
         while step in self.nodes:
             node = self.nodes[step]
-            steps = [a for a in node.args if isinstance(a, tuple)]  # without the constants, which are arrays
+            steps = [a for a in node.args if isinstance(a, tuple)]  # constants are arrays
             data = set(steps)
             seen.append(node.op.id)
             if node.kind == "ReduceSumSquare" or (node.kind == "Mul" and len(steps) == 2 and len(data) == 1):

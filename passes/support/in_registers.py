@@ -1,4 +1,4 @@
-"""Pointwise ops absorb the casts around them: they read and store 16 bits, convert in registers and compute in fp32."""
+"""Pointwise ops absorb the casts around them: they read and store 16-bit floats, convert in registers and compute in fp32."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ NARROW = (FP16, BF16)
 
 
 def in_registers(graph: Graph, guarded: Guards) -> set[int]:
-    """Let the pointwise ops of ``guarded`` absorb the casts of their operands, and the cast that is the only reader of their
-    result.
+    """Let the pointwise ops of ``guarded`` absorb the casts of their operands, and a cast that is the only reader of their result.
 
-    Results that have to saturate do so before the cast. Casts that nothing reads any more are removed. Returns the ids of the ops
-    that store 16 bits.
+    Results that must saturate are clipped before the cast. Casts that nothing reads any more are removed. Returns the ids of the
+    ops that store 16-bit floats.
     """
     pointwise = [i for i in guarded.reasons if i in graph and is_pointwise(graph.op(i))]
     for i in pointwise:
-        if i in graph:  # a cast of the model's own, and another one has absorbed it
+        if i in graph:  # an op may be a cast of the model, which another op has absorbed
             _absorb(graph, graph.op(i), i in guarded.saturates)
     return {i for i in pointwise if i in graph and graph.op(i).outputs[0].type.dtype in NARROW}
 
@@ -39,8 +38,8 @@ def _absorb(graph: Graph, op: Op, saturates: bool) -> None:
     if not entering and leaving is None:
         return
     steps = [OpenStage("Cast", c.attrs, c.inputs) for c in entering.values()]
-    by, place = len(steps), {v: k for k, v in enumerate(entering)}
-    steps += [replace(s, args=tuple(_moved(a, place, by) for a in s.args)) for s in steps_of(op)]
+    by, step_of = len(steps), {v: k for k, v in enumerate(entering)}
+    steps += [replace(s, args=tuple(_shifted(a, step_of, by) for a in s.args)) for s in steps_of(op)]
     out = op.outputs[0]
     if leaving is not None:
         out = Output(out.name, out.type.with_dtype(leaving.attrs.to), out.known)
@@ -50,7 +49,7 @@ def _absorb(graph: Graph, op: Op, saturates: bool) -> None:
         steps.append(OpenStage("Cast", leaving.attrs, (len(steps) - 1,)))
     steps = _without_expansion(graph, steps, op)
     first = first_operand(graph, steps, op, on_gpu=True)
-    if first is None:  # it reads constants only
+    if first is None:  # it reads only constants
         return
     operands, attrs = body(steps, first)
     if leaving is not None:
@@ -60,17 +59,17 @@ def _absorb(graph: Graph, op: Op, saturates: bool) -> None:
     graph.remove_dead([*before, *([leaving.id] if leaving is not None else [])])
 
 
-def _moved(a: Value | int | None, place: dict[Value, int], by: int) -> Value | int | None:
-    """An argument of a step after ``by`` casts, of the values in ``place``."""
+def _shifted(a: Value | int | None, step_of: dict[Value, int], by: int) -> Value | int | None:
+    """The argument ``a`` of a step after ``by`` casts were added before it; ``step_of``: cast value -> step of its Cast."""
     if isinstance(a, Value):
-        return place.get(a, a)
+        return step_of.get(a, a)
     return None if a is None else a + by
 
 
 def _without_expansion(graph: Graph, steps: list[OpenStage], op: Op) -> list[OpenStage]:
-    """Read the operands of Expands instead of their results: the kernel broadcasts.
+    """Steps that read the operands of Expands instead of their results, since the kernel broadcasts.
 
-    An Expand to the result's shape stays where no other operand has that shape.
+    An Expand to the result's shape stays if no other operand has that shape.
     """
     for v in outside(steps):
         source = graph.op(v)

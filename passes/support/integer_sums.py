@@ -1,7 +1,7 @@
-"""Sums of products of integers, which leave fp16's range before their scale brings them back (ONNX Runtime's dynamic quantization).
+"""Sums of products of integers, which exceed fp16 before they are scaled (ONNX Runtime's dynamic quantization).
 
-``float(a8 @ b8) * scale``: three products of two 8-bit numbers may exceed 65504 already, and a product of two scales may be
-subnormal in fp16. A pointwise operator converts in its registers, and stores the result as fp16.
+An example is ``float(a8 @ b8) * scale``. A sum of three products of 8-bit numbers may already exceed 65504, and a product of two
+scales may be subnormal in fp16. So these stay in fp32; a pointwise operator converts in its registers, and stores fp16.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual
 CARRIES = frozenset(
     {"Abs", "Add", "Identity", "Max", "Min", "Neg", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "Relu", "Sub"}
 )
-"""Kinds, besides movement, whose result is as large as a sum that they read."""
+"""Kinds whose result is as large as a sum that they read, besides ops that only move elements."""
 
 
 def integer_sums(graph: Graph) -> dict[int, str]:
-    """Op id -> the reason, for operators that convert such sums, that carry or scale them, and that compute a scale.
+    """Op id -> the reason to stay in fp32, for operators that convert, carry or scale such sums, and that compute a scale.
 
-    Integers that are computed from sums are as large; so are floats until they are scaled.
+    Integers that are computed from sums are just as large, and so are floats until they are scaled.
     """
     if SUMS.isdisjoint(graph.kinds()):
         return {}
@@ -49,7 +49,7 @@ def integer_sums(graph: Graph) -> dict[int, str]:
 
 
 def _stays_large(stage: Stage) -> bool:
-    """Whether what a stage makes of large integers may be such integers."""
+    """Whether the results of a stage that reads large integers may be large integers."""
     if stage.kind == "Narrow":  # the type of a cast within a fused operator is not known here
         return stage.op.outputs[0].type.dtype in (INT32, INT64) or stage.op.kind == "Pointwise"
     return stage.kind not in COMPARES

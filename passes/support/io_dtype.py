@@ -1,4 +1,4 @@
-"""Give the network's floating-point inputs and outputs another element type (``--io-dtype``): casts at the borders."""
+"""Gives the network's floating-point inputs and outputs another element type (``--io-dtype``), by casts at the borders."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from optdnn.types import DTYPES, is_float
 
 
 def convert_borders(graph: Graph, io_dtype: str) -> int:
-    """Let every floating-point input and output have ``io_dtype`` ("fp32", "fp16", "bf16"); returns the casts inserted.
+    """Give every floating-point input and output the dtype ``io_dtype`` ("fp32", "fp16", "bf16"); returns the number of casts.
 
-    The network inside keeps its types, and so do settings of sampling. The casts have no ONNX node name, since the model has no
-    nodes for them.
+    The network inside keeps its types, and so do inputs that only set parameters of sampling. The casts have no ONNX node name,
+    since the model has no nodes for them.
     """
     dtype = DTYPES[io_dtype]
     casts = 0

@@ -1,10 +1,10 @@
-"""Linear ops with weights (Conv, ConvTranspose, Gemm, MatMul), and scales and shifts that they absorb.
+"""Linear ops with weights (Conv, ConvTranspose, Gemm, MatMul), which absorb scales and shifts.
 
-:class:`Linear` finds an op's channels, constant weights and constant bias, and computes the weights and bias that absorb a
-scale and shift per channel after or before it. Everything is computed in float64 and rounded once.
+:class:`Linear` finds an op's channels, constant weights and constant bias. It computes the weights and bias that absorb a scale and
+shift per channel, after or before the op. Everything is computed in float64 and rounded once.
 
-A matrix product with a bias has one form. For two matrices it is a Gemm: a MatMul that absorbs a shift becomes one. For a batch it
-stays a MatMul, which keeps the rank, followed by an Add of the bias, which fuse_epilogue makes its first stage.
+A product of two matrices with a bias is a Gemm: a MatMul that absorbs a shift becomes a Gemm. A batched product stays a MatMul,
+which keeps the rank, followed by an Add of the bias; fuse_epilogue makes this Add its first stage.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ LINEAR = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 @dataclass(frozen=True)
 class Absorbed:
-    """A linear op with an affine chain absorbed; ``weight`` and ``bias`` None: the operand stays as it is. A MatMul's bias
-    is an Add after it."""
+    """A linear op that has absorbed scales and shifts. If ``weight`` or ``bias`` is None, this operand stays as it is.
+
+    The bias of a MatMul becomes an Add after it."""
 
     linear: Linear
     kind: str
@@ -56,9 +57,9 @@ class Absorbed:
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear op. ``axis`` and ``channels``: of its result; ``in_axis`` and ``in_channels``: of operand 0.
+    """A linear op. ``axis`` and ``channels`` describe its result, ``in_axis`` and ``in_channels`` its operand 0.
 
-    ``weight`` and ``bias`` are the constant arrays, or None; ``bias_unknown``: there is a bias that is not constant.
+    ``weight`` and ``bias`` are the constant arrays, or None. ``bias_unknown``: there is a bias that is not constant.
     """
 
     op: Op
@@ -74,7 +75,7 @@ class Linear:
 
     @staticmethod
     def of(graph: Graph, op: Op) -> Linear | None:
-        """None where the op is no linear op or its channel counts are not known."""
+        """The description of ``op``; None if it is no linear op or its numbers of channels are not known."""
         w_type = graph.type(op.inputs[1]) if op.kind in LINEAR and op.inputs[1] is not None else None
         if w_type is None or not w_type.is_static or len(w_type.dims) < 2:
             return None
@@ -102,7 +103,7 @@ class Linear:
     # ------------------------------------------------------------------ a chain after the op
 
     def refuses_after(self, chain: Affine) -> str | None:
-        """Why a scale and shift after the op cannot be absorbed, or None."""
+        """The reason why a scale and shift after the op cannot be absorbed, or None."""
         if self.op.attrs.epilogue:
             return f"{self.op.name} already has the epilogue {self.op.attrs.epilogue[-1].kind}"
         if chain.scales and self.weight is None:
@@ -114,7 +115,7 @@ class Linear:
         return None
 
     def absorb_after(self, chain: Affine) -> Absorbed | Miss:
-        """``W' = W s``, ``b' = b s + t``, along the output channels."""
+        """Absorb the scale ``s`` and shift ``t`` of the result: ``W' = W s``, ``b' = b s + t``, along the output channels."""
         weight = None if self.weight is None else self._scaled(chain.scale, chain.scales)
         bias = None
         if chain.shifts or (self.bias is not None and chain.scales):
@@ -122,7 +123,7 @@ class Linear:
         return self._absorbed(weight, bias)
 
     def _scaled(self, scale: Array, scales: bool) -> Array | None:
-        """The weights with each output channel scaled (Gemm's alpha included); None where nothing changes."""
+        """The weights with each output channel scaled, including Gemm's alpha; None if nothing changes."""
         assert self.weight is not None
         a, w = self.op.attrs, self.weight
         if not scales and getattr(a, "alpha", 1.0) == 1.0:
@@ -139,7 +140,7 @@ class Linear:
     # ------------------------------------------------------------------ a chain before the op
 
     def refuses_before(self, chain: Affine) -> str | None:
-        """Why a scale and shift of operand 0 cannot be absorbed, or None."""
+        """The reason why a scale and shift of operand 0 cannot be absorbed, or None."""
         a = self.op.attrs
         if self.weight is None:
             return f"the weights of {self.op.name} are not constant"
@@ -158,7 +159,7 @@ class Linear:
         return None
 
     def absorb_before(self, chain: Affine) -> Absorbed | Miss:
-        """``W' = W s`` along the input channels, ``b' = b + W t``."""
+        """Absorb the scale ``s`` and shift ``t`` of operand 0: ``W' = W s`` along the input channels, ``b' = b + W t``."""
         assert self.weight is not None
         a, w = self.op.attrs, self.weight.astype(FP64)
         scale = np.broadcast_to(chain.scale, (self.in_channels,))
@@ -181,12 +182,12 @@ class Linear:
     # ------------------------------------------------------------------ both
 
     def _bias(self) -> Array:
-        """The bias in float64, Gemm's beta included; 0 where there is none."""
+        """The bias in float64, including Gemm's beta; 0 if there is no bias."""
         beta = getattr(self.op.attrs, "beta", 1.0)
         return np.zeros(()) if self.bias is None else beta * self.bias.astype(FP64)
 
     def _bias_shape(self) -> tuple[int, ...]:
-        """Shape of the new bias: (channels,), or Gemm's own C broadcast with it."""
+        """The shape of the new bias: (channels,), broadcast with the shape of the present bias."""
         return np.broadcast_shapes((self.channels,), () if self.bias is None else self.bias.shape)
 
     def _absorbed(self, weight: Array | None, bias: Array | None) -> Absorbed | Miss:
@@ -203,7 +204,7 @@ class Linear:
 
 
 def absorb_scalars(graph: Graph, op: Op) -> Absorbed | Miss | None:
-    """A Gemm whose alpha and beta go into its constants; None where there is nothing to do."""
+    """The Gemm ``op`` with alpha and beta multiplied into its constants; None if there is nothing to do."""
     linear = Linear.of(graph, op)
     if linear is None or op.kind != "Gemm":
         return None
@@ -215,7 +216,7 @@ def absorb_scalars(graph: Graph, op: Op) -> Absorbed | Miss | None:
 
 
 def by_group(weights: Array, factors: Array, group: int) -> Array:
-    """Weights times factors of shape (group, 1 or rows per group, columns)."""
+    """Weights [rows, columns, …] times ``factors`` of shape (group, 1 or rows per group, columns)."""
     grouped = weights.reshape(group, -1, *weights.shape[1:])
     return np.asarray((grouped * _column(factors, grouped.ndim)).reshape(weights.shape))
 

@@ -1,16 +1,16 @@
 """Values beyond 65504, which fp16 cannot hold.
 
-A recurrence whose activations do not bound it, a long sum or a power may leave fp16's range although the network's results
-are small. In fp16 they would be infinite, and all results computed from them infinite or NaN. So the operators that write or read
-such a value stay fp32. They are found in two ways:
+A recurrence without bounding activations, a long sum or a power may exceed fp16's range although the network's results are small.
+In fp16 such a value would be infinite, and all results computed from it infinite or NaN. So the operators that write or read such a
+value stay fp32. They are found in two ways:
 
 * The state of a recurrent layer may grow with each step, for some inputs, if its activations do not bound it. The layer stays
   fp32, and so do the readers of its results, up to an operator that bounds them. A plain layer with a known number of steps is run
   alone, on generated inputs: if its state hardly grows, the layer may be fp16.
-* One run of the network on generated inputs shows which values are beyond 65504. The run is in NumPy and costs a fraction of a
-  second: networks of more than ``TRIAL_FLOPS`` are not tried, and the report of the build names them. A network that multiplies
-  computed matrices by one another without a softmax (linear attention) is tried up to ``LONG_TRIAL``: sums of such products over
-  many tokens grow without a bound.
+* One run of the network on generated inputs shows which values are beyond 65504. The run is in NumPy and takes a fraction of a
+  second: networks of more than ``TRIAL_FLOPS`` are not tried, and the report of the build says so. A network that multiplies
+  computed matrices by one another without a softmax (linear attention) is tried up to ``LONG_TRIAL`` times as many operations:
+  sums of such products over many tokens grow without a bound.
 
 A value that is large because of a large constant (the fill of a mask) does not belong here: it saturates.
 """
@@ -32,7 +32,7 @@ from optdnn.types import FP32, Array
 
 TRIAL_FLOPS = 1e8
 TRIAL_ELEMENTS = 1e7
-"""A network is tried up to this many operations, and this many elements of all results together."""
+"""A network is tried if it has at most this many operations, and at most this many elements of all results together."""
 LONG_TRIAL = 40.0
 """Factor on both limits for networks that multiply computed matrices by one another without a bound."""
 PRODUCTS = frozenset({"Attention", "Gemm", "MatMul"})
@@ -69,11 +69,13 @@ def largest_values(graph: Graph) -> Mapping[Value, float] | None:
 
 
 def _largest(a: Array) -> float:
+    """The largest finite magnitude."""
     size = np.abs(a)
     return float(np.max(size, where=np.isfinite(size), initial=0.0))
 
 
 def _is_small(graph: Graph) -> bool:
+    """Whether the network may be tried: its sizes are known, and its work is within the limits."""
     work = elements = 0.0
     most = LONG_TRIAL if any(_is_unbounded_product(graph, op) for op in graph.of_kind("MatMul")) else 1.0
     for op in graph.ops():
@@ -94,13 +96,13 @@ def _is_small(graph: Graph) -> bool:
 
 
 def _is_unbounded_product(graph: Graph, op: Op) -> bool:
-    """Whether both factors are computed from inputs, and neither is the result of an operator that bounds it."""
+    """Whether both factors are computed, and neither is the result of an operator with bounded results."""
     factors = [v for v in op.inputs[:2] if v is not None]
     return all(graph.constant_value(v) is None and graph.op(v.op).kind not in BOUNDS for v in factors)
 
 
 BOUNDED = frozenset({"HardSigmoid", "ScaledTanh", "Sigmoid", "Softsign", "Tanh"})
-"""Activations with their own bound."""
+"""Activations with bounded results."""
 UNIT = frozenset({"HardSigmoid", "Sigmoid"})
 """Activations between 0 and 1: a state multiplied by them does not grow."""
 BOUNDS = frozenset(
@@ -113,10 +115,11 @@ BOUNDS = frozenset(
 """Kinds whose results are small for any operands, or are indices."""
 RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
 MOST_GROWTH = 128.0
-"""A state that grows by at most this factor stays in the range of fp16 for products of inputs up to 512."""
+"""If a state grows by at most this factor, it stays in the range of fp16 for input products of up to 512."""
 GROWTH_COLUMNS = 4
+"""The number of generated inputs with which a layer is tried."""
 GROWTH_FLOPS = 2e10
-"""A layer is tried with this many generated inputs, up to this many operations."""
+"""A layer is tried if that takes at most this many operations."""
 
 
 def growing(graph: Graph) -> dict[int, str]:
@@ -146,7 +149,8 @@ def growing(graph: Graph) -> dict[int, str]:
 def _growth(graph: Graph, op: Op) -> float | None:
     """The ratio of a plain layer's largest state to its input products, for generated inputs.
 
-    None if the layer is not tried: other cells and functions, unknown weights or number of steps, too many operations."""
+    Infinity if the state exceeds fp16. None if the layer is not tried: it has another cell or activation, its weights or its number
+    of steps are not known, or it takes too many operations."""
     matrices = graph.constant_value(op.inputs[2])
     steps = graph.type(op.inputs[0]).dims[0] if op.inputs[0] is not None else None
     if op.kind != "RNN" or matrices is None or not isinstance(steps, int) or set(op.attrs.activations) != {"Relu"}:
@@ -202,7 +206,7 @@ def overflows(graph: Graph, largest: Mapping[Value, float]) -> dict[int, str]:
 
 
 def _makes_mask(graph: Graph, read: list[Value], masks: set[Value]) -> bool:
-    """Whether an op's results are large because of a constant, or computed only from constants."""
+    """Whether an op's results are large because of a constant or a mask, or computed only from constants."""
     arrays = [graph.constant_value(v) for v in read]
     constants = [a for a in arrays if a is not None]
     if len(constants) == len(read) or not masks.isdisjoint(read):

@@ -1,4 +1,4 @@
-"""Which dequantized constant weights can stay packed, and how they are packed."""
+"""Finds the dequantized constant weights that can stay packed, and packs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKABLE = frozenset({*(DTYPES[c] for c in CODES), *(DTYPES[n] for n in ("int2",
 
 @dataclass(frozen=True)
 class Reader:
-    """An op that reads packed weights as ``kind``: PackedMatMul or PackedGather. ``path``: the Transpose between, if any."""
+    """An op that will read packed weights as ``kind``: PackedMatMul or PackedGather. ``path``: the Transpose before it, if any."""
 
     op: Op
     kind: str
@@ -28,10 +28,10 @@ class Reader:
 
 @dataclass(frozen=True)
 class Packable:
-    """A DequantizeLinear of constants whose readers can read the integers. ``turned``: they are stored as [K, N]."""
+    """A DequantizeLinear of constants whose readers can read the integers. ``transposed``: these are stored as [K, N]."""
 
     readers: tuple[Reader, ...]
-    turned: bool
+    transposed: bool
     block_size: int
 
 
@@ -49,7 +49,9 @@ class PackedArrays:
 
 
 def packable(graph: Graph, op: Op) -> Packable | Miss | None:
-    """What can read the weights of a DequantizeLinear packed; why nothing can; None where it is none of constant weights."""
+    """The readers of a DequantizeLinear's weights, if all can read them packed; a Miss if one cannot.
+
+    None if its operand is no constant matrix of a packable type, or no product or table reads it."""
     weights, scale = graph.constant_value(op.inputs[0]), graph.constant_value(operand(op, 1))
     if weights is None or weights.ndim != 2 or weights.dtype not in PACKABLE or 0 in weights.shape:
         return None
@@ -74,8 +76,9 @@ def packable(graph: Graph, op: Op) -> Packable | Miss | None:
 
 
 def _readers(graph: Graph, value: Value, user: Op, path: tuple[Op, ...]) -> list[tuple[Reader, int]] | Miss:
-    """The readers after ``user``, and the axis of the stored weights that each sums along (or keeps whole)."""
-    turned = bool(path)
+    """The readers at or after ``user``. With each comes the axis of the stored weights that a product sums over or that a table's
+    row extends along."""
+    transposed = bool(path)
     if user.kind == "Transpose" and not path:
         found: list[tuple[Reader, int]] = []
         for next_user in graph.users(user.value):
@@ -98,24 +101,24 @@ def _readers(graph: Graph, value: Value, user: Op, path: tuple[Op, ...]) -> list
         if user.kind == "Gemm" and (user.attrs.transA or user.attrs.alpha != 1.0 or user.attrs.beta != 1.0):
             return Miss(f"{user.name} is a Gemm with alpha, beta or a transposed A")
         across = user.kind == "Gemm" and user.attrs.transB
-        return [(Reader(user, "PackedMatMul", path), 1 if across != turned else 0)]
+        return [(Reader(user, "PackedMatMul", path), 1 if across != transposed else 0)]
     if user.kind == "Gather" and user.inputs[0] == value and user.inputs[1] != value and user.attrs.axis == 0:
-        return [(Reader(user, "PackedGather", path), 0 if turned else 1)]
+        return [(Reader(user, "PackedGather", path), 0 if transposed else 1)]
     return Miss(f"{user.name} ({user.kind}) needs the weights as floats")
 
 
 def _of_integers(graph: Graph, value: Value) -> bool:
-    """Whether data come from a DequantizeLinear of computed integers."""
+    """Whether ``value`` is the result of a DequantizeLinear of computed integers."""
     op = graph.op(value)
     return op.kind == "DequantizeLinear" and graph.constant_value(op.inputs[0]) is None
 
 
 def _block_size(op: Op, weights: Array, scale: Array, axis: int) -> int | Miss:
-    """How many numbers along ``axis`` share a scale."""
+    """The number of weights along ``axis`` that share a scale, or a Miss if no packed form has these scales."""
     width = int(weights.shape[axis])
     if op.attrs.block_size:
         if op.attrs.axis % 2 != axis:
-            return Miss("its blocks lie along the other axis than its readers sum")
+            return Miss("its blocks lie along the other axis than the one its readers sum over")
         if op.attrs.block_size >= width:
             return width
         if not is_block(op.attrs.block_size):
@@ -129,14 +132,14 @@ def _block_size(op: Op, weights: Array, scale: Array, axis: int) -> int | Miss:
 def pack(
     op: Op, found: Packable, weights: Array, scale: Array, zeros: Array | None, kept: ConstantCache
 ) -> PackedArrays:
-    """The packed weights of a DequantizeLinear. The default zero point of ONNX is 0."""
+    """The packed weights of a DequantizeLinear. Without ``zeros``, zero points are 0."""
 
     def stored() -> Array:
         numbers, _ = unsigned(weights)
-        return packed_rows(np.ascontiguousarray(numbers.T if found.turned else numbers), found.block_size)
+        return packed_rows(np.ascontiguousarray(numbers.T if found.transposed else numbers), found.block_size)
 
     _, code = unsigned(weights[:0])
-    width, rows = weights.shape if found.turned else weights.shape[::-1]
+    width, rows = weights.shape if found.transposed else weights.shape[::-1]
     shape = (rows, blocks_of(width, found.block_size))
     scales = _by_block(op, found, scale, shape)
     zero: Array | None = None
@@ -146,7 +149,7 @@ def pack(
         zero = None if (zero == 1 << (bits_of(DTYPES[code]) - 1)).all() else zero
     block_rows = _shared_rows(scales) if is_float(weights.dtype) else 1
     return PackedArrays(
-        kept.once(("packed", found.turned, found.block_size), [weights], stored),
+        kept.once(("packed", found.transposed, found.block_size), [weights], stored),
         np.ascontiguousarray(scales[::block_rows]),
         zero,
         code,
@@ -157,20 +160,20 @@ def pack(
 
 
 def _by_block(op: Op, found: Packable, parameter: Array, shape: tuple[int, int]) -> Array:
-    """A scale or zero point as [N, blocks]."""
+    """Scales or zero points with the shape [N, blocks]."""
     if parameter.size == 1:
         return np.full(shape, parameter.reshape(()), parameter.dtype)
     if op.attrs.block_size:
-        return np.ascontiguousarray(parameter.T if found.turned else parameter)
+        return np.ascontiguousarray(parameter.T if found.transposed else parameter)
     return np.ascontiguousarray(np.broadcast_to(parameter.reshape(-1, 1), shape))
 
 
 _SHARED = 128
-"""Rows that share a scale in fp8 weights with blocks of 128 x 128."""
+"""The number of rows that share a scale in fp8 weights with blocks of 128 x 128."""
 
 
 def _shared_rows(scales: Array) -> int:
-    """128 where each group of 128 rows has the same scales, else 1."""
+    """128 if the rows of each group of 128 have the same scales, else 1."""
     rows = len(scales)
     if rows < _SHARED:
         return 1

@@ -1,6 +1,6 @@
-"""Products that a plan puts in w4, w8 or w4a8: their constant weights are packed, and each MatMul and Gemm becomes a PackedMatMul.
+"""Packs the constant weights of products that a plan puts in w4, w8 or w4a8: each MatMul and Gemm becomes a PackedMatMul.
 
-In w4a8 the product may also round the rows that it multiplies, even if the model has packed its weights. The rest of such an
+In w4a8 the product may also round the rows that it multiplies, even if the model itself has packed weights. Everything else of the
 operator (its data, its stages) is computed in the plan's float precision.
 """
 
@@ -29,17 +29,17 @@ from optdnn.types import BF16, FP16, FP32, Array, DType, dtype_name
 
 BITS = {"w4": 4, "w8": 8, ROUNDED_ROWS: 4}
 _WITH_FLOATS = {"uint4": "w4", "uint8": "w8"}
-"""Code of packed weights -> the precision of products that multiply them by floats."""
+"""Code of packed weights -> the precision of a product of floats with these weights."""
 LEAST = 4096
 """Weights with fewer elements stay floats: packing them gains nothing."""
 _ARITY = 4
-"""Operands of a PackedMatMul before the operands of its stages."""
+"""The number of operands of a PackedMatMul without those of its stages."""
 
 
 @dataclass
 class PackedProducts:
-    """``packed``: op key -> precision of its packed weights. ``refused``: op key -> why its weights stay floats, or why it rounds
-    no rows."""
+    """``packed``: op key -> precision of its packed weights. ``refused``: op key -> why its weights stay floats, or why it does not
+    round rows."""
 
     packed: dict[str, str]
     refused: dict[str, str]
@@ -55,8 +55,8 @@ def pack_products(
 ) -> PackedProducts:
     """Pack the weights of every product that ``plan`` puts in w4, w8 or w4a8.
 
-    Weights are rounded to the nearest number, or with ``moments`` so that their errors compensate each other on the calibration
-    data. In w4a8, products may round rows if ``target`` can. ``report`` gets the refusals too."""
+    Weights are rounded to the nearest number. With ``moments``, they are rounded so that their errors compensate each other on the
+    calibration data. In w4a8, products may round rows if ``target`` can. Refusals are also added to ``report``."""
     found = PackedProducts({}, {})
     asked = {op.id: plan.of(op) for op in graph.order() if op.kind not in STRUCTURAL and asks_packed(graph, plan, op)}
     packed_before = [i for i, p in asked.items() if p == ROUNDED_ROWS and graph.op(i).kind == "PackedMatMul"]
@@ -88,7 +88,7 @@ def pack_products(
 def _round_packed(
     graph: Graph, op: Op, plan: PrecisionPlan, target: str, found: PackedProducts, report: PassReport
 ) -> None:
-    """w4a8 for a product whose weights the model has packed."""
+    """Carry out w4a8 for a product whose weights the model itself has packed."""
     if _let_round(graph, op, plan, target, found, report):
         found.packed[key(op)] = ROUNDED_ROWS
         report.fired.append(Fired(ROUNDED_ROWS, node_names([op])))
@@ -99,7 +99,7 @@ def _round_packed(
 def _let_round(
     graph: Graph, op: Op, plan: PrecisionPlan, target: str, found: PackedProducts, report: PassReport
 ) -> bool:
-    """Let a PackedMatMul round the rows that it multiplies. Returns False, and notes the reason, if it must not."""
+    """Let a PackedMatMul round the rows that it multiplies. If it must not, record the reason and return False."""
     reason = _why_not_rounded(graph, op, plan, target)
     if reason is None:
         graph.set_op(replace(op, attrs=replace(op.attrs, rounded_rows=True)))
@@ -110,7 +110,7 @@ def _let_round(
 
 
 def _why_not_rounded(graph: Graph, op: Op, plan: PrecisionPlan, target: str) -> str | None:
-    """Why a PackedMatMul must not round the rows that it multiplies, or None."""
+    """The reason why a PackedMatMul must not round the rows that it multiplies, or None."""
     if op.attrs.code != "uint4":
         return f"its packed weights are {op.attrs.code}, not uint4"
     dtype = _activations(graph, op, plan)
@@ -120,7 +120,7 @@ def _why_not_rounded(graph: Graph, op: Op, plan: PrecisionPlan, target: str) -> 
 
 
 def _with_moments(graph: Graph, chosen: Sequence[int], moments: Moments | None) -> Iterator[tuple[int, Array | None]]:
-    """The ids of products, each with the second moments of its operand (None without calibration data)."""
+    """The ids of ``chosen`` products, each with the second moments of its operand (None without calibration data)."""
     if moments is None:
         yield from ((i, None) for i in chosen)
         return
@@ -133,7 +133,7 @@ def _with_moments(graph: Graph, chosen: Sequence[int], moments: Moments | None) 
 
 
 def why_not_packed(graph: Graph, op: Op) -> str | None:
-    """Why the weights of an op stay floats, or None."""
+    """The reason why the weights of an op stay floats, or None."""
     if op.kind not in WEIGHTED:
         return f"{op.kind} has no form with packed weights"
     weights = graph.constant_value(op.input(1))
@@ -153,7 +153,7 @@ def why_not_packed(graph: Graph, op: Op) -> str | None:
 
 
 def read_as_floats(graph: Graph, op: Op, able: set[int]) -> str | None:
-    """Why packing would save no memory: an op outside of ``able`` reads the weights as floats. None if there is no such op."""
+    """The reason why packing would save no memory: an op outside of ``able`` reads the weights as floats. Else None."""
     weights = operand(op, 1)
     for use in graph.uses(weights):
         if use.op not in able or use.slot != 1:
@@ -163,12 +163,13 @@ def read_as_floats(graph: Graph, op: Op, able: set[int]) -> str | None:
 
 
 def _activations(graph: Graph, op: Op, plan: PrecisionPlan) -> DType:
-    """The type of a product's data after the pass."""
+    """The dtype of a product's data after ``assign_precision``."""
     own = op.outputs[0].type.dtype
     return {"fp16": FP16, "bf16": BF16}.get(plan.base, own) if own == FP32 else own
 
 
 def _pack(graph: Graph, op: Op, bits: int, dtype: DType, kept: ConstantCache, seen: Array | None) -> None:
+    """Replace a product by a PackedMatMul. ``seen``: the second moments of its operand, or None."""
     weights = graph.constant_value(op.input(1))
     assert weights is not None
     arrays = _packed(weights, bool(op.kind == "Gemm" and op.attrs.transB), bits, dtype, kept, seen)
@@ -188,7 +189,7 @@ def _pack(graph: Graph, op: Op, bits: int, dtype: DType, kept: ConstantCache, se
 def _packed(
     weights: Array, across: bool, bits: int, dtype: DType, kept: ConstantCache, seen: Array | None
 ) -> PackedArrays:
-    """Packed weights, from weights [N, K] (``across``) or [K, N]. Without ``seen``, they are packed once for all plans."""
+    """Packed weights from ``weights``: [N, K] if ``across``, else [K, N]. Without moments ``seen``, all plans share the result."""
     rows = weights if across else weights.T
     if seen is not None:
         return compensated_floats(rows, seen, bits, dtype)
@@ -205,16 +206,16 @@ def _packed(
 
 
 def _stages(op: Op) -> tuple[tuple[Stage, ...], Sequence[Value | None]]:
-    """The epilogue of the packed product, with a Gemm's bias as its first stage, and the operands of the stages."""
+    """The epilogue of the packed product, in which a Gemm's bias is the first stage, and the operands of the stages."""
     arity = op.definition.arity or 0
     stages, bias = op.attrs.epilogue, op.input(2) if op.kind == "Gemm" else None
     if bias is None:
-        return _moved(stages, _ARITY - arity, 0), op.inputs[arity:]
+        return _shifted(stages, _ARITY - arity, 0), op.inputs[arity:]
     first = Stage("Add", (-1, _ARITY))
-    return (first, *_moved(stages, _ARITY + 1 - arity, 1)), (bias, *op.inputs[arity:])
+    return (first, *_shifted(stages, _ARITY + 1 - arity, 1)), (bias, *op.inputs[arity:])
 
 
-def _moved(stages: Sequence[Stage], operands: int, registers: int) -> tuple[Stage, ...]:
+def _shifted(stages: Sequence[Stage], operands: int, registers: int) -> tuple[Stage, ...]:
     """Stages with their operand slots and registers shifted."""
 
     def slot(a: int | None) -> int | None:

@@ -1,8 +1,7 @@
-"""How a part of an operator's result follows from parts of its operands: the rules of tensor parallelism.
+"""The rules of tensor parallelism: the parts of its operands that an operator needs for a part of its result.
 
-A rank holds a part of a tensor (:mod:`optdnn.passes.support.tensor_parts`): some indices along one axis. A rule gives the
-operands that an operator needs to compute a part of its result, and the attributes and constants that change with it. It
-raises :class:`Whole` if the operator needs whole operands.
+A rank holds a part of a tensor (:mod:`optdnn.passes.support.tensor_parts`): some indices along one axis. A rule returns the parts
+of the operands, and the attributes and constants that change. It raises :class:`Whole` if the operator needs whole operands.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from optdnn.passes.support.tensor_parts import Asked, Needed, Part, Whole, coars
 from optdnn.types import Array, normalize_axis
 
 PRODUCTS = ("MatMul", "Gemm", "PackedMatMul")
-"""Kinds of products that may have a matrix of weights."""
+"""Products whose second factor may be a matrix of weights."""
 
 
 def needed(graph: Graph, op: Op, parts: Mapping[int, Part]) -> Needed:
-    """The parts of its operands that ``op`` needs for these parts of its results. Raises Whole."""
+    """The operand parts that ``op`` needs for ``parts`` (output number -> part) of its results. Raises Whole."""
     asked = Asked(graph, op, parts)
     rule = RULES.get(op.kind, _pointwise if op.definition.traits.pointwise else None)
     if rule is None:
@@ -43,7 +42,7 @@ def _pointwise(q: Asked) -> Needed:
 
 
 def _rows(q: Asked) -> Needed:
-    """Softmax, norms and the like: they must run over other axes."""
+    """Softmax and norms: they must run over other axes than the split one."""
     axis = normalize_axis(q.op.attrs.axis, len(q.dims(0)))
     if q.axis == axis or (q.op.kind in NORMS and q.axis > axis):
         raise Whole(f"{q.op.kind} {q.op.name!r} runs over the axis that would be split")
@@ -86,7 +85,7 @@ def _resized(q: Asked, found: Needed, slot: int) -> None:
     if at < 0 or not isinstance(flat[at], (int, np.integer)):
         raise Whole(f"the shape of {q.op.kind} {q.op.name!r} is computed")
     if flat[at] <= 0:
-        return  # the rest, or as the operand has it
+        return  # -1 or 0: the operator finds the size itself
     if known.dtype == object:
         by = np.ones(len(flat), np.int64)
         by[at] = int(flat[at]) // q.part.size
@@ -135,11 +134,11 @@ def _split(q: Asked) -> Needed:
         raise Whole(f"Split {q.op.name!r} has results that are not split")
     if any(p.axis != axis for p in q.parts.values()):
         raise Whole(f"the results of Split {q.op.name!r} would be split along different axes")
-    found, places, begin = Needed(), [], 0
+    found, indices, begin = Needed(), [], 0
     for port in everywhere:
-        places.append(q.parts[port].take + begin)
+        indices.append(q.parts[port].take + begin)
         begin += int(q.op.outputs[port].type.dims[axis])  # type: ignore[arg-type]
-    found.operands[0] = Part(axis, np.concatenate(places))
+    found.operands[0] = Part(axis, np.concatenate(indices))
     if q.op.input(1) is not None:
         found.constants[1] = np.array([q.parts[port].size for port in everywhere], np.int64)
     elif len({q.parts[port].size for port in everywhere}) != 1:
@@ -167,7 +166,7 @@ def _gemm(q: Asked) -> Needed:
 
 
 def _packed(q: Asked) -> Needed:
-    """Packed weights have one row per output."""
+    """A PackedMatMul, whose weights have one row per output."""
     if q.axis != len(q.out) - 1:
         found = Needed({0: q.part})
     else:
@@ -184,8 +183,9 @@ def _packed(q: Asked) -> Needed:
 
 
 def rows_of(graph: Graph, op: Op, take: Array) -> Needed:
-    """The parts for a product that multiplies only the features ``take``. Raises Whole. If the product may round rows, the scale of
-    a part is at most the scale of the whole row: the rounding error does not grow."""
+    """The operand parts of a product that multiplies only the features ``take``. Raises Whole.
+
+    If the product may round rows, the scale of a part is at most that of the whole row, so the rounding error does not grow."""
     last = len(graph.type(operand(op, 0)).dims) - 1
     if op.kind != "PackedMatMul":
         return Needed({0: Part(last, take), 1: Part(int(op.kind == "Gemm" and op.attrs.transB), take)})
@@ -193,14 +193,14 @@ def rows_of(graph: Graph, op: Op, take: Array) -> Needed:
     if a.epilogue or a.prologue or a.block_size == a.K:
         raise Whole("its packed weights have a bias, or one scale for all features")
     blocks = coarse(take, a.block_size, "a block of packed weights")
-    wide = row_bytes(a.code, a.K, a.block_size) // blocks_of(a.K, a.block_size)
-    places = (blocks[:, None] * wide + np.arange(wide)).reshape(-1)
+    block_bytes = row_bytes(a.code, a.K, a.block_size) // blocks_of(a.K, a.block_size)
+    columns = (blocks[:, None] * block_bytes + np.arange(block_bytes)).reshape(-1)
     scales = {slot: Part(1, blocks) for slot in (2, 3) if op.input(slot) is not None}
-    return Needed({0: Part(last, take), 1: Part(1, places), **scales}, attrs=replace(a, K=len(take)))
+    return Needed({0: Part(last, take), 1: Part(1, columns), **scales}, attrs=replace(a, K=len(take)))
 
 
 def matrix_of(graph: Graph, op: Op) -> tuple[int, int] | None:
-    """The features and the columns of a product with a matrix of weights; None for any other operator."""
+    """The numbers of input features and of results per row of a product with a matrix of weights; None for any other operator."""
     if op.kind not in PRODUCTS or not graph.type(operand(op, 0)).dims:
         return None
     w = graph.type(operand(op, 1))
@@ -249,7 +249,7 @@ def _attention(q: Asked) -> Needed:
 
 
 def _first(axes: Callable[[Asked], Sequence[int]], slots: Sequence[int] = (0,)) -> Callable[[Asked], Needed]:
-    """The rule of an operator that runs over some axes (counted from the front), and keeps its operands' shape."""
+    """The rule of an operator that runs over some axes and keeps the shape of its operands ``slots``."""
 
     def rule(q: Asked) -> Needed:
         if q.axis in [normalize_axis(a, len(q.out)) for a in axes(q)]:
@@ -303,4 +303,4 @@ RULES: Mapping[str, Callable[[Asked], Needed]] = {
     ),
     "Trilu": _first(lambda q: (-2, -1)),
 }
-"""Kind -> its rule; pointwise kinds have one of their own."""
+"""Kind -> its rule. Pointwise kinds need no entry."""

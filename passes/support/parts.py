@@ -1,4 +1,4 @@
-"""Values that are parts of another one along an axis, as Split or Slice take them."""
+"""Values that are parts of a tensor along an axis: results of Split and Slice."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.passes.support.facts import ints, operand, shape_of
 
 PARTS = frozenset({"Slice", "Split"})
-"""The operators that take parts."""
+"""The operators that take parts of a tensor."""
 
 
 def is_axis(graph: Graph, x: Value, axis: int, wanted: int) -> bool:
-    """Whether ``axis`` is the one that ``wanted`` counts from the end."""
+    """Whether ``axis`` is the same axis of ``x`` as ``wanted``, which counts from the end (-1 is the last)."""
     rank = graph.type(x).rank
     return rank is not None and axis in (wanted, rank + wanted)
 
 
 def whole(graph: Graph, first: Value, second: Value, even: bool = False, axis: int = -1) -> Value | None:
-    """The tensor that has these as first and second part along an axis; ``even``: parts of equal length."""
+    """The tensor whose two parts along ``axis`` are ``first`` and ``second``, or None; ``even``: both must have the same size."""
     a, b = graph.op(first), graph.op(second)
     if a.kind not in PARTS or b.kind not in PARTS:
         return None
@@ -38,7 +38,7 @@ def whole(graph: Graph, first: Value, second: Value, even: bool = False, axis: i
 
 
 def span(graph: Graph, op: Op, size: int, axis: int = -1) -> tuple[int, int, int] | None:
-    """Begin, end and step of a slice of only one axis."""
+    """Begin, end and step of a Slice of only this axis, whose size is ``size``; None for other ops."""
     if op.kind != "Slice":
         return None
     starts, ends, axes = (ints(graph, op.input(i)) for i in (1, 2, 3))
@@ -51,7 +51,7 @@ def span(graph: Graph, op: Op, size: int, axis: int = -1) -> tuple[int, int, int
 
 
 def consecutive(graph: Graph, parts: Sequence[Value]) -> Value | None:
-    """The tensor that has these as its parts along the last axis, in this order and without gaps."""
+    """The tensor that consists of ``parts`` along the last axis, in this order and without gaps; None if there is none."""
     ops = [graph.op(v) for v in parts]
     x = ops[0].input(0)
     if x is None or any(op.kind not in PARTS or op.input(0) != x for op in ops):
@@ -69,7 +69,7 @@ def consecutive(graph: Graph, parts: Sequence[Value]) -> Value | None:
 
 
 def port_span(graph: Graph, op: Op, port: int, axis: int = -1) -> tuple[int, int, int] | None:
-    """Begin, end and step of a part of a Split along ``axis``, counted from the end."""
+    """Begin, end and step of a part of a Split along ``axis``, which counts from the end; None for a Split of another axis."""
     sizes = [graph.type(Value(op.id, k)).dims[axis] for k in range(port + 1)]
     known = [n for n in sizes if isinstance(n, int)]
     if len(known) < len(sizes) or not is_axis(graph, operand(op), op.attrs.axis, axis):

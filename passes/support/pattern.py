@@ -2,12 +2,12 @@
 
 Exporters write a decomposed GELU or layer norm in many ways: ``0.5`` first or last, a division by ``sqrt(2)`` or a
 multiplication by its reciprocal, ``Pow(x, 2)`` or ``x * x``, ``1 / sqrt(v)`` or ``Pow(v, -0.5)``. So a pattern describes the
-computation, not the nodes. :class:`Product` flattens a tree of Mul, Div, Neg, Reciprocal, Sqrt and Pow, :class:`Sum` one of Add,
-Sub, Neg and Sum. Both gather the scalar constants into one coefficient, and match the remaining operands in any order. All other
-operators are matched as they are (:class:`Node`), with the operands of commutative ones in any order.
+computation, not the nodes. :class:`Product` flattens a tree of Mul, Div, Neg, Reciprocal, Sqrt and Pow. :class:`Sum` flattens a
+tree of Add, Sub, Neg and Sum. Both gather the scalar constants into one coefficient, and match the remaining operands in any order.
+All other operators are matched as they are (:class:`Node`); the operands of a commutative operator match in any order.
 
-A constant matches a mathematical one if it is within its own dtype's rounding of it: the fp32 ``1.4142135`` is
-``sqrt(2)``. This is the only freedom; everything else that a pattern matches is equal in exact arithmetic.
+A constant matches a mathematical constant if the two differ by at most the rounding of the constant's dtype: the fp32 ``1.4142135``
+is ``sqrt(2)``. This is the only tolerance; everything else that a pattern matches is equal in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Var:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A constant of one element: within rounding of ``value``, or any when that is None; bound to ``name`` as a float."""
+    """A constant with one element that equals ``value`` up to rounding (None: any number). It is bound to ``name`` as a float."""
 
     value: float | None = None
     name: str = ""
@@ -49,16 +49,16 @@ class Scalar:
 
 @dataclass(frozen=True)
 class ConstantVar:
-    """Any constant; bound to ``name`` as a value."""
+    """Any constant. It is bound to ``name`` as a Value."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Node:
-    """One op of one of these kinds, with one result. ``name`` binds the op, so that the rule can check its attributes.
+    """An op of one of ``kinds`` with one result. ``name`` binds the op, so that the rule can check its attributes.
 
-    Trailing operands may be left off. ``alone``: the result has a single use.
+    ``args`` may omit trailing operands. ``alone``: the result must have a single use.
     """
 
     kinds: frozenset[str]
@@ -77,14 +77,14 @@ class Power:
 
 @dataclass(frozen=True)
 class Collected:
-    """A constant and operands in any order and nesting."""
+    """A constant and operands, which match in any order and nesting."""
 
     constant: float | Scalar
     operands: tuple[Pattern | Power, ...]
 
     @cached_property
     def begin_with(self) -> tuple[frozenset[str], ...]:
-        """For each operand that must begin with an operator: the kinds that it may be of."""
+        """For each operand that must be the result of an operator: the kinds that this operator may have."""
         return tuple(kinds for o in self.operands if (kinds := _first_kinds(o)) is not None)
 
 
@@ -98,13 +98,13 @@ class Sum(Collected):
 
 @dataclass(frozen=True)
 class AnyOf:
-    """The first of these that matches."""
+    """Any of ``options``; they are tried in order."""
 
     options: tuple[Pattern, ...]
 
 
 def _first_kinds(pattern: Pattern | Power) -> frozenset[str] | None:
-    """The kinds that the last operator of a pattern may have; None where a pattern may match no operator."""
+    """The kinds that the root operator of a pattern may have; None if the pattern may match a value without any operator."""
     if isinstance(pattern, Power):
         return _first_kinds(pattern.base)
     if isinstance(pattern, Node):
@@ -135,18 +135,22 @@ def root_kinds(pattern: Pattern) -> frozenset[str]:
 
 
 def node(kinds: str | frozenset[str], *args: Pattern | None, name: str = "", alone: bool = False) -> Node:
+    """A pattern for one op. ``kinds``: a kind, or several."""
     return Node(frozenset({kinds}) if isinstance(kinds, str) else kinds, args, name, alone)
 
 
 def product(coefficient: float | Scalar, *factors: Pattern | Power) -> Product:
+    """A pattern for ``coefficient`` times all ``factors``."""
     return Product(coefficient, factors)
 
 
 def total(constant: float | Scalar, *terms: Pattern) -> Sum:
+    """A pattern for ``constant`` plus all ``terms``."""
     return Sum(constant, terms)
 
 
 def any_of(*options: Pattern) -> AnyOf:
+    """A pattern that matches if one of ``options`` does."""
     return AnyOf(options)
 
 
@@ -154,13 +158,13 @@ def any_of(*options: Pattern) -> AnyOf:
 
 
 class Bindings(NamedTuple):
-    """One way in which a pattern matches: each name with its Value, float or Op, and the matched ops (ids)."""
+    """One match of a pattern: the Value, float or Op of each name, and the ids of the matched ops."""
 
     bound: dict[str, Any]
     ops: frozenset[int]
 
     def bind(self, name: str, value: Any) -> Bindings | None:
-        """The state with one more name; None when the name is bound to something else."""
+        """The state with one more name; None if the name is already bound to something else."""
         if not name:
             return self
         if name in self.bound:
@@ -172,18 +176,18 @@ class Bindings(NamedTuple):
 
 
 def find(graph: Graph, value: Value, pattern: Pattern) -> Iterator[Bindings]:
-    """Every way in which ``value`` is the root of ``pattern``."""
+    """Every match of ``pattern`` whose root is ``value``."""
     yield from _match(graph, value, 1, pattern, Bindings({}, frozenset()))
 
 
 def scalar(graph: Graph, value: Value | None) -> float | None:
-    """The value of a floating constant of one element, else None."""
+    """The value of a floating-point constant with one element, else None."""
     array = graph.constant_value(value)
     return float(array.reshape(-1)[0]) if array is not None and array.size == 1 and is_float(array.dtype) else None
 
 
 def _match(graph: Graph, value: Value, sign: int, pattern: Pattern, state: Bindings) -> Iterator[Bindings]:
-    """Ways in which ``sign * value`` is ``pattern``."""
+    """Every match of ``pattern`` with ``sign * value``."""
     if isinstance(pattern, AnyOf):
         for option in pattern.options:
             yield from _match(graph, value, sign, option, state)
@@ -243,7 +247,7 @@ def _bind_number(number: float, error: float, pattern: float | Scalar, state: Bi
 
 
 def rounding(dtype: DType) -> float:
-    """Relative error of a constant of this dtype that comes from a rounded one: one unit in the last place."""
+    """The largest relative error of a rounded constant of this dtype: one unit in the last place."""
     return float(ml_dtypes.finfo(dtype).eps) if is_float(dtype) else 0.0  # type: ignore[no-untyped-call]
 
 
@@ -251,7 +255,7 @@ def rounding(dtype: DType) -> float:
 
 
 class _Flat(NamedTuple):
-    """A value seen as ``constant ∘ leaf ∘ leaf …``: a leaf's number is its exponent (product) or its sign (sum)."""
+    """A value written as ``constant ∘ leaf ∘ leaf …``. Each leaf has a number: its exponent (product) or its sign (sum)."""
 
     constant: float
     rounding: float
@@ -278,9 +282,10 @@ def _match_flat(graph: Graph, value: Value, sign: int, pattern: Product | Sum, s
 
 
 def _may_match(graph: Graph, value: Value, pattern: Product | Sum) -> bool:
-    """Whether the operators that the pattern's operands begin with are in reach of ``value``. Checked before the views are
-    made: a chain of Mul or Neg has hundreds, each operator of a long network is the root of some, and most patterns need an
-    operator that is absent."""
+    """Whether the operators that the pattern's operands need are close enough to ``value``.
+
+    This is checked before views are enumerated. A chain of Mul or Neg has hundreds of views, and each operator of a long network
+    may be the root of some. But most patterns need an operator that is absent."""
     wanted = pattern.begin_with
     if not wanted and len(pattern.operands) < 2:
         return True
@@ -304,7 +309,7 @@ def _may_match(graph: Graph, value: Value, pattern: Product | Sum) -> bool:
 def _assign(
     graph: Graph, leaves: tuple[tuple[Value, float], ...], wanted: tuple[Any, ...], state: Bindings, signed: bool
 ) -> Iterator[Bindings]:
-    """Assign a different leaf to each wanted pattern."""
+    """Assign a different leaf to each pattern of ``wanted``."""
     if not wanted:
         yield state
         return
@@ -318,7 +323,7 @@ def _assign(
 
 
 def _views(graph: Graph, value: Value, number: float, limit: int, depth: int, signed: bool) -> Iterator[_Flat]:
-    """Ways to see ``value ** number`` as a product, or (``signed``) ``number * value`` as a sum, of at most ``limit`` leaves."""
+    """Ways to write ``value ** number`` as a product, or (``signed``) ``number * value`` as a sum, of at most ``limit`` leaves."""
     constant = scalar(graph, value)
     if constant is not None:
         if signed or constant != 0:
@@ -335,10 +340,10 @@ def _views(graph: Graph, value: Value, number: float, limit: int, depth: int, si
 
 
 def _joined(graph: Graph, op: Op, numbers: Sequence[float], limit: int, depth: int, signed: bool) -> Iterator[_Flat]:
-    """Ways to see the operands of ``op``, each with a number of its own, as one product or sum."""
+    """Ways to write the operands of ``op``, with a number for each, as one product or sum."""
 
     def rest(i: int, room: int) -> Iterator[_Flat]:
-        """Ways to see the operands from number ``i`` on."""
+        """Ways to write the operands from number ``i`` on."""
         if i == len(numbers):
             yield _Flat(float(not signed), 0.0, (), frozenset({op.id}))
             return
@@ -354,7 +359,7 @@ def _joined(graph: Graph, op: Op, numbers: Sequence[float], limit: int, depth: i
 
 
 def _product_of(graph: Graph, op: Op, exponent: float, limit: int, depth: int) -> Iterator[_Flat]:
-    """Ways to see ``op ** exponent`` (exponent ±1) as a product of its operands."""
+    """Ways to write ``op ** exponent`` (exponent ±1) as a product of its operands."""
     a = op.inputs[0]
     assert a is not None
     power: float | None = {"Sqrt": 0.5}.get(op.kind)
@@ -374,6 +379,6 @@ def _product_of(graph: Graph, op: Op, exponent: float, limit: int, depth: int) -
 
 
 def _sum_of(graph: Graph, op: Op, sign: float, limit: int, depth: int) -> Iterator[_Flat]:
-    """Ways to see ``sign * op`` as a sum of its operands."""
+    """Ways to write ``sign * op`` as a sum of its operands."""
     signs = {"Neg": (-sign,), "Sub": (sign, -sign)}.get(op.kind, (sign,) * len(op.inputs))
     yield from _joined(graph, op, signs, limit, depth, True)

@@ -1,4 +1,4 @@
-"""Rules whose candidates are found by patterns, and what such rules check before they replace a match."""
+"""Rules that find their candidates by patterns, and the checks that such rules make before they replace a match."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from optdnn.passes.base import Match, Miss, PassContext, Rule
 from optdnn.passes.support.pattern import Pattern, find, root_kinds
 
 Accept = Callable[[Graph, Op, dict[str, Any]], Match | Miss | None]
-"""(graph, root, value, number or op by name) -> the answer of a rule."""
+"""(graph, root, bindings) -> the answer of a rule. The bindings give the value, number or op of each name."""
 
 
 class PatternRule(Rule):
-    """A rule whose candidates are found by patterns, tried in order."""
+    """A rule that finds its candidates by patterns, which are tried in order."""
 
     patterns: tuple[Pattern, ...] = ()
 
@@ -25,9 +25,9 @@ class PatternRule(Rule):
 
     @abstractmethod
     def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
-        """Decide on one way in which a pattern matches, by the names that it binds and the ids of its ops.
+        """Decide on one match of a pattern. ``found`` has the bound names, ``ops`` the ids of the matched ops.
 
-        A Miss is reported when no other way is accepted. None: not this operator at all.
+        A Miss is reported if no other match is accepted. None: this match is no candidate.
         """
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
@@ -46,7 +46,7 @@ class PatternRule(Rule):
 
 
 class PatternFunctionRule(PatternRule):
-    """A pattern rule that needs nothing but the bound names: ``function`` accepts."""
+    """A pattern rule whose ``function`` decides from the bound names alone."""
 
     def __init__(self, name: str, patterns: tuple[Pattern, ...], function: Accept):
         self.name, self.patterns, self.function = name, patterns, function
@@ -57,12 +57,12 @@ class PatternFunctionRule(PatternRule):
 
 
 def pattern_rule(name: str, *patterns: Pattern) -> Callable[[Accept], PatternFunctionRule]:
-    """Make a rule of the function below, which decides on each way in which one of ``patterns`` matches."""
+    """Decorator: the function becomes a rule, and decides on each match of one of ``patterns``."""
     return lambda function: PatternFunctionRule(name, patterns, function)
 
 
 def used_outside(graph: Graph, ops: Collection[int], root: int) -> Miss | None:
-    """A Miss where anything outside of ``ops`` reads a value of theirs other than the root's."""
+    """A Miss if an operator outside of ``ops`` reads one of their results other than the root's; else None."""
     for i in ops:
         op = graph.op(i)
         for port in range(len(op.outputs) if i != root else 0):
@@ -77,8 +77,7 @@ def used_outside(graph: Graph, ops: Collection[int], root: int) -> Miss | None:
 def fused(graph: Graph, ops: Collection[int], root: Op, x: Value, build: Callable[[Patch], Value]) -> Match | Miss:
     """A Match over ``ops``, in the order of their ids, that replaces the result of ``root``.
 
-    Refused where an inner value is used outside, or where the result has another shape or dtype than ``x``, the operand of
-    the new op.
+    A Miss if an inner value is used outside, or if the result has another shape or dtype than ``x``, the operand of the new op.
     """
     before, after = root.outputs[0].type, graph.type(x)
     miss = used_outside(graph, sorted(ops), root.id)

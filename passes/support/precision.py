@@ -1,4 +1,4 @@
-"""Precision plans, which ``assign_precision`` carries out, and which ops have forms on integers."""
+"""Precision plans, which ``assign_precision`` carries out, and the reasons why ops have no form on integers or fp8."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import BF16, FP16, FP64, DType, is_float
 
 ANCHORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-"""Kinds with their own quantized form; kinds between them follow (see ``passes.support.quantize``)."""
+"""Kinds with their own quantized form. The kinds between them follow (see ``passes.support.quantize``)."""
 
 SHARES_SCALE = frozenset(
     {
@@ -23,26 +23,27 @@ SHARES_SCALE = frozenset(
         *("Concat", "Split", "DepthToSpace", "SpaceToDepth", "Gather", "Expand", "Tile", "Pad"),
     }
 )
-"""Kinds that only move elements of their operands (and add zeros): one scale serves both sides, and nothing is rounded."""
+"""Kinds that only move elements of their operands or add zeros. Operand and result share a scale, and nothing is rounded."""
 
 WEIGHTED = frozenset({"Gemm", "MatMul"})
-"""Kinds with a form of packed weights."""
+"""Kinds with a form that reads packed weights."""
 
 OWN_SCALE = frozenset({"Add", "AveragePool", "GlobalAveragePool", "Mul"})
 """Kinds that compute new values from quantized operands, and requantize."""
 
 
 def key(op: Op) -> str:
-    """An op's name in a plan: that of its first output, as the graph has it when precisions are assigned."""
+    """An op's name in a plan: the name of its first output in the graph when precisions are assigned."""
     return op.outputs[0].name
 
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """A precision for each op. ``nodes`` maps ops to precisions: an op's :func:`key`, or patterns over the names of its ONNX nodes.
+    """A precision for each op. ``nodes`` maps an op's :func:`key`, or a pattern for the names of its ONNX nodes, to a precision.
 
-    A key counts before a pattern, and an earlier pattern before a later one. ``default`` is for every op not named; ``base``
-    is the float precision of ops that cannot run in ``default``. ``reasons`` explains why, in words.
+    A key takes precedence over patterns, and an earlier pattern over a later one. ``default`` is for every op that ``nodes`` does
+    not name. ``base`` is the float precision of ops that cannot run in ``default``. ``reasons`` maps ops in the same way to a text
+    that explains their precision.
     """
 
     default: str = "fp32"
@@ -59,23 +60,25 @@ class PrecisionPlan:
 
     @classmethod
     def of_option(cls, text: str, nodes: Mapping[str, str] | None = None) -> PrecisionPlan:
-        """``"int8"``, or ``"int8+fp16"``: fp16 (where none is named, fp32) for ops that are not quantized. Raises UsageError."""
+        """The plan of a text such as ``"int8"`` or ``"int8+fp16"``. Raises UsageError.
+
+        The second name is the precision of ops that are not quantized; without it, they are fp32."""
         default, plus, base = text.partition("+")
         if plus and (default not in OF_PRODUCTS or base in OF_PRODUCTS):
-            raise UsageError(f"precision {text!r} is not one, or int8+fp16 and the like")
+            raise UsageError(f"precision {text!r} is neither a precision nor a pair such as int8+fp16")
         if not plus:
             base = "fp32" if default in OF_PRODUCTS else default
         return cls(default, nodes or {}, base)
 
     def of(self, op: Op) -> str:
-        """The precision asked for."""
+        """The precision that the plan asks for."""
         return self._find(self.nodes, op) or self.default
 
     def reason(self, op: Op) -> str | None:
         return self._find(self.reasons, op)
 
     def named(self, op: Op) -> bool:
-        """Whether the plan names this very op."""
+        """Whether ``nodes`` names the op."""
         return self._find(self.nodes, op) is not None
 
     @staticmethod
@@ -94,22 +97,22 @@ class PrecisionPlan:
 
     @property
     def packs(self) -> bool:
-        """Whether weights are to be packed."""
+        """Whether the plan packs weights."""
         return not PACKED_WEIGHTS.isdisjoint({self.default, *self.nodes.values()})
 
     @property
     def floats(self) -> tuple[str, ...]:
-        """The float precisions in it."""
+        """The float precisions in the plan."""
         return tuple(sorted({self.base, self.default, *self.nodes.values()} - OF_PRODUCTS))
 
     @property
     def is_mixture(self) -> bool:
-        """Whether it holds several float precisions, so that the graph itself must record which op computes in which."""
+        """Whether the plan holds several float precisions. The types in the graph must then record the precision of each op."""
         return len(self.floats) > 1
 
     @property
     def library_precision(self) -> str:
-        """The float precision to ask of a CPU library: fp32 for a mixture, which the graph itself expresses."""
+        """The float precision to request from a CPU library: fp32 for a mixture, which the graph itself expresses."""
         return "fp32" if self.is_mixture else self.floats[0]
 
     def to_json(self) -> dict[str, Any]:
@@ -131,8 +134,10 @@ class PrecisionPlan:
 
 
 def asks_packed(graph: Graph, plan: PrecisionPlan, op: Op) -> bool:
-    """Whether a plan asks an op for packed weights: by name, or as a product with constant weights; or a product whose weights are
-    packed already to round its rows."""
+    """Whether a plan asks for packed weights of an op.
+
+    It does if it names the op or if the op is a product with constant weights. If the model itself has packed the weights of a
+    product, w4a8 asks the product to round its rows."""
     if op.kind == "PackedMatMul" and plan.of(op) == ROUNDED_ROWS:
         return True
     weighted = op.kind in WEIGHTED and op.attrs.factors != "float" and graph.constant_value(op.input(1)) is not None
@@ -140,7 +145,7 @@ def asks_packed(graph: Graph, plan: PrecisionPlan, op: Op) -> bool:
 
 
 def no_fp8(graph: Graph, op: Op, target: str = "") -> str | None:
-    """Why an op has no fp8 form, or None."""
+    """The reason why an op has no fp8 form, or None."""
     if op.kind not in ANCHORS:
         return f"{op.kind} has no fp8 form"
     if (reason := _no_eight_bits(target, "fp8")) is not None:
@@ -149,9 +154,9 @@ def no_fp8(graph: Graph, op: Op, target: str = "") -> str | None:
 
 
 def no_integers(graph: Graph, op: Op, target: str = "", *, ranged: bool = False) -> str | None:
-    """Why an op has no quantized form (on a target, where that is given), or None.
+    """The reason why an op has no quantized form (on ``target``, if it is given), or None.
 
-    ``ranged``: its scales are known already. Otherwise they have to be found, which calibration does only for fp32.
+    ``ranged``: its scales are known already. Otherwise calibration must find them, which it does only for fp32.
     """
     if (reason := _no_eight_bits(target, "int8")) is not None:
         return reason
@@ -204,13 +209,17 @@ def _shown(dtype: DType) -> str:
 
 
 def multiplies(target: str, precision: str) -> bool:
-    """Whether a GPU target has kernels that multiply numbers of tf32, int8 or fp8 ("cuda" alone and simulate: Hopper's)."""
+    """Whether ``target`` is a GPU with kernels that multiply in ``precision`` (tf32, int8 or fp8).
+
+    "cuda" alone and simulate count as Hopper."""
     name = TargetName.parse(target)
     return name.on_gpu and precision in GPU_PRECISIONS.get(name.arch or HOPPER, ())
 
 
 def no_rounded_rows(target: str) -> str | None:
-    """Why a target has no product with packed weights that rounds rows to int8, or None ("cuda" alone and simulate: Hopper's)."""
+    """The reason why a target has no product with packed weights that rounds rows to int8, or None.
+
+    "cuda" alone and simulate count as Hopper."""
     name = TargetName.parse(target)
     if not name.on_gpu or (name.arch or HOPPER) == HOPPER:
         return None
@@ -218,7 +227,9 @@ def no_rounded_rows(target: str) -> str | None:
 
 
 def _no_eight_bits(target: str, precision: str) -> str | None:
-    """Why a target computes nothing on 8-bit numbers, or None. Between Q and DQ it would compute on floats, slower than without."""
+    """The reason why a GPU target has no kernels of an 8-bit precision, or None.
+
+    Without such kernels, an op between DQ and Q would compute on floats, slower than without Q and DQ."""
     name = TargetName.parse(target)
     if not name.on_gpu or multiplies(target, precision):
         return None
@@ -226,7 +237,7 @@ def _no_eight_bits(target: str, precision: str) -> str | None:
 
 
 def _no_zeros(graph: Graph, op: Op, target: str) -> str | None:
-    """Why the values that a Pad adds are neither the zero point nor other elements, or None."""
+    """The reason why a Pad cannot be quantized, or None. It must add zeros or copies of elements."""
     if target == "cpu":
         return "the libraries pad floats"
     value = op.input(2) if op.attrs.mode == "constant" else None

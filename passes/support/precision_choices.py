@@ -15,7 +15,7 @@ from optdnn.target_name import TargetName
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """One op and the precisions that it can have; ``refused``: the others, with the reason."""
+    """The precisions that an op can have. ``refused``: other precision -> the reason why the op cannot have it."""
 
     key: str
     kind: str
@@ -25,7 +25,7 @@ class PrecisionChoice:
 
 
 def choices(graph: Graph, target: str) -> list[PrecisionChoice]:
-    """The choices on a target ("cpu", "cuda:sm_90a", …), op by op in topological order.
+    """The choices of each op on a target ("cpu", "cuda:sm_90a", …), in topological order.
 
     An engine for the cpu has one float precision for all of its ops: a plan for it mixes int8 with either fp32 or bf16.
     """
@@ -38,7 +38,7 @@ def choices(graph: Graph, target: str) -> list[PrecisionChoice]:
         if name.on_gpu:
             offered += ["fp16", "bf16"]
             if op.kind not in ANCHORS:
-                refused["tf32"] = f"{op.kind} makes no products on tensor cores"
+                refused["tf32"] = f"{op.kind} computes no products on tensor cores"
             elif multiplies(target, "tf32"):
                 offered.append("tf32")
             else:
@@ -70,7 +70,7 @@ def choices(graph: Graph, target: str) -> list[PrecisionChoice]:
 
 
 def _no_packed(graph: Graph, op: Op) -> str | None:
-    """Why a product cannot have packed weights, whatever the precisions of others are; None where it can."""
+    """The reason why a product can never have packed weights, whatever the precisions of other ops; None if it can."""
     if (reason := why_not_packed(graph, op)) is not None:
         return reason
     users = {use.op for use in graph.uses(operand(op, 1))}

@@ -1,4 +1,4 @@
-"""The precision contract: for each op the requested and the actual precision; hazards of quantization; risks of fp16."""
+"""The report on precisions: the requested and the actual precision of each op, hazards of quantization, risks of fp16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optdnn.passes.support.ranges import Calibration
 from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType, is_float
 
 FP16_LARGEST, FP16_NORMAL, FP16_LEAST = 65504.0, 2.0**-14, 2.0**-25
-"""The largest fp16 value, the smallest normal one, and the bound at or below which numbers round to zero."""
+"""The largest fp16 number, the smallest normal one, and the largest magnitude that rounds to zero."""
 FLUSHED = 0.1
 """The share of a constant's elements that may vanish in fp16 without a report."""
 _FLOATS: Mapping[DType, str] = {FP32: "fp32", FP16: "fp16", BF16: "bf16", DTYPES["fp64"]: "fp64"}
@@ -101,7 +101,7 @@ class PrecisionLog:
 def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
     """The requests of a plan, for each op that computes.
 
-    An op has no request if it only moves data, or only follows its neighbours into integers. An op without a quantized form has a
+    An op has no request if it only moves data, or only follows its neighbors into integers. An op without a quantized form has a
     request only if the plan names it.
     """
     found = []
@@ -112,9 +112,9 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
         own = next(o.type.dtype for o in op.outputs if is_float(o.type.dtype))
         given = structural(graph, op)
         makes_products = op.kind in ANCHORS
-        if given in QUANTIZED:  # from the model's own Q and DQ
+        if given in QUANTIZED:  # the model has Q and DQ around the op
             precision = given
-        elif own != FP32:  # the model's own type, which stays
+        elif own != FP32:  # the type of the model stays
             if not (makes_products and precision in QUANTIZED) and not asks_packed(graph, plan, op):
                 precision = _FLOATS.get(own, "fp8")
         else:
@@ -132,6 +132,7 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
 
 
 def _computes(op: Op) -> bool:
+    """Whether an op computes floats: it neither only moves data, nor converts, nor computes a shape."""
     if op.kind in STRUCTURAL or op.kind in _CONVERT:
         return False
     traits = op.definition.traits
@@ -172,12 +173,12 @@ def outcome(
         reason = account.refused.get(one.key)
         if runs == "fp32":
             runs = hint
-        told = (ran or {}).get(one.key)
+        reported = (ran or {}).get(one.key)
         if one.key in account.packed:
             runs = account.packed[one.key]
-        elif told is not None and told != runs:
-            runs = told
-            reason = reason or next((why[n] for n in one.nodes if n in why), None) or f"{who} runs it in {told}"
+        elif reported is not None and reported != runs:
+            runs = reported
+            reason = reason or next((why[n] for n in one.nodes if n in why), None) or f"{who} runs it in {reported}"
         if runs == one.precision:
             reason = None
         elif reason is None:
@@ -202,24 +203,24 @@ def _on_eight_bits(graph: Graph, op: Op) -> str | None:
 
 
 def on_gpu(graph: Graph, rounded: Collection[str]) -> dict[str, str]:
-    """Key -> the precision of the GPU kernel, for each op of the optimized graph that does not run as its Q and DQ or tf32 say.
+    """Key -> the precision of the GPU kernel, for each op of the optimized graph whose kernel ignores its Q and DQ or its tf32.
 
-    No library folds Q and DQ on a GPU: an op that the passes left between Q and DQ computes on floats. ``rounded``: the ONNX nodes
-    whose kernels round factors to tf32.
+    An op that the passes left between DQ and Q computes on floats, since no library folds them on a GPU. ``rounded``: the ONNX
+    nodes whose kernels round factors to tf32.
     """
     found = {}
     for op in graph.ops():
         if op.kind in STRUCTURAL or op.kind in _CONVERT or not op.outputs:
             continue
-        said = structural(graph, op)
-        emulated = said in QUANTIZED and _on_eight_bits(graph, op) is None
-        if emulated or (said == "tf32" and not op.src & set(rounded)):
+        declared = structural(graph, op)
+        emulated = declared in QUANTIZED and _on_eight_bits(graph, op) is None
+        if emulated or (declared == "tf32" and not op.src & set(rounded)):
             found[key(op)] = _FLOATS.get(op.outputs[0].type.dtype, "fp32")
     return found
 
 
 def structural(graph: Graph, op: Op) -> str | None:
-    """The precision of an op by the graph alone: int8 or fp8 if all data comes from DequantizeLinear, else the result's type."""
+    """The precision of an op in the graph: int8 or fp8 if all its data comes from DequantizeLinear, else the result's type."""
     direct = _on_eight_bits(graph, op)
     if direct is not None:
         return direct
@@ -238,15 +239,16 @@ def structural(graph: Graph, op: Op) -> str | None:
     return next((_FLOATS[o.type.dtype] for o in op.outputs if o.type.dtype in _FLOATS), None)
 
 
-def _in_the_run(graph: Graph, op: Op) -> bool:
-    """Whether the scale of a product's data is computed in the run. The result then has no scale until its range is known."""
+def _has_computed_scale(graph: Graph, op: Op) -> bool:
+    """Whether the scale of a product's data is computed at run time. The result then has no scale before its range is known."""
     data = graph.op(operand(op))
     return data.kind == "DequantizeLinear" and graph.constant_value(data.inputs[1]) is None
 
 
 def hazards(graph: Graph) -> list[Remark]:
-    """Hazards of quantization: products with a float result (a wide write, a wide read and a conversion, where 8 bits would do),
-    and scales in the model that are not normal positive numbers."""
+    """Hazards of quantization: quantized products with a float result, and scales that are not normal positive numbers.
+
+    A float result costs a conversion, and more bytes are written and read than with 8 bits."""
     found = []
     for op in graph.of_kind("QuantizeLinear", "DequantizeLinear"):
         scale = graph.constant_value(op.inputs[1])
@@ -255,7 +257,7 @@ def hazards(graph: Graph) -> list[Remark]:
             what = f"its scale {float(odd):g} is not a normal positive number: libraries treat it differently"
             found.append(_remark(op, what))
     for op in graph.of_kind(*ANCHORS):
-        if structural(graph, op) not in QUANTIZED or _in_the_run(graph, op):
+        if structural(graph, op) not in QUANTIZED or _has_computed_scale(graph, op):
             continue
         readers = [u for u in graph.users(op.value) if u.kind not in ("QuantizeLinear", "Output")]
         if readers:
@@ -271,7 +273,7 @@ def hazards(graph: Graph) -> list[Remark]:
 def half_risks(
     graph: Graph, plan: PrecisionPlan, calibration: Calibration | None, kept: Collection[str] = ()
 ) -> list[Remark]:
-    """Ops requested in fp16 with values that overflow or vanish in fp16, by calibration; without calibration, by weights alone.
+    """Ops requested in fp16 with values that overflow or vanish in fp16, found by calibration, or from the weights without it.
 
     ``kept``: keys of ops that stay fp32 with their constants.
     """
@@ -307,7 +309,7 @@ def _by_weights(graph: Graph, op: Op, alone: bool) -> list[str]:
         size = np.abs(array)
         name = graph.output(value).name  # type: ignore[arg-type]
         if not size.max() <= FP16_LARGEST:  # or there is a NaN
-            hides = op.kind == "Attention" and slot == 3  # a key whose score falls by that much is hidden in fp16, too
+            hides = op.kind == "Attention" and slot == 3  # large negative mask elements hide keys in fp16, too
             finite = size[np.isfinite(size) & ((array > 0) | (not hides))]
             if finite.size and finite.max() > FP16_LARGEST and array.ndim:
                 found.append(f"overflow: the constant {name!r} reaches {finite.max():.3g}, fp16 ends at 65504")
@@ -346,8 +348,9 @@ def _transposed(op: Op) -> bool:
 def to_plain(
     plan: PrecisionPlan, rows: list[PrecisionOutcome], dangers: list[Remark], account: PrecisionLog
 ) -> dict[str, Any]:
-    """JSON data for an engine: the plan, the number of ops per precision (with several precisions also their ONNX nodes), every
-    difference, hazard and risk."""
+    """JSON data for an engine: the plan, the number of ops per precision, and every difference, hazard and risk.
+
+    If there are several precisions, the data also lists the ONNX nodes of each."""
     counts: dict[str, int] = {}
     where: dict[str, dict[str, None]] = {}
     for r in rows:

@@ -1,4 +1,4 @@
-"""Products of rows with a constant matrix, and the vectors that are added to them, as passes take them apart."""
+"""Recognizes products of rows with a constant matrix, and vectors that are added to them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PRODUCTS = frozenset({"MatMul", "Gemm"})
 
 
 def output_axis(op: Op) -> int:
-    """The axis along which output channels lie in the weights of a product or convolution; 1 minus it: input channels."""
+    """The axis of output channels (0 or 1) in the weights of a product or convolution. The other one has the input channels."""
     return 0 if op.kind in ("Conv", "PackedMatMul") or (op.kind == "Gemm" and op.attrs.transB) else 1
 
 
 def added_vector(graph: Graph, op: Op) -> tuple[Value, Array] | None:
-    """The operand of an addition whose other one is constant along all axes but the last: (operand, that vector)."""
+    """(operand, vector) of an addition whose other operand is a constant that varies only along the last axis; None for others."""
     for i in (0, 1):
         value, array = operand(op, i), graph.constant_value(op.inputs[1 - i])
         if array is None or graph.type(value).shape != op.outputs[0].type.shape:
@@ -30,7 +30,7 @@ def added_vector(graph: Graph, op: Op) -> tuple[Value, Array] | None:
 
 
 def constant_matrix(graph: Graph, op: Op) -> tuple[Value | Array, Array | None] | None:
-    """The constant matrix and vector of a product without stages."""
+    """The constant matrix and the bias (a vector, or None) of a product without stages; None for other products."""
     weight, a = operand(op, 1), op.attrs
     array, bias = graph.constant_value(weight), graph.constant_value(op.input(2))
     if array is None or array.ndim != 2 or a.prologue or a.epilogue:
@@ -48,7 +48,7 @@ def constant_matrix(graph: Graph, op: Op) -> tuple[Value | Array, Array | None] 
 
 @dataclass(frozen=True)
 class PlainProduct:
-    """``x @ weight``, plus ``bias`` (a vector) where there is one; ``ops`` compute it."""
+    """``x @ weight + bias``, computed by ``ops``. ``bias`` is a vector, or None."""
 
     x: Value
     weight: Array
@@ -57,7 +57,7 @@ class PlainProduct:
 
 
 def plain_product(graph: Graph, value: Value) -> PlainProduct | None:
-    """The product without stages that computes a value. One that a vector is added to has no other reader."""
+    """The product without stages that computes a value, or None. If an Add follows it, the product must have no other reader."""
     ops: list[Op] = []
     vectors: list[Array] = []
     if (addition := producer(graph, value, {"Add"})) is not None:

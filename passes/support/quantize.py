@@ -1,13 +1,13 @@
-"""QuantizeLinear and DequantizeLinear around the ops that a plan puts in int8 or fp8, with scales and zero points as operands.
+"""Adds QuantizeLinear and DequantizeLinear (Q and DQ) around the ops that a plan puts in int8 or fp8.
 
-A quantized op keeps its kind, between DequantizeLinear of its operands and QuantizeLinear of its result; a library or a lowering
-folds the three into one kernel. There is one pair per value, shared by all its quantized readers. Ops between quantized ops that
-only move or compare elements are quantized as well, with one scale on both sides.
+A quantized op keeps its kind. It stands between DequantizeLinear of its operands and QuantizeLinear of its result; a library or the
+lowering folds the three into one kernel. Each value has one such pair, which all its quantized readers share. Ops between quantized
+ops that only move or compare elements are quantized as well, with one scale on both sides.
 
-Weights are symmetric int8 per output channel, biases int32 with the scale of the products they are added to. Activations
-have one scale per tensor, uint8 with a zero point (Jacob et al., "Quantization and Training of Neural Networks for Efficient
-Integer-Arithmetic-Only Inference", 2018). On GPUs, where images are padded with zeros, a value with negative elements that a
-convolution pads is symmetric int8 (except for a depthwise one, whose kernels pad with any number).
+Weights are symmetric int8 with a scale per output channel. Biases are int32 with the scale of the products to which they are added.
+Activations are uint8 with one scale and one zero point per tensor (Jacob et al., "Quantization and Training of Neural Networks for
+Efficient Integer-Arithmetic-Only Inference", 2018). GPU kernels pad images with zeros, so there a value with negative elements that
+a convolution pads is symmetric int8. Depthwise convolutions are an exception: their kernels pad with any number.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ BIAS_LIMIT = 2.0**30
 def quantize(
     graph: Graph, plan: PrecisionPlan, calibration: Calibration, target: str, report: PassReport
 ) -> dict[int, str]:
-    """Put Q and DQ into ``graph`` for every op that ``plan`` puts in int8 or fp8 and that has such a form.
+    """Add Q and DQ to ``graph`` for every op that ``plan`` puts in int8 or fp8, if the op has such a form.
 
-    Ops that already read a DequantizeLinear stay unchanged. Returns the ids of the refused ops with the reasons, which ``report``
-    gets as well. Raises UsageError where ``calibration`` lacks a needed value: it belongs to another graph.
+    Ops that already read a DequantizeLinear stay unchanged. Returns the ids of the refused ops with the reasons, which are also
+    added to ``report``. Raises UsageError if ``calibration`` lacks the range of a value: it then belongs to another graph.
     """
     quantizer = _Quantizer(graph, plan, calibration, target, report)
     quantizer.run()
@@ -50,7 +50,9 @@ def quantize(
 
 
 def without_data(graph: Graph, plan: PrecisionPlan, target: str, report: PassReport) -> dict[str, str]:
-    """Key -> reason, for ops that stay float in a network with its own Q and DQ but without calibration data."""
+    """Key -> the reason, for ops that stay float if there is no calibration data. They are also added to ``report``.
+
+    Ops that the model itself has quantized are not among them."""
     found = {}
     for op in graph.order():
         if op.kind not in ANCHORS or (asked := plan.of(op)) not in QUANTIZED or is_quantized(graph, op):
@@ -65,10 +67,12 @@ def without_data(graph: Graph, plan: PrecisionPlan, target: str, report: PassRep
 LARGEST_WEIGHT = 127
 """Largest magnitude of int8 weights: their range is symmetric."""
 SMALL_WEIGHT = 64
-"""Two products of 255 and a weight of this magnitude are at most 32,640, which 16 bits hold."""
+"""Largest magnitude of int8 weights for processors that add two products in 16 bits: 2 x 255 x 64 = 32,640 fits."""
 
 
 class _Quantizer:
+    """Chooses the ops to quantize and the scales of values, and adds Q and DQ to the graph."""
+
     def __init__(self, graph: Graph, plan: PrecisionPlan, calibration: Calibration, target: str, report: PassReport):
         self.graph, self.plan, self.calibration, self.report = graph, plan, calibration, report
         self.target = target
@@ -77,7 +81,7 @@ class _Quantizer:
         self.chosen: dict[int, str] = {}
         """Id of an op that will run in integers or fp8 -> its precision."""
         self.wanted: dict[tuple[Value, str], None] = {}
-        self.made: dict[tuple[Value, str], Value] = {}
+        """(value, precision) of each value that gets Q and DQ, in the order in which they were found."""
         self.scales: dict[tuple[Value, str], tuple[Value, Value | None]] = {}
         self._parent: dict[tuple[Value, str], tuple[Value, str]] = {}
         self._sources: dict[Value, bool] = {}
@@ -85,7 +89,7 @@ class _Quantizer:
 
     def run(self) -> None:
         self._choose_anchors()
-        self._draw_in()
+        self._choose_between()
         parameters = self._parameters()
         for value, precision in self._in_order():
             self._pair(value, precision, *parameters[self._root((value, precision))])
@@ -125,7 +129,7 @@ class _Quantizer:
         self.report.refused.append(Refused(asked, node_names([op]), shown))
 
     def _unseen(self, op: Op, results: Sequence[Value] = ()) -> str | None:
-        """Why an op must stay float: an operand, or one of ``results``, has no range. None if all have one."""
+        """The reason why an op must stay float: calibration saw no elements of an operand or of one of ``results``. Else None."""
         graph, ranges = self.graph, self.calibration.ranges
         lacking = [graph.type(v) for v in (*self._data(op), *results) if graph.output(v).name not in ranges]
         if lacking and self.calibration.other_sizes:
@@ -146,8 +150,8 @@ class _Quantizer:
             found.append(value)
         return list(dict.fromkeys(found))
 
-    def _draw_in(self) -> None:
-        """Quantize the ops in between: if a result is wanted in integers and its op has an integer form, its operands are too."""
+    def _choose_between(self) -> None:
+        """Choose the ops between anchors: an op with a quantized form is quantized if a quantized op reads its result."""
         for op in reversed(self.graph.order()):
             if not self._follows(op):
                 continue
@@ -158,7 +162,9 @@ class _Quantizer:
             data = self._data(op)
             constant = any(
                 v is not None and self.graph.constant_value(v) is not None and self.graph.type(v).dtype == FP32
-                for v in (op.inputs[:1] if op.kind == "Pad" else op.inputs)  # its filler is 0 at any scale
+                for v in (
+                    op.inputs[:1] if op.kind == "Pad" else op.inputs
+                )  # a Pad adds 0, which every scale can represent
             )
             if not data or constant or (op.kind in OWN_SCALE and not all(map(self._from_integers, data))):
                 continue
@@ -172,11 +178,11 @@ class _Quantizer:
                     self._join((data[0], asked), (v, asked))
 
     def _follows(self, op: Op) -> bool:
-        """True for an op that takes the precision of its neighbours, unless the plan names another one."""
+        """Whether an op takes the precision of its neighbors. The plan may name another precision for it."""
         return op.kind in SHARES_SCALE | OWN_SCALE and (not self.plan.named(op) or self.plan.of(op) in QUANTIZED)
 
     def _from_integers(self, value: Value) -> bool:
-        """True if the value comes from an integer op, directly or through ops that only move elements."""
+        """Whether a quantized op computes the value, possibly with ops between that follow their neighbors."""
         if value not in self._sources:
             op = self.graph.op(value)
             moved = self._follows(op)
@@ -188,6 +194,7 @@ class _Quantizer:
     # ------------------------------------------------------------------ scales
 
     def _root(self, item: tuple[Value, str]) -> tuple[Value, str]:
+        """The representative of all values that share a scale with this one (union-find)."""
         while (up := self._parent.get(item, item)) != item:
             item = up
         return item
@@ -198,7 +205,7 @@ class _Quantizer:
             self._parent[b] = a
 
     def _parameters(self) -> dict[tuple[Value, str], tuple[Value, Value | None]]:
-        """Scale and zero point, as constants, of each set of values that share them."""
+        """Representative -> scale and zero point, as constants, of each set of values that share a scale."""
         hulls: dict[tuple[Value, str], Range] = {}
         for item in self.wanted:
             name = self.graph.output(item[0]).name
@@ -209,18 +216,18 @@ class _Quantizer:
             root = self._root(item)
             hulls[root] = hulls[root].hull(found) if root in hulls else found
         padded = {self._root(item) for item in self.wanted if not self.unsigned and self._is_padded(item[0])}
-        made = {}
+        parameters = {}
         for root, range_ in hulls.items():
             name = self.graph.output(root[0]).name
             scale, zero = self._numbers(root[1], range_, symmetric=root in padded and range_.low < 0)
-            made[root] = (
+            parameters[root] = (
                 self.graph.add_constant(scale, f"{name}/scale"),
                 None if zero is None else self.graph.add_constant(zero, f"{name}/zero_point"),
             )
-        return made
+        return parameters
 
     def _is_padded(self, value: Value) -> bool:
-        """True if a convolution that will run in integers pads the value with zeros."""
+        """Whether a convolution that will be quantized pads the value with zeros."""
         for user in self.graph.users(value):
             if user.kind != "Conv" or user.id not in self.chosen or user.inputs[0] != value:
                 continue
@@ -248,23 +255,23 @@ class _Quantizer:
         return FP8 if precision == "fp8" else INT8 if zero is None else UINT8
 
     def _pair(self, value: Value, precision: str, scale: Value, zero: Value | None) -> None:
-        """Put Q and DQ after a value. Its integer users read the DQ; if an integer op computes the value, all users do."""
-        graph, made_by = self.graph, self.graph.op(value)
+        """Add Q and DQ after a value. Its quantized users read the DQ. If a quantized op computes the value, all users but those of
+        another precision do."""
+        graph, source = self.graph, self.graph.op(value)
         uses = graph.uses(value)
-        name, src = graph.output(value).name, made_by.src
+        name, src = graph.output(value).name, source.src
         attrs = QuantizeAttrs(self._dtype(precision, zero), axis=0)
         q = graph.add("QuantizeLinear", [value, scale, zero], attrs, names=[f"{name}/q"], src=src).value
         dq = graph.add("DequantizeLinear", [q, scale, zero], DequantizeAttrs(axis=0), names=[f"{name}/dq"], src=src)
-        self.made[value, precision] = dq.value
         self.scales[dq.value, precision] = (scale, zero)
         for use in uses:
             reads = self.chosen.get(use.op)
-            joins = reads is None and graph.op(use.op).kind != "Output" and made_by.id in self.chosen
+            joins = reads is None and graph.op(use.op).kind != "Output" and source.id in self.chosen
             if reads == precision or joins:
                 set_operand(graph, use, dq.value)
 
     def _weights(self, op: Op, precision: str) -> None:
-        """Constant weights and bias as integer constants after a DequantizeLinear."""
+        """Replace constant weights and bias by quantized constants, each with a DequantizeLinear after it."""
         graph = self.graph
         weights = graph.constant_value(op.input(1))
         if weights is None:
@@ -299,7 +306,7 @@ class _Quantizer:
         graph.remove_dead(old)
 
     def _shift(self, op: Op, weights: Array, integers: Array, scale: Array, axis: int | None) -> Array | None:
-        """The shift of each output channel's mean by rounding the weights; None if it is 0, or if the means are not known."""
+        """The shift of each output channel's mean that rounding the weights causes; None if it is 0 or the means are not known."""
         dequantize = self.graph.op(operand(op))
         value = operand(self.graph.op(operand(dequantize)))
         means = self.calibration.means.get(self.graph.output(value).name)
@@ -310,7 +317,7 @@ class _Quantizer:
         return None if shift is None or not shift.any() else shift
 
     def _correct_stage(self, op: Op, inputs: list[Value | None], shift: Array) -> None:
-        """Subtract the shift from a MatMul's bias: its first stage, if that adds a constant vector."""
+        """Subtract the shift from a MatMul's bias, which is its first stage if this stage adds a constant vector."""
         first = op.attrs.epilogue[0] if op.attrs.epilogue else None
         if first is None or first.kind != "Add":
             return
@@ -330,24 +337,24 @@ class _Quantizer:
 
 
 def _pads_with_anything(op: Op, weights: Array | None) -> bool:
-    """True if the depthwise integer kernels run the op, which pad with any value: images with a multiple of 16 channels."""
+    """Whether the depthwise integer kernels can run the op: for images with a multiple of 16 channels. They pad with any number."""
     if weights is None or weights.ndim != 4 or weights.shape[1] != 1:
         return False
     return bool(op.attrs.group == len(weights) > 1) and len(weights) % 16 == 0
 
 
 def _along(scale: Array, axis: int | None, rank: int) -> Array:
-    """Scales that broadcast along ``axis``; None: one scale for all."""
+    """Scales reshaped for broadcasting along ``axis`` of a tensor with ``rank`` axes; None: one scale for all."""
     return scale if axis is None else scale.reshape([-1 if i == axis else 1 for i in range(rank)])
 
 
 def is_quantized(graph: Graph, op: Op) -> bool:
-    """True if the op's data operand already comes from a DequantizeLinear."""
+    """Whether a DequantizeLinear computes the op's data operand."""
     return producer(graph, op.input(0), {"DequantizeLinear"}) is not None
 
 
 def weight_axis(op: Op, weights: Array) -> int | None:
-    """The axis of output channels that gets one scale per entry; None: one scale for all."""
+    """The axis of output channels, along which each entry has its own scale; None: one scale for all weights."""
     if op.kind == "Conv":
         return 0
     if op.kind == "ConvTranspose":
@@ -365,13 +372,11 @@ def quantized_weights(
     x_scale: float = 1.0,
     largest: int = LARGEST_WEIGHT,
 ) -> tuple[Array, Array]:
-    """(int8 or fp8 weights, float32 scales): symmetric, one scale per entry of ``axis`` or (None) one for all, scale [].
+    """(int8 or fp8 weights, float32 scales), symmetric: a scale for each entry of ``axis``, or (None) one for all, with shape [].
 
-    int8 weights are at most ``largest``.
-
-    A channel without any weight has the scale 1, or the scale that its bias needs. Where a bias would not fit 30 bits at the scale
-    of its products (``x_scale`` times the weights' scale), that scale is raised until it fits. Raises UsageError for weights
-    that are not finite.
+    The magnitude of int8 weights is at most ``largest``. A channel of zeros has the scale 1, or the scale that its bias needs. The
+    scale of products is ``x_scale`` times the scale of the weights; if the bias would not fit 30 bits at this scale, the scale of
+    the weights is raised until it does. Raises UsageError for weights that are not finite.
     """
     wide = weights.astype(np.float64)
     if not np.isfinite(wide).all():

@@ -1,4 +1,4 @@
-"""The results of calibration: for each value of a graph, the range that its integers should cover, and the elements seen."""
+"""The results of calibration: for each value of a graph, the range that its integers cover and statistics of its elements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FP8_LARGEST = 448.0
 
 @dataclass(frozen=True)
 class Range:
-    """``low`` to ``high``: real values that the integers cover; values beyond saturate."""
+    """The real numbers from ``low`` to ``high`` that the integers cover. Numbers outside saturate."""
 
     low: float
     high: float
@@ -35,9 +35,9 @@ class Range:
 class Calibration:
     """The result of calibrating one graph.
 
-    ``ranges``: value name -> the range chosen by ``method``; ``seen``: value name -> the smallest and largest element
-    seen; ``channels``: value name -> the largest magnitude in each channel (axis 1 of images, the last axis of everything else);
-    ``means``: value name -> the mean of each channel. ``samples`` counts the batches that were run.
+    ``ranges``: value name -> the range that ``method`` chose. ``seen``: value name -> the smallest and the largest element that
+    occurred. ``channels``: value name -> the largest magnitude in each channel (axis 1 of images, the last axis of other tensors).
+    ``means``: value name -> the mean of each channel. ``samples``: the number of batches that were run.
     """
 
     method: str
@@ -47,17 +47,17 @@ class Calibration:
     means: Mapping[str, Array] = field(default_factory=dict)
     samples: int = 0
     other_sizes: bool = False
-    """Whether it belongs to the same network at other sizes, where some values may be different."""
+    """Whether the same network was calibrated at other sizes. Some of its values may not exist there."""
 
     def range(self, name: str) -> Range | None:
         return self.ranges.get(name)
 
 
 def integer_parameters(range_: Range, dtype: DType, *, symmetric: bool) -> tuple[Array, Array]:
-    """(scale float32 [], zero point []) with which ``dtype`` (int8 or uint8) covers a range; zero is always represented exactly.
+    """(scale float32 [], zero point []) with which ``dtype`` (int8 or uint8) covers a range. Zero is always represented exactly.
 
-    Symmetric int8 spans -127 … 127, so that a value and its negative are equally exact. A range of nothing, or one so
-    narrow that its scale would be subnormal, has the scale 1: everything in it is then the zero point.
+    Symmetric int8 spans -127 … 127, so a number and its negative are equally exact. If the scale would be zero or subnormal, it is
+    1 instead: all numbers of the range then become the zero point. Raises UsageError for a range that is not finite.
     """
     low, high = min(range_.low, 0.0), max(range_.high, 0.0)
     if not (np.isfinite(low) and np.isfinite(high)):
@@ -76,19 +76,18 @@ def integer_parameters(range_: Range, dtype: DType, *, symmetric: bool) -> tuple
 
 
 def fp8_scale(range_: Range) -> Array:
-    """The scale float32 [] with which fp8 e4m3 covers a range."""
+    """The scale, float32 [], with which fp8 e4m3 covers a range."""
     scale = range_.largest / FP8_LARGEST
     return np.asarray(scale if scale >= np.finfo(np.float32).tiny else 1.0, np.float32)
 
 
 def channel_axis(rank: int) -> int:
-    """The axis that counts as channels in :class:`Calibration`: 1 of images (rank 3 and up with spatial axes after it is
-    rank 4 or 5), the last of everything else."""
+    """The axis of channels in :class:`Calibration`: 1 for images (rank 4 or 5), the last axis for other tensors."""
     return 1 if rank in (4, 5) else max(rank - 1, 0)
 
 
 def to_plain(calibration: Calibration) -> dict[str, Any]:
-    """JSON data; floats as they are (their shortest form reads back to the same number)."""
+    """JSON data for a calibration. Floats are written exactly: their shortest form reads back to the same number."""
     return {
         "method": calibration.method,
         "samples": calibration.samples,
@@ -100,7 +99,7 @@ def to_plain(calibration: Calibration) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Calibration:
-    """The inverse of :func:`to_plain`; KeyError, TypeError, ValueError, AttributeError or OverflowError for anything else."""
+    """The inverse of :func:`to_plain`. Raises KeyError, TypeError, ValueError, AttributeError or OverflowError for other data."""
     return Calibration(
         str(plain["method"]),
         {str(n): _range(pair) for n, pair in plain["ranges"].items()},
@@ -117,9 +116,9 @@ def _range(pair: Any) -> Range:
 
 
 def finite(plain: Any, rank: int) -> Array:
-    """Plain numbers as float64 [...] of a rank. Raises TypeError, ValueError or OverflowError for anything else, NaN and infinities
-    included: no calibration writes them."""
+    """A number or nested list as a finite float64 array with ``rank`` axes. Raises TypeError, ValueError or OverflowError for other
+    data, including NaN and infinities, which no calibration writes."""
     found = np.asarray(plain, np.float64)
     if found.ndim != rank or not np.isfinite(found).all():
-        raise ValueError(f"these are no finite numbers of rank {rank}")
+        raise ValueError(f"the data is not an array of finite numbers with {rank} axes")
     return found

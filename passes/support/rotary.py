@@ -1,4 +1,4 @@
-"""What the rules of rotary embeddings share: the angles of each position, and the op between its Transposes."""
+"""Shared functions of the rules for rotary embeddings: the shapes of angles, and the op between two Transposes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ PLAIN = (0, 1, 2, 3)
 SWAP = (0, 2, 1, 3)
 """Exchanges heads and positions."""
 HEADS_AS_IMAGES = (1, 0, 2, 3)
-"""Exchanges images and heads: the op has its angles per image."""
+"""Exchanges images and heads, since the op may have separate angles for each image but not for each head."""
 ORDERS = (PLAIN, SWAP, HEADS_AS_IMAGES)
-"""Between which Transposes the op may stand, the simplest first. Each is its own inverse."""
+"""Permutations of the Transposes around the op, the simplest first. Each is its own inverse."""
 
 
-def turned(
+def rotated(
     patch: Patch, x: Value, caches: Sequence[Value | None], attrs: RotaryAttrs, order: tuple[int, ...] = PLAIN
 ) -> Value:
-    """A RotaryEmbedding of x, between two Transposes to ``order``."""
+    """Add a RotaryEmbedding of ``x``, between two Transposes with permutation ``order``."""
     if order == PLAIN:
         return patch.add("RotaryEmbedding", [x, *caches], attrs)
     y = patch.add("RotaryEmbedding", [patch.add("Transpose", [x], TransposeAttrs(order)), *caches], attrs)
@@ -31,17 +31,18 @@ def turned(
 
 
 def order_of(dims: Shape, angles: Sequence[Shape]) -> tuple[int, ...] | None:
-    """The first of ``ORDERS`` in which a tensor of shape ``dims`` and its angles are as the op wants them: an angle for each
-    position, and for each image or all of them. None where there is no such order."""
+    """The first of ``ORDERS`` in which the op accepts a tensor of shape ``dims`` and its angles, or None.
+
+    The op needs an angle for each position, equal for all heads. Angles may differ by image."""
     return next((order for order in ORDERS if all(_fits(dims, shape, order) for shape in angles)), None)
 
 
 def _fits(dims: Shape, angles: Shape, order: tuple[int, ...]) -> bool:
     if len(dims) != 4 or not 1 <= len(angles) <= 4:
         return False
-    images, heads, positions, numbers = _ordered(angles, order)
+    images, heads, positions, features = _ordered(angles, order)
     wanted = _ordered(dims, order)
-    return images in (1, wanted[0]) and heads == 1 and (positions, numbers) == wanted[2:]
+    return images in (1, wanted[0]) and heads == 1 and (positions, features) == wanted[2:]
 
 
 def _ordered(shape: Shape, order: tuple[int, ...]) -> Shape:
@@ -50,19 +51,19 @@ def _ordered(shape: Shape, order: tuple[int, ...]) -> Shape:
 
 
 def cache_shape(shape: Shape, order: tuple[int, ...]) -> Shape:
-    """The shape (images or 1, positions, numbers) of angles of this shape in an order that fits them."""
-    images, _, positions, numbers = _ordered(shape, order)
-    return (images, positions, numbers)
+    """The shape (images or 1, positions, features) of the op's cosines and sines, from angles of ``shape`` that fit ``order``."""
+    images, _, positions, features = _ordered(shape, order)
+    return (images, positions, features)
 
 
-def unshaped(graph: Graph, value: Value) -> Value:
-    """The value without the Reshapes that make it."""
-    chain = behind(graph, value)
+def before_reshapes(graph: Graph, value: Value) -> Value:
+    """The value before the Reshapes that end in ``value``."""
+    chain = reshapes_before(graph, value)
     return operand(chain[-2]) if len(chain) > 1 else value
 
 
-def behind(graph: Graph, value: Value) -> list[Op]:
-    """The Reshapes that make a value, the last one first, and the op in front of them."""
+def reshapes_before(graph: Graph, value: Value) -> list[Op]:
+    """The Reshapes that end in ``value``, the last one first, and the op before them."""
     ops = [graph.op(value)]
     while ops[-1].kind in RESHAPES:
         ops.append(graph.op(operand(ops[-1])))

@@ -1,5 +1,7 @@
-"""The shift of a result's mean by rounded weights, which a bias corrects (Nagel et al., "Data-Free Quantization Through Weight
-Equalization and Bias Correction", 2019, section 4.2)."""
+"""Rounded weights shift the mean of a result; this module computes the shift, which a bias corrects.
+
+Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", 2019, section 4.2.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from optdnn.types import Array
 
 
 def rounding_shift(op: Op, error: Array, means: Array, dims: Sequence[DimLike]) -> Array | None:
-    """The shift of each output channel of a Conv, Gemm or MatMul by the rounding of its weights.
+    """The shift of each output channel's mean of a Conv, Gemm or MatMul, caused by the rounding of its weights.
 
-    It is the rounding error (``error``, of the weights' shape) times ``means``, the mean of each channel of the operand. ``dims``
-    are the operand's dimensions.
+    The shift is the rounding error (``error``, with the shape of the weights) times ``means``, the mean of each channel of the
+    operand. ``dims`` are the operand's dimensions.
 
-    Padding is zero: each tap of a convolution counts by the share of windows in which it lies in the image. None where the means
-    belong to other channels, or a size is not known.
+    Padding is zero, so each tap of a convolution is weighted by the share of windows in which it lies inside the image. None if the
+    number of means differs from the number of channels, or if a size is not known.
     """
     if op.kind == "Conv":
         group, per_group = op.attrs.group, error.shape[1]
@@ -40,7 +42,7 @@ def rounding_shift(op: Op, error: Array, means: Array, dims: Sequence[DimLike]) 
 
 
 def _shares(op: Op, kernel: Sequence[int], sizes: Sequence[DimLike]) -> Array | None:
-    """For each tap of a window, the share of a convolution's windows in which it lies in the image."""
+    """For each tap of the kernel, the share of a convolution's windows in which the tap lies inside the image."""
     pads = resolve_pads(op.attrs.auto_pad, op.attrs.pads, sizes, kernel, op.attrs.strides, op.attrs.dilations)
     if pads is None:
         return None

@@ -1,7 +1,7 @@
-"""Operators that compute each row of a tensor from the same row of their operands, and copies of such operators for other rows.
+"""Row-wise operators, which compute each row of a tensor from the same row of their operands, and copies of them for other rows.
 
-Rows are the entries along an axis whose size depends on data: detections, regions of interest, chosen tokens. If an operator keeps
-rows apart, a row's result does not depend on the other rows. So the operator may compute additional rows, or other rows.
+Rows are the entries along an axis whose size depends on data: detections, regions of interest, selected tokens. A row's result does
+not depend on the other rows, so a row-wise operator may compute additional rows or other rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from optdnn.types import Array, Shape, TensorType, normalize_axis, product
 
 
 class Rows(NamedTuple):
-    """The rows of a tensor: along ``axis``, with ``per`` elements of the axis per row."""
+    """The rows of a tensor: each consists of ``per`` neighboring entries along ``axis``."""
 
     axis: int
     per: int
@@ -35,11 +35,11 @@ class Rows(NamedTuple):
 
 
 class _Mixed(Exception):
-    """A shape does not depend linearly on the number of rows, or depends on other data-dependent sizes."""
+    """A shape is not proportional to the number of rows, or has other symbolic sizes."""
 
 
 def rows_of(t: TensorType, count: DimLike) -> Rows | None:
-    """The rows of a tensor with ``count`` rows; None if no axis holds rows. Raises _Mixed for two such axes, or unknown ones."""
+    """The rows of a tensor with ``count`` rows; None if no size is symbolic. Raises _Mixed if two are, or one does not fit."""
     if t.shape is None:
         raise _Mixed
     found: Rows | None = None
@@ -59,8 +59,8 @@ class RowOp:
 
     graph: Graph
     op: Op
-    given: tuple[Rows | None, ...]
-    made: tuple[Rows | None, ...]
+    operand_rows: tuple[Rows | None, ...]
+    result_rows: tuple[Rows | None, ...]
 
     def dims(self, slot: int) -> Shape:
         return self.graph.type(operand(self.op, slot)).dims
@@ -68,7 +68,7 @@ class RowOp:
     @property
     def out(self) -> Rows:
         """The rows of the first result."""
-        rows = self.made[0]
+        rows = self.result_rows[0]
         assert rows is not None
         return rows
 
@@ -78,39 +78,39 @@ class RowOp:
 
     def alone(self, *slots: int) -> bool:
         """Whether exactly these operands have rows."""
-        return all((rows is not None) == (i in slots) for i, rows in enumerate(self.given))
+        return all((rows is not None) == (i in slots) for i, rows in enumerate(self.operand_rows))
 
     def same(self, *slots: int) -> bool:
-        """Whether exactly these operands have rows, along the same axis as the results."""
-        return self.alone(*slots) and {self.given[s] for s in slots} | set(self.made) == {self.out}
+        """Whether exactly these operands have rows, and all results have the same rows as they."""
+        return self.alone(*slots) and {self.operand_rows[s] for s in slots} | set(self.result_rows) == {self.out}
 
     def aligned(self, slot: int) -> bool:
-        """Whether a broadcast operand has its rows along the result's axis of rows, or one element along it."""
+        """Whether a broadcast operand has its rows along the same axis as the result, or one element along this axis."""
         if self.op.input(slot) is None:
             return True
-        rows, dims, at = self.given[slot], self.dims(slot), self.out.from_end(self.rank)
+        rows, dims, at = self.operand_rows[slot], self.dims(slot), self.out.from_end(self.rank)
         if rows is not None:
             return rows.from_end(len(dims)) == at and rows.per == self.out.per
         return len(dims) < at or dims[-at] == 1
 
 
 def row_op(graph: Graph, op: Op, count: DimLike) -> RowOp | None:
-    """``op``, if it computes ``count`` rows, each from the same row of its operands; else None."""
+    """``op`` with its rows, if it computes ``count`` rows, each from the same row of its operands; else None."""
     check = _CHECKS.get(op.kind, _pointwise if op.kind in OPDEFS and OPDEFS[op.kind].traits.pointwise else None)
     if check is None:
         return None
     try:
-        made = tuple(rows_of(out.type, count) for out in op.outputs)
-        if None in made:
+        result_rows = tuple(rows_of(out.type, count) for out in op.outputs)
+        if None in result_rows:
             return None
-        given = tuple(None if v is None else _given(graph, v, count) for v in op.inputs)
+        operand_rows = tuple(None if v is None else _operand_rows(graph, v, count) for v in op.inputs)
     except _Mixed:
         return None
-    found = RowOp(graph, op, given, made)
+    found = RowOp(graph, op, operand_rows, result_rows)
     return found if check(found) else None
 
 
-def _given(graph: Graph, value: Value, count: DimLike) -> Rows | None:
+def _operand_rows(graph: Graph, value: Value, count: DimLike) -> Rows | None:
     """The rows of an operand. An operand without rows may have symbolic sizes of the network's inputs."""
     t = graph.type(value)
     if isinstance(count, Dim) and t.shape is not None:
@@ -120,16 +120,16 @@ def _given(graph: Graph, value: Value, count: DimLike) -> Rows | None:
     return rows_of(t, count)
 
 
-# ---------------------------------------------------------------- which operators keep rows apart
+# ---------------------------------------------------------------- checks: whether an operator is row-wise
 
 
 def _pointwise(r: RowOp) -> bool:
-    return len(set(r.made)) == 1 and all(r.aligned(i) for i in range(len(r.given)))
+    return len(set(r.result_rows)) == 1 and all(r.aligned(i) for i in range(len(r.operand_rows)))
 
 
 def _batch(r: RowOp) -> bool:
-    """Whether it computes each image of a batch separately."""
-    return r.same(0) and r.out.axis == 0 and len(r.made) == 1
+    """Operators that compute each image of a batch separately: the rows must be images."""
+    return r.same(0) and r.out.axis == 0 and len(r.result_rows) == 1
 
 
 def _resize(r: RowOp) -> bool:
@@ -145,7 +145,8 @@ def _roi_align(r: RowOp) -> bool:
 
 def _gemm(r: RowOp) -> bool:
     a = r.op.attrs
-    return r.given[0] == Rows(int(a.transA), r.out.per) and r.given[1] is None and r.out.axis == 0 and r.aligned(2)
+    rows = r.operand_rows
+    return rows[0] == Rows(int(a.transA), r.out.per) and rows[1] is None and r.out.axis == 0 and r.aligned(2)
 
 
 def _matmul(r: RowOp) -> bool:
@@ -153,7 +154,7 @@ def _matmul(r: RowOp) -> bool:
     if min(len(r.dims(0)), len(r.dims(1))) < 2 or at == 1:
         return False
     if at == 2:
-        return r.given[1] is None and r.aligned(0)
+        return r.operand_rows[1] is None and r.aligned(0)
     return r.aligned(0) and r.aligned(1)
 
 
@@ -162,24 +163,24 @@ def _packed_product(r: RowOp) -> bool:
 
 
 def _packed_rows(r: RowOp) -> bool:
-    return r.alone(1) and r.out == r.given[1]
+    return r.alone(1) and r.out == r.operand_rows[1]
 
 
 def _other_axis(r: RowOp) -> bool:
-    """Whether it runs along another axis than the rows, and its results keep all axes."""
+    """Operators along one axis that keep all axes: it must not be the axis of rows."""
     axis = r.op.attrs.axis
     return r.same(0) and axis is not None and normalize_axis(axis, len(r.dims(0))) != r.out.axis
 
 
 def _inner_axes(r: RowOp) -> bool:
-    """Whether it runs over ``axis`` and all later axes, and the rows are before them."""
+    """Operators over ``axis`` and all later axes: the axis of rows must be before them."""
     return r.same(0) and normalize_axis(r.op.attrs.axis, len(r.dims(0))) > r.out.axis
 
 
 def _reduction(r: RowOp) -> bool:
     if not r.alone(0):
         return False
-    rows, rank, axes = r.given[0], len(r.dims(0)), None
+    rows, rank, axes = r.operand_rows[0], len(r.dims(0)), None
     assert rows is not None
     if r.op.input(1) is not None:
         axes = ints(r.graph, r.op.input(1))
@@ -189,13 +190,13 @@ def _reduction(r: RowOp) -> bool:
 
 
 def _arg(r: RowOp) -> bool:
-    rows = r.given[0]
+    rows = r.operand_rows[0]
     return rows is not None and normalize_axis(r.op.attrs.axis, len(r.dims(0))) != rows.axis
 
 
 def _reshape(r: RowOp) -> bool:
-    """Whether rows keep their order: the axes before them hold the same number of elements."""
-    rows = r.given[0]
+    """A Reshape must keep the order of rows: the axes before them must hold the same number of elements."""
+    rows = r.operand_rows[0]
     if rows is None or not r.alone(0):
         return False
     before, after = product(r.dims(0)[: rows.axis]), product(r.op.outputs[0].type.dims[: r.out.axis])
@@ -208,7 +209,7 @@ def _transpose(r: RowOp) -> bool:
 
 
 def _concat(r: RowOp) -> bool:
-    return r.same(*range(len(r.given))) and normalize_axis(r.op.attrs.axis, r.rank) != r.out.axis
+    return r.same(*range(len(r.operand_rows))) and normalize_axis(r.op.attrs.axis, r.rank) != r.out.axis
 
 
 def _slice(r: RowOp) -> bool:
@@ -221,35 +222,35 @@ def _pad(r: RowOp) -> bool:
     axes = range(r.rank) if r.op.input(3) is None else ints(r.graph, r.op.input(3))
     if not r.same(0) or pads is None or axes is None:
         return False
-    moved = {normalize_axis(a, r.rank) for i, a in enumerate(axes) if pads[i] or pads[i + len(axes)]}
-    return r.out.axis not in moved
+    padded = {normalize_axis(a, r.rank) for i, a in enumerate(axes) if pads[i] or pads[i + len(axes)]}
+    return r.out.axis not in padded
 
 
 def _gather(r: RowOp) -> bool:
-    """Whether a Gather takes the same elements of each row, or takes rows by index: further rows do not change the result."""
-    rows, indices = r.given[0], r.given[1]
+    """A Gather may take the same elements of each row, or gather by indices that have rows."""
+    rows, indices = r.operand_rows[0], r.operand_rows[1]
     axis = normalize_axis(r.op.attrs.axis, len(r.dims(0)))
     if indices is None:
         return rows is not None and rows.axis != axis
     if rows is not None and rows.axis != axis:
         return False
-    some = rows is not None or bounds(r.dims(0)[axis])[0] >= 1  # rows after the last one read element 0
-    return some and r.out == Rows(axis + indices.axis, indices.per)
+    not_empty = rows is not None or bounds(r.dims(0)[axis])[0] >= 1  # additional rows read element 0
+    return not_empty and r.out == Rows(axis + indices.axis, indices.per)
 
 
 def by_number(r: RowOp) -> bool:
-    """Whether it gathers rows by their index among all rows."""
+    """Whether the operator gathers rows by their index among all rows."""
     return (
         r.op.kind == "Gather"
-        and r.given[0] is not None
-        and r.given[0].axis == normalize_axis(r.op.attrs.axis, len(r.dims(0)))
+        and r.operand_rows[0] is not None
+        and r.operand_rows[0].axis == normalize_axis(r.op.attrs.axis, len(r.dims(0)))
     )
 
 
 def _gather_nd(r: RowOp) -> bool:
-    """Whether it gathers elements of a tensor without rows: rows after the last one read element 0."""
-    rows = r.given[1]
-    if rows is None or r.given[0] is not None or r.op.attrs.batch_dims or rows.axis == len(r.dims(1)) - 1:
+    """A GatherND must read a tensor without rows that is not empty: additional rows read element 0."""
+    rows = r.operand_rows[1]
+    if rows is None or r.operand_rows[0] is not None or r.op.attrs.batch_dims or rows.axis == len(r.dims(1)) - 1:
         return False
     return r.out == rows and all(bounds(d)[0] >= 1 for d in r.dims(0))
 
@@ -263,7 +264,7 @@ def _expand(r: RowOp) -> bool:
 
 
 def _filled(r: RowOp) -> bool:
-    """ConstantOfShape: all elements are the same number."""
+    """A ConstantOfShape is always row-wise: all its elements are the same number."""
     return True
 
 
@@ -298,14 +299,14 @@ _CHECKS: dict[str, Callable[[RowOp], bool]] = {
     "ConstantOfShape": _filled,
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _quantized),
 }  # fmt: skip
-"""Kind -> check whether an operator of this kind keeps rows apart. Pointwise kinds need no entry."""
+"""Kind -> the check whether an operator of this kind is row-wise. Pointwise kinds need no entry."""
 
 SHAPED = {"Expand": 1, "ConstantOfShape": 0, "Resize": 3}
-"""Kinds with an operand that holds the shape of the result, and its slot."""
+"""Kind -> the slot of the operand that holds the shape of the result."""
 
 
 def chosen_by(graph: Graph, value: Value) -> Op | None:
-    """The NonZero of a one-dimensional mask, if ``value`` holds its positions in order; else None."""
+    """The NonZero of a one-dimensional mask whose positions ``value`` holds, in order; None if there is none."""
     op = graph.op(value)
     while op.kind in RESHAPES or (op.kind == "Transpose" and 1 in graph.type(operand(op)).dims):
         op = graph.op(operand(op))
@@ -323,38 +324,38 @@ def resized(shape: Sequence[DimLike], rows: Rows, count: DimLike) -> tuple[DimLi
 
 
 def copy_of(patch: Patch, r: RowOp, operands: Mapping[Value, Value], rows: int | None) -> Op:
-    """Add a copy of the operator on other ``operands``, which have ``rows`` rows (None: an unknown number).
+    """Add a copy of the operator. ``operands``: old operand -> its replacement with ``rows`` rows (None: an unknown number).
 
-    Operators of :data:`SHAPED` are copied only for a known number.
+    The number must be known for operators of :data:`SHAPED`.
     """
     op, shape = r.op, r.op.outputs[0].type.dims
-    given = [None if v is None else operands.get(v, v) for v in op.inputs]
+    inputs = [None if v is None else operands.get(v, v) for v in op.inputs]
     names = [f"{out.name}.rows" for out in op.outputs]
     if op.kind in RESHAPES:
         target = [-1 if rows is None and i == r.out.axis else d for i, d in enumerate(resized(shape, r.out, rows or 1))]
-        return patch.add_op("Reshape", [given[0], _numbers(patch, target)], ReshapeAttrs(), names=names, src=op.src)
+        return patch.add_op("Reshape", [inputs[0], _numbers(patch, target)], ReshapeAttrs(), names=names, src=op.src)
     slot = SHAPED.get(op.kind)
     if slot is not None and op.input(slot) is not None:
         assert rows is not None, op.kind
-        given[slot] = _numbers(patch, resized(shape, r.out, rows))
-    return patch.add_op(op.kind, given, op.attrs, names=names, outputs=len(op.outputs), src=op.src)
+        inputs[slot] = _numbers(patch, resized(shape, r.out, rows))
+    return patch.add_op(op.kind, inputs, op.attrs, names=names, outputs=len(op.outputs), src=op.src)
 
 
 def _numbers(patch: Patch, values: Sequence[DimLike]) -> Value:
     return patch.constant(np.array(values, np.int64), "shape")
 
 
-def elements_with(op: Op, made: Sequence[Rows | None], rows: int) -> int:
-    """The number of elements of the largest result with this many rows."""
+def elements_with(op: Op, result_rows: Sequence[Rows | None], rows: int) -> int:
+    """The number of elements of the operator's largest result if it has ``rows`` rows."""
     sizes = (
         math.prod(d for d in resized(out.type.dims, r, rows) if isinstance(d, int))
-        for out, r in zip(op.outputs, made, strict=True)
+        for out, r in zip(op.outputs, result_rows, strict=True)
         if r is not None
     )
     return max(sizes, default=0)
 
 
 def zero(patch: Patch, dtype: np.dtype[np.generic]) -> Value:
-    """The number 0 as a scalar."""
+    """Add the number 0 as a scalar constant."""
     value: Array = np.zeros((), dtype)
     return patch.constant(value, "zero")

@@ -1,4 +1,4 @@
-"""Stacks: several parts of tensors go through equal operators; one operator computes all of them along a new first axis."""
+"""Stacks of values that are computed by equal operators from parts of tensors: one operator computes all along a new first axis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STACKED_KINDS = frozenset(STAGE_KINDS) | RESHAPES | _REDUCTIONS | {"Transpose", 
 
 @dataclass(frozen=True)
 class Part:
-    """``size`` positions of ``source`` along ``axis``, from ``start`` on. ``dropped``: the part has lost this axis, of size 1."""
+    """``size`` positions of ``source`` along ``axis``, from ``start`` on. ``dropped``: the part lacks the axis (``size`` is 1)."""
 
     source: Value
     axis: int
@@ -44,10 +44,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A part, and the operators on the way from it, each with the operand slot that the way enters by."""
+    """A part, and the path of operators after it. Each comes with the slot of its operand that is on the path."""
 
     value: Value
-    way: tuple[tuple[Op, int], ...]
+    path: tuple[tuple[Op, int], ...]
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class Window:
 
 @dataclass(frozen=True)
 class Joined:
-    """Values of any origin: a Concat copies them side by side."""
+    """Values of any origin, which a Concat copies into one tensor."""
 
     values: tuple[Value, ...]
 
 
 @dataclass(frozen=True)
 class Same:
-    """Equal operators on stacked operands."""
+    """Equal operators with stacked operands."""
 
     ops: tuple[Op, ...]
     operands: tuple[Stack | None, ...]
@@ -85,7 +85,7 @@ Stack = Shared | Window | Joined | Same
 
 
 def part_of(graph: Graph, value: Value) -> Part | None:
-    """The part of another tensor that a Slice, a Split or a Gather takes."""
+    """``value`` as the part of a tensor that a Slice, a Split or a Gather takes; else None."""
     op = graph.op(value)
     if op.kind not in ("Slice", "Split", "Gather") or not graph.type(operand(op)).is_static:
         return None
@@ -108,7 +108,7 @@ def part_of(graph: Graph, value: Value) -> Part | None:
 
 
 def parts_of(graph: Graph, like: Part) -> Iterator[tuple[Value, Part]]:
-    """All parts of the same tensor, of the same axis and size."""
+    """All parts of the same tensor along the same axis and of the same size as ``like``, including itself."""
     for user in graph.users(like.source):
         for port in range(len(user.outputs)):
             value = Value(user.id, port)
@@ -117,13 +117,13 @@ def parts_of(graph: Graph, like: Part) -> Iterator[tuple[Value, Part]]:
                 yield value, part
 
 
-class Looks:
-    """Keys for the form of a graph's values: values with equal keys may form a stack. Each key is computed once."""
+class Forms:
+    """Computes a key for the form of each value of a graph. Values with equal keys may form a stack. Keys are cached."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
         self._leaves: dict[tuple[Value, int], Leaf | None] = {}
-        self._looks: dict[tuple[Value, int], Hashable] = {}
+        self._keys: dict[tuple[Value, int], Hashable] = {}
         self._families: dict[Value, Counter[Hashable]] = {}
 
     def leaf(self, value: Value, depth: int = DEPTH) -> Leaf | None:
@@ -141,11 +141,11 @@ class Looks:
         for slot, inner in enumerate(op.inputs):
             found = None if inner is None else self.leaf(inner, depth - 1)
             if found is not None:
-                return Leaf(found.value, (*found.way, (op, slot)))
+                return Leaf(found.value, (*found.path, (op, slot)))
         return None
 
     def _one_of_many(self, value: Value) -> Part | None:
-        """``value`` as a part, if the same tensor has other parts like it."""
+        """``value`` as a part, if the same tensor has other parts of this family; else None."""
         part = part_of(self.graph, value)
         if part is None:
             return None
@@ -158,9 +158,9 @@ class Looks:
 
     def of(self, value: Value, depth: int = DEPTH) -> Hashable:
         """The key of a value: values of one stack have equal keys."""
-        if (value, depth) not in self._looks:
-            self._looks[value, depth] = self._of(value, depth)
-        return self._looks[value, depth]
+        if (value, depth) not in self._keys:
+            self._keys[value, depth] = self._of(value, depth)
+        return self._keys[value, depth]
 
     def _of(self, value: Value, depth: int) -> Hashable:
         part = self._one_of_many(value)
@@ -180,7 +180,7 @@ def _number(array: Array) -> tuple[str, tuple[int, ...], bytes] | None:
 
 
 def stack_of(graph: Graph, values: Sequence[Value], depth: int = DEPTH) -> Stack | None:
-    """The stack that computes the values of all parts, or None if they are computed differently."""
+    """The stack that computes ``values``, one for each part; None if they are computed differently."""
     if len(set(values)) == 1:
         return Shared(values[0])
     known = [v for value in values if (v := graph.constant_value(value)) is not None]
@@ -196,6 +196,7 @@ def stack_of(graph: Graph, values: Sequence[Value], depth: int = DEPTH) -> Stack
 
 
 def _window_of(parts: Sequence[Part | None]) -> Window | None:
+    """The window that consists of ``parts``, or None if there is none."""
     first, second = parts[:2]
     if first is None or second is None:
         return None
@@ -224,7 +225,7 @@ def same(graph: Graph, ops: Sequence[Op], operands: Sequence[Stack | None]) -> S
         return None
     if any(operands[slot] is None for slot in known):
         return None
-    if first.kind not in STAGE_KINDS and first.kind != "MatMul":  # axes and sizes are the same, and known
+    if first.kind not in STAGE_KINDS and first.kind != "MatMul":  # other operands are axes and sizes, equal constants
         others = [operands[slot] for slot in known[1:]]
         if any(not isinstance(o, Shared) or graph.constant_value(o.value) is None for o in others):
             return None
@@ -246,7 +247,7 @@ def leaves(stack: Stack | None) -> Iterator[Value]:
 
 
 def covered(stack: Stack | None) -> Iterator[Op]:
-    """The operators that a stack replaces."""
+    """The operators that a stack replaces, some of them several times."""
     if isinstance(stack, Same):
         yield from stack.ops
         for each in stack.operands:
@@ -254,7 +255,7 @@ def covered(stack: Stack | None) -> Iterator[Op]:
 
 
 def emit(patch: Patch, stack: Stack) -> Value:
-    """Add the operators that compute a stack; a shared value needs none."""
+    """Add the operators that compute a stack. A shared value stays as it is, without the axis of parts."""
     match stack:
         case Shared(value):
             return value
@@ -284,14 +285,15 @@ def _window(patch: Patch, window: Window) -> Value:
 
 
 def _computed(patch: Patch, ops: Sequence[Op], operands: Sequence[Stack | None]) -> Value:
+    """Add the operator that computes the results of ``ops`` along a new first axis."""
     op, count = ops[0], len(ops)
     shape = op.outputs[0].type.static_shape
     given = [None if each is None else emit(patch, each) for each in operands]
     stacked = [not isinstance(each, Shared | None) for each in operands]
     if op.kind in STAGE_KINDS or op.kind == "MatMul":
         rows = [
-            _lifted(patch, v, len(shape)) if v is not None and deep else v
-            for v, deep in zip(given, stacked, strict=True)
+            _with_rank(patch, v, len(shape)) if v is not None and has_axis else v
+            for v, has_axis in zip(given, stacked, strict=True)
         ]
         return patch.add(op.kind, rows, op.attrs)
     x = given[0]
@@ -311,22 +313,22 @@ def _computed(patch: Patch, ops: Sequence[Op], operands: Sequence[Stack | None])
 
 
 def _axes(patch: Patch, axes: Value | None, x: Value) -> Value:
-    """The same axes, shifted by the axis of the parts."""
+    """Add a constant with the same axes, counted after the new first axis of ``x``."""
     rank = len(patch.type(x).dims) - 1
     known = ints(patch.graph, axes)
     assert known is not None
     return integers(patch, [normalize_axis(a, rank) + 1 for a in known], "axes")
 
 
-def _lifted(patch: Patch, x: Value, rank: int) -> Value:
-    """A stack whose parts get leading axes of size 1 up to ``rank``."""
+def _with_rank(patch: Patch, x: Value, rank: int) -> Value:
+    """Add a Reshape that gives the parts of a stack leading axes of size 1, up to ``rank`` axes."""
     count, *rest = patch.type(x).static_shape
     missing = rank - len(rest)
     return reshaped(patch, x, (count, *[1] * missing, *rest)) if missing else x
 
 
 def part_values(patch: Patch, stacked: Value, count: int) -> list[Value]:
-    """The parts of a stack."""
+    """Add Gathers that take the ``count`` parts of a stack."""
     return [
         patch.add("Gather", [stacked, patch.constant(np.array(k, np.int64), "part")], GatherAttrs(0))
         for k in range(count)

@@ -1,4 +1,4 @@
-"""Pointwise ops as stages of another op: the kinds, and how operands become stage arguments and operand slots."""
+"""Pointwise ops as stages of another op: the kinds, and the conversion of operands to stage arguments and operand slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optdnn.passes.base import Miss
 from optdnn.types import is_float
 
 ANCHORS = frozenset(k for k, d in OPDEFS.items() if issubclass(d.attrs, FusedAttrs) and k != "Pointwise")
-"""Kinds that hold stages around work of their own."""
+"""Kinds that hold stages besides their own computation."""
 
 ADDITIONS = frozenset({"Add", "Sub"})
 SCALINGS = frozenset({"Mul", "Div"})
@@ -23,13 +23,13 @@ ACTIVATIONS = frozenset(
         *("Sin", "Cos", "Sqrt"),
     }
 )
-"""Kinds that every kernel template renders as a stage; nothing that changes the element type."""
+"""Kinds that every kernel template can compute as a stage. None of them changes the element type."""
 
 
 def refuses(graph: Graph, op: Op, value: Value) -> Miss | None:
-    """Why ``op``, which reads ``value``, cannot be a stage that ``value`` runs through; None where it can.
+    """A Miss if ``op``, which reads ``value``, cannot be a stage that is applied to ``value``; else None.
 
-    The stage must keep dtype and shape. A symbolic dimension counts as kept only where it is the same expression.
+    The stage must keep dtype and shape. A symbolic dimension counts as kept only if it is the same expression.
     """
     before, after = graph.type(value), op.outputs[0].type
     if not is_float(before.dtype) or after.dtype != before.dtype:
@@ -40,7 +40,7 @@ def refuses(graph: Graph, op: Op, value: Value) -> Miss | None:
 
 
 class Slots:
-    """The operands of an op that absorbs stages: its own ``arity`` slots, then the operands of stages, each value once."""
+    """The operands of an op that absorbs stages: first its own ``arity`` slots, then the operands of stages, each value once."""
 
     def __init__(self, op: Op):
         arity = op.definition.arity
@@ -56,7 +56,7 @@ class Slots:
         return Stage(op.kind, tuple(args), op.attrs)
 
     def slot(self, value: Value) -> int:
-        """The slot of a stage's operand."""
+        """The slot of a stage's operand, which is added if it is new."""
         if value not in self.operands[self.arity :]:
             self.operands.append(value)
         return self.operands.index(value, self.arity)
@@ -70,7 +70,7 @@ class Slots:
 
 
 def with_stages(attrs: FusedAttrs, *, prologue: Sequence[Stage] = (), epilogue: Sequence[Stage] = ()) -> FusedAttrs:
-    """``attrs`` with stages put before its prologue or after its epilogue."""
+    """``attrs`` with these stages added before its prologue or after its epilogue."""
     if prologue and attrs.prologue:
         raise ValueError("registers of an existing prologue would have to be renumbered")
     return replace(attrs, prologue=(*prologue, *attrs.prologue), epilogue=(*attrs.epilogue, *epilogue))

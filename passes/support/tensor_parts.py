@@ -1,4 +1,4 @@
-"""Parts of tensors that a rank of tensor parallelism holds, and the operands that an operator needs for a part of its result."""
+"""Parts of tensors for tensor parallelism: the part of a rank, and the operand parts that an operator needs for it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from optdnn.passes.support.facts import operand
 from optdnn.types import Array, Shape
 
 VIEW_LIMIT = 1 << 24
-"""Most elements of the axes that a Reshape merges or splits around a part."""
+"""Most elements of the axes that a Reshape merges or splits together with the axis of a part."""
 
 
 class Whole(Exception):
-    """An operator needs whole operands; the text gives the reason."""
+    """An operator needs whole operands. The text is the reason."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The indices ``take`` along ``axis``, ascending within each run that an operator keeps together."""
+    """The indices ``take`` along ``axis``, in the order in which a rank holds them."""
 
     axis: int
     take: Array
@@ -100,7 +100,9 @@ class Asked:
 
 
 def coarse(take: Array, size: int, what: str) -> Array:
-    """The groups of ``size`` indices that make up ``take``. Raises Whole if it cuts a group."""
+    """The numbers of the groups of ``size`` consecutive indices that ``take`` consists of. Raises Whole if it cuts a group.
+
+    ``what`` names a group in the error's text."""
     if len(take) % size == 0:
         groups = take.reshape(-1, size)
         if np.array_equal(groups, groups[:, :1] // size * size + np.arange(size)):
@@ -110,29 +112,31 @@ def coarse(take: Array, size: int, what: str) -> Array:
 
 
 def viewed(before: Shape, after: Shape, part: Part) -> Part:
-    """The part of a tensor of shape ``before`` that is ``part`` of its view of shape ``after``. Raises Whole if there is none."""
+    """The part of a tensor of shape ``before`` that is ``part`` after a Reshape to ``after``. Raises Whole if there is none."""
     first, last, start, end = _merged(before, after, part.axis)
     inner, outer = before[first:last], after[start:end]
     if not all(isinstance(d, int) for d in (*inner, *outer)):
         raise Whole("a view of unknown sizes cuts it")
-    sizes, made = [int(d) for d in inner], [int(d) for d in outer]  # type: ignore[arg-type]
-    count = math.prod(made)
+    sizes, new_sizes = [int(d) for d in inner], [int(d) for d in outer]  # type: ignore[arg-type]
+    count = math.prod(new_sizes)
     if count > VIEW_LIMIT:
-        raise Whole(f"a view merges {count} places around it")
-    wanted = np.arange(count).reshape(made).take(part.take, axis=part.axis - start).reshape(-1)
-    places = np.arange(count).reshape(sizes)
+        raise Whole(f"a view merges or splits axes of {count} elements around it, more than {VIEW_LIMIT}")
+    wanted = np.arange(count).reshape(new_sizes).take(part.take, axis=part.axis - start).reshape(-1)
+    positions = np.arange(count).reshape(sizes)
     for axis, size in enumerate(sizes):
         along = wanted // math.prod(sizes[axis + 1 :]) % size
         _, order = np.unique(along, return_index=True)
         take = along[np.sort(order)]
-        if np.array_equal(places.take(take, axis=axis).reshape(-1), wanted):
+        if np.array_equal(positions.take(take, axis=axis).reshape(-1), wanted):
             return Part(first + axis, take)
     shown = " x ".join(map(str, sizes))
-    raise Whole(f"{part.size} of {after[part.axis]} are no part of {shown} along one axis")
+    raise Whole(f"{part.size} of {after[part.axis]} indices are not a part of {shown} along one axis")
 
 
 def _merged(before: Shape, after: Shape, axis: int) -> tuple[int, int, int, int]:
-    """The axes of ``before`` and of ``after`` (first, one past the last) that hold the same elements, around ``axis``."""
+    """The smallest runs of axes of ``before`` and ``after`` that hold the same elements, with ``axis`` in the run of ``after``.
+
+    Returns the first axis and one past the last axis of each run: ``before``'s, then ``after``'s."""
     i = j = 0
     while True:
         first, start = i, j

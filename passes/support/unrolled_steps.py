@@ -1,4 +1,4 @@
-"""Unrolled recurrences of pointwise steps: assigns operators to steps, and finds runs of equal steps."""
+"""Unrolled recurrences of pointwise steps: operators are assigned to steps, and runs of equal steps are found."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from optdnn.passes.support.parts import span
 from optdnn.types import Shape, normalize_axis
 
 LEAST = 4
-"""Fewest steps for which a scan pays."""
+"""Least number of steps for which a scan pays."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Position ``index`` of ``whole`` along ``axis``. ``view``: its axes as axes of ``whole``, -1 for an axis of size 1."""
+    """Position ``index`` of ``whole`` along ``axis``. ``view``: the axis of ``whole`` for each own axis, -1 for size 1."""
 
     whole: Value
     axis: int
@@ -62,7 +62,7 @@ def position(graph: Graph, value: Value) -> Position | None:
 
 
 def first_of_all(graph: Graph, values: Sequence[Value]) -> Position | None:
-    """The first of the values, if they are positions 0, 1, … of one tensor."""
+    """The position of the first of ``values``, if they are positions 0, 1, … of one tensor; else None."""
     found = [position(graph, v) for v in values]
     first = found[0]
     if first is None:
@@ -87,32 +87,34 @@ def _viewed(view: tuple[int, ...], before: Shape, after: Shape) -> tuple[int, ..
 
 @dataclass
 class Step:
-    """The correspondence of a step with the previous one. ``same``: value -> its counterpart in the previous step. ``states``:
-    state that the step reads -> state that the previous step reads."""
+    """The correspondence between a step and the previous step.
+
+    ``same``: value -> its counterpart in the previous step. ``states``: state that the step reads -> the state that the previous
+    step reads."""
 
     same: dict[Value, Value] = field(default_factory=dict)
     states: dict[Value, Value] = field(default_factory=dict)
 
 
 class Steps:
-    """The pointwise operators that compute ``results``, by the earliest step in which they can be computed."""
+    """The pointwise operators that compute ``results``. Each is assigned to the earliest step that can compute it."""
 
     def __init__(self, graph: Graph, results: Sequence[Value], backward: bool):
         self.graph, self.backward = graph, backward
         self.time: dict[Value, int] = {}
         """Value -> its step; -1 if it depends on no sequence."""
-        self.places: dict[Value, Position] = {}
+        self.positions: dict[Value, Position] = {}
         order = list(self._inner(results))
         indices: dict[tuple[Value, int, tuple[int, ...]], set[int]] = {}
-        for place in self.places.values():
-            indices.setdefault(place.sequence, set()).add(place.index)
-        self.count = max((len(found) for found in indices.values()), default=0)
-        self.places = {v: p for v, p in self.places.items() if 2 * len(indices[p.sequence]) > self.count}
+        for found in self.positions.values():
+            indices.setdefault(found.sequence, set()).add(found.index)
+        self.count = max((len(each) for each in indices.values()), default=0)
+        self.positions = {v: p for v, p in self.positions.items() if 2 * len(indices[p.sequence]) > self.count}
         """Values that are positions of sequences. A position that all steps read is an ordinary operand."""
-        last = max((p.index for p in self.places.values()), default=0)
+        last = max((p.index for p in self.positions.values()), default=0)
         for value in order:
-            if value in self.places:
-                index = self.places[value].index
+            if value in self.positions:
+                index = self.positions[value].index
                 self.time[value] = last - index if backward else index
             elif self._computes(value):
                 self.time[value] = max((self.time.get(v, -1) for v in self._reads(value)), default=-1)
@@ -136,8 +138,8 @@ class Steps:
             if value in seen:
                 continue
             seen.add(value)
-            if (place := position(self.graph, value)) is not None:
-                self.places[value] = place
+            if (found := position(self.graph, value)) is not None:
+                self.positions[value] = found
                 yield value
             elif self._computes(value):
                 stack.append((value, True))
@@ -145,10 +147,12 @@ class Steps:
 
     def member(self, value: Value) -> bool:
         """Whether a step computes ``value``."""
-        return self.time.get(value, -1) >= 0 and value not in self.places
+        return self.time.get(value, -1) >= 0 and value not in self.positions
 
     def compare(self, t: int, roots: Sequence[tuple[Value, Value]]) -> Step | None:
-        """The correspondence of step ``t`` with the previous step, if both compute ``roots`` in the same way; else None."""
+        """The correspondence between step ``t`` and the previous step; None if they differ.
+
+        ``roots``: pairs of values, one of each step, that both steps must compute in the same way."""
         step = Step()
         return step if all(self._same(t, a, b, step) for a, b in roots) else None
 
@@ -156,8 +160,8 @@ class Steps:
         """Whether ``a`` in step ``t`` corresponds to ``b`` in the previous step."""
         if a in step.same or a in step.states:
             return step.same.get(a, step.states.get(a)) == b
-        if a in self.places or b in self.places:
-            p, q = self.places.get(a), self.places.get(b)
+        if a in self.positions or b in self.positions:
+            p, q = self.positions.get(a), self.positions.get(b)
             ahead = -1 if self.backward else 1
             return p is not None and q is not None and p.sequence == q.sequence and p.index - q.index == ahead
         at = self.time.get(a, -1)
@@ -191,7 +195,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Scan:
-    """The equal steps ``first`` to ``last`` of ``steps``. ``alike[t]``: the correspondence of step t with the previous step."""
+    """The equal steps ``first`` to ``last`` of ``steps``. ``alike[t]``: the correspondence between steps ``t`` and ``t - 1``."""
 
     steps: Steps
     first: int
@@ -205,7 +209,7 @@ class Scan:
         return [v for v in self.steps.time if v in inside]
 
     def named(self) -> dict[Value, Value]:
-        """Each value that a step of the scan computes -> its counterpart in the template."""
+        """Value that a step of the scan computes -> its counterpart in the template."""
         found = {v: v for v in self.template}
         found |= {before: v for v, before in self.alike[self.first + 1].same.items()}
         for t in range(self.first + 2, self.last + 1):
@@ -214,7 +218,9 @@ class Scan:
 
 
 def find_scan(steps: Steps, results: Mapping[int, Value], first: int) -> Scan | Miss:
-    """The longest run of equal steps from ``first`` on, up to the last step with a result. ``results``: step -> its result."""
+    """The longest run of equal steps that ends at the last step with a result and begins at ``first`` or later.
+
+    ``results``: step -> its result."""
     last = max(results)
     alike: dict[int, Step] = {}
     for t in range(last, first, -1):
@@ -235,17 +241,17 @@ def find_scan(steps: Steps, results: Mapping[int, Value], first: int) -> Scan | 
 
 
 def _why_not(alike: Mapping[int, Step], first: int, last: int) -> str | None:
-    """Why the steps from ``first`` on are not those of a scan, or None.
+    """The reason why the steps from ``first`` on are not a scan, or None.
 
-    The values of different steps must correspond one to one: states that differ in one step must differ in the previous step. The
-    first step may begin with equal states.
+    The values of different steps must correspond one to one: states that differ in a step must differ in the previous step. The
+    first step is an exception: its states may be equal.
     """
     states, later = alike[first + 1].states, alike[first + 2].states
     if not states:
-        return "no step reads what the one before it computed"
+        return "no step reads a result of the previous step"
     apart = all(len(set(alike[t].states.values())) == len(alike[t].states) for t in range(first + 2, last + 1))
     return (
         None
         if apart and set(states) == set(later.values())
-        else "its first steps read other states than the later ones"
+        else "its first steps read other states than the later steps"
     )

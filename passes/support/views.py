@@ -1,10 +1,12 @@
-"""Values seen through reshapes and transposes, as data that can be simplified before it is written back as ops.
+"""Chains of reshapes and transposes as data, which can be simplified before it is written back as ops.
 
-A :class:`View` is a base value and the moves that lead from it to another value. Appending a move keeps the normal form:
+A :class:`View` is a base value and the moves (reshapes and transposes) that lead from it to another value. Moves are kept in a
+normal form when one is appended:
 
-- Neighbours merge, and moves without effect disappear.
-- An exchange of the last two axes moves in front of a Reshape that leaves them alone.
-- A Reshape that only splits axes moves in front of a Transpose, and merges with the Reshape before it.
+- Neighboring moves of one kind merge, and moves without effect disappear.
+- An exchange of the last two axes moves before a Reshape that does not change these axes.
+- A Reshape that only splits axes moves before a Transpose, and merges with the Reshape there.
+- A Transpose moves before a Reshape if it can then merge with another Transpose.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from optdnn.types import Shape
 
 @dataclass(frozen=True)
 class Move:
-    """One step: a Transpose by ``perm``, or (None) a Reshape. ``shape`` is the result's."""
+    """A Transpose by ``perm``, or a Reshape (``perm`` is None). ``shape`` is the shape of the result."""
 
     shape: Shape
     perm: tuple[int, ...] | None = None
@@ -41,25 +43,26 @@ class View:
         return self.moves[-1].shape if self.moves else self.before
 
     def reshape(self, shape: Shape) -> View:
-        """With a Reshape to ``shape`` after it."""
+        """The view followed by a Reshape to ``shape``."""
         return self._with(Move(tuple(shape)))
 
     def transpose(self, perm: tuple[int, ...]) -> View:
-        """With a Transpose after it."""
+        """The view followed by a Transpose."""
         return self._with(Move(tuple(self.shape[p] for p in perm), perm))
 
     def swap_last(self) -> View:
-        """With its last two axes exchanged."""
+        """The view with its last two axes exchanged."""
         return self.transpose(exchange_last(len(self.shape)))
 
     def moved(self, moves: Sequence[Move]) -> View:
-        """With ``moves`` after it."""
+        """The view followed by ``moves``."""
         view = self
         for move in moves:
             view = view.reshape(move.shape) if move.perm is None else view.transpose(move.perm)
         return view
 
     def _with(self, move: Move) -> View:
+        """The view followed by ``move``, in normal form."""
         last = self.moves[-1] if self.moves else None
         earlier = replace(self, moves=self.moves[:-1])
         if move.perm is None:
@@ -88,7 +91,7 @@ class View:
         return replace(self, moves=(*self.moves, move))
 
     def add_to(self, patch: Patch) -> Value | None:
-        """The view as ops of a patch; None where no constant target can express one of its reshapes."""
+        """Add the ops of the view; None if no constant target can express one of its reshapes."""
         value, shape = self.base, self.before
         for move in self.moves:
             if move.perm is not None:
@@ -112,7 +115,9 @@ class View:
 
 
 def _through(before: Shape, after: Shape, perm: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The permutation of ``before`` that takes the place of one of ``after``, a Reshape of it; None where it tears axes apart."""
+    """The permutation of ``before`` that does the same as the permutation ``perm`` of its Reshape ``after``.
+
+    None if ``perm`` separates axes that the Reshape splits from one group of axes."""
     lined = groups(before, after)
     if lined is None:
         return None
@@ -124,32 +129,32 @@ def _through(before: Shape, after: Shape, perm: tuple[int, ...]) -> tuple[int, .
             order.append(k)
         elif position == 0 or owner[perm[position - 1]] != (k, n - 1):
             return None
-    silent = [k for k, (_, right) in enumerate(lined) if not right]  # axes of one element that the Reshape drops
-    return tuple(i for k in (*order, *silent) for i in lined[k][0])
+    dropped = [k for k, (_, right) in enumerate(lined) if not right]  # axes of size 1 that the Reshape removes
+    return tuple(i for k in (*order, *dropped) for i in lined[k][0])
 
 
 def _split(before: Shape, perm: tuple[int, ...], after: Shape) -> tuple[Shape, tuple[int, ...]] | None:
-    """A Reshape of ``before`` and a Transpose that do the same as Transpose ``perm`` and a Reshape to ``after``.
+    """(shape, permutation) of a Reshape and a Transpose that do the same as Transpose ``perm`` and a Reshape to ``after``.
 
-    None where that Reshape does more than split axes.
+    None if the latter Reshape does more than split axes.
     """
     lined = groups(tuple(before[p] for p in perm), after)
     if lined is None or any(len(left) != 1 for left, _ in lined):
         return None
     parts = {perm[left[0]]: right for left, right in lined}  # axis of before -> axes of after
     shape = tuple(after[j] for axis in range(len(before)) for j in parts[axis])
-    place = {j: n for n, j in enumerate(j for axis in range(len(before)) for j in parts[axis])}
-    return shape, tuple(place[j] for j in range(len(after)))
+    position = {j: n for n, j in enumerate(j for axis in range(len(before)) for j in parts[axis])}
+    return shape, tuple(position[j] for j in range(len(after)))
 
 
 def keeps_last_two(before: Shape | None, after: Shape | None) -> bool:
-    """Whether a Reshape regroups only leading axes."""
+    """Whether a Reshape from ``before`` to ``after`` keeps the last two axes."""
     known = before is not None and after is not None and len(before) >= 2 and len(after) >= 2
     return known and before[-2:] == after[-2:]  # type: ignore[index]
 
 
 def groups(fine: Shape, coarse: Shape) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
-    """The axes of two shapes in groups of equal products, in order; None where they do not line up so.
+    """The axes of two shapes in the smallest groups with equal products, in order; None if there are no such groups.
 
     (2, 64, 3) and (128, 3) give [((0, 1), (0,)), ((2,), (1,))].
     """
@@ -175,14 +180,14 @@ def groups(fine: Shape, coarse: Shape) -> list[tuple[tuple[int, ...], tuple[int,
 
 
 def _smaller(a: DimLike, b: DimLike) -> bool:
-    """Whether a product that is now ``a`` has to grow to reach ``b``; symbols count as large."""
+    """Whether the product ``a`` of sizes is smaller than the product ``b``; symbols count as large."""
     if isinstance(a, int) and isinstance(b, int):
         return a < b
     return isinstance(a, int)
 
 
 def trace(graph: Graph, value: Value) -> View | None:
-    """The view of ``value`` through the reshapes and transposes that make it; None where a rank is unknown."""
+    """The view that ends at ``value``: all reshapes and transposes before it, and their base. None if its rank is unknown."""
     moves: list[Move] = []
     while True:
         op, shape = graph.op(value), shape_of(graph, value)

@@ -128,7 +128,7 @@ def test_any_number_is_refused() -> None:
     """All of any number of scores above the threshold, in order."""
     text = level().replace("pair = Concat<axis = 0>(most, size)", "pair = Identity(size)")
     text = text.replace("float[12] scores, float[12,4]", "float[m] scores, float[m,4]")
-    check_refused(MaskedRows(), text, because="how many there are is unknown", rule="best_rows", context=GPU)
+    check_refused(MaskedRows(), text, because="their number is unknown", rule="best_rows", context=GPU)
 
 
 @pytest.mark.parametrize("old_new", [("Greater(scores, t)", "Greater(t, scores)"), ("LARGEST", "0")])

@@ -66,7 +66,7 @@ def test_refused() -> None:
     check_refused(Parts(), n.done(n.op("Relu", joined), n.op("Exp", parts[0])), because="or are read elsewhere")
     n = Net(np.float64)
     wide = n.op("Concat", n.conv(n.input(2, 6, 7, 5), 4), n.input(2, 3, 7, 5, name="y"), attrs=ConcatAttrs(1))
-    check_refused(Parts(), n.done(n.op("Relu", wide)), because="parts that are no convolutions' results")
+    check_refused(Parts(), n.done(n.op("Relu", wide)), because="operands that are not results of convolutions")
     n = Net(np.float64)
     slopes = n.op("PRelu", mixed(n)[0], n.random(12, 1, 1))
     check_refused(Parts(), n.done(slopes), because="more than scalars")

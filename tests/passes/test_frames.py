@@ -80,7 +80,7 @@ def computed() -> Graph:
 @pytest.mark.parametrize(
     ("graph", "because"),
     [
-        (lambda: bank(2, 1, 8, 300), "of an image"),
+        (lambda: bank(2, 1, 8, 300), "its operand is an image"),
         (dilated, "leaves out samples"),
         (computed, "not constant"),
         (lambda: bank(2, 1, symbol("samples")), "number of samples"),

@@ -67,7 +67,7 @@ def test_tables_of_one_index_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     check_untouched(JoinedTables(), by_one_index((8, 8), constant=True))
     check_refused(JoinedTables(), by_one_index((8,), turns=True), because="angles of rotary")
     monkeypatch.setattr(tables_of_one_index, "SHARED_BYTES", 8)
-    check_refused(JoinedTables(), by_one_index((8, 8), shared=1), because="others read the table")
+    check_refused(JoinedTables(), by_one_index((8, 8), shared=1), because="other operators also read the table")
     monkeypatch.setattr(tables_of_one_index, "MOST_BYTES", 8)
     check_refused(JoinedTables(), by_one_index((8, 8)), because="too large to be joined")
 

@@ -155,4 +155,4 @@ def test_reductions_that_are_refused() -> None:
     check_refused(NESTED, n.done(reduced(n, inner, (2,)), n.op("Relu", inner)), because="is used 2 times")
     n = Net()
     y = reduced(n, reduced(n, n.input(4, 6, 5), (0,)), (2,))
-    check_refused(NESTED, n.done(y), because="the axes that are reduced do not lie together")
+    check_refused(NESTED, n.done(y), because="the reduced axes are not adjacent")

@@ -61,7 +61,9 @@ def test_columns_follow_one_another(form: str) -> None:
 
 def test_what_is_no_product_stays() -> None:
     check_refused(
-        HoistViews(), heads(computed=True), because="its rows are not those of a product with a constant matrix alone"
+        HoistViews(),
+        heads(computed=True),
+        because="its operand is not a product with a constant matrix that only it reads",
     )
 
 

@@ -58,7 +58,7 @@ def test_steps_that_read_no_state_stay(kind: str) -> None:
     n = Net()
     x = n.input(2, STEPS, 4)
     rows = [n.op(kind, taken(n, x, 1, t)) for t in range(STEPS)]
-    check_refused(PASS, n.done(stacked(n, rows, 1)), because="no step reads what the one before it computed")
+    check_refused(PASS, n.done(stacked(n, rows, 1)), because="no step reads a result of the previous step")
 
 
 def test_a_different_step_near_the_end_stops_it() -> None:
@@ -90,7 +90,7 @@ def test_states_that_move_along_stay() -> None:
         now = taken(n, x, 1, t)
         cells = [n.op("Mul", c, now) for c in cells[1 : STEPS + 1 - t]]
         rows.append(n.op("Add", cells[0], now))
-    check_refused(PASS, n.done(stacked(n, rows, 1)), because="read other states than the later ones")
+    check_refused(PASS, n.done(stacked(n, rows, 1)), because="read other states than the later steps")
 
 
 def test_products_with_other_rows_stay() -> None:

@@ -246,6 +246,9 @@ static inline void named_barrier(u32 id, u32 count) {
     while (named[id].turn == turn);
     found++;
 }
+static inline void named_barrier_arrive(u32 id, u32 count) {
+    if (++named[id].arrived == count) named[id].arrived = 0, named[id].turn++;
+}
 struct alignas(64) TensorMap { u64 opaque[16]; };      // address, columns, rows, bytes of a row, box; the box's rows have 128 bytes
 static inline void tma_prefetch(const TensorMap*) {}
 static inline void tma_load_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y) {
@@ -398,7 +401,7 @@ static inline void copy_16_or_zeros(u32 target, const void* source, int bytes) {
 static inline void copies_commit() { copies[threadIdx.x].push_back({}); }
 template <int PENDING> static void copies_wait_but();
 
-// Clusters whose blocks send one another numbers, once. The blocks run one after another, and twice: first for what they send (they end
+// Clusters whose blocks send one another numbers, once. Several groups of warps may wait, each with a barrier of its own. The blocks run one after another, and twice: first for what they send (they end
 // where they wait for what others send), then with what was sent to them.
 struct Sent { u32 target, barrier; float v[4]; };
 static std::vector<Sent> sent[16];
@@ -421,7 +424,8 @@ static void barrier_wait_cluster(u32 barrier, u32 parity) {
         memcpy(memory + s.target, s.v, 16);
         barrier_at(s.barrier).bytes -= 16;
     }
-    if (!received) settle(barrier_at(barrier));
+    if (!received)
+        for (const Sent& s : sent[cluster_rank()]) settle(barrier_at(s.barrier));
     received = true;
     barrier_wait(barrier, parity);
 }

@@ -21,6 +21,10 @@ BOX_K, SPAN = 64, 128
 BARRIER_BYTES = 1024
 MOST_BLOCKS = 65535
 """Most blocks along the grid's second axis."""
+REGISTERS = 65536
+"""Registers of a multiprocessor."""
+OTHER_REGISTERS, MOST_OTHER_REGISTERS = 44, 60
+"""Registers of a thread beside its accumulators, without a residual and at most."""
 SHARED = 232448
 """Bytes of shared memory that a block of any Hopper GPU may have."""
 
@@ -28,29 +32,37 @@ SHARED = 232448
 @dataclass(frozen=True, order=True)
 class Config:
     """A block computes ``columns`` columns and ``rows`` rows, with ``stages`` chunks of K in its ring. A cluster of ``split`` blocks shares
-    K."""
+    K. In a block, ``teams`` teams of warps take the chunks in turn."""
 
     rows: int
     stages: int
     split: int = 1
     columns: int = 128
+    teams: int = 1
 
     @property
     def warps(self) -> int:
-        """Multiplying warps: one per tile of columns."""
+        """Multiplying warps of a team: one per tile of columns."""
         return self.columns // tiles.CHANNELS
 
     @property
     def threads(self) -> int:
-        """Threads of a block: one or two multiplying warpgroups, and a loading warp (a whole warpgroup if registers are reallocated)."""
-        return self.warps * 32 + (128 if self.rows > 128 and self.warps > 4 else 32)
+        """Threads of a block: the teams, and a loading warp (a whole warpgroup if registers are reallocated)."""
+        return self.teams * self.warps * 32 + (128 if self.rows > 128 and self.warps > 4 else 32)
 
     def __str__(self) -> str:
-        return f"packed{self.columns}x{self.rows}s{self.stages}{f'k{self.split}' if self.split > 1 else ''}"
+        split, teams = (f"{letter}{n}" if n > 1 else "" for letter, n in (("k", self.split), ("t", self.teams)))
+        return f"packed{self.columns}x{self.rows}s{self.stages}{split}{teams}"
 
 
 ROWS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
-CONFIGS = tuple(Config(*sizes) for sizes in itertools.product(ROWS, (3, 4, 6, 8), (1, 2, 3, 4, 8), (64, 128)))
+SHAPES = ((128, 1), (64, 1), (64, 2), (128, 2))
+"""Columns of a block, and its teams."""
+CONFIGS = tuple(
+    Config(*sizes, columns, teams)
+    for *sizes, (columns, teams) in itertools.product(ROWS, (3, 4, 6, 8), (1, 2, 3, 4, 8), SHAPES)
+    if sizes[1] % teams == 0 and sizes[1] > teams
+)
 _KNOWN = frozenset(CONFIGS)
 
 
@@ -67,19 +79,24 @@ def stage_bytes(problem: Problem, config: Config) -> int:
 
 
 def own_rows(config: Config) -> int:
-    """Rows that a block finishes if K is shared."""
-    return -(-config.rows // 8 // config.split) * 8
+    """Rows that a team of a block finishes if K is shared."""
+    return -(-config.rows // config.teams // 8 // config.split) * 8
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Bytes of dynamic shared memory of a block: the ring, and the partial sums that the blocks of its cluster send."""
-    sums = own_rows(config) * config.split * config.columns * 4 if config.split > 1 else 0
+    sums = own_rows(config) * config.split * config.teams * config.columns * 4 if config.split > 1 else 0
     return BARRIER_BYTES + config.stages * stage_bytes(problem, config) + sums
 
 
-def _pass(config: Config) -> int:
-    """Rows of accumulators that are in shared memory at a time if K is not shared."""
-    return next((n for n in (64, 48) if config.rows % n == 0), config.rows)
+def _sum_bytes(config: Config) -> int:
+    """Bytes of accumulators that take the place of the ring."""
+    pitch = (config.columns + 4) * 4
+    if config.teams > 1:  # those that the teams exchange, and the sums
+        return config.rows * config.columns * 4 + config.teams * own_rows(config) * pitch
+    if config.split > 1:
+        return own_rows(config) * pitch
+    return next((n for n in (64, 48) if config.rows % n == 0), config.rows) * pitch
 
 
 def refuse(problem: Problem, config: Config) -> str | None:
@@ -90,16 +107,37 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return f"its {problem.rows} rows need more than {MOST_BLOCKS} blocks"
     if shared_bytes(problem, config) > SHARED:
         return "its ring and accumulators do not fit shared memory"
-    if config.split == 1 and config.stages * stage_bytes(problem, config) < _pass(config) * (config.columns + 4) * 4:
+    if config.stages * stage_bytes(problem, config) < _sum_bytes(config):
         return "its accumulators do not fit the memory of its ring"
-    if config.split > 1 and (problem.chunks < 2 * config.split or config.rows < 8 * config.split):
+    if config.teams > 1 and (why := _refuse_teams(problem, config)) is not None:
+        return why
+    if config.split > 1 and (problem.chunks < 2 * config.split or config.rows < 8 * config.split * config.teams):
         return f"{problem.chunks} chunks and {config.rows} rows are too few for {config.split} blocks"
+    return None
+
+
+def _registers(config: Config, blocks: int) -> int:
+    """Registers that a thread may have if a multiprocessor runs ``blocks`` blocks. Each of four schedulers has a quarter of the registers."""
+    warps = -(-config.threads * blocks // 128) * 4
+    return REGISTERS // (warps * 32) // 8 * 8
+
+
+def _refuse_teams(problem: Problem, config: Config) -> str | None:
+    """Why a block of this size has no work or no room for several teams, or None."""
+    if problem.chunks // config.split < config.teams:
+        return f"{problem.chunks} chunks are too few for {config.teams} teams in {config.split} blocks"
+    if config.rows // 2 + MOST_OTHER_REGISTERS > _registers(config, 1):
+        return "its accumulators do not fit registers"
     return None
 
 
 def resident(problem: Problem, config: Config) -> int:
     """Blocks per multiprocessor that registers must allow. With room for two, blocks of the next kernel start beside this kernel's."""
-    narrow = config.warps <= 4 or config.rows <= (32 if problem.residual else 64)
+    if config.teams > 1:
+        others = MOST_OTHER_REGISTERS if problem.residual else OTHER_REGISTERS
+        narrow = config.rows // 2 + others <= _registers(config, 2)
+    else:
+        narrow = config.warps <= 4 or config.rows <= (32 if problem.residual else 64)
     few = narrow and tiles.groups_of(problem.bits, problem.block) == 1
     return 2 if few and 2 * (shared_bytes(problem, config) + 1024) <= SHARED + 1024 else 1
 
@@ -112,7 +150,7 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
     """The kernel's recipe. ``checked``: a wait that never ends traps."""
     found = {
-        "WARPS": config.warps, "BN": config.rows, "STAGES": config.stages, "SPLIT": config.split,
+        "WARPS": config.warps, "TEAMS": config.teams, "BN": config.rows, "STAGES": config.stages, "SPLIT": config.split,
         "RESIDENT": resident(problem, config), "HAS_RESIDUAL": int(problem.residual), **defines(problem),
     }  # fmt: skip
     instruction = render.pixels_instruction(config.rows, problem.dtype)
@@ -167,6 +205,7 @@ SUMS = 0.15e-6
 """Seconds to exchange partial sums."""
 UNPACK = {(4, 64): 251, (4, 128): 370, (8, 64): 290, (8, 128): 429}
 """Cycles in which a block unpacks 64 elements of K, by bits (2 counts as 4) and columns."""
+TEAMS = {1: 1.0, 2: 0.6}
 BESIDE = {64: 0.46, 128: 0.33}
 """Share of the shorter of unpacking and products that the longer one does not hide: a single warpgroup hides little."""
 FETCH = 0.62e-6
@@ -190,9 +229,9 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     shared = CROWDED if together < room and 2 * blocks > many else together
     running = min(blocks, many * together)
     multiply = config.columns * config.rows * problem.chunk / (gpu.matrix_ops / 2)
-    unpack = UNPACK[max(problem.bits, 4), config.columns] * problem.chunk / 64
+    unpack = UNPACK[max(problem.bits, 4), config.columns] * TEAMS[config.teams] * problem.chunk / 64
     most, least = max(multiply, unpack), min(multiply, unpack)
-    step = shared * (most + BESIDE[config.columns] * least) / gpu.clock
+    step = shared * (most + (BESIDE[config.columns] if config.teams == 1 else 0.3) * least) / gpu.clock
     weights = config.columns * problem.chunk * problem.bits / 8
     fetch = FETCH / (config.stages - 1) + weights * running / rows / BANDWIDTH
     level_2 = (config.rows * problem.chunk * 2 + weights) * running / LEVEL_2

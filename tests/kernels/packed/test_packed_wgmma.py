@@ -50,6 +50,10 @@ SIZES = {
     "clusters of four": (Case(96, 61, 1200, block=16, zeros="float16"), wgmma.Config(96, 3, 4)),
     "64 columns": (Case(50, 200, 1100, zeros="uint8", stages=(("add",),)), wgmma.Config(64, 3, 1, 64)),
     "64 columns, K shared": (Case(33, 61, 2000, "uint8", 64), wgmma.Config(32, 4, 4, 64)),
+    "two teams": (Case(100, 130, 1024, block=32, zeros="uint8", stages=(("add",),)), wgmma.Config(96, 4, 1, 64, 2)),
+    "two teams, an odd number of chunks": (Case(33, 130, 1000, "uint8", 64), wgmma.Config(48, 4, 1, 64, 2)),
+    "two teams, K shared": (Case(50, 61, 1100, block=64, stages=GATED), wgmma.Config(64, 4, 2, 64, 2)),
+    "two teams, K shared by three": (Case(60, 61, 1900), wgmma.Config(64, 4, 3, 64, 2)),
     "192 rows": (Case(150, 70, 700), wgmma.Config(192, 3)),
     "8-bit floats": (Case(33, 48, 500, "fp8_e4m3", 128, "", "float32"), wgmma.Config(64, 3)),
 }
@@ -63,7 +67,7 @@ def run(case: Case, config: wgmma.Config, folder: Path) -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", sweep(SIZES, "9 rows", "8 bits, bf16"))
+@pytest.mark.parametrize("name", sweep(SIZES, "9 rows", "8 bits, bf16", "two teams, K shared"))
 def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
     run(*SIZES[name], tmp_path)
 
@@ -72,7 +76,10 @@ def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "faulty"),
     [
-        ("barrier_arrive(ring.empty + 8 * (stage.index ? stage.index - 1 : STAGES - 1));", ";"),
+        (
+            "barrier_arrive(ring.empty + 8 * (stage.index < TEAMS ? stage.index + STAGES - TEAMS : stage.index - TEAMS));",
+            ";",
+        ),
         ("barrier_wait(ring.full + 8 * ahead.index, ahead.parity);", ""),
     ],
     ids=["stages are never free", "stages are read too early"],
