@@ -83,8 +83,8 @@ def behind_norm_of_pixel(graph: Graph, op: Op) -> Match | None:
         return None
 
     def build(patch: Patch) -> Value:
-        made = patch.add(user.kind, [norm.value, *user.inputs[1:]], user.attrs, src=user.src)
-        return patch.add(op.kind, [made, *op.inputs[1:]], op.attrs, src=op.src)
+        moved = patch.add(user.kind, [norm.value, *user.inputs[1:]], user.attrs, src=user.src)
+        return patch.add(op.kind, [moved, *op.inputs[1:]], op.attrs, src=op.src)
 
     return Match((user, op), build)
 
@@ -112,10 +112,10 @@ def behind_channel_norm(graph: Graph, op: Op) -> Match | None:
         before = {op.value: operand(op)}
         for v in others:
             before[v] = patch.add("Transpose", [v], TransposeAttrs(channels_to_last(len(dims))))
-        made = patch.add(
+        moved = patch.add(
             user.kind, [v if v is None else before.get(v, v) for v in user.inputs], user.attrs, src=user.src
         )
-        return patch.add("Transpose", [made], op.attrs, src=op.src)
+        return patch.add("Transpose", [moved], op.attrs, src=op.src)
 
     return Match((user, op), build)
 

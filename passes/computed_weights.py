@@ -41,14 +41,14 @@ def conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     x, w = sizes
     a, kernel, results = op.attrs, w[2:], graph.type(op.value).static_shape
-    places = list(results[2:])
-    whole = [*places[:-1], places[-1] + (-places[-1] % WHOLE if math.prod(places) % WHOLE else 0)]
+    positions = list(results[2:])
+    whole = [*positions[:-1], positions[-1] + (-positions[-1] % WHOLE if math.prod(positions) % WHOLE else 0)]
     filters, channels = w[0] // a.group, w[1]
     if (refusal := _refusal(graph, op, x[0] * a.group, (filters, channels, *kernel))) is not False:
         return refusal
 
     def build(patch: Patch) -> Value:
-        columns = _columns(patch, operand(op), (x[0] * a.group, channels, *x[2:]), op, whole, whole[-1] - places[-1])
+        columns = _columns(patch, operand(op), (x[0] * a.group, channels, *x[2:]), op, whole, whole[-1] - positions[-1])
         taps = math.prod(kernel)
         rows = reshaped(patch, operand(op, 1), (a.group, filters, channels, taps))
         rows = patch.add("Transpose", [rows], TransposeAttrs((0, 1, 3, 2)))
@@ -59,12 +59,12 @@ def conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | None:
         columns = reshaped(patch, columns, (x[0], a.group, taps * channels, math.prod(whole)))
         y = patch.add("MatMul", [rows, columns], MatMulAttrs())
         y = reshaped(patch, y, (x[0], w[0], *whole))
-        if whole != places:
-            y = _sliced(patch, y, [0], places[-1:], [len(whole) + 1], [1])
+        if whole != positions:
+            y = _sliced(patch, y, [0], positions[-1:], [len(whole) + 1], [1])
         bias = op.input(2)
         if bias is None:
             return y
-        return patch.add("Add", [y, reshaped(patch, bias, (1, w[0], *(1 for _ in places)))])
+        return patch.add("Add", [y, reshaped(patch, bias, (1, w[0], *(1 for _ in positions)))])
 
     return Match((op,), build)
 
@@ -122,22 +122,22 @@ def _refusal(graph: Graph, op: Op, groups: int, w: Sequence[int]) -> Miss | Lite
         return Miss(
             "its filters are computed, but a group has a single filter or channel, so that it is no product of matrices"
         )
-    places = math.prod(graph.type(op.value).static_shape[2:])
-    return None if groups * math.prod(w) * places < LEAST else False
+    positions = math.prod(graph.type(op.value).static_shape[2:])
+    return None if groups * math.prod(w) * positions < LEAST else False
 
 
-def _columns(patch: Patch, x: Value, shape: Sequence[int], op: Op, places: Sequence[int], more: int) -> Value:
+def _columns(patch: Patch, x: Value, shape: Sequence[int], op: Op, positions: Sequence[int], more: int) -> Value:
     """The pixels under each tap: (groups of all images, taps * channels, *places).
 
-    ``places``: the sizes of the result, with ``more`` padding positions at the end of the last axis."""
-    a, rank = op.attrs, len(places)
+    ``positions``: the sizes of the result, with ``more`` padding positions at the end of the last axis."""
+    a, rank = op.attrs, len(positions)
     x = reshaped(patch, x, tuple(shape))
     after = [*a.pads[rank:-1], a.pads[-1] + more * a.strides[-1]]
     x = _padded(patch, x, [0, 0, *a.pads[:rank]], [0, 0, *after])
     parts = []
     for tap in itertools.product(*map(range, patch.graph.type(operand(op, 1)).static_shape[2:])):
         starts = [t * d for t, d in zip(tap, a.dilations, strict=True)]
-        ends = [s + (n - 1) * by + 1 for s, n, by in zip(starts, places, a.strides, strict=True)]
+        ends = [s + (n - 1) * by + 1 for s, n, by in zip(starts, positions, a.strides, strict=True)]
         parts.append(_sliced(patch, x, starts, ends, range(2, rank + 2), a.strides))
     return parts[0] if len(parts) == 1 else patch.add("Concat", parts, ConcatAttrs(axis=1))
 

@@ -77,8 +77,8 @@ def _factors(graph: Graph, op: Op) -> _Factors | str:
     first, second = product.inputs
     assert first is not None
     assert second is not None
-    made = producer(graph, op.inputs[0], {"DynamicQuantizeLinear", "QuantizeLinear"})
-    if graph.constant_value(first) is not None or (made is not None and second in _scales(made)):
+    quantizer = producer(graph, op.inputs[0], {"DynamicQuantizeLinear", "QuantizeLinear"})
+    if graph.constant_value(first) is not None or (quantizer is not None and second in _scales(quantizer)):
         first, second = second, first
     if graph.type(first).dims not in ONE:
         return "its data have a scale per row"

@@ -102,8 +102,8 @@ def unrounded(graph: Graph, value: Value) -> Value:
 
     Reading the float is more exact, and saves the DequantizeLinear."""
     op = source(graph, value)
-    made = None if op is None else producer(graph, op.inputs[0], {"QuantizeLinear"})
-    return value if made is None or graph.type(operand(made)) != graph.type(value) else operand(made)
+    quantizer = None if op is None else producer(graph, op.inputs[0], {"QuantizeLinear"})
+    return value if quantizer is None or graph.type(operand(quantizer)) != graph.type(value) else operand(quantizer)
 
 
 def quantization(graph: Graph, value: Value) -> tuple[Op, QuantParams] | None:
@@ -340,9 +340,9 @@ def _stored_narrow(graph: Graph, one: Op) -> bool:
     and the scale is constant."""
     if any(v is not None and graph.constant_value(v) is None for v in one.inputs[1:]):
         return False
-    made = graph.op(operand(one))
-    pointwise = made.kind in STRUCTURAL or made.definition.traits.pointwise
-    return one.outputs[0].type.dtype.itemsize == 1 and not pointwise and made.kind not in WEIGHTED | PRODUCTS
+    inner = graph.op(operand(one))
+    pointwise = inner.kind in STRUCTURAL or inner.definition.traits.pointwise
+    return one.outputs[0].type.dtype.itemsize == 1 and not pointwise and inner.kind not in WEIGHTED | PRODUCTS
 
 
 class FoldQuantized(Pass):

@@ -82,8 +82,8 @@ class PrologueScaleShift(_Prologue):
         return (op.inputs[0], False) if op.kind in ACTIVATIONS and len(op.inputs) == 1 else (None, False)
 
     def _refusal(self, graph: Graph, linear: Linear, op: Op, x: Value, value: Value) -> Miss | None:
-        if op.kind == "Add" and (made := resized_picture(graph, x)) is not None:
-            return Miss(f"{made.name}, which resizes a picture, adds it in its own launch")
+        if op.kind == "Add" and (resize := resized_picture(graph, x)) is not None:
+            return Miss(f"{resize.name}, which resizes a picture, adds it in its own launch")
         return super()._refusal(graph, linear, op, x, value)
 
 

@@ -230,8 +230,8 @@ def _with_one_kernel(graph: Graph, mine: Member, members: list[Member], precisio
     """The members. If a Concat joins members with ``mine`` that differ from it only in kernel size and padding, they get one common
     kernel size where that pays."""
     concat = graph.sole_user(mine.op.value)
-    made = graph.type(mine.op.value)
-    if concat is None or concat.kind != "Concat" or not made.is_static:
+    result = graph.type(mine.op.value)
+    if concat is None or concat.kind != "Concat" or not result.is_static:
         return members
     alike = {m.op.value: m for m in members if _but_kernel(m) == _but_kernel(mine)}
     at, run = concat.inputs.index(mine.op.value), list[Member]()
@@ -244,8 +244,8 @@ def _with_one_kernel(graph: Graph, mine: Member, members: list[Member], precisio
         return members
     attrs, weights = wide
     zeros = sum(w.size for w in weights) - sum(m.weight.size for m in run)
-    places = math.prod(made.static_shape) // mine.width
-    if zeros * places > (kernels - 1) * LAUNCH_PRODUCTS["16" in precision or "8" in precision]:
+    positions = math.prod(result.static_shape) // mine.width
+    if zeros * positions > (kernels - 1) * LAUNCH_PRODUCTS["16" in precision or "8" in precision]:
         return members
     kind, plain, _, *rest = mine.key
     key = (kind, replace(plain, pads=attrs.pads), weights[0].shape[2:], *rest)
@@ -279,10 +279,10 @@ def _family(graph: Graph, members: Sequence[Member]) -> Family:
     concat = graph.sole_user(op.value)
     if concat is None or concat.kind != "Concat" or concat.attrs.axis % rank != axis:
         return Family(tuple(members), axis, None)
-    places = {m.op.value: concat.inputs.index(m.op.value) for m in members if graph.sole_user(m.op.value) == concat}
-    if len(places) < len(members) or max(places.values()) - min(places.values()) != len(members) - 1:
+    slots = {m.op.value: concat.inputs.index(m.op.value) for m in members if graph.sole_user(m.op.value) == concat}
+    if len(slots) < len(members) or max(slots.values()) - min(slots.values()) != len(members) - 1:
         return Family(tuple(members), axis, None)
-    return Family(tuple(sorted(members, key=lambda m: places[m.op.value])), axis, concat)
+    return Family(tuple(sorted(members, key=lambda m: slots[m.op.value])), axis, concat)
 
 
 def _unprofitable(graph: Graph, x: Value, family: Family, target: str) -> str | None:

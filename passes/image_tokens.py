@@ -188,8 +188,8 @@ def channel_attention(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if not _read_as_image(graph, back.value):
         return Miss("no operator on images reads it")
-    made = [flat for flat in flats if flat is not None]
-    targets = {f.id: reshape_target(*_rows_of_tokens(graph, f)) for f in made}
+    reshapes = [flat for flat in flats if flat is not None]
+    targets = {f.id: reshape_target(*_rows_of_tokens(graph, f)) for f in reshapes}
     target = reshape_target((before[0], before[3], before[1], before[2]), (image[0], *image[2:], image[1]))
     if target is None or None in targets.values():
         return _INEXPRESSIBLE
@@ -197,7 +197,7 @@ def channel_attention(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> None:
         given = list(op.inputs)
-        for slot, flat in enumerate(made):
+        for slot, flat in enumerate(reshapes):
             rows = reshaped(patch, patch.add("Transpose", [operand(flat)], turn, src=flat.src), targets[flat.id] or ())
             y = patch.add("Transpose", [rows], TransposeAttrs((0, 2, 3, 1)), src=flat.src)
             norm = graph.op(operand(op, slot))
@@ -206,7 +206,7 @@ def channel_attention(graph: Graph, op: Op) -> Match | Miss | None:
         patch.replace(back.value, patch.add("Transpose", [reshaped(patch, tokens, target)], turned))
 
     norms = (graph.op(operand(op, slot)) for slot in range(3))
-    return Match((op, back, *{o.id: o for o in (*norms, *made)}.values()), build)
+    return Match((op, back, *{o.id: o for o in (*norms, *reshapes)}.values()), build)
 
 
 def _of_channels(graph: Graph, value: Value) -> Op | None:

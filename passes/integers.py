@@ -166,11 +166,11 @@ def recentred(graph: Graph, op: Op) -> Match | Miss | None:
     centred = replace(op.attrs, output_dtype=UINT8 if shift > 0 else INT8)
 
     def build(patch: Patch) -> None:
-        made = patch.add("QuantizeLinear", op.inputs[:2], centred, name=op.outputs[0].name)
+        quantized = patch.add("QuantizeLinear", op.inputs[:2], centred, name=op.outputs[0].name)
         for user in users:
             name, zero = user.outputs[0].name, graph.constant_value(user.input(2))
             moved = ((0 if zero is None else zero.astype(np.int16)) + np.int16(shift)).astype(centred.output_dtype)
-            operands = [made, user.inputs[1], patch.constant(np.asarray(moved), f"{name}/zero_point")]
+            operands = [quantized, user.inputs[1], patch.constant(np.asarray(moved), f"{name}/zero_point")]
             new = patch.add("DequantizeLinear", operands, user.attrs, name=name, src=user.src)
             patch.replace(user.value, new)
 

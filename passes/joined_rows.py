@@ -48,14 +48,14 @@ def aligned_rows_first(graph: Graph, op: Op) -> Match | Miss | None:
     if any(w is None for w in weights):
         return Miss("the joined rows are read by more than products with constant matrices")
     order = sorted(range(len(widths)), key=lambda k: widths[k] % ALIGNED != 0)
-    places = np.concatenate([np.arange(starts[k], starts[k] + widths[k]) for k in order])
+    rows = np.concatenate([np.arange(starts[k], starts[k] + widths[k]) for k in order])
 
     def build(patch: Patch) -> None:
         joined = patch.add("Concat", [op.inputs[k] for k in order], op.attrs)
         for user, weight in zip(users, weights, strict=True):
             assert weight is not None
             name = graph.output(user.value).name
-            matrix = patch.constant(np.ascontiguousarray(weight[0][places]), f"{name}.weight")
+            matrix = patch.constant(np.ascontiguousarray(weight[0][rows]), f"{name}.weight")
             y = patch.add("MatMul", [joined, matrix], MatMulAttrs())
             if weight[1] is not None:
                 y = patch.add("Add", [y, patch.constant(weight[1], f"{name}.bias")])

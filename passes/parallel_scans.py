@@ -47,8 +47,8 @@ def parallel_scan(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("the results of all its iterations would take too much memory")
 
     def build(patch: Patch) -> None:
-        made = _Parallel(patch, op, trips).results()
-        for port, new in enumerate(made):
+        results = _Parallel(patch, op, trips).results()
+        for port, new in enumerate(results):
             if graph.uses(Value(op.id, port)):
                 patch.replace(Value(op.id, port), new)
 

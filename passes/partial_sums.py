@@ -57,20 +57,20 @@ class PartialSum(Rule):
             return Miss("neither tensor comes from a convolution with constant weights and no other reader")
         if context.precision not in PRECISIONS:
             return Miss(f"products with zeros are not for {context.precision}")
-        for term, made in zip(terms, convolutions, strict=True):
+        for term, convolution in zip(terms, convolutions, strict=True):
             channels = graph.type(term.source).static_shape[1]
-            if made is None and not _in_order(term.rows, channels):
+            if convolution is None and not _in_order(term.rows, channels):
                 return Miss(f"the channels of {graph.op(term.source).name} go to several ranges")
-            if made is not None and len(term.rows) > MOST_FILTERS * channels:
-                return Miss(f"{made.name} would have more than {MOST_FILTERS} times as many filters")
+            if convolution is not None and len(term.rows) > MOST_FILTERS * channels:
+                return Miss(f"{convolution.name} would have more than {MOST_FILTERS} times as many filters")
         covered = {x.id: x for x in (op, *additions, *(c for c in convolutions if c))}
-        for term, made in zip(terms, convolutions, strict=True):
-            covered |= term.takers if made is not None else {}
+        for term, convolution in zip(terms, convolutions, strict=True):
+            covered |= term.takers if convolution is not None else {}
 
         def build(patch: Patch) -> Value:
             sides = [
-                _padded(patch, term) if made is None else _spread(graph, patch, made, term.rows)
-                for term, made in zip(terms, convolutions, strict=True)
+                _padded(patch, term) if convolution is None else _spread(graph, patch, convolution, term.rows)
+                for term, convolution in zip(terms, convolutions, strict=True)
             ]
             return patch.add("Add", sides)
 

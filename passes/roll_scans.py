@@ -171,15 +171,15 @@ def view_before_step(graph: Graph, op: Op) -> Match | None:
         or [n for n in before if n != 1] != [n for n in after if n != 1]
     ):
         return None
-    places = [v for v in inner.inputs if v is not None and shape_of(graph, v) == before and _one_of_many(graph, v)]
+    positions = [v for v in inner.inputs if v is not None and shape_of(graph, v) == before and _one_of_many(graph, v)]
     if not any(user.kind in STAGE_KINDS for user in graph.users(op.value)):
         return None
     numbers = [v for v in inner.inputs if v is not None and scalar(graph, v) is not None]
-    if not places or len(places) + len(numbers) < len(inner.inputs) or reshape_target(before, after) is None:
+    if not positions or len(positions) + len(numbers) < len(inner.inputs) or reshape_target(before, after) is None:
         return None
 
     def build(patch: Patch) -> Value:
-        moved = {v: in_shape(patch, v, after) for v in dict.fromkeys(places)}
+        moved = {v: in_shape(patch, v, after) for v in dict.fromkeys(positions)}
         return patch.add(inner.kind, [v if v is None else moved.get(v, v) for v in inner.inputs], inner.attrs)
 
     return Match((op, inner), build)
