@@ -56,7 +56,7 @@ class Config:
 
 
 ROWS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
-SHAPES = ((128, 1), (64, 1), (64, 2), (128, 2))
+SHAPES = ((128, 1), (64, 1), (64, 2))
 """Columns of a block, and its teams."""
 CONFIGS = tuple(
     Config(*sizes, columns, teams)
@@ -195,48 +195,56 @@ def launch(
     )  # fmt: skip
 
 
-START = 0.5e-6
+START = 0.677e-6
 """Seconds until products begin."""
-ROW = {64: 15.7e-9, 128: 24.7e-9}
-"""Prologue and epilogue in seconds per row of a block, by the block's columns: the first rows arrive, the results leave."""
-KILOBYTE = 4e-9
+ROW = {(64, 1): 8.93e-9, (128, 1): 13.5e-9, (64, 2): 7.05e-9}
+"""Prologue and epilogue in seconds per row of a block, by the block's columns and teams: the first rows arrive, the results leave."""
+KILOBYTE = 5.36e-9
 """Seconds per KB of shared memory of a block: that memory keeps blocks of the next launch from starting."""
-SUMS = 0.15e-6
+SUMS = 0.484e-6
 """Seconds to exchange partial sums."""
-UNPACK = {(4, 64): 251, (4, 128): 370, (8, 64): 290, (8, 128): 429}
+CHUNK = 0.026e-6
+"""Seconds of a chunk beside products and unpacking."""
+UNPACK = {(4, 64): 236, (4, 128): 333, (8, 64): 263, (8, 128): 420}
 """Cycles in which a block unpacks 64 elements of K, by bits (2 counts as 4) and columns."""
-TEAMS = {1: 1.0, 2: 0.6}
-BESIDE = {64: 0.46, 128: 0.33}
-"""Share of the shorter of unpacking and products that the longer one does not hide: a single warpgroup hides little."""
-FETCH = 0.62e-6
+GROUPED = 1.48
+"""Slowdown of unpacking if a chunk has several scales for a channel."""
+TWO_TEAMS = 0.702
+"""Time of unpacking with two teams, of the time with one."""
+BESIDE = {(64, 1): 0.28, (128, 1): 0.305, (64, 2): 0.307}
+"""Share of the shorter of unpacking and products that the longer one does not hide."""
+FETCH = 0.623e-6
 """Latency of a chunk's load in seconds."""
-NORM = 7
+NORM = 3.5
 """Exponent of the norm that combines the times of a chunk's load and its products."""
-CROWDED = 1.56
+CROWDED = 1.5
 """Slowdown of two blocks that share a multiprocessor while other multiprocessors are empty."""
-LEVEL_2 = 17.5e12
-"""Bytes per second from L2 to the multiprocessors if many of them read the same lines."""
+
+
+def _chunk_seconds(problem: Problem, config: Config, gpu: GpuFacts, shared: float, weight_bytes: float) -> float:
+    """Seconds of a chunk of K: products with unpacking, or its load. ``shared``: blocks that share a multiprocessor; ``weight_bytes``:
+    bytes of weights that all running blocks read for a chunk."""
+    multiply = config.columns * config.rows * problem.chunk / (gpu.matrix_ops / 2)
+    unpack = UNPACK[max(problem.bits, 4), config.columns] * problem.chunk / 64
+    unpack *= TWO_TEAMS if config.teams > 1 else 1
+    unpack *= GROUPED if tiles.groups_of(problem.bits, problem.block) > 1 else 1
+    most, least = max(multiply, unpack), min(multiply, unpack)
+    step = shared * (most + BESIDE[config.columns, config.teams] * least) / gpu.clock + CHUNK
+    fetch = FETCH / (config.stages - config.teams) + weight_bytes / BANDWIDTH
+    return float((step**NORM + fetch**NORM) ** (1 / NORM))
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch, fitted to 4,300 timings of 200 products on an H200 (9 to 2,048 rows; the first choices
-    are 1.4 % behind the best on average). The terms of a chunk are products with unpacking, the load from memory, and the load from L2;
-    blocks run in waves."""
+    """Predicted seconds of one dependent launch, fitted to 5,300 timings of 76 products on an H200 (9 to 2,048 rows; the first choices
+    are 1.4 % behind the best on average). Blocks run in waves."""
     columns, rows, _ = grid(problem, config)
     blocks, many = columns * rows, gpu.clusters_at_once(config.split) * config.split
     room = min(resident(problem, config), gpu.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024))
     together = min(room, -(-blocks // many))
     shared = CROWDED if together < room and 2 * blocks > many else together
-    running = min(blocks, many * together)
-    multiply = config.columns * config.rows * problem.chunk / (gpu.matrix_ops / 2)
-    unpack = UNPACK[max(problem.bits, 4), config.columns] * TEAMS[config.teams] * problem.chunk / 64
-    most, least = max(multiply, unpack), min(multiply, unpack)
-    step = shared * (most + (BESIDE[config.columns] if config.teams == 1 else 0.3) * least) / gpu.clock
-    weights = config.columns * problem.chunk * problem.bits / 8
-    fetch = FETCH / (config.stages - 1) + weights * running / rows / BANDWIDTH
-    level_2 = (config.rows * problem.chunk * 2 + weights) * running / LEVEL_2
-    each = max((step**NORM + fetch**NORM) ** (1 / NORM), level_2)
-    ends = ROW[config.columns] * config.rows + KILOBYTE * shared_bytes(problem, config) / 1024
+    weights = config.columns * problem.chunk * problem.bits / 8 * min(blocks, many * together) / rows
+    each = _chunk_seconds(problem, config, gpu, shared, weights)
+    ends = ROW[config.columns, config.teams] * config.rows + KILOBYTE * shared_bytes(problem, config) / 1024
     waves, chunks = -(-blocks // (many * room)), -(-problem.chunks // config.split)
     return float(START + waves * (chunks * each + ends) + SUMS * (config.split > 1))
 
@@ -244,4 +252,4 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:
     """The configurations to time, best predicted first; among equal ones, fewer stages first."""
     fitting = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c) is None)
-    return varied(fitting, lambda c: (c.rows, c.split, c.columns), limit)
+    return varied(fitting, lambda c: (c.rows, c.split, c.columns, c.teams), limit)
