@@ -15,7 +15,7 @@ from optdnn.errors import OptdnnError
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a kind of measurement, or a command; without words, list both."""
+    """Run a kind of measurement, or a command; without arguments, list both."""
     if not words or words[0] in ("-h", "--help"):
         say("python -m benchmarks KIND [OPTIONS]\n")
         for name in (*KINDS, *COMMANDS):

@@ -1,4 +1,4 @@
-"""The parent's side of the harness's children: one process each, and which of them has a GPU to itself."""
+"""The child processes of the harness, seen from the parent, and the turns in which they have a GPU to themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.rows import ROOT
 START_S = 120.0
 """Seconds that a child may take to start."""
 LOOK_S = 1.0
-"""How often a wait looks for how long its child was stopped."""
+"""Seconds between two looks at how long a child was stopped."""
 
 
 class OutOfTime(Exception):
@@ -28,7 +28,7 @@ class OutOfTime(Exception):
 
 
 class Worker:
-    """A child process that takes orders one after another. A new one takes the place of one that ended."""
+    """A child process that takes orders one by one. If it ends, a new process takes its place."""
 
     def __init__(self, environment: Mapping[str, str] | None = None):
         self._environment = dict(environment or {})
@@ -39,7 +39,7 @@ class Worker:
         self._stopped_s, self._stopped_at = 0.0, math.inf
 
     def start(self) -> None:
-        """Begin to load what the child needs, unless it has. Raises RuntimeError or OutOfTime where it does not start."""
+        """Start the process, unless it runs. Raises RuntimeError or OutOfTime if it does not start."""
         if self._process is not None:
             return
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -64,7 +64,7 @@ class Worker:
         lines.put(None)
 
     def send(self, text: str) -> None:
-        """Give the child a line."""
+        """Send the child a line."""
         assert self._process is not None
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
@@ -72,8 +72,9 @@ class Worker:
             self._process.stdin.flush()
 
     def answer(self, beginnings: tuple[str, ...], limit_s: float) -> str:
-        """The child's next line that begins so. Seconds that it is stopped do not count. Raises OutOfTime, or RuntimeError where it
-        ended; it is then closed."""
+        """The child's next line that begins with one of ``beginnings``. Seconds in which it is stopped do not count.
+
+        Raises OutOfTime, or RuntimeError if the process ended; the child is then closed."""
         end = time.monotonic() + limit_s - self.stopped_seconds()
         while True:
             left = end + self.stopped_seconds() - time.monotonic()
@@ -99,7 +100,7 @@ class Worker:
         return f"the process ended with {how}: {said[0] if said else 'nothing said'}"[:400]
 
     def stop(self) -> None:
-        """Stop the child and the processes that it started, until :meth:`go_on`; also one that is started meanwhile."""
+        """Stop the child and the processes that it started or will start, until :meth:`go_on`."""
         with self._state:
             if self._stopped_at == math.inf:
                 self._stopped_at = time.monotonic()
@@ -118,7 +119,7 @@ class Worker:
                 os.killpg(self._process.pid, number)
 
     def stopped_seconds(self) -> float:
-        """For how long it was stopped until now."""
+        """Seconds for which the child has been stopped so far."""
         return self._stopped_s + max(0.0, time.monotonic() - self._stopped_at)
 
     def close(self) -> None:
@@ -135,8 +136,8 @@ class Worker:
 
 
 class Gate:
-    """A process that measures times has the GPU to itself. The others that work on it are stopped meanwhile, wherever they are:
-    a compilation of minutes need not end first. Nobody begins to work while somebody times or waits to."""
+    """Gives a process that measures times the GPU to itself. The other processes on this GPU are stopped meanwhile, even in the
+    middle of a long compilation. No process begins to work while another one times or waits to."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -145,7 +146,7 @@ class Gate:
 
     @contextmanager
     def shared(self, worker: Worker) -> Iterator[None]:
-        """Beside others. The child is stopped while somebody times."""
+        """Work at the same time as others. The child is stopped while another one times."""
         with self._changed:
             self._changed.wait_for(lambda: not self._taken and not self._waiting)
             self._working.add(worker)
@@ -158,7 +159,7 @@ class Gate:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Without anyone else. The others continue when nobody else waits to time."""
+        """Work alone. The others continue when no further child waits to time."""
         with self._changed:
             self._waiting += 1
             self._changed.wait_for(lambda: not self._taken)

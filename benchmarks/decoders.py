@@ -1,9 +1,12 @@
-"""Language models of public shapes with seeded weights, a token for each sequence a call: what decoding costs.
+"""Language models of public shapes with seeded weights: the cost of decoding, one token per sequence and call.
 
-A workload is ``decoders/NAME:BATCH`` with settings. ``layers``: fewer than the model has, to measure in a short time. ``bits``: 16
-(MatMul), or 4 or 8 (MatMulNBits in blocks of 128). ``row_bits``: 8 lets the rows of these be rounded to int8. ``capacity``: of the
-caches. ``position``: how many tokens they hold. ``tokens``: of a prompt, which a call reads at once from position 0 on; logits are
-those of its last token.
+A workload is ``decoders/NAME:BATCH`` with settings:
+
+- ``layers``: fewer layers than the model has, for a short measurement.
+- ``bits``: 16 (MatMul), or 4 or 8 (MatMulNBits in blocks of 128).
+- ``row_bits``: with 8, the rows of these products may be rounded to int8.
+- ``capacity``: the capacity of the caches. ``position``: the number of tokens that they hold.
+- ``tokens``: the length of a prompt that one call reads from position 0 on; logits are those of its last token.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from optdnn.types import FP16, Array
 
 BLOCK = 128
 POOL = 1 << 24
-"""Random numbers that all weights are parts of."""
+"""Elements of the pool of random numbers from which all weights are taken."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,9 @@ class Decoder:
 
     @property
     def flops(self) -> int:
-        """Operations of a call: products, and attention of each token to those up to its own. Of the last layer, what the last
-        logits need: keys and values of all tokens, the rest of one token."""
+        """Operations of a call: products, and attention of each token to the tokens up to itself.
+
+        The last layer counts only what the last logits need: keys and values of all tokens, and everything else for one token."""
         product = {n: k * columns for n, (k, columns) in self.products.items()}
         layer, keys = sum(product.values()), product["k"] + product["v"]
         products = self.tokens * ((self.layers - 1) * layer + keys) + layer - keys + self.hidden * self.vocabulary
@@ -97,7 +101,7 @@ def _pool() -> Array:
 
 
 class ModelWriter:
-    """Writes the model node by node. Weights are parts of one pool of random numbers, from another place each."""
+    """Writes the model node by node. Each weight is a different part of one pool of random numbers."""
 
     def __init__(self, decoder: Decoder):
         self.decoder, self.rng = decoder, np.random.default_rng(1)

@@ -29,13 +29,14 @@ from benchmarks.rows import Results, Row, command_parser, say, told
 from benchmarks.workloads import GROUPS, Workload, chosen, parse
 
 RENEWED = 8
-"""Workloads that a child prepares before a new one takes its place: libraries keep what they once took."""
+"""Workloads that a child prepares before a new child replaces it: libraries do not give memory back."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The order for a child: a workload, the variant (``setup``), the options of the command line, and a separate folder for
-    files. ``prepared``: the result of :attr:`Kind.prepare`."""
+    """An order for a child: a workload, its variant (``setup``), the options of the command line, and a folder of its own.
+
+    ``prepared``: the result of :attr:`Kind.prepare`."""
 
     workload: Workload
     setup: str
@@ -53,13 +54,17 @@ def one_line(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of measurement. ``measure`` and ``prepare`` run in children and give the row's fields; both may raise.
+    """A kind of measurement. ``measure`` and ``prepare`` run in children and return the row's fields; both may raise.
 
-    ``about``: one line. ``groups``: the workloads where none are named. ``precisions``: those that replace the workload's
-    own ("" keeps it). ``adjusted``: the workloads as the kind wants them. ``setups``: the variants of a workload.
-    ``prepares``: whether there is anything to prepare. ``timed``: one at a time. ``at_once``: children that measure side by
-    side. ``limit_s``, ``prepare_s``: seconds that these may take. ``fresh``: a child measures one workload. ``faulty``:
-    whether a row is a fault, which makes the exit code 1.
+    - ``about``: its description in one line.
+    - ``groups``: the default workloads. ``adjusted``: changes the workloads as the kind needs them.
+    - ``precisions``: precisions that replace the workload's own ("" keeps it).
+    - ``setups``: the variants of a workload.
+    - ``prepares``: whether there is anything to prepare.
+    - ``timed``: one workload is measured at a time. ``at_once``: the number of children that measure concurrently.
+    - ``limit_s``, ``prepare_s``: the time limits of measuring and preparing, in seconds.
+    - ``fresh``: each child measures only one workload.
+    - ``faulty``: whether a row is a fault, which makes the exit code 1.
     """
 
     name: str
@@ -89,22 +94,23 @@ _answers: TextIO = sys.stdout
 
 
 def turn() -> None:
-    """In a child: says that all that takes long is done, and waits until nobody else works on the GPU."""
+    """In a child: report that the long preparations are done, and wait until no other process works on the GPU."""
     if _waits:
         print("READY", file=_answers, flush=True)
         sys.stdin.readline()
 
 
 def release() -> None:
-    """In a child: ends its turn before its work ends. The others then run at the same time."""
+    """In a child: end the turn before the work ends. The others then run at the same time."""
     if _waits:
         print("DONE", file=_answers, flush=True)
         sys.stdin.readline()
 
 
 def serve() -> None:
-    """The loop of a child: it reads orders from stdin, a line of JSON each, and answers each with a line. Output of libraries goes
-    to its log."""
+    """The loop of a child: it reads orders from stdin, one line of JSON each, and answers each with a line.
+
+    Output of libraries goes to its log."""
     global _waits, _answers
     from benchmarks.kinds import kind_of
 
@@ -149,7 +155,7 @@ class Run:
                 self.measurers.put((Worker({**shared, **_visible(device)}), gates[device]))
 
     def row(self, workload: Workload, setup: str, name: str) -> Row | None:
-        """The row of a job; None if the budget did not suffice: a later call does it. Never raises."""
+        """The row of a job, or None if the budget did not suffice: then a later call measures it. Never raises."""
         row = {"workload": workload.name, "what": self.kind.name, "setup": setup}
         folder = self.scratch / f"{workload.file}-{name}"
         folder.mkdir(parents=True)
@@ -170,12 +176,12 @@ class Run:
         return None if found is None else {**row, **found, "took_s": round(time.monotonic() - start, 1)}
 
     def _granted(self, limit_s: float) -> float:
-        """Seconds of a limit that the budget leaves; 0 where nothing more is begun."""
+        """The seconds of a limit that the budget leaves; 0 if nothing more may begin."""
         left = self.deadline - time.monotonic()
         return max(0.0, min(limit_s, left)) if left > 1.0 else 0.0
 
     def _outcome(self, error: Exception, granted: float, limit_s: float, stage: str) -> Row | None:
-        """The row of a job whose child did not answer. None if the budget cut it off: a later call does it."""
+        """The row of a job whose child did not answer, or None if the budget ended it: then a later call measures it."""
         if isinstance(error, OutOfTime):
             cut = granted < min(limit_s, 0.9 * self.options.budget)
             return None if cut else {"error": f"{stage}: no end in {granted:.3g} s", "verdict": "hang"}
@@ -219,7 +225,7 @@ class Run:
                         text, left = _asked(worker, "GO", ("READY", "ANSWER "), max(LEAST_S, left))
             found: Row = json.loads(text[7:])
             if self.kind.fresh or "error" in found or found.get("verdict", "ok") not in ("ok", "right"):
-                worker.close()  # a GPU context that saw a fault fails in all that follows
+                worker.close()  # after a fault, all further calls of a GPU context fail
             return found
         except Exception as error:
             worker.close()
@@ -236,11 +242,11 @@ class Run:
 
 
 LEAST_S = 5.0
-"""Seconds that a child has at least once it continues."""
+"""Fewest seconds that a child gets after it continues."""
 
 
 def _asked(worker: Worker, text: str, beginnings: tuple[str, ...], limit_s: float) -> tuple[str, float]:
-    """A child's answer to a line, and the seconds that it has left."""
+    """A child's answer to a line, and the seconds that are left."""
     begin = time.monotonic() - worker.stopped_seconds()
     worker.send(text)
     answer = worker.answer(beginnings, limit_s)
@@ -249,7 +255,7 @@ def _asked(worker: Worker, text: str, beginnings: tuple[str, ...], limit_s: floa
 
 @dataclass
 class Preparer:
-    """A child that prepares one workload after another. ``done``: how many it has prepared."""
+    """A child that prepares workloads one by one. ``done``: the number of workloads that it has prepared."""
 
     worker: Worker
     done: int = 0
@@ -281,7 +287,7 @@ def jobs_of(kind: Kind, options: argparse.Namespace) -> list[tuple[Workload, str
 
 
 def run(kind: Kind, options: argparse.Namespace, command: Sequence[str]) -> int:
-    """Measure the jobs that are not in the file yet, as far as the budget goes. Exit code 1: a row is a fault."""
+    """Measure the jobs that are not in the file yet, within the budget. Returns exit code 1 if a row is a fault."""
     jobs = jobs_of(kind, options)
     if options.list:
         for workload, setup in jobs:

@@ -1,4 +1,4 @@
-"""How a workload becomes a model, inputs, an engine and a PyTorch module.
+"""From a workload to a model, inputs, an engine and a PyTorch module.
 
 Sources: ``zoo`` (optdnn.models.zoo), ``trained`` (optdnn.models.trained), ``light`` (the onnx wheel's), ``shared`` (a folder
 with ``fill.py`` and ``graphs/``: :func:`shared_folder`), ``operator`` (one ONNX operator), ``products``
@@ -35,7 +35,7 @@ SHARED = "OPTDNN_SHARED"
 
 
 def tests_on_path() -> None:
-    """The tests' folders are no packages: what benchmarks share with them is found by its path."""
+    """Make a folder of the tests importable: these folders are not packages, but benchmarks share code with them."""
     for part in ("tests", "tests/ops", "tests/networks", "tests/kernels"):
         if str(ROOT / part) not in sys.path:
             sys.path.insert(0, str(ROOT / part))
@@ -53,7 +53,7 @@ def fill() -> Any:
 
 
 def shared_folder() -> Path:
-    """The folder with ``fill.py`` and ``graphs/NAME.onnx``. Raises UsageError where it is not named."""
+    """The folder with ``fill.py`` and ``graphs/NAME.onnx``. Raises UsageError if it is not given."""
     text = os.environ.get(SHARED)
     if not text or not (Path(text) / "graphs").is_dir():
         raise UsageError("workloads of 'shared' need --shared FOLDER", hint="it holds fill.py and graphs/, unpacked")
@@ -61,7 +61,7 @@ def shared_folder() -> Path:
 
 
 def shared_names() -> list[str]:
-    """Networks of the folder, the largest first, so that no large one runs alone at the end."""
+    """Networks of the folder, largest first, so that no large one runs alone at the end."""
     return [p.stem for p in sorted((shared_folder() / "graphs").glob("*.onnx"), key=lambda p: -p.stat().st_size)]
 
 
@@ -93,8 +93,9 @@ def onnx_of(workload: Workload) -> onnx.ModelProto:
 
 
 def _fixed(model: onnx.ModelProto, batch: int) -> onnx.ModelProto:
-    """The symbolic first dimension of each input is the batch, in the file itself: rivals get fixed shapes, too. The length of
-    a sequence stays symbolic."""
+    """Fix the batch, the symbolic first dimension of each input, in the file itself: rivals get fixed shapes, too.
+
+    The length of a sequence stays symbolic."""
     constants = {t.name for t in model.graph.initializer}
     inputs = [v for v in model.graph.input if v.name not in constants]
     names = {d.dim_param for v in inputs for d in v.type.tensor_type.shape.dim[:1] if d.dim_param}
@@ -171,7 +172,7 @@ def feeds_of(workload: Workload, model: Any = None, *, seed: int = 1) -> Feeds:
 
 
 def calibration(feeds: Mapping[str, Any], *, seed: int = 5) -> Feeds:
-    """Inputs of the same kind, to find ranges on."""
+    """Inputs of the same kind, for calibration."""
     rng = np.random.default_rng(seed)
     return {
         k: (v + rng.standard_normal(v.shape).astype(v.dtype) * 0.1).astype(v.dtype) if v.dtype.kind == "f" else v
@@ -231,7 +232,7 @@ def module_of(workload: Workload) -> Any:
         return factory(workload.short, state)
     module = first(_made(workload), workload.made.call)
     norms = [part for part in module.modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
-    if norms:  # as training leaves them: signals stay of one size through the depth
+    if norms:  # as after training: signals keep their magnitude through the layers
         module.eval()
         for part in norms:
             part.momentum, part.training = 1.0, True
@@ -240,7 +241,7 @@ def module_of(workload: Workload) -> Any:
 
 
 def _made(workload: Workload) -> Any:
-    """The library's own module, with the weights that it begins with."""
+    """The library's own module, with its initial weights."""
     made, name = workload.made, workload.short
     if workload.source == "torchvision":
         from torchvision.models import get_model
@@ -311,7 +312,7 @@ def engine_of(workload: Workload, feeds: Mapping[str, Any] | None = None, **opti
 
 @contextmanager
 def forbidden(tactic: str) -> Iterator[None]:
-    """Within this, builds for GPUs do not use the tactic ("": they may use all)."""
+    """In this context, builds for GPUs do not use the tactic ("": they may use all)."""
     from unittest.mock import patch
 
     from optdnn.lowering import table

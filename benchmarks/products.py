@@ -1,8 +1,8 @@
 """Chains of products with packed weights (MatMulNBits), or with 16-bit ones: the cost of a token in a language model.
 
-A workload is ``products/chain:ROWS:bits=4:depth=4096:columns=4096``: products from ``depth`` to ``columns`` features and
-back again, in ``turns`` (0: so many that L2 does not hold them), each with weights of its own. ``bits`` 16 stands for
-MatMul, ``block`` is the block size (128), 0 for a scale for each column.
+A workload is ``products/chain:ROWS:bits=4:depth=4096:columns=4096``: products from ``depth`` to ``columns`` features and back
+again. ``turns`` is their number (0: so many that their weights exceed L2); each has its own weights. ``bits`` 16 means MatMul.
+``block`` is the block size (128); 0 means a scale per column.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.workloads import Workload
 BANDWIDTH = 4.3e12
 """Bytes per second that reads of an H200's memory reach."""
 CACHE = 128 << 20
-"""Bytes of weights, so many that L2 keeps little of them from run to run."""
+"""Bytes of weights: so many that L2 keeps few of them from run to run."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Chain:
         return np.random.default_rng(0).integers(0, 256, self.depth * self.columns, np.uint8)
 
     def weights(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """Of each product: the packed numbers ``[columns, blocks, bytes]`` and scales ``[columns, blocks]``, or fp32 ``[depth,
-        columns]`` and None."""
+        """The weights of each product: packed numbers ``[columns, blocks, bytes]`` with scales ``[columns, blocks]``, or fp32
+        ``[depth, columns]`` with None."""
         for k, (depth, columns) in enumerate(self.shapes):
             changed = self.numbers ^ np.uint8(2 * k + 1)
             block = self.block or depth
@@ -121,6 +121,6 @@ def truth(workload: Workload, x: Any) -> list[Any]:
 
 
 def of_bandwidth(workload: Workload, times: Mapping[str, Row]) -> dict[str, float]:
-    """For each candidate, the time that reading the weights takes, over its own."""
+    """For each candidate, the time for reading the weights, over its own time."""
     nbytes = Chain.of(workload).nbytes
     return {name: round(nbytes / BANDWIDTH / (t["ms"] * 1e-3), 4) for name, t in times.items()}

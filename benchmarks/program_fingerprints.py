@@ -5,9 +5,9 @@
     python benchmarks/program_fingerprints.py --compare before.json --only resnet50 --only int8
 
 A case is one network of the zoo in one precision for one architecture. Its fingerprint has the inputs and outputs, the buffers,
-the constants, the lanes, and of each step the kernel (template, generated source, compiler options), the grid, the parameters,
-the meaning and the operands. The account of the build (``Program.meta``) is no part of it. ``--compare`` names each case that
-differs, the first step in which it does, and what differs there; the exit code is 1 then.
+the constants, the lanes, and for each step the kernel (template, generated source, compiler options), grid, parameters, meaning and
+operands. The record of the build (``Program.meta``) is not part of it. ``--compare`` names each case that differs, the first step
+that differs, and the difference; then the exit code is 1.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CASES = (
 
 @lru_cache(maxsize=1)
 def _model(network: str, batch: int | str) -> onnx.ModelProto:
-    """Built once for all precisions: that takes as long as to compile it."""
+    """The model of a case, built once for all precisions: this takes as long as compiling it."""
     return zoo.build(network, batch=batch)
 
 
@@ -86,7 +86,7 @@ def build(case: Case) -> Program:
 
 
 def fingerprint(program: Program) -> Fingerprint:
-    """The fingerprint of one program in the file: digests, and plain values where they are short."""
+    """The fingerprint of a program, in the form of the file: digests, and short values as they are."""
     blobs = [f"{b.dtype}{list(b.shape)} {_digest(b.tobytes())}" for b in program.blobs]
     kernels = [_kernel(k) for k in program.kernels]
     buffers = [
@@ -133,7 +133,7 @@ def _digest(data: bytes) -> str:
 
 
 def differences(before: Fingerprint, after: Fingerprint, where: str = "") -> Iterator[str]:
-    """The first differing step with what differs in it, and each differing part of the rest, one line each."""
+    """The differences, one line each: in the first differing step, and in each other part."""
     a, b = before["steps"], after["steps"]
     if len(a) != len(b):
         yield f"{where}{len(a)} steps before, {len(b)} now"
@@ -152,7 +152,7 @@ def differences(before: Fingerprint, after: Fingerprint, where: str = "") -> Ite
 
 
 def compare(before: Mapping[str, Fingerprint], name: str, after: Fingerprint) -> list[str]:
-    """A line for each difference of a case; that the earlier file lacks it is one."""
+    """A line for each difference of a case, also if the earlier file does not have the case."""
     return list(differences(before[name], after)) if name in before else ["not in the file to compare with"]
 
 

@@ -1,7 +1,7 @@
-"""Candidates side by side on a GPU: CUDA graphs of engines and of PyTorch modules take turns, timed between events.
+"""Races on a GPU: CUDA graphs of engines and of PyTorch modules take turns, timed between events.
 
-Each candidate is right first: its error against the module in fp32 (TF32 off), of the largest output. Then replays of all of
-them take turns. Needs PyTorch and a GPU.
+Each candidate is checked first: its error against the module in fp32 (TF32 off), relative to the largest output. Then replays of
+all candidates take turns. Needs PyTorch and a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from optdnn.runtime.cuda.measuring.measure import replay_times
 
 Replay = Callable[[], object]
 SETTLE_S, LOOK_S, CALM_S = 10.0, 0.03, 3e-4
-"""Seconds: the longest wait for a quiet GPU, a look at it, and the median round trip of a launch on a quiet one."""
+"""Seconds: the longest wait for a quiet GPU, the length of one test, and the median round trip of a launch on a quiet GPU."""
 MODES = {"compile": "default", "compile-max": "max-autotune-no-cudagraphs"}
 """Candidate -> the mode of torch.compile. A CUDA graph is captured around both."""
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
@@ -38,7 +38,7 @@ def begin() -> None:
 
 
 def end_compilers() -> None:
-    """End the processes of torch's compiler: they would disturb the timing."""
+    """End the processes of torch's compiler, which would disturb the timing."""
     from torch._inductor.async_compile import shutdown_compile_workers
 
     shutdown_compile_workers()
@@ -46,11 +46,11 @@ def end_compilers() -> None:
 
 
 def settled(round_trip: Callable[[], float], clock: Callable[[], float] = time.perf_counter) -> bool:
-    """Wait until the work that other processes had enqueued before they were stopped has ended. False where it has not in
-    :data:`SETTLE_S`.
+    """Wait until the work that other processes enqueued before they were stopped has ended. Returns False if it has not ended
+    after :data:`SETTLE_S`.
 
-    ``round_trip``: the seconds that a short launch takes until the host sees its end. Beside another process's work it waits for
-    that one's slice of time, a millisecond or more.
+    ``round_trip``: measures the seconds from a short launch until the host sees its end. If another process has work on the GPU,
+    the launch waits for that process's time slice, a millisecond or more.
     """
     end = clock() + SETTLE_S
     while clock() < end:
@@ -75,7 +75,7 @@ def round_trip() -> float:
 def race(
     replays: Mapping[str, Replay], stream: Stream, outside: Any, *, rounds: int, seconds: float, flush_l2: bool = False
 ) -> dict[str, Any]:
-    """``rounds`` turns of each candidate, each of ``seconds``. Gives ``times`` (milliseconds) and the clocks meanwhile.
+    """``rounds`` turns of each candidate, each of ``seconds``. Returns ``times`` (milliseconds) and the clocks meanwhile.
 
     ``outside`` is PyTorch's view of ``stream``. ``flush_l2``: L2 is emptied before each run.
     """
@@ -109,7 +109,7 @@ def race(
 
 
 def orders(names: Sequence[str], rounds: int) -> list[list[str]]:
-    """The order of each round: the next one begins with the next name. None where nothing runs."""
+    """The order of names in each round: each round begins with the next name. Empty without names."""
     return [[*names[k:], *names[:k]] for k in (turn % len(names) for turn in range(rounds))] if names else []
 
 
@@ -176,7 +176,7 @@ def captured(
 def bind(
     engine: optdnn.Engine, context: Any, inputs: Mapping[str, torch.Tensor]
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """An engine's context bound to arrays on the GPU, and those that it writes."""
+    """An engine's context, bound to arrays on the GPU, and the arrays of its outputs."""
     out = {s.name: torch.empty(s.shape, dtype=getattr(torch, s.dtype.name), device="cuda") for s in engine.outputs}
     return context.bind(inputs, out), out
 

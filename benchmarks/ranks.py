@@ -82,7 +82,7 @@ def bert(layers: int, batch: int = 32, length: int = 384) -> tuple[onnx.ModelPro
 
 
 def product(rows: int) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
-    """Two products whose result, [rows, 4096], the ranks add up: 8 KB for each row."""
+    """Two products with a result of [rows, 4096], which the ranks sum up: 8 KB per row."""
     rng = np.random.default_rng(0)
     shapes = {"a": (256, 512), "b": (512, 4096)}
     tensors = [numpy_helper.from_array(rng.standard_normal(s, np.float32).astype(FP16), n) for n, s in shapes.items()]
@@ -146,7 +146,7 @@ def made(network: str, size: int, vocabulary: int) -> tuple[onnx.ModelProto, Fee
 
 
 def build(network: str, size: int, vocabulary: int, devices: int, split: str, file: str) -> float:
-    """Write the engine; the seconds of the build."""
+    """Write the engine. Returns the seconds of the build."""
     import optdnn
 
     model, *_ = made(network, size, vocabulary)
@@ -162,7 +162,7 @@ def build(network: str, size: int, vocabulary: int, devices: int, split: str, fi
 
 
 def measured(name: str, file: str, built: float, feeds: Feeds, state: dict[str, str], devices: int) -> dict[str, Any]:
-    """Milliseconds, and what the results are checked by: ``results``, and of decoders the ``tokens``."""
+    """Milliseconds, and the data for checking the results: ``results``, and ``tokens`` for decoders."""
     import optdnn
 
     engine: Any = optdnn.load(file, trust_cubins=True)
@@ -200,8 +200,9 @@ def measured(name: str, file: str, built: float, feeds: Feeds, state: dict[str, 
 
 
 def decoded(context: Any, feeds: Feeds, state: dict[str, str], devices: int) -> dict[str, Any]:
-    """Milliseconds of a token by the wall clock, where the host reads each and feeds it back, and on the GPU. One device takes the
-    same way to and from its GPU as a rank does, which is faster than CuPy's copies."""
+    """Milliseconds per token: by the wall clock, if the host reads each token and feeds it back, and on the GPU.
+
+    A single device copies to and from its GPU in the same way as a rank does, which is faster than CuPy's copies."""
     given, tokens = {n: a.copy() for n, a in feeds.items()}, list[int]()
     moving = {n: a for n, a in given.items() if n not in state.values()}
     one = GpuCall(context, given, state) if devices == 1 else None
@@ -235,11 +236,11 @@ def decoded(context: Any, feeds: Feeds, state: dict[str, str], devices: int) -> 
 
 WARM, TOKENS = 10, 200
 AT_ONCE = 3
-"""Builds at once: each holds its model several times."""
+"""Most concurrent builds: each holds its model several times in memory."""
 
 
 def compared(rows: list[dict[str, Any]]) -> None:
-    """Add to the rows of several devices the speed-up over the first row, which is of one, and the difference of the results."""
+    """Add to the rows of several devices the speed-up over the first row, that of one device, and the difference of the results."""
     one = rows[0]
     for row in rows[1:] if one["devices"] == 1 else ():
         for name in ("ms", "run_ms", "bound_ms", "decode_ms", "decode_median_ms"):
@@ -257,7 +258,7 @@ def compared(rows: list[dict[str, Any]]) -> None:
 
 
 def of_32_layers(found: dict[int, list[dict[str, Any]]]) -> None:
-    """Print the times of 32 layers: those of the rest, and 32 times those of a layer, from two numbers of layers."""
+    """Print the times of 32 layers, extrapolated from two numbers of layers: 32 times one layer, plus everything else."""
     (few, first), (many, second) = sorted(found.items())
     one: dict[str, float] = {}
     for a, b in zip(first, second, strict=True):

@@ -2,9 +2,10 @@
 
     python -m benchmarks.ray_workers --workers 1 2
 
-Each worker has a GPU of its own and runs the same engine, from decoded uint8 pictures to classes. Decoding is left out: its speed
-is that of the cores. Only the time in which all workers run is counted: their start, and the end of the first that has no work
-left, are not. A row of JSON for the engine alone (``engine.run`` on NumPy arrays, one thread), and one for each number of workers.
+Each worker has its own GPU and runs the same engine, from decoded uint8 pictures to classes. Decoding is left out: its speed
+depends on the cores. Only the time in which all workers run counts: after the last one has started, and until the first one has
+no work left. Prints a row of JSON for the engine alone (``engine.run`` on NumPy arrays, one thread), and one for each number of
+workers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def engine_file(folder: Path, network: str, width: float, batch: int, target: st
 
 
 def alone(file: Path, batch: int, seconds: float) -> float:
-    """Pictures per second of the engine by itself."""
+    """Pictures per second of the engine alone."""
     engine = optdnn.load(file)
     feeds = pictures({"id": range(batch)})["x"]
     for _ in range(3):
@@ -60,7 +61,7 @@ def alone(file: Path, batch: int, seconds: float) -> float:
 
 
 class Timed(optdnn.Predictor):
-    """Tells the process and the times of each call."""
+    """A predictor that adds its process and the times of each call to the rows."""
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         began = time.monotonic()
@@ -81,7 +82,7 @@ class Call:
 
 
 def calls_of(parts: Iterable[dict[str, Any]]) -> list[Call]:
-    """The calls that answered these rows, by their beginning."""
+    """The calls that answered these rows, in the order of their beginnings."""
     rows: dict[tuple[int, float, float], int] = {}
     for part in parts:
         for key in zip(part["process"].tolist(), part["began"].tolist(), part["ended"].tolist(), strict=True):
@@ -90,8 +91,8 @@ def calls_of(parts: Iterable[dict[str, Any]]) -> list[Call]:
 
 
 def summary(calls: Sequence[Call]) -> dict[str, Any]:
-    """Pictures per second while all workers ran: from the end of the last one's first call to the beginning of the first one's
-    last call. ``idle_ms``: how long a worker ran no call, for each call; that is Ray's own time."""
+    """Pictures per second while all workers ran: from the latest end of a worker's first call to the earliest beginning of a
+    worker's last call. ``idle_ms``: the time per call in which a worker ran no call; this is Ray's own time."""
     by_worker = {c.process: [d for d in calls if d.process == c.process] for c in calls}
     first = max(min(c.ended for c in mine) for mine in by_worker.values())
     last = min(max(c.began for c in mine) for mine in by_worker.values())

@@ -4,7 +4,7 @@ A line with ``workload`` is a row: ``{"workload", "what", "setup", "run", ...}``
 ``setup`` the variant of it (target, candidates), and the three together are the row's key. ``times`` maps a candidate to its
 milliseconds, ``checks`` holds what was compared, ``error`` says why there is no result. A line without ``workload``
 describes a run: its id (``run``), command, commit, date, machine and versions. Rows name their run by its id, so these facts
-are stored once in a file. A row may leave out ``what``, ``setup`` and ``run`` where they equal those of the row before it.
+are stored once in a file. A row may leave out ``what``, ``setup`` and ``run`` if they equal those of the previous row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PACKAGES = (
 
 
 def facts(command: Sequence[str]) -> Row:
-    """Where and how a run measures. ``command``: the words behind ``python -m benchmarks``; folders of this machine are cut."""
+    """The facts of a run. ``command``: the words after ``python -m benchmarks``, without this machine's folders."""
     found = {}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -69,13 +69,13 @@ def run_id(about: Mapping[str, Any]) -> str:
 
 
 def key(row: Mapping[str, Any]) -> Key:
-    """What a row measures."""
+    """The key of a row: workload, kind and setup."""
     return row["what"], row["workload"], row.get("setup", "")
 
 
 def lines(path: Path) -> list[Row]:
-    """The lines of a file, each row with all of its fields. A last line that is half written is left out. Raises ValueError
-    for any other broken line."""
+    """The lines of a file, each row with all of its fields. An incomplete last line is left out. Raises ValueError for any other
+    broken line."""
     found: list[Row] = []
     before: Row = {}
     text = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -106,7 +106,7 @@ def gpu_of(row: Row) -> str:
 
 
 def newest(rows: Iterable[Row], gpu: Callable[[Row], str] = gpu_of) -> list[Row]:
-    """One row for each key and GPU, in the order of measurement: the last, but a row with an error does not replace a result."""
+    """One row for each key and GPU, in the order of measurement: the last one, but an error does not replace a result."""
     found: dict[tuple[Key, str], Row] = {}
     for row in rows:
         at = key(row), gpu(row)
@@ -118,7 +118,7 @@ def newest(rows: Iterable[Row], gpu: Callable[[Row], str] = gpu_of) -> list[Row]
 
 
 ALONE = ("zoo/",)
-"""Workloads whose rows serve several tables: rows with fewer candidates stay."""
+"""Workloads whose rows serve several tables: rows with fewer candidates are not replaced."""
 
 
 def replaced(rows: Sequence[Row], gpu: Callable[[Row], str] = gpu_of) -> list[Row]:
@@ -164,11 +164,11 @@ DETAIL: Mapping[str, str] = {
     "sanitize": "tactics launches",
     "speed": "verdict another_input min_ms p99_ms load_s repeats build_s steps kernels arena_bytes",
 }
-"""Kind -> the fields of its rows that no table shows ("": of all kinds)."""
+"""Kind -> the fields of its rows that no table shows ("": for all kinds)."""
 KEPT_CLIFFS, WHY = 3, 160
-"""Slow steps of a run that stay with its row, and the characters of the first reason of each."""
+"""Most slow steps in a kept row, and most characters of the first reason of each step."""
 VERSIONS = ("torch", "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc", "onnxruntime", "openvino")
-"""The packages whose versions stay with a run."""
+"""The packages whose versions are kept with a run."""
 
 
 def compact(line: Row) -> Row:
@@ -200,7 +200,7 @@ def _without(value: Any, dropped: set[str]) -> Any:
 
 
 class Results:
-    """A file that rows are appended to, by several threads. ``done``: the keys that need no further measurement."""
+    """A file to which several threads append rows. ``done``: the keys that need no further measurement."""
 
     def __init__(self, path: Path, command: Sequence[str], *, again: bool = False):
         """``again``: rows with an error are measured once more."""
@@ -224,7 +224,7 @@ class Results:
 
 
 def _mend(path: Path) -> None:
-    """Take a last line that was cut off out of a file."""
+    """Remove an incomplete last line from a file."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     if text and not text.endswith("\n"):
         path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The tables of supported operators and of those that are not done; ``docs/generate.py`` publishes them."""
+"""The tables of supported and of unsupported operators, which ``docs/generate.py`` publishes."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ NOT_DONE: Mapping[str, str] = {
     "ai.onnx.preview.training.*": "training",
     "ImageDecoder": "files of pictures are decoded before the network",
 }
-"""Pattern of operators -> why they are not done."""
+"""Pattern of operators -> the reason why they are not supported."""
 
 
 def missing() -> dict[str, list[str]]:
-    """Why -> the operators of the newest opset that neither import nor are functions of others that do.
+    """Reason -> the operators of the newest opset that do not import, and are not functions of operators that do.
 
-    Raises ValueError for one without a reason, and for a pattern that is no longer needed.
+    Raises ValueError for an operator without a reason, and for a pattern that matches none.
     """
     import onnx.defs
 

@@ -15,15 +15,15 @@ from torch import nn
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _GATES = (0, 2, 3, 1)
-"""Place in ONNX's order of gates (input, output, forget, cell) of each in torch's (input, forget, cell, output)."""
+"""For each gate in torch's order (input, forget, cell, output), its index in ONNX's order (input, output, forget, cell)."""
 _NOT_STORED = ("num_batches_tracked", "position_ids", "token_type_ids")
 
 
 class Bert(nn.Module):
     """BertModel on ``input_ids``, ``attention_mask``, ``token_type_ids``; gives the last hidden state and the pooled output.
 
-    The mask goes in as the tensor that is added to the scores: what the model does with it otherwise depends on its values,
-    and a CUDA graph cannot ask for them.
+    The mask is passed as the tensor that is added to the scores. Otherwise the model would branch on the mask's values, which a
+    CUDA graph cannot do.
     """
 
     def __init__(self, positions: int) -> None:
@@ -84,7 +84,7 @@ def _lstm(state: Mapping[str, Array]) -> nn.Module:
 
 
 def _filled(module: nn.Module, state: Mapping[str, Array]) -> nn.Module:
-    """The module with these weights; "NAME.T" is the transpose of NAME. Raises ValueError where any is missing."""
+    """The module with these weights; "NAME.T" is the transpose of NAME. Raises ValueError if any are missing."""
     given = {k.removesuffix(".T"): torch.from_numpy(np.array(v.T if k.endswith(".T") else v)) for k, v in state.items()}
     wanted = [k for k in module.state_dict() if not k.endswith(_NOT_STORED)]
     if missing := [k for k in wanted if k not in given]:

@@ -89,7 +89,7 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A token to the one that follows."""
+    """A model from a token to the next token."""
 
     def __init__(self, world: int, layers: int, vocabulary: int):
         super().__init__()
@@ -169,7 +169,7 @@ def main() -> None:
         for row in rows:
             print(json.dumps(row), flush=True)
     dist.barrier()
-    os._exit(0)  # the group would wait for all graphs that hold its calls, some of which torch.compile keeps
+    os._exit(0)  # closing the group would wait for all graphs with its calls, and torch.compile keeps some of these
 
 
 if __name__ == "__main__":

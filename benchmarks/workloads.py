@@ -1,6 +1,6 @@
-"""Workloads: networks and how each is made, their batches and precisions, and the groups that they belong to.
+"""Workloads: networks and their settings, batches, precisions and groups.
 
-The table is ``workloads.toml``, where its form is described.
+The table is ``workloads.toml``, which also describes its format.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Workload:
 
     @property
     def made(self) -> Network:
-        """How the network is made."""
+        """The way to make the network."""
         return NETWORKS.get(self.network, Network())
 
     @property
@@ -59,12 +59,12 @@ class Workload:
 
     @property
     def file(self) -> str:
-        """The name as part of a file's."""
+        """The name in a form for file names."""
         return re.sub(r"[^\w.]+", "-", self.name)
 
     @property
     def label(self) -> str:
-        """What a table of figures shows: network, batch, settings, and a precision that is not fp16."""
+        """The name for tables of figures: network, batch, settings, and the precision if it is not fp16."""
         shown = [self.short, str(self.batch), *(str(v) for _, v in self.settings)]
         return ", ".join([*shown, *([] if self.precision == "fp16" else [self.precision])])
 
@@ -82,7 +82,7 @@ def parse(text: str) -> list[Workload]:
 
 @dataclass(frozen=True)
 class Network:
-    """How a source makes a network, if its defaults are not suitable: the fields of ``workloads.toml``."""
+    """The settings of a source for a network, if its defaults are not suitable: the fields of ``workloads.toml``."""
 
     make: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -97,7 +97,7 @@ NETWORKS: dict[str, Network] = {name: Network(**fields) for name, fields in TABL
 
 
 def spread(text: str) -> list[str]:
-    """The lines that one with braces stands for."""
+    """The lines into which a line with braces expands."""
     found = re.search(r"\{([^{}]*)\}", text)
     if found is None:
         return [text]
@@ -105,7 +105,7 @@ def spread(text: str) -> list[str]:
 
 
 def group(name: str, shared: Sequence[str] = ()) -> list[Workload]:
-    """The workloads of a group; ``shared`` are the networks that a ``*`` stands for. Raises UsageError for an unknown group."""
+    """The workloads of a group. ``shared``: the networks for a ``*``. Raises UsageError for an unknown group."""
     if name not in GROUPS:
         raise UsageError(f"there is no group {name!r} of workloads", hint=f"take one of {', '.join(GROUPS)}")
     found: list[Workload] = []

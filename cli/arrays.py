@@ -1,4 +1,4 @@
-"""Arrays in and out of files: ``.npy`` and ``.npz``, in which bfloat16 and 8-bit floats travel as raw bytes of their size."""
+"""Reading and writing arrays as ``.npy`` and ``.npz``. Files hold bfloat16 and 8-bit floats as raw bytes of the same size."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _BROKEN = (
     *(OSError, ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error, NotImplementedError),
     RuntimeError,
 )
-"""The errors of NumPy and zipfile for a broken file."""
+"""The errors that NumPy and zipfile raise for a broken file."""
 
 
 def read_inputs(texts: Sequence[str], *, bare: bool = False) -> dict[str, Array]:
     """The arrays of ``--input`` options: "NAME=FILE.npy", "FILE.npz", "NAME=FILE.npz". Raises UsageError or InputError.
 
-    An .npz gives each of its arrays to the input of that name; with NAME, only the one of that name, or its only one.
-    ``bare`` takes one FILE.npy without NAME, under the name "" (:func:`typed` finds the input).
+    Each array of an .npz is for the input of its name. NAME=FILE.npz takes only the array NAME, or the file's only array.
+    ``bare`` also accepts one FILE.npy without NAME, under the name "" (:func:`typed` finds the input).
     """
     feeds: dict[str, Array] = {}
     for text in texts:
@@ -57,7 +57,7 @@ def _one_of(arrays: Mapping[str, Array], name: str, text: str) -> Array:
 
 
 def _load(path: Path) -> dict[str, Array]:
-    """Name -> array of an .npz; the name of an .npy is ""."""
+    """Name -> array of an .npz. The array of an .npy has the name ""."""
     try:
         data: Any = np.load(path, allow_pickle=False)
         if isinstance(data, np.ndarray):
@@ -68,7 +68,7 @@ def _load(path: Path) -> dict[str, Array]:
     except FileNotFoundError:
         raise UsageError(f"there is no file {path}") from None
     except _BROKEN as error:
-        # NumPy takes whatever it does not know for a pickle, and advises to allow that.
+        # NumPy takes unknown files for pickles, and advises to allow pickles: its text must not reach the user.
         why = "" if "pickle" in str(error) else f": {error}"
         raise InputError(
             f"{path} is not a .npy or .npz file of plain arrays{why}", hint="write it with numpy.save or numpy.savez"
@@ -76,9 +76,9 @@ def _load(path: Path) -> dict[str, Array]:
 
 
 def typed(feeds: Mapping[str, Array], inputs: Sequence[TensorSpec]) -> dict[str, Array]:
-    """``feeds`` where raw bytes have become the dtype of the input that they are for, when it has their size.
+    """``feeds``, with raw bytes viewed as the dtype of their input, if that has the same size.
 
-    An array without a name is for the only input. Raises UsageError if there are several.
+    An array without a name is for the only input. Raises UsageError if there are several inputs.
     """
     if "" in feeds and len(inputs) != 1:
         raise UsageError(
@@ -97,8 +97,9 @@ def typed(feeds: Mapping[str, Array], inputs: Sequence[TensorSpec]) -> dict[str,
 def feeds_of(
     engine: Any, inputs: Sequence[str], sizes: Sequence[str], seed: int = 0
 ) -> tuple[dict[str, Any], list[str]]:
-    """The inputs of ``--input`` and ``--size``, and random ones for the rest, which a remark names. Gives all, and the random
-    ones' names. Raises UsageError for a size that an array contradicts."""
+    """The inputs for ``--input`` and ``--size``, and the names of the random ones.
+
+    Inputs that are not given are random, and a remark names them. Raises UsageError for a size that an array contradicts."""
     from optdnn.runtime.contexts.feeds import random_feeds
 
     specs: Sequence[TensorSpec] = engine.inputs
@@ -122,7 +123,7 @@ def feeds_of(
 
 @contextmanager
 def on_random(names: Sequence[str]) -> Iterator[None]:
-    """An error of a run on random inputs with these names says that they may be the reason."""
+    """Add a hint to the error of a run: the inputs with these names are random, and may be the reason."""
     try:
         yield
     except RunError as error:
@@ -136,7 +137,7 @@ def _size(dtype: np.dtype[Any] | None) -> int:
 
 
 def check_kind(path: Path, names: Sequence[str]) -> None:
-    """Raise UsageError if several outputs are to go into an .npy, which holds one array."""
+    """Raise UsageError for an .npy, which holds one array, unless there is exactly one output."""
     if path.suffix == ".npy" and len(names) != 1:
         raise UsageError(
             f"--output {path}: an .npy holds one array, and the engine has {len(names)} outputs: {', '.join(names)}",
@@ -151,7 +152,7 @@ def write_outputs(path: Path, arrays: Mapping[str, Array]) -> None:
     if path.suffix == ".npy":
         _write_array(buffer, next(iter(arrays.values())))
     else:
-        # np.savez would append a suffix, and has parameters whose names an output may have.
+        # np.savez would append a suffix, and an output may have the name of one of its parameters.
         with zipfile.ZipFile(buffer, "w") as archive:
             for name, array in arrays.items():
                 with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:

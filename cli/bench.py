@@ -16,11 +16,11 @@ from optdnn.cli.common import (
     give_json,
     now,
     progress,
+    reading_record,
     remark,
     report_beside,
     stdout,
     table,
-    telling,
     warn,
 )
 from optdnn.cli.options import (
@@ -122,7 +122,7 @@ def _write_html(html: Path, engine: Path, program: Any, report: Mapping[str, Any
 
     build = {**program.meta, **report_beside(engine)}
     told = {**report, "build": build, "command": command_line(click.get_current_context()), "time": now()}
-    with telling(engine):
+    with reading_record(engine):
         write_atomic(html, [bench_html(told, draw(program, told, measured=report), engine.name).encode()])
     remark(f"written: {html}")
 
@@ -141,7 +141,7 @@ def measured(
 
     with progress(f"bench {name}"):
         report = bench(engines[0], feeds, further=engines[1:], with_profile=profile, with_energy=energy, **bounds)
-    with telling(Path(name)):
+    with reading_record(Path(name)):
         return {**report, "precision_text": precision_text(engines[0].precision, engines[0].meta)}
 
 

@@ -99,7 +99,7 @@ def command(
 
 
 def _checked(build: Any, model: Path, check: bool, options: Any, say: Any) -> dict[str, Any]:
-    """The error of the finished engine; with why it does not run on this machine as ``elsewhere``."""
+    """The error of the finished engine; if it cannot run on this machine, the reason, also as ``elsewhere``."""
     say("compare it with the model")
     elsewhere = _why_not_here(build.engine.target)
     if elsewhere is not None:
@@ -121,9 +121,9 @@ def _write_html(html: Path, engine: Any, report: Mapping[str, Any], title: str) 
     from optdnn.report.html import build_html
     from optdnn.runtime.file.atomic import write_atomic
 
-    told = {**report, "command": command_line(click.get_current_context()), "time": now()}
-    drawing = draw(engine.program, told, measured=report.get("bench"))
-    write_atomic(html, [build_html(told, drawing, title).encode()])
+    full = {**report, "command": command_line(click.get_current_context()), "time": now()}
+    drawing = draw(engine.program, full, measured=report.get("bench"))
+    write_atomic(html, [build_html(full, drawing, title).encode()])
     remark(f"written: {html}")
 
 
@@ -133,7 +133,7 @@ def _measured(engine: Any, output: Path, *, profile: bool) -> dict[str, Any]:
     from optdnn.runtime.contexts.feeds import random_feeds
 
     if (reason := _why_not_here(engine.target)) is not None:
-        raise RunError(f"{output} is written; it cannot be measured: {reason}", hint="leave --bench out")
+        raise RunError(f"{output} is written, but cannot be measured: {reason}", hint="leave --bench out")
     feeds = random_feeds(engine.inputs, profiles=engine.profiles, typical=engine.meta.get("sizes"))
     found: dict[str, Any] = measured([engine], feeds, output.name, duration=BENCH_SECONDS, profile=profile)
     return found
@@ -163,7 +163,7 @@ def _check_precision_report(asked: str, path: Path) -> None:
     from optdnn.report.precision import check_file
 
     if asked != "auto":
-        raise UsageError("--precision-report is the report of precision auto", hint="--precision auto --calib DATA")
+        raise UsageError("--precision-report needs --precision auto", hint="--precision auto --calib DATA")
     check_file(path)
 
 

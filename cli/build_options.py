@@ -25,11 +25,11 @@ NETWORK_OPTIONS = [
     option("--value", "value", multiple=True, group=NETWORK, metavar="NAME=1,2",
            help="The constant value of an input; sizes follow from it."),
     option("--sample", group=NETWORK, metavar="OUTPUT",
-           help="Sample the next token from this output of logits inside of the engine."),
+           help="Sample the next token inside the engine, from this output of logits."),
     option("--random-seed", type=click.IntRange(min=0), group=NETWORK, metavar="N",
-           help="Take random operators: they draw from this seed, the same numbers in every run."),
+           help="Accept random operators. They draw from this seed, so every run has the same numbers."),
     option("--preprocess", "preprocess", multiple=True, group=NETWORK, metavar="NAME=SPEC",
-           help="The input takes pictures, which the engine prepares: JSON of an ImageSpec, or a file of it."),
+           help="Let the engine prepare pictures for this input. SPEC: JSON of an ImageSpec, or a file with it."),
     option("--postprocess", "postprocess", multiple=True, group=NETWORK, metavar="NAME=STEPS",
            help="Steps on an output: softmax+top-k:5,labels=FILE, argmax or boxes:xyxy."),
     option("--io-dtype", default="model", group=NETWORK, metavar="DTYPE", shell_complete=words(*IO_DTYPES),
@@ -41,10 +41,10 @@ TARGET_OPTIONS = [
     option("--target", default="auto", show_default=True, group=TUNING, metavar="TARGET", shell_complete=words(*TARGETS),
            help="auto, cpu, reference, cuda, cuda:ARCH or simulate."),
     option("--tactics", default="auto", show_default=True, group=TUNING, metavar="T",
-           help="auto, openvino, onnxruntime; on GPUs of heuristic,own,cudnn,cublaslt."),
+           help="auto, openvino, onnxruntime; on GPUs a list of heuristic,own,cudnn,cublaslt."),
     option("--threads", type=click.IntRange(min=1), group=TUNING, metavar="N", help="Pin the number of threads."),
     option("--timing-cache", type=click.Path(path_type=Path), group=TUNING, metavar="FILE",
-           help="Keep measured times here: the next build measures nothing again."),
+           help="Keep measured times here, so that the next build need not repeat the measurements."),
     option("--budget", type=click.FloatRange(min=0, min_open=True), group=TUNING, metavar="SECONDS",
            help="Bound tuning on a GPU, and the search of precision auto."),
     option("--strict", is_flag=True, gpu=True, group=TUNING, help="Refuse a network that would need steps on the CPU."),
@@ -55,13 +55,13 @@ TARGET_OPTIONS = [
     option("--split", default="auto", show_default=True, group=TUNING, metavar="WHAT", shell_complete=words(*SPLITS),
            help="What to split over several GPUs: weights, batch, or the one predicted to be faster (auto)."),
     option("--memory-limit", type=SIZE, gpu=True, group=TUNING, metavar="BYTES",
-           help="Refuse an engine that needs more memory on a GPU; 512M and 4G are understood."),
+           help="Refuse an engine that needs more memory on a GPU, such as 512M or 4G."),
     option("--row-invariant", is_flag=True, gpu=True, group=TUNING, help="Give a row the same bits for any batch size."),
     option("--workspace", type=SIZE, gpu=True, group=TUNING, metavar="BYTES",
-           help="Bound the scratch memory of kernels; 512M and 4G are understood."),
-    option("--no-cubins", is_flag=True, gpu=True, group=TUNING, help="Store recipes of kernels, but no compiled code."),
+           help="Bound the scratch memory of kernels, such as 512M or 4G."),
+    option("--no-cubins", is_flag=True, gpu=True, group=TUNING, help="Store sources of kernels, but no compiled code."),
     option("--nearest-tactics/--no-nearest-tactics", default=True, gpu=True, group=TUNING,
-           help="Later plans take tactics of the plan for the nearest size, or only the cost model's."),
+           help="Later plans may take the tactics of the plan for the nearest size, not only the cost model's."),
 ]  # fmt: skip
 PRECISION_OPTIONS = [
     option("--precision", default="fp32", show_default=True, group=PRECISION, metavar="P",
@@ -76,7 +76,7 @@ CALIBRATION_OPTIONS = [
     option("--calibrator", default="mse", show_default=True, group=CALIBRATION, metavar="C", shell_complete=words(*CALIBRATORS),
            help="mse, entropy, percentile or minmax."),
     option("--calib-cache", type=FILE, group=CALIBRATION, metavar="FILE", help="Keep the ranges here (JSON)."),
-    option("--images", group=CALIBRATION, metavar="SPEC", help="How pictures are prepared: JSON, or a file of it."),
+    option("--images", group=CALIBRATION, metavar="SPEC", help="How pictures are prepared: JSON, or a file with it."),
 ]  # fmt: skip
 AUTOMATIC_OPTIONS = [
     option("--metric", default="top1", show_default=True, group=AUTO, metavar="M",
@@ -92,13 +92,13 @@ AUTOMATIC_OPTIONS = [
 CHECK_LACKS = frozenset(
     {"--threads", "--timing-cache", "--budget", "--no-cubins", "--nearest-tactics", "--strict-precision"}
 )
-"""Build options without a meaning for ``check``: those of timing, and of files."""
+"""Build options that have no meaning for ``check``: they concern timing, or what the engine file holds."""
 
 
 def build_options(*, without: Collection[str] = (), automatic: bool = True) -> Callable[[F], F]:
-    """The options of a command that builds, except ``without``; ``automatic``: with those of precision auto.
+    """Decorator: the options of a command that builds, except ``without``. ``automatic``: also those of precision auto.
 
-    They arrive as keyword arguments for :func:`make_options`."""
+    The command gets them as keyword arguments for :func:`make_options`."""
     decorators: list[Callable[[Any], Any]] = [
         *NETWORK_OPTIONS,
         *TARGET_OPTIONS,
@@ -118,12 +118,12 @@ def build_options(*, without: Collection[str] = (), automatic: bool = True) -> C
 
 
 def load_options(command: F) -> F:
-    """How an engine is loaded; the arguments are those of :func:`optdnn.load`."""
+    """Decorator: the options for loading an engine. The command gets them as the arguments of :func:`optdnn.load`."""
     for decorate in (
         option("--signed-by", group="Loading", metavar="PEM|sigstore:WHO,ISSUER",
-               help="Refuse it, before anything else, unless ENGINE.sig is its signature by this public key, by a certificate "
-                    "of this root, or by this identity.  [default: $OPTDNN_SIGNED_BY, which always applies]"),
-        option("--simulate", is_flag=True, gpu=True, group="Loading", help="Run it in NumPy, on any machine."),
+               help="Refuse the engine, before anything else, unless ENGINE.sig is its signature by this public key, by a "
+                    "certificate of this root, or by this identity.  [default: $OPTDNN_SIGNED_BY, which always applies]"),
+        option("--simulate", is_flag=True, gpu=True, group="Loading", help="Run the engine in NumPy, on any machine."),
         option("--trust-cubins", is_flag=True, gpu=True, group="Loading",
                help="Run the compiled code in the file unchecked: you trust its author."),
         option("--devices", type=click.IntRange(min=1), group="Loading", metavar="N",
@@ -173,7 +173,7 @@ def parse_specs(option: str, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_values(texts: Sequence[str]) -> dict[str, Any]:
-    """``("axes=0,2", "k=5")`` of ``--value`` as a mapping of names to a number or a list of numbers."""
+    """``("axes=0,2", "k=5")`` of ``--value`` as a mapping from names to a number or a list of numbers."""
     values: dict[str, Any] = {}
     for text in texts:
         name, equals, given = text.partition("=")

@@ -89,8 +89,8 @@ def _show(facts: Mapping[str, Any]) -> None:
         print_host(host, facts["target"])
         if sizes and host["operators"]:
             stdout.print(
-                f"shape inputs: {', '.join(sizes)}; their values get separate plans, in which nothing runs on "
-                "the CPU because of them (what they always are can be given by --value)"
+                f"shape inputs: {', '.join(sizes)}; each of their values gets its own plan, so no operator runs on "
+                "the CPU because of them (if an input always has the same value, give it by --value)"
             )
     if "suggested_shapes" in facts:
         shapes = " ".join(f"--shape {s}" for s in facts["suggested_shapes"])

@@ -21,7 +21,7 @@ from optdnn.report.words import counted, figure, first_of
 
 
 class PlainConsole(Console):
-    """A console that prints text as it is: names of tensors and files are not markup, and hold no terminal commands.
+    """A console that prints text unchanged: names of tensors and files are neither markup nor terminal commands.
 
     Output to a file or a pipe is not wrapped.
     """
@@ -51,14 +51,15 @@ stdout = PlainConsole()
 
 
 @contextmanager
-def telling(engine: Path) -> Iterator[None]:
-    """For commands that show the data that a build wrote into an engine (``meta``) or its report. Nothing has checked this data: if
-    it does not have the form that builds give it, the block raises EngineError."""
+def reading_record(engine: Path) -> Iterator[None]:
+    """Raise EngineError if the block finds data of another form than builds write.
+
+    For commands that show the data that a build wrote into an engine (``meta``) or its report: nothing has checked this data."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
         raise EngineError(
-            f"{engine}: the account of its build is malformed ({type(error).__name__}: {error})",
+            f"{engine}: the record of its build is malformed ({type(error).__name__}: {error})",
             hint="the engine may still run; rebuild it, and report a defect of optdnn if this remains",
         ) from error
 
@@ -102,19 +103,19 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
 
 
 def remark(text: str) -> None:
-    """A line on stderr, in addition to the result, about random inputs or files that were written. None with ``--quiet``."""
+    """Print a line on stderr about random inputs or written files; nothing with ``--quiet``."""
     stderr.print(text)
 
 
 def warn(text: str) -> None:
-    """A line on stderr that ``--quiet`` leaves."""
+    """Print a warning on stderr, also with ``--quiet``."""
     stderr.quiet, quiet = False, stderr.quiet
     stderr.print(f"warning: {text}")
     stderr.quiet = quiet
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a file atomically, and say so in a remark. Raises OutputError."""
+    """Write a file atomically, and name it in a remark. Raises OutputError."""
     from optdnn.runtime.file.atomic import write_atomic
 
     write_atomic(file, [text.encode()])
@@ -122,10 +123,10 @@ def write_text(file: Path, text: str) -> None:
 
 
 def give_json(data: Any, file: Path | None) -> bool:
-    """Write the JSON of ``--json``. True where it went to stdout, which then holds nothing else. Raises OutputError."""
+    """Write the JSON of ``--json``. Returns True if it went to stdout, which then holds nothing else. Raises OutputError."""
     if file is None:
         return False
-    lacking = str(file) == "-" and sys.stdout.errors == "replace"  # an encoding without some signs: they are escaped
+    lacking = str(file) == "-" and sys.stdout.errors == "replace"  # the encoding lacks some characters: escape them
     text = printable_json(json.dumps(data, indent=2, ensure_ascii=lacking))
     if str(file) == "-":
         click.echo(text)

@@ -20,10 +20,10 @@ from optdnn.cli.common import (
     now,
     parse_sizes,
     progress,
+    reading_record,
     remark,
     stdout,
     table,
-    telling,
     warn,
 )
 from optdnn.cli.options import FILE, RESULTS, Command, input_option, json_option, option, seed_option, size_option
@@ -74,7 +74,7 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
     except ValueError:
         value = -1.0
     if not 0 <= value < 10:
-        raise UsageError(f"--fail-if-slower {text!r} is not a share of the time", hint="--fail-if-slower 3%")
+        raise UsageError(f"--fail-if-slower {text!r} is not a percentage or fraction", hint="--fail-if-slower 3%")
     return value
 
 
@@ -85,10 +85,10 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
         help="onnxruntime, openvino[:bf16], reference, or engine files; on a GPU also own, cudnn (the same network with only our "
              "kernels, or only the libraries') and onnxruntime-cuda.  [default: those that are installed]")  # fmt: skip
 @option("--torch", group=RACE, gpu=True, metavar="PKG.MODULE:FACTORY",
-        help="A PyTorch module, in a CUDA graph, channels last.")  # fmt: skip
+        help="Also race a PyTorch module, in a CUDA graph, channels last.")  # fmt: skip
 @option(
     "--torch-compile", group=RACE, gpu=True, is_flag=True,
-    help="The same module by torch.compile, too. It compiles for minutes.",
+    help="Also race the same module by torch.compile, which compiles for minutes.",
 )  # fmt: skip
 @option("--model", group=RACE, metavar="FILE", type=FILE, help="The model that ENGINE was built from.")
 @build_options(without=["--value"])
@@ -96,7 +96,7 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
 @size_option
 @seed_option
 @option(
-    "--rounds", group=RACE, type=click.IntRange(min=1), default=10, show_default=True, help="Turns of each candidate."
+    "--rounds", group=RACE, type=click.IntRange(min=1), default=10, show_default=True, help="Rounds of measurement."
 )
 @option(
     "--duration",
@@ -124,11 +124,15 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
 @option("--max-error", "--fail-if-error", "max_error", group=BOUNDS, type=click.FloatRange(min=0), metavar="X",
         help="Fail beyond this relative error.")  # fmt: skip
 @option(
-    "--min-speedup", group=BOUNDS, type=click.FloatRange(min=0), metavar="X", help="Fail below this over the baseline."
+    "--min-speedup",
+    group=BOUNDS,
+    type=click.FloatRange(min=0),
+    metavar="X",
+    help="Fail below this speedup over the baseline.",
 )
 @option(
     "--fail-if-slower", group=BOUNDS, metavar="P%", callback=_percent,
-    help="Fail if it is slower than the baseline by more than this, by the 95 % interval: 3%.",
+    help="Fail if the 95 % interval shows it slower than the baseline by more than this: 3%.",
 )  # fmt: skip
 @option("--html", group=RESULTS, metavar="FILE", type=FILE, help="Write a self-contained HTML report.")
 @option("--markdown", group=RESULTS, metavar="FILE", type=FILE, help="Write a Markdown report.")
@@ -152,7 +156,7 @@ def command(ctx: click.Context, /, file: Path, new: Path | None, **given: Any) -
     if engine:
         _refuse_build_options(ctx)
     elif asked.model is not None:
-        raise UsageError("--model goes with an ENGINE; a MODEL is built from itself")
+        raise UsageError("--model is for an ENGINE: a MODEL is compared with itself", hint="leave --model out")
     target = _target(file, engine, given["target"])
     rivals = _rivals(asked, engine, target)
     if asked.energy:
@@ -176,7 +180,7 @@ def command(ctx: click.Context, /, file: Path, new: Path | None, **given: Any) -
 
 
 def _against_old(old: Path, new: Path, asked: Asked) -> Asked:
-    """The settings of a race of NEW against an old engine. The old one is the baseline, and the reference of errors."""
+    """The settings for a race of NEW against an old engine: the old one is the baseline, and the reference of errors."""
     if not is_engine(old):
         raise UsageError(f"{old} is not an engine: NEW races against an engine", hint=f"optdnn build {old}")
     from optdnn.compare.rivals import rival_name
@@ -189,14 +193,14 @@ def _against_old(old: Path, new: Path, asked: Asked) -> Asked:
 
 
 def _rivals(asked: Asked, engine: bool, target: str) -> list[str]:
-    """The rivals of the subject. Raises UsageError or MissingDependency, before any work, for one that cannot take part."""
+    """The names of the rivals. Raises UsageError or MissingDependency, before any work, for a rival that cannot take part."""
     from optdnn.compare.gpu_rivals import installed_gpu, is_gpu
     from optdnn.compare.rivals import check_rivals, installed
 
     default = installed_gpu if is_gpu(target) else installed
     names = [n for text in asked.against for n in text.split(",") if n] if asked.against else default()
     if asked.torch is None and asked.torch_compile:
-        raise UsageError("--torch-compile goes with --torch")
+        raise UsageError("--torch-compile needs --torch", hint="--torch PKG.MODULE:FACTORY")
     if asked.torch is not None and not is_gpu(target):
         raise UsageError(f"--torch is for comparisons on a GPU; the target is {target}", hint="--target cuda")
     if engine and not asked.against and asked.model is None and is_gpu(target):
@@ -241,7 +245,7 @@ def _compared(
         report = outcome.to_plain() | {"command": command_line(ctx), "time": now()}
         if asked.html is None:
             return report, None
-        with telling(file):
+        with reading_record(file):
             return report, drawn(outcome, report, say)
 
 

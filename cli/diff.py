@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optdnn.cli.common import give_json, is_engine, progress, remark, report_beside, stdout, table, telling
+from optdnn.cli.common import give_json, is_engine, progress, reading_record, remark, report_beside, stdout, table
 from optdnn.cli.options import FILE, RESULTS, Command, json_option, option, seed_option
 from optdnn.errors import UsageError
 
@@ -53,10 +53,10 @@ def command(
         if not path.is_file():
             raise UsageError(f"there is no file {path}")
     check_outputs({"html": html})
-    with telling(a), progress(f"diff {a.name} {b.name}") as say:
+    with reading_record(a), progress(f"diff {a.name} {b.name}") as say:
         found = difference(a, b, shapes=parse_shapes(shape), seed=seed, run=run, duration=duration, say=say)
     if html is not None:
-        with telling(b):
+        with reading_record(b):
             write_atomic(html, [to_html(found, TABLES, _drawing(b, found)).encode()])
     if not give_json(found, json_file):
         for name, rows in found["tables"].items():

@@ -10,9 +10,9 @@ _received: set[int] = set()
 
 
 class Ended(BaseException):
-    """A signal asks the process to end. Temporary folders and workers are cleaned up while it rises.
+    """A signal asks the process to end. Temporary folders and workers are cleaned up while the exception propagates.
 
-    Not a KeyboardInterrupt, on which tuning ends early and keeps its best result.
+    It is not a KeyboardInterrupt: on Ctrl-C, tuning ends early and keeps its best result.
     """
 
     def __init__(self, number: int):
@@ -21,7 +21,7 @@ class Ended(BaseException):
 
 
 def watch() -> None:
-    """Handle the signals whose default ends the process on the spot, with its temporary folders left behind."""
+    """Handle the signals that by default end the process at once, and leave its temporary folders behind."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -33,7 +33,7 @@ def watch() -> None:
 
 
 def was_interrupted(error: Exception) -> bool:
-    """Whether an import failed because of Ctrl-C: NumPy turns a KeyboardInterrupt inside of its own into an ImportError."""
+    """Whether an import failed because of Ctrl-C: NumPy turns a KeyboardInterrupt during its import into an ImportError."""
     return isinstance(error, ImportError) and signal.SIGINT in _received
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optdnn.cli.common import give_json, is_engine, report_beside, stdout, table, telling
+from optdnn.cli.common import give_json, is_engine, reading_record, report_beside, stdout, table
 from optdnn.cli.options import Command, engine_argument, json_option
 from optdnn.errors import UsageError, did_you_mean
 from optdnn.report.explanation import SHOWN, Explanations
@@ -35,7 +35,7 @@ def command(engine: Path, node: str, json_file: Path | None) -> None:
     if not is_engine(engine):
         raise UsageError(f"{engine} is not an engine", hint="optdnn build MODEL, then optdnn explain MODEL.engine NODE")
     program = read(engine, verify=False)
-    with telling(engine):
+    with reading_record(engine):
         _tell(engine, program, node, json_file)
 
 
@@ -55,7 +55,7 @@ def _tell(engine: Path, program: Program, node: str, json_file: Path | None) -> 
 
 
 def _matches(program: Program, pattern: str) -> list[str]:
-    """The ONNX nodes that a name or pattern fits. Raises UsageError where there are none."""
+    """The ONNX nodes that match a name or pattern. Raises UsageError if there are none."""
     names = dict.fromkeys(n for s in program.steps for n in s.src)
     for p in program.meta.get("passes", ()):
         for entry in (*p["fired"], *p["refused"]):
@@ -65,7 +65,7 @@ def _matches(program: Program, pattern: str) -> list[str]:
         meant = did_you_mean(pattern.strip("*"), names, 3)
         raise UsageError(
             f"the engine knows no ONNX node {pattern!r}" + (f"; {meant}" if meant else ""),
-            hint="names are those of the model that it was built from; * stands for anything",
+            hint="names are those of the model that it was built from; * matches anything",
         )
     return found
 

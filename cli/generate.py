@@ -32,7 +32,7 @@ CHOICE, PROMPT = "Choice of tokens", "Prompt"
 @option("--top-k", type=click.IntRange(min=0), default=0, group=CHOICE, metavar="K",
         help="Draw from the K most probable tokens.")  # fmt: skip
 @option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, group=CHOICE, metavar="P",
-        help="Draw from the most probable tokens that have this share.")  # fmt: skip
+        help="Draw from the most probable tokens with this total probability.")  # fmt: skip
 @option("--seed", type=click.IntRange(min=0), default=0, show_default=True, group=CHOICE, help="Seed of the draws.")
 @option(
     "--capacity", type=click.IntRange(min=1), metavar="N", help="Positions of caches whose size the engine leaves open."

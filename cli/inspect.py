@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optdnn.cli.bench_tables import show_cliffs
-from optdnn.cli.common import give_json, is_engine, print_host, stdout, table, telling
+from optdnn.cli.common import give_json, is_engine, print_host, reading_record, stdout, table
 from optdnn.cli.options import FILE, Command, json_option, option
 from optdnn.cli.precision import show_auto
 from optdnn.cli.words import precision_text
@@ -30,7 +30,7 @@ def command(file: Path, nodes: bool, json_file: Path | None) -> None:
         if not give_json(facts, json_file):
             _show(facts)
         return
-    with telling(file):
+    with reading_record(file):
         facts = _engine_facts(file)
         if not give_json(facts, json_file):
             _show(facts)
@@ -69,12 +69,12 @@ def _engine_facts(file: Path) -> dict[str, Any]:
 
 
 def _plan(plan: Program) -> dict[str, Any]:
-    """The inputs of a plan, and how its tactics were chosen: by "measurement", or by "the cost model"."""
+    """The inputs of a plan, and how its tactics were chosen: by "measurement" or by "the cost model"."""
     return {"inputs": [str(s) for s, _ in plan.inputs], "chosen_by": plan.meta.get("planned", {}).get("by", "unknown")}
 
 
 def later_plans(program: Program) -> str:
-    """How plans for further shapes of an engine for ranges are made."""
+    """How an engine for ranges of sizes gets plans for further sizes, in words."""
     assert program.dynamic is not None
     if program.dynamic.source is None:
         return "none: the engine does not hold its model, and runs only at the sizes of its plans"
@@ -173,7 +173,7 @@ def _show(facts: dict[str, Any]) -> None:
 
 
 def _shown(facts: Mapping[str, Any]) -> set[str]:
-    """The facts to show of this file: those of GPUs only for a GPU's engine, and the precision once."""
+    """The facts of this file to show: facts about GPUs only for a GPU's engine, and the precision only once."""
     on_gpu = str(facts.get("target", "")).startswith(("cuda", "simulate"))
     return set(facts) - {"precision"} - (set() if on_gpu else {"retunable", "arena_bytes"})
 

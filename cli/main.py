@@ -86,7 +86,7 @@ OTHER_WORDS = {"compile": "build", "convert": "build", "benchmark": "bench", "tr
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a disk that takes no more. Engines and reports raise OutputError for them; the rest is what commands print."""
+"""Error numbers of a full disk. Engines and reports raise OutputError for these; here they come from printing."""
 
 
 def completion_line(shell: str) -> str:
@@ -123,12 +123,12 @@ def main(argv: list[str] | None = None) -> None:
     watch()
     take_any_text(sys.stdout)
     code = run(argv)
-    gc.disable()  # the process ends: to look through all that it has made, once more, takes a tenth of a second
+    gc.disable()  # the process ends, and a last collection would take a tenth of a second
     sys.exit(code)
 
 
 def take_any_text(stream: Any) -> None:
-    """Let a stream write ? for a sign of our tables (→, ×, µ) that its encoding lacks, and not fail."""
+    """Let a stream write ? instead of failing if its encoding lacks a character of our tables (→, ×, µ)."""
     if hasattr(stream, "reconfigure"):
         try:
             "→×µ".encode(stream.encoding)
@@ -137,9 +137,9 @@ def take_any_text(stream: Any) -> None:
 
 
 class _Warnings:
-    """Shows a warning in the form of an error: its text, without the line of code that gave it (``warnings.showwarning``).
+    """Shows a warning like an error message: its text, without the line of code that raised it (``warnings.showwarning``).
 
-    A text is shown once, though a command may open a model several times.
+    Each text is shown once, since a command may open a model several times.
     """
 
     def __init__(self) -> None:
@@ -159,21 +159,21 @@ def run(argv: list[str]) -> int:
     """Run a command line; returns its exit code."""
     common = sys.modules.get("optdnn.cli.common")
     if common is not None:
-        common.stderr.quiet = False  # of the command line before, in the same process
-    with warnings.catch_warnings():  # also of the hook below, for who calls this from a program of their own
+        common.stderr.quiet = False  # an earlier command line in the same process may have set it
+    with warnings.catch_warnings():  # restores the hook below, for programs that call this function
         if "--debug" not in argv:
             warnings.showwarning = _Warnings()
         return _run(argv)
 
 
 def _run(argv: list[str]) -> int:
-    # --debug belongs to the group, and is accepted at any place.
+    # --debug belongs to the group, but is accepted anywhere on the command line.
     end = argv.index("--") if "--" in argv else len(argv)
     debug = "--debug" in argv[:end]
     args = [*(["--debug"] if debug else []), *(a for a in argv[:end] if a != "--debug"), *argv[end:]]
     try:
         result = cli.main(args=args, prog_name="optdnn", standalone_mode=False, obj={"argv": tuple(argv)})
-        sys.stdout.flush()  # here: the handler below covers a closed pipe
+        sys.stdout.flush()  # inside the try: the handler below covers a closed pipe
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
@@ -192,8 +192,8 @@ def _run(argv: list[str]) -> int:
         _complain("error:", str(error))
         return error.exit_code
     except (BrokenPipeError, SystemExit):
-        # The reader of a pipe went away (head, less): not an error; click then asks to exit.
-        # Python would complain once more on exit.
+        # The reader of a pipe has ended (head, less), which is no error; click then asks to exit.
+        # Without this, Python would complain once more on exit.
         _to_nowhere()
         return 0
     except MemoryError as error:
@@ -206,7 +206,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _unexpected(error: Exception, debug: bool) -> int:
-    """Exit code of an error that no command foresees. Raises it again with --debug, if it is a defect."""
+    """The exit code for an exception that is not ours. With --debug, a defect is raised again."""
     if was_interrupted(error):
         click.echo("interrupted", err=True)
         return 130
@@ -222,7 +222,7 @@ def _unexpected(error: Exception, debug: bool) -> int:
 
 
 def _drop_output() -> None:
-    """Write what standard output holds, or, if it takes nothing, send it nowhere: Python would complain once more on exit."""
+    """Flush standard output; if that fails, redirect it to nowhere, or Python would complain once more on exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from optdnn.runtime.pictures.stream import PictureAnswer
 
 SMALL = 64
-"""Most elements of an output that is shown number by number."""
+"""Largest size of an output whose elements are all shown."""
 
 
 def picture_input(texts: Sequence[str]) -> tuple[str, Path] | None:
-    """Name and path of an ``--input`` that is a picture or a folder; None where they are arrays. Raises UsageError."""
+    """Name and path of an ``--input`` that is a picture or a folder; None if the inputs are arrays. Raises UsageError."""
     from optdnn.runtime.pictures.files import is_image
 
     found = [(name, Path(file)) for name, _, file in (t.rpartition("=") for t in texts)]
@@ -40,7 +40,7 @@ def picture_input(texts: Sequence[str]) -> tuple[str, Path] | None:
 
 
 def run_pictures(engine: Engine, name: str, path: Path, output: Path | None, json_file: Path | None) -> None:
-    """Run the pictures, print the answer for each, and write all outputs to ``output`` where it is given."""
+    """Run the pictures, print the answer for each one, and write all outputs to ``output`` if that is given."""
     from optdnn.runtime.pictures.files import pictures_in
     from optdnn.runtime.pictures.port import PicturePort
     from optdnn.runtime.pictures.stream import picture_answers
@@ -70,7 +70,7 @@ def run_pictures(engine: Engine, name: str, path: Path, output: Path | None, jso
 
 
 def _plain(answer: PictureAnswer) -> dict[str, Any]:
-    """An answer as JSON has it: classes, and outputs that are small."""
+    """An answer for JSON: the classes, and the small outputs."""
     small = {n: a.tolist() for n, a in answer.outputs.items() if a.size <= SMALL and not answer.best}
     return {
         "picture": answer.name,
@@ -99,7 +99,7 @@ def _rows(best: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def _shapes(one: dict[str, Any]) -> str:
-    """The outputs in words, where they are not of classes."""
+    """The outputs in words, if they are not classes."""
     small = one.get("outputs", {})
     return ", ".join(
         f"{n} {small[n]}" if n in small else f"{n} {dtype}{sizes}" for n, (dtype, *sizes) in one["shapes"].items()

@@ -1,4 +1,4 @@
-"""The account of automatic precision, as ``build`` and ``inspect`` print it."""
+"""The text about automatic precision that ``build`` and ``inspect`` print."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ TRACE = "trace"
         help="Nsight Systems, Nsight Compute, or a Chrome trace of optdnn's own times.  "
              "[default: ncu with --step; else nsys where it is installed; else trace]")  # fmt: skip
 @option("--step", "wanted", multiple=True, gpu=True, metavar="STEP",
-        help="Count only this step: its number or an ONNX node; * stands for anything. Repeat.")  # fmt: skip
+        help="Count only this step: its number or an ONNX node; * matches anything. Repeat.")  # fmt: skip
 @output_option("The report.  [default: ENGINE's name with .trace.json, .nsys-rep or .ncu-rep, here]")
 @json_option
 def command(
@@ -53,7 +53,7 @@ def command(
     from optdnn.runtime.measuring.bench import cuda_context
 
     if wanted and tool not in (None, nsight.NCU):
-        raise UsageError(f"--step is counted by ncu, not by {tool}")
+        raise UsageError(f"--step works only with ncu, not with {tool}", hint="--tool ncu, or leave --step out")
     loaded = optdnn.load(engine)
     feeds, _ = feeds_of(loaded, inputs, sizes)
     context = loaded.context()
@@ -85,7 +85,7 @@ def command(
 
 
 def default_tool(with_steps: bool, on_gpu: bool) -> str:
-    """The tool where none is named."""
+    """The tool to use if ``--tool`` is not given."""
     if with_steps:
         return nsight.NCU
     return nsight.NSYS if on_gpu and nsight.find(nsight.NSYS) else TRACE
@@ -128,7 +128,7 @@ def _counted(
 
 
 def steps_named(program: Program, wanted: Sequence[str]) -> list[int]:
-    """The numbers of the steps that ``--step`` names; none where nothing is named. Raises UsageError."""
+    """The numbers of the steps that ``--step`` names; empty without ``--step``. Raises UsageError."""
     found: list[int] = []
     for text in wanted:
         if text.isascii() and text.isdigit() and int(text) < len(program.steps):

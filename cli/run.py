@@ -76,12 +76,12 @@ def command(
 
 
 def _finite(numbers: dict[str, float]) -> dict[str, float | None]:
-    """JSON has no NaN and no infinities: they are null."""
+    """A number for JSON, which has no NaN and no infinities: these become null."""
     return {k: x if np.isfinite(x) else None for k, x in numbers.items()}
 
 
 def _range(a: Array) -> dict[str, float]:
-    """The least, mean and greatest element; nothing of empty arrays and of complex numbers."""
+    """The smallest, mean and largest element; nothing for empty arrays and complex numbers."""
     if not a.size or a.dtype.kind in "c":
         return {}
     wide = a.astype(np.float64)

@@ -51,7 +51,7 @@ def show(build: Any, report: Mapping[str, Any], *, model: Path, output: Path, ve
 
 
 def _profiles(engine: Any) -> str:
-    """The ranges of symbolic sizes, or the sizes that the build measured at."""
+    """The ranges of symbolic sizes, or the sizes at which the build measured."""
     if engine.profiles:
         shown = ["; ".join(f"{n}={r}" for n, r in p.items()) for p in engine.profiles]
         return f"; for {' or '.join(shown)}"
@@ -72,12 +72,12 @@ def _planned_for(engine: Any) -> list[list[str]]:
 
 
 def _error(report: Mapping[str, Any]) -> str:
-    """How far the outputs are from the model's."""
+    """The differences between the outputs and the model's, in words."""
     e = report["error"]
     if "not_measured" in e:
         return f"not measured: {e['not_measured']}" + (f"\n{e['hint']}" if e.get("hint") else "")
     if e["max_rel_err"] is None:
-        return f"elements that are not finite, or other shapes than the model's, on {e['inputs_from']}"
+        return f"outputs are not finite, or have other shapes than the model's, on {e['inputs_from']}"
     text = f"{e['max_rel_err']:.1e} of the largest output, from the model in NumPy (float64)"
     if e["input_difference"]:
         text += f"; other inputs make a difference of {e['input_difference']:.1g}"
@@ -90,7 +90,7 @@ def _error(report: Mapping[str, Any]) -> str:
 
 
 def _speed(report: Mapping[str, Any], engine: Any) -> str:
-    """The time of a run (``--bench``: as measured at the end), and of the ways to run it that lost or were refused."""
+    """The time of a run (with ``--bench``, as measured at the end), and the tactics that were slower or refused."""
     lines = []
     if "bench" in report:
         own = report["bench"]
@@ -129,7 +129,7 @@ def _next(report: Mapping[str, Any], engine: Any, model: Path, output: Path) -> 
 
 
 def _precisions(engine: Any) -> None:
-    """Operators that do not run as asked, hazards of quantization, risks of fp16."""
+    """Print the operators that do not run as requested, hazards of quantization, and risks of fp16."""
     told = engine.meta.get("precision", {})
     lines = [
         f"{r['kind']} {_nodes(r)}: asked for {r['asked']}, runs in {r['runs']}: {r['reason']}"
@@ -146,12 +146,12 @@ def _precisions(engine: Any) -> None:
 
 
 def _nodes(row: Mapping[str, Any]) -> str:
-    """The first ONNX nodes of an operator; those that are named like its kind before the nodes that were fused with it."""
+    """The first ONNX nodes of an operator: nodes that are named like its kind come before those that were fused with it."""
     return first_of(sorted(row["nodes"], key=lambda name: row["kind"] not in name), 3) or str(row["op"])
 
 
 def _fallbacks(build: Any) -> None:
-    """The time in fp32 where that is faster, and the operators that another library, NumPy or the CPU runs."""
+    """Print the time in fp32 if that is faster, and the operators that another library, NumPy or the CPU runs."""
     if build.compiled.beside_fp32 is not None and build.compiled.beside_fp32.slower:
         stdout.print(f"\n{slower_text(build.compiled.beside_fp32.to_json())}; build with --precision fp32")
     meta = build.engine.meta

@@ -90,8 +90,10 @@ def _show(report: Mapping[str, Any]) -> None:
 
 
 def _together(checks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """The rows of the table, each with the names of its inputs. A check that ended alike on all inputs, and did not fail, has one
-    row, with its worst outcome; any other has a row for each of its outcomes."""
+    """The rows of the table, each with the names of its inputs.
+
+    A check that did not fail, and has the same status on all inputs, has one row with its worst outcome. Any other check has a row
+    for each outcome."""
     for name in dict.fromkeys(c["check"] for c in checks):
         own = [c for c in checks if c["check"] == name]
         if len({c["status"] for c in own}) > 1 or own[0]["status"] == "failed":

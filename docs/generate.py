@@ -24,6 +24,7 @@ import optdnn
 from optdnn import errors, limits
 from optdnn.cli.main import COMMANDS, cli
 from optdnn.config import BuildOptions
+from optdnn.passes.base import Pass
 from optdnn.passes.pipelines import PIPELINE
 
 ROOT = Path(__file__).parents[1]
@@ -248,12 +249,20 @@ def operator_cases() -> str:
 
 
 def passes(target: str) -> str:
-    """The passes of the highest level in order: name, and the first sentence of its module's docstring."""
+    """The passes of the highest level in order: name, and a sentence.
+
+    It is the first one of the module's docstring, or of the pass's own if the module has several passes."""
     rows = []
     for number, one in enumerate(PIPELINE(3, target), start=1):
-        first = prose(import_module(type(one).__module__).__doc__ or "", fill=True).partition(". ")[0].rstrip(".")
+        module = import_module(type(one).__module__)
+        alone = sum(is_pass(c) and c.__module__ == module.__name__ for c in vars(module).values()) == 1
+        first = prose((module if alone else type(one)).__doc__ or "", fill=True).partition(". ")[0].rstrip(".")
         rows.append([str(number), f"`{one.name}`", first])
     return table(["", "pass", "meaning"], rows)
+
+
+def is_pass(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Pass) and not value.__name__.startswith("_")
 
 
 def main() -> int:

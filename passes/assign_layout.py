@@ -42,10 +42,10 @@ EITHER = frozenset(
 """Kinds, besides the pointwise ones, that run in either order at the same cost; the result has the operand's order."""
 
 ARG = frozenset({"ArgMax", "ArgMin"})
-"""Kinds that read either order, and have a plain result. So do reductions that drop axes."""
+"""Kinds that read either order and have a result in plain order. Reductions that drop axes do the same."""
 
 ONE_IMAGE = 3
-"""Operands of a SampledSum of one image, its places and weights."""
+"""Most operands of a SampledSum with one image: the image, the sampling positions, the weights."""
 _ALL_OPERANDS = frozenset({"Concat"})
 _PLAIN, _LAST = "plain", "channels last"
 Side = object
@@ -61,7 +61,7 @@ class Sides:
 
 
 class AssignLayout(Pass):
-    """Does nothing unless the target is a GPU, and nothing to a graph that has layouts already."""
+    """Runs only for GPUs, and only on graphs without layouts."""
 
     name = "assign_layout"
 
@@ -142,23 +142,25 @@ def _sides(graph: Graph, op: Op) -> Sides:
     own: Side = op.id
     if op.kind == "Transpose":
         to_last, from_last = _permutations(op)
-        if to_last and from_last:  # of three axes: one side stays plain, to spare a conversion
+        if to_last and from_last:  # with three axes the permutations are equal: one side stays plain
             to_last = not (from_last := _feeds_convolution(graph, op))
         return Sides(own if to_last else _PLAIN, own if from_last else _PLAIN)
     if op.kind == "Conv" and (weight := shape_of(graph, operand(op, 1))) is not None and of_one_channel(weight):
-        return Sides(_PLAIN, _PLAIN)  # no tensor core computes it: its pixels need no gaps between them
+        return Sides(
+            _PLAIN, _PLAIN
+        )  # it does not run on tensor cores: padding its channel would only cost memory traffic
     first, rank = op.input(0), op.outputs[0].type.rank
     pointwise = op.definition.traits.pointwise
     free = first is not None and (pointwise or op.kind in PREFER or op.kind in EITHER)
     ranked = rank in CHANNELS_LAST and all(o.type.rank == rank for o in op.outputs)
     if _drops_axes(graph, op):
         return Sides(own if graph.type(operand(op)).rank in CHANNELS_LAST else _PLAIN, _PLAIN)
-    indices = op.kind == "MaxPool" and len(op.outputs) > 1  # which count elements in plain order
+    indices = op.kind == "MaxPool" and len(op.outputs) > 1  # indices count elements in plain order
     return Sides(own, own) if free and ranked and not indices else Sides(_PLAIN, _PLAIN)
 
 
 def _drops_axes(graph: Graph, op: Op) -> bool:
-    """Whether it reads one tensor in either order, and its result has other axes."""
+    """Whether ``op`` reads one tensor in either order, and its result has other axes, in plain order."""
     if op.input(0) is None:
         return False
     return (
@@ -193,7 +195,7 @@ def _permutations(op: Op) -> tuple[bool, bool]:
 
 
 def _follows(graph: Graph, op: Op, slot: int) -> bool:
-    """Whether this operand of an op that can run in either order is read in the op's order (else plainly)."""
+    """Whether an op that can run in either order reads this operand in its own order; otherwise it reads plain order."""
     value = op.inputs[slot]
     if slot == 0 and _drops_axes(graph, op):
         return True
@@ -208,7 +210,7 @@ def _follows(graph: Graph, op: Op, slot: int) -> bool:
 def _uses(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[Value, list[tuple[Use, Side]]]]:
     """Every computed value that may be in either order, with the order in which each use reads it."""
     for op in graph.order():
-        if op.kind in ("Constant", "Output"):  # constants are stored as their users want them
+        if op.kind in ("Constant", "Output"):  # constants are stored in the order that their users read
             continue
         for port, out in enumerate(op.outputs):
             if out.type.rank not in CHANNELS_LAST:
@@ -260,7 +262,7 @@ def _arcs(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[object, objec
 
 
 def _conversions(graph: Graph, chosen: dict[int, Sides]) -> list[tuple[Value, bool, list[Use]]]:
-    """The values to convert: to channels-last order or not, and for which uses."""
+    """The values to convert, whether to channels-last order or to plain order, and the uses that read the converted value."""
     found: list[tuple[Value, bool, list[Use]]] = []
     for value, uses in _uses(graph, chosen):
         here = chosen[value.op].writes is True

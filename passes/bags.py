@@ -1,7 +1,7 @@
 """Embedding bags that exporters write as a Loop over the bags become one Gather and one reduction.
 
-A bag is a run of indices; the rows of a table that they name are added up. Where all bags are of one size, and lie side by side,
-the indices are a matrix with a bag in each row.
+A bag is a run of indices. The table's rows at these indices are added up. If all bags have the same size and are adjacent, the
+indices form a matrix with one bag per row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from optdnn.types import Array, normalize_axis
 
 @dataclass(frozen=True)
 class _Bags:
-    """A body that reduces rows: its operators, and where each bag begins and ends. ``gather``: its bags are of indices."""
+    """A loop body that reduces rows: its operators, and the begin and end of each bag. ``gather``: None for bags of rows."""
 
     reduce: Op
     gather: Op | None
@@ -43,7 +43,7 @@ class _Bags:
 
 @rule("loop_of_bags", {"Loop"})
 def loop_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Loop whose iterations reduce a run of rows, or the rows that a run of indices names."""
+    """A Loop whose iterations reduce a run of rows, or the rows at a run of indices."""
     trips = trips_of(graph, op)
     bags = None if trips is None else _bags(graph, op, trips)
     if trips is None or bags is None:
@@ -63,7 +63,7 @@ def loop_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
         or not np.array_equal(ends, starts + size)
         or not np.array_equal(starts, starts[0] + size * np.arange(trips))
     ):
-        return Miss("its bags are of different sizes, or do not lie side by side")
+        return Miss("its bags have different sizes, or are not adjacent")
 
     def build(patch: Patch) -> None:
         rows = reshaped(patch, part_of(patch, listed, int(starts[0]), size * trips, count), (trips, size, *dims))
@@ -89,7 +89,7 @@ def _bags(graph: Graph, op: Op, trips: int) -> _Bags | None:
 
 
 def _each(graph: Graph, op: Op, value: Value | None, trips: int) -> Array | None:
-    """The number that each iteration takes from a constant list, by the iteration's own number."""
+    """The numbers that the iterations take from a constant list, each at the number of its iteration; else None."""
     body, gather = op.attrs.body.graph, lookup(op, value)
     if gather is None:
         return None
@@ -111,7 +111,7 @@ def _each(graph: Graph, op: Op, value: Value | None, trips: int) -> Array | None
 
 @dataclass(frozen=True)
 class _Bag:
-    """Rows ``start`` to ``end`` of a value, reduced."""
+    """A reduction of rows ``start`` to ``end`` of a value."""
 
     source: Value
     kind: str
@@ -121,7 +121,7 @@ class _Bag:
 
 @rule("concat_of_bags", {"Concat"})
 def concat_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
-    """Reductions of runs of rows side by side, of one size, as one reduction."""
+    """Reductions of adjacent runs of rows, all of one size, become one reduction."""
     if len(op.inputs) < 2 or normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)):
         return None
     found = [_bag(graph, v) for v in op.inputs]
@@ -133,7 +133,7 @@ def concat_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
     if any((b.source, b.kind) != (first.source, first.kind) for b in bags):
         return Miss("its parts reduce different values")
     if any((b.start, b.end) != (first.start + i * size, first.start + (i + 1) * size) for i, b in enumerate(bags)):
-        return Miss("its bags are of different sizes, or do not lie side by side")
+        return Miss("its bags have different sizes, or are not adjacent")
 
     def build(patch: Patch) -> Value:
         length, *dims = (int(d) for d in graph.type(first.source).static_shape)
@@ -145,12 +145,12 @@ def concat_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _bag(graph: Graph, value: Value | None) -> _Bag | None:
-    """What part of a Concat reduces: ``Reduce(x[start:end])`` with one row left, or the sum over its count."""
+    """A part of a Concat as a bag: ``Reduce(x[start:end])`` over rows, which keeps one row, or a sum divided by its row count."""
     op = None if value is None else graph.op(value)
     count = None
     if op is not None and op.kind == "Div":
         count, total = scalar(graph, op.input(1)), op.inputs[0]
-        same = shape_of(graph, total) == op.outputs[0].type.shape  # not of the divisor's rank
+        same = shape_of(graph, total) == op.outputs[0].type.shape  # the divisor adds no axis
         op = None if count is None or total is None or not same else graph.op(total)
     if op is None or op.kind not in REDUCTIONS or not op.attrs.keepdims or ints(graph, op.input(1)) != (0,):
         return None

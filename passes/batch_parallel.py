@@ -17,7 +17,7 @@ class BatchParallel(TensorParallel):
     """The part of the batch of rank ``rank`` of ``world``."""
 
     name = "batch_parallel"
-    places = "rows of the batch"
+    axis_kind = "rows of the batch"
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         place = {op.id: k for k, op in enumerate(graph.order())}

@@ -37,7 +37,7 @@ class OptimizeBodies(Pass):
         for visited in graph.order():
             if visited.kind in STRUCTURAL or visited.id not in graph:
                 continue
-            op, changes, made = graph.op(visited.id), dict[str, Any](), 0
+            op, changes, rewrites = graph.op(visited.id), dict[str, Any](), 0
             for f in fields(op.attrs):
                 body = getattr(op.attrs, f.name)
                 if not isinstance(body, GraphBody):
@@ -46,10 +46,10 @@ class OptimizeBodies(Pass):
                 if reason is not None:
                     report.refused.append(Refused(self.name, node_names([op]), reason))
                 elif better is not None:
-                    changes[f.name], made = better, made + count
+                    changes[f.name], rewrites = better, rewrites + count
             if changes:
                 graph.set_op(replace(op, attrs=replace(op.attrs, **changes)))
-                report.fired += [Fired(self.name, node_names([op]))] * made
+                report.fired += [Fired(self.name, node_names([op]))] * rewrites
 
 
 def optimized(body: GraphBody, context: PassContext) -> tuple[GraphBody | None, int, str | None]:
@@ -69,7 +69,7 @@ def optimized(body: GraphBody, context: PassContext) -> tuple[GraphBody | None, 
         return None, 0, f"its body cannot be rewritten: {error.message}"
     if any(c.attrs.value.size > CONSTANT_LIMIT for c in inner.of_kind("Constant")):
         return None, 0, "its body would hold constants that are too large"
-    made = GraphBody(inner)
-    if [str(t) for t in made.outputs] != before:
+    result = GraphBody(inner)
+    if [str(t) for t in result.outputs] != before:
         return None, 0, "the types of its results would change"
-    return made, changes, None
+    return result, changes, None

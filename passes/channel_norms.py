@@ -34,7 +34,7 @@ from optdnn.types import Array
 
 @dataclass(frozen=True)
 class ChannelNorm(FusedNorm):
-    """A norm over the last axis, of ``x`` with its channels moved there; they are moved back after it."""
+    """A norm of ``x`` over the last axis: the channels are moved there before it, and back after it."""
 
     def norm(self, patch: Patch, *parameters: Value) -> Value:
         rank = len(patch.type(self.x).dims)
@@ -59,14 +59,14 @@ def _of_channels(
 
 
 class LayerNormOfChannels(LayerNorm):
-    """LayerNormalization over axis 1 of three or more."""
+    """LayerNormalization over axis 1 of three or more axes."""
 
     name = "layer_norm_of_channels"
     options = _of_channels
 
 
 class RMSNormOfChannels(RMSNorm):
-    """RMSNormalization over axis 1 of three or more."""
+    """RMSNormalization over axis 1 of three or more axes."""
 
     name = "rms_norm_of_channels"
     options = _of_channels
@@ -74,7 +74,7 @@ class RMSNormOfChannels(RMSNorm):
 
 @rule("behind_norm_of_pixel", RESHAPES)
 def behind_norm_of_pixel(graph: Graph, op: Op) -> Match | None:
-    """An activation behind a norm and a Reshape moves in front of the Reshape (GCNet normalizes the channels of one pixel)."""
+    """An activation after a norm and a Reshape moves in front of the Reshape (GCNet normalizes the channels of one pixel)."""
     norm, user = producer(graph, op.inputs[0], NORMS, alone=True), graph.sole_user(op.value)
     if norm is None or user is None or user.kind not in ACTIVATIONS or user.inputs[0] != op.value:
         return None
@@ -83,17 +83,17 @@ def behind_norm_of_pixel(graph: Graph, op: Op) -> Match | None:
         return None
 
     def build(patch: Patch) -> Value:
-        made = patch.add(user.kind, [norm.value, *user.inputs[1:]], user.attrs, src=user.src)
-        return patch.add(op.kind, [made, *op.inputs[1:]], op.attrs, src=op.src)
+        moved = patch.add(user.kind, [norm.value, *user.inputs[1:]], user.attrs, src=user.src)
+        return patch.add(op.kind, [moved, *op.inputs[1:]], op.attrs, src=op.src)
 
     return Match((user, op), build)
 
 
 @rule("behind_channel_norm", {"Transpose"})
 def behind_channel_norm(graph: Graph, op: Op) -> Match | None:
-    """What reads a norm of channels moves in front of the transposition behind it: the kernels of norms take it along.
+    """An activation or addition after a norm and its Transpose moves in front of the Transpose: the norm's kernel absorbs it.
 
-    An activation, or the addition of an image of the same sizes, which is transposed instead."""
+    The other image of an addition must have the same sizes. It is transposed instead."""
     dims = op.outputs[0].type.dims
     norm, user = producer(graph, op.inputs[0], NORMS, alone=True), graph.sole_user(op.value)
     if (
@@ -112,10 +112,10 @@ def behind_channel_norm(graph: Graph, op: Op) -> Match | None:
         before = {op.value: operand(op)}
         for v in others:
             before[v] = patch.add("Transpose", [v], TransposeAttrs(channels_to_last(len(dims))))
-        made = patch.add(
+        moved = patch.add(
             user.kind, [v if v is None else before.get(v, v) for v in user.inputs], user.attrs, src=user.src
         )
-        return patch.add("Transpose", [made], op.attrs, src=op.src)
+        return patch.add("Transpose", [moved], op.attrs, src=op.src)
 
     return Match((user, op), build)
 

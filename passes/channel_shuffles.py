@@ -1,10 +1,10 @@
 """Convolutions of half the channels, between a split, a concatenation and a shuffle, become convolutions of all channels.
 
-A unit of ShuffleNet V2 (Ma et al., 2018) splits its channels, convolves one half, joins the halves and shuffles the channels. Its
-moves are more launches than its convolutions, which are small. Here all channels pass through these convolutions: the half that
-is kept is multiplied by weights of one and zero, and a shuffle is an order of the next convolution's weights, also where that has
-groups. (A zero times an
-infinity: an element that has overflowed makes NaN of its pixel's other channels.)
+A unit of ShuffleNet V2 (Ma et al., 2018) splits its channels, convolves one half, joins the halves and shuffles the channels. The
+split, the concatenation and the shuffle take more launches than the convolutions, which are small. This pass lets all channels go
+through these convolutions. Weights of one and zero keep the other half unchanged, and the shuffle becomes an order of the weights
+of the next convolution, even if that has groups. (Zero times infinity is NaN: an element that has overflowed spoils the other
+channels of its pixel.)
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from optdnn.passes.support.parts import whole
 from optdnn.types import Array, normalize_axis
 
 MOST_CHANNELS = 1024
-"""With more channels, the products with ones and zeros take longer than the moves."""
+"""With more channels, the products with ones and zeros take longer than moving the channels."""
 MOST_WORK = 512
-"""Multiplications of an element of a shuffled image, up to which a product with zeros takes less time than to move it."""
+"""Most multiplications per element of a shuffled image for which products with zeros are faster than the shuffle."""
 PRECISIONS = ("fp16", "bf16")
-"""Others multiply more slowly, or round the channels that are kept."""
+"""Other precisions multiply more slowly, or round the channels that are kept."""
 
 
 def order_of(graph: Graph, value: Value | None) -> tuple[Value, Array] | None:
-    """The image that a value is a shuffle of, and which of its channels each channel is."""
+    """The image before a channel shuffle, and for each channel of ``value`` its number in that image; None for no shuffle."""
     last = producer(graph, value, {"Reshape"})
     turned = None if last is None else producer(graph, last.inputs[0], {"Transpose"}, alone=True)
     first = None if turned is None else producer(graph, turned.inputs[0], {"Reshape"}, alone=True)
@@ -50,7 +50,7 @@ def order_of(graph: Graph, value: Value | None) -> tuple[Value, Array] | None:
 
 
 def weights_of(graph: Graph, op: Op) -> tuple[Array, Array | None] | None:
-    """Constant OIHW weights and bias (None: there is none) of a convolution of images without stages; None where they are none."""
+    """Constant OIHW weights and bias (None without one) of a convolution of images without stages; None for other operators."""
     weight, bias = graph.constant_value(op.inputs[1]), graph.constant_value(op.input(2))
     a = op.attrs
     if weight is None or weight.ndim != 4 or (op.input(2) is not None and bias is None) or a.prologue or a.epilogue:
@@ -59,7 +59,7 @@ def weights_of(graph: Graph, op: Op) -> tuple[Array, Array | None] | None:
 
 
 def whole_weight(op: Op, weight: Array, context: PassContext) -> Array | Miss:
-    """Weights for all channels of a convolution whose groups have several: zeros for those of other groups."""
+    """The weights of a grouped convolution as one group: zeros for the channels of other groups. Groups have several channels."""
     group, (filters, inside, *kernel) = op.attrs.group, weight.shape
     if group == 1:
         return weight
@@ -67,18 +67,19 @@ def whole_weight(op: Op, weight: Array, context: PassContext) -> Array | Miss:
         return Miss(f"it has groups of several channels, and products with zeros are not for {context.precision}")
     if filters * math.prod(kernel) > MOST_WORK or group * inside > MOST_CHANNELS:
         return Miss(
-            "it has groups of several channels, and as many multiplications that zeros among them take longer than the moves"
+            "it has groups of several channels, and with zeros for the other groups it would take longer than the shuffle"
         )
-    made = np.zeros((group, filters // group, group, inside, *kernel), weight.dtype)
+    all_channels = np.zeros((group, filters // group, group, inside, *kernel), weight.dtype)
     for g in range(group):
-        made[g, :, g] = weight[g * (filters // group) : (g + 1) * (filters // group)]
-    return made.reshape(filters, group * inside, *kernel)
+        all_channels[g, :, g] = weight[g * (filters // group) : (g + 1) * (filters // group)]
+    return all_channels.reshape(filters, group * inside, *kernel)
 
 
 class ShuffleIntoWeights(Rule):
-    """A convolution of a shuffled image is one of the image, with its weights in another order: of all channels, or of few groups
-    (ShuffleNet: Zhang et al., 2018), which become all channels. One of each channel by itself is done before the shuffle, where
-    such a convolution follows."""
+    """A convolution of a shuffled image reads the image before the shuffle, with its weights in another order.
+
+    A convolution of few groups (ShuffleNet: Zhang et al., 2018) becomes one of all channels. A depthwise convolution moves in
+    front of the shuffle if the convolution after it can then absorb the shuffle."""
 
     name = "shuffle_into_weights"
     kinds = frozenset({"Conv"})
@@ -93,15 +94,15 @@ class ShuffleIntoWeights(Rule):
         weight, bias = constants
         back = np.argsort(order)
         if op.attrs.group > 1 and op.attrs.group == len(order) == len(weight):
-            return _own_channels_first(graph, op, source, back, context)
+            return _depthwise_first(graph, op, source, back, context)
         all_channels = whole_weight(op, weight, context)
         if isinstance(all_channels, Miss):
             return all_channels
         return Match((op,), lambda p: conv(p, source, all_channels[:, back], bias, replace(op.attrs, group=1)))
 
 
-def _own_channels_first(graph: Graph, op: Op, source: Value, back: Array, context: PassContext) -> Match | None:
-    """A convolution of each channel by itself, before the shuffle; None where no convolution follows that takes the shuffle in."""
+def _depthwise_first(graph: Graph, op: Op, source: Value, back: Array, context: PassContext) -> Match | None:
+    """A depthwise convolution before the shuffle; None if no convolution follows that can absorb the shuffle."""
     constants, next_op = weights_of(graph, op), graph.sole_user(op.value)
     follows = None if next_op is None or next_op.kind != "Conv" else weights_of(graph, next_op)
     if constants is None or next_op is None or follows is None:
@@ -122,8 +123,10 @@ def _own_channels_first(graph: Graph, op: Op, source: Value, back: Array, contex
 
 @dataclass(frozen=True)
 class Unit:
-    """Channels ``kept`` and ``changed`` of an image (the two parts that a Split or Slices take), the operators that change the
-    latter, first to last, and whether the Concat has the kept channels in front."""
+    """A unit of ShuffleNet V2: a Split or Slices divide ``image`` into the channels ``kept`` and ``changed``.
+
+    ``steps``: the operators on the changed channels, first to last. ``first``: whether the Concat has the kept channels in
+    front."""
 
     image: Value
     kept: range
@@ -133,7 +136,7 @@ class Unit:
 
 
 def unit_at(graph: Graph, op: Op) -> Unit | None:
-    """The unit that a Concat ends."""
+    """The unit that ends in a Concat, or None."""
     if len(op.inputs) != 2 or len(op.outputs[0].type.dims) != 4 or normalize_axis(op.attrs.axis, 4) != 1:
         return None
     for first in (True, False):
@@ -147,14 +150,14 @@ def unit_at(graph: Graph, op: Op) -> Unit | None:
         for parts in ((kept, value), (value, kept)):
             image = whole(graph, *parts, axis=-3)
             if image is not None and all(graph.type(v).is_static for v in parts):
-                before, behind = (graph.type(v).static_shape[1] for v in parts)
-                ranges = dict(zip(parts, (range(before), range(before, before + behind)), strict=True))
+                before, after = (graph.type(v).static_shape[1] for v in parts)
+                ranges = dict(zip(parts, (range(before), range(before, before + after)), strict=True))
                 return Unit(image, ranges[kept], ranges[value], tuple(reversed(steps)), first)
     return None
 
 
 def centre(op: Op, weight: Array) -> tuple[int, int] | None:
-    """The tap at a pixel's own place, of a convolution that keeps an image's size; None where there is none."""
+    """The tap that reads the pixel of the result's own position; None if the convolution has strides, or no such tap."""
     a = op.attrs
     at = tuple(pad // d for pad, d in zip(a.pads[:2], a.dilations, strict=True))
     fits = all(
@@ -164,7 +167,7 @@ def centre(op: Op, weight: Array) -> tuple[int, int] | None:
 
 
 class WholeUnit(Rule):
-    """Convolutions of some channels, and the other channels as they are, are convolutions of all channels."""
+    """Convolutions of some channels, concatenated with the other channels, become convolutions of all channels."""
 
     name = "whole_unit"
     kinds = frozenset({"Concat"})
@@ -172,35 +175,36 @@ class WholeUnit(Rule):
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         unit = unit_at(graph, op)
         if unit is None or order_of(graph, unit.image) is None:
-            return None  # without a shuffle the halves stay in their places
+            return None  # without a shuffle, the halves need no moves
         if context.precision not in PRECISIONS:
             return Miss(f"products with ones and zeros are not for {context.precision}")
         if len(unit.kept) + len(unit.changed) > MOST_CHANNELS:
             return Miss(f"it has more than {MOST_CHANNELS} channels")
         if any(s.kind == "Relu" for s in unit.steps) and not non_negative(graph, unit.image):
             return Miss("the kept values may be negative, and a Relu would change them")
-        made, size = list[tuple[Array, Array | None]](), graph.type(unit.image).dims[2:]
+        convolutions, size = list[tuple[Array, Array | None]](), graph.type(unit.image).dims[2:]
         for step in (s for s in unit.steps if s.kind == "Conv"):
             constants = weights_of(graph, step)
             if constants is None:
                 return Miss("weights are not constant, or a convolution has stages")
             weight, bias = constants
-            tap, own = centre(step, weight), step.attrs.group == weight.shape[0] and weight.shape[1] == 1
-            if tap is None or step.outputs[0].type.dims[2:] != size or not (step.attrs.group == 1 or (own and made)):
+            tap, depthwise = centre(step, weight), step.attrs.group == weight.shape[0] and weight.shape[1] == 1
+            plain = step.attrs.group == 1 or (depthwise and convolutions)
+            if tap is None or step.outputs[0].type.dims[2:] != size or not plain:
                 return Miss("a convolution changes the image's size, or has groups")
-            made.append(_whole(unit, weight, bias, tap, own, not made))
+            convolutions.append(_whole(unit, weight, bias, tap, depthwise, not convolutions))
         if unit.steps[0].kind != "Conv":
-            return Miss("the channels do not enter by a convolution")
+            return Miss("the first operator on its channels is not a convolution")
 
-        made = _in_eights(made)
+        convolutions = _padded(convolutions)
 
         def build(patch: Patch) -> Value:
-            y, convolutions = unit.image, iter(made)
+            y, following = unit.image, iter(convolutions)
             for step in unit.steps:
                 if step.kind == "Relu":
                     y = patch.add("Relu", [y], step.attrs)
                     continue
-                weight, bias = next(convolutions)
+                weight, bias = next(following)
                 y = conv(patch, y, weight, bias, replace(step.attrs, group=1 if step.attrs.group == 1 else len(weight)))
             return y
 
@@ -208,33 +212,32 @@ class WholeUnit(Rule):
 
 
 def _whole(
-    unit: Unit, weight: Array, bias: Array | None, tap: tuple[int, int], own: bool, enters: bool
+    unit: Unit, weight: Array, bias: Array | None, tap: tuple[int, int], depthwise: bool, first: bool
 ) -> tuple[Array, Array | None]:
-    """The weights and the bias of all channels. ``own``: each channel is convolved by itself; ``enters``: they come from the
-    image."""
+    """The weights and the bias for all channels. ``first``: the convolution reads the image, in the image's order of channels."""
     count, kept = len(weight), len(unit.kept)
     stay = np.arange(kept) + (0 if unit.first else count)
     change = np.arange(count) + (kept if unit.first else 0)
-    made = np.zeros((kept + count, 1 if own else kept + weight.shape[1], *weight.shape[2:]), weight.dtype)
-    if own:
-        made[change], made[stay, 0, tap[0], tap[1]] = weight, 1
+    weights = np.zeros((kept + count, 1 if depthwise else kept + weight.shape[1], *weight.shape[2:]), weight.dtype)
+    if depthwise:
+        weights[change], weights[stay, 0, tap[0], tap[1]] = weight, 1
     else:
         inside = weight.shape[1]
-        read = np.asarray(unit.changed) if enters else np.arange(inside) + (kept if unit.first else 0)
-        same = np.asarray(unit.kept) if enters else np.arange(kept) + (0 if unit.first else inside)
-        made[np.ix_(change, read)], made[stay, same, tap[0], tap[1]] = weight, 1
+        read = np.asarray(unit.changed) if first else np.arange(inside) + (kept if unit.first else 0)
+        same = np.asarray(unit.kept) if first else np.arange(kept) + (0 if unit.first else inside)
+        weights[np.ix_(change, read)], weights[stay, same, tap[0], tap[1]] = weight, 1
     if bias is None:
-        return made, None
-    moved = np.zeros(kept + count, bias.dtype)
-    moved[change] = bias
-    return made, moved
+        return weights, None
+    biases = np.zeros(kept + count, bias.dtype)
+    biases[change] = bias
+    return weights, biases
 
 
-def _in_eights(made: Sequence[tuple[Array, Array | None]]) -> list[tuple[Array, Array | None]]:
-    """The weights and biases with zeros, so that the channels between two convolutions are a multiple of eight."""
-    found, inside = [], made[0][0].shape[1]
-    for i, (weight, bias) in enumerate(made):
-        more = 0 if i == len(made) - 1 else -len(weight) % 8
+def _padded(convolutions: Sequence[tuple[Array, Array | None]]) -> list[tuple[Array, Array | None]]:
+    """The weights and biases, padded by zeros to a multiple of eight channels between two convolutions."""
+    found, inside = [], convolutions[0][0].shape[1]
+    for i, (weight, bias) in enumerate(convolutions):
+        more = 0 if i == len(convolutions) - 1 else -len(weight) % 8
         read = 0 if weight.shape[1] == 1 else inside - weight.shape[1]
         weight = np.pad(weight, ((0, more), (0, read), (0, 0), (0, 0)))
         found.append((weight, None if bias is None else np.pad(bias, (0, more))))
@@ -243,7 +246,7 @@ def _in_eights(made: Sequence[tuple[Array, Array | None]]) -> list[tuple[Array, 
 
 
 def conv(patch: Patch, x: Value, weight: Array, bias: Array | None, attrs: ConvAttrs) -> Value:
-    """Add a convolution with constant weights; ``bias``: None for none."""
+    """Add a convolution with constant weights and, if there is one, a constant bias."""
     constants: Sequence[Value] = [patch.constant(np.ascontiguousarray(weight), "weight")]
     if bias is not None:
         constants = [*constants, patch.constant(bias, "bias")]

@@ -1,9 +1,10 @@
 """Convolutions whose weights are computed become products of matrices.
 
-Hypernetworks and trackers that look for one picture in another compute their filters. (StyleGAN's become constant before, by
-``modulated_weights``.) The kernels of convolutions pack constant filters ahead of time; the general one takes a thread for each
-result. As a product of the filters and the pixels under each tap, a convolution of computed filters runs on tensor cores. A
-transposed one is a convolution of the same filters, turned, over pixels with zeros between them.
+Hypernetworks compute their filters, and so do trackers that look for one picture in another. (The filters of StyleGAN are constant
+by now: ``modulated_weights`` runs before.) Fast kernels of convolutions need constant filters, which are packed in the build; the
+general kernel uses one thread per result. As a product of the filters with the pixels under each tap, a convolution of computed
+filters runs on tensor cores. A transposed convolution is a convolution with the filters flipped, over pixels with zeros between
+them.
 """
 
 from __future__ import annotations
@@ -27,50 +28,50 @@ from optdnn.passes.support.facts import depends_on_inputs, integers, operand, re
 TAPS = 64
 """Most taps of a filter: each is a copy of the pixels."""
 WHOLE = 8
-"""Tensor cores read columns in such parts."""
+"""Columns of the product are padded to a multiple of this, as tensor cores need."""
 LEAST = 1 << 20
-"""Fewest multiplications: less is no work for a launch."""
+"""Fewest multiplications for which the product pays for its launches."""
 
 
 @rule("conv_of_computed_weights", {"Conv"})
 def conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Conv with a bias or without, of any rank and any groups of several channels."""
+    """A Conv of any rank, with or without a bias; its groups have several channels."""
     sizes = _sizes(graph, op)
     if sizes is None or op.attrs.auto_pad != "NOTSET":
         return None
     x, w = sizes
     a, kernel, results = op.attrs, w[2:], graph.type(op.value).static_shape
-    places = list(results[2:])
-    whole = [*places[:-1], places[-1] + (-places[-1] % WHOLE if math.prod(places) % WHOLE else 0)]
+    positions = list(results[2:])
+    whole = [*positions[:-1], positions[-1] + (-positions[-1] % WHOLE if math.prod(positions) % WHOLE else 0)]
     filters, channels = w[0] // a.group, w[1]
-    if (refused := _refused(graph, op, x[0] * a.group, (filters, channels, *kernel))) is not False:
-        return refused
+    if (refusal := _refusal(graph, op, x[0] * a.group, (filters, channels, *kernel))) is not False:
+        return refusal
 
     def build(patch: Patch) -> Value:
-        columns = _columns(patch, operand(op), (x[0] * a.group, channels, *x[2:]), op, whole, whole[-1] - places[-1])
+        columns = _columns(patch, operand(op), (x[0] * a.group, channels, *x[2:]), op, whole, whole[-1] - positions[-1])
         taps = math.prod(kernel)
         rows = reshaped(patch, operand(op, 1), (a.group, filters, channels, taps))
         rows = patch.add("Transpose", [rows], TransposeAttrs((0, 1, 3, 2)))
         rows = reshaped(patch, rows, (1, a.group, filters, taps * channels))
-        # The kernels of stacks take none that is repeated. Filters are small beside the pixels under their taps.
+        # Kernels of batched products cannot repeat an operand, so it is copied. Filters are small compared with the columns.
         if x[0] > 1:
             rows = patch.add("Expand", [rows, integers(patch, [x[0], 1, 1, 1], "pictures")])
         columns = reshaped(patch, columns, (x[0], a.group, taps * channels, math.prod(whole)))
         y = patch.add("MatMul", [rows, columns], MatMulAttrs())
         y = reshaped(patch, y, (x[0], w[0], *whole))
-        if whole != places:
-            y = _sliced(patch, y, [0], places[-1:], [len(whole) + 1], [1])
+        if whole != positions:
+            y = _sliced(patch, y, [0], positions[-1:], [len(whole) + 1], [1])
         bias = op.input(2)
         if bias is None:
             return y
-        return patch.add("Add", [y, reshaped(patch, bias, (1, w[0], *(1 for _ in places)))])
+        return patch.add("Add", [y, reshaped(patch, bias, (1, w[0], *(1 for _ in positions)))])
 
     return Match((op,), build)
 
 
 @rule("transposed_conv_of_computed_weights", {"ConvTranspose"})
 def transposed_conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | None:
-    """A ConvTranspose becomes a Conv, for the other rule."""
+    """A ConvTranspose becomes a Conv, which ``conv_of_computed_weights`` then rewrites."""
     sizes = _sizes(graph, op)
     if sizes is None or op.attrs.output_shape or op.attrs.auto_pad != "NOTSET":
         return None
@@ -78,8 +79,8 @@ def transposed_conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | 
     a, kernel, rank = op.attrs, w[2:], len(w) - 2
     results = graph.type(op.value).static_shape
     channels, filters = w[0] // a.group, w[1]
-    if (refused := _refused(graph, op, x[0] * a.group, (filters, channels, *kernel))) is not False:
-        return refused
+    if (refusal := _refusal(graph, op, x[0] * a.group, (filters, channels, *kernel))) is not False:
+        return refusal
 
     def build(patch: Patch) -> Value:
         spread = _spread(patch, operand(op), x, a.strides)
@@ -103,50 +104,52 @@ def transposed_conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | 
 
 
 def _sizes(graph: Graph, op: Op) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The sizes of the pixels and of the computed weights, where all are known; None for other convolutions."""
+    """The shapes of the image and of the computed weights; None if a size is unknown or 0, or for other convolutions."""
     if op.attrs.prologue or op.attrs.epilogue or not depends_on_inputs(graph, operand(op, 1)):
         return None
     x, w, y = (sizes_of(graph, value) for value in (operand(op), operand(op, 1), op.value))
     return None if x is None or w is None or y is None or 0 in (*x, *w, *y) else (x, w)
 
 
-def _refused(graph: Graph, op: Op, groups: int, w: Sequence[int]) -> Miss | Literal[False] | None:
-    """Why a convolution is no product, None where it is too small to be one, False where it becomes one. ``groups``: of all
-    pictures; ``w``: the sizes of a group's filters."""
+def _refusal(graph: Graph, op: Op, groups: int, w: Sequence[int]) -> Miss | Literal[False] | None:
+    """Why a convolution cannot become a product; None if it is too small to gain, False if it can.
+
+    ``groups``: the number of groups of all images together; ``w``: the shape of the filters of one group."""
     filters, channels, *kernel = w
     if math.prod(kernel) > TAPS:
         return Miss(f"its filters have {math.prod(kernel)} taps, more than {TAPS}")
     if filters == 1 or channels == 1:
         return Miss(
-            "its filters are computed, but each is of one channel, or alone in its group: no product of matrices"
+            "its filters are computed, but a group has a single filter or channel, so that it is no product of matrices"
         )
-    places = math.prod(graph.type(op.value).static_shape[2:])
-    return None if groups * math.prod(w) * places < LEAST else False
+    positions = math.prod(graph.type(op.value).static_shape[2:])
+    return None if groups * math.prod(w) * positions < LEAST else False
 
 
-def _columns(patch: Patch, x: Value, shape: Sequence[int], op: Op, places: Sequence[int], more: int) -> Value:
-    """The pixels under each tap, (groups of all pictures, taps * channels, places). ``more``: places at the end of the last axis
-    that the convolution has not."""
-    a, rank = op.attrs, len(places)
+def _columns(patch: Patch, x: Value, shape: Sequence[int], op: Op, positions: Sequence[int], more: int) -> Value:
+    """The pixels under each tap: (groups of all images, taps * channels, *places).
+
+    ``positions``: the sizes of the result, with ``more`` padding positions at the end of the last axis."""
+    a, rank = op.attrs, len(positions)
     x = reshaped(patch, x, tuple(shape))
-    behind = [*a.pads[rank:-1], a.pads[-1] + more * a.strides[-1]]
-    x = _padded(patch, x, [0, 0, *a.pads[:rank]], [0, 0, *behind])
+    after = [*a.pads[rank:-1], a.pads[-1] + more * a.strides[-1]]
+    x = _padded(patch, x, [0, 0, *a.pads[:rank]], [0, 0, *after])
     parts = []
     for tap in itertools.product(*map(range, patch.graph.type(operand(op, 1)).static_shape[2:])):
         starts = [t * d for t, d in zip(tap, a.dilations, strict=True)]
-        ends = [s + (n - 1) * by + 1 for s, n, by in zip(starts, places, a.strides, strict=True)]
+        ends = [s + (n - 1) * by + 1 for s, n, by in zip(starts, positions, a.strides, strict=True)]
         parts.append(_sliced(patch, x, starts, ends, range(2, rank + 2), a.strides))
     return parts[0] if len(parts) == 1 else patch.add("Concat", parts, ConcatAttrs(axis=1))
 
 
 def _spread(patch: Patch, x: Value, shape: Sequence[int], strides: Sequence[int]) -> Value:
-    """Pixels with zeros between and behind them: ``strides`` times as many along each axis."""
+    """The pixels with zeros after each of them: each axis becomes ``strides`` times as long."""
     if all(n == 1 for n in strides):
         return x
     apart = [n for size in shape[2:] for n in (size, 1)]
-    behind = [n for by in strides for n in (0, by - 1)]
+    zeros = [n for by in strides for n in (0, by - 1)]
     x = reshaped(patch, x, (*shape[:2], *apart))
-    x = _padded(patch, x, [0] * (2 + len(behind)), [0, 0, *behind])
+    x = _padded(patch, x, [0] * (2 + len(zeros)), [0, 0, *zeros])
     return reshaped(patch, x, (*shape[:2], *(size * by for size, by in zip(shape[2:], strides, strict=True))))
 
 

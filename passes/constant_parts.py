@@ -1,8 +1,8 @@
 """Constant channels that a Concat adds before a product are multiplied when the network is built.
 
-Neural differential equations (Chen et al., 2018) join the time to the channels in front of each convolution, CoordConv (Liu et al.,
-2018) the position of each pixel. What these channels add to the result is a constant. Without them, nothing is joined, and nothing
-is copied.
+Neural differential equations (Chen et al., 2018) append the time to the channels before each convolution, and CoordConv (Liu et
+al., 2018) the position of each pixel. These channels add a constant to the result. This constant is computed in the build, so the
+Concat and its copy are not needed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from optdnn.passes.support.products import output_axis
 from optdnn.types import Array, normalize_axis
 
 KINDS = frozenset({"Conv", "Gemm", "MatMul"})
-WORTH = 2
-"""Elements that a copy of a joined one moves: it is read and written."""
+ACCESSES = 2
+"""Accesses to memory per element that a Concat copies: one read, one write."""
 
 
 @rule("constant_parts", KINDS)
@@ -43,9 +43,9 @@ def constant_parts(graph: Graph, op: Op) -> Match | Miss | None:
     sizes = [graph.type(v).static_shape[axis] for v in joined.inputs if v is not None]
     known = np.repeat([a is not None for a in arrays], sizes)
     fixed = np.concatenate(constants, axis)
-    even, moved = _is_even(op, fixed), WORTH * sum(math.prod(graph.type(v).static_shape) for v in rest)
+    even, moved = _is_even(op, fixed), ACCESSES * sum(math.prod(graph.type(v).static_shape) for v in rest)
     if not even and math.prod(op.outputs[0].type.static_shape) > moved:
-        return Miss("what the constant channels add is larger than the joined tensor")
+        return Miss("the constant that its constant channels add is larger than the joined tensor")
     inner, outer = (_weights(graph, op, keep) for keep in (~known, known))
 
     def build(patch: Patch) -> Value:
@@ -62,7 +62,7 @@ def constant_parts(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _is_plain(graph: Graph, op: Op, joined: Op) -> bool:
-    """Whether it multiplies the channels that are joined with constant weights, and does nothing else."""
+    """Whether ``op`` only multiplies the joined channels by constant weights, without stages, groups or computed padding."""
     weight = graph.constant_value(op.inputs[1]) if op.kind in KINDS else None
     if (
         weight is None
@@ -89,14 +89,14 @@ def _is_even(op: Op, fixed: Array) -> bool:
 
 
 def _weights(graph: Graph, op: Op, keep: Array) -> Array:
-    """The weights of some of the joined channels."""
+    """The weights of the joined channels that the mask ``keep`` selects."""
     weight = graph.constant_value(op.inputs[1])
     assert weight is not None
     return np.ascontiguousarray(np.compress(keep, weight, 1 - output_axis(op)))
 
 
 def _vector(op: Op, fixed: Array, weight: Array) -> Array:
-    """What even channels add to the result: a number for each of its channels."""
+    """The number that constant channels add to each channel of the result, if they add the same to each pixel or row."""
     dtype, fixed, weight = weight.dtype, fixed.astype(np.float64), weight.astype(np.float64)
     if op.kind == "Conv":
         one = fixed.reshape(*fixed.shape[:2], -1)[0, :, 0]

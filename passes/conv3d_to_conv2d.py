@@ -1,14 +1,17 @@
 """Convolutions over three axes become convolutions over two, for which tensor cores have kernels.
 
-Depth becomes an axis where it costs nothing. Filters of one frame see each frame as an image: the frames join the batch. Filters
-of one pixel (the temporal half of R(2+1)D, Tran et al., 2018) see depth as rows and all of a frame as columns. Filters over all
-three axes (C3D, I3D, R3D) see the frames under their taps as channels of one image. So a whole convolution stays one sum,
-rounded once, with one epilogue. Its operand is copied once for each tap, in one launch.
+Depth joins another axis where this needs no copy:
 
-Transposed convolutions whose frames do not overlap (U-Nets over volumes grow so) become one for each tap along depth. Their frames
-take turns, and kernels write them where they belong.
+- If filters cover one frame, each frame is an image: the frames join the batch.
+- If filters cover one pixel (the temporal half of R(2+1)D, Tran et al., 2018), depth becomes the rows of an image, and the pixels
+  of a frame become its columns.
+- If filters cover all three axes (C3D, I3D, R3D), the frames under the taps along depth become channels of one image. So a
+  convolution stays one sum, rounded once, with one epilogue. Its operand is copied once for each tap, in one launch.
 
-Channels are innermost while axes are split and joined: between convolutions in channels-last order these steps are views.
+A transposed convolution whose frames do not overlap (as in U-Nets over volumes) becomes one convolution per tap along depth. The
+frames of the results alternate, and kernels write them in place.
+
+Channels are the last axis while axes are split and joined: between convolutions in channels-last order these steps are views.
 """
 
 from __future__ import annotations
@@ -38,20 +41,20 @@ from optdnn.passes.support.facts import (
 from optdnn.types import Array, Shape
 
 LAST, FIRST = channels_to_last(5), channels_from_last(5)
-"""Channels of a volume innermost, and back to the second axis."""
+"""Permutations that move the channels of a volume to the last axis, and back to the second axis."""
 _LAST_2D, _FIRST_2D = channels_to_last(4), channels_from_last(4)
 _ARITY = 3
 
 
 @dataclass(frozen=True)
 class Volume:
-    """A convolution over three axes. ``attrs``: with known pads."""
+    """A convolution over three axes. ``attrs`` has explicit pads."""
 
     attrs: ConvAttrs
     x: Value
     weight: Array
     rows: bool
-    """Whether depth becomes rows, and a frame's pixels columns; else frames become images."""
+    """Whether depth becomes rows, and the pixels of a frame columns; else frames become images."""
 
     @property
     def taps(self) -> bool:
@@ -60,7 +63,7 @@ class Volume:
 
 
 def _no_volumes(graph: Graph, op: Op) -> str | None:
-    """Why the operand or the result is no volume of known sizes (but for the batch), or None."""
+    """The reason if a size of the operand or the result, other than the batch, is unknown or 0; else None."""
     before, after = shape_of(graph, operand(op)), op.outputs[0].type.shape
     if before is None or after is None or not all(isinstance(d, int) for d in (*before[1:], *after[1:])):
         return "the sizes of its volumes are not known"
@@ -69,7 +72,7 @@ def _no_volumes(graph: Graph, op: Op) -> str | None:
 
 @rule("conv3d_to_conv2d", {"Conv"})
 def conv3d_to_conv2d(graph: Graph, op: Op) -> Match | Miss | None:
-    """Conv of rank 5 with constant weights, its epilogue included."""
+    """A Conv of rank 5 with constant weights, including its epilogue."""
     x, w = operand(op), operand(op, 1)
     if graph.type(w).rank != 5:
         return None
@@ -77,7 +80,7 @@ def conv3d_to_conv2d(graph: Graph, op: Op) -> Match | Miss | None:
     if weight is None:
         return Miss("its weights are not constant")
     if op.attrs.prologue:
-        return Miss("its padding comes after stages of its own")
+        return Miss("it has a prologue, which runs before its padding")
     if (why := _no_volumes(graph, op)) is not None:
         return Miss(why)
     attrs = resolved(op.attrs, graph.type(x), graph.type(w))
@@ -85,7 +88,7 @@ def conv3d_to_conv2d(graph: Graph, op: Op) -> Match | Miss | None:
     rows = weight.shape[2] > 1 and weight.shape[3:] == (1, 1) and not any((top, left, bottom, right))
     found = Volume(attrs, x, weight, rows)
     if found.taps and weight.shape[1] == 1 and attrs.group == weight.shape[0]:
-        return Miss("it has one filter for each channel, which another kernel runs over three axes")
+        return Miss("it is depthwise, and another kernel runs depthwise convolutions over three axes")
     for value in op.inputs[_ARITY:]:
         if value is not None and _spread(graph.type(value).dims, after, rows) is None:
             return Miss("no constant target can express how an operand of its epilogue is repeated")
@@ -105,7 +108,7 @@ def _as_images(graph: Graph, patch: Patch, op: Op, found: Volume) -> Value:
         depth = after[2]
         assert isinstance(depth, int)
         x = _frames(patch, x, found, depth)
-        # As the frames: the channels of a group under the first tap, then those under the next.
+        # In the order of the frames' channels: per group, the channels under the first tap, then those under the next one.
         weight = np.moveaxis(weight, 2, 1).reshape(len(weight), -1, *weight.shape[3:])
         geometry = replace(a, strides=a.strides[1:], pads=(*a.pads[1:3], *a.pads[4:]), dilations=a.dilations[1:])
     image = _image(patch, x, found.rows, source if x == last else None)
@@ -119,7 +122,7 @@ def _as_images(graph: Graph, patch: Patch, op: Op, found: Volume) -> Value:
 
 @rule("transpose3d_to_transpose2d", {"ConvTranspose"})
 def transpose3d_to_transpose2d(graph: Graph, op: Op) -> Match | Miss | None:
-    """ConvTranspose of rank 5 with constant weights, whose results do not overlap along depth."""
+    """A ConvTranspose of rank 5 with constant weights, whose results do not overlap along depth."""
     x, w = operand(op), operand(op, 1)
     if graph.type(w).rank != 5:
         return None
@@ -165,7 +168,7 @@ def _grown(graph: Graph, patch: Patch, op: Op, a: ConvTransposeAttrs, weight: Ar
 
 
 def _names(graph: Graph, x: Value) -> frozenset[str] | None:
-    """The provenance of a view of ``x``: such views meet those after the producer of ``x``, and both disappear."""
+    """The provenance of a view of ``x``: that of its producer, since the view cancels with views there. None if it has none."""
     return graph.op(x).src or None
 
 
@@ -190,10 +193,12 @@ def _every(patch: Patch, x: Value, steps: dict[int, int]) -> Value:
 
 
 def _frames(patch: Patch, x: Value, found: Volume, depth: int) -> Value:
-    """(N, D, H, W, C) -> (N, ``depth``, H, W, taps * C), or C in groups: the operands of the result's frames."""
+    """(N, D, H, W, C) -> (N, ``depth``, H, W, taps * C): for each frame of the result, the frames under the taps.
+
+    With groups and several taps, the last axis is (groups, taps * C / groups), so that the channels of a group stay together."""
     a, taps = found.attrs, found.weight.shape[2]
     begin, end = a.pads[0], a.pads[3]
-    if taps > 1 and a.group > 1:  # a group's channels stay together
+    if taps > 1 and a.group > 1:
         *outer, channels = patch.type(x).dims
         x = in_shape(patch, x, (*outer, a.group, channels // a.group))
     if begin or end:
@@ -216,9 +221,10 @@ def _image(patch: Patch, x: Value, rows: bool, src: frozenset[str] | None) -> Va
 
 
 def _spread(own: Shape, result: Shape, rows: bool) -> tuple[Shape, tuple[int, ...] | None] | None:
-    """How an operand of the epilogue is repeated before axes are joined: its dimensions then, and the target of an Expand to them.
+    """How an operand of the epilogue is repeated before axes are joined: its dimensions, and the target of the Expand to them.
 
-    No target: the operand is as large already, or the same along all joined axes. None: no constant target can express it.
+    The target is None if no Expand is needed: the operand varies along all joined axes, or along none. The result is None if no
+    constant target can express the repetition.
     """
     dims = (*(1,) * (5 - len(own)), *own)
     joined = (3, 4) if rows else (0, 2)
@@ -231,7 +237,7 @@ def _spread(own: Shape, result: Shape, rows: bool) -> tuple[Shape, tuple[int, ..
 
 
 def _operand(patch: Patch, graph: Graph, value: Value, result: Shape, rows: bool) -> Value:
-    """An operand of the epilogue, which broadcasts to ``result``, for the convolution over two axes."""
+    """An operand of the epilogue, which broadcasts to ``result``, as the convolution over two axes needs it."""
     own = graph.type(value).dims
     spread = _spread(own, result, rows)
     assert spread is not None
@@ -251,13 +257,13 @@ def _operand(patch: Patch, graph: Graph, value: Value, result: Shape, rows: bool
 
 
 class Conv3dAsImages(RulePass):
-    """Each convolution once; the views between two convolutions cancel."""
+    """Rewrites each convolution over three axes. The views between two of them cancel."""
 
     name = "conv3d_to_conv2d"
     rules = (conv3d_to_conv2d, transpose3d_to_transpose2d)
     views = (transpose_chain, reshape_chain, no_op)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        """The passes before have merged the views of networks without volumes."""
+        """Merges views only if there are volumes: earlier passes have merged all other views."""
         volumes = any(op.kind in ("Conv", "ConvTranspose") and op.outputs[0].type.rank == 5 for op in graph.ops())
         return (*self.rules, *self.views) if volumes else self.rules

@@ -22,7 +22,7 @@ _SAMPLE = 64
 """Elements of two constants that are compared before a digest of all elements."""
 
 MANY = 4
-"""Equal ops of kinds to keep from which on one launch and a launch for each reader are faster than all of them."""
+"""Fewest equal ops of the kinds in ``keep`` that are merged nevertheless: one op and the ops of its readers are faster then."""
 
 
 class CommonSubexpressions(Pass):
@@ -31,9 +31,9 @@ class CommonSubexpressions(Pass):
     Constants are equal when their dtype, shape and bytes are. The operands of commutative ops (``Traits.commutative``)
     are compared in any order, and axes of reductions however they are counted.
 
-    ``keep`` are kinds that are not merged yet: two equal convolutions with different ops after them are better fused with
-    these than merged into one value with two uses. A second run, after fusion, merges those that are still equal. Where an unrolled
-    loop repeats one (what attention reads in each step of a decoder), ``MANY`` or more are one at once.
+    ``keep``: kinds that are not merged yet. Two equal convolutions with different ops after them are better fused with these ops
+    than merged into one value with two uses. A second run, after fusion, merges those that are still equal. ``MANY`` or more equal
+    ops are merged in any case: an unrolled loop repeats them (the keys and values of attention in each step of a decoder).
     """
 
     name = "cse"
@@ -47,7 +47,7 @@ class CommonSubexpressions(Pass):
             pass
 
     def _sweep(self, graph: Graph, report: PassReport) -> bool:
-        """One sweep. Whether ops of kinds to keep were merged: those after them may be equal now."""
+        """Run one sweep. Returns whether ops of the kinds in ``keep`` were merged: ops after them may be equal now."""
         seen: dict[Hashable, Op] = {}
         kept: dict[Hashable, list[Op]] = {}
         for visited in graph.order():
@@ -89,7 +89,7 @@ class CommonSubexpressions(Pass):
 
 
 def _operands(graph: Graph, op: Op) -> tuple[Hashable, ...]:
-    """Equal where the operands are. Exporters name the axis of a mean and that of its variance in two ways: 2 and -1."""
+    """The operands as a key for equality. Axes of reductions count from the front: exporters write an axis as 2 or as -1."""
     operands = list(op.inputs)
     if op.definition.traits.commutative:
         operands.sort(key=lambda v: (v is None, v))

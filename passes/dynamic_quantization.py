@@ -1,8 +1,8 @@
 """Dynamic quantization (ONNX Runtime's) takes the form of static quantization: a range, QuantizeLinear and DequantizeLinear.
 
-DynamicQuantizeLinear becomes the range of the data and a QuantizeLinear by it. ``Cast(MatMulInteger(q, w)) * (scale * step)``
-becomes a product between DequantizeLinears. So biases and activations become stages of the product. Then
-:mod:`optdnn.passes.fold_quantized` makes it a product of integers, whose sums are exact.
+DynamicQuantizeLinear becomes a DynamicRange, which computes scale and zero point, and a QuantizeLinear.
+``Cast(MatMulInteger(q, w)) * (scale * step)`` becomes a MatMul of DequantizeLinears. In this form, biases and activations become
+stages of the product. Later, :mod:`optdnn.passes.fold_quantized` makes it a product of integers with exact sums.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from optdnn.passes.support.facts import non_negative, operand, producer
 from optdnn.types import FP32, UINT8, Array
 
 ONE = ((), (1,))
-"""Shapes of one number."""
+"""Shapes of one element."""
 
 
 @rule("dynamic_range", {"DynamicQuantizeLinear"})
 def dynamic_range(graph: Graph, op: Op) -> Match | Miss | None:
-    """Range and rounding apart: rounding is pointwise, and may have other stages beside it.
+    """The range and the rounding become separate operators: rounding is pointwise, and fuses with other pointwise operators.
 
     The zero point of data that are never negative is 0, and a convolution pads them with zeros.
     """
@@ -52,7 +52,9 @@ def dynamic_range(graph: Graph, op: Op) -> Match | Miss | None:
 
 @dataclass(frozen=True)
 class _Factors:
-    """What converts sums: ``cast`` to floats, and ``scaled``, by the scales of ``data`` and of the ``other`` operand."""
+    """The operators that convert integer sums to floats: ``cast``, and ``scaled``, a product with two scales.
+
+    ``data`` and ``other`` are the scales of the first and of the second operand."""
 
     cast: Op
     scaled: Op
@@ -61,7 +63,7 @@ class _Factors:
 
 
 def _factors(graph: Graph, op: Op) -> _Factors | str:
-    """The operators that convert the sums; or what stands against it."""
+    """The operators that convert the sums, or the reason why there are none."""
     cast = graph.sole_user(op.value)
     if cast is None or cast.kind != "Cast" or cast.attrs.to != FP32:
         return "its sums are read as integers"
@@ -75,8 +77,8 @@ def _factors(graph: Graph, op: Op) -> _Factors | str:
     first, second = product.inputs
     assert first is not None
     assert second is not None
-    made = producer(graph, op.inputs[0], {"DynamicQuantizeLinear", "QuantizeLinear"})
-    if graph.constant_value(first) is not None or (made is not None and second in _scales(made)):
+    quantizer = producer(graph, op.inputs[0], {"DynamicQuantizeLinear", "QuantizeLinear"})
+    if graph.constant_value(first) is not None or (quantizer is not None and second in _scales(quantizer)):
         first, second = second, first
     if graph.type(first).dims not in ONE:
         return "its data have a scale per row"
@@ -84,20 +86,20 @@ def _factors(graph: Graph, op: Op) -> _Factors | str:
 
 
 def _scales(quantizer: Op) -> tuple[Value | None, ...]:
-    """The scale by which an operator quantizes."""
+    """The scale of a DynamicQuantizeLinear or QuantizeLinear."""
     return (Value(quantizer.id, 1),) if quantizer.kind == "DynamicQuantizeLinear" else (quantizer.inputs[1],)
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """Constant weights less their zero points, and their scales: one, or one per channel of the result."""
+    """Constant weights minus their zero points, and their scales: one, or one per channel of the result."""
 
     centred: Array
     scale: Array
 
 
 def _weights(graph: Graph, op: Op, scale: Value) -> _Weights | str:
-    """The constant weights of a product; or why they are none of 8 bits."""
+    """The constant weights of a product, or the reason why they are not 8-bit weights with a scale per channel."""
     array, zero, steps = (graph.constant_value(v) for v in (op.inputs[1], op.input(3), scale))
     assert array is not None
     if op.kind == "MatMulInteger" and array.ndim != 2:
@@ -109,7 +111,7 @@ def _weights(graph: Graph, op: Op, scale: Value) -> _Weights | str:
         return "the scales of its weights are not one per channel"
     stored = centred(array, zero, axis)
     if stored is None:
-        return "its weights less their zero points exceed 8 bits"
+        return "its weights minus their zero points exceed 8 bits"
     return _Weights(stored, steps.reshape(-1) if steps.size > 1 else steps.reshape(()))
 
 
@@ -118,7 +120,7 @@ _CHANNELS = {"ConvInteger": 1, "MatMulInteger": -1}
 
 
 def _refusal(graph: Graph, op: Op, other: Value, constant: bool) -> str | None:
-    """Why a product of such data cannot be one between DequantizeLinears, or None. ``other``: the scale of the second operand."""
+    """Why a product cannot become one of DequantizeLinears, or None. ``other``: the scale of the second operand."""
     if op.input(2) is not None and graph.type(operand(op, 2)).dims not in ONE:
         return "its data have a zero point per row"
     if not op.outputs[0].type.is_static or len(graph.type(operand(op)).dims) < 2:
@@ -133,7 +135,7 @@ def _refusal(graph: Graph, op: Op, other: Value, constant: bool) -> str | None:
 
 @rule("dynamic_product", {"ConvInteger", "MatMulInteger"})
 def dynamic_product(graph: Graph, op: Op) -> Match | Miss | None:
-    """A product of quantized data whose sums are scaled at once. Sums of two computed operands are sums of floats then."""
+    """A product of quantized data whose integer sums are scaled directly. If both operands are computed, the sums become floats."""
     factors = _factors(graph, op)
     if isinstance(factors, str):
         return Miss(factors)

@@ -1,9 +1,11 @@
 """Einsum becomes products of matrices, which kernels and all later passes know.
 
-Operands are contracted from the left, two at a time. Labels that both operands have are the product's batch where the result or a
-later operand needs them, and are summed by the product elsewhere; the other labels are its rows and columns. A reshape around
-the product joins several labels of one sort to one axis. Operands between which nothing is summed are multiplied, which pointwise
-kernels do without copies. Labels of one operand that nothing else names are summed before.
+Operands are contracted from the left, two at a time:
+
+- A label that both operands have is a batch axis if the result or a later operand needs it; otherwise the product sums over it.
+- The other labels are the rows and columns. Several labels of one role become one axis, by reshapes around the product.
+- If nothing is summed, the operands are multiplied elementwise, which pointwise kernels do without copies.
+- An operand is summed before the product over labels that neither the other operands nor the result have.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Term:
 
 @rule("einsum_to_matmul", {"Einsum"})
 def einsum_products(graph: Graph, op: Op) -> Match | Miss | None:
-    """Refuses diagonals, unknown sizes, axes of 1 that broadcast, and integers."""
+    """An Einsum of floats. Refuses diagonals, unknown sizes, axes of size 1 that broadcast, and integers."""
     values = [v for v in op.inputs if v is not None]
     types = [graph.type(v) for v in values]
     if not all(t.is_static for t in types):
@@ -41,7 +43,7 @@ def einsum_products(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"products of {types[0].dtype.name} are not products of matrices")
     labels, result = einsum_terms(op.attrs.equation, [len(t.static_shape) for t in types])
     if any(len(set(one)) != len(one) for one in labels):
-        return Miss("an operand names one label twice: a diagonal")
+        return Miss("an operand has the same label twice: a diagonal")
     sizes: dict[str, int] = {}
     for one, t in zip(labels, types, strict=True):
         for label, n in zip(one, t.static_shape, strict=True):
@@ -60,13 +62,16 @@ def _build(patch: Patch, terms: Sequence[Term], result: Sequence[str], sizes: di
         left = _summed(patch, first, {*wanted, *other.labels})
         right = _summed(patch, other, {*wanted, *first.labels})
         if result and result[-1] in left.labels and result[-1] not in right.labels:
-            left, right = right, left  # the result's last axis is the product's: Keras writes scores as k @ q
+            left, right = (
+                right,
+                left,
+            )  # the result's last axis becomes the product's columns: Keras writes scores as k @ q
         first = _product(patch, left, right, wanted, sizes, result)
     return _ordered(patch, _summed(patch, first, set(result)), result)
 
 
 def _summed(patch: Patch, term: Term, wanted: set[str]) -> Term:
-    """The sum over the axes that nothing else names."""
+    """The term, summed over the axes whose labels are not ``wanted``."""
     axes = [i for i, label in enumerate(term.labels) if label not in wanted]
     if not axes:
         return term
@@ -87,8 +92,9 @@ def _shaped(patch: Patch, value: Value, shape: Sequence[int]) -> Value:
 
 
 def _product(patch: Patch, a: Term, b: Term, wanted: set[str], sizes: dict[str, int], result: Sequence[str]) -> Term:
-    """Two operands as one product of matrices, its batch in front, in the order that the result has; as a multiplication where
-    nothing is summed."""
+    """Two operands as one product of matrices, or as a multiplication if nothing is summed.
+
+    The labels of the result are batch, rows, columns, with the batch in the order of ``result``."""
     batch = [x for x in a.labels if x in b.labels and x in wanted]
     batch.sort(key=lambda x: result.index(x) if x in result else len(result))
     inner = [x for x in a.labels if x in b.labels and x not in wanted]

@@ -130,8 +130,8 @@ def _by_input(w: Array, group: int) -> Array:
 def _set(graph: Graph, op_id: int, slot: int, array: Array) -> None:
     """Another constant for one operand of one op."""
     constant = graph.op(operand(graph.op(op_id), slot))
-    made = graph.add_constant(array.astype(FP32), constant.outputs[0].name, constant.src)
-    set_operand(graph, Use(op_id, slot), made)
+    new = graph.add_constant(array.astype(FP32), constant.outputs[0].name, constant.src)
+    set_operand(graph, Use(op_id, slot), new)
     graph.remove_dead([constant.id])
 
 

@@ -1,7 +1,7 @@
 """Channels-last images are flattened in place if their only reader is a product with a constant matrix.
 
-A classifier's Flatten (VGG, AlexNet, LeNet) counts its elements channel by channel. Behind convolutions in channels-last order
-this costs one more launch, which reorders the image. The rows of the matrix are reordered instead, once, in the build.
+A classifier's Flatten (VGG, AlexNet, LeNet) orders its elements channel by channel. After convolutions in channels-last order
+this costs one more launch, which reorders the image. Instead, the build reorders the rows of the matrix once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, channels_to_last, operand, reshape_target, reshaped, shape_of
 
 DENSE = 8
-"""Channels lie without gaps in memory where their number is a multiple of this: the GPU's kernels pad them to it."""
+"""The GPU's kernels pad channels to a multiple of this: multiples of it have no gaps in memory."""
 
 
 @rule("flatten_last", {"Layout"})

@@ -134,12 +134,12 @@ def _refusal(graph: Graph, op: Op, context: PassContext) -> str | None:
         return "its weights stay packed"
     if not all(o.type.is_static for o in op.outputs):
         return None
-    made = sum(bytes_of(graph, Value(op.id, i)) for i in range(len(op.outputs)))
+    nbytes = sum(bytes_of(graph, Value(op.id, i)) for i in range(len(op.outputs)))
     read = sum(bytes_of(graph, v) for v in op.inputs if v is not None and graph.type(v).is_static)
-    if made > max(read, DRAWN_LIMIT) and op.outputs[0].type.dtype == DTYPES["uint32"]:
+    if nbytes > max(read, DRAWN_LIMIT) and op.outputs[0].type.dtype == DTYPES["uint32"]:
         return "random numbers of these positions are cheaper to compute than to store"
-    if made > context.fold_limit_bytes and made > read:
-        return f"its result of {made / 1e6:.1f} MB is over the bound of {context.fold_limit_bytes / 1e6:.1f} MB for folding"
+    if nbytes > context.fold_limit_bytes and nbytes > read:
+        return f"its result of {nbytes / 1e6:.1f} MB is over the bound of {context.fold_limit_bytes / 1e6:.1f} MB for folding"
     return None
 
 

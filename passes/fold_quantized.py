@@ -66,7 +66,7 @@ def source(graph: Graph, value: Value | None) -> Op | None:
 
 
 def dequantized(graph: Graph, value: Value | None) -> tuple[Value, QuantParams] | None:
-    """The 8-bit value behind a dequantized value, with its scale and zero point."""
+    """The 8-bit value that is dequantized to ``value``, with its scale and zero point; None for other values."""
     op = source(graph, value)
     found = None if op is None else quant_params(graph, op, operand(op))
     return None if op is None or found is None else (operand(op), found)
@@ -83,7 +83,7 @@ class RunParams:
 
 
 def dequantized_in_run(graph: Graph, value: Value | None) -> tuple[Value, RunParams] | None:
-    """The 8-bit value behind a value that is dequantized by one computed scale."""
+    """The 8-bit value that is dequantized to ``value`` by one computed scale, with its parameters; None for other values."""
     op = source(graph, value)
     if op is None or graph.constant_value(op.inputs[0]) is not None or op.attrs.block_size:
         return None
@@ -102,8 +102,8 @@ def unrounded(graph: Graph, value: Value) -> Value:
 
     Reading the float is more exact, and saves the DequantizeLinear."""
     op = source(graph, value)
-    made = None if op is None else producer(graph, op.inputs[0], {"QuantizeLinear"})
-    return value if made is None or graph.type(operand(made)) != graph.type(value) else operand(made)
+    quantizer = None if op is None else producer(graph, op.inputs[0], {"QuantizeLinear"})
+    return value if quantizer is None or graph.type(operand(quantizer)) != graph.type(value) else operand(quantizer)
 
 
 def quantization(graph: Graph, value: Value) -> tuple[Op, QuantParams] | None:
@@ -166,9 +166,11 @@ class QuantizedProduct(Rule):
         if x is None and w is None:
             return None
         if x is None or w is None:
-            weights_only = "its weights are quantized, its input is not"
+            weights_only = "its weights are quantized, but its input is not"
             return Miss(
-                weights_only if x is None else "its input is quantized, its second operand is no quantized constant"
+                weights_only
+                if x is None
+                else "its input is quantized, but its second operand is not a quantized constant"
             )
         fp8 = "float8" in x[1].dtype and not multiplies(context.target, "fp8")
         reason = f"there are no kernels of fp8 for {context.target}" if fp8 else self._refusal(graph, op, x[1], w)
@@ -196,9 +198,9 @@ class QuantizedProduct(Rule):
         array, scale, axis = w
         padded = op.kind == "Conv" and (any(op.attrs.pads) or op.attrs.auto_pad.startswith("SAME"))
         if isinstance(x, RunParams) and padded and x.rounds is None and x.zero is not None:
-            return "its padding is a zero point that is computed, and its data are not rounded there"
+            return "it pads with a computed zero point, and its data are not rounded by a QuantizeLinear"
         if (x.dtype == "float8_e4m3fn") != (array.dtype.name == "float8_e4m3fn"):
-            return f"{x.dtype} times {array.dtype.name}"
+            return f"no kernel multiplies {x.dtype} by {array.dtype.name}"
         if op.attrs.prologue:
             return "it has a prologue"
         if op.kind == "Gemm" and op.attrs.transA:
@@ -338,13 +340,13 @@ def _stored_narrow(graph: Graph, one: Op) -> bool:
     and the scale is constant."""
     if any(v is not None and graph.constant_value(v) is None for v in one.inputs[1:]):
         return False
-    made = graph.op(operand(one))
-    pointwise = made.kind in STRUCTURAL or made.definition.traits.pointwise
-    return one.outputs[0].type.dtype.itemsize == 1 and not pointwise and made.kind not in WEIGHTED | PRODUCTS
+    inner = graph.op(operand(one))
+    pointwise = inner.kind in STRUCTURAL or inner.definition.traits.pointwise
+    return one.outputs[0].type.dtype.itemsize == 1 and not pointwise and inner.kind not in WEIGHTED | PRODUCTS
 
 
 class FoldQuantized(Pass):
-    """Products first. Conversions become stages only when no other rule can absorb them. Only for GPUs."""
+    """Only for GPUs. Products come first, and conversions become stages only if no other rule can absorb them."""
 
     name = "fold_quantized"
     sweeps = (

@@ -25,8 +25,8 @@ from optdnn.passes.support.linear import LINEAR, Linear
 
 
 class _FoldChain(Rule):
-    """Grows a chain of affine ops from a linear op, as long as each link is the only use of the one before. An affine op that
-    several linear ops read, and no other op, goes into the weights of each (queries, keys and values behind one norm).
+    """Grows a chain of affine ops from a linear op, as long as each link is the only use of the previous one. An affine op that
+    only linear ops read goes into the weights of each of them (queries, keys and values after one norm).
 
     ``after``: the chain follows the linear op, else precedes it. Two rules share each direction, so that
     BatchNormalizations (``batch_norm``) are counted apart from plain scales and shifts.
@@ -127,6 +127,8 @@ def bn_of_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 class FuseConvBn(RulePass):
+    """Weights and bias of a linear op absorb the adjacent scales and shifts per channel."""
+
     name = "fuse_conv_bn"
     rules = (
         bn_of_rows,
@@ -166,7 +168,7 @@ def bn_scale_shift(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 class BnToScaleShift(RulePass):
-    """Runs after :class:`FuseConvBn`, so that it counts the BatchNormalizations that could not be folded."""
+    """BatchNormalizations that ``fuse_conv_bn`` could not fold become multiplications and additions per channel."""
 
     name = "bn_to_scale_shift"
     rules = (bn_scale_shift,)
@@ -200,7 +202,9 @@ def scale_shift_bn(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 class ScaleShiftToBn(RulePass):
-    """For targets whose libraries run a BatchNormalization in one kernel, and a Mul and an Add in two."""
+    """A multiplication and an addition per channel become a BatchNormalization again.
+
+    For targets whose libraries run a BatchNormalization in one kernel, and a Mul and an Add in two."""
 
     name = "scale_shift_to_bn"
     rules = (scale_shift_bn,)

@@ -7,11 +7,11 @@ its dtype and shape. No cycle can arise: the other operands of the absorbed op d
 itself. With ``norms_add``, three kinds of Add are left to the normalization that reads the sum: one vector per image, rows that
 repeat (position embeddings), and a second tensor. The normalization's kernel adds them; the anchors' kernels cannot.
 
-At 16 bits, an Add to sampling positions stays apart: the pixels of optical flow, which layers move again and again. The sum is
-stored in fp32, the anchor's result is not.
+At 16 bits, an Add to sampling positions stays separate, because its sum is stored in fp32 and the anchor's result is not. An
+example is optical flow, whose positions many layers update.
 
-If both operands of an Add could absorb it, the later one does (the longer path from the inputs, then the larger id). The other
-operand is ready by then, and is read like any residual.
+If both operands of an Add come from anchors that could absorb it, the later anchor does: the one with the longer path from the
+inputs, then with the larger id. The other operand is ready by then, and is read like any residual.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ WIDE = frozenset({"fp32", "tf32"})
 
 
 class _Absorb(Rule):
-    """Absorbs one op at a time; a chain is absorbed link by link. ``depth``: op id -> length of the path from the inputs.
-    ``places``: op id -> why it stays in fp32, for ops that compute sampling positions in images."""
+    """Absorbs one op at a time; a chain is absorbed link by link.
+
+    ``depth``: op id -> length of the path from the inputs. ``positions``: op id -> the reason to stay in fp32, for ops that
+    compute sampling positions in images."""
 
     kinds = ANCHORS
 
     def __init__(
-        self, name: str, absorbs: frozenset[str], depth: dict[int, int], norms_add: bool, places: Mapping[int, str]
+        self, name: str, absorbs: frozenset[str], depth: dict[int, int], norms_add: bool, positions: Mapping[int, str]
     ):
-        self.name, self.absorbs, self.depth, self.norms_add, self.places = name, absorbs, depth, norms_add, places
+        self.name, self.absorbs, self.depth, self.norms_add, self.positions = name, absorbs, depth, norms_add, positions
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         users = graph.users(op.value)
@@ -60,9 +62,9 @@ class _Absorb(Rule):
             return miss
         if self.norms_add and (norm := _norm_that_adds(graph, user, op.value, _reads_tensor(graph, op))) is not None:
             return Miss(f"the normalization {norm.name} adds {user.name} itself")
-        if user.id in self.places and _adds_place(graph, user, op.value):
-            return Miss(f"{self.places[user.id]}, in fp32")
-        if any(self._place(rival) > self._place(op) for rival in self._rivals(graph, op, user)):
+        if user.id in self.positions and _adds_positions(graph, user, op.value):
+            return Miss(f"{self.positions[user.id]}, in fp32")
+        if any(self._order(rival) > self._order(op) for rival in self._rivals(graph, op, user)):
             return None
 
         def build(patch: Patch) -> Value:
@@ -88,7 +90,7 @@ class _Absorb(Rule):
             if o.kind in ANCHORS and graph.users(o.value) == [user] and refuses(graph, user, o.value) is None
         ]
 
-    def _place(self, op: Op) -> tuple[int, int]:
+    def _order(self, op: Op) -> tuple[int, int]:
         return self.depth.get(op.id, 0), op.id
 
 
@@ -100,7 +102,7 @@ def _subtracts(graph: Graph, op: Op, value: Value) -> bool:
     return graph.type(other).shape == graph.type(value).shape
 
 
-def _adds_place(graph: Graph, op: Op, value: Value) -> bool:
+def _adds_positions(graph: Graph, op: Op, value: Value) -> bool:
     """Whether the tensor added to ``value`` varies along several axes: positions, not a bias."""
     others = [v for v in op.inputs if v is not None and v != value]
     return any(sum(d != 1 for d in graph.type(v).dims) > 1 for v in others)
@@ -151,10 +153,10 @@ class FuseEpilogue(RulePass):
         for op in graph.order():
             depth[op.id] = 1 + max((depth[v.op] for v in op.inputs if v is not None), default=0)
         narrow = context.plan is not None or context.precision not in WIDE
-        places = coordinates(graph) if narrow and TargetName.parse(context.target).on_gpu else {}
+        positions = coordinates(graph) if narrow and TargetName.parse(context.target).on_gpu else {}
         return (
             _Absorb(
-                "epilogue_add", ADDITIONS, depth, self.norms_add, places
+                "epilogue_add", ADDITIONS, depth, self.norms_add, positions
             ),  # a bias that is no constant row, or a residual
             _Absorb("epilogue_scale", SCALINGS, depth, self.norms_add, {}),
             _Absorb("epilogue_activation", ACTIVATIONS, depth, self.norms_add, {}),

@@ -1,6 +1,7 @@
 """PyTorch's ``normalize`` becomes one op: ``x / max(||x||, epsilon)`` over one axis is an LpNormalization with an epsilon.
 
-Cosine attention normalizes queries and keys so: Swin V2 over the features, XCiT's cross-covariance attention over the tokens.
+Cosine attention normalizes queries and keys in this way: Swin V2 over the features, XCiT's cross-covariance attention over the
+tokens.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ _BOUNDED = any_of(node("Clip", _LENGTH, EPS, None), node("Max", _LENGTH, EPS))
 
 
 UNIT = 8
-"""Heads have a multiple of so many features after ``pad_heads``."""
+"""Heads have a multiple of this many features after ``pad_heads``."""
 SHORT, MANY = 64, 16384
-"""Rows of at most this many elements, and at least this many rows, stay arithmetic unless lanes share them evenly: with a warp
-for each, Swin V2 at batch 16 took 1.47 ms on an H200, 1.26 before."""
+"""At least ``MANY`` rows of at most ``SHORT`` elements stay arithmetic, unless lanes share a row evenly. With a warp per row,
+Swin V2 at batch 16 took 1.47 ms on an H200, as arithmetic 1.26 ms."""
 
 
 def _shared(length: int) -> bool:
-    """Whether lanes share a row evenly."""
+    """Whether the lanes of a warp share a row of this length evenly."""
     return length >= UNIT and length & (length - 1) == 0
 
 
 def _padded(graph: Graph, op: Op, axis: int, length: int) -> int:
-    """The features of a row after ``pad_heads``: more than now where a product sums over them (Swin2SR: 30, 32 then)."""
+    """The features of a row after ``pad_heads``, which pads rows that only products sum over (Swin2SR: from 30 to 32)."""
     if axis != len(op.outputs[0].type.dims) - 1:
         return length
     for user in graph.users(op.value):
@@ -53,7 +54,7 @@ def _padded(graph: Graph, op: Op, axis: int, length: int) -> int:
 
 
 class L2Norm(PatternRule):
-    """``x / max(||x||, epsilon)``, the norm also as the root of a sum of squares, and expanded to the shape of ``x``."""
+    """``x / max(||x||, epsilon)``. The norm may be the root of a sum of squares, and may be expanded to the shape of ``x``."""
 
     name = "l2_norm"
     patterns = (product(1.0, X, Power(any_of(_BOUNDED, node("Expand", _BOUNDED)), -1.0)),)
@@ -64,16 +65,16 @@ class L2Norm(PatternRule):
         if isinstance(axes, Miss):
             return axes
         if len(axes) != 1:
-            return Miss(f"an LpNormalization is over one axis, the norm runs over {axes}")
+            return Miss(f"an LpNormalization has one axis, but the norm runs over {axes}")
         shape = graph.type(x).shape
         if shape is not None and all(isinstance(d, int) for d in shape):
             length = graph.type(x).static_shape[axes[0]]
             rows = math.prod(graph.type(x).static_shape) // max(1, length)
             if length <= SHORT and rows >= MANY and not _shared(_padded(graph, root, axes[0], length)):
-                return Miss(f"it has {rows} rows of {length} elements, for which the kernel of arithmetic is faster")
+                return Miss(f"it has {rows} rows of {length} elements, for which separate arithmetic is faster")
         epsilon = found["epsilon"]
         if epsilon <= 0:
-            return Miss(f"the least norm is {epsilon:g}")
+            return Miss(f"its epsilon is {epsilon:g}, not positive")
 
         def build(patch: Patch) -> Value:
             return patch.add("LpNormalization", [x], LpNormAttrs(axes[0], 2, epsilon))
@@ -82,7 +83,7 @@ class L2Norm(PatternRule):
 
 
 class FuseL2Norm(RulePass):
-    """For GPUs: the kernels of libraries have no epsilon."""
+    """For GPUs only: the CPU libraries' kernels have no epsilon."""
 
     name = "fuse_l2_norm"
     rules = (L2Norm(),)

@@ -32,7 +32,7 @@ from optdnn.types import Array, Shape
 
 @dataclass(frozen=True)
 class NormParameters:
-    """The scale and shift of a fused op: a Value, a constant to add, or None."""
+    """The scale and shift of a fused op: a value, a new constant, or None. ``result``: the value after them; ``ops``: their ops."""
 
     scale: Value | Array | None
     bias: Value | Array | None
@@ -41,7 +41,7 @@ class NormParameters:
 
 
 Fits = Callable[[Graph, Value], "Value | Array | None"]
-"""A value as operand of the op: itself, or a constant in the op's shape; None when it is shaped otherwise."""
+"""Function from a value to the operand of the op: the value itself, or a constant in the op's shape; None for other shapes."""
 
 
 def trailing(dims: Shape) -> Fits:
@@ -79,7 +79,7 @@ def per_channel(rank: int, channels: int) -> Fits:
 def scale_and_shift(
     graph: Graph, value: Value, fits: Fits, scale: Value | Array | None = None, *, shift: bool = True
 ) -> NormParameters:
-    """The scale (unless one is given) and shift that are applied to ``value``, which nothing else reads."""
+    """The scale (unless one is given) and shift of ``value``: a Mul, then an Add, each the only reader of the value before it."""
     found = NormParameters(scale, None, value)
     for kind, field in (("Mul", "scale"), ("Add", "bias")):
         if (kind == "Mul" and scale is not None) or (kind == "Add" and not shift):
@@ -195,7 +195,7 @@ def _factors(x: Pattern, variance: Pattern, *more: Pattern, sign: float = 1.0) -
 
 
 class NormRule(PatternRule):
-    """A normalization found by pattern: checks the axes and epsilon, and chooses the kind."""
+    """Base of the rules for normalizations: checks the axes and epsilon of a match, and chooses the op."""
 
     kind: str
     """The op over the last axes."""
@@ -230,7 +230,7 @@ class NormRule(PatternRule):
     def options(
         self, graph: Graph, root: Value, axes: tuple[int, ...], epsilon: float, found: dict[str, Any]
     ) -> list[FusedNorm] | Miss:
-        """The ops the match may become, the preferred first; none when its own scale or shift has another shape."""
+        """The ops that a match may become, the preferred one first; empty if the match's own scale or shift does not fit."""
         x: Value = found["x"]
         dims = graph.type(x).dims
         rank = len(dims)
@@ -244,7 +244,7 @@ class NormRule(PatternRule):
             given = norm_parameters(graph, root, trailing(own), found, shift=self.centred)
             if not self.centred and axes == spatial and len(axes) > 1 and (given is None or given.scale is None):
                 return Miss(
-                    "it is of each channel of an image: a sum of squares and arithmetic leave the image in its order"
+                    "it normalizes each channel of an image, where separate arithmetic needs no change of the image's order"
                 )
             if given is not None:
                 norms.append(FusedNorm(self.kind, LayerNormAttrs(-len(axes), epsilon), x, given, own))
@@ -266,7 +266,7 @@ class NormRule(PatternRule):
 def norm_parameters(
     graph: Graph, root: Value, fits: Fits, found: dict[str, Any], shift: bool = True
 ) -> NormParameters | None:
-    """The scale and shift within the match and after it; None when those within do not fit."""
+    """The scale and shift within the match and after it; None if those within the match do not fit."""
     own: dict[str, Any] = {name: fits(graph, found[name]) for name in ("scale", "bias") if name in found}
     if any(parameter is None for parameter in own.values()):
         return None

@@ -322,11 +322,11 @@ def _split_before(graph: Graph, op: Op) -> Op | None:
 def _form(graph: Graph, op: Op) -> tuple[object, ...]:
     """A key for the op's function of its tensor: equal keys mean the same function."""
 
-    def told(a: Value | int | None) -> object:
+    def key_of(a: Value | int | None) -> object:
         array = graph.constant_value(a) if isinstance(a, Value) else None
         return a if not isinstance(a, Value) else "tensor" if array is None else float(array.reshape(-1)[0])
 
-    return (op.outputs[0].type.dtype, *((s.kind, s.attrs, *map(told, s.args)) for s in steps_of(op)))
+    return (op.outputs[0].type.dtype, *((s.kind, s.attrs, *map(key_of, s.args)) for s in steps_of(op)))
 
 
 class FusePointwise(RulePass):

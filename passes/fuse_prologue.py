@@ -1,8 +1,9 @@
 """Scales and shifts per channel of the input of a convolution or matrix product become stages of its prologue.
 
-They come from the channel gate of squeeze-and-excitation, and from BatchNormalizations that could not be folded: in DenseNet and
-pre-activation ResNets an activation is in between, or the value before is shared. A prologue is applied as operand 0
-is read, before padding. Runs after fuse_epilogue: a stage is cheaper in the epilogue of the producer.
+Such scales and shifts come from the channel gates of squeeze-and-excitation, and from BatchNormalizations that could not be folded:
+in DenseNet and pre-activation ResNets an activation is in between, or the normalized value has several readers. The kernel applies
+the prologue when it reads operand 0, before padding. This pass runs after fuse_epilogue: a stage is cheaper in the epilogue of the
+producer.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from optdnn.passes.support.stages import ACTIVATIONS, Slots, refuses, with_stage
 
 
 class _Prologue(Rule):
-    """Grows a chain upwards from operand 0, each link the only use of the one before, up to a link that may start a prologue."""
+    """Grows a chain of ops backwards from operand 0, each read only by the next one, up to an op that may start a prologue."""
 
     kinds = LINEAR
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         linear, value = Linear.of(graph, op), operand(op)
         if linear is None or linear.weight is None or op.attrs.prologue:
-            return None  # a product of two computed values (attention) has its own kernels
+            return None  # products of two computed values (attention) have their own kernels
         chain: list[tuple[Op, Value]] = []
         kept = 0
         miss: Miss | None = None
@@ -51,7 +52,7 @@ class _Prologue(Rule):
         return Match((op, *(p for p, _ in chain[:kept])), build)
 
     def _reaches(self, graph: Graph, linear: Linear, value: Value) -> bool:
-        """True if the chain, refusals aside, has a link that a prologue starts with."""
+        """Whether the chain from ``value`` on, without regard to refusals, has a link that may start a prologue."""
         while True:
             x, starts = self._link(graph, linear, graph.op(value))
             if x is None or starts:
@@ -81,13 +82,13 @@ class PrologueScaleShift(_Prologue):
         return (op.inputs[0], False) if op.kind in ACTIVATIONS and len(op.inputs) == 1 else (None, False)
 
     def _refusal(self, graph: Graph, linear: Linear, op: Op, x: Value, value: Value) -> Miss | None:
-        if op.kind == "Add" and (made := resized_picture(graph, x)) is not None:
-            return Miss(f"the launch of {made.name}, which resizes a picture, adds it")
+        if op.kind == "Add" and (resize := resized_picture(graph, x)) is not None:
+            return Miss(f"{resize.name}, which resizes a picture, adds it in its own launch")
         return super()._refusal(graph, linear, op, x, value)
 
 
 class PrologueGate(_Prologue):
-    """A Mul by a value per image and channel, and what follows it per channel, before a convolution whose kernel is one point."""
+    """A Mul by a value per image and channel, perhaps with scales and shifts per channel after it, before a 1x1 convolution."""
 
     name = "prologue_gate"
     kinds = frozenset({"Conv"})

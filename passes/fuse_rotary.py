@@ -291,15 +291,15 @@ def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: boo
         first, second = np.split(array, 2, -1) if not interleaved else (array[..., ::2], array[..., 1::2])
         return bool(np.array_equal(first, second))
     rank = graph.type(value).rank
-    behind = op.input(0)
+    before = op.input(0)
     stages: tuple[object, ...] = getattr(op.attrs, "epilogue", ())
-    if depth == 0 or rank is None or behind is None or stages:
+    if depth == 0 or rank is None or before is None or stages:
         return False
-    below = graph.type(behind)
+    below = graph.type(before)
     if op.kind == "Concat":
         return _joined(graph, op, depth - 1, interleaved)
     if op.kind in _POINTWISE:
-        return doubled(graph, behind, depth - 1, interleaved=interleaved)
+        return doubled(graph, before, depth - 1, interleaved=interleaved)
     if op.kind in _SCALED:
         for a, b in (op.inputs, op.inputs[::-1]):
             if scalar(graph, b) is not None and a is not None:
@@ -310,12 +310,12 @@ def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: boo
         axes = ints(graph, op.input(1 if op.kind == "Unsqueeze" else 3))
         passes = axes is not None and not {-1, rank - 1} & set(axes)
     elif op.kind in ("Expand", "Reshape", "Squeeze"):
-        if op.kind == "Reshape" and interleaved and _repeated(graph, behind, graph.type(value).dims[-1]):
+        if op.kind == "Reshape" and interleaved and _repeated(graph, before, graph.type(value).dims[-1]):
             return True
         passes = kept and isinstance(below.dims[-1], int)
     else:
         passes = op.kind == "Gather" and op.attrs.axis in (0, -(below.rank or 0)) and (below.rank or 0) >= 2
-    return passes and doubled(graph, behind, depth - 1, interleaved=interleaved)
+    return passes and doubled(graph, before, depth - 1, interleaved=interleaved)
 
 
 def _joined(graph: Graph, concat: Op, depth: int, interleaved: bool) -> bool:

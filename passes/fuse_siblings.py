@@ -1,7 +1,7 @@
 """Convolutions or matrix products that read one value become one, with their weights side by side, and a Split after it.
 
 The 1x1 branches of an Inception block and the query, key and value projections of attention are such siblings. Merging them
-saves launches and readings of the input, and costs the Split's copy. On a CPU (measured with OpenVINO and ONNX Runtime) both are
+saves launches and reads of the input, and costs the Split's copy. On a CPU (measured with OpenVINO and ONNX Runtime) both are
 about equal: 0.94 to 1.04 of the separate time in OpenVINO for Inception and attention blocks. So there siblings are merged only
 where a Concat joins the parts again, and no Split is needed.
 
@@ -32,7 +32,7 @@ from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import Array
 
 LAUNCH_BYTES = 4 << 20
-"""Memory traffic that takes as long as one kernel launch: about 1.5 microseconds at 3 TB/s."""
+"""Bytes of memory traffic that take as long as one kernel launch: about 1.5 microseconds at 3 TB/s."""
 
 LAUNCH_PRODUCTS = {True: 5e7, False: 1e7}
 """Multiplications that take as long as one small launch, by whether tensor cores do them in 8 or 16 bits."""
@@ -230,8 +230,8 @@ def _with_one_kernel(graph: Graph, mine: Member, members: list[Member], precisio
     """The members. If a Concat joins members with ``mine`` that differ from it only in kernel size and padding, they get one common
     kernel size where that pays."""
     concat = graph.sole_user(mine.op.value)
-    made = graph.type(mine.op.value)
-    if concat is None or concat.kind != "Concat" or not made.is_static:
+    result = graph.type(mine.op.value)
+    if concat is None or concat.kind != "Concat" or not result.is_static:
         return members
     alike = {m.op.value: m for m in members if _but_kernel(m) == _but_kernel(mine)}
     at, run = concat.inputs.index(mine.op.value), list[Member]()
@@ -244,8 +244,8 @@ def _with_one_kernel(graph: Graph, mine: Member, members: list[Member], precisio
         return members
     attrs, weights = wide
     zeros = sum(w.size for w in weights) - sum(m.weight.size for m in run)
-    places = math.prod(made.static_shape) // mine.width
-    if zeros * places > (kernels - 1) * LAUNCH_PRODUCTS["16" in precision or "8" in precision]:
+    positions = math.prod(result.static_shape) // mine.width
+    if zeros * positions > (kernels - 1) * LAUNCH_PRODUCTS["16" in precision or "8" in precision]:
         return members
     kind, plain, _, *rest = mine.key
     key = (kind, replace(plain, pads=attrs.pads), weights[0].shape[2:], *rest)
@@ -279,10 +279,10 @@ def _family(graph: Graph, members: Sequence[Member]) -> Family:
     concat = graph.sole_user(op.value)
     if concat is None or concat.kind != "Concat" or concat.attrs.axis % rank != axis:
         return Family(tuple(members), axis, None)
-    places = {m.op.value: concat.inputs.index(m.op.value) for m in members if graph.sole_user(m.op.value) == concat}
-    if len(places) < len(members) or max(places.values()) - min(places.values()) != len(members) - 1:
+    slots = {m.op.value: concat.inputs.index(m.op.value) for m in members if graph.sole_user(m.op.value) == concat}
+    if len(slots) < len(members) or max(slots.values()) - min(slots.values()) != len(members) - 1:
         return Family(tuple(members), axis, None)
-    return Family(tuple(sorted(members, key=lambda m: places[m.op.value])), axis, concat)
+    return Family(tuple(sorted(members, key=lambda m: slots[m.op.value])), axis, concat)
 
 
 def _unprofitable(graph: Graph, x: Value, family: Family, target: str) -> str | None:

@@ -1,7 +1,7 @@
-"""Sinkhorn's iterations become one op: small matrices whose rows and columns are divided by their sums in turn.
+"""Sinkhorn's iterations become one op: they divide the rows and the columns of small matrices by their sums, alternately.
 
-Hyper-connections on a manifold (DeepSeek-V4) make the matrix that mixes the streams of each token doubly stochastic by 20 such
-pairs of divisions. Each is a reduction and a pointwise operator: written out, they take most of a layer's launches.
+Hyper-connections on a manifold (DeepSeek-V4) mix the streams of each token by a matrix, which 20 such pairs of divisions make
+doubly stochastic. Each division is a reduction and a pointwise operator: written out, they take most of a layer's launches.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from optdnn.passes.fuse_norm import reduced
 from optdnn.passes.support.facts import operand, producer, scalar
 
 LEAST = 4
-"""Fewer divisions stay reductions and quotients."""
+"""Fewest divisions that become a Sinkhorn op."""
 
 
 @dataclass(frozen=True)
 class _Division:
-    """``x / (sum(x) + epsilon)`` along an axis (-1 or -2), and its operators, the last first."""
+    """``x / (sum(x) + epsilon)`` along an axis (-1 or -2). ``ops``: its operators, last one first."""
 
     x: Value
     axis: int
@@ -30,7 +30,7 @@ class _Division:
 
 
 def _division(graph: Graph, op: Op) -> _Division | None:
-    """A division by sums along one of the last two axes."""
+    """``op`` as a division by sums along one of the last two axes, or None."""
     if op.kind != "Div":
         return None
     x, divisor, epsilon, ops = operand(op), operand(op, 1), 0.0, [op]
@@ -50,7 +50,7 @@ def _division(graph: Graph, op: Op) -> _Division | None:
 
 @rule("sinkhorn", {"Div"})
 def sinkhorn(graph: Graph, op: Op) -> Match | Miss | None:
-    """The last of several divisions by sums along two axes in turn."""
+    """The last of several divisions by sums, alternately along the last two axes."""
     last = _division(graph, op)
     if last is None or any(_follows(graph, user, last) for user in graph.users(op.value)):
         return None
@@ -63,7 +63,7 @@ def sinkhorn(graph: Graph, op: Op) -> Match | Miss | None:
     if not all(isinstance(n, int) and n <= MOST_LINES for n in size):
         what = " x ".join(map(str, size))
         return Miss(
-            f"the kernel holds matrices of up to {MOST_LINES} x {MOST_LINES} elements, those of {op.name} have {what}"
+            f"the kernel takes matrices of up to {MOST_LINES} x {MOST_LINES} elements, those of {op.name} have {what}"
         )
     first = chain[-1]
     ops = tuple(o for division in chain for o in division.ops)
@@ -75,7 +75,7 @@ def sinkhorn(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _follows(graph: Graph, op: Op, before: _Division) -> bool:
-    """Whether ``op`` divides the result of ``before`` by its sums along the other axis, and nothing else reads that."""
+    """Whether ``op`` divides the result of ``before`` by its sums along the other axis, and nothing else reads this result."""
     found = _division(graph, op)
     if found is None or found.x != before.ops[0].value:
         return False
@@ -86,7 +86,7 @@ def _follows(graph: Graph, op: Op, before: _Division) -> bool:
 
 
 class FuseSinkhorn(RulePass):
-    """For GPUs, which have a kernel."""
+    """For GPUs only, which have a kernel for it."""
 
     name = "fuse_sinkhorn"
     rules = (sinkhorn,)

@@ -22,7 +22,7 @@ _SQUARE = any_of(node("Mul", _WAVE, _WAVE), node("Pow", _WAVE, Scalar(2.0)))
 
 
 class SnakeRule(PatternRule):
-    """The arithmetic in its canonical form: constants behind their factors, squares as products."""
+    """The arithmetic in its canonical form: constants after their factors, squares as products."""
 
     name = "snake"
     patterns = (node("Add", X, any_of(node("Mul", _SQUARE, ConstantVar("gain")), _SQUARE)),)

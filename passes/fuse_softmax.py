@@ -1,8 +1,8 @@
 """Softmax and log-softmax that exporters write out become one op.
 
-``exp(x - max) / sum(exp(x - max))``, with or without the maximum: a shift that is constant along the axis changes nothing in
-exact arithmetic, and the fused op always subtracts it. ``x - log(sum(exp(x)))`` in its forms. A softmax divided by its own sum,
-which is 1, stays as it is.
+Softmax is ``exp(x - max) / sum(exp(x - max))``, with or without the maximum: in exact arithmetic, a shift that is constant along
+the axis changes nothing, and the fused op always subtracts the maximum. Log-softmax is ``x - log(sum(exp(x)))`` in several forms.
+A division of a softmax by its own sum, which is 1, disappears.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from optdnn.passes.support.pattern import Power, Scalar, Var, any_of, node, prod
 from optdnn.passes.support.pattern_rule import PatternRule, fused, pattern_rule
 
 FLOOR = -1e30
-"""A softmax takes lower floors for minus infinity: no score comes near them."""
+"""Floors up to this number act as minus infinity: no score comes near them."""
 MASKED = 1e-8
-"""A mask hides an element where it adds less than this part of the floor."""
+"""A mask leaves an element visible if it adds more than the floor times this."""
 X = Var("x")
 _MAX = node("ReduceMax", X, name="max")
 _SHIFTED = node("Sub", X, _MAX)
 
 
 class SoftmaxRule(PatternRule):
-    """Checks the axes: one of them, the same for the sum; the maximum may run over more."""
+    """Accepts sums over one axis; the maximum must run over this axis, and may run over others too."""
 
     result: str
 
@@ -46,7 +46,7 @@ class SoftmaxRule(PatternRule):
             if isinstance(over, Miss):
                 return over
             if axes[0] not in over:
-                return None  # not constant along the axis: part of the operand, as another match sees it
+                return None  # this maximum varies along the axis; another match takes it as part of the operand
             attrs = SoftmaxAttrs(axes[0])
         return fused(graph, ops, root, x, lambda patch: patch.add(self.result, [x], attrs))
 
@@ -97,8 +97,9 @@ def normalized_softmax(graph: Graph, root: Op, found: dict[str, Any]) -> Match |
 
 @rule("shifted_softmax", {"Softmax", "LogSoftmax"})
 def shifted_softmax(graph: Graph, op: Op) -> Match | Miss | None:
-    """``softmax((x - r) * c)`` is ``softmax(x * c)`` where ``r`` is constant along the axis, such as a maximum (LayoutLMv3, Ding et
-    al., 2021): the softmax subtracts its own."""
+    """``softmax((x - r) * c)`` is ``softmax(x * c)`` if ``r`` is constant along the axis: the softmax subtracts its own maximum.
+
+    LayoutLMv3 subtracts a maximum in this way (Ding et al., 2021)."""
     scale = producer(graph, operand(op), {"Mul", "Div"}, alone=True)
     if scale is not None and scalar(graph, operand(scale, 1)) is None:
         return None
@@ -117,7 +118,7 @@ def shifted_softmax(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _unshifted(graph: Graph, shift: Op, axis: int) -> Value | None:
-    """What an addition or a subtraction of one number for each row along ``axis`` adds it to."""
+    """The operand ``x`` of ``x + r`` or ``x - r`` where ``r`` is constant along ``axis``; None for other operators."""
     whole = shape_of(graph, shift.value)
     for k in (0, 1) if shift.kind == "Add" else (0,):
         x, by = operand(shift, k), shape_of(graph, operand(shift, 1 - k))
@@ -131,8 +132,9 @@ def _unshifted(graph: Graph, shift: Op, axis: int) -> Value | None:
 
 @pattern_rule("floored_softmax", node("Max", node("Add", X, Var("mask"), name="masked"), Var("floor")))
 def floored_softmax(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """``softmax(max(x + mask, floor))`` is ``softmax(x + mask)``, where the floor is the lowest number (OPT, XGLM) and the mask, a
-    constant, leaves each row a number far above it: the others are 0 either way."""
+    """``softmax(max(x + mask, floor))`` is ``softmax(x + mask)`` if the floor is about the lowest number (OPT, XGLM).
+
+    The constant mask must leave an element of each row far above the floor: elements near the floor are 0 either way."""
     floor = scalar(graph, found["floor"])
     user = graph.sole_user(root.value)
     while user is not None and _keeps_rows(graph, user):
@@ -143,14 +145,14 @@ def floored_softmax(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
         return None
     mask = graph.constant_value(found["mask"])
     if mask is None or not mask.ndim or mask.shape[-1] != graph.type(root.value).dims[-1]:
-        return Miss("the mask is not a constant that has a number for each element of a row")
+        return Miss("the mask is not a constant with a number for each element of a row")
     if not bool((mask.max(-1) > floor * MASKED).all()):
-        return Miss("the mask may hide a whole row, whose elements the floor makes equal")
+        return Miss("the mask may hide a whole row, and the floor would make the elements of that row equal")
     return Match((root,), lambda patch: found["masked"].value)
 
 
 def _keeps_rows(graph: Graph, op: Op) -> bool:
-    """Whether it is a Reshape that keeps the last axis as it is."""
+    """Whether ``op`` is a Reshape that keeps the last axis."""
     if op.kind != "Reshape":
         return False
     before, after = shape_of(graph, operand(op)), shape_of(graph, op.value)

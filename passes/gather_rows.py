@@ -1,9 +1,9 @@
 """Chains of operators that only move rows become one Gather of rows.
 
-The attention of shifted windows (Swin: Liu et al., 2021) rolls its image along two axes: two Slices and a Concat for each. A
-Reshape, a Transpose and a Reshape cut the image into windows. Behind the attention all of this is undone. Each Concat would be two
-copies, and each Reshape of transposed axes one. Where all of them keep the values of a row together, one table holds where each row
-comes from.
+Attention with shifted windows (Swin: Liu et al., 2021) rolls its image along two axes: two Slices and a Concat for each. A
+Reshape, a Transpose and a Reshape cut the image into windows. After the attention all of this is undone. Each Concat would be two
+copies, and each Reshape of transposed axes one. If all of these operators keep the elements of a row together, one Gather replaces
+them. Its table has the source of each row.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from optdnn.types import Array, normalize_axis
 
 MOVES = RESHAPES | {"Concat", "Slice", "Transpose"}
 MOST_OPERATORS = 32
-"""Operators that are looked at after one Concat or view."""
+"""Most operators of one chain."""
 LEAST_ROW_BYTES = 16
-"""Shorter rows take one access each, and a table as large as the tensor."""
+"""Fewest bytes of a row: shorter ones would need an access each, and a table as large as the tensor."""
 MOST_ROWS = 1 << 20
-"""Longest table."""
+"""Most rows of a table."""
 _BETWEEN = 4
-"""Pointwise operators that may be between the producer of an image and the moves."""
+"""Most pointwise operators between the producer of an image and the moves."""
 
 
 @rule("gather_rows", MOVES)
 def gather_rows(graph: Graph, op: Op) -> Match | Miss | None:
-    """Moves of one tensor's rows, with a Concat among them, are one Gather by a table."""
+    """Operators that move the rows of one tensor, including a Concat, become one Gather with a constant table."""
     if all(u.kind in MOVES for u in graph.users(op.value)):
-        return None  # a move after it looks at the whole chain
+        return None  # the rule matches the whole chain at a later move
     chain = _chain(graph, op)
     kinds = {o.kind for o in chain}
     if "Concat" not in kinds or kinds <= {"Concat", "Slice"}:
@@ -54,11 +54,11 @@ def gather_rows(graph: Graph, op: Op) -> Match | Miss | None:
     if not all(t.is_static for t in types):
         return Miss("its sizes are not known")
     if any(not t.static_shape or 0 in t.static_shape for t in types):
-        return None  # a scalar has no rows, and of no elements nothing moves
+        return None  # scalars have no rows, and empty tensors need no moves
     if _is_image(graph, source):
         return Miss("it moves parts of a channels-last image")
-    slices = {o.id: _places(graph, o) for o in chain if o.kind == "Slice"}
-    taken = {i: places for i, places in slices.items() if places is not None}
+    slices = {o.id: _positions(graph, o) for o in chain if o.kind == "Slice"}
+    taken = {i: positions for i, positions in slices.items() if positions is not None}
     if len(taken) < len(slices):
         return Miss("the bounds of a Slice are not known")
     row = _row(graph, chain, source, taken)
@@ -88,7 +88,7 @@ def gather_rows(graph: Graph, op: Op) -> Match | Miss | None:
     "flat_indices", node(RESHAPES, node("Gather", Var("table"), node(RESHAPES, Var("indices")), name="gather"))
 )
 def flat_indices(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """Rows that are gathered by flattened indices, and get the indices' shape back, are gathered by the indices as they are."""
+    """A Gather by flattened indices, whose result gets the shape of the indices back, becomes a Gather by the original indices."""
     gather: Op = found["gather"]
     table, indices = shape_of(graph, found["table"]), shape_of(graph, found["indices"])
     if table is None or indices is None or normalize_axis(gather.attrs.axis, len(table)):
@@ -99,12 +99,12 @@ def flat_indices(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
 
 
 def _moved(op: Op) -> Sequence[Value]:
-    """The operands that it moves."""
+    """The operands that ``op`` moves."""
     return tuple(v for v in op.inputs if v is not None) if op.kind == "Concat" else (operand(op),)
 
 
 def _chain(graph: Graph, op: Op) -> tuple[Op, ...]:
-    """The moves that lead to ``op`` and nowhere else, ``op`` first."""
+    """``op`` and the moves before it whose results only members of the chain read; ``op`` first."""
     found = {op.id: op}
     queue = [op]
     while queue and len(found) < MOST_OPERATORS:
@@ -123,7 +123,7 @@ def _chain(graph: Graph, op: Op) -> tuple[Op, ...]:
 
 
 def _is_image(graph: Graph, value: Value) -> bool:
-    """Whether it is an image with its channels second.
+    """Whether ``value`` is an image with its channels on axis 1.
 
     Kernels write images in channels-last order, and a table would need them in plain order.
     """
@@ -137,8 +137,8 @@ def _is_image(graph: Graph, value: Value) -> bool:
     return False
 
 
-def _places(graph: Graph, op: Op) -> list[range] | None:
-    """The places that a Slice takes of each axis; None where its bounds are not known."""
+def _positions(graph: Graph, op: Op) -> list[range] | None:
+    """The positions that a Slice takes along each axis; None if its bounds are not known."""
     sizes = graph.type(operand(op)).static_shape
     given = [ints(graph, op.input(i)) for i in range(1, 5)]
     if any(op.input(i) is not None and n is None for i, n in enumerate(given, start=1)):
@@ -154,7 +154,7 @@ def _places(graph: Graph, op: Op) -> list[range] | None:
 
 
 def _row(graph: Graph, chain: Sequence[Op], source: Value, taken: Mapping[int, Sequence[range]]) -> int:
-    """The most neighbours of the last axis that every operator keeps together. ``taken``: the places of each Slice."""
+    """The largest number of neighbours along the last axis that every operator keeps together. ``taken``: positions per Slice."""
     row = graph.type(source).static_shape[-1]
     for op in chain:
         before, after = graph.type(operand(op)).static_shape, op.outputs[0].type.static_shape
@@ -170,7 +170,7 @@ def _row(graph: Graph, chain: Sequence[Op], source: Value, taken: Mapping[int, S
 
 
 def _table(graph: Graph, chain: Sequence[Op], source: Value, row: int, taken: Mapping[int, Sequence[range]]) -> Array:
-    """Which row of ``source`` each row of the result is: the chain, run on the numbers of rows."""
+    """For each row of the result, its number in ``source``: the chain is run on row numbers."""
     shape = graph.type(source).static_shape
     numbers: dict[Value, Array] = {source: np.arange(math.prod(shape) // row).reshape(*shape[:-1], -1)}
     ids = {op.id for op in chain}
@@ -190,7 +190,7 @@ def _table(graph: Graph, chain: Sequence[Op], source: Value, row: int, taken: Ma
 
 
 def _repeats(table: Array, batch: int, count: int) -> bool:
-    """Whether each part of the batch is made of its own rows, in one order."""
+    """Whether the table moves rows only within each item of the batch, in the same order for all items."""
     own = table.reshape(batch, -1)
     return np.array_equal(own, own[0] + np.arange(batch)[:, None] * (count // batch))
 

@@ -38,14 +38,14 @@ from optdnn.types import INT64, Array, normalize_axis
 MOVES = RESHAPES | {"Expand", "Gather", "GatherElements", "Transpose"}
 """Kinds that move rows of operand 0."""
 LESS = 2
-"""Smallest ratio of multiplications before and after."""
+"""Smallest ratio of the numbers of multiplications before and after."""
 
 
 @dataclass(frozen=True)
 class _Term:
-    """A part of the product's operand: channels of ``value`` (along ``axis``), moved by ``moves`` in this order.
+    """A part of the product's operand: the channels of ``value`` along ``axis``, moved by ``moves`` in this order.
 
-    The part is added to others with ``sign``, and multiplied by the matrix's rows from ``first`` on.
+    The part enters a sum with ``sign``, and is multiplied by the matrix's rows from ``first`` on.
     """
 
     value: Value
@@ -56,7 +56,7 @@ class _Term:
     """Operators, and the axis of the channels in their results."""
 
     @property
-    def place(self) -> _Term:
+    def key(self) -> _Term:
         """A key that is equal for all parts that can share a product. An Expand at the end is left to the sum."""
         last = self.moves[-1][0] if self.moves else None
         repeated = last is not None and last.kind == "Expand" and len(self.moves) > 1
@@ -176,7 +176,7 @@ def gathered_products(graph: Graph, op: Op) -> Match | Miss | None:
     if terms == [whole] or not any(move.kind in ("Gather", "GatherElements") for t in terms for move, _ in t.moves):
         return None
     width = {t: graph.type(t.value).static_shape[t.axis] for t in terms}
-    fewer = sum(_rows(graph, t) * width[t] for t in {t.place: t for t in terms}.values())
+    fewer = sum(_rows(graph, t) * width[t] for t in {t.key: t for t in terms}.values())
     if LESS * fewer > _rows(graph, whole) * len(product.matrix):
         return Miss("the rows that it is made of are not half as many")
     if graph.sole_user(operand(op)) is None:
@@ -200,7 +200,7 @@ def _build(patch: Patch, product: _Product, terms: Sequence[_Term], width: dict[
     matrices: dict[_Term, Array] = {}
     for t in terms:
         rows = t.sign * product.matrix[t.first : t.first + width[t]]
-        matrices[t.place] = matrices[t.place] + rows if t.place in matrices else rows
+        matrices[t.key] = matrices[t.key] + rows if t.key in matrices else rows
     total, bias = None, product.bias
     for t, matrix in matrices.items():
         y = _moved(patch, t, _multiplied(patch, t, matrix, bias), matrix.shape[1])

@@ -1,7 +1,7 @@
 """Reshapes and transposes of rows move in front of the product of these rows with a matrix, and merge with the views there.
 
-An attention's result is transposed, multiplied and, in PyTorch's exports, transposed or reshaped again before the residual is
-added. Between product and addition, the second view would keep the addition out of the product's epilogue. In front of the
+PyTorch transposes an attention's result, multiplies it by a matrix, and transposes or reshapes it again before it adds the
+residual. The second view, between product and addition, would keep the addition out of the product's epilogue. In front of the
 product it merges with the first view. The other rules:
 
 - In ConvNeXt a Transpose turns the product's rows into an image, to which a residual is added: the addition moves in front of the
@@ -54,18 +54,18 @@ from optdnn.types import Array, normalize_axis
 
 VIEWS = RESHAPES | {"Transpose"}
 IMAGES = frozenset({"Conv", "ConvTranspose"})
-"""Operators whose results have their channels last in memory, so that a Transpose that puts them last is a view."""
+"""Operators whose results have channels last in memory: a Transpose that moves the channels last is a view."""
 NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
 _MOST_ADDITIONS = 4
 _MOST_AXES = 4
-"""Most axes over which the rows that a norm's kernel reads are spread."""
+"""Most axes that the rows of a transposed tensor may span: the limit of the norms' kernels."""
 
 
 @rule("hoist_view", VIEWS)
 def hoist_view(graph: Graph, op: Op) -> Match | Miss | None:
     """``view(view(x) @ W + b)`` is ``view(view(x)) @ W + b`` if the outer view keeps the last axis.
 
-    Either the views must merge, so that one copy replaces two; or an addition must follow, which the product absorbs.
+    In addition, the views must merge, so that one copy replaces two, or an addition must follow that the product can absorb.
     """
     value = operand(op)
     before, after = shape_of(graph, value), op.outputs[0].type.shape
@@ -108,9 +108,9 @@ def hoist_view(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("unflattened_rows", {"Reshape"})
 def unflattened_rows(graph: Graph, op: Op) -> Match | Miss | None:
-    """``reshape(reshape(x) @ W + b)``, whose outer Reshape splits the columns, is ``reshape(x @ W + b)`` if x's leading axes stay.
+    """``reshape(reshape(x) @ W + b)`` is ``reshape(x @ W + b)`` if the outer Reshape restores x's leading axes and splits columns.
 
-    ONNX Runtime flattens the rows of products with a bias, and the Reshape after them has merged with that to heads.
+    ONNX Runtime flattens the rows of products with a bias. The Reshape that restores them has merged with the one to heads.
     """
     product = producer(graph, operand(op), PRODUCTS, alone=True)
     flat = None if product is None else producer(graph, product.inputs[0], {"Reshape"})
@@ -121,9 +121,9 @@ def unflattened_rows(graph: Graph, op: Op) -> Match | Miss | None:
     if x is None or after is None or rows is None or len(x) <= len(rows) or x[-1] != rows[-1]:
         return None
     if len(after) <= len(x) or after[: len(x) - 1] != x[:-1]:
-        return Miss(f"it does not keep the leading axes of what {product.name} reads")
-    made = graph.type(product.value).dims
-    if reshape_target((*x[:-1], made[-1]), after) is None:
+        return Miss(f"it does not keep the leading axes of the operand of {product.name}")
+    columns = graph.type(product.value).dims[-1]
+    if reshape_target((*x[:-1], columns), after) is None:
         return Miss("no constant target can express its sizes")
     weight, bias = matrix
 
@@ -138,7 +138,7 @@ def unflattened_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _is_added(graph: Graph, op: Op) -> bool:
-    """Whether only views stand between a view and an addition that the product before it could absorb."""
+    """Whether an addition follows the view, directly or after further views, that the product before the view could absorb."""
     user = graph.sole_user(op.value)
     while user is not None and user.kind in VIEWS:
         op, user = user, graph.sole_user(user.value)
@@ -154,7 +154,7 @@ def _is_added(graph: Graph, op: Op) -> bool:
     node("Add", node("Reshape", Var("x"), Var("target"), name="reshape", alone=True), ConstantVar("bias")),
 )
 def add_before_split(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """``reshape(x @ W, [..., heads, size]) + b`` is ``reshape(x @ W + flat(b), ...)``: Keras's biases have an axis of heads."""
+    """``reshape(x @ W, [..., heads, size]) + b`` is ``reshape(x @ W + flat(b), ...)``: in Keras, biases have an axis for heads."""
     x, reshape, bias = found["x"], found["reshape"], graph.op(found["bias"]).attrs.value
     before, after = shape_of(graph, x), reshape.outputs[0].type.shape
     if producer(graph, x, PRODUCTS, alone=True) is None or before is None or after is None:
@@ -283,7 +283,7 @@ def turn_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("its rows are spread over too many axes")
     added = producer(graph, norm.inputs[0], {"Add"}, alone=True)
     if added is not None and not _adds_product(graph, added):
-        return Miss(f"one launch makes {added.name} and {norm.name}")
+        return Miss(f"one launch already computes {added.name} and {norm.name}")
 
     def build(patch: Patch) -> Value:
         x = operand(norm) if reshape is None else reshaped(patch, operand(norm), shape)
@@ -306,16 +306,14 @@ def flat_rows_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
     if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
         return Miss("its sizes are not known")
     if before[-1] != after[-1]:
-        return Miss("it does not keep rows whole")
+        return Miss("it splits or joins rows")
     if (why := _beyond_rows(graph, norm, before)) is not None:
         return Miss(why)
     if (source := graph.op(operand(norm))).kind not in PRODUCTS and not _adds_product(graph, source):
-        return Miss(f"no product makes the rows of {norm.name}")
+        return Miss(f"no product computes the rows of {norm.name}")
     back = graph.sole_user(user.value)
     if back is not None and back.kind == "Reshape" and back.outputs[0].type.dims[:-1] == before[:-1]:
-        return Miss(
-            f"{back.name} restores the axes behind {user.name}: both reshapes can go, and it reads the norm as it is"
-        )
+        return Miss(f"{back.name} restores the axes after {user.name}, so both reshapes can be removed instead")
 
     def build(patch: Patch) -> Value:
         x = reshaped(patch, operand(norm), graph.type(op.value).static_shape)
@@ -339,7 +337,7 @@ def _adds_product(graph: Graph, op: Op) -> bool:
 
 
 def _spread(shape: tuple[int, ...], perm: Sequence[int]) -> int:
-    """The number of axes over which the rows of a transposed tensor are spread; axes adjacent in memory count as one."""
+    """The number of axes that the rows of a transposed tensor span; axes that are adjacent in memory count as one."""
     order = [p for p in perm[:-1] if shape[p] != 1]
     between = [math.prod(shape[p + 1 : q]) if q > p else 0 for p, q in pairwise(order)]
     return len(order) - sum(n == 1 for n in between)
@@ -357,7 +355,7 @@ def add_before_reshape_of_norm(graph: Graph, op: Op) -> Match | Miss | None:
         if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
             return Miss("its sizes are not known")
         if before[-1] != after[-1] or shape_of(graph, other) != after or shape_of(graph, reshape.value) != after:
-            return Miss("the other addend has other rows")
+            return Miss("the other addend has rows of another shape")
 
         def build(
             patch: Patch, norm: Op = norm, other: Value = other, before: Any = before, after: Any = after

@@ -37,9 +37,9 @@ from optdnn.types import Shape, normalize_axis
 OF_IMAGES = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize"})
 """Kinds that write or read images in channels-last order as well."""
 NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
-"""Kinds that run in either order, and may stand between such a kind and the Reshape."""
+"""Kinds that run in either order, and may be between such a kind and the Reshape."""
 PARTS = frozenset({"Concat", "Split", "Slice"})
-"""Kinds that put images together from parts, or take parts of them, in either order."""
+"""Kinds that join images, or take parts of them, in either order."""
 _BETWEEN = 4
 """Pointwise operators, norms and parts that may be between such a kind and the Reshape."""
 _INEXPRESSIBLE = Miss("no constant target can express its shape")
@@ -144,7 +144,7 @@ def norm_of_view(graph: Graph, op: Op) -> Match | Miss | None:
 def moved_pixels(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
     """A permutation of pixels, such as into patches and back (MobileViTv2: Mehta and Rastegari, 2022): C is moved last.
 
-    A norm of channels before it moves after it, to the convolution that reads the pixels.
+    A norm of channels before the permutation moves after it, next to the convolution that reads the pixels.
     """
     image, perm = found["image"], found["swap"].attrs.perm
     before, after = shape_of(graph, image), root.outputs[0].type.shape
@@ -154,7 +154,7 @@ def moved_pixels(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
     if min(len(before), len(middle), len(after)) < 4 or not before[:2] == middle[:2] == after[:2]:
         return None
     if not (is_image(graph, image) and _read_as_image(graph, root.value)):
-        return Miss("no operator on images makes it or reads it")
+        return Miss("no operator on images computes it or reads it")
     rows = (before[0], *before[2:], before[1])
     split = reshape_target(rows, (middle[0], *middle[2:], middle[1]))
     moved = tuple(middle[p] for p in perm)
@@ -177,7 +177,7 @@ def moved_pixels(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
 
 @rule("channel_attention", {"Attention"})
 def channel_attention(graph: Graph, op: Op) -> Match | Miss | None:
-    """Attention between channels of images (Restormer: Zamir et al., 2022), (B, heads, C / heads, H * W): as views of tokens."""
+    """Attention between channels (Restormer: Zamir et al., 2022): operands (B, heads, C / heads, H * W) become views of tokens."""
     flats = [_of_channels(graph, operand(op, slot)) for slot in range(3 if len(op.outputs) == 1 else 0)]
     users = graph.users(op.value)
     back = users[0] if len(users) == 1 and users[0].kind in RESHAPES else None
@@ -188,8 +188,8 @@ def channel_attention(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if not _read_as_image(graph, back.value):
         return Miss("no operator on images reads it")
-    made = [flat for flat in flats if flat is not None]
-    targets = {f.id: reshape_target(*_rows_of_tokens(graph, f)) for f in made}
+    reshapes = [flat for flat in flats if flat is not None]
+    targets = {f.id: reshape_target(*_rows_of_tokens(graph, f)) for f in reshapes}
     target = reshape_target((before[0], before[3], before[1], before[2]), (image[0], *image[2:], image[1]))
     if target is None or None in targets.values():
         return _INEXPRESSIBLE
@@ -197,7 +197,7 @@ def channel_attention(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> None:
         given = list(op.inputs)
-        for slot, flat in enumerate(made):
+        for slot, flat in enumerate(reshapes):
             rows = reshaped(patch, patch.add("Transpose", [operand(flat)], turn, src=flat.src), targets[flat.id] or ())
             y = patch.add("Transpose", [rows], TransposeAttrs((0, 2, 3, 1)), src=flat.src)
             norm = graph.op(operand(op, slot))
@@ -206,7 +206,7 @@ def channel_attention(graph: Graph, op: Op) -> Match | Miss | None:
         patch.replace(back.value, patch.add("Transpose", [reshaped(patch, tokens, target)], turned))
 
     norms = (graph.op(operand(op, slot)) for slot in range(3))
-    return Match((op, back, *{o.id: o for o in (*norms, *made)}.values()), build)
+    return Match((op, back, *{o.id: o for o in (*norms, *reshapes)}.values()), build)
 
 
 def _of_channels(graph: Graph, value: Value) -> Op | None:
@@ -241,8 +241,9 @@ def _turned(graph: Graph, flat: Op, perm: tuple[int, ...] | None) -> range | Non
 
 
 def _channels(image: Shape | None, tokens: Shape | None) -> range | None:
-    """The axes of ``tokens`` that hold the channels of an ``image`` (B, C, positions...): the Reshape keeps C, or splits it into
-    parts, between batch and positions. None for other shapes."""
+    """The axes of ``tokens`` that hold the channels of an ``image`` (B, C, positions...); None for other shapes.
+
+    The Reshape from image to tokens keeps C, or splits it into parts, between batch and positions."""
     if image is None or tokens is None or len(image) < 4:
         return None
     first = 1 if tokens[:1] == image[:1] else _end(tokens, 0, image[0])
@@ -270,9 +271,10 @@ def _read_as_image(graph: Graph, value: Value) -> bool:
 
 
 def _reads_image(graph: Graph, op: Op, value: Value, within: int = _BETWEEN) -> bool:
-    """Whether a user of ``value`` works on images, joins ``value`` with an image, or turns an image into tokens. Such a user may
-    follow after at most ``within`` activations, parts, and pointwise operators on constants (a BatchNormalization before an
-    activation)."""
+    """Whether ``op``, a user of ``value``, works on images, joins ``value`` with an image, or turns an image into tokens.
+
+    At most ``within`` activations, parts and pointwise operators with constants (a BatchNormalization before an activation) may
+    precede such an operator."""
     if op.kind in OF_IMAGES | NORMS or _turns(op):
         return True
     if op.kind in ("Add", "Concat") and any(v is not None and v != value and is_image(graph, v) for v in op.inputs):
@@ -297,7 +299,7 @@ def activate_image(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     constants = [graph.constant_value(v) for v in user.inputs[1:] if v is not None]
     if any(c is None or c.size > 1 for c in constants):
-        return Miss("the activation reads more than the tokens and numbers")
+        return Miss("the activation reads more than the tokens and scalars")
 
     def build(patch: Patch) -> Value:
         y = patch.add(user.kind, [op.inputs[0], *user.inputs[1:]], user.attrs, src=user.src)
@@ -307,7 +309,7 @@ def activate_image(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _turns(op: Op) -> bool:
-    """Whether it moves channels from the last axis to the second, or back."""
+    """Whether a Transpose moves channels from the last axis to the second, or back."""
     if op.kind != "Transpose" or op.attrs.perm is None or len(op.attrs.perm) < 4:
         return False
     rank = len(op.attrs.perm)
@@ -315,7 +317,7 @@ def _turns(op: Op) -> bool:
 
 
 def is_image(graph: Graph, value: Value, within: int = _BETWEEN - 1) -> bool:
-    """Whether an operator on images computes it, directly or with at most ``within`` pointwise operators and norms after it."""
+    """Whether an operator on images computes ``value``, with at most ``within`` pointwise operators and norms after it."""
     op = graph.op(value)
     if op.kind in OF_IMAGES or _turns(op):
         return True

@@ -1,4 +1,4 @@
-"""Quantized ops (between DequantizeLinear and QuantizeLinear): they are marked, and rules simplify this form."""
+"""Quantized networks get one form, float ops between DequantizeLinear and QuantizeLinear, and rules simplify this form."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_dequantized(graph: Graph, value: Value | None) -> bool:
 
 
 def holds_integers(graph: Graph, dequantize: Op) -> bool:
-    """True for the DequantizeLinear of a constant that an op reads together with a DequantizeLinear of data: weights or a bias."""
+    """Whether a DequantizeLinear gives the constant weights of an op that also reads dequantized data."""
     if graph.constant_value(dequantize.inputs[0]) is None:
         return False
     for user in graph.users(dequantize.value):
@@ -58,7 +58,7 @@ def same_pair(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | N
         return None
     if graph.type(operand(before, 1)).dims not in ((), (1,)) and root.attrs.axis != before.attrs.axis:
         return None
-    # A scale that is zero, infinite or not a number leaves nothing of the integers.
+    # With a scale that is zero, subnormal, infinite or NaN, the integers would be lost on the way.
     numbers = graph.constant_value(before.inputs[1])
     if numbers is None or not (np.isfinite(numbers) & (np.abs(numbers) >= np.finfo(np.float32).tiny)).all():
         return Miss("its scale is not a constant normal number")
@@ -73,7 +73,7 @@ def _same_scale(graph: Graph, a: Op, b: Op) -> bool:
 
 
 def _equal(graph: Graph, a: Value | None, b: Value | None) -> bool:
-    """Equal constants; a zero point that is absent is zero."""
+    """Whether two values are equal constants. A missing zero point counts as zero."""
     if a == b:
         return True
     x, y = graph.constant_value(a), graph.constant_value(b)
@@ -85,7 +85,7 @@ def _equal(graph: Graph, a: Value | None, b: Value | None) -> bool:
 
 @rule("transpose_integers", {"Transpose"})
 def transposed_weights(graph: Graph, op: Op) -> Match | Miss | None:
-    """Transpose of dequantized constant weights: the integers are transposed once, and dequantized along the axis that moved."""
+    """A Transpose of dequantized constant weights: the build transposes the integers, and the axis of the scales moves along."""
     before = producer(graph, op.inputs[0], {"DequantizeLinear"})
     stored = None if before is None else graph.constant_value(before.inputs[0])
     if before is None or stored is None or before.attrs.block_size:
@@ -166,11 +166,11 @@ def recentred(graph: Graph, op: Op) -> Match | Miss | None:
     centred = replace(op.attrs, output_dtype=UINT8 if shift > 0 else INT8)
 
     def build(patch: Patch) -> None:
-        made = patch.add("QuantizeLinear", op.inputs[:2], centred, name=op.outputs[0].name)
+        quantized = patch.add("QuantizeLinear", op.inputs[:2], centred, name=op.outputs[0].name)
         for user in users:
             name, zero = user.outputs[0].name, graph.constant_value(user.input(2))
             moved = ((0 if zero is None else zero.astype(np.int16)) + np.int16(shift)).astype(centred.output_dtype)
-            operands = [made, user.inputs[1], patch.constant(np.asarray(moved), f"{name}/zero_point")]
+            operands = [quantized, user.inputs[1], patch.constant(np.asarray(moved), f"{name}/zero_point")]
             new = patch.add("DequantizeLinear", operands, user.attrs, name=name, src=user.src)
             patch.replace(user.value, new)
 
@@ -190,7 +190,8 @@ def _zeros(graph: Graph, op: Op) -> set[int] | None:
 def on_integers(graph: Graph, op: Op) -> Match | Miss | None:
     """An op that only moves or compares elements, between DequantizeLinear and QuantizeLinear, runs on the integers.
 
-    An operand of another scale than the result's is requantized in front: the op reads elements one by one, or the largest.
+    An operand with another scale than the result's is requantized before the op. That is allowed because the op only copies
+    elements, or takes the largest one.
     """
     moved = graph.op(operand(op))
     operands = moved.inputs[:1] if moved.kind == "Pad" else moved.inputs
@@ -201,9 +202,9 @@ def on_integers(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"{moved.kind} {moved.name} has no integer form")
     narrow = op.outputs[0].type.dtype
     if moved.kind in ("MaxPool", "GlobalMaxPool") and narrow not in (INT8, UINT8) and not is_float(narrow):
-        return Miss(f"{moved.kind} compares floats and integers of 8 bits")
+        return Miss(f"{moved.kind} can compare only floats and 8-bit integers, not {narrow.name}")
     if graph.users(moved.value) != [op]:
-        return Miss(f"the float result of {moved.name} is read as well")
+        return Miss(f"the float result of {moved.name} has another reader")
     if graph.type(operand(op, 1)).dims not in ((), (1,)) or op.attrs.block_size:
         return Miss("it has a scale per channel")
     zeros = _zeros(graph, op)
@@ -232,7 +233,9 @@ def _stored(graph: Graph, patch: Patch, op: Op, value: Value) -> Value:
 
 
 class RecentreIntegers(RulePass):
-    """Before any op runs on integers, for kernels that pad with zeros."""
+    """Centred int8 values become uint8 values with zero point 0, or the other way round, for kernels that pad with zeros.
+
+    Runs before any op is moved to integers."""
 
     name = "recentre_integers"
     rules = (recentred,)
@@ -245,7 +248,7 @@ def resized_integers(graph: Graph, op: Op) -> Match | Miss | None:
     if op.attrs.mode == "nearest" or is_float(dtype):
         return None
     if not (dtype.kind in "iu" and dtype.itemsize <= 2):
-        return Miss(f"it interpolates {dtype.name}, which fp32 does not hold")
+        return Miss(f"it interpolates {dtype.name}, which fp32 cannot represent exactly")
     info = np.iinfo(dtype)
 
     def build(patch: Patch) -> Value:
@@ -258,14 +261,16 @@ def resized_integers(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 class MoveIntegers(RulePass):
-    """After precisions are assigned, for lowerings that run such ops on integers."""
+    """Ops that only move or compare elements, between DequantizeLinear and QuantizeLinear, run on the integers.
+
+    Runs after precisions are assigned, for targets that run such ops on integers."""
 
     name = "move_integers"
     rules = (on_integers, resized_integers)
 
 
 class CanonicalizeIntegers(RulePass):
-    """One form for explicitly quantized networks: Q and DQ around float operators, each where something is computed."""
+    """Explicitly quantized networks get one form: QuantizeLinear and DequantizeLinear around float operators."""
 
     name = "canonicalize_integers"
     rules = (unfolded, same_pair, transposed_weights)

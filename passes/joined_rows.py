@@ -1,7 +1,8 @@
-"""Rows of several parts side by side, as NeRF has them (Mildenhall et al., 2020): their order, and parts that differ by numbers.
+"""Concatenated rows, as NeRF has them (Mildenhall et al., 2020): parts are reordered, and repeated arithmetic becomes one operator.
 
-A position ``x`` and its encoding ``sin(x), cos(x), sin(2 x), cos(2 x), …`` are joined, and joined again with features in the middle
-of the network. Parts that begin at no multiple of 16 bytes are copied; in front of the others they are not.
+NeRF concatenates a position ``x`` with its encoding ``sin(x), cos(x), sin(2 x), cos(2 x), …``, and in the middle of the network
+with features. A part can be written in place if it begins at a multiple of 16 bytes; otherwise it is copied. So parts whose width
+is a multiple of 16 bytes come first.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from optdnn.passes.support.products import PRODUCTS, constant_matrix
 from optdnn.types import Array, normalize_axis
 
 ALIGNED = 8
-"""Elements of 16 bits at whose multiples products and copies begin."""
+"""16-bit elements in 16 bytes: products and copies begin at multiples of this."""
 LEAST = 3
-"""Fewest repetitions of parts that become one."""
+"""Fewest repetitions that become one operator."""
 PERIOD = 4
-"""Most parts of a repetition."""
+"""Most parts in one repetition."""
 DEPTH = 6
-"""Deepest arithmetic that is looked at."""
+"""Most operators from a part back to its operands."""
 
 
 @rule("aligned_rows_first", {"Concat"})
 def aligned_rows_first(graph: Graph, op: Op) -> Match | Miss | None:
-    """Rows that products read: parts whose widths are multiples of eight come first, and so do their weights."""
+    """In concatenated rows that only products read, parts with a multiple of eight columns come first, as do their weights."""
     widths = _widths(graph, op)
     if widths is None:
         return None
@@ -47,14 +48,14 @@ def aligned_rows_first(graph: Graph, op: Op) -> Match | Miss | None:
     if any(w is None for w in weights):
         return Miss("the joined rows are read by more than products with constant matrices")
     order = sorted(range(len(widths)), key=lambda k: widths[k] % ALIGNED != 0)
-    places = np.concatenate([np.arange(starts[k], starts[k] + widths[k]) for k in order])
+    rows = np.concatenate([np.arange(starts[k], starts[k] + widths[k]) for k in order])
 
     def build(patch: Patch) -> None:
         joined = patch.add("Concat", [op.inputs[k] for k in order], op.attrs)
         for user, weight in zip(users, weights, strict=True):
             assert weight is not None
             name = graph.output(user.value).name
-            matrix = patch.constant(np.ascontiguousarray(weight[0][places]), f"{name}.weight")
+            matrix = patch.constant(np.ascontiguousarray(weight[0][rows]), f"{name}.weight")
             y = patch.add("MatMul", [joined, matrix], MatMulAttrs())
             if weight[1] is not None:
                 y = patch.add("Add", [y, patch.constant(weight[1], f"{name}.bias")])
@@ -64,7 +65,7 @@ def aligned_rows_first(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _widths(graph: Graph, op: Op) -> list[int] | None:
-    """The widths of parts that are joined along the last axis, of two axes or more."""
+    """The widths of the parts, if they have two or more axes and are joined along the last one; else None."""
     dims = [graph.type(v).shape for v in op.inputs if v is not None]
     if len(dims) < 2 or any(d is None or len(d) < 2 or not isinstance(d[-1], int) for d in dims):
         return None
@@ -75,7 +76,7 @@ def _widths(graph: Graph, op: Op) -> list[int] | None:
 
 
 def _matrix(graph: Graph, op: Op, user: Op) -> tuple[Array, Array | None] | None:
-    """The constant matrix, and the vector that is added, of a product of the joined rows."""
+    """The constant matrix and the bias (or None) with which ``user`` multiplies the joined rows; None for other operators."""
     if user.kind not in PRODUCTS or [v for v in user.inputs if v == op.value] != [user.inputs[0]]:
         return None
     if (found := constant_matrix(graph, user)) is None:
@@ -87,7 +88,7 @@ def _matrix(graph: Graph, op: Op, user: Op) -> tuple[Array, Array | None] | None
 
 @dataclass(frozen=True)
 class _Run:
-    """Parts ``start`` to ``start + period * times`` of a Concat: the same arithmetic again and again, on other numbers."""
+    """Parts ``start`` to ``start + period * times`` of a Concat: the same arithmetic ``times`` times, with other constants."""
 
     start: int
     period: int
@@ -108,7 +109,7 @@ def repeated_parts(graph: Graph, op: Op) -> Match | None:
     counts = Counter(v for part in parts for v in _arithmetic(graph, part))
     best: tuple[_Run, set[Value]] | None = None
     for period in range(1, PERIOD + 1):
-        # A value that more parts are made of than one repetition has is the same in all repetitions.
+        # Values that this many parts depend on are the same in all repetitions.
         shared = {v for v, count in counts.items() if count >= LEAST * period}
         run = _longest_run([(graph.type(v).dims, _form(graph, v, shared)) for v in parts], period)
         if run is not None and (best is None or run.end - run.start > best[0].end - best[0].start):
@@ -117,13 +118,13 @@ def repeated_parts(graph: Graph, op: Op) -> Match | None:
         return None
     run, shared = best
     first = parts[run.start : run.start + run.period]
-    if any(v in shared or not _spread(graph, v, shared) for v in first):
+    if any(v in shared or not _has_one_rank(graph, v, shared) for v in first):
         return None
 
     def build(patch: Patch) -> Value:
-        made: dict[tuple[Value, ...], Value] = {}
+        built: dict[tuple[Value, ...], Value] = {}
         columns = [
-            _stacked(patch, parts[run.start + j : run.end : run.period], shared, made) for j in range(run.period)
+            _stacked(patch, parts[run.start + j : run.end : run.period], shared, built) for j in range(run.period)
         ]
         rank = len(graph.type(parts[run.start]).dims)
         rows = columns[0] if run.period == 1 else patch.add("Concat", columns, ConcatAttrs(rank))
@@ -135,7 +136,7 @@ def repeated_parts(graph: Graph, op: Op) -> Match | None:
 
 
 def _inner(graph: Graph, value: Value) -> Op | None:
-    """The pointwise operator that makes a value of constants and one shape."""
+    """The pointwise operator that computes a value, or None."""
     op = graph.op(value)
     if op.kind in STRUCTURAL or not op.definition.traits.pointwise or len(op.outputs) != 1 or None in op.inputs:
         return None
@@ -148,7 +149,7 @@ def _number(graph: Graph, value: Value) -> Array | None:
 
 
 def _arithmetic(graph: Graph, value: Value, depth: int = DEPTH) -> set[Value]:
-    """The value and all that pointwise operators make it of."""
+    """The value and the values that it is computed from by at most ``depth`` pointwise operators, without constants."""
     op = _inner(graph, value) if depth else None
     found = {value}
     for v in () if op is None else op.inputs:
@@ -159,7 +160,7 @@ def _arithmetic(graph: Graph, value: Value, depth: int = DEPTH) -> set[Value]:
 
 
 def _form(graph: Graph, value: Value, shared: set[Value], depth: int = DEPTH) -> Any:
-    """The arithmetic that makes a value of ``shared`` ones and numbers, without the numbers."""
+    """A key for the arithmetic that computes a value from ``shared`` values and scalar constants, whatever these constants are."""
     if (number := _number(graph, value)) is not None:
         return number.dtype.str
     op = _inner(graph, value) if depth and value not in shared else None
@@ -169,7 +170,7 @@ def _form(graph: Graph, value: Value, shared: set[Value], depth: int = DEPTH) ->
 
 
 def _longest_run(forms: Sequence[Any], period: int) -> _Run | None:
-    """The first of the longest runs of repeated forms."""
+    """The longest run of repeated forms, the first if several are equally long; None if all are shorter than ``LEAST``."""
     best: _Run | None = None
     for start in range(len(forms) - period):
         times = 1
@@ -180,30 +181,30 @@ def _longest_run(forms: Sequence[Any], period: int) -> _Run | None:
     return best
 
 
-def _spread(graph: Graph, value: Value, shared: set[Value]) -> bool:
-    """Whether all that a part is made of, but for numbers, has the part's axes: one more can be put in front of the last."""
+def _has_one_rank(graph: Graph, value: Value, shared: set[Value]) -> bool:
+    """Whether all operands in a part's arithmetic, except for scalars, have the part's rank: then an axis can be inserted."""
     op = None if value in shared or _number(graph, value) is not None else _inner(graph, value)
     rank = len(graph.type(value).dims)
     before = [] if op is None else [v for v in op.inputs if v is not None and _number(graph, v) is None]
-    return all(len(graph.type(v).dims) == rank and _spread(graph, v, shared) for v in before)
+    return all(len(graph.type(v).dims) == rank and _has_one_rank(graph, v, shared) for v in before)
 
 
-def _stacked(patch: Patch, values: Sequence[Value], shared: set[Value], made: dict[tuple[Value, ...], Value]) -> Value:
-    """Values of one form side by side on a new axis in front of the last."""
+def _stacked(patch: Patch, values: Sequence[Value], shared: set[Value], built: dict[tuple[Value, ...], Value]) -> Value:
+    """Values of equal arithmetic, stacked along a new axis before the last one. ``built``: the stacks so far."""
     key, graph = tuple(values), patch.graph
-    if key not in made:
+    if key not in built:
         numbers = [_number(graph, v) for v in values]
         op = _inner(graph, values[0]) if values[0] not in shared else None
         if all(a is not None for a in numbers):
             stack = np.stack([a.reshape(1) for a in numbers if a is not None])
-            made[key] = patch.constant(stack[0, 0] if len(set(values)) == 1 else stack, "numbers")
+            built[key] = patch.constant(stack[0, 0] if len(set(values)) == 1 else stack, "numbers")
         elif op is None:
             dims = graph.type(values[0]).dims
-            made[key] = reshaped(patch, values[0], (*[0] * (len(dims) - 1), 1, int(dims[-1])))  # type: ignore[arg-type]
+            built[key] = reshaped(patch, values[0], (*[0] * (len(dims) - 1), 1, int(dims[-1])))  # type: ignore[arg-type]
         else:
             sides = [[operand(graph.op(v), i) for v in values] for i in range(len(op.inputs))]
-            made[key] = patch.add(op.kind, [_stacked(patch, side, shared, made) for side in sides], op.attrs)
-    return made[key]
+            built[key] = patch.add(op.kind, [_stacked(patch, side, shared, built) for side in sides], op.attrs)
+    return built[key]
 
 
 class JoinedRows(RulePass):

@@ -25,7 +25,7 @@ MOST_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class _Embedding:
-    """The rows of ``table`` that column ``column`` of ``source``, cast to integers, names."""
+    """The rows of ``table`` at the indices in column ``column`` of ``source``, cast to integers."""
 
     source: Value
     column: int
@@ -34,7 +34,7 @@ class _Embedding:
 
 @rule("joined_tables", {"Concat"})
 def joined_tables(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Concat of rows that the columns of one tensor select, each from a table of its own."""
+    """A Concat of embeddings: each part is rows of its own table, selected by one column of the same tensor."""
     found = [_embedding(graph, op, v) for v in op.inputs]
     start, end = _run(found)
     run = [e for e in found[start:end] if e is not None]
@@ -57,7 +57,7 @@ def joined_tables(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _gathered(patch: Patch, run: Sequence[_Embedding]) -> Value:
-    """(B, K, width): the rows of all embeddings. Negative indices count from the end of their own table."""
+    """The rows of all K embeddings, (B, K, width). Negative indices count from the end of their own table."""
     columns = patch.constant(np.array([e.column for e in run], np.int64), "columns")
     index = patch.add("Gather", [run[0].source, columns], GatherAttrs(1))
     if patch.graph.type(run[0].source).dtype != INT64:
@@ -72,7 +72,7 @@ def _gathered(patch: Patch, run: Sequence[_Embedding]) -> Value:
 
 
 def _embedding(graph: Graph, op: Op, value: Value | None) -> _Embedding | None:
-    """The embedding that a part of a Concat is, of shape (B, width) or (B, 1, width)."""
+    """The embedding in a part of a Concat, of shape (B, width) or (B, 1, width); None for other parts."""
     part, gather = shape_of(graph, value), producer(graph, value, {"Gather"})
     while gather is None and (view := producer(graph, value, {"Reshape", "Unsqueeze"})) is not None:
         value = view.inputs[0]
@@ -94,7 +94,7 @@ def _embedding(graph: Graph, op: Op, value: Value | None) -> _Embedding | None:
 
 
 def _column(graph: Graph, index: Value | None) -> tuple[Value, int] | None:
-    """The matrix and the number of its column that integers are, through casts to int64."""
+    """The matrix that ``index`` is a column of, up to views and casts to int64, and the column's number; else None."""
     while (view := producer(graph, index, {"Cast", "Reshape", "Squeeze", "Unsqueeze"})) is not None:
         if view.kind == "Cast" and view.attrs.to != INT64:
             return None
@@ -118,7 +118,7 @@ def _column(graph: Graph, index: Value | None) -> tuple[Value, int] | None:
 
 
 def _run(found: Sequence[_Embedding | None]) -> tuple[int, int]:
-    """The longest run of embeddings of one tensor whose rows have one width and type: its first part, and the one after it."""
+    """The longest run of embeddings of one tensor with rows of one width and type: its first part, and the part after it."""
     best, start = (0, 0), 0
     for end in range(1, len(found) + 1):
         if end < len(found) and _alike(found[start], found[end]):

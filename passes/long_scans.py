@@ -55,20 +55,20 @@ def long_scan(graph: Graph, op: Op) -> Match | Miss | None:
     given, inputs = op.inputs, [Value(i) for i in body.inputs]
     if any(v is None for v in given) or not n or not a.states:
         return None
-    places, trips = [], 0
+    sequences, trips = [], 0
     for value, axis in zip(given[a.states : a.states + n], a.scan_input_axes, strict=True):
         assert value is not None
         shape = shape_of(graph, value)
         length = None if shape is None else shape[normalize_axis(axis, len(shape))]
         if shape is None or not isinstance(length, int):
-            return Miss("how often it runs is not known")
+            return Miss("its number of iterations is not known")
         trips = length
-        places.append((value, normalize_axis(axis, len(shape))))
+        sequences.append((value, normalize_axis(axis, len(shape))))
     if trips <= TRIPS:
         return None
     directions = {*a.scan_input_directions, *a.scan_output_directions}
     if len(directions) > 1:
-        return Miss("it reads and stacks in different directions")
+        return Miss("it reads its sequences and stacks its results in different directions")
     results = [_passed(body, k) for k in range(len(body.outputs))]
     axes = [
         normalize_axis(k, len(body.type(v).dims) + 1)
@@ -79,7 +79,7 @@ def long_scan(graph: Graph, op: Op) -> Match | Miss | None:
         trips,
         inputs[: a.states],
         [v for v in given[: a.states] if v is not None],
-        dict(zip(inputs[a.states : a.states + n], places, strict=True)),
+        dict(zip(inputs[a.states : a.states + n], sequences, strict=True)),
         {v: x for v, x in zip(inputs[a.states + n :], given[a.states + n :], strict=True) if x is not None},
         results[: a.states],
         list(zip(results[a.states :], axes, strict=True)),
@@ -193,23 +193,23 @@ def _scanned(graph: Graph, op: Op, steps: _Steps) -> Match | Miss:
 
     def build(patch: Patch) -> None:
         more = [steps.others[v] if v in steps.others else patch.constant(constants[v], "step") for v in others]
-        made = patch.add_op(
+        scan = patch.add_op(
             "PointwiseScan", [*steps.begin, *(v for v, _ in wholes), *more], attrs, outputs=len(results)
         )
         at = patch.constant(np.array(0 if steps.backward else steps.trips - 1, np.int64), "last")
         for k, value in enumerate(steps.following):
             if graph.uses(Value(op.id, k)):
                 port, axis = next((p, axis) for p, (v, axis) in enumerate(results) if v == value)
-                patch.replace(Value(op.id, k), patch.add("Gather", [Value(made.id, port), at], GatherAttrs(axis)))
+                patch.replace(Value(op.id, k), patch.add("Gather", [Value(scan.id, port), at], GatherAttrs(axis)))
         for k in range(len(steps.stacked)):
             if graph.uses(Value(op.id, len(steps.following) + k)):
-                patch.replace(Value(op.id, len(steps.following) + k), Value(made.id, k))
+                patch.replace(Value(op.id, len(steps.following) + k), Value(scan.id, k))
 
     return Match((op,), build)
 
 
 def _only_goes_on(body: Graph, op: Op, steps: _Steps) -> bool:
-    """Whether no result depends on an operator: it only computes the condition of a Loop, or is dead."""
+    """Whether no result of the body depends on an operator: it is dead, or computes only the condition of a Loop."""
     kept = {*steps.following, *(v for v, _ in steps.stacked)}
     stack, seen = [op.value], {op.value}
     while stack:
@@ -241,8 +241,8 @@ def _refused(
             return f"its {o.kind} gives {o.outputs[0].type}, which is no floats of known size"
     if any(v not in known or not is_float(body.type(v).dtype) for v in read):
         return "a step reads more than states, positions and other floats"
-    made = {o.value for o in inner}
-    if any(v not in made for v in (*steps.following, *(v for v, _ in steps.stacked))):
+    computed = {o.value for o in inner}
+    if any(v not in computed for v in (*steps.following, *(v for v, _ in steps.stacked))):
         return "a result of a step is not computed in it"
     if len(inner) > MOST_STAGES or len(steps.states) + len(steps.sequences) + others > MOST_OPERANDS:
         return f"a step of {len(inner)} operators and {len(read)} operands takes too many registers"
@@ -251,7 +251,7 @@ def _refused(
     if len(shapes) > 1:
         return f"its states and results differ in shape: {', '.join(sorted(show_shape(s) for s in shapes if s is not None))}"
     if steps.trips * elements(body.type(steps.following[0])) * (len(steps.stacked) + len(steps.states)) > MOST_ELEMENTS:
-        return "the results of all steps are larger than launches for each step are long"
+        return "storing the results of all steps would take longer than a launch for each step"
     return None
 
 

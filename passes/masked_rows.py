@@ -1,19 +1,19 @@
 """Operators on the rows that a mask selects compute all rows; the mask selects among their results.
 
-Detectors send each region of interest to the level of its size: for each level, ``i = NonZero(mask)`` and
-``y[i] = f(x[i])``. The size of ``i`` depends on data, so no kernel can be planned for ``f``. Wherever ``f`` keeps rows apart,
-``Where(mask, f(Where(mask, x, 0)), y)`` is the same, and its sizes are those of ``x``.
+Detectors assign each region of interest to a level of the feature pyramid by its size: for each level, ``i = NonZero(mask)`` and
+``y[i] = f(x[i])``. The size of ``i`` depends on data, so no kernel can be planned for ``f``. If ``f`` is row-wise,
+``Where(mask, f(Where(mask, x, 0)), y)`` is equal, and has the sizes of ``x``.
 
-Detectors that suppress boxes inside of the graph (YOLO) first take the boxes whose scores exceed a threshold. The suppression
-has such a threshold itself. With it, the suppression reads all boxes, and its results are their numbers among all boxes.
+Detectors with a suppression in the graph (YOLO) first select the boxes whose scores exceed a threshold. NonMaxSuppression has such
+a threshold itself. With it, the suppression reads all boxes, and returns indices into all boxes.
 
-A loop over classes that takes the best scores of each (SSD) becomes one selection (``passes/rules/class_loops.py``), and the
-best of the scores above a threshold (RetinaNet) become the best of all (``passes/rules/best_rows.py``).
+Further rules of this pass:
 
-Graph networks take the edges that are no loops, and sum over them (``passes/rules/masked_sums.py``), and write weights of those
-that are (``passes/rules/masked_writes.py``).
-
-Mixtures of experts split rows by the number of rows of each expert (``passes/rules/expert_rows.py``).
+- ``passes/rules/class_loops.py``: a loop over classes that selects the best boxes of each class (SSD) becomes one selection.
+- ``passes/rules/best_rows.py``: the best of the scores above a threshold (RetinaNet) become the best of all scores.
+- ``passes/rules/masked_sums.py``: graph networks sum over the edges that are not self-loops.
+- ``passes/rules/masked_writes.py``: graph networks write the weights of self-loops.
+- ``passes/rules/expert_rows.py``: mixtures of experts split rows by the number of rows of each expert.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def masked_rows(graph: Graph, op: Op) -> Match | Miss | None:
     copied, gathers = found
     most = bounds(rows)[1]
     if any(_elements(r.op.outputs[0].type.dims, most) > MOST_ELEMENTS for r in copied):
-        return Miss("all rows together are too large")
+        return Miss("results for all rows would be too large")
 
     def build(patch: Patch) -> Value:
         chosen = mask if graph.type(mask).dtype == BOOL else patch.add("Cast", [mask], CastAttrs(BOOL))
@@ -76,7 +76,7 @@ def masked_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("masked_boxes", {"NonMaxSuppression"})
 def masked_boxes(graph: Graph, op: Op) -> Match | Miss | None:
-    """A suppression among ``boxes[i]`` by ``scores[i]``, ``i = NonZero(scores > t)``, and rows picked by its results."""
+    """A suppression of ``boxes[i]`` by ``scores[i]``, where ``i = NonZero(scores > t)``, and Gathers of rows by its results."""
     found = _scores_above(graph, op)
     if found is None:
         return None
@@ -95,7 +95,7 @@ def masked_boxes(graph: Graph, op: Op) -> Match | Miss | None:
         gathers.update({g.id: g for g in part[1]})
     copied = [inside[other.id] for other in graph.order() if other.id in inside]
     if any(_elements(r.op.outputs[0].type.dims, rows) > MOST_ELEMENTS for r in copied):
-        return Miss("all rows together are too large")
+        return Miss("results for all rows would be too large")
 
     def build(patch: Patch) -> None:
         new: dict[Value, Value] = {g.value: operand(g) for g in gathers.values()}
@@ -114,7 +114,7 @@ def masked_boxes(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _scores_above(graph: Graph, op: Op) -> tuple[Op, Value, float] | None:
-    """The NonZero that chose the boxes of a suppression, all scores, and the threshold that the chosen ones exceed."""
+    """The NonZero that selects the boxes of a suppression, all scores, and the threshold of the selection; else None."""
     gather = graph.op(operand(op, 1))
     while gather.kind in RESHAPES:
         gather = graph.op(operand(gather))
@@ -132,7 +132,7 @@ def _scores_above(graph: Graph, op: Op) -> tuple[Op, Value, float] | None:
 
 
 def _picked(graph: Graph, op: Op) -> list[Op] | Miss:
-    """The Gathers that pick rows by the numbers of boxes in a suppression's result (…, 3), if nothing else reads these numbers."""
+    """The Gathers that take rows by the box indices in a suppression's result (…, 3); a Miss if other ops read these indices."""
     ends: dict[int, Op] = {}
     left = [(user, op.value) for user in graph.users(op.value)]
     while left:
@@ -157,7 +157,7 @@ def _column(graph: Graph, gather: Op) -> int | None:
 
 
 def _rows_written(graph: Graph, op: Op) -> Op | None:
-    """The NonZero of a mask whose rows the scatter writes, each whole row once; None if it writes others."""
+    """The NonZero of the mask whose rows a scatter writes, each row once and as a whole; None for other scatters."""
     indices, base, updates = operand(op, 1), graph.type(operand(op)), graph.type(operand(op, 2))
     if not base.shape or not updates.shape or graph.type(indices).shape is None or base.shape[1:] != updates.shape[1:]:
         return None
@@ -168,7 +168,7 @@ def _rows_written(graph: Graph, op: Op) -> Op | None:
         if expand.kind == "Expand":
             indices = operand(expand)
         if len(graph.type(indices).dims) != len(updates.shape):
-            return None  # expanded along leading axes
+            return None  # the Expand adds leading axes
     elif graph.type(indices).dims[1:] != (1,):
         return None
     dims = graph.type(indices).dims
@@ -178,7 +178,7 @@ def _rows_written(graph: Graph, op: Op) -> Op | None:
 def _computed(
     graph: Graph, result: Value, chooser: Op, rows: DimLike, count: Dim
 ) -> tuple[list[RowOp], list[Op]] | Miss:
-    """The operators between the rows that ``chooser`` chose and ``result``, in order, and the Gathers of these rows."""
+    """The operators from the rows that ``chooser`` selects to ``result``, in order, and the Gathers of these rows."""
     inside: dict[int, RowOp] = {}
     gathers: dict[int, Op] = {}
     left = [graph.op(result)]
@@ -200,7 +200,7 @@ def _computed(
 
 
 def _gathers(graph: Graph, op: Op, chooser: Op, rows: DimLike) -> bool:
-    """Whether an operator takes the chosen rows of a tensor."""
+    """Whether an operator gathers exactly the rows that ``chooser`` selects."""
     if op.kind == "Gather":
         if len(graph.type(operand(op, 1)).dims) != 1 or op.attrs.axis != 0:
             return False
@@ -211,7 +211,7 @@ def _gathers(graph: Graph, op: Op, chooser: Op, rows: DimLike) -> bool:
 
 
 def _over(patch: Patch, mask: Value, x: Value) -> Value:
-    """The mask with an axis for each axis of ``x``."""
+    """The mask with the rank of ``x``: axes of size 1 follow its own."""
     rank = len(patch.type(x).dims)
     if rank == 1:
         return mask
@@ -220,7 +220,7 @@ def _over(patch: Patch, mask: Value, x: Value) -> Value:
 
 
 def _scalar(patch: Patch, value: Value) -> Value:
-    """The number that fills a tensor, if one does; else the tensor."""
+    """The scalar that fills a ConstantOfShape; any other value unchanged."""
     op = patch.graph.op(value)
     if op.kind != "ConstantOfShape":
         return value

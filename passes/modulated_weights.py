@@ -1,10 +1,10 @@
 """Per-channel factors of a convolution's weights become factors of its input and of its result.
 
-StyleGAN's modulated convolutions (Karras et al., 2020) multiply constant filters by a factor of each channel that they read, which
-the style computes, and divide them by the norm of each filter. ``conv(x, w * s * d)`` is ``conv(x * s, w) * d`` with ``s`` of the
-channels that are read and ``d`` of the channels that are written: the filters are constants again. Batches are written as groups,
-one for each picture, and become a batch again. The norms are those of constant filters with each channel times ``s``: the sums of
-``(w * s) ** 2`` are a product of ``s ** 2`` with the sums of ``w ** 2``, which are constant.
+StyleGAN's modulated convolutions (Karras et al., 2020) multiply constant filters by a factor per input channel, which is computed
+from the style, and divide each filter by its norm. ``conv(x, w * s * d)`` is ``conv(x * s, w) * d``, with a factor ``s`` per input
+channel and ``d`` per output channel. So the filters are constants again. Such networks write a batch as groups, one for each image;
+it becomes a batch again. The norms need no computed filters either: the sums of ``(w * s) ** 2`` are a product of ``s ** 2`` with
+the sums of ``w ** 2``, which are constant.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Sizes = tuple[int, ...]
 
 @rule("modulated_weights", {"Conv"})
 def modulated_weights(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Conv of computed weights that are products of one constant and of factors along its channels."""
+    """A Conv whose weights are the product of one constant and of factors per input or output channel."""
     a = op.attrs
     if a.prologue or a.epilogue or not depends_on_inputs(graph, operand(op, 1)):
         return None
@@ -35,7 +35,7 @@ def modulated_weights(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     pictures = a.group  # each has its own filters
     if pictures > 1 and x[0] > 1:
-        return Miss("its filters are computed, and so are their groups: no batch is written as groups")
+        return Miss("its filters are computed, and it has groups, but they are not the images of a batch")
     view = (pictures, w[0] // pictures, *w[1:])
     filters: list[Value] = []
     before: list[tuple[Value, bool]] = []
@@ -45,7 +45,7 @@ def modulated_weights(graph: Graph, op: Op) -> Match | Miss | None:
         if shape is not None and _of_channels(shape):
             (after if shape[2] == 1 else before).append((value, divides))
         elif divides or depends_on_inputs(graph, value) or shape != (1, *view[1:]):
-            return Miss("its filters are computed, and not only by factors of whole channels")
+            return Miss("its filters are computed, and not only by factors per channel")
         else:
             filters.append(value)
     if len(filters) != 1:
@@ -68,7 +68,7 @@ def modulated_weights(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _factors(graph: Graph, value: Value, view: Sizes, divides: bool = False) -> Iterator[tuple[Value, bool]]:
-    """The factors of ``value``, each with whether it divides."""
+    """The factors of ``value``. The flag of each says whether it divides."""
     shape = _seen(graph, value, view)
     op = None if shape is None or _of_channels(shape) else producer(graph, value, {"Reshape", "Mul", "Div"})
     if op is None or (op.kind == "Reshape" and _seen(graph, operand(op), view) != shape):
@@ -80,7 +80,7 @@ def _factors(graph: Graph, value: Value, view: Sizes, divides: bool = False) -> 
 
 
 def _seen(graph: Graph, value: Value, view: Sizes) -> Sizes | None:
-    """The sizes of ``value`` along the axes of ``view`` (pictures, filters, channels, taps); None where it is seen otherwise."""
+    """The sizes of ``value`` along the axes of ``view`` (images, filters, channels, taps); None if it has other axes."""
     shape = sizes_of(graph, value)
     if shape is None:
         return None
@@ -92,12 +92,12 @@ def _seen(graph: Graph, value: Value, view: Sizes) -> Sizes | None:
 
 
 def _of_channels(shape: Sizes) -> bool:
-    """Whether a factor has one number for each channel that is read, or for each that is written."""
+    """Whether a factor has one number for each input channel, or for each output channel."""
     return all(n == 1 for n in shape[3:]) and 1 in shape[1:3]
 
 
 def _scaled(patch: Patch, x: Value, factors: Sequence[tuple[Value, bool]]) -> Value:
-    """``x`` times the factors, or divided by them. A factor has a number for each channel, of each picture or of all."""
+    """``x`` multiplied or divided by each factor. A factor has a number per channel, or per image and channel."""
     rank = len(patch.type(x).static_shape)
     for factor, divides in factors:
         sizes = patch.type(factor).static_shape
@@ -109,7 +109,7 @@ def _scaled(patch: Patch, x: Value, factors: Sequence[tuple[Value, bool]]) -> Va
 
 @rule("norms_of_filters", {"ReduceSum"})
 def norms_of_filters(graph: Graph, op: Op) -> Match | Miss | None:
-    """Sums of squares of a constant times factors along one axis that is summed."""
+    """``sum((w * s) ** 2)`` with w constant, and s varying along one summed axis, is ``s ** 2`` times a constant matrix."""
     square = producer(graph, op.inputs[0], {"Mul"})
     scaled = (
         None if square is None or square.inputs[0] != square.inputs[1] else producer(graph, square.inputs[0], {"Mul"})
@@ -127,7 +127,7 @@ def norms_of_filters(graph: Graph, op: Op) -> Match | Miss | None:
     kept = [k for k in range(1, rank) if k not in summed]
     inner = [k for k in range(1, rank) if factors[k] != 1]
     if len(kept) != 1 or len(inner) != 1 or 0 in summed or inner[0] not in summed or filters.shape != (1, *sizes[1:]):
-        return Miss("its factors are not those of one axis of a constant's filters")
+        return Miss("its factors do not vary along exactly one summed axis of constant filters")
     others = tuple(k for k in range(rank) if k not in (kept[0], inner[0]))
     sums = np.sum(filters.astype(np.float64) ** 2, others)
     sums = sums.T if inner[0] > kept[0] else sums

@@ -1,8 +1,8 @@
 """Attention heads get a multiple of 8 features, as the kernels of 16-bit attention need.
 
-Zeros behind the features of queries and keys leave their products as they are, and zeros behind those of values are columns that
-nobody reads. The zeros belong to the weights of the projections that make the heads (columns) and that read them (rows): no launch
-is added. Where something else than a projection reads the heads, their first features are sliced.
+Zeros after the features of queries and keys do not change the scores, and zeros after the features of values give columns that
+nothing reads. The weights of projections get the zeros: as columns in the projections that compute the heads, as rows in the one
+that reads the result. So no launch is added. If no projection reads the result, a Slice takes its first features.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from optdnn.types import FP32
 
 UNIT = 8
 WIDEST = 512
-"""Features of the widest heads that a kernel takes."""
+"""Most features per head for which a kernel exists."""
 HALVES = 2
 """Bytes of an element of attention in 16 bits."""
 
@@ -49,7 +49,7 @@ def pad_heads(graph: Graph, op: Op) -> Match | Miss | None:
     ]
     readers = Readers(graph, op, 3, valued) if valued % UNIT else None
     if any(s.copied for s in sources if s is not None):
-        return Miss("no weights of a projection can hold the zeros")
+        return Miss("its queries, keys or values do not all come from projections whose weights can be padded")
     scores = 2 * FP32.itemsize * math.prod((*q[:3], k[2]))  # written and read again
     if readers is not None and readers.sink is None and 2 * HALVES * math.prod((*q[:3], valued)) > scores:
         return Miss("a copy of its result would take longer than its scores")

@@ -1,9 +1,9 @@
 """Operators whose number of rows depends on data compute the largest possible number of rows.
 
 GPU kernels are planned for known sizes. After a non-maximum suppression, or a list of the best scores, there are ``n <= 1000``
-regions of interest. Their operands are padded to 1000 rows, and the first ``n`` rows of the results are taken. All operators in
-between keep rows apart (``passes/support/rows.py``), so the first ``n`` rows are the same. The padding rows repeat the first ones,
-so that calibration finds the ranges of real rows. If there are no rows to repeat, they are zeros.
+regions of interest. The operands are padded to 1000 rows, and the first ``n`` rows of the results are taken. All operators in
+between are row-wise (``passes/support/rows.py``), so the first ``n`` rows are the same. The padding rows repeat the real ones, so
+that calibration sees the ranges of real rows. If there are no rows to repeat, the padding rows are zeros.
 
 A Pad that fills up the rows to a known number (YOLO's results after a suppression) becomes a Where between the rows and the pad
 value.
@@ -62,7 +62,7 @@ def _workers(graph: Graph) -> Iterator[Op]:
 
 
 def _fills_up(graph: Graph, op: Op) -> bool:
-    """Whether it is a Pad at the end of an axis whose size depends on data, up to a known size."""
+    """Whether ``op`` is a Pad at the end of an axis whose size depends on data, up to a known size."""
     known, rank = graph.known(op.input(1)), len(op.outputs[0].type.dims)
     if op.attrs.mode != "constant" or not op.outputs[0].type.is_static or op.input(3) is not None or known is None:
         return False
@@ -94,7 +94,7 @@ def _count_of(graph: Graph, op: Op) -> Dim | None:
 
 @dataclass
 class _Part:
-    """Operators that compute ``count`` rows, at most ``most``, in order."""
+    """Connected operators that compute ``count`` rows, at most ``most``; in the graph's order."""
 
     graph: Graph
     count: Dim
@@ -106,7 +106,7 @@ class _Part:
         self.inside = {r.op.id for r in self.ops}
 
     def given(self) -> dict[Value, Rows]:
-        """The values with rows that come from outside."""
+        """The values from outside that have such rows."""
         found: dict[Value, Rows] = {}
         for r in self.ops:
             for value, rows in zip(r.op.inputs, r.operand_rows, strict=True):
@@ -115,7 +115,7 @@ class _Part:
         return found
 
     def wanted(self) -> dict[Value, Rows]:
-        """The values with readers outside. Readers that only take the shape do not count."""
+        """The results that are read outside. Readers that only take the shape, and Pads that fill up, do not count."""
         found: dict[Value, Rows] = {}
         for r in self.ops:
             for port, rows in enumerate(r.result_rows):
@@ -141,12 +141,12 @@ class _Part:
         return [u for value in values for u in self.graph.users(value) if self.asks_shape(u)]
 
     def asks_shape(self, op: Op) -> bool:
-        """Whether it is a Shape whose result follows from the number of rows."""
+        """Whether ``op`` is a Shape whose result follows from the number of rows."""
         known = op.outputs[0].known if op.kind == "Shape" else None
         return known is not None and known.size > 0 and all(self.per(d) is not None for d in known.tolist())
 
     def per(self, d: DimLike) -> int | None:
-        """The number of elements per row of a size; 0 for a plain number, None for anything else."""
+        """The elements per row in a size that is a multiple of ``count``; 0 for a plain number, None for any other size."""
         if not isinstance(d, Dim):
             return 0
         per = floordiv(d, self.count)
@@ -156,7 +156,7 @@ class _Part:
 def _match(graph: Graph, count: Dim) -> Match | Miss:
     most = bounds(count)[1]
     if most >= INF:
-        return Miss(f"there is no bound for {count}")
+        return Miss(f"{count} has no bound")
     if most == 0:
         return Miss(f"{count} is always 0")
     part = _Part(graph, count, most, _connected(graph, _members(graph, count)))
@@ -234,8 +234,9 @@ def _build(patch: Patch, part: _Part) -> None:
 
 
 def _sources(patch: Patch, number: Value, per: int, most: int) -> Value:
-    """For each element along the axis of ``most`` rows, the index of the element of ``number`` rows that it repeats; 0 if there are
-    no rows."""
+    """For each element of ``most`` rows along their axis, the index of the element of ``number`` rows that it repeats.
+
+    The index is 0 if there are no rows."""
     there = patch.add(
         "Max", [_times(patch, number, Rows(0, per)), patch.constant(np.array([1], np.int64), "one")], src=()
     )
@@ -263,7 +264,7 @@ def _padded(patch: Patch, value: Value, rows: Rows, source: Value) -> Value:
 
 
 def _filled_up(patch: Patch, pad: Op, value: Value, size: Value, rows: Rows) -> Value:
-    """Elements of ``value`` before ``size`` along the rows' axis, and the Pad's value after them."""
+    """The result of a Pad: elements of ``value`` before ``size`` along the rows' axis, and the Pad's value after them."""
     t, wanted = patch.type(value), pad.outputs[0].type.dims[rows.axis]
     there = t.dims[rows.axis]
     assert isinstance(wanted, int)
@@ -290,7 +291,7 @@ def _times(patch: Patch, number: Value, rows: Rows | None) -> Value:
 
 
 def _from_front(patch: Patch, indices: Value, size: Value) -> Value:
-    """Indices counted from the front: negative ones would count from the end of the padded rows."""
+    """Indices that count from the front; negative ones would count from the end of the padded rows."""
     if patch.type(indices).dtype != INT64:
         indices = patch.add("Cast", [indices], CastAttrs(INT64))
     negative = patch.add("Less", [indices, zero(patch, INT64)])

@@ -22,7 +22,7 @@ from optdnn.types import FP64, Array, is_float
 
 SUMS = frozenset({"Add", "Sub"})
 MOST_TERMS = 64
-"""Terms of a sum that are looked at."""
+"""Most terms of a sum."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Term:
 
 @dataclass(frozen=True)
 class Branch:
-    """A term that is linear in ``x``. ``attrs``: of a convolution without stages; ``weight`` and ``bias`` in float64.
+    """A term of a sum, as a convolution of ``x`` without stages. ``weight`` and ``bias`` are float64.
 
-    ``ops``: the ops of the branch, each the only reader of the one before.
+    ``ops``: the ops of the branch, each the only reader of the previous one.
     """
 
     x: Value
@@ -47,7 +47,7 @@ class Branch:
     ops: tuple[Op, ...]
 
     def offsets(self, axis: int) -> range:
-        """Where the taps of an axis lie, relative to the pixel that the stride leads to."""
+        """The positions of the taps along an axis, relative to the result's pixel times the stride."""
         begin, step = -self.attrs.pads[axis], self.attrs.dilations[axis]
         return range(begin, begin + step * self.weight.shape[2 + axis], step)
 
@@ -56,7 +56,7 @@ class Branch:
         return range(self.weight.ndim - 2)
 
     def fits(self, base: Branch) -> bool:
-        """Whether the taps and groups of ``base`` hold this branch."""
+        """Whether a convolution with the taps and groups of ``base`` can compute this branch."""
         return (
             self.attrs.strides == base.attrs.strides
             and self.attrs.group % base.attrs.group == 0
@@ -64,26 +64,26 @@ class Branch:
         )
 
     def within(self, base: Branch) -> Array:
-        """The weights in the form of ``base``'s: zeros at taps and channels that this branch does not have."""
+        """The weights in the shape of those of ``base``: zeros at taps and channels that this branch does not have."""
         outer, inner, *kernel = base.weight.shape
         per_group = self.attrs.group // base.attrs.group
         shape = (base.attrs.group, per_group, outer // self.attrs.group, per_group, inner // per_group, *kernel)
         wide = np.zeros(shape, FP64)
         own = self.weight.reshape(base.attrs.group, per_group, *shape[2:3], *self.weight.shape[1:])
-        places = tuple(_places(self.offsets(axis), base.offsets(axis)) for axis in self.axes)
+        positions = tuple(_positions(self.offsets(axis), base.offsets(axis)) for axis in self.axes)
         for k in range(per_group):
-            wide[:, k, :, k][(slice(None),) * 3 + places] = own[:, k]
+            wide[:, k, :, k][(slice(None),) * 3 + positions] = own[:, k]
         return wide.reshape(base.weight.shape)
 
 
-def _places(taps: range, among: range) -> slice:
-    """Where taps lie among others, which hold them all."""
+def _positions(taps: range, among: range) -> slice:
+    """The indices of ``taps`` within ``among``, which has all of them."""
     first, step = among.index(taps[0]), max(1, taps.step // among.step)
     return slice(first, first + step * len(taps), step)
 
 
 class ParallelConvs(Rule):
-    """The terms of a sum that are convolutions of one value with constant weights, and that value itself."""
+    """Merges the terms of a sum that are convolutions of one value with constant weights, or this value itself, scaled or not."""
 
     name = "parallel_convs"
     kinds = SUMS
@@ -123,13 +123,13 @@ class ParallelConvs(Rule):
 
 
 def _inside(graph: Graph, op: Op) -> bool:
-    """Whether the sum is a term of another one, which looks at all terms."""
+    """Whether a sum is a term of another sum, which the rule matches with all terms."""
     user = graph.sole_user(op.value)
     return user is not None and user.kind in SUMS and user.outputs[0].type.shape == op.outputs[0].type.shape
 
 
 def _terms(graph: Graph, root: Op) -> tuple[list[Term], list[Op]]:
-    """The different values that a tree of additions adds, and the additions. Each but the root has one reader."""
+    """The terms that a tree of additions adds, and the additions. Each addition but the root has one reader."""
     shape, sums, terms = root.outputs[0].type.shape, list[Op](), list[Term]()
     left = [Term(root.value, 1.0)]
     while left:
@@ -148,7 +148,7 @@ def _terms(graph: Graph, root: Op) -> tuple[list[Term], list[Op]]:
 
 
 def _convolution(graph: Graph, term: Term) -> Branch | None:
-    """A term that is a convolution without stages, read nowhere else, with constant weights and bias."""
+    """A term as a branch, if it is a convolution without stages or other readers, with constant weights and bias; else None."""
     op = producer(graph, term.value, {"Conv"}, alone=True)
     if op is None or len(op.inputs) > 3 or op.attrs.prologue or op.attrs.epilogue or op.attrs.auto_pad != "NOTSET":
         return None
@@ -160,7 +160,7 @@ def _convolution(graph: Graph, term: Term) -> Branch | None:
 
 
 def _branch(graph: Graph, term: Term, base: Branch) -> Branch | None:
-    """The term as a branch of the value that ``base`` reads; None where it is none."""
+    """The term as a branch of the value that ``base`` reads, or None."""
     conv = _convolution(graph, term)
     if conv is not None:
         return conv if conv.x == base.x else None
@@ -182,7 +182,7 @@ def _together(graph: Graph, terms: Sequence[Term], base: Branch) -> list[tuple[T
 
 
 def _scaled(graph: Graph, value: Value, channels: int) -> Iterator[tuple[Value, Affine, tuple[Op, ...]]]:
-    """The value itself, then each value that it scales and shifts per channel, with the ops between, which nobody else reads."""
+    """``value`` itself, then each earlier value that it scales and shifts per channel: the value, scale and shift, ops between."""
     total, ops = IDENTITY, list[Op]()
     while True:
         yield value, total, tuple(ops)

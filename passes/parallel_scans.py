@@ -38,7 +38,7 @@ def parallel_scan(graph: Graph, op: Op) -> Match | Miss | None:
     dims = shape_of(graph, sequences[0])
     trips = None if dims is None else dims[normalize_axis(a.scan_input_axes[0], len(dims))]
     if not isinstance(trips, int) or not trips:
-        return Miss("how often it runs is not known")
+        return Miss("its number of iterations is not known")
     inner = [o for o in body.order() if o.kind not in STRUCTURAL and o.kind != "Constant"]
     if (why := next((w for o in inner if (w := _why_not(body, o)) is not None), None)) is not None:
         return Miss(why)
@@ -47,8 +47,8 @@ def parallel_scan(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("the results of all its iterations would take too much memory")
 
     def build(patch: Patch) -> None:
-        made = _Parallel(patch, op, trips).results()
-        for port, new in enumerate(made):
+        results = _Parallel(patch, op, trips).results()
+        for port, new in enumerate(results):
             if graph.uses(Value(op.id, port)):
                 patch.replace(Value(op.id, port), new)
 

@@ -27,8 +27,10 @@ MOST_FILTERS = 4
 
 @dataclass
 class Term:
-    """One tensor's contribution to the channels of a Concat. ``rows``: for each channel of the Concat the tensor's channel, or -1.
-    ``takers``: the operators that take parts of the tensor, by id."""
+    """One tensor's contribution to the channels of a Concat.
+
+    ``rows``: for each channel of the Concat the tensor's channel, or -1. ``takers``: id -> operator that takes parts of the
+    tensor."""
 
     source: Value
     rows: Array
@@ -52,23 +54,23 @@ class PartialSum(Rule):
             return None
         convolutions = [_convolution(graph, term) for term in terms]
         if not any(convolutions):
-            return Miss("neither tensor is a convolution's, with constant weights and no other reader")
+            return Miss("neither tensor comes from a convolution with constant weights and no other reader")
         if context.precision not in PRECISIONS:
             return Miss(f"products with zeros are not for {context.precision}")
-        for term, made in zip(terms, convolutions, strict=True):
+        for term, convolution in zip(terms, convolutions, strict=True):
             channels = graph.type(term.source).static_shape[1]
-            if made is None and not _in_order(term.rows, channels):
-                return Miss(f"the channels of {graph.op(term.source).name} go to several places")
-            if made is not None and len(term.rows) > MOST_FILTERS * channels:
-                return Miss(f"{made.name} would have more than {MOST_FILTERS} times as many filters")
+            if convolution is None and not _in_order(term.rows, channels):
+                return Miss(f"the channels of {graph.op(term.source).name} go to several ranges")
+            if convolution is not None and len(term.rows) > MOST_FILTERS * channels:
+                return Miss(f"{convolution.name} would have more than {MOST_FILTERS} times as many filters")
         covered = {x.id: x for x in (op, *additions, *(c for c in convolutions if c))}
-        for term, made in zip(terms, convolutions, strict=True):
-            covered |= term.takers if made is not None else {}
+        for term, convolution in zip(terms, convolutions, strict=True):
+            covered |= term.takers if convolution is not None else {}
 
         def build(patch: Patch) -> Value:
             sides = [
-                _padded(patch, term) if made is None else _spread(graph, patch, made, term.rows)
-                for term, made in zip(terms, convolutions, strict=True)
+                _padded(patch, term) if convolution is None else _spread(graph, patch, convolution, term.rows)
+                for term, convolution in zip(terms, convolutions, strict=True)
             ]
             return patch.add("Add", sides)
 
@@ -102,8 +104,9 @@ def _terms(graph: Graph, op: Op, additions: set[int]) -> list[Term] | None:
 
 
 def _part(graph: Graph, value: Value) -> tuple[Value, int, Op | None]:
-    """The tensor that ``value`` is a range of channels of, its first channel, and the operator that takes the range (None if
-    ``value`` is the whole tensor)."""
+    """The tensor from which ``value`` is a range of channels, its first channel, and the operator that takes the range.
+
+    The operator is None if ``value`` is the whole tensor."""
     op = producer(graph, value, PARTS)
     if op is None or not graph.type(operand(op)).is_static:
         return value, 0, None

@@ -1,9 +1,9 @@
 """Patch embeddings become products of patches with a matrix, in the order in which their readers expect the patches.
 
-A convolution whose stride is its kernel multiplies patches that do not overlap (ViT: Dosovitskiy et al., 2020; Swin). Its readers
-want positions as rows and channels last; a convolution would compute one order and need a copy into the other. A Pad first brings
-the image to a whole number of patches if the convolution pads it (ViTPose), or if its last pixels are in no window. Patches that
-are cut already become rows of a product, whatever their readers are.
+A convolution whose stride is its kernel size multiplies patches that do not overlap (ViT: Dosovitskiy et al., 2020; Swin). Its
+readers want positions as rows and channels last; a convolution would compute another order, which would be copied. If the
+convolution pads the image (ViTPose), or if its last pixels are in no window, a Pad first changes the image to a whole number of
+patches. If the patches are cut already, they become rows of a product for any readers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from optdnn.types import Array, Shape
 LEAST = 32
 """Fewest elements of a patch (rows of the matrix) for which the product pays."""
 ORDER = (0, 2, 4, 1, 3, 5)
-"""Batch, rows, columns; channels, kernel rows, kernel columns."""
+"""Permutation to batch, rows, columns, channels, kernel rows, kernel columns."""
 
 
 @rule("patch_rows", {"Conv"})
@@ -38,10 +38,10 @@ def patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
     plain = not a.prologue and not a.epilogue and a.auto_pad == "NOTSET"
     if tuple(a.strides) != (kh, kw) or any(d != 1 for d in a.dilations) or kh * kw == 1 or not plain:
         return None
-    behind = _turned(graph, op)
+    turns = _turned(graph, op)
     x = operand(op)
-    before, after = shape_of(graph, x), None if behind is None else behind[-1].outputs[0].type.shape
-    if behind is None or before is None or after is None:
+    before, after = shape_of(graph, x), None if turns is None else turns[-1].outputs[0].type.shape
+    if turns is None or before is None or after is None:
         return None
     frame = _frame(before, weight, a.pads)
     if isinstance(frame, Miss):
@@ -60,13 +60,14 @@ def patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
         y = patch.add("MatMul", [rows, patch.constant(_matrix(weight), "patches.weight")], MatMulAttrs())
         return y if bias is None else patch.add("Add", [y, patch.constant(bias, "patches.bias")])
 
-    return Match((op, *behind), build, behind[-1].value)
+    return Match((op, *turns), build, turns[-1].value)
 
 
 @rule("cut_patches", {"Conv"})
 def cut_patches(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Conv with one window, the whole image, after a Reshape from rows to images: patches that are cut already (the vision
-    transformers of Qwen). Images of other operators are stored in the order that convolutions read."""
+    """A Conv with a single window, the whole image, after a Reshape from rows to images: the patches are cut already.
+
+    The vision transformers of Qwen have this form. Other images are stored in the order that convolutions read, and stay."""
     weight, a = graph.constant_value(op.input(1)), op.attrs
     if weight is None or a.group != 1 or weight.ndim < 3 or producer(graph, operand(op), RESHAPES) is None:
         return None
@@ -97,8 +98,9 @@ def cut_patches(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("integer_patch_rows", {"ConvInteger"})
 def integer_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
-    """As ``patch_rows``, for a ConvInteger (dynamic quantization) with any readers; its result then has channels last. A Cast of
-    the accumulators stays next to the product, so that no integers are stored."""
+    """As ``patch_rows``, for a ConvInteger (dynamic quantization) with any readers: a Transpose after it moves the channels back.
+
+    A Cast of the accumulators stays next to the product, so that no integers are stored."""
     weight, x = graph.constant_value(op.input(1)), operand(op)
     before, result = shape_of(graph, x), op.outputs[0].type.shape
     if weight is None or weight.ndim != 4 or before is None or result is None:
@@ -115,16 +117,16 @@ def integer_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("no constant target can express how the image is cut")
 
     cast = graph.sole_user(op.value)
-    behind = [] if cast is None or cast.kind != "Cast" else [cast]
+    casts = [] if cast is None or cast.kind != "Cast" else [cast]
 
     def build(patch: Patch) -> Value:
         rows, matrix = _rows(patch, x, *targets), patch.constant(_matrix(weight), "patches.weight")
         y = patch.add("MatMulInteger", [rows, matrix, *op.inputs[2:]])
-        for after in behind:
+        for after in casts:
             y = patch.add("Cast", [y], after.attrs)
         return patch.add("Transpose", [y], TransposeAttrs((0, 3, 1, 2)))
 
-    return Match((op, *behind), build, (behind[-1] if behind else op).value)
+    return Match((op, *casts), build, (casts[-1] if casts else op).value)
 
 
 Targets = tuple[tuple[int, ...], tuple[int, ...]]
@@ -133,8 +135,9 @@ Sizes = tuple[int, int, int, int]
 
 
 def _frame(image: Shape, weight: Array, pads: Sequence[int]) -> tuple[Shape, Sizes, list[int]] | Miss:
-    """The shape of the region that the convolution's windows cover, its division into patches, and the pads that turn the image
-    into this region (negative pads crop); or a Miss with the reason."""
+    """The region that the convolution's windows cover: its shape, its division into patches, and the pads from the image to it.
+
+    Negative pads crop. A Miss if the region cannot be cut."""
     before, after = (0, 0, *pads[:2]), [0, 0, *pads[2:]]
     dims = list(image)
     for axis, size in zip((2, 3), weight.shape[2:], strict=True):
@@ -158,7 +161,7 @@ def _cut(image: Shape, weight: Array) -> Sizes | Miss:
 
 
 def _targets(image: Shape, sizes: Sizes, rows: Shape) -> Targets | None:
-    """The targets of the Reshapes before and after the Transpose of an image into patches; None if no constant expresses one."""
+    """The targets of the two Reshapes around the Transpose that cuts an image into patches; None if one cannot be constant."""
     split = (*image[:2], *sizes)
     cut, joined = reshape_target(image, split), reshape_target(tuple(split[i] for i in ORDER), rows)
     return None if cut is None or joined is None else (cut, joined)

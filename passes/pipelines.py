@@ -88,8 +88,8 @@ from optdnn.target_name import TargetName
 CLEAN: tuple[Pass, ...] = (
     DeadCode(),  # first, so that no other pass spends time on dead ops
     FoldConstants(),  # shape arithmetic and all other known values; later passes ask for constants
-    PackWeights(),  # weights of few bits, which folding leaves; before other passes see the products
-    OptimizeBodies(),  # the same inside If, Loop and Scan, once the values that they capture are known
+    PackWeights(),  # packs weights of few bits, which folding leaves alone; before other passes see the products
+    OptimizeBodies(),  # folds inside If, Loop and Scan, once the values that they capture are known
 )
 
 O0: tuple[Pass, ...] = (
@@ -98,55 +98,55 @@ O0: tuple[Pass, ...] = (
 
 O1: tuple[Pass, ...] = (
     *CLEAN,
-    CommonSubexpressions(),  # equal values become one value, so that patterns see them as one
+    CommonSubexpressions(),  # before patterns, which then see equal values as one
     CanonicalizeArithmetic(),  # no-ops, reshapes, transposes, padding; constants merged, sums as additions, bounds as Clip
-    CommonSubexpressions(),  # constants and ops that the rewrites made equal
+    CommonSubexpressions(),  # merges constants and ops that the rewrites made equal
 )
 
 FOLDED: tuple[Pass, ...] = (
     *CLEAN,
-    CanonicalizeIntegers(),  # after folding, when quantized weights are constants; one form of quantized networks
-    CommonSubexpressions(keep=ANCHORS),  # equal values become one value; convolutions stay apart until fused
+    CanonicalizeIntegers(),  # after folding, when quantized weights are constants; gives quantized networks one form
+    CommonSubexpressions(keep=ANCHORS),  # before patterns; convolutions stay separate until they are fused
     EinsumProducts(),  # before all passes that look for products of matrices
-    Canonicalize(),  # no-ops between the ops of a pattern hide it, and so do padding and transposes
+    Canonicalize(),  # before patterns, which no-ops, padding and transposes between their ops would hide
     FuseActivation(),  # before epilogues: x * sigmoid(x) uses x twice, a Swish once
     FuseNorm(),  # before other passes rewrite the arithmetic of a decomposed normalization
-    FuseSoftmax(),  # likewise
-    CanonicalizeArithmetic(),  # constants merged, sums as additions, as folding and epilogues expect; and Canonicalize
-    # again: a transpose passes a Swish, where x * sigmoid(x) stopped it
+    FuseSoftmax(),  # before other passes rewrite the arithmetic of a decomposed softmax
+    CanonicalizeArithmetic(),  # before folding and epilogues, which expect merged constants, and sums as additions. It also
+    # runs Canonicalize again: a transpose can pass a Swish, but not x * sigmoid(x)
     FuseConvBn(),  # before epilogues: a scale and shift folded into weights costs nothing
-    BnToScaleShift(),  # after folding: the remaining ones can become stages
-    CanonicalizeArithmetic(),  # a left-over BatchNormalization merges with the scale and shift after it, a Pad meets its Conv
-    FuseConvBn(),  # again: transposes that stood between a BatchNormalization and the products that read it are gone
+    BnToScaleShift(),  # after folding: the remaining BatchNormalizations can become stages
+    CanonicalizeArithmetic(),  # merges a remaining BatchNormalization with the scale and shift after it, and a Pad with its Conv
+    FuseConvBn(),  # again: transposes between a BatchNormalization and its products are gone
 )
 """The first passes of every target from level 2 on."""
 
 O2: tuple[Pass, ...] = (
     *FOLDED,
-    FuseEpilogue(),  # bias, residual, activation, with all activations recognized
-    FusePrologue(),  # after epilogues: a producer's own epilogue is the cheaper place
-    CommonSubexpressions(),  # convolutions that are still equal with all their stages; constants that rewrites made
+    FuseEpilogue(),  # after activations have been recognized: bias, residual, activation
+    FusePrologue(),  # after epilogues: a stage is cheaper in the epilogue of the producer
+    CommonSubexpressions(),  # merges convolutions that are still equal with all their stages, and constants of rewrites
 )
 
 O2_GPU: tuple[Pass, ...] = (
-    DeadCode(),  # as below, and
-    FoldConstants(),  # trip counts and conditions become known
+    DeadCode(),  # first, as in CLEAN
+    FoldConstants(),  # before loops are unrolled: trip counts and conditions become known
     CountedLoops(),  # before loops are unrolled: a loop that ends by a condition on a counter gets a known trip count
     Bags(),  # before loops are unrolled: any number of bags becomes one reduction
     ParallelScans(),  # before loops are unrolled: independent iterations become one
     LongScans(),  # before loops are unrolled, or left to the host
     Unroll(),  # before all other passes, which then see through loops
-    FoldConstants(),  # the number of an iteration is known now
-    Unroll(),  # conditions in an iteration may be known now
+    FoldConstants(),  # after unrolling: the number of each iteration is known
+    Unroll(),  # again: conditions within an iteration may be known now
     DynamicQuantization(),  # when weights and scales are constants; before passes that look for products or pack weights
     TransformProducts(),  # before passes that look for products, or merge the views around them
     *FOLDED,
-    MaskedRows(),  # sizes that depend on data: with the operators as they are, before fusions need to know of rows
-    PadRows(),  # the remaining sizes that depend on data
+    MaskedRows(),  # before fusions, which do not know of rows; removes sizes that depend on data
+    PadRows(),  # after MaskedRows: pads the remaining sizes that depend on data
     FuseSinkhorn(),  # when the softmax before it is one operator; before passes on chains of steps
     UnrolledScans(),  # before fusions: chains of steps have many small operators
     ProductsOfParts(),  # before scans are rolled: recurrences whose products leave them are pointwise
-    RollScans(),  # the remaining chains
+    RollScans(),  # after ProductsOfParts: rolls the remaining chains of steps
     GatheredProducts(),  # before sums of segments and epilogues, which take in gathers and sums
     ProductChains(),  # before VectorProducts, whose matrices later products take in; before siblings: its products are siblings
     VectorProducts(),  # before views are hoisted; before siblings, which may take in the matrix
@@ -155,8 +155,8 @@ O2_GPU: tuple[Pass, ...] = (
     WindowSums(),  # before epilogues; before channels last are chosen
     SegmentSums(),  # before epilogues, which would take in the arithmetic of rows
     ChannelNorms(),  # before epilogues, which would absorb their arithmetic; GPUs only: CPU libraries would have to transpose
-    FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it
-    FuseRotary(),  # the rotation of queries and keys, before attention
+    FuseL2Norm(),  # before attention: queries and keys of cosine attention; GPUs have a kernel for it
+    FuseRotary(),  # before attention: the rotation of queries and keys
     TalkingHeads(),  # before attention: the ops that it leaves are an attention
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     AttentionParts(),  # after attention; before ShortAttention, since parts may be short; before views are hoisted
@@ -166,46 +166,46 @@ O2_GPU: tuple[Pass, ...] = (
     PixelShuffles(),  # before epilogues, which fix the order of channels
     SelectedWeights(),  # before constants are folded: its stacks of matrices become one; before epilogues
     ModulatedWeights(),  # before ComputedWeights: later passes expect convolutions with constant filters
-    ComputedWeights(),  # convolutions that have no constant weights by now; before epilogues
+    ComputedWeights(),  # after ModulatedWeights, for convolutions whose weights are still computed; before epilogues
     TakeRows(),  # after attention, whose queries are rows; before epilogues, and before constants are folded
-    FoldConstants(),  # sums of constant masks and biases; their rows
-    RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused
+    FoldConstants(),  # after TakeRows: sums of constant masks and biases, and the rows taken from them
+    RelativePositions(),  # before the views of attention's biases are hoisted and their arithmetic is fused
     PoolLast(),  # after the arithmetic around convolutions has been folded into them; before epilogues and siblings
     TokenProducts(),  # before patch embeddings, whose readers it changes, and before views of tokens are moved
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
     ViewChains(),  # before images become tokens, which needs views in one form
-    ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
-    SeparableAttention(),  # after the norm before it has moved to its projection; before epilogues
-    ChannelShuffles(),  # before epilogues: halves of channels would have stages
+    ImageTokens(),  # after patch embeddings; before transposes sink to epilogues, and layouts are chosen
+    SeparableAttention(),  # after ImageTokens, which moves the norm before it to its projection; before epilogues
+    ChannelShuffles(),  # before epilogues, which would add stages to the halves of the channels
     RadixSums(),  # before epilogues, and before views of images are hoisted
     PartialSums(),  # before epilogues, which take in the additions
-    HoistViews(),  # before epilogues: views between a product and the residual that is added to it
+    HoistViews(),  # before epilogues: views between a product and its residual would keep them separate
     WindowProducts(),  # before the transposes that it adds are merged
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
     OuterProducts(),  # after all passes that look for products; before their factors merge with other arithmetic
-    CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
-    JoinedTables(),  # when no views are between the rows and their Concat; before passes on gathers
+    CanonicalizeArithmetic(),  # merges transposes of heads that are neighbours now
+    JoinedTables(),  # when no views remain between the rows and their Concat; before passes on gathers
     JoinedRows(),  # before epilogues, which absorb additions to products; before arithmetic is fused
     GatherRows(),  # when no views can be merged any more
     FuseSnake(),  # when the arithmetic has its last form; before epilogues, which take it in
-    FuseEpilogue(norms_add=True),  # as above; the kernels of normalizations can add
-    Conv3dAsImages(),  # after epilogues, which views would stop and which it keeps; before the passes for two axes
-    FusePrologue(),  # as above
-    CommonSubexpressions(),  # as above, and the views of volumes that several convolutions read
+    FuseEpilogue(norms_add=True),  # as in O2; leaves some additions to normalizations, whose kernels can add
+    Conv3dAsImages(),  # after epilogues: it keeps them, but its views would stop them; before the passes for two axes
+    FusePrologue(),  # as in O2
+    CommonSubexpressions(),  # as in O2; also merges the views of volumes that several convolutions read
 )
 
 O2_CPU: tuple[Pass, ...] = (
-    FoldConstants(),  # the offset of each bag becomes known
-    Bags(),  # before all other passes: they need not look into the loop
+    FoldConstants(),  # before Bags: the offset of each bag becomes known
+    Bags(),  # before all other passes, which then see no loop
     *FOLDED,
     ScaleShiftToBn(),  # the libraries have no prologues, but one kernel for a scale and shift per channel (DenseNet: 12 %)
-    FuseEpilogue(),  # as above: the libraries fuse a chain of single uses after a convolution
-    CommonSubexpressions(),  # as above
+    FuseEpilogue(),  # as in O2: the libraries fuse a chain of single uses after a convolution
+    CommonSubexpressions(),  # as in O2
 )
 
 LAST: tuple[Pass, ...] = (
     FuseSiblings(),  # after epilogues: siblings are merged together with their biases and activations
-    FusePointwise(),  # last: the pointwise work that no other fusion absorbed
+    FusePointwise(),  # last: fuses the pointwise work that no other fusion absorbed
 )
 
 O3: tuple[Pass, ...] = (*O2, *LAST)
@@ -213,7 +213,7 @@ O3_GPU: tuple[Pass, ...] = (*O2_GPU, *LAST)
 O3_CPU: tuple[Pass, ...] = (*O2_CPU, *LAST)
 
 ASSIGN: tuple[Pass, ...] = (
-    Equalize(),  # exact as well, but only useful for integers; on the fused graph, whose ops are quantized
+    Equalize(),  # exact too, but only useful for integers; on the fused graph, since fused ops are quantized
     AssignPrecision(),  # after all exact rewrites: the one approximation; a fused op is rounded once, at its end
 )
 
@@ -224,13 +224,13 @@ ASSIGN_GPU: tuple[Pass, ...] = (
 
 GPU: tuple[Pass, ...] = (
     *ASSIGN_GPU,
-    RecentreIntegers(),  # before integers have readers other than DequantizeLinear; padding is then 0 more often
-    MoveIntegers(),  # ops that only move or compare elements, between scales
-    FoldQuantized(),  # an op on integers becomes one operator, which layouts then weigh as one
+    RecentreIntegers(),  # before integers have readers other than DequantizeLinear; makes padding 0 more often
+    MoveIntegers(),  # before FoldQuantized: ops that only move or compare elements run on integers
+    FoldQuantized(),  # before layouts: each op on integers becomes one operator, which layouts weigh as one
     DepthwiseRelu(),  # after integers, whose kernels have no prologue; before layouts
-    WideProducts(),  # after precisions, which make the conversions; before layouts
-    AssignLayout(),  # after all passes on logical facts: it writes physical ones
-    FlattenChannelsLast(),  # the very last: depends on the layouts
+    WideProducts(),  # after precisions, which add the conversions; before layouts
+    AssignLayout(),  # after all passes that rewrite by logical types: it assigns physical layouts
+    FlattenChannelsLast(),  # last: it depends on the layouts
 )
 
 _LEVELS: dict[str, tuple[tuple[Pass, ...], ...]] = {

@@ -1,8 +1,8 @@
 """A convolution before a pixel shuffle orders its channels by pixel, so that the shuffle moves whole blocks of channels.
 
-Super-resolution networks make each pixel of a larger image from channels of a smaller one (Shi et al., 2016). PyTorch takes
+Super-resolution networks compute the pixels of a larger image as channels of a smaller one (Shi et al., 2016). PyTorch takes
 channel ``c`` of pixel ``(i, j)`` of a block from channel ``(c * k + i) * k + j``: neighbours in memory become distant pixels.
-The filters of the convolution before it are put in another order, by pixels first: the same numbers, moved 16 bytes at a time.
+This pass reorders the filters of the convolution by pixel first. Then the shuffle moves 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from optdnn.passes.support.facts import operand
 
 @rule("pixel_shuffle", {"DepthToSpace"})
 def pixel_shuffle(graph: Graph, op: Op) -> Match | Miss | None:
-    """A shuffle of what a convolution makes, with activations between them."""
+    """A shuffle in PyTorch's order (mode CRD) after a convolution, with pointwise operators of one operand between them."""
     if op.attrs.mode != "CRD":
         return None
     between: list[Op] = []
-    made = graph.op(operand(op))
-    while made.kind not in STRUCTURAL and made.definition.traits.pointwise and len(made.inputs) == 1:
-        between.append(made)
-        made = graph.op(operand(made))
-    weight = graph.constant_value(made.input(1)) if made.kind == "Conv" else None
+    conv = graph.op(operand(op))
+    while conv.kind not in STRUCTURAL and conv.definition.traits.pointwise and len(conv.inputs) == 1:
+        between.append(conv)
+        conv = graph.op(operand(conv))
+    weight = graph.constant_value(conv.input(1)) if conv.kind == "Conv" else None
     if weight is None:
         return None
-    if made.attrs.group > 1:
+    if conv.attrs.group > 1:
         return Miss("the convolution before it has groups")
-    if made.input(2) is not None and graph.constant_value(made.input(2)) is None:
+    if conv.input(2) is not None and graph.constant_value(conv.input(2)) is None:
         return Miss("the bias of the convolution before it is not constant")
-    if staged(made):
+    if staged(conv):
         return Miss("the convolution before it has stages")
-    if any(graph.sole_user(o.value) is None for o in (made, *between)):
+    if any(graph.sole_user(o.value) is None for o in (conv, *between)):
         return Miss("its channels are also read in their own order")
-    return Match((op, *between, made), lambda patch: _rewrite(patch, op, between, made))
+    return Match((op, *between, conv), lambda patch: _rewrite(patch, op, between, conv))
 
 
-def _rewrite(patch: Patch, op: Op, between: Sequence[Op], made: Op) -> None:
+def _rewrite(patch: Patch, op: Op, between: Sequence[Op], conv: Op) -> None:
     k = op.attrs.blocksize
-    inputs = [*made.inputs]
+    inputs = [*conv.inputs]
     for slot in (1, 2):
-        known = patch.graph.constant_value(made.input(slot))
+        known = patch.graph.constant_value(conv.input(slot))
         if known is not None:
             blocks = known.reshape(-1, k * k, *known.shape[1:])
             inputs[slot] = patch.constant(np.ascontiguousarray(blocks.swapaxes(0, 1)).reshape(known.shape), "by_pixels")
-    value = patch.add("Conv", inputs, made.attrs, src=made.src)
+    value = patch.add("Conv", inputs, conv.attrs, src=conv.src)
     for o in reversed(between):
         value = patch.add(o.kind, [value], o.attrs, src=o.src)
     patch.replace(op.value, patch.add("DepthToSpace", [value], replace(op.attrs, mode="DCR"), src=op.src))

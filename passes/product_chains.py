@@ -1,9 +1,9 @@
 """Products of products with constant matrices become products with one matrix: ``(x A + a) B`` is ``x (A B) + a B``.
 
-The first product's result has another reader. Gates often multiply a projection by one of itself: the gated attention of
-PatchTSMixer (Ekambaram et al., 2023), context gating (Miech et al., 2017), gated residual networks (Lim et al., 2021). With one
-matrix, the gate does not wait for the projection. Both read the same rows, and become one product
-(:mod:`optdnn.passes.fuse_siblings`), or one launch computes and multiplies them.
+This applies if the first product has another reader. Gates often multiply a projection by a projection of itself: the gated
+attention of PatchTSMixer (Ekambaram et al., 2023), context gating (Miech et al., 2017), gated residual networks (Lim et al., 2021).
+With one matrix, the gate does not wait for the projection. Both products then read the same rows, and become one product
+(:mod:`optdnn.passes.fuse_siblings`), or one launch computes both and multiplies them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from optdnn.passes.support.products import PRODUCTS, constant_matrix, plain_prod
 from optdnn.types import Array
 
 MORE_MULTIPLICATIONS = 10_000_000
-"""Multiplications that take as long as a small launch."""
+"""Most additional multiplications: they take as long as a small launch."""
 MORE_WEIGHTS = 1 << 19
-"""Elements of weights that are read in less time than a launch takes."""
+"""Most additional weights: reading them takes less time than a launch."""
 
 
 @rule("product_chains", PRODUCTS)
@@ -35,9 +35,9 @@ def product_chain(graph: Graph, op: Op) -> Match | Miss | None:
     right = graph.constant_value(second[0]) if isinstance(second[0], Value) else second[0]
     assert right is not None
     if graph.sole_user(operand(op)) == op:
-        return None  # factors of a matrix, which stay as they were made: each has its own precision, and may be packed
+        return None  # a factorized matrix: its factors stay apart, since each may have its own precision or be packed
     rows = sizes_of(graph, op.value)
-    if (why := _dearer(before.weight.shape, right.shape[1], None if rows is None else rows[:-1])) is not None:
+    if (why := _why_slower(before.weight.shape, right.shape[1], None if rows is None else rows[:-1])) is not None:
         return Miss(why)
     dtype, wide = right.dtype, right.astype(np.float64)  # NumPy multiplies no bf16
     matrix = (before.weight.astype(np.float64) @ wide).astype(dtype)
@@ -55,16 +55,16 @@ def product_chain(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op,), build)
 
 
-def _dearer(first: tuple[int, ...], columns: int, rows: tuple[int, ...] | None) -> str | None:
-    """Why the one product would take longer than both take now. ``first``: the sizes of the first matrix."""
+def _why_slower(first: tuple[int, ...], columns: int, rows: tuple[int, ...] | None) -> str | None:
+    """Why one product would be slower than the two, or None. ``first``: the shape of the first matrix."""
     inner, middle = first
     more = inner * columns - middle * columns
     if more <= 0:
         return None
     if more > MORE_WEIGHTS:
-        return f"one matrix of {inner} x {columns} would have many more elements than both have now"
+        return f"one matrix of {inner} x {columns} would have many more elements than the two matrices have"
     if rows is None or math.prod(rows) * more > MORE_MULTIPLICATIONS:
-        return f"one matrix of {inner} x {columns} would take many more multiplications than both take now"
+        return f"one matrix of {inner} x {columns} would take many more multiplications than the two matrices take"
     return None
 
 

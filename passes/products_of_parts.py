@@ -4,9 +4,9 @@ Linear attention by chunks (retention: Sun et al., 2023; DeltaNet: Yang et al., 
 keys and values of each chunk. Exporters unroll the loop over the chunks: each chunk has small products of its own. Only the
 products that read the state of the previous chunk depend on one another.
 
-The products of all parts are stacked if their operands are computed alike, from consecutive parts of the same tensors. One operand
-may also be of any origin, as states are: these are copied side by side, which kernels do in place. Operators on the results follow,
-as long as they are the same for all parts.
+The products of all parts are stacked if their operands are computed in the same way, from consecutive parts of the same tensors.
+One operand may have any origin, as states do: the parts of this operand are joined, and kernels write them in place. Operators on
+the results are stacked too, as long as they are the same for all parts.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from optdnn.passes.support.stages import ADDITIONS
 from optdnn.types import TensorType
 
 LEAST_JOINED = 4
-"""Fewest products for which other operands are copied side by side."""
+"""Fewest products for which operands of any origin are joined."""
 MOST_PRODUCTS = 1 << 28
-"""A product of at least this many multiplications fills a GPU by itself: about five launches of a small product."""
+"""A product of at least this many multiplications fills a GPU by itself: it takes as long as about five small products."""
 
 
 @rule("products_of_parts", {"MatMul"})
@@ -73,15 +73,17 @@ def products_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     roots = {one.id for one in group}
     if any(one.id in roots for one in origins(graph, list(leaves(stack)))):
-        return Miss("the product of a part depends on that of another one")
-    if any(isinstance(each, Joined) and _in_turn(graph, each.values) for each in stack.operands):
-        return Miss("its operands come one from another by way of products, and it runs beside those of the next steps")
+        return Miss("the product of one part depends on the product of another part")
+    if any(isinstance(each, Joined) and _sequential(graph, each.values) for each in stack.operands):
+        return Miss(
+            "each operand depends on the previous one through a product, so that it runs concurrently with the next steps"
+        )
     return _replaced([one.value for one in group], stack)
 
 
 @rule("stages_of_parts", frozenset(STAGE_KINDS))
 def stages_of_parts(graph: Graph, op: Op) -> Match | None:
-    """Equal operators on all or most parts of a stack of products become one operator on the stack."""
+    """Equal operators on all or most parts of a batched product become one operator on the whole product."""
     found = next((part for v in op.inputs if v is not None and (part := part_of(graph, v)) is not None), None)
     if found is None or not found.dropped or found.axis or not _is_stack(graph, found.source):
         return None
@@ -96,7 +98,7 @@ def stages_of_parts(graph: Graph, op: Op) -> Match | None:
 
 
 def _is_stack(graph: Graph, value: Value) -> bool:
-    """Whether a stack of products computes a tensor, perhaps with pointwise operators after it."""
+    """Whether a batched product computes ``value``, perhaps with pointwise operators after it."""
     while (op := graph.op(value)).kind in STAGE_KINDS:
         value = operand(op)
     return op.kind == "MatMul" and graph.type(value).rank != 2
@@ -142,9 +144,11 @@ def _operand(graph: Graph, values: list[Value]) -> Stack | None:
     return found
 
 
-def _in_turn(graph: Graph, values: Sequence[Value]) -> bool:
-    """Whether one value depends on the previous one through a product, as the states of RWKV-7 do. Products that read these states
-    run concurrently with the next steps; a stacked product would wait for the last state (RWKV-7 on an H100: 105 and 120 us)."""
+def _sequential(graph: Graph, values: Sequence[Value]) -> bool:
+    """Whether each value depends on the previous one through a product, as the states of RWKV-7 do.
+
+    Products that read these states run concurrently with the next steps. A batched product would wait for the last state (RWKV-7 on
+    an H100: 120 instead of 105 us)."""
     first, second = values[-2:]
     before = {one.id for one in origins(graph, [first])}
     between = [one for one in origins(graph, [second]) if one.id not in before and one.kind == "MatMul"]
@@ -152,7 +156,7 @@ def _in_turn(graph: Graph, values: Sequence[Value]) -> bool:
 
 
 def _replaced(values: Sequence[Value], stack: Stack) -> Match:
-    """The rewrite that takes the values from their stack."""
+    """A match that replaces the values by parts of their stack."""
 
     def build(patch: Patch) -> None:
         for old, new in zip(values, part_values(patch, emit(patch, stack), len(values)), strict=True):
@@ -162,8 +166,9 @@ def _replaced(values: Sequence[Value], stack: Stack) -> Match:
 
 
 def _group(graph: Graph, op: Op) -> list[Op]:
-    """An operator and its equals for later parts, in the order of the parts. Empty if the operator's part is not the first: then it
-    belongs to the group of the previous part."""
+    """An operator and the equal operators on later parts, in the order of the parts.
+
+    Empty if the operator's part is not the first one: then it belongs to the group of the previous part."""
     forms = Forms(graph)
     leaves_of = ((slot, forms.leaf(v)) for slot, v in enumerate(op.inputs) if v is not None)
     slot, leaf = next(((slot, leaf) for slot, leaf in leaves_of if leaf is not None), (0, None))
@@ -196,7 +201,7 @@ def _group(graph: Graph, op: Op) -> list[Op]:
 
 
 def _run(by_start: Mapping[int, Op], part: Part) -> list[Op]:
-    """The operators of this part and of later parts at equal distances."""
+    """The operators on this part and on later parts at equal distances."""
     others = [at - part.start for at in by_start if at != part.start]
     step = min(others, default=part.size) if part.size == 1 else part.size
     end = part.start
@@ -229,14 +234,14 @@ def _followed(graph: Graph, value: Value, path: Sequence[tuple[Op, int]]) -> lis
 
 
 def _near_softmax(graph: Graph, op: Op) -> bool:
-    """Whether a product is one of the two products of an attention: a later pass looks for those."""
-    behind, ahead = [operand(op)], [op.value]
+    """Whether a product seems to be one of the two products of an attention, which a later pass fuses."""
+    before, after = [operand(op)], [op.value]
     for _ in range(4):
-        behind = [v for at in behind for v in graph.op(at).inputs[:1] if v is not None]
-        if any(graph.op(v).kind == "Softmax" for v in (operand(op), *behind)):
+        before = [v for at in before for v in graph.op(at).inputs[:1] if v is not None]
+        if any(graph.op(v).kind == "Softmax" for v in (operand(op), *before)):
             return True
-        ahead = [u.value for at in ahead for u in graph.users(at)[:8] if len(u.outputs) == 1]
-        if any(graph.op(v).kind == "Softmax" for v in ahead):
+        after = [u.value for at in after for u in graph.users(at)[:8] if len(u.outputs) == 1]
+        if any(graph.op(v).kind == "Softmax" for v in after):
             return True
     return False
 

@@ -2,8 +2,8 @@
 
 Split attention (ResNeSt: Zhang et al., 2022) views its channels as ``[radix, channels]``, sums over the radix, takes the means
 of all positions, and later sums the groups again, each times its own factor per image and channel. In channels-last order the
-view is a copy of the image, and the sums read and write it again. Here the means are taken of all channels, and added then. The
-factors and the second sum are one pointwise operator, which reads each group where it lies.
+view is a copy of the image, and the sums read and write it again. This pass takes the means of all channels first, and adds them
+then. The factors and the second sum become one pointwise operator, which reads each group in place.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer, shape_of
 
 MOST = 4
-"""Groups of a sum: as many tensors are read at once."""
+"""Most groups of a sum: a kernel reads as many tensors at once."""
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """``whole`` has ``count`` groups of channels side by side; ``ops`` made a view of it and reduced that."""
+    """``count`` groups of channels, side by side in ``whole``. ``ops``: the operators that view the groups as an axis."""
 
     whole: Value
     count: int
@@ -39,7 +39,7 @@ class _Groups:
 
 
 def _sums_groups(graph: Graph, op: Op) -> bool:
-    """Whether it is the sum over axis 1, of five axes or more, which goes away."""
+    """Whether ``op`` sums over axis 1 of five or more axes of known sizes, and drops that axis."""
     shape = shape_of(graph, operand(op)) if op.kind == "ReduceSum" else None
     if shape is None or len(shape) < 5 or 0 in shape or not graph.type(operand(op)).is_static or op.attrs.keepdims:
         return False
@@ -47,7 +47,7 @@ def _sums_groups(graph: Graph, op: Op) -> bool:
 
 
 def _groups(graph: Graph, x: Value) -> _Groups | None:
-    """The tensor whose groups of channels are the entries of axis 1 of ``x``."""
+    """The groups of channels that a Reshape turned into axis 1 of ``x``; None for other values."""
     view, shape = producer(graph, x, {"Reshape"}), graph.type(x).static_shape
     if view is None or not 2 <= shape[1] <= MOST:
         return None
@@ -66,7 +66,7 @@ def _added(patch: Patch, values: list[Value]) -> Value:
 
 @rule("sum_of_groups", {"ReduceSum"})
 def sum_of_groups(graph: Graph, op: Op) -> Match | Miss | None:
-    """ReduceSum of a view of groups, or of the product of one with a factor for each image and channel."""
+    """ReduceSum of a view of groups, or of such a view times a factor per image and channel."""
     if not _sums_groups(graph, op):
         return None
     x, factor = operand(op), None
@@ -81,7 +81,7 @@ def sum_of_groups(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"the products of {product.name} have another reader")
     user = graph.sole_user(op.value)
     if user is not None and user.kind == "GlobalAveragePool":
-        return None  # mean_of_groups
+        return None  # mean_of_groups rewrites it
 
     def build(patch: Patch) -> Value:
         groups = found.parts(patch, found.whole)
@@ -103,7 +103,7 @@ def _scales(graph: Graph, x: Value, factor: Value) -> bool:
 
 @rule("mean_of_groups", {"GlobalAveragePool"})
 def mean_of_groups(graph: Graph, op: Op) -> Match | Miss | None:
-    """The means of a sum of groups. If a 1x1 convolution reads them, its weights repeat for each group."""
+    """The means of a sum of groups are sums of means. If a convolution reads them, its weights are repeated for each group."""
     total = producer(graph, operand(op), {"ReduceSum"})
     if total is None or not _sums_groups(graph, total):
         return None
@@ -131,7 +131,7 @@ def mean_of_groups(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 class RadixSums(RulePass):
-    """Runs when the arithmetic is canonical, before stages of convolutions are made of it."""
+    """Runs when the arithmetic is canonical, and before it becomes stages of convolutions."""
 
     name = "radix_sums"
     rules = (sum_of_groups, mean_of_groups)

@@ -34,13 +34,13 @@ from optdnn.types import Array
 _MOST = 64
 """Most operators between a Reshape and the Reshapes that it cancels."""
 _ALIGNED = 8
-"""16-bit columns in 16 bytes: the columns of a product are padded to a multiple of it."""
+"""16-bit columns in 16 bytes: the number of columns is padded to a multiple of this."""
 _CUTS = RESHAPES | {"Pad", "Slice"}
 _LINKS = 8
 _PLACES = 1 << 22
 """Most elements of a product whose positions are traced through Pads and Slices."""
 Made = Callable[[Patch], Value]
-"""Adds a value to a patch."""
+"""A function that adds a value to a patch."""
 
 
 # ---------------------------------------------------------------- one axis becomes two again
@@ -100,19 +100,19 @@ class _Splitter:
         if self.graph.sole_user(value) is None:
             return f"{op.name} has another reader"
         if op.kind in ("Input", "Constant"):
-            return f"{op.name} is nothing that is computed"
+            return f"{op.name} is not computed"
         attrs, kinds = op.attrs, op.definition.traits
         if op.kind == "Transpose" and attrs.perm is not None and attrs.perm[0] == 0:
             attrs = TransposeAttrs((0, 1, *(p + 1 for p in attrs.perm[1:])))
         elif op.kind == "GatherElements" and attrs.axis % rank != 0:
             attrs = replace(attrs, axis=attrs.axis % rank + 1)
         elif op.kind == "MatMul" and rank < 3:
-            return f"{op.name} multiplies one matrix: the first axis of its second operand is no batch"
+            return f"{op.name} multiplies by one matrix, whose first axis is not a batch"
         elif (
             not (kinds.pointwise or (op.kind == "MatMul" and not attrs.prologue and not attrs.epilogue))
             or len(op.outputs) != 1
         ):
-            return f"{op.name} ({op.kind}) does not keep the first axis apart"
+            return f"{op.name} ({op.kind}) does not treat the first axis as a batch"
         self.seen.append(op)
         made: list[Made | None] = []
         for given in op.inputs:
@@ -148,7 +148,7 @@ def split_leading(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _matrix(graph: Graph, value: Value) -> Array | None:
-    """The constant of a value that is constant, or a Transpose of a constant."""
+    """The array of a constant, or of a Transpose of a constant; None for other values."""
     if (turn := producer(graph, value, {"Transpose"})) is not None and turn.attrs.perm is not None:
         array = graph.constant_value(turn.inputs[0])
         return None if array is None else array.transpose(turn.attrs.perm)
@@ -213,7 +213,7 @@ def _shifted(patch: Patch, x: Value, matrix: Array, shape: tuple[int, ...]) -> V
 
 @rule("padded_shift", {"Slice"})
 def padded_shift(graph: Graph, op: Op) -> Match | Miss | None:
-    """Rows of a product that are padded, flattened and cut, so that columns move by one with each row, become the same view.
+    """Rows of a product that are padded, flattened and cut so that columns move by one per row become the same view.
 
     ``x @ W`` with 2 n - 1 columns is padded by one column, and the flattened rows by n - 1 elements. They are cut into rows of
     2 n - 1. Without their first n - 1 elements, these hold each query's bias for all keys (attention of images: Bello et al.,

@@ -41,7 +41,7 @@ from optdnn.passes.support.unrolled_steps import LEAST, Scan, Steps, find_scan, 
 from optdnn.types import normalize_axis, show_shape
 
 TRIED = 8
-"""Operators at the end of a step that are tried as the common result of all steps."""
+"""Operators at the end of a step that are tried as the result of the step."""
 MOST_STAGES = 64
 """Most stages of one step."""
 MOST_OPERANDS = 16
@@ -52,7 +52,7 @@ MOST_ELEMENTS = 1 << 26
 
 @rule("pointwise_scan", {"Concat"})
 def pointwise_scan(graph: Graph, op: Op) -> Match | Miss | None:
-    """The Concat of all steps' results. If another Concat's scan contains this one's, it comes first."""
+    """Rewrites the Concat of all steps' results. A Concat whose scan contains this one's is rewritten first."""
     found = _scan_of(graph, op)
     if isinstance(found, Match):
         covered = {one.id for one in found.ops}
@@ -79,7 +79,7 @@ def _later(graph: Graph, op: Op) -> list[Op]:
 
 
 def _scan_of(graph: Graph, op: Op) -> Match | Miss | None:
-    """The scan that computes the parts of a Concat."""
+    """The match for the scan that computes the parts of a Concat; a Miss or None if there is none."""
     shape = shape_of(graph, op.value)
     if shape is None or len(op.inputs) < LEAST:
         return None
@@ -118,7 +118,7 @@ def _results(steps: Steps, ordered: Sequence[Value]) -> dict[int, Value]:
 
 
 def _part(graph: Graph, value: Value, axis: int) -> tuple[Value, bool]:
-    """A part of a Concat before a Reshape adds the Concat's axis, and whether the part has this axis itself."""
+    """A part of a Concat, before the Reshape that adds the Concat's axis, if there is one; and whether the part has the axis."""
     op = producer(graph, value, RESHAPES)
     shape = shape_of(graph, value) or ()
     if op is not None and shape_of(graph, operand(op)) == (*shape[:axis], *shape[axis + 1 :]):
@@ -127,7 +127,7 @@ def _part(graph: Graph, value: Value, axis: int) -> tuple[Value, bool]:
 
 
 def _reductions(graph: Graph, found: Sequence[Op]) -> tuple[Op, ...]:
-    """``found``, if they are reductions along the same axes with no other reader (states of S4: Gu et al., 2022); else empty."""
+    """``found`` if all are reductions along the same axes without other readers (states of S4: Gu et al., 2022); else empty."""
     first = found[0]
     axes = ints(graph, first.input(1)) if first.kind.startswith("Reduce") else None
     alike = axes and all(
@@ -139,8 +139,9 @@ def _reductions(graph: Graph, found: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def _products(graph: Graph, found: Sequence[Op]) -> tuple[Op, ...]:
-    """``found``, if each is a product of a row with its step's state and has no other reader (linear attention: Katharopoulos et
-    al., 2020); else empty."""
+    """``found`` if each is a product of a row with the state of its step, without other readers; else empty.
+
+    Linear attention has this form (Katharopoulos et al., 2020)."""
     if any(one.kind != "MatMul" or one.attrs.prologue or one.attrs.epilogue for one in found):
         return ()
     rank = len(found[0].outputs[0].type.dims)
@@ -152,7 +153,7 @@ def _products(graph: Graph, found: Sequence[Op]) -> tuple[Op, ...]:
 
 @rule("outer_step", {"MatMul"})
 def outer_step(graph: Graph, op: Op) -> Match | Miss | None:
-    """The product of a column and a row that are positions of sequences is a multiplication, which may be part of a step."""
+    """The product of a column and a row, both positions of sequences, becomes a multiplication, which may be part of a step."""
     if not all(len(graph.type(v).dims) > 1 and position(graph, v) for v in op.inputs if v is not None):
         return None
     return outer_product.function(graph, op)
@@ -160,7 +161,7 @@ def outer_step(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("view_before_step", RESHAPES)
 def view_before_step(graph: Graph, op: Op) -> Match | None:
-    """A Reshape of axes of size 1 moves in front of the arithmetic of positions, which then is part of a step."""
+    """A Reshape that adds or removes axes of size 1 moves in front of arithmetic on positions, which then is part of a step."""
     before, after = shape_of(graph, operand(op)), op.outputs[0].type.shape
     inner = producer(graph, operand(op), frozenset(STAGE_KINDS), alone=True)
     if (
@@ -170,15 +171,15 @@ def view_before_step(graph: Graph, op: Op) -> Match | None:
         or [n for n in before if n != 1] != [n for n in after if n != 1]
     ):
         return None
-    places = [v for v in inner.inputs if v is not None and shape_of(graph, v) == before and _one_of_many(graph, v)]
+    positions = [v for v in inner.inputs if v is not None and shape_of(graph, v) == before and _one_of_many(graph, v)]
     if not any(user.kind in STAGE_KINDS for user in graph.users(op.value)):
         return None
     numbers = [v for v in inner.inputs if v is not None and scalar(graph, v) is not None]
-    if not places or len(places) + len(numbers) < len(inner.inputs) or reshape_target(before, after) is None:
+    if not positions or len(positions) + len(numbers) < len(inner.inputs) or reshape_target(before, after) is None:
         return None
 
     def build(patch: Patch) -> Value:
-        moved = {v: in_shape(patch, v, after) for v in dict.fromkeys(places)}
+        moved = {v: in_shape(patch, v, after) for v in dict.fromkeys(positions)}
         return patch.add(inner.kind, [v if v is None else moved.get(v, v) for v in inner.inputs], inner.attrs)
 
     return Match((op, inner), build)
@@ -219,8 +220,10 @@ def last_state(graph: Graph, op: Op) -> Match | Miss | None:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The Concat of all steps' results along ``axis``. ``kept``: whether the results have this axis themselves. ``value``: the
-    result of the template. ``reductions``: the operators that reduce each step's result before the Concat."""
+    """The Concat of all steps' results along ``axis``.
+
+    ``value``: the result of the template. ``kept``: whether the results have the axis themselves. ``reductions``: the operators
+    that reduce the result of each step before the Concat."""
 
     concat: Op
     value: Value
@@ -234,7 +237,7 @@ class _Rows:
         return (0, False) if self.reductions else (self.axis, self.kept)
 
     def joined(self, patch: Patch, scan: Scan, rolled: Value) -> Value:
-        """The Concat of the steps that stay and the scan's results."""
+        """The Concat of the steps that are not part of the scan, and of the scan's results."""
         count, before = scan.last + 1 - scan.first, [operand(self.concat, k) for k in range(len(self.concat.inputs))]
         before = before[count:] if scan.steps.backward else before[: len(before) - count]
         if self.reductions:
@@ -257,7 +260,7 @@ class _Rows:
         )
 
     def _multiplied(self, patch: Patch, rolled: Value, first: int) -> Value:
-        """The products of all steps' rows with their results, as a stack of products. ``first``: the position of the first row."""
+        """The products of the rows of all steps with their results, as one batched product. ``first``: the first row's position."""
         place = position(patch.graph, operand(self.reductions[0]))
         assert place is not None
         dims = patch.graph.type(place.whole).dims
@@ -294,17 +297,17 @@ def _rolled(graph: Graph, scan: Scan, rows: _Rows | None) -> Match | Miss:
     shown = {} if rows is None else {rows.value: rows.stacked}
     used = _used_elsewhere(graph, named, rows)
     if rows is None and any(steps.time[v] < scan.last for v in used):
-        return Miss("what other steps than the last one compute is read, too, and not put side by side")
+        return Miss("results of other steps than the last one have readers too, but no Concat joins them")
     shown |= {v: (0, False) for v in dict.fromkeys(named[u] for u in used) if v not in shown}
     shapes = {shape_of(graph, v) for v in (*shown, *states)}
     if len(shapes) > 1:
         return Miss(f"its states and results differ in shape: {', '.join(sorted(map(show_shape, shapes)))}")
     if sum((scan.last + 1 - scan.first) * elements(graph.type(v)) for v in shown) > MOST_ELEMENTS:
-        return Miss("the results of all steps are larger than launches for each step are long")
+        return Miss("storing the results of all steps would take longer than a launch for each step")
     wholes = [steps.positions[v].whole for v in sequences]
     inside_steps = {v.op for v in named}
     if any(one.id in inside_steps for one in origins(graph, [*wholes, *others, *begin.values()])):
-        return Miss("what its steps read depends on their results in other ways, too")
+        return Miss("other operands of its steps depend on their results too")
     ahead = -1 if steps.backward else 1
     slot = {v: k for k, v in enumerate((*states, *sequences, *others))}
     register = {v: ~(k + 1) for k, v in enumerate(template)}
@@ -387,7 +390,7 @@ def stacked_positions(graph: Graph, op: Op) -> Match | None:
 
 
 def _joined(op: Op, whole: Value, order: tuple[int, ...], begin: int, size: int) -> Match:
-    """``whole`` in place of ``size`` parts of a Concat."""
+    """Replaces ``size`` parts of a Concat by ``whole``, transposed by ``order``."""
 
     def build(patch: Patch) -> Value:
         turned = order != tuple(range(len(order)))

@@ -1,9 +1,9 @@
 """Weighted sums of sampled images become one op that stores no sample: deformable attention and deformable convolution.
 
-Multi-scale deformable attention (Zhu et al., "Deformable DETR", 2021) samples the images of each level at some places for each
-query, puts the samples side by side, multiplies them with weights and adds them. A deformable convolution (Dai et al., 2017; Zhu
-et al., 2019) samples a place for each tap of its filter, weighs it by a mask, and multiplies the samples with a matrix. The matrix
-is then a plain product, for tensor cores.
+Multi-scale deformable attention (Zhu et al., "Deformable DETR", 2021) samples the images of each level at a few positions per
+query, concatenates the samples, multiplies them by weights and adds them. A deformable convolution (Dai et al., 2017; Zhu et al.,
+2019) takes one sample per tap of its filter, multiplies it by a mask, and multiplies all samples by a matrix. As a separate op,
+this product runs on tensor cores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from optdnn.types import Array, normalize_axis
 
 @rule("sampled_sum", {"ReduceSum"})
 def sampled_sum(graph: Graph, op: Op) -> Match | Miss | None:
-    """``sum(concat(grid_sample(x, places), …) * weights)`` over the points, the last axis."""
+    """``sum(concat(grid_sample(x, positions), …) * weights)`` over the points, the last axis."""
     shape, axes = shape_of(graph, operand(op)), ints(graph, op.input(1))
     if shape is None or len(shape) != 4 or axes is None or [normalize_axis(a, 4) for a in axes] != [3]:
         return None
@@ -62,7 +62,7 @@ def sampled_sum(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _orders(graph: Graph, value: Value, product: Op | None) -> list[tuple[Value, Value | None]]:
-    """What may be samples, and the weights."""
+    """The possible pairs of samples and weights: the factors of the product in both orders, or the value without weights."""
     if product is None:
         return [(value, None)]
     a, b = operand(product), operand(product, 1)
@@ -70,8 +70,9 @@ def _orders(graph: Graph, value: Value, product: Op | None) -> list[tuple[Value,
 
 
 def _samples(graph: Graph, value: Value, ops: list[Op]) -> list[Op] | None:
-    """The operators that sample images, whose results [N, C, R, P] are ``value`` [N, C, R, points], side by side. None: it is
-    something else. ``ops`` gets them and the operators that put them together."""
+    """The GridSamples with results [N, C, R, P] that ``value`` [N, C, R, points] concatenates; None for other values.
+
+    Appends to ``ops`` the GridSamples and the operators that concatenate and reshape their results."""
     whole, found = shape_of(graph, value), list[Op]()
     while (view := producer(graph, value, RESHAPES, alone=True)) is not None:
         ops.append(view)
@@ -95,7 +96,7 @@ def _samples(graph: Graph, value: Value, ops: list[Op]) -> list[Op] | None:
 
 
 def _in_order(graph: Graph, joined: Op, sizes: Sequence[Sequence[object]]) -> bool:
-    """Whether samples [N, C, R, P] are put side by side along P, or along an axis of 1 before it."""
+    """Whether samples [N, C, R, P] are concatenated along P, or along an axis of size 1 before it."""
     rank = graph.type(joined.value).rank or 0
     axis = normalize_axis(joined.attrs.axis, rank)
     parts = [graph.type(v).dims for v in joined.inputs if v is not None]
@@ -106,7 +107,7 @@ def _in_order(graph: Graph, joined: Op, sizes: Sequence[Sequence[object]]) -> bo
 
 @rule("deformed_columns", {"DeformConv"})
 def deformed_columns(graph: Graph, op: Op) -> Match | Miss | None:
-    """A deformable convolution becomes its samples, a row for each pixel, and the product of the rows with a matrix."""
+    """A deformable convolution becomes a SampledSum, whose result has a row of samples per pixel, and a product with a matrix."""
     a, weight = op.attrs, graph.constant_value(op.inputs[1])
     if any(v is not None and not graph.type(v).is_static for v in (*op.inputs, op.value)):
         return Miss("its sizes are not known when the network is built")
@@ -115,7 +116,7 @@ def deformed_columns(graph: Graph, op: Op) -> Match | Miss | None:
     if a.group != 1:
         return Miss(f"it has {a.group} groups: each would be a product of its own")
     if min(graph.type(operand(op)).static_shape[2:]) < 2:
-        return Miss("its image has one row or column, in which no place has a position between -1 and 1")
+        return Miss("its image has only one row or column, so that positions cannot be scaled to the range -1 to 1")
 
     def build(patch: Patch) -> Value:
         columns = _columns(graph, patch, op, weight.shape[2:])
@@ -138,14 +139,14 @@ def _columns(graph: Graph, patch: Patch, op: Op, kernel: Sequence[int]) -> Value
         int(np.prod(kernel)),
         op.attrs.offset_group,
     )
-    scale, base = _places(graph, op, kernel)
-    # An offset has a row before a column, a place the other way round.
+    scale, base = _positions(graph, op, kernel)
+    # An offset is (row, column), a position (x, y).
     offset = reshaped(patch, operand(op, 2), (n * groups, taps, 2, pixels))
     offset = patch.add("Transpose", [offset], TransposeAttrs((0, 3, 1, 2)))
     offset = patch.add("Gather", [offset, integers(patch, [1, 0], "turned")], GatherAttrs(3))
     moved = patch.add("Mul", [offset, patch.constant(scale, "scale")])
-    places = patch.add("Add", [moved, patch.constant(base, "taps")])
-    given = [operand(op), reshaped(patch, places, (n * groups, pixels * taps, 1, 2))]
+    positions = patch.add("Add", [moved, patch.constant(base, "taps")])
+    given = [operand(op), reshaped(patch, positions, (n * groups, pixels * taps, 1, 2))]
     if op.input(4) is not None:
         mask = reshaped(patch, operand(op, 4), (n * groups, taps, pixels))
         mask = patch.add("Transpose", [mask], TransposeAttrs((0, 2, 1)))
@@ -156,9 +157,10 @@ def _columns(graph: Graph, patch: Patch, op: Op, kernel: Sequence[int]) -> Value
     return reshaped(patch, y, (n, pixels, taps * channels))
 
 
-def _places(graph: Graph, op: Op, kernel: Sequence[int]) -> tuple[Array, Array]:
-    """What an offset of one pixel is as a place, (x, y), and the places [pixels, taps, 2] without offsets, of the offset's type.
-    A place is -1 at the first pixel and 1 at the last one."""
+def _positions(graph: Graph, op: Op, kernel: Sequence[int]) -> tuple[Array, Array]:
+    """An offset of one pixel in sampling positions (x, y), and the positions [pixels, taps, 2] without offsets.
+
+    A position is -1 at the first pixel and 1 at the last one. Both results have the offset's dtype."""
     a, dtype = op.attrs, graph.type(operand(op, 2)).dtype
     size, out = graph.type(operand(op)).static_shape[2:], op.outputs[0].type.static_shape[2:]
     lines = [

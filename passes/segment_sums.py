@@ -24,12 +24,12 @@ from optdnn.passes.support.facts import RESHAPES, in_shape, is_filled, operand
 from optdnn.types import Array, broadcast_dims, is_float, normalize_axis
 
 LEAST_ROWS = 64
-"""Fewest rows for which a segment reduction pays: a scatter launch finds the targets of a few rows at once."""
+"""Fewest rows for which a segment reduction pays: with fewer rows a scatter is fast."""
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A tensor. Row ``e`` reads its position ``index[e]`` along ``axis`` (None: all of it).
+    """A tensor that rows read. Row ``e`` reads position ``index[e]`` along ``axis``; without an index it reads the whole tensor.
 
     ``view``: the axes of a row as axes of the tensor, -1 for an axis of size 1. ``gathered``: several rows may read one position.
     """
@@ -64,7 +64,7 @@ Expression = Table | Node
 
 @dataclass(frozen=True)
 class _Scatter:
-    """Reduces row ``e`` of ``rows`` into ``data[target[e]]``, by addition, maximum or minimum."""
+    """A reduction of each row ``e`` of ``rows`` into ``data[target[e]]``: a sum, maximum or minimum."""
 
     data: Value
     rows: Value
@@ -73,19 +73,19 @@ class _Scatter:
 
 def _scatter(graph: Graph, op: Op) -> _Scatter | Miss | None:
     """The scatter reduction of ``op``, if it reduces whole rows at constant positions; a Miss or None if not."""
-    data, places, rows = (operand(op, k) for k in range(3))
-    types = [graph.type(v) for v in (data, places, rows)]
+    data, positions, rows = (operand(op, k) for k in range(3))
+    types = [graph.type(v) for v in (data, positions, rows)]
     if op.attrs.reduction not in NEUTRAL or not is_float(types[0].dtype):
         return None
-    known = graph.constant_value(places)
+    known = graph.constant_value(positions)
     if known is None:
-        return Miss("its places are not known when the network is built")
+        return Miss("its positions are not known when the network is built")
     if not all(t.is_static for t in types):
         return Miss("its sizes are not known when the network is built")
     shape = types[0].static_shape
     if op.kind == "ScatterND":
         if known.shape[-1] != 1 or known.ndim != 2:
-            return Miss("its places are not rows in one list")
+            return Miss("its positions are not a list of row numbers")
         target = known[:, 0]
     else:
         whole = (
@@ -93,12 +93,12 @@ def _scatter(graph: Graph, op: Op) -> _Scatter | Miss | None:
         )
         column = known.reshape(len(known), -1)[:, :1]
         if not whole or not known.size or (known.reshape(len(known), -1) != column).any():
-            return Miss("its places are not whole rows")
+            return Miss("it does not scatter whole rows")
         target = column[:, 0]
     if len(target) < LEAST_ROWS:
-        return Miss(f"{len(target)} rows are few")
+        return Miss(f"it has only {len(target)} rows, for which a scatter is fast")
     if types[2].static_shape != (len(target), *shape[1:]):
-        return Miss("it has other rows than places")
+        return Miss("the shape of its rows does not match its positions")
     return _Scatter(data, rows, np.where(target < 0, target + shape[0], target).astype(np.int64))
 
 
@@ -151,13 +151,13 @@ class _Expansion:
 
     def __init__(self, graph: Graph, inside: dict[int, Op]):
         self.graph, self.inside, self.stages, self.tables = graph, inside, 0, 1
-        self.made: list[tuple[Table, Expression]] = []
+        self.expanded: list[tuple[Table, Expression]] = []
 
     def of(self, table: Table) -> Expression:
         """The expression of a table, expanded as far as it can be computed again for each row."""
-        for known, made in self.made:
+        for known, expression in self.expanded:
             if known.same(table):
-                return made
+                return expression
         op = self.graph.op(table.value)
         found: Expression = table
         moved = self._moved(table, op)
@@ -170,7 +170,7 @@ class _Expansion:
             self.tables += len(op.inputs) - 1
             args = tuple(None if v is None else self.of(self._operand(table, op, v)) for v in op.inputs)
             found = Node(op.kind, op.attrs, args)
-        self.made.append((table, found))
+        self.expanded.append((table, found))
         return found
 
     def _cover(self, op: Op) -> None:
@@ -211,8 +211,8 @@ class _Expansion:
             axis = perm[table.axis] if table.axis >= 0 else -1
             return replace(table, value=source, axis=axis, view=tuple(-1 if i < 0 else perm[i] for i in table.view))
         if op.kind in RESHAPES and [n for n in before if n != 1] == [n for n in after if n != 1]:
-            places = iter([i for i, n in enumerate(before) if n != 1])
-            to = {i: next(places) for i, n in enumerate(after) if n != 1}
+            axes = iter([i for i, n in enumerate(before) if n != 1])
+            to = {i: next(axes) for i, n in enumerate(after) if n != 1}
             if table.axis >= 0 and table.axis not in to:
                 return None
             view = tuple(to.get(i, -1) for i in table.view)
@@ -246,8 +246,8 @@ def _without_factors(graph: Graph, rows: Expression, target: Array, count: int) 
     def shared(one: Expression | None) -> bool:
         if not isinstance(one, Table) or not same_index(one.index, target):
             return False
-        places = [i for i in (one.axis, *one.view) if i >= 0]
-        return graph.type(one.value).static_shape[one.axis] == count and places == sorted(places)
+        axes = [i for i in (one.axis, *one.view) if i >= 0]
+        return graph.type(one.value).static_shape[one.axis] == count and axes == sorted(axes)
 
     def strip(one: Expression) -> tuple[Expression | None, Factors]:
         if isinstance(one, Table) and shared(one):
@@ -327,7 +327,7 @@ def segment_epilogue(graph: Graph, op: Op) -> Match | Miss | None:
     total = graph.op(operand(op, slots[0]))
     others = [v for k, v in enumerate(op.inputs) if v is not None and k != slots[0]]
     if graph.sole_user(total.value) is None:
-        return Miss("the sums themselves are read elsewhere")
+        return Miss("the sums have other readers")
     if any(graph.constant_value(v) is None for v in others):
         return Miss("it reads another tensor that is computed")
     if op.outputs[0].type != total.outputs[0].type:

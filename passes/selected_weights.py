@@ -1,9 +1,9 @@
 """Rows that each select a matrix are multiplied with all matrices, and each row keeps the result of its matrix.
 
-A mixture of experts is exported as ``weights[expert of each row] @ row``: each row copies its expert's matrix and reads it once,
-so that a product of rows becomes as many products of one row. Where there are no more matrices than rows, the product of all rows
-with all matrices reads each weight once, on tensor cores, and a gather picks the results. Rows that are repeated for each of
-their experts are multiplied once.
+A mixture of experts is exported as ``weights[expert of each row] @ row``: the matrix of its expert is copied for each row, and
+each row is a product by itself. If there are no more matrices than rows, the product of all rows with all matrices is faster: it
+reads each weight once and runs on tensor cores, and a gather picks the results. Rows that are repeated for each of their experts
+are multiplied once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, shape_of
 
 MOST = 128
-"""Matrices up to which one product with all of them takes less time than to copy one for each row: arithmetic grows with their
-number, the copies do not. A copied number costs as much memory time as some 500 multiplications."""
+"""Most matrices for which one product with all of them is faster than a copy of one per row. The arithmetic grows with their
+number, the copies do not. Copying an element takes as long as some 500 multiplications."""
 
 
 @rule("selected_weights", {"MatMul"})
@@ -38,9 +38,9 @@ def selected_weights(graph: Graph, op: Op) -> Match | Miss | None:
     if not isinstance(count, int):
         return Miss("the number of rows is not known")
     if count < many:
-        return Miss(f"{count} rows select fewer matrices than the {many} that there are")
+        return Miss(f"there are more matrices ({many}) than rows ({count})")
     if many > min(MOST, size):
-        return Miss(f"the products of each row with all {many} matrices would take longer than a copy of one")
+        return Miss(f"products of each row with all {many} matrices would take longer than copying one matrix per row")
 
     once, times, between = _repeated(graph, rows, size)
     different = count // times
@@ -58,7 +58,7 @@ def selected_weights(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _repeated(graph: Graph, rows: Value, size: int) -> tuple[Value, int, tuple[Op, ...]]:
-    """The rows of ``size`` numbers without repetitions, how many times in a row each occurs, and the ops that repeat them."""
+    """The rows of ``size`` elements without repetitions, how often each occurs consecutively, and the ops that repeat them."""
     value, between = rows, list[Op]()
     while (op := producer(graph, value, RESHAPES | {"Expand"}, alone=True)) is not None:
         between.append(op)
@@ -72,7 +72,7 @@ def _repeated(graph: Graph, rows: Value, size: int) -> tuple[Value, int, tuple[O
 
 
 def _picked(graph: Graph, value: Value | None) -> Op | None:
-    """The Gather or GatherND that takes a matrix for each row from a constant stack, where the product alone reads them."""
+    """The Gather or GatherND that takes a matrix per row from a constant stack, if only the product reads its result; else None."""
     op = producer(graph, value, {"Gather", "GatherND"}, alone=True)
     if op is None or graph.constant_value(op.inputs[0]) is None or graph.type(operand(op)).rank != 3:
         return None

@@ -1,8 +1,8 @@
-"""Separable attention: weighted sums over positions are products, and the parts of the projection begin at vectors.
+"""Separable attention: weighted sums over positions become products, and the parts of its projection are aligned for vector loads.
 
-MobileViTV2 (Mehta and Rastegari, 2022) makes one channel of scores, then keys and values, by one convolution. In that order keys
-and values begin at the second element, and no kernel reads them in vectors. Keys are multiplied by the softmax of the scores over
-the positions, and added up. As a product of matrices, no launch stores what is added.
+MobileViTV2 (Mehta and Rastegari, 2022) computes one channel of scores, then keys and values, by one convolution. In that order keys
+and values begin at the second element, and no kernel can load them in vectors. The keys are multiplied by the softmax of the scores
+over the positions, and summed. As a product of matrices, the multiplied keys are never stored.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import normalize_axis
 
 UNIT = 8
-"""16-bit channels that kernels read together."""
+"""16-bit channels in one vector load."""
 LEAST = 16
-"""The fewest positions of a sum, and channels, that a tile of products is not mostly empty of."""
+"""Fewest positions and channels of a sum: with fewer, most of a product's tile would be empty."""
 
 
 @rule("aligned_parts", {"Split"})
 def aligned_parts(graph: Graph, op: Op) -> Match | Miss | None:
-    """Splits channels of a convolution with constant weights; its filters get the order in which more parts begin at vectors."""
+    """A Split of the channels of a convolution with constant weights: its filters are reordered so that more parts are aligned."""
     sizes = [out.type.dims[1] if len(out.type.dims) > 2 else None for out in op.outputs]
     conv = producer(graph, op.inputs[0], {"Conv"})
     if conv is None or normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)) != 1:
@@ -53,7 +53,7 @@ def aligned_parts(graph: Graph, op: Op) -> Match | Miss | None:
     if weight is None or (bias is None and conv.input(2) is not None):
         return Miss(f"the filters or the bias of {conv.name} are not constant")
     if graph.sole_user(conv.value) is None or conv.attrs.epilogue or conv.attrs.group != 1:
-        return Miss(f"others read the channels of {conv.name}, or they are in groups")
+        return Miss(f"{conv.name} has other readers, stages or groups")
     starts = list(itertools.accumulate(widths, initial=0))
     channels = np.concatenate([np.arange(starts[i], starts[i] + widths[i]) for i in order])
 
@@ -70,7 +70,7 @@ def aligned_parts(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _aligned(widths: list[int]) -> int:
-    """The parts that begin at whole vectors."""
+    """The number of parts after the first one that begin at a multiple of ``UNIT`` channels."""
     return sum(start % UNIT == 0 for start in itertools.accumulate(widths[:-1], initial=0))
 
 
@@ -106,7 +106,7 @@ class WeightedSum(Rule):
 
 
 def _operands(graph: Graph, product: Op) -> tuple[Value, Value] | None:
-    """What is multiplied: channels, and one weight for all of them."""
+    """The factors of ``product``: channels, and a weight per position that all channels share. None for other products."""
     dims = product.outputs[0].type.dims
     for slot in (0, 1):
         x, weights = operand(product, slot), operand(product, 1 - slot)
@@ -118,9 +118,9 @@ def _operands(graph: Graph, product: Op) -> tuple[Value, Value] | None:
 
 @rule("summed_pixels", {"MatMul"})
 def summed_pixels(graph: Graph, op: Op) -> Match | Miss | None:
-    """``(B, 1, C, P) (B, 1, P, 1)`` of an image that a Reshape flattened is ``(B, 1, 1, P) (B, 1, P, C)``: its pixels are the rows.
+    """``(B, 1, C, P) (B, 1, P, 1)`` of a flattened image becomes ``(B, 1, 1, P) (B, 1, P, C)``, with pixels as rows.
 
-    GCNet (Cao et al., 2019) sums up its context so."""
+    GCNet (Cao et al., 2019) computes its context in this way."""
     flat = producer(graph, op.inputs[0], RESHAPES)
     dims, weights = graph.type(operand(op)).dims, operand(op, 1)
     image = () if flat is None else graph.type(operand(flat)).dims
@@ -131,7 +131,7 @@ def summed_pixels(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     target = reshape_target((image[0], *image[2:], channels), (*lead, positions, channels))
     if target is None or not is_image(graph, operand(flat)):
-        return Miss("no operator of images makes what it sums up, or no constant target can express its shape")
+        return Miss("its operand is not computed by an operator on images, or no constant target can express its shape")
     exchange = TransposeAttrs(exchange_last(len(dims)))
 
     def build(patch: Patch) -> Value:

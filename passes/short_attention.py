@@ -1,8 +1,8 @@
 """Attention over few tokens: several items share a tile of a kernel, and attention over one key is its value.
 
-Video networks attend along time at each pixel: thousands of items of 8 or 16 frames. A tile of a kernel has 64 queries, and most
-would be idle. Items that follow one another become one, with a mask that separates them. With one key (the picture that a video
-begins with: Blattmann et al., "Stable Video Diffusion", 2023) every softmax is 1, and the result is the value.
+Video networks attend along time at each pixel: thousands of batch items of 8 or 16 frames. A kernel's tile has 64 queries, and most
+of it would be idle. So consecutive items become one, with a mask that separates them. With one key, every softmax is 1 and the
+result is the value. ("Stable Video Diffusion", Blattmann et al., 2023, attends to one key: the picture that the video begins with.)
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import heads_sizes, integers, operand, reshaped
 
 TILE = 64
-"""Queries, and keys, of a tile."""
+"""Queries of a tile, and keys of a tile."""
 MOST_TOKENS = 16
-"""Longer items leave less than three quarters of a tile idle."""
+"""Most tokens of an item: with more, less than three quarters of a tile would be idle."""
 FEWEST_ITEMS = 2048
-"""Items times heads, below which their blocks run in few waves, and multiprocessors would be idle instead of tiles."""
+"""Fewest items times heads: with fewer, joined items would be too few blocks to keep all multiprocessors busy."""
 _HEADS_FIRST = TransposeAttrs((0, 2, 1, 3))
 
 
 @rule("one_key", {"Attention"})
 def one_key(graph: Graph, op: Op) -> Match | Miss | None:
-    """``attention(q, k, v)`` of one key is ``v``, for each query."""
+    """``attention(q, k, v)`` over one key is ``v``, repeated for each query."""
     shapes = heads_sizes(graph, op)
     if shapes is None or shapes[1][2] != 1 or not _is_plain(graph, op):
         return None
     (batch, heads, tokens, _), (_, shared, _, width) = shapes[0], shapes[2]
     if heads != shared:
-        return Miss("its heads share values")
+        return Miss("its heads share values, which would have to be repeated")
     target = (batch, heads, tokens, width)
     return Match((op,), lambda patch: patch.add("Expand", [operand(op, 2), integers(patch, target, "shape")]))
 
 
 @rule("packed_items", {"Attention"})
 def packed_items(graph: Graph, op: Op) -> Match | Miss | None:
-    """Neighbouring items of few tokens are one item, whose tokens see those of their own item."""
+    """Consecutive items of few tokens become one item. A mask lets each token attend only to its own item."""
     shapes = heads_sizes(graph, op)
     if shapes is None or not _is_plain(graph, op):
         return None
@@ -73,7 +73,7 @@ def _joined(patch: Patch, x: Value, shape: tuple[int, ...], together: int) -> Va
 
 
 def _is_plain(graph: Graph, op: Op) -> bool:
-    """Whether nothing but its queries, keys and values decides, and only its result is read."""
+    """Whether an Attention has no mask, cache or window, and only its first result is read."""
     a = op.attrs
     alone = not any(graph.users(Value(op.id, port)) for port in range(1, len(op.outputs)))
     bounded = a.is_causal or a.left_window_size >= 0 or a.right_window_size >= 0

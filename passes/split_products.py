@@ -26,7 +26,7 @@ from optdnn.target_name import HOPPER, TargetName
 
 PAIRED = ("fp32", "tf32", "fp16", "bf16")
 """Precisions with a kernel that computes both convolutions of a gate in one launch."""
-TOGETHER = 4
+VECTOR = 4
 """Channels that a thread of the depthwise kernel reads at once."""
 
 
@@ -69,7 +69,7 @@ class _Parts:
         return tuple({v.op: graph.op(v) for v in (self.first, self.second)}.values())
 
     def read_elsewhere(self, graph: Graph) -> bool:
-        """Whether the tensor or a part has readers besides the one of each part."""
+        """Whether the tensor has further readers, or a part more than one."""
         own = {op.id for op in self.splitting(graph)}
         readers = [u for v in (self.joined, self.first, self.second) for u in graph.users(v) if u.id not in own]
         return len(readers) > 2 or any(len(graph.uses(v)) > 1 for v in (self.first, self.second))
@@ -84,7 +84,7 @@ def _parts(graph: Graph, a: Value, b: Value, *, even: bool = False, axis: int = 
 
 
 def _before_activations(graph: Graph, value: Value) -> Value:
-    """``value`` without the activations that lead to it, each with one reader."""
+    """The value before the activations that lead to ``value``, each of which has one reader."""
     while (op := producer(graph, value, ACTIVATIONS, alone=True)) is not None:
         value = operand(op)
     return value
@@ -108,8 +108,8 @@ def split_depthwise(graph: Graph, op: Op) -> Match | Miss | None:
     if conv.input(2) is not None and graph.constant_value(conv.input(2)) is None:
         return Miss(f"the bias of {conv.name} is not constant")
     half = conv.attrs.group // 2
-    if half % TOGETHER:
-        return Miss(f"each half has {half} channels, which do not come in {TOGETHER}s")
+    if half % VECTOR:
+        return Miss(f"each half has {half} channels, not a multiple of {VECTOR}")
 
     def build(patch: Patch) -> None:
         for part, begin in ((parts.first, 0), (parts.second, half)):

@@ -19,7 +19,7 @@ from optdnn.passes.support.parts import span
 from optdnn.types import Shape, normalize_axis
 
 LEAST_SHARE = 2
-"""Rows are taken early if they are at most one in this number."""
+"""Rows are taken early if they are at most 1 / ``LEAST_SHARE`` of all rows."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Taken:
 
 
 Moved = list[tuple[Value | None, int | None]]
-"""The operands of an operator, and the axis along which each is taken (None: as it is)."""
+"""The operands of an operator, each with the axis along which its rows are taken (None: the operand stays whole)."""
 
 
 @rule("take_rows", {"Slice"})
@@ -53,7 +53,7 @@ def take_rows(graph: Graph, op: Op) -> Match | Miss | None:
     if moved is None:
         return None
     if any(u.kind != "Slice" or _taken(graph, u) != taken for u in users):
-        return Miss(f"other rows of {source.name} have readers")
+        return Miss(f"{source.name} has readers of other rows")
     shape = op.outputs[0].type.dims
     target = reshape_target((), shape) if source.kind == "Reshape" else ()
     if target is None:
@@ -74,7 +74,7 @@ def take_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("row_is_slice", {"Gather"})
 def row_is_slice(graph: Graph, op: Op) -> Match | None:
-    """A Gather of one row, after an operator that computes each row by itself, is a Slice without its axis."""
+    """A Gather of one row, after an operator that computes each row by itself, becomes a Slice and a Reshape."""
     index, shape = ints(graph, op.input(1)), shape_of(graph, op.input(0))
     if index is None or len(index) != 1 or not shape:
         return None
@@ -105,7 +105,7 @@ def take_row_of_each(graph: Graph, op: Op) -> Match | None:
     last = reshape_target(single, after)
     if last is None:
         return None
-    if shape[1] == 1:  # there is no other row
+    if shape[1] == 1:  # the only row
         return Match((op,), lambda patch: reshaped(patch, operand(op), last))
     if source.kind in ("Reshape", "Transpose", "Attention") or graph.sole_user(source.value) is None:
         return None
@@ -130,14 +130,14 @@ def take_row_of_each(graph: Graph, op: Op) -> Match | None:
 
 
 def _row_target(shape: Shape | None, axis: int, whole: Shape) -> tuple[int, ...] | None:
-    """The target that gives the row of each sample its axis back; None for a tensor without rows of the same samples."""
+    """The Reshape target that restores the axis of rows after one row per sample is taken; None for tensors with other rows."""
     if shape is None or axis != 1 or shape[:2] != whole[:2]:
         return None
     return reshape_target((shape[0], *shape[2:]), (shape[0], 1, *shape[2:]))
 
 
 def _taken(graph: Graph, op: Op) -> _Taken | None:
-    """The few rows that a Slice takes along one axis but the last; None for any other."""
+    """The rows that a Slice takes, if they are few, along one axis that is not the last; None for other operators."""
     shape = shape_of(graph, op.input(0))
     axes = ints(graph, op.input(3)) if op.kind == "Slice" else None
     if not shape or axes is None or len(axes) != 1:
@@ -153,7 +153,7 @@ def _taken(graph: Graph, op: Op) -> _Taken | None:
 
 
 def _operands(graph: Graph, op: Op, taken: _Taken) -> Moved | None:
-    """The operands of an operator, with the axes along which the same rows are taken; None where rows need one another."""
+    """The operands of an operator, with the axes along which their rows are taken; None if rows depend on one another."""
     if op.kind in STRUCTURAL:
         return None
     shapes = [shape_of(graph, v) for v in op.inputs]
@@ -169,7 +169,7 @@ def _operands(graph: Graph, op: Op, taken: _Taken) -> Moved | None:
 
 
 def _axes(op: Op, shapes: Sequence[Shape], out: Shape, taken: _Taken) -> list[int | None] | None:
-    """For each operand the axis along which rows are taken."""
+    """For each operand, the axis along which its rows are taken, or None; None for operators that are not row-wise."""
     axis, back = taken.axis, taken.axis - len(out)
     first: list[int | None] = [axis, *[None] * (len(shapes) - 1)]
     if op.definition.traits.pointwise and len(op.outputs) == 1:
@@ -196,13 +196,13 @@ def _axes(op: Op, shapes: Sequence[Shape], out: Shape, taken: _Taken) -> list[in
 
 
 def _broadcast(shape: Shape, back: int, size: DimLike) -> int | None:
-    """The axis of an operand that is ``back`` from the end, where it has rows of its own there."""
+    """The axis ``back`` from the end of an operand, if it has ``size`` elements there; None if the operand is broadcast."""
     at = len(shape) + back
     return at if at >= 0 and shape[at] == size else None
 
 
 def _kept(before: Shape, after: Shape, axis: int) -> int | None:
-    """The axis of a tensor before a Reshape that is ``axis`` of its result."""
+    """The axis before a Reshape that corresponds to ``axis`` of its result, or None."""
     if before[: axis + 1] == after[: axis + 1]:
         return axis
     if not all(isinstance(d, int) for d in (*before, *after)):
@@ -213,7 +213,7 @@ def _kept(before: Shape, after: Shape, axis: int) -> int | None:
 
 
 def _queries(op: Op, shapes: Sequence[Shape], taken: _Taken) -> list[int | None] | None:
-    """The axes of rows of an attention by heads: those of the queries, and of the mask."""
+    """The axes of query rows in the operands of an attention with separate heads: of the queries and of the mask."""
     a = op.attrs
     windows = a.is_causal or a.left_window_size >= 0 or a.right_window_size >= 0
     if taken.axis != 2 or len(shapes[0]) != 4 or windows or any(v is not None for v in op.inputs[4:]):

@@ -1,10 +1,12 @@
-"""Attention whose heads are mixed before and after the softmax becomes attention of all features, and a product.
+"""Attention whose heads are mixed before and after the softmax becomes attention over the features of all heads, and a product.
 
 Talking heads (Shazeer et al., 2020; CaiT: Touvron et al., 2021) mix the maps of ``H`` heads by a matrix ``W`` before the softmax
-and by ``U`` after it. No map has to be stored: ``sum_h W[h, g] q_h k_h^T`` is one product over the features of all heads, of
-queries that are multiplied by ``W[h, g]`` and of the keys as they lie. A vector added to it is constant along a row of the softmax.
-Behind the softmax, map ``g`` multiplies the values of all heads, and one constant matrix takes from each what ``U`` says. A vector
-``c`` added there adds ``c_h`` times the sum of a head's values.
+and by a matrix ``U`` after it. With this rewrite, no map has to be stored:
+
+- Before the softmax, the scores ``sum_h W[h, g] q_h k_h^T`` are one product over the features of all heads: the queries times
+  ``W[h, g]``, and the keys unchanged. An added vector disappears, since it is constant along a row of the softmax.
+- After the softmax, map ``g`` multiplies the values of all heads. One product with a constant matrix, built from ``U``, adds up
+  each head's share. An added vector ``c`` contributes ``c_h`` times the sum of the values of head ``h``.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ from optdnn.passes.support.products import added_vector
 from optdnn.types import Array, normalize_axis
 
 WIDEST = 256
-"""Features of all heads at most: products over more take longer than maps that are stored."""
+"""Most features of all heads together: with more, the products take longer than storing the maps."""
 TO_LAST, FROM_LAST = (0, 2, 3, 1), (0, 3, 1, 2)
-"""Heads behind queries and keys, and back."""
+"""Permutations that move the heads after queries and keys, and back."""
 EXCHANGE = TransposeAttrs((0, 2, 1, 3))
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """Maps times a constant matrix of heads, plus a vector."""
+    """``maps`` times a constant matrix over the heads, plus a vector (or None). ``ops``: the operators that compute this."""
 
     maps: Value
     matrix: Array
@@ -66,7 +68,7 @@ def talking_heads(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("its sizes are not known")
     q, k, v = (t.static_shape for t in types)
     if q[:2] != k[:2] or q[:2] != v[:2] or q[1] * max(q[3], v[3]) > WIDEST:
-        return Miss(f"its {q[1]} heads of {max(q[3], v[3])} features do not fit one of {WIDEST}")
+        return Miss(f"its {q[1]} heads of {max(q[3], v[3])} features have more than {WIDEST} features together")
     ops = (op, back, *after.ops, softmax, *before.ops, turn, scores)
     return Match(ops, lambda patch: _rewrite(patch, op, scores, before, after))
 
@@ -112,7 +114,7 @@ def _rewrite(patch: Patch, op: Op, scores: Op, before: Mixing, after: Mixing) ->
 
 
 def _taken(matrix: Array, size: int) -> Array:
-    """The matrix (mixed * heads * size, heads * size) that takes of each map's values those of a head, times its share."""
+    """The matrix (mixed * heads * size, heads * size) that adds up, for each head, its values under each map times their shares."""
     mixed, heads = matrix.shape
     found: Array = np.zeros((mixed, heads, size, heads, size), matrix.dtype)
     head, feature = np.arange(heads)[:, None], np.arange(size)

@@ -52,8 +52,8 @@ class Block:
 
 def _in_a_row(graph: Graph) -> bool:
     """Whether each collective depends on the previous one: then all ranks run them in the same order."""
-    places = [op.id for op in graph.of_kind("AllReduce", "AllGather")]
-    return all(a in nx.ancestors(graph.nx, b) for a, b in pairwise(places))
+    collectives = [op.id for op in graph.of_kind("AllReduce", "AllGather")]
+    return all(a in nx.ancestors(graph.nx, b) for a, b in pairwise(collectives))
 
 
 def _only_addition(graph: Graph, total: Value) -> Op | None:
@@ -66,7 +66,7 @@ class TensorParallel(Pass):
     """Reduces the graph to the part of rank ``rank`` of ``world``. Afterwards ``ports`` tells how inputs and outputs are split."""
 
     name = "tensor_parallel"
-    places = "features"
+    axis_kind = "features"
     """The kind of axis that is split, for reports: features, or the batch."""
 
     def __init__(
@@ -105,7 +105,7 @@ class TensorParallel(Pass):
     def _chunk(self, size: int) -> Array:
         """The indices of this rank, out of ``size``. Raises Whole if the size does not divide evenly."""
         if size % self.world:
-            raise Whole(f"{size} {self.places} do not divide into {self.world} equal parts")
+            raise Whole(f"{size} {self.axis_kind} do not divide into {self.world} equal parts")
         count = size // self.world
         return np.arange(self.rank * count, (self.rank + 1) * count)
 

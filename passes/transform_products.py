@@ -31,13 +31,13 @@ MOST = 1 << 24
 """Most elements of a matrix: a one-sided transform of 4,096 real numbers, or a transform of 2,048 complex ones."""
 LEAST = 1 << 16
 """Fewest multiplications of a product. Smaller transforms stay sums in float64, which are more precise."""
-LEAST_BEHIND = 16
-"""The matrix multiplies from the left if at least this many elements are after the axis."""
+LEAST_AFTER = 16
+"""If at least this many elements follow the axis, the matrix multiplies from the left."""
 
 
 @dataclass(frozen=True)
 class Transform:
-    """A DFT: ``taken`` numbers along ``axis`` to ``bins``, of period ``length``."""
+    """A DFT of period ``length`` along ``axis``: ``taken`` numbers of the operand become ``bins`` numbers."""
 
     axis: int
     taken: int
@@ -47,12 +47,12 @@ class Transform:
     onesided: bool
 
     def matrix(self, complex_input: bool, parts: Sequence[int]) -> Array:
-        """In float64: (taken, 1 or 2, bins, parts); ``parts``: 0 for real, 1 for imaginary results."""
+        """The matrix (taken, 1 or 2, bins, parts) in float64. ``parts``: 0 for the real, 1 for the imaginary part of results."""
         angle = 2 * np.pi / self.length * (np.outer(np.arange(self.taken), np.arange(self.bins)) % self.length)
         cos, sin = np.cos(angle), np.sin(angle) if self.inverse else -np.sin(angle)
         if self.inverse:
             weight = np.full((self.taken, 1), 1 / self.length)
-            if self.onesided:  # each bin but the first and the middle one stands for two
+            if self.onesided:  # each bin but the first and the middle one occurs twice in the full spectrum
                 j = np.arange(self.taken)
                 weight[(j > 0) & (2 * j != self.length)] *= 2
             cos, sin = cos * weight, sin * weight
@@ -78,7 +78,7 @@ def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"its matrix would have {size} elements, more than {MOST}")
     work = size * math.prod(d for i, d in enumerate(dims[:last]) if i != found.axis)
     if isinstance(work, int) and work < LEAST:
-        return Miss(f"{work} multiplications are too few for a product")
+        return Miss(f"it has only {work} multiplications, too few for a product to pay")
     walk = _walk(graph, x, end, found.axis, bool(readers), size)
     sizes = list(dims)
     sizes[found.axis], sizes[last] = found.bins, len(parts)
@@ -112,7 +112,7 @@ def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _transform(graph: Graph, op: Op) -> Transform | Miss:
-    """What a DFT computes, if that is known."""
+    """The parameters of a DFT, or the reason why they are not known."""
     dims, a = graph.type(operand(op)).dims, op.attrs
     at = ints(graph, op.input(2))
     if op.input(2) is not None and not at:
@@ -131,18 +131,18 @@ def _transform(graph: Graph, op: Op) -> Transform | Miss:
 
 
 def _parts(dims: Shape) -> int:
-    """2 of a complex value, 1 of a real one."""
+    """The number of parts of a value: 2 if it is complex, 1 if it is real."""
     return 2 if dims[-1] == 2 else 1
 
 
 def _source(graph: Graph, x: Value) -> Value:
-    """The real part alone, where the imaginary part is 0."""
+    """The real part of ``x`` if its imaginary part is 0; else ``x``."""
     joined = _joined(graph, x)
     return operand(joined) if joined is not None and is_filled(graph.known(joined.inputs[1]), 0) else x
 
 
 def _scales(graph: Graph, op: Op) -> tuple[float, list[Op], list[Op]]:
-    """The factor of the ops before and after a DFT that multiply by numbers, which its matrix can do; each has one reader."""
+    """The factor that the DFT's matrix absorbs, and the ops before and after the DFT that multiply by it; each has one reader."""
     scale, before, after = 1.0, list[Op](), list[Op]()
     made = graph.op(operand(op))
     while _scaled(graph, made) and graph.sole_user(made.value) is not None:
@@ -168,7 +168,7 @@ def _scaled(graph: Graph, op: Op) -> bool:
 
 
 def _readers_of_parts(graph: Graph, op: Op) -> list[tuple[Op, int]]:
-    """The readers and the part that each of them takes; empty where one of them takes more."""
+    """The readers of a spectrum, each with the part that it takes; empty if one of them takes more than one part."""
     if op.outputs[0].type.dims[-1] != 2:
         return []
     found = [(graph.op(use.op), _part(graph, graph.op(use.op))) for use in graph.uses(op.value)]
@@ -178,7 +178,7 @@ def _readers_of_parts(graph: Graph, op: Op) -> list[tuple[Op, int]]:
 
 
 def _part(graph: Graph, reader: Op) -> int | None:
-    """0 or 1 for a Slice or Gather of real or imaginary parts."""
+    """0 if a Slice or Gather takes the real part, 1 for the imaginary part, None for other operators."""
     if reader.kind not in ("Slice", "Gather"):
         return None
     last = len(graph.type(operand(reader)).dims) - 1
@@ -200,7 +200,7 @@ def _part(graph: Graph, reader: Op) -> int | None:
 class Walk:
     """Orders of the axes: ``before`` for the signal that enters the product, ``after`` for the spectrum.
 
-    The axis and the parts stand between ``lead`` and ``behind``. If ``behind`` is empty, the matrix is the second factor."""
+    The axis and the parts come between ``lead`` and ``behind``. If ``behind`` is empty, the matrix is the second factor."""
 
     lead: tuple[int, ...]
     behind: tuple[int, ...]
@@ -222,7 +222,7 @@ def _walk(graph: Graph, x: Value, end: Op, axis: int, by_parts: bool, matrix: in
     lead, behind = tuple(range(axis)), tuple(range(axis + 1, last))
     size: DimLike = math.prod(dims[i] for i in behind)
     repeated = matrix * math.prod(dims[i] for i in lead)
-    if (isinstance(size, int) and size < LEAST_BEHIND) or (isinstance(repeated, int) and repeated > MOST):
+    if (isinstance(size, int) and size < LEAST_AFTER) or (isinstance(repeated, int) and repeated > MOST):
         lead, behind = lead + behind, ()
     pairs = ((axis, last), (last, axis))
     first = pairs[_comes_by_parts(graph, x, axis)]
@@ -331,7 +331,7 @@ def stft_to_conv(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 class TransformProducts(RulePass):
-    """Before all passes that look for products; on the CPU, NumPy's fast transform is as quick and more precise."""
+    """Runs before all passes that look for products. Not on the CPU: NumPy's fast transform is as fast, and more precise."""
 
     name = "transform_products"
     rules = (dft_to_matmul, stft_to_conv, frames_are_blocks, gathered_sums)

@@ -1,7 +1,7 @@
 """Loops with a known number of iterations become their iterations; an If becomes its branch, or both of them and a selection.
 
-A GPU's program has no loops: a remaining one runs on the CPU. Unrolled iterations are kernels like all others, and the passes
-see through them. The bounds keep a network from growing without end.
+A GPU's program has no loops: a loop that is not unrolled runs on the CPU. Unrolled iterations are ordinary operators, which all
+later passes can rewrite. Bounds limit the growth of the network.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from optdnn.types import is_float, normalize_axis
 TRIPS = 256
 """Most iterations that are unrolled."""
 OPS = 8192
-"""Most ops that one loop becomes."""
+"""Most ops of one unrolled loop."""
 SURE = frozenset(
     {
         "Attention", "AveragePool", "BatchNormalization", "Concat", "Conv", "ConvTranspose", "Expand", "Flatten", "GRU",
@@ -32,11 +32,11 @@ SURE = frozenset(
         "Slice", "Softmax", "Split", "Squeeze", "Transpose", "Unsqueeze", "Where",
     }
 )  # fmt: skip
-"""Kinds, besides pointwise ones, that have a result for any data."""
+"""Kinds, besides the pointwise ones, that never fail, whatever their data."""
 
 
 def _replaced(op: Op, build: Callable[[Patch], list[Value]]) -> Match:
-    """A match of only ``op``; ``build`` replaces all its results."""
+    """A match that covers only ``op``. ``build`` returns the new values of its results."""
 
     def replace_all(patch: Patch) -> None:
         for port, new in zip(range(len(op.outputs)), build(patch), strict=False):
@@ -48,11 +48,11 @@ def _replaced(op: Op, build: Callable[[Patch], list[Value]]) -> Match:
 
 @rule("unroll_loop", {"Loop"})
 def unroll_loop(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Loop with a known trip count that nothing ends before."""
+    """A Loop with a known trip count and no earlier end."""
     body, carried = op.attrs.body, op.attrs.carried
     trips = number_of(graph, op.input(0))
     if trips is None:
-        return Miss("how often it runs is not known")
+        return Miss("its number of iterations is not known")
     going = op.input(1)
     known = True if going is None else number_of(graph, going)
     if known is None or not goes_on(body.graph):
@@ -87,7 +87,7 @@ def unroll_scan(graph: Graph, op: Op) -> Match | Miss | None:
         dims = shape_of(graph, value)
         lengths.add(None if dims is None else dims[normalize_axis(axis, len(dims))])
     if len(lengths) != 1 or not isinstance(trips := lengths.pop(), int):
-        return Miss("how often it runs is not known")
+        return Miss("its number of iterations is not known")
     if not trips and a.scan_output_axes:
         return Miss("it runs zero times, but stacks results")
     return _too_much(a.body, trips) or _replaced(op, lambda patch: _scan_results(patch, op, trips))
@@ -124,16 +124,17 @@ def known_branch(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("both_branches", {"If"})
 def both_branches(graph: Graph, op: Op) -> Match | Miss | None:
-    """An If whose condition depends on data computes both branches and selects, where both always can be computed and yield
-    the same types. On the host, one branch alone would take longer."""
+    """An If whose condition depends on data computes both branches and selects.
+
+    Both branches must always be computable, and must give the same types. On the host, even one branch would take longer."""
     a, first = op.attrs, 1 + op.attrs.then_captured
     if number_of(graph, op.inputs[0]) is not None:
         return None
-    if _says_which(graph, operand(op)):
+    if _has_plans(graph, operand(op)):
         return Miss("its condition depends on the values of small inputs, for which an engine makes plans")
     branches: list[GraphBody] = [a.then_branch, a.else_branch]
     if branches[0].outputs != branches[1].outputs or not all(t.is_static for t in branches[0].outputs):
-        return Miss("its condition depends on data, and its branches do not yield the same sizes")
+        return Miss("its condition depends on data, and its branches do not give the same sizes")
     inner = [o for body in branches for o in body.graph.ops() if o.kind not in STRUCTURAL]
     if len(inner) > OPS:
         return Miss(f"its condition depends on data, and its branches have {len(inner)} ops; {OPS} are the limit")
@@ -150,8 +151,8 @@ def both_branches(graph: Graph, op: Op) -> Match | Miss | None:
     return _replaced(op, build)
 
 
-def _says_which(graph: Graph, condition: Value) -> bool:
-    """Whether a condition depends on nothing but inputs of a few integers or truth values."""
+def _has_plans(graph: Graph, condition: Value) -> bool:
+    """Whether a condition depends only on inputs of a few integers or booleans: an engine has a plan for each of their values."""
     left, seen = [condition], {condition}
     while left:
         source = graph.op(left.pop())
@@ -165,8 +166,9 @@ def _says_which(graph: Graph, condition: Value) -> bool:
 
 
 def may_fail(body: Graph, op: Op) -> bool:
-    """Whether an operator may fail, or not end, for some data: it reads indices, divides integers, or has sizes or a body that
-    depend on data."""
+    """Whether an operator may fail, or never end, for some data.
+
+    Such operators read indices, divide integers, or have a body or sizes that depend on data."""
     if op.kind in STRUCTURAL or op.kind == "Constant":
         return False
     if bodies(op) or not all(o.type.is_static for o in op.outputs):
@@ -179,7 +181,7 @@ def may_fail(body: Graph, op: Op) -> bool:
 
 
 def number_of(graph: Graph, value: Value | None) -> int | None:
-    """The one element of a known value."""
+    """The only element of a known value, as an integer; None for other values."""
     known = graph.known(value)
     return None if known is None or known.dtype == object or known.size != 1 else int(known.reshape(-1)[0])
 
@@ -222,7 +224,7 @@ def _inline(patch: Patch, body: Graph, inputs: Sequence[Value | None]) -> list[V
 
 
 def _stacked(patch: Patch, row: Sequence[Value], axis: int) -> Value:
-    """Values side by side along a new axis."""
+    """Values, concatenated along a new axis."""
     at = normalize_axis(axis, len(patch.type(row[0]).dims) + 1)
     where = integers(patch, [at], "axis")
     parts = [patch.add("Unsqueeze", [v, where]) for v in row]

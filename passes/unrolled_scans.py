@@ -1,10 +1,9 @@
 """Linear recurrences that exporters unroll step by step are computed for all steps at once (Mamba: Gu and Dao, 2023).
 
-``s[t] = a[t] * s[t - 1] + b[t]`` takes as many dependent operators as there are steps. One launch loops over them
-(PointwiseScan). Where they are many, rounds are faster. A pair (a, b) is a step from one state to another, and two steps in a
-row are one: (a2 * a1, a2 * b1 + b2). So prefixes of 1, 2, 4, … steps double in length with one multiplication and one
-addition of whole tensors (Hillis and Steele, 1986): 10 rounds for 1,024 steps. Products of each state with a vector of its
-step become one stack of products.
+``s[t] = a[t] * s[t - 1] + b[t]`` takes as many dependent operators as there are steps. For up to ``LOOPED`` steps, one launch loops
+over them (PointwiseScan). For more steps, rounds on whole tensors are faster. A pair (a, b) is a step from one state to another,
+and two consecutive steps are one step: (a2 * a1, a2 * b1 + b2). So each round doubles the length of the computed prefixes (Hillis
+and Steele, 1986): 10 rounds for 1,024 steps. Products of each state with a vector of its step become one batched product.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from optdnn.passes.support.facts import RESHAPES, integers, ints, is_filled, ope
 from optdnn.types import normalize_axis
 
 LEAST = 8
-"""Steps from which on a recurrence is worth it: shorter ones have hardly more operators than the rounds."""
+"""Fewest steps: a shorter recurrence has hardly more operators than the rounds."""
 LOOPED = 512
-"""Steps up to which one launch loops over them (PointwiseScan). A step takes some 50 ns, a round some 4 us."""
+"""Most steps of one looping launch (PointwiseScan). A step takes some 50 ns, a round some 4 us."""
 MOST = 1 << 24
-"""Elements of all states up to which it is: each round reads and writes them all, the steps do so once."""
+"""Most elements of all states: each round reads and writes them all, while the steps do so only once."""
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Position ``index`` of ``whole`` along ``axis``, which ``op`` takes."""
+    """Position ``index`` of ``whole`` along ``axis``, taken by the Gather ``op``."""
 
     whole: Value
     axis: int
@@ -47,7 +46,7 @@ class _Slice:
 
 
 def _taken(graph: Graph, value: Value | None) -> _Slice | None:
-    """The position of another tensor that this value is."""
+    """The position of another tensor that a Gather takes as this value, or None."""
     op = producer(graph, value, {"Gather"})
     index, shape = (None, None) if op is None else (ints(graph, op.input(1)), shape_of(graph, op.inputs[0]))
     if op is None or index is None or not shape or graph.type(operand(op, 1)).rank != 0:
@@ -68,7 +67,7 @@ class _Step:
 
 
 def _step(graph: Graph, op: Op) -> _Step | None:
-    """One step of a recurrence."""
+    """The step of a recurrence that ends in the Add ``op``, or None."""
     for scaled, rest in (op.inputs, op.inputs[::-1]):
         mul, term = producer(graph, scaled, {"Mul"}, alone=True), _taken(graph, rest)
         for a, before in () if mul is None or term is None else (mul.inputs, mul.inputs[::-1]):
@@ -83,7 +82,7 @@ def _step(graph: Graph, op: Op) -> _Step | None:
 
 @rule("linear_recurrence", {"Add"})
 def linear_recurrence(graph: Graph, op: Op) -> Match | Miss | None:
-    """All states of a recurrence that begins with zeros, from its last one."""
+    """Compute all states of a recurrence that begins with zeros. The rule starts at the last step."""
     last = _step(graph, op)
     shape = None if last is None else shape_of(graph, last.factor.whole)
     if last is None or shape is None or any(not isinstance(n, int) for n in shape):
@@ -100,7 +99,7 @@ def linear_recurrence(graph: Graph, op: Op) -> Match | Miss | None:
     while steps[-1].factor.index > 0:
         found = _step(graph, graph.op(steps[-1].before))
         if found is None or (found.factor.whole, found.term.whole) != (last.factor.whole, last.term.whole):
-            return Miss(f"the state before {steps[-1].add.name} is no step of the same recurrence")
+            return Miss(f"the state before {steps[-1].add.name} is not a step of the same recurrence")
         if (found.factor.axis, found.term.axis, found.factor.index) != (axis, axis, steps[-1].factor.index - 1):
             return Miss(f"{found.add.name} is not the step before {steps[-1].add.name}")
         steps.append(found)
@@ -125,7 +124,7 @@ def linear_recurrence(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _looped(patch: Patch, factors: Value, terms: Value, axis: int, count: int) -> Value:
-    """All states, along ``axis`` as the factors and terms are, from zero on, by a loop over the steps."""
+    """All states along ``axis``, as the factors and terms have it, by one loop over the steps that starts from zeros."""
     t = patch.type(factors)
     others = tuple(k for k in range(len(t.dims)) if k != axis)
     zero = patch.constant(np.zeros([t.static_shape[k] for k in others], t.dtype), "state")
@@ -145,7 +144,7 @@ def _looped(patch: Patch, factors: Value, terms: Value, axis: int, count: int) -
 
 
 def _prefixes(patch: Patch, factors: Value, terms: Value, axis: int, count: int) -> Value:
-    """All states, along ``axis`` as the factors and terms are. The rounds have the steps outermost, where parts are contiguous."""
+    """All states along ``axis``, by rounds on whole tensors. The rounds have the steps as the first axis: parts are contiguous."""
     rank = len(patch.type(factors).dims)
     out = (axis, *(i for i in range(rank) if i != axis))
     back = tuple(out.index(i) for i in range(rank))
@@ -170,7 +169,7 @@ def _prefixes(patch: Patch, factors: Value, terms: Value, axis: int, count: int)
 
 @rule("stacked_products", {"Concat"})
 def stacked_products(graph: Graph, op: Op) -> Match | Miss | None:
-    """``concat of (x[:, :, t] @ y[:, t])`` over all t, along a last axis, as one stack of products: x (N, D, T, S), y (N, T, S)."""
+    """The Concat of ``x[:, :, t] @ y[:, t]`` over all t along the last axis is one batched product. x (N, D, T, S), y (N, T, S)."""
     shape = op.outputs[0].type.shape
     if (
         shape is None
@@ -202,7 +201,7 @@ def stacked_products(graph: Graph, op: Op) -> Match | Miss | None:
         or before[2] != len(op.inputs)
         or any(not isinstance(n, int) for n in before)
     ):
-        return Miss("they are not all positions, or their number is not known")
+        return Miss("its products do not cover all positions, or the number of positions is not known")
     n, d, t, s = (size for size in before if isinstance(size, int))
     if other != (n, t, s):
         return Miss("there is not one vector per position")
@@ -216,7 +215,7 @@ def stacked_products(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _reshaped_product(graph: Graph, value: Value | None) -> tuple[Op | None, Sequence[Op]]:
-    """The product whose elements, in their order, are this value, and the operators in between; each has one reader."""
+    """The product that reshapes turn into this value, and these reshapes; all have one reader. (None, ()) for other values."""
     between: list[Op] = []
     while value is not None and graph.sole_user(value) is not None:
         op = graph.op(value)
@@ -233,7 +232,7 @@ def _reshaped_product(graph: Graph, value: Value | None) -> tuple[Op | None, Seq
 
 
 def _vector(graph: Graph, value: Value | None) -> _Slice | None:
-    """A column (…, S, 1) that is a position of another tensor."""
+    """The position of another tensor that is reshaped to the column ``value`` (…, S, 1), or None."""
     op, shape = producer(graph, value, RESHAPES), shape_of(graph, value)
     return None if op is None or not shape or shape[-1] != 1 else _taken(graph, op.inputs[0])
 

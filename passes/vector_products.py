@@ -1,8 +1,8 @@
-"""Products of one tensor with constant vectors become one product with a matrix, which kernels for matrices take.
+"""Products of one tensor with constant vectors become one product with a matrix, for which there are faster kernels.
 
-Graph attention (Velickovic et al., 2018) multiplies the features of each node with a vector for either end of an edge, a cross
-network (Wang et al., 2017) its rows with one vector in each layer. Where the features are a product with a matrix themselves, the
-vectors are multiplied with this matrix when the network is built. Then both products read one operand, and become one
+Graph attention (Velickovic et al., 2018) multiplies the features of each node by two vectors, one for each end of an edge. A cross
+network (Wang et al., 2017) multiplies its rows by one vector in each layer. If the features are themselves a product with a
+constant matrix, the vectors are multiplied by this matrix in the build. Then both products read one operand, and become one
 (:mod:`optdnn.passes.fuse_siblings`).
 """
 
@@ -20,11 +20,11 @@ from optdnn.types import Array, is_float
 
 _PRODUCTS = frozenset({"Gemm", "MatMul"})
 COLUMNS = 8
-"""A matrix beside others has a multiple of these columns, zeros beyond the vectors: rows of 16-bit floats are aligned for TMA."""
+"""A matrix that is joined with others gets zeros up to a multiple of 8 columns: TMA needs aligned rows of 16-bit floats."""
 
 
 def _vector(graph: Graph, op: Op) -> Array | None:
-    """The constant vector with which a plain product multiplies the last axis of its first operand."""
+    """The constant vector by which a MatMul without stages multiplies the last axis of its first operand; None for other ops."""
     if op.kind != "MatMul" or op.attrs.prologue or op.attrs.epilogue:
         return None
     array, shape = graph.constant_value(op.inputs[1]), shape_of(graph, op.inputs[0])
@@ -34,7 +34,7 @@ def _vector(graph: Graph, op: Op) -> Array | None:
 
 @rule("vector_products", {"MatMul"})
 def vector_products(graph: Graph, op: Op) -> Match | None:
-    """All products of one tensor with constant vectors."""
+    """Rewrites all products of one tensor with constant vectors at once."""
     if _vector(graph, op) is None:
         return None
     x = operand(op)
@@ -42,7 +42,7 @@ def vector_products(graph: Graph, op: Op) -> Match | None:
     vectors = np.stack([v for u in members if (v := _vector(graph, u)) is not None], 1)
     matrix = np.zeros((len(vectors), -(-len(members) // COLUMNS) * COLUMNS), vectors.dtype)
     matrix[:, : len(members)] = vectors
-    source, weights, bias = _behind(graph, x, matrix)
+    source, weights, bias = _composed(graph, x, matrix)
     if len(members) == 1 and not any(u.kind in _PRODUCTS and u is not op for u in graph.users(source)):
         weights, bias = weights[:, :1], None if bias is None else bias[:1]  # a column that joins no other matrix
     axis = len(graph.type(x).dims) - 1
@@ -58,17 +58,19 @@ def vector_products(graph: Graph, op: Op) -> Match | None:
     return Match(tuple(members), build)
 
 
-def _behind(graph: Graph, x: Value, matrix: Array) -> tuple[Value, Array, Array | None]:
-    """A tensor, matrix and bias that give the product of ``x`` with ``matrix``: those behind a product with a constant matrix that
-    makes ``x`` of no more features than twice its own."""
+def _composed(graph: Graph, x: Value, matrix: Array) -> tuple[Value, Array, Array | None]:
+    """A tensor, matrix and bias that give the product of ``x`` with ``matrix``.
+
+    If ``x`` is a product with a constant matrix, perhaps with a bias, the two matrices are composed. This product must not have
+    more than twice as many features as ``x``."""
     add = producer(graph, x, {"Add"})
     bias: Array | None = None
-    made: Value | None = x
+    before_bias: Value | None = x
     for slot in (0, 1) if add is not None else ():
         array = graph.constant_value(add.inputs[slot]) if add is not None else None
         if add is not None and array is not None and array.ndim <= 1:
-            made, bias = add.inputs[1 - slot], array
-    product = producer(graph, made, {"MatMul"})
+            before_bias, bias = add.inputs[1 - slot], array
+    product = producer(graph, before_bias, {"MatMul"})
     weights = None if product is None else graph.constant_value(product.inputs[1])
     if product is None or weights is None or weights.ndim != 2 or product.attrs.prologue or product.attrs.epilogue:
         return x, matrix, None

@@ -20,9 +20,9 @@ Shape = tuple[int, ...]
 
 @rule("view_chain", {"Transpose"})
 def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
-    """Transpose, Reshape, Transpose: the axes are split as far as both need, put in order once, and joined again.
+    """Transpose, Reshape, Transpose: the axes are split as far as both need, permuted once, and joined again.
 
-    The Reshape in the middle would copy what the first Transpose moved. Those before and after the chain go along."""
+    Otherwise the Reshape in the middle would copy the transposed tensor. A Reshape before or after the chain is absorbed."""
     middle = producer(graph, op.inputs[0], RESHAPES, alone=True)
     first = None if middle is None else producer(graph, middle.inputs[0], {"Transpose"}, alone=True)
     if middle is None or first is None:
@@ -39,13 +39,13 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
     one, two = first.outputs[0].type.static_shape, middle.outputs[0].type.static_shape
     parts = _parts(one, two)
     if parts is None:
-        return Miss("its Reshape splits no axes evenly")
+        return Miss("the axes before and after its Reshape have no common parts")
     back = [first.attrs.perm.index(i) for i in range(len(one))]
     given = [p for j in back for p in _groups(one, parts)[j]]
     joined = _groups(two, parts)
     copied = any(given.index(q) != given.index(p) + 1 for axis in joined for p, q in pairwise(axis))
     if not copied and before is None:
-        return None  # there is one copy at most
+        return None  # the chain makes one copy at most
     taken = [p for j in op.attrs.perm for p in joined[j]]
     runs = _runs(given, taken, _starts(graph.type(x).static_shape, [parts[p] for p in given]))
     order = sorted(runs, key=lambda run: taken.index(run[0]))
@@ -62,7 +62,7 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _parts(one: Shape, two: Shape) -> Shape | None:
-    """Sizes of the largest parts that make up the axes of both shapes, in row-major order; None where there are none."""
+    """The coarsest common split of two shapes: sizes whose products give the axes of both, in row-major order. None without one."""
     ends = sorted({math.prod(shape[i:]) for shape in (one, two) for i in range(len(shape) + 1)}, reverse=True)
     if any(a % b for a, b in pairwise(ends)):
         return None
@@ -70,7 +70,7 @@ def _parts(one: Shape, two: Shape) -> Shape | None:
 
 
 def _groups(shape: Shape, parts: Shape) -> list[list[int]]:
-    """The parts of each axis; none of an axis of one element."""
+    """The numbers of the parts that make up each axis; an axis of size 1 has none."""
     found, at = list[list[int]](), 0
     for size in shape:
         own: list[int] = []
@@ -82,13 +82,13 @@ def _groups(shape: Shape, parts: Shape) -> list[list[int]]:
 
 
 def _starts(shape: Shape, sizes: Sequence[int]) -> set[int]:
-    """The parts at which an axis of ``shape`` begins, by their numbers."""
+    """The numbers of the parts at which an axis of ``shape`` begins."""
     axes = {math.prod(shape[i:]) for i in range(len(shape))}
     return {i for i in range(len(sizes)) if math.prod(sizes[i:]) in axes}
 
 
 def _runs(given: Sequence[int], taken: Sequence[int], starts: set[int]) -> list[list[int]]:
-    """``given`` in runs that stay together in ``taken``. A run begins at each of ``starts``, since axes may lie apart in memory."""
+    """``given`` in runs that are also consecutive in ``taken``. Each of ``starts`` begins a run: there may be gaps between axes."""
     runs: list[list[int]] = []
     for i, p in enumerate(given):
         together = i not in starts and taken.index(p) == taken.index(runs[-1][-1]) + 1

@@ -1,8 +1,8 @@
 """Products of 16-bit floats whose results are converted to fp32 store fp32 at once.
 
-Networks that were trained in fp32 have fp32 outputs, so that at 16 bits their last product is followed by a conversion. Kernels sum
-in fp32: the conversion becomes the last stage of the product's epilogue, and no number is rounded in between. Where a kernel cannot
-store fp32, that stage is a launch after it, as before.
+Networks that were trained in fp32 have fp32 outputs, so at 16 bits a conversion follows their last product. Kernels sum in fp32. As
+the last stage of the product's epilogue, the conversion costs no launch, and nothing is rounded in between. If a kernel cannot
+store fp32, the conversion stays a separate launch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNIT = 8
 
 @rule("wide_product", {"Gemm", "MatMul"})
 def wide_product(graph: Graph, op: Op) -> Match | Miss | None:
-    """Product of 16-bit rows with a constant matrix, which only a Cast to fp32 reads, as it is or behind Reshapes."""
+    """A product of 16-bit rows with a constant matrix that only a Cast to fp32 reads, directly or after Reshapes."""
     views: list[Op] = []
     cast = graph.sole_user(op.value)
     while cast is not None and cast.kind == "Reshape":
@@ -32,7 +32,7 @@ def wide_product(graph: Graph, op: Op) -> Match | Miss | None:
     if weight is None or weight.ndim != 2 or op.attrs.prologue:
         return None
     if op.outputs[0].type.dims[-1] % _UNIT != 0:
-        return Miss(f"rows of fp32 whose columns are not a multiple of {_UNIT} would be copied")
+        return Miss(f"its number of columns is not a multiple of {_UNIT}, and the fp32 rows would be copied")
     reads = [v for v in op.inputs[op.definition.arity or 0 :] if v is not None and graph.constant_value(v) is None]
     if reads:
         return Miss(f"its stages read {graph.output(reads[0]).name}, which is not fp32")
@@ -48,7 +48,7 @@ def wide_product(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 class WideProducts(RulePass):
-    """Runs after precisions are assigned, which makes the conversions, and after all that looks for products."""
+    """Runs after the assignment of precisions, which adds the conversions, and after all passes that look for products."""
 
     name = "wide_products"
     rules = (wide_product,)

@@ -1,9 +1,9 @@
 """A product over the windows of a sequence or an image reads the windows in place.
 
-A dynamic convolution (Wu et al., 2019; ConvBERT: Jiang et al., 2020) multiplies the places under a window by weights that are
-computed for each place. Exporters write the windows as an im2col: Gathers with overlapping indices, views, and a product of
-each window with a vector. Overlapping windows are a view, and so is all the rest, if the axes lie in memory in the order in
-which the product needs them. Here the tensor is turned first, and the windows are taken from it so.
+A dynamic convolution (Wu et al., 2019; ConvBERT: Jiang et al., 2020) multiplies the positions under a window by weights that are
+computed for each position. Exporters write the windows as an im2col: Gathers with overlapping indices, views, and a product of
+each window with a vector. All operators before the product are views if the axes have the order in memory that the product needs.
+So this pass transposes the tensor first, and takes the windows from the result.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, produ
 from optdnn.types import Array, normalize_axis
 
 MOST_TERMS = 64
-"""The longest product of a window: more terms are work for tensor cores, which read copies."""
+"""Most terms of a window's product: with more terms, tensor cores on copied windows are faster."""
 MOST_ELEMENTS = 1 << 22
-"""The most elements of all windows, whose places are computed one by one."""
+"""Most elements of all windows: the pass computes the position of each."""
 MOST_LOOPS = 8
-"""Axes of the windows at most."""
+"""Most axes of the windows."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """``count`` places, ``step`` apart, along ``axis`` of a tensor."""
+    """``count`` positions along ``axis`` of a tensor, ``step`` apart."""
 
     count: int
     step: int
@@ -41,7 +41,7 @@ class Loop:
 
 @rule("product_of_windows", {"MatMul"})
 def product_of_windows(graph: Graph, op: Op) -> Match | Miss | None:
-    """``windows(x) @ v`` reads the windows of a turned ``x``, where all that takes them is a view."""
+    """``windows(x) @ v`` reads the windows of a transposed ``x``, from which they are views."""
     left, right = (shape_of(graph, v) for v in op.inputs[:2])
     if left is None or right is None or len(right) < 2 or right[-1] != 1 or not isinstance(left[-1], int):
         return None
@@ -57,7 +57,7 @@ def product_of_windows(graph: Graph, op: Op) -> Match | Miss | None:
     if any(len(graph.uses(x.value)) > 1 for x in ops):
         return Miss("its windows have other readers")
     before = graph.type(source).static_shape
-    loops = _loops(_places(graph, source, ops), before)
+    loops = _loops(_positions(graph, source, ops), before)
     if loops is None:
         return Miss("its windows do not begin at equal distances")
     order = tuple(dict.fromkeys(loop.axis for loop in loops))
@@ -65,10 +65,10 @@ def product_of_windows(graph: Graph, op: Op) -> Match | Miss | None:
     if any(before[a] != 1 for a in perm[: len(perm) - len(order)]):
         return Miss("its windows leave positions out")
     if perm == tuple(range(len(before))) or (ops[-1].kind == "Transpose" and ops[-1].attrs.perm == perm):
-        return None  # they lie in this order
+        return None  # the axes have this order already
 
     def build(patch: Patch) -> Value:
-        windows = _taken(patch, _turned(graph, patch, source, perm), order, loops, before)
+        windows = _taken(patch, _transposed(graph, patch, source, perm), order, loops, before)
         return patch.add("MatMul", [reshaped(patch, windows, shape), *op.inputs[1:]], op.attrs)
 
     pad = producer(graph, source, {"Pad"}, alone=True)
@@ -76,7 +76,7 @@ def product_of_windows(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _chain(graph: Graph, value: Value) -> tuple[Value, list[Op]] | None:
-    """The tensor that windows are taken from, and the operators that take them, the last one first. None: there are no windows."""
+    """The tensor with overlapping windows, and the operators that take the windows, last one first; None without windows."""
     ops: list[Op] = []
     while True:
         op = graph.op(value)
@@ -89,8 +89,8 @@ def _chain(graph: Graph, value: Value) -> tuple[Value, list[Op]] | None:
     return (value, ops) if overlapping and graph.type(value).is_static else None
 
 
-def _places(graph: Graph, source: Value, ops: Sequence[Op]) -> Array:
-    """For each element of the windows, its place in the tensor."""
+def _positions(graph: Graph, source: Value, ops: Sequence[Op]) -> Array:
+    """For each element of the windows, its position in the flattened tensor."""
     shape = graph.type(source).static_shape
     at = np.arange(math.prod(shape)).reshape(shape)
     for op in reversed(ops):
@@ -105,12 +105,12 @@ def _places(graph: Graph, source: Value, ops: Sequence[Op]) -> Array:
     return at.reshape(-1)
 
 
-def _loops(places: Array, shape: Sequence[int]) -> list[Loop] | None:
-    """The places of a tensor of this shape as loops from its first element, the outermost first; None where they are not."""
-    if places[0] != 0:
+def _loops(positions: Array, shape: Sequence[int]) -> list[Loop] | None:
+    """Positions in a tensor of this shape as nested loops from its first element, outermost loop first; None if they are not."""
+    if positions[0] != 0:
         return None
-    found: list[tuple[int, int]] = []  # the innermost first
-    rest = places
+    found: list[tuple[int, int]] = []  # innermost loop first
+    rest = positions
     while rest.size > 1:
         step = int(rest[1] - rest[0])
         ends = np.flatnonzero(np.diff(rest) != step)
@@ -127,7 +127,7 @@ def _loops(places: Array, shape: Sequence[int]) -> list[Loop] | None:
     for count, step in found:
         while count > 1:
             axis = next(a for a in range(len(shape)) if strides[a] <= step and shape[a] > 1)
-            inside = min(count, shape[axis] * strides[axis] // step)  # the rest is along the axis before
+            inside = min(count, shape[axis] * strides[axis] // step)  # the loop continues along the axis before
             if step % strides[axis] or inside < 2 or count % inside:
                 return None
             loops.insert(0, Loop(inside, step // strides[axis], axis))
@@ -136,8 +136,8 @@ def _loops(places: Array, shape: Sequence[int]) -> list[Loop] | None:
     return loops if all(r <= n for r, n in zip(reach, shape, strict=True)) else None
 
 
-def _turned(graph: Graph, patch: Patch, source: Value, perm: tuple[int, ...]) -> Value:
-    """The tensor with its axes in another order. A Pad that makes it works on the turned operand, and writes that order."""
+def _transposed(graph: Graph, patch: Patch, source: Value, perm: tuple[int, ...]) -> Value:
+    """The tensor with its axes in another order. If a Pad computes the tensor, the operand of the Pad is transposed instead."""
     pad = producer(graph, source, {"Pad"}, alone=True)
     pads = None if pad is None or pad.input(3) is not None else ints(graph, pad.input(1))
     if pad is None or pads is None:
@@ -150,13 +150,15 @@ def _turned(graph: Graph, patch: Patch, source: Value, perm: tuple[int, ...]) ->
 
 
 def _taken(patch: Patch, x: Value, order: Sequence[int], loops: Sequence[Loop], shape: Sequence[int]) -> Value:
-    """The windows of the turned tensor, with an axis for each loop, in their order."""
+    """The windows of the transposed tensor ``x``, with one axis per loop, in the order of the loops."""
     x = reshaped(patch, x, tuple(shape[a] for a in order))
     axes: list[int] = []
     for axis in order:
         along = [n for n, k in enumerate(loops) if k.axis == axis]
-        places = np.indices([loops[n].count for n in along])
-        index = np.asarray(sum(loops[n].step * place for n, place in zip(along, places, strict=True)), np.int64)
+        positions = np.indices([loops[n].count for n in along])
+        index = np.asarray(
+            sum(loops[n].step * position for n, position in zip(along, positions, strict=True)), np.int64
+        )
         x = patch.add("Gather", [x, patch.constant(index, "places")], GatherAttrs(axis=len(axes)))
         axes += along
     return patch.add("Transpose", [x], TransposeAttrs(tuple(axes.index(n) for n in range(len(loops)))))

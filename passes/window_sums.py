@@ -1,8 +1,8 @@
 """Cost volumes of optical flow and stereo: the sums of products with each shifted image become one op over all shifts.
 
-PWC-Net (Sun et al., 2018) compares each pixel of an image with all pixels near its position in another one. Exporters unroll the
-loop over the shifts: a Slice, a product and a mean over the channels for each shift, and a Concat of the means. All shifts together
-are the windows of the second image, which a kernel reads in place.
+PWC-Net (Sun et al., 2018) compares each pixel of an image with all pixels near its position in another image. Exporters unroll the
+loop over the shifts: for each shift a Slice, a product and a mean over the channels, then a Concat of the means. The shifted images
+are windows of the second image, which one kernel reads in place.
 
 Stereo networks cut both images to their overlap, and put the mean into a volume of zeros (DispNetC). GwcNet (Guo et al., 2019)
 takes a mean for each group of channels.
@@ -79,9 +79,9 @@ def window_sum(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"it joins sums of {len(run)} shifts, fewer than {FEWEST}")
     steps = _grid([s.begin for s in run])
     if steps is None:
-        return Miss("the shifts of its sums are no rows and columns at equal distances")
+        return Miss("the shifts of its sums do not form a grid with equal distances")
     if steps[axis].count > 1:
-        return Miss("its sums are shifted along the axis that they add")
+        return Miss("its sums are shifted along the axis that they sum over")
     ops = (op, *(o for s in run for o in s.ops))
 
     def build(patch: Patch) -> Value:
@@ -94,8 +94,7 @@ def window_sum(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _shift(graph: Graph, part: Value | None, axis: int, slot: int) -> Shift | None:
-    """The shifted sum in a part of a Concat along ``axis``, with operand ``slot`` of the product as the shifted image; None for
-    other parts."""
+    """The shifted sum in a part of a Concat along ``axis``, or None. Operand ``slot`` of the product is the shifted image."""
     pad = producer(graph, part, {"Pad"}, alone=True)
     found = _sum(graph, part if pad is None else operand(pad), axis)
     if found is None:
@@ -122,8 +121,9 @@ def _shift(graph: Graph, part: Value | None, axis: int, slot: int) -> Shift | No
 
 
 def _sum(graph: Graph, part: Value | None, axis: int) -> tuple[Op, Op, tuple[int, int] | None, list[Op]] | None:
-    """The sum along ``axis`` (of size one in the result), the product that it adds up, the sizes of the two axes into which the
-    channels are split in between (None without a split), and all operators on the way."""
+    """The sum along ``axis``, the product that it adds up, the split of the channels in between, and all operators on the way.
+
+    The axis has size 1 in the result. The split is (groups, channels per group), or None."""
     ops = [op for op in (producer(graph, part, RESHAPES, alone=True),) if op is not None]
     total = producer(graph, operand(ops[0]) if ops else part, SUMS, alone=True)
     if total is None:
@@ -151,15 +151,17 @@ def _sum(graph: Graph, part: Value | None, axis: int) -> tuple[Op, Op, tuple[int
 def _uncut(
     graph: Graph, pad: Op, axis: int, split: tuple[int, int] | None, moved: tuple[Value, tuple[int, ...]], other: Value
 ) -> tuple[Value, tuple[int, ...], list[Op]] | None:
-    """The whole image, the shift, and the Slices without other readers, if ``other`` is the image's overlap with the shifted one
-    and ``pad`` puts zeros everywhere else; else None. ``axis``: the axis along which the sums are joined."""
+    """The whole image behind ``other``, the shift, and the Slices without other readers; or None.
+
+    ``other`` must be the overlap of the whole image with the shifted one, and ``pad`` must add zeros everywhere else. ``axis``:
+    the axis along which the sums are joined."""
     before, frame = _zeros_before(graph, pad), list(pad.outputs[0].type.shape or ())
     whole, start, moves = _sliced(graph, other)
     source, begin = moved
     if before is None or before[axis] or not all(graph.type(v).is_static for v in (whole, other)):
         return None
     if frame[axis] != 1 or (split is not None and frame[axis - 1] != split[0]):
-        return None  # zeros beside the channels
+        return None  # the Pad adds channels
     channels = axis if split is None else axis - 1
     if split is not None:
         del before[axis], frame[axis]
@@ -170,13 +172,14 @@ def _uncut(
     shifts = tuple(b - a for a, b in zip(start, begin, strict=True))
     for a, n, size, shift, limit in zip(start, box, sizes, shifts, limits, strict=True):
         if (a, a + n) != (max(0, -shift), min(size, limit - shift)):
-            return None  # zeros where both images have values
+            return None  # the Pad has zeros where both images have values
     return whole, shifts, moves
 
 
 def _sliced(graph: Graph, value: Value) -> tuple[Value, tuple[int, ...], list[Op]]:
-    """The tensor from which Slices with steps of one take a box, the box's first element, and the Slices without other readers. If
-    zeros are padded to the tensor, the box may begin before it, or end after it."""
+    """The tensor from which Slices with steps of 1 take a box, the box's first element, and the Slices without other readers.
+
+    If Pads add zeros to the tensor, the box may begin before it or end after it."""
     begin, alone, moves = [0] * len(graph.type(value).dims), True, list[Op]()
     while (op := producer(graph, value, {"Slice", "Pad"})) is not None:
         moved = _starts(graph, op) if op.kind == "Slice" else _zeros_before(graph, op)
@@ -215,7 +218,7 @@ def _zeros_before(graph: Graph, op: Op) -> list[int] | None:
 
 
 def _longest_run(found: Sequence[Shift | None]) -> tuple[int, list[Shift]]:
-    """The longest run of parts that differ only in their shifts, after the index of its first part."""
+    """The longest run of parts that differ only in their shifts: the index of its first part, and the parts."""
     best: tuple[int, list[Shift]] = (0, [])
     at = 0
     for _, group in itertools.groupby(found, lambda s: None if s is None else (s.other, s.source, s.kind, s.split)):
@@ -229,8 +232,8 @@ def _longest_run(found: Sequence[Shift | None]) -> tuple[int, list[Shift]]:
 def _grid(begins: Sequence[Sequence[int]]) -> list[Steps] | None:
     """The positions along each axis, if the shifts are all combinations of them with the last axis fastest; else None."""
     steps: list[Steps] = []
-    for places in zip(*begins, strict=True):
-        own = list(dict.fromkeys(places))
+    for positions in zip(*begins, strict=True):
+        own = list(dict.fromkeys(positions))
         step = own[1] - own[0] if len(own) > 1 else 1
         if own != list(range(own[0], own[0] + step * len(own), step)):
             return None
@@ -240,8 +243,9 @@ def _grid(begins: Sequence[Sequence[int]]) -> list[Steps] | None:
 
 
 def _summed(patch: Patch, shift: Shift, steps: Sequence[Steps], axis: int) -> Value:
-    """The sums of all shifts, side by side along ``axis``. The summed axis, the channels, goes last: convolutions around the sums
-    want channels last, and a thread then reads neighbours."""
+    """The sums of all shifts, joined along ``axis``.
+
+    The summed axis, the channels, is moved last: the convolutions around use channels-last order, and a thread reads neighbours."""
     if shift.split is not None:
         other, source = (_in_groups(patch, v, axis, shift.split) for v in (shift.other, shift.source))
         shift = replace(shift, other=other, source=source)
@@ -286,14 +290,16 @@ def _in_groups(patch: Patch, image: Value, axis: int, split: tuple[int, int]) ->
 
 
 def _shared(shape: Sequence[int], limits: Sequence[int], steps: Sequence[Steps], outer: Sequence[int]) -> Array:
-    """A mask, for each shift, of the positions of an image of ``shape`` at which an image of ``limits`` has a value. A product with
-    padding zeros is not enough: zero times infinity is NaN. The axes are those of the sums before they are joined."""
+    """For each shift, a mask of the positions in an image of ``shape`` where the shifted image, of shape ``limits``, has a value.
+
+    A product with padding zeros would not be enough: zero times infinity is NaN. The axes are those of the sums before they are
+    joined."""
     counts = [k for k in outer if steps[k].count > 1]
     shared = np.ones((1,) * (len(outer) + len(counts)), bool)
     for at, k in enumerate(outer):
         s = steps[k]
-        places = np.arange(shape[k])[:, None] + s.start + s.step * np.arange(s.count)
-        inside = (places >= 0) & (places < limits[k])
+        positions = np.arange(shape[k])[:, None] + s.start + s.step * np.arange(s.count)
+        inside = (positions >= 0) & (positions < limits[k])
         dims = [1] * shared.ndim
         dims[at] = shape[k]
         if s.count > 1:

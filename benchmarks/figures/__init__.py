@@ -1,6 +1,6 @@
 """The tables of the documents, made from the rows under ``benchmarks/results``.
 
-``python docs/generate.py`` puts them into the README and into ``docs/performance/``; a test holds the documents against them.
+``python docs/generate.py`` writes them into the README and ``docs/performance/``; a test compares the documents with them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "growth": gpu.growth,
     "wide": wide.page,
 }
-"""Name -> what makes the Markdown of all rows; "" where there are none for it."""
+"""Name -> function from all rows to Markdown; it returns "" if there are no rows for the table."""
 
 
 def tables(results: Path) -> dict[str, str]:

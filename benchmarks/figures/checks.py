@@ -1,4 +1,4 @@
-"""The table of what was checked on a GPU."""
+"""The table of the checks on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
 def correctness(rows: Sequence[Row]) -> str:
-    """A row for each precision, and a paragraph of everything else."""
+    """A table with a row for each precision, and paragraphs about all other checks."""
     networks = [r for r in rows if r["what"] == "correctness" and r["setup"].startswith("cuda") and "verdict" in r]
     networks = [r for r in networks if " compiled for " not in r["setup"]]
     cases = {
@@ -100,7 +100,7 @@ VERDICTS = {
 
 
 def random(rows: Sequence[Row]) -> str:
-    """A row for each setting that random networks were tried at; its runs, of different seeds, are added up."""
+    """A table with a row for each setting of random networks. It adds up the runs of a setting, which have different seeds."""
     runs: dict[str, list[Row]] = {}
     for r in rows:
         if r["what"] == "random" and "counts" in r:
@@ -115,7 +115,7 @@ def random(rows: Sequence[Row]) -> str:
 
 
 def soak(rows: Sequence[Row]) -> str:
-    """One line for each precision that networks were replayed at."""
+    """A table with a row for each precision at which networks were replayed."""
     mine = [r for r in rows if r["what"] == "soak" and "of" in r]
     if not mine:
         return ""

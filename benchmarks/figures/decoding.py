@@ -16,7 +16,7 @@ WEIGHTS = {16: "fp16", 8: "8 bits", 4: "4 bits"}
 
 
 def decoding(rows: Sequence[Row]) -> str:
-    """Milliseconds a token of each network, kind of weights and batch, of all its layers. PyTorch's may be of an older row."""
+    """Milliseconds per token, with all layers, of each network, kind of weights and batch. PyTorch's may come from an older row."""
     mine = [r for r in rows if r["what"] == "decode" and r.get("times")]
     runs: dict[tuple[str, int, int], dict[int, Row]] = {}
     for row in mine:

@@ -28,13 +28,13 @@ def ms(row: Row, name: str) -> float | None:
 
 
 def speeds(rows: Sequence[Row], gpu: str = "H200") -> list[Row]:
-    """Rows of speed on GPUs of a name that hold times."""
+    """Rows of kind ``speed`` with times, from GPUs of this name."""
     mine = [r for r in rows if r["what"] == "speed" and r["setup"].startswith("cuda") and r.get("times")]
     return [r for r in mine if gpu in r["run"]["machine"]["gpu"]]
 
 
 def of_group(rows: Sequence[Row], name: str) -> list[Row]:
-    """The newest row of each workload of a group, in the group's order. It takes the times of further candidates from older rows;
+    """The newest row of each workload of a group, in the group's order. Times of further candidates come from older rows;
     ``older`` names these candidates."""
     found: dict[str, Row] = {}
     for row in sorted(rows, key=lambda r: str(r["run"]["date"])):
@@ -50,7 +50,7 @@ def of_group(rows: Sequence[Row], name: str) -> list[Row]:
 
 FP32 = ("fp32", "tf32")
 """Precisions that store fp32."""
-EARLIER = "Where a run had no torch.compile, its time is of an earlier one."
+EARLIER = "If a run had no torch.compile, its time comes from an earlier run."
 README = (
     "zoo/resnet50:1@fp16", "zoo/resnet50:128@fp16", "zoo/mobilenet_v2:1@fp16", "zoo/efficientnet_b0:128@fp16",
     "zoo/vit_b_16:32@fp16", "zoo/bert_base:1:sequence_length=128@fp16", "zoo/bert_base:32:sequence_length=128@fp16",
@@ -127,7 +127,7 @@ def _cell(row: Row, name: str, reach: float) -> str:
 
 
 def _over_libraries(rows: Sequence[Row]) -> str:
-    """Our kernels alone over the libraries alone, in geometric mean over the rows that have both."""
+    """A sentence on our kernels alone against the libraries alone: the geometric mean over the rows that have both."""
     ratios = []
     for row in rows:
         own = next((n for n in ("own", "untuned", "ours") if n in row["times"]), None)
@@ -148,7 +148,7 @@ def _over_libraries(rows: Sequence[Row]) -> str:
 
 
 def _over_compile(rows: Sequence[Row]) -> str:
-    """How many times as fast as torch.compile."""
+    """A sentence on the speed compared with torch.compile."""
     ratios = [
         r["times"]["compile"]["ms"] / r["times"]["ours"]["ms"] for r in rows if {"compile", "ours"} <= r["times"].keys()
     ]
@@ -215,7 +215,7 @@ def h100(rows: Sequence[Row]) -> str:
 
 
 def later(rows: Sequence[Row]) -> str:
-    """Networks of other kinds than those of the wide benchmark, on an H100, beside torch.compile."""
+    """Networks of further kinds, which the wide benchmark does not have, compared with torch.compile on an H100."""
     mine = of_group(speeds(rows, "H100"), "later")
     lines = [["network, batch", "optdnn ms", "eager ms", "torch.compile ms", "over torch.compile"]]
     ratios = []
@@ -236,7 +236,7 @@ def later(rows: Sequence[Row]) -> str:
 
 
 def stored_in_fp32(rows: Sequence[Row]) -> str:
-    """Networks at fp32 and tf32 on an H100, beside PyTorch at the same precision."""
+    """Networks at fp32 and tf32 on an H100, compared with PyTorch at the same precision."""
     found = {r["workload"]: r for r in of_group(speeds(rows, "H100"), "wide-fp32") if ms(r, "compile") is not None}
     names = list(dict.fromkeys(w.name.partition("@")[0] for w in group("wide-fp32")))
     columns, said = ["optdnn ms", "eager ms", "torch.compile ms", "faster"], []

@@ -1,4 +1,4 @@
-"""What the tables share: Markdown, means, and the facts of the runs that their rows come from."""
+"""Helpers of all tables: Markdown, means, and the facts of the runs that measured the rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CPU_PACKAGES = {"onnxruntime": "onnxruntime", "openvino": "openvino"}
 
 
 def table(lines: Sequence[Sequence[str]], said: str = "", *, how: str = "", rows: Sequence[Row] = ()) -> str:
-    """A Markdown table (the first line is the head, numbers to the right), what there is to say, and in a closed note how the
-    ``rows`` that it is made of were measured."""
+    """A Markdown table, a text after it, and a closed note about how its ``rows`` were measured. The first line is the head;
+    numbers are right-aligned."""
     marked = [lines[0], ["---", *["--:"] * (len(lines[0]) - 1)], *lines[1:]]
     parts = ["\n".join(f"| {' | '.join(line)} |" for line in marked), said.strip(), note(how, rows)]
     return "\n\n".join(part for part in parts if part)
@@ -27,7 +27,7 @@ def escaped(text: str) -> str:
 
 
 def note(how: str, rows: Sequence[Row]) -> str:
-    """A note that is closed until it is opened: machine, versions, commits and commands of the rows' runs, most rows first."""
+    """A collapsed note: machine, versions, commits and commands of the rows' runs, those with the most rows first."""
     if not rows:
         return ""
     commands = [command for command, _ in Counter(row["run"]["command"] for row in rows).most_common()]
@@ -37,7 +37,7 @@ def note(how: str, rows: Sequence[Row]) -> str:
 
 
 SHOWN = 6
-"""Workloads of a command that a note shows."""
+"""Most workloads of a command that a note shows."""
 
 
 def shortened(command: str) -> str:
@@ -52,10 +52,10 @@ def shortened(command: str) -> str:
 
 
 def geometric(values: Iterable[float]) -> float:
-    """The geometric mean. Raises ValueError where there are none."""
+    """The geometric mean. Raises ValueError if there are no values."""
     logs = [math.log(v) for v in values]
     if not logs:
-        raise ValueError("there is no mean of nothing")
+        raise ValueError("the geometric mean of no values is not defined")
     return math.exp(sum(logs) / len(logs))
 
 

@@ -1,5 +1,4 @@
-"""The page of the wide benchmark: networks that nothing was tuned for, compared with eager PyTorch and torch.compile, and their
-slow steps."""
+"""The page of the wide benchmark: untuned networks compared with eager PyTorch and torch.compile, and their slow steps."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from benchmarks.rows import Row
 from benchmarks.workloads import EXPLAINED, REACH, group
 
 GOAL = 2.0
-"""Times as fast as torch.compile that every pair should be."""
+"""The speed relative to torch.compile that every pair should reach."""
 SHOWN_CLIFFS, SHOWN_REASONS = 40, 2
-"""Cliffs in the list over all networks, and those that explain one network."""
+"""Most cliffs in the list over all networks, and most that explain one network."""
 PART = 0.08
 """The least share of a run of the kinds of steps that explain a network."""
 WHY = 160
-"""Characters of a reason."""
+"""Most characters of a reason."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Pairs:
 
     @property
     def ratios(self) -> list[float]:
-        """Those of all pairs that torch.compile ran, too."""
+        """The speedups of all pairs that torch.compile ran, too."""
         return [over for r in self.rows if (over := self.over(r)) is not None]
 
 
@@ -61,7 +60,7 @@ def readme(rows: Sequence[Row]) -> str:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """Everything that there are rows for, each part under a heading."""
+    """The page: each part that has rows, under a heading."""
     mine = _mine(rows)
     if not mine:
         return ""
@@ -97,7 +96,7 @@ def _beside_torch(row: Row) -> bool:
 
 
 def joined(rows: Iterable[Row], profiled: dict[str, Row]) -> Pairs:
-    """The newest row for each workload. Where it was not run beside torch.compile, it takes that time of an earlier run."""
+    """The newest row for each workload. If its run had no torch.compile, that time comes from an earlier run."""
     best, older = {}, {}
     for row in rows:
         name = row["workload"]
@@ -117,7 +116,7 @@ def _newest(rows: Iterable[Row]) -> list[Row]:
 
 
 def _ordered(rows: dict[str, Row]) -> list[Row]:
-    """Rows by workload in the order of the group, others behind."""
+    """Rows by workload in the order of the group, then all others."""
     order = [w.name for w in group("wide")]
     return [rows[name] for name in dict.fromkeys([*order, *rows]) if name in rows]
 
@@ -150,7 +149,7 @@ def _summary(pairs: Pairs, rows: Sequence[Row]) -> str:
 
 
 def _apart(pairs: Pairs) -> str:
-    """How many times of torch.compile are of an earlier run than ours, and how far eager PyTorch's times moved between the two."""
+    """The number of torch.compile's times from earlier runs, and the change of eager PyTorch's times between the two runs."""
     now = {r["workload"]: ms(r, "eager") for r in pairs.rows}
     both = [(now[r["workload"]], ms(r, "eager")) for r in pairs.older]
     moved = [new / old for new, old in both if new and old]
@@ -188,7 +187,7 @@ def slow(pairs: Pairs) -> str:
 
 
 def explanation(name: str, profiled: Row | None) -> str:
-    """Why a pair is not faster: the sentence in ``workloads.toml``, then the steps that are far from their roofline."""
+    """The reasons why a pair is not faster: the sentence in ``workloads.toml``, then the steps far from their roofline."""
     parts = [EXPLAINED[name]] if name in EXPLAINED else []
     if profiled is not None:
         kinds = [
@@ -225,7 +224,7 @@ def every(pairs: Pairs) -> str:
 
 
 def most_tuned(rows: Sequence[Row]) -> str:
-    """The pairs that torch.compile's longest search was tried on."""
+    """The pairs for which torch.compile's longest search was tried."""
     mine = _newest(r for r in rows if "compile-max" in r["times"])
     lines = [["network, batch", "optdnn ms", "max-autotune ms", "over max-autotune"]]
     for row in mine:
@@ -235,7 +234,7 @@ def most_tuned(rows: Sequence[Row]) -> str:
 
 
 def cliffs(pairs: Pairs) -> str:
-    """The steps of all networks that are far from their roofline, those that would gain most of their run first."""
+    """The steps of all networks that are far from their roofline; the largest gain, as a share of the run, comes first."""
     profiled = [pairs.cliffs[w.name] for w in group("wide") if w.name in pairs.cliffs]
     found = listed(profiled)
     if not found:

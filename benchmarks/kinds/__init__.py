@@ -30,7 +30,7 @@ def kind_of(name: str) -> Kind:
 
 
 def command_of(name: str) -> Callable[[Sequence[str]], int]:
-    """A command's function of its words."""
+    """The function of a command, which takes the words of the command line."""
     module, _, function = COMMANDS[name].partition(":")
     found: Callable[[Sequence[str]], int] = getattr(importlib.import_module(f"benchmarks.{module}"), function)
     return found

@@ -3,8 +3,8 @@
     python -m benchmarks cases --target cuda --most 400 --out cases.jsonl [--operators Resize]
 
 The cases are those that the operator tests check (collected by running these), at most ``--most`` of an operator. Many cases make
-one network of independent parts, so that few engines are built. On a GPU (``cuda``) every launch is held against
-NumPy's result on the GPU's own operands, poisoned with NaN first; at fp32 the results also against ``reference``, with the
+one network of independent parts, so that few engines are built. On a GPU (``cuda``) the result of every launch (filled with NaN
+first) is compared with NumPy's on the GPU's own operands. At fp32 the results are also compared with ``reference``, with the
 operator's own tolerance. With an architecture (``cuda:sm_90a``) a run only fills the kernel cache.
 """
 
@@ -53,7 +53,7 @@ def measure(job: Job) -> Row:
 
 
 def shown(row: Row) -> str:
-    """How many cases are right."""
+    """The number of cases that are right."""
     return f"{row['tried'] - len(row['wrong'])} of {row['tried']} right {row['wrong'][:3] or ''}".rstrip()
 
 

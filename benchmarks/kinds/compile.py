@@ -40,7 +40,7 @@ HOT = frozenset(
 
 
 def recipes_of(name: str, batch: int, precision: str, arch: str) -> dict[str, Recipe]:
-    """By key, what an engine with heuristic tactics is made of."""
+    """The recipes of an engine with heuristic tactics, by key."""
     from optdnn.compiler import build_verbose
 
     model = _model(name, batch)
@@ -54,7 +54,7 @@ def recipes_of(name: str, batch: int, precision: str, arch: str) -> dict[str, Re
 
 @lru_cache(maxsize=1)
 def _model(name: str, batch: int) -> onnx.ModelProto:
-    """Built once for all architectures and precisions, which takes longer than most of its kernels."""
+    """A network, built once for all architectures and precisions: that takes longer than compiling most of its kernels."""
     return zoo.build(name, batch=batch)
 
 

@@ -1,17 +1,18 @@
-"""Is a compiled network right? Each is built, run, and held against ONNX Runtime's fp32 on the CPU (PyTorch modules: the
-module's).
+"""Is a compiled network right? Each is built, run, and compared with ONNX Runtime at fp32 on the CPU (a PyTorch module with
+itself).
 
     python -m benchmarks correctness --shared FOLDER --out correctness.jsonl
     python -m benchmarks correctness zoo/resnet50:1 --precisions fp16,int8+fp16 --target cuda:sm_80 --compile-for sm_90a
     python -m benchmarks correctness --shared FOLDER --target simulate --precisions fp32      # needs no GPU
 
-``errors``: max |error| over max |output| of each output; ``another_input``: what another input changes. ``agrees``: at fp32
-within ``WHOLE``; at others nearer than another input's result, since a network of seeded random weights amplifies what
-rounding does. Where an output holds boxes, it counts how many of the kept ones are also ONNX Runtime's. On a GPU also: every
-launch by itself against its step's meaning, on the GPU's own operands, results poisoned with NaN (``steps``); single
-launches against the graph, to the bit (``singly``); runs on an arena full of NaN and of something else, between fences
-(``arena``: what is wrong). ``--compile-for``: the program of an older GPU, its kernels compiled for this one, which runs
-their source as that GPU would.
+``errors``: max |error| over max |output| of each output. ``another_input``: the change of the outputs with another input.
+``agrees``: at fp32, whether the error is within ``WHOLE``; at other precisions, whether it is smaller than the change with
+another input, since networks with seeded random weights amplify rounding errors. For outputs with boxes it counts how many of
+the kept boxes ONNX Runtime keeps, too.
+
+On a GPU also ``steps``: every launch by itself against its step's meaning, on the GPU's own operands, with results filled with NaN
+before; ``singly``: single launches against the graph, to the bit; ``arena``: faults of runs on arenas that are filled with NaN and
+with another value, between fences. ``--compile-for``: the program of an older GPU, with its kernels compiled for this GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from support.agreement import BOX, SCORE, error_of, onnxruntime_results, same_bo
 WHOLE = 5e-4
 """Of a whole network at fp32. Two right runs of yolox_s are 2e-4 apart, and as far from float64."""
 COARSER = {"fp32": 1, "tf32": 10, "fp16": 10, "bf16": 50}
-"""How much further than at fp32 the corners and scores of a box may be."""
+"""Precision -> how much larger than at fp32 the errors of a box's corners and scores may be."""
 KEPT, KEPT_FP32 = 0.9, 0.98
 """Share of a detector's boxes that must be the same. At fp32: of all boxes. At other precisions: of the boxes that ONNX Runtime
 still finds at fp32 from weights and inputs rounded to that precision, since nearly tied scores decide which boxes are kept."""
@@ -71,7 +72,7 @@ def compiled_for(program: Program, arch: str) -> Program:
 
 
 def prepare(job: Job) -> Row:
-    """The engine, its inputs, and what must come out."""
+    """The engine, its inputs, and the expected outputs."""
     workload, target, other_arch = job.workload, job.options.target, job.options.compile_for
     if workload.source in TORCH:
         module = module_of(workload)
@@ -100,7 +101,7 @@ def _flat(found: Any) -> list[Any]:
 
 
 def rounded(model: Any, feeds: dict[str, Any], precision: str) -> tuple[Any, dict[str, Any]]:
-    """The model and its inputs with weights and inputs that have been at a precision (tf32: about as fine as fp16)."""
+    """The model and its inputs, with weights and inputs rounded to a precision (tf32: about as fine as fp16)."""
     import onnx
     from onnx import numpy_helper
 
@@ -119,7 +120,7 @@ def rounded(model: Any, feeds: dict[str, Any], precision: str) -> tuple[Any, dic
 
 
 def _moved(a: Any, b: Any) -> float:
-    """How far another input moves an output, of its largest magnitude; inf where its size depends on the input."""
+    """The change of an output with another input, relative to its largest magnitude; inf if its size depends on the input."""
     if a.shape != b.shape:
         return float("inf")
     scale = float(np.abs(b.astype(np.float64)).max(initial=0.0)) or 1.0
@@ -130,7 +131,7 @@ def _moved(a: Any, b: Any) -> float:
 
 
 def measure(job: Job) -> Row:
-    """Run the engine, and hold it against what must come out."""
+    """Run the engine, and compare it with the expected outputs."""
     precision, target = job.workload.precision, job.options.target
     feeds, want, near = (dict(np.load(job.folder / f"{name}.npz")) for name in ("feeds", "want", "rounded"))
     engine = optdnn.load(job.folder / "engine")
@@ -179,13 +180,13 @@ def checks(engine: Any, feeds: dict[str, Any], precision: str) -> Row:
 
 
 def right(found: Row) -> bool:
-    """Whether nothing speaks against an engine."""
+    """Whether an engine passed all checks."""
     good = found["repeats"] and found["agrees"] and found.get("singly", True)
     return bool(good and not found.get("arena") and not found.get("steps", {}).get("wrong"))
 
 
 def agrees(found: Row, another: list[float], precision: str) -> bool:
-    """Whether the whole network's result is the reference's, as far as its precision lets it be."""
+    """Whether the whole network's result agrees with the reference, within the bounds of its precision."""
     boxes = found.get("boxes_as_a_set", {"of": 0})
     if boxes["of"]:
         return bool(boxes["same"] >= (KEPT * boxes["rounded"] if "rounded" in boxes else KEPT_FP32 * boxes["of"]))

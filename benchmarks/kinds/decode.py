@@ -1,13 +1,13 @@
-"""Decoding with caches in place: milliseconds a call, tokens and operations a second, and the share that memory takes.
+"""Decoding with caches in place: milliseconds per call, tokens and operations per second, and the share of memory's bandwidth.
 
     python -m benchmarks decode --groups decoders --out decode.jsonl
     python -m benchmarks decode decoders/llama_8b:1,16,64:layers=4:bits=4 --out decode.jsonl
     python -m benchmarks decode decoders/llama_8b:1:layers=4:tokens=2048 --out prefill.jsonl
     python -m benchmarks decode decoders/llama_8b:1:layers=4 --torch --out beside.jsonl
 
-Each run decodes the token at the same position, or reads a prompt of so many ``tokens``: a bound call, whose caches are state,
-replayed between two events. Engines take the cost model's tactics (``--tune S``: measured ones). ``--torch``: PyTorch in the way of
-gpt-fast beside it, compiled and in a CUDA graph.
+Each run decodes the token at the same position, or reads a prompt of ``tokens`` tokens. It is a bound call with caches as state,
+replayed between two events. Engines take the cost model's tactics (``--tune S``: measured ones). ``--torch`` also measures PyTorch
+as in gpt-fast, compiled and in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.workloads import Workload
 
 RUNS, ROUNDS = 50, 9
 WRONG = 0.1
-"""Distance from PyTorch's logits, of the largest one, beyond which a result is wrong (bf16 beside fp16 is off by 0.02)."""
+"""Largest error of logits relative to PyTorch's largest one; larger ones are wrong (fp16 and bf16 differ by 0.02)."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +104,7 @@ def _once(call: Callable[[], object], stream: Any) -> float:
 
 
 def _beside(job: Job, given: dict[str, Any], stream: Any, logits: Any) -> tuple[Callable[[], object], Row]:
-    """PyTorch's call, and how far its logits are from ours, of the largest one."""
+    """PyTorch's call, and the difference of its logits from ours, relative to the largest one."""
     import torch
 
     from benchmarks import race, torch_decoder

@@ -19,7 +19,7 @@ from support import killed  # noqa: E402
 
 
 def main(words: Sequence[str]) -> int:
-    """Kill -9 at random moments of build, save, retune and cache writes: what they leave behind is checked."""
+    """Kill -9 at random moments of build, save, retune and cache writes, and check the files that remain."""
     parser = command_parser("faults", __doc__)
     parser.add_argument("--moments", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

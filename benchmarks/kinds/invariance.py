@@ -1,10 +1,10 @@
-"""``row_invariant``: does a row give the same bits at any batch size and at any place in the batch?
+"""``row_invariant``: does a row give the same bits at any batch size and at any position in the batch?
 
     python -m benchmarks invariance --sizes 1,2,5,9,33 --tuned 4 --out invariance.jsonl
 
 Each network is built for every batch size: by the cost model, and with ``--tuned SECONDS`` also by measurement. Rows are
-those of the largest batch: in place, in reverse order, and one row in all places. ``control``: how many rows differ where
-the build is not row-invariant (where none does for any network, the comparison says nothing).
+those of the largest batch: in place, in reverse order, and one row in all positions. ``control``: the number of rows that differ
+in a build that is not row-invariant (if it is 0 for all networks, the comparison proves nothing).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def setups(options: argparse.Namespace, workload: Workload) -> list[str]:
 
 
 def batch_axes(models: dict[int, Any]) -> dict[str, int]:
-    """Which axis of each input and output is the batch: the one whose size follows it."""
+    """The batch axis of each input and output: its size changes with the batch size."""
     one, two = models[min(models)].graph, models[max(models)].graph
 
     def shapes(values: Any) -> dict[str, list[int]]:
@@ -46,7 +46,7 @@ def batch_axes(models: dict[int, Any]) -> dict[str, int]:
 
 
 def differing(models: dict[int, Any], batches: list[int], **options: Any) -> Row:
-    """Rows that are not those of the largest batch, by batch size."""
+    """The number of rows that differ from those of the largest batch, by batch size."""
     from optdnn.runtime.contexts.feeds import random_feeds
 
     axes, largest = batch_axes(models), max(batches)

@@ -1,11 +1,11 @@
-"""Bytes of JPEGs in, classes out: pictures a second of an engine's own pipeline, and of PyTorch's.
+"""From bytes of JPEGs to classes: pictures per second of an engine's own pipeline, and of PyTorch's.
 
     python -m benchmarks pictures --target cuda --network resnet50 --batch 64 --count 4096
 
 Makes a folder of 500x375 JPEGs. Rows: the engine on pictures that are decoded and prepared already, the same engine on decoded
-uint8 pictures (what preprocessing costs), nvImageCodec alone, the pipeline's decoders without the engine, the pipeline from files
-to classes, and torchvision.io.decode_jpeg on the GPU, alone and with a compiled network that prepares its pictures. What is missing
-is left out, and that is said.
+uint8 pictures (the cost of preprocessing), nvImageCodec alone, the pipeline's decoders without the engine, the pipeline from files
+to classes, and torchvision.io.decode_jpeg on the GPU, alone and with a compiled network that prepares its pictures. If a library is
+missing, its rows are left out, with a message.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from optdnn.models import zoo
 
 SIZE = (375, 500)
 DISTINCT = 64
-"""Pictures that differ; the folder's files repeat them."""
+"""Number of different pictures; the folder's files repeat them."""
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def main(words: Sequence[str]) -> int:
-    """Bytes of JPEGs in, classes out: pictures a second, of the engine, of the decoder alone and of PyTorch."""
+    """From bytes of JPEGs to classes: pictures per second of the engine, of the decoder alone and of PyTorch."""
     parser = command_parser("pictures", __doc__ or "")
     parser.add_argument("--target", default="cuda")
     parser.add_argument("--network", default="resnet50", help="of the zoo (%(default)s)")
@@ -71,7 +71,7 @@ def write_jpegs(folder: Path, count: int) -> list[Path]:
 
 
 def measured(files: Sequence[Path], options: argparse.Namespace) -> Iterator[Row]:
-    """A row for each way."""
+    """A row for each configuration."""
     model = zoo.build(options.network, batch=options.batch)
     (port,), (answer,) = model.graph.input, model.graph.output
     common = {"target": options.target, "precision": options.precision, "tactics": options.tactics}
@@ -105,7 +105,7 @@ def _row(way: str, pictures: int, seconds: float) -> Row:
 
 
 def engine_seconds(engine: optdnn.Engine, turns: int) -> float:
-    """The median of runs on random arrays that lie where the engine runs."""
+    """The median time of runs on random arrays in the memory of the engine's device."""
     from optdnn.runtime.contexts.feeds import random_feeds
 
     feeds: dict[str, Any] = random_feeds(engine.inputs)
@@ -139,7 +139,7 @@ def decoders_seconds(engine: optdnn.Engine, files: Sequence[Path]) -> float:
 
     idle: Any = SimpleNamespace(context=Nothing, program=None)
     pictures, batch = GpuPictures(idle, PicturePort.of(engine)), int(engine.inputs[0].shape[0])
-    for part in (files[: 16 * batch], files):  # the first makes decoders and memory
+    for part in (files[: 16 * batch], files):  # the first run creates decoders and allocates memory
         start = time.perf_counter()
         assert sum(len(names) for names, _, _ in pictures.runs(part, batch)) == len(part)
     return time.perf_counter() - start
@@ -165,7 +165,7 @@ def codec_seconds(files: Sequence[Path], batch: int) -> float:
 
 
 def pipeline_seconds(engine: optdnn.Engine, files: Sequence[Path], decoder: str) -> float:
-    """Files to classes; the first batches, which make graphs and memory, come before the clock."""
+    """Files to classes. The first batches, which create graphs and allocate memory, are not timed."""
     batch = engine.inputs[0].shape[0]
     for _ in optdnn.picture_answers(engine, files[: (16 if decoder == "gpu" else 2) * int(batch)], decoder=decoder):
         pass

@@ -8,7 +8,7 @@ For each network: fp32, the 16-bit precisions of the target, int8 with each cali
 points. Calibration and automatic precision use only training pictures; accuracy is that on held-out pictures, which neither
 has seen. Networks of the zoo have seeded weights and pictures, and are judged by the cosine distance of their outputs from
 fp32's. Times are those of whole engines, measured side by side in turns; ``over_best`` is the speed of auto over the fastest
-single precision within its bound, of only these two, with the 95 % interval of the rounds' ratios. ``--target simulate``
+single precision within its bound, measured with only these two, with the 95 % interval of the rounds' ratios. ``--target simulate``
 gives the accuracies of the GPU's arithmetic, and no times. ``optdnn explain`` and ``inspect`` show for an engine why each
 node has its precision.
 """
@@ -76,7 +76,7 @@ def configurations(target: str) -> dict[str, dict[str, Any]]:
 
 
 def of_trained(workload: Workload, target: str, only: str, more: Mapping[str, Any]) -> Row:
-    """All configurations of one network; ``more`` are further options of every build."""
+    """All configurations of one network. ``more``: further options of every build."""
     name, simulate, batch = workload.short, target == "simulate", workload.batch
     net = trained.load(name)
     x, y = trained.training(name)
@@ -91,7 +91,7 @@ def of_trained(workload: Workload, target: str, only: str, more: Mapping[str, An
         start = time.perf_counter()
         data: Any = {"x": x, "labels": y} if options["precision"] == "auto" else {"x": trained.calibration(name)}
         data = {} if options["precision"] in ("fp32", "fp16", "bf16") else {"calib": data}
-        # Two bounds of one network share ranges, sensitivities and times of operators; all share what is known of tactics.
+        # Two bounds of one network share ranges, sensitivities and times of operators; all builds share the tactics' times.
         data |= caches if options["precision"] == "auto" else {"timing_cache": caches["timing_cache"]}
         try:
             engine = optdnn.build(net.path, target=target, shapes={"x": shape}, **more, **options, **data)
@@ -122,8 +122,7 @@ def _over_best(
     engines: Mapping[str, Engine],
     timed: Callable[..., Any],
 ) -> None:
-    """Auto compared with the fastest single precision within its bound: which one that is, the speedup, its 95 % interval and
-    the verdict."""
+    """Auto compared with the fastest single precision within its bound: its name, the speedup, the 95 % interval, the verdict."""
     singles = [c for c in lost if not c.startswith("auto") and lost[c] <= bound]
     if auto not in engines or not singles:
         return
@@ -178,7 +177,7 @@ def of_zoo(workload: Workload, target: str, more: Mapping[str, Any]) -> Row:
 def rounds_of(
     engines: Mapping[str, Engine], feeds: Mapping[str, Array], target: str, rounds: int
 ) -> dict[str, list[float]]:
-    """Milliseconds of each engine in each round; those that are the very same engine are timed as one."""
+    """Milliseconds of each engine in each round. Identical engines are timed once."""
     quiet = {"feeds": feeds, "say": lambda text: None, "rounds": rounds, "give_up_ratio": 50.0}
     if target == "cpu":
         return once_each(engines, partial(cpu_rounds, seconds=0.04, **quiet))

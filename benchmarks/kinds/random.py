@@ -1,4 +1,4 @@
-"""Random networks through optdnn, compared with ONNX Runtime without optimizations: is any wrong, unsteady, hanging or crashing?
+"""Random networks compared with ONNX Runtime without optimizations: are any wrong, not repeatable, hanging or crashing?
 
     python -m benchmarks random --target cpu --seeds 0:2000 --jobs 2 --out cpu.jsonl
     python -m benchmarks random --target cpu --tactics openvino,onnxruntime --seeds 0:500 --out alone.jsonl
@@ -10,16 +10,16 @@
 
 The generator is ``tests/networks/random_nets``. Each seed gives one network of each family (``--family``), tried at each setting
 (target, precision, tactics) in worker processes. If one dies or needs more than ``--timeout`` seconds, only its network is lost.
-``--out`` gets one line of JSON per trial as it ends; trials that it holds already are not repeated: a run that was stopped, or that
+``--out`` gets one line of JSON per trial as it ends. Trials in this file are not repeated, so a run that was stopped, or that
 ``--budget`` ended, continues with the same command. Parts (ranges of seeds, settings) can run on different machines; ``--merge``
-counts their rows with those of ``--out``. ``OUT.summary.json`` has the counts by setting and family, the failing trials, those
-that an explanation of ``tests/networks/random_nets/explanations.py`` accounts for, and why others were refused.
+counts their rows with those of ``--out``. ``OUT.summary.json`` has the counts by setting and family, the failing trials, the trials
+that ``tests/networks/random_nets/explanations.py`` explains, and the reasons of refusals.
 
 A line is printed for each failing trial, and ``--shrink FOLDER`` makes its network small and keeps it there as NAME.onnx with the
 inputs in NAME.npz. Exit code 7: something failed.
 
-GPU networks are built by the cost model, and run twice (captured, then replayed), bit for bit the same. "int8" means Q/DQ networks
-as they are, and float networks calibrated with their own inputs.
+GPU networks are built by the cost model. They run twice (captured, then replayed), and must give the same bits. "int8" means that
+Q/DQ networks are unchanged, and float networks are calibrated with their own inputs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def settings(args: argparse.Namespace) -> list[list[str]]:
 
 
 def planned(args: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Task]:
-    """The trials in order of their seeds, without those that are done."""
+    """The trials that are not done yet, in the order of their seeds."""
     for setting in settings(args):
         told = " ".join(filter(None, setting))
         if args.files:

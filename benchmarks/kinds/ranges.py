@@ -1,10 +1,10 @@
-"""Networks over ranges of sizes: one engine each, at sizes inside of its range, held against ONNX Runtime.
+"""Networks over ranges of sizes: one engine each, at sizes inside its range, compared with ONNX Runtime.
 
     python -m benchmarks ranges --shared FOLDER --target cpu --precisions fp32 --out ranges.jsonl
 
 Every network of the folder whose input has symbolic dimensions is built once, for batches 1 to 5 and lengths 1 to 64, and
-run at several of them: max |error| over max |output| against ONNX Runtime at fp32 (integers equal), and, since a network may
-hardly depend on its input, how far the result for another input is.
+run at several of them. A row has max |error| over max |output| against ONNX Runtime at fp32 (integers must be equal), and, since a
+network may hardly depend on its input, the difference from the result for another input.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def measure(job: Job) -> Row:
 
 
 def _rounded(error: float) -> float:
-    """To three digits."""
+    """``value`` with three digits."""
     return float(f"{error:.2e}")
 
 

@@ -1,11 +1,11 @@
-"""Each step of a run on a GPU against its roofline: the least time that its work allows, over the time that it adds to the run.
+"""Each step of a run on a GPU compared with its roofline: the least time for its work, over the time that it adds to the run.
 
     python -m benchmarks roofline --out roofline.jsonl                       # single operators
     python -m benchmarks roofline --groups wide --out roofline.jsonl         # networks
     python -m benchmarks roofline --groups wide --predicted --out p.jsonl    # the same by predicted times, without a GPU
     python -m benchmarks cliffs roofline.jsonl                               # steps below 25 % that take over 2 % of a run
 
-Engines take the cost model's tactics (``--tune S``: measured ones). A share above 1 means that operands lie in L2.
+Engines take the cost model's tactics (``--tune S``: measured ones). A share above 1 means that operands are in L2.
 ``at_roofline`` is the part of a run that its steps would take at their rooflines.
 Cliffs and their reasons are those of ``optdnn bench --profile``.
 """
@@ -29,7 +29,7 @@ from optdnn.runtime.cuda.measuring.expected import expected_steps
 from optdnn.runtime.file.format import read
 
 MOST = 400
-"""Steps that a row holds at most; rows that are kept among the results hold none."""
+"""Most steps in a row. Rows in ``benchmarks/results`` have no steps."""
 WORDS = (
     ("attention", ("Attention",), ("attention",)),
     ("recurrence", ("Recurrence",), ("rnn",)),
@@ -40,10 +40,10 @@ WORDS = (
     ("reductions", ("Reduce", "Pool", "Arg", "TopK"), ()),
     ("pointwise", ("Pointwise",), ("pointwise",)),
 )
-"""Words for steps in a summary: (word, parts of the step's kind, beginnings of its tactic's name). The first that fits is taken."""
+"""Words for steps in a summary: (word, parts of the step's kind, beginnings of its tactic's name). The first match counts."""
 OTHERS = "moves"
 NAMES = 60
-"""Characters of the ONNX nodes of a step."""
+"""Most characters for the ONNX nodes of a step."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +101,7 @@ def word(kind: str, tactic: str) -> str:
 
 
 def summary(steps: Sequence[Row]) -> list[Row]:
-    """By word, the longest first: the share of the run, and the part of that time that the steps would take at their rooflines.
+    """For each word, largest share first: the share of the run, and the part of it that the steps would take at their rooflines.
 
     Steps with the same work and configuration count their median: a change of the GPU's clock shows up in single ones.
     """
@@ -140,13 +140,13 @@ def profiled(job: Job) -> Any:
 
 
 def step(plain: Row) -> Row:
-    """A step as a row keeps it: three digits of each number."""
+    """A step in the form of a row: three digits of each number."""
     kept = [(k, plain[k]) for k in ("kind", "tactic", "us", "share", "roofline", "flops", "bytes") if k in plain]
     return {k: three(v) for k, v in kept} | {"nodes": " ".join(plain["src"])[:NAMES]}
 
 
 def cliff(found: Row, whole_us: float) -> Row:
-    """A cliff as a row keeps it. ``gain``: the share of the run that a quarter of its roofline would save."""
+    """A cliff in the form of a row. ``gain``: the share of the run that it would save at a quarter of its roofline."""
     kept = {k: three(found[k]) for k in ("step", "tactic", "us", "share", "roofline", "gain_us", "why")}
     return {**kept, "gain": three(found["gain_us"] / whole_us), "nodes": " ".join(found["src"])[:NAMES]}
 
@@ -157,13 +157,13 @@ def three(value: Any) -> Any:
 
 
 def listed(rows: Sequence[Row]) -> list[Row]:
-    """The cliffs of all rows, each with its workload, by the share of their runs that they would gain."""
+    """The cliffs of all rows, each with its workload, those with the largest gain first."""
     every = [{"workload": row["workload"], **c} for row in rows for c in row.get("cliffs", ())]
     return sorted(every, key=lambda c: -float(c["gain"]))
 
 
 def shown(row: Row) -> str:
-    """The run's time, how much of it the steps' rooflines take, and the worst cliffs."""
+    """The run's time, the part of it that the steps would take at their rooflines, and the worst cliffs."""
     head = [f"{c['tactic']} gains {c['gain']:.0%}" for c in row["cliffs"][:3]]
     return f"{row['times']['ours']['ms']:.4f} ms, {row['at_roofline']:.0%} at roofline" + "".join(
         f", {h}" for h in head

@@ -3,11 +3,10 @@
     python -m benchmarks sanitize --out sanitize.jsonl         # all tools; also that each tool catches the fault seeded for it
     python -m benchmarks sanitize --tools memcheck int8 rows
 
-Each buffer of an engine is an allocation of its own, to the byte, so that memcheck sees what a planned arena would hide. The
-seeded faults (``SEEDED_FAULT`` in pool_int8.cu: a write past the end, a barrier left out, a read of unwritten
-memory, a barrier of threads that do not come) are compiled into a copy of the family "int8". Families are named in
-tests/support/sanitizer_nets.py. Exits 1 if a clean family is reported, or a fault is not. Rows that ``--out`` holds are not
-run again.
+Each buffer of an engine is a separate allocation of exactly its size, so that memcheck sees faults that a planned arena would hide.
+The seeded faults (``SEEDED_FAULT`` in pool_int8.cu: a write past the end, a missing barrier, a read of unwritten memory, a barrier
+that some threads never reach) are compiled into a copy of the family "int8". Families are named in tests/support/sanitizer_nets.py.
+Exits 1 if a tool reports a clean family, or misses a seeded fault. Rows in the file of ``--out`` are not run again.
 
 synccheck runs on request. In convolutions that split K it reports a missing wait in block 121, at the first arrival at a barrier
 that the block has just initialized: the barrier of the partial sums or, in a rank that receives none, that of the first stage.
@@ -37,11 +36,11 @@ from support.sanitizer_nets import GENERAL, graphs  # noqa: E402
 FAULTS = {"memcheck": 1, "racecheck": 2, "initcheck": 3, "synccheck": 4}
 TOOLS = ("memcheck", "racecheck", "initcheck")
 AND, TOGETHER, GENERAL_TOGETHER = " + ", 2, 6
-"""How many families share a process, whose start takes longer than they do; those of generated kernels are small."""
+"""Families per process, since the start of a process takes longer than a family; families of generated kernels are small."""
 
 
 def watched(tool: str, folder: Path, name: str, fault: int, seconds: int) -> tuple[bool, str, float]:
-    """Whether a tool reports no fault, its output, and the seconds it took."""
+    """Whether a tool reports no fault, its output, and its seconds."""
     start = time.time()
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "benchmarks", "sanitize",
                "--folder", str(folder), "--run", name, "--fault", str(fault), "--tools", tool]  # fmt: skip

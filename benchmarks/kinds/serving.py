@@ -33,7 +33,7 @@ PROTOCOLS = ("engine", "plain", "http", "grpc", "shared", "cuda", "echo")
 SAMPLES = 180
 """Most samples of memory in a run, which are at least a second apart."""
 ROOT = Path(__file__).parents[2]
-"""Where processes start, so that they find this package."""
+"""The working folder of the processes, in which they find this package."""
 
 
 def serving(words: Sequence[str]) -> int:
@@ -158,7 +158,7 @@ def load_row(engine: optdnn.Engine, protocol: str, options: argparse.Namespace) 
 
 
 def like_single_runs(engine: optdnn.Engine, order: dict[str, Any], firsts: dict[int, bytes]) -> dict[str, Any]:
-    """How the first answers, of requests that shared batches, compare with runs of each request by itself."""
+    """The first answers, of requests that shared batches, compared with runs of each request alone."""
     same, worst = 0, 0.0
     for number, got in firsts.items():
         want = next(iter(engine.run({order["input"]: rows_of(order, number)}).values()))
@@ -235,7 +235,7 @@ def sample(pid: int, done: threading.Event, samples: Samples, pause: float) -> N
     began = time.monotonic()
     while not done.wait(pause):
         for number, role in processes(pid).items():
-            if resident := resident_mb(number):  # none of one that was killed
+            if resident := resident_mb(number):  # a killed process has none
                 samples.setdefault(number, (role, []))[1].append((time.monotonic() - began, resident))
 
 
@@ -246,8 +246,9 @@ def kill_worker(pid: int, done: threading.Event, seconds: float) -> None:
 
 
 def processes(pid: int) -> dict[int, str]:
-    """The processes of a server, and their parts in it. One that has just begun may still have another program's
-    command line (between fork and exec the parent's); it is left out until it has its own.
+    """The processes of a server, and their parts in it.
+
+    Between fork and exec, a new process still has the command line of its parent; it is left out until it has its own.
     """
     found = {pid: "server"}
     with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from benchmarks.rows import RESULTS, command_parser, say
 
 
 def keep(words: Sequence[str]) -> int:
-    """Put rows of files into the results that are kept: the newest of each key, no error in place of a result."""
+    """Put rows of files into benchmarks/results: the newest row of each key, but no error in place of a result."""
     parser = command_parser("keep", keep.__doc__)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--folder", type=Path, default=RESULTS)
@@ -24,7 +24,7 @@ def keep(words: Sequence[str]) -> int:
 
 
 def operators(words: Sequence[str]) -> int:
-    """Write the table of operators, optdnn/ops/OPERATORS.md, from what ONNX's backend tests showed."""
+    """Write the table of operators, optdnn/ops/OPERATORS.md, from the results of ONNX's backend tests."""
     command_parser("operators", operators.__doc__).parse_args(words)
     tests_on_path()
     import test_backend_suite as suite
@@ -36,7 +36,7 @@ def operators(words: Sequence[str]) -> int:
 
 
 def cliffs(words: Sequence[str]) -> int:
-    """List the cliffs of all networks in rows of 'roofline', those that would gain most of their run first."""
+    """List the cliffs of all networks in rows of 'roofline', those with the largest gain first."""
     from benchmarks.kinds import roofline
 
     parser = command_parser("cliffs", cliffs.__doc__)

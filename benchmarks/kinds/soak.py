@@ -2,11 +2,11 @@
 
     python -m benchmarks soak --shared FOLDER --out soak.jsonl
 
-Each network is built by the cost model at fp16, int8 (calibrated on random data) and fp32, at batches from 1 to 64 in turn.
+Each network is built by the cost model at fp16, int8 (calibrated on random data) and fp32; the batches, 1 to 64, alternate.
 Then a child of its own replays the CUDA graph ``--replays`` times alone, and as often while another stream keeps a
 random share of the multiprocessors busy for a random time. Each replay's outputs are compared on the GPU with the first
 run's, bit for bit. Verdicts: ``ok``, ``hang``, ``differs``, ``crash``; a network that cannot be built has an error.
-``--target cpu`` or ``simulate`` runs the engine as often as ``--replays`` says, without a neighbour.
+With ``--target cpu`` or ``simulate``, the engine runs ``--replays`` times, without a second stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.workloads import Workload
 DETECTORS = ("rcnn", "ssd")
 """Parts of names of networks that run only at batch 1."""
 BATCHES = {"fp16": (1, 16, 2, 64, 1, 8, 4, 32), "fp32": (1, 2, 4, 1, 8), "int8": (8, 1, 32, 2, 16, 1, 64, 4)}
-"""Batches that networks get in turn. True fp32 is slow, so its batches are small."""
+"""Precision -> batches that networks take turns with. True fp32 is slow, so its batches are small."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +94,7 @@ extern "C" __global__ void busy(unsigned long long nanoseconds) {
 
 
 class Neighbour:
-    """Another stream's kernels. Each keeps some multiprocessors to itself for a while."""
+    """Kernels on a second stream. Each keeps some multiprocessors busy for a while."""
 
     def __init__(self) -> None:
         import cupy
@@ -104,14 +104,14 @@ class Neighbour:
         self.stream, self.rng = cupy.cuda.Stream(non_blocking=True), np.random.default_rng()
 
     def start(self) -> None:
-        """Enqueue one."""
+        """Enqueue one kernel."""
         blocks, nanoseconds = int(self.rng.integers(1, 125)), int(self.rng.integers(2_000, 60_000))
         with self.stream:
             self.kernel((blocks,), (128,), (np.uint64(nanoseconds),), shared_mem=self.shared)
 
 
 def replay(job: Job) -> Row:
-    """Run an engine ``--replays`` times alone, and as often with a neighbour. Each output is compared with the first."""
+    """Run an engine ``--replays`` times alone, and as often with a second stream. Each output is compared with the first."""
     import cupy
 
     engine = optdnn.load(job.folder / "engine")
@@ -134,7 +134,7 @@ def replay(job: Job) -> Row:
                 outputs = bound.run(stream)
                 count += 1
                 for k, v in outputs.items():
-                    if isinstance(v, np.ndarray):  # its size depends on data: it came by way of the host
+                    if isinstance(v, np.ndarray):  # its size depends on data, so it was copied from the host
                         differing += int(not np.array_equal(bits(v), first[k]))
                     elif v.size:
                         differing += off(bits(v), first[k])

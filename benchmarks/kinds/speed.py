@@ -1,4 +1,4 @@
-"""Speed of optdnn and its rivals, in turns; each result is checked first.
+"""Speed of optdnn and its rivals, which take turns; each result is checked first.
 
     python -m benchmarks speed --rivals ours,untuned,libraries,eager --tune 10 --timing-cache times.json --out targets.jsonl
     python -m benchmarks speed --groups wide --rivals ours,eager,compile --at-once 12 --limit 400 --out wide.jsonl
@@ -7,10 +7,10 @@
     python -m benchmarks speed --groups lanes --rivals ours,one_lane --shared FOLDER --out lanes.jsonl
     python -m benchmarks speed --groups cpu --target cpu --shared FOLDER --out cpu.jsonl
 
-On a GPU a time is that of replays of a CUDA graph between events, with all arrays on the GPU. Engines are built in parallel;
-those that tune take turns on the GPU, with each other and with what is timed. ``--at-once`` above 1: so many workloads are
-compiled by torch.compile side by side, and are stopped while one is timed: timing still has the GPU to itself, and so has eager
-PyTorch while cuDNN searches. On the CPU ``optdnn compare`` races whole processes.
+On a GPU, times are those of replays of a CUDA graph between events, with all arrays on the GPU. Engines are built in parallel.
+Builds that tune, and measurements, take turns on the GPU. With ``--at-once`` above 1, torch.compile compiles this many workloads
+concurrently. They are stopped while one workload is timed, or while cuDNN searches for eager PyTorch: both have the GPU to
+themselves. On the CPU ``optdnn compare`` races whole processes.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ from optdnn.runtime.cuda.libraries import find
 ENGINES = {
     "ours": "auto", "untuned": "auto", "own": "own", "libraries": "cudnn,cublaslt", "one_lane": "auto", "ranged": "auto",
 }  # fmt: skip
-"""Candidate -> whose kernels its engine may run on. "untuned" is never tuned: beside the others, where these are. "one_lane" puts
-no steps side by side, "ranged" takes a range of sequence lengths (of the zoo's transformers and recurrent layers).
-"ours@PRECISION" is another precision's engine, "ours-TACTIC" one that must not use a tactic."""
+"""Candidate -> the kernels that its engine may use. "untuned" is never tuned, even if the others are. "one_lane" runs no steps
+concurrently. "ranged" takes a range of sequence lengths (only for the zoo's transformers and recurrent layers).
+"ours@PRECISION" has another precision, "ours-TACTIC" must not use a tactic."""
 TORCH_RIVALS = ("eager", "compile", "compile-max")
 LIBRARIES = ("_cudnn", "_cublaslt")
-"""How the names of tactics end that call a library."""
+"""The endings of the names of tactics that call a library."""
 SHARE = {"untuned": 0.0, "libraries": 0.2}
-"""How much of the time for tuning a candidate gets, if not all: the libraries' few algorithms were measured for "ours" before."""
+"""Candidate -> its share of the tuning time, if not all of it: the libraries' algorithms were already measured for "ours"."""
 WRONG = 0.03
-"""Error against fp32, of the largest output, beyond which a candidate is called wrong (unless PyTorch's is as large)."""
+"""Largest error against fp32, relative to the largest output. Larger errors are wrong, unless PyTorch's is as large."""
 WRONG_FP32 = 3e-4
 """The same at fp32."""
 WRONG_8BIT = 0.25
 """The same at int8 and fp8: the logits of a network with random weights are small differences."""
 IO_DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16"}
-"""Precision of a workload -> the type of the inputs on the GPU, of all candidates. fp16 for the others."""
+"""Precision of a workload -> dtype of the inputs on the GPU, for all candidates; fp16 for other precisions."""
 SAMPLES = 16
-"""Inputs that a network is calibrated on, on the CPU."""
+"""Number of inputs for calibration on the CPU."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ def setups(options: argparse.Namespace, workload: Workload) -> list[str]:
     return [f"{options.target} {','.join(rivals_of(options))}{tuned}{flushed}"]
 
 
-# ---------------------------------------------------------------- preparing: no GPU needed, unless tactics are measured
+# ---------------------------------------------------------------- preparing: needs no GPU, unless tactics are measured
 
 
 def prepare(job: Job) -> Row:
@@ -171,7 +171,7 @@ def _merge(source: Path, target: Path) -> None:
 
 
 def measure(job: Job) -> Row:
-    """Is each candidate right, and the race."""
+    """Check each candidate, then race those that are right."""
     if job.options.target == "cpu":
         return compared(job)
     from optdnn.runtime.cuda.device import Device
@@ -184,7 +184,7 @@ def measure(job: Job) -> Row:
 
 
 def free() -> None:
-    """Give the GPU's memory back: the child lives on, beside others."""
+    """Free the GPU's memory: the child lives on, and others use the GPU."""
     import gc
 
     import torch
@@ -268,7 +268,7 @@ def _raced(job: Job, place: str) -> Row:
 
 
 def _most_error(precisions: str) -> float:
-    """The error that a right engine of these precisions has at most, where PyTorch's is smaller."""
+    """The largest error of a right engine at these precisions, if PyTorch's error is smaller."""
     return WRONG_8BIT if "8" in precisions else WRONG_FP32 if precisions == "fp32" else WRONG
 
 
@@ -288,7 +288,7 @@ def searched(captured: Callable[[], Any], place: str) -> Any:
 
 
 def verdict(checks: Mapping[str, Row], workload: Workload) -> Row:
-    """Whether our engines are right: of 8 bits a distance says little, since random weights amplify what rounding does."""
+    """Whether our engines are right. At 8 bits an error says little, since random weights amplify rounding errors."""
     ours = [c for name, c in checks.items() if name not in TORCH_RIVALS]
     if errors := [c["error"] for c in ours if "error" in c]:
         return {"verdict": "failed", "error": errors[0]} if len(errors) == len(ours) else {"verdict": "failed"}
@@ -297,7 +297,7 @@ def verdict(checks: Mapping[str, Row], workload: Workload) -> Row:
 
 
 def _engine(job: Job, name: str, inputs: Mapping[str, Any], want: Any, stream: Any) -> tuple[Any, Row, Any]:
-    """A candidate's replay, whether it is right, and what must live on."""
+    """A candidate's replay, whether its result is right, and the objects that must live on."""
     import torch
 
     from benchmarks import race
@@ -319,7 +319,7 @@ def _engine(job: Job, name: str, inputs: Mapping[str, Any], want: Any, stream: A
 
 
 def _rounding_error(module: Any, feeds: list[Any], want: list[Any]) -> float:
-    """How far the module's results in fp32 move, of the largest one, where its weights and inputs alone are rounded to fp16."""
+    """The change of the module's fp32 results, relative to the largest one, if only weights and inputs are rounded to fp16."""
     from benchmarks import race
 
     rounded = copy.deepcopy(module).half().float()
@@ -327,8 +327,9 @@ def _rounding_error(module: Any, feeds: list[Any], want: list[Any]) -> float:
 
 
 def _truth(workload: Workload, feeds: list[Any], other: list[Any]) -> tuple[Any, list[Any], float]:
-    """The module in fp32 on the GPU, its results, and how far another input moves them. A network that is no PyTorch module has
-    ONNX Runtime's results."""
+    """The module in fp32 on the GPU, its results, and their change with another input.
+
+    A network that is not a PyTorch module has ONNX Runtime's results."""
     import torch
 
     from benchmarks import race

@@ -3,11 +3,13 @@
     python -m benchmarks waits --out waits.jsonl                     # everything: about three minutes
     python -m benchmarks waits --parts load,call --out waits.jsonl
 
-``build``: full autotune (or ``--search`` seconds of it), cold caches, then warm ones (the same bytes?). ``load``:
-``optdnn.load`` to the first result, in a fresh process, three times. ``call``: what Python adds to the GPU's time, with
-bound buffers and with GPU arrays. ``retune``: an engine that was built with the GPU hidden, then ``optdnn retune``.
-``plan``: the first run of BERT-base at lengths that its engine holds no plan for. With ``--target cpu`` only ``build`` and
-``load``.
+- ``build``: full autotune (or ``--search`` seconds of it) with cold caches, then with warm ones, which must give the same bytes.
+- ``load``: from ``optdnn.load`` to the first result, in a fresh process, three times.
+- ``call``: the time that Python adds to the GPU's, with bound buffers and with GPU arrays.
+- ``retune``: an engine that was built with the GPU hidden, then ``optdnn retune``.
+- ``plan``: the first run of BERT-base at lengths for which its engine holds no plan.
+
+``--target cpu`` has only ``build`` and ``load``.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def measure(job: Job) -> Row:
 
 
 def optdnn_command(*words: str, limit: float = 240, **environment: str) -> Row:
-    """``optdnn WORDS``: seconds and text. Raises RuntimeError where it fails."""
+    """Run ``optdnn WORDS``: its seconds and its text. Raises RuntimeError if it fails."""
     start = time.perf_counter()
     words_run = ["timeout", f"{limit:g}", sys.executable, "-m", "optdnn.cli.main", *words]
     done = subprocess.run(words_run, capture_output=True, text=True, check=False, env={**os.environ, **environment})
@@ -87,7 +89,7 @@ def python(program: str, *words: str) -> str:
 
 
 def build(job: Job) -> Row:
-    """Cold, then warm; what was tried."""
+    """Builds with cold caches, then with warm ones, and the candidates that were tried."""
     folder = job.folder
     words = ("build", model(job), *optimized(job), "--timing-cache", str(folder / "times.json"))
     words += ("--budget", job.options.search) if job.options.search else ()
@@ -135,8 +137,8 @@ def load(job: Job) -> Row:
 
 
 def call(job: Job) -> Row:
-    """In microseconds, medians: the GPU's time; the host's part of a call; a call and the wait for its end; over the GPU's
-    time."""
+    """Median microseconds: the GPU's time, the host's part of a call, a call with the wait for its end, and its excess over the
+    GPU's time."""
     import cupy
 
     engine = optdnn.load(engine_file(job))
@@ -158,14 +160,14 @@ def call(job: Job) -> Row:
     gpu = statistics.median(on_gpu() for _ in range(CALLS))
     row: Row = {"gpu_us": round(gpu, 2)}
     row["bound"] = timed(lambda: bound.run(stream), stream, gpu)
-    null = cupy.cuda.Stream.null  # where a run without a stream goes
+    null = cupy.cuda.Stream.null  # the stream of a run without a stream
     row["context_with_gpu_arrays"] = timed(lambda: context.run(given), null, gpu)
     row["engine_with_gpu_arrays"] = timed(lambda: engine.run(given), null, gpu)
     return row
 
 
 def timed(once: Callable[[], object], stream: Any, gpu: float) -> dict[str, float]:
-    """``call_us``: until the call returns; ``done_us``: until the GPU is done; ``over_gpu_us``: of that, more than its time."""
+    """``call_us``: until the call returns. ``done_us``: until the GPU is done. ``over_gpu_us``: ``done_us`` less the GPU's time."""
     calls, whole = [], []
     for k in range(CALLS + 20):
         start = time.perf_counter_ns()
@@ -181,7 +183,7 @@ def timed(once: Callable[[], object], stream: Any, gpu: float) -> dict[str, floa
 
 
 def retune(job: Job) -> Row:
-    """Built with the GPU hidden, then tuned in place, libraries among the candidates."""
+    """An engine that is built with the GPU hidden, and then tuned in place; libraries are among the candidates."""
     path = job.folder / "hidden.engine"
     words = ("--target", job.options.target, "--precision", job.workload.precision, "-o", str(path))
     built = optdnn_command("build", model(job), *words, CUDA_VISIBLE_DEVICES="")
@@ -217,8 +219,9 @@ PLANNED = (128, 120, 256, 96, 384)
 
 
 def plan(job: Job) -> Row:
-    """The first run of lengths that an engine for a range of them holds no plan for, in a fresh process: seconds, and how many
-    kernels had to be compiled that neither the engine nor the kernel cache holds."""
+    """The first runs at lengths for which an engine for a range holds no plan, in a fresh process.
+
+    Seconds, and the number of kernels that had to be compiled because neither the engine nor the kernel cache holds them."""
     network, path = replace(job.workload, network="zoo/bert_base"), job.folder / "ranged.engine"
     graph, dims = ranged(network)
     how: dict[str, Any] = {"target": job.options.target, "precision": network.precision, "tactics": "heuristic"}

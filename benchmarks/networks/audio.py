@@ -1,4 +1,4 @@
-"""Networks that make sound."""
+"""Networks that generate sound."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WaveNet(nn.Module):
 
 
 class Snake(nn.Module):
-    """Of twice as many samples as there are, low-pass filtered before and after (BigVGAN: Lee et al., 2023)."""
+    """An activation at twice the sampling rate, with low-pass filters before and after (BigVGAN: Lee et al., 2023)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

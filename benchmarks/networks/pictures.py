@@ -205,7 +205,7 @@ class BiFPN(nn.Module):
     class Layer(nn.Module):
         def __init__(self, n: int, levels: int) -> None:
             super().__init__()
-            counts = [2] * (levels - 1) + [3] * (levels - 1)  # of maps that are added, up and down
+            counts = [2] * (levels - 1) + [3] * (levels - 1)  # numbers of maps that are added, top-down and bottom-up
             self.weights = nn.ParameterList(nn.Parameter(torch.rand(count) + 0.5) for count in counts)
             self.convs = nn.ModuleList(
                 nn.Sequential(

@@ -1,4 +1,4 @@
-"""A process of clients: each is a thread that sends requests one after the other, until the time is over.
+"""A process of clients: threads that send requests one by one until the time is over.
 
 ``python -m benchmarks.serving.clients`` reads a JSON object from its arguments and prints one: the latencies of all requests in
 milliseconds, their errors, and the first answer of each client.
@@ -37,7 +37,7 @@ def rows_of(order: Order, number: int) -> np.ndarray[Any, Any]:
 def grpc_client(order: Order, x: np.ndarray[Any, Any], region: str | None) -> Callable[[], bytes]:
     """A function that sends one request by gRPC, its tensors in the message, in shared memory, or in that of the GPU.
 
-    The message is written once: what is measured is the server."""
+    The message is written once, since the server is measured and not the client."""
     import grpc
     from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -109,8 +109,8 @@ def http_client(order: Order, x: np.ndarray[Any, Any]) -> Callable[[], bytes]:
 
 
 class Client(threading.Thread):
-    """One client. ``first`` is the bytes of its first answer. ``others`` counts the answers that differ from it: an engine that
-    is not ``row_invariant`` rounds otherwise in another batch."""
+    """One client. ``first``: the bytes of its first answer. ``others``: the number of answers that differ from it, since an engine
+    that is not ``row_invariant`` rounds differently in another batch."""
 
     def __init__(self, order: Order, number: int, ready: threading.Barrier):
         super().__init__(daemon=True)

@@ -1,6 +1,7 @@
 """The floor of gRPC: servers that read a request's bytes and answer with as many bytes as an engine would, and do nothing else.
 
-``python -m benchmarks.serving.echo BYTES PROCESSES``: answers hold BYTES, and so many processes share the port, as front ends do.
+``python -m benchmarks.serving.echo BYTES PROCESSES``: answers have BYTES bytes, and PROCESSES processes share the port, as front
+ends do.
 """
 
 from __future__ import annotations

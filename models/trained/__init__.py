@@ -37,7 +37,7 @@ TRAINING = "training.npz"
 
 
 class Trained(NamedTuple):
-    """A trained network with what to judge it by."""
+    """A trained network, with held-out data and its accuracy on them."""
 
     path: Path
     """The ONNX file: input ``x`` with a batch "N", output ``logits``, float32 (N, 10); when segmenting (N, 11, 24, 24)."""
@@ -46,7 +46,7 @@ class Trained(NamedTuple):
     y: Array
     """Their digits, int64 (pictures,); for the segmenting network the class of each pixel, int64 (pictures, 24, 24)."""
     accuracy: float
-    """The part of them (of pixels, when segmenting) for which the largest logit is the right one, in float32."""
+    """The share of pictures (of pixels, when segmenting) whose largest logit is the right one, in float32."""
 
 
 class Language(NamedTuple):

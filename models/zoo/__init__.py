@@ -59,7 +59,7 @@ BUILDERS: dict[str, tuple[Callable[[Net, Any], None], Options]] = {
     "lstm": (recurrent.lstm, recurrent.LstmOptions()),
     "mlp": (mlp.mlp, mlp.MlpOptions()),
 }
-"""Name -> what builds the network, and its options with their defaults."""
+"""Name -> the function that builds the network, and its options with their defaults."""
 NAMES = tuple(BUILDERS)
 
 
@@ -78,7 +78,7 @@ def build(
 
     ``settings`` are those that :func:`options` lists for it: ``batch`` (an int, or a name such as "N" for a symbolic dimension),
     ``image_size``, ``num_classes``, ``width`` and ``depth`` (scales of channels and of block counts, for small
-    variants in tests), and what is the network's own. Equal arguments give byte-identical models. ``state`` (name ->
+    variants in tests), and the network's own options. Equal arguments give byte-identical models. ``state`` (name ->
     array, a torch ``state_dict`` of the same architecture) replaces the seeded weights. Raises UsageError for an
     unknown name, setting or opset.
     """

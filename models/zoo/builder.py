@@ -1,8 +1,8 @@
 """Emission of one ONNX graph: scopes, names, parameters, constants, shape arithmetic.
 
-Names are those that ``torch.onnx.export`` gives (``/layer1/layer1.0/conv1/Conv``, ``layer1.0.conv1.weight``), because
-they are what a user meets in practice, and because a ``state_dict`` of the same architecture then fits without
-renaming. :mod:`optdnn.models.zoo.net` defines what a layer means and how its weights are drawn.
+Names are those of ``torch.onnx.export`` (``/layer1/layer1.0/conv1/Conv``, ``layer1.0.conv1.weight``): users meet them in
+practice, and a ``state_dict`` of the same architecture fits without renaming. :mod:`optdnn.models.zoo.net` defines the layers
+and draws their weights.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ OPSETS = range(13, onnx.defs.onnx_opset_version() + 1)
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor of the graph: its name, its shape (a string stands for a symbolic dimension), and, where the network uses one,
-    what the probe's pictures give there (:mod:`optdnn.models.zoo.probe`)."""
+    """A tensor of the graph: its name, its shape (a string is a symbolic dimension), and, if the network uses a probe, its value
+    for the probe's pictures (:mod:`optdnn.models.zoo.probe`)."""
 
     name: str
     shape: Dims
@@ -141,7 +141,7 @@ class GraphBuilder:
         return self.node("Constant", [], array.shape, value=numpy_helper.from_array(array))
 
     def draw(self, leaf: str, shape: Sequence[int], init: Init) -> tuple[str, Array]:
-        """The parameter ``leaf`` of the current module: drawn by ``init``, or taken from ``state``. Returns its key
+        """The parameter ``leaf`` of the current module, drawn by ``init`` or taken from ``state``. Returns its key
         and value (float32)."""
         key, dims = ".".join([*(label.rsplit(".", 1)[-1] for label in self._labels), leaf]), tuple(shape)
         self._taken.add(key)

@@ -1,4 +1,4 @@
-"""What several networks share: options, the image input, the classifier after global average pooling, squeeze-and-excitation."""
+"""Parts that several networks share: options, image input, classifier after global average pooling, squeeze-and-excitation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Options:
 
 @dataclass(frozen=True)
 class ImageOptions(Options):
-    """Those of a network that classifies pictures of ``image_size`` x ``image_size`` pixels."""
+    """The options of a network that classifies pictures of ``image_size`` x ``image_size`` pixels."""
 
     image_size: int = 224
     num_classes: int = 1000

@@ -33,7 +33,7 @@ def densenet121(net: Net, o: ImageOptions) -> None:
 
 
 def _dense_block(net: Net, x: Value, layers: int, growth: int) -> Value:
-    """Each layer reads all that came before it and adds ``growth`` channels."""
+    """Layers that each read the results of all earlier ones, and add ``growth`` channels."""
     features = [x]
     for i in range(1, layers + 1):
         with net.scope(f"denselayer{i}"):

@@ -11,7 +11,7 @@ from onnx import helper
 from optdnn.types import Array
 
 SIZES = {"batch": 2, "length": 16}
-"""What a symbolic dimension becomes where ``sizes`` does not say: axis 0 the first, any other the second."""
+"""Sizes of symbolic dimensions that ``sizes`` does not give: the first for axis 0, the second for all other axes."""
 
 
 def example_inputs(model: onnx.ModelProto, seed: int = 0, sizes: Mapping[str, int] | None = None) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""Layers: what torchvision's modules are made of, each with how its weights are drawn and what it does to the probe.
+"""The layers of torchvision's modules: how the weights of each are drawn, and its effect on the probe.
 
 Weights follow He et al., "Delving Deep into Rectifiers", 2015 (before a ReLU) or Glorot & Bengio, 2010 (elsewhere).
 Running statistics of BatchNormalization lie near those of the probe (:mod:`optdnn.models.zoo.probe`) but not on them;
@@ -66,7 +66,7 @@ def uniform(low: float, high: float) -> Init:
 
 
 def on_probe(function: Callable[..., Any], *values: Value) -> Array | None:
-    """``function`` of the values' probes; None where one has none."""
+    """``function`` of the probes of the values; None if one has no probe."""
     probes = [v.probe for v in values if v.probe is not None]
     return np.asarray(function(*probes)) if len(probes) == len(values) else None
 
@@ -155,7 +155,7 @@ class Net(GraphBuilder):
         x: Value,
         spread: float | None = None,
     ) -> tuple[str, Array | None]:
-        """A normal weight and what the layer ``function`` with it gives on the probe."""
+        """A normal weight, and the result of the layer ``function`` with this weight on the probe."""
         key, weight = self.draw("weight", shape, centred(math.sqrt(variance)))
         y = on_probe(lambda p: function(p, weight), x)
         if y is not None and spread is not None:

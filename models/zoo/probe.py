@@ -1,8 +1,8 @@
-"""What a layer does to a handful of pictures, computed in float64 NumPy while the network is being built.
+"""The effect of a layer on a few pictures, computed in float64 NumPy while the network is built.
 
 A network with random weights is a fair test subject only if its activations stay O(1) in every layer and its output
 follows its input. Trained networks have both from BatchNormalization's statistics and from learned biases; here each
-layer is run once on a few small pictures (the *probe*) and its statistics and biases are set from what comes out
+layer is run once on a few small pictures (the *probe*), and its statistics and biases are set from the results
 (data-dependent initialization: Mishkin & Matas, "All You Need is a Good Init", 2015). Nothing here is shared with the
 kernels that optdnn runs models with: the code under test must not choose its own test data.
 

@@ -57,7 +57,7 @@ def vit_b_16(net: Net, o: VitOptions) -> None:
 def _packed_attention(net: Net, x: Value, heads: int) -> Value:
     """nn.MultiheadAttention as exported: (batch, sequence, hidden) in and out, (sequence, batch, hidden) inside."""
     batch, length, hidden = x.shape[0], x.extent(1), x.extent(2)
-    # A symbolic batch times the heads is no dimension of its own, so batch and heads stay apart where torch joins them.
+    # torch joins batch and heads, but the product of a symbolic batch and the heads is not a dimension: here they stay apart.
     split: Dims = (length, batch, heads, HEAD)
     with net.scope("self_attention"):
         x = net.transpose(x, 1, 0, 2)

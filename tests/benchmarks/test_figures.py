@@ -32,7 +32,7 @@ def test_results_are_small() -> None:
 
 def test_without_results_there_are_no_tables(tmp_path: Path) -> None:
     assert figures.tables(tmp_path) == {}
-    with pytest.raises(ValueError, match="no mean of nothing"):
+    with pytest.raises(ValueError, match="mean of no values"):
         geometric([])
 
 

@@ -128,7 +128,7 @@ def test_an_engine_for_elsewhere_cannot_be_measured(cli: Cli, model: Path, tmp_p
     assert f"optdnn run {tmp_path / 'e'} --simulate" in out
     code, _, err = cli(*argv, "--bench")
     assert code == 6
-    assert "is written; it cannot be measured" in err
+    assert "is written, but cannot be measured" in err
 
 
 def test_the_precision_of_a_model_with_q_and_dq(cli: Cli, tmp_path: Path) -> None:

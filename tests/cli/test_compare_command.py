@@ -128,7 +128,7 @@ def test_compare_an_engine_with_its_model(cli: Cli, engine: Path, model: Path, t
         (["--against", "reference,reference"], "candidates need different names"),
         (["--against", "reference", "--baseline", "x"], "the reference 'x' is not one of optdnn, reference"),
         (["--against", "reference", "--error-reference", "x"], "the reference 'x' is not one of optdnn, reference"),
-        (["--against", "reference", "--model", "m.onnx"], "--model goes with an ENGINE"),
+        (["--against", "reference", "--model", "m.onnx"], "--model is for an ENGINE"),
         (["--against", "reference", "--size", "M=2"], "no input has a dimension M; there are N"),
         (["--against", "reference", "--size", "N"], "--size 'N' is not NAME=N"),
     ],
@@ -211,7 +211,7 @@ def test_a_rival_that_fails_is_a_row(cli: Cli, model: Path, tmp_path: Path) -> N
     ("options", "message"),
     [
         (["--torch", "nets:make"], "--torch is for comparisons on a GPU; the target is reference"),
-        (["--torch-compile"], "--torch-compile goes with --torch"),
+        (["--torch-compile"], "--torch-compile needs --torch"),
         (["--against", "own"], "own is a rival on a GPU; the engine is for reference"),
     ],
 )

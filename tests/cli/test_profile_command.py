@@ -43,7 +43,7 @@ def test_a_trace_of_every_target(cli: Cli, engine: Path) -> None:
     [
         (("--tool", "ncu"), "ncu profiles engines of target cuda; this one is for reference"),
         (("--step", "0"), "ncu profiles engines of target cuda"),
-        (("--step", "0", "--tool", "nsys"), "--step is counted by ncu, not by nsys"),
+        (("--step", "0", "--tool", "nsys"), "--step works only with ncu, not with nsys"),
     ],
 )
 def test_what_a_tool_does_not_do(cli: Cli, engine: Path, words: tuple[str, ...], because: str) -> None:

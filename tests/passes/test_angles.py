@@ -1,4 +1,4 @@
-"""Angles that grow with an input stay in fp32 up to their sines; those that a layer computes do not."""
+"""Angles that grow with an input stay in fp32 up to their sines; angles that a layer computes do not."""
 
 from __future__ import annotations
 

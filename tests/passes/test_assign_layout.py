@@ -1,4 +1,4 @@
-"""assign_layout: where channels-last order begins and ends, the conversions and their reasons, and that the choice is cheapest."""
+"""assign_layout: operators in channels-last order, conversions and their reasons, and the choice is the cheapest one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYOUT = AssignLayout()
 
 
 def assign(graph: Graph, *, last: int, convert: int, view: int = 0) -> tuple[Graph, PassReport]:
-    """Run the pass; so many ops in channels-last order, conversions, and conversions that move nothing."""
+    """Run the pass, and check the numbers of ops in channels-last order, of conversions, and of conversions that move nothing."""
     rules = {k: v for k, v in (("channels_last", last), ("convert", convert), ("view", view)) if v}
     after, report = check_pass(LAYOUT, graph, changes=last + convert + view, rules=rules, context=CUDA)
     assert after.kinds().get("Layout", 0) == convert + view
@@ -118,7 +118,7 @@ def test_channels_last_code_of_convnext_moves_nothing() -> None:
 
 
 def test_transposes_around_a_convolution_of_sequences_move_nothing() -> None:
-    """Of three axes, one permutation puts channels last and puts them back."""
+    """With three axes, the same permutation moves channels last and back."""
     n = Net(np.float64)
     x = n.op("Transpose", n.op("Relu", n.input(1, 40, 8)), attrs=TransposeAttrs((0, 2, 1)))
     y = n.op("Transpose", n.conv(x, 8), attrs=TransposeAttrs((0, 2, 1)))

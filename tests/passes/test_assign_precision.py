@@ -125,7 +125,7 @@ def test_scales_of_a_resize_stay_fp32() -> None:
     ("precision", "scale", "stored"), [("fp16", 1e-3, FP16), ("fp16", 1e-5, FP32), ("bf16", 1e-5, BF16)]
 )
 def test_scales_of_packed_weights(precision: str, scale: float, stored: Any) -> None:
-    """Those that fp16 holds only in part stay fp32."""
+    """Constants that fp16 holds only in part stay fp32."""
     n = Net(np.float32)
     packed, scales = n.const(np.zeros((4, 16)), np.uint8), n.const(np.full((4, 2), scale))
     zeros = n.const(np.full((4, 2), 7.5))
@@ -172,7 +172,7 @@ def test_stages_that_cast() -> None:
 
 
 def test_on_the_cpu_a_mixture_is_in_the_graph_and_one_precision_is_not() -> None:
-    """A library rounds by itself where all is bf16; where some is not, types and casts say which."""
+    """If all is bf16, a library rounds by itself; in a mixture, types and casts show the precision of each operator."""
     graph = from_text(
         """<ir_version: 9, opset_import: ["": 17]> g (float[1,2,4,4] x) => (float[1,2,4,4] y)
         <float[2,2,1,1] w = {1.0, 0.5, 0.25, 2.0}, float[2] b = {0.1, 0.2}>

@@ -1,4 +1,4 @@
-"""attention_parts: attentions of the parts of a sequence are one; others stay, with the reason."""
+"""attention_parts: attentions on the parts of a sequence become one; others stay, with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""best_rows: the best of the scores above a threshold are taken of all scores, and what reads them has known sizes."""
+"""best_rows: the best of the scores above a threshold are selected from all scores, so that their readers have known sizes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LATER = """both = Constant<value_floats = [3.0, 4.0]>() halves = Constant<value_
 
 
 def level(*, threshold: str = "0.2", most: int = 5, largest: int = 1, decode: str = SHORT, later: bool = False) -> str:
-    """One level of RetinaNet: at most ``most`` scores above a threshold, and what is computed of their boxes."""
+    """One level of RetinaNet: at most ``most`` scores above a threshold, and operators on their boxes."""
     text = LEVEL.replace("THRESHOLD", threshold).replace("MOST", str(most)).replace("LARGEST", str(largest))
     text = text.replace("float[12] SCORES", "float[30] x" if later else "float[12] scores").replace(
         "SIZE", LATER if later else ""
@@ -99,7 +99,7 @@ def test_many_operators_get_a_known_size(most: int) -> None:
     MaskedRows()(graph, GPU)
     after, _ = check_pass(PadRows(), graph, changes=1, context=GPU, depends_on_input=False)
     assert all(op.outputs[0].type.dims == (min(most, 12), 4) for op in after.of_kind("Exp", "Sin", "Neg"))
-    assert "Mod" not in after.kinds(), "the rows behind the first ones are there already"
+    assert "Mod" not in after.kinds(), "the rows after the first ones exist already"
 
 
 def test_a_few_operators_stay() -> None:

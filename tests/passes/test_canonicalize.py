@@ -333,7 +333,7 @@ def test_targets_that_a_constant_cannot_express_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["Reshape", "Expand"])
 def test_sizes_of_inner_values_are_read_from_the_inputs(kind: str) -> None:
-    """Nothing looks at the inner value's shape any more, so that it may be fused."""
+    """Nothing reads the inner value's shape any more, so it may be fused."""
     n = Net()
     inner = n.op("Exp", n.input(N, M, 6))
     if kind == "Reshape":  # to (2 N, 3, M)

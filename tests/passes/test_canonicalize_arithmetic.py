@@ -22,7 +22,7 @@ ARITHMETIC = CanonicalizeArithmetic()
 
 
 def chain(*links: tuple[Any, ...], dtype: Any = np.float32, dims: tuple[int, ...] = (2, 4, 3, 3)) -> Graph:
-    """Ops one after the other; "x" among a link's operands is the value so far, which is operand 0 by default."""
+    """A chain of ops. "x" among the operands of an op is the previous value, which is operand 0 by default."""
     n = Net(dtype)
     value = n.input(*dims)
     for kind, *operands in links:

@@ -349,7 +349,7 @@ def scaled(
     *, sizes: tuple[int, int] = (8, 10), factor: tuple[int, ...] = (2, 3, 1, 1), kind: str = "Mul", flip: bool = False,
     mode: str = "linear", read: bool = False, places: str = "half_pixel",
 ) -> Graph:  # fmt: skip
-    """An image of 4 x 5 pixels that is resized, and a factor behind it."""
+    """An image of 4 x 5 pixels that is resized, and a factor after it."""
     n = Net(np.float64)
     roi = n.random(8) if places == "tf_crop_and_resize" else None
     attrs = ResizeAttrs(mode, places)

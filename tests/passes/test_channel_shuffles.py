@@ -1,4 +1,4 @@
-"""Units that split, convolve, join and shuffle channels become convolutions of all channels; what is left as it is, and why."""
+"""Units that split, convolve, join and shuffle channels become convolutions of all channels; others stay, with the reason."""
 
 from __future__ import annotations
 
@@ -139,7 +139,9 @@ def test_shuffles_of_groups_that_stay() -> None:
 
     fp32 = PassContext(precision="fp32", target="cuda:sm_90a")
     check_refused(ChannelShuffles(), net(), because="not for fp32", context=fp32)
-    check_refused(ChannelShuffles(), net(60), because="zeros among them take longer", context=FP16)
+    check_refused(
+        ChannelShuffles(), net(60), because="with zeros for the other groups it would take longer", context=FP16
+    )
     check_untouched(ChannelShuffles(), net(60, own=True), FP16)
     check_untouched(ChannelShuffles(), net(own=True), fp32)
 

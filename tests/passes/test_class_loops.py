@@ -1,4 +1,4 @@
-"""masked_rows: the best scores of each class, selected in a loop that an exporter unrolled, and what stands in the way."""
+"""masked_rows: the best scores of each class, selected in a loop that an exporter unrolled; refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JOINED = "s = Concat<axis = 0>({v}) b = Concat<axis = 0>({best}) l = Concat<axis
 
 
 def loop(classes: tuple[int, ...] = (1, 2, 4), last: dict[str, str] | None = None) -> str:
-    """As SSD has it: scores above a threshold, at most nine of a class. ``last``: what the last class does in another way."""
+    """As in SSD: scores above a threshold, at most nine per class. ``last``: a difference in the last class."""
     plain = {"t": "t", "k": "most", "largest": "1"}
     parts = [CLASS.format(c=c, **(plain | (last or {}) if c == classes[-1] else plain)) for c in classes]
     names = {name: ", ".join(f"{name}{c}" for c in classes) for name in ("v", "best", "label")}

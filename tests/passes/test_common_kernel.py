@@ -26,7 +26,7 @@ def joined(n: Net, *values: Value) -> Value:
 
 
 def branches(*kernels: Any, batch: Any = 2, **options: Any) -> Graph:
-    """Convolutions of one sequence, padded to one length, side by side."""
+    """Convolutions of one sequence, padded to one length, and a Concat."""
     n = Net()
     x = n.input(batch, 6, 20)
     made = [n.conv(x, 3 + k % 2, k, pads=((k - 1) // 2, k // 2), bias=True, **options) for k in kernels]

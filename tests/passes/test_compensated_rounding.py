@@ -1,4 +1,4 @@
-"""Weights whose rounding errors make up for each other on data."""
+"""Weights whose rounding errors compensate for each other on data."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_no_row_is_worse_and_most_are_better() -> None:
 
 
 def test_each_step_is_the_optimal_one() -> None:
-    """By the formula of Optimal Brain Surgeon: what is left moves by ``-e / [H^-1]_kk * [H^-1]_k``, then k leaves H."""
+    """By the formula of Optimal Brain Surgeon: the remaining weights change by ``-e / [H^-1]_kk * [H^-1]_k``, then k leaves H."""
     width = 32
     weights, x = drawn(1)
     weights, x = weights[:6, :width], x[:, 10 : 10 + width]

@@ -18,7 +18,7 @@ from optdnn.passes.computed_weights import ComputedWeights
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small convolutions count as well."""
+    """The pass without a least size of convolutions."""
     monkeypatch.setattr(computed_weights, "LEAST", 0)
 
 
@@ -74,7 +74,7 @@ def test_what_it_refuses() -> None:
         ComputedWeights(), conv((1, 2, 9, 9), (2, 2, 9, 9), pads=(4,) * 4), because="have 81 taps, more than 64"
     )
     for graph in (conv((1, 4, 6, 6), (4, 1, 3, 3), group=4), conv((1, 4, 6, 6), (1, 4, 3, 3))):
-        check_refused(ComputedWeights(), graph, because="each is of one channel, or alone in its group")
+        check_refused(ComputedWeights(), graph, because="a group has a single filter or channel")
 
 
 def test_small_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Concats of all parts of a Split, and what moves in front of a Concat of convolutions."""
+"""Concats of all parts of a Split, and operators that move in front of a Concat of convolutions."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_others_are_no_candidates() -> None:
 
 
 def split_and_joined(n: Net, order: tuple[int, ...] = (0, 1), axis: int = 1) -> Graph:
-    """A stage of YOLOv8's kind: both halves of a convolution, and a convolution of the second one, side by side."""
+    """A stage as in YOLOv8: a Concat of both halves of a convolution and of a convolution of the second half."""
     halves = n.op("Split", n.conv(n.input(2, 6, 8, 4), 16), n.ints(8, 8), outputs=2, attrs=SplitAttrs(1))
     more = n.conv(halves[1], 8, 3, pads=1)
     return n.done(n.conv(n.op("Concat", *(halves[k] for k in order), more, attrs=ConcatAttrs(axis)), 8))

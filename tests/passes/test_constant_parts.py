@@ -21,7 +21,7 @@ PASS = ConstantParts()
 
 
 def images(n: Net, *parts: Any, batch: int = 2, axis: int = 1) -> Value:
-    """Parts side by side; a number is an even channel, "places" are the columns of the pixels."""
+    """A Concat of parts: a number stands for a channel of this value, "places" for the column numbers of the pixels."""
     made = []
     for part in parts:
         if isinstance(part, float):
@@ -37,7 +37,7 @@ def images(n: Net, *parts: Any, batch: int = 2, axis: int = 1) -> Value:
 ])  # fmt: skip
 @pytest.mark.parametrize("first", [True, False])
 def test_convolutions(kernel: int, pads: int, part: Any, convolutions: int, first: bool) -> None:
-    """Even channels without padding add a number to each channel of the result, others an image."""
+    """Channels of one value, without padding, add a number to each channel of the result; others add an image."""
     n = Net()
     x = n.input(2, 8, 6, 5)
     y = images(n, *((part, x) if first else (x, part)))
@@ -99,7 +99,7 @@ def equation(steps: int) -> Graph:
 
 def test_nothing_is_copied_between_the_convolutions() -> None:
     found = kinds(check_simulated(equation(3)))
-    # What is added is a stage; where it is an image, the shortcut is a launch of its own. Input and output are turned.
+    # The added constant is a stage; if it is an image, the shortcut is a separate launch. Input and output are transposed.
     assert found == ["Copy", "Conv", *["Conv", "Pointwise"] * 2, "Pointwise"]
 
 

@@ -240,7 +240,7 @@ def test_a_residual_block() -> None:
 @pytest.mark.parametrize(
     ("graph", "reason"),
     [
-        (alone(4, (3, 3, 3), group=4), "one filter for each channel"),
+        (alone(4, (3, 3, 3), group=4), "it is depthwise"),
         (alone(6, (3, 3, 3), shape=(2, 4, symbol("D", 3), 8, 8)), "sizes of its volumes are not known"),
         (alone(6, (3, 3, 3), shape=(2, 4, 8, symbol("H", 3), 8), auto_pad="SAME_UPPER"), "sizes of its volumes"),
         (alone(6, (3, 3, 3), shape=(0, 4, 8, 8, 8)), "it is empty"),
@@ -261,7 +261,7 @@ def test_a_prologue_is_refused() -> None:
     n = Net(np.float64)
     attrs = ConvAttrs((1, 1, 1), (1,) * 6, (1, 1, 1), prologue=(Stage("Relu", (0,)),))
     graph = n.done(n.op("Conv", n.input(1, 2, 3, 4, 5), n.random(4, 2, 3, 3, 3), attrs=attrs))
-    check_refused(PASS, graph, because="stages of its own")
+    check_refused(PASS, graph, because="a prologue, which runs before its padding")
 
 
 def test_an_operand_that_no_constant_target_repeats_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Places at which an image is read are computed in fp32 from what inputs and layers give."""
+"""Sampling positions in images are computed in fp32 from the results of inputs and layers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_places_of_inputs_stay_fp32() -> None:
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_images_are_read_at_the_right_places(precision: str) -> None:
-    """The picture is a ramp: an error of its place is one of the result. In fp16 it would be a quarter of a pixel."""
+    """The picture is a ramp: an error of the position is an error of the result. In fp16 it would be a quarter of a pixel."""
     rng = np.random.default_rng(0)
     ramp = np.broadcast_to(np.arange(700, dtype=np.float32) % 32, (1, 2, 9, 700))
     at = np.floor(rng.uniform(0, 680, 8) / 32) * 32 + 10.4
@@ -155,7 +155,7 @@ def test_other_integers_are_no_places_in_tables(old: str, new: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_tables_are_read_at_the_right_places(precision: str) -> None:
-    """The table is a ramp of short steps, read between its elements. In fp16, a place of 700 would have steps of a half."""
+    """The table is a ramp of short steps, read between its elements. In fp16, positions near 700 have steps of a half."""
     proto = onnx.parser.parse_model(GRID)
     rng = np.random.default_rng(0)
     feeds = {"x": rng.random((900, 2)).astype(np.float32), "t": (np.arange(900, dtype=np.float32) % 8)}

@@ -1,4 +1,4 @@
-"""cse and dce: equal work once, dead work never."""
+"""cse and dce: equal ops are computed once, dead ops never."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_dead_constant_goes_uncounted() -> None:
 
 
 def repeated(times: int) -> Graph:
-    """One convolution and activation again and again, as an unrolled loop has it, each with its own addition."""
+    """A repeated convolution and activation, as in an unrolled loop, each with its own addition."""
     n = Net()
     x, added = n.input(1, 4, 6, 6), n.input(times, 1, 3, 6, 6, name="added")
     w = n.random(3, 4, 3, 3)

@@ -1,4 +1,4 @@
-"""What runs on the CPU between a GPU's parts stays in fp32, and so do coordinates."""
+"""Operators on the CPU between a GPU's parts stay in fp32, and so do coordinates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_sizes_that_depend_on_data_stay_fp32() -> None:
 
 
 def test_arithmetic_on_their_results_alone_stays_fp32() -> None:
-    """Padded boxes are of a known size, and still come from the CPU; a product with features does not."""
+    """Padded boxes have a known size, but still come from the CPU; a product with features does not."""
     graph = from_text(
         TEXT.replace("float[j,4] w", "float[4,4] w, float[4,4] v")
         .replace(

@@ -1,4 +1,4 @@
-"""Decisions stay fp32 in a network of 16 bits: what ranks, suppresses and becomes an index, back to the features."""
+"""Decisions stay fp32 in a 16-bit network: operators that rank, suppress or compute indices, back to the features."""
 
 from __future__ import annotations
 

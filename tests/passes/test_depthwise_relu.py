@@ -1,4 +1,4 @@
-"""depthwise_relu: a ReLU that only depthwise convolutions read is applied as they read."""
+"""depthwise_relu: a ReLU that only depthwise convolutions read becomes their prologue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def net(
     *, readers: int = 1, kernel: int = 3, channels: int = 24, dtype: Any = np.float16, groups: int | None = None,
     other: str = "", pads: int | None = None,
 ) -> Graph:  # fmt: skip
-    """A sum that depthwise convolutions read through a ReLU, and that is added to what they make."""
+    """A sum that depthwise convolutions read through a ReLU, and that is added to their results."""
     n = Net(dtype)
     x = n.conv(n.input(2, 8, 9, 7), channels, 1, pads=0)
     relu = n.op("Relu", x)

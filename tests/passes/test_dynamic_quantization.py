@@ -1,4 +1,4 @@
-"""dynamic_quantization: data that are quantized in the run get the form of other quantized networks."""
+"""dynamic_quantization: dynamically quantized data get the form of other quantized networks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_products(given: str, step: str) -> None:
     stored = graph.constant_value(other.inputs[0])
     assert stored is not None
     assert stored.dtype == np.int8
-    assert other.input(2) is None, "weights are stored less their zero points"
+    assert other.input(2) is None, "weights are stored minus their zero points"
 
 
 @pytest.mark.parametrize("attrs", ["pads = [1,1,1,1]", "strides = [2,1]", 'auto_pad = "SAME_UPPER"'])

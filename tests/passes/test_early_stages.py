@@ -19,7 +19,7 @@ H, D = 2, 4
 
 
 def behind(*kinds: str, used: bool = False, source: str = "MatMul") -> Graph:
-    """A product, a Reshape and operators behind it: "Add" and "Mul" with a number, "Div" of a number, "Rows" with a row."""
+    """A product, a Reshape, and operators after it: "Add" and "Mul" with a number, "Div" of a number, "Rows" with a row."""
     n = Net(np.float64)
     x = n.input(6, 8)
     made = n.matmul(x, H * D) if source == "MatMul" else n.op(source, x)

@@ -1,4 +1,4 @@
-"""einsum_to_matmul: products of matrices where they are; refused where they are not, with the reason."""
+"""einsum_to_matmul: Einsums that are products of matrices become MatMul; others are refused with the reason."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ def test_an_axis_that_broadcasts_is_refused() -> None:
 
 
 def test_scores_written_the_other_way_round_need_no_transposition_behind() -> None:
-    """Keras: keys first; the product is of queries and keys all the same."""
+    """Keras writes the keys first; the product still has the queries first."""
     check_pass(PASS, net("bjhd,bihd->bhij"), changes=1, kinds={"MatMul": 1, "Transpose": 2})

@@ -1,4 +1,4 @@
-"""Rescalings before quantization: exact, only where a factor passes, and worth it in integers."""
+"""Rescaling before quantization: exact, only through operators that a factor can pass, and better in integers."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ c = CumSum(r, zero) y = Exp(c) }"""
 
 
 def test_views_of_rounded_numbers_are_not_widened() -> None:
-    """The Split moves what the product has rounded: only what computes exponents is fp32."""
+    """The Split moves values that the product has rounded: only the operators that compute exponents are fp32."""
     graph = from_text(VIEWS)
     AssignPrecision()(graph, PassContext(target="cuda:sm_90a", precision="fp16"))
     verify(graph)

@@ -1,4 +1,4 @@
-"""flatten_last: a classifier reads channels-last images as they lie."""
+"""flatten_last: a classifier reads channels-last images in place."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_refused() -> None:
 
 
 def test_others_are_no_candidates() -> None:
-    check_untouched(FlattenChannelsLast(), classifier(), context=CUDA)  # nothing lies in channels-last order
+    check_untouched(FlattenChannelsLast(), classifier(), context=CUDA)  # nothing is in channels-last order
     check_untouched(FlattenChannelsLast(), assigned(classifier(twice=True)), context=CUDA)
     n = Net(np.float64)
     pooled = n.op("GlobalAveragePool", n.conv(n.op("Relu", n.conv(n.input(2, 8, 6, 6), 16)), 16))

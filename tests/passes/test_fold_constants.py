@@ -176,7 +176,7 @@ def test_quantization_and_bit_casts_fold_in_the_precision_of_the_model() -> None
 
 
 def test_what_jumps_decides_as_the_networks_own_types_do() -> None:
-    """0.1 + 0.7 is 0.8 in fp32, and less of the fp32 numbers in float64: ten times it is 8, not 7, as an integer."""
+    """0.1 + 0.7 is 0.8 in fp32; the same fp32 numbers give less in float64. Ten times the sum must be 8 as an integer, not 7."""
     n = Net()
     total = n.op("Mul", n.op("Add", n.const([0.1]), n.const([0.7])), n.const([10.0]))
     whole = n.op("Cast", total, attrs=CastAttrs(INT64))

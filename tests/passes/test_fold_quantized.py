@@ -1,4 +1,4 @@
-"""fold_quantized: what stands between DQ and Q becomes one operator on 8-bit numbers."""
+"""fold_quantized: an operator between DQ and Q becomes one operator on 8-bit numbers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def feeds(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def within(graph: Graph, other: Graph, steps: float) -> None:
-    """Both give the same, to so many steps of the 8-bit scale; another input changes far more."""
+    """Check that both graphs agree within ``steps``, and that another input changes the results far more."""
     given, more = feeds(graph), feeds(graph, 1)
     for name, want in evaluate(graph, given).items():
         got = evaluate(other, given)[name]
@@ -210,7 +210,7 @@ def test_an_addition_becomes_one_pointwise_of_integers() -> None:
     stored = n.graph.op(a).inputs[0]
     graph, _ = folded(n.done(n.q(n.op("Add", a, b), 0.06), stored))
     first, last = sorted(graph.of_kind("Pointwise"), key=lambda op: len(op.attrs.epilogue))
-    assert first.value in last.inputs  # only what nothing else reads is rounded in the launch of the sum
+    assert first.value in last.inputs  # only values without other readers are rounded in the launch of the sum
     assert sorted(s.kind for s in last.attrs.epilogue) == sorted(
         [
             "Cast",

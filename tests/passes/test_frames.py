@@ -1,4 +1,4 @@
-"""frames_are_blocks: convolutions of one channel in long steps are convolutions of blocks of samples."""
+"""frames_are_blocks: convolutions of one channel with a long stride become convolutions of blocks of samples."""
 
 from __future__ import annotations
 

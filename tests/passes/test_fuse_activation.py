@@ -1,4 +1,4 @@
-"""fuse_activation: each way an exporter writes an activation becomes one op; near misses do not."""
+"""fuse_activation: each form in which exporters write an activation becomes one op; similar arithmetic does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fuse_attention: each way an exporter writes attention becomes one op; other graphs stay, with the reason."""
+"""fuse_attention: each form in which exporters write attention becomes one op; other graphs stay, with the reason."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ POSITIONS = (
 TEXTS = {
     # HuggingFace: scores divided, padding mask added
     "bert": "kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) r = Div(s, one) m = Add(r, pad) p = Softmax(m) y = MatMul(p, v)",
-    # XLNet, Transformer-XL: what hides is subtracted, from scaled scores or before they are scaled
+    # XLNet, Transformer-XL: the mask is subtracted, from scaled scores or before they are scaled
     "subtracted": """kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) m = Sub(s, pad) r = Mul(m, scale) p = Softmax(r)
         y = MatMul(p, v)""",
     # torch.nn.functional.scaled_dot_product_attention: the root of the scale on both
@@ -198,7 +198,7 @@ def band(left: int, right: int, low: float = -np.inf) -> Any:
 def test_a_constant_mask_of_what_lies_outside_of_a_window_is_a_window(
     array: Any, expected: tuple[bool, int, int]
 ) -> None:
-    """As of ModernBERT's local layers. Kernels skip what it hides, and read no mask."""
+    """As in ModernBERT's local layers. Kernels skip the hidden keys, and read no mask."""
     graph, _ = check_pass(FuseAttention(), net(mask=added(array)), changes=1, kinds=ONE)
     a = attention(graph).attrs
     assert (a.is_causal, a.left_window_size, a.right_window_size) == expected

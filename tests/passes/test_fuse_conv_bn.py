@@ -1,4 +1,4 @@
-"""fuse_conv_bn: scales and shifts per channel go into weights and bias, exactly where that is legal."""
+"""fuse_conv_bn: scales and shifts per channel go into weights and bias, if and only if that is legal."""
 
 from __future__ import annotations
 

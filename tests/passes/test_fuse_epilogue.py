@@ -1,4 +1,4 @@
-"""fuse_epilogue: what follows a convolution or matrix product becomes its stages."""
+"""fuse_epilogue: operators after a convolution or matrix product become its stages."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_difference_on_gpus(flip: bool, other: str) -> None:
 
 
 def _vectors_before(kind: str, *, op: str = "Add", readers: int = 1, shape: tuple[int, ...] = (2, 4, 1, 1)) -> Net:
-    """A convolution's images plus vectors, and what reads the sum. ``op``: another operator in the place of the addition."""
+    """A convolution's images plus vectors, and a reader of the sum. ``op``: another operator instead of the addition."""
     n = Net()
     total = n.op(op, n.conv(n.input(2, 3, 6, 6), 4), n.input(*shape, name="t"))
     attrs = GroupNormAttrs(2, 1e-3) if kind == "GroupNormalization" else None
@@ -268,7 +268,7 @@ def test_pooling_ends_the_chain() -> None:
 
 
 def test_rows_that_repeat_are_left_to_the_norm_after_them() -> None:
-    """On GPUs, whose kernels of products read no such rows; a residual, which has all rows, is a stage."""
+    """On GPUs, kernels of products do not read repeated rows; a residual, which has all rows, is a stage."""
     for shape, changes in (((1, 5, 4), 0), ((5, 4), 0), ((2, 5, 4), 1), ((4,), 1)):
         n = Net(np.float64)
         y = n.op("Add", n.matmul(n.input(2, 5, 6), 4), n.random(*shape))
@@ -303,7 +303,7 @@ def test_a_second_tensor_is_left_to_the_norm_after_it(norm: bool) -> None:
 
 
 def _flow(bias: bool = False) -> Graph:
-    """A layer that moves pixels, at which an image is then read; ``bias``: it adds one number for each axis instead."""
+    """A layer that moves pixel positions, at which an image is then sampled. ``bias``: it adds one number per axis instead."""
     n = Net()
     x = n.input(1, 2, 8, 8)
     moved = n.op("Add", n.conv(x, 2), n.random(2, 1, 1) if bias else n.input(1, 2, 8, 8, name="pixels"))

@@ -48,7 +48,7 @@ def test_two_axes_are_refused() -> None:
     n = Net(np.float64)
     x = n.input(2, 3, 4)
     graph = n.done(n.op("Div", x, n.op("Max", length(n, x, 1, 2), np.float64(1e-3))))
-    check_refused(FuseL2Norm(), graph, because=r"over one axis, the norm runs over \(1, 2\)")
+    check_refused(FuseL2Norm(), graph, because=r"has one axis, but the norm runs over \(1, 2\)")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_many_short_rows_stay_arithmetic(rows: int, elements: int, fuses: bool) 
 
 
 def scores(n: Net, rows: int, elements: int, keys: str) -> Value:
-    """What reads normalized rows: a product that sums over them, or something else."""
+    """A reader of normalized rows: a product that sums over them, or another operator."""
     x = n.input(rows // 64, 64, elements)
     y = n.op("Div", x, n.op("Max", length(n, x, 2), 1e-3))
     other = n.input(rows // 64, 64, elements, name="other")
@@ -85,7 +85,7 @@ def scores(n: Net, rows: int, elements: int, keys: str) -> Value:
     ],
 )  # fmt: skip
 def test_heads_that_are_padded_share_lanes_evenly(elements: int, keys: str, fuses: bool) -> None:
-    """Heads of 30 features have 32 after pad_heads, those of 36 have 40."""
+    """After pad_heads, heads of 30 features have 32, and heads of 36 features have 40."""
     n = Net(np.float32)
     graph = n.done(scores(n, 16384, elements, keys))
     if fuses:
@@ -117,7 +117,7 @@ def test_padded_heads_are_normalized_by_one_operator() -> None:
 
 
 def test_rows_of_zeros_are_zeros_in_fp16() -> None:
-    """The least norm, which fp16 cannot hold, is the kernel's own fp32 number."""
+    """The epsilon, which fp16 cannot hold, is an fp32 number in the kernel."""
     n = Net()
     x = n.input(4, 24)
     graph = n.done(n.op("Div", x, n.op("Max", length(n, x, 1), 1e-12)))
@@ -134,7 +134,7 @@ def test_a_bound_that_is_not_positive_is_refused() -> None:
     n = Net(np.float64)
     x = n.input(2, 3)
     graph = n.done(n.op("Div", x, n.op("Max", length(n, x, 1), np.float64(0.0))))
-    check_refused(FuseL2Norm(), graph, because="the least norm is 0")
+    check_refused(FuseL2Norm(), graph, because="its epsilon is 0, not positive")
 
 
 def test_a_norm_with_another_reader_is_refused() -> None:

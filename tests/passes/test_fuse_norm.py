@@ -1,4 +1,4 @@
-"""fuse_norm: each way an exporter writes a normalization becomes one op; other arithmetic stays."""
+"""fuse_norm: each form in which exporters write a normalization becomes one op; other arithmetic stays."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_rms_norm_of_each_channel_of_an_image_is_refused() -> None:
     n = Net(np.float64)
     x = n.input(2, 8, 4, 5)
     y = n.op("Div", x, n.op("Sqrt", n.op("Add", mean(n, n.op("Mul", x, x), 2, 3), EPS)))
-    check_refused(FuseNorm(), n.done(y), because="it is of each channel of an image")
+    check_refused(FuseNorm(), n.done(y), because="it normalizes each channel of an image")
 
 
 def test_rms_norm_with_a_scale_for_each_position_of_an_image() -> None:

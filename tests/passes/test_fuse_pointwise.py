@@ -1,4 +1,4 @@
-"""fuse_pointwise: which groups become one op, how their stages are wired, and why others stay apart."""
+"""fuse_pointwise: groups that become one op, the wiring of their stages, and the reasons why others stay separate."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_random_dags_keep_their_values(ops: list[tuple[str, int, int]]) -> None:
 
 
 def shared(*readers: str, rows: int = 4, first: str = "Tanh", output: bool = False) -> Graph:
-    """An op of one tensor that several others read; "ReduceSum", "MatMul" and "Rows", which repeats it, among them."""
+    """An op of one tensor with several readers, among them "ReduceSum", "MatMul" and "Rows", which repeats it."""
     n = Net(np.float64)
     a = n.op(first, n.input(rows, 6), *([n.input(rows, 6, name="z")] if first == "Mul" else []))
     made = {

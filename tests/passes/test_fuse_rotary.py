@@ -1,4 +1,4 @@
-"""fuse_rotary: each way an exporter turns queries and keys becomes one op; other arithmetic stays, with the reason."""
+"""fuse_rotary: each form in which exporters rotate queries and keys becomes one op; other arithmetic stays, with the reason."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_neighbours_that_turn_are_interleaved(name: str) -> None:
 
 
 def part(more: str = "g", split: bool = False) -> str:
-    """The first two of four numbers turn."""
+    """Only the first two of four features are rotated."""
     cut = """f = Slice(x, zero, two, last) g = Slice(x, two, end, last)"""
     if split:
         cut = "f, g = Split<axis=-1, num_outputs=2>(x)"
@@ -227,7 +227,7 @@ def test_a_turned_part_between_other_transposes_stays() -> None:
 
 
 def rows(first: str = "f = Slice(x, zero, two, positions)", joined: str = "f, t", axis: int = 2, of: str = "x") -> str:
-    """The rows after the first two turn."""
+    """Only the rows after the first two are rotated."""
     return f"""positions = Constant<value_ints=[2]>() {first} g = Slice({of}, two, end, positions)
         a = Slice(g, zero, two, last)  b = Slice(g, two, end, last) {TURNED} {TABLES}
         gc = Mul(g, c) rs = Mul(r, s) t = Add(gc, rs) y = Concat<axis={axis}>({joined})"""
@@ -325,7 +325,7 @@ def parts(
     *, sizes: tuple[int, ...] = (4, 6, 4), rest: int = 2, own: bool = True, split: bool = False, interleaved: bool = True,
     order: tuple[int, ...] | None = None, batch: int = 1, used: bool = False, axis: int = -1,
 ) -> Graph:  # fmt: skip
-    """Parts of a head that turn by angles of different coordinates, and the rest behind them."""
+    """Parts of a head that are rotated by angles of different coordinates, and the other features after them."""
     n = Net(np.float64)
     widths = (*sizes, *([rest] if rest else []))
     x = n.input(2, 3, 5, sum(widths))
@@ -441,7 +441,7 @@ def test_no_rotation(name: str) -> None:
 
 @needs_shared_graphs
 def test_one_node_per_rotation_in_llama(tmp_path: Any) -> None:
-    """Two layers turn queries and keys; their angles are computed once."""
+    """Two layers rotate queries and keys; their angles are computed once."""
     model = shared_network("llama.dyn", tmp_path)
     graph = import_model(model, shapes={v.name: (2, 24) for v in model.graph.input})
     run_pipeline(graph, PIPELINE(3, "cuda:sm_90a"), PassContext("cuda:sm_90a"), verify=True)

@@ -1,4 +1,4 @@
-"""fuse_siblings: which operators on one input are merged, how their parts come out again, and why others are not."""
+"""fuse_siblings: operators on one input that are merged, the parts of their result, and the reasons why others are not merged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fuse_sinkhorn: divisions by sums of rows and of columns in turn become one op, and one launch."""
+"""fuse_sinkhorn: alternating divisions by sums of rows and of columns become one op, and one launch."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_numbers_for_each_column_stay(shape: tuple[int, ...]) -> None:
 
 
 def test_other_shifts_stay() -> None:
-    """A row that is subtracted from; another reader of the scores; factors that are no number."""
+    """A row from which the scores are subtracted, another reader of the scores, factors that are not a number."""
     n = Net(np.float64)
     row, x = n.input(2, 3, 1, name="r"), n.input(2, 3, 4)
     check_untouched(FuseSoftmax(), n.done(n.op("Softmax", n.op("Sub", row, x), attrs=SoftmaxAttrs(2))))
@@ -242,8 +242,8 @@ def test_a_floor_of_masked_scores(split: bool, swapped: bool) -> None:
 
 
 def test_floors_that_matter() -> None:
-    check_refused(FuseSoftmax(), floored(None), because="not a constant that has a number for each")
-    check_refused(FuseSoftmax(), floored(np.zeros((4, 1))), because="not a constant that has a number for each")
+    check_refused(FuseSoftmax(), floored(None), because="not a constant with a number for each")
+    check_refused(FuseSoftmax(), floored(np.zeros((4, 1))), because="not a constant with a number for each")
     hidden = CAUSAL.copy()
     hidden[0] = LOWEST
     check_refused(FuseSoftmax(), floored(hidden), because="may hide a whole row")

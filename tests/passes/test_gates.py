@@ -1,4 +1,4 @@
-"""gated_residual and gated_rows: gates of images that convolutions apply as they read them."""
+"""gated_residual and gated_rows: gates that convolutions apply to images as they read them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PASS, ROWS = CanonicalizeArithmetic(), ImageTokens()
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small images take gates, too."""
+    """Without the least size of an image."""
     monkeypatch.setattr(gates, "LEAST", 0)
 
 
@@ -31,7 +31,7 @@ IMAGE = (2, 8, 5, 6)
 def responses(
     *, last: bool = False, shifted: bool = True, swapped: bool = False, channels: int = 8, dtype: Any = np.float64
 ) -> Graph:
-    """A global response norm of ConvNeXt V2's kind, and the convolution or product that reads it."""
+    """A global response norm as in ConvNeXt V2, and the convolution or product that reads it."""
     n = Net(dtype)
     x = n.op("Relu", n.input(2, 5, 6, channels) if last else n.conv(n.input(2, 16, 5, 6), channels, 1, pads=0))
     pixels, axis, one = ((1, 2), 3, (channels,)) if last else ((2, 3), 1, (channels, 1, 1))

@@ -25,7 +25,7 @@ def part(n: Net, x: Value, axis: int, start: int, end: int, step: int = 1) -> Va
 
 
 def rolled(n: Net, x: Value, axis: int, by: int) -> Value:
-    """torch.roll: what leaves at the one end comes in at the other."""
+    """torch.roll: elements that leave at one end enter at the other."""
     size = n.dims(x)[axis]
     assert isinstance(size, int)
     return n.op("Concat", part(n, x, axis, by, size), part(n, x, axis, 0, by), attrs=ConcatAttrs(axis))
@@ -131,7 +131,7 @@ def test_bounds_that_are_not_known_are_refused() -> None:
 
 @pytest.mark.parametrize(("image", "refused"), [("conv", True), ("turned", True), ("last", False)])
 def test_parts_of_images_are_refused(image: str, refused: bool) -> None:
-    """Groups of a convolution's channels are moved where these lie, last in memory; rows of channels are gathered."""
+    """Groups of a convolution's channels are moved in channels-last order; rows of channels are gathered."""
     n = Net()
     if image == "conv":
         x = n.conv(n.input(2, 3, 5, 8), 12)

@@ -1,4 +1,4 @@
-"""gathered_products: what is gathered are products of rows, and not rows of products."""
+"""gathered_products: rows are multiplied before they are gathered."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def edges(n: Net, batch: int = 1) -> Value:
 
 
 def joined(n: Net) -> Value:
-    """Gathered pixels beside others."""
+    """Gathered pixels, concatenated with others."""
     x = n.op("Relu", n.input(1, C, POINTS, 4))
     return n.op(
         "Concat",

@@ -20,7 +20,7 @@ RULE = {"gathered_sums": 1}
 
 
 def windows(size: int, bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of each bin, the last one repeated up to the longest, and how many are its own."""
+    """The rows of each bin, with the last one repeated up to the longest bin, and the number of rows of each bin."""
     first = [i * size // bins for i in range(bins)]
     count = [-(-(i + 1) * size // bins) - f for i, f in enumerate(first)]
     places = [[f + min(k, c - 1) for k in range(max(count))] for f, c in zip(first, count, strict=True)]

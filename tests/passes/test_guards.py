@@ -1,4 +1,4 @@
-"""Constants that fp16 cannot hold: what depends on them computes in fp32, and nothing else does."""
+"""Constants that fp16 cannot hold: only operators that depend on them compute in fp32."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_constant_factor_before_the_epsilon_is_no_square(weight: str) -> None:
 
 
 def test_a_small_shift_after_a_scale_per_channel_guards_nothing() -> None:
-    """BatchNormalization beside a convolution (a block of FastViT), its means being small."""
+    """BatchNormalization parallel to a convolution (a block of FastViT), with small means."""
     n = Net(seed=2)
     x = n.input(1, 8, 6, 6)
     y = n.op("Add", n.op("Mul", x, np.full((8, 1, 1), 0.9)), np.full((8, 1, 1), 1e-5))
@@ -183,7 +183,7 @@ def test_between_integers_too() -> None:
         proto, BuildOptions(target="simulate", precision="int8+fp16", calib=[feeds], precision_map=pins)
     )
     runs = {r.asked.key: r.runs for r in built.precisions}
-    del runs["Div_5"]  # its kernel is that of the quantization behind it
+    del runs["Div_5"]  # its kernel is that of the quantization after it
     assert runs == {"Relu_2": "fp16", "ReduceL1_3": "fp16", "y0": "int8"}
     (got,) = built.engine.run(feeds).values()
     (want,) = build_verbose(proto, BuildOptions(target="reference")).engine.run(feeds).values()
@@ -222,7 +222,7 @@ def test_masks_and_factors_that_fp16_has_are_left_alone(factor: float) -> None:
 def test_a_large_factor_does_not_make_infinities_of_a_mask() -> None:
     graph = model("m = Mul(x, f) y = Softmax(m)", f=-1e6)
     x = np.zeros((6, 8), np.float16)
-    x[1] = 1  # a row in which all is masked: its values are alike
+    x[1] = 1  # a fully masked row: its values are equal
     x[2, 1:] = 1
     got = simulate(lowered(graph, io_dtype="fp16"), {"x": x})["y"]
     assert np.array_equal(got[1], np.full(8, 0.125, np.float16))

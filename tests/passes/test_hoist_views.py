@@ -1,4 +1,4 @@
-"""hoist_views: views behind products of rows with a matrix move in front of them, where they merge."""
+"""hoist_views: views after products of rows with a matrix move in front of them, and merge there."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ def test_an_addend_with_other_rows_stays() -> None:
     y = n.op("Add", windows(n), n.op("Relu", n.input(1, 1, 6, name="row")))
     graph = n.done(y)
     HoistViews()(graph)
-    check_refused(HoistViews(), graph, because="the other addend has other rows")
+    check_refused(HoistViews(), graph, because="the other addend has rows of another shape")
 
 
 def test_an_addition_of_unknown_sizes_stays() -> None:
@@ -364,10 +364,10 @@ def test_a_product_reads_the_norm_of_rows_in_its_own_shape(shape: tuple[int, ...
 @pytest.mark.parametrize(
     ("changes", "because"),
     [
-        ({"shape": (14, 3)}, "does not keep rows whole"),
+        ({"shape": (14, 3)}, "splits or joins rows"),
         ({"axis": 1, "scale": (7, 6)}, "more than rows"),
         ({"scale": (7, 6)}, "differs between rows"),
-        ({"made": False}, "no product makes the rows"),
+        ({"made": False}, "no product computes the rows"),
     ],
 )
 def test_other_norms_stay_in_front_of_the_reshape(changes: dict[str, Any], because: str) -> None:

@@ -1,4 +1,4 @@
-"""image_tokens: images written as tokens, and back, by a transposition on the image's side."""
+"""image_tokens: images become tokens, and tokens become images, by a transposition on the image's side."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def to_image(n: Net, tokens: Value, *shape: int) -> Value:
 
 
 def mixed(n: Net, batch: Any = 2, activation: str = "Gelu") -> Graph:
-    """A layer of SegFormer's kind: tokens, a depthwise convolution of their image, its activation as tokens, a product."""
+    """A layer as in SegFormer: tokens, a depthwise convolution of their image, its activation as tokens, a product."""
     x = n.op("MatMul", n.input(batch, 20, 8), n.random(8, 16))
     y = to_tokens(n, n.conv(to_image(n, x, 0, 16, 4, 5), 16, group=16, bias=True), 16)
     return n.done(n.op("MatMul", n.op(activation, y), n.random(16, 8)))
@@ -65,7 +65,7 @@ def test_tokens_of_an_image_of_tokens() -> None:
 
 
 def attended(n: Net) -> Graph:
-    """A layer of an autoencoder's kind: tokens of a normalized image, a product, and the image is added to theirs."""
+    """A layer as in an autoencoder: tokens of a normalized image, a product, and the image is added to their image."""
     image = n.conv(n.input(2, 8, 6, 5), 16)
     attrs = GroupNormAttrs(4, 1e-3)
     x = to_tokens(n, n.op("GroupNormalization", image, n.positive(16), n.random(16), attrs=attrs), 16)
@@ -91,7 +91,7 @@ def test_refused() -> None:
     n = Net(np.float64)
     y = n.op("Transpose", n.conv(n.input(2, 3, 4, 5), 6), attrs=TransposeAttrs((0, 2, 3, 1)))
     slopes = n.op("PRelu", n.op("Reshape", y, n.ints(0, -1, 6)), n.random(6))
-    check_refused(ImageTokens(), n.done(slopes), because="more than the tokens and numbers")
+    check_refused(ImageTokens(), n.done(slopes), because="more than the tokens and scalars")
     n = Net(np.float64)
     x = n.input(2, 20, 8)
     image = n.op("Reshape", n.op("Transpose", x, attrs=SWAP), n.ints(0, 8, 4, 5))
@@ -116,12 +116,12 @@ def test_others_are_no_candidates() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_on_a_gpu_nothing_moves_between_tokens_and_image(precision: str) -> None:
     program = check_simulated(mixed(Net()), precision)
-    casts = ["Pointwise"] if precision == "fp16" else []  # of what the network is given
+    casts = ["Pointwise"] if precision == "fp16" else []  # of the network's input
     assert [s.params["op"]["kind"] for s in program.steps] == [*casts, *["Conv"] * 3]
 
 
 def windows(n: Net, image: Value, *, grid: bool = False) -> Value:
-    """MaxViT's windows of 2 x 2 positions, as rows; ``grid``: the positions of a window stand apart."""
+    """MaxViT's windows of 2 x 2 positions, as rows; ``grid``: the positions of a window are far apart."""
     channels, height, width = (int(str(d)) for d in n.dims(image)[1:])
     shape = (0, channels, 2, height // 2, 2, width // 2) if grid else (0, channels, height // 2, 2, width // 2, 2)
     perm = (0, 3, 5, 2, 4, 1) if grid else (0, 2, 4, 3, 5, 1)
@@ -150,7 +150,7 @@ def test_windows_are_ordered_after_the_transpose_of_the_image(grid: bool) -> Non
 
 @pytest.mark.parametrize("again", [False, True])
 def test_windows_become_an_image_by_one_transpose_of_channels(again: bool) -> None:
-    """``again``: what reads the image are windows, as between MaxViT's two attentions."""
+    """``again``: the image is cut into windows again, as between MaxViT's two attentions."""
     n = Net(np.float64)
     image = departed(n, n.op("Gelu", n.input(2, 6, 4, 5)), 5, 4, 6)
     graph = n.done(windows(n, image, grid=True) if again else n.conv(image, 3))
@@ -176,7 +176,7 @@ def heads(n: Net, image: Value, count: int, size: int, *, batch: bool = True) ->
 
 
 def cascaded(n: Net, batch: int) -> Graph:
-    """Attention of EfficientViT's kind: heads are parts of an image's channels, their results are put together again."""
+    """Attention as in EfficientViT: heads are parts of an image's channels, and their results are joined again."""
     parts = n.op("Split", n.conv(n.input(batch, 8, 4, 5), 48), n.ints(16, 16, 16), outputs=3, attrs=SplitAttrs(axis=1))
     q, k, v = (heads(n, part, 2, 8) for part in parts)
     scores = n.op("Softmax", n.op("MatMul", q, n.op("Transpose", k, attrs=TransposeAttrs((0, 1, 3, 2)))))
@@ -192,7 +192,7 @@ def head_parts(n: Net, batch: int) -> tuple[Value, ...]:
 
 
 def joint(n: Net, batch: int) -> Graph:
-    """Attention of LeViT's kind."""
+    """Attention as in LeViT."""
     turn = TransposeAttrs((0, 1, 3, 2))
     q, k, v = (n.op("Transpose", part, attrs=turn) for part in head_parts(n, batch))
     scores = n.op("Softmax", n.op("MatMul", q, n.op("Transpose", k, attrs=turn)))
@@ -286,8 +286,8 @@ def test_channels_that_are_not_whole_stay() -> None:
 
 
 def test_heads_that_become_an_image_are_no_tokens() -> None:
-    """YOLO12's attention over areas: its result (B, heads, features, positions) is transposed as if it were channels-last,
-    and its positions split as if they were channels. One rule's result was the other one's candidate, without an end."""
+    """YOLO12's attention over areas: its result (B, heads, features, positions) is transposed as if it were channels-last, and
+    its positions split as if they were channels. Two rules rewrote each other's results without end."""
     n = Net(np.float64)
     turned = n.op("Transpose", n.input(1, 4, 3, 20), attrs=TransposeAttrs((0, 3, 1, 2)))
     image = n.op("Reshape", turned, n.ints(1, 4, 5, 12))
@@ -296,7 +296,7 @@ def test_heads_that_become_an_image_are_no_tokens() -> None:
 
 
 def channels_attended(n: Net, normalized: bool = True, back: tuple[int, ...] = (0, 8, 4, 6)) -> Graph:
-    """A layer of Restormer's kind: attention between the channels of an image, in two heads."""
+    """A layer as in Restormer: attention between the channels of an image, in two heads."""
     parts = n.conv(n.input(2, 3, 4, 6), 24)
     split = n.op("Split", parts, n.ints(8, 8, 8), outputs=3, attrs=SplitAttrs(1))
     q, k, v = (n.op("Reshape", x, n.ints(0, 2, 4, 24)) for x in split)

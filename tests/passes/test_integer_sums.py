@@ -95,7 +95,7 @@ def test_they_are_scaled_in_fp32_and_stored_in_fp16() -> None:
 
 
 def test_a_long_sum_is_right() -> None:
-    """Of 2048 products; fp16 would end at three of them. The trial run takes no network of this size."""
+    """Sums of 2048 products; fp16 would overflow after three. The trial run skips networks of this size."""
     rng = np.random.default_rng(0)
     w = rng.integers(-127, 128, (2048, 2048)).astype(np.int8)
     text = PRODUCT.replace("float[4,6] x, int8[6,5] w", "float[16,2048] x").replace("float[4,5] y", "float[16,2048] y")

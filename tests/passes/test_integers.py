@@ -1,4 +1,4 @@
-"""Explicitly quantized networks: integers stay integers, one form, nothing between equal scales is dequantized."""
+"""Explicitly quantized networks: one form, integers stay integers, and nothing between equal scales is dequantized."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def weights(n: Net, *shape: int) -> Value:
 
 
 def same_integers(a: Graph, b: Graph) -> None:
-    """Results of two networks are equal but for ties, which are a step."""
+    """Results of two networks are equal, except for ties, which may differ by a step."""
     for seed in range(3):
         feeds = random_feeds(a, seed)
         for x, y in zip(evaluate(a, feeds).values(), evaluate(b, feeds).values(), strict=True):
@@ -168,7 +168,7 @@ def test_pooling_between_equal_scales_is_of_integers(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.int16), np.dtype(np.uint16)])
 def test_pooling_of_wider_integers_stays_of_floats(dtype: Any) -> None:
-    check_refused(MOVE, pooled(dtype=dtype), because="integers of 8 bits")
+    check_refused(MOVE, pooled(dtype=dtype), because="only floats and 8-bit integers")
 
 
 def test_a_concat_of_one_scale_is_of_integers() -> None:
@@ -218,7 +218,7 @@ def test_integers_around_the_end_of_their_type_are_recentred(dtype: Any, zero: i
 
 
 def test_float_readers_keep_the_float_form() -> None:
-    check_refused(MOVE, pooled(twice=True), because="is read as well")
+    check_refused(MOVE, pooled(twice=True), because="has another reader")
 
 
 def padded(zero: int, dtype: Any, *value: float, mode: str = "constant", computed: bool = False) -> Graph:
@@ -282,5 +282,5 @@ def test_other_integers_are_interpolated_as_they_are() -> None:
         x = n.op("Cast", n.input(1, 2, 5, 6), attrs=CastAttrs(dtype))
         return n.done(n.op("Resize", x, None, n.const(np.array([1, 1, 2, 2]), np.float32), attrs=ResizeAttrs(mode)))
 
-    check_refused(MOVE, resized("linear", INT32), because="it interpolates int32, which fp32 does not hold")
+    check_refused(MOVE, resized("linear", INT32), because="it interpolates int32, which fp32 cannot represent exactly")
     check_untouched(MOVE, resized("nearest", INT8))

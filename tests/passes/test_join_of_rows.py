@@ -1,4 +1,4 @@
-"""joined_rows: the order of parts that products read, and parts that differ by numbers alone."""
+"""joined_rows: the order of parts that products read, and parts that differ only by numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optdnn.passes.joined_rows import JoinedRows
 
 
 def joined(widths: Sequence[int], reader: str = "MatMul", rows: int = 5) -> Graph:
-    """Parts of these widths side by side, which products read."""
+    """A Concat of parts of these widths, which products read."""
     n = Net(np.float64)
     x = n.op("Concat", *(n.op("Tanh", n.input(rows, w)) for w in widths), attrs=ConcatAttrs(1))
     depth = sum(widths)
@@ -51,7 +51,7 @@ def test_parts_that_lie_well_stay(widths: tuple[int, ...]) -> None:
 def encoded(
     functions: Sequence[str] = ("Sin", "Cos"), count: int = 4, shape: tuple[int, ...] = (2, 6, 3), *, first: bool = True
 ) -> Graph:
-    """A position and functions of its multiples, side by side. "Pow": of two numbers."""
+    """A Concat of a position and of functions of its multiples. "Pow": with two numbers."""
     n = Net(np.float64)
     x = n.op("Tanh", n.input(*shape))
     parts: list[Value] = [x] if first else []

@@ -1,4 +1,4 @@
-"""joined_tables: embeddings of the columns of one tensor, side by side, become one Gather."""
+"""joined_tables: concatenated embeddings of the columns of one tensor become one Gather."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def by_one_index(
     widths: tuple[int, ...] = (16, 8, 3, 1), *, rows: tuple[int, ...] | None = None, rank: int = 1, shared: int = 0,
     turns: bool = False, axis: int = 0, constant: bool = False,
 ) -> Graph:  # fmt: skip
-    """Rows that one index takes from tables of these widths. ``shared``: how many of the tables something else reads."""
+    """Rows that one index takes from tables of these widths. ``shared``: the number of tables with other readers."""
     n = Net(np.float64)
     index = n.const(np.array([1, 4, 2]), np.int64) if constant else n.op("Abs", n.input(*[3] * rank, dtype=INT64))
     found, x = [], n.input(6, 6, name="t")

@@ -1,4 +1,4 @@
-"""known_writes: assignments to slices, which exporters write as scatters with constant places."""
+"""known_writes: assignments to slices, which exporters write as scatters with constant positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CANON = Canonicalize()
 
 
 def table(*lines: Any) -> np.ndarray[Any, Any]:
-    """The places of a box, in order, as ScatterND names them."""
+    """The positions of a box, in order, in ScatterND's form."""
     return np.stack(np.meshgrid(*(np.array(line) for line in lines), indexing="ij"), -1)
 
 
@@ -116,7 +116,7 @@ def test_places_that_depend_on_data_are_left() -> None:
 
 
 def in_a_row(places: Sequence[Any], *, base: Any = None, reduction: str = "none") -> Graph:
-    """Writes into one tensor (2, 8, 4), one after the other."""
+    """Consecutive writes into one tensor (2, 8, 4)."""
     n = Net(np.float64)
     x = n.input(2, 8, 4) if base is None else n.const(np.full((2, 8, 4), base))
     for k, one in enumerate(places):

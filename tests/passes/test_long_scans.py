@@ -1,4 +1,4 @@
-"""long_scans: Scans and Loops of pointwise steps that are too long to be unrolled; refused where a step is more than that."""
+"""long_scans: Scans and Loops of pointwise steps that are too long to be unrolled; refused for other steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTH = 7
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has more than three steps is long."""
+    """Scans of more than three steps are long here."""
     monkeypatch.setattr(long_scans, "TRIPS", 3)
 
 
@@ -124,8 +124,8 @@ NARROW = [node("Mul", "s a", "t"), node("Mul", "b w", "y")]
 @pytest.mark.parametrize(
     ("graph", "because"),
     [
-        (lambda: scan(length="n"), "how often it runs is not known"),
-        (lambda: scan(directions=(0, 0, 1)), "it reads and stacks in different directions"),
+        (lambda: scan(length="n"), "its number of iterations is not known"),
+        (lambda: scan(directions=(0, 0, 1)), "it reads its sequences and stacks its results in different directions"),
         (lambda: scan([*GATED[:-1], node("Softmax", "t", "y")]), "a step has a Softmax, which is not pointwise"),
         (lambda: scan([*GATED[:-1], node("Less", "t w", "l"), node("Cast", "l", "y", to=F)]), "which is no floats"),
         (lambda: scan(PASSED), "a result of a step is not computed in it"),
@@ -141,7 +141,7 @@ def test_what_is_refused(graph: Any, because: str) -> None:
 
 @pytest.mark.parametrize(
     ("limit", "because"),
-    [("MOST_STAGES", "takes too many registers"), ("MOST_ELEMENTS", "are larger than launches for each step are long")],
+    [("MOST_STAGES", "takes too many registers"), ("MOST_ELEMENTS", "take longer than a launch for each step")],
 )
 def test_limits(limit: str, because: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_scans, limit, 3)

@@ -1,4 +1,4 @@
-"""masked_rows: rows gathered by a mask and scattered back, and what stands in the way."""
+"""masked_rows: rows gathered by a mask and scattered back; refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCATTER = """old = ConstantOfShape(all) wide = Reshape(i, four) at = Expand(wide
 
 
 def head(rows: str = ROWS, scatter: str = SCATTER) -> str:
-    """One level of a pyramid: the regions that a mask chooses, aligned, and scattered among all."""
+    """One level of a pyramid: regions that a mask selects are aligned, and scattered into all regions."""
     return HEAD.replace("int64[1] column", "int64[1] one = {1}, int64[1] column") + "{" + rows + scatter + "}"
 
 
@@ -71,7 +71,7 @@ def test_what_is_not_chosen_does_not_leak() -> None:
 
 
 def test_rows_that_meet_are_refused() -> None:
-    """A cumulative sum along the rows: each depends on those in front of it."""
+    """A cumulative sum along the rows: each depends on all earlier rows."""
     rows = ROWS.replace("made = RoiAlign", "apart = RoiAlign") + " made = CumSum(apart, zero64) "
     text = head(rows=rows).replace("int64[1] column", "int64 zero64 = {0}, int64[1] column")
     check_refused(MaskedRows(), text, because="CumSum.* does not compute each row", context=GPU)

@@ -1,4 +1,4 @@
-"""masked_sums: graph networks, whose edges are those that a mask chose and a loop for each node."""
+"""masked_sums: graph networks with the edges that a mask selects, and a self-loop for each node."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SCATTER = 'y = ScatterElements<axis = 0, reduction = "add">(none, at, message)'
 
 
 def edges(rest: str = SCATTER, out: str = "6,4") -> str:
-    """A layer over the edges between different nodes and a loop for each node."""
+    """A layer over the edges between different nodes, and a self-loop for each node."""
     return EDGES.replace("REST", rest).replace("OUT", out)
 
 
 def check_values(text: str) -> None:
-    """Equal results where none, some and all of the edges are loops."""
+    """Equal results if none, some or all of the edges are self-loops."""
     graph = from_text(text)
     DeadCode()(graph)
     after = graph.copy()

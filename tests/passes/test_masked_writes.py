@@ -1,4 +1,4 @@
-"""masked_writes: weights of loops among a graph's edges, written to the loops' nodes."""
+"""masked_writes: weights of self-loops among a graph's edges, written to their nodes."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_layers_of_stylegan(graph: Graph) -> None:
 
 
 def test_any_rank_and_factors_without_a_style_axis() -> None:
-    """Filters of (outer, inner, taps) times a factor of each filter and one of all: no Reshape, and many pictures."""
+    """Filters (outer, inner, taps) times a factor per filter and a common factor: without Reshape, and with many pictures."""
     n = Net()
     w = n.op("Mul", n.op("Div", n.random(6, 4, 3), n.op("Exp", n.input(6, 1, 1, name="d"))), n.input(1, name="one"))
     graph = n.done(conv(n, n.input(2, 4, 9), w, n.input(6, name="b"), rank=1))
@@ -62,14 +62,14 @@ def test_it_leaves_constant_filters() -> None:
 def test_factors_of_single_weights(by: tuple[int, ...]) -> None:
     n = Net()
     graph = n.done(conv(n, n.input(1, 4, 5, 5), n.op("Mul", n.random(6, 4, 3, 3), n.input(*by, name="s"))))
-    check_refused(ModulatedWeights(), graph, because="not only by factors of whole channels")
+    check_refused(ModulatedWeights(), graph, because="not only by factors per channel")
 
 
 def test_filters_without_a_constant() -> None:
     n = Net()
     shape = (6, 4, 3, 3)
     graph = n.done(conv(n, n.input(1, 4, 5, 5), n.op("Add", n.random(*shape), n.input(*shape, name="s"))))
-    check_refused(ModulatedWeights(), graph, because="not only by factors of whole channels")
+    check_refused(ModulatedWeights(), graph, because="not only by factors per channel")
     n = Net()
     w = n.op("Mul", n.input(6, 1, 1, 1, name="a"), n.input(1, 4, 1, 1, name="b"))
     check_refused(
@@ -81,11 +81,11 @@ def test_groups_of_a_batch() -> None:
     """Groups that are no pictures: their filters differ."""
     n = Net()
     w = n.op("Mul", n.random(6, 2, 3, 3), n.input(6, 1, 1, 1, name="s"))
-    check_refused(ModulatedWeights(), n.done(conv(n, n.input(1, 4, 5, 5), w, group=2)), because="whole channels")
+    check_refused(ModulatedWeights(), n.done(conv(n, n.input(1, 4, 5, 5), w, group=2)), because="factors per channel")
     n = Net()
     w = n.op("Mul", n.random(6, 2, 3, 3), n.input(6, 1, 1, 1, name="s"))
     graph = n.done(conv(n, n.input(2, 4, 5, 5), w, group=2))
-    check_refused(ModulatedWeights(), graph, because="no batch is written as groups")
+    check_refused(ModulatedWeights(), graph, because="they are not the images of a batch")
 
 
 @pytest.mark.parametrize("pictures", [1, 2])
@@ -128,7 +128,7 @@ def test_small_filters_keep_their_norms_in_16_bits() -> None:
 def test_norms_of_other_factors() -> None:
     n = Net(np.float64)
     w = n.op("Mul", n.random(1, 6, 4, 3, 3), n.op("Exp", n.input(1, 1, 4, 3, 1, name="s")))
-    check_refused(ModulatedWeights(), squares(n, w, 2, 3, 4), because="not those of one axis")
+    check_refused(ModulatedWeights(), squares(n, w, 2, 3, 4), because="do not vary along exactly one summed axis")
     n = Net(np.float64)
     w = n.op("Mul", n.random(1, 6, 4, 3, 3), n.op("Exp", n.input(1, 6, 1, 1, 1, name="s")))
-    check_refused(ModulatedWeights(), squares(n, w, 2, 3, 4), because="not those of one axis")
+    check_refused(ModulatedWeights(), squares(n, w, 2, 3, 4), because="do not vary along exactly one summed axis")

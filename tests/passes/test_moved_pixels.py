@@ -1,4 +1,4 @@
-"""image_tokens: images whose pixels change places stay channels-last."""
+"""image_tokens: images whose pixels are permuted stay channels-last."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def image(n: Net, x: Value, channels: int = 16) -> Value:
 
 
 def attended(n: Net, channels: int = 16) -> Graph:
-    """A block of MobileViTv2's kind: separable attention, one score for each place."""
+    """A block as in MobileViTv2: separable attention, one score per position."""
     x = patches(n, n.conv(n.input(2, 8, 8, 8), channels, 1, pads=0))
     split = SplitAttrs(1)
     normed = n.op("GroupNormalization", x, n.positive(channels), n.random(channels), attrs=norm.GroupNormAttrs(1))
@@ -73,7 +73,7 @@ def test_a_norm_that_no_other_reshape_stands_beside_stays() -> None:
 def test_what_is_no_image_stays() -> None:
     n = Net(np.float64)
     graph = n.done(patches(n, n.input(2, 16, 8, 8)))
-    check_refused(ImageTokens(), graph, because="no operator on images makes it or reads it")
+    check_refused(ImageTokens(), graph, because="no operator on images computes it or reads it")
 
 
 @pytest.mark.parametrize(

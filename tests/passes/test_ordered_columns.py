@@ -1,4 +1,4 @@
-"""ordered_columns: parts of a product's columns that alternate are a Split of a product with its columns in their order."""
+"""ordered_columns: alternating parts of a product's columns become a Split of a product with reordered columns."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_other_products_stay(left: Sequence[DimLike], right: Sequence[DimLike]) 
 
 
 def test_an_epilogue_stays() -> None:
-    """Fused products come later: their stages are no pass's business here."""
+    """Fused products come later in the pipeline; this pass leaves products with stages alone."""
     n = Net()
     graph = n.done(n.op("Relu", n.op("MatMul", n.input(5, 1), n.input(1, 7))))
     FuseEpilogue()(graph, None)

@@ -1,4 +1,4 @@
-"""What stays fp32 in an fp16 build since its values do not fit: layers that grow, and what a run on made-up inputs shows."""
+"""Operators that stay fp32 in an fp16 build because of their values: layers that grow, and overflows in a trial run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_layers_that_their_activations_do_not_bound(kind: str, activations: Any,
 
 
 def test_a_plain_layer_is_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It grows with its weights and its steps; one that is not tried may grow."""
+    """It grows with its weights and its steps; a network without a trial run may grow."""
     for scale, steps, grows in ((0.3, 6, False), (2.0, 6, True), (1.0, 60, True), (0.3, 60, False)):
         n, (y, _) = layer("RNN", "Relu", scale=scale, steps=steps)
         assert bool(growing(n.done(y))) == grows

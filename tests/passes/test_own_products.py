@@ -55,7 +55,7 @@ def test_other_products_stay(graph: Graph) -> None:
 
 
 def turned_queries(*biases: tuple[int, ...], perm: tuple[int, ...] = (0, 2, 1, 3), known: bool = True) -> Graph:
-    """The same, with biases of these shapes behind the Transpose that puts the heads first: Conformer in PyTorch's exports."""
+    """The same, with biases of these shapes after the Transpose that moves the heads first: Conformer in PyTorch's exports."""
     n = Net(np.float64)
     x = n.input(1 if known else symbol("N"), R, K)
     y = n.op("MatMul", x, n.random(K, H * D))

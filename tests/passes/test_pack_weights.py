@@ -1,4 +1,4 @@
-"""Dequantized weights of products and tables stay packed; what cannot, and why."""
+"""Dequantized weights of products and tables stay packed; refusals."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def assign(graph: Graph, plan: str | PrecisionPlan = "w4", target: str = "cpu", 
 
 
 def floats_of(graph: Graph) -> list[Array]:
-    """The weights [N, K] that packed products stand for."""
+    """The weights [N, K] of packed products, as floats."""
     found = []
     for op in graph.of_kind("PackedMatMul"):
         weights, scales, zeros = (graph.constant_value(v) for v in op.inputs[1:4])
@@ -59,7 +59,7 @@ def drawn(rows: int = 8, width: int = K, seed: int = 0) -> Array:
 
 
 def oracle(block: Array, bits: int, dtype: DType) -> tuple[Array, float, float]:
-    """Numbers, scale and zero point of one block, one candidate after another."""
+    """Numbers, scale and zero point of one block, for each candidate."""
     levels, found = np.float32((1 << bits) - 1), []
 
     def tried(scale: Any, zero: Any) -> None:
@@ -91,7 +91,7 @@ def test_numbers_scales_and_zero_points(bits: int, dtype: DType) -> None:
     per_byte = 8 // bits
     stored = np.stack([made.weights >> np.uint8(bits * i) for i in range(per_byte)], axis=-1).reshape(8, -1)
     stored = stored & np.uint8((1 << bits) - 1)
-    # Squared errors are sums in fp32. The fitted scale may be as good as the one that it was fitted from: either may win.
+    # Squared errors are sums in fp32. The fitted scale may be exactly as good as its starting value: either may win.
     for row in range(8):
         for b, block in enumerate((weights[row, :BLOCK], weights[row, BLOCK:])):
             numbers, scale, zero = oracle(block, bits, dtype)

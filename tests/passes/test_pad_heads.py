@@ -152,7 +152,7 @@ def test_other_operators_before_the_heads() -> None:
     n = Net(np.float64)
     x = tokens(n)
     graph = n.done(attend(n, *(n.op("Tanh", heads(n, n.matmul(x, C))) for _ in range(3))))
-    check_refused(PadHeads(), graph, because="no weights of a projection", context=HALF)
+    check_refused(PadHeads(), graph, because="do not all come from projections", context=HALF)
 
 
 def test_a_projection_with_other_readers_stays() -> None:
@@ -161,7 +161,7 @@ def test_a_projection_with_other_readers_stays() -> None:
     q, k, v = (n.matmul(x, C) for _ in range(3))
     y = merged(n, attend(n, *(heads(n, p) for p in (q, k, v))))
     graph = n.done(n.matmul(y, C), n.op("Tanh", k))
-    check_refused(PadHeads(), graph, because="no weights of a projection", context=HALF)
+    check_refused(PadHeads(), graph, because="do not all come from projections", context=HALF)
 
 
 @pytest.mark.parametrize("width", [1, C])
@@ -179,18 +179,18 @@ def test_a_bias_of_one_element_is_none_of_features(width: int) -> None:
     if width == C:
         check_pass(PadHeads(), graph, changes=1, context=HALF)
     else:
-        check_refused(PadHeads(), graph, because="no weights of a projection", context=HALF)
+        check_refused(PadHeads(), graph, because="do not all come from projections", context=HALF)
 
 
 def test_attention_between_channels_has_tokens_for_features() -> None:
-    """XCiT: no weights hold tokens."""
+    """XCiT: no weights have an axis of tokens."""
     n = Net(np.float64)
     x = n.op("Relu", n.input(B, 20, C))
     split = n.op(
         "Transpose", n.op("Reshape", n.matmul(x, 3 * C), n.ints(B, 20, 3, H, D)), attrs=TransposeAttrs((2, 0, 3, 4, 1))
     )
     parts = [n.op("Gather", split, n.const(i, np.int64), attrs=GatherAttrs(0)) for i in range(3)]
-    check_refused(PadHeads(), n.done(attend(n, *parts)), because="no weights of a projection", context=HALF)
+    check_refused(PadHeads(), n.done(attend(n, *parts)), because="do not all come from projections", context=HALF)
 
 
 def test_few_scores_are_cheaper_than_a_copy() -> None:

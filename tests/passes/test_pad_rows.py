@@ -1,4 +1,4 @@
-"""pad_rows: heads after a selection, padded to the most rows that there can be; refusals."""
+"""pad_rows: heads after a selection, padded to the largest possible number of rows; refusals."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_any_number_of_rows(count: int) -> None:
 
 
 def test_a_mask_head() -> None:
-    """Convolutions, the shape of a result, and rows picked by their numbers, some from the end."""
+    """Convolutions, the shape of a result, and rows taken by index, some from the end."""
     text = select(
         "float[m,6] y, int64[4] shape, float[j,6] last",
         """conv = Conv(aligned, kernel) rows = Reshape(conv, pairs) shape = Shape(conv) six = Reshape(rows, sixes)
@@ -131,7 +131,7 @@ def test_operators_that_are_not_worth_it_stay() -> None:
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_rows_after_repeat_the_first_ones(count: int) -> None:
-    """Calibration sees the ranges of real rows; zeros stand only where there are none."""
+    """Calibration sees the ranges of real rows; padding is zero only if there are no rows."""
     after, rng = from_text(BOX), np.random.default_rng(0)
     PadRows()(after, GPU)
     scores = np.where(np.arange(12) < count, 1.0, -1.0)

@@ -1,4 +1,4 @@
-"""fuse_conv_bn, parallel_convs: convolutions of one value that are added become one, where one kernel holds the taps of all."""
+"""fuse_conv_bn, parallel_convs: convolutions of one value that are added become one, if one kernel has the taps of all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def added(n: Net, *values: Value) -> Value:
 
 
 def merged(n: Net, y: Value, *, changes: int = 1, **options: Any) -> Any:
-    """The one convolution that is left."""
+    """The only convolution of the result."""
     graph, _ = check_pass(FUSE, n.done(y), changes=changes, kinds={"Conv": 1}, **options)
     (conv,) = graph.of_kind("Conv")
     return graph, conv

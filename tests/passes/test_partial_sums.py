@@ -27,7 +27,7 @@ def joined(n: Net, *parts: Value, axis: int = 1) -> Value:
 
 
 def shortcut(few: int = 8, many: int = 12, **options: Any) -> Graph:
-    """ReXNet's: an image is added to the first channels of a convolution."""
+    """As in ReXNet: an image is added to the first channels of a convolution."""
     n = Net()
     x = n.op("Relu", n.input(2, few, *SIZE))
     y = n.conv(x, many, 1, pads=0, bias=True, **options)
@@ -36,7 +36,7 @@ def shortcut(few: int = 8, many: int = 12, **options: Any) -> Graph:
 
 
 def dual(blocks: int = 2, add: int = 16, more: int = 8) -> Graph:
-    """DPN's: some channels are added, others appended."""
+    """As in DPN: some channels are added, others appended."""
     n = Net()
     x = n.conv(n.input(1, 8, *SIZE), add + more, 1, pads=0)
     for _ in range(blocks):
@@ -82,9 +82,9 @@ def test_channels_before_those_that_are_added() -> None:
     ("graph", "context", "because"),
     [
         (lambda: shortcut(), PassContext(precision="fp32", target="cuda:sm_90a"), "not for fp32"),
-        (lambda: shortcut(group=4), FP16, "neither tensor is a convolution's"),
-        (lambda: _read_twice(), FP16, "neither tensor is a convolution's"),
-        (lambda: _in_turn(), FP16, "go to several places"),
+        (lambda: shortcut(group=4), FP16, "neither tensor comes from a convolution"),
+        (lambda: _read_twice(), FP16, "neither tensor comes from a convolution"),
+        (lambda: _in_turn(), FP16, "go to several ranges"),
         (lambda: _appended(40), FP16, "more than 4 times as many filters"),
     ],
 )

@@ -23,7 +23,7 @@ def embedding(
     *, channels: int = 3, size: Any = (8, 12), patch: int = 4, flat: bool = True, bias: bool = True, batch: Any = 2,
     pads: int | Sequence[int] = 0, twice: bool = False,
 ) -> Graph:  # fmt: skip
-    """Of a ViT (``flat``) or a Swin."""
+    """A patch embedding of a ViT (``flat``) or of a Swin."""
     n = Net(np.float64)
     y = n.conv(n.input(batch, channels, *size), 6, patch, pads=pads, strides=patch, bias=bias)
     more = [n.op("Relu", y)] if twice else []

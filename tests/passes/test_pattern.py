@@ -1,4 +1,4 @@
-"""The matcher: what a pattern means does not depend on how the expression is written, or on what surrounds it."""
+"""The matcher: a match does not depend on the form of the expression, or on the operators around it."""
 
 from __future__ import annotations
 

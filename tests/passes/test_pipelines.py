@@ -1,4 +1,4 @@
-"""Whole pipelines on whole networks: what fuses is counted exactly, results stay, a second run finds nothing."""
+"""Whole pipelines on whole networks: exact counts of fusions, equal results, and a second run finds nothing."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_what_fuses_in_networks(name: str) -> None:
 
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 COUNTS: dict[str, tuple[int, dict[str, int], dict[tuple[str, ...], int]]] = {
-    # batch norms in the model; rewrites by rule; what is left of linear ops, by their stages
+    # batch norms in the model; rewrites by rule; remaining linear ops, by their stages
     "bvlc_alexnet": (
         0,
         {"epilogue_activation": 7},

@@ -1,4 +1,4 @@
-"""pixel_shuffles: the filters before a pixel shuffle are put in the order of the pixels that they make."""
+"""pixel_shuffles: the filters before a pixel shuffle are ordered by their pixels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user is promised, tried as a user would: odd models, threads, sizes, bytes, processes."""
+"""Promises to users, tested as a user would: odd models, threads, sizes, bytes, processes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PASS = ProductChains()
 def chain(
     inner: int = 8, middle: int = 8, columns: int = 8, *, bias: bool = False, read: bool = True, rows: object = 6
 ) -> Graph:
-    """Two products, one of the other's result. ``read``: the first one's result is read elsewhere, too."""
+    """A product, and a product of its result. ``read``: the first result has another reader."""
     n = Net(np.float64)
     x = n.input(2, rows, inner)
     y = n.matmul(x, middle)

@@ -43,9 +43,8 @@ def chunks(
     how: str = "slices", *, states: str = "none", relu: int = -1, swap: int = -1, softmax: bool = False,
     between: Callable[[Net, Value], Value] | None = None, count: int = COUNT, joined: bool = True,
 ) -> Graph:  # fmt: skip
-    """Linear attention by chunks: ``q k^T`` of each, times its values, and with ``states`` the state of the chunks before.
-
-    ``relu``: a chunk whose queries are changed; ``swap``: one whose values are those of the next one."""
+    """Linear attention by chunks: ``q k^T`` of each chunk times its values, with ``states`` also the state of earlier chunks.
+    ``relu``: a chunk whose queries are changed; ``swap``: a chunk with the values of the next one."""
     n, made = Net(), dict[Value, Any]()
     q, k, v = (n.op("Abs", n.input(2, 3, COUNT * ROWS, SIZE, name=name)) for name in "qkv")
     cut = {"slices": sliced, "gathers": taken, "splits": split}[how]
@@ -100,8 +99,8 @@ def test_states_of_pointwise_steps_are_joined() -> None:
 def test_products_that_depend_on_one_another_stay() -> None:
     graph, report = check_pass(PASS, chunks(states="products"), changes=3)
     reasons = {r.reason for r in report.refused}
-    assert "the product of a part depends on that of another one" in reasons
-    assert any("come one from another by way of products" in reason for reason in reasons)
+    assert "the product of one part depends on the product of another part" in reasons
+    assert any("each operand depends on the previous one through a product" in reason for reason in reasons)
     assert len(graph.of_kind("MatMul")) == 3 * COUNT
 
 
@@ -137,7 +136,7 @@ def test_a_changed_part_divides_the_run() -> None:
 
 
 def layers(*, own: bool = False, bias: bool = True, relu: int = 3) -> Graph:
-    """A layer of the same weights for each part, or of its ``own`` ones. ``relu``: in how many parts the activation follows."""
+    """A layer with the same weights for each part, or with ``own`` weights. ``relu``: the number of parts with an activation."""
     n = Net()
     x, w, b = n.op("Abs", n.input(2, 12, name="x")), n.random(4, 6), n.random(6)
     found = []

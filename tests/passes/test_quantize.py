@@ -1,4 +1,4 @@
-"""assign_precision in integers: where Q and DQ stand, their scales, the operators drawn in, and refusals."""
+"""assign_precision in integers: the positions of Q and DQ, their scales, the operators between them, and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from optdnn.types import DTYPES, FP16, FP32, INT8, INT32, UINT8
 
 @pytest.fixture(autouse=True)
 def exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the processor here is, weights have eight bits."""
+    """Weights have eight bits, independently of this machine's processor."""
     monkeypatch.setattr(quantize, "bytes_saturate", lambda: False)
 
 
@@ -86,7 +86,7 @@ def test_a_chain_is_in_integers_from_end_to_end() -> None:
     # Pooling keeps the scale: the very same constants before and after it.
     before, behind = producer(graph, pool, 0), producer(graph, second, 0)
     assert before.inputs[1:] == behind.inputs[1:]
-    # The last convolution's float result is what the average reads.
+    # The average reads the last convolution's float result.
     assert producer(graph, graph.of_kind("GlobalAveragePool")[0], 0).id == second.id
 
 
@@ -422,7 +422,7 @@ def test_values_that_calibration_saw_at_no_size_stay_float() -> None:
 @pytest.mark.parametrize("rows", ["n", 0])
 @pytest.mark.parametrize(("lacks", "refused"), [("MatMul", True), ("Transpose", False)])
 def test_values_that_calibration_saw_empty_stay_float(rows: int | str, lacks: str, refused: bool) -> None:
-    """Of what a MatMul reads, the op is told; what would be drawn in before one is left out."""
+    """If calibration saw an empty operand, a MatMul stays float with a reason; a Transpose before it is left out without one."""
     n = Net()
     x = n.matmul(n.op("Relu", n.input(3, rows, 16)), 8)
     graph = n.done(n.matmul(n.op("Transpose", x, attrs=TransposeAttrs((1, 0, 2))), 5))

@@ -1,4 +1,4 @@
-"""fold_quantized: products of data that are quantized in the run, products of the same data, and fp32 results."""
+"""fold_quantized: products of dynamically quantized data, products of the same data, and fp32 results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from optdnn.types import FP16, FP32, UINT8
 
 
 class RunNet(QNet):
-    """Adds data that are quantized in the run."""
+    """Adds dynamically quantized data."""
 
     def rounded(self, x: Value) -> tuple[Value, Value, Value]:
         scale, zero = self.op("DynamicRange", x, outputs=2)
@@ -145,7 +145,7 @@ def test_padding_of_data_that_come_in_as_integers_is_refused() -> None:
     conv = n.op("Conv", data, n.weights(8, 8, 3, 3), attrs=ConvAttrs((1, 1), (1, 1, 1, 1), (1, 1)))
     made, report = folded(n.done(conv))
     assert "QuantizedConv" not in made.kinds()
-    assert any("its padding is a zero point that is computed" in r.reason for r in report.refused)
+    assert any("it pads with a computed zero point" in r.reason for r in report.refused)
 
 
 def test_scales_of_rows_stay() -> None:
@@ -162,7 +162,7 @@ def test_two_computed_operands_are_rounded_and_multiplied_as_floats() -> None:
     graph = n.done(n.op("MatMul", a, b, attrs=MatMulAttrs()))
     made, report = folded(graph)
     assert made.kinds() == {"DynamicRange": 2, "MatMul": 1, "Pointwise": 2}
-    assert any("its second operand is no quantized constant" in r.reason for r in report.refused)
+    assert any("its second operand is not a quantized constant" in r.reason for r in report.refused)
     agree(graph, made)
 
 
@@ -235,7 +235,7 @@ def stored(n: QNet, *, residual: bool = False, width: int = 16, to: Any = FP32) 
     attrs = RequantizeAttrs((("bias",), *([("add",)] if residual else [])), low=-1e38, high=1e38, output_dtype=FP16)
     operands = [n.input(4, 32, dtype=np.int8), n.const(n.rng.integers(-9, 9, (width, 32)), np.int8), n.const(channel)]
     operands += [n.input(4, width, name="r", dtype=np.float16)] if residual else []
-    # what calls the pass: a quantized tensor
+    # the graph needs a quantized tensor for the pass to run
     return n.done(
         n.op("Cast", n.op("QuantizedMatMul", *operands, attrs=attrs), attrs=CastAttrs(to)),
         n.q(n.input(3, 3, name="u"), 0.1),

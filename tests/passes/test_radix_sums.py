@@ -1,4 +1,4 @@
-"""radix_sums: split attention reads groups of channels where they lie."""
+"""radix_sums: split attention reads groups of channels in place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sum_of(n: Net, x: Value, axis: int = 1, keepdims: bool = False) -> Value:
 def attention(
     radix: int = 2, *, product: bool = True, mixed: bool = True, images: int = 2, turned: bool = False, kernel: int = 1
 ) -> Graph:
-    """ResNeSt's: factors of each group, from the means of the sum of groups."""
+    """As in ResNeSt: factors for each group, from the means of the sum of groups."""
     n = Net()
     x = n.op("Relu", n.conv(n.input(images, 8, 7, 6), 16 * radix))
     wide = groups(n, x, radix)

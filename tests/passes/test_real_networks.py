@@ -154,7 +154,7 @@ def test_siblings_of_networks(name: str, families: int) -> None:
     ],
 )
 def test_layouts_of_networks(name: str, convolutions: int, conversions: int) -> None:
-    """Only the borders are converted, but in ShuffleNet, whose channel shuffles reshape in plain order 32 times."""
+    """Only the borders are converted, except in ShuffleNet, where 32 channel shuffles reshape in plain order."""
     graph = light(name)
     report = run_pipeline(graph, PIPELINE(3, CUDA.target), CUDA, verify=True)[-2]
     assert report.name == "assign_layout"

@@ -95,9 +95,9 @@ def gathered(
 @pytest.mark.parametrize(
     ("options", "columns"),
     [
-        ({}, 16),  # 15 are taken: 8 rows and 8 columns; one more makes rows of 16
+        ({}, 16),  # 15 columns are needed for 8 rows and 8 columns; one more makes rows of 16
         ({"rows": 5}, 16),
-        ({"first": 24, "rows": 8}, 16),  # there is no column after the last one: the further one is of zeros
+        ({"first": 24, "rows": 8}, 16),  # there is no column after the last one, so a column of zeros is added
         ({"step": -1, "first": 9}, 16),
         ({"step": -1, "first": 7}, 16),
     ],
@@ -137,7 +137,7 @@ def test_the_rows_of_a_matrix_are_no_batch() -> None:
     n = Net()
     y = n.op("Relu", n.op("MatMul", n.input(6, 6), n.random(6, 4)))
     graph = n.done(n.op("Reshape", y, n.ints(2, 3, 4)))
-    check_refused(PASS, graph, because="the first axis of its second operand is no batch", rule="split_leading")
+    check_refused(PASS, graph, because="one matrix, whose first axis is not a batch", rule="split_leading")
 
 
 def by_heads(*, turned: bool = True, own: bool = False, batch: int = BATCH) -> Graph:
@@ -207,7 +207,7 @@ def test_padding_that_shifts_rows_is_a_view(length: int, keys: int, columns: int
 
 
 def test_the_shifted_view_is_no_launch() -> None:
-    first, last = "Pointwise", "Pointwise"  # casts of what the network is given, and gives
+    first, last = "Pointwise", "Pointwise"  # casts of the network's inputs and outputs
     assert kinds(check_simulated(padded())) == [first, "Conv", last]
 
 
@@ -215,7 +215,7 @@ def test_the_shifted_view_is_no_launch() -> None:
     ("options", "because"),
     [
         ({"constant": False}, "the other factor of MatMul_.* is not constant"),
-        ({"cut": 6}, "are padding"),  # the first row begins beside what the last row takes: a column of padding is read
+        ({"cut": 6}, "are padding"),  # the first row would read a column of padding
         ({"taken": LENGTH - 1}, "are not those of the product"),
         ({"batch": None}, "has no known shape"),
     ],

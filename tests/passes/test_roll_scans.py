@@ -28,7 +28,7 @@ def test_steps_become_one_scan(name: str) -> None:
 
 
 def test_the_results_of_steps_that_stay_are_joined_with_the_others() -> None:
-    """Odd steps at the beginning are no part of the scan; its first state is what the last of them computes."""
+    """Odd steps at the beginning are not part of the scan; the last of them computes the scan's first state."""
     for backward in (False, True):
         graph, _ = check_pass(PASS, graph_of("", odd=8 if backward else 2, backward=backward), changes=1)
         (scan,) = graph.of_kind("PointwiseScan")
@@ -82,7 +82,7 @@ def test_steps_of_other_shapes_stay() -> None:
 
 
 def test_states_that_move_along_stay() -> None:
-    """Each step reads a state that the one before has from another one: these are as many as steps."""
+    """Each step reads a state that the previous step copied from another state: there are as many states as steps."""
     n = Net()
     x, rows = n.input(2, STEPS, 4), []
     cells = [n.input(2, 4, name=f"c{k}") for k in range(STEPS + 1)]
@@ -101,12 +101,12 @@ def test_products_with_other_rows_stay() -> None:
 
 def test_large_results_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roll_scans, "MOST_ELEMENTS", 500)
-    check_refused(PASS, graph_of("reduced"), because="larger than launches for each step are long")
+    check_refused(PASS, graph_of("reduced"), because="take longer than a launch for each step")
 
 
 def selective(count: int = STEPS, *, mixed: bool = False) -> Graph:
-    """A selective scan (VMamba): what a step adds is multiplied before it gets the axis of states, and the sum over this axis keeps
-    it, for the Concat. ``mixed``: a matrix is part of what is multiplied."""
+    """A selective scan (VMamba): a step's addend is multiplied before it gets the axis of states, and the sum over this axis
+    keeps the axis for the Concat. ``mixed``: one factor is a matrix."""
     n = Net()
     x, d, b = n.input(2, count, 4), n.input(2, count, 4, name="d"), n.input(2, count, 3, name="b")
     x = n.op("Tanh", x)
@@ -158,7 +158,10 @@ def test_steps_that_read_what_others_end_with_stay() -> None:
         second = n.op("Tanh", n.op("Add", n.op("Mul", second, whole), taken(n, x, 1, t)))
         rows.append(n.op("Mul", second, firsts[t]))
     check_refused(
-        PASS, n.done(stacked(n, rows, 1)), because="depends on their results in other ways", rule="pointwise_scan"
+        PASS,
+        n.done(stacked(n, rows, 1)),
+        because="other operands of its steps depend on their results",
+        rule="pointwise_scan",
     )
 
 

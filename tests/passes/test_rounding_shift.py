@@ -1,4 +1,4 @@
-"""The shift of a result's mean by rounded weights: what the operator gives of the means and the rounding errors alone."""
+"""The shift of a result's mean by rounded weights: the operator, applied to the means and the rounding errors."""
 
 from __future__ import annotations
 

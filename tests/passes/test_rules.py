@@ -1,4 +1,4 @@
-"""Rules, the worklist, reports and pipelines; and that check_pass fails where a pass is wrong."""
+"""Rules, the worklist, reports and pipelines; check_pass fails if a pass is wrong."""
 
 from __future__ import annotations
 

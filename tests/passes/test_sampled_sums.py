@@ -106,5 +106,5 @@ def test_it_refuses_deformable_convolutions() -> None:
     n = Net()
     check_refused(PASS, n.done(*deformed(n, group=2)), because="it has 2 groups")
     check_refused(PASS, convolution(), because="its weights are not constant")
-    check_refused(PASS, convolution(8, (6, 1)), because="one row or column")
+    check_refused(PASS, convolution(8, (6, 1)), because="only one row or column")
     check_refused(PASS, convolution(8, batch=symbol("n", 1, 8)), because="sizes are not known")

@@ -20,7 +20,7 @@ H, L, D = 3, 8, 16
 
 
 def shifted(n: Net, q: Value, rows: int = L) -> Value:
-    """``q`` times embeddings of 2 L positions, each row one position further than the one before it."""
+    """``q`` times embeddings of 2 L positions; each row is shifted by one position from the previous one."""
     y = n.op("MatMul", q, n.random(1, H, D, 2 * rows))
     y = n.op("Reshape", y, n.ints(1, H, 2 * rows, rows), attrs=ReshapeAttrs())
     y = n.op("Slice", y, n.ints(1), n.ints(2 * rows), n.ints(2))

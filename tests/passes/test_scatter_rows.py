@@ -1,4 +1,4 @@
-"""scatter_rows: rows are scattered by one number each, where a model expands it over the row."""
+"""scatter_rows: if a model expands one index over each row, whole rows are scattered."""
 
 from __future__ import annotations
 

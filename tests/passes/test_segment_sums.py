@@ -1,4 +1,4 @@
-"""segment_sums: sums that are scattered to constant places become sums of segments, with what makes their rows."""
+"""segment_sums: sums scattered to constant positions become sums of segments, with the operators that compute their rows."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def places(change: str) -> Any:
 @pytest.mark.parametrize(
     ("change", "because"),
     [
-        ("computed", "places are not known when"),
-        ("deep", "places are not rows in one list"),
-        ("elements", "places are not whole rows"),
-        ("few", "9 rows are few"),
+        ("computed", "positions are not known when"),
+        ("deep", "positions are not a list of row numbers"),
+        ("elements", "does not scatter whole rows"),
+        ("few", "only 9 rows"),
         ("symbolic", "sizes are not known when"),
     ],
 )
@@ -108,7 +108,7 @@ def test_what_follows_the_sums() -> None:
     [
         ("computed", "reads another tensor that is computed"),
         ("wider", "another type than the sums"),
-        ("elsewhere", "sums themselves are read elsewhere"),
+        ("elsewhere", "sums have other readers"),
         ("long", "16 stages already"),
     ],
 )

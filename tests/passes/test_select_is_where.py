@@ -1,4 +1,4 @@
-"""select_is_where: a choice that was written as arithmetic. known_compress: a selection of known slices."""
+"""select_is_where: a selection written as arithmetic. known_compress: a selection of known slices."""
 
 from __future__ import annotations
 

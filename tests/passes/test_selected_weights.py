@@ -84,7 +84,7 @@ def test_as_many_rows_as_matrices_are_enough() -> None:
 
 
 def test_one_row_more_or_less() -> None:
-    check_refused(SelectedWeights(), mixture(many=5, rows=4), because="4 rows select fewer matrices than the 5")
+    check_refused(SelectedWeights(), mixture(many=5, rows=4), because="there are more matrices .5. than rows .4.")
 
 
 def test_an_unknown_number_of_rows_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Separable attention: parts of channels begin at vectors, and weighted sums over positions are products. Others stay."""
+"""Separable attention: parts of channels are aligned to vectors, and weighted sums over positions become products."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_channels_that_others_read_stay() -> None:
     n = Net(np.float64)
     y = n.conv(n.input(2, 8, 4, 6), 17, 1, pads=0)
     parts = n.op("Split", y, n.ints(1, 16), attrs=SplitAttrs(1), outputs=2)
-    check_refused(SeparableAttention(), n.done(*parts, n.op("Relu", y)), because="others read the channels")
+    check_refused(SeparableAttention(), n.done(*parts, n.op("Relu", y)), because="has other readers, stages or groups")
     n = Net(np.float64)
     parts = split(n, n.input(2, 20, 4, 6), 4, 16, group=4)
-    check_refused(SeparableAttention(), n.done(*parts), because="they are in groups")
+    check_refused(SeparableAttention(), n.done(*parts), because="has other readers, stages or groups")
     n = Net(np.float64)
     y = n.conv(n.input(2, 8, 4, 6), 17, 1, pads=0)
     conv = n.graph.op(y)
@@ -165,7 +165,7 @@ def test_weighted_pixels_take_no_copies() -> None:
 def test_other_sums_of_pixels_stay() -> None:
     n = Net(np.float64)
     graph = n.done(pooled_context(n, n.op("Reshape", n.input(2, 384), n.ints(2, 16, 4, 6))))
-    check_refused(SeparableAttention(), graph, because="no operator of images", rule="summed_pixels")
+    check_refused(SeparableAttention(), graph, because="not computed by an operator on images", rule="summed_pixels")
     n = Net(np.float64)
     image = n.conv(n.input(2, 8, 4, 6), 16, 1, pads=0)
     check_untouched(

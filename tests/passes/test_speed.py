@@ -1,4 +1,4 @@
-"""Import and passes: seconds of processor time for thousands of nodes, and linear in their number."""
+"""Import and passes take seconds of processor time for thousands of nodes, and the time is linear in their number."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def residual_model(count: int) -> bytes:
 
 
 def wide(count: int) -> Graph:
-    """One value that hundreds of convolutions read, one Concat that reads them all."""
+    """Hundreds of convolutions of one value, and one Concat of all of them."""
     n = Net()
     x = n.op("Relu", n.input(1, 8, 4, 4))
     branches = [n.op("Tanh", n.op("Relu", n.bn(n.conv(x, 4)))) for _ in range(count // 4)]
@@ -84,7 +84,7 @@ def transposed(count: int) -> Graph:
 
 
 def seconds(work: Callable[[], object], repeats: int = 3) -> float:
-    """The least processor time of a few runs."""
+    """The smallest processor time of a few runs."""
     best = float("inf")
     for _ in range(repeats):
         gc.collect()

@@ -207,7 +207,7 @@ def test_a_gate_of_a_depthwise_convolution_is_two(
 def test_depthwise_gates_that_are_refused() -> None:
     n = Net(np.float64)
     graph = n.done(gate(n, n.conv(n.input(2, 12, 9), 12, group=12)))
-    check_refused(SplitProducts(), graph, context=HALF, because="each half has 6 channels, which do not come in 4s")
+    check_refused(SplitProducts(), graph, context=HALF, because="each half has 6 channels, not a multiple of 4")
     n = Net(np.float64)
     a, b = halves(n, n.conv(n.input(2, 8, 9), 8, group=8), axis=1)
     graph = n.done(n.op("Mul", n.op("Tanh", a), b), n.op("Relu", b))
@@ -225,7 +225,7 @@ def test_depthwise_gates_stay_elsewhere(context: PassContext) -> None:
 
 
 def residual_and_skip(n: Net, *, group: int = 1, read: str = "", kind: str = "Split", sum_: bool = False) -> Graph:
-    """WaveGlow: one half of the channels goes on, the other one to the end."""
+    """WaveGlow: one half of the channels goes to the next layer, the other half to the end."""
     x, out = n.input(2, 4, 9, name="x"), n.input(2, 4, 9, name="out")
     y = n.conv(n.input(2, 4, 9, name="gate"), 8, 1, pads=0, bias=True, group=group)
     if kind == "Split":

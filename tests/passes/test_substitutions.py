@@ -1,4 +1,4 @@
-"""substitution: rows that replace one another in turn become products of matrices."""
+"""substitution: consecutive replacements of rows become products of matrices."""
 
 from __future__ import annotations
 

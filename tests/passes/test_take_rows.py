@@ -1,4 +1,4 @@
-"""take_rows: a few rows are taken before what computes each row by itself."""
+"""take_rows: a few rows are taken before the operators that compute each row by itself."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_rows_with_other_readers_stay() -> None:
     check_untouched(TakeRows(), last_layer(read_all=True))
     n = Net(np.float64)
     y = n.op("Relu", n.input(2, 6, 8))
-    check_refused(TakeRows(), n.done(rows(n, y, 0, 1), rows(n, y, 1, 3)), because="other rows of")
+    check_refused(TakeRows(), n.done(rows(n, y, 0, 1), rows(n, y, 1, 3)), because="has readers of other rows")
 
 
 def test_equal_slices_move_together() -> None:
@@ -100,7 +100,7 @@ def test_rows_that_need_one_another_stay(kind: str) -> None:
             n.op("Softmax", n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1)))),
             attrs=TransposeAttrs((0, 2, 1)),
         )
-        check_pass(TakeRows(), n.done(rows(n, y, 0, 2)), changes=1)  # in front of the transposition, no further
+        check_pass(TakeRows(), n.done(rows(n, y, 0, 2)), changes=1)  # only in front of the transposition
     else:
         y = n.op(kind, x, n.positive(6, 8), n.random(6, 8), attrs=LayerNormAttrs(1))
         check_untouched(TakeRows(), n.done(rows(n, y, 0, 2)))

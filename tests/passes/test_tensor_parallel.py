@@ -1,4 +1,4 @@
-"""tensor_parallel: the ranks together compute what one GPU computes; what cannot be split is refused with a reason."""
+"""tensor_parallel: the ranks together give the results of one GPU; blocks that cannot be split are refused with a reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from optdnn.types import Array
 
 
 def split(graph: Graph, world: int, gathered: int = 1 << 24) -> tuple[list[Graph], PassReport, Ports]:
-    """The graph of each rank, and the report and the ports of the last."""
+    """The graph of each rank, and the report and the ports of the last one."""
     graphs = []
     for rank in range(world):
         one = TensorParallel(rank, world, least_weights=1, least_gathered=gathered)

@@ -1,4 +1,4 @@
-"""third_term: of a sum of two products and a residual, each product adds one tensor."""
+"""third_term: in a sum of two products and a residual, each product adds one tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products along tokens: the matrix becomes the first factor, and both exchanges of the axes go. Others stay, for a reason."""
+"""Products along tokens: the matrix becomes the first factor, and both Transposes disappear. Others stay, with the reason."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def resmlp(n: Net) -> Value:
 
 
 def gmlp(n: Net) -> Value:
-    """gMLP: a half of the channels gates the other one."""
+    """gMLP: one half of the channels gates the other half."""
     u, v = n.op("Split", rows(n, width=2 * WIDTH), n.ints(WIDTH, WIDTH), attrs=SplitAttrs(2), outputs=2)
     y = n.op("Add", n.matmul(turn(n, norm(n, v)), TOKENS), n.random(TOKENS))
     return n.matmul(n.op("Mul", u, turn(n, y)), 72)
 
 
 def stem(n: Net, other: bool = False) -> Value:
-    """A patch embedding, flattened: exporters leave out its exchange of the axes, and that after it."""
+    """A flattened patch embedding: exporters leave out its Transpose and the one after it."""
     image = n.conv(n.input(2, 3, 16, 20), WIDTH, 4, pads=0, strides=4, bias=True)
     x = n.op("Reshape", image, n.ints(2, WIDTH, TOKENS), attrs=ReshapeAttrs())
     y = n.op("Add", x, n.op("Mul", n.matmul(x, TOKENS), n.random(WIDTH, 1)))
@@ -109,12 +109,12 @@ def _few_tokens(n: Net) -> Value:
 @pytest.mark.parametrize(
     ("build", "context", "because"),
     [
-        (gmlp, PassContext(precision="fp32", target="cuda:sm_90a"), "not for fp32"),
-        (gmlp, PassContext(precision="int8+fp16", target="cuda:sm_90a"), r"not for int8\+fp16"),
-        (gmlp, PassContext(precision="fp16", target="cuda:sm_80"), "is Hopper's, not for cuda:sm_80"),
-        (gmlp, PassContext(precision="fp16", target="reference"), "is Hopper's, not for reference"),
-        (_other_axes, FP16, "does not exchange the two axes"),
-        (lambda n: stem(n, other=True), FP16, "others read .*, whose tokens are last"),
+        (gmlp, PassContext(precision="fp32", target="cuda:sm_90a"), "no kernel for products from the left in fp32"),
+        (gmlp, PassContext(precision="int8+fp16", target="cuda:sm_90a"), r"products from the left in int8\+fp16"),
+        (gmlp, PassContext(precision="fp16", target="cuda:sm_80"), "only Hopper has a kernel .*cuda:sm_80 has none"),
+        (gmlp, PassContext(precision="fp16", target="reference"), "only Hopper has a kernel .*reference has none"),
+        (_other_axes, FP16, "does not exchange the last two axes"),
+        (lambda n: stem(n, other=True), FP16, "whose tokens are last, has other readers"),
         (_of_images, FP16, "may be stored with the tokens last"),
         (_few_channels, FP16, "20 tokens of 32 channels do not fill a tile"),
         (_few_tokens, FP16, "8 tokens of 64 channels do not fill a tile"),

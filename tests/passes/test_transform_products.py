@@ -104,7 +104,7 @@ def test_no_copies_between_two_transforms() -> None:
 
 
 def test_a_filter_of_spectra() -> None:
-    """GFNet (Rao et al., 2021): there and back, with scales between; its parts are products and sums of planes."""
+    """GFNet (Rao et al., 2021): a transform and its inverse, with scales between; its parts are products and sums of planes."""
     n = Net()
     x = n.op("Div", n.input(2, 6, 5, 16, 1), 2.0)
     there = n.op("Div", n.op("DFT", x, attrs=DFTAttrs(2, onesided=True)), 3.0)
@@ -149,7 +149,7 @@ def test_refusals() -> None:
 
 def test_small_transforms_are_summed_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transform_products, "LEAST", LEAST)
-    check_refused(PASS, transform((31, 32, 1), 1), because="63488 multiplications are too few for a product")
+    check_refused(PASS, transform((31, 32, 1), 1), because="63488 multiplications, too few for a product")
     check_pass(PASS, transform((32, 32, 1), 1), changes=1)
     check_pass(PASS, transform((symbol("n"), 32, 1), 1), changes=1, sizes={"n": 2})
 

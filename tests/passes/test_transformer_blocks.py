@@ -91,7 +91,7 @@ def computing(graph: Any) -> dict[str, int]:
 
 
 def staged(graph: Any) -> dict[str, int]:
-    """The stages behind products, by kind."""
+    """The stages of products, by kind."""
     found: dict[str, int] = {}
     for op in graph.of_kind("MatMul", "Gemm"):
         for stage in op.attrs.epilogue:

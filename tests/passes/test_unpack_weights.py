@@ -1,4 +1,4 @@
-"""Packed weights that no kernel reads become floats at run time; those that kernels read stay."""
+"""Packed weights that no kernel reads become floats at run time; other packed weights stay."""
 
 from __future__ import annotations
 

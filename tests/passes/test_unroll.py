@@ -1,4 +1,4 @@
-"""unroll: loops of known length, scans, branches that are known; refused where what they do depends on data."""
+"""unroll: loops of known length, scans, and known branches; refused if they depend on data."""
 
 from __future__ import annotations
 
@@ -126,16 +126,16 @@ def test_a_known_condition_leaves_its_branch(condition: bool, kind: str) -> None
 @pytest.mark.parametrize(
     ("graph", "because"),
     [
-        (loop, "how often it runs is not known"),
+        (loop, "its number of iterations is not known"),
         (lambda: loop("Not", trips=3), "its condition depends on data"),
         (lambda: loop(trips=0), "it runs zero times, but stacks results"),
         (lambda: loop(trips=257), "it runs 257 times; 256 are unrolled"),
-        (lambda: scan("n"), "how often it runs is not known"),
+        (lambda: scan("n"), "its number of iterations is not known"),
         (branch, "the values of small inputs, for which an engine makes plans"),
         (lambda: branches(("Gather", "x i")), "an operator that may fail where it is not taken"),
         (lambda: branches(("Div", "i i"), I64), "an operator that may fail where it is not taken"),
-        (lambda: branches(("Concat", "x x")), "its branches do not yield the same sizes"),
-        (lambda: branches(("Neg", "x"), size="n"), "its branches do not yield the same sizes"),
+        (lambda: branches(("Concat", "x x")), "its branches do not give the same sizes"),
+        (lambda: branches(("Neg", "x"), size="n"), "its branches do not give the same sizes"),
     ],
 )
 def test_refusals(graph: Any, because: str) -> None:
@@ -161,6 +161,6 @@ def test_a_loop_on_the_host_costs_its_iterations() -> None:
 
     assert cost(loop(trips=300), "Loop") == pytest.approx(300 * 5 * NUMPY_US, rel=0.4)
     assert cost(loop(trips=10**7), "Loop") == cost(loop(trips=MOST_TRIPS), "Loop")
-    assert cost(loop(), "Loop") < 10 * NUMPY_US  # data says how often
+    assert cost(loop(), "Loop") < 10 * NUMPY_US  # the number of iterations depends on data
     assert cost(scan(8), "Scan") == pytest.approx(2 * cost(scan(4), "Scan"), rel=0.2)
     assert cost(branch(), "If") < 3 * NUMPY_US

@@ -28,8 +28,8 @@ def mamba(
     *, count: int = 11, start: float = 0.0, known: bool = True, order: int = 0, skip: int = -1, columns: bool = True,
     shift: int = 0,
 ) -> Graph:  # fmt: skip
-    """A recurrence as Mamba's exports have it, and the product of each state with a vector of its step. ``order``: that of
-    operands; ``skip``: a step whose term is another one's; ``shift``: of the vectors' positions."""
+    """A recurrence as in Mamba's exports, and the product of each state with a vector of its step. ``order``: the order of
+    operands; ``skip``: a step with the term of another step; ``shift``: a shift of the vectors' positions."""
     n = Net()
     shape = (BATCH, CHANNELS, count, SIZE)
     a = n.op("Sigmoid", n.input(*shape, name="a"))
@@ -88,7 +88,7 @@ def test_a_program_of_it_has_a_few_launches(precision: str) -> None:
         ({"start": 0.5}, "first state is not zero"),
         ({"known": False}, "first state is not zero"),
         ({"count": 7}, "7 steps take no more"),
-        ({"skip": 5}, "is no step of the same recurrence"),
+        ({"skip": 5}, "is not a step of the same recurrence"),
     ],
 )
 def test_other_recurrences_stay(options: dict[str, Any], because: str) -> None:

@@ -62,7 +62,7 @@ def test_it_becomes_one_launch_with_the_features() -> None:
 
 
 def cross(layers: int, units: int = 0) -> Graph:
-    """``x * (y @ w) + b + y``, over and over (a cross network), with a dense layer beside it."""
+    """Repeated ``x * (y @ w) + b + y`` (a cross network), with a parallel dense layer."""
     n = Net()
     x = y = n.input(32, 64)
     for _ in range(layers):

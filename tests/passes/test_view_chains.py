@@ -1,4 +1,4 @@
-"""view_chains: Transpose, Reshape, Transpose become one Transpose, where the Reshape joins what the first one took apart."""
+"""view_chains: Transpose, Reshape, Transpose become one Transpose if the Reshape would copy the transposed tensor."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_random_chains() -> None:
 @pytest.mark.parametrize("form", ["a view", "one transposition", "two readers", "no known size", "empty"])
 def test_others_are_no_candidates(form: str) -> None:
     n = Net()
-    if form == "a view":  # heads: the Reshape joins axes that lie side by side
+    if form == "a view":  # heads: the Reshape joins axes that are adjacent in memory
         graph = chain((2, 3, 4, 5), (2, 0, 1, 3), (4, 6, 5), (0, 2, 1))
     elif form == "one transposition":
         graph = n.done(shaped(n, turned(n, n.input(2, 3, 4), 1, 0, 2), 6, 4))
@@ -116,7 +116,7 @@ def test_others_are_no_candidates(form: str) -> None:
 
 
 def test_axes_that_lie_apart_are_not_joined_first() -> None:
-    """Channels and rows of a patch stay apart: a cut image is not copied before it is turned (TNT: Han et al., 2021)."""
+    """Channels and rows of a patch stay separate: a cut image is not copied before the Transpose (TNT: Han et al., 2021)."""
     n = Net()
     x = n.op("Relu", n.input(1, 3, 2, 4, 2, 5))
     y = turned(n, shaped(n, turned(n, x, 0, 1, 2, 4, 3, 5), 1, 12, 20), 0, 2, 1)
@@ -127,4 +127,4 @@ def test_axes_that_lie_apart_are_not_joined_first() -> None:
 
 def test_axes_that_are_split_unevenly_are_refused() -> None:
     graph = chain((4, 6, 5), (1, 0, 2), (8, 15), (1, 0))
-    check_refused(PASS, graph, because="its Reshape splits no axes evenly")
+    check_refused(PASS, graph, because="its Reshape have no common parts")

@@ -1,4 +1,4 @@
-"""support.views: a view simplified as moves are appended is the same as the moves one after the other."""
+"""support.views: a view that is simplified as moves are appended equals the moves, applied one by one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_random_moves(seed: int) -> None:
 
 
 def test_a_second_half_of_an_axis_in_front_is_torn_off() -> None:
-    """ViPTR's windows: the axis that a Reshape split comes apart where its second half is the first axis."""
+    """ViPTR's windows: a Reshape splits an axis, and its second half becomes the first axis."""
     view = View(Value(0, 0), (1, 64, 8)).transpose((0, 2, 1)).reshape((1, 8, 4, 16)).transpose((3, 0, 1, 2))
     found = moved(np.arange(512).reshape(1, 64, 8), view.moves)
     assert math.prod(found.shape) == 512

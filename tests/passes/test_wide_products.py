@@ -1,4 +1,4 @@
-"""wide_products: 16-bit products whose results become fp32 store fp32 at once; norms do so, too."""
+"""wide_products: 16-bit products whose results become fp32 store fp32 directly; so do norms."""
 
 from __future__ import annotations
 

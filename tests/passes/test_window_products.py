@@ -1,4 +1,4 @@
-"""Products over windows read a turned tensor, from which windows are views; what stays, and why."""
+"""Products over windows read a transposed tensor, whose windows are views; others stay, with the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optdnn.passes.window_products import MOST_TERMS, WindowProducts
 
 
 def taken(n: Net, x: Value, taps: int, axis: int, *, step: int = 1, first: int = 0, order: Any = None) -> Value:
-    """The places under a window, in front of the places where it stands."""
+    """The positions within a window, before the positions of the windows."""
     count = (n.dims(x)[axis] - first - taps) // step + 1
     index = first + np.arange(taps)[:, None] + step * np.arange(count)[None, :]
     return n.op(
@@ -30,7 +30,7 @@ def dynamic(
     taps: int = 3, *, length: int = 8, heads: int = 2, size: int = 4, padded: bool = True, columns: int = 1, readers: int = 1,
     dtype: Any = np.float64, **options: Any,
 ) -> Graph:  # fmt: skip
-    """A dynamic convolution as exporters write it: the windows of [1, channels, length], and a vector for each place and head."""
+    """A dynamic convolution as exporters write it: the windows of [1, channels, length], and a vector per position and head."""
     n = Net(dtype)
     x = n.op("Tanh", n.input(1, heads * size, length))
     if padded:

@@ -23,7 +23,7 @@ SIZE = 5
 
 
 def taken(n: Net, x: Value, begin: Sequence[int], size: int = SIZE) -> Value:
-    """A box of an image, a Slice for each axis."""
+    """A box of an image, by one Slice per axis."""
     for axis, start in zip((2, 3), begin, strict=True):
         x = n.op("Slice", x, n.ints(start), n.ints(start + size), n.ints(axis))
     return x
@@ -38,7 +38,7 @@ def volume(
     between: int | None = None,
 ) -> Graph:
     """Correlations of an image with another one at these shifts. ``stacked``: sums without their axis, stacked again; ``turned``:
-    the shifted image comes first; ``between``: the place of another part."""
+    the shifted image comes first; ``between``: the position of another part."""
     n = Net()
     x, y = n.input(2, 8, SIZE, SIZE), n.input(2, 8, SIZE + 4, SIZE + 4, name="y")
     parts = []
@@ -80,7 +80,7 @@ def test_other_parts_stay_beside_them(place: int) -> None:
 
 
 def test_zeros_around_each_shift_are_added_once() -> None:
-    """Stereo: disparities to the left, where each part has a Pad of its own, and the first one none."""
+    """Stereo: disparities to the left. Each part has its own Pad, except the first one."""
     n = Net()
     x, y = n.input(2, 8, SIZE, SIZE), n.input(2, 8, SIZE, SIZE, name="y")
     parts = []
@@ -206,7 +206,7 @@ def test_parts_of_the_channels_are_taken_once() -> None:
 
 
 def test_it_is_one_launch_between_convolutions() -> None:
-    """Windows are read where they lie, and the sums are pixels in channels-last order."""
+    """Windows are read in place, and the sums are pixels in channels-last order."""
     n = Net()
     x = n.conv(n.input(1, 8, 6, 6), 16)
     y = n.op("Pad", n.conv(n.input(1, 8, 6, 6, name="z"), 16), n.ints(0, 0, 1, 1, 0, 0, 1, 1), attrs=PadAttrs())
@@ -219,14 +219,14 @@ def test_it_is_one_launch_between_convolutions() -> None:
 
 def test_it_refuses() -> None:
     check_refused(PASS, volume(ALL[:3]), because="sums of 3 shifts, fewer than 4")
-    check_refused(PASS, volume([*ALL[1:], ALL[0]]), because="no rows and columns at equal distances")
-    check_refused(PASS, volume([ALL[0]] * 2 + ALL[2:4]), because="no rows and columns")
+    check_refused(PASS, volume([*ALL[1:], ALL[0]]), because="do not form a grid with equal distances")
+    check_refused(PASS, volume([ALL[0]] * 2 + ALL[2:4]), because="do not form a grid")
     n = Net()
     x, y = n.input(2, 4, SIZE, SIZE), n.input(2, 8, SIZE, SIZE, name="y")
     parts = [n.op("Slice", y, n.ints(k), n.ints(k + 4), n.ints(1)) for k in range(4)]
     sums = [n.op("ReduceSum", n.op("Mul", x, p), n.ints(1), attrs=ReduceAttrs()) for p in parts]
     graph = n.done(n.op("Concat", *sums, attrs=ConcatAttrs(1)))
-    check_refused(PASS, graph, because="shifted along the axis that they add")
+    check_refused(PASS, graph, because="shifted along the axis that they sum over")
 
 
 def test_other_parts_are_no_candidates() -> None:

@@ -1,4 +1,4 @@
-"""Windows of rows: norms write them, and the views back move in front of the product that an addition follows."""
+"""Windows of rows: norms write them, and the views that undo them move in front of the product before an addition."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_norm_stays_with_the_addition_that_its_launch_makes(product: bool) -> 
     if product:  # which adds by itself
         check_pass(HoistViews(), graph, changes=1, rules={"turn_before_norm": 1})
     else:
-        check_refused(HoistViews(), graph, because="one launch makes")
+        check_refused(HoistViews(), graph, because="one launch already computes")
 
 
 def test_other_norms_are_no_candidates() -> None:
@@ -90,7 +90,7 @@ def test_other_norms_are_no_candidates() -> None:
 
 
 def attended(added: bool, *, broadcast: bool = False) -> Graph:
-    """A product of rows in windows, the views back to the order of an image, and a residual."""
+    """A product of rows in windows, views to the order of an image, and a residual."""
     n = Net(np.float64)
     x = n.op("Tanh", n.input(4, 3, 4, 8))
     x = n.op("Reshape", n.op("Transpose", x, attrs=TransposeAttrs(perm=(0, 2, 1, 3))), n.ints(4, 4, 24))

@@ -1,4 +1,4 @@
-"""Each rule has words for what it does."""
+"""Each rule has a description for users."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shipped() -> Iterator[str]:
 
 
 def literals() -> Iterator[str]:
-    """Names that calls give: of rewrites without a rule, Fired("name", …), and of instances of rules, _Absorb("name", …)."""
+    """Names in calls: of rewrites without a rule, Fired("name", …), and of instances of rules, _Absorb("name", …)."""
     for module in modules():
         classes = {n for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Rule)}
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):

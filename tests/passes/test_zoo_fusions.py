@@ -1,4 +1,4 @@
-"""What fuses in real architectures, counted exactly: every batch norm after a convolution, every activation, every sum."""
+"""Exact counts of fusions in real architectures: every batch norm after a convolution, every activation, every sum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FUSIONS = (
 )
 
 EXPECTED: dict[str, tuple[int, dict[str, int], dict[tuple[str, ...], int]]] = {
-    # batch norms; rewrites by rule; linear ops that are left, by their stages
+    # batch norms; rewrites by rule; remaining linear ops, by their stages
     "resnet18": (
         20,
         {"conv_bn": 20, "epilogue_activation": 17, "epilogue_add": 8},
@@ -105,7 +105,7 @@ EXPECTED: dict[str, tuple[int, dict[str, int], dict[tuple[str, ...], int]]] = {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_fusions_in_the_zoo(name: str) -> None:
     norms, rules, chains = EXPECTED[name]
-    # Narrow networks are built sooner, and have the structure of the whole; but where widths are rounded, two may become equal.
+    # Narrow networks are built sooner, and have the same structure. But rounded widths may become equal.
     width = 1.0 if name in ("mobilenet_v2", "efficientnet_b0") else 0.25
     graph = import_model(zoo.build(name, width=width))
     assert graph.kinds().get("BatchNormalization", 0) == norms
