@@ -107,12 +107,20 @@ def test_blocks_that_share_k_are_a_cluster() -> None:
 
 
 def test_what_it_refuses() -> None:
-    p = Case(300, depth=2048).problem
+    p, eight = Case(300, depth=2048).problem, Case(300, 64, 2048, "uint8").problem
     assert wgmma.refuse(p, wgmma.Config(100, 4)) == "not a tile of this kernel"
     assert wgmma.refuse(Case(16 << 16).problem, wgmma.Config(16, 4)) == "its 1048576 rows need more than 65535 blocks"
     assert "do not fit shared memory" in str(wgmma.refuse(p, wgmma.Config(256, 4)))
     assert wgmma.refuse(Case(300).problem, wgmma.Config(64, 4, 3)) == "4 chunks and 64 rows are too few for 3 blocks"
     assert wgmma.refuse(p, wgmma.Config(48, 4, 8)) == "16 chunks and 48 rows are too few for 8 blocks"
+    assert wgmma.refuse(p, wgmma.Config(48, 4, 4, 64, 2)) == "16 chunks and 48 rows are too few for 4 blocks"
+    assert (
+        wgmma.refuse(Case(300).problem, wgmma.Config(64, 4, 3, 64, 2)) == "4 chunks are too few for 2 teams in 3 blocks"
+    )
+    assert wgmma.refuse(eight, wgmma.Config(256, 4, 1, 64, 2)) == "its accumulators do not fit registers"
+    assert (
+        wgmma.refuse(p, wgmma.Config(64, 3, 1, 64, 2)) == "not a tile of this kernel"
+    )  # a team has no whole number of stages
 
 
 @pytest.mark.parametrize("rows", [64, 256, 2048])
