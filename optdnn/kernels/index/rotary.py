@@ -29,7 +29,7 @@ class Turn:
     """A rotation of ``x`` to ``out``, both (batch, heads, length, size), by ``cos`` and ``sin`` (batch or 1, length, angles).
 
     The first ``turned`` features of a head form pairs; the others are copied. A pair consists of features i and i + ``turned / 2``, or
-    with ``interleaved`` of two neighbours.
+    with ``interleaved`` of two neighbours. Each of ``parts`` equal parts of these features forms its own pairs.
     """
 
     x: TensorView
@@ -40,13 +40,14 @@ class Turn:
     interleaved: bool = False
     own_angles: bool = False
     """Whether ``cos`` and ``sin`` hold an angle for each feature, not for each pair."""
+    parts: int = 1
 
     @property
     def lanes(self) -> int:
         """Features of an access to ``x`` and ``out``; 1 if they are not aligned vectors."""
         lanes = VECTOR_BYTES // self.x.dtype.itemsize
-        parts = (self.turned // 2, self.x.shape[-1] - self.turned)
-        while lanes > 1 and (any(n % lanes for n in parts) or not all(aligned(t, lanes) for t in (self.x, self.out))):
+        sizes = (self.turned // 2 // self.parts, self.x.shape[-1] - self.turned)
+        while lanes > 1 and (any(n % lanes for n in sizes) or not all(aligned(t, lanes) for t in (self.x, self.out))):
             lanes //= 2
         return lanes
 
@@ -85,10 +86,15 @@ def recipe(turns: Sequence[Turn], rank: int, early: bool, arch: str) -> Recipe:
         "TENSORS": len(turns), "LANES": turn.lanes, "WIDE": turn.x.dtype == FP32, "BFLOAT": turn.x.dtype == BF16, "RANK": rank,
         "TURNING": turning, "COPYING": copying, "INTERLEAVED": turn.interleaved, "EARLY": early,
         "COSINE_VECTORS": aligned(turn.cos, turn.lanes), "SINE_VECTORS": aligned(turn.sin, turn.lanes),
-        **({"OWN_ANGLES": 1} if turn.own_angles else {}),
+        **({"OWN_ANGLES": 1} if turn.own_angles else {}), **part_constants(turn),
     }  # fmt: skip
     text = render.constants({name: int(value) for name, value in defines.items()})
     return Recipe("rotary.cu", arch, {"generated.cuh": f"{text}\n"}, GENERAL)
+
+
+def part_constants(turn: Turn) -> dict[str, int]:
+    """The constant of the kernels for heads in several parts."""
+    return {"PARTS": turn.parts} if turn.parts > 1 else {}
 
 
 def launch(turns: Sequence[Turn], early: bool, gpu: GpuFacts) -> Launch:
@@ -202,4 +208,4 @@ def turn_of(op: Op, reads: Sequence[TensorView], out: TensorView) -> Turn:
     """The rotation of a RotaryEmbedding."""
     x, cos, sin = reads
     a = op.attrs
-    return Turn(x, cos, sin, out, a.rotary_embedding_dim or x.shape[-1], a.interleaved, a.own_angles)
+    return Turn(x, cos, sin, out, a.rotary_embedding_dim or x.shape[-1], a.interleaved, a.own_angles, a.parts)
