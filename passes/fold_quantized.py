@@ -35,6 +35,7 @@ from optdnn.passes.support.facts import integers, ints, operand, producer, scala
 from optdnn.passes.support.integer_sums import SUMS
 from optdnn.passes.support.precision import multiplies
 from optdnn.passes.support.products import output_axis
+from optdnn.passes.support.rotary import unshaped
 from optdnn.types import DTYPES, FP32, Array, is_float
 
 EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
@@ -335,10 +336,12 @@ class _Joined(FusePointwise):
 
 def _stored_narrow(graph: Graph, one: Op) -> bool:
     """Whether the producer of a pointwise op with an 8-bit result can round in its own kernel: it is no product and not pointwise,
-    and the scale is constant."""
+    its own result is a float, and the scale is constant."""
     if any(v is not None and graph.constant_value(v) is None for v in one.inputs[1:]):
         return False
-    made = graph.op(operand(one))
+    if graph.type(operand(one)).dtype.itemsize == 1:
+        return False
+    made = graph.op(unshaped(graph, operand(one)))
     pointwise = made.kind in STRUCTURAL or made.definition.traits.pointwise
     return one.outputs[0].type.dtype.itemsize == 1 and not pointwise and made.kind not in WEIGHTED | PRODUCTS
 

@@ -303,3 +303,20 @@ def test_a_norm_keeps_the_quantization_of_its_result() -> None:
     x = n.op("MatMul", n.input(2, 16, 8), n.input(2, 8, 16, name="b"))
     graph, _ = folded(n.done(n.op("Relu", n.fake(x, 0.04))))
     assert [op.outputs[0].type.dtype.name for op in graph.of_kind("Pointwise")] == ["float32"]
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_chain_behind_a_product_is_one_pointwise(seen: bool) -> None:
+    """Neither a product nor a Reshape between (``seen``) can compute what follows the product's own rounding."""
+    n = QNet()
+    x = n.fake(n.input(2, 9, 16), 0.03)
+    y = n.q(n.qmatmul(x, 24), 0.04)
+    y = n.dq(n.op("Reshape", y, n.ints(2, 3, 3, 24)) if seen else y, 0.04)
+    shape = (2, 3, 3, 24) if seen else (2, 9, 24)
+    y = n.fake(n.op("Mul", y, n.random(24)), 0.05)
+    y = n.fake(n.op("Add", y, n.fake(n.input(*shape, name="b"), 0.03)), 0.06)
+    graph, _ = folded(n.done(y))
+    assert len(graph.of_kind("QuantizedMatMul")) == 1
+    assert [op.outputs[0].type.dtype.name for op in graph.of_kind("Pointwise")].count("int8") == 1
+    assert len(graph.of_kind("Pointwise")) == 2  # the input's rounding, and all after the product
+    within(n.graph, graph, 0.0601)
