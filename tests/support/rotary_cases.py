@@ -10,6 +10,7 @@ import numpy as np
 from optdnn.ir.graph import Graph
 from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.types import INT64
 from support.net import Net
@@ -110,6 +111,34 @@ def by_head(batch: int = 1) -> Graph:
         n.op("Transpose", n.op("RotaryEmbedding", n.op("Transpose", x, attrs=swap), *turn), attrs=swap) for x in (q, k)
     )
     return n.done(n.op("Attention", q, k, v))
+
+
+def over_a_past(kind: str = "", *, joined_first: bool = False, axis: int = 2) -> Graph:
+    """Queries and keys, with norms of ``kind`` ("": none). The keys follow those of the past; all keys are a result as well.
+
+    ``joined_first``: queries depend on all keys. ``axis`` 1: the others are keys of other heads."""
+    n = Net()
+    rows = n.matmul(n.input(2, 3, 64), 3 * 4 * 32)
+    turn = angles(n, 3, 16)
+    columns = n.op("Split", rows, n.ints(128, 128, 128), attrs=SplitAttrs(-1), outputs=3)
+
+    def heads(x: Any) -> Any:
+        return n.op("Transpose", n.op("Reshape", x, n.ints(2, 3, 4, 32)), attrs=TransposeAttrs((0, 2, 1, 3)))
+
+    def turned(x: Any) -> Any:
+        return n.op("RotaryEmbedding", n.op(kind, x, n.positive(32)) if kind else x, *turn)
+
+    def joined(x: Any, name: str) -> Any:
+        past = n.input(2, 4, 5 if axis == 2 else 3, 32, name=name)
+        return n.op("Concat", past, x, attrs=ConcatAttrs(axis))
+
+    keys = joined(turned(heads(columns[1])), "past keys")
+    q = heads(columns[0])
+    if joined_first:
+        q = n.op("Add", q, n.op("ReduceMax", keys, n.ints(2), attrs=ReduceAttrs()))
+    q, values = turned(q), joined(heads(columns[2]), "past values")
+    q = n.op("Concat", q, q, attrs=ConcatAttrs(1)) if axis == 1 else q
+    return n.done(n.op("Attention", q, keys, values), keys)
 
 
 def part_of_a_concatenation() -> Graph:

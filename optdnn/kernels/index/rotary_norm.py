@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, unmade
-from optdnn.kernels.index.rotary import Turn, aligned, part_constants, partner, turn_of
+from optdnn.kernels.index.rotary import Turn, aligned, part_constants, partner, refuse_early_reader, turn_of
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
 from optdnn.kernels.layout.row_places import VIEWS
 from optdnn.kernels.layout.views import seen_by
@@ -159,8 +159,8 @@ class RotaryNormPair(Tactic):
         first, second = found
         if op.attrs.own_angles:
             return "each feature of its heads has its own angle"
-        if first.rotary.value not in b.place:
-            return "the other heads are rotated after it"
+        if (why := refuse_early_reader(b, first.rotary)) is not None:
+            return why
         a, c = first.norm, second.norm
         if (a.kind, a.attrs.epsilon, len(a.inputs)) != (c.kind, c.attrs.epsilon, len(c.inputs)):
             return "the norms of queries and keys differ"
