@@ -129,6 +129,7 @@ RULES: Mapping[str, str] = {
     "pointwise_scan": "unrolled recurrences of pointwise steps computed in one loop",
     "softsign": "softsign written out made one operator",
     "one_key": "attention over one key replaced by its value",
+    "split_integers": "Splits moved to the integers",
     "joined_bags": "bags of rows of several tables fused",
     "tables_of_one_index": "gathers by one index made one from the tables side by side",
     "products_of_parts": "products of each part of a tensor made one stack of products",
