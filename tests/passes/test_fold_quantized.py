@@ -7,51 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.quantized_nets import QNet
+from support.quantized_nets import QNet, folded, within
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
-from optdnn.ir.verify import verify
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
-from optdnn.passes.base import PassContext, PassReport
+from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.types import DTYPES, FP16
-
-HOPPER = PassContext(target="cuda:sm_90a")
-
-
-def folded(graph: Graph) -> tuple[Graph, PassReport]:
-    """A copy after the pass; the pass changes nothing more, and keeps the network."""
-    copy = graph.copy()
-    report = FoldQuantized()(copy, HOPPER)
-    verify(copy)
-    assert FoldQuantized()(copy, HOPPER).changes == 0
-    return copy, report
-
-
-def feeds(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    made = {}
-    for i in graph.inputs:
-        out = graph.op(i).outputs[0]
-        shape = out.type.static_shape
-        offset = rng.standard_normal((*shape[:2], *(1,) * (len(shape) - 2)))
-        made[out.name] = (rng.standard_normal(shape) + offset).astype(out.type.dtype)
-    return made
-
-
-def within(graph: Graph, other: Graph, steps: float) -> None:
-    """Both give the same, to so many steps of the 8-bit scale; another input changes far more."""
-    given, more = feeds(graph), feeds(graph, 1)
-    for name, want in evaluate(graph, given).items():
-        got = evaluate(other, given)[name]
-        spread = np.abs(want - evaluate(graph, more)[name]).max()
-        assert np.abs(got - want).max() <= steps < spread / 4, (np.abs(got - want).max(), spread)
 
 
 def relu(n: QNet, x: Value) -> Value:
