@@ -25,7 +25,8 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, RulePass
+from optdnn.passes.rules.rotary_parts import rotary_parts
 from optdnn.passes.rules.rotary_products import RotaryProducts
 from optdnn.passes.rules.shape import transpose_chain
 from optdnn.passes.support.facts import (
@@ -38,7 +39,7 @@ from optdnn.passes.support.facts import (
     scalar,
     shape_of,
 )
-from optdnn.passes.support.parts import consecutive, is_axis, span, whole
+from optdnn.passes.support.parts import is_axis, span, whole
 from optdnn.passes.support.pattern import AnyOf, Scalar, Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule, pattern_rule
 from optdnn.passes.support.rotary import ORDERS, PLAIN, before_reshapes, cache_shape, order_of, reshapes_before, rotated
@@ -171,40 +172,6 @@ def rotary_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss |
             still = patch.constant(np.full((batch, rows, half), number, t.dtype), "still")
             longer.append(patch.add("Concat", [still, value], ConcatAttrs(1)))
         return rotated(patch, x, longer, inner.attrs, order)
-
-    return Match(tuple(covered.values()), build)
-
-
-@rule("rotary_parts", {"Concat"})
-def rotary_parts(graph: Graph, root: Op) -> Match | Miss | None:
-    """``Concat(RotaryEmbedding(x0), RotaryEmbedding(x1), ..., rest)`` of the parts of x along the last axis, each of neighbours."""
-    turning = [
-        op for op in (graph.op(operand(root, i)) for i in range(len(root.inputs))) if op.kind == "RotaryEmbedding"
-    ]
-    inputs = [operand(root, i) for i in range(len(root.inputs))]
-    if len(turning) < 2 or not _last(graph, root.value, root.attrs.axis):
-        return None
-    parts = [operand(op) for op in turning] + inputs[len(turning) :]
-    x = consecutive(graph, parts)
-    if x is None or [op.value for op in turning] != inputs[: len(turning)]:
-        return None
-    attrs = turning[0].attrs
-    if any(op.attrs != attrs for op in turning) or not attrs.interleaved or attrs.rotary_embedding_dim:
-        return Miss("its parts do not turn alike, by whole pairs of neighbours")
-    if any(len(graph.uses(op.value)) > 1 for op in turning):
-        return Miss("one of its parts is used elsewhere")
-    tables = [[operand(op, i) for op in turning] for i in (1, 2)]
-    if any(graph.type(v).dims[:2] != graph.type(values[0]).dims[:2] for values in tables for v in values):
-        return Miss("the angles of its parts are of different images or positions")
-    sizes = [graph.type(operand(op)).dims[-1] for op in turning]
-    size = sum(n for n in sizes if isinstance(n, int))
-    attrs = replace(attrs, rotary_embedding_dim=0 if size == graph.type(x).dims[-1] else size)
-    covered = {op.id: op for op in (root, *(graph.op(v) for v in parts), *turning)}
-
-    def build(patch: Patch) -> Value:
-        return patch.add(
-            "RotaryEmbedding", [x, *(patch.add("Concat", values, ConcatAttrs(2)) for values in tables)], attrs
-        )
 
     return Match(tuple(covered.values()), build)
 

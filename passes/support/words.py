@@ -129,6 +129,8 @@ RULES: Mapping[str, str] = {
     "pointwise_scan": "unrolled recurrences of pointwise steps computed in one loop",
     "softsign": "Softsigns recognized",
     "one_key": "attention over one key replaced by its value",
+    "split_integers": "Splits moved to the integers",
+    "joined_bags": "bags of rows of several tables merged into one gather and one reduction",
     "tables_of_one_index": "gathers by the same indices merged into one from concatenated tables",
     "products_of_parts": "products of the parts of a tensor merged into one stack of products",
     "stages_of_parts": "operators on each part of a stack of products computed for all parts at once",
