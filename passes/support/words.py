@@ -240,6 +240,7 @@ RULES: Mapping[str, str] = {
     "l2_norm": "normalizations by the Euclidean norm recognized",
     "snake": "Snake activations recognized",
     "rotary_rows": "rotary embeddings extended to rows that do not turn",
+    "rotary_first_rows": "rotary embeddings extended to rows that do not turn",
     "rotary_parts": "parts of a head that turn by different coordinates fused",
     "siblings": "products of one operand merged into one",
     "parts_together": "the same pointwise operator of several parts made one of the whole",
