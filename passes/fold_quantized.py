@@ -33,7 +33,7 @@ from optdnn.passes.rules.quantized_results import quantized_siblings, wide_resul
 from optdnn.passes.rules.quantized_stages import dequantize_stages, quantize_stages
 from optdnn.passes.rules.rounded_results import longest
 from optdnn.passes.support.centred import centred
-from optdnn.passes.support.facts import integers, ints, operand, producer
+from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer
 from optdnn.passes.support.integer_sums import SUMS
 from optdnn.passes.support.precision import multiplies
 from optdnn.passes.support.products import output_axis
@@ -148,10 +148,17 @@ class QuantizedProduct(Rule):
 
         def build(patch: Patch) -> None:
             out = None if result is None else result.params
-            made = self._product(patch, op, x, w, ep, out, residual)
+            dims, added = op.outputs[0].type.dims, residual
+            if result is not None and result.residual is not None and graph.type(result.residual[0]).dims != dims:
+                added = in_shape(patch, result.residual[0], dims), result.residual[1]
+            made = self._product(patch, op, x, w, ep, out, added)
             if ep.rest:
                 made = patch.add("Pointwise", [made, *ep.rest_operands], PointwiseAttrs(epilogue=tuple(ep.rest)))
-            patch.replace(op.value if result is None else result.store.value, made)
+            if result is None:
+                patch.replace(op.value, made)
+                return
+            shape = result.store.outputs[0].type.dims
+            patch.replace(result.store.value, made if shape == dims else in_shape(patch, made, shape))
 
         covered = () if result is None else (*result.ops, result.store)
         return Match((op, *covered), build)

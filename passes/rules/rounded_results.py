@@ -2,7 +2,7 @@
 
 ONNX Runtime quantizes operator by operator: the result of a convolution is rounded before its activation, or before the addition
 of a shortcut, whose result is rounded again. In registers, a rounding is a multiplication, a rounding to integers, bounds, and
-the multiplication by the scale.
+the multiplication by the scale. Reshapes in between do not matter: stages compute each element by itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops import requantize
 from optdnn.ops.base import Stage
 from optdnn.ops.requantize import QuantParams
-from optdnn.passes.support.facts import operand
+from optdnn.passes.support.facts import RESHAPES, operand
 from optdnn.passes.support.quantized_values import dequantized, quant_params, quantization
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import is_float
@@ -44,10 +44,10 @@ def longest(graph: Graph, store: Op, params: QuantParams, *, adds: bool) -> Roun
 
 def _further(graph: Graph, found: Rounded, adds: bool) -> Rounded | None:
     """The next rounding after activations, and an addition if ``adds``; None if there is none."""
-    before = graph.sole_user(found.store.value)
+    views, before = _behind_views(graph, found.store.value)
     if before is None or before.kind != "DequantizeLinear":
         return None
-    given = quant_params(graph, before, found.store.value)
+    given = quant_params(graph, before, operand(before))
     if given is None or given.dtype not in INTEGERS:
         return None
     low, high = (float(b - given.zero) for b in requantize.BOUNDS[given.dtype])
@@ -58,12 +58,16 @@ def _further(graph: Graph, found: Rounded, adds: bool) -> Rounded | None:
         ("clip", low, high),
         ("mul_const", given.scale),
     ]
-    value, residual, ops, begun = before.value, found.residual, [*found.ops, found.store, before], False
+    value, residual, ops, begun = before.value, found.residual, [*found.ops, found.store, *views, before], False
     while True:
         store = quantization(graph, value)
         if store is not None and begun:
             return Rounded(*store, tuple(stages), residual, tuple(ops)) if store[1].dtype in INTEGERS else None
-        user = graph.sole_user(value)
+        views, user = _behind_views(graph, value)
+        if views:
+            value = views[-1].value
+            ops += views
+            continue
         if user is None or user.outputs[0].type.shape != graph.type(value).shape:
             return None
         ops.append(user)
@@ -88,3 +92,13 @@ def _further(graph: Graph, found: Rounded, adds: bool) -> Rounded | None:
             stages += into.rendered
             begun = True
         value = user.value
+
+
+def _behind_views(graph: Graph, value: Value) -> tuple[list[Op], Op | None]:
+    """The Reshapes of a value, each the only reader of the one before, and the only reader of the last one."""
+    views: list[Op] = []
+    user = graph.sole_user(value)
+    while user is not None and user.kind in RESHAPES and user.inputs[0] == (views[-1].value if views else value):
+        views.append(user)
+        user = graph.sole_user(user.value)
+    return views, user

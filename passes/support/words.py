@@ -240,6 +240,7 @@ RULES: Mapping[str, str] = {
     "l2_norm": "normalizations by the Euclidean norm recognized",
     "snake": "Snake activations recognized",
     "rotary_rows": "rotary embeddings extended to rows that are not rotated",
+    "rotary_first_rows": "rotary embeddings extended to rows that are not rotated",
     "rotary_parts": "rotary embeddings of parts of a head merged",
     "siblings": "products of one operand merged into one",
     "parts_together": "equal pointwise operators on parts applied to the whole tensor",

@@ -284,10 +284,37 @@ def test_rows_in_front_of_those_that_turn_turn_by_nothing(body: str) -> None:
     assert cos.shape == sin.shape == (1, 5, 2)
 
 
+LAST_ROWS = """positions = Constant<value_ints=[2]>() three = Constant<value_ints=[3]>() f = Slice(x, three, end, positions)
+    g = Slice(x, zero, three, positions) a = Slice(g, zero, two, last)  b = Slice(g, two, end, last)
+    {TURNED} {TABLES} gc = Mul(g, c) rs = Mul(r, s) t = Add(gc, rs) y = Concat<axis=2>(t, f)"""
+LAST_ROWS = LAST_ROWS.format(TURNED=TURNED, TABLES=TABLES)
+
+
+def test_rows_behind_those_that_turn_turn_by_nothing() -> None:
+    rules = {"rotary_embedding": 1, "rotary_first_rows": 1}
+    graph, _ = check_pass(FuseRotary(), model(LAST_ROWS, BEHIND, "[1,1,3,4]"), changes=2, rules=rules)
+    FoldConstants()(graph)
+    cos, sin = (graph.constant_value(v) for v in graph.of_kind("RotaryEmbedding")[0].inputs[1:])
+    assert cos is not None
+    assert sin is not None
+    np.testing.assert_array_equal(cos[0, 3:], np.ones((2, 2)))
+    np.testing.assert_array_equal(sin[0, 3:], np.zeros((2, 2)))
+    assert cos.shape == sin.shape == (1, 5, 2)
+
+
+def test_turned_first_rows_that_are_used_elsewhere_stay() -> None:
+    n = Net()
+    x = n.input(2, 3, 5, 4)
+    first, rest = n.op("Split", x, n.ints(3, 2), attrs=SplitAttrs(2), outputs=2)
+    turned = n.op("RotaryEmbedding", first, n.random(1, 3, 2), n.random(1, 3, 2))
+    graph = n.done(n.op("Concat", turned, rest, attrs=ConcatAttrs(2)), n.op("Relu", turned))
+    check_refused(FuseRotary(), graph, because="its rotated rows are used elsewhere", rule="rotary_first_rows")
+
+
 OTHER_ROWS = {
     "a gap": rows("f = Slice(x, zero, one, positions)"),
     "another tensor": rows("z = Abs(x) f = Slice(z, zero, two, positions)"),
-    "behind": rows(joined="t, f"),
+    "the other order": rows(joined="t, f"),
     "three parts": rows(joined="f, t, f"),
     "along the heads": rows("h = Slice(x, zero, one, one) f = Slice(h, two, end, positions)", axis=1),
 }

@@ -95,6 +95,29 @@ def test_only_one_tensor_is_added() -> None:
     within(graph, done, 0.0501)
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_reshapes_in_between(name: str) -> None:
+    """Products of ONNX Runtime's preprocessing are Gemms between Reshapes."""
+    n = QNet()
+    rows = n.q(n.qmatmul(n.fake(n.input(24, 16), 0.03), 16), 0.04)
+    y = n.dq(n.op("Reshape", rows, n.ints(3, 8, 16)), 0.04)
+    y = n.op("Reshape", FORMS[name][0](n, y), n.ints(24, 16))
+    graph = n.done(n.fake(y, 0.05))
+    done, _ = folded(graph)
+    (made,) = done.of_kind("QuantizedMatMul")
+    assert [s[0] for s in made.attrs.stages if s[0] != "bias"][: len(ROUND) + len(FORMS[name][1])] == ROUND + FORMS[
+        name
+    ][1]
+    within(graph, done, 0.0501)
+
+
+def test_a_reshape_after_it() -> None:
+    graph = network(lambda n, y: n.op("Reshape", n.op("Gelu", y), n.ints(2, 16, 63)))
+    done, _ = folded(graph)
+    assert "gelu" in [s[0] for s in done.of_kind("QuantizedConv")[0].attrs.stages]
+    within(graph, done, 0.0501)
+
+
 def computed(n: QNet, y: Value) -> Value:
     return n.op("Add", y, n.op("Softmax", n.input(*n.dims(y), name="b")))
 
