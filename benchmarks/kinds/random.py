@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     p = command_parser("random", __doc__)
     p.add_argument("--target", default="cpu", help="cpu, reference, simulate, cuda (several: separated by commas)")
-    p.add_argument("--precision", default="fp32", help="fp32, tf32, fp16, int8")
+    p.add_argument("--precision", default="fp32", help="fp32, tf32, fp16, bf16, int8")
     p.add_argument("--tactics", default="", help="cpu: auto, openvino, onnxruntime; cuda: own and so on")
     p.add_argument(
         "--settings", help='in place of these: "cpu fp32 openvino,simulate fp16", or "processor": all without a GPU'

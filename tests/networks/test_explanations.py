@@ -89,6 +89,7 @@ def test_places_of_the_largest_after_saturated_values(places: list[int], wanted:
         ([True, False, False], "fp32", "wrong"),
         ([False, True, False], "fp16", "wrong"),  # 1.002 is no 1 in fp16
         ([True, True, False], "fp16", "wrong"),
+        ([True, True, False], "bf16", "halves"),
     ],
 )  # fmt: skip
 def test_what_is_equal_in_half_precision(change: list[bool], precision: str, wanted: str) -> None:
@@ -103,12 +104,12 @@ def test_half_precision_of_constants_and_of_results() -> None:
         "(float[1] x) => (float[1] y, float[1] p)", "p = Mul(x, c) y = Mul(x, d)", "float c = {1.0002}, float d = {1.5}"
     )
     x = np.array([1.0007], np.float32)
-    constants = Oracle(in_half(model, results=False)).run({"x": x})
-    results = Oracle(in_half(model, results=True)).run({"x": x})
+    constants = Oracle(in_half(model, "fp16", results=False)).run({"x": x})
+    results = Oracle(in_half(model, "fp16", results=True)).run({"x": x})
     assert constants["p"] == x
     assert constants["y"] == np.float32(1.5) * x
-    assert results["p"] == halved(x) != x
-    assert results["y"] == halved(np.float32(1.5) * x)
+    assert results["p"] == halved(x, "fp16") != x
+    assert results["y"] == halved(np.float32(1.5) * x, "fp16")
 
 
 LOOP = parsed(

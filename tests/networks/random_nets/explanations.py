@@ -24,7 +24,7 @@ Off = list[tuple[int, str]]
 class Case:
     """Results that differ: of the network, its runs, what was got and wanted. ``near(got, want, moved)``: the error is not larger
     than what the change that gave ``moved`` does. ``nudge`` is the relative size of a rounding; ``calibration`` the feeds that an
-    int8 engine was calibrated with; ``half`` says that it computes in fp16."""
+    int8 engine was calibrated with; ``half`` is "fp16" or "bf16" if it computes in 16 bits, else ""."""
 
     oracle: Oracle
     feeds: Sequence[Feeds]
@@ -34,12 +34,12 @@ class Case:
     nudge: float
     near: Callable[[Array, Array, Sequence[Array]], bool]
     calibration: Sequence[Feeds] = ()
-    half: bool = False
+    half: str = ""
 
 
 def roundings(case: Case) -> Off:
     """Every operator rounds, not only the network's inputs and constants: terms that cancel exactly in float32 (x + (1 - x)) leave
-    the rounding of fp16, and a normalization of what they leave magnifies that. Nudged inputs cancel likewise and show nothing."""
+    the rounding of 16 bits, and a normalization of the rest magnifies that. Nudged inputs cancel likewise and show nothing."""
     models = [instrumented(case.oracle.model, rounding(case.nudge, k + 1)) for k in range(4)]
     return _as_far(case, models, case.off)
 
@@ -63,12 +63,12 @@ def outside_calibration(case: Case) -> Off:
 
 
 def halves(case: Case) -> Off:
-    """Values that are nearly equal become equal in fp16, which no nudge makes them. With its inputs, or all values, rounded to fp16
-    the network gives the same integers."""
+    """Values that are nearly equal become equal in 16 bits, which no nudge makes them. With its inputs, or all values, rounded to
+    16 bits the network gives the same integers."""
     if not case.half:
         return []
-    rounded = replace(case, feeds=[{n: halved(a) for n, a in feed.items()} for feed in case.feeds])
-    models = [in_half(case.oracle.model, results=results) for results in (False, True)]
+    rounded = replace(case, feeds=[{n: halved(a, case.half) for n, a in feed.items()} for feed in case.feeds])
+    models = [in_half(case.oracle.model, case.half, results=results) for results in (False, True)]
     return _as_far(
         rounded, models, [(k, n) for k, n in case.off if case.want[k][n].dtype.kind != "f"], integers=_follows
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 
+import ml_dtypes
 import numpy as np
 import onnx
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
@@ -125,20 +126,24 @@ def clipping(ranges: dict[str, tuple[float, float]]) -> Rule:
     return rule
 
 
-def halved(array: Array) -> Array:
-    """float32 rounded to fp16; other types as they are."""
-    return array.astype(np.float16).astype(np.float32) if array.dtype == np.float32 else array
+HALVES = {"fp16": (np.float16, TensorProto.FLOAT16), "bf16": (ml_dtypes.bfloat16, TensorProto.BFLOAT16)}
+"""Precision -> its type in NumPy and in ONNX."""
 
 
-def in_half(model: onnx.ModelProto, *, results: bool) -> onnx.ModelProto:
-    """A copy whose constants, and with ``results`` all results of nodes, are rounded to fp16."""
+def halved(array: Array, precision: str) -> Array:
+    """float32 rounded to 16 bits; other types as they are."""
+    return array.astype(HALVES[precision][0]).astype(np.float32) if array.dtype == np.float32 else array
+
+
+def in_half(model: onnx.ModelProto, precision: str, *, results: bool) -> onnx.ModelProto:
+    """A copy whose constants, and with ``results`` all results of nodes, are rounded to 16 bits."""
 
     def rule(node: NodeProto, before: str, after: str) -> list[NodeProto]:
         if not results and node.op_type != "Constant":
             return []
         half = f"{after}/half"
         return [
-            helper.make_node("Cast", [before], [half], to=TensorProto.FLOAT16),
+            helper.make_node("Cast", [before], [half], to=HALVES[precision][1]),
             helper.make_node("Cast", [half], [after], to=TensorProto.FLOAT),
         ]
 
@@ -146,5 +151,5 @@ def in_half(model: onnx.ModelProto, *, results: bool) -> onnx.ModelProto:
     sizes = sizing(changed.graph)
     for t in changed.graph.initializer:
         if t.data_type == TensorProto.FLOAT and t.name not in sizes:
-            t.CopyFrom(numpy_helper.from_array(halved(numpy_helper.to_array(t)), t.name))
+            t.CopyFrom(numpy_helper.from_array(halved(numpy_helper.to_array(t), precision), t.name))
     return changed

@@ -14,6 +14,7 @@ import onnx
 
 from random_nets.draw import Array
 from random_nets.explanations import Case, explained
+from random_nets.instrument import HALVES
 from random_nets.oracle import Feeds, NoOracleError, Oracle, Results, in_float64
 
 
@@ -32,6 +33,7 @@ class Tolerance:
 TOLERANCES = {
     "fp32": Tolerance(5e-5, 2e-5, 1e-6, 30, 30),
     "fp16": Tolerance(8e-3, 3e-3, 1.5e-3, 12, 5),
+    "bf16": Tolerance(6e-2, 2.4e-2, 1.2e-2, 12, 5),
     "tf32": Tolerance(8e-3, 3e-3, 1.5e-3, 12, 5),
     "int8": Tolerance(1.5, 0.5, 1e-2, 12, 3),
 }
@@ -121,7 +123,8 @@ def judged(
     def near(ours: Array, theirs: Array, moved: Sequence[Array]) -> bool:
         return _explained(ours, theirs, moved, tolerance, CHANGED)
 
-    why = explained(Case(oracle, feeds, got, want, off, tolerance.nudge, near, calibration, precision == "fp16"))
+    half = precision if precision in HALVES else ""
+    why = explained(Case(oracle, feeds, got, want, off, tolerance.nudge, near, calibration, half))
     return verdict if why is None else Verdict("explained", f"{why}: {verdict.detail}")
 
 
