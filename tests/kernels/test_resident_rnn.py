@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
 from support.sequence_cases import LBR, SIZES, SMALL, recurrent
 from support.simulated import feeds_of, lowered
@@ -220,8 +219,7 @@ ON_GPU = CONFIGS | {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ON_GPU)
 def test_configurations_on_a_gpu(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.needs import why_no_hopper
 from support.on_gpu import TOLERANCE, checked_launches
 from support.segment_cases import CASES, graph_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)

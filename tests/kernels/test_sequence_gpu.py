@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.needs import why_no_hopper
 from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL
 from support.simulated import feeds_of, lowered
 
@@ -16,7 +15,7 @@ CASES = {**ATTENTION, **RECURRENT, **GROUP_NORM, **RESIDUAL}
 TOLERANCE = {"fp32": 2e-5, "tf32": 5e-4, "fp16": 4e-3, "bf16": 3e-2}
 
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered, simulate
 
@@ -67,8 +66,7 @@ def test_simulated(name: str, precision: str) -> None:
     compare(simulate(program, feeds), evaluate(graph, feeds), TOLERANCES[precision])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("name", NETS)
 def test_on_a_gpu(name: str, precision: str) -> None:

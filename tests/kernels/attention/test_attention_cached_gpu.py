@@ -11,7 +11,6 @@ from support.cached_cases import CASES, JOINT, case, check, operands_of
 from support.decoder import decoder, empty, generated, states, tokens
 from support.language_models import feeds_of as language_feeds
 from support.language_models import language_model
-from support.needs import why_no_hopper
 
 import optdnn
 from optdnn.kernels.attention import cached_kernel as cached
@@ -19,7 +18,7 @@ from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 LARGE = {
     "Llama 3, batch 1": case([1025], 32, 8, 128, 4096),

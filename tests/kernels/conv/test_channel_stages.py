@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 
@@ -164,8 +163,7 @@ def test_the_kernels_compile_without_spills(stage: str) -> None:
             assert kernel.spill_bytes == 0, str(offer.config)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", [*NETS, *SCALED])
 def test_every_launch_does_what_its_step_means(name: str) -> None:
     graph = (NETS | SCALED)[name]

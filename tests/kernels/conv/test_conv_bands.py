@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, lowered
 
@@ -177,8 +176,7 @@ def test_a_filter_of_many_taps_compiles() -> None:
     assert kernel.spill_bytes == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize(("strides", "kernel"), [(1, 3), (2, 3), (1, 1)])
 def test_every_kind_of_configuration_on_a_gpu_gives_what_it_means(strides: int, kernel: int) -> None:
     graph = net(256, 256, 32, kernel, (14, 15), strides=strides, residual=True, batch=3)

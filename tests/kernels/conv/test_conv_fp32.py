@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from support.layout import compile_checks
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, lowered, refusals, tactics
 
@@ -190,8 +189,7 @@ def errors_on_gpu(graph: Graph, choices: dict[str, TacticChoice] | None = None) 
     return [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "Conv"]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 def test_launches_on_a_gpu_give_what_they_mean() -> None:
     for name, build in NETS.items():
         n = Net()
@@ -200,8 +198,7 @@ def test_launches_on_a_gpu_give_what_they_mean() -> None:
         assert max(found) < 2e-6, (name, found)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("channels", [64, 20, 3])
 def test_every_configuration_on_a_gpu_gives_what_it_means(channels: int) -> None:
     n = Net()

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered
 
@@ -62,8 +61,7 @@ def test_blocks_that_share_k_write_into_joint_buffers() -> None:
     assert any("k" in s.tactic for s in steps)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("choice", range(4))
 @pytest.mark.parametrize("split", [False, True])

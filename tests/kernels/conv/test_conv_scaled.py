@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, lowered
 
@@ -112,8 +111,7 @@ def test_the_kernels_compile_without_spills(family: Any) -> None:
         assert kernel.spill_bytes == 0, str(offer.config)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 def test_every_launch_does_what_its_step_means(name: str) -> None:
     program = lowered(NETS[name], "fp16", target="cuda:sm_90a")

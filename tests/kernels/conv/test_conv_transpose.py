@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals, simulate, tactics
 
@@ -143,8 +142,7 @@ def test_weights_in_blocks_give_the_transposed_convolution_exactly() -> None:
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 def test_launches_on_a_gpu_give_what_they_mean() -> None:
     for precision, bound in (("fp16", 2e-3), ("bf16", 1.6e-2), ("tf32", 1e-5), ("fp32", 2e-6)):
         for name, build in NETS.items():

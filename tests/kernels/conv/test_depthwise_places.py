@@ -14,7 +14,6 @@ import pytest
 from support import emulated
 from support.conv_cases import convolve, same
 from support.host import COMPILER, WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 from support.sweep import sweep
@@ -354,8 +353,7 @@ def test_kernels_compile_without_spills(name: str) -> None:
         assert kernel.spill_bytes == 0, str(config)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 def test_every_kernel_on_a_gpu_gives_what_it_means(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = NETS[name]()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, tactics
 from support.sweep import in_turn
@@ -127,8 +126,7 @@ def test_pads_of_all_axes_by_number() -> None:
     assert "EdgePadded" in kinds(check_simulated(n.done(y)))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("name", NETS)
 def test_every_launch_does_what_its_step_means(name: str, precision: str) -> None:

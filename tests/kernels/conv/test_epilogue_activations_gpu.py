@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import pytest
 from support.activation_cases import ACTIVATIONS, constant_images, convolutions, products
-from support.needs import why_no_hopper
 from support.on_gpu import TOLERANCE, checked_launches
 
 from optdnn.ir.graph import Graph
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.one_config import only
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, tactics
@@ -244,8 +243,7 @@ def test_kernels_compile_without_spills(config: Config, monkeypatch: pytest.Monk
     assert found >= 2
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

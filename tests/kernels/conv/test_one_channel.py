@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 
@@ -58,8 +57,7 @@ def test_a_picture_of_one_channel(precision: str) -> None:
     check_simulated(n.done(n.op("Relu", n.conv(n.input(2, 1, 20, 17), 1, 5, pads=2, strides=2))), precision)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 def test_every_launch_does_what_its_step_means() -> None:
     context: Any = Engine(lowered(gated(), "fp16", target="cuda:sm_90a")).context()
     assert not [e for e in check_steps(context, feeds_of(gated())) if not e.error < 4e-3]

@@ -12,7 +12,6 @@ import pytest
 from support import emulated
 from support.conv_cases import convolve, same
 from support.host import COMPILER, WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of
 from support.sweep import sweep
@@ -232,8 +231,7 @@ def test_kernels_compile_without_spills(name: str) -> None:
     assert kernel.spill_bytes == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize(("group", "squeeze"), [(8, True), (8, False), (2, True), (64, True), (64, False)])
 def test_every_configuration_on_a_gpu_gives_what_it_means(group: int, squeeze: bool) -> None:
     graph = net(group, squeeze=squeeze)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 from support.sweep import sweep
@@ -157,8 +156,7 @@ def test_what_it_refuses(shape: tuple[int, ...], constant: bool, reason: str) ->
     assert reason in str(Unfold().refuse(b, b.graph.op(y.op)))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_not_taken, check_simulated, feeds_of, kinds, lowered, tactics
 from support.sweep import sweep
@@ -299,8 +298,7 @@ def test_kernels_compile() -> None:
     assert lowered(n.done(r3d(n)), "fp16", "cuda:sm_90a").kernels
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize(("name", "turn"), [(name, i % 4) for i, name in enumerate(WALKS | STEMS)])
 def test_volumes_on_a_gpu_in_several_configurations(name: str, turn: int) -> None:
     n = Net()
@@ -314,8 +312,7 @@ def test_volumes_on_a_gpu_in_several_configurations(name: str, turn: int) -> Non
     assert not wrong
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", NETS)
 def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from support import emulated
 from support.host import COMPILER, WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net, built
 from support.simulated import (
     OTHER_MACHINES_AND_TYPES,
@@ -319,8 +318,7 @@ def test_kernels_compile_without_spills(config: pair.Config) -> None:
         assert kernel.spill_bytes == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
 def test_every_cluster_on_a_gpu_gives_what_it_means(name: str) -> None:

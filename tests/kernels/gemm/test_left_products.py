@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.one_config import only
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered
@@ -184,8 +183,7 @@ def test_kernels_compile_without_spills(name: str, config: Config | None, monkey
             assert found.spill_bytes == found.stack_bytes == 0, found
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)

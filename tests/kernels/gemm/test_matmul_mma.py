@@ -11,7 +11,6 @@ import pytest
 from kernels.test_generated import compare_steps
 from support.emulated import MatrixProducts
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered
 from support.sweep import sweep
@@ -135,8 +134,7 @@ def test_true_fp32_stays(precision: str, template: str) -> None:
     assert kernel_of(program_of("odd_sizes", precision, no_cubins=True)[1]).template == template
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize(("name", "precision"), [(n, p) for n in NETS for p in TOLERANCE])
 def test_kernels_on_a_gpu(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HopperMatMul, "refuse", lambda *_: "left out here")

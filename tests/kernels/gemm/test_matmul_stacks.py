@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import TOLERANCE, feeds_of, lowered, simulate
 
@@ -118,8 +117,7 @@ def test_products_of_computed_stacks(name: str) -> None:
     assert float(np.abs(got - want).max()) <= TOLERANCE["fp16"] * float(np.abs(want).max())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", ["constant_left", "constant_left_of_one"])
 def test_constant_matrices_on_a_gpu(name: str) -> None:
     graph, program = program_of(name, target="cuda:sm_90a")

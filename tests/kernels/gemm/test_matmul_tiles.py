@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered
 
@@ -61,8 +60,7 @@ def test_others_run_on_the_plain_kernel(options: dict[str, Any]) -> None:
     assert kernel.template == "general.cu"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 def test_tiles_on_a_gpu_give_what_they_mean(name: str) -> None:
     n = Net()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from kernels.gemm.test_normed import NETS, _norm  # type: ignore[import-not-found]
 from kernels.gemm.test_normed_residual import NETS as RESIDUALS  # type: ignore[import-not-found]
-from support.needs import why_no_hopper
 from support.net import Net
 from support.one_config import only
 from support.simulated import feeds_of, lowered
@@ -27,7 +26,7 @@ CONFIGS = (
     Config(1, 1, 2, 136, 2, alternate=True), Config(2, 1, 1, 40, 2, direct=True),
 )  # fmt: skip
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 def large_residual(n: Net) -> Value:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from kernels.gemm.test_paired import NETS  # type: ignore[import-not-found]
-from support.needs import why_no_hopper
 from support.net import Net
 from support.one_config import CONFIGS, STORED, only_of
 from support.simulated import feeds_of, lowered
@@ -19,7 +18,7 @@ from optdnn.runtime.engine import Engine
 
 TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "tf32": 4e-3, "fp32": 4e-6}
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 def large(n: Net) -> Value:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered, refusals
 
@@ -101,8 +100,7 @@ def test_it_compiles_without_spills(precision: str) -> None:
     assert nvrtc.resources(recipe_of(kernel))["matmul"].spill_bytes == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_on_a_gpu_it_gives_what_it_means(name: str, precision: str) -> None:

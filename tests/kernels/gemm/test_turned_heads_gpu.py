@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from kernels.gemm.test_turned_heads import NETS, layer  # type: ignore[import-not-found]
-from support.needs import why_no_hopper
 from support.one_config import only
 from support.simulated import feeds_of, lowered
 
@@ -26,7 +25,7 @@ ALL = {
     "large far": lambda: layer(8, 2, 128, length=1501, width=512),
 }
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
 from support.rotary_cases import NORMED, angles, normed
 from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals
@@ -105,8 +104,7 @@ def test_the_kernel_compiles_without_spills(name: str, precision: str, arch: str
     assert nvrtc.resources(recipe_of(kernel))["rotary_norm"].spill_bytes == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("name", NORMED)
 def test_every_launch_does_what_its_step_means(name: str, precision: str) -> None:

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.sampling_cases import feeds, graph
 from support.simulated import lowered, simulate
 
 from optdnn.runtime.engine import Engine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 SIZES = [
     (3, "fp32"),

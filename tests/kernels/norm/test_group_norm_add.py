@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net, built
 from support.simulated import check_not_taken, check_simulated, feeds_of, lowered, refusals
 from support.sweep import sweep
@@ -150,8 +149,7 @@ def test_kernels_compile_without_spills() -> None:
             assert kernel.spill_bytes <= 16, str(config)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
 def test_every_configuration_on_a_gpu_gives_what_it_means(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 
@@ -97,8 +96,7 @@ def test_the_kernel_compiles_without_spills() -> None:
         assert kernel.spill_bytes == 0, str(config)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 def test_every_launch_does_what_its_step_means(name: str) -> None:
     context: Any = Engine(lowered(NETS[name], "fp16", target="cuda:sm_90a")).context()

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.sequence_cases import group_norm, plain_norm
 from support.simulated import feeds_of, lowered
 
@@ -25,7 +24,7 @@ from optdnn.runtime.engine import Engine
 
 TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 3e-2}
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 LAST: dict[str, Callable[[], Graph]] = {
     "8 channels": lambda: group_norm(channels=8, groups=2, size=(33, 47)),

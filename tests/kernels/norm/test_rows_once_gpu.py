@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from kernels.norm.test_rows_once import ACTIVATIONS, activated, cropped, post_norm  # type: ignore[import-not-found]
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered
 
@@ -16,7 +15,7 @@ from optdnn.runtime.engine import Engine
 
 TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 4e-6}
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 def check(graph: Graph, precision: str) -> None:

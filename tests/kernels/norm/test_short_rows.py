@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 from support.sweep import sweep
@@ -237,8 +236,7 @@ def test_results_lie_in_the_order_in_which_they_are_read(rows: bool) -> None:
     assert kinds(program).count("Copy") == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", [*CASES, *APART, *PAIRS])
 def test_every_launch_does_what_its_step_means(name: str) -> None:
     graph = (CASES | APART | PAIRS)[name]

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.packed_cases import CASES, GATED, Case, network
 from support.simulated import feeds_of, lowered
 
@@ -20,7 +19,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 FORMS = {
     **{name: replace(case, rows=70, stages=()) for name, case in CASES.items() if case.zeros in ("", "uint8")},

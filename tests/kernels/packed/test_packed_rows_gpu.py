@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from kernels.packed.test_packed_rows import PAIRS, SMALL_NETWORKS, only_pairs  # type: ignore[import-not-found]
-from support.needs import why_no_hopper
 from support.simulated import feeds_of, lowered
 
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps
@@ -14,7 +13,7 @@ from optdnn.runtime.engine import Engine
 
 TOLERANCE = {"fp16": 8e-3, "bf16": 5e-2}
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)

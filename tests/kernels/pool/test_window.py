@@ -10,7 +10,6 @@ import pytest
 from kernels.generated_cases import mixed
 from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 
@@ -102,8 +101,7 @@ def test_what_stays_behind_a_pool(kind: str, because: str) -> None:
     assert because in found
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("last", [True, False])
 def test_the_staged_pool_does_what_its_step_means(last: bool) -> None:
     graph = mixing(last=last)

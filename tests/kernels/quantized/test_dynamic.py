@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, tactics
 
@@ -73,8 +72,7 @@ def test_their_products_run_on_tensor_cores(name: str, precision: str) -> None:
     assert not {"MatMulInteger", "ConvInteger"} & set(found)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 def test_launches_on_a_gpu_give_what_they_mean(name: str) -> None:
     graph = network(name)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, kinds, lowered
 from support.sweep import sweep
@@ -117,8 +116,7 @@ def test_it_compiles_without_spills(name: str, arch: str, monkeypatch: pytest.Mo
     assert found.spill_bytes == 0, found
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("parts", [1, 5, 100])
 @pytest.mark.parametrize("name", CASES)
 def test_launches_on_a_gpu_give_what_they_mean(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:

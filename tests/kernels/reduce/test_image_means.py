@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from support import emulated
 from support.host import COMPILER, WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 
@@ -146,8 +145,7 @@ def test_the_kernel_compiles_without_spills(cluster: int, threads: int, root: bo
     assert kernel.spill_bytes == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 def test_every_launch_does_what_its_step_means(name: str) -> None:
     context: Any = Engine(lowered(NETS[name], "fp16", target="cuda:sm_90a")).context()

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from kernels.reduce.test_parts import decisions, in_parts  # type: ignore[import-not-found]
-from support.needs import why_no_hopper
 from support.reduce_cases import CASES, LARGE, case
 from support.simulated import feeds_of, lowered
 
@@ -16,7 +15,7 @@ from optdnn.runtime.engine import Engine
 
 TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3}
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 def check(name: str, precision: str) -> None:

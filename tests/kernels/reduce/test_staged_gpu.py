@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.needs import why_no_hopper
 from support.on_gpu import TOLERANCE, checked_launches
 from support.staged_cases import CASES, case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)

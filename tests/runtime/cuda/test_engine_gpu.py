@@ -13,7 +13,6 @@ from kernels.conv import test_stream_k as test_stream_k_plans
 from kernels.gemm import test_matmul_stacks
 from kernels.generated_cases import FAMILIES, graph_of
 from kernels.pointwise import test_prologue
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered, simulate
 from support.whole_gpu import full_gpu
@@ -25,7 +24,7 @@ from optdnn.kernels.conv import pooled as conv_pool
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 def network() -> Graph:
