@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.on_gpu import checked_launches
 from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL
 from support.simulated import feeds_of, lowered
 
-from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.engine import Engine
 
 CASES = {**ATTENTION, **RECURRENT, **GROUP_NORM, **RESIDUAL}
@@ -22,8 +22,7 @@ pytestmark = pytest.mark.hopper
 @pytest.mark.parametrize("name", CASES)
 def test_every_launch_does_what_its_step_means(name: str, precision: str) -> None:
     graph = CASES[name][0]()
-    context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
-    assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < TOLERANCE[precision]]
+    checked_launches(graph, precision, TOLERANCE[precision])
 
 
 @pytest.mark.parametrize("name", ["long", "full mask", "lstm stacked", "gru both", "grid rnn both", "groups"])

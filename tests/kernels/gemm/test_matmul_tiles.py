@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 from support.net import Net
-from support.simulated import feeds_of, lowered
+from support.on_gpu import checked_launches
+from support.simulated import lowered
 
 from optdnn.ir.graph import Value
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
-from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.program import Kernel, Program
-from optdnn.runtime.steps.executor import LoadOptions
 
 
 def together(n: Net) -> Value:
@@ -65,5 +63,4 @@ def test_others_run_on_the_plain_kernel(options: dict[str, Any]) -> None:
 def test_tiles_on_a_gpu_give_what_they_mean(name: str) -> None:
     n = Net()
     graph = n.done(NETS[name](n))
-    context: Any = CudaRunner(lowered(graph, "fp32", target="cuda:sm_90a"), LoadOptions()).context()
-    assert max(e.error for e in check_steps(context, feeds_of(graph))) < 2e-6
+    checked_launches(graph, "fp32", 2e-6)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from kernels.gemm.test_paired import NETS  # type: ignore[import-not-found]
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.one_config import CONFIGS, STORED, only_of
-from support.simulated import feeds_of, lowered
 
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.gemm.paired import PairedGemm, PairedPartsGemm
-from optdnn.runtime.cuda.trials.check import check_arena, check_steps
-from optdnn.runtime.engine import Engine
 
 TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "tf32": 4e-3, "fp32": 4e-6}
 
@@ -34,9 +30,5 @@ def test_each_configuration(name: str, config: Config, precision: str, monkeypat
     only_of(monkeypatch, PairedPartsGemm if precision == "fp32" else PairedGemm, config)
     n = Net()
     graph = n.done({**NETS, "large": large}[name](n))
-    context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
-    feeds = feeds_of(graph)
-    found = check_steps(context, feeds)
+    found = checked_launches(graph, precision, TOLERANCE[precision])
     assert "PairedProduct" in {e.kind for e in found}
-    assert not [e for e in found if not e.error < TOLERANCE[precision]]
-    assert not check_arena(context.runner, feeds)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from kernels.norm.test_rows_grid import in_parts  # type: ignore[import-not-found]
+from support.on_gpu import TOLERANCE, checked_program
 from support.rows_cases import CASES, LONG, case
 from support.simulated import feeds_of, lowered
-
-from optdnn.runtime.cuda.trials.check import check_arena, check_steps
-from optdnn.runtime.engine import Engine
-
-TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 3e-2}
 
 pytestmark = pytest.mark.hopper
 
@@ -21,15 +15,10 @@ def check(name: str, precision: str) -> None:
     graph = case(name)
     program = lowered(graph, precision, target="cuda:sm_90a")
     assert any(t["tactic"] == "rows_grid" for t in program.meta["tactics"])
-    context: Any = Engine(program).context()
-    feeds = feeds_of(graph)
-    assert not [e for e in check_steps(context, feeds) if not e.error < TOLERANCE[precision]]
-    assert not check_arena(context.runner, feeds)
-    first, second = context.run(feeds), context.run(feeds)
-    assert all(first[k].tobytes() == second[k].tobytes() for k in first)
+    checked_program(program, feeds_of(graph), TOLERANCE[precision])
 
 
-@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", LONG)
 def test_long_rows(name: str, precision: str) -> None:
     check(name, precision)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from kernels.norm.test_rows_once import ACTIVATIONS, activated, cropped, post_norm  # type: ignore[import-not-found]
 from support.net import Net
-from support.simulated import feeds_of, lowered
+from support.on_gpu import checked_launches
 
 from optdnn.ir.graph import Graph
-from optdnn.runtime.cuda.trials.check import check_arena, check_steps
-from optdnn.runtime.engine import Engine
 
 TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 4e-6}
 
@@ -19,10 +15,7 @@ pytestmark = pytest.mark.hopper
 
 
 def check(graph: Graph, precision: str) -> None:
-    context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
-    feeds = feeds_of(graph)
-    assert not [e for e in check_steps(context, feeds) if not e.error < TOLERANCE[precision]]
-    assert not check_arena(context.runner, feeds)
+    checked_launches(graph, precision, TOLERANCE[precision])
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)

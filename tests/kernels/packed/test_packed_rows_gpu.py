@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from kernels.packed.test_packed_rows import PAIRS, SMALL_NETWORKS, only_pairs  # type: ignore[import-not-found]
-from support.simulated import feeds_of, lowered
-
-from optdnn.runtime.cuda.trials.check import check_arena, check_steps
-from optdnn.runtime.engine import Engine
+from support.on_gpu import checked_launches
 
 TOLERANCE = {"fp16": 8e-3, "bf16": 5e-2}
 
@@ -21,11 +16,5 @@ pytestmark = pytest.mark.hopper
 def test_each_form(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only_pairs(monkeypatch)
     graph = (SMALL_NETWORKS | PAIRS)[name]()
-    context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
-    feeds = feeds_of(graph)
-    found = check_steps(context, feeds)
+    found = checked_launches(graph, precision, TOLERANCE[precision])
     assert "PackedRowProduct" in {e.kind for e in found}
-    assert not [e for e in found if not e.error < TOLERANCE[precision]]
-    assert not check_arena(context.runner, feeds)
-    first, second = context.run(feeds), context.run(feeds)
-    assert all(first[k].tobytes() == second[k].tobytes() for k in first)

@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 from kernels.reduce.test_parts import decisions, in_parts  # type: ignore[import-not-found]
+from support.on_gpu import TOLERANCE, checked_program
 from support.reduce_cases import CASES, LARGE, case
 from support.simulated import feeds_of, lowered
 
 from optdnn.ir.graph import Graph
-from optdnn.runtime.cuda.trials.check import check_arena, check_steps
-from optdnn.runtime.engine import Engine
-
-TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3}
 
 pytestmark = pytest.mark.hopper
 
@@ -26,18 +23,11 @@ def check(name: str, precision: str) -> None:
 def check_graph(graph: Graph, precision: str) -> Any:
     """Builds, runs and compares; returns the program."""
     program = lowered(graph, precision, target="cuda:sm_90a")
-    context: Any = Engine(program).context()
-    feeds = feeds_of(graph)
-    assert not [e for e in check_steps(context, feeds) if not e.error < TOLERANCE[precision]]
-    assert not check_arena(context.runner, feeds)
-    first = context.run(feeds)
-    for _ in range(5):
-        again = context.run(feeds)
-        assert all(first[k].tobytes() == again[k].tobytes() for k in first)
+    checked_program(program, feeds_of(graph), TOLERANCE[precision], runs=6)
     return program
 
 
-@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", [n for n in LARGE if n != "large tensor"])
 def test_large_reductions(name: str, precision: str) -> None:
     check(name, precision)
