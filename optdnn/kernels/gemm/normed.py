@@ -207,7 +207,7 @@ class NormedPair(TakesNorm, PairedGemm):
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Any) -> None:
         operands = self.operands(b, op, c, problem)
         reads = [as_rows(c.feed.x), operands["given"]]
-        for part in halves(problem, c.feed.x.shape[1], *(operands[n] for n in ("weights", "columns", "channel"))):
+        for part in halves(problem, c.feeds, *(operands[n] for n in ("weights", "columns", "channel"))):
             reads += part
         self.emit_pair(
             b,

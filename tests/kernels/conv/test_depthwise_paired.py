@@ -162,7 +162,6 @@ def test_other_kernels_take_no_pairs() -> None:
     )
     assert depthwise.refuse(PROBLEM, replace(CONFIG, tile_w=4)) == "more than 64 accumulators per thread"
     assert not PROBLEM.residual
-    assert PROBLEM.flops == 2 * plain.flops
 
 
 CASES: dict[str, tuple[Problem, Config]] = {
