@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.net import Net
-from support.on_gpu import TOLERANCE, checked_launches
-from support.simulated import feeds_of, lowered, simulate
+from support.on_gpu import checked_launches
+from support.simulated import TOLERANCE, feeds_of, lowered, simulate
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph

@@ -9,15 +9,21 @@ from optdnn.ir.graph import Graph
 from optdnn.runtime.cuda.trials.check import StepError, check_arena, check_steps
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
-from support.simulated import feeds_of, lowered
-
-TOLERANCE = {"fp32": 2e-5, "tf32": 4e-3, "fp16": 4e-3, "bf16": 3e-2}
+from support.simulated import TOLERANCE, feeds_of, lowered
 
 
 def checked_launches(graph: Graph, precision: str, bound: float = 0.0) -> list[StepError]:
     """:func:`checked_program` of the network in this precision. ``bound`` 0: the default of the precision."""
     program = lowered(graph, precision, target="cuda:sm_90a")
     return checked_program(program, feeds_of(graph), bound or TOLERANCE[precision])
+
+
+def launch_errors(program: Program, graph: Graph, *kinds: str) -> list[float]:
+    """The error of each launch of these kinds, against its step's meaning. There is at least one."""
+    context: Any = Engine(program).context()
+    found = [e.error for e in check_steps(context, feeds_of(graph)) if e.kind in kinds]
+    assert found
+    return found
 
 
 def checked_program(program: Program, feeds: Mapping[str, Any], bound: float, runs: int = 2) -> list[StepError]:

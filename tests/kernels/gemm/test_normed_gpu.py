@@ -6,9 +6,9 @@ import pytest
 from kernels.gemm.test_normed import NETS, _norm  # type: ignore[import-not-found]
 from kernels.gemm.test_normed_residual import NETS as RESIDUALS  # type: ignore[import-not-found]
 from support.net import Net
-from support.on_gpu import TOLERANCE, checked_program
+from support.on_gpu import checked_program
 from support.one_config import only
-from support.simulated import feeds_of, lowered
+from support.simulated import TOLERANCE, feeds_of, lowered
 
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv.implicit_gemm import Config

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.on_gpu import TOLERANCE, checked_program
+from support.on_gpu import checked_program
 from support.rotary_cases import ROTARY
-from support.simulated import feeds_of, lowered
+from support.simulated import TOLERANCE, feeds_of, lowered
 
 from optdnn.kernels.gemm import turned
 

@@ -9,9 +9,9 @@ import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
 from support.net import Net
-from support.on_gpu import TOLERANCE, checked_launches
+from support.on_gpu import checked_launches
 from support.rotary_cases import NORMED, angles, normed
-from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals
+from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals
 from support.sweep import sweep
 
 from optdnn.ir.graph import Graph

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from kernels.norm.test_rows_grid import in_parts  # type: ignore[import-not-found]
-from support.on_gpu import TOLERANCE, checked_program
+from support.on_gpu import checked_program
 from support.rows_cases import CASES, LONG, case
-from support.simulated import feeds_of, lowered
+from support.simulated import TOLERANCE, feeds_of, lowered
 
 pytestmark = pytest.mark.hopper
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.on_gpu import TOLERANCE, checked_program
+from support.on_gpu import checked_program
 from support.packed_cases import CASES, GATED, Case, network
-from support.simulated import feeds_of, lowered
+from support.simulated import TOLERANCE, feeds_of, lowered
 
 from optdnn.kernels.conv import implicit_gemm
 from optdnn.kernels.packed import eight_bits

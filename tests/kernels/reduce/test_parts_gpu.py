@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from kernels.reduce.test_parts import decisions, in_parts  # type: ignore[import-not-found]
-from support.on_gpu import TOLERANCE, checked_program
+from support.on_gpu import checked_program
 from support.reduce_cases import CASES, LARGE, case
-from support.simulated import feeds_of, lowered
+from support.simulated import TOLERANCE, feeds_of, lowered
 
 from optdnn.ir.graph import Graph
 
