@@ -14,7 +14,7 @@ import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
+from optdnn.kernels.builder import Builder, TensorView, as_rows, map_dtype, products
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import Convolution, bias_row
@@ -130,7 +130,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         x, out = c.feed.x, c.out
         weights, bias = hopper_launch.packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
         operands = {"weights": weights, "channel": bias, "output": out, **hopper_launch.pixels(c.feeds)}
-        reads = [x.view(x.shape[:2], x.strides[:2])]
+        reads = [as_rows(x)]
         for part in halves(problem, c.feeds, weights, bias):
             reads += part
         self.emit_pair(b, op, c, problem, config, operands, ("PairedProduct", self.stages(b, op), reads))
@@ -147,7 +147,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
     ) -> None:  # fmt: skip
         """Add the launch. The kernel writes one result per two channels, so its map of the output has elements of half the size."""
         made = hopper_launch.launch(problem, config, b.gpu, c.feeds, {**operands, "output": in_halves(c.out)})
-        written = c.out.view(c.out.shape[:2], c.out.strides[:2])
+        written = as_rows(c.out)
         hopper_launch.emit(b, op, made, problem, config, {**operands, "output": written}, meaning)
 
 
