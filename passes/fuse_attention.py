@@ -42,6 +42,7 @@ from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule, used_outside
 from optdnn.passes.support.views import View, keeps_last_two, trace
 from optdnn.types import Array, DType, Shape, is_float, normalize_axis
+from optdnn.types import product as size_of
 
 
 @dataclass(frozen=True)
@@ -281,20 +282,13 @@ def _lead(leads: Sequence[Shape], q: View) -> Shape:
             return move.shape[:2]
     if len(lead) < 2:
         return (*lead, *(1,) * (2 - len(lead)))
-    return (_size(lead[:-1]), lead[-1])
-
-
-def _size(dims: Shape) -> DimLike:
-    size: DimLike = 1
-    for d in dims:
-        size = size * d
-    return size
+    return (size_of(lead[:-1]), lead[-1])
 
 
 def _fit(graph: Graph, view: View, lead: Shape, shared: bool) -> View | None:
     """The view with leading axes (batch, heads), or None; with ``shared``, repeated heads count once."""
     own, tail = view.shape[:-2], view.shape[-2:]
-    if _size(own) == lead[0] * lead[1]:
+    if size_of(own) == lead[0] * lead[1]:
         full = view.reshape((*lead, *tail))
         return (_unrepeated(graph, full) or full) if shared else full
     if shared and len(own) == 2 and own == (lead[0], 1):

@@ -32,6 +32,7 @@ from optdnn.passes.support.facts import (
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.stages import ACTIVATIONS
+from optdnn.passes.support.views import transposed
 from optdnn.types import Shape, normalize_axis
 
 OF_IMAGES = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize"})
@@ -63,7 +64,7 @@ def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
     order = tuple(last.index(p) for p in perm)
 
     def build(patch: Patch) -> Value:
-        return _ordered(patch, reshaped(patch, patch.add("Transpose", [image], turn), target), order)
+        return transposed(patch, reshaped(patch, patch.add("Transpose", [image], turn), target), order)
 
     return Match((root, flat), build)
 
@@ -114,7 +115,7 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
     order = tuple(perm[k] for k in last)
 
     def build(patch: Patch) -> Value:
-        return patch.add("Transpose", [reshaped(patch, _ordered(patch, tokens, order), target)], turn)
+        return patch.add("Transpose", [reshaped(patch, transposed(patch, tokens, order), target)], turn)
 
     return Match((root, found["swap"]), build)
 
@@ -168,7 +169,7 @@ def moved_pixels(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
         pixels = image if norm is None else operand(norm)
         last = patch.add("Transpose", [pixels], TransposeAttrs(channels_to_last(len(before))))
         order = (0, *(p - 1 for p in perm[2:]), len(perm) - 1)
-        y = reshaped(patch, _ordered(patch, reshaped(patch, last, split), order), target)
+        y = reshaped(patch, transposed(patch, reshaped(patch, last, split), order), target)
         y = patch.add("Transpose", [y], TransposeAttrs(channels_from_last(len(after))))
         return y if norm is None else patch.add(norm.kind, [y, *norm.inputs[1:]], norm.attrs)
 
@@ -259,11 +260,6 @@ def _end(shape: Shape, start: int, size: int | Dim) -> int | None:
             return end
         held = held * shape[end] if end < len(shape) else held
     return None
-
-
-def _ordered(patch: Patch, value: Value, perm: tuple[int, ...]) -> Value:
-    """``value`` transposed; ``value`` itself if ``perm`` is the identity."""
-    return value if perm == tuple(range(len(perm))) else patch.add("Transpose", [value], TransposeAttrs(perm))
 
 
 def _read_as_image(graph: Graph, value: Value) -> bool:

@@ -25,6 +25,7 @@ from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.frames import frames_are_blocks
 from optdnn.passes.rules.gathered_sums import gathered_sums
 from optdnn.passes.support.facts import integers, ints, is_filled, operand, reshape_target, reshaped, same_shape, scalar
+from optdnn.passes.support.views import transposed
 from optdnn.types import Array, Shape, normalize_axis
 
 MOST = 1 << 24
@@ -100,12 +101,12 @@ def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
         product = _product(patch, reshaped(patch, signal, packed), matrix, walk)
         spectrum = reshaped(patch, product, unpacked)
         if not readers:
-            return _turned(patch, spectrum, walk.back)
+            return transposed(patch, spectrum, walk.back)
         at = walk.after.index(last)
         for (reader, part), target in zip(readers, targets, strict=True):
             one = spectrum if len(parts) == 1 else _sliced(patch, spectrum, at, part, part + 1)
             assert target is not None
-            patch.replace(reader.value, reshaped(patch, _turned(patch, one, walk.back), target))
+            patch.replace(reader.value, reshaped(patch, transposed(patch, one, walk.back), target))
         return None
 
     return Match((op, *before, *after, *(r for r, _ in readers)), build, end.value)
@@ -258,10 +259,6 @@ def _goes_by_parts(graph: Graph, end: Op, axis: int, from_left: bool) -> bool:
 # ---------------------------------------------------------------- building
 
 
-def _turned(patch: Patch, x: Value, order: tuple[int, ...]) -> Value:
-    return x if order == tuple(range(len(order))) else patch.add("Transpose", [x], TransposeAttrs(order))
-
-
 def _sliced(patch: Patch, x: Value, axis: int, start: int, end: int) -> Value:
     return patch.add("Slice", [x, *(integers(patch, [n], "bounds") for n in (start, end, axis))])
 
@@ -270,8 +267,8 @@ def _signal(patch: Patch, x: Value, order: tuple[int, ...]) -> Value:
     """``x`` with its axes in this order. A Concat of two parts is built in this order, instead of being transposed."""
     joined = _joined(patch.graph, x)
     if joined is None:
-        return _turned(patch, x, order)
-    parts = [_turned(patch, operand(joined, i), order) for i in range(2)]
+        return transposed(patch, x, order)
+    parts = [transposed(patch, operand(joined, i), order) for i in range(2)]
     return patch.add("Concat", parts, ConcatAttrs(order.index(len(order) - 1)))
 
 

@@ -18,7 +18,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would e
 gc.disable()  # until all tests are collected: each pass over so many thousands of objects finds nothing to free
 
 from support.cli import Cli, Result  # noqa: E402
-from support.needs import needs_nvrtc, without_gpu  # noqa: E402
+from support.needs import needs_nvrtc, why_no_hopper, without_gpu  # noqa: E402
 from support.whole_gpu import gpu_taken  # noqa: E402
 
 from optdnn.cli.main import run  # noqa: E402
@@ -33,11 +33,18 @@ sys.path.append(str(Path(__file__).parents[1]))  # for ``benchmarks``, which is 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before Hypothesis looks for constants to try in all modules of the checkout: that takes 5 s, and no test needs them.
 
-    Two thousand tests need a GPU. Where there is none, they are left out at once, unless -m names them.
+    Tests marked ``hopper`` are marked ``gpu``, too. Two thousand tests need a GPU. Where there is none, they are left out
+    at once, unless -m names them.
     """
     providers = sys.modules.get("hypothesis.internal.conjecture.providers")
     if providers is not None:
         providers.is_local_module_file = lambda path: False  # type: ignore[attr-defined]
+    of_hopper = [item for item in items if item.get_closest_marker("hopper") is not None]
+    why = why_no_hopper() if of_hopper else None
+    for item in of_hopper:
+        item.add_marker("gpu")
+        if why is not None:
+            item.add_marker(pytest.mark.skip(reason=why))
     if without_gpu(config.option.markexpr):
         left_out = [item for item in items if item.get_closest_marker("gpu") is not None]
         config.hook.pytest_deselected(items=left_out)

@@ -23,7 +23,6 @@ from optdnn.runtime.pictures.files import decoded, pictures_in
 from optdnn.temporary import temporary_folder
 from optdnn.types import Array, TensorSpec, is_float, is_int
 
-Feeds = Mapping[str, Array]
 Rows = Array | StoredArray
 """Samples along the first axis: in memory, mapped from a file, or read from a file."""
 Pictures: TypeAlias = ImageSpec | RawPictures

@@ -112,6 +112,11 @@ def unmade(
     return TensorView(NOWHERE, 0, tuple(shape), row_major(shape) if strides is None else tuple(strides), dtype, make)
 
 
+def as_rows(x: TensorView) -> TensorView:
+    """Images of 1 x 1 (NCHW) as the rows of a matrix."""
+    return x.view(x.shape[:2], x.strides[:2])
+
+
 def up(n: int, multiple: int) -> int:
     """``n`` rounded up to a multiple."""
     return -(-n // multiple) * multiple

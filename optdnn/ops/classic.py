@@ -16,16 +16,13 @@ from optdnn.ops.base import Attrs, Call, Result, Unsupported
 from optdnn.ops.checks import emit, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref
+from optdnn.ops.restate import typed_as
 from optdnn.ops.trees import binary_outcome, class_labels, labelled, post_transform
 from optdnn.types import BOOL, FP32, INT64, Array, TensorType, is_float
 
 
 def _to_fp32(e: Emit, x: Ref) -> Ref:
     return x if e.type(x).dtype == FP32 else emit(e, "Cast", x, to=FP32)
-
-
-def _like(e: Emit, x: Ref, values: Any) -> Array:
-    return np.asarray(values, e.type(x).dtype)
 
 
 def _features(node: NodeSpec, e: Emit) -> Ref:
@@ -83,13 +80,13 @@ def _normalizer(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if norm not in kinds:
         raise Unsupported(f"norm={norm}")
     size = emit(e, kinds[norm], x, axes, keepdims=True)
-    empty = emit(e, "Equal", size, _like(e, x, 0))  # a row of zeros stays one
-    return (emit(e, "Div", x, emit(e, "Where", empty, _like(e, x, 1), size)),)
+    empty = emit(e, "Equal", size, typed_as(e, x, 0))  # a row of zeros stays one
+    return (emit(e, "Div", x, emit(e, "Where", empty, typed_as(e, x, 1), size)),)
 
 
 def _binarizer(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     (x,) = node.inputs[:1]
-    above = emit(e, "Greater", x, _like(e, x, node.get("threshold", 0.0)))
+    above = emit(e, "Greater", x, typed_as(e, x, node.get("threshold", 0.0)))
     return (emit(e, "Cast", above, to=e.type(x).dtype),)
 
 
@@ -100,8 +97,8 @@ def _imputer(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if not values:
         raise ShapeError(f"Imputer has no values for {e.type(x)}")
     replaced = node.get("replaced_value_float" if floating else "replaced_value_int64", 0)
-    absent = emit(e, "IsNaN", x) if replaced != replaced else emit(e, "Equal", x, _like(e, x, replaced))
-    return (emit(e, "Where", absent, _like(e, x, values), x),)
+    absent = emit(e, "IsNaN", x) if replaced != replaced else emit(e, "Equal", x, typed_as(e, x, replaced))
+    return (emit(e, "Where", absent, typed_as(e, x, values), x),)
 
 
 def _feature_vectorizer(node: NodeSpec, e: Emit) -> Sequence[Ref]:

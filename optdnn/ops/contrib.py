@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -15,13 +14,8 @@ from optdnn.ops.contrib_fused import FUSED
 from optdnn.ops.contrib_images import IMAGES
 from optdnn.ops.contrib_quantized import QUANTIZED
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
-from optdnn.ops.restate import MICROSOFT, as_standard, needs
+from optdnn.ops.restate import MICROSOFT, as_standard, needs, typed_as
 from optdnn.types import FP32
-
-
-def _scalar(e: Emit, like: Ref, value: float) -> Any:
-    return np.asarray(value, e.type(like).dtype)
-
 
 # ---------------------------------------------------------------- products and activations
 
@@ -40,7 +34,7 @@ def _fused_matmul(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         operands.append(ref)
     y = emit(e, "MatMul", *operands)
     alpha = float(node.get("alpha", 1.0))
-    return (y if alpha == 1.0 else emit(e, "Mul", y, _scalar(e, y, alpha)),)
+    return (y if alpha == 1.0 else emit(e, "Mul", y, typed_as(e, y, alpha)),)
 
 
 def _bias_gelu(approximate: str) -> FromOnnx:
@@ -82,7 +76,7 @@ def _activation(e: Emit, x: Ref, name: str, params: Sequence[float]) -> Ref:
     if name == "HardSigmoid" and len(params) == 2:
         return emit(e, name, x, alpha=params[0], beta=params[1])
     if name == "Clip" and len(params) == 2:
-        return emit(e, name, x, *(_scalar(e, x, p) for p in params))
+        return emit(e, name, x, *(typed_as(e, x, p) for p in params))
     raise Unsupported(f"the activation {name} with {len(params)} parameters")
 
 

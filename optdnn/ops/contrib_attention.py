@@ -14,12 +14,8 @@ from optdnn.ops.checks import emit, require_rank, required
 from optdnn.ops.contrib_cache import unpacked
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
 from optdnn.ops.index import SplitAttrs
-from optdnn.ops.restate import count, needs, refuse_attributes, refuse_operands
+from optdnn.ops.restate import count, needs, refuse_attributes, refuse_operands, typed_as
 from optdnn.types import FP32, INT64
-
-
-def _scalar(e: Emit, like: Ref, value: float) -> Any:
-    return np.asarray(value, e.type(like).dtype)
 
 
 def _fill(node: NodeSpec) -> float:
@@ -46,7 +42,7 @@ def _score_mask(node: NodeSpec, e: Emit, mask: Ref | None, bias: Ref | None, lik
         else:
             raise Unsupported(f"a mask {t}")
         flags = emit(e, "Unsqueeze", keep, np.array([1] if len(t.dims) == 3 else [1, 2]))
-        added = emit(e, "Where", flags, _scalar(e, like, 0.0), _scalar(e, like, _fill(node)))
+        added = emit(e, "Where", flags, typed_as(e, like, 0.0), typed_as(e, like, _fill(node)))
     if bias is not None:
         added = bias if added is None else emit(e, "Add", added, bias)
     return added
@@ -79,7 +75,7 @@ def _unequal_causal(e: Emit, q: Ref, k: Ref, mask: Ref | None, past: Sequence[Re
     before = emit(e, "Not", emit(e, "Greater", count(e, keys), at))
     last = emit(e, "Equal", row, emit(e, "Sub", rows, np.array([1])))
     seen = emit(e, "Or", before, last)
-    return emit(e, "Where", seen, _scalar(e, q, 0.0) if mask is None else mask, _scalar(e, q, -np.inf))
+    return emit(e, "Where", seen, typed_as(e, q, 0.0) if mask is None else mask, typed_as(e, q, -np.inf))
 
 
 def attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:

@@ -12,18 +12,8 @@ from optdnn.ops.base import Unsupported
 from optdnn.ops.checks import emit, require_rank
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
 from optdnn.ops.index import SplitAttrs
-from optdnn.ops.restate import MICROSOFT, as_standard, count, needs
+from optdnn.ops.restate import MICROSOFT, as_standard, count, needs, standard
 from optdnn.types import BOOL, FP32, INT32, INT64
-
-
-def _standard(name: str) -> FromOnnx:
-    """The ONNX operator of this name."""
-
-    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        return as_standard(name, node, e)
-
-    return from_onnx
-
 
 # ---------------------------------------------------------------- biases
 
@@ -195,9 +185,9 @@ FUSED: dict[str, FromOnnx] = {
     MICROSOFT + "CDist": _distances,
     MICROSOFT + "ComplexMul": _complex_product(False),
     MICROSOFT + "ComplexMulConj": _complex_product(True),
-    MICROSOFT + "Trilu": _standard("Trilu"),
+    MICROSOFT + "Trilu": standard("Trilu"),
     MICROSOFT + "Range": _range,
-    MICROSOFT + "GatherND": _standard("GatherND"),
+    MICROSOFT + "GatherND": standard("GatherND"),
     MICROSOFT + "Pad": _pad,
 }
 """Operator -> import function."""

@@ -12,17 +12,8 @@ from optdnn.ops.contrib_images import channels_first, channels_last
 from optdnn.ops.contrib_moe import mixture_of_experts, quantized_mixture
 from optdnn.ops.contrib_packed import gather_block_quantized, matmul_n_bits
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
-from optdnn.ops.restate import MICROSOFT, as_standard, needs
+from optdnn.ops.restate import MICROSOFT, as_standard, needs, standard
 from optdnn.types import FP32
-
-
-def _standard(name: str) -> FromOnnx:
-    """The ONNX operator of the same name."""
-
-    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        return as_standard(name, node, e)
-
-    return from_onnx
 
 
 def _dequantized(e: Emit, x: Ref, scale: Ref, zero: Ref | None) -> Ref:
@@ -135,8 +126,8 @@ def _dynamic_lstm(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 QUANTIZED: dict[str, FromOnnx] = {
-    MICROSOFT + "QuantizeLinear": _standard("QuantizeLinear"),
-    MICROSOFT + "DequantizeLinear": _standard("DequantizeLinear"),
+    MICROSOFT + "QuantizeLinear": standard("QuantizeLinear"),
+    MICROSOFT + "DequantizeLinear": standard("DequantizeLinear"),
     MICROSOFT + "QLinearAdd": _binary("Add"),
     MICROSOFT + "QLinearMul": _binary("Mul"),
     MICROSOFT + "QLinearSigmoid": _qlinear(1, lambda node, e, xs: emit(e, "Sigmoid", *xs)),

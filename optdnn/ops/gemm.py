@@ -120,7 +120,7 @@ def _infer_einsum(call: Call) -> Result:
     return Result((TensorType(dtype, tuple(sizes[c] for c in result)),))
 
 
-def _cost_matmul(call: Call, result: Result) -> Cost:
+def cost_matmul(call: Call, result: Result) -> Cost:
     return Cost(product_flops(call, result) + fused_flops(call, result))
 
 
@@ -148,7 +148,7 @@ DEFS: tuple[OpDef, ...] = (
         "MatMul",
         with_stages(infer_matmul),
         MatMulAttrs,
-        cost=_cost_matmul,
+        cost=cost_matmul,
         tol=_TOL,
         arity=2,
     ),

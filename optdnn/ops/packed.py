@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Call, Cost, Result, Tol
+from optdnn.ops.base import Call, Result, Tol
 from optdnn.ops.checks import agree, require_rank
 from optdnn.ops.definition import OpDef
-from optdnn.ops.fused import fused_flops, product_flops, with_stages
+from optdnn.ops.fused import with_stages
+from optdnn.ops.gemm import cost_matmul
 from optdnn.ops.indices import refuse_outside
 from optdnn.ops.packed_export import export_packed_gather, export_packed_matmul
 from optdnn.ops.packed_layout import CODES, PackedGatherAttrs, PackedMatMulAttrs, blocks_of, check_block, row_bytes
@@ -80,11 +81,6 @@ def _infer_gather(call: Call) -> Result:
     return Result((TensorType(a.output_dtype, None if indices.shape is None else (*indices.shape, a.K)),))
 
 
-def _cost_matmul(call: Call, result: Result) -> Cost:
-    """The product's arithmetic. Dequantization is not counted; bytes are the packed weights' bytes."""
-    return Cost(product_flops(call, result) + fused_flops(call, result))
-
-
 # A sum of K products in fp32 is off by about sqrt(K) roundoffs of its largest partial sum; K reaches some 10^4.
 _TOL = Tol(rtol=1e-5, atol=3e-6)
 
@@ -95,7 +91,7 @@ DEFS: tuple[OpDef, ...] = (
         PackedMatMulAttrs,
         {},
         export_packed_matmul,
-        cost=_cost_matmul,
+        cost=cost_matmul,  # without dequantization; bytes are the packed weights'
         tol=_TOL,
         arity=4,
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
@@ -15,7 +14,7 @@ from optdnn.ops.checks import agree, elements, extent, per_element, require_leng
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, read_attrs
 from optdnn.ops.window import Window, check_window, read_window
-from optdnn.runtime.reference.window import output_sizes, resolve_pads
+from optdnn.runtime.reference.window import output_sizes
 from optdnn.types import INT8, INT64, UINT8, TensorType, is_float
 
 
@@ -59,15 +58,6 @@ class MaxUnpoolAttrs(Attrs):
     kernel_shape: tuple[int, ...]
     strides: tuple[int, ...]
     pads: tuple[int, ...]
-
-
-AnyPool = TypeVar("AnyPool", bound=PoolAttrs)
-
-
-def resolved(attrs: AnyPool, x: TensorType) -> AnyPool:
-    """``attrs`` with ``auto_pad`` converted to pads if the sizes in the operand's type allow it."""
-    pads = resolve_pads(attrs.auto_pad, attrs.pads, x.dims[2:], attrs.kernel_shape, attrs.strides, attrs.dilations)
-    return attrs if pads is None else replace(attrs, pads=pads, auto_pad="NOTSET")
 
 
 def _input(call: Call, integers: bool = False) -> TensorType:

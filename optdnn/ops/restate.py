@@ -11,8 +11,8 @@ import numpy as np
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Unsupported
 from optdnn.ops.checks import emit
-from optdnn.ops.exchange import Emit, NodeSpec, Ref
-from optdnn.types import INT64
+from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
+from optdnn.types import INT64, Array
 
 MICROSOFT = "com.microsoft."
 MODERN = 21
@@ -22,6 +22,20 @@ MODERN = 21
 def as_standard(kind: str, node: NodeSpec, e: Emit, **changes: Any) -> Sequence[Ref]:
     """Import a node as ONNX's own operator ``kind``, with these fields changed."""
     return e.importer(kind)(replace(node, **{"op_type": kind, "domain": "", "opset": MODERN, **changes}), e)
+
+
+def standard(name: str) -> FromOnnx:
+    """The import function of ONNX's own operator of this name."""
+
+    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+        return as_standard(name, node, e)
+
+    return from_onnx
+
+
+def typed_as(e: Emit, like: Ref, values: Any) -> Array:
+    """``values`` in the element type of ``like``."""
+    return np.asarray(values, e.type(like).dtype)
 
 
 def needs(node: NodeSpec, *slots: int) -> list[Ref]:

@@ -16,6 +16,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import ints, operand, reshape_target, reshaped, shape_of
+from optdnn.passes.support.views import transposed
 from optdnn.types import Array, Shape, normalize_axis
 
 _INEXPRESSIBLE = Miss("no constant target can express its shape")
@@ -40,8 +41,7 @@ def grid_gather(graph: Graph, op: Op) -> Match | Miss | None:
     perm = (*range(axis), *moved, *range(axis + len(order), len(split)))
 
     def build(patch: Patch) -> Value:
-        y = reshaped(patch, x, target)
-        return y if perm == tuple(range(len(perm))) else patch.add("Transpose", [y], TransposeAttrs(perm))
+        return transposed(patch, reshaped(patch, x, target), perm)
 
     return Match((op,), build)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.reduce import ReduceAttrs
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reduction_axes, reshaped, sizes_of
 from optdnn.passes.support.unrolled_steps import LEAST, Position, first_of_all
+from optdnn.passes.support.views import transposed
 from optdnn.types import normalize_axis
 
 
@@ -44,7 +44,7 @@ def sums_of_steps(graph: Graph, op: Op) -> Match | Miss | None:
         rest = [n for k, n in enumerate(part) if k != axis]
         y = reshaped(patch, total, (len(values), *rest))
         order = (*range(1, axis + 1), 0, *range(axis + 1, len(shape)))
-        return y if axis == 0 else patch.add("Transpose", [y], TransposeAttrs(order))
+        return transposed(patch, y, order)
 
     return Match((op, *ops), build)
 
@@ -53,8 +53,9 @@ def _steps_first(patch: Patch, p: Position, size: tuple[int, ...]) -> Value:
     """Add a Transpose and a Reshape of a tensor of positions: steps become the first axis, before the axes of a position."""
     named = [k for k in p.view if k >= 0]
     order = (p.axis, *named, *(k for k in range(len(size)) if k != p.axis and k not in named))
-    y = p.whole if order == tuple(range(len(size))) else patch.add("Transpose", [p.whole], TransposeAttrs(order))
-    return reshaped(patch, y, (size[p.axis], *(1 if k < 0 else size[k] for k in p.view)))
+    return reshaped(
+        patch, transposed(patch, p.whole, order), (size[p.axis], *(1 if k < 0 else size[k] for k in p.view))
+    )
 
 
 def _sum_of_products(graph: Graph, value: Value) -> tuple[Op, Op, list[Op]] | None:

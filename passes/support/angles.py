@@ -12,6 +12,7 @@ from functools import partial
 from optdnn.ir.graph import Graph, Op
 from optdnn.passes.fuse_pointwise import is_pointwise
 from optdnn.passes.support.chains import chain
+from optdnn.passes.support.coordinates import kinds_of
 from optdnn.passes.support.facts import shape_of
 from optdnn.passes.support.guards import nodes
 
@@ -22,7 +23,7 @@ CARRIES = frozenset({"CumSum", "ReduceSum", "Resize"})
 
 def angles(graph: Graph) -> dict[int, str]:
     """Op id -> the reason to stay in fp32, for operators that compute angles from inputs or take the sine of such an angle."""
-    if not any(TRIGONOMETRIC & kinds for kinds in map(_kinds, graph.ops())):
+    if not any(TRIGONOMETRIC & kinds for kinds in map(kinds_of, graph.ops())):
         return {}
     stages = dict(nodes(graph))
     found: dict[int, str] = {}
@@ -34,10 +35,6 @@ def angles(graph: Graph) -> dict[int, str]:
             for i in sorted(before):
                 found.setdefault(i, f"it computes an angle of {stage.kind} {stage.op.outputs[0].name} from inputs")
     return found
-
-
-def _kinds(op: Op) -> set[str]:
-    return {op.kind} if op.kind != "Pointwise" else {s.kind for s in op.attrs.epilogue}
 
 
 def _carries(graph: Graph, op: Op) -> bool:

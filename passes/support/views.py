@@ -200,3 +200,8 @@ def trace(graph: Graph, value: Value) -> View | None:
             perm = tuple(op.attrs.perm or reversed(range(len(shape))))
         moves.append(Move(shape, perm))
         value = operand(op)
+
+
+def transposed(patch: Patch, x: Value, perm: tuple[int, ...]) -> Value:
+    """Add a Transpose, unless the permutation is the identity."""
+    return x if perm == tuple(range(len(perm))) else patch.add("Transpose", [x], TransposeAttrs(perm))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from support.cli import Cli
-from support.needs import why_no_hopper
 from support.simulated import lowered
 
 import optdnn
@@ -94,8 +93,7 @@ def test_counters_beside_the_roofline(capsys: pytest.CaptureFixture[str]) -> Non
     assert "".join(second.split()).endswith("––conv_hopperconv_hopper")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.skipif(nsight.find("ncu") is None, reason="Nsight Compute is not installed")
 def test_one_step_under_ncu(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from support.tuned import network

@@ -12,7 +12,6 @@ import numpy as np
 import onnx
 import pytest
 from generating import CAPACITY, MORE, PROMPTS, engine, expected, model
-from support.needs import why_no_hopper
 
 import optdnn
 from optdnn.errors import InputError, RunError, UsageError
@@ -23,8 +22,7 @@ from optdnn.types import Array, TensorSpec
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
 
-ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or ""))
-CUDA = pytest.param("cuda", marks=ON_GPU)
+CUDA = pytest.param("cuda", marks=pytest.mark.hopper)
 DRAWN: dict[str, Any] = {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "seed": 5}
 
 
@@ -42,9 +40,9 @@ def _quiet() -> Iterator[None]:
         ("mistral", "simulate", False), ("growing", "reference", False), ("growing", "cpu", True), ("decoder", "reference", True),
         ("lengths", "reference", False),
         ("decoder", "simulate", False),
-        *(pytest.param(form, "cuda", sample, marks=ON_GPU)
+        *(pytest.param(form, "cuda", sample, marks=pytest.mark.hopper)
           for form in ("llama", "decoder") for sample in (True, False)),
-        *(pytest.param(form, "cuda", True, marks=ON_GPU) for form in ("phi2", "mistral")),
+        *(pytest.param(form, "cuda", True, marks=pytest.mark.hopper) for form in ("phi2", "mistral")),
     ],
 )  # fmt: skip
 def test_one_sequence(form: str, target: str, sample: bool) -> None:
@@ -63,7 +61,8 @@ def test_one_sequence(form: str, target: str, sample: bool) -> None:
     ("form", "target", "sample"),
     [
         ("llama", "reference", False), ("llama", "simulate", True), ("growing", "reference", True), ("lengths", "simulate", True),
-        pytest.param("llama", "cuda", True, marks=ON_GPU), pytest.param("phi2", "cuda", False, marks=ON_GPU),
+        pytest.param("llama", "cuda", True, marks=pytest.mark.hopper),
+        pytest.param("phi2", "cuda", False, marks=pytest.mark.hopper),
     ],
 )  # fmt: skip
 def test_a_batch_of_lengths(form: str, target: str, sample: bool) -> None:
@@ -309,8 +308,7 @@ def test_a_path_is_loaded(tmp_path: Any) -> None:
     assert generator.generate(PROMPTS[0], max_new_tokens=3) == expected("llama", PROMPTS[0], 3)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 def test_growing_caches_on_a_gpu_are_reported() -> None:
     ranged = optdnn.DimRange(0, 4, 32)
     shapes = {"input_ids": (1, optdnn.DimRange(1, 1, 4)), "past_key_values.0.key": (1, None, ranged, None)}
@@ -320,8 +318,7 @@ def test_growing_caches_on_a_gpu_are_reported() -> None:
     assert generator.generate(PROMPTS[0], max_new_tokens=3) == expected("growing", PROMPTS[0], 3)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("form", ["llama", "decoder"])
 def test_caches_on_a_gpu_are_written_where_they_are(form: str) -> None:
     """In fp16, too, which draws the same tokens in the engine and on the host."""
@@ -342,8 +339,7 @@ def test_engines_of_several_devices_keep_the_caches() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 def test_plans_of_prompts_may_not_keep_caches_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan of one token does: what a step of more tokens writes elsewhere is copied to the one array."""
     from optdnn.generation.gpu_steps import GpuSteps

@@ -8,7 +8,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from support.needs import why_no_hopper
 from support.pictures import classifier, picture
 
 import optdnn
@@ -347,8 +346,7 @@ def test_on_gpus_one_launch_prepares_pictures_for_the_first_convolution(two: Arr
     assert any("which resizes a picture, adds it in its own launch" in reason for reason in refused)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize(
     "changes",

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 
 import optdnn
 from optdnn.errors import InputError, MissingDependency, UsageError
@@ -93,8 +92,7 @@ def test_without_dali_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         DaliBatches(object(), ["x"])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 def test_a_pipeline_on_the_gpu_shares_the_engines_stream(folder: Path) -> None:
     dali = pytest.importorskip("nvidia.dali", reason="the dali extra is not installed")
     from support.pictures import classifier

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.attention_cases import merged
 
 from optdnn.kernels.attention import hopper_config
 from optdnn.kernels.attention import hopper_kernel as attention
@@ -114,12 +115,6 @@ def test_group_norms_slabs_are_whole_groups_of_whole_vectors() -> None:
 
 
 # ---- attention ----------------------------------------------------------------------------------------------------------------
-
-
-def merged(batch: int, heads: int, positions: int, features: int, **options: Any) -> Problem:
-    q, k, v = (bshd(positions, heads, features, parts=3, part=i) for i in range(3))
-    out = bshd(positions, heads, features)
-    return Problem(batch, heads, positions, positions, features, features**-0.5, q, k, v, out, **options)
 
 
 def test_views_of_a_joint_projection_address_its_parts() -> None:

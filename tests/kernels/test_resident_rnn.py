@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from kernels.test_generated import compare_steps
+from support import on_gpu
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
 from support.sequence_cases import LBR, SIZES, SMALL, recurrent
 from support.simulated import feeds_of, lowered
@@ -27,8 +27,6 @@ from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import NAMED, GpuFacts, of_arch
 from optdnn.runtime.cuda.launches.plan import GRID, NOTHING, CudaStep, parse
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 
 H200 = next(gpu for gpu in NAMED if gpu.slug == "h200")
@@ -220,16 +218,11 @@ ON_GPU = CONFIGS | {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ON_GPU)
 def test_configurations_on_a_gpu(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right, and with the same bits in a second run, whose tags go on from the first one's."""
     make, config = ON_GPU[name]
     feeds, program = feeds_of(make()), in_config(config, make(), precision, "cuda:sm_90a", monkeypatch)
-    context: Any = Engine(program).context()
-    errors = check_steps(context, feeds)
-    assert not [e for e in errors if not e.error < {"fp32": 2e-5, "bf16": 3e-2}[precision]]
-    first, second = context.run(feeds), context.run(feeds)
-    assert all(first[k].tobytes() == second[k].tobytes() for k in first)
+    on_gpu.checked_program(program, feeds, on_gpu.TOLERANCE[precision])

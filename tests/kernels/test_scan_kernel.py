@@ -8,6 +8,7 @@ import pytest
 from kernels.test_generated import compare_graph
 from support.host import WHY_NOT
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.scan_cases import CASES, STEPS, graph_of, stacked, taken
 from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate, tactics
 from support.sweep import in_turn
@@ -65,3 +66,11 @@ def test_tensors_without_elements() -> None:
     graph = n.done(stacked(n, rows, 1))
     (y,) = simulate(lowered(graph, no_cubins=True), feeds_of(graph)).values()
     assert y.shape == (0, STEPS, 4)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_launches_on_a_gpu(name: str, precision: str) -> None:
+    found = checked_launches(graph_of(name), precision)
+    assert "PointwiseScan" in {e.kind for e in found}

@@ -9,6 +9,7 @@ import pytest
 from kernels.test_generated import compare_graph
 from support.host import WHY_NOT
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.segment_cases import CASES, edges, graph_of, rows_of, scattered
 from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate, tactics
 from support.sweep import in_turn
@@ -78,3 +79,11 @@ def test_parts_of_joined_rows_are_written_in_place() -> None:
     program = check_simulated(n.done(y))
     assert "Copy" not in kinds(program)
     assert kinds(program).count("SegmentSum") == 1
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_launches_on_a_gpu(name: str, precision: str) -> None:
+    found = checked_launches(graph_of(name), precision)
+    assert "SegmentSum" in {e.kind for e in found}

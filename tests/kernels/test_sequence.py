@@ -1,10 +1,11 @@
-"""Attention, recurrent layers and group normalization on the simulated GPU: the right tactic runs each, and rightly."""
+"""Attention, recurrent layers and group normalization on the simulated GPU and on a GPU: the right tactic runs each, and rightly."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, recurrent, windows_between
 from support.simulated import check_simulated, kinds, refusals
 from support.sweep import sweep
@@ -136,3 +137,14 @@ def test_position_embeddings_are_added_where_rows_are_normalized(shape: tuple[in
     program = check_simulated(n.done(n.op("Softmax", y), n.op("Softmax", total)))
     assert "AddNorm" in kinds(program)
     assert "LayerNormalization" not in kinds(program)
+
+
+TOLERANCE = {"fp32": 2e-5, "tf32": 5e-4, "fp16": 4e-3, "bf16": 3e-2}
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("name", CASES)
+def test_launches_on_a_gpu(name: str, precision: str) -> None:
+    graph = CASES[name][0]()
+    checked_launches(graph, precision, TOLERANCE[precision])

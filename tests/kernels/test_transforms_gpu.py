@@ -7,17 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import feeds_of, lowered, simulate
+from support.on_gpu import checked_launches
+from support.simulated import TOLERANCE, feeds_of, lowered, simulate
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.signal import DFTAttrs, STFTAttrs
-from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.steps.executor import LoadOptions
 
 
 def fnet(batch: int) -> Graph:
@@ -50,7 +47,6 @@ NETS: dict[str, Callable[[], Graph]] = {
     "there_and_back": there_and_back,
     "frames": frames,
 }
-TOLERANCES = {"fp32": 2e-5, "tf32": 4e-3, "fp16": 4e-3, "bf16": 3e-2}
 
 
 def compare(got: dict[str, Any], want: dict[str, Any], tolerance: float) -> None:
@@ -58,21 +54,17 @@ def compare(got: dict[str, Any], want: dict[str, Any], tolerance: float) -> None
         assert float(np.abs(got[name] - value).max()) <= tolerance * float(np.abs(value).max()), name
 
 
-@pytest.mark.parametrize("precision", TOLERANCES)
+@pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("name", NETS)
 def test_simulated(name: str, precision: str) -> None:
     graph = NETS[name]()
     feeds, program = feeds_of(graph), lowered(graph, precision)
     assert not {"DFT", "STFT"} & {s.params.get("op", {}).get("kind") for s in program.steps}
-    compare(simulate(program, feeds), evaluate(graph, feeds), TOLERANCES[precision])
+    compare(simulate(program, feeds), evaluate(graph, feeds), TOLERANCE[precision])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
-@pytest.mark.parametrize("precision", TOLERANCES)
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("name", NETS)
 def test_on_a_gpu(name: str, precision: str) -> None:
-    graph = NETS[name]()
-    feeds = feeds_of(graph)
-    context: Any = CudaRunner(lowered(graph, precision, target="cuda:sm_90a"), LoadOptions()).context()
-    assert max(e.error for e in check_steps(context, feeds)) < TOLERANCES[precision]
+    checked_launches(NETS[name](), precision)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.check import check_export
+from support.net import call_of
 from support.segment_cases import CASES, EDGES, graph_of
 
 from optdnn.errors import ShapeError
 from optdnn.ir.graph import Graph, Op
-from optdnn.ops.base import Call, Stage
+from optdnn.ops.base import Stage
 from optdnn.passes.segment_sums import SegmentSums
 from optdnn.types import FP32, INT32, TensorType
 
@@ -21,13 +21,6 @@ def summed(name: str) -> tuple[Graph, Op]:
     graph = graph_of(name)
     SegmentSums()(graph)
     return graph, graph.of_kind("SegmentSum")[-1]
-
-
-def call_of(graph: Graph, op: Op, types: dict[int, TensorType | None] | None = None, **changes: Any) -> Call:
-    given = [None if v is None else graph.type(v) for v in op.inputs]
-    for k, t in (types or {}).items():
-        given[k] = t
-    return Call(op.kind, replace(op.attrs, **changes), tuple(given), (None,) * len(given), 1, graph.fresh_symbol)
 
 
 @pytest.mark.parametrize("name", CASES)

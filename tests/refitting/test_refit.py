@@ -12,7 +12,8 @@ from support.language_models import language_model
 from support.net import Net
 from support.onnxnet import convnet
 from support.small_models import attention, mlp, normalized, recurrent, residual, retrained, small_model
-from support.timer import FakeTimer, hashed
+from support.timer import FakeTimer
+from support.tuned import timed_without_gpu
 
 import optdnn
 from optdnn.errors import EngineError, UnsupportedError, UsageError
@@ -20,9 +21,6 @@ from optdnn.ir.export_onnx import export_model
 from optdnn.refitting.held_model import HELD_MODEL
 from optdnn.refitting.record import NETWORK
 from optdnn.refitting.weights import merge
-from optdnn.runtime.cuda import device, usable
-from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.trials import process as trial_process
 from optdnn.runtime.file.format import encode
 from optdnn.runtime.program import Program
 from optdnn.tuning.again import DECIDED
@@ -106,14 +104,7 @@ def test_packed_weights_of_a_language_model() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTimer:
-    """Times without a GPU."""
-    timer = FakeTimer(hashed)
-    monkeypatch.setattr(usable, "why_not", lambda: None)
-    monkeypatch.setattr(device, "arch_here", lambda: timer.device.arch)
-    monkeypatch.setattr(device, "read_facts", lambda: of_arch(timer.device.arch))
-    monkeypatch.setattr(trial_process.GpuProcess, "begin", lambda self: None)
-    monkeypatch.setattr(trial_process, "TrialTimer", lambda process, libraries=(): timer)
-    return timer
+    return timed_without_gpu(monkeypatch)
 
 
 @pytest.mark.nvrtc

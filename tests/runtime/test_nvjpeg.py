@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.pictures import picture
 
 from optdnn.errors import RunError
@@ -107,8 +106,7 @@ def test_a_gpu_without_engines(monkeypatch: pytest.MonkeyPatch) -> None:
         assert JpegEngines.here(nvjpeg.RGB) is None
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 def test_the_engines_write_pixels_near_libjpegs_and_bgr() -> None:
     cupy = pytest.importorskip("cupy")
     if (engines := JpegEngines.here(nvjpeg.BGR)) is None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.pictures import classifier, picture, write_pictures
 
 import optdnn
@@ -415,8 +414,7 @@ def test_engines_that_the_gpu_does_not_decode_for(one_size: optdnn.Engine, monke
 # ---------------------------------------------------------------- on a GPU
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 def test_jpegs_are_decoded_into_the_engine(tmp_path: Path) -> None:
     """JPEGs of nvJPEG are within a few levels of libjpeg's, so that the best class and its number agree."""
     pytest.importorskip("nvidia.nvimgcodec", reason="the images-gpu extra is not installed")

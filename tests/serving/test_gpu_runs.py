@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
 from onnx import TensorProto, helper
-from support.needs import why_no_hopper
 from support.serving import served
 
 import optdnn
@@ -329,8 +328,7 @@ def test_an_arena_that_cannot_be_locked_is_copied(
     ]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("frontends", [0, 1])
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_memory_of_another_process_on_a_gpu(tmp_path: Path, protocol: str, frontends: int) -> None:
@@ -381,8 +379,7 @@ def test_memory_of_another_process_on_a_gpu(tmp_path: Path, protocol: str, front
         assert server.metric("optdnn_workers_lost_total") == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 def test_an_instance_on_a_gpu() -> None:
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", 3]) for n in "xy")
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [x], [y])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from optdnn.dim import DimLike
-from optdnn.ir.graph import Graph, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.verify import verify
-from optdnn.ops.base import Attrs
+from optdnn.ops.base import Attrs, Call
 from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 from optdnn.ops.norm import EpsilonAttrs
@@ -157,3 +158,11 @@ def built(build: Build) -> Graph:
     """The network."""
     n = Net()
     return n.done(*build(n))
+
+
+def call_of(graph: Graph, op: Op, types: Mapping[int, TensorType | None] | None = None, **changes: Any) -> Call:
+    """The call for the inference of an operator, with other operand types (by slot) and other attributes."""
+    given = {i: None if v is None else graph.type(v) for i, v in enumerate(op.inputs)} | dict(types or {})
+    return Call(
+        op.kind, replace(op.attrs, **changes), tuple(given.values()), (None,) * len(given), 1, graph.fresh_symbol
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase as fnmatch
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
-from optdnn.lowering.cuda import lower_cuda
+from optdnn.lowering.choose import TacticChoice
+from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.kernel_text.allowed import check_kernels
@@ -29,12 +31,18 @@ def lowered(graph: Graph, precision: str = "fp16", target: str = "simulate", **o
     return passed(graph, precision, target, **options)[1]
 
 
-def passed(graph: Graph, precision: str, target: str = "simulate", **options: Any) -> tuple[Graph, Program]:
-    """A copy of the graph after all passes, and its program; checked."""
+def passed(
+    graph: Graph,
+    precision: str,
+    target: str = "simulate",
+    choices: Mapping[str, TacticChoice] | None = None,
+    **options: Any,
+) -> tuple[Graph, Program]:
+    """A copy of the graph after all passes, and its program; checked. ``choices``: tactics by signature."""
     chosen = BuildOptions(target=target, precision=precision, **options)
     copy = graph.copy()
     optimize(copy, chosen, target)
-    program = lower_cuda(copy, chosen, facts_for(TargetName.parse(target)), {})
+    program = lower_cuda(copy, chosen, facts_for(TargetName.parse(target)), {}, prepared=Prepared(choices or {}))
     validate(program)
     check_kernels(program)  # what is built is what an engine may hold
     return copy, program

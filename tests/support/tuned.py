@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from typing import Any
+
+import pytest
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cuda import emit_program
 from optdnn.optimize import optimize
+from optdnn.runtime.cuda import device, usable
 from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.trials import process as trial_process
 from optdnn.tuning.autotuner import Tuner
 from optdnn.tuning.result import Tuned
 from optdnn.tuning.timing_cache import TimingCache
@@ -46,6 +51,25 @@ def tuned(
     assert timer.loaded == 0, "every network was closed"
     emit_program(g, chosen, of_arch("sm_90a"), {}, found.choices)  # what was chosen can be lowered
     return found, tuner
+
+
+def tuned_by(seconds: Callable[[str], float], graph: Graph) -> tuple[Tuned, set[str], list[str]]:
+    """The result of tuning by these times of launches, whose sum is a network's time; the tactics that were timed; the chosen
+    ones."""
+    timer = FakeTimer(seconds, lambda names: sum(map(seconds, names)) * 1e3)
+    found, _ = tuned(timer, graph=graph, tactics="own")
+    return found, {name.split()[0] for _, name in timer.trials}, [c.tactic for c in found.choices.values()]
+
+
+def timed_without_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTimer:
+    """Builds for a GPU find one whose times are hashes of names: the timer's."""
+    timer = FakeTimer(hashed)
+    monkeypatch.setattr(usable, "why_not", lambda: None)
+    monkeypatch.setattr(device, "arch_here", lambda: timer.device.arch)
+    monkeypatch.setattr(device, "read_facts", lambda: of_arch(timer.device.arch))
+    monkeypatch.setattr(trial_process.GpuProcess, "begin", lambda self: None)
+    monkeypatch.setattr(trial_process, "TrialTimer", lambda process, libraries=(): timer)
+    return timer
 
 
 @cache

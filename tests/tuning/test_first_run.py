@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fake_gpu import pretend
-from support.net import Net
 from support.simulated import feeds_of
+from support.tuned import branchy
 
 import optdnn
 from optdnn.cli.main import run
@@ -18,22 +18,12 @@ from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
 from optdnn.errors import GpuFault
 from optdnn.ir.export_onnx import export_model
-from optdnn.ir.graph import Graph
 from optdnn.runtime.cuda import usable
 from optdnn.runtime.file.format import read
 from optdnn.tuning import candidates
 from optdnn.tuning.first_run import AS_BUILT, NOT_EARLY, ONE_LANE, forms
 
 pytestmark = pytest.mark.nvrtc
-
-
-def branchy() -> Graph:
-    """Two branches of two convolutions between two others."""
-    n = Net()
-    x = n.op("Relu", n.conv(n.input(1, 16, 14, 14), 16, 3))
-    a = n.op("Relu", n.conv(n.op("Relu", n.conv(x, 16, 3)), 32, 3))
-    b = n.op("Relu", n.conv(n.op("Relu", n.conv(x, 24, 5, pads=2)), 32, 1, pads=0))
-    return n.done(n.conv(n.op("Mul", a, b), 32, 1, pads=0))
 
 
 @pytest.fixture(scope="module")

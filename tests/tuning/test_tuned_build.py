@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from support.net import Net
-from support.timer import FakeTimer, hashed, tactics_of
+from support.timer import FakeTimer, tactics_of
+from support.tuned import timed_without_gpu
 
 import optdnn
 from optdnn.cli.main import run
 from optdnn.errors import EngineError, UsageError
 from optdnn.ir.export_onnx import export_model
-from optdnn.runtime.cuda import device, usable
-from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.trials import process as trial_process
+from optdnn.runtime.cuda import usable
 from optdnn.runtime.cuda.trials.process import GraphFault, NetworkLost
 from optdnn.runtime.file.format import read, write
 from optdnn.runtime.program import Program
@@ -38,13 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTimer:
-    timer = FakeTimer(hashed)
-    monkeypatch.setattr(usable, "why_not", lambda: None)
-    monkeypatch.setattr(device, "arch_here", lambda: timer.device.arch)
-    monkeypatch.setattr(device, "read_facts", lambda: of_arch(timer.device.arch))
-    monkeypatch.setattr(trial_process.GpuProcess, "begin", lambda self: None)
-    monkeypatch.setattr(trial_process, "TrialTimer", lambda process, libraries=(): timer)
-    return timer
+    return timed_without_gpu(monkeypatch)
 
 
 def build(model: Path, **options: Any) -> Any:

@@ -122,11 +122,6 @@ class Problem:
         return next(span for span in (128, 64, 32) if self.head * 2 % span == 0)
 
     @property
-    def flops(self) -> int:
-        """Operations of both matrix products: a multiply-add counts as two, and a causal mask saves none."""
-        return 2 * self.batch * self.heads * self.queries * self.keys * (self.features + self.values)
-
-    @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         rows = self.queries * self.heads + self.keys * (self.key_heads or self.heads)

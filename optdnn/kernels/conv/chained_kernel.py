@@ -108,11 +108,6 @@ class Problem:
         return -(-self.channels // TILE_CHANNELS)
 
     @property
-    def out_rows(self) -> int:
-        """Rows of shared memory that hold a pixel's output channels."""
-        return -(-self.channels // self.chunk)
-
-    @property
     def row_bytes(self) -> int:
         """Least global traffic of a pixel."""
         added = self.middle * render.uses_residual(self.first) + self.channels * render.uses_residual(self.second)

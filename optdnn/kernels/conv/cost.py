@@ -123,15 +123,15 @@ def most_sums(problem: Problem) -> int:
 
 def issue(problem: Problem) -> float:
     """Epilogue instructions per accumulator."""
-    norm, own = 0.0 if problem.norm is None else 2.0, _stages_issue(problem.epilogue)
+    norm, own = 0.0 if problem.norm is None else 2.0, stages_issue(problem.epilogue)
     if problem.beside is not None:  # half as many results are packed and stored
-        return norm + 2.0 + (own + _stages_issue(problem.beside)) / 2
+        return norm + 2.0 + (own + stages_issue(problem.beside)) / 2
     return norm + 3.0 + own
 
 
 @lru_cache(maxsize=256)
-def _stages_issue(stages: tuple[Stage, ...]) -> float:
-    """Instructions of these stages. Cached: hundreds of configurations are estimated for one problem."""
+def stages_issue(stages: tuple[Stage, ...]) -> float:
+    """Instructions of these stages for an element, the bias aside. Cached: hundreds of configurations are estimated for one problem."""
     return sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in stages if name != "bias")
 
 

@@ -111,11 +111,6 @@ class Problem(OneSource):
         return read or self.channels, written or self.channels
 
     @property
-    def flops(self) -> int:
-        """Multiply-adds counted as two."""
-        return 2 * self.filters * self.batch * math.prod(self.out_size) * self.channels * math.prod(self.source.kernel)
-
-    @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         s = self.source

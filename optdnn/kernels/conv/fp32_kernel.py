@@ -105,11 +105,6 @@ class Problem:
         """Whether the epilogue reads a second tensor of the result's shape."""
         return render.uses_residual(self.epilogue)
 
-    @cached_property
-    def flops(self) -> int:
-        """Multiply-adds counted as two."""
-        return 2 * self.pixels * self.channels * self.depth
-
 
 @dataclass(frozen=True, order=True)
 class Config:

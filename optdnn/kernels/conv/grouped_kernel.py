@@ -42,18 +42,6 @@ class Problem(OneSource):
         return self.source.channels // self.bands // 8
 
     @property
-    def flops(self) -> int:
-        """Multiply-adds counted as two."""
-        return (
-            16
-            * self.chunks
-            * self.batch
-            * math.prod(self.out_size)
-            * self.source.channels
-            * math.prod(self.source.kernel)
-        )
-
-    @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         s = self.source

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from optdnn.kernels.conv.cost import CLOCK, MEMORY, STAGE_ISSUE
+from optdnn.kernels.conv.cost import CLOCK, MEMORY, stages_issue
 from optdnn.kernels.conv.separable_kernel import (
     Config,
     Problem,
@@ -23,7 +23,6 @@ from optdnn.kernels.conv.separable_kernel import (
     tiles,
 )
 from optdnn.kernels.ranking import varied
-from optdnn.runtime.cuda.compile.render import Stage
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 LAUNCH = 0.55e-6  # s
@@ -72,7 +71,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     warps = config.warpgroups * 4 * blocks
     # Cycles of 16 channels: of a scheduler per warp, of shared memory per warp, and of one warp by itself.
     products = config.strips * 2 * s.kernel[0] * -(-s.kernel[1] // 2)
-    busy = BUSY + PRODUCT * products + config.strips * (0.56 * config.width + 4 * issue(problem.between))
+    busy = BUSY + PRODUCT * products + config.strips * (0.56 * config.width + 4 * stages_issue(problem.between))
     shared = BANK * _loads(problem, config) * _wavefronts(config.strip_w, s.stride, patch_w, config.block * 2)
     alone = (CHAIN + ALONE * products + 41 * config.strips) / (1 if batch(problem, config) == 1 else BATCHED)
     moved = patch_h * patch_w * config.block * 2 + config.width * config.block * 2
@@ -81,7 +80,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     refill = chunks > config.stages or jobs > device.multiprocessors * blocks
     wait = (RESULT + load) / blocks / max(1, config.stages - 1) if refill else 0.0
     chunk = max(work / blocks, sixteens * alone / blocks, load, wait)
-    epilogue = 500 + STORE * config.strips * config.width * (issue(problem.epilogue) + 2)
+    epilogue = 500 + STORE * config.strips * config.width * (stages_issue(problem.epilogue) + 2)
     if config.split > 1:
         sent = config.warpgroups * config.strips * 64 * config.width * 4
         epilogue += 100 + sent * (1 + CROWD * min(2.0, jobs / device.multiprocessors)) / EXCHANGE
@@ -94,11 +93,6 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     compute = (first + max(0.0, waves - 1) * later) / CLOCK
     memory = problem.bytes / (MEMORY * MEMORY_SHARE)
     return LAUNCH + max(compute, memory) + 0.1 * min(compute, memory)
-
-
-def issue(stages: tuple[Stage, ...]) -> float:
-    """Instructions of the stages for an element, the bias aside."""
-    return sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in stages if name != "bias")
 
 
 def _widths(problem: Problem) -> Iterator[tuple[int, int]]:

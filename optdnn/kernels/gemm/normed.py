@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from optdnn.ir.graph import Graph, Op
-from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.builder import Builder, TensorView, as_rows
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv.fused import Convolution
 from optdnn.kernels.conv.problem import Problem
@@ -28,7 +28,6 @@ from optdnn.kernels.gemm.row_norms import (
     TOLD,
     Normed,
     adder,
-    as_rows,
     behind,
     norm_attrs,
     normed,
@@ -207,7 +206,7 @@ class NormedPair(TakesNorm, PairedGemm):
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Any) -> None:
         operands = self.operands(b, op, c, problem)
         reads = [as_rows(c.feed.x), operands["given"]]
-        for part in halves(problem, c.feed.x.shape[1], *(operands[n] for n in ("weights", "columns", "channel"))):
+        for part in halves(problem, c.feeds, *(operands[n] for n in ("weights", "columns", "channel"))):
             reads += part
         self.emit_pair(
             b,

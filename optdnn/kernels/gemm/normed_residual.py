@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op
-from optdnn.kernels.builder import Builder
+from optdnn.kernels.builder import Builder, as_rows
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import Convolution, bias_row
@@ -28,7 +28,6 @@ from optdnn.kernels.gemm.row_norms import (
     ROWS,
     Normed,
     added,
-    as_rows,
     norm_attrs,
     refuse_order,
     refuse_residual,

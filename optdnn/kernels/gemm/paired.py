@@ -14,11 +14,12 @@ import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
+from optdnn.kernels.builder import Builder, TensorView, as_rows, map_dtype, products
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import Convolution, bias_row
-from optdnn.kernels.conv.paired import in_halves, in_turn, stages_with_other
+from optdnn.kernels.conv.maps import Feed, weight_views
+from optdnn.kernels.conv.paired import factors_of, in_halves, in_turn, stages_with_other
 from optdnn.kernels.conv.parts import PartsGemm
 from optdnn.kernels.gemm.hopper import HopperGemm, MatrixProduct, product_refusal
 from optdnn.kernels.tactic import Region
@@ -129,8 +130,8 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         x, out = c.feed.x, c.out
         weights, bias = hopper_launch.packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
         operands = {"weights": weights, "channel": bias, "output": out, **hopper_launch.pixels(c.feeds)}
-        reads = [x.view(x.shape[:2], x.strides[:2])]
-        for part in halves(problem, x.shape[1], weights, bias):
+        reads = [as_rows(x)]
+        for part in halves(problem, c.feeds, weights, bias):
             reads += part
         self.emit_pair(b, op, c, problem, config, operands, ("PairedProduct", self.stages(b, op), reads))
 
@@ -146,22 +147,18 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
     ) -> None:  # fmt: skip
         """Add the launch. The kernel writes one result per two channels, so its map of the output has elements of half the size."""
         made = hopper_launch.launch(problem, config, b.gpu, c.feeds, {**operands, "output": in_halves(c.out)})
-        written = c.out.view(c.out.shape[:2], c.out.strides[:2])
+        written = as_rows(c.out)
         hopper_launch.emit(b, op, made, problem, config, {**operands, "output": written}, meaning)
 
 
 def halves(
-    problem: conv_problem.Problem, inside: int, weights: TensorView, *channels: TensorView
+    problem: conv_problem.Problem, feeds: Sequence[Feed], weights: TensorView, *channels: TensorView
 ) -> list[list[TensorView]]:
-    """For each product: a view of its packed weights, of ``inside`` features, and of its part of each row of ``channels``."""
-    depth, columns = problem.k_steps * problem.block, problem.channels // 2
-    near, half = (depth, 8 * depth) if problem.out_item == 1 else (2 * depth, depth)  # by eights, or one by one
+    """For each product: views of its packed weights, ``[N / 8, 8, K]``, and of its part of each row of ``channels``."""
+    (packed,) = weight_views(weights, problem, feeds)
     return [
-        [
-            weights.view((columns // 8, 8, inside), (16 * depth, near, 1), half * k),
-            *(x.view((columns,), (2,), k) for x in channels),
-        ]
-        for k in range(2)
+        [w.view(w.shape[:3], w.strides[:3]), *(x.view((problem.channels // 2,), (2,), k) for x in channels)]
+        for k, w in enumerate(factors_of(problem, packed))
     ]
 
 

@@ -218,11 +218,6 @@ def normed_operands(b: Builder, op: Op, c: Convolution, problem: Problem, given:
     return operands | hopper_launch.pixels(c.feeds)
 
 
-def as_rows(x: TensorView) -> TensorView:
-    """Images of 1 x 1 as rows."""
-    return x.view(x.shape[:2], x.strides[:2])
-
-
 def norm_attrs(norm: RowNorm | None) -> dict[str, Any]:
     """The attributes of a launch that applies the norm."""
     assert norm is not None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
+from optdnn.kernels.builder import Builder, TensorView, as_rows, map_dtype, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
@@ -21,7 +21,7 @@ from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
 from optdnn.kernels.packed import dense_kernel as dense
 from optdnn.kernels.packed import row_bytes_kernel as row_bytes
 from optdnn.kernels.packed.problem import Problem
-from optdnn.kernels.packed.product import OPERANDS, described, matrix, packed_operands, refusal, row_count
+from optdnn.kernels.packed.product import OPERANDS, described, packed_operands, refusal, row_count
 from optdnn.kernels.packed.tactics import LEAST_ROWS, PackedWgmma
 from optdnn.kernels.tactic import Offer, costlier
 from optdnn.ops.requantize import LARGEST, Requantize, pad_channels
@@ -163,7 +163,7 @@ class PackedBytes(MatrixProduct):
         factors = b.constant(filled, f"{name}.inverse")
         operands = {**packed_operands(b, op, packed), "inverse": factors}
         attrs = {"code": packed.code, "K": packed.depth, "N": packed.columns, "block_size": packed.block}
-        reads = [*map(operands.get, OPERANDS), factors.view((packed.columns,), (1,)), matrix(x)]
+        reads = [*map(operands.get, OPERANDS), factors.view((packed.columns,), (1,)), as_rows(x)]
         b.emit(
             op, dense.launch(packed, b.gpu, pitch), {**operands, "output": made}, "UnpackedBytes", attrs, reads, [made]
         )
@@ -197,11 +197,11 @@ class PackedBytes(MatrixProduct):
             "output_dtype": rows.out.dtype,
         }  # fmt: skip
         reads = [
-            matrix(rows.x), weights, pairs.view((columns, 2), (2, 1)),
-            None if rows.residual is None else matrix(rows.residual), scales.view((problem.packed.rows,), (1,)),
+            as_rows(rows.x), weights, pairs.view((columns, 2), (2, 1)),
+            None if rows.residual is None else as_rows(rows.residual), scales.view((problem.packed.rows,), (1,)),
         ]  # fmt: skip
         made = hopper_launch.launch(product, config, b.gpu, [feed], operands, requantize=numbers)
-        hopper_launch.emit(b, op, made, product, config, operands, ("QuantizedMatMul", attrs, reads), matrix(rows.out))
+        hopper_launch.emit(b, op, made, product, config, operands, ("QuantizedMatMul", attrs, reads), as_rows(rows.out))
 
 
 def _rounded(b: Builder, op: Op, x: TensorView) -> tuple[TensorView, TensorView]:
@@ -214,7 +214,7 @@ def _rounded(b: Builder, op: Op, x: TensorView) -> tuple[TensorView, TensorView]
     numbers = b.new(f"{name}.numbers", INT8, (rows, depth, 1, 1), (stored, 1, depth, depth))
     scales = b.new(f"{name}.row_scales", FP32, (up(rows, 2),))
     launch = row_bytes.launch(rows, depth, x.strides[0], stored, map_dtype(x.dtype), b.arch)
-    written = [matrix(numbers), scales.view((rows,), (1,))]
-    b.emit(op, launch, {"x": x, "numbers": numbers, "scales": scales}, "RowBytes", {}, [matrix(x)], written)
+    written = [as_rows(numbers), scales.view((rows,), (1,))]
+    b.emit(op, launch, {"x": x, "numbers": numbers, "scales": scales}, "RowBytes", {}, [as_rows(x)], written)
     b._copies[x, _NUMBERS], b._copies[x, _SCALES] = numbers, scales
     return numbers, scales

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
+from optdnn.kernels.builder import Builder, TensorView, as_rows, map_dtype, up
 from optdnn.kernels.conv import general_kernel as general
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
@@ -19,7 +19,7 @@ from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
 from optdnn.kernels.gemm.hopper_matmul import Stacks, emit_stacks, walkable
 from optdnn.kernels.packed import dense_kernel as dense
 from optdnn.kernels.packed.problem import Problem
-from optdnn.kernels.packed.product import OPERANDS, described, matrix, packed_operands, refusal
+from optdnn.kernels.packed.product import OPERANDS, described, packed_operands, refusal
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -57,7 +57,7 @@ class PackedGemm(MatrixProduct):
 
     def stored(self, b: Builder, x: TensorView) -> bool:
         """Whether the launch can write ``x``: TMA needs rows at multiples of 16 bytes; the general kernel needs one pitch."""
-        return walkable(matrix(x)) if b.gpu.hopper else conv_maps.pitch_of(x) is not None
+        return walkable(as_rows(x)) if b.gpu.hopper else conv_maps.pitch_of(x) is not None
 
     def problem(self, b: Builder, op: Op) -> UnpackedProblem:
         return self._problem(b, op, self.rows(b, op))
@@ -105,10 +105,10 @@ class PackedGemm(MatrixProduct):
 
     @staticmethod
     def _by_wgmma(b: Builder, op: Op, problem: UnpackedProblem, rows: Rows, weights: TensorView, config: Any) -> None:
-        read = [matrix(rows.x), weights.view(weights.shape[::-1], weights.strides[::-1])]
+        read = [as_rows(rows.x), weights.view(weights.shape[::-1], weights.strides[::-1])]
         if rows.residual is not None:
-            read.append(matrix(rows.residual))
-        stacks = Stacks(problem.product, rows.ep, matrix(rows.out), read, [(0, 0)] * (len(read) + 1))
+            read.append(as_rows(rows.residual))
+        stacks = Stacks(problem.product, rows.ep, as_rows(rows.out), read, [(0, 0)] * (len(read) + 1))
         emit_stacks(b, op, stacks, config)
 
     @staticmethod

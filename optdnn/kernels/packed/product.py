@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
+from optdnn.kernels.builder import Builder, TensorView, as_rows, map_dtype, up
 from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
 from optdnn.kernels.packed.problem import Problem, refuse
@@ -159,10 +159,10 @@ class PackedProduct(MatrixProduct):
         made = self.kernel.launch(problem, config, b.gpu, x.strides[0] if many else problem.depth, pitch)
         constants = [b.constant(c, "scalar") for c in rows.ep.constants]
         reads = [
-            matrix(x),
+            as_rows(x),
             *map(packed.get, OPERANDS),
             bias.view((problem.columns,), (1,)),
-            None if residual is None else matrix(residual),
+            None if residual is None else as_rows(residual),
             *constants,
         ]
         attrs = {
@@ -170,16 +170,11 @@ class PackedProduct(MatrixProduct):
             "prologue": (), "epilogue": plain_stages(_stages(rows.ep.stages)), "arity": ARITY,
         }  # fmt: skip
         b.emit(
-            op, made, operands | sums, "TiledPackedMatMul", attrs, reads, [matrix(out)],
+            op, made, operands | sums, "TiledPackedMatMul", attrs, reads, [as_rows(out)],
             scratch=[*sums.values()][:1], kept=[*sums.values()][1:],
         )  # fmt: skip
         between = rows.between if rows.between.buffer == out.buffer else replace(rows.between, buffer=out.buffer)
         finish(b, op, rows.ep, between, b.target(op.value))
-
-
-def matrix(x: TensorView) -> TensorView:
-    """Rows in the form of an NCHW tensor of 1 x 1 images -> a matrix."""
-    return x.view(x.shape[:2], x.strides[:2])
 
 
 def _stages(stages: list[Stage]) -> list[Stage]:

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, up
+from optdnn.kernels.builder import Builder, TensorView, as_rows, up
 from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.conv.paired import stages_with_other
 from optdnn.kernels.gemm.hopper import Rows, rows_of
 from optdnn.kernels.gemm.row_product import Around, TakesAround, around_of
 from optdnn.kernels.packed.problem import Problem
-from optdnn.kernels.packed.product import OPERANDS, PackedProduct, described, matrix, packed_operands
+from optdnn.kernels.packed.product import OPERANDS, PackedProduct, described, packed_operands
 from optdnn.kernels.packed.tactics import PackedDigits, PackedResident, PackedWgmma
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import Offer, Region
@@ -85,7 +85,7 @@ class _Surrounded(TakesAround, PackedProduct):
         sums = self.shared_sums(b, op, problem, config)
         operands = {"x": x, "output": out, **made.operands, **sums}
         b.emit(
-            covers, launch, operands, "PackedRowProduct", attrs, [matrix(x), *made.reads], [matrix(out)],
+            covers, launch, operands, "PackedRowProduct", attrs, [as_rows(x), *made.reads], [as_rows(out)],
             scratch=[*sums.values()][:1], kept=[*sums.values()][1:],
         )  # fmt: skip
         between = rows.between if rows.between.buffer == out.buffer else replace(rows.between, buffer=out.buffer)
@@ -113,7 +113,7 @@ class _Surrounded(TakesAround, PackedProduct):
             if problem.rows > 1 and residual.strides[0] != pitch:
                 residual = copied(b, op, residual, "residual", b.made(rows.out).strides)
             operands["residual"] = residual
-            reads += [None, None, None, None, matrix(residual)]
+            reads += [None, None, None, None, as_rows(residual)]
         return _Made(operands, reads)
 
 

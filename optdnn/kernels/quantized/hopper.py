@@ -173,8 +173,8 @@ def meaning_of(op: Op, feed: conv_maps.Feed) -> dict[str, Any]:
     return attrs | geometry | {"input_zero": 0}
 
 
-DATA_SCALE, DATA_ZERO = 5, 6
-"""Operand slots of the scale and the zero point of data that were quantized in the same run."""
+DATA_SCALE = 5
+"""Operand slot of the scale of data that were quantized in the same run. The slot after it is their zero point."""
 
 
 def data_parameters(b: Builder, op: Op) -> list[TensorView]:

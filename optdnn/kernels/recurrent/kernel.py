@@ -24,7 +24,6 @@ CLOCK = 1.75e9
 THREADS = 384
 INPUT_STAGES = 3
 MAX_BATCH = 32
-_GATES = {"lstm": 4, "gru": 3}
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,6 @@ class Problem:
     def ranks(self) -> int:
         """Blocks of a cluster."""
         return self.hidden // 32
-
-    @property
-    def flops(self) -> int:
-        """Operations of all products: a multiply-add counts as two."""
-        rows = _GATES[self.cell] * self.hidden
-        return 2 * self.steps * self.batch * rows * (self.inputs + self.hidden * (2 * self.layers - 1))
 
 
 @dataclass(frozen=True, order=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
@@ -16,7 +15,6 @@ from optdnn.serving.workers.messages import error_from, plain_error
 
 Answer = Callable[[str, Sequence[Any]], Awaitable[Any]]
 """Does a call of the other end: its method and arguments -> its value, as JSON has them."""
-log = logging.getLogger("optdnn.serve")
 
 
 class Channel(asyncio.Protocol):

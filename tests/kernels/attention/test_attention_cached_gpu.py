@@ -11,15 +11,14 @@ from support.cached_cases import CASES, JOINT, case, check, operands_of
 from support.decoder import decoder, empty, generated, states, tokens
 from support.language_models import feeds_of as language_feeds
 from support.language_models import language_model
-from support.needs import why_no_hopper
+from support.on_gpu import checked_program
 
 import optdnn
 from optdnn.kernels.attention import cached_kernel as cached
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.trials.check import check_arena, check_steps
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 LARGE = {
     "Llama 3, batch 1": case([1025], 32, 8, 128, 4096),
@@ -62,14 +61,10 @@ def test_the_kernel(name: str, config: cached.Config, tmp_path: Path) -> None:
 def test_a_decoder_launch_by_launch() -> None:
     model = decoder(heads=8, groups=2, size=64, capacity=64)
     engine = optdnn.build(model, target="cuda:sm_90a", precision="fp16", io_dtype="fp16", tactics="heuristic")
-    context: Any = engine.context()
     rng = np.random.default_rng(0)
     feeds = {n: rng.standard_normal(a.shape).astype(np.float16) for n, a in empty(model, 0).items()}
     feeds |= {"token": np.full((1, 1), 5), "at": np.array([37])}
-    found = check_steps(context, feeds)
-    assert sum(e.kind == "CachedAttention" for e in found) == 2
-    assert not [e for e in found if not e.error < 4e-3]
-    assert not check_arena(context.runner, feeds)
+    assert sum(e.kind == "CachedAttention" for e in checked_program(engine.program, feeds, 4e-3)) == 2
 
 
 def test_tokens_of_a_decoder() -> None:
@@ -99,6 +94,4 @@ def test_a_language_model_launch_by_launch(family: str) -> None:
     engine = optdnn.build(
         model, target="cuda:sm_90a", precision="fp16", io_dtype="fp16", tactics="heuristic", shapes=shapes
     )
-    found = check_steps(engine.context(), feeds)  # type: ignore[arg-type]
-    assert sum(e.kind == "CachedAttention" for e in found) == 2
-    assert not [e for e in found if not e.error < 8e-3]
+    assert sum(e.kind == "CachedAttention" for e in checked_program(engine.program, feeds, 8e-3)) == 2

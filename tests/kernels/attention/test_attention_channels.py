@@ -12,7 +12,6 @@ import pytest
 from support import emulated
 from support.attention_cases import result_on_a_gpu
 from support.host import COMPILER, WHY_NOT
-from support.needs import why_no_hopper
 from support.sweep import sweep
 
 from optdnn.kernels.attention import channels_kernel as channels
@@ -238,8 +237,7 @@ def test_the_parameter_block_has_the_kernels_layout(name: str) -> None:
     nvrtc.compile_recipe(replace(recipe, name="check.cu", generated={**recipe.generated, "check.cu": text}))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, tmp_path: Path) -> None:
     problem, config = CASES[name]
@@ -249,8 +247,7 @@ def test_on_a_gpu(name: str, tmp_path: Path) -> None:
     case.check(result_on_a_gpu(made, operands, case.poisoned(), 64, tmp_path))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", PARTS)
 def test_two_launches_on_a_gpu(name: str, tmp_path: Path) -> None:
     problem, config = PARTS[name]

@@ -10,7 +10,6 @@ import pytest
 from support import emulated
 from support.attention_cases import TO, Case, apart, merged, result_on_a_gpu, wide_values
 from support.host import COMPILER, WHY_NOT
-from support.needs import why_no_hopper
 from support.sweep import sweep
 
 from optdnn.errors import InternalError
@@ -249,8 +248,7 @@ LARGE: dict[str, tuple[Problem, Config]] = {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", CASES | LARGE)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     problem, config = (CASES | LARGE)[name]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from support.attention_cases import Case, apart, merged, result_on_a_gpu, wide_values
-from support.needs import why_no_hopper
 
 from optdnn.kernels.attention import hopper_config, hopper_cost
 from optdnn.kernels.attention import hopper_kernel as hopper
@@ -298,16 +297,14 @@ def test_candidates_compile_without_spills(name: str) -> None:
         assert kernel.registers <= hopper_config.register_limit(problem, config)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", LAUNCHES | SPLIT)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     problem, config = (LAUNCHES | SPLIT)[name]
     check(Case(problem), config, tmp_path)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", GROWING)
 def test_maxima_that_grow_on_a_gpu(name: str, tmp_path: Any) -> None:
     """Weights leave the range of 16 bits, some of them that of exponentials, so that tiles are multiplied once more."""

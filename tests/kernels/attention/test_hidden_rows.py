@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered
 
@@ -44,8 +43,7 @@ def test_hidden_rows_are_zeros() -> None:
     assert y[0, :, :50].any()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 def test_hidden_rows_are_zeros_on_a_gpu() -> None:
     graph, feeds = network()
     engine = Engine(lowered(graph, "fp16", target="cuda:sm_90a"))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.needs import why_no_hopper
 from support.on_gpu import checked_launches
 from support.short_attention_cases import frames
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

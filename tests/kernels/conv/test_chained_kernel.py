@@ -26,7 +26,6 @@ from support.chained_cases import (
 from support.fenced import run_fenced
 from support.host import COMPILER, WHY_NOT
 from support.layout import compile_checks
-from support.needs import why_no_hopper
 
 from optdnn.kernels.conv import chained_kernel as chained
 from optdnn.kernels.conv.chained_kernel import Config, Integers, Problem
@@ -190,8 +189,7 @@ def check_layout(made: Problem, config: Config, launch: Launch) -> None:
 # ---------------------------------------------------------------- on a GPU
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     made, config = CASES[name]
@@ -200,8 +198,7 @@ def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     check(made, middle, want, run_fenced(launch, arrays, places(made), tmp_path))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", BYTES)
 def test_bytes_on_a_gpu(name: str, tmp_path: Any) -> None:
     made, config = BYTES[name]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_program
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 
 from optdnn.ir.graph import Graph, Value
@@ -15,8 +13,6 @@ from optdnn.kernels.conv.hopper_launch import _family, ranked
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 
 
@@ -164,12 +160,10 @@ def test_the_kernels_compile_without_spills(stage: str) -> None:
             assert kernel.spill_bytes == 0, str(offer.config)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", [*NETS, *SCALED])
 def test_every_launch_does_what_its_step_means(name: str) -> None:
     graph = (NETS | SCALED)[name]
     program = lowered(graph, "fp16", target="cuda:sm_90a")
     assert stages(program) == 1
-    context: Any = Engine(program).context()
-    assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < 4e-3]
+    checked_program(program, feeds_of(graph), 4e-3)

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, lowered
+from support.on_gpu import launch_errors
+from support.simulated import check_simulated, lowered
 
-from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import cost as conv_cost
@@ -22,15 +21,8 @@ from optdnn.kernels.conv.general import BandedConv, banded, groups_together
 from optdnn.kernels.conv.grouped import GroupedConv
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.lowering.choose import TacticChoice
-from optdnn.lowering.cuda import Prepared, lower_cuda
-from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc
-from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.steps.executor import LoadOptions
-from optdnn.target_name import TargetName
 
 
 def net(
@@ -177,14 +169,11 @@ def test_a_filter_of_many_taps_compiles() -> None:
     assert kernel.spill_bytes == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize(("strides", "kernel"), [(1, 3), (2, 3), (1, 1)])
 def test_every_kind_of_configuration_on_a_gpu_gives_what_it_means(strides: int, kernel: int) -> None:
     graph = net(256, 256, 32, kernel, (14, 15), strides=strides, residual=True, batch=3)
-    options = BuildOptions(target="cuda:sm_90a", precision="fp16")
-    optimize(graph, options, options.target)
-    plain = lower_cuda(graph, options, facts_for(TargetName.parse(options.target)), {})
+    plain = lowered(graph, "fp16", "cuda:sm_90a")
     (key,) = [t["signature"] for t in plain.meta["tactics"] if t["kind"] == "Conv"][1:2]
     height, width = -(-14 // strides), -(-15 // strides)
     source = Source(14, 15, 64, (kernel, kernel), (strides, strides), (kernel // 2,) * 4)
@@ -192,14 +181,6 @@ def test_every_kind_of_configuration_on_a_gpu_gives_what_it_means(strides: int, 
     assert problem.out_size == (height, width)
     offers = hopper_launch.ranked(problem, of_arch("sm_90a"))
     for offer in [*offers[:3], *offers[3 :: max(1, len(offers) // 12)]]:
-        program = lower_cuda(
-            graph,
-            options,
-            facts_for(TargetName.parse(options.target)),
-            {},
-            prepared=Prepared({key: TacticChoice("conv_bands_sm90", offer.name)}),
-        )
-        context: Any = CudaRunner(program, LoadOptions()).context()
+        program = lowered(graph, "fp16", "cuda:sm_90a", choices={key: TacticChoice("conv_bands_sm90", offer.name)})
         assert tactic_of(program)["config"] == offer.name
-        errors = [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "Conv"]
-        assert max(errors) < 2e-3, (offer.name, errors)
+        assert max(launch_errors(program, graph, "Conv")) < 2e-3, offer.name

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from support.layout import compile_checks
-from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, lowered, refusals, tactics
+from support.on_gpu import launch_errors
+from support.simulated import check_simulated, lowered, refusals, tactics
 
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
-from optdnn.ir.graph import Graph, Value
+from optdnn.ir.graph import Value
 from optdnn.kernels.conv import fp32_kernel as fp32
 from optdnn.kernels.conv.parameters import Scatter
 from optdnn.kernels.conv.parts import PartsConv, PartsGemm
@@ -23,12 +22,7 @@ from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.ops.conv import ConvAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc
-from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.steps.executor import LoadOptions
-from optdnn.target_name import TargetName
 
 
 @pytest.fixture(autouse=True)
@@ -179,29 +173,15 @@ def test_only_chains_in_the_order_of_k_are_row_invariant() -> None:
     assert "k" not in row["config"]
 
 
-def errors_on_gpu(graph: Graph, choices: dict[str, TacticChoice] | None = None) -> list[float]:
-    options = BuildOptions(target="cuda:sm_90a", precision="fp32")
-    copy = graph.copy()
-    optimize(copy, options, options.target)
-    program = lower_cuda(
-        copy, options, facts_for(TargetName.parse(options.target)), {}, prepared=Prepared(choices or {})
-    )
-    context: Any = CudaRunner(program, LoadOptions()).context()
-    return [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "Conv"]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 def test_launches_on_a_gpu_give_what_they_mean() -> None:
     for name, build in NETS.items():
         n = Net()
-        found = errors_on_gpu(n.done(build(n)))
-        assert found, name
-        assert max(found) < 2e-6, (name, found)
+        graph = n.done(build(n))
+        assert max(launch_errors(lowered(graph, "fp32", "cuda:sm_90a"), graph, "Conv")) < 2e-6, name
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("channels", [64, 20, 3])
 def test_every_configuration_on_a_gpu_gives_what_it_means(channels: int) -> None:
     n = Net()
@@ -213,5 +193,6 @@ def test_every_configuration_on_a_gpu_gives_what_it_means(channels: int) -> None
     problem = replace(DENSE, in_channels=channels, channels=72)
     for config in fp32.CONFIGS:
         if fp32.refuse(problem, config) is None:
-            (error,) = errors_on_gpu(graph, {row["signature"]: TacticChoice("conv_fp32", str(config))})
+            choices = {row["signature"]: TacticChoice("conv_fp32", str(config))}
+            (error,) = launch_errors(lowered(graph, "fp32", "cuda:sm_90a", choices=choices), graph, "Conv")
             assert error < 2e-6, (config, error)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_program
 from support.simulated import feeds_of, lowered
 
 from optdnn.ir.graph import Graph
@@ -18,8 +18,6 @@ from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.index import ConcatAttrs
 from optdnn.runtime.cuda.launches.plan import CudaStep, parse
-from optdnn.runtime.cuda.trials.check import check_arena, check_steps
-from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 
 PITCHES = AHEAD[-1] + 16 + 4 * 4
@@ -62,8 +60,7 @@ def test_blocks_that_share_k_write_into_joint_buffers() -> None:
     assert any("k" in s.tactic for s in steps)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("choice", range(4))
 @pytest.mark.parametrize("split", [False, True])
@@ -74,7 +71,4 @@ def test_on_a_gpu_they_write_what_they_mean(
     graph = skip_net(kernel)
     program = lowered(graph, target="cuda:sm_90a")
     assert pitched(program)
-    context: Any = Engine(program).context()
-    feeds = feeds_of(graph)
-    assert max(e.error for e in check_steps(context, feeds)) < 4e-3
-    assert not check_arena(context.runner, feeds)
+    checked_program(program, feeds_of(graph), 4e-3)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_program
 from support.simulated import check_simulated, feeds_of, lowered
 
 from optdnn.config import BuildOptions
@@ -18,8 +18,6 @@ from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 
 
@@ -112,11 +110,9 @@ def test_the_kernels_compile_without_spills(family: Any) -> None:
         assert kernel.spill_bytes == 0, str(offer.config)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 def test_every_launch_does_what_its_step_means(name: str) -> None:
     program = lowered(NETS[name], "fp16", target="cuda:sm_90a")
     assert scaled(program) == 1
-    context: Any = Engine(program).context()
-    assert not [e for e in check_steps(context, feeds_of(NETS[name])) if not e.error < 4e-3]
+    checked_program(program, feeds_of(NETS[name]), 4e-3)

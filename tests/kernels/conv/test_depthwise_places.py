@@ -14,12 +14,11 @@ import pytest
 from support import emulated
 from support.conv_cases import convolve, same
 from support.host import COMPILER, WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.on_gpu import launch_errors
+from support.simulated import check_simulated, kinds, lowered
 from support.sweep import sweep
 
-from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv import depthwise as tactic
 from optdnn.kernels.conv import depthwise_bands_kernel as bands
@@ -27,19 +26,14 @@ from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
 from optdnn.kernels.conv.problem import Source
 from optdnn.lowering.choose import TacticChoice
-from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.shape import ReshapeAttrs, TransposeAttrs
-from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.measuring.cliffs import cliffs
 from optdnn.runtime.cuda.measuring.expected import expected_steps
-from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.target_name import TargetName
 
 HOPPER = of_arch("sm_90a")
@@ -354,21 +348,17 @@ def test_kernels_compile_without_spills(name: str) -> None:
         assert kernel.spill_bytes == 0, str(config)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 def test_every_kernel_on_a_gpu_gives_what_it_means(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = NETS[name]()
-    options = BuildOptions(target="cuda:sm_90a", precision="fp16")
-    optimize(graph, options, options.target)
-    facts = facts_for(TargetName.parse(options.target))
+    facts = facts_for(TargetName.parse("cuda:sm_90a"))
     asked: list[depthwise.Problem] = []
     offers = tactic._offers
     monkeypatch.setattr(tactic, "_offers", lambda problem, gpu: (asked.append(problem), offers(problem, gpu))[1])
-    plain = lower_cuda(graph, options, facts, {})
+    plain = lowered(graph, "fp16", "cuda:sm_90a")
     (decision,) = [t for t in plain.meta["tactics"] if t["tactic"] == tactic.TiledDepthwise.name]
     for config in [c for family in (depthwise, tma, bands) for c in family.candidates(asked[-1], facts, 3)]:
-        choice = Prepared({decision["signature"]: TacticChoice(tactic.TiledDepthwise.name, str(config))})
-        context: Any = CudaRunner(lower_cuda(graph, options, facts, {}, prepared=choice), LoadOptions()).context()
-        errors = [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "Conv"]
-        assert max(errors) < 2e-3, (str(config), errors)
+        choices = {decision["signature"]: TacticChoice(tactic.TiledDepthwise.name, str(config))}
+        program = lowered(graph, "fp16", "cuda:sm_90a", choices=choices)
+        assert max(launch_errors(program, graph, "Conv")) < 2e-3, str(config)

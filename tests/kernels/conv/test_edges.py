@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, tactics
 from support.sweep import in_turn
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.ops.index import PadAttrs
-from optdnn.runtime.cuda.trials.check import check_arena, check_steps
-from optdnn.runtime.engine import Engine
 
 
 def padded(
@@ -127,14 +125,8 @@ def test_pads_of_all_axes_by_number() -> None:
     assert "EdgePadded" in kinds(check_simulated(n.done(y)))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("name", NETS)
 def test_every_launch_does_what_its_step_means(name: str, precision: str) -> None:
-    graph = NETS[name]()
-    context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
-    feeds = feeds_of(graph)
-    limit = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 3e-2}[precision]
-    assert not [e for e in check_steps(context, feeds) if not e.error < limit]
-    assert not check_arena(context.runner, feeds)
+    checked_launches(NETS[name](), precision)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from support.activation_cases import ACTIVATIONS, constant_images, convolutions, products
+from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered
 
 from optdnn.ir.graph import Graph
@@ -38,3 +39,17 @@ def test_constant_images_are_added_by_the_convolution() -> None:
     assert kinds(program) == ["ImageConv", *["Conv"] * 3, "Pointwise"]  # the last one turns the output
     check_simulated(constant_images(), "fp32")
     check_simulated(constant_images(), target="cuda:sm_80")
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("made", [products, convolutions])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_each_activation(kind: str, made: Callable[[str], Graph], precision: str) -> None:
+    assert checked_launches(made(kind), precision)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_constant_images(precision: str) -> None:
+    assert checked_launches(constant_images(), precision)

@@ -3,14 +3,13 @@ chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support.conv_cases import excited
 from support.net import Build, Net, built
 from support.simulated import OTHER_MACHINES_AND_TYPES, check_not_taken, check_simulated, kinds, lowered, refusals
-from support.timer import FakeTimer
+from support.tuned import tuned_by
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Value
@@ -19,9 +18,6 @@ from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
-from optdnn.tuning.autotuner import Tuner
-from optdnn.tuning.result import Tuned
-from optdnn.tuning.timing_cache import TimingCache
 
 
 @pytest.fixture
@@ -190,17 +186,6 @@ def test_a_launch_with_the_convolution_behind_it_competes(monkeypatch: pytest.Mo
 # ---------------------------------------------------------------- tuning
 
 
-def tuned(seconds: Callable[[str], float], build: Build) -> tuple[Tuned, list[str]]:
-    """What the autotuner makes of a network whose launches take so long, and the tactics of its choices."""
-    options = BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="own")
-    graph = built(build)
-    optimize(graph, options, "cuda:sm_90a")
-    timer = FakeTimer(seconds, lambda tactics: sum(map(seconds, tactics)) * 1e3)
-    found = Tuner(graph, options, of_arch("sm_90a"), timer, TimingCache(), clock=lambda: timer.now).run()
-    assert any(name.startswith("expanded") for _, name in timer.trials), "it was tried"
-    return found, [c.tactic for c in found.choices.values()]
-
-
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("build", [plain, squeezed])
 @pytest.mark.parametrize(("one", "taken"), [(3.5e-6, True), (4.5e-6, False)])
@@ -210,7 +195,8 @@ def test_the_tuner_counts_the_launch_that_is_dropped(one: float, taken: bool, bu
     def seconds(name: str) -> float:
         return one if name.startswith("expanded") else 2e-6
 
-    _, tactics = tuned(seconds, build)
+    _, timed, tactics = tuned_by(seconds, built(build))
+    assert "expanded_sm90" in timed
     assert ("expanded_sm90" in tactics) == taken
 
 
@@ -226,7 +212,7 @@ def test_choices_that_exclude_one_another_leave_a_program() -> None:
     def seconds(name: str) -> float:
         return 1e-6 if name.startswith(("expanded", "separable")) else 4e-6
 
-    found, tactics = tuned(seconds, whole)
+    found, _, tactics = tuned_by(seconds, built(whole))
     assert "expanded_sm90" in tactics
     options = BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="own")
     graph = built(whole)

@@ -16,7 +16,6 @@ from support.expanded_cases import CASES, RELU6, operands, problem
 from support.fenced import run_fenced
 from support.host import COMPILER, WHY_NOT
 from support.layout import compile_checks
-from support.needs import why_no_hopper
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv import expanded_kernel as expanded
@@ -175,8 +174,7 @@ def test_the_parameter_block_has_the_kernels_layout() -> None:
 # ---------------------------------------------------------------- on a GPU
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     made, config = CASES[name]

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.one_config import only_of
@@ -197,8 +196,7 @@ def test_large_tiles_of_tf32_compile_without_spills(config: Config) -> None:
 EXACT, ROUNDED = 2e-6, 1e-4
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("name", NETS)
 def test_each_configuration_on_a_gpu(name: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +204,7 @@ def test_each_configuration_on_a_gpu(name: str, config: Config, monkeypatch: pyt
     assert checked_launches(made(name), "fp32", EXACT)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("config", LARGE, ids=str)
 def test_large_tiles_of_tf32_on_a_gpu(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     only_of(monkeypatch, HopperGemm, config)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_program
 from support.one_config import only
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, tactics
 
@@ -21,8 +21,6 @@ from optdnn.kernels.conv.row_forms import RowNorm
 from optdnn.ops.norm import GroupNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
-from optdnn.runtime.cuda.trials.check import check_arena, check_steps
-from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 
 
@@ -244,8 +242,7 @@ def test_kernels_compile_without_spills(config: Config, monkeypatch: pytest.Monk
     assert found >= 2
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -255,9 +252,5 @@ def test_each_configuration_on_a_gpu(
 ) -> None:
     only(monkeypatch, config)
     graph, program = _built(name, precision)
-    context: Any = Engine(program).context()
-    feeds = feeds_of(graph)
-    found = check_steps(context, feeds)
+    found = checked_program(program, feeds_of(graph), TOLERANCE[precision])
     assert {"RowMoments", "NormedProduct"} & {e.kind for e in found}
-    assert not [e for e in found if not e.error < TOLERANCE[precision]]
-    assert not check_arena(context.runner, feeds)

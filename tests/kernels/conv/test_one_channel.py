@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.on_gpu import checked_launches
+from support.simulated import check_simulated, kinds
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph
 from optdnn.ops.conv import FEW_TAPS, of_one_channel
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 
 
@@ -58,8 +54,6 @@ def test_a_picture_of_one_channel(precision: str) -> None:
     check_simulated(n.done(n.op("Relu", n.conv(n.input(2, 1, 20, 17), 1, 5, pads=2, strides=2))), precision)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 def test_every_launch_does_what_its_step_means() -> None:
-    context: Any = Engine(lowered(gated(), "fp16", target="cuda:sm_90a")).context()
-    assert not [e for e in check_steps(context, feeds_of(gated())) if not e.error < 4e-3]
+    checked_launches(gated(), "fp16")

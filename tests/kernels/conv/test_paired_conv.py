@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from support.net import Net
+from support.on_gpu import checked_launches
+from support.one_config import CONFIGS, STORED, only_of
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 
 from optdnn.errors import InternalError
@@ -229,3 +231,26 @@ def test_biases_of_both_factors_are_added() -> None:
     own, other = n.conv(x, 16, 3, bias=True), n.conv(x, 16, 3)
     program = check_simulated(n.done(n.op("Mul", n.op("Tanh", own), n.op("Sigmoid", other))))
     assert "PairedConv" in kinds(program)
+
+
+TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "tf32": 4e-3, "fp32": 4e-6}
+
+
+def large(n: Net) -> Value:
+    """More tiles than multiprocessors, and a last tile that is cut."""
+    x, m = n.input(2, 72, 9001), n.input(2, 40, 9001, name="m")
+    return gate(n, n.op("Add", n.conv(x, 272, 3, pads=2, dilations=2, bias=True), n.conv(m, 272, 1, pads=0)))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("config", [*CONFIGS, *STORED], ids=str)
+@pytest.mark.parametrize("name", [*NETS, "large"])
+def test_each_configuration_on_a_gpu(
+    name: str, config: Config, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_of(monkeypatch, PairedParts if precision == "fp32" else PairedConv, config)
+    n = Net()
+    graph = n.done({**NETS, "large": large}[name](n))
+    found = checked_launches(graph, precision, TOLERANCE[precision])
+    assert "PairedConv" in {e.kind for e in found}

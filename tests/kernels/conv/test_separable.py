@@ -3,28 +3,21 @@ how it is chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from support.net import Build, Net, built
 from support.simulated import OTHER_MACHINES_AND_TYPES, check_not_taken, check_simulated, kinds, lowered, refusals
-from support.timer import FakeTimer
+from support.tuned import tuned_by
 
-from optdnn.config import BuildOptions
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv import separable
 from optdnn.kernels.conv.chained import ChainedConv
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.optimize import optimize
-from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
-from optdnn.tuning.autotuner import Tuner
-from optdnn.tuning.result import Tuned
-from optdnn.tuning.timing_cache import TimingCache
 
 
 @pytest.fixture
@@ -227,17 +220,6 @@ def test_results_lie_in_a_joint_buffer_where_they_may() -> None:
 # ---------------------------------------------------------------- tuning
 
 
-def tuned(seconds: Callable[[str], float]) -> tuple[Tuned, list[str]]:
-    """What the autotuner makes of a network whose launches take so long, and the tactics of its choices."""
-    options = BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="own")
-    graph = built(lambda n: plain(n, 1, 96, size=(14, 14)))
-    optimize(graph, options, "cuda:sm_90a")
-    timer = FakeTimer(seconds, lambda tactics: sum(map(seconds, tactics)) * 1e3)
-    found = Tuner(graph, options, of_arch("sm_90a"), timer, TimingCache(), clock=lambda: timer.now).run()
-    assert any(name.startswith("separable") for _, name in timer.trials), "it was tried"
-    return found, [c.tactic for c in found.choices.values()]
-
-
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(("one", "taken"), [(3.5e-6, True), (4.5e-6, False)])
 def test_the_tuner_counts_the_launch_that_is_dropped(one: float, taken: bool) -> None:
@@ -246,7 +228,8 @@ def test_the_tuner_counts_the_launch_that_is_dropped(one: float, taken: bool) ->
     def seconds(name: str) -> float:
         return one if name.startswith("separable") else 2e-6
 
-    found, tactics = tuned(seconds)
+    found, timed, tactics = tuned_by(seconds, built(lambda n: plain(n, 1, 96, size=(14, 14))))
+    assert "separable_sm90" in timed
     assert ("separable_sm90" in tactics) == taken
     (problem,) = [p for p in found.problems if p.covered]
     (covered,) = problem.covered.values()

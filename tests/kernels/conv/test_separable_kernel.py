@@ -12,7 +12,6 @@ import pytest
 from support.conv_cases import convolve, same
 from support.fenced import run_fenced
 from support.layout import compile_checks
-from support.needs import why_no_hopper
 from support.separable_cases import ADD, BIAS, CASES, RELU6
 
 from optdnn.errors import InternalError
@@ -160,8 +159,7 @@ def _stages(x: np.ndarray, stages: Any, bias: np.ndarray, residual: np.ndarray |
     return x
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     problem, config = CASES[name]

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.conv_cases import ADD, RELU, convolve
-from support.needs import why_no_hopper
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
@@ -218,7 +217,6 @@ def test_kernels_do_not_spill(name: str) -> None:
 
 # ---- on a GPU ----------------------------------------------------------------------------------------------------------------
 
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 TYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -231,7 +229,7 @@ def memory() -> Any:
     made.free()
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_gpu) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.hopper) for name in CASES])
 def test_kernels_compute_the_convolution(memory: Any, name: str) -> None:
     p, config = CASES[name]
     for c in dict.fromkeys((config, *conv_stem_cost.candidates(p, memory.device)[:2])):

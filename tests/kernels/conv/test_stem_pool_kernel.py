@@ -15,7 +15,6 @@ from kernels.conv.test_stem_plan import CLIP, problem
 from support import emulated
 from support.conv_cases import ADD, RELU, convolve
 from support.host import COMPILER, HERE, WHY_NOT
-from support.needs import why_no_hopper
 
 from optdnn.kernels.conv import stem_kernel as stem
 from optdnn.kernels.conv import stem_pool_kernel as pooled
@@ -201,8 +200,7 @@ def test_kernels_compile_without_spills(name: str) -> None:
 # ---------------------------------------------------------------- on a GPU
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     from support.bound import bound

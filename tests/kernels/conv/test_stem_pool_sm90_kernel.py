@@ -14,7 +14,6 @@ from kernels.conv.test_stem_pool_kernel import LARGE, RESNET, check, operands, p
 from support import emulated
 from support.conv_cases import ADD, RELU
 from support.host import COMPILER, HERE, WHY_NOT
-from support.needs import why_no_hopper
 
 from optdnn.kernels.conv import stem_kernel as stem
 from optdnn.kernels.conv import stem_pool_sm90_cost as cost
@@ -147,8 +146,7 @@ def test_kernels_compile_without_spills(name: str) -> None:
 # ---------------------------------------------------------------- on a GPU
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     from support.bound import bound

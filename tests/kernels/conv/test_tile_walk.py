@@ -12,12 +12,11 @@ import pytest
 from support import emulated
 from support.conv_cases import convolve, same
 from support.host import COMPILER, WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of
+from support.on_gpu import launch_errors
+from support.simulated import check_simulated, lowered
 from support.sweep import sweep
 
-from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import depthwise_bands_kernel as depthwise_bands
 from optdnn.kernels.conv import depthwise_kernel as depthwise
@@ -26,14 +25,9 @@ from optdnn.kernels.conv.depthwise import TiledDepthwise
 from optdnn.kernels.conv.grouped import GroupedConv, together
 from optdnn.kernels.conv.problem import Source
 from optdnn.lowering.choose import TacticChoice
-from optdnn.lowering.cuda import Prepared, lower_cuda
-from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.target_name import TargetName
 
 HOPPER = of_arch("sm_90a")
@@ -232,15 +226,12 @@ def test_kernels_compile_without_spills(name: str) -> None:
     assert kernel.spill_bytes == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize(("group", "squeeze"), [(8, True), (8, False), (2, True), (64, True), (64, False)])
 def test_every_configuration_on_a_gpu_gives_what_it_means(group: int, squeeze: bool) -> None:
     graph = net(group, squeeze=squeeze)
-    options = BuildOptions(target="cuda:sm_90a", precision="fp16")
-    optimize(graph, options, options.target)
-    facts = facts_for(TargetName.parse(options.target))
-    plain = lower_cuda(graph, options, facts, {})
+    facts = facts_for(TargetName.parse("cuda:sm_90a"))
+    plain = lowered(graph, "fp16", "cuda:sm_90a")
     key = next(t["signature"] for t in plain.meta["tactics"] if any(n == "Conv_3" for n in t["nodes"]))
     problem: Any = depthwise.Problem(2, same(17, 18, 64, (5, 5)), STAGES, squeeze=squeeze)
     found: list[Any] = depthwise_bands.candidates(problem, facts, 8)
@@ -251,7 +242,5 @@ def test_every_configuration_on_a_gpu_gives_what_it_means(group: int, squeeze: b
             GroupedConv.name,
         )
     for config in found:
-        choice = Prepared({key: TacticChoice(name, str(config))})
-        context: Any = CudaRunner(lower_cuda(graph, options, facts, {}, prepared=choice), LoadOptions()).context()
-        errors = [e.error for e in check_steps(context, feeds_of(graph)) if e.kind in ("Conv", "ConvSqueeze")]
-        assert max(errors) < 2e-3, (str(config), errors)
+        program = lowered(graph, "fp16", "cuda:sm_90a", choices={key: TacticChoice(name, str(config))})
+        assert max(launch_errors(program, graph, "Conv", "ConvSqueeze")) < 2e-3, str(config)

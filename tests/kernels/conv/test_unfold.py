@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import launch_errors
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 from support.sweep import sweep
 
@@ -20,9 +20,6 @@ from optdnn.kernels.builder import Builder, unmade
 from optdnn.kernels.conv.unfold import Unfold
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.steps.executor import LoadOptions
 
 
 def cut(n: Net, x: Value, start: int, end: int, axis: int, step: int = 1) -> Value:
@@ -157,12 +154,9 @@ def test_what_it_refuses(shape: tuple[int, ...], constant: bool, reason: str) ->
     assert reason in str(Unfold().refuse(b, b.graph.op(y.op)))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> None:
     graph = sliding(**CASES[name])
-    context: Any = CudaRunner(lowered(graph, precision, "cuda:sm_90a"), LoadOptions()).context()
-    errors = [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "Frames"]
-    assert errors == [0.0]
+    assert launch_errors(lowered(graph, precision, "cuda:sm_90a"), graph, "Frames") == [0.0]

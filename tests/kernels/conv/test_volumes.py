@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_launches, checked_program
 from support.simulated import check_not_taken, check_simulated, feeds_of, kinds, lowered, tactics
 from support.sweep import sweep
 
@@ -24,10 +24,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.launches.plan import parse
-from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.program import Program
-from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.target_name import TargetName
 
 
@@ -299,32 +296,22 @@ def test_kernels_compile() -> None:
     assert lowered(n.done(r3d(n)), "fp16", "cuda:sm_90a").kernels
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize(("name", "turn"), [(name, i % 4) for i, name in enumerate(WALKS | STEMS)])
 def test_volumes_on_a_gpu_in_several_configurations(name: str, turn: int) -> None:
     n = Net()
     graph = n.done((WALKS | STEMS)[name](n))
-    programs, wrong = in_configurations(graph, CONFIGURATIONS[turn::4]), {}
-    for config, program in programs.items():
-        context: Any = CudaRunner(program, LoadOptions()).context()
-        worst = max(e.error for e in check_steps(context, feeds_of(graph)))
-        if not worst < 4e-3:
-            wrong[config] = worst
-    assert not wrong
+    for program in in_configurations(graph, CONFIGURATIONS[turn::4]).values():
+        checked_program(program, feeds_of(graph), 4e-3)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", NETS)
 def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> None:
     n = Net()
     graph = n.done(NETS[name](n))
-    context: Any = CudaRunner(lowered(graph, precision, "cuda:sm_90a"), LoadOptions()).context()
-    errors = [e.error for e in check_steps(context, feeds_of(graph))]
-    assert errors
-    assert max(errors) < 4e-3
+    checked_launches(graph, precision, 4e-3)
 
 
 def taken_of_a_split(depth: int, slices: Sequence[tuple[int, int, int]]) -> tuple[Graph, Op, Value]:

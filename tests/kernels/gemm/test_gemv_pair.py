@@ -12,35 +12,26 @@ import numpy as np
 import pytest
 from support import emulated
 from support.host import COMPILER, WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net, built
+from support.on_gpu import launch_errors
 from support.simulated import (
     OTHER_MACHINES_AND_TYPES,
     check_not_taken,
     check_simulated,
-    feeds_of,
     kinds,
     lowered,
     refusals,
 )
 from support.sweep import sweep
 
-from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.gemm import gemv_pair as tactic
 from optdnn.kernels.gemm import gemv_pair_kernel as pair
 from optdnn.lowering.choose import TacticChoice
-from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.ops.index import SplitAttrs
-from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc
-from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.program import Program
-from optdnn.runtime.steps.executor import LoadOptions
-from optdnn.target_name import TargetName
 
 HOPPER = of_arch("sm_90a")
 
@@ -319,22 +310,14 @@ def test_kernels_compile_without_spills(config: pair.Config) -> None:
         assert kernel.spill_bytes == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
 def test_every_cluster_on_a_gpu_gives_what_it_means(name: str) -> None:
     graph = NETS[name]()
-    options = BuildOptions(target="cuda:sm_90a", precision="fp16")
-    optimize(graph, options, options.target)
-    facts = facts_for(TargetName.parse(options.target))
-    plain = lower_cuda(graph, options, facts, {})
+    plain = lowered(graph, "fp16", "cuda:sm_90a")
     (decision,) = [t for t in plain.meta["tactics"] if t["tactic"].startswith("gemv_pair") and not t.get("dropped")]
     for cluster in pair.CLUSTERS if "many channels" not in name else pair.CLUSTERS[2:]:
-        choice = Prepared({decision["signature"]: TacticChoice(decision["tactic"], str(pair.Config(cluster)))})
-        context: Any = CudaRunner(lower_cuda(graph, options, facts, {}, prepared=choice), LoadOptions()).context()
-        errors = [
-            e.error for e in check_steps(context, feeds_of(graph)) if e.kind in ("SeparableConv", "ExcitationGate")
-        ]
-        assert errors, "the step was checked"
-        assert max(errors) < 2e-3, (cluster, errors)
+        choices = {decision["signature"]: TacticChoice(decision["tactic"], str(pair.Config(cluster)))}
+        program = lowered(graph, "fp16", "cuda:sm_90a", choices=choices)
+        assert max(launch_errors(program, graph, "SeparableConv", "ExcitationGate")) < 2e-3, cluster

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.one_config import only
-from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered
+from support.simulated import TOLERANCE, check_simulated, kinds, lowered
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Value
@@ -21,8 +20,6 @@ from optdnn.kernels.gemm.normed import NormedGemm
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.runtime.cuda.compile import nvrtc
-from optdnn.runtime.cuda.trials.check import check_arena, check_steps
-from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 
 
@@ -184,8 +181,7 @@ def test_kernels_compile_without_spills(name: str, config: Config | None, monkey
             assert found.spill_bytes == found.stack_bytes == 0, found
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
@@ -197,8 +193,4 @@ def test_each_configuration_on_a_gpu(
         only(monkeypatch, config)
     n = Net()
     graph = n.done(NETS[name](n))
-    context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
-    feeds = feeds_of(graph)
-    found = check_steps(context, feeds)
-    assert not [e for e in found if not e.error < TOLERANCE[precision]]
-    assert not check_arena(context.runner, feeds)
+    checked_launches(graph, precision, TOLERANCE[precision])

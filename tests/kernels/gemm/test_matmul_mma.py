@@ -11,8 +11,8 @@ import pytest
 from kernels.test_generated import compare_steps
 from support.emulated import MatrixProducts
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_program
 from support.simulated import feeds_of, lowered
 from support.sweep import sweep
 
@@ -21,10 +21,7 @@ from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
-from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.program import Kernel, Program
-from optdnn.runtime.steps.executor import LoadOptions
 
 TOLERANCE = {"fp16": 1.2e-3, "bf16": 9e-3, "tf32": 2e-3}
 
@@ -135,12 +132,10 @@ def test_true_fp32_stays(precision: str, template: str) -> None:
     assert kernel_of(program_of("odd_sizes", precision, no_cubins=True)[1]).template == template
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize(("name", "precision"), [(n, p) for n in NETS for p in TOLERANCE])
 def test_kernels_on_a_gpu(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HopperMatMul, "refuse", lambda *_: "left out here")
     graph, program = program_of(name, precision, "cuda:sm_90a")
     assert kernel_of(program).template == "matmul_mma.cu"
-    context: Any = CudaRunner(program, LoadOptions()).context()
-    assert max(e.error for e in check_steps(context, feeds_of(graph))) < TOLERANCE[precision]
+    checked_program(program, feeds_of(graph), TOLERANCE[precision])

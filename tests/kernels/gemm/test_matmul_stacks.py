@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_program
 from support.simulated import TOLERANCE, feeds_of, lowered, simulate
 
 from optdnn.errors import InternalError
@@ -23,10 +22,7 @@ from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.program import Program
-from optdnn.runtime.steps.executor import LoadOptions
 
 
 def heads(n: Net, x: Value, count: int) -> Value:
@@ -118,14 +114,12 @@ def test_products_of_computed_stacks(name: str) -> None:
     assert float(np.abs(got - want).max()) <= TOLERANCE["fp16"] * float(np.abs(want).max())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", ["constant_left", "constant_left_of_one"])
 def test_constant_matrices_on_a_gpu(name: str) -> None:
     graph, program = program_of(name, target="cuda:sm_90a")
     assert products(program) == ["matmul_sm90"]
-    context: Any = CudaRunner(program, LoadOptions()).context()
-    assert max(e.error for e in check_steps(context, feeds_of(graph))) < TOLERANCE["fp16"]
+    checked_program(program, feeds_of(graph), TOLERANCE["fp16"])
 
 
 def test_the_stages_after_a_product_are_in_its_kernel() -> None:

@@ -6,18 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import feeds_of, lowered
+from support.on_gpu import checked_launches
+from support.simulated import lowered
 
 from optdnn.ir.graph import Value
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
-from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.program import Kernel, Program
-from optdnn.runtime.steps.executor import LoadOptions
 
 
 def together(n: Net) -> Value:
@@ -61,11 +58,9 @@ def test_others_run_on_the_plain_kernel(options: dict[str, Any]) -> None:
     assert kernel.template == "general.cu"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 def test_tiles_on_a_gpu_give_what_they_mean(name: str) -> None:
     n = Net()
     graph = n.done(NETS[name](n))
-    context: Any = CudaRunner(lowered(graph, "fp32", target="cuda:sm_90a"), LoadOptions()).context()
-    assert max(e.error for e in check_steps(context, feeds_of(graph))) < 2e-6
+    checked_launches(graph, "fp32", 2e-6)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.net import Net
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
-from support.timer import FakeTimer
+from support.tuned import tuned_by
 
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
@@ -25,8 +25,6 @@ from optdnn.ops.unary import GeluAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.tuning.autotuner import Tuner
-from optdnn.tuning.timing_cache import TimingCache
 
 
 def _norm(n: Net, x: Value, width: int, kind: str = "LayerNormalization") -> Value:
@@ -240,11 +238,8 @@ def test_the_tuner_counts_both_launches_that_are_dropped(joint: float, taken: bo
 
     n = Net()
     graph = n.done(gated(n))
-    options = BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="own")
-    optimize(graph, options, "cuda:sm_90a")
-    timer = FakeTimer(seconds, lambda names: sum(map(seconds, names)) * 1e3)
-    found = Tuner(graph, options, of_arch("sm_90a"), timer, TimingCache(), clock=lambda: timer.now).run()
-    assert ("gemm_paired_normed_sm90" in [c.tactic for c in found.choices.values()]) == taken
+    found, _, tactics = tuned_by(seconds, graph)
+    assert ("gemm_paired_normed_sm90" in tactics) == taken
     (problem,) = [p for p in found.problems if len(p.covered) == 2]
     assert sorted(p.op.kind for p in problem.covered.values()) == ["MatMul", "RMSNormalization"]
     assert problem.covered_seconds == pytest.approx(4e-6)

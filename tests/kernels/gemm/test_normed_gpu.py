@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from kernels.gemm.test_normed import NETS, _norm  # type: ignore[import-not-found]
 from kernels.gemm.test_normed_residual import NETS as RESIDUALS  # type: ignore[import-not-found]
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_program
 from support.one_config import only
-from support.simulated import feeds_of, lowered
+from support.simulated import TOLERANCE, feeds_of, lowered
 
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.gemm.normed import NormedGemm, NormedPair
 from optdnn.kernels.gemm.normed_residual import NormedResidualGemm
-from optdnn.runtime.cuda.trials.check import check_arena, check_steps
-from optdnn.runtime.engine import Engine
 
-TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2}
 CONFIGS = (
     Config(1, 1, 1, 40, 3), Config(2, 1, 1, 64, 2, out_buffers=2), Config(1, 1, 2, 48, 2), Config(1, 1, 1, 104, 3, alternate=True),
     Config(1, 1, 1, 24, 2, direct=True), Config(1, 1, 1, 32, 2, split=2), Config(1, 2, 1, 40, 2, split=2), Config(2, 1, 1, 248, 2),
@@ -27,7 +22,7 @@ CONFIGS = (
     Config(1, 1, 2, 136, 2, alternate=True), Config(2, 1, 1, 40, 2, direct=True),
 )  # fmt: skip
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 def large_residual(n: Net) -> Value:
@@ -53,7 +48,7 @@ def large(n: Net) -> Value:
 ALL = {**NETS, **RESIDUALS, "large": large, "large_residual": large_residual}
 
 
-@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("name", ALL)
 def test_each_configuration(name: str, config: Config, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,12 +57,7 @@ def test_each_configuration(name: str, config: Config, precision: str, monkeypat
     only(monkeypatch, config)
     n = Net()
     graph = n.done(ALL[name](n))
-    context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
-    feeds = feeds_of(graph)
-    found = check_steps(context, feeds)
+    program = lowered(graph, precision, target="cuda:sm_90a")
+    assert name not in (*RESIDUALS, "large_residual") or "gemm_normed_residual_sm90" in str(program.meta["tactics"])
+    found = checked_program(program, feeds_of(graph), TOLERANCE[precision])
     assert {"RowMoments", "NormedProduct", "NormedResidual"} & {e.kind for e in found}
-    assert name not in (*RESIDUALS, "large_residual") or "gemm_normed_residual_sm90" in str(
-        context.program.meta["tactics"]
-    )
-    assert not [e for e in found if not e.error < TOLERANCE[precision]]
-    assert not check_arena(context.runner, feeds)

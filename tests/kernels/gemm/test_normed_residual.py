@@ -9,9 +9,8 @@ import pytest
 from kernels.gemm.test_normed import PLAIN, _norm  # type: ignore[import-not-found]
 from support.net import Net
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
-from support.timer import FakeTimer
+from support.tuned import tuned_by
 
-from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv import implicit_gemm
@@ -23,11 +22,7 @@ from optdnn.kernels.gemm.normed_residual import NormedResidualGemm
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.unary import GeluAttrs
-from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc
-from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.tuning.autotuner import Tuner
-from optdnn.tuning.timing_cache import TimingCache
 
 NAME = "gemm_normed_residual_sm90"
 
@@ -203,15 +198,12 @@ def test_the_tuner_counts_the_norm_that_is_dropped() -> None:
     """A launch that takes 1 us more than the product is better than both, where the norm takes 2."""
     n = Net()
     graph = n.done(_bert(n, 128, 768, layers=1))
-    options = BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="own")
-    optimize(graph, options, "cuda:sm_90a")
 
     def seconds(name: str) -> float:
         return 3e-6 if name.startswith(NAME) else 2e-6
 
-    timer = FakeTimer(seconds, lambda names: sum(map(seconds, names)) * 1e3)
-    found = Tuner(graph, options, of_arch("sm_90a"), timer, TimingCache(), clock=lambda: timer.now).run()
-    assert NAME in [c.tactic for c in found.choices.values()]
+    found, _, chosen = tuned_by(seconds, graph)
+    assert NAME in chosen
     (problem,) = [p for p in found.problems if NAME in {t.choice.tactic for t in p.trials}]
     assert [p.op.kind for p in problem.covered.values()] == ["LayerNormalization"]
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 from support.net import Net
+from support.on_gpu import checked_launches
+from support.one_config import CONFIGS, STORED, only_of
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 
 from optdnn.errors import InternalError
@@ -148,3 +150,26 @@ def test_the_kernel_compiles_without_spills() -> None:
         assert implicit_gemm.refuse(wide, config) is None
         (found,) = nvrtc.resources(implicit_gemm.recipe(wide, config)).values()
         assert found.spill_bytes == 0
+
+
+TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "tf32": 4e-3, "fp32": 4e-6}
+
+
+def large(n: Net) -> Value:
+    """More tiles than multiprocessors, and a last tile that is cut."""
+    x = n.input(3001, 200)
+    return n.op("Mul", n.op("Swish", n.op("MatMul", x, n.random(200, 1000))), n.op("MatMul", x, n.random(200, 1000)))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("config", [*CONFIGS, *STORED], ids=str)
+@pytest.mark.parametrize("name", [*NETS, "large"])
+def test_each_configuration_on_a_gpu(
+    name: str, config: Config, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_of(monkeypatch, PairedPartsGemm if precision == "fp32" else PairedGemm, config)
+    n = Net()
+    graph = n.done({**NETS, "large": large}[name](n))
+    found = checked_launches(graph, precision, TOLERANCE[precision])
+    assert "PairedProduct" in {e.kind for e in found}

@@ -11,6 +11,7 @@ import pytest
 from support import emulated
 from support.host import COMPILER, WHY_NOT
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered, refusals
 
 from optdnn.ir.graph import Value
@@ -164,3 +165,13 @@ def test_kernels_do_not_spill() -> None:
         for config in gemv.candidates(p, of_arch("sm_90a"))[:2]:
             (kernel,) = nvrtc.resources(gemv.recipe(p, config, "sm_90a")).values()
             assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", NETS)
+def test_launches_on_a_gpu(name: str, precision: str) -> None:
+    n = Net()
+    graph = n.done(NETS[name](n))
+    found = checked_launches(graph, precision)
+    assert "RowProduct" in {e.kind for e in found}

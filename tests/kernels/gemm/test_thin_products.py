@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.simulated import feeds_of, lowered, refusals
 
 from optdnn.ir.graph import Graph, Value
@@ -18,10 +17,7 @@ from optdnn.kernels.gemm.matmul import is_thin
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
-from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.program import Kernel, Program
-from optdnn.runtime.steps.executor import LoadOptions
 
 
 def rows(n: Net) -> Value:
@@ -101,14 +97,12 @@ def test_it_compiles_without_spills(precision: str) -> None:
     assert nvrtc.resources(recipe_of(kernel))["matmul"].spill_bytes == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_on_a_gpu_it_gives_what_it_means(name: str, precision: str) -> None:
     graph = graph_of(name)
-    context: Any = CudaRunner(lowered(graph, precision, target="cuda:sm_90a"), LoadOptions()).context()
-    assert max(e.error for e in check_steps(context, feeds_of(graph))) < (2e-3 if precision == "fp16" else 2e-6)
+    checked_launches(graph, precision, 2e-3 if precision == "fp16" else 2e-6)
 
 
 @pytest.mark.parametrize(("terms", "threads"), [(9, True), (16, True), (24, False)])

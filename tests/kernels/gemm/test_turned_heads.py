@@ -13,6 +13,8 @@ import pytest
 from support.emulated import _text
 from support.host import HERE, library
 from support.net import Net
+from support.on_gpu import checked_launches
+from support.one_config import only
 from support.rotary_cases import angles, of_a_product
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 
@@ -264,3 +266,30 @@ def test_it_compiles_without_spills(turn: HeadTurn, norm: RowNorm | None) -> Non
         if implicit_gemm.refuse(problem, config) is None:
             (kernel,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()
             assert kernel.spill_bytes == 0, (config, kernel)
+
+
+CONFIGS = (
+    Config(1, 1, 1, 40, 3), Config(2, 1, 1, 64, 2, out_buffers=2), Config(1, 1, 2, 48, 2), Config(1, 1, 1, 104, 3, alternate=True),
+    Config(1, 2, 1, 32, 2), Config(1, 1, 1, 128, 2, share=(1, 2)), Config(1, 1, 2, 152, 2, alternate=True), Config(2, 1, 1, 224, 2),
+    Config(1, 1, 1, 64, 3, blocks=2), Config(2, 1, 2, 128, 2),
+)  # fmt: skip
+
+
+ALL = {
+    **NETS,
+    "large": lambda: layer(14, 2, length=1501, width=512),
+    "large far": lambda: layer(8, 2, 128, length=1501, width=512),
+}
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_each_configuration_on_a_gpu(
+    name: str, config: Config, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, config)
+    graph = ALL[name]()
+    found = checked_launches(graph, precision)
+    assert "TurnedHeads" in {e.kind for e in found}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.one_config import only_of
@@ -74,8 +73,7 @@ def product(rows: int, depth: int, columns: int, *, norm: bool = False) -> Graph
     return n.done(n.op("Relu", n.gemm(x, columns)))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("config", [*SMALL, *LARGE], ids=str)
 @pytest.mark.parametrize("norm", [False, True])
@@ -88,15 +86,13 @@ def test_each_configuration_on_a_gpu(
     assert checked_launches(product(333, 512, 1000, norm=norm), precision, 3e-2 if precision == "bf16" else 0.0)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("rows", [1, 3])
 def test_few_rows_on_a_gpu(rows: int) -> None:
     assert checked_launches(product(rows, 1024, 1000), "fp16")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("rows", [1, 40, 3000])
 def test_norms_on_a_gpu(rows: int) -> None:
     n = Net()

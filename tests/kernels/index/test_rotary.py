@@ -9,8 +9,9 @@ import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
 from support.net import Net
+from support.on_gpu import checked_program
 from support.rotary_cases import ROTARY, heads_first, over_a_past
-from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals
+from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals
 from support.sweep import sweep
 
 from optdnn.ir.graph import Graph
@@ -191,3 +192,14 @@ def test_heads_in_other_vectors_turn_in_launches_of_their_own() -> None:
     program = check_simulated(n.done(y))
     assert "queries and keys have vectors of different sizes" in refused(program)
     assert kinds(program).count("RotaryEmbedding") == 2
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", ROTARY)
+def test_launches_on_a_gpu(name: str, precision: str) -> None:
+    graph = ROTARY[name]()
+    program = lowered(graph, precision, target="cuda:sm_90a")
+    assert {t["tactic"] for t in program.meta["tactics"] if t["kind"] == "RotaryEmbedding"} <= {"rotary", "rotary_pair"}
+    found = checked_program(program, feeds_of(graph), TOLERANCE[precision])
+    assert {"RotaryEmbedding", "RotaryPair"} & {e.kind for e in found}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from optdnn.kernels.index import sample
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.launches.plan import parse
+from optdnn.runtime.engine import Engine
 from optdnn.types import FP16, FP32, FP64
 
 
@@ -87,3 +89,30 @@ def test_the_kernel_compiles_without_spills(vocabulary: int, precision: str, arc
     (kernel,) = program.kernels
     found = nvrtc.resources(recipe_of(kernel))["sample"]
     assert found.spill_bytes == 0
+
+
+SIZES = [
+    (3, "fp32"),
+    (1003, "fp16"),
+    (8193, "bf16"),
+    (32000, "fp32"),
+    (128256, "fp16"),
+    (262144, "bf16"),
+    (262144, "fp32"),
+]
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(("vocabulary", "precision"), SIZES)
+def test_tokens_on_a_gpu_are_those_of_the_meaning(vocabulary: int, precision: str) -> None:
+    """Exponentials may round otherwise: one token in a hundred may be its neighbour."""
+    program = lowered(graph(vocabulary, precision), "fp32", target="cuda:sm_90a")
+    context: Any = Engine(program).context()
+    same = []
+    for position in range(20):
+        given = feeds(vocabulary, precision, position)
+        token, again = (context.run(given)["token"] for _ in range(2))
+        np.testing.assert_array_equal(token, again)
+        same.append(token == simulate(program, given)["token"])
+    assert np.mean(same) > 0.98
+    assert all(s[0, 0] and s[5, 0] for s in same), "greedy rows compute nothing"

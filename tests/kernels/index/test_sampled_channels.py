@@ -8,6 +8,7 @@ import pytest
 from kernels.test_generated import compare_graph
 from support.host import WHY_NOT
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.sampled_cases import CASES, attention, deformed, graph_of, warped
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 from support.sweep import in_turn
@@ -86,3 +87,11 @@ def test_it_refuses_more_elements_than_it_can_count(monkeypatch: pytest.MonkeyPa
     program = lowered(graph_of("levels"), "fp16", no_cubins=True)
     (why,) = [row["why"] for row in program.meta["host"]["operators"] if row["kind"] == "SampledSum"]
     assert "more than the kernel can count" in why
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_launches_on_a_gpu(name: str, precision: str) -> None:
+    found = checked_launches(graph_of(name), precision)
+    assert {"SampledSum", "GridSample"} & {e.kind for e in found}

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered
 from support.sweep import in_turn
@@ -121,8 +120,7 @@ def _points(program: Program) -> int:
     return int(struct.unpack_from("<I", launch.parameters, 8 * len(launch.relocations))[0])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_updates_on_a_gpu(kind: str) -> None:
     graph, feeds = many(kind)
@@ -174,8 +172,7 @@ def test_searches_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _points(lowered(meeting("vector", "add", np.float32)[0], no_cubins=True)) == 12 * 32
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("reduction", ["add", "mul", "max", "min"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_updates_that_meet_on_a_gpu(kind: str, reduction: str) -> None:
@@ -184,8 +181,7 @@ def test_updates_that_meet_on_a_gpu(kind: str, reduction: str) -> None:
     assert max(e.error for e in found if e.kind.startswith("Scatter")) <= (2e-3 if reduction in ("add", "mul") else 0.0)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_sums_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of atomic additions does not matter: the bits are the same from run to run."""
@@ -236,8 +232,7 @@ def test_in_words(features: int, axis: int, turned: bool, count: int, tmp_path: 
     assert compare_steps(program, feeds, 0.0, tmp_path) >= 1
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("features", [6, 8, 128])
 def test_on_a_gpu(features: int, turned: bool) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.host import WHY_NOT, HostKernels
-from support.needs import why_no_hopper
 from support.simulated import lowered, simulate
 
 from optdnn.ir.graph import Graph, Value
@@ -142,8 +141,7 @@ def test_the_kernel_compiles_with_few_spills(case: Case) -> None:
     assert nvrtc.resources(recipe_of(kernel))["top_rows"].spill_bytes <= 64
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("case", CASES + LONG, ids=str)
 def test_the_kernel_on_a_gpu(case: Case) -> None:
     context: Any = Engine(lowered(graph(case), "fp32", target="cuda:sm_90a")).context()

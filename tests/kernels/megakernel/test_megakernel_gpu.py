@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.decoder import decoder, empty, generated, states, tokens
-from support.needs import why_no_hopper
 
 import optdnn
 from optdnn.lowering import megakernels
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps, run_singly
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 @pytest.fixture(autouse=True)

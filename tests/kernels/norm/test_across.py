@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 
-from optdnn.ir.graph import Value
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.norm import across as across_tactic
 from optdnn.kernels.norm import across_kernel as across
 from optdnn.kernels.norm.across_kernel import Config, Problem
+from optdnn.kernels.tactic import Offer
 from optdnn.ops import norm
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
@@ -141,3 +144,36 @@ def test_the_kernel_compiles_without_spills() -> None:
 def test_estimates_prefer_whole_sectors() -> None:
     seconds = {c.rows: across.estimate(PROBLEM, c, GPU) for c in across.candidates(PROBLEM, GPU) if c.threads == 256}
     assert np.argmin([seconds[8], seconds[16]]) == 1
+
+
+def check_on_a_gpu(graph: Graph, precision: str, kind: str = "AddNorm") -> None:
+    found = checked_launches(graph, precision)
+    assert kind in {e.kind for e in found}
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    "config", [across.Config(r, t) for r, t in ((8, 128), (8, 256), (16, 128), (16, 512), (32, 256), (32, 512))]
+)
+@pytest.mark.parametrize(
+    ("tokens", "kind"),
+    [(20, "LayerNormalization"), (24, "RMSNormalization"), (196, "LayerNormalization"), (7, "LayerNormalization")],
+)
+def test_tokens_on_a_gpu(
+    tokens: int, kind: str, config: across.Config, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(across_tactic, "_offers", lambda problem, gpu: (Offer(config, 1e-6),))
+    n = Net()
+    check_on_a_gpu(n.done(mixer(n, tokens, kind)), precision)
+    n = Net()
+    check_on_a_gpu(n.done(normalized_across(n, tokens, kind)), precision, kind)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("shape", [(1, 6, 48), (6, 48), (48,)])
+def test_addends_that_repeat_on_a_gpu(shape: tuple[int, ...], precision: str) -> None:
+    n = Net()
+    total = n.op("Add", n.random(*shape), n.op("Softmax", n.matmul(n.input(3, 6, 32), 48)))
+    check_on_a_gpu(n.done(n.op("Softmax", normalized(n, total)), n.op("Softmax", total)), precision)

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net, built
-from support.simulated import check_not_taken, check_simulated, feeds_of, lowered, refusals
+from support.on_gpu import launch_errors
+from support.simulated import check_not_taken, check_simulated, lowered, refusals
 from support.sweep import sweep
 
-from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.norm import group_norm_add as tactic
 from optdnn.kernels.norm import group_norm_grid as gridded
 from optdnn.kernels.norm import group_norm_kernel as clustered
 from optdnn.kernels.norm import group_norm_tiles as tiled
 from optdnn.lowering.choose import TacticChoice
-from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.ops.norm import GroupNormAttrs
-from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.program import Program
-from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.target_name import TargetName
 
 HOPPER = of_arch("sm_90a")
@@ -150,25 +143,20 @@ def test_kernels_compile_without_spills() -> None:
             assert kernel.spill_bytes <= 16, str(config)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
 def test_every_configuration_on_a_gpu_gives_what_it_means(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = NETS[name]()
-    options = BuildOptions(target="cuda:sm_90a", precision="fp16")
-    optimize(graph, options, options.target)
-    facts = facts_for(TargetName.parse(options.target))
+    facts = facts_for(TargetName.parse("cuda:sm_90a"))
     asked: list[clustered.Problem] = []
     offers = tactic.GroupNormAdd.offers
     monkeypatch.setattr(
         tactic.GroupNormAdd, "offers", lambda self, problem, gpu: (asked.append(problem), offers(self, problem, gpu))[1]
     )
-    plain = lower_cuda(graph, options, facts, {})
+    plain = lowered(graph, "fp16", "cuda:sm_90a")
     (decision,) = [t for t in plain.meta["tactics"] if t["tactic"] == tactic.GroupNormAdd.name]
     for config in map(str, clustered.candidates(asked[-1], facts)):
-        choice = Prepared({decision["signature"]: TacticChoice(tactic.GroupNormAdd.name, config)})
-        context: Any = CudaRunner(lower_cuda(graph, options, facts, {}, prepared=choice), LoadOptions()).context()
-        errors = [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "ActivatedNorm"]
-        assert errors, "the step was checked"
-        assert max(errors) < 2e-3, (config, errors)
+        choices = {decision["signature"]: TacticChoice(tactic.GroupNormAdd.name, config)}
+        program = lowered(graph, "fp16", "cuda:sm_90a", choices=choices)
+        assert max(launch_errors(program, graph, "ActivatedNorm")) < 2e-3, config

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.on_gpu import checked_launches
+from support.simulated import check_simulated, kinds, lowered
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.ops.index import SplitAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.engine import Engine
 
 GPU = of_arch("sm_90a")
 
@@ -97,9 +94,7 @@ def test_the_kernel_compiles_without_spills() -> None:
         assert kernel.spill_bytes == 0, str(config)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 def test_every_launch_does_what_its_step_means(name: str) -> None:
-    context: Any = Engine(lowered(NETS[name], "fp16", target="cuda:sm_90a")).context()
-    assert not [e for e in check_steps(context, feeds_of(NETS[name])) if not e.error < 4e-3]
+    checked_launches(NETS[name], "fp16")

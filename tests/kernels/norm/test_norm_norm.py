@@ -10,6 +10,7 @@ import pytest
 from support import emulated
 from support.host import COMPILER, WHY_NOT
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.sequence_cases import NORMS_OF_NORMS, norm_of_norm
 from support.simulated import check_not_taken, check_simulated, kinds
 
@@ -95,3 +96,9 @@ def test_candidates_compile_without_spills(length: int) -> None:
     for config in rows.candidates(problem, GPU, 3):
         kernel = nvrtc.resources(rows.recipe(problem, config))["rows"]
         assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("name", NORMS_OF_NORMS)
+def test_launches_on_a_gpu(name: str) -> None:
+    assert checked_launches(NORMS_OF_NORMS[name](), "fp16")

@@ -10,8 +10,9 @@ import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
 from support.net import Net
+from support.on_gpu import checked_program
 from support.rows_cases import CASES, LONG, case
-from support.simulated import check_simulated, feeds_of, lowered
+from support.simulated import TOLERANCE, check_simulated, feeds_of, lowered
 from support.sweep import sweep
 
 from optdnn.kernels.norm import rows_grid
@@ -142,3 +143,25 @@ def test_it_compiles_without_spills(precision: str) -> None:
             found = nvrtc.resources(recipe_of(kernel))["rows_grid"]
             assert found.spill_bytes == found.stack_bytes == 0, (name, found)
             assert found.registers * rows_grid.THREADS <= 65536
+
+
+def check_on_a_gpu(name: str, precision: str) -> None:
+    graph = case(name)
+    program = lowered(graph, precision, target="cuda:sm_90a")
+    assert any(t["tactic"] == "rows_grid" for t in program.meta["tactics"])
+    checked_program(program, feeds_of(graph), TOLERANCE[precision])
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", LONG)
+def test_long_rows_on_a_gpu(name: str, precision: str) -> None:
+    check_on_a_gpu(name, precision)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("parts", [1, 5, 57])
+@pytest.mark.parametrize("name", CASES)
+def test_parts_of_rows_on_a_gpu(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_parts(monkeypatch, parts)
+    check_on_a_gpu(name, "fp16")

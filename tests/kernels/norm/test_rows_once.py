@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.simulated import check_simulated, refusals
 
 from optdnn.ir.graph import Graph
@@ -234,3 +235,45 @@ def test_addends_that_repeat_are_read_once() -> None:
     assert whole.bytes - repeated.bytes == 300 * 64 * 2
     assert "#define PERIODIC 1" in rows_kernel.recipe(repeated, config).generated["generated.cuh"]
     assert "a period needs an addend" in str(rows_kernel.refuse(replace(repeated, add=False, sum=False), config))
+
+
+TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 4e-6}
+
+
+def check_on_a_gpu(graph: Graph, precision: str) -> None:
+    checked_launches(graph, precision, TOLERANCE[precision])
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization", "Softmax"])
+def test_rows_of_a_part_of_an_image_on_a_gpu(kind: str, precision: str) -> None:
+    check_on_a_gpu(cropped(kind), precision)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
+def test_padded_rows_on_a_gpu(kind: str, windows: bool, precision: str) -> None:
+    check_on_a_gpu(post_norm(kind, windows), precision)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
+def test_activations_on_a_gpu(kind: str, activation: str, precision: str) -> None:
+    check_on_a_gpu(activated(kind, activation, 300), precision)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("size", [3, 14, 15, 33, 65])
+@pytest.mark.parametrize("kind", ["ReduceL2", "ReduceMean", "ReduceMax", "ReduceLogSumExp"])
+def test_reductions_over_pixels_on_a_gpu(kind: str, size: int, precision: str) -> None:
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(2, 8, size, size), 24, 1, pads=0, bias=True))
+    check_on_a_gpu(
+        n.done(n.op(kind, x, n.ints(2, 3)), n.op(kind, x, n.ints(1)), n.op(kind, x, n.ints(1, 2, 3))), precision
+    )

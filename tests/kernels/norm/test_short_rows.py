@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 from support.sweep import sweep
 from support.timer import FakeTimer, hashed
@@ -27,8 +27,6 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.norm import LayerNormAttrs, LpNormAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Step
 from optdnn.types import FP16
 
@@ -237,10 +235,8 @@ def test_results_lie_in_the_order_in_which_they_are_read(rows: bool) -> None:
     assert kinds(program).count("Copy") == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", [*CASES, *APART, *PAIRS])
 def test_every_launch_does_what_its_step_means(name: str) -> None:
     graph = (CASES | APART | PAIRS)[name]
-    context: Any = Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context()
-    assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < 4e-3]
+    checked_launches(graph, "fp16")

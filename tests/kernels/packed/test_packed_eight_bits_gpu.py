@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
+from support.on_gpu import checked_program
 from support.packed_cases import CASES, GATED, Case, network
-from support.simulated import feeds_of, lowered
+from support.simulated import TOLERANCE, feeds_of, lowered
 
 from optdnn.kernels.conv import implicit_gemm
 from optdnn.kernels.packed import eight_bits
@@ -17,10 +16,9 @@ from optdnn.kernels.packed.eight_bits import BytesProblem, PackedBytes
 from optdnn.kernels.tactic import Offer
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.runtime.cuda.trials.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 FORMS = {
     **{name: replace(case, rows=70, stages=()) for name, case in CASES.items() if case.zeros in ("", "uint8")},
@@ -43,17 +41,11 @@ CONFIGS = (
 def _checked(case: Case) -> None:
     precision = "bf16" if case.dtype == "bfloat16" else "fp16"
     graph = network(case, rounded=True)
-    engine = Engine(lowered(graph, precision, target="cuda:sm_90a"))
-    context: Any = engine.context()
-    feeds = feeds_of(graph)
-    found = check_steps(context, feeds)
+    program, feeds = lowered(graph, precision, target="cuda:sm_90a"), feeds_of(graph)
+    found = checked_program(program, feeds, TOLERANCE[precision], runs=3)
     assert {"RowBytes", "UnpackedBytes", "QuantizedMatMul"} <= {e.kind for e in found}
-    assert not [e for e in found if not e.error < {"fp16": 4e-3, "bf16": 3e-2}[precision]]
     assert not [e for e in found if e.kind in ("RowBytes", "UnpackedBytes") and e.error]
-    assert not check_arena(context.runner, feeds)
-    results = [context.run(feeds) for _ in range(3)]
-    assert all(len({r[k].tobytes() for r in results}) == 1 for k in results[0])
-    assert all(np.isfinite(v.astype(np.float32)).all() for v in results[0].values())
+    assert all(np.isfinite(v.astype(np.float32)).all() for v in Engine(program).run(feeds).values())
 
 
 @pytest.mark.parametrize("name", FORMS)

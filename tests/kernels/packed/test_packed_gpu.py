@@ -8,19 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
+from support.on_gpu import checked_launches
 from support.packed_cases import CASES, GATED, TOLERANCE, TYPES, Case, drawn, expected, network, operands_of, pitch_of
-from support.simulated import feeds_of, lowered
 
 from optdnn.kernels.packed import digits_kernel, gemv_kernel, mma_kernel, resident_kernel, wgmma_kernel
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.trials.check import check_arena, check_steps
-from optdnn.runtime.engine import Engine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 GPU = of_arch("sm_90a")
 FENCE = 4096
@@ -143,12 +140,5 @@ def test_networks(name: str, rows: int, unpacked: bool, monkeypatch: pytest.Monk
     case = replace(CASES[name], rows=rows)
     graph = network(case)
     precision = "bf16" if case.dtype == "bfloat16" else "fp16"
-    engine = Engine(lowered(graph, precision, target="cuda:sm_90a"))
-    context: Any = engine.context()
-    feeds = feeds_of(graph)
-    found = check_steps(context, feeds)
+    found = checked_launches(graph, precision)
     assert ({"UnpackedTiles"} if unpacked else {"TiledPackedMatMul", "UnpackedTiles"}) & {e.kind for e in found}
-    assert not [e for e in found if not e.error < {"fp16": 4e-3, "bf16": 3e-2}[precision]]
-    assert not check_arena(context.runner, feeds)
-    first, second = context.run(feeds), context.run(feeds)
-    assert all(first[k].tobytes() == second[k].tobytes() for k in first)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.packed_cases import Case, drawn
 from support.simulated import check_simulated, kinds, refusals
 
@@ -99,3 +100,16 @@ def test_what_it_refuses(because: str, rows: int, norm: bool, gated: bool, other
     assert "PackedRowProduct" not in kinds(program)
     said = refusals(program, "packed_digits_rows")
     assert any(because in reason for reason in said)
+
+
+TOLERANCE = {"fp16": 8e-3, "bf16": 5e-2}
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("name", SMALL_NETWORKS | PAIRS)
+def test_launches_on_a_gpu(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_pairs(monkeypatch)
+    graph = (SMALL_NETWORKS | PAIRS)[name]()
+    found = checked_launches(graph, precision, TOLERANCE[precision])
+    assert "PackedRowProduct" in {e.kind for e in found}

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kernels.generated_cases import mixed
 from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import PointwiseAttrs
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 
 
@@ -102,10 +99,8 @@ def test_what_stays_behind_a_pool(kind: str, because: str) -> None:
     assert because in found
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("last", [True, False])
 def test_the_staged_pool_does_what_its_step_means(last: bool) -> None:
     graph = mixing(last=last)
-    context: Any = Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context()
-    assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < 4e-3]
+    checked_launches(graph, "fp16")

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, tactics
+from support.on_gpu import checked_launches
+from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 
 from optdnn.errors import InternalError, ShapeError
 from optdnn.ir.graph import Graph, Value
@@ -26,8 +26,6 @@ from optdnn.passes.support.precision_report import PrecisionLog
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.engine import Engine
 from optdnn.types import FP32
 
 
@@ -73,13 +71,11 @@ def test_their_products_run_on_tensor_cores(name: str, precision: str) -> None:
     assert not {"MatMulInteger", "ConvInteger"} & set(found)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 def test_launches_on_a_gpu_give_what_they_mean(name: str) -> None:
     graph = network(name)
-    context: Any = Engine(lowered(graph, "fp32", target="cuda:sm_90a")).context()
-    assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < 1e-5]
+    checked_launches(graph, "fp32", 1e-5)
 
 
 @pytest.mark.nvrtc

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_program
 from support.simulated import feeds_of, kinds, lowered
 from support.sweep import sweep
 
@@ -20,8 +20,6 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.engine import Engine
 
 H200 = of_arch("sm_90a")
 
@@ -117,11 +115,9 @@ def test_it_compiles_without_spills(name: str, arch: str, monkeypatch: pytest.Mo
     assert found.spill_bytes == 0, found
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("parts", [1, 5, 100])
 @pytest.mark.parametrize("name", CASES)
 def test_launches_on_a_gpu_give_what_they_mean(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     in_parts(monkeypatch, parts)
-    context = Engine(lowered(CASES[name], "fp32", target="cuda:sm_90a", opt_level=0)).context()
-    assert not [e for e in check_steps(context, feeds_of(CASES[name])) if not e.error < 1e-6]  # type: ignore[arg-type]
+    checked_program(lowered(CASES[name], "fp32", target="cuda:sm_90a", opt_level=0), feeds_of(CASES[name]), 1e-6)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import calibrated, feeds_of, kinds, simulate
 from support.sweep import sweep
@@ -115,8 +114,7 @@ def test_launches(name: str) -> None:
     assert len(program.steps) <= len(halves.steps) + more, (Counter(kinds(halves)), Counter(kinds(program)))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["int8+fp16", "fp8+fp16"])
 @pytest.mark.parametrize("name", NETS)
 def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.quantized.test_quantized import built  # type: ignore[import-not-found]
-from support.needs import why_no_hopper
 from support.quantized_nets import ADDED, NETS, QNet
 from support.simulated import feeds_of
 
@@ -134,8 +133,7 @@ def net(kernel: int, stride: int, *, residual: bool) -> Graph:
     return n.done(n.fake(n.qconv(x, 256, kernel, stride=stride, group=32, **more), 0.05))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize(("kernel", "stride", "residual"), [(3, 1, True), (3, 1, False), (3, 2, False), (1, 1, True)])
 def test_every_kind_of_configuration_on_a_gpu_is_exact(kernel: int, stride: int, residual: bool) -> None:
     options, graph = BuildOptions(target="cuda:sm_90a"), net(kernel, stride, residual=residual)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.conv.test_volumes import NETS, block, volume  # type: ignore[import-not-found]
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import calibrated, feeds_of, kinds, simulate
 from support.sweep import sweep
@@ -121,8 +120,7 @@ def test_kernels_compile() -> None:
     assert made("classifier", "int8+fp16", "cuda:sm_90a")[2].kernels
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["int8+fp16", "fp8+fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> None:

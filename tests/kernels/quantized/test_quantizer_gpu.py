@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from support.needs import why_no_hopper
 from support.quantized_nets import FP8_GROUPS, NARROWED, NETS, QNet, launches
 from support.simulated import feeds_of
 
 from optdnn.ir.graph import Graph
 from optdnn.runtime.cuda.trials.check import StepError, check_steps
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 def errors(graph: Graph) -> list[StepError]:

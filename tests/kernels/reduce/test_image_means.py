@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 from support import emulated
 from support.host import COMPILER, WHY_NOT
-from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.on_gpu import checked_launches
+from support.simulated import check_simulated, kinds, lowered
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.reduce import means
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.engine import Engine
 
 GPU = of_arch("sm_90a")
 
@@ -171,9 +169,7 @@ def test_the_kernel_compiles_without_spills(cluster: int, threads: int, root: bo
     assert kernel.spill_bytes == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 def test_every_launch_does_what_its_step_means(name: str) -> None:
-    context: Any = Engine(lowered(NETS[name], "fp16", target="cuda:sm_90a")).context()
-    assert not [e for e in check_steps(context, feeds_of(NETS[name])) if not e.error < 4e-3]
+    checked_launches(NETS[name], "fp16")

@@ -9,10 +9,12 @@ import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
 from support.net import Net
+from support.on_gpu import checked_program
 from support.reduce_cases import CASES, LARGE, case
-from support.simulated import check_simulated, feeds_of, lowered
+from support.simulated import TOLERANCE, check_simulated, feeds_of, lowered
 from support.sweep import sweep
 
+from optdnn.ir.graph import Graph
 from optdnn.kernels.reduce import parts
 from optdnn.kernels.reduce.grid import Grid
 from optdnn.ops.reduce import ReduceAttrs
@@ -106,3 +108,34 @@ def test_it_compiles_without_spills() -> None:
         for kernel in (k for k in program.kernels if k.function == "reduce"):
             found = nvrtc.resources(recipe_of(kernel))["reduce"]
             assert found.spill_bytes == 0, (name, found)
+
+
+def check_on_a_gpu(name: str, precision: str) -> None:
+    program = check_graph(case(name), precision)
+    assert "reduce_parts" in decisions(program)
+
+
+def check_graph(graph: Graph, precision: str) -> Any:
+    """Builds, runs and compares; returns the program."""
+    program = lowered(graph, precision, target="cuda:sm_90a")
+    checked_program(program, feeds_of(graph), TOLERANCE[precision], runs=6)
+    return program
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", [n for n in LARGE if n != "large tensor"])
+def test_large_reductions_on_a_gpu(name: str, precision: str) -> None:
+    check_on_a_gpu(name, precision)
+
+
+@pytest.mark.hopper
+def test_a_large_tensor_on_a_gpu() -> None:
+    check_on_a_gpu("large tensor", "fp32")
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("name", CASES)
+def test_parts_of_reductions_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_parts(monkeypatch, 5)
+    check_on_a_gpu(name, "fp32")

@@ -8,6 +8,7 @@ import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.simulated import check_simulated, feeds_of, lowered
 from support.staged_cases import CASES, REFUSED, case
 from support.sweep import sweep
@@ -70,3 +71,10 @@ def test_it_compiles_without_spills(name: str) -> None:
     for kernel in (k for k in program.kernels if k.function == "reduce"):
         found = nvrtc.resources(recipe_of(kernel))["reduce"]
         assert found.spill_bytes == 0, (name, found)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_launches_on_a_gpu(name: str, precision: str) -> None:
+    checked_launches(case(name), precision)

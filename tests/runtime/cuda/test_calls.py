@@ -319,13 +319,9 @@ def test_gelu_in_its_tanh_form_alone_is_a_products_epilogue() -> None:
 def test_the_libraries_compute_what_their_steps_mean(precision: str) -> None:
     if not (libraries.present("cudnn") and libraries.present("cublaslt")):
         pytest.skip("cuDNN or cuBLASLt is not installed")
-    from optdnn.runtime.cuda.trials.check import check_steps
+    from support.on_gpu import checked_program
 
     graph = network()
     program = lowered(graph, precision, target="cuda:sm_90a", tactics=LIBRARIES)
     assert called(program)
-    context: Any = Engine(program).context()
-    wrong = [e for e in check_steps(context, feeds_of(graph)) if e.error > {"fp16": 2e-3, "fp32": 1e-5}[precision]]
-    assert not wrong
-    first, second = context.run(feeds_of(graph)), context.run(feeds_of(graph))
-    np.testing.assert_array_equal(first["y0"], second["y0"])
+    checked_program(program, feeds_of(graph), {"fp16": 2e-3, "fp32": 1e-5}[precision])

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered
 
@@ -17,7 +16,7 @@ from optdnn.runtime.cuda.trials.check import check_arena, check_steps, run_singl
 from optdnn.runtime.program import Program
 from optdnn.runtime.steps.executor import LoadOptions
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 def network() -> Graph:

@@ -13,8 +13,8 @@ from kernels.conv import test_stream_k as test_stream_k_plans
 from kernels.gemm import test_matmul_stacks
 from kernels.generated_cases import FAMILIES, graph_of
 from kernels.pointwise import test_prologue
-from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_launches, checked_program
 from support.simulated import feeds_of, lowered, simulate
 from support.whole_gpu import full_gpu
 
@@ -22,10 +22,9 @@ from optdnn.errors import InputError, RunError
 from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import pooled as conv_pool
-from optdnn.runtime.cuda.trials.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 def network() -> Graph:
@@ -44,10 +43,7 @@ TOLERANCE = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 2e-3, "bf16": 1.6e-2}
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_launch_does_what_its_step_means(family: str, precision: str) -> None:
-    graph = graph_of(family)
-    context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
-    wrong = [e for e in check_steps(context, feeds_of(graph)) if e.error > TOLERANCE[precision]]
-    assert not wrong
+    checked_launches(graph_of(family), precision, TOLERANCE[precision])
 
 
 def beginning_at(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[int]) -> Iterator[int]:
@@ -68,9 +64,7 @@ def test_prologues_of_convolutions(name: str, precision: str, monkeypatch: pytes
     for _ in beginning_at(monkeypatch, (0, 1, 3, 7, 15, 31, 63, 127)):
         program = lowered(graph, precision, target="cuda:sm_90a")
         tried |= {t["config"] for t in program.meta["tactics"] if t["tactic"] == "conv_sm90"}
-        context: Any = Engine(program).context()
-        errors = check_steps(context, feeds_of(graph))
-        assert not [e for e in errors if e.error > TOLERANCE[precision]]
+        checked_program(program, feeds_of(graph), TOLERANCE[precision])
     assert len(tried) >= 4
 
 
@@ -79,10 +73,7 @@ def test_prologues_of_convolutions(name: str, precision: str, monkeypatch: pytes
 def test_products_of_computed_stacks(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in beginning_at(monkeypatch, (0, 9, 40)):
         graph, program = test_matmul_stacks.program_of(name, precision, "cuda:sm_90a")
-        context: Any = Engine(program).context()
-        errors = check_steps(context, feeds_of(graph))
-        assert not [e for e in errors if e.error > TOLERANCE[precision]]
-        assert not check_arena(context.runner, feeds_of(graph))
+        checked_program(program, feeds_of(graph), TOLERANCE[precision])
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -91,14 +82,7 @@ def test_stream_k(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = test_stream_k_plans.network()
     program = lowered(graph, precision, target="cuda:sm_90a")
     assert len(test_stream_k_plans.streamed(program)) == 4
-    engine, feeds = Engine(program), feeds_of(graph)
-    context: Any = engine.context()
-    assert not [e for e in check_steps(context, feeds) if e.error > TOLERANCE[precision]]
-    assert not check_arena(context.runner, feeds)
-    first = context.run(feeds)
-    for _ in range(20):
-        again = context.run(feeds)
-        assert all(np.array_equal(again[name], first[name]) for name in first)
+    checked_program(program, feeds_of(graph), TOLERANCE[precision], runs=21)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -110,9 +94,7 @@ def test_convolutions_with_their_pools(size: tuple[int, int], precision: str, mo
     for _ in beginning_at(monkeypatch, (0, 1, 3, 7, 15, 31)):
         program = lowered(graph, precision, target="cuda:sm_90a")
         tried |= {t["config"] for t in program.meta["tactics"] if t["tactic"] == "conv_pool_sm90"}
-        context: Any = Engine(program).context()
-        errors = check_steps(context, feeds_of(graph))
-        assert not [e for e in errors if e.error > TOLERANCE[precision]]
+        checked_program(program, feeds_of(graph), TOLERANCE[precision])
     assert len(tried) >= 3
 
 
@@ -128,11 +110,8 @@ def test_the_gpu_agrees_with_simulate_and_repeats(precision: str) -> None:
 
 
 def test_products_of_tf32() -> None:
-    graph = network()
-    context: Any = Engine(lowered(graph, "tf32", target="cuda:sm_90a")).context()
-    found = check_steps(context, feeds_of(graph))
+    found = checked_launches(network(), "tf32", 1e-4)
     assert sum(e.kernel.startswith("conv_") for e in found) >= 4
-    assert not [e for e in found if e.error > 1e-4]
 
 
 def test_device_arrays_and_bound_calls() -> None:

@@ -12,7 +12,6 @@ import pytest
 from support.bound import bound
 from support.conv_cases import CASES, GENERAL, apply_stages, convolve, in_reverse, plain_launch
 from support.device_memory import Memory
-from support.needs import why_no_hopper
 
 from optdnn.kernels.conv import general_kernel as conv_general
 from optdnn.kernels.conv import implicit_gemm as conv
@@ -25,7 +24,7 @@ from optdnn.runtime.cuda.device import Launch
 from optdnn.runtime.cuda.launches import graphs
 from optdnn.types import to_tf32
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 TOLERANCE = {
     "float16": 4e-4,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from support.needs import why_no_hopper
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import device, gpu_facts
@@ -120,8 +119,7 @@ def test_times_of_another_gpu_are_not_taken(target: str, why: str | None, monkey
     assert device.differs_here(TargetName.parse(target)) == why
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.hopper
 def test_an_h200_tells_the_facts_of_the_table() -> None:
     found = device.read_facts()
     if found.name != "NVIDIA H200":

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fallback import NETWORKS, feeds
-from support.needs import why_no_hopper
 
 import optdnn
 from optdnn.errors import InputError
@@ -16,7 +15,7 @@ from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.measuring.bench import bench
 from optdnn.types import is_float
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 def engine_of(name: str, precision: str = "fp32") -> tuple[Any, Any]:

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.onnxnet import convnet
 
 import optdnn
 from optdnn.errors import InputError
 from optdnn.runtime.plans import by_shape as plans
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 def _image(n: int) -> dict[str, Any]:

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.simulated import feeds_of, lowered
 from support.tuned import network
 
 from optdnn.errors import InputError
 from optdnn.runtime.engine import Engine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 @pytest.fixture(scope="module")

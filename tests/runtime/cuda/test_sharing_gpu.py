@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered
 from support.whole_gpu import full_gpu
@@ -20,7 +19,7 @@ from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.runtime.engine import Engine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 def network(channels: int = 32) -> Graph:

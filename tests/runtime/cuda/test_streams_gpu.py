@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.branches import inception, products
-from support.needs import why_no_hopper
 from support.simulated import feeds_of, lowered
 
 from optdnn.lowering import lanes as lanes
@@ -19,7 +18,7 @@ from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 from optdnn.runtime.steps.lanes import waits_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 @pytest.fixture(autouse=True)

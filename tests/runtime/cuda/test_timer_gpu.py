@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of
 
@@ -25,7 +24,7 @@ from optdnn.runtime.program import Program
 from optdnn.tuning.autotuner import Tuner
 from optdnn.tuning.timing_cache import TimingCache
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 TARGET = "cuda:sm_90a"
 K_STEPS = 5 * MAP_BYTES + 3 * 8 + 6 * 4
 """Where the implicit GEMM's parameters say how many steps the sum has."""

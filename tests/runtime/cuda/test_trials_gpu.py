@@ -14,7 +14,6 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of
 
@@ -35,7 +34,7 @@ from optdnn.tuning import candidates as trials
 from optdnn.tuning.autotuner import Tuner
 from optdnn.tuning.timing_cache import TimingCache
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 TARGET = "cuda:sm_90a"
 SPIN = "for (;;) __nanosleep(1000);"
 FAULTS = {

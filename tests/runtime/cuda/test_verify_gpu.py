@@ -12,7 +12,6 @@ import onnx
 import pytest
 from support import faults, small_models
 from support.faults import Fault, damage
-from support.needs import why_no_hopper
 from support.small_models import save, small_model
 
 import optdnn
@@ -20,7 +19,7 @@ from optdnn.cli.main import run
 from optdnn.compare.checks import PASSED
 from optdnn.runtime.program import Program
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+pytestmark = pytest.mark.hopper
 
 
 def wide() -> onnx.ModelProto:
