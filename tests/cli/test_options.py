@@ -68,7 +68,7 @@ def test_check_offers_only_what_it_uses() -> None:
         (["run", "--out", "y.npz", "e"], "Did you mean '--output'?"),
     ],
 )
-def test_what_is_misspelt_gets_a_suggestion(cli: Cli, argv: list[str], meant: str) -> None:
+def test_what_is_misspelled_gets_a_suggestion(cli: Cli, argv: list[str], meant: str) -> None:
     code, out, err = cli(*argv)
     assert (code, out) == (2, "")
     assert meant in err

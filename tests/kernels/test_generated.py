@@ -127,7 +127,7 @@ def test_warps_share_the_lines_of_running_sums(shape: tuple[int, ...], axis: int
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(("channels", "planes"), [(4, True), (12, True), (6, False)])
 def test_a_thread_resizes_several_channels_of_a_pixel(channels: int, planes: bool, tmp_path: Path) -> None:
-    """Where they are neighbours in the operand, and planes of the result."""
+    """Where they are neighbors in the operand, and planes of the result."""
     n = Net()
     x = n.op("Transpose", n.input(2, 5, 6, channels), attrs=shape.TransposeAttrs((0, 3, 1, 2)))
     sizes = n.ints(2, channels, 20, 13)
@@ -174,7 +174,7 @@ def test_a_thread_resizes_several_pixels_of_a_column(height: int, mode: str, run
 def test_a_thread_resizes_several_pixels_of_a_row(
     width: int, attrs: resize.ResizeAttrs, precision: str, runs: bool, tmp_path: Path
 ) -> None:
-    """Each element is read once for all neighbours that need it; an infinite one reaches no others."""
+    """Each element is read once for all neighbors that need it; an infinite one reaches no others."""
     n = Net()
     x = n.op("Neg", n.input(2, 3, 5, 12))
     graph = n.done(n.op("Resize", x, None, None, n.ints(2, 3, 9, width), attrs=attrs))

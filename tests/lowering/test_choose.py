@@ -112,7 +112,7 @@ def test_a_choice_that_does_not_exist_is_an_error(choice: TacticChoice) -> None:
 def test_a_chosen_tactic_that_refuses_here_is_replaced_by_the_cost_models_choice() -> None:
     """Tuning combines choices that were measured apart. A tactic may depend on the choices for earlier operators."""
     (conv, *_) = convolutions(emitted(two_like()))
-    (refused, *_) = (r["tactic"] for r in conv.refused if "computes its neighbour" not in r["reason"])
+    (refused, *_) = (r["tactic"] for r in conv.refused if "computes its neighbor" not in r["reason"])
     (found, *_) = convolutions(emitted(two_like(), {conv.signature: TacticChoice(refused)}))
     assert found.choice == conv.choice
     assert refused in [r["tactic"] for r in found.refused]

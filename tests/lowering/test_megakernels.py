@@ -56,7 +56,7 @@ def parts(program: Program) -> list[int]:
 
 
 @pytest.mark.usefixtures("always")
-def test_the_layers_of_a_decoder_are_one_run_of_neighbours() -> None:
+def test_the_layers_of_a_decoder_are_one_run_of_neighbors() -> None:
     program = built()
     found = parts(program)
     assert found == list(range(found[0], found[0] + 10))

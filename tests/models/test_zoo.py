@@ -78,7 +78,7 @@ def hollow(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, ...]]:
 
 # Digests of the originals, torchvision 0.28 and transformers (BertModel) with torch 2.13: of "OpType name" of all nodes but
 # Identity and Constant that torch.onnx.export (opset 17, training=PRESERVE, dynamo=False) writes, in order, and of "name shape"
-# of the state_dict's entries, sorted. With those state_dicts the builders' outputs equalled the originals' to float32 rounding.
+# of the state_dict's entries, sorted. With those state_dicts the builders' outputs equaled the originals' to float32 rounding.
 ORIGINALS = {
     "resnet18": ("ad41734749b43f31", "2bb53b15765c4651"),
     "resnet50": ("8e049c582b05f611", "cf11dad974eadeaa"),
@@ -286,7 +286,7 @@ def test_yolox_boxes_and_suppression() -> None:
     assert boxes.shape == (anchors, 85)
     assert (boxes[:, 2:4] > 0).all()
     assert ((boxes[:, 4:] >= 0) & (boxes[:, 4:] <= 1)).all()
-    assert np.abs(boxes[:, :2] - 32).max() < 128  # centres lie about the picture
+    assert np.abs(boxes[:, :2] - 32).max() < 128  # centers lie about the picture
     assert 0 < len(selected) <= 80 * 100
     assert selected[:, 2].max() < anchors
 
@@ -310,7 +310,7 @@ def test_state_replaces_the_weights_and_is_checked() -> None:
     ("name", "settings", "message"),
     [
         ("resnet51", {}, "no network 'resnet51'"),
-        ("resnet50", {"colour": 1}, "no option colour"),
+        ("resnet50", {"color": 1}, "no option color"),
         ("resnet50", {"opset": 12}, "opset 12"),
         ("vgg16", {"image_size": 50}, "multiples of 32"),
         ("unet", {"image_size": 0}, "multiples of 16"),

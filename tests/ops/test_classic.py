@@ -21,7 +21,7 @@ from optdnn.runtime.reference.trees import tree_ensemble
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((12, 4)).astype(np.float32)
-CENTRES = RNG.standard_normal((3, 4))
+CENTERS = RNG.standard_normal((3, 4))
 
 
 def node(op: str, x: Any, outputs: int = 1, version: int = 3, **attrs: Any) -> onnx.ModelProto:
@@ -256,7 +256,7 @@ def test_scikit_learn(name: str, classes: int) -> None:
     skl2onnx = pytest.importorskip("skl2onnx")
     rng = np.random.default_rng(classes)
     y = rng.integers(0, classes, 60)
-    x = (CENTRES[y] + 0.7 * rng.standard_normal((60, 4))).astype(np.float32)
+    x = (CENTERS[y] + 0.7 * rng.standard_normal((60, 4))).astype(np.float32)
     fitted = _models()[name].fit(x, y)
     options = {id(fitted): {"zipmap": False}} if hasattr(fitted, "classes_") else None
     model = skl2onnx.to_onnx(fitted, x[:1], options=options)

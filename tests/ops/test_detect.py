@@ -34,7 +34,7 @@ def nms(limit: int | None, iou: float | None, score: float | None, **attrs: Any)
     return Case("NonMaxSuppression", operands, attrs, 11)
 
 
-@pytest.mark.parametrize("centre", [0, 1])
+@pytest.mark.parametrize("center", [0, 1])
 @pytest.mark.parametrize(
     ("limit", "iou", "score"),
     [
@@ -47,8 +47,8 @@ def nms(limit: int | None, iou: float | None, score: float | None, **attrs: Any)
         (None, None, None),
     ],
 )
-def test_non_max_suppression(centre: int, limit: int | None, iou: float | None, score: float | None) -> None:
-    case = nms(limit, iou, score, center_point_box=centre)
+def test_non_max_suppression(center: int, limit: int | None, iou: float | None, score: float | None) -> None:
+    case = nms(limit, iou, score, center_point_box=center)
     (expected,) = onnxruntime_outputs(case)
     (got,) = run(import_case(case), case.fed)
     np.testing.assert_array_equal(got, expected)

@@ -70,7 +70,7 @@ def test_empty_axes(kind: str, noop: int) -> None:
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_integers(kind: str, dtype: Any) -> None:
     x = (_data(kind, dtype) - 3).astype(dtype)
-    if kind == "ReduceMean":  # truncated towards zero, as an integer division is
+    if kind == "ReduceMean":  # truncated toward zero, as an integer division is
         total = x.sum(axis=1, keepdims=True)
         expected: Any = [(np.sign(total) * (np.abs(total) // 4)).astype(dtype)]
     else:

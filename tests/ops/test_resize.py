@@ -39,7 +39,7 @@ def test_nearest(transform: str, nearest: str, size: tuple[int, int]) -> None:
 
 
 def _by_definition(x: np.ndarray, size: tuple[int, int], attrs: Json) -> np.ndarray:
-    """Nearest neighbours in rational arithmetic."""
+    """Nearest neighbors in rational arithmetic."""
     from fractions import Fraction as Q
     from math import ceil, floor
 

@@ -301,7 +301,7 @@ def test_an_expand_is_left_to_an_operator_that_broadcasts(kind: str, batch: DimL
     n = Net()
     x, gate = n.input(batch, 4, 5, 6), n.input(1, 4, 1, 1, name="gate")
     wide = n.op("Expand", gate, n.op("Shape", x) if batch == N else n.ints(2, 4, 5, 6))
-    rules = {"spare_expand": 1}
+    rules = {"redundant_expand": 1}
     check_pass(CANON, n.done(n.op(kind, wide, x)), changes=1, kinds={kind: 1}, rules=rules, sizes={"n": 2})
 
 

@@ -29,7 +29,7 @@ def places(n: Net, count: int = POINTS * NEAR) -> Value:
 
 
 def gathered_elements(n: Net, x: Value, batch: int = 1) -> Value:
-    """Each point's neighbours: [batch, C, POINTS, NEAR]."""
+    """Each point's neighbors: [batch, C, POINTS, NEAR]."""
     index = n.op("Reshape", places(n, batch * POINTS * NEAR), n.ints(batch, 1, POINTS * NEAR))
     wide = n.op("Expand", index, n.ints(batch, C, POINTS * NEAR))
     found = n.op("GatherElements", x, wide, attrs=GatherAttrs(2))

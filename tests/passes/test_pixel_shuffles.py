@@ -80,5 +80,5 @@ def test_a_network_on_the_gpu() -> None:
     program = lowered(graph, "fp16", target="cuda:sm_90a", no_cubins=True)
     moves = [s.params for s in program.steps if s.params.get("tactic") == "copy"]
     (move,) = [m for m in moves if len(m["reads"][0][2]) == 6]
-    assert move["reads"][0][3][1] == move["writes"][0][3][1] == 1, "channels are neighbours before and after"
+    assert move["reads"][0][3][1] == move["writes"][0][3][1] == 1, "channels are neighbors before and after"
     check_simulated(graph, "fp16")

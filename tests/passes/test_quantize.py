@@ -329,7 +329,7 @@ def test_a_plan_names_single_ops_by_value_or_by_node() -> None:
     assert producer(graph, first, 0).kind == "Input"
     assert producer(graph, second, 0).kind == "DequantizeLinear"
     (pool,) = graph.of_kind("MaxPool")
-    assert producer(graph, pool, 0).kind == "DequantizeLinear", "what is not named follows its neighbours"
+    assert producer(graph, pool, 0).kind == "DequantizeLinear", "what is not named follows its neighbors"
     graph = chain()
     assign(graph, PrecisionPlan("fp32", {"Conv_4": "int8", "MaxPool_3": "fp32"}))
     (pool,) = graph.of_kind("MaxPool")

@@ -174,7 +174,7 @@ def test_a_last_state_stays_where_others_are_read() -> None:
     check_refused(PASS, n.done(state, *sums), because="other steps than the last one", rule="last_state")
 
 
-def test_neighbours_are_no_candidates() -> None:
+def test_neighbors_are_no_candidates() -> None:
     n = Net()
     x = n.input(2, 3, 4)
     few = stacked(n, [n.op("Relu", taken(n, x, 1, t)) for t in range(3)], 1)

@@ -163,7 +163,7 @@ def test_a_half_quantized_product_says_which_half() -> None:
     account = PrecisionLog()
     AssignPrecision()(graph, PassContext(target="cpu", plan=PrecisionPlan("int8"), account=account))
     (row,) = (r for r in outcome(graph, account) if r.asked.kind == "MatMul")
-    assert (row.runs, row.reason) == ("fp32", "its input is quantized, its second operand is not")
+    assert (row.runs, row.reason) == ("fp32", "its input is quantized, but its second operand is not")
 
 
 def test_a_library_that_runs_otherwise_is_reported() -> None:

@@ -310,12 +310,12 @@ def test_other_kernels_are_named() -> None:
         (NETWORK, {"nodes": 1, "weights": {}}, "does not record its network"),
         (HELD_MODEL, {"model": 99, "weights": {}}, "blob 99"),
         (HELD_MODEL, {"weights": 3}, "cannot be read"),
-        (DECIDED, {"lines": None}, "account of its tactics is malformed"),
-        ("first_run", {"form": "upside down"}, "account of its first runs is malformed"),
-        ("options", {"precision": 3}, "account of its options is malformed"),
+        (DECIDED, {"lines": None}, "record of its tactics is malformed"),
+        ("first_run", {"form": "upside down"}, "record of its first runs is malformed"),
+        ("options", {"precision": 3}, "record of its options is malformed"),
     ],
 )
-def test_a_malformed_account_is_refused(built: Any, key: str, value: Any, said: str) -> None:
+def test_a_malformed_record_is_refused(built: Any, key: str, value: Any, said: str) -> None:
     before = built.program.meta.get(key)
     built.program.meta[key] = value
     try:
@@ -327,11 +327,11 @@ def test_a_malformed_account_is_refused(built: Any, key: str, value: Any, said: 
             built.program.meta[key] = before
 
 
-def test_a_malformed_account_of_the_passes_is_refused() -> None:
+def test_a_malformed_record_of_the_passes_is_refused() -> None:
     engine = optdnn.build(mlp(), target="reference")
     engine.program.meta["model"]["structure"] = "another"
     engine.program.meta["passes"] = [{"fired": [3]}]
-    assert "account of its build is malformed" in refused(engine, EngineError, model=mlp())
+    assert "record of its build is malformed" in refused(engine, EngineError, model=mlp())
 
 
 def test_precision_auto_is_refused(built: Any) -> None:

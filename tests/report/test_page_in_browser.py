@@ -119,7 +119,7 @@ def test_a_click_shows_what_is_known(page: Page, pages: dict[str, Path]) -> None
         assert heading in facts
     assert page.value("document.querySelector('.node.current').dataset.id") == "2"
     assert page.value("document.querySelectorAll('.edge.touched').length") == 2
-    page.click("#facts .neighbours .link")
+    page.click("#facts .neighbors .link")
     assert page.value("document.querySelector('.node.current').dataset.id") == "1"
 
 
@@ -217,17 +217,17 @@ def test_the_mouse_moves_and_zooms(page: Page, pages: dict[str, Path]) -> None:
     assert page.value(matrix) == pytest.approx([a, x, y])
 
 
-def test_colours_bars_findings_and_rows_lead_to_operators(page: Page, pages: dict[str, Path]) -> None:
+def test_colors_bars_findings_and_rows_lead_to_operators(page: Page, pages: dict[str, Path]) -> None:
     page.open(pages["build"], 1280)
     modes = page.value("[...document.querySelector('#mode').options].map((o) => o.value)")
     assert modes == ["time", "roofline", "operator", "precision"]
     filled = "getComputedStyle(document.querySelector(\".node[data-id='1'] rect\")).fill"
-    colours = set()
+    colors = set()
     for mode in ("time", "roofline", "operator"):
         change(page, "mode", mode, "change")
-        colours.add(page.value(filled))
+        colors.add(page.value(filled))
         assert page.value("document.querySelectorAll('#legend li').length") >= 1
-    assert len(colours) == 3
+    assert len(colors) == 3
     page.click("#timeline .bar[data-node='3']")
     assert page.value("document.querySelector('.node.current').dataset.id") == "3"
     page.click(".findings .show")

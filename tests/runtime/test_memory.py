@@ -156,7 +156,7 @@ def test_alignment_is_kept() -> None:
 
 
 def test_buffers_that_all_live_together_are_not_repaired_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that leave a gap above the bound; with many neighbours, one placement is all that an order gets."""
+    """Sizes that leave a gap above the bound; with many neighbors, one placement is all that an order gets."""
     placed: list[int] = []
     place = memory._place
     monkeypatch.setattr(memory, "_place", lambda *a: placed.append(1) or place(*a))

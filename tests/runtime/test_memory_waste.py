@@ -108,7 +108,7 @@ def test_every_order_is_worth_its_place() -> None:
             Interval(64 * rng.randint(1, 9), s := rng.randint(0, 6), s + rng.randint(0, 4))
             for _ in range(rng.randint(3, 14))
         ]
-        arenas = [memory._place(intervals, memory._neighbours(intervals), order(intervals))[1] for order in ORDERS]
+        arenas = [memory._place(intervals, memory._neighbors(intervals), order(intervals))[1] for order in ORDERS]
         if arenas.count(min(arenas)) == 1:
             winners.add(arenas.index(min(arenas)))
     assert winners == set(range(len(ORDERS)))

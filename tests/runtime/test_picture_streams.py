@@ -82,8 +82,8 @@ def test_a_picture_is_brought_to_the_engines_size(
     if spec.fit == "stretch":
         assert np.abs(want - got).mean() < 3
     top, left = place.offset
-    centre = fitted[top + round(own[0] * place.scale[0] / 2), left + round(own[1] * place.scale[1] / 2)]
-    assert np.abs(centre.astype(int) - smooth[own[0] // 2, own[1] // 2]).max() < 16
+    center = fitted[top + round(own[0] * place.scale[0] / 2), left + round(own[1] * place.scale[1] / 2)]
+    assert np.abs(center.astype(int) - smooth[own[0] // 2, own[1] // 2]).max() < 16
 
 
 def test_boxes_are_of_the_whole_picture_though_the_engine_takes_one_size() -> None:
@@ -190,7 +190,7 @@ def test_sizes_that_an_engine_takes_in_ranges(any_size: optdnn.Engine) -> None:
 )
 def test_an_engine_whose_account_is_malformed(account: dict[str, Any]) -> None:
     engine = SimpleNamespace(meta={"options": account}, inputs=(), profiles=())
-    with pytest.raises(EngineError, match="the engine's account of its pictures is malformed"):
+    with pytest.raises(EngineError, match="the engine's record of its pictures is malformed"):
         PicturePort.of(engine)  # type: ignore[arg-type]
 
 

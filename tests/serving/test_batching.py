@@ -151,12 +151,12 @@ def test_priorities_then_order_of_arrival() -> None:
     scenario(play)
 
 
-def test_a_full_queue_a_cancelled_request_and_one_that_expires() -> None:
+def test_a_full_queue_a_canceled_request_and_one_that_expires() -> None:
     async def play(batcher: Batcher, instance: Sums) -> None:
-        _, cancelled, late = await asked(batcher, request(0), request(1), request(2, timeout_s=0.01))
+        _, canceled, late = await asked(batcher, request(0), request(1), request(2, timeout_s=0.01))
         with pytest.raises(QueueFull, match="2 requests wait"):
             await batcher.run(request(3))
-        cancelled.cancel()
+        canceled.cancel()
         with pytest.raises(Expired, match=r"waited for 0\.01 s"):
             await late
         (last,) = await asked(batcher, request(4))

@@ -103,16 +103,16 @@ def test_calls_have_values_and_errors_in_any_order() -> None:
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_a_cancelled_call_is_cancelled_at_the_other_end_and_its_value_is_not_lost() -> None:
+def test_a_canceled_call_is_canceled_at_the_other_end_and_its_value_is_not_lost() -> None:
     async def main() -> None:
-        begun, cancelled, unclaimed = asyncio.Event(), asyncio.Event(), []
+        begun, canceled, unclaimed = asyncio.Event(), asyncio.Event(), []
 
         async def answer(method: str, arguments: Sequence[Any]) -> Any:
             begun.set()
             try:
                 await asyncio.sleep(30)
             except asyncio.CancelledError:
-                cancelled.set()
+                canceled.set()
                 if method == "stop":
                     raise
                 return "too late"
@@ -122,9 +122,9 @@ def test_a_cancelled_call_is_cancelled_at_the_other_end_and_its_value_is_not_los
             call = asyncio.create_task(one.call(method))
             await begun.wait()
             call.cancel()
-            await cancelled.wait()
+            await canceled.wait()
             begun.clear()
-            cancelled.clear()
+            canceled.clear()
         while not unclaimed:
             await asyncio.sleep(0.01)
         assert unclaimed == ["too late"]

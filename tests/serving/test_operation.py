@@ -109,7 +109,7 @@ def test_a_client_that_goes_away_leaves_the_queue(alone: Server) -> None:
         waiting(alone, 0)
 
 
-@pytest.mark.parametrize("end", ["cancelled", "deadline", "connection closed"])
+@pytest.mark.parametrize("end", ["canceled", "deadline", "connection closed"])
 def test_a_stream_that_ends_early_leaves_the_queue(alone: Server, end: str) -> None:
     import grpc
     from tritonclient.grpc import service_pb2 as pb
@@ -122,7 +122,7 @@ def test_a_stream_that_ends_early_leaves_the_queue(alone: Server, end: str) -> N
         timeout = 1.0 if end == "deadline" else None
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([message] * 3), timeout=timeout)
         waiting(alone, 1)
-        if end == "cancelled":
+        if end == "canceled":
             call.cancel()
         elif end == "connection closed":
             channel.close()

@@ -41,7 +41,7 @@ CASES = {
     "lengths of their own": case([1, 17, 64, 65, 130, 300]),
     "heads of 128": case([200, 3], features=128),
     "heads of 80, a part turns": case([100], features=80, turned=32),
-    "heads of 96, neighbours": case([77], features=96, interleaved=True),
+    "heads of 96, neighbors": case([77], features=96, interleaved=True),
     "heads of 256": case([90], heads=2, key_heads=1, features=256),
     "heads of 16, none turns": case([40], features=16, turned=0),
     "each its own keys": case([150, 2], heads=3, key_heads=3),

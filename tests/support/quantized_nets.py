@@ -23,7 +23,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
-from optdnn.passes.integers import MoveIntegers, RecentreIntegers
+from optdnn.passes.integers import MoveIntegers, ShiftZeroPoints
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.program import Program
 from optdnn.target_name import TargetName
@@ -314,7 +314,7 @@ def launches(graph: Graph, target: str = "cuda:sm_90a") -> tuple[Any, Program]:
     """A context of the network on a GPU, and its program, whose float operators stay what they are."""
     from optdnn.runtime.engine import Engine
 
-    for one in (RecentreIntegers(), MoveIntegers(), FoldQuantized(), AssignLayout()):
+    for one in (ShiftZeroPoints(), MoveIntegers(), FoldQuantized(), AssignLayout()):
         one(graph, PassContext(target=target))
     program = lower_cuda(graph, BuildOptions(target=target), facts_for(TargetName.parse(target)), {})
     return Engine(program).context(), program

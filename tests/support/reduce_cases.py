@@ -26,7 +26,7 @@ def _wide_rows(n: Net) -> list[Any]:
 
 
 def _columns(n: Net) -> list[Any]:
-    """Neighbouring outputs are neighbours in memory."""
+    """Neighboring outputs are neighbors in memory."""
     x = n.op("Abs", n.op("Add", n.input(57, 16), 0.1))
     return [n.op(f"Reduce{k}", x, n.ints(0), attrs=reduce.ReduceAttrs(False)) for k in KINDS if k != "Prod"]
 

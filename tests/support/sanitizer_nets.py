@@ -187,7 +187,7 @@ def shared_k(offers: Callable[..., Any]) -> Callable[..., Any]:
 
 
 ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "wide heads", "softcap")
-ROTARIES = ("halves", "neighbours", "a part", "narrow vectors, neighbours", "position ids", "of a product, grouped")
+ROTARIES = ("halves", "neighbors", "a part", "narrow vectors, neighbors", "position ids", "of a product, grouped")
 RECURRENTS = (
     "lstm", "lstm stacked", "lstm initial", "gru both", "gru other", "gru other, computed", "gru of 300", "grid rnn both",
     "grid gru",
@@ -280,7 +280,7 @@ def products() -> Graphs:
             for name, build in (NORMED | NORMED_RESIDUALS).items()
         },
         **{f"fp32 in parts: {name}": (net(Net, build), "fp32") for name, (build, _) in IN_PARTS.items()},
-        **{f"turned heads: {name}": (TURNED[name], "fp16") for name in ("halves", "neighbours of a part", "two tiles")},
+        **{f"turned heads: {name}": (TURNED[name], "fp16") for name in ("halves", "neighbors of a part", "two tiles")},
     }
 
 

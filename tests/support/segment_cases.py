@@ -75,7 +75,7 @@ def attention(n: Net, *, heads: int = 1) -> list[Value]:
 
 
 def degrees(n: Net) -> list[Value]:
-    """The features of a node's neighbours, times a number of the node itself on either side (GCN's norm)."""
+    """The features of a node's neighbors, times a number of the node itself on either side (GCN's norm)."""
     x, norm = n.input(NODES, 16), n.op("Sigmoid", n.input(NODES, 1, name="norm"))
     source, target = edges(2), edges(1)
     sent = n.op("Mul", rows_of(n, x, source), n.op("Mul", rows_of(n, norm, source), rows_of(n, norm, target)))

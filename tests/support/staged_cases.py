@@ -43,7 +43,7 @@ def _wide_rows(n: Net) -> list[Any]:
 
 
 def _columns(n: Net) -> list[Any]:
-    """Neighbouring outputs are neighbours in memory; one factor belongs to a row, one to a column."""
+    """Neighboring outputs are neighbors in memory; one factor belongs to a row, one to a column."""
     x, row, column = n.input(57, 16), n.input(57, 1), n.input(16)
     return [
         n.op("ReduceSum", n.op("Add", n.op("Mul", x, row), column), n.ints(0)),
@@ -58,7 +58,7 @@ def _images(n: Net) -> list[Any]:
 
 
 def _selected(n: Net) -> list[Any]:
-    """A comparison chooses what is added; the axes are not neighbours."""
+    """A comparison chooses what is added; the axes are not neighbors."""
     x, y = n.input(4, 6, 5), n.input(4, 6, 1)
     return [n.op("ReduceSum", n.op("Where", n.op("Less", x, y), x, n.op("Neg", y)), n.ints(0, 2))]
 

@@ -175,7 +175,7 @@ def test_interruption_in_the_network_keeps_what_was_better() -> None:
 
 
 def test_near_equals_are_chosen_in_the_network() -> None:
-    """The fastest alone costs its neighbours something: the network prefers the second."""
+    """The fastest alone costs its neighbors something: the network prefers the second."""
     timer = FakeTimer(hashed)
     found, _ = tuned(timer)
     problem = convolution(found)

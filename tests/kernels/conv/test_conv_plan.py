@@ -378,7 +378,7 @@ def test_other_problems_keep_the_other_model(change: dict[str, Any]) -> None:
     assert not conv_cost.mid_size_product(replace(product, **change))
 
 
-def test_large_tiles_share_what_neighbours_load_and_take_turns() -> None:
+def test_large_tiles_share_what_neighbors_load_and_take_turns() -> None:
     problem = Problem(6304, 768, (Source(1, 1, 768),), (("bias",), ("gelu",)))
     found = conv_cost.candidates(problem, DEVICE, 400)
     assert {c.share for c in found} >= {(1, 1), (2, 1), (1, 2)}

@@ -68,7 +68,7 @@ def test_one_launch_computes_both(
     (step,) = [s for s in program.steps if s.params["op"]["kind"] == "PooledConv"]
     assert len([n for n in step.src if "Relu" in n or "Conv" in n or "MaxPool" in n]) == 3
     found = next(t for t in program.meta["tactics"] if t["tactic"] == "conv_pool_sm90")
-    assert any("conv_pool_sm90 computes its neighbour" in r["reason"] for r in found["refused"])
+    assert any("conv_pool_sm90 computes its neighbor" in r["reason"] for r in found["refused"])
 
 
 class Library(HopperConv):

@@ -239,8 +239,8 @@ def test_a_residual_is_normalized(mean: bool, tmp_path: Path) -> None:
     own = np.ascontiguousarray(whole[:, 128:144].T.astype(np.float32))
     _run(tmp_path, 3, rows, normed=0, residual=1 if mean else 2, given=given, columns=scale, given_blocks=blocks, epsilon=1e-3,
          pixel_count=rows, result=found, sums=own)  # fmt: skip
-    centre, spread = (whole.mean(1), whole.var(1)) if mean else (0.0, (whole**2).mean(1))
-    np.testing.assert_allclose(found, (own - centre) / np.sqrt(spread + 1e-3) * scale[:, None], rtol=1e-3, atol=1e-4)
+    center, spread = (whole.mean(1), whole.var(1)) if mean else (0.0, (whole**2).mean(1))
+    np.testing.assert_allclose(found, (own - center) / np.sqrt(spread + 1e-3) * scale[:, None], rtol=1e-3, atol=1e-4)
 
 
 def test_another_residual_is_added_as_it_is(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_without_rows_there_is_no_launch() -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("name", ["halves", "neighbours", "a part, neighbours", "every second angle"])
+@pytest.mark.parametrize("name", ["halves", "neighbors", "a part, neighbors", "every second angle"])
 def test_the_kernel_compiles_without_spills(name: str, precision: str, arch: str) -> None:
     program = lowered(ROTARY[name](), precision, f"cuda:{arch}", no_cubins=True)
     (kernel,) = (k for k in program.kernels if k.function == "rotary")

@@ -1,4 +1,4 @@
-"""Images sampled between their pixels: a thread takes neighbouring channels of a result, on the processor as it is."""
+"""Images sampled between their pixels: a thread takes neighboring channels of a result, on the processor as it is."""
 
 from __future__ import annotations
 

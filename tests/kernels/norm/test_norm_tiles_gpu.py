@@ -119,11 +119,11 @@ def test_a_large_mean_does_not_cancel_the_deviations() -> None:
     (found,) = context.run(feeds).values()
     (x,) = feeds.values()
     wide = x.astype(np.float64)
-    centred = wide - wide.mean((2, 3), keepdims=True)
-    deviation = np.sqrt(centred.var((2, 3), keepdims=True) + 1e-3)
+    centered = wide - wide.mean((2, 3), keepdims=True)
+    deviation = np.sqrt(centered.var((2, 3), keepdims=True) + 1e-3)
     ops = {o.kind: o for o in graph.ops()}
     scale, bias = (graph.constant_value(v) for v in ops["InstanceNormalization"].inputs[1:])
     assert scale is not None
     assert bias is not None
-    wanted = centred / deviation * scale.reshape(-1, 1, 1) + bias.reshape(-1, 1, 1)
+    wanted = centered / deviation * scale.reshape(-1, 1, 1) + bias.reshape(-1, 1, 1)
     assert np.abs(found - wanted).max() < 2e-3 * np.abs(wanted).max()

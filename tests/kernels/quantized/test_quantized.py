@@ -18,7 +18,7 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
-from optdnn.passes.integers import MoveIntegers, RecentreIntegers
+from optdnn.passes.integers import MoveIntegers, ShiftZeroPoints
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.file.validate import validate
 from optdnn.runtime.program import Program
@@ -27,7 +27,7 @@ from optdnn.target_name import TargetName
 
 def built(graph: Graph, target: str = "simulate") -> tuple[Graph, Program]:
     copy, context = graph.copy(), PassContext(target="cuda:sm_90a" if target == "simulate" else target)
-    for one in (RecentreIntegers(), MoveIntegers(), FoldQuantized(), AssignLayout()):
+    for one in (ShiftZeroPoints(), MoveIntegers(), FoldQuantized(), AssignLayout()):
         one(copy, context)
     program = lower_cuda(copy, BuildOptions(target=target, no_cubins=True), facts_for(TargetName.parse(target)), {})
     validate(program)

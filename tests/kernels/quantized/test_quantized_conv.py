@@ -58,7 +58,7 @@ def test_results_round_half_to_even_and_saturate() -> None:
 
 
 @pytest.mark.parametrize("together", [2, 4])
-def test_reading_neighbouring_pixels_together_computes_the_stem(together: int) -> None:
+def test_reading_neighboring_pixels_together_computes_the_stem(together: int) -> None:
     rng = np.random.default_rng(0)
     image, weight = rng.integers(-9, 9, (1, 3, 64, 64)), rng.integers(-9, 9, (8, 3, 7, 7))
     options = {"strides": IMAGE.stride, "pads": IMAGE.padding, "dilations": (1, 1)}
@@ -79,7 +79,7 @@ def test_reading_neighbouring_pixels_together_computes_the_stem(together: int) -
     np.testing.assert_array_equal(found, expected)
 
 
-def test_packed_rows_put_neighbouring_channels_eight_apart() -> None:
+def test_packed_rows_put_neighboring_channels_eight_apart() -> None:
     problem = Problem(1, 32, (Source(1, 1, 32),), dtype="int8")
     weight = np.arange(32, dtype=np.int8).reshape(32, 1, 1, 1).repeat(32, 1)
     assert conv_params.pack_weights(problem, [weight])[:16, 0].tolist() == [

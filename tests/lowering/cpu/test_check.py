@@ -289,7 +289,7 @@ def test_a_ranking_does_not_excuse_every_result() -> None:
     assert "differs from the reference" in wrong["fake/1t"]
 
 
-def cancelled(order: int) -> Graph:
+def canceled(order: int) -> Graph:
     """Rows of a table, chosen by sums that cancel to roundoff, which ``order`` of their terms (1 or -1) changes."""
     graph = Graph()
     x = graph.add_input("x", tensor(FP32, 1, 64))
@@ -306,8 +306,8 @@ def cancelled(order: int) -> Graph:
 @pytest.mark.parametrize("spoil", [1.0, 1e3])
 def test_a_ranking_of_roundoff_that_no_nudge_of_a_zero_shows_is_noted(spoil: float) -> None:
     """A picture of zeros: its proposals differ by the roundoff of their convolutions."""
-    graph = cancelled(1)
-    other = evaluate(cancelled(-1), feeds := {"x": np.zeros((1, 64), np.float32)})
+    graph = canceled(1)
+    other = evaluate(canceled(-1), feeds := {"x": np.zeros((1, 64), np.float32)})
     wrong, doubts = judge_spoiled(graph, lambda _, __: {"y": other["y"] * np.float32(spoil)}, feeds)
     assert "no made-up input can judge it" in doubts["fake/1t"] if spoil == 1 else "differs" in wrong["fake/1t"]
     assert not (wrong if spoil == 1 else doubts)

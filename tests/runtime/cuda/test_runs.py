@@ -29,7 +29,7 @@ def run(*numbers: int, of: int = 3) -> list[CudaStep]:
     return [step(replace(PART, run=of, number=n)) for n in numbers]
 
 
-def test_neighbours_of_a_run_are_one_launch() -> None:
+def test_neighbors_of_a_run_are_one_launch() -> None:
     steps: list[object] = [step(None), *run(0, 1, 2), step(None), *run(3), *run(0, 1, of=5), "on the host"]
     assert grouped(steps) == [[0], [1, 2, 3], [4], [5], [6, 7], [8]]
     assert grouped(steps, joined=False) == [[k] for k in range(9)]

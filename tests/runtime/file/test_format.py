@@ -212,7 +212,7 @@ def test_a_read_only_file_is_not_replaced(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "e").read_text() == "precious"
 
 
-def test_saving_follows_links_and_honours_the_umask(tmp_path: Path) -> None:
+def test_saving_follows_links_and_honors_the_umask(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     old = os.umask(0o027)
     try:

@@ -1,4 +1,4 @@
-"""Measuring: the statistics, the judgement of stability, and the report."""
+"""Measuring: the statistics, the judgment of stability, and the report."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ DEVICE void store_features(Element* at, const float* feature) {
     v.store(at);
 }
 
-// Rotates LANES pairs: neighbours, or a feature of the first vector with one of the second.
+// Rotates LANES pairs: neighbors, or a feature of the first vector with one of the second.
 DEVICE void turn(float (&feature)[2 * LANES], const Vector& cosines, const Vector& sines) {
     #pragma unroll
     for (int j = 0; j < LANES; j++) {
