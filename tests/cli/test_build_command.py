@@ -145,11 +145,11 @@ def test_dumps_are_numbered_and_stop_after_stops(cli: Cli, model: Path, tmp_path
     assert "BatchNormalization" in (tmp_path / "dumps" / "here" / names[0]).read_text()
     assert "BatchNormalization" not in (tmp_path / "dumps" / "here" / names[-1]).read_text()
     meta = optdnn.load(tmp_path / "e").meta
-    assert meta["operators"]["Relu"] == 2  # epilogues come later
+    assert meta["operators"]["Relu"] == 2  # epilogues are fused by later passes
     assert "BatchNormalization" not in meta["operators"]
 
 
-def test_an_unknown_pass_is_named_with_all_that_exist(cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_an_unknown_pass_is_refused_with_a_list_of_all_passes(cli: Cli, model: Path, tmp_path: Path) -> None:
     code, out, err = cli("build", model, "-o", tmp_path / "e", "--target", "reference", "--stop-after", "fuse_all")
     assert (code, out) == (2, "")
     assert "there is no pass 'fuse_all' at -O3" in err
@@ -197,7 +197,7 @@ def test_a_pinned_library_and_converted_borders(cli: Cli, model: Path, tmp_path:
 
 
 @libraries
-def test_int8_tells_how_far_the_outputs_moved(cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_int8_shows_how_far_the_outputs_moved(cli: Cli, model: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "c.npz", x=rng.standard_normal((16, 3, 8, 8)).astype(np.float32))
     argv = ["build", model, "-o", tmp_path / "e", "--target", "cpu", "--threads", 1, "--tactics", "onnxruntime"]
@@ -213,7 +213,7 @@ def test_int8_tells_how_far_the_outputs_moved(cli: Cli, model: Path, tmp_path: P
 
 
 def test_a_warning_is_shown_once(cli: Cli, tmp_path: Path) -> None:
-    """A build opens the model several times, and each time it warns."""
+    """A build opens the model several times, and each import warns."""
     maps = helper.make_node("ZipMap", ["x"], ["y"], domain="ai.onnx.ml", classlabels_int64s=[0, 1])
     ports = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3, 2])], [onnx.ValueInfoProto(name="y")]
     imports = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]

@@ -18,7 +18,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_check_tells_before_the_build_what_runs_on_the_cpu(cli: Cli, three: Path) -> None:
+def test_check_shows_before_the_build_what_runs_on_the_cpu(cli: Cli, three: Path) -> None:
     done = cli("check", three, "--target", "cuda:sm_90a")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
@@ -32,7 +32,7 @@ def test_check_tells_before_the_build_what_runs_on_the_cpu(cli: Cli, three: Path
 
 
 @pytest.mark.parametrize("command", ["check", "build"])
-def test_strict_names_all_with_their_nodes(cli: Cli, three: Path, command: str) -> None:
+def test_strict_names_all_unsupported_operators_with_their_nodes(cli: Cli, three: Path, command: str) -> None:
     done = cli(command, three, "--target", "cuda:sm_90a", "--strict")
     assert done.code == 4
     for text in ("det: Det: there is no kernel", "unique: Unique:", "kept: Compress:", "strict forbids"):

@@ -15,7 +15,8 @@ from optdnn.errors import NotMet, RunError
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``a.onnx`` and ``b.onnx`` have other weights; engines of both: for ``simulate`` in fp32 and fp16, and ``a`` in NumPy."""
+    """Models ``a.onnx`` and ``b.onnx`` with other weights; ``a.engine`` in fp32 and ``b.engine`` in fp16, both for
+    ``simulate``; ``numpy.engine`` of ``a`` for the target ``reference``."""
     folder = tmp_path_factory.mktemp("built")
     save(mlp(), folder, "a.onnx")
     save(retrained(mlp()), folder, "b.onnx")

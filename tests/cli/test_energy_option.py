@@ -19,7 +19,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_bench_tells_the_counters(cli: Cli, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_shows_the_counters(cli: Cli, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter(range(0, 1 << 40, 3_000_000))
     monkeypatch.setattr(bench, "counters", lambda gpu: [energy.Counter("package-0 (RAPL)", lambda: next(readings))])
     for name, seconds in (("REST_S", 0.0), ("IDLE_S", 0.05), ("BUSY_S", 0.05)):

@@ -1,4 +1,4 @@
-"""The command as a process: signals that end it, what they leave behind, and the encoding of what it prints."""
+"""The command as a process: signals that end it, the files that it then leaves, and the encoding of its output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAIN = "from optdnn.cli.main import main; main()"
 
 
 def _signals_by_default() -> None:
-    """In the child: a shell or nohup may have started the tests with ignored signals, which children inherit."""
+    """Runs in the child: a shell or nohup may have started the tests with ignored signals, which children inherit."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
@@ -89,7 +89,7 @@ print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, signal.getsignal(signal
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("more", [[], ["--json"], ["--debug"]])
-def test_a_full_disk_behind_the_output_is_no_defect(model: Path, more: list[str]) -> None:
+def test_output_to_a_full_disk_is_no_defect(model: Path, more: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-c", MAIN, "check", model, *more], stdout=full, stderr=subprocess.PIPE, text=True

@@ -16,7 +16,7 @@ import optdnn
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``net.engine``, which holds its model, and ``plain.engine``, which does not; ``new.onnx`` has other weights."""
+    """``net.engine``, which holds its model; ``plain.engine``, which does not; and ``new.onnx`` with other weights."""
     folder = tmp_path_factory.mktemp("built")
     save(retrained(mlp()), folder, "new.onnx")
     optdnn.build(save(mlp(), folder), target="simulate", refit=True).save(folder / "net.engine")
@@ -50,7 +50,7 @@ def test_single_weights_and_an_adapter(cli: Cli, folder: Path, tmp_path: Path) -
     assert strict(cli(*asked, "--json").out).keys() == {"engine", "from", "seconds"}
     x = np.ones((4, 24), np.float32)
     old, new = (optdnn.load(path).run(x)["y"] for path in (folder / "net.engine", out))
-    np.testing.assert_allclose(new, 4 * old, rtol=1e-5)  # w1 + w1, and twice w2
+    np.testing.assert_allclose(new, 4 * old, rtol=1e-5)  # both weights are doubled
 
 
 def test_refusals(cli: Cli, folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A real server process in operation: full queues, deadlines, dead workers, loading and unloading, the end."""
+"""A real server process in operation: full queues, deadlines, dead workers, loading, unloading, shutdown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ X = np.random.default_rng(1).standard_normal((1, 1, 8, 8)).astype(np.float32)
 
 
 class Asked(threading.Thread):
-    """A request in a separate thread; ``status`` is that of its answer."""
+    """A request in a separate thread; ``status`` is the status of its answer."""
 
     def __init__(self, server: Server, **parameters: int):
         super().__init__(daemon=True)
@@ -40,14 +40,14 @@ class Asked(threading.Thread):
 
 @pytest.fixture(scope="module", params=[0, 2], ids=["one process", "two front ends"])
 def alone(engines: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A server of the digits alone, whose batches have one row: by itself, and behind front ends."""
+    """A server of the digits only, with batches of one row: once in one process, once behind two front ends."""
     with served(engines / "digits.engine", "--queue", 4, "--max-batch", 1, "--frontends", request.param) as running:
         yield running
 
 
 @contextmanager
 def busy(server: Server) -> Iterator[tuple[int, Asked]]:
-    """While the worker of the digits is stopped within a request: its number, and that request."""
+    """Stops the worker of the digits within a request. Yields the worker's process id and the request."""
     (worker,) = server.workers()
     server.halt(worker)
     began = server.metric("optdnn_queue_seconds_count")
@@ -83,7 +83,7 @@ def test_a_full_queue_refuses_and_deadlines_hold(alone: Server) -> None:
             assert refused.status == 429
             with pytest.raises(Exception, match="RESOURCE_EXHAUSTED"):
                 client.infer("digits", [i])
-            call.cancel()  # leaves the queue, as the one whose time is over
+            call.cancel()  # a canceled request leaves the queue, and so does an expired one
             late.join()
             assert late.status == 504
             waiting(alone, 2)
@@ -130,7 +130,7 @@ def test_a_stream_that_ends_early_leaves_the_queue(alone: Server, end: str) -> N
     first.join()
     assert first.status == 200
     assert status_of_one(alone) == 200
-    assert alone.metric("optdnn_batch_rows_count") == ran + 2  # nothing of the stream
+    assert alone.metric("optdnn_batch_rows_count") == ran + 2  # no request of the stream ran
 
 
 def test_a_killed_worker_costs_each_request_of_its_batch_and_no_other(engines: Path) -> None:
@@ -191,7 +191,7 @@ def test_models_are_loaded_and_unloaded(alone: Server, engines: Path) -> None:
     client.load_model("digits")
     assert status_of_one(alone) == 200
     before = alone.workers()
-    client.load_model("digits")  # anew, in the place of the old
+    client.load_model("digits")  # loaded again in place of the old one
     assert status_of_one(alone) == 200
     alone.eventually(lambda: len(alone.workers()) == 1)
     assert alone.workers() != before

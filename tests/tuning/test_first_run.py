@@ -1,4 +1,4 @@
-"""What a build does with a program that does not run on its GPU: other forms, other candidates, an error; with a made-up GPU."""
+"""A program that does not run on its GPU: the build tries other forms and other candidates, or fails. The GPU is made up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.nvrtc
 
 
 def branchy() -> Graph:
-    """Two branches of two convolutions between two others."""
+    """Two branches of two convolutions, between two other convolutions."""
     n = Net()
     x = n.op("Relu", n.conv(n.input(1, 16, 14, 14), 16, 3))
     a = n.op("Relu", n.conv(n.op("Relu", n.conv(x, 16, 3)), 32, 3))
@@ -164,7 +164,7 @@ def test_a_launch_without_an_alternative_is_an_error_that_names_it(
     assert caught.value.exit_code == 6
 
 
-def test_what_could_not_be_run_is_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_that_could_not_be_run_are_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, ("graph", "any", "host"))
     found = build_verbose(
         model, BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="heuristic", no_cubins=True)
@@ -201,11 +201,11 @@ def test_each_plan_of_a_range_of_shapes_is_run(model: Path, monkeypatch: pytest.
 # ---------------------------------------------------------------- tuned builds
 
 
-def test_a_tuned_build_loses_what_hangs_and_tells(
+def test_a_tuned_build_drops_candidates_that_hang_and_reports_them(
     model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pretend(monkeypatch)
-    monkeypatch.setattr(candidates, "MOST", 4)  # each is compiled, and one is lost
+    monkeypatch.setattr(candidates, "MOST", 4)  # each candidate is compiled, and one is lost
     times, out = tmp_path / "times.json", tmp_path / "a.engine"
     command = ["build", str(model), "--target", "cuda:sm_90a", "--precision", "fp16", "--tactics", "own"]
     command += ["--timing-cache", str(times), "-o", str(out)]

@@ -1,4 +1,4 @@
-"""Builds that tune: when they do, that a warm one is the same, what the report and the command line say."""
+"""Builds that tune: when they do, that a warm build gives the same bytes, the report and the command line."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_retune_leaves_what_it_cannot_improve(engine: Path, gpu: FakeTimer) -> N
 
 
 def test_retune_replaces_an_engine_that_hangs(engine: Path, gpu: FakeTimer, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu.net = lambda tactics: 1.0  # nothing is faster: an engine that runs would be kept
+    gpu.net = lambda tactics: 1.0  # no candidate is faster: an engine that runs would be kept
     old = [s.params["tactic"] for s in read(engine).steps]
     load, race = gpu.load, gpu.race
     alone: list[Any] = []
@@ -214,7 +214,7 @@ def test_retune_replaces_an_engine_that_hangs(engine: Path, gpu: FakeTimer, monk
     assert gpu.loaded == 0, "every network was closed"
 
 
-def test_retune_tells_what_it_fell_back_to(engine: Path, gpu: FakeTimer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_retune_reports_its_fallback(engine: Path, gpu: FakeTimer, capsys: pytest.CaptureFixture[str]) -> None:
     runs = gpu.first_run
 
     def first_run(program: Program) -> Any:
@@ -256,7 +256,7 @@ def test_retune_of_an_interrupted_run_keeps_the_file_whole(
     assert engine.read_bytes() == content
 
 
-def test_what_cannot_be_retuned(
+def test_engines_that_cannot_be_retuned(
     engine: Path, model: Path, gpu: FakeTimer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu.device.arch = "sm_80"

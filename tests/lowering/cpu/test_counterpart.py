@@ -1,4 +1,4 @@
-"""A precision that is slower than fp32 is told, with both times."""
+"""A precision that is slower than fp32 is reported, with both times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, own: float, fp32: float) -> list[list[str]]:
-    """Let the last measurement come to these milliseconds; returns what was measured."""
+    """Lets the last measurement give these milliseconds. Returns what was measured."""
     measured: list[list[str]] = []
 
     def turns(runners: Mapping[str, Callable[[float], object]], **_: Any) -> dict[str, float]:
@@ -72,7 +72,9 @@ def test_a_slower_precision_is_reported_with_both_times(
 
 
 @pytest.mark.parametrize("own", [2.05])
-def test_one_that_is_not_slower_is_only_in_the_report(model: Path, own: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_precision_that_is_not_slower_is_only_in_the_report(
+    model: Path, own: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock(monkeypatch, own, 2.0)
     found = build_verbose(model, int8(model)).report()["beside_fp32"]
     assert (found["own"]["median_ms"], found["fp32"]["median_ms"], found["slower"]) == (own, 2.0, False)
@@ -112,7 +114,7 @@ def test_a_network_that_no_library_runs_in_fp32_is_compared_with_nothing(
 
 @pytest.mark.parametrize("precision", ["int8", "auto"])
 def test_precision_auto_is_not_compared_with_fp32_again(model: Path, precision: str) -> None:
-    """Its own race of whole engines has compared them already."""
+    """The race of whole engines has compared them already."""
     asked: list[int] = []
 
     def in_fp32() -> Graph:
