@@ -124,7 +124,7 @@ def test_a_configuration_that_cannot_run_it_is_an_error() -> None:
         emitted(two_equal(), {key: TacticChoice("conv_sm90", "2x1m2n64s24o1b1")})
 
 
-def test_a_choice_needs_no_offers_of_other_tactics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_needs_no_ranking_of_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = two_equal()
     chosen = {d.signature: d.choice for d in convolutions(emitted(graph))}
     assert all(c.config for c in chosen.values())

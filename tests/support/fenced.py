@@ -1,4 +1,4 @@
-"""Runs a single launch on a GPU, with its results between fences: bytes that no kernel may touch."""
+"""Runs a single launch on a GPU, with fences around its results: bytes that no kernel may change."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3}
 
 
 def checked_launches(graph: Graph, precision: str, bound: float = 0.0) -> list[StepError]:
-    """Each launch of the network agrees with its step's meaning and writes nothing else; two runs give equal bits. ``bound``: the
-    largest error (0: the default of the precision)."""
+    """Each launch of the network agrees with the meaning of its step and writes nothing else, and two runs give equal bits.
+    ``bound``: the largest error (0: the default of the precision)."""
     context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
     feeds = feeds_of(graph)
     found = check_steps(context, feeds)

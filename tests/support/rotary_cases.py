@@ -25,9 +25,9 @@ def heads_first(
     shape: tuple[int, int, int, int] = (2, 3, 7, 64), turned: int = 0, *, interleaved: bool = False, given: int = 0,
     own: bool = False,
 ) -> Graph:  # fmt: skip
-    """Of an input (batch, heads, length, size). ``given``: the batch of cosines and sines that are inputs, 0 for constants.
+    """A rotary embedding of an input (batch, heads, length, size).
 
-    ``own``: each feature has an angle of its own.
+    ``given``: the batch of cosines and sines that are inputs; 0 for constants. ``own``: each feature has its own angle.
     """
     n = Net()
     batch, heads, length, size = shape
@@ -41,9 +41,10 @@ def normed(
     kind: str = "RMSNormalization", *, tokens: bool = False, heads: int = 4, groups: int = 2, size: int = 64, turned: int = 0,
     interleaved: bool = False, length: int = 9, before: bool = True, given: int = 0, own: bool = False,
 ) -> Graph:  # fmt: skip
-    """Queries and keys of one product with norms of heads, or of all heads of a token (OLMo 2), before they turn.
+    """Queries and keys of one product. Norms of heads, or of all heads of a token (OLMo 2), precede their rotary embeddings.
 
-    ``before``: norms are before the Transpose; ``given``: as of :func:`heads_first`."""
+    ``before``: norms are before the Transpose. ``given``: see :func:`heads_first`.
+    """
     n = Net()
     rows = n.matmul(n.input(2, length, 64), (heads + 2 * groups) * size)
     parts = n.op("Split", rows, n.ints(heads * size, groups * size, groups * size), attrs=SplitAttrs(-1), outputs=3)
@@ -66,7 +67,7 @@ def normed(
 
 
 def position_ids(size: int = 64, batch: int = 2) -> Graph:
-    """Angles that are rows of a table of 20."""
+    """Angles that are rows of a table of 20 positions."""
     n = Net()
     x, at = n.op("Abs", n.input(batch, 3, 7, size)), n.input(batch, 7, name="at", dtype=INT64)
     pair = [n.op("Gather", n.op("Reshape", t, n.ints(20, size // 2)), at) for t in angles(n, 20, size // 2)]
@@ -77,7 +78,7 @@ def of_a_product(
     heads: int = 3, groups: int = 3, size: int = 64, *, interleaved: bool = False, length: int = 9, still: int = 0,
     own: bool = False,
 ) -> Graph:  # fmt: skip
-    """Queries and keys that lie in rows of one product, which attention reads. The first ``still`` positions do not turn."""
+    """Queries and keys in rows of one product, for attention. The first ``still`` positions are not rotated."""
     n = Net()
     rows = n.matmul(n.input(2, length, 64), (heads + 2 * groups) * size)
     parts = n.op("Split", rows, n.ints(heads * size, groups * size, groups * size), attrs=SplitAttrs(-1), outputs=3)
@@ -96,7 +97,7 @@ def of_a_product(
 
 
 def by_head(batch: int = 1) -> Graph:
-    """Queries and keys whose heads have different angles: heads and images change places around their embeddings."""
+    """Heads of queries and keys with different angles: heads and images are exchanged before and after the embeddings."""
     n, swap = Net(), TransposeAttrs((1, 0, 2, 3))
     q, k, v = (
         n.op("Transpose", n.op("Abs", n.input(batch, 9, 3, 64, name=name)), attrs=TransposeAttrs((0, 2, 1, 3)))
@@ -110,14 +111,14 @@ def by_head(batch: int = 1) -> Graph:
 
 
 def part_of_a_concatenation() -> Graph:
-    """The result goes behind other keys, in rows of a cache."""
+    """The result follows other keys, in rows of a cache."""
     n = Net()
     x, past = n.op("Abs", n.input(2, 3, 5, 32)), n.op("Abs", n.input(2, 3, 11, 32, name="past"))
     return n.done(n.op("Concat", past, n.op("RotaryEmbedding", x, *angles(n, 5, 16)), attrs=ConcatAttrs(2)))
 
 
 def every_second_angle() -> Graph:
-    """Cosines and sines that lie with a step."""
+    """Cosines and sines with a stride of two."""
     n = Net()
     x = n.op("Abs", n.input(2, 3, 7, 32))
     pair = [
@@ -167,4 +168,4 @@ NORMED: dict[str, Callable[[], Graph]] = {
     "angles of inputs": lambda: normed(given=2),
     "tokens, angles of inputs": lambda: normed(tokens=True, heads=8, groups=8, given=1, turned=32),
 }
-"""Queries and keys that are normalized and turned in one launch."""
+"""Queries and keys that are normalized and rotated in one launch."""

@@ -1,4 +1,4 @@
-"""The facts of GPUs that plans are made by."""
+"""The facts of GPUs on which plans depend."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def test_targets_and_facts_name_the_same_gpus() -> None:
      ("b200", 2243), ("rtx-5090", 209), ("rtx-pro-6000", 504)],
 )  # fmt: skip
 def test_rates_are_those_of_the_data_sheets(slug: str, teraflops: float) -> None:
-    """Dense 16-bit products with fp32 sums. An H200 reaches 989 TFLOP/s at its highest clock; the table has the one under load."""
+    """Dense 16-bit products with fp32 sums. An H200 reaches 989 TFLOP/s at its highest clock; the table has the value under
+    load."""
     gpu = named(slug)
     assert gpu.multiprocessors * gpu.clock * gpu.matrix_ops * 1e-12 == pytest.approx(teraflops, rel=0.01)
 
@@ -56,7 +57,7 @@ def test_launches_begin_early_from_hopper_on(arch: str, early: bool) -> None:
 
 
 def attributes(gpu: GpuFacts) -> dict[str, int]:
-    """What the driver says of a GPU; its clocks are the highest possible."""
+    """The driver's facts of a GPU. Its clocks are the highest possible ones."""
     return {
         "COMPUTE_CAPABILITY_MAJOR": gpu.capability[0],
         "COMPUTE_CAPABILITY_MINOR": gpu.capability[1],
@@ -122,7 +123,7 @@ def test_times_of_another_gpu_are_not_taken(target: str, why: str | None, monkey
 
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
-def test_an_h200_tells_the_facts_of_the_table() -> None:
+def test_the_facts_of_an_h200_agree_with_the_table() -> None:
     found = device.read_facts()
     if found.name != "NVIDIA H200":
         pytest.skip(f"this GPU is {found.name}")

@@ -1,4 +1,4 @@
-"""Compiling and the kernel cache: keys, typed errors, atomic entries, damage, folders that cannot be written."""
+"""Compiling and the kernel cache: keys, typed errors, atomic entries, damage, and folders that cannot be written."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_an_interruption_ends_the_compiling_processes(tmp_path: Path, monkeypatc
     assert all(p.returncode is not None and p.returncode < 0 for p in started)
 
 
-def test_processes_that_want_the_same_kernel_at_once_all_get_it_whole(tmp_path: Path) -> None:
+def test_processes_that_compile_the_same_kernel_concurrently_all_get_a_complete_one(tmp_path: Path) -> None:
     code = (
         "import sys, hashlib\nfrom pathlib import Path\nfrom optdnn.runtime.cuda.compile.nvrtc import KernelCache, Recipe\n"
         f"r = Recipe({RECIPE.name!r}, {RECIPE.arch!r}, {dict(RECIPE.generated)!r})\n"

@@ -1,4 +1,4 @@
-"""Real faults on a GPU: kernels that spin, trap, write elsewhere. Each costs the worker, and this process goes on."""
+"""Real faults on a GPU: kernels that loop, trap, or write elsewhere. Each costs the worker, and this process continues."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FAULTS = {
     "overruns": ("p.y[p.count + threadIdx.x] = Y0(v);", r"it writes outside of its buffers"),
 }
 LIMIT_S = 120.0
-"""Each test of a fault ends long before: 10 s until a hang is told, and some seconds for each worker."""
+"""Each test of a fault ends long before: a hang is reported after 10 s, and each worker takes some seconds."""
 X = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
 
 
@@ -70,7 +70,7 @@ extern "C" __global__ void run(const __grid_constant__ Params p) {{
 
 
 def copies(fault: str) -> Any:
-    """y = x, and then the fault."""
+    """y = x, followed by the fault."""
     body = f"""launch_dependents();
     wait_for_predecessor();
     const float v = i < p.count ? widen(p.x[i]) : 0.0f;
@@ -118,7 +118,8 @@ def test_a_program_with_a_faulty_kernel_is_an_error_that_names_it(how: str) -> N
     assert time.monotonic() - begin < LIMIT_S
 
 
-# The first writes 0, lets the second begin, and writes 1 after 3 ms; the second, if it has begun early, sees 0 and never ends.
+# The first launch writes 0, lets the second begin, and writes 1 after 3 ms. If the second has begun early, it sees 0 and never
+# ends.
 SLOWLY = """wait_for_predecessor();
     if (i < p.count) p.y[i] = Y0(0.0f);
     __threadfence();
@@ -189,7 +190,7 @@ def test_a_faulty_candidate_costs_its_worker(how: str) -> None:
 
 
 def sabotaged(program: Program, fault: str) -> Program:
-    """The candidate with another kernel in its last launch, which only does the fault."""
+    """The candidate with another kernel in its last launch, which does nothing but the fault."""
     step = program.steps[-1]
     number, size = step.params["launch"]["kernel"], len(step.params["launch"]["parameters"]) // 2
     k = program.kernels[number]

@@ -1,4 +1,4 @@
-"""Tests that want the whole GPU have it alone, and are not kept waiting by a stream of others."""
+"""Tests that need the whole GPU have it alone, and do not wait for a stream of other tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from threading import Event
 from support.whole_gpu import gpu_taken
 
 
-def test_one_that_wants_the_whole_gpu_has_it_alone(tmp_path: Path) -> None:
+def test_a_test_that_needs_the_whole_gpu_has_it_alone(tmp_path: Path) -> None:
     order: list[str] = []
     begun, free = {name: Event() for name in "abcd"}, {name: Event() for name in "abcd"}
 

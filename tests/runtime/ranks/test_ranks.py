@@ -1,4 +1,4 @@
-"""Engines of several ranks without a GPU: threads and processes, files, launchers, and everything that goes wrong."""
+"""Engines of several ranks without a GPU: threads and processes, files, launchers, and failures of each kind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("target", ["reference", "simulate"])
 @pytest.mark.parametrize("devices", [2, 4])
-def test_several_ranks_compute_what_one_does(target: str, devices: int) -> None:
+def test_several_ranks_give_the_results_of_one(target: str, devices: int) -> None:
     one = optdnn.build(mlp(4), target=target).run(X)["y"]
     engine = built(target, devices)
     several = engine.run(X)["y"]
@@ -333,7 +333,7 @@ SUM = """<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
     agraph (float[2, 4] x) => (float[2, 4] y) { y = com.microsoft.AllReduce <group_size = 2> (x) }"""
 
 
-def test_the_model_of_one_rank_runs_with_the_others_alone() -> None:
+def test_the_model_of_one_rank_runs_only_with_the_others() -> None:
     engine = optdnn.build(onnx.parser.parse_model(SUM), target="simulate")
     x = np.ones((2, 4), np.float32)
     with pytest.raises(RunError, match="a collective of 2 ranks runs on one rank"):
