@@ -1,4 +1,4 @@
-"""Recurrent layers on the whole grid: what they refuse, and their plans."""
+"""Recurrent layers on the whole grid: refusals and plans."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_the_kernel_cannot_run(changes: dict[str, Any], tiles: int, because
 
 
 def tried(graph: Graph, target: str = "cuda:sm_90a") -> tuple[str, str]:
-    """The tactic of the recurrent layer, and why the grid's was refused."""
+    """The tactic of the recurrent layer, and the reason for which the grid's was refused."""
     program = lowered(graph, "fp16", target=target, no_cubins=True)
     (row,) = [t for t in program.meta["tactics"] if t["kind"] in ("RNN", "GRU", "LSTM")]
     return row["tactic"], next((r["reason"] for r in row.get("refused", ()) if r["tactic"] == "rnn_grid"), "")

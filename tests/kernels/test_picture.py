@@ -1,4 +1,4 @@
-"""A picture's conversion, resize, crop and shift in one launch: its kernel runs on the processor, and what it refuses."""
+"""A picture's conversion, resize, crop and shift in one launch: its kernel on the processor, and refusals."""
 
 from __future__ import annotations
 

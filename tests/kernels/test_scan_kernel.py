@@ -1,4 +1,4 @@
-"""PointwiseScan: one launch for all steps of a recurrence, on the processor as it is."""
+"""PointwiseScan: one launch for all steps of a recurrence, run on the processor unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_it_compiles_without_spills(name: str) -> None:
 
 
 def host_reasons(graph: Graph) -> list[str]:
-    """Why operators run on the host."""
+    """The reasons for which operators run on the host."""
     program = lowered(graph, "fp32", no_cubins=True)
     return [row["why"] for row in program.meta["host"]["operators"] if row["kind"] == "PointwiseScan"]
 

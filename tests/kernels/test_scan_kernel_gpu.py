@@ -1,4 +1,4 @@
-"""PointwiseScan on a GPU: every launch does what its step means, twice the same, and writes nothing else."""
+"""PointwiseScan on a GPU: every launch agrees with its meaning in two runs, and writes nothing else."""
 
 from __future__ import annotations
 

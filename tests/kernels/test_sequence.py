@@ -1,4 +1,4 @@
-"""Attention, recurrent layers and group normalization on the simulated GPU: the right tactic runs each, and rightly."""
+"""Attention, recurrent layers and group normalization on the simulated GPU: each runs with the right tactic and results."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def windows(indices: np.ndarray) -> Graph:
 
 
 def test_windows_are_a_view() -> None:
-    """An unfold, as torch exports im2col."""
+    """An unfold in the form of torch's export of im2col."""
     assert "Gather" not in kinds(check_simulated(windows(np.arange(9)[:, None] + 2 * np.arange(4))))
     assert "Gather" not in kinds(check_simulated(windows(np.array([[3]]))))
     assert "Gather" in kinds(check_simulated(windows(np.array([[0, 1], [1, 3]]))))

@@ -1,4 +1,4 @@
-"""Attention, recurrent layers, group norms and sums that are normalized on a GPU: every launch does what its step means."""
+"""Attention, recurrent layers, group norms and normalized sums on a GPU: every launch agrees with its meaning."""
 
 from __future__ import annotations
 

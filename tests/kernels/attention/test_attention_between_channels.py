@@ -1,4 +1,4 @@
-"""Attention between channels as a tactic: what it takes in, what it refuses, what its launches mean."""
+"""Attention between channels as a tactic: the operators that it fuses, its refusals, and the meanings of its launches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def between_channels(
     *, heads: int = 2, size: int = 16, tokens: int = 20, norm: Any = COSINE, of_keys: Any = "", factors: Any = None,
     shown: bool = False, **attention: Any,
 ) -> Graph:  # fmt: skip
-    """XCiT's attention: q, k, v from one projection, the tokens transposed to the last axis, q and k normalized over them."""
+    """XCiT's attention: q, k, v from one projection, tokens transposed to the last axis, q and k normalized over tokens."""
     n = Net()
     x = n.input(2, tokens, 24)
     joint = n.op("MatMul", x, n.random(24, 3 * heads * size))
@@ -66,7 +66,7 @@ def test_one_launch(options: dict[str, Any], target: str) -> None:
     assert kinds(program).count("Pointwise") == 1  # the cast of the network's input
     assert not {"LpNormalization", "Mul"} & set(kinds(program))
     if options.get("size", 16) % 8 == 0:
-        assert len(program.steps) == 4  # and both products: no transposition is copied
+        assert len(program.steps) == 4  # the cast and both products: no transposition is copied
 
 
 @pytest.mark.parametrize(

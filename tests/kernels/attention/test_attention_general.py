@@ -1,4 +1,4 @@
-"""The general fused attention kernel: its plans, the very kernel on a processor that emulates warps, under NVRTC, and on a GPU."""
+"""The general fused attention kernel: plans, runs on a processor with emulated warps, under NVRTC, and on a GPU."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ COMPILED: dict[str, Problem] = {
 
 
 ARCHS = ("sm_80", "sm_86"), ("sm_90a", "sm_89")
-"""A GPU with much shared memory and one with little. Problems take turns with them."""
+"""Pairs of a GPU with much shared memory and one with little. Problems use the pairs in turn."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Stages that read numbers of each channel (PReLU, Snake, a factor and a shift): part of the convolution's launch on Hopper."""
+"""Stages that read numbers of each channel (PReLU, Snake, a factor and a shift) are part of the convolution's launch on Hopper."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ def net(
     kind: str = "Snake", kernel: int = 3, *, axes: int = 2, channels: int = 24, size: int = 9, residual: bool = False, relu: bool = False,
     joined: bool = False, bias: bool = True, twice: bool = False, group: int = 1, whole: bool = False,
 ) -> Graph:  # fmt: skip
-    """A convolution and its activation. ``residual``: a tensor is added between them, ``joined``: one that is a convolution; ``relu``:
-    another activation follows; ``twice``: the same once more; ``whole``: numbers of each position."""
+    """A convolution and its activation.
+
+    ``residual``: a tensor is added between them. ``joined``: the added tensor is a convolution. ``relu``: another activation
+    follows. ``twice``: the activation follows twice. ``whole``: the activation has numbers of each position.
+    """
     n = Net()
     x = n.op("Tanh", n.input(2, 16 if group == 1 else channels, *(size,) * axes))
     y = n.conv(x, channels, kernel, pads=kernel // 2, bias=bias, group=group)
@@ -98,8 +101,10 @@ def test_a_second_one_is_left_to_another_launch() -> None:
 def scaled(
     steps: str = "Relu Mul Add", kernel: int = 3, *, axes: int = 2, channels: int = 24, residual: bool = False, ends: str = "",
 ) -> Graph:  # fmt: skip
-    """A convolution, then ``steps``, of which Mul and Add read a constant of each channel; ``residual``: a tensor is added first.
-    ``ends``: steps behind those."""
+    """A convolution, followed by ``steps``, of which Mul and Add read a constant of each channel.
+
+    ``residual``: a tensor is added first. ``ends``: further steps.
+    """
     n = Net()
     y = n.conv(n.op("Tanh", n.input(2, 16, *(9,) * axes)), channels, kernel, pads=kernel // 2, bias=True)
     if residual:
@@ -140,7 +145,7 @@ def test_a_second_factor_or_shift_is_left_to_another_launch(steps: str) -> None:
 
 
 def test_snake_is_within_a_fraction_of_a_rounding_to_half() -> None:
-    """The text, with a sine that is exact: what is left is the reduction to a period."""
+    """With an exact sine, only the reduction to a period has an error."""
     text = render.epilogue((("bias",), ("snake",)))
     assert "float4 c" in text
     u = np.linspace(-300, 300, 100001).astype(np.float32)

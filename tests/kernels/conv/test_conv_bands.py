@@ -1,4 +1,4 @@
-"""Grouped convolutions as bands of Hopper's implicit GEMM: their results, the groups taken together, and refusals."""
+"""Grouped convolutions as bands of Hopper's implicit GEMM: results, the number of groups multiplied together, and refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def net(
 
 
 def tactic_of(program: Any) -> Any:
-    """The second convolution's row."""
+    """The tactic row of the second convolution."""
     return [t for t in program.meta["tactics"] if t["kind"] == "Conv"][1]
 
 
@@ -122,7 +122,7 @@ def test_zeros_that_cost_more_than_they_save_are_left_to_the_kernel_without_them
 
 
 def test_groups_too_wide_for_the_narrow_kernel_may_have_means() -> None:
-    """Its squeeze is asked for before it refuses."""
+    """The narrow kernel is asked for the means before it refuses."""
     n = Net()
     y = n.op("Relu", n.conv(n.op("Relu", n.conv(n.input(1, 8, 14, 14), 768, 1, pads=0)), 768, group=4, bias=True))
     gated = n.op("Mul", y, n.op("Sigmoid", n.op("GlobalAveragePool", y)))
@@ -169,7 +169,7 @@ def test_kernels_compile_without_spills(kind: str) -> None:
 
 @pytest.mark.nvrtc
 def test_a_filter_of_many_taps_compiles() -> None:
-    """wav2vec 2.0's positions: 128 taps in a row. With all of them unrolled, ptxas takes minutes."""
+    """The position embedding of wav2vec 2.0: 128 taps in a row. ptxas takes minutes if all of them are unrolled."""
     problem = Problem(16, 768, (Source(1, 49, 64, (1, 128), (1, 1), (0, 64, 0, 63)),), (("bias",),), bands=12)
     config = conv_patch.PatchConfig.read("patch1x2t1x50s2r13o2b1")
     assert config is not None

@@ -1,4 +1,4 @@
-"""True-fp32 convolutions and products in tiles: what runs on them, what they mean, what they refuse."""
+"""True-fp32 convolutions and products in tiles: the operators that run on them, their meanings, and refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from optdnn.target_name import TargetName
 
 @pytest.fixture(autouse=True)
 def scalar_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go first, though tensor cores are predicted to be faster."""
+    """They go first, although tensor cores are predicted to be faster."""
     for tactic in (PartsConv, PartsGemm):
         monkeypatch.setattr(tactic, "defer", lambda self, b, op: "scalar units are tested")
 

@@ -1,4 +1,4 @@
-"""Transposed convolutions by way of blocks of pixels: geometry, every kernel family's program, refusals."""
+"""Transposed convolutions as convolutions to blocks of pixels: geometry, programs with every kernel family, refusals."""
 
 from __future__ import annotations
 

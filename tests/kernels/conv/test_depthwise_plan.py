@@ -1,4 +1,4 @@
-"""Plans of depthwise convolutions, without a GPU: packing, coverage, refusals, candidates."""
+"""Plans of depthwise convolutions without a GPU: packing, coverage, refusals, candidates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ BEFORE_HOPPER = ("sm_80", "sm_86", "sm_89")
 
 
 def emulate_depthwise(problem: depthwise.Problem, config: depthwise.Config, x: Any, packed: Any) -> Any:
-    """The kernel's walk, thread by thread: rows top to bottom, each row's vectors for all taps and output rows that touch them."""
+    """The order of a thread in the kernel: rows from top to bottom, and for each row the vectors of all taps and output rows
+    that need them."""
     s, (out_h, out_w) = problem.source, problem.out_size
     (kh, kw), (sh, sw), (dh, dw) = s.kernel, s.stride, s.dilation
     out = np.full((problem.batch, out_h, out_w, problem.channels), np.nan)

@@ -1,4 +1,4 @@
-"""Depthwise and transposed convolutions that repeat the edges of what they read (BigVGAN's activations), in one launch each."""
+"""Depthwise and transposed convolutions with repeated edges of the input (BigVGAN's activations), each in one launch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def down(
 def up(
     begins: int = 5, ends: int = 5, *, channels: int = 16, taps: int = 12, cut: int = 15, group: int = 0, size: int = 11
 ) -> Graph:
-    """A transposed depthwise convolution of the padded tensor, cut, and an activation."""
+    """A transposed depthwise convolution of the padded tensor, cropped, and an activation."""
     n, groups = Net(), group or channels
     x = padded(n, n.op("Tanh", n.input(2, channels, size)), (begins,), (ends,))
     w = n.random(channels, channels // groups, taps)

@@ -1,4 +1,4 @@
-"""Activations in epilogues on a GPU: every launch does what its step means, and writes nothing else."""
+"""Activations in epilogues on a GPU: every launch agrees with its meaning, and writes nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moments of rows and their use (``conv_moments.cuh``): the device functions where warps are emulated."""
+"""Moments of rows and their use (``conv_moments.cuh``): the device functions on emulated warps."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_moments_of_a_tile(rows: int, tmp_path: Path) -> None:
     x = np.random.default_rng(rows).standard_normal((rows, 64)) * 2 + np.linspace(-50, 50, rows)[:, None]
     half = x.astype(np.float16)
     swizzled = np.stack([half.reshape(rows, 8, 8)[r, np.arange(8) ^ (r & 7)] for r in range(rows)])
-    count = rows + 5  # of which rows 7 ... are the tile's: two of them are none
+    count = rows + 5  # the tile has the rows from 7 on, of which two do not exist
     told = np.full((3, count, 2), np.nan, np.float32)
     _run(tmp_path, 0, rows, first=7, block=1, moments=told, pixel_count=count, tile=np.ascontiguousarray(swizzled))
     np.testing.assert_allclose(told[1, 7:], _moments(half.astype(np.float64))[: rows - 2], rtol=2e-4, atol=1e-5)
@@ -151,7 +151,7 @@ def test_moments_of_eight_rows_of_a_tile(rows: int, tmp_path: Path) -> None:
     x = np.random.default_rng(rows).standard_normal((rows, 64)) * 2 + np.linspace(-50, 50, rows)[:, None]
     half = x.astype(np.float16)
     swizzled = np.stack([half.reshape(rows, 8, 8)[r, np.arange(8) ^ (r & 7)] for r in range(rows)])
-    count = rows + 8  # of which rows 16 ... are the tile's: the last eight of them are none
+    count = rows + 8  # the tile has the rows from 16 on, of which the last eight do not exist
     told = np.full((3, count // 8, 2), np.nan, np.float32)
     _run(
         tmp_path,
@@ -195,7 +195,7 @@ def test_moments_of_a_warps_eight_rows(tmp_path: Path) -> None:
     [(40, 200, 1, 80), (104, 24, 3, 0), pytest.param(144, 1024, 2, 1008, marks=pytest.mark.slow), (64, 8, 20, 8)],
 )
 def test_images_are_normalized(rows: int, image: int, blocks: int, first: int, tmp_path: Path) -> None:
-    """Tiles in an image, of several images, and from one to the next; the last ones of all end before the tile does."""
+    """Tiles inside of one image, over several images, and across a border. The last images end before their tiles."""
     count = (first + rows) // image * image
     rng = np.random.default_rng(blocks)
     x = rng.standard_normal((count, blocks, 64)) + 4.0 + np.arange(count)[:, None, None] / count

@@ -1,4 +1,4 @@
-"""Gates of convolutions on a GPU: each kind of configuration does what its step means; nothing is left out or written outside."""
+"""Gates of convolutions on a GPU: each kind of configuration agrees with its meaning and writes all results, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, r
 
 
 def large(n: Net) -> Value:
-    """More tiles than multiprocessors, and a last tile that is cut."""
+    """More tiles than multiprocessors, and an incomplete last tile."""
     x, m = n.input(2, 72, 9001), n.input(2, 40, 9001, name="m")
     return gate(n, n.op("Add", n.conv(x, 272, 3, pads=2, dilations=2, bias=True), n.conv(m, 272, 1, pads=0)))
 

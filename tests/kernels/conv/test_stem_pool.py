@@ -1,4 +1,4 @@
-"""A first convolution and the max pool behind it in one launch: where it is done, where not and why, and what it computes."""
+"""A first convolution and the max pool after it in one launch: where it is used, refusals with their reasons, and results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optdnn.runtime.program import Program
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the cost model were for one launch everywhere."""
+    """Makes the cost model choose one launch everywhere."""
     monkeypatch.setattr(PooledStem, "_slower", lambda *given: None)
 
 
@@ -68,7 +68,7 @@ def added(n: Net) -> list[Value]:
 
 
 def joined_rows(n: Net) -> list[Value]:
-    """The pool's rows lie among those of another image."""
+    """The pool's rows are concatenated with those of another image."""
     x, other = n.max_pool(stem(n, strides=1), 3, pads=1), n.conv(n.input(2, 8, 4, 15, name="z"), 16, 3)
     return behind(n, n.op("Concat", other, x, attrs=ConcatAttrs(2)))
 

@@ -1,4 +1,4 @@
-"""Slices of a padded tensor, side by side: one launch where they slide along the padded axis, other steps elsewhere."""
+"""Concatenated slices of a padded tensor: one launch if they slide along the padded axis, otherwise other steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sliding(
     starts: Sequence[int] = (0, 1, 2), padded: tuple[int, ...] = (), value: Any = None, mode: str = "constant", others: bool = False,
     lengths: Sequence[int] = (),
 ) -> Graph:  # fmt: skip
-    """Slices from ``starts`` of ``count`` places each along ``axis``, side by side along ``along``, behind and before other work."""
+    """Slices of ``count`` positions from ``starts`` on along ``axis``, concatenated along ``along``, between other operators."""
     n = Net()
     rank = len(shape)
     full = list(padded) or [0] * 2 * rank
@@ -130,7 +130,7 @@ def test_integers_move_as_they_are(value: int | None) -> None:
 
 
 def test_sixteen_bytes_are_moved_at_once() -> None:
-    """Where channels allow it; else one element."""
+    """16 bytes if the channels allow it, else one element."""
     program = lowered(sliding((2, 5, 3, 8)), "fp16")
     (kernel,) = (k for k in program.kernels if k.function == "frames")
     assert "Pack<u16, 8>" in kernel.generated["generated.cuh"]

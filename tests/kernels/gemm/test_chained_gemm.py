@@ -1,4 +1,4 @@
-"""Perceptrons with one hidden layer in one launch: where it is done, where not and why, and what it computes."""
+"""Perceptrons with one hidden layer in one launch: where it is used, refusals with their reasons, and results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optdnn.ops.norm import LayerNormAttrs
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the cost model were for one launch everywhere."""
+    """Makes the cost model choose one launch everywhere."""
     monkeypatch.setattr(chained, "_slower", lambda problem, gpu: None)
 
 
@@ -39,7 +39,7 @@ def plain(n: Net) -> list[Value]:
 
 
 def with_residual(n: Net) -> list[Value]:
-    """The rows are normalized by a launch, since no product makes them."""
+    """A separate launch normalizes the rows, since no product computes them."""
     x = tokens(n)
     return [n.op("Add", perceptron(n, normalized(n, x, 48), 48, 192), x)]
 
@@ -68,7 +68,7 @@ def test_one_launch_gives_what_two_give(name: str) -> None:
 
 
 def told_norm(n: Net) -> list[Value]:
-    """A product makes the rows, and tells their moments."""
+    """A product computes the rows and their moments."""
     x = n.op("Add", linear(n, tokens(n, 128), 128, 128), tokens(n, 128))
     return [n.op("Add", perceptron(n, normalized(n, x, 128), 128, 192), x)]
 

@@ -1,4 +1,4 @@
-"""A few rows times a large matrix: the tactic that reads it once."""
+"""A few rows times a large matrix: the tactic that reads the matrix once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two products of one pixel for each image in one launch: where it is done, where not and why, and what it computes."""
+"""Two products of one pixel per image in one launch: where it is used, refusals with their reasons, and results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def excited(
     channels: int = 64, hidden: int = 16, *, images: int = 2, activation: str = "Relu", gate: str = "Sigmoid",
     bias: bool = True, out: int = 0, means: bool = False, size: tuple[int, int] = (9, 7),
 ) -> Graph:  # fmt: skip
-    """Squeeze-and-excitation (Hu et al., 2018). ``means``: the launch makes the means; else the convolution before it does."""
+    """Squeeze-and-excitation (Hu et al., 2018). ``means``: the launch computes the means; otherwise the convolution before it
+    does."""
     n = Net()
     x = n.conv(n.input(images, 8, *size), channels)
     x = x if means else n.conv(x, channels, group=channels)
@@ -78,7 +79,7 @@ NETS: dict[str, Callable[[], Graph]] = {
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the cost model were for one launch everywhere."""
+    """Makes the cost model choose one launch everywhere."""
     for one in (tactic.GemvPair, tactic.PooledPair):
         monkeypatch.setattr(one, "defer", lambda *given: None)
 
@@ -158,13 +159,13 @@ REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
 
 
 def of_groups(n: Net) -> list[Value]:
-    """The launch of the depthwise convolution makes the means."""
+    """The launch of the depthwise convolution computes the means."""
     x = n.op("GlobalAveragePool", n.conv(n.conv(n.input(2, 8, 9, 7), 64), 64, group=64))
     return [n.conv(n.conv(x, 16, 1, pads=0), 24, 1, pads=0)]
 
 
 def odd_channels(n: Net) -> list[Value]:
-    """Channels that begin behind four others."""
+    """Channels that begin after four others."""
     x = n.op("Relu", n.conv(n.input(2, 8, 9, 7), 68))
     first, x = n.op("Split", x, n.ints(4, 64), attrs=SplitAttrs(1), outputs=2)
     x = n.op("GlobalAveragePool", x)
@@ -289,7 +290,7 @@ def test_the_kernel_on_a_processor(depth: int, hidden: int, channels: int, dtype
 def test_means_on_a_processor(
     depth: int, pixels: int, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair, "POOLING_WARPS", 8)  # the emulator has no more
+    monkeypatch.setattr(pair, "POOLING_WARPS", 8)  # the emulator has no larger blocks
     problem = pair.Problem(2, depth, 16, 40, pixels=pixels, tiles=tiles)
     assert pair.refuse(problem, pair.Config(1)) is None
     rng, pitch = np.random.default_rng(0), depth if tiles else depth + 16

@@ -1,4 +1,4 @@
-"""Products of a constant matrix with a stack: one matrix for all, a bias of each row, a factor of each column, moments of the rows."""
+"""Products of a constant matrix with a stack: one matrix for all, a bias per row, a factor per column, moments of the rows."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def gate(n: Net) -> Value:
 
 
 def large(n: Net) -> Value:
-    """More tiles than multiprocessors, several for each block, and last tiles that are cut."""
+    """More tiles than multiprocessors, several per block, and incomplete last tiles."""
     x = n.input(3, 197, 1000)
     y = n.op("Gelu", n.op("Add", _left(n, x, 611), n.random(611, 1)))
     return n.op("Add", n.op("Mul", n.op("Add", _left(n, y, 197), n.random(197, 1)), n.random(1000)), x)
 
 
 def moments(n: Net) -> Value:
-    """Rows of a stack, whose norm a product applies by their moments."""
+    """Rows of a stack. A product applies their norm by their moments."""
     x = n.input(3, 37, 128)
     stream = n.op("Add", n.op("Add", _left(n, x, 37), n.random(37, 1)), x)
     return n.op("MatMul", _norm(n, stream), n.random(128, 72, scale=0.1))

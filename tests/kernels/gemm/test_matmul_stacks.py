@@ -1,4 +1,4 @@
-"""Products of two computed stacks of matrices on Hopper's kernel: each place that operands may lie at, and what is refused."""
+"""Products of two computed stacks of matrices on Hopper's kernel: all memory layouts of operands, and refusals."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_stack_has_tiles_of_every_product() -> None:
 
 
 def test_few_products_of_long_rows_are_cut_along_k() -> None:
-    """Gram matrices: one tile each, which alone would leave most of the machine idle."""
+    """Gram matrices of one tile each. Alone they would leave most multiprocessors idle."""
     device = of_arch("sm_90a")
     gram = Problem(64, 64, (Source(1, 1, 16384),), stack=(4, 1))
     best = conv_cost.candidates(gram, device, 1)[0]
@@ -205,7 +205,7 @@ def test_a_stack_is_of_matrices_of_16_bits() -> None:
 
 
 def test_a_constant_stack_is_rearranged_when_built_and_odd_rows_get_a_pitch() -> None:
-    """Rows of 14 elements are no multiple of 16 bytes: no launch copies the constant or the product."""
+    """Rows of 14 elements are no multiple of 16 bytes. Still, no launch copies the constant or the product."""
     n = Net()
     product = n.op("MatMul", n.op("Relu", n.input(3, 40, 64)), n.random(3, 64, 14))
     graph = n.done(n.op("Softmax", product))

@@ -1,4 +1,4 @@
-"""Large products of fp32 operands that are not constant run in tiles: which, compiled, and on a GPU what they mean."""
+"""Large products of computed fp32 operands run in tiles: the choice, compilation, and results on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated linear units: two products of the same rows in one launch, and what is refused."""
+"""Gated linear units: two products of the same rows in one launch, and refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def both_activated(n: Net) -> Value:
 
 
 def of_few_features(n: Net) -> Value:
-    """Rows whose features do not come in eights: the packed weights have zeros behind them."""
+    """Rows whose number of features is no multiple of eight: the packed weights are padded with zeros."""
     x = n.op("Relu", n.input(36, 12))
     return n.op("Mul", n.op("Swish", n.op("MatMul", x, n.random(12, 24))), n.op("MatMul", x, n.random(12, 24)))
 

@@ -1,4 +1,4 @@
-"""Gated linear units on a GPU: each kind of configuration does what its step means; nothing is left out or written outside."""
+"""Gated linear units on a GPU: each kind of configuration agrees with its meaning and writes all results, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, r
 
 
 def large(n: Net) -> Value:
-    """More tiles than multiprocessors, and a last tile that is cut."""
+    """More tiles than multiprocessors, and an incomplete last tile."""
     x = n.input(3001, 200)
     return n.op("Mul", n.op("Swish", n.op("MatMul", x, n.random(200, 1000))), n.op("MatMul", x, n.random(200, 1000)))
 

@@ -1,4 +1,4 @@
-"""Products of a few rows with the norm in front of them and the product beside them: what is taken, what is refused, and the kernel."""
+"""Products of a few rows with the norm before them and a second product: choice, refusals, and the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of a few rows on a GPU, with norms in front of them and products beside them: each launch does what its step means."""
+"""Products of a few rows on a GPU, with norms before them and second products: each launch agrees with its meaning."""
 
 from __future__ import annotations
 

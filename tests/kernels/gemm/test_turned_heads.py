@@ -1,4 +1,4 @@
-"""Products that turn the heads they make: what is right, what is refused, tiles on the processor, and what compiles."""
+"""Products that rotate the heads that they compute: results, refusals, tiles on the processor, and compilation."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def layer(
     heads: int = 3, groups: int = 3, size: int = 64, *, turned: int = 0, interleaved: bool = False, length: int = 18,
     kind: str = "RMSNormalization", reads: str = "", width: int = 128,
 ) -> Graph:  # fmt: skip
-    """The rows of a product, a norm (of ``kind`` "": none), and attention whose queries and keys turn. ``reads``: how they are read
-    otherwise."""
+    """The rows of a product, a norm (none if ``kind`` is ""), and attention with rotated queries and keys. ``reads``: another
+    form of the network that reads them."""
     n = Net()
     rows = n.matmul(n.input(2, length, 64), width)
     if kind:
@@ -191,7 +191,7 @@ class _Params(ctypes.Structure):
 def test_tiles_turn_on_the_processor(head: int, turned: int, interleaved: bool, rows: int, tmp_path: Path) -> None:
     rng, first, positions = np.random.default_rng(head + turned), 29, 31
     channels = max(128, head)
-    tiles = channels // 64 + 2  # the last ones do not turn
+    tiles = channels // 64 + 2  # the last tiles are not rotated
     x = rng.standard_normal((rows, tiles * 64)).astype(np.float16)
     turn = rng.uniform(-3, 3, (positions, turned // 2))
     cos, sin = np.cos(turn).astype(np.float16), np.sin(turn).astype(np.float16)

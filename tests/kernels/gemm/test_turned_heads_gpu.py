@@ -1,4 +1,4 @@
-"""Products that turn heads on a GPU: each kind of configuration does what its step means, and writes nothing outside."""
+"""Products that rotate heads on a GPU: each kind of configuration agrees with its meaning, and writes nothing else."""
 
 from __future__ import annotations
 

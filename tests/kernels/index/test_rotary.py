@@ -1,4 +1,5 @@
-"""Rotary embeddings in vectors: chosen where features lie in vectors, refused elsewhere; the kernel compiles, and runs on the processor."""
+"""Rotary embeddings in vectors: chosen if features form vectors, refused otherwise. The kernel compiles, and runs on the
+processor."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from optdnn.types import FP16, FP32, FP64, DType
 
 @pytest.fixture(autouse=True)
 def launches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No product turns heads."""
+    """No product rotates the heads."""
     monkeypatch.setattr(turned, "LEAST_ROWS", 1 << 30)
 
 

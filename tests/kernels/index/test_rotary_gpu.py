@@ -1,4 +1,4 @@
-"""Rotary embeddings on a GPU: every launch does what its step means; nothing is left out or written outside."""
+"""Rotary embeddings on a GPU: every launch agrees with its meaning and writes all results, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, r
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("name", ROTARY)
 def test_each_form(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turned, "LEAST_ROWS", 1 << 30)  # no product turns heads
+    monkeypatch.setattr(turned, "LEAST_ROWS", 1 << 30)  # no product rotates the heads
     graph = ROTARY[name]()
     program = lowered(graph, precision, target="cuda:sm_90a")
     assert {t["tactic"] for t in program.meta["tactics"] if t["kind"] == "RotaryEmbedding"} <= {"rotary", "rotary_pair"}

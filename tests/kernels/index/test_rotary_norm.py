@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings of queries and keys in one launch: what takes it, what it refuses, and the kernel on the processor."""
+"""Norms and rotary embeddings of queries and keys in one launch: choice, refusals, and the kernel on the processor."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pair(
     *, second: str = "RMSNormalization", epsilon: float = 1e-5, axis: int = -1, used: bool = False, computed: bool = False, size: int = 16,
     heads: int = 2, scale: int = 0, tokens: bool = False,
 ) -> Graph:  # fmt: skip
-    """Queries and keys that are inputs, with norms that may differ."""
+    """Queries and keys that are inputs. Their norms may differ."""
     n = Net()
     turn = angles(n, 6, size // 2)
     q, k, v = (n.op("Softmax", n.input(2, heads, 6, size, name=name)) for name in "qkv")

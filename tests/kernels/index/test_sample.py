@@ -1,4 +1,4 @@
-"""Sampling of tokens: the kernel on the processor takes the tokens that its meaning takes; what it refuses; it compiles."""
+"""Sampling of tokens: the kernel on the processor chooses the tokens of its meaning; refusals; compilation."""
 
 from __future__ import annotations
 

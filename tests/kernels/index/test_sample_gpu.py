@@ -1,4 +1,4 @@
-"""Sampling on a GPU: the tokens are those of the meaning, at each size, and runs repeat."""
+"""Sampling on a GPU: the tokens are those of the meaning at each size, and runs repeat."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = [
 
 @pytest.mark.parametrize(("vocabulary", "precision"), SIZES)
 def test_tokens_are_those_of_the_meaning(vocabulary: int, precision: str) -> None:
-    """Exponentials may round otherwise: one token in a hundred may be its neighbor."""
+    """Exponentials may be rounded differently: one token in a hundred may be its neighbor."""
     program = lowered(graph(vocabulary, precision), "fp32", target="cuda:sm_90a")
     context: Any = Engine(program).context()
     same = []

@@ -1,4 +1,5 @@
-"""Images sampled between their pixels: a thread takes neighboring channels of a result, on the processor as it is."""
+"""Images sampled between their pixels: a thread computes neighboring channels of a result. The kernel runs on the processor
+unchanged."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_attention_is_one_launch() -> None:
 
 
 def test_deformed_columns_are_rows_of_a_product_on_tensor_cores() -> None:
-    """Between the convolutions around it only the mask is copied, whose nine channels lie apart."""
+    """Between the convolutions, only the mask is copied, whose nine channels are not contiguous."""
     n = Net()
     program = check_simulated(n.done(*deformed(n)))
     assert kinds(program) == ["Copy", *["Conv"] * 3, "Pointwise", "Copy", "SampledSum", "Conv", "Conv", "Pointwise"]

@@ -1,4 +1,4 @@
-"""Norms between products over tokens: no launch turns what they read or write, and what is refused."""
+"""Norms between products over tokens: no separate launch transposes, and refusals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_nothing_is_turned_by_a_launch_of_its_own(tokens: int, kind: str) -> Non
 
 
 def normalized_across(n: Net, tokens: int, kind: str = "LayerNormalization") -> Value:
-    """A norm of what a product over tokens makes."""
+    """A norm of the result of a product over tokens."""
     mixed = n.matmul(turned(n, n.matmul(n.input(3, tokens, 16), 48)), tokens)
     return n.matmul(normalized(n, turned(n, mixed), kind), 24)
 

@@ -1,4 +1,5 @@
-"""Norms that read or write transposed, and addends that repeat, on a GPU: each launch does what its step means, and no more."""
+"""Norms that read or write transposed, and repeated addends, on a GPU: each launch agrees with its meaning, and writes nothing
+else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group normalization and the addition of another image, in one launch: where it is done, where not and why."""
+"""A group normalization and the addition of another image, in one launch: where it is used, and refusals with their reasons."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def block(
     *, images: int = 2, channels: int = 32, size: tuple[int, int] = (9, 7), turned: bool = False, activation: str = "Relu",
     projected: bool = False,
 ) -> Graph:  # fmt: skip
-    """The end of a residual block: its shortcut is added to a normalized convolution."""
+    """The end of a residual block: the shortcut is added to a normalized convolution."""
     n = Net()
     x = n.op("Relu", n.conv(n.input(images, 8, *size), channels, 1, pads=0))
     y = norm(n, n.conv(x, channels))
@@ -67,7 +67,7 @@ NETS: dict[str, Callable[[], Graph]] = {
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the cost model were for one launch everywhere."""
+    """Makes the cost model choose one launch everywhere."""
     monkeypatch.setattr(tactic, "SEPARATE_S", 1.0)
 
 
@@ -104,7 +104,7 @@ def odd(n: Net, x: Value) -> list[Value]:
 
 
 def repeated(n: Net, x: Value) -> list[Value]:
-    """One normalized image is added to each of two."""
+    """One normalized image is added to each of two images."""
     one = n.conv(n.input(1, 8, 9, 7, name="one"), 32)
     return [n.conv(n.op("Tanh", n.op("Add", norm(n, one), n.op("Softmax", x))), 8)]
 

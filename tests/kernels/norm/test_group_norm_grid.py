@@ -1,4 +1,4 @@
-"""Group norms in one cooperative launch: what the plans refuse and propose, and the kernel, compiled and on the processor."""
+"""Group norms in one cooperative launch: refusals and candidates of the plans, and the kernel, compiled and on the processor."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ CASES = {
 @pytest.mark.parametrize(("dtype", "added"), sweep([("float16", True), ("float32", False)], ("float16", True)))
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_keep_their_pixels(name: str, dtype: str, added: bool, tmp_path: Path) -> None:
-    """On the processor a block ends before the next begins. So the first run leaves the moments of all of them to the second."""
+    """On the processor, a block ends before the next begins. So the first run only stores the moments of all blocks for the
+    second."""
     shape, groups, config = CASES[name]
     if dtype == "float32":
         config = replace(config, lanes=min(4, config.lanes))

@@ -1,4 +1,4 @@
-"""Two norms in one launch on a GPU: every launch does what its step means, and writes nothing else."""
+"""Two norms in one launch on a GPU: every launch agrees with its meaning, and writes nothing else."""
 
 from __future__ import annotations
 

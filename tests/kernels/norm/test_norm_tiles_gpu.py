@@ -1,4 +1,5 @@
-"""Norms of any size on a GPU: every launch, in every configuration, does what its step means; nothing is left out or written outside."""
+"""Norms of any size on a GPU: every launch, in every configuration, agrees with its meaning and writes all results, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ PLAIN: dict[str, Callable[[], Graph]] = {
 
 @contextmanager
 def only(tactic: Any, name: str, choice: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Builds take the configuration of this number among those of the tiles."""
+    """Makes builds use configuration number ``choice`` of those of the tiles."""
     every = getattr(tactic, name)
 
     def offers(problem: Any, gpu: Any) -> tuple[Offer, ...]:
@@ -67,7 +68,7 @@ def only(tactic: Any, name: str, choice: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def check(graph: Graph, precision: str, kinds: set[str]) -> None:
-    """Every launch against its meaning, memory between fences, and a second run with the same bits."""
+    """Every launch is compared with its meaning, with memory between fences; a second run gives the same bits."""
     engine = Engine(lowered(graph, precision, target="cuda:sm_90a"))
     context: Any = engine.context()
     feeds = feeds_of(graph)

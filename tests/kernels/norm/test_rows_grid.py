@@ -1,4 +1,4 @@
-"""Few, long rows in parts: what takes the kernel, what does not, and what it computes on the processor."""
+"""Few, long rows in parts: the networks that use the kernel, those that do not, and results on the processor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONE = Problem(1, 131072, 2, 2)
 
 
 def alone(problem: Problem) -> float:
-    """Predicted seconds where a block takes each row."""
+    """Predicted seconds if each row has one block."""
     return rows_grid.whole_rows_seconds(problem.rows, problem.length, problem.statistics, H200)
 
 
@@ -90,7 +90,7 @@ def test_a_row_that_must_not_depend_on_the_batch_keeps_its_block() -> None:
 
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
-    """Builds divide every row."""
+    """Makes builds divide every row."""
     monkeypatch.setattr(rows_grid, "whole_rows_seconds", lambda *given: 1.0)
     monkeypatch.setattr(
         rows_grid.RowsGrid,
@@ -124,7 +124,8 @@ def test_more_parts_than_accesses_are_not_launched(monkeypatch: pytest.MonkeyPat
     ),
 )
 def test_parts_of_rows(name: str, precision: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the processor a block ends before the next begins. So the first run leaves the statistics of all of them to the second."""
+    """On the processor, a block ends before the next begins. So the first run only stores the statistics of all blocks for the
+    second."""
     in_parts(monkeypatch, parts)
     graph = case(name)
     program = lowered(graph, precision, opt_level=1)

@@ -1,4 +1,4 @@
-"""Few, long rows in parts on a GPU: every launch does what its step means, with the same bits from run to run."""
+"""Few, long rows in parts on a GPU: every launch agrees with its meaning, with the same bits in all runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Norms and softmax of rows that lie apart, and reductions of many terms, on a GPU: each launch does what its step means."""
+"""Norms and softmaxes of rows with gaps between them, and reductions of many terms, on a GPU: each launch agrees with its
+meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A few rows times packed weights in integers: plans, and the kernel on a processor that emulates warps, with norms and products around."""
+"""A few rows times packed weights in integers: plans, and the kernel on a processor with emulated warps, with norms and second
+products."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ GPU = of_arch("sm_90a")
 SMALL = replace(GPU, multiprocessors=2)
 EPSILON = 1e-3
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Of the result's type: sums themselves are far more exact."""
+"""The relative rounding of the result's type. Sums are far more exact."""
 
 
 def run(case: Case, config: digits.Config, folder: Path, **around: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The result of the kernel on a processor, and its operands. ``around``: fields ``norm`` and ``beside`` of the problem."""
+    """The kernel's result on a processor, and its operands. ``around``: fields ``norm`` and ``beside`` of the problem."""
     p, o = replace(case.problem, **around), drawn(case)
     assert digits.refuse(p, config, SMALL) is None
     made = digits.launch(p, config, SMALL, pitch_of(case), p.columns, epsilon=EPSILON)
@@ -48,7 +49,7 @@ def run(case: Case, config: digits.Config, folder: Path, **around: Any) -> tuple
 
 
 def check(got: np.ndarray, want: np.ndarray, dtype: str) -> None:
-    """Equal but for the rounding of the result, and sums in fp32."""
+    """Equal except for the rounding of the result, and of sums in fp32."""
     np.testing.assert_allclose(got, want, rtol=1.1 * ROUNDING[dtype], atol=3e-6 * np.abs(want).max())
 
 

@@ -1,4 +1,4 @@
-"""Some rows times packed weights: plans, and the kernel on a processor that emulates warps."""
+"""Some rows times packed weights: plans, and the kernel on a processor with emulated warps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks with packed weights: what their plans choose, and what they compute in simulate."""
+"""Networks with packed weights: the choices of their plans, and results in simulate."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_many_rows(name: str, rows: int, arch: str, tactic: str) -> None:
 
 
 def test_rows_stay_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is predicted to be slower, too."""
+    """Taken even if it is predicted to be slower."""
     monkeypatch.setattr(PackedResident, "defer", lambda *given: None)
     monkeypatch.setitem(TACTICS, "PackedMatMul", (PackedResident(),))
     program = check_simulated(network(CASES["gated"].of_rows(16)), target="cuda:sm_90a")
@@ -76,7 +76,7 @@ def test_weights_stay_packed() -> None:
 
 
 def why(n: Net, rows: int, *operands: Any) -> str | None:
-    """Why no kernel runs a product with these weights, scales and zero points."""
+    """The reason for which no kernel runs a product with these weights, scales and zero points."""
     x = n.input(rows, 256, dtype=np.float16)
     y = n.op("PackedMatMul", x, *operands, attrs=PackedMatMulAttrs("uint4", 256, 128))
     graph = n.done(y)

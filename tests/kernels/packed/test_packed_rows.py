@@ -1,4 +1,4 @@
-"""Products of a few rows with packed weights, the norm in front of them and the product beside them: what is taken, and the kernel."""
+"""Products of a few rows with packed weights, the norm before them and a second product: the choice, and the kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optdnn.ops.packed_layout import PackedMatMulAttrs
 
 
 def network(case: Case, *, norm: bool, gated: bool, other: Case | None = None) -> Graph:
-    """A product of a case after a norm, multiplied by another one, or added to an input."""
+    """A product of a case after a norm, multiplied by another product, or added to an input."""
     n, o = Net(), drawn(case)
     x = n.op("Abs", n.input(case.rows, case.depth))
     if norm:
@@ -52,11 +52,11 @@ PAIRS: dict[str, Callable[[], Graph]] = {
     "16 rows": lambda: network(Case(16, 2304, 1024), norm=True, gated=True),
     "9 rows, 8 bits": lambda: network(Case(9, 2120, 512, "uint8", 64, "uint8"), norm=False, gated=True),
 }
-"""Of 9 to 16 rows: the norm is another launch's."""
+"""For 9 to 16 rows, the norm is a separate launch."""
 
 
 def only_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Untuned builds take both products in one launch."""
+    """Untuned builds compute both products in one launch."""
     monkeypatch.setattr(PackedResidentPair, "defer", lambda *given: None)
 
 

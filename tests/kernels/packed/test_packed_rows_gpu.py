@@ -1,4 +1,4 @@
-"""Products of a few rows with packed weights on a GPU, with norms and products around them: each launch does what its step means."""
+"""Products of a few rows with packed weights on a GPU, with norms and second products: each launch agrees with its meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions of 8-bit operands: their numbers, their packing, and what does not fit. Needs no GPU."""
+"""Convolutions of 8-bit operands: numbers, packing, and refusals. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Grouped convolutions on 8-bit numbers as bands of Hopper's implicit GEMM: which groups are taken together, by which tactic."""
+"""Grouped convolutions on 8-bit numbers as bands of Hopper's implicit GEMM: the groups that are multiplied together, and the
+tactics."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_what_runs_groups(name: str, tactic: str, bands: int | None, monkeypatch
 
 
 def test_zeros_between_groups_keep_sums_and_rows_of_weights_their_places() -> None:
-    """Packed rows are permuted in sixteens; bands hold whole sixteens."""
+    """Packed rows are permuted in blocks of sixteen. Bands have whole blocks."""
     problem = Problem(1, 128, (Source(8, 8, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), dtype="int8", bands=2)
     weight = np.random.default_rng(0).integers(-127, 128, (128, 4, 3, 3)).astype(np.int8)
     wide = banded(weight, 32, 16)
@@ -86,7 +87,7 @@ def test_zeros_between_groups_keep_sums_and_rows_of_weights_their_places() -> No
 def test_what_is_refused(group: int, why: str) -> None:
     n = QNet()
     _, program = built(n.done(n.fake(n.qconv(n.fake(n.input(2, 16, 30, 30), 0.03), 64, stride=9, group=group), 0.04)))
-    (row,) = [t for t in program.meta["tactics"] if t["tactic"] == "conv_sm80_8bit"]  # which walks in any steps
+    (row,) = [t for t in program.meta["tactics"] if t["tactic"] == "conv_sm80_8bit"]  # which supports any strides
     (reason,) = [r["reason"] for r in row["refused"] if r["tactic"] == "conv_bands_sm90_8bit"]
     assert why in reason
 

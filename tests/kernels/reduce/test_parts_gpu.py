@@ -1,4 +1,4 @@
-"""Reductions in parts on a GPU: every launch does what its step means, with the same bits from run to run."""
+"""Reductions in parts on a GPU: every launch agrees with its meaning, with the same bits in all runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(name: str, precision: str) -> None:
 
 
 def check_graph(graph: Graph, precision: str) -> Any:
-    """Builds, runs and compares; returns the program."""
+    """Builds, runs and compares. Returns the program."""
     program = lowered(graph, precision, target="cuda:sm_90a")
     context: Any = Engine(program).context()
     feeds = feeds_of(graph)

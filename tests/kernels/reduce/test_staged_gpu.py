@@ -1,4 +1,4 @@
-"""Reductions that compute their own operands, on a GPU: every launch does what its step means."""
+"""Reductions that compute their own operands, on a GPU: every launch agrees with its meaning."""
 
 from __future__ import annotations
 
