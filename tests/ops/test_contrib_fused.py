@@ -1,4 +1,4 @@
-"""What ONNX Runtime's tools fuse and quantize: against ONNX Runtime, or a formula where it has no kernel for CPUs."""
+"""Operators that ONNX Runtime's tools fuse and quantize, compared with ONNX Runtime, or with a formula if it has no CPU kernel."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_attention_of_quantized_operands(mask: bool, columns: bool) -> None:
 
 @pytest.mark.parametrize("both", [0, 1])
 def test_relative_positions(both: int) -> None:
-    """The formula is that of T5."""
+    """The formula of T5."""
     table, rows, keys = normal(32, 3), 40, 50
     apart = np.arange(keys) - np.arange(rows)[:, None]
     half = 16 if both else 32
@@ -151,7 +151,7 @@ def test_operators_of_older_exporters() -> None:
 @pytest.mark.parametrize("columns", [True, False])
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
 def test_dynamically_quantized_lstm(columns: bool, direction: str) -> None:
-    """ONNX Runtime rounds what the products read, too: within a few steps of that."""
+    """ONNX Runtime also rounds the operands of products, so results differ by a few steps."""
     d = 1 + (direction == "bidirectional")
     scale = np.full((d, 16) if columns else d, 0.004, F)
     zero = np.zeros(scale.shape, np.int8)

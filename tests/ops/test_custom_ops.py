@@ -1,4 +1,4 @@
-"""Operators of the user's own: on every target, in engine files, and refused where they are missing or are others."""
+"""Operators of the user: on every target, in engine files, and refused if they are missing or different."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_non_max_suppression(center: int, limit: int | None, iou: float | None, 
 @pytest.mark.parametrize("limit", [2, 1000])
 @pytest.mark.parametrize("classes", [1, 30])
 def test_many_boxes(limit: int, classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boxes of a class apart from others, or all together; few or all may stay; compared in several pieces."""
+    """Boxes of different classes are separate, or all together. Few or all may be kept. They are compared in several pieces."""
     monkeypatch.setattr(detect, "PAIRS", 5000)
     rng = np.random.default_rng(3)
     b, s = (

@@ -1,4 +1,4 @@
-"""Packed weights: meaning against plain NumPy, export against ONNX Runtime, and every refusal."""
+"""Packed weights: meaning compared with plain NumPy, export with ONNX Runtime, and every refusal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ N = 6
 
 
 class Weights:
-    """Random packed weights, and what they mean (``dense``, [N, K] fp64)."""
+    """Random packed weights, and their dequantized values (``dense``, [N, K] fp64)."""
 
     def __init__(self, code: str, K: int, block: int, zeros: str = "", rows: int = 1, n: int = N):
         rng, dtype, blocks = np.random.default_rng(K + block), DTYPES[code], -(-K // block)

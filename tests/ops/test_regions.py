@@ -209,7 +209,7 @@ def test_recurrence(cell: str, own: LSTMAttrs | GRUAttrs) -> None:
 
 @pytest.mark.parametrize("cell", ["LSTM", "GRU"])
 def test_stacked_rnn(cell: str) -> None:
-    """Two layers of 32 cells with packed weights are two layers of the cell."""
+    """Two stacked layers of 32 cells with packed weights equal two layers of the cell."""
     hidden, gates = 32, {"LSTM": 4, "GRU": 3}[cell]
     x = random(4, 2, 8)
     sizes = (8, hidden)
@@ -251,7 +251,8 @@ def test_quantized(kept: bool) -> None:
 
 
 def test_products_count_as_the_operators_that_a_region_computes() -> None:
-    """A layer of a stack is its cell; the recurrent part has the recurrent weights; a quantized operator is the operator."""
+    """A layer of a stack equals its cell, the recurrent part uses the recurrent weights, and a quantized operator equals the
+    operator."""
     length, batch, inputs, hidden = 5, 2, 32, 64
     x, y = (length, batch, inputs), (length, 1, batch, hidden)
     w, r = (1, 4 * hidden, inputs), (1, 4 * hidden, hidden)
@@ -272,7 +273,7 @@ def test_products_count_as_the_operators_that_a_region_computes() -> None:
 
 
 def test_edge_padded() -> None:
-    """A convolution of a tensor whose edges are repeated."""
+    """A convolution of a tensor with repeated edges."""
     x, w = random(2, 3, 7), random(3, 1, 4)
     own = ConvAttrs((2,), (0, 0), (1,), 3)
     (y,) = results("EdgePadded", EdgePaddedAttrs("Conv", own, (2, 3)), [x, w])

@@ -123,7 +123,9 @@ def test_fewer_outputs_and_the_default_hidden_size() -> None:
     case = layer("LSTM", use="b")
     del case.attrs["hidden_size"]  # type: ignore[attr-defined]
     case.outputs = 1
-    graph = check_case(case, run(import_case(layer("LSTM", use="b")), case.fed)[:1])  # ONNX Runtime wants the attribute
+    graph = check_case(
+        case, run(import_case(layer("LSTM", use="b")), case.fed)[:1]
+    )  # ONNX Runtime requires the attribute
     assert graph.of_kind("LSTM")[0].attrs.hidden_size == H
 
 
@@ -243,7 +245,7 @@ def test_attributes_that_are_refused(attrs: dict[str, Any], message: str) -> Non
 
 @pytest.mark.parametrize("op", GATES)
 def test_products_that_are_made_already(op: str) -> None:
-    """What a step of a GPU's program means: one infinite gate does not reach the others."""
+    """The meaning of a step in a GPU program: one infinite gate does not affect the others."""
     case = layer(op, use="b")
     x, w, r, b = (np.asarray(v) for v in case.inputs[:4])
     attrs = plain_attrs(OPDEFS[op], import_case(case).of_kind(op)[0].attrs)

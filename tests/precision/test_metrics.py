@@ -1,4 +1,4 @@
-"""Metrics of automatic precision: what a drop is, its unit, and what goes wrong."""
+"""Metrics of automatic precision: definitions of the drop, its unit, and errors."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_int8_runs_in_int8_and_keeps_its_accuracy(library: str) -> None:
         assert told["runs"]["int8"] == 11
         assert told["differs"] == []
         assert build.report()["executed"][0]["executed"].get("u8", 0) >= 11
-    else:  # a convolution with the residual in its epilogue is no operator of ONNX Runtime's
+    else:  # a convolution with a residual in its epilogue is no operator of ONNX Runtime
         differs = [r for r in build.precisions if r.differs]
         assert 0 < len(differs) < 10
         assert {r.reason for r in differs} == {"onnxruntime runs it in fp32"}
@@ -142,11 +142,11 @@ def test_what_is_refused_is_reported_with_its_reason() -> None:
     account = assigned(graph, PrecisionPlan("int8"), ranges(graph))
     assert {r.asked.key: (r.asked.precision, r.runs) for r in outcome(graph, account)} == {
         "Gemm_1": ("int8", "int8"),
-        "Softmax_2": ("fp32", "fp32"),  # without an int8 form, and not named: asked for the float precision
+        "Softmax_2": ("fp32", "fp32"),  # without an int8 form, and not named: it gets the float precision
     }
 
 
-def test_why_a_product_stays_float_on_a_gpu_is_what_the_pass_says() -> None:
+def test_a_product_that_stays_float_on_a_gpu_has_the_reason_of_the_pass() -> None:
     n = Net()
     graph = n.done(n.gemm(n.input(2, 8), 4))
     account = assigned(graph, PrecisionPlan("int8", {"Gemm_1": "int8"}), ranges(graph))
@@ -291,7 +291,7 @@ def test_the_command_line_tells(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def rows_on(
     target: str, graph: Graph, precision: str = "fp32", **options: Any
 ) -> dict[str, tuple[str, str, str | None]]:
-    """Kind of an op -> what was asked of it, what it runs in, and why."""
+    """Kind of an op -> its requested precision, its actual precision, and the reason."""
     rng = np.random.default_rng(0)
     (x,) = (graph.op(i).outputs[0] for i in graph.inputs)
     data = rng.standard_normal((4, *x.type.static_shape), np.float32) if precision in ("int8", "fp8") else None
