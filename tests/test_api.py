@@ -1,4 +1,4 @@
-"""The Python API: what a name lists, how results show, runs that do not block, and errors that suggest."""
+"""The Python API: listed names, the display of results, runs that do not block, and errors with suggestions."""
 
 from __future__ import annotations
 

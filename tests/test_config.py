@@ -1,4 +1,4 @@
-"""Build options as a caller may give them: accepted forms, and refusals with their words."""
+"""Build options of a caller: accepted forms, and refusals with their messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of the documents: what rows become. ``tests/docs`` holds the documents against them."""
+"""The tables of the documents: their rows. ``tests/docs`` compares the documents with them."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ WORDS = [
 
 
 def wide_rows() -> list[dict[str, Any]]:
-    """Rows of two runs: beside torch.compile, an older one without it, with the longest search, and profiles."""
+    """Rows of two runs: one with torch.compile and an older one without it, with the longest search, and profiles."""
     other = {**RUN, "run": "s", "commit": "abcdef0123"}
     cliff = {"step": 3, "tactic": "layer_norm", "us": 40.0, "share": 0.4, "roofline": 0.05, "gain_us": 32.0, "gain": 0.32,
              "why": WHY, "nodes": "/norm"}  # fmt: skip
@@ -304,7 +304,7 @@ def test_the_table_of_decoders() -> None:
         row(name.format(4), "cuda:sm_90a", "decode", times=ms(ours=0.5, torch=1.2)),
         row(
             "decoders/llama_8b:1:layers=2@fp16", "cuda:sm_90a", "decode", times=ms(ours=0.3)
-        ),  # alone, it says nothing of 32
+        ),  # a row without it has no figure for 32
         row("decoders/llama_1b:1@fp16", "cuda:sm_90a", "decode", times=ms(ours=0.8)),
         row(
             "decoders/llama_8b:1:layers=4:tokens=2048@fp16",

@@ -1,4 +1,4 @@
-"""The harness: rows of what works and what fails, resuming, budgets, turns, and the one format of results."""
+"""The harness: rows of successful and failed workloads, resuming, budgets, turns, and the format of results."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FAKE = "support.fake_kind"
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children find the fake kind."""
+    """Children use the fake kind."""
     monkeypatch.setenv("PYTHONPATH", TESTS)
 
 
 def measured(out: Path, *words: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    """The exit code, and the rows by the network's name."""
+    """The exit code, and the rows by the name of the network."""
     code = main([FAKE, *words, "--out", str(out), "--jobs", "2"])
     return code, {r["workload"].partition("/")[2].partition(":")[0]: r for r in rows.lines(out) if "workload" in r}
 

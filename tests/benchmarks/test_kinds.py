@@ -1,4 +1,4 @@
-"""The kinds of measurement: their options and tables, and their logic on targets that need no GPU."""
+"""The kinds of measurement: options, tables, and their logic on targets that need no GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GELU = Workload("operator/gelu", 1, "fp32")
 
 
 def job(name: str, workload: Workload, folder: Path, *words: str) -> Job:
-    """A job as the harness gives it to a child."""
+    """A job in the form in which the harness gives it to a child."""
     kind = kind_of(name)
     options = parser_of(kind).parse_args(list(words))
     made = Job(workload, kind.setups(options, workload)[0], options, folder)
@@ -53,7 +53,7 @@ def job(name: str, workload: Workload, folder: Path, *words: str) -> Job:
 def test_a_kind_lists_its_workloads(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SHARED, "")  # what --shared sets ends with this test
+    monkeypatch.setenv(SHARED, "")  # the settings of --shared end with this test
     assert main([name, "--list", "--out", str(tmp_path / "out.jsonl"), "--shared", str(tmp_path)]) in (0, 2)
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
@@ -364,7 +364,7 @@ def test_every_kernel_of_engines_is_run_under_the_sanitizers() -> None:
         "timer.cu",
         "all_reduce.cu",
         "flagged.cu",
-    }  # of the tuner, of several GPUs
+    }  # by the tuner, for several GPUs
     for name, (build, at) in sanitizer_nets.graphs().items():
         if left and name not in sanitizer_nets.GENERAL and at != "bf16":
             with sanitizer_nets.forced(name):

@@ -1,4 +1,4 @@
-"""The table of workloads: its groups, its form, and what its sources make."""
+"""The table of workloads: its groups, its form, and the results of its sources."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_ranges_of_sizes_are_calibrated_at_the_first_optimum(target: str, precis
 
 @pytest.mark.parametrize(("target", "precision"), ON_GPU)
 def test_other_sizes_run_by_the_same_ranges(target: str, precision: str, tmp_path: Path) -> None:
-    """Also of an engine that was loaded: what a plan of the build gives, a plan for a further size gives of the same rows."""
+    """Also for a loaded engine: a plan for a further size gives the same rows as a plan of the build."""
     network = conv(shape=("N", 3, 8, 8))
     data = [{"x": random(4, 3, 8, 8)} for _ in range(2)]
     shapes = {"x": "1..4..8x3x8x8"}
@@ -151,7 +151,7 @@ def test_a_calibration_that_no_build_wrote_is_refused(text: bytes) -> None:
 
 
 def test_an_engine_that_makes_no_further_plans_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Pins go by nodes, which an engine does not hold."""
+    """Pins refer to nodes, which an engine does not have."""
     onnx.save(conv(shape=("N", 3, 8, 8)), tmp_path / "m.onnx")
     np.savez(tmp_path / "calib.npz", x=random(8, 3, 8, 8))
     engine, told = tmp_path / "e", "none: the engine does not hold its model, and runs only at the sizes of its plans"
@@ -186,7 +186,7 @@ def explicit(own: bool = True, more: bool = False) -> onnx.ModelProto:
 @pytest.mark.parametrize("target", ["cpu", "simulate"])
 def test_a_network_with_q_and_dq_needs_no_data(target: str) -> None:
     engine = optdnn.build(explicit(), target=target, precision="int8")
-    assert target == "cpu" or runs(engine) == {"int8": 1}  # there the faster library decides
+    assert target == "cpu" or runs(engine) == {"int8": 1}  # on the CPU, the faster library decides
     engine = optdnn.build(explicit(more=True), target=target, precision="int8")
     (told,) = (r for r in engine.meta["precision"]["differs"] if r["nodes"] == ["last"])
     assert told["reason"] == "the model does not quantize it, and there is no calibration data"

@@ -1,4 +1,4 @@
-"""The hook of mkdocs: what the built site shows of links out of docs/, and of what a block needs."""
+"""The hook of mkdocs: links out of docs/, and the requirements of a block, in the built site."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def hooks() -> ModuleType:
 
 
 def shown(hooks: ModuleType, markdown: str) -> str:
-    """A page of the folder guide/ as the site shows it; only ``faq.md`` is a page beside it."""
+    """A page of the folder guide/ in the site. Only ``faq.md`` is beside it."""
 
     class Files:
         def get_file_from_path(self, path: str) -> object:

@@ -1,4 +1,4 @@
-"""Turns of phrase that the project does not use in its code and its pages: such a sentence reads more easily in another way."""
+"""Phrases that the project avoids in its code and pages: another form of such a sentence is easier to read."""
 
 from __future__ import annotations
 

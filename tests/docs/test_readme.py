@@ -1,4 +1,4 @@
-"""The README tells the truth: its commands exist and work, its links lead somewhere, and it stays short."""
+"""The README is true: its commands exist and work, its links have targets, and it stays short."""
 
 from __future__ import annotations
 

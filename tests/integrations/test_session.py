@@ -1,4 +1,4 @@
-"""InferenceSession: what programs written for onnxruntime call, held against onnxruntime where it is installed."""
+"""InferenceSession: the calls of programs written for onnxruntime, compared with onnxruntime if it is installed."""
 
 from __future__ import annotations
 

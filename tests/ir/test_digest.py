@@ -1,4 +1,4 @@
-"""Digests of graphs: what the structure's tells apart, and what it does not."""
+"""Digests of graphs: the differences that the structure's digest shows, and those that it ignores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What builders share: a weight is packed and hashed once, and never taken for another."""
+"""Data that builders share: a weight is packed and hashed once, and never confused with another."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_is_shared_goes_before_ones_own_and_outlives_it() -> None:
     packed = np.ascontiguousarray(weight.T)
     engine = ConstantCache()
     engine.hold(weight)
-    engine.hold(packed, hashlib.sha256(packed.tobytes()).digest())  # as an engine's file holds it
+    engine.hold(packed, hashlib.sha256(packed.tobytes()).digest())  # in the form of an engine's file
     made: list[str] = []
 
     def turned(a: Array) -> Array:

@@ -164,7 +164,7 @@ def test_bodies_come_before_what_holds_them() -> None:
     text = to_text(import_model(onnx.parser.parse_model(NESTED)))
     assert text.count("\nbody ") == 4
     inner, outer = text.index("p: fp32"), text.index("kept: fp32")
-    assert inner < outer  # what is inside of a body comes before it
+    assert inner < outer  # values inside of a body come before it
     for digest in re.findall(r"=@(\w+)", text):
         assert f"body {digest} {{\n" in text
 

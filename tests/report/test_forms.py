@@ -1,4 +1,4 @@
-"""The forms of a report: what they say, that hostile names stay text, that absent parts are left out."""
+"""The formats of a report: their text, hostile names stay text, absent parts are left out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optdnn.report import check_outputs, problems, sentences, speedup_text, to_h
 
 
 class Page(HTMLParser):
-    """Tags that are open, attributes, and the text of a page."""
+    """Collects open tags, attributes, and the text of a page."""
 
     def __init__(self, source: str):
         super().__init__()

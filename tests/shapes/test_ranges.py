@@ -1,4 +1,4 @@
-"""Shapes with ranges: their text, what Python takes, profiles; and what an engine does with them."""
+"""Shapes with ranges: their text, the forms in Python, profiles; and their use in engines."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ SOUND = """<ir_version: 8, opset_import: ["" : 17]> sound
 
 
 def test_a_network_of_unknown_length_is_timed_at_one_that_leaves_something_of_every_tensor() -> None:
-    """Thirty-two samples are five positions, fewer than a window of eight."""
+    """Thirty-two samples give five positions, fewer than a window of eight."""
     graph = import_model(onnx.parser.parse_model(SOUND))
     assert typical_sizes(graph) == {"batch": 1, "samples": 64, "past": 64}
     engine = optdnn.build(onnx.parser.parse_model(SOUND), target="cpu", threads=1)
@@ -210,7 +210,7 @@ CACHE = """<ir_version: 8, opset_import: ["" : 17]> cache
 
 
 def test_sizes_that_broadcast_with_one_another_are_made_up_together() -> None:
-    """The mask of a cache is as long as the past and the new positions."""
+    """The mask of a cache covers the past and the new positions."""
     model = onnx.parser.parse_model(CACHE)
     assert typical_sizes(import_model(model)) == {"batch": 1, "length": 32, "past": 32, "total": 64}
     feeds = {

@@ -1,4 +1,4 @@
-"""Targets that name a GPU: plans for it, and the message of an engine that another GPU runs."""
+"""Targets that name a GPU: plans for it, and the message if another GPU runs the engine."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_ranges_of_sizes_get_further_plans(tmp_path: Path) -> None:
 
 
 def test_grids_follow_the_named_gpu(network: Any) -> None:
-    """The same architecture, other GPUs, other programs."""
+    """The same architecture with another GPU gives another program."""
     programs = [
         optdnn.build(network, target=f"cuda:{gpu}", precision="fp16", tactics="heuristic", no_cubins=True).program
         for gpu in ("h200", "sm_90a", "h100-pcie")
