@@ -87,7 +87,7 @@ def test_one_array_for_two_inputs_is_refused(two: optdnn.Engine) -> None:
             run(X[0])
 
 
-def test_what_is_no_array_is_refused(one: optdnn.Engine) -> None:
+def test_objects_that_are_no_array_are_refused(one: optdnn.Engine) -> None:
     with pytest.raises(InputError, match="must map names to arrays, not str"):
         one.run("x")
 
@@ -103,7 +103,7 @@ def test_a_wrong_name_of_an_input_gets_the_nearest(two: optdnn.Engine) -> None:
 # ---------------------------------------------------------------- how things show
 
 
-def test_contexts_say_what_they_run(one: optdnn.Engine) -> None:
+def test_contexts_show_their_ports(one: optdnn.Engine) -> None:
     assert repr(one.context()) == "Context(reference, fp32: x: fp32[N, 2] -> y: fp32[N, 2], z: fp32[N, 2])"
     engine = optdnn.build(model(ONE), target="simulate", shapes={"x": (2, 2)})
     assert repr(engine.context()).startswith("Context(simulate, fp32: x: fp32[2, 2] -> ")
@@ -123,7 +123,7 @@ def test_an_engine_and_its_report_show_in_notebooks(one: optdnn.Engine, tmp_path
     assert all(f"<td>{c.name}</td>" in checked._repr_html_() for c in checked.checks)
 
 
-def test_what_retuning_found_shows_in_notebooks() -> None:
+def test_results_of_retuning_are_shown_in_notebooks() -> None:
     from optdnn.tuning.retune import Retuned
 
     text = Retuned(2.0, 1.5, True, {}, ("slow <link>",))._repr_html_()

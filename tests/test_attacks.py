@@ -200,7 +200,7 @@ def test_a_shape_that_a_model_declares_and_does_not_compute() -> None:
         engine.run({"x": np.ones((3, 2, 2), np.float32), "axes": np.zeros(0, np.int64)})
 
 
-def test_shapes_that_contradict_what_they_are_of() -> None:
+def test_shapes_that_contradict_their_tensors() -> None:
     x, axes = helper.make_tensor_value_info("x", F, [3, 4]), helper.make_tensor_value_info("axes", I64, [1])
     for shape in ([1, 3, 5], [1, 3, 64]):
         y = helper.make_tensor_value_info("y", F, shape)

@@ -42,7 +42,7 @@ def nested_attributes(deep: int) -> Program:
     return Program("reference", "fp32", ((spec[0], 0),), ((spec[1], 1),), (x, y), (step,), [])
 
 
-def test_what_is_nested_has_a_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nested_parts_have_a_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(nested_attributes(400), tmp_path / "e")
     with pytest.raises(EngineError, match=r"nested too deeply\n  hint: .*OPTDNN_MAX_HEADER_NESTING=N"):
         optdnn.load(path)

@@ -284,7 +284,7 @@ def test_shares_on_a_gpu():
 
 
 @pytest.mark.skipif(not SAME_ONNX, reason=f"the list is of onnx {KNOWN_ONNX}")
-def test_the_table_of_operators_is_what_ran():
+def test_the_table_of_operators_agrees_with_the_runs():
     assert set(LISTED["by_numpy"]) <= set(PASSING), "these are no cases that pass"
     models = {name: functools.partial(load, name) for name in PASSING}
     written = operators.PATH.read_text(encoding="utf-8")

@@ -54,7 +54,7 @@ def test_whole_weights_that_do_not_fit_are_split() -> None:
     assert why == "all weights, 33.6 MB, are more than the 10 MB that are allowed on a GPU"
 
 
-def test_a_build_says_which_split_it_takes() -> None:
+def test_a_build_reports_its_split() -> None:
     said: list[str] = []
     model, _, _ = decoder()
     engine = optdnn.build(model, target="simulate", precision="fp16", devices=2, progress=said.append)
@@ -113,7 +113,7 @@ def test_weights_beyond_the_memory_of_one_gpu_run_on_two() -> None:
     optdnn.build(model, target="simulate", memory_limit=weights + context)
 
 
-def test_what_else_is_said_where_memory_is_short() -> None:
+def test_further_advice_where_memory_is_short() -> None:
     model = mlp(4, 256, 1024)
     with pytest.raises(NotMet, match=r"on each GPU(?s:.*)--split weights"):
         optdnn.build(model, target="simulate", devices=2, split="batch", memory_limit=3_000_000)

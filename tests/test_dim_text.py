@@ -48,7 +48,7 @@ A, B = symbol("a"), symbol("b")
         ("größe + 1", symbol("größe") + 1),
     ],
 )
-def test_what_is_read(text: str, wanted: DimLike) -> None:
+def test_texts_that_are_read(text: str, wanted: DimLike) -> None:
     for spaced in (text, f"  {text} ", text.replace(" ", ""), text.replace("*", " * ").replace(" *  * ", " ** ")):
         found = parse_dim(spaced)
         for a in range(6):  # forms with the same meaning: ceil
@@ -109,7 +109,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("text", NONSENSE)
-def test_what_is_no_expression(text: str) -> None:
+def test_texts_that_are_no_expression(text: str) -> None:
     assert parse_dim(text) is None
 
 
@@ -149,7 +149,7 @@ def _dims() -> st.SearchStrategy[DimLike]:
 
 
 @given(_dims())
-def test_what_a_dimension_writes_reads_as_the_same(d: DimLike) -> None:
+def test_the_text_of_a_dimension_reads_as_the_same(d: DimLike) -> None:
     if isinstance(d, Dim) and len(str(d)) <= TEXT_LIMIT:
         sizes = {"a": 3, "b": 5, "s.0": 4}
         found = parse_dim(str(d))

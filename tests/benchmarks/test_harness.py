@@ -52,7 +52,7 @@ def test_a_workload_that_fails_costs_its_row_alone(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.slow
-def test_a_second_call_measures_only_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_call_measures_only_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.jsonl"
     assert measured(out, "fake/good", "fake/raises")[0] == 0
     before = rows.lines(out)
@@ -74,7 +74,7 @@ def test_the_budget_leaves_the_rest_for_the_next_call(tmp_path: Path, capsys: py
     assert "1 are left: call again" in capsys.readouterr().out
 
 
-def test_what_is_wrong_is_the_exit_code(tmp_path: Path) -> None:
+def test_faults_give_the_exit_code(tmp_path: Path) -> None:
     assert measured(tmp_path / "out.jsonl", "fake/wrong")[0] == 1
 
 

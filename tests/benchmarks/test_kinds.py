@@ -77,7 +77,7 @@ def test_without_words_all_are_listed() -> None:
     assert all(f"\n  {name} " in done.stdout for name in (*KINDS, *COMMANDS))
 
 
-def test_what_needs_a_gpu_imports_without_one() -> None:
+def test_modules_for_gpus_import_without_one() -> None:
     pytest.importorskip("torch")
     importlib.import_module("benchmarks.race")
     importlib.import_module("benchmarks.torch_modules")
@@ -100,7 +100,7 @@ def test_candidates_are_built_and_one_that_cannot_be_is_reported(tmp_path: Path)
     assert wrong["ours"]["steps"] == 1
 
 
-def test_the_setup_tells_how_it_was_measured() -> None:
+def test_the_setup_describes_the_measurement() -> None:
     def setup(*words: str) -> str:
         return speed.setups(parser_of(speed.KIND).parse_args(list(words)), GELU)[0]
 
@@ -151,7 +151,7 @@ def test_a_wrong_result_is_wrong(tmp_path: Path) -> None:
     assert correctness.measure(made)["verdict"] == "wrong"
 
 
-def test_what_speaks_against_an_engine() -> None:
+def test_faults_of_an_engine() -> None:
     good: dict[str, Any] = {"repeats": True, "agrees": True, "singly": True, "arena": [], "steps": {"wrong": []}}
     assert correctness.right(good)
     for fault in (
@@ -292,7 +292,7 @@ def test_cliffs_of_all_networks_are_those_of_the_product(tmp_path: Path, capsys:
     assert 0 < row["at_roofline"] < 0.1
 
 
-def test_steps_are_summed_by_what_they_are_called() -> None:
+def test_steps_are_summed_by_name() -> None:
     steps = [
         {"kind": kind, "tactic": tactic, "us": us, "roofline": at}
         for kind, tactic, us, at in (
@@ -373,7 +373,7 @@ def test_every_kernel_of_engines_is_run_under_the_sanitizers() -> None:
     assert not left
 
 
-def test_what_a_sanitizer_reports_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_of_a_sanitizer_are_rows(capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks.kinds import sanitize
 
     text = "ran a b: 1 launches\nInvalid write at global_average_pool\nHost Frame: x"

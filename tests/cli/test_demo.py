@@ -77,7 +77,7 @@ def replay(facts: Facts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fac
     return again
 
 
-def test_what_the_demo_finds(facts: Facts) -> None:
+def test_the_facts_of_the_demo(facts: Facts) -> None:
     good, odd = facts["networks"]
     assert (good["right"], good["pictures"], good["recorded_accuracy"]) == (30, 40, 0.75)
     assert (good["operators_before"], good["operators_after"]) == (10, 5)
@@ -90,7 +90,7 @@ def test_what_the_demo_finds(facts: Facts) -> None:
     assert resnet["onnxruntime_median_ms"] > 0
 
 
-def test_what_the_demo_says(cli: Cli, replay: Facts) -> None:
+def test_the_output_of_the_demo(cli: Cli, replay: Facts) -> None:
     code, out, err = cli("demo")
     assert (code, err) == (0, "")
     good = next(line.split() for line in out.splitlines() if line.startswith("good "))

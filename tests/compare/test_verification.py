@@ -43,14 +43,14 @@ OTHER = {"y": np.array([3.0, 2.0, 0.0])}
     ("got", "status"),
     [(ONE["y"], PASSED), (ONE["y"] + 2e-4, PASSED), (ONE["y"] + 2e-3, FAILED), (ONE["y"][:2], FAILED), (ONE["y"] * np.nan, FAILED)],
 )  # fmt: skip
-def test_results_are_judged_by_what_another_input_changes(got: Array, status: str) -> None:
+def test_results_are_judged_by_the_effect_of_another_input(got: Array, status: str) -> None:
     assert judge({"y": got}, ONE, OTHER, [], "fp32").status == status
     near = {"y": ONE["y"] + 1e-6}  # the effect of another input is far smaller here, and so is the allowed error
     assert judge({"y": ONE["y"] + 1e-5}, ONE, {"y": ONE["y"] + 2e-4}, [], "fp32").status == FAILED
     assert judge(near, ONE, {"y": ONE["y"] + 2e-4}, [], "fp32").status == PASSED
 
 
-def test_what_rounding_of_the_inputs_explains_is_allowed() -> None:
+def test_errors_that_rounding_of_the_inputs_explains_are_allowed() -> None:
     off = {"y": ONE["y"] + 2e-3}
     assert judge(off, ONE, OTHER, [ONE, {"y": ONE["y"] + 1e-3}], "fp32").status == PASSED
 
@@ -185,7 +185,7 @@ def test_a_library_that_gives_rows_of_the_call_before_shows(
     assert "repeats" in {c.name for c in optdnn.verify(optdnn.Engine(engine.program)).failed}
 
 
-def test_what_numpy_does_not_evaluate_is_reported(engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_without_a_numpy_kernel_are_reported(engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     from optdnn.errors import UnsupportedError
 
     def refuse(*_: Any) -> None:

@@ -45,5 +45,5 @@ def test_a_link_to_nothing_is_a_warning(hooks: ModuleType, caplog: pytest.LogCap
     assert "guide/x.md links to NOTHING.md, which does not exist" in caplog.text
 
 
-def test_what_a_block_needs_is_its_title(hooks: ModuleType) -> None:
+def test_needs_of_a_block_are_its_title(hooks: ModuleType) -> None:
     assert shown(hooks, '```python needs="gpu"\nx\n```') == '```python title="needs gpu"\nx\n```'

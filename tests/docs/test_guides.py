@@ -122,7 +122,7 @@ def test_every_need_is_known() -> None:
     assert {need for _, needs in cases() for need in needs} <= {"gpu", *NEEDS}
 
 
-def test_what_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_blocks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = 'One\n\n```bash\ntrue\nfalse\n```\n\n```python needs="gpu"\nx = 1\n```\n\n```text\nno code\n```\n'
     first, second = blocks(text)

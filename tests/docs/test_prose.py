@@ -24,7 +24,7 @@ def test_clumsy_turns_of_phrase(folder: str) -> None:
     assert {str(p.relative_to(ROOT)): bad for p in files if (bad := found(p.read_text(encoding="utf-8")))} == {}
 
 
-def test_what_is_noticed() -> None:
+def test_faults_that_are_noticed() -> None:
     assert found("blocks of pixels of\nwhich eight are one") == ["of which"]
     assert found("Images, of which some are kept.") == ["of which"]
     assert found("two launches, each of which reads the input") == []

@@ -284,7 +284,7 @@ def _renamed(name: str, to: str) -> onnx.ModelProto:
     return made
 
 
-def test_what_is_slow_is_reported() -> None:
+def test_a_slow_prefill_is_reported() -> None:
     with pytest.warns(OneTokenPrefill, match=r"one token a step.*--shape token="):
         shown = repr(optdnn.Generator(engine("decoder", "reference")))
     assert "fixed caches, 32 positions; sampling in the engine; prompts one token a step; 0 sequences held" in shown

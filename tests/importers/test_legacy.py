@@ -110,7 +110,7 @@ def test_batch_normalization_and_dropout_are_those_of_inference():
         ("Cast", 0, 1, {"to": "STRING"}, "Cast to 'STRING'"),
     ],
 )
-def test_what_is_refused(op, weights, outputs, attrs, because):
+def test_refusals(op, weights, outputs, attrs, because):
     with pytest.raises(UnsupportedError, match=because):
         one(op, 1 if op == "Cast" else 6, *[np.ones(3, np.float32)] * weights, outputs=outputs, **attrs)
 

@@ -313,7 +313,7 @@ def test_argmax_makes_masks() -> None:
         ({}, {"y": 3}, "postprocessing must be text or an object, not 3"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(preprocess: Any, postprocess: Any, why: str) -> None:
+def test_senseless_options_are_refused(preprocess: Any, postprocess: Any, why: str) -> None:
     model = classifier()
     for dim, size in zip(model.graph.input[0].type.tensor_type.shape.dim[2:], (12, 13), strict=True):
         dim.dim_value = size

@@ -65,7 +65,7 @@ def test_files_that_onnx_runtime_wrote_for_one_cpu_are_refused():
 
 
 @pytest.mark.parametrize("domain", ["qonnx.custom_op.general", "finn.custom_op.general", "onnx.brevitas"])
-def test_quantizations_of_qonnx_are_refused_with_what_to_do(domain):
+def test_quantizations_of_qonnx_are_refused_with_advice(domain):
     m = model(
         f"g (float[4] x, float s, float z, float bits) => (float[4] y) {{ [n] y = {domain}.Quant(x, s, z, bits) }}",
         more_opsets=f', "{domain}" : 1',

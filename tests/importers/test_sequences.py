@@ -95,7 +95,7 @@ def test_a_subgraph_reads_a_list_from_outside() -> None:
         ),
     ],
 )
-def test_what_is_refused_by_name(body: str, because: str) -> None:
+def test_refusals_by_name(body: str, because: str) -> None:
     text = f"g (float[2,6,3] x, int64 k, bool c, float[5000,1] w) => (float[a,b,d] y) <int64 m = {{1}}> {{ {body} }}"
     with pytest.raises(UnsupportedError, match=because):
         import_model(model(text))
@@ -115,7 +115,7 @@ def test_what_is_refused_by_name(body: str, because: str) -> None:
         ("s = SequenceConstruct(x)  y = ConcatFromSequence(s)", "axis"),
     ],
 )
-def test_what_cannot_be_is_an_error_with_the_node(body: str, because: str) -> None:
+def test_impossible_operands_are_an_error_with_the_node(body: str, because: str) -> None:
     text = f"g (float[2,6,3] x) => (float[a,b,d] y) <int64 m = {{1}}, int64 none = {{0}}> {{ {body} }}"
     with pytest.raises((ShapeError, ModelError), match=because):
         import_model(model(text))
@@ -282,7 +282,7 @@ APPENDS = """g (float[N,3,4] x) => ({shape} y, float[3,4] p, int64 n) <int64 zer
 
 
 @pytest.mark.parametrize(("axis", "new_axis"), [(0, 1), (1, 1), (-1, 1), (0, 0), (1, 0), (-1, 0)])
-def test_a_loop_whose_iterations_follow_from_a_size_stacks_what_it_appends(axis: int, new_axis: int) -> None:
+def test_a_loop_whose_iterations_follow_from_a_size_stacks_appended_tensors(axis: int, new_axis: int) -> None:
     """PyTorch scripts ``for i in range(len(x)): rows.append(...)`` like this. The length of the list is not known at import."""
     end = f"ConcatFromSequence<axis = {axis}, new_axis = {new_axis}>(s)"
     proto = model(APPENDS.format(shape="float[a,b,c]" if new_axis else "float[a,b]", end=end, row="next"), 17)

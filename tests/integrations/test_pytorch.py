@@ -145,7 +145,7 @@ def test_keyword_arguments(exporter: str) -> None:
         (lambda x: "weights.pt", "load its weights with load_state_dict"),
     ],
 )
-def test_what_is_no_module_gets_advice(given: Any, hint: str) -> None:
+def test_objects_that_are_no_module_get_advice(given: Any, hint: str) -> None:
     x = torch.randn(1, 3, 8, 8)
     with pytest.raises(UsageError, match=rf"from_torch takes a torch\.nn\.Module, not \w+\n  hint: .*{hint}"):
         from_torch(given(x), x)

@@ -116,7 +116,7 @@ def test_an_engine_file_is_loaded(tmp_path: Path) -> None:
         InferenceSession((tmp_path / "e.engine").read_bytes())
 
 
-def test_what_is_passed_over_is_said(monkeypatch: pytest.MonkeyPatch, options: SessionOptions) -> None:
+def test_skipped_providers_are_reported(monkeypatch: pytest.MonkeyPatch, options: SessionOptions) -> None:
     monkeypatch.setattr(session, "_why_not", lambda means: "no GPU" if means["target"] == "cuda" else None)
     model = convnet().SerializeToString()
     both = ["CUDAExecutionProvider", "CPUExecutionProvider"]

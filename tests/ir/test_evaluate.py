@@ -53,7 +53,7 @@ def test_inputs_that_do_not_fit(change, message):
         evaluate(two_inputs(), {k: v for k, v in feeds.items() if v is not None})
 
 
-def test_only_what_is_wanted_is_computed_and_arrays_are_dropped(monkeypatch):
+def test_only_wanted_values_are_computed_and_arrays_are_dropped(monkeypatch):
     graph = two_inputs()
     ran: list[str] = []
     original = module.run_kernel

@@ -69,7 +69,7 @@ def test_single_keeps_constants_and_names() -> None:
     np.testing.assert_array_equal(evaluate(part, {"x": np.float32([1, 1])})["y"], np.float32([2, 3]))
 
 
-def test_a_region_keeps_what_is_known_of_the_numbers_at_its_border() -> None:
+def test_a_region_keeps_known_numbers_at_its_border() -> None:
     """A Reshape outside of the region determines the number of columns of the bias. Its target is a border value of the region."""
     g = Graph()
     n = symbol("n")

@@ -41,7 +41,7 @@ def fused() -> Graph:
     return graph
 
 
-def test_what_it_looks_like():
+def test_the_form_of_the_result():
     assert re.sub("sha256:[0-9a-f]{16}", "sha256:DIGEST", to_text(fused())).splitlines() == [
         'graph "net of two"',
         "symbol N 1..8",

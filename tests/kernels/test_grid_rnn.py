@@ -50,7 +50,7 @@ def test_few_blocks_take_longer() -> None:
         ({"steps": 1 << 23, "batch": 8}, 2, "more elements than the kernel can address"),
     ],
 )
-def test_what_the_kernel_cannot_run(changes: dict[str, Any], tiles: int, because: str) -> None:
+def test_problems_that_the_kernel_refuses(changes: dict[str, Any], tiles: int, because: str) -> None:
     assert because in str(grid_kernel.refuse(replace(DEEP_SPEECH, **changes), Config(tiles), at_once=132))
 
 
@@ -76,7 +76,7 @@ def tried(graph: Graph, target: str = "cuda:sm_90a") -> tuple[str, str]:
         (lambda: recurrent("RNN", hidden=128), "128 hidden units"),
     ],
 )
-def test_what_the_tactic_refuses(graph: Any, because: str) -> None:
+def test_refusals(graph: Any, because: str) -> None:
     tactic, reason = tried(graph())
     assert tactic == "rnn_resident"
     assert because in reason

@@ -94,7 +94,7 @@ NO_HOPPER: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
 @pytest.mark.parametrize("name", NO_HOPPER)
-def test_what_needs_no_hopper_compiles_before_it_without_spills(name: str, arch: str) -> None:
+def test_kernels_without_hopper_features_compile_before_it_without_spills(name: str, arch: str) -> None:
     module, problem = NO_HOPPER[name]
     gpu = gpu_facts.of_arch(arch)
     config = module.candidates(problem, gpu)[0]
@@ -108,7 +108,7 @@ def test_what_needs_no_hopper_compiles_before_it_without_spills(name: str, arch:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
-def test_what_follows_a_squeeze_compiles_before_hopper(arch: str) -> None:
+def test_kernels_after_a_squeeze_compile_before_hopper(arch: str) -> None:
     for problem in (SQUEEZED, NO_HOPPER["depthwise of bytes, means"][1]):
         nvrtc.compile_recipe(depthwise.squeeze_recipe(problem, arch))
 

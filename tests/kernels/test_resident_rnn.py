@@ -108,7 +108,7 @@ def test_cells_on_the_processor(name: str, precision: str, tmp_path: Path) -> No
         ({"hidden": 1064}, Config(133, 1, 32), "its 133 blocks cannot run at once"),
     ],
 )
-def test_what_a_configuration_cannot_run(changes: dict[str, Any], config: Config, because: str | None) -> None:
+def test_problems_that_a_configuration_refuses(changes: dict[str, Any], config: Config, because: str | None) -> None:
     reason = resident_kernel.refuse(replace(SEQUENCER, **changes), config, H200)
     assert reason is None if because is None else because in str(reason)
 

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, r
 
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("name", CASES)
-def test_every_launch_does_what_its_step_means(name: str, precision: str) -> None:
+def test_every_launch_agrees_with_its_meaning(name: str, precision: str) -> None:
     graph = CASES[name][0]()
     context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
     assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < TOLERANCE[precision]]

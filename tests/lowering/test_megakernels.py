@@ -72,7 +72,7 @@ def test_the_layers_of_a_decoder_are_one_run_of_neighbors() -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_a_run_computes_what_its_steps_computed_and_keeps_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_gives_the_results_of_its_steps_and_keeps_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     run = built()
     monkeypatch.setattr(megakernels, "LEAST_JOBS", 1000)
     apart = built(streams=1)

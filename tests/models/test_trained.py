@@ -124,7 +124,7 @@ sys.exit('onnx' in sys.modules or 'torch' in sys.modules)"""
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_language_model_is_small_and_predicts_what_is_claimed() -> None:
+def test_the_language_model_is_small_and_has_the_claimed_accuracy() -> None:
     found = trained.language()
     assert found.path.stat().st_size + found.tokenizer.stat().st_size < 1_000_000
     model = onnx.load(found.path)

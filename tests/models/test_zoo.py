@@ -338,7 +338,7 @@ def test_builder_refuses_a_reshape_that_loses_elements() -> None:
         builder.reshape(x, ("N", 5))
 
 
-def test_example_inputs_know_what_they_feed() -> None:
+def test_example_inputs_suit_the_network() -> None:
     model = zoo.build("bert_base", **SMALL["bert_base"], batch="N")
     feeds = zoo.example_inputs(model, 5, sizes={"N": 8})
     assert feeds["input_ids"].max() > 400

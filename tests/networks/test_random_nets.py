@@ -304,7 +304,7 @@ def test_each_error_has_its_verdict(error: Exception, kind: str, monkeypatch: py
     assert trial(small(TANH), Setting("reference"))["verdict"] == kind
 
 
-def test_what_onnx_runtime_does_not_take_is_not_judged() -> None:
+def test_networks_that_onnx_runtime_refuses_are_not_judged() -> None:
     net = small(helper.make_node("NoSuchOperator", ["x"], ["y"]))
     assert trial(net, Setting("reference"))["verdict"] == "no_oracle"
 

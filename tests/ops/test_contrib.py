@@ -403,9 +403,7 @@ BLOCKS = {"K": 16, "N": 1, "bits": 4, "block_size": 16}
         ("SparseAttention", [normal(1, 2, 4)], {}, UnsupportedError, "unknown"),
     ],
 )  # fmt: skip
-def test_what_is_refused(
-    op: str, operands: list[Any], attrs: dict[str, Any], error: type[OptdnnError], message: str
-) -> None:
+def test_refusals(op: str, operands: list[Any], attrs: dict[str, Any], error: type[OptdnnError], message: str) -> None:
     m, _ = one(op, operands, **attrs)
     with pytest.raises(error, match=message):
         import_model(m)

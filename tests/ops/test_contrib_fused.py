@@ -266,15 +266,13 @@ def test_samples_of_a_grid(mode: str) -> None:
         ("RelativePositionBias", [normal(8, 2), np.array([3]), np.array([3])], {"max_distance": 4}, UnsupportedError, "up to 4"),
     ],
 )  # fmt: skip
-def test_what_is_refused(
-    op: str, operands: list[Any], attrs: dict[str, Any], error: type[OptdnnError], message: str
-) -> None:
+def test_refusals(op: str, operands: list[Any], attrs: dict[str, Any], error: type[OptdnnError], message: str) -> None:
     m, _ = one(op, operands, **attrs)
     with pytest.raises(error, match=message):
         import_model(m)
 
 
-def test_what_must_be_known() -> None:
+def test_operands_that_must_be_known() -> None:
     m, _ = one("ExpandDims", [normal(2, 3), np.array(1, np.int32)], fed=2)
     with pytest.raises(UnsupportedError, match="not constant"):
         import_model(m)

@@ -105,7 +105,7 @@ def test_unsupported_nodes_of_bodies_are_named_once() -> None:
         (LOOP.replace("int64 n", "int32 n"), ShapeError, "trip count"),
     ],
 )
-def test_what_contradicts(text: str, error: Any, message: str) -> None:
+def test_contradictions(text: str, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         import_model(model(text))
 

@@ -135,7 +135,7 @@ def test_inside_of_a_body(tmp_path: Path) -> None:
     np.testing.assert_array_equal(y, reference(x, 0.5, 0.0))
 
 
-def test_the_digest_tells_declarations_apart() -> None:
+def test_the_digest_distinguishes_declarations() -> None:
     def other(x: Any, lambd: float, bias: float) -> Any:
         return x
 

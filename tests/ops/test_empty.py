@@ -42,7 +42,7 @@ def test_empty_operands(k: int, expected: dict[int, Any]) -> None:
 
 
 @pytest.mark.parametrize(("case", "wanted"), OWN, ids=lambda v: _name(v) if isinstance(v, Case) else "")
-def test_what_onnx_runtime_does_not_take(case: Case, wanted: list[Array]) -> None:
+def test_cases_that_onnx_runtime_refuses(case: Case, wanted: list[Array]) -> None:
     _quietly(case, wanted)
 
 

@@ -81,7 +81,7 @@ def test_products_mean_what_the_layout_says(code: str, K: int, block: int, zeros
 
 
 @pytest.mark.parametrize(("code", "K", "block", "zeros", "rows"), EXPORTED)
-def test_onnx_runtime_computes_what_is_exported(code: str, K: int, block: int, zeros: str, rows: int) -> None:
+def test_onnx_runtime_runs_the_exported_model(code: str, K: int, block: int, zeros: str, rows: int) -> None:
     w, x = Weights(code, K, block, zeros, rows), normal(2, 3, K)
     model = export_model(w.graph(2, 3)).proto
     (actual,) = onnxruntime_run(model, {"x": x})
@@ -123,7 +123,7 @@ def _refused(**changes: Any) -> None:
         ({"attrs": PackedMatMulAttrs("fp8_e4m3", 32, 16)}, "floats have none"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     if "attrs" in changes and changes["attrs"].code == "fp8_e4m3":
         changes = {**changes, "scales": np.ones((N, 2), F)}
     with pytest.raises(ShapeError, match=message):

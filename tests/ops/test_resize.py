@@ -238,7 +238,7 @@ def test_contradictions_are_refused(inputs: list[Any], attrs: Json, opset: int, 
         import_case(Case("Resize", [normal(1, 1, 4, 4), *operands], attrs, opset, constants=[1, 2, 3]))
 
 
-def test_what_onnx_leaves_undefined_is_unsupported() -> None:
+def test_cases_that_onnx_leaves_undefined_are_unsupported() -> None:
     x = normal(1, 1, 4, 4)
     with pytest.raises(Unsupported, match="antialias"):
         import_case(_sizes(x, [1, 1, 8, 8], {"antialias": 1}))

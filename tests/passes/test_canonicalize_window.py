@@ -141,7 +141,7 @@ def test_the_lowest_number_in_front_of_a_maximum(filler: float) -> None:
     check_pass(CANON, n.done(y), changes=1, kinds={"MaxPool": 1})
 
 
-def test_zeros_in_front_of_a_maximum_of_what_is_not_negative() -> None:
+def test_zeros_before_a_maximum_of_values_that_are_not_negative() -> None:
     n = Net()
     y = n.max_pool(pad(n, n.op("Relu", n.input(2, 3, 6, 6))))
     check_pass(CANON, n.done(y), changes=1, kinds={"MaxPool": 1, "Relu": 1})

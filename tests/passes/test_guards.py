@@ -244,7 +244,7 @@ def test_one_number_in_an_epilogue_does_not_become_zero() -> None:
 # ---------------------------------------------------------------- what is told
 
 
-def test_the_contract_tells_them_with_the_reason() -> None:
+def test_the_contract_names_them_with_the_reason() -> None:
     model_ = export_model(with_epsilon(NORMALIZE, 1e-12)).proto
     built = build_verbose(model_, BuildOptions(target="simulate", precision="fp16"))
     rows = {r.asked.key: (r.asked.precision, r.runs, r.reason) for r in built.precisions}

@@ -184,7 +184,7 @@ def test_networks_that_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest_values(graph) is None, "made-up inputs are not valid"
 
 
-def test_what_is_tried_is_reported() -> None:
+def test_the_log_records_whether_overflows_were_tried() -> None:
     account = PrecisionLog()
     AssignPrecision()(powers(), PassContext(target="cuda:sm_90a", precision="fp16", account=account))
     assert account.tried is True

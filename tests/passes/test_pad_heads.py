@@ -207,7 +207,7 @@ def test_a_cache_stays() -> None:
     check_refused(PadHeads(), graph, because="also outputs", context=HALF)
 
 
-def test_what_is_no_candidate() -> None:
+def test_networks_without_a_candidate() -> None:
     check_untouched(PadHeads(), separate((8, 8, 16)), HALF)
     wide = Net()
     parts = [wide.input(B, H, N, D, name=f"x{i}") for i in range(3)]

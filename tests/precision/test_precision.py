@@ -129,7 +129,7 @@ def ranges(graph: Graph, size: float = 4.0) -> Calibration:
     return Calibration("minmax", found, found)
 
 
-def test_what_is_refused_is_reported_with_its_reason() -> None:
+def test_refusals_are_reported_with_their_reason() -> None:
     n = Net()
     graph = n.done(n.op("Softmax", n.gemm(n.input(2, 8), 4, alpha=0.5)))
     account = assigned(graph, PrecisionPlan("int8", {"Softmax_2": "int8"}), ranges(graph))
@@ -273,7 +273,7 @@ def test_a_mask_that_hides_keys_is_no_risk(number: float, told: bool) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_reports_the_actual_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.savez(tmp_path / "data.npz", x=trained.calibration("digits_resnet")[:32], y=np.arange(32))
     arguments = f"""build {trained.load("digits_resnet").path} --target cpu --precision int8 --threads 1 --shape x=?x1x8x8
         --calib {tmp_path}/data.npz --calibrator mse --calib-cache {tmp_path}/c.json --tactics onnxruntime""".split()
@@ -330,7 +330,7 @@ def test_an_architecture_without_kernels_of_fp8_is_reported(arch: str) -> None:
     ("arch", "precision"),
     [("sm_80", "int8"), ("sm_86", "int8"), ("sm_89", "int8"), ("sm_89", "fp8"), ("sm_80", "tf32"), ("sm_86", "tf32")],
 )
-def test_what_is_asked_for_before_hopper_is_run(arch: str, precision: str) -> None:
+def test_requested_precisions_run_before_hopper(arch: str, precision: str) -> None:
     assert rows_on(f"cuda:{arch}", product(), precision) == {"Conv": (precision, precision, None)}
 
 

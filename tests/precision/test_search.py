@@ -64,7 +64,7 @@ def test_a_bound_of_nothing_gives_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.account.chosen == "fp32"
 
 
-def test_what_pins_lose_counts_against_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_of_pins_count_against_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"metric": "mse", "precision_map": {"first": "int8"}}
     found = find(perceptron(), Numpy(offers=("fp32", "int8")), monkeypatch, max_drop=1.0, **options)
     assert found.met
@@ -144,7 +144,7 @@ def test_a_mixture_that_fails_on_unseen_data_is_not_taken(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_batches_of_an_iterable_give_what_arrays_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_an_iterable_give_the_results_of_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search over data in temporary files, batch by batch, gives the same report."""
     options: dict[str, Any] = {"metric": "cosine", "max_drop": 0.05}
     held = find(perceptron(), Numpy(), monkeypatch, calib={"x": DATA["x"]}, **options)
@@ -203,7 +203,7 @@ def test_the_account_is_plain_and_has_a_front(monkeypatch: pytest.MonkeyPatch) -
     assert [c["name"] for c in plain["candidates"] if c["front"]]
 
 
-def test_what_was_declined_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_declined_plans_are_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     found = find(perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=1e-5)
     lines = declined(found.account.to_plain())
     (lost,) = [text for text in lines if text.startswith("int8 declined")]
@@ -315,7 +315,7 @@ def test_close_ones_are_tuned_and_raced_once_more(monkeypatch: pytest.MonkeyPatc
     assert sum(c.get("tuned", False) for c in rows.values()) == len(tunings)
 
 
-def test_what_tuning_takes_beyond_the_bound_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tuned_plan_beyond_the_bound_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     class Worse(Numpy):
         def tuned(self, graph: Graph, shares: int, say: Any) -> Engine | None:
             return self.quick(another_network(), PrecisionPlan(), "")

@@ -94,7 +94,7 @@ def test_an_underflow_of_fp16_is_named() -> None:
     assert "underflow" in (found.table["second.out", "fp16"].hazard or "")
 
 
-def test_what_time_does_not_suffice_for_is_judged_by_its_own_error() -> None:
+def test_operators_left_at_the_deadline_are_judged_by_their_own_error() -> None:
     found = measured(perceptron(), ("bf16",), deadline=time.perf_counter() - 1)
     assert found.skipped == 3
     for op in ops(perceptron()):

@@ -87,7 +87,7 @@ def test_passes_that_did_nothing_are_left_out_of_markdown(report: dict[str, Any]
     assert any(not p["fired"] and not p["refused"] for p in report["build"]["passes"])
 
 
-def test_what_was_not_measured_is_left_out(altered: dict[str, Any]) -> None:
+def test_values_that_were_not_measured_are_left_out(altered: dict[str, Any]) -> None:
     del altered["layers"], altered["bisect"]
     altered["build"] = {}
     altered["error_reference"] = altered["input_difference"] = None

@@ -196,7 +196,7 @@ def test_whole_runs_refusals_and_precisions_are_found_in_order_of_the_gain() -> 
     assert found[4].advice == "The reason: it is used twice."
 
 
-def test_what_costs_little_is_not_reported() -> None:
+def test_steps_of_little_cost_are_not_reported() -> None:
     assert found_in(chain("Cast", "Conv"), [row(0, 0.1, 0.9), row(1, 99.9, 0.9)]) == []
 
 
@@ -241,7 +241,7 @@ def test_a_step_begins_after_its_lane_and_what_it_waits_for() -> None:
     assert timeline_of(network_of(program), program) is None
 
 
-def test_memory_is_what_lives_in_the_arena() -> None:
+def test_memory_is_the_live_part_of_the_arena() -> None:
     program = program_of(step("A", (0,), 1), step("B", (1,), 2), step("C", (1, 2), 3), step("D", (3,), 7))
     memory = memory_of(program)
     assert memory is not None

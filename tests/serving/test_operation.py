@@ -242,7 +242,7 @@ def test_the_end_waits_for_requests(engines: Path, digits: optdnn.Engine) -> Non
         assert not any(os.path.exists(f"/proc/{w}") for w in workers)
 
 
-def test_what_the_command_refuses(engines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_of_the_command(engines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = engines / "mixed.engine"
     (tmp_path / "mixed.engine").write_bytes(engine.read_bytes())
     (tmp_path / "broken.engine").write_bytes(b"no engine")

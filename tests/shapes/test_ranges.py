@@ -56,7 +56,7 @@ def test_a_malformed_shape_is_refused(text: str, because: str) -> None:
         parse_dims(text)
 
 
-def test_a_range_without_an_optimum_is_refused_with_what_is_missing() -> None:
+def test_a_range_without_an_optimum_is_refused_with_advice() -> None:
     with pytest.raises(UsageError) as e:
         parse_dims("1..4x3")
     assert e.value.hint == "name the size to optimize for, too: 1..OPT..4"
@@ -164,7 +164,7 @@ def test_any_shape_in_range_runs_and_others_are_refused(target: str, tmp_path: P
                 e.run(_image(n))
 
 
-def test_an_engine_takes_what_lies_in_a_profile_not_between_them() -> None:
+def test_an_engine_accepts_sizes_within_a_profile_not_between_profiles() -> None:
     engine = optdnn.build(convnet(batch="n"), target="reference", shapes=[{"x": (1, *IMAGE)}, {"x": "4..4..6x3x8x8"}])
     assert engine.run(_image(1))["y"].shape == (1, 5)
     assert engine.run(_image(6))["y"].shape == (6, 5)

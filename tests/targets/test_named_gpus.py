@@ -105,7 +105,7 @@ def test_another_gpu_than_planned_for_is_reported(network: Any) -> None:
         ("cuda:sm_87", "Orin, 16 multiprocessors"),
     ],
 )
-def test_a_build_says_what_it_was_planned_for(target: str, said: str, network: Any, tmp_path: Path) -> None:
+def test_a_build_names_the_gpu_of_its_plan(target: str, said: str, network: Any, tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(network.SerializeToString())
     words = [
         "build",
@@ -123,7 +123,7 @@ def test_a_build_says_what_it_was_planned_for(target: str, said: str, network: A
     assert said in " ".join(done.stdout.split())
 
 
-def test_an_architecture_without_kernels_is_told() -> None:
+def test_an_architecture_without_kernels_is_reported() -> None:
     with pytest.raises(UsageError, match=r"there are no kernels for sm_70\n  hint: .* sm_90a, .*, sm_80$"):
         optdnn.build("any.onnx", target="cuda:sm_70")
 

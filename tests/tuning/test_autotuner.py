@@ -157,7 +157,7 @@ def test_interruption_keeps_the_best_so_far_and_the_times() -> None:
     assert cache.networks == {}, "an unfinished choice is not a result"
 
 
-def test_interruption_in_the_network_keeps_what_was_better() -> None:
+def test_interruption_in_the_network_keeps_better_choices() -> None:
     timer = FakeTimer(hashed)
     races = 0
 

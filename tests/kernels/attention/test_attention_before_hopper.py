@@ -79,9 +79,7 @@ def test_before_hopper(name: str) -> None:
         (lambda: attention(scale=0.0), "cuda:sm_80", "fp16", "a scale of 0.0"),
     ],
 )
-def test_what_it_does_not_run_it_refuses(
-    build: Any, target: str, precision: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals(build: Any, target: str, precision: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PadHeads, "rules", ())  # heads would have 24 features
     program = lowered(build(), precision, target=target, no_cubins=True)
     refused = refusals(program, "attention_sm80")

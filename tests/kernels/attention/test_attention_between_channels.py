@@ -92,7 +92,7 @@ def test_many_tokens_take_two_launches(options: dict[str, Any], precision: str) 
         ({"factors": np.linspace(1, 2, 16).reshape(16, 1)}, 2),
     ],
 )
-def test_what_else_is_computed_apart(options: dict[str, Any], apart: int) -> None:
+def test_other_forms_are_computed_separately(options: dict[str, Any], apart: int) -> None:
     program = check_simulated(between_channels(**options), "fp16", target="cuda:sm_90a")
     assert kinds(program).count("LpNormalization") == apart
 
@@ -108,7 +108,7 @@ def test_what_else_is_computed_apart(options: dict[str, Any], apart: int) -> Non
         ({"softmax_precision": FP64}, "fp16", "its softmax is fp32"),
     ],
 )
-def test_what_it_refuses(options: dict[str, Any], precision: str, reason: str) -> None:
+def test_refusals(options: dict[str, Any], precision: str, reason: str) -> None:
     program = check_simulated(between_channels(**options), precision, target="cuda:sm_90a")
     found = [r["reason"] for r in row(program)["refused"] if r["tactic"] == "attention_channels"]
     assert found

@@ -55,7 +55,7 @@ def test_keys_that_blocks_share_on_a_processor(name: str, tmp_path: Path) -> Non
     run(name, SHARED, tmp_path)
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     p = case([1]).problem
     assert cached.refuse(p, ALONE) is None
     for because, changed in {

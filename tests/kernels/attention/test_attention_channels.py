@@ -170,7 +170,7 @@ A = merged(2, 4, 196, 48)
         (replace(A, batch=70000), "grid"),
     ],
 )
-def test_what_it_cannot_run_it_refuses(problem: Problem, reason: str) -> None:
+def test_refusals(problem: Problem, reason: str) -> None:
     assert channels.refuse(A) is None
     assert reason in (channels.refuse(problem) or "")
     assert channels.candidates(problem, AMPERE) == []

@@ -100,7 +100,7 @@ def of_given_factors(
         ({"turned": True}, "the factors' last axes are not contiguous, or begin at odd elements"),
     ],
 )
-def test_what_else_is_refused(options: dict[str, Any], reason: str) -> None:
+def test_further_refusals(options: dict[str, Any], reason: str) -> None:
     assert "FactoredAttention" in kinds(lowered(of_given_factors(), no_cubins=True, io_dtype="fp16"))
     graph = of_given_factors(**options)
     check_not_taken(graph, "attention_factors_sm90", reason, "FactoredAttention", no_cubins=True, io_dtype="fp16")

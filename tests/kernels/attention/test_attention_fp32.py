@@ -175,7 +175,7 @@ A, AC = merged(2, 4, 300, 64, dtype="float32"), Config(4, 1, 32, 2)
         (replace(A, batch=70000), AC, "grid"),
     ],
 )
-def test_what_it_cannot_run_it_refuses(problem: Problem, config: Config, reason: str) -> None:
+def test_problems_that_the_kernel_refuses(problem: Problem, config: Config, reason: str) -> None:
     assert kernel.refuse(A, AC) is None
     assert reason in (kernel.refuse(problem, config) or "")
 
@@ -220,7 +220,7 @@ WIDE = ("widest heads", "heads of 264")
         (lambda: attention(size=196, count=1), "fp32", "heads of 196 features"),
     ],
 )
-def test_what_it_does_not_run_it_refuses(
+def test_operators_that_the_tactic_refuses(
     build: Any, precision: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PadHeads, "rules", ())  # heads would have 24 features

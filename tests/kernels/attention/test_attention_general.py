@@ -140,12 +140,12 @@ A, AC = merged(2, 4, 300, 64), Config(4, 1, 64, 2)
         (replace(A, heads=70000), AC, "grid"),
     ],
 )
-def test_what_it_cannot_run_it_refuses(problem: Problem, config: Config, reason: str) -> None:
+def test_refusals(problem: Problem, config: Config, reason: str) -> None:
     assert general.refuse(A, AC) is None
     assert reason in (general.refuse(problem, config) or "")
 
 
-def test_describing_what_shares_no_heads_is_a_defect() -> None:
+def test_describing_an_operator_without_shared_heads_is_a_defect() -> None:
     with pytest.raises(InternalError, match="share key heads"):
         general.launch(replace(A, key_heads=3), AC, AMPERE)
 

@@ -75,7 +75,7 @@ TAKEN: dict[str, Callable[[], Graph]] = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_it_takes(name: str) -> None:
+def test_accepted_networks(name: str) -> None:
     graph = TAKEN[name]()
     program = lowered(graph, "fp16", no_cubins=True, io_dtype="fp16")
     found = kinds(program)
@@ -106,7 +106,7 @@ def test_what_it_takes(name: str) -> None:
         ("its new rows are constant", {"known": True, "turned": False}),
     ],
 )
-def test_what_it_refuses(because: str, changes: dict[str, Any]) -> None:
+def test_refusals(because: str, changes: dict[str, Any]) -> None:
     program = lowered(step(**changes), "fp16", no_cubins=True, io_dtype="fp16")
     assert "CachedAttention" not in kinds(program)
     (row,) = (t for t in program.meta["tactics"] if t["kind"] == "Attention")

@@ -80,7 +80,7 @@ NETS: dict[str, tuple[Build, dict[str, int]]] = {
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str) -> None:
     build, counts = NETS[name]
     program = check_simulated(built(build))
     found = kinds(program)

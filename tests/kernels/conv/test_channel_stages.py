@@ -127,7 +127,7 @@ SCALED = {
 
 @pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_the_convolution_scales_what_its_activation_gives(name: str, precision: str) -> None:
+def test_the_convolution_scales_the_result_of_its_activation(name: str, precision: str) -> None:
     program = check_simulated(SCALED[name], precision, tolerance={"fp16": 1e-2, "bf16": 6e-2}.get(precision))
     assert stages(program) == (precision != "fp32")
     if precision != "fp32":
@@ -172,7 +172,7 @@ def test_the_kernels_compile_without_spills(stage: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", [*NETS, *SCALED])
-def test_every_launch_does_what_its_step_means(name: str) -> None:
+def test_every_launch_agrees_with_its_meaning(name: str) -> None:
     graph = (NETS | SCALED)[name]
     program = lowered(graph, "fp16", target="cuda:sm_90a")
     assert stages(program) == 1

@@ -104,7 +104,7 @@ def test_bands_compute_groups(graph: Any, bands: int, precision: str, monkeypatc
         (lambda: net(20, 128, 2), "16 bytes"),
     ],
 )
-def test_what_is_refused(graph: Any, why: str | None) -> None:
+def test_refusals(graph: Any, why: str | None) -> None:
     row = tactic_of(check_simulated(graph(), "fp16"))
     assert row["tactic"] != "conv_bands_sm90"
     if why is not None:
@@ -180,7 +180,7 @@ def test_a_filter_of_many_taps_compiles() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize(("strides", "kernel"), [(1, 3), (2, 3), (1, 1)])
-def test_every_kind_of_configuration_on_a_gpu_gives_what_it_means(strides: int, kernel: int) -> None:
+def test_every_kind_of_configuration_on_a_gpu_agrees_with_its_meaning(strides: int, kernel: int) -> None:
     graph = net(256, 256, 32, kernel, (14, 15), strides=strides, residual=True, batch=3)
     options = BuildOptions(target="cuda:sm_90a", precision="fp16")
     optimize(graph, options, options.target)

@@ -124,7 +124,7 @@ def test_hopper_runs_strides_on_it_that_tma_has_not() -> None:
         ),
     ],
 )
-def test_what_it_does_not_run_it_refuses(build: Callable[[Net], Value], target: str, reason: str) -> None:
+def test_refusals(build: Callable[[Net], Value], target: str, reason: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), "fp16", target=target, no_cubins=True)
     refused = refusals(program)

@@ -93,7 +93,7 @@ def no_channels(n: Net) -> Value:
         (lambda n: n.op("MatMul", n.input(4, 8), n.input(8, 4, name="m")), "fp32", "not a constant matrix"),
     ],
 )
-def test_what_they_do_not_run_they_refuse(build: Callable[[Net], Value], precision: str, reason: str) -> None:
+def test_refusals(build: Callable[[Net], Value], precision: str, reason: str) -> None:
     n = Net()
     assert any(reason in r for r in refusals(lowered(n.done(build(n)), precision))), reason
 
@@ -192,7 +192,7 @@ def errors_on_gpu(graph: Graph, choices: dict[str, TacticChoice] | None = None) 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
-def test_launches_on_a_gpu_give_what_they_mean() -> None:
+def test_launches_on_a_gpu_agree_with_their_meaning() -> None:
     for name, build in NETS.items():
         n = Net()
         found = errors_on_gpu(n.done(build(n)))
@@ -203,7 +203,7 @@ def test_launches_on_a_gpu_give_what_they_mean() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("channels", [64, 20, 3])
-def test_every_configuration_on_a_gpu_gives_what_it_means(channels: int) -> None:
+def test_every_configuration_on_a_gpu_agrees_with_its_meaning(channels: int) -> None:
     n = Net()
     x = n.input(2, channels, 15, 13)
     graph = n.done(

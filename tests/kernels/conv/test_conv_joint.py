@@ -67,7 +67,7 @@ def test_blocks_that_share_k_write_into_joint_buffers() -> None:
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("choice", range(4))
 @pytest.mark.parametrize("split", [False, True])
-def test_on_a_gpu_they_write_what_they_mean(
+def test_on_a_gpu_they_agree_with_their_meaning(
     split: bool, choice: int, kernel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(lambda c: c.stores_directly and (c.split > 1) == split, choice, monkeypatch)

@@ -56,7 +56,7 @@ def test_space_to_depth_is_the_same_convolution(source: Source) -> None:
     np.testing.assert_allclose(convolve(deep, packed, made), convolve(image, weight, source), atol=1e-12)
 
 
-def test_space_to_depth_refuses_what_it_cannot_do() -> None:
+def test_refusals_of_space_to_depth() -> None:
     with pytest.raises(InternalError, match="equal strides"):
         conv_problem.space_to_depth(Source(8, 8, 3, (3, 3), (2, 1)))
 
@@ -273,7 +273,7 @@ def test_candidates_are_valid_and_distinct(batch: int) -> None:
         assert all(PatchConfig.read(str(config)) == config for config in patches)
 
 
-def test_a_name_tells_the_configuration_and_nothing_else_is_one() -> None:
+def test_a_name_gives_the_configuration_and_no_other_text_does() -> None:
     problem = Problem(6304, 768, (Source(1, 1, 768),), (("bias",), ("gelu",)))
     found = [*conv_cost.candidates(problem, DEVICE, 400), Config(1, 1, 1, 32, 4, 1, 1, True, 2)]
     assert {c.share for c in found} > {(1, 1)}
@@ -306,7 +306,7 @@ def test_a_name_tells_the_configuration_and_nothing_else_is_one() -> None:
         (580, 768, 768, ADD, ["1x1m1n72s12o1b1"]),
     ],
 )
-def test_products_take_what_was_fast(
+def test_products_use_fast_configurations(
     rows: int, columns: int, depth: int, stages: tuple[render.Stage, ...], tiles: list[str]
 ) -> None:
     """The model's first choice is among the configurations within some percent of the best one on an H200."""
@@ -322,7 +322,7 @@ def test_products_take_what_was_fast(
         (48, 56, ["1x1m1n96s9o3wb1", "1x2m1n64s7o2wb1", "1x2m1n64s6o3wb1", "1x1m1n96s10o2wb1", "1x2m1n192s3o1b1"]),
     ],
 )
-def test_convolutions_take_what_was_fast(channels: int, size: int, tiles: list[str]) -> None:
+def test_convolutions_use_fast_configurations(channels: int, size: int, tiles: list[str]) -> None:
     """RepVGG's two branches in one launch: deep rings, and no tiles of a few pixels."""
     sources = (Source(size, size, channels, (3, 3), (1, 1), (1, 1, 1, 1)), Source(size, size, channels))
     problem = Problem(16, channels, sources, (("bias",), ("relu",)))
@@ -379,7 +379,7 @@ def test_other_problems_keep_the_other_model(change: dict[str, Any]) -> None:
     assert not conv_cost.mid_size_product(replace(product, **change))
 
 
-def test_large_tiles_share_what_neighbors_load_and_take_turns() -> None:
+def test_large_tiles_share_loads_of_neighbors_and_alternate() -> None:
     problem = Problem(6304, 768, (Source(1, 1, 768),), (("bias",), ("gelu",)))
     found = conv_cost.candidates(problem, DEVICE, 400)
     assert {c.share for c in found} >= {(1, 1), (2, 1), (1, 2)}

@@ -77,7 +77,7 @@ class Library(HopperConv):
     name, provider = "library", "cudnn"
 
 
-def test_a_librarys_convolution_that_was_chosen_runs_beside_one_that_would_take_the_pool_along(
+def test_a_chosen_convolution_of_a_library_prevents_the_fusion_of_its_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(conv_pool, "OVERLAP", -1.0)

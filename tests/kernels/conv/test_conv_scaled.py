@@ -75,7 +75,7 @@ def scaled(program: Program) -> int:
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("name", NETS)
-def test_the_convolution_scales_what_it_adds(name: str, precision: str) -> None:
+def test_the_convolution_scales_its_residual(name: str, precision: str) -> None:
     program = check_simulated(NETS[name], precision, tolerance={"fp16": 1e-2, "bf16": 6e-2}.get(precision))
     assert scaled(program) == (precision != "fp32" or name not in SCALAR)
 
@@ -117,7 +117,7 @@ def test_the_kernels_compile_without_spills(family: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", NETS)
-def test_every_launch_does_what_its_step_means(name: str) -> None:
+def test_every_launch_agrees_with_its_meaning(name: str) -> None:
     program = lowered(NETS[name], "fp16", target="cuda:sm_90a")
     assert scaled(program) == 1
     context: Any = Engine(program).context()

@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[Callable[[Net], Value], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_does_not_run_it_refuses(name: str) -> None:
+def test_refusals(name: str) -> None:
     build, reason = REFUSED[name]
     n = Net()
     program, reasons = chosen(n.done(n.op("Relu", build(n))))

@@ -74,7 +74,7 @@ def test_programs_before_hopper_compute_the_network(name: str) -> None:
         assert np.abs(got[output] - want).max() <= 3e-2 * np.abs(want).max() < np.abs(want - other[output]).max() / 4
 
 
-def test_what_the_blocks_need_after_them_is_one_launch() -> None:
+def test_the_operators_after_the_blocks_are_one_launch() -> None:
     n = Net()
     program = lowered(n.done(NETS["a residual"](n)), "fp16")
     after = kinds(program)[1:]  # the image's layout
@@ -90,7 +90,7 @@ def test_what_the_blocks_need_after_them_is_one_launch() -> None:
         (lambda n: n.op("ConvTranspose", n.input(1, 4, 5, 4), n.random(4, 4, 2, 2), n.input(4, name="b"), attrs=ConvTransposeAttrs((2, 2), (0,) * 4, (1, 1), (0, 0))), "bias is not constant"),
     ],
 )  # fmt: skip
-def test_what_they_do_not_run_they_refuse(build: Callable[[Net], Value], reason: str) -> None:
+def test_refusals(build: Callable[[Net], Value], reason: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), "fp16")
     assert tactics(program, "ConvTranspose") == ["conv_transpose_direct"]
@@ -145,7 +145,7 @@ def test_weights_in_blocks_give_the_transposed_convolution_exactly() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
-def test_launches_on_a_gpu_give_what_they_mean() -> None:
+def test_launches_on_a_gpu_agree_with_their_meaning() -> None:
     for precision, bound in (("fp16", 2e-3), ("bf16", 1.6e-2), ("tf32", 1e-5), ("fp32", 2e-6)):
         for name, build in NETS.items():
             n = Net()

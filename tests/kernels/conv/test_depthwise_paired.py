@@ -130,7 +130,7 @@ def changed(change: str) -> Callable[[Net], Value]:
         ("residual", "is more than an activation"),
     ],
 )
-def test_what_is_refused(change: str, because: str) -> None:
+def test_refusals(change: str, because: str) -> None:
     program = lowered(made(changed(change)))
     assert any(because in reason for reason in refusals(program, "depthwise_paired"))
     assert "GatedConv" not in kinds(program)

@@ -228,7 +228,7 @@ def test_refusals_say_why(graph: Callable[[], Graph], precision: str, reason: st
     assert reason in refusal(graph(), precision)
 
 
-def test_a_cliff_tells_why_the_fast_kernels_refuse() -> None:
+def test_a_cliff_names_the_refusals_of_the_fast_kernels() -> None:
     program = lowered(sliced(3, (22, 24)), no_cubins=True)
     (k,) = [i for i, s in enumerate(program.steps) if str(s.params.get("tactic", "")).startswith("depthwise")]
     step = program.steps[k]
@@ -360,7 +360,7 @@ def test_kernels_compile_without_spills(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", NETS)
-def test_every_kernel_on_a_gpu_gives_what_it_means(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_on_a_gpu_agrees_with_its_meaning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = NETS[name]()
     options = BuildOptions(target="cuda:sm_90a", precision="fp16")
     optimize(graph, options, options.target)

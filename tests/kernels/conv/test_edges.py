@@ -113,7 +113,7 @@ def others(kind: str) -> Graph:
         (up(group=1), "conv_transpose_edges", "tensor cores run it"),
     ],
 )
-def test_what_is_refused(graph: Graph, tactic: str, because: str) -> None:
+def test_refusals(graph: Graph, tactic: str, because: str) -> None:
     program = lowered(graph, "fp16")
     assert because in refusals(program, tactic)
     assert "EdgePadded" not in kinds(program)
@@ -131,7 +131,7 @@ def test_pads_of_all_axes_by_number() -> None:
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("name", NETS)
-def test_every_launch_does_what_its_step_means(name: str, precision: str) -> None:
+def test_every_launch_agrees_with_its_meaning(name: str, precision: str) -> None:
     graph = NETS[name]()
     context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
     feeds = feeds_of(graph)

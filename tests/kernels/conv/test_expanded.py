@@ -70,7 +70,7 @@ def made(program: Program) -> list[Any]:
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str) -> None:
     program = check_simulated(built(NETS[name]))
     (step,) = made(program)
     assert step.params["op"]["kind"] == "SeparableConv"
@@ -175,7 +175,7 @@ def test_long_launches_take_longer_than_predicted(each: float, told: float, monk
     assert any(f"({told:.2f} us" in reason for reason in reasons(lowered(built(plain))))
 
 
-def test_a_launch_with_the_convolution_behind_it_competes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_with_the_convolution_after_it_competes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(separable, "_slower", lambda problem, gpu, invariant=False: None)
     monkeypatch.setattr(expanded, "_apart", lambda problem, gpu: (1.0, 1.0))
     for saved, taken in ((0.0, True), (2.0, False)):

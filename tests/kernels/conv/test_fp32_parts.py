@@ -157,7 +157,7 @@ def test_three_products_are_predicted_to_take_longer_than_one() -> None:
     assert 2 * rounded < exact < 6 * rounded
 
 
-def test_functions_behind_them_are_exact() -> None:
+def test_functions_after_them_are_exact() -> None:
     made = gemm.recipe(replace(rows(4096, 768, 768), epilogue=(("bias",), ("gelu",))), CONFIGS[0])
     assert "erff" in made.generated["generated.cuh"]
     assert "--use_fast_math" not in made.options

@@ -183,7 +183,7 @@ def _given_scale(n: Net) -> Value:
     ],
 )
 @pytest.mark.usefixtures("wanted")
-def test_what_is_refused(build: Callable[[Net], Value], because: str) -> None:
+def test_refusals(build: Callable[[Net], Value], because: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), no_cubins=True)
     assert "conv_normed_sm90" not in tactics(program, "Conv")
@@ -191,7 +191,7 @@ def test_what_is_refused(build: Callable[[Net], Value], because: str) -> None:
 
 
 @pytest.mark.usefixtures("wanted")
-def test_what_is_refused_in_other_builds() -> None:
+def test_refusals_in_other_builds() -> None:
     n = Net()
     graph = n.done(block(n))
     assert any("it is for 16-bit floats" in r for r in reasons(lowered(graph, "tf32", no_cubins=True)))

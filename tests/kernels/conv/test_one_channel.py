@@ -60,6 +60,6 @@ def test_a_picture_of_one_channel(precision: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
-def test_every_launch_does_what_its_step_means() -> None:
+def test_every_launch_agrees_with_its_meaning() -> None:
     context: Any = Engine(lowered(gated(), "fp16", target="cuda:sm_90a")).context()
     assert not [e for e in check_steps(context, feeds_of(gated())) if not e.error < 4e-3]

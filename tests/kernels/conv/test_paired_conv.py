@@ -125,7 +125,7 @@ def two(n: Net, change: str = "") -> Value:
         ),
     ],
 )
-def test_what_is_refused(build: Callable[[Net], Value], precision: str, because: str) -> None:
+def test_refusals(build: Callable[[Net], Value], precision: str, because: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), precision)
     assert any(because in reason for reason in refusals(program, "conv_paired*"))

@@ -91,7 +91,7 @@ NETS: dict[str, tuple[Build, int]] = {
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str) -> None:
     build, count = NETS[name]
     program = check_simulated(built(build))
     assert kinds(program).count("SeparableConv") == count
@@ -188,7 +188,9 @@ def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("more", [{"kernel": 5, "pads": 2, "out": 16}, {"channels": 512, "out": 168}, {"out": 24}])
-def test_what_was_not_measured_is_for_tuning(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configurations_that_were_not_measured_are_for_tuning(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1.0)
     program = lowered(built(lambda n: plain(n, **more)))
     assert "SeparableConv" not in kinds(program)

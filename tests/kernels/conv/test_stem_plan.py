@@ -166,7 +166,7 @@ def test_vectors_are_as_wide_as_every_row_allows() -> None:
         ({"strides": (1 << 32, 1 << 29, 32, 1)}, "more elements than the kernel addresses"),
     ],
 )  # fmt: skip
-def test_what_no_tile_can_run_is_refused(change: dict[str, Any], reason: str) -> None:
+def test_problems_that_no_tile_can_run_are_refused(change: dict[str, Any], reason: str) -> None:
     p = replace(problem(1, Source(32, 32, 3, (3, 3)), 16), **change)
     assert reason in str(stem.no_kernel(p))
     assert reason in str(stem.refuse(p, stem.Config(2, 8, 1, 1, 2)))

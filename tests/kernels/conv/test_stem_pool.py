@@ -44,7 +44,7 @@ NETS: dict[str, Build] = {
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str) -> None:
     program = check_simulated(built(NETS[name]))
     assert kinds(program).count("PooledImageConv") == 1
     assert not {"MaxPool", "ImageConv"} & set(kinds(program))

@@ -74,7 +74,7 @@ def test_counts_are_each_launchs_own_and_sums_lie_in_the_arena(monkeypatch: pyte
     assert all(program.buffers[i].offset is not None for i in sums)
 
 
-def test_what_is_retained_is_one_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retained_memory_belongs_to_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     prefer_stream_k(monkeypatch)
     program = lowered(network())
     count = program.retained[0]

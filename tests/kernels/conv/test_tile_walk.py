@@ -235,7 +235,7 @@ def test_kernels_compile_without_spills(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize(("group", "squeeze"), [(8, True), (8, False), (2, True), (64, True), (64, False)])
-def test_every_configuration_on_a_gpu_gives_what_it_means(group: int, squeeze: bool) -> None:
+def test_every_configuration_on_a_gpu_agrees_with_its_meaning(group: int, squeeze: bool) -> None:
     graph = net(group, squeeze=squeeze)
     options = BuildOptions(target="cuda:sm_90a", precision="fp16")
     optimize(graph, options, options.target)

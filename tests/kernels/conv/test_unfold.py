@@ -75,7 +75,7 @@ def test_slices_of_a_padded_axis_are_one_launch(name: str, precision: str, tmp_p
     compare_steps(program, feeds_of(graph), 1e-6 if precision == "fp32" else 2e-3, tmp_path)
 
 
-def test_what_others_read_is_padded_for_them() -> None:
+def test_other_readers_get_a_padded_copy() -> None:
     found = kinds(check_simulated(sliding(others=True), "fp32"))
     assert (found.count("Frames"), found.count("Pad")) == (1, 1)
 
@@ -92,7 +92,7 @@ def test_what_others_read_is_padded_for_them() -> None:
         {"starts": (0, 1), "lengths": (3, 4), "axis": 1, "along": 1},
     ],
 )
-def test_what_does_not_slide_is_padded_and_copied(other: dict[str, Any]) -> None:
+def test_slices_that_do_not_slide_are_padded_and_copied(other: dict[str, Any]) -> None:
     found = kinds(check_simulated(sliding(**other), "fp32"))
     assert "Frames" not in found
     assert "Pad" in found
@@ -146,7 +146,7 @@ def test_sixteen_bytes_are_moved_at_once() -> None:
         ((2, 1 << 14, 1 << 8, 1 << 8), False, "too many elements"),
     ],
 )
-def test_what_it_refuses(shape: tuple[int, ...], constant: bool, reason: str) -> None:
+def test_refusals(shape: tuple[int, ...], constant: bool, reason: str) -> None:
     n = Net()
     x = n.random(*shape) if constant else n.input(*shape)
     p = n.op("Pad", x, n.ints(0, 1, 0, 0, 0, 1, 0, 0), attrs=PadAttrs())
@@ -161,7 +161,7 @@ def test_what_it_refuses(shape: tuple[int, ...], constant: bool, reason: str) ->
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
-def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> None:
+def test_launches_on_a_gpu_agree_with_their_meaning(name: str, precision: str) -> None:
     graph = sliding(**CASES[name])
     context: Any = CudaRunner(lowered(graph, precision, "cuda:sm_90a"), LoadOptions()).context()
     errors = [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "Frames"]

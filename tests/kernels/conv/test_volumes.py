@@ -133,7 +133,7 @@ def test_equally_distant_parts_are_copied_at_once(starts: list[int], launch: str
     assert [kind for kind in found if kind in ("Copy", "Concat")] == [launch]
 
 
-def test_what_a_volume_is_joined_of_is_written_in_place() -> None:
+def test_parts_of_a_concatenated_volume_are_written_in_place() -> None:
     """The parts are the frames of a transposed convolution, and those of the skip connection."""
     n = Net()
     program = check_simulated(n.done(u_net(n)))
@@ -319,7 +319,7 @@ def test_volumes_on_a_gpu_in_several_configurations(name: str, turn: int) -> Non
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", NETS)
-def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> None:
+def test_launches_on_a_gpu_agree_with_their_meaning(name: str, precision: str) -> None:
     n = Net()
     graph = n.done(NETS[name](n))
     context: Any = CudaRunner(lowered(graph, precision, "cuda:sm_90a"), LoadOptions()).context()
@@ -339,7 +339,7 @@ def taken_of_a_split(depth: int, slices: Sequence[tuple[int, int, int]]) -> tupl
     return n.graph, n.graph.op(y), x
 
 
-def test_the_operator_that_makes_a_volume_is_not_taken_along() -> None:
+def test_the_operator_that_computes_a_volume_is_not_included() -> None:
     graph, op, x = taken_of_a_split(3, [(0, 1, 1), (1, 2, 1), (2, 3, 1)])
     found = volume_of(graph, op)
     assert found is not None

@@ -58,7 +58,7 @@ NETS: dict[str, tuple[Build, str]] = {
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str) -> None:
     build, kind = NETS[name]
     program = check_simulated(built(build))
     assert kinds(program).count(kind) == 1

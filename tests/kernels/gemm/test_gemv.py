@@ -36,7 +36,7 @@ def test_it_runs_what_it_is_for(rows: int, depth: int, columns: int, kind: str) 
         (1, 1030, 520, "rows of a multiple of 8"),
     ],
 )
-def test_what_it_is_not_for_it_refuses(rows: int, depth: int, columns: int, reason: str) -> None:
+def test_refusals(rows: int, depth: int, columns: int, reason: str) -> None:
     program = check_simulated(net(rows, depth, columns).graph)
     (found,) = [t for t in program.meta["tactics"] if t["kind"] == "Gemm"]
     assert any(r["tactic"] == "gemv" and reason in r["reason"] for r in found["refused"])

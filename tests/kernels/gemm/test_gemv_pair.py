@@ -87,7 +87,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("precision", sweep(["fp16", "bf16"], "fp16"))
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str, precision: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str, precision: str) -> None:
     program = check_simulated(NETS[name](), precision)
     (step,) = [s for s in program.steps if str(s.params["tactic"]).startswith("gemv_pair")]
     assert sum(node.startswith("Conv") for node in step.src) == 2, "both convolutions are named"
@@ -220,7 +220,9 @@ def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.Mon
     ("given", "reason"),
     [({"images": tactic.FEW + 1}, "more than 4 images"), ({"channels": 512}, f"fewer than {tactic.SMALL} products")],
 )
-def test_what_was_not_faster_is_for_tuning(given: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_that_were_not_faster_are_for_tuning(
+    given: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tactic, "_apart", lambda problem, gpu: 1.0)
     network = excited(**{"channels": 1024, "hidden": 32, "means": True, **given})
     check_not_taken(network, "gemv_pair_sm90", reason, "SeparableConv")
@@ -247,7 +249,7 @@ P = pair.Problem(2, 64, 16, 64)
         (replace(P, pixels=1 << 24), 8, "is too large"),
     ],
 )
-def test_what_the_kernel_refuses(problem: pair.Problem, cluster: int, reason: str) -> None:
+def test_refusals(problem: pair.Problem, cluster: int, reason: str) -> None:
     assert pair.refuse(P, pair.Config(8)) is None
     assert reason in (pair.refuse(problem, pair.Config(cluster)) or "")
     assert "no clusters" in (pair.refuse(P, pair.Config(8), capability=(8, 0)) or "")
@@ -324,7 +326,7 @@ def test_kernels_compile_without_spills(config: pair.Config) -> None:
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_every_cluster_on_a_gpu_gives_what_it_means(name: str) -> None:
+def test_every_cluster_on_a_gpu_agrees_with_its_meaning(name: str) -> None:
     graph = NETS[name]()
     options = BuildOptions(target="cuda:sm_90a", precision="fp16")
     optimize(graph, options, options.target)

@@ -132,13 +132,13 @@ def _two_factors(n: Net) -> Value:
 
 
 @pytest.mark.parametrize("build", [_bias_after_a_stage, _two_factors])
-def test_what_the_epilogue_does_not_know_is_another_launch(build: Callable[[Net], Value]) -> None:
+def test_unsupported_stages_are_another_launch(build: Callable[[Net], Value]) -> None:
     n = Net(np.float16)
     program = check_simulated(n.done(build(n)))
     assert kinds(program) == ["MatMul", "Pointwise"]
 
 
-def test_rows_of_other_widths_tell_no_moments() -> None:
+def test_rows_of_other_widths_have_no_moments() -> None:
     n = Net(np.float16)
     x = n.input(2, 36, 60)
     y = n.op("Add", _left(n, x, 36), n.random(36, 1))

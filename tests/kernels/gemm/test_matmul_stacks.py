@@ -135,7 +135,7 @@ def test_the_stages_after_a_product_are_in_its_kernel() -> None:
         assert len(op["attrs"]["epilogue"]) == stages
 
 
-def test_what_it_refuses_is_done_by_another() -> None:
+def test_other_kernels_run_the_problems_that_it_refuses() -> None:
     def broadcast(n: Net) -> Value:
         return n.op("MatMul", n.input(4, 20, 64), n.input(1, 64, 72, name="y"))
 

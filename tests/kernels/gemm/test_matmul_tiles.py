@@ -64,7 +64,7 @@ def test_others_run_on_the_plain_kernel(options: dict[str, Any]) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", NETS)
-def test_tiles_on_a_gpu_give_what_they_mean(name: str) -> None:
+def test_tiles_on_a_gpu_agree_with_their_meaning(name: str) -> None:
     n = Net()
     graph = n.done(NETS[name](n))
     context: Any = CudaRunner(lowered(graph, "fp32", target="cuda:sm_90a"), LoadOptions()).context()

@@ -223,7 +223,7 @@ def _huge_scale(n: Net) -> Value:
         ),
     ],
 )
-def test_what_is_refused(build: Callable[[Net], Value], options: dict[str, object], because: str) -> None:
+def test_refusals(build: Callable[[Net], Value], options: dict[str, object], because: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), **{"precision": "fp16", **options})  # type: ignore[arg-type]
     refused = refusals(program, "*normed*")
@@ -290,7 +290,7 @@ def test_spans_of_k_are_refused() -> None:
         assert implicit_gemm.refuse(problem, streamed) == "moments of rows need whole tiles"
 
 
-def test_wide_tiles_are_refused_behind_a_norm() -> None:
+def test_wide_tiles_are_refused_after_a_norm() -> None:
     wide, fields = Config(1, 1, 2, 144, 3, alternate=True), {**PLAIN, "batch": 8192}
     assert implicit_gemm.refuse(Problem(**fields, moments=True), wide) is None  # type: ignore[arg-type]
     why = implicit_gemm.refuse(Problem(**fields, norm=RowNorm(True, 1e-5)), wide)  # type: ignore[arg-type]

@@ -110,7 +110,7 @@ def test_the_cost_model_takes_it() -> None:
     assert tactics(lowered(n.done(_bert(n, 128, 768)), no_cubins=True), "MatMul", "Gemm").count(NAME) == 2
 
 
-def test_the_cost_model_leaves_what_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_model_leaves_separate_launches_that_cost_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optdnn.kernels.gemm.normed_residual.ADDED", 1e-3)
     n = Net()
     program = lowered(n.done(_bert(n, 128, 768)), no_cubins=True)
@@ -181,7 +181,7 @@ def _scale_that_is_given(n: Net) -> Value:
         ),
     ],
 )
-def test_what_is_refused(build: Callable[[Net], Value], options: dict[str, object], because: str) -> None:
+def test_refusals(build: Callable[[Net], Value], options: dict[str, object], because: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), **{"precision": "fp16", **options})  # type: ignore[arg-type]
     assert because in _reasons(program, NAME)

@@ -103,7 +103,7 @@ def _scaled(n: Net) -> Value:
         (_added, "fp32", "it is not multiplied by another product of the same rows"),
     ],
 )
-def test_what_is_refused(build: Callable[[Net], Value], precision: str, because: str) -> None:
+def test_refusals(build: Callable[[Net], Value], precision: str, because: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), precision)
     refused = refusals(program, "*paired*")

@@ -105,7 +105,7 @@ def test_it_compiles_without_spills(precision: str) -> None:
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_on_a_gpu_it_gives_what_it_means(name: str, precision: str) -> None:
+def test_on_a_gpu_it_agrees_with_its_meaning(name: str, precision: str) -> None:
     graph = graph_of(name)
     context: Any = CudaRunner(lowered(graph, precision, target="cuda:sm_90a"), LoadOptions()).context()
     assert max(e.error for e in check_steps(context, feeds_of(graph))) < (2e-3 if precision == "fp16" else 2e-6)

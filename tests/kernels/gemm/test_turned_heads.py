@@ -119,7 +119,7 @@ def _few() -> Graph:
         (lambda: layer(reads="given angles"), "fp16", "the angles are not constants, or differ from image to image"),
     ],
 )
-def test_what_is_refused(build: Callable[[], Graph], precision: str, because: str) -> None:
+def test_refusals(build: Callable[[], Graph], precision: str, because: str) -> None:
     program = lowered(build(), precision, no_cubins=True)
     assert because in refusals(program, "*turned*")
     assert "TurnedHeads" not in kinds(program)

@@ -33,7 +33,7 @@ LARGE = (
 """Tiles whose accumulators leave no registers for the addresses of results."""
 
 
-def test_large_tiles_are_stored_behind_the_last_product() -> None:
+def test_large_tiles_are_stored_after_the_last_product() -> None:
     for config in LARGE:
         assert gemm.late(HEAD, config)
         assert gemm.refuse(HEAD, config) is None

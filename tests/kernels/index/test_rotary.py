@@ -95,7 +95,7 @@ def test_vectors_are_as_wide_as_sizes_and_places_allow() -> None:
     assert replace(whole, x=replace(whole.x, shape=(1, 3, 5, 64), strides=(7, 320, 64, 1))).lanes == 8
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     assert turn().refuse() is None
     assert "it is for 16-bit floats and fp32" in (turn(dtype=FP64).refuse() or "")
     mixed = replace(turn(), x=turn(dtype=FP32).x)

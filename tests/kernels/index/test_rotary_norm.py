@@ -90,7 +90,7 @@ def reasons(program: Program) -> set[str]:
         (lambda: pair(size=6), "its features are not aligned vectors"),
     ],
 )
-def test_what_it_refuses(graph: Callable[[], Graph], because: str) -> None:
+def test_refusals(graph: Callable[[], Graph], because: str) -> None:
     found = reasons(lowered(graph(), no_cubins=True))
     assert [r for r in found if because in r], found
 
@@ -109,7 +109,7 @@ def test_the_kernel_compiles_without_spills(name: str, precision: str, arch: str
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("name", NORMED)
-def test_every_launch_does_what_its_step_means(name: str, precision: str) -> None:
+def test_every_launch_agrees_with_its_meaning(name: str, precision: str) -> None:
     graph = NORMED[name]()
     context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
     found = check_steps(context, feeds_of(graph))

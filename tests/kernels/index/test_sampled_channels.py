@@ -67,7 +67,7 @@ def test_features_are_sampled_in_the_order_of_the_convolutions_around() -> None:
     assert found[found.index("Conv") :] == ["Conv", "GridSample", "Conv", "Pointwise"]
 
 
-def test_what_channels_lie_apart() -> None:
+def test_channels_with_gaps() -> None:
     n = Net()
     places = n.op("Tanh", n.input(1, 4, 3, 2, name="places"))
     program = check_simulated(n.done(n.op("GridSample", n.input(1, 8, 6, 5), places)))

@@ -121,7 +121,7 @@ def test_values_without_indices() -> None:
     assert "#define INDICES 0" in str(recipe_of(kernel))
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     def view(size: int, dtype: np.dtype = FP16, lines: int = 2) -> TensorView:
         return TensorView(0, 0, (lines, size), (size, 1), dtype)
 

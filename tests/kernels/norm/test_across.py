@@ -118,7 +118,7 @@ PROBLEM = Problem("layer_norm", 4, 196, 768, across=True, output_at=(768 * 200, 
         ({}, Config(8, 512), "do not share"),
     ],
 )
-def test_what_the_kernel_refuses(changes: dict[str, object], config: Config, because: str) -> None:
+def test_refusals(changes: dict[str, object], config: Config, because: str) -> None:
     assert across.refuse(PROBLEM, Config(16, 256), GPU.shared_per_block) is None
     problem = Problem(**{**PROBLEM.__dict__, **changes})  # type: ignore[arg-type]
     assert because in str(across.refuse(problem, config, GPU.shared_per_block))

@@ -74,7 +74,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("precision", sweep(["fp16", "bf16"], "fp16"))
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str, precision: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str, precision: str) -> None:
     program = check_simulated(NETS[name](), precision)
     made = [s for s in program.steps if str(s.params["tactic"]).startswith("group_norm_add")]
     (step,) = made
@@ -154,7 +154,7 @@ def test_kernels_compile_without_spills() -> None:
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_every_configuration_on_a_gpu_gives_what_it_means(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_configuration_on_a_gpu_agrees_with_its_meaning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = NETS[name]()
     options = BuildOptions(target="cuda:sm_90a", precision="fp16")
     optimize(graph, options, options.target)

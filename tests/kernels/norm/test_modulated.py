@@ -102,6 +102,6 @@ def test_the_kernel_compiles_without_spills() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", NETS)
-def test_every_launch_does_what_its_step_means(name: str) -> None:
+def test_every_launch_agrees_with_its_meaning(name: str) -> None:
     context: Any = Engine(lowered(NETS[name], "fp16", target="cuda:sm_90a")).context()
     assert not [e for e in check_steps(context, feeds_of(NETS[name])) if not e.error < 4e-3]

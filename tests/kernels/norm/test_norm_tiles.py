@@ -102,7 +102,7 @@ def test_few_blocks_are_slow() -> None:
     assert tiled.estimate(problem, replace(many, tiles=8), DEVICE) > 2 * best.seconds
 
 
-def test_blocks_keep_in_l2_what_fits() -> None:
+def test_blocks_keep_fitting_data_in_l2() -> None:
     small = TwoReads(264, 512, 16, 1 << 20, 128, 8)
     assert small.kept(DEVICE) == 0
     large = replace(small, tensor=10 * DEVICE.l2_bytes)
@@ -127,7 +127,7 @@ COMPILED: dict[str, tuple[Any, Any]] = {
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", COMPILED)
-def test_what_is_proposed_compiles_without_spills(name: str, arch: str) -> None:
+def test_candidates_compile_without_spills(name: str, arch: str) -> None:
     module, problem = COMPILED[name]
     gpu = of_arch(arch)
     for config in module.candidates(problem, gpu, 1):

@@ -52,7 +52,7 @@ def test_short_and_many_rows_are_not(rows: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("gpu", NAMED, ids=lambda gpu: gpu.name)
-def test_what_is_planned_for_one_gpu_runs_on_the_others_of_its_architecture(gpu: GpuFacts) -> None:
+def test_a_plan_for_one_gpu_runs_on_others_of_its_architecture(gpu: GpuFacts) -> None:
     least = min(other.multiprocessors for other in NAMED if other.arch == gpu.arch)
     for rows in (1, 7, 300):
         problem = Problem(rows, 1 << 20, 2, 2)
@@ -66,7 +66,7 @@ def test_no_part_is_empty(length: int) -> None:
         assert (c.parts - 1) * chunk < length
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     (short,) = taken(lambda n: n.op("Softmax", n.input(4, 600, 3), attrs=softmax.SoftmaxAttrs(1)), precision="fp32")
     reasons = {r["tactic"]: r["reason"] for r in short["refused"]}
     assert reasons["rows_grid"] == "one block per row is predicted to be as fast"

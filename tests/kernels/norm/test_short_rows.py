@@ -105,7 +105,7 @@ def test_other_rows_are_refused(graph: Any, because: str) -> None:
     assert because in next(r["reason"] for r in row["refused"] if r["tactic"] == "short_rows")
 
 
-def test_a_factor_that_is_computed_stays_behind() -> None:
+def test_a_computed_factor_stays_after_the_norm() -> None:
     n = Net()
     x = n.op("Relu", n.matmul(n.input(4, 24), 32))
     y = n.op("Mul", n.op("LpNormalization", x, attrs=LpNormAttrs(-1, 2, 1e-12)), n.op("Exp", n.input(4, 1, name="f")))
@@ -243,7 +243,7 @@ def test_results_lie_in_the_order_in_which_they_are_read(rows: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", [*CASES, *APART, *PAIRS])
-def test_every_launch_does_what_its_step_means(name: str) -> None:
+def test_every_launch_agrees_with_its_meaning(name: str) -> None:
     graph = (CASES | APART | PAIRS)[name]
     context: Any = Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context()
     assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < 4e-3]

@@ -107,7 +107,7 @@ def test_what_stands_around_it_on_a_processor(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-def test_what_is_no_number_spoils_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_spoils_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(2, 16, 512)
     x = drawn(case).x.copy()
     x[1, 300] = np.inf
@@ -118,7 +118,7 @@ def test_what_is_no_number_spoils_the_row(tmp_path: Path, monkeypatch: pytest.Mo
     assert np.isnan(got[1]).all()
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     p, config = Case(1, 4096, 4096).problem, digits.Config(8, 4)
     assert digits.refuse(p, config, GPU) is None
     assert digits.refuse(replace(p, rows=9), config, GPU) == "it is for up to 8 rows, not 9"

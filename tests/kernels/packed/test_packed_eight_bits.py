@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[Graph, str]] = {
 
 @pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_is_refused(reason: str) -> None:
+def test_refusals(reason: str) -> None:
     graph, target = REFUSED[reason]
     check_not_taken(graph, "packed_8bit", reason, target=target, no_cubins=True)
 

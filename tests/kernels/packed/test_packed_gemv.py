@@ -23,7 +23,7 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tiles_mean_what_the_rows_mean(name: str) -> None:
+def test_meanings_of_tiles_and_rows_agree(name: str) -> None:
     case = CASES[name]
     p, o = case.problem, drawn(case)
     made = tiled(case, o)
@@ -35,7 +35,7 @@ def test_tiles_mean_what_the_rows_mean(name: str) -> None:
     np.testing.assert_allclose(found.T, o.weights, rtol=1e-6, atol=1e-7)
 
 
-def test_a_lane_reads_what_mma_sync_wants() -> None:
+def test_a_lane_reads_the_elements_for_mma_sync() -> None:
     """The elements of lane 4 g + t: of channels g and g + 8, for every 16 elements of K, the pairs from 2 t and from 2 t + 8
     on, in the halves of a word."""
     case = Case(columns=32, depth=256)
@@ -134,7 +134,7 @@ def test_weights_unpacked_on_a_processor(name: str, tmp_path: Path) -> None:
     )
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     p = Case().problem
     assert refuse(p, "sm_80") is None
     assert "compiled for" in str(refuse(p, "sm_75"))

@@ -25,7 +25,7 @@ def tactics_of(program: Program) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["4 bits", "gated", "an odd depth", "by channel", "8 bits, bf16", "8-bit floats"])
-def test_they_compute_what_they_mean(name: str) -> None:
+def test_the_kernels_agree_with_their_meaning(name: str) -> None:
     case = CASES[name]
     program = check_simulated(network(case), "bf16" if case.dtype == "bfloat16" else "fp16")
     tactic = "packed_gemv" if case.code == "fp8_e4m3" else "packed_digits"
@@ -83,7 +83,7 @@ def why(n: Net, rows: int, *operands: Any) -> str | None:
     return refusal(Builder(graph, of_arch("sm_90a")), graph.op(y.op))
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     tactics = lowered(network(Case(257, depth=256)), target="cuda:sm_80", no_cubins=True).meta["tactics"]
     (found,) = [t for t in tactics if t["kind"] == "PackedMatMul"]
     assert {r["tactic"]: r["reason"] for r in found["refused"]} == {

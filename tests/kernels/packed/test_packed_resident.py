@@ -127,7 +127,7 @@ LARGE = Case(16, 14336, 4096)
 PAIR = replace(LARGE.of_rows(16).problem, epilogue=(("bias",), *GATED), beside=(("bias",),))
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     def why(config: resident.Config, case: Case = LARGE) -> str | None:
         return resident.refuse(case.problem, config, H200)
 
@@ -172,7 +172,7 @@ def test_blocks() -> None:
         (LARGE.problem, "resident2t15x1a1c4"),
     ],
 )
-def test_what_is_predicted_to_be_fastest(problem: Problem, best: str) -> None:
+def test_the_configuration_with_the_smallest_predicted_time(problem: Problem, best: str) -> None:
     """The choice was within 5 % of the fastest configuration on an H200."""
     assert str(resident.candidates(problem, H200, 1)[0]) == best
 

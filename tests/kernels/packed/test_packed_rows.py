@@ -80,7 +80,7 @@ def test_two_products_of_another_form() -> None:
 
 
 @pytest.mark.parametrize("name", SMALL_NETWORKS)
-def test_what_it_takes(name: str) -> None:
+def test_accepted_networks(name: str) -> None:
     found = kinds(check_simulated(SMALL_NETWORKS[name](), tolerance=8e-3))
     assert found.count("PackedRowProduct") == 1
     assert not {"RMSNormalization", "TiledPackedMatMul"} & set(found)
@@ -94,7 +94,7 @@ def test_what_it_takes(name: str) -> None:
         ("have another form", 1, True, True, Case(1, 96, 1024, block=64)),
     ],
 )
-def test_what_it_refuses(because: str, rows: int, norm: bool, gated: bool, other: Case | None) -> None:
+def test_refusals(because: str, rows: int, norm: bool, gated: bool, other: Case | None) -> None:
     program = check_simulated(network(Case(rows, 96, 1024), norm=norm, gated=gated, other=other), tolerance=8e-3)
     assert "PackedRowProduct" not in kinds(program)
     said = refusals(program, "packed_digits_rows")

@@ -106,7 +106,7 @@ def test_blocks_that_share_k_are_a_cluster() -> None:
     assert wgmma.candidates(Case(2048, 4096, 4096).problem, GPU)[0].split == 1
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     p, eight = Case(300, depth=2048).problem, Case(300, 64, 2048, "uint8").problem
     assert wgmma.refuse(p, wgmma.Config(100, 4)) == "not a tile of this kernel"
     assert wgmma.refuse(Case(16 << 16).problem, wgmma.Config(16, 4)) == "its 1048576 rows need more than 65535 blocks"

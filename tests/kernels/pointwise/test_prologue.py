@@ -108,7 +108,7 @@ def test_a_launch_names_all_that_it_reads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_kernel_cannot_do_to_its_pixels_is_a_launch_before_it(name: str) -> None:
+def test_stages_that_the_kernel_cannot_apply_are_a_launch_before_it(name: str) -> None:
     assert set(prologues(REFUSED[name])) == {0}
 
 

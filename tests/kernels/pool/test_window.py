@@ -55,7 +55,7 @@ def mixing(*, last: bool = True) -> Graph:
     return n.done(n.conv(mixed(n, n.conv(x, 8)), 8) if last else mixed(n, n.op("Relu", x)))
 
 
-def test_a_pool_takes_the_pointwise_operator_behind_it() -> None:
+def test_a_pool_includes_the_pointwise_operator_after_it() -> None:
     program = check_simulated(mixing(), "fp16")
     assert "window_pool_staged" in {t["tactic"] for t in program.meta["tactics"]}  # type: ignore[union-attr,index,call-overload]
     names = kinds(program)
@@ -96,7 +96,7 @@ def another(kind: str) -> Graph:
         ("broadcast", "it changes the type or the shape of the pool's result"),
     ],
 )
-def test_what_stays_behind_a_pool(kind: str, because: str) -> None:
+def test_operators_that_stay_after_a_pool(kind: str, because: str) -> None:
     tactics = check_simulated(another(kind), "fp16").meta["tactics"]
     found = [r["reason"] for t in tactics for r in t.get("refused", ()) if r["tactic"] == "window_pool_staged"]  # type: ignore[union-attr]
     assert because in found
@@ -105,7 +105,7 @@ def test_what_stays_behind_a_pool(kind: str, because: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("last", [True, False])
-def test_the_staged_pool_does_what_its_step_means(last: bool) -> None:
+def test_the_staged_pool_agrees_with_its_meaning(last: bool) -> None:
     graph = mixing(last=last)
     context: Any = Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context()
     assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < 4e-3]

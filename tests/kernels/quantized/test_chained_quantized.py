@@ -61,7 +61,7 @@ NETS: dict[str, tuple[Build, int]] = {
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str) -> None:
     build, count = NETS[name]
     n = QNet()
     graph, program = built(n.done(*build(n)))

@@ -74,7 +74,7 @@ def test_their_products_run_on_tensor_cores(name: str, precision: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", NETS)
-def test_launches_on_a_gpu_give_what_they_mean(name: str) -> None:
+def test_launches_on_a_gpu_agree_with_their_meaning(name: str) -> None:
     graph = network(name)
     context: Any = Engine(lowered(graph, "fp32", target="cuda:sm_90a")).context()
     assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < 1e-5]
@@ -112,7 +112,7 @@ def test_tiles_compile_without_spills(out: str) -> None:
         assert nvrtc.resources(recipe)[family.FUNCTION].spill_bytes == 0, str(config)
 
 
-def test_large_tiles_leave_room_for_what_a_zero_point_takes_away() -> None:
+def test_large_tiles_leave_room_for_the_terms_of_a_zero_point() -> None:
     problem = Problem(8, 256, (Source(14, 14, 256, (5, 5)),), (("bias",),), "uint8", "float32")
     config = Config.read("2x1m1n224s2k16b1")
     assert config is not None

@@ -121,7 +121,7 @@ def test_it_compiles_without_spills(name: str, arch: str, monkeypatch: pytest.Mo
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("parts", [1, 5, 100])
 @pytest.mark.parametrize("name", CASES)
-def test_launches_on_a_gpu_give_what_they_mean(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_on_a_gpu_agree_with_their_meaning(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     in_parts(monkeypatch, parts)
     context = Engine(lowered(CASES[name], "fp32", target="cuda:sm_90a", opt_level=0)).context()
     assert not [e for e in check_steps(context, feeds_of(CASES[name])) if not e.error < 1e-6]  # type: ignore[arg-type]

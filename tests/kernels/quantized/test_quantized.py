@@ -36,7 +36,7 @@ def built(graph: Graph, target: str = "simulate") -> tuple[Graph, Program]:
 
 @pytest.mark.parametrize("target", sweep(["simulate", "cuda:sm_89"], "simulate"))
 @pytest.mark.parametrize("name", NETS)
-def test_simulate_computes_what_the_graph_says(name: str, target: str) -> None:
+def test_simulate_gives_the_results_of_the_graph(name: str, target: str) -> None:
     n = QNet()
     graph, program = built(n.done(*NETS[name](n)), target)
     feeds, other = feeds_of(graph), feeds_of(graph, 2)
@@ -118,7 +118,7 @@ def test_a_mean_reads_and_writes_pixels_that_are_filled_up() -> None:
     assert found == ["Pointwise", "Copy", "QuantizedConv", "QuantizedMean", "QuantizedConv", "Pointwise"]
 
 
-def test_pixels_alone_are_rows_as_they_lie() -> None:
+def test_single_pixels_are_rows_in_place() -> None:
     n = QNet()
     x = n.fake(n.op("GlobalAveragePool", n.fake(n.qconv(n.fake(n.input(3, 16, 9, 7), 0.03), 24), 0.04)), 0.02)
     rows = n.fake(n.op("Reshape", x, n.ints(3, 24)), 0.02)

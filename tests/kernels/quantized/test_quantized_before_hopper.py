@@ -121,7 +121,7 @@ def test_fp8_is_folded_where_tensor_cores_multiply_it() -> None:
     assert "QuantizedConv" not in kinds["sm_86"]
 
 
-def test_what_each_architecture_multiplies() -> None:
+def test_products_of_each_architecture() -> None:
     for target in TARGETS:
         arch = TargetName.parse(target).arch
         if ":" in target:

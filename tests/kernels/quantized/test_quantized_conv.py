@@ -118,7 +118,7 @@ def test_integer_tiles_wider_than_32_columns_come_in_sixteens() -> None:
         ((32, "int32", ""), "no kernel turns"),
     ],
 )
-def test_what_no_kernel_runs_is_an_error(fields: tuple[int, str, str], reason: str) -> None:
+def test_a_problem_that_no_kernel_runs_is_an_error(fields: tuple[int, str, str], reason: str) -> None:
     channels, dtype, out = fields
     with pytest.raises(InternalError, match=reason):
         Problem(1, channels, (Source(4, 4, 32),), dtype=dtype, out=out)

@@ -59,7 +59,9 @@ def test_bands_read_whole_16_bytes(groups: int, channels: int, inside: int, toge
         ("a residual block", "conv_sm90_8bit", None),
     ],
 )
-def test_what_runs_groups(name: str, tactic: str, bands: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tactics_of_grouped_convolutions(
+    name: str, tactic: str, bands: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(BandedQuantizedConv, "defer", lambda *given: None)
     n = QNet()
     _, program = built(n.done(*NETS[name](n)))
@@ -84,7 +86,7 @@ def test_zeros_between_groups_keep_sums_and_rows_of_weights_their_places() -> No
 
 
 @pytest.mark.parametrize(("group", "why"), [(1, "it has 1 groups"), (4, "steps of at most 8, not 9")])
-def test_what_is_refused(group: int, why: str) -> None:
+def test_refusals(group: int, why: str) -> None:
     n = QNet()
     _, program = built(n.done(n.fake(n.qconv(n.fake(n.input(2, 16, 30, 30), 0.03), 64, stride=9, group=group), 0.04)))
     (row,) = [t for t in program.meta["tactics"] if t["tactic"] == "conv_sm80_8bit"]  # which supports any strides

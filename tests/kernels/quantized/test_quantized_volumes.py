@@ -125,7 +125,7 @@ def test_kernels_compile() -> None:
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("precision", ["int8+fp16", "fp8+fp16"])
 @pytest.mark.parametrize("name", CASES)
-def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> None:
+def test_launches_on_a_gpu_agree_with_their_meaning(name: str, precision: str) -> None:
     graph, _, program = made(name, precision, "cuda:sm_90a")
     context: Any = CudaRunner(program, LoadOptions()).context()
     for e in check_steps(context, feeds_of(graph)):

@@ -90,7 +90,7 @@ def test_images_are_summed_by_clusters(name: str, precision: str) -> None:
         ),
     ],
 )
-def test_what_it_refuses(graph: Callable[[], Graph], precision: str, target: str, because: str) -> None:
+def test_refusals(graph: Callable[[], Graph], precision: str, target: str, because: str) -> None:
     tactics = lowered(graph(), precision, target, no_cubins=True).meta["tactics"]
     found = [r["reason"] for t in tactics for r in t.get("refused", ()) if r["tactic"] == "means_sm90"]
     assert because in found
@@ -149,6 +149,6 @@ def test_the_kernel_compiles_without_spills(cluster: int, threads: int, root: bo
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", NETS)
-def test_every_launch_does_what_its_step_means(name: str) -> None:
+def test_every_launch_agrees_with_its_meaning(name: str) -> None:
     context: Any = Engine(lowered(NETS[name], "fp16", target="cuda:sm_90a")).context()
     assert not [e for e in check_steps(context, feeds_of(NETS[name])) if not e.error < 4e-3]

@@ -50,7 +50,7 @@ def test_no_part_is_empty(count: int) -> None:
         ((4, 70), (), "it reduces nothing"),
     ],
 )
-def test_what_it_refuses(inputs: tuple[int, ...], axes: tuple[int, ...], reason: str) -> None:
+def test_refusals(inputs: tuple[int, ...], axes: tuple[int, ...], reason: str) -> None:
     n = Net()
     program = lowered(n.done(n.op("ReduceSum", n.input(*inputs), n.ints(*axes), attrs=KEPT)), "fp32", opt_level=0)
     (found,) = (t for t in program.meta["tactics"] if t["kind"] == "ReduceSum")

@@ -32,7 +32,7 @@ def test_meanings(name: str) -> None:
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_it_refuses(reason: str) -> None:
+def test_refusals(reason: str) -> None:
     made, kind = REFUSED[reason]
     n = Net()
     program = lowered(n.done(*made(n)), "fp32")

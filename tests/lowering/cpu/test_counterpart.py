@@ -128,7 +128,7 @@ def test_precision_auto_is_not_compared_with_fp32_again(model: Path, precision: 
     assert (compiled.beside_fp32 is None, len(asked)) == ((True, 0) if precision == "auto" else (False, 1))
 
 
-def test_options_of_fp32_leave_out_what_belongs_to_other_precisions(tmp_path: Path) -> None:
+def test_options_of_fp32_leave_out_those_of_other_precisions(tmp_path: Path) -> None:
     given = BuildOptions(
         target="cpu", precision="auto", calib={"x": np.ones((4, 3))}, metric="mse", max_drop=1.0, labels=np.ones(4),
         candidates=("bf16",), precision_map={"a": "fp32"}, strict_precision=True, threads=2, dump=tmp_path, opt_level=2,

@@ -316,7 +316,7 @@ def test_only_the_tanh_form_of_gelu_is_a_products_epilogue() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(usable.why_not() is not None, reason="no usable GPU")
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_the_libraries_compute_what_their_steps_mean(precision: str) -> None:
+def test_the_libraries_agree_with_the_meanings_of_their_steps(precision: str) -> None:
     if not (libraries.present("cudnn") and libraries.present("cublaslt")):
         pytest.skip("cuDNN or cuBLASLt is not installed")
     from optdnn.runtime.cuda.trials.check import check_steps

@@ -43,7 +43,7 @@ TOLERANCE = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 2e-3, "bf16": 1.6e-2}
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_launch_does_what_its_step_means(family: str, precision: str) -> None:
+def test_every_launch_agrees_with_its_meaning(family: str, precision: str) -> None:
     graph = graph_of(family)
     context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
     wrong = [e for e in check_steps(context, feeds_of(graph)) if e.error > TOLERANCE[precision]]

@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def test_a_kernel_is_loaded_once_with_what_the_most_demanding_needs(calls: list[Any]) -> None:
+def test_a_kernel_is_loaded_once_with_the_largest_settings(calls: list[Any]) -> None:
     pool = Pool()
     first = pool.function(b"code", "f", shared=60000)
     assert calls == [("load",), ("get", b"f"), ("set", "shared", 60000)]

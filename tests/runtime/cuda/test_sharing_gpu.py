@@ -82,7 +82,7 @@ def test_arrays_that_support_only_dlpack() -> None:
 
 
 @pytest.mark.whole_gpu
-def test_a_build_without_memory_is_typed_and_frees_what_it_took(tmp_path: Path) -> None:
+def test_a_build_without_memory_raises_a_typed_error_and_frees_its_memory(tmp_path: Path) -> None:
     cupy = pytest.importorskip("cupy")
     graph = network(64)
     path, feeds = tmp_path / "net.onnx", feeds_of(graph)

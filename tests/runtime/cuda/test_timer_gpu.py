@@ -111,7 +111,7 @@ def test_wrong_results_are_found(tuner: Tuner, timer: GpuTimer) -> None:
         timer.trial(key, program, cold=False, give_up=1.0)
 
 
-def test_what_cannot_be_launched_fails_alone(tuner: Tuner, timer: GpuTimer) -> None:
+def test_launches_that_cannot_run_fail_alone(tuner: Tuner, timer: GpuTimer) -> None:
     key, program = plain_product(tuner)
     with pytest.raises(TrialFailed, match=r"cuLaunchKernelEx|INVALID|cuFuncSetAttribute"):
         timer.trial(

@@ -127,7 +127,7 @@ def test_launches_declare_their_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {k for k, w in waits.items() if w == LOWER} == set(streamed(program))
 
 
-def test_what_must_be_resident_follows_from_the_waits() -> None:
+def test_resident_blocks_follow_from_the_waits() -> None:
     launch = LaunchPlan(0, (12, 2, 1), 128, b"", (), cluster=4)
     assert [replace(launch, waits=w).resident for w in (NOTHING, CLUSTER, LOWER, GRID)] == [1, 4, 1, 24]
 
