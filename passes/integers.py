@@ -232,6 +232,36 @@ def _stored(graph: Graph, patch: Patch, op: Op, value: Value) -> Value:
     return patch.add("QuantizeLinear", [value, *op.inputs[1:]], op.attrs, name=f"{op.outputs[0].name}/requantized")
 
 
+@rule("split_integers", {"Split"})
+def split_integers(graph: Graph, op: Op) -> Match | Miss | None:
+    """A Split between DequantizeLinear and QuantizeLinears splits the integers; each part is dequantized by itself.
+
+    A part of the same scale as its QuantizeLinear needs neither."""
+    whole = operand(op)
+    if not is_dequantized(graph, whole):
+        return None
+    before, stored, stays = graph.op(whole), operand(graph.op(whole)), False
+    readers = {Value(op.id, k): graph.users(Value(op.id, k)) for k in range(len(op.outputs))}
+    for part, users in readers.items():
+        stays = stays or not users or any(u.kind != "QuantizeLinear" or u.inputs[0] != part for u in users)
+    if stays:
+        return Miss(f"a part of {op.name} is read as a float")
+    if graph.type(operand(before, 1)).dims not in ((), (1,)) or before.attrs.block_size:
+        return Miss("it has a scale per channel")
+
+    def build(patch: Patch) -> None:
+        names = [out.name for out in op.outputs]
+        split = patch.add_op("Split", [stored, *op.inputs[1:]], op.attrs, outputs=len(names), names=names)
+        for part, users in readers.items():
+            made = Value(split.id, part.port)
+            for user in users:
+                if user.outputs[0].type.dtype == graph.type(stored).dtype and _same_scale(graph, before, user):
+                    patch.replace(user.value, made)
+            patch.replace(part, patch.add("DequantizeLinear", [made, *before.inputs[1:]], before.attrs))
+
+    return Match((op,), build)
+
+
 class ShiftZeroPoints(RulePass):
     """int8 with zero point -128 becomes uint8 with zero point 0, and uint8 with 128 int8 with 0, for kernels that pad with zeros.
 
@@ -266,7 +296,7 @@ class MoveIntegers(RulePass):
     Runs after precisions are assigned, for targets that run such ops on integers."""
 
     name = "move_integers"
-    rules = (on_integers, resized_integers)
+    rules = (on_integers, split_integers, resized_integers)
 
 
 class CanonicalizeIntegers(RulePass):

@@ -108,8 +108,9 @@ def test_an_output_that_is_listed_again_gets_a_number():
 def test_absent_required_operand():
     m = model("g (float[2] x) => (float[2] y) { [n] y = Add(x, x) }")
     m.graph.node[0].input[0] = ""
-    with pytest.raises(ModelError, match=r"n \(Add\): lacks its operand 'A'"):
+    with pytest.raises(ModelError, match=r"n \(Add\): lacks its operand 'A'") as found:
         import_model(m)
+    assert "export the model again" in str(found.value.hint)
 
 
 def test_absent_operand_of_many():

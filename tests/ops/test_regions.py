@@ -75,6 +75,18 @@ def test_heads_of_a_result_turn() -> None:
             infer("TurnedHeads", attrs, [x, w, angles])
 
 
+def test_heads_of_a_result_take_turns() -> None:
+    """Heads of 16 features take the angles of two parts in turn: heads of 32 features with two parts."""
+    x, w, turn = random(6, 8, 1, 1), random(96, 8, 1, 1, seed=1), random(3, 2, 2, 8, seed=2)
+    own = ConvAttrs((1, 1), (0,) * 4, (1, 1), 1)
+    (y,) = results("TurnedHeads", TurnedHeadsAttrs("Conv", own, 64, 16, 16, False, 2), [x, w, turn])
+    (plain,) = run_kernel("Conv", [x, w], plain_attrs(OPDEFS["Conv"], own))
+    heads = plain[:, :64].reshape(2, 3, 2, 32).transpose(0, 2, 1, 3)
+    (want,) = rotary_embedding(heads, *(turn[:, :, k].reshape(1, 3, 16) for k in range(2)), parts=2)
+    np.testing.assert_allclose(y[:, :64, 0, 0], want.transpose(0, 2, 1, 3).reshape(6, 64), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(y[:, 64:], plain[:, 64:])
+
+
 def test_copy_keeps_bits() -> None:
     x = random(2, 3).astype(BF16)
     x[0, 0] = np.nan

@@ -13,7 +13,7 @@ from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.verify import verify
 from optdnn.ops.binary import CastAttrs
-from optdnn.ops.index import ConcatAttrs, PadAttrs
+from optdnn.ops.index import ConcatAttrs, PadAttrs, SplitAttrs
 from optdnn.ops.quant import DequantizeAttrs, IntegerConvAttrs, QuantizeAttrs
 from optdnn.ops.resize import ResizeAttrs
 from optdnn.ops.shape import TransposeAttrs
@@ -284,3 +284,37 @@ def test_other_integers_are_interpolated_as_they_are() -> None:
 
     check_refused(MOVE, resized("linear", INT32), because="it interpolates int32, which fp32 cannot represent exactly")
     check_untouched(MOVE, resized("nearest", INT8))
+
+
+def split(scale: Any = 0.05, second: float = 0.02, used: str = "", kind: str = "QuantizeLinear") -> Graph:
+    """A Split of dequantized integers. Its parts are quantized with the same scale, and with ``second``."""
+    n = Net()
+    x = q(n, n.input(3, 8))
+    whole = dq(n, x, scale, None if np.ndim(scale) else 0, axis=0)
+    a, b = n.op("Split", whole, n.ints(5, 3), attrs=SplitAttrs(1), outputs=2)
+    found = [q(n, a), q(n, b, second)] if kind == "QuantizeLinear" else [q(n, a), n.op(kind, b)]
+    if used == "whole":
+        found.append(n.op("Relu", whole))
+    if used == "part":
+        found.append(n.op("Relu", a))
+    return n.done(*found)
+
+
+@pytest.mark.parametrize("used", ["", "whole"])
+def test_a_split_takes_integers(used: str) -> None:
+    after, _ = check_pass(MOVE, split(used=used), changes=1, rules={"split_integers": 1}, promoted_changes=0)
+    assert [o.type.dtype for o in after.of_kind("Split")[0].outputs] == [INT8, INT8]
+    assert len(after.of_kind("QuantizeLinear")) == 2  # the input's, and that of the part with another scale
+    same_integers(split(used=used), after)
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (split(used="part"), "a part of Split_.* is read as a float"),
+        (split(kind="Relu"), "a part of Split_.* is read as a float"),
+        (split([0.05, 0.02, 0.03]), "it has a scale per channel"),
+    ],
+)
+def test_a_split_of_floats(graph: Graph, because: str) -> None:
+    check_refused(MOVE, graph, because=because, rule="split_integers")

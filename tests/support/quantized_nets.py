@@ -9,7 +9,9 @@ import ml_dtypes
 import numpy as np
 
 from optdnn.config import BuildOptions
+from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
+from optdnn.ir.verify import verify
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Stage
@@ -21,7 +23,7 @@ from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.assign_layout import AssignLayout
-from optdnn.passes.base import PassContext
+from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.passes.integers import MoveIntegers, ShiftZeroPoints
 from optdnn.runtime.cuda.device import facts_for
@@ -29,6 +31,37 @@ from optdnn.runtime.program import Program
 from optdnn.target_name import TargetName
 from optdnn.types import FP16
 from support.net import Net
+
+HOPPER = PassContext(target="cuda:sm_90a")
+
+
+def folded(graph: Graph) -> tuple[Graph, PassReport]:
+    """A copy after the pass; the pass changes nothing more, and keeps the network."""
+    copy = graph.copy()
+    report = FoldQuantized()(copy, HOPPER)
+    verify(copy)
+    assert FoldQuantized()(copy, HOPPER).changes == 0
+    return copy, report
+
+
+def feeds(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    made = {}
+    for i in graph.inputs:
+        out = graph.op(i).outputs[0]
+        shape = out.type.static_shape
+        offset = rng.standard_normal((*shape[:2], *(1,) * (len(shape) - 2)))
+        made[out.name] = (rng.standard_normal(shape) + offset).astype(out.type.dtype)
+    return made
+
+
+def within(graph: Graph, other: Graph, steps: float) -> None:
+    """Both give the same, to so many steps of the 8-bit scale; another input changes far more."""
+    given, more = feeds(graph), feeds(graph, 1)
+    for name, want in evaluate(graph, given).items():
+        got = evaluate(other, given)[name]
+        spread = np.abs(want - evaluate(graph, more)[name]).max()
+        assert np.abs(got - want).max() <= steps < spread / 4, (np.abs(got - want).max(), spread)
 
 
 class QNet(Net):

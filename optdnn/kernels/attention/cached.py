@@ -75,6 +75,7 @@ def step_of(graph: Graph, op: Op) -> Step | str:
         and (turn := graph.op(value)).kind == "RotaryEmbedding"
         and graph.sole_user(turn.value) is user
         and not turn.attrs.own_angles
+        and turn.attrs.parts == 1
     )
     if len(turns) == 2 and (turns[0].inputs[1:], turns[0].attrs) == (turns[1].inputs[1:], turns[1].attrs):
         return Step(op, keys, values, turns)

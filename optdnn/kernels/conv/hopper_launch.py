@@ -302,6 +302,7 @@ def with_turn(meaning: Meaning, problem: conv_problem.Problem, angles: TensorVie
         "channels": turn.channels,
         "head": turn.head,
         "turned": turn.turned,
+        "parts": turn.parts,
     }
     return "TurnedHeads", {**more, "interleaved": turn.interleaved, **attrs}, [*reads, angles]
 

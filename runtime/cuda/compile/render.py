@@ -51,6 +51,7 @@ STAGES: dict[str, tuple[int, str]] = {
     "celu": (1, "x = x < 0.0f ? {0} * (__expf(__fdividef(x, {0})) - 1.0f) : x;"),
     "softsign": (0, "x = __fdividef(x, 1.0f + fabsf(x));"),
     "abs": (0, "x = fabsf(x);"),
+    "round": (0, "x = rintf(x);"),
     "sqrt": (0, "x = sqrt(x);"),
     "sin": (0, _TURN.format("__sinf")),
     "cos": (0, _TURN.format("__cosf")),

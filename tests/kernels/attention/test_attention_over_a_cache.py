@@ -23,7 +23,7 @@ CAPACITY, SIZE = 24, 32
 def step(
     *, batch: int = 2, heads: int = 4, groups: int = 2, rows: int = 1, turned: bool = True, filled: bool = True, mask: bool = False,
     circular: bool = False, apart: bool = False, read: bool = False, other_angles: bool = False, dtype: Any = FP16, capacity: int = CAPACITY, outputs: int = 1,
-    values: int = SIZE, positions: Any = INT64, known: bool = False, own: bool = False, **attrs: Any,
+    values: int = SIZE, positions: Any = INT64, known: bool = False, own: bool = False, parts: int = 1, **attrs: Any,
 ) -> Graph:  # fmt: skip
     """One step of a decoder over caches of fp16, which are results, too.
 
@@ -39,7 +39,7 @@ def step(
     at = n.input(batch, name="at", dtype=positions)
     angles = [n.input(batch, rows, SIZE if own else SIZE // 2, name=x) for x in ("cos", "sin")]
     if turned:
-        attributes = RotaryAttrs(own_angles=own)
+        attributes = RotaryAttrs(own_angles=own, parts=parts)
         q = n.op("RotaryEmbedding", q, *angles, attrs=attributes)
         k = n.op("RotaryEmbedding", k, *(angles[::-1] if other_angles else angles), attrs=attributes)
     where = TensorScatterAttrs(2, "circular" if circular else "linear")
@@ -69,6 +69,7 @@ TAKEN: dict[str, Callable[[], Graph]] = {
     "not turned": lambda: step(turned=False),
     "angles of their own": lambda: step(other_angles=True),
     "angles of each feature": lambda: step(own=True),
+    "angles of two parts": lambda: step(parts=2),
     "a window": lambda: step(is_causal=True, left_window_size=6),
     "a softcap": lambda: step(softcap=2.0, scale=0.3),
 }

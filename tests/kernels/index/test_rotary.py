@@ -10,7 +10,7 @@ import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
 from support.net import Net
-from support.rotary_cases import ROTARY, heads_first
+from support.rotary_cases import ROTARY, heads_first, over_a_past
 from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals
 from support.sweep import sweep
 
@@ -52,6 +52,26 @@ def test_the_kernel_on_the_processor(name: str, precision: str, tolerance: float
     program = lowered(graph, precision, opt_level=2, no_cubins=True)
     assert {"rotary", "rotary_pair"} & set(chosen(program))
     compare_steps(program, feeds_of(graph), tolerance, tmp_path)
+
+
+def test_keys_that_follow_those_of_the_past_share_the_launch(tmp_path: Path) -> None:
+    graph = over_a_past()
+    program = check_simulated(graph)
+    assert kinds(program).count("RotaryPair") == 1
+    assert "RotaryEmbedding" not in kinds(program)
+    if WHY_NOT is None:
+        compare_steps(lowered(graph, no_cubins=True), feeds_of(graph), 1.2e-3, tmp_path)
+
+
+def test_keys_that_are_joined_early_turn_alone() -> None:
+    program = check_simulated(over_a_past(joined_first=True))
+    assert "the other heads are joined to others before it" in refusals(program, "rotary_pair")
+    assert kinds(program).count("RotaryEmbedding") == 2
+
+
+def test_keys_of_more_heads_turn_alone() -> None:
+    program = check_simulated(over_a_past(axis=1))
+    assert kinds(program).count("RotaryEmbedding") == 2
 
 
 @pytest.mark.parametrize("name", ["of a product", "of a product, grouped", "class token", "registers"])

@@ -11,7 +11,7 @@ from kernels.test_generated import compare_steps  # type: ignore[import-not-foun
 from support.host import WHY_NOT
 from support.needs import why_no_hopper
 from support.net import Net
-from support.rotary_cases import NORMED, angles, normed
+from support.rotary_cases import NORMED, angles, normed, over_a_past
 from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals
 from support.sweep import sweep
 
@@ -34,6 +34,14 @@ def test_each_form_takes_the_kernel(name: str, precision: str) -> None:
     assert not {"RotaryPair", "RotaryEmbedding", "RMSNormalization", "LayerNormalization", "Copy"} & set(
         kinds(program)[1:-1]
     )
+
+
+def test_keys_that_follow_those_of_the_past() -> None:
+    program = check_simulated(over_a_past("RMSNormalization"), tolerance=1e-2)
+    assert kinds(program).count("RotaryNormPair") == 1
+    program = check_simulated(over_a_past("RMSNormalization", joined_first=True), tolerance=1e-2)
+    assert "the other heads are joined to others before it" in refusals(program, "rotary_norm")
+    assert "RotaryNormPair" not in kinds(program)
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")

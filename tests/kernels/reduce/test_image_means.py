@@ -51,7 +51,25 @@ def rows(kind: str = "ReduceL2") -> Graph:
     return n.done(n.matmul(n.op("Mul", x, n.op("Sigmoid", n.op("Mul", y, 0.01))), 16))
 
 
+def tokens(kind: str = "ReduceMean", axis: int = 1) -> Graph:
+    """Means of tokens (batch, tokens, channels), which gate them."""
+    n = Net()
+    x = n.op("Relu", n.matmul(n.input(2, 2000, 16), 72))
+    y = n.op(kind, x, n.ints(axis), attrs=ReduceAttrs())
+    return n.done(n.matmul(n.op("Mul", x, n.op("Sigmoid", n.op("Mul", y, 0.01))), 16))
+
+
+def video(frames: int = 8, pixels: int = 14) -> Graph:
+    """Means over the positions of a video, from a convolution over three axes."""
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(2, 16, frames, pixels, pixels), 72, 3, pads=1))
+    return n.done(n.op("Mul", x, n.op("Sigmoid", n.op("GlobalAveragePool", x))))
+
+
 NETS = {
+    "tokens": tokens(),
+    "squares of tokens": tokens("ReduceSumSquare"),
+    "videos": video(),
     "means": gate(),
     "norms": gate("ReduceL2"),
     "squares": gate("ReduceSumSquare", channels=40, batch=3),
@@ -76,6 +94,13 @@ def test_images_are_summed_by_clusters(name: str, precision: str) -> None:
         (gate, "fp32", "cuda:sm_90a", "it is for means, sums and norms of 16-bit floats"),
         (gate, "fp16", "cuda:sm_80", "it needs clusters of blocks"),
         (lambda: gate("ReduceMean", axes=(1,)), "fp16", "cuda:sm_90a", "it is not over the pixels of images"),
+        (
+            lambda: tokens(axis=2),
+            "fp16",
+            "cuda:sm_90a",
+            "the image or its means are not channels-last at multiples of 16 bytes",
+        ),
+        (lambda: gate("ReduceMean", axes=(0, 2, 3)), "fp16", "cuda:sm_90a", "it is not over the pixels of images"),
         (
             lambda: gate(channels=20),
             "fp16",

@@ -118,6 +118,7 @@ WANTED = {
     "cos": np.cos,
     "abs": np.abs,
     "sqrt": np.sqrt,
+    "round": np.rint,
 }
 
 
