@@ -148,27 +148,27 @@ def test_a_future_has_the_results(one: optdnn.Engine) -> None:
 
 
 def test_the_callback_comes_from_another_thread(one: optdnn.Engine) -> None:
-    told: list[Any] = []
+    reported: list[Any] = []
     done = threading.Event()
 
     def callback(results: Any, user_data: Any, error: str) -> None:
-        told.append((results, user_data, error, threading.current_thread()))
+        reported.append((results, user_data, error, threading.current_thread()))
         done.set()
 
     future = one.run_async(X, callback, "mine")
     assert done.wait(60)
-    results, user_data, error, thread = told[0]
+    results, user_data, error, thread = reported[0]
     np.testing.assert_array_equal(results["y"], future.result(60)["y"])
     assert (user_data, error) == ("mine", "")
     assert thread is not threading.current_thread()
 
 
 def test_an_error_comes_by_callback_and_future(one: optdnn.Engine) -> None:
-    told: list[Any] = []
-    future = one.run_async({"y": X}, lambda *given: told.append(given), 7)
+    reported: list[Any] = []
+    future = one.run_async({"y": X}, lambda *given: reported.append(given), 7)
     with pytest.raises(InputError, match="input 'x' is missing"):
         future.result(60)
-    ((results, user_data, error),) = told
+    ((results, user_data, error),) = reported
     assert (results, user_data) == (None, 7)
     assert "input 'x' is missing" in error
 
@@ -206,15 +206,17 @@ def test_a_session_runs_as_onnxruntimes_does() -> None:
     sessions = (ort.InferenceSession(model(ONE), options), optdnn.InferenceSession(model(ONE)))
     for session in sessions:
         done = threading.Event()
-        told: list[Any] = []
+        reported: list[Any] = []
 
-        def callback(results: Any, user_data: Any, error: str, told: list[Any] = told, done: Any = done) -> None:
-            told.append((results, user_data, error))
+        def callback(
+            results: Any, user_data: Any, error: str, reported: list[Any] = reported, done: Any = done
+        ) -> None:
+            reported.append((results, user_data, error))
             done.set()
 
         assert session.run_async(["z", "y"], {"x": X}, callback, "mine") is None
         assert done.wait(60)
-        found.append(told[0])
+        found.append(reported[0])
     (theirs, _, _), (ours, user_data, error) = found
     assert (user_data, error) == ("mine", "")
     for a, b in zip(theirs, ours, strict=True):

@@ -184,7 +184,7 @@ def test_kept_results_are_the_newest_without_details(tmp_path: Path) -> None:
     assert [r["run"]["commit"] for r in rows.read(tmp_path / "soak.jsonl")] == ["c"]
 
 
-def test_kept_rows_leave_out_what_they_share_with_the_row_before(tmp_path: Path) -> None:
+def test_kept_rows_leave_out_entries_of_the_row_before(tmp_path: Path) -> None:
     given = [row("x", "a"), row("y", "a"), {**row("z", "b"), "setup": "cpu"}, {**row("w", "b"), "setup": ""}]
     (kept,) = rows.keep([written(tmp_path / "new.jsonl.part", {"run": "a"}, {"run": "b"}, *given)], tmp_path)
     text = kept.read_text(encoding="utf-8")

@@ -211,9 +211,7 @@ def test_networks_with_operators_on_the_cpu_soak_for_a_time() -> None:
     assert not soak.more(options, 10, 1.0, on_host=False)
 
 
-def test_eager_is_set_up_alone_before_what_compiles_beside_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_eager_is_set_up_alone_before_compiling_rivals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = ["ours", "compile-max", "eager", "compile"]
     assert speed.in_turn(asked, crowded=False) == ["compile-max", "compile", "eager"]
     assert speed.in_turn(asked, crowded=True) == ["eager", "compile-max", "compile"]
@@ -322,7 +320,7 @@ def test_cliffs_that_gain_most_of_their_run_come_first() -> None:
     ]
 
 
-def test_first_runs_of_a_length_count_what_is_compiled() -> None:
+def test_first_runs_of_a_length_count_compilations() -> None:
     from benchmarks.kinds import waits
 
     assert set(waits.PARTS) == {"build", "load", "call", "retune", "plan"}
@@ -384,9 +382,9 @@ def test_reports_of_a_sanitizer_are_rows(capsys: pytest.CaptureFixture[str]) -> 
     (caught,) = sanitize.rows_of("memcheck", "int8", 1, False, text)
     (missed,) = sanitize.rows_of("memcheck", "int8", 1, True, text)
     assert (caught["verdict"], missed["verdict"]) == ("caught", "missed")
-    assert sanitize.told([*both, caught], ["memcheck"], ["a b", "c"]) == 0
-    assert sanitize.told([*both, missed], ["memcheck"], ["a b", "c", "int8"]) == 1
-    assert sanitize.told([reported], ["memcheck"], ["a"]) == 1
+    assert sanitize.summarize([*both, caught], ["memcheck"], ["a b", "c"]) == 0
+    assert sanitize.summarize([*both, missed], ["memcheck"], ["a b", "c", "int8"]) == 1
+    assert sanitize.summarize([reported], ["memcheck"], ["a"]) == 1
     assert "memcheck a: REPORTED" in capsys.readouterr().out
 
 

@@ -71,12 +71,12 @@ def test_build_shows_and_keeps_how_it_chose(cli: Cli, model: Path, calib: Path, 
     assert row["within"]
     assert {c["name"] for c in facts["candidates"]} >= {"fp32", "int8"}
 
-    told = cli("explain", out, "conv2")
-    assert told.code == 0
-    assert "precision fp32: pinned by --pin conv2=fp32" in told.out
-    assert "fuse_conv_bn" in told.out
-    assert "runs in step 0" in told.out
-    assert "for the network as a whole" in told.out
+    reported = cli("explain", out, "conv2")
+    assert reported.code == 0
+    assert "precision fp32: pinned by --pin conv2=fp32" in reported.out
+    assert "fuse_conv_bn" in reported.out
+    assert "runs in step 0" in reported.out
+    assert "for the network as a whole" in reported.out
     (fact,) = json.loads(cli("explain", out, "conv1", "--json").out)
     assert fact["precision"]["account"]["us"]
     assert {"bn1"} <= {n for entry in fact["made"] for n in entry["with"]}
@@ -172,9 +172,9 @@ def test_explain_of_an_unknown_node_or_a_file_that_is_no_engine(cli: Cli, model:
     assert result.code == 2
     assert "did you mean 'conv" in result.err
     assert cli("explain", model, "conv1").code == 2
-    told = cli("explain", engine, "bn*")
-    assert told.out.count("fuse_conv_bn") == 2
-    assert "precision: the engine's, fp32" in told.out
+    reported = cli("explain", engine, "bn*")
+    assert reported.out.count("fuse_conv_bn") == 2
+    assert "precision: the engine's, fp32" in reported.out
 
 
 def test_inspect_lists_names_of_nodes(cli: Cli, model: Path) -> None:

@@ -24,13 +24,24 @@ def test_build_writes_an_engine_and_its_report(cli: Cli, model: Path, tmp_path: 
     out = tmp_path / "net.engine"
     code, text, err = cli("build", model, "-o", out, "--threads", 1)
     assert (code, err) == (0, "")
-    told = dict(line.split(maxsplit=1) for line in text.splitlines() if line[:1] not in ("", " "))
-    assert list(told) == ["model", "inputs", "outputs", "engine", "precision", "runs", "error", "speed", "time", "next"]
-    assert told["inputs"].startswith("x: fp32[N, 3, 8, 8]; measured at N=1")
-    assert told["engine"].startswith(f"{out} (")
-    assert "fuse_conv_bn" not in text, "passes are told by -v"
-    assert float(told["error"].split()[0]) < 1e-5
-    assert "it beat " in told["speed"]
+    reported = dict(line.split(maxsplit=1) for line in text.splitlines() if line[:1] not in ("", " "))
+    assert list(reported) == [
+        "model",
+        "inputs",
+        "outputs",
+        "engine",
+        "precision",
+        "runs",
+        "error",
+        "speed",
+        "time",
+        "next",
+    ]
+    assert reported["inputs"].startswith("x: fp32[N, 3, 8, 8]; measured at N=1")
+    assert reported["engine"].startswith(f"{out} (")
+    assert "fuse_conv_bn" not in text, "-v shows passes"
+    assert float(reported["error"].split()[0]) < 1e-5
+    assert "it beat " in reported["speed"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["net.engine", "net.engine.report.json"]
     report = strict((tmp_path / "net.engine.report.json").read_text())
     assert {"passes", "tactics", "seconds", "machine", "versions", "executed"} <= set(report)

@@ -355,7 +355,7 @@ def test_figures_are_plain_numbers(cli: Cli, engine: Path) -> None:
     assert all(math.isfinite(v) for v in report["latency_ms"].values())
 
 
-# ---------------------------------------------------------------- what is told of layers, nodes and sizes
+# ---------------------------------------------------------------- layers, nodes and sizes in output
 
 
 def test_a_pattern_that_fits_many_nodes_lists_them(cli: Cli, tmp_path: Path) -> None:

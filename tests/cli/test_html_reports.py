@@ -62,8 +62,8 @@ def test_bench_times_the_steps_for_its_report(cli: Cli, folder: Path, tmp_path: 
     assert done.code == 0
     assert "profile" in json.loads(done.out)
     assert {"network", "timeline", "memory", "latency", "machine"} <= set(sections(page))
-    told = [fact for n in data_of(page)["nodes"] for fact in n["facts"]]
-    assert sum(name == "time" and "measured in a run" in text for name, text in told) == 4
+    reported = [fact for n in data_of(page)["nodes"] for fact in n["facts"]]
+    assert sum(name == "time" and "measured in a run" in text for name, text in reported) == 4
     assert "optdnn bench" in page.read_text()
 
 

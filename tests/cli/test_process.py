@@ -36,8 +36,8 @@ def test_a_build_that_is_ended_leaves_no_folder(model: Path, tmp_path: Path, num
         time.sleep(0.01)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    told = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
-    assert (process.returncode, out, err.strip()) == (128 + number, "", told)
+    reported = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert (process.returncode, out, err.strip()) == (128 + number, "", reported)
     assert list(temporary.iterdir()) == []
     assert not (tmp_path / "out.engine").exists()
 
@@ -68,9 +68,9 @@ def test_an_encoding_that_lacks_a_sign_is_no_defect(model: Path, tmp_path: Path,
     command = [sys.executable, "-c", MAIN, "build", model, "-v", "--target", "reference", "-o", tmp_path / "é.engine"]
     done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    told = done.stdout.decode(encoding)
-    assert f" {'→' if encoding == 'utf-8' else '?'} " in told
-    assert f"{'?' if encoding == 'ascii' else 'é'}.engine" in told
+    reported = done.stdout.decode(encoding)
+    assert f" {'→' if encoding == 'utf-8' else '?'} " in reported
+    assert f"{'?' if encoding == 'ascii' else 'é'}.engine" in reported
     command = [sys.executable, "-c", MAIN, "inspect", tmp_path / "é.engine", "--json"]
     done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, timeout=60)
     assert json.loads(done.stdout.decode(encoding))["file"] == str(tmp_path / "é.engine")

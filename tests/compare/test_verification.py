@@ -75,12 +75,12 @@ def test_where_the_model_gives_nan_random_inputs_say_nothing(tmp_path: Path) -> 
     feeds["mask"] = np.array([[[[False, False], [True, False]]]])  # the first query sees no key
     found = optdnn.verify(engine, tmp_path / "m.onnx", feeds)
     assert statuses(found)["model"] == FAILED
-    told = "the model gives NaN in y at positions where the engine gives numbers"
-    assert told in text(found, "model")
+    reported = "the model gives NaN in y at positions where the engine gives numbers"
+    assert reported in text(found, "model")
     seed = next(s for s in range(99) if not verification.case_of(engine, {}, seed=s).feeds["mask"].any(-1).all())
     found = optdnn.verify(engine, tmp_path / "m.onnx", seed=seed)
     assert statuses(found)["model"] == NOT_CHECKED
-    assert text(found, "model") == f"{told}, for these random inputs: give --input"
+    assert text(found, "model") == f"{reported}, for these random inputs: give --input"
     case = verification._CaseChecks(engine, verification.case_of(engine, {}, seed=seed), None, None, lambda text: None)
     case.original = verification.original_of(engine, tmp_path / "m.onnx")
     case.want = {"y": engine.run(case.feeds)["y"] + 1}  # also wrong in places where the model has numbers
@@ -275,7 +275,7 @@ def test_rows_in_other_places_are_the_same_bits() -> None:
     assert rows(lambda x: np.sqrt(x) * (1 + 1e-7 * len(x)), sizes=()).status == PASSED
 
 
-def test_what_is_no_batch_of_rows_is_reported() -> None:
+def test_outputs_that_are_no_batch_of_rows_are_reported() -> None:
     def mixed(x: Array) -> Array:
         return x * np.arange(1.0, 1 + len(x))[:, None]
 

@@ -29,7 +29,7 @@ def test_the_public_names() -> None:
     assert "CPUExecutionProvider" in optdnn.get_available_providers()
 
 
-def test_it_does_what_onnxruntime_does(tmp_path: Path, options: SessionOptions) -> None:
+def test_it_behaves_like_onnxruntime(tmp_path: Path, options: SessionOptions) -> None:
     ort = pytest.importorskip("onnxruntime")
     path = str(save_convnet(tmp_path / "m.onnx", batch="n"))
     ours = InferenceSession(path, options, providers=["CPUExecutionProvider"])

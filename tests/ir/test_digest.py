@@ -26,7 +26,7 @@ def test_kinds_sizes_and_integers_count() -> None:
     assert len(set(found)) == 5
 
 
-def test_what_hangs_together_counts() -> None:
+def test_the_order_of_operands_counts() -> None:
     def made(first: bool) -> str:
         n = Net()
         x, y = n.input(2, 2), n.input(2, 2)

@@ -160,7 +160,7 @@ g (float[N, 3] x, bool c, int64 n) => (float[N, 3] y, float[t, N, 3] all) <float
 """
 
 
-def test_bodies_come_before_what_holds_them() -> None:
+def test_bodies_come_before_their_operators() -> None:
     text = to_text(import_model(onnx.parser.parse_model(NESTED)))
     assert text.count("\nbody ") == 4
     inner, outer = text.index("p: fp32"), text.index("kept: fp32")

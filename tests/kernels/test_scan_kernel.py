@@ -45,7 +45,7 @@ def host_reasons(graph: Graph) -> list[str]:
     return [row["why"] for row in program.meta["host"]["operators"] if row["kind"] == "PointwiseScan"]
 
 
-def test_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_that_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.delitem(pointwise_scan.EXPRESSIONS, "GreaterOrEqual")
         (reason,) = host_reasons(graph_of("spiking"))

@@ -48,7 +48,7 @@ def test_long_segments_are_shared_by_lanes(longest: int, threads: int, lanes: in
     assert segment_sum._lanes(longest, threads) == lanes
 
 
-def test_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_that_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     def reasons(name: str) -> list[str]:
         program = lowered(graph_of(name), "fp32", no_cubins=True)
         return [row["why"] for row in program.meta["host"]["operators"] if row["kind"] == "SegmentSum"]

@@ -129,17 +129,17 @@ def test_an_engine_of_4_bits_is_a_third_of_one_of_16(tmp_path: Path) -> None:
 def test_the_report() -> None:
     options = BuildOptions(target="simulate", precision="w4", precision_map={"product1": "fp16"})
     build = build_verbose(MODEL, options)
-    told = build.engine.meta["precision"]
-    assert told["runs"] == {"fp16": 2, "w4": 1}
-    assert told["nodes"]["w4"] == ["bias0", "product0", "relu0"]
-    (row,) = told["differs"]
+    reported = build.engine.meta["precision"]
+    assert reported["runs"] == {"fp16": 2, "w4": 1}
+    assert reported["nodes"]["w4"] == ["bias0", "product0", "relu0"]
+    (row,) = reported["differs"]
     assert (row["nodes"], row["asked"], row["runs"]) == (["bias2", "product2"], "w4", "fp16")
     assert "gains nothing" in row["reason"]
     build = build_verbose(MODEL, BuildOptions(target="cuda:sm_80", precision="w4a8", no_cubins=True))
-    told = build.engine.meta["precision"]
-    assert told["runs"] == {"fp16": 1, "w4": 2}
-    assert told["differs"][0]["nodes"] == ["bias0", "product0", "relu0"]
-    assert told["differs"][0]["reason"] == "there are no kernels for sm_80 that round rows to int8"
+    reported = build.engine.meta["precision"]
+    assert reported["runs"] == {"fp16": 1, "w4": 2}
+    assert reported["differs"][0]["nodes"] == ["bias0", "product0", "relu0"]
+    assert reported["differs"][0]["reason"] == "there are no kernels for sm_80 that round rows to int8"
     with pytest.raises(NotMet, match="product2: w4 was asked for, it runs in fp16"):
         optdnn.build(MODEL, target="simulate", precision="w4", strict_precision=True)
 

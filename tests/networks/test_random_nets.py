@@ -107,7 +107,7 @@ def test_the_random_numbers_stay() -> None:
 
 
 @pytest.mark.slow
-def test_families_draw_what_networks_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_draw_the_operators_of_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime accepts the networks, and they cover the operators."""
     monkeypatch.setattr(oracles, "bytes_saturate", lambda: False)
     seen: set[str] = set()

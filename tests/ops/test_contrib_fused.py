@@ -67,7 +67,7 @@ def test_embeddings_at_given_positions_and_their_sum() -> None:
 
 
 @pytest.mark.parametrize("causal", [0, 1])
-def test_attention_behind_former_keys(causal: int) -> None:
+def test_attention_after_former_keys(causal: int) -> None:
     operands = [normal(2, 3, 8), normal(8, 24, seed=1), normal(24, seed=2), None, normal(2, 2, 2, 4, 4, seed=3)]
     check("Attention", operands, n=2, num_heads=2, unidirectional=causal)
 

@@ -313,7 +313,7 @@ def test_fewer_than_no_trips_are_none() -> None:
         assert (got["last"] == x).all()
 
 
-def test_rows_of_no_trips_have_the_sizes_of_what_the_body_reads() -> None:
+def test_rows_of_no_iterations_have_the_sizes_of_the_bodys_operands() -> None:
     text = """g (int64 n, float[B,3] x) => (float[K,B,3] rows, float[K,C] twice, float[K,D] some) {
       t = Constant<value = bool {1}>()  one = Constant<value = int64[1] {-1}>()
       last, rows, twice, some = Loop (n, t, x) <

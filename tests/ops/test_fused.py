@@ -211,7 +211,7 @@ def test_monotone(kind: str) -> None:
     assert len(np.unique(y)) > 1
 
 
-def test_what_is_not_monotone_is_not_called_so() -> None:
+def test_only_monotone_operators_are_called_so() -> None:
     falling = []
     for kind in UNARY:
         (y,) = run_kernel(kind, [GRID], plain_attrs(OPDEFS[kind], OPDEFS[kind].attrs()))

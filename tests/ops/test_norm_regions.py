@@ -127,7 +127,7 @@ def test_activated_norm() -> None:
         infer("ActivatedNorm", replace(attrs, own=GroupNormAttrs(4)), [x, scale, bias])
 
 
-def test_norms_of_what_a_prologue_adds_to() -> None:
+def test_norms_of_sums_that_a_prologue_adds() -> None:
     x, vectors, scale, bias = random(2, 6, 5, 7), random(2, 6, 1, 1, seed=3), random(6, seed=1), random(6, seed=2)
     own = GroupNormAttrs(3, 1e-3)
     (wanted,) = run_kernel("GroupNormalization", [x + vectors, scale, bias], {"num_groups": 3, "epsilon": 1e-3})

@@ -70,7 +70,7 @@ EXPORTED = [c for c in CASES if c[0] != "fp4_e2m1"]
 
 
 @pytest.mark.parametrize(("code", "K", "block", "zeros", "rows"), CASES)
-def test_products_mean_what_the_layout_says(code: str, K: int, block: int, zeros: str, rows: int) -> None:
+def test_products_follow_the_layout(code: str, K: int, block: int, zeros: str, rows: int) -> None:
     w, x = Weights(code, K, block, zeros, rows), normal(2, 3, K)
     assert w.packed.shape == (N, row_bytes(code, K, block))
     graph = w.graph(2, 3)
@@ -148,7 +148,7 @@ def gather_of(w: Weights) -> Graph:
         (gather_of(Weights("uint4", 64, 32, "floats")), "float zero points"),
     ],
 )
-def test_what_onnx_cannot_say(graph: Graph, message: str) -> None:
+def test_forms_that_onnx_does_not_have(graph: Graph, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         export_model(graph)
 

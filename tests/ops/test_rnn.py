@@ -71,7 +71,7 @@ def test_lstm_peepholes_and_coupled_gates(direction: str) -> None:
 
 
 @pytest.mark.parametrize("op", GATES)
-def test_clip_bounds_what_enters_the_activations(op: str) -> None:
+def test_clip_bounds_the_operands_of_activations(op: str) -> None:
     case = layer(op, use="b", clip=0.25)
     check_case(case)
     loose = run(import_case(layer(op, use="b")), case.fed)[0]

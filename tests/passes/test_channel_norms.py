@@ -102,7 +102,7 @@ def test_activations_of_one_pixel_move_next_to_norms(activation: str, inputs: tu
     assert result.op(operand(one)).kind == "LayerNormalization"
 
 
-def test_what_stays_behind_the_reshape() -> None:
+def test_operators_that_stay_after_the_reshape() -> None:
     n = Net(np.float64)
     check_untouched(ChannelNorms(), of_one_pixel(n, n.random(8, 1, 1), activation="PRelu"))
     check_untouched(ChannelNorms(), of_one_pixel(Net(np.float64), kept=True))
@@ -120,7 +120,7 @@ def test_additions_move_next_to_norms(first: bool) -> None:
 
 
 @pytest.mark.parametrize("form", ["two readers", "a product", "a smaller image", "slopes", "another shape"])
-def test_what_stays_behind_the_transposition(form: str) -> None:
+def test_operators_that_stay_after_the_transposition(form: str) -> None:
     n = Net(np.float64)
     x = n.input(2, 8, 4, 5)
     y = rms_norm(n, x)

@@ -74,7 +74,7 @@ def test_zeros_that_cost_more_than_launches(monkeypatch: pytest.MonkeyPatch) -> 
     check_pass(FuseSiblings(), branches(1, 5), changes=1, context=PassContext(target="cuda:sm_90a", precision="fp32"))
 
 
-def test_what_keeps_its_kernel() -> None:
+def test_networks_that_keep_their_kernels() -> None:
     because = "no other Conv on .* has the same geometry"
     n = Net()
     x = n.input(1, 4, 20)

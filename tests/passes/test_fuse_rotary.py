@@ -122,7 +122,7 @@ def part(more: str = "g", split: bool = False) -> str:
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_what_does_not_turn_stays_as_it_is(split: bool) -> None:
+def test_features_that_are_not_rotated_stay(split: bool) -> None:
     graph, _ = check_pass(FuseRotary(), model(part(split=split), ONE_TURN, "[1,1,5,2]"), changes=2)
     (op,) = graph.of_kind("RotaryEmbedding")
     assert op.attrs.rotary_embedding_dim == 2
@@ -203,7 +203,7 @@ def test_positions_before_heads_turn_between_two_transposes(name: str) -> None:
     assert graph.op(there.inputs[0]).kind == "Input"
 
 
-def test_a_transpose_behind_the_rotation_cancels() -> None:
+def test_a_transpose_after_the_rotation_cancels() -> None:
     body = FORMS["llama"].replace("y = Add", "t = Add") + " y = Transpose<perm=[0,2,1,3]>(t)"
     text = model(body, shape="[1,5,1,4]").replace("float[2,3,5,4] x", "float[2,5,3,4] x")
     graph, _ = check_pass(FuseRotary(), text, changes=2, rules={"rotary_embedding": 1, "transpose_chain": 1})

@@ -177,7 +177,7 @@ def test_a_prologue_is_not_merged() -> None:
 
 
 @pytest.mark.parametrize("target", ["cuda:sm_90a", "cpu"])
-def test_what_convolutions_add_is_not_merged_on_gpus(target: str) -> None:
+def test_residuals_of_convolutions_are_not_merged_on_gpus(target: str) -> None:
     """One launch sums both convolutions there."""
     n = Net(np.float64)
     x, m = n.input(1, 8, 4, 4), n.input(1, 8, 4, 4, name="m")

@@ -312,7 +312,7 @@ def test_the_addition_goes_with_the_norm(last: bool) -> None:
         ({"perm": (4, 3, 2, 1, 0, 5), "flat": (2, 36, 6)}, "over too many axes"),
     ],
 )
-def test_other_norms_stay_behind_their_views(changes: dict[str, Any], because: str) -> None:
+def test_other_norms_stay_after_their_views(changes: dict[str, Any], because: str) -> None:
     n = Net()
     check_refused(HoistViews(), n.done(windows(n, **changes)), because=because)
 

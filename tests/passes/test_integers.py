@@ -256,7 +256,7 @@ def test_integers_are_padded_with_their_own_elements() -> None:
     same_integers(before, done)
 
 
-def test_what_is_padded_with_another_number_stays_float() -> None:
+def test_values_padded_with_another_number_stay_float() -> None:
     check_refused(MOVE, padded(0, INT8, 1.5), because="no integer form")
     check_refused(MOVE, padded(0, INT8, computed=True), because="zero point that is not constant")
 

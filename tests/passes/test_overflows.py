@@ -87,7 +87,7 @@ def test_a_layer_of_unknown_length_is_not_tried() -> None:
     assert growing(n.done(y))
 
 
-def test_what_reads_a_growing_layer_stays_fp32_until_it_is_bounded() -> None:
+def test_readers_of_a_growing_layer_stay_fp32_until_it_is_bounded() -> None:
     n, (y, _) = layer("RNN", "Relu", scale=2.0)
     scaled = n.op("Mul", y, 0.5, name="scaled")
     graph = n.done(n.op("Exp", n.op("Tanh", scaled, name="bounded"), name="behind"))

@@ -59,7 +59,7 @@ def test_halves_get_zeros_of_their_own(sizes: bool) -> None:
     assert channels_of(graph, "Gelu", "Mul", "Split") == {32}
 
 
-def test_constants_of_channels_pools_and_what_is_broadcast() -> None:
+def test_constants_of_channels_pools_and_broadcast_values() -> None:
     n = Net(np.float64)
     y = separable(n)
     y = n.op("PRelu", y, n.random(C, 1, 1))

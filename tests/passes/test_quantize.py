@@ -101,7 +101,9 @@ def test_a_chain_is_in_integers_from_end_to_end() -> None:
         ("depthwise, 24 channels", True, INT8),
     ],
 )
-def test_gpus_give_zero_points_to_what_is_not_padded_with_zeros(layer: str, negative: bool, dtype: object) -> None:
+def test_gpus_give_zero_points_to_values_that_are_not_padded_with_zeros(
+    layer: str, negative: bool, dtype: object
+) -> None:
     n = Net()
     channels = 24 if "24" in layer else 16
     x = n.input(2, channels, 6, 6)

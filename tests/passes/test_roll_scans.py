@@ -146,7 +146,7 @@ def test_long_steps_stay(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_refused(PASS, graph_of("gated"), because="takes too many registers")
 
 
-def test_steps_that_read_what_others_end_with_stay() -> None:
+def test_steps_that_read_final_values_of_others_stay() -> None:
     """The second state of every step needs the last value of the first state, by way of a product."""
     n = Net()
     x, first, firsts = n.input(2, STEPS, 4), zeros(n, 2, 4), []

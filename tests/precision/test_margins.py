@@ -204,7 +204,7 @@ def test_parts_and_batches_together_are_the_whole(monkeypatch: pytest.MonkeyPatc
     assert near(y, ref, labels).expected() == whole.expected()
     # A half is judged by the tail of the whole, not by one that begins earlier, as for few samples.
     halves = [near(y[k::2], ref[k::2], labels[k::2]) for k in (0, 1)]
-    told = [merged([h], 0.5).expected() for h in halves]
-    assert np.mean(told) == pytest.approx(whole.expected(), rel=0.1)
+    reported = [merged([h], 0.5).expected() for h in halves]
+    assert np.mean(reported) == pytest.approx(whole.expected(), rel=0.1)
     assert np.mean([h.expected() for h in halves]) > 1.2 * whole.expected()
     assert merged([merged([h], 0.5) for h in halves], 1.0).expected() == whole.expected()

@@ -211,9 +211,9 @@ def test_the_fastest_within_the_bound_on_a_gpu(bound: float, packed: set[str]) -
         max_drop=bound,
         candidates="fp16,w8,w4",
     )
-    told = engine.meta["auto"]
-    assert told["met"]
-    nodes = {name: n for n in told["nodes"] for name in n["nodes"]}
+    reported = engine.meta["auto"]
+    assert reported["met"]
+    nodes = {name: n for n in reported["nodes"] for name in n["nodes"]}
     assert {nodes[n]["precision"] for n in ("wide", "deep")} & {"w4", "w8"} == packed
     assert engine.meta["operators"].get("PackedMatMul", 0) == 2 * len(packed)
     for name in ("wide", "deep"):
@@ -230,9 +230,9 @@ def test_rounded_rows_are_searched_and_pinned() -> None:
         layers(), target="simulate", precision="auto", calib=DATA, metric="cosine", max_drop=0.5, candidates="fp16,w4a8",
         precision_map={"deep": "w4a8"},
     )  # fmt: skip
-    told = engine.meta["auto"]
-    assert told["met"]
-    nodes = {name: n for n in told["nodes"] for name in n["nodes"]}
+    reported = engine.meta["auto"]
+    assert reported["met"]
+    nodes = {name: n for n in reported["nodes"] for name in n["nodes"]}
     assert nodes["deep"]["reason"] == "pinned by --pin deep=w4a8"
     assert nodes["wide"]["precision"] == "w4a8"
     assert nodes["wide"]["reason"].startswith("w4a8 is faster than fp32 here")

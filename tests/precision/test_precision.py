@@ -50,16 +50,16 @@ def accuracy(name: str, build: Any) -> float:
 @pytest.mark.parametrize("library", sweep(["openvino", "onnxruntime"], "openvino"))
 def test_int8_runs_in_int8_and_keeps_its_accuracy(library: str) -> None:
     build = built("digits_resnet", tactics=library, strict_precision=library == "openvino")
-    told = build.engine.meta["precision"]
+    reported = build.engine.meta["precision"]
     assert trained.load("digits_resnet").accuracy - accuracy("digits_resnet", build) <= 0.005
     assert {r.asked.kind for r in build.precisions} >= {"Conv", "Gemm"}
     convolutions = [r for r in build.precisions if r.asked.kind == "Conv"]
     assert len(convolutions) == 10
     assert all(r.asked.precision == "int8" for r in convolutions)
-    assert told["calibration"] == {"method": "mse", "batches": 8}
+    assert reported["calibration"] == {"method": "mse", "batches": 8}
     if library == "openvino":
-        assert told["runs"]["int8"] == 11
-        assert told["differs"] == []
+        assert reported["runs"]["int8"] == 11
+        assert reported["differs"] == []
         assert build.report()["executed"][0]["executed"].get("u8", 0) >= 11
     else:  # a convolution with a residual in its epilogue is no operator of ONNX Runtime
         differs = [r for r in build.precisions if r.differs]
@@ -212,7 +212,7 @@ def test_a_scale_that_is_no_normal_number_is_a_hazard(scale: float) -> None:
 
 
 @pytest.mark.parametrize("target", ["cpu", "simulate"])
-def test_hazards_are_reported_of_what_later_passes_fold_away(target: str) -> None:
+def test_hazards_are_reported_for_operators_that_later_passes_fold(target: str) -> None:
     n = QNet()
     y = n.op("Softmax", n.qconv(n.fake(n.input(1, 16, 6, 6), 0.02), 16))
     built = build_verbose(export_model(n.done(y)).proto, BuildOptions(target=target))
@@ -262,14 +262,14 @@ def test_fp16_risks_by_calibration_and_by_weights() -> None:
     assert graph.of_kind("MatMul")[0].outputs[0].type.dtype == FP16
 
 
-@pytest.mark.parametrize(("number", "told"), [(-3.4e38, False), (1e9, True)])
-def test_a_mask_that_hides_keys_is_no_risk(number: float, told: bool) -> None:
+@pytest.mark.parametrize(("number", "reported"), [(-3.4e38, False), (1e9, True)])
+def test_a_mask_that_hides_keys_is_no_risk(number: float, reported: bool) -> None:
     n = Net()
     x = n.input(1, 2, 4, 8)
     mask = np.where(np.arange(4) < 3, -0.5, number) * np.ones((1, 1, 4, 1))
     graph = n.done(n.op("Attention", x, x, x, n.const(mask)))
     found = half_risks(graph, PrecisionPlan("fp16", base="fp16"), None)
-    assert any("overflow: the constant" in r.what for r in found) == told
+    assert any("overflow: the constant" in r.what for r in found) == reported
 
 
 @pytest.mark.slow
@@ -356,7 +356,7 @@ def test_a_model_of_integers_that_a_gpu_computes_on_floats_is_reported() -> None
     assert why
 
 
-def test_what_a_gpu_has_no_integer_kernel_for_is_not_quantized() -> None:
+def test_operators_without_an_integer_kernel_on_a_gpu_are_not_quantized() -> None:
     n = Net()
     x = n.input(1, 16, 6, 6, 6)
     assert rows_on("simulate", n.done(n.conv(x, 16, group=16)), "int8") == {

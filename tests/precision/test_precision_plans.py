@@ -114,7 +114,7 @@ def test_pins_the_last_pattern_counts_and_the_most_accurate_of_fused_nodes() -> 
     assert both == {"a_out": ("fp32", "layer1/bn")}
 
 
-def test_a_pattern_passes_over_what_lacks_the_precision_but_a_name_must_have_it() -> None:
+def test_a_pattern_skips_nodes_that_lack_the_precision_but_a_name_must_have_it() -> None:
     assert set(pinned({"layer2*": "int8"}, CHOICES)) == {"b_out"}
     with pytest.raises(UsageError, match="Softmax cannot run in int8: Softmax has no int8 form"):
         pinned({"layer2/softmax": "int8"}, CHOICES)

@@ -216,11 +216,11 @@ def test_declined_plans_are_reported_with_the_reason(monkeypatch: pytest.MonkeyP
 
 def test_a_bound_that_the_samples_are_too_few_for_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     account = find(perceptron(), Numpy(), monkeypatch, max_drop=1.0).account.to_plain()
-    (told,) = [text for text in sentences(account) if "so small a loss" in text]
-    assert told.startswith(
+    (reported,) = [text for text in sentences(account) if "so small a loss" in text]
+    assert reported.startswith(
         "32 samples cannot show so small a loss: an engine that loses none may lose up to 9.4 points elsewhere"
     )
-    assert "; 300 samples that training has not seen suffice" in told
+    assert "; 300 samples that training has not seen suffice" in reported
     few = sentences({**account, "samples": {**account["samples"], "verification": 1}})
     assert [t for t in few if t.startswith("1 sample cannot") and "may lose up to 100 points" in t]
     assert "1 other to verify by; one sample counts 100 points" in few[0]
@@ -248,9 +248,9 @@ def test_the_expectation_from_margins_declines_a_plan_that_lost_no_sample(monkey
     assert same.searched > 0.5
     assert same.verified is None
     plain = account.to_plain()
-    (told,) = [text for text in declined(plain) if text.startswith("int8 declined")]
-    assert f"0 points of top-1 accuracy lost of 64 samples, {single.expected:.3g} expected from margins" in told
-    assert "the bound is 0.5" in told
+    (reported,) = [text for text in declined(plain) if text.startswith("int8 declined")]
+    assert f"0 points of top-1 accuracy lost of 64 samples, {single.expected:.3g} expected from margins" in reported
+    assert "the bound is 0.5" in reported
     (cells,) = [row for row in rows(plain) if row[0] == "int8"]
     assert dict(zip(columns(plain), cells, strict=True))["expected from margins"] == f"{single.expected:.3g}"
     assert (

@@ -217,7 +217,7 @@ def test_of_two_engines_the_slower_steps_are_reported() -> None:
 # ---------------------------------------------------------------- lanes and memory
 
 
-def test_a_step_begins_after_its_lane_and_what_it_waits_for() -> None:
+def test_a_step_begins_after_its_lane_and_its_waits() -> None:
     steps = [
         step("Conv", (0,), 1, "a"),
         step("Conv", (0,), 2, "b"),

@@ -117,7 +117,7 @@ def test_threads_that_cannot_be(tmp_path: Path, threads: Any) -> None:
 
 
 @pytest.mark.parametrize("model", [None, 12, ["m.onnx"]])
-def test_what_is_no_model(model: Any) -> None:
+def test_objects_that_are_no_model(model: Any) -> None:
     pytest.importorskip("onnx")
     with pytest.raises(optdnn.UsageError, match="a model is a path, its bytes or a ModelProto, not"):
         optdnn.build(model)

@@ -257,7 +257,7 @@ def test_unknown_handles_and_wrong_sizes_are_refused(
         _batch(on_gpu, 2, 2, {}, [(0, DeviceSlice(given.handle, 4, 8))], [])
     with pytest.raises(Refusal, match="an output has 8 bytes; its region has 4"):
         _batch(on_gpu, 2, 2, {}, [(0, given)], [DeviceTarget("y", 0, 2, 0, DeviceSlice(given.handle, 0, 4))])
-    assert log[-1] == "wait", "nothing is under way when the refusal is told"
+    assert log[-1] == "wait", "no copy is in progress when the refusal is raised"
 
 
 def test_a_message_names_memory_on_the_gpu() -> None:

@@ -21,7 +21,7 @@ SILU: tuple[Stage, ...] = (("bias",), ("silu",))
 CASES: dict[str, tuple[Problem, Config]] = {
     "one chunk": (Problem(1, (4, 4), 64, 64, 64, RELU, RELU), Config(1, 16, 1, 2)),
     "bottlenecks": (Problem(2, (7, 5), 64, 256, 64, ADD_RELU, RELU), Config(2, 16, 2, 3)),
-    "wider behind": (Problem(2, (6, 6), 64, 128, 128, ADD_RELU, RELU), Config(2, 32, 1, 2)),
+    "wider after it": (Problem(2, (6, 6), 64, 128, 128, ADD_RELU, RELU), Config(2, 32, 1, 2)),
     "a ring of weights": (Problem(3, (6, 6), 128, 320, 128, ADD_RELU, RELU), Config(2, 16, 1, 2, 2)),
     "a perceptron": (Problem(2, (5, 5), 96, 384, 96, SILU, ADD, stored=False), Config(1, 32, 2, 2, 3)),
     "nothing added": (Problem(2, (5, 5), 40, 72, 24, RELU, BIAS), Config(3, 16, 1, 2)),

@@ -140,4 +140,4 @@ def moments(folder: Path, count: int, seed: int, say: Say = lambda text: None) -
     for k in range(count):
         kill_at(names[k % len(names)], folder, rng.uniform(0.0, 0.12), 1000 * k)
         if k % 100 == 99:
-            say(f"{k + 1} moments: nothing lost, nothing half-written, nothing left behind")
+            say(f"{k + 1} moments: nothing lost, no partial file, no temporary file")

@@ -216,7 +216,7 @@ def test_a_gpu_without_room_for_another_network_has_each_closed_once(monkeypatch
     assert timer.loaded == 0
 
 
-# ---------------------------------------------------------------- how it is measured and told
+# ---------------------------------------------------------------- measuring and reports
 
 
 @pytest.mark.parametrize("l2", [1 << 10, 60 << 20])

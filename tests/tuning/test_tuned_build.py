@@ -178,7 +178,7 @@ def test_retune_improves_an_engine_in_place(engine: Path, gpu: FakeTimer, model:
     assert (tmp_path / "tuned.engine").read_bytes() == engine.read_bytes(), "as a build on the GPU would have made it"
 
 
-def test_retune_leaves_what_it_cannot_improve(engine: Path, gpu: FakeTimer) -> None:
+def test_retune_leaves_an_engine_that_it_cannot_improve(engine: Path, gpu: FakeTimer) -> None:
     content = engine.read_bytes()
     gpu.net = lambda tactics: 1.0
     found = optdnn.retune(engine)
@@ -224,16 +224,17 @@ def test_retune_reports_its_fallback(engine: Path, gpu: FakeTimer, capsys: pytes
 
     gpu.first_run = first_run  # type: ignore[method-assign]
     assert run(["retune", str(engine)]) == 0
-    told = capsys.readouterr().err.replace("\n", " ")
+    reported = capsys.readouterr().err.replace("\n", " ")
     assert (
-        "warning: the program's graph does not run as it was built; it is kept with one lane, no early launches" in told
+        "warning: the program's graph does not run as it was built; it is kept with one lane, no early launches"
+        in reported
     )
     assert read(engine).meta["first_run"]["form"] == "one lane, no early launches"
     report = json.loads(Path(f"{engine}.report.json").read_text())
     assert report["first_runs"][0]["refused"] == {"as built": "hung: it has not ended after 10 s"}
 
 
-def test_retune_starts_from_what_the_engine_uses(model: Path, gpu: FakeTimer, tmp_path: Path) -> None:
+def test_retune_starts_from_the_engines_choices(model: Path, gpu: FakeTimer, tmp_path: Path) -> None:
     path = tmp_path / "tuned.engine"
     build(model).save(path)
     content = path.read_bytes()

@@ -129,8 +129,8 @@ def odd(n: Net) -> list[Value]:
 
 
 REFUSED: dict[str, tuple[Build, str]] = {
-    "no 1x1 behind": (lambda n: [n.conv(mixed(n, inside(n, 32), 64), 8, 3)], "exactly one other such operator"),
-    "a stride behind": (strided, "exactly one other such operator"),
+    "no 1x1 after it": (lambda n: [n.conv(mixed(n, inside(n, 32), 64), 8, 3)], "exactly one other such operator"),
+    "a stride after it": (strided, "exactly one other such operator"),
     "a shortcut's convolution": (shortcut, "is a part of its launch"),
     "added later": (later, "adds is computed later"),
     "widening": (widening, "little is saved"),

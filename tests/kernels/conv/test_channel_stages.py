@@ -57,7 +57,7 @@ NETS = {
     "slopes of a line": net("PRelu", axes=1, size=40),
     "a line": net(axes=1, size=40, channels=40),
     "a residual": net(residual=True),
-    "slopes behind a residual": net("PRelu", residual=True, bias=False),
+    "slopes after a residual": net("PRelu", residual=True, bias=False),
     "two convolutions": net(joined=True),
     "another activation": net(relu=True, bias=False),
     "channels in fours": net(channels=20),
@@ -121,7 +121,7 @@ SCALED = {
     "a factor": scaled("Relu Mul"),
     "a shift": scaled("Sigmoid Add"),
     "a residual first": scaled("Relu Mul Add", residual=True),
-    "an activation behind": scaled(ends="Tanh"),
+    "an activation after them": scaled(ends="Tanh"),
 }
 
 

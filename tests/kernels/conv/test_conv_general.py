@@ -95,7 +95,7 @@ def test_convolutions_of_floats(name: str, config: GeneralConfig, tmp_path: Path
     }
     sizes = {"channels": channels, "inside": inside, "pitch": pitched[3]}
     got = launched(problem, config, operands, np.full(pitched, 7.0, dtype), tmp_path, **sizes).astype(np.float64)
-    assert (got[..., channels:] == 7.0).all(), "nothing is written behind the channels"
+    assert (got[..., channels:] == 7.0).all(), "nothing is written after the channels"
     assert np.linalg.norm(got[..., :channels] - want) < TOLERANCE[problem.out_dtype] * np.linalg.norm(want)
 
 

@@ -168,11 +168,13 @@ def test_short_launches_are_for_tuning() -> None:
     assert any("other launches are predicted to take only" in r for r in reasons(lowered(built(plain))))
 
 
-@pytest.mark.parametrize(("each", "told"), [(29e-6, 58.0), (31e-6, 62.0 * expanded.LONGER)])
-def test_long_launches_take_longer_than_predicted(each: float, told: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("each", "reported"), [(29e-6, 58.0), (31e-6, 62.0 * expanded.LONGER)])
+def test_long_launches_take_longer_than_predicted(
+    each: float, reported: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(expanded, "_apart", lambda problem, gpu: (each, each))
     monkeypatch.setattr(expanded, "GAIN", 0.0)
-    assert any(f"({told:.2f} us" in reason for reason in reasons(lowered(built(plain))))
+    assert any(f"({reported:.2f} us" in reason for reason in reasons(lowered(built(plain))))
 
 
 def test_a_launch_with_the_convolution_after_it_competes(monkeypatch: pytest.MonkeyPatch) -> None:

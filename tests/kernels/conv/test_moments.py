@@ -132,11 +132,11 @@ def test_moments_of_a_tile(rows: int, tmp_path: Path) -> None:
     half = x.astype(np.float16)
     swizzled = np.stack([half.reshape(rows, 8, 8)[r, np.arange(8) ^ (r & 7)] for r in range(rows)])
     count = rows + 5  # the tile has the rows from 7 on, of which two do not exist
-    told = np.full((3, count, 2), np.nan, np.float32)
-    _run(tmp_path, 0, rows, first=7, block=1, moments=told, pixel_count=count, tile=np.ascontiguousarray(swizzled))
-    np.testing.assert_allclose(told[1, 7:], _moments(half.astype(np.float64))[: rows - 2], rtol=2e-4, atol=1e-5)
-    assert np.isnan(told[1, :7]).all()
-    assert np.isnan(told[[0, 2]]).all()
+    stored = np.full((3, count, 2), np.nan, np.float32)
+    _run(tmp_path, 0, rows, first=7, block=1, moments=stored, pixel_count=count, tile=np.ascontiguousarray(swizzled))
+    np.testing.assert_allclose(stored[1, 7:], _moments(half.astype(np.float64))[: rows - 2], rtol=2e-4, atol=1e-5)
+    assert np.isnan(stored[1, :7]).all()
+    assert np.isnan(stored[[0, 2]]).all()
 
 
 def test_moments_of_a_warps_rows(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_moments_of_eight_rows_of_a_tile(rows: int, tmp_path: Path) -> None:
     half = x.astype(np.float16)
     swizzled = np.stack([half.reshape(rows, 8, 8)[r, np.arange(8) ^ (r & 7)] for r in range(rows)])
     count = rows + 8  # the tile has the rows from 16 on, of which the last eight do not exist
-    told = np.full((3, count // 8, 2), np.nan, np.float32)
+    stored = np.full((3, count // 8, 2), np.nan, np.float32)
     _run(
         tmp_path,
         0,
@@ -160,27 +160,27 @@ def test_moments_of_eight_rows_of_a_tile(rows: int, tmp_path: Path) -> None:
         first=16,
         block=1,
         together=8,
-        moments=told,
+        moments=stored,
         pixel_count=count,
         tile=np.ascontiguousarray(swizzled),
     )
     want = _moments(half.astype(np.float64).reshape(-1, 8 * 64))
-    np.testing.assert_allclose(told[1, 2:], want[: rows // 8 - 1], rtol=2e-4, atol=1e-5)
-    assert np.isnan(told[1, :2]).all()
-    assert np.isnan(told[[0, 2]]).all()
+    np.testing.assert_allclose(stored[1, 2:], want[: rows // 8 - 1], rtol=2e-4, atol=1e-5)
+    assert np.isnan(stored[1, :2]).all()
+    assert np.isnan(stored[[0, 2]]).all()
 
 
 def test_moments_of_a_later_product_of_a_stack(tmp_path: Path) -> None:
     half = np.random.default_rng(1).standard_normal((8, 64)).astype(np.float16)
     swizzled = np.stack([half.reshape(8, 8, 8)[r, np.arange(8) ^ (r & 7)] for r in range(8)])
-    told = np.full(
+    stored = np.full(
         (2, 3 * 6, 2), np.nan, np.float32
     )  # three products of six rows; the tile begins at row 2 of the last one
-    _run(tmp_path, 0, 8, first=2, block=1, before=12, moments=told, pixel_count=6, tiles=6, batch_tiles=2,
+    _run(tmp_path, 0, 8, first=2, block=1, before=12, moments=stored, pixel_count=6, tiles=6, batch_tiles=2,
          tile=np.ascontiguousarray(swizzled))  # fmt: skip
-    np.testing.assert_allclose(told[1, 14:], _moments(half.astype(np.float64))[:4], rtol=1e-4, atol=1e-5)
-    assert np.isnan(told[1, :14]).all()
-    assert np.isnan(told[0]).all()
+    np.testing.assert_allclose(stored[1, 14:], _moments(half.astype(np.float64))[:4], rtol=1e-4, atol=1e-5)
+    assert np.isnan(stored[1, :14]).all()
+    assert np.isnan(stored[0]).all()
 
 
 def test_moments_of_a_warps_eight_rows(tmp_path: Path) -> None:

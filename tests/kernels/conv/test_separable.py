@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     "an addition between": (added_before, "more than an activation"),
     "a shortcut's convolution": (shortcut, "is a part of its launch"),
     "groups": (grouped, "not the result of a depthwise convolution"),
-    "a stride behind": (mixed_apart, "not a 1x1 convolution"),
+    "a stride after it": (mixed_apart, "not a 1x1 convolution"),
     "many taps": (lambda n: plain(n, kernel=7, pads=3), "49 taps exceed 25"),
     "a stride and holes": (lambda n: plain(n, pads=2, dilations=2, strides=2), "a stride and a dilation"),
     "wide padding": (lambda n: plain(n, pads=256), "no tile of the kernel fits it"),

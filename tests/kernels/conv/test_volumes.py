@@ -149,7 +149,7 @@ WALKS: dict[str, Callable[[Net], Value]] = {
     "strides": lambda n: volume(n, n.input(2, 72, 9, 15, 13), 136, (3, 3, 3), (2, 2, 3)),
     "dilated": lambda n: volume(n, n.input(2, 32, 8, 11, 14), 64, (3, 3, 3), dilations=(3, 2, 1), pads=(3, 2, 1) * 2),
     "no padding": lambda n: volume(n, n.input(2, 128, 6, 9, 8), 64, (3, 2, 2), pads=(0,) * 6),
-    "padding behind": lambda n: volume(n, n.input(3, 16, 5, 8, 8), 64, (2, 3, 3), pads=(0, 1, 1, 1, 1, 1)),
+    "padding at the end": lambda n: volume(n, n.input(3, 16, 5, 8, 8), 64, (2, 3, 3), pads=(0, 1, 1, 1, 1, 1)),
     "two volumes": lambda n: block(n, n.op("Relu", n.input(2, 16, 6, 12, 14)), 72, 2),
     "deep": lambda n: volume(n, n.input(1, 256, 4, 7, 7), 128, (3, 3, 3)),
     "two frames together": lambda n: volume(n, n.input(4, 96, 8, 48, 48), 24, (3, 3, 3)),

@@ -51,7 +51,7 @@ def hidden_output(n: Net) -> list[Value]:
 
 NETS: dict[str, tuple[Build, str]] = {
     "plain": (plain, "SeparableConv"),
-    "a norm before, a residual behind": (with_residual, "SeparableConv"),
+    "a norm before, a residual after": (with_residual, "SeparableConv"),
     "the hidden layer is an output": (hidden_output, "ChainedConv"),
 }
 
@@ -67,7 +67,7 @@ def test_one_launch_gives_the_results_of_two(name: str) -> None:
     assert sum(node.startswith("MatMul") for node in step.src) == 2, "both products are named"
 
 
-def told_norm(n: Net) -> list[Value]:
+def norm_with_moments(n: Net) -> list[Value]:
     """A product computes the rows and their moments."""
     x = n.op("Add", linear(n, tokens(n, 128), 128, 128), tokens(n, 128))
     return [n.op("Add", perceptron(n, normalized(n, x, 128), 128, 192), x)]
@@ -86,7 +86,7 @@ def computed(n: Net) -> list[Value]:
 
 
 REFUSED: dict[str, tuple[Build, str]] = {
-    "a norm that takes no launch": (told_norm, "takes no launch of its own"),
+    "a norm that takes no launch": (norm_with_moments, "takes no launch of its own"),
     "a gated unit": (gated, "another product of the same rows multiplies"),
     "a computed factor": (computed, "not a constant matrix"),
 }

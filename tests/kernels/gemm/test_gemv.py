@@ -23,7 +23,7 @@ def net(rows: int, depth: int, columns: int, kind: str = "gemm") -> Net:
     ("rows", "depth", "columns", "kind"),
     [(1, 1024, 520, "gemm"), (4, 1032, 514, "gemm"), (3, 1024, 520, "matmul with a residual"), (1, 2048, 1000, "gemm")],
 )
-def test_it_runs_what_it_is_for(rows: int, depth: int, columns: int, kind: str) -> None:
+def test_it_runs_suitable_products(rows: int, depth: int, columns: int, kind: str) -> None:
     program = check_simulated(net(rows, depth, columns, kind).graph)
     assert [t["tactic"] for t in program.meta["tactics"] if t["kind"] in ("Gemm", "MatMul")] == ["gemv"]
 

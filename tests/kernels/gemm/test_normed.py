@@ -305,9 +305,9 @@ CONFIGS = (
 
 @pytest.mark.nvrtc
 def test_the_kernels_compile_without_spills() -> None:
-    told = Problem(4112, 768, (Source(1, 1, 3072),), (("bias",), ("add",)), moments=True)
+    computing = Problem(4112, 768, (Source(1, 1, 3072),), (("bias",), ("add",)), moments=True)
     normed = Problem(4112, 3072, (Source(1, 1, 768),), (("bias",), ("gelu",)), norm=RowNorm(True, 1e-6))
-    for problem in (told, normed):
+    for problem in (computing, normed):
         for config in CONFIGS:
             assert implicit_gemm.refuse(problem, config) is None
             (found,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()

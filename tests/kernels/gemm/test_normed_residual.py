@@ -244,10 +244,10 @@ def test_configurations_that_there_are_not() -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("told", [False, True])
-def test_the_kernels_compile_without_spills(told: bool) -> None:
-    norm, epilogue = RowNorm(told, 1e-6), (("bias",), ("add",))
-    problem = Problem(4112, 768, (Source(1, 1, 3072),), epilogue, moments=told, residual_norm=norm)
+@pytest.mark.parametrize("with_moments", [False, True])
+def test_the_kernels_compile_without_spills(with_moments: bool) -> None:
+    norm, epilogue = RowNorm(with_moments, 1e-6), (("bias",), ("add",))
+    problem = Problem(4112, 768, (Source(1, 1, 3072),), epilogue, moments=with_moments, residual_norm=norm)
     for config in CONFIGS:
         assert implicit_gemm.refuse(problem, config) is None
         (found,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()

@@ -56,7 +56,7 @@ def normalized_across(n: Net, tokens: int, kind: str = "LayerNormalization") -> 
 
 
 @pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
-def test_a_norm_reads_what_lies_across(kind: str) -> None:
+def test_a_norm_reads_transposed_rows(kind: str) -> None:
     n = Net()
     program = check_simulated(n.done(normalized_across(n, 20, kind)))
     assert tactics(program).count("norm_of_across") == 1

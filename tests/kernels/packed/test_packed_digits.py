@@ -89,7 +89,7 @@ AROUND: dict[str, tuple[Case, digits.Config, bool, tuple[render.Stage, ...] | No
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("name", AROUND)
-def test_what_stands_around_it_on_a_processor(name: str, tmp_path: Path) -> None:
+def test_norms_and_second_products_on_a_processor(name: str, tmp_path: Path) -> None:
     case, config, norm, beside = AROUND[name]
     got, held = run(case, config, tmp_path, norm=norm, beside=beside)
     p, o = case.problem, drawn(case)

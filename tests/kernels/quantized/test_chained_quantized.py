@@ -105,8 +105,8 @@ def of_fp8(n: QNet) -> tuple[Value, ...]:
 
 
 REFUSED: dict[str, tuple[Build, str]] = {
-    "no 1x1 behind": (lambda n: (n.qconv(mixed(n, inside(n, 32), 64), 16),), "exactly one other 1x1 convolution"),
-    "a stride behind": (strided, "exactly one other 1x1 convolution"),
+    "no 1x1 after it": (lambda n: (n.qconv(mixed(n, inside(n, 32), 64), 16),), "exactly one other 1x1 convolution"),
+    "a stride after it": (strided, "exactly one other 1x1 convolution"),
     "widening": (widening, "little is saved"),
     "added later": (later, "is computed later"),
     "odd channels": (odd, "multiple of 16"),

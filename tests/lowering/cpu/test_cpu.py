@@ -145,10 +145,10 @@ def test_an_operator_that_no_opset_of_the_library_has_is_cut_out() -> None:
     g.add_output(r.value, "y")
     choice = choose(g, options(tactics="onnxruntime"), TimingCache(), {})
     assert [s.executor for s in choice.engine.program.steps] == ["reference", "onnxruntime"]
-    (told,) = choice.fallbacks["onnxruntime"]
-    assert told["node"] == "product"
-    assert "\n" not in told["reason"]
-    assert "cannot be written" not in told["reason"]
+    (reported,) = choice.fallbacks["onnxruntime"]
+    assert reported["node"] == "product"
+    assert "\n" not in reported["reason"]
+    assert "cannot be written" not in reported["reason"]
     assert_right(choice.engine, g)
 
 

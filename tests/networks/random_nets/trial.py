@@ -64,7 +64,7 @@ def trial(net: Network, setting: Setting, say: Say = lambda stage: None) -> dict
     except UnsteadyError as error:
         row.update(verdict="unsteady", detail=str(error))
     except Exception as error:  # any error of the build or the run is a result of the trial
-        row.update(verdict=_kind(error), detail=f"{stage}: {_told(error)}")
+        row.update(verdict=_kind(error), detail=f"{stage}: {_error_text(error)}")
     begin("end")
     row["seconds"] = {k: s for k, s in seconds.items() if s >= 0.001}
     return row
@@ -76,7 +76,7 @@ def _kind(error: Exception) -> str:
     return "run_error" if isinstance(error, RunError) and not isinstance(error, InputError) else "refused"
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """The error with the place in the code that raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "random_nets" not in f.filename]
     where = f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}" if frames else "?"
@@ -115,7 +115,12 @@ def drawn_trial(family: str, seed: int, setting: Setting, say: Say = lambda stag
     try:
         net = network(family, seed)
     except Exception as error:  # defects of the generator count like any other failure
-        row = {"name": f"{family}-{seed}", "setting": str(setting), "verdict": "generator", "detail": _told(error)}
+        row = {
+            "name": f"{family}-{seed}",
+            "setting": str(setting),
+            "verdict": "generator",
+            "detail": _error_text(error),
+        }
     else:
         row = trial(net, setting, say)
     return {"family": family, "seed": seed, **row}

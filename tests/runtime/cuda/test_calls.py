@@ -157,8 +157,8 @@ def test_grouped_convolutions_are_plain_ones_with_a_kernel_after_them(more: bool
     program = lowered(graph, tactics=LIBRARIES)
     (step,) = [s for s in program.steps if "call" in s.params]
     assert step.params["call"]["operation"]["stages"] == []
-    behind = [s.params["op"]["kind"] for s in program.steps if s.params["tactic"].startswith("conv_cudnn")]
-    assert behind.count("Pointwise") == 1
+    names = [s.params["op"]["kind"] for s in program.steps if s.params["tactic"].startswith("conv_cudnn")]
+    assert names.count("Pointwise") == 1
     feeds = feeds_of(graph)
     want, got = simulate(lowered(graph), feeds), simulate(program, feeds)
     np.testing.assert_allclose(got["y0"], want["y0"], rtol=0, atol=4e-3 * np.abs(want["y0"]).max())

@@ -105,7 +105,7 @@ def raising(error: Exception, *, stray: bool = False, lost: bool = False) -> Any
 
 
 @pytest.mark.parametrize(
-    ("does", "error", "told"),
+    ("does", "error", "reported"),
     [
         (lambda self, arena: strays(arena), MemoryCorrupted, "it writes outside of its buffers"),
         (raising(TrialFailed("wrong result")), TrialFailed, "wrong result"),
@@ -118,9 +118,9 @@ def raising(error: Exception, *, stray: bool = False, lost: bool = False) -> Any
     ],
 )
 def test_a_trial_reports_broken_fences(
-    does: Any, error: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
+    does: Any, error: type[Exception], reported: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(error, match=told) as caught:
+    with pytest.raises(error, match=reported) as caught:
         Trial(monkeypatch, does).trial("a", program(), cold=False, give_up=1.0)
     assert type(caught.value) is error
 

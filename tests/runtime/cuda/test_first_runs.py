@@ -145,8 +145,8 @@ def test_the_launch_at_fault_is_known(gpu: Gpu, error: RunError, raised: type[Ru
         gpu.made.singly()
     assert gpu.made.at == 1
     step = gpu.program.steps[1]
-    told = {"step": 1, "kind": step.params["op"]["kind"], "nodes": list(step.src), "tactic": step.params["tactic"]}
-    assert gpu.made.step(1) == told
+    reported = {"step": 1, "kind": step.params["op"]["kind"], "nodes": list(step.src), "tactic": step.params["tactic"]}
+    assert gpu.made.step(1) == reported
 
 
 def test_a_write_outside_of_results_is_found_after_the_launch(gpu: Gpu) -> None:

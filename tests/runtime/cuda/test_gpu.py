@@ -144,7 +144,7 @@ def test_general_convolution(name: str, config: conv_general.GeneralConfig, memo
         runs.append(memory.get(output, pitched, dtype))
     assert all((one.view(np.uint8) == runs[0].view(np.uint8)).all() for one in runs), "runs differ"
     found = runs[0].astype(np.float64)
-    assert (found[..., channels:] == 7.0).all(), "nothing is written behind the channels"
+    assert (found[..., channels:] == 7.0).all(), "nothing is written after the channels"
     error = np.linalg.norm(found[..., :channels] - expected) / np.linalg.norm(expected)
     assert error < TOLERANCE[problem.out_dtype], error
 

@@ -77,22 +77,22 @@ def test_a_named_gpu_that_is_there_has_the_facts_of_the_table(gpu: GpuFacts) -> 
 
 
 def test_another_hopper_gpu_has_its_own_facts() -> None:
-    told = {**attributes(named("h200")), "MULTIPROCESSOR_COUNT": 78, "L2_CACHE_SIZE": 50 << 20}
-    gpu = of_attributes("NVIDIA H20", told.__getitem__)
+    reported = {**attributes(named("h200")), "MULTIPROCESSOR_COUNT": 78, "L2_CACHE_SIZE": 50 << 20}
+    gpu = of_attributes("NVIDIA H20", reported.__getitem__)
     assert (gpu.arch, gpu.multiprocessors, gpu.l2_bytes, gpu.matrix_ops, gpu.slug) == ("sm_90a", 78, 50 << 20, 4096, "")
     assert (gpu.clock, round(gpu.bandwidth / 1e9)) == (1.98e9, 4917)
     assert [gpu.clusters_at_once(n) for n in (1, 2, 3, 16)] == [78, 39, 18, 4]
 
 
 def test_a_geforce_card_has_half_of_the_rate() -> None:
-    told = attributes(named("l40s"))
-    assert of_attributes("NVIDIA GeForce RTX 4080", told.__getitem__).matrix_ops == 512
-    assert of_attributes("NVIDIA RTX 6000 Ada", told.__getitem__).matrix_ops == 1024
+    reported = attributes(named("l40s"))
+    assert of_attributes("NVIDIA GeForce RTX 4080", reported.__getitem__).matrix_ops == 512
+    assert of_attributes("NVIDIA RTX 6000 Ada", reported.__getitem__).matrix_ops == 1024
 
 
 def test_a_part_of_a_gpu_is_no_named_gpu() -> None:
-    told = {**attributes(named("h200")), "MULTIPROCESSOR_COUNT": 16}
-    assert of_attributes("NVIDIA H200", told.__getitem__).clusters_at_once(1) == 16
+    reported = {**attributes(named("h200")), "MULTIPROCESSOR_COUNT": 16}
+    assert of_attributes("NVIDIA H200", reported.__getitem__).clusters_at_once(1) == 16
 
 
 def test_programs_are_made_for_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,11 +127,11 @@ def test_a_folder_that_cannot_be_written_is_reported_once(
     compile_recipe = nvrtc.compile_recipe
     monkeypatch.setattr(nvrtc, "compile_recipe", lambda r: compiled.append(r.key()) or compile_recipe(r))
     cache = KernelCache(blocker / "kernels")
-    with pytest.warns(CacheWarning) as told:
+    with pytest.warns(CacheWarning) as reported:
         cubins = cache.get_many(recipes, workers=2)
     assert [cubin[:4] for cubin in cubins] == [b"\x7fELF"] * 6
-    assert len(told) == 1
-    assert "kept only for this process" in str(told[0].message)
+    assert len(reported) == 1
+    assert "kept only for this process" in str(reported[0].message)
     assert capfd.readouterr().err == "", "the other process has no warnings of its own"
     assert len(compiled) == 3, "this process's share"
     with warnings.catch_warnings():

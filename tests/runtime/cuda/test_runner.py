@@ -123,7 +123,7 @@ def test_cubins_travel_in_the_engine_and_repeat(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.nvrtc
-def test_loading_what_was_built_here_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_an_engine_built_here_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path / "cache"))
     engine_format.write(program(), tmp_path / "e.engine")
     read = engine_format.read(tmp_path / "e.engine")

@@ -110,9 +110,9 @@ def the_gpu_works() -> None:
 
 @pytest.mark.parametrize("how", FAULTS)
 def test_a_program_with_a_faulty_kernel_is_an_error_that_names_it(how: str) -> None:
-    body, told = FAULTS[how]
+    body, shown = FAULTS[how]
     begin = time.monotonic()
-    with pytest.raises(GpuFault, match=rf"step 0, Custom \(.*\), by custom, {told}"):
+    with pytest.raises(GpuFault, match=rf"step 0, Custom \(.*\), by custom, {shown}"):
         optdnn.build(COPY, target=TARGET, tactics="heuristic", custom_ops=[copies(body)])
     the_gpu_works()
     assert time.monotonic() - begin < LIMIT_S
@@ -143,9 +143,9 @@ def test_a_graph_that_hangs_is_kept_without_early_launches() -> None:
     begin, said = time.monotonic(), list[str]()
     given: dict[str, Any] = {"target": TARGET, "tactics": "heuristic", "custom_ops": [slowly, impatient]}
     engine = optdnn.build(pair, progress=said.append, **given)
-    told: Any = engine.meta["first_run"]
-    assert told["form"] == "one lane, no early launches"
-    assert list(told["refused"].values()) == ["hung: it has not ended after 10 s"]
+    shown: Any = engine.meta["first_run"]
+    assert shown["form"] == "one lane, no early launches"
+    assert list(shown["refused"].values()) == ["hung: it has not ended after 10 s"]
     assert not any(s.params["launch"]["dependent"] for s in engine.program.steps)
     for _ in range(3):
         np.testing.assert_array_equal(engine.run({"x": X})["y"], np.full_like(X, 2.0))
@@ -170,7 +170,7 @@ def lowered(op: Any) -> Program:
 
 @pytest.mark.parametrize("how", FAULTS)
 def test_a_faulty_candidate_costs_its_worker(how: str) -> None:
-    body, told = FAULTS[how]
+    body, shown = FAULTS[how]
     good = network()
     options = BuildOptions(target=TARGET, precision="fp16", tactics="own")
     optimize(good, options, TARGET)
@@ -181,7 +181,7 @@ def test_a_faulty_candidate_costs_its_worker(how: str) -> None:
         tuner._collect({})
         key, problem = next((k, p) for k, p in tuner.session.problems.items() if len(p.trials) > 1)
         before = timer.trial(key, problem.trials[0].program, cold=False, give_up=1.0)
-        with pytest.raises(CandidateLost, match=told):
+        with pytest.raises(CandidateLost, match=shown):
             timer.trial("copy", lowered(op), cold=False, give_up=1.0)
         after = timer.trial(key, problem.trials[0].program, cold=False, give_up=1.0)
         assert process.generation == 2
@@ -220,8 +220,8 @@ def test_a_build_goes_on_without_its_faulty_candidates(model: Path, monkeypatch:
     assert len(seeded) == 2
     assert "stopped" not in tuning
     assert len(tuning["lost"]) == 2
-    for name, told in zip(seeded, ("hung: it has not ended after 10 s", "crashed: "), strict=True):
-        assert any(f"by {name}: {told}" in line for line in tuning["lost"])
+    for name, shown in zip(seeded, ("hung: it has not ended after 10 s", "crashed: "), strict=True):
+        assert any(f"by {name}: {shown}" in line for line in tuning["lost"])
     monkeypatch.undo()
     plain = optdnn.build(model, target=TARGET, precision="fp16", tactics="heuristic")
     wanted = plain.run(feeds_of(network()))

@@ -27,7 +27,7 @@ def test_a_test_that_needs_the_whole_gpu_has_it_alone(tmp_path: Path) -> None:
         done.append(pool.submit(work, "c", True))
         assert not begun["c"].wait(0.1)
         done.append(pool.submit(work, "d", False))
-        assert not begun["d"].wait(0.1), "it waits behind the one that wants the whole"
+        assert not begun["d"].wait(0.1), "it waits after the test that needs the whole"
         for name in "abcd":
             free[name].set()
         for future in done:

@@ -293,14 +293,14 @@ def test_a_group_exchanges_in_the_order_of_ranks() -> None:
 
 def test_one_failure_is_reported_to_every_rank() -> None:
     groups = grouped(3)
-    told = [threading.Event(), threading.Event()]
-    groups[0].when_lost(told[0].set)
-    groups[2].when_lost(told[1].set)
+    reported = [threading.Event(), threading.Event()]
+    groups[0].when_lost(reported[0].set)
+    groups[2].when_lost(reported[1].set)
     groups[1].fail("rank 1 ran out of memory")
     for group in (groups[0], groups[2]):
         with pytest.raises(RankError, match="rank 1 ran out of memory"):
             group.exchange({})
-    assert all(event.wait(5) for event in told), "each in the thread that learned of it"
+    assert all(event.wait(5) for event in reported), "each in the thread that learned of it"
 
 
 def test_hubs_refuse() -> None:

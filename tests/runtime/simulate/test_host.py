@@ -210,8 +210,8 @@ def test_profile_times_every_step() -> None:
 def test_reports_show_what_runs_on_the_cpu() -> None:
     engine = optdnn.build(fallback.three(), target="simulate")
     assert engine.report is not None
-    told = engine.report["fallbacks"]["simulate"]
-    assert {"operator": "Det", "node": "det", "reason": "there is no kernel for Det"} in told
+    reported = engine.report["fallbacks"]["simulate"]
+    assert {"operator": "Det", "node": "det", "reason": "there is no kernel for Det"} in reported
     text = "\n".join(_build({"fallbacks": engine.report["fallbacks"]}))
     assert "| simulate | NumPy, on the CPU | Det | det | there is no kernel for Det |" in text
     assert _build({"fallbacks": {"simulate": []}}) == []
