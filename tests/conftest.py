@@ -31,9 +31,9 @@ sys.path.append(str(Path(__file__).parents[1]))  # for ``benchmarks``, which is 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Before Hypothesis looks for constants to try in all modules of the checkout: that takes 5 s, and no test needs them.
+    """Keeps Hypothesis from searching all modules for constants (5 s, and no test needs them), and leaves out GPU tests.
 
-    Two thousand tests need a GPU. Where there is none, they are left out at once, unless -m names them.
+    Two thousand tests need a GPU. On a machine without one they are left out here, unless -m names them.
     """
     providers = sys.modules.get("hypothesis.internal.conjecture.providers")
     if providers is not None:

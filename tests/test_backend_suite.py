@@ -1,8 +1,8 @@
-"""ONNX's own backend tests: every case is either right or refused with a typed error, and the refusals are a checked list.
+"""ONNX's own backend tests: every case is either right, or refused with a typed error and on a list.
 
-``backend_expected.json`` maps patterns of test names to the reason why those cases are refused today, and names the cases whose
-engine for a GPU has steps on the CPU (``on_cpu``) and those that on cpu NumPy runs (``by_numpy``). The lists only shrink: a case
-that passes although it is listed fails here, and so does a pattern that matches nothing.
+``backend_expected.json`` maps patterns of test names to the reasons of these refusals. ``on_cpu`` names the cases with steps on the
+CPU in their GPU engine, ``by_numpy`` those with steps in NumPy on the target cpu. The lists only shrink: a listed case that passes
+is a failure here, and so is a pattern without a match.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     python tests/golden/make_engine.py 1 tests/golden/engine-1.1
 
-writes format 1.1 (likewise 1.0): ``engine-1.1.engine`` and ``engine-1.1.npz``, whose arrays are the input "x" and the outputs
-that must come out.
+writes format 1.1 (1.0 likewise): ``engine-1.1.engine``, and ``engine-1.1.npz`` with the input "x" and the expected outputs.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_heads_of_a_result_turn() -> None:
 
 
 def test_heads_of_a_result_take_turns() -> None:
-    """Heads of 16 features take the angles of two parts in turn: heads of 32 features with two parts."""
+    """Heads of 16 features with the angles of two parts alternately equal heads of 32 features with two parts."""
     x, w, turn = random(6, 8, 1, 1), random(96, 8, 1, 1, seed=1), random(3, 2, 2, 8, seed=2)
     own = ConvAttrs((1, 1), (0,) * 4, (1, 1), 1)
     (y,) = results("TurnedHeads", TurnedHeadsAttrs("Conv", own, 64, 16, 16, False, 2), [x, w, turn])

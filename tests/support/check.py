@@ -44,13 +44,18 @@ def check_pass(
 ) -> tuple[Graph, PassReport]:
     """Run ``one`` on a copy of ``before`` and return the result with its report.
 
-    Asserts: exactly ``changes`` rewrites (``rules``: by rule name); the structure of ``after`` or the ``kinds`` left; the
-    graph's invariants; a second run changes nothing; no provenance is lost except ``drops`` (nodes that
-    disappear altogether); outputs keep names, dtypes and shapes; and, for each seed, the outputs of the pass run on the float64
-    promotion equal the promotion's at 1e-9, while the pass run as it is stays within rounding of its own dtype. The
-    outputs have to differ from seed to seed by far more than that, or the comparison would say nothing
-    (``depends_on_input=False`` for a network that is constant). ``promoted_changes``: where a promoted graph is
-    rewritten another number of times (its casts between floats do nothing).
+    Asserts:
+
+    - There are exactly ``changes`` rewrites (``rules``: by rule name), and a second run changes nothing.
+    - The result has the structure of ``after``, or operators of these ``kinds``.
+    - The graph's invariants hold, and outputs keep names, dtypes and shapes.
+    - No provenance is lost except ``drops`` (nodes that disappear altogether).
+    - For each seed, the pass on the float64 promotion keeps the outputs to 1e-9, and the pass on the graph itself keeps them within
+      rounding of its dtype.
+    - Outputs differ between seeds by far more than that; otherwise the comparison would show nothing
+      (``depends_on_input=False`` for a constant network).
+
+    ``promoted_changes``: the number of rewrites of the promoted graph, if it differs (casts between floats have no effect there).
     """
     graph = from_text(before) if isinstance(before, str) else before
     verify(graph)

@@ -18,7 +18,7 @@ def decoder(
     """Pre-norm layers of grouped-query attention with rotary positions, and gated MLPs (opset 24), seeded.
 
     Inputs: ``token`` (1, 1), ``at`` (1,), the number of positions that the caches hold, and per layer ``key.N`` and ``value.N``,
-    (1, groups, capacity, size), or (1, groups, held, size) where they grow. Outputs: ``logits`` (1, 1, VOCABULARY), and
+    (1, groups, capacity, size), or (1, groups, held, size) for growing caches. Outputs: ``logits`` (1, 1, VOCABULARY), and
     ``new.key.N``, ``new.value.N``: written at ``at`` by TensorScatter, or one longer by Concat.
     ``grouped``: attention, rotary positions and writes are a GroupQueryAttention with these attributes.
     """

@@ -204,7 +204,7 @@ def test_tiles_turn_on_the_processor(
 ) -> None:  # fmt: skip
     rng, first, positions = np.random.default_rng(head + turned), 29, 31
     channels = max(192 if parts == 3 else 128, head * parts)
-    tiles = channels // 64 + 2  # the last ones do not turn
+    tiles = channels // 64 + 2  # the last tiles are not rotated
     x = rng.standard_normal((rows, tiles * 64)).astype(np.float16)
     turn = rng.uniform(-3, 3, (positions, parts * turned // 2))
     cos, sin = np.cos(turn).astype(np.float16), np.sin(turn).astype(np.float16)
