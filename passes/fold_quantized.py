@@ -32,7 +32,7 @@ from optdnn.passes.rules.integer_products import integer_product
 from optdnn.passes.rules.quantized_results import quantized_siblings, wide_result
 from optdnn.passes.rules.quantized_stages import dequantize_stages, quantize_stages
 from optdnn.passes.rules.rounded_results import longest
-from optdnn.passes.support.centred import centred
+from optdnn.passes.support.centered import centered
 from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer
 from optdnn.passes.support.integer_sums import SUMS
 from optdnn.passes.support.precision import multiplies
@@ -91,7 +91,7 @@ def weights(graph: Graph, value: Value | None) -> tuple[Array, Array, int] | Non
         return None
     # uint8 around 128 is int8 around 0; so are other zero points, if the values do not use the whole range
     if not is_float(array.dtype):
-        stored = centred(array, zero, op.attrs.axis % array.ndim)
+        stored = centered(array, zero, op.attrs.axis % array.ndim)
         if stored is None:
             return None
         array = stored

@@ -1,7 +1,7 @@
 """Rotary position embeddings that exporters write out become one op (Su et al., "RoFormer", 2021).
 
 The formula is ``x * cos + rotate(x) * sin``, in two forms. In GPT-NeoX and Llama, ``rotate`` puts the negated second half of each
-head before the first half, and cosines and sines are equal in both halves. In RoFormer, GPT-J and Flux, it exchanges neighbours
+head before the first half, and cosines and sines are equal in both halves. In RoFormer, GPT-J and Flux, it exchanges neighbors
 and negates the second of each pair, and cosines and sines repeat each number. Halves that rotate the other way (nanochat) have the
 first half negated, and rotate by the negated sines. If only the first features of each head are rotated (GPT-NeoX, Phi) and the
 rest is concatenated after them, the op absorbs the Concat as well. Rows before the rotated ones (class tokens of EVA-02, DINOv3)
@@ -61,7 +61,7 @@ _NEGATED = _negated(SECOND)
 _HALVES = node("Concat", _NEGATED, FIRST, name="joined")
 _HALVES_BACK = node("Concat", SECOND, _negated(FIRST), name="back")
 _LEFT = node(RESHAPES, _NEGATED)
-_NEIGHBOURS = node(
+_NEIGHBORS = node(
     RESHAPES,
     any_of(*(node("Concat", _LEFT, right, name="joined") for right in (node(RESHAPES, FIRST), FIRST))),
     name="merged",
@@ -69,17 +69,17 @@ _NEIGHBOURS = node(
 
 
 class RotaryRule(PatternRule):
-    """``x * cos + turned * sin``, where ``turned`` is Concat(-second half, first half), or neighbours stacked in this way.
+    """``x * cos + turned * sin``, where ``turned`` is Concat(-second half, first half), or neighbors stacked in this way.
 
     Concat(second half, -first half) rotates the other way: by the negated sines."""
 
     name = "rotary_embedding"
-    patterns = (node("Add", node("Mul", X, COS), node("Mul", any_of(_HALVES, _HALVES_BACK, _NEIGHBOURS), SIN)),)
+    patterns = (node("Add", node("Mul", X, COS), node("Mul", any_of(_HALVES, _HALVES_BACK, _NEIGHBORS), SIN)),)
 
     def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
         x: Value = found["x"]
         interleaved = "merged" in found
-        if not (_are_neighbours if interleaved else _are_halves)(graph, found):
+        if not (_are_neighbors if interleaved else _are_halves)(graph, found):
             return None
         heads = _with_batch(graph.type(x).shape or ())
         order = _order(graph, found, heads)
@@ -195,7 +195,7 @@ def _are_halves(graph: Graph, found: dict[str, Any]) -> bool:
     return len(joined.inputs) == 2 and halved == found["x"] and _last(graph, found["x"], joined.attrs.axis)
 
 
-def _are_neighbours(graph: Graph, found: dict[str, Any]) -> bool:
+def _are_neighbors(graph: Graph, found: dict[str, Any]) -> bool:
     """Whether "first" and "second" are the even and odd numbers of x, stacked along a new last axis that is then merged.
 
     They are slices of x, or the two parts of x reshaped to pairs."""
@@ -260,7 +260,7 @@ def _angles(patch: Patch, graph: Graph, value: Value, order: tuple[int, ...], in
 
 
 def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: bool = False) -> bool:
-    """Whether the producers of a value prove that both halves of its last axis are equal (``interleaved``: that neighbours are)."""
+    """Whether the producers of a value prove that both halves of its last axis are equal (``interleaved``: that neighbors are)."""
     op = graph.op(value)
     if op.kind == "Constant":
         array = op.attrs.value
@@ -299,7 +299,7 @@ def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: boo
 
 def _joined(graph: Graph, concat: Op, depth: int, interleaved: bool) -> bool:
     """Whether a Concat repeats a value along the last axis, or all its parts are doubled. If the parts are joined along the last
-    axis (one part per coordinate of an image, Flux), they must be doubled as neighbours, and have even sizes."""
+    axis (one part per coordinate of an image, Flux), they must be doubled as neighbors, and have even sizes."""
     if _last(graph, concat.value, concat.attrs.axis):
         if not interleaved:
             return _doubles(graph, concat)

@@ -147,9 +147,9 @@ def _per_column(graph: Graph, op: Op) -> bool:
     return len(graph.type(operand(op, 3)).dims) == 2 and len(scale.dims) == 1 and scale.dims == zero.dims
 
 
-@rule("recentre", {"QuantizeLinear"})
-def recentred(graph: Graph, op: Op) -> Match | Miss | None:
-    """int8 around -128 becomes uint8 around 0, and uint8 around 128 int8 around 0: the same numbers, with padding that is 0.
+@rule("shift_zero_point", {"QuantizeLinear"})
+def shift_zero_point(graph: Graph, op: Op) -> Match | Miss | None:
+    """int8 with zero point -128 becomes uint8, uint8 with zero point 128 becomes int8, both with zero point 0: padding is then 0.
 
     Only for the result of a QuantizeLinear that is read only by DequantizeLinears: inputs and outputs of the network keep their
     types.
@@ -163,13 +163,13 @@ def recentred(graph: Graph, op: Op) -> Match | Miss | None:
     zeros = [_zeros(graph, u) for u in users]
     if any(z is None or not all(0 <= v + 128 * (shift > 0) <= 255 for v in z) for z in zeros):
         return Miss("a zero point that reads it is not constant")
-    centred = replace(op.attrs, output_dtype=UINT8 if shift > 0 else INT8)
+    shifted = replace(op.attrs, output_dtype=UINT8 if shift > 0 else INT8)
 
     def build(patch: Patch) -> None:
-        quantized = patch.add("QuantizeLinear", op.inputs[:2], centred, name=op.outputs[0].name)
+        quantized = patch.add("QuantizeLinear", op.inputs[:2], shifted, name=op.outputs[0].name)
         for user in users:
             name, zero = user.outputs[0].name, graph.constant_value(user.input(2))
-            moved = ((0 if zero is None else zero.astype(np.int16)) + np.int16(shift)).astype(centred.output_dtype)
+            moved = ((0 if zero is None else zero.astype(np.int16)) + np.int16(shift)).astype(shifted.output_dtype)
             operands = [quantized, user.inputs[1], patch.constant(np.asarray(moved), f"{name}/zero_point")]
             new = patch.add("DequantizeLinear", operands, user.attrs, name=name, src=user.src)
             patch.replace(user.value, new)
@@ -262,13 +262,13 @@ def split_integers(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op,), build)
 
 
-class RecentreIntegers(RulePass):
-    """Centred int8 values become uint8 values with zero point 0, or the other way round, for kernels that pad with zeros.
+class ShiftZeroPoints(RulePass):
+    """int8 with zero point -128 becomes uint8 with zero point 0, and uint8 with 128 int8 with 0, for kernels that pad with zeros.
 
     Runs before any op is moved to integers."""
 
-    name = "recentre_integers"
-    rules = (recentred,)
+    name = "shift_zero_points"
+    rules = (shift_zero_point,)
 
 
 @rule("resized_integers", {"Resize"})

@@ -173,7 +173,7 @@ class EdgePaddedAttrs(HeldAttrs):
 class TurnedHeadsAttrs(HeldAttrs):
     """The operator ``of`` with its attributes ``own``. The first ``channels`` of its result's rows are heads of ``head`` features.
 
-    The first ``turned`` of these rotate in pairs: a feature and the one ``turned / 2`` further, or ``interleaved`` neighbours.
+    The first ``turned`` of these rotate in pairs: a feature and the one ``turned / 2`` further, or ``interleaved`` neighbors.
     A position has the angles of ``parts`` heads, which take turns.
     """
 

@@ -99,7 +99,7 @@ def rotary_embedding(
 ) -> tuple[Array, ...]:  # fmt: skip
     """RotaryEmbedding (ONNX opset 23): x (B, H, S, D); cos and sin (B, S, R / 2) rotate the first R entries of each head.
 
-    Entry i is paired with entry i + R / 2, or with its neighbour if ``interleaved``.
+    Entry i is paired with entry i + R / 2, or with its neighbor if ``interleaved``.
     With ``own_angles`` cos and sin are (B, S, R): each entry of the result uses its own angle. Each of the ``parts`` of the R
     entries forms its own pairs, with its part of the angles.
     """

@@ -213,7 +213,7 @@ def test_rotary_embedding_of_own_angles(interleaved: bool, size: int) -> None:
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize(("parts", "rest"), [(2, 0), (3, 0), (2, 5)])
 def test_rotary_embedding_of_parts(own: bool, parts: int, rest: int) -> None:
-    """Each part turns as a head of its own does, also in its export."""
+    """Each part is rotated like a separate head, also in the export."""
     n, size = Net(np.float64), 4 * parts
     x = n.input(2, 3, 5, size + rest)
     width = 4 if own else 2

@@ -66,7 +66,7 @@ PAIRS = """pairs = Constant<value_ints=[2,3,5,2,2]>() xp = Reshape(x, pairs) fou
     full = Constant<value_ints=[2,3,5,4]>()"""
 UNBOUND = f"""{PAIRS} ep, op = Split<axis=-1, num_outputs=2>(xp) e = Squeeze(ep, four) o = Squeeze(op, four) n = Neg(o)
     nu = Unsqueeze(n, four) eu = Unsqueeze(e, four) st = Concat<axis=-1>(nu, eu) r = Reshape(st, full)"""
-NEIGHBOURS = {
+NEIGHBORS = {
     "unbound pairs": f"{UNBOUND} {TABLES} {SUM}",
     "slices of pairs": f"""{PAIRS} e = Slice(xp, zero, one, four) op = Slice(xp, one, two, four) o = Squeeze(op, four) n = Neg(o)
         nu = Unsqueeze(n, four) st = Concat<axis=-1>(nu, e) r = Reshape(st, full) {TABLES} {SUM}""",
@@ -87,7 +87,7 @@ def coordinates(w: str = "Concat<axis=2>(w1, w2)", halves: str = "Expand(pair, t
         w3 = {w} w = Unsqueeze(w3, one) c = Cos(w) s = Sin(w) {SUM}"""
 
 
-def test_neighbours_side_by_side() -> None:
+def test_neighbors_side_by_side() -> None:
     graph, _ = check_pass(FuseRotary(), model(coordinates()), changes=1)
     assert graph.of_kind("RotaryEmbedding")[0].attrs.interleaved
 
@@ -104,9 +104,9 @@ def test_halves_of_joined_rows(rows: str) -> None:
     check_pass(FuseRotary(), model(body), changes=1)
 
 
-@pytest.mark.parametrize("name", NEIGHBOURS)
-def test_neighbours_that_turn_are_interleaved(name: str) -> None:
-    graph, _ = check_pass(FuseRotary(), model(NEIGHBOURS[name], REPEATED), changes=1)
+@pytest.mark.parametrize("name", NEIGHBORS)
+def test_neighbors_that_turn_are_interleaved(name: str) -> None:
+    graph, _ = check_pass(FuseRotary(), model(NEIGHBORS[name], REPEATED), changes=1)
     (op,) = graph.of_kind("RotaryEmbedding")
     assert op.attrs.interleaved
     assert not {"Neg", "Add"} & graph.kinds().keys()
@@ -122,7 +122,7 @@ def part(more: str = "g", split: bool = False) -> str:
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_what_does_not_turn_stays_as_it_is(split: bool) -> None:
+def test_features_that_are_not_rotated_stay(split: bool) -> None:
     graph, _ = check_pass(FuseRotary(), model(part(split=split), ONE_TURN, "[1,1,5,2]"), changes=2)
     (op,) = graph.of_kind("RotaryEmbedding")
     assert op.attrs.rotary_embedding_dim == 2
@@ -184,8 +184,8 @@ def positions_first(body: str) -> str:
 POSITIONS_FIRST = {
     "halves": (model(FORMS["llama"], shape="[1,5,1,4]"), 1, 0),
     "tables without a batch": (model(FORMS["llama"], shape="[5,1,4]"), 1, 0),
-    "neighbours": (model(NEIGHBOURS["roformer"], REPEATED, "[1,5,1,4]"), 1, 0),
-    "unbound pairs": (model(NEIGHBOURS["unbound pairs"], REPEATED, "[1,5,1,4]"), 1, 0),
+    "neighbors": (model(NEIGHBORS["roformer"], REPEATED, "[1,5,1,4]"), 1, 0),
+    "unbound pairs": (model(NEIGHBORS["unbound pairs"], REPEATED, "[1,5,1,4]"), 1, 0),
     "the first numbers": (model(part(), ONE_TURN, "[1,5,1,2]"), 2, 2),
     "rows of a table": (model(FORMS["rows of a table"].replace("Unsqueeze(g, one)", "Unsqueeze(g, two)")), 1, 0),
 }
@@ -203,7 +203,7 @@ def test_positions_before_heads_turn_between_two_transposes(name: str) -> None:
     assert graph.op(there.inputs[0]).kind == "Input"
 
 
-def test_a_transpose_behind_the_rotation_cancels() -> None:
+def test_a_transpose_after_the_rotation_cancels() -> None:
     body = FORMS["llama"].replace("y = Add", "t = Add") + " y = Transpose<perm=[0,2,1,3]>(t)"
     text = model(body, shape="[1,5,1,4]").replace("float[2,3,5,4] x", "float[2,5,3,4] x")
     graph, _ = check_pass(FuseRotary(), text, changes=2, rules={"rotary_embedding": 1, "transpose_chain": 1})
@@ -238,7 +238,7 @@ BY_HEAD_TWICE = np.concatenate([BY_HEAD, BY_HEAD], 2)
 HEADS_DIFFER = {
     "halves": (model(FORMS["llama"], BY_HEAD_TWICE, "[1,3,5,4]"), 1),
     "tables without a batch": (model(FORMS["llama"], BY_HEAD_TWICE, "[3,5,4]"), 1),
-    "neighbours": (model(NEIGHBOURS["roformer"], np.repeat(BY_HEAD, 2, 2), "[1,3,5,4]"), 1),
+    "neighbors": (model(NEIGHBORS["roformer"], np.repeat(BY_HEAD, 2, 2), "[1,3,5,4]"), 1),
     "the first numbers": (model(part(), np.repeat(BY_HEAD[..., :1], 2, 2), "[1,3,5,2]"), 2),
     "rows in front": (model(rows(), BY_HEAD_TWICE[:, 2:], "[1,3,3,4]"), 2),
 }
@@ -333,14 +333,14 @@ UNEQUAL = {
     "apart": coordinates("Concat<axis=2>(w4, w2, w5)").replace(
         "w3 =", "w4, w5 = Split<axis=2, num_outputs=2>(w1) w3 ="
     ),
-    "neighbours of halves": NEIGHBOURS["roformer"],
+    "neighbors of halves": NEIGHBORS["roformer"],
     "any": FORMS["llama"],
 }
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_numbers_of_a_pair_may_have_angles_of_their_own(name: str) -> None:
-    tables = BOTH if name == "neighbours of halves" else np.random.default_rng(5).standard_normal((5, 4))
+    tables = BOTH if name == "neighbors of halves" else np.random.default_rng(5).standard_normal((5, 4))
     graph, _ = check_pass(FuseRotary(), model(UNEQUAL[name], tables), changes=1)
     (op,) = graph.of_kind("RotaryEmbedding")
     assert op.attrs.own_angles
@@ -486,8 +486,8 @@ OTHERS = {
     "columns of pairs": f"{UNBOUND} {TABLES} {SUM}".replace(
         "xp = Reshape(x, pairs)", "xq = Reshape(x, pairs) xp = Transpose<perm=[0,1,2,4,3]>(xq)"
     ),
-    "neighbours not negated": f"{STACKED} {TABLES} {SUM}".replace("Neg", "Abs"),
-    "the first neighbour negated": f"{STACKED} {TABLES} {SUM}".replace("Neg(o)", "Neg(e)").replace(
+    "neighbors not negated": f"{STACKED} {TABLES} {SUM}".replace("Neg", "Abs"),
+    "the first neighbor negated": f"{STACKED} {TABLES} {SUM}".replace("Neg(o)", "Neg(e)").replace(
         "Unsqueeze(e,", "Unsqueeze(o,"
     ),
     "halves of something else": f"z = Abs(x) a = Slice(z, zero, two, last)  b = Slice(z, two, end, last) {TURNED} {TABLES} {SUM}",

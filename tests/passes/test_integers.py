@@ -19,10 +19,10 @@ from optdnn.ops.resize import ResizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_constants import FoldConstants
-from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
+from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, ShiftZeroPoints
 from optdnn.types import INT8, INT32, UINT8
 
-CANONICAL, MOVE, RECENTRE = CanonicalizeIntegers(), MoveIntegers(), RecentreIntegers()
+CANONICAL, MOVE, SHIFT = CanonicalizeIntegers(), MoveIntegers(), ShiftZeroPoints()
 
 
 def q(n: Net, x: Value, scale: float = 0.05, zero: int = 0, dtype: Any = INT8) -> Value:
@@ -197,7 +197,7 @@ def test_an_operand_of_another_scale_is_requantized_in_front() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "zero", "other"), [(INT8, -128, UINT8), (UINT8, 128, INT8)])
-def test_integers_around_the_end_of_their_type_are_recentred(dtype: Any, zero: int, other: Any) -> None:
+def test_zero_points_at_the_end_of_their_type_become_zero(dtype: Any, zero: int, other: Any) -> None:
     def graph(zero: int, read_too: bool = False) -> Graph:
         n = Net()
         x = q(n, n.input(2, 4, 5), 0.05, zero, dtype)
@@ -205,7 +205,7 @@ def test_integers_around_the_end_of_their_type_are_recentred(dtype: Any, zero: i
             n.graph.add_output(x, "integers")
         return n.done(n.op("Relu", dq(n, x, 0.05, zero)), n.op("Neg", dq(n, x, 0.04, zero + (3 if zero < 0 else -3))))
 
-    done, _ = check_pass(RECENTRE, graph(zero), changes=1, rules={"recentre": 1}, promoted_changes=1,
+    done, _ = check_pass(SHIFT, graph(zero), changes=1, rules={"shift_zero_point": 1}, promoted_changes=1,
                          kinds={"DequantizeLinear": 2, "QuantizeLinear": 1, "Relu": 1, "Neg": 1})  # fmt: skip
     (made,) = done.of_kind("QuantizeLinear")
     assert (made.outputs[0].type.dtype, made.input(2)) == (other, None)
@@ -213,8 +213,8 @@ def test_integers_around_the_end_of_their_type_are_recentred(dtype: Any, zero: i
         0,
         3 if zero < 0 else -3,
     }  # type: ignore[arg-type]
-    check_untouched(RECENTRE, graph(zero + (1 if zero < 0 else -1)))
-    check_refused(RECENTRE, graph(zero, read_too=True), because="other operators than DequantizeLinear read")
+    check_untouched(SHIFT, graph(zero + (1 if zero < 0 else -1)))
+    check_refused(SHIFT, graph(zero, read_too=True), because="other operators than DequantizeLinear read")
 
 
 def test_float_readers_keep_the_float_form() -> None:
@@ -256,7 +256,7 @@ def test_integers_are_padded_with_their_own_elements() -> None:
     same_integers(before, done)
 
 
-def test_what_is_padded_with_another_number_stays_float() -> None:
+def test_values_padded_with_another_number_stay_float() -> None:
     check_refused(MOVE, padded(0, INT8, 1.5), because="no integer form")
     check_refused(MOVE, padded(0, INT8, computed=True), because="zero point that is not constant")
 

@@ -26,9 +26,9 @@ def heads_first(
     shape: tuple[int, int, int, int] = (2, 3, 7, 64), turned: int = 0, *, interleaved: bool = False, given: int = 0,
     own: bool = False, parts: int = 1,
 ) -> Graph:  # fmt: skip
-    """Of an input (batch, heads, length, size). ``given``: the batch of cosines and sines that are inputs, 0 for constants.
+    """A rotary embedding of an input (batch, heads, length, size).
 
-    ``own``: each feature has an angle of its own.
+    ``given``: the batch of cosines and sines that are inputs; 0 for constants. ``own``: each feature has its own angle.
     """
     n = Net()
     batch, heads, length, size = shape
@@ -43,9 +43,10 @@ def normed(
     interleaved: bool = False, length: int = 9, before: bool = True, given: int = 0, own: bool = False,
     parts: int = 1,
 ) -> Graph:  # fmt: skip
-    """Queries and keys of one product with norms of heads, or of all heads of a token (OLMo 2), before they turn.
+    """Queries and keys of one product. Norms of heads, or of all heads of a token (OLMo 2), precede their rotary embeddings.
 
-    ``before``: norms are before the Transpose; ``given``: as of :func:`heads_first`."""
+    ``before``: norms are before the Transpose. ``given``: see :func:`heads_first`.
+    """
     n = Net()
     rows = n.matmul(n.input(2, length, 64), (heads + 2 * groups) * size)
     columns = n.op("Split", rows, n.ints(heads * size, groups * size, groups * size), attrs=SplitAttrs(-1), outputs=3)
@@ -68,7 +69,7 @@ def normed(
 
 
 def position_ids(size: int = 64, batch: int = 2) -> Graph:
-    """Angles that are rows of a table of 20."""
+    """Angles that are rows of a table of 20 positions."""
     n = Net()
     x, at = n.op("Abs", n.input(batch, 3, 7, size)), n.input(batch, 7, name="at", dtype=INT64)
     pair = [n.op("Gather", n.op("Reshape", t, n.ints(20, size // 2)), at) for t in angles(n, 20, size // 2)]
@@ -79,7 +80,7 @@ def of_a_product(
     heads: int = 3, groups: int = 3, size: int = 64, *, interleaved: bool = False, length: int = 9, still: int = 0,
     own: bool = False, parts: int = 1, images: int = 1,
 ) -> Graph:  # fmt: skip
-    """Queries and keys that lie in rows of one product, which attention reads. The first ``still`` positions do not turn."""
+    """Queries and keys in rows of one product, for attention. The first ``still`` positions are not rotated."""
     n = Net()
     rows = n.matmul(n.input(2, length, 64), (heads + 2 * groups) * size)
     columns = n.op("Split", rows, n.ints(heads * size, groups * size, groups * size), attrs=SplitAttrs(-1), outputs=3)
@@ -100,7 +101,7 @@ def of_a_product(
 
 
 def by_head(batch: int = 1) -> Graph:
-    """Queries and keys whose heads have different angles: heads and images change places around their embeddings."""
+    """Heads of queries and keys with different angles: heads and images are exchanged before and after the embeddings."""
     n, swap = Net(), TransposeAttrs((1, 0, 2, 3))
     q, k, v = (
         n.op("Transpose", n.op("Abs", n.input(batch, 9, 3, 64, name=name)), attrs=TransposeAttrs((0, 2, 1, 3)))
@@ -142,14 +143,14 @@ def over_a_past(kind: str = "", *, joined_first: bool = False, axis: int = 2) ->
 
 
 def part_of_a_concatenation() -> Graph:
-    """The result goes behind other keys, in rows of a cache."""
+    """The result follows other keys, in rows of a cache."""
     n = Net()
     x, past = n.op("Abs", n.input(2, 3, 5, 32)), n.op("Abs", n.input(2, 3, 11, 32, name="past"))
     return n.done(n.op("Concat", past, n.op("RotaryEmbedding", x, *angles(n, 5, 16)), attrs=ConcatAttrs(2)))
 
 
 def every_second_angle() -> Graph:
-    """Cosines and sines that lie with a step."""
+    """Cosines and sines with a stride of two."""
     n = Net()
     x = n.op("Abs", n.input(2, 3, 7, 32))
     pair = [
@@ -161,11 +162,11 @@ def every_second_angle() -> Graph:
 
 ROTARY: dict[str, Callable[[], Graph]] = {
     "halves": heads_first,
-    "neighbours": lambda: heads_first(interleaved=True),
+    "neighbors": lambda: heads_first(interleaved=True),
     "a part": lambda: heads_first((2, 3, 7, 80), 32),
-    "a part, neighbours": lambda: heads_first((2, 3, 7, 80), 64, interleaved=True),
+    "a part, neighbors": lambda: heads_first((2, 3, 7, 80), 64, interleaved=True),
     "narrow vectors": lambda: heads_first((2, 3, 7, 20), 12),
-    "narrow vectors, neighbours": lambda: heads_first((2, 3, 7, 20), interleaved=True),
+    "narrow vectors, neighbors": lambda: heads_first((2, 3, 7, 20), interleaved=True),
     "one row": lambda: heads_first((1, 1, 1, 128)),
     "one pair in a vector": lambda: heads_first((3, 2, 5, 4)),
     "many rows": lambda: heads_first((4, 12, 197, 64)),
@@ -179,11 +180,11 @@ ROTARY: dict[str, Callable[[], Graph]] = {
     "own angles of parts": lambda: heads_first((2, 3, 7, 32), own=True, parts=2),
     "by head": by_head,
     "by head, images": lambda: by_head(2),
-    "own angles of neighbours": lambda: heads_first((2, 3, 7, 64), 60, interleaved=True, own=True),
+    "own angles of neighbors": lambda: heads_first((2, 3, 7, 64), 60, interleaved=True, own=True),
     "own angles of a part": lambda: heads_first((2, 3, 7, 80), 64, own=True, given=2),
     "own angles of a product": lambda: of_a_product(interleaved=True, own=True),
     "of a product": of_a_product,
-    "of a product, neighbours": lambda: of_a_product(interleaved=True),
+    "of a product, neighbors": lambda: of_a_product(interleaved=True),
     "of a product, grouped": lambda: of_a_product(4, 2, 32, length=17),
     "of a product, parts": lambda: of_a_product(parts=2),
     "class token": lambda: of_a_product(still=1, interleaved=True),
@@ -197,7 +198,7 @@ NORMED: dict[str, Callable[[], Graph]] = {
     "a part turns": lambda: normed("LayerNormalization", turned=32),
     "a quarter turns": lambda: normed(turned=16, heads=3, groups=3),
     "wide heads": lambda: normed(size=256, heads=2, groups=1),
-    "neighbours": lambda: normed(interleaved=True),
+    "neighbors": lambda: normed(interleaved=True),
     "parts": lambda: normed(parts=2),
     "tokens of parts": lambda: normed("LayerNormalization", tokens=True, heads=8, groups=8, turned=32, parts=2),
     "tokens": lambda: normed(tokens=True, heads=8, groups=8),
@@ -205,4 +206,4 @@ NORMED: dict[str, Callable[[], Graph]] = {
     "angles of inputs": lambda: normed(given=2),
     "tokens, angles of inputs": lambda: normed(tokens=True, heads=8, groups=8, given=1, turned=32),
 }
-"""Queries and keys that are normalized and turned in one launch."""
+"""Queries and keys that are normalized and rotated in one launch."""

@@ -146,7 +146,7 @@ class CachedAttention(ProblemTactic):
     def offers(self, problem: cached.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return _offers(problem, gpu)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The writes into the cache and the rotary embeddings."""
         step = step_of(graph, op)
         return () if isinstance(step, str) else step.before

@@ -28,7 +28,7 @@ from optdnn.types import BF16, FP16, Array
 LEAST_ROWS = 32
 """Least rows. Products of fewer rows have kernels of their own."""
 VECTOR = 8
-"""Pairs whose cosines, and then sines, are neighbours in memory."""
+"""Pairs whose cosines, and then sines, are neighbors in memory."""
 _PARTS = frozenset({"Reshape", "Transpose", "Split", "Slice", "Identity", "Squeeze", "Unsqueeze"})
 
 
@@ -160,9 +160,9 @@ class TurnsHeads(HopperGemm):
         """Never: a region with operators after it has no other tactic, so :meth:`refuse` asks the cost model."""
         return None
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The neighbours of the product, and the embeddings."""
-        return [*super().neighbours(graph, op), *(x for x, value in _read(graph, op.value) if value is not None)]
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The neighbors of the product, and the embeddings."""
+        return [*super().neighbors(graph, op), *(x for x, value in _read(graph, op.value) if value is not None)]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The region of the product, and the embeddings."""

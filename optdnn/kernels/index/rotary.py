@@ -29,7 +29,7 @@ class Turn:
     """A rotation of ``x`` to ``out``, both (batch, heads, length, size), by ``cos`` and ``sin`` (batch or 1, length, angles).
 
     The first ``turned`` features of a head form pairs; the others are copied. A pair consists of features i and i + ``turned / 2``, or
-    with ``interleaved`` of two neighbours. Each of ``parts`` equal parts of these features forms its own pairs.
+    with ``interleaved`` of two neighbors. Each of ``parts`` equal parts of these features forms its own pairs.
     """
 
     x: TensorView
@@ -145,7 +145,7 @@ class RotaryPair(Tactic):
             return "queries and keys have vectors of different sizes"
         return "it has more vectors than a kernel can count" if sum(t.count for t in turns) >= POINTS_LIMIT else None
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The other heads' embedding."""
         other = partner(graph, op)
         return [] if other is None else [other]

@@ -194,7 +194,7 @@ class RotaryNormPair(Tactic):
         seen = of.seen(x)
         return None if seen is None else turn_of(of.rotary, [seen, *(b.source(v) for v in of.rotary.inputs[1:])], out)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The other embedding, and both norms."""
         found = self._pair(graph, op)
         return [] if found is None else [found[0].rotary, found[0].norm, found[1].norm]

@@ -268,7 +268,7 @@ def values_instruction(features: int, dtype: str) -> str:
 
 
 def between(stages: Sequence[Stage], dtype: str, name: str = "between") -> str:
-    """CUDA source of ``u32 between(float x, float y)`` (or of another ``name``): the stages on two neighbours, rounded to a pair of
+    """CUDA source of ``u32 between(float x, float y)`` (or of another ``name``): the stages on two neighbors, rounded to a pair of
     ``dtype`` ("float16" or "bfloat16"). Bounds that 16 bits can hold are applied to the rounded pair in one instruction: rounding
     keeps the order. A final SiLU is applied to both together."""
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16).type

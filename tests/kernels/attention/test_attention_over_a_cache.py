@@ -1,4 +1,4 @@
-"""The tactic of attention over a cache: which operators it takes into its launch, what it refuses, and what comes out."""
+"""The tactic of attention over a cache: the operators that it fuses, its refusals, and its results."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def step(
     circular: bool = False, apart: bool = False, read: bool = False, other_angles: bool = False, dtype: Any = FP16, capacity: int = CAPACITY, outputs: int = 1,
     values: int = SIZE, positions: Any = INT64, known: bool = False, own: bool = False, parts: int = 1, **attrs: Any,
 ) -> Graph:  # fmt: skip
-    """One step of a decoder, over caches of fp16; the caches are results. ``known``: the new key is a constant; ``own``: each feature has
-    an angle of its own."""
+    """One step of a decoder over caches of fp16, which are results, too.
+
+    ``known``: the new key is a constant. ``own``: each feature has its own angle.
+    """
     n = Net(dtype)
     q, k, v = (
         n.op("Abs", n.input(batch, c, rows, size, name=x))
@@ -74,7 +76,7 @@ TAKEN: dict[str, Callable[[], Graph]] = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_it_takes(name: str) -> None:
+def test_accepted_networks(name: str) -> None:
     graph = TAKEN[name]()
     program = lowered(graph, "fp16", no_cubins=True, io_dtype="fp16")
     found = kinds(program)
@@ -105,7 +107,7 @@ def test_what_it_takes(name: str) -> None:
         ("its new rows are constant", {"known": True, "turned": False}),
     ],
 )
-def test_what_it_refuses(because: str, changes: dict[str, Any]) -> None:
+def test_refusals(because: str, changes: dict[str, Any]) -> None:
     program = lowered(step(**changes), "fp16", no_cubins=True, io_dtype="fp16")
     assert "CachedAttention" not in kinds(program)
     (row,) = (t for t in program.meta["tactics"] if t["kind"] == "Attention")
@@ -118,7 +120,7 @@ def test_other_types_run_elsewhere() -> None:
 
 
 def test_launches_of_a_layer() -> None:
-    """Norm and joint product, attention, product, norm and gated products, product."""
+    """A decoder layer: norm and joint product, attention, product, norm and gated products, product."""
     model = decoder(heads=16, groups=4, size=64, capacity=64)
     program = optdnn.build(model, target="cuda:sm_90a", precision="fp16", io_dtype="fp16", no_cubins=True).program
     found = [k for k in kinds(program) if k not in ("Gather", "Copy", "Pointwise")]

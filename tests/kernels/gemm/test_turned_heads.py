@@ -1,4 +1,4 @@
-"""Products that turn the heads they make: what is right, what is refused, tiles on the processor, and what compiles."""
+"""Products that rotate the heads that they compute: results, refusals, tiles on the processor, and compilation."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def layer(
     heads: int = 3, groups: int = 3, size: int = 64, *, turned: int = 0, interleaved: bool = False, length: int = 18,
     kind: str = "RMSNormalization", reads: str = "", width: int = 128, parts: int = 1,
 ) -> Graph:  # fmt: skip
-    """The rows of a product, a norm (of ``kind`` "": none), and attention whose queries and keys turn. ``reads``: how they are read
-    otherwise."""
+    """The rows of a product, a norm (none if ``kind`` is ""), and attention with rotated queries and keys. ``reads``: another
+    form of the network that reads them."""
     n = Net()
     rows = n.matmul(n.input(2, length, 64), width)
     if kind:
@@ -77,11 +77,11 @@ NETS: dict[str, Callable[[], Graph]] = {
     "layer norm": lambda: layer(kind="LayerNormalization"),
     "no norm": lambda: layer(kind=""),
     "groups": lambda: layer(4, 2, 32),
-    "neighbours": lambda: layer(interleaved=True),
+    "neighbors": lambda: layer(interleaved=True),
     "part": lambda: layer(2, 1, 128, turned=32),
-    "neighbours of a part": lambda: layer(1, 1, 256, turned=64, interleaved=True),
+    "neighbors of a part": lambda: layer(1, 1, 256, turned=64, interleaved=True),
     "two tiles": lambda: layer(2, 1, 128),
-    "neighbours in two tiles": lambda: layer(2, 1, 128, interleaved=True),
+    "neighbors in two tiles": lambda: layer(2, 1, 128, interleaved=True),
     "odd positions": lambda: layer(length=37),
     "class token": lambda: of_a_product(length=20, still=2),
     "parts": lambda: layer(parts=2),
@@ -131,7 +131,7 @@ def _few() -> Graph:
         (lambda: layer(reads="given angles"), "fp16", "the angles are not constants, or differ from image to image"),
     ],
 )
-def test_what_is_refused(build: Callable[[], Graph], precision: str, because: str) -> None:
+def test_refusals(build: Callable[[], Graph], precision: str, because: str) -> None:
     program = lowered(build(), precision, no_cubins=True)
     assert because in refusals(program, "*turned*")
     assert "TurnedHeads" not in kinds(program)
@@ -206,7 +206,7 @@ def test_tiles_turn_on_the_processor(
 ) -> None:  # fmt: skip
     rng, first, positions = np.random.default_rng(head + turned), 29, 31
     channels = max(192 if parts == 3 else 128, head * parts)
-    tiles = channels // 64 + 2  # the last ones do not turn
+    tiles = channels // 64 + 2  # the last tiles are not rotated
     x = rng.standard_normal((rows, tiles * 64)).astype(np.float16)
     turn = rng.uniform(-3, 3, (positions, parts * turned // 2))
     cos, sin = np.cos(turn).astype(np.float16), np.sin(turn).astype(np.float16)

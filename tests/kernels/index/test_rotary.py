@@ -1,4 +1,5 @@
-"""Rotary embeddings in vectors: chosen where features lie in vectors, refused elsewhere; the kernel compiles, and runs on the processor."""
+"""Rotary embeddings in vectors: chosen if features form vectors, refused otherwise. The kernel compiles, and runs on the
+processor."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from optdnn.types import FP16, FP32, FP64, DType
 
 @pytest.fixture(autouse=True)
 def launches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No product turns heads."""
+    """No product rotates the heads."""
     monkeypatch.setattr(turned, "LEAST_ROWS", 1 << 30)
 
 
@@ -115,7 +116,7 @@ def test_vectors_are_as_wide_as_sizes_and_places_allow() -> None:
     assert replace(whole, x=replace(whole.x, shape=(1, 3, 5, 64), strides=(7, 320, 64, 1))).lanes == 8
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     assert turn().refuse() is None
     assert "it is for 16-bit floats and fp32" in (turn(dtype=FP64).refuse() or "")
     mixed = replace(turn(), x=turn(dtype=FP32).x)
@@ -147,7 +148,7 @@ def test_without_rows_there_is_no_launch() -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("name", ["halves", "neighbours", "a part, neighbours", "every second angle"])
+@pytest.mark.parametrize("name", ["halves", "neighbors", "a part, neighbors", "every second angle"])
 def test_the_kernel_compiles_without_spills(name: str, precision: str, arch: str) -> None:
     program = lowered(ROTARY[name](), precision, f"cuda:{arch}", no_cubins=True)
     (kernel,) = (k for k in program.kernels if k.function == "rotary")

@@ -1,4 +1,4 @@
-"""means_sm90: sums, means and norms over the pixels of images by clusters of blocks."""
+"""means_sm90: sums, means and norms over the pixels of images, computed by clusters of blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gate(
     keep: bool = True,
     axes: Any = (2, 3),
 ) -> Graph:
-    """Means of an image, which gate it."""
+    """Means of an image, which are its gate."""
     n = Net()
     x = n.op("Relu", n.conv(n.input(batch, 16, size, size), channels, 1, pads=0))
     y = n.op(kind, x) if kind == "GlobalAveragePool" else n.op(kind, x, n.ints(*axes), attrs=ReduceAttrs(keepdims=keep))
@@ -42,7 +42,7 @@ def gate(
 
 
 def rows(kind: str = "ReduceL2") -> Graph:
-    """Norms of the channels of an image that is rows of channels (global response norms), which gate it."""
+    """Norms of the channels of an image in rows of channels (global response norms), which are its gate."""
     n = Net()
     x = n.op("Relu", n.matmul(n.input(2, 20, 28, 16), 72))
     y = n.op(kind, x, n.ints(1, 2), attrs=ReduceAttrs())
@@ -113,7 +113,7 @@ def test_images_are_summed_by_clusters(name: str, precision: str) -> None:
         ),
     ],
 )
-def test_what_it_refuses(graph: Callable[[], Graph], precision: str, target: str, because: str) -> None:
+def test_refusals(graph: Callable[[], Graph], precision: str, target: str, because: str) -> None:
     tactics = lowered(graph(), precision, target, no_cubins=True).meta["tactics"]
     found = [r["reason"] for t in tactics for r in t.get("refused", ()) if r["tactic"] == "means_sm90"]
     assert because in found
@@ -121,7 +121,7 @@ def test_what_it_refuses(graph: Callable[[], Graph], precision: str, target: str
 
 @pytest.mark.parametrize("shape", [(56, 192, 16), (7, 2048, 128), (7, 1024, 512), (14, 1024, 128), (56, 256, 128)])
 def test_large_images_are_summed_by_clusters(shape: tuple[int, int, int]) -> None:
-    """10 images of 10 to 200 MB took 5 to 40 % less than by the general kernel."""
+    """10 images of 10 to 200 MB took 5 to 40 % less time than with the general kernel."""
     size, channels, batch = shape
     n = Net()
     x = n.op("Relu", n.conv(n.input(batch, 16, size, size), channels, 1, pads=0))

@@ -1,6 +1,7 @@
-"""Known reasons for which a right engine differs from ONNX Runtime: the oracle's faults, and what the nudges of the judge miss.
+"""Known reasons for which a right engine differs from ONNX Runtime: faults of the oracle, and cases that the judge's nudges
+miss.
 
-Each is a computation on the network at hand, not a list of seeds: it says which of the differing results it accounts for.
+Each one is a computation on the given network, not a list of seeds. It returns the differing results that it explains.
 """
 
 from __future__ import annotations
@@ -45,9 +46,12 @@ def roundings(case: Case) -> Off:
 
 
 def outside_calibration(case: Case) -> Off:
-    """Values of this run leave the ranges that were seen in calibration, and saturate. A build calibrates at the sizes of its first
-    profile: a sum over a longer axis may exceed what was seen. Clipped to those ranges the float network differs as much, whether
-    all of its values are quantized or the operands of products alone; its integers are those."""
+    """Values of this run exceed the ranges seen in calibration, and saturate.
+
+    A build calibrates at the sizes of its first profile, and a sum over a longer axis may exceed its range. The float network,
+    clipped to these ranges, differs as much, with all values quantized or only the operands of products. Its integers are the
+    same.
+    """
     if not case.calibration:
         return []
     ranges: dict[str, tuple[float, float]] = {}
@@ -75,8 +79,8 @@ def halves(case: Case) -> Off:
 
 
 def no_trips(case: Case) -> Off:
-    """ONNX Runtime gives what a Loop without trips would have collected sizes of 0 where the model does not declare them; the sizes
-    that the rows would have had are as right. A reduction over the trips makes that a visible shape."""
+    """A Loop without iterations gives sizes of 0 in ONNX Runtime where the model does not declare them. The sizes that rows
+    would have had are right as well. A reduction over the iterations makes this visible in a shape."""
     found = []
     for k, name in case.off:
         got, want = case.got[k][name], case.want[k][name]
@@ -103,13 +107,13 @@ EXPLANATIONS: tuple[Callable[[Case], Off], ...] = (no_trips, halves, roundings, 
 
 
 def explained(case: Case) -> str | None:
-    """The names of the explanations that account for all that differs, or None."""
+    """The names of the explanations that together explain all differences, or None."""
     left, used = case.off, []
     for explanation in EXPLANATIONS:
         try:
             found = explanation(replace(case, off=left))
         except NoOracleError:
-            continue  # ONNX Runtime does not take the changed network: this explanation cannot be tried
+            continue  # ONNX Runtime does not accept the changed network, so this explanation cannot be tried
         if found:
             used.append(explanation.__name__)
             left = [o for o in left if o not in found]
@@ -124,7 +128,7 @@ def _as_far(
     off: Off,
     integers: Callable[[Array, Array, Sequence[Array]], bool] | None = None,
 ) -> Off:
-    """What of ``off`` these changed networks explain: floats by ``case.near``, integers by ``integers`` where given."""
+    """The results of ``off`` that the changed networks explain: floats by ``case.near``, integers by ``integers`` if given."""
     oracles = [Oracle(m) for m in models]
     moved = {k: [o.run(case.feeds[k]) for o in oracles] for k in sorted({k for k, _ in off})}
 
@@ -135,13 +139,13 @@ def _as_far(
 
 
 def _follows(got: Array, want: Array, moved: Sequence[Array]) -> bool:
-    """Each element that differs is that of a changed network."""
+    """Each element that differs equals that of a changed network."""
     alike = [m for m in (want, *moved) if (m.dtype, m.shape) == (got.dtype, got.shape)]
     return bool(alike) and bool(np.logical_or.reduce([got == m for m in alike]).all())
 
 
 def values(model: onnx.ModelProto, feeds: Feeds) -> Results:
-    """All values of the network that are not inside of subgraphs, its inputs included. Raises NoOracleError."""
+    """All values of the network outside of subgraphs, including its inputs. Raises NoOracleError."""
     shown = copy.deepcopy(model)
     known = {o.name for o in shown.graph.output}
     inner = [n for node in shown.graph.node for n in node.output if n and n not in known]

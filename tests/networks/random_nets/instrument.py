@@ -1,4 +1,4 @@
-"""Changes the float values on the way through a network: each result of a node passes through nodes that a rule gives."""
+"""Changes float values inside of a network: a rule puts nodes after the results of nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper, shape
 from random_nets.draw import Array
 
 Rule = Callable[[NodeProto, str, str], Sequence[NodeProto]]
-"""(maker of a value, name that the value has now, name that the last node gives) -> nodes; none: the value stays."""
+"""(node that computes a value, current name of the value, name for the last node's result) -> nodes. Without nodes, the value
+stays."""
 
 EXACT = frozenset(
     {
@@ -46,14 +47,14 @@ EXACT = frozenset(
     | {"ReverseSequence", "Round", "Scan", "ScatterElements", "ScatterND", "Sign", "Slice", "SpaceToDepth", "Split"}
     | {"Squeeze", "Tile", "TopK", "Transpose", "Trilu", "Unique", "Unsqueeze", "Where"}
 )
-"""Operators that choose or move elements: they round nothing."""
+"""Operators that select or move elements, without rounding."""
 
 PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 """Operators whose operands calibration quantizes in any case."""
 
 
 def graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    """A graph and those inside of its nodes."""
+    """A graph and its subgraphs."""
     yield graph
     for node in graph.node:
         for a in node.attribute:
@@ -62,7 +63,7 @@ def graphs(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 def sizing(graph: GraphProto) -> set[str]:
-    """Names of values that say how large others are: operands of Resize and Range."""
+    """Names of values that determine sizes: operands of Resize and Range."""
     every = [n for g in graphs(graph) for n in g.node]
     return {i for n in every if n.op_type == "Resize" for i in n.input[1:3]} | {
         i for n in every if n.op_type == "Range" for i in n.input
@@ -70,10 +71,10 @@ def sizing(graph: GraphProto) -> set[str]:
 
 
 def instrumented(model: onnx.ModelProto, rule: Rule) -> onnx.ModelProto:
-    """A copy in which every float32 result of a node, those inside of subgraphs included, passes through the rule's nodes."""
+    """A copy with the rule's nodes after every float32 result, including those in subgraphs."""
     changed = shape_inference.infer_shapes(copy.deepcopy(model))
     sizes = sizing(changed.graph)
-    for graph in reversed(list(graphs(changed.graph))):  # the inner ones first: nodes are copied
+    for graph in reversed(list(graphs(changed.graph))):  # inner ones first: nodes are copied
         floats = {
             v.name for v in (*graph.value_info, *graph.output) if v.type.tensor_type.elem_type == TensorProto.FLOAT
         } - sizes
@@ -93,7 +94,7 @@ def instrumented(model: onnx.ModelProto, rule: Rule) -> onnx.ModelProto:
 
 
 def rounding(by: float, seed: int) -> Rule:
-    """Each result of an operator that rounds is moved by up to ``by`` of its size."""
+    """Each result of an operator that rounds is changed by up to ``by`` of its size."""
     count = seed << 12
 
     def rule(node: NodeProto, before: str, after: str) -> list[NodeProto]:

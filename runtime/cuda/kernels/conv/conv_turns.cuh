@@ -1,7 +1,7 @@
 // Rotary position embeddings in the epilogue of a product (TURNED): the launch rotates the pairs of a head's features while its results
 // are in shared memory before their store. Part of the implicit-GEMM kernel, for 16-bit rows.
 //
-// A head has HEAD features. The first TURNED of them form pairs: features i and i + TURNED / 2, or (INTERLEAVED) two neighbours. A pair lies
+// A head has HEAD features. The first TURNED of them form pairs: features i and i + TURNED / 2, or (INTERLEAVED) two neighbors. A pair lies
 // in one tile of 64 channels; with 128 features, in two tiles of one warpgroup (FAR). Channels below p.turned_channels belong to heads.
 // The layout of the angles is [position][part][eight pairs][eight cosines, eight sines]; positions restart after p.positions rows. Heads
 // take the angles of the HEAD_PARTS parts in turn.

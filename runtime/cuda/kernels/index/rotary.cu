@@ -8,7 +8,7 @@
 //
 // generated.cuh defines TENSORS (1 or 2), LANES (elements per access), WIDE (fp32 elements), BFLOAT (bf16 elements), RANK (axes of rows),
 // TURNING and COPYING (vectors of pairs, and of other features, in a row), PARTS (parts of a head, each with its own pairs), OWN_ANGLES (each feature has an angle, otherwise each pair),
-// INTERLEAVED (neighbours are pairs), EARLY (the angles are constant), COSINE_VECTORS and SINE_VECTORS (the angles of a thread are one
+// INTERLEAVED (neighbors are pairs), EARLY (the angles are constant), COSINE_VECTORS and SINE_VECTORS (the angles of a thread are one
 // aligned vector).
 #include "rotary.cuh"
 

@@ -31,7 +31,7 @@ DEVICE u32 place_of(u32 vector) {
     return (INTERLEAVED ? 2 * vector : vector / PART * PART + vector) * LANES;
 }
 
-// Rotates LANES pairs: neighbours, or a feature of the first vector with one of the second.
+// Rotates LANES pairs: neighbors, or a feature of the first vector with one of the second.
 DEVICE void turn(float (&feature)[2 * LANES], const Vector& cosines, const Vector& sines) {
     #pragma unroll
     for (int j = 0; j < LANES; j++) {

@@ -5,7 +5,7 @@
 // biases and constant angles are loaded before the preceding launches end.
 //
 // generated.cuh defines LANES (elements per access), WIDE (fp32 elements), BFLOAT (bf16 elements), TURNING and COPYING (vectors of pairs, and
-// of other features, in a row), PARTS (parts of a head, each with its own pairs), INTERLEAVED (neighbours are pairs), EARLY (the angles are constant), COSINE_VECTORS and SINE_VECTORS (the
+// of other features, in a row), PARTS (parts of a head, each with its own pairs), INTERLEAVED (neighbors are pairs), EARLY (the angles are constant), COSINE_VECTORS and SINE_VECTORS (the
 // angles of a thread are one aligned vector), SHARE, THREADS (of a block), TOKENS (a norm covers all heads of a token), CENTERED (layer norms,
 // otherwise RMS norms) and BIASED.
 #include "rotary.cuh"
