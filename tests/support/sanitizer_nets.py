@@ -78,10 +78,14 @@ def _always(*_: Any) -> str:
     return "it is not what is to be tested"
 
 
-def in_clusters(kernel: Any, problem: Any, gpu: Any) -> tuple[tuple[Any, float], ...]:
-    """The configurations of a packed product in which the blocks of a cluster share K."""
-    found = (c for c in kernel.CONFIGS if c.split > 1 and kernel.refuse(problem, c) is None)
-    return tuple((c, kernel.estimate(problem, c, gpu)) for c in found)
+def sharing(*, clusters: bool, teams: int) -> Callable[..., tuple[tuple[Any, float], ...]]:
+    """The configurations of a packed product in which blocks of a cluster (or none), and so many teams of warps, share K."""
+
+    def found(kernel: Any, problem: Any, gpu: Any) -> tuple[tuple[Any, float], ...]:
+        alike = (c for c in kernel.CONFIGS if (c.split > 1, c.teams) == (clusters, teams))
+        return tuple((c, kernel.estimate(problem, c, gpu)) for c in alike if kernel.refuse(problem, c) is None)
+
+    return found
 
 
 def by_wgmma(problem: Any, gpu: Any) -> Any:
@@ -108,7 +112,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chained": {"conv.chained.GAIN": 99.0},
     "bottlenecks of int8": {"conv.chained.GAIN": 99.0, "conv.chained.FEWEST": 1},
     "a first convolution": {"conv.stem_pool.GAIN": 99.0},
-    "packed weights: in clusters": {"packed.product._estimated": in_clusters},
+    "packed weights: in clusters": {"packed.product._estimated": sharing(clusters=True, teams=1)},
+    "packed weights: two teams": {"packed.product._estimated": sharing(clusters=False, teams=2)},
+    "packed weights: teams in clusters": {"packed.product._estimated": sharing(clusters=True, teams=2)},
     "a first convolution and its pool, by wgmma": {"conv.stem_pool._offers": by_wgmma},
 }
 """Prefix of families' names -> settings of ``optdnn.kernels`` with which their kernels are chosen."""
@@ -158,6 +164,8 @@ def _alone(name: str) -> Iterator[tuple[str, type, tuple[Any, ...]]]:
         "by resident": PackedResident,
         "in 8 bits": PackedBytes,
         "in clusters": PackedWgmma,
+        "two teams": PackedWgmma,
+        "teams in clusters": PackedWgmma,
     }
     tactic = packed.get(name.removeprefix("packed weights: "))
     if tactic is not None:
@@ -298,6 +306,8 @@ def packed_products() -> Graphs:
         ("unpacked", "a last block that is not full", 300),
         ("in 8 bits", "a last block that is not full", 300),
         ("in clusters", "a last block that is not full", 300),
+        ("two teams", "a last block that is not full", 100),
+        ("teams in clusters", "a last block that is not full", 100),
     )
     return {
         f"packed weights: {name}": (
