@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 from benchmarks.children import Gate, OutOfTime, Worker
 from benchmarks.models import SHARED, shared_names
-from benchmarks.rows import Results, Row, command_parser, say, told
+from benchmarks.rows import Results, Row, command_parser, error_text, say
 from benchmarks.workloads import GROUPS, Workload, chosen, parse
 
 RENEWED = 8
@@ -129,7 +129,7 @@ def serve() -> None:
             assert stage is not None
             answer = stage(job)
         except Exception as error:
-            answer = {"error": told(error)}
+            answer = {"error": error_text(error)}
         print("ANSWER " + json.dumps(answer, default=str), file=_answers, flush=True)
 
 

@@ -66,9 +66,9 @@ class Timed(optdnn.Predictor):
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         began = time.monotonic()
         found = super().__call__(batch)
-        told = {"process": os.getpid(), "began": began, "ended": time.monotonic()}
+        facts = {"process": os.getpid(), "began": began, "ended": time.monotonic()}
         rows = len(next(iter(found.values())))
-        return {**found, **{n: np.full(rows, v) for n, v in told.items()}}
+        return {**found, **{n: np.full(rows, v) for n, v in facts.items()}}
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,7 @@ def command_parser(name: str, about: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=about, formatter_class=raw)
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:600]
 

@@ -151,8 +151,8 @@ class _Warnings:
             _complain("warning:", text, "yellow")
 
 
-def _complain(title: str, text: str, colour: str = "red") -> None:
-    click.echo(f"{click.style(title, fg=colour, bold=True)} {printable(text)}", err=True)
+def _complain(title: str, text: str, color: str = "red") -> None:
+    click.echo(f"{click.style(title, fg=color, bold=True)} {printable(text)}", err=True)
 
 
 def run(argv: list[str]) -> int:

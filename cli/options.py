@@ -1,4 +1,4 @@
-"""Options of commands: in groups, with one spelling for all commands and a suggestion for a misspelt one."""
+"""Options of commands: in groups, with one spelling for all commands and a suggestion for a misspelled one."""
 
 from __future__ import annotations
 

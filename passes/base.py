@@ -187,7 +187,7 @@ def rule(
 class RulePass(Pass):
     """Applies rules to a fixpoint with a worklist in topological (or, ``sinks_first``, reverse topological) order.
 
-    After a rewrite, the new ops, the ops with changed operands, and the neighbours of both are queued again. The number of
+    After a rewrite, the new ops, the ops with changed operands, and the neighbors of both are queued again. The number of
     rewrites is bounded, so two rules that undo each other raise InternalError instead of looping.
     """
 

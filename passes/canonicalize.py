@@ -18,8 +18,8 @@ from optdnn.passes.rules.shape import (
     constant_target,
     gemm_transpose,
     kept_axes,
+    redundant_expand,
     reshape_chain,
-    spare_expand,
     transpose_chain,
     transpose_is_reshape,
 )
@@ -38,10 +38,10 @@ class Canonicalize(RulePass):
         reshape_chain,
         input_target,  # after chains: an outer Reshape may spare the inner one its target
         kept_axes,
-        spare_expand,  # after targets are constant, which tells the sizes
+        redundant_expand,  # after targets are constant, so that sizes are known
         grid_gather,
         grid_fold,
-        transpose_chain,  # before sinking: two neighbours merge where they are
+        transpose_chain,  # before sinking: two neighbors merge where they are
         transpose_is_reshape,
         empty_parts,
         concat_of_split,

@@ -52,7 +52,7 @@ def _of_channels(
     channels = dims[1]
     if not isinstance(channels, int):
         return Miss("the number of channels is not known")
-    given = norm_parameters(graph, root, per_channel(len(dims), channels), found, shift=rule.centred)
+    given = norm_parameters(graph, root, per_channel(len(dims), channels), found, shift=rule.centered)
     if given is None:
         return Miss("its scale or shift is not a constant for each channel")
     return [ChannelNorm(rule.kind, LayerNormAttrs(-1, epsilon), found["x"], given, (channels,))]
@@ -72,8 +72,8 @@ class RMSNormOfChannels(RMSNorm):
     options = _of_channels
 
 
-@rule("behind_norm_of_pixel", RESHAPES)
-def behind_norm_of_pixel(graph: Graph, op: Op) -> Match | None:
+@rule("activation_after_pixel_norm", RESHAPES)
+def activation_after_pixel_norm(graph: Graph, op: Op) -> Match | None:
     """An activation after a norm and a Reshape moves in front of the Reshape (GCNet normalizes the channels of one pixel)."""
     norm, user = producer(graph, op.inputs[0], NORMS, alone=True), graph.sole_user(op.value)
     if norm is None or user is None or user.kind not in ACTIVATIONS or user.inputs[0] != op.value:
@@ -89,8 +89,8 @@ def behind_norm_of_pixel(graph: Graph, op: Op) -> Match | None:
     return Match((user, op), build)
 
 
-@rule("behind_channel_norm", {"Transpose"})
-def behind_channel_norm(graph: Graph, op: Op) -> Match | None:
+@rule("stage_after_channel_norm", {"Transpose"})
+def stage_after_channel_norm(graph: Graph, op: Op) -> Match | None:
     """An activation or addition after a norm and its Transpose moves in front of the Transpose: the norm's kernel absorbs it.
 
     The other image of an addition must have the same sizes. It is transposed instead."""
@@ -155,8 +155,8 @@ class ChannelNorms(RulePass):
     rules = (
         LayerNormOfChannels(),
         RMSNormOfChannels(),
-        behind_channel_norm,
-        behind_norm_of_pixel,
+        stage_after_channel_norm,
+        activation_after_pixel_norm,
         mean_square_of_channels,
     )
     sinks_first = True

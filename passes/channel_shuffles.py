@@ -156,7 +156,7 @@ def unit_at(graph: Graph, op: Op) -> Unit | None:
     return None
 
 
-def centre(op: Op, weight: Array) -> tuple[int, int] | None:
+def center(op: Op, weight: Array) -> tuple[int, int] | None:
     """The tap that reads the pixel of the result's own position; None if the convolution has strides, or no such tap."""
     a = op.attrs
     at = tuple(pad // d for pad, d in zip(a.pads[:2], a.dilations, strict=True))
@@ -188,7 +188,7 @@ class WholeUnit(Rule):
             if constants is None:
                 return Miss("weights are not constant, or a convolution has stages")
             weight, bias = constants
-            tap, depthwise = centre(step, weight), step.attrs.group == weight.shape[0] and weight.shape[1] == 1
+            tap, depthwise = center(step, weight), step.attrs.group == weight.shape[0] and weight.shape[1] == 1
             plain = step.attrs.group == 1 or (depthwise and convolutions)
             if tap is None or step.outputs[0].type.dims[2:] != size or not plain:
                 return Miss("a convolution changes the image's size, or has groups")

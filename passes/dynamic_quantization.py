@@ -18,7 +18,7 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.centred import centred
+from optdnn.passes.support.centered import centered
 from optdnn.passes.support.facts import non_negative, operand, producer
 from optdnn.types import FP32, UINT8, Array
 
@@ -94,7 +94,7 @@ def _scales(quantizer: Op) -> tuple[Value | None, ...]:
 class _Weights:
     """Constant weights minus their zero points, and their scales: one, or one per channel of the result."""
 
-    centred: Array
+    centered: Array
     scale: Array
 
 
@@ -109,7 +109,7 @@ def _weights(graph: Graph, op: Op, scale: Value) -> _Weights | str:
     axis = 0 if op.kind == "ConvInteger" else 1
     if steps.size > 1 and channel_vector(steps, op.outputs[0].type.static_shape, _CHANNELS[op.kind]) is None:
         return "the scales of its weights are not one per channel"
-    stored = centred(array, zero, axis)
+    stored = centered(array, zero, axis)
     if stored is None:
         return "its weights minus their zero points exceed 8 bits"
     return _Weights(stored, steps.reshape(-1) if steps.size > 1 else steps.reshape(()))
@@ -153,7 +153,7 @@ def dynamic_product(graph: Graph, op: Op) -> Match | Miss | None:
             other = patch.add("DequantizeLinear", [op.inputs[1], factors.other, op.input(3)], plain)
         else:
             stored = graph.output(operand(op, 1)).name
-            constants = [patch.constant(weights.centred, stored), patch.constant(weights.scale, f"{stored}/scale")]
+            constants = [patch.constant(weights.centered, stored), patch.constant(weights.scale, f"{stored}/scale")]
             axis = 1 if op.kind == "MatMulInteger" and weights.scale.ndim else 0
             other = patch.add("DequantizeLinear", constants, DequantizeAttrs(axis))
         if op.kind == "MatMulInteger":

@@ -1,7 +1,7 @@
 """Exact rescaling of channels before quantization, so that one scale per tensor suits all of its channels.
 
 Cross-layer equalization (Nagel et al., "Data-Free Quantization through Weight Equalization and Bias Correction", 2019): a
-positive factor per channel moves from a depthwise convolution's weights to its neighbour's through a ReLU. Smoothing (Xiao et al.,
+positive factor per channel moves from a depthwise convolution's weights to its neighbor's through a ReLU. Smoothing (Xiao et al.,
 "SmoothQuant", 2023): a factor per channel moves from a LayerNormalization's result into the weights of the products after it.
 Neither changes the results of the network.
 """
@@ -70,7 +70,7 @@ def _equalize(graph: Graph, plan: PrecisionPlan, report: PassReport) -> None:
             first, second = weights[a.id], weights[b.id]
             out = np.abs(first.reshape(len(first), -1)).max(axis=1)
             into = _by_input(second, b.attrs.group)
-            # s = sqrt(r1 / r2): afterwards both ranges of a channel are their geometric mean.
+            # s = sqrt(r1 / r2): afterward both ranges of a channel are their geometric mean.
             factor = np.where((out > 0) & (into > 0), np.sqrt(out / np.where(into > 0, into, 1.0)), 1.0)
             factor = np.clip(total[a.id] * factor, 1 / MOST, MOST) / total[a.id]
             weights[a.id] = first / factor.reshape(-1, *[1] * (first.ndim - 1))

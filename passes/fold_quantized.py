@@ -1,7 +1,8 @@
 """DequantizeLinear, an operator and QuantizeLinear become one operator on 8-bit values, for which GPUs have kernels.
 
 A product (Conv, Gemm, MatMul) of dequantized rows and dequantized constant weights accumulates integers exactly. Its epilogue
-absorbs scales, bias, residual, activation and the rounding of the result. The remaining pointwise work becomes one Pointwise with
+absorbs scales, bias, residual, activation and the rounding of the result, and what follows that up to the next rounding
+(``passes/rules/rounded_results.py``). The remaining pointwise work becomes one Pointwise with
 the conversions as stages. (Ops that only move or compare numbers run on integers already, by ``move_integers``.)
 
 The float between an operator and its QuantizeLinear is no longer rounded. Apart from this, results equal the graph's results up to
@@ -10,7 +11,7 @@ one step of the last scale. So the pass belongs to a target's pipeline, after th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,46 +31,19 @@ from optdnn.passes.integers import WEIGHTED
 from optdnn.passes.rules.integer_products import integer_product
 from optdnn.passes.rules.quantized_results import quantized_siblings, wide_result
 from optdnn.passes.rules.quantized_stages import dequantize_stages, quantize_stages
-from optdnn.passes.support.centred import centred
-from optdnn.passes.support.facts import integers, ints, operand, producer, scalar
+from optdnn.passes.rules.rounded_results import longest
+from optdnn.passes.support.centered import centered
+from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer
 from optdnn.passes.support.integer_sums import SUMS
 from optdnn.passes.support.precision import multiplies
 from optdnn.passes.support.products import output_axis
+from optdnn.passes.support.quantized_values import EIGHT_BITS, dequantized, quantization, source
+from optdnn.passes.support.rotary import before_reshapes
 from optdnn.types import DTYPES, FP32, Array, is_float
 
-EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
 PRODUCTS = frozenset({"QuantizedConv", "QuantizedMatMul"})
 MAX_STAGES = 32
 """Most stages of one Pointwise op with conversions: a conversion has up to five."""
-
-
-def quant_params(graph: Graph, op: Op, stored: Value) -> QuantParams | None:
-    """Scale and zero point of a per-tensor Q or DQ op; ``stored`` is its 8-bit value. None for other ops."""
-    dtype = graph.type(stored).dtype.name
-    scale = scalar(graph, op.inputs[1])
-    zero = 0.0 if op.input(2) is None else scalar(graph, op.input(2))
-    if dtype not in EIGHT_BITS or op.attrs.block_size or scale is None or zero is None:
-        return None
-    return QuantParams(dtype, scale, int(zero)) if np.isfinite(scale) and scale > 0 else None
-
-
-def source(graph: Graph, value: Value | None) -> Op | None:
-    """The DequantizeLinear that a value comes from, through casts between floating types."""
-    while value is not None:
-        op = graph.op(value)
-        if op.kind == "DequantizeLinear":
-            return op
-        if op.kind != "Cast" or not is_float(graph.type(operand(op)).dtype):
-            return None
-        value = operand(op)
-    return None
-
-
-def dequantized(graph: Graph, value: Value | None) -> tuple[Value, QuantParams] | None:
-    """The 8-bit value that is dequantized to ``value``, with its scale and zero point; None for other values."""
-    op = source(graph, value)
-    found = None if op is None else quant_params(graph, op, operand(op))
-    return None if op is None or found is None else (operand(op), found)
 
 
 @dataclass(frozen=True)
@@ -106,21 +80,6 @@ def unrounded(graph: Graph, value: Value) -> Value:
     return value if quantizer is None or graph.type(operand(quantizer)) != graph.type(value) else operand(quantizer)
 
 
-def quantization(graph: Graph, value: Value) -> tuple[Op, QuantParams] | None:
-    """The QuantizeLinear that is the only reader of a value, through casts between floating types."""
-    while True:
-        user = graph.sole_user(value)
-        if user is None:
-            return None
-        if user.kind == "Cast" and is_float(user.attrs.to):
-            value = user.value
-            continue
-        if user.kind != "QuantizeLinear" or user.inputs[0] != value:
-            return None
-        found = quant_params(graph, user, user.value)
-        return None if found is None else (user, found)
-
-
 def weights(graph: Graph, value: Value | None) -> tuple[Array, Array, int] | None:
     """int8 (or fp8) weights, their scales (one or one per entry of an axis, float64), and that axis (counted from 0)."""
     op = source(graph, value)
@@ -132,7 +91,7 @@ def weights(graph: Graph, value: Value | None) -> tuple[Array, Array, int] | Non
         return None
     # uint8 around 128 is int8 around 0; so are other zero points, if the values do not use the whole range
     if not is_float(array.dtype):
-        stored = centred(array, zero, op.attrs.axis % array.ndim)
+        stored = centered(array, zero, op.attrs.axis % array.ndim)
         if stored is None:
             return None
         array = stored
@@ -176,23 +135,33 @@ class QuantizedProduct(Rule):
         reason = f"there are no kernels of fp8 for {context.target}" if fp8 else self._refusal(graph, op, x[1], w)
         if reason is not None:
             return Miss(reason)
-        result = quantization(graph, op.value)
-        store = op if result is None else result[0]
+        first = quantization(graph, op.value)
+        ep = plan_epilogue(graph, op, channel_axis=self._axis(op))
+        residual = dequantized(graph, ep.residual) if ep.residual is not None else None
+        if ep.residual is not None and first is not None and not _fits(residual, first[1]):
+            ep = plan_epilogue(graph, op, channel_axis=self._axis(op), allow_residual=False)
+        result = None if first is None or ep.rest else longest(graph, *first, adds=ep.residual is None)
+        if result is not None and result.stages:
+            ep = replace(ep, rendered=[*ep.rendered, *result.stages])
+            if result.residual is not None:
+                ep, residual = replace(ep, residual=result.residual[0]), result.residual
 
         def build(patch: Patch) -> None:
-            out = result[1] if result is not None else None
-            ep = plan_epilogue(graph, op, channel_axis=self._axis(op))
-            residual = dequantized(graph, ep.residual) if ep.residual is not None else None
-            if ep.residual is not None and out is not None and not _fits(residual, out):
-                ep = plan_epilogue(graph, op, channel_axis=self._axis(op), allow_residual=False)
-            if ep.rest:
-                out = None
-            made = self._product(patch, op, x, w, ep, out, residual)
+            out = None if result is None else result.params
+            dims, added = op.outputs[0].type.dims, residual
+            if result is not None and result.residual is not None and graph.type(result.residual[0]).dims != dims:
+                added = in_shape(patch, result.residual[0], dims), result.residual[1]
+            made = self._product(patch, op, x, w, ep, out, added)
             if ep.rest:
                 made = patch.add("Pointwise", [made, *ep.rest_operands], PointwiseAttrs(epilogue=tuple(ep.rest)))
-            patch.replace(op.value if out is None else store.value, made)
+            if result is None:
+                patch.replace(op.value, made)
+                return
+            shape = result.store.outputs[0].type.dims
+            patch.replace(result.store.value, made if shape == dims else in_shape(patch, made, shape))
 
-        return Match((op,) if result is None else (op, store), build)
+        covered = () if result is None else (*result.ops, result.store)
+        return Match((op, *covered), build)
 
     def _refusal(self, graph: Graph, op: Op, x: QuantParams | RunParams, w: tuple[Array, Array, int]) -> str | None:
         array, scale, axis = w
@@ -337,10 +306,12 @@ class _Joined(FusePointwise):
 
 def _stored_narrow(graph: Graph, one: Op) -> bool:
     """Whether the producer of a pointwise op with an 8-bit result can round in its own kernel: it is no product and not pointwise,
-    and the scale is constant."""
+    its own result is a float, and the scale is constant."""
     if any(v is not None and graph.constant_value(v) is None for v in one.inputs[1:]):
         return False
-    inner = graph.op(operand(one))
+    if graph.type(operand(one)).dtype.itemsize == 1:
+        return False
+    inner = graph.op(before_reshapes(graph, operand(one)))
     pointwise = inner.kind in STRUCTURAL or inner.definition.traits.pointwise
     return one.outputs[0].type.dtype.itemsize == 1 and not pointwise and inner.kind not in WEIGHTED | PRODUCTS
 

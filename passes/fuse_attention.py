@@ -35,7 +35,7 @@ from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.input_sizes import can_reshape, reshaped_to
 from optdnn.passes.rules.shared_weights import shared_weights
 from optdnn.passes.support.attention_mask import added, constant_sum, refuse, rounded, window
-from optdnn.passes.support.attention_scores import DEPTH, Scores, factor_of, find_scores, staged
+from optdnn.passes.support.attention_scores import DEPTH, Scores, factor_of, find_scores, has_stages
 from optdnn.passes.support.facts import RESHAPES, exchange_last, operand, producer, shape_of
 from optdnn.passes.support.facts import scalar as constant_scalar
 from optdnn.passes.support.pattern import Var, node
@@ -67,7 +67,7 @@ def written_attention(graph: Graph, op: Op) -> Match | Miss | None:
     if weights is None or isinstance(weights, Miss):
         return weights
     softmax, inner = weights.softmax, weights.inner
-    if staged(op):
+    if has_stages(op):
         return Miss("its product with the values has fused stages")
     t = graph.type(op.value)
     found = find_scores(graph, softmax.inputs[0], t.dtype)
@@ -107,7 +107,7 @@ def values_first(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
     """``v p^T``, the values times the transposed weights (EfficientViT), is ``(p v^T)^T``, as :data:`written_attention` has it."""
     values, transpose, softmax = found["values"], found["transpose"], found["softmax"]
     rank = graph.type(transpose.value).rank
-    if rank is None or rank < 2 or staged(root):
+    if rank is None or rank < 2 or has_stages(root):
         return None
     if graph.type(values).rank != rank or transpose.attrs.perm != exchange_last(rank):
         return None

@@ -173,10 +173,10 @@ def _mean(x: Pattern, name: str) -> Pattern:
 
 
 _MEAN = _mean(X, "mean")
-_CENTRED = node("Sub", X, _MEAN)
+_CENTERED = node("Sub", X, _MEAN)
 _FAST = total(0.0, _mean(product(1.0, X, X), "variance"), product(-1.0, _MEAN, _MEAN))
 _VARIANCE = any_of(
-    _mean(product(1.0, _CENTRED, _CENTRED), "variance"),
+    _mean(product(1.0, _CENTERED, _CENTERED), "variance"),
     _FAST,  # Flax: mean of squares less square of the mean, kept from rounding below zero
     node("Max", _FAST, Scalar(0.0)),
     node("Relu", _FAST),
@@ -199,7 +199,7 @@ class NormRule(PatternRule):
 
     kind: str
     """The op over the last axes."""
-    centred: bool
+    centered: bool
     """Whether the mean is subtracted. Then there may be a shift, and the op may be an InstanceNormalization."""
 
     def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
@@ -235,14 +235,14 @@ class NormRule(PatternRule):
         dims = graph.type(x).dims
         rank = len(dims)
         last, spatial = tuple(range(rank - len(axes), rank)), tuple(range(2, rank))
-        instance = self.centred and axes == spatial
+        instance = self.centered and axes == spatial
         if not axes or not (axes == last or instance):
             return Miss(f"axes are not the last ones: {axes} of {rank}")
         norms: list[FusedNorm] = []
         own = dims[rank - len(axes) :]
         if _static(own):
-            given = norm_parameters(graph, root, trailing(own), found, shift=self.centred)
-            if not self.centred and axes == spatial and len(axes) > 1 and (given is None or given.scale is None):
+            given = norm_parameters(graph, root, trailing(own), found, shift=self.centered)
+            if not self.centered and axes == spatial and len(axes) > 1 and (given is None or given.scale is None):
                 return Miss(
                     "it normalizes each channel of an image, where separate arithmetic needs no change of the image's order"
                 )
@@ -253,7 +253,7 @@ class NormRule(PatternRule):
             if given is not None:
                 norm = FusedNorm("InstanceNormalization", EpsilonAttrs(epsilon), x, given, (dims[1],), True)
                 norms.insert(0 if len(axes) > 1 else len(norms), norm)
-        if self.centred and rank > 2 and axes == tuple(range(1, rank)) and isinstance(dims[1], int):
+        if self.centered and rank > 2 and axes == tuple(range(1, rank)) and isinstance(dims[1], int):
             given = norm_parameters(graph, root, per_channel(rank, dims[1]), found)
             if given is not None and (given.scale is not None or given.bias is not None):
                 attrs = GroupNormAttrs(1, epsilon)
@@ -282,10 +282,10 @@ def _static(dims: Shape) -> bool:
 class LayerNorm(NormRule):
     """``(x - mean) / sqrt(var + epsilon) * g + b``: LayerNormalization over the last axes, or InstanceNormalization."""
 
-    name, kind, centred = "layer_norm", "LayerNormalization", True
+    name, kind, centered = "layer_norm", "LayerNormalization", True
     patterns = (
-        _factors(_CENTRED, _VARIANCE),
-        _factors(_CENTRED, _VARIANCE, G),
+        _factors(_CENTERED, _VARIANCE),
+        _factors(_CENTERED, _VARIANCE, G),
         total(0.0, _factors(X, _VARIANCE, G), _factors(_MEAN, _VARIANCE, G, sign=-1.0), B),
         total(0.0, _factors(X, _VARIANCE), _factors(_MEAN, _VARIANCE, sign=-1.0), B),
         total(0.0, _factors(X, _VARIANCE, G), _factors(_MEAN, _VARIANCE, G, sign=-1.0)),
@@ -296,7 +296,7 @@ class LayerNorm(NormRule):
 class RMSNorm(NormRule):
     """``x / sqrt(mean(x^2) + epsilon) * g`` over the last axes."""
 
-    name, kind, centred = "rms_norm", "RMSNormalization", False
+    name, kind, centered = "rms_norm", "RMSNormalization", False
     patterns = (_factors(X, _SQUARES), _factors(X, _SQUARES, G))
 
 

@@ -1,12 +1,12 @@
 """Rotary position embeddings that exporters write out become one op (Su et al., "RoFormer", 2021).
 
 The formula is ``x * cos + rotate(x) * sin``, in two forms. In GPT-NeoX and Llama, ``rotate`` puts the negated second half of each
-head before the first half, and cosines and sines are equal in both halves. In RoFormer, GPT-J and Flux, it exchanges neighbours
+head before the first half, and cosines and sines are equal in both halves. In RoFormer, GPT-J and Flux, it exchanges neighbors
 and negates the second of each pair, and cosines and sines repeat each number. Halves that rotate the other way (nanochat) have the
 first half negated, and rotate by the negated sines. If only the first features of each head are rotated (GPT-NeoX, Phi) and the
 rest is concatenated after them, the op absorbs the Concat as well. Rows before the rotated ones (class tokens of EVA-02, DINOv3)
-rotate by an angle of zero. Parts of a head that rotate by different coordinates become one op. If the two features of a pair have
-different angles (V-JEPA 2), the op has an angle for each feature.
+and behind them (SAM 2) rotate by an angle of zero. Parts of a head that rotate by different coordinates become one op. If the two
+features of a pair have different angles (V-JEPA 2), the op has an angle for each feature.
 
 The op expects heads before positions. If a model has positions first (GPT-J, Gemma 3n), the op stands between two Transposes, which
 usually merge with those of the attention. The same holds if each head has its own angles (RoPE-Mixed: Heo et al., 2024): the op's
@@ -25,7 +25,8 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, RulePass
+from optdnn.passes.rules.rotary_parts import rotary_parts
 from optdnn.passes.rules.rotary_products import RotaryProducts
 from optdnn.passes.rules.shape import transpose_chain
 from optdnn.passes.support.facts import (
@@ -38,7 +39,7 @@ from optdnn.passes.support.facts import (
     scalar,
     shape_of,
 )
-from optdnn.passes.support.parts import consecutive, is_axis, span, whole
+from optdnn.passes.support.parts import is_axis, span, whole
 from optdnn.passes.support.pattern import AnyOf, Scalar, Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule, pattern_rule
 from optdnn.passes.support.rotary import ORDERS, PLAIN, before_reshapes, cache_shape, order_of, reshapes_before, rotated
@@ -60,7 +61,7 @@ _NEGATED = _negated(SECOND)
 _HALVES = node("Concat", _NEGATED, FIRST, name="joined")
 _HALVES_BACK = node("Concat", SECOND, _negated(FIRST), name="back")
 _LEFT = node(RESHAPES, _NEGATED)
-_NEIGHBOURS = node(
+_NEIGHBORS = node(
     RESHAPES,
     any_of(*(node("Concat", _LEFT, right, name="joined") for right in (node(RESHAPES, FIRST), FIRST))),
     name="merged",
@@ -68,17 +69,17 @@ _NEIGHBOURS = node(
 
 
 class RotaryRule(PatternRule):
-    """``x * cos + turned * sin``, where ``turned`` is Concat(-second half, first half), or neighbours stacked in this way.
+    """``x * cos + turned * sin``, where ``turned`` is Concat(-second half, first half), or neighbors stacked in this way.
 
     Concat(second half, -first half) rotates the other way: by the negated sines."""
 
     name = "rotary_embedding"
-    patterns = (node("Add", node("Mul", X, COS), node("Mul", any_of(_HALVES, _HALVES_BACK, _NEIGHBOURS), SIN)),)
+    patterns = (node("Add", node("Mul", X, COS), node("Mul", any_of(_HALVES, _HALVES_BACK, _NEIGHBORS), SIN)),)
 
     def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
         x: Value = found["x"]
         interleaved = "merged" in found
-        if not (_are_neighbours if interleaved else _are_halves)(graph, found):
+        if not (_are_neighbors if interleaved else _are_halves)(graph, found):
             return None
         heads = _with_batch(graph.type(x).shape or ())
         order = _order(graph, found, heads)
@@ -145,6 +146,17 @@ _TURNED_REST = any_of(
 @pattern_rule("rotary_rows", node("Concat", FIRST, _TURNED_REST))
 def rotary_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
     """``Concat(first rows of x, RotaryEmbedding(the rest of x))`` along the positions: the first rows get cosine 1 and sine 0."""
+    return _with_still_rows(graph, root, found, still="first")
+
+
+@pattern_rule("rotary_first_rows", node("Concat", _PART, SECOND))
+def rotary_first_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
+    """The same with the rotated rows first (the pointers to objects behind the memory of SAM 2)."""
+    return _with_still_rows(graph, root, found, still="second")
+
+
+def _with_still_rows(graph: Graph, root: Op, found: dict[str, Any], *, still: str) -> Match | Miss | None:
+    """One RotaryEmbedding of all rows. The ``still`` part ("first" or "second") rotates by an angle of zero."""
     first, rest, inner = found["first"], found["second"], found["turned"]
     around, order = _transposes(found)
     if order is None:
@@ -155,7 +167,7 @@ def rotary_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss |
         return None
     if any(len(graph.uses(op.value)) > 1 for op in (inner, *around[1:])):
         return Miss(f"its rotated rows are used elsewhere: {inner.name}")
-    rows = graph.type(first).dims[axis]
+    rows = graph.type(found[still]).dims[axis]
     assert isinstance(rows, int)
     caches = [operand(inner, 1), operand(inner, 2)]
     for value in caches:
@@ -168,43 +180,10 @@ def rotary_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss |
         for value, number in zip(caches, (1, 0), strict=True):
             t = graph.type(value)
             batch, _, half = t.static_shape
-            still = patch.constant(np.full((batch, rows, half), number, t.dtype), "still")
-            longer.append(patch.add("Concat", [still, value], ConcatAttrs(1)))
+            added = patch.constant(np.full((batch, rows, half), number, t.dtype), "still")
+            both = [added, value] if still == "first" else [value, added]
+            longer.append(patch.add("Concat", both, ConcatAttrs(1)))
         return rotated(patch, x, longer, inner.attrs, order)
-
-    return Match(tuple(covered.values()), build)
-
-
-@rule("rotary_parts", {"Concat"})
-def rotary_parts(graph: Graph, root: Op) -> Match | Miss | None:
-    """``Concat(RotaryEmbedding(x0), RotaryEmbedding(x1), ..., rest)`` of the parts of x along the last axis, each of neighbours."""
-    turning = [
-        op for op in (graph.op(operand(root, i)) for i in range(len(root.inputs))) if op.kind == "RotaryEmbedding"
-    ]
-    inputs = [operand(root, i) for i in range(len(root.inputs))]
-    if len(turning) < 2 or not _last(graph, root.value, root.attrs.axis):
-        return None
-    parts = [operand(op) for op in turning] + inputs[len(turning) :]
-    x = consecutive(graph, parts)
-    if x is None or [op.value for op in turning] != inputs[: len(turning)]:
-        return None
-    attrs = turning[0].attrs
-    if any(op.attrs != attrs for op in turning) or not attrs.interleaved or attrs.rotary_embedding_dim:
-        return Miss("its parts do not turn alike, by whole pairs of neighbours")
-    if any(len(graph.uses(op.value)) > 1 for op in turning):
-        return Miss("one of its parts is used elsewhere")
-    tables = [[operand(op, i) for op in turning] for i in (1, 2)]
-    if any(graph.type(v).dims[:2] != graph.type(values[0]).dims[:2] for values in tables for v in values):
-        return Miss("the angles of its parts are of different images or positions")
-    sizes = [graph.type(operand(op)).dims[-1] for op in turning]
-    size = sum(n for n in sizes if isinstance(n, int))
-    attrs = replace(attrs, rotary_embedding_dim=0 if size == graph.type(x).dims[-1] else size)
-    covered = {op.id: op for op in (root, *(graph.op(v) for v in parts), *turning)}
-
-    def build(patch: Patch) -> Value:
-        return patch.add(
-            "RotaryEmbedding", [x, *(patch.add("Concat", values, ConcatAttrs(2)) for values in tables)], attrs
-        )
 
     return Match(tuple(covered.values()), build)
 
@@ -216,7 +195,7 @@ def _are_halves(graph: Graph, found: dict[str, Any]) -> bool:
     return len(joined.inputs) == 2 and halved == found["x"] and _last(graph, found["x"], joined.attrs.axis)
 
 
-def _are_neighbours(graph: Graph, found: dict[str, Any]) -> bool:
+def _are_neighbors(graph: Graph, found: dict[str, Any]) -> bool:
     """Whether "first" and "second" are the even and odd numbers of x, stacked along a new last axis that is then merged.
 
     They are slices of x, or the two parts of x reshaped to pairs."""
@@ -281,7 +260,7 @@ def _angles(patch: Patch, graph: Graph, value: Value, order: tuple[int, ...], in
 
 
 def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: bool = False) -> bool:
-    """Whether the producers of a value prove that both halves of its last axis are equal (``interleaved``: that neighbours are)."""
+    """Whether the producers of a value prove that both halves of its last axis are equal (``interleaved``: that neighbors are)."""
     op = graph.op(value)
     if op.kind == "Constant":
         array = op.attrs.value
@@ -320,7 +299,7 @@ def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: boo
 
 def _joined(graph: Graph, concat: Op, depth: int, interleaved: bool) -> bool:
     """Whether a Concat repeats a value along the last axis, or all its parts are doubled. If the parts are joined along the last
-    axis (one part per coordinate of an image, Flux), they must be doubled as neighbours, and have even sizes."""
+    axis (one part per coordinate of an image, Flux), they must be doubled as neighbors, and have even sizes."""
     if _last(graph, concat.value, concat.attrs.axis):
         if not interleaved:
             return _doubles(graph, concat)
@@ -350,4 +329,12 @@ class FuseRotary(RulePass):
     """Rotary embeddings as one op, for targets that have a kernel for it."""
 
     name = "fuse_rotary"
-    rules = (RotaryRule(), RotaryProducts(), partial_rotary, rotary_parts, rotary_rows, transpose_chain)
+    rules = (
+        RotaryRule(),
+        RotaryProducts(),
+        partial_rotary,
+        rotary_parts,
+        rotary_rows,
+        rotary_first_rows,
+        transpose_chain,
+    )

@@ -154,7 +154,7 @@ def _positions(graph: Graph, op: Op) -> list[range] | None:
 
 
 def _row(graph: Graph, chain: Sequence[Op], source: Value, taken: Mapping[int, Sequence[range]]) -> int:
-    """The largest number of neighbours along the last axis that every operator keeps together. ``taken``: positions per Slice."""
+    """The largest number of neighbors along the last axis that every operator keeps together. ``taken``: positions per Slice."""
     row = graph.type(source).static_shape[-1]
     for op in chain:
         before, after = graph.type(operand(op)).static_shape, op.outputs[0].type.static_shape

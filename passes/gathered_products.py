@@ -22,7 +22,7 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.rules.widths import staged
+from optdnn.passes.rules.widths import has_stages_or_factors
 from optdnn.passes.support.facts import (
     RESHAPES,
     exchange_last,
@@ -77,7 +77,7 @@ def _product(graph: Graph, op: Op) -> _Product | None:
     """``op`` as a product that multiplies each row, or pixel, by itself; None for other operators."""
     weight, bias = graph.constant_value(op.input(1)), graph.constant_value(op.input(2))
     shape, a = sizes_of(graph, operand(op)), op.attrs
-    if weight is None or shape is None or 0 in shape or staged(op):
+    if weight is None or shape is None or 0 in shape or has_stages_or_factors(op):
         return None
     if op.input(2) is not None and (bias is None or bias.ndim != 1):
         return None

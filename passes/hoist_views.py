@@ -179,10 +179,10 @@ def split_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
     The parts are views of x, and their Reshapes merge with the Reshapes after them. The joint Reshape would copy all of x.
     """
     reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
-    turn = None if reshape is None else producer(graph, reshape.inputs[0], {"Transpose"}, alone=True)
-    if reshape is None or turn is None:
+    transpose = None if reshape is None else producer(graph, reshape.inputs[0], {"Transpose"}, alone=True)
+    if reshape is None or transpose is None:
         return None
-    before, after = shape_of(graph, turn.value), reshape.outputs[0].type.shape
+    before, after = shape_of(graph, transpose.value), reshape.outputs[0].type.shape
     if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
         return Miss("its sizes are not known")
     axis = normalize_axis(op.attrs.axis, len(after))
@@ -191,7 +191,7 @@ def split_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> None:
         parts = patch.add_op(
-            "Split", [turn.value, *op.inputs[1:]], replace(op.attrs, axis=axis), outputs=len(op.outputs)
+            "Split", [transpose.value, *op.inputs[1:]], replace(op.attrs, axis=axis), outputs=len(op.outputs)
         )
         for port, out in enumerate(op.outputs):
             part = Value(parts.id, port)
@@ -201,71 +201,71 @@ def split_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, reshape), build)
 
 
-@rule("add_before_turn", {"Add"})
-def add_before_turn(graph: Graph, op: Op) -> Match | Miss | None:
-    """``turn(x @ W) + image`` is ``turn(x @ W + back(image))``, where ``turn`` puts the last axis, the channels, second.
+@rule("add_before_transpose", {"Add"})
+def add_before_transpose(graph: Graph, op: Op) -> Match | Miss | None:
+    """``transpose(x @ W) + image`` is ``transpose(x @ W + back(image))``. The Transpose puts the channels, the last axis, second.
 
     The addition becomes a stage of the product. Instead of the product there may be a norm of rows, whose kernel can add too.
-    ``back(image)`` costs nothing: the image is a convolution's result, with channels last in memory, or a result of ``turn``.
+    ``back(image)`` costs nothing: the image comes from a convolution, with channels last in memory, or from such a Transpose.
     """
     for slot in (0, 1):
-        turn = producer(graph, op.inputs[slot], {"Transpose"}, alone=True)
+        transpose = producer(graph, op.inputs[slot], {"Transpose"}, alone=True)
         image = operand(op, 1 - slot)
-        if turn is None or turn.value == image:
+        if transpose is None or transpose.value == image:
             continue
-        if not is_after_anchor(graph, turn) and producer(graph, turn.inputs[0], NORMS, alone=True) is None:
+        if not is_after_anchor(graph, transpose) and producer(graph, transpose.inputs[0], NORMS, alone=True) is None:
             continue
         rank = op.outputs[0].type.rank
-        if rank is None or rank < 3 or turn.attrs.perm != channels_from_last(rank):
+        if rank is None or rank < 3 or transpose.attrs.perm != channels_from_last(rank):
             continue
-        if graph.type(image).shape != graph.type(turn.value).shape:
+        if graph.type(image).shape != graph.type(transpose.value).shape:
             return None  # a bias, or an addition that would enlarge the product
-        return _added_in_rows(graph, op, turn, image)
+        return _added_in_rows(graph, op, transpose, image)
     return None
 
 
-def _added_in_rows(graph: Graph, op: Op, turn: Op, image: Value) -> Match | Miss:
-    perm, source = turn.attrs.perm, graph.op(image)
-    turned = source.kind == "Transpose" and source.attrs.perm == perm
-    if not turned and source.kind not in IMAGES:
+def _added_in_rows(graph: Graph, op: Op, transpose: Op, image: Value) -> Match | Miss:
+    perm, source = transpose.attrs.perm, graph.op(image)
+    transposed = source.kind == "Transpose" and source.attrs.perm == perm
+    if not transposed and source.kind not in IMAGES:
         return Miss(f"the other addend comes from {source.kind}, and would be transposed to be added to rows")
 
     def build(patch: Patch) -> Value:
         back = TransposeAttrs(channels_to_last(len(perm)))
-        rows = operand(source) if turned else patch.add("Transpose", [image], back)
-        return patch.add("Transpose", [patch.add("Add", [turn.inputs[0], rows])], TransposeAttrs(perm))
+        rows = operand(source) if transposed else patch.add("Transpose", [image], back)
+        return patch.add("Transpose", [patch.add("Add", [transpose.inputs[0], rows])], TransposeAttrs(perm))
 
-    return Match((op, turn), build)
+    return Match((op, transpose), build)
 
 
 @rule("norm_before_reshape", NORMS)
 def norm_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
     """``norm(reshape(transpose(x)))`` is ``reshape(norm(transpose(x)))`` if no view changes the rows: this saves their copy."""
     reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
-    turn = None if reshape is None else producer(graph, reshape.inputs[0], {"Transpose"}, alone=True)
-    if reshape is None or turn is None:
+    transpose = None if reshape is None else producer(graph, reshape.inputs[0], {"Transpose"}, alone=True)
+    if reshape is None or transpose is None:
         return None
-    before, after = shape_of(graph, turn.value), shape_of(graph, op.value)
+    before, after = shape_of(graph, transpose.value), shape_of(graph, op.value)
     if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
         return Miss("its sizes are not known")
-    if before[-1] != after[-1] or turn.attrs.perm is None or turn.attrs.perm[-1] != len(before) - 1:
+    if before[-1] != after[-1] or transpose.attrs.perm is None or transpose.attrs.perm[-1] != len(before) - 1:
         return Miss("the views do not keep its rows together")
     if normalize_axis(op.attrs.axis, len(after)) != len(after) - 1 or len(op.outputs) > 1:
         return Miss("it normalizes more than rows, or keeps their statistics")
     if any(len(graph.type(v).dims) > 1 for v in op.inputs[1:] if v is not None):
         return Miss("its scale or bias differs between rows")
-    if _spread(graph.type(operand(turn)).static_shape, turn.attrs.perm) > _MOST_AXES:
+    if _spread(graph.type(operand(transpose)).static_shape, transpose.attrs.perm) > _MOST_AXES:
         return Miss("its rows are spread over too many axes")
 
     def build(patch: Patch) -> Value:
-        y = patch.add(op.kind, [turn.value, *op.inputs[1:]], replace(op.attrs, axis=-1))
+        y = patch.add(op.kind, [transpose.value, *op.inputs[1:]], replace(op.attrs, axis=-1))
         return reshaped(patch, y, graph.type(op.value).static_shape)
 
     return Match((op, reshape), build)
 
 
-@rule("turn_before_norm", {"Transpose"})
-def turn_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
+@rule("transpose_before_norm", {"Transpose"})
+def transpose_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
     """``transpose(reshape(norm(x)))`` is ``norm(transpose(reshape(x)))`` if the views keep the rows: norms can write windows."""
     reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
     norm = producer(graph, op.inputs[0] if reshape is None else reshape.inputs[0], NORMS, alone=True)
@@ -287,8 +287,8 @@ def turn_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> Value:
         x = operand(norm) if reshape is None else reshaped(patch, operand(norm), shape)
-        turned = patch.add("Transpose", [x], op.attrs)
-        return patch.add(norm.kind, [turned, *norm.inputs[1:]], replace(norm.attrs, axis=-1))
+        transposed = patch.add("Transpose", [x], op.attrs)
+        return patch.add(norm.kind, [transposed, *norm.inputs[1:]], replace(norm.attrs, axis=-1))
 
     return Match((op, norm) if reshape is None else (op, reshape, norm), build)
 
@@ -370,7 +370,7 @@ def add_before_reshape_of_norm(graph: Graph, op: Op) -> Match | Miss | None:
 class HoistViews(RulePass):
     name = "hoist_views"
     rules = (
-        own_products, hoist_view, unflattened_rows, add_before_split, split_before_reshape, add_before_turn, norm_before_reshape,
-        turn_before_norm, flat_rows_before_norm, add_before_reshape_of_norm, third_term, ordered_columns,
+        own_products, hoist_view, unflattened_rows, add_before_split, split_before_reshape, add_before_transpose,
+        norm_before_reshape, transpose_before_norm, flat_rows_before_norm, add_before_reshape_of_norm, third_term, ordered_columns,
         stage_before_reshape, gate_before_reshape,
     )  # fmt: skip

@@ -147,9 +147,9 @@ def _per_column(graph: Graph, op: Op) -> bool:
     return len(graph.type(operand(op, 3)).dims) == 2 and len(scale.dims) == 1 and scale.dims == zero.dims
 
 
-@rule("recentre", {"QuantizeLinear"})
-def recentred(graph: Graph, op: Op) -> Match | Miss | None:
-    """int8 around -128 becomes uint8 around 0, and uint8 around 128 int8 around 0: the same numbers, with padding that is 0.
+@rule("shift_zero_point", {"QuantizeLinear"})
+def shift_zero_point(graph: Graph, op: Op) -> Match | Miss | None:
+    """int8 with zero point -128 becomes uint8, uint8 with zero point 128 becomes int8, both with zero point 0: padding is then 0.
 
     Only for the result of a QuantizeLinear that is read only by DequantizeLinears: inputs and outputs of the network keep their
     types.
@@ -163,13 +163,13 @@ def recentred(graph: Graph, op: Op) -> Match | Miss | None:
     zeros = [_zeros(graph, u) for u in users]
     if any(z is None or not all(0 <= v + 128 * (shift > 0) <= 255 for v in z) for z in zeros):
         return Miss("a zero point that reads it is not constant")
-    centred = replace(op.attrs, output_dtype=UINT8 if shift > 0 else INT8)
+    shifted = replace(op.attrs, output_dtype=UINT8 if shift > 0 else INT8)
 
     def build(patch: Patch) -> None:
-        quantized = patch.add("QuantizeLinear", op.inputs[:2], centred, name=op.outputs[0].name)
+        quantized = patch.add("QuantizeLinear", op.inputs[:2], shifted, name=op.outputs[0].name)
         for user in users:
             name, zero = user.outputs[0].name, graph.constant_value(user.input(2))
-            moved = ((0 if zero is None else zero.astype(np.int16)) + np.int16(shift)).astype(centred.output_dtype)
+            moved = ((0 if zero is None else zero.astype(np.int16)) + np.int16(shift)).astype(shifted.output_dtype)
             operands = [quantized, user.inputs[1], patch.constant(np.asarray(moved), f"{name}/zero_point")]
             new = patch.add("DequantizeLinear", operands, user.attrs, name=name, src=user.src)
             patch.replace(user.value, new)
@@ -232,13 +232,43 @@ def _stored(graph: Graph, patch: Patch, op: Op, value: Value) -> Value:
     return patch.add("QuantizeLinear", [value, *op.inputs[1:]], op.attrs, name=f"{op.outputs[0].name}/requantized")
 
 
-class RecentreIntegers(RulePass):
-    """Centred int8 values become uint8 values with zero point 0, or the other way round, for kernels that pad with zeros.
+@rule("split_integers", {"Split"})
+def split_integers(graph: Graph, op: Op) -> Match | Miss | None:
+    """A Split between DequantizeLinear and QuantizeLinears splits the integers; each part is dequantized by itself.
+
+    A part of the same scale as its QuantizeLinear needs neither."""
+    whole = operand(op)
+    if not is_dequantized(graph, whole):
+        return None
+    before, stored, stays = graph.op(whole), operand(graph.op(whole)), False
+    readers = {Value(op.id, k): graph.users(Value(op.id, k)) for k in range(len(op.outputs))}
+    for part, users in readers.items():
+        stays = stays or not users or any(u.kind != "QuantizeLinear" or u.inputs[0] != part for u in users)
+    if stays:
+        return Miss(f"a part of {op.name} is read as a float")
+    if graph.type(operand(before, 1)).dims not in ((), (1,)) or before.attrs.block_size:
+        return Miss("it has a scale per channel")
+
+    def build(patch: Patch) -> None:
+        names = [out.name for out in op.outputs]
+        split = patch.add_op("Split", [stored, *op.inputs[1:]], op.attrs, outputs=len(names), names=names)
+        for part, users in readers.items():
+            made = Value(split.id, part.port)
+            for user in users:
+                if user.outputs[0].type.dtype == graph.type(stored).dtype and _same_scale(graph, before, user):
+                    patch.replace(user.value, made)
+            patch.replace(part, patch.add("DequantizeLinear", [made, *before.inputs[1:]], before.attrs))
+
+    return Match((op,), build)
+
+
+class ShiftZeroPoints(RulePass):
+    """int8 with zero point -128 becomes uint8 with zero point 0, and uint8 with 128 int8 with 0, for kernels that pad with zeros.
 
     Runs before any op is moved to integers."""
 
-    name = "recentre_integers"
-    rules = (recentred,)
+    name = "shift_zero_points"
+    rules = (shift_zero_point,)
 
 
 @rule("resized_integers", {"Resize"})
@@ -266,7 +296,7 @@ class MoveIntegers(RulePass):
     Runs after precisions are assigned, for targets that run such ops on integers."""
 
     name = "move_integers"
-    rules = (on_integers, resized_integers)
+    rules = (on_integers, split_integers, resized_integers)
 
 
 class CanonicalizeIntegers(RulePass):

@@ -1,4 +1,7 @@
-"""Embeddings of the columns of one tensor become one Gather from their concatenated tables (DeepFM: Guo et al., 2017)."""
+"""Embeddings of the columns of one tensor become one Gather from their concatenated tables (DeepFM: Guo et al., 2017).
+
+The same holds for bags of rows of several tables (``passes/rules/joined_bags.py``).
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,10 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.joined_bags import LEAST, MOST_BYTES, joined_bags, rows_of_tables
 from optdnn.passes.rules.tables_of_one_index import tables_of_one_index
 from optdnn.passes.support.facts import ints, producer, reshaped, shape_of
 from optdnn.types import INT64, Array, normalize_axis
-
-LEAST = 4
-"""Fewest embeddings that are joined."""
-MOST_BYTES = 1 << 30
-"""Largest size of joined tables."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,7 @@ def _gathered(patch: Patch, run: Sequence[_Embedding]) -> Value:
     index = patch.add("Gather", [run[0].source, columns], GatherAttrs(1))
     if patch.graph.type(run[0].source).dtype != INT64:
         index = patch.add("Cast", [index], CastAttrs(INT64))
-    ends = np.cumsum([len(e.table) for e in run])
-    starts = np.array([0, *ends[:-1]])
-    first, last = (patch.constant(v.astype(np.int64), name) for v, name in ((starts, "starts"), (ends, "ends")))
-    below = patch.add("Less", [index, patch.constant(np.array(0, np.int64), "zero")])
-    place = patch.add("Add", [index, patch.add("Where", [below, last, first])])
-    table = patch.constant(np.concatenate([e.table for e in run]), "tables")
-    return patch.add("Gather", [table, place], GatherAttrs(0))
+    return rows_of_tables(patch, index, [e.table for e in run])
 
 
 def _embedding(graph: Graph, op: Op, value: Value | None) -> _Embedding | None:
@@ -137,4 +130,4 @@ def _alike(one: _Embedding | None, other: _Embedding | None) -> bool:
 
 class JoinedTables(RulePass):
     name = "joined_tables"
-    rules = (joined_tables, tables_of_one_index)
+    rules = (joined_tables, joined_bags, tables_of_one_index)

@@ -18,7 +18,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.rules.widths import staged, widened
+from optdnn.passes.rules.widths import has_stages_or_factors, widened
 from optdnn.passes.support.facts import integers, is_depthwise, operand
 from optdnn.types import normalize_axis
 
@@ -74,7 +74,11 @@ class _Region:
 
     def _at_convolution(self, op: Op, value: Value) -> list[Value] | str:
         weight, bias = self.graph.constant_value(op.input(1)), op.input(2)
-        if weight is None or (bias is not None and self.graph.constant_value(bias) is None) or staged(op):
+        if (
+            weight is None
+            or (bias is not None and self.graph.constant_value(bias) is None)
+            or has_stages_or_factors(op)
+        ):
             return f"convolution {op.name} has no constant weights"
         if op.inputs.count(value) > 1 or value in op.inputs[1:]:
             return f"convolution {op.name} has no constant weights"

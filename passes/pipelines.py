@@ -43,7 +43,7 @@ from optdnn.passes.gather_rows import GatherRows
 from optdnn.passes.gathered_products import GatheredProducts
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.image_tokens import ImageTokens
-from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
+from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, ShiftZeroPoints
 from optdnn.passes.joined_rows import JoinedRows
 from optdnn.passes.joined_tables import JoinedTables
 from optdnn.passes.long_scans import LongScans
@@ -183,7 +183,7 @@ O2_GPU: tuple[Pass, ...] = (
     WindowProducts(),  # before the transposes that it adds are merged
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
     OuterProducts(),  # after all passes that look for products; before their factors merge with other arithmetic
-    CanonicalizeArithmetic(),  # merges transposes of heads that are neighbours now
+    CanonicalizeArithmetic(),  # merges transposes of heads that are neighbors now
     JoinedTables(),  # when no views remain between the rows and their Concat; before passes on gathers
     JoinedRows(),  # before epilogues, which absorb additions to products; before arithmetic is fused
     GatherRows(),  # when no views can be merged any more
@@ -224,7 +224,7 @@ ASSIGN_GPU: tuple[Pass, ...] = (
 
 GPU: tuple[Pass, ...] = (
     *ASSIGN_GPU,
-    RecentreIntegers(),  # before integers have readers other than DequantizeLinear; makes padding 0 more often
+    ShiftZeroPoints(),  # before integers have readers other than DequantizeLinear; makes padding 0 more often
     MoveIntegers(),  # before FoldQuantized: ops that only move or compare elements run on integers
     FoldQuantized(),  # before layouts: each op on integers becomes one operator, which layouts weigh as one
     DepthwiseRelu(),  # after integers, whose kernels have no prologue; before layouts

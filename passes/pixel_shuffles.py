@@ -1,7 +1,7 @@
 """A convolution before a pixel shuffle orders its channels by pixel, so that the shuffle moves whole blocks of channels.
 
 Super-resolution networks compute the pixels of a larger image as channels of a smaller one (Shi et al., 2016). PyTorch takes
-channel ``c`` of pixel ``(i, j)`` of a block from channel ``(c * k + i) * k + j``: neighbours in memory become distant pixels.
+channel ``c`` of pixel ``(i, j)`` of a block from channel ``(c * k + i) * k + j``: neighbors in memory become distant pixels.
 This pass reorders the filters of the convolution by pixel first. Then the shuffle moves 16 bytes at a time.
 """
 
@@ -16,7 +16,7 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.ir.op import STRUCTURAL
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.rules.widths import staged
+from optdnn.passes.rules.widths import has_stages_or_factors
 from optdnn.passes.support.facts import operand
 
 
@@ -37,7 +37,7 @@ def pixel_shuffle(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("the convolution before it has groups")
     if conv.input(2) is not None and graph.constant_value(conv.input(2)) is None:
         return Miss("the bias of the convolution before it is not constant")
-    if staged(conv):
+    if has_stages_or_factors(conv):
         return Miss("the convolution before it has stages")
     if any(graph.sole_user(o.value) is None for o in (conv, *between)):
         return Miss("its channels are also read in their own order")

@@ -8,7 +8,7 @@ each product, GatherElements takes, for query i and key j, the column of i - j. 
   row i is element ``i * (N - 1) + c + j`` of the flat rows: a Reshape to rows of N - 1. Only the columns that are taken are
   computed.
 - ``padded_shift``: the same view, for exporters that pad, flatten and cut the rows (BoTNet, HaloNet).
-- ``consecutive_rows`` and ``scaled_view`` (:mod:`optdnn.passes.rules.scaled_views`): neighbouring columns are a Slice, and the
+- ``consecutive_rows`` and ``scaled_view`` (:mod:`optdnn.passes.rules.scaled_views`): neighboring columns are a Slice, and the
   constant absorbs the scale of such a view.
 - ``heads_outside``: a product with a constant matrix per head, the same for the whole batch, becomes H products of B * M rows.
 """
@@ -239,7 +239,7 @@ def padded_shift(graph: Graph, op: Op) -> Match | Miss | None:
     ):
         return Miss("its columns do not move by one with each row, or are padding")
     if not count - 1 <= first <= width - columns:
-        return Miss("its columns come from neighbouring rows")
+        return Miss("its columns come from neighboring rows")
     cut = weight[..., first - count + 1 : first + columns]
 
     def build(patch: Patch) -> Value:

@@ -23,7 +23,7 @@ from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.support.attention_scores import factor_of, staged
+from optdnn.passes.support.attention_scores import factor_of, has_stages
 from optdnn.passes.support.facts import integers, operand, producer, reshaped
 from optdnn.passes.support.products import added_vector
 from optdnn.types import Array, normalize_axis
@@ -49,7 +49,7 @@ class Mixing:
 def talking_heads(graph: Graph, op: Op) -> Match | Miss | None:
     """``mix(softmax(mix(q k^T))) v`` of (B, H, N, D)."""
     back = producer(graph, op.inputs[0], {"Transpose"}, alone=True)
-    if back is None or tuple(back.attrs.perm or ()) != FROM_LAST or staged(op):
+    if back is None or tuple(back.attrs.perm or ()) != FROM_LAST or has_stages(op):
         return None
     after = _mixing(graph, operand(back))
     softmax = None if after is None else producer(graph, after.maps, {"Softmax"}, alone=True)
@@ -60,7 +60,7 @@ def talking_heads(graph: Graph, op: Op) -> Match | Miss | None:
     if before is None or turn is None or tuple(turn.attrs.perm or ()) != TO_LAST:
         return None
     scores = producer(graph, turn.inputs[0], {"MatMul"}, alone=True)
-    if scores is None or staged(scores):
+    if scores is None or has_stages(scores):
         return Miss("the mixed scores are not a product of queries and keys with no other reader")
     operands = (*scores.inputs[:2], op.inputs[1])
     types = [graph.type(v) for v in operands if v is not None]
@@ -84,7 +84,7 @@ def _mixing(graph: Graph, value: Value) -> Mixing | None:
         (value, vector), ops = found, [addition]
     product = producer(graph, value, {"MatMul"}, alone=True)
     matrix = None if product is None else graph.constant_value(product.input(1))
-    if product is None or matrix is None or matrix.ndim != 2 or staged(product):
+    if product is None or matrix is None or matrix.ndim != 2 or has_stages(product):
         return None
     return Mixing(operand(product), matrix, vector, (*ops, product))
 

@@ -63,7 +63,7 @@ def _only_addition(graph: Graph, total: Value) -> Op | None:
 
 
 class TensorParallel(Pass):
-    """Reduces the graph to the part of rank ``rank`` of ``world``. Afterwards ``ports`` tells how inputs and outputs are split."""
+    """Reduces the graph to the part of rank ``rank`` of ``world``. Afterward ``ports`` tells how inputs and outputs are split."""
 
     name = "tensor_parallel"
     axis_kind = "features"

@@ -245,7 +245,7 @@ def _grid(begins: Sequence[Sequence[int]]) -> list[Steps] | None:
 def _summed(patch: Patch, shift: Shift, steps: Sequence[Steps], axis: int) -> Value:
     """The sums of all shifts, joined along ``axis``.
 
-    The summed axis, the channels, is moved last: the convolutions around use channels-last order, and a thread reads neighbours."""
+    The summed axis, the channels, is moved last: the convolutions around use channels-last order, and a thread reads neighbors."""
     if shift.split is not None:
         other, source = (_in_groups(patch, v, axis, shift.split) for v in (shift.other, shift.source))
         shift = replace(shift, other=other, source=source)

@@ -1,4 +1,4 @@
-"""What holds for all tests: those on a GPU may run in parallel processes, but for those that fill its memory."""
+"""Settings for all tests. GPU tests may run in parallel processes, except those that fill its memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from support.cores import take_own_cores
 from support.heap import keep_freed_memory
 
 keep_freed_memory()
-take_own_cores()  # before NumPy and the libraries, which start a thread for each core that they may use
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile all that they import
-gc.disable()  # until all tests are collected: each pass over so many thousands of objects finds nothing to free
+take_own_cores()  # set before NumPy and the libraries are imported, which start a thread for each core that they may use
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile all of their imports
+gc.disable()  # until all tests are collected: garbage collection over many thousands of objects would find nothing
 
 from support.cli import Cli, Result  # noqa: E402
 from support.needs import needs_nvrtc, why_no_hopper, without_gpu  # noqa: E402
@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for ``benchmarks``, which is 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Before Hypothesis looks for constants to try in all modules of the checkout: that takes 5 s, and no test needs them.
+    """Keeps Hypothesis from searching all modules for constants (5 s, and no test needs them), and leaves out GPU tests.
 
     Tests marked ``hopper`` are marked ``gpu``, too. Two thousand tests need a GPU. Where there is none, they are left out
     at once, unless -m names them.
@@ -58,7 +58,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """The whole test, its fixtures' setup with it: they take memory, too."""
+    """The whole test including the setup of its fixtures, which take memory, too."""
     if "PYTEST_XDIST_WORKER" not in os.environ or item.get_closest_marker("gpu") is None:
         yield
         return
@@ -68,16 +68,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before the fixtures, which may compile kernels, too."""
+    """Runs before fixtures, which may compile kernels, too."""
     if item.get_closest_marker("nvrtc") is not None:
         needs_nvrtc()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def short_turns() -> Iterator[None]:
-    """Builds time their candidates for milliseconds: tests ask for what follows from times, not for good ones."""
+    """Builds time their candidates for milliseconds only: tests check consequences of times, not the times."""
     gc.collect()
-    gc.freeze()  # thousands of collected tests, which each measurement's collection of garbage would visit
+    gc.freeze()  # each garbage collection of a measurement would visit thousands of collected tests
     gc.set_threshold(
         20_000, 20, 20
     )  # graphs and models live for a whole test: a pass after each 700 objects finds no garbage
@@ -91,7 +91,7 @@ def short_turns() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_set_of_workers() -> Iterator[None]:
-    """Builds for the CPU try their candidates in the same worker processes: each would start its own."""
+    """Builds for the CPU try their candidates in the same worker processes. Otherwise each would start new ones."""
     with kept():
         yield
 

@@ -1,4 +1,4 @@
-"""The Python API: what a name lists, how results show, runs that do not block, and errors that suggest."""
+"""The Python API: listed names, the display of results, runs that do not block, and errors with suggestions."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_one_array_for_two_inputs_is_refused(two: optdnn.Engine) -> None:
             run(X[0])
 
 
-def test_what_is_no_array_is_refused(one: optdnn.Engine) -> None:
+def test_objects_that_are_no_array_are_refused(one: optdnn.Engine) -> None:
     with pytest.raises(InputError, match="must map names to arrays, not str"):
         one.run("x")
 
@@ -103,7 +103,7 @@ def test_a_wrong_name_of_an_input_gets_the_nearest(two: optdnn.Engine) -> None:
 # ---------------------------------------------------------------- how things show
 
 
-def test_contexts_say_what_they_run(one: optdnn.Engine) -> None:
+def test_contexts_show_their_ports(one: optdnn.Engine) -> None:
     assert repr(one.context()) == "Context(reference, fp32: x: fp32[N, 2] -> y: fp32[N, 2], z: fp32[N, 2])"
     engine = optdnn.build(model(ONE), target="simulate", shapes={"x": (2, 2)})
     assert repr(engine.context()).startswith("Context(simulate, fp32: x: fp32[2, 2] -> ")
@@ -123,7 +123,7 @@ def test_an_engine_and_its_report_show_in_notebooks(one: optdnn.Engine, tmp_path
     assert all(f"<td>{c.name}</td>" in checked._repr_html_() for c in checked.checks)
 
 
-def test_what_retuning_found_shows_in_notebooks() -> None:
+def test_results_of_retuning_are_shown_in_notebooks() -> None:
     from optdnn.tuning.retune import Retuned
 
     text = Retuned(2.0, 1.5, True, {}, ("slow <link>",))._repr_html_()
@@ -148,27 +148,27 @@ def test_a_future_has_the_results(one: optdnn.Engine) -> None:
 
 
 def test_the_callback_comes_from_another_thread(one: optdnn.Engine) -> None:
-    told: list[Any] = []
+    reported: list[Any] = []
     done = threading.Event()
 
     def callback(results: Any, user_data: Any, error: str) -> None:
-        told.append((results, user_data, error, threading.current_thread()))
+        reported.append((results, user_data, error, threading.current_thread()))
         done.set()
 
     future = one.run_async(X, callback, "mine")
     assert done.wait(60)
-    results, user_data, error, thread = told[0]
+    results, user_data, error, thread = reported[0]
     np.testing.assert_array_equal(results["y"], future.result(60)["y"])
     assert (user_data, error) == ("mine", "")
     assert thread is not threading.current_thread()
 
 
 def test_an_error_comes_by_callback_and_future(one: optdnn.Engine) -> None:
-    told: list[Any] = []
-    future = one.run_async({"y": X}, lambda *given: told.append(given), 7)
+    reported: list[Any] = []
+    future = one.run_async({"y": X}, lambda *given: reported.append(given), 7)
     with pytest.raises(InputError, match="input 'x' is missing"):
         future.result(60)
-    ((results, user_data, error),) = told
+    ((results, user_data, error),) = reported
     assert (results, user_data) == (None, 7)
     assert "input 'x' is missing" in error
 
@@ -206,15 +206,17 @@ def test_a_session_runs_as_onnxruntimes_does() -> None:
     sessions = (ort.InferenceSession(model(ONE), options), optdnn.InferenceSession(model(ONE)))
     for session in sessions:
         done = threading.Event()
-        told: list[Any] = []
+        reported: list[Any] = []
 
-        def callback(results: Any, user_data: Any, error: str, told: list[Any] = told, done: Any = done) -> None:
-            told.append((results, user_data, error))
+        def callback(
+            results: Any, user_data: Any, error: str, reported: list[Any] = reported, done: Any = done
+        ) -> None:
+            reported.append((results, user_data, error))
             done.set()
 
         assert session.run_async(["z", "y"], {"x": X}, callback, "mine") is None
         assert done.wait(60)
-        found.append(told[0])
+        found.append(reported[0])
     (theirs, _, _), (ours, user_data, error) = found
     assert (user_data, error) == ("mine", "")
     for a, b in zip(theirs, ours, strict=True):

@@ -1,6 +1,6 @@
-"""Files that attack: small ones that ask for long work or much memory.
+"""Hostile files: small ones that request long work or much memory.
 
-Each is refused, or done, within seconds, and every error is one of optdnn's. SECURITY.md names these tests.
+Each is refused or done within seconds, and every error is one of optdnn's. SECURITY.md names these tests.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_the_arithmetic_of_sizes_has_a_largest_expression(monkeypatch: pytest.Mo
         a, b, c = (symbol(n) for n in "ABC")
         with pytest.raises(DimTooLarge, match=r"OPTDNN_MAX_DIM_PARTS=N"):
             _repeated(lambda d: d * d, a + b + c, 7)
-        with pytest.raises(DimTooLarge):  # one term alone, of 2 ** 30 factors
+        with pytest.raises(DimTooLarge):  # a single term, of 2 ** 30 factors
             _repeated(lambda d: d * d, a, 30)
         with pytest.raises(DimTooLarge):
             _repeated(lambda d: floordiv(d, d + 1), a, 60)
@@ -77,7 +77,7 @@ def test_the_arithmetic_of_sizes_has_a_largest_expression(monkeypatch: pytest.Mo
         deep = _repeated(lambda d: dim_max(d + b, c) + 1, a, 60)
         assert bounds(deep)[0] == 60
     (made,) = graph.of_kind("ConstantOfShape")
-    assert made.outputs[0].type.rank == 1  # of a size of its own: the value was not followed
+    assert made.outputs[0].type.rank == 1  # with a new symbol as its size: the value was not followed
     monkeypatch.setenv("OPTDNN_MAX_DIM_PARTS", "100000")
     assert _repeated(lambda d: d * d, a + b + c, 4) is not None
 
@@ -90,7 +90,8 @@ def _repeated(step: Callable[[Any], Any], value: Any, times: int) -> Any:
 
 @pytest.mark.parametrize(("kind", "length"), sweep([("Neg", 2200), ("Mul", 1000)], ("Neg", 2200)))
 def test_long_chains_of_one_operator(kind: str, length: int) -> None:
-    """They took a minute: patterns looked at all ways to read eight operators as one product, and rewrites named all before."""
+    """They once took a minute: patterns tried all ways to read eight operators as one product, and rewrites named all earlier
+    ones."""
 
     def seconds(n: int) -> float:
         nodes = [node(kind, f"v{k}" if kind == "Neg" else f"v{k},v{k}", f"v{k + 1}") for k in range(n)]
@@ -125,7 +126,7 @@ def test_endless_loops_end_in_every_library() -> None:
 
 
 def nested_loops() -> Program:
-    """An engine, as its author writes it: a Loop of 10 ** 6 trips in one of as many, for ONNX Runtime."""
+    """An engine in the form of its author: a Loop of 10 ** 6 iterations in another one, for ONNX Runtime."""
     most = constant("most", np.array(limits.LOOP_TRIPS.default))
     ports = [helper.make_tensor_value_info("j", I64, []), helper.make_tensor_value_info("e", BOOL, [])]
     inner = helper.make_graph(
@@ -177,7 +178,7 @@ def test_large_numbers_are_no_long_loops(name: str) -> None:
 
 
 def test_many_sizes_that_are_not_known() -> None:
-    """Names of new symbols are not looked for from the first one on each time."""
+    """The search for the name of a new symbol does not start from the first one each time."""
     ports = [helper.make_tensor_value_info("x", F, ["n"]), helper.make_tensor_value_info("c", BOOL, ["n"])]
     nodes = [node("Compress", "x,c", f"y{k}") for k in range(6000)]
     graph = helper.make_graph(nodes, "g", ports, [helper.make_tensor_value_info("y0", F, None)])
@@ -199,7 +200,7 @@ def test_a_shape_that_a_model_declares_and_does_not_compute() -> None:
         engine.run({"x": np.ones((3, 2, 2), np.float32), "axes": np.zeros(0, np.int64)})
 
 
-def test_shapes_that_contradict_what_they_are_of() -> None:
+def test_shapes_that_contradict_their_tensors() -> None:
     x, axes = helper.make_tensor_value_info("x", F, [3, 4]), helper.make_tensor_value_info("axes", I64, [1])
     for shape in ([1, 3, 5], [1, 3, 64]):
         y = helper.make_tensor_value_info("y", F, shape)
@@ -334,7 +335,7 @@ def test_archives_pictures_and_caches_have_a_largest_size(
 
 
 def kept(*nodes: onnx.NodeProto, weights: list[TensorProto]) -> str:
-    """Why constant nodes were not folded."""
+    """The reason for which constant nodes were not folded."""
     graph = import_model(model([*nodes, node("Add", "x,c", "y")], *weights, shape=("n", 1)))
     report = FoldConstants()(graph)
     assert len(report.fired) + len(report.refused) == len(nodes)

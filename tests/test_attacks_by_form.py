@@ -1,4 +1,5 @@
-"""Files that attack by their form: nesting, names, text that commands a terminal, and engines that contradict themselves.
+"""Files that are hostile by their form: nesting, names, text with control codes for a terminal, and engines that contradict
+themselves.
 
 Every error is one of optdnn's. SECURITY.md names these tests.
 """
@@ -31,7 +32,7 @@ from optdnn.types import FP32, TensorSpec
 
 
 def nested_attributes(deep: int) -> Program:
-    """An engine whose one step has attributes of lists in lists."""
+    """An engine whose only step has attributes of nested lists."""
     value: Any = 1
     for _ in range(deep):
         value = [value]
@@ -41,7 +42,7 @@ def nested_attributes(deep: int) -> Program:
     return Program("reference", "fp32", ((spec[0], 0),), ((spec[1], 1),), (x, y), (step,), [])
 
 
-def test_what_is_nested_has_a_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nested_parts_have_a_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(nested_attributes(400), tmp_path / "e")
     with pytest.raises(EngineError, match=r"nested too deeply\n  hint: .*OPTDNN_MAX_HEADER_NESTING=N"):
         optdnn.load(path)
@@ -50,7 +51,7 @@ def test_what_is_nested_has_a_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def nested_branches(deep: int) -> ModelProto:
-    """If in If; a ModelProto in memory, since protobuf's parser has a limit of its own."""
+    """If nested in If; a ModelProto in memory, since protobuf's parser has its own limit."""
     out = helper.make_tensor_value_info("o", F, None)
     other = helper.make_graph([node("Identity", "x", "o")], "other", [], [out])
     proto = onnx.load_from_string(model([node("If", "c", "y")], constant("c", np.array(True))))
@@ -93,7 +94,7 @@ ODD = ["", " ", "?", "-1", "7", "1..3", "a*", "N+", "a,b", "N//0", "9" * 30, "é
 
 @pytest.mark.parametrize("library", ["openvino", "onnxruntime"])
 def test_odd_names_of_dimensions(library: str, tmp_path: Path) -> None:
-    """One network has them all, each on an axis of its own input."""
+    """One network with all of these names, each for an axis of a separate input."""
     pytest.importorskip(library)
     ports = [helper.make_tensor_value_info(f"x{k}", F, [name, 2]) for k, name in enumerate(ODD)]
     ends = [helper.make_tensor_value_info(f"y{k}", F, None) for k in range(len(ODD))]
@@ -119,12 +120,12 @@ def test_a_limit_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COMMANDS = "\x1b[2J \x9b31m \u202eevil\u2066 \x85 [/red] \u200f"
-"""Controls of both sets, marks that turn the direction of text, and rich's markup."""
+"""Control codes of both sets, marks that change the direction of text, and rich's markup."""
 
 
 @pytest.fixture(scope="module")
 def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and an engine whose names of nodes and tensors command terminals."""
+    """A folder with a model and an engine. Names of nodes and tensors have control codes for terminals."""
     folder = tmp_path_factory.mktemp("named")
     proto = convnet(names={"conv1": f"conv {COMMANDS}"})
     x = proto.graph.input[0].name
@@ -166,7 +167,7 @@ def test_a_status_line_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("target", ["simulate", "cpu"])
 def test_malformed_accounts_are_reported_or_refused(target: str, tmp_path: Path, cli: Cli) -> None:
-    """Seeded changes of ``meta``: no command meets an error that is not ours."""
+    """Seeded changes of ``meta``: every error of a command is one of ours."""
     if target == "cpu":
         pytest.importorskip("onnxruntime")
     built = optdnn.build(convnet(), target=target, precision="fp16" if target == "simulate" else "fp32").program
@@ -192,7 +193,7 @@ def test_malformed_accounts_are_reported_or_refused(target: str, tmp_path: Path,
 
 @pytest.mark.parametrize("target", ["simulate", "reference", "onnxruntime"])
 def test_mutated_engines_run_or_are_refused(target: str, tmp_path: Path) -> None:
-    """Seeded changes of everything but the account: a typed error of ours, or a run that ends."""
+    """Seeded changes outside of ``meta``: a typed error of ours, or a run that ends."""
     library = None if target in ("simulate", "reference") else pytest.importorskip(target)
     options: Any = {"target": target} if library is None else {"target": "cpu", "tactics": target, "threads": 1}
     path = tmp_path / "e"
@@ -244,7 +245,7 @@ def test_a_mapped_engine_that_is_changed_in_place_does_not_run_on(tmp_path: Path
     feed = np.ones(engine.inputs[0].shape, np.float32)
     before = engine(feed)
     path.touch()
-    assert np.array_equal(engine(feed), before)  # touched, not changed
+    assert np.array_equal(engine(feed), before)  # touched, but not changed
     data = bytearray(path.read_bytes())
     with path.open("r+b") as file:
         file.seek(len(data) - 1)

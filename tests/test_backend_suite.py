@@ -1,8 +1,8 @@
-"""ONNX's own backend tests: every case is either right or refused with a typed error, and the refusals are a checked list.
+"""ONNX's own backend tests: every case is either right, or refused with a typed error and on a list.
 
-``backend_expected.json`` maps patterns of test names to the reason why those cases are refused today, and names the cases whose
-engine for a GPU has steps on the CPU (``on_cpu``) and those that on cpu NumPy runs (``by_numpy``). The lists only shrink: a case
-that passes although it is listed fails here, and so does a pattern that matches nothing.
+``backend_expected.json`` maps patterns of test names to the reasons of these refusals. ``on_cpu`` names the cases with steps on the
+CPU in their GPU engine, ``by_numpy`` those with steps in NumPy on the target cpu. The lists only shrink: a listed case that passes
+is a failure here, and so is a pattern without a match.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ KNOWN_ONNX = LISTED["onnx"]
 SAME_ONNX = onnx.__version__.startswith(KNOWN_ONNX + ".")
 LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
 ULPS = 2
-"""Roundoffs of fp16 and bf16 results that may differ; ONNX's own runner allows bfloat16 as many."""
+"""Numbers of roundoffs by which fp16 and bf16 results may differ. ONNX's own runner allows bfloat16 the same."""
 
 
 CASES = cases()
 
 
 def reason(name: str) -> str | None:
-    """Why a case is expected to be refused, or None."""
+    """The reason for which a case is expected to be refused, or None."""
     return _reasons().get(name)
 
 
@@ -61,20 +61,21 @@ def _reasons() -> dict[str, str]:
 
 PASSING = sorted(name for name in CASES if reason(name) is None)
 GROUPS: dict[str, list[str]] = defaultdict(list)
-"""The passing cases by operator: a test runs those of one operator."""
+"""The passing cases by operator: one test runs the cases of one operator."""
 for _name in PASSING:
     GROUPS[group(_name)].append(_name)
 
 
 def groups(*slow: str, real: bool = True) -> pytest.MarkDecorator:
-    """Each group of cases is a test; whole networks (``real``: with them), and groups whose name ends in one of these, are slow."""
+    """Each group of cases is a test. ``real``: including whole networks. Whole networks, and groups whose names end in
+    ``slow``, are slow."""
     named = [g for g in sorted(GROUPS) if real or g != "real"]
     marked = [pytest.param(g, marks=pytest.mark.slow) if g == "real" or g.endswith(slow) else g for g in named]
     return pytest.mark.parametrize("group", marked)
 
 
 def each(group: str, run: Callable[[str], object], names: Sequence[str] | None = None) -> None:
-    """Run the cases of a group (all, or ``names``), and tell all that fail."""
+    """Run the cases of a group (all, or ``names``), and report all that fail."""
     failed = {}
     for name in GROUPS[group] if names is None else names:
         try:
@@ -108,7 +109,7 @@ def data(name: str) -> Iterator[tuple[list[Any], list[Any]]]:
         (shape,) = (
             [d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.input if v.name not in constants
         )
-        size = int(np.prod(shape))  # what ONNX's runner feeds to its light models
+        size = int(np.prod(shape))  # like ONNX's runner for its light models
         expected = onnx.load_tensor(LIGHT / f"{Path(case.url).stem}_output_0.pb")
         yield [(np.arange(size).reshape(shape) / size).astype(np.float32)], [numpy_helper.to_array(expected)]
 
@@ -123,8 +124,11 @@ def _stored(folder: Path, what: str) -> list[Any]:
 
 
 TIED = frozenset({"test_squeezenet"})
-"""Networks whose weights are constants, so that all logits are the same, 9.5e9. Sums in another order, as with one thread, move
-some of them by a rounding, which is 1024: Softmax then gives the others nothing. Their probabilities are summed."""
+"""Networks with constant weights, in which all logits are equal (9.5e9).
+
+Sums in another order, as with one thread, change some of them by one rounding (1024). Softmax then gives the others 0. So their
+probabilities are summed.
+"""
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ def compare(got: Any, want: list[Any], rtol: float, atol: float) -> None:
 
 
 NOT_WRITTEN = "^test_(resize_(up|down)sample_scales_(linear|cubic)_align_corners$|bitcast_|cumprod_)"
-"""Cases that have no ONNX form: what ONNX means by fractional scales there depends on sizes, which these give at run time."""
+"""Cases without an ONNX form: the meaning of fractional scales depends on sizes, which are known only at run time."""
 
 REFERENCE = Runner("REFERENCE")
 OPTIMIZED = Runner("REFERENCE", (("opt_level", 3), ("debug", True)))
@@ -170,7 +174,7 @@ CPU = Runner("CPU", (("threads", 1),))
 
 
 def attempt(run: Runner, name: str) -> optdnn.integrations.onnx_backend.PreparedModel | None:
-    """What ran the case; None where it is refused and the list is of another ONNX."""
+    """The model that ran the case; None if it is refused and the list is for another version of ONNX."""
     try:
         return run(name)
     except UnsupportedError:
@@ -187,7 +191,7 @@ def test_reference(group):
 @pytest.mark.slow
 @groups("expanded", real=False)
 def test_optimized(group):
-    """All passes, each one's result verified. Whole networks: ``tests/networks/test_end_to_end.py``, with varied weights."""
+    """All passes, with each result verified. ``tests/networks/test_end_to_end.py`` does the same for whole networks."""
     each(group, functools.partial(attempt, OPTIMIZED))
 
 
@@ -201,15 +205,15 @@ def test_a_failing_case_is_reported_with_its_name():
 
 
 def onnxruntime_first(runners, tick=lambda name: None):
-    """Stands for measuring: times that are the same on every machine."""
+    """A stand-in for measuring, with the same times on every machine."""
     return {name: 1.0 if name.startswith("onnxruntime") else 2.0 for name in runners}
 
 
 @pytest.mark.slow
 @groups(real=False)
 def test_cpu(group, monkeypatch):
-    """Both libraries are checked; ONNX Runtime is taken to be the faster where both are right, so that it is no chance who is.
-    Whole networks: ``tests/networks/test_end_to_end.py``."""
+    """Both libraries are checked. If both are right, ONNX Runtime counts as faster, so that chance does not decide.
+    ``tests/networks/test_end_to_end.py`` does the same for whole networks."""
     for library in ("onnxruntime", "openvino"):
         pytest.importorskip(library, reason="the cpu extra is not installed")
     monkeypatch.setattr(cpu, "take_turns", onnxruntime_first)
@@ -221,9 +225,12 @@ INTEGER_PRODUCTS = frozenset({"Conv", "MatMul", *WEIGHTS})
 
 
 def cpu_cases(group):
-    """Those listed, three of each operator and an eighth of the others; of functions' bodies, whose operators have cases of
-    their own, a twelfth. ``OPTDNN_ALL_CASES=1`` runs all of them, as before a release. (On ``reference``, with and without passes,
-    and on ``simulate`` all cases run.)"""
+    """The listed cases, three of each operator, and an eighth of the others. Of the bodies of functions, whose operators have
+    their own cases, a twelfth.
+
+    ``OPTDNN_ALL_CASES=1`` runs all of them, as before a release. (All cases run on ``reference``, with and without passes, and
+    on ``simulate``.)
+    """
     if os.environ.get("OPTDNN_ALL_CASES") == "1":
         return GROUPS[group]
     first, every = (0, 12) if group.endswith("expanded") else (3, 8)
@@ -246,7 +253,7 @@ def on_cpu(name):
 
 @groups("expanded")
 def test_simulate(group):
-    """As a GPU's program, with steps on the CPU where the list says so and nowhere else."""
+    """Runs as a GPU's program. Exactly the listed steps run on the CPU."""
     each(group, check_simulated)
 
 
@@ -258,7 +265,7 @@ def check_simulated(name):
 
 
 def simulated(name: str) -> set[str]:
-    """Run a case as a GPU's program, the engine made for its sizes alone; the kinds of operators that the CPU ran."""
+    """Run a case as a GPU's program, built for its sizes only. Returns the kinds of operators that ran on the CPU."""
     prepared = optdnn.integrations.onnx_backend.prepare(load(name), "SIMULATE")
     on_cpu = set()
     for inputs, outputs in data(name):
@@ -271,13 +278,13 @@ def simulated(name: str) -> set[str]:
 
 @pytest.mark.skipif(not SAME_ONNX, reason=f"the list is of onnx {KNOWN_ONNX}")
 def test_shares_on_a_gpu():
-    """All of the cases that are not refused pass, 97 of 100 of them without a step on the CPU."""
+    """All cases that are not refused pass, 97 of 100 without a step on the CPU."""
     assert set(LISTED["on_cpu"]) <= set(PASSING), "these are no cases that pass"
     assert len(LISTED["on_cpu"]) <= 0.03 * len(PASSING)
 
 
 @pytest.mark.skipif(not SAME_ONNX, reason=f"the list is of onnx {KNOWN_ONNX}")
-def test_the_table_of_operators_is_what_ran():
+def test_the_table_of_operators_agrees_with_the_runs():
     assert set(LISTED["by_numpy"]) <= set(PASSING), "these are no cases that pass"
     models = {name: functools.partial(load, name) for name in PASSING}
     written = operators.PATH.read_text(encoding="utf-8")
@@ -286,7 +293,7 @@ def test_the_table_of_operators_is_what_ran():
 
 @pytest.fixture(scope="module")
 def one_gpu_process():
-    """The builds of this module try their programs in one worker process: each would start its own."""
+    """The builds of this module try their programs in one worker process. Otherwise each would start its own."""
     from optdnn.runtime.cuda.trials.process import gpu_process
 
     with gpu_process():
@@ -298,7 +305,7 @@ def one_gpu_process():
 @pytest.mark.usefixtures("one_gpu_process")
 @groups()
 def test_cuda(group):
-    """On this machine's GPU: `pytest -m gpu -k test_cuda tests/test_backend_suite.py` (kernels are compiled: many minutes)."""
+    """On this machine's GPU: `pytest -m gpu -k test_cuda tests/test_backend_suite.py` (it compiles kernels for many minutes)."""
     if not optdnn.integrations.onnx_backend.supports_device("CUDA"):
         pytest.skip("no usable GPU")
     each(group, on_cuda)
@@ -313,13 +320,13 @@ def on_cuda(name):
 
 
 ROUNDED = ("test_dft_inverse", "test_dft_inverse_opset19")
-"""Cases that only NumPy's own algorithm passes: the expected values hold a rounding of 2e-7 where an exact transform gives 0."""
+"""Cases that only NumPy's own algorithm passes: the expected values have a rounding of 2e-7 where an exact transform gives 0."""
 
 
 @groups("expanded", real=False)
 def test_round_trip(group):
-    """Export of what was imported means the same: equal to the last bit, or to roundoff where ONNX has no such node. The operators
-    of whole networks have cases of their own."""
+    """The export of an imported model has the same results: equal to the last bit, or to roundoff if ONNX has no such node. The
+    operators of whole networks have their own cases."""
     each(group, check_round_trip)
 
 
@@ -349,7 +356,7 @@ def test_the_list_of_refused_cases_is_true():
 
 
 def refused(name: str) -> bool:
-    """True when importing or running the case raises a typed error; a wrong result or a crash fails the test."""
+    """Whether importing or running the case raises a typed error. A wrong result or a crash fails the test."""
     try:
         REFERENCE(name)
     except (UnsupportedError, ModelError):

@@ -1,4 +1,4 @@
-"""Build options as a caller may give them: accepted forms, and refusals with their words."""
+"""Build options of a caller: accepted forms, and refusals with their messages."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_auto_is_the_gpu_where_it_is_usable(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("options", [{"precision": "fp16"}, {"tactics": "heuristic"}, {"tactics": "heuristic,own"}])
-def test_what_only_gpus_have_is_refused_once_auto_is_cpu(
+def test_options_for_gpus_are_refused_once_auto_is_cpu(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(usable, "why_not", lambda: "no NVIDIA GPU or no driver")

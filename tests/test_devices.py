@@ -1,4 +1,4 @@
-"""What a build decides for several GPUs: the split that is predicted to be faster, and whether an engine fits the memory."""
+"""Decisions of a build for several GPUs: the split with the smaller predicted time, and whether an engine fits the memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wide(rows: int, world: int = 2, **options: Any) -> tuple[str, str]:
 
 
 def test_many_rows_are_split_by_the_batch_and_few_by_weights() -> None:
-    """Sums of many rows take longer than weights that each GPU reads; few rows leave the time to the weights."""
+    """For many rows, the sums take longer than the weights that each GPU reads; for few rows, the weights take longer."""
     assert wide(16384)[0] == "batch"
     split, why = wide(4)
     assert split == "weights"
@@ -54,7 +54,7 @@ def test_whole_weights_that_do_not_fit_are_split() -> None:
     assert why == "all weights, 33.6 MB, are more than the 10 MB that are allowed on a GPU"
 
 
-def test_a_build_says_which_split_it_takes() -> None:
+def test_a_build_reports_its_split() -> None:
     said: list[str] = []
     model, _, _ = decoder()
     engine = optdnn.build(model, target="simulate", precision="fp16", devices=2, progress=said.append)
@@ -90,7 +90,7 @@ def test_the_faster_way_of_a_sum_is_predicted() -> None:
         for world, seconds in ((2, two), (4, four)):
             assert predicted_seconds(kind, nbytes, world) == pytest.approx(seconds, rel=0.2)
     assert predicted_seconds("AllReduce", 25e6, 2) == pytest.approx(107e-6, rel=0.01)
-    assert predicted_seconds("AllReduce", 16384, 64) > 7e-6  # the kernels over peer memory are for 8 at most
+    assert predicted_seconds("AllReduce", 16384, 64) > 7e-6  # kernels over peer memory support at most 8
     assert predicted_seconds("AllGather", 25e6, 2) < predicted_seconds("AllReduce", 25e6, 2)
 
 
@@ -113,7 +113,7 @@ def test_weights_beyond_the_memory_of_one_gpu_run_on_two() -> None:
     optdnn.build(model, target="simulate", memory_limit=weights + context)
 
 
-def test_what_else_is_said_where_memory_is_short() -> None:
+def test_further_advice_where_memory_is_short() -> None:
     model = mlp(4, 256, 1024)
     with pytest.raises(NotMet, match=r"on each GPU(?s:.*)--split weights"):
         optdnn.build(model, target="simulate", devices=2, split="batch", memory_limit=3_000_000)

@@ -1,4 +1,4 @@
-"""Arithmetic in the names of dimensions: the forms that are read, their meaning, and the text that stays a name."""
+"""Arithmetic in the names of dimensions: accepted forms, their meaning, and texts that stay names."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ A, B = symbol("a"), symbol("b")
         ("größe + 1", symbol("größe") + 1),
     ],
 )
-def test_what_is_read(text: str, wanted: DimLike) -> None:
+def test_texts_that_are_read(text: str, wanted: DimLike) -> None:
     for spaced in (text, f"  {text} ", text.replace(" ", ""), text.replace("*", " * ").replace(" *  * ", " ** ")):
         found = parse_dim(spaced)
-        for a in range(6):  # of equal meaning, whatever the form: ceil
+        for a in range(6):  # forms with the same meaning: ceil
             sizes = {s.name: a + k for k, s in enumerate(sorted(wanted.symbols(), key=str))}  # type: ignore[union-attr]
             assert found is not None
             assert evaluate(found, sizes) == evaluate(wanted, sizes)
@@ -109,7 +109,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("text", NONSENSE)
-def test_what_is_no_expression(text: str) -> None:
+def test_texts_that_are_no_expression(text: str) -> None:
     assert parse_dim(text) is None
 
 
@@ -149,7 +149,7 @@ def _dims() -> st.SearchStrategy[DimLike]:
 
 
 @given(_dims())
-def test_what_a_dimension_writes_reads_as_the_same(d: DimLike) -> None:
+def test_the_text_of_a_dimension_reads_as_the_same(d: DimLike) -> None:
     if isinstance(d, Dim) and len(str(d)) <= TEXT_LIMIT:
         sizes = {"a": 3, "b": 5, "s.0": 4}
         found = parse_dim(str(d))
@@ -165,9 +165,9 @@ def test_what_a_dimension_writes_reads_as_the_same(d: DimLike) -> None:
 def test_expressions_are_those_of_symbols_that_stand_alone() -> None:
     dims = ["a", "b.1", 3, "a + b.1", "2*a", "a + c", "batch-size", "d + 1", "c + 1", "x:0.0"]
     assert expressions(dims) == {"a + b.1": A + symbol("b.1"), "2*a": 2 * A}
-    # c is in expressions alone: nothing is solved for it
+    # c occurs only in expressions: there is no equation for it
     assert "a + c" in expressions([*dims, "c"])
-    # what has a range is a symbol, whatever it looks like
+    # a name with a range is a symbol, even if it looks like arithmetic
     assert expressions(dims, {"2*a"}) == {"a + b.1": A + symbol("b.1")}
 
 

@@ -1,4 +1,4 @@
-"""No module needs itself through others, imports inside functions included."""
+"""Modules do not import one another in cycles, including imports inside functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import networkx as nx
 ROOT = Path(__file__).parents[1]
 ROOMS = {"optdnn": "optdnn", **{f"optdnn.{n}": n for n in ("passes", "runtime", "cli")}}
 ANNOTATED = 4
-"""Cycles that imports for annotations alone (``if TYPE_CHECKING``) may close."""
+"""Cycles that imports for annotations only (``if TYPE_CHECKING``) may close."""
 
 
 def sources() -> dict[str, str]:
@@ -26,7 +26,7 @@ def sources() -> dict[str, str]:
 
 @cache
 def imported(text: str) -> tuple[set[str], set[str]]:
-    """Dotted names that a module's text imports anywhere: to run, and under ``if TYPE_CHECKING``."""
+    """Dotted names that a module's text imports anywhere: at run time, and under ``if TYPE_CHECKING``."""
     nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.If, ast.Import, ast.ImportFrom))]
     checked = [n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
     annotations = {child for n in checked for child in n.body}

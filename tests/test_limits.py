@@ -1,4 +1,4 @@
-"""Limits on reading: each is met in a test, is named in its error, and can be raised."""
+"""Limits on reading: a test reaches each one; its error names it; and it can be raised."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ def test_the_json_of_a_request_has_a_largest_size(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("limit", limits.LIMITS, ids=lambda limit: limit.name)
 def test_a_test_meets_each_limit(limit: limits.Limit) -> None:
-    """Each is set, or named, in some test."""
+    """Some test sets or names each limit."""
     named = re.compile(rf"\b({limit.variable}|limits\.{limit.name.upper()})\b")
     assert any(named.search(p.read_text(encoding="utf-8")) for p in TESTS.rglob("*.py"))

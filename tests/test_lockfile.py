@@ -1,4 +1,4 @@
-"""Lockfiles: the same bytes again, or what differs."""
+"""Lockfiles: the same bytes again, or the differences."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_options_that_contradict(tmp_path: Path) -> None:
 
 
 def test_a_model_is_identified_by_its_contents(tmp_path: Path) -> None:
-    """Whether weights lie beside the model or in it does not matter."""
+    """The result is the same for weights in the model and beside it."""
     inside = save(mlp(), tmp_path)
     onnx.save(mlp(), tmp_path / "beside.onnx", save_as_external_data=True, size_threshold=0)
     options = BuildOptions(target="reference")

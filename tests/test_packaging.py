@@ -1,4 +1,4 @@
-"""What an installation holds: every package of the tree, and every file that the code reads."""
+"""The contents of an installation: every package of the tree, and every file that the code reads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def packed() -> set[Path]:
 
 
 def test_every_folder_of_the_tree_is_a_listed_package() -> None:
-    """Folders of data, too: setuptools warns about each one that it packs without having it in its list."""
+    """Also folders of data: setuptools warns about each one that it packs and that is not in its list."""
     listed = setuptools()["packages"]
     found = {
         named(place.parent, room)
@@ -83,7 +83,7 @@ def test_python_started_in_the_clones_root_finds_all_of_it() -> None:
     if not (ROOT / "passes").is_dir():
         pytest.skip("an installed copy has no clone")
     code = "import optdnn.passes.pipelines as p, optdnn.runtime.engine; print(p.__file__)"
-    # -S: without site-packages nothing but the clone can be meant (what it needs beside itself is given by path).
+    # -S: without site-packages, only the clone can be imported (its dependencies are given by path).
     others = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path += {others!r}; {code}"],
@@ -96,10 +96,10 @@ def test_python_started_in_the_clones_root_finds_all_of_it() -> None:
 
 
 def test_every_module_stands_in_a_layer() -> None:
-    """A module that import-linter's layers leave out could import anything."""
+    """A module that is missing in import-linter's layers could import anything."""
     setuptools()  # skips where there is no pyproject.toml
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    free = ["optdnn.__init__", "optdnn.models"]  # the lazy public names; networks to try, which use the public API
+    free = ["optdnn.__init__", "optdnn.models"]  # the lazy public names; and example networks, which use the public API
     modules = [
         ".".join(("optdnn", *path.with_suffix("").parts[path.parts[0] == "optdnn" :]))
         for room in ("optdnn", "passes", "runtime", "cli", "models")
@@ -108,6 +108,8 @@ def test_every_module_stands_in_a_layer() -> None:
     runtime = [m for m in modules if m.startswith("optdnn.runtime.")]
     for contract, members in ((contracts[0], modules), (contracts[1], runtime)):
         known = [*free, *(name for line in contract["layers"] for name in line.split(" : "))]
-        packages = {f"{name.rpartition('.')[0]}.__init__" for name in known}  # whose modules stand in several layers
+        packages = {
+            f"{name.rpartition('.')[0]}.__init__" for name in known
+        }  # packages whose modules are in several layers
         stands = [m for m in members if any(m == name or m.startswith(f"{name}.") for name in known)]
         assert sorted({*members} - {*stands} - packages) == []

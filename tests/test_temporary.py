@@ -1,4 +1,4 @@
-"""Temporary folders and files on a machine without a place for them."""
+"""Temporary folders and files on a machine that has no place for them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_they_are_removed() -> None:
 
 @pytest.fixture
 def handled() -> Iterator[None]:
-    """A shell that starts the tests in the background has this signal ignored."""
+    """A shell that starts the tests in the background may have made them ignore this signal."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -46,7 +46,7 @@ def handled() -> Iterator[None]:
 
 @pytest.mark.usefixtures("handled")
 def test_a_signal_while_one_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python handles signals between any two steps: also between making a folder and knowing that it is to be removed."""
+    """Python handles signals between any two steps, also between the creation of a folder and its registration for removal."""
     make = tempfile.mkdtemp
 
     def interrupted(*given: Any) -> str:

@@ -30,8 +30,8 @@ def correctness(rows: Sequence[Row]) -> str:
         worst = max((r["steps"]["worst"][0] for r in good if r.get("steps", {}).get("worst")), default=0.0)
         launches = sum(r["steps"]["count"] for r in of if "steps" in r)
         case = cases.get(precision)
-        told = f"{case['tried'] - len(case.get('wrong', ()))} of {case['tried']}" if case else ""
-        lines.append([precision, f"{len(good)} of {len(of)}", f"{launches:,}", f"{worst:.0e}", told])
+        right = f"{case['tried'] - len(case.get('wrong', ()))} of {case['tried']}" if case else ""
+        lines.append([precision, f"{len(good)} of {len(of)}", f"{launches:,}", f"{worst:.0e}", right])
     if len(lines) == 1:
         return ""
     said = [

@@ -143,8 +143,8 @@ def _summary(pairs: Pairs, rows: Sequence[Row]) -> str:
         said.append(f"Errors beyond rounding, or not finite: {'; '.join(wrong)}.")
     known, wanted = {r["workload"] for r in pairs.rows}, {w.name for w in group("wide")}
     lost = [r for r in rows if r["what"] == "speed" and "error" in r and r["workload"] in wanted - known]
-    if told := [f"{workload(r).label} ({escaped(r['error'][:WHY])})" for r in lost]:
-        said.append(f"Without a result: {'; '.join(told)}.")
+    if lines := [f"{workload(r).label} ({escaped(r['error'][:WHY])})" for r in lost]:
+        said.append(f"Without a result: {'; '.join(lines)}.")
     return " ".join(said)
 
 

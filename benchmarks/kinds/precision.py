@@ -98,7 +98,7 @@ def of_trained(workload: Workload, target: str, only: str, more: Mapping[str, An
             rows[config] = {"accuracy": accuracy(engine, net.x, net.y, batch, simulate=simulate), **_size(engine)}
             rows[config] |= {"precision": engine.precision, "build_s": round(time.perf_counter() - start, 1)}
             if "auto" in engine.meta:
-                rows[config]["auto"] = told(engine.meta["auto"])
+                rows[config]["auto"] = auto_facts(engine.meta["auto"])
             engines[config] = engine
         except OptdnnError as error:
             rows[config] = {"error": str(error)}
@@ -164,7 +164,7 @@ def of_zoo(workload: Workload, target: str, more: Mapping[str, Any]) -> Row:
         metric = metric_of("cosine", None)
         rows[config] = {"drop": metric.drop({"y": outputs[config]}, {"y": outputs["fp32"]}, None), **_size(engine)}
         rows[config] |= {"precision": engine.precision, "build_s": round(time.perf_counter() - start, 1)}
-        rows[config] |= {"auto": told(engine.meta["auto"])} if "auto" in engine.meta else {}
+        rows[config] |= {"auto": auto_facts(engine.meta["auto"])} if "auto" in engine.meta else {}
     turn()
     timed = partial(rounds_of, feeds={x: held[:1]}, target=target)
     for config, ms in paired(timed(engines, rounds=12)).items():
@@ -204,7 +204,7 @@ def _size(engine: Engine) -> dict[str, int]:
         return {"engine_bytes": path.stat().st_size, "weights_bytes": sum(b.nbytes for b in engine.program.blobs)}
 
 
-def told(auto: Mapping[str, Any]) -> Row:
+def auto_facts(auto: Mapping[str, Any]) -> Row:
     """From auto's report: the choice, how it was verified, and why single precisions were declined."""
     chosen = next(c for c in auto["candidates"] if c["name"] == auto["chosen"])
     return {

@@ -67,15 +67,15 @@ def settings(args: argparse.Namespace) -> list[list[str]]:
 def planned(args: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Task]:
     """The trials that are not done yet, in the order of their seeds."""
     for setting in settings(args):
-        told = " ".join(filter(None, setting))
+        label = " ".join(filter(None, setting))
         if args.files:
             names = [(Path(f).stem, f) for f in args.files]
-            yield from ({"name": n, "file": f, "setting": setting} for n, f in names if (n, told) not in done)
+            yield from ({"name": n, "file": f, "setting": setting} for n, f in names if (n, label) not in done)
             continue
         first, last = map(int, args.seeds.split(":"))
         for seed in range(first, last):
             for family in args.family.split(","):
-                if (f"{family}-{seed}", told) not in done:
+                if (f"{family}-{seed}", label) not in done:
                     yield {"family": family, "seed": seed, "setting": setting}
 
 
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     p = command_parser("random", __doc__)
     p.add_argument("--target", default="cpu", help="cpu, reference, simulate, cuda (several: separated by commas)")
-    p.add_argument("--precision", default="fp32", help="fp32, tf32, fp16, int8")
+    p.add_argument("--precision", default="fp32", help="fp32, tf32, fp16, bf16, int8")
     p.add_argument("--tactics", default="", help="cpu: auto, openvino, onnxruntime; cuda: own and so on")
     p.add_argument(
         "--settings", help='in place of these: "cpu fp32 openvino,simulate fp16", or "processor": all without a GPU'

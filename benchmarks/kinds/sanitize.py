@@ -87,7 +87,7 @@ def main(words: Sequence[str]) -> int:
 
         with ThreadPoolExecutor(options.workers) as threads:
             list(threads.map(lambda j: job(*j), jobs))
-    return told(results.rows, tools, names)
+    return summarize(results.rows, tools, names)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -130,7 +130,7 @@ def rows_of(tool: str, name: str, fault: int, clean: bool, text: str) -> list[Ro
     return [{**row, "workload": f"kernels/{file_of(one)}", "family": one, **more} for one in name.split(AND)]
 
 
-def told(rows: Sequence[Row], tools: Sequence[str], names: Sequence[str]) -> int:
+def summarize(rows: Sequence[Row], tools: Sequence[str], names: Sequence[str]) -> int:
     """Print what each tool found. Exit code 0: all families are clean, and each fault was caught."""
     good = True
     for tool in tools:

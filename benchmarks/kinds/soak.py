@@ -93,7 +93,7 @@ extern "C" __global__ void busy(unsigned long long nanoseconds) {
 """
 
 
-class Neighbour:
+class Neighbor:
     """Kernels on a second stream. Each keeps some multiprocessors busy for a while."""
 
     def __init__(self) -> None:
@@ -125,12 +125,12 @@ def replay(job: Job) -> Row:
     with stream:
         first = {k: bits(v).copy() for k, v in bound.run(stream).items()}
         stream.synchronize()
-        neighbour = Neighbour()
+        neighbor = Neighbor()
         for mode in ("alone", "beside"):
             differing, count, begin = cupy.zeros((), cupy.uint64), 0, time.perf_counter()
             while more(job.options, count, time.perf_counter() - begin, on_host=on_host):
                 if mode == "beside":
-                    neighbour.start()
+                    neighbor.start()
                 outputs = bound.run(stream)
                 count += 1
                 for k, v in outputs.items():

@@ -37,7 +37,7 @@ import optdnn
 from benchmarks import products
 from benchmarks.harness import Job, Kind, release, turn
 from benchmarks.models import TORCH, engine_of, feeds_of, forbidden, module_of, onnx_of, ranged, tests_on_path
-from benchmarks.rows import Row, told
+from benchmarks.rows import Row, error_text
 from benchmarks.workloads import Workload
 from optdnn.errors import MissingDependency
 from optdnn.runtime.cuda.libraries import find
@@ -108,7 +108,7 @@ def prepare(job: Job) -> Row:
             try:
                 found[name] = _built(job, name, times if common is not None else None)
             except Exception as error:
-                found[name] = {"error": told(error)}
+                found[name] = {"error": error_text(error)}
     if common is not None and times.exists():
         _merge(times, common)
     return {"builds": found}
@@ -230,7 +230,7 @@ def _raced(job: Job, place: str) -> Row:
             checks[name] = {"error_rel": error, "prepare_s": round(time.perf_counter() - start, 2)}
             kept.append(outputs)
         except Exception as fault:
-            checks[name] = {"error": told(fault)}
+            checks[name] = {"error": error_text(fault)}
             torch.cuda.synchronize()
     if any(n.startswith("compile") for n in asked) and not crowded:
         race.end_compilers()  # else they serve the next workload, and have nothing to do while this one is timed
@@ -251,7 +251,7 @@ def _raced(job: Job, place: str) -> Row:
         except Exception as error:
             if "CUDA_ERROR" in str(error):
                 raise
-            checks[name] = {"error": told(error)}
+            checks[name] = {"error": error_text(error)}
     if {"ours", "one_lane"} <= results.keys():
         pairs = zip(results["ours"], results["one_lane"], strict=True)
         checks["one_lane"]["same_bits"] = all(torch.equal(a, b) for a, b in pairs)

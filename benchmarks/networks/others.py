@@ -72,7 +72,7 @@ class PairBlock(nn.Module):
 
 
 class DGCNN(nn.Module):
-    """Wang et al. (2019): convolutions over the edges to each point's nearest neighbours, found anew in each layer, on
+    """Wang et al. (2019): convolutions over the edges to each point's nearest neighbors, found anew in each layer, on
     (batch, 3, points)."""
 
     def __init__(self, near: int = 20) -> None:

@@ -85,7 +85,7 @@ class GraphBuilder:
     def scope(self, label: Label | None) -> Iterator[None]:
         """A module: its nodes are named ``/…/label/OpType``, its parameters ``….label.weight``.
 
-        An integer is a child of a Sequential (labelled ``parent.0``), None no module of its own (a functional call).
+        An integer is a child of a Sequential (labeled ``parent.0``), None no module of its own (a functional call).
         The second use of one module gets the suffix ``_1`` in node names, not in parameter names.
         """
         if label is None:

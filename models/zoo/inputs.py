@@ -77,7 +77,7 @@ def pictures(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 
 def _sequences(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """(steps, batch, features), unit variance, neighbouring steps correlated by 0.8."""
+    """(steps, batch, features), unit variance, neighboring steps correlated by 0.8."""
     noise = rng.standard_normal(shape)
     for t in range(1, shape[0]):
         noise[t] = 0.8 * noise[t - 1] + 0.6 * noise[t]

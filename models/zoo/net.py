@@ -45,12 +45,12 @@ def normal(std: float, mean: float = 0.0) -> Init:
     return lambda rng, shape: rng.standard_normal(shape, dtype=np.float32) * np.float32(std) + np.float32(mean)
 
 
-def centred(std: float) -> Init:
+def centered(std: float) -> Init:
     """Normal weights, each output's with a sum of zero where it has 16 input channels or more.
 
     Inputs past an activation are mostly positive. A filter with a sum turns their common mean into an offset that
     running statistics take out only for the average picture, so that from layer to layer pictures drift apart in
-    scale (Qiao et al., "Weight Standardization", 2019, centre trained filters too).
+    scale (Qiao et al., "Weight Standardization", 2019, center trained filters too).
     """
 
     def init(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
@@ -156,7 +156,7 @@ class Net(GraphBuilder):
         spread: float | None = None,
     ) -> tuple[str, Array | None]:
         """A normal weight, and the result of the layer ``function`` with this weight on the probe."""
-        key, weight = self.draw("weight", shape, centred(math.sqrt(variance)))
+        key, weight = self.draw("weight", shape, centered(math.sqrt(variance)))
         y = on_probe(lambda p: function(p, weight), x)
         if y is not None and spread is not None:
             factor = probe.settle(spread / np.sqrt(probe.statistics(y)[1].mean()))
@@ -245,10 +245,10 @@ class Net(GraphBuilder):
             shift, _ = self.param("bias", (size,), normal(0.1))
             if not decomposed and self.opset >= 17:
                 return self.node("LayerNormalization", [x, scale, shift], x.shape, axis=-1, epsilon=eps)
-            centred = self.node("Sub", [x, self._mean_last(x)], x.shape)
-            square = self.node("Pow", [centred, self.const(2.0, np.float32)], x.shape)
+            centered = self.node("Sub", [x, self._mean_last(x)], x.shape)
+            square = self.node("Pow", [centered, self.const(2.0, np.float32)], x.shape)
             var = self.node("Add", [self._mean_last(square), self.const(eps, np.float32)], row)
-            y = self.node("Div", [centred, self.node("Sqrt", [var], row)], x.shape)
+            y = self.node("Div", [centered, self.node("Sqrt", [var], row)], x.shape)
             return self.node("Add", [self.node("Mul", [y, scale], x.shape), shift], x.shape)
 
     def _mean_last(self, x: Value) -> Value:

@@ -96,12 +96,12 @@ def avg_pool(x: Array, kernel: int, stride: int, padding: int, *, small: bool) -
 
 
 def double(x: Array) -> Array:
-    """Twice the size, nearest neighbour."""
+    """Twice the size, nearest neighbor."""
     return x.repeat(2, 2).repeat(2, 3)
 
 
 def stretch(x: Array, height: int, width: int) -> Array:
-    """The map at another size, nearest neighbour: a classifier that reads a 7x7 map gets one from a smaller probe."""
+    """The map at another size, nearest neighbor: a classifier that reads a 7x7 map gets one from a smaller probe."""
     rows, columns = np.arange(height) * x.shape[2] // height, np.arange(width) * x.shape[3] // width
     return np.asarray(x[:, :, rows][:, :, :, columns])
 

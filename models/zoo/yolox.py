@@ -27,7 +27,7 @@ class YoloxOptions(ImageOptions):
 def yolox_s(net: Net, o: YoloxOptions) -> None:
     """83 convolutions, 74 BatchNormalizations; 8.97 M parameters. ``image_size`` is a multiple of 32.
 
-    Output ``y``, float32 (batch, anchors, 5 + num_classes): centre x, centre y, width, height in pixels, then
+    Output ``y``, float32 (batch, anchors, 5 + num_classes): center x, center y, width, height in pixels, then
     objectness and class probabilities. With ``nms`` also ``selected``, int64 (boxes, 3): batch, class and anchor of
     each box kept.
     """
@@ -116,7 +116,7 @@ class _Blocks:
         return [p3, n4, n5]
 
     def upsample(self, x: Value) -> Value:
-        """Twice the size, nearest neighbour (Resize, opset 11, the exporter's attributes)."""
+        """Twice the size, nearest neighbor (Resize, opset 11, the exporter's attributes)."""
         net = self.net
         with net.scope("upsample"):
             shape = (*x.shape[:2], 2 * x.extent(2), 2 * x.extent(3))
@@ -149,9 +149,9 @@ class _Blocks:
             net.const(np.concatenate(strides)[None], np.float32),
         )
         xy, wh = net.slice(y, 2, 0, 2), net.slice(y, 2, 2, 4)
-        centre = net.node("Mul", [net.node("Add", [xy, grid], xy.shape), scale], xy.shape)
+        center = net.node("Mul", [net.node("Add", [xy, grid], xy.shape), scale], xy.shape)
         extent = net.node("Mul", [net.node("Exp", [wh], wh.shape), scale], wh.shape)
-        return net.concat([centre, extent, net.slice(y, 2, 4, y.extent(2))], axis=2)
+        return net.concat([center, extent, net.slice(y, 2, 4, y.extent(2))], axis=2)
 
     def tower(self, x: Value, name: str, level: int) -> Value:
         with self.net.scope(name), self.net.scope(level):
@@ -163,7 +163,7 @@ class _Blocks:
 
 
 def _select(net: Net, y: Value) -> Value:
-    """Corners from centres and extents, one score for each class, NonMaxSuppression: at most 100 boxes of each
+    """Corners from centers and extents, one score for each class, NonMaxSuppression: at most 100 boxes of each
     class."""
     with net.scope("nms"):
         xy, wh = net.slice(y, 2, 0, 2), net.slice(y, 2, 2, 4)

@@ -221,31 +221,43 @@ def schema(op_type: str, domain: str, opset: int) -> Schema | str | None:
     )
 
 
+BREAKS_SCHEMA = (
+    "the node is not valid ONNX at the model's opset (see onnx.checker): export the model again, or correct the node"
+)
+
+
 def check_node(node: onnx.NodeProto, attrs: Mapping[str, tuple[int, Any]], rules: Schema) -> None:
     """Raise ModelError if a node breaks its operator's schema (operand count, attribute names and types)."""
+    if (fault := _schema_fault(node, attrs, rules)) is not None:
+        raise ModelError(fault, hint=BREAKS_SCHEMA)
+
+
+def _schema_fault(node: onnx.NodeProto, attrs: Mapping[str, tuple[int, Any]], rules: Schema) -> str | None:
+    """How a node breaks its operator's schema, or None."""
     low, high = rules.inputs
     if not low <= len(node.input) <= high:
         wanted = f"{low}" if low == high else f"{low} to {high}" if high < 1 << 30 else f"at least {low}"
-        raise ModelError(f"has {len(node.input)} operands, needs {wanted}")
+        return f"has {len(node.input)} operands, needs {wanted}"
     for i, parameter in enumerate(rules.required_inputs[: len(node.input)]):
         if not node.input[i]:
-            raise ModelError(f"lacks its operand {parameter!r}")
+            return f"lacks its operand {parameter!r}"
     given = max((i + 1 for i, name in enumerate(node.input) if name), default=0)
     for i in range(given if rules.variadic_from is None else rules.variadic_from, given):
         if not node.input[i]:
-            raise ModelError(f"lacks its operand {i}")
+            return f"lacks its operand {i}"
     if len(node.output) > rules.max_outputs:
-        raise ModelError(f"has {len(node.output)} outputs, the operator has at most {rules.max_outputs}")
+        return f"has {len(node.output)} outputs, the operator has at most {rules.max_outputs}"
     for name, (kind, _) in attrs.items():
         known = rules.attributes.get(name)
         if known is None:
-            raise ModelError(f"has the unknown attribute {name!r}")
+            return f"has the unknown attribute {name!r}"
         if known[0] != kind:
             names = {v: k for k, v in AttributeProto.AttributeType.items()}
-            raise ModelError(f"attribute {name!r} is of type {names.get(kind, kind)}, must be {names[known[0]]}")
+            return f"attribute {name!r} is of type {names.get(kind, kind)}, must be {names[known[0]]}"
     for name, (_, needed) in rules.attributes.items():
         if needed and name not in attrs:
-            raise ModelError(f"lacks its attribute {name!r}")
+            return f"lacks its attribute {name!r}"
+    return None
 
 
 def variadic_outputs(op_type: str, domain: str, opset: int) -> bool:

@@ -111,7 +111,7 @@ class Subgraph:
     def build(self, types: Sequence[TensorType]) -> tuple[Body, list[Any]]:
         """A body with formal inputs of these types, and the outer refs that it captures, in the order of its inputs.
 
-        Afterwards ``seen`` holds the values inside of the body.
+        Afterward ``seen`` holds the values inside of the body.
         """
         captured: list[Any] = []
 

@@ -200,7 +200,7 @@ class Graph:
         return op.value
 
     def add_constant(self, value: Array, name: str = "const", src: Iterable[str] = ()) -> Value:
-        """A constant. The array must not be changed afterwards."""
+        """A constant. The array must not be changed afterward."""
         return self.insert(self.make_constant(value, name, src)).value
 
     def make_constant(self, value: Array, name: str, src: Iterable[str] = ()) -> Op:

@@ -83,14 +83,14 @@ class Tactic(ABC):
         """Add the launches in a configuration of :meth:`configs` (None: the tactic has none)."""
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The operators that its launches compute, if it does not refuse ``op``: that operator, and perhaps neighbours.
+        """The operators that its launches compute, if it does not refuse ``op``: that operator, and perhaps neighbors.
 
         A region with operators after the anchor excludes the tactics that do not compute these. A region with operators before the
         anchor competes with their own launches; if it is chosen, these are dropped.
         """
         return Region(op)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The operators that a region with this anchor may contain as well, whether the tactic refuses ``op`` or not. Their facts are part
         of the operator's signature."""
         return ()

@@ -112,8 +112,8 @@ class Decision:
     def to_plain(self) -> Plain:
         row: dict[str, Plain] = {"nodes": sorted(self.op.src), "kind": self.op.kind, "tactic": self.choice.tactic}
         row |= {"launches": self.launches, "signature": self.signature}
-        if neighbours := sorted(self.region.src - self.op.src):
-            row["with"] = neighbours
+        if neighbors := sorted(self.region.src - self.op.src):
+            row["with"] = neighbors
         if self.variant:
             row["config" if self.choice.config else "variant"] = self.variant
         row |= {"scratch_bytes": self.scratch} if self.scratch else {}
@@ -131,9 +131,9 @@ def signature(b: Builder, op: Op) -> str:
 
 
 def _facts(b: Builder, op: Op, among: frozenset[int] = frozenset()) -> list[Plain]:
-    """The facts of an operator, as JSON, with the facts of its neighbours. ``among``: operators that count as neighbours as well,
-    because an operator on the way here has them as neighbours."""
-    neighbours = among | {x.id for tactic in TACTICS.get(op.kind, ()) for x in tactic.neighbours(b.graph, op)}
+    """The facts of an operator, as JSON, with the facts of its neighbors. ``among``: operators that count as neighbors as well,
+    because an operator on the way here has them as neighbors."""
+    neighbors = among | {x.id for tactic in TACTICS.get(op.kind, ()) for x in tactic.neighbors(b.graph, op)}
     operands: list[Plain] = []
     for value in op.inputs:
         if value is None:
@@ -146,22 +146,22 @@ def _facts(b: Builder, op: Op, among: frozenset[int] = frozenset()) -> list[Plai
             operands.append(["constant", dtype_name(constant.dtype), list(constant.shape), values])
             continue
         source = b.graph.op(value)
-        inside = bool(among) and value not in b.place  # a result inside the region that computes the neighbour
+        inside = bool(among) and value not in b.place  # a result inside the region that computes the neighbor
         place = None if inside else _place(b.operand(value))
-        operands.append([place, _facts(b, source, neighbours) if source.id in neighbours else None])
+        operands.append([place, _facts(b, source, neighbors) if source.id in neighbors else None])
     results: list[Plain] = []
     for port, out in enumerate(op.outputs):
         value = Value(op.id, port)
         reserved = b.reserved.get(value)
         used = bool(b.graph.uses(value))
         kept = None if reserved is None else _place(reserved)
-        readers = sorted(_reader(u) for u in b.graph.users(value) if u.id in neighbours)
+        readers = sorted(_reader(u) for u in b.graph.users(value) if u.id in neighbors)
         results.append([str(out.type), out.type.layout, used, kept, readers])
     return [op.kind, repr(op.attrs), operands, results]
 
 
 def _reader(op: Op) -> str:
-    """The facts of a neighbour that reads the result."""
+    """The facts of a neighbor that reads the result."""
     if op.kind == "Conv":
         return f"{op.kind} {op.attrs!r} {op.outputs[0].type}"
     return f"{op.kind} {op.attrs!r}" if op.kind in ("MaxPool", "Pointwise") else op.kind
@@ -200,8 +200,8 @@ def usable(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection) 
     listed = [t for t in able if t.provider in selection.providers] or [t for t in able if t.provider == "own"]
     after = {t.name: t.region(b, op).after for t in listed}
     fusing = next((t for t in listed if after[t.name]), None)
-    if fusing is not None:  # tactics that do not compute the same neighbours are excluded
-        reason = f"{fusing.name} computes its neighbour as well"
+    if fusing is not None:  # tactics that do not compute the same neighbors are excluded
+        reason = f"{fusing.name} computes its neighbor as well"
         others = [t for t in listed if after[t.name] != after[fusing.name]]
         refused += [{"tactic": t.name, "reason": reason} for t in others]
         listed = [t for t in listed if t not in others]
@@ -345,13 +345,13 @@ def alternatives(
     able, _ = usable(b, op, tactics, selection)
     # Deferred tactics of ours come last. Libraries come after ours anyway, and asking them is slow.
     able.sort(key=lambda t: t.provider == "own" and t.defer(b, op) is not None)
-    modelled = False
+    modeled = False
     for tactic in able:
         offers = offers_of(b, op, tactic, selection)[0]
-        if modelled and tactic.provider == "own" and offers == [None]:
+        if modeled and tactic.provider == "own" and offers == [None]:
             continue
         for offer in offers:
             yield tactic, offer
         if offers and selection.row_invariant:
             return  # another tactic sums in another order, and the fastest one depends on the batch size
-        modelled = modelled or any(o is not None for o in offers)
+        modeled = modeled or any(o is not None for o in offers)

@@ -1,4 +1,4 @@
-"""Megakernels: neighbouring products of a few rows and attention over a cache become jobs of one persistent launch, if that is
+"""Megakernels: neighboring products of a few rows and attention over a cache become jobs of one persistent launch, if that is
 predicted to be faster (:mod:`optdnn.kernels.megakernel`).
 
 A decoder's token is such a chain. As separate launches, each reads its weights only after the previous one has ended. As jobs,
@@ -98,7 +98,7 @@ def _job(step: Step, program: Program, gpu: GpuFacts) -> Job | str:
 
 
 def planned(deps: Sequence[set[int]], found: Sequence[Job | str]) -> tuple[list[int], list[Run]]:
-    """The order of the steps, and the runs: the jobs of each run are neighbours in this order.
+    """The order of the steps, and the runs: the jobs of each run are neighbors in this order.
 
     Steps that need no result of a run come before it; steps that do come after it. A job that needs such a later step begins a
     new run.

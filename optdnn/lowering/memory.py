@@ -72,14 +72,14 @@ def plan(
             g = groups.get(r, interval)
             groups[r] = Interval(max(g.size, interval.size), min(g.start, interval.start), max(g.end, interval.end))
         keys = list(groups)
-        together = None if order is None else order.neighbours(keys, root)
+        together = None if order is None else order.neighbors(keys, root)
         offsets, arena = pack([groups[k] for k in keys], alignment, together)
         if best is None or arena < best.arena_bytes:
             at = dict(zip(keys, offsets, strict=True))
             best = Plan({i: at[root[i]] for i in live}, arena, 0)
     assert best is not None
     alone = list(live)
-    together = None if order is None else order.neighbours(alone, {i: i for i in live})
+    together = None if order is None else order.neighbors(alone, {i: i for i in live})
     return replace(best, live_bytes=live_bytes([live[i] for i in alone], alignment, together))
 
 
@@ -114,7 +114,7 @@ class _Order:
             self.before[j] >> k & 1 for j in _bits(self.users[out] & ~(1 << k))
         )
 
-    def neighbours(self, keys: Sequence[int], root: Mapping[int, int]) -> list[list[int]]:
+    def neighbors(self, keys: Sequence[int], root: Mapping[int, int]) -> list[list[int]]:
         """For each group of buffers (``keys``: their roots), the numbers of the groups that must not share its memory."""
         users, ended = dict.fromkeys(keys, 0), dict.fromkeys(keys, -1)
         for i, r in root.items():
@@ -181,15 +181,15 @@ def _share_in_place(steps: Sequence[Use], live: Mapping[int, Interval], order: _
 
 
 def live_bytes(
-    intervals: Sequence[Interval], alignment: int = ALIGNMENT, neighbours: Sequence[Sequence[int]] | None = None
+    intervals: Sequence[Interval], alignment: int = ALIGNMENT, neighbors: Sequence[Sequence[int]] | None = None
 ) -> int:
     """The largest sum of (aligned) sizes that live at one step: no arena can be smaller.
 
-    With ``neighbours`` (for each buffer, the buffers that may live together with it), the heaviest set of buffers that may all live
+    With ``neighbors`` (for each buffer, the buffers that may live together with it), the heaviest set of buffers that may all live
     together, as found greedily.
     """
-    if neighbours is not None:
-        return _largest_together([_up(v.size, alignment) for v in intervals], neighbours)
+    if neighbors is not None:
+        return _largest_together([_up(v.size, alignment) for v in intervals], neighbors)
     change: dict[int, int] = {}
     for v in intervals:
         size = _up(v.size, alignment)
@@ -202,14 +202,14 @@ def live_bytes(
     return peak
 
 
-def _largest_together(sizes: Sequence[int], neighbours: Sequence[Sequence[int]]) -> int:
-    """The size of a heavy clique, found greedily: each buffer in turn, with the largest neighbours that fit."""
-    masks = [sum(1 << j for j in n) for n in neighbours]
+def _largest_together(sizes: Sequence[int], neighbors: Sequence[Sequence[int]]) -> int:
+    """The size of a heavy clique, found greedily: each buffer in turn, with the largest neighbors that fit."""
+    masks = [sum(1 << j for j in n) for n in neighbors]
     rank = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     peak = 0
     for first in rank:
         left, total = masks[first], sizes[first]
-        for j in sorted(neighbours[first], key=lambda j: (-sizes[j], j)):
+        for j in sorted(neighbors[first], key=lambda j: (-sizes[j], j)):
             if left >> j & 1:
                 left &= masks[j]
                 total += sizes[j]
@@ -253,13 +253,13 @@ def pack(
         raise InternalError("an interval has a negative size or ends before it starts")
     bound = live_bytes(intervals, alignment, together)
     sized = [replace(v, size=_up(v.size, alignment)) for v in intervals]
-    neighbours = _neighbours(sized) if together is None else together
+    neighbors = _neighbors(sized) if together is None else together
     best: tuple[list[int], int] | None = None
-    compared = max(1, len(sized) + sum(map(len, neighbours)))
+    compared = max(1, len(sized) + sum(map(len, neighbors)))
     for make in ORDERS:
         order = make(sized)
         for _ in range(1 + min(REPAIRS, REPAIR_WORK // compared)):
-            offsets, arena = _place(sized, neighbours, order)
+            offsets, arena = _place(sized, neighbors, order)
             if best is None or arena < best[1]:
                 best = offsets, arena
             if best[1] == bound:
@@ -274,7 +274,7 @@ def pack(
 
 
 REPAIRS, REPAIR_WORK = 60, 2_000_000
-"""Per order: most repairs of a placement above the lower bound, and most comparisons of a buffer with a neighbour in all repairs."""
+"""Per order: most repairs of a placement above the lower bound, and most comparisons of a buffer with a neighbor in all repairs."""
 CLOSE = 1.01
 """No further order is tried once the arena is below this multiple of its lower bound."""
 
@@ -311,7 +311,7 @@ ORDERS: tuple[Order, ...] = (_by_size, _by_breadth, _by_area, _by_length, _by_st
 """Orders in which buffers are placed; the orders that win most often come first."""
 
 
-def _neighbours(intervals: Sequence[Interval]) -> list[list[int]]:
+def _neighbors(intervals: Sequence[Interval]) -> list[list[int]]:
     """For each interval, the numbers of the intervals that overlap with it."""
     overlapping: list[list[int]] = [[] for _ in intervals]
     alive: list[int] = []
@@ -325,16 +325,16 @@ def _neighbours(intervals: Sequence[Interval]) -> list[list[int]]:
 
 
 def _place(
-    intervals: Sequence[Interval], neighbours: Sequence[Sequence[int]], order: Sequence[int]
+    intervals: Sequence[Interval], neighbors: Sequence[Sequence[int]], order: Sequence[int]
 ) -> tuple[list[int], int]:
-    """Place the buffers in this order, each in the smallest gap (the lowest on ties) between its neighbours."""
+    """Place the buffers in this order, each in the smallest gap (the lowest on ties) between its neighbors."""
     offsets = [-1] * len(intervals)
     ends = [0] * len(intervals)
     arena = 0
     for i in order:
         size = intervals[i].size
         end, best, slack = 0, -1, -1
-        for low, high in sorted([(offsets[j], ends[j]) for j in neighbours[i] if offsets[j] >= 0]):
+        for low, high in sorted([(offsets[j], ends[j]) for j in neighbors[i] if offsets[j] >= 0]):
             gap = low - end
             if gap >= size and (best < 0 or gap - size < slack):
                 best, slack = end, gap - size

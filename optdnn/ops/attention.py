@@ -47,11 +47,14 @@ class RotaryAttrs(Attrs):
     """``rotary_embedding_dim`` 0: all of the head.
 
     ``own_angles``: each feature has its own angle. Otherwise each pair has one, as in ONNX's operator.
+    ``parts``: the rotated features consist of this many equal parts. Pairs are formed within each part, and the angles of the
+    parts follow one another.
     """
 
     interleaved: bool = False
     rotary_embedding_dim: int = 0
     own_angles: bool = False
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,10 @@ def _infer_rotary(call: Call) -> Result:
     size: DimLike = call.attrs.rotary_embedding_dim or x.dims[3]
     if isinstance(size, int) and (size % 2 or (isinstance(x.dims[3], int) and size > x.dims[3])):
         raise ShapeError(f"RotaryEmbedding of {size} entries of {x}; it must be an even number of them")
+    if call.attrs.parts < 1 or (isinstance(size, int) and size % (2 * call.attrs.parts)):
+        raise ShapeError(
+            f"RotaryEmbedding of {size} entries in {call.attrs.parts} parts; each must be an even number of them"
+        )
     for t, name in ((cos, "cos_cache"), (sin, "sin_cache")):
         require_rank(t, 3, f"RotaryEmbedding {name}")
         broadcast_dims(t.dims[:1], x.dims[:1])

@@ -147,17 +147,25 @@ def export_rotary(a: RotaryAttrs, inputs: Sequence[str], n_outputs: int, e: Expo
     def part(start: int, stop: int, step: int = 1, of: str = x, axis: int = 3) -> str:
         return w("Slice", of, *(w.const([v]) for v in (start, stop, axis, step)))
 
-    halves = ((0, size, 2), (1, size, 2)) if a.interleaved else ((0, size // 2, 1), (size // 2, size, 1))
-    first, second = (part(*half) for half in halves)
-    angles = [[part(*half, of=v, axis=2) for half in halves] if a.own_angles else [v, v] for v in (cos, sin)]
-    (c, d), (s, t) = ([w.unsqueeze(v, 1) for v in both] for both in angles)
-    real = w("Sub", w("Mul", c, first), w("Mul", s, second))
-    imag = w("Add", w("Mul", t, first), w("Mul", d, second))
-    if a.interleaved:
-        pairs = w("Concat", w.unsqueeze(real, 4), w.unsqueeze(imag, 4), axis=4)
-        turned = [w("Reshape", pairs, w.const([0, 0, 0, size]))]
-    else:
-        turned = [real, imag]
+    turned: list[str] = []
+    parts = 1 if a.interleaved else a.parts
+    for start in range(0, size, size // parts):
+        stop, middle = start + size // parts, start + size // parts // 2
+        halves = ((0, size, 2), (1, size, 2)) if a.interleaved else ((start, middle, 1), (middle, stop, 1))
+        first, second = (part(*half) for half in halves)
+        own = cos, sin
+        if a.own_angles:
+            angles = [[part(*half, of=v, axis=2) for half in halves] for v in own]
+        else:
+            angles = [[v if parts == 1 else part(start // 2, stop // 2, of=v, axis=2)] * 2 for v in own]
+        (c, d), (s, t) = ([w.unsqueeze(v, 1) for v in both] for both in angles)
+        real = w("Sub", w("Mul", c, first), w("Mul", s, second))
+        imag = w("Add", w("Mul", t, first), w("Mul", d, second))
+        if a.interleaved:
+            pairs = w("Concat", w.unsqueeze(real, 4), w.unsqueeze(imag, 4), axis=4)
+            turned = [w("Reshape", pairs, w.const([0, 0, 0, size]))]
+        else:
+            turned += [real, imag]
     rest = [part(size, head)] if size < head else []
     return [w("Concat", *turned, *rest, axis=3)]
 

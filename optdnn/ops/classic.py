@@ -17,7 +17,7 @@ from optdnn.ops.checks import emit, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref
 from optdnn.ops.restate import typed_as
-from optdnn.ops.trees import binary_outcome, class_labels, labelled, post_transform
+from optdnn.ops.trees import binary_outcome, class_labels, labeled, post_transform
 from optdnn.types import BOOL, FP32, INT64, Array, TensorType, is_float
 
 
@@ -61,7 +61,7 @@ def _linear_classifier(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         return binary_outcome(e, scores, labels, transform, probability=False)
     if labels.size != n_scores:
         raise ShapeError(f"{n_scores} scores for {labels.size} labels")
-    return labelled(e, scores, labels), post_transform(e, scores, transform)
+    return labeled(e, scores, labels), post_transform(e, scores, transform)
 
 
 def _scaler(node: NodeSpec, e: Emit) -> Sequence[Ref]:
@@ -234,7 +234,7 @@ def _svm_classifier(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if not per_class:  # liblinear's: one row of coefficients per class
         rows = np.asarray(required(node, "coefficients"), np.float32).reshape(max(labels.size, 1), -1)
         scores = emit(e, "Add", emit(e, "MatMul", x, rows.T.copy()), np.asarray(required(node, "rho"), np.float32)[:1])
-        return labelled(e, scores, labels), post_transform(e, scores, str(node.get("post_transform", "NONE")))
+        return labeled(e, scores, labels), post_transform(e, scores, str(node.get("post_transform", "NONE")))
     total, pairs = sum(per_class), count * (count - 1) // 2
     coefficients, rho, vectors = (
         np.asarray(required(node, n), np.float32) for n in ("coefficients", "rho", "support_vectors")

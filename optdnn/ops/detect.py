@@ -18,7 +18,7 @@ from optdnn.types import INT64, RANK_LIMIT, TensorType, is_float
 
 @dataclass(frozen=True)
 class NMSAttrs(Attrs):
-    """``center_point_box`` 0: two corners (y, x), (y, x); 1: centre and size (x, y, width, height)."""
+    """``center_point_box`` 0: two corners (y, x), (y, x); 1: center and size (x, y, width, height)."""
 
     center_point_box: int = 0
 

@@ -71,7 +71,7 @@ def _infer_gemm(call: Call) -> Result:
 
 
 def einsum_terms(equation: str, ranks: Sequence[int]) -> tuple[list[list[str]], list[str]]:
-    """Labels of each operand and of the result; the axes under an ellipsis are labelled ".0", ".1" … from the left."""
+    """Labels of each operand and of the result; the axes under an ellipsis are labeled ".0", ".1" … from the left."""
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
     if len(terms) != len(ranks):

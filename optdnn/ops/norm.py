@@ -192,8 +192,8 @@ def _training(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     wide = x if t.dtype.itemsize >= FP32.itemsize else emit(e, "Cast", x, to=FP32)
     axes = np.array([i for i in range(len(t.dims)) if i != 1])
     kept = emit(e, "ReduceMean", wide, axes, keepdims=True)
-    centred = emit(e, "Sub", wide, kept)
-    spread = emit(e, "ReduceMean", emit(e, "Mul", centred, centred), axes, keepdims=False)
+    centered = emit(e, "Sub", wide, kept)
+    spread = emit(e, "ReduceMean", emit(e, "Mul", centered, centered), axes, keepdims=False)
     batch = [emit(e, "Squeeze", kept, axes), spread]
     if e.type(wide).dtype != dtype:
         batch = [emit(e, "Cast", v, to=dtype) for v in batch]

@@ -111,6 +111,7 @@ class RotaryNormPairAttrs(Attrs):
     tokens: bool
     interleaved: bool = False
     rotary_embedding_dim: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def _infer_norm_pair(call: Call) -> Result:
 
 def _infer_rotary_norm_pair(call: Call) -> Result:
     a: RotaryNormPairAttrs = call.attrs
-    own, found = RotaryAttrs(a.interleaved, a.rotary_embedding_dim), list[TensorType]()
+    own, found = RotaryAttrs(a.interleaved, a.rotary_embedding_dim, parts=a.parts), list[TensorType]()
     for x, scale in ((call.type(k), call.type(k + 1)) for k in (2, 5)):
         require_rank(x, 4, "RotaryNormPair heads")
         agree(scale.dims[0], x.dims[3] * (x.dims[1] if a.tokens else 1), f"RotaryNormPair scale {scale} is not of {x}")

@@ -173,13 +173,15 @@ class EdgePaddedAttrs(HeldAttrs):
 class TurnedHeadsAttrs(HeldAttrs):
     """The operator ``of`` with its attributes ``own``. The first ``channels`` of its result's rows are heads of ``head`` features.
 
-    The first ``turned`` of these rotate in pairs: a feature and the one ``turned / 2`` further, or ``interleaved`` neighbours.
+    The first ``turned`` of these rotate in pairs: a feature and the one ``turned / 2`` further, or ``interleaved`` neighbors.
+    A position has the angles of ``parts`` heads, which take turns.
     """
 
     channels: int
     head: int
     turned: int
     interleaved: bool
+    parts: int = 1
 
 
 def without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -289,7 +291,9 @@ def _infer_turned_heads(call: Call) -> Result:
     (y,) = infer_as(call, a.of, a.own, reads).types[:1]
     assert angles is not None
     require_rank(angles, 4, "TurnedHeads angles")
-    agree(angles.dims[1] * 16, a.turned, f"TurnedHeads angles {angles} do not fit {a.turned} features")
+    agree(
+        angles.dims[1] * 16, a.turned * a.parts, f"TurnedHeads angles {angles} do not fit {a.turned * a.parts} features"
+    )
     agree(y.dims[0] % angles.dims[0], 0, f"TurnedHeads of {y}: its rows do not cover all positions of {angles}")
     return Result((y,))
 

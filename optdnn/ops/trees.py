@@ -188,7 +188,7 @@ def _classifier(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if not single:
         if base.size:
             scores = emit(e, "Add", scores, base)
-        return labelled(e, scores, labels), post_transform(e, scores, transform)
+        return labeled(e, scores, labels), post_transform(e, scores, transform)
     if base.size:
         scores = emit(e, "Add", scores, base[-1:])
     positive = bool((forest.weights >= 0).all())
@@ -242,7 +242,7 @@ def class_labels(node: NodeSpec) -> Array:
     return np.asarray(node.get("classlabels_int64s") or node.get("classlabels_ints") or [], np.int64)
 
 
-def labelled(e: Emit, scores: Ref, labels: Array) -> Ref:
+def labeled(e: Emit, scores: Ref, labels: Array) -> Ref:
     """int64 [n]: the label of the largest score of each row."""
     return _named(e, emit(e, "ArgMax", scores, axis=1, keepdims=False), labels)
 
@@ -263,7 +263,7 @@ def binary_outcome(e: Emit, score: Ref, labels: Array, transform: str, *, probab
         both = emit(e, "Sigmoid", emit(e, "Concat", emit(e, "Neg", score), score, axis=1))
     elif transform == "NONE":
         both = emit(e, "Concat", first, score, axis=1)
-        return labelled(e, both, labels), both  # the larger of 1 - s and s, or of -s and s, agrees with the threshold
+        return labeled(e, both, labels), both  # the larger of 1 - s and s, or of -s and s, agrees with the threshold
     else:
         raise Unsupported(f"post_transform={transform} of a single score")
     threshold = np.float32(0.5) if probability else zero

@@ -1,4 +1,4 @@
-"""Automatic precision on GPUs: measured if the GPU is available; otherwise computed in NumPy (``simulate``), with modelled
+"""Automatic precision on GPUs: measured if the GPU is available; otherwise computed in NumPy (``simulate``), with modeled
 times."""
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def noise(outputs: Mapping[str, Array], clean: Mapping[str, Array]) -> float:
             return float("inf")
         if not finite.any():
             continue
-        centred = b - b.mean(axis=0, keepdims=True) if len(b) > 1 and finite.all() else b
-        power = float(np.mean(np.square(centred[finite]))) or float(np.mean(np.square(b[finite]))) or 1.0
+        centered = b - b.mean(axis=0, keepdims=True) if len(b) > 1 and finite.all() else b
+        power = float(np.mean(np.square(centered[finite]))) or float(np.mean(np.square(b[finite]))) or 1.0
         worst = max(worst, float(np.mean(np.square((a - b)[finite]))) / power)
     return worst

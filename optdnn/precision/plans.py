@@ -81,7 +81,7 @@ class Problem:
         """``precision`` for each node that may have it, otherwise the node's most accurate precision."""
         return {k: precision if precision in n.times else n.most_accurate for k, n in self.nodes.items()}
 
-    def neighbours(self, key: str) -> set[str]:
+    def neighbors(self, key: str) -> set[str]:
         return {end for a, b, _ in self._around[key] for end in (a, b) if end is not None}
 
     def part(self, plan: Assignment, key: str, precision: str) -> float:
@@ -106,7 +106,7 @@ def descent(problem: Problem) -> list[dict[str, str]]:
         _, raised, precision = best
         plan[raised] = precision
         plans.append(dict(plan))
-        steps |= {k: _step(problem, plan, k) for k in problem.neighbours(raised) | {raised}}
+        steps |= {k: _step(problem, plan, k) for k in problem.neighbors(raised) | {raised}}
     plans += [problem.uniform(p) for p in _precisions(problem)]
     found: list[dict[str, str]] = []
     least = math.inf
@@ -143,7 +143,7 @@ def _step(problem: Problem, plan: Assignment, key: str) -> tuple[float, str, str
 
 
 def faster(problem: Problem, plan: Assignment) -> list[dict[str, str]]:
-    """Plans near ``plan`` that are predicted to be faster: one node, or a node and its neighbours, at another precision.
+    """Plans near ``plan`` that are predicted to be faster: one node, or a node and its neighbors, at another precision.
 
     The plan that saves the most time per damage comes first.
     """
@@ -151,7 +151,7 @@ def faster(problem: Problem, plan: Assignment) -> list[dict[str, str]]:
     found: dict[tuple[str, ...], tuple[float, dict[str, str]]] = {}
     for k, node in problem.nodes.items():
         for p in node.times:
-            near = {n for n in problem.neighbours(k) if p in problem.nodes[n].times}
+            near = {n for n in problem.neighbors(k) if p in problem.nodes[n].times}
             for group in ({k}, {k, *near}):
                 tried = {**plan, **dict.fromkeys(group, p)}
                 won, harm = time - problem.time(tried), problem.damage(tried) - damage
@@ -263,7 +263,7 @@ class Space:
         """The assignment that the pass really makes.
 
         Some ops cannot be int8 (an Add with an operand that stays float) or packed (another product reads their weights as floats).
-        They get the fastest float precision of their neighbours."""
+        They get the fastest float precision of their neighbors."""
         found = dict(assignment)
         for _ in range(2):
             plan, asked = self.plan(found), PrecisionLog()
@@ -273,7 +273,7 @@ class Space:
             if not off:
                 break
             for k in off:
-                around = {found[e] for e in problem.neighbours(k) - {k}} - {"fp32"}
+                around = {found[e] for e in problem.neighbors(k) - {k}} - {"fp32"}
                 floats = [p for p in problem.nodes[k].times if p not in OF_PRODUCTS]
                 near = [p for p in floats if p in around]
                 found[k] = min(near or floats, key=problem.nodes[k].times.__getitem__)

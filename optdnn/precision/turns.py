@@ -1,6 +1,6 @@
 """Races of engines: rounds with a turn of every engine, compared within rounds; and times kept in the timing cache.
 
-A machine's clock, neighbours and caches drift by more than the difference between engines of small networks, but within a round
+A machine's clock, neighbors and caches drift by more than the difference between engines of small networks, but within a round
 they affect all engines alike. So engines are compared by their ratios in the same rounds. An engine with two names is timed once.
 """
 

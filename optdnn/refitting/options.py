@@ -1,4 +1,4 @@
-"""The options of an engine's build, read back from its account."""
+"""The options of an engine's build, read back from its record."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECORDED = (
 def options_again(program: Program, calib: Any = None, custom_ops: Sequence[CustomOp] = ()) -> BuildOptions:
     """The options of the build that made ``program``, with ``calib`` as calibration data (None: the ranges in the engine).
 
-    Raises EngineError for a malformed account, UsageError where calibration data are needed or of no use.
+    Raises EngineError for a malformed record, UsageError where calibration data are needed or of no use.
     """
     made: Any = program.meta.get("options", {})
     if made.get("precision") == AUTO:
@@ -53,9 +53,7 @@ def options_again(program: Program, calib: Any = None, custom_ops: Sequence[Cust
             **kept,
         )
     except (UsageError, TypeError, ValueError, AttributeError) as error:
-        raise EngineError(
-            f"the engine's account of its options is malformed: {error}", hint="build it again"
-        ) from error
+        raise EngineError(f"the engine's record of its options is malformed: {error}", hint="build it again") from error
 
 
 def _shapes(plain: Any) -> InputShapes:
@@ -86,7 +84,7 @@ def _images(made: Any) -> str | None:
     if text is None:
         return None
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
-        raise EngineError("the engine's account of its pictures is malformed")
+        raise EngineError("the engine's record of its pictures is malformed")
     return text
 
 

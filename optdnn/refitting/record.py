@@ -100,17 +100,17 @@ def refuse(differences: Sequence[tuple[str, str, str]], because: str) -> None:
 
 
 @contextmanager
-def account_of_engine() -> Iterator[None]:
-    """Raises EngineError for an engine's account in another form than builds write: it is unchecked data."""
+def checked_record() -> Iterator[None]:
+    """Raises EngineError for a record in another form than builds write: what an engine holds is unchecked."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise EngineError(
-            f"the engine's account of its build is malformed ({type(error).__name__}: {error})", hint="build it again"
+            f"the engine's record of its build is malformed ({type(error).__name__}: {error})", hint="build it again"
         ) from error
 
 
-@account_of_engine()
+@checked_record()
 def check_same_rewrites(program: Program, passes: Sequence[Mapping[str, Any]], structure: str) -> None:
     """Raise UnsupportedError that names the nodes unless the passes made the same graph of the new weights: its ``structure``
     is that of the engine's. ``passes`` are their reports as plain data."""
@@ -136,7 +136,7 @@ def check_same_rewrites(program: Program, passes: Sequence[Mapping[str, Any]], s
     )
 
 
-@account_of_engine()
+@checked_record()
 def check_same_steps(old: Program, new: Program) -> None:
     """Raise UnsupportedError that names the nodes unless two programs run the same kernels in the same order."""
     differences = []

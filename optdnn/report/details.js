@@ -33,16 +33,16 @@ function factsList(title, lines) {
   return box;
 }
 
-// Fill `panel` with what is known of a node. `neighbours` are [title, nodes]; `select` is called with the one that is chosen.
-function showFacts(panel, node, texts, neighbours, select) {
+// Fill `panel` with what is known of a node. `neighbors` are [title, nodes]; `select` is called with the one that is chosen.
+function showFacts(panel, node, texts, neighbors, select) {
   const parts = [element("h3", {}, node.label)];
   if (node.name) parts.push(element("p", { class: "names" }, element("code", {}, node.name)));
   parts.push(factsTable(node.facts));
   if (node.candidates.length) parts.push(element("h4", {}, "Candidates and their times"), candidatesTable(node.candidates));
   for (const [title, lines] of node.lists) parts.push(factsList(title, lines.map((k) => texts[k])));
-  for (const [title, others] of neighbours) {
+  for (const [title, others] of neighbors) {
     if (!others.length) continue;
-    const line = element("p", { class: "neighbours" }, `${title}: `);
+    const line = element("p", { class: "neighbors" }, `${title}: `);
     for (const other of others.slice(0, 12)) {
       const button = element("button", { type: "button", class: "link" }, other.label);
       button.addEventListener("click", () => select(other.id));

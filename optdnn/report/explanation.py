@@ -112,7 +112,7 @@ class Explanations:
         found = self.program.meta.get("precision", {})
         runs = list(found.get("runs", ())) if self._runs is None else self._runs.get(name, [])
         if not runs:
-            return {} if self._runs is None else {"node": "its neighbours'", "reason": "it has no computation"}
+            return {} if self._runs is None else {"node": "its neighbors'", "reason": "it has no computation"}
         if self._runs is None:
             return {}
         plan = found.get("plan", {})

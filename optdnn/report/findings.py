@@ -96,7 +96,7 @@ def _casts(left: Mapping[int, Node], report: _Row, total: float) -> Iterable[Fin
         us = _sum(own.values())
         text = f"{counted(len(own), 'conversion')} between precisions: {_part(us, total)}."
         advice = (
-            "Neighbours in one precision need none: --pin NODE=fp16 moves a border, and --io-dtype gives inputs and outputs the "
+            "Neighbors in one precision need none: --pin NODE=fp16 moves a border, and --io-dtype gives inputs and outputs the "
             "engine's own type."
         )
         yield Finding(text, advice, us, tuple(own))

@@ -1,5 +1,5 @@
 "use strict";
-// The picture of the network: draw, zoom, pan, search, colour, select. It works with a mouse, fingers and the keyboard.
+// The picture of the network: draw, zoom, pan, search, color, select. It works with a mouse, fingers and the keyboard.
 
 const NARROWEST = 92, WIDEST = 200, LETTER = 6.9, SMALL_LETTER = 6.0, TALL = 44, FAR = 0.42, MOST_ZOOM = 3;
 const SVG = "http://www.w3.org/2000/svg";
@@ -41,7 +41,7 @@ class NetworkView {
     this.boxes = boxes;
     this.draw();
     for (const mode of this.modes) this.mode.append(new Option(mode.title, mode.key));
-    this.colour();
+    this.color();
     this.fit();
     this.listen();
     this.svg.classList.add("ready");
@@ -75,7 +75,7 @@ class NetworkView {
     this.svg.replaceChildren(this.view);
   }
 
-  colour() {
+  color() {
     const mode = this.modes.find((m) => m.key === this.mode.value) || this.modes[0];
     this.marks.forEach((mark, k) => {
       mark.classList.remove(...[...mark.classList].filter((c) => /^[qdc]\d$/.test(c)));
@@ -184,7 +184,7 @@ class NetworkView {
 
   listen() {
     const on = (id, kind, act) => document.getElementById(id).addEventListener(kind, act);
-    on("mode", "change", () => this.colour());
+    on("mode", "change", () => this.color());
     on("search", "input", () => this.find(this.search.value));
     on("search", "keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); this.next(); } });
     on("zoom-in", "click", () => this.zoom(1.4));

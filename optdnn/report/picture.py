@@ -1,6 +1,6 @@
-"""The network as data for the page: colours by time, roofline, precision and error, and the facts of each operator in words.
+"""The network as data for the page: colors by time, roofline, precision and error, and the facts of each operator in words.
 
-The page's script only draws. Every text, and which class of a colour scale an operator is in, is decided here. All texts go through
+The page's script only draws. Every text, and which class of a color scale an operator is in, is decided here. All texts go through
 :func:`optdnn.errors.printable`; the page never reads them as HTML.
 """
 
@@ -20,7 +20,7 @@ from optdnn.report.words import duration, error_text, first_of
 MOST_LINES = 40
 """Most lines of one list in the facts of an operator."""
 CATEGORIES = 7
-"""Most kinds that have their own colour."""
+"""Most kinds that have their own color."""
 OTHER, UNKNOWN = "c7", ""
 TIME_CLASSES = 6
 ROOFLINE = (0.10, 0.25, 0.50, 0.75)
@@ -28,13 +28,13 @@ ERRORS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 CHANGES = (-0.10, -0.02, 0.02, 0.10)
 
 Mode = dict[str, Any]
-"""A colouring: ``key``, ``title``, ``legend`` (class, text), and by node ``classes``."""
+"""A coloring: ``key``, ``title``, ``legend`` (class, text), and by node ``classes``."""
 
 
 def picture(
     net: Network, known: Explanations, changes: Mapping[int, tuple[float, float]] | None = None
 ) -> dict[str, Any]:
-    """The data of the page's script: nodes, edges, colourings and a table of texts, to which the nodes' lists point.
+    """The data of the page's script: nodes, edges, colorings and a table of texts, to which the nodes' lists point.
 
     ``changes``: µs of an operator in another engine and in this one, by its number.
     """
@@ -167,7 +167,7 @@ def _precision(node: Node, known: Explanations) -> str:
     return " and ".join(own) if own else "none of its own" if names else ""
 
 
-# ---------------------------------------------------------------- colours
+# ---------------------------------------------------------------- colors
 
 
 def _mode(key: str, title: str, legend: Sequence[tuple[str, str]], classes: Mapping[int, str], net: Network) -> Mode:
@@ -195,7 +195,7 @@ def _ranges(bounds: Sequence[float], show: Callable[[float], str]) -> list[str]:
 
 
 def _by_time(net: Network) -> Mode | None:
-    """Colours by the share of the run: each class begins at twice the share of the class before."""
+    """Colors by the share of the run: each class begins at twice the share of the class before."""
     shares = {k: n.share for k, n in net.operators() if n.share}
     if not shares:
         return None
@@ -214,7 +214,7 @@ def _by_roofline(net: Network) -> Mode | None:
 
 
 def _by_change(net: Network, changes: Mapping[int, tuple[float, float]] | None) -> Mode | None:
-    """Colours by how much longer an operator takes than in the other engine: the slower, the redder."""
+    """Colors by how much longer an operator takes than in the other engine: the slower, the redder."""
     if not changes:
         return None
     texts = ["over 10 % faster", "faster", "the same, within 2 %", "slower", "over 10 % slower"]
@@ -242,10 +242,10 @@ def _by_kind(net: Network) -> Mode:
 
 
 def _categories(key: str, title: str, found: Mapping[int, str], net: Network) -> Mode:
-    """The most frequent ones have a colour each."""
+    """The most frequent ones have a color each."""
     counts = Counter(found.values()).most_common()
-    colour = {text: f"c{i}" for i, (text, _) in enumerate(counts[:CATEGORIES])}
-    legend = [(c, f"{text} ({n})") for (text, n), c in zip(counts, colour.values(), strict=False)]
+    color = {text: f"c{i}" for i, (text, _) in enumerate(counts[:CATEGORIES])}
+    legend = [(c, f"{text} ({n})") for (text, n), c in zip(counts, color.values(), strict=False)]
     rest = sum(n for _, n in counts[CATEGORIES:])
     legend += [(OTHER, f"others ({rest})")] if rest else []
-    return _mode(key, title, legend, {k: colour.get(text, OTHER) for k, text in found.items()}, net)
+    return _mode(key, title, legend, {k: color.get(text, OTHER) for k, text in found.items()}, net)

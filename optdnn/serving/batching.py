@@ -96,7 +96,7 @@ class Batcher:
     # ------------------------------------------------------------------ requests
 
     async def run(self, request: InferRequest) -> Outputs:
-        """The outputs of a request. One that is cancelled meanwhile leaves the queue.
+        """The outputs of a request. One that is canceled meanwhile leaves the queue.
 
         Raises TooLarge, QueueFull, Expired, Unavailable, or the refusal that its run ended with.
         """

@@ -36,7 +36,7 @@ class Again:
         try:
             self._read(noted)
         except (KeyError, TypeError, AttributeError):
-            raise EngineError("the engine's account of its tactics is malformed", hint="build it again") from None
+            raise EngineError("the engine's record of its tactics is malformed", hint="build it again") from None
 
     def _read(self, noted: Mapping[str, Any]) -> None:
         for row in sorted(self._old, key=lambda row: not row.get("dropped", False)):

@@ -183,7 +183,7 @@ def _in_form_of(program: Program, like: Program) -> Program:
     if noted is not None:
         known = dict(forms(program))
         if noted.get("form") not in known:
-            raise EngineError("the engine's account of its first runs is malformed", hint="build it again")
+            raise EngineError("the engine's record of its first runs is malformed", hint="build it again")
         program = known[noted["form"]]
         program.meta[KEY] = noted
     if "nvrtc" in like.meta and program.kernels:

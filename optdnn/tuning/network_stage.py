@@ -1,6 +1,6 @@
 """Second stage of tuning: lanes and near-equal candidates are compared in the whole network.
 
-Neighbours share L2 and overlap in the network, so the fastest candidate alone need not be the fastest there. A change is kept
+Neighbors share L2 and overlap in the network, so the fastest candidate alone need not be the fastest there. A change is kept
 if the network is clearly faster with it, twice.
 """
 

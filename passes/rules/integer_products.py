@@ -37,7 +37,7 @@ class _Weights:
     zero: Array
 
     @property
-    def centred(self) -> Array:
+    def centered(self) -> Array:
         """The weights minus their zero points, float64."""
         return self.stored - self.zero.reshape(-1, *[1] * (self.stored.ndim - 1))
 
@@ -139,13 +139,13 @@ def _sums_of_weights(graph: Graph, op: Op, w: _Weights) -> Array:
     """The factor of the data's zero point: the sums of the weights that lie inside the image, fp32."""
     sums: Array
     if op.kind == "MatMulInteger":
-        sums = w.centred.sum(1)
+        sums = w.centered.sum(1)
         return sums.astype(np.float32)
     a = resolved(op.attrs, graph.type(operand(op)), graph.type(operand(op, 1)))
     if not any(a.pads):
-        sums = w.centred.reshape(len(w.stored), -1).sum(1).reshape(-1, *[1] * (w.stored.ndim - 2))
+        sums = w.centered.reshape(len(w.stored), -1).sum(1).reshape(-1, *[1] * (w.stored.ndim - 2))
         return sums.astype(np.float32)
     image = np.ones((1, *graph.type(operand(op)).static_shape[1:]))
     geometry = {k: getattr(a, k) for k in ("strides", "pads", "dilations", "group")}
-    sums = conv(image, w.centred, **geometry)[0]
+    sums = conv(image, w.centered, **geometry)[0]
     return sums.astype(np.float32)

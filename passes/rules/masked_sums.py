@@ -142,7 +142,7 @@ class SelectedRows:
         if self.parts.setdefault(count, found) != found:
             return f"{op.name} holds other rows than a value of the same size"
         if op.outputs[0].type.dims and self._elements(op, count) > MOST_ELEMENTS:
-            return "all rows together are too large"
+            return "results for all rows would be too large"
         if not self.members or self.members[-1][0].id != op.id:
             self.members.append((op, None))
         return None

@@ -70,8 +70,8 @@ def _expand_target(before: Shape, after: Shape) -> tuple[int, ...] | None:
     return None if grows else tuple(target)
 
 
-@rule("spare_expand", BROADCASTING)
-def spare_expand(graph: Graph, op: Op) -> Match | Miss | None:
+@rule("redundant_expand", BROADCASTING)
+def redundant_expand(graph: Graph, op: Op) -> Match | Miss | None:
     """A pointwise operator reads the operand of an Expand and broadcasts it, if its other operands have the expanded sizes.
 
     For example, PyTorch's ``expand_as`` writes such an Expand in front of a gate's multiplication.

@@ -50,7 +50,7 @@ def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
 
     A path pays if it leads to another Transpose or to a reduction that leaves nothing to transpose. It pays if it leads to an op
     that reads two transposed values: two Transposes become one. It also pays if the op can become a stage of the convolution or
-    matrix product before the Transpose. A Transpose only moves towards the outputs, so this terminates.
+    matrix product before the Transpose. A Transpose only moves toward the outputs, so this terminates.
     """
     if op.attrs.perm is None:
         return None

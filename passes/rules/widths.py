@@ -205,7 +205,7 @@ def _of_rotary(graph: Graph, op: Op, axis: int, size: int) -> Sources:
 def _of_product(graph: Graph, op: Op, axis: int, size: int) -> Sources:
     """A product needs no wider operand: its weights are widened."""
     weights = graph.constant_value(op.input(1))
-    if weights is None or weights.ndim != 2 or axis != len(op.outputs[0].type.dims) - 1 or staged(op):
+    if weights is None or weights.ndim != 2 or axis != len(op.outputs[0].type.dims) - 1 or has_stages_or_factors(op):
         return None
     bias = graph.constant_value(op.input(2)) if op.kind == "Gemm" else None
     columns = op.outputs[0].type.dims[-1]
@@ -218,10 +218,10 @@ def _of_convolution(graph: Graph, op: Op, axis: int, size: int) -> Sources:
     bias = op.input(2)
     constant = graph.constant_value(op.input(1)) is not None
     fits = bias is None or graph.constant_value(bias) is not None
-    return [] if constant and fits and axis == 1 and op.attrs.group == 1 and not staged(op) else None
+    return [] if constant and fits and axis == 1 and op.attrs.group == 1 and not has_stages_or_factors(op) else None
 
 
-def staged(op: Op) -> bool:
+def has_stages_or_factors(op: Op) -> bool:
     """Whether a product or convolution has fused stages, or multiplies factors of a special type."""
     return bool(op.attrs.prologue or op.attrs.epilogue or op.attrs.factors)
 
@@ -366,7 +366,7 @@ def _axis_after(op: Op, graph: Graph, axis: int, size: int) -> int | None:
 def _is_sink(graph: Graph, op: Op, x: Value, axis: int) -> bool:
     """Whether ``op`` is a product or convolution with constant weights that sums over ``axis`` of ``x``."""
     weights = graph.constant_value(op.input(1)) if op.kind in ("MatMul", "Gemm", "Conv") else None
-    if weights is None or op.inputs[0] != x or op.inputs[1] == x or staged(op):
+    if weights is None or op.inputs[0] != x or op.inputs[1] == x or has_stages_or_factors(op):
         return False
     if op.kind == "Conv":
         return axis == 1 and op.attrs.group == 1

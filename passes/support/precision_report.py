@@ -192,7 +192,7 @@ def _half_quantized(graph: Graph, op: Op | None) -> str | None:
     """The reason, if the model quantizes only the first operand of a product; else None."""
     if op is None or op.kind not in ANCHORS or is_dequantized(graph, op.input(1)):
         return None
-    return "its input is quantized, its second operand is not" if is_dequantized(graph, op.input(0)) else None
+    return "its input is quantized, but its second operand is not" if is_dequantized(graph, op.input(0)) else None
 
 
 def _on_eight_bits(graph: Graph, op: Op) -> str | None:

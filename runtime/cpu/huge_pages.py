@@ -2,7 +2,7 @@
 the processor spends a few percent of this time on address translation.
 
 Linux gives huge pages to every process, on request (``madvise``), or to none. On request is the common setting, and the
-libraries do not ask. We do not allocate their memory, so it is moved afterwards: once per model, after its first run, a thread
+libraries do not ask. We do not allocate their memory, so it is moved afterward: once per model, after its first run, a thread
 collapses the mappings that are new since the model's compilation began.
 Measured on a 2-core AVX-512 machine: 2 to 3 % less time for ResNet-50 and VGG-16 in OpenVINO, about 1 % in ONNX Runtime.
 Sources: madvise(2), MADV_HUGEPAGE and MADV_COLLAPSE (Linux 6.1; older kernels collapse in their own time); mincore(2), which counts

@@ -84,7 +84,7 @@ def specs_of(engine: Engine | Program) -> tuple[dict[str, ImageSpec], dict[str, 
         specs = {name: ImageSpec.of(_table(plain)) for name, plain in options.get("preprocess", {}).items()}
         answers = {name: AnswerSpec.of(_table(plain)) for name, plain in options.get("postprocess", {}).items()}
     except (UsageError, AttributeError, TypeError) as error:
-        raise EngineError(f"the engine's account of its pictures is malformed: {error}") from None
+        raise EngineError(f"the engine's record of its pictures is malformed: {error}") from None
     return specs, answers
 
 

@@ -94,23 +94,35 @@ def attention(
 
 
 def rotary_embedding(
-    x: Array, cos: Array, sin: Array, *, interleaved: bool = False, rotary_embedding_dim: int = 0, own_angles: bool = False
+    x: Array, cos: Array, sin: Array, *, interleaved: bool = False, rotary_embedding_dim: int = 0, own_angles: bool = False,
+    parts: int = 1,
 ) -> tuple[Array, ...]:  # fmt: skip
     """RotaryEmbedding (ONNX opset 23): x (B, H, S, D); cos and sin (B, S, R / 2) rotate the first R entries of each head.
 
-    Entry i is paired with entry i + R / 2, or with its neighbour if ``interleaved``.
-    With ``own_angles`` cos and sin are (B, S, R): each entry of the result uses its own angle.
+    Entry i is paired with entry i + R / 2, or with its neighbor if ``interleaved``.
+    With ``own_angles`` cos and sin are (B, S, R): each entry of the result uses its own angle. Each of the ``parts`` of the R
+    entries forms its own pairs, with its part of the angles.
     """
     size = rotary_embedding_dim or x.shape[-1]
     turned, kept = x[..., :size], x[..., size:]
 
     def pairs_of(v: Array) -> tuple[Array, Array]:
-        return (v[..., 0::2], v[..., 1::2]) if interleaved else (v[..., : size // 2], v[..., size // 2 :])
+        if interleaved:
+            return v[..., 0::2], v[..., 1::2]
+        halves = v.reshape(*v.shape[:-1], parts, 2, size // parts // 2)
+        return halves[..., 0, :], halves[..., 1, :]
 
-    (c, d), (s, t) = (pairs_of(v[:, None]) if own_angles else (v[:, None], v[:, None]) for v in (cos, sin))
+    def angles_of(v: Array) -> tuple[Array, Array]:
+        v = v[:, None]
+        if own_angles:
+            return pairs_of(v)
+        v = v if interleaved else v.reshape(*v.shape[:-1], parts, size // parts // 2)
+        return v, v
+
+    (c, d), (s, t) = (angles_of(v) for v in (cos, sin))
     a, b = pairs_of(turned)
     both = [c * a - s * b, t * a + d * b]
-    turned = np.stack(both, axis=-1).reshape(*x.shape[:-1], size) if interleaved else np.concatenate(both, axis=-1)
+    turned = np.stack(both, axis=-1 if interleaved else -2).reshape(*x.shape[:-1], size)
     return (np.concatenate([turned, kept], axis=-1).astype(x.dtype, copy=False),)
 
 

@@ -160,7 +160,7 @@ def _weights(low: Array, fraction: Array, valid: Array, size: int) -> tuple[Arra
 
 
 def _greatest(image: Array, ys: tuple[Array, Array, Array], xs: tuple[Array, Array, Array]) -> Array:
-    """mode "max": the largest of the weighted neighbours (each one separately) over all samples of a bin."""
+    """mode "max": the largest of the weighted neighbors (each one separately) over all samples of a bin."""
     height, width = image.shape[1:]
     (y, fy, vy), (x, fx, vx) = ys, xs
     if not y.size or not x.size:

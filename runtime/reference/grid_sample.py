@@ -52,7 +52,7 @@ class _Axis:
 
 
 def _taps(at: Array, mode: str) -> list[tuple[Array, Array]]:
-    """The neighbours of a coordinate along one axis: integer positions and weights."""
+    """The neighbors of a coordinate along one axis: integer positions and weights."""
     if mode == "nearest":
         return [(np.rint(at).astype(np.int64), np.ones_like(at))]
     low = np.floor(at)
@@ -75,14 +75,14 @@ def grid_sample(
     out = grid.shape[1:-1]
     y = np.zeros((n, channels, *out), x.dtype)
     for i in range(n):
-        neighbours = []
+        neighbors = []
         for k in range(rank):
             axis = _Axis(x.shape[2 + k], padding_mode, align_corners)
             at = axis.position(grid[i, ..., rank - 1 - k].astype(x.dtype, copy=False))
             if mode == "nearest":
                 at = np.rint(at)
-            neighbours.append([(*axis.index(p), w) for p, w in _taps(axis.inside(at, mode), mode)])
-        for choice in itertools.product(*neighbours):
+            neighbors.append([(*axis.index(p), w) for p, w in _taps(axis.inside(at, mode), mode)])
+        for choice in itertools.product(*neighbors):
             weight = np.ones(out, x.dtype)
             for _, found, w in choice:
                 weight = weight * np.where(found, w, 0).astype(x.dtype)

@@ -36,9 +36,9 @@ def _standardize(x: Array, axes: Sequence[int], epsilon: float) -> tuple[Array, 
     """(x - mean) / sqrt(variance + epsilon), with the mean and the inverse deviation."""
     axes = tuple(axes)
     center = mean(x, axes)
-    centred = x - center
-    inverse = 1 / np.sqrt(mean(np.square(centred), axes) + x.dtype.type(epsilon))
-    return centred * inverse, center, inverse
+    centered = x - center
+    inverse = 1 / np.sqrt(mean(np.square(centered), axes) + x.dtype.type(epsilon))
+    return centered * inverse, center, inverse
 
 
 def instance_normalization(x: Array, scale: Array, bias: Array, *, epsilon: float = 1e-5) -> tuple[Array, ...]:
@@ -90,7 +90,7 @@ def rms_normalization(
 
 
 def lrn(x: Array, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> tuple[Array, ...]:
-    """LRN (ONNX opset 13): x (N, C, *), the sum of squares runs over ``size`` neighbouring channels."""
+    """LRN (ONNX opset 13): x (N, C, *), the sum of squares runs over ``size`` neighboring channels."""
     before = (size - 1) // 2
     squares = np.square(x)
     total = np.zeros_like(x)
@@ -115,9 +115,9 @@ def lp_normalization(x: Array, *, axis: int = -1, p: int = 2, epsilon: float = 0
 def mean_variance_normalization(x: Array, *, axes: Sequence[int] = (0, 2, 3)) -> tuple[Array, ...]:
     """MeanVarianceNormalization (ONNX opset 13): 1e-9 is added to the deviation, as in ONNX's function body."""
     axes = tuple(axes)
-    centred = x - mean(x, axes)
-    deviation = np.sqrt(mean(np.square(centred), axes))
-    return (centred / (deviation + x.dtype.type(1e-9)),)
+    centered = x - mean(x, axes)
+    deviation = np.sqrt(mean(np.square(centered), axes))
+    return (centered / (deviation + x.dtype.type(1e-9)),)
 
 
 def sinkhorn(x: Array, *, axis: int, count: int, epsilon: float = 0.0) -> tuple[Array, ...]:

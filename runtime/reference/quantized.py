@@ -49,6 +49,7 @@ STAGES: dict[str, Callable[..., Array]] = {
     "softsign": lambda x: x / (F(1) + np.abs(x)),
     "sqrt": np.sqrt,
     "abs": np.abs,
+    "round": np.rint,
     "sin": np.sin,
     "cos": np.cos,
     "square": lambda x: x * x,

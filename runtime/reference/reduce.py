@@ -42,7 +42,7 @@ def mean(x: Array, axes: Axes) -> Array:
         return np.asarray(total / x.dtype.type(count))
     if x.dtype.kind == "u":
         return np.asarray(total // count)
-    return np.asarray(np.sign(total) * (np.abs(total) // count))  # integers are truncated towards zero
+    return np.asarray(np.sign(total) * (np.abs(total) // count))  # integers are truncated toward zero
 
 
 def _extreme(ufunc: Any, highest: bool) -> Reducer:

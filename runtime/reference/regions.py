@@ -79,23 +79,26 @@ def rotary_pair(x: Array, cos: Array, sin: Array, y: Array, **attrs: Any) -> tup
 
 def turned_heads(
     run: Run, *operands: Array | None, of: str, own: Sequence[str], channels: int, head: int, turned: int, interleaved: bool,
-    **attrs: Any,
+    parts: int = 1, **attrs: Any,
 ) -> tuple[Array, ...]:  # fmt: skip
     """The operator ``of`` with a result (rows, columns, 1...). The first ``channels`` of a row are heads of ``head`` features.
 
-    The last operand has the rotation angles for each position, (P, turned / 16, 2, 8): eight cosines, eight sines.
+    The last operand has the rotation angles for each position, (P, parts * turned / 16, 2, 8): eight cosines, eight sines. Heads
+    take the ``parts`` of them in turn.
     Rows belong to the positions in turn.
     """
     *reads, angles = operands
     assert angles is not None
     y = run(of, reads, {name: attrs[name] for name in own})[0]
-    cos, sin = (angles[:, :, k].reshape(1, len(angles), -1) for k in range(2))
-    heads = y.reshape(-1, len(angles), y.shape[1])[..., :channels].reshape(-1, len(angles), channels // head, head)
-    found = rotary_embedding(
-        heads.transpose(0, 2, 1, 3), cos, sin, interleaved=interleaved, rotary_embedding_dim=turned
-    )
+    cos, sin = (angles[:, :, k].reshape(1, len(angles), parts, -1) for k in range(2))
+    rows = y.reshape(-1, len(angles), y.shape[1])[..., :channels]
+    heads = rows.reshape(*rows.shape[:2], channels // head // parts, parts, head).transpose(3, 0, 2, 1, 4)
+    found = np.stack([
+        rotary_embedding(x, cos[:, :, k], sin[:, :, k], interleaved=interleaved, rotary_embedding_dim=turned)[0]
+        for k, x in enumerate(heads)
+    ])  # fmt: skip
     done = y.copy()
-    done.reshape(len(y), -1)[:, :channels] = found[0].transpose(0, 2, 1, 3).reshape(len(y), channels)
+    done.reshape(len(y), -1)[:, :channels] = found.transpose(1, 3, 2, 0, 4).reshape(len(y), channels)
     return (done,)
 
 

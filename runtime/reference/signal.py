@@ -88,13 +88,13 @@ def mel_weight_matrix(
     edges = ((length + 1) * (700 * (10 ** (mel / 2595) - 1)) // rate).astype(np.int64)
     out = np.zeros((length // 2 + 1, count))
     for i in range(count):
-        left, centre, right = edges[i : i + 3].tolist()
-        if left == centre:
-            out[centre, i] = 1
+        left, center, right = edges[i : i + 3].tolist()
+        if left == center:
+            out[center, i] = 1
         else:
-            out[left : centre + 1, i] = np.arange(centre - left + 1) / (centre - left)
-        if right > centre:
-            out[centre:right, i] = np.arange(right - centre, 0, -1) / (right - centre)
+            out[left : center + 1, i] = np.arange(center - left + 1) / (center - left)
+        if right > center:
+            out[center:right, i] = np.arange(right - center, 0, -1) / (right - center)
     return (out.astype(output_datatype),)
 
 

@@ -1,7 +1,7 @@
 """Executors: they run steps.
 
 An executor module offers ``prepare(step, program, options) -> Executor``. An Executor is one prepared step (a compiled
-library model, a kernel with its attributes): made once per engine, never changed afterwards, shared by all threads. Its
+library model, a kernel with its attributes): made once per engine, never changed afterward, shared by all threads. Its
 ``session()`` returns the state of one thread (an infer request, scratch); only one thread at a time uses a session.
 Modules are imported only if a program names them, so an engine needs only the libraries that it uses.
 """
@@ -80,7 +80,7 @@ Examine: TypeAlias = Callable[[LibraryPart], None]
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Choices made when an engine is loaded, for executors to honour. ``threads`` None keeps the number chosen by the build.
+    """Choices made when an engine is loaded, for executors to honor. ``threads`` None keeps the number chosen by the build.
 
     For engines of GPUs: ``simulate`` runs them in NumPy instead. ``trust_cubins``: the program may contain any code, like a
     program made in this process; otherwise its kernels' sources are checked, and compiled (see

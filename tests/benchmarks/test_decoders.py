@@ -1,4 +1,4 @@
-"""The decoders of the benchmark: they build, count their bytes, and decode with their caches in place."""
+"""The decoders of the benchmark: they build, count their bytes, and decode with caches in place."""
 
 from __future__ import annotations
 

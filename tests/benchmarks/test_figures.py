@@ -1,4 +1,4 @@
-"""The tables of the documents: what rows become. ``tests/docs`` holds the documents against them."""
+"""The tables of the documents: their rows. ``tests/docs`` compares the documents with them."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ WORDS = [
 
 
 def wide_rows() -> list[dict[str, Any]]:
-    """Rows of two runs: beside torch.compile, an older one without it, with the longest search, and profiles."""
+    """Rows of two runs: one with torch.compile and an older one without it, with the longest search, and profiles."""
     other = {**RUN, "run": "s", "commit": "abcdef0123"}
     cliff = {"step": 3, "tactic": "layer_norm", "us": 40.0, "share": 0.4, "roofline": 0.05, "gain_us": 32.0, "gain": 0.32,
              "why": WHY, "nodes": "/norm"}  # fmt: skip
@@ -188,7 +188,7 @@ def test_a_pair_without_slow_steps_is_explained_by_its_kinds_of_steps(monkeypatc
     assert wide.explanation(SIGLIP, None) == "not looked into"
 
 
-def test_pages_say_what_there_are_rows_for() -> None:
+def test_pages_show_the_kinds_that_have_rows() -> None:
     beside_eager = wide.page([row(MIXER, times=ms(ours=1.0, eager=3.0)), *wide_rows()[-1:]])
     assert "Compared with eager PyTorch, it is 3.00 times as fast in geometric mean of 1 pairs" in beside_eager
     for absent in ("torch.compile (default mode)", "## Under", "## Slow steps", "## Beside"):
@@ -225,7 +225,7 @@ def test_the_tables_of_lanes_and_growth() -> None:
     assert "| bert_base, 64 | 0.200 | 0.600 | 3.0× |" in gpu.growth([row(name, times=ms(ours=0.2, eager=0.6))])
 
 
-def test_the_table_of_what_was_checked() -> None:
+def test_the_table_of_checks() -> None:
     steps = {"count": 1000, "worst": [1e-7]}
     rows = [
         row("zoo/a:1@fp32", "cuda:sm_90a", "correctness", verdict="right", steps=steps),
@@ -304,7 +304,7 @@ def test_the_table_of_decoders() -> None:
         row(name.format(4), "cuda:sm_90a", "decode", times=ms(ours=0.5, torch=1.2)),
         row(
             "decoders/llama_8b:1:layers=2@fp16", "cuda:sm_90a", "decode", times=ms(ours=0.3)
-        ),  # alone, it says nothing of 32
+        ),  # a row without it has no figure for 32
         row("decoders/llama_1b:1@fp16", "cuda:sm_90a", "decode", times=ms(ours=0.8)),
         row(
             "decoders/llama_8b:1:layers=4:tokens=2048@fp16",

@@ -1,4 +1,4 @@
-"""The harness: rows of what works and what fails, resuming, budgets, turns, and the one format of results."""
+"""The harness: rows of successful and failed workloads, resuming, budgets, turns, and the format of results."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FAKE = "support.fake_kind"
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children find the fake kind."""
+    """Children use the fake kind."""
     monkeypatch.setenv("PYTHONPATH", TESTS)
 
 
 def measured(out: Path, *words: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    """The exit code, and the rows by the network's name."""
+    """The exit code, and the rows by the name of the network."""
     code = main([FAKE, *words, "--out", str(out), "--jobs", "2"])
     return code, {r["workload"].partition("/")[2].partition(":")[0]: r for r in rows.lines(out) if "workload" in r}
 
@@ -52,7 +52,7 @@ def test_a_workload_that_fails_costs_its_row_alone(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.slow
-def test_a_second_call_measures_only_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_call_measures_only_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.jsonl"
     assert measured(out, "fake/good", "fake/raises")[0] == 0
     before = rows.lines(out)
@@ -74,7 +74,7 @@ def test_the_budget_leaves_the_rest_for_the_next_call(tmp_path: Path, capsys: py
     assert "1 are left: call again" in capsys.readouterr().out
 
 
-def test_what_is_wrong_is_the_exit_code(tmp_path: Path) -> None:
+def test_faults_give_the_exit_code(tmp_path: Path) -> None:
     assert measured(tmp_path / "out.jsonl", "fake/wrong")[0] == 1
 
 
@@ -184,7 +184,7 @@ def test_kept_results_are_the_newest_without_details(tmp_path: Path) -> None:
     assert [r["run"]["commit"] for r in rows.read(tmp_path / "soak.jsonl")] == ["c"]
 
 
-def test_kept_rows_leave_out_what_they_share_with_the_row_before(tmp_path: Path) -> None:
+def test_kept_rows_leave_out_entries_of_the_row_before(tmp_path: Path) -> None:
     given = [row("x", "a"), row("y", "a"), {**row("z", "b"), "setup": "cpu"}, {**row("w", "b"), "setup": ""}]
     (kept,) = rows.keep([written(tmp_path / "new.jsonl.part", {"run": "a"}, {"run": "b"}, *given)], tmp_path)
     text = kept.read_text(encoding="utf-8")

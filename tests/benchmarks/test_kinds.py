@@ -1,4 +1,4 @@
-"""The kinds of measurement: their options and tables, and their logic on targets that need no GPU."""
+"""The kinds of measurement: options, tables, and their logic on targets that need no GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GELU = Workload("operator/gelu", 1, "fp32")
 
 
 def job(name: str, workload: Workload, folder: Path, *words: str) -> Job:
-    """A job as the harness gives it to a child."""
+    """A job in the form in which the harness gives it to a child."""
     kind = kind_of(name)
     options = parser_of(kind).parse_args(list(words))
     made = Job(workload, kind.setups(options, workload)[0], options, folder)
@@ -53,7 +53,7 @@ def job(name: str, workload: Workload, folder: Path, *words: str) -> Job:
 def test_a_kind_lists_its_workloads(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SHARED, "")  # what --shared sets ends with this test
+    monkeypatch.setenv(SHARED, "")  # the settings of --shared end with this test
     assert main([name, "--list", "--out", str(tmp_path / "out.jsonl"), "--shared", str(tmp_path)]) in (0, 2)
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
@@ -77,7 +77,7 @@ def test_without_words_all_are_listed() -> None:
     assert all(f"\n  {name} " in done.stdout for name in (*KINDS, *COMMANDS))
 
 
-def test_what_needs_a_gpu_imports_without_one() -> None:
+def test_modules_for_gpus_import_without_one() -> None:
     pytest.importorskip("torch")
     importlib.import_module("benchmarks.race")
     importlib.import_module("benchmarks.torch_modules")
@@ -100,7 +100,7 @@ def test_candidates_are_built_and_one_that_cannot_be_is_reported(tmp_path: Path)
     assert wrong["ours"]["steps"] == 1
 
 
-def test_the_setup_tells_how_it_was_measured() -> None:
+def test_the_setup_describes_the_measurement() -> None:
     def setup(*words: str) -> str:
         return speed.setups(parser_of(speed.KIND).parse_args(list(words)), GELU)[0]
 
@@ -151,7 +151,7 @@ def test_a_wrong_result_is_wrong(tmp_path: Path) -> None:
     assert correctness.measure(made)["verdict"] == "wrong"
 
 
-def test_what_speaks_against_an_engine() -> None:
+def test_faults_of_an_engine() -> None:
     good: dict[str, Any] = {"repeats": True, "agrees": True, "singly": True, "arena": [], "steps": {"wrong": []}}
     assert correctness.right(good)
     for fault in (
@@ -211,9 +211,7 @@ def test_networks_with_operators_on_the_cpu_soak_for_a_time() -> None:
     assert not soak.more(options, 10, 1.0, on_host=False)
 
 
-def test_eager_is_set_up_alone_before_what_compiles_beside_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_eager_is_set_up_alone_before_compiling_rivals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = ["ours", "compile-max", "eager", "compile"]
     assert speed.in_turn(asked, crowded=False) == ["compile-max", "compile", "eager"]
     assert speed.in_turn(asked, crowded=True) == ["eager", "compile-max", "compile"]
@@ -292,7 +290,7 @@ def test_cliffs_of_all_networks_are_those_of_the_product(tmp_path: Path, capsys:
     assert 0 < row["at_roofline"] < 0.1
 
 
-def test_steps_are_summed_by_what_they_are_called() -> None:
+def test_steps_are_summed_by_name() -> None:
     steps = [
         {"kind": kind, "tactic": tactic, "us": us, "roofline": at}
         for kind, tactic, us, at in (
@@ -322,7 +320,7 @@ def test_cliffs_that_gain_most_of_their_run_come_first() -> None:
     ]
 
 
-def test_first_runs_of_a_length_count_what_is_compiled() -> None:
+def test_first_runs_of_a_length_count_compilations() -> None:
     from benchmarks.kinds import waits
 
     assert set(waits.PARTS) == {"build", "load", "call", "retune", "plan"}
@@ -364,7 +362,7 @@ def test_every_kernel_of_engines_is_run_under_the_sanitizers() -> None:
         "timer.cu",
         "all_reduce.cu",
         "flagged.cu",
-    }  # of the tuner, of several GPUs
+    }  # by the tuner, for several GPUs
     for name, (build, at) in sanitizer_nets.graphs().items():
         if left and name not in sanitizer_nets.GENERAL and at != "bf16":
             with sanitizer_nets.forced(name):
@@ -373,7 +371,7 @@ def test_every_kernel_of_engines_is_run_under_the_sanitizers() -> None:
     assert not left
 
 
-def test_what_a_sanitizer_reports_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_of_a_sanitizer_are_rows(capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks.kinds import sanitize
 
     text = "ran a b: 1 launches\nInvalid write at global_average_pool\nHost Frame: x"
@@ -384,9 +382,9 @@ def test_what_a_sanitizer_reports_is_a_row(capsys: pytest.CaptureFixture[str]) -
     (caught,) = sanitize.rows_of("memcheck", "int8", 1, False, text)
     (missed,) = sanitize.rows_of("memcheck", "int8", 1, True, text)
     assert (caught["verdict"], missed["verdict"]) == ("caught", "missed")
-    assert sanitize.told([*both, caught], ["memcheck"], ["a b", "c"]) == 0
-    assert sanitize.told([*both, missed], ["memcheck"], ["a b", "c", "int8"]) == 1
-    assert sanitize.told([reported], ["memcheck"], ["a"]) == 1
+    assert sanitize.summarize([*both, caught], ["memcheck"], ["a b", "c"]) == 0
+    assert sanitize.summarize([*both, missed], ["memcheck"], ["a b", "c", "int8"]) == 1
+    assert sanitize.summarize([reported], ["memcheck"], ["a"]) == 1
     assert "memcheck a: REPORTED" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/program_fingerprints.py: equal programs have equal fingerprints, and each difference is told where it is."""
+"""benchmarks/program_fingerprints.py: equal programs have equal fingerprints, and each difference is reported with its place."""
 
 from __future__ import annotations
 

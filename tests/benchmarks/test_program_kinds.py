@@ -1,4 +1,4 @@
-"""Every launch of a program has a kind with a definition, which reads its attributes and knows the shapes of its results."""
+"""Every launch of a program has a kind with a definition, which reads its attributes and infers the shapes of its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COVERING = (
     *("densenet121:1 int8 sm_90a", "efficientnet_b0:1 int8 sm_90a", "yolox_s:1 fp16 sm_90a"),
     *(FAST, "lstm:1 fp32 sm_90a"),
 )
-"""Builds with every pair of a kind and a kernel that the cases of the fingerprints have, a large batch, and a range of sizes."""
+"""Builds with all pairs of kind and kernel in the cases of the fingerprints, a large batch, and a range of sizes."""
 BUILDS = {case.name: case for case in script.CASES}
 
 
@@ -42,7 +42,7 @@ def launches(program: Program) -> Iterator[tuple[Program, Step, CudaStep]]:
 
 
 def seen(program: Program, step: Step, view: OperandView | None) -> TensorType | None:
-    """A view's type as the launch computes with it: narrow floats in fp32."""
+    """The type with which the launch computes a view: narrow floats are fp32."""
     if view is None:
         return None
     dtype = program.buffers[(*step.inputs, *step.outputs)[view.operand]].dtype
@@ -59,7 +59,7 @@ def test_launches_are_of_defined_kinds(name: str) -> None:
         assert kind in OPDEFS
         if (
             kind not in REGIONS and OPDEFS[kind].arity is None
-        ):  # a reduction that computes its own operand has stages besides
+        ):  # a reduction that computes its own operand also has stages
             stages = [*given.pop("prologue", ()), *given.pop("epilogue", ())]
             assert all(isinstance(s, PlainStage) for s in stages)
             assert given.pop("arity", 1) >= 1

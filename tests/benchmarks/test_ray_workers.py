@@ -1,4 +1,4 @@
-"""What the Ray benchmark makes of the calls of its workers."""
+"""How the Ray benchmark evaluates the calls of its workers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from benchmarks.ray_workers import Call, calls_of, idle, summary
 
 
 def test_only_the_time_in_which_all_workers_run_counts() -> None:
-    """The second worker starts four calls late; the first has nothing to do at the end."""
+    """The second worker starts four calls late. The first one is idle at the end."""
     early = [Call(1, t, t + 1.0, 10) for t in range(8)]
     late = [Call(2, t, t + 1.0, 10) for t in range(4, 12)]
     found = summary(sorted(early + late, key=lambda c: c.began))
     assert (
         found["seconds"] == 2
-    )  # from 5, the end of the late one's first call, to 7, the start of the early one's last
+    )  # from 5, the end of the late worker's first call, to 7, the start of the early worker's last one
     assert found["pictures_per_second"] == 20
     assert (found["rows_per_call"], found["call_ms"], found["idle_ms"]) == (10, 1000.0, 0.0)
 

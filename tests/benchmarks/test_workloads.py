@@ -1,4 +1,4 @@
-"""The table of workloads: its groups, its form, and what its sources make."""
+"""The table of workloads: its groups, its form, and the results of its sources."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_wide_group_holds_120_pairs_of_five_libraries() -> None:
     assert all(w.network in NETWORKS for w in found if w.source in ("transformers", "diffusers", "torch"))
 
 
-def test_what_is_to_be_reached_are_targets() -> None:
+def test_workloads_to_be_reached_are_targets() -> None:
     assert {w.name for w in group("targets")} < set(REACH)
     assert set(REACH) <= {w.name for w in [*group("targets"), *group("wide")]}
     assert set(EXPLAINED) <= {w.name for w in group("wide")}
@@ -96,7 +96,7 @@ def test_a_single_operator_is_a_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_a_chain_of_products_means_what_its_truth_computes(bits: int) -> None:
+def test_a_chain_of_products_agrees_with_the_exact_result(bits: int) -> None:
     torch = pytest.importorskip("torch")
     settings = (("bits", bits), ("depth", 64), ("columns", 96), ("block", 32), ("turns", 2))
     workload = Workload("products/chain", 3, "fp32", settings)

@@ -44,15 +44,15 @@ def runs(engine: optdnn.Engine) -> Any:
 
 @pytest.mark.parametrize(("target", "precision"), BUILDS)
 @pytest.mark.parametrize(("elements", "dtype"), [(TensorProto.FLOAT16, np.float16), (TensorProto.DOUBLE, np.float64)])
-def test_what_the_model_has_in_another_float_type_stays_so(
+def test_operators_in_another_float_type_of_the_model_stay_so(
     target: str, precision: str, elements: int, dtype: Any
 ) -> None:
     data = [{"x": random(2, 3, 8, 8)} for _ in range(2)]
     engine = optdnn.build(conv(elements, dtype), target=target, precision=precision, calib=data)
-    (told,) = engine.meta["precision"]["differs"]
-    assert told["asked"] == precision
+    (reported,) = engine.meta["precision"]["differs"]
+    assert reported["asked"] == precision
     name = {np.float16: "fp16", np.float64: "fp64"}[dtype]
-    assert told["reason"] == f"the model computes it in {name}, ranges are found for fp32: export the model in fp32"
+    assert reported["reason"] == f"the model computes it in {name}, ranges are found for fp32: export the model in fp32"
     assert engine.run({"x": random(2, 3, 8, 8, dtype=dtype)})["z"].dtype == dtype
 
 
@@ -117,7 +117,7 @@ def test_ranges_of_sizes_are_calibrated_at_the_first_optimum(target: str, precis
 
 @pytest.mark.parametrize(("target", "precision"), ON_GPU)
 def test_other_sizes_run_by_the_same_ranges(target: str, precision: str, tmp_path: Path) -> None:
-    """Also of an engine that was loaded: what a plan of the build gives, a plan for a further size gives of the same rows."""
+    """Also for a loaded engine: a plan for a further size gives the same rows as a plan of the build."""
     network = conv(shape=("N", 3, 8, 8))
     data = [{"x": random(4, 3, 8, 8)} for _ in range(2)]
     shapes = {"x": "1..4..8x3x8x8"}
@@ -151,16 +151,19 @@ def test_a_calibration_that_no_build_wrote_is_refused(text: bytes) -> None:
 
 
 def test_an_engine_that_makes_no_further_plans_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Pins go by nodes, which an engine does not hold."""
+    """Pins refer to nodes, which an engine does not have."""
     onnx.save(conv(shape=("N", 3, 8, 8)), tmp_path / "m.onnx")
     np.savez(tmp_path / "calib.npz", x=random(8, 3, 8, 8))
-    engine, told = tmp_path / "e", "none: the engine does not hold its model, and runs only at the sizes of its plans"
+    engine, reported = (
+        tmp_path / "e",
+        "none: the engine does not hold its model, and runs only at the sizes of its plans",
+    )
     options = ("--target", "simulate", "--precision", "int8", "--calib", str(tmp_path / "calib.npz"))
     options = (*options, "--shape", "x=1..4..8x3x8x8", "-o", str(engine))
     for pins, shown in (((), False), (("--pin", "*=fp32"), True)):
         for command in (["build", str(tmp_path / "m.onnx"), *options, *pins], ["inspect", "--json", str(engine)]):
             assert run(command) == 0
-            assert (told in " ".join(capsys.readouterr().out.split())) == shown
+            assert (reported in " ".join(capsys.readouterr().out.split())) == shown
     with pytest.raises(RunError, match="cannot make one: it does not hold its model"):
         optdnn.load(engine).run({"x": random(3, 3, 8, 8)})
 
@@ -186,10 +189,10 @@ def explicit(own: bool = True, more: bool = False) -> onnx.ModelProto:
 @pytest.mark.parametrize("target", ["cpu", "simulate"])
 def test_a_network_with_q_and_dq_needs_no_data(target: str) -> None:
     engine = optdnn.build(explicit(), target=target, precision="int8")
-    assert target == "cpu" or runs(engine) == {"int8": 1}  # there the faster library decides
+    assert target == "cpu" or runs(engine) == {"int8": 1}  # on the CPU, the faster library decides
     engine = optdnn.build(explicit(more=True), target=target, precision="int8")
-    (told,) = (r for r in engine.meta["precision"]["differs"] if r["nodes"] == ["last"])
-    assert told["reason"] == "the model does not quantize it, and there is no calibration data"
+    (reported,) = (r for r in engine.meta["precision"]["differs"] if r["nodes"] == ["last"])
+    assert reported["reason"] == "the model does not quantize it, and there is no calibration data"
     x = random(1, 16, 8, 8)
     assert np.isfinite(engine.run({"x": x})["z"]).all()
 
@@ -216,7 +219,7 @@ def test_a_bias_of_one_number_for_all_columns(target: str, precision: str, shape
 
 
 @pytest.mark.parametrize("elements", [TensorProto.FLOAT16, TensorProto.DOUBLE])
-def test_what_is_quantized_is_computed_in_another_float_type(elements: int) -> None:
+def test_quantized_values_may_come_from_another_float_type(elements: int) -> None:
     dtype = helper.tensor_dtype_to_np_dtype(elements)
     nodes = [
         helper.make_node("Cast", ["x"], ["c"], to=elements),

@@ -35,7 +35,7 @@ def pictures(count: int = 8, seed: int = 0) -> Array:
 
 
 class Reader:
-    """ONNX Runtime's reader of calibration data."""
+    """ONNX Runtime's interface for calibration data."""
 
     def __init__(self, x: Array, batch: int):
         self.batches = iter([{"x": x[i : i + batch]} for i in range(0, len(x), batch)])
@@ -227,7 +227,7 @@ def test_the_cache_spares_the_work_and_is_readable(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.means["x"], first.means["x"])
     plain = json.loads(cache.read_text())
     assert plain["entries"][0]["result"]["ranges"]["x"] == [first.ranges["x"].low, first.ranges["x"].high]
-    # Another method, other data and another graph are calibrated anew.
+    # Another method, other data and another graph are calibrated again.
     assert calibrate(graph, x, "minmax", cache=cache).ranges != first.ranges
     assert calibrate(graph, pictures(seed=1), "minmax", cache=cache).ranges["x"] != first.seen["x"]
 

@@ -1,4 +1,4 @@
-"""Arrays of exactly the inputs' shapes, which have no axis of samples in common, are one feed."""
+"""Arrays with exactly the inputs' shapes, without a common axis of samples, are one feed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_one_feed(stored: bool, tmp_path: Path) -> None:
 
 
 def test_other_shapes_are_samples() -> None:
-    """Then their numbers have to agree."""
+    """With an axis of samples, their numbers of samples must agree."""
     feed = arrays()
     with pytest.raises(InputError, match="different numbers of samples"):
         open_data(feed | {"nodes": np.concatenate([feed["nodes"]] * 2)}, INPUTS)

@@ -1,4 +1,4 @@
-"""Ranges: the same as ONNX Runtime's quantizer chooses from the same data, and sensible ones by every method."""
+"""Ranges: equal to those of ONNX Runtime's quantizer on the same data, and plausible for every method."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It, built for the reference target."""
+    """The same network, built for the target ``reference``."""
     path = tmp_path_factory.mktemp("engine") / "net.engine"
     optdnn.build(model, target="reference").save(path)
     return path

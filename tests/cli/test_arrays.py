@@ -1,4 +1,4 @@
-"""Files of arrays as ``--input`` names them."""
+"""Files of arrays for ``--input``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``build --precision auto``, what ``inspect`` and ``explain`` tell of it, and pins."""
+"""``build --precision auto``, what ``inspect`` and ``explain`` show of it, and pins."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def build(cli: Cli, model: Path, calib: Path, out: Path, *more: object) -> Any:
 
 
 @pytest.mark.usefixtures("quick")
-def test_build_tells_and_keeps_how_it_chose(cli: Cli, model: Path, calib: Path, tmp_path: Path) -> None:
+def test_build_shows_and_keeps_how_it_chose(cli: Cli, model: Path, calib: Path, tmp_path: Path) -> None:
     out, report = tmp_path / "net.engine", tmp_path / "how.html"
     quickly = ("--tactics", "onnxruntime", "--candidates", "int8")
     result = build(cli, model, calib, out, "--precision-report", report, "--pin", "conv2=fp32", *quickly)
     assert result.code == 0, result.err
     assert "precision: the plans that were tried" in result.out
     assert "chosen" in result.out
-    assert "cosine distance" in result.out  # the bound's unit
+    assert "cosine distance" in result.out  # the unit of the bound
     assert "8 samples to calibrate and search on, 8 others to verify by" in result.out
     text = report.read_text(encoding="utf-8")
     assert "<svg" in text
@@ -71,12 +71,12 @@ def test_build_tells_and_keeps_how_it_chose(cli: Cli, model: Path, calib: Path, 
     assert row["within"]
     assert {c["name"] for c in facts["candidates"]} >= {"fp32", "int8"}
 
-    told = cli("explain", out, "conv2")
-    assert told.code == 0
-    assert "precision fp32: pinned by --pin conv2=fp32" in told.out
-    assert "fuse_conv_bn" in told.out
-    assert "runs in step 0" in told.out
-    assert "for the network as a whole" in told.out
+    reported = cli("explain", out, "conv2")
+    assert reported.code == 0
+    assert "precision fp32: pinned by --pin conv2=fp32" in reported.out
+    assert "fuse_conv_bn" in reported.out
+    assert "runs in step 0" in reported.out
+    assert "for the network as a whole" in reported.out
     (fact,) = json.loads(cli("explain", out, "conv1", "--json").out)
     assert fact["precision"]["account"]["us"]
     assert {"bn1"} <= {n for entry in fact["made"] for n in entry["with"]}
@@ -109,7 +109,7 @@ def test_the_account_as_markdown_escapes_names(cli: Cli, calib: Path, tmp_path: 
     assert "\x1b" not in text
 
 
-def test_a_pin_that_fits_nothing_names_what_is_close(cli: Cli, model: Path, calib: Path, tmp_path: Path) -> None:
+def test_a_pin_that_matches_nothing_names_similar_nodes(cli: Cli, model: Path, calib: Path, tmp_path: Path) -> None:
     result = build(cli, model, calib, tmp_path / "e", "--pin", "cnv2=fp32")
     assert result.code == 2
     assert "'conv2'" in result.err
@@ -132,7 +132,7 @@ def test_a_metric_that_raises_leaves_nothing_behind(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_bound_that_cannot_be_met_names_the_closest_and_writes_nothing(
+def test_a_bound_that_cannot_be_met_names_the_closest_plan_and_writes_nothing(
     cli: Cli, model: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "calls = [0]\ndef f(outputs, labels):\n    calls[0] -= 1\n    return calls[0]\n"  # worse from call to call
@@ -167,21 +167,21 @@ def test_usage(cli: Cli, model: Path, calib: Path, tmp_path: Path, options: tupl
     assert not (tmp_path / "e").exists()
 
 
-def test_explain_of_what_is_no_node_or_no_engine(cli: Cli, model: Path, engine: Path) -> None:
+def test_explain_of_an_unknown_node_or_a_file_that_is_no_engine(cli: Cli, model: Path, engine: Path) -> None:
     result = cli("explain", engine, "conv9")
     assert result.code == 2
     assert "did you mean 'conv" in result.err
     assert cli("explain", model, "conv1").code == 2
-    told = cli("explain", engine, "bn*")
-    assert told.out.count("fuse_conv_bn") == 2
-    assert "precision: the engine's, fp32" in told.out
+    reported = cli("explain", engine, "bn*")
+    assert reported.out.count("fuse_conv_bn") == 2
+    assert "precision: the engine's, fp32" in reported.out
 
 
 def test_inspect_lists_names_of_nodes(cli: Cli, model: Path) -> None:
     assert "conv2" in cli("inspect", model, "--nodes").out
 
 
-def test_explain_tells_each_nodes_precision_without_auto(cli: Cli, model: Path, calib: Path, tmp_path: Path) -> None:
+def test_explain_shows_each_nodes_precision_without_auto(cli: Cli, model: Path, calib: Path, tmp_path: Path) -> None:
     names = [n.name for n in onnx.load(model).graph.node if n.op_type in ("Conv", "Gemm")]
     out = tmp_path / "mixed.engine"
     options = ("--target", "simulate", "--precision", "int8+fp16", "--calib", calib, "--shape", "x=4x3x8x8")

@@ -1,4 +1,4 @@
-"""Broken engine files, and arrays that do not fit an engine: each is one line that names what is wrong, and an exit code."""
+"""Broken engine files, and arrays that do not fit an engine: each gives one line that names the fault, and an exit code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL, UNSUPPORTED, ENGINE, RUN, OUTPUT, USAGE = 3, 4, 5, 6, 9, 2
 # ---------------------------------------------------------------- engine files
 
 
-def test_no_such_engine_and_what_is_none(cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_absent_engines_and_files_that_are_no_engine(cli: Cli, model: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.engine").touch()
     for path in (tmp_path / "absent.engine", tmp_path / "empty.engine", model):
         for command in ("run", "bench"):
@@ -70,7 +70,7 @@ def test_an_engine_for_another_target_or_machine(
     assert out == ""
     assert message in err
     assert "hint: " in err
-    assert cli("inspect", tmp_path / "other.engine").code == 0  # what it is can be told all the same
+    assert cli("inspect", tmp_path / "other.engine").code == 0  # its facts can still be shown
 
 
 # ---------------------------------------------------------------- inputs of a run
@@ -119,7 +119,7 @@ def test_wrong_names_and_files(cli: Cli, engine: Path, tmp_path: Path) -> None:
     assert run(f"x={tmp_path / 'absent.npy'}")[0] == USAGE
     assert run(f"x={tmp_path}")[0] == USAGE  # a folder of pictures, which this engine does not take
     np.savez(tmp_path / "x.npz", x=np.zeros(3), z=np.zeros(3))
-    assert run(f"x={tmp_path / 'x.npz'}")[0] == RUN  # of that name, but not of that shape
+    assert run(f"x={tmp_path / 'x.npz'}")[0] == RUN  # it has that name, but another shape
     assert run(f"y={tmp_path / 'x.npz'}")[0] == USAGE
 
 

@@ -1,4 +1,4 @@
-"""Bad input at the command line: each gets its typed error in one message, its exit code, and leaves nothing half-written."""
+"""Bad input at the command line: each gives a typed error in one message and its exit code, and no partial file stays."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def node(op: str, inputs: str, outputs: str, name: str = "", **attrs: Any) -> on
 
 @pytest.fixture
 def fails(cli: Cli, tmp_path: Path) -> Callable[..., str]:
-    """Build (and check, and inspect) a model that must fail in the same way each time; returns the message."""
+    """A function that builds, checks and inspects a model, all of which must fail in the same way. It returns the message."""
 
     def build(model: onnx.ModelProto | bytes, code: int, *options: str) -> str:
         path = tmp_path / "bad.onnx"
@@ -70,7 +70,7 @@ def test_no_such_model(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 100, b"PK\x03\x04 not a model", b"\xff" * 64, b"hello " * 1000])
-def test_what_is_no_model(fails: Callable[..., str], content: bytes) -> None:
+def test_files_that_are_no_model(fails: Callable[..., str], content: bytes) -> None:
     assert "bad.onnx" in fails(content, MODEL)
 
 
@@ -86,7 +86,7 @@ def test_truncated_models(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_flipped_bits_in_a_model_never_surprise(cli: Cli, tmp_path: Path) -> None:
-    """A flipped bit may leave a valid model (a weight, a name); all else is a typed error."""
+    """A flipped bit may leave a valid model (it may be in a weight or a name). Anything else must be a typed error."""
     whole = convnet(channels=1).SerializeToString()
     rng = np.random.default_rng(0)
     path = tmp_path / "flipped.onnx"
@@ -170,7 +170,7 @@ def test_huge_declared_dimensions(fails: Callable[..., str], cli: Cli, tmp_path:
 
 @pytest.fixture
 def external(tmp_path: Path) -> Callable[..., Path]:
-    """A model in a separate folder whose weight lies in the file ``location``."""
+    """A model in a separate folder, with its weight in the file ``location``."""
 
     def make(location: str, **entries: object) -> Path:
         folder = tmp_path / "model"
@@ -232,7 +232,7 @@ def test_external_data_of_another_size(cli: Cli, external: Callable[..., Path]) 
 
 
 @pytest.mark.parametrize("place", ["nowhere/out", "file/out", "/proc/optdnn-out", "/dev/full"])
-def test_an_unwritable_output_is_found_before_the_work(
+def test_an_unwritable_output_is_reported_before_the_work(
     cli: Cli, model: Path, engine: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("in the way")
@@ -260,7 +260,7 @@ def test_an_unwritable_output_is_found_before_the_work(
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
 
 
-def test_a_dump_folder_that_cannot_be(cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_a_dump_folder_that_cannot_be_written(cli: Cli, model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code, _, err = cli("build", model, "-o", tmp_path / "e", "--target", "reference", "--dump", tmp_path / "file" / "x")
     assert code == OUTPUT

@@ -1,4 +1,4 @@
-"""``bench``: sizes, several calls at once, percentiles, layers; and ``build --bench``."""
+"""``bench``: sizes, concurrent calls, percentiles, layers; and ``build --bench``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUICK = ("--iterations", 3, "--warmup", 1)
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A network over batches and lengths for each CPU library, as built."""
+    """A network over batches and lengths, built for each CPU library."""
     pytest.importorskip("onnxruntime")
     pytest.importorskip("openvino")
     folder = tmp_path_factory.mktemp("bench")
@@ -99,7 +99,7 @@ def test_instances_share_the_cores(cli: Cli, on_cpu: dict[str, Path], monkeypatc
         assert json.loads(cli(*argv, *more).out)["facts"][0]["threads"] == threads
 
 
-def test_percentiles_that_are_asked_for(cli: Cli, engine: Path) -> None:
+def test_requested_percentiles(cli: Cli, engine: Path) -> None:
     latency = json.loads(cli("bench", engine, *QUICK, "--percentile", 99.9, "--percentile", 10, "--json").out)[
         "latency_ms"
     ]

@@ -24,13 +24,24 @@ def test_build_writes_an_engine_and_its_report(cli: Cli, model: Path, tmp_path: 
     out = tmp_path / "net.engine"
     code, text, err = cli("build", model, "-o", out, "--threads", 1)
     assert (code, err) == (0, "")
-    told = dict(line.split(maxsplit=1) for line in text.splitlines() if line[:1] not in ("", " "))
-    assert list(told) == ["model", "inputs", "outputs", "engine", "precision", "runs", "error", "speed", "time", "next"]
-    assert told["inputs"].startswith("x: fp32[N, 3, 8, 8]; measured at N=1")
-    assert told["engine"].startswith(f"{out} (")
-    assert "fuse_conv_bn" not in text, "passes are told by -v"
-    assert float(told["error"].split()[0]) < 1e-5
-    assert "it beat " in told["speed"]
+    reported = dict(line.split(maxsplit=1) for line in text.splitlines() if line[:1] not in ("", " "))
+    assert list(reported) == [
+        "model",
+        "inputs",
+        "outputs",
+        "engine",
+        "precision",
+        "runs",
+        "error",
+        "speed",
+        "time",
+        "next",
+    ]
+    assert reported["inputs"].startswith("x: fp32[N, 3, 8, 8]; measured at N=1")
+    assert reported["engine"].startswith(f"{out} (")
+    assert "fuse_conv_bn" not in text, "-v shows passes"
+    assert float(reported["error"].split()[0]) < 1e-5
+    assert "it beat " in reported["speed"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["net.engine", "net.engine.report.json"]
     report = strict((tmp_path / "net.engine.report.json").read_text())
     assert {"passes", "tactics", "seconds", "machine", "versions", "executed"} <= set(report)
@@ -145,11 +156,11 @@ def test_dumps_are_numbered_and_stop_after_stops(cli: Cli, model: Path, tmp_path
     assert "BatchNormalization" in (tmp_path / "dumps" / "here" / names[0]).read_text()
     assert "BatchNormalization" not in (tmp_path / "dumps" / "here" / names[-1]).read_text()
     meta = optdnn.load(tmp_path / "e").meta
-    assert meta["operators"]["Relu"] == 2  # epilogues come later
+    assert meta["operators"]["Relu"] == 2  # epilogues are fused by later passes
     assert "BatchNormalization" not in meta["operators"]
 
 
-def test_an_unknown_pass_is_named_with_all_that_exist(cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_an_unknown_pass_is_refused_with_a_list_of_all_passes(cli: Cli, model: Path, tmp_path: Path) -> None:
     code, out, err = cli("build", model, "-o", tmp_path / "e", "--target", "reference", "--stop-after", "fuse_all")
     assert (code, out) == (2, "")
     assert "there is no pass 'fuse_all' at -O3" in err
@@ -197,7 +208,7 @@ def test_a_pinned_library_and_converted_borders(cli: Cli, model: Path, tmp_path:
 
 
 @libraries
-def test_int8_tells_how_far_the_outputs_moved(cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_int8_shows_how_far_the_outputs_moved(cli: Cli, model: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "c.npz", x=rng.standard_normal((16, 3, 8, 8)).astype(np.float32))
     argv = ["build", model, "-o", tmp_path / "e", "--target", "cpu", "--threads", 1, "--tactics", "onnxruntime"]
@@ -213,7 +224,7 @@ def test_int8_tells_how_far_the_outputs_moved(cli: Cli, model: Path, tmp_path: P
 
 
 def test_a_warning_is_shown_once(cli: Cli, tmp_path: Path) -> None:
-    """A build opens the model several times, and each time it warns."""
+    """A build opens the model several times, and each import warns."""
     maps = helper.make_node("ZipMap", ["x"], ["y"], domain="ai.onnx.ml", classlabels_int64s=[0, 1])
     ports = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3, 2])], [onnx.ValueInfoProto(name="y")]
     imports = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]

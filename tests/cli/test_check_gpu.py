@@ -18,7 +18,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_check_tells_before_the_build_what_runs_on_the_cpu(cli: Cli, three: Path) -> None:
+def test_check_shows_before_the_build_what_runs_on_the_cpu(cli: Cli, three: Path) -> None:
     done = cli("check", three, "--target", "cuda:sm_90a")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
@@ -26,13 +26,13 @@ def test_check_tells_before_the_build_what_runs_on_the_cpu(cli: Cli, three: Path
         assert any(line.split()[:2] == [kind, name] for line in lines), kind
     assert "there is no kernel for Det" in done.out
     assert "2 of 6 operators run on cuda:sm_90a, 4 on the CPU: 3 copies of 152 bytes and 2 cuts" in done.out
-    told = json.loads(cli("check", three, "--target", "simulate", "--json").out)["host"]
-    assert told["coverage"] == {"operators": 6, "device": 2, "host": 4}
-    assert told["estimated_us"] > sum(c["us"] for c in told["copies"]) > 0
+    reported = json.loads(cli("check", three, "--target", "simulate", "--json").out)["host"]
+    assert reported["coverage"] == {"operators": 6, "device": 2, "host": 4}
+    assert reported["estimated_us"] > sum(c["us"] for c in reported["copies"]) > 0
 
 
 @pytest.mark.parametrize("command", ["check", "build"])
-def test_strict_names_all_with_their_nodes(cli: Cli, three: Path, command: str) -> None:
+def test_strict_names_all_unsupported_operators_with_their_nodes(cli: Cli, three: Path, command: str) -> None:
     done = cli(command, three, "--target", "cuda:sm_90a", "--strict")
     assert done.code == 4
     for text in ("det: Det: there is no kernel", "unique: Unique:", "kept: Compress:", "strict forbids"):

@@ -1,4 +1,4 @@
-"""Each command: what it prints where, its files, its exit codes."""
+"""Each command: what it prints and where, its files and exit codes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_random_inputs_that_a_network_does_not_take(cli: Cli, tmp_path: Path) ->
     assert "hint: the random inputs (x, at) may not fit the network: give --input NAME=FILE" in err
 
 
-def test_run_tells_a_wrong_name_and_nothing_else(cli: Cli, engine: Path, tmp_path: Path) -> None:
+def test_run_names_a_wrong_input_and_nothing_else(cli: Cli, engine: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((4, 3, 8, 8), np.float32))
     code, _, err = cli("run", engine, "--input", f"z={tmp_path / 'x.npy'}")
     assert code == 6
@@ -138,7 +138,7 @@ def test_run_tells_a_wrong_name_and_nothing_else(cli: Cli, engine: Path, tmp_pat
     assert "random" not in err
 
 
-def test_run_tells_scripts_what_came_out(cli: Cli, engine: Path, tmp_path: Path) -> None:
+def test_run_gives_scripts_the_outputs_as_json(cli: Cli, engine: Path, tmp_path: Path) -> None:
     x = np.random.default_rng(1).standard_normal((4, 3, 8, 8)).astype(np.float32)
     for given, finite in ((x, True), (np.full_like(x, np.nan), False)):
         np.save(tmp_path / "x.npy", given)
@@ -209,24 +209,24 @@ def test_inspect_an_engine_for_ranges_of_shapes(cli: Cli, tmp_path: Path) -> Non
     assert facts["plans"] == [{"inputs": ["x: fp32[2, 3, 8, 8]"], "chosen_by": "the cost model"}]
     assert facts["later_plans"] == "when first seen, with the tactics of the nearest plan or predicted faster ones"
     assert "profiles: n=1..2..4" in cli("inspect", tmp_path / "e").out
-    assert "[2, 5]" in cli("run", tmp_path / "e").out  # random inputs are of the optimum
+    assert "[2, 5]" in cli("run", tmp_path / "e").out  # random inputs have the sizes of the optimum
 
 
 def test_inspect_a_model_and_an_engine(cli: Cli, model: Path, engine: Path) -> None:
     facts = strict(cli("inspect", model, "--json").out)
-    assert (facts["kind"], facts["nodes"], facts["critical_path"]) == ("model", 10, 10)  # it is a chain
+    assert (facts["kind"], facts["nodes"], facts["critical_path"]) == ("model", 10, 10)  # the network is a chain
     assert facts["inputs"] == ["x: fp32[N, 3, 8, 8]"]
     facts = strict(cli("inspect", engine, "--json").out)
     assert (facts["kind"], facts["target"], len(facts["steps"])) == ("engine", "reference", 5)
     for file in (model, engine):
         code, out, err = cli("inspect", file)
         assert (code, err) == (0, "")
-        assert str(file) in out  # on one line, however long
+        assert str(file) in out  # on one line, even if it is long
         assert "Conv" in out
 
 
 def test_a_pass_that_did_something_is_not_listed_as_idle(cli: Cli, tmp_path: Path) -> None:
-    """It runs twice, the second time for nothing."""
+    """The pass runs twice, and the second run changes nothing."""
     text = '<ir_version: 10, opset_import: ["": 18]> net (float[1,3,8,8] x) => (float[1,3] y) <int64[2] a = {2, 3}>'
     net = onnx.parser.parse_model(text + " { y = ReduceMean<keepdims = 0>(x, a) }")
     onnx.save(net, tmp_path / "m.onnx")
@@ -308,7 +308,7 @@ def test_as_a_program(model: Path, engine: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_debug_shows_tracebacks_wherever_it_stands(cli: Cli, tmp_path: Path) -> None:
+def test_debug_shows_tracebacks_at_any_place_of_the_command_line(cli: Cli, tmp_path: Path) -> None:
     for argv in (["run", tmp_path / "absent.engine", "--debug"], ["--debug", "run", tmp_path / "absent.engine"]):
         code, _, err = cli(*argv)
         assert code == 2
@@ -355,7 +355,7 @@ def test_figures_are_plain_numbers(cli: Cli, engine: Path) -> None:
     assert all(math.isfinite(v) for v in report["latency_ms"].values())
 
 
-# ---------------------------------------------------------------- what is told of layers, nodes and sizes
+# ---------------------------------------------------------------- layers, nodes and sizes in output
 
 
 def test_a_pattern_that_fits_many_nodes_lists_them(cli: Cli, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command ``compare``: tables, files, rivals, bounds, and what it refuses."""
+"""The command ``compare``: tables, files, rivals, bounds and refusals."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_compare_an_engine_with_its_model(cli: Cli, engine: Path, model: Path, t
         (["--against", "reference", "--size", "N"], "--size 'N' is not NAME=N"),
     ],
 )
-def test_compare_refuses_what_cannot_be(cli: Cli, model: Path, options: list[str], message: str) -> None:
+def test_compare_refuses_wrong_options(cli: Cli, model: Path, options: list[str], message: str) -> None:
     code, out, err = cli("compare", model, "--target", "reference", "--rounds", 1, "--duration", 0.01, *options)
     assert (code, out) == (2, "")
     assert message in err
@@ -183,7 +183,7 @@ def test_a_bound_that_is_missed_is_exit_code_7(
     code, out, err = cli("compare", model, "--target", "reference", "--against", "reference", *bound)
     assert code == 7
     assert message in err
-    assert "median ms" in out  # the result is shown all the same
+    assert "median ms" in out  # the result is shown nevertheless
 
 
 def test_compare_given_inputs(cli: Cli, model: Path, raced: Facts, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The demo: what it says, and that it fails where an accuracy or an error is missed. With stand-ins, so that it is quick."""
+"""The demo: its output, and its failure if an accuracy or an error misses its bound. Stand-ins keep it quick."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Facts = dict[str, Any]
 
 
 def stand_ins(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """A quick ResNet-50, and networks "good" and "odd" in the place of the trained ones."""
+    """Replaces ResNet-50 by a quick one, and the trained networks by "good" and "odd"."""
     build = zoo.build
     patch.setattr(
         zoo, "build", lambda name, **o: build(name, **o, image_size=32, width=0.25, depth=0.3, num_classes=10)
@@ -49,7 +49,7 @@ def stand_ins(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    """What one real run of the demo, on the stand-ins, found."""
+    """The facts of one real run of the demo on the stand-ins."""
     pytest.importorskip("onnxruntime")
     pytest.importorskip("openvino")
     pytest.importorskip("jinja2")
@@ -64,7 +64,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
 
 @pytest.fixture
 def replay(facts: Facts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Facts:
-    """Let the demo find a copy of the same again; returns the copy, to be changed."""
+    """Lets the demo find a copy of the same facts again. Returns the copy, which a test may change."""
     again: Facts = json.loads(json.dumps(facts))
     module: Any = ModuleType("optdnn.models.trained")
     module.NAMES = ("good", "odd")
@@ -77,7 +77,7 @@ def replay(facts: Facts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fac
     return again
 
 
-def test_what_the_demo_finds(facts: Facts) -> None:
+def test_the_facts_of_the_demo(facts: Facts) -> None:
     good, odd = facts["networks"]
     assert (good["right"], good["pictures"], good["recorded_accuracy"]) == (30, 40, 0.75)
     assert (good["operators_before"], good["operators_after"]) == (10, 5)
@@ -90,7 +90,7 @@ def test_what_the_demo_finds(facts: Facts) -> None:
     assert resnet["onnxruntime_median_ms"] > 0
 
 
-def test_what_the_demo_says(cli: Cli, replay: Facts) -> None:
+def test_the_output_of_the_demo(cli: Cli, replay: Facts) -> None:
     code, out, err = cli("demo")
     assert (code, err) == (0, "")
     good = next(line.split() for line in out.splitlines() if line.startswith("good "))
@@ -143,14 +143,14 @@ def test_without_the_extra_the_demo_names_it_and_recommends_what_works(
         ("resnet50", {"input_difference": 1e-5}, "another picture changes the outputs by only 1e-05"),
     ],
 )
-def test_what_is_missed_fails_the_demo(
+def test_a_missed_bound_fails_the_demo(
     cli: Cli, replay: Facts, network: str, changes: dict[str, Any], message: str
 ) -> None:
     (replay["resnet50"] if network == "resnet50" else replay["networks"][0]).update(changes)
     code, out, err = cli("demo")
     assert code == 7
     assert message in err
-    assert "Next, with a model of your own" in out  # all is shown first
+    assert "Next, with a model of your own" in out  # all results are shown first
 
 
 def test_one_picture_may_be_a_tie(cli: Cli, replay: Facts) -> None:
@@ -158,7 +158,7 @@ def test_one_picture_may_be_a_tie(cli: Cli, replay: Facts) -> None:
     assert cli("demo").code == 0
 
 
-def test_what_could_not_be_ranked_is_said(cli: Cli, replay: Facts) -> None:
+def test_an_undecided_or_failed_comparison_is_shown(cli: Cli, replay: Facts) -> None:
     replay["resnet50"]["versus"] = {"speedup": 1.0, "range": [0.8, 1.3], "verdict": "unstable"}
     out = cli("demo").out
     assert "0.80–1.30×" in out

@@ -15,7 +15,8 @@ from optdnn.errors import NotMet, RunError
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``a.onnx`` and ``b.onnx`` have other weights; engines of both: for ``simulate`` in fp32 and fp16, and ``a`` in NumPy."""
+    """Models ``a.onnx`` and ``b.onnx`` with other weights; ``a.engine`` in fp32 and ``b.engine`` in fp16, both for
+    ``simulate``; ``numpy.engine`` of ``a`` for the target ``reference``."""
     folder = tmp_path_factory.mktemp("built")
     save(mlp(), folder, "a.onnx")
     save(retrained(mlp()), folder, "b.onnx")
@@ -57,10 +58,10 @@ def test_two_models(cli: Cli, folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_and_its_engine_agree(cli: Cli, folder: Path) -> None:
-    told = cli("diff", folder / "a.onnx", folder / "numpy.engine")
-    assert told.code == 0
-    assert "On the same random inputs (seed 0), the outputs are equal to the bit." in told.out
-    assert "weights\n" not in told.out
+    reported = cli("diff", folder / "a.onnx", folder / "numpy.engine")
+    assert reported.code == 0
+    assert "On the same random inputs (seed 0), the outputs are equal to the bit." in reported.out
+    assert "weights\n" not in reported.out
 
 
 def test_html_and_refusals(cli: Cli, folder: Path, tmp_path: Path) -> None:
@@ -68,16 +69,16 @@ def test_html_and_refusals(cli: Cli, folder: Path, tmp_path: Path) -> None:
     evil = mlp()
     evil.graph.initializer[0].name = evil.graph.node[0].input[1] = "<script>alert(1)</script>"
     page = tmp_path / "diff.html"
-    told = cli("diff", folder / "a.onnx", save(evil, tmp_path), "--no-run", "--html", page)
-    assert told.code == 0
+    reported = cli("diff", folder / "a.onnx", save(evil, tmp_path), "--no-run", "--html", page)
+    assert reported.code == 0
     text = page.read_text()
     assert "<script>" not in text
     assert "&lt;script&gt;alert(1)" in text
     assert cli("diff", folder / "a.onnx", tmp_path / "absent.onnx").code == 2
     wider = mlp()
     wider.graph.input[0].name = wider.graph.node[0].input[0] = "z"
-    told = cli("diff", folder / "a.onnx", save(wider, tmp_path))
-    assert "They were not run: their inputs have other names or types." in told.out
+    reported = cli("diff", folder / "a.onnx", save(wider, tmp_path))
+    assert "They were not run: their inputs have other names or types." in reported.out
 
 
 def test_the_gate(cli: Cli, folder: Path) -> None:
@@ -110,5 +111,5 @@ def test_the_confidence_interval_decides(speedups: object, outcome: object, caps
 
 def test_engines_of_one_name_are_distinguished(cli: Cli, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "numpy.engine").write_bytes((folder / "numpy.engine").read_bytes())
-    told = cli("compare", folder / "numpy.engine", tmp_path / "numpy.engine", "--duration", "0.1", "--json")
-    assert [row["name"] for row in strict(told.out)["rows"]] == ["numpy.engine", str(folder / "numpy.engine")]
+    reported = cli("compare", folder / "numpy.engine", tmp_path / "numpy.engine", "--duration", "0.1", "--json")
+    assert [row["name"] for row in strict(reported.out)["rows"]] == ["numpy.engine", str(folder / "numpy.engine")]

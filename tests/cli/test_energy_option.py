@@ -19,15 +19,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_bench_tells_the_counters(cli: Cli, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_shows_the_counters(cli: Cli, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter(range(0, 1 << 40, 3_000_000))
     monkeypatch.setattr(bench, "counters", lambda gpu: [energy.Counter("package-0 (RAPL)", lambda: next(readings))])
     for name, seconds in (("REST_S", 0.0), ("IDLE_S", 0.05), ("BUSY_S", 0.05)):
         monkeypatch.setattr(energy, name, seconds)
-    told = cli("bench", engine, "--energy", "--iterations", "3")
-    assert told.code == 0
-    assert "package-0 (RAPL)" in told.out
-    assert "power at rest over 2.0 s before" not in told.out
+    reported = cli("bench", engine, "--energy", "--iterations", "3")
+    assert reported.code == 0
+    assert "package-0 (RAPL)" in reported.out
+    assert "power at rest over 2.0 s before" not in reported.out
     found = strict(cli("bench", engine, "--energy", "--iterations", "3", "--json").out)["energy"]
     assert found["joules"] == pytest.approx(3.0 / found["runs"])
 
@@ -42,6 +42,6 @@ def test_a_machine_without_counters_says_so_before_the_work(
     monkeypatch.setattr(energy, "counters", none)
     monkeypatch.setattr(bench, "counters", none)
     for words in (("bench", engine), ("compare", engine, "--against", engine)):
-        told = cli(*words, "--energy")
-        assert (told.code, told.out) == (6, "")
-        assert "no counter of energy can be read" in told.err
+        reported = cli(*words, "--energy")
+        assert (reported.code, reported.out) == (6, "")
+        assert "no counter of energy can be read" in reported.err

@@ -1,4 +1,4 @@
-"""``optdnn generate``: tokens and text as they come, JSON, and what it refuses."""
+"""``optdnn generate``: tokens and text as they are generated, JSON, and refusals."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_text(cli: Cli, engine: Path, tmp_path: Path) -> None:
 
 
 def test_characters_of_several_tokens_are_held_back() -> None:
-    """Tokens are bytes here."""
+    """In these tests, tokens are bytes."""
 
     class Bytes:
         def decode(self, tokens: list[int]) -> Any:

@@ -55,7 +55,7 @@ def test_a_kernel_cache_that_cannot_be_written_is_one_line(
     assert cli("run", out, "--simulate").code == 0
 
 
-def test_what_does_not_go_together(cli: Cli, model: Path) -> None:
+def test_options_that_do_not_fit_the_target(cli: Cli, model: Path) -> None:
     code, _, err = cli("build", model, "--target", "cpu", "--precision", "fp16")
     assert code == 2
     assert "precision fp16 is for GPUs" in err

@@ -62,8 +62,8 @@ def test_bench_times_the_steps_for_its_report(cli: Cli, folder: Path, tmp_path: 
     assert done.code == 0
     assert "profile" in json.loads(done.out)
     assert {"network", "timeline", "memory", "latency", "machine"} <= set(sections(page))
-    told = [fact for n in data_of(page)["nodes"] for fact in n["facts"]]
-    assert sum(name == "time" and "measured in a run" in text for name, text in told) == 4
+    reported = [fact for n in data_of(page)["nodes"] for fact in n["facts"]]
+    assert sum(name == "time" and "measured in a run" in text for name, text in reported) == 4
     assert "optdnn bench" in page.read_text()
 
 
@@ -83,10 +83,10 @@ def test_diff_draws_b_with_the_changes(cli: Cli, folder: Path, tmp_path: Path) -
     assert data_of(page)["modes"][0]["key"] == "change"
     assert "<h2>Times of steps (µs)</h2>" in page.read_text()
     assert cli("diff", folder / "net.onnx", folder / "net.onnx", "--no-run", "--html", page).code == 0
-    assert "<script" not in page.read_text()  # there is nothing to draw of a model
+    assert "<script" not in page.read_text()  # two models: there is nothing to draw
 
 
-def test_an_account_of_another_form_is_an_error_of_the_engine(cli: Cli, folder: Path, tmp_path: Path) -> None:
+def test_a_malformed_record_is_an_error_of_the_engine(cli: Cli, folder: Path, tmp_path: Path) -> None:
     engine = optdnn.load(folder / "net.engine")
     engine.program.meta["passes"] = [7]
     engine.save(tmp_path / "odd.engine")

@@ -1,4 +1,4 @@
-"""Dimensions that follow from others, as commands show and size them."""
+"""Dimensions that follow from other inputs: how commands show and choose them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.cli import Cli
 from support.derived import RANGES, decoder, feeds
 
 
-def test_commands_show_what_follows(cli: Cli, tmp_path: Path) -> None:
+def test_commands_show_dimensions_that_follow(cli: Cli, tmp_path: Path) -> None:
     model, engine = str(tmp_path / "m.onnx"), str(tmp_path / "m.engine")
     onnx.save(decoder(), model)
     shapes = [x for name, dims in RANGES.items() for x in ("--shape", f"{name}={dims}")]
@@ -26,7 +26,7 @@ def test_commands_show_what_follows(cli: Cli, tmp_path: Path) -> None:
     assert "profiles: length=1..2..6, past_length=0..3..8" in inspected
     np.save(tmp_path / "past.npy", feeds(1, 1)["past"])
     out = cli("run", engine, "--input", f"past={tmp_path / 'past.npy'}", "--size", "length=3").out
-    assert "[1, 3, 8]" in out  # the mask is as long as what is given wants it: 1 + 3
+    assert "[1, 3, 8]" in out  # the mask gets the length that the given inputs need: 1 + 3
     assert "[1, 2, 4, 4]" in out
     refused = cli("build", model, "-o", engine, "--target", "simulate", *shapes, "--shape", "mask=1x1..5..15")
     assert refused.code == 3

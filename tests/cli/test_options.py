@@ -31,13 +31,13 @@ def options_of(name: str) -> dict[str, click.Parameter]:
 # ---------------------------------------------------------------- help and spelling
 
 
-def test_options_stand_in_groups_and_those_of_gpus_are_marked(cli: Cli) -> None:
+def test_options_are_grouped_and_options_for_gpus_are_marked(cli: Cli) -> None:
     out = cli("build", "--help").out
     groups = ["Network:", "Target and tuning:", "Precision:", "Calibration (int8, fp8, auto):", "Precision auto:"]
     places = [out.index(f"\n{g}\n") for g in (*groups, "Look inside:", "Results:", "General:")]
     assert places == sorted(places)
     assert "[GPU] Bound the scratch memory" in out
-    assert "[GPU] Bound tuning" not in out  # which has a meaning on the CPU, too
+    assert "[GPU] Bound tuning" not in out  # this option has a meaning on the CPU, too
 
 
 def test_options_of_one_meaning_have_one_spelling() -> None:
@@ -68,7 +68,7 @@ def test_check_offers_only_what_it_uses() -> None:
         (["run", "--out", "y.npz", "e"], "Did you mean '--output'?"),
     ],
 )
-def test_what_is_misspelt_gets_a_suggestion(cli: Cli, argv: list[str], meant: str) -> None:
+def test_a_misspelled_option_gets_a_suggestion(cli: Cli, argv: list[str], meant: str) -> None:
     code, out, err = cli(*argv)
     assert (code, out) == (2, "")
     assert meant in err
@@ -122,13 +122,13 @@ def test_sizes_have_units(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "4X", "G", "", "0.1", "1e9", "nan", "9" * 400])
-def test_what_is_no_size(cli: Cli, text: str) -> None:
+def test_texts_that_are_no_size(cli: Cli, text: str) -> None:
     code, _, err = cli("build", "m.onnx", "--workspace", text)
     assert code == 2
     assert f"{text!r} is not a number of bytes, such as 1048576, 512M or 4G" in err
 
 
-def test_what_is_like_nothing_gets_none(cli: Cli) -> None:
+def test_an_option_unlike_all_others_gets_no_suggestion(cli: Cli) -> None:
     assert "did you mean" not in cli("zzz").err
     assert "Did you mean" not in cli("bench", "--zzzzzz", "e").err
 
@@ -169,7 +169,7 @@ def test_quiet_prints_results_and_nothing_else(cli: Cli, model: Path, tmp_path: 
     quiet = cli("run", tmp_path / "e", "-q")
     assert (quiet.code, quiet.err) == (0, "")
     assert "[1, 5]" in quiet.out
-    assert "random inputs" in cli("run", tmp_path / "e").err  # one command's -q is not the next one's
+    assert "random inputs" in cli("run", tmp_path / "e").err  # -q of one command does not affect the next one
 
 
 def test_quiet_leaves_warnings_and_errors(cli: Cli, engine: Path, tmp_path: Path) -> None:
@@ -279,4 +279,4 @@ def test_a_table_that_is_cut_fits_the_terminal(
     assert lines[-1].rstrip().endswith("…")
     monkeypatch.setattr(stdout, "_force_terminal", False)
     stdout.print(table(None, columns, rows, clip=[3]))
-    assert ("a long name " * 11).rstrip() in capsys.readouterr().out  # whole, where it goes to a file
+    assert ("a long name " * 11).rstrip() in capsys.readouterr().out  # not cut in a file

@@ -99,7 +99,7 @@ def test_specs_that_make_no_sense(cli: Cli, built: Path, words: tuple[str, ...],
 
 
 def test_calibration_prepares_pictures_as_the_engine_does(built: Path) -> None:
-    """Ranges of the first convolution's input are those of pictures that were prepared outside."""
+    """The calibrated ranges of the first convolution's input equal those of pictures that were prepared outside of the network."""
     from optdnn.calibration import calibrate
     from optdnn.calibration.images import ImageSpec, RawPictures
     from optdnn.importers.onnx import import_model

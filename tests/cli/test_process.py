@@ -1,4 +1,4 @@
-"""The command as a process: signals that end it, what they leave behind, and the encoding of what it prints."""
+"""The command as a process: signals that end it, the files that it then leaves, and the encoding of its output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAIN = "from optdnn.cli.main import main; main()"
 
 
 def _signals_by_default() -> None:
-    """In the child: a shell or nohup may have started the tests with ignored signals, which children inherit."""
+    """Runs in the child: a shell or nohup may have started the tests with ignored signals, which children inherit."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
@@ -36,8 +36,8 @@ def test_a_build_that_is_ended_leaves_no_folder(model: Path, tmp_path: Path, num
         time.sleep(0.01)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    told = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
-    assert (process.returncode, out, err.strip()) == (128 + number, "", told)
+    reported = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert (process.returncode, out, err.strip()) == (128 + number, "", reported)
     assert list(temporary.iterdir()) == []
     assert not (tmp_path / "out.engine").exists()
 
@@ -68,9 +68,9 @@ def test_an_encoding_that_lacks_a_sign_is_no_defect(model: Path, tmp_path: Path,
     command = [sys.executable, "-c", MAIN, "build", model, "-v", "--target", "reference", "-o", tmp_path / "é.engine"]
     done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    told = done.stdout.decode(encoding)
-    assert f" {'→' if encoding == 'utf-8' else '?'} " in told
-    assert f"{'?' if encoding == 'ascii' else 'é'}.engine" in told
+    reported = done.stdout.decode(encoding)
+    assert f" {'→' if encoding == 'utf-8' else '?'} " in reported
+    assert f"{'?' if encoding == 'ascii' else 'é'}.engine" in reported
     command = [sys.executable, "-c", MAIN, "inspect", tmp_path / "é.engine", "--json"]
     done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, timeout=60)
     assert json.loads(done.stdout.decode(encoding))["file"] == str(tmp_path / "é.engine")
@@ -89,7 +89,7 @@ print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, signal.getsignal(signal
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("more", [[], ["--json"], ["--debug"]])
-def test_a_full_disk_behind_the_output_is_no_defect(model: Path, more: list[str]) -> None:
+def test_output_to_a_full_disk_is_no_defect(model: Path, more: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-c", MAIN, "check", model, *more], stdout=full, stderr=subprocess.PIPE, text=True

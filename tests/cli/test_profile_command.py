@@ -1,4 +1,4 @@
-"""``profile``: the trace of an engine's own times, the choice of the tool, and steps by their names."""
+"""``profile``: the trace of an engine's own times, the choice of the tool, and the selection of steps by name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_trace_of_every_target(cli: Cli, engine: Path) -> None:
         (("--step", "0", "--tool", "nsys"), "--step works only with ncu, not with nsys"),
     ],
 )
-def test_what_a_tool_does_not_do(cli: Cli, engine: Path, words: tuple[str, ...], because: str) -> None:
+def test_options_that_a_tool_does_not_have(cli: Cli, engine: Path, words: tuple[str, ...], because: str) -> None:
     code, _, err = cli("profile", engine, *words)
     assert code == UsageError.exit_code
     assert because in err

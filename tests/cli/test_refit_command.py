@@ -16,7 +16,7 @@ import optdnn
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``net.engine``, which holds its model, and ``plain.engine``, which does not; ``new.onnx`` has other weights."""
+    """``net.engine``, which holds its model; ``plain.engine``, which does not; and ``new.onnx`` with other weights."""
     folder = tmp_path_factory.mktemp("built")
     save(retrained(mlp()), folder, "new.onnx")
     optdnn.build(save(mlp(), folder), target="simulate", refit=True).save(folder / "net.engine")
@@ -25,9 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_weights_of_a_model(cli: Cli, folder: Path, tmp_path: Path) -> None:
-    told = cli("refit", folder / "plain.engine", folder / "new.onnx", "-o", tmp_path / "out.engine")
-    assert told.code == 0
-    assert told.out.startswith(f"{tmp_path / 'out.engine'}: plain.engine with other weights, in ")
+    reported = cli("refit", folder / "plain.engine", folder / "new.onnx", "-o", tmp_path / "out.engine")
+    assert reported.code == 0
+    assert reported.out.startswith(f"{tmp_path / 'out.engine'}: plain.engine with other weights, in ")
     optdnn.build(folder / "new.onnx", target="simulate").save(tmp_path / "fresh.engine")
     assert (tmp_path / "out.engine").read_bytes() == (tmp_path / "fresh.engine").read_bytes()
 
@@ -50,7 +50,7 @@ def test_single_weights_and_an_adapter(cli: Cli, folder: Path, tmp_path: Path) -
     assert strict(cli(*asked, "--json").out).keys() == {"engine", "from", "seconds"}
     x = np.ones((4, 24), np.float32)
     old, new = (optdnn.load(path).run(x)["y"] for path in (folder / "net.engine", out))
-    np.testing.assert_allclose(new, 4 * old, rtol=1e-5)  # w1 + w1, and twice w2
+    np.testing.assert_allclose(new, 4 * old, rtol=1e-5)  # both weights are doubled
 
 
 def test_refusals(cli: Cli, folder: Path, tmp_path: Path) -> None:
@@ -76,14 +76,14 @@ def test_refusals(cli: Cli, folder: Path, tmp_path: Path) -> None:
             "'w1' is not one of NAME.A with NAME.B",
         ),
     ):
-        told = cli("refit", *words)
-        assert (told.code, told.out) == (code, ""), told
-        assert said in told.err
+        reported = cli("refit", *words)
+        assert (reported.code, reported.out) == (code, ""), reported
+        assert said in reported.err
     optdnn.build(mlp(), target="simulate", shapes={"x": (4, 24)}).save(tmp_path / "shaped.engine")
     other.graph.input[0].name = other.graph.node[0].input[0] = "z"
-    told = cli("refit", tmp_path / "shaped.engine", save(other, tmp_path), "-o", out)
-    assert (told.code, told.out) == (4, "")
-    assert "is another network than the engine's: it has no input 'x'\n  hint: its inputs are 'z'" in told.err
+    reported = cli("refit", tmp_path / "shaped.engine", save(other, tmp_path), "-o", out)
+    assert (reported.code, reported.out) == (4, "")
+    assert "is another network than the engine's: it has no input 'x'\n  hint: its inputs are 'z'" in reported.err
     assert not out.exists()
     np.savez(tmp_path / "lora.npz", **{"w1.A": np.ones((1, 48), np.float32), "w1.B": np.ones((24, 1), np.float32)})
     twice = ("--adapter", tmp_path / "lora.npz") * 2

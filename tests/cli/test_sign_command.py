@@ -48,7 +48,7 @@ def test_sign_and_verify(cli: Cli, engine: Path, tmp_path: Path) -> None:
 
 
 def test_the_signature_is_checked_before_anything_else(cli: Cli, engine: Path, tmp_path: Path) -> None:
-    """Of a file that is no engine, the signature is told; so nothing of it was parsed."""
+    """The error of a file that is no engine names the signature, so nothing of the file was parsed."""
     private, public = key_pair(tmp_path)
     cli("sign", engine, "--key", private)
     engine.write_bytes(b"text")

@@ -16,7 +16,7 @@ from optdnn.lowering import lanes as lanes
 
 @pytest.fixture
 def branchy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two branches; joins cost nothing, so that even these pay."""
+    """A network of two branches. Joins cost nothing here, so that even these branches pay as lanes."""
     monkeypatch.setattr(lanes, "JOIN", 0.0)
     n = Net()
     x = n.op("Relu", n.conv(n.input(1, 8, 10, 10), 8, 3))

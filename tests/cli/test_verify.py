@@ -1,4 +1,4 @@
-"""``optdnn verify``: ten engines pass, and each of them with a fault does not."""
+"""``optdnn verify``: ten engines pass, and each of them fails after one fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from optdnn.errors import EXIT_CODES
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine, a fault, and the check that has to notice it (with the model, or without)."""
+    """An engine, a fault, and the check that must notice it (with the model, or without)."""
 
     model: Callable[[], onnx.ModelProto]
     target: str
@@ -96,7 +96,7 @@ def test_an_engine_passes_and_one_with_a_fault_does_not(name: str, cli: Cli, tmp
     assert (made.caught_by, made.case) in failed
 
 
-def test_there_are_ten_at_least() -> None:
+def test_there_are_at_least_ten_engines() -> None:
     assert len(ENGINES) >= 10
     assert {e.target.partition(":")[0] for e in ENGINES.values()} == {"cpu", "reference", "simulate", "cuda"}
 
@@ -104,7 +104,7 @@ def test_there_are_ten_at_least() -> None:
 # ---------------------------------------------------------------- the command
 
 
-def test_the_table_tells_each_check_once_where_all_inputs_agree(cli: Cli, tmp_path: Path) -> None:
+def test_the_table_shows_each_check_once_where_all_inputs_agree(cli: Cli, tmp_path: Path) -> None:
     model = small_models.save(small_models.mlp("n"), tmp_path)
     optdnn.build(model, target="simulate", shapes=BATCHES).save(tmp_path / "net.engine")
     code, out, err = cli("verify", tmp_path / "net.engine", "--model", model)

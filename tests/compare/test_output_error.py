@@ -1,4 +1,4 @@
-"""How far an engine is from its model: figures, inputs, and why it is not told."""
+"""The error of an engine compared with its model: figures, inputs, and the reason if it is not known."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def engine(model: Path) -> Engine:
 
 
 class Wrong:
-    """An engine whose outputs are changed."""
+    """An engine with changed outputs."""
 
     def __init__(self, engine: Engine, change: object):
         self.engine, self.change = engine, change

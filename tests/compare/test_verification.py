@@ -1,4 +1,4 @@
-"""What ``optdnn.verify`` checks: each check passes and fires, and says when it cannot tell."""
+"""The checks of ``optdnn.verify``: each one passes and fails, and says when it cannot decide."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ OTHER = {"y": np.array([3.0, 2.0, 0.0])}
     ("got", "status"),
     [(ONE["y"], PASSED), (ONE["y"] + 2e-4, PASSED), (ONE["y"] + 2e-3, FAILED), (ONE["y"][:2], FAILED), (ONE["y"] * np.nan, FAILED)],
 )  # fmt: skip
-def test_results_are_judged_by_what_another_input_changes(got: Array, status: str) -> None:
+def test_results_are_judged_by_the_effect_of_another_input(got: Array, status: str) -> None:
     assert judge({"y": got}, ONE, OTHER, [], "fp32").status == status
-    near = {"y": ONE["y"] + 1e-6}  # what another input changes is far less here, and so is what is allowed
+    near = {"y": ONE["y"] + 1e-6}  # the effect of another input is far smaller here, and so is the allowed error
     assert judge({"y": ONE["y"] + 1e-5}, ONE, {"y": ONE["y"] + 2e-4}, [], "fp32").status == FAILED
     assert judge(near, ONE, {"y": ONE["y"] + 2e-4}, [], "fp32").status == PASSED
 
 
-def test_what_rounding_of_the_inputs_explains_is_allowed() -> None:
+def test_errors_that_rounding_of_the_inputs_explains_are_allowed() -> None:
     off = {"y": ONE["y"] + 2e-3}
     assert judge(off, ONE, OTHER, [ONE, {"y": ONE["y"] + 1e-3}], "fp32").status == PASSED
 
@@ -75,15 +75,15 @@ def test_where_the_model_gives_nan_random_inputs_say_nothing(tmp_path: Path) -> 
     feeds["mask"] = np.array([[[[False, False], [True, False]]]])  # the first query sees no key
     found = optdnn.verify(engine, tmp_path / "m.onnx", feeds)
     assert statuses(found)["model"] == FAILED
-    told = "the model gives NaN in y at positions where the engine gives numbers"
-    assert told in text(found, "model")
+    reported = "the model gives NaN in y at positions where the engine gives numbers"
+    assert reported in text(found, "model")
     seed = next(s for s in range(99) if not verification.case_of(engine, {}, seed=s).feeds["mask"].any(-1).all())
     found = optdnn.verify(engine, tmp_path / "m.onnx", seed=seed)
     assert statuses(found)["model"] == NOT_CHECKED
-    assert text(found, "model") == f"{told}, for these random inputs: give --input"
+    assert text(found, "model") == f"{reported}, for these random inputs: give --input"
     case = verification._CaseChecks(engine, verification.case_of(engine, {}, seed=seed), None, None, lambda text: None)
     case.original = verification.original_of(engine, tmp_path / "m.onnx")
-    case.want = {"y": engine.run(case.feeds)["y"] + 1}  # also wrong where the model has numbers
+    case.want = {"y": engine.run(case.feeds)["y"] + 1}  # also wrong in places where the model has numbers
     assert case.model().status == FAILED
 
 
@@ -109,7 +109,7 @@ def test_the_tolerance_can_be_given() -> None:
 
 
 def library(monkeypatch: pytest.MonkeyPatch, change: Callable[[Sequence[Array], Sequence[Any]], list[Array]]) -> None:
-    """ONNX Runtime's results are changed: ``change(results, the memory offered)``."""
+    """ONNX Runtime's results are changed: ``change(results, offered memory)``."""
     from optdnn.runtime.cpu import onnxruntime
 
     right = onnxruntime._OnnxRuntimeSession.run
@@ -159,7 +159,7 @@ def test_a_library_that_leaves_output_memory_as_it_was_shows(
     def kept(results: Sequence[Array], outs: Sequence[Any]) -> list[Array]:
         for a, out in zip(results, outs, strict=True):
             if out is not None:
-                out[1:] = a[1:]  # the first row is what it was
+                out[1:] = a[1:]  # the first row keeps its old contents
         return [a if out is None else out for a, out in zip(results, outs, strict=True)]
 
     library(monkeypatch, kept)
@@ -185,7 +185,7 @@ def test_a_library_that_gives_rows_of_the_call_before_shows(
     assert "repeats" in {c.name for c in optdnn.verify(optdnn.Engine(engine.program)).failed}
 
 
-def test_what_numpy_does_not_evaluate_is_reported(engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_without_a_numpy_kernel_are_reported(engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     from optdnn.errors import UnsupportedError
 
     def refuse(*_: Any) -> None:
@@ -217,7 +217,7 @@ def test_int8_of_a_library() -> None:
 
 
 def unwritten(program: Program) -> Program:
-    """A step reads a part of its operand's buffer that nothing writes."""
+    """A step reads a part of its operand's buffer that no step writes."""
     k, step = next((k, s) for k, s in enumerate(program.steps) if program.buffers[s.inputs[0]].offset is not None)
     i = step.inputs[0]
     b = program.buffers[i]
@@ -275,7 +275,7 @@ def test_rows_in_other_places_are_the_same_bits() -> None:
     assert rows(lambda x: np.sqrt(x) * (1 + 1e-7 * len(x)), sizes=()).status == PASSED
 
 
-def test_what_is_no_batch_of_rows_is_reported() -> None:
+def test_outputs_that_are_no_batch_of_rows_are_reported() -> None:
     def mixed(x: Array) -> Array:
         return x * np.arange(1.0, 1 + len(x))[:, None]
 
@@ -368,7 +368,7 @@ def test_detectors_choose_by_scores_that_are_nearly_tied(tmp_path: Path) -> None
         "(float[1,64] x) => (float[1,8] v, int64[1,8] i) <int64[1] k = {8}> { a = Round(x) v, i = TopK(a, k) }"
     )
     found = optdnn.verify(optdnn.build(model, target="simulate", precision="fp16"), save(model, tmp_path))
-    assert found.ok  # 64 numbers rounded to integers: which of the equal ones are kept is anyone's
+    assert found.ok  # 64 numbers rounded to integers: which of the equal ones are kept is undefined
 
 
 def test_operators_of_the_users_own(tmp_path: Path) -> None:
@@ -436,7 +436,7 @@ def test_the_report_is_strict_json(tmp_path: Path) -> None:
 
 
 def test_faults_are_faults(tmp_path: Path) -> None:
-    """The tests' own faults leave an engine that loads."""
+    """The tests' own faults leave an engine that can be loaded."""
     optdnn.build(small_models.residual(), target="simulate", precision="fp16").save(tmp_path / "good.engine")
     before = optdnn.load(tmp_path / "good.engine").run({"x": np.ones((2, 8, 12, 12), np.float32)})
     bad = damage(tmp_path / "good.engine", faults.weight, tmp_path / "bad.engine")

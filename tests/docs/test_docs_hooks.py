@@ -1,4 +1,4 @@
-"""The hook of mkdocs: what the built site shows of links out of docs/, and of what a block needs."""
+"""The hook of mkdocs: links out of docs/, and the requirements of a block, in the built site."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def hooks() -> ModuleType:
 
 
 def shown(hooks: ModuleType, markdown: str) -> str:
-    """A page of the folder guide/ as the site shows it; only ``faq.md`` is a page beside it."""
+    """A page of the folder guide/ in the site. Only ``faq.md`` is beside it."""
 
     class Files:
         def get_file_from_path(self, path: str) -> object:
@@ -45,5 +45,5 @@ def test_a_link_to_nothing_is_a_warning(hooks: ModuleType, caplog: pytest.LogCap
     assert "guide/x.md links to NOTHING.md, which does not exist" in caplog.text
 
 
-def test_what_a_block_needs_is_its_title(hooks: ModuleType) -> None:
+def test_needs_of_a_block_are_its_title(hooks: ModuleType) -> None:
     assert shown(hooks, '```python needs="gpu"\nx\n```') == '```python title="needs gpu"\nx\n```'

@@ -1,4 +1,4 @@
-"""What is generated in README.md and docs/ is up to date."""
+"""Generated parts of README.md and docs/ are up to date."""
 
 from __future__ import annotations
 

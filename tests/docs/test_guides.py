@@ -32,7 +32,7 @@ NEEDS = {
 """Need -> packages."""
 PAGES = ("getting-started.md", "coming-from-tensorrt.md", "coming-from-onnxruntime.md", "guide/*.md")
 LIMIT = 120
-"""Seconds that a command may take on a busy machine; a whole guide takes less than ten on a free one."""
+"""The limit in seconds for a command on a busy machine. A whole guide takes less than ten on an idle one."""
 
 
 class Block(NamedTuple):
@@ -56,7 +56,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def cases() -> list[tuple[str, frozenset[str]]]:
-    """Each page without what only some machines have, and once more for each such need."""
+    """Each page with the blocks that run everywhere, and once more for each set of needs."""
     found = []
     for page in (p for pattern in PAGES for p in sorted((ROOT / "docs").glob(pattern))):
         needs = dict.fromkeys(b.needs for b in blocks(page.read_text(encoding="utf-8")))
@@ -65,7 +65,7 @@ def cases() -> list[tuple[str, frozenset[str]]]:
 
 
 def why_not(need: str) -> str | None:
-    """Why this machine does not have it."""
+    """The reason for which this machine does not have it."""
     if need == "gpu":
         from optdnn.runtime.cuda.usable import why_not
 
@@ -91,7 +91,7 @@ def run(page: str, code: list[Block]) -> None:
 
 
 def marks(page: str, needs: frozenset[str]) -> list[pytest.MarkDecorator]:
-    """All are slow: they are what a user would type, with real networks."""
+    """All guides are slow: they run real networks, like a user."""
     return [pytest.mark.gpu] * ("gpu" in needs) + [pytest.mark.slow]
 
 
@@ -122,7 +122,7 @@ def test_every_need_is_known() -> None:
     assert {need for _, needs in cases() for need in needs} <= {"gpu", *NEEDS}
 
 
-def test_what_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_blocks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = 'One\n\n```bash\ntrue\nfalse\n```\n\n```python needs="gpu"\nx = 1\n```\n\n```text\nno code\n```\n'
     first, second = blocks(text)

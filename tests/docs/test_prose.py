@@ -1,4 +1,4 @@
-"""Turns of phrase that the project does not use in its code and its pages: such a sentence reads more easily in another way."""
+"""Phrases that the project avoids in its code and pages: another form of such a sentence is easier to read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_clumsy_turns_of_phrase(folder: str) -> None:
     assert {str(p.relative_to(ROOT)): bad for p in files if (bad := found(p.read_text(encoding="utf-8")))} == {}
 
 
-def test_what_is_noticed() -> None:
+def test_faults_that_are_noticed() -> None:
     assert found("blocks of pixels of\nwhich eight are one") == ["of which"]
     assert found("Images, of which some are kept.") == ["of which"]
     assert found("two launches, each of which reads the input") == []

@@ -1,4 +1,4 @@
-"""The README tells the truth: its commands exist and work, its links lead somewhere, and it stays short."""
+"""The README is true: its commands exist and work, its links have targets, and it stays short."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_operator_table_is_the_codes() -> None:
     assert "With a seed (`--random-seed`), also the random operators: Bernoulli, Multinomial," in table()
 
 
-def test_what_is_not_done_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_nodes_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing()["files of pictures are decoded before the network"] == ["ImageDecoder"]
     monkeypatch.setattr(supported, "NOT_DONE", {k: v for k, v in NOT_DONE.items() if k != "ImageDecoder"})
     with pytest.raises(ValueError, match="ImageDecoder does not import, and there is no reason"):

@@ -1,4 +1,4 @@
-"""SECURITY.md: each promise names a test that exists."""
+"""SECURITY.md: each promise names an existing test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT)))
 UNTESTED = ("A model runs no code",)
-"""A promise about what is not there: each other one names its test."""
+"""A promise about something absent. Every other promise names its test."""
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED)

@@ -1,1 +1,2 @@
-"""Fuzzing: targets (``fuzz.targets``), structured mutations of their inputs, and what runs them (``python -m tests.fuzz``)."""
+"""Fuzzing: targets (``fuzz.targets``), structured mutations of their inputs, and the programs that run them (``python -m
+tests.fuzz``)."""

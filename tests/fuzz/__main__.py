@@ -1,6 +1,6 @@
-"""Look for faults of optdnn with mutated inputs. Exit code 1 where some are found.
+"""Look for faults of optdnn with mutated inputs. Exit code 1 if some are found.
 
-With atheris installed (``pip install atheris``) ``--guided`` lets coverage choose the inputs that are mutated further.
+With atheris (``pip install atheris``), ``--guided`` lets coverage choose the inputs that are mutated further.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 
 for library in ("OPENBLAS", "OMP"):
-    os.environ.setdefault(f"{library}_NUM_THREADS", "1")  # before NumPy: small arrays, and processes side by side
+    os.environ.setdefault(f"{library}_NUM_THREADS", "1")  # before NumPy: arrays are small, processes are many
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 

@@ -1,5 +1,7 @@
-"""Mutations of engine files inside of their header and blobs. Lengths, offsets and digests are made right again: a reader that
-checks them sees a file that optdnn might have written."""
+"""Mutations of engine files inside of their header and blobs.
+
+Lengths, offsets and digests are corrected, so a reader that checks them sees a file that optdnn could have written.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,12 @@ from optdnn.runtime.file.header import OPTIONAL, PROGRAM, minor_of
 from optdnn.types import DTYPES
 
 MOST_BYTES = 1 << 16
-"""Longest blob that a mutation makes."""
+"""The longest blob after a mutation."""
 
 
 def unpacked(data: bytes) -> tuple[Any, list[bytes], int]:
-    """Header as plain data, the bytes of each blob, and the minor version. Raises EngineError or another error where it is none."""
+    """The header as plain data, the bytes of each blob, and the minor version. Raises EngineError or another error for other
+    files."""
     text, end, minor = file_format._checked_header(memoryview(data))
     plain = json.loads(text)
     at = file_format._data_at(end - file_format.HEADER_AT, len(plain["blobs"]))
@@ -32,7 +35,7 @@ def unpacked(data: bytes) -> tuple[Any, list[bytes], int]:
 
 
 def packed(plain: Any, blobs: list[bytes], minor: int) -> bytes:
-    """The file of a header and blobs, with the prefix and the digest of the header that belong to them."""
+    """The file of a header and blobs, with the right prefix and digest of the header."""
     text = encoded(plain)
     offsets, length = file_format.place([len(b) for b in blobs])
     data_at = file_format._data_at(len(text), len(blobs))
@@ -55,7 +58,7 @@ def mutated_engine(data: bytes, rng: Random) -> bytes:
     elif how < 0.95:
         with contextlib.suppress(
             KeyError, TypeError, AttributeError, IndexError
-        ):  # an earlier mutation left no such parts
+        ):  # an earlier mutation removed these parts
             (_change_blob if how < 0.85 else _retype)(plain, blobs, rng)
     else:
         return mutated_bytes(packed(plain, blobs, minor), rng)
@@ -69,7 +72,7 @@ def mutated_engine(data: bytes, rng: Random) -> bytes:
 
 
 def _minor(plain: dict[str, Any], minor: int) -> int:
-    """The version that the header is of, where a reader knows one."""
+    """The version in the header, if a reader supports it."""
     try:
         parts = {k: v for k, v in plain.items() if k != "blobs"}
         return minor_of(PROGRAM.read(parts, "the header", '"$' in json.dumps(parts)))
@@ -81,12 +84,12 @@ def _change_blob(plain: dict[str, Any], blobs: list[bytes], rng: Random) -> None
     k = rng.randrange(len(blobs))
     blobs[k] = _mutated_blob(blobs[k], rng)
     entry = plain["blobs"][k]
-    if (entry["dtype"], len(entry["shape"])) == ("uint8", 1):  # bytes in a row may have become more or fewer
+    if (entry["dtype"], len(entry["shape"])) == ("uint8", 1):  # consecutive bytes, possibly more or fewer than before
         entry["shape"] = [len(blobs[k])]
 
 
 def _mutated_blob(blob: bytes, rng: Random) -> bytes:
-    """Another ONNX model in canonical form, another JSON text, or other bytes, as the blob is."""
+    """Another ONNX model in canonical form, another JSON text, or other bytes, depending on the blob."""
     if len(blob) > 8 and blob[:1] == b"\x08":
         try:
             onnx.ModelProto.FromString(blob)
@@ -103,7 +106,7 @@ def _mutated_blob(blob: bytes, rng: Random) -> bytes:
 
 
 def _retype(plain: dict[str, Any], blobs: list[bytes], rng: Random) -> None:
-    """Another type or shape of a buffer, of its blob and of the ports on it, all alike."""
+    """Another type or shape for a buffer, its blob and its ports, the same for all."""
     if not plain["buffers"]:
         return
     k = rng.randrange(len(plain["buffers"]))
@@ -128,7 +131,7 @@ def _retype(plain: dict[str, Any], blobs: list[bytes], rng: Random) -> None:
 
 
 def _repair_blobs(plain: dict[str, Any], blobs: list[bytes]) -> None:
-    """Contents for the table of blobs: as many and as long as it says, where that is possible; then offsets and digests."""
+    """Blobs that fit their table: as many and as long as it declares, if possible; then offsets and digests."""
     entries = plain.get("blobs")
     if not isinstance(entries, list):
         return
@@ -149,7 +152,7 @@ def _repair_blobs(plain: dict[str, Any], blobs: list[bytes]) -> None:
 
 
 def _size(entry: dict[str, Any]) -> int | None:
-    """Bytes of a blob by its type and shape, where these are such and the blob is small."""
+    """The bytes of a blob by its type and shape, if these are valid and the blob is small."""
     shape, dtype = entry.get("shape"), entry.get("dtype")
     if not isinstance(shape, list) or not isinstance(dtype, str) or dtype not in DTYPES:
         return None

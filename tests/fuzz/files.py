@@ -1,4 +1,4 @@
-"""A file for one input, in memory where the system has such a folder."""
+"""A file for one input, in memory if the system has such a folder."""
 
 from __future__ import annotations
 

@@ -23,18 +23,18 @@ from fuzz.unguided import Result
 
 TESTS = Path(__file__).parents[1]
 LONGEST = 1 << 17
-"""Bytes of the longest input."""
+"""The length of the longest input in bytes."""
 MOST_SEEDS = 300
 """A sample of the seeds is tried before the first mutation. Mutations draw from all of them."""
 WALL = 600
-"""Seconds by the clock after which one input hangs: its process may get a small share of a processor."""
+"""The time in seconds after which an input counts as hanging. It is long, since a process may get a small share of a processor."""
 STATE = struct.Struct("<QQ")
-"""How many inputs were tried, and how many of them were mutated."""
+"""The number of inputs that were tried, and the number of mutated ones."""
 
 
 def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> Result:
-    """Try inputs until ``runs`` are done, they took ``seconds`` of processor time, or one has a fault: it goes into ``out``.
-    ``first`` is the seed."""
+    """Try inputs until ``runs`` are done, ``seconds`` of processor time are over, or one has a fault, which is stored in
+    ``out``. ``first`` is the seed."""
     if importlib.util.find_spec("atheris") is None:
         raise SystemExit("--guided needs atheris: pip install atheris")
     faults = out / name
@@ -47,7 +47,7 @@ def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> 
     with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as state:
         state.write(bytes(STATE.size))
         state.flush()
-        seeds = target(name).seeds()  # here, where nothing is instrumented: builds take their time
+        seeds = target(name).seeds()  # before instrumentation: builds take their time
         for k, data in enumerate(Random(first).sample(seeds, min(len(seeds), MOST_SEEDS))):
             Path(folder, f"{k:05}").write_bytes(data)
         command = [sys.executable, "-m", "fuzz.guided", name, folder, state.name, str(seconds), *options]
@@ -67,14 +67,14 @@ def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> 
 
 
 class Budget:
-    """Tries inputs as long as they may take processor time: seeds, of which there may be too many, half of it."""
+    """Tries inputs for a limited processor time. Seeds, which may be many, take at most half of it."""
 
     def __init__(self, run: Callable[[bytes], None], seconds: float, state: mmap.mmap, stop: Callable[[], None]):
         self._run, self._seconds, self._state, self._stop = run, seconds, state, stop
         self._start, self._count, self._mutated, self._mutates = time.process_time(), 0, 0, False
 
     def mutates(self) -> None:
-        """From now on inputs are mutated ones."""
+        """From now on, inputs are mutated."""
         self._mutates = True
 
     def __call__(self, data: bytes) -> None:
@@ -107,11 +107,11 @@ def _run(name: str, corpus: Path, state: Path, seconds: float, options: list[str
         return made if len(made) <= most else bytes(data[:most])
 
     atheris.Setup([name, str(corpus), *options], lambda data: budget(bytes(data)), custom_mutator=mutate)
-    atheris.Fuzz()  # SIGUSR1 asks it to end
+    atheris.Fuzz()  # SIGUSR1 requests the end
 
 
 def _covered(name: str) -> list[str]:
-    """The packages that a target covers, read without importing it: modules that are imported before are not instrumented."""
+    """The packages that a target covers, found without an import: modules that are imported before are not instrumented."""
     source = (Path(__file__).parent / "targets" / f"{name}.py").read_text()
     found = re.search(r"^COVERED = (\(.*?\))$", source, re.M | re.S)
     assert found, name

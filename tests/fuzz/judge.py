@@ -1,4 +1,4 @@
-"""What counts as a fault of optdnn."""
+"""The conditions for a fault of optdnn."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from optdnn.errors import InternalError, OptdnnError
 
 SECONDS = 20.0
-"""Most time on a processor that one input may take."""
+"""The limit on processor time of one input."""
 BYTES = 2 << 30
-"""Most memory that one input may take."""
+"""The limit on memory of one input."""
 
 
 class OutOfBounds(Exception):
-    """One input took more time or memory than it may."""
+    """One input took more time or memory than allowed."""
 
 
 @contextmanager
 def ours(bounded: bool = True) -> Iterator[None]:
-    """Errors of optdnn pass, but for InternalError. ``bounded``: so does memory that ran out only where it is False."""
+    """Errors of optdnn pass, except InternalError. MemoryError passes only if memory is not ``bounded``."""
     try:
         yield
     except InternalError:
@@ -31,7 +31,7 @@ def ours(bounded: bool = True) -> Iterator[None]:
 
 
 def timed(one_input: Callable[[bytes], None]) -> Callable[[bytes], None]:
-    """``one_input``, which also raises OutOfBounds where an input took longer than SECONDS."""
+    """``one_input``, which also raises OutOfBounds if an input takes longer than SECONDS."""
 
     def run(data: bytes) -> None:
         start = time.process_time()

@@ -1,4 +1,4 @@
-"""Mutations of ONNX models, field by field: the parser takes them all."""
+"""Mutations of ONNX models, field by field. The parser accepts all of them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ DIMS = (
     "n" * 130,
 )
 PLAIN = (1, 6, 7, 9, 10, 11)
-"""Types that NumPy has: float32, int32, int64, bool, float16, float64."""
+"""Types that NumPy supports: float32, int32, int64, bool, float16, float64."""
 TYPES = (*range(24), -1, 99, 1 << 30)
 
 
 def mutated_model(data: bytes, rng: Random, donors: Sequence[bytes] = (), raw: float = 0.02) -> bytes:
-    """A serialized model with one to four changes; nodes may come from ``donors``. ``raw``: how often its bytes are changed."""
+    """A serialized model with one to four changes. Nodes may come from ``donors``. ``raw``: how often its bytes are changed."""
     model = onnx.ModelProto()
     try:
         model.ParseFromString(data)
@@ -70,7 +70,7 @@ def _change(model: onnx.ModelProto, rng: Random) -> None:
 
 
 def _messages(message: Message, found: list[Message], depth: int) -> None:
-    """The message and those inside of it, not too many."""
+    """The message and its parts, up to a limit."""
     found.append(message)
     if depth > 24 or len(found) > 400:
         return
@@ -81,7 +81,7 @@ def _messages(message: Message, found: list[Message], depth: int) -> None:
 
 
 def _any_field(message: Message, rng: Random) -> None:
-    """One field of a message, any that it can have: cleared, copied or set."""
+    """One possible field of a message: cleared, copied or set."""
     field = rng.choice(message.DESCRIPTOR.fields)
     value = getattr(message, field.name)
     if rng.random() < 0.25:
@@ -132,7 +132,7 @@ def _scalar(old: Any, field: Any, rng: Random) -> Any:
 
 @cache
 def _attributes() -> list[onnx.AttributeProto]:
-    """An attribute of each name and type that operators have, with the default where there is one."""
+    """An attribute of each name and type in the operators' schemas, with its default if there is one."""
     made = {}
     for schema in onnx.defs.get_all_schemas_with_history():
         for name, a in schema.attributes.items():
@@ -156,7 +156,7 @@ def _values(model: onnx.ModelProto) -> list[str]:
 
 
 def _is_text(name: Any) -> bool:
-    """Protobuf gives bytes for a name that is no UTF-8, and takes none."""
+    """Protobuf returns bytes for a name that is no UTF-8, and accepts none."""
     return isinstance(name, str)
 
 
@@ -304,7 +304,7 @@ _SPECIAL = {
 
 
 def _splice(model: onnx.ModelProto, donor: bytes, rng: Random) -> None:
-    """Put another model's nodes and constants before this one's, and let one of its nodes read one of their results."""
+    """Insert another model's nodes and constants before this one's, and let one of its nodes read one of their results."""
     other = onnx.ModelProto.FromString(donor)
     kept = list(model.graph.node)
     values = _values(other)

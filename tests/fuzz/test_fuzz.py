@@ -1,4 +1,4 @@
-"""Inputs that once showed a fault, the reach of the mutations, and what the fuzzer notices."""
+"""Inputs that once showed a fault, the range of the mutations, and the faults that the fuzzer detects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from optdnn.runtime.file.format import decode
 ROOT = Path(__file__).parents[2]
 FAULTS = sorted(Path(__file__).with_name("faults").glob("*/*"))
 WITHOUT = () if importlib.util.find_spec("orjson") and importlib.util.find_spec("prometheus_client") else ("request",)
-"""Targets that need an extra which is not installed."""
+"""Targets that need an extra that is not installed."""
 
 
 @pytest.mark.parametrize("path", FAULTS, ids=lambda path: f"{path.parent.name}-{path.name}")
@@ -137,7 +137,7 @@ def test_a_process_that_dies_or_hangs_is_a_fault_and_the_others_are_tried(
 
 
 def test_the_limit_is_processor_time(tmp_path: Path) -> None:
-    """Inputs that wait, or get a small share of a processor, do not use it up."""
+    """Inputs that wait, or that get a small share of a processor, do not use up the limit."""
 
     def burns(data: bytes) -> None:
         until = time.process_time() + 0.02
@@ -152,7 +152,7 @@ def test_the_limit_is_processor_time(tmp_path: Path) -> None:
 
 
 def test_the_limit_of_guided_fuzzing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seeds, each of which takes a second here, get half of ten seconds; then mutations get the others."""
+    """Seeds that take a second each get half of the ten seconds, mutations the other half."""
     now, tried, stopped = [0.0], list[bytes](), list[int]()
     monkeypatch.setattr(guided.time, "process_time", lambda: now[0])
 
@@ -206,7 +206,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_mutations_of_anything() -> None:
-    """Also of inputs that are none, which coverage leads to."""
+    """Also for inputs that coverage found and that are no valid input."""
     for name in (n for n in NAMES if n not in WITHOUT):
         tried, rng = target(name), Random(0)
         for data in (b"", b"{", b"[]", b"\x89OPTDNN\n", b"\x08\x07", bytes(100)):

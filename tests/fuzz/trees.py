@@ -1,4 +1,4 @@
-"""Mutations of JSON: of its values where it is JSON, of its bytes otherwise."""
+"""Mutations of JSON: of its values if it is valid, otherwise of its bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXTS = (
 
 
 def mutated_json(data: bytes, rng: Random, skip: Collection[str] = ()) -> bytes:
-    """The text with a few of its values changed, now and then its bytes. ``skip``: keys at the top that stay, mostly."""
+    """The text with a few changed values, sometimes with changed bytes. ``skip``: keys at the top that mostly stay."""
     if rng.random() < 0.05:
         return mutated_bytes(data, rng)
     try:
@@ -32,12 +32,12 @@ def mutated_json(data: bytes, rng: Random, skip: Collection[str] = ()) -> bytes:
 
 
 def encoded(plain: Any) -> bytes:
-    """Plain data in the form of an engine's header; half of a surrogate pair is written as it is."""
+    """Plain data in the form of an engine's header. Half of a surrogate pair is written unchanged."""
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def mutated_tree(plain: Any, rng: Random, skip: Collection[str] = ()) -> Any:
-    """Plain data with one to four changes, in place where it can be."""
+    """Plain data with one to four changes, in place if possible."""
     root = [plain]
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))):
         _change(root, rng, skip)
@@ -64,7 +64,7 @@ def _change(root: list[Any], rng: Random, skip: Collection[str]) -> None:
 
 
 def place(root: Any, rng: Random, skip: Collection[str]) -> tuple[Any, Any]:
-    """A part of plain data: what holds it, and its key there. Parts of large lists are not more likely than others."""
+    """A part of plain data: its container and its key there. Parts of large lists are no more likely than others."""
     inner: Any = root
     while True:
         if isinstance(inner, dict):
@@ -134,7 +134,7 @@ def like(old: Any, rng: Random) -> Any:
 
 
 def number(old: int, rng: Random) -> int:
-    """An integer near another one, or a value where arithmetic often goes wrong."""
+    """An integer near the given one, or a value that often makes arithmetic fail."""
     how = rng.randrange(8)
     if how < 3:
         return old + rng.choice((1, -1, 2, -2, 16, 64))
@@ -144,7 +144,7 @@ def number(old: int, rng: Random) -> int:
 
 
 def text(old: str, rng: Random) -> str:
-    """A text near another one, or one that means something somewhere."""
+    """A text near the given one, or one with a special meaning somewhere."""
     how, at = rng.randrange(5), rng.randrange(len(old) + 1)
     if how == 0:
         return old[:at] + old[at + 1 :]

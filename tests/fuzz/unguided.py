@@ -1,7 +1,7 @@
-"""Fuzzing without coverage: mutations of the seeds by number, in a process that is watched. It needs no package.
+"""Fuzzing without coverage: numbered mutations of the seeds, in a watched process. It needs no package.
 
-Number N of a target is always the same input, as long as its seeds and mutations are the same. So an input that ends the process is
-made again from its number.
+Number N of a target is always the same input, as long as its seeds and mutations stay the same. So an input that ends the
+process can be made again from its number.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from fuzz.table import Target, target
 
 POLL = 0.2
 WALL = 10
-"""A process whose input takes this many times SECONDS by the clock hangs, also where it waits for something."""
+"""A process hangs if its input takes this many times SECONDS by the clock, including waits."""
 _STATE = struct.Struct("<QQ")
-"""The number of the input that is being tried, and how many were tried."""
+"""The number of the current input, and the number of tried inputs."""
 
 
 @dataclass
 class Result:
-    """How many inputs a target took, and its faults: a text each, with the file that holds the input."""
+    """The number of tried inputs of a target, and its faults: a text each, with the file of the input."""
 
     name: str
     count: int = 0
@@ -62,24 +62,24 @@ def numbered(tried: Target, number: int) -> bytes:
 
 @cache
 def _weights(tried: Target) -> list[float]:
-    """Half of the inputs begin with any seed; the others with a short one rather than with a long one, so that more are tried."""
+    """Half of the inputs start from any seed, the others from a short one, so that more inputs are tried."""
     lengths = [1 / (len(data) + 64) for data in tried.seeds()]
     return list(accumulate(w / sum(lengths) + 1 / len(lengths) for w in lengths))
 
 
 def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> Result:
-    """Try inputs from number ``first`` on, until ``runs`` are done or they took ``seconds`` of processor time; those with faults
-    go into ``out``."""
+    """Try inputs from number ``first`` on, until ``runs`` are done or ``seconds`` of processor time are over. Inputs with
+    faults are stored in ``out``."""
     return fuzz_target(target(name), name, out, runs=runs, seconds=seconds, first=first)
 
 
 def fuzz_target(tried: Target, name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> Result:
-    """:func:`fuzz` of a target that is called ``name``."""
+    """:func:`fuzz` of the target ``name``."""
     result = Result(name)
     tried.seeds()  # once, before processes share them
     start, used = time.monotonic(), 0.0
     state, number = mmap.mmap(-1, _STATE.size), first
-    known = mmap.mmap(-1, 1 << 16)  # digests of the faults that are saved, for the processes that follow one that ended
+    known = mmap.mmap(-1, 1 << 16)  # digests of stored faults, for processes that continue after one that ended
     while result.count < runs and used < seconds:
         _STATE.pack_into(state, 0, number, 0)
         child = os.fork()
@@ -100,7 +100,7 @@ def fuzz_target(tried: Target, name: str, out: Path, *, runs: int, seconds: floa
 
 
 def _watch(child: int, state: mmap.mmap) -> tuple[str | None, float]:
-    """Wait for the process. How it ended too early, or None; and its processor time."""
+    """Wait for the process. Returns how it ended early, or None; and its processor time."""
     number, since, used = -1, time.monotonic(), 0.0
     while True:
         done, status, usage = os.wait4(child, os.WNOHANG)
@@ -128,7 +128,7 @@ def _processor_seconds(process: int) -> float:
 def _child(
     tried: Target, name: str, state: mmap.mmap, known: mmap.mmap, numbers: range, seconds: float, out: Path
 ) -> None:
-    """The process that tries inputs; it never returns."""
+    """The process that tries inputs. It never returns."""
     code = 1
     try:
         limit_memory()
@@ -151,14 +151,14 @@ def _child(
 
 
 def limit_memory() -> None:
-    """Leave BYTES more to this process than it has: a further byte is a MemoryError."""
+    """Let this process use BYTES more memory than now. A further byte is a MemoryError."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _tell(name: str, number: int, error: Exception, data: bytes, known: mmap.mmap, out: Path) -> None:
-    """Say and keep a fault, once for each place in the code."""
+    """Report and store a fault, once for each place in the code."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{type(error).__name__} at {Path(frames[-1].filename).name}:{frames[-1].lineno}"
     digest = hashlib.sha256(place.encode()).digest()[:8]

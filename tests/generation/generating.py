@@ -1,4 +1,4 @@
-"""Engines for generators, and what these must give: everything computed anew for each token, by the NumPy target."""
+"""Engines for generators, and the expected results: everything is computed again for each token, by the target ``reference``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _with_lengths(made: onnx.ModelProto) -> onnx.ModelProto:
 
 @cache
 def engine(form: str, target: str, batch: int = 1, sample: bool = True, rows: Any = None, half: bool = False) -> Engine:
-    """An engine of a model: of genai's forms (a family's name), Optimum's ("growing") or ours ("decoder")."""
+    """An engine of a model: in genai's form (the name of a family), in Optimum's ("growing") or in ours ("decoder")."""
     made = model(form)
     shapes: dict[str, Any] = {}
     if (target in ("simulate", "cuda") and form != "decoder") or form == "lengths":

@@ -46,7 +46,7 @@ def _quiet() -> Iterator[None]:
     ],
 )  # fmt: skip
 def test_one_sequence(form: str, target: str, sample: bool) -> None:
-    """Greedy and drawn, and a conversation that goes on."""
+    """Greedy and sampled tokens, and a conversation that continues."""
     generator = optdnn.Generator(engine(form, target, sample=sample))
     for prompt in PROMPTS[::2]:
         assert generator.generate(prompt, max_new_tokens=6) == expected(form, prompt, 6)
@@ -66,7 +66,7 @@ def test_one_sequence(form: str, target: str, sample: bool) -> None:
     ],
 )  # fmt: skip
 def test_a_batch_of_lengths(form: str, target: str, sample: bool) -> None:
-    """Sequences of a batch do not know of one another: their lengths, settings and ends differ."""
+    """Sequences of a batch are independent: their lengths, settings and ends differ."""
     generator = optdnn.Generator(engine(form, target, batch=3, sample=sample))
     plain = [expected(form, p, 7) for p in PROMPTS]
     stops = (plain[0][2], plain[2][4])
@@ -126,7 +126,8 @@ def test_elastic_caches_are_enlarged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_prompts_are_read_in_few_steps_of_few_lengths() -> None:
-    """Powers of two, padded: 9 tokens are a step of 16, 20 are one of 16 and one of 4; less where there is no room."""
+    """Steps are powers of two, with padding: 9 tokens are a step of 16, 20 tokens one of 16 and one of 4. Less room gives
+    smaller steps."""
     generator = optdnn.Generator(engine("llama", "simulate"))
     lengths = generator._lengths
     assert (
@@ -170,7 +171,7 @@ def test_a_full_cache_refuses_before_anything_is_written() -> None:
 
 
 def test_padding_without_room_is_refused_before_anything_is_written() -> None:
-    """The longest sequence is full before the prompt of another one is read."""
+    """The longest sequence is full before the prompt of another one has been read."""
     generator = optdnn.Generator(engine("llama", "simulate", batch=3))
     long = [t % 80 for t in range(CAPACITY - 4)]
     first = generator.generate([long, [7], [9]], max_new_tokens=1)
@@ -223,7 +224,7 @@ def test_calls_that_do_not_fit(prompt: Any, more: dict[str, Any], error: type[Ex
 
 
 def test_lengths_that_an_engine_cannot_tell_apart() -> None:
-    """A cache that grows without a mask: sequences of a batch must be of one length."""
+    """The cache grows, and there is no mask: sequences of a batch must have equal lengths."""
     made = onnx.ModelProto()
     made.CopyFrom(model("growing"))
     generator = optdnn.Generator(
@@ -239,7 +240,7 @@ def test_lengths_that_an_engine_cannot_tell_apart() -> None:
 
 
 def test_one_number_of_positions_held_is_that_of_all_sequences() -> None:
-    """Beside a mask, too; one number for the positions after a step is the largest."""
+    """Also with a mask. A single number for the positions after a step is the largest."""
     ports = ports_of(
         engine("llama", "reference"), dict.fromkeys(("tokens", "mask", "positions", "held", "logits")), None
     )
@@ -282,7 +283,7 @@ def _renamed(name: str, to: str) -> onnx.ModelProto:
     return made
 
 
-def test_what_is_slow_is_reported() -> None:
+def test_a_slow_prefill_is_reported() -> None:
     with pytest.warns(OneTokenPrefill, match=r"one token a step.*--shape token="):
         shown = repr(optdnn.Generator(engine("decoder", "reference")))
     assert "fixed caches, 32 positions; sampling in the engine; prompts one token a step; 0 sequences held" in shown
@@ -321,7 +322,7 @@ def test_growing_caches_on_a_gpu_are_reported() -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize("form", ["llama", "decoder"])
 def test_caches_on_a_gpu_are_written_where_they_are(form: str) -> None:
-    """In fp16, too, which draws the same tokens in the engine and on the host."""
+    """Also in fp16, in which the engine and the host draw the same tokens."""
     found = []
     for sample in (True, False):
         generator = optdnn.Generator(engine(form, "cuda", sample=sample, half=True))
@@ -341,7 +342,7 @@ def test_engines_of_several_devices_keep_the_caches() -> None:
 
 @pytest.mark.hopper
 def test_plans_of_prompts_may_not_keep_caches_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of one token does: what a step of more tokens writes elsewhere is copied to the one array."""
+    """The plan for one token keeps the caches in place. Steps of more tokens write elsewhere, and the results are copied."""
     from optdnn.generation.gpu_steps import GpuSteps
 
     kept, asked = GpuSteps._in_place, []

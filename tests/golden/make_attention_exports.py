@@ -1,9 +1,9 @@
-"""Writes attention_exports.tar.xz: small transformers as both of torch's exporters write them, with symbolic batch and lengths.
+"""Writes attention_exports.tar.xz: small transformers from both of torch's exporters, with symbolic batch and lengths.
 
     pip install torch transformers onnxscript && python tests/golden/make_attention_exports.py
 
-Architectures of Hugging Face with random weights, rounded to sixteenths: it is the form of the graphs that is of interest (torch
-2.13, transformers 5.23). NAME.ts.onnx is torch.onnx.export(dynamo=False) at opset 17, NAME.dyn.onnx the one by torch.export.
+Architectures of Hugging Face with random weights, rounded to sixteenths: only the form of the graphs matters (torch 2.13,
+transformers 5.23). NAME.ts.onnx comes from torch.onnx.export(dynamo=False) at opset 17, NAME.dyn.onnx from torch.export.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ def examples(torch: Any) -> dict[str, Any]:
 
 
 def exported(torch: Any, module: Any, names: tuple[str, ...], output: str, dynamo: bool) -> onnx.ModelProto:
-    """``module`` called by keywords, as ONNX."""
+    """``module``, called with keywords, as ONNX."""
     options = (
         {} if "pixel_values" in names or type(module).__name__.startswith(("Bert", "Deberta")) else {"use_cache": False}
     )
     scope: dict[str, Any] = {"module": module, "options": options}
-    # The exporters want a forward with the parameters' names.
+    # The exporters require a forward with the names of the parameters.
     arguments = ", ".join(names)
     given = ", ".join(f"{n}={n}" for n in names)
     exec(f"def forward({arguments}):\n    return module({given}, **options)[{output!r}]", scope)
@@ -124,7 +124,7 @@ def exported(torch: Any, module: Any, names: tuple[str, ...], output: str, dynam
 
 
 def stripped(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Without what only tells where it came from, and with weights that compress."""
+    """The model without information about its origin, and with weights that compress well."""
 
     def strip(graph: onnx.GraphProto) -> None:
         del graph.value_info[:]

@@ -2,8 +2,7 @@
 
     python tests/golden/make_engine.py 1 tests/golden/engine-1.1
 
-writes format 1.1 (likewise 1.0): ``engine-1.1.engine`` and ``engine-1.1.npz``, whose arrays are the input "x" and the outputs
-that must come out.
+writes format 1.1 (1.0 likewise): ``engine-1.1.engine``, and ``engine-1.1.npz`` with the input "x" and the expected outputs.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from optdnn.types import BF16, FP32, INT64, Array, TensorSpec
 LANES = (Slot(0), Slot(0), Slot(0), Slot(1, (2,)), Slot(0, (3,)), Slot(0), Slot(0))
 
 COUNTS = PlainGraph(2, (), (), (1, 0), ((), (), (), ()))
-"""The body of a loop that gives the numbers of its iterations."""
+"""The body of a loop that returns the numbers of its iterations."""
 
 
 def golden_program(minor: int) -> Program:
     """A small convolutional classifier: fused stages, bf16 weights, int64 constants, a symbolic batch, special floats.
 
-    From 1.1 on, GPU kernels as well; from 1.2 on, profiles; from 1.3 on, an input that says sizes; from
-    1.4 on, lanes; from 1.5 on, a buffer that is retained; from 1.6 on, a loop of no iterations whose body tells its shapes;
-    from 1.7 on, two ranks, which hold all of it each.
+    From format 1.1 on also GPU kernels; from 1.2 on profiles; from 1.3 on an input that is a size; from 1.4 on lanes; from 1.5 on
+    a retained buffer; from 1.6 on a loop without iterations, whose body has the types of its results; from 1.7 on two ranks, each
+    of which holds the whole program.
     """
     rng = np.random.default_rng(2025)
 
@@ -73,7 +72,7 @@ def golden_program(minor: int) -> Program:
     by_value = None
     if minor >= 3:
         sizes = ((TensorSpec("sizes", INT64, (2,)), 13),)
-        blobs.append(np.zeros(3, np.uint8))  # no model: no plan can be made of it
+        blobs.append(np.zeros(3, np.uint8))  # without a model, no plan can be made
         by_value = ByValue(("sizes",), Source(len(blobs) - 1, {}, {})) if minor < 7 else None
     made = Program(
         target="reference",
@@ -105,7 +104,7 @@ def golden_program(minor: int) -> Program:
         kernels=kernels,
         by_value=by_value,
         profiles=({"n": DimRange(1, 2, 4)}, {"n": DimRange(8, 8, 8)}) if minor >= 2 else (),
-        # The features' way out beside nothing else: what an older reader would have to refuse.
+        # The step that writes the features has its own lane, which an older reader must refuse.
         lanes=(*LANES, *[Slot(0)] * (min(minor, 6) - 4)) if minor >= 4 else (),
         retained=(14,) if minor >= 5 else (),
     )

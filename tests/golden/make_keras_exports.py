@@ -18,7 +18,7 @@ import onnx
 
 
 def block(tf: Any) -> Any:
-    """x (N, 7, 8) attends to itself, in causal order, and to m (N, 5, 8)."""
+    """x (N, 7, 8) attends to itself in causal order, and to m (N, 5, 8)."""
     layers = tf.keras.layers
     x, m = tf.keras.Input((7, 8), name="x"), tf.keras.Input((5, 8), name="m")
     h = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x, use_causal_mask=True))

@@ -1,4 +1,4 @@
-"""Small models from ONNX's text form, and the names of what a graph holds."""
+"""Small models from ONNX's text form, and the names of a graph's ops."""
 
 from __future__ import annotations
 

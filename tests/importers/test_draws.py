@@ -1,4 +1,5 @@
-"""Random operators: refused without a seed; with one, the same numbers in every run and on every target, well distributed."""
+"""Random operators: refused without a seed. With a seed, they give the same well distributed numbers in every run and on every
+target."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def test_functions_that_call_themselves() -> None:
 
 
 def test_attributes_that_are_not_supported() -> None:
-    """The import names the node, in place of the draws."""
+    """The import names the node instead of making the draws."""
     made = model(CALLS, functions=FUNCTION, more_opsets=', "f" : 1')
     odd = onnx.helper.make_attribute("high", [onnx.helper.make_tensor("t", 1, [1], [1.0])])
     made.graph.node[0].attribute.append(odd)
@@ -143,7 +144,7 @@ def test_targets_draw_the_same_bits() -> None:
 
 
 def test_precision_does_not_change_draws() -> None:
-    """They are float64 until the end; only what is made of them is rounded."""
+    """Draws are float64 until the end. Only results computed from them are rounded."""
     text = "g (float[3, 7000] x) => (float[3, 7000] n) { n = RandomNormalLike(x) }"
     whole = optdnn.build(model(text), target="simulate", random_seed=3).run(feed())["n"]
     half = optdnn.build(model(text), target="simulate", random_seed=3, precision="fp16").run(feed())["n"]
@@ -158,7 +159,7 @@ def test_on_a_gpu_nothing_runs_on_the_host() -> None:
 def test_dynamic_sizes() -> None:
     text = "g (float[N, 3, M] x) => (float[N, 3, M] y) { y = RandomNormalLike(x) }"
     whole = drawn(text, feeds={"x": np.zeros((9, 3, 700), np.float32)})["y"]
-    for rows in (0, 1, 2, 9):  # a row draws by its place, whatever the batch
+    for rows in (0, 1, 2, 9):  # the draws of a row depend on its position, not on the batch
         part = drawn(text, feeds={"x": np.zeros((rows, 3, 700), np.float32)})["y"]
         np.testing.assert_array_equal(part, whole[:rows])
     depends = """g (float[N] x) => (float[M] y) { i = NonZero(x)  f = Cast<to = 1>(i)  a = Constant<value_ints = [0]>()
@@ -238,13 +239,13 @@ def test_operators_are_named_after_their_node() -> None:
 
 
 def uniformity(u: Array) -> float:
-    """Kolmogorov's and Smirnov's statistic times the root of the number: more than 1.95 once in a thousand times."""
+    """The Kolmogorov-Smirnov statistic times the root of the count. One draw in a thousand exceeds 1.95."""
     ranks = (np.arange(u.size) + 0.5) / u.size
     return float(np.abs(np.sort(u) - ranks).max() * np.sqrt(u.size))
 
 
 def dependence(x: Array, lag: int) -> float:
-    """The correlation of elements so far apart, in standard deviations."""
+    """The correlation of elements at distance ``lag``, in standard deviations."""
     return abs(float(np.corrcoef(x[lag:], x[:-lag])[0, 1])) * np.sqrt(x.size - lag)
 
 
@@ -347,14 +348,14 @@ def test_verify_knows_the_draws(tmp_path: Any) -> None:
 
 
 def test_a_batch_is_not_split_across_draws() -> None:
-    """The other devices would repeat the draws of the first."""
+    """Otherwise the other devices would repeat the draws of the first."""
     text = "g (float[4, 6000] x) => (float[4, 6000] y) { n = RandomNormalLike(x)  y = Mul(x, n) }"
     with pytest.raises(UnsupportedError, match="cuts the axis that would be split"):
         optdnn.build(model(text), target="reference", random_seed=3, devices=2, split="batch")
 
 
 def test_the_numbers_of_a_seed_are_these() -> None:
-    """In every version: an engine that is built again draws what it drew before."""
+    """The numbers are the same in every version, so an engine that is built again repeats its draws."""
 
     def mixed(x: Array) -> Array:
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)

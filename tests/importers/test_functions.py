@@ -75,7 +75,7 @@ def test_recursion_is_refused():
 
 
 def test_exponential_growth_is_refused(monkeypatch):
-    """From the sizes of the functions alone: before anything is inlined."""
+    """The count comes from the sizes of the functions, before anything is inlined."""
     monkeypatch.setattr("optdnn.importers.onnx.GraphImporter.nodes", None)
     functions = '<domain: "f", opset_import: ["" : 17]> f0 (x) => (y) { y = Relu(x) }\n' + "\n".join(
         f'<domain: "f", opset_import: ["f" : 1]> f{i} (x) => (y) {{ h = f.f{i - 1}(x)  y = f.f{i - 1}(h) }}'
@@ -110,7 +110,7 @@ def test_unsupported_nodes_inside_of_functions_are_named_with_the_call():
 
 
 def test_operators_that_onnx_defines_by_functions_are_inlined():
-    # Neither has a kind of its own: HannWindow is a plain function, CenterCropPad's depends on its operands.
+    # Neither has its own kind: HannWindow is a plain function, CenterCropPad's function depends on its operands.
     graph = import_model(model("g (int64 n) => (float[N] y) { [window] y = HannWindow(n) }"))
     want = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(6) / 6)
     assert evaluate(graph, {"n": np.array(6)})["y"] == pytest.approx(want, abs=1e-6)

@@ -25,7 +25,7 @@ def test_types_constants_and_provenance():
     graph = import_model(m)
     verify(graph)
     assert sources(graph) == [("Conv", "conv"), ("Relu", "act")]
-    assert constants(graph) == ["b", "w"]  # the dead one does not survive
+    assert constants(graph) == ["b", "w"]  # the dead one is removed
     assert out_type(graph) == "fp32[N, 4, 6, 6]"
     assert graph.op(graph.inputs[0]).outputs[0].name == "x"
     assert [graph.op(i).outputs[0].name for i in graph.outputs] == ["y"]
@@ -94,7 +94,7 @@ def test_invalid_models(text, message):
 
 
 def test_an_output_that_is_listed_again_gets_a_number():
-    """As torch's exporters list a tensor that a module returns twice."""
+    """torch's exporters list a tensor like this if a module returns it twice."""
     text = "g (float[2] x) => (float[2] y, float[2] y, float[2] z, float[2] y) { y = Relu(x) z = Neg(x) }"
     m = model(text)
     m.graph.output[2].name = m.graph.node[1].output[0] = "y.2"
@@ -108,8 +108,9 @@ def test_an_output_that_is_listed_again_gets_a_number():
 def test_absent_required_operand():
     m = model("g (float[2] x) => (float[2] y) { [n] y = Add(x, x) }")
     m.graph.node[0].input[0] = ""
-    with pytest.raises(ModelError, match=r"n \(Add\): lacks its operand 'A'"):
+    with pytest.raises(ModelError, match=r"n \(Add\): lacks its operand 'A'") as found:
         import_model(m)
+    assert "export the model again" in str(found.value.hint)
 
 
 def test_absent_operand_of_many():
@@ -184,14 +185,14 @@ def test_unnamed_dimensions_get_symbols_and_equal_names_are_one():
     m = model("g (float[N, 3] x, float[N, 3] z) => (float[N, 3] y) { y = Add(x, z) }")
     assert out_type(import_model(m)) == "fp32[N, 3]"
     m.graph.input[0].type.tensor_type.shape.dim[1].Clear()
-    m.graph.input[1].type.tensor_type.shape.dim[0].dim_value = -1  # how old exporters write an unknown size
+    m.graph.input[1].type.tensor_type.shape.dim[0].dim_value = -1  # old exporters write an unknown size like this
     graph = import_model(m)
     assert [str(graph.op(i).outputs[0].type) for i in graph.inputs] == ["fp32[N, x.1]", "fp32[z.0, 3]"]
 
 
 def test_a_question_mark_is_no_name():
     m = model("g (float[N, 3] x) => (float[N, 3] y) { y = Relu(x) }")
-    for d in m.graph.input[0].type.tensor_type.shape.dim:  # how paddle2onnx writes an unknown size
+    for d in m.graph.input[0].type.tensor_type.shape.dim:  # paddle2onnx writes an unknown size like this
         d.dim_param = "?"
     m.graph.output[0].type.tensor_type.shape.CopyFrom(m.graph.input[0].type.tensor_type.shape)
     assert out_type(import_model(m)) == "fp32[x.0, x.1]"
@@ -290,7 +291,7 @@ def test_truncated_and_corrupt_files_name_the_file(tmp_path):
             import_model(path)
     rng = np.random.default_rng(0)
     survived = 0
-    for _ in range(2000):  # whatever a flipped bit does, nothing but a typed error comes out
+    for _ in range(2000):  # any flipped bit gives a typed error or a valid model
         broken = bytearray(data)
         broken[rng.integers(len(data))] ^= 1 << rng.integers(8)
         message = _error(bytes(broken))

@@ -1,4 +1,5 @@
-"""Language models of the form of onnxruntime-genai's builder: the same as ONNX Runtime on each target, and still packed."""
+"""Language models in the form of onnxruntime-genai's builder: the same results as ONNX Runtime on each target, and weights stay
+packed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def expected(model: onnx.ModelProto, feeds: dict[str, Array]) -> dict[str, Array
 
 
 def test_norms_of_heads_inside_of_attention() -> None:
-    """The form for CUDA, which ONNX Runtime's CPU does not run: the same as with norms before attention."""
+    """The form for CUDA, which ONNX Runtime does not run on the CPU. Results equal those with norms before attention."""
     results = []
     for fused in (False, True):
         model = language_model("qwen3", fused_norms=fused)

@@ -110,7 +110,7 @@ def test_batch_normalization_and_dropout_are_those_of_inference():
         ("Cast", 0, 1, {"to": "STRING"}, "Cast to 'STRING'"),
     ],
 )
-def test_what_is_refused(op, weights, outputs, attrs, because):
+def test_refusals(op, weights, outputs, attrs, because):
     with pytest.raises(UnsupportedError, match=because):
         one(op, 1 if op == "Cast" else 6, *[np.ones(3, np.float32)] * weights, outputs=outputs, **attrs)
 
@@ -130,7 +130,7 @@ def test_a_model_of_an_ir_version_without_opsets_is_of_opset_1():
 
 
 def test_context_dependent_functions_see_the_attributes_of_the_call_they_are_in():
-    """SoftmaxCrossEntropyLoss hands its reduction to NegativeLogLikelihoodLoss, whose body depends on it."""
+    """SoftmaxCrossEntropyLoss passes its reduction to NegativeLogLikelihoodLoss, whose body depends on it."""
     labels = np.array([[0, 2], [1, 1]], np.int64)
     x = X[:, :, 0, :2]
     y = result(one("SoftmaxCrossEntropyLoss", 13, labels, x=x, reduction="none"), x)

@@ -1,4 +1,4 @@
-"""Weights of another float type than a node's data, as PyTorch's exporter leaves them where it folds a batch norm in bf16."""
+"""Weights of another float type than a node's data. PyTorch's exporter leaves them if it folds a batch norm in bf16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ W = np.random.default_rng(1).standard_normal((4, 3, 3, 3)).astype(np.float32)
 
 
 def model(weights: Any, *, convolutions: int = 1, output: bool = False) -> onnx.ModelProto:
-    """Convolutions of bf16 data with the same weights. ``output``: these are an output, too."""
+    """Convolutions of bf16 data with the same weights. ``output``: the weights are an output, too."""
     nodes = [helper.make_node("Conv", ["x", "w"], [f"y{i}"], f"conv{i}") for i in range(convolutions)]
     outputs = [helper.make_tensor_value_info(f"y{i}", TensorProto.BFLOAT16, [1, 4, 3, 3]) for i in range(convolutions)]
     if output:

@@ -1,4 +1,4 @@
-"""Elements of 2, 4, 6 and 8 bits: as ONNX packs them, through every way into a network, with the weights in them."""
+"""Elements of 2, 4, 6 and 8 bits in ONNX's packing, in weights and in all other parts of a network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_FILES = ExternalData(None, "m")
 
 
 def values(dtype: Any, count: int) -> Any:
-    """Every code, again and again."""
+    """Every code, repeated."""
     return unpacked(np.resize(np.arange(256, dtype=np.uint8), packed_bytes(dtype, count)), dtype, count)
 
 
@@ -58,7 +58,7 @@ def test_fields_of_integers_hold_packed_bytes() -> None:
 
 
 def weights_only(dtype: Any, k: int = 64, n: int = 48, block: int = 16) -> tuple[onnx.ModelProto, Any]:
-    """``x @ dequantized(w)`` with scales per block of K (opset 25), and the weights as they are meant."""
+    """``x @ dequantized(w)`` with scales per block of K (opset 25), and the dequantized weights."""
     rng = np.random.default_rng(3)
     w = values(dtype, k * n)
     w = rng.permutation(w.astype(np.float32)).astype(dtype).reshape(k, n)
@@ -104,7 +104,7 @@ def test_models_keep_them_apart_from_their_file(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, size_threshold=0, location="m.data")
     x = np.ones((2, w.shape[0]), np.float32)
     data, weights = split_weights(tmp_path / "m.onnx")
-    assert "w" not in weights  # half a byte an element: it stays in the model
+    assert "w" not in weights  # half a byte per element: it stays in the model
     for graph in (import_model(tmp_path / "m.onnx"), import_model(put_together(data, weights, "held"))):
         np.testing.assert_allclose(evaluate(graph, {"x": x})["y"], x @ w, rtol=1e-5, atol=1e-5)
     written = export_model(graph, external_weights=True)

@@ -1,4 +1,4 @@
-"""Real networks import: those that the onnx package ships, and the exported ones where they are at hand."""
+"""Real networks import: those of the onnx package, and exported ones if they are available."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ def test_import_is_linear_and_quick():
     seconds = {}
     for n in (1000, 4000):
         model, times = chain(n), []
-        for _ in range(3):  # the quickest: collecting the garbage of other tests counts as ours
+        for _ in range(3):  # the fastest run: collecting the garbage of other tests would count as well
             start = time.process_time()
             graph = import_model(model)
             times.append(time.process_time() - start)
         seconds[n] = min(times)
         assert len(graph) == n
     assert seconds[4000] < 4.0
-    assert seconds[4000] < 8 * seconds[1000] + 0.1  # quadratic would be 16 times
+    assert seconds[4000] < 8 * seconds[1000] + 0.1  # quadratic time would be 16 times

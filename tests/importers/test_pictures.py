@@ -1,4 +1,4 @@
-"""Preprocessing and postprocessing as operators: what they compute, that every target runs them, and what is refused."""
+"""Preprocessing and postprocessing as operators: results on every target, and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from optdnn.runtime.pictures.files import resized_size
 from optdnn.types import Array
 
 LEVELS = 1.0
-"""Largest difference from Pillow, which rounds to whole levels after each of two passes; ours are floats."""
+"""The largest difference from Pillow, which rounds to whole levels after each of its two passes. Our values are floats."""
 PLAIN: dict[str, Any] = {"resize": None, "crop": None, "scale": 1.0, "mean": 0, "std": 1, "layout": "hwc"}
 SPEC: dict[str, Any] = {"resize": 14, "crop": [12, 13], "mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.25]}
 
@@ -36,7 +36,7 @@ def image(array: Array) -> Any:
 @pytest.mark.parametrize("size", [(75, 100), (101, 66), (23, 29)])
 @pytest.mark.parametrize(("interpolation", "filter"), [("linear", 2), ("cubic", 3), ("nearest", 0)])
 def test_resize_is_pillows(size: tuple[int, int], interpolation: str, filter: int) -> None:
-    pixels = picture(size) // 2 + 64  # Pillow cuts a cubic filter's overshoot between its passes
+    pixels = picture(size) // 2 + 64  # Pillow clips a cubic filter's overshoot between its passes
     spec = ImageSpec.of({**PLAIN, "resize": 30, "interpolation": interpolation})
     want = image(pixels).resize(resized_size(spec, size)[::-1], filter)
     got = prepared(pixels[None], spec)[0]
@@ -107,7 +107,7 @@ def two() -> Array:
 
 
 def _want(two: Array, **changes: Any) -> Array:
-    """The network on pictures that are prepared outside."""
+    """The network on pictures that are prepared outside of it."""
     x = prepared(two, ImageSpec.of({**SPEC, **changes}))
     found: Array = evaluate(import_model(classifier()), {"x": x})["y"]
     return found
@@ -196,7 +196,7 @@ def test_an_old_opset_and_a_body_that_reads_the_picture() -> None:
 
 
 def _detector(shape: list[int]) -> onnx.ModelProto:
-    """Boxes that come in go out; the picture is only there."""
+    """Boxes are only passed through; the picture is needed for its size."""
     nodes = [helper.make_node("ReduceMean", ["x"], ["z"], axes=[0, 1, 2, 3], keepdims=0),
              helper.make_node("Mul", ["z", "zero"], ["nothing"]), helper.make_node("Add", ["b", "nothing"], ["y"])]  # fmt: skip
     ports = [helper.make_tensor_value_info("x", 1, [1, 3, None, None]), helper.make_tensor_value_info("b", 1, shape)]
@@ -216,7 +216,7 @@ def _detector(shape: list[int]) -> onnx.ModelProto:
 )
 @pytest.mark.parametrize("relative", [False, True])
 def test_boxes_are_scaled_back_to_the_picture(form: str, changes: dict[str, Any], relative: bool) -> None:
-    """A pixel's place in the network's picture is found by a picture of places."""
+    """The positions of pixels go through the preprocessing as a picture. So the test knows where the network sees each pixel."""
     high, wide = 48, 90
     given = {"pad_value": -1e6, "layout": "chw", "antialias": False, "input": {"dtype": "fp32"}}
     spec = ImageSpec.of({**PLAIN, **changes, **given})
@@ -312,7 +312,7 @@ def test_argmax_makes_masks() -> None:
         ({}, {"y": 3}, "postprocessing must be text or an object, not 3"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(preprocess: Any, postprocess: Any, why: str) -> None:
+def test_senseless_options_are_refused(preprocess: Any, postprocess: Any, why: str) -> None:
     model = classifier()
     for dim, size in zip(model.graph.input[0].type.tensor_type.shape.dim[2:], (12, 13), strict=True):
         dim.dim_value = size
@@ -333,7 +333,7 @@ def test_inputs_that_take_no_pictures_and_a_spec_for_calibration() -> None:
 
 
 def test_on_gpus_one_launch_prepares_pictures_for_the_first_convolution(two: Array) -> None:
-    """The mean stays an addition, which the launch of the resize makes; the convolution is that of the network alone."""
+    """The mean stays an addition, computed by the launch of the resize. The convolution is the network's own."""
     from support.simulated import kinds
 
     shapes = {"x": two.shape}

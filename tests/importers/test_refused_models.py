@@ -65,7 +65,7 @@ def test_files_that_onnx_runtime_wrote_for_one_cpu_are_refused():
 
 
 @pytest.mark.parametrize("domain", ["qonnx.custom_op.general", "finn.custom_op.general", "onnx.brevitas"])
-def test_quantizations_of_qonnx_are_refused_with_what_to_do(domain):
+def test_quantizations_of_qonnx_are_refused_with_advice(domain):
     m = model(
         f"g (float[4] x, float s, float z, float bits) => (float[4] y) {{ [n] y = {domain}.Quant(x, s, z, bits) }}",
         more_opsets=f', "{domain}" : 1',
@@ -98,7 +98,7 @@ def test_operators_are_of_the_models_own_opset():
 
 @pytest.mark.parametrize("opset", [11, 14])
 def test_layer_norms_in_files_of_early_opsets(opset):
-    """ONNX Runtime's optimizers write them there."""
+    """ONNX Runtime's optimizers write these operators."""
     text = "g (float[2, 4] x) => (float[2, 4] y) <float[4] s = {1, 2, 3, 4}> { y = LayerNormalization<epsilon = 0.001>(x, s) }"
     early, late = (import_model(model(text, n)) for n in (opset, 17))
     assert early.kinds() == late.kinds()

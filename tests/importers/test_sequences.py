@@ -1,4 +1,4 @@
-"""Sequences of tensors: picked, joined and split while a model is imported; no operator of the graph holds one."""
+"""Sequences of tensors are selected from, concatenated and split while a model is imported. No operator of the graph holds one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ X = np.arange(2 * 6 * 3, dtype=np.float32).reshape(2, 6, 3)
 
 
 def agrees(text: str, opset: int = 17) -> list[str]:
-    """The kinds of the graph of a model that computes on ``X`` what ONNX's reference does."""
+    """The kinds of the graph of a model. On ``X``, it must compute the results of ONNX's reference."""
     proto = model(text, opset)
     want = ReferenceEvaluator(proto).run(None, {"x": X})
     found = optdnn.build(proto, target="reference").run({"x": X})
@@ -95,7 +95,7 @@ def test_a_subgraph_reads_a_list_from_outside() -> None:
         ),
     ],
 )
-def test_what_is_refused_by_name(body: str, because: str) -> None:
+def test_refusals_by_name(body: str, because: str) -> None:
     text = f"g (float[2,6,3] x, int64 k, bool c, float[5000,1] w) => (float[a,b,d] y) <int64 m = {{1}}> {{ {body} }}"
     with pytest.raises(UnsupportedError, match=because):
         import_model(model(text))
@@ -115,7 +115,7 @@ def test_what_is_refused_by_name(body: str, because: str) -> None:
         ("s = SequenceConstruct(x)  y = ConcatFromSequence(s)", "axis"),
     ],
 )
-def test_what_cannot_be_is_an_error_with_the_node(body: str, because: str) -> None:
+def test_impossible_operands_are_an_error_with_the_node(body: str, because: str) -> None:
     text = f"g (float[2,6,3] x) => (float[a,b,d] y) <int64 m = {{1}}, int64 none = {{0}}> {{ {body} }}"
     with pytest.raises((ShapeError, ModelError), match=because):
         import_model(model(text))
@@ -153,7 +153,7 @@ def sums(trips: str = "most", until: str = "end", most: int = 9, end: int = 4, o
 
 @pytest.mark.parametrize(("trips", "most", "rows"), [("most", 3, 3), ("most", 9, 4), ("", 0, 4)])
 def test_a_loop_that_carries_a_list_is_written_out(trips: str, most: int, rows: int) -> None:
-    """A trip count, a condition, or both end it; its other results are stacked."""
+    """A number of iterations, a condition, or both end the loop. Its other results are stacked."""
     found = optdnn.build(model(sums(trips, most=most), 18), target="reference").run({"x": X})
     np.testing.assert_array_equal(found["z"], X.transpose(1, 0, 2)[:rows])
     np.testing.assert_array_equal(found["y"], X.transpose(1, 0, 2)[:rows].reshape(-1, 3))
@@ -183,7 +183,7 @@ def test_a_loop_of_too_many_iterations_is_refused(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("trips", "most", "rows"), [("most", 3, 3), ("most", 9, 4), ("", 0, 4)])
 def test_a_list_that_only_grows_is_stacked(trips: str, most: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a counter decides is looked up by the number of the iteration."""
+    """Decisions of a counter are looked up by the number of the iteration."""
     monkeypatch.setattr(sequence_loops, "MOST_WRITTEN_OUT", 0)
     proto = model(sums(trips, most=most), 18)
     graph = import_model(proto)
@@ -259,7 +259,7 @@ def test_numbers_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_body_that_only_constants_decide_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator that has to know an operand when it is imported; nothing is reported for the attempt."""
+    """An operator that must know an operand when it is imported. The failed attempt is not reported."""
     monkeypatch.setattr(sequence_loops, "MOST_WRITTEN_OUT", 0)
     text = """g (float[2,6,3] x) => (float[4,6,3] y) <int64 most = {2}, bool on = {1}, int64[2] axes = {0, 1}> {
         empty = SequenceEmpty<dtype = 1>()
@@ -282,8 +282,8 @@ APPENDS = """g (float[N,3,4] x) => ({shape} y, float[3,4] p, int64 n) <int64 zer
 
 
 @pytest.mark.parametrize(("axis", "new_axis"), [(0, 1), (1, 1), (-1, 1), (0, 0), (1, 0), (-1, 0)])
-def test_a_loop_whose_iterations_follow_from_a_size_stacks_what_it_appends(axis: int, new_axis: int) -> None:
-    """PyTorch scripts ``for i in range(len(x)): rows.append(...)`` so; the length of its list is not known at import."""
+def test_a_loop_whose_iterations_follow_from_a_size_stacks_appended_tensors(axis: int, new_axis: int) -> None:
+    """PyTorch scripts ``for i in range(len(x)): rows.append(...)`` like this. The length of the list is not known at import."""
     end = f"ConcatFromSequence<axis = {axis}, new_axis = {new_axis}>(s)"
     proto = model(APPENDS.format(shape="float[a,b,c]" if new_axis else "float[a,b]", end=end, row="next"), 17)
     engine = optdnn.build(proto, target="reference")

@@ -1,4 +1,4 @@
-"""Tensors of every type in every encoding, and external data: what is read, and each thing that is refused."""
+"""Tensors of every type in every encoding, and external data: reading and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_element_type_raw_and_in_fields(code, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int16, ml_dtypes.bfloat16, np.complex64, np.bool_])
 def test_raw_data_is_little_endian_whatever_the_machine(dtype, monkeypatch):
-    # As a big-endian machine sees it: its native bytes are swapped against the file's.
+    # A big-endian machine swaps its native bytes to those of the file.
     want = example(np.dtype(dtype))
     t = TensorProto(name="t", data_type=onnx.helper.np_dtype_to_tensor_dtype(want.dtype), dims=want.shape)
     part = 4 if want.dtype.kind == "c" else want.dtype.itemsize
@@ -84,7 +84,7 @@ def test_data_that_does_not_fill_the_shape(raw):
     ("code", "value"), [(TensorProto.UINT8, 300), (TensorProto.INT8, -200), (TensorProto.UINT16, -1)]
 )
 def test_a_number_that_its_type_cannot_hold(code, value):
-    """A zero point of 300, say."""
+    """For example, a zero point of 300."""
     t = TensorProto(name="t", data_type=code, dims=[2], int32_data=[1, value])
     with pytest.raises(ModelError, match=f"tensor 't' holds {value}, which is no u?int"):
         to_array(t, NOWHERE, "m.onnx")
@@ -102,7 +102,7 @@ def test_misaligned_bytes_are_copied():
 
 @pytest.fixture
 def stored(tmp_path):
-    """A model whose weight lies in weights/w.bin, its path, and a function that changes its external_data entries."""
+    """A model with its weight in weights/w.bin, its path, and a function that changes its external_data entries."""
     folder = tmp_path / "net"
     (folder / "weights").mkdir(parents=True)
     w = np.arange(12, dtype=np.float32).reshape(3, 4)

@@ -1,4 +1,4 @@
-"""Inputs whose values are given: constants from then on, of the right type and shape; which inputs say sizes alone."""
+"""Inputs with given values become constants of the right type and shape; and inputs that are only sizes."""
 
 from __future__ import annotations
 

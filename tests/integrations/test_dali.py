@@ -1,4 +1,4 @@
-"""DALI pipelines on the CPU feed engines. Where DALI is not installed, these tests are skipped with the reason."""
+"""DALI pipelines on the CPU feed engines. Without DALI, these tests are skipped with the reason."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_epoch_through_an_engine_without_copies(engine: optdnn.Engine, folder
             got += list(engine.run(feeds)["y"][: batch.count])
             labels += batch["labels"].reshape(-1)[: batch.count].tolist()
         assert len(got) == COUNT
-        order = np.argsort(labels)  # the second epoch begins where the first one's last batch ended
+        order = np.argsort(labels)  # the second epoch begins where the last batch of the first ended
         np.testing.assert_array_equal(np.array(got)[order], np.array(want))
 
 

@@ -1,4 +1,4 @@
-"""The backend by which ONNX's own runner takes the engines. ONNX's cases run in ``tests/test_backend_suite.py``."""
+"""The backend for ONNX's own runner. ONNX's cases run in ``tests/test_backend_suite.py``."""
 
 from __future__ import annotations
 

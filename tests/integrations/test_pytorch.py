@@ -1,4 +1,4 @@
-"""PyTorch modules in, through torch's own exporters, and torch.compile. Skipped where torch is absent."""
+"""PyTorch modules through torch's own exporters, and torch.compile. Skipped without torch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_module_is_compiled(exporter: str) -> None:
 @needs_torch
 @pytest.mark.parametrize("times", [1, 2])
 def test_differences_are_exported(times: int) -> None:
-    """torch's older exporter has no ``diff``, which the masks of language models are made with."""
+    """torch's older exporter has no ``diff``, which masks of language models use."""
 
     class Differences(torch.nn.Module):
         def forward(self, x: Any) -> Any:
@@ -117,7 +117,7 @@ def test_several_inputs_and_names() -> None:
 @needs_torch
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_keyword_arguments(exporter: str) -> None:
-    """Tensors are inputs, in the order that they are given in; anything else is fixed."""
+    """Tensors are inputs in the order of the arguments. All other arguments are fixed."""
     if exporter == "dynamo":
         pytest.importorskip("onnxscript")
     a, b, c, d = torch.randn(2, 3), torch.randn(3), torch.randn(2, 1), torch.randn(1, 3)
@@ -145,7 +145,7 @@ def test_keyword_arguments(exporter: str) -> None:
         (lambda x: "weights.pt", "load its weights with load_state_dict"),
     ],
 )
-def test_what_is_no_module_gets_advice(given: Any, hint: str) -> None:
+def test_objects_that_are_no_module_get_advice(given: Any, hint: str) -> None:
     x = torch.randn(1, 3, 8, 8)
     with pytest.raises(UsageError, match=rf"from_torch takes a torch\.nn\.Module, not \w+\n  hint: .*{hint}"):
         from_torch(given(x), x)
@@ -212,7 +212,7 @@ def test_torch_compile() -> None:
         assert isinstance(first, torch.Tensor)
         torch.testing.assert_close(first, net(x), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(compiled(x[:1]), net(x[:1]), rtol=1e-4, atol=1e-5)
-        net.head.weight.mul_(2)  # constants of the engine: it is made anew
+        net.head.weight.mul_(2)  # a constant of the engine has changed, so a new engine is built
         assert not torch.allclose(net(x), first)
         torch.testing.assert_close(compiled(x), net(x), rtol=1e-4, atol=1e-5)
 
@@ -228,7 +228,7 @@ def test_torch_compile_is_for_inference() -> None:
 @needs_torch
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_torch_compile_of_an_encoder_layer(norm_first: bool) -> None:
-    """In inference torch calls it as one operator, which its exporter does not know."""
+    """In inference, torch calls it as one operator, which its exporter does not know."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     activation = "gelu" if norm_first else "relu"
@@ -281,7 +281,7 @@ def test_torch_compile_by_name() -> None:
     "given", [{}, {"bias": False, "stride": (1, 2, 1), "padding": 1, "groups": 2, "dilation": (1, 1, 2)}]
 )
 def test_a_convolution_of_volumes(given: dict[str, Any]) -> None:
-    """Torch's translator gives one without a bias a bias of two axes."""
+    """Torch's translator gives a convolution without a bias a bias of two axes."""
     pytest.importorskip("onnxscript")
     torch.manual_seed(0)
     net, x = torch.nn.Conv3d(4, 6, 3, **given).eval(), torch.randn(2, 4, 5, 6, 7)
@@ -293,7 +293,7 @@ def test_a_convolution_of_volumes(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("shape", [(3, 5, 8), (2, 3, 4, 5, 8)])
 @pytest.mark.parametrize("mask", ["none", "causal", "boolean", "added"])
 def test_attention_of_three_and_five_axes(shape: tuple[int, ...], mask: str) -> None:
-    """Torch's translator to ONNX knows four axes only."""
+    """Torch's translator to ONNX supports only four axes."""
     pytest.importorskip("onnxscript")
     given = {"causal": {"is_causal": True}, "boolean": {"attn_mask": torch.ones(5, 5).tril() > 0}}
     given["added"] = {"attn_mask": torch.linspace(-1, 1, 25).reshape(5, 5), "scale": 0.3}

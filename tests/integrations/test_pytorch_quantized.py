@@ -1,4 +1,4 @@
-"""Networks that PyTorch's own tools quantized: scales are kept, and products run on 8 bits. Skipped where torch is absent."""
+"""Networks quantized by PyTorch's own tools: scales are kept, and products run on 8 bits. Skipped without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 
 class FakeQuantized(torch.nn.Module):  # type: ignore[misc, name-defined, unused-ignore]
-    """A convolution as quantization-aware training leaves it: asymmetric activations, weights by channel."""
+    """A convolution after quantization-aware training: asymmetric activations, weights by channel."""
 
     def __init__(self, channels: int, filters: int, activation: tuple[float, int]):
         super().__init__()
@@ -45,7 +45,7 @@ def test_fake_quantization(exporter: str, target: str) -> None:
     (got,) = engine.run({engine.inputs[0].name: x}).values()
     with torch.no_grad():
         want = net(x).numpy()
-    # A value on the border of two steps may fall to either side of it: a step times a weight.
+    # A value on the border between two steps may be rounded either way: the difference is a step times a weight.
     assert np.abs(got - want).max() <= 0.01 * float(second.conv.weight.detach().abs().max()) + 1e-5
     if target == "simulate":
         assert kinds(engine).count("QuantizedConv") == 2

@@ -1,6 +1,6 @@
-"""Engines on a real Ray cluster of this machine: several worker processes. Some are killed.
+"""Engines on a real Ray cluster of this machine with several worker processes, some of which are killed.
 
-Where Ray is not installed, the tests that need it are skipped with the reason: pip install 'optdnn[cpu,ray]'.
+Without Ray, the tests that need it are skipped with the reason: pip install 'optdnn[cpu,ray]'.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def file(engines: Path) -> str:
 
 
 def answers(file: str, x: Any) -> Any:
-    """The logits of the engine by itself."""
+    """The logits of the engine without Ray."""
     engine = optdnn.load(file)
     return np.concatenate([engine.run(x[k : k + 8])["logits"] for k in range(0, len(x), 8)])
 
@@ -57,7 +57,7 @@ def test_columns_in_and_out(file: str) -> None:
     want = answers(file, data.x[:20])
     predictor = Predictor(file, columns={"x": "pixels"})
     batch = {"pixels": data.x[:20], "y": data.y[:20]}
-    got = predictor(batch)  # more rows than the engine takes at once
+    got = predictor(batch)  # more rows than the largest batch of the engine
     assert list(got) == ["y", "logits"]
     np.testing.assert_allclose(got["logits"], want, rtol=1e-5, atol=1e-5)
     assert list(Predictor(file, columns={"x": "pixels"}, keep=["pixels"])(batch)) == ["pixels", "logits"]
@@ -72,7 +72,7 @@ def test_any_number_of_runs_at_once_gives_the_same_rows(file: str, instances: in
 
 
 def test_two_runs_go_on_at_once(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run waits for another one that has begun: one after the other, they would wait for ever."""
+    """Each run waits until another one has begun. In sequence they would wait for ever."""
     predictor = Predictor(file, instances=2)
     run, both = predictor.engine.run, threading.Barrier(2, timeout=20)
 
@@ -259,7 +259,7 @@ def test_it_is_imported_when_it_is_used() -> None:
 
 @pytest.fixture(scope="module")
 def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A cluster of this machine with a worker process per core that it claims to have."""
+    """A cluster of this machine that declares this number of cores, with a worker process for each."""
     found = pytest.importorskip("ray", reason="the extra ray is not installed")
     paths = os.pathsep.join(p for p in sys.path if p)
     everywhere = {"env_vars": {"PYTHONPATH": paths}}
@@ -271,7 +271,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class Dying(Predictor):
-    """The first of its batches with row 20 ends its process, in the middle of the run."""
+    """The first batch with row 20 ends its process in the middle of the run."""
 
     def __init__(self, engine: str, marker: str):
         super().__init__(engine)
@@ -296,7 +296,7 @@ def test_a_worker_that_is_killed_loses_nothing(ray: Any, file: str, tmp_path: Pa
     assert sorted(got) == list(range(64))
     want = answers(file, x)
     np.testing.assert_allclose([got[k]["logits"] for k in range(64)], want, rtol=1e-5, atol=1e-5)
-    assert int(marker.read_text()) != got[20]["process"]  # it was done again
+    assert int(marker.read_text()) != got[20]["process"]  # the batch was run again
     assert len({r["process"] for r in got.values()}) >= 2
 
 
@@ -358,13 +358,13 @@ def test_replicas_speak_the_protocol(deployed: str, file: str) -> None:
             client.infer("none", [given])
 
 
-def test_what_a_replica_refuses(deployed: str) -> None:
+def test_refusals_of_a_replica(deployed: str) -> None:
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
     status, body = ask(deployed, np.zeros((2, 1, 9, 9), np.float32))
     assert (status, b"'x'" in body) == (400, True)
-    for path in ("/v2/repository/models/digits/unload", "/metrics"):  # of one replica alone
+    for path in ("/v2/repository/models/digits/unload", "/metrics"):  # of one replica only
         with pytest.raises(HTTPError) as found:
             urlopen(Request(f"http://{deployed}{path}", data=b"{}" if "unload" in path else None))
         assert found.value.code == 404
@@ -392,7 +392,7 @@ def test_a_replica_that_is_killed_is_replaced(deployed: str) -> None:
     os.kill(killed, signal.SIGKILL)
     end = time.monotonic() + 60
     while len(replicas() - {killed}) < 2:
-        ask(deployed, x)  # the other replica answers; a request that the killed one had gets an error
+        ask(deployed, x)  # the other replica answers; a request to the killed one gets an error
         assert time.monotonic() < end
         time.sleep(0.1)
     assert ask(deployed, x)[0] == 200

@@ -1,4 +1,4 @@
-"""InferenceSession: what programs written for onnxruntime call, held against onnxruntime where it is installed."""
+"""InferenceSession: the calls of programs written for onnxruntime, compared with onnxruntime if it is installed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_public_names() -> None:
     assert "CPUExecutionProvider" in optdnn.get_available_providers()
 
 
-def test_it_does_what_onnxruntime_does(tmp_path: Path, options: SessionOptions) -> None:
+def test_it_behaves_like_onnxruntime(tmp_path: Path, options: SessionOptions) -> None:
     ort = pytest.importorskip("onnxruntime")
     path = str(save_convnet(tmp_path / "m.onnx", batch="n"))
     ours = InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -116,7 +116,7 @@ def test_an_engine_file_is_loaded(tmp_path: Path) -> None:
         InferenceSession((tmp_path / "e.engine").read_bytes())
 
 
-def test_what_is_passed_over_is_said(monkeypatch: pytest.MonkeyPatch, options: SessionOptions) -> None:
+def test_skipped_providers_are_reported(monkeypatch: pytest.MonkeyPatch, options: SessionOptions) -> None:
     monkeypatch.setattr(session, "_why_not", lambda means: "no GPU" if means["target"] == "cuda" else None)
     model = convnet().SerializeToString()
     both = ["CUDAExecutionProvider", "CPUExecutionProvider"]

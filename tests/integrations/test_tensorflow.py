@@ -1,6 +1,9 @@
-"""Keras and TensorFlow models through tf2onnx. Their pins clash with others', so they live in an environment of their own:
+"""Keras and TensorFlow models through tf2onnx.
 
-python3 -m venv tf && tf/bin/pip install tensorflow-cpu tf2onnx -e '.[cpu]' && tf/bin/pytest tests/integrations/test_tensorflow.py
+Their pinned dependencies conflict with others, so these tests need a separate environment:
+
+    python3 -m venv tf && tf/bin/pip install tensorflow-cpu tf2onnx -e '.[cpu]'
+    tf/bin/pytest tests/integrations/test_tensorflow.py
 """
 
 from __future__ import annotations

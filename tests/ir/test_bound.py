@@ -1,4 +1,4 @@
-"""Graphs of symbolic sizes at given ones: every type and known value follows, nothing else changes."""
+"""Graphs of symbolic sizes at given sizes: every type and known value follows, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optdnn.ir.verify import verify
 
 
 def flattened() -> Graph:
-    """x[n, 3, 4] as [n, 12], by way of its own shape, twice over."""
+    """x[n, 3, 4] as [n, 12] by its own shape, twice."""
     text = """<ir_version: 8, opset_import: ["": 17]> g (float[n, 3, 4] x) => (float[m, 12] y)
     <int64[1] wide = {12}, int64[1] zero = {0}, int64[1] one = {1}> {
     s = Shape(x)  n = Slice(s, zero, one)  d = Concat <axis = 0> (n, wide)  r = Reshape(x, d)

@@ -1,4 +1,4 @@
-"""Digests of graphs: what the structure's tells apart, and what it does not."""
+"""Digests of graphs: the differences that the structure's digest shows, and those that it ignores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_kinds_sizes_and_integers_count() -> None:
     assert len(set(found)) == 5
 
 
-def test_what_hangs_together_counts() -> None:
+def test_the_order_of_operands_counts() -> None:
     def made(first: bool) -> str:
         n = Net()
         x, y = n.input(2, 2), n.input(2, 2)

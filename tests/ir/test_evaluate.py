@@ -53,7 +53,7 @@ def test_inputs_that_do_not_fit(change, message):
         evaluate(two_inputs(), {k: v for k, v in feeds.items() if v is not None})
 
 
-def test_only_what_is_wanted_is_computed_and_arrays_are_dropped(monkeypatch):
+def test_only_wanted_values_are_computed_and_arrays_are_dropped(monkeypatch):
     graph = two_inputs()
     ran: list[str] = []
     original = module.run_kernel
@@ -85,7 +85,7 @@ def test_promotion_reaches_inputs_constants_attributes_and_stages():
     assert (types["x"], types["i"], types["c"], types["y"], types["b"]) == (FP64, INT32, FP64, FP64, BOOL)
     assert [high.op(k).outputs[0].name for k in high.inputs] == ["x", "i"]
     assert [high.op(k).outputs[0].name for k in high.outputs] == ["b", "y"]
-    third = 1 / 3  # not a number of any narrower type
+    third = 1 / 3  # no narrower type has this number
     assert evaluate(high, {"x": np.array([third, 1]), "i": np.array([0, 7], np.int32)})["y"][0] == 1 + third
     assert graph.op(graph.inputs[0]).outputs[0].type.dtype == FP16  # a copy
 

@@ -1,4 +1,4 @@
-"""ONNX out: exported models run in other runtimes and come back the same."""
+"""Exported models run in other runtimes, and are the same after another import."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_raw_data_is_little_endian_on_big_endian_machines(monkeypatch):
 
 
 def fused() -> Graph:
-    """A convolution with a prologue (scale, shift, Relu) and an epilogue (residual, Swish), as fusion makes it."""
+    """A convolution with a prologue (scale, shift, Relu) and an epilogue (residual, Swish), as after fusion."""
     rng = np.random.default_rng(1)
 
     def constant(*shape: int) -> Value:
@@ -229,7 +229,7 @@ def test_outputs_that_are_inputs_constants_or_named_twice():
     graph = Graph()
     x = graph.add_input("x", tensor(np.float32, 2))
     y = graph.add("Relu", [x], names=["v"]).value
-    other = graph.add("Abs", [x], names=["first"]).value  # an inner value that has an output's name
+    other = graph.add("Abs", [x], names=["first"]).value  # an inner value with an output's name
     last = graph.add("Add", [y, other], names=["w"]).value
     graph.add_output(x, "copy")
     graph.add_output(graph.add_constant(np.ones(2, np.float32), "k"), "one")
@@ -269,7 +269,9 @@ def test_every_op_that_the_opset_lacks_is_listed():
 
 def test_attributes_that_an_opset_does_not_know():
     assert node_attributes("Cast", "", 13, {"to": FP32, "saturate": 1}, 1)[0].i == TensorProto.FLOAT
-    assert len(node_attributes("Cast", "", 13, {"to": FP32, "saturate": True}, 1)) == 1  # the default: means nothing
+    assert (
+        len(node_attributes("Cast", "", 13, {"to": FP32, "saturate": True}, 1)) == 1
+    )  # the default, which has no effect
     with pytest.raises(Unsupported, match="attribute saturate=0 of Cast does not exist"):
         node_attributes("Cast", "", 13, {"to": FP32, "saturate": 0}, 1)
     with pytest.raises(Unsupported, match="there is no Nonsense"):
@@ -279,7 +281,7 @@ def test_attributes_that_an_opset_does_not_know():
     with pytest.raises(Unsupported, match="only 1 operands"):
         node_attributes("Relu", "", 13, {}, 2)
     kinds = {a.name: a.type for a in node_attributes("Elu", "", 13, {"alpha": 1}, 1)}
-    assert kinds == {"alpha": onnx.AttributeProto.FLOAT}  # the schema's type, not the value's
+    assert kinds == {"alpha": onnx.AttributeProto.FLOAT}  # the type of the schema, not of the value
 
 
 def test_absent_attributes_and_operands():

@@ -1,4 +1,4 @@
-"""Regions: few, convex, in an order that runs."""
+"""Regions: few, convex, and in an order that can run."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_single_keeps_constants_and_names() -> None:
     np.testing.assert_array_equal(evaluate(part, {"x": np.float32([1, 1])})["y"], np.float32([2, 3]))
 
 
-def test_a_region_keeps_what_is_known_of_the_numbers_at_its_border() -> None:
-    """A Reshape outside of the region says how many columns the bias has; its target is a border value of the region."""
+def test_a_region_keeps_known_numbers_at_its_border() -> None:
+    """A Reshape outside of the region determines the number of columns of the bias. Its target is a border value of the region."""
     g = Graph()
     n = symbol("n")
     x, bias = g.add_input("x", tensor(np.float32, n, 4)), g.add_input("bias", tensor(np.float32, 2, 2))

@@ -1,4 +1,4 @@
-"""Graphs inside of engines: read back, they lower to the very same program, and weights are not kept twice."""
+"""Graphs inside of engines: after reading, they lower to the same program, and weights are stored once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def same(a: Program, b: Program) -> bool:
 
 
 @pytest.mark.parametrize("name", sweep(["small", "mobilenet_v2", "lstm"], "small", "lstm"))
-def test_what_is_read_back_lowers_to_the_same_program(name: str) -> None:
+def test_a_graph_that_is_read_lowers_to_the_same_program(name: str) -> None:
     graph = small() if name == "small" else import_model(zoo.build(name, batch=1, width=0.5))
     optimize(graph, OPTIONS, "simulate")
     program = lowered(graph)
@@ -56,7 +56,7 @@ def test_what_is_read_back_lowers_to_the_same_program(name: str) -> None:
 
 
 def test_transposed_weights_are_found() -> None:
-    """Gemm packs its matrix the other way round."""
+    """Gemm stores its matrix transposed."""
     n = Net()
     graph = n.done(n.matmul(n.input(4, 64), 72))
     optimize(graph, OPTIONS, "simulate")

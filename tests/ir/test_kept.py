@@ -1,4 +1,4 @@
-"""What builders share: a weight is packed and hashed once, and never taken for another."""
+"""Data that builders share: a weight is packed and hashed once, and never confused with another."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_views_of_constants_are_packed_once() -> None:
     assert kept.once(0, [first], lambda: pack(first)) is kept.once(0, [first], lambda: pack(first)), "and what was made"
 
 
-def test_what_is_no_constant_is_made_each_time() -> None:
+def test_computed_values_are_made_each_time() -> None:
     kept, (w,) = graph_with(np.eye(4, dtype=np.float32))
     for _ in range(3):
         passing = w * 3
@@ -52,12 +52,12 @@ def test_digests_are_of_the_content() -> None:
     assert len(kept._digests) == 3
 
 
-def test_what_is_shared_goes_before_ones_own_and_outlives_it() -> None:
+def test_shared_data_come_first_and_outlive_own_data() -> None:
     weight, own = np.arange(400, dtype=np.float32).reshape(20, 20), np.ones((30, 30), np.float32)
     packed = np.ascontiguousarray(weight.T)
     engine = ConstantCache()
     engine.hold(weight)
-    engine.hold(packed, hashlib.sha256(packed.tobytes()).digest())  # as an engine's file holds it
+    engine.hold(packed, hashlib.sha256(packed.tobytes()).digest())  # in the form of an engine's file
     made: list[str] = []
 
     def turned(a: Array) -> Array:

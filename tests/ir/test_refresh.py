@@ -1,4 +1,4 @@
-"""Graph.refresh: sizes that change follow all ways through a network before an operator's operands are held against one another."""
+"""Graph.refresh: changed sizes reach all operands of an operator before the operands are compared with one another."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from optdnn.passes.cse import CommonSubexpressions
 
 
 def chosen(n: Net, mask: Value) -> Value:
-    """The numbers of the rows that a mask chooses."""
+    """The indices of the rows that a mask selects."""
     return n.op("Reshape", n.op("NonZero", mask), n.ints(-1))
 
 
 def selected() -> Graph:
-    """A product of chosen rows whose epilogue adds other chosen rows: the mask is looked at twice."""
+    """A product of selected rows whose epilogue adds other selected rows: the mask is evaluated twice."""
     n = Net()
     x, y, mask = n.input(6, 4), n.input(6, 5, name="y"), n.input(6, name="mask", dtype=np.bool_)
     first = n.op("Gather", x, chosen(n, mask), attrs=GatherAttrs(0))

@@ -1,4 +1,4 @@
-"""Large matrices in another order: copies and comparisons are NumPy's, element by element."""
+"""Large matrices in another order: copies and comparisons equal NumPy's, element by element."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def fused() -> Graph:
     return graph
 
 
-def test_what_it_looks_like():
+def test_the_form_of_the_result():
     assert re.sub("sha256:[0-9a-f]{16}", "sha256:DIGEST", to_text(fused())).splitlines() == [
         'graph "net of two"',
         "symbol N 1..8",
@@ -160,11 +160,11 @@ g (float[N, 3] x, bool c, int64 n) => (float[N, 3] y, float[t, N, 3] all) <float
 """
 
 
-def test_bodies_come_before_what_holds_them() -> None:
+def test_bodies_come_before_their_operators() -> None:
     text = to_text(import_model(onnx.parser.parse_model(NESTED)))
     assert text.count("\nbody ") == 4
     inner, outer = text.index("p: fp32"), text.index("kept: fp32")
-    assert inner < outer  # what is inside of a body comes before it
+    assert inner < outer  # values inside of a body come before it
     for digest in re.findall(r"=@(\w+)", text):
         assert f"body {digest} {{\n" in text
 

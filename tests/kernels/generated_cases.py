@@ -1,4 +1,4 @@
-"""Families of operators whose kernels are generated, each as one network of many cases."""
+"""Families of operators with generated kernels, each as one network of many cases."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def pools(n: Net) -> list[Any]:
 
 
 def mixed(n: Net, x: Any) -> Any:
-    """The token mixing of PoolFormer: a pool and pointwise operators after it, which read its operand."""
+    """The token mixing of PoolFormer: a pool, and pointwise operators after it that also read its operand."""
     return n.op("Add", n.op("Mul", n.op("Sub", n.average_pool(x, pads=1, strides=1), x), n.random(8, 1, 1)), x)
 
 
@@ -187,7 +187,7 @@ def movements(n: Net) -> list[Any]:
 
 
 def running_sums(n: Net) -> list[Any]:
-    """Along lines that warps share (70 and 40 elements, of few lines), and along three elements."""
+    """Along lines that warps share (70 and 40 elements, few lines), and along three elements."""
     x = n.input(3, 70, 40)
     small = n.op("Cast", n.op("Round", x), attrs=CastAttrs(INT64))
     found = [n.op("CumSum", small, n.ints(1)), n.op("CumSum", x, n.ints(0))]

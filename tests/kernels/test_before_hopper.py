@@ -1,4 +1,5 @@
-"""Kernels that need nothing of Hopper, on the architectures before it: chosen there, computing the network, within a block's memory."""
+"""Kernels that need no feature of Hopper, on the architectures before it: they are chosen, compute the network, and fit a
+block's memory."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def test_images_that_do_not_fit_a_block_are_read_twice() -> None:
     n = Net()
     x = n.conv(n.input(1, 8, 88, 88), 16, 3)
     y = n.op("InstanceNormalization", x, n.positive(16), n.random(16), attrs=EpsilonAttrs(1e-3))
-    large = n.done(n.conv(y, 8, 3))  # 124 KB: more than a block has but on sm_80
+    large = n.done(n.conv(y, 8, 3))  # 124 KB: more than a block has, except on sm_80
     for arch in ARCHS:
         program = lowered(large, target=f"cuda:{arch}", no_cubins=True)
         assert "group_norm" in chosen(program)
@@ -163,7 +164,7 @@ def test_norms_give_fp8_from_sm_89_on() -> None:
 
 @pytest.fixture
 def depthwise_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever lets 8-bit products through on an architecture: the depthwise kernel goes by its own needs."""
+    """Removes the architecture's refusals of 8-bit products: the depthwise kernel depends only on its own requirements."""
     monkeypatch.setattr(depthwise, "refusal", lambda *given, **more: None)
     monkeypatch.setitem(TACTICS, "QuantizedConv", (depthwise.Int8Depthwise(),))
 
@@ -195,7 +196,7 @@ def test_8_bit_depthwise_convolutions_compute_the_network(arch: str) -> None:
 
 
 def test_grids_that_go_round_are_as_large_as_the_gpu() -> None:
-    """A first convolution's blocks go from tile to tile: as many as the architecture's GPU holds."""
+    """Blocks of a first convolution go from tile to tile. There are as many as the architecture's GPU can run at once."""
     n = Net()
     graph = n.done(n.op("Relu", n.conv(n.input(16, 3, 224, 224), 64, 7, pads=3, strides=2, bias=True)))
     blocks = {}

@@ -1,4 +1,4 @@
-"""The generated kernels, run on the processor as they are, give what their steps say they mean (see support.host)."""
+"""The generated kernels, run on the processor unchanged, agree with the meanings of their steps (see support.host)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from optdnn.types import DTYPES, FP16, FP32, is_float
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_meanings(family: str) -> None:
-    """Every family lowers, and its steps' meanings give the graph's own values."""
+    """Every family lowers, and the meanings of its steps give the graph's values."""
     check_simulated(graph_of(family), "fp32", tolerance=2e-5)
 
 
@@ -51,7 +51,7 @@ def test_meanings(family: str) -> None:
     ),
 )
 def test_kernels(family: str, precision: str, tmp_path: Path) -> None:
-    """Each generated kernel, run on the processor with its own parameters and grid, writes what its step means."""
+    """Each generated kernel, run on the processor with its own parameters and grid, agrees with its step's meaning."""
     graph = graph_of(family)
     tolerance = {"fp32": 3e-6, "fp16": 1.2e-3, "bf16": 9e-3}[precision]
     program = lowered(graph, precision, opt_level=2)
@@ -71,7 +71,8 @@ def compare_steps(
     folder: Path,
     made: Callable[[Program, Path], Any] = HostKernels,
 ) -> int:
-    """Run every generated kernel of the program on what precedes it; returns how many were compared. ``made``: what runs them."""
+    """Run every generated kernel of the program on the results of earlier steps. Returns the number of compared steps.
+    ``made``: the object that runs the kernels."""
     runner = SimulateRunner(program)
     context = SimulateContext(runner, poison=True)
     kernels, compared = made(program, folder), 0
@@ -91,10 +92,12 @@ def compare_steps(
         wanted = [np.array(context._view(action, v)) for v in action.step.meaning.writes if v is not None]
         number = {i: k for k, i in enumerate(action.operands)}
         for v in action.step.meaning.writes:
-            if v is not None and action.operands[v.operand] not in action.operands[: v.operand]:  # it reads what stays
+            if (
+                v is not None and action.operands[v.operand] not in action.operands[: v.operand]
+            ):  # it reads retained memory
                 target = flat[v.operand]
                 target.view(np.uint8)[:] = 0xFF
-        for k, i in enumerate(action.operands):  # an operand that is both read and written is one memory
+        for k, i in enumerate(action.operands):  # an operand that is both read and written is one array
             flat[k] = flat[number[i]] if number[i] == k else flat[k]
         kernels.run(action.step, flat)
         for v, want in zip((v for v in action.step.meaning.writes if v is not None), wanted, strict=True):
@@ -127,7 +130,7 @@ def test_warps_share_the_lines_of_running_sums(shape: tuple[int, ...], axis: int
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(("channels", "planes"), [(4, True), (12, True), (6, False)])
 def test_a_thread_resizes_several_channels_of_a_pixel(channels: int, planes: bool, tmp_path: Path) -> None:
-    """Where they are neighbours in the operand, and planes of the result."""
+    """If they are contiguous in the operand, and planes in the result."""
     n = Net()
     x = n.op("Transpose", n.input(2, 5, 6, channels), attrs=shape.TransposeAttrs((0, 3, 1, 2)))
     sizes = n.ints(2, channels, 20, 13)
@@ -161,7 +164,7 @@ def test_a_thread_resizes_several_pixels_of_a_column(height: int, mode: str, run
         (48, resize.ResizeAttrs("linear", "half_pixel"), "fp16", True),
         (32, resize.ResizeAttrs("linear", "align_corners"), "fp32", True),
         (40, resize.ResizeAttrs("cubic", "half_pixel"), "fp16", True),
-        (26, resize.ResizeAttrs("linear", "half_pixel"), "fp32", False),  # its rows are no whole strips
+        (26, resize.ResizeAttrs("linear", "half_pixel"), "fp32", False),  # its rows are no whole number of strips
         (
             4,
             resize.ResizeAttrs("linear", "half_pixel", antialias=True),
@@ -174,7 +177,7 @@ def test_a_thread_resizes_several_pixels_of_a_column(height: int, mode: str, run
 def test_a_thread_resizes_several_pixels_of_a_row(
     width: int, attrs: resize.ResizeAttrs, precision: str, runs: bool, tmp_path: Path
 ) -> None:
-    """Each element is read once for all neighbours that need it; an infinite one reaches no others."""
+    """Each element is read once for all neighbors that need it. An infinite element affects no others."""
     n = Net()
     x = n.op("Neg", n.input(2, 3, 5, 12))
     graph = n.done(n.op("Resize", x, None, None, n.ints(2, 3, 9, width), attrs=attrs))
@@ -182,7 +185,7 @@ def test_a_thread_resizes_several_pixels_of_a_row(
     feeds = feeds_of(graph)
     if (
         attrs.coordinate_transformation_mode == "half_pixel"
-    ):  # of align_corners some weights are 0, and NumPy's 0 * inf is NaN
+    ):  # with align_corners some weights are 0, and NumPy's 0 * inf is NaN
         next(iter(feeds.values()))[0, 0, 2, 7] = np.inf
     assert compare_steps(program, feeds, 3e-6 if precision == "fp32" else 3e-3, tmp_path) >= 1
     assert any("line[s]" in text for k in program.kernels for text in k.generated.values()) == runs
@@ -191,7 +194,7 @@ def test_a_thread_resizes_several_pixels_of_a_row(
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(("dtype", "zero"), [(np.int8, None), (np.int8, -20), (np.uint8, 120)])
 def test_pointwise_work_on_8_bit_integers_is_exact(dtype: Any, zero: int | None, tmp_path: Path) -> None:
-    """Divisions by scales, roundings, zero points and saturation, to the bit."""
+    """Divisions by scales, rounding, zero points and saturation, exact to the bit."""
     n = QNet()
     x, y = (n.fake(n.input(2, 16, 9, 7, name=name), 0.013, zero, dtype) for name in ("x", "y"))
     scaled = n.op("Mul", x, n.fake(n.input(2, 16, 1, 1, name="s"), 0.02))
@@ -206,7 +209,7 @@ def test_pointwise_work_on_8_bit_integers_is_exact(dtype: Any, zero: int | None,
 
 @pytest.mark.parametrize(("zero", "high"), [(3.5, 127.0), (3.0, 100.5), (3.0, 1000.0), (3.0, np.inf)])
 def test_other_roundings_are_no_quantization(zero: float, high: float) -> None:
-    """Numbers that are not whole, or beyond a byte, are computed as they are written."""
+    """Zero points that are not whole, and bounds beyond a byte, are computed as written."""
     n = Net()
     steps = n.op("Add", n.op("Round", n.op("Div", n.input(4, 6), n.const(0.1))), n.const(zero))
     graph = n.done(n.op("Cast", n.op("Clip", steps, n.const(-128.0), n.const(high)), attrs=CastAttrs(DTYPES["int8"])))
@@ -231,7 +234,7 @@ def test_the_comparison_notices_another_kernel(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 def test_long_sums_in_fp32_do_not_lose_bits(tmp_path: Path) -> None:
-    """Products are added up in runs: one chain of 6,000 additions is 2e-6 off."""
+    """Products are added up in runs. One chain of 6,000 additions would be off by 2e-6."""
     n = Net()
     x, a = n.op("Abs", n.input(1, 6000, 2, 3)), n.op("Abs", n.input(3, 6000, name="a"))
     w = np.random.default_rng(3).uniform(0.5, 1.5, (6000, 3)).astype(np.float32)

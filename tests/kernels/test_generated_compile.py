@@ -1,4 +1,4 @@
-"""NVRTC, which needs no GPU, compiles every kernel of engines for each architecture; nothing spills in the hot ones."""
+"""NVRTC, which needs no GPU, compiles every kernel of engines for each architecture. The hot kernels do not spill."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_families_compile_for_hopper(family: str, tmp_path: Path, monkeypatch: p
 
 
 def test_the_general_kernels_compile_for_ampere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without wgmma and TMA everything runs on kernels that need neither."""
+    """Without wgmma and TMA, everything runs on kernels that need neither."""
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
     program = lowered(graph_of("convolutions"), "bf16", target="cuda:sm_80")
     assert {k.template for k in program.kernels} == {"general.cu", "conv_sm80.cu", "depthwise.cu"}
@@ -58,7 +58,7 @@ def test_depthwise_kernels_do_not_spill() -> None:
 
 
 def test_windows_of_single_channels_with_an_addition_compile() -> None:
-    """What a tap loads and what a stage reads have different names, also where one thread takes one channel."""
+    """The loads of a tap and the reads of a stage have different names, even if one thread computes one channel."""
     n = Net()
     x = n.op("Abs", n.input(2, 22, 9, 7))
     program = lowered(n.done(n.op("Add", n.conv(x, 22, group=22, bias=True), x)), "fp16")

@@ -1,4 +1,4 @@
-"""Recurrent layers on the whole grid: what they refuse, and their plans."""
+"""Recurrent layers on the whole grid: refusals and plans."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_few_blocks_take_longer() -> None:
         ({"steps": 1 << 23, "batch": 8}, 2, "more elements than the kernel can address"),
     ],
 )
-def test_what_the_kernel_cannot_run(changes: dict[str, Any], tiles: int, because: str) -> None:
+def test_problems_that_the_kernel_refuses(changes: dict[str, Any], tiles: int, because: str) -> None:
     assert because in str(grid_kernel.refuse(replace(DEEP_SPEECH, **changes), Config(tiles), at_once=132))
 
 
 def tried(graph: Graph, target: str = "cuda:sm_90a") -> tuple[str, str]:
-    """The tactic of the recurrent layer, and why the grid's was refused."""
+    """The tactic of the recurrent layer, and the reason for which the grid's was refused."""
     program = lowered(graph, "fp16", target=target, no_cubins=True)
     (row,) = [t for t in program.meta["tactics"] if t["kind"] in ("RNN", "GRU", "LSTM")]
     return row["tactic"], next((r["reason"] for r in row.get("refused", ()) if r["tactic"] == "rnn_grid"), "")
@@ -76,7 +76,7 @@ def tried(graph: Graph, target: str = "cuda:sm_90a") -> tuple[str, str]:
         (lambda: recurrent("RNN", hidden=128), "128 hidden units"),
     ],
 )
-def test_what_the_tactic_refuses(graph: Any, because: str) -> None:
+def test_refusals(graph: Any, because: str) -> None:
     tactic, reason = tried(graph())
     assert tactic == "rnn_resident"
     assert because in reason

@@ -1,4 +1,4 @@
-"""The launches of Hopper's kernels: what they read and write, which configurations they take, and what they refuse."""
+"""The launches of Hopper's kernels: their reads and writes, configurations, and refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def networks() -> dict[str, Graph]:
 
 @pytest.mark.parametrize("name", networks())
 def test_launches_read_the_sources_and_write_the_result(name: str) -> None:
-    """Of each launch the maps and pointers lie where the block has a place for them, on the operands that its meaning names."""
+    """The maps and pointers of each launch are at the offsets of the parameter block, with the operands of its meaning."""
     program = lowered(networks()[name])
     found = [
         parse(s, program)
@@ -65,7 +65,7 @@ def test_launches_read_the_sources_and_write_the_result(name: str) -> None:
 
 
 def test_split_kernels_need_stores_from_registers() -> None:
-    """Where stores from registers cannot reach the result, blocks do not share K: they store so."""
+    """Blocks that share K store from registers. If such stores cannot reach the result, blocks do not share K."""
     problem = conv_problem.Problem(1, 64, (conv_problem.Source(7, 7, 512, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",),))
     dense, joint = (
         hopper_launch.ranked(replace(problem, dense=dense), of_arch("sm_90a"))[0].config for dense in (True, False)
@@ -104,7 +104,7 @@ def test_patches_are_chosen_where_they_win_and_can() -> None:
 
 
 def test_rows_after_a_transpose_hold_their_padding() -> None:
-    """The result lies in the operand's order: its second axis is the outermost, and the last row's padding is in the buffer."""
+    """The result has the operand's order: its second axis is the outermost one, and the buffer includes the last row's padding."""
     n = Net()
     x = n.op("Transpose", n.op("Relu", n.input(2, 3, 32)), attrs=TransposeAttrs((1, 0, 2)))
     graph = n.done(n.op("Sigmoid", n.op("MatMul", x, n.random(32, 2, scale=0.2))))

@@ -1,5 +1,5 @@
-"""The kernels of depthwise convolution, rows, attention and RNNs compile, spill nothing, and read the parameter blocks that their
-plans write. Needs NVRTC, no GPU."""
+"""The kernels of depthwise convolution, rows, attention and RNNs compile, do not spill, and read the parameter blocks that
+their plans write. Needs NVRTC, no GPU."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ NO_HOPPER: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
 @pytest.mark.parametrize("name", NO_HOPPER)
-def test_what_needs_no_hopper_compiles_before_it_without_spills(name: str, arch: str) -> None:
+def test_kernels_without_hopper_features_compile_before_it_without_spills(name: str, arch: str) -> None:
     module, problem = NO_HOPPER[name]
     gpu = gpu_facts.of_arch(arch)
     config = module.candidates(problem, gpu)[0]
@@ -108,13 +108,13 @@ def test_what_needs_no_hopper_compiles_before_it_without_spills(name: str, arch:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
-def test_what_follows_a_squeeze_compiles_before_hopper(arch: str) -> None:
+def test_kernels_after_a_squeeze_compile_before_hopper(arch: str) -> None:
     for problem in (SQUEEZED, NO_HOPPER["depthwise of bytes, means"][1]):
         nvrtc.compile_recipe(depthwise.squeeze_recipe(problem, arch))
 
 
 def test_fp8_begins_with_sm_89() -> None:
-    """The guard after the refusal: NVRTC has no such conversion before it."""
+    """NVRTC is a second guard after the refusal: it has no such conversion for earlier architectures."""
     problem = rows.Problem("layer_norm", 64, 768, narrow="float8_e4m3fn", wide=False)
     config = rows.candidates(problem, DEVICE)[0]
     for arch in ("sm_80", "sm_86"):
@@ -131,7 +131,7 @@ def compile_with(recipe: nvrtc.Recipe, text: str) -> None:
 
 
 def layout_checks(struct: str, description: Launch, fields: dict[str, str]) -> str:
-    """static_asserts: the block's size, and the offsets of the fields that hold operands."""
+    """static_asserts: the size of the block, and the offsets of the fields of operands."""
     places = {p.operand: p.at for p in description.pointers} | {m.operand: m.at for m in description.maps}
     lines = [f"static_assert(sizeof({struct}) == {len(description.parameters)});"]
     lines += [

@@ -1,4 +1,4 @@
-"""Plans of rows, attention and RNN kernels, without a GPU: packing, coverage, refusals, candidates."""
+"""Plans of kernels for rows, attention and RNNs, without a GPU: packing, coverage, refusals, candidates."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_group_norm_refuses(problem: group_norm.Problem, config: group_norm.Conf
 def test_group_norms_before_hopper_fit_a_block_and_need_no_clusters(arch: str) -> None:
     gpu = gpu_facts.of_arch(arch)
     assert "capability 8.6 have no clusters" in (group_norm.refuse(G, GC, capability=(8, 6)) or "")
-    large = replace(G, pixels=1100)  # 88 KB of 40 channels, beside sums of 11 to 42 KB
+    large = replace(G, pixels=1100)  # 88 KB for 40 channels, and 11 to 42 KB for sums
     for problem in (G, large):
         proposed = group_norm.candidates(problem, gpu, 99)
         assert proposed
@@ -173,7 +173,7 @@ def test_attention_refuses(problem: Problem, config: attention.Config, reason: s
 def test_a_loading_warp_is_there_only_if_tiles_outnumber_stages() -> None:
     assert hopper_config.threads(A, AC) == 160
     assert hopper_config.threads(A, replace(AC, stages=5)) == 128
-    # Five warps fill two slots of one partition: half of its registers each, less than 65536 / 160.
+    # Five warps use two slots of one partition: each gets half of its registers, less than 65536 / 160.
     assert hopper_config.register_limit(A, AC) == 255
     assert hopper_config.register_limit(A, replace(AC, blocks=2)) == 168
 

@@ -1,4 +1,4 @@
-"""A picture's conversion, resize, crop and shift in one launch: its kernel runs on the processor, and what it refuses."""
+"""A picture's conversion, resize, crop and shift in one launch: its kernel on the processor, and refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("case", CASES)
-def test_the_kernel_computes_what_its_step_says(case: str, tmp_path: Path) -> None:
+def test_the_kernel_agrees_with_its_meaning(case: str, tmp_path: Path) -> None:
     graph = graph_of(**CASES[case])
     program = lowered(graph, "fp32")
     assert kinds(program)[0] == "ResizedPicture"
@@ -52,7 +52,7 @@ def test_the_kernel_computes_what_its_step_says(case: str, tmp_path: Path) -> No
     assert compare_steps(program, feeds, 3e-6, tmp_path)
 
 
-def test_the_step_means_what_the_operators_do() -> None:
+def test_the_meaning_of_a_step_equals_the_operators() -> None:
     for options in ({}, {"to": "fp16"}, {"bgr": True, "conv": True}):
         graph = graph_of(**options)
         program = lowered(graph, "fp32")
@@ -80,7 +80,7 @@ def _graph_and_cast(**options: Any) -> tuple[Graph, Any]:
         ({"sizes": (0, 5), "crop": False, "shift": False}, "gives no pixels"),
     ],
 )
-def test_what_it_refuses(options: dict[str, Any], why: str) -> None:
+def test_refusals(options: dict[str, Any], why: str) -> None:
     graph, cast = _graph_and_cast(**options)
     assert why in str(ResizedPicture().refuse(Builder(graph, of_arch("sm_90a")), cast))
     accepted, other = _graph_and_cast()

@@ -1,4 +1,4 @@
-"""Which of the estimated configurations are timed."""
+"""The estimated configurations that are timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tactics of small families refuse: recurrent layers, pools, blocks of pixels, resizes, and operators over many axes."""
+"""Refusals of tactics of small families: recurrent layers, pools, blocks of pixels, resizes, and operators over many axes."""
 
 from __future__ import annotations
 

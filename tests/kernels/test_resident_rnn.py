@@ -1,4 +1,4 @@
-"""Recurrent layers whose weights stay in registers: on the processor, what they refuse, their plans and costs; and on a GPU."""
+"""Recurrent layers whose weights stay in registers: on the processor, refusals, plans and costs; and on a GPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CONFIGS: dict[str, tuple[Callable[[], Graph], Config]] = {
 def in_config(
     config: Config, graph: Graph, precision: str, target: str, patch: pytest.MonkeyPatch, **options: Any
 ) -> Program:
-    """The graph's program, with recurrent layers in this configuration."""
+    """The program of the graph, with recurrent layers in this configuration."""
     offers = (Offer(config, 0.0, row_invariant=False),)
 
     def only(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
@@ -64,7 +64,7 @@ def in_config(
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("name", sweep(CONFIGS, *list(CONFIGS)[3:5]))
 def test_configurations_on_the_processor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Orin has 16 multiprocessors: blocks of several items wait for one another in turn."""
+    """Orin has 16 multiprocessors: a block has several items, which wait for other blocks in turn."""
     make, config = CONFIGS[name]
     target = "cuda:orin" if name == "several items" else "simulate"
     program = in_config(config, make(), "fp32", target, monkeypatch, no_cubins=True)
@@ -106,13 +106,13 @@ def test_cells_on_the_processor(name: str, precision: str, tmp_path: Path) -> No
         ({"hidden": 1064}, Config(133, 1, 32), "its 133 blocks cannot run at once"),
     ],
 )
-def test_what_a_configuration_cannot_run(changes: dict[str, Any], config: Config, because: str | None) -> None:
+def test_problems_that_a_configuration_refuses(changes: dict[str, Any], config: Config, because: str | None) -> None:
     reason = resident_kernel.refuse(replace(SEQUENCER, **changes), config, H200)
     assert reason is None if because is None else because in str(reason)
 
 
 def tried(graph: Graph, precision: str = "fp16") -> tuple[str, str]:
-    """The tactic of the recurrent layer, and why this one was refused."""
+    """The tactic of the recurrent layer, and the reason for which this one was refused."""
     program = lowered(graph, precision, no_cubins=True)
     (row,) = [t for t in program.meta["tactics"] if t["kind"] in ("RNN", "GRU", "LSTM")]
     return row["tactic"], next((r["reason"] for r in row.get("refused", ()) if r["tactic"] == "rnn_resident"), "")
@@ -167,7 +167,7 @@ def best(problem: Problem) -> float:
 @pytest.mark.parametrize("batch", [1, 32])
 @pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])
 def test_no_hidden_size_is_a_cliff(cell: str, batch: int, dtype: str) -> None:
-    """A layer takes at most three times as long as one of the next tried size; one entry of the batch at most 2 us a step."""
+    """A layer takes at most three times as long as one of the next larger size; one entry of the batch takes 2 us per step."""
     sizes = [*range(1, 129, 9), *range(130, 1025, 63)]
     times = [best(Problem(cell, 32, batch, 256, n, dtype=dtype, wide_gates=n % 2 > 0)) for n in sizes]
     assert all(a < 3 * b for a, b in pairwise(times))
@@ -222,7 +222,7 @@ ON_GPU = CONFIGS | {
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ON_GPU)
 def test_configurations_on_a_gpu(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right, and with the same bits in a second run, whose tags go on from the first one's."""
+    """Right, with the same bits in a second run, whose tags continue those of the first."""
     make, config = ON_GPU[name]
     feeds, program = feeds_of(make()), in_config(config, make(), precision, "cuda:sm_90a", monkeypatch)
     on_gpu.checked_program(program, feeds, on_gpu.TOLERANCE[precision])

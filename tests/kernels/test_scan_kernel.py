@@ -1,4 +1,4 @@
-"""PointwiseScan: one launch for all steps of a recurrence, on the processor as it is."""
+"""PointwiseScan: one launch for all steps of a recurrence, run on the processor unchanged."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_it_compiles_without_spills(name: str) -> None:
 
 
 def host_reasons(graph: Graph) -> list[str]:
-    """Why operators run on the host."""
+    """The reasons for which operators run on the host."""
     program = lowered(graph, "fp32", no_cubins=True)
     return [row["why"] for row in program.meta["host"]["operators"] if row["kind"] == "PointwiseScan"]
 
 
-def test_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_that_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.delitem(pointwise_scan.EXPRESSIONS, "GreaterOrEqual")
         (reason,) = host_reasons(graph_of("spiking"))

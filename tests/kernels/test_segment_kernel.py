@@ -1,4 +1,4 @@
-"""SegmentSum: one launch gathers, computes and adds the rows of every segment, on the processor as it is."""
+"""SegmentSum: one launch gathers, computes and adds the rows of every segment, run on the processor unchanged."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_long_segments_are_shared_by_lanes(longest: int, threads: int, lanes: in
     assert segment_sum._lanes(longest, threads) == lanes
 
 
-def test_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_that_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     def reasons(name: str) -> list[str]:
         program = lowered(graph_of(name), "fp32", no_cubins=True)
         return [row["why"] for row in program.meta["host"]["operators"] if row["kind"] == "SegmentSum"]
@@ -69,7 +69,7 @@ def test_rows_without_elements() -> None:
 
 
 def test_parts_of_joined_rows_are_written_in_place() -> None:
-    """The rows of both ends of an edge, gathered in any order, and sums of edges, beside other rows (MeshGraphNets)."""
+    """The rows of both ends of an edge, gathered in any order, and sums of edges, concatenated with other rows (MeshGraphNets)."""
     n = Net()
     x, e = n.input(21, 16), n.input(90, 16, name="e")
     ends = [n.op("GatherND", x, n.const(edges(2)[:, None], np.int64)), rows_of(n, x, edges(1))]

@@ -49,7 +49,7 @@ def test_fp32(name: str) -> None:
     }
 
 
-def test_rows_of_a_product_are_taken_as_they_lie_in_memory() -> None:
+def test_rows_of_a_product_are_read_in_place() -> None:
     n = Net()
     x = n.op("Transpose", n.op("Relu", n.matmul(n.input(3, 5, 16), 24)), attrs=TransposeAttrs((1, 0, 2)))
     y = n.op(
@@ -90,7 +90,7 @@ def windows(indices: np.ndarray) -> Graph:
 
 
 def test_windows_are_a_view() -> None:
-    """An unfold, as torch exports im2col."""
+    """An unfold in the form of torch's export of im2col."""
     assert "Gather" not in kinds(check_simulated(windows(np.arange(9)[:, None] + 2 * np.arange(4))))
     assert "Gather" not in kinds(check_simulated(windows(np.array([[3]]))))
     assert "Gather" in kinds(check_simulated(windows(np.array([[0, 1], [1, 3]]))))
@@ -102,7 +102,7 @@ def test_attention_of_windows_stores_its_result_as_it_is_read() -> None:
 
 @pytest.mark.parametrize("norm", ["LayerNormalization", "RMSNormalization"])
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_normalization_takes_the_addition_in_front_of_it_along(norm: str, kept: bool) -> None:
+def test_a_normalization_includes_the_addition_before_it(norm: str, kept: bool) -> None:
     n = Net()
     x = n.op("Softmax", n.matmul(n.input(2, 6, 32), 48))
     total = n.op("Add", x, n.op("Softmax", n.input(2, 6, 48, name="r")))

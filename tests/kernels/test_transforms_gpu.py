@@ -1,4 +1,4 @@
-"""On a GPU, networks with Fourier transforms give what their steps mean, and what the transforms are."""
+"""On a GPU, networks with Fourier transforms agree with the meanings of their steps, and with the transforms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies between tensors that are contiguous along different axes, run on the processor as they are."""
+"""Copies between tensors that are contiguous along different axes, run on the processor unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from optdnn.types import FP16, FP32, DType
 
 
 def moved(shape: tuple[int, ...], perm: tuple[int, ...]) -> Graph:
-    """A Transpose that a Reshape after it makes a copy of."""
+    """A Transpose that becomes a copy because of the Reshape after it."""
     n = Net()
     x = n.op("Transpose", n.input(*shape), attrs=TransposeAttrs(perm))
     flat = n.op("Reshape", x, n.ints(-1))
@@ -62,7 +62,7 @@ def test_tiles_leave_enough_threads() -> None:
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (view((512, 512), (512, 1)), view((512, 512), (512, 1))),  # one order
+        (view((512, 512), (512, 1)), view((512, 512), (512, 1))),  # the same order
         (view((16, 512), (1, 16)), view((16, 512), (512, 1))),  # small
         (view((510, 1024), (1, 510)), view((510, 1024), (1024, 1))),  # rows that begin anywhere
         (view((512, 1024), (1, 512), 1), view((512, 1024), (1024, 1))),

@@ -1,4 +1,4 @@
-"""Buffers of padded tensors: what a tensor map reads of the last row lies inside, whatever the order of the axes."""
+"""Buffers of padded tensors contain everything that a tensor map reads of the last row, for any order of the axes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_padded_rows_are_whole(shape: tuple[int, ...], strides: tuple[int, ...],
 
 
 def test_patches_are_cut_at_the_pitch_that_products_read() -> None:
-    """14 x 14 pixels of three channels are 588 elements: no second launch moves the rows apart."""
+    """14 x 14 pixels of three channels are 588 elements: no second launch adds space between rows."""
     n = Net()
     x = n.conv(n.input(2, 3, 28, 28), 16, 14, strides=14, pads=0)
     rows = n.op("Transpose", n.op("Reshape", x, n.ints(2, 16, 4)), attrs=TransposeAttrs((0, 2, 1)))

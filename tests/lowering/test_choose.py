@@ -34,8 +34,8 @@ from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
 
-def two_like(channels: int = 32) -> Graph:
-    """Two equal convolutions in sequence, and one that is different."""
+def two_equal(channels: int = 32) -> Graph:
+    """Two equal convolutions in sequence, and a different one."""
     n = Net()
     x = n.input(1, channels, 14, 14)
     for _ in range(2):
@@ -55,14 +55,14 @@ def convolutions(found: Emitted) -> list[Any]:
 
 
 def test_equal_operators_have_one_signature_and_others_have_another() -> None:
-    a, b, c = convolutions(emitted(two_like()))
+    a, b, c = convolutions(emitted(two_equal()))
     assert a.signature == b.signature != c.signature
-    assert a.signature == convolutions(emitted(two_like()))[0].signature, "it repeats"
-    assert a.signature != convolutions(emitted(two_like(40)))[0].signature, "sizes count"
+    assert a.signature == convolutions(emitted(two_equal()))[0].signature, "it repeats"
+    assert a.signature != convolutions(emitted(two_equal(40)))[0].signature, "sizes count"
 
 
-def test_a_choice_is_followed_and_gives_the_same_results() -> None:
-    graph = two_like()
+def test_a_choice_is_used_and_gives_the_same_results() -> None:
+    graph = two_equal()
     first = convolutions(emitted(graph))[0]
     wanted = TacticChoice("conv_direct")
     again = convolutions(emitted(graph, {first.signature: wanted}))
@@ -78,8 +78,8 @@ def test_a_choice_is_followed_and_gives_the_same_results() -> None:
         assert abs(ours[name].astype(float) - value).max() < 4e-3 * abs(value).max()
 
 
-def test_every_configuration_that_is_offered_can_be_chosen() -> None:
-    graph = two_like()
+def test_every_offered_configuration_can_be_chosen() -> None:
+    graph = two_equal()
     key = convolutions(emitted(graph))[0].signature
     found: list[TacticChoice] = []
 
@@ -104,28 +104,28 @@ def test_every_configuration_that_is_offered_can_be_chosen() -> None:
 
 @pytest.mark.parametrize("choice", [TacticChoice("no such tactic"), TacticChoice("conv_sm90", "no such tile")])
 def test_a_choice_that_does_not_exist_is_an_error(choice: TacticChoice) -> None:
-    key = convolutions(emitted(two_like()))[0].signature
+    key = convolutions(emitted(two_equal()))[0].signature
     with pytest.raises(InternalError, match="no such"):
-        emitted(two_like(), {key: choice})
+        emitted(two_equal(), {key: choice})
 
 
 def test_a_chosen_tactic_that_refuses_here_is_replaced_by_the_cost_models_choice() -> None:
-    """Tuning combines choices that were measured apart. A tactic may depend on the choices for earlier operators."""
-    (conv, *_) = convolutions(emitted(two_like()))
-    (refused, *_) = (r["tactic"] for r in conv.refused if "computes its neighbour" not in r["reason"])
-    (found, *_) = convolutions(emitted(two_like(), {conv.signature: TacticChoice(refused)}))
+    """Tuning combines choices that were measured separately. A tactic may depend on the choices for earlier operators."""
+    (conv, *_) = convolutions(emitted(two_equal()))
+    (refused, *_) = (r["tactic"] for r in conv.refused if "computes its neighbor" not in r["reason"])
+    (found, *_) = convolutions(emitted(two_equal(), {conv.signature: TacticChoice(refused)}))
     assert found.choice == conv.choice
     assert refused in [r["tactic"] for r in found.refused]
 
 
 def test_a_configuration_that_cannot_run_it_is_an_error() -> None:
-    key = convolutions(emitted(two_like()))[0].signature
+    key = convolutions(emitted(two_equal()))[0].signature
     with pytest.raises(InternalError, match=r"2x1m2n64s24o1b1 cannot run it: \d+ bytes of shared memory exceed"):
-        emitted(two_like(), {key: TacticChoice("conv_sm90", "2x1m2n64s24o1b1")})
+        emitted(two_equal(), {key: TacticChoice("conv_sm90", "2x1m2n64s24o1b1")})
 
 
-def test_a_choice_needs_no_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = two_like()
+def test_a_choice_needs_no_ranking_of_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = two_equal()
     chosen = {d.signature: d.choice for d in convolutions(emitted(graph))}
     assert all(c.config for c in chosen.values())
 
@@ -142,7 +142,7 @@ def reasons(found: Emitted) -> str:
     return "; ".join(r["reason"] for d in convolutions(found) for r in d.refused)
 
 
-def test_workspace_refuses_what_needs_more_scratch_memory() -> None:
+def test_workspace_refuses_tactics_that_need_more_scratch_memory() -> None:
     n = Net()
     graph = n.done(n.conv(n.input(1, 16, 16, 16), 16, 2, strides=2, pads=0))
     plain = convolutions(emitted(graph))[0]
@@ -156,7 +156,7 @@ def test_workspace_refuses_what_needs_more_scratch_memory() -> None:
     assert convolutions(emitted(graph, workspace=plain.scratch))[0].choice.tactic == "blocks_sm90"
 
 
-def test_row_invariant_takes_sums_in_one_order_alone() -> None:
+def test_row_invariant_takes_sums_in_one_order_only() -> None:
     n = Net()
     graph = n.done(n.conv(n.input(1, 512, 7, 7), 64, 3))
     plain, invariant = convolutions(emitted(graph))[0], convolutions(emitted(graph, row_invariant=True))[0]
@@ -168,7 +168,7 @@ def test_row_invariant_takes_sums_in_one_order_alone() -> None:
 
 
 def test_row_invariant_takes_one_tactic_for_all_counts_of_rows() -> None:
-    """A kernel for few rows sums in an order of its own."""
+    """The kernel for few rows adds up in another order."""
     chosen = {}
     for rows in (1, 16):
         n = Net()
@@ -200,9 +200,14 @@ def attending(n: Net, batch: int) -> Value:
 ORDERS: dict[str, tuple[Callable[[Net, int], Value], str, Callable[[str], str]]] = {
     "a squeeze": (squeezed, "depthwise_tiles", lambda config: config),
     "a group norm": (group_normalized, "GroupNormalization", lambda config: config),
-    "attention": (attending, "Attention", lambda config: config.split("n")[-1].partition("s")[0]),  # keys in a tile
+    "attention": (
+        attending,
+        "Attention",
+        lambda config: config.split("n")[-1].partition("s")[0],
+    ),  # the number of keys in a tile
 }
-"""Operators whose configuration decides in which order they sum: a network, the kind or tactic, what of a configuration decides."""
+"""Operators whose configuration decides the order of their sums: the network, the kind or tactic, and the part of the
+configuration that decides."""
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -220,7 +225,7 @@ def test_row_invariant_sums_in_the_order_that_a_large_batch_takes(name: str) -> 
 
 
 def test_row_invariant_sums_with_a_constant_are_rounded_at_every_batch() -> None:
-    """Positions that are added to one image have its shape; to several, they are broadcast."""
+    """Positions that are added to one image have its shape. For several images they are broadcast."""
     chosen = {}
     for batch in (1, 2):
         n = Net()
@@ -242,7 +247,7 @@ def test_row_invariant_recurrent_layers_take_rows_one_by_one() -> None:
 
 
 class Foreign(HopperConv):
-    """A library's tactic, as it could be."""
+    """An imagined tactic of a library."""
 
     name, provider = "foreign", "cudnn"
     row_invariant = False
@@ -254,17 +259,17 @@ class Foreign(HopperConv):
         super().emit(b, op, super().configs(b, op)[0].config)
 
 
-def test_providers_restrict_and_our_own_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_providers_restrict_the_choice_and_own_kernels_replace_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = [t for t in table.TACTICS["Conv"] if t.provider == "own"]
     monkeypatch.setitem(table.TACTICS, "Conv", (*ours, Foreign()))
-    tactics = [d.choice.tactic for d in emitted(two_like(), tactics="cudnn").decisions]
+    tactics = [d.choice.tactic for d in emitted(two_equal(), tactics="cudnn").decisions]
     assert tactics.count("foreign") == 3
     assert set(tactics) - {"foreign"}, "what the library has no kernels for runs on ours"
     for own in ("own", "heuristic", "auto"):
-        assert "foreign" not in [d.choice.tactic for d in emitted(two_like(), tactics=own).decisions]
+        assert "foreign" not in [d.choice.tactic for d in emitted(two_equal(), tactics=own).decisions]
 
 
-def test_each_candidate_that_stands_in_for_a_library_can_be_chosen() -> None:
+def test_each_candidate_that_replaces_a_library_can_be_chosen() -> None:
     copy = norm_network(np.dtype(np.int8)).copy()
     FoldQuantized()(copy, PassContext(target="cuda:sm_90a"))
     options = BuildOptions(target="cuda:sm_90a", tactics="cublaslt")
@@ -285,7 +290,7 @@ def test_each_candidate_that_stands_in_for_a_library_can_be_chosen() -> None:
 
 
 def test_a_tactic_whose_rows_depend_on_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = two_like().copy()
+    copy = two_equal().copy()
     options = BuildOptions(target="cuda:sm_90a", precision="fp16", row_invariant=True)
     optimize(copy, options, "cuda:sm_90a")
     seen: list[str] = []
@@ -311,16 +316,16 @@ def test_options() -> None:
 
 
 def atomics(text: str) -> list[str]:
-    """Calls and instructions that add in whatever order threads come."""
+    """Calls and instructions that add atomically, so in the order in which threads arrive."""
     return re.findall(r"\batomic\w+\s*\(|\b(?:red|atom)\.[\w.:]+", text)
 
 
 def test_no_result_depends_on_the_order_of_threads() -> None:
-    """Nothing that our own kernels are made of adds atomically."""
+    """Our own kernels contain no atomic addition of floats."""
     assert atomics('asm("red.global.add.f32 [%0], %1;"); atomicAdd (p, x);') == ["red.global.add.f32", "atomicAdd ("]
     sources = [*nvrtc.template_files().values(), *Path(table.__file__).parent.glob("*.py")]
     found = {path.name: atomics(path.read_text()) for path in sources if path.is_file()}
-    # Warps and blocks that have written their sums: integers, and nobody adds up in the order of their coming.
+    # Counters of warps and blocks that have written their sums: integers. The sums are not added up in the order of arrival.
     assert found.pop("counts.cuh") == ["red.release.gpu.global.add.u32"]
     assert found.pop("attention_softmax.cuh") == ["red.or.pred"], "a barrier's vote"
     assert found.pop("mma.cuh") == ["atom.acq_rel.gpu.global.add.u32"]

@@ -1,4 +1,4 @@
-"""Splits and concatenations on the simulated GPU: parts that lie apart, repeat, go backwards, or are in place already."""
+"""Splits and concatenations on the simulated GPU: parts that are apart, repeat, have reversed order, or are already in place."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.types import FP16, FP32
 
 SAME = ConvAttrs(strides=(1, 1), pads=(1, 1, 1, 1), dilations=(1, 1))
-"""A convolution of three by three that keeps the size."""
+"""A 3x3 convolution that keeps the size."""
 
 
 def random_concats(seed: int) -> Graph:
-    """Neighbors of random splits, some after an operator, in a row and in any order, concatenated twice over."""
+    """Parts of a Split, some after an operator, in any order and repeated, concatenated; and a second concatenation of the
+    result."""
     draw = random.Random(seed)
     n = Net(seed=seed)
     rank = draw.randint(1, 4)
@@ -65,12 +66,12 @@ def test_random_splits_and_concats_are_exact(first: int) -> None:
 
 
 def pair_at(source: int, target: int) -> tuple[TensorView, TensorView]:
-    """A part of 2 x 4 of a matrix of 16 columns, for one of 32 columns."""
+    """A part of 2 x 4 elements in a matrix of 16 columns, and its place in one of 32 columns."""
     return TensorView(0, source, (2, 4), (16, 1), FP32), TensorView(1, target, (2, 4), (32, 1), FP32)
 
 
 def test_a_part_that_is_in_place_ends_a_run() -> None:
-    """Concat(a, b, f(x), c) of one Split, where f writes its place in the result."""
+    """Concat(a, b, f(x), c), with parts of one Split. f writes its result in place."""
     a, b, c, d = pair_at(0, 0), pair_at(4, 4), pair_at(8, 16), pair_at(12, 20)
     assert _runs([a, b, c, d]) == [[a, b], [c, d]]
     assert _runs([a, b, pair_at(8, 8)]) == [[a, b, pair_at(8, 8)]]
@@ -79,7 +80,7 @@ def test_a_part_that_is_in_place_ends_a_run() -> None:
 
 
 def test_runs_of_runs_are_one_copy() -> None:
-    """The quarters of an image's pixels side by side, as Swin merges patches."""
+    """Swin merges patches: the quarters of an image's pixels are concatenated."""
     n = Net()
     x = n.op("Tanh", n.input(2, 6, 8, 4))
     quarters = [
@@ -99,7 +100,7 @@ def test_runs_end_where_copies_have_no_more_axes() -> None:
 
 
 def test_a_chain_of_growing_concats_shares_one_buffer() -> None:
-    """Keras's DenseNet: each concatenation is a part of the next, and no convolution's result is copied."""
+    """Keras's DenseNet: each concatenation is a part of the next one, and no result of a convolution is copied."""
     n = Net()
     x = n.op("Conv", n.input(1, 16, 8, 8), n.random(16, 16, 3, 3, scale=0.05), attrs=SAME)
     for width in (16, 32, 48):
@@ -116,8 +117,8 @@ def test_a_chain_of_growing_concats_shares_one_buffer() -> None:
 
 
 def test_images_of_one_channel_are_not_copied() -> None:
-    """The mean and the maximum over channels are written where they are joined, and what multiplies the image is read as it lies
-    (CBAM: Woo et al., 2018)."""
+    """The mean and the maximum over channels are written in place, and the factor of the image is read without a copy (CBAM:
+    Woo et al., 2018)."""
     n = Net()
     x = n.op("Conv", n.input(1, 16, 8, 8), n.random(16, 16, 3, 3, scale=0.05), attrs=SAME)
     parts = [n.op(kind, x, n.ints(1), attrs=ReduceAttrs()) for kind in ("ReduceMean", "ReduceMax")]
@@ -137,7 +138,7 @@ def test_images_of_one_channel_are_not_copied() -> None:
 
 
 def test_rows_of_one_channel_are_read_without_gaps() -> None:
-    """Rows that lie apart took a softmax longer than a copy takes."""
+    """A softmax over rows with gaps between them took longer than a copy."""
     n = Net()
     x = n.conv(n.input(1, 8, 8, 16), 1)
     graph = n.done(n.conv(n.op("Mul", n.conv(x, 16), n.op("Softmax", x)), 8))
@@ -147,7 +148,7 @@ def test_rows_of_one_channel_are_read_without_gaps() -> None:
 
 
 def tables(axis: int, last: str = "Gather", width: int = 8, product: bool = True) -> Graph:
-    """Rows of three tables and of a product side by side (DeepFM, DLRM), and the product that reads them."""
+    """Rows of three tables and of a product, concatenated (DeepFM, DLRM), and the product that reads them."""
     n = Net()
     bags = 2 if last == "ReduceSum" else 1
     parts = []
@@ -165,8 +166,8 @@ def tables(axis: int, last: str = "Gather", width: int = 8, product: bool = True
 
 @pytest.mark.parametrize("last", ["Gather", "ReduceSum"])
 @pytest.mark.parametrize(("axis", "product", "copies"), [(1, True, 0), (1, False, 1), (2, True, 0), (2, False, 0)])
-def test_rows_of_tables_are_written_where_they_are_joined(last: str, axis: int, product: bool, copies: int) -> None:
-    """An input of the network is copied in front of other axes; as rows, its cast to 16 bits is written in place."""
+def test_rows_of_tables_are_written_in_place(last: str, axis: int, product: bool, copies: int) -> None:
+    """An input of the network is copied if an axis follows. If it has rows, its cast to 16 bits is written in place."""
     graph = tables(axis, last, product=product)
     program = lowered(graph, "fp16")
     assert kinds(program).count("Copy") == copies
@@ -175,13 +176,13 @@ def test_rows_of_tables_are_written_where_they_are_joined(last: str, axis: int, 
         np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())
 
 
-def test_rows_that_would_not_lie_at_multiples_of_eight_are_copied() -> None:
+def test_rows_that_are_not_at_multiples_of_eight_are_copied() -> None:
     (joined,) = [s for s in lowered(tables(2, width=4), "fp16").steps if s.params["op"]["kind"] == "Concat"]
     assert len(joined.inputs) >= 3
 
 
 def two_streams(norm: str, width: int = 64, heads: int = 3) -> Graph:
-    """Keys of two kinds of tokens, each normalized, in one attention (SD3: Esser et al., 2024)."""
+    """Keys of two kinds of tokens, each normalized, concatenated for one attention (SD3: Esser et al., 2024)."""
     n = Net()
     parts = []
     for k, tokens in enumerate((5, 9)):
@@ -196,32 +197,32 @@ def two_streams(norm: str, width: int = 64, heads: int = 3) -> Graph:
 
 @pytest.mark.parametrize("norm", ["RMSNormalization", "LpNormalization", "LayerNormalization"])
 @pytest.mark.parametrize(("width", "heads"), [(64, 3), (96, 3)])
-def test_normalized_heads_are_written_where_they_are_joined(norm: str, width: int, heads: int) -> None:
-    """Also heads whose rows no power of two of lanes shares."""
+def test_normalized_heads_are_written_in_place(norm: str, width: int, heads: int) -> None:
+    """Also heads with a number of features that no power of two of lanes divides."""
     program = check_simulated(two_streams(norm, width, heads))
     assert not {"Copy", "Concat"} & set(kinds(program))
 
 
 def small(count: int, width: int = 3) -> Graph:
-    """Columns of numbers, as the elements of rotation matrices, side by side."""
+    """Concatenated columns of numbers, like the elements of rotation matrices."""
     n = Net()
     parts = [n.op(("Sin", "Cos")[k % 2], n.input(5, width, name=f"x{k}")) for k in range(count)]
     return n.done(_joined(n, parts, 1))
 
 
 def joins(graph: Graph) -> list[int]:
-    """The tensors of each launch that puts some side by side, or copies one."""
+    """The number of tensors that each launch of a concatenation or copy reads."""
     steps = lowered(graph, "fp32", no_cubins=True).steps
     return [len(s.inputs) for s in steps if s.params["op"]["kind"] in ("Concat", "Copy")]
 
 
-def test_small_tensors_are_put_side_by_side_by_one_launch() -> None:
+def test_small_tensors_are_concatenated_by_one_launch() -> None:
     assert joins(small(2)) == [2]
     assert joins(small(9)) == [9]
     assert joins(small(MOST_PARTS + 3)) == [MOST_PARTS, 3]
 
 
-def test_many_elements_are_copied_by_launches_of_their_own() -> None:
+def test_many_elements_are_copied_by_separate_launches() -> None:
     assert joins(small(2, MOST_ELEMENTS // 10)) == [2]
     assert joins(small(2, MOST_ELEMENTS // 10 + 1)) == [1, 1]
 
@@ -232,7 +233,7 @@ def test_frames_at_equal_distances_are_one_copy() -> None:
     assert joins(n.done(_joined(n, [parts[k] for k in (5, 3, 1)], 2))) == [1]
 
 
-def test_what_one_launch_may_put_side_by_side() -> None:
+def test_tensors_that_one_launch_may_concatenate() -> None:
     one = TensorView(0, 0, (2, 3), (3, 1), FP32)
     assert joinable([one] * MOST_PARTS)
     assert not joinable([one] * (MOST_PARTS + 1))
@@ -245,7 +246,7 @@ HEADS = ("rows", "pixels", "pixels in a row", "a concatenation")
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_what_an_output_is_a_view_of_is_written_there(name: str) -> None:
+def test_a_value_is_written_to_the_output_that_is_its_view(name: str) -> None:
     n = Net(dtype=np.float16)
     match name:
         case "rows":
@@ -265,7 +266,7 @@ def test_what_an_output_is_a_view_of_is_written_there(name: str) -> None:
     assert outputs <= set(program.steps[-1].outputs)
 
 
-def test_what_others_read_or_has_odd_rows_is_copied_to_the_output() -> None:
+def test_a_value_with_other_readers_or_odd_rows_is_copied_to_the_output() -> None:
     n = Net(dtype=np.float16)
     shared = n.matmul(n.input(6, 32), 48)
     odd = n.op("Reshape", n.matmul(n.input(6, 32, name="z"), 9), n.ints(2, 27))

@@ -1,4 +1,4 @@
-"""Weights ahead of their use: which launches bring which pieces into L2, and what an engine may say of them."""
+"""Weights are prefetched into L2: which launches prefetch which pieces, and which prefetches an engine may contain."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from optdnn.runtime.program import Program
 
 WINDOW = 96 << 10
 SMALL = replace(of_arch("sm_90a"), l2_bytes=1 << 10)
-"""A GPU whose L2 holds the weights of next to no network."""
+"""A GPU with an L2 that is too small for the weights of almost any network."""
 
 
 @pytest.fixture(autouse=True)
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces to match an L2 that holds the weights of next to no network."""
+    """Smaller pieces, which fit the small L2."""
     monkeypatch.setattr(ahead, "LEAST", 4 << 10)
     monkeypatch.setattr(ahead, "WAITED", 0.0)
 
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Program:
-    """Convolutions, whose launches carry, and two products, which read the most; nothing is brought yet."""
+    """Convolutions, whose launches can prefetch, and two products, which read most weights. Nothing is prefetched yet."""
     n = Net()
     x = n.input(1, 64, 14, 14)
     for width in (64, 64, 128, 128):
@@ -54,7 +54,7 @@ def readers(program: Program, buffer: int) -> list[int]:
     return [k for k, s in enumerate(program.steps) if buffer in s.inputs]
 
 
-def test_pieces_are_later_constants_in_order_and_none_is_brought_twice(program: Program) -> None:
+def test_pieces_are_later_constants_in_order_and_none_is_prefetched_twice(program: Program) -> None:
     after = ahead.with_ahead(program, SMALL, {}, WINDOW)
     found = list(pieces(after))
     assert len(found) >= 5
@@ -73,7 +73,7 @@ def test_pieces_are_later_constants_in_order_and_none_is_brought_twice(program: 
 
 
 @pytest.mark.parametrize("window", [32 << 10, WINDOW])
-def test_what_is_not_used_yet_fits_the_window(program: Program, window: int) -> None:
+def test_unused_pieces_fit_the_window(program: Program, window: int) -> None:
     after = ahead.with_ahead(program, SMALL, dict.fromkeys(range(len(program.steps)), 1e-3), window)
     found = list(pieces(after))
     assert found
@@ -82,19 +82,19 @@ def test_what_is_not_used_yet_fits_the_window(program: Program, window: int) -> 
         assert waiting <= window
 
 
-def test_a_launch_brings_no_more_than_memory_does_meanwhile(program: Program) -> None:
+def test_a_launch_prefetches_no_more_than_memory_can_deliver_meanwhile(program: Program) -> None:
     idle = ahead.with_ahead(program, SMALL, dict.fromkeys(range(len(program.steps)), 1e-7), WINDOW)
     busy = ahead.with_ahead(program, SMALL, dict.fromkeys(range(len(program.steps)), 1e-4), WINDOW)
     assert idle.meta["ahead_bytes"] < busy.meta["ahead_bytes"]
 
 
-def test_constants_that_nobody_waits_for_stay(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constants_that_cost_no_wait_are_not_prefetched(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "WAITED", 0.1)
     assert not list(pieces(ahead.with_ahead(program, SMALL, dict.fromkeys(range(len(program.steps)), 1e-3), WINDOW)))
     assert list(pieces(ahead.with_ahead(program, SMALL, dict.fromkeys(range(len(program.steps)), 1e-7), WINDOW << 4)))
 
 
-def test_results_do_not_depend_on_it(program: Program) -> None:
+def test_results_do_not_depend_on_prefetches(program: Program) -> None:
     after = ahead.with_ahead(program, SMALL, {}, WINDOW)
     assert list(pieces(after))
     feeds = {spec.name: v for (spec, _), v in zip(program.inputs, _feeds(program), strict=True)}

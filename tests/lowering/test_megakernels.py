@@ -1,4 +1,4 @@
-"""Which steps become jobs of one launch, in which order, and what their launches then hold."""
+"""The steps that become jobs of one launch, their order, and the contents of these launches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ATTENTION = AttentionKind(8, 4, 64, 64)
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small networks, too."""
+    """Small networks get megakernels, too."""
     monkeypatch.setattr(megakernels, "gains", lambda run, gpu: True)
 
 
@@ -56,7 +56,7 @@ def parts(program: Program) -> list[int]:
 
 
 @pytest.mark.usefixtures("always")
-def test_the_layers_of_a_decoder_are_one_run_of_neighbours() -> None:
+def test_the_layers_of_a_decoder_are_one_run_of_neighbors() -> None:
     program = built()
     found = parts(program)
     assert found == list(range(found[0], found[0] + 10))
@@ -72,7 +72,7 @@ def test_the_layers_of_a_decoder_are_one_run_of_neighbours() -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_a_run_computes_what_its_steps_computed_and_keeps_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_gives_the_results_of_its_steps_and_keeps_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     run = built()
     monkeypatch.setattr(megakernels, "LEAST_JOBS", 1000)
     apart = built(streams=1)
@@ -86,7 +86,7 @@ def test_a_run_computes_what_its_steps_computed_and_keeps_their_nodes(monkeypatc
 
 
 @pytest.mark.usefixtures("always")
-def test_jobs_are_no_jobs_again() -> None:
+def test_a_program_with_jobs_does_not_change_again() -> None:
     program = built()
     again, moved = with_megakernels(program, H200)
     assert again is program
@@ -94,12 +94,12 @@ def test_jobs_are_no_jobs_again() -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_rows_come_from_the_jobs_that_make_them() -> None:
-    """A job's x is the packets of the job before it; the first one reads what earlier launches left."""
+def test_rows_come_from_the_jobs_that_compute_them() -> None:
+    """The operand x of a job is the packets of the job before it. The first job reads results of earlier launches."""
     program = built()
     found = parts(program)
     first, attention, after = (launch_of(program, k) for k in found[:3])
-    # Of a product, the number of the source is 16 bytes into x, behind 16 of the header, 16 of the kind and 40 of constants.
+    # The source of a product's rows is at byte 16 of x, after 16 bytes of the header, 16 of the kind and 40 of constants.
     assert struct.unpack_from("<i", first.parameters, 32 + 56) == (-1,)
     assert struct.unpack_from("<i", after.parameters, 32 + 56) == (1,)
     assert [struct.unpack_from("<i", attention.parameters, 32 + 24 * n + 16)[0] for n in range(3)] == [0, 0, 0]
@@ -117,7 +117,7 @@ def test_windows_softcaps_and_interleaved_pairs_stay_with_their_attention() -> N
     text = program.kernels[attention.kernel].generated["generated.cuh"]
     assert "#define SOFTCAP 1" in text
     assert "#define INTERLEAVED 1" in text
-    # Behind the header, the kind, four rows, six constants, the exchange and two strides.
+    # After the header, the kind, four rows, six constants, the exchange and two strides.
     capacity, reach, *scales = struct.unpack_from("<2i3f", attention.parameters, 32 + 4 * 24 + 6 * 8 + 8 + 16)
     assert (capacity, reach) == (32, 6)
     assert scales == pytest.approx([np.log2(np.e) / 8, 2 * np.log2(np.e) / 80, 10 * np.log2(np.e)])
@@ -182,11 +182,12 @@ MEASURED = {
     "Llama 3.2 1B": (layer(2048, 8192, 32, 8, 64), 41.0, 37.0, True),
     "Llama 3 8B": (layer(4096, 14336, 32, 8, 128), 117.0, 130.0, False),
 }
-"""Kinds of a layer, and microseconds on an H200 as launches and in a megakernel."""
+"""The kinds of a layer, its microseconds on an H200 as launches and in a megakernel, and whether a megakernel is predicted to
+pay."""
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_the_prediction_is_near_what_was_measured(name: str) -> None:
+def test_the_prediction_is_near_the_measured_times(name: str) -> None:
     kinds, launched, joined, gain = MEASURED[name]
     run = run_of(*kinds * 16)
     assert sum(launch_seconds(j, H200) for j in run.jobs) / 16 == pytest.approx(launched * 1e-6, rel=0.1)
@@ -195,7 +196,7 @@ def test_the_prediction_is_near_what_was_measured(name: str) -> None:
 
 
 def test_small_products_stay_launches() -> None:
-    """A job waits longer for its rows than their launches take."""
+    """A job waits longer for its rows than a launch would take."""
     assert not gains(run_of(*layer(512, 1024, 8, 2, 64) * 16), H200)
     assert not gains(run_of(*[replace(PRODUCT, columns=8192)] * 3), H200), "too few jobs"
 
@@ -214,7 +215,8 @@ def test_a_large_head_stays_a_launch() -> None:
 def test_the_order_of_steps_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megakernels, "LEAST_JOBS", 2)
     a, other = job(PRODUCT), "no job"
-    # Step 1 needs nothing of a run and comes first. Step 3 needs job 2 and comes behind; a job that needs it begins a new run.
+    # Step 1 needs nothing of a run and comes first. Step 3 needs job 2 and comes after it. A job that needs step 3 begins a new
+    # run.
     deps: list[set[int]] = [set(), set(), {0}, {2}, {2}, {3}, {5}]
     order, runs = planned(deps, [a, other, a, other, a, a, a])
     assert order == [1, 0, 2, 4, 3, 5, 6]
@@ -229,7 +231,7 @@ def test_few_jobs_stay_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MADE = Place(0, 9, 64, 0, 128)
-"""Where a job writes, in the following."""
+"""The place of a job's result in the following tests."""
 
 
 @pytest.mark.parametrize(
@@ -243,7 +245,7 @@ MADE = Place(0, 9, 64, 0, 128)
     ],
     ids=["another type", "another attention", "a row beyond a result", "a row in front of it", "computed weights"],
 )
-def test_what_begins_another_run(other: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_that_begin_another_run(other: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megakernels, "LEAST_JOBS", 2)
     found = [job(ATTENTION), replace(job(PRODUCT), out=MADE), other, other]
     assert [r.steps for r in planned([set()] * 4, found)[1]] == [(0, 1), (2, 3)]
@@ -295,7 +297,7 @@ def test_attention_that_is_no_job(because: str, kind: AttentionKind) -> None:
     assert because in (refuse_attention(kind, H200) or "")
 
 
-def test_what_is_a_job() -> None:
+def test_launches_that_can_be_jobs() -> None:
     assert refuse_product(PRODUCT, 0, H200) is None
     assert refuse_attention(ATTENTION, H200) is None
     kinds = Kinds((PRODUCT,), ATTENTION, "float16")

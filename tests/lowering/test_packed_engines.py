@@ -1,4 +1,4 @@
-"""Packed weights stay packed in engines: their size, what a CPU library is given, and what a GPU program does with them."""
+"""Packed weights stay packed in engines: the size of the file, the form that CPU libraries get, and GPU programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONNXRUNTIME: dict[str, Any] = {"target": "cpu", "tactics": "onnxruntime", "threa
 
 
 def linear(packed: bool, bits: int = 4) -> onnx.ModelProto:
-    """Two products with MatMulNBits (with zero points), or with as many floats."""
+    """Two products with MatMulNBits (with zero points), or with float weights of the same shapes."""
     rng, nodes, weights = np.random.default_rng(0), [], []
     x = "x"
     for i, (k, n) in enumerate(((K, N), (N, K))):
@@ -60,8 +60,8 @@ def test_an_engine_is_as_small_as_its_packed_weights(options: dict[str, Any], tm
         path = tmp_path / f"{packed}.engine"
         optdnn.build(linear(packed), **options).save(path)
         sizes.append(path.stat().st_size)
-    half = sizes[1] / (1 if "precision" in options else 2)  # of the same network in fp16
-    assert sizes[0] <= (0.32 if "precision" in options else 0.36) * half, sizes  # scales in fp32 take more
+    half = sizes[1] / (1 if "precision" in options else 2)  # the size of the same network in fp16
+    assert sizes[0] <= (0.32 if "precision" in options else 0.36) * half, sizes  # scales are fp32, which take more
 
 
 def test_fp32_programs_unpack_at_run_time() -> None:
@@ -79,12 +79,12 @@ def test_onnx_runtime_gets_packed_weights(tmp_path: Path) -> None:
     x = {"x": np.random.default_rng(1).standard_normal((4, K)).astype(np.float32)}
     wanted = optdnn.build(linear(True), target="reference").run(x)
     engine.save(tmp_path / "packed.engine")
-    actual = optdnn.load(tmp_path / "packed.engine").run(x)  # its part is examined
+    actual = optdnn.load(tmp_path / "packed.engine").run(x)  # loading examines its part
     np.testing.assert_allclose(actual["y1"], wanted["y1"], rtol=1e-4, atol=1e-4)
 
 
 def levels(engine: optdnn.Engine) -> list[int]:
-    """The accuracy levels of an engine's MatMulNBits; 0 where there is none."""
+    """The accuracy levels of an engine's MatMulNBits; 0 for nodes without one."""
     (part,) = [step.params for step in engine.program.steps if step.executor == "onnxruntime"]
     nodes = onnx.load_from_string(engine.program.blobs[part["model"]].tobytes()).graph.node
     found = [{a.name: a.i for a in node.attribute} for node in nodes if node.op_type == "MatMulNBits"]
@@ -92,7 +92,7 @@ def levels(engine: optdnn.Engine) -> list[int]:
 
 
 def test_onnx_runtime_may_round_rows(tmp_path: Path) -> None:
-    """Its results differ from the reference's, which gives a whole row one scale; both are right, and verified."""
+    """The results differ from the reference's, which gives each row one scale. Both are right and pass verification."""
     pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
     x = {"x": np.random.default_rng(1).standard_normal((4, K)).astype(np.float32)}
     exact = optdnn.build(linear(True), target="reference").run(x)["y1"]
@@ -103,7 +103,7 @@ def test_onnx_runtime_may_round_rows(tmp_path: Path) -> None:
     report = next(p for p in build.engine.meta["passes"] if p["name"] == "assign_precision")
     assert report["fired"] == [{"rule": "w4a8", "nodes": ["n0"]}, {"rule": "w4a8", "nodes": ["n1"]}]
     build.engine.save(tmp_path / "rounded.engine")
-    loaded = optdnn.load(tmp_path / "rounded.engine")  # its part is examined
+    loaded = optdnn.load(tmp_path / "rounded.engine")  # loading examines its part
     rounded = optdnn.build(linear(True), target="reference", precision="w4a8").run(x)["y1"]
     for one, other in ((loaded.run(x)["y1"], exact), (rounded, exact), (rounded, loaded.run(x)["y1"])):
         assert 1e-4 < np.abs(one - other).max() / np.abs(exact).max() < 0.03
@@ -118,7 +118,7 @@ def test_onnx_runtime_may_round_rows(tmp_path: Path) -> None:
 def test_products_of_language_models_may_round_rows(
     family: str, changes: dict[str, Any], eight: int, target: str
 ) -> None:
-    """The weights of 4 bits that the model has packed, as MatMulNBits or as DequantizeLinear in blocks; mistral's head has 8."""
+    """Products with 4-bit weights of the model, as MatMulNBits or as DequantizeLinear in blocks. The head of mistral has 8 bits."""
     model = language_model(family, **changes)
     feeds = feeds_of(model, 3, 2)
     options: dict[str, Any] = {"target": target, "shapes": {name: array.shape for name, array in feeds.items()}}
@@ -128,7 +128,7 @@ def test_products_of_language_models_may_round_rows(
     assert engine.meta["operators"]["PackedMatMul"] == products
     runs = engine.meta["precision"]["runs"]
     assert (runs["w4a8"], runs.get("w8", 0)) == (products - eight, eight)
-    if target == "reference":  # where the rows of all are rounded
+    if target == "reference":  # the reference rounds the rows of all products
         wanted, found = (e.run(feeds)["logits"] for e in (plain, engine))
         assert 1e-4 < np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 0.1
 
@@ -154,7 +154,7 @@ def test_the_libraries_take_bytes(library: str, tmp_path: Path) -> None:
     loaded = optdnn.load(tmp_path / "bytes.engine")
     np.testing.assert_allclose(loaded.run(x)["y1"], wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
     assert (tmp_path / "bytes.engine").stat().st_size < 1.5 * K * N * 2
-    if library == "openvino":  # which multiplies by bytes
+    if library == "openvino":  # OpenVINO multiplies by bytes
         assert loaded.facts[0]["executed"] == {"u8": 2}
 
 
@@ -196,7 +196,7 @@ def test_a_head_that_is_the_embedding_is_stored_once(options: dict[str, Any], tm
     model = language_model("qwen3", vocabulary=vocabulary)
     shapes = {name: array.shape for name, array in feeds_of(model, 1, 3).items()}
     optdnn.build(model, shapes=shapes, **options).save(path)
-    table = vocabulary * (64 // 2 + 64 // 32 * (4 + 1))  # numbers, scales in fp32 and zero points
+    table = vocabulary * (64 // 2 + 64 // 32 * (4 + 1))  # numbers, scales in fp32, and zero points
     assert path.stat().st_size < 1.5 * table
 
 

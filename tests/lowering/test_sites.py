@@ -1,4 +1,4 @@
-"""Plans of graphs: regions, sites that other regions cover, and operators whose launches cannot be made."""
+"""Plans of graphs: regions, sites that other regions cover, and operators without a launch."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def sites(found: Planned) -> list[Site]:
 
 
 def regions(found: Planned) -> list[list[str]]:
-    """The kinds of each site's operators."""
+    """The kinds of the operators of each site."""
     return [[op.kind for op in site.region.ops] for site in sites(found) if not site.dropped]
 
 
 def residual_norm() -> Graph:
-    """An addition whose sum is normalized and read again."""
+    """An addition; its sum is normalized, and read by another operator."""
     n = Net()
     a, b = n.input(4, 96, name="a"), n.input(4, 96, name="b")
     total = n.op("Add", a, b)
@@ -83,7 +83,7 @@ def test_the_site_of_an_operator_before_the_anchor_is_dropped() -> None:
     assert row["launches"] == 0
 
 
-def test_what_another_operator_reads_is_computed_by_its_own_site() -> None:
+def test_a_value_with_another_reader_is_computed_by_its_own_site() -> None:
     found = planned(separable(also_read=True))
     assert not any(site.dropped for site in sites(found))
     assert ["Conv", "Conv"] not in regions(found)
@@ -103,7 +103,7 @@ def test_slices_side_by_side_leave_out_the_pad_unless_it_is_read() -> None:
     assert "Pad" in kinds(lowered(slices_of_a_pad(also_read=True), "fp32"))
 
 
-def test_what_cannot_be_launched_runs_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_that_cannot_be_launched_run_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     n = Net()
     x = n.op("Softmax", n.input(4, 32))
     graph = n.done(n.op("Softmax", n.op("Erf", x)))

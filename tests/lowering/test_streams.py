@@ -1,4 +1,4 @@
-"""Which steps run side by side: where branches leave room, never in chains; and the programs that come of it, simulated."""
+"""Steps that run in parallel: branches, if the GPU has room, and no chains; and simulated programs with lanes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def chain(n: int) -> list[set[int]]:
 
 
 def branches(lengths: tuple[int, ...]) -> list[set[int]]:
-    """A step, branches of so many steps, and a step that needs all."""
+    """A step, branches with these numbers of steps, and a step that needs all of them."""
     deps: list[set[int]] = [set()]
     ends = set()
     for length in lengths:
@@ -91,17 +91,17 @@ def test_lanes_are_bounded() -> None:
     assert max(schedule(deps, loads, most=1).lanes) == 0
 
 
-def test_cuts_are_where_all_that_follows_needs_all_before() -> None:
+def test_cuts_are_where_all_later_steps_need_all_earlier_ones() -> None:
     assert segments(chain(4)) == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert segments(branches((2, 1))) == [(0, 1), (1, 4), (4, 5)]
-    # Two steps, then two that each need both: a cut without a separate step.
+    # Two steps, then two that need both: a cut without a separate step.
     assert segments([set(), set(), {0, 1}, {0, 1}]) == [(0, 2), (2, 4)]
     assert segments([set(), set(), {0}, {1}]) == [(0, 4)]
     assert segments([]) == []
 
 
 def test_random_schedules_keep_every_dependency() -> None:
-    """Order, lanes and waits of random graphs: each dependency follows from them, and no wait is superfluous."""
+    """Order, lanes and waits of random graphs: they imply each dependency, and no wait is superfluous."""
     rng = random.Random(5)
     used = 0
     for _ in range(60):
@@ -134,7 +134,7 @@ def _masks(slots: list[Slot]) -> list[int]:
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Joins cost nothing, so that small networks have lanes as well."""
+    """Joins cost nothing, so small networks have lanes as well."""
     monkeypatch.setattr(lanes, "JOIN", 0.0)
     monkeypatch.setattr(lanes, "FORK", 0.0)
 
@@ -157,14 +157,14 @@ def test_a_branchy_network_on_lanes_gives_the_same_bits() -> None:
     expected = evaluate(graph, feeds)
     scale = max(float(np.abs(v).max()) for v in expected.values())
     assert all(float(np.abs(got[k] - v).max()) < 4e-3 * scale for k, v in expected.items())
-    # The parts of the concatenation are written side by side: more than the data need is not ordered.
+    # Parts of the concatenation are written in parallel: steps are ordered only where data require it.
     pairs = [(i, k) for k, mask in enumerate(earlier(several)) for i in range(k) if not mask >> i & 1]
     assert any(set(several.steps[i].outputs) & set(several.steps[k].outputs) for i, k in pairs)
 
 
 @pytest.mark.usefixtures("eager")
-def test_an_edge_taken_away_is_refused_or_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each wait of the program, removed alone: the check on loading refuses what is left."""
+def test_a_removed_wait_is_refused_or_changes_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait of the program is removed alone. The check on loading refuses the rest."""
     from dataclasses import replace
 
     program = lowered(inception(), streams=3)
@@ -177,7 +177,7 @@ def test_an_edge_taken_away_is_refused_or_seen(monkeypatch: pytest.MonkeyPatch) 
             with pytest.raises(EngineError, match="may run at the same time"):
                 SimulateRunner(broken)
     assert removed >= 4
-    # And were it not refused, its results would be others in some order.
+    # Without the check, results would differ in some order.
     joins = [k for k, s in enumerate(program.lanes) if s.after]
     k = joins[-1]
     broken = replace(program, lanes=(*program.lanes[:k], Slot(program.lanes[k].lane), *program.lanes[k + 1 :]))
@@ -212,8 +212,8 @@ def test_a_sequential_network_is_left_alone() -> None:
     assert lowered(graph, streams=4).steps == lowered(graph).steps
 
 
-def test_auto_is_what_was_measured_else_what_is_predicted() -> None:
-    """With a measurement, what was found to be faster; without one, clear gains alone. Measured times go before predicted ones."""
+def test_auto_takes_the_measured_form_or_else_the_predicted_one() -> None:
+    """With a measurement, the faster form is taken; without one, only clear gains. Measured times go before predicted ones."""
     options = BuildOptions(target="simulate", precision="fp16")
     graph = inception(64)
     emitted = emit_program(_optimized(graph), options, of_arch("sm_90a"), {})
@@ -268,7 +268,7 @@ def test_a_program_of_very_many_steps_keeps_one_lane(monkeypatch: pytest.MonkeyP
     assert program.meta["streams"]["why"] == "more than 10 steps"
 
 
-def test_other_gpus_than_those_measured_have_lanes_where_asked_for() -> None:
+def test_gpus_without_measurements_have_lanes_only_on_request() -> None:
     graph = inception(64, size=28)
     assert lowered(graph).lanes, "Hopper, by prediction"
     assert not lowered(graph, target="cuda:sm_80", no_cubins=True).lanes

@@ -1,4 +1,4 @@
-"""Precisions w4, w8 and w4a8 in whole builds: sizes, results, accuracy, and options that are wrong."""
+"""Precisions w4, w8 and w4a8 in whole builds: sizes, results, accuracy, and wrong options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ TRANSFORMER = trained.load("digits_transformer")
 
 
 def layers(change: Callable[[Array], Array] = lambda weights: weights) -> onnx.ModelProto:
-    """Two products with biases and a Relu between, whose weights are changed; and a head too small to be packed."""
+    """Two products with biases and a Relu between them, with weights ``change(weights)``; and a head that is too small to be
+    packed."""
     rng, nodes, weights, x = np.random.default_rng(0), [], [], "x"
     for i, width in enumerate((2 * WIDTH, WIDTH, 4)):
         depth = WIDTH if i != 1 else 2 * WIDTH
@@ -48,7 +49,7 @@ X = np.random.default_rng(3).standard_normal((ROWS, WIDTH)).astype(np.float32)
 
 
 def dequantized_network(bits: int, dtype: DType) -> Array:
-    """The results of the network of floats whose weights are those that the packed numbers stand for."""
+    """Results of the network in floats, with the dequantized values of the packed weights."""
 
     def rounded(weights: Array) -> Array:
         made = packed_floats(weights.T, bits, dtype)
@@ -60,11 +61,11 @@ def dequantized_network(bits: int, dtype: DType) -> Array:
 
 @pytest.fixture(scope="module")
 def exact() -> dict[str, Array]:
-    """Results of the reference target by precision."""
+    """Results of the target ``reference`` by precision."""
     return {p: np.asarray(optdnn.build(MODEL, target="reference", precision=p)(X)) for p in ("fp32", "w4", "w8")}
 
 
-def test_weights_cost_what_their_bits_cost(exact: dict[str, Array]) -> None:
+def test_the_error_depends_on_the_bits_of_weights(exact: dict[str, Array]) -> None:
     errors = {p: np.linalg.norm(exact[p] - exact["fp32"]) / np.linalg.norm(exact["fp32"]) for p in ("w4", "w8")}
     assert 0.01 < errors["w4"] < 0.15
     assert 0.0005 < errors["w8"] < 0.01
@@ -90,7 +91,8 @@ def test_the_cpu_runs_packed_weights(bits: int, exact: dict[str, Array]) -> None
 
 
 def test_rounded_rows(exact: dict[str, Array]) -> None:
-    """They add little to the error of rounded weights. ONNX Runtime gives each block of a row a scale, and so rounds less."""
+    """Rounded rows add little to the error of rounded weights. ONNX Runtime gives each block of a row a scale, so it rounds
+    less."""
     pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
     named = {p: optdnn.build(MODEL, target="reference", precision=p) for p in ("w4a8", "w4")}
     own = np.asarray(named["w4a8"](X))
@@ -104,7 +106,7 @@ def test_rounded_rows(exact: dict[str, Array]) -> None:
 
 
 def test_engines_from_before_rounded_rows_load(tmp_path: Path) -> None:
-    """The steps of an older engine do not say whether they round rows: they do not."""
+    """The steps of an older engine do not record whether they round rows. They do not round."""
     engine = optdnn.build(MODEL, target="reference", precision="w4")
     wanted = np.asarray(engine(X))
     for step in engine.program.steps:
@@ -124,20 +126,20 @@ def test_an_engine_of_4_bits_is_a_third_of_one_of_16(tmp_path: Path) -> None:
     assert sizes["w8"] <= 0.57 * sizes["fp16"], sizes
 
 
-def test_the_account() -> None:
+def test_the_report() -> None:
     options = BuildOptions(target="simulate", precision="w4", precision_map={"product1": "fp16"})
     build = build_verbose(MODEL, options)
-    told = build.engine.meta["precision"]
-    assert told["runs"] == {"fp16": 2, "w4": 1}
-    assert told["nodes"]["w4"] == ["bias0", "product0", "relu0"]
-    (row,) = told["differs"]
+    reported = build.engine.meta["precision"]
+    assert reported["runs"] == {"fp16": 2, "w4": 1}
+    assert reported["nodes"]["w4"] == ["bias0", "product0", "relu0"]
+    (row,) = reported["differs"]
     assert (row["nodes"], row["asked"], row["runs"]) == (["bias2", "product2"], "w4", "fp16")
     assert "gains nothing" in row["reason"]
     build = build_verbose(MODEL, BuildOptions(target="cuda:sm_80", precision="w4a8", no_cubins=True))
-    told = build.engine.meta["precision"]
-    assert told["runs"] == {"fp16": 1, "w4": 2}
-    assert told["differs"][0]["nodes"] == ["bias0", "product0", "relu0"]
-    assert told["differs"][0]["reason"] == "there are no kernels for sm_80 that round rows to int8"
+    reported = build.engine.meta["precision"]
+    assert reported["runs"] == {"fp16": 1, "w4": 2}
+    assert reported["differs"][0]["nodes"] == ["bias0", "product0", "relu0"]
+    assert reported["differs"][0]["reason"] == "there are no kernels for sm_80 that round rows to int8"
     with pytest.raises(NotMet, match="product2: w4 was asked for, it runs in fp16"):
         optdnn.build(MODEL, target="simulate", precision="w4", strict_precision=True)
 
@@ -156,8 +158,8 @@ def test_accuracy_of_the_trained_transformer(tmp_path: Path) -> None:
     found = {"w8": run("w8"), "w4": run("w4"), "w4 on data": run("w4", data)}
     found |= {"w4a8": run("w4a8"), "w4a8 on data": run("w4a8", data)}
     moved = {name: np.linalg.norm(logits - whole) / np.linalg.norm(whole) for name, (logits, _) in found.items()}
-    # Measured: 98.4 % in fp32, w8 and w4a8, 98.2 % in w4; logits move by 0.4 % in w8, 7.2 % in w4, 3.3 % in w4 on data; in w4a8
-    # by 7.3 % and 3.4 %.
+    # Measured: 98.4 % in fp32, w8 and w4a8, 98.2 % in w4. Logits move by 0.4 % in w8, 7.2 % in w4, and 3.3 % in w4 with data;
+    # in w4a8 by 7.3 % and 3.4 %.
     assert all(correct >= right - 0.01 for _, correct in found.values())
     assert moved["w8"] < 0.01
     assert moved["w4"] < 0.12

@@ -1,4 +1,4 @@
-"""The shipped trained networks: files, held-out data and the accuracy that is claimed for them."""
+"""The shipped trained networks: files, held-out data and the claimed accuracy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_normalization_is_still_separate() -> None:
 
 
 def test_the_transformers_normalizations_have_outliers() -> None:
-    """One scale to a tensor serves the weak channels badly: what SmoothQuant is for."""
+    """With one scale per tensor, weak channels lose most. SmoothQuant helps against this."""
     model = onnx.load(trained.load("digits_transformer").path)
     weights = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
     norms = [n for n in model.graph.node if n.op_type == "LayerNormalization"]
@@ -76,7 +76,7 @@ def test_scenes_hold_several_digits_and_empty_space() -> None:
 
 
 def test_mobile_network_has_the_ranges_that_make_it_hard() -> None:
-    """One scale to a tensor would give the weakest channels of a depthwise weight no step of their own."""
+    """With one scale per tensor, the weakest channels of a depthwise weight would round to zero."""
     model = onnx.load(trained.load("digits_mobile").path)
     weights = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
     makers = {n.output[0]: n for n in model.graph.node}
@@ -124,7 +124,7 @@ sys.exit('onnx' in sys.modules or 'torch' in sys.modules)"""
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_language_model_is_small_and_predicts_what_is_claimed() -> None:
+def test_the_language_model_is_small_and_has_the_claimed_accuracy() -> None:
     found = trained.language()
     assert found.path.stat().st_size + found.tokenizer.stat().st_size < 1_000_000
     model = onnx.load(found.path)
@@ -134,7 +134,7 @@ def test_the_language_model_is_small_and_predicts_what_is_claimed() -> None:
 
 
 def test_the_language_model_continues_text() -> None:
-    """The share of next tokens of a topic that was held out."""
+    """The share of right next tokens for a held-out topic."""
     tokenizers = pytest.importorskip("tokenizers", reason="the extra text is not installed")
     from pydoc_data.topics import topics
 

@@ -1,4 +1,4 @@
-"""The zoo: architectures as published, models valid, activations of order one, outputs that follow the input."""
+"""The zoo: published architectures, valid models, activations of order one, outputs that depend on the input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from optdnn.models import zoo
 from optdnn.models.zoo.builder import GraphBuilder
 
 QUICK = ("resnet18", "bert_base", "lstm", "mlp")
-# A variant of each network that runs in milliseconds, its layers in the same order as the whole network's.
+# A variant of each network that runs in milliseconds, with its layers in the same order.
 SMALL = {
     "resnet18": {"image_size": 64, "width": 0.25},
     "resnet50": {"image_size": 64, "width": 0.25},
@@ -62,7 +62,8 @@ def digest(lines: Iterable[str]) -> str:
 
 @pytest.fixture
 def hollow(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, ...]]:
-    """Whole networks without their weights: zeros instead, and no probe. (VGG-16 has 553 MB of them.) Collects names and shapes."""
+    """Builds whole networks with zeros as weights and without the probe (VGG-16 has 553 MB of weights). Collects names and
+    shapes."""
     drawn: dict[str, tuple[int, ...]] = {}
     original = GraphBuilder.draw
 
@@ -78,7 +79,7 @@ def hollow(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, ...]]:
 
 # Digests of the originals, torchvision 0.28 and transformers (BertModel) with torch 2.13: of "OpType name" of all nodes but
 # Identity and Constant that torch.onnx.export (opset 17, training=PRESERVE, dynamo=False) writes, in order, and of "name shape"
-# of the state_dict's entries, sorted. With those state_dicts the builders' outputs equalled the originals' to float32 rounding.
+# of the state_dict's entries, sorted. With those state_dicts the builders' outputs equaled the originals' to float32 rounding.
 ORIGINALS = {
     "resnet18": ("ad41734749b43f31", "2bb53b15765c4651"),
     "resnet50": ("8e049c582b05f611", "cf11dad974eadeaa"),
@@ -97,7 +98,7 @@ ORIGINALS = {
 
 @pytest.mark.parametrize("name", sweep(zoo.NAMES, *(n for n in zoo.NAMES if not n.startswith(("vgg", "vit", "bert")))))
 def test_whole_network(name: str, hollow: dict[str, tuple[int, ...]]) -> None:
-    """At full size: the manifest's counts, and node for node, parameter for parameter the original where there is one."""
+    """At full size: the counts of the manifest; and node for node, parameter for parameter the original, if there is one."""
     model = zoo.build(name)
     assert manifest.describe(model) == manifest.load()[name]
     nodes, parameters = ORIGINALS.get(name, (None, None))
@@ -143,7 +144,7 @@ def test_architecture_is_the_published_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", sweep(zoo.NAMES, *QUICK))
 def test_small_variant(name: str) -> None:
-    """Valid, exactly shaped, deterministic, runs, all values finite, and the output follows the input."""
+    """The model is valid and deterministic, has exact shapes and finite values, and its output depends on the input."""
     model = zoo.build(name, seed=1, **SMALL[name])
     onnx.checker.check_model(model, full_check=True)
     names = [n.name for n in model.graph.node]
@@ -159,9 +160,9 @@ def test_small_variant(name: str) -> None:
         first, second = (r[value.name] for r in results)
         assert first.shape == dims(value)
         assert np.isfinite(first).all()
-        if name == "yolox_s":  # boxes lie where their anchors lie; scores have to follow the picture
+        if name == "yolox_s":  # boxes are near their anchors; scores must depend on the picture
             first, second = first[..., 4:], second[..., 4:]
-        # Compare what another input changes with what is there: the part that an engine ignoring its input would get right.
+        # The effect of another input is compared with the output: an engine that ignores its input would get the rest right.
         assert np.abs(first - second).mean() > 0.2 * np.abs(first - first.mean()).mean()
 
 
@@ -181,7 +182,7 @@ def test_small_variant(name: str) -> None:
     ],
 )
 def test_activations_stay_of_order_one(name: str, settings: dict) -> None:
-    """The output of each BatchNormalization, over pictures that the builder did not see, has a spread near its scales."""
+    """For pictures that the builder did not see, the spread of each BatchNormalization's output is near its scales."""
     model = zoo.build(name, **settings)
     outputs = [n.output[0] for n in model.graph.node if n.op_type == "BatchNormalization"]
     scales = [
@@ -212,7 +213,7 @@ def test_running_statistics_are_not_trivial() -> None:
 
 @pytest.mark.parametrize("name", sweep(zoo.NAMES, *QUICK))
 def test_symbolic_batch(name: str) -> None:
-    """A batch "N" runs at several sizes, and each picture's result is what it is alone."""
+    """A batch "N" runs at several sizes, and the result of each picture is the same as alone."""
     model = zoo.build(name, batch="N", **SMALL[name])
     onnx.checker.check_model(model, full_check=True)
     feeds = zoo.example_inputs(model, sizes={"N": 3})
@@ -233,7 +234,7 @@ def test_symbolic_sequence_length() -> None:
 
 @cache
 def small_run(name: str) -> tuple[dict, dict, dict]:
-    """A shallow variant's settings, inputs and results, as the zoo writes it by default."""
+    """A shallow variant's settings, inputs and results, in the default form of the zoo."""
     settings = {**SMALL[name], "depth": 0.1}
     model = zoo.build(name, **settings)
     feeds = zoo.example_inputs(model, 1)
@@ -246,7 +247,7 @@ def small_run(name: str) -> tuple[dict, dict, dict]:
     sweep(("resnet18", "mobilenet_v2", "yolox_s", "vit_b_16", "bert_base", "lstm"), "bert_base", "lstm"),
 )
 def test_opsets(name: str, opset: int) -> None:
-    """The same weights give the same results whatever the opset."""
+    """The same weights give the same results at every opset."""
     settings, feeds, want = small_run(name)
     model = zoo.build(name, opset=opset, **settings)
     onnx.checker.check_model(model, full_check=True)
@@ -286,7 +287,7 @@ def test_yolox_boxes_and_suppression() -> None:
     assert boxes.shape == (anchors, 85)
     assert (boxes[:, 2:4] > 0).all()
     assert ((boxes[:, 4:] >= 0) & (boxes[:, 4:] <= 1)).all()
-    assert np.abs(boxes[:, :2] - 32).max() < 128  # centres lie about the picture
+    assert np.abs(boxes[:, :2] - 32).max() < 128  # centers are around the picture
     assert 0 < len(selected) <= 80 * 100
     assert selected[:, 2].max() < anchors
 
@@ -310,7 +311,7 @@ def test_state_replaces_the_weights_and_is_checked() -> None:
     ("name", "settings", "message"),
     [
         ("resnet51", {}, "no network 'resnet51'"),
-        ("resnet50", {"colour": 1}, "no option colour"),
+        ("resnet50", {"color": 1}, "no option color"),
         ("resnet50", {"opset": 12}, "opset 12"),
         ("vgg16", {"image_size": 50}, "multiples of 32"),
         ("unet", {"image_size": 0}, "multiples of 16"),
@@ -337,7 +338,7 @@ def test_builder_refuses_a_reshape_that_loses_elements() -> None:
         builder.reshape(x, ("N", 5))
 
 
-def test_example_inputs_know_what_they_feed() -> None:
+def test_example_inputs_suit_the_network() -> None:
     model = zoo.build("bert_base", **SMALL["bert_base"], batch="N")
     feeds = zoo.example_inputs(model, 5, sizes={"N": 8})
     assert feeds["input_ids"].max() > 400

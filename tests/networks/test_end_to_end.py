@@ -1,4 +1,4 @@
-"""Real networks end to end: both targets, both precisions, against ONNX Runtime, and against what another input makes."""
+"""Real networks end to end: both targets and both precisions, compared with ONNX Runtime and with the effect of another input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONVOLUTIONAL = (
     "vgg16_bn",
 )
 LARGE = ("resnet50", "resnext50_32x4d", "vgg16_bn")
-"""What they are made of is in the others as well, which also run at bf16, and with two batches."""
+"""Their blocks also occur in the other networks, which also run at bf16 and with two batches."""
 
 
 Feeds = dict[str, Any]
@@ -59,8 +59,8 @@ def check(
     *,
     bf16: bool = True,
 ) -> None:
-    """Import, and each of ``targets``, the CPU also at ``bf16``, built once; the CPU runs all inputs, ``reference`` the last.
-    ``others`` are other inputs of the same shapes."""
+    """Import the model and build each of ``targets`` once (the CPU also at ``bf16``). The CPU runs all inputs, ``reference``
+    the last. ``others`` are other inputs of the same shapes."""
     results = run_ort(model, [*inputs, *others])
     wanted = results[: len(inputs)]
     differences = [
@@ -91,7 +91,7 @@ def check_import(model: onnx.ModelProto, shapes: dict[str, Any], wanted: list[tu
 
 
 def check_bf16(model: onnx.ModelProto, feeds: Feeds, want: list[Any], difference: float) -> None:
-    """At bf16, no worse than twice OpenVINO's own bf16 error on the graph (the roundings fall elsewhere)."""
+    """At bf16, the error is at most twice OpenVINO's own bf16 error on the graph (roundings differ)."""
     ov = pytest.importorskip("openvino", reason="the cpu extra is not installed")
     core = ov.Core()
     hints = {"INFERENCE_PRECISION_HINT": "bf16"}
@@ -109,7 +109,8 @@ def check_bf16(model: onnx.ModelProto, feeds: Feeds, want: list[Any], difference
 @pytest.mark.parametrize("exporter", ["ts", "dyn"])
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
 def test_shared_graph(name: str, exporter: str, tmp_path: Path) -> None:
-    """The CPU runs the graph of one exporter and ``reference`` that of the other, in turn: both give them the same operators."""
+    """The CPU runs the graph of one exporter and ``reference`` that of the other, alternately. Both graphs have the same
+    operators after import."""
     model = shared_network(f"{name}.{exporter}", tmp_path)
     feeds, others = shared_feeds(model), shared_feeds(model, seed=11)
     largest = min(v.shape[0] for v in feeds.values())  # some are exported for a batch of one
@@ -120,7 +121,7 @@ def test_shared_graph(name: str, exporter: str, tmp_path: Path) -> None:
 
 
 REPEATED = {"light_densenet121", "light_inception_v2", "light_resnet50", "light_vgg19", "light_zfnet512"}
-"""Their operators are those of the others; the backend suite has their results."""
+"""Their operators also occur in the others; the backend suite has their results."""
 
 
 @pytest.mark.slow

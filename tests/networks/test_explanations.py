@@ -1,4 +1,4 @@
-"""What the judge knows of ONNX Runtime's faults and of its own blind spots: each explains its case, and no other error."""
+"""The judge's knowledge of ONNX Runtime's faults and of its own blind spots: each entry explains its case, and no other error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parsed(signature: str, nodes: str, constants: str = "") -> onnx.ModelProto:
 def verdict(
     model: onnx.ModelProto, feeds: Feeds, change: Results, precision: str, calibration: tuple[Feeds, ...] = ()
 ) -> Verdict:
-    """On the right results with those of ``change`` in their place."""
+    """The verdict on the right results, some of which are replaced by ``change``."""
     oracle = Oracle(model)
     want = oracle.run(feeds)
     return judged(oracle, [feeds], [{**want, **change}], [want], precision, calibration)
@@ -37,7 +37,7 @@ def name(found: Verdict) -> str:
     ("size", "precision", "wanted"), [(0.05, "fp16", "roundings"), (1.0, "fp16", "wrong"), (0.05, "fp32", "wrong")]
 )
 def test_roundings_on_the_way(size: float, precision: str, wanted: str) -> None:
-    """(1.245 - x) + x is flat but for its rounding, which the normalization magnifies."""
+    """(1.245 - x) + x is constant except for its rounding, which the normalization magnifies."""
     model = parsed(
         "(float[1, 1, 64] x) => (float[1, 1, 64] y)",
         "d = Sub(c, x) f = Add(d, x) y = InstanceNormalization<epsilon = 0.001>(f, g, b)",
@@ -49,8 +49,8 @@ def test_roundings_on_the_way(size: float, precision: str, wanted: str) -> None:
     assert name(verdict(model, feeds, {"y": got.astype(np.float32)}, precision)) == wanted
 
 
-def test_values_outside_of_what_calibration_saw() -> None:
-    """A sum over 64 elements saturates at the sum over 8 that calibration saw."""
+def test_values_outside_of_the_calibrated_ranges() -> None:
+    """A sum over 64 elements saturates at the sum over 8 elements of the calibration."""
     model = parsed(
         "(float[2, S] x) => (float[2, 1] y)", "s = ReduceSum(x, a) y = Mul(s, c)", "int64[1] a = {1}, float c = {2}"
     )
@@ -72,8 +72,8 @@ SATURATING = parsed(
 
 @pytest.mark.parametrize(("places", "wanted"), [([1, 0], "outside_calibration"), ([0, 1], "wrong"), ([1, 1], "wrong")])
 def test_places_of_the_largest_after_saturated_values(places: list[int], wanted: str) -> None:
-    """Sums (8, 8) and (24, 1.9) saturate at 2 as operands of the product: the first then has the larger total. Its products would
-    be equal if they saturated, too. A place that does not follow from that is wrong."""
+    """The sums (8, 8) and (24, 1.9) saturate at 2 as operands of the product, so the first has the larger total. Its products
+    would be equal if they saturated, too. Other positions are wrong."""
     seen = {"x": np.array([[[1, 0.5]] * 2, [[0.5, 1]] * 2], np.float32)}
     run = {"x": np.array([[[1, 1]] * 8, [[3, 0.2375]] * 8], np.float32)}
     assert Oracle(SATURATING).run(run)["y"].tolist() == [0, 0]
@@ -87,11 +87,12 @@ def test_places_of_the_largest_after_saturated_values(places: list[int], wanted:
     [
         ([True, False, False], "fp16", "halves"),
         ([True, False, False], "fp32", "wrong"),
-        ([False, True, False], "fp16", "wrong"),  # 1.002 is no 1 in fp16
+        ([False, True, False], "fp16", "wrong"),  # fp16 does not round 1.002 to 1
         ([True, True, False], "fp16", "wrong"),
+        ([True, True, False], "bf16", "halves"),
     ],
 )  # fmt: skip
-def test_what_is_equal_in_half_precision(change: list[bool], precision: str, wanted: str) -> None:
+def test_values_that_are_equal_in_half_precision(change: list[bool], precision: str, wanted: str) -> None:
     model = parsed("(float[3] x) => (bool[3] y)", "s = Sign(x) y = Equal(s, x)")
     feeds = {"x": np.array([1.0002, 1.002, -0.5], np.float32)}
     assert Oracle(model).run(feeds)["y"].tolist() == [False, False, False]
@@ -103,12 +104,12 @@ def test_half_precision_of_constants_and_of_results() -> None:
         "(float[1] x) => (float[1] y, float[1] p)", "p = Mul(x, c) y = Mul(x, d)", "float c = {1.0002}, float d = {1.5}"
     )
     x = np.array([1.0007], np.float32)
-    constants = Oracle(in_half(model, results=False)).run({"x": x})
-    results = Oracle(in_half(model, results=True)).run({"x": x})
+    constants = Oracle(in_half(model, "fp16", results=False)).run({"x": x})
+    results = Oracle(in_half(model, "fp16", results=True)).run({"x": x})
     assert constants["p"] == x
     assert constants["y"] == np.float32(1.5) * x
-    assert results["p"] == halved(x) != x
-    assert results["y"] == halved(np.float32(1.5) * x)
+    assert results["p"] == halved(x, "fp16") != x
+    assert results["y"] == halved(np.float32(1.5) * x, "fp16")
 
 
 LOOP = parsed(

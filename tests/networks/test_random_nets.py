@@ -1,4 +1,4 @@
-"""Random networks on every target of this machine, and the machinery that draws, judges and shrinks them."""
+"""Random networks on every target of this machine, and the code that draws, judges and shrinks them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ TRIED = {
     "simulate-fp16": (["simulate", "fp16", ""], range(28, 32)),
     "simulate-int8": (["simulate", "int8", ""], range(32, 35)),
 }
-"""Setting -> the seeds of each family that it is tried on, each by one setting. ``python -m benchmarks random`` tries thousands."""
+"""Setting -> the seeds of each family. Each seed runs in one setting. ``python -m benchmarks random`` tries thousands."""
 QUICK, QUICK_SEEDS = "reference", 1
 
 
 def cases() -> list[Any]:
-    """Each setting with its seeds; the first seeds of one are a quick test of their own."""
+    """Each setting with its seeds. The first seeds of a setting are a separate quick test."""
     found = []
     for name, (_, seeds) in TRIED.items():
         few = QUICK_SEEDS if name == QUICK else 0
@@ -81,7 +81,7 @@ DIGESTS = {
 
 
 def digest(net: Network) -> str:
-    """Of the operators, the constants and the inputs."""
+    """A digest of the operators, the constants and the inputs."""
     h = hashlib.sha256()
     for node in net.model.graph.node:
         h.update(f"{node.op_type} {list(node.input)} {list(node.output)}\n".encode())
@@ -107,8 +107,8 @@ def test_the_random_numbers_stay() -> None:
 
 
 @pytest.mark.slow
-def test_families_draw_what_networks_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ONNX Runtime takes them, and they cover the operators."""
+def test_families_draw_the_operators_of_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime accepts the networks, and they cover the operators."""
     monkeypatch.setattr(oracles, "bytes_saturate", lambda: False)
     seen: set[str] = set()
     refused = 0
@@ -173,7 +173,7 @@ def small(
 
 
 def verdict(net: Network, change: Callable[[Array], Array], precision: str = "fp32") -> str:
-    """The verdict on results that ``change`` makes of the right ones."""
+    """The verdict on the right results after ``change``."""
     oracle = Oracle(net.model)
     want = [oracle.run(f) for f in net.feeds]
     got = [{n: change(a) for n, a in w.items()} for w in want]
@@ -189,7 +189,7 @@ TANH = helper.make_node("Tanh", ["x"], ["y"])
         (lambda a: a, "right"),
         (lambda a: a * np.float32(1 + 1e-6), "right"),
         (lambda a: a * np.float32(1.01), "wrong"),
-        (lambda a: a * np.float32(1 + 3e-4), "wrong"),  # what tf32 would give
+        (lambda a: a * np.float32(1 + 3e-4), "wrong"),  # like the rounding of tf32
         (lambda a: a[:-1], "wrong"),
         (lambda a: a.astype(np.int32), "wrong"),
         (lambda a: np.where(a == a[3], np.nan, a).astype(a.dtype), "wrong"),
@@ -256,7 +256,7 @@ def test_a_moved_network_that_is_refused_is_no_oracle(monkeypatch: pytest.Monkey
 
 
 def test_a_jump_at_a_rounding_edge_is_no_error() -> None:
-    """An integer that lies on an edge may fall either way; one that does not may not."""
+    """An integer near an edge may be rounded either way, others may not."""
     floor = small(
         helper.make_node("Floor", ["x"], ["f"]), helper.make_node("Cast", ["f"], ["y"], to=7), outputs=(("y", 7),)
     )
@@ -304,7 +304,7 @@ def test_each_error_has_its_verdict(error: Exception, kind: str, monkeypatch: py
     assert trial(small(TANH), Setting("reference"))["verdict"] == kind
 
 
-def test_what_onnx_runtime_does_not_take_is_not_judged() -> None:
+def test_networks_that_onnx_runtime_refuses_are_not_judged() -> None:
     net = small(helper.make_node("NoSuchOperator", ["x"], ["y"]))
     assert trial(net, Setting("reference"))["verdict"] == "no_oracle"
 
@@ -340,7 +340,7 @@ def test_a_worker_that_does_not_start_is_an_error() -> None:
 
 
 def test_a_failing_network_becomes_small() -> None:
-    """Down to the one node that fails, with its operands as inputs."""
+    """Shrunk to the one node that fails, with its operands as inputs."""
     seed = next(
         s for s in range(20) if sum(n.op_type == "Softmax" for n in network("attention", s).model.graph.node) == 1
     )

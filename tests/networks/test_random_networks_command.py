@@ -1,4 +1,4 @@
-"""``python -m benchmarks random``: what it plans, that it resumes, ends, merges, and what its summary says."""
+"""``python -m benchmarks random``: its plan, resuming, ending, merging, and the summary."""
 
 from __future__ import annotations
 

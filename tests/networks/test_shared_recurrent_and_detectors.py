@@ -1,4 +1,4 @@
-"""Recurrent networks and detectors as PyTorch exports them, where they are at hand: import, reference, cpu."""
+"""Recurrent networks and detectors as PyTorch exports them, if they are available: import, reference, cpu."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def close(got: dict[str, Array], want: list[Array]) -> None:
 
 
 def all_kinds(graph: Graph) -> dict[str, int]:
-    """Numbers of ops by kind, those of bodies included."""
+    """Numbers of ops by kind, including those in bodies."""
     counts = dict(graph.kinds())
     for op in graph.ops():
         for body in (v for v in attrs_dict(op.attrs).values() if isinstance(v, GraphBody)):
@@ -76,6 +76,6 @@ def test_ssdlite_selects_the_same_boxes(tmp_path: Path) -> None:
 
 
 def test_mask_rcnn_imports_with_its_loop(tmp_path: Path) -> None:
-    """Its evaluation in NumPy takes half a minute, and the order of its nearly equal scores hangs on roundoff."""
+    """Its evaluation in NumPy takes half a minute, and roundoff decides the order of its nearly equal scores."""
     kinds = all_kinds(import_model(shared_network("maskrcnn_resnet50_fpn.ts", tmp_path)))
     assert (kinds["Loop"], kinds["NonMaxSuppression"], kinds["RoiAlign"]) == (1, 2, 8)

@@ -1,6 +1,6 @@
-"""Operators on operands without elements, as they follow a selection that selects nothing.
+"""Operators on operands without elements, as after a selection that selects nothing.
 
-As a program (``python empty_cases.py OUT``) this writes what ONNX Runtime gives for each of ``CASES``.
+As a program (``python empty_cases.py OUT``) this writes ONNX Runtime's results for each of ``CASES``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CASES: list[Case] = [
     case("Trilu", [f32(0, 3)]),
     case("Trilu", [f32(2, 0, 3), np.array(1)]),
     case("EyeLike", [f32(0, 3)]),
-    # reductions: over what is empty, and beside it
+    # reductions: over an empty axis, and with an empty axis elsewhere
     *(case(f"Reduce{k}", [E, ints(0)], {}, 18) for k in REDUCE),
     *(case(f"Reduce{k}", [E, ints(1)], {}, 18) for k in REDUCE),
     *(case(f"Reduce{k}", [f32(2, 0, 3), ints(0, 1)], {"keepdims": 0}, 18) for k in REDUCE),
@@ -219,7 +219,7 @@ CASES: list[Case] = [
     case("STFT", [f32(0, 16, 1), np.array(4), f32(8)], {}, 17),
 ]  # fmt: skip
 
-"""What ONNX Runtime takes."""
+"""Cases that ONNX Runtime accepts."""
 
 PADDED = {"kernel_shape": [2, 2], "pads": [1, 1, 1, 1]}
 OWN: list[tuple[Case, list[Any]]] = [
@@ -227,7 +227,7 @@ OWN: list[tuple[Case, list[Any]]] = [
     (case("Pad", [E, ints(0, 1, 0, 1)], {"mode": "wrap"}, 19), [f32(0, 5)]),
     (case("Reshape", [E, ints(0, -1)]), [E]),
     (case("OneHot", [ints(0, 1), np.array(0), f32(2)]), [f32(2, 0)]),
-    (case("MatMulInteger", [none(2, 0, dtype=U8), none(0, 4, dtype=U8)]), [none(2, 4, dtype=np.int32)]),  # not written there
+    (case("MatMulInteger", [none(2, 0, dtype=U8), none(0, 4, dtype=U8)]), [none(2, 4, dtype=np.int32)]),  # not written
     (case("MaxPool", [PIXELS], PADDED, 19), [np.full((2, 4, 1, 7), -np.inf, np.float32)]),
     (case("LpPool", [PIXELS], PADDED, 19), [none(2, 4, 1, 7, dtype=np.float32)]),
     (case("GlobalAveragePool", [PIXELS]), [none(2, 4, 1, 1, dtype=np.float32)]),
@@ -244,7 +244,7 @@ OWN: list[tuple[Case, list[Any]]] = [
     (case("Attention", [f32(1, 2, 0, 4), f32(1, 2, 5, 4), f32(1, 2, 5, 4)], {}, 23), [f32(1, 2, 0, 4)]),
     (case("Attention", [f32(1, 2, 3, 4), f32(1, 2, 0, 4), f32(1, 2, 0, 4)], {}, 23), [none(1, 2, 3, 4, dtype=np.float32)]),
 ]  # fmt: skip
-"""What it does not take, or answers with a number that it never wrote."""
+"""Cases that ONNX Runtime refuses, or answers with numbers that it has not written, and their expected results."""
 
 
 def main() -> None:

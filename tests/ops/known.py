@@ -1,4 +1,4 @@
-"""What inference says of known operands: values and types of one call, symbolic ones included."""
+"""Inference of one call with known operands: values and types, including symbolic ones."""
 
 from __future__ import annotations
 

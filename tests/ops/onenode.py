@@ -1,6 +1,6 @@
 """One-node models: import through an operator's own import function, evaluate in NumPy, compare with ONNX's implementations.
 
-Needs nothing of the importer: the node becomes a NodeSpec here, and a Graph is built from it.
+The importer is not needed: the node becomes a NodeSpec here, and a Graph is built from it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GraphEmit:
 
 @dataclass
 class Case:
-    """One node: operands (None where absent), which of them are constants, attributes, opset, number of outputs."""
+    """One node: operands (None if absent), which of them are constants, attributes, opset, number of outputs."""
 
     op: str
     inputs: Sequence[Array | None]
@@ -184,11 +184,8 @@ def check_case(
     symbolic: Mapping[int, Sequence[int]] | None = None,
     tol: Tol | None = None,
 ) -> Graph:
-    """Import, infer, evaluate and compare one case; returns its graph.
-
-    ``expected``: arrays, or "onnxruntime" or "reference" (ONNX's own evaluator). Inferred types must equal the real ones, with
-    symbolic axes too once their sizes are put in.
-    """
+    """Import, infer, evaluate and compare one case; returns its graph. ``expected``: arrays, or "onnxruntime" or "reference"
+    (ONNX's own evaluator). Inferred types must equal the real ones, also with symbolic axes after their sizes are substituted."""
     if isinstance(expected, str):
         expected = {"onnxruntime": onnxruntime_outputs, "reference": reference_outputs}[expected](case)
     graph = import_case(case)
@@ -246,10 +243,8 @@ def op_flops(graph: Graph, op: Op) -> float:
 
 
 def check_export(case: Case, *, by: str = "onnxruntime") -> onnx.ModelProto:
-    """Write a case's graph as ONNX and run it by ONNX Runtime or ONNX's evaluator: the same results as the kernel's.
-
-    Returns the model, which the ONNX checker has passed.
-    """
+    """Write a case's graph as ONNX and run it by ONNX Runtime or ONNX's evaluator. The results must equal the kernel's. Returns
+    the model, which has passed the ONNX checker."""
     graph = import_case(case)
     model = export_model(graph).proto
     onnx.checker.check_model(model, full_check=True)

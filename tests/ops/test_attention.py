@@ -14,6 +14,7 @@ from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
 from optdnn.ops.attention import RotaryAttrs
+from optdnn.runtime.reference.attention import rotary_embedding
 from optdnn.types import FP16, FP32, Array
 
 B, H, L, S, D, E = 2, 6, 4, 5, 8, 3
@@ -207,6 +208,41 @@ def test_rotary_embedding_of_own_angles(interleaved: bool, size: int) -> None:
             tables[1],
             attrs=RotaryAttrs(interleaved, size, own_angles=True),
         )
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("parts", "rest"), [(2, 0), (3, 0), (2, 5)])
+def test_rotary_embedding_of_parts(own: bool, parts: int, rest: int) -> None:
+    """Each part is rotated like a separate head, also in the export."""
+    n, size = Net(np.float64), 4 * parts
+    x = n.input(2, 3, 5, size + rest)
+    width = 4 if own else 2
+    tables = [n.input(1, 5, width * parts, name=name) for name in ("cos", "sin")]
+    attrs = RotaryAttrs(False, size if rest else 0, own, parts)
+    graph = n.done(n.op("RotaryEmbedding", x, *tables, attrs=attrs))
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.standard_normal((2, 3, 5, size + rest))}
+    feeds |= {name: rng.standard_normal((1, 5, width * parts)) for name in ("cos", "sin")}
+    (got,) = evaluate(graph, feeds).values()
+    turned = [
+        rotary_embedding(
+            feeds["x"][..., 4 * k : 4 * k + 4],
+            *(feeds[name][..., width * k : width * (k + 1)] for name in ("cos", "sin")),
+            own_angles=own,
+        )[0]
+        for k in range(parts)
+    ]
+    np.testing.assert_allclose(got, np.concatenate([*turned, feeds["x"][..., size:]], -1), rtol=1e-12)
+    (exported,) = evaluate(import_model(export_model(graph).to_bytes()), feeds).values()
+    np.testing.assert_allclose(exported, got, rtol=1e-12)
+
+
+@pytest.mark.parametrize("parts", [0, 3])
+def test_rotary_embedding_of_odd_parts(parts: int) -> None:
+    n = Net()
+    tables = [n.input(1, 5, 4, name=name) for name in ("cos", "sin")]
+    with pytest.raises(ShapeError, match=f"8 entries in {parts} parts; each must be an even number of them"):
+        n.op("RotaryEmbedding", n.input(2, 3, 5, 8), *tables, attrs=RotaryAttrs(parts=parts))
 
 
 # ---------------------------------------------------------------- TensorScatter

@@ -197,7 +197,7 @@ def test_cast_rounds_once_to_nearest_even(to: DType) -> None:
     assert list(y) == [1.0, 1 + ulp, 1 + 2 * ulp, -1 - ulp, 1.0]
 
 
-def test_cast_to_what_is_not_stored_is_unsupported() -> None:
+def test_cast_to_a_type_without_storage_is_unsupported() -> None:
     with pytest.raises(Unsupported, match="element type 8 "):
         import_case_of_cast(np.zeros(2, np.float32), 8)
 

@@ -21,7 +21,7 @@ from optdnn.runtime.reference.trees import tree_ensemble
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((12, 4)).astype(np.float32)
-CENTRES = RNG.standard_normal((3, 4))
+CENTERS = RNG.standard_normal((3, 4))
 
 
 def node(op: str, x: Any, outputs: int = 1, version: int = 3, **attrs: Any) -> onnx.ModelProto:
@@ -92,7 +92,7 @@ def test_tree_classifiers(transform: str) -> None:
     "weights", [[0.3, 0.9, 0.5, 0.2, 0.4], [-0.3, -0.9, -0.5, -0.2, -0.4], [0.5, 0.5, 0.5, 0.5, 0.5]]
 )
 def test_classifiers_are_written_as_such(labels: list[int], weights: list[float], tmp_path: Path) -> None:
-    """Of three classes: one node for scores and places. A build for the CPU, its file and a file's examination take it."""
+    """For three classes, one node gives scores and positions. CPU builds, files and the examination of files accept it."""
     attrs = forest("class", [0, 1, 2, 0, 1], weights, classlabels_int64s=labels)
     model = node("TreeEnsembleClassifier", X, 2, **attrs)
     graph = import_model(model)
@@ -103,7 +103,7 @@ def test_classifiers_are_written_as_such(labels: list[int], weights: list[float]
     optdnn.build(model, target="cpu", tactics="onnxruntime", shapes={"x": X.shape}).save(tmp_path / "e")
     engine = optdnn.load(tmp_path / "e")
     (step,), outputs = engine.program.steps, tuple(i for _, i in engine.program.outputs)
-    if labels[0] == 0:  # the short way through a context takes results in any order
+    if labels[0] == 0:  # the fast path of a context accepts results in any order
         assert step.outputs == outputs[::-1]
         assert engine.context()._whole is not None
     got, want = engine.run({"x": X}), evaluate(graph, {"x": X})
@@ -113,7 +113,7 @@ def test_classifiers_are_written_as_such(labels: list[int], weights: list[float]
 
 
 def test_two_classes_and_maxima_stay_regressors() -> None:
-    """ONNX Runtime's classifier of two columns compares with a threshold, and knows sums alone."""
+    """ONNX Runtime's classifier of two columns compares with a threshold, and supports only sums."""
     for ids, labels in (([0, 1, 0, 1, 0], [0, 1]), ([0, 0, 0, 0, 0], [0, 1])):
         attrs = forest("class", ids, [0.3, 0.9, 0.5, 0.2, 0.4], classlabels_int64s=labels)
         graph = import_model(node("TreeEnsembleClassifier", X, 2, **attrs))
@@ -181,7 +181,7 @@ def test_a_tree_without_end_stops() -> None:
 
 @pytest.mark.parametrize("norm", ["MAX", "L1", "L2"])
 def test_normalizer(norm: str) -> None:
-    x = np.abs(X) if norm == "MAX" else X  # ONNX Runtime's largest is by magnitude, ONNX's is not
+    x = np.abs(X) if norm == "MAX" else X  # ONNX Runtime takes the largest magnitude, ONNX the largest number
     same(node("Normalizer", x, norm=norm), x)
 
 
@@ -256,7 +256,7 @@ def test_scikit_learn(name: str, classes: int) -> None:
     skl2onnx = pytest.importorskip("skl2onnx")
     rng = np.random.default_rng(classes)
     y = rng.integers(0, classes, 60)
-    x = (CENTRES[y] + 0.7 * rng.standard_normal((60, 4))).astype(np.float32)
+    x = (CENTERS[y] + 0.7 * rng.standard_normal((60, 4))).astype(np.float32)
     fitted = _models()[name].fit(x, y)
     options = {id(fitted): {"zipmap": False}} if hasattr(fitted, "classes_") else None
     model = skl2onnx.to_onnx(fitted, x[:1], options=options)
@@ -267,7 +267,7 @@ def test_scikit_learn(name: str, classes: int) -> None:
 
 
 def test_probabilities_of_support_vectors() -> None:
-    """Coupled as libsvm does it; ONNX Runtime does the same, and scikit-learn no longer gives them without a warning."""
+    """Coupled as in libsvm. ONNX Runtime does the same. scikit-learn no longer computes them without a warning."""
     pytest.importorskip("onnxruntime")
     vectors, per_class = RNG.standard_normal((6, 4)).astype(np.float32), [2, 2, 2]
     attrs: dict[str, Any] = {

@@ -58,7 +58,8 @@ def one(
 
 
 def check(op: str, operands: list[Any], *, quanta: int = 0, tol: float = 2e-5, **more: Any) -> Graph:
-    """The same as ONNX Runtime; ``quanta``: how far quantized values may be off (its integer paths round once less)."""
+    """The same results as ONNX Runtime's. ``quanta``: the allowed difference of quantized values (its integer paths round once
+    less)."""
     m, feeds = one(op, operands, **more)
     graph = import_model(m)
     for a, b in zip(evaluate(graph, feeds).values(), onnxruntime_run(m, feeds), strict=True):
@@ -134,7 +135,7 @@ def test_skip_layer_normalization(beta: bool, bias: bool, outputs: tuple[str, ..
 
 @pytest.mark.parametrize("kind", ["", "Simplified"])
 def test_statistics_of_skip_layer_normalization(kind: str) -> None:
-    """onnxscript's fusions name them; ONNX Runtime's own kernel leaves them empty."""
+    """onnxscript's fusions name these outputs; ONNX Runtime's own kernel leaves them empty."""
     x, skip, gamma = normal(2, 3, 8), normal(2, 3, 8, seed=1), normal(8, seed=2)
     names = ("y", "mean", "inverse", "total")
     model, feeds = one(f"Skip{kind}LayerNormalization", [x, skip, gamma], n=names, fed=2, epsilon=1e-3)
@@ -197,7 +198,7 @@ def test_unidirectional_attention_over_another_number_of_keys(rows: int, keys: i
 
 
 def test_packed_operands() -> None:
-    """The same as the operands one by one (ONNX Runtime has these for GPUs alone)."""
+    """The same as with separate operands (ONNX Runtime supports packed ones only on GPUs)."""
 
     def run(operands: list[Any], **attrs: Any) -> Any:
         m, feeds = one("MultiHeadAttention", operands, **attrs)
@@ -219,7 +220,7 @@ def test_packed_operands() -> None:
 def test_group_query_attention(
     packed: bool, rotary: int, length: int, past: int, lengths: list[int], total: int, known: bool
 ) -> None:
-    """A first call, caches that grow, caches with room to spare, rows of different lengths."""
+    """A first call, growing caches, caches with free room, rows of different lengths."""
     n = len(lengths)
     q, k, v = normal(n, length, 64), normal(n, length, 32, seed=1), normal(n, length, 32, seed=2)
     cache = [normal(n, 2, past, 16, seed=3), normal(n, 2, past, 16, seed=4)] if past else [None, None]
@@ -227,18 +228,18 @@ def test_group_query_attention(
     tables = [np.cos(angles).astype(F), np.sin(angles).astype(F)] if rotary else [None, None]
     given = [np.concatenate([q, k, v], axis=2), None, None] if packed else [q, k, v]
     operands = [*given, *cache, np.array(lengths, np.int32), np.array(total, np.int32), *tables]
-    fed = sum(x is not None for x in operands[:6]) if known else 9  # the total is a constant, or fed
+    fed = sum(x is not None for x in operands[:6]) if known else 9  # the total is a constant, or an input
     m, feeds = one(
         "GroupQueryAttention", operands, n=3, fed=fed, num_heads=4, kv_num_heads=2, do_rotary=rotary,
         local_window_size=5,
     )  # fmt: skip
     graph = import_model(m)
     got, want = list(evaluate(graph, feeds).values()), onnxruntime_run(m, feeds)
-    if known and past >= total:  # the cache has room for all: nothing but the new rows is written
+    if known and past >= total:  # the cache has room for all: only the new rows are written
         assert [graph.op(op.inputs[0]).kind for op in graph.of_kind("TensorScatter")] == ["Input", "Input"]
         assert not graph.of_kind("Concat")
     for b, end in enumerate(lengths):
-        rows = min(length, end + 1)  # what lies after a row's end means nothing
+        rows = min(length, end + 1)  # rows after the end of a sequence are undefined
         np.testing.assert_allclose(got[0][b, :rows], want[0][b, :rows], rtol=2e-5, atol=2e-5)
         for a, w in zip(got[1:], want[1:], strict=True):
             assert a.shape == w.shape
@@ -329,7 +330,7 @@ def test_weights_of_few_bits(bits: int, zeros: str, k: int, block: int) -> None:
     }[zeros]
     operands = [normal(3, k), packed, scales, zero, None, normal(n, seed=5)]
     attrs = {"K": k, "N": n, "bits": bits, "block_size": block}
-    if (bits, zeros) == (8, "floats"):  # which ONNX Runtime has no kernel for
+    if (bits, zeros) == (8, "floats"):  # ONNX Runtime has no kernel for it
         m, _ = one("MatMulNBits", operands, **attrs)
         assert import_model(m).of_kind("PackedMatMul")
         return
@@ -402,9 +403,7 @@ BLOCKS = {"K": 16, "N": 1, "bits": 4, "block_size": 16}
         ("SparseAttention", [normal(1, 2, 4)], {}, UnsupportedError, "unknown"),
     ],
 )  # fmt: skip
-def test_what_is_refused(
-    op: str, operands: list[Any], attrs: dict[str, Any], error: type[OptdnnError], message: str
-) -> None:
+def test_refusals(op: str, operands: list[Any], attrs: dict[str, Any], error: type[OptdnnError], message: str) -> None:
     m, _ = one(op, operands, **attrs)
     with pytest.raises(error, match=message):
         import_model(m)

@@ -1,4 +1,4 @@
-"""What ONNX Runtime's tools fuse and quantize: against ONNX Runtime, or a formula where it has no kernel for CPUs."""
+"""Operators that ONNX Runtime's tools fuse and quantize, compared with ONNX Runtime, or with a formula if it has no CPU kernel."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_embeddings_at_given_positions_and_their_sum() -> None:
 
 
 @pytest.mark.parametrize("causal", [0, 1])
-def test_attention_behind_former_keys(causal: int) -> None:
+def test_attention_after_former_keys(causal: int) -> None:
     operands = [normal(2, 3, 8), normal(8, 24, seed=1), normal(24, seed=2), None, normal(2, 2, 2, 4, 4, seed=3)]
     check("Attention", operands, n=2, num_heads=2, unidirectional=causal)
 
@@ -96,7 +96,7 @@ def test_attention_of_quantized_operands(mask: bool, columns: bool) -> None:
 
 @pytest.mark.parametrize("both", [0, 1])
 def test_relative_positions(both: int) -> None:
-    """The formula is that of T5."""
+    """The formula of T5."""
     table, rows, keys = normal(32, 3), 40, 50
     apart = np.arange(keys) - np.arange(rows)[:, None]
     half = 16 if both else 32
@@ -151,7 +151,7 @@ def test_operators_of_older_exporters() -> None:
 @pytest.mark.parametrize("columns", [True, False])
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
 def test_dynamically_quantized_lstm(columns: bool, direction: str) -> None:
-    """ONNX Runtime rounds what the products read, too: within a few steps of that."""
+    """ONNX Runtime also rounds the operands of products, so results differ by a few steps."""
     d = 1 + (direction == "bidirectional")
     scale = np.full((d, 16) if columns else d, 0.004, F)
     zero = np.zeros(scale.shape, np.int8)
@@ -266,15 +266,13 @@ def test_samples_of_a_grid(mode: str) -> None:
         ("RelativePositionBias", [normal(8, 2), np.array([3]), np.array([3])], {"max_distance": 4}, UnsupportedError, "up to 4"),
     ],
 )  # fmt: skip
-def test_what_is_refused(
-    op: str, operands: list[Any], attrs: dict[str, Any], error: type[OptdnnError], message: str
-) -> None:
+def test_refusals(op: str, operands: list[Any], attrs: dict[str, Any], error: type[OptdnnError], message: str) -> None:
     m, _ = one(op, operands, **attrs)
     with pytest.raises(error, match=message):
         import_model(m)
 
 
-def test_what_must_be_known() -> None:
+def test_operands_that_must_be_known() -> None:
     m, _ = one("ExpandDims", [normal(2, 3), np.array(1, np.int32)], fed=2)
     with pytest.raises(UnsupportedError, match="not constant"):
         import_model(m)

@@ -105,8 +105,8 @@ def test_packed_experts(bits: int, block: int, zeros: bool, attrs: dict[str, Any
     same("QMoE", operands, 2e-2 if bits == 8 else 2e-3, **sizes, **attrs)
 
 
-def test_a_gate_of_its_own() -> None:
-    """ONNX Runtime's CPU has no third layer: it must be what a fused one computes."""
+def test_a_separate_gate() -> None:
+    """ONNX Runtime has no third layer on the CPU. Results must equal those of a fused gate."""
     gate, line, down = (
         normal(EXPERTS, INNER, WIDTH, seed=2),
         normal(EXPERTS, INNER, WIDTH, seed=3),

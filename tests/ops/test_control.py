@@ -32,7 +32,7 @@ def model(text: str, opset: int = 17) -> onnx.ModelProto:
 
 
 def check(m: onnx.ModelProto, *feeds: dict[str, Array]) -> Graph:
-    """The graph, its promoted form, its exports, and engines of it give what ONNX Runtime gives."""
+    """The graph, its promoted form, its exports, and its engines give the results of ONNX Runtime."""
     graph = import_model(m)
     again = import_model(export_model(graph).proto)
     engine = optdnn.build(m, target="reference", opt_level=3)
@@ -91,7 +91,7 @@ def test_if_of_a_known_condition_is_the_branch(c: bool) -> None:
 
 
 def test_a_branch_that_sizes_contradict_names_the_way_out() -> None:
-    """As in Silero VAD, whose branches are for different rates of samples."""
+    """Silero VAD's form: the branches are for different sampling rates."""
     m = model("""g (bool c, float[3,4] x, float[3,5] z) => (y) {
         y = If (c) < then_branch = t () => (p) { p = Relu(x) }, else_branch = e () => (q) { q = Add(x, z) } >
     }""")
@@ -150,7 +150,7 @@ def test_a_carried_size_that_grows() -> None:
 
 
 def test_a_list_that_grows_is_read_or_not() -> None:
-    """Two lists: the body only appends to one, and reads the other as well. One is empty before."""
+    """Two lists: the body only appends to one of them, and also reads the other. One is empty at the beginning."""
     text = """g (int64 n, float[0,2] x, float[1,2] z) => (float[k,2] y, float[j,2] w)
     <bool t = {1}, int64[1] axes = {0}, int64[2] row = {1, 2}> {
       y, w = Loop (n, t, x, z) <
@@ -313,7 +313,7 @@ def test_fewer_than_no_trips_are_none() -> None:
         assert (got["last"] == x).all()
 
 
-def test_rows_of_no_trips_have_the_sizes_of_what_the_body_reads() -> None:
+def test_rows_of_no_iterations_have_the_sizes_of_the_bodys_operands() -> None:
     text = """g (int64 n, float[B,3] x) => (float[K,B,3] rows, float[K,C] twice, float[K,D] some) {
       t = Constant<value = bool {1}>()  one = Constant<value = int64[1] {-1}>()
       last, rows, twice, some = Loop (n, t, x) <
@@ -363,7 +363,7 @@ def test_a_loop_that_does_not_run_gives_its_state_as_no_rows_of_its_type() -> No
 def test_text_form_shows_bodies_by_their_digests() -> None:
     (body,) = re.findall("body=@[0-9a-f]{16}", to_text(import_model(model(LOOP))))
     assert body in to_text(import_model(model(LOOP)))
-    other = LOOP.replace("row = Mul(v2, v2)", "row = Add(v2, v2)")  # as many ops
+    other = LOOP.replace("row = Mul(v2, v2)", "row = Add(v2, v2)")  # as many ops as before
     assert body not in to_text(import_model(model(other)))
 
 

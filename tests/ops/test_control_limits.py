@@ -65,8 +65,10 @@ def test_onnxruntimes_loops_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(RunError, match=r"Loop.* has run 50 times; its condition does not end it"):
         engine.run({"x": 0 * x, "top": top})
     inner = optdnn.build(model(WITHIN), target="cpu", threads=1)
-    assert [s.executor for s in inner.program.steps] == ["reference"]  # bounded by 50 times 50 iterations in a library
-    for n in (0, 3, 24):  # the loops of a call count together
+    assert [s.executor for s in inner.program.steps] == [
+        "reference"
+    ]  # a library would be limited to 50 times 50 iterations
+    for n in (0, 3, 24):  # all loops of a call count together
         np.testing.assert_array_equal(inner.run({"n": np.array(n), "x": x})["y"], x)
     with pytest.raises(RunError, match="would run 4611686018427387904 times"):
         inner.run({"n": np.array(2**62), "x": x})
@@ -78,7 +80,7 @@ def test_a_build_of_a_loop_that_never_ends_ends(monkeypatch: pytest.MonkeyPatch)
       t = Constant<value = bool {1}>()
       y = Loop (, t, x) <body = b (int64 i, bool c, float[3] v) => (c2, w) { c2 = Identity(c)  w = Neg(v) }>
     }"""
-    engine = optdnn.build(model(text), target="cpu", threads=1)  # which measures runs that fail
+    engine = optdnn.build(model(text), target="cpu", threads=1)  # it measures runs that fail
     with pytest.raises(RunError, match=r"Loop_\d has run 50 times"):
         engine.run({"x": np.ones(3, F)})
 
@@ -103,7 +105,7 @@ def test_unsupported_nodes_of_bodies_are_named_once() -> None:
         (LOOP.replace("int64 n", "int32 n"), ShapeError, "trip count"),
     ],
 )
-def test_what_contradicts(text: str, error: Any, message: str) -> None:
+def test_contradictions(text: str, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         import_model(model(text))
 

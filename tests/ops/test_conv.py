@@ -177,7 +177,7 @@ def test_export() -> None:
     check_export(Case("ConvTranspose", [x, w, bias], attrs))
 
 
-def test_export_keeps_what_is_symbolic() -> None:
+def test_export_keeps_symbolic_dimensions() -> None:
     case = Case("Conv", [normal(1, 3, 9, 9), normal(4, 3, 3, 3)], {"auto_pad": "SAME_UPPER", "strides": [2, 2]})
     (node,) = export_model(import_case(case, {0: (2,)})).proto.graph.node
     assert {a.name for a in node.attribute} == {"auto_pad", "dilations", "group", "kernel_shape", "strides"}

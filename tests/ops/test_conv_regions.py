@@ -70,7 +70,7 @@ BLOCKS = {"blocks": (2, 2), "crops": (1, 0), "sizes": (5, 6), "channels": 3}
 
 
 def test_blocks_to_space() -> None:
-    """What SpaceToDepthImage took apart comes back together; stages come last."""
+    """The parts of SpaceToDepthImage are put together again; stages come last."""
     image, added = random(2, 3, 6, 6), random(1, 3, 1, 1)
     (blocks,) = run_kernel("SpaceToDepthImage", [image], {"block": 2, "lanes": 12})
     attrs = BlocksToSpaceAttrs(**BLOCKS, epilogue=(Stage("Add", (~0, 1)),))  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def test_conv_sum() -> None:
 
 
 def test_paired_conv() -> None:
-    """tanh(conv(x) + conv(m)) times sigmoid(conv'(x) + conv'(m)), biases included."""
+    """tanh(conv(x) + conv(m)) times sigmoid(conv'(x) + conv'(m)), including biases."""
     x, m = random(1, 4, 6, 6), random(1, 2, 6, 6)
     (w, v), (w2, v2), (b, c) = ([random(*dims) for _ in range(2)] for dims in ((8, 4, 3, 3), (8, 2, 1, 1), (8,)))
     sources = (((1, 1), (1, 1, 1, 1), (1, 1)), ((1, 1), (0, 0, 0, 0), (1, 1)))
@@ -199,7 +199,7 @@ def test_chained_conv() -> None:
 
 @pytest.mark.parametrize("pixels", [0, 42])
 def test_excitation_gate(pixels: int) -> None:
-    """``pixels``: of an image, the sums of whose tiles are given."""
+    """``pixels``: the number of pixels of an image whose sums of tiles are given."""
     x, w, first_bias, second, bias = random(2, 8, 6, 6), random(4, 8, 1, 1), random(4), random(16, 4, 1, 1), random(16)
     exact = x.mean((2, 3), keepdims=True, dtype=np.float32)
     if pixels:
@@ -227,7 +227,7 @@ def test_conv_squeeze(tile: tuple[int, ...]) -> None:
 
 
 def test_conv_squeeze_of_integers() -> None:
-    """Means of 8-bit images by sums of tiles are QuantizedMean's, to the bit."""
+    """Means of 8-bit images, computed from sums of tiles, equal QuantizedMean's to the bit."""
     rng = np.random.default_rng(3)
     x, w = rng.integers(-128, 128, (1, 4, 6, 6)).astype(INT8), rng.integers(-128, 128, (4, 1, 3, 3)).astype(INT8)
     channel = np.stack([np.full(4, 1e-3), np.zeros(4)], 1).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Operators of the user's own: on every target, in engine files, and refused where they are missing or are others."""
+"""Operators of the user: on every target, in engine files, and refused if they are missing or different."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ def test_every_target_runs_it(target: str, tmp_path: Path) -> None:
 def test_without_a_kernel_the_cpu_runs_it() -> None:
     op = shrink(cuda=None)
     engine = optdnn.build(MODEL, target="simulate", custom_ops=[op], shapes={"x": (4, 8)})
-    (told,) = engine.meta["host"]["operators"]
-    assert told["kind"] == "Custom"
-    assert "it is declared without a CUDA kernel" in told["why"]
+    (reported,) = engine.meta["host"]["operators"]
+    assert reported["kind"] == "Custom"
+    assert "it is declared without a CUDA kernel" in reported["why"]
     np.testing.assert_allclose(engine.run({"x": X})["y"], expected(X), rtol=1e-5, atol=1e-6)
     picky = shrink(cuda=CudaKernel(SOURCE, "shrink", launch, refuse=lambda i, o, a: "not on Fridays"))
     engine = optdnn.build(MODEL, target="simulate", custom_ops=[picky], shapes={"x": (4, 8)})
@@ -135,7 +135,7 @@ def test_inside_of_a_body(tmp_path: Path) -> None:
     np.testing.assert_array_equal(y, reference(x, 0.5, 0.0))
 
 
-def test_the_digest_tells_declarations_apart() -> None:
+def test_the_digest_distinguishes_declarations() -> None:
     def other(x: Any, lambd: float, bias: float) -> Any:
         return x
 

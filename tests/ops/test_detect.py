@@ -34,7 +34,7 @@ def nms(limit: int | None, iou: float | None, score: float | None, **attrs: Any)
     return Case("NonMaxSuppression", operands, attrs, 11)
 
 
-@pytest.mark.parametrize("centre", [0, 1])
+@pytest.mark.parametrize("center", [0, 1])
 @pytest.mark.parametrize(
     ("limit", "iou", "score"),
     [
@@ -47,8 +47,8 @@ def nms(limit: int | None, iou: float | None, score: float | None, **attrs: Any)
         (None, None, None),
     ],
 )
-def test_non_max_suppression(centre: int, limit: int | None, iou: float | None, score: float | None) -> None:
-    case = nms(limit, iou, score, center_point_box=centre)
+def test_non_max_suppression(center: int, limit: int | None, iou: float | None, score: float | None) -> None:
+    case = nms(limit, iou, score, center_point_box=center)
     (expected,) = onnxruntime_outputs(case)
     (got,) = run(import_case(case), case.fed)
     np.testing.assert_array_equal(got, expected)
@@ -59,7 +59,7 @@ def test_non_max_suppression(centre: int, limit: int | None, iou: float | None, 
 @pytest.mark.parametrize("limit", [2, 1000])
 @pytest.mark.parametrize("classes", [1, 30])
 def test_many_boxes(limit: int, classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boxes of a class apart from others, or all together; few or all may stay; compared in several pieces."""
+    """Boxes of different classes are separate, or all together. Few or all may be kept. They are compared in several pieces."""
     monkeypatch.setattr(detect, "PAIRS", 5000)
     rng = np.random.default_rng(3)
     b, s = (

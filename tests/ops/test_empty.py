@@ -1,4 +1,4 @@
-"""Operators on operands without elements: the NumPy kernels against ONNX Runtime, which runs in a separate process."""
+"""Operators on operands without elements: the NumPy kernels compared with ONNX Runtime, which runs in a separate process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from optdnn.types import Array
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """What ONNX Runtime gives for each case, or the text of its refusal."""
+    """ONNX Runtime's results for each case, or the text of its refusal."""
     out = tmp_path_factory.mktemp("empty") / "results.pickle"
     command = [sys.executable, str(Path(__file__).with_name("empty_cases.py")), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -42,12 +42,12 @@ def test_empty_operands(k: int, expected: dict[int, Any]) -> None:
 
 
 @pytest.mark.parametrize(("case", "wanted"), OWN, ids=lambda v: _name(v) if isinstance(v, Case) else "")
-def test_what_onnx_runtime_does_not_take(case: Case, wanted: list[Array]) -> None:
+def test_cases_that_onnx_runtime_refuses(case: Case, wanted: list[Array]) -> None:
     _quietly(case, wanted)
 
 
 def _quietly(case: Case, wanted: list[Array]) -> None:
-    """The kernels give the expected values, without a warning, and of the inferred type."""
+    """The kernels give the expected values of the inferred type, without a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         graph = import_case(case)

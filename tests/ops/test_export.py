@@ -1,4 +1,4 @@
-"""Every case of the pointwise, shape and indexing operators survives export, through ONNX Runtime."""
+"""Every case of the pointwise, shape and indexing operators gives the same results after export, through ONNX Runtime."""
 
 from __future__ import annotations
 

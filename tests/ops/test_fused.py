@@ -1,4 +1,4 @@
-"""Fused stages: inference, plain form, evaluation, cost, export; the kind Pointwise; what the traits of kinds promise."""
+"""Fused stages: inference, plain form, evaluation, cost, export; the kind Pointwise; and the promises of the traits of kinds."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_half_precision_is_rounded_once_at_the_end() -> None:
 
 
 def test_a_cast_inside_keeps_the_inferred_type() -> None:
-    """Widening for half precision must not turn a result back that a stage has cast to float32."""
+    """Widening for half precision must not convert a result back that a stage has cast to float32."""
     stages = (Stage("Cast", (~0,), CastAttrs(FP32)), Stage("Mul", (~1, 1)))
     graph = pointwise(stages, tensor(FP16, 3), tensor(FP32, 3))
     x, s = np.array([1, 2, 3], np.float16), np.array([1 / 3] * 3, np.float32)
@@ -211,7 +211,7 @@ def test_monotone(kind: str) -> None:
     assert len(np.unique(y)) > 1
 
 
-def test_what_is_not_monotone_is_not_called_so() -> None:
+def test_only_monotone_operators_are_called_so() -> None:
     falling = []
     for kind in UNARY:
         (y,) = run_kernel(kind, [GRID], plain_attrs(OPDEFS[kind], OPDEFS[kind].attrs()))

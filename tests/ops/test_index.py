@@ -102,7 +102,8 @@ def test_every_kind_has_a_case() -> None:
 
 
 def evaluator_lacks(op: str, attrs: dict, opset: int, operands: list) -> bool:
-    """What ONNX's own evaluator cannot do: partial GatherElements, negative pads, reductions and Scatter of old opsets."""
+    """Forms that ONNX's own evaluator does not support: partial GatherElements, negative pads, reductions and Scatter of old
+    opsets."""
     return (
         (op == "GatherElements" and operands[0].ndim == 3)
         or (op == "Pad" and len(operands) > 1 and operands[1].min() < 0)
@@ -118,7 +119,7 @@ def test_against_onnx(op: str, attrs: dict, opset: int, operands: list, outputs:
     symbolic = {0: [a for a, d in enumerate(operands[0].shape) if d > 1]}
     if op == "Split":
         symbolic = {0: [attrs["axis"]]} if "num_outputs" in attrs else {}
-    if op in ("Concat", "GatherND", "ScatterND", "OneHot"):  # their other operands fix the sizes
+    if op in ("Concat", "GatherND", "ScatterND", "OneHot"):  # their other operands determine the sizes
         symbolic = {}
     if not evaluator_lacks(op, attrs, opset, operands):
         check_case(case, "reference", symbolic=symbolic)
@@ -128,7 +129,7 @@ def test_against_onnx(op: str, attrs: dict, opset: int, operands: list, outputs:
 
 @pytest.mark.parametrize(("op", "attrs", "opset", "operands", "outputs"), CASES)
 def test_operands_known_only_at_run_time(op: str, attrs: dict, opset: int, operands: list, outputs: int) -> None:
-    """Inferred types hold what can be known, the kernels do the rest."""
+    """Inferred types have all known dimensions; the kernels find the others."""
     given = tuple(i for i, x in enumerate(operands) if x is not None)
     case, twin = Case(op, operands, attrs, opset, outputs), Case(op, operands, attrs, opset, outputs, given)
     graph = import_case(case)
@@ -366,7 +367,7 @@ def test_refused(kind: str, operands: list, attrs: Attrs | None, because: str) -
 
 
 def test_indices_that_may_be_inside_are_taken() -> None:
-    """A size that is not known cannot contradict, and no index at all is inside of an empty tensor."""
+    """An unknown size cannot contradict, and there is no valid index into an empty tensor."""
     infer("GatherND", TensorType(FP32, (N, 4)), [[9, 3]])
     infer("Gather", TensorType(FP32, (N,)), [N - 1])
     infer("Gather", tensor(FP32, 0, 3), np.zeros(0, np.int64))
@@ -385,11 +386,11 @@ def test_indices_that_may_be_inside_are_taken() -> None:
         ("Gather", GatherAttrs(0), (N,), (1,), np.array([H], object), False),
         ("GatherND", GatherNDAttrs(), (N, 4), (1, 2), ints(0, 3).reshape(1, 2), True),
         ("GatherND", GatherNDAttrs(1), (N, 4), (N, 1), None, False),
-        ("GatherND", GatherNDAttrs(1), (N, 4), (H, 1), np.array([[1]]), False),  # of batches that may differ
+        ("GatherND", GatherNDAttrs(1), (N, 4), (H, 1), np.array([[1]]), False),  # batches that may differ
         ("GatherND", GatherNDAttrs(), None, (1, 2), ints(0, 3), False),
         ("GatherND", GatherNDAttrs(), (2, 4), (1, N), ints(0, 3), False),
         ("GatherElements", GatherAttrs(1), (N, 4), (N, 1), ints(3), True),
-        ("GatherElements", GatherAttrs(1), (N, 4), (H, 1), ints(3), False),  # rows that may not be there
+        ("GatherElements", GatherAttrs(1), (N, 4), (H, 1), ints(3), False),  # rows that may be absent
         ("ScatterElements", ScatterElementsAttrs(0), (4, 4), (1, 3), ints(3, 0, 0).reshape(1, 3), True),
         ("ScatterND", ScatterNDAttrs(), (4, 4), (0, 2), np.zeros((0, 2), np.int64), True),
     ],

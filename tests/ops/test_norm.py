@@ -179,13 +179,13 @@ def test_rms_normalization(axis: int) -> None:
 def test_lrn(size: int, shape: tuple[int, ...]) -> None:
     x, attrs = normal(*shape), {"size": size, "alpha": 0.5, "beta": 0.6, "bias": 1.5}
     expected: Any = "onnxruntime"
-    if size % 2 == 0:  # ONNX Runtime takes odd sizes alone
+    if size % 2 == 0:  # ONNX Runtime supports only odd sizes
         expected = [_lrn(x, size)]
     check_case(Case("LRN", [x], attrs), expected, symbolic={0: (0, 2, 3)})
 
 
 def test_lrn_over_more_channels_than_there_are() -> None:
-    """As many as an attacker names: those that are there are added up, without a look at the others."""
+    """An attacker may give any size: the existing channels are added up, and missing ones cost no time."""
     x = np.ones((1, 3, 2), np.float32)
     (y,) = run_kernel("LRN", [x], {"size": 1 << 40, "alpha": float(1 << 40), "beta": 1.0})
     np.testing.assert_allclose(y, x / 4)
@@ -255,7 +255,7 @@ def test_mean_variance_normalization(axes: tuple[int, ...] | None) -> None:
     ],
 )
 def test_float64_in_float64_out(kind: str, shapes: list[tuple[int, ...]], attrs: Any) -> None:
-    """Nothing passes through fp32 on the way: scaling the data by 1 + 1e-12 is seen."""
+    """No intermediate value is fp32: scaling the data by 1 + 1e-12 is visible."""
     feeds = {f"x{i}": np.abs(normal(*s, seed=i, dtype=FP64)) for i, s in enumerate(shapes)}
     g = Graph()
     op = g.add(kind, [g.add_input(n, tensor(FP64, *v.shape)) for n, v in feeds.items()], attrs)
@@ -349,7 +349,7 @@ def test_export() -> None:
 
 
 def test_export_of_half_precision() -> None:
-    """Decomposed forms compute in stash_type, as the operators do."""
+    """Decomposed forms compute in stash_type, like the operators."""
     x = (normal(4, 64) * 300).astype(FP16)  # squares overflow in half precision
     scale = normal(64, dtype=FP16)
     for kind in ("LayerNormalization", "RMSNormalization"):

@@ -69,8 +69,8 @@ def test_rotary_norm_pair(tokens: bool) -> None:
     found = results("RotaryNormPair", attrs, operands, outputs=2)
     for z, scale, shift, made in zip((x, y), scales, (None, bias), found, strict=True):
         rows = z.swapaxes(1, 2).reshape(2, 5, 1, -1) if tokens else z.swapaxes(1, 2)
-        centred = rows - rows.mean(-1, keepdims=True)
-        normal = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-3) * scale + (
+        centered = rows - rows.mean(-1, keepdims=True)
+        normal = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-3) * scale + (
             0 if shift is None else shift
         )
         heads = normal.reshape(2, 5, -1, 8).swapaxes(1, 2)
@@ -127,7 +127,7 @@ def test_activated_norm() -> None:
         infer("ActivatedNorm", replace(attrs, own=GroupNormAttrs(4)), [x, scale, bias])
 
 
-def test_norms_of_what_a_prologue_adds_to() -> None:
+def test_norms_of_sums_that_a_prologue_adds() -> None:
     x, vectors, scale, bias = random(2, 6, 5, 7), random(2, 6, 1, 1, seed=3), random(6, seed=1), random(6, seed=2)
     own = GroupNormAttrs(3, 1e-3)
     (wanted,) = run_kernel("GroupNormalization", [x + vectors, scale, bias], {"num_groups": 3, "epsilon": 1e-3})

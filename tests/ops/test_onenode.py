@@ -1,4 +1,4 @@
-"""The comparisons that the operator tests rest on can fail."""
+"""The comparisons of the operator tests can fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights: meaning against plain NumPy, export against ONNX Runtime, and every refusal."""
+"""Packed weights: meaning compared with plain NumPy, export with ONNX Runtime, and every refusal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ N = 6
 
 
 class Weights:
-    """Random packed weights, and what they mean (``dense``, [N, K] fp64)."""
+    """Random packed weights, and their dequantized values (``dense``, [N, K] fp64)."""
 
     def __init__(self, code: str, K: int, block: int, zeros: str = "", rows: int = 1, n: int = N):
         rng, dtype, blocks = np.random.default_rng(K + block), DTYPES[code], -(-K // block)
@@ -70,7 +70,7 @@ EXPORTED = [c for c in CASES if c[0] != "fp4_e2m1"]
 
 
 @pytest.mark.parametrize(("code", "K", "block", "zeros", "rows"), CASES)
-def test_products_mean_what_the_layout_says(code: str, K: int, block: int, zeros: str, rows: int) -> None:
+def test_products_follow_the_layout(code: str, K: int, block: int, zeros: str, rows: int) -> None:
     w, x = Weights(code, K, block, zeros, rows), normal(2, 3, K)
     assert w.packed.shape == (N, row_bytes(code, K, block))
     graph = w.graph(2, 3)
@@ -81,7 +81,7 @@ def test_products_mean_what_the_layout_says(code: str, K: int, block: int, zeros
 
 
 @pytest.mark.parametrize(("code", "K", "block", "zeros", "rows"), EXPORTED)
-def test_onnx_runtime_computes_what_is_exported(code: str, K: int, block: int, zeros: str, rows: int) -> None:
+def test_onnx_runtime_runs_the_exported_model(code: str, K: int, block: int, zeros: str, rows: int) -> None:
     w, x = Weights(code, K, block, zeros, rows), normal(2, 3, K)
     model = export_model(w.graph(2, 3)).proto
     (actual,) = onnxruntime_run(model, {"x": x})
@@ -123,7 +123,7 @@ def _refused(**changes: Any) -> None:
         ({"attrs": PackedMatMulAttrs("fp8_e4m3", 32, 16)}, "floats have none"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     if "attrs" in changes and changes["attrs"].code == "fp8_e4m3":
         changes = {**changes, "scales": np.ones((N, 2), F)}
     with pytest.raises(ShapeError, match=message):
@@ -148,7 +148,7 @@ def gather_of(w: Weights) -> Graph:
         (gather_of(Weights("uint4", 64, 32, "floats")), "float zero points"),
     ],
 )
-def test_what_onnx_cannot_say(graph: Graph, message: str) -> None:
+def test_forms_that_onnx_does_not_have(graph: Graph, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         export_model(graph)
 

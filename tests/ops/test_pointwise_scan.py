@@ -1,4 +1,4 @@
-"""PointwiseScan: inference, its errors, cost, and export as the steps that it stands for."""
+"""PointwiseScan: inference, its errors, cost, and export as single steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools against ONNX Runtime and against a direct transcription of the definition; inference; every refusal."""
+"""Pools compared with ONNX Runtime and with a direct form of the definition; inference; every refusal."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_max_pool_of_integers(dtype: Any) -> None:
 def test_max_pool_indices_of_equal_values_name_the_first() -> None:
     x = np.zeros((1, 1, 4, 4), np.float32)
     check_case(Case("MaxPool", [x], {"kernel_shape": [2, 2], "strides": [2, 2]}, outputs=2), tol=EXACT)
-    below = np.full((1, 1, 3, 3), -np.inf, np.float32)  # padding must not win against minus infinity
+    below = np.full((1, 1, 3, 3), -np.inf, np.float32)  # padding must not exceed minus infinity
     attrs = {"kernel_shape": [2, 2], "pads": [1, 1, 1, 1]}
     case = Case("MaxPool", [below], attrs, outputs=2)
     _, where = run(import_case(case), case.fed)
@@ -114,7 +114,7 @@ def test_lp_pool(x: tuple[int, ...], attrs: Json, p: int) -> None:
 
 
 def _pooled(case: Case, include: int, reduce: Any) -> np.ndarray:
-    """The definition, element by element, with the pads and sizes that import resolved."""
+    """The definition, element by element, with the pads and sizes that the import computed."""
     x, a = case.inputs[0], import_case(case).of_kind(case.op)[0].attrs
     out = [int(d) for d in import_case(case).of_kind(case.op)[0].outputs[0].type.static_shape[2:]]
     rank = len(out)
@@ -249,7 +249,7 @@ def test_auto_pad_stays_symbolic_until_sizes_are_known() -> None:
 
 
 def test_export_of_symbolic_auto_pad_with_dilations_is_refused() -> None:
-    """ONNX Runtime pads as if there were no dilation; with explicit pads there is nothing to misread."""
+    """ONNX Runtime pads as if there were no dilation. Explicit pads are unambiguous."""
     case = Case(
         "MaxPool", [normal(1, 2, 8, 9)], {"kernel_shape": [3, 3], "dilations": [2, 2], "auto_pad": "SAME_UPPER"}
     )

@@ -36,7 +36,7 @@ def result(given: Case) -> Array:
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int16])
-def test_halves_go_to_even_and_what_is_beyond_saturates(dtype: Any) -> None:
+def test_halves_go_to_even_and_larger_numbers_saturate(dtype: Any) -> None:
     x = np.array([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 1e9, -1e9, np.inf, -np.inf], F)
     given = case("QuantizeLinear", [x, F(1), np.array(3, dtype)], opset=21)
     info = np.iinfo(dtype)

@@ -60,7 +60,7 @@ def test_axes_as_operand_and_as_attribute(kind: str, axes: list[int] | None, kee
 def test_empty_axes(kind: str, noop: int) -> None:
     case = Case(kind, [_data(kind), np.zeros(0, np.int64)], {"noop_with_empty_axes": noop}, opset=18, constants=[1])
     expected: Any = "onnxruntime"
-    if noop:  # still the non-reduction steps: ReduceSumSquare squares
+    if noop:  # without a reduction, the other steps remain: ReduceSumSquare squares
         x = case.inputs[0]
         expected = [{"ReduceSumSquare": np.square, "ReduceLogSum": np.log}.get(kind, lambda v: v)(x)]
     check_case(case, expected)
@@ -70,7 +70,7 @@ def test_empty_axes(kind: str, noop: int) -> None:
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_integers(kind: str, dtype: Any) -> None:
     x = (_data(kind, dtype) - 3).astype(dtype)
-    if kind == "ReduceMean":  # truncated towards zero, as an integer division is
+    if kind == "ReduceMean":  # truncated toward zero, like integer division
         total = x.sum(axis=1, keepdims=True)
         expected: Any = [(np.sign(total) * (np.abs(total) // 4)).astype(dtype)]
     else:

@@ -75,6 +75,18 @@ def test_heads_of_a_result_turn() -> None:
             infer("TurnedHeads", attrs, [x, w, angles])
 
 
+def test_heads_of_a_result_take_turns() -> None:
+    """Heads of 16 features with the angles of two parts alternately equal heads of 32 features with two parts."""
+    x, w, turn = random(6, 8, 1, 1), random(96, 8, 1, 1, seed=1), random(3, 2, 2, 8, seed=2)
+    own = ConvAttrs((1, 1), (0,) * 4, (1, 1), 1)
+    (y,) = results("TurnedHeads", TurnedHeadsAttrs("Conv", own, 64, 16, 16, False, 2), [x, w, turn])
+    (plain,) = run_kernel("Conv", [x, w], plain_attrs(OPDEFS["Conv"], own))
+    heads = plain[:, :64].reshape(2, 3, 2, 32).transpose(0, 2, 1, 3)
+    (want,) = rotary_embedding(heads, *(turn[:, :, k].reshape(1, 3, 16) for k in range(2)), parts=2)
+    np.testing.assert_allclose(y[:, :64, 0, 0], want.transpose(0, 2, 1, 3).reshape(6, 64), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(y[:, 64:], plain[:, 64:])
+
+
 def test_copy_keeps_bits() -> None:
     x = random(2, 3).astype(BF16)
     x[0, 0] = np.nan
@@ -209,7 +221,7 @@ def test_recurrence(cell: str, own: LSTMAttrs | GRUAttrs) -> None:
 
 @pytest.mark.parametrize("cell", ["LSTM", "GRU"])
 def test_stacked_rnn(cell: str) -> None:
-    """Two layers of 32 cells with packed weights are two layers of the cell."""
+    """Two stacked layers of 32 cells with packed weights equal two layers of the cell."""
     hidden, gates = 32, {"LSTM": 4, "GRU": 3}[cell]
     x = random(4, 2, 8)
     sizes = (8, hidden)
@@ -251,7 +263,8 @@ def test_quantized(kept: bool) -> None:
 
 
 def test_products_count_as_the_operators_that_a_region_computes() -> None:
-    """A layer of a stack is its cell; the recurrent part has the recurrent weights; a quantized operator is the operator."""
+    """A layer of a stack equals its cell, the recurrent part uses the recurrent weights, and a quantized operator equals the
+    operator."""
     length, batch, inputs, hidden = 5, 2, 32, 64
     x, y = (length, batch, inputs), (length, 1, batch, hidden)
     w, r = (1, 4 * hidden, inputs), (1, 4 * hidden, hidden)
@@ -272,7 +285,7 @@ def test_products_count_as_the_operators_that_a_region_computes() -> None:
 
 
 def test_edge_padded() -> None:
-    """A convolution of a tensor whose edges are repeated."""
+    """A convolution of a tensor with repeated edges."""
     x, w = random(2, 3, 7), random(3, 1, 4)
     own = ConvAttrs((2,), (0, 0), (1,), 3)
     (y,) = results("EdgePadded", EdgePaddedAttrs("Conv", own, (2, 3)), [x, w])

@@ -39,7 +39,7 @@ def test_nearest(transform: str, nearest: str, size: tuple[int, int]) -> None:
 
 
 def _by_definition(x: np.ndarray, size: tuple[int, int], attrs: Json) -> np.ndarray:
-    """Nearest neighbours in rational arithmetic."""
+    """Nearest neighbors in rational arithmetic."""
     from fractions import Fraction as Q
     from math import ceil, floor
 
@@ -89,7 +89,7 @@ def test_interpolation_to_one_element() -> None:
 def test_scales(scales: list[float], mode: str, transform: str) -> None:
     x = normal(1, 2, 9, 10)
     case = _scales(x, [1, 1, *scales], {"mode": mode, "coordinate_transformation_mode": transform})
-    # Not against ONNX's evaluator, which makes 10 * 0.7 in float64 (6.9999998, so 6; its own shape inference has 7).
+    # Not compared with ONNX's evaluator, which computes 10 * 0.7 in float64 (6.9999998, so 6; its own shape inference gives 7).
     check_case(case, symbolic={0: (0, 1)})
 
 
@@ -121,7 +121,9 @@ def test_axes(axes: list[int]) -> None:
     check_case(case, "reference" if len(axes) > 1 else "onnxruntime")
     scales = np.array([2.0, 0.5][: len(axes)], np.float32)
     case = Case("Resize", [x, None, scales], attrs, 18, constants=[2])
-    check_case(case, "reference" if axes == [1, 3] else "onnxruntime")  # linear over channels is not in ONNX Runtime
+    check_case(
+        case, "reference" if axes == [1, 3] else "onnxruntime"
+    )  # ONNX Runtime does not interpolate over channels
 
 
 @pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
@@ -236,7 +238,7 @@ def test_contradictions_are_refused(inputs: list[Any], attrs: Json, opset: int, 
         import_case(Case("Resize", [normal(1, 1, 4, 4), *operands], attrs, opset, constants=[1, 2, 3]))
 
 
-def test_what_onnx_leaves_undefined_is_unsupported() -> None:
+def test_cases_that_onnx_leaves_undefined_are_unsupported() -> None:
     x = normal(1, 1, 4, 4)
     with pytest.raises(Unsupported, match="antialias"):
         import_case(_sizes(x, [1, 1, 8, 8], {"antialias": 1}))

@@ -71,7 +71,7 @@ def test_lstm_peepholes_and_coupled_gates(direction: str) -> None:
 
 
 @pytest.mark.parametrize("op", GATES)
-def test_clip_bounds_what_enters_the_activations(op: str) -> None:
+def test_clip_bounds_the_operands_of_activations(op: str) -> None:
     case = layer(op, use="b", clip=0.25)
     check_case(case)
     loose = run(import_case(layer(op, use="b")), case.fed)[0]
@@ -123,7 +123,9 @@ def test_fewer_outputs_and_the_default_hidden_size() -> None:
     case = layer("LSTM", use="b")
     del case.attrs["hidden_size"]  # type: ignore[attr-defined]
     case.outputs = 1
-    graph = check_case(case, run(import_case(layer("LSTM", use="b")), case.fed)[:1])  # ONNX Runtime wants the attribute
+    graph = check_case(
+        case, run(import_case(layer("LSTM", use="b")), case.fed)[:1]
+    )  # ONNX Runtime requires the attribute
     assert graph.of_kind("LSTM")[0].attrs.hidden_size == H
 
 
@@ -243,7 +245,7 @@ def test_attributes_that_are_refused(attrs: dict[str, Any], message: str) -> Non
 
 @pytest.mark.parametrize("op", GATES)
 def test_products_that_are_made_already(op: str) -> None:
-    """What a step of a GPU's program means: one infinite gate does not reach the others."""
+    """The meaning of a step in a GPU program: one infinite gate does not affect the others."""
     case = layer(op, use="b")
     x, w, r, b = (np.asarray(v) for v in case.inputs[:4])
     attrs = plain_attrs(OPDEFS[op], import_case(case).of_kind(op)[0].attrs)

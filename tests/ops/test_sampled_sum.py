@@ -28,7 +28,7 @@ def test_export(name: str) -> None:
 
 
 def test_it_is_the_sum_of_weighted_samples() -> None:
-    """Of two pixels' middle, and of a place outside."""
+    """One sample between two pixels, and one outside of the image."""
     x = np.arange(12, dtype=np.float64).reshape(1, 2, 2, 3)
     places = np.array([[[[-0.5, -1], [3, 3]]]], np.float64)
     _, op = summed("levels")

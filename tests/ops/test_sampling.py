@@ -1,4 +1,4 @@
-"""SampleToken means what it says: probabilities, ties, edges of the settings, randomness that repeats. A build adds it."""
+"""SampleToken: probabilities, ties, edges of the settings, repeatable randomness; and builds that add it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tokens(
     [(0, 0, (0x6627E8D5, 0xE169C58D)), (-1, -1, None), (1 << 40 | 5, 3, None)],
 )
 def test_random_bits_are_those_of_philox(key: int, counter: int, words: Any) -> None:
-    """The published vector; every bit of key and counter counts."""
+    """The published vector. Every bit of key and counter matters."""
     bits = philox(key, counter)
     if words is not None:
         assert (bits & 0xFFFFFFFF, bits >> 32) == words
@@ -48,7 +48,7 @@ def test_random_bits_are_those_of_philox(key: int, counter: int, words: Any) -> 
     ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.6, 7, 1.0), (1.7, 0, 0.8), (0.9, 9, 0.75)]
 )
 def test_the_share_of_each_token(temperature: float, top_k: int, top_p: float) -> None:
-    """Chi-squared of 4,000 draws of 20 tokens; the bound is exceeded by chance once in a million seeds."""
+    """A chi-squared test of 4,000 draws of 20 tokens. By chance, one seed in a million exceeds the bound."""
     logits = np.random.default_rng(5).standard_normal(20) * 2
     shares = np.exp(logits / temperature)
     order = np.argsort(-shares)

@@ -97,7 +97,7 @@ def test_against_onnx(op: str, attrs: dict, opset: int, operands: list) -> None:
         symbolic = {0: axes[:1]} if first.ndim == 2 else None
     if op == "Reshape" and -1 not in operands[1]:
         symbolic = None
-    if attrs.get("axes") != [3, 1]:  # the evaluator minds their order
+    if attrs.get("axes") != [3, 1]:  # the evaluator requires their order
         check_case(case, "reference", symbolic=symbolic)
     if not (op == "Shape" and attrs.get("start") == 2):  # ONNX Runtime 1.31 refuses an empty slice
         check_case(case, onnxruntime_outputs(case))
@@ -216,7 +216,7 @@ class Chain:
 
 
 def test_chain_of_view() -> None:
-    """x.view(x.size(0), -1) and x.view(n, t, heads, d // heads) as the older exporter writes them."""
+    """x.view(x.size(0), -1) and x.view(n, t, heads, d // heads) in the form of the older exporter."""
     c = Chain(N, H, 768)
     n, t, d = (c("Unsqueeze", c.dim(i), [0]) for i in range(3))
     assert c.shape(c("Reshape", c.x, c("Concat", n, [-1], attrs=ConcatAttrs(0)))) == (N, 768 * H)
@@ -403,7 +403,7 @@ def test_refused(kind: str, operands: list, attrs: Attrs | None, because: str) -
 
 
 def test_an_empty_batch_reshapes_as_any_other() -> None:
-    """ONNX leaves this open (0 elements over -1); the operand's other dimensions say what was meant."""
+    """ONNX does not define this case (0 elements and a -1). The operand's other dimensions determine the result."""
     empty = np.zeros((0, 3, 4), np.float32)
     for target, expected in ((ints(0, -1), (0, 12)), (ints(-1, 12), (0, 12)), (ints(0, 2, -1), (0, 2, 6))):
         assert run_kernel("Reshape", [empty, target], {"allowzero": False})[0].shape == expected

@@ -1,4 +1,4 @@
-"""Sinkhorn: what it computes, inference and its errors, cost, and export as sums and quotients."""
+"""Sinkhorn: results, inference and its errors, cost, and export as sums and quotients."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_top_k_export() -> None:
     check_export(case)
     check_case(Case("TopK", [normal(4, 9)], {"axis": 0, "k": 3}, 1, 2), run(import_case(case), case.fed))
     one = export_model(import_case(Case("TopK", case.inputs, {"largest": 0}, 11))).proto
-    assert [len(node.output) for node in one.graph.node] == [2]  # as ONNX declares it, though one is not read
+    assert [len(node.output) for node in one.graph.node] == [2]  # as ONNX declares it, although one is not read
 
 
 def test_unknown_k_and_symbolic_k() -> None:
@@ -158,7 +158,7 @@ def test_sizes_that_depend_on_data_have_bounds(kind: str, operands: list[Any], m
 def test_few_of_many_are_those_of_the_whole_order(
     largest: bool, dtype: Any, axis: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many equal elements: the first ones win."""
+    """Many equal elements: the first ones are selected."""
     x = np.random.default_rng(0).integers(0, 9, (200, 200)).astype(dtype)
     x = x[:, :5] if axis == 0 else x[:5]
     few = sort.top_k(x, np.array([20]), axis=axis, largest=largest)

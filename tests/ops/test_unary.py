@@ -178,7 +178,7 @@ def test_a_missing_operand_is_named() -> None:
 
 
 def test_erfc_that_tf2onnx_leaves_is_known() -> None:
-    """Keras's exact GELU comes with it, and becomes one operator."""
+    """Keras's exact GELU uses it, and becomes one operator."""
     text = """<ir_version: 8, opset_import: ["" : 17]> gelu (float[2,5] x) => (float[2,5] y)
         <float minus_root = {-0.70710677}, float half = {0.5}>
         { a = Mul(x, minus_root) b = Erfc(a) c = Mul(x, half) y = Mul(c, b) }"""

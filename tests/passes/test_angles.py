@@ -72,7 +72,7 @@ def test_sines_of_large_angles_are_right(precision: str) -> None:
     ],
     ids=["positions", "phases", "parts of an input", "a product", "a convolution", "no sine"],
 )  # fmt: skip
-def test_what_computes_angles(text: str, kept: set[str]) -> None:
+def test_operators_that_compute_angles(text: str, kept: set[str]) -> None:
     assert names(HEAD + text) == kept
 
 

@@ -101,7 +101,7 @@ def test_finite_constants_stay_finite() -> None:
     assert [f.rule for f in report.fired].count("saturate") == 1
 
 
-def test_integers_and_what_they_feed() -> None:
+def test_integers_and_their_readers() -> None:
     n = Net()
     i = n.input(2, 3, dtype=INT64)
     y = n.op("Cast", i, attrs=CastAttrs(FP32))
@@ -148,7 +148,7 @@ def test_an_output_that_is_an_input_stays_as_it_is() -> None:
     assert first.inputs[0] == graph.op(graph.inputs[0]).value
 
 
-def test_what_makes_fp32_by_itself_is_cast_after() -> None:
+def test_operators_that_give_fp32_are_cast_afterward() -> None:
     n = Net()
     made = n.op("ConstantOfShape", n.op("Shape", n.input(2, 3)), attrs=_zeros())
     graph = n.done(n.op("Add", made, n.op("Relu", n.graph.op(n.graph.inputs[0]).value)))

@@ -317,7 +317,7 @@ def test_bags_that_are_chosen(reduce: str, weights: str, offsets: list[int]) -> 
     np.testing.assert_allclose(evaluate(after, feeds)["y"], evaluate(graph, feeds)["y"], rtol=1e-5, atol=1e-6)
 
 
-def test_another_part_behind_them_stays() -> None:
+def test_another_part_after_them_stays() -> None:
     after, _ = check_pass(Bags(), chosen(last=False), changes=1, context=GPU)
     assert [len(op.inputs) for op in after.of_kind("Concat")] == [2]
 

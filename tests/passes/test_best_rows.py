@@ -120,7 +120,7 @@ def test_a_few_operators_stay() -> None:
          .replace("int64[1] more = {4}", "int64[1] two = {2}"), "it does not take all scores above the threshold"),
     ],
 )  # fmt: skip
-def test_what_is_refused(text: str, because: str) -> None:
+def test_refusals(text: str, because: str) -> None:
     check_refused(MaskedRows(), text, because=because, rule="best_rows", context=GPU)
 
 

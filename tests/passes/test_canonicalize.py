@@ -95,7 +95,7 @@ OPS: dict[str, tuple[str, tuple[Any, ...], Attrs | None]] = {
 
 
 @pytest.mark.parametrize("case", OPS.values(), ids=OPS.keys())
-def test_what_does_something_stays(case: tuple[str, tuple[Any, ...], Attrs | None]) -> None:
+def test_operators_with_an_effect_stay(case: tuple[str, tuple[Any, ...], Attrs | None]) -> None:
     kind, more, attrs = case
     n = Net()
     check_untouched(CANON, n.done(n.op(kind, n.input(2, 4, 6, 6), *more, attrs=attrs)))
@@ -135,7 +135,7 @@ def test_a_no_op_between_input_and_output() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Relu", "Sigmoid", "Abs", "Softmax", "Exp"])
-def test_relu_of_what_cannot_be_negative(kind: str) -> None:
+def test_relu_of_values_that_cannot_be_negative(kind: str) -> None:
     n = Net()
     x = n.op(kind, n.input(2, 3, 6, 6))
     y = n.op("Relu", n.op("Concat", n.max_pool(x), n.average_pool(x), attrs=ConcatAttrs(1)))
@@ -143,7 +143,7 @@ def test_relu_of_what_cannot_be_negative(kind: str) -> None:
 
 
 @pytest.mark.parametrize("low", [-0.5, None])
-def test_relu_of_what_may_be_negative(low: float | None) -> None:
+def test_relu_of_values_that_may_be_negative(low: float | None) -> None:
     n = Net()
     check_untouched(CANON, n.done(n.op("Relu", n.op("Clip", n.input(2, 3), low, 6.0))))
 
@@ -301,7 +301,7 @@ def test_an_expand_is_left_to_an_operator_that_broadcasts(kind: str, batch: DimL
     n = Net()
     x, gate = n.input(batch, 4, 5, 6), n.input(1, 4, 1, 1, name="gate")
     wide = n.op("Expand", gate, n.op("Shape", x) if batch == N else n.ints(2, 4, 5, 6))
-    rules = {"spare_expand": 1}
+    rules = {"redundant_expand": 1}
     check_pass(CANON, n.done(n.op(kind, wide, x)), changes=1, kinds={kind: 1}, rules=rules, sizes={"n": 2})
 
 

@@ -329,7 +329,7 @@ def test_alpha_and_beta_go_into_the_constants() -> None:
     assert graph.of_kind("Gemm")[0].attrs == GemmAttrs()
 
 
-def test_what_is_not_constant_keeps_its_factor() -> None:
+def test_a_computed_value_keeps_its_factor() -> None:
     n = Net()
     y = n.op("Gemm", n.input(2, 6), n.input(6, 4, name="w"), n.random(4), attrs=GemmAttrs(0.5, 3.0))
     graph, _ = check_pass(ARITHMETIC, n.done(y), changes=1)

@@ -141,7 +141,7 @@ def test_the_lowest_number_in_front_of_a_maximum(filler: float) -> None:
     check_pass(CANON, n.done(y), changes=1, kinds={"MaxPool": 1})
 
 
-def test_zeros_in_front_of_a_maximum_of_what_is_not_negative() -> None:
+def test_zeros_before_a_maximum_of_values_that_are_not_negative() -> None:
     n = Net()
     y = n.max_pool(pad(n, n.op("Relu", n.input(2, 3, 6, 6))))
     check_pass(CANON, n.done(y), changes=1, kinds={"MaxPool": 1, "Relu": 1})
@@ -303,7 +303,7 @@ def transposed(
         (((0, 6, 1), (3, -4, 2)), 0, (3, 4)),
     ],
 )
-def test_what_is_cut_off_a_transposed_convolution(
+def test_crops_of_a_transposed_convolution(
     cut: tuple[tuple[int, int, int], ...], extra: int, pads: tuple[int, int]
 ) -> None:
     n = Net(np.float64)
@@ -375,7 +375,7 @@ def test_a_resize_of_rows_lets_factors_of_columns_pass() -> None:
     ("graph", "because"),
     [(scaled(sizes=(3, 5)), "fewer pixels"), (scaled(places="tf_crop_and_resize"), "no pixels of its image")],
 )
-def test_a_factor_that_must_stay_behind_a_resize(graph: Graph, because: str) -> None:
+def test_a_factor_that_must_stay_after_a_resize(graph: Graph, because: str) -> None:
     check_refused(CanonicalizeArithmetic(), graph, because=because)
 
 
@@ -384,5 +384,5 @@ def test_a_factor_that_must_stay_behind_a_resize(graph: Graph, because: str) -> 
     [scaled(factor=(8, 10)), scaled(factor=(1, 1, 8, 1)), scaled(read=True), scaled(kind="Add"), scaled(kind="Div", flip=True)],
     ids=["of pixels", "of rows", "the Resize is read elsewhere", "a sum", "the image divides"],
 )  # fmt: skip
-def test_other_arithmetic_behind_a_resize_stays(graph: Graph) -> None:
+def test_other_arithmetic_after_a_resize_stays(graph: Graph) -> None:
     check_untouched(CanonicalizeArithmetic(), graph)

@@ -27,9 +27,9 @@ def mean(n: Net, x: Value, axis: int = 1) -> Value:
 
 def layer_norm(n: Net, x: Value, *scale_and_shift: Value, axis: int = 1) -> Value:
     """As Segment Anything writes it."""
-    centred = n.op("Sub", x, mean(n, x, axis))
-    variance = mean(n, n.op("Pow", centred, 2.0), axis)
-    y = n.op("Div", centred, n.op("Sqrt", n.op("Add", variance, EPSILON)))
+    centered = n.op("Sub", x, mean(n, x, axis))
+    variance = mean(n, n.op("Pow", centered, 2.0), axis)
+    y = n.op("Div", centered, n.op("Sqrt", n.op("Add", variance, EPSILON)))
     for kind, value in zip(("Mul", "Add"), scale_and_shift, strict=False):
         y = n.op(kind, y, value)
     return y
@@ -73,7 +73,7 @@ def test_on_a_gpu_nothing_moves_between_convolutions_and_norms(kind: str, precis
     assert kinds.count("Copy") <= 2  # into and out of the layout of convolutions
 
 
-BEHIND = {"rms_norm_of_channels": 1, "behind_channel_norm": 1}
+BEHIND = {"rms_norm_of_channels": 1, "stage_after_channel_norm": 1}
 
 
 @pytest.mark.parametrize("activation", ["Gelu", "Clip"])
@@ -97,12 +97,12 @@ def of_one_pixel(
 @pytest.mark.parametrize(("activation", "inputs"), [("Relu", ()), ("Clip", (-0.5, 0.5))])
 def test_activations_of_one_pixel_move_next_to_norms(activation: str, inputs: tuple[float, ...]) -> None:
     graph = of_one_pixel(Net(np.float64), *inputs, activation=activation)
-    result, _ = check_pass(ChannelNorms(), graph, changes=1, rules={"behind_norm_of_pixel": 1})
+    result, _ = check_pass(ChannelNorms(), graph, changes=1, rules={"activation_after_pixel_norm": 1})
     (one,) = result.of_kind(activation)
     assert result.op(operand(one)).kind == "LayerNormalization"
 
 
-def test_what_stays_behind_the_reshape() -> None:
+def test_operators_that_stay_after_the_reshape() -> None:
     n = Net(np.float64)
     check_untouched(ChannelNorms(), of_one_pixel(n, n.random(8, 1, 1), activation="PRelu"))
     check_untouched(ChannelNorms(), of_one_pixel(Net(np.float64), kept=True))
@@ -120,7 +120,7 @@ def test_additions_move_next_to_norms(first: bool) -> None:
 
 
 @pytest.mark.parametrize("form", ["two readers", "a product", "a smaller image", "slopes", "another shape"])
-def test_what_stays_behind_the_transposition(form: str) -> None:
+def test_operators_that_stay_after_the_transposition(form: str) -> None:
     n = Net(np.float64)
     x = n.input(2, 8, 4, 5)
     y = rms_norm(n, x)
@@ -152,9 +152,9 @@ def test_refused() -> None:
     n = Net(np.float64)
     x = n.input(2, 8, 5)
     scale = n.input(8, 1, name="scale")
-    centred = n.op("Sub", x, mean(n, x))
-    root = n.op("Sqrt", n.op("Add", mean(n, n.op("Mul", centred, centred)), EPSILON))
-    scaled = n.op("Mul", centred, n.op("Div", scale, root))
+    centered = n.op("Sub", x, mean(n, x))
+    root = n.op("Sqrt", n.op("Add", mean(n, n.op("Mul", centered, centered)), EPSILON))
+    scaled = n.op("Mul", centered, n.op("Div", scale, root))
     check_refused(ChannelNorms(), n.done(scaled), because="not a constant for each channel")
 
 

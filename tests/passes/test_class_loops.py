@@ -66,7 +66,7 @@ def test_it_selects_the_same(seed: int) -> None:
     ("last", "because"),
     [({"k": "few"}, "do not select equally many scores"), ({"t": "u"}, "no common constant threshold")],
 )
-def test_what_is_refused(last: dict[str, str], because: str) -> None:
+def test_refusals(last: dict[str, str], because: str) -> None:
     check_refused(MaskedRows(), loop(last=last), because=because, context=GPU)
 
 

@@ -56,7 +56,7 @@ def test_images_and_padding_that_is_not_even() -> None:
     assert conv.attrs.pads == (1, 2, 1, 0)
 
 
-def test_only_neighbours_in_the_concat_are_merged() -> None:
+def test_only_neighbors_in_the_concat_are_merged() -> None:
     n = Net()
     x = n.input(1, 4, 20)
     pooled = n.op("Relu", n.conv(x, 4, 1, pads=0))
@@ -74,7 +74,7 @@ def test_zeros_that_cost_more_than_launches(monkeypatch: pytest.MonkeyPatch) -> 
     check_pass(FuseSiblings(), branches(1, 5), changes=1, context=PassContext(target="cuda:sm_90a", precision="fp32"))
 
 
-def test_what_keeps_its_kernel() -> None:
+def test_networks_that_keep_their_kernels() -> None:
     because = "no other Conv on .* has the same geometry"
     n = Net()
     x = n.input(1, 4, 20)

@@ -112,14 +112,14 @@ def test_matrices_that_do_not_fit_take_further_runs(monkeypatch: pytest.MonkeyPa
     wanted = [op.value for op in graph.of_kind("MatMul")]
     together = dict(second_moments(graph, feeds, wanted))
     monkeypatch.setattr("optdnn.calibration.run.MOMENTS_BYTES", 1)
-    told: list[str] = []
-    alone = dict(second_moments(graph, feeds, wanted, progress=told.append))
-    assert len(told) == 4
+    reported: list[str] = []
+    alone = dict(second_moments(graph, feeds, wanted, progress=reported.append))
+    assert len(reported) == 4
     for v in wanted:
         np.testing.assert_array_equal(together[v], alone[v])
 
 
-def test_products_take_moments_of_what_they_read() -> None:
+def test_products_use_moments_of_their_operands() -> None:
     graph, log, asked = network(), PrecisionLog(), list[str]()
     exact = graph.copy()
     feeds = [random_feeds(graph, seed) for seed in range(60)]

@@ -69,7 +69,7 @@ def test_transposed_convolutions(graph: Graph) -> None:
     check_pass(ComputedWeights(), graph, changes=2, rules=rules)
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     check_refused(
         ComputedWeights(), conv((1, 2, 9, 9), (2, 2, 9, 9), pads=(4,) * 4), because="have 81 taps, more than 64"
     )

@@ -68,7 +68,7 @@ PREDICTED = """g (float[1,2,8,8] x, float[2,2,1,1] w, float[1,8,8,2] base) => (f
     ],
     ids=["offsets", "a bound", "only moved", "a softmax"],
 )
-def test_what_a_layer_predicts_is_rounded_once(arithmetic: str, kept: set[str]) -> None:
+def test_predictions_of_a_layer_are_rounded_once(arithmetic: str, kept: set[str]) -> None:
     assert names(HEAD + PREDICTED.format(g=arithmetic)) == kept
 
 

@@ -63,6 +63,6 @@ def test_an_axis_that_broadcasts_is_refused() -> None:
     check_refused(PASS, graph, because="an axis of 1 broadcasts along j")
 
 
-def test_scores_written_the_other_way_round_need_no_transposition_behind() -> None:
+def test_scores_written_the_other_way_round_need_no_transposition_after() -> None:
     """Keras writes the keys first; the product still has the queries first."""
     check_pass(PASS, net("bjhd,bihd->bhij"), changes=1, kinds={"MatMul": 1, "Transpose": 2})

@@ -151,7 +151,7 @@ def test_a_normalization_that_others_read_is_left_alone() -> None:
     assert [r.reason for r in report.refused] == ["its result is read by Add Add_7 as well"]
 
 
-def test_biases_take_out_what_rounding_weights_moves() -> None:
+def test_biases_compensate_the_rounding_of_weights() -> None:
     """With operands whose mean is far from zero, results are right on average."""
     n = Net()
     x = n.op("Add", n.input(2, 8, 6, 6), 5.0)

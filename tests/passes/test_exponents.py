@@ -34,7 +34,7 @@ SCAN = (
     ],
     ids=["a scan of logarithms", "decays", "a sum of exponentials", "no sum"],
 )  # fmt: skip
-def test_what_computes_exponents(text: str, kept: set[str]) -> None:
+def test_operators_that_compute_exponents(text: str, kept: set[str]) -> None:
     graph = from_text(text)
     assert {graph.op(i).outputs[0].name for i in exponents(graph)} == kept
 

@@ -76,7 +76,7 @@ def test_symbolic_shape_arithmetic_stays() -> None:
     check_untouched(FOLD, n.done(n.op("Reshape", x, target, attrs=ReshapeAttrs())))
 
 
-def test_what_folding_reveals_reaches_the_ops_behind() -> None:
+def test_values_found_by_folding_reach_later_ops() -> None:
     """The target shape is too long a computation for inference (its constant is over the limit of known values)."""
     n = Net()
     x = n.input(2, 6)
@@ -175,7 +175,7 @@ def test_quantization_and_bit_casts_fold_in_the_precision_of_the_model() -> None
     assert np.array_equal(before, after)
 
 
-def test_what_jumps_decides_as_the_networks_own_types_do() -> None:
+def test_discontinuous_operators_decide_in_the_networks_own_types() -> None:
     """0.1 + 0.7 is 0.8 in fp32; the same fp32 numbers give less in float64. Ten times the sum must be 8 as an integer, not 7."""
     n = Net()
     total = n.op("Mul", n.op("Add", n.const([0.1]), n.const([0.7])), n.const([10.0]))

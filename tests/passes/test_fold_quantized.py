@@ -7,51 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.quantized_nets import QNet
+from support.quantized_nets import QNet, folded, within
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
-from optdnn.ir.verify import verify
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
-from optdnn.passes.base import PassContext, PassReport
+from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.types import DTYPES, FP16
-
-HOPPER = PassContext(target="cuda:sm_90a")
-
-
-def folded(graph: Graph) -> tuple[Graph, PassReport]:
-    """A copy after the pass; the pass changes nothing more, and keeps the network."""
-    copy = graph.copy()
-    report = FoldQuantized()(copy, HOPPER)
-    verify(copy)
-    assert FoldQuantized()(copy, HOPPER).changes == 0
-    return copy, report
-
-
-def feeds(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    made = {}
-    for i in graph.inputs:
-        out = graph.op(i).outputs[0]
-        shape = out.type.static_shape
-        offset = rng.standard_normal((*shape[:2], *(1,) * (len(shape) - 2)))
-        made[out.name] = (rng.standard_normal(shape) + offset).astype(out.type.dtype)
-    return made
-
-
-def within(graph: Graph, other: Graph, steps: float) -> None:
-    """Check that both graphs agree within ``steps``, and that another input changes the results far more."""
-    given, more = feeds(graph), feeds(graph, 1)
-    for name, want in evaluate(graph, given).items():
-        got = evaluate(other, given)[name]
-        spread = np.abs(want - evaluate(graph, more)[name]).max()
-        assert np.abs(got - want).max() <= steps < spread / 4, (np.abs(got - want).max(), spread)
 
 
 def relu(n: QNet, x: Value) -> Value:
@@ -303,3 +271,20 @@ def test_a_norm_keeps_the_quantization_of_its_result() -> None:
     x = n.op("MatMul", n.input(2, 16, 8), n.input(2, 8, 16, name="b"))
     graph, _ = folded(n.done(n.op("Relu", n.fake(x, 0.04))))
     assert [op.outputs[0].type.dtype.name for op in graph.of_kind("Pointwise")] == ["float32"]
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_chain_behind_a_product_is_one_pointwise(seen: bool) -> None:
+    """Neither a product nor a Reshape between (``seen``) can compute what follows the product's own rounding."""
+    n = QNet()
+    x = n.fake(n.input(2, 9, 16), 0.03)
+    y = n.q(n.qmatmul(x, 24), 0.04)
+    y = n.dq(n.op("Reshape", y, n.ints(2, 3, 3, 24)) if seen else y, 0.04)
+    shape = (2, 3, 3, 24) if seen else (2, 9, 24)
+    y = n.fake(n.op("Mul", y, n.random(24)), 0.05)
+    y = n.fake(n.op("Add", y, n.fake(n.input(*shape, name="b"), 0.03)), 0.06)
+    graph, _ = folded(n.done(y))
+    assert len(graph.of_kind("QuantizedMatMul")) == 1
+    assert [op.outputs[0].type.dtype.name for op in graph.of_kind("Pointwise")].count("int8") == 1
+    assert len(graph.of_kind("Pointwise")) == 2  # the input's rounding, and all after the product
+    within(n.graph, graph, 0.0601)

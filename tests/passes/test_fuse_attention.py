@@ -174,7 +174,7 @@ def triangle(low: float) -> Any:
 
 
 @pytest.mark.parametrize("low", [-np.inf, -3.4e38, -1e9])
-def test_a_constant_mask_of_what_lies_ahead_is_causal_order(low: float) -> None:
+def test_a_constant_mask_of_later_keys_is_causal_order(low: float) -> None:
     graph, _ = check_pass(FuseAttention(), net(mask=added(triangle(low))), changes=1, kinds=ONE)
     assert attention(graph).attrs.is_causal
 
@@ -195,9 +195,7 @@ def band(left: int, right: int, low: float = -np.inf) -> Any:
         (np.stack([band(1, 1, -1e9)] * H)[None], (False, 1, 1)),
     ],
 )
-def test_a_constant_mask_of_what_lies_outside_of_a_window_is_a_window(
-    array: Any, expected: tuple[bool, int, int]
-) -> None:
+def test_a_constant_mask_of_keys_outside_of_a_window_is_a_window(array: Any, expected: tuple[bool, int, int]) -> None:
     """As in ModernBERT's local layers. Kernels skip the hidden keys, and read no mask."""
     graph, _ = check_pass(FuseAttention(), net(mask=added(array)), changes=1, kinds=ONE)
     a = attention(graph).attrs

@@ -99,7 +99,7 @@ def test_a_symbolic_shape() -> None:
     check_pass(FusePointwise(), n.done(y), changes=1, kinds={"Pointwise": 1}, sizes={"N": 4})
 
 
-def test_a_pointwise_grows_by_what_comes_before_it() -> None:
+def test_a_pointwise_grows_by_operators_before_it() -> None:
     n = Net(np.float64)
     graph, _ = check_pass(
         FusePointwise(), n.done(n.op("Relu", n.op("Neg", n.input(4)))), changes=1, kinds={"Pointwise": 1}
@@ -282,7 +282,7 @@ def test_a_gpu_computes_an_op_in_each_of_its_readers(readers: tuple[str, ...]) -
     check_refused(FusePointwise(), shared(*readers), because="Tanh_1 is also used by")
 
 
-def test_the_op_stays_for_a_reduction_which_computes_what_it_reduces() -> None:
+def test_the_op_stays_for_a_reduction_that_computes_its_operand() -> None:
     kinds = {"Pointwise": 1, "Tanh": 1, "ReduceSum": 1}
     check_pass(FusePointwise(), shared("Mul", "ReduceSum"), changes=1, kinds=kinds, context=ON_GPU)
 

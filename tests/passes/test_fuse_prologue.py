@@ -115,7 +115,7 @@ def test_refused_where_the_chain_is_shared() -> None:
     check_refused(FUSE, n.done(n.conv(n.op("Relu", s), 4), s), because="result of Add_2 is used 2 times")
 
 
-def test_what_follows_the_gate_comes_along() -> None:
+def test_stages_after_the_gate_are_included() -> None:
     n = Net()
     x, gate = n.input(2, 4, 6, 6), n.input(2, 4, 1, 1, name="gate")
     y = n.op("Mul", n.op("Mul", x, n.op("Sigmoid", gate)), n.const(2.0))

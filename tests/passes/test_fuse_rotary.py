@@ -66,7 +66,7 @@ PAIRS = """pairs = Constant<value_ints=[2,3,5,2,2]>() xp = Reshape(x, pairs) fou
     full = Constant<value_ints=[2,3,5,4]>()"""
 UNBOUND = f"""{PAIRS} ep, op = Split<axis=-1, num_outputs=2>(xp) e = Squeeze(ep, four) o = Squeeze(op, four) n = Neg(o)
     nu = Unsqueeze(n, four) eu = Unsqueeze(e, four) st = Concat<axis=-1>(nu, eu) r = Reshape(st, full)"""
-NEIGHBOURS = {
+NEIGHBORS = {
     "unbound pairs": f"{UNBOUND} {TABLES} {SUM}",
     "slices of pairs": f"""{PAIRS} e = Slice(xp, zero, one, four) op = Slice(xp, one, two, four) o = Squeeze(op, four) n = Neg(o)
         nu = Unsqueeze(n, four) st = Concat<axis=-1>(nu, e) r = Reshape(st, full) {TABLES} {SUM}""",
@@ -87,7 +87,7 @@ def coordinates(w: str = "Concat<axis=2>(w1, w2)", halves: str = "Expand(pair, t
         w3 = {w} w = Unsqueeze(w3, one) c = Cos(w) s = Sin(w) {SUM}"""
 
 
-def test_neighbours_side_by_side() -> None:
+def test_neighbors_side_by_side() -> None:
     graph, _ = check_pass(FuseRotary(), model(coordinates()), changes=1)
     assert graph.of_kind("RotaryEmbedding")[0].attrs.interleaved
 
@@ -104,9 +104,9 @@ def test_halves_of_joined_rows(rows: str) -> None:
     check_pass(FuseRotary(), model(body), changes=1)
 
 
-@pytest.mark.parametrize("name", NEIGHBOURS)
-def test_neighbours_that_turn_are_interleaved(name: str) -> None:
-    graph, _ = check_pass(FuseRotary(), model(NEIGHBOURS[name], REPEATED), changes=1)
+@pytest.mark.parametrize("name", NEIGHBORS)
+def test_neighbors_that_turn_are_interleaved(name: str) -> None:
+    graph, _ = check_pass(FuseRotary(), model(NEIGHBORS[name], REPEATED), changes=1)
     (op,) = graph.of_kind("RotaryEmbedding")
     assert op.attrs.interleaved
     assert not {"Neg", "Add"} & graph.kinds().keys()
@@ -122,7 +122,7 @@ def part(more: str = "g", split: bool = False) -> str:
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_what_does_not_turn_stays_as_it_is(split: bool) -> None:
+def test_features_that_are_not_rotated_stay(split: bool) -> None:
     graph, _ = check_pass(FuseRotary(), model(part(split=split), ONE_TURN, "[1,1,5,2]"), changes=2)
     (op,) = graph.of_kind("RotaryEmbedding")
     assert op.attrs.rotary_embedding_dim == 2
@@ -184,8 +184,8 @@ def positions_first(body: str) -> str:
 POSITIONS_FIRST = {
     "halves": (model(FORMS["llama"], shape="[1,5,1,4]"), 1, 0),
     "tables without a batch": (model(FORMS["llama"], shape="[5,1,4]"), 1, 0),
-    "neighbours": (model(NEIGHBOURS["roformer"], REPEATED, "[1,5,1,4]"), 1, 0),
-    "unbound pairs": (model(NEIGHBOURS["unbound pairs"], REPEATED, "[1,5,1,4]"), 1, 0),
+    "neighbors": (model(NEIGHBORS["roformer"], REPEATED, "[1,5,1,4]"), 1, 0),
+    "unbound pairs": (model(NEIGHBORS["unbound pairs"], REPEATED, "[1,5,1,4]"), 1, 0),
     "the first numbers": (model(part(), ONE_TURN, "[1,5,1,2]"), 2, 2),
     "rows of a table": (model(FORMS["rows of a table"].replace("Unsqueeze(g, one)", "Unsqueeze(g, two)")), 1, 0),
 }
@@ -203,7 +203,7 @@ def test_positions_before_heads_turn_between_two_transposes(name: str) -> None:
     assert graph.op(there.inputs[0]).kind == "Input"
 
 
-def test_a_transpose_behind_the_rotation_cancels() -> None:
+def test_a_transpose_after_the_rotation_cancels() -> None:
     body = FORMS["llama"].replace("y = Add", "t = Add") + " y = Transpose<perm=[0,2,1,3]>(t)"
     text = model(body, shape="[1,5,1,4]").replace("float[2,3,5,4] x", "float[2,5,3,4] x")
     graph, _ = check_pass(FuseRotary(), text, changes=2, rules={"rotary_embedding": 1, "transpose_chain": 1})
@@ -238,7 +238,7 @@ BY_HEAD_TWICE = np.concatenate([BY_HEAD, BY_HEAD], 2)
 HEADS_DIFFER = {
     "halves": (model(FORMS["llama"], BY_HEAD_TWICE, "[1,3,5,4]"), 1),
     "tables without a batch": (model(FORMS["llama"], BY_HEAD_TWICE, "[3,5,4]"), 1),
-    "neighbours": (model(NEIGHBOURS["roformer"], np.repeat(BY_HEAD, 2, 2), "[1,3,5,4]"), 1),
+    "neighbors": (model(NEIGHBORS["roformer"], np.repeat(BY_HEAD, 2, 2), "[1,3,5,4]"), 1),
     "the first numbers": (model(part(), np.repeat(BY_HEAD[..., :1], 2, 2), "[1,3,5,2]"), 2),
     "rows in front": (model(rows(), BY_HEAD_TWICE[:, 2:], "[1,3,3,4]"), 2),
 }
@@ -284,10 +284,37 @@ def test_rows_in_front_of_those_that_turn_turn_by_nothing(body: str) -> None:
     assert cos.shape == sin.shape == (1, 5, 2)
 
 
+LAST_ROWS = """positions = Constant<value_ints=[2]>() three = Constant<value_ints=[3]>() f = Slice(x, three, end, positions)
+    g = Slice(x, zero, three, positions) a = Slice(g, zero, two, last)  b = Slice(g, two, end, last)
+    {TURNED} {TABLES} gc = Mul(g, c) rs = Mul(r, s) t = Add(gc, rs) y = Concat<axis=2>(t, f)"""
+LAST_ROWS = LAST_ROWS.format(TURNED=TURNED, TABLES=TABLES)
+
+
+def test_rows_behind_those_that_turn_turn_by_nothing() -> None:
+    rules = {"rotary_embedding": 1, "rotary_first_rows": 1}
+    graph, _ = check_pass(FuseRotary(), model(LAST_ROWS, BEHIND, "[1,1,3,4]"), changes=2, rules=rules)
+    FoldConstants()(graph)
+    cos, sin = (graph.constant_value(v) for v in graph.of_kind("RotaryEmbedding")[0].inputs[1:])
+    assert cos is not None
+    assert sin is not None
+    np.testing.assert_array_equal(cos[0, 3:], np.ones((2, 2)))
+    np.testing.assert_array_equal(sin[0, 3:], np.zeros((2, 2)))
+    assert cos.shape == sin.shape == (1, 5, 2)
+
+
+def test_turned_first_rows_that_are_used_elsewhere_stay() -> None:
+    n = Net()
+    x = n.input(2, 3, 5, 4)
+    first, rest = n.op("Split", x, n.ints(3, 2), attrs=SplitAttrs(2), outputs=2)
+    turned = n.op("RotaryEmbedding", first, n.random(1, 3, 2), n.random(1, 3, 2))
+    graph = n.done(n.op("Concat", turned, rest, attrs=ConcatAttrs(2)), n.op("Relu", turned))
+    check_refused(FuseRotary(), graph, because="its rotated rows are used elsewhere", rule="rotary_first_rows")
+
+
 OTHER_ROWS = {
     "a gap": rows("f = Slice(x, zero, one, positions)"),
     "another tensor": rows("z = Abs(x) f = Slice(z, zero, two, positions)"),
-    "behind": rows(joined="t, f"),
+    "the other order": rows(joined="t, f"),
     "three parts": rows(joined="f, t, f"),
     "along the heads": rows("h = Slice(x, zero, one, one) f = Slice(h, two, end, positions)", axis=1),
 }
@@ -306,14 +333,14 @@ UNEQUAL = {
     "apart": coordinates("Concat<axis=2>(w4, w2, w5)").replace(
         "w3 =", "w4, w5 = Split<axis=2, num_outputs=2>(w1) w3 ="
     ),
-    "neighbours of halves": NEIGHBOURS["roformer"],
+    "neighbors of halves": NEIGHBORS["roformer"],
     "any": FORMS["llama"],
 }
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_numbers_of_a_pair_may_have_angles_of_their_own(name: str) -> None:
-    tables = BOTH if name == "neighbours of halves" else np.random.default_rng(5).standard_normal((5, 4))
+    tables = BOTH if name == "neighbors of halves" else np.random.default_rng(5).standard_normal((5, 4))
     graph, _ = check_pass(FuseRotary(), model(UNEQUAL[name], tables), changes=1)
     (op,) = graph.of_kind("RotaryEmbedding")
     assert op.attrs.own_angles
@@ -323,9 +350,13 @@ def test_numbers_of_a_pair_may_have_angles_of_their_own(name: str) -> None:
 
 def parts(
     *, sizes: tuple[int, ...] = (4, 6, 4), rest: int = 2, own: bool = True, split: bool = False, interleaved: bool = True,
-    order: tuple[int, ...] | None = None, batch: int = 1, used: bool = False, axis: int = -1,
+    order: tuple[int, ...] | None = None, batch: int = 1, used: bool = False, axis: int = -1, swapped: str = "",
+    views: tuple[int, ...] = (), turned: int = 0, counts: tuple[int, ...] = (1, 1, 1),
 ) -> Graph:  # fmt: skip
-    """Parts of a head that are rotated by angles of different coordinates, and the other features after them."""
+    """Parts of a head that are rotated by angles of different coordinates, and the other features after them.
+
+    ``swapped``: the parts (by their digits) that are rotated between two Transposes; ``views``: the shape of heads and positions
+    that Reshapes give to each part before its rotation."""
     n = Net(np.float64)
     widths = (*sizes, *([rest] if rest else []))
     x = n.input(2, 3, 5, sum(widths))
@@ -336,8 +367,14 @@ def parts(
         cut = [n.op("Slice", x, n.ints(e - w), n.ints(e), n.ints(3)) for w, e in zip(widths, ends, strict=True)]
     found = []
     for k, (part, size) in enumerate(zip(cut, sizes, strict=False)):
-        tables = [n.random(batch if k else 1, 5, size if own else size // 2) for _ in range(2)]
-        found.append(n.op("RotaryEmbedding", part, *tables, attrs=RotaryAttrs(interleaved, own_angles=own)))
+        swaps, length = str(k) in swapped, 3 if swapped else 5
+        tables = [n.random(batch if k else 1, length, (turned or size) // (1 if own else 2)) for _ in range(2)]
+        attrs = RotaryAttrs(interleaved, turned, own, counts[k])
+        part = n.op("Reshape", part, n.ints(*views, size)) if views else part
+        part = n.op("Transpose", part, attrs=TransposeAttrs((0, 2, 1, 3))) if swaps else part
+        part = n.op("RotaryEmbedding", part, *tables, attrs=attrs)
+        part = n.op("Transpose", part, attrs=TransposeAttrs((0, 2, 1, 3))) if swaps else part
+        found.append(n.op("Reshape", part, n.ints(2, 3, 5, size)) if views else part)
     joined = [*found, *cut[len(sizes) :]]
     y = n.op("Concat", *(joined[k] for k in order or range(len(joined))), attrs=ConcatAttrs(axis))
     return n.done(y, *([n.op("Relu", found[0])] if used else []))
@@ -349,13 +386,36 @@ def parts(
 )
 def test_parts_that_turn_by_different_coordinates(graph: Graph, turned: int) -> None:
     after, _ = check_pass(FuseRotary(), graph, changes=1, kinds={"RotaryEmbedding": 1, "Concat": 2})
-    assert after.of_kind("RotaryEmbedding")[0].attrs.rotary_embedding_dim == turned
+    (op,) = after.of_kind("RotaryEmbedding")
+    assert (op.attrs.rotary_embedding_dim, op.attrs.parts) == (turned, 1)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("sizes", "rest"), [((4, 4), 0), ((6, 6, 6), 0), ((4, 4, 4), 3)])
+def test_equal_parts_whose_pairs_are_halves(own: bool, sizes: tuple[int, ...], rest: int) -> None:
+    graph = parts(sizes=sizes, rest=rest, interleaved=False, own=own, split=True)
+    after, _ = check_pass(FuseRotary(), graph, changes=1, kinds={"RotaryEmbedding": 1, "Concat": 2})
+    (op,) = after.of_kind("RotaryEmbedding")
+    assert (op.attrs.rotary_embedding_dim, op.attrs.parts) == (sum(sizes) if rest else 0, len(sizes))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_parts_behind_views(interleaved: bool) -> None:
+    one = {"sizes": (4, 4), "rest": 0, "interleaved": interleaved, "split": True}
+    check_pass(FuseRotary(), parts(**one, views=(2, 3, 5)), changes=1, kinds={"RotaryEmbedding": 1, "Concat": 2})
+    graph = parts(**one, views=(1, 6, 5))
+    check_pass(FuseRotary(), graph, changes=1, kinds={"RotaryEmbedding": 1, "Concat": 2, "Reshape": 2})
+    swapped = parts(**one, swapped="01")
+    check_pass(FuseRotary(), swapped, changes=1, kinds={"RotaryEmbedding": 1, "Concat": 2, "Transpose": 2})
 
 
 @pytest.mark.parametrize(
     ("graph", "because"),
     [
-        (parts(interleaved=False), "its parts do not turn alike, by whole pairs of neighbours"),
+        (parts(interleaved=False), "its parts, whose pairs are halves, have different sizes"),
+        (parts(turned=2, own=False), "its parts do not turn as a whole"),
+        (parts(sizes=(4, 4), counts=(2, 2), interleaved=False), "its parts do not turn as a whole"),
+        (parts(sizes=(4, 4), counts=(1, 2), interleaved=False), "its parts do not turn alike"),
         (parts(used=True), "one of its parts is used elsewhere"),
         (parts(batch=2), "the angles of its parts are of different images or positions"),
     ],
@@ -426,8 +486,8 @@ OTHERS = {
     "columns of pairs": f"{UNBOUND} {TABLES} {SUM}".replace(
         "xp = Reshape(x, pairs)", "xq = Reshape(x, pairs) xp = Transpose<perm=[0,1,2,4,3]>(xq)"
     ),
-    "neighbours not negated": f"{STACKED} {TABLES} {SUM}".replace("Neg", "Abs"),
-    "the first neighbour negated": f"{STACKED} {TABLES} {SUM}".replace("Neg(o)", "Neg(e)").replace(
+    "neighbors not negated": f"{STACKED} {TABLES} {SUM}".replace("Neg", "Abs"),
+    "the first neighbor negated": f"{STACKED} {TABLES} {SUM}".replace("Neg(o)", "Neg(e)").replace(
         "Unsqueeze(e,", "Unsqueeze(o,"
     ),
     "halves of something else": f"z = Abs(x) a = Slice(z, zero, two, last)  b = Slice(z, two, end, last) {TURNED} {TABLES} {SUM}",

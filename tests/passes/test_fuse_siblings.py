@@ -177,7 +177,7 @@ def test_a_prologue_is_not_merged() -> None:
 
 
 @pytest.mark.parametrize("target", ["cuda:sm_90a", "cpu"])
-def test_what_convolutions_add_is_not_merged_on_gpus(target: str) -> None:
+def test_residuals_of_convolutions_are_not_merged_on_gpus(target: str) -> None:
     """One launch sums both convolutions there."""
     n = Net(np.float64)
     x, m = n.input(1, 8, 4, 4), n.input(1, 8, 4, 4, name="m")
@@ -219,7 +219,7 @@ def test_a_concat_of_all_siblings_goes_away(order: tuple[int, ...]) -> None:
     check_pass(FuseSiblings(), n.done(y), changes=1, kinds={"Conv": 1}, context=PassContext(target="cpu"))
 
 
-def test_a_concat_with_neighbours_takes_the_merged_value() -> None:
+def test_a_concat_with_neighbors_takes_the_merged_value() -> None:
     n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     parts = [n.op("Exp", x), conv(n, x, 3), conv(n, x, 5), n.op("Tanh", x)]

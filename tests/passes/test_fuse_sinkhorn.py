@@ -52,7 +52,7 @@ def test_divisions_in_turn_are_one(axes: tuple[int, ...], epsilons: tuple[float,
     assert set(graph.kinds()) == {"Exp", "Sinkhorn"}
 
 
-def test_what_stands_before_a_value_that_is_read_elsewhere_stays() -> None:
+def test_operators_before_a_value_with_other_readers_stay() -> None:
     graph, _ = check_pass(FuseSinkhorn(), divided((-1, -2) * 3, tapped=True), changes=1)
     (op,) = graph.of_kind("Sinkhorn")
     assert op.attrs == SinkhornAttrs(-1, 4, 1e-3)

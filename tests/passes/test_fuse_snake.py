@@ -43,7 +43,7 @@ def test_each_form_is_one_op(graph: Graph) -> None:
     check_pass(FuseEpilogue(), after, changes=1, kinds={"Conv": 1}, rules={"epilogue_activation": 1})
 
 
-def test_what_exporters_write_arrives_in_one_of_these_forms() -> None:
+def test_exported_forms_arrive_in_one_of_these_forms() -> None:
     """DAC: a reciprocal and a power."""
     n = Net()
     x = n.conv(n.input(2, 3, 9), 4)

@@ -92,7 +92,7 @@ def test_moves_that_undo_one_another_leave_views() -> None:
     )
 
 
-def test_what_has_another_reader_is_made_once() -> None:
+def test_values_with_another_reader_are_computed_once() -> None:
     """The windows' reader gathers from the rolled image, which stays."""
     check_untouched(GatherRows(), shifted(readers=2))
 

@@ -29,7 +29,7 @@ def places(n: Net, count: int = POINTS * NEAR) -> Value:
 
 
 def gathered_elements(n: Net, x: Value, batch: int = 1) -> Value:
-    """Each point's neighbours: [batch, C, POINTS, NEAR]."""
+    """Each point's neighbors: [batch, C, POINTS, NEAR]."""
     index = n.op("Reshape", places(n, batch * POINTS * NEAR), n.ints(batch, 1, POINTS * NEAR))
     wide = n.op("Expand", index, n.ints(batch, C, POINTS * NEAR))
     found = n.op("GatherElements", x, wide, attrs=GatherAttrs(2))
@@ -120,7 +120,7 @@ def test_turned_rows_and_parts_that_are_not_gathered() -> None:
     ]
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     n = Net(np.float64)
     more = n.op("Relu", n.input(EDGES, 4 * C, name="e"))
     check_refused(GatheredProducts(), n.done(n.matmul(ends(n, nodes(n), more), MADE)), because="are not half as many")
@@ -129,7 +129,7 @@ def test_what_it_refuses() -> None:
     check_refused(GatheredProducts(), n.done(n.matmul(rows, MADE), n.op("Relu", rows)), because="also read by others")
 
 
-def test_what_is_no_candidate() -> None:
+def test_networks_without_a_candidate() -> None:
     n = Net(np.float64)
     check_untouched(GatheredProducts(), n.done(n.matmul(nodes(n), MADE)))
     n = Net(np.float64)

@@ -72,7 +72,7 @@ def kept(graph: Graph) -> set[str]:
 
 
 @pytest.mark.parametrize("form", GUARDED)
-def test_what_an_epsilon_guards_is_fp32(form: str) -> None:
+def test_operators_guarded_by_an_epsilon_are_fp32(form: str) -> None:
     body, epsilon, names = GUARDED[form]
     graph = with_epsilon(body, epsilon)
     assert kept(graph) == set(names.split())
@@ -133,7 +133,7 @@ def test_a_small_shift_after_a_scale_per_channel_guards_nothing() -> None:
     check_simulated(graph)
 
 
-def test_casts_run_in_the_registers_of_what_computes_in_fp32() -> None:
+def test_casts_run_in_the_registers_of_fp32_operators() -> None:
     graph = with_epsilon(NORMALIZE, 1e-12)
     options = BuildOptions(target="simulate", precision="fp16", io_dtype="fp16")
     optimize(graph, options, "simulate")
@@ -164,7 +164,7 @@ def test_another_reader_of_the_guarded_value_gets_fp16() -> None:
     assert graph.type(tanh.inputs[0]).dtype == FP16  # type: ignore[arg-type]
 
 
-def test_bf16_holds_them_and_what_is_named_is_done() -> None:
+def test_neither_bf16_nor_pinned_nodes_need_guards() -> None:
     for plan in (PrecisionPlan.of_option("bf16"), PrecisionPlan("fp16", dict.fromkeys("ceny", "fp16"), "fp16")):
         graph = with_epsilon(NORMALIZE, 1e-12)
         assert not assigned(graph, plan).refused
@@ -241,10 +241,10 @@ def test_one_number_in_an_epilogue_does_not_become_zero() -> None:
     assert np.abs(got - want).max() < 4e-3
 
 
-# ---------------------------------------------------------------- what is told
+# ---------------------------------------------------------------- reports
 
 
-def test_the_contract_tells_them_with_the_reason() -> None:
+def test_the_contract_names_them_with_the_reason() -> None:
     model_ = export_model(with_epsilon(NORMALIZE, 1e-12)).proto
     built = build_verbose(model_, BuildOptions(target="simulate", precision="fp16"))
     rows = {r.asked.key: (r.asked.precision, r.runs, r.reason) for r in built.precisions}

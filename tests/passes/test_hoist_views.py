@@ -236,7 +236,7 @@ def residual(image: str = "conv", *, second: bool = False, readers: int = 1, bia
 
 @pytest.mark.parametrize("second", [False, True])
 def test_a_residual_is_added_before_the_turn_to_an_image(second: bool) -> None:
-    graph, _ = check_pass(HoistViews(), residual(second=second), changes=1, rules={"add_before_turn": 1})
+    graph, _ = check_pass(HoistViews(), residual(second=second), changes=1, rules={"add_before_transpose": 1})
     (op,) = graph.of_kind("Add")
     assert {graph.op(v).kind for v in op.inputs} == {"Mul", "Transpose"}  # type: ignore[arg-type]
     assert graph.users(op.value)[0].kind == "Transpose"
@@ -253,18 +253,18 @@ def test_a_residual_is_added_before_the_turn_of_a_norm(readers: int) -> None:
     if readers > 1:
         check_untouched(HoistViews(), graph)
     else:
-        check_pass(HoistViews(), graph, changes=1, rules={"add_before_turn": 1}, kinds={
+        check_pass(HoistViews(), graph, changes=1, rules={"add_before_transpose": 1}, kinds={
             "Conv": 1, "Relu": 1, "Transpose": 3, "RMSNormalization": 1, "Add": 1,
         })  # fmt: skip
 
 
 def test_a_turned_residual_is_added_as_it_was() -> None:
-    graph, _ = check_pass(HoistViews(), residual("turned"), changes=1, rules={"add_before_turn": 1})
+    graph, _ = check_pass(HoistViews(), residual("turned"), changes=1, rules={"add_before_transpose": 1})
     assert {graph.op(v).kind for v in graph.of_kind("Add")[0].inputs} == {"Mul", "Relu"}  # type: ignore[arg-type]
 
 
 def test_a_residual_with_its_channels_second_in_memory_stays() -> None:
-    check_refused(HoistViews(), residual("input"), because="comes from Input", rule="add_before_turn")
+    check_refused(HoistViews(), residual("input"), because="comes from Input", rule="add_before_transpose")
 
 
 @pytest.mark.parametrize("options", [{"readers": 2}, {"bias": True}])
@@ -312,7 +312,7 @@ def test_the_addition_goes_with_the_norm(last: bool) -> None:
         ({"perm": (4, 3, 2, 1, 0, 5), "flat": (2, 36, 6)}, "over too many axes"),
     ],
 )
-def test_other_norms_stay_behind_their_views(changes: dict[str, Any], because: str) -> None:
+def test_other_norms_stay_after_their_views(changes: dict[str, Any], because: str) -> None:
     n = Net()
     check_refused(HoistViews(), n.done(windows(n, **changes)), because=because)
 

@@ -239,7 +239,7 @@ def test_a_batch_of_one_may_be_gone_from_the_tokens() -> None:
     assert kinds(done) == ["Conv", "Transpose", "Reshape"]
 
 
-def test_what_becomes_an_image_behind_an_activation_and_a_concatenation() -> None:
+def test_rows_become_an_image_after_an_activation_and_a_concatenation() -> None:
     n = Net(np.float64)
     parts = [n.op("Relu", to_image(n, n.input(2, 20, 8), 0, 8, 4, 5)) for _ in range(2)]
     both = n.op("Concat", *parts, attrs=ConcatAttrs(1))
@@ -258,7 +258,7 @@ def test_on_a_gpu_heads_of_a_batch_become_an_image_in_place() -> None:
     assert "Copy" not in names[names.index("Attention") :][:-1]
 
 
-def test_what_becomes_an_image_behind_a_scale_and_a_shift_per_channel() -> None:
+def test_rows_become_an_image_after_a_scale_and_a_shift_per_channel() -> None:
     n = Net(np.float64)
     image = to_image(n, n.input(2, 20, 8), 0, 8, 4, 5)
     y = n.op("Add", n.op("Mul", image, n.random(8, 1, 1)), n.random(8, 1, 1))

@@ -45,7 +45,7 @@ def names(text: str) -> set[str]:
     ],
     ids=["a scale of two", "two scales", "a division", "no scale", "no integers"],
 )
-def test_what_scales_sums_of_integers(old: str, new: str, kept: set[str]) -> None:
+def test_scales_of_sums_of_integers(old: str, new: str, kept: set[str]) -> None:
     assert names(PRODUCT.replace(old, new)) == kept
 
 

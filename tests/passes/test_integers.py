@@ -13,16 +13,16 @@ from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.verify import verify
 from optdnn.ops.binary import CastAttrs
-from optdnn.ops.index import ConcatAttrs, PadAttrs
+from optdnn.ops.index import ConcatAttrs, PadAttrs, SplitAttrs
 from optdnn.ops.quant import DequantizeAttrs, IntegerConvAttrs, QuantizeAttrs
 from optdnn.ops.resize import ResizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_constants import FoldConstants
-from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
+from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, ShiftZeroPoints
 from optdnn.types import INT8, INT32, UINT8
 
-CANONICAL, MOVE, RECENTRE = CanonicalizeIntegers(), MoveIntegers(), RecentreIntegers()
+CANONICAL, MOVE, SHIFT = CanonicalizeIntegers(), MoveIntegers(), ShiftZeroPoints()
 
 
 def q(n: Net, x: Value, scale: float = 0.05, zero: int = 0, dtype: Any = INT8) -> Value:
@@ -197,7 +197,7 @@ def test_an_operand_of_another_scale_is_requantized_in_front() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "zero", "other"), [(INT8, -128, UINT8), (UINT8, 128, INT8)])
-def test_integers_around_the_end_of_their_type_are_recentred(dtype: Any, zero: int, other: Any) -> None:
+def test_zero_points_at_the_end_of_their_type_become_zero(dtype: Any, zero: int, other: Any) -> None:
     def graph(zero: int, read_too: bool = False) -> Graph:
         n = Net()
         x = q(n, n.input(2, 4, 5), 0.05, zero, dtype)
@@ -205,7 +205,7 @@ def test_integers_around_the_end_of_their_type_are_recentred(dtype: Any, zero: i
             n.graph.add_output(x, "integers")
         return n.done(n.op("Relu", dq(n, x, 0.05, zero)), n.op("Neg", dq(n, x, 0.04, zero + (3 if zero < 0 else -3))))
 
-    done, _ = check_pass(RECENTRE, graph(zero), changes=1, rules={"recentre": 1}, promoted_changes=1,
+    done, _ = check_pass(SHIFT, graph(zero), changes=1, rules={"shift_zero_point": 1}, promoted_changes=1,
                          kinds={"DequantizeLinear": 2, "QuantizeLinear": 1, "Relu": 1, "Neg": 1})  # fmt: skip
     (made,) = done.of_kind("QuantizeLinear")
     assert (made.outputs[0].type.dtype, made.input(2)) == (other, None)
@@ -213,8 +213,8 @@ def test_integers_around_the_end_of_their_type_are_recentred(dtype: Any, zero: i
         0,
         3 if zero < 0 else -3,
     }  # type: ignore[arg-type]
-    check_untouched(RECENTRE, graph(zero + (1 if zero < 0 else -1)))
-    check_refused(RECENTRE, graph(zero, read_too=True), because="other operators than DequantizeLinear read")
+    check_untouched(SHIFT, graph(zero + (1 if zero < 0 else -1)))
+    check_refused(SHIFT, graph(zero, read_too=True), because="other operators than DequantizeLinear read")
 
 
 def test_float_readers_keep_the_float_form() -> None:
@@ -256,7 +256,7 @@ def test_integers_are_padded_with_their_own_elements() -> None:
     same_integers(before, done)
 
 
-def test_what_is_padded_with_another_number_stays_float() -> None:
+def test_values_padded_with_another_number_stay_float() -> None:
     check_refused(MOVE, padded(0, INT8, 1.5), because="no integer form")
     check_refused(MOVE, padded(0, INT8, computed=True), because="zero point that is not constant")
 
@@ -284,3 +284,37 @@ def test_other_integers_are_interpolated_as_they_are() -> None:
 
     check_refused(MOVE, resized("linear", INT32), because="it interpolates int32, which fp32 cannot represent exactly")
     check_untouched(MOVE, resized("nearest", INT8))
+
+
+def split(scale: Any = 0.05, second: float = 0.02, used: str = "", kind: str = "QuantizeLinear") -> Graph:
+    """A Split of dequantized integers. Its parts are quantized with the same scale, and with ``second``."""
+    n = Net()
+    x = q(n, n.input(3, 8))
+    whole = dq(n, x, scale, None if np.ndim(scale) else 0, axis=0)
+    a, b = n.op("Split", whole, n.ints(5, 3), attrs=SplitAttrs(1), outputs=2)
+    found = [q(n, a), q(n, b, second)] if kind == "QuantizeLinear" else [q(n, a), n.op(kind, b)]
+    if used == "whole":
+        found.append(n.op("Relu", whole))
+    if used == "part":
+        found.append(n.op("Relu", a))
+    return n.done(*found)
+
+
+@pytest.mark.parametrize("used", ["", "whole"])
+def test_a_split_takes_integers(used: str) -> None:
+    after, _ = check_pass(MOVE, split(used=used), changes=1, rules={"split_integers": 1}, promoted_changes=0)
+    assert [o.type.dtype for o in after.of_kind("Split")[0].outputs] == [INT8, INT8]
+    assert len(after.of_kind("QuantizeLinear")) == 2  # the input's, and that of the part with another scale
+    same_integers(split(used=used), after)
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (split(used="part"), "a part of Split_.* is read as a float"),
+        (split(kind="Relu"), "a part of Split_.* is read as a float"),
+        (split([0.05, 0.02, 0.03]), "it has a scale per channel"),
+    ],
+)
+def test_a_split_of_floats(graph: Graph, because: str) -> None:
+    check_refused(MOVE, graph, because=because, rule="split_integers")

@@ -15,7 +15,7 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes import joined_tables
 from optdnn.passes.joined_tables import JoinedTables
-from optdnn.passes.rules import tables_of_one_index
+from optdnn.passes.rules import joined_bags, tables_of_one_index
 from optdnn.types import FP32, INT64
 
 
@@ -128,15 +128,18 @@ def test_negative_indices_count_from_the_end_of_their_own_table() -> None:
 
 
 def test_tables_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined_tables, "MOST_BYTES", 100)
+    for module in (joined_tables, joined_bags):
+        monkeypatch.setattr(module, "MOST_BYTES", 100)
     check_refused(JoinedTables(), network(), because="too large")
 
 
-@pytest.mark.parametrize(
-    "graph", [network(count=3), network(widths=2, axis=2), network(sources=2)], ids=["few", "widths", "sources"]
-)
+@pytest.mark.parametrize("graph", [network(count=3), network(widths=2, axis=2)], ids=["few", "widths"])
 def test_others_stay(graph: Graph) -> None:
     check_untouched(JoinedTables(), graph)
+
+
+def test_columns_of_several_tensors_are_rows_by_indices_of_their_own() -> None:
+    check_pass(JoinedTables(), network(sources=2), changes=1, rules={"joined_bags": 1})
 
 
 def test_rows_below_one_another_stay() -> None:

@@ -51,7 +51,7 @@ def test_a_box_is_joined(places: Any, kinds: dict[str, int]) -> None:
     assert {op.kind: len(list(after.of_kind(op.kind))) for op in after.ops() if op.kind not in STRUCTURAL} == kinds
 
 
-def test_all_of_it_is_what_is_written() -> None:
+def test_a_write_of_all_rows_replaces_the_tensor() -> None:
     n = Net(np.float64)
     made = n.op("ScatterND", n.input(5, 4), table(range(5)), n.input(5, 4, name="u"), attrs=ScatterNDAttrs())
     check_pass(CANON, n.done(made), changes=1, kinds={}, drops=["ScatterND_1"])
@@ -62,7 +62,7 @@ def test_a_box_of_one_number_is_padding() -> None:
     check_pass(CANON, written((5, 6), table([1, 2], range(6)), base=0.0, reduction="add"), changes=1, kinds={"Pad": 1})
 
 
-def test_what_is_added_is_padded() -> None:
+def test_an_added_part_is_padded() -> None:
     kinds = {"Pad": 1, "Add": 1}
     check_pass(CANON, written((5, 6), table([1, 2], [3, 4]), reduction="add"), changes=1, kinds=kinds)
 

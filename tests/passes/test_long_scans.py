@@ -135,7 +135,7 @@ NARROW = [node("Mul", "s a", "t"), node("Mul", "b w", "y")]
         (lambda: loop(other="number"), "more than states, positions and other floats"),
     ],
 )
-def test_what_is_refused(graph: Any, because: str) -> None:
+def test_refusals(graph: Any, because: str) -> None:
     check_refused(LongScans(), graph(), because=because)
 
 

@@ -59,7 +59,7 @@ def test_no_row_and_all_rows(fill: float) -> None:
     assert bool(expected.any()) == (fill > 0)
 
 
-def test_what_is_not_chosen_does_not_leak() -> None:
+def test_rows_outside_of_the_mask_do_not_leak() -> None:
     """Rows outside of the mask hold NaN, and images that do not exist."""
     graph = from_text(head())
     MaskedRows()(graph, GPU)

@@ -102,7 +102,7 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     text = edges().replace("rows = Gather(x, source)", turned)
     check_refused(MaskedRows(), text, because="holds other rows than a value of the same size", context=GPU)
     monkeypatch.setattr(masked_sums, "MOST_ELEMENTS", 63)
-    check_refused(MaskedRows(), edges(), because="all rows together are too large", context=GPU)
+    check_refused(MaskedRows(), edges(), because="results for all rows would be too large", context=GPU)
 
 
 def test_other_reductions_are_no_candidates() -> None:

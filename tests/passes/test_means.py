@@ -90,9 +90,9 @@ def test_standardized_series_are_one_norm() -> None:
     """As PatchTST writes it: sums over time, divided by the number of steps."""
     n = Net(np.float64)
     x, steps = n.input(2, 16, 3), n.const(np.full((1, 1, 3), 16.0))
-    centred = n.op("Sub", x, n.op("Div", total(n, x, 1), steps))
-    variance = n.op("Div", total(n, n.op("Mul", centred, centred), 1), steps)
-    y = n.op("Div", centred, n.op("Sqrt", n.op("Add", variance, n.const(np.float64(1e-5)))))
+    centered = n.op("Sub", x, n.op("Div", total(n, x, 1), steps))
+    variance = n.op("Div", total(n, n.op("Mul", centered, centered), 1), steps)
+    y = n.op("Div", centered, n.op("Sqrt", n.op("Add", variance, n.const(np.float64(1e-5)))))
     graph = n.done(y)
     means, _ = check_pass(Canonicalize(), graph, changes=2, rules={"sum_is_mean": 2})
     check_pass(ChannelNorms(), means, changes=1, kinds={"LayerNormalization": 1, "Transpose": 2})

@@ -53,7 +53,7 @@ def test_pixels_are_moved_with_all_of_their_channels() -> None:
     assert perms == {(0, 2, 3, 1): 2, (0, 3, 1, 2): 2, (0, 2, 4, 1, 3, 5): 1, (0, 3, 1, 4, 2, 5): 1}
 
 
-def test_a_norm_moves_behind_the_reshape_that_others_read() -> None:
+def test_a_norm_moves_after_the_reshape_that_others_read() -> None:
     n = Net(np.float64)
     split = n.op("Reshape", n.conv(n.input(2, 8, 8, 8), 16, 1, pads=0), n.ints(0, 16, 4, 2, 4, 2))
     turned = n.op("Transpose", split, attrs=TransposeAttrs((0, 1, 3, 5, 2, 4)))
@@ -70,7 +70,7 @@ def test_a_norm_that_no_other_reshape_stands_beside_stays() -> None:
     check_untouched(ImageTokens(), n.done(n.op("Relu", n.op("Reshape", normed, n.ints(0, 8, 16)))))
 
 
-def test_what_is_no_image_stays() -> None:
+def test_values_that_are_no_image_stay() -> None:
     n = Net(np.float64)
     graph = n.done(patches(n, n.input(2, 16, 8, 8)))
     check_refused(ImageTokens(), graph, because="no operator on images computes it or reads it")

@@ -59,7 +59,7 @@ def test_columns_follow_one_another(form: str) -> None:
     assert not graph.of_kind("Gather")
 
 
-def test_what_is_no_product_stays() -> None:
+def test_operators_that_are_no_product_stay() -> None:
     check_refused(
         HoistViews(),
         heads(computed=True),

@@ -55,7 +55,7 @@ def test_an_epilogue_stays() -> None:
     check_untouched(OuterProducts(), graph)
 
 
-def test_factors_and_what_follows_are_one_launch() -> None:
+def test_factors_and_later_operators_are_one_launch() -> None:
     n = Net()
     y = n.op("MatMul", n.op("Relu", n.input(40, 8, 1)), n.input(40, 1, 24, name="z"))
     graph = n.done(n.op("Tanh", n.op("Mul", y, n.const(np.float32(3)))))

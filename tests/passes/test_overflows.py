@@ -87,7 +87,7 @@ def test_a_layer_of_unknown_length_is_not_tried() -> None:
     assert growing(n.done(y))
 
 
-def test_what_reads_a_growing_layer_stays_fp32_until_it_is_bounded() -> None:
+def test_readers_of_a_growing_layer_stay_fp32_until_it_is_bounded() -> None:
     n, (y, _) = layer("RNN", "Relu", scale=2.0)
     scaled = n.op("Mul", y, 0.5, name="scaled")
     graph = n.done(n.op("Exp", n.op("Tanh", scaled, name="bounded"), name="behind"))
@@ -184,7 +184,7 @@ def test_networks_that_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest_values(graph) is None, "made-up inputs are not valid"
 
 
-def test_what_is_tried_is_reported() -> None:
+def test_the_log_records_whether_overflows_were_tried() -> None:
     account = PrecisionLog()
     AssignPrecision()(powers(), PassContext(target="cuda:sm_90a", precision="fp16", account=account))
     assert account.tried is True

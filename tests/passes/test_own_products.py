@@ -78,7 +78,7 @@ def test_biases_of_heads_move_in_front_of_both_views(
     assert all(graph.users(op.value)[0].kind == "Reshape" for op in adds)
 
 
-def test_a_constant_of_rows_stays_behind_the_transpose() -> None:
+def test_a_constant_of_rows_stays_after_the_transpose() -> None:
     check_refused(HoistViews(), turned_queries((1, H, 1, D), (1, H, R, D)), because="differs between rows")
 
 

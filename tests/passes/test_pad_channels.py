@@ -59,7 +59,7 @@ def test_halves_get_zeros_of_their_own(sizes: bool) -> None:
     assert channels_of(graph, "Gelu", "Mul", "Split") == {32}
 
 
-def test_constants_of_channels_pools_and_what_is_broadcast() -> None:
+def test_constants_of_channels_pools_and_broadcast_values() -> None:
     n = Net(np.float64)
     y = separable(n)
     y = n.op("PRelu", y, n.random(C, 1, 1))
@@ -83,7 +83,7 @@ def test_sequences() -> None:
     assert channels_of(graph, "Swish") == {32}
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     n = Net(np.float64)
     y = separable(n)
     check_refused(PadChannels(), n.done(y), because=r"Output .* reads its channels", context=HALF)
@@ -101,7 +101,7 @@ def test_what_it_refuses() -> None:
     check_refused(PadChannels(), n.done(y), because="has no constant weights", context=HALF)
 
 
-def test_what_is_no_candidate() -> None:
+def test_networks_without_a_candidate() -> None:
     n = Net(np.float64)
     check_untouched(PadChannels(), ends(n, separable(n, 28)), HALF)
     n = Net(np.float64)

@@ -105,7 +105,7 @@ def test_norms_and_factors_of_heads() -> None:
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("turned", [0, 4])
-def test_rotary_embeddings_leave_zeros_behind_a_head(turned: int, interleaved: bool, own: bool) -> None:
+def test_rotary_embeddings_leave_zeros_after_a_head(turned: int, interleaved: bool, own: bool) -> None:
     """Moonshine."""
     n = Net(np.float64)
     x = tokens(n)
@@ -140,7 +140,7 @@ def test_values_of_another_width() -> None:
     assert only_weights(after)
 
 
-def test_what_else_reads_the_heads_takes_their_features() -> None:
+def test_other_readers_of_the_heads_take_their_features() -> None:
     n = Net(np.float64)
     x = tokens(n)
     graph = n.done(n.op("Tanh", attend(n, *(heads(n, n.matmul(x, C)) for _ in range(3)))))
@@ -207,7 +207,7 @@ def test_a_cache_stays() -> None:
     check_refused(PadHeads(), graph, because="also outputs", context=HALF)
 
 
-def test_what_is_no_candidate() -> None:
+def test_networks_without_a_candidate() -> None:
     check_untouched(PadHeads(), separate((8, 8, 16)), HALF)
     wide = Net()
     parts = [wide.input(B, H, N, D, name=f"x{i}") for i in range(3)]

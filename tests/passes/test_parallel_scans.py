@@ -64,7 +64,7 @@ def test_iterations_are_computed_together(nodes: list[onnx.NodeProto], out: list
         (scan([KEPT, node("MatMul", "s x", "y")], [4]), "its MatMul cannot have one more axis"),
     ],
 )  # fmt: skip
-def test_what_it_refuses(graph: Graph, because: str) -> None:
+def test_refusals(graph: Graph, because: str) -> None:
     check_refused(ParallelScans(), graph, because=because, context=GPU)
 
 

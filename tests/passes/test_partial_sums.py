@@ -88,7 +88,7 @@ def test_channels_before_those_that_are_added() -> None:
         (lambda: _appended(40), FP16, "more than 4 times as many filters"),
     ],
 )
-def test_what_is_refused(graph: Any, context: PassContext, because: str) -> None:
+def test_refusals(graph: Any, context: PassContext, because: str) -> None:
     check_refused(PartialSums(), graph(), because=because, context=context)
 
 

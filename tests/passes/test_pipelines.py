@@ -136,7 +136,7 @@ EXPECTED: dict[str, tuple[dict[str, int], dict[str, int], dict[tuple[str, ...], 
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_what_fuses_in_networks(name: str) -> None:
+def test_fusions_in_networks(name: str) -> None:
     graph = NETWORKS[name]()
     reports = run_pipeline(graph, PIPELINE(2, "reference"), verify=True)
     rules, kinds, chains = EXPECTED[name]

@@ -45,7 +45,7 @@ def test_activations_between_them_stay() -> None:
     check_pass(PixelShuffles(), n.done(shuffled(n, y)), changes=1, kinds=kinds)
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     n = Net(np.float64)
     check_refused(PixelShuffles(), n.done(shuffled(n, n.conv(image(n), 8, group=2))), because="has groups")
     n = Net(np.float64)
@@ -66,7 +66,7 @@ def test_a_convolution_with_stages() -> None:
     check_refused(PixelShuffles(), graph, because="has stages")
 
 
-def test_what_is_no_candidate() -> None:
+def test_networks_without_a_candidate() -> None:
     n = Net(np.float64)
     check_untouched(PixelShuffles(), n.done(shuffled(n, n.conv(image(n), 8), "DCR")))
     n = Net(np.float64)
@@ -80,5 +80,5 @@ def test_a_network_on_the_gpu() -> None:
     program = lowered(graph, "fp16", target="cuda:sm_90a", no_cubins=True)
     moves = [s.params for s in program.steps if s.params.get("tactic") == "copy"]
     (move,) = [m for m in moves if len(m["reads"][0][2]) == 6]
-    assert move["reads"][0][3][1] == move["writes"][0][3][1] == 1, "channels are neighbours before and after"
+    assert move["reads"][0][3][1] == move["writes"][0][3][1] == 1, "channels are neighbors before and after"
     check_simulated(graph, "fp16")

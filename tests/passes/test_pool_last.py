@@ -27,7 +27,7 @@ def branch(
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("size", "pads"), [(3, 1), (5, 2), (3, 0), (2, 0)])
-def test_the_pool_moves_behind_the_convolution(size: int, pads: int, bias: bool) -> None:
+def test_the_pool_moves_after_the_convolution(size: int, pads: int, bias: bool) -> None:
     graph, _ = check_pass(LAST, branch(size=size, pads=pads, bias=bias), changes=1, kinds={"Conv": 2, "Relu": 1})
     first, second = (op for op in graph.order() if op.kind == "Conv")
     assert (first.attrs.group, second.attrs.group) == (1, 4)

@@ -123,7 +123,7 @@ def test_factors_of_such_products_are_computed_at_once() -> None:
     ],
     ids=["reshapes", "a maximum", "a slice", "a selection", "one row"],
 )
-def test_what_parts_may_compute_in_front_of_products(between: Callable[[Net, Value], Value], kind: str) -> None:
+def test_operators_of_parts_before_products(between: Callable[[Net, Value], Value], kind: str) -> None:
     graph, _ = check_pass(PASS, chunks(between=between), changes=3)
     assert len(graph.of_kind("MatMul")) == 2
     assert not kind or len(graph.of_kind(kind)) == 1
@@ -147,7 +147,7 @@ def layers(*, own: bool = False, bias: bool = True, relu: int = 3) -> Graph:
     return n.done(*found)
 
 
-def test_stages_behind_products_of_parts() -> None:
+def test_stages_after_products_of_parts() -> None:
     rules = {"products_of_parts": 1, "stages_of_parts": 2}
     graph, _ = check_pass(PASS, layers(), changes=3, rules=rules)
     assert graph.kinds() == {**graph.kinds(), "MatMul": 1, "Add": 1, "Relu": 1, "Gather": 3}

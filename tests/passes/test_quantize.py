@@ -101,7 +101,9 @@ def test_a_chain_is_in_integers_from_end_to_end() -> None:
         ("depthwise, 24 channels", True, INT8),
     ],
 )
-def test_gpus_give_zero_points_to_what_is_not_padded_with_zeros(layer: str, negative: bool, dtype: object) -> None:
+def test_gpus_give_zero_points_to_values_that_are_not_padded_with_zeros(
+    layer: str, negative: bool, dtype: object
+) -> None:
     n = Net()
     channels = 24 if "24" in layer else 16
     x = n.input(2, channels, 6, 6)
@@ -329,7 +331,7 @@ def test_a_plan_names_single_ops_by_value_or_by_node() -> None:
     assert producer(graph, first, 0).kind == "Input"
     assert producer(graph, second, 0).kind == "DequantizeLinear"
     (pool,) = graph.of_kind("MaxPool")
-    assert producer(graph, pool, 0).kind == "DequantizeLinear", "what is not named follows its neighbours"
+    assert producer(graph, pool, 0).kind == "DequantizeLinear", "what is not named follows its neighbors"
     graph = chain()
     assign(graph, PrecisionPlan("fp32", {"Conv_4": "int8", "MaxPool_3": "fp32"}))
     (pool,) = graph.of_kind("MaxPool")

@@ -99,7 +99,7 @@ NETWORKS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "mobilenet_v3_large.ts": ({}, {"HardSwish": 21, "HardSigmoid": 8}),
     "mobilenet_v3_large.dyn": ({}, {"HardSwish": 21, "HardSigmoid": 8}),
 }
-"""Network -> rewrites by rule, and how many of these kinds there are afterwards (some are exported whole)."""
+"""Network -> rewrites by rule, and how many of these kinds there are afterward (some are exported whole)."""
 
 
 @pytest.mark.slow

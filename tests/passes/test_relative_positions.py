@@ -226,7 +226,7 @@ def test_other_padding_stays(options: dict[str, Any], because: str) -> None:
 
 def test_columns_of_one_row_are_a_view_and_those_of_two_are_not() -> None:
     check_pass(PASS, flattened(7), changes=1, rules={"padded_shift": 1})
-    check_refused(PASS, flattened(0), because="come from neighbouring rows", rule="padded_shift")
+    check_refused(PASS, flattened(0), because="come from neighboring rows", rule="padded_shift")
 
 
 def test_rows_with_an_operator_in_between_stay() -> None:

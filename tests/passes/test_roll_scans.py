@@ -146,7 +146,7 @@ def test_long_steps_stay(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_refused(PASS, graph_of("gated"), because="takes too many registers")
 
 
-def test_steps_that_read_what_others_end_with_stay() -> None:
+def test_steps_that_read_final_values_of_others_stay() -> None:
     """The second state of every step needs the last value of the first state, by way of a product."""
     n = Net()
     x, first, firsts = n.input(2, STEPS, 4), zeros(n, 2, 4), []
@@ -174,7 +174,7 @@ def test_a_last_state_stays_where_others_are_read() -> None:
     check_refused(PASS, n.done(state, *sums), because="other steps than the last one", rule="last_state")
 
 
-def test_neighbours_are_no_candidates() -> None:
+def test_neighbors_are_no_candidates() -> None:
     n = Net()
     x = n.input(2, 3, 4)
     few = stacked(n, [n.op("Relu", taken(n, x, 1, t)) for t in range(3)], 1)

@@ -68,7 +68,7 @@ def scaled(
     return n.done(z, *([n.op("Exp", x)] if twice else []))
 
 
-def test_gathers_of_neighbours_are_slices() -> None:
+def test_gathers_of_neighbors_are_slices() -> None:
     graph, _ = check_pass(RelativePositions(), gathered(2, 3, 4), changes=1)
     assert "Slice" in graph.kinds()
 

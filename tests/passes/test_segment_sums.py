@@ -35,7 +35,7 @@ def test_the_weights_of_an_attention_are_added_in_a_sum_of_their_own() -> None:
     assert sent.attrs.factors == ("Div",)
 
 
-def test_factors_of_a_node_move_behind_its_sum() -> None:
+def test_factors_of_a_node_move_after_its_sum() -> None:
     graph, _ = check_pass(PASS, graph_of("degrees"), changes=1)
     (total,) = graph.of_kind("SegmentSum")
     assert [s.kind for s in total.attrs.stages] == ["Mul"]
@@ -112,7 +112,7 @@ def test_what_follows_the_sums() -> None:
         ("long", "16 stages already"),
     ],
 )
-def test_other_operators_stay_behind_the_sums(kind: str, because: str) -> None:
+def test_other_operators_stay_after_the_sums(kind: str, because: str) -> None:
     n = Net()
     total = scattered(n, n.input(EDGES, 8), edges(1), 8)
     if kind == "computed":

@@ -102,7 +102,7 @@ def _few_channels(n: Net) -> Value:
         (lambda n: context(n, *images(n)), PassContext(precision="fp16", target="reference"), "on reference"),
     ],
 )
-def test_what_is_refused(build: Callable[[Net], Value], where: PassContext, because: str) -> None:
+def test_refusals(build: Callable[[Net], Value], where: PassContext, because: str) -> None:
     n = Net(np.float64)
     check_refused(SeparableAttention(), n.done(build(n)), because=because, context=where)
 
@@ -116,7 +116,7 @@ def test_what_is_refused(build: Callable[[Net], Value], where: PassContext, beca
         lambda n: n.op("ReduceSum", images(n)[1], n.ints(-1), attrs=ReduceAttrs()),
     ],
 )
-def test_what_is_no_candidate(build: Callable[[Net], Value]) -> None:
+def test_networks_without_a_candidate(build: Callable[[Net], Value]) -> None:
     n = Net(np.float64)
     check_untouched(SeparableAttention(), n.done(build(n)), FP16)
 

@@ -35,7 +35,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"softcap": 5.0}, 2),
     ],
 )
-def test_neighbouring_items_are_one(options: dict[str, Any], batch: int) -> None:
+def test_neighboring_items_are_one(options: dict[str, Any], batch: int) -> None:
     graph, _ = check_pass(PASS, frames(**options), changes=1, rules={"packed_items": 1})
     (op,) = graph.of_kind("Attention")
     assert graph.type(op.inputs[0]).dims[0] == batch  # type: ignore[arg-type]

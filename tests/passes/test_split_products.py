@@ -67,7 +67,7 @@ def test_halves_that_are_slices_of_any_width() -> None:
 
 
 @pytest.mark.parametrize("of", ["part", "product"])
-def test_what_has_another_reader_stays(of: str) -> None:
+def test_values_with_another_reader_stay(of: str) -> None:
     n = Net(np.float64)
     y = n.matmul(n.input(3, 6), 10)
     a, b = halves(n, y)

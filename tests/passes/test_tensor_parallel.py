@@ -186,7 +186,7 @@ def test_sums_beside_one_another_keep_their_additions_behind() -> None:
     assert kinds_around_sums(first) == kinds_around_sums(second) == [("MatMul", "Add")] * 2
 
 
-def test_what_is_known_only_later_is_added_after_the_sum() -> None:
+def test_addends_known_only_later_are_added_after_the_sum() -> None:
     n = Net(np.float64)
     y = feed_forward(n, n.input(3, 16))
     graph = n.done(n.op("Add", y, n.op("Exp", n.input(3, 16, name="later"))))

@@ -121,7 +121,7 @@ def _few_tokens(n: Net) -> Value:
         (_of_an_input, FP16, "may be stored with the tokens last"),
     ],
 )
-def test_what_is_refused(build: Callable[[Net], Value], context: PassContext, because: str) -> None:
+def test_refusals(build: Callable[[Net], Value], context: PassContext, because: str) -> None:
     n = Net()
     check_refused(TokenProducts(), n.done(build(n)), because=because, context=context)
 
@@ -155,7 +155,7 @@ def _heads(n: Net) -> tuple[Value, ...]:
 
 
 @pytest.mark.parametrize("build", [_read_between, _of_two, _computed, _widened, _no_product, _heads])
-def test_what_is_no_candidate(build: Callable[[Net], tuple[Value, ...]]) -> None:
+def test_networks_without_a_candidate(build: Callable[[Net], tuple[Value, ...]]) -> None:
     n = Net()
     check_untouched(TokenProducts(), n.done(*build(n)), FP16)
 

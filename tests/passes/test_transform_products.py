@@ -211,6 +211,6 @@ def test_the_matrix_is_not_quantized(graph: Graph) -> None:
     assert not asks_packed(graph, PrecisionPlan.of_option("w4"), op)
 
 
-def test_neighbours() -> None:
+def test_neighbors() -> None:
     n = Net()
     check_untouched(PASS, n.done(n.op("Transpose", n.matmul(n.input(2, 8), 4), attrs=TransposeAttrs((1, 0)))))

@@ -83,7 +83,7 @@ def test_rows_that_share_scales() -> None:
     assert after.type(operand(op, 2)).shape == (N, 2)
 
 
-def test_what_kernels_read_stays() -> None:
+def test_weights_that_kernels_read_stay() -> None:
     for code in ("uint2", "uint4", "uint8", "fp8_e4m3"):
         check_untouched(UnpackWeights(), product(FP16, code=code), CUDA)
     check_untouched(UnpackWeights(), product(), PassContext(target="cpu"))

@@ -138,7 +138,7 @@ def stereo(
 )
 @pytest.mark.parametrize("groups", [None, 2, 8])
 @pytest.mark.parametrize(("kind", "turned"), [("ReduceMean", False), ("ReduceSum", True)])
-def test_images_cut_to_what_they_share(
+def test_images_cropped_to_their_common_part(
     shifts: list[tuple[int, int]], groups: int | None, kind: str, turned: bool
 ) -> None:
     graph, _ = check_pass(PASS, stereo(shifts, groups=groups, kind=kind, turned=turned), changes=1)

@@ -37,7 +37,7 @@ def normed(
 
 @pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
 def test_a_norm_writes_windows(kind: str) -> None:
-    graph, _ = check_pass(HoistViews(), normed(kind), changes=1, rules={"turn_before_norm": 1})
+    graph, _ = check_pass(HoistViews(), normed(kind), changes=1, rules={"transpose_before_norm": 1})
     (norm,) = graph.of_kind(kind)
     assert graph.op(norm.inputs[0]).kind == "Transpose"  # type: ignore[arg-type]
 
@@ -46,7 +46,7 @@ def test_a_transpose_right_after_a_norm() -> None:
     n = Net()
     y = n.op("LayerNormalization", n.input(2, 3, 4, 8), n.positive(8))
     turned = n.op("Transpose", y, attrs=TransposeAttrs(perm=(0, 2, 1, 3)))
-    check_pass(HoistViews(), n.done(n.op("Relu", turned)), changes=1, rules={"turn_before_norm": 1})
+    check_pass(HoistViews(), n.done(n.op("Relu", turned)), changes=1, rules={"transpose_before_norm": 1})
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_norm_stays_with_the_addition_that_its_launch_makes(product: bool) -> 
     total = n.op("Add", n.matmul(x, 8) if product else n.op("Tanh", x), n.input(1, 16, 8, name="residual"))
     graph = n.done(windows(n, n.op("LayerNormalization", total, n.positive(8)), 1, 2, 2, 2, 2, 8))
     if product:  # which adds by itself
-        check_pass(HoistViews(), graph, changes=1, rules={"turn_before_norm": 1})
+        check_pass(HoistViews(), graph, changes=1, rules={"transpose_before_norm": 1})
     else:
         check_refused(HoistViews(), graph, because="one launch already computes")
 

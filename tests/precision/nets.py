@@ -1,4 +1,4 @@
-"""A small network for tests of automatic precision, with data that it classifies."""
+"""A small network for tests of automatic precision, and data that it classifies."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ WIDTH, CLASSES, SAMPLES = 16, 4, 64
 
 
 def perceptron(scale: float = 1.0) -> Graph:
-    """x -> Gemm + Relu ("first") -> Gemm + Relu ("second") -> Gemm ("head"), symbolic batch.
-
-    ``scale`` multiplies what "second" computes, and divides the head's weights.
-    """
+    """x -> Gemm + Relu ("first") -> Gemm + Relu ("second") -> Gemm ("head"), with a symbolic batch. ``scale`` multiplies the
+    result of "second" and divides the head's weights."""
     from optdnn.dim import symbol
 
     rng = np.random.default_rng(3)
@@ -40,7 +38,7 @@ def perceptron(scale: float = 1.0) -> Graph:
 
 
 def data() -> dict[str, Array]:
-    """Inputs and, as labels, the classes that the network itself gives them."""
+    """Inputs, and the classes that the network itself gives them as labels."""
     from optdnn.ir.evaluate import evaluate
 
     x = np.random.default_rng(5).standard_normal((SAMPLES, WIDTH)).astype(np.float32)

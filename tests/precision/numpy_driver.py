@@ -1,4 +1,4 @@
-"""A target for automatic precision that runs in NumPy, with times that are made up; data and another network for it."""
+"""A target for automatic precision that runs in NumPy, with made-up times; data and another network for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CAST = 0.5
 
 @dataclass
 class Numpy:
-    """A target of NumPy engines; an engine's time is the sum of its plan's, and of casts."""
+    """A target of NumPy engines. An engine's time is the sum of the times of its plan and of casts."""
 
     offers: tuple[str, ...] = ("fp32", "bf16", "int8")
     notes: dict[str, str] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def find(graph: Graph, driver: Numpy, monkeypatch: pytest.MonkeyPatch, **options
 
 
 def another_network() -> Graph:
-    """Another network of the same inputs and outputs: what a faulty kernel might make."""
+    """Another network with the same inputs and outputs, like the result of a faulty kernel."""
     graph = perceptron()
     wrong = Graph("wrong")
     x = wrong.add_input("x", graph.op(graph.inputs[0]).outputs[0].type)

@@ -1,4 +1,4 @@
-"""Networks that ONNX Runtime's quantizer made: their scales are respected, on each target, as exactly as libraries do."""
+"""Networks of ONNX Runtime's quantizer: every target uses their scales, as exactly as the libraries do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASES = [("digits_resnet", form) for form in FORMS] + [(name, form) for name, fo
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """(network, form) -> the file that the quantizer wrote."""
+    """(network, form) -> the file of the quantizer."""
     logging.disable(logging.WARNING)
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -65,18 +65,18 @@ def run(model: Path, x: Array, level: str = "ORT_DISABLE_ALL") -> Array:
 
 
 def others(model: Path, x: Array, want: Array) -> float:
-    """How far the libraries themselves are from ONNX Runtime without optimizations."""
+    """The errors of the libraries themselves, compared with ONNX Runtime without optimizations."""
     far = [np.abs(run(model, x, "ORT_ENABLE_ALL") - want).max()]
     try:
         compiled = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         far.append(np.abs(compiled(x)[0] - want).max())
     except RuntimeError:
-        pass  # it does not know ONNX Runtime's own operators
+        pass  # it does not support ONNX Runtime's own operators
     return float(max(far))
 
 
 def step(model: Path, want: Array) -> float:
-    """One step of the last scale: of the quantization that the outputs went through, else of the range they have."""
+    """One step of the last scale: of the outputs' quantization, or else of their range."""
     proto = onnx.load(model)
     makers = {o: n for n in proto.graph.node for o in n.output}
     last = makers[proto.graph.output[0].name]
@@ -100,22 +100,22 @@ def test_end_to_end_no_farther_than_the_libraries(models: dict[tuple[str, str], 
     model, x = models[name, form], trained.load(name).x[:PICTURES]
     want = run(model, x)
     bound = others(model, x, want) + step(model, want)
-    if form == "QLinear operators":  # OpenVINO does not read them; the same network as QDQ says how far it is
+    if form == "QLinear operators":  # OpenVINO does not support them; the same network as QDQ shows its error
         bound += others(models[name, "qdq, int8"], x, run(models[name, "qdq, int8"], x))
     assert bound < 0.2 * np.ptp(want)
     for target, tactics in (("cpu", "openvino"), ("cpu", "onnxruntime"), ("reference", "auto"), ("simulate", "auto")):
         build = built(model, x, target, tactics)
         (got,) = build.engine.run({"x": x}).values()
         assert np.abs(got - want).max() <= bound, (target, tactics)
-    if form != "dynamic" and name != "digits_transformer":  # of its products, some have no constant factor
+    if form != "dynamic" and name != "digits_transformer":  # some of its products have no constant factor
         kinds = {s.params["op"]["kind"] for s in build.engine.program.steps}
-        assert "QuantizedConv" in kinds  # and whatever zero points there are, nothing is multiplied in floats
+        assert "QuantizedConv" in kinds  # with any zero points, no product is computed in floats
         assert not kinds & {"Conv", "Gemm", "MatMul", "DequantizeLinear"}
 
 
 @pytest.mark.parametrize("form", [f for f in FORMS if f != "dynamic"])
 def test_every_scale_is_the_models_own(models: dict[tuple[str, str], Path], form: str) -> None:
-    """Every Q and DQ of the optimized graph has a scale that the model has, and all products are quantized."""
+    """Every Q and DQ of the optimized graph has a scale of the model, and all products are quantized."""
     model = models["digits_resnet", form]
     x = trained.load("digits_resnet").x[:PICTURES]
     build = built(model, x, "cpu", "onnxruntime")
@@ -129,7 +129,7 @@ def test_every_scale_is_the_models_own(models: dict[tuple[str, str], Path], form
         scale = build.graph.constant_value(op.inputs[1])
         assert scale is not None
         stored = build.graph.type(op.inputs[0]).dtype  # type: ignore[arg-type]
-        if op.kind == "QuantizeLinear" or stored != np.int32:  # of biases: the product of two
+        if op.kind == "QuantizeLinear" or stored != np.int32:  # scales of biases: products of two scales
             assert {float(s) for s in scale.reshape(-1)} <= original
     kinds = build.graph.kinds()
     assert (kinds["Conv"], kinds["Gemm"]) == (10, 1)
@@ -138,7 +138,7 @@ def test_every_scale_is_the_models_own(models: dict[tuple[str, str], Path], form
 
 
 def test_scale_and_zero_point_may_differ_in_rank() -> None:
-    """ONNX Runtime's quantizer gives a bias the scale [1] and the zero point []."""
+    """ONNX Runtime's quantizer gives a bias a scale of shape [1] and a zero point of shape []."""
     helper = onnx.helper
     node = helper.make_node("DequantizeLinear", ["x", "s", "z"], ["y"])
     value = helper.make_tensor_value_info

@@ -1,4 +1,4 @@
-"""Each quantized operator of ONNX Runtime's quantizer, alone, within one step of its last scale: on every target."""
+"""Each operator of ONNX Runtime's quantizer, alone and on every target, is within one step of its last scale."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps(got: Array, want: Array) -> float:
-    """The largest difference in steps of integers; of floats, in steps of 255 over their range."""
+    """The largest difference: for integers in steps, for floats in steps of 1/255 of their range."""
     step = np.ptp(want.astype(np.float64)) / 255 if is_float(want.dtype) else 1.0
     return float(np.abs(got.astype(np.float64) - want.astype(np.float64)).max() / step)
 

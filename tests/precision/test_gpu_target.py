@@ -1,4 +1,4 @@
-"""Automatic precision for GPUs: what it may choose from, and times of steps."""
+"""Automatic precision for GPUs: its choices, and times of steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DATA = data()
 
 
 def fixed_perceptron() -> Graph:
-    """At batch 8."""
+    """A network at batch 8."""
     return import_model(export_model(perceptron()).proto, shapes={"x": (8, WIDTH)})
 
 
@@ -111,7 +111,7 @@ def test_steps_of_a_gpu_are_joined_with_ops_and_kept(monkeypatch: pytest.MonkeyP
     times = found.table
     assert set(times) == {key(op) for op in graph.of_kind("Gemm", "Relu")}
     assert set(times["y"]) == set(found.precisions)
-    for op in graph.of_kind("Relu"):  # which has no form in integers
+    for op in graph.of_kind("Relu"):  # which has no integer form
         assert set(times[key(op)]) == {"fp32", "fp16", "bf16"}
     assert measured().table == times
     assert len(runs) == len(found.precisions), "the second time from the cache"

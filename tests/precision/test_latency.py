@@ -1,4 +1,4 @@
-"""Times of a model, for machines that are not at hand."""
+"""Times of a cost model, for machines that are not available."""
 
 from __future__ import annotations
 

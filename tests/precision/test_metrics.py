@@ -1,4 +1,4 @@
-"""Metrics of automatic precision: what a drop is, its unit, and what goes wrong."""
+"""Metrics of automatic precision: definitions of the drop, its unit, and errors."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_mse_and_cosine_are_zero_for_the_same_and_grow() -> None:
 
 
 @pytest.mark.parametrize("name", ["mse", "cosine"])
-def test_what_is_not_finite_is_beyond_every_bound(name: str) -> None:
+def test_infinite_losses_exceed_every_bound(name: str) -> None:
     y = {"y": np.ones((2, 3), np.float32)}
     bad = {"y": np.array([[1, 1, np.nan], [1, 1, np.inf]], np.float32)}
     assert metric_of(name, None).drop(bad, y, None) >= 1.0

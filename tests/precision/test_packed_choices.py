@@ -1,4 +1,4 @@
-"""Packed weights as choices of automatic precision: where they are offered, their predicted times, and plans with them."""
+"""Packed weights as choices of automatic precision: where they are offered, predicted times, and plans."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ WIDTH, SAMPLES = 128, 16
 
 
 def layers(*, tied: bool = False, summed: bool = False) -> onnx.ModelProto:
-    """Products of 128 x 512 and 512 x 128 with a Relu between, and a head too small to be packed.
-
-    ``tied``: a third product has the first one's weights. ``summed``: a sum reads these as floats."""
+    """Products of 128 x 512 and 512 x 128 with a Relu between them, and a head that is too small to be packed. ``tied``: a
+    third product has the first one's weights. ``summed``: a sum reads these as floats."""
     rng = np.random.default_rng(0)
     shapes = {"wide": (WIDTH, 4 * WIDTH), "deep": (4 * WIDTH, WIDTH), "head": (WIDTH, 2)}
     weights = {n: (rng.standard_normal(s) / np.sqrt(s[0])).astype(np.float32) for n, s in shapes.items()}
@@ -65,7 +64,7 @@ def layers(*, tied: bool = False, summed: bool = False) -> onnx.ModelProto:
 
 
 BOUND = 0.006
-"""Of the mean squared error of the trained transformer."""
+"""A bound on the mean squared error of the trained transformer."""
 DATA: dict[str, Array] = {"x": np.random.default_rng(3).standard_normal((SAMPLES, WIDTH)).astype(np.float32)}
 
 
@@ -139,7 +138,7 @@ def test_times_are_predicted_from_packed_bytes() -> None:
 
 
 def test_rounded_rows_pay_for_many_rows() -> None:
-    """The launch that rounds them takes longer than it saves for few rows: these are not rounded."""
+    """For few rows, the launch that rounds them takes longer than it saves: they are not rounded."""
     gpu, times = named("h200"), {}
     for rows in (1, 64, 8192):
         n = Net()
@@ -154,7 +153,7 @@ def test_rounded_rows_pay_for_many_rows() -> None:
 
 @pytest.mark.parametrize(("target", "beside"), [("cpu", "fp32"), ("cuda:sm_90a", "fp16")])
 def test_errors_of_rounded_rows_are_judged(target: str, beside: str) -> None:
-    """Rounded rows add to the error of rounded weights; where 4 bits hold the weights, only they are left."""
+    """Rounded rows add to the error of rounded weights. If only 4-bit weights fit the bound, rows stay exact."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((SAMPLES, WIDTH)).astype(np.float32)
 
@@ -194,7 +193,7 @@ def test_a_pair_with_one_weight_is_packed_together_or_not_at_all() -> None:
 
 @pytest.fixture
 def slow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of the model whose launches cost little beside reading these weights."""
+    """A GPU of the cost model with cheap launches and slow memory."""
     real = Roofline.of
     monkeypatch.setattr(Roofline, "of", lambda gpu: replace(real(gpu), bandwidth=1e4, launch_us=0.1))
 
@@ -202,7 +201,7 @@ def slow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("slow_memory")
 @pytest.mark.parametrize(("bound", "packed"), sweep([(0.5, {"w4"}), (1e-3, {"w8"}), (1e-9, set())], (1e-3, {"w8"})))
 def test_the_fastest_within_the_bound_on_a_gpu(bound: float, packed: set[str]) -> None:
-    """By the times of a model: weights of 4 bits where the bound allows it, of 8 bits within a tighter one."""
+    """By predicted times: 4-bit weights if the bound allows them, 8-bit weights with a tighter bound."""
     engine = optdnn.build(
         layers(),
         target="simulate",
@@ -212,9 +211,9 @@ def test_the_fastest_within_the_bound_on_a_gpu(bound: float, packed: set[str]) -
         max_drop=bound,
         candidates="fp16,w8,w4",
     )
-    told = engine.meta["auto"]
-    assert told["met"]
-    nodes = {name: n for n in told["nodes"] for name in n["nodes"]}
+    reported = engine.meta["auto"]
+    assert reported["met"]
+    nodes = {name: n for n in reported["nodes"] for name in n["nodes"]}
     assert {nodes[n]["precision"] for n in ("wide", "deep")} & {"w4", "w8"} == packed
     assert engine.meta["operators"].get("PackedMatMul", 0) == 2 * len(packed)
     for name in ("wide", "deep"):
@@ -231,9 +230,9 @@ def test_rounded_rows_are_searched_and_pinned() -> None:
         layers(), target="simulate", precision="auto", calib=DATA, metric="cosine", max_drop=0.5, candidates="fp16,w4a8",
         precision_map={"deep": "w4a8"},
     )  # fmt: skip
-    told = engine.meta["auto"]
-    assert told["met"]
-    nodes = {name: n for n in told["nodes"] for name in n["nodes"]}
+    reported = engine.meta["auto"]
+    assert reported["met"]
+    nodes = {name: n for n in reported["nodes"] for name in n["nodes"]}
     assert nodes["deep"]["reason"] == "pinned by --pin deep=w4a8"
     assert nodes["wide"]["precision"] == "w4a8"
     assert nodes["wide"]["reason"].startswith("w4a8 is faster than fp32 here")
@@ -273,7 +272,7 @@ def test_the_cpu_target_times_them() -> None:
 
 @pytest.mark.slow
 def test_the_trained_transformer_mixes_4_and_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With times that follow the bytes of weights, and a bound between what all weights of 4 and of 8 bits lose."""
+    """With times proportional to the bytes of weights, and a bound between the losses of all-4-bit and all-8-bit weights."""
     network = trained.load("digits_transformer")
     graph = import_model(network.path, shapes={"x": (8, 1, 8, 8)})
     optimize(graph, BuildOptions(target="cpu"), "cpu", stop_before="assign_precision")

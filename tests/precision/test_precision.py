@@ -50,18 +50,18 @@ def accuracy(name: str, build: Any) -> float:
 @pytest.mark.parametrize("library", sweep(["openvino", "onnxruntime"], "openvino"))
 def test_int8_runs_in_int8_and_keeps_its_accuracy(library: str) -> None:
     build = built("digits_resnet", tactics=library, strict_precision=library == "openvino")
-    told = build.engine.meta["precision"]
+    reported = build.engine.meta["precision"]
     assert trained.load("digits_resnet").accuracy - accuracy("digits_resnet", build) <= 0.005
     assert {r.asked.kind for r in build.precisions} >= {"Conv", "Gemm"}
     convolutions = [r for r in build.precisions if r.asked.kind == "Conv"]
     assert len(convolutions) == 10
     assert all(r.asked.precision == "int8" for r in convolutions)
-    assert told["calibration"] == {"method": "mse", "batches": 8}
+    assert reported["calibration"] == {"method": "mse", "batches": 8}
     if library == "openvino":
-        assert told["runs"]["int8"] == 11
-        assert told["differs"] == []
+        assert reported["runs"]["int8"] == 11
+        assert reported["differs"] == []
         assert build.report()["executed"][0]["executed"].get("u8", 0) >= 11
-    else:  # a convolution with the residual in its epilogue is no operator of ONNX Runtime's
+    else:  # a convolution with a residual in its epilogue is no operator of ONNX Runtime
         differs = [r for r in build.precisions if r.differs]
         assert 0 < len(differs) < 10
         assert {r.reason for r in differs} == {"onnxruntime runs it in fp32"}
@@ -129,7 +129,7 @@ def ranges(graph: Graph, size: float = 4.0) -> Calibration:
     return Calibration("minmax", found, found)
 
 
-def test_what_is_refused_is_reported_with_its_reason() -> None:
+def test_refusals_are_reported_with_their_reason() -> None:
     n = Net()
     graph = n.done(n.op("Softmax", n.gemm(n.input(2, 8), 4, alpha=0.5)))
     account = assigned(graph, PrecisionPlan("int8", {"Softmax_2": "int8"}), ranges(graph))
@@ -142,11 +142,11 @@ def test_what_is_refused_is_reported_with_its_reason() -> None:
     account = assigned(graph, PrecisionPlan("int8"), ranges(graph))
     assert {r.asked.key: (r.asked.precision, r.runs) for r in outcome(graph, account)} == {
         "Gemm_1": ("int8", "int8"),
-        "Softmax_2": ("fp32", "fp32"),  # without an int8 form, and not named: asked for the float precision
+        "Softmax_2": ("fp32", "fp32"),  # without an int8 form, and not named: it gets the float precision
     }
 
 
-def test_why_a_product_stays_float_on_a_gpu_is_what_the_pass_says() -> None:
+def test_a_product_that_stays_float_on_a_gpu_has_the_reason_of_the_pass() -> None:
     n = Net()
     graph = n.done(n.gemm(n.input(2, 8), 4))
     account = assigned(graph, PrecisionPlan("int8", {"Gemm_1": "int8"}), ranges(graph))
@@ -163,7 +163,7 @@ def test_a_half_quantized_product_says_which_half() -> None:
     account = PrecisionLog()
     AssignPrecision()(graph, PassContext(target="cpu", plan=PrecisionPlan("int8"), account=account))
     (row,) = (r for r in outcome(graph, account) if r.asked.kind == "MatMul")
-    assert (row.runs, row.reason) == ("fp32", "its input is quantized, its second operand is not")
+    assert (row.runs, row.reason) == ("fp32", "its input is quantized, but its second operand is not")
 
 
 def test_a_library_that_runs_otherwise_is_reported() -> None:
@@ -212,7 +212,7 @@ def test_a_scale_that_is_no_normal_number_is_a_hazard(scale: float) -> None:
 
 
 @pytest.mark.parametrize("target", ["cpu", "simulate"])
-def test_hazards_are_reported_of_what_later_passes_fold_away(target: str) -> None:
+def test_hazards_are_reported_for_operators_that_later_passes_fold(target: str) -> None:
     n = QNet()
     y = n.op("Softmax", n.qconv(n.fake(n.input(1, 16, 6, 6), 0.02), 16))
     built = build_verbose(export_model(n.done(y)).proto, BuildOptions(target=target))
@@ -262,18 +262,18 @@ def test_fp16_risks_by_calibration_and_by_weights() -> None:
     assert graph.of_kind("MatMul")[0].outputs[0].type.dtype == FP16
 
 
-@pytest.mark.parametrize(("number", "told"), [(-3.4e38, False), (1e9, True)])
-def test_a_mask_that_hides_keys_is_no_risk(number: float, told: bool) -> None:
+@pytest.mark.parametrize(("number", "reported"), [(-3.4e38, False), (1e9, True)])
+def test_a_mask_that_hides_keys_is_no_risk(number: float, reported: bool) -> None:
     n = Net()
     x = n.input(1, 2, 4, 8)
     mask = np.where(np.arange(4) < 3, -0.5, number) * np.ones((1, 1, 4, 1))
     graph = n.done(n.op("Attention", x, x, x, n.const(mask)))
     found = half_risks(graph, PrecisionPlan("fp16", base="fp16"), None)
-    assert any("overflow: the constant" in r.what for r in found) == told
+    assert any("overflow: the constant" in r.what for r in found) == reported
 
 
 @pytest.mark.slow
-def test_the_command_line_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_reports_the_actual_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.savez(tmp_path / "data.npz", x=trained.calibration("digits_resnet")[:32], y=np.arange(32))
     arguments = f"""build {trained.load("digits_resnet").path} --target cpu --precision int8 --threads 1 --shape x=?x1x8x8
         --calib {tmp_path}/data.npz --calibrator mse --calib-cache {tmp_path}/c.json --tactics onnxruntime""".split()
@@ -291,7 +291,7 @@ def test_the_command_line_tells(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def rows_on(
     target: str, graph: Graph, precision: str = "fp32", **options: Any
 ) -> dict[str, tuple[str, str, str | None]]:
-    """Kind of an op -> what was asked of it, what it runs in, and why."""
+    """Kind of an op -> its requested precision, its actual precision, and the reason."""
     rng = np.random.default_rng(0)
     (x,) = (graph.op(i).outputs[0] for i in graph.inputs)
     data = rng.standard_normal((4, *x.type.static_shape), np.float32) if precision in ("int8", "fp8") else None
@@ -330,7 +330,7 @@ def test_an_architecture_without_kernels_of_fp8_is_reported(arch: str) -> None:
     ("arch", "precision"),
     [("sm_80", "int8"), ("sm_86", "int8"), ("sm_89", "int8"), ("sm_89", "fp8"), ("sm_80", "tf32"), ("sm_86", "tf32")],
 )
-def test_what_is_asked_for_before_hopper_is_run(arch: str, precision: str) -> None:
+def test_requested_precisions_run_before_hopper(arch: str, precision: str) -> None:
     assert rows_on(f"cuda:{arch}", product(), precision) == {"Conv": (precision, precision, None)}
 
 
@@ -356,7 +356,7 @@ def test_a_model_of_integers_that_a_gpu_computes_on_floats_is_reported() -> None
     assert why
 
 
-def test_what_a_gpu_has_no_integer_kernel_for_is_not_quantized() -> None:
+def test_operators_without_an_integer_kernel_on_a_gpu_are_not_quantized() -> None:
     n = Net()
     x = n.input(1, 16, 6, 6, 6)
     assert rows_on("simulate", n.done(n.conv(x, 16, group=16)), "int8") == {

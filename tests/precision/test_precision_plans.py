@@ -1,4 +1,4 @@
-"""Plans: the descent against all plans there are, its order, casts, pins."""
+"""Plans: the greedy descent compared with all possible plans, its order, casts, pins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def cast(a: str, b: str, nbytes: int) -> float:
 
 
 def chain(seed: int, n: int, precisions: tuple[str, ...]) -> Problem:
-    """A chain with a skip connection, times and damages drawn at random."""
+    """A chain with a skip connection, with random times and damages."""
     rng = np.random.default_rng(seed)
     nodes = []
     for k in range(n):
@@ -70,7 +70,7 @@ def test_the_descent_goes_from_fast_to_accurate() -> None:
 
 
 def test_nodes_leave_their_fast_precision_by_gain_per_damage() -> None:
-    """Without casts, the first to go is the one that gains least for its damage."""
+    """Without casts, the op with the least gain for its damage is the first to change back."""
     nodes = [
         Node("cheap", {"fp32": 10.0, "int8": 9.0}, {"fp32": 0.0, "int8": 1.0}),
         Node("dear", {"fp32": 10.0, "int8": 1.0}, {"fp32": 0.0, "int8": 1.0}),
@@ -114,7 +114,7 @@ def test_pins_the_last_pattern_counts_and_the_most_accurate_of_fused_nodes() -> 
     assert both == {"a_out": ("fp32", "layer1/bn")}
 
 
-def test_a_pattern_passes_over_what_lacks_the_precision_but_a_name_must_have_it() -> None:
+def test_a_pattern_skips_nodes_that_lack_the_precision_but_a_name_must_have_it() -> None:
     assert set(pinned({"layer2*": "int8"}, CHOICES)) == {"b_out"}
     with pytest.raises(UsageError, match="Softmax cannot run in int8: Softmax has no int8 form"):
         pinned({"layer2/softmax": "int8"}, CHOICES)

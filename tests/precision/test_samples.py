@@ -1,4 +1,4 @@
-"""The user's data: labels found, samples counted, and a split that keeps the two parts apart."""
+"""The user's data: recognized labels, counted samples, and a split that keeps both parts separate."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_two_samples_are_one_for_each_part_and_one_is_too_few() -> None:
 
 
 class Long:
-    """Batches of two samples each, made anew whenever they are gone through; ``most``: how many there ever were at a time."""
+    """Batches of two samples each, created in each iteration. ``most``: the largest number that existed at the same time."""
 
     def __init__(self) -> None:
         self.live = self.most = 0
@@ -63,7 +63,7 @@ def test_a_long_iterable_is_never_held_whole(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("optdnn.precision.samples.HELD_BYTES", 0)
     source = Long()
     found, wanted = halves(source, SPEC, Y), halves({"x": X, "labels": Y}, SPEC)
-    assert source.most <= 2  # the one at work, while the next is made
+    assert source.most <= 2  # the current one, while the next is created
     for part, same in zip(found, wanted, strict=True):
         assert isinstance(part.feeds["x"], np.memmap)
         assert np.array_equal(part.feeds["x"], same.feeds["x"])

@@ -1,4 +1,4 @@
-"""The driver of automatic precision, on engines of NumPy kernels with given times; and once on the real libraries."""
+"""The driver of automatic precision, on engines of NumPy kernels with given times; once also on the real libraries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytest.importorskip("openvino", reason="the cpu extra is not installed")
 
 @pytest.fixture(autouse=True)
 def exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the processor here is, weights have eight bits."""
+    """Weights have eight bits on every processor."""
     monkeypatch.setattr(quantize, "bytes_saturate", lambda: False)
 
 
@@ -64,7 +64,7 @@ def test_a_bound_of_nothing_gives_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.account.chosen == "fp32"
 
 
-def test_what_pins_lose_counts_against_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_of_pins_count_against_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"metric": "mse", "precision_map": {"first": "int8"}}
     found = find(perceptron(), Numpy(offers=("fp32", "int8")), monkeypatch, max_drop=1.0, **options)
     assert found.met
@@ -102,7 +102,7 @@ def test_a_bound_that_nothing_meets_gives_the_closest(monkeypatch: pytest.Monkey
 
 
 def _worse_unseen() -> Callable[[Any, Any], float]:
-    """A metric that every engine, fp32's own included, loses on from call to call."""
+    """A metric that gets worse with each call for every engine, including fp32's own."""
     calls = [0.0]
 
     def metric(outputs: Any, labels: Any) -> float:
@@ -113,7 +113,7 @@ def _worse_unseen() -> Callable[[Any, Any], float]:
 
 
 def test_a_mixture_that_fails_on_unseen_data_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The metric counts nothing lost on the part that the search sees, and much on the other wherever int8 is in it."""
+    """The metric shows no loss on the samples of the search, and a large one on the others for every plan with int8."""
     n_seen = []
 
     def metric(outputs: Mapping[str, np.ndarray], labels: Any) -> float:
@@ -144,8 +144,8 @@ def test_a_mixture_that_fails_on_unseen_data_is_not_taken(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_batches_of_an_iterable_give_what_arrays_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search over data that lies in temporary files, batch by batch: the same account."""
+def test_batches_of_an_iterable_give_the_results_of_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search over data in temporary files, batch by batch, gives the same report."""
     options: dict[str, Any] = {"metric": "cosine", "max_drop": 0.05}
     held = find(perceptron(), Numpy(), monkeypatch, calib={"x": DATA["x"]}, **options)
     for module in ("samples", "accuracy"):
@@ -203,7 +203,7 @@ def test_the_account_is_plain_and_has_a_front(monkeypatch: pytest.MonkeyPatch) -
     assert [c["name"] for c in plain["candidates"] if c["front"]]
 
 
-def test_what_was_declined_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_declined_plans_are_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     found = find(perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=1e-5)
     lines = declined(found.account.to_plain())
     (lost,) = [text for text in lines if text.startswith("int8 declined")]
@@ -216,11 +216,11 @@ def test_what_was_declined_is_reported_with_the_reason(monkeypatch: pytest.Monke
 
 def test_a_bound_that_the_samples_are_too_few_for_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     account = find(perceptron(), Numpy(), monkeypatch, max_drop=1.0).account.to_plain()
-    (told,) = [text for text in sentences(account) if "so small a loss" in text]
-    assert told.startswith(
+    (reported,) = [text for text in sentences(account) if "so small a loss" in text]
+    assert reported.startswith(
         "32 samples cannot show so small a loss: an engine that loses none may lose up to 9.4 points elsewhere"
     )
-    assert "; 300 samples that training has not seen suffice" in told
+    assert "; 300 samples that training has not seen suffice" in reported
     few = sentences({**account, "samples": {**account["samples"], "verification": 1}})
     assert [t for t in few if t.startswith("1 sample cannot") and "may lose up to 100 points" in t]
     assert "1 other to verify by; one sample counts 100 points" in few[0]
@@ -231,8 +231,8 @@ def test_a_bound_that_the_samples_are_too_few_for_is_reported(monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_what_margins_let_expect_declines_where_no_sample_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """int8 loses none of 64 samples, and brings some near the border: half a point, where one sample is three."""
+def test_the_expectation_from_margins_declines_a_plan_that_lost_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """int8 loses none of 64 samples, and brings some near the border: half a point is expected, one sample would be three."""
     loose = find(perceptron(), Numpy(), monkeypatch, max_drop=1.0).account
     assert "int8" in loose.candidate().counts
     account = find(perceptron(), Numpy(), monkeypatch, max_drop=0.5).account
@@ -242,15 +242,15 @@ def test_what_margins_let_expect_declines_where_no_sample_was_lost(monkeypatch: 
     assert single.drop == single.verified == 0.0
     assert single.expected is not None
     assert 0.5 < single.expected == single.worst < 1.0
-    # The search held its plans to it before any was built: the one that the loose bound took is not among those.
+    # The search applied the bound before it built plans: the plan that the loose bound allowed was not built.
     same = next(c for c in account.candidates if c.assignment == loose.candidate().assignment)
     assert same.drop == 0.0
     assert same.searched > 0.5
     assert same.verified is None
     plain = account.to_plain()
-    (told,) = [text for text in declined(plain) if text.startswith("int8 declined")]
-    assert f"0 points of top-1 accuracy lost of 64 samples, {single.expected:.3g} expected from margins" in told
-    assert "the bound is 0.5" in told
+    (reported,) = [text for text in declined(plain) if text.startswith("int8 declined")]
+    assert f"0 points of top-1 accuracy lost of 64 samples, {single.expected:.3g} expected from margins" in reported
+    assert "the bound is 0.5" in reported
     (cells,) = [row for row in rows(plain) if row[0] == "int8"]
     assert dict(zip(columns(plain), cells, strict=True))["expected from margins"] == f"{single.expected:.3g}"
     assert (
@@ -267,8 +267,8 @@ def test_other_metrics_expect_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("margins" in text for text in sentences(plain))
 
 
-def test_what_no_engine_is_expected_to_keep_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is asked for, the built engine is another one's int8: nothing lost, and every plan expected to lose too much."""
+def test_a_bound_that_no_engine_is_expected_to_keep_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The built engine is always another network's int8: no sample is lost, but every plan is expected to lose too much."""
 
     class Narrow(Numpy):
         def built(self, graph: Graph, plan: PrecisionPlan, label: str, say: Any) -> Engine:
@@ -287,7 +287,7 @@ def test_what_no_engine_is_expected_to_keep_is_not_met(monkeypatch: pytest.Monke
 
 
 def test_close_ones_are_tuned_and_raced_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Untuned, a mixture is 20 % ahead of int8; tuned, int8 wins."""
+    """Untuned, a mixture is 20 % ahead of int8; tuned, int8 is faster."""
     times = {k: {"fp32": 10.0, "bf16": 5.0, "int8": 6.0 if k != "head.out" else 4.0} for k in TIMES}
 
     tunings: list[int] = []
@@ -315,7 +315,7 @@ def test_close_ones_are_tuned_and_raced_once_more(monkeypatch: pytest.MonkeyPatc
     assert sum(c.get("tuned", False) for c in rows.values()) == len(tunings)
 
 
-def test_what_tuning_takes_beyond_the_bound_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tuned_plan_beyond_the_bound_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     class Worse(Numpy):
         def tuned(self, graph: Graph, shares: int, say: Any) -> Engine | None:
             return self.quick(another_network(), PrecisionPlan(), "")

@@ -31,7 +31,7 @@ pytest.importorskip("openvino", reason="the cpu extra is not installed")
 
 @pytest.fixture(autouse=True)
 def exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the processor here is, weights have eight bits."""
+    """Weights have eight bits on every processor."""
     monkeypatch.setattr(quantize, "bytes_saturate", lambda: False)
 
 
@@ -65,7 +65,7 @@ def test_the_cpu_target_times_ops_and_keeps_the_times() -> None:
 
 
 def test_a_precision_that_the_library_lacks_is_no_reason_to_fail() -> None:
-    """OpenVINO offers bf16, ONNX Runtime does not: the reasons of a mixture of ONNX Runtime say so."""
+    """OpenVINO offers bf16, ONNX Runtime does not. The reasons of a mixture of ONNX Runtime name this."""
     key = "first.out"
     node = NodeFacts(
         key=key, kind="Gemm", nodes=("first",), precision="int8", times={"fp32": Timed(10.0), "int8": Timed(3.0)},
@@ -78,8 +78,8 @@ def test_a_precision_that_the_library_lacks_is_no_reason_to_fail() -> None:
     assert reason.endswith("; bf16 is not a precision of onnxruntime here")
 
 
-def test_what_casts_really_cost_is_learned_from_whole_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Believed to cost half a microsecond, casts take 6: the first mixture loses to what a second search finds."""
+def test_the_cost_of_casts_is_learned_from_whole_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts are first assumed to take half a microsecond, but take 6: the first mixture loses to that of a second search."""
     times = {
         "first.out": {"fp32": 10.0, "bf16": 8.0, "int8": 5.0},
         "second.out": {"fp32": 10.0, "bf16": 8.0, "int8": 30.0},
@@ -108,5 +108,5 @@ def test_what_casts_really_cost_is_learned_from_whole_engines(monkeypatch: pytes
     tried = [c for c in found.account.candidates if not c.single and c.ms is not None]
     chosen = found.account.candidate()
     assert chosen.ms == min(c.ms for c in tried if c.ms is not None)
-    assert chosen.assignment["first.out"] != "int8"  # which the times of ops alone would have taken
+    assert chosen.assignment["first.out"] != "int8"  # the times of single ops would have chosen it
     assert tried[0].assignment["first.out"] == "int8"

@@ -1,4 +1,4 @@
-"""Errors of single ops and how they reach the outputs."""
+"""Errors of single ops, and their effect on the outputs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def measured(graph: Graph, precisions: tuple[str, ...], target: str = "cpu", **o
 
 
 def whole(graph: Graph, node: str, precision: str) -> dict[str, Array]:
-    """The whole network with one op at a precision: what the sensitivity predicts."""
+    """The results of the whole network with one op at a precision, which the sensitivity predicts."""
     copy = graph.copy()
     calibration = calibrate(graph, {"x": DATA["x"]}, "minmax")
     plan = PrecisionPlan(nodes={node: precision})
@@ -94,7 +94,7 @@ def test_an_underflow_of_fp16_is_named() -> None:
     assert "underflow" in (found.table["second.out", "fp16"].hazard or "")
 
 
-def test_what_time_does_not_suffice_for_is_judged_by_its_own_error() -> None:
+def test_operators_left_at_the_deadline_are_judged_by_their_own_error() -> None:
     found = measured(perceptron(), ("bf16",), deadline=time.perf_counter() - 1)
     assert found.skipped == 3
     for op in ops(perceptron()):
@@ -122,7 +122,7 @@ def test_an_injected_error_arrives_as_if_it_had_been_there() -> None:
 
 
 def test_noise_counts_variation_not_power() -> None:
-    """An output of 100 +- 1 has room for errors well below 1."""
+    """For an output of 100 +- 1, only errors well below 1 are small."""
     clean = {"y": 100 + np.array([[1.0], [-1.0], [1.0], [-1.0]])}
     off = {"y": clean["y"] + 0.5}
     assert noise(off, clean) == pytest.approx(0.25)
@@ -135,13 +135,13 @@ def test_sensitivities_are_kept_for_the_same_network_and_data(tmp_path: Path) ->
     first = measured(graph, ("fp16", "bf16"), target="cuda:sm_90a", stored=StoredSensitivities(path, "one"))
     again = measured(graph, ("fp16", "bf16"), target="cuda:sm_90a", stored=StoredSensitivities(path, "one"))
     assert again.library == "the cache"
-    assert again.table == first.table  # infinite ones and their hazards included
+    assert again.table == first.table  # including infinite ones and their hazards
     assert StoredSensitivities(path, "other").table == {}
     path.write_text("{")
     assert StoredSensitivities(path, "one").table == {}
     late = measured(graph, ("bf16",), stored=StoredSensitivities(path, "one"), deadline=time.perf_counter() - 1)
     assert late.skipped == 3
-    assert all(p == "fp32" for _, p in StoredSensitivities(path, "one").table)  # guesses are not kept
+    assert all(p == "fp32" for _, p in StoredSensitivities(path, "one").table)  # estimates are not kept
 
 
 def test_sensitivities_of_several_batches_are_averaged() -> None:

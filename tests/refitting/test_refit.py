@@ -1,4 +1,4 @@
-"""Engines with other weights: the very engine that a fresh build with the same tactics gives, on every target."""
+"""Engines with other weights equal the engine of a new build with the same tactics, on every target."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CASES: list[tuple[Any, str, dict[str, Any]]] = [
         GPU,
         {"precision": "int8+fp16", "calib": PICTURES, "no_cubins": True},
     ),  # other scales, also in attributes
-    (wide_products, GPU, {"precision": "w4", "no_cubins": True}),  # packed anew
+    (wide_products, GPU, {"precision": "w4", "no_cubins": True}),  # packed again
     (attention, GPU, {"precision": "fp16", "no_cubins": True}),
     (normalized, "simulate", {}),
     (recurrent, "simulate", {}),
@@ -109,7 +109,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTimer:
 
 @pytest.mark.nvrtc
 def test_measured_choices_stay(gpu: FakeTimer, tmp_path: Any) -> None:
-    """No candidate is measured again; lanes and times of steps are the measured ones; compiled kernels are taken over."""
+    """No candidate is measured again. Lanes and times of steps are the measured ones, and compiled kernels are kept."""
     n = Net()
     x = n.op("Relu", n.conv(n.input(1, 64, 14, 14), 64, 3))
     model = export_model(n.done(n.conv(x, 32, 1, pads=0))).proto
@@ -126,7 +126,7 @@ def test_measured_choices_stay(gpu: FakeTimer, tmp_path: Any) -> None:
 
 @pytest.mark.nvrtc
 def test_measured_choices_stay_where_scales_change(gpu: FakeTimer) -> None:
-    """New scales give quantized operators new signatures: their choices are found by the nodes."""
+    """New scales give quantized operators new signatures. Their choices are found by the nodes."""
     model = convnet()
     engine = optdnn.build(model, target=GPU, precision="int8+fp16", calib=PICTURES, no_cubins=True)
     before, count = engine.meta["tactics"], len(gpu.trials)
@@ -159,7 +159,7 @@ def test_single_weights_and_adapters_over_the_model_that_the_engine_holds(tmp_pa
     next(t for t in merged.graph.initializer if t.name == "w1").CopyFrom(numpy_helper.from_array(by_hand, "w1"))
     np.testing.assert_array_equal(engine.run(x)["y"], optdnn.build(merged, target="simulate").run(x)["y"])
 
-    engine.refit()  # the adapter is swapped out
+    engine.refit()  # the adapter is replaced
     assert contents(engine.program) == before
     engine.refit({"w1": by_hand})  # this one stays
     engine.refit({"w2": weight(model, "w2") * np.float32(2)})
@@ -168,7 +168,7 @@ def test_single_weights_and_adapters_over_the_model_that_the_engine_holds(tmp_pa
 
 
 def test_options_that_change_the_model_are_applied_again() -> None:
-    """Pictures are prepared, answers made, and inputs have their values, in the new engine as in the old one."""
+    """In the new engine, too, pictures are prepared, answers are made, and inputs have their values."""
     pictures = {"target": "simulate", "shapes": {"x": (1, 12, 12, 3)}, "preprocess": {"x": {"resize": 8, "crop": 8}}}
     pictures["postprocess"] = {"y": "softmax+top-k:2"}
     text = "(float[2,6] x, int64[2] s) => (float[3,4] y) { a = MatMul(x, w) y = Reshape(a, s) }"
@@ -192,7 +192,7 @@ def test_contexts_that_were_made_before_end_with_the_old_weights() -> None:
 
 
 def test_kept_ranges_and_new_data() -> None:
-    """Without data, an engine that holds its model quantizes the new weights by the ranges that it was built with."""
+    """Without data, an engine that holds its model quantizes new weights with the ranges of its build."""
     model = convnet()
     engine = optdnn.build(model, target="simulate", precision="int8", calib=PICTURES, refit=True)
     before = contents(engine.program)
@@ -213,7 +213,7 @@ def built() -> Any:
 
 
 def refused(engine: Any, error: type[Exception], **asked: Any) -> str:
-    """The message of a refit that is refused, which leaves the engine as it was."""
+    """The message of a refused refit, which leaves the engine unchanged."""
     before = contents(engine.program)
     with pytest.raises(error) as caught:
         engine.refit(**asked)
@@ -262,7 +262,7 @@ def test_another_network_is_named(built: Any) -> None:
 
 
 def test_weights_that_are_optimized_otherwise_are_named() -> None:
-    """A multiplication by ones disappears: other weights would need it."""
+    """A multiplication by ones disappears, and other weights would need it."""
     text = "(float[2,8] x) => (float[2,8] y) { a = Mul(x, s) b = Exp(a) y = Mul(b, t) }"
     one = small_model(text, s=np.float32(1), t=np.arange(8, dtype=np.float32))
     engine = optdnn.build(one, target="reference", refit=True)
@@ -301,12 +301,12 @@ def test_other_kernels_are_named() -> None:
         (NETWORK, {"nodes": 1, "weights": {}}, "does not record its network"),
         (HELD_MODEL, {"model": 99, "weights": {}}, "blob 99"),
         (HELD_MODEL, {"weights": 3}, "cannot be read"),
-        (DECIDED, {"lines": None}, "account of its tactics is malformed"),
-        ("first_run", {"form": "upside down"}, "account of its first runs is malformed"),
-        ("options", {"precision": 3}, "account of its options is malformed"),
+        (DECIDED, {"lines": None}, "record of its tactics is malformed"),
+        ("first_run", {"form": "upside down"}, "record of its first runs is malformed"),
+        ("options", {"precision": 3}, "record of its options is malformed"),
     ],
 )
-def test_a_malformed_account_is_refused(built: Any, key: str, value: Any, said: str) -> None:
+def test_a_malformed_record_is_refused(built: Any, key: str, value: Any, said: str) -> None:
     before = built.program.meta.get(key)
     built.program.meta[key] = value
     try:
@@ -318,11 +318,11 @@ def test_a_malformed_account_is_refused(built: Any, key: str, value: Any, said: 
             built.program.meta[key] = before
 
 
-def test_a_malformed_account_of_the_passes_is_refused() -> None:
+def test_a_malformed_record_of_the_passes_is_refused() -> None:
     engine = optdnn.build(mlp(), target="reference")
     engine.program.meta["model"]["structure"] = "another"
     engine.program.meta["passes"] = [{"fired": [3]}]
-    assert "account of its build is malformed" in refused(engine, EngineError, model=mlp())
+    assert "record of its build is malformed" in refused(engine, EngineError, model=mlp())
 
 
 def test_precision_auto_is_refused(built: Any) -> None:

@@ -1,4 +1,4 @@
-"""A real report, of a network whose names are hostile."""
+"""A real report of a network with hostile names."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture
 def altered(report: dict[str, Any]) -> dict[str, Any]:
-    """A copy to change."""
+    """A copy that a test may change."""
     return json.loads(json.dumps(report))  # type: ignore[no-any-return]

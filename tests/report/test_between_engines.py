@@ -46,7 +46,7 @@ def test_two_targets_are_compared_value_by_value_in_onnx_names(folder: Path) -> 
     for d in found.divergences:
         assert d.between_rel_err is not None
         assert d.other_rel_err is not None
-        assert 1e-5 < d.between_rel_err < 1e-2  # half precision on one side
+        assert 1e-5 < d.between_rel_err < 1e-2  # half precision of one engine
         assert d.other_rel_err < 1e-5
         assert d.between_rel_err == pytest.approx(d.max_rel_err, rel=0.1)
         assert sum(d.histogram) == int(np.prod(d.shape))
@@ -101,7 +101,7 @@ def test_histograms_count_every_element_by_decade() -> None:
     assert counts[0] == 1  # exact
     assert counts[DECADES.index(-7) + 1] == 1  # 5e-6 of 10
     assert counts[DECADES.index(-3) + 1] == 1  # 0.02 of 10
-    assert counts[-1] == 2  # twice as far as the largest, and not finite
+    assert counts[-1] == 2  # twice as large as the largest, and not finite
     assert histogram(want, want[:2]) == ()
     assert histogram_text([0, 100_000, 1]) == " █▁"
 

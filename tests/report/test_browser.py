@@ -1,4 +1,4 @@
-"""The HTML report in a real browser: charts are there and drawn, nothing goes wrong, nothing hostile runs, it fits a phone."""
+"""The HTML report in a real browser: charts are drawn, there are no errors, no hostile text runs, and it fits a phone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="no C
 
 
 def browse(page: Path, profile: Path, *options: str) -> tuple[str, list[str]]:
-    """What the browser prints, and what it complains about on its console."""
+    """The output of the browser, and the complaints on its console."""
     assert BROWSER is not None
     done = subprocess.run(
         [
@@ -48,7 +48,7 @@ def test_the_charts_are_in_the_dom_and_nothing_complains(page: Path, report: dic
     assert len(re.findall(r'<path class="violin( own)?" d="M', dom)) == len(report["rows"])
     for name in ("latency", "profile-chart", "operators", "passes", "tactics"):
         assert f'class="chart {name}"' in dom
-    assert "<title>optdnn: net &lt;b&gt;.onnx</title>" in dom  # and nothing has changed it
+    assert "<title>optdnn: net &lt;b&gt;.onnx</title>" in dom  # the page has not changed it
     assert "<script" not in dom
     assert "<img" not in dom
     assert "&lt;script&gt;document.title='owned'&lt;/script&gt;" in dom
@@ -76,7 +76,7 @@ document.title = JSON.stringify({
 @pytest.mark.parametrize("width", [1100, 500])
 def test_it_is_laid_out_and_fits(page: Path, tmp_path: Path, width: int) -> None:
     probe = tmp_path / "probe.html"
-    # A script of the test's own reads the layout; the page's policy would forbid it.
+    # A script of the test reads the layout; the page's policy would forbid it.
     text = re.sub(r"<meta http-equiv=.*?>", "", page.read_text())
     probe.write_text(text.replace("</body>", f"{MEASURE}</body>").replace("<details", "<details open"))
     dom, complaints = browse(probe, tmp_path / "profile", "--dump-dom", f"--window-size={width},900")
@@ -108,7 +108,7 @@ addEventListener("load", () => {
 
 
 def test_at_the_width_of_a_phone_no_cell_of_the_results_is_cut_off(page: Path, tmp_path: Path) -> None:
-    # In a frame: a browser's own window may have a larger least width.
+    # In a frame, since a browser's window may have a larger minimum width.
     text = html.escape(re.sub(r"<meta http-equiv=.*?>", "", page.read_text()), quote=True)
     probe = tmp_path / "probe.html"
     frame = f'<iframe style="width:400px;height:900px;border:0" srcdoc="{text}"></iframe>'

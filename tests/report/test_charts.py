@@ -89,7 +89,7 @@ def test_the_profile_follows_the_network() -> None:
     zero, small, broken = (y for _, y, _ in profile.points)
     assert zero == 200
     assert broken == 0
-    assert small < profile.tolerance < 200  # larger errors lie higher
+    assert small < profile.tolerance < 200  # larger errors are higher
 
 
 def test_bars() -> None:

@@ -1,4 +1,4 @@
-"""Divergence node by node: the values compared, the blame for a fault, and the first node."""
+"""Divergence node by node: the compared values, the cause of a fault, and the first node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reference(graph: Graph) -> Engine:
 
 
 def faulty(value: str, factor: float) -> EngineOf:
-    """An engine maker whose target computes ``value`` wrongly, and all that follows from it."""
+    """A function that makes engines whose target computes ``value`` wrongly, and so all later values."""
 
     def engine_of(graph: Graph) -> Engine:
         broken = graph.copy()
@@ -46,7 +46,7 @@ def faulty(value: str, factor: float) -> EngineOf:
 
 @pytest.fixture
 def graphs() -> tuple[Graph, Graph]:
-    """The network as imported, and optimized."""
+    """The network after the import, and after the passes."""
     original, optimized = import_model(convnet()), import_model(convnet())
     optimize(optimized, BuildOptions(target="reference"), "reference")
     return original, optimized
@@ -78,7 +78,7 @@ def test_a_fault_of_the_target_is_found_at_its_node(graphs: tuple[Graph, Graph],
     assert found.first is not None
     assert found.first.node == node
     assert found.first.max_rel_err == pytest.approx(0.01, rel=1e-3)
-    assert found.first.passes_rel_err < 1e-6  # not the passes' fault
+    assert found.first.passes_rel_err < 1e-6  # no fault of the passes
     errors = [d.max_rel_err for d in found.worst_first]
     assert errors == sorted(errors, reverse=True)
     assert find(original, optimized, faulty(value, 1.01), random_feeds(original), tolerance=0.05).first is None
@@ -126,4 +126,4 @@ def test_symbolic_dimensions_and_converted_borders(tmp_path: Path) -> None:
     assert found.divergences[0].shape == (3, 8, 8, 8)
     assert found.first is None
     assert 1e-5 < found.divergences[0].max_rel_err < 1e-3  # the input was rounded to half precision
-    assert found.hidden == 2  # the casts at the borders
+    assert found.hidden == 2  # the casts of inputs and outputs

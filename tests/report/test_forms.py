@@ -1,4 +1,4 @@
-"""The forms of a report: what they say, that hostile names stay text, that absent parts are left out."""
+"""The formats of a report: their text, hostile names stay text, absent parts are left out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optdnn.report import check_outputs, problems, sentences, speedup_text, to_h
 
 
 class Page(HTMLParser):
-    """Tags that are open, attributes, and the text of a page."""
+    """Collects open tags, attributes, and the text of a page."""
 
     def __init__(self, source: str):
         super().__init__()
@@ -87,7 +87,7 @@ def test_passes_that_did_nothing_are_left_out_of_markdown(report: dict[str, Any]
     assert any(not p["fired"] and not p["refused"] for p in report["build"]["passes"])
 
 
-def test_what_was_not_measured_is_left_out(altered: dict[str, Any]) -> None:
+def test_values_that_were_not_measured_are_left_out(altered: dict[str, Any]) -> None:
     del altered["layers"], altered["bisect"]
     altered["build"] = {}
     altered["error_reference"] = altered["input_difference"] = None

@@ -1,4 +1,4 @@
-"""The network of a report: operators and their times, findings in order of their gain, lanes and memory, what the page holds."""
+"""The network of a report: operators and their times, findings in order of their gain, lanes and memory, and the page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FP32 = np.dtype(np.float32)
 
 
 def program_of(*steps: Step, lanes: tuple[Slot, ...] = (), buffers: int = 8, **meta: Any) -> Program:
-    """Steps over buffers of 1 KiB; buffer 0 is the input, the last the output."""
+    """Steps over buffers of 1 KiB. Buffer 0 is the input, the last one the output."""
     made = [
         Buffer(f"b{k}", FP32, (256,), offset=None if k in (0, buffers - 1) else 1024 * (k - 1)) for k in range(buffers)
     ]
@@ -166,7 +166,7 @@ def test_short_launches_and_predicted_times_are_reported() -> None:
     assert short.gain_us == pytest.approx(5.4)
     assert predicted.gain_us is None
     assert "retune" in predicted.advice
-    assert found_in(chain("Conv"), [row(0, 2.0, 0.1)]) == []  # one alone
+    assert found_in(chain("Conv"), [row(0, 2.0, 0.1)]) == []  # a single one
 
 
 def test_whole_runs_refusals_and_precisions_are_found_in_order_of_the_gain() -> None:
@@ -196,7 +196,7 @@ def test_whole_runs_refusals_and_precisions_are_found_in_order_of_the_gain() -> 
     assert found[4].advice == "The reason: it is used twice."
 
 
-def test_what_costs_little_is_not_reported() -> None:
+def test_steps_of_little_cost_are_not_reported() -> None:
     assert found_in(chain("Cast", "Conv"), [row(0, 0.1, 0.9), row(1, 99.9, 0.9)]) == []
 
 
@@ -217,7 +217,7 @@ def test_of_two_engines_the_slower_steps_are_reported() -> None:
 # ---------------------------------------------------------------- lanes and memory
 
 
-def test_a_step_begins_after_its_lane_and_what_it_waits_for() -> None:
+def test_a_step_begins_after_its_lane_and_its_waits() -> None:
     steps = [
         step("Conv", (0,), 1, "a"),
         step("Conv", (0,), 2, "b"),
@@ -241,7 +241,7 @@ def test_a_step_begins_after_its_lane_and_what_it_waits_for() -> None:
     assert timeline_of(network_of(program), program) is None
 
 
-def test_memory_is_what_lives_in_the_arena() -> None:
+def test_memory_is_the_live_part_of_the_arena() -> None:
     program = program_of(step("A", (0,), 1), step("B", (1,), 2), step("C", (1, 2), 3), step("D", (3,), 7))
     memory = memory_of(program)
     assert memory is not None
@@ -303,7 +303,7 @@ def test_no_name_leaves_the_data_of_the_page(drawn: tuple[Drawing, dict[str, Any
     assert not set("<>&\u202e") & set(data[1])
     assert json.loads(data[1]) == drawing.data
     assert "\u202e" not in text
-    assert len(re.findall(r"<script\b", text)) == 5  # the data, the library, three of ours
+    assert len(re.findall(r"<script\b", text)) == 5  # the data, the library, three scripts of ours
     assert "document.title='owned'" not in text.replace(data[1], "")  # the tables escape the quotes
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
     assert policy is not None

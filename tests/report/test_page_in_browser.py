@@ -1,4 +1,5 @@
-"""The pages with a network in a real browser: as wide as a phone and a desk, light and dark, with clicks, keys, hostile names."""
+"""Pages with a network in a real browser: in the width of a phone and a desktop, light and dark, with clicks, keys and hostile
+names."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def chain(operators: int) -> bytes:
-    """A deep network: sines, every third of which is added to the one two before it."""
+    """A deep network of sines. Every third one is added to the one two before it."""
     values, nodes = ["x"], []
     for k in range(operators):
         inputs = [values[-1], values[-3]] if k % 3 == 2 else [values[-1]]
@@ -82,7 +83,7 @@ def test_it_fits_draws_and_asks_for_nothing(
     assert page.asked == [pages[name].as_uri()]
     assert page.value("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
     assert page.value("document.querySelectorAll('#canvas .node').length") >= 6
-    # all of the picture is in its frame
+    # the whole picture is in its frame
     inside = (
         "(() => { const f = document.querySelector('#canvas').getBoundingClientRect();"
         " return [...document.querySelectorAll('.node')].every((n) => { const b = n.getBoundingClientRect();"
@@ -109,7 +110,7 @@ def test_operators_do_not_lie_on_one_another(page: Page, pages: dict[str, Path])
     assert page.value(columns) > 5  # not one thin line of 600
 
 
-def test_a_click_shows_what_is_known(page: Page, pages: dict[str, Path]) -> None:
+def test_a_click_shows_the_facts(page: Page, pages: dict[str, Path]) -> None:
     page.open(pages["build"], 1280)
     page.click(".node[data-id='2']")
     facts = page.value("document.querySelector('#facts').innerText")
@@ -119,7 +120,7 @@ def test_a_click_shows_what_is_known(page: Page, pages: dict[str, Path]) -> None
         assert heading in facts
     assert page.value("document.querySelector('.node.current').dataset.id") == "2"
     assert page.value("document.querySelectorAll('.edge.touched').length") == 2
-    page.click("#facts .neighbours .link")
+    page.click("#facts .neighbors .link")
     assert page.value("document.querySelector('.node.current').dataset.id") == "1"
 
 
@@ -177,7 +178,7 @@ def scale(page: Page) -> float:
 
 
 def change(page: Page, field: str, value: str, event: str) -> None:
-    """Give a field of the page a value."""
+    """Set the value of a field of the page."""
     page.value(
         f"(() => {{ const f = document.querySelector('#{field}'); f.value = '{value}'; f.dispatchEvent(new Event('{event}')); }})()"
     )
@@ -208,7 +209,7 @@ def test_the_mouse_moves_and_zooms(page: Page, pages: dict[str, Path]) -> None:
     a, x, y = page.value(matrix)
     page.drag(".node[data-id='3']", 60, 30)
     assert page.value(matrix) == pytest.approx([a, x + 60, y + 30])
-    assert page.value("document.querySelector('.node.current')") is None  # a drag is no click
+    assert page.value("document.querySelector('.node.current')") is None  # a drag does not count as a click
     page.wheel("#canvas", -100, ctrl=False)
     assert scale(page) == pytest.approx(a)
     page.wheel("#canvas", -100, ctrl=True)
@@ -217,17 +218,17 @@ def test_the_mouse_moves_and_zooms(page: Page, pages: dict[str, Path]) -> None:
     assert page.value(matrix) == pytest.approx([a, x, y])
 
 
-def test_colours_bars_findings_and_rows_lead_to_operators(page: Page, pages: dict[str, Path]) -> None:
+def test_colors_bars_findings_and_rows_lead_to_operators(page: Page, pages: dict[str, Path]) -> None:
     page.open(pages["build"], 1280)
     modes = page.value("[...document.querySelector('#mode').options].map((o) => o.value)")
     assert modes == ["time", "roofline", "operator", "precision"]
     filled = "getComputedStyle(document.querySelector(\".node[data-id='1'] rect\")).fill"
-    colours = set()
+    colors = set()
     for mode in ("time", "roofline", "operator"):
         change(page, "mode", mode, "change")
-        colours.add(page.value(filled))
+        colors.add(page.value(filled))
         assert page.value("document.querySelectorAll('#legend li').length") >= 1
-    assert len(colours) == 3
+    assert len(colors) == 3
     page.click("#timeline .bar[data-node='3']")
     assert page.value("document.querySelector('.node.current').dataset.id") == "3"
     page.click(".findings .show")

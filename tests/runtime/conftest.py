@@ -16,7 +16,7 @@ from optdnn.runtime.steps import executor
 
 
 class FakeExecutor:
-    """Runs a Python function as a step: ``run(inputs, outs) -> arrays``. What it was given is kept in ``seen``."""
+    """Runs a Python function as a step: ``run(inputs, outs) -> arrays``. ``seen`` keeps the calls."""
 
     facts: dict[str, Any] = {"library": "fake"}  # noqa: RUF012
 

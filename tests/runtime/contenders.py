@@ -1,6 +1,6 @@
-"""Openers of made-up candidates for the tests of the race; imported inside the worker processes.
+"""Openers of made-up candidates for the tests of the race. Worker processes import them.
 
-``path`` carries what the test wants of the candidate.
+``path`` is the parameter of the candidate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from optdnn.types import Array, TensorSpec
 
 
 def sleeper(candidate: Candidate, threads: int) -> Opened:
-    """Takes ``path`` seconds; gives 2 x."""
+    """Computes 2 x and takes ``path`` seconds."""
 
     def run(feeds: Mapping[str, Array]) -> Sequence[Array]:
         time.sleep(float(candidate.path))
@@ -30,7 +30,7 @@ def sleeper(candidate: Candidate, threads: int) -> Opened:
 
 
 def logger(candidate: Candidate, threads: int) -> Opened:
-    """Appends "name start end" (ns, the system's monotonic clock) of every call to the file ``path``."""
+    """Writes "name start end" of every call (ns, the system's monotonic clock) to the file ``path``."""
 
     def run(feeds: Mapping[str, Array]) -> Sequence[Array]:
         start = time.monotonic_ns()
@@ -43,7 +43,7 @@ def logger(candidate: Candidate, threads: int) -> Opened:
 
 
 def off_by(candidate: Candidate, threads: int) -> Opened:
-    """Gives 2 x + path."""
+    """Computes 2 x + path."""
     return Opened(lambda feeds: [feeds["x"] * 2 + np.float32(candidate.path)], ["z"], {})
 
 
@@ -52,7 +52,7 @@ def two_outputs(candidate: Candidate, threads: int) -> Opened:
 
 
 def half_io(candidate: Candidate, threads: int) -> Opened:
-    """Wants its input in fp16."""
+    """Takes its input in fp16."""
 
     def run(feeds: Mapping[str, Array]) -> Sequence[Array]:
         assert feeds["x"].dtype == np.float16
@@ -62,14 +62,14 @@ def half_io(candidate: Candidate, threads: int) -> Opened:
 
 
 def chatty(candidate: Candidate, threads: int) -> Opened:
-    """Writes to its standard output from Python and below it."""
+    """Writes to its standard output, from Python and by system calls."""
     print("hello from Python", flush=True)
     os.write(1, b"hello from C\n" * 1000)
     return sleeper(candidate, threads)
 
 
 def failing(candidate: Candidate, threads: int) -> Opened:
-    """Fails in the way and at the call that ``path`` says: "raise 0" at opening, "exit 3" at the third call."""
+    """Fails as ``path`` requires: "raise 0" when it is opened, "exit 3" at the third call."""
     how, _, at = candidate.path.partition(" ")
     calls = 0
 
@@ -101,7 +101,7 @@ def failing(candidate: Candidate, threads: int) -> Opened:
 
 
 def on_device(candidate: Candidate, threads: int) -> Opened:
-    """Times itself: every run takes ``path`` nanoseconds by a clock of its own, whatever ``run`` takes."""
+    """Measures itself: every run takes ``path`` nanoseconds by its own clock, independent of the time that ``run`` takes."""
 
     def sampler(feeds: Mapping[str, Array]) -> Sampler:
         assert feeds["x"].shape == (3,)

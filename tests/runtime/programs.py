@@ -1,4 +1,4 @@
-"""Small programs that the runtime's tests share."""
+"""Small programs for the tests of the runtime."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def mlp(seed: int = 0, n: int | str = "n") -> Program:
 
 
 def mlp_expected(p: Program, x: Array) -> dict[str, Array]:
-    """What the MLP must give, written out in NumPy."""
+    """The expected results of the MLP, computed with NumPy."""
     w, b, v = p.blobs
     hidden = np.maximum(x @ w + b, 0)
     return {"y": hidden @ v, "hidden": hidden}

@@ -1,4 +1,4 @@
-"""The engine: running, threads, outputs that are the caller's own, and every refusal of inputs and buffers."""
+"""The engine: running, threads, outputs that belong to the caller, and every refusal of inputs and buffers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine() -> Engine:
 
 
 def identity(n: int | str = "n", **more: Any) -> Engine:
-    """y = Identity(x): its kernel returns its input itself."""
+    """y = Identity(x): the kernel returns the array of its input."""
     steps = [reference_step("Identity", {}, (0,), (1,))]
     return Engine(program([("x", F32, (n, 5))], [("y", 1)], steps, [(F32, (n, 5))], **more))
 
@@ -142,7 +142,7 @@ def test_views_of_one_intermediate_are_separated() -> None:
 def test_refuses_inputs_that_do_not_fit(engine: Engine, feeds: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         engine.run(feeds)
-    assert engine.run({"x": X})["y"].shape == (4, 3)  # still usable
+    assert engine.run({"x": X})["y"].shape == (4, 3)  # the engine is still usable
 
 
 def test_equal_symbols_must_agree() -> None:
@@ -302,7 +302,7 @@ def test_contexts_are_pooled_and_made_per_concurrent_call(fake: Any) -> None:
     threads = [threading.Thread(target=e, args=(np.ones(1, np.float32),)) for _ in range(2)]
     for t in threads:
         t.start()
-    inside.wait(5)  # both are running at once, each in its own session
+    inside.wait(5)  # both run concurrently, each in its own session
     assert made.sessions == 2
     go.set()
     for t in threads:
@@ -363,8 +363,8 @@ def test_an_executor_that_gives_another_type_is_caught(fake: Any, wrong: Any) ->
         e(np.zeros(1, np.float32))
 
 
-def test_a_result_is_held_against_sizes_that_follow_from_the_inputs(fake: Any) -> None:
-    """A size that has no value in a call (a division by an empty dimension), or depends on data, is not looked at."""
+def test_a_result_is_compared_with_sizes_that_follow_from_the_inputs(fake: Any) -> None:
+    """A size without a value in a call (a division by an empty dimension), or one that depends on data, is not checked."""
     fake(lambda inputs, outs: [np.zeros((6, 2, 5), np.float32)])
     steps = [Step("fake", {}, (0,), (1,))]
     e = Engine(program([("x", F32, ("n", "m"))], [("y", 1)], steps, [(F32, ("2*n", "floor(n/m)", "k"))]))
@@ -400,7 +400,7 @@ def test_buffers_are_dropped_after_their_last_use(fake: Any) -> None:
     fake(run)
     steps = [Step("fake", {}, (k,), (k + 1,)) for k in range(5)]
     Engine(program([("x", F32, (4,))], [("y", 5)], steps, [(F32, (4,))] * 5))(np.zeros(4, np.float32))
-    # the step's own operand is held by the caller's list while it runs; everything older is gone
+    # the caller's list holds the step's own operand while it runs; all older arrays are freed
     assert alive == [0, 1, 1, 1, 1]
 
 
@@ -434,7 +434,7 @@ def test_profile_times_every_step(engine: Engine) -> None:
 
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_call_of_one_step_costs_under_twenty_microseconds(fake: Any, reuse: bool) -> None:
-    """What the engine adds to a library's own time, in processor time: the best of several batches of calls."""
+    """The engine's share of the processor time besides the library's, as the best of several batches of calls."""
     import time
 
     result = np.zeros((4, 3), np.float32)

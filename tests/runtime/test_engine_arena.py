@@ -1,4 +1,4 @@
-"""The arena of an engine: planned buffers, alignment, views of it, an arena beyond memory."""
+"""The arena of an engine: planned buffers, alignment, views of it, and an arena that is larger than memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_planned_buffers_live_in_the_arena(aliasing: bool) -> None:
         assert y.tolist() == ([0, 2, 0, 4] if aliasing else [0, -2, 0, -4])
     first = y.copy()
     context.run({"x": np.ones(4, np.float32)})
-    np.testing.assert_array_equal(y, first)  # not a view of the arena
+    np.testing.assert_array_equal(y, first)  # no view of the arena
 
 
 def test_arena_memory_is_offered_aligned(fake: Any) -> None:
@@ -42,7 +42,7 @@ def test_arena_memory_is_offered_aligned(fake: Any) -> None:
 
     def run(inputs: Any, outs: Any) -> Any:
         seen.extend(outs)
-        return [inputs[0] + 1]  # not written in place: the engine moves it to its place
+        return [inputs[0] + 1]  # not written in place: the engine copies it to its place
 
     fake(run)
     p = program([("x", F32, (4,))], [("y", 2)], [], [(F32, (4,))] * 2, arena_bytes=256)
@@ -55,7 +55,7 @@ def test_arena_memory_is_offered_aligned(fake: Any) -> None:
 
 
 def test_a_view_of_the_arena_in_an_unplanned_buffer_is_copied() -> None:
-    """t1 in the arena; t2 = Identity(t1) is not planned; t3 takes t1's place; y = t2 + t3 must see t2 unharmed."""
+    """t1 is in the arena, t2 = Identity(t1) is not planned, and t3 takes t1's place. y = t2 + t3 must still read the right t2."""
     steps = [
         reference_step("Relu", {}, (0,), (1,)),
         reference_step("Identity", {}, (1,), (2,)),

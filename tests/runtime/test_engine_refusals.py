@@ -1,4 +1,4 @@
-"""Programs that no engine is made of: another target, unmet requirements, malformed plans."""
+"""Programs for which no engine is created: another target, unmet requirements, malformed plans."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_refuses_unmet_requirements(
 def test_unknown_processor_features_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from optdnn.runtime.file import requires
 
-    monkeypatch.setattr(requires, "cpu_flags", lambda: None)  # a system that does not tell
+    monkeypatch.setattr(requires, "cpu_flags", lambda: None)  # a system that does not report it
     p = mlp()
     p.requires = ("cpu:avx512_bf16",)
     Engine(p)

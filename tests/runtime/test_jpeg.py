@@ -1,4 +1,4 @@
-"""JPEGs that only libjpeg decodes right are found by their markers."""
+"""JPEGs that only libjpeg decodes correctly are recognized by their markers."""
 
 from __future__ import annotations
 

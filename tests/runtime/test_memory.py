@@ -1,4 +1,4 @@
-"""The arena planner: nothing that lives together overlaps, and sharing only where it is legal."""
+"""The arena planner: buffers that live at the same time do not overlap, and memory is shared only where it is legal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_no_two_live_buffers_overlap(intervals: list[Interval], alignment: int) 
     assert all(o + v.size <= arena for o, v in zip(offsets, intervals, strict=True))
     assert arena >= live_bytes(intervals, alignment)
     assert arena <= sum(-(-v.size // alignment) * alignment for v in intervals)
-    assert pack(intervals, alignment) == (offsets, arena)  # deterministic
+    assert pack(intervals, alignment) == (offsets, arena)  # the plan is deterministic
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -58,7 +58,7 @@ def test_plans_survive_execution(network: tuple[list[Use], dict[int, int]]) -> N
     found = plan(steps, sizes)
     check_by_execution(steps, sizes, found)
     apart = plan([Use(s.inputs, s.outputs, s.scratch) for s in steps], sizes)
-    assert found.arena_bytes <= apart.arena_bytes  # sharing never costs
+    assert found.arena_bytes <= apart.arena_bytes  # sharing never increases the arena
     assert apart.arena_bytes >= apart.live_bytes == found.live_bytes
 
 
@@ -102,7 +102,7 @@ def test_lifetimes_run_from_the_first_write_to_the_last_read() -> None:
     assert live == {
         0: Interval(8, 0, 2),
         1: Interval(8, 1, 2),
-        2: Interval(8, 1, 1),  # nobody reads it, but it is written
+        2: Interval(8, 1, 1),  # it has no reader, but it is written
         3: Interval(8, 1, 1),
         4: Interval(8, 2, 2),
     }
@@ -133,7 +133,7 @@ def test_a_planned_program_runs_the_same() -> None:
     q, found = place_buffers(p, in_place=lambda s: [(s.outputs[0], s.inputs[0])] if s.params["kind"] == "Add" else [])
     assert [b.offset for b in q.buffers] == [None] * 4 + [0, 0, None, None]
     assert q.arena_bytes == found.arena_bytes == 128
-    assert p.buffers[4].offset is None  # the given program is left as it was
+    assert p.buffers[4].offset is None  # the given program is unchanged
     want = mlp_expected(p, x)
     for name, got in Engine(q).run({"x": x}).items():
         np.testing.assert_array_equal(got, want[name])
@@ -156,7 +156,7 @@ def test_alignment_is_kept() -> None:
 
 
 def test_buffers_that_all_live_together_are_not_repaired_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that leave a gap above the bound; with many neighbours, one placement is all that an order gets."""
+    """Sizes with a gap above the lower bound. With many neighbors, each order gets only one placement."""
     placed: list[int] = []
     place = memory._place
     monkeypatch.setattr(memory, "_place", lambda *a: placed.append(1) or place(*a))

@@ -1,4 +1,4 @@
-"""The arena planner where steps run side by side: a plan holds in each order that the lanes allow, and wastes little."""
+"""The arena planner for parallel steps: a plan is right for each order that the lanes allow, and wastes little."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_plans_survive_execution_in_any_order_that_lanes_allow(
 
 
 def test_an_order_that_lanes_do_not_allow_shows() -> None:
-    """The check above would see a plan that was made for steps one by one."""
+    """The check above finds a plan that was made for steps in sequence."""
     steps = [Use((), (0,)), Use((0,), (1,)), Use((), (2,)), Use((2,), (3,)), Use((1, 3), (4,))]
     sizes = dict.fromkeys(range(5), 64)
     slots = [Slot(0), Slot(0), Slot(1), Slot(1), Slot(0, (3,))]
@@ -47,7 +47,7 @@ def test_an_order_that_lanes_do_not_allow_shows() -> None:
 
 
 def test_in_place_only_where_nobody_else_can_be_reading() -> None:
-    """Step 1 may write 1 over 0 where step 2, which reads 0 too, comes before it; not where it runs beside it."""
+    """Step 1 may write 1 over 0 if step 2, which also reads 0, comes before it, but not if both are in parallel."""
     steps = [Use((), (0,)), Use((0,), (2,)), Use((0,), (1,), (), [(1, 0)]), Use((1, 2), (3,))]
     sizes = dict.fromkeys(range(4), 64)
     beside = [[], [0], [0], [1, 2]]
@@ -59,7 +59,7 @@ def test_in_place_only_where_nobody_else_can_be_reading() -> None:
 
 
 def heaviest_antichain(steps: Sequence[Use], sizes: Mapping[int, int], before: Sequence[int]) -> int:
-    """The largest sum of sizes of buffers that can all be live together, by trying every set (few buffers)."""
+    """The largest sum of sizes of buffers that can be live at the same time, found by trying every set of a few buffers."""
     users = {i: {k for k, s in enumerate(steps) if i in (*s.inputs, *s.outputs)} for i in sizes}
     writer = {i: k for k, s in enumerate(steps) for i in s.outputs}
 
@@ -77,7 +77,8 @@ def heaviest_antichain(steps: Sequence[Use], sizes: Mapping[int, int], before: S
 
 
 def test_concurrent_plans_waste_little() -> None:
-    """Forks and joins of random branches on lanes: within a tenth of the largest set that can be live together."""
+    """Forks and joins of random branches on lanes: the arena is within a tenth of the largest set that can be live at the same
+    time."""
     rng = random.Random(11)
     ratios, exact = [], 0
     for _ in range(25):

@@ -1,4 +1,4 @@
-"""How much the arena planner wastes, on shapes of well-known networks and on random ones, and what planning costs."""
+"""The waste of the arena planner, on shapes of well-known networks and on random ones, and the time of planning."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_networks_fit_in_a_tenth_more_than_their_live_set(kind: str) -> None:
 
 
 def test_random_networks_waste_little() -> None:
-    """Seeded networks of mixed sizes with skip connections; well within the tenth more that is allowed."""
+    """Seeded networks of mixed sizes with skip connections: waste is well below the allowed tenth."""
     rng = random.Random(7)
     ratios = []
     for _ in range(20):
@@ -98,7 +98,7 @@ def test_random_networks_waste_little() -> None:
 
 
 def test_every_order_is_worth_its_place() -> None:
-    """No order of ORDERS is always beaten: each has an example on which only it finds the smallest arena."""
+    """Every order of ORDERS is useful: for each one there is an example in which only it finds the smallest arena."""
     from optdnn.lowering import memory
 
     rng = random.Random(1)
@@ -108,7 +108,7 @@ def test_every_order_is_worth_its_place() -> None:
             Interval(64 * rng.randint(1, 9), s := rng.randint(0, 6), s + rng.randint(0, 4))
             for _ in range(rng.randint(3, 14))
         ]
-        arenas = [memory._place(intervals, memory._neighbours(intervals), order(intervals))[1] for order in ORDERS]
+        arenas = [memory._place(intervals, memory._neighbors(intervals), order(intervals))[1] for order in ORDERS]
         if arenas.count(min(arenas)) == 1:
             winners.add(arenas.index(min(arenas)))
     assert winners == set(range(len(ORDERS)))
@@ -116,7 +116,7 @@ def test_every_order_is_worth_its_place() -> None:
 
 @pytest.mark.slow
 def test_planning_grows_gently() -> None:
-    """7,000 buffers (the largest real graph) in seconds of processor time, whatever else the machine does."""
+    """7,000 buffers (the largest real graph) take seconds of processor time, independent of other load on the machine."""
     import time
 
     rng = random.Random(0)

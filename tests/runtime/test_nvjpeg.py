@@ -1,4 +1,4 @@
-"""nvJPEG by ctypes: files that the JPEG engines take, and what they are handed; by a stand-in, and on a GPU."""
+"""nvJPEG by ctypes: the files that the JPEG engines accept, and their arguments; with a stand-in, and on a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = (20, 30)
 
 
 class _NvJpeg:
-    """nvJPEG's functions. ``head``: what they say of a file; ``status``: what some of them return instead of 0."""
+    """nvJPEG's functions. ``head``: the facts of a file; ``status``: codes that some of them return instead of 0."""
 
     def __init__(self, **status: int):
         self.head = {"wide": 30, "high": 20, "components": 3, "turn": 0, "refused": 0}
@@ -60,7 +60,7 @@ class _NvJpeg:
 
 
 JPEG = (1000, 50)
-"""Where a file lies."""
+"""The address of a file in memory."""
 
 
 @pytest.mark.parametrize(

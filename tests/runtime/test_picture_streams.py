@@ -1,4 +1,4 @@
-"""Pictures through engines: files decoded in threads or by nvImageCodec, and what is said of each."""
+"""Pictures through engines: files decoded in threads or by nvImageCodec, and the result or error of each file."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_fixed_batch_is_filled_up(one_size: optdnn.Engine, any_size: optdnn.En
 def test_a_picture_is_brought_to_the_engines_size(
     own: tuple[int, int], changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The network sees the same part of it as without: about the same picture."""
+    """The network sees the same part of the picture as without it, so about the same picture."""
     from optdnn.calibration.images import prepared
 
     spec = ImageSpec.of({"resize": 70, "crop": 60, "mean": 0, "std": 1, "scale": 1, "pad_value": 100, **changes})
@@ -82,11 +82,11 @@ def test_a_picture_is_brought_to_the_engines_size(
     if spec.fit == "stretch":
         assert np.abs(want - got).mean() < 3
     top, left = place.offset
-    centre = fitted[top + round(own[0] * place.scale[0] / 2), left + round(own[1] * place.scale[1] / 2)]
-    assert np.abs(centre.astype(int) - smooth[own[0] // 2, own[1] // 2]).max() < 16
+    center = fitted[top + round(own[0] * place.scale[0] / 2), left + round(own[1] * place.scale[1] / 2)]
+    assert np.abs(center.astype(int) - smooth[own[0] // 2, own[1] // 2]).max() < 16
 
 
-def test_boxes_are_of_the_whole_picture_though_the_engine_takes_one_size() -> None:
+def test_boxes_refer_to_the_whole_picture_although_the_engine_takes_one_size() -> None:
     from optdnn.answer_spec import AnswerSpec
     from optdnn.runtime.pictures.stream import _whole_picture
 
@@ -98,10 +98,10 @@ def test_boxes_are_of_the_whole_picture_though_the_engine_takes_one_size() -> No
     np.testing.assert_array_equal(got, [[60, 50, 80, 80]])
 
 
-def test_pictures_stand_upright_as_their_exif_data_say(tmp_path: Path) -> None:
+def test_pictures_are_rotated_upright_by_their_exif_data(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="the images extra is not installed")
     exif = image.Exif()
-    exif[0x0112] = 6  # turn it a quarter to the right
+    exif[0x0112] = 6  # rotated by 90 degrees to the right
     pixels = picture(SIZE)
     image.fromarray(pixels).save(tmp_path / "p.png", exif=exif)
     np.testing.assert_array_equal(decoded(tmp_path / "p.png", ImageSpec()), np.rot90(pixels, -1))
@@ -126,7 +126,7 @@ def test_pictures_of_16_bits_keep_their_upper_8(tmp_path: Path) -> None:
 def test_a_line_of_pixels_and_other_programs_files_are_refused(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="the images extra is not installed")
     image.new("L", (60_000, 1)).save(tmp_path / "line.png")
-    for size in (None, (224, 224)):  # 256 times as high and as wide, before anything is cropped
+    for size in (None, (224, 224)):  # 256 times as high and as wide, before the crop
         with pytest.raises(InputError, match=r"line\.png is resized to \d+x256 pixels"):
             decoded(tmp_path / "line.png", ImageSpec(), size)
     (tmp_path / "eps.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
@@ -140,7 +140,7 @@ def test_lists_are_sizes_and_axis_0_is_kept() -> None:
     assert AnswerSpec.of(answer.to_plain()) == answer
 
 
-def test_what_is_no_picture_and_what_takes_none(
+def test_files_that_are_no_picture_and_engines_that_take_none(
     any_size: optdnn.Engine, one_size: optdnn.Engine, tmp_path: Path
 ) -> None:
     small, large = write_pictures(tmp_path, [(3, 4), (40, 30)])
@@ -190,7 +190,7 @@ def test_sizes_that_an_engine_takes_in_ranges(any_size: optdnn.Engine) -> None:
 )
 def test_an_engine_whose_account_is_malformed(account: dict[str, Any]) -> None:
     engine = SimpleNamespace(meta={"options": account}, inputs=(), profiles=())
-    with pytest.raises(EngineError, match="the engine's account of its pictures is malformed"):
+    with pytest.raises(EngineError, match="the engine's record of its pictures is malformed"):
         PicturePort.of(engine)  # type: ignore[arg-type]
 
 

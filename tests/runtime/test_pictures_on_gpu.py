@@ -1,4 +1,4 @@
-"""Pictures decoded on the GPU: by stand-ins for nvJPEG, nvImageCodec and CuPy, and by the real ones on a GPU."""
+"""Pictures decoded on the GPU: with stand-ins for nvJPEG, nvImageCodec and CuPy, and with the real ones on a GPU."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def one_size() -> optdnn.Engine:
 
 
 class _Log(list[str]):
-    """What was asked of the GPU, in order."""
+    """The calls to the GPU, in order."""
 
 
 class _Event:
-    """An event with the name of what its stream did before it."""
+    """An event that records the earlier work of its stream."""
 
     name = ""
 
@@ -75,7 +75,7 @@ class _Stream:
 
 
 class _Memory:
-    """An array that passes for one on the GPU."""
+    """An array that counts as one on the GPU."""
 
     __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
 
@@ -88,7 +88,7 @@ class _Memory:
 
 
 class _Row:
-    """A row of it, as CuPy gives one."""
+    """A row of the array, like CuPy's."""
 
     def __init__(self, array: Array):
         self.array = array
@@ -101,7 +101,7 @@ class _Row:
 
 
 class _Image:
-    """A picture of nvImageCodec's; ``padded``: its lines do not lie one after the other."""
+    """A picture of nvImageCodec. ``padded``: there is space between its lines."""
 
     def __init__(self, pixels: Array, padded: bool):
         self.hold(pixels, padded)
@@ -116,7 +116,7 @@ class _Image:
 
 
 class _Engines:
-    """JPEG engines that take PNG files. ``fails``: they refuse to decode."""
+    """JPEG engines that accept PNG files. ``fails``: they refuse to decode."""
 
     def __init__(self, libraries: _Libraries, order: int, fails: bool):
         self.libraries, self.order, self.fails, self.closed, self.thread = libraries, order, fails, False, 0
@@ -141,7 +141,7 @@ class _Engines:
 
 
 class _Libraries:
-    """CuPy, nvImageCodec and nvJPEG."""
+    """Stand-ins for CuPy, nvImageCodec and nvJPEG."""
 
     def __init__(self, *, engines: bool = True, fails: bool = False):
         self.log, self.kept, self.streams, self.made = _Log(), list[_Memory](), list[_Stream](), list[_Engines]()
@@ -160,7 +160,7 @@ class _Libraries:
         self.jpeg = SimpleNamespace(here=self._engines)
 
     def slot(self, address: int) -> int:
-        """The number of the memory that an address lies in."""
+        """The number of the memory that contains an address."""
         return next(k for k, m in enumerate(self.kept) if 0 <= address - m.data.ptr < m.array.nbytes)
 
     def _stream(self, non_blocking: bool) -> _Stream:
@@ -199,7 +199,7 @@ class _Libraries:
 
 
 def _code(file: str | bytes) -> Any:
-    """A parsed head, of files other than BMP."""
+    """A parsed head of files other than BMP."""
     data = file if isinstance(file, bytes) else Path(file).read_bytes() if Path(file).exists() else b""
     if data[:2] in (b"", b"BM"):
         raise RuntimeError("Failed to get image info")
@@ -208,7 +208,7 @@ def _code(file: str | bytes) -> Any:
 
 
 class _OnGpu:
-    """An engine that says it is on a GPU, and computes in NumPy when its stream would."""
+    """An engine that counts as one on a GPU, and computes with NumPy when its stream would."""
 
     takes_device_arrays = True
 
@@ -234,7 +234,7 @@ def _source(engine: optdnn.Engine, libraries: _Libraries) -> GpuPictures:
 
 
 def test_a_slot_is_written_when_the_run_that_read_it_has_ended(one_size: optdnn.Engine, tmp_path: Path) -> None:
-    """The engines write at once, whatever a stream waits for: the host must have waited for the run."""
+    """The JPEG engines write immediately, whatever a stream waits for. So the host must have waited for the run."""
     batches = 2 * on_gpu.SLOTS + 3
     paths = write_pictures(tmp_path, [SIZE] * (3 * batches - 1))
     libraries = _Libraries()
@@ -257,7 +257,7 @@ def test_a_slot_is_written_when_the_run_that_read_it_has_ended(one_size: optdnn.
     assert texts == ["new outputs"] * on_gpu.SLOTS + ["old outputs"] * (batches - on_gpu.SLOTS)
 
 
-def test_what_decodes_for_an_engine_is_kept_for_the_next_call(
+def test_the_decoder_of_an_engine_is_kept_for_the_next_call(
     one_size: optdnn.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths, libraries = write_pictures(tmp_path, [SIZE] * 20), _Libraries()
@@ -271,11 +271,11 @@ def test_what_decodes_for_an_engine_is_kept_for_the_next_call(
     want = [a.outputs["y"] for a in optdnn.picture_answers(one_size, paths[:18])]
     np.testing.assert_allclose(answers(2), want[:6])
     np.testing.assert_allclose(answers(6), want)
-    assert (made.contexts, len(libraries.kept)) == (1, on_gpu.SLOTS)  # the second call adds to the first one's memory
+    assert (made.contexts, len(libraries.kept)) == (1, on_gpu.SLOTS)  # the second call adds to the memory of the first
     next(left := on_gpu.gpu_runs(made, port, paths, 3))
-    answers(1)  # while another call goes on
+    answers(1)  # while another call is in progress
     assert made.contexts == 2
-    left.close()  # its runs may go on: it is not kept
+    left.close()  # its runs may still be in progress: it is not kept
     made.program = object()  # a refit
     np.testing.assert_allclose(answers(6), want)
     assert made.contexts == 3
@@ -363,7 +363,7 @@ def test_one_who_stops_early_leaves_no_thread(one_size: optdnn.Engine, tmp_path:
 def test_one_line_reads_at_a_time_but_none_waits_long(
     slow: bool, one_size: optdnn.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Storage that is slow is read by several lines at once."""
+    """Several lines read from slow storage concurrently."""
     paths, reading, most = write_pictures(tmp_path, [SIZE] * 30), [], []
     read = Contents.read
 
@@ -380,7 +380,7 @@ def test_one_line_reads_at_a_time_but_none_waits_long(
     assert (max(most) > 1) == slow
 
 
-def test_contents_lie_in_memory_that_grows_and_files_that_are_too_large_are_not_read(tmp_path: Path) -> None:
+def test_contents_are_in_memory_that_grows_and_files_that_are_too_large_are_not_read(tmp_path: Path) -> None:
     held, long = Contents(), bytes(range(256)) * (METADATA // 200)
     for name, data in (("a", b"12345"), ("b", long), ("c", b"")):
         (tmp_path / name).write_bytes(data)
@@ -416,7 +416,7 @@ def test_engines_that_the_gpu_does_not_decode_for(one_size: optdnn.Engine, monke
 
 @pytest.mark.hopper
 def test_jpegs_are_decoded_into_the_engine(tmp_path: Path) -> None:
-    """JPEGs of nvJPEG are within a few levels of libjpeg's, so that the best class and its number agree."""
+    """nvJPEG's pixels are within a few levels of libjpeg's, so the best class and its number agree."""
     pytest.importorskip("nvidia.nvimgcodec", reason="the images-gpu extra is not installed")
     image = pytest.importorskip("PIL.Image", reason="the images extra is not installed")
     size = (375, 500)

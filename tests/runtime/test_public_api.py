@@ -1,4 +1,4 @@
-"""``import optdnn`` is quick and lazy, and loads nothing that is not used."""
+"""``import optdnn`` is quick and lazy, and loads no module that is not used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def in_new_process(code: str) -> dict[str, object]:
-    """Run ``code``, which leaves a dict in ``result``; adds which heavy modules were loaded."""
+    """Run ``code``, which sets a dict ``result``. Adds the heavy modules that were loaded."""
     program = f"import json, sys, time\nresult = {{}}\n{code}\n"
     program += f"result['loaded'] = [m for m in {HEAVY!r} if m in sys.modules]\nprint(json.dumps(result))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -29,7 +29,7 @@ def in_new_process(code: str) -> dict[str, object]:
     return answer
 
 
-# Processor time, so that a busy machine does not count against us.
+# processor time, so that other load on the machine does not count
 TIMED = "t = time.process_time(); import optdnn; {use}; result['ms'] = (time.process_time() - t) * 1e3"
 
 
@@ -117,7 +117,7 @@ def test_threads_that_cannot_be(tmp_path: Path, threads: Any) -> None:
 
 
 @pytest.mark.parametrize("model", [None, 12, ["m.onnx"]])
-def test_what_is_no_model(model: Any) -> None:
+def test_objects_that_are_no_model(model: Any) -> None:
     pytest.importorskip("onnx")
     with pytest.raises(optdnn.UsageError, match="a model is a path, its bytes or a ModelProto, not"):
         optdnn.build(model)

@@ -18,12 +18,12 @@ TEXTS = {
 }
 """Small models: one without a batch, and one whose values can be wrong."""
 BYTES = 1 << 20
-"""Bytes of a request that the server takes."""
+"""Largest size of a request that the server accepts, in bytes."""
 
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of engines: those of TEXTS, and the digits for batches of 1 to 16 on the CPU."""
+    """A folder of engines: the models of TEXTS, and the digits for batches of 1 to 16 on the CPU."""
     folder = tmp_path_factory.mktemp("engines")
     for name, text in TEXTS.items():
         model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : 18]> {name} {text}')
@@ -43,7 +43,7 @@ def digits(engines: Path) -> optdnn.Engine:
 
 @pytest.fixture(scope="module", params=[0, 2], ids=["one process", "two front ends"])
 def server(engines: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A server of all of them, one worker process each: by itself, and behind front ends."""
+    """A server of all engines, with one worker process each: once in one process, once behind two front ends."""
     more = ["--queue", 4, "--shared-memory", "--frontends", request.param]
     with served(engines, *more, OPTDNN_MAX_REQUEST_BYTES=str(BYTES)) as running:
         yield running

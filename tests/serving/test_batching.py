@@ -1,4 +1,4 @@
-"""The queue and the batches of one model, with instances that only write down what they are given."""
+"""The queue and the batches of one model, with instances that only record their jobs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from optdnn.serving.workers.base import Instance, Outcome
 
 
 def facts(plans: tuple[int, ...] = (), most: int = 8, low: int = 1, columns: int | str = 2) -> ModelFacts:
-    """Of a model x[N, columns] -> y[N] that has plans for these batches."""
+    """Facts of a model x[N, columns] -> y[N] that has plans for these batches."""
     x, y = TensorSpec("x", FP32, ("N", columns)), TensorSpec("y", FP32, ("N",))
     profile = {"N": DimRange(low, low, most)}
     return ModelFacts((x,), (y,), (profile,), tuple(((n, 2),) for n in plans), "cpu", "N", "")
 
 
 class Sums(Instance):
-    """Gives the sums of rows, when it is told to."""
+    """An instance that returns the sums of rows when the test ends its job."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
@@ -50,12 +50,12 @@ class Sums(Instance):
         return {"y": feeds["x"].sum(axis=1)}
 
     def end(self) -> None:
-        """End the job that runs."""
+        """End the oldest job."""
         self._ends.pop(0)()
 
     @property
     def sizes(self) -> list[tuple[int | None, int]]:
-        """Rows, and rows with padding, of each job."""
+        """The rows of each job, without and with padding."""
         return [(j.rows, j.shapes["x"][1][0]) for j in self.jobs]
 
 
@@ -70,7 +70,7 @@ def scenario(
     delay: float = 0.0,
     bound: int = 9,
 ) -> None:
-    """Run ``play`` with a batcher of one instance."""
+    """Run ``play`` with a batcher that has one instance."""
 
     async def main() -> None:
         known_facts = known or facts()
@@ -83,13 +83,13 @@ def scenario(
 
 
 async def asked(batcher: Batcher, *requests: InferRequest) -> list[asyncio.Task[Any]]:
-    """Tasks of requests that have reached the queue."""
+    """Tasks of requests, all of which are in the queue now."""
     tasks = [asyncio.create_task(batcher.run(r)) for r in requests]
     await asyncio.sleep(0)
     return tasks
 
 
-def test_those_that_wait_share_a_batch_and_get_their_own_rows() -> None:
+def test_waiting_requests_share_a_batch_and_get_their_own_rows() -> None:
     async def play(batcher: Batcher, instance: Sums) -> None:
         tasks = await asked(batcher, request(0), request(10, rows=2), request(20, rows=3))
         instance.end()
@@ -113,7 +113,7 @@ def test_a_batch_is_padded_to_a_plan_and_a_long_request_is_split() -> None:
     scenario(play, facts(plans=(1, 4, 8)))
 
 
-def test_inputs_of_other_sizes_run_apart() -> None:
+def test_inputs_of_other_sizes_run_in_separate_batches() -> None:
     async def play(batcher: Batcher, instance: Sums) -> None:
         await asked(batcher, request(0), request(0, columns=3), request(0), request(0, columns=3))
         for _ in range(3):
@@ -151,12 +151,12 @@ def test_priorities_then_order_of_arrival() -> None:
     scenario(play)
 
 
-def test_a_full_queue_a_cancelled_request_and_one_that_expires() -> None:
+def test_a_full_queue_a_canceled_request_and_one_that_expires() -> None:
     async def play(batcher: Batcher, instance: Sums) -> None:
-        _, cancelled, late = await asked(batcher, request(0), request(1), request(2, timeout_s=0.01))
+        _, canceled, late = await asked(batcher, request(0), request(1), request(2, timeout_s=0.01))
         with pytest.raises(QueueFull, match="2 requests wait"):
             await batcher.run(request(3))
-        cancelled.cancel()
+        canceled.cancel()
         with pytest.raises(Expired, match=r"waited for 0\.01 s"):
             await late
         (last,) = await asked(batcher, request(4))
@@ -178,7 +178,7 @@ def test_a_request_of_too_many_rows_is_refused() -> None:
     scenario(play)
 
 
-def test_an_error_is_that_of_its_own_request() -> None:
+def test_an_error_fails_only_its_own_request() -> None:
     async def play(batcher: Batcher, instance: Sums) -> None:
         first, right, wrong = await asked(batcher, request(0), request(1), request(-5))
         for _ in range(4):
@@ -214,7 +214,7 @@ def test_a_lost_worker_is_not_used_again() -> None:
     scenario(play)
 
 
-def test_the_end_runs_what_waits_and_refuses_the_rest() -> None:
+def test_closing_runs_waiting_requests_and_refuses_new_ones() -> None:
     async def play(batcher: Batcher, instance: Sums) -> None:
         tasks = await asked(batcher, request(0), request(1))
         drained = asyncio.create_task(batcher.drain(5))
@@ -241,7 +241,7 @@ def test_sizes_of_batches() -> None:
     rest = rest_of([(1, 2)])
     planned = BatchSizes(facts(plans=(1, 4), most=32), None)
     assert (planned.most(rest), [planned.padded(n, rest) for n in (1, 2, 4)]) == (4, [1, 4, 4])
-    other = rest_of([(1, 7)])  # no plan: powers of two, so that few are made
+    other = rest_of([(1, 7)])  # no plan: batches are powers of two, so that there are few sizes
     assert (planned.most(other), [planned.padded(n, other) for n in (3, 5, 32)]) == (32, [4, 8, 32])
     ranged = BatchSizes(facts(most=16, low=2), 10)
     assert (ranged.most(rest), [ranged.padded(n, rest) for n in (1, 3, 10)]) == (10, [2, 3, 10])

@@ -1,4 +1,4 @@
-"""Memory of clients on GPUs, from its registration to the job of a worker: without a GPU, the worker is a stand-in."""
+"""Memory of clients on GPUs, from its registration to the job of a worker. A stand-in for the worker needs no GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HANDLES = [base64.b64encode(bytes([k]) * 64).decode() for k in range(3)]
 
 
 class _Gpu(Instance):
-    """An instance that notes its jobs and what it is to forget. Its outputs are zeros."""
+    """An instance that records its jobs and the handles to forget. Its outputs are zeros."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
@@ -62,7 +62,7 @@ def _served(
     dtype: DType = FP32,
     on_gpu: bool = True,
 ) -> None:
-    """Call ``use`` with the models of a server and the instance that runs the model m."""
+    """Call ``use`` with the models of a server, and with the instance that runs the model m."""
     worker = _Worker(dtype, on_gpu)
     monkeypatch.setattr(Model, "_new_worker", lambda self, place: worker)
     (tmp_path / "m.engine").write_bytes(b"")
@@ -98,7 +98,7 @@ def test_a_request_in_two_batches_names_the_rows_of_each(monkeypatch: pytest.Mon
     _served(monkeypatch, tmp_path, use)
 
 
-def test_what_a_worker_never_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_requests_that_are_refused_before_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def on_cpu(core: Core, gpu: _Gpu) -> None:
         with pytest.raises(Refusal, match="'m' takes no CUDA shared memory"):
             await core.infer(_call(2))
@@ -135,7 +135,7 @@ def test_a_handle_is_forgotten_with_its_last_region(monkeypatch: pytest.MonkeyPa
     _served(monkeypatch, tmp_path, use)
 
 
-def test_regions_of_both_kinds_share_names_alone() -> None:
+def test_regions_of_both_kinds_share_one_set_of_names() -> None:
     regions = Regions(enabled=True)
     regions.register_cuda("a", HANDLES[0], 3, 8)
     assert regions.cuda_status() == [{"name": "a", "device_id": 3, "byte_size": 8}]

@@ -1,4 +1,4 @@
-"""Which models' requests share batches."""
+"""The models whose requests can share batches."""
 
 from __future__ import annotations
 

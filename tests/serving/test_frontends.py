@@ -1,4 +1,4 @@
-"""Front ends: their memory, their calls, processes that die, and the bytes of gRPC's messages."""
+"""Front ends: their memory, their calls, processes that die, and the bytes of gRPC messages."""
 
 from __future__ import annotations
 
@@ -103,16 +103,16 @@ def test_calls_have_values_and_errors_in_any_order() -> None:
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_a_cancelled_call_is_cancelled_at_the_other_end_and_its_value_is_not_lost() -> None:
+def test_a_canceled_call_is_canceled_at_the_other_end_and_its_value_is_not_lost() -> None:
     async def main() -> None:
-        begun, cancelled, unclaimed = asyncio.Event(), asyncio.Event(), []
+        begun, canceled, unclaimed = asyncio.Event(), asyncio.Event(), []
 
         async def answer(method: str, arguments: Sequence[Any]) -> Any:
             begun.set()
             try:
                 await asyncio.sleep(30)
             except asyncio.CancelledError:
-                cancelled.set()
+                canceled.set()
                 if method == "stop":
                     raise
                 return "too late"
@@ -122,9 +122,9 @@ def test_a_cancelled_call_is_cancelled_at_the_other_end_and_its_value_is_not_los
             call = asyncio.create_task(one.call(method))
             await begun.wait()
             call.cancel()
-            await cancelled.wait()
+            await canceled.wait()
             begun.clear()
-            cancelled.clear()
+            canceled.clear()
         while not unclaimed:
             await asyncio.sleep(0.01)
         assert unclaimed == ["too late"]
@@ -132,7 +132,7 @@ def test_a_cancelled_call_is_cancelled_at_the_other_end_and_its_value_is_not_los
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_when_the_other_end_is_gone() -> None:
+def test_calls_fail_when_the_other_end_is_gone() -> None:
     async def main() -> None:
         running: list[str] = []
 
@@ -183,7 +183,7 @@ def test_a_message_is_cut_at_its_tensors() -> None:
         assert found == message
 
 
-def test_bytes_that_are_no_message_are_refused() -> None:
+def test_malformed_messages_are_refused() -> None:
     data = _message().SerializeToString()
     whole = {len(data)} | {n for n in range(len(data)) if _parses(data[:n])}
     for n in range(len(data)):
@@ -205,7 +205,7 @@ def test_a_message_has_a_bounded_number_of_fields_and_of_bytes_to_parse(monkeypa
         read_request(data)
     monkeypatch.undo()
     monkeypatch.setenv("OPTDNN_MAX_REQUEST_JSON_BYTES", "100")
-    assert read_request(data)[0].model_name == "m"  # its raw tensors are not parsed
+    assert read_request(data)[0].model_name == "m"  # raw tensors of a message are not parsed
     row = {"name": "x", "datatype": "FP32", "shape": [30], "contents": {"fp32_contents": [1.0] * 30}}
     message = pb.ModelInferRequest(inputs=[row])
     for read in (lambda: read_request(message.SerializeToString()), lambda: raw_of(message)):
@@ -231,7 +231,7 @@ def test_values_that_nest_too_deeply_are_refused_at_this_end() -> None:
 
 
 def test_memory_for_a_body_comes_with_its_bytes() -> None:
-    """A client that announces much and sends little holds little: all front ends' memory for requests has an end."""
+    """A client that announces a large body and sends few bytes gets little memory: the memory of all front ends is limited."""
     from starlette.requests import Request
 
     from optdnn.serving.http_app import AT_ONCE, body_of
@@ -293,7 +293,7 @@ def _status(server: Server) -> int:
         return 0
 
 
-def test_a_front_end_that_is_killed_loses_its_connections_alone(engines: Path) -> None:
+def test_a_front_end_that_is_killed_loses_only_its_own_connections(engines: Path) -> None:
     with served(engines / "digits.engine", "--frontends", 2) as running:
         before, worker = running.frontends(), running.workers()
         assert len(before) == 2
@@ -313,7 +313,7 @@ def test_a_front_end_that_is_killed_loses_its_connections_alone(engines: Path) -
 
 
 def test_memory_that_is_freed_stays_with_the_process() -> None:
-    """A piece of 8 MB is freed and asked for again: with the setting, its pages are still there."""
+    """8 MB are freed and allocated again. With the setting, the pages are still mapped."""
     text = """
 import resource, sys
 import numpy as np

@@ -1,4 +1,4 @@
-"""Runs of a worker on a GPU: copies, their streams, and the memory that is page-locked."""
+"""Runs of a worker on a GPU: copies, their streams, and page-locked memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from optdnn.types import BOOL, FP16, FP32
 
 
 class _Pointer:
-    """Memory of a stand-in for an array on the GPU, from a byte on."""
+    """A stand-in for the memory of an array on the GPU, from the byte ``first`` on."""
 
     def __init__(self, array: np.ndarray[Any, Any], log: list[str], first: int = 0):
         self.array, self.log, self.first = array, log, first
@@ -71,7 +71,7 @@ class _OnGpu:
 
 
 class _Context:
-    """Doubles ``x``; the size of ``places`` depends on data, so it comes as a NumPy array."""
+    """A context that doubles ``x``. The size of ``places`` depends on data, so it is a NumPy array."""
 
     takes_device_arrays = True
 
@@ -143,7 +143,7 @@ def test_few_shapes_keep_their_memory(log: list[str]) -> None:
     assert "run old own" not in log, "the memory of the first shape went"
 
 
-def test_where_runs_take_numpy_arrays_instead(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_take_numpy_arrays_instead(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     context: Any = _Context(log)
     assert usable(context, {FP16, FP32})
     assert not usable(context, {FP32, np.dtype(ml_dtypes.bfloat16)})
@@ -154,7 +154,7 @@ def test_where_runs_take_numpy_arrays_instead(log: list[str], monkeypatch: pytes
 
 
 class _Clients:
-    """A stand-in for memory of clients on the GPU: three floats a handle, and what was opened and closed."""
+    """A stand-in for memory of clients on the GPU. Each handle has some floats. Opened and closed handles are counted."""
 
     def __init__(self, log: list[str]):
         self.memory: dict[bytes, np.ndarray[Any, Any]] = {}
@@ -178,7 +178,7 @@ class _Clients:
 
 @pytest.fixture
 def on_gpu(log: list[str]) -> tuple[GpuRuns, list[SharedMemory], _Clients]:
-    """Runs that meet memory of clients."""
+    """Runs of an engine, the two memories of its worker, and memory of clients."""
     memories = [SharedMemory(new_file()) for _ in range(2)]
     context: Any = _Context(log)
     runs, clients = GpuRuns(context, *memories), _Clients(log)
@@ -194,7 +194,7 @@ def _batch(
     parts: list[tuple[int, DeviceSlice]],
     wanted: list[DeviceTarget],
 ) -> np.ndarray[Any, Any]:
-    """What a batch of ``rows`` single numbers leaves in the output memory, which was -1."""
+    """The output memory, which was -1, after a batch of ``rows`` rows with one number each."""
     runs, memories, _ = on_gpu
     x = memories[0].arrays(layout_of({"x": (FP32, (size, 1))}))
     x["x"][...] = 0
@@ -224,7 +224,7 @@ def test_a_batch_of_requests_on_the_gpu_and_on_the_host(on_gpu: tuple[GpuRuns, l
     clients = on_gpu[2]
     given, wanted = clients.put([1, 2, 3]), clients.put([0, 0, 0])
     part = DeviceSlice(given.handle, 4, 8)
-    later = DeviceTarget("y", 1, 2, 1, wanted)  # the second piece of a request, after one row of another
+    later = DeviceTarget("y", 1, 2, 1, wanted)  # the second piece of a request, after one row of another request
     found = _batch(on_gpu, 4, 3, {0: 7}, [(1, part)], [later])
     assert found.tolist() == [14, 4, 6, 6], "the last row is padded with the one before it"
     assert clients.memory[bytes([1]) * 64].tolist() == [0, 4, 6]
@@ -244,7 +244,7 @@ def test_memory_is_opened_once_and_closed_when_it_is_forgotten(
     assert clients.opened == 2
 
 
-def test_memory_that_is_none_and_sizes_that_lie(
+def test_unknown_handles_and_wrong_sizes_are_refused(
     on_gpu: tuple[GpuRuns, list[SharedMemory], _Clients], log: list[str]
 ) -> None:
     clients = on_gpu[2]
@@ -256,7 +256,7 @@ def test_memory_that_is_none_and_sizes_that_lie(
         _batch(on_gpu, 2, 2, {}, [(0, DeviceSlice(given.handle, 4, 8))], [])
     with pytest.raises(Refusal, match="an output has 8 bytes; its region has 4"):
         _batch(on_gpu, 2, 2, {}, [(0, given)], [DeviceTarget("y", 0, 2, 0, DeviceSlice(given.handle, 0, 4))])
-    assert log[-1] == "wait", "nothing is under way when the refusal is told"
+    assert log[-1] == "wait", "no copy is in progress when the refusal is raised"
 
 
 def test_a_message_names_memory_on_the_gpu() -> None:
@@ -267,7 +267,7 @@ def test_a_message_names_memory_on_the_gpu() -> None:
     assert message["regions"] == []
 
 
-def test_requests_of_front_ends_are_read_where_they_lie(
+def test_requests_of_front_ends_are_read_in_place(
     on_gpu: tuple[GpuRuns, list[SharedMemory], _Clients], log: list[str]
 ) -> None:
     runs = on_gpu[0]
@@ -285,10 +285,8 @@ def test_requests_of_front_ends_are_read_where_they_lie(
     assert not runs.reads(RegionSlice("of a client", 0, 8), FP32)
 
 
-def test_an_instance_takes_each_part_from_where_it_lies(
-    log: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A batch of three requests: one in a client's file, one in an arena, one on the GPU, whose output goes there."""
+def test_an_instance_reads_each_part_in_place(log: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A batch of three requests: one in a client's file, one in an arena, and one on the GPU, where its output goes too."""
     monkeypatch.setattr("optdnn.serving.tensors.SHARED", str(tmp_path))
     (tmp_path / "file").write_bytes(np.float32([7]).tobytes())
     arena, clients = Arena(new_arena()), _Clients(log)
@@ -340,7 +338,7 @@ def test_memory_of_another_process_on_a_gpu(tmp_path: Path, protocol: str, front
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     optdnn.build(model, target="cuda", shapes={"x": ((1, 3), (4, 3), (8, 3))}).save(tmp_path / "relu.engine")
     rows = np.random.default_rng(0).standard_normal((11, 3)).astype(np.float32)  # two batches of the engine
-    memory = cupy.cuda.Memory(4 << 20)  # of its own: not a piece of a pool
+    memory = cupy.cuda.Memory(4 << 20)  # a separate allocation, not a piece of a pool
     region = cupy.ndarray((22, 3), np.float32, cupy.cuda.MemoryPointer(memory, 0))
     region[:11], region[11:] = cupy.asarray(rows), -1
     cupy.cuda.Device().synchronize()

@@ -13,7 +13,7 @@ pytest.importorskip("benchmarks.harness", reason="an installed copy has no bench
 from benchmarks.__main__ import main
 
 
-def test_answers_under_load_are_those_of_single_runs(engines: Path, tmp_path: Path) -> None:
+def test_answers_under_load_equal_those_of_single_runs(engines: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     load = ["--clients", "3", "--processes", "2", "--rows", "2", "--batches", "2", "--seconds", "2.5"]
     words = [str(engines / "digits.engine"), "--protocols", "engine", "shared", *load, "--out", str(out)]
@@ -29,7 +29,7 @@ def test_answers_under_load_are_those_of_single_runs(engines: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_under_load_and_a_killed_worker_costs_its_requests_alone(
+def test_memory_does_not_grow_under_load_and_a_killed_worker_loses_only_its_requests(
     engines: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "rows.jsonl"

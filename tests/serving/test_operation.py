@@ -1,4 +1,4 @@
-"""A real server process in operation: full queues, deadlines, dead workers, loading and unloading, the end."""
+"""A real server process in operation: full queues, deadlines, dead workers, loading, unloading, shutdown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ X = np.random.default_rng(1).standard_normal((1, 1, 8, 8)).astype(np.float32)
 
 
 class Asked(threading.Thread):
-    """A request in a separate thread; ``status`` is that of its answer."""
+    """A request in a separate thread; ``status`` is the status of its answer."""
 
     def __init__(self, server: Server, **parameters: int):
         super().__init__(daemon=True)
@@ -40,14 +40,14 @@ class Asked(threading.Thread):
 
 @pytest.fixture(scope="module", params=[0, 2], ids=["one process", "two front ends"])
 def alone(engines: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A server of the digits alone, whose batches have one row: by itself, and behind front ends."""
+    """A server of the digits only, with batches of one row: once in one process, once behind two front ends."""
     with served(engines / "digits.engine", "--queue", 4, "--max-batch", 1, "--frontends", request.param) as running:
         yield running
 
 
 @contextmanager
 def busy(server: Server) -> Iterator[tuple[int, Asked]]:
-    """While the worker of the digits is stopped within a request: its number, and that request."""
+    """Stops the worker of the digits within a request. Yields the worker's process id and the request."""
     (worker,) = server.workers()
     server.halt(worker)
     began = server.metric("optdnn_queue_seconds_count")
@@ -83,7 +83,7 @@ def test_a_full_queue_refuses_and_deadlines_hold(alone: Server) -> None:
             assert refused.status == 429
             with pytest.raises(Exception, match="RESOURCE_EXHAUSTED"):
                 client.infer("digits", [i])
-            call.cancel()  # leaves the queue, as the one whose time is over
+            call.cancel()  # a canceled request leaves the queue, and so does an expired one
             late.join()
             assert late.status == 504
             waiting(alone, 2)
@@ -109,7 +109,7 @@ def test_a_client_that_goes_away_leaves_the_queue(alone: Server) -> None:
         waiting(alone, 0)
 
 
-@pytest.mark.parametrize("end", ["cancelled", "deadline", "connection closed"])
+@pytest.mark.parametrize("end", ["canceled", "deadline", "connection closed"])
 def test_a_stream_that_ends_early_leaves_the_queue(alone: Server, end: str) -> None:
     import grpc
     from tritonclient.grpc import service_pb2 as pb
@@ -122,7 +122,7 @@ def test_a_stream_that_ends_early_leaves_the_queue(alone: Server, end: str) -> N
         timeout = 1.0 if end == "deadline" else None
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([message] * 3), timeout=timeout)
         waiting(alone, 1)
-        if end == "cancelled":
+        if end == "canceled":
             call.cancel()
         elif end == "connection closed":
             channel.close()
@@ -130,7 +130,7 @@ def test_a_stream_that_ends_early_leaves_the_queue(alone: Server, end: str) -> N
     first.join()
     assert first.status == 200
     assert status_of_one(alone) == 200
-    assert alone.metric("optdnn_batch_rows_count") == ran + 2  # nothing of the stream
+    assert alone.metric("optdnn_batch_rows_count") == ran + 2  # no request of the stream ran
 
 
 def test_a_killed_worker_costs_each_request_of_its_batch_and_no_other(engines: Path) -> None:
@@ -191,7 +191,7 @@ def test_models_are_loaded_and_unloaded(alone: Server, engines: Path) -> None:
     client.load_model("digits")
     assert status_of_one(alone) == 200
     before = alone.workers()
-    client.load_model("digits")  # anew, in the place of the old
+    client.load_model("digits")  # loaded again in place of the old one
     assert status_of_one(alone) == 200
     alone.eventually(lambda: len(alone.workers()) == 1)
     assert alone.workers() != before
@@ -242,7 +242,7 @@ def test_the_end_waits_for_requests(engines: Path, digits: optdnn.Engine) -> Non
         assert not any(os.path.exists(f"/proc/{w}") for w in workers)
 
 
-def test_what_the_command_refuses(engines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_of_the_command(engines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = engines / "mixed.engine"
     (tmp_path / "mixed.engine").write_bytes(engine.read_bytes())
     (tmp_path / "broken.engine").write_bytes(b"no engine")

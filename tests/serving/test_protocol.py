@@ -1,4 +1,4 @@
-"""A real server process: what tritonclient and plain requests of bytes get from it."""
+"""A real server process, and the answers that tritonclient and plain HTTP requests get from it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def given(module: Any, x: Array = X) -> list[Any]:
 
 @pytest.fixture(params=["http", "grpc"])
 def client(request: pytest.FixtureRequest, server: Server) -> Iterator[Any]:
-    """A client of each protocol, with its module as ``module``."""
+    """A client of each protocol. Its module is its attribute ``module``."""
     module, address = (httpclient, server.http) if request.param == "http" else (grpcclient, server.grpc)
     made = module.InferenceServerClient(address)
     made.module = module
@@ -199,7 +199,7 @@ def test_a_head_without_end_is_refused(server: Server, where: str) -> None:
     assert server.request("GET", "/v2/health/ready")[0] == 200
 
 
-def test_a_head_as_long_as_allowed_is_taken(server: Server) -> None:
+def test_a_head_of_the_largest_allowed_size_is_accepted(server: Server) -> None:
     headers = {f"a{k}": "b" * 1000 for k in range(60)}
     for _ in range(3):
         assert server.request("GET", "/v2/health/live", None, headers)[0] == 200
@@ -216,7 +216,7 @@ def test_an_unknown_model_or_path(server: Server, path: str, status: int) -> Non
     assert server.request("POST", f"/v2/models/{path}", body, headers)[0] == status
 
 
-def test_what_the_protocol_has_not_is_told_to_a_client(client: Any) -> None:
+def test_a_client_gets_an_error_for_features_that_the_server_lacks(client: Any) -> None:
     http = client.module is httpclient
     said = "there is no GET /v2/models/digits/config; a request goes by POST" if http else "does not have ModelConfig"
     with pytest.raises(Exception, match=re.escape(said)) as raised:
@@ -224,7 +224,7 @@ def test_what_the_protocol_has_not_is_told_to_a_client(client: Any) -> None:
     assert str(raised.value.status()) == ("404" if http else "StatusCode.UNIMPLEMENTED")
 
 
-def test_a_wrong_method_is_told_in_json(server: Server) -> None:
+def test_a_wrong_method_is_answered_in_json(server: Server) -> None:
     status, body, _ = server.request("GET", INFER)
     assert (status, json.loads(body)["error"].split(";")[0]) == (405, f"there is no GET {INFER}")
 
@@ -257,8 +257,8 @@ def test_malformed_requests_of_grpc(server: Server) -> None:
         assert server.metric("optdnn_batch_rows_count") == before
 
 
-def test_messages_of_grpc_that_are_made_to_cost(server: Server) -> None:
-    """Each has at most 1 MB. None takes long, or ends with an error of the server."""
+def test_costly_messages_of_grpc_are_refused_or_answered_quickly(server: Server) -> None:
+    """Each message has at most 1 MB. None takes long or causes an internal error of the server."""
     import grpc
     from tritonclient.grpc import service_pb2 as pb
 
@@ -290,7 +290,7 @@ def test_messages_of_grpc_that_are_made_to_cost(server: Server) -> None:
         assert pb.ModelInferResponse.FromString(ask(good)).outputs[0].name == "logits"
 
 
-def test_a_wrong_value_fails_its_own_request_alone(server: Server) -> None:
+def test_a_wrong_value_fails_only_its_own_request(server: Server) -> None:
     async def ask(values: list[int]) -> Any:
         import tritonclient.http.aio as aio
 

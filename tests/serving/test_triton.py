@@ -1,4 +1,4 @@
-"""Models for NVIDIA's Triton server: their code runs against a stand-in for Triton's own module."""
+"""Models for NVIDIA's Triton server. Their code runs against a stand-in for Triton's module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tensor:
 
 
 def stand_in() -> ModuleType:
-    """triton_python_backend_utils, as far as a model uses it."""
+    """A stand-in for triton_python_backend_utils, as far as a model uses it."""
     module = ModuleType("triton_python_backend_utils")
     names = {
         "Tensor": Tensor,
@@ -92,14 +92,14 @@ def test_a_model_without_a_batch(exported: tuple[Any, str]) -> None:
 
 
 @pytest.mark.parametrize("exported", ["looked_up"], indirect=True)
-def test_an_error_is_that_of_its_own_request(exported: tuple[Any, str]) -> None:
+def test_an_error_fails_only_its_own_request(exported: tuple[Any, str]) -> None:
     model, _ = exported
     right, wrong = model.execute([[Tensor("at", np.array([2]))], [Tensor("at", np.array([7]))]])
     assert right.outputs[0].as_numpy().tolist() == [3]
     assert "out of bounds" in wrong.error
 
 
-def test_what_export_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exports_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     opset = '<ir_version: 8, opset_import: ["" : 13]>'
     for kind, name, said in (
         ("float", "a b", "not a name for a model"),

@@ -1,4 +1,4 @@
-"""Workers and their memory without a server: what is read from regions, and workers that are lost."""
+"""Workers and their memory without a server: the data of regions, and lost workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from optdnn.serving.workers.process import ProcessInstance, ProcessWorker
 from optdnn.types import BOOL, FP32, TensorSpec
 
 
-def test_bytes_of_a_region_that_are_no_bool_and_a_pipe_in_its_place(
+def test_a_region_with_bytes_that_are_no_bool_and_a_pipe_in_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("optdnn.serving.tensors.SHARED", str(tmp_path))
@@ -66,7 +66,7 @@ def test_a_worker_whose_server_is_gone_says_nothing(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_where_no_process_can_be_started_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_process_can_be_started_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **more: object) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
@@ -78,14 +78,14 @@ def test_where_no_process_can_be_started_nothing_is_left(monkeypatch: pytest.Mon
 
 
 class Loading(Worker):
-    """A worker that is ready when it is told to be; ``lost``: it died before the others were ready."""
+    """A worker that is ready when the test sets ``allowed``. ``lost``: it died before the others were ready."""
 
     def __init__(self, error: OptdnnError | None = None):
         self.instances = ()
-        self.told, self.closed, self._error = asyncio.Event(), False, error
+        self.allowed, self.closed, self._error = asyncio.Event(), False, error
 
     async def ready(self) -> ModelFacts:
-        await self.told.wait()
+        await self.allowed.wait()
         if self._error is not None:
             raise self._error
         spec = TensorSpec("x", FP32, (2,))
@@ -107,12 +107,12 @@ def test_a_worker_that_dies_while_others_load_is_replaced(monkeypatch: pytest.Mo
         first, second, third = workers = [Loading(), Loading(), Loading()]
         model = loading(monkeypatch, *workers)
         task = asyncio.create_task(model.load())
-        first.told.set()
+        first.allowed.set()
         await asyncio.sleep(0)
         first.lost = True
         model._lost(0, first)
         for worker in (second, third):
-            worker.told.set()
+            worker.allowed.set()
         await task
         while model._workers.get(0) is not third:
             await asyncio.sleep(0)
@@ -126,7 +126,7 @@ def test_a_worker_that_dies_while_others_load_is_replaced(monkeypatch: pytest.Mo
 def test_an_engine_that_cannot_be_loaded_leaves_no_worker_and_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         first, second = Loading(Unavailable("it is broken")), Loading()
-        first.told.set()
+        first.allowed.set()
         with pytest.raises(Unavailable, match="it is broken"):
             await loading(monkeypatch, first, second).load()
         assert first.closed

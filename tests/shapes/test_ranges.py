@@ -1,4 +1,4 @@
-"""Shapes with ranges: their text, what Python takes, profiles; and what an engine does with them."""
+"""Shapes with ranges: their text, the forms in Python, profiles; and their use in engines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_malformed_shape_is_refused(text: str, because: str) -> None:
         parse_dims(text)
 
 
-def test_a_range_without_an_optimum_is_refused_with_what_is_missing() -> None:
+def test_a_range_without_an_optimum_is_refused_with_advice() -> None:
     with pytest.raises(UsageError) as e:
         parse_dims("1..4x3")
     assert e.value.hint == "name the size to optimize for, too: 1..OPT..4"
@@ -164,7 +164,7 @@ def test_any_shape_in_range_runs_and_others_are_refused(target: str, tmp_path: P
                 e.run(_image(n))
 
 
-def test_an_engine_takes_what_lies_in_a_profile_not_between_them() -> None:
+def test_an_engine_accepts_sizes_within_a_profile_not_between_profiles() -> None:
     engine = optdnn.build(convnet(batch="n"), target="reference", shapes=[{"x": (1, *IMAGE)}, {"x": "4..4..6x3x8x8"}])
     assert engine.run(_image(1))["y"].shape == (1, 5)
     assert engine.run(_image(6))["y"].shape == (6, 5)
@@ -190,7 +190,7 @@ SOUND = """<ir_version: 8, opset_import: ["" : 17]> sound
 
 
 def test_a_network_of_unknown_length_is_timed_at_one_that_leaves_something_of_every_tensor() -> None:
-    """Thirty-two samples are five positions, fewer than a window of eight."""
+    """Thirty-two samples give five positions, fewer than a window of eight."""
     graph = import_model(onnx.parser.parse_model(SOUND))
     assert typical_sizes(graph) == {"batch": 1, "samples": 64, "past": 64}
     engine = optdnn.build(onnx.parser.parse_model(SOUND), target="cpu", threads=1)
@@ -210,7 +210,7 @@ CACHE = """<ir_version: 8, opset_import: ["" : 17]> cache
 
 
 def test_sizes_that_broadcast_with_one_another_are_made_up_together() -> None:
-    """The mask of a cache is as long as the past and the new positions."""
+    """The mask of a cache covers the past and the new positions."""
     model = onnx.parser.parse_model(CACHE)
     assert typical_sizes(import_model(model)) == {"batch": 1, "length": 32, "past": 32, "total": 64}
     feeds = {

@@ -1,1 +1,1 @@
-"""What the tests share: small graph builders, and the checks that every pass has to hold."""
+"""Shared parts of the tests: builders of small graphs, checks that every pass must meet, and stand-ins."""

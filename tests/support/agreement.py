@@ -1,7 +1,6 @@
-"""What checks over real networks hold results against: skeletons filled with weights, ONNX Runtime, one measure of
-error.
+"""References for checks over real networks: networks with filled weights, results of ONNX Runtime, and a measure of error.
 
-FOLDER, wherever it is meant: it holds ``fill.py`` and ``graphs/NAME.onnx`` with ``NAME.json`` (skeletons without weights).
+FOLDER below holds ``fill.py`` and ``graphs/NAME.onnx`` with ``NAME.json`` (networks without weights).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 BOX, SCORE = 1e-3, 1e-3
-"""Bounds at fp32 for two boxes to count as the same: difference of corners (as a share of the image) and of scores."""
+"""At fp32, two boxes are equal if their corners (as a share of the image) and scores differ by no more than this."""
 
 
 def fill_module(folder: Path) -> Any:
@@ -28,7 +27,7 @@ def fill_module(folder: Path) -> Any:
 
 
 def onnxruntime_results(model: Any, feeds: dict[str, Any]) -> list[Any]:
-    """The model's outputs by ONNX Runtime on the CPU, one thread."""
+    """The model's outputs by ONNX Runtime on the CPU, with one thread."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -40,7 +39,7 @@ def onnxruntime_results(model: Any, feeds: dict[str, Any]) -> list[Any]:
 
 
 def error_of(got: Any, want: Any) -> float:
-    """Of the largest magnitude; inf where shapes or integers differ."""
+    """The largest error, relative to the largest magnitude; inf if shapes or integers differ."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")
     if want.dtype.kind in "iub":
@@ -52,9 +51,11 @@ def error_of(got: Any, want: Any) -> float:
 def same_boxes(
     got: Sequence[Any], want: Sequence[Any], *, box: float = BOX, score: float = SCORE
 ) -> dict[str, Any] | None:
-    """Of a detector's outputs (boxes [n, 4], scores [n], labels [n] where there are some): how many boxes both keep (``same``),
-    each paired with one other of its label, score and corners; ``of``: the larger number of boxes; the ``errors``
-    of all outputs over those pairs (masks: of each box its own). None where no output holds boxes."""
+    """The boxes of a detector that both results contain. Outputs: boxes [n, 4], scores [n], labels [n] if there are any.
+
+    Each box is paired with one other of its label, score and corners. ``same``: the number of pairs. ``of``: the larger number
+    of boxes. ``errors``: for each output, the error over the pairs. None if no output holds boxes.
+    """
     k = next((k for k, a in enumerate(want) if a.ndim == 2 and a.shape[1] == 4), None)
     scores = next((k for k, a in enumerate(want) if a.ndim == 1 and a.dtype.kind == "f"), None)
     labels = next((k for k, a in enumerate(want) if a.ndim == 1 and a.dtype.kind in "iu"), None)

@@ -1,4 +1,4 @@
-"""What tests of the arena planner share: random programs, and checks of a plan that do not trust the planner."""
+"""Random programs, and checks of an arena's plan that do not rely on the planner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optdnn.runtime.program import Slot
 
 
 def overlaps(intervals: Sequence[Interval], offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs that live together and share bytes: checked byte range against byte range, step by step."""
+    """Pairs of intervals that live at the same time and share bytes."""
     return [
         (i, j)
         for i, a in enumerate(intervals)
@@ -27,7 +27,8 @@ def overlaps(intervals: Sequence[Interval], offsets: Sequence[int]) -> list[tupl
 
 
 def check_by_execution(steps: Sequence[Use], sizes: Mapping[int, int], found: Plan) -> None:
-    """Run the steps over a real arena: each write fills its bytes with its number, each read must find them intact.
+    """Run the steps over a real arena: each write fills the bytes of a buffer with its number, and each read must find them
+    intact.
 
     In-place outputs are written after the operands were read, as a pointwise kernel does.
     """
@@ -75,7 +76,7 @@ def networks(draw: st.DrawFn) -> tuple[list[Use], dict[int, int]]:
 
 
 def lanes_of(steps: Sequence[Use], rng: random.Random) -> list[Slot]:
-    """A random lane for each step, and the waits that its data need."""
+    """A random lane for each step, and the waits that its operands need."""
     writers: dict[int, int] = {i: k for k, s in enumerate(steps) for i in (*s.outputs, *s.scratch)}
     deps = [{writers[i] for i in s.inputs} for s in steps]
     lanes = [rng.randrange(4) for _ in steps]

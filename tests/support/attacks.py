@@ -1,4 +1,4 @@
-"""Small models and a clock for files that attack."""
+"""Small models and a clock, for tests of hostile files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(
     element: int = F,
     functions: list[onnx.FunctionProto] | None = None,
 ) -> bytes:
-    """Input "x", output "y"."""
+    """A model with input "x" and output "y"."""
     x, y = helper.make_tensor_value_info("x", element, shape), helper.make_tensor_value_info("y", F, None)
     graph = helper.make_graph(nodes, "attack", [x], [y], list(weights))
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("f", 1)]

@@ -1,4 +1,4 @@
-"""Problems of attention for the tests of its kernels: random operands, and what float64 makes of them."""
+"""Problems of attention for tests of its kernels: random operands, and the results in float64."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def merged(batch: int, heads: int, positions: int, features: int, **options: Any
 
 
 def apart(batch: int, heads: int, queries: int, keys: int, features: int, shared: int = 0, **options: Any) -> Problem:
-    """Tensors [batch, head, position, feature], the result [batch, position, head, feature]."""
+    """Separate tensors [batch, head, position, feature]; the result is [batch, position, head, feature]."""
     q, k, out = bhsd(queries, heads, features), bhsd(keys, shared or heads, features), bshd(queries, heads, features)
     return Problem(batch, heads, queries, keys, features, 0.3, q, k, k, out, key_heads=shared, **options)
 
 
 def wide_values(batch: int, heads: int, positions: int, features: int, values: int, **options: Any) -> Problem:
-    """Values of another size than keys, tensors [batch, head, position, feature]."""
+    """Values with another number of features than keys; tensors are [batch, head, position, feature]."""
     q, v = (bhsd(positions, heads, n) for n in (features, values))
     return Problem(batch, heads, positions, positions, features, 0.3, q, q, v, v, value_features=values, **options)
 
@@ -55,8 +55,11 @@ def extent(view: HeadView, shape: tuple[int, ...]) -> int:
 
 
 class Case:
-    """Random operands of a problem, and what float64 makes of them. ``growing``: later keys have larger scores, so that maxima
-    of rows grow from tile to tile, a few of them by more than exponentials hold."""
+    """Random operands of a problem, and its result in float64.
+
+    ``growing``: later keys have larger scores, so that maxima of rows grow from tile to tile, sometimes by more than the range
+    of the exponential function.
+    """
 
     def __init__(self, p: Problem, seed: int = 0, *, growing: bool = False):
         self.problem, rng, dtype = p, np.random.default_rng(seed), dtype_of(p)
@@ -116,7 +119,7 @@ class Case:
         return np.dtype(self.problem.narrow) if self.problem.narrow else dtype_of(self.problem)
 
     def poisoned(self) -> np.ndarray:
-        """A result full of NaN (of bytes: 0xA5), with room at both ends."""
+        """A result full of NaN (of bytes: 0xA5), with space before and after it."""
         p = self.problem
         size = extent(p.out, (p.batch, p.heads, p.queries, self.values))
         return np.full((size + 64) * self.out_dtype.itemsize, 0xA5 if p.narrow else 0xFF, np.uint8)
@@ -146,7 +149,7 @@ class Case:
 def result_on_a_gpu(
     made: Launch, operands: Mapping[str, np.ndarray], raw: np.ndarray, start: int, folder: Path, name: str = "out"
 ) -> np.ndarray:
-    """The bytes that a launch leaves of ``raw``, in which its result ``name`` begins at byte ``start``: the same in three runs."""
+    """The bytes ``raw`` after a launch whose result ``name`` begins at byte ``start``. Three runs must give the same bits."""
     from optdnn.runtime.cuda.allocator import upload
     from support.bound import bound
     from support.device_memory import Memory

@@ -1,4 +1,4 @@
-"""One launch of a kernel on a GPU's memory, from the record that a program's launches are made of."""
+"""One launch of a kernel on addresses in a GPU's memory, from its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks whose branches can run side by side."""
+"""Networks whose branches can run in parallel."""
 
 from __future__ import annotations
 

@@ -20,9 +20,8 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
 
 
 class Page:
-    """One page. ``complaints`` are errors and warnings of the console, violations of the policy among them; ``asked`` are the
-    addresses that pages asked for.
-    """
+    """One page. ``complaints`` are errors and warnings of the console, including violations of the content policy. ``asked``
+    are the addresses that pages requested."""
 
     def __init__(self, to: int, answers: Any):
         self._to, self._answers, self._number, self._session = to, answers, 0, ""
@@ -85,7 +84,7 @@ class Page:
         return found["result"].get("value")
 
     def place(self, selector: str) -> tuple[float, float]:
-        """Where the middle of an element is, after scrolling to it."""
+        """The position of the middle of an element, after scrolling to it."""
         x, y = self.value(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             " e.scrollIntoView({block: 'center', behavior: 'instant'});"
@@ -103,7 +102,7 @@ class Page:
             self.mouse(kind, x, y, button="left", clickCount=1)
 
     def drag(self, selector: str, dx: float, dy: float) -> None:
-        """Press on the middle of an element, move, and let go."""
+        """Press on the middle of an element, move, and release."""
         x, y = self.place(selector)
         for kind, way in (("mousePressed", 0), ("mouseMoved", 1), ("mouseReleased", 1)):
             self.mouse(kind, x + way * dx, y + way * dy, button="left", buttons=1, clickCount=1)
@@ -134,7 +133,8 @@ def browser(profile: Path) -> Iterator[Page]:
     (in_read, in_write), (out_read, out_write) = os.pipe(), os.pipe()
 
     def pipes() -> None:
-        """In the child: the browser reads from 3 and writes to 4. Copies of higher numbers first, as one pipe may be at 3 or 4."""
+        """Runs in the child: the browser reads from file 3 and writes to file 4. The pipes are first copied to higher numbers,
+        since one of them may be 3 or 4."""
         ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 20) for fd in (in_read, out_write)]
         for end, number in zip(ends, (3, 4), strict=True):
             os.dup2(end, number)

@@ -1,4 +1,4 @@
-"""Attention of one new position over a cache, in many forms: sizes, angles, windows, and how much of the cache is filled."""
+"""Attention of one new position over a cache, in many forms: sizes, angles, windows, and fill levels of the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """A problem, and the number of keys that each sample then has. The new row is the last of these, or at ``starts``."""
+    """A problem, and the number of keys of each sample. The new row is the last of these keys, or the one at ``starts``."""
 
     problem: Problem
     lengths: tuple[int, ...]
@@ -28,7 +28,7 @@ class Case:
 def case(
     lengths: Sequence[int], heads: int = 4, key_heads: int = 2, features: int = 64, capacity: int = 300, **more: object
 ) -> Case:
-    """All features are rotated, unless ``turned`` gives another number."""
+    """A case in which all features are rotated, unless ``turned`` gives another number."""
     starts = more.pop("starts", ())
     given = {"turned": features, **more}
     problem = Problem(len(lengths), heads, key_heads, capacity, features, features**-0.5, **given)  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ CASES = {
     "lengths of their own": case([1, 17, 64, 65, 130, 300]),
     "heads of 128": case([200, 3], features=128),
     "heads of 80, a part turns": case([100], features=80, turned=32),
-    "heads of 96, neighbours": case([77], features=96, interleaved=True),
+    "heads of 96, neighbors": case([77], features=96, interleaved=True),
     "heads of 256": case([90], heads=2, key_heads=1, features=256),
     "heads of 16, none turns": case([40], features=16, turned=0),
     "each its own keys": case([150, 2], heads=3, key_heads=3),
@@ -66,7 +66,7 @@ class Operands:
 
 
 def operands_of(c: Case) -> Operands:
-    """Seeded operands. Behind the filled part of the cache there is NaN; queries, new keys and new values lie in one row."""
+    """Seeded operands. After the filled part of the cache there is NaN. Queries, new keys and new values are parts of one row."""
     p, rng = c.problem, np.random.default_rng(0)
     float_type = TYPES[p.dtype]
     kinds = (p.heads, p.key_heads, p.key_heads)
@@ -99,11 +99,11 @@ def operands_of(c: Case) -> Operands:
 
 
 JOINT = dict.fromkeys(("q", "new_k", "new_v"), "joint")
-"""Operands in one array."""
+"""The operands in one array."""
 
 
 def check(c: Case, o: Operands, held: dict[str, Array]) -> None:
-    """The expected operands after a launch: the result, the new rows, and every other byte of the cache as it was."""
+    """The expected operands after a launch: the result, the new rows, and all other bytes of the cache unchanged."""
     p, (y, *caches) = c.problem, o.wanted
     bound = TOLERANCE[p.dtype]
     np.testing.assert_allclose(held["out"].astype(np.float32), y, rtol=0, atol=bound * np.abs(y).max())

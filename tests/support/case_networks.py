@@ -1,6 +1,6 @@
-"""The operator case table (``tests/ops``) as networks of many cases each, and what is wrong with them on a target.
+"""The table of operator cases (``tests/ops``) as networks of many cases each, and their faults on a target.
 
-``tests/ops`` has to be on the path. ``python -m benchmarks cases`` runs them at every precision.
+``tests/ops`` must be on the path. ``python -m benchmarks cases`` runs the networks at every precision.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def together(cases: list[Any]) -> tuple[onnx.ModelProto, dict[str, Any]]:
 
 
 def tried(cases: list[Any], precision: str, target: str) -> list[dict[str, Any]]:
-    """What is wrong with these cases, one row each; a network that fails is tried in halves."""
+    """The faults of these cases, one row each. A network that fails is divided into halves."""
     import optdnn
 
     try:

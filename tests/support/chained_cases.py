@@ -1,5 +1,5 @@
-"""Two 1x1 convolutions in one launch: cases that try one thing each, with a configuration. The GPU tests run them, the compile
-tests compile them, and small ones run on the processor."""
+"""Two 1x1 convolutions in one launch: each case has a configuration and tests one thing. GPU tests run the cases, compile tests
+compile them, and small ones also run on the processor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SILU: tuple[Stage, ...] = (("bias",), ("silu",))
 CASES: dict[str, tuple[Problem, Config]] = {
     "one chunk": (Problem(1, (4, 4), 64, 64, 64, RELU, RELU), Config(1, 16, 1, 2)),
     "bottlenecks": (Problem(2, (7, 5), 64, 256, 64, ADD_RELU, RELU), Config(2, 16, 2, 3)),
-    "wider behind": (Problem(2, (6, 6), 64, 128, 128, ADD_RELU, RELU), Config(2, 32, 1, 2)),
+    "wider after it": (Problem(2, (6, 6), 64, 128, 128, ADD_RELU, RELU), Config(2, 32, 1, 2)),
     "a ring of weights": (Problem(3, (6, 6), 128, 320, 128, ADD_RELU, RELU), Config(2, 16, 1, 2, 2)),
     "a perceptron": (Problem(2, (5, 5), 96, 384, 96, SILU, ADD, stored=False), Config(1, 32, 2, 2, 3)),
     "nothing added": (Problem(2, (5, 5), 40, 72, 24, RELU, BIAS), Config(3, 16, 1, 2)),
@@ -62,12 +62,12 @@ BYTES: dict[str, tuple[Problem, Config]] = {
     "ResNet, third stage": (Problem(8, (14, 14), 256, 1024, 256, ADD, BIAS, integers=UNSIGNED), Config(2, 64, 1, 3, 2)),
     "ResNet, to the second stage": (Problem(8, (56, 56), 64, 256, 128, ADD, BIAS, integers=UNSIGNED), Config(2, 128, 2, 2)),
 }  # fmt: skip
-"""Of 8-bit integers."""
+"""Cases of 8-bit integers."""
 NUMBERS = (Requantize(0.25, 0.0, -60.0, 90.0, 7), Requantize(0.5, 0.0, -80.0, 70.0, 11))
 
 
 def numbers(p: Problem) -> tuple[Requantize, Requantize]:
-    """Of the epilogues of integers: within the bounds of their types."""
+    """The numbers of both epilogues of integers, within the bounds of their types."""
     made, of = [], p.integers
     assert of is not None
     for own, out, added, zero in zip(NUMBERS, (of.middle, of.output), (of.added, of.added_last), of.zeros, strict=True):
@@ -77,7 +77,7 @@ def numbers(p: Problem) -> tuple[Requantize, Requantize]:
 
 
 def byte_operands(p: Problem, seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """The kernel's operands, and both results to the bit."""
+    """The kernel's operands, and both results, exact to the bit."""
     rng, of = np.random.default_rng(seed), p.integers
     assert of is not None
     pitches = p.pitches or Pitches(p.depth, p.middle, p.channels, p.middle, p.channels)
@@ -116,7 +116,7 @@ def byte_operands(p: Problem, seed: int = 0) -> tuple[dict[str, np.ndarray], np.
 
 
 def byte_places(p: Problem) -> dict[str, np.ndarray]:
-    """Where the results go, filled with 85."""
+    """The memory for the results, filled with 85."""
     of, pitches = p.integers, p.pitches or Pitches(p.depth, p.middle, p.channels)
     assert of is not None
     made = {"output": np.full((p.pixels, pitches.output), 85, of.output)}
@@ -124,7 +124,7 @@ def byte_places(p: Problem) -> dict[str, np.ndarray]:
 
 
 def operands(p: Problem, seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """The kernel's operands, and both results in fp32 by the definition."""
+    """The kernel's operands, and both results in fp32, computed by the definition."""
     rng = np.random.default_rng(seed)
     dtype = np.dtype(ml_dtypes.bfloat16 if p.dtype == "bfloat16" else np.float16)
     pitches = p.pitches or Pitches(p.depth, p.middle, p.channels, p.middle, p.channels)
@@ -159,7 +159,7 @@ def operands(p: Problem, seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarr
 
 
 def places(p: Problem) -> dict[str, np.ndarray]:
-    """Where the results go, filled with NaN."""
+    """The memory for the results, filled with NaN."""
     dtype = np.dtype(ml_dtypes.bfloat16 if p.dtype == "bfloat16" else np.float16)
     pitches = p.pitches or Pitches(p.depth, p.middle, p.channels)
     made = {"output": np.full((p.pixels, pitches.output), np.nan, dtype)}

@@ -1,4 +1,4 @@
-"""What every pass has to hold: exact counts and structure, invariants, idempotence, provenance, float64 equality."""
+"""Checks that every pass must meet: exact counts and structure, invariants, idempotence, provenance, float64 equality."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optdnn.passes.base import Pass, PassContext, PassReport
 from optdnn.types import Array, is_float
 
 TOLERANCE = 1e-9
-"""Passes are exact rewrites: results in promoted float64 differ by no more than this fraction of the largest element."""
+"""The largest error of an exact rewrite in promoted float64, relative to the largest element."""
 
 
 def from_text(text: str) -> Graph:
@@ -44,13 +44,18 @@ def check_pass(
 ) -> tuple[Graph, PassReport]:
     """Run ``one`` on a copy of ``before`` and return the result with its report.
 
-    Asserts: exactly ``changes`` rewrites (``rules``: by rule name); the structure of ``after`` or the ``kinds`` left; the
-    graph's invariants; a second run changes nothing; no provenance is lost except ``drops`` (nodes that
-    disappear altogether); outputs keep names, dtypes and shapes; and, for each seed, the outputs of the pass run on the float64
-    promotion equal the promotion's at 1e-9, while the pass run as it is stays within rounding of its own dtype. The
-    outputs have to differ from seed to seed by far more than that, or the comparison would say nothing
-    (``depends_on_input=False`` for a network that is constant). ``promoted_changes``: where a promoted graph is
-    rewritten another number of times (its casts between floats do nothing).
+    Asserts:
+
+    - There are exactly ``changes`` rewrites (``rules``: by rule name), and a second run changes nothing.
+    - The result has the structure of ``after``, or operators of these ``kinds``.
+    - The graph's invariants hold, and outputs keep names, dtypes and shapes.
+    - No provenance is lost except ``drops`` (nodes that disappear altogether).
+    - For each seed, the pass on the float64 promotion keeps the outputs to 1e-9, and the pass on the graph itself keeps them within
+      rounding of its dtype.
+    - Outputs differ between seeds by far more than that; otherwise the comparison would show nothing
+      (``depends_on_input=False`` for a constant network).
+
+    ``promoted_changes``: the number of rewrites of the promoted graph, if it differs (casts between floats have no effect there).
     """
     graph = from_text(before) if isinstance(before, str) else before
     verify(graph)
@@ -94,7 +99,7 @@ def check_pass(
 def check_refused(
     one: Pass, before: Graph | str, *, because: str, rule: str | None = None, context: PassContext | None = None
 ) -> PassReport:
-    """Run ``one`` on a copy of ``before``; it has to change nothing and to give a reason that matches ``because``."""
+    """Run ``one`` on a copy of ``before``. It must change nothing, and give a reason that matches ``because``."""
     graph = from_text(before) if isinstance(before, str) else before
     result = graph.copy()
     report = one(result, context)
@@ -107,7 +112,7 @@ def check_refused(
 
 
 def check_untouched(one: Pass, before: Graph | str, context: PassContext | None = None) -> None:
-    """Run ``one`` on a copy of ``before``; it has to change nothing and to see no candidate."""
+    """Run ``one`` on a copy of ``before``. It must change nothing and find no candidate."""
     graph = from_text(before) if isinstance(before, str) else before
     result = graph.copy()
     report = one(result, context)
@@ -116,7 +121,7 @@ def check_untouched(one: Pass, before: Graph | str, context: PassContext | None 
 
 
 def same(actual: Mapping[str, Array], expected: Mapping[str, Array], tolerance: float) -> None:
-    """Equal names, dtypes and shapes; floats within ``tolerance`` of the largest expected element, all else exactly."""
+    """Equal names, dtypes and shapes. Floats may differ by ``tolerance`` times the largest expected element; others not at all."""
     assert list(actual) == list(expected)
     for name, a in expected.items():
         b = actual[name]
@@ -144,7 +149,7 @@ def sources(graph: Graph) -> set[str]:
 
 
 def stages(graph: Graph, *kinds: str) -> list[tuple[str, ...]]:
-    """In topological order, for each fused op (of these kinds): the prologue's kinds, the op's kind in <>, the epilogue's."""
+    """For each fused op of these kinds, in topological order: the prologue's kinds, the op's kind in <>, the epilogue's kinds."""
     return [
         (*(s.kind for s in op.attrs.prologue), f"<{op.kind}>", *(s.kind for s in op.attrs.epilogue))
         for op in graph.order()
@@ -179,7 +184,7 @@ def structure(graph: Graph) -> str:
 
 
 def _depth_first(graph: Graph) -> list[Op]:
-    """Computing ops and outputs, operands first, in an order that only the structure decides."""
+    """Computing ops and outputs, operands first, in an order that depends only on the structure."""
     done: dict[int, Op] = {}
     for root in graph.outputs:
         stack: list[tuple[int, bool]] = [(root, False)]
@@ -197,7 +202,7 @@ def _depth_first(graph: Graph) -> list[Op]:
 
 
 def _roundoff(graph: Graph) -> float:
-    """Relative rounding of the narrowest floating type among constants."""
+    """The largest machine epsilon of the floating types of constants."""
     import ml_dtypes
 
     dtypes = {op.outputs[0].type.dtype for op in graph.ops() if op.kind == "Constant"}
@@ -210,7 +215,8 @@ def _explain(report: PassReport) -> str:
 
 
 def check_export(graph: Graph, rtol: float) -> None:
-    """ONNX Runtime gives the results of a graph with fp32 inputs for its export: within 1e-5, and this fraction of each element."""
+    """The exported graph, with fp32 inputs, gives the same results in ONNX Runtime: within 1e-5 plus ``rtol`` times each
+    element."""
     import onnxruntime
 
     from optdnn.ir.export_onnx import export_model

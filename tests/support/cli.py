@@ -1,4 +1,4 @@
-"""What the tests of the command line share: what a call gives (the fixture ``cli`` of tests/cli), strict JSON, a mark."""
+"""Shared parts of the command-line tests: the result of a call (fixture ``cli`` of tests/cli), strict JSON, a mark."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 
 libraries = pytest.mark.usefixtures("_libraries")
-"""For tests that need ONNX Runtime and OpenVINO."""
+"""A mark for tests that need ONNX Runtime and OpenVINO."""
 
 
 class Result(NamedTuple):
-    """Exit code, standard output, standard error."""
+    """The exit code, standard output and standard error of a call."""
 
     code: int
     out: str
@@ -24,7 +24,7 @@ Cli = Callable[..., Result]
 
 
 def strict(text: str) -> Any:
-    """JSON as the standard has it: no NaN, no Infinity."""
+    """Reads JSON that follows the standard: no NaN, no Infinity."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")

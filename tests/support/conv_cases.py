@@ -1,4 +1,4 @@
-"""Convolutions that try one thing each, with a configuration: the GPU tests run them, the compile tests compile them."""
+"""Convolutions: each case has a configuration and tests one thing. GPU tests run the cases, compile tests compile them."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def same(
     stride: int = 1,
     dilation: tuple[int, int] = (1, 1),
 ) -> Source:
-    """A source whose output has its size (at stride 1)."""
+    """A source whose output has the same height and width (at stride 1)."""
     pad = [(k - 1) * d // 2 for k, d in zip(kernel, dilation, strict=True)]
     return Source(height, width, channels, kernel, (stride, stride), (pad[0], pad[1], pad[0], pad[1]), dilation)
 
 
 def convolve(image: np.ndarray, weight: np.ndarray, source: Source) -> np.ndarray:
-    """NHWC image, OIHW weight (one group's input channels), by the definition, in the arrays' own precision."""
+    """The convolution of an NHWC image and an OIHW weight (I: channels of one group), by the definition, in their precision."""
     groups = image.shape[3] // weight.shape[1]
     if groups > 1:
         parts = zip(np.split(image, groups, 3), np.split(weight, groups, 0), strict=True)
@@ -60,7 +60,7 @@ def convolve(image: np.ndarray, weight: np.ndarray, source: Source) -> np.ndarra
 
 
 def apply_stages(x: np.ndarray, stages: Sequence[Stage], bias: np.ndarray, residual: np.ndarray) -> np.ndarray:
-    """The epilogue by its definition, in the arrays' own precision."""
+    """The epilogue by its definition, in the precision of the arrays."""
     for name, *values in stages:
         if name == "bias":
             x = x + bias
@@ -219,8 +219,11 @@ CASES: dict[str, tuple[Problem, Config | PatchConfig]] = {
 
 @dataclass(frozen=True)
 class General:
-    """A convolution for the sm_80 kernel, in each of its tiles; ``channels`` of the result and ``inside`` a group's source where
-    the problem's are filled up."""
+    """A convolution for the sm_80 kernel, with each of its tiles.
+
+    ``channels`` of the result and ``inside`` (channels of a group's source): the numbers before padding, if the problem is
+    padded.
+    """
 
     problem: Problem
     channels: int = 0
@@ -250,7 +253,7 @@ GENERAL: dict[str, General] = {
 def plain_launch(
     problem: Problem, config: Config | PatchConfig, gpu: GpuFacts, weights: Sequence[np.ndarray]
 ) -> Launch:
-    """The launch of Hopper's kernels on tensors without gaps; of a residual, where the problem has one."""
+    """The launch of a Hopper kernel on tensors without gaps, with a residual if the problem has one."""
 
     def view(shape: tuple[int, ...], dtype: np.dtype) -> TensorView:
         return TensorView(0, 0, shape, channels_last(shape, shape[1]), dtype)
@@ -268,14 +271,14 @@ def plain_launch(
 
 
 def in_reverse(made: Launch) -> Launch:
-    """The launch that takes its tiles from the last one on."""
+    """The launch with its tiles in reverse order."""
     at = 5 * MAP_BYTES + 3 * 8 + 7 * 4
     assert not any(made.parameters[at : at + 4])
     return replace(made, parameters=made.parameters[:at] + (1).to_bytes(4, "little") + made.parameters[at + 4 :])
 
 
 def excited(n: Net, x: Value, channels: int) -> Value:
-    """A depthwise convolution, its squeeze, two small products, and the scaling."""
+    """A squeeze-and-excitation block: a depthwise convolution, its squeeze, two small products, and the scaling."""
     y = n.op("Swish", n.conv(x, channels, group=channels, bias=True))
     s = n.op("Swish", n.conv(n.op("GlobalAveragePool", y), 8, 1, pads=0, bias=True))
     return n.op("Mul", y, n.op("Sigmoid", n.conv(s, channels, 1, pads=0, bias=True)))

@@ -1,4 +1,4 @@
-"""Cores for parallel test processes: each has its own, so that the threads of one never wait for those of another."""
+"""Separate cores for parallel test processes, so that threads of one never wait for threads of another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def take_own_cores() -> None:
-    """Bind this process, and those that it will start, to its share of the cores; one process alone keeps all."""
+    """Bind this process and its later children to its share of the cores. A single process keeps all cores."""
     worker, workers = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if worker is None or workers == 1 or not hasattr(os, "sched_setaffinity"):
         return

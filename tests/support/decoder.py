@@ -1,4 +1,4 @@
-"""A decoder of one token a call, as language models are exported: caches of fixed capacity, or caches that grow."""
+"""A decoder that computes one token per call, as language models are exported: with caches of fixed capacity or growing ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def decoder(
     """Pre-norm layers of grouped-query attention with rotary positions, and gated MLPs (opset 24), seeded.
 
     Inputs: ``token`` (1, 1), ``at`` (1,), the number of positions that the caches hold, and per layer ``key.N`` and ``value.N``,
-    (1, groups, capacity, size), or (1, groups, held, size) where they grow. Outputs: ``logits`` (1, 1, VOCABULARY), and
+    (1, groups, capacity, size), or (1, groups, held, size) for growing caches. Outputs: ``logits`` (1, 1, VOCABULARY), and
     ``new.key.N``, ``new.value.N``: written at ``at`` by TensorScatter, or one longer by Concat.
     ``grouped``: attention, rotary positions and writes are a GroupQueryAttention with these attributes.
     """
@@ -119,7 +119,7 @@ def empty(model: onnx.ModelProto, held: int, dtype: Any = np.float32) -> dict[st
 
 
 def generated(engine: Any, model: onnx.ModelProto, count: int) -> list[Any]:
-    """The logits of ``count`` calls with seeded tokens, by passing caches by hand: what state must give as well."""
+    """The logits of ``count`` calls with seeded tokens, with caches passed by hand. An engine with state must give the same."""
     found, caches = [], empty(model, 0)
     for at, token in enumerate(tokens(count)):
         results = engine.run({"token": token, "at": np.array([at]), **caches})

@@ -11,7 +11,7 @@ import onnx.parser
 HEADS, SIZE, TOKENS = 2, 4, 11
 TOTAL = "past_length + length"
 RANGES = {"ids": "1x1..2..6", "past": "1x2x0..3..8x4"}
-"""Sizes of the symbols; nothing is said of the mask's."""
+"""Sizes of the symbols. The mask has none of its own."""
 
 
 def decoder(total: str = TOTAL, first: bool = True) -> onnx.ModelProto:

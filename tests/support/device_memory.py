@@ -12,7 +12,7 @@ from optdnn.runtime.cuda.launches import graphs
 
 
 class Memory:
-    """Device buffers by driver calls alone."""
+    """Device buffers, allocated by driver calls only."""
 
     def __init__(self) -> None:
         self.device = Device.open()

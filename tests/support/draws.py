@@ -64,7 +64,7 @@ FAMILY = """g (float[3, 7000] x) => (float[3, 7000] y, float[3, 7000] z, int32[3
     even = Sub(few, few)
     k = Multinomial<sample_size = 40>(even)
 }"""
-"""Draws at sizes that are not folded. No draw depends on how an input is rounded."""
+"""Random draws at sizes that are not folded. No draw depends on the rounding of an input."""
 
 
 def family() -> Graph:

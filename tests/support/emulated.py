@@ -1,4 +1,4 @@
-"""Runs kernels on mma.sync on the processor: the very source, parameter block and grid, warps emulated (``host_warps.hpp``)."""
+"""Runs kernels on mma.sync on the processor: the same source, parameter block and grid; warps are emulated (``host_warps.hpp``)."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def compiled(
 ) -> ctypes.CDLL:  # fmt: skip
     """The kernel ``entry`` of a recipe as a library.
 
-    ``headers``: which of its headers are taken besides. ``first``: those that the kernel includes before its constants.
-    ``inside``: those behind constants of its own. ``rendered``: what of the generated one besides its constants (its instructions
-    are the shim's).
+    ``headers``: headers of the recipe that are included in front of the kernel. ``first``: headers before the constants of the
+    kernel. ``inside``: headers whose text replaces their ``#include``. ``rendered``: parts of the generated header besides its
+    constants, without instructions, which the shim defines.
     """
     texts = recipe.sources()
     defines = "\n".join(line for line in texts["generated.cuh"].splitlines() if line.startswith("#define"))
@@ -75,7 +75,7 @@ class MatrixProducts:
                 self._libraries[number] = _generated(recipe_of(kernel), kernel.function, own)
 
     def runs(self, step: CudaStep) -> bool:
-        """Whether the step's kernel is one of these."""
+        """Whether the step's kernel is one of these products."""
         return step.launch.kernel in self._libraries
 
     def run(self, step: CudaStep, memory: Sequence[Array]) -> None:
@@ -93,7 +93,7 @@ class MatrixProducts:
 
 
 def _generated(recipe: Recipe, entry: str, folder: Path) -> ctypes.CDLL:
-    """The kernel of a generated text as a library."""
+    """The kernel of a generated text, as a library."""
     texts = recipe.sources()
     item = re.search(r"#define ITEM (\d)", texts["generated.cuh"])
     assert item is not None
@@ -105,7 +105,7 @@ def _generated(recipe: Recipe, entry: str, folder: Path) -> ctypes.CDLL:
     text = text.replace(shared, "float* const shared = reinterpret_cast<float*>(memory);")
     shim = (
         (HERE / "host_warps.hpp").read_text(encoding="utf-8").split("struct Narrow {")[0]
-    )  # general.cuh has one of its own
+    )  # general.cuh defines this itself
     before = [f"#define OPERAND_ITEM {item[1]}", shim, machine, _text(texts["general.cuh"])]
     return library(
         "\n".join([*before, text, _RUN.replace("ENTRY", entry)]),
@@ -116,7 +116,7 @@ def _generated(recipe: Recipe, entry: str, folder: Path) -> ctypes.CDLL:
 
 
 def run(loaded: ctypes.CDLL, made: Launch, addresses: Mapping[str, int]) -> None:
-    """The launch on these operands, which begin at multiples of 16 bytes. Tensor maps are of 16-bit numbers."""
+    """Run the launch on these operands, which begin at multiples of 16 bytes. Tensor maps are of 16-bit numbers."""
     size = loaded.parameter_bytes()
     assert size - len(made.parameters) in range(8), "the parameter block and the kernel's struct differ in size"
     block = bytearray(made.parameters.ljust(size, b"\0"))
@@ -132,7 +132,7 @@ def run(loaded: ctypes.CDLL, made: Launch, addresses: Mapping[str, int]) -> None
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
-    """A copy at a multiple of 16 bytes, as device memory is."""
+    """A copy at a multiple of 16 bytes, like device memory."""
     raw = np.empty(array.nbytes + 16, np.uint8)
     start = -raw.ctypes.data % 16
     made = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

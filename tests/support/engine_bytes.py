@@ -1,4 +1,4 @@
-"""The bytes of engine files: written, read, forged."""
+"""The bytes of engine files: how to write, read and forge them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def header_of(data: bytes) -> Any:
 
 
 def forge(data: bytes, change: Callable[[Any], Any], text: Callable[[str], str] | None = None) -> bytes:
-    """The file with its header changed and every length and checksum of the prefix set right again."""
+    """The file with a changed header, and with right lengths and checksums in the prefix."""
     (length,) = struct.unpack_from("<I", data, 12)
     start = fmt.HEADER_AT + length
     blobs = data[-(-start // fmt.PAGE) * fmt.PAGE :] if start < len(data) else b""

@@ -1,5 +1,5 @@
-"""A 1x1 and a depthwise convolution in one launch: cases that try one thing each, with a configuration. The GPU tests run them, the
-compile tests compile them, and small ones run on the processor."""
+"""A 1x1 and a depthwise convolution in one launch: each case has a configuration and tests one thing. GPU tests run the cases,
+compile tests compile them, and small ones also run on the processor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def problem(
     batch: int, depth: int, source: Source, between: tuple[Stage, ...] = SILU, epilogue: tuple[Stage, ...] = SILU, *,
     squeeze: bool = False, dtype: str = "float16", pitches: tuple[int, int] = (0, 0),
 ) -> Problem:  # fmt: skip
-    """``pitches``: of the image and of the result."""
+    """``pitches``: of the image and of the result, in elements."""
     filtered = depthwise.Problem(batch, source, epilogue, dtype, squeeze, pitches=(0, pitches[1]))
     return Problem(filtered, depth, between, pitches[0])
 
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Problem, Config]] = {
 
 
 def operands(p: Problem, seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The kernel's operands, and its result in fp32 by the definition."""
+    """The kernel's operands, and its result in fp32, computed by the definition."""
     f, s, rng = p.filtered, p.filtered.source, np.random.default_rng(seed)
     dtype = np.dtype(ml_dtypes.bfloat16 if f.dtype == "bfloat16" else np.float16)
 

@@ -38,7 +38,7 @@ Fault = tuple[str, str, str]
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *faults: Fault, answers_s: float = 60.0) -> None:
-    """Let builds find a GPU of sm_90a whose worker is this module's."""
+    """Lets builds find a GPU of sm_90a, with the worker of this module."""
     monkeypatch.setenv(VARIABLE, json.dumps(faults))
     monkeypatch.setattr(usable, "why_not", lambda: None)
     monkeypatch.setattr(device, "arch_here", lambda: "sm_90a")

@@ -1,4 +1,4 @@
-"""A kind of measurement that needs no GPU: the name of the workload's network selects what it does."""
+"""A kind of measurement that needs no GPU. The name of the workload's network selects its action."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.rows import Row
 
 
 def prepare(job: Job) -> Row:
-    """A file for the other stage."""
+    """A file for the second stage."""
     (job.folder / "made").write_text(job.workload.name, encoding="utf-8")
     if job.workload.short == "unbuildable":
         raise ValueError("it cannot\nbe built")
@@ -20,7 +20,7 @@ def prepare(job: Job) -> Row:
 
 
 def measure(job: Job) -> Row:
-    """Does what the name says."""
+    """The action that the name selects."""
     assert (job.folder / "made").read_text(encoding="utf-8") == job.workload.name
     print("noise without an end", end="")
     name = job.workload.short

@@ -1,4 +1,4 @@
-"""Networks that a GPU cannot run whole: operators without kernels, sizes that depend on data, control flow."""
+"""Networks that a GPU cannot run as a whole: operators without kernels, sizes that depend on data, control flow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(
 
 
 def node(op: str, inputs: str, outputs: str, **attrs: object) -> onnx.NodeProto:
-    """A node named after its first output; names are separated by blanks, "-" is an absent operand."""
+    """A node that is named after its first output. Names are separated by blanks; "-" is an absent operand."""
     names = ["" if n == "-" else n for n in inputs.split()]
     return helper.make_node(op, names, outputs.split(), name=outputs.split()[0], **attrs)
 
@@ -53,10 +53,10 @@ def detector() -> onnx.ModelProto:
         node("Conv", "image w", "c", pads=[1, 1, 1, 1]),
         node("Reshape", "c flat", "r"),
         node("Transpose", "r", "t", perm=[0, 2, 1]),
-        node("Split", "t sizes", "centre extent logits", axis=2),
+        node("Split", "t sizes", "center extent logits", axis=2),
         node("Abs", "extent", "size"),
-        node("Sub", "centre size", "low"),
-        node("Add", "centre size", "high"),
+        node("Sub", "center size", "low"),
+        node("Add", "center size", "high"),
         node("Concat", "low high", "boxes", axis=2),
         node("Sigmoid", "logits", "s"),
         node("Transpose", "s", "scores", perm=[0, 2, 1]),
@@ -99,7 +99,7 @@ def loop() -> onnx.ModelProto:
 
 
 def sizes_from_data() -> onnx.ModelProto:
-    """NonZero, sizes that follow from it, and static ones again; an output of either sort, and one that is an input."""
+    """NonZero, sizes that follow from it, static sizes after them; an output of each kind, and one that is an input."""
     nodes = [
         node("Greater", "x bound", "mask"),
         node("NonZero", "mask", "at"),

@@ -1,4 +1,4 @@
-"""Faults put into engine files that stay well formed: what ``optdnn verify`` has to notice."""
+"""Faults in engine files that stay well formed. ``optdnn verify`` must find them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def damage(engine: Path, fault: Fault, to: Path) -> Path:
 
 
 def weight(program: Program) -> Program:
-    """Bits of the largest constant of floats or 8-bit integers are another (its digest is right)."""
+    """The largest constant of floats or 8-bit integers has changed bits (and the right digest)."""
     held = {s.params["model"] for s in program.steps if "model" in s.params}
     held |= {k.cubin for k in program.kernels if k.cubin is not None}
     sizes = {
@@ -38,14 +38,14 @@ def weight(program: Program) -> Program:
 
 
 def swapped_outputs(program: Program) -> Program:
-    """The last step that has two outputs gives them in the other order."""
+    """The last step with two outputs has them in the other order."""
     k = max(k for k, s in enumerate(program.steps) if len(s.outputs) > 1)
     step = program.steps[k]
     return _with_step(program, k, replace(step, outputs=step.outputs[::-1]))
 
 
 def swapped_inputs(kind: str) -> Fault:
-    """A step of a kind reads its first two operands in the other order."""
+    """A step of this kind has its first two operands in the other order."""
 
     def fault(program: Program) -> Program:
         k, step = _step(program, kind)
@@ -56,7 +56,7 @@ def swapped_inputs(kind: str) -> Fault:
 
 
 def attribute(kind: str, name: str, value: Any) -> Fault:
-    """An attribute of a step's operator is another."""
+    """An attribute of a step's operator has another value."""
 
     def fault(program: Program) -> Program:
         k, step = _step(program, kind)
@@ -70,7 +70,7 @@ def attribute(kind: str, name: str, value: Any) -> Fault:
 
 
 def constant(old: float, new: float) -> Fault:
-    """A number in the attributes of some step (an activation's, say) is another."""
+    """A number in the attributes of a step (of an activation, for example) has another value."""
 
     def fault(program: Program) -> Program:
         for k, step in enumerate(program.steps):
@@ -83,7 +83,7 @@ def constant(old: float, new: float) -> Fault:
 
 
 def view(kind: str) -> Fault:
-    """A step reads its first operand from the end of a row on: its last strides are the other way round."""
+    """A step reads its first operand from the end of a row on, with reversed last strides."""
 
     def fault(program: Program) -> Program:
         k, step = _step(program, kind)
@@ -98,7 +98,7 @@ def view(kind: str) -> Fault:
 
 
 def overlaid(program: Program) -> Program:
-    """A buffer lies where another one lies that is written while the first is still to be read."""
+    """A buffer has the place of another one that is written while the first is still needed."""
     made = {i: k for k, s in enumerate(program.steps) for i in s.outputs}
     read = {i: max(k for k, s in enumerate(program.steps) if i in s.inputs) for i in _read(program)}
     for i, written in made.items():
@@ -113,7 +113,7 @@ def overlaid(program: Program) -> Program:
 
 
 def planned(program: Program) -> Program:
-    """Buffers of a stepwise program in an arena, each in a place of its own."""
+    """Buffers of a stepwise program in an arena, with a separate place for each."""
     outside = {i for _, i in (*program.inputs, *program.outputs)}
     made = {i for s in program.steps for i in s.outputs}
     end, buffers = 0, []
@@ -125,7 +125,7 @@ def planned(program: Program) -> Program:
 
 
 def in_last_plan(fault: Fault) -> Fault:
-    """The fault is in the last of an engine's plans alone."""
+    """Only the last of an engine's plans has the fault."""
 
     def wrapped(program: Program) -> Program:
         assert program.dynamic is not None
@@ -136,7 +136,7 @@ def in_last_plan(fault: Fault) -> Fault:
 
 
 def model_of_a_library(old: bytes, new: bytes) -> Fault:
-    """Other bytes in the ONNX model that a CPU library is given."""
+    """The ONNX model of a CPU library has other bytes."""
 
     def fault(program: Program) -> Program:
         number = next(s.params["model"] for s in program.steps if "model" in s.params)

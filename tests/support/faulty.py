@@ -1,5 +1,5 @@
-"""An opener of engines that fails, in the way that FAULT says, where OpenVINO has a product and a Softsign: "SIGSEGV open",
-"SIGFPE run", "hang run", "SIGKILL turn". Imported inside of worker processes."""
+"""An opener of engines that fails if OpenVINO gets a product and a Softsign. FAULT selects the fault: "SIGSEGV open", "SIGFPE
+run", "hang run", "SIGKILL turn". Worker processes import it."""
 
 from __future__ import annotations
 

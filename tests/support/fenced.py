@@ -1,4 +1,4 @@
-"""Runs a single launch on a GPU, with its results between fences: bytes that no kernel may touch."""
+"""Runs a single launch on a GPU, with fences around its results: bytes that no kernel may change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_fenced(
         for key, a in results.items():
             around = memory.get(raw[key], (sizes[key],), np.dtype(np.uint8))
             assert (around[:FENCE] == 0xFF).all(), f"{key}: bytes before it were written"
-            assert (around[-FENCE:] == 0xFF).all(), f"{key}: bytes behind it were written"
+            assert (around[-FENCE:] == 0xFF).all(), f"{key}: bytes after it were written"
             found[-1][key] = around[FENCE:-FENCE].view(a.dtype).reshape(a.shape)
     left = {key: memory.get(at[key], a.shape, a.dtype) for key, a in operands.items()}
     memory.free()

@@ -1,4 +1,4 @@
-"""A small language model of the form that Optimum writes: caches grow by Concat, and the mask says which columns are padding."""
+"""A small language model in the form of Optimum's exports: caches grow by Concat, and the mask marks padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs generated kernels on the processor: the very source, parameter block and grid of a step, with pointers to host memory."""
+"""Runs generated kernels on the processor: the same source, parameter block and grid of a step, with pointers to host memory."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ COMPILER = shutil.which("g++")
 WHY_NOT = None if COMPILER else "there is no g++ to compile the generated kernels for the processor"
 
 HEADERS = ("<algorithm>", "<cmath>", "<cstdlib>", "<cstring>", '"host_fibers.hpp"', "<vector>")
-"""Standard headers of the emulations. Precompiled, since parsing them takes longer than compiling most kernels."""
+"""Headers of the emulations. They are precompiled, since parsing them takes longer than compiling most kernels."""
 
 
 _loaded: dict[tuple[str, ...], ctypes.CDLL] = {}
-"""Compiled libraries by their source: cases that differ only in their operands share a library."""
+"""Compiled libraries by source: cases with the same source and other operands share a library."""
 
 
 def library(text: str, folder: Path, level: str, options: Sequence[str] = ()) -> ctypes.CDLL:
-    """A C++17 source as a library, compiled in ``folder`` unless this process has done it before. ``level``: "-O0" or "-Og";
-    ``options``: those of the kernel."""
+    """A C++17 source as a library, compiled in ``folder`` unless this process has compiled it before. ``level``: "-O0" or
+    "-Og". ``options``: the kernel's own."""
     key = (hashlib.sha256(text.encode()).hexdigest(), level, *options)
     if key not in _loaded:
         code, made = folder / "kernels.cpp", folder / "kernels.so"
@@ -50,7 +50,7 @@ def library(text: str, folder: Path, level: str, options: Sequence[str] = ()) ->
 
 @functools.cache
 def _precompiled(level: str) -> Path:
-    """A header that includes the standard ones, with its precompiled form beside it; gone when this process ends."""
+    """A header that includes HEADERS, with its precompiled form beside it. It is deleted when this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="optdnn-host-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     header = folder / "standard.hpp"
@@ -61,7 +61,7 @@ def _precompiled(level: str) -> Path:
 
 def _compile(*arguments: str) -> None:
     assert COMPILER is not None
-    # Fortified, glibc's longjmp refuses to go to another stack.
+    # With _FORTIFY_SOURCE, glibc's longjmp refuses to change the stack.
     command = [COMPILER, "-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{HERE}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:6000]
@@ -94,7 +94,7 @@ class HostKernels:
         self._library = library("\n".join(parts), folder, "-O0")
 
     def runs(self, step: CudaStep) -> bool:
-        """Whether the step's kernel is one of these."""
+        """Whether the step's kernel is one of these generated kernels."""
         return self.program.kernels[step.launch.kernel].template in TEMPLATES
 
     def run(self, step: CudaStep, memory: Sequence[Array]) -> None:
@@ -122,7 +122,8 @@ class HostKernels:
         threads: tuple[int, ...],
         memory: Sequence[Array],
     ) -> None:
-        """The blocks of a launch that wait for one another, by :mod:`support.host_blocks`, in memory that processes share."""
+        """Run the blocks of a launch that wait for one another: in several processes with shared memory
+        (:mod:`support.host_blocks`)."""
         places = list(accumulate((-(-x.nbytes // 256) * 256 for x in memory), initial=0))
         with tempfile.TemporaryFile() as file:
             file.truncate(max(1, places[-1]))
@@ -140,7 +141,7 @@ class HostKernels:
 
 
 def _namespace(number: int, function: str, generated: str) -> str:
-    """One kernel in a namespace of its own, and the entry point that runs its grid."""
+    """One kernel in a separate namespace, and the entry point that runs its grid."""
     generated = generated.replace('extern "C" ', "static ")
     generated = generated.replace(
         "extern __shared__ __align__(16) unsigned char memory[];", "u8* const memory = dynamic_memory;"

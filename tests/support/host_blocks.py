@@ -1,7 +1,7 @@
-"""Blocks of a launch that wait for one another, side by side: a process each, of a small process without NumPy.
+"""Runs blocks of a launch that wait for one another in parallel: one process per block.
 
-To fork the tests' own process takes tens of milliseconds: it holds gigabytes. Called with the arguments of :func:`run_blocks` as
-JSON.
+The processes are forked from a small process without NumPy. Forking the process of the tests takes tens of milliseconds, since
+it holds gigabytes. Called with the arguments of :func:`run_blocks` as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 SECONDS = 60
-"""After which a block waits for ever."""
+"""After this time, a block counts as waiting for ever."""
 
 
 def run_blocks(
@@ -27,10 +27,10 @@ def run_blocks(
     memory: int,
     size: int,
 ) -> bool:
-    """Run block after block of ``entry``, each in a process, and tell whether all ended well.
+    """Run each block of ``entry`` in a process; returns whether all ended without a fault.
 
-    ``parameters``: the parameter block in hexadecimal. ``pointers``: (place in it, place in the memory). ``threads``: the grid and
-    the block. ``memory``: the file of ``size`` bytes that all share.
+    ``parameters``: the parameter block in hexadecimal. ``pointers``: (place in the block, place in the memory). ``threads``:
+    the grid and the block. ``memory``: the file of ``size`` bytes that all processes share.
     """
     loaded, shared = ctypes.CDLL(library), mmap.mmap(memory, size)
     base = ctypes.addressof(ctypes.c_char.from_buffer(shared))

@@ -1,4 +1,4 @@
-"""Runs the launches of kernel templates without tensor cores on the processor: with the same threads, warps and shared memory."""
+"""Runs kernel templates without tensor cores on the processor, with the same threads, warps and shared memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHARED = re.compile(r"extern __shared__ __align__\(16\) (\w+) (\w+)\[\];")
 
 
 def run_launches(launches: Sequence[Launch], memory: Mapping[str, Array], folder: Path) -> None:
-    """Run launches of one recipe, one after the other, on operands by name. fp16 or fp32."""
+    """Run launches of one recipe in order, on operands by name. fp16 or fp32."""
     recipe = launches[0].recipe
     texts = {
         name: template_files()[name].read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def run_launches(launches: Sequence[Launch], memory: Mapping[str, Array], folder
 
 
 def _inlined(text: str, texts: Mapping[str, str]) -> str:
-    """The source with its headers in their places, each once."""
+    """The source with its headers inserted, each once."""
     seen = set(_REPLACED)
 
     def include(match: re.Match[str]) -> str:

@@ -450,7 +450,7 @@ template <int PENDING> static void copies_wait_but() {
     }
 }
 
-// Matrix i has the rows at the addresses of lanes 8 i to 8 i + 7; a lane gets two neighbours of row lane / 4, transposed of column lane / 4.
+// Matrix i has the rows at the addresses of lanes 8 i to 8 i + 7; a lane gets two neighbors of row lane / 4, transposed of column lane / 4.
 static void load_matrices(u32 address, u32* registers, bool turned) {
     if (address % 16 || address + 16 > SHARED) abort();
     show(&address, 1);
@@ -520,7 +520,7 @@ static void tap_pair(float (&d)[4], const u32 (&a)[4], u32 first, u32 second) { 
 static void one_tap(float (&d)[4], u32 low, u32 high, u32 weight) { multiply(d, {low, high, 0u, 0u}, weight, 0u); }
 #endif
 
-// The counterpart of load_matrices(): a lane's two neighbours of row lane / 4 of each matrix.
+// The counterpart of load_matrices(): a lane's two neighbors of row lane / 4 of each matrix.
 static void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
     if (address % 16 || address + 16 > SHARED) abort();
     show(&address, 1);
@@ -536,7 +536,7 @@ static void stmatrix_x4_trans(u32 address, u32 a, u32 b, u32 c, u32 d) {
     const u32 words[4] = {a, b, c, d};
     const unsigned lane = threadIdx.x % 32;
     for (unsigned i = 0; i < 4; i++)
-        for (unsigned j = 0; j < 2; j++) {             // two neighbours of column lane / 4
+        for (unsigned j = 0; j < 2; j++) {             // two neighbors of column lane / 4
             const u16 bits = u16(words[i] >> 16 * j);
             memcpy(memory + shown(8 * i + lane % 4 * 2 + j)[0] + lane / 4 * 2, &bits, 2);
         }

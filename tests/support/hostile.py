@@ -1,4 +1,4 @@
-"""Engine files that are well formed, with right digests, and hostile: what an attacker would write by optdnn's own means."""
+"""Engine files that are well formed, with right digests, and hostile: an attacker could write them with optdnn's own functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model_of(
     initializers: Sequence[TensorProto] = (),
     opset: int = 21,
 ) -> onnx.ModelProto:
-    """A model in the form that the exporter gives it: every node has a name."""
+    """A model in the form of the exporter: every node has a name."""
     for k, node in enumerate(nodes):
         node.name = node.name or f"node{k}"
     ports = [[helper.make_tensor_value_info(*p) for p in side] for side in (inputs, outputs)]
@@ -50,7 +50,7 @@ def program_of(
     weights: Mapping[str, Array] | None = None,
     params: Mapping[str, Any] | None = None,
 ) -> Program:
-    """A program for cpu with one step, which hands ``model`` to ``library``; ``params`` replace the step's own."""
+    """A program for the target cpu with one step, which gives ``model`` to ``library``. ``params`` replace the step's own."""
     data = model if isinstance(model, bytes) else model.SerializeToString(deterministic=True)
     weights = weights or {}
     buffers = [Buffer(name, np.dtype(ELEMENTS[t]), tuple(shape)) for name, t, shape in (*inputs, *outputs)]
@@ -82,14 +82,14 @@ def program_of(
 
 
 def write(program: Program, path: Path) -> Path:
-    """The file, without the check that a build makes of its own program."""
+    """Writes the file without the check that a build makes of its program."""
     with mock.patch.object(file_format, "validate", return_value=None):
         file_format.write(program, path)
     return path
 
 
 def changed_header(data: bytes, change: Callable[[Any], None]) -> bytes:
-    """The contents of an engine file whose header, as plain data, was changed in place; its digests are right again."""
+    """The contents of an engine file after an in-place change of its header as plain data. Its digests are right."""
     text, end, minor = file_format._checked_header(memoryview(data))
     plain = json.loads(text)
     blobs = data[file_format._data_at(end - file_format.HEADER_AT, len(plain["blobs"])) :]
@@ -118,7 +118,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def mutate(plain: Any, at: tuple[Any, ...], rng: np.random.Generator) -> None:
-    """Change one part of plain data in place; nothing, where an earlier change took the part away."""
+    """Change one part of plain data in place. Does nothing if an earlier change has removed the part."""
     try:
         inner = plain
         for k in at[:-1]:
@@ -154,7 +154,7 @@ for path in json.load(sys.stdin):
 
 
 def load_in_child(paths: Sequence[Path], folder: Path) -> list[tuple[str, str]]:
-    """Load and run engines in another process: (class of the error, message) of each, fewer where that process died."""
+    """Load and run engines in another process. Returns (class of the error, message) of each; fewer if the process died."""
     done = subprocess.run(
         [sys.executable, "-c", _CHILD],
         input=json.dumps([str(p) for p in paths]),

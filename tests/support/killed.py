@@ -63,7 +63,7 @@ def _save(folder: Path, number: int, say: Say) -> None:
 
 
 def _retune(folder: Path, number: int, say: Say) -> None:
-    """As retune saves: the engine in place, then its report."""
+    """Saves like retune: the engine in place, then its report."""
     engine = Engine(read(folder / ENGINE, mmap=False))
     engine.account = lambda e: {**read_json(Path(report_path(folder / ENGINE))), "number": number}
     engine.save(folder / ENGINE)
@@ -81,7 +81,7 @@ def _ranges(folder: Path, number: int, say: Say) -> None:
 WORK: dict[str, Callable[[Path, int, Say], None]] = {
     "build": _build, "save": _save, "retune": _retune, "timing cache": _time, "calibration cache": _ranges,
 }  # fmt: skip
-"""Work that repeats until the process is killed. ``say`` reports what is stored safely."""
+"""Work that repeats until the process is killed. ``say`` reports what is safely stored."""
 
 
 def spawn(work: Callable[[Say], None]) -> tuple[int, int]:
@@ -104,7 +104,7 @@ def spawn(work: Callable[[Say], None]) -> tuple[int, int]:
 
 
 def kill_at(name: str, folder: Path, delay: float, first: int) -> None:
-    """Let a process repeat the work NAME, kill it after ``delay`` seconds, and check all that it leaves."""
+    """Let a process repeat the work NAME, kill it after ``delay`` seconds, and check all of its files."""
 
     def again(say: Say) -> None:
         for number in range(first, first + 1_000_000):
@@ -122,7 +122,7 @@ def kill_at(name: str, folder: Path, delay: float, first: int) -> None:
 
 
 def check(folder: Path, said: list[str]) -> None:
-    """Every file is whole and holds what was there, and the next write leaves no temporary file behind."""
+    """Every file is complete and has its contents, and the next write leaves no temporary file."""
     program = read(folder / ENGINE)
     assert b"".join(encode(program)) == (folder / ENGINE).read_bytes()
     assert set(json.loads(Path(report_path(folder / ENGINE)).read_text())) >= {"optdnn", "options"}
@@ -135,9 +135,9 @@ def check(folder: Path, said: list[str]) -> None:
 
 
 def moments(folder: Path, count: int, seed: int, say: Say = lambda text: None) -> None:
-    """Kill the work of each kind in turn, at ``count`` random moments in all."""
+    """Kill the work of each kind in turn, ``count`` times in all, at random moments."""
     rng, names = random.Random(seed), list(WORK)
     for k in range(count):
         kill_at(names[k % len(names)], folder, rng.uniform(0.0, 0.12), 1000 * k)
         if k % 100 == 99:
-            say(f"{k + 1} moments: nothing lost, nothing half-written, nothing left behind")
+            say(f"{k + 1} moments: nothing lost, no partial file, no temporary file")

@@ -1,4 +1,4 @@
-"""Shape arithmetic that the importer should have worked out."""
+"""Shape arithmetic that the importer should have folded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from optdnn.types import is_float
 
 
 def unknown_shape_arithmetic(graph: Graph) -> list[str]:
-    """Small integer values that depend on shapes and constants alone and are nevertheless not known."""
+    """Small integers that depend only on shapes and constants, and are not known nevertheless."""
     reads_data: set[int] = set()
     missing = []
     for op in graph.order():

@@ -42,11 +42,11 @@ class Family:
     scale: float = 0.0
     activation: str = "silu"
     dequantized: bool = False
-    """Products as DequantizeLinear, Transpose and MatMul (the builder's option use_qdq)."""
+    """Products are written as DequantizeLinear, Transpose and MatMul (the builder's option use_qdq)."""
     sandwiched: bool = False
-    """Norms after attention and MLP too, and a scaled embedding (Gemma 2)."""
+    """Norms also after attention and MLP, and a scaled embedding (Gemma 2)."""
     parallel: bool = False
-    """One LayerNormalization for attention and an MLP of two layers, side by side; a part of each head is rotated (Phi 2)."""
+    """Attention and an MLP of two layers in parallel, after one LayerNormalization. A part of each head is rotated (Phi 2)."""
 
     @property
     def width(self) -> int:
@@ -87,7 +87,7 @@ class _Writer:
         return self.constant(name, self.rng.uniform(0.5, 1.5, width).astype(np.float32))
 
     def table(self, name: str, rows: int, width: int, bits: int) -> list[str]:
-        """Random packed weights: their names."""
+        """Adds random packed weights and returns their names."""
         f, blocks = self.family, -(-width // self.family.block)
         drawn = self.rng.integers(0, 256, (rows, blocks, f.block * bits // 8), np.uint8)
         step = 2.0 / (1 << bits) / np.sqrt(width)

@@ -11,7 +11,7 @@ from optdnn.runtime.cuda.compile import nvrtc
 
 
 def compile_checks(launch: Launch | Any, fields: Mapping[str, int], *conditions: str) -> None:
-    """``fields`` of the kernel's ``Params`` lie at these offsets (bytes), and ``conditions`` hold. Raises KernelError where not."""
+    """``fields`` of the kernel's ``Params`` are at these offsets (bytes), and ``conditions`` hold. Raises KernelError otherwise."""
     recipe = launch.recipe
     offsets = [f"__INTADDR__(&((Params*)0)->{name}) == {at}" for name, at in fields.items()]
     lines = [f"static_assert({condition});" for condition in (*offsets, *conditions)]

@@ -1,4 +1,4 @@
-"""The ``light_*`` graphs of the onnx wheel with real weights, smooth pictures, and the error of one result against another."""
+"""The ``light_*`` graphs of the onnx wheel with real weights, smooth pictures, and the error of a result against another."""
 
 from __future__ import annotations
 
@@ -48,13 +48,16 @@ def light(name: str, seed: int = 7) -> onnx.ModelProto:
 
 
 def _narrow(dims: Array) -> tuple[int, ...]:
-    """The wide layers after the convolutions of AlexNet, VGG and ZFNet have most of the weights: a sixteenth of that is enough."""
+    """AlexNet, VGG and ZFNet have most of their weights in the wide layers after the convolutions. A sixteenth of these is
+    enough."""
     return tuple(256 if d == 4096 else int(d) for d in dims)
 
 
 def _calibrated(model: onnx.ModelProto, rng: np.random.Generator) -> onnx.ModelProto:
-    """The model with each BatchNormalization's statistics set to those of its input on a picture, layer by layer, as
-    training would leave them: without that, deep networks with random weights saturate or forget their input."""
+    """The model with statistics of each BatchNormalization set to those of its input on a picture, as training would set them.
+
+    Otherwise deep networks with random weights saturate, or forget their input.
+    """
     graph = import_model(model)
     results: dict[Value, Array] = {}
     statistics: dict[str, Array] = {}
@@ -89,7 +92,7 @@ def _weights(rng: np.random.Generator, shape: tuple[int, ...], role: str) -> Arr
 
 
 def picture(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """A smooth random picture: white noise would leave every pooled feature nearly the same, whatever the input."""
+    """A smooth random picture. With white noise, all pooled features would be nearly equal for every input."""
     h, w = shape[-2:]
     coarse = rng.standard_normal((*shape[:-2], 5, 5)) * rng.uniform(0.5, 2.0, (*shape[:-2], 1, 1))
     y, x = np.minimum(np.arange(h) * 5 // h, 4), np.minimum(np.arange(w) * 5 // w, 4)
@@ -97,7 +100,7 @@ def picture(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 
 def relative_error(got: dict[str, Array], want: list[Any]) -> float:
-    """Largest difference over the largest magnitude of each output, worst output."""
+    """The largest relative error of all outputs: the largest difference over the output's largest magnitude."""
     worst = 0.0
     for a, b in zip(got.values(), want, strict=True):
         assert a.shape == b.shape

@@ -1,4 +1,4 @@
-"""What some tests need of the machine; they skip themselves, with the reason, where it is not there."""
+"""Requirements of some tests on the machine. Without them, these tests are skipped with the reason."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def needs_nvrtc() -> None:
 
 
 def needs_exact_bytes() -> None:
-    """Skip a test whose oracle multiplies 8-bit integers where the processor's sums of these saturate."""
+    """Skip a test that compares with 8-bit products of a library, if the processor saturates their sums."""
     if bytes_saturate():
         pytest.skip("ONNX Runtime's own sums of 8-bit products saturate on this processor")
 
 
 def without_gpu(expression: str) -> bool:
-    """Whether tests marked ``gpu`` are left out: the ``expression`` of -m does not ask for them, and no GPU can be used."""
+    """Whether tests marked ``gpu`` are left out: the ``expression`` of -m does not select them, and no GPU can be used."""
     if "gpu" in expression.replace("not gpu", ""):
         return False
     try:

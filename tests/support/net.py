@@ -1,4 +1,4 @@
-"""A builder of small graphs for tests: every op gets a provenance name of its own, weights and statistics are random."""
+"""A builder of small graphs for tests: every op has its own provenance name; weights and statistics are random."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from optdnn.types import TensorType, is_float
 
 
 class Net:
-    """Numbers and arrays given as operands become constants of ``dtype`` (integer and bool arrays keep their own)."""
+    """Builds a graph. Operands that are numbers or float arrays become constants of ``dtype``; integers and booleans keep their
+    type."""
 
     def __init__(self, dtype: Any = np.float32, seed: int = 0):
         self.graph, self.dtype, self.count = Graph("test"), np.dtype(dtype), 0
@@ -41,7 +42,7 @@ class Net:
         return self.const(scale * self.rng.standard_normal(shape) + offset)
 
     def positive(self, *shape: int) -> Value:
-        """Uniform in 0.5 .. 2, with random signs nowhere: divisors and variances."""
+        """Positive numbers, uniform in 0.5 .. 2: divisors and variances."""
         return self.const(self.rng.uniform(0.5, 2.0, shape))
 
     def dims(self, value: Value) -> tuple[DimLike, ...]:

@@ -1,4 +1,4 @@
-"""Small networks with random weights, each with the structure of a real family, as exporters write them."""
+"""Small networks with random weights. Each has the structure of a real family, in the form of its exporter."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def mobilenet_v3() -> Graph:
 
 
 def inception() -> Graph:
-    """Four branches on one input, batch norm with a scale and shift after it (Caffe's), padding apart from the pool."""
+    """Four branches of one input, batch norms followed by a scale and shift (Caffe), and a Pad before the pool."""
     n = Net()
     x = _cbr(n, n.input(2, 3, 9, 9), 6)
 
@@ -106,7 +106,7 @@ def inception() -> Graph:
 
 
 def tensorflow() -> Graph:
-    """NHWC outside, transposes around each convolution, bias and ReLU6 on NHWC, the mean over axes 1 and 2."""
+    """NHWC between the convolutions, a Transpose on each side of them, bias and ReLU6 on NHWC, a mean over axes 1 and 2."""
     n = Net()
     x = n.input(2, 8, 8, 3)
     for channels in (6, 6, 6):

@@ -1,4 +1,4 @@
-"""One configuration for all launches of Hopper's implicit GEMM: tests try each by itself."""
+"""One configuration for all launches of Hopper's implicit GEMM: tests try each one separately."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ CONFIGS = (
     Config(1, 1, 1, 24, 2, direct=True), Config(1, 1, 1, 32, 2, split=2), Config(2, 1, 1, 256, 2), Config(1, 2, 1, 32, 2),
     Config(1, 1, 1, 128, 2, share=(2, 1)), Config(1, 1, 1, 64, 2, stationary=True), Config(1, 1, 1, 64, 3, stream=True),
 )  # fmt: skip
-"""Each kind of configuration: tiles, rings, stores, and ways to share the work."""
+"""Each kind of configuration: tiles, rings, stores, and ways to divide the work."""
 STORED = (
     Config(2, 1, 1, 96, 3, direct=True), Config(1, 2, 1, 96, 3, direct=True), Config(1, 1, 2, 48, 3, direct=True),
     Config(2, 1, 1, 64, 2, split=2), Config(1, 1, 1, 40, 2, split=3),
 )  # fmt: skip
-"""Larger tiles that are stored from registers, as those of fp32 are."""
+"""Larger tiles that are stored from registers, like those of fp32."""
 
 
 def only(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
-    """Let this configuration be the choice of every launch that it can run."""
+    """Makes this configuration the choice of every launch that it can run."""
     offers = hopper_launch.HopperTactic.offers
 
     def one(self: Any, problem: Any, gpu: Any) -> Any:
@@ -35,7 +35,7 @@ def only(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
 
 
 def only_of(monkeypatch: pytest.MonkeyPatch, tactic: Any, config: Config) -> None:
-    """Let this configuration be the one of a tactic, which is not deferred. The test is skipped where the launch cannot run it."""
+    """Makes this configuration the only one of a tactic, which then does not defer. Skips the test if the launch cannot run it."""
     monkeypatch.setattr(tactic, "defer", lambda self, b, op: None)
     offers = tactic.configs
 

@@ -1,4 +1,4 @@
-"""The cases of ONNX's own backend tests, made once in a process."""
+"""The cases of ONNX's own backend tests, generated once per process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cases() -> dict[str, Any]:
 
 
 def group(name: str) -> str:
-    """The operator that a case is about ("Softmax", or "Softmax, expanded" where it is a function's body), or the case's kind."""
+    """The operator that a case tests ("Softmax", or "Softmax, expanded" for the body of a function), or the kind of the case."""
     case = cases()[name]
     if case.model is None:
         return str(case.kind)

@@ -14,7 +14,7 @@ HOSTILE = {
     "relu2": '"><img src=x onerror="document.title=\'owned\'">',
     "head": "a|b`*_[x](javascript:1) </summary></td> & \x1b[31m",
 }
-"""Node names that mean something to HTML, to Markdown and to terminals."""
+"""Node names with a special meaning in HTML, Markdown and terminals."""
 
 
 def convnet(*, batch: int | str = 1, names: dict[str, str] | None = None, channels: int = 8) -> onnx.ModelProto:
@@ -59,6 +59,6 @@ def convnet(*, batch: int | str = 1, names: dict[str, str] | None = None, channe
 
 
 def save_convnet(path: Path, **options: Any) -> Path:
-    """:func:`convnet` as a file."""
+    """A file of :func:`convnet`."""
     onnx.save(convnet(**options), path)
     return path

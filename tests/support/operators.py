@@ -1,4 +1,4 @@
-"""The table of operators: what each ONNX operator runs on, as ONNX's backend tests of it ran (``backend_expected.json``)."""
+"""The table of operators: where each ONNX operator runs, by ONNX's backend tests (``backend_expected.json``)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Which code runs each operator of ONNX {version} (opset {opset}), according to ON
 
 
 def table(models: Mapping[str, Callable[[], Any]], passing: Sequence[str], listed: Mapping[str, Any]) -> str:
-    """The Markdown text. ``models``: case -> what loads it; ``listed``: the contents of ``backend_expected.json``."""
+    """The Markdown text. ``models``: case -> a function that loads it. ``listed``: the contents of ``backend_expected.json``."""
     cases: dict[str, list[str]] = {}
     for name in passing:
         nodes = {_key(n.domain, n.op_type) for n in models[name]().graph.node}
@@ -51,7 +51,7 @@ def table(models: Mapping[str, Callable[[], Any]], passing: Sequence[str], liste
 
 
 def _where(own: Sequence[str], apart: Mapping[str, Any], usual: str, other: str) -> str:
-    """Where the cases run. ``apart``: the cases that need the other place, in whole or in part."""
+    """The places where the cases run. ``apart``: the cases that need the other place, entirely or in part."""
     if not own:
         return "–"
     count = sum(name in apart for name in own)

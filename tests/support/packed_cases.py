@@ -28,12 +28,12 @@ TYPES: dict[str, Any] = {
     "uint8": np.uint8,
 }
 TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3}
-"""Of the largest magnitude."""
+"""The largest error, relative to the largest magnitude."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Fields of :class:`Problem`; ``block`` 0: by channel."""
+    """Fields of :class:`Problem`. ``block`` 0: one scale per channel."""
 
     rows: int = 1
     columns: int = 64
@@ -47,7 +47,7 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        """What a kernel gets."""
+        """The problem of a kernel."""
         bits = bits_of(DTYPES[self.code])
         return Problem(
             self.rows, self.columns, self.depth, self.code, bits, min(self.block or self.depth, self.depth), self.scale,
@@ -97,7 +97,7 @@ class Operands:
 
 
 def drawn(case: Case, seed: int = 4) -> Operands:
-    """Random operands. Numbers beyond K in a last block are no zeros."""
+    """Random operands. In a last block, numbers beyond K are not zero."""
     rng, p = np.random.default_rng(seed), case.problem
     dtype, blocks = DTYPES[case.code], -(-p.depth // p.block)
     stored = p.depth if p.block == p.depth else blocks * p.block
@@ -136,12 +136,12 @@ def expected(case: Case, o: Operands) -> Array:
 
 
 def pitch_of(case: Case) -> int:
-    """Elements between rows."""
+    """The distance of rows in elements."""
     return -(-case.depth // 8) * 8
 
 
 def operands_of(case: Case, o: Operands) -> dict[str, Array]:
-    """The operands of a launch that it reads; behind rows there is NaN."""
+    """The operands that a launch reads. After each row there is NaN."""
     x = np.full((case.rows, pitch_of(case)), np.nan, o.x.dtype)
     x[:, : case.depth] = o.x
     bias = np.zeros(-(-case.columns // 4) * 4, np.float32)
@@ -167,9 +167,10 @@ def network(case: Case, *, rounded: bool = False) -> Graph:
 
 
 def check_emulated(case: Case, made: Launch, workspace: tuple[int, int], instruction: str, folder: Path) -> None:
-    """The kernel on a processor beside float64, with the emulation's product in place of ``instruction``.
+    """Compares the kernel, run on the processor, with float64. ``instruction`` is replaced by the product of the emulation.
 
-    ``workspace``: bytes of partial sums and of counts. It runs twice: counts are zero again after the first run.
+    ``workspace``: bytes of partial sums and of counts. The kernel runs twice: the counts must be zero again after the first
+    run.
     """
     p, o = case.problem, drawn(case)
     text = made.recipe.generated["generated.cuh"].replace(instruction, "")

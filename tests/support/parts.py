@@ -1,4 +1,4 @@
-"""Small networks for CPU libraries, in engine files."""
+"""Engine files of small networks for CPU libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small pictures, a small network that classifies them, and the operators that prepare them on a GPU."""
+"""Small pictures, a small network that classifies them, and the operators that prepare pictures on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def picture(size: tuple[int, int], seed: int = 0) -> Array:
 
 
 def write_pictures(folder: Path, sizes: Sequence[tuple[int, int]], suffix: str = "png") -> list[Path]:
-    """Files ``0.png`` and so on of pictures of these sizes."""
+    """Files ``0.png``, ``1.png`` and so on of pictures of these sizes."""
     image = pytest.importorskip("PIL.Image", reason="the images extra is not installed")
     folder.mkdir(exist_ok=True)
     paths = [folder / f"{k}.{suffix}" for k in range(len(sizes))]

@@ -1,4 +1,4 @@
-"""Families of operators on kernels over coordinates: several of a kind in one graph."""
+"""Families of operators with kernels over coordinates: several operators of a kind in one graph."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def scatters(n: Net) -> list[Any]:
 
 
 def written_updates(n: Net) -> list[Any]:
-    """Scatters of so many updates that each is written to its place."""
+    """Scatters with so many updates that each update is written to its place."""
     order = n.rng.permutation(8192)[:4096]
     elements, rows = n.const(order - 8192 * (order % 2), INT64), n.const(order.reshape(64, 64, 1), INT64)
     return [
@@ -110,7 +110,7 @@ def grids(n: Net) -> list[Any]:
              for m in ("linear", "cubic") for p in ("zeros", "border", "reflection")]  # fmt: skip
     half = n.op(
         "Div", n.op("Floor", n.op("Mul", grid, 3.0)), 4.0
-    )  # nearest is not continuous: keep away from its edges
+    )  # "nearest" is not continuous: positions keep away from the edges of pixels
     theta, turn = n.input(2, 2, 3, name="theta"), n.input(1, 3, 4, name="turn")
     return [
         *found,
@@ -165,7 +165,7 @@ def integer_products(n: Net) -> list[Any]:
     d = n.op("Cast", n.op("Sub", n.input(5, 4, name="d", dtype=INT64), n.ints(2)), attrs=_to("int8"))
     per_column = n.const([0.5, 0.25, 1, 2]), n.const(np.array([1, 0, 0, 1]), np.int8)
     z, per_row = n.const(1, np.uint8), n.const(np.array([1, 0, 2]), np.uint8)
-    rows = n.const([0.1, 0.2, 0.3])  # of one scale for all rows, Q and DQ take its place
+    rows = n.const([0.1, 0.2, 0.3])  # with one scale for all rows, Q and DQ replace it
     return [
         n.op("MatMulInteger", a, d, z, n.const(1, np.int8)), n.op("MatMulInteger", a, c), n.op("MatMulInteger", a, c, per_row),
         n.op("QLinearMatMul", a, rows, per_row, d, *per_column, 0.3, n.const(5, np.int8)),
@@ -183,7 +183,7 @@ def integer_convolutions(n: Net) -> list[Any]:
     )
     z, each = n.const(1, np.uint8), n.const(np.arange(6) - 2, np.int8)
     plain = quant.IntegerConvAttrs((1, 1), (0, 0, 0, 0), (1, 1))
-    scale = n.op("Add", n.op("Abs", n.input(1, name="scale")), 0.1)  # where it is a constant, Q and DQ take its place
+    scale = n.op("Add", n.op("Abs", n.input(1, name="scale")), 0.1)  # if it is constant, Q and DQ replace it
     return [
         n.op("ConvInteger", x, w, z, each, attrs=quant.IntegerConvAttrs((2, 1), (1, 0, 2, 1), (1, 2))),
         n.op("ConvInteger", x, w, attrs=plain),
@@ -253,7 +253,7 @@ def regions(n: Net) -> list[Any]:
 
 
 def packed_tables(n: Net) -> list[Any]:
-    """Rows of packed tables of each code; a last block that is not full, bytes and floats as zero points."""
+    """Rows of packed tables of each code, with an incomplete last block, and bytes and floats as zero points."""
     found = []
     indices = n.op("Min", n.input(2, 3, name="rows", dtype=INT64), n.const(1, INT64))
     for code in CODES:
@@ -271,7 +271,7 @@ def packed_tables(n: Net) -> list[Any]:
 
 
 def joined(n: Net) -> list[Any]:
-    """Concatenations of small tensors: one launch puts them side by side."""
+    """Concatenations of small tensors, which one launch computes."""
     x, y, z = n.input(3, 4, 5), n.input(3, 1, 5, name="y"), n.input(2, 3, 4, name="z")
     turned = n.op("Transpose", z, attrs=TransposeAttrs((1, 2, 0)))
     whole = [n.op("Cast", v, attrs=_to("int64")) for v in (x, y)]
@@ -289,7 +289,7 @@ def _column(n: Net, x: Any) -> Any:
 
 
 def matrices(n: Net) -> list[Any]:
-    """All lanes of a warp hold a matrix, or some, or one; one lies transposed in memory."""
+    """A matrix for all lanes of a warp, for some lanes, and for one; the last one is transposed in memory."""
     found = []
     sizes = ((4, 4, -2, 7), (3, 5, -1, 4), (16, 16, -1, 5), (7, 32, -2, 6), (3, 1, -1, 3))
     for k, (rows, columns, axis, count) in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Convolutions of 8-bit operands that try one thing each, and how one is run on a GPU against its meaning in NumPy."""
+"""Convolutions of 8-bit operands, each of which tests one thing, and their comparison on a GPU with the meaning in NumPy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IMAGE = Source(64, 64, 3, (7, 7), (2, 2), (3, 3, 3, 3))
 
 @dataclass(frozen=True)
 class Case:
-    """A layer: ``batch`` images of ``source``, ``channels`` filters, stages in real units, and its tensors' types."""
+    """A layer: ``batch`` images of ``source``, ``channels`` filters, stages in real units, and the types of its tensors."""
 
     batch: int
     channels: int
@@ -47,11 +47,11 @@ class Case:
     float_out: str = "float16"
     residual: QuantParams | None = None
     groups: int = 1
-    """``source`` has the channels of one."""
+    """``source`` has the channels of one group."""
 
     @property
     def problem(self) -> Problem:
-        """Without the numbers, which :meth:`scaling` knows."""
+        """The problem, with the numbers of :meth:`scaling` in its epilogue."""
         return replace(self._plain, epilogue=self.scaling().stages)
 
     @property
@@ -64,7 +64,7 @@ class Case:
         )
 
     def scaling(self) -> requantize.Scaling:
-        """Scales such that results fill their range."""
+        """Scales for which results fill their range."""
         rng = np.random.default_rng(7)
         depth = self.source.channels * self.source.kernel[0] * self.source.kernel[1]
         typical = 60.0 * 60.0 * depth**0.5 if self.dtype != "float8_e4m3fn" else depth**0.5
@@ -201,7 +201,7 @@ GENERAL: dict[str, Case] = {
     }.items()
     if conv_general.refuse(case.problem, config) is None
 }  # fmt: skip
-"""For the general kernel, each in each of its tiles that can run it."""
+"""Cases for the general kernel, which run with each of its tiles."""
 
 
 def family(case: Case) -> Any:
@@ -210,7 +210,7 @@ def family(case: Case) -> Any:
 
 
 def attrs_of(case: Case) -> dict[str, Any]:
-    """The meaning's attributes."""
+    """The attributes of the meaning."""
     scaled, source = case.scaling(), case.source
     r = scaled.requantize
     out = case.out.dtype if case.out else case.float_out
@@ -224,7 +224,7 @@ def attrs_of(case: Case) -> dict[str, Any]:
 
 @dataclass
 class Arrays:
-    """A case's operands, NHWC (``image`` as it lies in memory), and what is expected."""
+    """The operands of a case in NHWC (``image`` as it is in memory), and the expected result."""
 
     image: np.ndarray
     weight: np.ndarray
@@ -265,7 +265,7 @@ def arrays(case: Case) -> Arrays:
 
 
 def compare(case: Case, found: np.ndarray, expected: np.ndarray) -> str:
-    """ "" where the result is what it must be, else what is wrong."""
+    """ "" for a right result, else the fault."""
     if found.dtype.itemsize == 1 and "float8" not in case.dtype:
         steps = np.abs(found.astype(np.int64) - expected.astype(np.int64)).max(initial=0)
         allowed = 1 if any(s[0] in ("silu", "swish", "gelu") for s in case.stages) else 0
@@ -278,5 +278,5 @@ def compare(case: Case, found: np.ndarray, expected: np.ndarray) -> str:
     error = float(np.linalg.norm(a - b) / np.linalg.norm(b))
     limit = 2e-2 if "float8" in case.dtype and case.out else 6e-3 if case.float_out == "bfloat16" else 1e-3
     if "float8" not in case.dtype and not any(s[0] in ("silu", "swish", "gelu") for s in case.stages):
-        limit = 0.0  # exact sums, one rounding
+        limit = 0.0  # sums are exact, and there is one rounding
     return "" if error <= limit else f"relative error {error:.2e} exceeds {limit:.0e}"

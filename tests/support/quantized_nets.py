@@ -9,7 +9,9 @@ import ml_dtypes
 import numpy as np
 
 from optdnn.config import BuildOptions
+from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
+from optdnn.ir.verify import verify
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Stage
@@ -21,14 +23,45 @@ from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.assign_layout import AssignLayout
-from optdnn.passes.base import PassContext
+from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fold_quantized import FoldQuantized
-from optdnn.passes.integers import MoveIntegers, RecentreIntegers
+from optdnn.passes.integers import MoveIntegers, ShiftZeroPoints
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.program import Program
 from optdnn.target_name import TargetName
 from optdnn.types import FP16
 from support.net import Net
+
+HOPPER = PassContext(target="cuda:sm_90a")
+
+
+def folded(graph: Graph) -> tuple[Graph, PassReport]:
+    """A copy after the pass; the pass changes nothing more, and keeps the network."""
+    copy = graph.copy()
+    report = FoldQuantized()(copy, HOPPER)
+    verify(copy)
+    assert FoldQuantized()(copy, HOPPER).changes == 0
+    return copy, report
+
+
+def feeds(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    made = {}
+    for i in graph.inputs:
+        out = graph.op(i).outputs[0]
+        shape = out.type.static_shape
+        offset = rng.standard_normal((*shape[:2], *(1,) * (len(shape) - 2)))
+        made[out.name] = (rng.standard_normal(shape) + offset).astype(out.type.dtype)
+    return made
+
+
+def within(graph: Graph, other: Graph, steps: float) -> None:
+    """Both give the same, to so many steps of the 8-bit scale; another input changes far more."""
+    given, more = feeds(graph), feeds(graph, 1)
+    for name, want in evaluate(graph, given).items():
+        got = evaluate(other, given)[name]
+        spread = np.abs(want - evaluate(graph, more)[name]).max()
+        assert np.abs(got - want).max() <= steps < spread / 4, (np.abs(got - want).max(), spread)
 
 
 class QNet(Net):
@@ -47,11 +80,11 @@ class QNet(Net):
         )
 
     def fake(self, x: Value, scale: float, zero: int | None = None, dtype: Any = np.int8) -> Value:
-        """Quantized and back."""
+        """A value, quantized and dequantized."""
         return self.dq(self.q(x, scale, zero, dtype), scale, zero)
 
     def weights(self, *shape: int, axis: int = 0, dtype: Any = np.int8) -> Value:
-        """Dequantized int8 (or fp8) weights with a scale per entry of an axis, such that products keep the variance."""
+        """Dequantized int8 (or fp8) weights with a scale per entry of an axis; products with them keep the variance."""
         if dtype == np.int8:
             array, spread = self.rng.integers(-127, 128, shape).astype(np.int8), 73.0
         else:
@@ -73,7 +106,7 @@ class QNet(Net):
         dtype: Any = np.int8,
         **stages: Any,
     ) -> Value:
-        """A float Conv of dequantized weights; ``stages``: attributes such as ``epilogue``, and ``more`` operands for them."""
+        """A float Conv with dequantized weights. ``stages``: attributes such as ``epilogue``, and ``more`` operands for them."""
         c, axes = self.dims(x)[1], len(self.dims(x)) - 2
         assert isinstance(c, int)
         w = self.weights(channels, c // group, *[kernel] * axes, dtype=dtype)
@@ -100,7 +133,7 @@ class QNet(Net):
         return self.op("MaxPool", x, attrs=MaxPoolAttrs((3, 3), (2, 2), (1, 1, 1, 1), (1, 1), False))
 
     def norm(self, x: Value, kind: str = "LayerNormalization") -> Value:
-        """Over the last axis, with random parameters."""
+        """A normalization of the last axis with random parameters."""
         size = self.dims(x)[-1]
         assert isinstance(size, int)
         shift = [self.random(size)] if kind == "LayerNormalization" else []
@@ -114,7 +147,7 @@ ADDED = (Stage("Add", (-1, 3)), Stage("Relu", (-2,)))
 def norm_network(
     dtype: Any = FP8, *, kind: str = "LayerNormalization", kept: bool = True, zero: int | None = None
 ) -> Graph:
-    """Rows of halves, normalized and quantized; ``kept``: their float form is read as well."""
+    """Rows of fp16, normalized and quantized. ``kept``: the float result is read as well."""
     n = QNet(np.float16)
     y = n.norm(n.input(4, 6, 96), kind)
     narrow = n.op("Relu", n.fake(y, 0.02, zero, dtype))
@@ -180,14 +213,14 @@ def added_in_groups(n: QNet, x: Value, channels: int, group: int, *zero: Any) ->
 
 
 def padded(n: QNet, x: Value, dtype: Any, zero: int | None = None, mode: str = "constant") -> Value:
-    """Between two values of one scale."""
+    """A concatenation of two values of one scale."""
     x = n.fake(n.op("Relu", x) if zero is None else n.qconv(x, 16), 0.04, zero, dtype)
     y = n.op("Pad", x, n.ints(0, 0, 1, 2, 0, 0, 3, 0), attrs=PadAttrs(mode))
     return n.fake(n.op("Tanh", n.fake(y, 0.04, zero, dtype)), 0.01)
 
 
 def frames(n: QNet, x: Value, *numbers: Any) -> Value:
-    """The padded frames under the taps of a filter of three frames, side by side."""
+    """For the taps of a filter of three frames: the padded frames, concatenated."""
     y = n.fake(n.op("Pad", x, n.ints(0, 1, 0, 0, 0, 1, 0, 0), attrs=PadAttrs()), *numbers)
     parts = [n.fake(n.op("Slice", y, n.ints(t), n.ints(t + 5), n.ints(1), n.ints(1)), *numbers) for t in range(3)]
     y = n.op("Reshape", n.fake(n.op("Concat", *parts, attrs=ConcatAttrs(3)), *numbers), n.ints(10, 6, 72))
@@ -200,7 +233,7 @@ def shifted_depthwise(n: QNet, x: Value) -> Value:
 
 
 def squeezed(n: QNet, batch: int, size: int, zero: int | None, dtype: Any) -> tuple[Value, ...]:
-    """A depthwise convolution and its mean, both read."""
+    """A depthwise convolution and its mean. Both have readers."""
     x = n.fake(n.input(batch, 32, size, size), 0.03)
     y = n.fake(n.qconv(x, 32, group=32, epilogue=(Stage("Relu", (-1,)),)), 0.04, zero, dtype)
     return n.qconv(y, 16, 1), n.fake(n.op("GlobalAveragePool", y), 0.01, zero, dtype)
@@ -307,14 +340,15 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
     "depthwise over one axis": lambda n: (grouped(n, n.fake(n.input(2, 16, 30), 0.03), 64, 64),),
     "depthwise, four filters each": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 32, 32, filters=128),),
 }  # fmt: skip
-"""8-bit networks of convolutions, products, pools and additions, exact to the bit: what makes their last values."""
+"""8-bit networks of convolutions, products, pools and additions, which are exact to the bit: functions that return their
+outputs."""
 
 
 def launches(graph: Graph, target: str = "cuda:sm_90a") -> tuple[Any, Program]:
-    """A context of the network on a GPU, and its program, whose float operators stay what they are."""
+    """A context of the network on a GPU, and its program. Float operators keep their precision."""
     from optdnn.runtime.engine import Engine
 
-    for one in (RecentreIntegers(), MoveIntegers(), FoldQuantized(), AssignLayout()):
+    for one in (ShiftZeroPoints(), MoveIntegers(), FoldQuantized(), AssignLayout()):
         one(graph, PassContext(target=target))
     program = lower_cuda(graph, BuildOptions(target=target), facts_for(TargetName.parse(target)), {})
     return Engine(program).context(), program

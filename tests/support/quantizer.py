@@ -1,4 +1,4 @@
-"""Networks that ONNX Runtime's quantizer makes, and each of their quantized operators alone."""
+"""Networks of ONNX Runtime's quantizer, and each of their quantized operators alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Reader:
 
 
 def many_operators() -> ModelProto:
-    """x (2, 3, 8, 8) through one of each operator that the quantizer has an integer form for, residuals included; y (2, 10)."""
+    """x (2, 3, 8, 8) through one operator of each kind with an integer form in the quantizer, with residuals; y (2, 10)."""
     rng = np.random.default_rng(0)
     constants: list[TensorProto] = []
     nodes: list[NodeProto] = []
@@ -109,7 +109,7 @@ def session(model: ModelProto | Path, level: str = "ORT_DISABLE_ALL") -> Any:
 
 
 def values_of(model: ModelProto, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """Every value of a network, by ONNX Runtime without optimizations."""
+    """Every value of a network, computed by ONNX Runtime without optimizations."""
     names = [v for n in model.graph.node for v in n.output if v]
     exposed = ModelProto()
     exposed.CopyFrom(model)
@@ -124,7 +124,7 @@ def alone(model: ModelProto) -> Iterator[tuple[NodeProto, list[NodeProto], list[
     for node in model.graph.node:
         if node.op_type in SKIPPED:
             continue
-        made_by = {i: makers[i] for i in node.input if i in makers}  # each DQ once, though it be read twice
+        made_by = {i: makers[i] for i in node.input if i in makers}  # each DQ once, even if it is read twice
         before = [m for m in made_by.values() if m.op_type == "DequantizeLinear"]
         after = [
             next((u for u in model.graph.node if u.op_type == "QuantizeLinear" and u.input[0] == o), None)
@@ -138,8 +138,11 @@ def alone(model: ModelProto) -> Iterator[tuple[NodeProto, list[NodeProto], list[
 def side_by_side(
     model: ModelProto, values: Mapping[str, Array]
 ) -> tuple[ModelProto, dict[str, Array], dict[str, Array]]:
-    """All quantized operators of a network, each alone, as one network of parts that share nothing: the network, its
-    feeds (the operands' values in the whole network), and ONNX Runtime's result of each operator, by the operator's name."""
+    """All quantized operators of a network as one network of independent parts.
+
+    Returns the network, its feeds (the operands' values in the whole network), and ONNX Runtime's result of each operator by
+    name.
+    """
     constants = {t.name: t for t in model.graph.initializer}
     nodes: list[NodeProto] = []
     inputs: dict[str, Array] = {}

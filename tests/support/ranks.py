@@ -1,4 +1,4 @@
-"""Small networks that can be split between ranks, and a check of ranks that end."""
+"""Small networks that can be split between ranks, and a check of ranks that are killed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def decoder(layers: int = 2) -> tuple[onnx.ModelProto, dict[str, Array], dict[st
 
 
 def check_a_killed_rank_ends_bound_runs(engine: Any, bound: Any, asleep: bool) -> None:
-    """Kill rank 1 while it sleeps, or while runs are under way: within ten seconds runs raise an error that names it."""
+    """Kill rank 1 while it sleeps, or while runs are in progress. Within ten seconds, runs must raise an error that names it."""
     child = engine._runner.team.processes[0]._process
     if asleep:
         time.sleep(0.1)

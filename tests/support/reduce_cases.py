@@ -1,4 +1,4 @@
-"""Networks of reductions with few outputs, which :mod:`optdnn.kernels.reduce.parts` takes: small ones, and large ones."""
+"""Networks of reductions with few outputs, for :mod:`optdnn.kernels.reduce.parts`: small and large ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def _rows(n: Net) -> list[Any]:
 
 
 def _wide_rows(n: Net) -> list[Any]:
-    """Rows of whole accesses of 16 bytes, one after the other and with gaps."""
+    """Rows of whole accesses of 16 bytes, contiguous or with gaps."""
     x = n.op("Abs", n.op("Add", n.input(5, 3, 48), 0.1))
     part = n.op("Slice", n.input(6, 96, name="part"), n.ints(0), n.ints(80), n.ints(1))
     return [n.op(f"Reduce{k}", y, n.ints(-1)) for y in (x, part) for k in ("Sum", "Max", "LogSumExp")]
 
 
 def _columns(n: Net) -> list[Any]:
-    """Neighbouring outputs are neighbours in memory."""
+    """Neighboring outputs are contiguous in memory."""
     x = n.op("Abs", n.op("Add", n.input(57, 16), 0.1))
     return [n.op(f"Reduce{k}", x, n.ints(0), attrs=reduce.ReduceAttrs(False)) for k in KINDS if k != "Prod"]
 
@@ -45,7 +45,7 @@ CASES: dict[str, Callable[[Net], list[Any]]] = {
     "integers": lambda n: [n.op(f"Reduce{k}", n.input(3, 40, dtype=INT64), n.ints(1)) for k in ("Sum", "Max")],
     "pools": _pools,
 }
-"""Reductions of every kind, which tests divide."""
+"""Reductions of every kind. Only tests divide them."""
 
 LARGE: dict[str, Callable[[Net], list[Any]]] = {
     "large tensor": lambda n: [n.op("ReduceSum", n.input(64, 128, 200), n.ints(0, 1, 2))],
@@ -53,7 +53,7 @@ LARGE: dict[str, Callable[[Net], list[Any]]] = {
     "large logarithm": lambda n: [n.op("ReduceLogSumExp", n.input(2, 500_000), n.ints(1))],
     "large pool": lambda n: [n.op("GlobalAveragePool", n.input(1, 64, 512, 512))],
 }
-"""Reductions that builds divide."""
+"""Reductions that are large enough that builds divide them."""
 
 
 def case(name: str) -> Graph:

@@ -18,7 +18,7 @@ FP32 = np.dtype(np.float32)
 
 
 def random(*shape: int, seed: int = 0) -> Array:
-    """Normal numbers in fp32; every seed has others."""
+    """Normal numbers in fp32, which depend on the seed."""
     return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
 
 
@@ -33,7 +33,8 @@ def infer(kind: str, attrs: Attrs, operands: Sequence[Array | None], outputs: in
 
 
 def results(kind: str, attrs: Attrs, operands: Sequence[Array | None], outputs: int = 1) -> tuple[Array, ...]:
-    """The kind's results in fp32, on attributes that have been in a file; types and shapes are as the shape function says."""
+    """The kind's results in fp32, with attributes read back from plain data. Types and shapes must equal those of the shape
+    function."""
     stored = attrs_from_plain(attrs_to_plain(plain_attrs(OPDEFS[kind], attrs)))
     assert typed_attrs(OPDEFS[kind], stored) == attrs
     found = run_kernel(kind, operands, stored)[:outputs]

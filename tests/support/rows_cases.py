@@ -1,4 +1,4 @@
-"""Networks of norms and softmaxes of rows that :mod:`optdnn.kernels.norm.rows_grid` takes: short ones, and long ones."""
+"""Networks of norms and softmaxes of rows, for :mod:`optdnn.kernels.norm.rows_grid`: short and long rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CASES: dict[str, Callable[[Net], Any]] = {
     "lp of sums": lambda n: n.op("LpNormalization", n.input(2, 33, 5), attrs=norm.LpNormAttrs(1, 1, 1.5)),
     "mean and variance": lambda n: n.op("MeanVarianceNormalization", n.input(2, 3, 9, 7)),
 }
-"""Rows of every kind, which tests divide."""
+"""Rows of every kind. Only tests divide them."""
 
 LONG: dict[str, Callable[[Net], Any]] = {
     "long group norm": lambda n: _turned(n, 1, 32, 32, 130, groups=1),
@@ -51,7 +51,7 @@ LONG: dict[str, Callable[[Net], Any]] = {
     "long mean and variance": lambda n: n.op("MeanVarianceNormalization", n.input(2, 3, 200, 201)),
     "long lp": lambda n: n.op("LpNormalization", n.input(2, 100_000, 3), attrs=norm.LpNormAttrs(1, 2)),
 }
-"""Rows that builds divide."""
+"""Rows that are long enough that builds divide them."""
 
 
 def case(name: str) -> Graph:

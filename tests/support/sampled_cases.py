@@ -18,7 +18,7 @@ QUERIES, POINTS = 10, 4
 
 
 def pixels(n: Net, heads: int, width: int, sizes: Sequence[tuple[int, int]]) -> list[Value]:
-    """Images [heads, width, H, W] of several sizes, whose channels lie side by side in the rows of one product."""
+    """Images [heads, width, H, W] of several sizes. Their channels are contiguous in the rows of one product."""
     rows = [h * w for h, w in sizes]
     x = n.matmul(n.input(1, sum(rows), 16), heads * width)
     parts = n.op("Split", x, n.ints(*rows), outputs=len(rows), attrs=SplitAttrs(1)) if len(rows) > 1 else [x]
@@ -41,7 +41,7 @@ def attention(
     attrs: GridSampleAttrs | None = None,
     keepdims: bool = False,
 ) -> list[Value]:
-    """Multi-scale deformable attention. ``stacked``: levels are stacked on an axis of their own; ``turned``: weights come first."""
+    """Multi-scale deformable attention. ``stacked``: levels are stacked along a separate axis. ``turned``: weights come first."""
     images, found = pixels(n, heads, width, sizes), []
     for k, image in enumerate(images):
         places = n.op("Mul", n.op("Tanh", n.input(heads, QUERIES, POINTS, 2, name=f"places{k}")), 1.2)
@@ -71,7 +71,7 @@ def deformed(
     bias: bool = True,
     batch: int = 2,
 ) -> list[Value]:
-    """A deformable convolution between others, which predict its offsets and its mask."""
+    """A deformable convolution. Two other convolutions predict its offsets and its mask."""
     x = n.conv(n.input(batch, 8, 9, 7), channels)
     taps = kernel[0] * kernel[1] * groups
     pads = tuple(dilation * (k // 2) for k in kernel) * 2
@@ -89,14 +89,14 @@ def deformed(
 
 
 def warped(n: Net, channels: int = 16, **attrs: Any) -> list[Value]:
-    """Features moved by a flow, between convolutions."""
+    """Features that are moved by a flow, between convolutions."""
     x = n.conv(n.input(2, 8, 6, 5), channels)
     places = n.op("Mul", n.op("Tanh", n.input(2, 4, 3, 2, name="places")), 1.3)
     return [n.conv(n.op("GridSample", x, places, attrs=GridSampleAttrs(**attrs)), 8)]
 
 
 def nearest(n: Net) -> list[Value]:
-    """Not continuous: the places are kept away from the edges of pixels."""
+    """ "nearest" is not continuous: positions keep away from the edges of pixels."""
     x = n.conv(n.input(1, 8, 6, 5), 16)
     places = n.op("Div", n.op("Floor", n.op("Mul", n.input(1, 4, 3, 2, name="places"), 3.0)), 4.0)
     return [n.conv(n.op("GridSample", x, places, attrs=GridSampleAttrs("nearest", "border", True)), 8)]

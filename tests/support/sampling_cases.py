@@ -1,4 +1,4 @@
-"""SampleToken alone: graphs, settings of all kinds, and logits that make each of them matter."""
+"""SampleToken alone: graphs, settings of all kinds, and logits for which each setting matters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from optdnn.ops.sampling import SETTINGS
 from optdnn.types import DTYPES, FP32, Array, tensor
 
 KINDS = ("greedy", "plain", "top_k", "top_p", "both", "one", "all", "hot", "least")
-"""A row of a batch each."""
+"""The settings of each row of a batch."""
 
 
 def graph(vocabulary: int, precision: str = "fp32", batch: int = len(KINDS)) -> Graph:

@@ -17,9 +17,9 @@ from support.sanitizer_nets import forced, graphs
 
 TMA_STORES = frozenset({"conv_sm90.cu", "conv_patch_sm90.cu", "attention_sm90.cu"})
 FOLLOWED = {"racecheck": ("-DRACECHECK",), "initcheck": ("-DINITCHECK",)}
-"""Options where a tool reports a correct kernel: rnn_sm90.cu, conv_sm90.cu and mma.cuh say why."""
+"""Options of tools that would report a correct kernel. rnn_sm90.cu, conv_sm90.cu and mma.cuh give the reasons."""
 LINES = "-lineinfo"
-"""So that reports name lines of the source; the code is the same."""
+"""With it, reports name lines of the source. The code is the same."""
 
 
 def file_of(name: str) -> str:
@@ -28,7 +28,7 @@ def file_of(name: str) -> str:
 
 
 def prepare(folder: Path, name: str) -> dict[str, Any]:
-    """Build and save an engine, with line numbers in its kernels, and one that racecheck follows; returns its row."""
+    """Build and save an engine with line numbers in its kernels, which racecheck can follow; returns its row."""
     from optdnn.runtime.cuda.compile.nvrtc import KernelCache
     from optdnn.runtime.cuda.compile.recipes import cubins
     from optdnn.runtime.file import format as engine_format
@@ -86,7 +86,7 @@ def run(folder: Path, name: str, tool: str, fault: int) -> None:
 
 
 def written_over(program: Any, operands: tuple[int, ...], step: Any, memory: dict[int, Any]) -> None:
-    """Write what the step writes from the host, element by element (ones: values decide nothing here)."""
+    """Write the elements that the step writes from the host, one by one. All are 1: values do not matter here."""
     from optdnn.runtime.cuda.allocator import upload
     from optdnn.runtime.simulate.runner import strided
 

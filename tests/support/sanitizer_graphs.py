@@ -1,4 +1,4 @@
-"""Networks that ``python -m benchmarks sanitize`` runs which no test of a kernel has. ``tests`` has to be on the path."""
+"""Networks for ``python -m benchmarks sanitize`` that no test of a kernel has. ``tests`` must be on the path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def quantized(n: Any) -> Any:
 
 
 def chained_8bit(n: Any) -> Any:
-    """Two 1x1 convolutions, the first with a residual, whose result is read again."""
+    """Two 1x1 convolutions, the first with a residual; its result has another reader."""
     from optdnn.ops.base import Stage
     from optdnn.ops.index import ConcatAttrs
 
@@ -33,13 +33,13 @@ def chained_8bit(n: Any) -> Any:
 
 
 def far_strides(n: Any) -> Any:
-    """Strides that TMA has not: the general tensor-core kernel, odd channels, a residual."""
+    """Strides that TMA does not support: the general tensor-core kernel, odd channels, a residual."""
     y = n.conv(n.input(2, 21, 60, 50), 37, 3, strides=9, bias=True)
     return n.op("Relu", n.op("Add", y, n.conv(n.input(2, 16, 60, 50, name="w"), 37, 3, strides=9)))
 
 
 def far_strides_8bit(n: Any) -> Any:
-    """The same on integers, with a zero point, in groups, too."""
+    """The same on integers, with a zero point, also in groups."""
     x = n.fake(n.qconv(n.fake(n.input(2, 21, 60, 50), 0.03, 3), 36, stride=9), 0.04)
     return n.fake(n.qconv(x, 72, stride=9, group=6), 0.04)
 
@@ -80,14 +80,14 @@ def scalar_tiles(n: Any) -> Any:
 
 
 def transposed(n: Any) -> Any:
-    """Transposed convolutions: cut, with gaps between windows, of stride 1, with a residual."""
+    """Transposed convolutions: cropped, with gaps between windows, of stride 1, with a residual."""
     x = n.input(2, 16, 9, 7)
     y = n.op("Relu", n.op("Add", n.conv_transpose(x, 24, 4, pads=1, bias=True), n.conv_transpose(x, 24, 2)))
     return n.conv_transpose(y, 3, 3, strides=4), n.conv_transpose(y, 8, 3, pads=1, strides=1)
 
 
 def stems(n: Any) -> Any:
-    """Images as they come: planes of floats with several tiles a block, normalized bytes with their channels last, a
+    """Images in the order of the input: planes of floats with several tiles per block, normalized channels-last bytes, a
     residual."""
     from optdnn.ops.binary import CastAttrs
     from optdnn.ops.shape import TransposeAttrs
@@ -160,7 +160,7 @@ def few_rows(n: Any) -> Any:
 
 
 def layers() -> Any:
-    """Two layers of a decoder, a token."""
+    """Two layers of a decoder, for one token."""
     from optdnn.importers.onnx import import_model
 
     return import_model(decoder(heads=16, groups=4, size=64))

@@ -70,7 +70,7 @@ from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, g
 
 
 def _never(*given: Any) -> None:
-    """A tactic's ``defer`` that accepts it whatever the cost model predicts."""
+    """A ``defer`` of a tactic that accepts every launch, whatever the cost model predicts."""
 
 
 def _always(*_: Any) -> str:
@@ -78,14 +78,18 @@ def _always(*_: Any) -> str:
     return "it is not what is to be tested"
 
 
-def in_clusters(kernel: Any, problem: Any, gpu: Any) -> tuple[tuple[Any, float], ...]:
-    """The configurations of a packed product in which the blocks of a cluster share K."""
-    found = (c for c in kernel.CONFIGS if c.split > 1 and kernel.refuse(problem, c) is None)
-    return tuple((c, kernel.estimate(problem, c, gpu)) for c in found)
+def sharing(*, clusters: bool, teams: int) -> Callable[..., tuple[tuple[Any, float], ...]]:
+    """The configurations of a packed product in which blocks of a cluster (or none), and so many teams of warps, share K."""
+
+    def found(kernel: Any, problem: Any, gpu: Any) -> tuple[tuple[Any, float], ...]:
+        alike = (c for c in kernel.CONFIGS if (c.split > 1, c.teams) == (clusters, teams))
+        return tuple((c, kernel.estimate(problem, c, gpu)) for c in alike if kernel.refuse(problem, c) is None)
+
+    return found
 
 
 def by_wgmma(problem: Any, gpu: Any) -> Any:
-    """The configurations of a pooled stem on wgmma alone."""
+    """The configurations of a pooled stem that use wgmma only."""
     from optdnn.kernels.conv.stem_pool import wgmma_offers
 
     return tuple(wgmma_offers(problem, gpu))
@@ -108,7 +112,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chained": {"conv.chained.GAIN": 99.0},
     "bottlenecks of int8": {"conv.chained.GAIN": 99.0, "conv.chained.FEWEST": 1},
     "a first convolution": {"conv.stem_pool.GAIN": 99.0},
-    "packed weights: in clusters": {"packed.product._estimated": in_clusters},
+    "packed weights: in clusters": {"packed.product._estimated": sharing(clusters=True, teams=1)},
+    "packed weights: two teams": {"packed.product._estimated": sharing(clusters=False, teams=2)},
+    "packed weights: teams in clusters": {"packed.product._estimated": sharing(clusters=True, teams=2)},
     "a first convolution and its pool, by wgmma": {"conv.stem_pool._offers": by_wgmma},
 }
 """Prefix of families' names -> settings of ``optdnn.kernels`` with which their kernels are chosen."""
@@ -116,7 +122,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def forced(name: str) -> Iterator[None]:
-    """Whether or not it is predicted to win, a family's kernel is taken."""
+    """Lets a family's kernel be chosen even if it is not predicted to win."""
     import pytest
     from kernels.conv import test_stream_k  # type: ignore[import-not-found]
 
@@ -144,7 +150,7 @@ def forced(name: str) -> Iterator[None]:
 
 
 def _alone(name: str) -> Iterator[tuple[str, type, tuple[Any, ...]]]:
-    """The kind of operator that a family's tactic is the first for, that tactic, and those after it."""
+    """The kind of operator for which a family's tactic comes first, that tactic, and the following ones."""
     from optdnn.kernels.conv.stem import StemConv
     from optdnn.kernels.packed.eight_bits import PackedBytes
     from optdnn.kernels.packed.gemm import PackedGemm
@@ -153,11 +159,13 @@ def _alone(name: str) -> Iterator[tuple[str, type, tuple[Any, ...]]]:
 
     packed = {
         "unpacked": PackedGemm,
-        "by gemv": PackedGemv,  # which groups of other sizes take
-        "by mma": PackedMma,  # which GPUs before Hopper take
+        "by gemv": PackedGemv,  # groups of other sizes take it
+        "by mma": PackedMma,  # GPUs before Hopper take it
         "by resident": PackedResident,
         "in 8 bits": PackedBytes,
         "in clusters": PackedWgmma,
+        "two teams": PackedWgmma,
+        "teams in clusters": PackedWgmma,
     }
     tactic = packed.get(name.removeprefix("packed weights: "))
     if tactic is not None:
@@ -167,14 +175,14 @@ def _alone(name: str) -> Iterator[tuple[str, type, tuple[Any, ...]]]:
 
 
 def kept_by_a_grid(kernel: Any) -> Callable[..., Any]:
-    """The group norm that keeps one pixel of a thread in shared memory, others in registers, and reads the rest again."""
+    """A group norm that keeps one pixel of a thread in shared memory and others in registers, and reads the rest again."""
     from optdnn.kernels.tactic import Offer
 
     return lambda problem, gpu: (Offer(kernel.Config(problem.channels, 3, 64, 8, 1), 0.0),)
 
 
 def shared_k(offers: Callable[..., Any]) -> Callable[..., Any]:
-    """The mma.sync kernel's configurations in which blocks share K, which Hopper is not offered."""
+    """The configurations of the mma.sync kernel in which blocks share K. Hopper does not get them."""
     from optdnn.kernels.conv import general_kernel as general
 
     def those(problem: Any, gpu: Any) -> Any:
@@ -187,7 +195,7 @@ def shared_k(offers: Callable[..., Any]) -> Callable[..., Any]:
 
 
 ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "wide heads", "softcap")
-ROTARIES = ("halves", "neighbours", "a part", "narrow vectors, neighbours", "position ids", "of a product, grouped")
+ROTARIES = ("halves", "neighbors", "a part", "narrow vectors, neighbors", "position ids", "of a product, grouped")
 RECURRENTS = (
     "lstm", "lstm stacked", "lstm initial", "gru both", "gru other", "gru other, computed", "gru of 300", "grid rnn both",
     "grid gru",
@@ -197,7 +205,7 @@ GENERAL = tuple(FAMILIES)
 """The families of generated kernels."""
 
 Graphs = dict[str, tuple[Callable[[], Any], str]]
-"""Family -> what builds its graph, and the precision."""
+"""Family -> a function that builds its graph, and the precision."""
 
 
 def net(kind: type, build: Callable[[Any], Any]) -> Callable[[], Any]:
@@ -210,7 +218,7 @@ def net(kind: type, build: Callable[[Any], Any]) -> Callable[[], Any]:
 
 
 def convolutions() -> Graphs:
-    """Of images and volumes, of floats."""
+    """Families of images and volumes in floats."""
     return {
         **{precision: (net(Net, convolutional), precision) for precision in ("fp16", "bf16", "tf32", "fp32")},
         **{f"tiles {precision}": (net(Net, tiles), precision) for precision in ("fp16", "tf32")},
@@ -233,7 +241,7 @@ def convolutions() -> Graphs:
 
 
 def depthwise_convolutions() -> Graphs:
-    """Depthwise ones, those around them, and squeeze-and-excitation."""
+    """Families of depthwise convolutions, of those next to them, and of squeeze-and-excitation."""
     return {
         "depthwise": (net(Net, lambda n: depthwise(n, 16, 28, 3)), "fp16"),
         "depthwise on tensor cores": (net(Net, lambda n: depthwise(n, 4, 56, 5)), "fp16"),
@@ -261,7 +269,7 @@ def depthwise_convolutions() -> Graphs:
 
 
 def products() -> Graphs:
-    """Of floats."""
+    """Families of products in floats."""
     return {
         **{f"stacks: {name}": (net(Net, STACKS[name]), "fp16") for name in ("with_epilogue", "transposed")},
         **{f"stacks, from the left: {name}": (net(Net, LEFT[name]), "fp16") for name in ("row_bias", "gate")},
@@ -280,7 +288,7 @@ def products() -> Graphs:
             for name, build in (NORMED | NORMED_RESIDUALS).items()
         },
         **{f"fp32 in parts: {name}": (net(Net, build), "fp32") for name, (build, _) in IN_PARTS.items()},
-        **{f"turned heads: {name}": (TURNED[name], "fp16") for name in ("halves", "neighbours of a part", "two tiles")},
+        **{f"turned heads: {name}": (TURNED[name], "fp16") for name in ("halves", "neighbors of a part", "two tiles")},
     }
 
 
@@ -298,6 +306,8 @@ def packed_products() -> Graphs:
         ("unpacked", "a last block that is not full", 300),
         ("in 8 bits", "a last block that is not full", 300),
         ("in clusters", "a last block that is not full", 300),
+        ("two teams", "a last block that is not full", 100),
+        ("teams in clusters", "a last block that is not full", 100),
     )
     return {
         f"packed weights: {name}": (

@@ -1,4 +1,4 @@
-"""Recurrences of pointwise steps, unrolled as exporters write them: graphs for tests of PointwiseScan."""
+"""Recurrences of pointwise steps, unrolled by exporters: graphs for tests of PointwiseScan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS, BATCH, CHANNELS = 11, 2, 6
 
 
 def taken(n: Net, x: Value, axis: int, index: int, *, kept: bool = False) -> Value:
-    """One position along an axis; with ``kept``, by a Slice that keeps the axis."""
+    """One position of an axis. ``kept``: by a Slice, which keeps the axis."""
     if kept:
         return n.op("Slice", x, n.ints(index), n.ints(index + 1), n.ints(axis))  # type: ignore[no-any-return]
     return n.op("Gather", x, n.const(index, np.int64), attrs=GatherAttrs(axis))  # type: ignore[no-any-return]
@@ -38,8 +38,11 @@ def gated(
     n: Net, *, steps: int = STEPS, axis: int = 1, kept: bool = False, backward: bool = False, odd: int = -1, last: bool = False,
     other: bool = False, start: Any = None,
 ) -> list[Value]:  # fmt: skip
-    """SRU: a gate that reads the state. ``axis``: of time, in (batch, channels) with time inserted; ``odd``: a step that does
-    something else; ``last``: the last state is a result, too; ``other``: the states of all steps are."""
+    """SRU: a gate that reads the state.
+
+    ``axis``: the axis of time, inserted into (batch, channels). ``odd``: a step with another operator. ``last``: the last state
+    is a result, too. ``other``: the states of all steps are results.
+    """
     shape = [BATCH, CHANNELS]
     whole = [*shape[:axis], steps, *shape[axis:]]
     u, f = n.input(*whole, name="u"), n.op("Sigmoid", n.input(*whole, name="f"))
@@ -65,7 +68,7 @@ def gated(
 
 
 def weighted(n: Net) -> list[Value]:
-    """RWKV: two sums and the largest exponent so far."""
+    """RWKV: two sums, and the largest exponent of the steps before."""
     k, v = n.input(BATCH, STEPS, CHANNELS, name="k"), n.input(BATCH, STEPS, CHANNELS, name="v")
     decay, first = n.const(-np.linspace(0.1, 2, CHANNELS, dtype=np.float32)), n.random(CHANNELS)
     above, below = zeros(n, BATCH, CHANNELS), zeros(n, BATCH, CHANNELS)
@@ -86,7 +89,7 @@ def weighted(n: Net) -> list[Value]:
 
 
 def spiking(n: Net) -> list[Value]:
-    """Leaky integrate-and-fire neurons, whose steps lie outermost and are taken by a Split."""
+    """Leaky integrate-and-fire neurons. The outermost axis has the steps, which a Split takes."""
     x = n.input(STEPS, BATCH, CHANNELS)
     parts = n.op("Split", x, attrs=SplitAttrs(0, STEPS), outputs=STEPS)
     level, rows = zeros(n, BATCH, CHANNELS), []
@@ -108,7 +111,7 @@ def only_last(n: Net) -> list[Value]:
 
 
 def outer(n: Net) -> list[Value]:
-    """Sums of outer products that fade: the states of linear attention. Positions have axes of size 1."""
+    """Decaying sums of outer products: the states of linear attention. Positions have axes of size 1."""
     k, v, g = (n.input(BATCH, STEPS, CHANNELS, name=name) for name in "kvg")
     state, rows = zeros(n, BATCH, CHANNELS, CHANNELS), []
     for t in range(STEPS):
@@ -120,7 +123,7 @@ def outer(n: Net) -> list[Value]:
 
 
 def two_sums(n: Net, *, equal: bool = False) -> list[Value]:
-    """Two sums that begin with one zero, which the first step multiplies once. ``equal``: they are one value after it."""
+    """Two sums that begin with one common zero, which the first step multiplies once. ``equal``: their first values are equal."""
     x, g = n.input(BATCH, STEPS, CHANNELS), n.op("Sigmoid", n.input(BATCH, STEPS, CHANNELS, name="g"))
     zero, rows = zeros(n, BATCH, CHANNELS), []
     above = below = zero
@@ -140,7 +143,7 @@ def two_sums(n: Net, *, equal: bool = False) -> list[Value]:
 
 
 def reduced(n: Net, *, axis: int = 1, keepdims: bool = False) -> list[Value]:
-    """A step's result is a sum of its states (S4)."""
+    """The result of a step is a sum of its states (S4)."""
     x, a, c = n.input(BATCH, STEPS, CHANNELS), n.op("Sigmoid", n.random(CHANNELS, 4)), n.random(CHANNELS, 4)
     state, rows = zeros(n, BATCH, CHANNELS, 4), []
     for t in range(STEPS):
@@ -151,10 +154,8 @@ def reduced(n: Net, *, axis: int = 1, keepdims: bool = False) -> list[Value]:
 
 
 def multiplied(n: Net, *, backward: bool = False, mixed: bool = False) -> list[Value]:
-    """Linear attention: each step multiplies its query with the sum of outer products of keys and values (RWKV-5, RetNet).
-
-    ``mixed``: the queries are in another order.
-    """
+    """Linear attention (RWKV-5, RetNet): each step multiplies its query with the sum of outer products of keys and values.
+    ``mixed``: the queries are in another order."""
     q, k, v = (n.input(BATCH, 3, STEPS, 4, name=name) for name in "qkv")
     decay, state, rows = n.op("Sigmoid", n.random(3, 4, 1)), zeros(n, BATCH, 3, 4, 4), []
     for t in range(STEPS - 1, -1, -1) if backward else range(STEPS):
@@ -165,7 +166,7 @@ def multiplied(n: Net, *, backward: bool = False, mixed: bool = False) -> list[V
 
 
 def shifted(n: Net) -> list[Value]:
-    """Steps that read the position before theirs, too."""
+    """Steps that also read the position before theirs."""
     x = n.input(BATCH, CHANNELS, STEPS)
     state, rows = taken(n, x, 2, 0), []
     for t in range(1, STEPS):

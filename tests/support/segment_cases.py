@@ -1,4 +1,4 @@
-"""Sums that are scattered to constant places, as graph networks have them: graphs for tests of SegmentSum."""
+"""Sums scattered to constant positions, as in graph networks: graphs for tests of SegmentSum."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def rows_of(n: Net, x: Value, places: Any, axis: int = 0) -> Value:
 
 
 def plain(n: Net, width: int = 16) -> list[Value]:
-    """Rows that lie in memory."""
+    """Rows of one tensor, gathered and summed."""
     return [scattered(n, n.input(EDGES, width), edges(1), width)]
 
 
 def negative(n: Net) -> list[Value]:
-    """Rows counted from the end, and added to something."""
+    """Rows counted from the end, and added to a tensor."""
     x = n.input(EDGES, 16)
     return [scattered(n, x, edges(1) - NODES, 16, start=n.input(NODES, 16, name="start"))]
 
 
 def messages(n: Net) -> list[Value]:
-    """Differences of nodes, weighed by a number for each edge (EdgeConv, GCN)."""
+    """Differences of nodes, weighted by a number per edge (EdgeConv, GCN)."""
     x = n.input(NODES, 24)
     change = n.op("Sub", rows_of(n, x, edges(2)), rows_of(n, x, edges(1) - NODES))
     weight = n.const(np.random.default_rng(4).uniform(0.5, 2, (EDGES, 1)))
@@ -55,7 +55,7 @@ def messages(n: Net) -> list[Value]:
 
 
 def attention(n: Net, *, heads: int = 1) -> list[Value]:
-    """GAT as PyTorch exports it: the batch first, softmax over the edges of a node."""
+    """GAT as PyTorch exports it: the batch first, and a softmax over the edges of a node."""
     x, source, target = n.input(heads, NODES, 16), edges(2), edges(1)
     scores = [n.op("MatMul", x, n.random(16, scale=0.3)) for _ in range(2)]
 
@@ -75,7 +75,7 @@ def attention(n: Net, *, heads: int = 1) -> list[Value]:
 
 
 def degrees(n: Net) -> list[Value]:
-    """The features of a node's neighbours, times a number of the node itself on either side (GCN's norm)."""
+    """The features of a node's neighbors, times a number of the node before and after the sum (GCN's norm)."""
     x, norm = n.input(NODES, 16), n.op("Sigmoid", n.input(NODES, 1, name="norm"))
     source, target = edges(2), edges(1)
     sent = n.op("Mul", rows_of(n, x, source), n.op("Mul", rows_of(n, norm, source), rows_of(n, norm, target)))
@@ -83,13 +83,13 @@ def degrees(n: Net) -> list[Value]:
 
 
 def own_rows(n: Net) -> list[Value]:
-    """Every row is a row of the result: nothing but factors."""
+    """Every row is a row of the result, so the sums have only factors."""
     x, target = n.input(NODES, 16), edges(1)
     return [scattered(n, n.op("Mul", rows_of(n, x, target), rows_of(n, x, target)), target, 16)]
 
 
 def narrow(n: Net) -> list[Value]:
-    """The row of a node is a factor of its sum: of a number of each edge, which has no width of its own, and of a constant."""
+    """The row of a node is a factor of its sum of a number per edge, which has no width, and of a constant."""
     x, target = n.input(NODES, 16), edges(1)
     return [
         scattered(n, n.op("Mul", rows_of(n, x, target), n.input(EDGES, 1, name="weight")), target, 16),
@@ -98,7 +98,7 @@ def narrow(n: Net) -> list[Value]:
 
 
 def pooled(n: Net) -> list[Value]:
-    """Sums over three parts of many rows, whose places ScatterElements repeats for every feature."""
+    """Sums over three parts of many rows. ScatterElements repeats their positions for every feature."""
     rows = 3000
     place = np.sort(np.random.default_rng(3).integers(0, 3, rows))
     x = n.op("Tanh", n.input(rows, 8))
@@ -107,7 +107,7 @@ def pooled(n: Net) -> list[Value]:
 
 
 def activated(n: Net, width: int = 16) -> list[Value]:
-    """A bias and activations behind the sum, of nodes with and without edges, and a factor of each node."""
+    """A bias and activations after the sum, for nodes with and without edges, and a factor of each node."""
     x, scale, target = n.input(NODES, width), n.op("Exp", n.input(NODES, 1, name="scale")), edges(1)
     total = scattered(n, n.op("Mul", rows_of(n, x, edges(2)), rows_of(n, scale, target)), target, width)
     y = n.op("Clip", n.op("Elu", n.op("Add", n.random(width), total), attrs=AlphaAttrs(0.5)), -0.3, 20.0)
@@ -129,13 +129,13 @@ def largest(n: Net, width: int = 16) -> list[Value]:
 
 
 def smallest(n: Net) -> list[Value]:
-    """Of the rows of a node and a row of its own."""
+    """The smallest of the rows of each node and a row of ``start``."""
     rows, start = n.input(EDGES, 16), n.input(NODES, 16, name="start")
     return [scattered(n, rows, edges(1), 16, start=start, reduction="min")]
 
 
 def stable_softmax(n: Net) -> list[Value]:
-    """GATv2's softmax over the edges of a node, every one of which has some: nothing is larger than what is taken away."""
+    """GATv2's softmax over the edges of a node. Every node has edges, so no number exceeds the subtracted maximum."""
     target = np.concatenate([np.arange(NODES), edges(1)[NODES:]])
     x = n.input(EDGES, 4)
     most = scattered(n, x, target, 4, start=float("-inf"), reduction="max")

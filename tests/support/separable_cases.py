@@ -1,4 +1,5 @@
-"""Separable convolutions that try one thing each, with a configuration: the GPU tests run them, the compile tests compile them."""
+"""Separable convolutions: each case has a configuration and tests one thing. GPU tests run the cases, compile tests compile
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small attention, recurrent and group-normalization graphs: what tests run on simulate and on a GPU."""
+"""Small graphs of attention, recurrent layers and group norms, which tests run in ``simulate`` and on a GPU."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def attention_of_image(
 
 
 def windows_between(units: int = 3, length: int = 16, count: int = 2, size: int = 32) -> Graph:
-    """Attention within windows as Hiera has it: windows lie between the tokens and the heads."""
+    """Attention within windows, as in Hiera: the axis of windows is between tokens and heads."""
     n = Net()
     width, tokens = count * size, units * length
     rows = n.matmul(n.input(1, tokens, 24), 3 * width)
@@ -150,7 +150,7 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     ),
     "short mask, lengths": (lambda: attention(mask="short", lengths=True), "attention_steps"),
 }
-"""Name -> how to build it, and the tactic that runs it in half precision on Hopper."""
+"""Name -> a function that builds the graph, and the tactic that runs it in half precision on Hopper."""
 
 
 def recurrent(
@@ -216,7 +216,7 @@ SMALL: dict[str, Callable[..., Graph]] = {
     "lstm coupled": partial(recurrent, "LSTM", input_forget=True, hidden=33),
     "lstm wide batch": partial(recurrent, "LSTM", batch=40, steps=3),
 }  # fmt: skip
-"""Layers with everything that ONNX lets them have."""
+"""Recurrent layers with all operands and attributes that ONNX allows."""
 SIZES: dict[str, Callable[..., Graph]] = {
     "lstm of 48 both": partial(recurrent, "LSTM", hidden=48, steps=16, batch=16, direction="bidirectional"),
     "lstm of 7": partial(recurrent, "LSTM", hidden=7, batch=5, lengths=True, direction="reverse"),
@@ -224,7 +224,7 @@ SIZES: dict[str, Callable[..., Graph]] = {
     "gru of 300": partial(recurrent, "GRU", hidden=300, batch=9, steps=4, initial=True, lengths=True),
     "rnn of 500": partial(recurrent, "RNN", hidden=500, batch=33, steps=4, direction="bidirectional"),
 }
-"""Layers whose sizes no other fast kernel takes; the blocks of the larger ones share the units."""
+"""Layers with sizes that no other fast kernel takes. In the larger ones, blocks share the units."""
 RECURRENT: dict[str, tuple[Callable[[], Graph], str]] = {
     "lstm": (lambda: recurrent("LSTM", **WIDE), "rnn_sm90"),
     "lstm stacked": (lambda: recurrent("LSTM", layers=3), "rnn_sm90"),
@@ -244,14 +244,14 @@ RECURRENT: dict[str, tuple[Callable[[], Graph], str]] = {
     "grid lstm": (lambda: recurrent("LSTM", hidden=256, batch=40, steps=5, initial=True, direction="bidirectional"), "rnn_grid"),
     "grid gru": (lambda: recurrent("GRU", hidden=768, steps=4, bias=False, **LBR), "rnn_grid"),
 }  # fmt: skip
-"""Name -> how to build it, and the tactic that runs it in half precision on Hopper."""
+"""Name -> a function that builds the graph, and the tactic that runs it in half precision on Hopper."""
 
 
 def group_norm(
     kind: str = "GroupNormalization", channels: int = 32, groups: int = 4, size: tuple[int, ...] = (10, 9), then: str = "",
     **more: Any,
 ) -> Graph:  # fmt: skip
-    """A normalization between convolutions, which want channels last. ``then``: the kind of an activation after it."""
+    """A normalization between channels-last convolutions. ``then``: the kind of an activation after it."""
     n = Net()
     x = n.conv(n.input(2, 8, *size), channels, 3)
     attrs = GroupNormAttrs(groups, 1e-3) if kind == "GroupNormalization" else EpsilonAttrs(1e-3)
@@ -269,8 +269,8 @@ def group_norm_of_sum(
     part: bool = False,
     then: str = "Swish",
 ) -> Graph:
-    """A normalization of images and one vector of channels for each (or, without ``each``, for all) of them. ``part``: of images
-    that are a part of a concatenation, too."""
+    """A normalization of a sum of images and a vector of channels. ``each``: one vector per image, else one for all. ``part``:
+    the images are also a part of a concatenation."""
     n = Net()
     x = n.conv(n.input(2, 8, *size), 32, 3)
     time = n.input(2 if each else 1, 16, name="time")
@@ -291,7 +291,7 @@ def group_norm_of_sum(
 def plain_norm(
     kind: str, shape: tuple[int, ...], groups: int = 1, *, axis: int = -1, then: str = "", bias: bool = True
 ) -> Graph:
-    """A normalization of an input in plain order."""
+    """A normalization of an input in ONNX's order."""
     n = Net()
     x = n.input(*shape)
     own = shape[axis:] if kind == "LayerNormalization" else shape[1:2]
@@ -327,7 +327,7 @@ GROUP_NORM: dict[str, tuple[Callable[[], Graph], str]] = {
 
 
 def residual(norm: str = "LayerNormalization", width: int = 48) -> Graph:
-    """A sum that is normalized, and read again."""
+    """A sum that is normalized, and has another reader."""
     n = Net()
     x = n.op("Softmax", n.matmul(n.input(2, 6, 32), width))
     total = n.op("Add", x, n.op("Softmax", n.input(2, 6, width, name="r")))
@@ -338,7 +338,7 @@ def residual(norm: str = "LayerNormalization", width: int = 48) -> Graph:
 def normalized_residual(
     norm: str = "LayerNormalization", width: int = 48, *, turn: bool = False, before: bool = False
 ) -> Graph:
-    """A sum with normalized rows, as Swin V2 has it. ``before``: what is normalized is a sum, too."""
+    """A sum with normalized rows, as in Swin V2. ``before``: the normalized value is also a sum."""
     n = Net()
     other = n.op("Softmax", n.input(2, 6, width, name="r"))
     x = n.matmul(n.input(2, 6, 32), width)
@@ -349,7 +349,7 @@ def normalized_residual(
 
 
 def sandwich(first: str = "RMSNormalization", second: str = "RMSNormalization", width: int = 48) -> Graph:
-    """Products' rows that are normalized, added to others and normalized again: Gemma 2, GLM-4."""
+    """Rows of products that are normalized, added to others and normalized again: Gemma 2, GLM-4."""
     n = Net()
     stream, y = n.op("Softmax", n.input(2, 6, width, name="stream")), n.input(2, 6, 32)
 
@@ -364,7 +364,7 @@ def sandwich(first: str = "RMSNormalization", second: str = "RMSNormalization", 
 
 
 def norm_of_norm(first: str = "LayerNormalization", second: str = "LayerNormalization", width: int = 48) -> Graph:
-    """Rows that are normalized twice, the first result read elsewhere, too: the layers of a Conformer."""
+    """Rows that are normalized twice. The first result has another reader (the layers of a Conformer)."""
     n = Net()
     y = n.matmul(n.input(2, 6, 32), width)
     made: list[Value] = []

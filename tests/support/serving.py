@@ -1,4 +1,4 @@
-"""A real server process for tests: its ports, its worker processes, its metrics, and requests of plain bytes."""
+"""A real server process for tests: its ports, worker processes and metrics, and plain HTTP requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Server:
     def request(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, bytes, HTTPResponse]:
-        """Status, body and the response itself of one request on a connection of its own."""
+        """Status, body and the response itself of one request, on a separate connection."""
         connection = HTTPConnection(self.http, timeout=30)
         try:
             connection.request(method, path, body, dict(headers or {}))
@@ -46,11 +46,11 @@ class Server:
         return sum(float(n) for n in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.M))
 
     def workers(self) -> list[int]:
-        """The numbers of its worker processes."""
+        """The process ids of its worker processes."""
         return self._children("workers.child")
 
     def frontends(self) -> list[int]:
-        """The numbers of its front ends."""
+        """The process ids of its front ends."""
         return self._children("frontends.child")
 
     def _children(self, module: str) -> list[int]:
@@ -100,7 +100,7 @@ def served(*words: object, **environment: str) -> Iterator[Server]:
             said += line
             if found := re.search(r"http://[^:]+:(\d+) and by gRPC on [^:]+:(\d+)", line):
                 timer.cancel()
-                threading.Thread(target=process.stdout.read, daemon=True).start()  # else its pipe may fill
+                threading.Thread(target=process.stdout.read, daemon=True).start()  # otherwise its pipe may fill
                 yield Server(process, int(found[1]), int(found[2]))
                 return
         raise AssertionError(f"the server did not start:\n{said}")

@@ -1,4 +1,4 @@
-"""Real networks as both PyTorch exporters write them, where they are at hand beside the repository."""
+"""Real networks in the forms of both PyTorch exporters, if they are available beside the repository."""
 
 from __future__ import annotations
 
@@ -41,18 +41,20 @@ def shared_network(name: str, folder: Path) -> onnx.ModelProto:
     _narrow(path.with_suffix(".json"))
     model: onnx.ModelProto = _fill().fill(str(path))
     del model.graph.value_info[:]
-    for tensor in model.graph.initializer:  # those that are not drawn
+    for tensor in model.graph.initializer:  # weights that are not drawn
         if list(tensor.dims) == [4096]:
             tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor)[:256], tensor.name))
     return model
 
 
 def _narrow(path: Path) -> None:
-    """Make the wide layers after the convolutions of AlexNet and VGG a sixteenth as wide: they have most of the weights. ``path``
-    lists the weights to draw, each as [dtype, dims, mean, standard deviation]."""
+    """Divide the width of the layers after the convolutions of AlexNet and VGG by 16: they have most of the weights.
+
+    ``path`` lists the weights to draw, each as [dtype, dims, mean, standard deviation].
+    """
     drawn = json.loads(path.read_text(encoding="utf-8"))
     for row in drawn.values():
-        if row[1][1:] == [4096]:  # the sums are of fewer terms
+        if row[1][1:] == [4096]:  # sums have fewer terms
             row[3] *= 4
         row[1] = [256 if d == 4096 else d for d in row[1]]
     path.write_text(json.dumps(drawn), encoding="utf-8")

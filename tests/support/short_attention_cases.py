@@ -20,7 +20,7 @@ def heads(n: Net, x: Value, batch: Any, tokens: int, count: int, width: int) -> 
 def frames(
     batch: Any = 12, queries: int = 8, keys: int = 8, count: int = 2, shared: int = 2, mask: bool = False, **attrs: Any
 ) -> Graph:
-    """Attention along time, of features that products make."""
+    """Attention along time over features that products compute."""
     n = Net()
     x = n.input(batch, queries, 16)
     z = x if keys == queries else n.input(batch, keys, 16, name="z")

@@ -1,4 +1,4 @@
-"""Builds small graphs for the simulated GPU and compares them with the graph's own values in fp32."""
+"""Builds small graphs for the simulated GPU and compares results with those of the graph in fp32."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from optdnn.target_name import TargetName
 from optdnn.types import Array, is_float
 
 TOLERANCE = {"fp16": 4e-3, "tf32": 4e-3, "bf16": 3e-2, "fp32": 2e-5}
-"""Of the largest magnitude of an output; small networks, a dozen roundings."""
+"""The largest error, relative to the largest magnitude of an output, for small networks with about a dozen roundings."""
 
 
 def lowered(graph: Graph, precision: str = "fp16", target: str = "simulate", **options: Any) -> Program:
-    """The program of a copy of the graph, after every pass; checked."""
+    """The checked program of a copy of the graph, after all passes."""
     return passed(graph, precision, target, **options)[1]
 
 
@@ -44,12 +44,12 @@ def passed(
     optimize(copy, chosen, target)
     program = lower_cuda(copy, chosen, facts_for(TargetName.parse(target)), {}, prepared=Prepared(choices or {}))
     validate(program)
-    check_kernels(program)  # what is built is what an engine may hold
+    check_kernels(program)  # an engine may hold every built program
     return copy, program
 
 
 def calibrated(graph: Graph, precision: str, target: str = "simulate", **options: Any) -> tuple[Graph, Program]:
-    """The same. For 8-bit precisions, two random inputs give the ranges."""
+    """A copy of the graph after all passes, and its checked program. Two random inputs calibrate 8-bit precisions."""
     data = [feeds_of(graph, seed) for seed in (3, 4)] if "8" in precision else None
     return passed(graph, precision, target, calib=data, **options)
 
@@ -61,7 +61,7 @@ def feeds_of(graph: Graph, seed: int = 1) -> dict[str, Array]:
     for i in graph.inputs:
         out = graph.op(i).outputs[0]
         shape, dtype = out.type.static_shape, out.type.dtype
-        # An offset per channel, so that what pools over positions depends on the input, too.
+        # An offset per channel, so that pools over positions depend on the input, too.
         offset = rng.standard_normal((*shape[:2], *(1,) * (len(shape) - 2)))
         made = rng.standard_normal(shape) + offset if is_float(dtype) else rng.integers(0, 4, shape)
         feeds[out.name] = made.astype(dtype)
@@ -77,7 +77,7 @@ def simulate(program: Program, feeds: dict[str, Array]) -> dict[str, Array]:
 def check_simulated(
     graph: Graph, precision: str = "fp16", *, tolerance: float | None = None, target: str = "simulate"
 ) -> Program:
-    """Lower, run and compare every output; the bound must be far below what another input changes. Returns the program."""
+    """Lower, run and compare every output. The bound must be far below the effect of another input. Returns the program."""
     program = lowered(graph, precision, target, no_cubins=True)
     feeds, other = feeds_of(graph), feeds_of(graph, seed=2)
     expected, different = evaluate(graph, feeds), evaluate(graph, other)
@@ -99,12 +99,12 @@ def check_simulated(
 
 
 def kinds(program: Program) -> list[str]:
-    """What each step computes, in order."""
+    """The kinds of the operators that the steps compute, in order."""
     return [s.params["op"]["kind"] for s in program.steps]
 
 
 def tactics(program: Program, *kinds: str) -> list[str]:
-    """The tactics that run operators of these kinds (none: of all), in order."""
+    """The tactics that run operators of these kinds (of all, if none is given), in order."""
     rows = [row for row in program.meta["tactics"] if not row.get("dropped")]
     return [row["tactic"] for row in rows if not kinds or row["kind"] in kinds]
 
@@ -116,7 +116,7 @@ def refusals(program: Program, tactic: str = "*", kind: str = "*") -> list[str]:
 
 
 def check_not_taken(graph: Graph, tactic: str, because: str, *launches: str, **options: Any) -> None:
-    """Lower: the tactic makes no launch, for a reason with these words, and there are no ``launches`` of these kinds."""
+    """Lower: the tactic makes no launch, for a reason that contains ``because``, and there are no ``launches`` of these kinds."""
     program = lowered(graph, **options)
     assert not [s for s in program.steps if str(s.params.get("tactic", "")).startswith(tactic)]
     assert not set(launches) & set(kinds(program))

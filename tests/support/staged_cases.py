@@ -21,13 +21,13 @@ def _kinds(n: Net) -> list[Any]:
 
 
 def _pairs(n: Net) -> list[Any]:
-    """What gated attention sums: two factors that are repeated along different axes, and a third."""
+    """The sum of gated attention: two factors that are repeated along different axes, and a third one."""
     a, b, c = n.input(2, 5, 1, 16), n.input(2, 1, 6, 16), n.input(2, 5, 6, 16)
     return [n.op("ReduceSum", n.op("Mul", n.op("Mul", a, b), c), n.ints(3), attrs=DROPPED)]
 
 
 def _distances(n: Net) -> list[Any]:
-    """Squares of differences of all pairs of points: no operand has the shape of what is summed."""
+    """Squares of differences of all pairs of points: no operand has the shape of the terms."""
     return [n.op("ReduceSumSquare", n.op("Sub", n.input(9, 1, 3), n.input(1, 11, 3)), n.ints(2), attrs=DROPPED)]
 
 
@@ -43,7 +43,7 @@ def _wide_rows(n: Net) -> list[Any]:
 
 
 def _columns(n: Net) -> list[Any]:
-    """Neighbouring outputs are neighbours in memory; one factor belongs to a row, one to a column."""
+    """Neighboring outputs are contiguous in memory. One factor is per row, one per column."""
     x, row, column = n.input(57, 16), n.input(57, 1), n.input(16)
     return [
         n.op("ReduceSum", n.op("Add", n.op("Mul", x, row), column), n.ints(0)),
@@ -58,13 +58,13 @@ def _images(n: Net) -> list[Any]:
 
 
 def _selected(n: Net) -> list[Any]:
-    """A comparison chooses what is added; the axes are not neighbours."""
+    """A comparison selects the terms; the reduced axes are not adjacent."""
     x, y = n.input(4, 6, 5), n.input(4, 6, 1)
     return [n.op("ReduceSum", n.op("Where", n.op("Less", x, y), x, n.op("Neg", y)), n.ints(0, 2))]
 
 
 def _sinkhorn(n: Net) -> list[Any]:
-    """The logarithms of the sums of rows and of columns of scores, each with what the other step found (SuperGlue)."""
+    """Logarithms of the sums of rows and of columns of scores. Each uses the result of the other step (SuperGlue)."""
     scores, u, v = n.input(33, 27), n.input(33, 1), n.input(27)
     wide = n.op("Sub", n.input(5, 640), n.input(5, 1))
     return [

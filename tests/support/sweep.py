@@ -1,4 +1,4 @@
-"""Sweeps: a few cases run with the quick tests, all of them with the slow ones."""
+"""Sweeps: a few cases run with the quick tests, all of them with the slow tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def sweep(values: Iterable[Any], *quick: Any) -> list[Any]:
-    """The values as parameters of a test, those that are not ``quick`` marked slow; tuples are several arguments."""
+    """The values as parameters of a test. Those that are not ``quick`` are marked slow. Tuples are several arguments."""
     found = list(values)
     missing = [v for v in quick if v not in found]
     assert not missing, f"these are no cases: {missing}"
@@ -18,7 +18,8 @@ def sweep(values: Iterable[Any], *quick: Any) -> list[Any]:
 
 
 def in_turn(cases: Iterable[Any], *ways: Any) -> list[Any]:
-    """Each case in each of these ways, a case or a way of a tuple as several arguments; quick: each case once, the ways in turn."""
+    """Each case in each of these ways. Quick: each case once, with the ways in turn. Tuples (cases or ways) are several
+    arguments."""
     pairs = [(_arguments(case), k) for k, case in enumerate(cases)]
     quick = [(*case, *_arguments(ways[k % len(ways)])) for case, k in pairs]
     return sweep([(*case, *_arguments(way)) for case, _ in pairs for way in ways], *quick)

@@ -17,8 +17,8 @@ def tactics_of(program: Program) -> list[str]:
 
 
 class FakeTimer:
-    """``seconds`` gives the time of a candidate by its name (or raises); ``net`` that of a network, from its steps' tactics;
-    ``lanes`` is the share of that time which a network with lanes takes."""
+    """``seconds`` gives the time of a candidate by its name (or raises), ``net`` the time of a network by the tactics of its
+    steps. ``lanes``: the time of a network with lanes, as a share of that time."""
 
     def __init__(
         self,
@@ -81,5 +81,5 @@ class FakeNet:
 
 
 def hashed(name: str) -> float:
-    """2 to 3 microseconds, by the name: unlike the predictions."""
+    """2 to 3 microseconds, by a hash of the name: independent of the predictions."""
     return 2e-6 + sum(map(ord, name)) * 37 % 101 * 1e-8

@@ -1,4 +1,4 @@
-"""A small network, tuned with a timer that is made up."""
+"""A small network, tuned with a made-up timer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TARGET = "cuda:sm_90a"
 
 
 def network(batch: int = 1) -> Graph:
-    """Three equal convolutions and a product; the convolutions are most of the time."""
+    """Three equal convolutions and a product. The convolutions take most of the time."""
     n = Net()
     x = n.input(batch, 64, 28, 28)
     for _ in range(3):
@@ -49,7 +49,7 @@ def tuned(
     )
     found = tuner.run()
     assert timer.loaded == 0, "every network was closed"
-    emit_program(g, chosen, of_arch("sm_90a"), {}, found.choices)  # what was chosen can be lowered
+    emit_program(g, chosen, of_arch("sm_90a"), {}, found.choices)  # the chosen candidates can be lowered
     return found, tuner
 
 
@@ -79,7 +79,7 @@ def _first() -> tuple[Tuned, TimingCache]:
 
 
 def remembered() -> tuple[Tuned, TimingCache]:
-    """The small network, tuned once in a process by times that are hashes of names, and a copy of the cache that holds them."""
+    """The small network, tuned once per process by times that are hashes of names, and a copy of the cache with these times."""
     found, kept = _first()
     return found, copy.deepcopy(kept)
 
@@ -95,7 +95,7 @@ def tried() -> list[tuple[str, str]]:
 
 
 def branchy() -> Graph:
-    """Two branches of two convolutions between two others."""
+    """Two branches of two convolutions, between two other convolutions."""
     n = Net()
     x = n.op("Relu", n.conv(n.input(1, 16, 14, 14), 16, 3))
     a = n.op("Relu", n.conv(n.op("Relu", n.conv(x, 16, 3)), 32, 3))

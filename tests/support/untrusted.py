@@ -1,4 +1,4 @@
-"""Programs with other kernels in them, as a hostile engine file has, and the refusal that each must meet."""
+"""Programs with other kernels, as hostile engine files have them, and the refusal that each must get."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.simulated import lowered
 
 @cache
 def program() -> Program:
-    """Of one pointwise kernel."""
+    """A program of one pointwise kernel."""
     n = Net()
     graph = n.done(n.op("Tanh", n.op("Add", n.input(4, 8), n.input(8, name="b"))))
     return lowered(graph, "fp32", target="cuda:sm_90a", no_cubins=True)
@@ -29,7 +29,7 @@ def program() -> Program:
 
 @cache
 def convolution() -> Program:
-    """Of a kernel with tensor core instructions, from a template."""
+    """A program of a kernel with tensor core instructions, from a template."""
     n = Net()
     graph = n.done(n.op("Relu", n.conv(n.input(1, 64, 14, 14), 64)))
     return lowered(graph, "fp16", target="cuda:sm_90a", no_cubins=True)
@@ -59,7 +59,7 @@ def resourced(made: Program, text: str, template: str = "general.cu") -> Program
 
 
 def refused(made: Program, folder: Path, why: str) -> None:
-    """Writing takes the program, loading does not, whether it is to be compiled anew or not; nothing comes into the cache."""
+    """Writing accepts the program, loading refuses it, with and without recompiling, and the cache gets nothing."""
     engine_format.write(made, folder / "evil.engine")
     for recompile in (False, True):
         with pytest.raises(EngineError, match=why):

@@ -1,6 +1,6 @@
-"""What each network of the zoo consists of: ``golden/zoo.json``, and the counting that it is checked against.
+"""The contents of each network of the zoo: ``golden/zoo.json``, and the counts that it is checked against.
 
-``python -m support.zoo_manifest`` in ``tests`` writes the file anew from the builders.
+``python -m support.zoo_manifest`` in ``tests`` writes the file from the builders.
 """
 
 from __future__ import annotations

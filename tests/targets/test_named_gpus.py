@@ -1,4 +1,4 @@
-"""Targets that name a GPU: plans for it, and the message of an engine that another GPU runs."""
+"""Targets that name a GPU: plans for it, and the message if another GPU runs the engine."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_ranges_of_sizes_get_further_plans(tmp_path: Path) -> None:
 
 
 def test_grids_follow_the_named_gpu(network: Any) -> None:
-    """The same architecture, other GPUs, other programs."""
+    """The same architecture with another GPU gives another program."""
     programs = [
         optdnn.build(network, target=f"cuda:{gpu}", precision="fp16", tactics="heuristic", no_cubins=True).program
         for gpu in ("h200", "sm_90a", "h100-pcie")
@@ -105,7 +105,7 @@ def test_another_gpu_than_planned_for_is_reported(network: Any) -> None:
         ("cuda:sm_87", "Orin, 16 multiprocessors"),
     ],
 )
-def test_a_build_says_what_it_was_planned_for(target: str, said: str, network: Any, tmp_path: Path) -> None:
+def test_a_build_names_the_gpu_of_its_plan(target: str, said: str, network: Any, tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(network.SerializeToString())
     words = [
         "build",
@@ -123,7 +123,7 @@ def test_a_build_says_what_it_was_planned_for(target: str, said: str, network: A
     assert said in " ".join(done.stdout.split())
 
 
-def test_an_architecture_without_kernels_is_told() -> None:
+def test_an_architecture_without_kernels_is_reported() -> None:
     with pytest.raises(UsageError, match=r"there are no kernels for sm_70\n  hint: .* sm_90a, .*, sm_80$"):
         optdnn.build("any.onnx", target="cuda:sm_70")
 

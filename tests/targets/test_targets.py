@@ -1,4 +1,4 @@
-"""Targets: which one options name, what each is for, and whose facts a GPU's programs are made by."""
+"""Targets: the one that options select, its purpose, and the GPU whose facts programs use."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_only_programs_of_launches_are_simulated(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kept_programs_are_those_of_the_gpu_that_they_were_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer multiprocessors, fewer blocks of a kernel that fills the GPU; the results are the same."""
+    """With fewer multiprocessors, a kernel that fills the GPU has fewer blocks. The results are the same."""
     from optdnn.models import zoo
 
     network = zoo.build("mobilenet_v2", batch=8, image_size=64, width=0.5, num_classes=16)

@@ -1,4 +1,4 @@
-"""The autotuner with a timer that is made up: its trials, when it stops, and its choices."""
+"""The autotuner with a made-up timer: its trials, when it stops, and its choices."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_default_is_tried_first_and_problems_without_choice_not_at_all() -> 
 
 @pytest.mark.parametrize("scatter", [0.0, 0.5])
 def test_tuning_stops_where_little_is_to_be_gained(scatter: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where candidates take their predicted times, the first wave suffices; where the model may err widely, all are tried."""
+    """If candidates take their predicted times, the first wave is enough. If the model may err widely, all are tried."""
     monkeypatch.setattr(candidate_stage, "SCATTER", scatter)
     predicted: dict[str, float] = {}
     timer = FakeTimer(lambda name: predicted[name])
@@ -157,7 +157,7 @@ def test_interruption_keeps_the_best_so_far_and_the_times() -> None:
     assert cache.networks == {}, "an unfinished choice is not a result"
 
 
-def test_interruption_in_the_network_keeps_what_was_better() -> None:
+def test_interruption_in_the_network_keeps_better_choices() -> None:
     timer = FakeTimer(hashed)
     races = 0
 
@@ -174,8 +174,8 @@ def test_interruption_in_the_network_keeps_what_was_better() -> None:
     assert found.after_ms is not None
 
 
-def test_near_equals_are_chosen_in_the_network() -> None:
-    """The fastest alone costs its neighbours something: the network prefers the second."""
+def test_the_network_decides_between_near_equal_candidates() -> None:
+    """The candidate that is fastest alone slows its neighbors down: in the network, the second one is chosen."""
     timer = FakeTimer(hashed)
     found, _ = tuned(timer)
     problem = convolution(found)
@@ -189,7 +189,7 @@ def test_near_equals_are_chosen_in_the_network() -> None:
     assert again.choices[problem.key] == ranked[1]
 
 
-def test_where_the_model_was_right_about_the_network_it_is_followed() -> None:
+def test_the_models_choice_is_kept_where_it_was_right_about_the_network() -> None:
     defaults = {"", *(str(p.default) for p in remembered()[0].problems)}
 
     def net(tactics: Sequence[str]) -> float:
@@ -216,7 +216,7 @@ def test_a_gpu_without_room_for_another_network_has_each_closed_once(monkeypatch
     assert timer.loaded == 0
 
 
-# ---------------------------------------------------------------- how it is measured and told
+# ---------------------------------------------------------------- measuring and reports
 
 
 @pytest.mark.parametrize("l2", [1 << 10, 60 << 20])
@@ -226,7 +226,7 @@ def test_weights_are_cold_where_the_network_does_not_fit_the_cache(l2: int) -> N
     assert timer.regimes == {l2 == 1 << 10}
 
 
-def test_progress_tells_the_rest_and_the_best() -> None:
+def test_progress_shows_the_remaining_work_and_the_best_time() -> None:
     said: list[str] = []
     tuned(FakeTimer(hashed), say=said.append)
     assert any("s left" in t and " us; sum " in t for t in said)

@@ -1,4 +1,4 @@
-"""The autotuner uses the times of earlier builds: which are not measured again, and which must agree."""
+"""The autotuner uses the times of earlier builds: which candidates are not measured again, and which facts must agree."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def test_a_second_build_measures_nothing() -> None:
     assert again.after_ms == pytest.approx(first.after_ms, abs=1e-5)
 
 
-def test_a_build_with_as_little_time_measures_nothing_and_one_with_more_goes_on() -> None:
+def test_a_build_with_the_same_budget_measures_nothing_and_one_with_more_continues() -> None:
     cache = TimingCache()
-    budget = 14.0  # ended in the network
+    budget = 14.0  # the budget ends during the trials in the network
     first, _ = tuned(FakeTimer(hashed), cache, budget=budget)
     assert first.stopped is not None
     assert first.after_ms is not None, "it was ended in the network"
@@ -58,7 +58,7 @@ def test_another_driver_makes_the_times_a_ranking() -> None:
 
 
 @pytest.mark.parametrize("change", ["device", "kernels", "workspace"])
-def test_what_must_agree(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_that_must_agree(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, cache = remembered()
     options: dict[str, Any] = {}
     timer = FakeTimer(hashed, device="other GPU" if change == "device" else "GPU")
@@ -72,7 +72,7 @@ def test_what_must_agree(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bool(timer.trials) == (change != "workspace"), "candidates' times hold, whatever may be chosen"
 
 
-def test_a_remembered_choice_that_is_gone_is_made_anew() -> None:
+def test_a_remembered_choice_that_no_longer_exists_is_made_again() -> None:
     first, cache = remembered()
     (key,) = cache.networks
     cache.note_network(key, NetworkChoices({k: TacticChoice("gone") for k in first.choices}, 1.0, {"driver": "1"}))
@@ -87,7 +87,7 @@ def test_choices_for_other_problems_are_not_taken() -> None:
     again, _ = tuned(FakeTimer(hashed), cache)
     assert again.cached
     assert again.emitted is not None
-    cache.networks[key]["problems"] = "0" * 32  # as a version would keep it that lowers this network in another way
+    cache.networks[key]["problems"] = "0" * 32  # as written by a version that lowers this network in another way
     again, _ = tuned(FakeTimer(hashed), cache)
     assert not again.cached
     assert again.choices == first.choices

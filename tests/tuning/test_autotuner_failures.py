@@ -1,4 +1,4 @@
-"""The autotuner where candidates and networks fail or hang: the replacements, and the records in the cache."""
+"""The autotuner if candidates or networks fail or hang: the replacements, and the records in the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optdnn.tuning.timing_cache import TimingCache
 pytestmark = pytest.mark.nvrtc
 
 
-def test_a_gpu_that_fails_ends_the_tuning_and_nothing_of_it_is_remembered() -> None:
+def test_a_gpu_that_fails_ends_the_tuning_and_nothing_is_remembered() -> None:
     def seconds(name: str) -> float:
         if hashed(name) < 2.2e-6:
             raise RunError("illegal address")
@@ -52,7 +52,7 @@ def test_a_candidate_that_hangs_is_not_used_and_not_remembered() -> None:
     assert not any(best in key for key in cache.candidates)
 
 
-def test_where_the_default_hangs_and_nothing_else_was_tried_another_is_taken() -> None:
+def test_if_the_default_hangs_and_nothing_else_was_tried_another_candidate_is_taken() -> None:
     timer = FakeTimer(hashed)
     defaults = {str(p.default) for p in remembered()[0].problems}
 
@@ -72,7 +72,7 @@ def test_where_the_default_hangs_and_nothing_else_was_tried_another_is_taken() -
 
 
 class Hangs:
-    """Lets networks of a timer hang: those whose steps' tactics, or lanes, ``which`` says."""
+    """Lets the networks of a timer hang for whose program ``which`` is true: when they are loaded, or in a race (``in_race``)."""
 
     def __init__(self, timer: FakeTimer, which: Any, *, in_race: bool = False):
         self.which, self.in_race, self.load, self.race = which, in_race, timer.load, timer.race
@@ -133,7 +133,7 @@ def test_the_best_candidates_may_hang_together(in_race: bool) -> None:
 
 
 @pytest.mark.parametrize("in_race", [False, True])
-def test_what_the_cost_model_chose_may_hang(in_race: bool) -> None:
+def test_the_cost_models_choice_may_hang(in_race: bool) -> None:
     best, _ = remembered()
     problem = convolution(best)
     timer = FakeTimer(hashed)

@@ -1,4 +1,4 @@
-"""The autotuner and lanes: where steps side by side are kept, and where they are not tried."""
+"""The autotuner and lanes: where parallel lanes are kept, and where they are not tried."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_lanes_are_kept_only_where_the_network_is_measured_to_be_faster(factor: 
     assert bool(program.lanes) == (most > 1)
     said = "measured faster" if most > 1 else "measured not faster"
     assert program.meta["streams"]["why"].startswith(said)
-    # Each step's time is recorded in the program's own order, those of tuned operators as measured.
+    # Times are in the order of the program's steps. Tuned operators have measured ones.
     times = program.meta["step_times"]["steps"]  # type: ignore[index,call-overload]
     assert {source for _, _, source in times} == {"measured", "predicted"}
     assert found.streams.seconds
@@ -52,7 +52,7 @@ def test_lanes_are_kept_only_where_the_network_is_measured_to_be_faster(factor: 
             if d["signature"] in found.streams.seconds
         }
         assert source == "predicted" or us in known
-    # Another build takes it from the cache, and comes to the same program.
+    # Another build takes the choice from the cache and gives the same program.
     again = FakeTimer(hashed)
     known, tuner = tuned(again, cache, branchy())
     assert known.cached
@@ -68,7 +68,7 @@ def test_lanes_are_kept_only_where_the_network_is_measured_to_be_faster(factor: 
     assert other.meta == program.meta
 
 
-def test_lanes_are_not_tried_where_the_build_says_how_many() -> None:
+def test_lanes_are_not_tried_if_the_build_gives_their_number() -> None:
     timer = FakeTimer(lambda name: 10 * hashed(name), lanes=0.5)
     found, _ = tuned(timer, graph=branchy(), streams=1)
     assert timer.with_lanes == 0
@@ -93,5 +93,5 @@ def test_a_chain_has_no_lanes_to_try() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, 3, {}, {"most": 9, "forced": True, "us": {}, "one_ms": 1, "lanes_ms": 1}])
-def test_what_is_no_record_of_lanes_is_none(wrong: Any) -> None:
+def test_malformed_records_of_lanes_are_ignored(wrong: Any) -> None:
     assert LaneChoice.of_plain(wrong) is None

@@ -1,4 +1,4 @@
-"""What a build does with a program that does not run on its GPU: other forms, other candidates, an error; with a made-up GPU."""
+"""A program that does not run on its GPU: the build tries other forms and other candidates, or fails. The GPU is made up."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ def test_a_graph_that_does_not_run_falls_back(
     engine = build(model, progress=said.append)
     assert not engine.program.lanes
     assert any(launch["dependent"] for launch in launches(engine)) == (form == ONE_LANE)
-    told = engine.meta["first_run"]
-    assert told["form"] == form
-    assert list(told["refused"]) == ([AS_BUILT] if form == ONE_LANE else [AS_BUILT, ONE_LANE])
-    assert engine.report["first_runs"] == [{**told, "replays": 20}]
+    reported = engine.meta["first_run"]
+    assert reported["form"] == form
+    assert list(reported["refused"]) == ([AS_BUILT] if form == ONE_LANE else [AS_BUILT, ONE_LANE])
+    assert engine.report["first_runs"] == [{**reported, "replays": 20}]
     assert any(line.startswith("first run: as built: ") for line in said)
     np.testing.assert_array_equal(simulated(engine, tmp_path), wanted)
-    assert read(tmp_path / "e.engine").meta["first_run"] == told
+    assert read(tmp_path / "e.engine").meta["first_run"] == reported
 
 
 def test_a_graph_that_runs_in_no_form_is_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_a_launch_without_an_alternative_is_an_error_that_names_it(
     assert caught.value.exit_code == 6
 
 
-def test_what_could_not_be_run_is_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_that_could_not_be_run_are_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, ("graph", "any", "host"))
     found = build_verbose(
         model, BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="heuristic", no_cubins=True)
@@ -168,8 +168,8 @@ def test_what_could_not_be_run_is_reported(model: Path, monkeypatch: pytest.Monk
 
 def test_a_gpu_that_cannot_be_used_does_not_fail_the_build(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, ("open", "", "traps"))
-    (told,) = build(model).report["first_runs"]
-    assert "cannot use the GPU: RunError: an illegal instruction" in told["skipped"]
+    (reported,) = build(model).report["first_runs"]
+    assert "cannot use the GPU: RunError: an illegal instruction" in reported["skipped"]
 
 
 def test_each_plan_of_a_range_of_shapes_is_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,11 +191,11 @@ def test_each_plan_of_a_range_of_shapes_is_run(model: Path, monkeypatch: pytest.
 # ---------------------------------------------------------------- tuned builds
 
 
-def test_a_tuned_build_loses_what_hangs_and_tells(
+def test_a_tuned_build_drops_candidates_that_hang_and_reports_them(
     model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pretend(monkeypatch)
-    monkeypatch.setattr(candidates, "MOST", 4)  # each is compiled, and one is lost
+    monkeypatch.setattr(candidates, "MOST", 4)  # each candidate is compiled, and one is lost
     times, out = tmp_path / "times.json", tmp_path / "a.engine"
     command = ["build", str(model), "--target", "cuda:sm_90a", "--precision", "fp16", "--tactics", "own"]
     command += ["--timing-cache", str(times), "-o", str(out)]
@@ -206,9 +206,11 @@ def test_a_tuned_build_loses_what_hangs_and_tells(
     times.unlink()
     pretend(monkeypatch, ("trial", name, "segfaults"), ("graph", "early", "hangs"))
     assert run(command) == 0
-    told = capsys.readouterr()
-    assert f"by {name}: crashed: its process was ended by SIGSEGV" in told.out.replace("\n", " ")
-    assert "does not run as it was built; it is kept with one lane, no early launches" in told.err.replace("\n", " ")
+    reported = capsys.readouterr()
+    assert f"by {name}: crashed: its process was ended by SIGSEGV" in reported.out.replace("\n", " ")
+    assert "does not run as it was built; it is kept with one lane, no early launches" in reported.err.replace(
+        "\n", " "
+    )
     assert name not in [f"{t['tactic']} {t.get('config', '')}" for t in read(out).meta["tactics"]]
     assert not any(name in key for key in json.loads(times.read_text())["candidates"])
     report = json.loads(Path(f"{out}.report.json").read_text())

@@ -1,4 +1,4 @@
-"""The timing cache: what it keeps, and what it refuses."""
+"""The timing cache: its contents and its refusals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from optdnn.errors import OutputError, UsageError
 from optdnn.tuning.timing_cache import Candidate, NetworkChoices, TimingCache
 
 
-def test_what_is_put_is_read_back(tmp_path: Path) -> None:
+def test_stored_times_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "cache.json"
     cache = TimingCache.open(path)
     assert cache.get("k") is None
@@ -58,7 +58,7 @@ def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, text: str) -> 
     assert path.read_text() == text
 
 
-def test_two_builds_at_once_keep_both_their_times(tmp_path: Path) -> None:
+def test_two_concurrent_builds_keep_the_times_of_both(tmp_path: Path) -> None:
     path = tmp_path / "cache.json"
     first, second = TimingCache.open(path), TimingCache.open(path)
     first.put("a", 1.0)
@@ -73,7 +73,7 @@ def test_two_builds_at_once_keep_both_their_times(tmp_path: Path) -> None:
     assert found.network("n") is not None
 
 
-def test_what_is_measured_on_gpus_is_read_back(tmp_path: Path) -> None:
+def test_times_of_gpus_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "cache.json"
     cache = TimingCache.open(path)
     cache.note("fast", Candidate(2.5e-6, None, {"driver": "13.0"}))

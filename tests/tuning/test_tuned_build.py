@@ -1,4 +1,4 @@
-"""Builds that tune: when they do, that a warm one is the same, what the report and the command line say."""
+"""Builds that tune: when they do, that a warm build gives the same bytes, the report and the command line."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_retune_improves_an_engine_in_place(engine: Path, gpu: FakeTimer, model:
     assert (tmp_path / "tuned.engine").read_bytes() == engine.read_bytes(), "as a build on the GPU would have made it"
 
 
-def test_retune_leaves_what_it_cannot_improve(engine: Path, gpu: FakeTimer) -> None:
+def test_retune_leaves_an_engine_that_it_cannot_improve(engine: Path, gpu: FakeTimer) -> None:
     content = engine.read_bytes()
     gpu.net = lambda tactics: 1.0
     found = optdnn.retune(engine)
@@ -181,7 +181,7 @@ def test_retune_leaves_what_it_cannot_improve(engine: Path, gpu: FakeTimer) -> N
 
 
 def test_retune_replaces_an_engine_that_hangs(engine: Path, gpu: FakeTimer, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu.net = lambda tactics: 1.0  # nothing is faster: an engine that runs would be kept
+    gpu.net = lambda tactics: 1.0  # no candidate is faster: an engine that runs would be kept
     old = [s.params["tactic"] for s in read(engine).steps]
     load, race = gpu.load, gpu.race
     alone: list[Any] = []
@@ -207,7 +207,7 @@ def test_retune_replaces_an_engine_that_hangs(engine: Path, gpu: FakeTimer, monk
     assert gpu.loaded == 0, "every network was closed"
 
 
-def test_retune_tells_what_it_fell_back_to(engine: Path, gpu: FakeTimer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_retune_reports_its_fallback(engine: Path, gpu: FakeTimer, capsys: pytest.CaptureFixture[str]) -> None:
     runs = gpu.first_run
 
     def first_run(program: Program) -> Any:
@@ -217,16 +217,17 @@ def test_retune_tells_what_it_fell_back_to(engine: Path, gpu: FakeTimer, capsys:
 
     gpu.first_run = first_run  # type: ignore[method-assign]
     assert run(["retune", str(engine)]) == 0
-    told = capsys.readouterr().err.replace("\n", " ")
+    reported = capsys.readouterr().err.replace("\n", " ")
     assert (
-        "warning: the program's graph does not run as it was built; it is kept with one lane, no early launches" in told
+        "warning: the program's graph does not run as it was built; it is kept with one lane, no early launches"
+        in reported
     )
     assert read(engine).meta["first_run"]["form"] == "one lane, no early launches"
     report = json.loads(Path(f"{engine}.report.json").read_text())
     assert report["first_runs"][0]["refused"] == {"as built": "hung: it has not ended after 10 s"}
 
 
-def test_retune_starts_from_what_the_engine_uses(model: Path, gpu: FakeTimer, tmp_path: Path) -> None:
+def test_retune_starts_from_the_engines_choices(model: Path, gpu: FakeTimer, tmp_path: Path) -> None:
     path = tmp_path / "tuned.engine"
     build(model).save(path)
     content = path.read_bytes()
@@ -249,7 +250,7 @@ def test_retune_of_an_interrupted_run_keeps_the_file_whole(
     assert engine.read_bytes() == content
 
 
-def test_what_cannot_be_retuned(
+def test_engines_that_cannot_be_retuned(
     engine: Path, model: Path, gpu: FakeTimer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu.device.arch = "sm_80"

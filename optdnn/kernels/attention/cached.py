@@ -75,6 +75,7 @@ def step_of(graph: Graph, op: Op) -> Step | str:
         and (turn := graph.op(value)).kind == "RotaryEmbedding"
         and graph.sole_user(turn.value) is user
         and not turn.attrs.own_angles
+        and turn.attrs.parts == 1
     )
     if len(turns) == 2 and (turns[0].inputs[1:], turns[0].attrs) == (turns[1].inputs[1:], turns[1].attrs):
         return Step(op, keys, values, turns)
@@ -144,7 +145,7 @@ class CachedAttention(ProblemTactic):
     def offers(self, problem: cached.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return _offers(problem, gpu)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The writes into the cache and the rotary embeddings."""
         step = step_of(graph, op)
         return () if isinstance(step, str) else step.before

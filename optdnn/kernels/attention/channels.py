@@ -123,13 +123,13 @@ class ChannelAttention(ProblemTactic):
         assert op.inputs[2] is not None
         return q.value, k.value, op.inputs[2]
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The normalizations and the scale before it."""
         return [x for source in self._sources(graph, op) for x in source.ops]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The attention, and the normalizations and the scale before it."""
-        own = {x.id for x in self.neighbours(b.graph, op)}
+        own = {x.id for x in self.neighbors(b.graph, op)}
         return Region(op, before=tuple(x for x in b.graph.order() if x.id in own))
 
     def offers(self, problem: channels.Problem, gpu: GpuFacts) -> Sequence[Offer]:

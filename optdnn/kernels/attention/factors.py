@@ -87,10 +87,10 @@ class FactoredAttention(HopperAttention):
     def _places(b: Builder, found: _Bias) -> tuple[TensorView, TensorView]:
         return b.operand(found.rows), b.operand(found.columns)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The sum, the views after it, and the readers of the result."""
         found = _bias(graph, op)
-        return [*super().neighbours(graph, op), *(() if isinstance(found, str) else found.ops)]
+        return [*super().neighbors(graph, op), *(() if isinstance(found, str) else found.ops)]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The attention, and the sum before it."""

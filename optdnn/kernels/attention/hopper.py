@@ -162,7 +162,7 @@ class HopperAttention(ProblemTactic):
     def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return offers_of(self.plans, problem, gpu)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The readers of the result: one may be a quantization."""
         return readers(graph, op)
 

@@ -58,7 +58,7 @@ class BlockConv(hopper_launch.HopperKernel):
         def make() -> int:
             image, rows = b.made(x), b.new(f"{op.outputs[0].name}.blocks", x.dtype, shape, strides)
             (sn, sc, sh, sw), (rn, _, rh, rw) = image.strides, strides
-            # channel (dy * kw + dx) * channels + c, so that neighbouring channels stay neighbours
+            # channel (dy * kw + dx) * channels + c, so that neighboring channels stay neighbors
             split = (n, kh, kw, channels, *shape[2:])
             source = image.view(split, (sn, sh, sw, sc, sh * kh, sw * kw))
             copy(b, op, source, rows.view(split, (rn, kw * channels, channels, 1, rh, rw)))

@@ -109,7 +109,7 @@ class ChainedPair(Tactic, Generic[PairT]):
             return "no tile of the kernel fits it"
         return _slower(replace(pair.problem, batch=MANY) if b.row_invariant else pair.problem, b.gpu)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The product after it."""
         second = self.behind(graph, op)
         return [] if second is None else [second]

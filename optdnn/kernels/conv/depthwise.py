@@ -168,7 +168,7 @@ class DepthwiseTactic(MakesMeans, ProblemTactic):
     def offers(self, problem: depthwise.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return _offers(problem, gpu)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The operators that take the means of the result."""
         return self.pools(graph, op)
 

@@ -22,7 +22,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 FEW_TAPS = 9
 STEP = 16
-"""Pixels of a K step. Eight neighbouring windows must fit into it."""
+"""Pixels of a K step. Eight neighboring windows must fit into it."""
 
 
 @dataclass(frozen=True, order=True)

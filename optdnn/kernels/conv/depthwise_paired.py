@@ -70,10 +70,10 @@ class PairedDepthwise(TiledDepthwise):
         assert other is not None
         return other
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The operators that take the means of the result, and the convolution that multiplies it."""
         other = multiplier(graph, op)
-        return [*super().neighbours(graph, op), *([] if other is None else [other])]
+        return [*super().neighbors(graph, op), *([] if other is None else [other])]
 
     def region(self, b: Builder, op: Op) -> Region:
         """Both convolutions, and the means of their product."""

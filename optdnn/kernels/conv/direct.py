@@ -73,7 +73,7 @@ class Meant:
 
 
 class Depthwise(Tactic):
-    """One filter per channel: a thread takes up to eight neighbouring channels."""
+    """One filter per channel: a thread takes up to eight neighboring channels."""
 
     name = "depthwise"
 
@@ -117,7 +117,7 @@ class Depthwise(Tactic):
         x, out = b.made(self.source(b, op)), b.target(op.value)
         a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
         channels, kernel = array.shape[0], array.shape[2:]
-        # [taps][channels], so that neighbouring channels' weights are one access
+        # [taps][channels], so that neighboring channels' weights are one access
         packed = b.constant(np.ascontiguousarray(array.reshape(channels, -1).T), f"{op.outputs[0].name}.weights")
         logical = packed.view(array.shape, _tap_strides(kernel, channels))
         window = Window.make(kernel, a.strides, a.pads, a.dilations)

@@ -45,14 +45,14 @@ class EdgePadded(Tactic):
         found = padded_edges(b.graph, op)
         return found if isinstance(found, str) else super().refuse(b, op)  # type: ignore[safe-super]
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The Pad."""
         found = padded_edges(graph, op)
         return [] if isinstance(found, str) else [found[0]]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The Pad and the convolution."""
-        return Region(op, before=tuple(self.neighbours(b.graph, op)))
+        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def source(self, b: Builder, op: Op) -> TensorView:
         """The input of the Pad."""

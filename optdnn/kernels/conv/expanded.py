@@ -112,10 +112,10 @@ class Expanded(ConvPair, MakesMeans):
             return None
         return f"other launches are predicted to be as fast ({others * 1e6:.2f} us; one: {one * 1e6:.2f} us)"
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The 1x1 convolution before it, and the pools that take the means of its result."""
         pools = [user for user in graph.users(op.value) if user.kind == "GlobalAveragePool"]
-        return [*near, *pools] if (near := super().neighbours(graph, op)) else []
+        return [*near, *pools] if (near := super().neighbors(graph, op)) else []
 
     def pool(self, b: Builder, op: Op) -> Op | None:
         """The global average pool (squeeze-and-excitation)."""

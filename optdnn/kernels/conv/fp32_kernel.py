@@ -83,13 +83,13 @@ class Problem:
 
     @property
     def planar(self) -> bool:
-        """Whether K runs over the taps of a channel first, so that neighbours along K are contiguous in memory although
+        """Whether K runs over the taps of a channel first, so that neighbors along K are contiguous in memory although
         channels are not."""
         return self.plane != 1
 
     @property
     def whole(self) -> bool:
-        """Whether every eight neighbours along K are channels of one tap."""
+        """Whether every eight neighbors along K are channels of one tap."""
         return not self.planar and self.in_channels // self.groups % 8 == 0
 
     @property
@@ -231,7 +231,7 @@ def no_kernel(problem: Problem) -> str | None:
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Blocks: (tiles of pixels x tiles of channels x ``split``, 1, groups). The tiles of one range of pixels are neighbours."""
+    """Blocks: (tiles of pixels x tiles of channels x ``split``, 1, groups). The tiles of one range of pixels are neighbors."""
     wide = -(-problem.channels // problem.groups // config.bn)
     return (-(-problem.pixels // config.bm) * wide * config.split, 1, problem.groups)
 

@@ -145,7 +145,7 @@ def constants_refusal(b: Builder, op: Op) -> str | None:
 
 
 def together(arch: str, groups: int, weight: Array) -> int:
-    """Number of neighbouring groups to multiply as one, with zeros between them: the one with the fewest steps in which
+    """Number of neighboring groups to multiply as one, with zeros between them: the one with the fewest steps in which
     groups begin at multiples of 16 bytes. 1 on Hopper if single groups begin there, since Hopper's own kernel joins
     groups faster."""
     (channels, inside), item = weight.shape[:2], weight.dtype.itemsize
@@ -210,14 +210,14 @@ MARGIN = 1.5
 
 
 def groups_together(groups: int, channels: int, inside: int = 0, aligned: int = 1) -> int:
-    """Number of neighbouring groups that form a band. A group has ``channels`` results and reads ``inside`` channels.
+    """Number of neighboring groups that form a band. A group has ``channels`` results and reads ``inside`` channels.
     The band has the fewest groups that fill tiles and read a multiple of ``aligned`` channels, or all groups."""
     whole = (n for n in range(1, groups) if groups % n == 0 and n * channels % TILE == n * inside % aligned == 0)
     return next(whole, groups)
 
 
 class BandedConv(hopper_launch.HopperKernel):
-    """Convolutions of several groups over one or two spatial axes. Neighbouring groups form a band with zeros between them. Tensor
+    """Convolutions of several groups over one or two spatial axes. Neighboring groups form a band with zeros between them. Tensor
     cores multiply the zeros faster than other kernels avoid them. An Inf or NaN of one group reaches the others of its band."""
 
     name = "conv_bands_sm90"

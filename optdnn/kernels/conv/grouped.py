@@ -28,7 +28,7 @@ MEANS = 2.0e-6
 
 
 def together(groups: int, channels: int) -> int | None:
-    """The fewest neighbouring groups, of ``channels`` channels each, that together have a multiple of eight channels;
+    """The fewest neighboring groups, of ``channels`` channels each, that together have a multiple of eight channels;
     None if only all groups or no number of groups has."""
     return next((n for n in range(1, groups) if groups % n == 0 and n * channels % 8 == 0), None)
 
@@ -48,7 +48,7 @@ def _offers(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 class GroupedConv(MakesMeans, ConvolutionKernel):
     """Convolutions of 16-bit images with narrow groups, which have as many input as output channels, a multiple of 8.
-    Groups of fewer channels are joined with a few neighbours, with zeros between them. An Inf or NaN of one group then
+    Groups of fewer channels are joined with a few neighbors, with zeros between them. An Inf or NaN of one group then
     reaches the others."""
 
     name = "conv_grouped_sm90"
@@ -56,7 +56,7 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
     def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return _offers(problem, gpu)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The operators that take the means of the result."""
         if op.attrs.group == 1:
             return ()
@@ -99,7 +99,7 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
         """The global average pools whose means the kernel can compute."""
         if plan_epilogue(b.graph, op, channel_axis=1).rest or len(op.outputs[0].type.static_shape) != 4:
             return []
-        return [user for user in self.neighbours(b.graph, op) if suits(b, op, user)]
+        return [user for user in self.neighbors(b.graph, op) if suits(b, op, user)]
 
     def pool(self, b: Builder, op: Op) -> Op | None:
         """The global average pool (squeeze-and-excitation) whose means the kernel computes. None if the tactic defers

@@ -40,7 +40,7 @@ _Pair = tuple[int, int]
 def folded(b: Builder, op: Op) -> int:
     """Row length with which a 1-D convolution becomes one of an image: its dilation; 0 if the line stays one row.
 
-    In rows of that length, taps are vertical neighbours, so TMA can read a line whose taps are far apart (WaveNet).
+    In rows of that length, taps are vertical neighbors, so TMA can read a line whose taps are far apart (WaveNet).
     """
     a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
     if weight is None or weight.ndim != 3 or op.inputs[0] is None:
@@ -154,7 +154,7 @@ class HopperConv(hopper_launch.HopperKernel):
         geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
         return hopper_launch.refuse(b.arch, products(b, op), [geometry], parts=self.parts)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The convolutions whose results this one adds."""
         others = [(v, graph.op(v)) for v in op.inputs[1:] if v is not None]
         return [other for v, other in others if other.kind == "Conv" and graph.sole_user(v) == op]

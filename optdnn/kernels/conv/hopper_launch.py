@@ -197,7 +197,7 @@ class HopperKernel(HopperTactic, ConvolutionKernel):
                 products(b, op), map_dtype(c.out.dtype), dense=False,
             )  # fmt: skip
         pitches = [wide if x is None else pitch_of(x) for x in (c.out, c.residual)]
-        # If the number of channels is not a multiple of 8, a store of 8 would overwrite the neighbour's channels.
+        # If the number of channels is not a multiple of 8, a store of 8 would overwrite the neighbor's channels.
         dense = c.scatter is None and channels == wide and None not in pitches
         return conv_problem.Problem(
             c.out.shape[0], wide, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op),
@@ -302,6 +302,7 @@ def with_turn(meaning: Meaning, problem: conv_problem.Problem, angles: TensorVie
         "channels": turn.channels,
         "head": turn.head,
         "turned": turn.turned,
+        "parts": turn.parts,
     }
     return "TurnedHeads", {**more, "interleaved": turn.interleaved, **attrs}, [*reads, angles]
 

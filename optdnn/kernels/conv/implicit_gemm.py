@@ -370,7 +370,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
 def _turn(problem: Problem) -> dict[str, int]:
     """Constants of the rotary embedding of heads."""
     t = problem.turn
-    return {} if t is None else {"TURNED": t.turned, "HEAD": t.head, "INTERLEAVED": int(t.interleaved)}
+    parts = {} if t is None or t.parts == 1 else {"HEAD_PARTS": t.parts}
+    return {} if t is None else {"TURNED": t.turned, "HEAD": t.head, "INTERLEAVED": int(t.interleaved), **parts}
 
 
 PAIRED_TILE = 8192

@@ -42,11 +42,11 @@ class Feed:
     pads: tuple[int, int, int, int]
     dilations: tuple[int, int]
     overlapped: conv_problem.Source | None = None
-    """The source in which neighbouring pixels are read as one (see :func:`optdnn.kernels.quantized.stem.overlapped`), or None."""
+    """The source in which neighboring pixels are read as one (see :func:`optdnn.kernels.quantized.stem.overlapped`), or None."""
     bands: int = 1
     """Equal parts of the output channels, each of which reads its own part of the input channels (see ``Problem.bands``)."""
     together: int = 1
-    """Neighbouring groups of the weights that form a band. :meth:`made` adds the zeros between them."""
+    """Neighboring groups of the weights that form a band. :meth:`made` adds the zeros between them."""
     depth: conv_problem.Depth | None = None
 
     def made(self, b: Builder) -> Feed:

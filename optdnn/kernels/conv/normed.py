@@ -141,7 +141,7 @@ class NormedConv(HopperConv):
             return None
         return f"norm and convolution are predicted to take {(norm + alone) * 1e6:.1f} us, one launch {(own + TOLD) * 1e6:.1f}"
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The norm, and the producer of its images."""
         found = normed_images(graph, op)
         return [] if found is None else [found.norm, found.producer]

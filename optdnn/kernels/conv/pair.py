@@ -97,7 +97,7 @@ class ConvPair(Tactic):
     def unfit(self, b: Builder, op: Op, first: Op) -> str | None:
         """Why the kernel cannot compute the pair, or None."""
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The first convolution."""
         first = self.find_first(graph, op)
         return [first] if first is not None and graph.sole_user(first.value) == op else []

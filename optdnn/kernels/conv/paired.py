@@ -144,7 +144,7 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
             return None
         return f"two launches are predicted to take {apart * 1e6:.1f} us, one {one * 1e6:.1f}"
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The convolution that ``op`` adds, and those of the other factor."""
         own = factor(graph, op)
         other = multiplier(graph, own)
@@ -152,7 +152,7 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
 
     def region(self, b: Builder, op: Op) -> Region:
         """All convolutions of both factors."""
-        before = self.neighbours(b.graph, op)
+        before = self.neighbors(b.graph, op)
         return Region(op, before=tuple(sorted(before, key=b.graph.order().index)))
 
     def _factors(self, b: Builder, op: Op) -> tuple[Factor, Factor]:
@@ -172,7 +172,7 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
         zeros = np.zeros(b.weights(op).shape[0], np.float32)
         bias = in_turn([zeros if v is None else v for v in rows])
         plain = on_images(b, op, feeds, bias, replace(ep, residual=None), width=width)
-        covered = frozenset().union(*(x.src for x in self.neighbours(b.graph, op)))
+        covered = frozenset().union(*(x.src for x in self.neighbors(b.graph, op)))
         return replace(plain, covered=covered)
 
     @staticmethod

@@ -23,7 +23,7 @@ def pack_weights(problem: Problem, weights: Sequence[Array]) -> Array:
     dtype.
 
     For 8-bit results, rows are padded to a multiple of 16, and in each 16 rows, row r + 8 h is channel 2 r + h. A thread of the
-    kernel then holds neighbouring channels."""
+    kernel then holds neighboring channels."""
     rows: list[Array] = []
     for source, given in zip(problem.sources, weights, strict=True):
         weight = given if source.depth is None else together_weights(given, source.depth)

@@ -65,7 +65,7 @@ class PooledConv(HopperConv):
             )
         return None
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The pool after it, if its windows are 2 x 2."""
         pool = max_pool_behind(graph, op)
         return [pool] if pool is not None and pool.attrs.kernel_shape == (2, 2) else []

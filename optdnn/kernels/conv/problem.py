@@ -36,7 +36,7 @@ class Depth:
     first: int = 0
     dilation: int = 1
     together: int = 1
-    """Neighbouring frames of the result that form one image of a launch. They share a tile of 64 channels; one frame
+    """Neighboring frames of the result that form one image of a launch. They share a tile of 64 channels; one frame
     alone has few channels and would leave most of the tile idle. The weights of a frame are zero at the taps of the
     other frames."""
 

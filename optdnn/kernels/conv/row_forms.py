@@ -26,13 +26,14 @@ class RowNorm:
 class HeadTurn:
     """Rotary position embeddings of the first ``channels`` of a result (``conv_turns.cuh``). The channels are heads of
     ``head`` features. The first ``turned`` features of a head form pairs. Positions restart after ``positions``
-    rows."""
+    rows. The angles of a position are those of ``parts`` heads, which take turns."""
 
     head: int
     turned: int
     interleaved: bool
     channels: int
     positions: int
+    parts: int = 1
 
     def refuse(self) -> str | None:
         """Why the kernel cannot rotate such heads, or None."""

@@ -28,7 +28,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 LAUNCH = 0.55e-6  # s
 RESULT = 1100.0  # cycles from requesting a patch to its first byte
 HALO = 2.2  # cycles in which TMA loads a pixel's row of any width
-L2 = 90.0  # bytes per cycle and multiprocessor that TMA loads; patches of neighbours overlap
+L2 = 90.0  # bytes per cycle and multiprocessor that TMA loads; patches of neighbors overlap
 MEMORY_SHARE = 0.88  # fraction of the bandwidth of copies
 CHAIN = 520.0  # cycles of 16 channels in a warp by itself, from their loads to the operand of wgmma
 ALONE = 9.5  # further cycles per product of two taps

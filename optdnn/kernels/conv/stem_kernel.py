@@ -97,7 +97,7 @@ class Problem(OneSource):
     def layout(self) -> Layout:
         """The layout of pixels in shared memory, and the order of K."""
         s = self.source
-        # With an even stride, two neighbouring taps of a row are one word. A window that begins at an odd column gets one more tap.
+        # With an even stride, two neighboring taps of a row are one word. A window that begins at an odd column gets one more tap.
         lead = s.padding[1] % 2
         planes = Layout(True, s.channels, s.kernel[0], (s.kernel[1] + lead + 1) // 2 * 2, lead)
         together = Layout(False, 2 if s.channels <= 2 else 4, *s.kernel, 0)
@@ -115,7 +115,7 @@ class Problem(OneSource):
 class Layout:
     """``planes``: each channel is a plane, and a filter row has ``columns`` taps (an even number), with ``lead`` taps
     of weight 0 in front; ``together`` is the number of planes. Else ``together`` (2 or 4) channels of a pixel are
-    neighbours. ``by_rows``: with planes, K runs over the channels of a filter row, instead of over the rows of a
+    neighbors. ``by_rows``: with planes, K runs over the channels of a filter row, instead of over the rows of a
     channel."""
 
     planes: bool
@@ -213,7 +213,7 @@ def halo(problem: Problem, config: Config) -> tuple[int, int]:
 
 
 def _words(problem: Problem, rows: int, pitch: int) -> list[int]:
-    """Offsets of the words along K, in words from the first word of a window. A word is two neighbouring taps or channels."""
+    """Offsets of the words along K, in words from the first word of a window. A word is two neighboring taps or channels."""
     s, layout = problem.source, problem.layout
     if layout.planes:
         found = [
@@ -329,7 +329,7 @@ def recipe_with(problem: Problem, config: Config, template: str, arch: str, more
 
 def _table(words: Sequence[int]) -> str:
     """C++ of ``word_offset(k, t)``: the offset of word t of half K step k, minus t. It is a constant if the four words
-    are neighbours."""
+    are neighbors."""
     lines = ["DEVICE int word_offset(int k, int t) {", "    switch (k) {"]
     for k in range(0, len(words), 4):
         a, b, c, d = (w - t for t, w in enumerate(words[k : k + 4]))

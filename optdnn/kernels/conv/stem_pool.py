@@ -86,7 +86,7 @@ class PooledStem(StemConv):
         """Never: :meth:`refuse` decides."""
         return None
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The pool after it."""
         pool = max_pool_behind(graph, op)
         return [] if pool is None else [pool]

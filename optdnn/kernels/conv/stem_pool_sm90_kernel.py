@@ -2,7 +2,7 @@
 (``conv_stem_pool_sm90.cu``): see :mod:`optdnn.kernels.conv.stem_kernel` and
 :mod:`optdnn.kernels.conv.stem_pool_kernel`.
 
-Windows of neighbouring results are rows of wgmma's operand B, 16 bytes apart: eight columns of a channel.
+Windows of neighboring results are rows of wgmma's operand B, 16 bytes apart: eight columns of a channel.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Axis:
     """One spatial axis of a transposed convolution, as an axis of an ordinary convolution of stride 1.
 
     Result ``y`` is place ``(y + crop) % stride`` of block ``(y + crop) // stride``. There are ``blocks`` blocks. Each block reads
-    ``taps`` neighbours (``dilation`` apart) of the input after ``pads`` (begin and end; negative: pixels that are not read).
+    ``taps`` neighbors (``dilation`` apart) of the input after ``pads`` (begin and end; negative: pixels that are not read).
     """
 
     stride: int

@@ -176,7 +176,7 @@ class HopperConvTranspose(hopper_launch.HopperKernel, Subpixel):
 
 
 def _scatter(out: TensorView, axes: tuple[Axis, Axis], together: int) -> Scatter | None:
-    """The destination of blocks of pixels in the NCHW image, if ``together`` neighbouring channels are one access; else None."""
+    """The destination of blocks of pixels in the NCHW image, if ``together`` neighboring channels are one access; else None."""
     channels, (n, c, h, w) = out.shape[1], out.strides
     if c != 1 or any(s % together for s in (channels, out.offset, n, h, w)):
         return None

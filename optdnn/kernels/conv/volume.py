@@ -179,10 +179,10 @@ class VolumeConv(HopperConv):
         made = {x.id for x in with_volumes(b.graph, other).before}
         return made.issuperset(x.id for x in b.joined.get(other.id, ()))
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The operators that make the image."""
         found = volume_of(graph, op)
-        return [*super().neighbours(graph, op), *(found.ops if found is not None else ())]
+        return [*super().neighbors(graph, op), *(found.ops if found is not None else ())]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The convolution, the one whose result is added, and the operators that make their images and that nothing else reads."""

@@ -52,7 +52,7 @@ class VolumeStem(StemConv):
             return None
         return f"it is predicted to take {own * 1e6:.1f} us, a copy of its frames and {other.name} {theirs * 1e6:.1f}"
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The operators that make the image."""
         found = volume_of(graph, op)
         return found.ops if found is not None else ()

@@ -242,7 +242,7 @@ _ELEMENT = f"""const u32 element = blockIdx.x * {THREADS}u + threadIdx.x, area =
 
 
 def _thin(t: str, finish: str) -> str:
-    """C++ of one element per thread; neighbouring threads take neighbouring columns. ``finish``: as of :func:`_plain`."""
+    """C++ of one element per thread; neighboring threads take neighboring columns. ``finish``: as of :func:`_plain`."""
     return f"""const u32 inside = element % area;
     const int row = inside / u32(p.n), column = inside % u32(p.n), i = 0, j = 0;
     if (element / area >= p.matrices) return;

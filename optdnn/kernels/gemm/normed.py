@@ -135,7 +135,7 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
             return None
         return f"norm and product are predicted to take {(norm + alone) * 1e6:.1f} us, one launch {own * 1e6:.1f}"
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The norm, the producer of its rows, and the other products."""
         found = normed(graph, op.inputs[0])
         return [] if found is None else [found.norm, found.producer, *self.others(graph, op)]

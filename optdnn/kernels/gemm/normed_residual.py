@@ -66,7 +66,7 @@ class NormedResidualGemm(HopperGemm):
             return None
         return f"norm and product are predicted to take {stays * 1e6:.1f} us, one launch {(own + ADDED) * 1e6:.1f}"
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The norm, and the producer of its rows."""
         found = added(graph, op)
         return [] if found is None else [found.norm, found.producer]

@@ -90,7 +90,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
             return None
         return f"two launches are predicted to take {sum(seconds[1:]) * 1e6:.1f} us, one {seconds[0] * 1e6:.1f}"
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The product that multiplies ``op``."""
         other = multiplier(graph, op)
         return [] if other is None else [other]

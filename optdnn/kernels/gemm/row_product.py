@@ -42,7 +42,7 @@ class Around:
 class TakesAround(Tactic):
     """A product with the norm before it, a second product, or both."""
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The product that multiplies ``op``, and the norm of its rows."""
         norm = None if op.input(0) is None else graph.op(op.inputs[0])  # type: ignore[arg-type]
         found = [multiplier(graph, op), norm if norm is not None and norm.kind == "RMSNormalization" else None]

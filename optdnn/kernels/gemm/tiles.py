@@ -33,7 +33,7 @@ class Tile:
     rows: int
     columns: int
     together: bool
-    """Whether neighbouring columns of the right operand are contiguous in memory, and four of them are one access."""
+    """Whether neighboring columns of the right operand are contiguous in memory, and four of them are one access."""
 
     template = "matmul_fp32.cu"
     options = GENERAL
@@ -58,7 +58,7 @@ class Tile:
 @dataclass(frozen=True)
 class Way:
     """How an operand is copied to shared memory. ``along``: its lines (rows of the left operand, columns of the right
-    one) run along K in shared memory, as they do in memory; else neighbouring lines are neighbours there. ``piece``:
+    one) run along K in shared memory, as they do in memory; else neighboring lines are neighbors there. ``piece``:
     bytes per copy (16, 8 or 4; 0: single elements through registers)."""
 
     along: bool

@@ -28,26 +28,34 @@ from optdnn.types import BF16, FP16, Array
 LEAST_ROWS = 32
 """Least rows. Products of fewer rows have kernels of their own."""
 VECTOR = 8
-"""Pairs whose cosines, and then sines, are neighbours in memory."""
+"""Pairs whose cosines, and then sines, are neighbors in memory."""
 _PARTS = frozenset({"Reshape", "Transpose", "Split", "Slice", "Identity", "Squeeze", "Unsqueeze"})
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The RotaryEmbeddings that read a product's columns, the views of their heads in its result, and their common parameters."""
+    """The RotaryEmbeddings that read a product's columns, the views of their heads in its result, and their common parameters.
+
+    The kernel sees the parts of a head as heads that take turns."""
 
     ops: tuple[Op, ...]
     views: tuple[TensorView, ...]
     turn: HeadTurn
 
     def angles(self, graph: Graph) -> Array:
-        """The cosines and sines of each position, in vectors of eight pairs: (positions, turned / 16, 2, 8)."""
+        """The cosines and sines of each position, in vectors of eight pairs: (positions, parts * turned / 16, 2, 8)."""
         halves = []
         for value in self.ops[0].inputs[1:3]:
-            given = graph.constant_value(value)
+            given = _of_each_image(graph, value)
             assert given is not None
             halves.append(given.reshape(self.turn.positions, -1, VECTOR))
         return np.ascontiguousarray(np.stack(halves, axis=2))
+
+
+def _of_each_image(graph: Graph, value: Value | None) -> Array | None:
+    """Constant angles (positions, pairs) that are the same for each image, or None."""
+    given = graph.constant_value(value)
+    return None if given is None or not len(given) or not np.array_equal(given[1:], given[:-1]) else given[0]
 
 
 def _read(graph: Graph, value: Value) -> Iterator[tuple[Op, Value | None]]:
@@ -94,8 +102,7 @@ def _joined(
     if (why := next((why for x in ops if (why := _refuse_reader(b, x)) is not None), None)) is not None:
         return why
     _, _, positions, size = views[0].shape
-    cosines = b.graph.constant_value(ops[0].inputs[1])
-    if cosines is None or b.graph.constant_value(ops[0].inputs[2]) is None or len(cosines) != 1:
+    if any(_of_each_image(b.graph, value) is None for value in ops[0].inputs[1:]):
         return "the angles are not constants, or differ from image to image"
     end = 0
     for x in sorted(views, key=lambda x: x.offset):
@@ -108,7 +115,10 @@ def _joined(
     if any(x.buffer != 0 or x.offset % columns < end for x in rest):
         return "others read its heads before the rotation"
     attrs = ops[0].attrs
-    turn = HeadTurn(size, attrs.rotary_embedding_dim or size, attrs.interleaved, end, positions)
+    turned = attrs.rotary_embedding_dim or size
+    if attrs.parts > 1 and turned != size:
+        return "some features beside the parts of its heads do not turn"
+    turn = HeadTurn(size // attrs.parts, turned // attrs.parts, attrs.interleaved, end, positions, attrs.parts)
     return turn.refuse() or Heads(tuple(ops), tuple(views), turn)
 
 
@@ -150,9 +160,9 @@ class TurnsHeads(HopperGemm):
         """Never: a region with operators after it has no other tactic, so :meth:`refuse` asks the cost model."""
         return None
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The neighbours of the product, and the embeddings."""
-        return [*super().neighbours(graph, op), *(x for x, value in _read(graph, op.value) if value is not None)]
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The neighbors of the product, and the embeddings."""
+        return [*super().neighbors(graph, op), *(x for x, value in _read(graph, op.value) if value is not None)]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The region of the product, and the embeddings."""

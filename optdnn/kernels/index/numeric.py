@@ -261,9 +261,10 @@ def _layer_norm(b: Builder, op: Op) -> None:
 def _rotary(b: Builder, op: Op) -> None:
     x, cos, sin, out, a = needed(b, op, 0), needed(b, op, 1), needed(b, op, 2), b.target(op.value), op.attrs
     t, size = arithmetic(x.dtype), a.rotary_embedding_dim or x.shape[-1]
-    half = size // 2
+    half = size // a.parts // 2
     pair, first, other = (
         ("o3 / 2", "o3 % 2 == 0", "first ? o3 + 1 : o3 - 1") if a.interleaved else
+        (f"o3 / {2 * half} * {half} + o3 % {half}", f"o3 / {half} % 2 == 0", f"first ? o3 + {half} : o3 - {half}") if a.parts > 1 else
         (f"o3 % {half}", f"o3 < {half}", f"first ? o3 + {half} : o3 - {half}")
     )  # fmt: skip
     pair = "o3" if a.own_angles else pair

@@ -29,7 +29,7 @@ class Turn:
     """A rotation of ``x`` to ``out``, both (batch, heads, length, size), by ``cos`` and ``sin`` (batch or 1, length, angles).
 
     The first ``turned`` features of a head form pairs; the others are copied. A pair consists of features i and i + ``turned / 2``, or
-    with ``interleaved`` of two neighbours.
+    with ``interleaved`` of two neighbors. Each of ``parts`` equal parts of these features forms its own pairs.
     """
 
     x: TensorView
@@ -40,13 +40,14 @@ class Turn:
     interleaved: bool = False
     own_angles: bool = False
     """Whether ``cos`` and ``sin`` hold an angle for each feature, not for each pair."""
+    parts: int = 1
 
     @property
     def lanes(self) -> int:
         """Features of an access to ``x`` and ``out``; 1 if they are not aligned vectors."""
         lanes = VECTOR_BYTES // self.x.dtype.itemsize
-        parts = (self.turned // 2, self.x.shape[-1] - self.turned)
-        while lanes > 1 and (any(n % lanes for n in parts) or not all(aligned(t, lanes) for t in (self.x, self.out))):
+        sizes = (self.turned // 2 // self.parts, self.x.shape[-1] - self.turned)
+        while lanes > 1 and (any(n % lanes for n in sizes) or not all(aligned(t, lanes) for t in (self.x, self.out))):
             lanes //= 2
         return lanes
 
@@ -85,10 +86,15 @@ def recipe(turns: Sequence[Turn], rank: int, early: bool, arch: str) -> Recipe:
         "TENSORS": len(turns), "LANES": turn.lanes, "WIDE": turn.x.dtype == FP32, "BFLOAT": turn.x.dtype == BF16, "RANK": rank,
         "TURNING": turning, "COPYING": copying, "INTERLEAVED": turn.interleaved, "EARLY": early,
         "COSINE_VECTORS": aligned(turn.cos, turn.lanes), "SINE_VECTORS": aligned(turn.sin, turn.lanes),
-        **({"OWN_ANGLES": 1} if turn.own_angles else {}),
+        **({"OWN_ANGLES": 1} if turn.own_angles else {}), **part_constants(turn),
     }  # fmt: skip
     text = render.constants({name: int(value) for name, value in defines.items()})
     return Recipe("rotary.cu", arch, {"generated.cuh": f"{text}\n"}, GENERAL)
+
+
+def part_constants(turn: Turn) -> dict[str, int]:
+    """The constant of the kernels for heads in several parts."""
+    return {"PARTS": turn.parts} if turn.parts > 1 else {}
 
 
 def launch(turns: Sequence[Turn], early: bool, gpu: GpuFacts) -> Launch:
@@ -130,8 +136,8 @@ class RotaryPair(Tactic):
         other = partner(b.graph, op)
         if other is None:
             return "the next attention has no other heads that are rotated by the same angles"
-        if other.value not in b.place:
-            return "the other heads are rotated after it"
+        if (why := refuse_early_reader(b, other)) is not None:
+            return why
         turns = [turn_of(x, [b.source(v) for v in x.inputs], b.result(x.value)) for x in (other, op)]
         if (why := next((why for t in turns if (why := t.refuse()) is not None), None)) is not None:
             return why
@@ -139,7 +145,7 @@ class RotaryPair(Tactic):
             return "queries and keys have vectors of different sizes"
         return "it has more vectors than a kernel can count" if sum(t.count for t in turns) >= POINTS_LIMIT else None
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The other heads' embedding."""
         other = partner(graph, op)
         return [] if other is None else [other]
@@ -158,13 +164,9 @@ class RotaryPair(Tactic):
 
 def partner(graph: Graph, op: Op) -> Op | None:
     """The other RotaryEmbedding, by the same angles, of the attention that is the only reader of the result; or None. There may be views
-    between the embeddings and the attention."""
-    reader = graph.sole_user(op.value)
-    while reader is not None and reader.kind in _VIEWS:
-        reader = graph.sole_user(reader.value)
-    if reader is None or reader.kind != "Attention":
-        return None
-    for value in reader.inputs[:2]:
+    between the embeddings and the attention, and new keys may be joined to those of the past."""
+    reader = _attention(graph, op.value)
+    for value in () if reader is None else reader.inputs[:2]:
         other = None if value is None else _only_for(graph, value)
         if other is None or other.id == op.id or other.kind != "RotaryEmbedding":
             continue
@@ -173,13 +175,47 @@ def partner(graph: Graph, op: Op) -> Op | None:
     return None
 
 
+def _attention(graph: Graph, value: Value) -> Op | None:
+    """The attention that is the only reader of a value, or of the keys of past positions and this value; else None."""
+    reader = _behind_views(graph, graph.sole_user(value))
+    if reader is None or not _joins_positions(graph, reader):
+        return reader if reader is not None and reader.kind == "Attention" else None
+    found = [_behind_views(graph, user) for user in graph.users(reader.value)]
+    return next((x for x in found if x is not None and x.kind == "Attention"), None)
+
+
+def _behind_views(graph: Graph, op: Op | None) -> Op | None:
+    """The operator, or the one that is the only reader of a view through views."""
+    while op is not None and op.kind in _VIEWS:
+        op = graph.sole_user(op.value)
+    return op
+
+
+def _joins_positions(graph: Graph, op: Op) -> bool:
+    """Whether it is a Concat of heads (batch, heads, length, size) along the positions."""
+    return op.kind == "Concat" and graph.type(op.value).rank == 4 and op.attrs.axis in (2, -2)
+
+
 def _only_for(graph: Graph, value: Value) -> Op | None:
-    """The producer of a value through views, if neither the value nor the views have other readers; else None."""
+    """The producer of a value through views, if neither the value nor the views have other readers; else None. Of keys that are joined
+    to those of the past, it is the producer of the new ones; others may read the joined keys."""
+    op = graph.op(value)
+    if _joins_positions(graph, op) and op.inputs[-1] is not None:
+        value = op.inputs[-1]
     while graph.sole_user(value) is not None:
         op = graph.op(value)
         if op.kind not in _VIEWS or op.inputs[0] is None:
             return op
         value = op.inputs[0]
+    return None
+
+
+def refuse_early_reader(b: Builder, other: Op) -> str | None:
+    """Why an embedding cannot be computed later, with its partner; or None."""
+    if other.value not in b.place:
+        return "the other heads are rotated after it"
+    if any(user.value in b.place for user in b.graph.users(other.value) if user.kind == "Concat"):
+        return "the other heads are joined to others before it"
     return None
 
 
@@ -202,4 +238,4 @@ def turn_of(op: Op, reads: Sequence[TensorView], out: TensorView) -> Turn:
     """The rotation of a RotaryEmbedding."""
     x, cos, sin = reads
     a = op.attrs
-    return Turn(x, cos, sin, out, a.rotary_embedding_dim or x.shape[-1], a.interleaved, a.own_angles)
+    return Turn(x, cos, sin, out, a.rotary_embedding_dim or x.shape[-1], a.interleaved, a.own_angles, a.parts)

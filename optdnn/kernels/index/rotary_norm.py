@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, unmade
-from optdnn.kernels.index.rotary import Turn, aligned, partner, turn_of
+from optdnn.kernels.index.rotary import Turn, aligned, part_constants, partner, refuse_early_reader, turn_of
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
 from optdnn.kernels.layout.row_places import VIEWS
 from optdnn.kernels.layout.views import seen_by
@@ -121,7 +121,7 @@ def recipe(turns: Sequence[Turn], norm: Norm, early: bool, biased: bool, arch: s
         "LANES": turn.lanes, "WIDE": turn.x.dtype == FP32, "BFLOAT": turn.x.dtype == BF16, "TURNING": turning, "COPYING": copying,
         "INTERLEAVED": turn.interleaved, "EARLY": early, "COSINE_VECTORS": aligned(turn.cos, turn.lanes),
         "SINE_VECTORS": aligned(turn.sin, turn.lanes), "SHARE": share(turn), "THREADS": threads(turns, norm), "TOKENS": norm.tokens,
-        "CENTERED": norm.centered, "BIASED": biased,
+        "CENTERED": norm.centered, "BIASED": biased, **part_constants(turn),
     }  # fmt: skip
     text = render.constants({name: int(value) for name, value in defines.items()})
     return Recipe("rotary_norm.cu", arch, {"generated.cuh": f"{text}\n"}, GENERAL)
@@ -159,8 +159,8 @@ class RotaryNormPair(Tactic):
         first, second = found
         if op.attrs.own_angles:
             return "each feature of its heads has its own angle"
-        if first.rotary.value not in b.place:
-            return "the other heads are rotated after it"
+        if (why := refuse_early_reader(b, first.rotary)) is not None:
+            return why
         a, c = first.norm, second.norm
         if (a.kind, a.attrs.epsilon, len(a.inputs)) != (c.kind, c.attrs.epsilon, len(c.inputs)):
             return "the norms of queries and keys differ"
@@ -194,7 +194,7 @@ class RotaryNormPair(Tactic):
         seen = of.seen(x)
         return None if seen is None else turn_of(of.rotary, [seen, *(b.source(v) for v in of.rotary.inputs[1:])], out)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The other embedding, and both norms."""
         found = self._pair(graph, op)
         return [] if found is None else [found[0].rotary, found[0].norm, found[1].norm]
@@ -229,6 +229,7 @@ class RotaryNormPair(Tactic):
             "tokens": norm.tokens,
             "interleaved": op.attrs.interleaved,
             "rotary_embedding_dim": op.attrs.rotary_embedding_dim,
+            "parts": op.attrs.parts,
         }
         made = launch(heads, norm, early, b.gpu)
         b.emit(covers, made, operands, "RotaryNormPair", attrs, reads, [h.turn.out for h in heads])

@@ -1,4 +1,4 @@
-"""Images sampled between their pixels, with a thread for some neighbouring channels of a result: GridSample and SampledSum.
+"""Images sampled between their pixels, with a thread for some neighboring channels of a result: GridSample and SampledSum.
 
 The places and the weights of the taps are computed once for all channels of a thread. If channels are contiguous in memory, a tap is
 one load of up to 16 bytes, and a warp reads whole rows of channels.
@@ -87,7 +87,7 @@ def _parts(b: Builder, op: Op) -> tuple[list[TensorView], list[TensorView], Tens
 
 
 def _vector(op: Op, images: Sequence[TensorView]) -> int:
-    """Number of neighbouring channels per thread: up to 16 aligned bytes of each image."""
+    """Number of neighboring channels per thread: up to 16 aligned bytes of each image."""
     channels = op.outputs[0].type.static_shape[1]
     best, item = 1, images[0].dtype.itemsize
     for count in (2, 4, 8):
@@ -135,7 +135,7 @@ def _text(
 
 
 def _together(x: TensorView, count: int) -> bool:
-    """Whether ``count`` neighbouring channels are one aligned access."""
+    """Whether ``count`` neighboring channels are one aligned access."""
     apart = [s for k, s in enumerate(x.strides) if k != 1 and x.shape[k] > 1]
     return x.strides[1] == 1 and all(n % count == 0 for n in (x.offset, *apart))
 

@@ -104,7 +104,7 @@ class ResizedPicture(Tactic):
             return "another axis than height and width is resized"
         return None if _window(b, following) is not None else "the crop takes every other pixel, or cuts off channels"
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The resize, the crop and the addition."""
         following = _following(graph, op)
         return () if following is None else following.ops

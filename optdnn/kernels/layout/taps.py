@@ -1,7 +1,7 @@
 """Resize and Pad as one generated kernel: each axis has a table of places and weights that is known when the engine is built.
 
-A thread computes several results. The kernel has four forms, by the results of a thread: neighbours in both tensors, channels of a
-pixel that are neighbours only in the operand, pixels of a row, or pixels of a column.
+A thread computes several results. The kernel has four forms, by the results of a thread: neighbors in both tensors, channels of a
+pixel that are neighbors only in the operand, pixels of a row, or pixels of a column.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ROWS = 8
 FEW_TAPS = 4
 """Most taps of an axis for which a thread keeps places and weights in registers."""
 PIXELS = 8
-"""Most neighbours of a resized row that a thread computes."""
+"""Most neighbors of a resized row that a thread computes."""
 FEW_COLUMNS = 8
-"""Most elements of a row that a thread reads for all of its neighbours together."""
+"""Most elements of a row that a thread reads for all of its neighbors together."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def emit_taps(
 
 
 def _work(b: Builder, taps: Taps) -> ThreadWork:
-    """The form of the kernel: neighbours, channels of a pixel, pixels of a row or of a column; else one result per thread."""
+    """The form of the kernel: neighbors, channels of a pixel, pixels of a row or of a column; else one result per thread."""
     x, out, tables = taps.x, taps.out, taps.tables
     order = taps.order
     row = order[0] if order else -1
@@ -159,26 +159,26 @@ def _work(b: Builder, taps: Taps) -> ThreadWork:
             column = next((i for i in order[1:] if _runs(out, tables.get(i))), None)
             if column is not None:
                 return _pixels_of_a_column(taps, column)
-    return _neighbours(taps, row, wide)
+    return _neighbors(taps, row, wide)
 
 
-def _neighbours(taps: Taps, axis: int, wide: int) -> ThreadWork:
-    """``wide`` elements that are neighbours in both tensors: one load and one store."""
+def _neighbors(taps: Taps, axis: int, wide: int) -> ThreadWork:
+    """``wide`` elements that are neighbors in both tensors: one load and one store."""
     return ThreadWork(axis, wide, _packed_sums(taps, wide), _stores(CPP[taps.out.dtype], wide, taps.result_offset()))
 
 
 def _channels(taps: Taps, axis: int) -> ThreadWork:
-    """Channels of a pixel that are neighbours only in ``x``: one load of 16 bytes, and a store per channel."""
+    """Channels of a pixel that are neighbors only in ``x``: one load of 16 bytes, and a store per channel."""
     wide = 16 // taps.x.dtype.itemsize
     return ThreadWork(axis, wide, _packed_sums(taps, wide), _stores_apart(taps, wide, axis))
 
 
 @dataclass(frozen=True)
 class Strip:
-    """Neighbours of a resized row as the product of a small matrix and the ``columns`` elements that they read together.
+    """Neighbors of a resized row as the product of a small matrix and the ``columns`` elements that they read together.
 
     ``table``: the first element that each strip reads (``index``), and all matrices (``weight``) in the order [column, block of
-    ``lanes`` neighbours, strip, lane], so that the loads of neighbouring threads coalesce.
+    ``lanes`` neighbors, strip, lane], so that the loads of neighboring threads coalesce.
     """
 
     table: AxisTable
@@ -213,7 +213,7 @@ def _strip(x: TensorView, out: TensorView, table: AxisTable, accumulator: str) -
 
 
 def _pixels_of_a_row(taps: Taps, strip: Strip) -> ThreadWork:
-    """Neighbours of a row: each element is read once, and blended over the other axes before the neighbours share it."""
+    """Neighbors of a row: each element is read once, and blended over the other axes before the neighbors share it."""
     t, axis, wide, columns = taps.accumulator, strip.table.axis, strip.wide, strip.columns
     last = taps.x.shape[axis] - 1
     step = f"""
@@ -258,7 +258,7 @@ def _pixels_of_a_column(taps: Taps, axis: int) -> ThreadWork:
 
 
 def _packed_sums(taps: Taps, wide: int) -> str:
-    """C++ that loads ``wide`` neighbours at once for each tap."""
+    """C++ that loads ``wide`` neighbors at once for each tap."""
     pack, value = f"Pack<{CPP[taps.x.dtype]}, {wide}>", taps.value("in.lane[v]")
     add = f"acc[v] += ({taps.weights()}) * ({value});" if taps.blends else f"acc[v] = {value};"
     step = f"""{pack} in;
@@ -307,14 +307,14 @@ extern "C" __global__ void __launch_bounds__({THREADS}) taps(const __grid_consta
 
 
 def _stores(dtype: str, wide: int, to: str) -> str:
-    """C++ that stores neighbours."""
+    """C++ that stores neighbors."""
     return f"""Pack<{dtype}, {wide}> result;
     for (int v = 0; v < {wide}; v++) {{ result.lane[v] = narrow<{dtype}>(acc[v]); }}
     result.store(p.y + {to});"""
 
 
 def _stores_apart(taps: Taps, wide: int, axis: int) -> str:
-    """C++ that stores the results of a thread one by one along ``axis``: the results of a warp's threads are neighbours."""
+    """C++ that stores the results of a thread one by one along ``axis``: the results of a warp's threads are neighbors."""
     dtype = CPP[taps.out.dtype]
     return f"""for (int v = 0; v < {wide}; v++) {{
         Pack<{dtype}, 1> result;

@@ -307,7 +307,7 @@ Pair: TypeAlias = tuple[TensorView, TensorView]
 
 
 def _joins(pairs: Sequence[Pair], axis: int) -> list[list[Pair]]:
-    """The pairs in groups of neighbours that one launch moves; a pair without such neighbours is a group of its own."""
+    """The pairs in groups of neighbors that one launch moves; a pair without such neighbors is a group of its own."""
     found: list[list[Pair]] = []
     for pair in pairs:
         last = found[-1][-1][1] if found else None

@@ -87,6 +87,6 @@ class ActivatedNorm(ProblemTactic):
         """Place the result of the activation; without one, the result of the normalization."""
         b.target(output_of(b, op).value)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The readers of the result: one may be an activation."""
         return readers(graph, op)

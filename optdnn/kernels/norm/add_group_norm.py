@@ -48,7 +48,7 @@ class AddGroupNorm(ProblemTactic):
             return "its addend does not consist of aligned vectors of channels"
         return None
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The readers of the sum (one may be a normalization), and their readers."""
         near = readers(graph, op)
         return [*near, *(user for one in near for user in readers(graph, one))]

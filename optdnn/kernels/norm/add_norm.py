@@ -33,7 +33,7 @@ def norm_of(b: Builder, op: Op) -> Op | None:
 class AddsAndNormalizes(Tactic):
     """An addition and the normalization after it: one region, with both results."""
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The readers of the sum: one may be a normalization."""
         return readers(graph, op)
 

@@ -89,14 +89,14 @@ class GroupNormAdd(ProblemTactic):
     def _seconds(problem: clustered.Problem, gpu: GpuFacts) -> list[float]:
         return [clustered.estimate(problem, c, gpu) for c in clustered.candidates(problem, gpu)]
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The normalization before it."""
         found = _sum(graph, op)
         return [] if found is None else [found.norm]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The addition, and the normalization before it."""
-        return Region(op, before=tuple(self.neighbours(b.graph, op)))
+        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def problem(self, b: Builder, op: Op) -> clustered.Problem:
         found = _sum(b.graph, op)

@@ -31,7 +31,7 @@ FROM_L2 = 0.4
 L2_RATE = 5e12
 """Bytes per second from L2."""
 WHOLE_PIECE = 128
-"""Bytes of neighbouring channels that are read at full speed."""
+"""Bytes of neighboring channels that are read at full speed."""
 
 
 @dataclass(frozen=True, order=True)

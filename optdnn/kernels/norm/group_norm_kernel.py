@@ -31,7 +31,7 @@ L2_RATE = 6.4e12
 REGISTERS = 100
 """Registers of a thread."""
 WHOLE_PIECE = 64
-"""Bytes of neighbouring channels that are read at full speed."""
+"""Bytes of neighboring channels that are read at full speed."""
 
 
 @dataclass(frozen=True)

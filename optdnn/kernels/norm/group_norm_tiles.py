@@ -31,7 +31,7 @@ LATENCY_S, REGISTERS = 0.6e-6, 84
 HELD_IN_L2, BEYOND = 0.4, 1.6
 """Share of L2 with contents that the next launch still finds, and accesses to memory for each byte beyond it."""
 WHOLE_PIECE = 128
-"""Bytes of neighbouring channels that are read at full speed."""
+"""Bytes of neighboring channels that are read at full speed."""
 
 
 @dataclass(frozen=True, order=True)

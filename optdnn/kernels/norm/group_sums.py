@@ -11,7 +11,7 @@ def span(group: int, lanes: int) -> int:
 
 
 def share(groups: int, threads: int) -> int:
-    """Number of neighbouring threads that add up one of a block's ``groups`` groups: a power of two, at most a warp."""
+    """Number of neighboring threads that add up one of a block's ``groups`` groups: a power of two, at most a warp."""
     fitting = max(8, min(32, threads // groups))
     return 1 << (fitting.bit_length() - 1)
 

@@ -50,14 +50,14 @@ class FollowsNorm(ProblemTactic):
     def before(self, graph: Graph, op: Op) -> Op | None:
         """The normalization before the operator, or None."""
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The normalization before it."""
         norm = self.before(graph, op)
         return [] if norm is None else [norm]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The operator, and the normalization before it."""
-        return Region(op, before=tuple(self.neighbours(b.graph, op)))
+        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def place(self, b: Builder, op: Op) -> None:
         """Place the result in rows padded for products, unless its place is reserved."""

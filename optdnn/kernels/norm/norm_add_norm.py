@@ -39,10 +39,10 @@ class NormAddNorm(AddNorm):
             return f"the normalization before it: {why}"
         return super().refuse(b, op)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The normalization before it, and the readers of the sum."""
         found = normalized_operand(graph, op)
-        return [*([] if found is None else found[:1]), *super().neighbours(graph, op)]
+        return [*([] if found is None else found[:1]), *super().neighbors(graph, op)]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The addition, and the normalizations before and after it."""

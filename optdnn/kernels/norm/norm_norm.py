@@ -43,7 +43,7 @@ class NormNorm(ProblemTactic):
             return "its rows or its results are not contiguous and aligned"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The readers of the result: one may be a normalization."""
         return readers(graph, op)
 

@@ -25,7 +25,7 @@ of 4 elements take 3.2 us, rows of 49 elements 3.4 us."""
 class Problem(FloatElements):
     """``rows`` rows of ``length`` elements, normalized, times scale plus bias, then pointwise stages without operands.
 
-    ``run`` neighbouring elements of a row share a scale and a bias. Scales and biases repeat after ``period`` rows.
+    ``run`` neighboring elements of a row share a scale and a bias. Scales and biases repeat after ``period`` rows.
     """
 
     rows: int

@@ -36,7 +36,7 @@ BATCH_S, SUM_S = 0.9e-6, 0.4e-6
 L2_RATE = 4e12
 """Bytes per second if elements are read and written in memory order."""
 SECTOR = 32
-"""Bytes of traffic for a single element whose neighbours are not contiguous in the other tensor."""
+"""Bytes of traffic for a single element whose neighbors are not contiguous in the other tensor."""
 
 
 @dataclass(frozen=True)

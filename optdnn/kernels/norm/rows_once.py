@@ -175,7 +175,7 @@ class ActivatedRows(RowsOnce):
     def result(self, b: Builder, op: Op) -> Value:
         return self._output(b, op).value
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The readers of the result: one may be an activation."""
         return readers(graph, op)
 
@@ -209,7 +209,7 @@ class QuantizedRows(RowsOnce):
             return why
         return self.refuse_narrow_rows(b, op) or super().refuse(b, op)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The readers of the result: one may be a quantization."""
         return readers(graph, op)
 

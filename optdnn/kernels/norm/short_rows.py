@@ -79,7 +79,7 @@ class ShortRows(Tactic):
         last, _ = self._last(b, op)
         return Region(op) if last is op else Region(op, after=(last,))
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The readers of the result: one may be a pointwise operator."""
         return readers(graph, op)
 
@@ -124,7 +124,7 @@ class ShortRowsPair(ShortRows):
         assert other is not None
         return replace(own, before=super().region(b, other).ops)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The other norm, and the readers of both results."""
         other = twin(graph, op)
         return readers(graph, op) if other is None else [*readers(graph, op), other, *readers(graph, other)]

@@ -50,7 +50,7 @@ class TwoReads:
         busy = min(1.0, running * in_flight / IN_FLIGHT)
         if waves > 1:
             busy *= waves / math.ceil(waves)
-        pieces = 0.6 + 0.4 * min(1.0, self.piece / 128)  # neighbouring blocks read the rest of a line
+        pieces = 0.6 + 0.4 * min(1.0, self.piece / 128)  # neighboring blocks read the rest of a line
         again = 1.0 - self.left_in_l2(gpu)
         rate = gpu.bandwidth * EFFICIENCY * pieces * busy
         traffic = (2 + again) * self.tensor / rate + (1 - again) * self.tensor / (rate * L2_RATE)

@@ -32,10 +32,10 @@ class _Made:
 
 
 class _Surrounded(TakesAround, PackedProduct):
-    """A product in one launch with its neighbours: the norm before it, and a second product."""
+    """A product in one launch with its neighbors: the norm before it, and a second product."""
 
     def around(self, b: Builder, op: Op) -> Around:
-        """The neighbours that the launch computes."""
+        """The neighbors that the launch computes."""
         return around_of(b, op)
 
     def region(self, b: Builder, op: Op) -> Region:

@@ -97,7 +97,7 @@ class _Affine:
 
 
 def _parts(b: Builder, op: Op, x: TensorView) -> list[_Affine | TensorView | Epilogue] | None:
-    """The stages in order: neighbouring factors and addends per channel merged into one, gates, and activations (each as a separate
+    """The stages in order: neighboring factors and addends per channel merged into one, gates, and activations (each as a separate
     epilogue); None if any stage is of another form."""
     graph, channels = b.graph, x.shape[1]
     found: list[_Affine | TensorView | Epilogue] = []

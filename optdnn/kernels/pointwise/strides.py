@@ -10,7 +10,7 @@ from optdnn.kernels.builder import TensorView
 
 
 def merge(shape: Sequence[int], all_strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """The iteration space without axes of one element, and with neighbouring axes merged if every tensor allows it.
+    """The iteration space without axes of one element, and with neighboring axes merged if every tensor allows it.
 
     Axes are ordered by the strides of the first tensor (the output), largest first.
     """

@@ -1,4 +1,4 @@
-"""Max pooling of 16-bit channels-last images. A thread computes a tile of output pixels, so that neighbouring windows
+"""Max pooling of 16-bit channels-last images. A thread computes a tile of output pixels, so that neighboring windows
 share loads."""
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class TiledMaxPool(Tactic):
 
 
 def in_eights(x: TensorView) -> bool:
-    """Whether every group of eight neighbouring channels is one aligned access."""
+    """Whether every group of eight neighboring channels is one aligned access."""
     (_, c, _, _), (sn, sc, sh, sw) = x.shape, x.strides
     others = [s for s, n in zip((sn, sh, sw), (x.shape[0], x.shape[2], x.shape[3]), strict=True) if n > 1]
     return c % LANES == 0 and sc == 1 and x.offset % LANES == 0 and all(s % LANES == 0 for s in others)

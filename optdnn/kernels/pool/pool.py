@@ -111,16 +111,16 @@ class StagedPool(Tactic):
             return "it changes the type or the shape of the pool's result"
         return WindowPool().refuse(b, pool) or Elementwise().refuse(b, op)
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The pool before it."""
         return [] if op.inputs[0] is None else [graph.op(op.inputs[0])]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The operator, and the pool before it."""
-        return Region(op, before=tuple(self.neighbours(b.graph, op)))
+        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        (pool,) = self.neighbours(b.graph, op)
+        (pool,) = self.neighbors(b.graph, op)
         stages = list(op.attrs.epilogue) if op.kind == "Pointwise" else single(op)
         operands = [None, *(None if v is None else b.operand(v) for v in op.inputs[1:])]
         emit_pool(b, replace(op, src=op.src | pool.src), pool, b.target(op.value), stages, operands)

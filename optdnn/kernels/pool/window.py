@@ -1,6 +1,6 @@
 """Generated sliding-window kernels over one to three spatial axes: the common parts of pools, depthwise and direct convolutions.
 
-One thread computes ``vec`` neighbouring channels of one output position if both tensors are channels-last and aligned,
+One thread computes ``vec`` neighboring channels of one output position if both tensors are channels-last and aligned,
 else one element. Sums are fp32 in the order of the taps. Any stages follow, on operands of any strides.
 """
 
@@ -67,7 +67,7 @@ def spatial3(x: TensorView) -> TensorView:
 
 
 def channel_vector_width(tensors: Sequence[TensorView]) -> int:
-    """Neighbouring channels that are one access in each of these feature maps: 1, 2, 4 or 8."""
+    """Neighboring channels that are one access in each of these feature maps: 1, 2, 4 or 8."""
     best = 1
     for count in (2, 4, 8):
         for t in tensors:
@@ -289,7 +289,7 @@ def _element(slot: int, channel: str) -> str:
 
 
 def _in_packs(x: TensorView, out: TensorView, vec: int) -> bool:
-    """Whether ``vec`` neighbouring channels of an operand, broadcast to the output, are one aligned access."""
+    """Whether ``vec`` neighboring channels of an operand, broadcast to the output, are one aligned access."""
     view = out.view(out.shape, broadcast(x, out.shape))
     return x.dtype.itemsize * vec <= 16 and channel_vector_width([replace(view, offset=x.offset, dtype=x.dtype)]) >= vec
 

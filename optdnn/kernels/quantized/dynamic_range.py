@@ -120,7 +120,7 @@ def emit_range(b: Builder, op: Op, x: TensorView, scale: TensorView, zero: Tenso
 
 
 def _joined(count: int) -> str:
-    """C++ that combines the ranges of ``count`` neighbouring threads."""
+    """C++ that combines the ranges of ``count`` neighboring threads."""
     pair = (
         "low = min_nan(low, __shfl_xor_sync(~0u, low, half)); high = max_nan(high, __shfl_xor_sync(~0u, high, half));"
     )

@@ -117,7 +117,7 @@ def _stem(
 ) -> conv_maps.Feed | None:  # fmt: skip
     """The feed of a strided convolution of a quantized few-channel image; None for other convolutions.
 
-    A separate launch quantizes the image and packs blocks of pixels as channels. ``together``: number of neighbouring blocks that are
+    A separate launch quantizes the image and packs blocks of pixels as channels. ``together``: number of neighboring blocks that are
     read as one pixel (see :func:`optdnn.kernels.quantized.stem.overlapped`)."""
     channels, stride = weight.shape[1], strides[0]
     few = channels * stride * stride <= quantized.LANES and strides == (stride, stride) and stride > 1
@@ -311,7 +311,7 @@ class QuantizedConv(QuantizedProduct):
     """Blocks of pixels of a stem's image that are read as one pixel: two blocks fill the 32 bytes of a K step."""
 
     def groups(self, b: Builder, op: Op) -> int:
-        """Number of neighbouring groups that are multiplied as one, with zeros between them."""
+        """Number of neighboring groups that are multiplied as one, with zeros between them."""
         return 1
 
     def product(self, b: Builder, op: Op) -> Product:

@@ -1,4 +1,4 @@
-"""The stem of 8-bit networks: a strided convolution of few channels becomes a convolution over blocks of neighbouring pixels."""
+"""The stem of 8-bit networks: a strided convolution of few channels becomes a convolution over blocks of neighboring pixels."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from optdnn.kernels.conv.problem import Source, space_to_depth, space_to_depth_w
 from optdnn.types import Array
 
 LANES = 16
-"""Channels per pixel of an image with neighbouring pixels that are read together."""
+"""Channels per pixel of an image with neighboring pixels that are read together."""
 
 
 def overlapped(source: Source, together: int) -> Source:
-    """A strided few-channel source as a source over blocks of pixels: ``together`` neighbours in a row are the channels of one pixel.
+    """A strided few-channel source as a source over blocks of pixels: ``together`` neighbors in a row are the channels of one pixel.
 
-    The blocks of :func:`.conv_problem.space_to_depth` have 16 channels, half of the K step of 8-bit wgmma. Neighbouring pixels are
-    neighbours in memory. A pixel of ``together`` x 16 channels that begins every 16 bytes therefore turns ``together`` taps into one.
+    The blocks of :func:`.conv_problem.space_to_depth` have 16 channels, half of the K step of 8-bit wgmma. Neighboring pixels are
+    neighbors in memory. A pixel of ``together`` x 16 channels that begins every 16 bytes therefore turns ``together`` taps into one.
     Padding to the left and right then has to be part of the image: :func:`row_padding`.
     """
     made = space_to_depth(source)
     if made.channels != LANES:
-        raise InternalError(f"neighbouring pixels of {made.channels} channels cannot be read together")
+        raise InternalError(f"neighboring pixels of {made.channels} channels cannot be read together")
     taps = -(-made.kernel[1] // together)
     top, left, bottom, right = made.padding
     width = left + made.width + right + taps * together - made.kernel[1] - (together - 1)

@@ -54,7 +54,7 @@ class ArgBlock(ArgExtreme):
         if shape[axis] < LONG:
             return f"an axis of {shape[axis]} elements is too short for a block"
         if math.prod(shape[axis + 1 :]) > 1 and math.prod(shape) // shape[axis] > FEW:
-            return "one thread per output is enough: loads of neighbouring threads coalesce"
+            return "one thread per output is enough: loads of neighboring threads coalesce"
         return None
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:

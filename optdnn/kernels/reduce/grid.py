@@ -13,11 +13,11 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 THREADS = 256
 """Threads of a block if an output has few terms (several outputs then share the block). With many terms, a block has four times as many."""
 FEW = 256
-"""Up to this number of terms, a block of THREADS threads loads the terms of neighbouring outputs in one batch."""
+"""Up to this number of terms, a block of THREADS threads loads the terms of neighboring outputs in one batch."""
 BATCH = 4
 """Terms that a thread loads before it adds the first of them."""
 WIDTH = 32
-"""Neighbouring outputs of a block."""
+"""Neighboring outputs of a block."""
 LAUNCH_S, BATCH_S = 2.5e-6, 0.9e-6
 """Seconds of a dependent launch, and of a batch of loads."""
 RATE = 32e9
@@ -25,13 +25,13 @@ RATE = 32e9
 
 
 def _together(x: TensorView, width: int, strides: Sequence[int]) -> int:
-    """Number of neighbouring elements of an access to ``x``. ``width``: elements along the axis. ``strides``: those of the other axes."""
+    """Number of neighboring elements of an access to ``x``. ``width``: elements along the axis. ``strides``: those of the other axes."""
     fits = (n for n in (8, 4, 2) if n * x.dtype.itemsize <= 16 and not any(k % n for k in (width, x.offset, *strides)))
     return next(fits, 1)
 
 
-def _neighbours(xs: Sequence[TensorView], width: int, sx: Sequence[Sequence[int]], rx: Sequence[Sequence[int]]) -> int:
-    """Number of neighbouring terms of an output that are one access in each tensor, except tensors with one element for all terms."""
+def _neighbors(xs: Sequence[TensorView], width: int, sx: Sequence[Sequence[int]], rx: Sequence[Sequence[int]]) -> int:
+    """Number of neighboring terms of an output that are one access in each tensor, except tensors with one element for all terms."""
     if not width or any(r[-1] not in (0, 1) for r in rx):
         return 1
     moving = [(x, [*s, *r[:-1]]) for x, s, r in zip(xs, sx, rx, strict=True) if r[-1]]
@@ -41,8 +41,8 @@ def _neighbours(xs: Sequence[TensorView], width: int, sx: Sequence[Sequence[int]
 @dataclass(frozen=True)
 class Grid:
     """The distribution of a reduction: ``outputs`` outputs of ``count`` terms each. A block of ``threads`` threads has ``lanes`` groups of
-    ``vec`` neighbouring outputs; ``runs`` threads share a group. ``across``: neighbouring threads have neighbouring outputs. An access has
-    ``wide`` neighbouring terms of an output. A thread may have ``ahead`` accesses in flight."""
+    ``vec`` neighboring outputs; ``runs`` threads share a group. ``across``: neighboring threads have neighboring outputs. An access has
+    ``wide`` neighboring terms of an output. A thread may have ``ahead`` accesses in flight."""
 
     outputs: int
     count: int
@@ -120,9 +120,9 @@ def space_of(xs: Sequence[TensorView], axes: Sequence[int], out: TensorView) -> 
         dims, (so, *sx) = merge(shape, [out_strides, *own])
     inner, rx = merge([x.shape[i] for i in axes], [[x.strides[i] for i in axes] for x in xs])
     count = math.prod(inner)
-    # Outputs that are neighbours in memory share a block, so that loads coalesce; a thread takes up to 16 bytes of them.
+    # Outputs that are neighbors in memory share a block, so that loads coalesce; a thread takes up to 16 bytes of them.
     across = sx[0][-1] == 1 and dims[-1] >= 8 and rx[0][-1] != 1
-    wide = 1 if across else _neighbours(xs, inner[-1], sx, rx)
+    wide = 1 if across else _neighbors(xs, inner[-1], sx, rx)
     reads = count // wide
     threads = 4 * THREADS if reads > (FEW if across else 4 * THREADS - 1) else THREADS
     moving = [(x, [*s[:-1], *r]) for x, s, r in zip(xs, sx, rx, strict=True) if s[-1]]
@@ -131,7 +131,7 @@ def space_of(xs: Sequence[TensorView], axes: Sequence[int], out: TensorView) -> 
         if across and all(s[-1] in (0, 1) for s in sx)
         else 1
     )
-    # Otherwise neighbouring threads have neighbouring terms, and outputs of few terms share a block.
+    # Otherwise neighboring threads have neighboring terms, and outputs of few terms share a block.
     most = threads * vec // WIDTH if across else threads
     runs = min(most, 1 << max((reads - 1).bit_length() - (0 if across else 2), 0)) if vec > 1 or not across else most
     ahead = max(1, min(BATCH, (2 if wide > 1 else 1) * BATCH // len(xs)))

@@ -1,4 +1,7 @@
-"""Sums, means and norms over the pixels of channels-last 16-bit images, by clusters of blocks (``means.cu``) on Hopper."""
+"""Sums, means and norms over the pixels of channels-last 16-bit images, by clusters of blocks (``means.cu``) on Hopper.
+
+Images have any number of axes: tokens have one, videos have three.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.conv.maps import pitch_of
 from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.reduce import parts
 from optdnn.kernels.reduce.grid import LAUNCH_S as GENERAL_LAUNCH_S
 from optdnn.kernels.reduce.grid import Grid, space_of
@@ -158,7 +162,7 @@ class ImageMeans(Reduction):
         t, made = op.outputs[0].type, reduction_of(b, op)
         if t.dtype not in (FP16, BF16) or made is None or made.how not in KINDS:
             return "it is for means, sums and norms of 16-bit floats"
-        if 0 in made.x.shape or len(made.x.shape) != 4 or made.axes not in ((1, 2), (2, 3)):
+        if 0 in made.x.shape or _channel_axis(made) is None:
             return "it is not over the pixels of images"
         problem, out = self._problem(made), b.result(op.value)
         if problem is None or out.offset % 8 or not out.is_like(_dense(out, problem.channels)):
@@ -173,9 +177,13 @@ class ImageMeans(Reduction):
 
     @staticmethod
     def _problem(made: Reduced) -> Problem | None:
-        x, (b, h, w, c) = made.x, made.x.strides
-        if made.axes == (1, 2):  # an image in the logical order (N, H, W, C)
-            x = x.view((x.shape[0], x.shape[3], *x.shape[1:3]), (b, c, h, w))
+        axis, x = _channel_axis(made), made.x
+        pixels, (steps,) = merge([x.shape[i] for i in made.axes], [[x.strides[i] for i in made.axes]])
+        if axis is None or len(pixels) > 1:
+            return None
+        x = x.view(
+            (x.shape[0], x.shape[axis], 1, pixels[0]), (x.strides[0], x.strides[axis], pixels[0] * steps[0], steps[0])
+        )
         pitch = pitch_of(x)
         if pitch is None or x.offset % 8:
             return None
@@ -198,6 +206,12 @@ class ImageMeans(Reduction):
             reads.append(b.constant(np.array(made.named, np.int64), "axes"))
         made_launch = launch(problem, config, 1.0 / problem.pixels if made.how == "ReduceMean" else 1.0, b.gpu)
         b.emit(op, made_launch, {"x": made.x, "output": out}, op.kind, made.attrs, reads, [out])
+
+
+def _channel_axis(made: Reduced) -> int | None:
+    """The axis of the channels, if all other axes but the first one are reduced: the second or the last one; else None."""
+    rank = len(made.x.shape)
+    return {tuple(range(2, rank)): 1, tuple(range(1, rank - 1)): rank - 1}.get(made.axes) if rank > 2 else None
 
 
 def _dense(out: TensorView, channels: int) -> tuple[int, ...]:

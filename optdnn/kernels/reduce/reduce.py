@@ -167,7 +167,7 @@ def _tree(grid: Grid, t: str, combine: str) -> str:
 
 
 def _warp_tree(grid: Grid, t: str, combine: str) -> str:
-    """:func:`_tree` for runs of neighbouring threads: shuffles within a warp, and shared memory between warps."""
+    """:func:`_tree` for runs of neighboring threads: shuffles within a warp, and shared memory between warps."""
 
     def over(count: int) -> str:
         found = f"const {t} a = s[0], b = __shfl_xor_sync(~0u, a, half); s[0] = {combine};"

@@ -63,19 +63,19 @@ class StagedReduction(Reduction):
             return "its axes cannot be merged"
         return None if best_parts(space.grid, b.gpu) == 1 else "several blocks would share the terms of an output"
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The operator before it."""
         return [] if op.inputs[0] is None else [graph.op(op.inputs[0])]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The reduction, and the pointwise operator before it."""
-        return Region(op, before=tuple(self.neighbours(b.graph, op)))
+        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def seconds(self, b: Builder, op: Op) -> float | None:
         return None
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        (before,) = self.neighbours(b.graph, op)
+        (before,) = self.neighbors(b.graph, op)
         axes = self._axes(b, op)
         t, tensors = before.outputs[0].type, self._tensors(b, before, before.outputs[0].type.static_shape)
         stages = self._stages(before)

@@ -1,6 +1,6 @@
 """Products of 8-bit integers on processors that do not sum them exactly.
 
-x86 processors without VNNI or AMX multiply unsigned by signed bytes with an instruction that adds two neighbouring products in 16
+x86 processors without VNNI or AMX multiply unsigned by signed bytes with an instruction that adds two neighboring products in 16
 bits and saturates (``vpmaddubsw``). OpenVINO and ONNX Runtime use it, so large weights give wrong results there. On such a
 processor the libraries get these weights as floats. They do not run operators whose weights cannot be changed that way.
 """

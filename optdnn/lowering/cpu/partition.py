@@ -96,7 +96,7 @@ def choose_again(
     tactic = like.meta.get("tactic", {})
     library, threads = tactic.get("library"), tactic.get("threads")
     if library not in LIBRARIES or type(threads) is not int:
-        raise EngineError("the engine's account of its tactic is malformed", hint="build it again")
+        raise EngineError("the engine's record of its tactic is malformed", hint="build it again")
     graph = with_float_weights(graph)
     with Trials(threads) as trials:
         search = _Search(

@@ -19,7 +19,7 @@ Answer = Callable[[str, Sequence[Any]], Awaitable[Any]]
 
 class Channel(asyncio.Protocol):
     """One end of the connection. ``gone`` is called when the other end is closed; unanswered calls then raise Unavailable.
-    ``unclaimed`` gets the value of a call that was cancelled meanwhile."""
+    ``unclaimed`` gets the value of a call that was canceled meanwhile."""
 
     def __init__(self, answer: Answer, gone: Callable[[], None], unclaimed: Callable[[Any], None] = lambda value: None):
         self._answer, self._gone, self._unclaimed = answer, gone, unclaimed
@@ -36,7 +36,7 @@ class Channel(asyncio.Protocol):
         return made
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """The value of a method of the other end. A call that is cancelled here is cancelled there.
+        """The value of a method of the other end. A call that is canceled here is canceled there.
 
         Raises the refusal that it ends with."""
         number = next(self._numbers)

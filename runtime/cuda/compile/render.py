@@ -51,6 +51,7 @@ STAGES: dict[str, tuple[int, str]] = {
     "celu": (1, "x = x < 0.0f ? {0} * (__expf(__fdividef(x, {0})) - 1.0f) : x;"),
     "softsign": (0, "x = __fdividef(x, 1.0f + fabsf(x));"),
     "abs": (0, "x = fabsf(x);"),
+    "round": (0, "x = rintf(x);"),
     "sqrt": (0, "x = sqrt(x);"),
     "sin": (0, _TURN.format("__sinf")),
     "cos": (0, _TURN.format("__cosf")),
@@ -267,7 +268,7 @@ def values_instruction(features: int, dtype: str) -> str:
 
 
 def between(stages: Sequence[Stage], dtype: str, name: str = "between") -> str:
-    """CUDA source of ``u32 between(float x, float y)`` (or of another ``name``): the stages on two neighbours, rounded to a pair of
+    """CUDA source of ``u32 between(float x, float y)`` (or of another ``name``): the stages on two neighbors, rounded to a pair of
     ``dtype`` ("float16" or "bfloat16"). Bounds that 16 bits can hold are applied to the rounded pair in one instruction: rounding
     keeps the order. A final SiLU is applied to both together."""
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16).type

@@ -142,7 +142,7 @@ class Graph:
         self.run(stream.handle)
 
     def close(self) -> None:
-        """Free the executable graph, as the last reference would; a run in flight still finishes. Using the graph afterwards
+        """Free the executable graph, as the last reference would; a run in flight still finishes. Using the graph afterward
         is an error."""
         self._free()
 

@@ -122,7 +122,7 @@ Relocation = Pointer[int] | TensorMap[int] | Ahead
 
 @dataclass(frozen=True)
 class RunPart:
-    """The part of a launch that may be joined with its neighbours: job ``number`` of run ``run``.
+    """The part of a launch that may be joined with its neighbors: job ``number`` of run ``run``.
 
     The kernel's parameters are ``header`` bytes (which end with the first job's number and the number of jobs, ``int`` each) and
     up to ``most`` jobs of ``size`` bytes. The launch alone has one job. It needs ``least`` blocks, and uses up to its grid's

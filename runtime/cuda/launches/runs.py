@@ -1,4 +1,4 @@
-"""Joined launches: the jobs of neighbouring steps in one launch of their kernel.
+"""Joined launches: the jobs of neighboring steps in one launch of their kernel.
 
 A step of a run (:class:`~optdnn.runtime.cuda.launches.plan.RunPart`) has its own launch of one job, for checks and profiles.
 A graph has one launch of all jobs: rows pass from job to job without the end of a launch between them.
@@ -19,7 +19,7 @@ def part_of(step: object) -> RunPart | None:
 
 
 def grouped(steps: Sequence[object], *, joined: bool = True) -> list[list[int]]:
-    """The numbers of the steps of each launch, in order. ``joined``: neighbours of one run are one launch."""
+    """The numbers of the steps of each launch, in order. ``joined``: neighbors of one run are one launch."""
     groups: list[list[int]] = []
     for k, step in enumerate(steps):
         part = part_of(step)

@@ -400,7 +400,7 @@ def in_turns(
 
 
 def _rising(values: Sequence[float]) -> list[float]:
-    """The nearest non-decreasing sequence (isotonic regression: decreasing neighbours are replaced by their mean)."""
+    """The nearest non-decreasing sequence (isotonic regression: decreasing neighbors are replaced by their mean)."""
     blocks: list[tuple[float, int]] = []
     for v in values:
         mean, count = v, 1

@@ -1,5 +1,5 @@
-"""Fuzzing targets, a module each.
+"""Fuzzing targets, one module each.
 
-A module has ``seeds()``: inputs to begin with; ``mutate(data, rng)``: a changed input; ``one_input(data)``: the trial, which
-raises where optdnn is at fault; and ``COVERED``: the packages whose coverage guides atheris.
+A module has ``seeds()``: the first inputs; ``mutate(data, rng)``: a changed input; ``one_input(data)``: the trial, which raises
+an error if optdnn has a fault; and ``COVERED``: the packages whose coverage guides atheris.
 """

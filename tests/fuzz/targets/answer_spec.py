@@ -1,4 +1,4 @@
-"""Postprocessing of outputs: a spec, as text or as an object, is read and put after a network that is imported."""
+"""Postprocessing of outputs: a spec (text or an object) is read and added after an imported network."""
 
 from __future__ import annotations
 

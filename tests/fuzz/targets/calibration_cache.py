@@ -1,4 +1,4 @@
-"""Calibration caches, finished and not: opened, merged with what a batch gives, and written again."""
+"""Calibration caches, finished and unfinished: opened, merged with the results of a batch, and written again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic in the names of dimensions, and the ranges of sizes that a command line takes."""
+"""Arithmetic in the names of dimensions, and ranges of sizes on the command line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Engine files, whose digests are right: read, checked, made ready, and run where their inputs are small.
+"""Engine files with right digests: read, checked, prepared, and run if their inputs are small.
 
-Programs for GPUs run in ``simulate``; their kernels' sources are checked as loading on a GPU does. The networks of CPU libraries
-are examined, and never reach the library.
+Programs for GPUs run in ``simulate``; the sources of their kernels are checked as for loading on a GPU. Networks of CPU
+libraries are examined, and never reach the library.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from optdnn.runtime.steps.executor import LibraryPart, LoadOptions
 COVERED = ("optdnn.runtime", "optdnn.lowering.cpu")
 GOLDEN = Path(__file__).parents[2] / "golden"
 MOST_ARENA = 1 << 26
-"""Largest arena, in bytes, of an engine that is made ready: each may ask for as much as it says."""
+"""The largest arena, in bytes, of an engine that is prepared: files may declare any size."""
 MOST_ELEMENTS = 1 << 12
-"""Largest input with which a program is run."""
+"""The largest input, in bytes, of a program that is run."""
 KEPT = ("model", "options", "sizes")
-"""The parts of a build's account that seeds keep: it is the longest part of a small engine."""
+"""The parts of a build's record that seeds keep: the record is the longest part of a small engine."""
 LOOPS = ("Loop", "Scan", "If")
-"""Steps that are not run: nothing is promised of the time that a hostile engine takes."""
+"""Kinds of steps that are not run: the time of a hostile engine is not limited."""
 
 
 class Examined(EngineError):
@@ -95,13 +95,13 @@ def one_input(data: bytes) -> None:
     with ours():
         check_kernels(engine.program, ())
     if _is_small(engine.program):
-        with ours(bounded=False):  # what a program computes may be large
+        with ours(bounded=False):  # the results of a program may be large
             feeds = {s.name: np.ones([d if isinstance(d, int) else 2 for d in s.shape], s.dtype) for s in engine.inputs}
             engine.run(feeds)
 
 
 def _made_ready(program: Program) -> Engine:
-    """As :func:`optdnn.load` does it."""
+    """Loads it like :func:`optdnn.load`."""
     on_gpu = target_of(program).family == "cuda"
     options = LoadOptions(simulate=on_gpu, huge_pages=False, examine=examined)
     with machine_errors("the engine", EngineError):

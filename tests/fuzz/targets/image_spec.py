@@ -1,4 +1,4 @@
-"""Preprocessing of pictures: a spec is read, written as plain data, and put before an imported network."""
+"""Preprocessing of pictures: a spec is read, written as plain data, and added before an imported network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lockfiles: read, held against the facts of a build, and their timings taken."""
+"""Lockfiles: read, compared with the facts of a build, and their timings used."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ from optdnn.importers.onnx import import_model
 
 COVERED = ("optdnn.importers", "optdnn.ops", "optdnn.dim", "optdnn.dim_text", "optdnn.ir")
 MOST_BYTES = 6000
-"""Largest seed."""
+"""The size of the largest seed."""
 
 
 @cache
 def seeds() -> list[bytes]:
-    """The cases of ONNX's backend tests: every operator that it has, with most of its attributes."""
+    """The cases of ONNX's backend tests: every operator in them, with most of its attributes."""
     models = [case.model for case in onnx_cases.cases().values() if case.model is not None]
     found = {bytes(m.SerializeToString(deterministic=True)) for m in models}
     return sorted(data for data in found if len(data) <= MOST_BYTES)

@@ -1,6 +1,6 @@
-"""Requests to the server over HTTP: JSON with the bytes of tensors after it, decoded and checked against a model.
+"""Requests to the server over HTTP: JSON, followed by the bytes of tensors, decoded and checked against a model.
 
-An input's first two bytes say how long its JSON is; 65535: the request says no length.
+The first two bytes of an input are the length of its JSON; with 65535 the request declares no length.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def mutate(data: bytes, rng: Random) -> bytes:
 
 @cache
 def model() -> Any:
-    """The facts of a model that takes batches, in the place of one that is loaded."""
+    """The facts of a model with batches, in place of those of a loaded model."""
     specs = (TensorSpec("x", DTYPES["fp32"], ("n", 3)), TensorSpec("flag", DTYPES["bool"], ("n", 2)))
     facts = ModelFacts(specs, (TensorSpec("y", DTYPES["fp32"], ("n", 3)),), (), (), "cpu", "n", "")
     signature = Signature(facts.inputs, facts.outputs, facts.profiles)

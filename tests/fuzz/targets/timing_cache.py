@@ -1,4 +1,4 @@
-"""Timing caches: opened, asked for all that they hold, and written again."""
+"""Timing caches: opened, asked for all of their contents, and written again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused attention by mma.sync as a tactic: before Hopper, and on Hopper for heads that its own kernel does not take."""
+"""Fused attention on mma.sync as a tactic: before Hopper, and on Hopper for heads that its own kernel does not support."""
 
 from __future__ import annotations
 
@@ -79,10 +79,8 @@ def test_before_hopper(name: str) -> None:
         (lambda: attention(scale=0.0), "cuda:sm_80", "fp16", "a scale of 0.0"),
     ],
 )
-def test_what_it_does_not_run_it_refuses(
-    build: Any, target: str, precision: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PadHeads, "rules", ())  # it would make heads of 24 features
+def test_refusals(build: Any, target: str, precision: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PadHeads, "rules", ())  # heads would have 24 features
     program = lowered(build(), precision, target=target, no_cubins=True)
     refused = refusals(program, "attention_sm80")
     assert refused
@@ -113,7 +111,7 @@ def test_other_architectures_are_refused() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_results_of_8_bits(arch: str) -> None:
-    """Integers everywhere, fp8 where there is an instruction that rounds to it: elsewhere that is a separate launch."""
+    """Results in integers on all GPUs; in fp8 only if an instruction rounds to it, otherwise by a separate launch."""
     for dtype in (np.dtype(np.int8), FP8):
         graph = attention_network(dtype=dtype)
         copy = graph.copy()
@@ -162,7 +160,7 @@ def test_it_compiles_as_part_of_a_program() -> None:
 @pytest.mark.parametrize("target", ["simulate", "cuda:sm_80"])
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_attention_to_no_keys_is_zero(precision: str, target: str) -> None:
-    """As of rows whose keys are all masked."""
+    """As for rows whose keys are all masked."""
     n = Net()
     q, k, v = (n.input(2, 4, size, 32, name=name) for name, size in (("q", 5), ("k", 0), ("v", 0)))
     graph = n.done(n.op("Attention", q, k, v, attrs=AttentionAttrs()))

@@ -1,4 +1,4 @@
-"""Attention between channels as a tactic: what it takes in, what it refuses, what its launches mean."""
+"""Attention between channels as a tactic: the operators that it fuses, its refusals, and the meanings of its launches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def between_channels(
     *, heads: int = 2, size: int = 16, tokens: int = 20, norm: Any = COSINE, of_keys: Any = "", factors: Any = None,
     shown: bool = False, **attention: Any,
 ) -> Graph:  # fmt: skip
-    """XCiT's attention: q, k, v from one projection, the tokens transposed to the last axis, q and k normalized over them."""
+    """XCiT's attention: q, k, v from one projection, tokens transposed to the last axis, q and k normalized over tokens."""
     n = Net()
     x = n.input(2, tokens, 24)
     joint = n.op("MatMul", x, n.random(24, 3 * heads * size))
@@ -66,7 +66,7 @@ def test_one_launch(options: dict[str, Any], target: str) -> None:
     assert kinds(program).count("Pointwise") == 1  # the cast of the network's input
     assert not {"LpNormalization", "Mul"} & set(kinds(program))
     if options.get("size", 16) % 8 == 0:
-        assert len(program.steps) == 4  # and both products: no transposition is copied
+        assert len(program.steps) == 4  # the cast and both products: no transposition is copied
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_many_tokens_take_two_launches(options: dict[str, Any], precision: str) 
         ({"factors": np.linspace(1, 2, 16).reshape(16, 1)}, 2),
     ],
 )
-def test_what_else_is_computed_apart(options: dict[str, Any], apart: int) -> None:
+def test_other_forms_are_computed_separately(options: dict[str, Any], apart: int) -> None:
     program = check_simulated(between_channels(**options), "fp16", target="cuda:sm_90a")
     assert kinds(program).count("LpNormalization") == apart
 
@@ -108,7 +108,7 @@ def test_what_else_is_computed_apart(options: dict[str, Any], apart: int) -> Non
         ({"softmax_precision": FP64}, "fp16", "its softmax is fp32"),
     ],
 )
-def test_what_it_refuses(options: dict[str, Any], precision: str, reason: str) -> None:
+def test_refusals(options: dict[str, Any], precision: str, reason: str) -> None:
     program = check_simulated(between_channels(**options), precision, target="cuda:sm_90a")
     found = [r["reason"] for r in row(program)["refused"] if r["tactic"] == "attention_channels"]
     assert found

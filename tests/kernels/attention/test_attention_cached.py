@@ -1,4 +1,4 @@
-"""Attention over a cache in one launch: plans, and the kernel on a processor that emulates warps."""
+"""Attention over a cache in one launch: plans, and the kernel on a processor with emulated warps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALONE, SHARED = cached.Config(4, 1), cached.Config(2, 3)
 
 
 def run(name: str, config: cached.Config, folder: Path) -> None:
-    """The kernel beside its meaning, twice: counts are zero again, and equal inputs give equal bits."""
+    """Compares the kernel with its meaning, twice: counts are zero after each run, and equal inputs give equal bits."""
     c = CASES[name]
     p, o = c.problem, operands_of(c)
     assert cached.refuse(p, config) is None
@@ -55,7 +55,7 @@ def test_keys_that_blocks_share_on_a_processor(name: str, tmp_path: Path) -> Non
     run(name, SHARED, tmp_path)
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     p = case([1]).problem
     assert cached.refuse(p, ALONE) is None
     for because, changed in {

@@ -1,4 +1,4 @@
-"""Attention over a cache on a GPU: the kernel beside its meaning, and decoders launch by launch and token by token."""
+"""Attention over a cache on a GPU: the kernel compared with its meaning, and decoders launch by launch and token by token."""
 
 from __future__ import annotations
 

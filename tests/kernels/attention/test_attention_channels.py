@@ -1,4 +1,4 @@
-"""The kernels of attention between channels: their plans, the very kernels on a processor that emulates warps, under NVRTC, on a GPU."""
+"""The kernels of attention between channels: plans, runs on a processor with emulated warps, under NVRTC, and on a GPU."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ PARTS: dict[str, tuple[Problem, Config]] = {
     "heads of 25": (merged(1, 3, 150, 25), Config(4, 1, 1)),
     "any norm": (merged(1, 2, 130, 32, least=(0.0, 0.0)), Config(4, 1, 1)),
 }
-"""In two launches."""
+"""Cases in two launches."""
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.5e-2}
 
 
 class Case:
-    """Random operands of a problem, and what float64 makes of them. A channel of the queries is zero."""
+    """Random operands of a problem, and its result in float64. One channel of the queries is zero."""
 
     def __init__(self, p: Problem):
         self.problem, rng = p, np.random.default_rng(0)
@@ -84,7 +84,7 @@ class Case:
         self.want = ((weights / weights.sum(-1, keepdims=True)) @ v).transpose(0, 3, 1, 2)
 
     def poisoned(self) -> np.ndarray:
-        """A result full of NaN, with room at both ends."""
+        """A result full of NaN, with space before and after it."""
         return np.full(self.want.size * 2 + 128, 0xFF, np.uint8)
 
     def check(self, raw: np.ndarray) -> None:
@@ -115,7 +115,7 @@ def test_two_launches_where_warps_are_emulated(
     name: str, turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem, config = PARTS[name]
-    if turns:  # a block of a head computes all results, in turns
+    if turns:  # one block per head computes all results, one after the other
         monkeypatch.setattr(channels, "_result_blocks", lambda *a: 1)
     case, made = Case(problem), channels.launches(problem, config, AMPERE)
     room = problem.batch * problem.heads * channels.parts(problem, config) * channels.part_floats(problem)
@@ -132,7 +132,7 @@ def test_two_launches_where_warps_are_emulated(
 
 
 def check_sums(case: Case, config: Config, sums: np.ndarray) -> None:
-    """The parts are those of the first launch's meaning, zeros behind the channels."""
+    """The sums are those of the first launch's meaning, with zeros after the channels."""
     p = case.problem
     q, k = (case.whole.astype(np.float64)[:, :, i].transpose(0, 2, 3, 1) for i in range(2))
     (want,) = run_kernel("ChannelSums", [q, k], {"span": config.span})
@@ -169,7 +169,7 @@ A = merged(2, 4, 196, 48)
         (replace(A, batch=70000), "grid"),
     ],
 )
-def test_what_it_cannot_run_it_refuses(problem: Problem, reason: str) -> None:
+def test_refusals(problem: Problem, reason: str) -> None:
     assert channels.refuse(A) is None
     assert reason in (channels.refuse(problem) or "")
     assert channels.candidates(problem, AMPERE) == []
@@ -183,7 +183,7 @@ def test_copies_are_as_wide_as_all_strides_allow() -> None:
 
 @pytest.mark.parametrize("gpu", [AMPERE, gpu_facts.of_arch("sm_90a")])
 def test_many_tokens_are_summed_up_in_parts(gpu: gpu_facts.GpuFacts) -> None:
-    """DaViT's first stage; an image of 512 x 512 in Restormer's first one. Few tokens take one launch."""
+    """DaViT's first stage, and Restormer's first stage for an image of 512 x 512. Few tokens take one launch."""
     davit, restormer = merged(1, 3, 3136, 32, least=None), merged(1, 1, 512 * 512, 48)
     for problem, most in ((davit, 10e-6), (replace(davit, batch=16), 35e-6), (restormer, 110e-6)):
         best = channels.candidates(problem, gpu)[0]
@@ -229,7 +229,7 @@ def test_the_parameter_block_has_the_kernels_layout(name: str) -> None:
         f"static_assert(__INTADDR__(&((Params*)0)->{names.get(p.operand, p.operand)}) == {p.at});"
         for p in made.pointers
     ]
-    at = len(made.parameters) - views * 24  # after a view's last field C leaves four bytes
+    at = len(made.parameters) - views * 24  # C adds four bytes after the last field of a view
     first = "of_values" if name == "results" else "of_queries"
     lines += [f"static_assert(__INTADDR__(&((Params*)0)->{first}) == {at});"]
     assert len(made.pointers) == pointers

@@ -1,4 +1,4 @@
-"""attention_factors_sm90: a bias of two factors inside of the attention; its numbers are checked in test_sequence.py and on GPUs."""
+"""attention_factors_sm90: a bias of two factors inside the attention. test_sequence.py and GPU tests check its numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WHOLE = replace(WINDOWS, batch=1, queries=4096, keys=4096, factors=replace(FACTO
 
 
 def reasons(program: Program) -> list[str]:
-    """Why the tactic refuses the attentions of a network."""
+    """The reasons for which the tactic refuses the attentions of a network."""
     return refusals(program, "attention_factors_sm90")
 
 
@@ -70,8 +70,11 @@ def test_other_masks_are_none_of_its_own(mask: str, reason: str) -> None:
 def of_given_factors(
     *, of_image: bool = True, key_columns: int = 1, lengths: bool = False, outputs: int = 1, narrow: bool = False, turned: bool = False
 ) -> Graph:  # fmt: skip
-    """4 x 4 queries and keys with given factors. ``key_columns``: of the factor of rows. ``narrow``: the result is quantized.
-    ``turned``: the factor of rows comes by columns of queries. Not ``of_image``: the bias is a sum of two masks."""
+    """4 x 4 queries and keys with given factors.
+
+    ``key_columns``: size of the last axis of the factor of rows. ``narrow``: the result is quantized. ``turned``: the factor of
+    rows has the columns of queries first. Without ``of_image``, the bias is a sum of two masks.
+    """
     n = QNet(np.float16)
     q, k, v = (n.input(1, 2, 16, 32, name=name) for name in "qkv")
     if of_image:
@@ -97,7 +100,7 @@ def of_given_factors(
         ({"turned": True}, "the factors' last axes are not contiguous, or begin at odd elements"),
     ],
 )
-def test_what_else_is_refused(options: dict[str, Any], reason: str) -> None:
+def test_further_refusals(options: dict[str, Any], reason: str) -> None:
     assert "FactoredAttention" in kinds(lowered(of_given_factors(), no_cubins=True, io_dtype="fp16"))
     graph = of_given_factors(**options)
     check_not_taken(graph, "attention_factors_sm90", reason, "FactoredAttention", no_cubins=True, io_dtype="fp16")
@@ -127,7 +130,7 @@ def test_columns_stay_in_registers_where_a_tile_is_a_row() -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(("problem", "spilled"), [(WINDOWS, 0), (WHOLE, 40)], ids=["windows", "whole"])
 def test_candidates_compile(problem: Problem, spilled: int) -> None:
-    """Columns in registers, beside a tile's weights and the next one's scores, leave ten words a thread to local memory."""
+    """With columns in registers, besides a tile's weights and the next scores, ten words per thread spill to local memory."""
     for config in plans.candidates(problem, GPU, 3):
         kernel = nvrtc.resources(plans.recipe(problem, config))["attention_sm90"]
         assert kernel.spill_bytes <= spilled, (config, kernel)

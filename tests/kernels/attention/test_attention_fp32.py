@@ -1,4 +1,4 @@
-"""The fused attention kernel of fp32: its plans, the very kernel on a processor that emulates warps, under NVRTC, and on a GPU."""
+"""The fused attention kernel of fp32: plans, runs on a processor with emulated warps, under NVRTC, and on a GPU."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ LEAST = -3.4028234663852886e38
 
 
 def emulated_result(case: Case, made: Launch, folder: Path) -> np.ndarray:
-    """The bytes of a result, of warps on the processor."""
+    """The bytes of the result, computed by emulated warps."""
     library = emulated.compiled(made.recipe, made.function, folder, headers=("attention_mma.cuh",))
     raw = emulated.aligned(case.poisoned())
     held = {name: emulated.aligned(a) for name, a in case.operands.items()}
@@ -175,7 +175,7 @@ A, AC = merged(2, 4, 300, 64, dtype="float32"), Config(4, 1, 32, 2)
         (replace(A, batch=70000), AC, "grid"),
     ],
 )
-def test_what_it_cannot_run_it_refuses(problem: Problem, config: Config, reason: str) -> None:
+def test_problems_that_the_kernel_refuses(problem: Problem, config: Config, reason: str) -> None:
     assert kernel.refuse(A, AC) is None
     assert reason in (kernel.refuse(problem, config) or "")
 
@@ -220,10 +220,10 @@ WIDE = ("widest heads", "heads of 264")
         (lambda: attention(size=196, count=1), "fp32", "heads of 196 features"),
     ],
 )
-def test_what_it_does_not_run_it_refuses(
+def test_operators_that_the_tactic_refuses(
     build: Any, precision: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PadHeads, "rules", ())  # it would make heads of 24 features
+    monkeypatch.setattr(PadHeads, "rules", ())  # heads would have 24 features
     refused = refusals(lowered(build(), precision, target="cuda:sm_80", no_cubins=True), "attention_fp32")
     assert refused
     assert all(reason in r for r in refused)
@@ -231,7 +231,7 @@ def test_what_it_does_not_run_it_refuses(
 
 @pytest.mark.parametrize(("precision", "kernel_name"), [("fp32", "attention_fp32"), ("fp16", "attention_sm90")])
 def test_values_of_another_type_are_refused(precision: str, kernel_name: str) -> None:
-    """ONNX's Attention may have them."""
+    """ONNX's Attention allows them."""
     n = Net()
     q, k = (n.input(1, 2, 8, 16, name=name, dtype=np.float32 if precision == "fp32" else np.float16) for name in "qk")
     values = n.input(1, 2, 8, 16, name="v", dtype=np.float16 if precision == "fp32" else np.float64)

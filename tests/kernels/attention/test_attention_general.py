@@ -1,4 +1,4 @@
-"""The general fused attention kernel: its plans, the very kernel on a processor that emulates warps, under NVRTC, and on a GPU."""
+"""The general fused attention kernel: plans, runs on a processor with emulated warps, under NVRTC, and on a GPU."""
 
 from __future__ import annotations
 
@@ -139,12 +139,12 @@ A, AC = merged(2, 4, 300, 64), Config(4, 1, 64, 2)
         (replace(A, heads=70000), AC, "grid"),
     ],
 )
-def test_what_it_cannot_run_it_refuses(problem: Problem, config: Config, reason: str) -> None:
+def test_refusals(problem: Problem, config: Config, reason: str) -> None:
     assert general.refuse(A, AC) is None
     assert reason in (general.refuse(problem, config) or "")
 
 
-def test_describing_what_shares_no_heads_is_a_defect() -> None:
+def test_describing_an_operator_without_shared_heads_is_a_defect() -> None:
     with pytest.raises(InternalError, match="share key heads"):
         general.launch(replace(A, key_heads=3), AC, AMPERE)
 
@@ -187,7 +187,7 @@ COMPILED: dict[str, Problem] = {
 
 
 ARCHS = ("sm_80", "sm_86"), ("sm_90a", "sm_89")
-"""A GPU with much shared memory and one with little. Problems take turns with them."""
+"""Pairs of a GPU with much shared memory and one with little. Problems use the pairs in turn."""
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ PROBLEMS: dict[str, Problem] = {
 
 
 def configurations(problem: Problem) -> list[Config]:
-    """The first candidates, the persistent ones, and those whose warpgroups take turns, with tiles of two sizes."""
+    """The first candidates; and those that are persistent, or whose warpgroups alternate, with tiles of 64 or 128 keys."""
     found = hopper.candidates(problem, H200, limit=1000)
     return [c for k, c in enumerate(found) if k < 4 or ((c.persistent or c.turns) and c.keys in (64, 128))]
 
@@ -131,7 +131,7 @@ def test_warpgroups_share_the_keys_of_few_queries() -> None:
     assert hopper.order_of_sums(config) != hopper.order_of_sums(replace(config, split=False))
     whole = replace(config, warpgroups=1, split=False, stages=2)
     assert hopper.estimate(few, config, H200) < hopper.estimate(few, whole, H200)
-    # What the others found needs more room than the ring: three warpgroups' 64 x 64 results, their maxima and sums.
+    # Results of the other warpgroups need more space than the ring: 64 x 64 results of three warpgroups, their maxima and sums.
     assert (
         hopper_config.shared_bytes(merged(1, 12, 128, 64), Config(4, 32, 4, split=True))
         == 1024 + 64 * 128 + 3 * 9 * 2048
@@ -157,7 +157,7 @@ def test_warpgroups_share_the_keys_of_few_queries() -> None:
         (6, 577, Config(2, 160, 4, split=True), 5.74),
     ],
 )
-def test_the_model_of_few_items_follows_what_was_measured(
+def test_the_model_of_few_items_follows_measured_times(
     heads: int, tokens: int, config: Config, measured: float
 ) -> None:
     view = bhsd(tokens, heads, 64)
@@ -166,7 +166,7 @@ def test_the_model_of_few_items_follows_what_was_measured(
 
 
 def test_the_busiest_of_few_items_decides() -> None:
-    """In causal order the last queries see all keys, while the others' multiprocessors are idle."""
+    """In causal order, the last queries see all keys, while the multiprocessors of the others are idle."""
     config = Config(1, 64, 2)
     causal, whole = merged(1, 12, 128, 64, causal=True), merged(1, 12, 128, 64)
     assert hopper.estimate(causal, config, H200) == hopper.estimate(whole, config, H200)
@@ -240,9 +240,10 @@ def test_tiles_outside_of_a_window_cost_nothing(problem: Problem, tiles: float) 
         assert hopper.estimate(problem, config, H200) < hopper.estimate(everything, config, H200)
 
 
-def test_the_model_follows_what_was_measured() -> None:
-    """H200, fp16, us: global layers of 16 x 512 tokens take 30.2 in turns with three stages, 34.8 with two; those with a window 19.5
-    by tiles of 64 keys, 23.3 by tiles of 32. With masks, single warpgroups are faster: 41.8, 45.3 by two."""
+def test_the_model_follows_measured_times() -> None:
+    """On an H200 at fp16, in us: global layers of 16 x 512 tokens take 30.2 with alternating warpgroups and three stages, 34.8
+    with two stages. Layers with a window take 19.5 with tiles of 64 keys, 23.3 with tiles of 32. With masks, single warpgroups
+    are faster: 41.8, and 45.3 with two."""
     whole, near = merged(16, 12, 512, 64), merged(16, 12, 512, 64, causal=True, causal_offset=64, reach=128)
     assert str(hopper.candidates(whole, H200)[0]) == "attn4n64s3b1pt"
     assert hopper.candidates(near, H200)[0].keys == 64
@@ -274,7 +275,7 @@ def test_few_items_have_no_persistent_blocks() -> None:
 
 
 def test_keys_that_begin_between_sectors_are_read_by_more_queries_together() -> None:
-    """2 x 8 heads of 40 features over 4096 tokens: 64 queries a block took 333 us on an H200, 256 took 146."""
+    """2 x 8 heads of 40 features over 4096 tokens: blocks of 64 queries took 333 us on an H200, blocks of 256 took 146."""
     between, aligned = merged(2, 8, 4096, 40), merged(2, 8, 4096, 48)
     assert (hopper_cost.sector_share(between), hopper_cost.sector_share(aligned)) == (2.0, 1.0)
     alone, four = (hopper.estimate(between, Config(n, 64, 3, b, True), H200) for n, b in ((1, 4), (4, 1)))
@@ -289,7 +290,7 @@ def test_candidates_compile_without_spills(name: str) -> None:
     made = hopper.launch(problem, config, H200)
     kernel = nvrtc.resources(made.recipe)[made.function]
     assert kernel.spill_bytes == kernel.stack_bytes == 0
-    if config.persistent:  # else setmaxnreg asks for registers that the block does not have, and waits for ever
+    if config.persistent:  # otherwise setmaxnreg would wait for ever for registers that the block does not have
         assert kernel.registers == min(
             hopper_config.start_registers(config), hopper_config.register_limit(problem, config)
         )
@@ -307,7 +308,7 @@ def test_on_a_gpu(name: str, tmp_path: Any) -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", GROWING)
 def test_maxima_that_grow_on_a_gpu(name: str, tmp_path: Any) -> None:
-    """Weights leave the range of 16 bits, some of them that of exponentials, so that tiles are multiplied once more."""
+    """Weights exceed the range of 16 bits, some also that of the exponential function, so tiles are multiplied again."""
     problem, config = GROWING[name]
     check(Case(problem, growing=True), config, tmp_path)
 

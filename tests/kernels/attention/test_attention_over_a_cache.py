@@ -1,4 +1,4 @@
-"""The tactic of attention over a cache: which operators it takes into its launch, what it refuses, and what comes out."""
+"""The tactic of attention over a cache: the operators that it fuses, its refusals, and its results."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ CAPACITY, SIZE = 24, 32
 def step(
     *, batch: int = 2, heads: int = 4, groups: int = 2, rows: int = 1, turned: bool = True, filled: bool = True, mask: bool = False,
     circular: bool = False, apart: bool = False, read: bool = False, other_angles: bool = False, dtype: Any = FP16, capacity: int = CAPACITY, outputs: int = 1,
-    values: int = SIZE, positions: Any = INT64, known: bool = False, own: bool = False, **attrs: Any,
+    values: int = SIZE, positions: Any = INT64, known: bool = False, own: bool = False, parts: int = 1, **attrs: Any,
 ) -> Graph:  # fmt: skip
-    """One step of a decoder, over caches of fp16; the caches are results. ``known``: the new key is a constant; ``own``: each feature has
-    an angle of its own."""
+    """One step of a decoder over caches of fp16, which are results, too.
+
+    ``known``: the new key is a constant. ``own``: each feature has its own angle.
+    """
     n = Net(dtype)
     q, k, v = (
         n.op("Abs", n.input(batch, c, rows, size, name=x))
@@ -37,7 +39,7 @@ def step(
     at = n.input(batch, name="at", dtype=positions)
     angles = [n.input(batch, rows, SIZE if own else SIZE // 2, name=x) for x in ("cos", "sin")]
     if turned:
-        attributes = RotaryAttrs(own_angles=own)
+        attributes = RotaryAttrs(own_angles=own, parts=parts)
         q = n.op("RotaryEmbedding", q, *angles, attrs=attributes)
         k = n.op("RotaryEmbedding", k, *(angles[::-1] if other_angles else angles), attrs=attributes)
     where = TensorScatterAttrs(2, "circular" if circular else "linear")
@@ -67,13 +69,14 @@ TAKEN: dict[str, Callable[[], Graph]] = {
     "not turned": lambda: step(turned=False),
     "angles of their own": lambda: step(other_angles=True),
     "angles of each feature": lambda: step(own=True),
+    "angles of two parts": lambda: step(parts=2),
     "a window": lambda: step(is_causal=True, left_window_size=6),
     "a softcap": lambda: step(softcap=2.0, scale=0.3),
 }
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_it_takes(name: str) -> None:
+def test_accepted_networks(name: str) -> None:
     graph = TAKEN[name]()
     program = lowered(graph, "fp16", no_cubins=True, io_dtype="fp16")
     found = kinds(program)
@@ -104,7 +107,7 @@ def test_what_it_takes(name: str) -> None:
         ("its new rows are constant", {"known": True, "turned": False}),
     ],
 )
-def test_what_it_refuses(because: str, changes: dict[str, Any]) -> None:
+def test_refusals(because: str, changes: dict[str, Any]) -> None:
     program = lowered(step(**changes), "fp16", no_cubins=True, io_dtype="fp16")
     assert "CachedAttention" not in kinds(program)
     (row,) = (t for t in program.meta["tactics"] if t["kind"] == "Attention")
@@ -117,7 +120,7 @@ def test_other_types_run_elsewhere() -> None:
 
 
 def test_launches_of_a_layer() -> None:
-    """Norm and joint product, attention, product, norm and gated products, product."""
+    """A decoder layer: norm and joint product, attention, product, norm and gated products, product."""
     model = decoder(heads=16, groups=4, size=64, capacity=64)
     program = optdnn.build(model, target="cuda:sm_90a", precision="fp16", io_dtype="fp16", no_cubins=True).program
     found = [k for k in kinds(program) if k not in ("Gather", "Copy", "Pointwise")]

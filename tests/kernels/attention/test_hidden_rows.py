@@ -1,4 +1,4 @@
-"""Attention whose computed mask hides every key of a query: its result is 0, as where the weights are masked again (Keras)."""
+"""Attention whose computed mask hides every key of a query: its result is 0 if the weights are masked again (Keras)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ B, H, L, D = 2, 4, 80, 64
 
 
 def network() -> tuple[Graph, dict[str, Any]]:
-    """The weights are masked before and after the softmax; the first sample's last queries see no key, the second's see all."""
+    """The weights are masked before and after the softmax. The last queries of the first sample see no key; those of the second
+    see all."""
     n = Net(FP16)
     q, k, v = (n.input(B, H, L, D, name=name) for name in "qkv")
     shown = n.op("Greater", n.input(B, 1, L, L, name="m"), 0.0)

@@ -1,4 +1,4 @@
-"""Items of few tokens that are put together, on a GPU: every launch does what its step means, and writes nothing else."""
+"""Items of few tokens, packed into one, on a GPU: every launch agrees with its meaning, and writes nothing else."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The ring of stages in ``conv_sm90.cu`` with a prologue (``conv_change.cuh``), run as a protocol of mbarriers.
 
-The model has the copy engine, whose fills end in any order, the changing warps, which take turns at the fills, and the
-consumer. A scheduler picks who moves next. A run fails where a warp touches a stage that does not hold its fill, and where
-nobody can move although fills are left.
+The model has the copy engine, whose fills end in any order, the changing warps, to which the fills are dealt in turn, and the
+consumer. A scheduler chooses the next agent. A run fails if a warp uses a stage that does not hold its fill, or if all agents
+wait although fills remain.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 
 class Broken(AssertionError):
-    """A warp used a stage that did not hold its fill, or nobody could move."""
+    """A warp used a stage that did not hold its fill, or all agents wait."""
 
 
 @dataclass
@@ -25,13 +25,13 @@ class Barrier:
     phase: int = 0
 
     def passed(self, parity: int) -> bool:
-        """What ``mbarrier.try_wait.parity`` answers: it knows the current phase's parity and no more."""
+        """The answer of ``mbarrier.try_wait.parity``, which knows only the parity of the current phase."""
         return self.phase % 2 != parity
 
 
 @dataclass
 class Ring:
-    """Stages, their barriers and what they hold: (fill, whether it was changed)."""
+    """Stages, their barriers and their contents: (fill, whether it was changed)."""
 
     stages: int
     fills: int
@@ -49,7 +49,7 @@ class Ring:
 
 
 Agent = Iterator[tuple[Barrier, int] | None]
-"""Yields the wait (barrier, parity) that it is in, or None where it can go on."""
+"""Yields the (barrier, parity) that it waits for, or None if it can continue."""
 
 
 def producer(ring: Ring) -> Agent:
@@ -87,7 +87,7 @@ def consumer(ring: Ring) -> Agent:
 
 
 def run(stages: int, fills: int, seed: int, *, waits_for_last_fill: bool) -> None:
-    """One run with random turns. Raises Broken."""
+    """One run in a random order. Raises Broken."""
     ring, choose = Ring(stages, fills), random.Random(seed)
     warps = min(stages, 4)
     agents = [producer(ring), consumer(ring)]
@@ -118,7 +118,7 @@ def test_the_prologue_s_warps_use_each_fill_once(stages: int) -> None:
 
 @pytest.mark.parametrize(("stages", "safe"), [(5, False), (9, False), (10, False), (8, True), (12, True)])
 def test_without_the_wait_for_the_last_fill_it_breaks(stages: int, safe: bool) -> None:
-    """As it was when DenseNet-169 hung: a warp that takes turns at a stage takes an old phase for its own."""
+    """DenseNet-169 hung this way: several warps change one stage in turn, and a warp took an old phase for its own."""
 
     def broken(seed: int) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Two 1x1 convolutions in one launch: where it is done, where not and why, what it computes, and how it is chosen."""
+"""Two 1x1 convolutions in one launch: where it is used, refusals with their reasons, results, and the choice."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from optdnn.runtime.program import Program
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the cost model were for one launch everywhere."""
+    """Makes the cost model choose one launch everywhere."""
     monkeypatch.setattr(chained, "_slower", lambda problem, gpu: None)
 
 
 def inside(n: Net, channels: int, *, images: int = 2, size: tuple[int, int] = (9, 7), name: str = "x") -> Value:
-    """A value that another kernel has left channels last."""
+    """A channels-last value of another kernel."""
     return n.op("Relu", n.conv(n.input(images, 8, *size, name=name), channels, 3, bias=True))
 
 
@@ -31,7 +31,7 @@ def mixed(n: Net, x: Value, channels: int, activation: str = "Relu", **more: Any
 
 
 def bottleneck(n: Net, x: Value, wide: int, narrow: int) -> Value:
-    """ResNet's."""
+    """ResNet's bottleneck block."""
     y = n.op("Relu", n.conv(mixed(n, x, narrow), narrow, 3, pads=1, bias=True))
     return n.op("Relu", n.op("Add", mixed(n, y, wide, ""), x))
 
@@ -54,7 +54,7 @@ def perceptrons(n: Net) -> list[Value]:
 
 
 def with_output(n: Net) -> list[Value]:
-    """The wide result is an output, too."""
+    """The wide result is also an output."""
     y = mixed(n, inside(n, 32), 64)
     return [n.conv(mixed(n, y, 16), 8, 3), y]
 
@@ -80,7 +80,7 @@ NETS: dict[str, tuple[Build, dict[str, int]]] = {
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str) -> None:
     build, counts = NETS[name]
     program = check_simulated(built(build))
     found = kinds(program)
@@ -104,14 +104,14 @@ def strided(n: Net) -> list[Value]:
 
 
 def shortcut(n: Net) -> list[Value]:
-    """The convolution that is added is a part of the first one's launch."""
+    """The residual is a convolution, which the first one's launch sums."""
     x = inside(n, 32)
     y = n.op("Relu", n.op("Add", mixed(n, n.op("Relu", n.conv(x, 16, 3, pads=1)), 64, ""), mixed(n, x, 64, "")))
     return [n.conv(mixed(n, y, 16), 8, 3)]
 
 
 def later(n: Net) -> list[Value]:
-    """What the second convolution adds is the first one's result."""
+    """The second convolution adds the first one's result."""
     y = mixed(n, inside(n, 32), 64)
     return [n.conv(n.op("Add", mixed(n, y, 64, ""), y), 8, 3)]
 
@@ -129,8 +129,8 @@ def odd(n: Net) -> list[Value]:
 
 
 REFUSED: dict[str, tuple[Build, str]] = {
-    "no 1x1 behind": (lambda n: [n.conv(mixed(n, inside(n, 32), 64), 8, 3)], "exactly one other such operator"),
-    "a stride behind": (strided, "exactly one other such operator"),
+    "no 1x1 after it": (lambda n: [n.conv(mixed(n, inside(n, 32), 64), 8, 3)], "exactly one other such operator"),
+    "a stride after it": (strided, "exactly one other such operator"),
     "a shortcut's convolution": (shortcut, "is a part of its launch"),
     "added later": (later, "adds is computed later"),
     "widening": (widening, "little is saved"),

@@ -1,5 +1,5 @@
-"""Two 1x1 convolutions in one launch: its plans without a GPU, the kernel on the processor and through NVRTC, and on a GPU each case
-against the definition."""
+"""Two 1x1 convolutions in one launch: plans without a GPU, the kernel on the processor and through NVRTC, and each case on a
+GPU compared with the definition."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from optdnn.runtime.cuda.gpu_facts import of_arch
 
 DEVICE = of_arch("sm_90a")
 TOLERANCE = {"float16": 3e-3, "bfloat16": 2e-2}
-"""Of the largest magnitude: two roundings."""
+"""The largest error, relative to the largest magnitude: two roundings."""
 P = Problem(2, (14, 14), 64, 256, 64, ADD_RELU, RELU)
 B = Problem(2, (14, 14), 64, 256, 64, ADD, BIAS, integers=Integers(added="int8"))
 MANY: tuple[render.Stage, ...] = (("clip", 0.0, 1.0),) * 5
@@ -136,7 +136,7 @@ def on_the_processor(
 
 
 def check_bytes(middle: np.ndarray, want: np.ndarray, found: dict[str, np.ndarray], untouched: int = 85) -> None:
-    """Whether the results are right to the bit, and nothing else is written."""
+    """Whether the results are right to the bit, and no other bytes are written."""
     for name, meant in (("middle", middle), ("output", want)):
         if name in found:
             np.testing.assert_array_equal(found[name][:, : meant.shape[1]], meant)
@@ -144,7 +144,7 @@ def check_bytes(middle: np.ndarray, want: np.ndarray, found: dict[str, np.ndarra
 
 
 def check(made: Problem, middle: np.ndarray, want: np.ndarray, found: dict[str, np.ndarray]) -> None:
-    """Whether the results are right, and nothing else is written."""
+    """Whether the results are right, and no other bytes are written."""
     for name, meant in (("middle", middle), ("output", want)):
         if name in found:
             got = found[name].astype(np.float32)

@@ -1,4 +1,5 @@
-"""The prologue of the Hopper convolution (``conv_change.cuh``) on emulated warps: each pixel is multiplied with its image's gate once."""
+"""The prologue of the Hopper convolution (``conv_change.cuh``) on emulated warps: each pixel is multiplied once by its image's
+gate."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def changes(folder: Path, stages: int, span: int, rows: int, alone: bool) -> cty
             (3, 128, 16, 100, 1, 2, 2),  # one image
             (6, 128, 96, 20, 11, 3, 1),  # of many images
             (4, 64, 40, 13, 9, 7, 2),
-            (2, 32, 24, 9, 7, 5, 2),  # rows that a warp does not divide
+            (2, 32, 24, 9, 7, 5, 2),  # a number of rows that warps do not divide
             (7, 128, 32, 2, 90, 4, 2),  # images of a few pixels
         ],
         False,
@@ -121,7 +122,7 @@ def test_pixels_are_changed_once(
 ) -> None:
     rng = np.random.default_rng(5)
     depth, count = steps * span // 2, pixels * images
-    channels = depth - 8  # of the gate; the last ones are filled up
+    channels = depth - 8  # channels of the gate; the last ones of a pixel are padding
     x = rng.standard_normal((count, depth)).astype(np.float16)
     x[:, channels:] = 0
     gate = rng.standard_normal((images, channels)).astype(np.float16)
@@ -142,7 +143,7 @@ def test_pixels_are_changed_once(
 @pytest.mark.parametrize("stages", [(("gate",),), (("scale_shift",), ("relu",))])
 @pytest.mark.parametrize("threads", [448, 640, 896])
 def test_a_prologue_needs_no_spills(stages: tuple[tuple[str], ...], threads: int) -> None:
-    """With a block of a multiprocessor, and with two, which have 72 registers a thread."""
+    """With one block per multiprocessor, and with two, which have 72 registers per thread."""
     gpu = of_arch("sm_90a")
     problem = Problem(128, 40, (Source(28, 28, 240),), prologue=stages)
     made = (c for c in cost.candidates(problem, gpu) if (c.threads + problem.helpers) * c.blocks == threads)

@@ -1,4 +1,4 @@
-"""Stages that read numbers of each channel (PReLU, Snake, a factor and a shift): part of the convolution's launch on Hopper."""
+"""Stages that read numbers of each channel (PReLU, Snake, a factor and a shift) are part of the convolution's launch on Hopper."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ def net(
     kind: str = "Snake", kernel: int = 3, *, axes: int = 2, channels: int = 24, size: int = 9, residual: bool = False, relu: bool = False,
     joined: bool = False, bias: bool = True, twice: bool = False, group: int = 1, whole: bool = False,
 ) -> Graph:  # fmt: skip
-    """A convolution and its activation. ``residual``: a tensor is added between them, ``joined``: one that is a convolution; ``relu``:
-    another activation follows; ``twice``: the same once more; ``whole``: numbers of each position."""
+    """A convolution and its activation.
+
+    ``residual``: a tensor is added between them. ``joined``: the added tensor is a convolution. ``relu``: another activation
+    follows. ``twice``: the activation follows twice. ``whole``: the activation has numbers of each position.
+    """
     n = Net()
     x = n.op("Tanh", n.input(2, 16 if group == 1 else channels, *(size,) * axes))
     y = n.conv(x, channels, kernel, pads=kernel // 2, bias=bias, group=group)
@@ -50,7 +53,7 @@ NETS = {
     "slopes of a line": net("PRelu", axes=1, size=40),
     "a line": net(axes=1, size=40, channels=40),
     "a residual": net(residual=True),
-    "slopes behind a residual": net("PRelu", residual=True, bias=False),
+    "slopes after a residual": net("PRelu", residual=True, bias=False),
     "two convolutions": net(joined=True),
     "another activation": net(relu=True, bias=False),
     "channels in fours": net(channels=20),
@@ -94,8 +97,10 @@ def test_a_second_one_is_left_to_another_launch() -> None:
 def scaled(
     steps: str = "Relu Mul Add", kernel: int = 3, *, axes: int = 2, channels: int = 24, residual: bool = False, ends: str = "",
 ) -> Graph:  # fmt: skip
-    """A convolution, then ``steps``, of which Mul and Add read a constant of each channel; ``residual``: a tensor is added first.
-    ``ends``: steps behind those."""
+    """A convolution, followed by ``steps``, of which Mul and Add read a constant of each channel.
+
+    ``residual``: a tensor is added first. ``ends``: further steps.
+    """
     n = Net()
     y = n.conv(n.op("Tanh", n.input(2, 16, *(9,) * axes)), channels, kernel, pads=kernel // 2, bias=True)
     if residual:
@@ -112,13 +117,13 @@ SCALED = {
     "a factor": scaled("Relu Mul"),
     "a shift": scaled("Sigmoid Add"),
     "a residual first": scaled("Relu Mul Add", residual=True),
-    "an activation behind": scaled(ends="Tanh"),
+    "an activation after them": scaled(ends="Tanh"),
 }
 
 
 @pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_the_convolution_scales_what_its_activation_gives(name: str, precision: str) -> None:
+def test_the_convolution_scales_the_result_of_its_activation(name: str, precision: str) -> None:
     program = check_simulated(SCALED[name], precision, tolerance={"fp16": 1e-2, "bf16": 6e-2}.get(precision))
     assert stages(program) == (precision != "fp32")
     if precision != "fp32":
@@ -136,7 +141,7 @@ def test_a_second_factor_or_shift_is_left_to_another_launch(steps: str) -> None:
 
 
 def test_snake_is_within_a_fraction_of_a_rounding_to_half() -> None:
-    """The text, with a sine that is exact: what is left is the reduction to a period."""
+    """With an exact sine, only the reduction to a period has an error."""
     text = render.epilogue((("bias",), ("snake",)))
     assert "float4 c" in text
     u = np.linspace(-300, 300, 100001).astype(np.float32)
@@ -162,7 +167,7 @@ def test_the_kernels_compile_without_spills(stage: str) -> None:
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", [*NETS, *SCALED])
-def test_every_launch_does_what_its_step_means(name: str) -> None:
+def test_every_launch_agrees_with_its_meaning(name: str) -> None:
     graph = (NETS | SCALED)[name]
     program = lowered(graph, "fp16", target="cuda:sm_90a")
     assert stages(program) == 1

@@ -1,4 +1,4 @@
-"""Grouped convolutions as bands of Hopper's implicit GEMM: their results, the groups taken together, and refusals."""
+"""Grouped convolutions as bands of Hopper's implicit GEMM: results, the number of groups multiplied together, and refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def net(
 
 
 def tactic_of(program: Any) -> Any:
-    """The second convolution's row."""
+    """The tactic row of the second convolution."""
     return [t for t in program.meta["tactics"] if t["kind"] == "Conv"][1]
 
 
@@ -96,7 +96,7 @@ def test_bands_compute_groups(graph: Any, bands: int, precision: str, monkeypatc
         (lambda: net(20, 128, 2), "16 bytes"),
     ],
 )
-def test_what_is_refused(graph: Any, why: str | None) -> None:
+def test_refusals(graph: Any, why: str | None) -> None:
     row = tactic_of(check_simulated(graph(), "fp16"))
     assert row["tactic"] != "conv_bands_sm90"
     if why is not None:
@@ -114,7 +114,7 @@ def test_zeros_that_cost_more_than_they_save_are_left_to_the_kernel_without_them
 
 
 def test_groups_too_wide_for_the_narrow_kernel_may_have_means() -> None:
-    """Its squeeze is asked for before it refuses."""
+    """The narrow kernel is asked for the means before it refuses."""
     n = Net()
     y = n.op("Relu", n.conv(n.op("Relu", n.conv(n.input(1, 8, 14, 14), 768, 1, pads=0)), 768, group=4, bias=True))
     gated = n.op("Mul", y, n.op("Sigmoid", n.op("GlobalAveragePool", y)))
@@ -161,7 +161,7 @@ def test_kernels_compile_without_spills(kind: str) -> None:
 
 @pytest.mark.nvrtc
 def test_a_filter_of_many_taps_compiles() -> None:
-    """wav2vec 2.0's positions: 128 taps in a row. With all of them unrolled, ptxas takes minutes."""
+    """The position embedding of wav2vec 2.0: 128 taps in a row. ptxas takes minutes if all of them are unrolled."""
     problem = Problem(16, 768, (Source(1, 49, 64, (1, 128), (1, 1), (0, 64, 0, 63)),), (("bias",),), bands=12)
     config = conv_patch.PatchConfig.read("patch1x2t1x50s2r13o2b1")
     assert config is not None
@@ -171,7 +171,7 @@ def test_a_filter_of_many_taps_compiles() -> None:
 
 @pytest.mark.hopper
 @pytest.mark.parametrize(("strides", "kernel"), [(1, 3), (2, 3), (1, 1)])
-def test_every_kind_of_configuration_on_a_gpu_gives_what_it_means(strides: int, kernel: int) -> None:
+def test_every_kind_of_configuration_on_a_gpu_agrees_with_its_meaning(strides: int, kernel: int) -> None:
     graph = net(256, 256, 32, kernel, (14, 15), strides=strides, residual=True, batch=3)
     plain = lowered(graph, "fp16", "cuda:sm_90a")
     (key,) = [t["signature"] for t in plain.meta["tactics"] if t["kind"] == "Conv"][1:2]

@@ -1,4 +1,4 @@
-"""The general tensor-core kernel as a tactic: everything 16-bit before Hopper, and groups on Hopper."""
+"""The general tensor-core kernel as a tactic: all 16-bit convolutions before Hopper, and groups on Hopper."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_programs_for_sm_80_compute_the_network(name: str) -> None:
 
 
 def test_hopper_runs_groups_on_it_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_general, "MARGIN", 0.0)  # wherever groups are not taken together
+    monkeypatch.setattr(conv_general, "MARGIN", 0.0)  # unless groups are multiplied together
     monkeypatch.setattr(GroupedConv, "refuse", lambda *given: "it is left out")
     n = Net()
     x = n.input(2, 32, 9, 7)
@@ -64,9 +64,12 @@ def test_hopper_runs_groups_on_it_and_nothing_else(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("build", "groups"),
     [
-        (lambda n: n.conv(n.input(2, 12, 9, 7), 12, group=3), 1),  # 8 bytes a group: all of them
-        (lambda n: n.conv(n.input(2, 128, 9, 7), 128, group=32), 4),  # 4 channels each: eight fill a K step
-        (lambda n: n.conv(n.input(2, 192, 9, 7), 192, group=8), 8),  # 24 each: more at a time are more zeros
+        (lambda n: n.conv(n.input(2, 12, 9, 7), 12, group=3), 1),  # 8 bytes per group: all of them together
+        (lambda n: n.conv(n.input(2, 128, 9, 7), 128, group=32), 4),  # 4 channels each: eight groups fill a K step
+        (
+            lambda n: n.conv(n.input(2, 192, 9, 7), 192, group=8),
+            8,
+        ),  # 24 channels each: more groups together would need more zeros
         (lambda n: n.conv(n.input(2, 256, 9, 7), 256, group=4), 4),
     ],
 )
@@ -121,7 +124,7 @@ def test_hopper_runs_strides_on_it_that_tma_has_not() -> None:
         ),
     ],
 )
-def test_what_it_does_not_run_it_refuses(build: Callable[[Net], Value], target: str, reason: str) -> None:
+def test_refusals(build: Callable[[Net], Value], target: str, reason: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), "fp16", target=target, no_cubins=True)
     refused = refusals(program)

@@ -1,4 +1,4 @@
-"""True-fp32 convolutions and products in tiles: what runs on them, what they mean, what they refuse."""
+"""True-fp32 convolutions and products in tiles: the operators that run on them, their meanings, and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from optdnn.runtime.cuda.gpu_facts import of_arch
 
 @pytest.fixture(autouse=True)
 def scalar_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go first, though tensor cores are predicted to be faster."""
+    """They go first, although tensor cores are predicted to be faster."""
     for tactic in (PartsConv, PartsGemm):
         monkeypatch.setattr(tactic, "defer", lambda self, b, op: "scalar units are tested")
 
@@ -87,7 +87,7 @@ def no_channels(n: Net) -> Value:
         (lambda n: n.op("MatMul", n.input(4, 8), n.input(8, 4, name="m")), "fp32", "not a constant matrix"),
     ],
 )
-def test_what_they_do_not_run_they_refuse(build: Callable[[Net], Value], precision: str, reason: str) -> None:
+def test_refusals(build: Callable[[Net], Value], precision: str, reason: str) -> None:
     n = Net()
     assert any(reason in r for r in refusals(lowered(n.done(build(n)), precision))), reason
 
@@ -183,7 +183,7 @@ def test_launches_on_a_gpu_give_what_they_mean() -> None:
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("channels", [64, 20, 3])
-def test_every_configuration_on_a_gpu_gives_what_it_means(channels: int) -> None:
+def test_every_configuration_on_a_gpu_agrees_with_its_meaning(channels: int) -> None:
     n = Net()
     x = n.input(2, channels, 15, 13)
     graph = n.done(

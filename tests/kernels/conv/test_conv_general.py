@@ -1,4 +1,4 @@
-"""The general convolution kernel on a processor that emulates warps: the very source, its plans and its parameter block."""
+"""The general convolution kernel on a processor with emulated warps: the same source, its plans and its parameter block."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 TYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 TOLERANCE = {"float16": 4e-4, "bfloat16": 3e-3, "float32": 2e-5}
 PLAIN, SHARED = GeneralConfig(64, 64, 3), GeneralConfig(64, 128, 4, 2)
-"""A tile for all cases (all tiles run them on a GPU), and one whose blocks share K for deep ones."""
+"""A tile for all cases (GPU tests run all tiles), and one whose blocks share K, for deep cases."""
 
 
 def launched(
     problem: Problem, config: GeneralConfig, operands: dict[str, np.ndarray], output: np.ndarray, folder: Path,
     requantize: Requantize | None = None, **sizes: int,
 ) -> np.ndarray:  # fmt: skip
-    """The kernel's result in ``output``, after two runs: counts are zero again after the first."""
+    """The kernel's result in ``output`` after two runs. The counts must be zero again after the first."""
     made = conv_general.launch(problem, config, of_arch("sm_80"), requantize=requantize, **sizes)
     recipe = made.recipe
     text = recipe.generated["generated.cuh"].replace(render.mma(problem.dtype), "")
@@ -95,7 +95,7 @@ def test_convolutions_of_floats(name: str, config: GeneralConfig, tmp_path: Path
     }
     sizes = {"channels": channels, "inside": inside, "pitch": pitched[3]}
     got = launched(problem, config, operands, np.full(pitched, 7.0, dtype), tmp_path, **sizes).astype(np.float64)
-    assert (got[..., channels:] == 7.0).all(), "nothing is written behind the channels"
+    assert (got[..., channels:] == 7.0).all(), "nothing is written after the channels"
     assert np.linalg.norm(got[..., :channels] - want) < TOLERANCE[problem.out_dtype] * np.linalg.norm(want)
 
 
@@ -134,7 +134,7 @@ def test_the_emulation_notices_channels_in_another_order(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 @pytest.mark.parametrize(("channels", "config"), [(24, PLAIN), (19, PLAIN), (24, SHARED)], ids=str)
 def test_the_scale_of_data_may_be_computed(dtype: str, channels: int, config: GeneralConfig, tmp_path: Path) -> None:
-    """Sums less the zero point times the sums of weights, as integers; then one rounding a step."""
+    """Sums minus the zero point times the sums of weights, in integers; then one rounding per step."""
     rng, source = np.random.default_rng(8), Source(6, 5, 64, (3, 3))
     problem = Problem(2, 24, (source,), (("bias",), ("relu",)), dtype, "float32", dynamic=True)
     info = np.iinfo(dtype)

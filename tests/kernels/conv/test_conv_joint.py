@@ -1,4 +1,4 @@
-"""Convolutions into a part of a joint buffer by stores from registers: blocks that share K store so."""
+"""Convolutions that write a part of a joint buffer by stores from registers, which blocks that share K use."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from optdnn.runtime.cuda.launches.plan import CudaStep, parse
 from optdnn.runtime.program import Program
 
 PITCHES = AHEAD[-1] + 16 + 4 * 4
-"""Where the parameter block has them: after the prefetch's fields and four numbers."""
+"""Offset of the pitches in the parameter block: after the fields of the prefetch and four numbers."""
 
 
 def skip_net(kernel: int = 3) -> Graph:
-    """A residual convolution of a small image whose result is the first part of a concatenation, beside another one's."""
+    """A residual convolution of a small image. Its result is a part of a concatenation with another convolution's result."""
     n = Net()
     x = n.op("Relu", n.conv(n.input(2, 8, 8, 8), 512, 1, pads=0))
     beside = n.op("Relu", n.conv(x, 128, 1, pads=0))
@@ -35,13 +35,13 @@ def skip_net(kernel: int = 3) -> Graph:
 
 
 def pitched(program: Program) -> list[CudaStep]:
-    """The convolutions that write into a part of a wider tensor."""
+    """The convolutions that write a part of a wider tensor."""
     found = [parse(s, program) for s in program.steps if s.params["op"]["kind"] == "Conv"]
     return [s for s in found if s.meaning.writes[0] is not None and s.meaning.writes[0].strides[-1] == 192]
 
 
 def only(wanted: Callable[[Any], bool], choice: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds take, of the configurations that are wanted, the one of this number; where there is none, the first of all."""
+    """Makes builds use configuration number ``choice`` of the wanted ones; if there are none, the first of all."""
     every = hopper_launch.ranked
 
     def ranked(problem: Problem, gpu: Any) -> tuple[Offer, ...]:
@@ -64,7 +64,7 @@ def test_blocks_that_share_k_write_into_joint_buffers() -> None:
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("choice", range(4))
 @pytest.mark.parametrize("split", [False, True])
-def test_on_a_gpu_they_write_what_they_mean(
+def test_on_a_gpu_they_agree_with_their_meaning(
     split: bool, choice: int, kernel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(lambda c: c.stores_directly and (c.split > 1) == split, choice, monkeypatch)

@@ -1,4 +1,4 @@
-"""Plans of the convolution kernels, without a GPU: shapes, packing, refusals, candidates, the parameter block."""
+"""Plans of the convolution kernels without a GPU: shapes, packing, refusals, candidates, the parameter block."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_space_to_depth_is_the_same_convolution(source: Source) -> None:
     np.testing.assert_allclose(convolve(deep, packed, made), convolve(image, weight, source), atol=1e-12)
 
 
-def test_space_to_depth_refuses_what_it_cannot_do() -> None:
+def test_refusals_of_space_to_depth() -> None:
     with pytest.raises(InternalError, match="equal strides"):
         conv_problem.space_to_depth(Source(8, 8, 3, (3, 3), (2, 1)))
 
@@ -106,7 +106,7 @@ def test_the_parameter_block_has_the_kernels_layout(name: str) -> None:
 
 P = Problem(4, 128, (same(14, 14, 128),), RELU)
 PAIRS = Problem(4, 64, (replace(same(14, 14, 64), depth=Depth(8, 8, 3, 1, -1, together=2)),), RELU)
-"""Of frames."""
+"""A problem with two frames together."""
 
 
 @pytest.mark.parametrize("config", [PatchConfig(2, 1, 4, 14, 2, 4), PatchConfig(1, 1, 4, 14, 2, 4, direct=True)])
@@ -273,7 +273,7 @@ def test_candidates_are_valid_and_distinct(batch: int) -> None:
         assert all(PatchConfig.read(str(config)) == config for config in patches)
 
 
-def test_a_name_tells_the_configuration_and_nothing_else_is_one() -> None:
+def test_a_name_gives_the_configuration_and_no_other_text_does() -> None:
     problem = Problem(6304, 768, (Source(1, 1, 768),), (("bias",), ("gelu",)))
     found = [*conv_cost.candidates(problem, DEVICE, 400), Config(1, 1, 1, 32, 4, 1, 1, True, 2)]
     assert {c.share for c in found} > {(1, 1)}
@@ -306,10 +306,10 @@ def test_a_name_tells_the_configuration_and_nothing_else_is_one() -> None:
         (580, 768, 768, ADD, ["1x1m1n72s12o1b1"]),
     ],
 )
-def test_products_take_what_was_fast(
+def test_products_use_fast_configurations(
     rows: int, columns: int, depth: int, stages: tuple[render.Stage, ...], tiles: list[str]
 ) -> None:
-    """The model's choice is one of those that an H200 ran within some percent of the best."""
+    """The model's first choice is among the configurations within some percent of the best one on an H200."""
     problem = Problem(rows, columns, (Source(1, 1, depth),), stages)
     assert conv_cost.mid_size_product(problem)
     assert str(conv_cost.candidates(problem, DEVICE, 1)[0]) in tiles
@@ -322,7 +322,7 @@ def test_products_take_what_was_fast(
         (48, 56, ["1x1m1n96s9o3wb1", "1x2m1n64s7o2wb1", "1x2m1n64s6o3wb1", "1x1m1n96s10o2wb1", "1x2m1n192s3o1b1"]),
     ],
 )
-def test_convolutions_take_what_was_fast(channels: int, size: int, tiles: list[str]) -> None:
+def test_convolutions_use_fast_configurations(channels: int, size: int, tiles: list[str]) -> None:
     """RepVGG's two branches in one launch: deep rings, and no tiles of a few pixels."""
     sources = (Source(size, size, channels, (3, 3), (1, 1), (1, 1, 1, 1)), Source(size, size, channels))
     problem = Problem(16, channels, sources, (("bias",), ("relu",)))
@@ -333,7 +333,8 @@ def test_convolutions_take_what_was_fast(channels: int, size: int, tiles: list[s
 
 
 def test_a_last_wave_that_fills_all_multiprocessors_costs() -> None:
-    """132 blocks of 96 rows took 2.2 us longer in GPT-2 at batch 16 than 120 of 104. In DeiT-S, of 384 features, they do not."""
+    """In GPT-2 at batch 16, 132 blocks of 96 rows took 2.2 us longer than 120 blocks of 104. In DeiT-S, with 384 features, they
+    do not."""
     full, left = Config.read("2x1m1n96s7o1b1"), Config.read("2x1m1n104s6o1b1")
     assert full is not None
     assert left is not None
@@ -344,8 +345,8 @@ def test_a_last_wave_that_fills_all_multiprocessors_costs() -> None:
 
 
 def test_one_wave_of_small_blocks_is_lopsided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """132 blocks, two of which fit a multiprocessor: 13.3 us in a network, where 8.7 were predicted. Products of up to 400 rows were
-    fitted in networks."""
+    """132 blocks, two of which fit a multiprocessor, took 13.3 us in a network; predicted were 8.7. The model of products of up
+    to 400 rows was fitted in networks."""
     small, alone = Config.read("1x1m1n56s7o1b2"), Config.read("1x1m1n72s12o1b1")
     assert small is not None
     assert alone is not None
@@ -378,7 +379,7 @@ def test_other_problems_keep_the_other_model(change: dict[str, Any]) -> None:
     assert not conv_cost.mid_size_product(replace(product, **change))
 
 
-def test_large_tiles_share_what_neighbours_load_and_take_turns() -> None:
+def test_large_tiles_share_loads_of_neighbors_and_alternate() -> None:
     problem = Problem(6304, 768, (Source(1, 1, 768),), (("bias",), ("gelu",)))
     found = conv_cost.candidates(problem, DEVICE, 400)
     assert {c.share for c in found} >= {(1, 1), (2, 1), (1, 2)}

@@ -1,4 +1,4 @@
-"""A convolution and the pool after it in one launch: what it computes, which tiles it offers, and what it refuses."""
+"""A convolution and the pool after it in one launch: results, tiles, and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def net(
     channels: int = 64, filters: int = 72, size: tuple[int, int] = (28, 30), *, kernel: int = 3, pool: Any = None, strides: int = 1,
     residual: bool = False, again: bool = False, shifted: bool = False, joined: bool = False,
 ) -> Graph:  # fmt: skip
-    """Convolutions before and after, so that images are channels-last."""
+    """A block with convolutions before and after the pair, so that images are channels-last."""
     n = Net()
     x = n.op("Relu", n.conv(n.input(2, 8, *size), channels + 4 * shifted, 1, pads=0))
     if shifted:
@@ -47,7 +47,7 @@ def net(
 
 
 def reason(graph: Graph, **options: Any) -> str:
-    """Why the tactic refuses the second convolution."""
+    """The reason for which the tactic refuses the second convolution."""
     program = check_simulated(graph, **options)
     assert "PooledConv" not in kinds(program)
     found = [t for t in program.meta["tactics"] if t["kind"] == "Conv"][1]
@@ -61,23 +61,23 @@ def reason(graph: Graph, **options: Any) -> str:
 def test_one_launch_computes_both(
     size: tuple[int, int], filters: int, kernel: int, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conv_pool, "OVERLAP", -1.0)  # wherever it can
+    monkeypatch.setattr(conv_pool, "OVERLAP", -1.0)  # fused wherever possible
     program = check_simulated(net(64, filters, size, kernel=kernel), precision)
     assert kinds(program).count("PooledConv") == 1
     assert "MaxPool" not in kinds(program)
     (step,) = [s for s in program.steps if s.params["op"]["kind"] == "PooledConv"]
     assert len([n for n in step.src if "Relu" in n or "Conv" in n or "MaxPool" in n]) == 3
     found = next(t for t in program.meta["tactics"] if t["tactic"] == "conv_pool_sm90")
-    assert any("conv_pool_sm90 computes its neighbour" in r["reason"] for r in found["refused"])
+    assert any("conv_pool_sm90 computes its neighbor" in r["reason"] for r in found["refused"])
 
 
 class Library(HopperConv):
-    """A library's tactic, as it could be."""
+    """An imagined tactic of a library."""
 
     name, provider = "library", "cudnn"
 
 
-def test_a_librarys_convolution_that_was_chosen_runs_beside_one_that_would_take_the_pool_along(
+def test_a_chosen_convolution_of_a_library_prevents_the_fusion_of_its_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(conv_pool, "OVERLAP", -1.0)
@@ -130,7 +130,7 @@ def test_pools_that_give_indices_are_refused() -> None:
 
 
 def test_launches_apart_where_these_are_predicted_to_be_faster() -> None:
-    """A deep convolution of few pixels is split over a cluster, whose partial sums no tile holds."""
+    """A deep convolution of few pixels is split over a cluster, whose partial sums do not form a tile."""
     assert "us are predicted for both" in reason(net(512, 512, (14, 14)))
 
 

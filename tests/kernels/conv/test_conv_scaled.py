@@ -1,4 +1,4 @@
-"""A scale and a shift per channel after a residual, as pre-activation networks have them: part of the convolution's launch on Hopper."""
+"""A scale and a shift per channel after a residual, as in pre-activation networks: part of the convolution's launch on Hopper."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def preact(
     kernel: int = 1, *, shift: bool = True, joined: bool = False, relu: bool = True, group: int = 1, channels: int = 24, bias: bool = True,
     size: int = 9,
 ) -> Graph:  # fmt: skip
-    """The end of a stage: a sum that only a batch norm reads, whose result two convolutions read. ``joined``: the other addend is a
-    convolution that the launch sums, too."""
+    """The end of a stage: a sum with a batch norm as its only reader, and two convolutions of the norm's result.
+
+    ``joined``: the other addend is a convolution, which the launch sums as well.
+    """
     n = Net()
     x = n.op("Tanh", n.input(2, 16, size, size))
     shortcut = n.conv(x, channels, 1, pads=0)
@@ -51,7 +53,7 @@ NETS = {
 
 
 def preact_line() -> Graph:
-    """The same of a line."""
+    """The same with one spatial axis."""
     n = Net()
     x = n.op("Tanh", n.input(2, 16, 40))
     y = n.op("Mul", n.op("Add", n.conv(n.op("Sigmoid", x), 16, 1, pads=0, bias=True), x), n.random(16, 1))
@@ -61,7 +63,7 @@ def preact_line() -> Graph:
 
 NETS["a line"] = preact_line()
 SCALAR = ("channels in fours", "two convolutions")
-"""What scalar units run in fp32."""
+"""The operators that run on scalar units in fp32."""
 
 
 def scaled(program: Program) -> int:
@@ -71,7 +73,7 @@ def scaled(program: Program) -> int:
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("name", NETS)
-def test_the_convolution_scales_what_it_adds(name: str, precision: str) -> None:
+def test_the_convolution_scales_its_residual(name: str, precision: str) -> None:
     program = check_simulated(NETS[name], precision, tolerance={"fp16": 1e-2, "bf16": 6e-2}.get(precision))
     assert scaled(program) == (precision != "fp32" or name not in SCALAR)
 
@@ -112,7 +114,7 @@ def test_the_kernels_compile_without_spills(family: Any) -> None:
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
-def test_every_launch_does_what_its_step_means(name: str) -> None:
+def test_every_launch_agrees_with_its_meaning(name: str) -> None:
     program = lowered(NETS[name], "fp16", target="cuda:sm_90a")
     assert scaled(program) == 1
     checked_program(program, feeds_of(NETS[name]), 4e-3)

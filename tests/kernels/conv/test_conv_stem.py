@@ -1,4 +1,4 @@
-"""The tactic that runs a network's first convolution in one launch: what it computes, what it refuses, when it goes first."""
+"""The tactic that runs a network's first convolution in one launch: results, refusals, and where it goes first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from optdnn.target_name import TargetName
 
 
 def chosen(graph: Graph, precision: str = "fp16", target: str = "simulate") -> tuple[Program, Sequence[str]]:
-    """The program in which every convolution that may runs on it, and why the others may not."""
+    """The program in which the tactic runs every convolution that it can, and its refusals."""
     options, choices, reasons = BuildOptions(target=target, precision=precision, no_cubins=True), {}, []
 
     def visit(b: Builder, op: Op, key: str) -> None:
@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[Callable[[Net], Value], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_does_not_run_it_refuses(name: str) -> None:
+def test_refusals(name: str) -> None:
     build, reason = REFUSED[name]
     n = Net()
     program, reasons = chosen(n.done(n.op("Relu", build(n))))

@@ -1,4 +1,4 @@
-"""Transposed convolutions by way of blocks of pixels: geometry, every kernel family's program, refusals."""
+"""Transposed convolutions as convolutions to blocks of pixels: geometry, programs with every kernel family, refusals."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_programs_before_hopper_compute_the_network(name: str) -> None:
         assert np.abs(got[output] - want).max() <= 3e-2 * np.abs(want).max() < np.abs(want - other[output]).max() / 4
 
 
-def test_what_the_blocks_need_after_them_is_one_launch() -> None:
+def test_the_operators_after_the_blocks_are_one_launch() -> None:
     n = Net()
     program = lowered(n.done(NETS["a residual"](n)), "fp16")
     after = kinds(program)[1:]  # the image's layout
@@ -87,7 +87,7 @@ def test_what_the_blocks_need_after_them_is_one_launch() -> None:
         (lambda n: n.op("ConvTranspose", n.input(1, 4, 5, 4), n.random(4, 4, 2, 2), n.input(4, name="b"), attrs=ConvTransposeAttrs((2, 2), (0,) * 4, (1, 1), (0, 0))), "bias is not constant"),
     ],
 )  # fmt: skip
-def test_what_they_do_not_run_they_refuse(build: Callable[[Net], Value], reason: str) -> None:
+def test_refusals(build: Callable[[Net], Value], reason: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), "fp16")
     assert tactics(program, "ConvTranspose") == ["conv_transpose_direct"]

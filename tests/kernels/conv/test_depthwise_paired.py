@@ -1,4 +1,4 @@
-"""Gates of filtered features: two depthwise convolutions in one launch, on a processor and on a GPU, and what is refused."""
+"""Gates of filtered features: two depthwise convolutions in one launch, on the processor and on a GPU, and refusals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def line(n: Net) -> Value:
 
 
 def squeezed(n: Net) -> Value:
-    """As NAFNet has it: the means of the gated features weigh them."""
+    """NAFNet's block: the gated features are weighted by their means."""
     x = n.conv(n.input(2, 16, 9, 11), 48, 1, pads=0)
     y = gated(n, n.conv(x, 48, 3, group=48, bias=True), ("", ""))
     weights = n.conv(n.op("GlobalAveragePool", y), 24, 1, pads=0, bias=True)
@@ -85,7 +85,7 @@ def test_a_gate_is_one_launch(name: str, precision: str, target: str) -> None:
     found = kinds(program)
     assert found.count("GatedConv") + sum(s.params["op"]["attrs"].get("of") == "GatedConv" for s in program.steps) == 1
     assert not {"Slice", "Split", "Mul"} & set(found)
-    assert found.count("Copy") <= len(program.inputs) + len(program.outputs)  # between orders of images
+    assert found.count("Copy") <= len(program.inputs) + len(program.outputs)  # changes of layout
     if name == "squeezed":
         assert "ConvSqueeze" in found
 
@@ -101,7 +101,7 @@ def test_sums_of_tiles_are_added_up_by_a_second_launch(precision: str) -> None:
 
 
 def changed(change: str) -> Callable[[Net], Value]:
-    """``Relu(conv(x)) * conv(y)`` of two images, one of them changed."""
+    """``Relu(conv(x)) * conv(y)`` of two images, of which one is changed."""
 
     def build(n: Net) -> Value:
         x, y = (n.conv(n.input(2, 16, 9, 11, name=name), 24, 1, pads=0) for name in "xy")
@@ -129,7 +129,7 @@ def changed(change: str) -> Callable[[Net], Value]:
         ("residual", "is more than an activation"),
     ],
 )
-def test_what_is_refused(change: str, because: str) -> None:
+def test_refusals(change: str, because: str) -> None:
     program = lowered(made(changed(change)))
     assert any(because in reason for reason in refusals(program, "depthwise_paired"))
     assert "GatedConv" not in kinds(program)
@@ -233,7 +233,7 @@ TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "tf32": 4e-3, "fp32": 4e-6}
 
 
 def large(n: Net) -> Value:
-    """More tiles than multiprocessors, and last tiles that are cut."""
+    """More tiles than multiprocessors, and incomplete last tiles."""
     x = n.conv(n.input(2, 16, 97, 101), 144, 1, pads=0)
     y = gated(n, n.conv(x, 144, 3, group=144, bias=True))
     return n.conv(n.op("Mul", y, n.op("GlobalAveragePool", y)), 16, 1, pads=0)

@@ -1,5 +1,8 @@
-"""Depthwise convolutions of channels that are a slice of more, of results in a concatenation, and of sequences: which kernel runs them,
-what it refuses, the kernels' source on a processor that emulates warps, and on a GPU every kernel's configurations."""
+"""Depthwise convolutions of sliced channels, with results in a concatenation, and of sequences.
+
+Tested are the kernel that runs them, its refusals, its source on a processor with emulated warps, and all configurations on a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +53,12 @@ def sliced(
     size: tuple[int, int] = (14, 14),
     batch: int = 1,
 ) -> Graph:
-    """A convolution of the last of a product's channels; its result lies behind the others."""
+    """A convolution of the last channels of a product. Its result follows the other channels in a concatenation."""
     n = Net()
     high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
     pads = (high // 2, wide // 2, high // 2, wide // 2)
     x = n.conv(n.input(batch, 16, *size), sum(sizes), 1, pads=0)
-    x = n.op("Relu", x) if sizes[0] % 8 else x  # else `aligned_parts` puts the other part first
+    x = n.op("Relu", x) if sizes[0] % 8 else x  # otherwise `aligned_parts` would put the other part first
     first, last = split(n, x, *sizes)
     own = n.conv(last, sizes[1], kernel, pads=pads, group=sizes[1], bias=True)
     y = n.op("Concat", first, own, attrs=ConcatAttrs(1))
@@ -65,7 +68,7 @@ def sliced(
 def sequence(
     kernel: int = 9, *, channels: int = 48, length: int = 37, strides: int = 1, dilations: int = 1, turned: bool = True
 ) -> Graph:
-    """A convolution of a sequence, before and after products over its channels, as rows or as channels."""
+    """A convolution of a sequence, before and after products over its channels, which are rows or channels."""
     n, reach = Net(), (kernel - 1) * dilations
     x = n.op("Tanh", n.input(2, length, channels)) if turned else n.input(2, channels, length)
     x = (
@@ -85,7 +88,7 @@ def multiplied() -> Graph:
 
 
 def rows(batch: int = 2) -> Graph:
-    """Gated convolution over rows of channels, as MambaOut has it."""
+    """Gated convolution over rows of channels, as in MambaOut."""
     n = Net()
     gate, first, last = n.op(
         "Split", n.matmul(n.input(batch, 9, 9, 16), 128), n.ints(64, 40, 24), attrs=SplitAttrs(3), outputs=3
@@ -96,7 +99,7 @@ def rows(batch: int = 2) -> Graph:
 
 
 def relu_before(kernel: int = 3, *, size: tuple[int, int] = (9, 11), batch: int = 2, channels: int = 24) -> Graph:
-    """As Xception has it: the sum that a depthwise convolution reads through a ReLU is the next one's shortcut."""
+    """Xception's: a depthwise convolution reads a sum through a ReLU, and the sum is the next shortcut."""
     n = Net()
     x = n.conv(n.input(batch, 16, *size), channels, 1, pads=0)
     y = n.conv(n.op("Relu", x), channels, kernel, pads=kernel // 2, group=channels, bias=True)
@@ -106,7 +109,7 @@ def relu_before(kernel: int = 3, *, size: tuple[int, int] = (9, 11), batch: int 
 def heads(
     taps: int = 65, *, features: int = 16, added: bool = True, stage: str = "", filters: tuple[int, int] | None = None
 ) -> Graph:
-    """As Nyströmformer has it: a convolution along the tokens of each head's values, added to their attention."""
+    """Nyströmformer's: a convolution along the tokens of each head's values, added to their attention."""
     n, (tokens, count) = Net(), (70, 3)
     own = filters or (taps, 1)
 
@@ -160,11 +163,11 @@ def test_the_fast_kernels_run_it_where_it_lies(name: str) -> None:
 
 
 def test_a_result_that_is_turned_to_rows_lies_in_their_concatenation() -> None:
-    assert kinds(check_simulated(rows(), tolerance=1e-2)).count("Copy") == 1  # of the channels that no kernel makes
+    assert kinds(check_simulated(rows(), tolerance=1e-2)).count("Copy") == 1  # of the channels that no kernel computes
 
 
 def refusal(graph: Graph, precision: str = "fp16") -> str:
-    """Why the fast kernels refuse the depthwise convolution."""
+    """The reason for which the fast kernels refuse the depthwise convolution."""
     refused = [
         r
         for t in lowered(graph, precision, no_cubins=True).meta["tactics"]
@@ -181,7 +184,7 @@ def alone(channels: int, *size: int, kernel: int = 3) -> Graph:
 
 
 def plain() -> Graph:
-    """A sequence whose channels lie apart, at the network's edges."""
+    """A channels-first sequence at the edges of the network."""
     n = Net()
     return n.done(n.conv(n.input(2, 24, 40), 24, 3, group=24))
 
@@ -219,7 +222,7 @@ def test_refusals_say_why(graph: Callable[[], Graph], precision: str, reason: st
     assert reason in refusal(graph(), precision)
 
 
-def test_a_cliff_tells_why_the_fast_kernels_refuse() -> None:
+def test_a_cliff_names_the_refusals_of_the_fast_kernels() -> None:
     program = lowered(sliced(3, (22, 24)), no_cubins=True)
     (k,) = [i for i, s in enumerate(program.steps) if str(s.params.get("tactic", "")).startswith("depthwise")]
     step = program.steps[k]
@@ -350,7 +353,7 @@ def test_kernels_compile_without_spills(name: str) -> None:
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
-def test_every_kernel_on_a_gpu_gives_what_it_means(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_on_a_gpu_agrees_with_its_meaning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = NETS[name]()
     facts = facts_for(TargetName.parse("cuda:sm_90a"))
     asked: list[depthwise.Problem] = []

@@ -1,4 +1,4 @@
-"""Plans of depthwise convolutions, without a GPU: packing, coverage, refusals, candidates."""
+"""Plans of depthwise convolutions without a GPU: packing, coverage, refusals, candidates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ BEFORE_HOPPER = ("sm_80", "sm_86", "sm_89")
 
 
 def emulate_depthwise(problem: depthwise.Problem, config: depthwise.Config, x: Any, packed: Any) -> Any:
-    """The kernel's walk, thread by thread: rows top to bottom, each row's vectors for all taps and output rows that touch them."""
+    """The order of a thread in the kernel: rows from top to bottom, and for each row the vectors of all taps and output rows
+    that need them."""
     s, (out_h, out_w) = problem.source, problem.out_size
     (kh, kw), (sh, sw), (dh, dw) = s.kernel, s.stride, s.dilation
     out = np.full((problem.batch, out_h, out_w, problem.channels), np.nan)
@@ -149,7 +150,7 @@ def test_depthwise_by_tma_refuses(problem: depthwise.Problem, config: depthwise_
 
 
 @pytest.mark.parametrize("source", [same(56, 56, 144), Source(57, 30, 96, (5, 3), (2, 1), (2, 1, 2, 1), (1, 2))])
-def test_depthwise_patches_hold_what_their_tiles_read(source: Source) -> None:
+def test_depthwise_patches_hold_all_pixels_of_their_tiles(source: Source) -> None:
     problem = depthwise.Problem(64, source)
     (sh, sw), (dh, dw), (kh, kw) = source.stride, source.dilation, source.kernel
     for config in depthwise_tma.candidates(problem, DEVICE):
@@ -166,7 +167,7 @@ def test_depthwise_patches_hold_what_their_tiles_read(source: Source) -> None:
 
 
 @pytest.mark.parametrize("arch", BEFORE_HOPPER)
-def test_what_is_proposed_before_hopper_fits_a_block_and_needs_no_tma(arch: str) -> None:
+def test_candidates_before_hopper_fit_a_block_and_need_no_tma(arch: str) -> None:
     gpu = gpu_facts.of_arch(arch)
     assert "capability 8.0 do not have" in (depthwise_tma.refuse(D, T, capability=(8, 0)) or "")
     assert depthwise_tma.candidates(D, DEVICE)

@@ -1,4 +1,4 @@
-"""Depthwise and transposed convolutions that repeat the edges of what they read (BigVGAN's activations), in one launch each."""
+"""Depthwise and transposed convolutions with repeated edges of the input (BigVGAN's activations), each in one launch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def down(
 def up(
     begins: int = 5, ends: int = 5, *, channels: int = 16, taps: int = 12, cut: int = 15, group: int = 0, size: int = 11
 ) -> Graph:
-    """A transposed depthwise convolution of the padded tensor, cut, and an activation."""
+    """A transposed depthwise convolution of the padded tensor, cropped, and an activation."""
     n, groups = Net(), group or channels
     x = padded(n, n.op("Tanh", n.input(2, channels, size)), (begins,), (ends,))
     w = n.random(channels, channels // groups, taps)
@@ -111,7 +111,7 @@ def others(kind: str) -> Graph:
         (up(group=1), "conv_transpose_edges", "tensor cores run it"),
     ],
 )
-def test_what_is_refused(graph: Graph, tactic: str, because: str) -> None:
+def test_refusals(graph: Graph, tactic: str, because: str) -> None:
     program = lowered(graph, "fp16")
     assert because in refusals(program, tactic)
     assert "EdgePadded" not in kinds(program)

@@ -1,4 +1,4 @@
-"""Activations behind convolutions and products are computed in their epilogues."""
+"""Activations after convolutions and products are computed in their epilogues."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_they_compile_without_spills(kind: str) -> None:
 
 def test_constant_images_are_added_by_the_convolution() -> None:
     program = check_simulated(constant_images())
-    assert kinds(program) == ["ImageConv", *["Conv"] * 3, "Pointwise"]  # the last one turns the output
+    assert kinds(program) == ["ImageConv", *["Conv"] * 3, "Pointwise"]  # the last one converts the output
     check_simulated(constant_images(), "fp32")
     check_simulated(constant_images(), target="cuda:sm_80")
 

@@ -1,5 +1,5 @@
-"""A 1x1 convolution and the depthwise one after it in one launch: where it is done, where not and why, what it computes, and how it is
-chosen."""
+"""A 1x1 convolution and the depthwise one after it in one launch: where it is used, refusals with their reasons, results, and
+the choice."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from optdnn.runtime.program import Program
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the cost model were for one launch everywhere."""
+    """Makes the cost model choose one launch everywhere."""
     monkeypatch.setattr(expanded, "GAIN", 1e9)
     monkeypatch.setattr(expanded, "LEAST", 0.0)
 
 
 def block(n: Net, x: Value, depth: int, channels: int, *, activation: str = "Relu", **conv: Any) -> Value:
-    """The first half of a MobileNetV2's block."""
+    """The first half of MobileNetV2's block."""
     y = n.op(activation, n.conv(x, channels, 1, pads=0, bias=conv.get("bias", True)))
     given = {"kernel": 3, "pads": 1, "bias": True, **conv}
     return n.op(activation, n.conv(y, channels, group=channels, **given))
@@ -66,7 +66,7 @@ def made(program: Program) -> list[Any]:
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str) -> None:
     program = check_simulated(built(NETS[name]))
     (step,) = made(program)
     assert step.params["op"]["kind"] == "SeparableConv"
@@ -164,14 +164,16 @@ def test_short_launches_are_for_tuning() -> None:
     assert any("other launches are predicted to take only" in r for r in reasons(lowered(built(plain))))
 
 
-@pytest.mark.parametrize(("each", "told"), [(29e-6, 58.0), (31e-6, 62.0 * expanded.LONGER)])
-def test_long_launches_take_longer_than_predicted(each: float, told: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("each", "reported"), [(29e-6, 58.0), (31e-6, 62.0 * expanded.LONGER)])
+def test_long_launches_take_longer_than_predicted(
+    each: float, reported: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(expanded, "_apart", lambda problem, gpu: (each, each))
     monkeypatch.setattr(expanded, "GAIN", 0.0)
-    assert any(f"({told:.2f} us" in reason for reason in reasons(lowered(built(plain))))
+    assert any(f"({reported:.2f} us" in reason for reason in reasons(lowered(built(plain))))
 
 
-def test_a_launch_with_the_convolution_behind_it_competes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_with_the_convolution_after_it_competes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(separable, "_slower", lambda problem, gpu, invariant=False: None)
     monkeypatch.setattr(expanded, "_apart", lambda problem, gpu: (1.0, 1.0))
     for saved, taken in ((0.0, True), (2.0, False)):
@@ -190,7 +192,7 @@ def test_a_launch_with_the_convolution_behind_it_competes(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("build", [plain, squeezed])
 @pytest.mark.parametrize(("one", "taken"), [(3.5e-6, True), (4.5e-6, False)])
 def test_the_tuner_counts_the_launch_that_is_dropped(one: float, taken: bool, build: Build) -> None:
-    """Two launches of 2 us each: one of 3.5 us takes longer than the depthwise one alone, and is better."""
+    """Two launches take 2 us each. One launch of 3.5 us is slower than the depthwise one alone, but better than both."""
 
     def seconds(name: str) -> float:
         return one if name.startswith("expanded") else 2e-6
@@ -202,8 +204,8 @@ def test_the_tuner_counts_the_launch_that_is_dropped(one: float, taken: bool, bu
 
 @pytest.mark.nvrtc
 def test_choices_that_exclude_one_another_leave_a_program() -> None:
-    """Alone, the best for the depthwise convolution is a launch with the one before it, and for the 1x1 convolution behind it a
-    launch with the depthwise one. The one that is planned first stays."""
+    """Measured separately, the depthwise convolution is fastest together with the one before it, and the 1x1 convolution after
+    it together with the depthwise one. The choice that is planned first stays."""
 
     def whole(n: Net) -> list[Value]:
         x = n.op("Relu", n.conv(n.input(2, 8, 14, 14), 16, 3, bias=True))

@@ -1,5 +1,5 @@
-"""A 1x1 and a depthwise convolution in one launch: its plans without a GPU, the kernel on the processor and through NVRTC, and on a GPU
-each case against the definition."""
+"""A 1x1 and a depthwise convolution in one launch: plans without a GPU, the kernel on the processor and through NVRTC, and each
+case on a GPU compared with the definition."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from optdnn.runtime.cuda.gpu_facts import of_arch
 
 DEVICE = of_arch("sm_90a")
 TOLERANCE = {"float16": 3e-3, "bfloat16": 2e-2}
-"""Of the largest magnitude: two roundings."""
+"""The largest error, relative to the largest magnitude: two roundings."""
 P = problem(2, 24, same(14, 14, 96), RELU6, RELU6)
 C = Config(2, 16, 1, 7, 48, 2)
 
@@ -93,7 +93,7 @@ def test_packing() -> None:
 
 
 def _assembly_aside(text: str) -> str:
-    """Generated text that the processor can run: bounds of pairs as plain C++."""
+    """Generated text that the processor can run: bounds of pairs in plain C++."""
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     return "\n".join(
         "    pair = pack2(min(max(low_float(pair), 0.0f), 6.0f), min(max(high_float(pair), 0.0f), 6.0f));"
@@ -124,7 +124,7 @@ def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
 
 
 def results(made: Problem, config: Config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Places of the result, filled with NaN, and of its sums or means."""
+    """The memory of the result, filled with NaN, and of its sums or means."""
     f = made.filtered
     dtype = np.dtype(ml_dtypes.bfloat16 if f.dtype == "bfloat16" else np.float16)
     _, x, y = expanded.tiles(made, config)
@@ -135,7 +135,7 @@ def results(made: Problem, config: Config) -> tuple[np.ndarray, dict[str, np.nda
 
 
 def check(made: Problem, config: Config, want: np.ndarray, out: np.ndarray, more: dict[str, np.ndarray]) -> None:
-    """Whether the results are right, and nothing else is written."""
+    """Whether the results are right, and no other bytes are written."""
     tolerance = TOLERANCE[made.filtered.dtype]
     got = out[..., : made.channels].astype(np.float32)
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())

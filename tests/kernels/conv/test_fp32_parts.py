@@ -1,4 +1,4 @@
-"""fp32 on Hopper's tensor cores, in parts: where it is taken, what it refuses, and each kind of configuration on a GPU."""
+"""fp32 in parts on Hopper's tensor cores: where it is used, refusals, and each kind of configuration on a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIGS = (
 
 
 def image(n: Net) -> Any:
-    """A block of a residual network: strides, a downsample convolution that is a second source, a filter with gaps."""
+    """A block of a residual network: strides, a downsampling convolution as a second source, and a dilated filter."""
     x = n.input(3, 40, 19, 17)
     y = n.op("Relu", n.conv(x, 72, 3, strides=2))
     y = n.conv(y, 136, 3, pads=2, dilations=2)
@@ -43,14 +43,14 @@ def image(n: Net) -> Any:
 
 
 def product(n: Net) -> Any:
-    """Rows with a residual and an activation; sizes that are no multiples of a tile."""
+    """Rows with a residual and an activation. The sizes are no multiples of a tile."""
     x = n.input(211, 264)
     y = n.op("Gelu", n.op("Add", n.op("MatMul", x, n.random(264, 520)), n.random(520)))
     return n.op("Add", n.op("MatMul", y, n.random(520, 264)), x)
 
 
 def deep(n: Net) -> Any:
-    """A long sum, whose terms have one sign: nothing is lost in adding them up."""
+    """A long sum whose terms have one sign: adding them up loses nothing."""
     return n.op("MatMul", n.op("Abs", n.input(64, 8192)), n.op("Abs", n.random(8192, 64)))
 
 
@@ -91,7 +91,7 @@ def test_elsewhere_it_refuses(target: str, precision: str, reason: str) -> None:
 
 @pytest.mark.parametrize(("channels", "kernel", "filters"), [(16, 1, 16), (21, 3, 16), (64, 1, 21)])
 def test_scalar_units_go_first(channels: int, kernel: int, filters: int) -> None:
-    """Where they are predicted to be faster: tiles are small, an operand or the result would be copied."""
+    """Other kernels are predicted to be faster if tiles are small, or if an operand or the result would be copied."""
     n = Net()
     x = n.conv(n.input(1, 16, 112, 112), channels, 1, pads=0)
     program = lowered(
@@ -156,7 +156,7 @@ def test_three_products_are_predicted_to_take_longer_than_one() -> None:
     assert 2 * rounded < exact < 6 * rounded
 
 
-def test_functions_behind_them_are_exact() -> None:
+def test_functions_after_them_are_exact() -> None:
     made = gemm.recipe(replace(rows(4096, 768, 768), epilogue=(("bias",), ("gelu",))), CONFIGS[0])
     assert "erff" in made.generated["generated.cuh"]
     assert "--use_fast_math" not in made.options
@@ -178,7 +178,7 @@ LARGE = (
     Config(2, 1, 1, 192, 4, direct=True), Config(2, 1, 1, 224, 3, direct=True), Config(1, 2, 1, 160, 4, direct=True),
     Config(2, 1, 2, 96, 3, direct=True), Config(1, 1, 1, 160, 3, blocks=2, direct=True), Config(1, 1, 2, 112, 2, split=2),
 )  # fmt: skip
-"""Tiles of tf32 whose results exceed the registers beside their places."""
+"""Tiles of tf32 whose accumulators leave no registers for the addresses of results."""
 
 
 @pytest.mark.nvrtc

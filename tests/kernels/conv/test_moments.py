@@ -1,4 +1,4 @@
-"""Moments of rows and their use (``conv_moments.cuh``): the device functions where warps are emulated."""
+"""Moments of rows and their use (``conv_moments.cuh``): the device functions on emulated warps."""
 
 from __future__ import annotations
 
@@ -131,12 +131,12 @@ def test_moments_of_a_tile(rows: int, tmp_path: Path) -> None:
     x = np.random.default_rng(rows).standard_normal((rows, 64)) * 2 + np.linspace(-50, 50, rows)[:, None]
     half = x.astype(np.float16)
     swizzled = np.stack([half.reshape(rows, 8, 8)[r, np.arange(8) ^ (r & 7)] for r in range(rows)])
-    count = rows + 5  # of which rows 7 ... are the tile's: two of them are none
-    told = np.full((3, count, 2), np.nan, np.float32)
-    _run(tmp_path, 0, rows, first=7, block=1, moments=told, pixel_count=count, tile=np.ascontiguousarray(swizzled))
-    np.testing.assert_allclose(told[1, 7:], _moments(half.astype(np.float64))[: rows - 2], rtol=2e-4, atol=1e-5)
-    assert np.isnan(told[1, :7]).all()
-    assert np.isnan(told[[0, 2]]).all()
+    count = rows + 5  # the tile has the rows from 7 on, of which two do not exist
+    stored = np.full((3, count, 2), np.nan, np.float32)
+    _run(tmp_path, 0, rows, first=7, block=1, moments=stored, pixel_count=count, tile=np.ascontiguousarray(swizzled))
+    np.testing.assert_allclose(stored[1, 7:], _moments(half.astype(np.float64))[: rows - 2], rtol=2e-4, atol=1e-5)
+    assert np.isnan(stored[1, :7]).all()
+    assert np.isnan(stored[[0, 2]]).all()
 
 
 def test_moments_of_a_warps_rows(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_moments_of_eight_rows_of_a_tile(rows: int, tmp_path: Path) -> None:
     x = np.random.default_rng(rows).standard_normal((rows, 64)) * 2 + np.linspace(-50, 50, rows)[:, None]
     half = x.astype(np.float16)
     swizzled = np.stack([half.reshape(rows, 8, 8)[r, np.arange(8) ^ (r & 7)] for r in range(rows)])
-    count = rows + 8  # of which rows 16 ... are the tile's: the last eight of them are none
-    told = np.full((3, count // 8, 2), np.nan, np.float32)
+    count = rows + 8  # the tile has the rows from 16 on, of which the last eight do not exist
+    stored = np.full((3, count // 8, 2), np.nan, np.float32)
     _run(
         tmp_path,
         0,
@@ -160,27 +160,27 @@ def test_moments_of_eight_rows_of_a_tile(rows: int, tmp_path: Path) -> None:
         first=16,
         block=1,
         together=8,
-        moments=told,
+        moments=stored,
         pixel_count=count,
         tile=np.ascontiguousarray(swizzled),
     )
     want = _moments(half.astype(np.float64).reshape(-1, 8 * 64))
-    np.testing.assert_allclose(told[1, 2:], want[: rows // 8 - 1], rtol=2e-4, atol=1e-5)
-    assert np.isnan(told[1, :2]).all()
-    assert np.isnan(told[[0, 2]]).all()
+    np.testing.assert_allclose(stored[1, 2:], want[: rows // 8 - 1], rtol=2e-4, atol=1e-5)
+    assert np.isnan(stored[1, :2]).all()
+    assert np.isnan(stored[[0, 2]]).all()
 
 
 def test_moments_of_a_later_product_of_a_stack(tmp_path: Path) -> None:
     half = np.random.default_rng(1).standard_normal((8, 64)).astype(np.float16)
     swizzled = np.stack([half.reshape(8, 8, 8)[r, np.arange(8) ^ (r & 7)] for r in range(8)])
-    told = np.full(
+    stored = np.full(
         (2, 3 * 6, 2), np.nan, np.float32
     )  # three products of six rows; the tile begins at row 2 of the last one
-    _run(tmp_path, 0, 8, first=2, block=1, before=12, moments=told, pixel_count=6, tiles=6, batch_tiles=2,
+    _run(tmp_path, 0, 8, first=2, block=1, before=12, moments=stored, pixel_count=6, tiles=6, batch_tiles=2,
          tile=np.ascontiguousarray(swizzled))  # fmt: skip
-    np.testing.assert_allclose(told[1, 14:], _moments(half.astype(np.float64))[:4], rtol=1e-4, atol=1e-5)
-    assert np.isnan(told[1, :14]).all()
-    assert np.isnan(told[0]).all()
+    np.testing.assert_allclose(stored[1, 14:], _moments(half.astype(np.float64))[:4], rtol=1e-4, atol=1e-5)
+    assert np.isnan(stored[1, :14]).all()
+    assert np.isnan(stored[0]).all()
 
 
 def test_moments_of_a_warps_eight_rows(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_moments_of_a_warps_eight_rows(tmp_path: Path) -> None:
     [(40, 200, 1, 80), (104, 24, 3, 0), pytest.param(144, 1024, 2, 1008, marks=pytest.mark.slow), (64, 8, 20, 8)],
 )
 def test_images_are_normalized(rows: int, image: int, blocks: int, first: int, tmp_path: Path) -> None:
-    """Tiles in an image, of several images, and from one to the next; the last ones of all end before the tile does."""
+    """Tiles inside of one image, over several images, and across a border. The last images end before their tiles."""
     count = (first + rows) // image * image
     rng = np.random.default_rng(blocks)
     x = rng.standard_normal((count, blocks, 64)) + 4.0 + np.arange(count)[:, None, None] / count
@@ -239,8 +239,8 @@ def test_a_residual_is_normalized(mean: bool, tmp_path: Path) -> None:
     own = np.ascontiguousarray(whole[:, 128:144].T.astype(np.float32))
     _run(tmp_path, 3, rows, normed=0, residual=1 if mean else 2, given=given, columns=scale, given_blocks=blocks, epsilon=1e-3,
          pixel_count=rows, result=found, sums=own)  # fmt: skip
-    centre, spread = (whole.mean(1), whole.var(1)) if mean else (0.0, (whole**2).mean(1))
-    np.testing.assert_allclose(found, (own - centre) / np.sqrt(spread + 1e-3) * scale[:, None], rtol=1e-3, atol=1e-4)
+    center, spread = (whole.mean(1), whole.var(1)) if mean else (0.0, (whole**2).mean(1))
+    np.testing.assert_allclose(found, (own - center) / np.sqrt(spread + 1e-3) * scale[:, None], rtol=1e-3, atol=1e-4)
 
 
 def test_another_residual_is_added_as_it_is(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""1x1 convolutions of images that are normalized as a whole, without a launch for the norm: what is right, and what is refused."""
+"""1x1 convolutions of images that are normalized as a whole, without a launch for the norm: results and refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _pixelwise(n: Net, x: Value, channels: int, **options: Any) -> Value:
 
 
 def block(n: Net, batch: int = 2, width: int = 64, size: tuple[int, int] = (4, 14)) -> Value:
-    """A residual, a norm, and a perceptron of each pixel, whose result is normalized for the next convolution."""
+    """A residual, a norm, and a perceptron of each pixel. Its result is normalized for the next convolution."""
     x = n.op("Tanh", _pixelwise(n, n.input(batch, 16, *size), width))
     stream = n.op("Add", _pixelwise(n, x, width), x)
     hidden = n.op("Swish", _pixelwise(n, _norm(n, stream), 2 * width, bias=True))
@@ -43,13 +43,13 @@ def block(n: Net, batch: int = 2, width: int = 64, size: tuple[int, int] = (4, 1
 
 
 def chain(n: Net) -> Value:
-    """A launch that applies moments and tells those of its own images."""
+    """A launch that applies moments and computes those of its own images."""
     y = _pixelwise(n, _norm(n, _pixelwise(n, n.input(3, 16, 2, 4), 128)), 64)
     return _pixelwise(n, _norm(n, y), 72)
 
 
 def moved(n: Net) -> Value:
-    """The pixels change places between the convolution and the norm."""
+    """The pixels are reordered between the convolution and the norm."""
     x = _pixelwise(n, n.input(2, 16, 8, 8), 64)
     x = n.op("Reshape", x, n.ints(0, 64, 4, 2, 4, 2))
     x = n.op("Reshape", n.op("Transpose", x, attrs=TransposeAttrs((0, 1, 3, 5, 2, 4))), n.ints(0, 64, 4, 16))
@@ -57,7 +57,7 @@ def moved(n: Net) -> Value:
 
 
 def large(n: Net) -> Value:
-    """Several tiles for each block, and more parts of an image than a warp loads at once."""
+    """Several tiles per block, and more parts of an image than a warp loads at once."""
     return block(n, 3, 192, (56, 47))
 
 
@@ -70,7 +70,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reasons(program: Program) -> list[str]:
-    """Why the tactic was not taken."""
+    """The tactic's refusals."""
     found = [r for t in program.meta["tactics"] for r in t.get("refused", ())]
     return [r["reason"] for r in found if r["tactic"] == "conv_normed_sm90"]
 
@@ -87,7 +87,7 @@ def test_no_launch_normalizes(name: str) -> None:
 
 @pytest.mark.usefixtures("wanted")
 def test_large_means_cancel() -> None:
-    """Images whose mean is 60 times their deviation lose what 16 bits lose, and no more."""
+    """Images with a mean of 60 times their deviation lose only what 16 bits lose."""
     n = Net()
     x = n.op("Add", _pixelwise(n, n.input(2, 16, 8, 8), 64), n.const(np.full((1, 64, 1, 1), 60.0)))
     program = check_simulated(n.done(_pixelwise(n, _norm(n, x), 64)), tolerance=0.05)
@@ -142,7 +142,7 @@ def _residual(n: Net) -> Value:
 
 
 def _other_batch(n: Net) -> Value:
-    """Halves of an image are images of their own."""
+    """Halves of an image become separate images."""
     x = n.op("Reshape", _pixelwise(n, n.input(2, 16, 8, 8), 64), n.ints(4, 32, 8, 8))
     return _pixelwise(n, _norm(n, x), 64)
 
@@ -181,7 +181,7 @@ def _given_scale(n: Net) -> Value:
     ],
 )
 @pytest.mark.usefixtures("wanted")
-def test_what_is_refused(build: Callable[[Net], Value], because: str) -> None:
+def test_refusals(build: Callable[[Net], Value], because: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), no_cubins=True)
     assert "conv_normed_sm90" not in tactics(program, "Conv")
@@ -189,7 +189,7 @@ def test_what_is_refused(build: Callable[[Net], Value], because: str) -> None:
 
 
 @pytest.mark.usefixtures("wanted")
-def test_what_is_refused_in_other_builds() -> None:
+def test_refusals_in_other_builds() -> None:
     n = Net()
     graph = n.done(block(n))
     assert any("it is for 16-bit floats" in r for r in reasons(lowered(graph, "tf32", no_cubins=True)))

@@ -1,4 +1,4 @@
-"""Filters of one channel (the gates of ECA-Net): no tensor core, and no change of order around them."""
+"""Filters of one channel (the gates of ECA-Net): no tensor core, and no change of layout around them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def gated(taps: int = 5) -> Graph:
 
 
 def reasons(program: Program) -> dict[str, str]:
-    """Why other tactics refuse the filter."""
+    """The reasons for which other tactics refuse the filter."""
     found = next(t for t in program.meta["tactics"] if t["tactic"] == "depthwise")  # type: ignore[union-attr,index]
     return {r["tactic"]: r["reason"] for r in found["refused"]}  # type: ignore[index,union-attr,call-overload]
 
 
 def test_a_filter_of_one_channel_takes_one_launch() -> None:
     program = check_simulated(gated(), "fp16")
-    assert "Copy" not in kinds(program)[2:-2]  # but for the network's input and output
+    assert "Copy" not in kinds(program)[2:-2]  # except for the network's input and output
     why = reasons(program)
     assert all("most of a tile empty" in why[name] for name in ("conv_stem", "conv_sm90"))
 

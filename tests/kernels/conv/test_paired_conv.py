@@ -1,4 +1,4 @@
-"""Gates of convolutions: two convolutions of the same image in one launch, what is refused, and lines whose taps are far apart."""
+"""Gates of convolutions: two convolutions of the same image in one launch, refusals, and taps that are far apart."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def of_two_layers(n: Net) -> Value:
 
 
 def of_far_taps(n: Net) -> Value:
-    """Taps that TMA does not reach: the line lies in rows."""
+    """Taps that are too far apart for TMA: the line is read as rows."""
     x, m = n.input(1, 16, 800), n.input(1, 24, 800, name="m")
     return gate(n, n.op("Add", n.conv(x, 32, 3, pads=200, dilations=200), n.conv(m, 32, 1, pads=0)))
 
@@ -85,7 +85,7 @@ def test_a_gate_is_one_launch(name: str, precision: str, monkeypatch: pytest.Mon
 
 
 def two(n: Net, change: str = "") -> Value:
-    """``Relu(conv(x)) * conv(x)``, one of them changed."""
+    """``Relu(conv(x)) * conv(x)``, of which one is changed."""
     x = n.input(1, 16, 12, 12)
     channels = 20 if change == "odd" else 24
     own = n.conv(x, channels, bias=change == "bias")
@@ -127,7 +127,7 @@ def two(n: Net, change: str = "") -> Value:
         ),
     ],
 )
-def test_what_is_refused(build: Callable[[Net], Value], precision: str, because: str) -> None:
+def test_refusals(build: Callable[[Net], Value], precision: str, because: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), precision)
     assert any(because in reason for reason in refusals(program, "conv_paired*"))
@@ -225,7 +225,7 @@ def test_the_kernel_compiles_without_spills() -> None:
 
 
 def test_biases_of_both_factors_are_added() -> None:
-    """Also where one has none."""
+    """Also if one factor has none."""
     n = Net()
     x = n.input(1, 16, 12)
     own, other = n.conv(x, 16, 3, bias=True), n.conv(x, 16, 3)

@@ -1,5 +1,5 @@
-"""A depthwise convolution and the 1x1 convolution after it in one launch: where it is done, where not and why, what it computes, and
-how it is chosen."""
+"""A depthwise convolution and the 1x1 convolution after it in one launch: where it is used, refusals with their reasons,
+results, and the choice."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from optdnn.runtime.program import Program
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the cost model were for one launch everywhere."""
+    """Makes the cost model choose one launch everywhere."""
     monkeypatch.setattr(separable, "_slower", lambda problem, gpu, invariant=False: None)
 
 
 def inside(n: Net, images: int, channels: int, *size: int, name: str = "x") -> Value:
-    """A value that another kernel has left channels last."""
+    """A channels-last value of another kernel."""
     return n.op("Relu", n.conv(n.input(images, 8, *size, name=name), channels, 3, bias=True))
 
 
@@ -36,7 +36,7 @@ def clipped(n: Net, x: Value) -> Value:
 
 
 def pair(n: Net, x: Value, channels: int, out: int, *, activation: str = "Relu", **conv: Any) -> Value:
-    """The second half of a MobileNet's block."""
+    """The second half of a MobileNet block."""
     given = {"kernel": 3, "pads": 1, "bias": True, **conv}
     y = n.conv(x, channels, group=channels, **given)
     y = clipped(n, y) if activation == "Clip" else n.op(activation, y)
@@ -56,13 +56,13 @@ def residual(n: Net) -> list[Value]:
 
 
 def joined(n: Net) -> list[Value]:
-    """Results of two pairs side by side in one buffer."""
+    """Results of two pairs, concatenated in one buffer."""
     x, z = inside(n, 2, 16, 9, 7), inside(n, 2, 16, 9, 7, name="z")
     return [n.conv(n.op("Concat", pair(n, x, 16, 24), pair(n, z, 16, 40), attrs=ConcatAttrs(1)), 8, 3)]
 
 
 def relu_before(n: Net) -> list[Value]:
-    """The convolutions read the ReLU of a sum that is also added to their result."""
+    """The convolutions read the ReLU of a sum, and the sum is added to their result."""
     x = n.conv(n.input(2, 8, 9, 7), 24, 1, pads=0, bias=True)
     y = n.conv(n.conv(n.op("Relu", x), 24, group=24), 24, 1, pads=0, bias=True)
     return [n.conv(n.op("Add", y, x), 8, 3)]
@@ -84,7 +84,7 @@ NETS: dict[str, tuple[Build, int]] = {
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str) -> None:
     build, count = NETS[name]
     program = check_simulated(built(build))
     assert kinds(program).count("SeparableConv") == count
@@ -127,7 +127,7 @@ def added_before(n: Net) -> list[Value]:
 
 
 def shortcut(n: Net) -> list[Value]:
-    """Xception's: the convolution that is added becomes a part of the last product."""
+    """Xception's: the added convolution becomes a part of the last product."""
     x = inside(n, 2, 32, 9, 7)
     return [n.conv(n.op("Add", pair(n, x, 32, 24), n.conv(x, 24, 1, pads=0)), 8, 3)]
 
@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     "an addition between": (added_before, "more than an activation"),
     "a shortcut's convolution": (shortcut, "is a part of its launch"),
     "groups": (grouped, "not the result of a depthwise convolution"),
-    "a stride behind": (mixed_apart, "not a 1x1 convolution"),
+    "a stride after it": (mixed_apart, "not a 1x1 convolution"),
     "many taps": (lambda n: plain(n, kernel=7, pads=3), "49 taps exceed 25"),
     "a stride and holes": (lambda n: plain(n, pads=2, dilations=2, strides=2), "a stride and a dilation"),
     "wide padding": (lambda n: plain(n, pads=256), "no tile of the kernel fits it"),
@@ -181,7 +181,9 @@ def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("more", [{"kernel": 5, "pads": 2, "out": 16}, {"channels": 512, "out": 168}, {"out": 24}])
-def test_what_was_not_measured_is_for_tuning(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configurations_that_were_not_measured_are_for_tuning(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1.0)
     program = lowered(built(lambda n: plain(n, **more)))
     assert "SeparableConv" not in kinds(program)
@@ -189,7 +191,7 @@ def test_what_was_not_measured_is_for_tuning(more: dict[str, Any], monkeypatch: 
 
 
 def test_rows_that_depend_on_no_batch_are_made_alike_at_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether one launch or two, many images decide, and no blocks share K."""
+    """The choice between one launch and two is the same for any number of images, and no blocks share K."""
     asked: list[int] = []
 
     def apart(problem: Any, gpu: Any) -> float:
@@ -223,7 +225,7 @@ def test_results_lie_in_a_joint_buffer_where_they_may() -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(("one", "taken"), [(3.5e-6, True), (4.5e-6, False)])
 def test_the_tuner_counts_the_launch_that_is_dropped(one: float, taken: bool) -> None:
-    """Two launches of 2 us each: one of 3.5 us takes longer than the 1x1 alone, and is better."""
+    """Two launches take 2 us each. One launch of 3.5 us is slower than the 1x1 alone, but better than both."""
 
     def seconds(name: str) -> float:
         return one if name.startswith("separable") else 2e-6
@@ -242,7 +244,7 @@ def test_the_tuner_counts_the_launch_that_is_dropped(one: float, taken: bool) ->
 
 
 def test_a_convolution_that_is_added_keeps_its_depthwise_one(chosen: None) -> None:
-    """The launch that sums two convolutions must not read what only the launch of both parts computes."""
+    """The launch that sums two convolutions must not read a value that only the launch of both parts computes."""
     n = Net()
     x, other = inside(n, 1, 108, 12, 12), inside(n, 1, 108, 24, 24, name="other")
     added = n.conv(n.conv(x, 108, 3, pads=1, group=108), 108, 1, pads=0)

@@ -1,4 +1,4 @@
-"""The separable convolution: its plans without a GPU, its kernels through NVRTC, and on a GPU each case against the definition."""
+"""The separable convolution: plans without a GPU, kernels through NVRTC, and each case on a GPU compared with the definition."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_the_parameter_block_has_the_kernels_layout() -> None:
 # ---------------------------------------------------------------- on a GPU
 
 TOLERANCE = {"float16": 3e-3, "bfloat16": 2e-2}
-"""Of the largest magnitude: two roundings."""
+"""The largest error, relative to the largest magnitude: two roundings."""
 
 
 def _stages(x: np.ndarray, stages: Any, bias: np.ndarray, residual: np.ndarray | None) -> np.ndarray:

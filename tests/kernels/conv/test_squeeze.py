@@ -1,4 +1,4 @@
-"""Squeeze-and-excitation: the depthwise convolution makes the means of its result on its way."""
+"""Squeeze-and-excitation: the launch of the depthwise convolution also computes the means of its result."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_second_launch_covers_every_channel() -> None:
 
 @pytest.mark.parametrize("readers", [1, 2])
 def test_sums_cost_no_launch_where_a_gate_adds_them_up(readers: int) -> None:
-    """The cost model counts the second launch only where the gate does not take its place. ``readers`` of the means."""
+    """The cost model counts the second launch only if the gate does not replace it. ``readers``: of the means."""
     n = Net()
     y = n.conv(n.conv(n.input(1, 64, 40, 36), 64, 1, pads=0), 64, group=64)
     means = n.op("GlobalAveragePool", y)

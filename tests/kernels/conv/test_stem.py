@@ -1,5 +1,5 @@
-"""The layout change in front of a strided convolution of few channels, run on the processor: in whole blocks, at odd sizes, and with
-the normalization of an image of bytes."""
+"""The layout change before a strided convolution of few channels, run on the processor: whole blocks, odd sizes, and the
+normalization of an image of bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from optdnn.types import FP32
 
 @pytest.fixture(autouse=True)
 def _in_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the kernel that reads images itself."""
+    """Leaves out the kernel that reads images itself."""
     monkeypatch.setattr(StemConv, "refuse", lambda self, b, op: "it is left out")
 
 
@@ -41,14 +41,14 @@ def test_space_to_depth(size: tuple[int, int], block: int, tmp_path: Path) -> No
 
 
 def picture(n: Net, size: tuple[int, int], channels_last: bool = False) -> Value:
-    """Bytes as cameras and PIL give them, in fp32."""
+    """Bytes in the layouts of cameras and PIL, converted to fp32."""
     x = n.input(2, *((*size, 3) if channels_last else (3, *size)), dtype=np.uint8)
     x = n.op("Transpose", x, attrs=TransposeAttrs((0, 3, 1, 2))) if channels_last else x
     return n.op("Cast", x, attrs=CastAttrs(FP32))
 
 
 def normalized(n: Net, x: Value) -> Value:
-    """As torchvision's Normalize."""
+    """torchvision's Normalize."""
     mean, std = (n.const(np.array(v).reshape(1, 3, 1, 1)) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     return n.op("Div", n.op("Sub", n.op("Div", x, 255.0), mean), std)
 

@@ -1,5 +1,5 @@
-"""The plan of the convolution of an image as it comes: the order of its sums, what it refuses, what it is compiled to. Those
-tests that are marked ``gpu`` need a GPU."""
+"""The plan of the convolution of an image in the layout of the input: the order of its sums, refusals, and the compiled kernel.
+Tests marked ``gpu`` need a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLIP: tuple[tuple[str | float, ...], ...] = (("bias",), ("clip", -1.0, 2.0))
 def problem(
     batch: int, source: Source, channels: int, image: str = "float32", *, last: bool = False, **more: Any
 ) -> stem.Problem:
-    """Of a dense image: planar, or (``last``) with its channels last."""
+    """The source of a dense image: planar, or channels-last (``last``)."""
     c, h, w = source.channels, source.height, source.width
     strides = (h * w * c, 1, w * c, c) if last else (c * h * w, h * w, w, 1)
     return stem.Problem(batch, source, channels, strides, image, **more)
@@ -92,7 +92,7 @@ CASES: dict[str, tuple[stem.Problem, stem.Config]] = {
 
 
 def emulate(p: stem.Problem, config: stem.Config, image: Array, packed: Array) -> Array:
-    """The kernel's walk over NCHW images: a tile's pixels as they lie in shared memory, then sums over the words of K."""
+    """The kernel's order over NCHW images: a tile's pixels as they are in shared memory, then sums over the words of K."""
     s, layout, (out_h, out_w) = p.source, p.layout, p.out_size
     rows, columns = stem.halo(p, config)
     pitch = stem._pitch(p, config)
@@ -165,7 +165,7 @@ def test_vectors_are_as_wide_as_every_row_allows() -> None:
         ({"strides": (1 << 32, 1 << 29, 32, 1)}, "more elements than the kernel addresses"),
     ],
 )  # fmt: skip
-def test_what_no_tile_can_run_is_refused(change: dict[str, Any], reason: str) -> None:
+def test_problems_that_no_tile_can_run_are_refused(change: dict[str, Any], reason: str) -> None:
     p = replace(problem(1, Source(32, 32, 3, (3, 3)), 16), **change)
     assert reason in str(stem.no_kernel(p))
     assert reason in str(stem.refuse(p, stem.Config(2, 8, 1, 1, 2)))
@@ -237,7 +237,7 @@ def test_kernels_compute_the_convolution(memory: Any, name: str) -> None:
 
 
 def check(memory: Any, p: stem.Problem, config: stem.Config) -> None:
-    """One launch against the definition in float64 of the same rounded operands; the result was full of NaN."""
+    """One launch, compared with the definition in float64 of the same rounded operands. The result was full of NaN before."""
     s, rng, dtype = p.source, np.random.default_rng(1), TYPES.get(p.dtype, np.dtype(np.float16))
     shape = (p.batch, s.channels, s.height, s.width)
     kind = TYPES.get(p.image) or np.dtype(p.image)

@@ -1,4 +1,4 @@
-"""A first convolution and the max pool behind it in one launch: where it is done, where not and why, and what it computes."""
+"""A first convolution and the max pool after it in one launch: where it is used, refusals with their reasons, and results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optdnn.runtime.program import Program
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the cost model were for one launch everywhere."""
+    """Makes the cost model choose one launch everywhere."""
     monkeypatch.setattr(PooledStem, "_slower", lambda *given: None)
 
 
@@ -26,16 +26,16 @@ def stem(n: Net, channels: int = 16, kernel: int = 7, **more: Any) -> Value:
     return n.op("Relu", n.conv(n.input(2, 3, 34, 30), channels, kernel, **given))
 
 
-def behind(n: Net, x: Value) -> list[Value]:
+def followed(n: Net, x: Value) -> list[Value]:
     return [n.conv(x, 8, 3)]
 
 
 NETS: dict[str, Build] = {
-    "ResNet": lambda n: behind(n, n.max_pool(stem(n), 3, pads=1)),
-    "no padding, upwards": lambda n: behind(n, n.max_pool(stem(n, 24), 3, ceil_mode=True)),
-    "2x2": lambda n: behind(n, n.max_pool(stem(n, kernel=5), 2)),
-    "odd channels": lambda n: behind(n, n.max_pool(stem(n, 20), 3, pads=1)),
-    "bytes": lambda n: behind(
+    "ResNet": lambda n: followed(n, n.max_pool(stem(n), 3, pads=1)),
+    "no padding, upwards": lambda n: followed(n, n.max_pool(stem(n, 24), 3, ceil_mode=True)),
+    "2x2": lambda n: followed(n, n.max_pool(stem(n, kernel=5), 2)),
+    "odd channels": lambda n: followed(n, n.max_pool(stem(n, 20), 3, pads=1)),
+    "bytes": lambda n: followed(
         n, n.max_pool(n.op("Relu", n.conv(normalized(n, picture(n, (22, 18))), 16, 5, strides=2, pads=2)), 3, pads=1)
     ),
     "an output": lambda n: [n.max_pool(stem(n), 3, pads=1)],
@@ -44,7 +44,7 @@ NETS: dict[str, Build] = {
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str) -> None:
     program = check_simulated(built(NETS[name]))
     assert kinds(program).count("PooledImageConv") == 1
     assert not {"MaxPool", "ImageConv"} & set(kinds(program))
@@ -59,32 +59,32 @@ def test_in_bf16() -> None:
 
 def two_readers(n: Net) -> list[Value]:
     x = stem(n)
-    return [*behind(n, n.max_pool(x, 3, pads=1)), n.op("GlobalAveragePool", x)]
+    return [*followed(n, n.max_pool(x, 3, pads=1)), n.op("GlobalAveragePool", x)]
 
 
 def added(n: Net) -> list[Value]:
     x = n.conv(n.input(2, 3, 34, 30), 16, 3, bias=True)
-    return behind(n, n.max_pool(n.op("Relu", n.op("Add", x, n.input(2, 16, 34, 30, name="r"))), 3, pads=1))
+    return followed(n, n.max_pool(n.op("Relu", n.op("Add", x, n.input(2, 16, 34, 30, name="r"))), 3, pads=1))
 
 
 def joined_rows(n: Net) -> list[Value]:
-    """The pool's rows lie among those of another image."""
+    """The pool's rows are concatenated with those of another image."""
     x, other = n.max_pool(stem(n, strides=1), 3, pads=1), n.conv(n.input(2, 8, 4, 15, name="z"), 16, 3)
-    return behind(n, n.op("Concat", other, x, attrs=ConcatAttrs(2)))
+    return followed(n, n.op("Concat", other, x, attrs=ConcatAttrs(2)))
 
 
 REFUSED: dict[str, tuple[Build, str]] = {
-    "no pool": (lambda n: behind(n, stem(n)), "no max pool is the only reader"),
+    "no pool": (lambda n: followed(n, stem(n)), "no max pool is the only reader"),
     "another reader": (two_readers, "no max pool is the only reader"),
     "many channels": (
-        lambda n: behind(n, n.max_pool(n.op("Relu", n.conv(n.input(2, 8, 20, 20), 16, 3)), 3, pads=1)),
+        lambda n: followed(n, n.max_pool(n.op("Relu", n.conv(n.input(2, 8, 20, 20), 16, 3)), 3, pads=1)),
         "images of up to 4 channels",
     ),
-    "other windows": (lambda n: behind(n, n.max_pool(stem(n), 3, pads=1, strides=1)), "other windows than"),
+    "other windows": (lambda n: followed(n, n.max_pool(stem(n), 3, pads=1, strides=1)), "other windows than"),
     "joined rows": (joined_rows, "the pool's result is not channels-last"),
     "an addition": (added, "its epilogue reads other tensors than constants"),
     "a wide image": (
-        lambda n: behind(n, n.max_pool(n.op("Relu", n.conv(n.input(1, 3, 12, 300), 16, 3)), 3, pads=1)),
+        lambda n: followed(n, n.max_pool(n.op("Relu", n.conv(n.input(1, 3, 12, 300), 16, 3)), 3, pads=1)),
         "300 columns exceed",
     ),
 }

@@ -1,5 +1,5 @@
-"""The convolution of an image and the max pool behind it in one launch: its plans without a GPU, the kernel on the processor and through
-NVRTC, and on a GPU each case against the definition."""
+"""The convolution of an image and the max pool after it in one launch: plans without a GPU, the kernel on the processor and
+through NVRTC, and each case on a GPU compared with the definition."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def convolution(conv: stem.Problem) -> tuple[dict[str, Array], tuple[list[float]
 
 
 def operands(p: Problem) -> tuple[dict[str, Array], tuple[list[float], list[float]], Array]:
-    """As of the convolution, and the pooled result."""
+    """The operands of the convolution, and the pooled result."""
     made, normalization, y = convolution(p.conv)
     return made, normalization, pooled_by_definition(p, y)
 
@@ -157,7 +157,7 @@ def pooled_by_definition(p: Problem, y: Array) -> Array:
 
 
 def place(p: Problem) -> Array:
-    """Where the result goes, with eight channels of each pixel that stay as they are, filled with NaN."""
+    """The memory of the result, filled with NaN, with eight further channels per pixel that must stay unchanged."""
     dtype = np.dtype(ml_dtypes.bfloat16 if p.conv.dtype == "bfloat16" else np.float16)
     return np.full((p.conv.batch, *p.size, p.conv.channels + 8), np.nan, dtype)
 

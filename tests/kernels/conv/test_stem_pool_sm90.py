@@ -1,4 +1,4 @@
-"""Networks whose first convolution and max pool run in one launch on Hopper's wgmma: what they compute, and who chooses it."""
+"""Networks whose first convolution and max pool run in one launch on Hopper's wgmma: results and the choice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optdnn.runtime.program import Program
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel can run, it does."""
+    """Makes the kernel run wherever it can."""
     monkeypatch.setattr(stem_pool, "_offers", lambda problem, gpu: tuple(stem_pool.wgmma_offers(problem, gpu)))
     monkeypatch.setattr(stem_pool.PooledStem, "_slower", lambda *given: None)
 
@@ -58,7 +58,7 @@ def test_networks_compute_the_same(name: str) -> None:
 
 @pytest.mark.parametrize(("batch", "wgmma"), [(1, False), (128, True)])
 def test_the_cost_model_chooses(batch: int, wgmma: bool) -> None:
-    """ResNet's first convolution: of many images, Hopper's."""
+    """ResNet's first convolution: for many images, Hopper's kernel."""
     n = Net()
     x = n.op("Relu", n.conv(n.input(batch, 3, 224, 224), 64, 7, pads=3, strides=2, bias=True))
     program = lowered(n.done(n.conv(n.max_pool(x, 3, pads=1), 8, 1, pads=0)))

@@ -1,5 +1,5 @@
-"""The convolution of an image and the max pool behind it on Hopper's wgmma: its plans without a GPU, the kernel on the processor and
-through NVRTC, and on a GPU each case against the definition."""
+"""The convolution of an image and the max pool after it on Hopper's wgmma: plans without a GPU, the kernel on the processor and
+through NVRTC, and each case on a GPU compared with the definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stream-K in a program: its counts keep what a launch leaves there, its partial sums are scratch, and results are what they were."""
+"""Stream-K in a program: counts keep their contents between launches, partial sums are scratch, and results are unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = conv.Config(1, 1, 1, 64, 3, stream=True)
 
 
 def prefer_stream_k(monkeypatch: pytest.MonkeyPatch, config: conv.Config = CONFIG) -> None:
-    """Take it wherever it is not refused."""
+    """Takes it wherever it is not refused."""
     ranked = hopper_launch.ranked
 
     def first(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
@@ -44,7 +44,7 @@ def network() -> Graph:
 
 
 def streamed(program: Program) -> list[int]:
-    """The steps that take spans of K steps."""
+    """The steps whose blocks take spans of K steps."""
     return [k for k, s in enumerate(program.steps) if set(s.outputs) & set(program.retained)]
 
 
@@ -74,7 +74,7 @@ def test_counts_are_each_launchs_own_and_sums_lie_in_the_arena(monkeypatch: pyte
     assert all(program.buffers[i].offset is not None for i in sums)
 
 
-def test_what_is_retained_is_one_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retained_memory_belongs_to_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     prefer_stream_k(monkeypatch)
     program = lowered(network())
     count = program.retained[0]

@@ -1,5 +1,5 @@
-"""Kernels that walk over tiles (narrow groups, depthwise on tensor cores): the very source on a processor that emulates warps, plans,
-refusals, and on a GPU each configuration of the tactics."""
+"""Kernels whose blocks go from tile to tile (narrow groups, depthwise on tensor cores): the same source on a processor with
+emulated warps, plans, refusals, and each configuration of the tactics on a GPU."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CASES: dict[str, Case] = {
 
 
 def result_and_means(family: Any, problem: Any, config: Any, folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What the kernel makes of random images on the processor: results, means (None: not asked for), and the results meant."""
+    """The kernel's results on the processor for random images: results, means (None: not requested), and the expected results."""
     s, rng = problem.source, np.random.default_rng(3)
     made = family.launch(problem, config, HOPPER)
     text = made.recipe.generated["generated.cuh"].replace(render.mma(problem.dtype), "")
@@ -166,7 +166,7 @@ def test_lanes_that_read_together_read_different_banks(rows: int, width: int) ->
         walk = depthwise_bands.walk(problem, depthwise_bands.Config(rows, 4, 4, 1, 1, 1, chunks, 2))
         _, columns = walk.patch(problem.source)
         for quarter in (0, 2, 4, 6):
-            at = {  # of eight lanes: two rows of A, four pixels each
+            at = {  # eight lanes each: two rows of A, four pixels each
                 ((row % 4 * rows * columns + quad) * chunks * 16, 5)
                 for row in (quarter, quarter + 1)
                 for quad in range(4)
@@ -184,7 +184,7 @@ def test_the_fewest_groups_with_channels_in_eights_are_taken_together() -> None:
 
 
 def net(group: int, channels: int = 64, squeeze: bool = False, dtype: Any = np.float32) -> Graph:
-    """A grouped convolution with bias and ReLU between two others, perhaps with a squeeze of its result."""
+    """A grouped convolution with bias and ReLU between two others, optionally with a squeeze of its result."""
     n = Net(dtype)
     x = n.op("Relu", n.conv(n.input(2, 8, 17, 18), channels, 1, pads=0))
     size = 5 if group == channels else 3
@@ -228,7 +228,7 @@ def test_kernels_compile_without_spills(name: str) -> None:
 
 @pytest.mark.hopper
 @pytest.mark.parametrize(("group", "squeeze"), [(8, True), (8, False), (2, True), (64, True), (64, False)])
-def test_every_configuration_on_a_gpu_gives_what_it_means(group: int, squeeze: bool) -> None:
+def test_every_configuration_on_a_gpu_agrees_with_its_meaning(group: int, squeeze: bool) -> None:
     graph = net(group, squeeze=squeeze)
     facts = facts_for(TargetName.parse("cuda:sm_90a"))
     plain = lowered(graph, "fp16", "cuda:sm_90a")

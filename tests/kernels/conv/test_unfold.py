@@ -1,4 +1,4 @@
-"""Slices of a padded tensor, side by side: one launch where they slide along the padded axis, other steps elsewhere."""
+"""Concatenated slices of a padded tensor: one launch if they slide along the padded axis, otherwise other steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sliding(
     starts: Sequence[int] = (0, 1, 2), padded: tuple[int, ...] = (), value: Any = None, mode: str = "constant", others: bool = False,
     lengths: Sequence[int] = (),
 ) -> Graph:  # fmt: skip
-    """Slices from ``starts`` of ``count`` places each along ``axis``, side by side along ``along``, behind and before other work."""
+    """Slices of ``count`` positions from ``starts`` on along ``axis``, concatenated along ``along``, between other operators."""
     n = Net()
     rank = len(shape)
     full = list(padded) or [0] * 2 * rank
@@ -72,7 +72,7 @@ def test_slices_of_a_padded_axis_are_one_launch(name: str, precision: str, tmp_p
     compare_steps(program, feeds_of(graph), 1e-6 if precision == "fp32" else 2e-3, tmp_path)
 
 
-def test_what_others_read_is_padded_for_them() -> None:
+def test_other_readers_get_a_padded_copy() -> None:
     found = kinds(check_simulated(sliding(others=True), "fp32"))
     assert (found.count("Frames"), found.count("Pad")) == (1, 1)
 
@@ -89,7 +89,7 @@ def test_what_others_read_is_padded_for_them() -> None:
         {"starts": (0, 1), "lengths": (3, 4), "axis": 1, "along": 1},
     ],
 )
-def test_what_does_not_slide_is_padded_and_copied(other: dict[str, Any]) -> None:
+def test_slices_that_do_not_slide_are_padded_and_copied(other: dict[str, Any]) -> None:
     found = kinds(check_simulated(sliding(**other), "fp32"))
     assert "Frames" not in found
     assert "Pad" in found
@@ -127,7 +127,7 @@ def test_integers_move_as_they_are(value: int | None) -> None:
 
 
 def test_sixteen_bytes_are_moved_at_once() -> None:
-    """Where channels allow it; else one element."""
+    """16 bytes if the channels allow it, else one element."""
     program = lowered(sliding((2, 5, 3, 8)), "fp16")
     (kernel,) = (k for k in program.kernels if k.function == "frames")
     assert "Pack<u16, 8>" in kernel.generated["generated.cuh"]
@@ -143,7 +143,7 @@ def test_sixteen_bytes_are_moved_at_once() -> None:
         ((2, 1 << 14, 1 << 8, 1 << 8), False, "too many elements"),
     ],
 )
-def test_what_it_refuses(shape: tuple[int, ...], constant: bool, reason: str) -> None:
+def test_refusals(shape: tuple[int, ...], constant: bool, reason: str) -> None:
     n = Net()
     x = n.random(*shape) if constant else n.input(*shape)
     p = n.op("Pad", x, n.ints(0, 1, 0, 0, 0, 1, 0, 0), attrs=PadAttrs())
@@ -157,6 +157,6 @@ def test_what_it_refuses(shape: tuple[int, ...], constant: bool, reason: str) ->
 @pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
-def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> None:
+def test_launches_on_a_gpu_agree_with_their_meaning(name: str, precision: str) -> None:
     graph = sliding(**CASES[name])
     assert launch_errors(lowered(graph, precision, "cuda:sm_90a"), graph, "Frames") == [0.0]

@@ -1,4 +1,4 @@
-"""Convolutions over three axes on GPUs: what runs them, in how many launches, and that their programs compute them."""
+"""Convolutions over three axes on GPUs: tactics, numbers of launches, and results of their programs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def volume(
 
 
 def block(n: Net, x: Value, filters: int, stride: int) -> Value:
-    """Of a 3-D ResNet."""
+    """A residual block of a 3-D ResNet."""
     y = volume(n, x, filters, (3, 3, 3), (stride,) * 3)
     y = n.bn(n.conv(y, filters, 3))
     if stride > 1:
@@ -58,7 +58,7 @@ def r3d(n: Net) -> Value:
 
 
 def factored(n: Net) -> Value:
-    """R(2+1)D: 45 and 57 channels, which pixels are filled up behind."""
+    """R(2+1)D: 45 and 57 channels, whose pixels are padded at the end."""
     x = n.input(2, 3, 5, 18, 14)
     for filters in (45, 57):
         x = volume(n, volume(n, x, filters, (1, 3, 3), (1, 2, 2)), 24, (3, 1, 1), (2, 1, 1))
@@ -66,7 +66,7 @@ def factored(n: Net) -> Value:
 
 
 def u_net(n: Net) -> Value:
-    """One level of a U-Net over volumes, whose skip connection is joined with what grows again."""
+    """One level of a U-Net over volumes. The skip connection is concatenated with the upsampled volume."""
     kept = volume(n, volume(n, n.input(2, 16, 4, 10, 12), 16, (3, 3, 3)), 24, (3, 3, 3))
     y = volume(n, n.max_pool(kept, 2), 32, (3, 3, 3))
     attrs = ConvTransposeAttrs((2, 2, 2), (0,) * 6, (1, 1, 1), (0, 0, 0))
@@ -97,8 +97,8 @@ def test_programs_compute_the_network(name: str, precision: str) -> None:
 
 
 def test_launches_of_a_network() -> None:
-    """Each convolution over three axes is one launch: no frames are copied. The downsampling convolution is a second source of another
-    one; no padding, no view and no residual costs a launch."""
+    """Each convolution over three axes is one launch, and no frames are copied. The downsampling convolution is a second source
+    of another one. Padding, views and residuals cost no launch."""
     n = Net()
     found = kinds(lowered(n.done(r3d(n)), "fp16"))
     assert found[-5:] == ["Conv", "Conv", "Conv", "ConvSum", "Pointwise"]
@@ -125,13 +125,13 @@ def joined(n: Net, starts: list[int]) -> Graph:
     [([0, 2, 4], "Copy"), ([0, 1, 4], "Concat"), ([4, 3, 2, 1, 0], "Copy"), ([1], "Copy"), ([0, 0], "Copy")],
 )
 def test_equally_distant_parts_are_copied_at_once(starts: list[int], launch: str) -> None:
-    """Other small parts are joined by one launch."""
+    """One launch concatenates other small parts."""
     found = kinds(check_simulated(joined(Net(), starts), "fp32"))
     assert [kind for kind in found if kind in ("Copy", "Concat")] == [launch]
 
 
-def test_what_a_volume_is_joined_of_is_written_in_place() -> None:
-    """The frames of a transposed convolution, and of the one that the skip connection brings."""
+def test_parts_of_a_concatenated_volume_are_written_in_place() -> None:
+    """The parts are the frames of a transposed convolution, and those of the skip connection."""
     n = Net()
     program = check_simulated(n.done(u_net(n)))
     found = kinds(program)
@@ -146,7 +146,7 @@ WALKS: dict[str, Callable[[Net], Value]] = {
     "strides": lambda n: volume(n, n.input(2, 72, 9, 15, 13), 136, (3, 3, 3), (2, 2, 3)),
     "dilated": lambda n: volume(n, n.input(2, 32, 8, 11, 14), 64, (3, 3, 3), dilations=(3, 2, 1), pads=(3, 2, 1) * 2),
     "no padding": lambda n: volume(n, n.input(2, 128, 6, 9, 8), 64, (3, 2, 2), pads=(0,) * 6),
-    "padding behind": lambda n: volume(n, n.input(3, 16, 5, 8, 8), 64, (2, 3, 3), pads=(0, 1, 1, 1, 1, 1)),
+    "padding at the end": lambda n: volume(n, n.input(3, 16, 5, 8, 8), 64, (2, 3, 3), pads=(0, 1, 1, 1, 1, 1)),
     "two volumes": lambda n: block(n, n.op("Relu", n.input(2, 16, 6, 12, 14)), 72, 2),
     "deep": lambda n: volume(n, n.input(1, 256, 4, 7, 7), 128, (3, 3, 3)),
     "two frames together": lambda n: volume(n, n.input(4, 96, 8, 48, 48), 24, (3, 3, 3)),
@@ -154,7 +154,7 @@ WALKS: dict[str, Callable[[Net], Value]] = {
     "two frames together, strides": lambda n: volume(n, n.input(4, 24, 16, 48, 41), 32, (3, 2, 3), (2, 1, 1)),
     "many": lambda n: volume(n, n.input(4, 64, 8, 28, 28), 64, (3, 3, 3)),
 }
-"""Ways over a volume, each of which one launch walks."""
+"""Convolutions over volumes, each of which is one launch."""
 STEMS: dict[str, Callable[[Net], Value]] = {
     "a video": lambda n: volume(n, n.input(2, 3, 6, 46, 40), 24, (3, 7, 7), (2, 2, 2)),
     "a scan": lambda n: volume(n, n.input(2, 1, 7, 19, 22), 16, (3, 3, 3), pads=(2, 1, 1, 1, 1, 1)),
@@ -167,7 +167,7 @@ STEMS: dict[str, Callable[[Net], Value]] = {
 @pytest.mark.parametrize("name", STEMS)
 @pytest.mark.parametrize("precision", sweep(["fp16", "bf16"], "fp16"))
 def test_a_first_volume_is_read_as_it_comes(name: str, precision: str) -> None:
-    """One launch casts, changes the order, and takes the frames under the taps."""
+    """One launch casts, changes the layout, and takes the frames under the taps."""
     n = Net()
     program = check_simulated(n.done(STEMS[name](n)), precision)
     assert kinds(program)[0] == "ImageConv"
@@ -195,7 +195,7 @@ def test_first_volumes_that_other_kernels_read(build: Callable[[Net], Value], re
 
 
 def by_hand(n: Net, *, known: bool = True, stages: bool = False) -> Value:
-    """The frames of a volume as channels of images. ``stages``: these are scaled and shifted first. ``known``: constant weights."""
+    """The frames of a volume as channels of images. ``stages``: they are scaled and shifted first. ``known``: constant weights."""
     padded = n.op("Pad", n.input(1, 5, 9, 9, 3), n.ints(0, 1, 0, 0, 0, 0, 1, 0, 0, 0), attrs=PadAttrs())
     taken = [n.op("Slice", padded, n.ints(k), n.ints(k + 5), n.ints(1)) for k in range(3)]
     joined = n.op("Reshape", n.op("Concat", *taken, attrs=ConcatAttrs(4)), n.ints(5, 9, 9, 9))
@@ -223,11 +223,12 @@ CONFIGURATIONS = (
     "1x1m1n40s4o1b1", "2x1m1n48s3db1", "1x2m1n56s3o2b1", "1x1m1n56s3k3b1", "1x1m2n96s3o1b1a", "2x1m1n80s3o1b1c2x1", "1x1m1n64s3o1b1c1x2",
     "2x1m2n144s2o1b1", "patch1x1t4x7s2r4o1b1", "patch1x2t3x14s2r5o2b1", "patch1x1t4x8s2wo1b1", "patch2x1t2x7s1r4k3b1", "patch1x1t4x8s2r4db1",
 )  # fmt: skip
-"""Tiles of both kernels: with and without stores by TMA, clusters that share K or load together, warpgroups in turns."""
+"""Tiles of both kernels: with and without stores by TMA, clusters that share K or loads, alternating warpgroups."""
 
 
 def in_configurations(graph: Graph, names: Sequence[str]) -> dict[str, Program]:
-    """By configuration, the program in which the convolutions that read volumes run in it, if they can; and the best predicted one."""
+    """Programs by configuration: one in which the convolutions of volumes use it, if they can; and the one with the predicted
+    best."""
     options, target = BuildOptions(target="cuda:sm_90a", precision="fp16"), "cuda:sm_90a"
     copy, found = graph.copy(), {"": lowered(graph, "fp16", target)}
     optimize(copy, options, target)
@@ -252,7 +253,7 @@ def in_configurations(graph: Graph, names: Sequence[str]) -> dict[str, Program]:
 
 @pytest.mark.parametrize("name", sweep(WALKS, *list(WALKS)[::3]))
 def test_a_volume_is_read_where_it_lies(name: str) -> None:
-    """Behind the changes of order of the input there is one launch; its meaning is a convolution over three axes."""
+    """After the layout changes of the input there is one launch. Its meaning is a convolution over three axes."""
     n = Net()
     program = check_simulated(n.done(WALKS[name](n)), "fp16")
     *_, step = [s for s in program.steps if s.params["op"]["kind"] in ("Conv", "ConvSum")]
@@ -308,14 +309,14 @@ def test_volumes_on_a_gpu_in_several_configurations(name: str, turn: int) -> Non
 @pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", NETS)
-def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> None:
+def test_launches_on_a_gpu_agree_with_their_meaning(name: str, precision: str) -> None:
     n = Net()
     graph = n.done(NETS[name](n))
     checked_launches(graph, precision, 4e-3)
 
 
 def taken_of_a_split(depth: int, slices: Sequence[tuple[int, int, int]]) -> tuple[Graph, Op, Value]:
-    """A convolution of single frames side by side, the convolution, and their volume: the second result of a Split."""
+    """A convolution of concatenated single frames, its operator, and the volume of the frames: the second result of a Split."""
     n = Net()
     _, x = n.op("Split", n.input(2, depth, 6, 5, 8), n.ints(1, 1), attrs=SplitAttrs(0), outputs=2)
     parts = [n.op("Slice", x, n.ints(i), n.ints(end), n.ints(1), n.ints(step)) for i, end, step in slices]
@@ -325,7 +326,7 @@ def taken_of_a_split(depth: int, slices: Sequence[tuple[int, int, int]]) -> tupl
     return n.graph, n.graph.op(y), x
 
 
-def test_the_operator_that_makes_a_volume_is_not_taken_along() -> None:
+def test_the_operator_that_computes_a_volume_is_not_included() -> None:
     graph, op, x = taken_of_a_split(3, [(0, 1, 1), (1, 2, 1), (2, 3, 1)])
     found = volume_of(graph, op)
     assert found is not None

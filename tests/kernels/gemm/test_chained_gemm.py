@@ -1,4 +1,4 @@
-"""Perceptrons with one hidden layer in one launch: where it is done, where not and why, and what it computes."""
+"""Perceptrons with one hidden layer in one launch: where it is used, refusals with their reasons, and results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optdnn.ops.norm import LayerNormAttrs
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the cost model were for one launch everywhere."""
+    """Makes the cost model choose one launch everywhere."""
     monkeypatch.setattr(chained, "_slower", lambda problem, gpu: None)
 
 
@@ -39,7 +39,7 @@ def plain(n: Net) -> list[Value]:
 
 
 def with_residual(n: Net) -> list[Value]:
-    """The rows are normalized by a launch, since no product makes them."""
+    """A separate launch normalizes the rows, since no product computes them."""
     x = tokens(n)
     return [n.op("Add", perceptron(n, normalized(n, x, 48), 48, 192), x)]
 
@@ -51,14 +51,14 @@ def hidden_output(n: Net) -> list[Value]:
 
 NETS: dict[str, tuple[Build, str]] = {
     "plain": (plain, "SeparableConv"),
-    "a norm before, a residual behind": (with_residual, "SeparableConv"),
+    "a norm before, a residual after": (with_residual, "SeparableConv"),
     "the hidden layer is an output": (hidden_output, "ChainedConv"),
 }
 
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str) -> None:
     build, kind = NETS[name]
     program = check_simulated(built(build))
     assert kinds(program).count(kind) == 1
@@ -67,8 +67,8 @@ def test_one_launch_gives_what_two_give(name: str) -> None:
     assert sum(node.startswith("MatMul") for node in step.src) == 2, "both products are named"
 
 
-def told_norm(n: Net) -> list[Value]:
-    """A product makes the rows, and tells their moments."""
+def norm_with_moments(n: Net) -> list[Value]:
+    """A product computes the rows and their moments."""
     x = n.op("Add", linear(n, tokens(n, 128), 128, 128), tokens(n, 128))
     return [n.op("Add", perceptron(n, normalized(n, x, 128), 128, 192), x)]
 
@@ -86,7 +86,7 @@ def computed(n: Net) -> list[Value]:
 
 
 REFUSED: dict[str, tuple[Build, str]] = {
-    "a norm that takes no launch": (told_norm, "takes no launch of its own"),
+    "a norm that takes no launch": (norm_with_moments, "takes no launch of its own"),
     "a gated unit": (gated, "another product of the same rows multiplies"),
     "a computed factor": (computed, "not a constant matrix"),
 }

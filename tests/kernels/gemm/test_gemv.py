@@ -1,4 +1,4 @@
-"""A few rows times a large matrix: the tactic that reads it once."""
+"""A few rows times a large matrix: the tactic that reads the matrix once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def net(rows: int, depth: int, columns: int, kind: str = "gemm") -> Net:
     ("rows", "depth", "columns", "kind"),
     [(1, 1024, 520, "gemm"), (4, 1032, 514, "gemm"), (3, 1024, 520, "matmul with a residual"), (1, 2048, 1000, "gemm")],
 )
-def test_it_runs_what_it_is_for(rows: int, depth: int, columns: int, kind: str) -> None:
+def test_it_runs_suitable_products(rows: int, depth: int, columns: int, kind: str) -> None:
     program = check_simulated(net(rows, depth, columns, kind).graph)
     assert [t["tactic"] for t in program.meta["tactics"] if t["kind"] in ("Gemm", "MatMul")] == ["gemv"]
 
@@ -36,7 +36,7 @@ def test_it_runs_what_it_is_for(rows: int, depth: int, columns: int, kind: str) 
         (1, 1030, 520, "rows of a multiple of 8"),
     ],
 )
-def test_what_it_is_not_for_it_refuses(rows: int, depth: int, columns: int, reason: str) -> None:
+def test_refusals(rows: int, depth: int, columns: int, reason: str) -> None:
     program = check_simulated(net(rows, depth, columns).graph)
     (found,) = [t for t in program.meta["tactics"] if t["kind"] == "Gemm"]
     assert any(r["tactic"] == "gemv" and reason in r["reason"] for r in found["refused"])

@@ -1,4 +1,4 @@
-"""Two products of one pixel for each image in one launch: where it is done, where not and why, and what it computes."""
+"""Two products of one pixel per image in one launch: where it is used, refusals with their reasons, and results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def excited(
     channels: int = 64, hidden: int = 16, *, images: int = 2, activation: str = "Relu", gate: str = "Sigmoid",
     bias: bool = True, out: int = 0, means: bool = False, size: tuple[int, int] = (9, 7),
 ) -> Graph:  # fmt: skip
-    """Squeeze-and-excitation (Hu et al., 2018). ``means``: the launch makes the means; else the convolution before it does."""
+    """Squeeze-and-excitation (Hu et al., 2018). ``means``: the launch computes the means; otherwise the convolution before it
+    does."""
     n = Net()
     x = n.conv(n.input(images, 8, *size), channels)
     x = x if means else n.conv(x, channels, group=channels)
@@ -69,7 +70,7 @@ NETS: dict[str, Callable[[], Graph]] = {
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the cost model were for one launch everywhere."""
+    """Makes the cost model choose one launch everywhere."""
     for one in (tactic.GemvPair, tactic.PooledPair):
         monkeypatch.setattr(one, "defer", lambda *given: None)
 
@@ -77,7 +78,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("precision", sweep(["fp16", "bf16"], "fp16"))
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str, precision: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str, precision: str) -> None:
     program = check_simulated(NETS[name](), precision)
     (step,) = [s for s in program.steps if str(s.params["tactic"]).startswith("gemv_pair")]
     assert sum(node.startswith("Conv") for node in step.src) == 2, "both convolutions are named"
@@ -149,13 +150,13 @@ REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
 
 
 def of_groups(n: Net) -> list[Value]:
-    """The launch of the depthwise convolution makes the means."""
+    """The launch of the depthwise convolution computes the means."""
     x = n.op("GlobalAveragePool", n.conv(n.conv(n.input(2, 8, 9, 7), 64), 64, group=64))
     return [n.conv(n.conv(x, 16, 1, pads=0), 24, 1, pads=0)]
 
 
 def odd_channels(n: Net) -> list[Value]:
-    """Channels that begin behind four others."""
+    """Channels that begin after four others."""
     x = n.op("Relu", n.conv(n.input(2, 8, 9, 7), 68))
     first, x = n.op("Split", x, n.ints(4, 64), attrs=SplitAttrs(1), outputs=2)
     x = n.op("GlobalAveragePool", x)
@@ -210,7 +211,9 @@ def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.Mon
     ("given", "reason"),
     [({"images": tactic.FEW + 1}, "more than 4 images"), ({"channels": 512}, f"fewer than {tactic.SMALL} products")],
 )
-def test_what_was_not_faster_is_for_tuning(given: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_that_were_not_faster_are_for_tuning(
+    given: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tactic, "_apart", lambda problem, gpu: 1.0)
     network = excited(**{"channels": 1024, "hidden": 32, "means": True, **given})
     check_not_taken(network, "gemv_pair_sm90", reason, "SeparableConv")
@@ -237,7 +240,7 @@ P = pair.Problem(2, 64, 16, 64)
         (replace(P, pixels=1 << 24), 8, "is too large"),
     ],
 )
-def test_what_the_kernel_refuses(problem: pair.Problem, cluster: int, reason: str) -> None:
+def test_refusals(problem: pair.Problem, cluster: int, reason: str) -> None:
     assert pair.refuse(P, pair.Config(8)) is None
     assert reason in (pair.refuse(problem, pair.Config(cluster)) or "")
     assert "no clusters" in (pair.refuse(P, pair.Config(8), capability=(8, 0)) or "")
@@ -280,7 +283,7 @@ def test_the_kernel_on_a_processor(depth: int, hidden: int, channels: int, dtype
 def test_means_on_a_processor(
     depth: int, pixels: int, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair, "POOLING_WARPS", 8)  # the emulator has no more
+    monkeypatch.setattr(pair, "POOLING_WARPS", 8)  # the emulator has no larger blocks
     problem = pair.Problem(2, depth, 16, 40, pixels=pixels, tiles=tiles)
     assert pair.refuse(problem, pair.Config(1)) is None
     rng, pitch = np.random.default_rng(0), depth if tiles else depth + 16
@@ -313,7 +316,7 @@ def test_kernels_compile_without_spills(config: pair.Config) -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_every_cluster_on_a_gpu_gives_what_it_means(name: str) -> None:
+def test_every_cluster_on_a_gpu_agrees_with_its_meaning(name: str) -> None:
     graph = NETS[name]()
     plain = lowered(graph, "fp16", "cuda:sm_90a")
     (decision,) = [t for t in plain.meta["tactics"] if t["tactic"].startswith("gemv_pair") and not t.get("dropped")]

@@ -1,4 +1,4 @@
-"""Products of a constant matrix with a stack: one matrix for all, a bias of each row, a factor of each column, moments of the rows."""
+"""Products of a constant matrix with a stack: one matrix for all, a bias per row, a factor per column, moments of the rows."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def gate(n: Net) -> Value:
 
 
 def large(n: Net) -> Value:
-    """More tiles than multiprocessors, several for each block, and last tiles that are cut."""
+    """More tiles than multiprocessors, several per block, and incomplete last tiles."""
     x = n.input(3, 197, 1000)
     y = n.op("Gelu", n.op("Add", _left(n, x, 611), n.random(611, 1)))
     return n.op("Add", n.op("Mul", n.op("Add", _left(n, y, 197), n.random(197, 1)), n.random(1000)), x)
 
 
 def moments(n: Net) -> Value:
-    """Rows of a stack, whose norm a product applies by their moments."""
+    """Rows of a stack. A product applies their norm by their moments."""
     x = n.input(3, 37, 128)
     stream = n.op("Add", n.op("Add", _left(n, x, 37), n.random(37, 1)), x)
     return n.op("MatMul", _norm(n, stream), n.random(128, 72, scale=0.1))
@@ -129,13 +129,13 @@ def _two_factors(n: Net) -> Value:
 
 
 @pytest.mark.parametrize("build", [_bias_after_a_stage, _two_factors])
-def test_what_the_epilogue_does_not_know_is_another_launch(build: Callable[[Net], Value]) -> None:
+def test_unsupported_stages_are_another_launch(build: Callable[[Net], Value]) -> None:
     n = Net(np.float16)
     program = check_simulated(n.done(build(n)))
     assert kinds(program) == ["MatMul", "Pointwise"]
 
 
-def test_rows_of_other_widths_tell_no_moments() -> None:
+def test_rows_of_other_widths_have_no_moments() -> None:
     n = Net(np.float16)
     x = n.input(2, 36, 60)
     y = n.op("Add", _left(n, x, 36), n.random(36, 1))

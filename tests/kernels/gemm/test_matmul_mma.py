@@ -1,4 +1,4 @@
-"""Products of any operands on tensor cores (``matmul_mma.cuh``): which tiles, the very kernels on emulated warps, and on a GPU."""
+"""Products of any operands on tensor cores (``matmul_mma.cuh``): tiles, the kernels on emulated warps, and on a GPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def even_sizes(n: Net) -> Value:
 
 
 def apart(n: Net) -> Value:
-    """Neither rows nor columns of the left operand lie together."""
+    """Neither rows nor columns of the left operand are contiguous."""
     x = n.op("Transpose", n.input(20, 36, 3, name="a"), attrs=TransposeAttrs((2, 0, 1)))
     return n.op("MatMul", x, n.input(3, 36, 44, name="b"))
 
@@ -74,7 +74,7 @@ WAYS = {
     "rows": (1, 16, 0, 16), "both_turned": (0, 16, 1, 16), "odd_sizes": (1, 0, 0, 0), "odd_and_turned": (0, 0, 1, 0),
     "one_matrix_for_all": (1, 16, 0, 16), "many_columns": (1, 16, 0, 8), "even_sizes": (1, 4, 0, 4), "apart": (1, 0, 0, 8),
 }  # fmt: skip
-"""Along K, and bytes of a piece: of the left operand, of the right one, in 16 bits."""
+"""For the left and the right operand in 16 bits: whether it is contiguous along K, and the bytes of an access."""
 
 
 def program_of(name: str, precision: str, target: str = "cuda:sm_80", **options: Any) -> tuple[Graph, Program]:
@@ -119,7 +119,7 @@ def test_kernels_compile_without_spills(name: str, precision: str) -> None:
 
 
 def test_a_row_has_the_same_sums_in_every_batch() -> None:
-    """Places of K follow one another in every tile: ``row_invariant`` needs no other kernel."""
+    """Every tile adds up along K in the same order, so ``row_invariant`` needs no other kernel."""
     for count in (1, 3, 400):
         n = Net()
         y = n.op("MatMul", n.input(count, 64, 256, name="a"), n.input(256, 96, name="b"))

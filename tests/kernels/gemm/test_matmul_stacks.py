@@ -1,4 +1,4 @@
-"""Products of two computed stacks of matrices on Hopper's kernel: each place that operands may lie at, and what is refused."""
+"""Products of two computed stacks of matrices on Hopper's kernel: all memory layouts of operands, and refusals."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_stages_after_a_product_are_in_its_kernel() -> None:
         assert len(op["attrs"]["epilogue"]) == stages
 
 
-def test_what_it_refuses_is_done_by_another() -> None:
+def test_other_kernels_run_the_problems_that_it_refuses() -> None:
     def broadcast(n: Net) -> Value:
         return n.op("MatMul", n.input(4, 20, 64), n.input(1, 64, 72, name="y"))
 
@@ -170,7 +170,7 @@ def test_a_stack_has_tiles_of_every_product() -> None:
 
 
 def test_few_products_of_long_rows_are_cut_along_k() -> None:
-    """Gram matrices: one tile each, which alone would leave most of the machine idle."""
+    """Gram matrices of one tile each. Alone they would leave most multiprocessors idle."""
     device = of_arch("sm_90a")
     gram = Problem(64, 64, (Source(1, 1, 16384),), stack=(4, 1))
     best = conv_cost.candidates(gram, device, 1)[0]
@@ -199,7 +199,7 @@ def test_a_stack_is_of_matrices_of_16_bits() -> None:
 
 
 def test_a_constant_stack_is_rearranged_when_built_and_odd_rows_get_a_pitch() -> None:
-    """Rows of 14 elements are no multiple of 16 bytes: no launch copies the constant or the product."""
+    """Rows of 14 elements are no multiple of 16 bytes. Still, no launch copies the constant or the product."""
     n = Net()
     product = n.op("MatMul", n.op("Relu", n.input(3, 40, 64)), n.random(3, 64, 14))
     graph = n.done(n.op("Softmax", product))

@@ -1,4 +1,4 @@
-"""Large products of fp32 operands that are not constant run in tiles: which, compiled, and on a GPU what they mean."""
+"""Large products of computed fp32 operands run in tiles: the choice, compilation, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_others_run_on_the_plain_kernel(options: dict[str, Any]) -> None:
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
-def test_tiles_on_a_gpu_give_what_they_mean(name: str) -> None:
+def test_tiles_on_a_gpu_agree_with_their_meaning(name: str) -> None:
     n = Net()
     graph = n.done(NETS[name](n))
     checked_launches(graph, "fp32", 2e-6)

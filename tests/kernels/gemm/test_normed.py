@@ -1,4 +1,4 @@
-"""Products of normalized rows without a launch for the norm: what is right, what is refused, and what compiles."""
+"""Products of normalized rows without a launch for the norm: results, refusals, and compilation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _norm(n: Net, x: Value, width: int, kind: str = "LayerNormalization") -> Val
 
 
 def block(n: Net) -> Value:
-    """A product with a residual, and the two products of a perceptron behind its norm; the residual goes on."""
+    """A product with a residual, a norm, and the two products of a perceptron. The residual is added again."""
     x = n.input(2, 37, 128)
     stream = n.op("Add", n.op("MatMul", x, n.random(128, 128)), x)
     hidden = n.op(
@@ -52,7 +52,7 @@ def mean_square(n: Net) -> Value:
 
 
 def chain(n: Net) -> Value:
-    """A launch that applies moments and tells those of its own rows."""
+    """A launch that applies moments and computes those of its own rows."""
     x = n.input(50, 64)
     y = n.op("MatMul", _norm(n, n.op("MatMul", x, n.random(64, 128)), 128), n.random(128, 64))
     return n.op("MatMul", _norm(n, y, 64), n.random(64, 72))
@@ -71,13 +71,13 @@ def gated_layer(n: Net) -> Value:
 
 
 def all_tokens(n: Net) -> Value:
-    """Rows of all tokens of a batch, which a Reshape makes of a product's (OPT)."""
+    """Rows of all tokens of a batch: a Reshape of a product's result (OPT)."""
     rows = n.op("Reshape", n.op("MatMul", n.input(2, 37, 64), n.random(64, 128)), n.ints(74, 128))
     return n.op("MatMul", _norm(n, rows, 128), n.random(128, 64))
 
 
 def side_by_side(n: Net) -> Value:
-    """Two products of the same normalized rows, as of attention and perceptron in GPT-J."""
+    """Two products of the same normalized rows, like those of attention and perceptron in GPT-J."""
     rows = _norm(n, n.op("MatMul", n.input(40, 64), n.random(64, 128)), 128)
     left = n.op("MatMul", n.op("Relu", n.op("MatMul", rows, n.random(128, 192))), n.random(192, 64))
     return n.op("Add", left, n.op("MatMul", n.op("Relu", n.op("MatMul", rows, n.random(128, 72))), n.random(72, 64)))
@@ -117,7 +117,7 @@ def test_a_norm_that_others_read_runs_beside_the_product() -> None:
 
 @pytest.mark.usefixtures("wanted")
 def test_a_norm_whose_result_a_gated_unit_adds_is_stored() -> None:
-    """The pair reads the normalized rows twice: as its factor, and as what it adds."""
+    """The pair reads the normalized rows twice: as its factor, and as its addend."""
     n = Net()
     rows = _norm(n, n.op("MatMul", n.input(70, 64), n.random(64, 64)), 64, "RMSNormalization")
     unit = n.op("Mul", n.op("Relu", n.op("MatMul", rows, n.random(64, 64))), n.op("MatMul", rows, n.random(64, 64)))
@@ -128,7 +128,7 @@ def test_a_norm_whose_result_a_gated_unit_adds_is_stored() -> None:
 
 @pytest.mark.usefixtures("wanted")
 def test_large_means_cancel() -> None:
-    """Rows whose mean is 60 times their deviation lose what 16 bits lose, and no more."""
+    """Rows with a mean of 60 times their deviation lose only what 16 bits lose."""
     n = Net()
     x = n.input(40, 64)
     stream = n.op("Add", n.op("MatMul", x, n.random(64, 128, scale=0.125)), n.const(np.full(128, 60.0)))
@@ -161,7 +161,7 @@ def test_the_cost_model_gives_gated_units_their_norm() -> None:
 
 
 def _read_by_others(n: Net) -> Value:
-    """The normalized rows are the residual, after an activation."""
+    """The normalized rows, after an activation, are the residual."""
     rows = _norm(n, n.op("MatMul", n.input(40, 64), n.random(64, 128)), 128)
     hidden = n.op("Relu", n.op("MatMul", rows, n.random(128, 192)))
     return n.op("Add", n.op("Relu", n.op("MatMul", hidden, n.random(192, 128))), rows)
@@ -197,7 +197,7 @@ def _tiny_scale(n: Net) -> Value:
 
 
 def _huge_scale(n: Net) -> Value:
-    """Beyond fp32, too."""
+    """The scaled weights also exceed fp32."""
     return _scaled(n, 3e38)
 
 
@@ -221,7 +221,7 @@ def _huge_scale(n: Net) -> Value:
         ),
     ],
 )
-def test_what_is_refused(build: Callable[[Net], Value], options: dict[str, object], because: str) -> None:
+def test_refusals(build: Callable[[Net], Value], options: dict[str, object], because: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), **{"precision": "fp16", **options})  # type: ignore[arg-type]
     refused = refusals(program, "*normed*")
@@ -231,7 +231,7 @@ def test_what_is_refused(build: Callable[[Net], Value], options: dict[str, objec
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(("joint", "taken"), [(5.5e-6, True), (6.5e-6, False)])
 def test_the_tuner_counts_both_launches_that_are_dropped(joint: float, taken: bool) -> None:
-    """Norm and both products take 2 us each; a launch of all three of 5.5 us is better, one of 6.5 is not."""
+    """Norm and both products take 2 us each. One launch of all three is better with 5.5 us, and not with 6.5."""
 
     def seconds(name: str) -> float:
         return joint if name.startswith("gemm_paired_normed") else 9e-6 if name.startswith("gemm_paired") else 2e-6
@@ -246,7 +246,7 @@ def test_the_tuner_counts_both_launches_that_are_dropped(joint: float, taken: bo
 
 
 def test_a_choice_that_other_choices_exclude_is_left_to_the_cost_model() -> None:
-    """The launch before may get another tactic, which tells no moments."""
+    """The launch before may get another tactic, which computes no moments."""
     n = Net()
     graph, options = n.done(mean_square(n)), BuildOptions(target="simulate", precision="fp16")
     optimize(graph, options, "simulate")
@@ -285,7 +285,7 @@ def test_spans_of_k_are_refused() -> None:
         assert implicit_gemm.refuse(problem, streamed) == "moments of rows need whole tiles"
 
 
-def test_wide_tiles_are_refused_behind_a_norm() -> None:
+def test_wide_tiles_are_refused_after_a_norm() -> None:
     wide, fields = Config(1, 1, 2, 144, 3, alternate=True), {**PLAIN, "batch": 8192}
     assert implicit_gemm.refuse(Problem(**fields, moments=True), wide) is None  # type: ignore[arg-type]
     why = implicit_gemm.refuse(Problem(**fields, norm=RowNorm(True, 1e-5)), wide)  # type: ignore[arg-type]
@@ -300,9 +300,9 @@ CONFIGS = (
 
 @pytest.mark.nvrtc
 def test_the_kernels_compile_without_spills() -> None:
-    told = Problem(4112, 768, (Source(1, 1, 3072),), (("bias",), ("add",)), moments=True)
+    computing = Problem(4112, 768, (Source(1, 1, 3072),), (("bias",), ("add",)), moments=True)
     normed = Problem(4112, 3072, (Source(1, 1, 768),), (("bias",), ("gelu",)), norm=RowNorm(True, 1e-6))
-    for problem in (told, normed):
+    for problem in (computing, normed):
         for config in CONFIGS:
             assert implicit_gemm.refuse(problem, config) is None
             (found,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()

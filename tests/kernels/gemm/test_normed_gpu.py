@@ -1,4 +1,5 @@
-"""Products of normalized rows on a GPU: each kind of configuration does what its step means; nothing is left out or written outside."""
+"""Products of normalized rows on a GPU: each kind of configuration agrees with its meaning and writes all results, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.hopper
 
 
 def large_residual(n: Net) -> Value:
-    """The same, where the products that tell moments add normalized rows."""
+    """Large products that compute moments and add normalized rows."""
     rows = n.op("MatMul", n.input(3001, 64), n.random(64, 1024))
     for _ in range(2):
         normed = _norm(n, rows, 1024)
@@ -39,7 +40,7 @@ def large_residual(n: Net) -> Value:
 
 
 def large(n: Net) -> Value:
-    """More tiles than multiprocessors, several for each block, and a last tile that is cut."""
+    """More tiles than multiprocessors, several per block, and an incomplete last tile."""
     x = n.input(3001, 64)
     y = n.op("Add", n.op("MatMul", x, n.random(64, 1024)), n.op("MatMul", x, n.random(64, 1024)))
     return n.op("MatMul", _norm(n, y, 1024), n.random(1024, 1000))

@@ -1,4 +1,4 @@
-"""Products that normalize the residual that they add: what is right, what is refused, and what compiles."""
+"""Products that normalize the residual that they add: results, refusals, and compilation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _perceptron(n: Net, rows: Value, width: int, kind: str = "LayerNormalization
 
 
 def layers(n: Net) -> Value:
-    """Two perceptrons whose norms come after the addition; the first tells the moments for the second."""
+    """Two perceptrons whose norms follow the addition. The first one computes the moments for the second."""
     x = n.input(2, 37, 128)
     rows = _perceptron(n, n.op("Add", _dense(n, x, 128, 128), x), 128)
     return _perceptron(n, rows, 128)
@@ -50,7 +50,7 @@ def mean_square(n: Net) -> Value:
 
 
 def odd_depth(n: Net) -> Value:
-    """The product that adds has a depth that is no whole number of K steps, no bias, and adds from the left."""
+    """The adding product has no bias, its depth is no whole number of K steps, and it is the second addend."""
     rows = _norm(n, n.op("MatMul", n.input(50, 64), n.random(64, 192)), 192)
     hidden = n.op("Relu", n.op("MatMul", rows, n.random(192, 72)))
     return n.op("Add", rows, n.op("MatMul", hidden, n.random(72, 192)))
@@ -81,7 +81,7 @@ def test_no_launch_normalizes(name: str, streams: int) -> None:
 
 @pytest.mark.usefixtures("wanted")
 def test_large_means_cancel() -> None:
-    """Rows whose mean is 60 times their deviation lose what 16 bits lose, and no more."""
+    """Rows with a mean of 60 times their deviation lose only what 16 bits lose."""
     n = Net()
     stream = n.op("Add", n.op("MatMul", n.input(40, 64), n.random(64, 128, scale=0.125)), n.const(np.full(128, 60.0)))
     program = check_simulated(n.done(_perceptron(n, stream, 128)), tolerance=0.04)
@@ -105,7 +105,7 @@ def test_the_cost_model_takes_it() -> None:
     assert tactics(lowered(n.done(_bert(n, 128, 768)), no_cubins=True), "MatMul", "Gemm").count(NAME) == 2
 
 
-def test_the_cost_model_leaves_what_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_model_leaves_separate_launches_that_cost_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optdnn.kernels.gemm.normed_residual.ADDED", 1e-3)
     n = Net()
     program = lowered(n.done(_bert(n, 128, 768)), no_cubins=True)
@@ -142,7 +142,7 @@ def _added_alone(n: Net) -> Value:
 
 
 def _turned(n: Net) -> Value:
-    """The rows of the product that adds lie in another order."""
+    """The rows of the adding product have another order."""
     normed = _norm(n, n.op("MatMul", n.input(5, 7, 64), n.random(64, 128)), 128)
     hidden = n.op("Transpose", n.op("MatMul", normed, n.random(128, 64)), attrs=TransposeAttrs((1, 0, 2)))
     mixed = n.op("MatMul", n.op("Reshape", hidden, n.ints(7, 320)), n.random(320, 320))
@@ -176,7 +176,7 @@ def _scale_that_is_given(n: Net) -> Value:
         ),
     ],
 )
-def test_what_is_refused(build: Callable[[Net], Value], options: dict[str, object], because: str) -> None:
+def test_refusals(build: Callable[[Net], Value], options: dict[str, object], because: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), **{"precision": "fp16", **options})  # type: ignore[arg-type]
     assert because in _reasons(program, NAME)
@@ -195,7 +195,7 @@ def test_an_output_that_is_normalized_keeps_its_launch() -> None:
 
 @pytest.mark.nvrtc
 def test_the_tuner_counts_the_norm_that_is_dropped() -> None:
-    """A launch that takes 1 us more than the product is better than both, where the norm takes 2."""
+    """A launch that takes 1 us more than the product is better than the product and the norm, which takes 2."""
     n = Net()
     graph = n.done(_bert(n, 128, 768, layers=1))
 
@@ -236,10 +236,10 @@ def test_configurations_that_there_are_not() -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("told", [False, True])
-def test_the_kernels_compile_without_spills(told: bool) -> None:
-    norm, epilogue = RowNorm(told, 1e-6), (("bias",), ("add",))
-    problem = Problem(4112, 768, (Source(1, 1, 3072),), epilogue, moments=told, residual_norm=norm)
+@pytest.mark.parametrize("with_moments", [False, True])
+def test_the_kernels_compile_without_spills(with_moments: bool) -> None:
+    norm, epilogue = RowNorm(with_moments, 1e-6), (("bias",), ("add",))
+    problem = Problem(4112, 768, (Source(1, 1, 3072),), epilogue, moments=with_moments, residual_norm=norm)
     for config in CONFIGS:
         assert implicit_gemm.refuse(problem, config) is None
         (found,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()

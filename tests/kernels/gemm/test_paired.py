@@ -1,4 +1,4 @@
-"""Gated linear units: two products of the same rows in one launch, and what is refused."""
+"""Gated linear units: two products of the same rows in one launch, and refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def both_activated(n: Net) -> Value:
 
 
 def of_few_features(n: Net) -> Value:
-    """Rows whose features do not come in eights: the packed weights have zeros behind them."""
+    """Rows whose number of features is no multiple of eight: the packed weights are padded with zeros."""
     x = n.op("Relu", n.input(36, 12))
     return n.op("Mul", n.op("Swish", n.op("MatMul", x, n.random(12, 24))), n.op("MatMul", x, n.random(12, 24)))
 
@@ -105,7 +105,7 @@ def _scaled(n: Net) -> Value:
         (_added, "fp32", "it is not multiplied by another product of the same rows"),
     ],
 )
-def test_what_is_refused(build: Callable[[Net], Value], precision: str, because: str) -> None:
+def test_refusals(build: Callable[[Net], Value], precision: str, because: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), precision)
     refused = refusals(program, "*paired*")

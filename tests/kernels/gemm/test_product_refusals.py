@@ -1,4 +1,4 @@
-"""What the tactics of products on Hopper refuse, and why."""
+"""Refusals of the tactics of products on Hopper, with their reasons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optdnn.ops.gemm import GemmAttrs
 
 
 def activated_in_front(n: Net) -> Value:
-    """A scale and a shift, and an activation, which the weights cannot take in."""
+    """A scale and a shift, and an activation, which cannot be folded into the weights."""
     x = n.op("Relu", n.op("Add", n.op("Mul", n.input(64, 64), n.random(64)), n.random(64)))
     return n.matmul(x, 32)
 

@@ -1,4 +1,4 @@
-"""Products of a few rows with the norm in front of them and the product beside them: what is taken, what is refused, and the kernel."""
+"""Products of a few rows with the norm before them and a second product: choice, refusals, and the kernel."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ NETS: dict[str, Callable[[Net], Any]] = {
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_what_it_takes(name: str) -> None:
+def test_accepted_networks(name: str) -> None:
     n = Net()
     program = check_simulated(n.done(NETS[name](n)))
     found = kinds(program)
@@ -108,7 +108,7 @@ REFUSED: dict[str, Callable[[Net], Any]] = {
 
 
 @pytest.mark.parametrize("because", REFUSED)
-def test_what_it_refuses(because: str) -> None:
+def test_refusals(because: str) -> None:
     n = Net()
     results = REFUSED[because](n)
     program = lowered(n.done(*results) if type(results) is tuple else n.done(results), no_cubins=True)

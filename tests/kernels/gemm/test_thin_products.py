@@ -1,4 +1,4 @@
-"""Products of few rows or columns, and of very many matrices: a thread for each element."""
+"""Products of few rows or columns, and products of very many matrices: one thread per element."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from optdnn.runtime.program import Kernel, Program
 
 
 def rows(n: Net) -> Value:
-    """Each pixel's queries with its own lambda, which the heads share."""
+    """The queries of each pixel times its own lambda, which the heads share."""
     left = n.op("Transpose", n.input(2, 4, 1, 40, 64, name="a"), attrs=TransposeAttrs((0, 1, 4, 2, 3)))
     right = n.op("Transpose", n.input(2, 1, 64, 32, 40, name="b"), attrs=TransposeAttrs((0, 1, 2, 4, 3)))
     return n.op("Relu", n.op("Add", n.op("MatMul", left, right), n.input(32, name="r")))
@@ -77,7 +77,7 @@ def test_a_thread_computes_each_element(name: str, tmp_path: Path) -> None:
 
 
 def test_sums_do_not_depend_on_the_batch() -> None:
-    """Both kernels add up in the same order, so that engines whose rows do not depend on the batch may have either."""
+    """Both kernels add up in the same order. Engines whose rows do not depend on the batch may use either."""
     assert is_on_threads(product(lowered(graph_of("rows"), "fp32", row_invariant=True)))
 
 
@@ -100,7 +100,7 @@ def test_it_compiles_without_spills(precision: str) -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_on_a_gpu_it_gives_what_it_means(name: str, precision: str) -> None:
+def test_on_a_gpu_it_agrees_with_its_meaning(name: str, precision: str) -> None:
     graph = graph_of(name)
     checked_launches(graph, precision, 2e-3 if precision == "fp16" else 2e-6)
 

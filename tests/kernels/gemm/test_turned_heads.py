@@ -1,4 +1,4 @@
-"""Products that turn the heads they make: what is right, what is refused, tiles on the processor, and what compiles."""
+"""Products that rotate the heads that they compute: results, refusals, tiles on the processor, and compilation."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from optdnn.runtime.reference.attention import rotary_embedding
 
 def layer(
     heads: int = 3, groups: int = 3, size: int = 64, *, turned: int = 0, interleaved: bool = False, length: int = 18,
-    kind: str = "RMSNormalization", reads: str = "", width: int = 128,
+    kind: str = "RMSNormalization", reads: str = "", width: int = 128, parts: int = 1,
 ) -> Graph:  # fmt: skip
-    """The rows of a product, a norm (of ``kind`` "": none), and attention whose queries and keys turn. ``reads``: how they are read
-    otherwise."""
+    """The rows of a product, a norm (none if ``kind`` is ""), and attention with rotated queries and keys. ``reads``: another
+    form of the network that reads them."""
     n = Net()
     rows = n.matmul(n.input(2, length, 64), width)
     if kind:
@@ -46,25 +46,29 @@ def layer(
         rows = n.op(kind, rows, n.positive(width), *more, attrs=LayerNormAttrs())
     rows = n.op("Add", n.matmul(rows, (heads + 2 * groups) * size), n.random((heads + 2 * groups) * size))
     sizes = n.ints(heads * size, groups * size, groups * size)
-    parts = n.op("Split", rows, sizes, attrs=SplitAttrs(-1), outputs=3)
+    columns = n.op("Split", rows, sizes, attrs=SplitAttrs(-1), outputs=3)
     if reads == "values first":
-        parts = parts[2:] + parts[:2]
+        columns = columns[2:] + columns[:2]
     turn, others = angles(n, length, (turned or size) // 2), angles(n, length, (turned or size) // 2)
     if reads == "given angles":
         turn = [n.input(1, length, size // 2, name=name) for name in ("cos", "sin")]
 
     def prepared(x: Value, count: int, turn: list[Any] | None) -> Value:
         x = n.op("Transpose", n.op("Reshape", x, n.ints(2, length, count, size)), attrs=TransposeAttrs((0, 2, 1, 3)))
-        return x if turn is None else n.op("RotaryEmbedding", x, *turn, attrs=RotaryAttrs(interleaved, turned))
+        return (
+            x
+            if turn is None
+            else n.op("RotaryEmbedding", x, *turn, attrs=RotaryAttrs(interleaved, turned, parts=parts))
+        )
 
-    q, v = prepared(parts[0], heads, turn), prepared(parts[2], groups, None)
-    k = prepared(parts[1], groups, others if reads == "other angles" else turn)
+    q, v = prepared(columns[0], heads, turn), prepared(columns[2], groups, None)
+    k = prepared(columns[1], groups, others if reads == "other angles" else turn)
     past = [n.input(2, groups, 4, size, name=name) for name in ("past_key", "past_value")] if reads == "past" else []
     y = n.op("Attention", q, k, v, *([None, *past] if past else []))
     if reads == "keys":
         return n.done(n.op("Add", n.op("Relu", k), y))
     if reads == "features":
-        return n.done(n.op("Add", n.op("Relu", prepared(parts[1], groups, None)), y))
+        return n.done(n.op("Add", n.op("Relu", prepared(columns[1], groups, None)), y))
     return n.done(y)
 
 
@@ -73,13 +77,18 @@ NETS: dict[str, Callable[[], Graph]] = {
     "layer norm": lambda: layer(kind="LayerNormalization"),
     "no norm": lambda: layer(kind=""),
     "groups": lambda: layer(4, 2, 32),
-    "neighbours": lambda: layer(interleaved=True),
+    "neighbors": lambda: layer(interleaved=True),
     "part": lambda: layer(2, 1, 128, turned=32),
-    "neighbours of a part": lambda: layer(1, 1, 256, turned=64, interleaved=True),
+    "neighbors of a part": lambda: layer(1, 1, 256, turned=64, interleaved=True),
     "two tiles": lambda: layer(2, 1, 128),
-    "neighbours in two tiles": lambda: layer(2, 1, 128, interleaved=True),
+    "neighbors in two tiles": lambda: layer(2, 1, 128, interleaved=True),
     "odd positions": lambda: layer(length=37),
     "class token": lambda: of_a_product(length=20, still=2),
+    "parts": lambda: layer(parts=2),
+    "parts of narrow heads": lambda: layer(4, 2, 32, parts=2),
+    "three wide parts": lambda: layer(1, 1, 192, parts=3),
+    "parts in two tiles": lambda: layer(1, 1, 256, parts=2),
+    "the same angles for each image": lambda: of_a_product(length=20, images=2),
 }
 
 
@@ -107,6 +116,7 @@ def _few() -> Graph:
         (layer, "tf32", "it is for at least 32 rows of 16-bit floats"),
         (lambda: layer(reads="other angles"), "fp16", "its heads are rotated by different angles"),
         (lambda: of_a_product(length=20, own=True), "fp16", "each feature of its heads has an angle of its own"),
+        (lambda: layer(turned=32, parts=2), "fp16", "some features beside the parts of its heads do not turn"),
         (lambda: layer(reads="keys"), "fp16", "its heads are not those of one attention alone"),
         (lambda: layer(reads="features"), "fp16", "others read its heads before the rotation"),
         (lambda: layer(reads="past"), "fp16", "its keys have a place beside those of the past"),
@@ -121,7 +131,7 @@ def _few() -> Graph:
         (lambda: layer(reads="given angles"), "fp16", "the angles are not constants, or differ from image to image"),
     ],
 )
-def test_what_is_refused(build: Callable[[], Graph], precision: str, because: str) -> None:
+def test_refusals(build: Callable[[], Graph], precision: str, because: str) -> None:
     program = lowered(build(), precision, no_cubins=True)
     assert because in refusals(program, "*turned*")
     assert "TurnedHeads" not in kinds(program)
@@ -186,16 +196,19 @@ class _Params(ctypes.Structure):
 
 
 @pytest.mark.parametrize(
-    ("head", "turned", "interleaved", "rows"),
-    [(64, 64, False, 128), (64, 64, True, 40), (32, 32, False, 24), (32, 16, True, 24), (64, 32, False, 72), (128, 128, False, 40),
-     (128, 128, True, 64), (256, 64, True, 8)],
+    ("head", "turned", "interleaved", "rows", "parts"),
+    [(64, 64, False, 128, 1), (64, 64, True, 40, 1), (32, 32, False, 24, 1), (32, 16, True, 24, 1), (64, 32, False, 72, 1),
+     (128, 128, False, 40, 1), (128, 128, True, 64, 1), (256, 64, True, 8, 1), (32, 32, False, 24, 2), (16, 16, False, 40, 3),
+     (64, 64, False, 40, 3), (128, 128, False, 24, 2)],
 )  # fmt: skip
-def test_tiles_turn_on_the_processor(head: int, turned: int, interleaved: bool, rows: int, tmp_path: Path) -> None:
+def test_tiles_turn_on_the_processor(
+    head: int, turned: int, interleaved: bool, rows: int, parts: int, tmp_path: Path
+) -> None:  # fmt: skip
     rng, first, positions = np.random.default_rng(head + turned), 29, 31
-    channels = max(128, head)
-    tiles = channels // 64 + 2  # the last ones do not turn
+    channels = max(192 if parts == 3 else 128, head * parts)
+    tiles = channels // 64 + 2  # the last tiles are not rotated
     x = rng.standard_normal((rows, tiles * 64)).astype(np.float16)
-    turn = rng.uniform(-3, 3, (positions, turned // 2))
+    turn = rng.uniform(-3, 3, (positions, parts * turned // 2))
     cos, sin = np.cos(turn).astype(np.float16), np.sin(turn).astype(np.float16)
     table = np.ascontiguousarray(np.stack([v.reshape(positions, -1, 8) for v in (cos, sin)], 2))
     at = (np.arange(rows)[:, None], np.arange(8)[None] ^ (np.arange(rows)[:, None] & 7))  # TMA's swizzle
@@ -209,6 +222,7 @@ def test_tiles_turn_on_the_processor(head: int, turned: int, interleaved: bool, 
         "TILE_ROWS": rows,
         "FIRST_ROW": first,
         "TILES": tiles,
+        **({"HEAD_PARTS": parts} if parts > 1 else {}),
     }
     defines |= {"OUT_ITEM": 2, "DIRECT": 0, "STREAM": 0, "SCATTER": 0, "BATCHED": 0}
     header = template_files()["conv_turns.cuh"].read_text(encoding="utf-8")
@@ -217,13 +231,14 @@ def test_tiles_turn_on_the_processor(head: int, turned: int, interleaved: bool, 
     assert library(text, tmp_path, "-Og", []).run(ctypes.byref(block)) == 0
     got = given[:, at[0], at[1]].transpose(1, 0, 2, 3).reshape(rows, -1)
     each = (first + np.arange(rows)) % positions
-    heads = x[:, :channels].astype(np.float32).reshape(1, rows, -1, head).transpose(0, 2, 1, 3)
+    heads = x[:, :channels].astype(np.float32).reshape(1, rows, -1, parts * head).transpose(0, 2, 1, 3)
     (want,) = rotary_embedding(
         heads,
         cos[each][None].astype(np.float32),
         sin[each][None].astype(np.float32),
         interleaved=interleaved,
-        rotary_embedding_dim=turned,
+        rotary_embedding_dim=0 if parts > 1 else turned,
+        parts=parts,
     )
     np.testing.assert_allclose(got[:, :channels], want.transpose(0, 2, 1, 3).reshape(rows, channels), atol=2e-3)
     np.testing.assert_array_equal(got[:, channels:], x[:, channels:])
@@ -231,7 +246,16 @@ def test_tiles_turn_on_the_processor(head: int, turned: int, interleaved: bool, 
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("norm", [None, RowNorm(False, 1e-5)])
-@pytest.mark.parametrize("turn", [TURN, replace(TURN, interleaved=True), replace(TURN, head=128, turned=128)], ids=str)
+@pytest.mark.parametrize(
+    "turn",
+    [
+        TURN,
+        replace(TURN, interleaved=True),
+        replace(TURN, head=128, turned=128),
+        replace(TURN, head=32, turned=32, parts=2),
+    ],
+    ids=str,
+)
 def test_it_compiles_without_spills(turn: HeadTurn, norm: RowNorm | None) -> None:
     problem = replace(PLAIN, turn=turn, norm=norm)
     for config in (

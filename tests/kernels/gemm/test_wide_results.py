@@ -1,4 +1,4 @@
-"""16-bit products whose results are fp32: which tiles run them, under NVRTC, and on a GPU."""
+"""16-bit products whose results are fp32: the tiles that run them, under NVRTC, and on a GPU."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ LARGE = (
     Config(2, 1, 1, 176, 4, direct=True), Config(2, 1, 1, 208, 3, direct=True), Config(1, 2, 1, 160, 4, direct=True),
     Config(1, 2, 2, 104, 3, direct=True), Config(1, 1, 2, 112, 2, split=2),
 )  # fmt: skip
-"""Tiles whose results exceed the registers beside their places."""
+"""Tiles whose accumulators leave no registers for the addresses of results."""
 
 
-def test_large_tiles_are_stored_behind_the_last_product() -> None:
+def test_large_tiles_are_stored_after_the_last_product() -> None:
     for config in LARGE:
         assert gemm.late(HEAD, config)
         assert gemm.refuse(HEAD, config) is None

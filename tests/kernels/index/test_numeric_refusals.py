@@ -1,4 +1,4 @@
-"""Operators of a few lines an element that run on the host, and why."""
+"""Numeric operators with simple kernels that run on the host in some forms, and the reasons."""
 
 from __future__ import annotations
 
@@ -45,4 +45,4 @@ def test_sums_of_products_are_not_predicted_as_those_of_tensor_cores() -> None:
     program: Any = lowered(graph, "fp32")
     ((seconds, least, _),) = program.meta["step_times"]["steps"]
     assert program.steps[0].params["tactic"] == "each"
-    assert seconds > 100 > 10 * least  # of 512^3 products
+    assert seconds > 100 > 10 * least  # with products of 512^3

@@ -1,4 +1,4 @@
-"""What the kernels of a few lines an element refuse."""
+"""Refusals of kernels over coordinates."""
 
 from __future__ import annotations
 

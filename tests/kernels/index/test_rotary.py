@@ -1,4 +1,5 @@
-"""Rotary embeddings in vectors: chosen where features lie in vectors, refused elsewhere; the kernel compiles, and runs on the processor."""
+"""Rotary embeddings in vectors: chosen if features form vectors, refused otherwise. The kernel compiles, and runs on the
+processor."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from kernels.test_generated import compare_steps  # type: ignore[import-not-foun
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_program
-from support.rotary_cases import ROTARY, heads_first
+from support.rotary_cases import ROTARY, heads_first, over_a_past
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals
 from support.sweep import sweep
 
@@ -27,7 +28,7 @@ from optdnn.types import FP16, FP32, FP64, DType
 
 @pytest.fixture(autouse=True)
 def launches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No product turns heads."""
+    """No product rotates the heads."""
     monkeypatch.setattr(turned, "LEAST_ROWS", 1 << 30)
 
 
@@ -52,6 +53,26 @@ def test_the_kernel_on_the_processor(name: str, precision: str, tolerance: float
     program = lowered(graph, precision, opt_level=2, no_cubins=True)
     assert {"rotary", "rotary_pair"} & set(chosen(program))
     compare_steps(program, feeds_of(graph), tolerance, tmp_path)
+
+
+def test_keys_that_follow_those_of_the_past_share_the_launch(tmp_path: Path) -> None:
+    graph = over_a_past()
+    program = check_simulated(graph)
+    assert kinds(program).count("RotaryPair") == 1
+    assert "RotaryEmbedding" not in kinds(program)
+    if WHY_NOT is None:
+        compare_steps(lowered(graph, no_cubins=True), feeds_of(graph), 1.2e-3, tmp_path)
+
+
+def test_keys_that_are_joined_early_turn_alone() -> None:
+    program = check_simulated(over_a_past(joined_first=True))
+    assert "the other heads are joined to others before it" in refusals(program, "rotary_pair")
+    assert kinds(program).count("RotaryEmbedding") == 2
+
+
+def test_keys_of_more_heads_turn_alone() -> None:
+    program = check_simulated(over_a_past(axis=1))
+    assert kinds(program).count("RotaryEmbedding") == 2
 
 
 @pytest.mark.parametrize("name", ["of a product", "of a product, grouped", "class token", "registers"])
@@ -95,7 +116,7 @@ def test_vectors_are_as_wide_as_sizes_and_places_allow() -> None:
     assert replace(whole, x=replace(whole.x, shape=(1, 3, 5, 64), strides=(7, 320, 64, 1))).lanes == 8
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     assert turn().refuse() is None
     assert "it is for 16-bit floats and fp32" in (turn(dtype=FP64).refuse() or "")
     mixed = replace(turn(), x=turn(dtype=FP32).x)
@@ -127,7 +148,7 @@ def test_without_rows_there_is_no_launch() -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("name", ["halves", "neighbours", "a part, neighbours", "every second angle"])
+@pytest.mark.parametrize("name", ["halves", "neighbors", "a part, neighbors", "every second angle"])
 def test_the_kernel_compiles_without_spills(name: str, precision: str, arch: str) -> None:
     program = lowered(ROTARY[name](), precision, f"cuda:{arch}", no_cubins=True)
     (kernel,) = (k for k in program.kernels if k.function == "rotary")

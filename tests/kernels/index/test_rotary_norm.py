@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings of queries and keys in one launch: what takes it, what it refuses, and the kernel on the processor."""
+"""Norms and rotary embeddings of queries and keys in one launch: choice, refusals, and the kernel on the processor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.test_generated import compare_steps  # type: ignore[import-not-foun
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
-from support.rotary_cases import NORMED, angles, normed
+from support.rotary_cases import NORMED, angles, normed, over_a_past
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals
 from support.sweep import sweep
 
@@ -33,6 +33,14 @@ def test_each_form_takes_the_kernel(name: str, precision: str) -> None:
     )
 
 
+def test_keys_that_follow_those_of_the_past() -> None:
+    program = check_simulated(over_a_past("RMSNormalization"), tolerance=1e-2)
+    assert kinds(program).count("RotaryNormPair") == 1
+    program = check_simulated(over_a_past("RMSNormalization", joined_first=True), tolerance=1e-2)
+    assert "the other heads are joined to others before it" in refusals(program, "rotary_norm")
+    assert "RotaryNormPair" not in kinds(program)
+
+
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", sweep(NORMED, *list(NORMED)[::3]))
@@ -47,7 +55,7 @@ def pair(
     *, second: str = "RMSNormalization", epsilon: float = 1e-5, axis: int = -1, used: bool = False, computed: bool = False, size: int = 16,
     heads: int = 2, scale: int = 0, tokens: bool = False,
 ) -> Graph:  # fmt: skip
-    """Queries and keys that are inputs, with norms that may differ."""
+    """Queries and keys that are inputs. Their norms may differ."""
     n = Net()
     turn = angles(n, 6, size // 2)
     q, k, v = (n.op("Softmax", n.input(2, heads, 6, size, name=name)) for name in "qkv")
@@ -87,7 +95,7 @@ def reasons(program: Program) -> set[str]:
         (lambda: pair(size=6), "its features are not aligned vectors"),
     ],
 )
-def test_what_it_refuses(graph: Callable[[], Graph], because: str) -> None:
+def test_refusals(graph: Callable[[], Graph], because: str) -> None:
     found = reasons(lowered(graph(), no_cubins=True))
     assert [r for r in found if because in r], found
 
@@ -105,7 +113,7 @@ def test_the_kernel_compiles_without_spills(name: str, precision: str, arch: str
 @pytest.mark.hopper
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", NORMED)
-def test_every_launch_does_what_its_step_means(name: str, precision: str) -> None:
+def test_every_launch_agrees_with_its_meaning(name: str, precision: str) -> None:
     graph = NORMED[name]()
     found = checked_launches(graph, precision)
     assert "RotaryNormPair" in {e.kind for e in found}

@@ -1,4 +1,4 @@
-"""Sampling of tokens: the kernel on the processor takes the tokens that its meaning takes; what it refuses; it compiles."""
+"""Sampling of tokens: the kernel on the processor chooses the tokens of its meaning; refusals; compilation."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_rows_are_read_in_aligned_vectors() -> None:
     assert sample.lanes(view(1000, offset=4)) == 4
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     assert sample.refuse(view(1 << 18)) is None
     assert "at most 262144 tokens" in (sample.refuse(view((1 << 18) + 1)) or "")
     assert "16-bit and 32-bit logits" in (sample.refuse(view(100, FP64)) or "")

@@ -1,4 +1,5 @@
-"""Images sampled between their pixels: a thread takes neighbouring channels of a result, on the processor as it is."""
+"""Images sampled between their pixels: a thread computes neighboring channels of a result. The kernel runs on the processor
+unchanged."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_attention_is_one_launch() -> None:
 
 
 def test_deformed_columns_are_rows_of_a_product_on_tensor_cores() -> None:
-    """Between the convolutions around it only the mask is copied, whose nine channels lie apart."""
+    """Between the convolutions, only the mask is copied, whose nine channels are not contiguous."""
     n = Net()
     program = check_simulated(n.done(*deformed(n)))
     assert kinds(program) == ["Copy", *["Conv"] * 3, "Pointwise", "Copy", "SampledSum", "Conv", "Conv", "Pointwise"]
@@ -67,7 +68,7 @@ def test_features_are_sampled_in_the_order_of_the_convolutions_around() -> None:
     assert found[found.index("Conv") :] == ["Conv", "GridSample", "Conv", "Pointwise"]
 
 
-def test_what_channels_lie_apart() -> None:
+def test_channels_with_gaps() -> None:
     n = Net()
     places = n.op("Tanh", n.input(1, 4, 3, 2, name="places"))
     program = check_simulated(n.done(n.op("GridSample", n.input(1, 8, 6, 5), places)))

@@ -1,5 +1,4 @@
-"""TensorScatter: what is only moved is moved in words of eight bytes, where rows are such words. Scatters of many updates, which are
-written to their places."""
+"""TensorScatter: rows of whole words of eight bytes are moved in words. Scatters of many updates write each to its place."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ R = np.random.default_rng(4)
 
 
 def many(kind: str, index: Any = None, reduction: str = "none", dtype: Any = FP16) -> tuple[Graph, dict[str, Any]]:
-    """Updates of distinct places: the elements of a vector, rows of a matrix, or elements along axis 1 of a picture."""
+    """Updates of distinct positions: the elements of a vector, rows of a matrix, or elements along axis 1 of a picture."""
     n: Any = Net(dtype)
     count, size = UNPOOLED
     order = R.permutation(size)[:count] - R.integers(0, 2, count) * size  # some are counted from the end
@@ -78,7 +77,7 @@ def test_known_places_are_written_directly_where_none_meet(kind: str) -> None:
 
 
 def test_places_that_meet_from_both_ends_are_not_written_directly() -> None:
-    """0 and -8192 are the same place."""
+    """0 and -8192 are the same position."""
     graph, _ = many("vector", lambda i: np.concatenate([[0, -8192], np.arange(1, len(i) - 1)]))
     assert not _written_directly(graph)
 
@@ -106,14 +105,14 @@ def test_sums_that_depend_on_the_order_keep_it(dtype: Any, precision: str) -> No
 
 
 def _written_directly(graph: Graph) -> bool:
-    """Whether the launch runs over the updates: a point is an update, not one or several results."""
+    """Whether the launch runs over the updates: one thread per update, not per result."""
     points = _points(lowered(graph, no_cubins=True))
     (updates,) = [graph.type(op.inputs[2]).static_shape for op in graph.of_kind("ScatterND", "ScatterElements")]
     return bool(points == np.prod(updates))
 
 
 def _points(program: Program) -> int:
-    """Threads of the launch of a scatter."""
+    """The number of threads of a scatter's launch."""
     (step,) = [s for s in program.steps if s.params["op"]["kind"].startswith("Scatter")]
     launch = parse(step, program).launch
     assert launch is not None
@@ -129,7 +128,7 @@ def test_many_updates_on_a_gpu(kind: str) -> None:
 
 
 def meeting(kind: str, reduction: str, dtype: Any, count: int = 300) -> tuple[Graph, dict[str, Any]]:
-    """Updates of which several have one place: rows, pairs of coordinates, a vector, or elements along the first of two axes."""
+    """Several updates have one position: rows, pairs of coordinates, a vector, or elements along the first of two axes."""
     n: Any = Net(dtype)
     size = 12
     if kind == "rows":
@@ -148,7 +147,7 @@ def meeting(kind: str, reduction: str, dtype: Any, count: int = 300) -> tuple[Gr
     op = "ScatterND" if isinstance(attrs, ScatterNDAttrs) else "ScatterElements"
     graph = n.done(n.op(op, x, n.input(*places, name="i", dtype=INT64), u, attrs=attrs))
     feeds = feeds_of(graph) | {"i": R.integers(-size, size, places)}
-    if reduction == "mul":  # the products of many numbers near 1
+    if reduction == "mul":  # products of many numbers near 1
         feeds["u"] = (1 + 0.01 * R.standard_normal(feeds["u"].shape)).astype(feeds["u"].dtype)
     return graph, feeds
 
@@ -163,7 +162,7 @@ def test_a_warp_reduces_updates_that_meet(kind: str, reduction: str, tmp_path: P
 
 
 def test_searches_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few updates, updates that replace, and many results whose indices are apart."""
+    """Few updates, updates that replace, and many results with indices that are not contiguous."""
     alone = 12 * 5
     assert _points(lowered(meeting("axis", "add", np.float32, count=127)[0], no_cubins=True)) == alone
     assert _points(lowered(meeting("axis", "none", np.float32)[0], no_cubins=True)) == alone
@@ -184,7 +183,7 @@ def test_updates_that_meet_on_a_gpu(kind: str, reduction: str) -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_sums_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of atomic additions does not matter: the bits are the same from run to run."""
+    """The order of atomic additions does not matter: all runs give the same bits."""
     monkeypatch.setattr(scatters, "DIRECT", 0)
     graph, feeds = meeting(kind, "add", FP16, count=20000)
     context: Any = Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context()
@@ -197,7 +196,7 @@ def test_many_sums_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def network(features: int, axis: int, turned: bool, length: int = 6, count: int = 2) -> Graph:
-    """``count`` places of a cache of ``length`` are written. ``turned``: positions lie before heads in what is written."""
+    """A write of ``count`` positions of a cache of ``length``. ``turned``: the new rows have positions before heads."""
     n: Any = Net(FP16)
     shape, update = [2, 3, length, features], [2, 3, length, features]
     update[axis] = count
@@ -216,7 +215,7 @@ def network(features: int, axis: int, turned: bool, length: int = 6, count: int 
     [
         (8, 2, False, 2 * 3 * 2 * 2),
         (8, 2, True, 2 * 3 * 2 * 2),
-        (6, 2, False, 2 * 3 * 2 * 6),  # rows of 12 bytes
+        (6, 2, False, 2 * 3 * 2 * 6),  # it writes along rows
         (8, 3, False, 2 * 3 * 6 * 2),  # it writes along rows
     ],
 )

@@ -1,4 +1,4 @@
-"""TopK of long lines: the kernel keeps the elements that its meaning keeps, on the processor and on a GPU. It refuses, and compiles."""
+"""TopK of long lines: the kernel keeps the elements of its meaning, on the processor and on a GPU; refusals; compilation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from optdnn.runtime.engine import Engine
 from optdnn.types import DTYPES, FP16, FP32, FP64, Array, is_float, tensor
 
 Case = tuple[tuple[int, ...], int, int, str, bool]
-"""Shape, axis, how many are kept, element type, the largest ones."""
+"""Shape, axis, the number of kept elements, element type, whether the largest are kept."""
 CASES: list[Case] = [
     ((3, 1000), 1, 5, "fp32", True),
     ((2, 257), 1, 257, "fp16", False),
@@ -59,7 +59,8 @@ def graph(case: Case, indices: bool = True) -> Graph:
 
 
 def given(case: Case, seed: int = 0) -> Array:
-    """Few values, so that many are equal; among floats also NaN, both infinities and both zeros. Seed 4: all are equal, but for one."""
+    """Few different values, so that many are equal; floats include NaN, both infinities and both zeros. Seed 4: all but one are
+    equal."""
     shape, _, _, name, _ = case
     if seed == 4:
         x = np.full(shape, 3)
@@ -77,7 +78,7 @@ def given(case: Case, seed: int = 0) -> Array:
 
 
 def wanted(case: Case, x: Array) -> Array:
-    """The indices: equal elements in their order, NaN above all."""
+    """The indices: equal elements in their order, NaN above all numbers."""
     _, axis, kept, name, largest = case
     key = x.astype(np.float64 if is_float(DTYPES[name]) else np.int64)
     rank = np.unique(key, return_inverse=True, equal_nan=True)[1].reshape(x.shape)
@@ -119,7 +120,7 @@ def test_values_without_indices() -> None:
     assert "#define INDICES 0" in str(recipe_of(kernel))
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     def view(size: int, dtype: np.dtype = FP16, lines: int = 2) -> TensorView:
         return TensorView(0, 0, (lines, size), (size, 1), dtype)
 

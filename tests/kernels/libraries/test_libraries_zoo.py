@@ -1,4 +1,4 @@
-"""Every network of the zoo without the vendors' libraries, and on them: a missing one removes tactics, and nothing else."""
+"""Every network of the zoo with and without the vendors' libraries: a missing library removes tactics, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "lstm": {"sequence_length": 4, "input_size": 16},
     "mlp": {"features": 64},
 }
-"""Options that make a network small; those of pictures of 32 x 32 where nothing else is said."""
+"""Options that make a network small. Others get pictures of 32 x 32."""
 CALLED = frozenset(zoo.NAMES) - {"lstm"}
-"""Networks that the libraries have something for."""
+"""Networks with operators for which the libraries have tactics."""
 
 
 @cache
@@ -49,7 +49,7 @@ def test_a_missing_library_only_removes_tactics(name: str, monkeypatch: pytest.M
     own = lowered(graph, target="cuda:sm_90a", tactics="own", no_cubins=True)
     memory = own.meta["memory"]
     assert memory["live_bytes"] <= memory["arena_bytes"] <= 1.1 * memory["live_bytes"]
-    monkeypatch.setattr(providers, "why_not", lambda: None)  # as on a machine with a GPU
+    monkeypatch.setattr(providers, "why_not", lambda: None)  # simulates a machine with a GPU
     for absent in ({"cudnn", "cublaslt"}, {"cudnn"}, set()):
         for check in ("present", "installed"):
             monkeypatch.setattr(providers, check, lambda library, absent=absent: library not in absent)

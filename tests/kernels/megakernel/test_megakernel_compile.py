@@ -1,4 +1,4 @@
-"""Megakernels compile: products and attention of many forms, those of models without spills where the registers suffice."""
+"""Megakernels compile: products and attention in many forms; those of real models do not spill if registers suffice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_ring_has_room(name: str) -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("name", LAYERS)
 def test_it_compiles(name: str) -> None:
-    """Within the registers that a launch of 640 threads has; a layer of Llama 3.2 1B spills nothing."""
+    """The registers of a launch of 640 threads suffice: a layer of Llama 3.2 1B does not spill."""
     found = nvrtc.resources(recipe(LAYERS[name], 80, H200))["megakernel"]
     assert found.registers <= 96
     assert name != "Llama 3.2 1B" or found.spill_bytes == 0

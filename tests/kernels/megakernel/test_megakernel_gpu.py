@@ -1,4 +1,4 @@
-"""Megakernels on a GPU: jobs one by one beside their meaning, all of them in one launch, and token by token."""
+"""Megakernels on a GPU: single jobs compared with their meaning, all jobs in one launch, and generated tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.hopper
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small networks, too."""
+    """Small networks get megakernels, too."""
     monkeypatch.setattr(megakernels, "gains", lambda run, gpu: True)
 
 

@@ -1,4 +1,4 @@
-"""Norms between products over tokens: no launch turns what they read or write, and what is refused."""
+"""Norms between products over tokens: no separate launch transposes, and refusals."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_nothing_is_turned_by_a_launch_of_its_own(tokens: int, kind: str) -> Non
 
 
 def normalized_across(n: Net, tokens: int, kind: str = "LayerNormalization") -> Value:
-    """A norm of what a product over tokens makes."""
+    """A norm of the result of a product over tokens."""
     mixed = n.matmul(turned(n, n.matmul(n.input(3, tokens, 16), 48)), tokens)
     return n.matmul(normalized(n, turned(n, mixed), kind), 24)
 
 
 @pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
-def test_a_norm_reads_what_lies_across(kind: str) -> None:
+def test_a_norm_reads_transposed_rows(kind: str) -> None:
     n = Net()
     program = check_simulated(n.done(normalized_across(n, 20, kind)))
     assert tactics(program).count("norm_of_across") == 1
@@ -121,7 +121,7 @@ PROBLEM = Problem("layer_norm", 4, 196, 768, across=True, output_at=(768 * 200, 
         ({}, Config(8, 512), "do not share"),
     ],
 )
-def test_what_the_kernel_refuses(changes: dict[str, object], config: Config, because: str) -> None:
+def test_refusals(changes: dict[str, object], config: Config, because: str) -> None:
     assert across.refuse(PROBLEM, Config(16, 256), GPU.shared_per_block) is None
     problem = Problem(**{**PROBLEM.__dict__, **changes})  # type: ignore[arg-type]
     assert because in str(across.refuse(problem, config, GPU.shared_per_block))

@@ -1,4 +1,4 @@
-"""add_group_norm: which sums a group normalization's kernel takes along; tests of its numbers are in test_sequence.py."""
+"""add_group_norm: sums that a group normalization's kernel includes. test_sequence.py checks its numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optdnn.ops.norm import GroupNormAttrs
 def sum_net(
     *, images: int = 32, vectors: tuple[int, ...] = (2, 32, 1, 1), readers: int = 1, norm: str = "GroupNormalization"
 ) -> Graph:
-    """Images plus vectors, an input, and what reads the sum."""
+    """The sum of images and vectors (an input), its norm, and further readers of the sum."""
     n = Net()
     total = n.op("Add", n.conv(n.input(2, 8, 5, 6), images, 3), n.input(*vectors, name="t"))
     if norm == "GroupNormalization":

@@ -1,4 +1,4 @@
-"""A group normalization and the addition of another image, in one launch: where it is done, where not and why."""
+"""A group normalization and the addition of another image, in one launch: where it is used, and refusals with their reasons."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def block(
     *, images: int = 2, channels: int = 32, size: tuple[int, int] = (9, 7), turned: bool = False, activation: str = "Relu",
     projected: bool = False,
 ) -> Graph:  # fmt: skip
-    """The end of a residual block: its shortcut is added to a normalized convolution."""
+    """The end of a residual block: the shortcut is added to a normalized convolution."""
     n = Net()
     x = n.op("Relu", n.conv(n.input(images, 8, *size), channels, 1, pads=0))
     y = norm(n, n.conv(x, channels))
@@ -60,14 +60,14 @@ NETS: dict[str, Callable[[], Graph]] = {
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the cost model were for one launch everywhere."""
+    """Makes the cost model choose one launch everywhere."""
     monkeypatch.setattr(tactic, "SEPARATE_S", 1.0)
 
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("precision", sweep(["fp16", "bf16"], "fp16"))
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str, precision: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str, precision: str) -> None:
     program = check_simulated(NETS[name](), precision)
     made = [s for s in program.steps if str(s.params["tactic"]).startswith("group_norm_add")]
     (step,) = made
@@ -97,7 +97,7 @@ def odd(n: Net, x: Value) -> list[Value]:
 
 
 def repeated(n: Net, x: Value) -> list[Value]:
-    """One normalized image is added to each of two."""
+    """One normalized image is added to each of two images."""
     one = n.conv(n.input(1, 8, 9, 7, name="one"), 32)
     return [n.conv(n.op("Tanh", n.op("Add", norm(n, one), n.op("Softmax", x))), 8)]
 
@@ -146,7 +146,7 @@ def test_kernels_compile_without_spills() -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_every_configuration_on_a_gpu_gives_what_it_means(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_configuration_on_a_gpu_agrees_with_its_meaning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = NETS[name]()
     facts = facts_for(TargetName.parse("cuda:sm_90a"))
     asked: list[clustered.Problem] = []

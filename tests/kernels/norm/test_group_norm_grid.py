@@ -1,4 +1,4 @@
-"""Group norms in one cooperative launch: what the plans refuse and propose, and the kernel, compiled and on the processor."""
+"""Group norms in one cooperative launch: refusals and candidates of the plans, and the kernel, compiled and on the processor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CONFIG = gridded.Config(128, 114, 512, 8, 20)
         (replace(LARGE, pixels=1 << 24), CONFIG, "an image is too large"),
     ],
 )
-def test_what_it_refuses(problem: clustered.Problem, config: gridded.Config, reason: str) -> None:
+def test_refusals(problem: clustered.Problem, config: gridded.Config, reason: str) -> None:
     assert gridded.refuse(LARGE, CONFIG, DEVICE) is None
     assert reason in (gridded.refuse(problem, config, DEVICE) or "")
 
@@ -58,7 +58,7 @@ def test_large_images_take_it_and_small_ones_do_not() -> None:
 
 
 @pytest.mark.parametrize("gpu", NAMED, ids=lambda gpu: gpu.name)
-def test_what_is_planned_for_one_gpu_runs_on_the_others_of_its_architecture(gpu: GpuFacts) -> None:
+def test_a_plan_for_one_gpu_runs_on_others_of_its_architecture(gpu: GpuFacts) -> None:
     least = min(other.multiprocessors for other in NAMED if other.arch == gpu.arch)
     found = gridded.candidates(replace(LARGE, batch=2), gpu, 99)
     assert found
@@ -91,7 +91,8 @@ CASES = {
 @pytest.mark.parametrize(("dtype", "added"), sweep([("float16", True), ("float32", False)], ("float16", True)))
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_keep_their_pixels(name: str, dtype: str, added: bool, tmp_path: Path) -> None:
-    """On the processor a block ends before the next begins. So the first run leaves the moments of all of them to the second."""
+    """On the processor, a block ends before the next begins. So the first run only stores the moments of all blocks for the
+    second."""
     shape, groups, config = CASES[name]
     if dtype == "float32":
         config = replace(config, lanes=min(4, config.lanes))
@@ -116,7 +117,7 @@ def test_blocks_keep_their_pixels(name: str, dtype: str, added: bool, tmp_path: 
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_what_is_proposed_compiles_without_spills(dtype: str) -> None:
+def test_candidates_compile_without_spills(dtype: str) -> None:
     problem = replace(LARGE, epilogue=(("silu",),), dtype=dtype)
     for config in gridded.candidates(problem, DEVICE, 2):
         made = gridded.launch(problem, config, DEVICE)

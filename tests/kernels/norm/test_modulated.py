@@ -1,4 +1,4 @@
-"""rows_modulated: norms of rows with a factor and a shift of each image's features after them, in one launch (DiT)."""
+"""rows_modulated: norms of rows with a factor and a shift of each image's features, in one launch (DiT)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def adaptive(
     kind: str = "LayerNormalization", *, width: int = 48, batch: int = 2, plus: float | None = 1.0, shift: bool = True, used: bool = False,
     each: bool = False, added: bool = False, images: int = 0, order: bool = False,
 ) -> Graph:  # fmt: skip
-    """Rows of images, whose norm is multiplied by ``1 + s`` and shifted by parts of a product of each image's condition. ``each``: factors
-    differ from row to row; ``images``: images of the condition; ``order``: the factor comes first."""
+    """Rows of images. Their norm is multiplied by ``1 + s`` and shifted; both are parts of a product of each image's condition.
+
+    ``each``: factors differ between rows. ``images``: images of the condition. ``order``: the factor is the first operand.
+    """
     n = Net()
     x = n.matmul(n.input(batch, 6, 32), width)
     x = n.op("Add", n.op("Softmax", x), n.op("Softmax", n.op("Neg", x))) if added else x

@@ -1,4 +1,4 @@
-"""norm_add: which additions of normalized rows are part of the norm's launch; tests of its numbers are in test_sequence.py."""
+"""norm_add: additions of normalized rows in the norm's launch. test_sequence.py checks its numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROBLEM = rows.Problem("layer_norm", 50176, 96, add=True, last=True)
 
 
 def reasons(program: Program) -> list[str]:
-    """Why the tactic refuses the additions of a network."""
+    """The reasons for which the tactic refuses the additions of a network."""
     return refusals(program, "norm_add", kind="Add")
 
 

@@ -1,4 +1,4 @@
-"""norm_add_norm: norms on both sides of an addition in one launch; tests of its numbers are in test_sequence.py."""
+"""norm_add_norm: an addition with a norm before and after it, in one launch. test_sequence.py checks its numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROBLEM = rows.Problem("rms_norm", 128, 1536, add=True, sum=True, bias=False, fi
 
 
 def reasons(program: Program) -> list[str]:
-    """Why the tactic refuses the additions of a network."""
+    """The reasons for which the tactic refuses the additions of a network."""
     return refusals(program, "norm_add_norm", kind="Add")
 
 
@@ -49,7 +49,7 @@ def test_a_norm_of_a_sum_belongs_to_that_sum() -> None:
 
 
 def kept() -> Graph:
-    """The first norm's result is an output, too."""
+    """The first norm's result is also an output."""
     n = Net()
     norm = n.op("RMSNormalization", n.matmul(n.input(2, 6, 32), 48), n.positive(48))
     total = n.op("Add", n.op("Softmax", n.input(2, 6, 48, name="y")), norm)

@@ -1,4 +1,4 @@
-"""norm_norm: two norms, one of the other's result, in one launch."""
+"""norm_norm: a norm of a norm's result, in one launch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_one_launch_gives_both_results(name: str, precision: str) -> None:
 
 
 def other(second: str = "Softmax", axis: int = -1, computed: bool = False) -> Graph:
-    """A norm, and behind it another operator of rows or a norm that the kernel does not know."""
+    """A norm, followed by another operator of rows or by a norm that the kernel does not support."""
     n = Net()
     y = n.op("LayerNormalization", n.matmul(n.input(6, 32), 48), n.positive(48), n.random(48))
     if second == "Softmax":

@@ -1,4 +1,4 @@
-"""What the tactics of norms refuse, and why."""
+"""Refusals of the tactics of norms, with their reasons."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def apart_in_front_of_a_product(n: Net) -> list[Value]:
 
 
 def norm_of_a_sum_turned(n: Net, across: bool = False) -> list[Value]:
-    """An output of the network lies across, and the norm writes it there."""
+    """An output of the network is transposed, and the norm writes it so."""
     other = turned(n, rows_of(n, 3, 48, 24, name="y")) if across else rows_of(n, 3, 24, 48, name="y")
     total = n.op("Add", rows_of(n, 3, 24, 48), other)
     return [turned(n, layer_norm(n, total)), n.op("Tanh", total)]
@@ -72,7 +72,7 @@ def one_image(n: Net) -> Value:
 
 
 def of_two_types(n: Net, width: int) -> list[Value]:
-    """The norm of fp32 gives the type of its scale."""
+    """The fp32 norm gives the type of its scale."""
     x = n.input(2, 6, width, dtype=np.float32)
     return [n.op("RMSNormalization", x, n.positive(width), attrs=LayerNormAttrs(-1, 1e-3))]
 
@@ -84,7 +84,7 @@ def half_of_channels(n: Net) -> list[Value]:
 
 
 def of_no_elements(n: Net) -> list[Value]:
-    """The statistics, which nothing reads, would have elements."""
+    """The statistics, which have no reader, would have elements."""
     x = n.input(3, 0)
     return [n.op("LayerNormalization", x, n.positive(0), attrs=LayerNormAttrs(-1, 1e-3), outputs=3)[0]]
 

@@ -1,4 +1,4 @@
-"""Norms in tiles: what the plans refuse and propose, kernels that compile, and kernels that run on the processor."""
+"""Norms in tiles: refusals and candidates of the plans, kernels that compile, and kernels on the processor."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def test_every_image_and_row_has_configurations(shape: tuple[int, int, int, int]
 
 
 def test_large_tensors_are_predicted_at_half_of_the_bandwidth() -> None:
-    """An image that exceeds L2 is read twice: two thirds of the traffic is what must be."""
+    """An image that is larger than L2 is read twice: two thirds of the traffic is necessary."""
     for problem in (LARGE, replace(LARGE, dtype="float32"), replace(LARGE, batch=8)):
         seconds = tiled.estimate(problem, tiled.candidates(problem, DEVICE)[0], DEVICE)
         assert 0.4 < problem.bytes / DEVICE.bandwidth / seconds < 0.7
 
 
 def test_few_blocks_are_slow() -> None:
-    """The configuration for many images is offered for one as well, whose few tiles leave multiprocessors idle."""
+    """The configuration for many images is also offered for one image, whose few tiles leave multiprocessors idle."""
     problem = clustered.Problem(1, 256 * 256, 64, 32)
     (many,) = (o.config for o in group_norm_offers(replace(problem, batch=MANY), DEVICE) if o.row_invariant)
     assert isinstance(many, tiled.Config)
@@ -102,7 +102,7 @@ def test_few_blocks_are_slow() -> None:
     assert tiled.estimate(problem, replace(many, tiles=8), DEVICE) > 2 * best.seconds
 
 
-def test_blocks_keep_in_l2_what_fits() -> None:
+def test_blocks_keep_fitting_data_in_l2() -> None:
     small = TwoReads(264, 512, 16, 1 << 20, 128, 8)
     assert small.kept(DEVICE) == 0
     large = replace(small, tensor=10 * DEVICE.l2_bytes)
@@ -127,7 +127,7 @@ COMPILED: dict[str, tuple[Any, Any]] = {
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", COMPILED)
-def test_what_is_proposed_compiles_without_spills(name: str, arch: str) -> None:
+def test_candidates_compile_without_spills(name: str, arch: str) -> None:
     module, problem = COMPILED[name]
     gpu = of_arch(arch)
     for config in module.candidates(problem, gpu, 1):
@@ -151,14 +151,14 @@ on_host = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 
 def moved(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Array:
-    """Numbers whose channels have means of their own, some far from 0."""
+    """Numbers with different means per channel, some of which are far from 0."""
     rng = np.random.default_rng(seed)
     offset = 30 * rng.standard_normal((*shape[:2], *(1,) * (len(shape) - 2)))
     return (rng.standard_normal(shape) + offset).astype(dtype)
 
 
 def check(found: Array, wanted: Array) -> None:
-    """Within a rounding of the element type, of the largest magnitude."""
+    """The largest error: one rounding of the element type, relative to the largest magnitude."""
     bound = {"float16": 1.5e-3, "float32": 1e-5}[found.dtype.name]
     assert np.abs(found.astype(np.float64) - wanted).max() <= bound * np.abs(wanted).max()
 
@@ -304,7 +304,7 @@ def test_rows_with_scales_of_their_own_run(tiles: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("length", "run"), [(4, 4), (1, 1), (128, 16), (49, 49)])
 def test_short_rows_take_one_launch_of_a_few_microseconds(length: int, run: int) -> None:
-    """GroupNorm of the small images of a detector's last level. Threads without elements do not slow the others down."""
+    """The group norm of a detector's last level, with small images. Threads without elements do not slow others down."""
     problem = rows.Problem(32, length, run, 32)
     best = rows.candidates(problem, DEVICE)[0]
     assert best.tiles == 1

@@ -1,4 +1,5 @@
-"""Norms of any size on a GPU: every launch, in every configuration, does what its step means; nothing is left out or written outside."""
+"""Norms of any size on a GPU: every launch, in every configuration, agrees with its meaning and writes all results, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ PLAIN: dict[str, Callable[[], Graph]] = {
 
 @contextmanager
 def only(tactic: Any, name: str, choice: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Builds take the configuration of this number among those of the tiles."""
+    """Makes builds use configuration number ``choice`` of those of the tiles."""
     every = getattr(tactic, name)
 
     def offers(problem: Any, gpu: Any) -> tuple[Offer, ...]:
@@ -108,11 +109,11 @@ def test_a_large_mean_does_not_cancel_the_deviations() -> None:
     (found,) = context.run(feeds).values()
     (x,) = feeds.values()
     wide = x.astype(np.float64)
-    centred = wide - wide.mean((2, 3), keepdims=True)
-    deviation = np.sqrt(centred.var((2, 3), keepdims=True) + 1e-3)
+    centered = wide - wide.mean((2, 3), keepdims=True)
+    deviation = np.sqrt(centered.var((2, 3), keepdims=True) + 1e-3)
     ops = {o.kind: o for o in graph.ops()}
     scale, bias = (graph.constant_value(v) for v in ops["InstanceNormalization"].inputs[1:])
     assert scale is not None
     assert bias is not None
-    wanted = centred / deviation * scale.reshape(-1, 1, 1) + bias.reshape(-1, 1, 1)
+    wanted = centered / deviation * scale.reshape(-1, 1, 1) + bias.reshape(-1, 1, 1)
     assert np.abs(found - wanted).max() < 2e-3 * np.abs(wanted).max()

@@ -1,4 +1,4 @@
-"""Few, long rows in parts: what takes the kernel, what does not, and what it computes on the processor."""
+"""Few, long rows in parts: the networks that use the kernel, those that do not, and results on the processor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONE = Problem(1, 131072, 2, 2)
 
 
 def alone(problem: Problem) -> float:
-    """Predicted seconds where a block takes each row."""
+    """Predicted seconds if each row has one block."""
     return rows_grid.whole_rows_seconds(problem.rows, problem.length, problem.statistics, H200)
 
 
@@ -53,7 +53,7 @@ def test_short_and_many_rows_are_not(rows: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("gpu", NAMED, ids=lambda gpu: gpu.name)
-def test_what_is_planned_for_one_gpu_runs_on_the_others_of_its_architecture(gpu: GpuFacts) -> None:
+def test_a_plan_for_one_gpu_runs_on_others_of_its_architecture(gpu: GpuFacts) -> None:
     least = min(other.multiprocessors for other in NAMED if other.arch == gpu.arch)
     for rows in (1, 7, 300):
         problem = Problem(rows, 1 << 20, 2, 2)
@@ -67,7 +67,7 @@ def test_no_part_is_empty(length: int) -> None:
         assert (c.parts - 1) * chunk < length
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     (short,) = taken(lambda n: n.op("Softmax", n.input(4, 600, 3), attrs=softmax.SoftmaxAttrs(1)), precision="fp32")
     reasons = {r["tactic"]: r["reason"] for r in short["refused"]}
     assert reasons["rows_grid"] == "one block per row is predicted to be as fast"
@@ -91,7 +91,7 @@ def test_a_row_that_must_not_depend_on_the_batch_keeps_its_block() -> None:
 
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
-    """Builds divide every row."""
+    """Makes builds divide every row."""
     monkeypatch.setattr(rows_grid, "whole_rows_seconds", lambda *given: 1.0)
     monkeypatch.setattr(
         rows_grid.RowsGrid,
@@ -125,7 +125,8 @@ def test_more_parts_than_accesses_are_not_launched(monkeypatch: pytest.MonkeyPat
     ),
 )
 def test_parts_of_rows(name: str, precision: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the processor a block ends before the next begins. So the first run leaves the statistics of all of them to the second."""
+    """On the processor, a block ends before the next begins. So the first run only stores the statistics of all blocks for the
+    second."""
     in_parts(monkeypatch, parts)
     graph = case(name)
     program = lowered(graph, precision, opt_level=1)

@@ -1,4 +1,4 @@
-"""Kernels that describe their own launches: chosen where they can run, refused with the reason where they cannot."""
+"""Kernels that describe their own launches: chosen where they can run, otherwise refused with the reason."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_other_rows_run_elsewhere(case: int) -> None:
 
 
 def cropped(kind: str) -> Graph:
-    """Rows of a part of an image, as Swin's windows leave them where they were padded; of the inner half of their columns."""
+    """Rows of a part of an image, and the inner half of their columns. Swin crops padded windows like this."""
     n = Net()
     x = n.op("Reshape", n.matmul(n.input(60, 32), 64), n.ints(2, 5, 6, 64))
     x = n.op("Slice", x, n.ints(0, 1, 8), n.ints(4, 6, 56), n.ints(1, 2, 3))
@@ -142,12 +142,12 @@ def test_rows_are_spread_over_their_axes() -> None:
 
 
 NARROW = 36
-"""Channels that are no multiple of eight: products read their rows at a pitch of 40."""
+"""A number of channels that is no multiple of eight: products read the rows at a pitch of 40."""
 
 
 def post_norm(kind: str = "LayerNormalization", windows: bool = False) -> Graph:
     """A layer of Swin V2 with rows of 36 channels: normalized results of products are added to the stream, which products read.
-    ``windows``: of 2 x 3 windows, whose rows are taken apart before the norm."""
+    ``windows``: the rows of 2 x 3 windows are reordered before the norm."""
     n = Net()
     parameters = [n.positive(NARROW), *([n.random(NARROW)] if kind == "LayerNormalization" else [])]
     x = n.matmul(n.input(24, 32), NARROW)
@@ -164,7 +164,7 @@ def post_norm(kind: str = "LayerNormalization", windows: bool = False) -> Graph:
 
 @pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
 def test_rows_are_padded_for_products(kind: str) -> None:
-    """No launch copies rows to where products can read them."""
+    """No launch copies rows for products."""
     program = check_simulated(post_norm(kind))
     assert chosen(program, "Add").count("norm_add") == 2
     kinds = [s.params["op"]["kind"] for s in program.steps]
@@ -176,7 +176,7 @@ def test_rows_that_no_product_reads_are_not_padded() -> None:
     for spread in (False, True):
         n = Net()
         x = n.op("LayerNormalization", n.matmul(n.input(24, 32), NARROW), n.positive(NARROW))
-        if spread:  # the features of a row do not stay together on the way to the product
+        if spread:  # the features of a row are separated before the product
             x = n.matmul(n.op("Reshape", x, n.ints(12, 2 * NARROW)), 16)
         program = check_simulated(n.done(n.op("Softmax", x)))
         (step,) = [s for s in program.steps if s.params["op"]["kind"] == "LayerNormalization"]
@@ -222,7 +222,7 @@ def test_a_depthwise_convolution_adds_its_residual() -> None:
 
 
 def test_few_rows_have_a_block_each() -> None:
-    """A row in each of 128 blocks took 0.45 us less than four in each of 32 (BERT and ViT at batch 1 on an H200)."""
+    """In BERT and ViT at batch 1 on an H200, one row in each of 128 blocks took 0.45 us less than four in each of 32."""
     for rows, length in ((128, 768), (197, 768), (197, 1024)):
         best = rows_kernel.candidates(rows_kernel.Problem("layer_norm", rows, length), of_arch("sm_90a"))[0]
         assert best.blocks(rows_kernel.Problem("layer_norm", rows, length)) == rows

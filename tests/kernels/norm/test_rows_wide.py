@@ -1,4 +1,5 @@
-"""Rows of fp32 that are read once, and 16-bit rows whose result is fp32: the kernel on the processor is exact to the last bits, and the accesses stay within 16 bytes."""
+"""Rows of fp32 that are read once, and 16-bit rows whose result is fp32: on the processor, the kernel is exact to the last
+bits, and accesses have at most 16 bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ GPU = of_arch("sm_90a")
 PLAIN = rows.Problem("layer_norm", 11, 96, "float32")
 WIDENED = replace(PLAIN, dtype="float16", widened=True)
 SHIFTED = 40.0
-"""Mean of the rows, which would cancel in sums of squares."""
+"""The mean of the rows. Sums of squares would cancel."""
 
 
 def expected(problem: rows.Problem, x: Array, scale: Array, bias: Array) -> Array:

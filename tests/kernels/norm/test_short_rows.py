@@ -1,4 +1,4 @@
-"""Norms of short rows: which rows the lanes of a warp share, and what goes along."""
+"""Norms of short rows: the rows that share a warp, and the operators that are fused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from optdnn.types import FP16
 def norms(
     size: int = 32, axis: int = -1, p: int = 2, epsilon: float = 1e-12, factor: Any = None, offset: int = 0
 ) -> Graph:
-    """Heads of the columns of a product, each row of which is normalized; ``factor``: what multiplies them."""
+    """Heads of the columns of a product. Each of their rows is normalized. ``factor``: a factor of the result."""
     n = Net()
     batch, tokens, heads = 2, 5, 3
     whole = n.matmul(n.input(batch, tokens, 24), offset + heads * size)
@@ -60,7 +60,7 @@ CASES = {
 
 
 def apart(kind: str, size: int = 64) -> Graph:
-    """Rows of a part of the columns of a product, which do not lie one after the other."""
+    """Rows of a part of the columns of a product, with gaps between them."""
     n = Net()
     whole = n.matmul(n.input(3, 7, 24), 2 * size)
     x = n.op("Slice", whole, n.ints(size), n.ints(2 * size), n.ints(2))
@@ -103,7 +103,7 @@ def test_other_rows_are_refused(graph: Any, because: str) -> None:
     assert because in next(r["reason"] for r in row["refused"] if r["tactic"] == "short_rows")
 
 
-def test_a_factor_that_is_computed_stays_behind() -> None:
+def test_a_computed_factor_stays_after_the_norm() -> None:
     n = Net()
     x = n.op("Relu", n.matmul(n.input(4, 24), 32))
     y = n.op("Mul", n.op("LpNormalization", x, attrs=LpNormAttrs(-1, 2, 1e-12)), n.op("Exp", n.input(4, 1, name="f")))
@@ -114,8 +114,11 @@ def test_a_factor_that_is_computed_stays_behind() -> None:
 def pair(
     kind: str = "LpNormalization", size: int = 32, *, groups: int = 3, factor: bool = False, second: float = 1e-12, between: bool = False
 ) -> Graph:  # fmt: skip
-    """Queries and keys of one product, with norms of their heads (Swin V2, YOSO). ``factor``: queries are multiplied by a temperature;
-    ``between``: something reads the queries before the keys are normalized."""
+    """Queries and keys of one product, with norms of their heads (Swin V2, YOSO).
+
+    ``factor``: queries are multiplied by a temperature. ``between``: an operator reads the queries before the keys are
+    normalized.
+    """
     n = Net()
     whole = n.matmul(n.input(2, 5, 24), (3 + groups) * size)
     parts = n.op("Split", whole, n.ints(3 * size, groups * size), attrs=SplitAttrs(2), outputs=2)
@@ -138,7 +141,7 @@ def pair(
 
 
 def selected() -> Graph:
-    """Queries, keys and values of one product on an axis of their own, of which Gathers select one (torchvision's Swin V2)."""
+    """Queries, keys and values of one product, stacked along an axis from which Gathers select (torchvision's Swin V2)."""
     n = Net()
     whole = n.op("Reshape", n.matmul(n.input(2, 5, 24), 3 * 3 * 32), n.ints(2, 5, 3, 3, 32))
     turned = n.op("Transpose", whole, attrs=TransposeAttrs((2, 0, 3, 1, 4)))
@@ -167,7 +170,7 @@ def test_two_norms_share_a_launch(name: str, precision: str) -> None:
 
 @pytest.mark.nvrtc
 def test_tuning_where_the_first_norm_has_a_factor_after_it() -> None:
-    """The pair's launch replaces that of the first norm, which covers the factor: an operator without candidates of its own."""
+    """The pair's launch replaces that of the first norm, which includes the factor: an operator without candidates of its own."""
     found, _ = tuned(FakeTimer(hashed), graph=PAIRS["pair, a temperature"].copy())
     assert any(t.choice.tactic == "short_rows_pair" for p in found.problems for t in p.trials)
 
@@ -223,7 +226,7 @@ def test_the_results_readers_in_between_keep_norms_apart() -> None:
 
 @pytest.mark.parametrize("rows", [False, True])
 def test_results_lie_in_the_order_in_which_they_are_read(rows: bool) -> None:
-    """YOSO joins the heads of normalized results: no copy. Where the heads stay apart, the result is dense as it is."""
+    """YOSO concatenates the heads of normalized results without a copy. If heads stay separate, the result is dense anyway."""
     n = Net()
     x = n.op("Transpose", n.op("Tanh", n.input(1, 5, 3, 32)), attrs=TransposeAttrs((0, 2, 1, 3)))
     y = n.op("LpNormalization", n.op("Reshape", x, n.ints(3, 5, 32)), attrs=LpNormAttrs(-1, 2, 1e-12))
@@ -237,6 +240,6 @@ def test_results_lie_in_the_order_in_which_they_are_read(rows: bool) -> None:
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", [*CASES, *APART, *PAIRS])
-def test_every_launch_does_what_its_step_means(name: str) -> None:
+def test_every_launch_agrees_with_its_meaning(name: str) -> None:
     graph = (CASES | APART | PAIRS)[name]
     checked_launches(graph, "fp16")

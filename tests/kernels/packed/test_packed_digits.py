@@ -1,4 +1,5 @@
-"""A few rows times packed weights in integers: plans, and the kernel on a processor that emulates warps, with norms and products around."""
+"""A few rows times packed weights in integers: plans, and the kernel on a processor with emulated warps, with norms and second
+products."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ GPU = of_arch("sm_90a")
 SMALL = replace(GPU, multiprocessors=2)
 EPSILON = 1e-3
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Of the result's type: sums themselves are far more exact."""
+"""The relative rounding of the result's type. Sums are far more exact."""
 
 
 def run(case: Case, config: digits.Config, folder: Path, **around: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The result of the kernel on a processor, and its operands. ``around``: fields ``norm`` and ``beside`` of the problem."""
+    """The kernel's result on a processor, and its operands. ``around``: fields ``norm`` and ``beside`` of the problem."""
     p, o = replace(case.problem, **around), drawn(case)
     assert digits.refuse(p, config, SMALL) is None
     made = digits.launch(p, config, SMALL, pitch_of(case), p.columns, epsilon=EPSILON)
@@ -50,7 +51,7 @@ def run(case: Case, config: digits.Config, folder: Path, **around: Any) -> tuple
 
 
 def check(got: np.ndarray, want: np.ndarray, dtype: str) -> None:
-    """Equal but for the rounding of the result, and sums in fp32."""
+    """Equal except for the rounding of the result, and of sums in fp32."""
     np.testing.assert_allclose(got, want, rtol=1.1 * ROUNDING[dtype], atol=3e-6 * np.abs(want).max())
 
 
@@ -90,7 +91,7 @@ AROUND: dict[str, tuple[Case, digits.Config, bool, tuple[render.Stage, ...] | No
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("name", AROUND)
-def test_what_stands_around_it_on_a_processor(name: str, tmp_path: Path) -> None:
+def test_norms_and_second_products_on_a_processor(name: str, tmp_path: Path) -> None:
     case, config, norm, beside = AROUND[name]
     got, held = run(case, config, tmp_path, norm=norm, beside=beside)
     p, o = case.problem, drawn(case)
@@ -108,7 +109,7 @@ def test_what_stands_around_it_on_a_processor(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-def test_what_is_no_number_spoils_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_spoils_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(2, 16, 512)
     x = drawn(case).x.copy()
     x[1, 300] = np.inf
@@ -119,7 +120,7 @@ def test_what_is_no_number_spoils_the_row(tmp_path: Path, monkeypatch: pytest.Mo
     assert np.isnan(got[1]).all()
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     p, config = Case(1, 4096, 4096).problem, digits.Config(8, 4)
     assert digits.refuse(p, config, GPU) is None
     assert digits.refuse(replace(p, rows=9), config, GPU) == "it is for up to 8 rows, not 9"

@@ -1,4 +1,4 @@
-"""Products of packed weights with rows that are rounded to int8: networks, refusals, and the kernels on a processor to the bit."""
+"""Products of packed weights with rows rounded to int8: networks, refusals, and the kernels on the processor, exact to the bit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _precision(case: Case) -> str:
 @pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize("name", FORMS)
 def test_networks(name: str) -> None:
-    """Rows and weights become bytes before the product, whose results are within the rounding of the graph's own."""
+    """Rows and weights become bytes before the product. Its results are within the rounding of the graph's own."""
     case = FORMS[name]
     program = check_simulated(network(case, rounded=True), _precision(case), tolerance=0.02)
     assert "packed_8bit" in tactics(program, "PackedMatMul")
@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[Graph, str]] = {
 
 @pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_is_refused(reason: str) -> None:
+def test_refusals(reason: str) -> None:
     graph, target = REFUSED[reason]
     check_not_taken(graph, "packed_8bit", reason, target=target, no_cubins=True)
 

@@ -1,4 +1,5 @@
-"""Products of packed weights with rows rounded to int8 on a GPU: launches of networks against their meanings, in many configurations."""
+"""Products of packed weights with rows rounded to int8 on a GPU: launches of networks compared with their meanings, in many
+configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few rows times packed weights: tiles, plans, and the kernel on a processor that emulates warps."""
+"""A few rows times packed weights: tiles, plans, and the kernel on a processor with emulated warps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tiles_mean_what_the_rows_mean(name: str) -> None:
+def test_meanings_of_tiles_and_rows_agree(name: str) -> None:
     case = CASES[name]
     p, o = case.problem, drawn(case)
     made = tiled(case, o)
@@ -35,8 +35,9 @@ def test_tiles_mean_what_the_rows_mean(name: str) -> None:
     np.testing.assert_allclose(found.T, o.weights, rtol=1e-6, atol=1e-7)
 
 
-def test_a_lane_reads_what_mma_sync_wants() -> None:
-    """Lane 4 g + t: of channels g and g + 8, of each 16 of K, the pairs from 2 t and 2 t + 8 on, in the halves of a word."""
+def test_a_lane_reads_the_elements_for_mma_sync() -> None:
+    """The elements of lane 4 g + t: of channels g and g + 8, for every 16 elements of K, the pairs from 2 t and from 2 t + 8
+    on, in the halves of a word."""
     case = Case(columns=32, depth=256)
     o = drawn(case)
     numbers = numbers_of(o.packed, "uint4", 256, 128).view(np.uint8)
@@ -133,7 +134,7 @@ def test_weights_unpacked_on_a_processor(name: str, tmp_path: Path) -> None:
     )
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     p = Case().problem
     assert refuse(p, "sm_80") is None
     assert "compiled for" in str(refuse(p, "sm_75"))
@@ -162,7 +163,7 @@ def test_estimates_follow_the_bytes() -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels_do_not_spill(arch: str) -> None:
-    """Those that an untuned build takes, of the usual kinds of weights."""
+    """Configurations of untuned builds, for the usual kinds of weights."""
     for case in (
         Case(1, 4096, 4096),
         Case(4, 4096, 4096, block=32, zeros="uint8", dtype="bfloat16", scale="bfloat16"),

@@ -1,4 +1,5 @@
-"""Products with packed weights on a GPU: every kernel in many configurations against float64, and the launches of networks."""
+"""Products with packed weights on a GPU: every kernel in many configurations compared with float64, and the launches of
+networks."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ KERNELS = {
 
 
 def configurations(kernel: Any, case: Case) -> list[Any]:
-    """Some of all that run a case, and the one that an untuned build takes."""
+    """Some of all configurations that run a case, and the one of an untuned build."""
     facts = (GPU,) if kernel in (digits_kernel, resident_kernel) else ()
     found = [c for c in kernel.CONFIGS if kernel.refuse(case.problem, c, *facts) is None]
     few = 4 if case in CASES.values() or kernel is resident_kernel else 2
@@ -88,7 +89,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("kind", "name"), RUNS)
 def test_every_configuration(kind: str, name: str, tmp_path: Path) -> None:
-    """Against float64; nothing is written outside, and three runs give the same bits."""
+    """Compared with float64. Nothing else is written, and three runs give the same bits."""
     from support.bound import bound
     from support.device_memory import Memory
 

@@ -1,4 +1,4 @@
-"""Some rows times packed weights: plans, and the kernel on a processor that emulates warps."""
+"""Some rows times packed weights: plans, and the kernel on a processor with emulated warps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_sizes_on_a_processor(name: str, tmp_path: Path) -> None:
     run(*SIZES[name], tmp_path)
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     p = Case(16).problem
     assert mma.refuse(Case(257).problem, ALONE) == "it is for up to 256 rows, not 257"
     assert mma.refuse(p, mma.Config(3, 2, 2, 2, 3)) == "not a tile of this kernel"

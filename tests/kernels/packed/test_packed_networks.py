@@ -1,4 +1,4 @@
-"""Networks with packed weights: what their plans choose, and what they compute in simulate."""
+"""Networks with packed weights: the choices of their plans, and results in simulate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tactics_of(program: Program) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["4 bits", "gated", "an odd depth", "by channel", "8 bits, bf16", "8-bit floats"])
-def test_they_compute_what_they_mean(name: str) -> None:
+def test_the_kernels_agree_with_their_meaning(name: str) -> None:
     case = CASES[name]
     program = check_simulated(network(case), "bf16" if case.dtype == "bfloat16" else "fp16")
     tactic = "packed_gemv" if case.code == "fp8_e4m3" else "packed_digits"
@@ -55,7 +55,7 @@ def test_many_rows(name: str, rows: int, arch: str, tactic: str) -> None:
 
 
 def test_rows_stay_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is predicted to be slower, too."""
+    """Taken even if it is predicted to be slower."""
     monkeypatch.setattr(PackedResident, "defer", lambda *given: None)
     monkeypatch.setitem(TACTICS, "PackedMatMul", (PackedResident(),))
     program = check_simulated(network(CASES["gated"].of_rows(16)), target="cuda:sm_90a")
@@ -76,14 +76,14 @@ def test_weights_stay_packed() -> None:
 
 
 def why(n: Net, rows: int, *operands: Any) -> str | None:
-    """Why no kernel runs a product with these weights, scales and zero points."""
+    """The reason for which no kernel runs a product with these weights, scales and zero points."""
     x = n.input(rows, 256, dtype=np.float16)
     y = n.op("PackedMatMul", x, *operands, attrs=PackedMatMulAttrs("uint4", 256, 128))
     graph = n.done(y)
     return refusal(Builder(graph, of_arch("sm_90a")), graph.op(y.op))
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     tactics = lowered(network(Case(257, depth=256)), target="cuda:sm_80", no_cubins=True).meta["tactics"]
     (found,) = [t for t in tactics if t["kind"] == "PackedMatMul"]
     assert {r["tactic"]: r["reason"] for r in found["refused"]} == {

@@ -1,4 +1,4 @@
-"""Some rows times packed weights, the rows in shared memory: plans, and the kernel on a processor that emulates warps."""
+"""Some rows times packed weights, with the rows in shared memory: plans, and the kernel on a processor with emulated warps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SIZES = {
 
 
 def test_it_is_predicted_to_be_the_fastest_of_16_rows() -> None:
-    """Of the products of Llama 3 8B's layers; measured: 5.7 us against 7.1, 11.7 against 13.8."""
+    """Products of Llama 3 8B's layers. Measured: 5.7 us against 7.1, and 11.7 against 13.8."""
     for depth, columns in ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 6144)):
         p = Case(16, columns, depth).problem
         seconds = [k.estimate(p, k.candidates(p, H200, 1)[0], H200) for k in (resident, wgmma_kernel)]
@@ -100,7 +100,7 @@ def test_two_products_on_a_processor(name: str, tmp_path: Path) -> None:
 
 
 def check_pair(many: int, case: Case, config: resident.Config, folder: Path) -> None:
-    """The product of a case times a second one, beside float64."""
+    """The product of a case times a second one, compared with float64."""
     p, o, gpu = replace(case.problem, beside=(("bias",), ("relu",))), drawn(case), small_gpu(many)
     made = resident.launch(p, config, gpu, pitch_of(case), p.columns)
     text = made.recipe.generated["generated.cuh"].replace(render.mma(p.dtype), "")
@@ -127,7 +127,7 @@ LARGE = Case(16, 14336, 4096)
 PAIR = replace(LARGE.of_rows(16).problem, epilogue=(("bias",), *GATED), beside=(("bias",),))
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     def why(config: resident.Config, case: Case = LARGE) -> str | None:
         return resident.refuse(case.problem, config, H200)
 
@@ -147,7 +147,7 @@ def test_what_it_refuses() -> None:
 
 
 def test_blocks() -> None:
-    """One for each multiprocessor, as far as there are tiles."""
+    """One block per multiprocessor, as far as there are tiles."""
     for case, config, blocks in (
         (LARGE, C(2, 4, 4, 1), 132),
         (Case(16, 4096, 14336), C(2, 4, 4, 1, 4), 132),
@@ -172,8 +172,8 @@ def test_blocks() -> None:
         (LARGE.problem, "resident2t15x1a1c4"),
     ],
 )
-def test_what_is_predicted_to_be_fastest(problem: Problem, best: str) -> None:
-    """It was within 5 % of the fastest of those that an H200 timed."""
+def test_the_configuration_with_the_smallest_predicted_time(problem: Problem, best: str) -> None:
+    """The choice was within 5 % of the fastest configuration on an H200."""
     assert str(resident.candidates(problem, H200, 1)[0]) == best
 
 

@@ -1,4 +1,4 @@
-"""Products of a few rows with packed weights, the norm in front of them and the product beside them: what is taken, and the kernel."""
+"""Products of a few rows with packed weights, the norm before them and a second product: the choice, and the kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from optdnn.ops.packed_layout import PackedMatMulAttrs
 
 
 def network(case: Case, *, norm: bool, gated: bool, other: Case | None = None) -> Graph:
-    """A product of a case after a norm, multiplied by another one, or added to an input."""
+    """A product of a case after a norm, multiplied by another product, or added to an input."""
     n, o = Net(), drawn(case)
     x = n.op("Abs", n.input(case.rows, case.depth))
     if norm:
@@ -53,11 +53,11 @@ PAIRS: dict[str, Callable[[], Graph]] = {
     "16 rows": lambda: network(Case(16, 2304, 1024), norm=True, gated=True),
     "9 rows, 8 bits": lambda: network(Case(9, 2120, 512, "uint8", 64, "uint8"), norm=False, gated=True),
 }
-"""Of 9 to 16 rows: the norm is another launch's."""
+"""For 9 to 16 rows, the norm is a separate launch."""
 
 
 def only_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Untuned builds take both products in one launch."""
+    """Untuned builds compute both products in one launch."""
     monkeypatch.setattr(PackedResidentPair, "defer", lambda *given: None)
 
 
@@ -81,7 +81,7 @@ def test_two_products_of_another_form() -> None:
 
 
 @pytest.mark.parametrize("name", SMALL_NETWORKS)
-def test_what_it_takes(name: str) -> None:
+def test_accepted_networks(name: str) -> None:
     found = kinds(check_simulated(SMALL_NETWORKS[name](), tolerance=8e-3))
     assert found.count("PackedRowProduct") == 1
     assert not {"RMSNormalization", "TiledPackedMatMul"} & set(found)
@@ -95,7 +95,7 @@ def test_what_it_takes(name: str) -> None:
         ("have another form", 1, True, True, Case(1, 96, 1024, block=64)),
     ],
 )
-def test_what_it_refuses(because: str, rows: int, norm: bool, gated: bool, other: Case | None) -> None:
+def test_refusals(because: str, rows: int, norm: bool, gated: bool, other: Case | None) -> None:
     program = check_simulated(network(Case(rows, 96, 1024), norm=norm, gated=gated, other=other), tolerance=8e-3)
     assert "PackedRowProduct" not in kinds(program)
     said = refusals(program, "packed_digits_rows")

@@ -1,4 +1,4 @@
-"""Many rows times packed weights on Hopper: plans, and the kernel on a processor that emulates warps."""
+"""Many rows times packed weights on Hopper: plans, and the kernel on a processor with emulated warps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GPU = of_arch("sm_90a")
 
 
 def test_the_parameter_block() -> None:
-    """The maps of rows and weights stand first; pointers follow them."""
+    """The maps of rows and weights come first, followed by pointers."""
     case = Case(300, 1000, 2048, zeros="uint8", stages=(("add",),))
     made = wgmma.launch(case.problem, wgmma.Config(128, 3, 2), GPU, 2048, 1000)
     rows, tiles, scales, zeros = made.maps
@@ -106,7 +106,7 @@ def test_blocks_that_share_k_are_a_cluster() -> None:
     assert wgmma.candidates(Case(2048, 4096, 4096).problem, GPU)[0].split == 1
 
 
-def test_what_it_refuses() -> None:
+def test_refusals() -> None:
     p, eight = Case(300, depth=2048).problem, Case(300, 64, 2048, "uint8").problem
     assert wgmma.refuse(p, wgmma.Config(100, 4)) == "not a tile of this kernel"
     assert wgmma.refuse(Case(16 << 16).problem, wgmma.Config(16, 4)) == "its 1048576 rows need more than 65535 blocks"
@@ -120,7 +120,7 @@ def test_what_it_refuses() -> None:
     assert wgmma.refuse(eight, wgmma.Config(256, 4, 1, 64, 2)) == "its accumulators do not fit registers"
     assert (
         wgmma.refuse(p, wgmma.Config(64, 3, 1, 64, 2)) == "not a tile of this kernel"
-    )  # a team has no whole number of stages
+    )  # the stages of a team are no whole number
 
 
 @pytest.mark.parametrize("rows", [64, 256, 2048])

@@ -1,4 +1,4 @@
-"""Prologues inside the Hopper convolution: scale, shift, gate and activation are applied to pixels on their way to the product."""
+"""Prologues inside the Hopper convolution: scale, shift, gate and activation are applied to pixels before the product."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from optdnn.runtime.steps.lanes import accesses
 
 
 def inside(n: Net, images: int, channels: int, *size: int) -> Value:
-    """A value that another kernel has left channels last, and that has another user."""
+    """A channels-last value of another kernel, with a second reader."""
     return n.conv(n.input(images, 8, *size), channels, 1, pads=0)
 
 
 def per_channel(n: Net, x: Value, channels: int) -> Value:
-    """What a BatchNormalization leaves in front of an activation, where the value before it has another user."""
+    """The scale, shift and activation of a BatchNormalization whose operand has another reader."""
     x = n.op("Mul", x, n.const(np.linspace(0.5, 1.5, channels, dtype=np.float32).reshape(1, channels, 1, 1)))
     return n.op("Add", x, n.const(np.linspace(-0.4, 0.6, channels, dtype=np.float32).reshape(1, channels, 1, 1)))
 
@@ -49,7 +49,7 @@ def gated(n: Net, channels: int = 96, images: int = 3, size: tuple[int, int] = (
 
 
 def gated_first(n: Net) -> list[Value]:
-    """NF-RegNet's: the gate, a factor and an activation."""
+    """NF-RegNet's prologue: the gate, a factor and an activation."""
     x, gate = inside(n, 9, 72, 7, 7), inside(n, 9, 72, 1, 1)
     y = n.op("Mul", n.op("Mul", x, n.op("Sigmoid", gate)), n.const(2.0))
     return [n.conv(n.op("Swish", y), 40, 1, pads=0, bias=True), x]
@@ -76,7 +76,7 @@ REFUSED: dict[str, Build] = {
 
 
 def prologues(net: Build) -> list[int]:
-    """The stages in front of each convolution of the program, which simulate runs right."""
+    """The stages before each convolution of the program. simulate gives right results."""
     n = Net()
     graph = n.done(*net(n))
     program = lowered(graph, "fp16", no_cubins=True)
@@ -104,11 +104,11 @@ def test_a_launch_names_all_that_it_reads(name: str) -> None:
     program = lowered(n.done(*NETS[name](n)), "fp16", no_cubins=True)
     steps = [s for s in program.steps if s.params["op"]["kind"] == "Conv"]
     written = [a.buffer for s in steps for a in accesses(s) if a.write]
-    assert len(written) == len(steps)  # what a meaning does not name counts as written
+    assert len(written) == len(steps)  # bytes that a meaning does not name count as written
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_kernel_cannot_do_to_its_pixels_is_a_launch_before_it(name: str) -> None:
+def test_stages_that_the_kernel_cannot_apply_are_a_launch_before_it(name: str) -> None:
     assert set(prologues(REFUSED[name])) == {0}
 
 

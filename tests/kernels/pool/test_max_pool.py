@@ -1,4 +1,4 @@
-"""Tiled max pools: every tile writes what the step means, run on the processor; refusals; and choices."""
+"""Tiled max pools: every tile agrees with its meaning on the processor; refusals and choices."""
 
 from __future__ import annotations
 

@@ -39,26 +39,26 @@ def test_loads_are_together(kernel: int, loads: list[int]) -> None:
 
 @pytest.mark.parametrize("kernel", [8, 10])
 def test_many_taps_are_a_loop(kernel: int) -> None:
-    """More lines than 49 taps have would not be faster."""
+    """More lines than those of 49 taps would not be faster."""
     n = Net()
     program = check_simulated(n.done(n.max_pool(n.op("Tanh", n.input(1, 16, 12, 12)), kernel, strides=1)), "fp16")
     assert "continue" in text_of(program)
 
 
 def mixing(*, last: bool = True) -> Graph:
-    """Token mixing of an image, behind a convolution or not."""
+    """Token mixing of an image, with or without a convolution before it."""
     n = Net()
     x = n.input(2, 8, 9, 7)
     return n.done(n.conv(mixed(n, n.conv(x, 8)), 8) if last else mixed(n, n.op("Relu", x)))
 
 
-def test_a_pool_takes_the_pointwise_operator_behind_it() -> None:
+def test_a_pool_includes_the_pointwise_operator_after_it() -> None:
     program = check_simulated(mixing(), "fp16")
     assert "window_pool_staged" in {t["tactic"] for t in program.meta["tactics"]}  # type: ignore[union-attr,index,call-overload]
     names = kinds(program)
     assert names[names.index("AveragePool") + 1] == "Conv"
     found = re.findall(r"Pack<f16, \d> [qv]\d", text_of(program))
-    assert found[2:] == [f"Pack<f16, 8> v{k}" for k in range(9)]  # the operands are on their way with the first taps
+    assert found[2:] == [f"Pack<f16, 8> v{k}" for k in range(9)]  # the operands are loaded together with the first taps
     assert found[:2] == ["Pack<f16, 8> q1", "Pack<f16, 8> q2"]
 
 
@@ -76,7 +76,7 @@ def test_the_staged_pool_on_the_processor(precision: str, tmp_path: Path) -> Non
 
 
 def another(kind: str) -> Graph:
-    """A pool behind which no launch takes the pointwise operator along."""
+    """A pool whose launch includes no pointwise operator."""
     n = Net()
     x = n.op("Relu", n.input(2, 8, 9, 3 if kind == "broadcast" else 9))
     y = n.max_pool(x) if kind == "max" else n.average_pool(x)
@@ -93,7 +93,7 @@ def another(kind: str) -> Graph:
         ("broadcast", "it changes the type or the shape of the pool's result"),
     ],
 )
-def test_what_stays_behind_a_pool(kind: str, because: str) -> None:
+def test_operators_that_stay_after_a_pool(kind: str, because: str) -> None:
     tactics = check_simulated(another(kind), "fp16").meta["tactics"]
     found = [r["reason"] for t in tactics for r in t.get("refused", ()) if r["tactic"] == "window_pool_staged"]  # type: ignore[union-attr]
     assert because in found
@@ -101,6 +101,6 @@ def test_what_stays_behind_a_pool(kind: str, because: str) -> None:
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("last", [True, False])
-def test_the_staged_pool_does_what_its_step_means(last: bool) -> None:
+def test_the_staged_pool_agrees_with_its_meaning(last: bool) -> None:
     graph = mixing(last=last)
     checked_launches(graph, "fp16")

@@ -1,4 +1,4 @@
-"""Two 1x1 convolutions of 8-bit integers in one launch: where it is done, where not and why, and what it computes."""
+"""Two 1x1 convolutions of 8-bit integers in one launch: where it is used, refusals with their reasons, and results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Build = Callable[[QNet], tuple[Value, ...]]
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the cost model were for one launch everywhere."""
+    """Makes the cost model choose one launch everywhere."""
     monkeypatch.setattr(chained, "_slower", lambda problem, gpu: None)
 
 
@@ -36,7 +36,7 @@ def mixed(n: QNet, x: Value, channels: int, scale: float = 0.04, numbers: Any = 
 
 
 def bottlenecks(n: QNet, wide: int = 64, narrow: int = 16, numbers: Any = UNSIGNED) -> tuple[Value, ...]:
-    """ResNet's."""
+    """ResNet's bottleneck block."""
     x = inside(n, wide, *numbers)
     for _ in range(3):
         y = mixed(n, x, narrow, epilogue=RELU)
@@ -46,7 +46,7 @@ def bottlenecks(n: QNet, wide: int = 64, narrow: int = 16, numbers: Any = UNSIGN
 
 
 def perceptron(n: QNet) -> tuple[Value, ...]:
-    """Nothing else reads the wide result."""
+    """The wide result has no other reader."""
     x = inside(n, 48)
     y = mixed(n, mixed(n, x, 160, epilogue=RELU, numbers=UNSIGNED), 48, epilogue=ADDED, more=[x])
     return (n.fake(n.qconv(y, 16), 0.03),)
@@ -61,7 +61,7 @@ NETS: dict[str, tuple[Build, int]] = {
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
-def test_one_launch_gives_what_two_give(name: str) -> None:
+def test_one_launch_gives_the_results_of_two(name: str) -> None:
     build, count = NETS[name]
     n = QNet()
     graph, program = built(n.done(*build(n)))
@@ -85,7 +85,7 @@ def widening(n: QNet) -> tuple[Value, ...]:
 
 
 def later(n: QNet) -> tuple[Value, ...]:
-    """What the second convolution adds is the first one's result."""
+    """The second convolution adds the first one's result."""
     y = mixed(n, inside(n, 32), 64)
     return (mixed(n, y, 64, epilogue=ADDED, more=[y]),)
 
@@ -105,8 +105,8 @@ def of_fp8(n: QNet) -> tuple[Value, ...]:
 
 
 REFUSED: dict[str, tuple[Build, str]] = {
-    "no 1x1 behind": (lambda n: (n.qconv(mixed(n, inside(n, 32), 64), 16),), "exactly one other 1x1 convolution"),
-    "a stride behind": (strided, "exactly one other 1x1 convolution"),
+    "no 1x1 after it": (lambda n: (n.qconv(mixed(n, inside(n, 32), 64), 16),), "exactly one other 1x1 convolution"),
+    "a stride after it": (strided, "exactly one other 1x1 convolution"),
     "widening": (widening, "little is saved"),
     "added later": (later, "is computed later"),
     "odd channels": (odd, "multiple of 16"),

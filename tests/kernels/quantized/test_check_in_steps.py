@@ -1,4 +1,4 @@
-"""How the check of launches counts 8-bit results: in steps of their type."""
+"""The check of launches measures errors of 8-bit results in steps of their type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INF = float("inf")
         (FP8, [1, -3, 448, 0.5], [1, -3, 448, 0.5], 0.0),
         (FP8, [1, -3, 448, 0.5], [1.125, -3.25, 448, 0.5], 0.5),
         (FP8, [1, -3, 8, 0.5], [1.25, -3, 8, 0.5], INF),  # two steps
-        (FP8, [0.25, 448, 2, 8], [0.3125, 448, 2, 8], 0.25),  # the same, but nothing beside 448
+        (FP8, [0.25, 448, 2, 8], [0.3125, 448, 2, 8], 0.25),  # the same difference, which is small compared with 448
         (FP8, [0.25, 448, 2, np.nan], [1.0, 448, 2, np.nan], INF),
         (FP8, [0.0, 2, 4, 8], [2.0**-9, 2, 4, 8], 0.25),  # zero and the smallest subnormal number
         (FP8, [0.0, 2, 4, 8], [np.nan, 2, 4, 8], INF),

@@ -1,4 +1,4 @@
-"""Networks whose data are quantized to the range that they have in a run (ONNX Runtime's dynamic quantization)."""
+"""Networks whose data are quantized with their range in each run (ONNX Runtime's dynamic quantization)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from optdnn.types import FP32
 
 
 def scaled(n: Net, kind: str, x: Value, weights: Any, zero: int, **more: Any) -> Value:
-    """What the tools write for a product: ``Cast(kind(q, w, p, zero)) * (s * scale)``."""
+    """A dynamic product in the form of ONNX Runtime's tools: ``Cast(kind(q, w, p, zero)) * (s * scale)``."""
     q, s, p = n.op("DynamicQuantizeLinear", x, outputs=3)
     dtype = weights.dtype
     total = n.op(kind, q, n.const(weights, dtype), p, n.const(np.array(zero, dtype), dtype), **more)
@@ -65,15 +65,13 @@ def network(name: str) -> Graph:
 @pytest.mark.parametrize("name", NETS)
 def test_their_products_run_on_tensor_cores(name: str, precision: str) -> None:
     found = kinds(check_simulated(network(name), precision, tolerance=2e-2 if precision == "fp16" else 2e-6))
-    assert (
-        found.count("QuantizedConv") == 2
-    )  # a product is a 1 x 1 convolution; the second one adds up the data as well
+    assert found.count("QuantizedConv") == 2  # a product is a 1 x 1 convolution; the second one also adds up the data
     assert not {"MatMulInteger", "ConvInteger"} & set(found)
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", NETS)
-def test_launches_on_a_gpu_give_what_they_mean(name: str) -> None:
+def test_launches_on_a_gpu_agree_with_their_meaning(name: str) -> None:
     graph = network(name)
     checked_launches(graph, "fp32", 1e-5)
 
@@ -93,7 +91,7 @@ def test_products_compile_without_spills(name: str, precision: str, target: str)
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("out", ["float16", "float32", "int8"])
 def test_tiles_compile_without_spills(out: str) -> None:
-    """The largest tiles that hold their sums, and those that share K."""
+    """The largest tiles with room for their sums, and those that share K."""
     sources = (Source(14, 14, 256, (3, 3), padding=(1, 1, 1, 1)),)
     problem = Problem(8, 256, sources, (("bias",), ("relu",)), "uint8", out, dynamic=True)
     offers = hopper_launch.ranked(problem, of_arch("sm_90a"))
@@ -110,7 +108,7 @@ def test_tiles_compile_without_spills(out: str) -> None:
         assert nvrtc.resources(recipe)[family.FUNCTION].spill_bytes == 0, str(config)
 
 
-def test_large_tiles_leave_room_for_what_a_zero_point_takes_away() -> None:
+def test_large_tiles_leave_room_for_the_terms_of_a_zero_point() -> None:
     problem = Problem(8, 256, (Source(14, 14, 256, (5, 5)),), (("bias",),), "uint8", "float32")
     config = Config.read("2x1m1n224s2k16b1")
     assert config is not None
@@ -143,7 +141,7 @@ def test_depthwise_kernels_refuse_them() -> None:
 
 
 def test_floats_between_products_are_no_hazard() -> None:
-    """Their range is found of floats."""
+    """Their range is computed from floats."""
     account = PrecisionLog()
     graph = network("rows")
     for one in (DynamicQuantization(), AssignPrecision()):

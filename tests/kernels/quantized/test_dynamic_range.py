@@ -1,4 +1,4 @@
-"""The range of data that are quantized in the run: what is planned, and what the kernel computes on the processor."""
+"""The range of data that are quantized in the run: plans, and the kernel on the processor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ H200 = of_arch("sm_90a")
 
 
 def of(*shape: int, dtype: type = np.float32, turned: bool = False, relu: bool = False) -> Graph:
-    """The range of a tensor; ``turned``: read in another order than that of memory; ``relu``: of numbers above 0."""
+    """The range of a tensor. ``turned``: it is read in another order than that of memory. ``relu``: of numbers above 0."""
     n = Net(dtype)
     x = n.input(*shape)
     if relu:
@@ -47,7 +47,7 @@ CASES = {
 
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
-    """Builds divide every tensor."""
+    """Makes builds divide every tensor."""
 
     def candidates(problem: Problem, gpu: object) -> list[Config]:
         each = -(-problem.accesses // min(problem.accesses, parts))
@@ -67,7 +67,7 @@ def test_ranges(name: str, parts: int, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_parts_of_a_large_tensor() -> None:
-    """One block for all of a transformer's activations would take longer than its products."""
+    """One block for all activations of a transformer would take longer than its products."""
     large, small = Problem(2048 * 768 // 8, 16), Problem(64, 16)
     best = dynamic_range.candidates(large, H200)[0]
     assert best.parts > H200.multiprocessors // 2
@@ -118,6 +118,6 @@ def test_it_compiles_without_spills(name: str, arch: str, monkeypatch: pytest.Mo
 @pytest.mark.hopper
 @pytest.mark.parametrize("parts", [1, 5, 100])
 @pytest.mark.parametrize("name", CASES)
-def test_launches_on_a_gpu_give_what_they_mean(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_on_a_gpu_agree_with_their_meaning(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     in_parts(monkeypatch, parts)
     checked_program(lowered(CASES[name], "fp32", target="cuda:sm_90a", opt_level=0), feeds_of(CASES[name]), 1e-6)

@@ -1,4 +1,4 @@
-"""Networks of grouped convolutions (ResNeXt, ShuffleNet, RegNet) from floats to 8 bits: what runs them, in how many launches."""
+"""Networks of grouped convolutions (ResNeXt, ShuffleNet, RegNet) from floats to 8 bits: tactics and numbers of launches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def head(n: Net, x: Value) -> Value:
 
 
 def resnext(n: Net, width: int) -> Value:
-    """32 groups of ``width`` channels."""
+    """A block with 32 groups of ``width`` channels."""
     x = layer(n, n.input(2, 3, 32, 32), 64, 7, strides=2)
     wide = 32 * width
     for strides in (1, 2):
@@ -49,7 +49,7 @@ def shuffled(n: Net, x: Value, groups: int) -> Value:
 
 
 def shufflenet(n: Net) -> Value:
-    """3 groups, of 80 channels and of 20."""
+    """A block with 3 groups, of 80 and of 20 channels."""
     x = layer(n, layer(n, n.input(2, 3, 32, 32), 24, 3, strides=2), 240, 1)
     y = shuffled(n, layer(n, x, 60, 1, 3), 3)
     y = layer(n, layer(n, y, 60, 3, 60, relu=False), 240, 1, 3, relu=False)
@@ -57,7 +57,7 @@ def shufflenet(n: Net) -> Value:
 
 
 def regnet(n: Net, width: int) -> Value:
-    """Groups of ``width`` channels, and squeeze-and-excitation."""
+    """A block with groups of ``width`` channels, and squeeze-and-excitation."""
     x = layer(n, n.input(2, 3, 32, 32), 32, 3, strides=2)
     for channels in (3 * width, 7 * width):
         y = layer(n, layer(n, x, channels, 1), channels, 3, channels // width, 2)
@@ -75,13 +75,13 @@ NETS: dict[str, Any] = {
     "RegNet, groups of 16": (lambda n: regnet(n, 16), 7),
     "RegNet, groups of 24": (lambda n: regnet(n, 24), 7),
 }
-"""What builds it, and how many launches int8 takes more than fp16: second sources of a sum, a stem of bytes, gates in a prologue, gates that make means,
-shuffled channels that go into no weights of integers."""
+"""A function that builds the network, and the additional launches of int8 over fp16: second sources of a sum, a stem of bytes,
+gates in a prologue, gates that compute means, shuffled channels that cannot be folded into integer weights."""
 
 
 @cache
 def made(name: str, precision: str, target: str = "simulate") -> tuple[Graph, Graph, Program]:
-    """The network, what the passes made of it, and its program."""
+    """The network, the network after the passes, and its program."""
     n = Net()
     graph = n.done(NETS[name][0](n))
     return graph, *calibrated(graph, precision, target)
@@ -117,7 +117,7 @@ def test_launches(name: str) -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["int8+fp16", "fp8+fp16"])
 @pytest.mark.parametrize("name", NETS)
-def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> None:
+def test_launches_on_a_gpu_agree_with_their_meaning(name: str, precision: str) -> None:
     graph, _, program = made(name, precision, "cuda:sm_90a")
     context: Any = CudaRunner(program, LoadOptions()).context()
     for e in check_steps(context, feeds_of(graph)):

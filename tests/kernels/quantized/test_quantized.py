@@ -1,4 +1,4 @@
-"""8-bit operators on the simulated GPU: to the bit what the graph says, for each kind and layout."""
+"""8-bit operators on the simulated GPU: equal to the graph to the bit, for each kind and layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
-from optdnn.passes.integers import MoveIntegers, RecentreIntegers
+from optdnn.passes.integers import MoveIntegers, ShiftZeroPoints
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.file.validate import validate
 from optdnn.runtime.program import Program
@@ -27,7 +27,7 @@ from optdnn.target_name import TargetName
 
 def built(graph: Graph, target: str = "simulate") -> tuple[Graph, Program]:
     copy, context = graph.copy(), PassContext(target="cuda:sm_90a" if target == "simulate" else target)
-    for one in (RecentreIntegers(), MoveIntegers(), FoldQuantized(), AssignLayout()):
+    for one in (ShiftZeroPoints(), MoveIntegers(), FoldQuantized(), AssignLayout()):
         one(copy, context)
     program = lower_cuda(copy, BuildOptions(target=target, no_cubins=True), facts_for(TargetName.parse(target)), {})
     validate(program)
@@ -36,7 +36,7 @@ def built(graph: Graph, target: str = "simulate") -> tuple[Graph, Program]:
 
 @pytest.mark.parametrize("target", sweep(["simulate", "cuda:sm_89"], "simulate"))
 @pytest.mark.parametrize("name", NETS)
-def test_simulate_computes_what_the_graph_says(name: str, target: str) -> None:
+def test_simulate_gives_the_results_of_the_graph(name: str, target: str) -> None:
     n = QNet()
     graph, program = built(n.done(*NETS[name](n)), target)
     feeds, other = feeds_of(graph), feeds_of(graph, 2)
@@ -66,11 +66,17 @@ def test_chains_stay_in_8_bits() -> None:
     assert len(floats) == 2  # the network's input and output
     assert tactics(program).count("conv_sm90_8bit") == 4
     kinds = [s.params["op"]["kind"] for s in program.steps]
-    assert kinds == ["Pointwise", "Copy", *["QuantizedConv"] * 4, "Copy", "Pointwise"]  # copies: the border's order
+    assert kinds == [
+        "Pointwise",
+        "Copy",
+        *["QuantizedConv"] * 4,
+        "Copy",
+        "Pointwise",
+    ]  # copies that change the layout of the input and output
 
 
 def test_a_part_of_a_wider_image_is_added_to_results_of_fp32() -> None:
-    """Such results are stored from registers, and what is added lies as they do: it is copied."""
+    """Such results are stored from registers. The addend needs their layout, so it is copied."""
     n = QNet()
     parts = [n.op("Sigmoid", n.qconv(n.fake(n.input(1, 16, 9, 7, name=k), 0.03), 16)) for k in "xz"]
     joined = n.op("Concat", *parts, attrs=ConcatAttrs(1))
@@ -112,13 +118,20 @@ def test_a_mean_reads_and_writes_pixels_that_are_filled_up() -> None:
     assert found == ["Pointwise", "Copy", "QuantizedConv", "QuantizedMean", "QuantizedConv", "Pointwise"]
 
 
-def test_pixels_alone_are_rows_as_they_lie() -> None:
+def test_single_pixels_are_rows_in_place() -> None:
     n = QNet()
     x = n.fake(n.op("GlobalAveragePool", n.fake(n.qconv(n.fake(n.input(3, 16, 9, 7), 0.03), 24), 0.04)), 0.02)
     rows = n.fake(n.op("Reshape", x, n.ints(3, 24)), 0.02)
     graph, program = built(n.done(n.qgemm(rows, 10)))
     found = [s.params["op"]["kind"] for s in program.steps]
-    assert found == ["Pointwise", "Copy", "QuantizedConv", "QuantizedMean", "QuantizedConv", "Copy"]  # of borders alone
+    assert found == [
+        "Pointwise",
+        "Copy",
+        "QuantizedConv",
+        "QuantizedMean",
+        "QuantizedConv",
+        "Copy",
+    ]  # at the input and output only
     feeds = feeds_of(graph)
     for output, want in evaluate(graph, feeds).items():
         np.testing.assert_array_equal(simulate(program, feeds)[output], want)
@@ -155,7 +168,7 @@ def test_a_stem_with_a_float_result_has_a_configuration_at_every_batch(batch: in
 @pytest.mark.parametrize("widths", [(1,), (10,), (5, 3), (4, 60), (16, 16)])
 @pytest.mark.parametrize("kind", ["rows", "pixels", "integers"])
 def test_narrow_heads_of_one_row(rows: int, widths: tuple[int, ...], kind: str) -> None:
-    """One row, or one pixel, has no neighbor whose distance is a pitch: kernels still write whole 16 bytes."""
+    """One row, or one pixel, has no neighbor at the distance of a pitch. Kernels still write whole 16 bytes."""
     n = QNet()
     shape = (rows, 16, 1, 1) if kind == "pixels" else (rows, 16)
     x = n.fake(n.input(*shape), 0.03)

@@ -1,4 +1,4 @@
-"""8-bit convolutions and products before Hopper, and what Hopper's own kernels leave."""
+"""8-bit convolutions and products before Hopper, and those that Hopper's own kernels do not support."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def built(graph: Graph, target: str) -> Program:
-    """Lowered as it stands, its quantized products folded."""
+    """The program of the network with its quantized products folded, without other passes."""
     copy = graph.copy()
     for one in (FoldQuantized(), AssignLayout()):
         one(copy, PassContext(target=target))
@@ -47,7 +47,7 @@ def exact(graph: Graph, program: Program) -> None:
 
 
 def fp8_network(n: QNet, x: Value) -> Value:
-    """A convolution of fp8, its result in fp8 and back."""
+    """A convolution of fp8 with a result in fp8, dequantized."""
     w = n.const(n.rng.standard_normal((32, 16, 3, 3)).astype(FP8), FP8)
     y = n.op("Conv", x, n.dq(w, 0.1), attrs=ConvAttrs((1, 1), (1, 1, 1, 1), (1, 1)))
     return n.fake(y, 0.02, None, FP8)
@@ -121,7 +121,7 @@ def test_fp8_is_folded_where_tensor_cores_multiply_it() -> None:
     assert "QuantizedConv" not in kinds["sm_86"]
 
 
-def test_what_each_architecture_multiplies() -> None:
+def test_products_of_each_architecture() -> None:
     for target in TARGETS:
         arch = TargetName.parse(target).arch
         if ":" in target:

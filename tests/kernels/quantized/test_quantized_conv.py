@@ -1,4 +1,4 @@
-"""Convolutions of 8-bit operands: their numbers, their packing, and what does not fit. Needs no GPU."""
+"""Convolutions of 8-bit operands: numbers, packing, and refusals. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_results_round_half_to_even_and_saturate() -> None:
 
 
 @pytest.mark.parametrize("together", [2, 4])
-def test_reading_neighbouring_pixels_together_computes_the_stem(together: int) -> None:
+def test_reading_neighboring_pixels_together_computes_the_stem(together: int) -> None:
     rng = np.random.default_rng(0)
     image, weight = rng.integers(-9, 9, (1, 3, 64, 64)), rng.integers(-9, 9, (8, 3, 7, 7))
     options = {"strides": IMAGE.stride, "pads": IMAGE.padding, "dilations": (1, 1)}
@@ -79,7 +79,7 @@ def test_reading_neighbouring_pixels_together_computes_the_stem(together: int) -
     np.testing.assert_array_equal(found, expected)
 
 
-def test_packed_rows_put_neighbouring_channels_eight_apart() -> None:
+def test_packed_rows_put_neighboring_channels_eight_apart() -> None:
     problem = Problem(1, 32, (Source(1, 1, 32),), dtype="int8")
     weight = np.arange(32, dtype=np.int8).reshape(32, 1, 1, 1).repeat(32, 1)
     assert conv_params.pack_weights(problem, [weight])[:16, 0].tolist() == [
@@ -118,7 +118,7 @@ def test_integer_tiles_wider_than_32_columns_come_in_sixteens() -> None:
         ((32, "int32", ""), "no kernel turns"),
     ],
 )
-def test_what_no_kernel_runs_is_an_error(fields: tuple[int, str, str], reason: str) -> None:
+def test_a_problem_that_no_kernel_runs_is_an_error(fields: tuple[int, str, str], reason: str) -> None:
     channels, dtype, out = fields
     with pytest.raises(InternalError, match=reason):
         Problem(1, channels, (Source(4, 4, 32),), dtype=dtype, out=out)

@@ -1,4 +1,5 @@
-"""Grouped convolutions on 8-bit numbers as bands of Hopper's implicit GEMM: which groups are taken together, by which tactic."""
+"""Grouped convolutions on 8-bit numbers as bands of Hopper's implicit GEMM: the groups that are multiplied together, and the
+tactics."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_bands_read_whole_16_bytes(groups: int, channels: int, inside: int, toge
         ("a residual block", "conv_sm90_8bit", None),
     ],
 )
-def test_what_runs_groups(name: str, tactic: str, bands: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tactics_of_grouped_convolutions(
+    name: str, tactic: str, bands: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(BandedQuantizedConv, "defer", lambda *given: None)
     n = QNet()
     _, program = built(n.done(*NETS[name](n)))
@@ -67,7 +70,7 @@ def test_what_runs_groups(name: str, tactic: str, bands: int | None, monkeypatch
 
 
 def test_zeros_between_groups_keep_sums_and_rows_of_weights_their_places() -> None:
-    """Packed rows are permuted in sixteens; bands hold whole sixteens."""
+    """Packed rows are permuted in blocks of sixteen. Bands have whole blocks."""
     problem = Problem(1, 128, (Source(8, 8, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), dtype="int8", bands=2)
     weight = np.random.default_rng(0).integers(-127, 128, (128, 4, 3, 3)).astype(np.int8)
     wide = banded(weight, 32, 16)
@@ -82,10 +85,10 @@ def test_zeros_between_groups_keep_sums_and_rows_of_weights_their_places() -> No
 
 
 @pytest.mark.parametrize(("group", "why"), [(1, "it has 1 groups"), (4, "steps of at most 8, not 9")])
-def test_what_is_refused(group: int, why: str) -> None:
+def test_refusals(group: int, why: str) -> None:
     n = QNet()
     _, program = built(n.done(n.fake(n.qconv(n.fake(n.input(2, 16, 30, 30), 0.03), 64, stride=9, group=group), 0.04)))
-    (row,) = [t for t in program.meta["tactics"] if t["tactic"] == "conv_sm80_8bit"]  # which walks in any steps
+    (row,) = [t for t in program.meta["tactics"] if t["tactic"] == "conv_sm80_8bit"]  # which supports any strides
     (reason,) = [r["reason"] for r in row["refused"] if r["tactic"] == "conv_bands_sm90_8bit"]
     assert why in reason
 

@@ -1,4 +1,4 @@
-"""Convolutions over three axes on 8-bit numbers: chains stay in 8 bits from end to end, in as many launches as in 16."""
+"""Convolutions over three axes on 8-bit numbers: chains stay in 8 bits, with as many launches as in 16 bits."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def classifier(n: Net) -> Value:
 
 
 def channelwise(n: Net) -> Value:
-    """Of X3D: each channel's own filter, which a kernel of floats runs over three axes."""
+    """A block of X3D with a filter for each channel, which a float kernel computes over three axes."""
     x = volume(n, n.input(1, 16, 5, 9, 8), 32, (1, 1, 1), pads=(0,) * 6)
     x = volume(n, x, 32, (3, 3, 3), group=32)
     return volume(n, x, 16, (1, 1, 1), pads=(0,) * 6)
 
 
 def shifted(n: Net) -> Value:
-    """What is padded along depth alone has a zero point other than 0."""
+    """A convolution that is padded along depth only; its input has a zero point other than 0."""
     x = n.op("Tanh", volume(n, n.input(2, 16, 5, 6, 7), 24, (1, 1, 1), pads=(0,) * 6))
     x = n.op("Add", x, n.const(-0.3))
     return volume(n, x, 16, (3, 3, 3), pads=(1, 0, 0, 1, 0, 0))
@@ -52,14 +52,14 @@ CASES = {
 
 
 def swept(integers: str, floats: str) -> list[Any]:
-    """Every network in integers and in fp8; the quick ones are a few in integers and one in fp8."""
+    """Every network in integers and in fp8. The quick cases are a few in integers and one in fp8."""
     quick = [*((name, integers) for name in ("classifier", "channelwise", "shifted")), ("shifted", floats)]
     return sweep([(name, p) for name in CASES for p in (integers, floats)], *quick)
 
 
 @cache
 def made(name: str, precision: str, target: str = "simulate") -> tuple[Graph, Graph, Program]:
-    """The network, what the passes made of it, and its program."""
+    """The network, the network after the passes, and its program."""
     n = Net()
     graph = n.done(CASES[name](n))
     return graph, *calibrated(graph, precision, target)
@@ -72,14 +72,14 @@ def test_programs_compute_the_quantized_network(name: str, precision: str) -> No
     feeds = feeds_of(graph)
     got = simulate(program, feeds)
     for output, want in evaluate(quantized, feeds).items():
-        # One 8-bit step of a value between would be a hundred times that.
+        # One 8-bit step of an inner value would be a hundred times this bound.
         np.testing.assert_allclose(got[output], want, rtol=0, atol=2e-5 * np.abs(want).max())
         plain, other = evaluate(graph, feeds)[output], evaluate(graph, feeds_of(graph, 2))[output]
         assert np.abs(want - plain).mean() < 0.5 * np.abs(other - plain).mean()
 
 
 def test_launches_of_a_network() -> None:
-    """As in 16 bits, but that the downsampling convolution, whose result has a scale of its own, is no second source."""
+    """As in 16 bits, but the downsampling convolution is no second source, since its result has its own scale."""
     _, _, program = made("classifier", "int8+fp16")
     one = ["Frames", "QuantizedConv"]
     assert kinds(program) == [
@@ -111,7 +111,7 @@ def test_pixels_of_frames_are_whole_16_bytes() -> None:
     _, _, program = made("a 3-D ResNet", "int8")
     first = next(s for s in program.steps if s.params["op"]["kind"] == "Frames")
     (write,) = first.params["writes"]
-    assert write[2][-1] == 3  # of nine channels, three under each tap
+    assert write[2][-1] == 3  # with nine channels, three under each tap
     assert 16 in write[3]
 
 
@@ -123,13 +123,15 @@ def test_kernels_compile() -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize("precision", ["int8+fp16", "fp8+fp16"])
 @pytest.mark.parametrize("name", CASES)
-def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> None:
+def test_launches_on_a_gpu_agree_with_their_meaning(name: str, precision: str) -> None:
     graph, _, program = made(name, precision, "cuda:sm_90a")
     context: Any = CudaRunner(program, LoadOptions()).context()
     for e in check_steps(context, feeds_of(graph)):
         narrow = {program.buffers[i].dtype.name for i in program.steps[e.step].outputs} & {"int8", "uint8"}
         stages = {stage[0] for stage in program.steps[e.step].params["op"]["attrs"].get("stages", ())}
         if (precision.startswith("int8") and narrow) or e.kind in ("Frames", "Copy"):
-            assert e.error <= (1e-2 if stages & INEXACT else 0), e  # after a hyperbolic tangent, a share one step off
+            assert e.error <= (1e-2 if stages & INEXACT else 0), (
+                e
+            )  # after a hyperbolic tangent, a share is off by one step
         elif program.buffers[program.steps[e.step].outputs[0]].dtype.itemsize > 1:
             assert e.error < 4e-3, e

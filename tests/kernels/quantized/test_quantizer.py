@@ -1,4 +1,4 @@
-"""Norms and attention that give their results in 8 bits: one launch, and what the graph says to one step."""
+"""Norms and attention with 8-bit results: one launch, within one step of the graph."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_one_launch_gives_the_8_bit_result(name: str) -> None:
     feeds = feeds_of(graph)
     got, other = simulate(program, feeds), evaluate(graph, feeds_of(graph, 2))
     for output, want in evaluate(graph, feeds).items():
-        # The quotient is a product with the reciprocal: at the very edge between two steps, it may be the other one.
+        # The quotient is computed as a product with the reciprocal. At the edge between two steps, it may be the other step.
         assert (got[output] != want).mean() < 0.01
         np.testing.assert_allclose(got[output], want, rtol=0.13, atol=0.02)
         assert (got[output] != other[output]).mean() > 0.2
@@ -57,7 +57,7 @@ def two_scales() -> Graph:
 @pytest.mark.parametrize(
     "graph",
     [
-        two_scales(),  # two quantizations: neither goes before the other
+        two_scales(),  # two quantizations: neither has precedence
         attention_network(kept=True),  # the float result is read as well
         attention_network(size=24),  # rows of 24 bytes, which TMA cannot store
     ],

@@ -1,4 +1,4 @@
-"""8-bit results on a GPU: every launch does what its step means, integers to the bit; what floats were rounded to, to one step."""
+"""8-bit results on a GPU: every launch agrees with its meaning; integers to the bit, rounded floats within one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions in parts: what takes the kernel, what does not, and what it computes on the processor."""
+"""Reductions in parts: the networks that use the kernel, those that do not, and results on the processor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONE = Grid(1, 4_000_000, 1024, 1, 1024, False)
 
 
 def decisions(program: Any) -> set[str]:
-    """The tactics that reduce."""
+    """The tactics of the reductions."""
     return {t["tactic"] for t in program.meta["tactics"] if t["tactic"].startswith("reduce")}
 
 
@@ -52,7 +52,7 @@ def test_no_part_is_empty(count: int) -> None:
         ((4, 70), (), "it reduces nothing"),
     ],
 )
-def test_what_it_refuses(inputs: tuple[int, ...], axes: tuple[int, ...], reason: str) -> None:
+def test_refusals(inputs: tuple[int, ...], axes: tuple[int, ...], reason: str) -> None:
     n = Net()
     program = lowered(n.done(n.op("ReduceSum", n.input(*inputs), n.ints(*axes), attrs=KEPT)), "fp32", opt_level=0)
     (found,) = (t for t in program.meta["tactics"] if t["kind"] == "ReduceSum")
@@ -71,7 +71,7 @@ def test_a_row_that_must_not_depend_on_the_batch_keeps_its_block() -> None:
 
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Builds divide every reduction."""
+    """Makes builds divide every reduction."""
 
     def candidates(grid: Grid, gpu: Any) -> list[parts.Config]:
         each = -(-grid.count // min(grid.count, count))

@@ -1,4 +1,4 @@
-"""What the tactics of reductions refuse, and why."""
+"""Refusals of the tactics of reductions, with their reasons."""
 
 from __future__ import annotations
 

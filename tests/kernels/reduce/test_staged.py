@@ -1,4 +1,4 @@
-"""Reductions that compute their own operands: what takes the kernel, what does not, and what it computes on the processor."""
+"""Reductions that compute their own operands: the networks that use the kernel, those that do not, and results on the processor."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from optdnn.runtime.program import Program
 
 
 def tactics(program: Program) -> list[str]:
-    """Those of all steps."""
+    """The tactics of all steps."""
     return [str(s.params.get("tactic", "")).split(" ")[0] for s in program.steps]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_meanings(name: str) -> None:
-    """One launch computes and reduces, and its meaning gives the graph's own values."""
+    """One launch computes and reduces, and its meaning gives the graph's values."""
     found = tactics(check_simulated(case(name), "fp32", tolerance=2e-5))
     assert "reduce_staged" in found
     assert not {"reduce", "pointwise"}.intersection(found)
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_it_refuses(reason: str) -> None:
+def test_refusals(reason: str) -> None:
     made, kind = REFUSED[reason]
     n = Net()
     program = lowered(n.done(*made(n)), "fp32")
@@ -42,7 +42,7 @@ def test_what_it_refuses(reason: str) -> None:
 
 
 def test_operands_that_nothing_stores() -> None:
-    """One launch normalizes and activates, so the activation's operand is never in memory (BiT, whose activations are pooled)."""
+    """One launch normalizes and activates, so the activation's operand is never in memory (BiT pools such activations)."""
     n = Net()
     x = n.conv(n.input(2, 8, 10, 9), 32, 3)
     y = n.op("GroupNormalization", x, n.positive(32), n.random(32), attrs=GroupNormAttrs(4, 1e-3))

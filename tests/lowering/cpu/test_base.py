@@ -1,4 +1,4 @@
-"""Measuring in turns, and choosing."""
+"""Measuring in turns, and the choice."""
 
 from __future__ import annotations
 

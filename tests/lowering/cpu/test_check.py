@@ -1,4 +1,4 @@
-"""The check of a library's results: wrong ones are refused, and a network that amplifies roundoff is not held against it."""
+"""The check of a library's results: wrong results are refused; roundoff that the network amplifies is not an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Spoil = Callable[[dict[str, Array], Mapping[str, Array]], dict[str, Array]]
 
 
 class Fake:
-    """An engine that computes ``graph`` of inputs that are off by ``error``."""
+    """An engine that computes ``graph`` on inputs with the relative error ``error``."""
 
     def __init__(self, graph: Graph, error: float):
         self.graph, self.error = graph, error
@@ -47,7 +47,7 @@ def judge(steep: bool, error: float) -> tuple[Any, Any]:
     return check(graph, {"fake/1t": Fake(graph, error)}, random_feeds(graph, seed=1), "fp32")  # type: ignore[dict-item]
 
 
-def test_right_results_pass_without_a_word() -> None:
+def test_right_results_pass_without_a_note() -> None:
     assert judge(steep=False, error=1e-6) == ({}, {})
 
 
@@ -58,14 +58,14 @@ def test_wrong_results_are_refused() -> None:
 
 
 class Tokens(Fake):
-    """An engine that differs by ``error`` of the result: its inputs are integers."""
+    """An engine whose results have the relative error ``error``: its inputs are integers."""
 
     def run(self, feeds: Mapping[str, Array], *, poison: bool = False) -> dict[str, Array]:
         return {k: (v * (1 + self.error)).astype(FP32) for k, v in evaluate(self.graph, feeds).items()}
 
 
 def tokens(steep: bool) -> Graph:
-    """``exp(x) - 1`` of embeddings that are almost zero (padding), or about one."""
+    """``exp(x) - 1`` of embeddings, which are almost zero (padding) if ``steep``, else one."""
     graph = Graph()
     x = graph.add_input("x", tensor(INT64, 4))
     table = graph.add_constant(np.full((9, 8), 1e-6 if steep else 1.0, np.float32))
@@ -85,7 +85,7 @@ def test_roundoff_of_networks_that_read_tokens_is_no_error(steep: bool, said: st
 
 
 class Spoiled(Fake):
-    """Right but for ``spoil(outputs, feeds)``."""
+    """An engine with right results, which ``spoil(outputs, feeds)`` then changes."""
 
     def __init__(self, graph: Graph, spoil: Spoil):
         super().__init__(graph, 0.0)
@@ -97,7 +97,7 @@ class Spoiled(Fake):
 
 
 def integers() -> Graph:
-    """The places of the largest element of each of 400 rows, and the rows' sizes as they are."""
+    """The position of the largest element of each of 400 rows, and the elements rounded down."""
     graph = Graph()
     x = graph.add_input("x", tensor(FP32, 400, 5))
     graph.add_output(graph.add("ArgMax", [x], OPDEFS["ArgMax"].attrs(axis=1)).value, "place")
@@ -140,7 +140,7 @@ def test_integers_of_quantized_networks_may_be_off_by_one() -> None:
 
 
 def test_quantized_results_are_compared_to_a_few_steps() -> None:
-    """The limit is about twelve steps of 255; what the network itself does to a nudge is less than that here."""
+    """The limit is about twelve steps of 255. Here, a small change of the inputs changes the results by less."""
 
     def lowered(steps: int) -> Spoil:
         return lambda y, _: {"q": np.where(y["q"] > 100, y["q"] - steps, y["q"]).astype(np.uint8)}
@@ -151,13 +151,13 @@ def test_quantized_results_are_compared_to_a_few_steps() -> None:
 
 
 def test_quantized_results_of_smaller_inputs_are_compared_if_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that is wrong where nothing saturates."""
+    """An engine that is wrong only where nothing saturates."""
 
     def saturated_alone(outputs: dict[str, Array], _: object) -> dict[str, Array]:
         return outputs if (outputs["q"] > 100).any() else {"q": outputs["q"] // 2}
 
     feeds = {"x": np.linspace(-6, 6, 50, dtype=np.float32)}
-    small = {"x": feeds["x"] / 2}  # integers up to 153, and up to 78 of half of it
+    small = {"x": feeds["x"] / 2}  # integers up to 153, and up to 78 after halving
     assert judge_spoiled(quantized(), saturated_alone, feeds) == ({}, {})
     assert judge_spoiled(quantized(), saturated_alone, small)[0]["fake/1t"].endswith("on smaller inputs")
     monkeypatch.setattr(cpu_check, "ORACLE_SECONDS", 0.0)
@@ -181,7 +181,7 @@ def selecting() -> Graph:
     return graph
 
 
-def test_what_an_empty_result_keeps_drops_or_invents_is_refused() -> None:
+def test_an_empty_result_with_wrong_elements_or_sizes_is_refused() -> None:
     last: dict[str, dict[str, Array]] = {}
 
     def keeps(outputs: dict[str, Array], _: object) -> dict[str, Array]:
@@ -217,8 +217,8 @@ def test_an_error_on_an_empty_selection_is_refused_and_a_lost_process_is() -> No
         assert judge_spoiled(selecting(), fails)[0] == {"fake/1t": f"{error.message}, on inputs of zeros"}
 
 
-def test_what_the_oracle_does_not_take_either_is_no_fault() -> None:
-    """Of three rows, three are selected by the made-up inputs alone; elsewhere a Reshape to three rows fails, as it should."""
+def test_inputs_that_the_oracle_refuses_too_are_no_fault() -> None:
+    """Only the made-up inputs select twenty rows. For other inputs, the Reshape to twenty rows rightly fails."""
     graph = selecting()
     (end,) = graph.outputs
     value = graph.op(end).inputs[0]
@@ -242,7 +242,7 @@ def test_without_an_oracle_a_result_is_noted_as_unjudged(monkeypatch: pytest.Mon
     assert "the reference does not take the made-up inputs (no kernel)" in doubts["fake/1t"]
 
 
-def test_what_the_network_does_to_any_roundoff_is_noted() -> None:
+def test_a_network_that_amplifies_roundoff_is_noted() -> None:
     wrong, doubts = judge(steep=True, error=1e-6)
     assert wrong == {}
     assert "no made-up input can judge it" in doubts["fake/1t"]
@@ -251,7 +251,8 @@ def test_what_the_network_does_to_any_roundoff_is_noted() -> None:
 
 
 def ranking(tilt: float) -> Graph:
-    """Rows of a table, chosen by scores that saturate to the same number, but for ``tilt`` from one to the next."""
+    """Rows of a table, selected by scores that saturate to equal numbers; ``tilt`` is the relative difference between
+    consecutive scores."""
     graph = Graph()
     x = graph.add_input("x", tensor(FP32, 50))
 
@@ -289,8 +290,8 @@ def test_a_ranking_does_not_excuse_every_result() -> None:
     assert "differs from the reference" in wrong["fake/1t"]
 
 
-def cancelled(order: int) -> Graph:
-    """Rows of a table, chosen by sums that cancel to roundoff, which ``order`` of their terms (1 or -1) changes."""
+def canceled(order: int) -> Graph:
+    """Rows of a table, selected by sums that cancel to roundoff. ``order`` (1 or -1), the order of the terms, changes them."""
     graph = Graph()
     x = graph.add_input("x", tensor(FP32, 1, 64))
     parts = np.random.default_rng(0).standard_normal((64, 50))
@@ -304,10 +305,10 @@ def cancelled(order: int) -> Graph:
 
 
 @pytest.mark.parametrize("spoil", [1.0, 1e3])
-def test_a_ranking_of_roundoff_that_no_nudge_of_a_zero_shows_is_noted(spoil: float) -> None:
-    """A picture of zeros: its proposals differ by the roundoff of their convolutions."""
-    graph = cancelled(1)
-    other = evaluate(cancelled(-1), feeds := {"x": np.zeros((1, 64), np.float32)})
+def test_a_ranking_of_roundoff_on_inputs_of_zeros_is_noted(spoil: float) -> None:
+    """The image is zero, so its proposals differ only by the roundoff of their convolutions."""
+    graph = canceled(1)
+    other = evaluate(canceled(-1), feeds := {"x": np.zeros((1, 64), np.float32)})
     wrong, doubts = judge_spoiled(graph, lambda _, __: {"y": other["y"] * np.float32(spoil)}, feeds)
     assert "no made-up input can judge it" in doubts["fake/1t"] if spoil == 1 else "differs" in wrong["fake/1t"]
     assert not (wrong if spoil == 1 else doubts)

@@ -1,4 +1,4 @@
-"""A precision that is slower than fp32 is told, with both times."""
+"""A precision that is slower than fp32 is reported, with both times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, own: float, fp32: float) -> list[list[str]]:
-    """Let the last measurement come to these milliseconds; returns what was measured."""
+    """Lets the last measurement give these milliseconds. Returns what was measured."""
     measured: list[list[str]] = []
 
     def turns(runners: Mapping[str, Callable[[float], object]], **_: Any) -> dict[str, float]:
@@ -72,7 +72,9 @@ def test_a_slower_precision_is_reported_with_both_times(
 
 
 @pytest.mark.parametrize("own", [2.05])
-def test_one_that_is_not_slower_is_only_in_the_report(model: Path, own: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_precision_that_is_not_slower_is_only_in_the_report(
+    model: Path, own: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock(monkeypatch, own, 2.0)
     found = build_verbose(model, int8(model)).report()["beside_fp32"]
     assert (found["own"]["median_ms"], found["fp32"]["median_ms"], found["slower"]) == (own, 2.0, False)
@@ -112,7 +114,7 @@ def test_a_network_that_no_library_runs_in_fp32_is_compared_with_nothing(
 
 @pytest.mark.parametrize("precision", ["int8", "auto"])
 def test_precision_auto_is_not_compared_with_fp32_again(model: Path, precision: str) -> None:
-    """Its own race of whole engines has compared them already."""
+    """The race of whole engines has compared them already."""
     asked: list[int] = []
 
     def in_fp32() -> Graph:
@@ -126,7 +128,7 @@ def test_precision_auto_is_not_compared_with_fp32_again(model: Path, precision: 
     assert (compiled.beside_fp32 is None, len(asked)) == ((True, 0) if precision == "auto" else (False, 1))
 
 
-def test_options_of_fp32_leave_out_what_belongs_to_other_precisions(tmp_path: Path) -> None:
+def test_options_of_fp32_leave_out_those_of_other_precisions(tmp_path: Path) -> None:
     given = BuildOptions(
         target="cpu", precision="auto", calib={"x": np.ones((4, 3))}, metric="mse", max_drop=1.0, labels=np.ones(4),
         candidates=("bf16",), precision_map={"a": "fp32"}, strict_precision=True, threads=2, dump=tmp_path, opt_level=2,

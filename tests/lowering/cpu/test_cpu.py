@@ -1,4 +1,4 @@
-"""The cpu target's search: who is tried, who is refused and why, what is cut out, what is kept."""
+"""The search of the target cpu: which libraries are tried, refused (and why) and kept, and which operators are cut out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WIDTH = 24
 
 
 def network() -> Graph:
-    """x @ w, Softsign, @ w, Relu: two operators that can be refused between two that are not."""
+    """x @ w, Softsign, @ w, Relu: two operators that can be refused, each after one that cannot."""
     rng = np.random.default_rng(0)
     g = Graph("net")
     x = g.add_input("x", tensor(np.float32, 4, WIDTH))
@@ -84,7 +84,7 @@ def test_a_pinned_library_is_the_only_one(library: str) -> None:
 
 
 class HereTrial(Trial):
-    """A candidate that is tried in this process, where the tests can spoil its library."""
+    """A candidate that is tried in this process, where the tests can replace its library."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -106,7 +106,7 @@ class Here(Trials):
 
 
 def wrap_prepare(monkeypatch: pytest.MonkeyPatch, library: str, wrapper: Any) -> None:
-    """Let ``wrapper(real, step, program, options)`` make the library's steps ready."""
+    """Lets ``wrapper(real, step, program, options)`` prepare the library's steps."""
     monkeypatch.setattr(cpu, "Trials", Here)
     module = importlib.import_module(f"optdnn.runtime.cpu.{library}")
     real = module.prepare
@@ -114,7 +114,7 @@ def wrap_prepare(monkeypatch: pytest.MonkeyPatch, library: str, wrapper: Any) ->
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, library: str, when: Callable[[bytes], bool], message: str) -> None:
-    """Let the library refuse every model for which ``when`` is true."""
+    """Lets the library refuse every model for which ``when`` is true."""
 
     def wrapper(real: Any, step: Any, program: Any, load_options: Any) -> Any:
         if when(program.blobs[step.params["model"]].tobytes()):
@@ -125,7 +125,9 @@ def refuse(monkeypatch: pytest.MonkeyPatch, library: str, when: Callable[[bytes]
 
 
 @pytest.mark.parametrize("library", sorted(LIBRARIES))
-def test_what_a_library_refuses_runs_from_its_numpy_kernel(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_that_a_library_refuses_run_from_their_numpy_kernels(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refuse(monkeypatch, library, lambda model: b"Softsign" in model, "no Softsign here")
     graph = network()
     choice = choose(graph, options(tactics=library), TimingCache(), {})
@@ -143,10 +145,10 @@ def test_an_operator_that_no_opset_of_the_library_has_is_cut_out() -> None:
     g.add_output(r.value, "y")
     choice = choose(g, options(tactics="onnxruntime"), TimingCache(), {})
     assert [s.executor for s in choice.engine.program.steps] == ["reference", "onnxruntime"]
-    (told,) = choice.fallbacks["onnxruntime"]
-    assert told["node"] == "product"
-    assert "\n" not in told["reason"]
-    assert "cannot be written" not in told["reason"]
+    (reported,) = choice.fallbacks["onnxruntime"]
+    assert reported["node"] == "product"
+    assert "\n" not in reported["reason"]
+    assert "cannot be written" not in reported["reason"]
     assert_right(choice.engine, g)
 
 
@@ -216,7 +218,7 @@ def test_a_filled_cache_decides_without_measuring(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "a.engine").read_bytes() == (tmp_path / "b.engine").read_bytes()
 
 
-def test_other_weights_of_the_same_shapes_share_a_time_but_another_network_does_not() -> None:
+def test_other_weights_of_the_same_shapes_share_times_and_other_networks_do_not() -> None:
     graph, other = network(), network()
     assert Contender(graph, LIBRARIES["openvino"], "fp32").key(1) == Contender(
         other, LIBRARIES["openvino"], "fp32"
@@ -237,7 +239,7 @@ def test_thread_counts_worth_trying(cores: int, ms: float, expected: list[int]) 
 
 
 def test_constants_and_inputs_as_outputs_are_copied_out_by_openvino() -> None:
-    """OpenVINO does not write a result that is a constant or an input as it stands to the tensor it is given."""
+    """OpenVINO does not write an output that is a constant or an input itself into the tensor that it is given."""
     g = Graph()
     x = g.add_input("x", tensor(np.float32, 2, 3))
     c = g.add_constant(np.arange(400, dtype=np.float32), "c")
@@ -252,7 +254,7 @@ def test_constants_and_inputs_as_outputs_are_copied_out_by_openvino() -> None:
 
 
 def test_onnxruntime_rounds_as_often_as_the_network_says() -> None:
-    """Two quantizations, one after the other, are not made one with another scale."""
+    """Two consecutive quantizations are not merged into one of another scale."""
     g = Graph()
     x = g.add_input("x", tensor(np.float32, 64))
     for scale, zero in ((0.021, 120), (0.034, 131), (0.027, 7)):
@@ -266,8 +268,8 @@ def test_onnxruntime_rounds_as_often_as_the_network_says() -> None:
     np.testing.assert_allclose(engine.run(feeds)["y"], evaluate(g, feeds)["y"], atol=1e-6)
 
 
-def test_a_build_leaves_nothing_behind() -> None:
-    """Graphs, weights and compiled models go with their last user: nothing module-wide holds them."""
+def test_a_build_leaves_no_graph_or_program_in_memory() -> None:
+    """Graphs, weights and compiled models are freed with their last user: no module keeps them."""
     graph = network()
     gone = weakref.ref(graph)
     engine = choose(graph, options(), TimingCache(), {}).engine

@@ -1,4 +1,4 @@
-"""Candidates of the cpu target in separate processes: one that crashes or hangs is refused, and the build goes on."""
+"""Candidates of the target cpu in separate processes: one that crashes or hangs is refused, and the build continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytest.importorskip("openvino", reason="the cpu extra is not installed")
 
 @pytest.fixture
 def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Workers of its own (they inherit the environment) whose candidates fail as it is called to say."""
+    """A function that sets the fault of later candidates. Their workers are new, since workers inherit the environment."""
     monkeypatch.setattr(cpu_trials, "_kept", None)
     monkeypatch.setattr(Trials, "opener", "support.faulty:opener")
 
@@ -58,15 +58,15 @@ def test_a_candidate_that_crashes_or_hangs_is_refused(
     assert {r.name: r.refused for r in choice.rows if r.refused} == {"openvino/1t": reason}
     assert choice.engine.meta["tactic"]["library"] == "onnxruntime"
     assert_right(choice.engine, graph)
-    if not text.startswith("hang"):  # it would take its time once more
+    if not text.startswith("hang"):  # a candidate that hangs would take its time again
         with pytest.raises(UnsupportedError, match=reason):
             choose(graph, options(tactics="openvino"), TimingCache(), {})
-    monkeypatch.setattr(cpu_trials, "WorkerProcess", None)  # known by now: nothing is started
+    monkeypatch.setattr(cpu_trials, "WorkerProcess", None)  # the cache knows it: no process is started
     again = choose(graph, options(), cache, {})
     assert {r.name: r.refused for r in again.rows if r.refused} == {"openvino/1t": reason}
 
 
-def test_a_process_that_the_system_ends_is_another_try_next_time(fault: Any) -> None:
+def test_a_process_that_the_system_ended_is_tried_again_next_time(fault: Any) -> None:
     fault("SIGKILL run")
     graph, cache = network(), TimingCache()
     choose(graph, options(), cache, {})
@@ -103,8 +103,8 @@ def test_a_filled_cache_needs_no_process_and_other_weights_need_one(
     assert_right(choice.engine, other)
 
 
-def test_what_the_cache_knows_is_cut_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator that a trial found to be refused is cut out in a later build, too, which opens the engine without a trial."""
+def test_operators_that_the_cache_knows_to_be_refused_are_cut_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator that a trial found to be refused is also cut out of later builds, which open the engine without a trial."""
 
     class Refusing(Trials):
         def open(self, program: Any, threads: int, *, custom: bool = False) -> Any:
@@ -123,7 +123,7 @@ def test_what_the_cache_knows_is_cut_as_before(monkeypatch: pytest.MonkeyPatch) 
     assert again.fallbacks == first.fallbacks
 
 
-def test_what_one_library_must_not_run_the_other_does() -> None:
+def test_operators_that_one_library_must_not_run_the_other_runs() -> None:
     graph = Graph()
     x = graph.add_input("x", network().type(network().of_kind("Input")[0].value))
     a = graph.add("Sigmoid", [x], src=["sigmoid"])
@@ -145,13 +145,13 @@ def positions() -> Graph:
     return graph
 
 
-def test_where_nothing_is_left_to_a_library_its_rival_does_not_run_in_its_name() -> None:
+def test_if_nothing_is_left_to_a_library_the_other_does_not_run_in_its_name() -> None:
     contender = Contender(positions(), LIBRARIES["openvino"], "fp32", helper=LIBRARIES["onnxruntime"])
     assert [s.executor for s in contender.program(1).steps] == ["reference"]
     assert [f.get("library") for f in contender.fallbacks] == [None]
 
 
-def test_where_the_helper_fails_numpy_kernels_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_the_other_library_fails_numpy_kernels_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **rest: Any) -> Any:
         raise RunError("not on this input")
 
@@ -191,7 +191,7 @@ def test_a_trial_runs_with_poisoned_memory_and_ends_with_its_process() -> None:
         trial.close()
 
 
-def test_workers_go_from_build_to_build_only_inside_of_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_reused_by_later_builds_only_inside_of_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_trials, "_kept", None)
     with Trials(1) as trials:
         trials.start(1)

@@ -1,4 +1,4 @@
-"""Sizes of inputs that are 0: OpenVINO would give what an earlier call computed, so ONNX Runtime runs such calls."""
+"""Inputs with a size of 0: OpenVINO would return results of an earlier call, so ONNX Runtime runs these calls."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def feeds_of(case: str, size: int) -> dict[str, Array]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_size_of_nothing_is_right_in_any_order(case: str) -> None:
+def test_a_size_of_0_is_right_in_any_order(case: str) -> None:
     engine = optdnn.build(model_of(case), target="cpu", threads=1, tactics="openvino")
     assert [step.params["empty"] for step in engine.program.steps] == [CASES[case][5]]
     reference = optdnn.build(model_of(case), target="reference")
@@ -73,8 +73,8 @@ def test_a_size_of_nothing_is_right_in_any_order(case: str) -> None:
         np.testing.assert_allclose(into, want, rtol=1e-4, atol=1e-5)
 
 
-def test_an_engine_that_does_not_say_gives_openvino_none() -> None:
-    """As files of earlier versions do not."""
+def test_an_engine_without_this_record_gives_openvino_no_empty_input() -> None:
+    """Files of earlier versions do not record it."""
     program = optdnn.build(model_of("a cache"), target="cpu", threads=1, tactics="openvino").program
     for step in program.steps:
         del step.params["empty"]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Networks whose results ONNX Runtime's optimizers change: sessions of optdnn keep them, and keep integer kernels."""
+"""Networks whose results change by ONNX Runtime's optimizers: our sessions keep the results, and the integer kernels."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def exact(model: onnx.ModelProto, feeds: dict[str, Array]) -> Array:
 
 
 def optimized(model: bytes, path: Path, disabled: list[str]) -> list[str]:
-    """The operators that ONNX Runtime makes of a model."""
+    """The operators of the network after ONNX Runtime's optimizers."""
     options = ort.SessionOptions()
     options.log_severity_level, options.optimized_model_filepath = 4, str(path / "optimized.onnx")
     ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled)
@@ -117,7 +117,7 @@ def test_float_weights_and_biases_stay(quantized: bool, monkeypatch: pytest.Monk
     feeds = drawn(model)
 
     def floats() -> Any:
-        """What is quantized last, as a float."""
+        """The value that is quantized last, as a float."""
         return library._session(ort, written, ort.SessionOptions()).run(None, feeds)[0]
 
     np.testing.assert_array_equal(floats(), exact(model, feeds))
@@ -138,7 +138,7 @@ def test_convolutions_with_integer_biases_keep_their_integer_kernels(tmp_path: P
 
 @pytest.mark.parametrize("weights", [64, 1 << 18])
 def test_int8_after_a_reshape_runs(weights: int) -> None:
-    """ONNX Runtime's own optimizers make an invalid network of this one; large weights are not in the model."""
+    """ONNX Runtime's own optimizers make an invalid network of this one. Large weights are not stored in the model."""
     model = parsed(
         "int8[2, 3, 8] x", f"float[2, 3, {weights // 8}] y", "float s = {0.02}, int8 z = {4}",
         "d = DequantizeLinear(x, s, z) m = MatMul(d, w) y = Add(m, c)", w=random(8, weights // 8), c=random(weights // 8),
@@ -154,7 +154,7 @@ def test_int8_after_a_reshape_runs(weights: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int4"])
 def test_floats_that_meet_quantized_weights_stay_floats(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ONNX Runtime would round them to 8 bits."""
+    """ONNX Runtime would round the floats to 8 bits."""
     model = parsed(
         "float[4, 32] x", "float[4, 16] y", "float s = {0.02}", "d = DequantizeLinear(w, s) y = MatMul(x, d)"
     )

@@ -1,4 +1,4 @@
-"""Networks on which OpenVINO alone is wrong or crashes: each is recognized, and is right with what is cut out run elsewhere."""
+"""Networks that OpenVINO computes wrongly or crashes on: each is recognized, and right with the faulty operator run elsewhere."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def quantized_conv(kernel: int, stride: int, pad: int) -> str:
 
 
 def grouped(groups: int, zero: int, kind: str, between: int, step: str = "Identity") -> tuple[str, str]:
-    """Constants and nodes of a grouped convolution of uint8, and another of its result as ``kind``; with these zero points."""
+    """Constants and nodes of a grouped convolution of uint8, and of one of its result as ``kind``. Zero points: ``zero``,
+    ``between``."""
     rng = np.random.default_rng(1)
     w, v = (", ".join(map(str, rng.integers(-127, 128, n))) for n in (16 // groups, 16))
     constants = (

@@ -1,4 +1,4 @@
-"""What each library must not run, and that the cpu target then runs it elsewhere, rightly."""
+"""Operators that a library must not run: the target cpu runs them elsewhere, with right results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cumulative() -> Graph:
     return graph
 
 
-def test_parameters_from_inputs_are_not_openvinos():
+def test_openvino_gets_no_parameters_from_inputs():
     graph = cumulative()
     (cumsum,) = graph.of_kind("CumSum")
     assert list(openvino_must_not(graph)) == [cumsum.id]
@@ -46,7 +46,7 @@ def test_parameters_from_inputs_are_not_openvinos():
     assert onnxruntime_must_not(graph) == {}
 
 
-def test_parameters_from_shapes_and_constants_are():
+def test_openvino_gets_parameters_from_shapes_and_constants():
     graph = Graph()
     x = graph.add_input("x", TensorType(FP32, (symbol("N"), 4)))
     shape = graph.add("Shape", [x], OPDEFS["Shape"].attrs()).value
@@ -58,8 +58,8 @@ def test_parameters_from_shapes_and_constants_are():
     assert y.op in data_dependent(graph)
 
 
-def test_sizes_that_are_not_known_are_not_openvinos():
-    """Computed from a shape, by floats: nothing is known of it."""
+def test_openvino_gets_no_sizes_that_are_not_known():
+    """The size is computed from a shape in floats, so nothing is known of it."""
     graph = Graph()
     x = graph.add_input("x", TensorType(FP32, (symbol("N"), 4)))
     shape = graph.add("Shape", [x], OPDEFS["Shape"].attrs()).value
@@ -95,7 +95,7 @@ def test_pads_may_take_no_more_than_there_is():
     ("dtype", "shape", "refused"),
     [(FP32, (4,), False), (FP32, (4, 3), False), (INT64, (4, 3), False), (INT64, (4,), True), (INT64, None, True)],
 )
-def test_a_gather_that_gives_zeros_outside_is_openvinos(dtype, shape, refused):
+def test_openvino_gets_a_gather_that_gives_zeros_outside(dtype, shape, refused):
     graph = Graph()
     x, i = graph.add_input("x", TensorType(dtype, shape)), graph.add_input("i", tensor(INT64, 2))
     op = graph.add("Gather", [x, i], OPDEFS["Gather"].attrs(0))
@@ -117,8 +117,8 @@ def test_a_constant_outside_is_an_error_of_the_build():
             build_verbose(model, BuildOptions(target=target))
 
 
-def test_what_the_exporter_writes_is_looked_at_too():
-    """An operator that is written as others: those must be allowed as well."""
+def test_the_nodes_that_the_exporter_writes_are_checked_too():
+    """An operator that is exported as several nodes: the kinds of these nodes must be allowed, too."""
     graph = Graph()
     x = graph.add_input("x", tensor(FP32, 2, 4))
     slot = graph.add_input("i", tensor(INT64, 2))
@@ -137,7 +137,7 @@ def test_the_table_names_kinds_and_slots_that_exist():
 
 
 @pytest.mark.parametrize("tactics", ["auto", "openvino"])
-def test_the_build_cuts_such_operators_out_and_says_so(tactics):
+def test_the_build_cuts_such_operators_out_and_reports_it(tactics):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("openvino")
     graph = cumulative()
@@ -148,11 +148,11 @@ def test_the_build_cuts_such_operators_out_and_says_so(tactics):
     for axis in (0, 1):
         feeds = {"x": x, "axis": np.array(axis)}
         assert np.array_equal(built.engine.run(feeds)["y"], evaluate(graph, feeds)["y"])
-    with pytest.raises(RunError):  # and not the end of the process
+    with pytest.raises(RunError):  # an error, not a crash of the process
         built.engine.run({"x": x, "axis": np.array(7)})
 
 
-def test_maxunpool_with_an_output_shape_is_not_onnxruntimes():
+def test_onnxruntime_gets_no_maxunpool_with_an_output_shape():
     graph = Graph()
     x = graph.add_input("x", tensor(np.float32, 1, 1, 2, 2))
     i = graph.add_input("i", tensor(np.int64, 1, 1, 2, 2))
@@ -165,7 +165,7 @@ def test_maxunpool_with_an_output_shape_is_not_onnxruntimes():
     assert list(onnxruntime_must_not(graph)) == [placed.id]
 
 
-def test_a_transposed_convolution_of_weights_with_a_zero_point_is_not_openvinos():
+def test_openvino_gets_no_transposed_convolution_of_weights_with_a_zero_point():
     for zero, refused in ((5, True), (0, False)):
         n = QNet()
         x = n.fake(n.input(1, 4, 5, 5), 0.02, 0)
@@ -176,7 +176,7 @@ def test_a_transposed_convolution_of_weights_with_a_zero_point_is_not_openvinos(
 
 
 @pytest.mark.parametrize("library", sorted(LIBRARIES))
-def test_8_bit_floats_are_neithers(library):
+def test_no_library_gets_8_bit_floats(library):
     graph = Graph()
     x = graph.add_input("x", tensor(np.float32, 4))
     narrow = graph.add("Cast", [x], OPDEFS["Cast"].attrs(to=DTYPES["fp8_e4m3"]), src=["narrow"])
@@ -188,7 +188,7 @@ def test_8_bit_floats_are_neithers(library):
     assert got["y"].tolist() == np.array([-1, 0.3, 448, 2]).astype(ml_dtypes.float8_e4m3fn).tolist()
 
 
-def test_bfloat16_is_not_onnxruntimes():
+def test_onnxruntime_gets_no_bfloat16():
     graph = Graph()
     x = graph.add_input("x", tensor(DTYPES["bf16"], 4))
     relu = graph.add("Relu", [x], names=["r"])
@@ -199,8 +199,8 @@ def test_bfloat16_is_not_onnxruntimes():
     assert built.engine.run({"x": np.array([-1, 2, 3, 0], DTYPES["bf16"])})["y"].tolist() == [0, 2, 3, 0]
 
 
-def test_inputs_that_nothing_made_up_fits_leave_the_choice_untimed():
-    """Reshape to a shape that only the user knows: no library is timed, and the engine is still right."""
+def test_a_network_that_takes_no_made_up_input_is_not_timed():
+    """A Reshape to a shape that only the user knows: no library is timed, and the engine is still right."""
     pytest.importorskip("onnxruntime")
     graph = Graph("reshape")
     x = graph.add_input("x", tensor(np.float32, 2, 3))
@@ -213,8 +213,8 @@ def test_inputs_that_nothing_made_up_fits_leave_the_choice_untimed():
     assert built.engine.run({"x": x, "shape": np.array([3, 1, 2])})["y"].shape == (3, 1, 2)
 
 
-def test_sizes_that_are_declared_free_and_are_not_leave_the_choice_untimed():
-    """An exporter wrote the size of its example into a Reshape: no size but 12 runs, and the build need not know it."""
+def test_a_network_with_sizes_wrongly_declared_free_is_not_timed():
+    """The exporter wrote the size of its example into a Reshape. Only size 12 runs, and the build cannot know that."""
     pytest.importorskip("onnxruntime")
     graph = Graph("baked")
     x = graph.add_input("x", tensor(np.float32, symbol("n"), 8))
@@ -228,7 +228,7 @@ def test_sizes_that_are_declared_free_and_are_not_leave_the_choice_untimed():
 
 
 @pytest.mark.parametrize("library", sorted(LIBRARIES))
-def test_fourier_transforms_are_neithers(library):
+def test_no_library_gets_fourier_transforms(library):
     graph = Graph()
     x = graph.add_input("x", tensor(np.float32, 2, 16, 1))
     spectrum = graph.add("DFT", [x], OPDEFS["DFT"].attrs(axis=1), src=["dft"])
@@ -236,7 +236,7 @@ def test_fourier_transforms_are_neithers(library):
     assert list(LIBRARIES[library].unsafe(graph)) == [spectrum.id]
 
 
-def test_a_scalar_by_reshape_after_a_product_is_not_openvinos():
+def test_openvino_gets_no_scalar_by_reshape_after_a_product():
     pytest.importorskip("openvino")
     graph = Graph("scalar")
     x = graph.add_input("x", tensor(np.float32, 1, 5))
@@ -252,7 +252,7 @@ def test_a_scalar_by_reshape_after_a_product_is_not_openvinos():
     assert float(built.engine.run({"x": np.ones((1, 5), np.float32)})["y"]) == 10.0
 
 
-def test_attention_with_a_boolean_mask_is_not_openvinos():
+def test_openvino_gets_no_attention_with_a_boolean_mask():
     for dtype, found in ((np.bool_, 1), (np.float32, 0)):
         graph = Graph("attention")
         q, k, v = (graph.add_input(n, tensor(np.float32, 1, 2, 4, 8)) for n in "qkv")
@@ -282,8 +282,8 @@ def selecting(batch: object = 4) -> Graph:
 
 
 @pytest.mark.parametrize("batch", [4, symbol("N")])
-def test_what_reads_or_gives_a_size_that_depends_on_data_is_not_openvinos(batch):
-    """And what follows with known sizes is."""
+def test_openvino_gets_no_operator_with_a_size_that_depends_on_data(batch):
+    """Sizes that follow from known ones are known, too."""
     graph = selecting(batch)
     found = sized_by_data(graph)
     assert [graph.op(i).kind for i in found] == ["Compress", "ReduceSum"]
@@ -291,8 +291,8 @@ def test_what_reads_or_gives_a_size_that_depends_on_data_is_not_openvinos(batch)
     assert "the size of 'rows' depends on data" in openvino_must_not(graph)[next(iter(found))]
 
 
-def test_what_a_suppression_keeps_depends_on_data():
-    """Its parameter says how many at most, not how many."""
+def test_the_number_of_boxes_that_a_suppression_keeps_depends_on_data():
+    """Its parameter gives the largest number, not the number."""
     graph = import_model(onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]> g (float[1, 30, 4] boxes, float[1, 2, 30] scores) => (float[k] y)
         <int64 most = {20}, float overlap = {0.5}, float least = {0.5}>
@@ -304,7 +304,7 @@ def test_what_a_suppression_keeps_depends_on_data():
     assert [graph.op(i).kind for i in sized_by_data(graph)] == ["NonMaxSuppression", "GatherND", "Relu"]
 
 
-def test_sizes_that_follow_from_shapes_are_openvinos():
+def test_openvino_gets_sizes_that_follow_from_shapes():
     graph = Graph()
     x = graph.add_input("x", TensorType(FP32, (symbol("N"), symbol("C"))))
     ones = graph.add(
@@ -316,7 +316,7 @@ def test_sizes_that_follow_from_shapes_are_openvinos():
     assert openvino_must_not(graph) == {}
 
 
-def test_a_tensor_without_elements_is_not_openvinos():
+def test_openvino_gets_no_tensor_without_elements():
     graph = Graph()
     x = graph.add_input("x", tensor(np.int64, 0, 3))
     gather = graph.add("Gather", [x, graph.add_constant(np.array([0, 2]))], OPDEFS["Gather"].attrs(axis=1))
@@ -324,7 +324,7 @@ def test_a_tensor_without_elements_is_not_openvinos():
     assert openvino_must_not(graph) == {gather.id: "openvino may crash on a tensor without elements"}
 
 
-def test_bodies_are_looked_into():
+def test_bodies_are_checked_too():
     model = onnx.parser.parse_model("""
         <ir_version: 10, opset_import: ["" : 21]> g (bool c, float[4] x) => (float[n] y) {
             y = If<then_branch = a () => (float[n] t) { k = Greater(x, x) t = Compress(x, k) },
@@ -359,7 +359,8 @@ def test_selections_of_all_sizes_are_right_in_any_order(tactics, batch):
 
 @pytest.mark.parametrize("tactics", ["auto", "openvino"])
 def test_a_detector_without_a_detection_gives_no_box(tactics):
-    """Scores and boxes, NonMaxSuppression, the boxes' rows, the best of them by TopK of a number that depends on the data."""
+    """Boxes and scores, NonMaxSuppression, the rows of these boxes, and the best of them by a TopK whose number depends on the
+    data."""
     pytest.importorskip("onnxruntime")
     pytest.importorskip("openvino")
     model = onnx.parser.parse_model("""

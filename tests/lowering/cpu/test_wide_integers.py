@@ -1,4 +1,4 @@
-"""Integers beyond 32 bits: OpenVINO gets no operator that might make them, and no call that holds them."""
+"""Integers beyond 32 bits: OpenVINO gets no operator that can produce them, and no call whose inputs hold them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytest.importorskip("openvino", reason="the cpu extra is not installed")
 BIG = 2**40 + 3
 EDGE = EXACT_INTEGER
 LIMITS = np.array([1, -5, EDGE, -EDGE, EDGE - 1, 77], np.int64)
-"""What calls on OpenVINO may hold at most."""
+"""The largest integer in calls of OpenVINO."""
 X, XB, Y = "int64[6] x", "int64[6] x, int64[6] b", "int64[6] y"
 FLOATS = np.array([1.5, -2.5, 3e9, -5e9, 1e12, 7], np.float32)
 AXIS = "int64[1] a = {0}"
@@ -124,7 +124,7 @@ def feeds_of(case: str) -> dict[str, Array]:
 
 
 @pytest.mark.parametrize("case", sweep(CASES, *list(CASES)[::3]))
-def test_what_openvino_cannot_hold_runs_elsewhere(case: str) -> None:
+def test_integers_that_openvino_cannot_hold_are_computed_elsewhere(case: str) -> None:
     graph = import_model(model_of(case))
     assert {graph.op(i).kind for i in beyond_32_bits(graph, PARAMETERS)} == CASES[case][4]
     engine = optdnn.build(model_of(case), target="cpu", tactics="openvino", threads=1)
@@ -195,7 +195,7 @@ def loop(body: str, carried: str = "c0") -> onnx.ModelProto:
         ("e = Sub(c, i) d = Sign(e)", False),
     ],
 )
-def test_what_grows_in_a_loop(body: str, refused: bool) -> None:
+def test_integers_that_grow_in_a_loop(body: str, refused: bool) -> None:
     graph = import_model(loop(body))
     assert (graph.of_kind("Loop")[0].id in openvino_must_not(graph)) == refused
     x = np.array([3, EDGE])

@@ -34,7 +34,7 @@ def _heads(d: Draw, x: Value, heads: int) -> Value:
 
 
 def _projected(d: Draw, x: Value, memory: Value, heads: int, shared: int, size: int) -> tuple[Value, Value, Value]:
-    """Queries, keys and values [batch, heads, length, size]; one product and a Split where all have one source."""
+    """Queries, keys and values [batch, heads, length, size]: from one product and a Split if all have one source."""
     if memory is x and shared == heads and d.random.chance(0.5):
         y = linear(d, x, 3 * heads * size)
         if d.random.chance(0.5):
@@ -72,7 +72,7 @@ def _angles(d: Draw, length: int, size: int) -> tuple[Value, Value]:
 
 
 def _repeated(d: Draw, x: Value, times: int) -> Value:
-    """Keys or values of few heads, once for each head that shares them."""
+    """Repeats keys or values of few heads for each head that shares them."""
     b, heads, length, size = x.dims
     assert isinstance(heads, int)
     y = d.op("Unsqueeze", x, d.ints(2))
@@ -84,7 +84,7 @@ def _repeated(d: Draw, x: Value, times: int) -> Value:
 
 
 def _masked(d: Draw, scores: Value, keys: Value) -> Value:
-    """Scores with a mask: causal or given, added or chosen by Where."""
+    """Scores with a mask: causal or given, added or selected by Where."""
     b, _, rows, columns = scores.dims
     form = d.random.below(5)
     if form == 0 and isinstance(rows, int) and isinstance(columns, int):
@@ -156,7 +156,7 @@ def _weighted(d: Draw, q: Value, k: Value, v: Value, size: int) -> Value:
 
 
 def feed_forward(d: Draw, x: Value) -> Value:
-    """Two products with an activation between, gated now and then."""
+    """Two products with an activation between them, sometimes gated."""
     width = x.dims[-1]
     assert isinstance(width, int)
     units = breadth(d, [width, 2 * width, 4 * width, 24, 17])
@@ -167,7 +167,7 @@ def feed_forward(d: Draw, x: Value) -> Value:
 
 
 def layer(d: Draw, x: Value) -> Value:
-    """One encoder or decoder layer, with the norm before or after."""
+    """One encoder or decoder layer, with the norm before or after each part."""
     before = d.random.chance(0.5)
     memory = d.pick(lambda v: v.rank == 3 and v.is_float and v.dims[0] == x.dims[0] and isinstance(v.dims[2], int))
     for step in ("attention", "feed"):
@@ -183,7 +183,7 @@ def layer(d: Draw, x: Value) -> Value:
 
 
 def _embedded(d: Draw, dims: tuple[int | str, int | str], width: int) -> Value:
-    """Tokens from a table, with positions where the length is known."""
+    """Tokens from a table, with positions if the length is known."""
     words = d.random.choice([5, 11, 30])
     ids = d.input(dims, d.random.choice([I64, np.dtype("int32")]), 0, words - 1)
     x = d.op("Gather", d.weights(words, width), ids)

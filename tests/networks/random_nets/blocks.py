@@ -1,4 +1,4 @@
-"""Pieces that several families draw: activations, normalizations, products, and forms that differ between opsets."""
+"""Parts that several families draw: activations, normalizations, products, and forms that differ between opsets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from random_nets.draw import MAX_ELEMENTS, Draw, Value
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 8, 10, 12, 16, 16, 17, 20, 24, 32, 33)
-"""Channels and units: odd ones, and ones that kernels like."""
+"""Channels and units: odd numbers, and numbers that suit kernels."""
 
 
 WIDE = (48, 64, 64, 96, 128, 130, 256)
@@ -20,14 +20,14 @@ WIDE = (48, 64, 64, 96, 128, 130, 256)
 
 
 def reduce(d: Draw, kind: str, x: Value, axes: Sequence[int], keep: bool = True) -> Value:
-    """A reduction; its axes are an attribute or an input, as the opset has it."""
+    """A reduction. Its axes are an attribute or an input, depending on the opset."""
     if kind == "ReduceSum" or d.opset >= 18:
         return d.op(kind, x, d.ints(*axes), keepdims=int(keep))
     return d.op(kind, x, axes=list(axes), keepdims=int(keep))
 
 
 def split(d: Draw, x: Value, axis: int, sizes: Sequence[int]) -> list[Value]:
-    """Split with the sizes as an input, or by count where they are equal and the opset allows it."""
+    """Split with sizes as an input, or by count if they are equal and the opset allows it."""
     if len(set(sizes)) == 1 and d.random.chance(0.5):
         count = len(sizes) if d.opset >= 18 else None
         return d.ops("Split", x, outputs=len(sizes), axis=axis, num_outputs=count)
@@ -39,7 +39,7 @@ def cut(d: Draw, x: Value, axis: int, start: int, end: int, step: int = 1) -> Va
 
 
 def reshape(d: Draw, x: Value, target: Sequence[int | str]) -> Value:
-    """Reshape to dimensions; symbols are computed from the shape of ``x`` (or left to -1 where there is one)."""
+    """Reshape to dimensions. Symbols are computed from the shape of ``x`` (or left to -1 if there is only one)."""
     symbols = [t for t in target if isinstance(t, str)]
     if not symbols:
         shape = d.ints(*(t for t in target if isinstance(t, int)))
@@ -94,7 +94,7 @@ def _trimmed(bounds: Sequence[float | None]) -> Sequence[float | None]:
 
 
 def written_out(d: Draw, x: Value) -> Value:
-    """What exporters write out: SiLU, GELU in two forms, hard swish, a squared ReLU, a mish."""
+    """Activations that exporters write out: SiLU, GELU in two forms, hard swish, a squared ReLU, a Mish."""
     form = d.random.below(6)
     if form == 0:
         return d.op("Mul", *d.random.shuffled([x, d.op("Sigmoid", x)]))
@@ -115,7 +115,7 @@ def written_out(d: Draw, x: Value) -> Value:
 
 
 def channelwise(d: Draw, x: Value, low: float, high: float) -> Value:
-    """A constant to combine with x: a number, one per channel, per column, or one for each element of a row."""
+    """A constant to combine with x: a number, one per channel, one per column, or one per element of a row."""
     forms: list[tuple[int, ...]] = [(), (1,)]
     if x.rank > 1 and isinstance(c := x.dims[1], int):
         forms += [(c, *(1,) * (x.rank - 2)), (1, c, *(1,) * (x.rank - 2))]
@@ -127,7 +127,7 @@ def channelwise(d: Draw, x: Value, low: float, high: float) -> Value:
 
 
 def breadth(d: Draw, usual: Sequence[int] = WIDTHS) -> int:
-    """Channels or units; now and then many, so that products are cut into tiles and along their depth."""
+    """Channels or units; sometimes many, so that products are tiled, also along their depth."""
     return d.random.choice(WIDE if d.random.chance(0.06) else usual)
 
 
@@ -163,7 +163,7 @@ def _broadcasts(v: Value, x: Value) -> bool:
 
 
 def linear(d: Draw, x: Value, units: int, bias: bool | None = None) -> Value:
-    """x @ W + b over the last axis, with the bias on either side."""
+    """x @ W + b over the last axis, with the bias as either addend."""
     k = x.dims[-1]
     assert isinstance(k, int)
     if x.rank == 2 and d.random.chance(0.5):

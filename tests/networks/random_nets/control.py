@@ -10,11 +10,11 @@ from random_nets.blocks import activation, arithmetic, fits, linear, reduce, row
 from random_nets.draw import BOOL, F32, I64, Draw, Value
 
 SOME_NONE = (0.1, 90.0, -90.0, 0.4, 90.0, 0.2)
-"""A threshold in each run: some elements are above it, none, all, fewer."""
+"""A threshold that differs between runs: some elements are above it, none, all, or fewer."""
 
 
 def _inner(d: Draw, x: Value) -> Value:
-    """One to three pointwise steps or products inside of a body that keep x's dimensions."""
+    """One to three pointwise steps or products in a body, which keep x's dimensions."""
     y = x
     for _ in range(d.random.between(1, 3)):
         form = d.random.below(4)
@@ -41,7 +41,7 @@ def _condition(d: Draw, x: Value) -> Value:
 
 
 def branch(d: Draw, x: Value) -> Value | None:
-    """If: both branches read x from outside. Their results agree in type, at times not in their first dimension."""
+    """If: both branches read x from outside. Their results have the same type, but sometimes not the same first dimension."""
     condition = _condition(d, x)
     uneven = d.random.chance(0.2) and x.static and x.rank > 1
     graphs = {}
@@ -56,7 +56,8 @@ def branch(d: Draw, x: Value) -> Value | None:
 
 
 def loop(d: Draw, x: Value) -> Value | None:
-    """Loop with a carried value and scan outputs; trips are constant, given (none among them), or end by a condition."""
+    """Loop with a carried value and scan outputs. The number of iterations is constant or given (0 among them), or a condition
+    ends it."""
     r = d.random
     form = r.below(4)
     trips = d.scalar(r.choice([0, 1, 2, 3, 4]), np.int64) if form == 0 else None
@@ -88,7 +89,7 @@ def loop(d: Draw, x: Value) -> Value | None:
 
 
 def scan(d: Draw, x: Value) -> Value | None:
-    """Scan over x's first axis, either way, with a state."""
+    """Scan over x's first axis in either direction, with a state."""
     if x.rank < 2 or not x.static:
         return None
     r, rest = d.random, x.dims[1:]
@@ -121,7 +122,7 @@ def _chosen_rows(d: Draw, x: Value) -> Value:
 
 
 def selected(d: Draw, x: Value) -> Value | None:
-    """Rows of x that a condition selects, in one of the ways that models write."""
+    """Rows of x that a condition selects, in one of the forms of real models."""
     unknown = f"?{d.fresh('d')}"
     form = d.random.below(4)
     if form == 0:
@@ -153,7 +154,7 @@ def unique(d: Draw, x: Value) -> Value | None:
 
 
 def boxes(d: Draw, x: Value | None = None) -> Value | None:
-    """NonMaxSuppression over drawn boxes, then the boxes and scores that it kept."""
+    """NonMaxSuppression over drawn boxes, then the boxes and scores that it keeps."""
     r = d.random
     batch, n, classes = r.choice([1, 1, 2]), r.choice([3, 8, 20]), r.choice([1, 1, 3])
     corner = d.input((batch, n, 2), low=0.0, high=4.0)

@@ -1,4 +1,4 @@
-"""Convolutional networks: windows over one to three axes, normalization, activations, pooling, branches that meet again."""
+"""Convolutional networks: windows over one to three axes, normalization, activations, pooling, branches that are joined."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KERNELS = (1, 1, 2, 3, 3, 3, 3, 4, 5, 7)
 
 
 def image(d: Draw, axes: int, batch: int | str | None = None) -> Value:
-    """An input with channels and ``axes`` spatial axes; now and then a large picture."""
+    """An input with channels and ``axes`` spatial axes; sometimes a large picture."""
     r = d.random
     large = axes == 2 and r.chance(0.03)
     low, high = {1: (6, 48), 2: (4, 17), 3: (3, 7)}[axes]
@@ -48,7 +48,7 @@ def _windows(d: Draw, x: Value, kernels: tuple[int, ...] = KERNELS) -> dict[str,
     reach = [(a - 1) * b + 1 for a, b in zip(k, dilations, strict=True)]
     style = r.below(10)
     attrs: dict[str, Any] = {"kernel_shape": k, "strides": strides, "dilations": dilations}
-    if any(isinstance(n, str) for n in size):  # whatever the symbol's size: the result is not empty
+    if any(isinstance(n, str) for n in size):  # for every size of the symbol, the result is not empty
         pads = [n // 2 for n in reach] * 2
     elif style == 0 and dilations == [1] * axes:
         attrs["auto_pad"] = r.choice(["VALID", "SAME_UPPER", "SAME_LOWER"])
@@ -63,14 +63,14 @@ def _windows(d: Draw, x: Value, kernels: tuple[int, ...] = KERNELS) -> dict[str,
 
 
 def _fits(x: Value, attrs: dict[str, Any]) -> bool:
-    """At least one window lies inside of the padded input."""
+    """At least one window is inside of the padded input."""
     k, pads = attrs["kernel_shape"], attrs["pads"]
     reach = [(a - 1) * b + 1 for a, b in zip(k, attrs.get("dilations", [1] * len(k)), strict=True)]
     return all(not isinstance(n, int) or n + pads[i] + pads[i + len(k)] >= reach[i] for i, n in enumerate(x.dims[2:]))
 
 
 def conv(d: Draw, x: Value, out: int | None = None) -> Value | None:
-    """A convolution: dense, grouped or depthwise, with a multiplier now and then."""
+    """A convolution: dense, grouped or depthwise, sometimes with a multiplier."""
     c, attrs, r = x.dims[1], _windows(d, x), d.random
     if attrs is None or not isinstance(c, int):
         return None
@@ -104,13 +104,13 @@ def conv_transpose(d: Draw, x: Value) -> Value | None:
     w = d.weights(c, per_group, *k, fan_in=max(1, c // group * math.prod(k) // math.prod(strides)))
     bias = [d.weights(group * per_group, fan_in=4)] if r.chance(0.5) else []
     attrs = {"strides": strides, "output_padding": more, "dilations": dilations, "group": group, "kernel_shape": k}
-    if r.chance(0.15) and k >= strides:  # of narrower kernels ONNX Runtime gives another size than the specification
+    if r.chance(0.15) and k >= strides:  # for narrower kernels, ONNX Runtime's size differs from the specification's
         return d.op("ConvTranspose", x, w, *bias, auto_pad=r.choice(["SAME_UPPER", "SAME_LOWER", "VALID"]), **attrs)
     return d.op("ConvTranspose", x, w, *bias, pads=pads, **attrs)
 
 
 def pool(d: Draw, x: Value) -> Value | None:
-    """A pooling over windows, with ceil_mode, or over everything."""
+    """A pooling over windows, with ceil_mode, or over all positions."""
     r = d.random
     kind = r.choice(["MaxPool"] * 3 + ["AveragePool"] * 3 + ["LpPool", "GlobalAveragePool", "GlobalMaxPool"])
     if kind.startswith("Global"):
@@ -136,7 +136,7 @@ def pool(d: Draw, x: Value) -> Value | None:
 
 
 def _sees_elements(x: Value, attrs: dict[str, Any]) -> bool:
-    """Every window holds an element: the largest of none is minus infinity, or ONNX Runtime's lowest number."""
+    """Every window contains an element. The maximum of none is minus infinity, or ONNX Runtime's lowest number."""
     for i, (k, n) in enumerate(zip(attrs["kernel_shape"], x.dims[2:], strict=True)):
         step, dilation = attrs["strides"][i], attrs.get("dilations", [1] * (i + 1))[i]
         first, past = -attrs["pads"][i], attrs["pads"][i + len(attrs["kernel_shape"])]
@@ -148,7 +148,8 @@ def _sees_elements(x: Value, attrs: dict[str, Any]) -> bool:
 
 
 def _ends_inside(d: Draw, attrs: dict[str, Any]) -> bool:
-    """No window of ceil_mode begins after the input: until opset 22 ONNX's inference counts those, and nothing else does."""
+    """No window of ceil_mode begins after the input. Until opset 22, ONNX's inference counts such windows, and nothing else
+    does."""
     k = attrs["kernel_shape"]
     return d.opset >= 22 or (
         not any(attrs["pads"][len(k) :]) and all(a >= b for a, b in zip(k, attrs["strides"], strict=True))
@@ -207,7 +208,7 @@ def gate(d: Draw, x: Value) -> Value | None:
 
 
 def residual(d: Draw, x: Value) -> Value | None:
-    """A branch of one to three steps that is added to x or joined with it."""
+    """A branch of one to three steps, which is added to x or concatenated with it."""
     r, y = d.random, x
     c = x.dims[1]
     assert isinstance(c, int)
@@ -225,7 +226,7 @@ def residual(d: Draw, x: Value) -> Value | None:
 
 
 def joined(d: Draw, x: Value) -> Value | None:
-    """Concat of values that agree but for the channels; pieces of one Split and values made of them among these."""
+    """Concat of values that differ only in their channels; among them parts of one Split and values computed from these."""
     r, c = d.random, x.dims[1]
     if isinstance(c, int) and c > 3 and r.chance(0.5):
         first = r.between(1, c - 2)
@@ -295,7 +296,7 @@ def resized(d: Draw, x: Value) -> Value | None:
 
 
 def sampled(d: Draw, x: Value) -> Value | None:
-    """GridSample at drawn places, some of them outside."""
+    """GridSample at drawn positions, some of them outside."""
     if x.rank != 4 or not x.static or d.opset < 16:
         return None
     r = d.random
@@ -312,7 +313,7 @@ def sampled(d: Draw, x: Value) -> Value | None:
 
 
 def head(d: Draw, x: Value) -> Value:
-    """From pictures to rows: pooled or flattened, a product, perhaps a softmax."""
+    """From pictures to rows: pooled or flattened, a product, sometimes a softmax."""
     y = d.op("Flatten", x, axis=1) if x.static and x.size < 2000 and d.random.chance(0.4) else pooled_row(d, x)
     if y.rank > 2:
         y = d.op("Flatten", y, axis=1)

@@ -19,7 +19,7 @@ Array = NDArray[Any]
 T = TypeVar("T")
 OPSETS = (13, 14, 15, 16, 17, 17, 18, 18, 19, 20, 20, 21, 21, 22, 23, 23)
 MAX_ELEMENTS = 6000
-"""Elements of a value above which no step makes it larger."""
+"""No step makes a value with more elements larger."""
 F32, I64, I32, BOOL = (np.dtype(t) for t in ("float32", "int64", "int32", "bool"))
 
 
@@ -38,7 +38,7 @@ class Random:
         return int(self.unit(1)[0] * n)
 
     def between(self, low: int, high: int) -> int:
-        """An integer, both ends included."""
+        """An integer; both ends are included."""
         return low + self.below(high - low + 1)
 
     def uniform(self, low: float, high: float) -> float:
@@ -54,7 +54,7 @@ class Random:
         return [options[i] for i in np.argsort(self.unit(len(options)), kind="stable")]
 
     def array(self, dtype: Any, shape: Sequence[int], low: float, high: float) -> Array:
-        """Uniform numbers; integers include both ends, and bool is True in half of the elements."""
+        """Uniform numbers. Integers include both ends; bool is True for half of the elements."""
         u = self.unit(math.prod(shape)).reshape(shape)
         dtype = np.dtype(dtype)
         if dtype == BOOL:
@@ -66,7 +66,7 @@ class Random:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the network. A dimension is a number, the name of a symbol, or "?…" where it depends on data."""
+    """A tensor of the network. A dimension is a number, the name of a symbol, or "?…" if it depends on data."""
 
     name: str
     dtype: np.dtype[Any]
@@ -82,7 +82,7 @@ class Value:
 
     @property
     def known(self) -> bool:
-        """No dimension depends on data or on what shape inference cannot follow."""
+        """No dimension depends on data, or on shapes that inference cannot follow."""
         return not any(isinstance(d, str) and d.startswith("?") for d in self.dims)
 
     @property
@@ -92,7 +92,7 @@ class Value:
 
     @property
     def size(self) -> int:
-        """Elements; a symbol counts as 4."""
+        """The number of elements; a symbol counts as 4."""
         return math.prod(d if isinstance(d, int) else 4 for d in self.dims)
 
     @property
@@ -110,12 +110,12 @@ class Feed:
     upto: str = ""
     """The symbol that bounds the data: lengths of sequences."""
     turns: tuple[float, ...] = ()
-    """What it holds in the first, second, … run: trip counts, thresholds that select some or none."""
+    """The data of the first, second, … run: numbers of iterations, or thresholds that select some or none."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """A drawn network: its model, and its inputs at each of the sizes that it is to run at."""
+    """A drawn network: its model, and its inputs for each of its sizes."""
 
     name: str
     model: onnx.ModelProto
@@ -136,7 +136,7 @@ class Draw:
     constants: list[onnx.TensorProto] = field(default_factory=list)
     inputs: list[Feed] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
-    """What later steps may read."""
+    """Values that later steps may read."""
     count: int = 0
 
     def __post_init__(self) -> None:
@@ -202,7 +202,7 @@ class Draw:
     def ops(
         self, kind: str, *inputs: Value | None, outputs: int, absent: Sequence[int] = (), **attrs: Any
     ) -> list[Value]:
-        """Add a node with several results; those in ``absent`` have no name. Attributes that are None are left out."""
+        """Add a node with several results. Those in ``absent`` have no name. Attributes that are None are left out."""
         names = ["" if i in absent else self.fresh() for i in range(outputs)]
         given = {k: a for k, a in attrs.items() if a is not None}
         node = helper.make_node(
@@ -221,7 +221,7 @@ class Draw:
     def typed(
         self, kind: str, inputs: Sequence[Value | None], types: Sequence[tuple[Any, Sequence[int | str]]], **attrs: Any
     ) -> list[Value]:
-        """Add a node whose results' types are given: those that inference cannot tell (control flow, data-dependent sizes)."""
+        """Add a node with given types of its results, which inference cannot find (control flow, data-dependent sizes)."""
         made = [Value(self.fresh(), np.dtype(t), tuple(dims)) for t, dims in types]
         read = ["" if v is None else v.name for v in inputs]
         self.nodes.append(helper.make_node(kind, read, [v.name for v in made], name=f"{kind}_{self.count}", **attrs))
@@ -241,7 +241,7 @@ class Draw:
         return v
 
     def known_as(self, v: Value, dims: Sequence[int | str]) -> Value:
-        """The same value with the dimensions that the caller knows it has."""
+        """The same value with dimensions that the caller knows."""
         known = Value(v.name, v.dtype, tuple(dims))
         self._note(known)
         return known
@@ -249,24 +249,26 @@ class Draw:
     # ------------------------------------------------------------ picking
 
     def pick(self, wanted: Callable[[Value], bool] = lambda v: True) -> Value | None:
-        """A value to read, the later ones more often; None where none fits."""
+        """A value to read, later ones more often. None if none fits."""
         fit = [v for v in self.values if wanted(v)]
         if not fit:
             return None
         return fit[int(len(fit) * self.random.uniform(0, 1) ** 0.4)] if len(fit) > 1 else fit[0]
 
     def body(self) -> Draw:
-        """A builder for a subgraph: it has this one's numbers, names and types, and nodes of its own."""
+        """A builder for a subgraph, with the same numbers, names and types, and its own nodes."""
         inner = Draw(self.seed, self.family, self.opset)
         inner.random, inner.count, inner.constants = self.random, self.count + 1, self.constants
         inner._types, inner._data = self._types, self._data
         return inner
 
     def subgraph(self, inner: Draw, inputs: Sequence[Value], outputs: Sequence[Value]) -> onnx.GraphProto:
-        """The graph of a body made by :meth:`body`; its constants are the network's."""
+        """The graph of a body of :meth:`body`. Its constants belong to the network."""
         self.count = inner.count
         made = []
-        for v in outputs:  # each output is a node's own result: a name may neither come from outside nor stand twice
+        for v in (
+            outputs
+        ):  # each output is the result of a node in the body: a name may neither come from outside nor occur twice
             made.append(inner.op("Identity", v))
         self.count = inner.count
         return helper.make_graph(inner.nodes, self.fresh("body"), [_info(v) for v in inputs], [_info(v) for v in made])
@@ -283,7 +285,7 @@ class Draw:
     # ------------------------------------------------------------ the finished network
 
     def model(self, most_outputs: int = 5) -> onnx.ModelProto:
-        """The model: unread values are its outputs, sometimes with one that is read, too. Nodes that lead nowhere go."""
+        """The model. Unread values are its outputs, sometimes with one that is also read. Nodes without an effect are dropped."""
         inputs = [f.value for f in self.inputs]
         if all(v in inputs for v in self.values):
             x = inputs[0]
@@ -311,7 +313,7 @@ class Draw:
         return helper.make_model(graph, opset_imports=opsets, ir_version=ir, producer_name="random_nets")
 
     def feeds(self, sizes: dict[str, int], index: int = 0) -> dict[str, Array]:
-        """Random data for every input at these sizes of the symbols. Each ``index`` has data of its own."""
+        """Random data for every input at these sizes of the symbols. Each ``index`` has other data."""
         random = Random(self.seed * 1000 + 17 + index)
         made: dict[str, Array] = {}
         for f in self.inputs:
@@ -330,7 +332,7 @@ def _info(v: Value) -> onnx.ValueInfoProto:
 
 
 def reads_of(node: onnx.NodeProto) -> set[str]:
-    """The names that a node reads, those inside of its subgraphs included."""
+    """The names that a node reads, including those in its subgraphs."""
     read = {n for n in node.input if n}
     for a in node.attribute:
         if a.type == onnx.AttributeProto.GRAPH:

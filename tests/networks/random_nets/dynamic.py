@@ -1,4 +1,4 @@
-"""Networks with symbolic sizes: a batch "N" and a length or picture "S", run at several sizes of them."""
+"""Networks with symbolic sizes: a batch "N" and a length or picture size "S", run at several sizes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from random_nets.blocks import activation, arithmetic, combined, cut, fits, line
 from random_nets.draw import Draw, Value
 
 SIZES = ((2, 8), (1, 7), (3, 16), (5, 11))
-"""N and S of each run: the first are those to be fastest at."""
+"""N and S of each run. The first ones are the optimum of the build."""
 
 
 def _shaped(d: Draw, x: Value) -> Value | None:
-    """Steps that compute with the shape: Expand, Reshape, Range, ConstantOfShape, Resize by a computed size."""
+    """Steps that compute with shapes: Expand, Reshape, Range, ConstantOfShape, Resize by a computed size."""
     r = d.random
     form = r.below(6)
     if form == 0:

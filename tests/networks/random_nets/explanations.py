@@ -1,6 +1,7 @@
-"""Known reasons for which a right engine differs from ONNX Runtime: the oracle's faults, and what the nudges of the judge miss.
+"""Known reasons for which a right engine differs from ONNX Runtime: faults of the oracle, and cases that the judge's nudges
+miss.
 
-Each is a computation on the network at hand, not a list of seeds: it says which of the differing results it accounts for.
+Each one is a computation on the given network, not a list of seeds. It returns the differing results that it explains.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Off = list[tuple[int, str]]
 class Case:
     """Results that differ: of the network, its runs, what was got and wanted. ``near(got, want, moved)``: the error is not larger
     than what the change that gave ``moved`` does. ``nudge`` is the relative size of a rounding; ``calibration`` the feeds that an
-    int8 engine was calibrated with; ``half`` says that it computes in fp16."""
+    int8 engine was calibrated with; ``half`` is "fp16" or "bf16" if it computes in 16 bits, else ""."""
 
     oracle: Oracle
     feeds: Sequence[Feeds]
@@ -34,20 +35,23 @@ class Case:
     nudge: float
     near: Callable[[Array, Array, Sequence[Array]], bool]
     calibration: Sequence[Feeds] = ()
-    half: bool = False
+    half: str = ""
 
 
 def roundings(case: Case) -> Off:
     """Every operator rounds, not only the network's inputs and constants: terms that cancel exactly in float32 (x + (1 - x)) leave
-    the rounding of fp16, and a normalization of what they leave magnifies that. Nudged inputs cancel likewise and show nothing."""
+    the rounding of 16 bits, and a normalization of the rest magnifies that. Nudged inputs cancel likewise and show nothing."""
     models = [instrumented(case.oracle.model, rounding(case.nudge, k + 1)) for k in range(4)]
     return _as_far(case, models, case.off)
 
 
 def outside_calibration(case: Case) -> Off:
-    """Values of this run leave the ranges that were seen in calibration, and saturate. A build calibrates at the sizes of its first
-    profile: a sum over a longer axis may exceed what was seen. Clipped to those ranges the float network differs as much, whether
-    all of its values are quantized or the operands of products alone; its integers are those."""
+    """Values of this run exceed the ranges seen in calibration, and saturate.
+
+    A build calibrates at the sizes of its first profile, and a sum over a longer axis may exceed its range. The float network,
+    clipped to these ranges, differs as much, with all values quantized or only the operands of products. Its integers are the
+    same.
+    """
     if not case.calibration:
         return []
     ranges: dict[str, tuple[float, float]] = {}
@@ -63,20 +67,20 @@ def outside_calibration(case: Case) -> Off:
 
 
 def halves(case: Case) -> Off:
-    """Values that are nearly equal become equal in fp16, which no nudge makes them. With its inputs, or all values, rounded to fp16
-    the network gives the same integers."""
+    """Values that are nearly equal become equal in 16 bits, which no nudge makes them. With its inputs, or all values, rounded to
+    16 bits the network gives the same integers."""
     if not case.half:
         return []
-    rounded = replace(case, feeds=[{n: halved(a) for n, a in feed.items()} for feed in case.feeds])
-    models = [in_half(case.oracle.model, results=results) for results in (False, True)]
+    rounded = replace(case, feeds=[{n: halved(a, case.half) for n, a in feed.items()} for feed in case.feeds])
+    models = [in_half(case.oracle.model, case.half, results=results) for results in (False, True)]
     return _as_far(
         rounded, models, [(k, n) for k, n in case.off if case.want[k][n].dtype.kind != "f"], integers=_follows
     )
 
 
 def no_trips(case: Case) -> Off:
-    """ONNX Runtime gives what a Loop without trips would have collected sizes of 0 where the model does not declare them; the sizes
-    that the rows would have had are as right. A reduction over the trips makes that a visible shape."""
+    """A Loop without iterations gives sizes of 0 in ONNX Runtime where the model does not declare them. The sizes that rows
+    would have had are right as well. A reduction over the iterations makes this visible in a shape."""
     found = []
     for k, name in case.off:
         got, want = case.got[k][name], case.want[k][name]
@@ -103,13 +107,13 @@ EXPLANATIONS: tuple[Callable[[Case], Off], ...] = (no_trips, halves, roundings, 
 
 
 def explained(case: Case) -> str | None:
-    """The names of the explanations that account for all that differs, or None."""
+    """The names of the explanations that together explain all differences, or None."""
     left, used = case.off, []
     for explanation in EXPLANATIONS:
         try:
             found = explanation(replace(case, off=left))
         except NoOracleError:
-            continue  # ONNX Runtime does not take the changed network: this explanation cannot be tried
+            continue  # ONNX Runtime does not accept the changed network, so this explanation cannot be tried
         if found:
             used.append(explanation.__name__)
             left = [o for o in left if o not in found]
@@ -124,7 +128,7 @@ def _as_far(
     off: Off,
     integers: Callable[[Array, Array, Sequence[Array]], bool] | None = None,
 ) -> Off:
-    """What of ``off`` these changed networks explain: floats by ``case.near``, integers by ``integers`` where given."""
+    """The results of ``off`` that the changed networks explain: floats by ``case.near``, integers by ``integers`` if given."""
     oracles = [Oracle(m) for m in models]
     moved = {k: [o.run(case.feeds[k]) for o in oracles] for k in sorted({k for k, _ in off})}
 
@@ -135,13 +139,13 @@ def _as_far(
 
 
 def _follows(got: Array, want: Array, moved: Sequence[Array]) -> bool:
-    """Each element that differs is that of a changed network."""
+    """Each element that differs equals that of a changed network."""
     alike = [m for m in (want, *moved) if (m.dtype, m.shape) == (got.dtype, got.shape)]
     return bool(alike) and bool(np.logical_or.reduce([got == m for m in alike]).all())
 
 
 def values(model: onnx.ModelProto, feeds: Feeds) -> Results:
-    """All values of the network that are not inside of subgraphs, its inputs included. Raises NoOracleError."""
+    """All values of the network outside of subgraphs, including its inputs. Raises NoOracleError."""
     shown = copy.deepcopy(model)
     known = {o.name for o in shown.graph.output}
     inner = [n for node in shown.graph.node for n in node.output if n and n not in known]

@@ -1,4 +1,4 @@
-"""Failing networks, kept as small ones."""
+"""Failing networks, which are kept as small ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from random_nets.trial import opened, saved
 
 
 def cause(row: Row) -> str:
-    """What two failures have in common: the verdict, and of an error its class and the place that raised it."""
+    """The common properties of equal failures: the verdict, and for an error its class and the place that raised it."""
     found = re.search(r"(\w+): .*\[([\w/.]+:\d+)\]$", row.get("detail", "").partition(": ")[2])
     return " ".join([row["verdict"], *(found.groups() if found else ())])
 
 
 def shrink(row: Row, task: Task, folder: Path, timeout: float) -> str:
-    """Keep the network of a failing row in ``folder``, as small as it still fails; describes the rest of it."""
+    """Keep the network of a failing row in ``folder``, shrunk as long as it fails. Adds a description to the row."""
     net = opened(Path(task["file"])) if "file" in task else network(row["family"], row["seed"])
     worker = Worker(timeout)
     with tempfile.TemporaryDirectory() as scratch:

@@ -23,7 +23,7 @@ NUMBER = {name: k + 1 for k, name in enumerate(FAMILIES)}
 
 
 def network(family: str, seed: int) -> Network:
-    """The network of this family and seed, checked by ONNX: its checker and its strict shape inference accept it."""
+    """The network of this family and seed. ONNX's checker and its strict shape inference accept it."""
     d = Draw(seed * 16 + NUMBER[family], family)
     FAMILIES[family](d)
     model = d.model()

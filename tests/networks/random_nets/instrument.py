@@ -1,10 +1,11 @@
-"""Changes the float values on the way through a network: each result of a node passes through nodes that a rule gives."""
+"""Changes float values inside of a network: a rule puts nodes after the results of nodes."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
 
+import ml_dtypes
 import numpy as np
 import onnx
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
@@ -12,7 +13,8 @@ from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper, shape
 from random_nets.draw import Array
 
 Rule = Callable[[NodeProto, str, str], Sequence[NodeProto]]
-"""(maker of a value, name that the value has now, name that the last node gives) -> nodes; none: the value stays."""
+"""(node that computes a value, current name of the value, name for the last node's result) -> nodes. Without nodes, the value
+stays."""
 
 EXACT = frozenset(
     {
@@ -45,14 +47,14 @@ EXACT = frozenset(
     | {"ReverseSequence", "Round", "Scan", "ScatterElements", "ScatterND", "Sign", "Slice", "SpaceToDepth", "Split"}
     | {"Squeeze", "Tile", "TopK", "Transpose", "Trilu", "Unique", "Unsqueeze", "Where"}
 )
-"""Operators that choose or move elements: they round nothing."""
+"""Operators that select or move elements, without rounding."""
 
 PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 """Operators whose operands calibration quantizes in any case."""
 
 
 def graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    """A graph and those inside of its nodes."""
+    """A graph and its subgraphs."""
     yield graph
     for node in graph.node:
         for a in node.attribute:
@@ -61,7 +63,7 @@ def graphs(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 def sizing(graph: GraphProto) -> set[str]:
-    """Names of values that say how large others are: operands of Resize and Range."""
+    """Names of values that determine sizes: operands of Resize and Range."""
     every = [n for g in graphs(graph) for n in g.node]
     return {i for n in every if n.op_type == "Resize" for i in n.input[1:3]} | {
         i for n in every if n.op_type == "Range" for i in n.input
@@ -69,10 +71,10 @@ def sizing(graph: GraphProto) -> set[str]:
 
 
 def instrumented(model: onnx.ModelProto, rule: Rule) -> onnx.ModelProto:
-    """A copy in which every float32 result of a node, those inside of subgraphs included, passes through the rule's nodes."""
+    """A copy with the rule's nodes after every float32 result, including those in subgraphs."""
     changed = shape_inference.infer_shapes(copy.deepcopy(model))
     sizes = sizing(changed.graph)
-    for graph in reversed(list(graphs(changed.graph))):  # the inner ones first: nodes are copied
+    for graph in reversed(list(graphs(changed.graph))):  # inner ones first: nodes are copied
         floats = {
             v.name for v in (*graph.value_info, *graph.output) if v.type.tensor_type.elem_type == TensorProto.FLOAT
         } - sizes
@@ -92,7 +94,7 @@ def instrumented(model: onnx.ModelProto, rule: Rule) -> onnx.ModelProto:
 
 
 def rounding(by: float, seed: int) -> Rule:
-    """Each result of an operator that rounds is moved by up to ``by`` of its size."""
+    """Each result of an operator that rounds is changed by up to ``by`` of its size."""
     count = seed << 12
 
     def rule(node: NodeProto, before: str, after: str) -> list[NodeProto]:
@@ -125,20 +127,24 @@ def clipping(ranges: dict[str, tuple[float, float]]) -> Rule:
     return rule
 
 
-def halved(array: Array) -> Array:
-    """float32 rounded to fp16; other types as they are."""
-    return array.astype(np.float16).astype(np.float32) if array.dtype == np.float32 else array
+HALVES = {"fp16": (np.float16, TensorProto.FLOAT16), "bf16": (ml_dtypes.bfloat16, TensorProto.BFLOAT16)}
+"""Precision -> its type in NumPy and in ONNX."""
 
 
-def in_half(model: onnx.ModelProto, *, results: bool) -> onnx.ModelProto:
-    """A copy whose constants, and with ``results`` all results of nodes, are rounded to fp16."""
+def halved(array: Array, precision: str) -> Array:
+    """float32 rounded to 16 bits; other types as they are."""
+    return array.astype(HALVES[precision][0]).astype(np.float32) if array.dtype == np.float32 else array
+
+
+def in_half(model: onnx.ModelProto, precision: str, *, results: bool) -> onnx.ModelProto:
+    """A copy whose constants, and with ``results`` all results of nodes, are rounded to 16 bits."""
 
     def rule(node: NodeProto, before: str, after: str) -> list[NodeProto]:
         if not results and node.op_type != "Constant":
             return []
         half = f"{after}/half"
         return [
-            helper.make_node("Cast", [before], [half], to=TensorProto.FLOAT16),
+            helper.make_node("Cast", [before], [half], to=HALVES[precision][1]),
             helper.make_node("Cast", [half], [after], to=TensorProto.FLOAT),
         ]
 
@@ -146,5 +152,5 @@ def in_half(model: onnx.ModelProto, *, results: bool) -> onnx.ModelProto:
     sizes = sizing(changed.graph)
     for t in changed.graph.initializer:
         if t.data_type == TensorProto.FLOAT and t.name not in sizes:
-            t.CopyFrom(numpy_helper.from_array(halved(numpy_helper.to_array(t)), t.name))
+            t.CopyFrom(numpy_helper.from_array(halved(numpy_helper.to_array(t), precision), t.name))
     return changed

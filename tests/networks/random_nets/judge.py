@@ -14,13 +14,17 @@ import onnx
 
 from random_nets.draw import Array
 from random_nets.explanations import Case, explained
+from random_nets.instrument import HALVES
 from random_nets.oracle import Feeds, NoOracleError, Oracle, Results, in_float64
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Errors relative to the largest element (root mean square for ``mean``). ``nudge`` is the relative size of a rounding, and
-    ``times`` how much larger than what it does an error may be; ``edge`` times the nudge shows edges that lie near."""
+    """Bounds of errors relative to the largest element (root mean square for ``mean``).
+
+    ``nudge``: the relative size of a rounding. ``times``: the error may be so many times the effect of a nudge. ``edge``: a
+    nudge so many times as large shows jumps nearby.
+    """
 
     floor: float
     mean: float
@@ -32,22 +36,23 @@ class Tolerance:
 TOLERANCES = {
     "fp32": Tolerance(5e-5, 2e-5, 1e-6, 30, 30),
     "fp16": Tolerance(8e-3, 3e-3, 1.5e-3, 12, 5),
+    "bf16": Tolerance(6e-2, 2.4e-2, 1.2e-2, 12, 5),
     "tf32": Tolerance(8e-3, 3e-3, 1.5e-3, 12, 5),
     "int8": Tolerance(1.5, 0.5, 1e-2, 12, 3),
 }
-"""Precision -> tolerance; "int8" is for float networks quantized by calibration, whose error nobody promises."""
+"""Precision -> tolerance. "int8" is for float networks quantized by calibration, whose error has no guarantee."""
 
 
 ZERO = 0.1
-"""What an error is relative to where all elements should be 0: terms that cancel leave the rounding of their own size."""
+"""The reference size of an error if all elements should be 0: terms that cancel leave the rounding of their own size."""
 
 CHANGED = 4.0
-"""How much larger an error may be than what the change does that explains it."""
+"""An error may be so many times the effect of the change that explains it."""
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two results are apart: of floats relative to the wanted ones, of integers the share that differs."""
+    """The distance of two results: of floats relative to the wanted ones, of integers the share that differs."""
 
     most: float = 0.0
     mean: float = 0.0
@@ -66,7 +71,7 @@ class Distance:
 def distance(got: Array, want: Array) -> Distance:
     """The distance of one output."""
     if got.size == want.size == 0 and got.ndim == want.ndim and got.dtype == want.dtype:
-        return Distance()  # the specification leaves open how wide the rows are that a loop without trips does not give
+        return Distance()  # the specification leaves the width of rows open that a loop without iterations gives
     if got.shape != want.shape or (got.dtype != want.dtype and not (got.dtype.kind == want.dtype.kind == "f")):
         return Distance(np.inf, np.inf, 1.0, f"{got.dtype}{list(got.shape)} for {want.dtype}{list(want.shape)}")
     if got.dtype.kind != "f":
@@ -80,15 +85,15 @@ def distance(got: Array, want: Array) -> Distance:
         return Distance()
     off, size = np.abs(a[finite] - b[finite]), np.abs(b[finite])
     root = float(np.sqrt((b[finite] ** 2).mean()))
-    least = 1e-6 if size.any() else ZERO  # nothing but zeros has no size of its own
+    least = 1e-6 if size.any() else ZERO  # zeros alone have no size
     most = float(off.max()) / max(float(size.max()), least)
     return Distance(most, float(np.sqrt((off**2).mean())) / max(root, least))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``kind``: right, edge (the network jumps there), oracle (float64 agrees with us), beyond_fp16, explained (by what
-    :mod:`random_nets.explanations` knows; the detail begins with its name), disputed or wrong."""
+    """``kind``: right, edge (the network jumps nearby), oracle (float64 agrees with us), beyond_fp16, explained (by
+    :mod:`random_nets.explanations`; the detail begins with the name), disputed or wrong."""
 
     kind: str
     detail: str = ""
@@ -98,7 +103,7 @@ def judged(
     oracle: Oracle, feeds: Sequence[Feeds], got: Sequence[Results], want: Sequence[Results], precision: str,
     calibration: Sequence[Feeds] = (),
 ) -> Verdict:  # fmt: skip
-    """The verdict on all runs of one network; ``calibration`` are the feeds that its ranges come from."""
+    """The verdict on all runs of one network. ``calibration``: the feeds of its calibration."""
     tolerance = TOLERANCES[precision]
     off = [(k, n) for k in range(len(feeds)) for n in want[k] if not _close(got[k].get(n), want[k][n], tolerance)]
     if not off:
@@ -121,7 +126,8 @@ def judged(
     def near(ours: Array, theirs: Array, moved: Sequence[Array]) -> bool:
         return _explained(ours, theirs, moved, tolerance, CHANGED)
 
-    why = explained(Case(oracle, feeds, got, want, off, tolerance.nudge, near, calibration, precision == "fp16"))
+    half = precision if precision in HALVES else ""
+    why = explained(Case(oracle, feeds, got, want, off, tolerance.nudge, near, calibration, half))
     return verdict if why is None else Verdict("explained", f"{why}: {verdict.detail}")
 
 
@@ -130,7 +136,7 @@ def _close(got: Array | None, want: Array, tolerance: Tolerance) -> bool:
 
 
 def _beyond(oracle: Oracle, feeds: Feeds) -> bool:
-    """Some value on the way comes near the end of fp16."""
+    """An inner value comes near the largest number of fp16."""
     try:
         return not oracle.largest(feeds) < 2.0e4
     except NoOracleError:
@@ -138,7 +144,7 @@ def _beyond(oracle: Oracle, feeds: Feeds) -> bool:
 
 
 def _explained(got: Array, want: Array, moved: Sequence[Array], tolerance: Tolerance, times: float) -> bool:
-    """The nudged networks are up to 1 / ``times`` as far from the wanted result as what was got."""
+    """The error is at most ``times`` the distance of the nudged networks from the wanted result."""
     error = distance(got, want)
     noise = [distance(m, want) for m in moved]
     if error.why:
@@ -154,7 +160,7 @@ def _by_float64(
     model: onnx.ModelProto, feeds: Sequence[Feeds], got: Sequence[Results], want: Sequence[Results],
     off: Sequence[tuple[int, str]], tolerance: Tolerance, detail: str,
 ) -> Verdict:  # fmt: skip
-    """What float64 says where ONNX Runtime and optdnn disagree."""
+    """The verdict of float64 if ONNX Runtime and optdnn disagree."""
     k = off[0][0]
     found = in_float64(model, feeds[k])
     if found is None:

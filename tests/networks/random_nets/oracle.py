@@ -1,4 +1,4 @@
-"""What a network should give: ONNX Runtime without optimizations, and float64 where something disagrees with that."""
+"""The expected results of a network: ONNX Runtime without optimizations, and float64 if they are disputed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Results = dict[str, Array]
 
 
 class NoOracleError(Exception):
-    """ONNX Runtime does not take the network: nothing can be compared with."""
+    """ONNX Runtime does not accept the network, so there is no reference."""
 
 
 def session(model: onnx.ModelProto, threads: int = 1) -> Any:
@@ -35,7 +35,7 @@ def session(model: onnx.ModelProto, threads: int = 1) -> Any:
 
 
 class Oracle:
-    """ONNX Runtime's results for one network, and how much they move when its numbers do."""
+    """ONNX Runtime's results for one network, and their changes if its numbers change."""
 
     def __init__(self, model: onnx.ModelProto):
         self.model = model
@@ -57,10 +57,11 @@ class Oracle:
             raise NoOracleError(f"{type(error).__name__}: {error}"[:400]) from error
 
     def nudged(self, feeds: Sequence[Feeds], by: float, times: int) -> list[list[Results]]:
-        """Results after every float, of the inputs and of the model, is moved by up to ``by`` of its size: [time][feed].
+        """Results after a change of every float in the inputs and the model by up to ``by`` of its size: [time][feed].
 
-        So is each operand of DynamicQuantizeLinear: its zero point is a ratio of elements, which a common scale does not move.
-        Raises NoOracleError where ONNX Runtime does not take the moved network."""
+        Operands of DynamicQuantizeLinear are changed as well: their zero point is a ratio of elements, which a common scale
+        does not move. Raises NoOracleError if ONNX Runtime does not accept the changed network.
+        """
         found = []
         for k in range(times):
             rng = np.random.Generator(np.random.PCG64(k))
@@ -72,7 +73,7 @@ class Oracle:
         return found
 
     def largest(self, feeds: Feeds) -> float:
-        """The largest magnitude of any float value on the way, those inside of subgraphs left out."""
+        """The largest magnitude of any inner float value, without those in subgraphs."""
         model = copy.deepcopy(self.model)
         known = {o.name for o in model.graph.output}
         inner = [n for node in model.graph.node for n in node.output if n and n not in known]
@@ -108,15 +109,15 @@ def _nudged_model(model: onnx.ModelProto, by: float, rng: np.random.Generator) -
 
 
 def in_float64(model: onnx.ModelProto, feeds: Feeds) -> tuple[Results, str] | None:
-    """The results in float64 and who computed them: ONNX Runtime, ONNX's reference evaluator, or optdnn's own evaluation
-    (which is no independent judge). None where none of them can."""
+    """The results in float64 and their source: ONNX Runtime, ONNX's reference evaluator, or optdnn's own evaluation (which is
+    no independent judge). None if none of them can compute them."""
     names = [o.name for o in model.graph.output]
     wide = {n: a.astype(np.float64) if a.dtype == np.float32 else a for n, a in feeds.items()}
     doubled = promoted(model)
     for source in (_by_onnxruntime, _by_onnx, _by_optdnn):
         try:
             arrays = source(doubled if source is not _by_optdnn else model, wide)
-        except Exception:  # kernels that are missing end in all kinds of exceptions; the next source is asked
+        except Exception:  # missing kernels give all kinds of exceptions; the next source is tried
             continue
         if all(isinstance(a, np.ndarray) for a in arrays):
             return dict(zip(names, arrays, strict=True)), source.__name__.removeprefix("_by_")
@@ -143,7 +144,8 @@ def _by_optdnn(model: onnx.ModelProto, feeds: Feeds) -> Sequence[Any]:
 
 
 def promoted(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy whose float32 tensors, casts and inputs are float64. QuantizeLinear and the like read float32 as before."""
+    """A copy with float64 in place of float32 in tensors, casts and inputs. QuantizeLinear and similar operators still read
+    float32."""
     wide = copy.deepcopy(model)
     for graph in graphs(wide.graph):
         for info in (*graph.input, *graph.output, *graph.value_info):
@@ -179,7 +181,7 @@ FLOAT32_ONLY = {
     "MatMulNBits": ((0, 2, 5), (0,)),
     "NonMaxSuppression": ((0, 1, 3, 4), ()),
 }
-"""Operators of float32 alone -> their operands of that type, and their results that become float64 again."""
+"""Operators of float32 only -> their operands of this type, and their results that become float64 again."""
 
 
 def _around_quantization(graph: onnx.GraphProto) -> None:

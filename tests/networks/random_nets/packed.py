@@ -1,4 +1,4 @@
-"""Networks with packed weights: MatMulNBits and products with weights behind DequantizeLinear, as language models have them."""
+"""Networks with packed weights, as in language models: MatMulNBits, and products with weights after DequantizeLinear."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from random_nets.blocks import activation, arithmetic, combined, fits, row_norm,
 from random_nets.draw import F32, Array, Draw, Value
 
 BLOCKED = 21
-"""The first opset whose DequantizeLinear has blocks."""
+"""The first opset with blocks in DequantizeLinear."""
 WIDTHS = (16, 17, 24, 32, 40, 48, 64, 80, 130)
 CONTRIB = "com.microsoft"
 
@@ -22,7 +22,7 @@ def _width(x: Value) -> int:
 
 
 def _scales(d: Draw, shape: tuple[int, ...], bits: int, depth: int) -> Value:
-    """Scales of either sign, for results of about the size of the rows."""
+    """Scales of either sign, for which results are about as large as the rows."""
     spread = 1.0 / (0.29 * (1 << bits) * math.sqrt(depth))
     return d.const(d.random.array(np.float32, shape, 0.5 * spread, 1.5 * spread) * _signs(d, shape))
 
@@ -54,7 +54,7 @@ def n_bits(d: Draw, x: Value) -> Value:
 
 
 def dequantized(d: Draw, x: Value) -> Value:
-    """MatMul with weights of 8 bits behind DequantizeLinear: by column, or from opset 21 on in blocks."""
+    """MatMul with 8-bit weights after DequantizeLinear: by column, or from opset 21 on in blocks."""
     r, depth, units = d.random, _width(x), d.random.choice(WIDTHS)
     signed = r.chance(0.5)
     low, high = (-127, 127) if signed else (0, 255)
@@ -83,7 +83,7 @@ STEPS = (n_bits, n_bits, n_bits, dequantized, gated, activation, arithmetic, com
 
 
 def draw(d: Draw) -> None:
-    """Rows of one to three axes, and a chain of products with packed weights with what stands between them."""
+    """Rows of one to three axes, and a chain of products with packed weights and other operators between them."""
     r = d.random
     dims = [r.choice([1, 1, 2, 3, 5, 9, 13, 17]) for _ in range(r.choice([1, 1, 2]))]
     d.keep(n_bits(d, d.input((*dims, r.choice(WIDTHS)))))

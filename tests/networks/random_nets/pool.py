@@ -24,7 +24,7 @@ START_SECONDS = 120.0
 
 
 class Worker:
-    """One process that takes task after task. It starts with the first, and again after a death or ``most`` tasks."""
+    """One process that runs one task after another. It starts with the first task, and again after a death or ``most`` tasks."""
 
     def __init__(self, timeout: float, most: int = 300, command: Sequence[str] = COMMAND):
         self.timeout, self.most, self.command = timeout, most, command
@@ -32,7 +32,7 @@ class Worker:
         self._done, self._buffer = 0, b""
 
     def ask(self, task: Task) -> Row:
-        """The row of a task; "crashed" or "hung" with the stage that it was in, where the process did not answer."""
+        """The row of a task; "crashed" or "hung" with its stage if the process did not answer."""
         if self._process is None or self._done >= self.most:
             self.close()
             self._start()
@@ -55,7 +55,7 @@ class Worker:
             answer = json.loads(line)
             if isinstance(answer, dict):
                 if answer["verdict"] != "right" and task["setting"][0] == "cuda":
-                    self.close()  # a GPU context that saw a fault fails in all that follows
+                    self.close()  # a GPU context that saw a fault fails in all later calls
                 return {**_named(task), **answer}
             stage = answer
 
@@ -74,7 +74,7 @@ class Worker:
             raise RuntimeError(f"a worker did not start: {line!r}")
 
     def _line(self, seconds: float) -> bytes | None:
-        """The next line; b"" at the end of the process, None where none came in time."""
+        """The next line; b"" at the end of the process, None if none came in time."""
         assert self._process is not None
         assert self._process.stdout is not None
         end = time.monotonic() + seconds
@@ -100,7 +100,7 @@ class Worker:
         return _row(task, "no_oracle" if stage == "oracle" else "crashed", f"{stage}: the process ended with {how}")
 
     def close(self) -> None:
-        """End the process and its own processes."""
+        """End the process and its children."""
         if self._process is not None:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -110,7 +110,7 @@ class Worker:
                     try:
                         pipe.close()
                     except BrokenPipeError:
-                        continue  # what was not sent to a dead process
+                        continue  # input that was not sent to a dead process
             self._process = None
 
 
@@ -128,7 +128,7 @@ def _row(task: Task, verdict: str, detail: str) -> Row:
 def tried(
     tasks: Iterable[Task], jobs: int, timeout: float, most: int = 300, command: Sequence[str] = COMMAND
 ) -> Iterator[Row]:
-    """The rows of tasks as they end, from ``jobs`` processes at once."""
+    """The rows of tasks in the order in which they end, from ``jobs`` concurrent processes."""
     source, rows = iter(tasks), _Rows()
     lock = threading.Lock()
 
@@ -186,7 +186,7 @@ class _Rows:
 
 
 def serve(answer: Callable[[Any], None]) -> None:
-    """A worker's life: read tasks from stdin, answer stages and rows."""
+    """The loop of a worker: read tasks from stdin, write stages and rows."""
     from optdnn.lowering.cpu.trials import kept
     from optdnn.runtime.cuda.trials.process import gpu_process
     from random_nets.targets import Setting
@@ -204,7 +204,7 @@ def serve(answer: Callable[[Any], None]) -> None:
 
 
 def main() -> None:
-    """Answers go to what was stdout; what libraries print goes nowhere."""
+    """Answers go to the original stdout; output of libraries is discarded."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

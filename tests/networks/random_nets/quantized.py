@@ -25,13 +25,13 @@ def _zero(d: Draw, dtype: np.dtype[np.generic], symmetric: bool = False) -> Valu
 
 
 def quantize(d: Draw, x: Value) -> tuple[Value, Value, Value]:
-    """x as 8-bit integers, with its scale and zero point. Scales are no powers of two: exact ties are rare."""
+    """x as 8-bit integers, with its scale and zero point. Scales are no powers of two, so exact ties are rare."""
     scale, zero = _scale(d), _zero(d, d.random.choice([INT8, UINT8]))
     return d.op("QuantizeLinear", x, scale, zero), scale, zero
 
 
 def chain(d: Draw, x: Value) -> Value:
-    """Q then DQ; sometimes the quantized value is kept as an output, too."""
+    """Q, then DQ; sometimes the quantized value is also an output."""
     q, scale, zero = quantize(d, x)
     if d.random.chance(0.15):
         d.keep(q)
@@ -133,7 +133,7 @@ def integer_conv(d: Draw, x: Value) -> Value | None:
     ws = 1 / (74 * math.sqrt(c * k * k))
     if r.chance(0.5):
         y = d.op("ConvInteger", q, w, zero, wz, **attrs)
-        # the scale of the activations is left out: a constant near it does
+        # the scale of the activations is left out: a constant near it replaces it
         return d.op("Mul", d.op("Cast", y, to=1), d.scalar(ws * 0.02))
     per_channel = kind == INT8 and r.chance(0.5)
     shape = (out,) if per_channel else ()
@@ -147,7 +147,7 @@ def integer_conv(d: Draw, x: Value) -> Value | None:
 
 
 def integer_product(d: Draw, x: Value) -> Value | None:
-    """QLinearMatMul, MatMulInteger or what dynamic quantization leaves."""
+    """QLinearMatMul, MatMulInteger, or the form of dynamic quantization."""
     k, r = x.dims[-1], d.random
     if not isinstance(k, int) or x.rank < 2:
         return None
@@ -171,7 +171,7 @@ def integer_product(d: Draw, x: Value) -> Value | None:
 
 
 def requantized(d: Draw, x: Value) -> Value:
-    """Q, DQ and Q again with another scale, with a pool, a reshape or nothing between."""
+    """Q, DQ and Q again with another scale, with a pool, a reshape or nothing between them."""
     y = chain(d, x)
     if x.rank > 3 and x.static and min(x.shape[2:]) > 2 and d.random.chance(0.4):
         y = d.op("MaxPool", y, kernel_shape=[2] * (x.rank - 2))

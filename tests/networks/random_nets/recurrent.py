@@ -1,4 +1,4 @@
-"""Recurrent networks: RNN, GRU and LSTM with their options, and cells written out step by step."""
+"""Recurrent networks: RNN, GRU and LSTM with their options, and cells that are written out step by step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 
 
 def cell(d: Draw, x: Value, kind: str | None = None) -> list[Value]:
-    """One recurrent layer over [length, batch, size]; its Y as [length, batch, directions * hidden], then final states."""
+    """One recurrent layer over [length, batch, size]: its Y as [length, batch, directions * hidden], followed by final states."""
     r = d.random
     kind = kind or r.choice(["RNN", "GRU", "GRU", "LSTM", "LSTM", "LSTM"])
     length, batch, width = x.dims
@@ -48,7 +48,7 @@ def cell(d: Draw, x: Value, kind: str | None = None) -> list[Value]:
 
 
 def _lengths(d: Draw, length: int | str, batch: int | str) -> Value:
-    """How long each sequence of the batch is: at least one step (of none, ONNX does not say the final state)."""
+    """The length of each sequence of the batch: at least one step (ONNX does not define the final state of none)."""
     if isinstance(length, str):
         return d.input((batch,), I32, 1, 1, upto=length)
     if isinstance(batch, int) and d.random.chance(0.4):
@@ -63,7 +63,7 @@ def _state(d: Draw, n: int, batch: int | str, hidden: int) -> Value:
 
 
 def _unrolled(d: Draw, x: Value) -> Value | None:
-    """An LSTM cell written out for the first steps, as tracing leaves it."""
+    """An LSTM cell written out for the first steps, as by tracing."""
     length, batch, width = x.dims
     if not isinstance(length, int) or not isinstance(batch, int) or not isinstance(width, int):
         return None
@@ -84,7 +84,7 @@ def _unrolled(d: Draw, x: Value) -> Value | None:
 
 
 def _turned(d: Draw, x: Value) -> Value:
-    """From batch first to length first, in one of the ways that exporters write."""
+    """From batch first to length first, in one of the forms of exporters."""
     return d.op("Transpose", x, perm=[1, 0, 2])
 
 

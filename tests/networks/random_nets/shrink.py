@@ -13,11 +13,11 @@ from random_nets.draw import Array, Network, needed_nodes, reads_of
 from random_nets.oracle import session
 
 Fails = Callable[[Network], bool]
-"""Whether a network still fails in the way that is looked for. It may be given one that is not valid: that does not."""
+"""Whether a network still fails in the same way. It may get an invalid network, which does not."""
 
 
 def shrunk(net: Network, fails: Fails, tries: int = 250) -> Network:
-    """A smaller network that still fails, by at most ``tries`` trials."""
+    """A smaller network that still fails, after at most ``tries`` trials."""
     left = tries
 
     def still(candidate: Network) -> bool:
@@ -35,7 +35,7 @@ def shrunk(net: Network, fails: Fails, tries: int = 250) -> Network:
 
 
 def _first(net: Network, step: Callable[[Network], Iterator[Network]], still: Fails) -> Network:
-    """Take a step's candidates as long as one of them fails."""
+    """Apply candidates of a step as long as one of them fails."""
     while True:
         for candidate in step(net):
             if still(candidate):
@@ -44,7 +44,7 @@ def _first(net: Network, step: Callable[[Network], Iterator[Network]], still: Fa
         else:
             return net
         if step in (_earlier_output, _one_output):
-            return net  # the first that fails is the smallest
+            return net  # the first one that fails is the smallest
 
 
 def _fewer_runs(net: Network) -> Iterator[Network]:
@@ -62,7 +62,7 @@ def _one_output(net: Network) -> Iterator[Network]:
 
 
 def _earlier_output(net: Network) -> Iterator[Network]:
-    """An intermediate value as the only output, the first ones first."""
+    """An intermediate value as the only output, beginning with the first ones."""
     types = _types(net.model)
     names = [n for node in net.model.graph.node for n in node.output if n in types]
     last = {o.name for o in net.model.graph.output}
@@ -72,7 +72,7 @@ def _earlier_output(net: Network) -> Iterator[Network]:
 
 
 def _later_input(net: Network) -> Iterator[Network]:
-    """An intermediate value as an input, the last ones first, with what ONNX Runtime computes for it."""
+    """An intermediate value as an input with ONNX Runtime's result for it, beginning with the last ones."""
     if net.sizes:
         return
     types = _types(net.model)
@@ -89,7 +89,7 @@ def _later_input(net: Network) -> Iterator[Network]:
 
 
 def _without_a_node(net: Network) -> Iterator[Network]:
-    """Each node left out whose result has the type of something that it reads."""
+    """The network without one node, if one of the node's operands has the type of its result."""
     types = _types(net.model)
     types.update({i.name: i for i in net.model.graph.input})
     for k, node in enumerate(net.model.graph.node):
@@ -131,7 +131,7 @@ def _with(
     net: Network, *, outputs: Sequence[onnx.ValueInfoProto] = (), inputs: Sequence[onnx.ValueInfoProto] = (),
     without: set[str] | None = None,
 ) -> Network:  # fmt: skip
-    """The network with these outputs and inputs, and only what they need. ``without``: values whose nodes go."""
+    """The network with these outputs and inputs, and only the necessary nodes. ``without``: values whose nodes are removed."""
     model = copy.deepcopy(net.model)
     g = model.graph
     if outputs:

@@ -29,7 +29,7 @@ def _size(x: Value, axis: int) -> int:
 
 
 def unary(d: Draw, x: Value) -> Value | None:
-    """A function that activations do not use, on a domain where it is smooth."""
+    """A function that activations do not use, on a domain on which it is smooth."""
     kind = d.random.choice(["Sin", "Cos", "Exp", "Log", "Sqrt", "Reciprocal", "Atan", "Asinh", "Sinh", "Cosh", "Sign", "Floor",
                             "Ceil", "Round", "Tan", "Asin", "Acos", "Not", "Pow", "Acosh", "Atanh"])  # fmt: skip
     if kind == "Not":
@@ -104,7 +104,7 @@ def integers(d: Draw, x: Value) -> Value | None:
 
 
 def cast(d: Draw, x: Value) -> Value | None:
-    """To another type; floats are scaled first so that integers differ, and what may be negative does not become unsigned."""
+    """A cast to another type. Floats are scaled first, so that integers differ; possibly negative values do not become unsigned."""
     options = [F32, I64, I32, BOOL, np.dtype("int8"), np.dtype("uint8"), np.dtype("float64")]
     to = d.random.choice([t for t in options if t != x.dtype])
     if x.is_float and to.kind in "iu":
@@ -183,7 +183,7 @@ def row(d: Draw, x: Value) -> Value | None:
 
 
 def _indices(d: Draw, n: int, shape: tuple[int, ...], unique: bool = False) -> Value:
-    """Constant indices into an axis of n; some count from the end. A value of the network, taken modulo n, at times."""
+    """Constant indices into an axis of n, some counted from the end; sometimes a value of the network modulo n."""
     v = d.pick(lambda v: v.dtype in (I64, I32) and v.static and v.shape == shape)
     if v is not None and not unique and d.random.chance(0.5):
         return d.op("Mod", d.op("Abs", v), d.const(n, v.dtype))
@@ -208,7 +208,7 @@ def gathered(d: Draw, x: Value) -> Value | None:
 
 
 def scattered(d: Draw, x: Value) -> Value | None:
-    """ScatterElements or ScatterND at places that differ, or with a reduction."""
+    """ScatterElements or ScatterND at distinct positions, or with a reduction."""
     r = d.random
     axis = r.below(x.rank)
     n = _size(x, axis)
@@ -263,7 +263,7 @@ def _factors(d: Draw, n: int) -> list[int]:
 
 
 def pieces(d: Draw, x: Value) -> Value | None:
-    """Split; what comes of one piece may join the others again."""
+    """Split. Results of one part may join the others again."""
     axis, r = d.random.below(x.rank), d.random
     n = _size(x, axis)
     if n < 2:

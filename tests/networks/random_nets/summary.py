@@ -1,4 +1,4 @@
-"""A run of many trials in short: counts, and what failed, was explained or refused."""
+"""The summary of a run of many trials: counts, and the failed, explained and refused trials."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from random_nets.pool import Row
 from random_nets.trial import FAILED
 
 EXAMPLES = 8
-"""Names that the summary keeps of trials that were refused for the same reason."""
+"""Number of names in the summary for trials that were refused for the same reason."""
 
 
 def summary(rows: Sequence[Row], seconds: float, trials: int, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def summary(rows: Sequence[Row], seconds: float, trials: int, about: Mapping[str
 
 
 def explained(rows: Iterable[Row]) -> dict[str, dict[str, list[str]]]:
-    """Explanation -> setting -> names: those of the judge, and "oracle" where float64 agrees with optdnn."""
+    """Explanation -> setting -> names: explanations of the judge, and "oracle" if float64 agrees with optdnn."""
     found: dict[str, dict[str, list[str]]] = {}
     for r in rows:
         if r["verdict"] in ("explained", "oracle"):
@@ -51,7 +51,7 @@ def explained(rows: Iterable[Row]) -> dict[str, dict[str, list[str]]]:
 
 
 def refused(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Setting and reason (without numbers and names) of refused trials, how many, and some of them; the most frequent first."""
+    """Setting and reason (without numbers and names) of refused trials, their number, and some of them; the most frequent first."""
     found: dict[tuple[str, str], list[str]] = {}
     for r in rows:
         if r["verdict"] in ("refused", "no_oracle"):

@@ -17,7 +17,7 @@ from random_nets.oracle import Feeds, Results
 
 @dataclass(frozen=True)
 class Setting:
-    """What is tried: a target, a precision, and whose tactics."""
+    """A target, a precision, and the providers of tactics."""
 
     target: str
     precision: str = "fp32"
@@ -32,12 +32,12 @@ class Setting:
 
 
 class UnsteadyError(Exception):
-    """The same run gave other bits the second time."""
+    """A repeated run gave other bits."""
 
 
 def options(setting: Setting, net: Network) -> dict[str, Any]:
-    """What ``optdnn.build`` is asked for. "int8" means: Q/DQ networks as they are (their floats in fp32 or fp16 by turns),
-    and other networks quantized by calibration with their own inputs."""
+    """The options of ``optdnn.build``. "int8": Q/DQ networks as they are (floats in fp32 or fp16 alternately), and other
+    networks quantized by calibration with their own inputs."""
     given: dict[str, Any] = {"target": setting.target, "precision": setting.precision}
     if setting.precision == "int8":
         if holds_quantization(net.model):
@@ -55,7 +55,7 @@ def options(setting: Setting, net: Network) -> dict[str, Any]:
 
 
 def judged_as(setting: Setting, net: Network) -> str:
-    """The precision by whose tolerance the results are judged."""
+    """The precision that determines the tolerance of the results."""
     if setting.precision == "int8" and holds_quantization(net.model):
         return str(options(setting, net)["precision"])
     return setting.precision
@@ -69,7 +69,7 @@ def holds_quantization(model: onnx.ModelProto) -> bool:
 
 
 def _ranges(net: Network) -> dict[str, Any]:
-    """The range of each input's sizes over all feeds; the first feed is the one to be fastest at."""
+    """The range of each input's sizes over all feeds. The first feed is the optimum."""
     ranges: dict[str, Any] = {}
     for name in net.feeds[0]:
         shapes = np.array([f[name].shape for f in net.feeds]).reshape(len(net.feeds), -1)
@@ -79,14 +79,14 @@ def _ranges(net: Network) -> dict[str, Any]:
 
 
 def _resized(feed: Feeds, first: Feeds) -> dict[str, Array]:
-    """A feed's floats in the sizes of the first feed, at which calibration runs; integers are the first feed's, for they may be
-    positions."""
+    """A feed's floats in the sizes of the first feed, at which calibration runs. Integers are those of the first feed, since
+    they may be positions."""
     same = all(feed[n].shape == a.shape for n, a in first.items())
     return {n: feed[n] if same else np.resize(feed[n], a.shape) if a.dtype.kind == "f" else a for n, a in first.items()}
 
 
 def _profiles(net: Network) -> list[dict[str, Any]]:
-    """Each feed's sizes as a profile: an engine does not keep its calibration, and so makes no plans for further sizes."""
+    """Each feed's sizes as a profile: an engine does not keep its calibration, so it makes no plans for further sizes."""
     return [{n: f[n].shape for n in f if f[n].ndim} for f in net.feeds]
 
 
@@ -97,10 +97,12 @@ def build(setting: Setting, net: Network) -> optdnn.Engine:
 
 
 def run(setting: Setting, engine: optdnn.Engine, feeds: Sequence[Feeds], say: Callable[[str], None]) -> list[Results]:
-    """The results of each feed, in turns through one engine. On a GPU every run is repeated (captured, then replayed).
+    """The results of each feed, one after the other through one engine. On a GPU every run is repeated (captured, then
+    replayed).
 
-    An engine with plans by value may run a feed by its own program first and by a plan from then on, which rounds otherwise. Its
-    results are those of all feeds, and then those of all feeds again. Raises UnsteadyError where a repeated run gives other bits.
+    An engine with plans by value may run a feed first by its own program and later by a plan, which rounds differently. It
+    returns the results of all feeds, followed by those of all feeds again. Raises UnsteadyError if a repeated run gives other
+    bits.
     """
 
     def once(what: str) -> list[Results]:
@@ -132,7 +134,7 @@ def _changed(a: Any, b: Any) -> str:
 
 
 def culprits(engine: optdnn.Engine, feeds: Feeds) -> str:
-    """The launches of a GPU engine that do not do what they mean, the worst first."""
+    """The launches of a GPU engine that disagree with their meaning, the worst first."""
     from optdnn.runtime.cuda.runner import CudaRunner
     from optdnn.runtime.cuda.trials.check import check_steps
     from optdnn.runtime.steps.executor import LoadOptions

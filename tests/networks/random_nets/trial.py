@@ -20,15 +20,16 @@ from random_nets.oracle import NoOracleError, Oracle
 from random_nets.targets import Setting, UnsteadyError
 
 GOOD = ("right", "edge", "oracle", "beyond_fp16", "explained", "no_oracle", "refused")
-"""Verdicts that are no failure. A refusal is an error of ours that says why; it is listed, too."""
+"""Verdicts that are no failure. A refusal is one of our errors with a reason; it is listed, too."""
 FAILED = ("wrong", "disputed", "unsteady", "run_error", "foreign", "crashed", "hung", "generator")
-"""``run_error``: a RunError of ours on inputs that ONNX Runtime takes."""
+"""``run_error``: a RunError of ours on inputs that ONNX Runtime accepts."""
 
 Say = Callable[[str], None]
 
 
 def trial(net: Network, setting: Setting, say: Say = lambda stage: None) -> dict[str, Any]:
-    """The verdict on one network: ``verdict``, ``detail``, seconds per stage. ``say`` is told each stage as it begins."""
+    """The verdict on one network: ``verdict``, ``detail``, seconds per stage. ``say`` gets the name of each stage when it
+    begins."""
     row: dict[str, Any] = {"name": net.name, "setting": str(setting)}
     stage, start = "oracle", time.perf_counter()
 
@@ -50,7 +51,7 @@ def trial(net: Network, setting: Setting, say: Say = lambda stage: None) -> dict
         with np.errstate(all="ignore"):
             got = targets.run(setting, engine, net.feeds, begin)
             begin("judge")
-            rounds = len(got) // len(net.feeds)  # two where an engine has plans by value
+            rounds = len(got) // len(net.feeds)  # two for an engine with plans by value
             calibration = targets.options(setting, net).get("calib", ())
             precision = targets.judged_as(setting, net)
             verdict = judged(oracle, net.feeds * rounds, got, want * rounds, precision, calibration)
@@ -62,8 +63,8 @@ def trial(net: Network, setting: Setting, say: Say = lambda stage: None) -> dict
         row.update(verdict="no_oracle", detail=str(error))
     except UnsteadyError as error:
         row.update(verdict="unsteady", detail=str(error))
-    except Exception as error:  # whatever the build or the run raises is what a trial is for
-        row.update(verdict=_kind(error), detail=f"{stage}: {_told(error)}")
+    except Exception as error:  # any error of the build or the run is a result of the trial
+        row.update(verdict=_kind(error), detail=f"{stage}: {_error_text(error)}")
     begin("end")
     row["seconds"] = {k: s for k, s in seconds.items() if s >= 0.001}
     return row
@@ -75,7 +76,7 @@ def _kind(error: Exception) -> str:
     return "run_error" if isinstance(error, RunError) and not isinstance(error, InputError) else "refused"
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """The error with the place in the code that raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "random_nets" not in f.filename]
     where = f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}" if frames else "?"
@@ -83,12 +84,12 @@ def _told(error: BaseException) -> str:
 
 
 def filed_trial(path: Path, setting: Setting, say: Say = lambda stage: None) -> dict[str, Any]:
-    """The verdict on a network in a file, with its inputs beside it (:func:`saved`)."""
+    """The verdict on a network in a file, with its inputs in a second file (:func:`saved`)."""
     return trial(opened(path), setting, say)
 
 
 def saved(net: Network, path: Path) -> None:
-    """Write ``path`` (.onnx) and beside it an .npz of the inputs: "NAME" of the first run, "NAME@k" of later ones."""
+    """Write ``path`` (.onnx) and an .npz with the inputs beside it: "NAME" of the first run, "NAME@k" of later ones."""
     path.write_bytes(net.model.SerializeToString())
     arrays = {n if k == 0 else f"{n}@{k}": a for k, feed in enumerate(net.feeds) for n, a in feed.items()}
     np.savez_compressed(path.with_suffix(".npz"), **arrays)  # type: ignore[arg-type]
@@ -109,12 +110,17 @@ def opened(path: Path) -> Network:
 
 
 def drawn_trial(family: str, seed: int, setting: Setting, say: Say = lambda stage: None) -> dict[str, Any]:
-    """The verdict on one seed; "generator" where the network itself is not valid."""
+    """The verdict on one seed; "generator" if the network itself is not valid."""
     say("draw")
     try:
         net = network(family, seed)
-    except Exception as error:  # the generator's own defects are counted like any other
-        row = {"name": f"{family}-{seed}", "setting": str(setting), "verdict": "generator", "detail": _told(error)}
+    except Exception as error:  # defects of the generator count like any other failure
+        row = {
+            "name": f"{family}-{seed}",
+            "setting": str(setting),
+            "verdict": "generator",
+            "detail": _error_text(error),
+        }
     else:
         row = trial(net, setting, say)
     return {"family": family, "seed": seed, **row}

@@ -1,5 +1,5 @@
-"""Positions and lengths that inputs may not hold: GPUs' programs refuse them before they run, wherever the arrays are NumPy's, and
-so does the CPU, where libraries say nothing."""
+"""Positions and lengths out of range: GPU programs refuse NumPy inputs with them before a run, and so does the CPU, where
+libraries do not report them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_lengths_beyond_the_sequence(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_positions_outside_of_what_they_index(target: str) -> None:
+def test_positions_outside_of_the_axis_that_they_index(target: str) -> None:
     model = onnx.parser.parse_model(
         """<ir_version: 11, opset_import: ["": 24]>
         g (int32[n] ids, float[1, 4, 8] cache, float[1, 2, 8] rows, int64[1] at) => (float[n, 2] y, float[1, 4, 8] new)
@@ -142,7 +142,7 @@ def test_a_bound_of_a_symbol_without_a_plain_name_is_not_reported() -> None:
     )
     graph = import_model(model)
     assert {name: row[:2] for name, row in input_bounds(graph).items()} == {"ids": ["-n", "n - 1"]}
-    for text in ("n + other", "n:0"):  # the first is no arithmetic here: nothing says what "other" is
+    for text in ("n + other", "n:0"):  # the first is no arithmetic here: no input gives the size of "other"
         model.graph.input[1].type.tensor_type.shape.dim[0].dim_param = text
         assert input_bounds(import_model(model)) == {}
     engine = optdnn.build(model, target="cpu", tactics="onnxruntime")

@@ -1,4 +1,5 @@
-"""A decoder whose caches are state: every target gives what passing them by hand gives, and a GPU's program keeps them in place."""
+"""A decoder whose caches are state: every target gives the same results as with caches passed by hand, and GPU programs keep
+the caches in place."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def test_a_gpus_program_keeps_caches_in_place() -> None:
         check_overlap(program, {i: 4096, o: 4096}, {})
 
 
-def test_what_is_read_elsewhere_is_not_kept_in_place() -> None:
+def test_state_with_other_readers_is_not_kept_in_place() -> None:
     import onnx.parser
 
     model = onnx.parser.parse_model(
@@ -70,7 +71,7 @@ def test_what_is_read_elsewhere_is_not_kept_in_place() -> None:
     assert not kept_in_place(program, [parse(s, program) for s in program.steps])
 
 
-def test_what_grows_is_seen_by_its_dimensions() -> None:
+def test_growing_state_is_recognized_by_its_dimensions() -> None:
     shapes = dict.fromkeys(states().values(), "1x2x1..4..8x16")
     engine = optdnn.build(decoder(grows=True), target="simulate", shapes=shapes)
     signature = open_runner(engine.program, LoadOptions(simulate=True)).signature

@@ -1,4 +1,4 @@
-"""Inputs whose dimensions are arithmetic on others' symbols, as exporters of decoders write them: past + length."""
+"""Inputs with dimensions computed from symbols of other inputs, as in exported decoders: past + length."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def by_onnxruntime(model: onnx.ModelProto, given: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("target", ["simulate", "cpu", "reference"])
-def test_a_decoder_needs_the_symbols_sizes_alone(target: str, tmp_path: Path) -> None:
+def test_a_decoder_needs_only_the_sizes_of_its_symbols(target: str, tmp_path: Path) -> None:
     model = decoder()
     optdnn.build(model, target=target, shapes=RANGES).save(tmp_path / "e")
     engine = optdnn.load(tmp_path / "e")
@@ -79,7 +79,7 @@ def test_contradictions_are_refused_when_built(shapes: dict[str, str], message: 
         optdnn.build(decoder(first=first), target="simulate", shapes=shapes)
 
 
-def test_each_profile_is_held_against_its_own_symbols() -> None:
+def test_each_profile_is_checked_with_its_own_symbols() -> None:
     shapes = [
         {"ids": "1x1", "past": "1x2x1..4..8x4", "mask": "1x2..5..9"},
         {"ids": "1x1..4..6", "past": "1x2x0x4", "mask": "1x1..4..6"},
@@ -105,7 +105,7 @@ def test_sizes_that_no_array_can_have() -> None:
         import_model(decoder("length // past_length"), shapes=input_shapes({"ids": "1x3", "past": "1x2x0x4"}))
 
 
-def test_a_range_is_asked_for_where_the_symbol_stands_alone() -> None:
+def test_a_range_is_requested_for_the_input_that_has_the_symbol_alone() -> None:
     with pytest.raises(UsageError, match="dimension past_length of input 'past' has no range") as found:
         optdnn.build(decoder(), target="simulate", shapes={"ids": "1x1..2..6"})
     assert found.value.hint is not None
@@ -117,15 +117,15 @@ def test_a_range_is_asked_for_where_the_symbol_stands_alone() -> None:
     assert found.value.hint.endswith("past=1..8..32x2x1..128..512x4")  # a cache of heads is no image
 
 
-def test_a_symbol_in_expressions_alone_is_not_solved_for() -> None:
+def test_a_symbol_that_occurs_only_in_expressions_is_not_solved_for() -> None:
     graph = import_model(decoder("length + other"))
     assert list(graph.symbols()) == ["batch", "length + other", "length", "past_length"]
     engine = optdnn.build(decoder("length + other"), target="cpu")
-    assert engine.run(feeds(3, 2))["y"].shape == (1, 2, 8)  # whatever "other" is, the mask's length is free
+    assert engine.run(feeds(3, 2))["y"].shape == (1, 2, 8)  # the length of the mask is free, since "other" has no size
 
 
 @pytest.mark.parametrize("text", ["past_length x length", "total; past_length", "past_length/2"])
-def test_what_is_no_arithmetic_is_a_symbol(text: str) -> None:
+def test_a_text_that_is_no_arithmetic_is_a_symbol(text: str) -> None:
     graph = import_model(decoder(text), shapes=input_shapes({"mask": "1x1..5..14"}))
     assert graph.profiles[0].keys() == {text}
 
@@ -150,13 +150,13 @@ def test_a_signature_solves_symbols_first() -> None:
 
 
 def test_an_engine_whose_profiles_have_a_range_of_such_a_name() -> None:
-    """Engines that were built when the text was a symbol keep what it meant."""
+    """Engines whose profiles have a range for the whole expression, a symbol then, keep its meaning."""
     ranges = optdnn.DimRange(1, 2, 4)
     signature = Signature(SPECS[:2], (), [{"n": ranges, "(n + 1)*2": ranges}])
     assert signature.sizes([np.zeros((3, 3), np.float32), np.zeros(2, np.float32)]) == {"n": 2, "(n + 1)*2": 3}
 
 
-def test_random_inputs_follow_from_what_is_given() -> None:
+def test_random_inputs_follow_from_given_sizes_and_arrays() -> None:
     made = random_feeds(SPECS, sizes={"n": 3})
     assert [a.shape for a in made.values()] == [(8, 3), (3,), (2,)]
     made = random_feeds(SPECS, given={"x": np.zeros(2, np.float32)})
@@ -167,7 +167,7 @@ def test_random_inputs_follow_from_what_is_given() -> None:
         random_feeds([SPECS[1], TensorSpec("y", FP32, ("n - 5",))])
 
 
-def test_a_session_takes_overrides_by_what_the_model_writes() -> None:
+def test_a_session_takes_overrides_by_the_expressions_of_the_model() -> None:
     model = decoder().SerializeToString()
     sizes = {"batch": 1, "length": 2, "past_length": 3, TOTAL: 5}
     session = optdnn.InferenceSession(model, optdnn.SessionOptions(free_dimensions=sizes), target="reference")
@@ -178,8 +178,8 @@ def test_a_session_takes_overrides_by_what_the_model_writes() -> None:
         optdnn.InferenceSession(model, optdnn.SessionOptions(free_dimensions={"length + 1": 6}))
 
 
-def test_state_grows_with_what_is_said_of_its_size() -> None:
-    """The room that a state on a GPU gets: the most that its symbols come to."""
+def test_state_has_room_for_its_largest_size() -> None:
+    """A growing state on a GPU gets memory for the largest sizes of its symbols."""
     spec = TensorSpec("m", FP32, ("length + past_length", 4))
     others = (TensorSpec("a", FP32, ("length",)), TensorSpec("b", FP32, ("past_length",)))
     ranges = [{"length": optdnn.DimRange(1, 2, 6), "past_length": optdnn.DimRange(0, 3, 8)}]

@@ -1,4 +1,4 @@
-"""Arrays of other libraries in host memory: read where they are, whatever their strides; results are taken back likewise."""
+"""Arrays of other libraries in host memory: they are read in place, with any strides, and results go into them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optdnn.runtime.engine import Engine
 
 
 class Foreign:
-    """An array of some library: it knows DLPack alone."""
+    """An array of some library that supports only DLPack."""
 
     def __init__(self, array: Any, device: int = 1):
         self._array, self._device = array, device
@@ -58,7 +58,7 @@ def test_the_memory_outlives_its_owner() -> None:
     assert got.sum() == 100_000 * 99_999 // 2
 
 
-def test_an_engine_takes_them_and_gives_them() -> None:
+def test_an_engine_takes_and_returns_such_arrays() -> None:
     p = mlp()
     x = np.random.default_rng(3).standard_normal((4, 5)).astype(np.float32)
     results = Engine(p).run({"x": Foreign(x)})

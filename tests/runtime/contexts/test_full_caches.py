@@ -1,4 +1,4 @@
-"""Caches that are full, lengths beyond the capacity, tokens outside of the vocabulary: an error before anything is written."""
+"""Full caches, lengths beyond the capacity, and tokens outside of the vocabulary give an error before anything is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repeated calls of small networks: from which call on, what they refuse, and that their results are the caller's."""
+"""Repeated calls of small networks: when they begin, what they refuse, and that their results belong to the caller."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WEIGHTS = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 
 
 def network(nodes: Sequence[Any], x: tuple[Any, ...], outputs: Sequence[str], kind: int = TensorProto.FLOAT) -> Context:
-    """A context of an engine that is one ONNX Runtime session; "x" is the input, "w" holds :data:`WEIGHTS`."""
+    """A context of an engine with one ONNX Runtime session. "x" is the input, "w" holds :data:`WEIGHTS`."""
     graph = helper.make_graph(
         nodes,
         "g",
@@ -74,7 +74,7 @@ def test_calls_of_the_same_shapes_become_repeated_ones(monkeypatch: pytest.Monke
         np.testing.assert_array_equal(results["best"], (x @ WEIGHTS).argmax(1))
         assert list(results) == ["best", "y"]
         kept.append((x.copy(), x, results))
-    for was, x, results in kept:  # neither inputs nor earlier results were overwritten
+    for was, x, results in kept:  # neither inputs nor earlier results are overwritten
         np.testing.assert_array_equal(x, was)
         np.testing.assert_allclose(results["y"], was @ WEIGHTS, rtol=1e-5)
     arrays = [a for _, x, results in kept for a in (x, *results.values())]
@@ -97,14 +97,14 @@ def test_calls_of_the_same_shapes_become_repeated_ones(monkeypatch: pytest.Monke
         ([rows(2)], "must map names"),
     ],
 )
-def test_inputs_that_do_not_fit_are_refused_as_ever(feeds: Any, message: str) -> None:
+def test_wrong_inputs_are_refused_as_in_other_calls(feeds: Any, message: str) -> None:
     context = prepared()
     with pytest.raises(InputError, match=message):
         context.run(feeds)
     np.testing.assert_allclose(context.run({"x": rows(2)})["y"], rows(2) @ WEIGHTS, rtol=1e-5)
 
 
-def test_what_else_an_engine_takes_is_taken() -> None:
+def test_other_valid_inputs_are_accepted() -> None:
     context = prepared()
     x = rows(2)
     wide = np.zeros((4, 8), np.float32)

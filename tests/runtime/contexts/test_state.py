@@ -1,4 +1,4 @@
-"""State between calls: recurrent networks and KV caches whose outputs are the next call's inputs, in place."""
+"""State between calls: recurrent networks and KV caches whose outputs are inputs of the next call, in place."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_recurrent_state_is_carried_in_place(target: str) -> None:
         x[:] = token
         results = bound.run()
         np.testing.assert_allclose(results["y"], expected, rtol=1e-5, atol=1e-6)
-        assert bound.state["h"] is results["next"]  # what the next run reads is what this one wrote
+        assert bound.state["h"] is results["next"]  # this run's result is the next run's input
         addresses.append(results["next"].ctypes.data)
-    assert addresses[0::2] == [addresses[0]] * 3  # two buffers take turns
+    assert addresses[0::2] == [addresses[0]] * 3  # two buffers alternate
     assert addresses[1::2] == [addresses[1]] * 3
-    assert np.all(h == 0.25)  # the caller's array is not written to
+    assert np.all(h == 0.25)  # the caller's array is not changed
     bound.reset()
     x[:] = TOKENS[0]
     np.testing.assert_allclose(bound.run()["y"], want[0], rtol=1e-5, atol=1e-6)

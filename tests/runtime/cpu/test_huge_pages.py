@@ -1,4 +1,4 @@
-"""Huge pages: which memory is moved, when, and that asking for none leaves it alone."""
+"""Huge pages: the memory that is moved, and when. Memory stays unchanged if no huge pages are requested."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def maps(*mappings: tuple[int, int, str, str]) -> str:
 
 
 def whole(start: int, end: int) -> int:
-    """All of it is in memory."""
+    """A stand-in for a check of residence: all pages are in memory."""
     return end - start
 
 
-def test_only_whole_huge_pages_of_what_is_new() -> None:
+def test_only_whole_huge_pages_of_new_memory() -> None:
     text = maps((3 * MB, 11 * MB, "rw-p", ""))
     assert huge_parts(text, [], whole) == [(4 * MB, 10 * MB)]
     assert huge_parts(text, [(3 * MB, 5 * MB)], whole) == [(6 * MB, 10 * MB)]
@@ -46,7 +46,7 @@ def test_other_memory_is_left_alone(mapping: tuple[int, int, str, str]) -> None:
     assert huge_parts(maps(mapping), [], whole) == []
 
 
-def test_what_is_mostly_untouched_is_left_alone() -> None:
+def test_mostly_untouched_memory_is_left_alone() -> None:
     text = maps((0, 8 * MB, "rw-p", ""), (20 * MB, 28 * MB, "rw-p", ""))
     assert huge_parts(text, [], lambda a, b: 3 * MB if a == 0 else 4 * MB) == [(20 * MB, 28 * MB)]
 
@@ -57,7 +57,7 @@ def test_the_heap_counts() -> None:
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """What would be collapsed, on a machine that gives huge pages on request."""
+    """The parts that would be collapsed, on a machine that gives huge pages on request."""
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(huge_pages, "on_request", lambda: True)
     monkeypatch.setattr(huge_pages, "_collapse", found.extend)
@@ -72,7 +72,7 @@ linux = pytest.mark.skipif(not huge_pages._MAPS.exists(), reason="there is no /p
 
 
 @linux
-def test_what_is_in_memory() -> None:
+def test_memory_that_is_resident() -> None:
     page, block = mmap.PAGESIZE, mmap.mmap(-1, 2 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.madvise(mmap.MADV_NOHUGEPAGE)
     start = address(block)

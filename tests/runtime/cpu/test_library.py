@@ -1,4 +1,4 @@
-"""What the CPU libraries may do beside running a network."""
+"""Actions of CPU libraries besides running a network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ library_module("onnxruntime").InferenceSession(str(path)).run(None, {"x": x[:1]}
 
 
 def test_onnxruntime_reports_nothing_to_its_maker(tmp_path: Path) -> None:
-    """Where it reports, it first writes an identifier of the machine and a database of events into the home folder."""
+    """With telemetry, the library first writes a machine identifier and a database of events into the home folder."""
     pytest.importorskip("onnxruntime")
     free = {name: value for name, value in os.environ.items() if name not in ("CI", "ORT_DISABLE_TELEMETRY")}
     free |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
@@ -29,7 +29,7 @@ def test_onnxruntime_reports_nothing_to_its_maker(tmp_path: Path) -> None:
 
 
 def test_openvino_reports_nothing_to_its_maker(tmp_path: Path) -> None:
-    """Where it reports, it first writes an identifier of the machine into the home folder."""
+    """With telemetry, the library first writes a machine identifier into the home folder."""
     pytest.importorskip("openvino")
     pytest.importorskip("openvino_telemetry")
     free = {name: value for name, value in os.environ.items() if name != "CI"}
@@ -42,7 +42,7 @@ def test_openvino_reports_nothing_to_its_maker(tmp_path: Path) -> None:
         assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == []
 
 
-def test_what_the_environment_says_of_telemetry_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environments_setting_of_telemetry_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "0")
     library_module("json")
     assert os.environ["ORT_DISABLE_TELEMETRY"] == "0"

@@ -1,4 +1,4 @@
-"""What the tests of hostile engines share."""
+"""Fixtures for the tests of hostile engines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from optdnn.runtime.cuda.compile import nvrtc
 
 @pytest.fixture
 def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The compiler and the driver fail the test; returns the folder of the kernel cache."""
+    """Calls of the compiler or the driver fail the test. Returns the folder of the kernel cache."""
 
     def reached(*arguments: Any, **more: Any) -> Any:
         raise AssertionError("the compiler or the driver was called")
 
-    program(), convolution()  # what is built beforehand may ask for a GPU
+    program(), convolution()  # built before, since a build may look for a GPU
     for module, names in ((nvrtc, ("_call", "compile_recipe")), (device, ("driver", "gpu_count")), (start, ("begin",))):
         for name in names:
             monkeypatch.setattr(module, name, reached)

@@ -114,7 +114,7 @@ def test_calls_stay_inside_their_buffers() -> None:
 # ---------------------------------------------------------------- tactics
 
 
-def test_an_engine_of_library_calls_means_what_the_network_says() -> None:
+def test_an_engine_of_library_calls_computes_the_network() -> None:
     graph = network()
     program = lowered(graph, tactics=LIBRARIES)
     assert called(program) == [*["convolution"] * 5, "norm", "matmul"]
@@ -126,7 +126,7 @@ def test_an_engine_of_library_calls_means_what_the_network_says() -> None:
     np.testing.assert_allclose(got["y0"], want["y0"], rtol=0, atol=bound)
 
 
-def test_our_own_come_first_and_alone_where_asked() -> None:
+def test_our_own_kernels_come_first_and_are_the_only_ones_on_request() -> None:
     assert not called(lowered(network()))
     assert not called(lowered(network(), tactics="own"))
     assert called(lowered(network(), tactics="cublaslt")) == ["matmul"]
@@ -139,7 +139,7 @@ def test_libraries_without_measuring_them() -> None:
     assert called(lowered(network(), tactics="heuristic,own")) == []
 
 
-def test_what_a_library_cannot_do_is_left_to_a_pointwise_kernel() -> None:
+def test_stages_that_a_library_cannot_fuse_become_a_pointwise_kernel() -> None:
     n = Net()
     x = n.op("Relu", n.op("Add", n.op("Relu", n.conv(n.input(2, 8, 6, 6), 8, 3)), n.input(2, 8, 6, 6)))
     program = lowered(n.done(x), tactics=LIBRARIES)
@@ -157,8 +157,8 @@ def test_grouped_convolutions_are_plain_ones_with_a_kernel_after_them(more: bool
     program = lowered(graph, tactics=LIBRARIES)
     (step,) = [s for s in program.steps if "call" in s.params]
     assert step.params["call"]["operation"]["stages"] == []
-    behind = [s.params["op"]["kind"] for s in program.steps if s.params["tactic"].startswith("conv_cudnn")]
-    assert behind.count("Pointwise") == 1
+    names = [s.params["op"]["kind"] for s in program.steps if s.params["tactic"].startswith("conv_cudnn")]
+    assert names.count("Pointwise") == 1
     feeds = feeds_of(graph)
     want, got = simulate(lowered(graph), feeds), simulate(program, feeds)
     np.testing.assert_allclose(got["y0"], want["y0"], rtol=0, atol=4e-3 * np.abs(want["y0"]).max())
@@ -217,7 +217,7 @@ def test_calls_travel_in_an_engine(tmp_path: Any) -> None:
 
 @pytest.fixture
 def _gpu_without_libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a machine with a GPU where neither library is installed."""
+    """Simulates a machine with a GPU on which neither library is installed."""
     monkeypatch.setattr(providers, "why_not", lambda: None)
     monkeypatch.setattr(providers, "present", lambda name: False)
     monkeypatch.setattr(providers, "installed", lambda name: False)
@@ -236,10 +236,10 @@ def test_a_missing_library_only_removes_tactics(asked: str) -> None:
 
 
 @pytest.mark.parametrize(("there", "works"), [(True, True), (True, False), (False, False)])
-def test_what_is_installed_is_reported_without_loading_it_whole(
+def test_installed_libraries_are_reported_without_loading_them_completely(
     there: bool, works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Importing cuDNN's frontend imports PyTorch, which takes seconds: it is imported to call it, and to be sure."""
+    """Importing cuDNN's frontend imports PyTorch, which takes seconds. So it is imported only for a call or a full check."""
     imported: list[str] = []
 
     def frontend() -> Any:
@@ -286,7 +286,7 @@ def test_the_cost_model_does_not_ask_the_libraries(monkeypatch: pytest.MonkeyPat
     assert not called(lowered(network(), tactics="heuristic"))
 
 
-def test_results_are_what_a_call_says_it_writes() -> None:
+def test_results_are_those_that_a_call_declares() -> None:
     program = lowered(network(), tactics=LIBRARIES)
     step = next(s for s in program.steps if "call" in s.params and s.params["call"]["operation"]["name"] == "matmul")
     swapped = {**step.params["call"], "operands": {**step.params["call"]["operands"], "d": [1, 0]}}
@@ -299,7 +299,7 @@ def test_enough_is_known_of_every_result() -> None:
         assert sum(name in calls.RESULTS for name in operation.extents) == 1
 
 
-def test_gelu_in_its_tanh_form_alone_is_a_products_epilogue() -> None:
+def test_only_the_tanh_form_of_gelu_is_a_products_epilogue() -> None:
     from optdnn.ops.unary import GeluAttrs
 
     for form, calls_it in (("tanh", "gelu_tanh"), ("none", "")):
@@ -316,7 +316,7 @@ def test_gelu_in_its_tanh_form_alone_is_a_products_epilogue() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(usable.why_not() is not None, reason="no usable GPU")
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_the_libraries_compute_what_their_steps_mean(precision: str) -> None:
+def test_the_libraries_agree_with_the_meanings_of_their_steps(precision: str) -> None:
     if not (libraries.present("cudnn") and libraries.present("cublaslt")):
         pytest.skip("cuDNN or cuBLASLt is not installed")
     from support.on_gpu import checked_program

@@ -1,4 +1,4 @@
-"""The checks of engines on a GPU themselves: an engine passes, and one with a fault of each kind does not."""
+"""The checks of engines on a GPU: an engine passes, and an engine with a fault of each kind fails."""
 
 from __future__ import annotations
 

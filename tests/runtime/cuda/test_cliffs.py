@@ -1,4 +1,4 @@
-"""Cliffs of a profile: which steps count as slow for their work, and the reasons that a plan knows."""
+"""Cliffs of a profile: the steps that count as slow for their work, and their reasons in a plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_other_steps_are_no_cliffs(changes: dict[str, Any], program: Program) ->
     assert cliffs([row(program, 0, **changes)], program) == []
 
 
-def test_what_would_gain_most_comes_first(program: Program) -> None:
+def test_the_step_with_the_largest_possible_gain_comes_first(program: Program) -> None:
     found = cliffs([row(program, 1, us=10.0), row(program, 2, us=40.0, roofline=0.05)], program)
     assert [c["step"] for c in found] == [2, 1]
     assert [c["gain_us"] for c in found] == pytest.approx([32.0, 6.0])

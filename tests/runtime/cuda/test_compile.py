@@ -1,4 +1,4 @@
-"""Every kernel compiles for its architectures, and the hot ones spill nothing. Needs NVRTC, no GPU."""
+"""Every kernel compiles for its architectures, and the hot ones do not spill. Needs NVRTC, no GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ pytestmark = pytest.mark.nvrtc
 def test_case_compiles_without_spills(name: str) -> None:
     problem, config = CASES[name]
     family = conv_patch if isinstance(config, PatchConfig) else conv
-    checked = not getattr(config, "wide", False)  # a trap keeps the compiler from moving registers between warps
+    checked = not getattr(
+        config, "wide", False
+    )  # the compiler does not move registers between warps if there is a trap
     found = nvrtc.resources(family.recipe(problem, config, checked=checked))
     (kernel,) = found.values()
     assert kernel.spill_bytes == kernel.stack_bytes == 0
@@ -71,8 +73,8 @@ def test_the_first_candidates_of_resnet50_do_not_spill(batch: int) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
 @pytest.mark.parametrize("name", ["3x3", "bf16", "tf32", "5x3 dilated", "mma", "mma uint8, zero points", "mma fp8"])
 def test_the_general_convolution_compiles(arch: str, name: str) -> None:
-    """The first configuration, the last, which shares K, and one between them. The GPUs between sm_80 and sm_90a run the text of
-    sm_80: one does for them."""
+    """The first configuration, the middle one, and the last one, which shares K. The GPUs between sm_80 and sm_90a compile the
+    text of sm_80, so one configuration is enough."""
     configs = conv_general.CONFIGS
     for config in configs[:: len(configs) // 2] if arch in ("sm_80", "sm_90a") else configs[-1:]:
         if name not in GENERAL and f"{name}, {config}" not in QUANTIZED:
@@ -84,14 +86,12 @@ def test_the_general_convolution_compiles(arch: str, name: str) -> None:
                 nvrtc.compile_recipe(recipe)
             continue
         (kernel,) = nvrtc.resources(recipe).values()
-        if (
-            "fp8" not in name or arch != "sm_90a"
-        ):  # Hopper has fp8 in wgmma alone: this is made of 16-bit products there
+        if "fp8" not in name or arch != "sm_90a":  # Hopper has fp8 only in wgmma: this kernel uses 16-bit products
             assert kernel.spill_bytes == kernel.stack_bytes == 0, config
 
 
 def test_too_many_accumulators_do_not_fit_and_are_refused() -> None:
-    """The guard after the refusal: with 160 accumulators and two blocks the compiler gives up."""
+    """The compiler is a second guard after the refusal: it cannot allocate registers for 160 accumulators and two blocks."""
     problem, config = Problem(8, 256, (Source(56, 56, 64),), ADD), conv.Config(2, 1, 2, 160, 2, blocks=2)
     assert conv.refuse(problem, config) is not None
     with pytest.raises(nvrtc.KernelError, match="registers"):

@@ -1,4 +1,4 @@
-"""The command that compiles every kernel of the zoo, on a sample: it counts kernels, and a kernel that spills is a fault."""
+"""The command that compiles every kernel of the zoo, on a sample. It counts kernels; a kernel that spills is a fault."""
 
 from __future__ import annotations
 

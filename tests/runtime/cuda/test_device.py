@@ -1,4 +1,4 @@
-"""What the driver layer says where there is no driver, and how it reports a refused call."""
+"""The driver layer's messages if there is no driver, and its errors for refused calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines on a GPU: every launch does what its step means, runs repeat, host and device arrays agree, faults are typed."""
+"""Engines on a GPU: every launch agrees with its step's meaning, runs repeat, host and device arrays agree, faults are typed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def network() -> Graph:
 
 
 TOLERANCE = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 2e-3, "bf16": 1.6e-2}
-"""Largest error of a launch, of the largest magnitude of its result."""
+"""The largest error of a launch, relative to the largest magnitude of its result."""
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
@@ -47,7 +47,7 @@ def test_every_launch_does_what_its_step_means(family: str, precision: str) -> N
 
 
 def beginning_at(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[int]) -> Iterator[int]:
-    """Hopper's convolutions are ranked from each of these on, one after the other; from the last one where there are fewer."""
+    """Ranks Hopper's convolutions from each of these on in turn (from the last one, if there are fewer). Yields the rank."""
     ranked = hopper_launch.ranked
     for rank in ranks:
         monkeypatch.setattr(hopper_launch, "ranked", lambda *a, rank=rank: ranked(*a)[min(rank, len(ranked(*a)) - 1) :])
@@ -88,7 +88,7 @@ def test_stream_k(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("size", [(28, 30), (29, 31), (56, 56)])
 def test_convolutions_with_their_pools(size: tuple[int, int], precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_pool, "OVERLAP", -1.0)  # wherever it can
+    monkeypatch.setattr(conv_pool, "OVERLAP", -1.0)  # fused wherever possible
     graph = test_conv_pool.net(64, 136, size)
     tried = set()
     for _ in beginning_at(monkeypatch, (0, 1, 3, 7, 15, 31)):
@@ -157,7 +157,7 @@ def test_other_arrays_change_nodes_of_the_graph() -> None:
             np.testing.assert_array_equal(cupy.asnumpy(context.run(arrays)["y0"]), want)
 
 
-def test_a_pointer_that_is_none_of_the_gpus() -> None:
+def test_a_pointer_outside_of_all_gpus() -> None:
     cupy = pytest.importorskip("cupy")
     graph = network()
     context: Any = Engine(lowered(graph, target="cuda:sm_90a")).context()

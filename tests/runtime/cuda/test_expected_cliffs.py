@@ -1,4 +1,4 @@
-"""The cliffs that an engine's own record of times shows: in inspect, in the reports, and nowhere else than the profile's rules."""
+"""The cliffs that an engine's own record of times shows: in inspect and in the reports, by the rules of profiles only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from optdnn.runtime.cuda.measuring.expected import expected_cliffs, expected_ste
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recurrent layer: its steps wait for one another, far from what arithmetic allows."""
+    """A recurrent layer: its steps wait for one another, so it is far from the arithmetic limit."""
     path = tmp_path_factory.mktemp("cliffs") / "lstm.engine"
     optdnn.build(zoo.build("lstm", batch=1), target="simulate", precision="fp16").save(path)
     return path

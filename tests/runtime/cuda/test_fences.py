@@ -1,4 +1,4 @@
-"""Fences around the memory of candidates, on memory of the host: what breaks them, and what a trial makes of that."""
+"""Fences around the memory of candidates, in host memory: the writes that break them, and the resulting errors of a trial."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from optdnn.runtime.steps.executor import LoadOptions
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver whose device memory is the host's."""
+    """A driver whose device memory is host memory."""
     held: list[Any] = []
 
     def allocate(size: int) -> tuple[int, int]:
@@ -68,7 +68,7 @@ def program() -> Program:
 
 
 class Trial(GpuTimer):
-    """A timer whose candidates do ``does`` when they are checked."""
+    """A timer whose candidates run ``does`` when they are checked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, does: Any):
         self.does, self.lost = does, False
@@ -105,7 +105,7 @@ def raising(error: Exception, *, stray: bool = False, lost: bool = False) -> Any
 
 
 @pytest.mark.parametrize(
-    ("does", "error", "told"),
+    ("does", "error", "reported"),
     [
         (lambda self, arena: strays(arena), MemoryCorrupted, "it writes outside of its buffers"),
         (raising(TrialFailed("wrong result")), TrialFailed, "wrong result"),
@@ -117,10 +117,10 @@ def raising(error: Exception, *, stray: bool = False, lost: bool = False) -> Any
         (raising(EngineError("refused")), EngineError, "refused"),
     ],
 )
-def test_what_a_trial_makes_of_it(
-    does: Any, error: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
+def test_a_trial_reports_broken_fences(
+    does: Any, error: type[Exception], reported: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(error, match=told) as caught:
+    with pytest.raises(error, match=reported) as caught:
         Trial(monkeypatch, does).trial("a", program(), cold=False, give_up=1.0)
     assert type(caught.value) is error
 

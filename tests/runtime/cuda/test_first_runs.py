@@ -21,7 +21,7 @@ from optdnn.runtime.steps.executor import LoadOptions
 
 
 class Item:
-    """A launch: adds to the result."""
+    """A launch that adds to the result."""
 
     def __init__(self, gpu: Gpu, number: int):
         self.gpu, self.number = gpu, number
@@ -31,7 +31,7 @@ class Item:
 
 
 class Gpu:
-    """Context, arena, stream and timer in one."""
+    """A stand-in for the context, arena, stream and timer."""
 
     handle = 7
     pool = None
@@ -145,18 +145,18 @@ def test_the_launch_at_fault_is_known(gpu: Gpu, error: RunError, raised: type[Ru
         gpu.made.singly()
     assert gpu.made.at == 1
     step = gpu.program.steps[1]
-    told = {"step": 1, "kind": step.params["op"]["kind"], "nodes": list(step.src), "tactic": step.params["tactic"]}
-    assert gpu.made.step(1) == told
+    reported = {"step": 1, "kind": step.params["op"]["kind"], "nodes": list(step.src), "tactic": step.params["tactic"]}
+    assert gpu.made.step(1) == reported
 
 
-def test_what_is_written_elsewhere_is_found_after_the_launch(gpu: Gpu) -> None:
+def test_a_write_outside_of_results_is_found_after_the_launch(gpu: Gpu) -> None:
     gpu.at[2] = lambda: setattr(gpu, "whole", False)
     with pytest.raises(MemoryCorrupted):
         gpu.made.singly()
     assert gpu.made.at == 2
 
 
-def test_what_is_written_elsewhere_in_one_run_only_is_no_launchs_in_particular(gpu: Gpu) -> None:
+def test_a_write_outside_of_results_in_one_run_only_is_attributed_to_no_launch(gpu: Gpu) -> None:
     def once() -> None:
         del gpu.at[1]
         gpu.whole = False
@@ -167,7 +167,7 @@ def test_what_is_written_elsewhere_in_one_run_only_is_no_launchs_in_particular(g
     assert gpu.made.step(gpu.made.at)["step"] is None
 
 
-def test_what_a_graph_writes_elsewhere_is_found(gpu: Gpu) -> None:
+def test_a_graphs_write_outside_of_results_is_found(gpu: Gpu) -> None:
     gpu.made.singly()
     gpu.in_graph = lambda: setattr(gpu, "whole", False)
     with pytest.raises(MemoryCorrupted):

@@ -1,4 +1,4 @@
-"""The kernels on a GPU, against the definition in float64 of the same 16-bit operands; outputs are poisoned with NaN."""
+"""Kernels on a GPU, compared with the definition in float64 on the same 16-bit operands. Outputs are poisoned with NaN."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat
 TOLERANCE = {
     "float16": 4e-4,
     "bfloat16": 3e-3,
-    "float32": 2e-5,  # of tf32: the kernel rounds ties away from zero, NumPy to even
-}  # of the norm; rounding the result once costs half of it
+    "float32": 2e-5,  # tf32: the kernel rounds ties away from zero, NumPy to even
+}  # relative to the norm; rounding the result once costs half of it
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_convolution(name: str, memory: Memory, cache: KernelCache) -> None:
     )
     expected = apply_stages(total, problem.epilogue, bias[:channels].astype(precise), residual.astype(precise))
 
-    fence = 4096  # bytes around the output that nothing may touch
+    fence = 4096  # bytes around the output that the kernel must not change
     size = n * h * w * channels * 2
     raw = memory.put(np.full(size + 2 * fence, 0xFF, np.uint8))
     at = {f"pixels{i}": memory.put(image) for i, image in enumerate(images)}
@@ -82,7 +82,7 @@ def test_convolution(name: str, memory: Memory, cache: KernelCache) -> None:
             "arrived": memory.put(np.zeros(arrived, np.uint8)),
         }
     results = []
-    for reverse in (False, not stream, False):  # which tiles are cut depends on the order
+    for reverse in (False, not stream, False):  # the order decides which tiles are divided
         fill(raw, 0xFF, size + 2 * fence)
         memory.run(bound(in_reverse(made) if reverse else made, at, cache))
         around = memory.get(raw, (size + 2 * fence,), np.dtype(np.uint8))
@@ -143,7 +143,7 @@ def test_general_convolution(name: str, config: conv_general.GeneralConfig, memo
         runs.append(memory.get(output, pitched, dtype))
     assert all((one.view(np.uint8) == runs[0].view(np.uint8)).all() for one in runs), "runs differ"
     found = runs[0].astype(np.float64)
-    assert (found[..., channels:] == 7.0).all(), "nothing is written behind the channels"
+    assert (found[..., channels:] == 7.0).all(), "nothing is written after the channels"
     error = np.linalg.norm(found[..., :channels] - expected) / np.linalg.norm(expected)
     assert error < TOLERANCE[problem.out_dtype], error
 
@@ -167,7 +167,7 @@ def test_a_graph_of_dependent_launches_replays_the_same(memory: Memory, cache: K
         at = {"pixels0": source, "weights": packed, "channel": bias, "output": output, "residual": residual}
         return bound(made, at, cache)
 
-    chain = [launch(one, two), launch(two, one), launch(one, two)]  # each adds the one before
+    chain = [launch(one, two), launch(two, one), launch(one, two)]  # each launch adds the result of the one before
     for step in chain:
         memory.run(step)
     expected = memory.get(two, shape, np.dtype(np.float16))

@@ -1,4 +1,4 @@
-"""The facts of GPUs that plans are made by."""
+"""The facts of GPUs on which plans depend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def test_targets_and_facts_name_the_same_gpus() -> None:
      ("b200", 2243), ("rtx-5090", 209), ("rtx-pro-6000", 504)],
 )  # fmt: skip
 def test_rates_are_those_of_the_data_sheets(slug: str, teraflops: float) -> None:
-    """Dense 16-bit products with fp32 sums. An H200 reaches 989 TFLOP/s at its highest clock; the table has the one under load."""
+    """Dense 16-bit products with fp32 sums. An H200 reaches 989 TFLOP/s at its highest clock; the table has the value under
+    load."""
     gpu = named(slug)
     assert gpu.multiprocessors * gpu.clock * gpu.matrix_ops * 1e-12 == pytest.approx(teraflops, rel=0.01)
 
@@ -55,7 +56,7 @@ def test_launches_begin_early_from_hopper_on(arch: str, early: bool) -> None:
 
 
 def attributes(gpu: GpuFacts) -> dict[str, int]:
-    """What the driver says of a GPU; its clocks are the highest possible."""
+    """The driver's facts of a GPU. Its clocks are the highest possible ones."""
     return {
         "COMPUTE_CAPABILITY_MAJOR": gpu.capability[0],
         "COMPUTE_CAPABILITY_MINOR": gpu.capability[1],
@@ -75,22 +76,22 @@ def test_a_named_gpu_that_is_there_has_the_facts_of_the_table(gpu: GpuFacts) -> 
 
 
 def test_another_hopper_gpu_has_its_own_facts() -> None:
-    told = {**attributes(named("h200")), "MULTIPROCESSOR_COUNT": 78, "L2_CACHE_SIZE": 50 << 20}
-    gpu = of_attributes("NVIDIA H20", told.__getitem__)
+    reported = {**attributes(named("h200")), "MULTIPROCESSOR_COUNT": 78, "L2_CACHE_SIZE": 50 << 20}
+    gpu = of_attributes("NVIDIA H20", reported.__getitem__)
     assert (gpu.arch, gpu.multiprocessors, gpu.l2_bytes, gpu.matrix_ops, gpu.slug) == ("sm_90a", 78, 50 << 20, 4096, "")
     assert (gpu.clock, round(gpu.bandwidth / 1e9)) == (1.98e9, 4917)
     assert [gpu.clusters_at_once(n) for n in (1, 2, 3, 16)] == [78, 39, 18, 4]
 
 
 def test_a_geforce_card_has_half_of_the_rate() -> None:
-    told = attributes(named("l40s"))
-    assert of_attributes("NVIDIA GeForce RTX 4080", told.__getitem__).matrix_ops == 512
-    assert of_attributes("NVIDIA RTX 6000 Ada", told.__getitem__).matrix_ops == 1024
+    reported = attributes(named("l40s"))
+    assert of_attributes("NVIDIA GeForce RTX 4080", reported.__getitem__).matrix_ops == 512
+    assert of_attributes("NVIDIA RTX 6000 Ada", reported.__getitem__).matrix_ops == 1024
 
 
 def test_a_part_of_a_gpu_is_no_named_gpu() -> None:
-    told = {**attributes(named("h200")), "MULTIPROCESSOR_COUNT": 16}
-    assert of_attributes("NVIDIA H200", told.__getitem__).clusters_at_once(1) == 16
+    reported = {**attributes(named("h200")), "MULTIPROCESSOR_COUNT": 16}
+    assert of_attributes("NVIDIA H200", reported.__getitem__).clusters_at_once(1) == 16
 
 
 def test_programs_are_made_for_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""One process at a time measures on a GPU."""
+"""Only one process at a time measures on a GPU."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_another_process_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monke
             assert other.wait(5) == 0, "it is ours while the other still holds it"
         assert [t for t, _ in said] == ["another process measures on GPU 0000:1B:00.0: waiting for it"]
     with alone("0000:1B:00.0", pytest.fail), alone("0000:43:00.0", pytest.fail):
-        pass  # free again; another GPU's is another file
+        pass  # the GPU is free again; another GPU has another file
 
 
-def test_where_nothing_can_be_locked_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_not_possible_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path / "file"))
     said: list[str] = []

@@ -1,5 +1,5 @@
-"""Executable graphs are freed once: by whoever closes them, or with the last reference. A driver that counts stands in. Which
-launches may begin early."""
+"""Executable graphs are freed once, when they are closed or with the last reference, checked with a driver that counts; and the
+launches that may begin early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optdnn.runtime.cuda.launches.chain import Transfer, follows_copy
 
 @pytest.fixture
 def freed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What was destroyed, and how often."""
+    """The destroyed objects, and how often each was destroyed."""
     found: Counter[str] = Counter()
     made = iter(range(100))
     mode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)

@@ -1,4 +1,4 @@
-"""Programs that are cut by steps on the CPU, on a GPU: against the reference, from host and from device arrays, again and again."""
+"""Programs with steps on the CPU, on a GPU: repeated runs from host and device arrays, compared with the reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def agree(got: dict[str, Any], want: dict[str, Any], bound: float = 1e-5) -> Non
 def test_agrees_with_the_reference_and_repeats(name: str) -> None:
     made, engine = engine_of(name)
     reference, context = optdnn.build(made, target="reference"), engine.context()
-    context = getattr(context, "_general", context)  # of plans by value: the program for all values
+    context = getattr(context, "_general", context)  # with plans by value: the program for all values
     assert isinstance(context.graph(), Chain)
     for seed in (0, 1, 0, 1):  # sizes that depend on data change from run to run
         agree(context.run(feeds(made, seed)), reference.run(feeds(made, seed)))
@@ -52,7 +52,7 @@ def test_half_precision_agrees_with_simulate(name: str) -> None:
     simulated = optdnn.build(made, target="simulate", precision="fp16", tactics="heuristic").run(feeds(made))
     got = engine.run(feeds(made))
     for key, w in simulated.items():
-        if got[key].shape == w.shape:  # roundings may change what is kept
+        if got[key].shape == w.shape:  # rounding may change the selection
             bound = 1e-2 * float(np.abs(w).max(initial=1e-30))
             np.testing.assert_allclose(got[key].astype(np.float64), w.astype(np.float64), rtol=0, atol=bound)
 

@@ -1,4 +1,4 @@
-"""Where there is no GPU, the tests that need one are left out, and only there."""
+"""Tests that need a GPU are left out on machines without one, and only there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring on the GPU: what needs none of it: statistics, remarks, the work of steps, clocks, and the tables."""
+"""Measuring on the GPU, the parts that need no GPU: statistics, remarks, the work of steps, clocks, and the tables."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_report() -> None:
     assert report["throughput_per_s"] == pytest.approx(5000)
     assert (report["l2"], report["iterations"], report["remarks"]) == ("warm", 100, [])
     assert report["clocks"]["sm_mhz"] == {"min": 1980, "median": 1980, "max": 1980}
-    paused = replace(samples(), busy_ns=100 * 400_000)  # as much again between the runs
+    paused = replace(samples(), busy_ns=100 * 400_000)  # the same again between the runs
     assert report_of(paused, "", flushed=False, monitor=None)["throughput_per_s"] == pytest.approx(2500)
     assert report_of(paused, "", flushed=True, monitor=None)["throughput_per_s"] == pytest.approx(5000)
 
@@ -84,7 +84,7 @@ def test_drift_is_remarked_on() -> None:
 
 
 class Clock:
-    """A GPU's events and stream: runs take longer from ``slow_after`` on, as when the clock falls."""
+    """A GPU's events and stream. Runs take longer from ``slow_after`` on, as if the clock fell."""
 
     def __init__(self, slow_after: float):
         self.now, self.slow_after, self.marks = 0.0, slow_after, dict[int, float]()
@@ -164,7 +164,7 @@ def test_a_gather_reads_only_the_rows_that_it_writes() -> None:
     assert work_of(step, parse(step, program), program).bytes == 2 * 6 * 64 * item + 6 * 8
 
 
-def test_every_step_says_which_tactic_made_it() -> None:
+def test_every_step_names_its_tactic() -> None:
     n = Net()
     x = n.op("Relu", n.conv(n.input(2, 16, 8, 8), 32, 3, bias=True))
     program = lowered(n.done(n.op("GlobalAveragePool", x)), "fp16")
@@ -184,7 +184,7 @@ def test_ceilings() -> None:
 
 
 class Nvml:
-    """A library whose GPU runs at 1200 MHz under a power cap, with two processes; it has no thermometer."""
+    """A library with a GPU at 1200 MHz under a power cap, with two processes and without a thermometer."""
 
     def __init__(self) -> None:
         def set_(value: int) -> Any:
@@ -254,7 +254,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "warning: the clocks could not be read" in shown.err
 
 
-def test_what_needs_a_gpu_is_refused_elsewhere(tmp_path: Any) -> None:
+def test_calls_that_need_a_gpu_are_refused_elsewhere(tmp_path: Any) -> None:
     n = Net()
     engine = Engine(lowered(n.done(n.op("Relu", n.input(2, 3))), "fp32"))
     with pytest.raises(UsageError, match="no L2 of a GPU"):
@@ -305,7 +305,7 @@ def test_gpus_are_named_without_starting_cuda() -> None:
             return 0
 
         def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
-            return index  # the second is not to be had
+            return index  # the second one is not available
 
         def nvmlDeviceGetName(self, handle: Any, name: Any, size: int) -> int:
             name.value = b"NVIDIA H200"

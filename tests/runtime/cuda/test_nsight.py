@@ -1,6 +1,6 @@
-"""NVIDIA's profilers: how they are called, what is read from their output, and what is said where they fail.
+"""NVIDIA's profilers: their command lines, the facts read from their output, and the errors if they fail.
 
-The tools here are scripts of the tests' own: the machine needs none of NVIDIA's.
+The tools here are scripts of the tests: NVIDIA's tools are not needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 
 
 def recorded(*, unit: str = "ns", drop: str = "") -> str:
-    """What ``ncu --import REPORT --csv --page raw --print-units base`` prints: a remark, names, units, and two kernels."""
+    """The output of ``ncu --import REPORT --csv --page raw --print-units base``: a remark, names, units, and two kernels."""
     table = {
         "ID": ("", "0", "1"),
         "Process ID": ("", "77", "77"),
@@ -43,11 +43,11 @@ def recorded(*, unit: str = "ns", drop: str = "") -> str:
 
 
 def test_the_counters_of_a_run_on_an_h200() -> None:
-    """ncu 2025.3 on the digits network at fp16, batch 64; the columns of the device and the launch are left out."""
+    """ncu 2025.3 on the digits network at fp16, batch 64. The columns of the device and the launch are left out."""
     first, second = counters((Path(__file__).parent / "ncu_raw.csv").read_text())
     assert (first.step, first.kernel, first.us) == (0, "conv_stem", 3.648)
     assert (first.dram, first.tensor, first.occupancy) == (0.16, 0.45, 6.24)
-    assert first.l2_hits == 100  # ncu says 101.76: it counts hits and lookups in different replays
+    assert first.l2_hits == 100  # ncu prints 101.76, since it counts hits and lookups in different replays
     assert (first.stall, round(first.stall_share, 2)) == ("barrier", 0.17)
     assert (second.step, second.kernel, second.l2_hits, second.stall) == (1, "conv_sm90", 94.32, "long_scoreboard")
 
@@ -70,13 +70,13 @@ def test_units_gaps_and_kernels_without_a_range() -> None:
         (recorded(unit="cycle"), "gives times in 'cycle'"),
     ],
 )
-def test_a_table_that_is_none(text: str, because: str) -> None:
+def test_malformed_tables(text: str, because: str) -> None:
     with pytest.raises(RunError, match=because):
         counters(text)
 
 
 def tool(folder: Path, name: str, body: str) -> None:
-    """A script in place of a tool; ``body`` has the words that it was given in ``words``."""
+    """A script in place of a tool. ``body`` has the command line's words in ``words``."""
     script = folder / name
     script.write_text(f"#!{sys.executable}\nimport sys\nfrom pathlib import Path\nwords = sys.argv[1:]\n{body}\n")
     script.chmod(0o755)
@@ -84,7 +84,7 @@ def tool(folder: Path, name: str, body: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only folder that tools are looked for in."""
+    """The only folder in which tools are searched."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(nsight, "PLACES", (str(tmp_path / "else"),))
     return tmp_path

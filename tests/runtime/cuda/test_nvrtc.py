@@ -1,4 +1,4 @@
-"""Compiling and the kernel cache: keys, typed errors, atomic entries, damage, folders that cannot be written."""
+"""Compiling and the kernel cache: keys, typed errors, atomic entries, damage, and folders that cannot be written."""
 
 from __future__ import annotations
 
@@ -127,11 +127,11 @@ def test_a_folder_that_cannot_be_written_is_reported_once(
     compile_recipe = nvrtc.compile_recipe
     monkeypatch.setattr(nvrtc, "compile_recipe", lambda r: compiled.append(r.key()) or compile_recipe(r))
     cache = KernelCache(blocker / "kernels")
-    with pytest.warns(CacheWarning) as told:
+    with pytest.warns(CacheWarning) as reported:
         cubins = cache.get_many(recipes, workers=2)
     assert [cubin[:4] for cubin in cubins] == [b"\x7fELF"] * 6
-    assert len(told) == 1
-    assert "kept only for this process" in str(told[0].message)
+    assert len(reported) == 1
+    assert "kept only for this process" in str(reported[0].message)
     assert capfd.readouterr().err == "", "the other process has no warnings of its own"
     assert len(compiled) == 3, "this process's share"
     with warnings.catch_warnings():
@@ -217,7 +217,7 @@ def test_an_interruption_ends_the_compiling_processes(tmp_path: Path, monkeypatc
     assert all(p.returncode is not None and p.returncode < 0 for p in started)
 
 
-def test_processes_that_want_the_same_kernel_at_once_all_get_it_whole(tmp_path: Path) -> None:
+def test_processes_that_compile_the_same_kernel_concurrently_all_get_a_complete_one(tmp_path: Path) -> None:
     code = (
         "import sys, hashlib\nfrom pathlib import Path\nfrom optdnn.runtime.cuda.compile.nvrtc import KernelCache, Recipe\n"
         f"r = Recipe({RECIPE.name!r}, {RECIPE.arch!r}, {dict(RECIPE.generated)!r})\n"

@@ -1,4 +1,4 @@
-"""Engines for ranges of shapes on a GPU: right at every shape, constants and arena shared, a bounded number of graphs."""
+"""Engines for ranges of shapes on a GPU: right results at every shape, shared constants and arena, a bounded number of graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is rendered into the kernels: epilogues and the wgmma instruction."""
+"""Rendered parts of kernels: epilogues and the wgmma instruction."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_exact_epilogues_approximate_nothing() -> None:
         ((("mul_const", float("nan")),), "NaN"),
     ],
 )
-def test_what_cannot_be_rendered_says_why(stages: tuple[render.Stage, ...], reason: str) -> None:
+def test_stages_that_cannot_be_rendered_are_refused_with_the_reason(
+    stages: tuple[render.Stage, ...], reason: str
+) -> None:
     with pytest.raises(InternalError, match=reason):
         render.epilogue(stages)
 
@@ -116,13 +118,14 @@ WANTED = {
     "cos": np.cos,
     "abs": np.abs,
     "sqrt": np.sqrt,
+    "round": np.rint,
 }
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("name", WANTED)
 def test_activations_on_the_processor(name: str, tmp_path: Path) -> None:
-    """Each to a small fraction of a rounding to half, up to large arguments, also in the exact form."""
+    """Each error is a small fraction of the rounding to fp16, also for large arguments and in the exact form."""
     stages = ((name, *(1.67, 1.05)[: render.STAGES[name][0]]),)
     source = f"""#include "{SUPPORT / "host.hpp"}"
 #define DEVICE static inline
@@ -145,8 +148,8 @@ extern "C" void run(const float* x, float* fast_y, float* y, int n) {{
         np.testing.assert_allclose(got, want, rtol=bound, atol=bound)
 
 
-def test_each_stage_has_its_meaning_behind_products_of_integers() -> None:
-    """Convolutions of 8 bits take the same stages. ``simulate`` and the check of steps compute them."""
+def test_each_stage_has_its_meaning_after_products_of_integers() -> None:
+    """8-bit convolutions take the same stages. ``simulate`` and the check of steps compute them."""
     assert set(render.STAGES) - {"bias", "add", "mul"} == set(quantized.STAGES)
     x = np.linspace(-30, 30, 241, dtype=np.float32)
     for name, want in WANTED.items():

@@ -68,10 +68,10 @@ def test_torch_takes_part_at_the_subjects_precision() -> None:
         ("torch-compile", "nets:make", "int8"),
     ]
     with pytest.raises((UsageError, MissingDependency)):
-        open_candidate(found[0], 1)  # by its kind, in this process: no torch here, no GPU, or no int8
+        open_candidate(found[0], 1)  # refused by its kind in this process: no torch, no GPU, or no int8
 
 
-def test_a_factory_is_found_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_factory_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_nets_for_a_test.py").write_text("class Zoo:\n    def make():\n        return 7\nnumber = 3\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
@@ -87,7 +87,7 @@ def test_a_factory_is_found_where_one_stands(tmp_path: Path, monkeypatch: pytest
 
 
 class Tensor:
-    """Stands for torch.Tensor."""
+    """A stand-in for torch.Tensor."""
 
 
 def test_the_tensors_of_a_result() -> None:
@@ -108,7 +108,7 @@ def test_modules_are_called_by_name_where_they_know_the_names() -> None:
     assert said == [((), {"ids": 1, "mask": 2}), ((1, 2), {})]
 
 
-def test_what_is_no_module_or_no_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_that_are_no_module_and_unknown_precisions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch: Any = ModuleType("torch")
     torch.cuda = SimpleNamespace(is_available=lambda: True)
     torch.float16 = "half"

@@ -1,4 +1,4 @@
-"""What the cuda runner says on machines that cannot run the engine; kernels from engines; recipes that are stale."""
+"""The messages of the cuda runner on machines that cannot run the engine; kernels from engines; stale recipes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_cubins_travel_in_the_engine_and_repeat(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.nvrtc
-def test_loading_what_was_built_here_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_an_engine_built_here_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path / "cache"))
     engine_format.write(program(), tmp_path / "e.engine")
     read = engine_format.read(tmp_path / "e.engine")
@@ -167,7 +167,7 @@ def test_recompile_takes_this_versions_template(tmp_path: Path, monkeypatch: pyt
 
 
 class OnGpu:
-    """What CuPy, PyTorch, Numba or PyCUDA hand over."""
+    """The interface of arrays of CuPy, PyTorch, Numba and PyCUDA."""
 
     def __init__(self, shape: tuple[int, ...], typestr: str = "<f4", **more: Any):
         self.__cuda_array_interface__ = {
@@ -225,7 +225,7 @@ def test_streams() -> None:
 
 
 class FakeDriver:
-    """A driver that knows one device pointer per GPU, one pinned one, and one stream."""
+    """A driver that knows one device pointer per GPU, one pinned pointer, and one stream."""
 
     class CUresult:
         CUDA_SUCCESS = 0
@@ -242,7 +242,7 @@ class FakeDriver:
 
     @classmethod
     def cuPointerGetAttribute(cls, attribute: int, pointer: int) -> tuple[int, int]:
-        """As cuda.bindings: the GPU's number is always 0."""
+        """Like cuda.bindings: the GPU's number is always 0."""
         if pointer not in cls.POINTERS:
             return 1, 0
         return 0, cls.POINTERS[pointer][0] if attribute == 2 else 0

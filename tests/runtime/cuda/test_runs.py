@@ -1,4 +1,4 @@
-"""Launches of one run that are joined: which, and their parameters."""
+"""Joined launches of one run: which launches are joined, and their parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(*numbers: int, of: int = 3) -> list[CudaStep]:
     return [step(replace(PART, run=of, number=n)) for n in numbers]
 
 
-def test_neighbours_of_a_run_are_one_launch() -> None:
+def test_neighbors_of_a_run_are_one_launch() -> None:
     steps: list[object] = [step(None), *run(0, 1, 2), step(None), *run(3), *run(0, 1, of=5), "on the host"]
     assert grouped(steps) == [[0], [1, 2, 3], [4], [5], [6, 7], [8]]
     assert grouped(steps, joined=False) == [[k] for k in range(9)]
@@ -50,7 +50,7 @@ def test_the_parameters_of_two_jobs() -> None:
 
 
 def test_a_part_needs_no_room_beyond_the_gpu() -> None:
-    """The runtime gives it as many blocks as there is room for. Another grid that waits for itself has to fit."""
+    """The runtime gives a part as many blocks as the GPU has room for. Another grid that waits for itself must fit."""
     check_room(run(0), 114)
     with pytest.raises(EngineError, match="needs 114 blocks on the GPU at once, and this one runs 78"):
         check_room(run(0), 78)
@@ -60,7 +60,7 @@ def test_a_part_needs_no_room_beyond_the_gpu() -> None:
 
 @pytest.fixture(scope="module")
 def with_a_part() -> Program:
-    """A program with a megakernel; only read."""
+    """A program with a megakernel, which tests only read."""
     model = decoder(heads=16, groups=4, size=64)
     options: Any = {"target": "cuda:h200", "precision": "fp16", "io_dtype": "fp16", "no_cubins": True}
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Kernels that plans share: loaded once for all, with what the most demanding of them needs, and gone with the last."""
+"""Kernels that plans share: each is loaded once, with the largest settings that one of them needs, and freed with the last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optdnn.runtime.cuda.memory.shared import Pool
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A driver that notes what it is asked."""
+    """A driver that records its calls."""
     made: list[Any] = []
     success = SimpleNamespace(name="CUDA_SUCCESS")
 
@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def test_a_kernel_is_loaded_once_with_what_the_most_demanding_needs(calls: list[Any]) -> None:
+def test_a_kernel_is_loaded_once_with_the_largest_settings(calls: list[Any]) -> None:
     pool = Pool()
     first = pool.function(b"code", "f", shared=60000)
     assert calls == [("load",), ("get", b"f"), ("set", "shared", 60000)]
@@ -50,7 +50,7 @@ def test_a_kernel_is_loaded_once_with_what_the_most_demanding_needs(calls: list[
     assert [c for c in calls if c[0] == "load"] == [("load",)] * 3
 
 
-def test_it_goes_with_the_last_plan(calls: list[Any]) -> None:
+def test_a_kernel_is_freed_with_the_last_plan(calls: list[Any]) -> None:
     pool = Pool()
     held = pool.function(b"code", "f")
     del held

@@ -1,4 +1,4 @@
-"""A GPU shared with others: threads with contexts of their own, PyTorch's tensors and streams, DLPack, builds without memory."""
+"""A GPU shared with others: threads with separate contexts, PyTorch's tensors and streams, DLPack, builds without memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_tensors_and_streams_of_pytorch() -> None:
     np.testing.assert_array_equal(out.cpu().numpy(), want)
 
 
-def test_arrays_that_speak_dlpack_alone() -> None:
+def test_arrays_that_support_only_dlpack() -> None:
     cupy = pytest.importorskip("cupy")
     graph = network()
     feeds, context = feeds_of(graph), engine_of(graph).context()
@@ -81,7 +81,7 @@ def test_arrays_that_speak_dlpack_alone() -> None:
 
 
 @pytest.mark.whole_gpu
-def test_a_build_without_memory_is_typed_and_frees_what_it_took(tmp_path: Path) -> None:
+def test_a_build_without_memory_raises_a_typed_error_and_frees_its_memory(tmp_path: Path) -> None:
     cupy = pytest.importorskip("cupy")
     graph = network(64)
     path, feeds = tmp_path / "net.onnx", feeds_of(graph)

@@ -1,4 +1,4 @@
-"""What starts beside other work: it is begun early, and its failures are left to those who need it."""
+"""Work that is begun early in the background. Its failures are reported only to those who need its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optdnn.runtime.cuda import device, start
 from optdnn.runtime.cuda.libraries import find as libraries
 
 
-def test_the_device_is_opened_aside_and_its_failure_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_opened_in_the_background_and_its_failure_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
     def fails(index: int = 0) -> None:
@@ -31,7 +31,7 @@ def test_the_device_is_opened_aside_and_its_failure_is_not_ours(monkeypatch: pyt
     ("target", "gpus", "begun"),
     [("auto", 1, True), ("cuda", 1, True), ("cuda:sm_90a", 1, True), ("cuda:sm_80", 1, False), ("auto", 0, False)],
 )
-def test_the_process_that_tries_programs_is_begun_for_the_gpu_that_is_here(
+def test_the_trial_process_is_started_for_the_gpu_of_this_machine(
     target: str, gpus: int, begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "gpu_count", lambda: gpus)

@@ -1,4 +1,4 @@
-"""State on the GPU, with NumPy in CuPy's place: which arrays a run reads and writes, and the way back to the initial state."""
+"""State on the GPU, with NumPy in place of CuPy: the arrays that a run reads and writes, and the reset to the initial state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ F32 = np.dtype(np.float32)
 
 
 class Cupy:
-    """The part of CuPy that holds state, in host memory."""
+    """The part of CuPy that state needs, in host memory."""
 
     uint8 = np.uint8
     asarray, empty, empty_like, copyto = map(staticmethod, (np.asarray, np.empty, np.empty_like, np.copyto))
@@ -39,7 +39,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Adds:
-    """new = past + x, bound to fixed arrays; in place where ``in_place`` says so."""
+    """new = past + x, bound to fixed arrays, and in place for the pairs of ``in_place``."""
 
     def __init__(self, in_place: dict[str, str] | None = None):
         self.in_place, self.signature = in_place or {}, ADDS
@@ -76,7 +76,7 @@ def test_state_of_fixed_size_is_handed_on(in_place: dict[str, str], graphs: int)
 
 
 class Appends:
-    """new = past with x appended; y = the sum of it."""
+    """new = past with x appended; y = the sum of new."""
 
     def __init__(self) -> None:
         self.signature = APPENDS
@@ -121,7 +121,7 @@ def test_state_that_grows_lies_in_two_arrays() -> None:
 
 
 class Driver:
-    """Events that record a clock, which launches move."""
+    """Events that record a clock, which launches advance."""
 
     def __init__(self) -> None:
         self.now, self.live = 0.0, 0

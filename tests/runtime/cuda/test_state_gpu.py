@@ -1,4 +1,4 @@
-"""State on a GPU: buffers that take turns, results of the unrolled run."""
+"""State on a GPU: alternating buffers, and results equal to those of the unrolled run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CELL = onnx.parser.parse_model(
 
 
 @pytest.mark.parametrize("shapes", [{"x": (1, 4), "h": (1, 4)}, {"x": "1..1..2x4", "h": "1..1..2x4"}])
-def test_state_takes_turns(shapes: Any) -> None:
+def test_state_alternates_between_two_arrays(shapes: Any) -> None:
     cupy = pytest.importorskip("cupy")
     tokens = np.random.default_rng(0).standard_normal((6, 1, 4)).astype(np.float32)
     context: Any = optdnn.build(CELL, target="cuda:sm_90a", shapes=shapes).context()
@@ -76,11 +76,11 @@ def test_a_decoders_caches_are_state(growing: bool) -> None:
             bound.reset()
     if growing:
         assert results["new.key.0"].shape == (1, 2, 6, 16)
-        assert len(set(addresses[:5])) == 2  # two arrays of the largest size take turns
+        assert len(set(addresses[:5])) == 2  # two arrays of the largest size alternate
         with pytest.raises(InputError, match="held is 6"):
             bound.run()
     else:
-        assert len(set(addresses)) == 1  # one array, one graph: new rows are written where they stay
+        assert len(set(addresses)) == 1  # one array and one graph: new rows are written in place
 
 
 def test_a_cache_may_be_its_own_successor_and_nothing_else_overlaps() -> None:

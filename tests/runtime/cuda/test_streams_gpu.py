@@ -1,4 +1,4 @@
-"""Lanes on a GPU: the graph has the edges that the program says, and every way of running it gives the bits of one lane."""
+"""Lanes on a GPU: the graph has the edges of the program, and every way to run it gives the same bits as one lane."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.hopper
 
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Joins cost nothing, so that small networks have lanes as well."""
+    """Joins cost nothing, so small networks have lanes as well."""
     monkeypatch.setattr(lanes, "JOIN", 0.0)
     monkeypatch.setattr(lanes, "FORK", 0.0)
 
@@ -93,7 +93,7 @@ def test_libraries_run_in_lanes_as_well() -> None:
         np.testing.assert_array_equal(context.run(feeds)["y0"], want)
 
 
-def test_a_profile_tells_the_lanes() -> None:
+def test_a_profile_shows_the_lanes() -> None:
     made = program(4)
     context: Any = Engine(made).context()
     rows = profile_gpu(context, feeds_of(inception(64, size=28)), repeats=3)

@@ -1,4 +1,4 @@
-"""The GPU timer, as far as it goes without a GPU: samples of batches, errors, kernels that hang."""
+"""The GPU timer, as far as it works without a GPU: samples of batches, errors, kernels that hang."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_small_results_are_looked_at_as_a_whole() -> None:
         ([np.inf, 2.0], [1.0, 2.0], np.inf),
         ([1.0, np.inf], [1.0, -np.inf], np.inf),
         ([0.0, 0.5], [0.0, 0.0], 0.5),
-        ([0.0, 6e-8], [0.0, 1.2e-7], 2**-10),  # a step of the subnormal numbers, below 2**-14
+        ([0.0, 6e-8], [0.0, 1.2e-7], 2**-10),  # one step of the subnormal numbers, below 2**-14
     ],
 )
 def test_relative_error(got: list[float], want: list[float], error: float) -> None:

@@ -1,4 +1,5 @@
-"""The autotuner on a GPU: candidates are right and take microseconds, wrong ones are found, builds and engines get no slower."""
+"""The autotuner on a GPU: candidates are right and take microseconds, wrong ones are found, builds and engines do not get
+slower."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from optdnn.tuning.timing_cache import TimingCache
 pytestmark = pytest.mark.hopper
 TARGET = "cuda:sm_90a"
 K_STEPS = 5 * MAP_BYTES + 3 * 8 + 6 * 4
-"""Where the implicit GEMM's parameters say how many steps the sum has."""
+"""Offset of the number of K steps in the implicit GEMM's parameters."""
 
 
 def network() -> Graph:
@@ -63,7 +64,7 @@ def test_candidates_are_right_and_take_microseconds(tuner: Tuner, timer: GpuTime
 
 
 def plain_product(tuner: Tuner) -> tuple[str, Program]:
-    """An unsplit implicit GEMM among the candidates of the convolution with 128 filters."""
+    """An implicit GEMM that does not split K, among the candidates of the convolution with 128 filters."""
     convolutions = [p for p in tuner.session.problems.values() if p.op.kind == "Conv"]
     problem = next(p for p in convolutions if p.op.outputs[0].type.static_shape[1] == 128)
     tiles = [t for t in problem.trials if "k" not in t.choice.config and not t.choice.config.startswith("patch")]
@@ -71,7 +72,7 @@ def plain_product(tuner: Tuner) -> tuple[str, Program]:
 
 
 def changed(program: Program, change: Callable[[dict[str, Any]], None]) -> Program:
-    """The program with another launch of the convolution."""
+    """The program with a changed launch of the convolution."""
     steps = list(program.steps)
     k = next(i for i, s in enumerate(steps) if program.kernels[s.params["launch"]["kernel"]].function == "conv_sm90")
     launch = dict(steps[k].params["launch"])
@@ -92,7 +93,7 @@ def fewer_blocks(launch: dict[str, Any]) -> None:
 
 
 def test_wrong_results_are_found(tuner: Tuner, timer: GpuTimer) -> None:
-    """By NumPy where a candidate is the first of its problem, and beside one that passed."""
+    """The first candidate of a problem is compared with NumPy, later ones with one that passed."""
     n = Net()
     graph = n.done(n.op("Relu", n.conv(n.input(2, 256, 14, 14), 128, 1, pads=0, bias=True)))
     options = BuildOptions(target=TARGET, precision="fp16", tactics="own")
@@ -109,7 +110,7 @@ def test_wrong_results_are_found(tuner: Tuner, timer: GpuTimer) -> None:
         timer.trial(key, program, cold=False, give_up=1.0)
 
 
-def test_what_cannot_be_launched_fails_alone(tuner: Tuner, timer: GpuTimer) -> None:
+def test_launches_that_cannot_run_fail_alone(tuner: Tuner, timer: GpuTimer) -> None:
     key, program = plain_product(tuner)
     with pytest.raises(TrialFailed, match=r"cuLaunchKernelEx|INVALID|cuFuncSetAttribute"):
         timer.trial(

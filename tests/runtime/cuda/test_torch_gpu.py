@@ -1,4 +1,5 @@
-"""PyTorch on a GPU: tensors in and out by DLPack without a copy, modules compiled for it, torch.compile by the backend's name."""
+"""PyTorch on a GPU: tensors as inputs and outputs by DLPack without a copy, compiled modules, torch.compile by the backend's
+name."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def test_a_module_of_the_gpu_and_tensors_by_dlpack(dtype: Any) -> None:
     out = torch.empty(4, 8, device="cuda", dtype=dtype)
     context: Any = engine.context()
     name = engine.outputs[0].name
-    assert context.run({"x": x}, out={name: out})[name] is out  # torch's own memory is written to
+    assert context.run({"x": x}, out={name: out})[name] is out  # torch's own memory is written
     with torch.no_grad():
         torch.testing.assert_close(out, net(x), rtol=2e-2, atol=2e-3)
 

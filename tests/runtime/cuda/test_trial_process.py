@@ -1,4 +1,5 @@
-"""The process that tries GPU programs, with a made-up GPU: what hangs, crashes or corrupts costs one worker, and is told."""
+"""The process that tries GPU programs, with a made-up GPU. A program that hangs, crashes or corrupts memory costs one worker,
+and is reported."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def test_programs_arrive_as_they_were_with_their_code() -> None:
             np.testing.assert_array_equal(got.blobs[theirs_b.blob], sent.blobs[ours_b.blob])
 
 
-def test_what_programs_have_in_common_is_sent_once_and_given_up_with_them() -> None:
+def test_shared_data_of_programs_are_sent_once_and_freed_with_them() -> None:
     sent = program()
     sender, receiver = Sender(KernelCache(), {}), Receiver()
     message, arrays = sender.pack(sent)
@@ -173,7 +174,7 @@ def test_a_gpu_that_cannot_be_used_is_reported(monkeypatch: pytest.MonkeyPatch) 
         TrialTimer(found)
 
 
-def test_the_worker_itself_says_that_there_is_no_gpu() -> None:
+def test_the_worker_itself_reports_that_there_is_no_gpu() -> None:
     if gpu_count() > 0:
         pytest.skip("a GPU is there")
     with gpu_process() as found, pytest.raises(RunError, match="cannot use the GPU: CudaError"):
@@ -212,7 +213,7 @@ def test_the_first_runs_of_a_program(started: GpuProcess) -> None:
 
 
 @pytest.mark.parametrize("how", FAULTS)
-def test_a_launch_that_does_not_run_alone_is_named(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_fails_when_it_runs_alone_is_named(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net = program()
     name = net.steps[1].params["tactic"]
     pretend(monkeypatch, ("step", name, how), answers_s=1.0)
@@ -235,7 +236,7 @@ def test_a_graph_that_does_not_run_is_reported(how: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("where", ["step", "graph"])
-def test_what_made_up_inputs_cannot_tell_is_said(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_that_made_up_inputs_cannot_judge_are_reported(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, (where, "", "host"))
     with gpu_process() as found:
         skipped = TrialTimer(found).first_run(program()).skipped
@@ -246,7 +247,9 @@ def test_what_made_up_inputs_cannot_tell_is_said(where: str, monkeypatch: pytest
 # ---------------------------------------------------------------- the process
 
 
-def test_an_interrupted_question_leaves_no_answer_behind(started: GpuProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_request_leaves_no_answer_for_the_next_one(
+    started: GpuProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     timer = TrialTimer(started)
     receive = process.receive
 
@@ -291,7 +294,7 @@ def test_a_worker_that_hangs_ends_with_its_parent(monkeypatch: pytest.MonkeyPatc
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         worker = int(parent.stdout.readline())
-        time.sleep(2.0)  # it hangs by now, or will
+        time.sleep(2.0)  # it hangs by now, or will soon
         os.kill(parent.pid, signal.SIGKILL)
     end = time.monotonic() + 60
     while time.monotonic() < end and running(worker):

@@ -1,4 +1,4 @@
-"""Real faults on a GPU: kernels that spin, trap, write elsewhere. Each costs the worker, and this process goes on."""
+"""Real faults on a GPU: kernels that loop, trap, or write elsewhere. Each costs the worker, and this process continues."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FAULTS = {
     "overruns": ("p.y[p.count + threadIdx.x] = Y0(v);", r"it writes outside of its buffers"),
 }
 LIMIT_S = 120.0
-"""Each test of a fault ends long before: 10 s until a hang is told, and some seconds for each worker."""
+"""Each test of a fault ends long before: a hang is reported after 10 s, and each worker takes some seconds."""
 X = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
 
 
@@ -69,7 +69,7 @@ extern "C" __global__ void run(const __grid_constant__ Params p) {{
 
 
 def copies(fault: str) -> Any:
-    """y = x, and then the fault."""
+    """y = x, followed by the fault."""
     body = f"""launch_dependents();
     wait_for_predecessor();
     const float v = i < p.count ? widen(p.x[i]) : 0.0f;
@@ -109,15 +109,16 @@ def the_gpu_works() -> None:
 
 @pytest.mark.parametrize("how", FAULTS)
 def test_a_program_with_a_faulty_kernel_is_an_error_that_names_it(how: str) -> None:
-    body, told = FAULTS[how]
+    body, shown = FAULTS[how]
     begin = time.monotonic()
-    with pytest.raises(GpuFault, match=rf"step 0, Custom \(.*\), by custom, {told}"):
+    with pytest.raises(GpuFault, match=rf"step 0, Custom \(.*\), by custom, {shown}"):
         optdnn.build(COPY, target=TARGET, tactics="heuristic", custom_ops=[copies(body)])
     the_gpu_works()
     assert time.monotonic() - begin < LIMIT_S
 
 
-# The first writes 0, lets the second begin, and writes 1 after 3 ms; the second, if it has begun early, sees 0 and never ends.
+# The first launch writes 0, lets the second begin, and writes 1 after 3 ms. If the second has begun early, it sees 0 and never
+# ends.
 SLOWLY = """wait_for_predecessor();
     if (i < p.count) p.y[i] = Y0(0.0f);
     __threadfence();
@@ -141,9 +142,9 @@ def test_a_graph_that_hangs_is_kept_without_early_launches() -> None:
     begin, said = time.monotonic(), list[str]()
     given: dict[str, Any] = {"target": TARGET, "tactics": "heuristic", "custom_ops": [slowly, impatient]}
     engine = optdnn.build(pair, progress=said.append, **given)
-    told: Any = engine.meta["first_run"]
-    assert told["form"] == "one lane, no early launches"
-    assert list(told["refused"].values()) == ["hung: it has not ended after 10 s"]
+    shown: Any = engine.meta["first_run"]
+    assert shown["form"] == "one lane, no early launches"
+    assert list(shown["refused"].values()) == ["hung: it has not ended after 10 s"]
     assert not any(s.params["launch"]["dependent"] for s in engine.program.steps)
     for _ in range(3):
         np.testing.assert_array_equal(engine.run({"x": X})["y"], np.full_like(X, 2.0))
@@ -168,7 +169,7 @@ def lowered(op: Any) -> Program:
 
 @pytest.mark.parametrize("how", FAULTS)
 def test_a_faulty_candidate_costs_its_worker(how: str) -> None:
-    body, told = FAULTS[how]
+    body, shown = FAULTS[how]
     good = network()
     options = BuildOptions(target=TARGET, precision="fp16", tactics="own")
     optimize(good, options, TARGET)
@@ -179,7 +180,7 @@ def test_a_faulty_candidate_costs_its_worker(how: str) -> None:
         tuner._collect({})
         key, problem = next((k, p) for k, p in tuner.session.problems.items() if len(p.trials) > 1)
         before = timer.trial(key, problem.trials[0].program, cold=False, give_up=1.0)
-        with pytest.raises(CandidateLost, match=told):
+        with pytest.raises(CandidateLost, match=shown):
             timer.trial("copy", lowered(op), cold=False, give_up=1.0)
         after = timer.trial(key, problem.trials[0].program, cold=False, give_up=1.0)
         assert process.generation == 2
@@ -188,7 +189,7 @@ def test_a_faulty_candidate_costs_its_worker(how: str) -> None:
 
 
 def sabotaged(program: Program, fault: str) -> Program:
-    """The candidate with another kernel in its last launch, which only does the fault."""
+    """The candidate with another kernel in its last launch, which does nothing but the fault."""
     step = program.steps[-1]
     number, size = step.params["launch"]["kernel"], len(step.params["launch"]["parameters"]) // 2
     k = program.kernels[number]
@@ -218,8 +219,8 @@ def test_a_build_goes_on_without_its_faulty_candidates(model: Path, monkeypatch:
     assert len(seeded) == 2
     assert "stopped" not in tuning
     assert len(tuning["lost"]) == 2
-    for name, told in zip(seeded, ("hung: it has not ended after 10 s", "crashed: "), strict=True):
-        assert any(f"by {name}: {told}" in line for line in tuning["lost"])
+    for name, shown in zip(seeded, ("hung: it has not ended after 10 s", "crashed: "), strict=True):
+        assert any(f"by {name}: {shown}" in line for line in tuning["lost"])
     monkeypatch.undo()
     plain = optdnn.build(model, target=TARGET, precision="fp16", tactics="heuristic")
     wanted = plain.run(feeds_of(network()))

@@ -118,8 +118,8 @@ def test_compiled_code_is_used_when_it_is_trusted(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("trust", ["no", "yes", "signed"])
-def test_what_reaches_the_driver(trust: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A file's compiled code does where it is trusted or signed by a trusted key, and the kernel cache's otherwise."""
+def test_the_code_that_reaches_the_driver(trust: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Compiled code of the file, if it is trusted or signed by a trusted key; otherwise that of the kernel cache."""
 
     class Reached(Exception):
         pass
@@ -155,7 +155,7 @@ def test_nothing_is_trusted_by_default() -> None:
 
 @pytest.mark.parametrize("how", [check_kernels, without_code, kernels_of.cubins])
 def test_every_way_to_the_compiler_is_guarded(how: Callable[[Program], Any], nothing_runs: Path) -> None:
-    """Retuning takes an engine's kernels by ``without_code``, runners by ``cubins``."""
+    """Retuning reads an engine's kernels by ``without_code``, runners by ``cubins``."""
     with pytest.raises(EngineError, match="source of kernel pointwise"):
         how(resourced(program(), "int evil;"))
 
@@ -202,7 +202,7 @@ def test_other_sources_of_custom_operators(text: str, function: str, op: Any, no
 
 @pytest.mark.parametrize("make", [program, convolution])
 def test_kernels_of_builds_pass(make: Callable[[], Program]) -> None:
-    """So do all that other tests lower: ``support.simulated.passed`` checks them."""
+    """Programs that other tests lower pass as well: ``support.simulated.passed`` checks them."""
     made = make()
     check_kernels(made)
     read, _ = header.parse_header(header.header_text(made, []), header.minor_of(made))

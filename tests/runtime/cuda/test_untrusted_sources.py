@@ -1,4 +1,4 @@
-"""Engine files with other kernel sources: every statement, line and part of a template that no renderer writes is refused."""
+"""Engine files with other kernel sources. Every statement, line and part of a template that no renderer writes is refused."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_long_texts_are_refused_at_once(text: str, nothing_runs: Path) -> None:
 
 
 def test_broken_texts_are_refused_and_never_crash_the_checker() -> None:
-    """Tokens dropped, repeated, exchanged: most of it is refused, by the one error."""
+    """Tokens dropped, repeated or exchanged: most changes are refused, always with the same error."""
     rng = np.random.default_rng(3)
     honest = re.findall(r"\w+|\s+|[^\w\s]", text_of(program()))
     count = 0

@@ -1,4 +1,4 @@
-"""How calls become the libraries' own objects, on stand-ins for both: plans by rank, layouts, epilogues, refusals."""
+"""How calls become objects of the libraries, on stand-ins for both: plans by rank, layouts, epilogues, refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tensor:
 
 
 class Frontend:
-    """Records what graphs are asked for. Plans of the numbers in ``broken`` cannot be built; ``count`` plans are ranked."""
+    """Records the requested graphs. Plans with numbers in ``broken`` cannot be built; ``count`` plans are ranked."""
 
     class cudnnGraphNotSupportedError(Exception):
         pass
@@ -148,7 +148,7 @@ def test_plans_are_chosen_by_rank_and_made_once(frontend: Any) -> None:
         cudnn.Handle().prepare(replace(CONV, plan=4))
 
 
-def test_what_the_library_cannot_run_is_an_error(frontend: Any) -> None:
+def test_a_problem_that_the_library_cannot_run_is_an_error(frontend: Any) -> None:
     frontend(count=0)
     with pytest.raises(RunError, match=r"cuDNN cannot run Convolution.*: no engine$"):
         cudnn.Handle().prepare(CONV)
@@ -171,7 +171,7 @@ def test_attention_and_norms_become_graphs(frontend: Any) -> None:
 
 
 class Library:
-    """Records attributes and calls; ranks ``count`` algorithms; number k wants 10 k bytes."""
+    """Records attributes and calls, and ranks ``count`` algorithms. Algorithm k needs 10 k bytes."""
 
     def __init__(self, count: int = 3, status: int = 0):
         self.count, self.status = count, status
@@ -187,7 +187,7 @@ class Library:
         self.cublasLtGetVersion = Version()
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args: 0  # creation and destruction of what is only handed on
+        return lambda *args: 0  # creation and destruction of objects that are only passed on
 
     def cublasLtMatrixLayoutCreate(self, layout: Any, kind: Any, rows: Any, columns: Any, pitch: Any) -> int:
         self.layouts.append((kind.value, rows.value, columns.value, pitch.value))
@@ -226,7 +226,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_product_is_asked_for_transposed(library: Any) -> None:
     used = library()
     prepared = cublaslt.Handle().prepare(PRODUCT)
-    # b (n x k, rows of k) is a column-major k x n matrix read transposed; a likewise k x m; d and c are n x m.
+    # b (n x k, in rows of k) is a column-major k x n matrix, read transposed; a is likewise k x m; d and c are n x m
     assert used.layouts == [(2, 16, 8, 16), (2, 16, 4, 16), (2, 8, 4, 8), (2, 8, 4, 8)]
     assert (used.attributes[3], used.attributes[4], used.attributes[7]) == (1, 0, 36)
     assert (prepared.ranked, prepared.workspace) == (3, 0)

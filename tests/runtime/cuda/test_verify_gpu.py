@@ -1,4 +1,4 @@
-"""``optdnn verify`` on a GPU: engines pass, and each with a fault in a launch, a meaning or a constant does not."""
+"""``optdnn verify`` on a GPU: engines pass, and each one with a fault in a launch, a meaning or a constant fails."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def wide() -> onnx.ModelProto:
 
 
 def half_a_grid(program: Program) -> Program:
-    """A launch with half of its blocks, of a kernel whose blocks take one part each: the rest of its result is not written."""
+    """A launch with half of its blocks, of a kernel in which each block computes one part: the rest of its result is not
+    written."""
     for k, step in enumerate(program.steps):
         launch = step.params.get("launch")
         alone = step.params.get("op", {}).get("kind") == "LayerNormalization"
@@ -45,7 +46,7 @@ def half_a_grid(program: Program) -> Program:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine, a fault, the checks (one has to notice it), and whether that needs the model."""
+    """An engine, a fault, the checks (one must notice it), and whether this needs the model."""
 
     model: Callable[[], onnx.ModelProto]
     fault: Fault

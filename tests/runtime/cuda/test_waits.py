@@ -1,4 +1,4 @@
-"""Programs that may wait for ever are refused, and every kernel of ours declares what its blocks wait for."""
+"""Programs that may wait for ever are refused, and every own kernel declares what its blocks wait for."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def changed(program: Program, step: int, **launch: Any) -> Program:
 
 
 def refused(program: Program, because: str) -> None:
-    """Both runners refuse it when they are made: at the end of a build, and when an engine is loaded."""
+    """Both runners refuse the program when they are created: at the end of a build, and when an engine is loaded."""
     with pytest.raises(EngineError, match=because):
         SimulateRunner(program)
     with pytest.raises(EngineError, match=because):
@@ -52,7 +52,7 @@ def test_a_grid_that_waits_for_itself_is_refused() -> None:
 
 
 def test_grids_on_two_lanes_that_wait_for_themselves_are_refused() -> None:
-    """Each fits the GPU alone; together each can keep the other's last blocks out."""
+    """Each grid fits the GPU alone. Together, each can keep the last blocks of the other from starting."""
     program = lowered(branches())
     program = changed(changed(program, 0, grid=[100, 1, 1], waits=GRID), 1, grid=[100, 1, 1], waits=GRID)
     lanes = (Slot(0), Slot(1), *[Slot(0, (1,))] * (len(program.steps) - 2))
@@ -60,7 +60,7 @@ def test_grids_on_two_lanes_that_wait_for_themselves_are_refused() -> None:
 
 
 def test_a_grid_that_begins_as_a_whole_may_wait_for_itself() -> None:
-    """The runtime launches it cooperatively; clusters of a grid would need room of their own."""
+    """The runtime launches it cooperatively. Clusters of a grid would need room for whole clusters."""
     launch = LaunchPlan(0, (128, 1, 1), 256, b"", (), dependent=False, waits=GRID)
     assert may_not_end(launch, "sm_90a") is None
     assert may_not_end(replace(launch, cluster=2), "sm_90a") is not None
@@ -70,7 +70,7 @@ def test_a_grid_that_begins_as_a_whole_may_wait_for_itself() -> None:
 
 
 def test_an_early_grid_that_waits_for_itself_is_refused() -> None:
-    """It may begin in the room that the launch before it leaves, which is less than it needs."""
+    """It may begin in the room that the launch before it leaves, which may be too small."""
     last = len(lowered(branches()).steps) - 1
     refused(changed(lowered(branches()), last, grid=[132, 1, 1], dependent=True, waits=GRID), "may never end")
 
@@ -127,7 +127,7 @@ def test_launches_declare_their_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {k for k, w in waits.items() if w == LOWER} == set(streamed(program))
 
 
-def test_what_must_be_resident_follows_from_the_waits() -> None:
+def test_resident_blocks_follow_from_the_waits() -> None:
     launch = LaunchPlan(0, (12, 2, 1), 128, b"", (), cluster=4)
     assert [replace(launch, waits=w).resident for w in (NOTHING, CLUSTER, LOWER, GRID)] == [1, 4, 1, 24]
 
@@ -142,7 +142,7 @@ def test_files_without_the_declaration_are_read() -> None:
 
 
 def test_only_known_kernels_wait_for_global_memory() -> None:
-    """A kernel with another such loop has to declare it, and the checker has to know it."""
+    """A kernel with another such loop must declare it, and the checker must know it."""
     waiting = re.compile(
         r"load_acquire\((p\.|rounds)|atomicCAS\(|ld\.(acquire|volatile|relaxed)\.[a-z.]*global|volatile\s*\w+\s*\*"
     )

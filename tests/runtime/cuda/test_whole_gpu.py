@@ -1,4 +1,4 @@
-"""Tests that want the whole GPU have it alone, and are not kept waiting by a stream of others."""
+"""Tests that need the whole GPU have it alone, and do not wait for a stream of other tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from threading import Event
 from support.whole_gpu import gpu_taken
 
 
-def test_one_that_wants_the_whole_gpu_has_it_alone(tmp_path: Path) -> None:
+def test_a_test_that_needs_the_whole_gpu_has_it_alone(tmp_path: Path) -> None:
     order: list[str] = []
     begun, free = {name: Event() for name in "abcd"}, {name: Event() for name in "abcd"}
 
@@ -27,7 +27,7 @@ def test_one_that_wants_the_whole_gpu_has_it_alone(tmp_path: Path) -> None:
         done.append(pool.submit(work, "c", True))
         assert not begun["c"].wait(0.1)
         done.append(pool.submit(work, "d", False))
-        assert not begun["d"].wait(0.1), "it waits behind the one that wants the whole"
+        assert not begun["d"].wait(0.1), "it waits after the test that needs the whole"
         for name in "abcd":
             free[name].set()
         for future in done:

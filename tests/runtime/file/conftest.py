@@ -1,4 +1,4 @@
-"""What several tests of engine files need."""
+"""Fixtures for several tests of engine files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder: nothing was examined before."""
+    """An empty cache folder: nothing has been examined before."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("OPTDNN_CACHE", str(folder))
     return folder / "examined"

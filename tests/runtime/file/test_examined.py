@@ -1,4 +1,4 @@
-"""What the examination of a part remembers, and the results and build options of an engine file."""
+"""The memory of examined parts, and the results and build options of an engine file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def cut() -> Graph:
-    """Relu, a CumSum whose axis is an input (OpenVINO must not run it), and a convolution's weights after it."""
+    """Relu, a CumSum whose axis is an input (OpenVINO must not run it), and weights of a later convolution."""
     graph = Graph("cut")
     x, axis = graph.add_input("x", TensorType(FP32, (symbol("n"), 40))), graph.add_input("axis", tensor(INT64))
     w = graph.add_constant(np.ones((40, 40), np.float32), "w")
@@ -99,7 +99,7 @@ def test_a_part_is_examined_once_on_a_machine(cache: Path, tmp_path: Path, monke
     assert len(seen) == 2
 
 
-def test_what_a_part_is_known_by_covers_its_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_key_of_an_examined_part_covers_its_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = count_examinations(monkeypatch)
     declared: Port = ("w", F, (1, 4))
     model = model_of([node("Add", "x,w")], [X, declared], [Y])
@@ -109,7 +109,7 @@ def test_what_a_part_is_known_by_covers_its_weights(monkeypatch: pytest.MonkeyPa
     assert len(seen) == 2
 
 
-def test_what_is_not_verified_or_not_ours_is_examined_each_time(
+def test_parts_that_are_not_verified_or_not_ours_are_examined_each_time(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = count_examinations(monkeypatch)
@@ -147,7 +147,7 @@ def test_a_refusal_is_not_remembered(cache: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_result_of_another_size_is_not_used(library: str, tmp_path: Path) -> None:
-    """The program says [n, 4]; the network gives [2 n, 4]."""
+    """The program declares [n, 4]; the network gives [2 n, 4]."""
     ins: list[Port] = [("x", F, ("n", 4))]
     outs: list[Port] = [("y", F, ("n", 4))]
     model = model_of([node("Concat", "x,x", axis=0)], ins, outs)

@@ -1,6 +1,6 @@
-"""Killed writers, full disks, folders that cannot be written, and several writers at once.
+"""Killed writers, full disks, folders that cannot be written, and concurrent writers.
 
-``python -m benchmarks faults`` does the first for as many moments as are asked for.
+``python -m benchmarks faults`` runs the first test at any number of moments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def ended(pids: list[tuple[int, int]]) -> list[int]:
-    """The exit codes of processes, when they have ended."""
+    """The exit codes of the processes, after they have ended."""
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid, _ in pids]
     for _, out in pids:
         os.close(out)
@@ -44,7 +44,7 @@ def test_writers_that_are_killed_lose_nothing_and_leave_nothing(folder: Path) ->
     killed.moments(folder, 25, seed=0)
 
 
-def test_leftovers_are_swept_and_the_files_of_living_writers_are_not(tmp_path: Path) -> None:
+def test_leftovers_are_deleted_and_files_of_running_writers_are_not(tmp_path: Path) -> None:
     def die(say: Say) -> None:
         _, fd = atomic._temporary(str(tmp_path))
         os.write(fd, b"half")
@@ -63,10 +63,12 @@ def test_leftovers_are_swept_and_the_files_of_living_writers_are_not(tmp_path: P
     assert ended([spawn(die)]) == [-signal.SIGKILL]
     reader, go = os.pipe()
     ready = os.fdopen(reader, "rb")
-    (tmp_path / ".optdnn-mine.tmp").touch()  # not a name that optdnn gives
+    (tmp_path / ".optdnn-mine.tmp").touch()  # optdnn gives no such name
     writer = spawn(live)
     assert os.read(writer[1], 100) == b"writing\n"
-    assert len(list(tmp_path.glob(".optdnn-*.tmp"))) == 2  # what died was swept by the second writer
+    assert (
+        len(list(tmp_path.glob(".optdnn-*.tmp"))) == 2
+    )  # the second writer has deleted the leftovers of the killed one
     atomic.write_atomic(tmp_path / "other", [b"x"])
     assert len(list(tmp_path.glob(".optdnn-*.tmp"))) == 2
     os.close(go)
@@ -75,10 +77,10 @@ def test_leftovers_are_swept_and_the_files_of_living_writers_are_not(tmp_path: P
     assert [p.name for p in tmp_path.glob(".optdnn-*.tmp")] == [".optdnn-mine.tmp"]
 
 
-def test_a_temporary_file_that_is_swept_at_its_birth_is_made_again(
+def test_a_temporary_file_that_is_deleted_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between its creation and its lock, another process takes it for a leftover."""
+    """Another process takes the file for a leftover, since it is not locked yet."""
     lock, calls = atomic._lock, list[int]()
 
     def late(fd: int) -> bool:
@@ -111,7 +113,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_full_disk_is_an_error_that_leaves_the_old_file(name: str, folder: Path) -> None:
-    """By the largest size of a file that the kernel lets a process write: it fails in the middle, as a full disk does."""
+    """The limit of a process on the size of a file makes the write fail in the middle, like a full disk."""
 
     def work(say: Say) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -131,7 +133,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_old_file(name: str, folder: Pat
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_folder_that_cannot_be_written_is_an_error(name: str, folder: Path) -> None:
     def work(say: Say) -> None:
-        os.chdir(folder)  # before it loses the right to enter the folders above
+        os.chdir(folder)  # later it may not enter the folders above
         if os.getuid() == 0:
             os.setuid(65534)  # the superuser may write anywhere
         with pytest.raises(OutputError, match="cannot be written"):
@@ -148,7 +150,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(name: str, folder: Path) ->
 
 @pytest.mark.slow
 def test_several_builds_on_one_output_and_one_cache(folder: Path) -> None:
-    """Each writes 10 times; all that each measured is kept, and the engine is one of theirs."""
+    """Each writes 10 times. All measured times are kept, and the engine is complete and comes from one of them."""
 
     def work(own: int) -> Callable[[Say], None]:
         def run(say: Say) -> None:

@@ -1,4 +1,4 @@
-"""The engine file: a program comes back as it was written, and a wrong one is not written."""
+"""The engine file: a program is read as it was written, and a wrong program is not written."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_round_trip(tmp_path: Path, mmap: bool) -> None:
         assert not a.flags.writeable
 
 
-def test_attributes_come_back_as_they_were() -> None:
+def test_attributes_are_read_as_they_were_written() -> None:
     p = decode(contents(everything()))
     attrs = prepare(p.steps[0], p, None)._attrs  # type: ignore[arg-type]
     assert attrs["axes"] == (0, -1)
@@ -120,7 +120,7 @@ def test_many_large_blobs_are_digested_by_threads() -> None:
         ("\ud800", "text that is not Unicode"),
     ],
 )
-def test_what_is_not_plain_is_not_written(value: Any, message: str) -> None:
+def test_values_that_are_not_plain_data_are_not_written(value: Any, message: str) -> None:
     p = mlp()
     p.meta = {"k": value}
     with pytest.raises(InternalError, match=message):
@@ -212,7 +212,7 @@ def test_a_read_only_file_is_not_replaced(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "e").read_text() == "precious"
 
 
-def test_saving_follows_links_and_honours_the_umask(tmp_path: Path) -> None:
+def test_saving_follows_links_and_honors_the_umask(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     old = os.umask(0o027)
     try:

@@ -30,7 +30,7 @@ def with_kernels(*kernels: Kernel) -> Program:
 
 
 def forged(change: Callable[[Any], None], minor: int = 1) -> memoryview:
-    """The file of a program with one kernel, its header changed and the checksum set right again."""
+    """The file of a program with one kernel, with a changed header and the right checksum."""
     data = b"".join(bytes(x) for x in fmt.encode(with_kernels(RECIPE)))
     (length,) = struct.unpack_from("<I", data, 12)
     h = json.loads(data[fmt.HEADER_AT : fmt.HEADER_AT + length])

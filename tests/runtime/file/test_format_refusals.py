@@ -1,4 +1,4 @@
-"""The engine file: nothing but what the writer writes is read."""
+"""The engine file: only files in the writer's form are read."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ JUNK = st.one_of(
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(data=st.data())
 def test_headers_with_any_part_replaced(data: st.DataObject) -> None:
-    """Whatever one puts anywhere in a header with right checksums: a typed error, or an engine that runs or says why not."""
+    """Any change of a header with right checksums gives a typed error, or an engine that runs or gives the reason."""
 
     def change(h: Any) -> Any:
         for _ in range(data.draw(st.integers(1, 3))):
@@ -349,7 +349,7 @@ def test_headers_with_any_part_replaced(data: st.DataObject) -> None:
 
 
 def test_reading_allocates_no_more_than_the_file_deserves() -> None:
-    """A header that declares huge sizes is refused before anything of that size is made."""
+    """A header that declares huge sizes is refused before memory of that size is allocated."""
     data = contents(mlp())
     forged = [
         forge(data, _set("blobs", 0, "shape", [1 << 40])),

@@ -1,4 +1,4 @@
-"""Engines of every format version that was ever released load and run for ever (see runtime.file.format)."""
+"""Engines of every released format version load and run for ever (see runtime.file.format)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ENGINES = sorted(GOLDEN.glob("*.engine"))
 sys.path.insert(0, str(GOLDEN))  # for make_engine
 
 
-def test_there_is_one_of_every_version() -> None:
+def test_there_is_one_engine_of_every_version() -> None:
     major, newest = fmt.VERSION
     assert [p.name for p in ENGINES] == [f"engine-{major}.{minor}.engine" for minor in range(newest + 1)]
 
 
 @pytest.mark.parametrize("path", ENGINES, ids=lambda p: p.stem)
-def test_it_loads_and_gives_what_it_gave(path: Path) -> None:
+def test_it_loads_and_gives_the_recorded_results(path: Path) -> None:
     engine = load(path)
     expected = np.load(path.with_suffix(".npz"))
     sizes = {"sizes": np.array([0, -1])} if len(engine.inputs) > 1 else {}
@@ -32,7 +32,7 @@ def test_it_loads_and_gives_what_it_gave(path: Path) -> None:
     np.testing.assert_allclose(got["y"], expected["y"], rtol=1e-5)
     assert got["features"].dtype == BF16
     np.testing.assert_allclose(got["features"].astype(np.float32), expected["features"], rtol=0, atol=2**-9)
-    # the bound means something: another input changes the result far more
+    # the bound is strict: another input changes the result far more
     other = engine.run({"x": -expected["x"], **sizes})["features"].astype(np.float32)
     assert np.abs(other - expected["features"]).max() > 50 * 2**-9
     assert engine.meta["options"]["budget"] == float("inf")
@@ -46,7 +46,7 @@ def test_the_writer_still_writes_it_byte_for_byte(minor: int) -> None:
 
     newest = GOLDEN / f"engine-{fmt.VERSION[0]}.{minor}.engine"
     assert b"".join(fmt.encode(fmt.read(newest))) == newest.read_bytes()
-    # Random numbers may differ between NumPy versions; the header without the blobs' digests may not.
+    # Random numbers may differ between NumPy versions. The header without the digests of blobs may not.
     made, kept = golden_program(minor), fmt.read(newest)
     for name in (
         "target",

@@ -1,4 +1,4 @@
-"""Well-formed, hostile engine files for the CPU: each is refused before a library, or a file of the machine, is touched."""
+"""Well-formed, hostile engine files for the CPU: each is refused before a library is called or another file is read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def unchecked() -> dict[str, tuple[onnx.ModelProto, list[Port], list[Port], str]]:
-    """Name -> network, inputs, outputs, and what the refusal says."""
+    """Name -> network, inputs, outputs, and the text of the refusal."""
     one: list[Port] = [("y", F, (1,))]
     far = constant("i", 1_000_000, 2, shape=(1, 2))
     body = helper.make_graph(
@@ -125,8 +125,8 @@ def test_constant_indices_in_weights_are_looked_at_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_what_is_inside_loads(library: str, tmp_path: Path) -> None:
-    """The same kind of file, harmless: the tests above do not refuse for another reason."""
+def test_weights_inside_of_the_file_load(library: str, tmp_path: Path) -> None:
+    """A harmless file of the same kind loads, so the tests above do not refuse for another reason."""
     outs: list[Port] = [("y", F, (2,))]
     model = model_of([node("GatherND", "x,i")], [X], outs, [constant("i", 0, 3, 0, -4, shape=(2, 2))])
     engine = optdnn.load(write(program_of(library, model, [X], outs), tmp_path / "e"))
@@ -188,7 +188,7 @@ def test_no_tensor_of_an_engine_lies_in_a_file(
     name = "weights" if where == "weights" else "secret"
     model, ins = outside(tmp_path / name, library, str(tmp_path / name) if where == "absolute" else name)
     why = "is declared to be in a file"
-    if where == "weights":  # the exporter's name for its own weights; the step has none of this name
+    if where == "weights":  # the exporter's name for its own weights; the step has no weight of this name
         why = "its weights are"
     if where == "a constant":
         made = helper.make_node("Constant", [], ["w"], value=model.graph.initializer.pop())

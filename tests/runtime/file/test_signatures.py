@@ -1,4 +1,4 @@
-"""Signed engines: only what the trusted key signed is loaded, and what was checked is what runs."""
+"""Signed engines: only files signed by the trusted key are loaded, and the checked bytes are the ones that run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ X = np.random.default_rng(5).standard_normal((4, 5)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A private and its public key."""
+    """A private key and its public key."""
     return key_pair(tmp_path_factory.mktemp("keys"))
 
 
@@ -46,7 +46,7 @@ def engine(tmp_path: Path, keys: tuple[Path, Path]) -> Path:
 
 
 def changed(engine: Path) -> None:
-    """Put another valid engine with other weights in the place of the file, in place: the same inode."""
+    """Overwrite the file in place with another valid engine with other weights: the inode stays."""
     with engine.open("r+b") as f:
         f.write(b"".join(engine_format.encode(mlp(seed=1))))
 
@@ -61,7 +61,7 @@ def test_the_file_may_be_renamed(engine: Path, keys: tuple[Path, Path]) -> None:
     optdnn.load(other, signed_by=keys[1])
 
 
-def test_the_package_itself_takes_our_signature_and_we_take_its(engine: Path, keys: tuple[Path, Path]) -> None:
+def test_the_package_accepts_our_signature_and_we_accept_its(engine: Path, keys: tuple[Path, Path]) -> None:
     from model_signing import hashing, signing, verifying
 
     signature = Path(f"{engine}.sig")
@@ -111,7 +111,7 @@ def test_the_signature_of_another_file(engine: Path, keys: tuple[Path, Path]) ->
 
 
 def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
-    """A change of a signature file's JSON."""
+    """A change of the JSON in a signature file."""
 
     def edit(data: bytes) -> bytes:
         bundle = json.loads(data)
@@ -218,9 +218,9 @@ def test_an_empty_policy_is_no_policy_but_a_mistake(engine: Path, empty: str, mo
 
 
 def test_a_build_tries_its_own_programs_under_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go through files that this process writes for its workers, without signatures."""
+    """The programs go through files that this process writes for its workers, without signatures."""
     monkeypatch.setenv("OPTDNN_SIGNED_BY", "nobody.pem")
-    monkeypatch.setattr(cpu_trials, "_kept", None)  # those began before
+    monkeypatch.setattr(cpu_trials, "_kept", None)  # earlier workers have no policy
     with Trials(1) as trials:
         found = trials.open(mlp(), 1).run({"x": X})
     np.testing.assert_array_equal(found["y"], mlp_expected(mlp(), X)["y"])
@@ -259,7 +259,7 @@ def test_keys_that_cannot_be_used(engine: Path, keys: tuple[Path, Path], tmp_pat
     for key, said in private.items():
         with pytest.raises(UsageError, match=said):
             optdnn.sign(engine, key)
-    optdnn.load(engine, signed_by=keys[1])  # the signature is as it was
+    optdnn.load(engine, signed_by=keys[1])  # the signature is unchanged
 
 
 def test_an_encrypted_key(engine: Path, tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_an_encrypted_key(engine: Path, tmp_path: Path) -> None:
     optdnn.load(engine, signed_by=public)
 
 
-def test_what_is_no_engine_is_not_signed(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+def test_a_file_that_is_no_engine_is_not_signed(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     path = tmp_path / "text.engine"
     with pytest.raises(UsageError, match="there is no engine file"):
         optdnn.sign(path, keys[0])
@@ -319,7 +319,7 @@ def test_certificates(engine: Path, keys: tuple[Path, Path], tmp_path: Path) -> 
 
 
 def test_sigstore_identities(engine: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The identity and its issuer reach the package; without the network the engine is refused."""
+    """The identity and its issuer reach the package. Without the network, the engine is refused."""
     from model_signing import signing, verifying
 
     asked: list[Any] = []

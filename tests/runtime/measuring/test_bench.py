@@ -1,4 +1,4 @@
-"""Measuring: the statistics, the judgement of stability, and the report."""
+"""Measuring: the statistics, the test of stability, and the report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_machine_that_slows_down_is_unstable() -> None:
     assert slowing.spread == pytest.approx(0.24 / 1.1485, rel=1e-3)
     assert not slowing.stable
     outliers = LatencyStats.of([t * 30 if i % 25 == 0 else t for i, t in enumerate(steady)])
-    assert outliers.stable  # single spikes show in max and p99, and do not spoil the ranking
+    assert outliers.stable  # single spikes affect max and p99, but not the ranking
 
 
 def test_too_few_samples_cannot_be_called_stable() -> None:
@@ -53,7 +53,7 @@ def test_too_few_samples_cannot_be_called_stable() -> None:
 
 
 class Clock:
-    """A clock that each call of the measured function moves by ``cost`` nanoseconds."""
+    """A clock that each call of the measured function advances by ``cost`` nanoseconds."""
 
     def __init__(self, cost: int):
         self.now, self.cost, self.calls = 0, cost, 0
@@ -183,7 +183,7 @@ def test_throughput_of_calls_that_ran_at_once_is_over_the_time_of_all() -> None:
 
 
 class Slow:
-    """An engine whose calls take a while, and that counts how many are under way."""
+    """An engine whose calls take some time, and that counts concurrent calls."""
 
     def __init__(self, error: Exception | None = None):
         self.under_way = self.most = self.contexts = 0
@@ -211,7 +211,7 @@ def test_calls_overlap_and_are_all_counted() -> None:
     found = bench.concurrent([slow], {}, 3, warmup=1, iterations=5)
     assert (found.n, slow.contexts) == (15, 3)
     assert slow.most > 1
-    assert found.throughput_per_s > 1.2 / 0.02  # more than one after another could be
+    assert found.throughput_per_s > 1.2 / 0.02  # more than sequential calls could reach
 
 
 def test_a_duration_bounds_every_thread() -> None:
@@ -220,7 +220,7 @@ def test_a_duration_bounds_every_thread() -> None:
     assert 4 <= found.n <= 14
 
 
-def test_what_a_call_raises_is_raised() -> None:
+def test_an_error_of_a_call_is_raised() -> None:
     failing: Any = Slow(RunError("it does not run"))
     with pytest.raises(RunError, match="it does not run"):
         bench.concurrent([Slow(), failing], {}, 2, iterations=2)  # type: ignore[list-item]

@@ -13,7 +13,7 @@ from optdnn.runtime.measuring.energy import Counter, counters, energy
 
 
 class Machine:
-    """A clock, and a counter of a device that draws 10 W at rest and 30 W while it works."""
+    """A clock, and a counter of a device that draws 10 W at rest and 30 W under load."""
 
     def __init__(self, start: int = 0, wraps: int = 1 << 62):
         self.now, self.used, self.wraps = 100.0, float(start), wraps
@@ -35,7 +35,7 @@ class Machine:
 
 @pytest.mark.parametrize("start", [0, 999_000_000])
 def test_the_power_at_rest_is_subtracted_and_reported(start: int) -> None:
-    """30 W for 4 s are 120 J; at rest it would have been 40 J; in one case the counter begins again meanwhile."""
+    """30 W for 4 s are 120 J; at rest it would be 40 J. In one case the counter wraps."""
     m = Machine(start, 1_000_000_000)
     found = energy(m.loop, [m.counter()], idle_s=2.0, busy_s=4.0, sleep=m.sleep, clock=lambda: m.now)
     assert (found["runs"], found["seconds"]) == (40, 4.0)
@@ -45,7 +45,7 @@ def test_the_power_at_rest_is_subtracted_and_reported(start: int) -> None:
     assert (row["watts"], row["idle_watts"]) == (pytest.approx(30.0), pytest.approx(10.0))
 
 
-def test_a_counter_that_stands_still_is_no_measurement() -> None:
+def test_a_counter_that_does_not_change_is_no_measurement() -> None:
     m = Machine()
     with pytest.raises(RunError, match="no counter of energy moved"):
         energy(m.loop, [Counter("still", lambda: 7)], sleep=m.sleep, clock=lambda: m.now)

@@ -1,4 +1,4 @@
-"""Plans for the values of inputs that only say sizes: made when first seen, bounded, the engine's own program for all others."""
+"""Plans for values of inputs that are only sizes: made when first seen, bounded, with the engine's own program for all others."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def feeds(*sizes: int) -> dict[str, Any]:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The values that plans were made for."""
+    """The values for which plans were made."""
     seen: list[Any] = []
     real = loading.plan_on_demand
 
@@ -74,10 +74,10 @@ def test_a_plan_for_a_value_leaves_nothing_to_the_cpu(engine: optdnn.Engine, mad
     assert made == [(3, 4)]
     blobs = {id(a) for a in engine.program.blobs}
     plan = engine.program_for(feeds(3, 4))
-    assert blobs <= {id(a) for a in plan.blobs}  # what is equal is the same array
+    assert blobs <= {id(a) for a in plan.blobs}  # equal blobs are one array
 
 
-def test_values_after_the_first_get_a_plan_when_they_come_again(engine: optdnn.Engine, made: list[Any]) -> None:
+def test_values_after_the_first_get_a_plan_when_they_are_repeated(engine: optdnn.Engine, made: list[Any]) -> None:
     for sizes in ((3, 4), (4, 3), (6, 2), (4, 3), (4, 3)):
         np.testing.assert_array_equal(engine.run(feeds(*sizes))["y"], (X + 1).reshape(sizes))
     assert made == [(3, 4), (4, 3)]
@@ -88,7 +88,7 @@ def test_plans_by_value_are_bounded(engine: optdnn.Engine, made: list[Any], monk
     monkeypatch.setattr(by_value, "SEEN", 1)
     for sizes in ((3, 4), (4, 3), (6, 2), (4, 3), (6, 2), (6, 2), (1, 12), (1, 12)):
         np.testing.assert_array_equal(engine.run(feeds(*sizes))["y"], (X + 1).reshape(sizes))
-    assert made == [(3, 4), (6, 2)]  # (4, 3) was forgotten, and then there were two
+    assert made == [(3, 4), (6, 2)]  # (4, 3) was forgotten, and then there were two plans
 
 
 def test_a_value_without_a_plan_is_refused_by_the_operator(engine: optdnn.Engine) -> None:
@@ -158,7 +158,7 @@ def test_networks_without_steps_on_the_cpu_have_one_program() -> None:
     assert optdnn.build(model(text.replace("[m, n]", "[2, 6]")), target="simulate").program.by_value is None
 
 
-def test_the_file_holds_it_and_is_checked() -> None:
+def test_the_file_holds_plans_by_value_and_is_checked() -> None:
     program = optdnn.build(model(), target="simulate").program
     again = decode(memoryview(b"".join(encode(program))))
     assert again.by_value == program.by_value
@@ -176,7 +176,7 @@ def test_the_file_holds_it_and_is_checked() -> None:
 
 
 def test_options_that_hold_arrays_are_not_kept() -> None:
-    """Calibration data cannot be compared with a default, nor written to an engine."""
+    """Calibration data can neither be compared with a default nor be written to an engine."""
     assert plain_options(BuildOptions(target="simulate", calib=np.zeros((2, 3), np.float32))) is None
     assert plain_options(BuildOptions(target="simulate", precision="fp16")) == {
         "target": "simulate",

@@ -1,4 +1,4 @@
-"""Engines for ranges of shapes on targets of fixed shapes: plans made ahead, plans made when they are needed, refusals."""
+"""Engines for ranges of shapes on targets of fixed shapes: plans made by the build, plans made on demand, refusals."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def oracle() -> optdnn.Engine:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The shapes that plans were made for on demand."""
+    """The shapes for which plans were made on demand."""
     seen: list[Any] = []
     real = loading.plan_on_demand
 
@@ -79,12 +79,12 @@ def test_plans_are_made_when_first_seen_and_kept(
     for n in (2, 5, 1, 5, 2, 1):
         got, want = engine.run(image(n))["y"], oracle.run(image(n))["y"]
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-    assert made == [5, 1]  # 2, the optimum, came with the engine
+    assert made == [5, 1]  # the engine holds the plan for 2, the optimum
     own, made_later = engine.program, engine._runner._made  # type: ignore[attr-defined]
-    assert len(own.blobs) == len(built.program.blobs)  # what a later plan adds goes with it
+    assert len(own.blobs) == len(built.program.blobs)  # blobs of a later plan are freed with it
     for runner in made_later.values():
         held = {id(a) for a in runner.program.blobs}
-        assert {id(a) for a in own.blobs} <= held  # and what is equal is the same array
+        assert {id(a) for a in own.blobs} <= held  # equal blobs are one array
 
 
 def test_sizes_outside_of_the_profiles_are_refused(built: optdnn.Engine, made: list[Any]) -> None:
@@ -94,14 +94,14 @@ def test_sizes_outside_of_the_profiles_are_refused(built: optdnn.Engine, made: l
     assert not made
 
 
-def test_a_plan_is_what_a_static_build_gives(built: optdnn.Engine) -> None:
+def test_a_plan_equals_a_static_build(built: optdnn.Engine) -> None:
     static = optdnn.build(convnet(batch="n"), target="simulate", shapes={"x": (2, *IMAGE)})
     own = replace(built.program, dynamic=None, profiles=())
     assert [s.params for s in own.steps] == [s.params for s in static.program.steps]
     assert own.arena_bytes == static.program.arena_bytes
     dynamic = built.program.dynamic
     assert dynamic is not None
-    assert dynamic.arena_bytes > own.arena_bytes  # that of the maximum
+    assert dynamic.arena_bytes > own.arena_bytes  # the arena of the maximum
 
 
 def test_precisions_are_reported_as_of_a_static_build() -> None:
@@ -113,7 +113,7 @@ def test_precisions_are_reported_as_of_a_static_build() -> None:
 
 
 @pytest.mark.parametrize(("name", "sizes"), sweep([("bert_base", (1, 40)), ("lstm", (1, 7))], ("lstm", (1, 7))))
-def test_a_later_plan_is_what_a_static_build_gives(name: str, sizes: tuple[int, ...]) -> None:
+def test_a_later_plan_equals_a_static_build(name: str, sizes: tuple[int, ...]) -> None:
     model = zoo.build(name, batch=1, sequence_length="seq", depth=0.1, width=0.5)
     ports = [(i.name, [d.dim_value or None for d in i.type.tensor_type.shape.dim]) for i in model.graph.input]
 
@@ -149,7 +149,7 @@ def _offers(program: Program, n: int) -> dict[str, float]:
     return found
 
 
-def test_later_plans_take_what_was_measured_at_the_nearest_size() -> None:
+def test_later_plans_use_measurements_at_the_nearest_size() -> None:
     model, ranged = convnet(batch="n", channels=64), {"x": "1..2..64x3x8x8"}
     how: dict[str, Any] = {"target": "simulate", "precision": "fp16", "shapes": ranged}
     program = optdnn.build(model, **how, nearest_tactics=False).program
@@ -162,7 +162,7 @@ def test_later_plans_take_what_was_measured_at_the_nearest_size() -> None:
         "by": "the nearest plan",
         **like,
     }
-    program.meta[PLANNED] = {"by": MEASURED}  # as if it had been tuned, and each configuration had won once
+    program.meta[PLANNED] = {"by": MEASURED}  # as after tuning, in which each configuration has won once
     (row,) = [r for r in program.meta["tactics"] if r["kind"] == "Conv" and "conv2" in r["nodes"]]
     assert row["tactic"] == SECOND
     offers = _offers(program, 4)
@@ -195,7 +195,7 @@ def test_later_plans_take_the_kernels_of_the_engine(monkeypatch: pytest.MonkeyPa
     for ours, theirs in zip(plan.kernels, program.kernels, strict=True):
         assert plan.blobs[ours.cubin or 0] is program.blobs[theirs.cubin or 0]
     first, *rest = program.kernels
-    other = replace(program, kernels=(replace(first, source="0" * 64), *rest))  # of another version's template
+    other = replace(program, kernels=(replace(first, source="0" * 64), *rest))  # from a template of another version
     plan = loading.plan_on_demand(other, {"x": (2, *IMAGE)}, True, {})
     assert len(asked) == 1
     assert plan.blobs[plan.kernels[0].cubin or 0].tobytes() == b"compiled"
@@ -257,7 +257,7 @@ def test_threads_plan_apart(built: optdnn.Engine, oracle: optdnn.Engine, made: l
     for t in threads:
         t.join()
     assert not wrong
-    assert sorted(made) == [3, 4, 5]  # once each, whoever came first
+    assert sorted(made) == [3, 4, 5]  # once each, by any of the threads
 
 
 def test_out_buffers_and_profile(built: optdnn.Engine) -> None:
@@ -289,7 +289,7 @@ def test_every_dimension_needs_a_range() -> None:
         )
 
 
-def test_an_extreme_that_cannot_be_built_is_said_at_the_build() -> None:
+def test_an_extreme_that_cannot_be_built_is_reported_by_the_build() -> None:
     model = onnx.parser.parse_model(
         """<ir_version: 8, opset_import: ["": 17]> g (float[n, 4] x) => (float[m, 4] y)
         <float[3, 1] c = {1, 2, 3}> { y = Add(x, c) }"""

@@ -1,4 +1,4 @@
-"""The race: turns, verdicts, and candidates that fail in every way; then real libraries on a real model."""
+"""The race: turns, verdicts, and candidates that fail in every way; and real libraries on a real model."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_reference_of_nan_alone_says_nothing_of_other_inputs() -> None:
     assert got.row("exact").max_rel_err == math.inf
 
 
-def test_they_take_turns_and_never_run_at_once(tmp_path: Path) -> None:
+def test_candidates_take_turns_and_never_run_concurrently(tmp_path: Path) -> None:
     log = tmp_path / "log"
     race([contender(n, "logger", log) for n in "abc"], {"x": X}, **{**QUICK, "rounds": 4})
     calls = sorted((int(start), int(end), name) for name, start, end in map(str.split, log.read_text().splitlines()))
@@ -146,7 +146,7 @@ def test_they_take_turns_and_never_run_at_once(tmp_path: Path) -> None:
     for _, _, name in calls:
         if not turns or turns[-1] != name:
             turns.append(name)
-    # opening and first runs in order, then four rounds whose order rotates
+    # opening and first runs in order, then four rounds in rotating order
     assert "".join(turns) == "abc" + "abc" + "bca" + "cab" + "abc"
 
 
@@ -186,7 +186,7 @@ def test_when_all_fail_there_is_no_reference() -> None:
     assert got.rows[0].error
 
 
-def test_what_a_candidate_prints_does_not_disturb() -> None:
+def test_output_of_a_candidate_does_not_disturb_the_race() -> None:
     got = race([contender("loud", "chatty", 0.001)], {"x": X}, **QUICK)
     assert got.rows[0].error is None
     assert got.rows[0].outputs is not None
@@ -201,7 +201,7 @@ def test_what_a_candidate_prints_does_not_disturb() -> None:
         ("engine", "there is no engine file missing.engine"),
     ],
 )
-def test_what_cannot_be_opened_says_why(kind: str, message: str) -> None:
+def test_a_candidate_that_cannot_be_opened_gives_the_reason(kind: str, message: str) -> None:
     got = race([Candidate("c", kind, "missing.engine")], {"x": X}, **QUICK)
     assert message in (got.rows[0].error or "")
 
@@ -216,7 +216,7 @@ def test_names_must_differ_and_references_exist() -> None:
         race([a], {"x": X}, error_reference="b")
 
 
-def test_no_process_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_remains(monkeypatch: pytest.MonkeyPatch) -> None:
     from optdnn.runtime.workers import process
 
     started: list[Any] = []
@@ -233,7 +233,7 @@ def test_no_process_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(p.returncode is not None for p in started)
 
 
-def test_a_folder_named_optdnn_where_one_stands_is_not_imported(
+def test_a_folder_named_optdnn_in_the_current_folder_is_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "optdnn").mkdir()
@@ -253,7 +253,7 @@ def test_the_interval_of_a_median() -> None:
     assert median_interval(list(range(1, 101))) == (40, 61)
 
 
-def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
+def test_the_interval_covers_the_median_with_its_confidence() -> None:
     rng = np.random.default_rng(0)
     samples = rng.lognormal(size=(2000, 10))
     inside = [low <= 1 <= high for low, high in map(median_interval, samples.tolist())]

@@ -1,4 +1,4 @@
-"""Memory that ranks share: the order of steps, sleep and wake, arrays, and ranks that do not answer."""
+"""Shared memory of ranks: the order of steps, sleep and wake, arrays, and ranks that do not answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from optdnn.runtime.steps.executor import LoadOptions
 
 
 class Other:
-    """A rank in a thread, which sees the memory as another process does. It notes what it finds in the array ``x``."""
+    """A rank in a thread, which reads the memory like another process. It records the contents of the array ``x``."""
 
     def __init__(self, board: Board, rank: int, fields: dict[str, Any] | None = None, slow: float = 0.0):
         self.bell, self._other = socket.socketpair()
@@ -54,7 +54,7 @@ def board() -> Iterator[Board]:
 
 
 def nothing() -> None:
-    """A check that finds all well."""
+    """A check of the other ranks that finds no fault."""
 
 
 def test_every_step_is_seen_once_with_its_inputs(board: Board) -> None:
@@ -93,7 +93,7 @@ def test_a_rank_without_work_sleeps_and_is_woken(board: Board, monkeypatch: pyte
         assert other.contexts == list(range(5))
 
 
-def test_arrays_that_all_read_lie_once(board: Board) -> None:
+def test_arrays_that_all_ranks_read_are_stored_once(board: Board) -> None:
     shared, own = (
         {"w": (np.dtype(np.float32), (3, 4))},
         {"x": (np.dtype(np.float16), ()), "e": (np.dtype(np.int8), (0, 2))},
@@ -197,7 +197,7 @@ def test_a_rank_that_is_killed_ends_bound_runs(asleep: bool, split: str, tmp_pat
     engine._runner.team.close()  # type: ignore[attr-defined]
 
 
-def test_a_rank_that_fails_in_a_step_tells_why(tmp_path: Path) -> None:
+def test_a_rank_that_fails_in_a_step_gives_the_reason(tmp_path: Path) -> None:
     engine = apart(mlp(4), tmp_path, devices=2, split="weights")
     bound = engine.context().bind({"x": np.zeros((4, 64), np.float32)})
     team: Any = engine._runner.team  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What all ranks are told before NCCL starts, and collectives as calls: everything that needs no GPU."""
+"""Data that all ranks exchange before NCCL starts, and collectives as calls: the parts that need no GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from optdnn.runtime.ranks.group import Group, Hub, join
 
 
 def of_both(work: Callable[[Group], Any]) -> list[Any]:
-    """What ``work`` gives, or the error that it raises, on two ranks."""
+    """The results of ``work`` on two ranks, or the errors that it raises."""
     hub = Hub(2)
     found: list[Any] = [None, None]
 
@@ -53,7 +53,7 @@ def of_both(work: Callable[[Group], Any]) -> list[Any]:
 
 
 class FakeDevice:
-    """GPU 0 and 1, on different buses."""
+    """GPUs 0 and 1 on different buses."""
 
     def __init__(self, index: int):
         self.index, self.place = index, f"0000:0{index}:00.0"
@@ -61,7 +61,7 @@ class FakeDevice:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Two GPUs that work together. Ranks are threads here, so each rank's GPU is the one that it chose."""
+    """Two GPUs with peer access. Ranks are threads here, so the GPU of a rank is the one that its thread has chosen."""
     state = SimpleNamespace(count=2, access=1, visible=("0000:00:00.0", "0000:01:00.0"), same=False)
     chosen = threading.local()
     results = SimpleNamespace(CUDA_SUCCESS=0)
@@ -128,7 +128,7 @@ def test_a_kernel_that_gave_up_and_aborts() -> None:
 
     def abort(handle: str) -> None:
         aborted.append(handle)
-        graphs_end.wait()  # as NCCL does
+        graphs_end.wait()  # NCCL does the same
 
     failed: list[str] = []
     one.group = SimpleNamespace(rank=0, world=2, fail=failed.append)  # type: ignore[assignment]
@@ -165,7 +165,7 @@ def test_calls_of_collectives_are_checked() -> None:
             from_plain({**to_plain(call), **change})
 
 
-def test_inboxes_have_pages_of_their_own() -> None:
+def test_inboxes_have_separate_pages() -> None:
     for world in WORLDS:
         assert Peers.size(world) % (1 << 21) == 0
         assert packets_at(world) >= world * 2 * ONE_SHOT

@@ -1,4 +1,4 @@
-"""How a process with ranks ends: NCCL is left first, in a bounded time, and nothing crashes or hangs."""
+"""How a process with ranks ends: it leaves NCCL first, in a bounded time, and nothing crashes or hangs."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ weakref.finalize(late, lambda: (say("graph"), graphs.set()))
 
 
 def ended(program: str) -> tuple[int, list[str], float]:
-    """The exit code of a program, its lines, and the seconds it took."""
+    """The exit code of a program, the lines of its output, and its seconds."""
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert not done.stderr, done.stderr
     return done.returncode, done.stdout.splitlines(), time.monotonic() - start
 
 
-def test_nccl_is_left_after_later_graphs_and_before_earlier_memory() -> None:
+def test_nccl_ends_after_later_graphs_and_before_earlier_memory() -> None:
     assert ended(PROGRAM)[:2] == (0, ["graph", "freed comm", "memory"])
 
 
@@ -51,8 +51,8 @@ def test_nccl_that_was_aborted_before_is_waited_for() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="on_exit is glibc's")
-def test_nccl_that_hangs_does_not_keep_the_process_nor_crash_it() -> None:
-    """The destructor stands for the driver's, which would crash beside the thread that still works."""
+def test_an_nccl_that_hangs_neither_keeps_the_process_alive_nor_crashes_it() -> None:
+    """The abort stands for the driver's destructor, which would crash while the other thread still works."""
     hangs = PROGRAM.replace("graphs.wait()", "time.sleep(1000)") + (
         "handle.LEAVE_S = 0.5\nctypes.CDLL(None).on_exit(ctypes.CDLL(None).abort, None)\nsys.exit(7)\n"
     )
@@ -61,7 +61,7 @@ def test_nccl_that_hangs_does_not_keep_the_process_nor_crash_it() -> None:
     assert seconds < 20
 
 
-def test_a_communicator_that_could_not_be_made() -> None:
+def test_a_communicator_that_could_not_be_created() -> None:
     def make() -> None:
         raise ValueError("no")
 
@@ -102,7 +102,7 @@ def two() -> list[Group]:
 
 
 @pytest.mark.parametrize("leaves", [0, 1])
-def test_a_rank_that_leaves_ends_what_waits_for_it(leaves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_leaves_ends_the_waits_of_others(leaves: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "LEFT_S", 0.3)
     both, aborted = two(), threading.Event()
     stays = both[1 - leaves]
@@ -117,7 +117,7 @@ def test_a_rank_that_leaves_ends_what_waits_for_it(leaves: int, monkeypatch: pyt
 
 def test_a_rank_that_leaves_while_work_begins_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(Group):
-        """Reads ``_left`` before the other rank has left, and goes on after that."""
+        """Reads ``_left`` before the other rank has left, and continues after that."""
 
         @property
         def _left(self) -> str | None:
@@ -152,7 +152,7 @@ def test_work_that_ends_is_no_failure_where_another_rank_has_left(monkeypatch: p
     first.close()
 
 
-def test_a_rank_that_cannot_begin_tells_those_that_have() -> None:
+def test_a_rank_that_cannot_begin_notifies_ranks_that_have_begun() -> None:
     hub, found = Hub(3), list[Group]()
     others = [
         threading.Thread(target=lambda rank=rank: found.append(join(hub.address, rank, 3, hub.token)))

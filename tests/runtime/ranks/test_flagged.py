@@ -1,4 +1,4 @@
-"""The kernel whose packets carry their own flags, on the processor: a process for each rank, over memory that they share."""
+"""The kernel whose packets carry their own flags, on the processor: one process per rank, with shared memory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def compiled(operation: Collective, folder: Path) -> ctypes.CDLL:
 
 
 def ranks(world: int, work: Callable[[int], None]) -> list[int | None]:
-    """The exit codes of processes that do ``work``, one for each rank."""
+    """The exit codes of processes that run ``work``, one for each rank."""
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=work, args=(rank,)) for rank in range(world)]
     for one in processes:
@@ -81,7 +81,7 @@ def ranks(world: int, work: Callable[[int], None]) -> list[int | None]:
 
 
 class World:
-    """The memory of all ranks: inboxes, epochs, and the hosts' words. Processes that are forked later share it."""
+    """The memory of all ranks: inboxes, epochs, and the host's words. Processes that are forked later share it."""
 
     def __init__(self, world: int):
         self.world, size = world, Peers.size(world)
@@ -107,7 +107,7 @@ NUMPY = {"float16": np.float16, "float32": np.float32, "bfloat16": ml_dtypes.bfl
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(2, "float16"), (4, "bfloat16"), (3, "float32")])
-def test_sums_and_gathers_take_turns(world: int, dtype: str, tmp_path: Path) -> None:
+def test_sums_and_gathers_alternate(world: int, dtype: str, tmp_path: Path) -> None:
     """Launches of several sizes over the same inboxes: every rank gets the sum in the order of the ranks, or all parts."""
     size = ELEMENT_BYTES[dtype]
     most = 3 * FLAGGED // BLOCKS // size  # three blocks
@@ -137,13 +137,13 @@ def test_sums_and_gathers_take_turns(world: int, dtype: str, tmp_path: Path) -> 
     assert not any(memory.word(r)[0] for r in range(world))
 
 
-def test_the_host_ends_a_wait_and_learns_of_it(tmp_path: Path) -> None:
+def test_the_host_ends_a_wait_and_is_notified(tmp_path: Path) -> None:
     operation = Collective("float16", "reduce", 8, 2)
     loaded, memory = compiled(operation, tmp_path / "one"), World(2)
     memory.word(0)[0] = 255
 
     def alone(rank: int) -> None:
-        if rank == 0:  # the other rank never comes
+        if rank == 0:  # the other rank never launches
             memory.launch(loaded, operation, 0, np.ones(8, np.float16), np.zeros(8, np.float16))
 
     assert ranks(2, alone) == [0, 0]

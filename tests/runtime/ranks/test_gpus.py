@@ -1,4 +1,4 @@
-"""Ranks on several GPUs: results, both ways of a sum, state, and ranks that end. Skipped where there are fewer than two GPUs."""
+"""Ranks on several GPUs: results, both kinds of sums, state, and ranks that end. Skipped with fewer than two GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import optdnn
 from optdnn.errors import MissingDependency, RankError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
-"""Ranks wait for one another on the GPUs: processes that take turns there may never run at the same time."""
+"""Ranks wait for one another on the GPUs. Processes that share a GPU by time slices may never run at the same time."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_sums(way: str, precision: str, bound: float, rows: int, monkeypatch: py
     context = engine.context()
     first = context.run(feeds)["y"]
     close(first, want, bound)
-    for seed in range(5):  # epochs and slots of the inboxes take turns
+    for seed in range(5):  # epochs and slots of the inboxes alternate
         x = np.random.default_rng(seed).standard_normal((rows, 256)).astype(np.float32)
         close(context.run({"x": x})["y"], optdnn.build(model, target="reference").run({"x": x})["y"], bound)
     assert np.array_equal(context.run(feeds)["y"], first)
@@ -101,7 +101,9 @@ def test_a_decoder_keeps_its_caches_on_each_gpu() -> None:
 
 
 @pytest.mark.parametrize("way", ["flagged", "one_shot", "nccl"])
-def test_a_rank_that_ends_is_told_within_ten_seconds(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_ends_is_reported_within_ten_seconds(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPTDNN_ALL_REDUCE", way)  # graphs with calls of NCCL keep its communicator from being freed
     optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic").save(
         tmp_path / "m.engine"
@@ -141,7 +143,7 @@ sys.exit(3)
 @pytest.mark.parametrize("end", ["killed", "whole"])
 @pytest.mark.parametrize("way", ["flagged", "nccl"])
 def test_the_process_ends_in_order(way: str, end: str, tmp_path: Path) -> None:
-    """With all graphs alive, after a rank was killed a moment ago, and without that."""
+    """All graphs are alive, with and without a rank that was killed a moment ago."""
     optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic").save(
         tmp_path / "m.engine"
     )
@@ -197,7 +199,7 @@ def test_two_engines_of_one_process_have_their_own_collectives() -> None:
     engines = [
         optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic") for _ in range(2)
     ]
-    contexts = [engine.context() for engine in (*engines, engines[0])]  # the last is made after the other engine's
+    contexts = [engine.context() for engine in (*engines, engines[0])]  # the last one is made after the other engine's
     for context in contexts:
         close(context.run(feeds)["y"], want, 1e-5)
 

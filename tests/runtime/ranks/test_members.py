@@ -1,4 +1,4 @@
-"""On which GPU a rank's work is: every call of a member, with a CuPy that only knows the current GPU."""
+"""The GPU on which a rank works: every call of a member, with a CuPy that only knows the current GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWN, STREAM = 1, 7
 
 
 class Gpus:
-    """The current GPU, and those on which arrays and graphs were made."""
+    """The current GPU, and the GPUs on which arrays and graphs were made."""
 
     def __init__(self) -> None:
         self.current, self.made = 0, list[int]()
@@ -36,14 +36,14 @@ class Gpus:
 
 
 class OnGpu(np.ndarray):
-    """An array that says it lies on a GPU."""
+    """An array that counts as one on a GPU."""
 
     def get(self) -> np.ndarray:
         return np.asarray(self)
 
 
 class FakeStaged:
-    """Memory of the host beside an array of a GPU: the copy is made at once."""
+    """Host memory of a GPU's array. The copy is made immediately."""
 
     def __init__(self, array: OnGpu, *, to_host: bool):
         self.host, self.gpu = np.asarray(array).copy(), array
@@ -54,7 +54,7 @@ class FakeStaged:
 
 
 class FakeContext:
-    """A context whose state grows by the sum of its other inputs in each run."""
+    """A context whose state grows in each run by the sum of its other inputs."""
 
     def __init__(self, gpus: Gpus, *names: str):
         self.signature = Signature([_spec(n) for n in names], [_spec("new")])
@@ -101,7 +101,7 @@ def member(gpus: Gpus, *names: str) -> Member:
     def here() -> Iterator[None]:
         gpus.current = OWN
         yield
-        gpus.current = 0  # other code of the process may choose another one between calls
+        gpus.current = 0  # other code of the process may choose another GPU between calls
 
     one: Any = object.__new__(Member)
     one.group = SimpleNamespace(check=lambda: None, begin=lambda: None, end=lambda: None)
@@ -114,7 +114,7 @@ def member(gpus: Gpus, *names: str) -> Member:
     return made
 
 
-def test_everything_of_a_rank_is_made_on_its_own_gpu(gpus: Gpus) -> None:
+def test_all_objects_of_a_rank_are_made_on_its_own_gpu(gpus: Gpus) -> None:
     one = member(gpus, "x", "past")
     number = one.context()
     one.bind(number, {"x": np.full(2, 3, np.float32), "past": np.zeros(2, np.float32)}, {"new": "past"})
@@ -156,7 +156,7 @@ def test_small_inputs_go_to_the_gpu_in_one_copy(gpus: Gpus) -> None:
     assert not found["flag"].gpu[0]
 
 
-def test_collectives_are_those_of_the_engine_at_work() -> None:
+def test_collectives_belong_to_the_running_engine() -> None:
     with using("first"):
         with using("second"):
             assert handle() == "second"

@@ -1,4 +1,4 @@
-"""Engines of several ranks without a GPU: threads and processes, files, launchers, and everything that goes wrong."""
+"""Engines of several ranks without a GPU: threads and processes, files, launchers, and failures of each kind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("target", ["reference", "simulate"])
 @pytest.mark.parametrize("devices", [2, 4])
-def test_several_ranks_compute_what_one_does(target: str, devices: int) -> None:
+def test_several_ranks_give_the_results_of_one(target: str, devices: int) -> None:
     one = optdnn.build(mlp(4), target=target).run(X)["y"]
     engine = built(target, devices)
     several = engine.run(X)["y"]
@@ -293,14 +293,14 @@ def test_a_group_exchanges_in_the_order_of_ranks() -> None:
 
 def test_one_failure_is_reported_to_every_rank() -> None:
     groups = grouped(3)
-    told = [threading.Event(), threading.Event()]
-    groups[0].when_lost(told[0].set)
-    groups[2].when_lost(told[1].set)
+    reported = [threading.Event(), threading.Event()]
+    groups[0].when_lost(reported[0].set)
+    groups[2].when_lost(reported[1].set)
     groups[1].fail("rank 1 ran out of memory")
     for group in (groups[0], groups[2]):
         with pytest.raises(RankError, match="rank 1 ran out of memory"):
             group.exchange({})
-    assert all(event.wait(5) for event in told), "each in the thread that learned of it"
+    assert all(event.wait(5) for event in reported), "each in the thread that learned of it"
 
 
 def test_hubs_refuse() -> None:
@@ -333,7 +333,7 @@ SUM = """<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
     agraph (float[2, 4] x) => (float[2, 4] y) { y = com.microsoft.AllReduce <group_size = 2> (x) }"""
 
 
-def test_the_model_of_one_rank_runs_with_the_others_alone() -> None:
+def test_the_model_of_one_rank_runs_only_with_the_others() -> None:
     engine = optdnn.build(onnx.parser.parse_model(SUM), target="simulate")
     x = np.ones((2, 4), np.float32)
     with pytest.raises(RunError, match="a collective of 2 ranks runs on one rank"):

@@ -1,4 +1,5 @@
-"""Steps on the CPU in a GPU's program: right values, explicit copies, few cuts, nothing that bounces; strict forbids them."""
+"""Steps on the CPU in a GPU's program: right values, explicit copies, few cuts, no value copied back and forth; strict forbids
+such steps."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def test_agrees_with_the_reference_on_a_poisoned_arena(name: str, precision: str
         results.append(got)
         for key, w in want.items():
             if precision == "fp16" and w.shape != got[key].shape:
-                continue  # roundings may change what is kept, not more
+                continue  # rounding may change the selection, but nothing else
             assert got[key].dtype == w.dtype
             assert got[key].shape == w.shape
             if not is_float(w.dtype):
@@ -153,7 +154,7 @@ def test_shapes_within_ranges() -> None:
 
 
 def test_detections_within_ranges() -> None:
-    """How many boxes there are is a size of the input, how many are kept depends on data."""
+    """The number of boxes is a size of the input. The number of kept boxes depends on data."""
     made = onnx.parser.parse_model(
         """<ir_version: 8, opset_import: ["": 17]>
         g (float[1, n, 4] boxes, float[1, 2, n] scores) => (int64[k, 3] kept, float[k, 4] y)
@@ -206,11 +207,11 @@ def test_profile_times_every_step() -> None:
     assert min(times) > 0
 
 
-def test_reports_tell_what_runs_on_the_cpu() -> None:
+def test_reports_show_what_runs_on_the_cpu() -> None:
     engine = optdnn.build(fallback.three(), target="simulate")
     assert engine.report is not None
-    told = engine.report["fallbacks"]["simulate"]
-    assert {"operator": "Det", "node": "det", "reason": "there is no kernel for Det"} in told
+    reported = engine.report["fallbacks"]["simulate"]
+    assert {"operator": "Det", "node": "det", "reason": "there is no kernel for Det"} in reported
     text = "\n".join(_build({"fallbacks": engine.report["fallbacks"]}))
     assert "| simulate | NumPy, on the CPU | Det | det | there is no kernel for Det |" in text
     assert _build({"fallbacks": {"simulate": []}}) == []
@@ -249,7 +250,7 @@ def test_strict_names_every_operator(target: str) -> None:
     assert "the size of 'kept' depends on data" in caught.value.message
 
 
-def test_strict_takes_what_the_gpu_runs_and_is_for_gpus() -> None:
+def test_strict_accepts_networks_that_the_gpu_runs_and_is_for_gpus() -> None:
     made = model([node("Relu", "x", "y")], [("x", F, [4])], [("y", F, [4])])
     engine = optdnn.build(made, target="simulate", strict=True)
     assert engine.meta["host"]["operators"] == []
@@ -258,7 +259,7 @@ def test_strict_takes_what_the_gpu_runs_and_is_for_gpus() -> None:
 
 
 def _changed(change: Any, which: str) -> Program:
-    """The three operators' program with the first step of an executor changed."""
+    """The program of the three operators, with a changed first step of an executor."""
     program = optdnn.build(fallback.three(), target="simulate").program
     k = next(k for k, s in enumerate(program.steps) if s.executor == which)
     steps = list(program.steps)

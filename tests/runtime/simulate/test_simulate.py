@@ -1,4 +1,4 @@
-"""Networks of convolutions on the simulated GPU: right values, in place where promised, whatever the tensors' places."""
+"""Networks of convolutions on the simulated GPU: right values at any place of tensors in memory, in place where promised."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_residual_network(precision: str) -> None:
     program = check_simulated(residual_net(), precision)
     found = kinds(program)
     assert found.count("Conv") == 4  # three convolutions and the classifier
-    assert found.count("ConvSum") == 1  # a block's last convolution with the projection beside it
+    assert found.count("ConvSum") == 1  # the last convolution of a block, together with the projection
     nodes = {n for s in program.steps for n in s.src}
     assert sum("Conv" in n for n in nodes) == 6, "every convolution is some step's"
     assert found.count("PooledImageConv") == 1
     assert "Pointwise" not in found[1:-1], "everything else is fused"
-    assert found[-1] == "Copy" or found[-1] == "Pointwise"  # the cast at the border
+    assert found[-1] == "Copy" or found[-1] == "Pointwise"  # the cast of the output
 
 
 def test_concatenation_is_written_in_place() -> None:
@@ -101,11 +101,11 @@ def test_one_spatial_axis() -> None:
     check_simulated(n.done(n.conv(n.op("Relu", n.conv(n.input(2, 8, 31), 16, 5, pads=2)), 8, 3, strides=2)))
 
 
-def test_what_an_epilogue_cannot_hold_becomes_a_pointwise_kernel() -> None:
+def test_stages_that_an_epilogue_cannot_hold_become_a_pointwise_kernel() -> None:
     n = Net()
     x = n.conv(n.input(1, 16, 8, 8), 16, bias=True)
     a, b = n.conv(x, 16), n.conv(x, 16)
-    y = n.op("Add", n.op("Relu", n.op("Add", a, x)), b)  # two residuals: one fits the kernel
+    y = n.op("Add", n.op("Relu", n.op("Add", a, x)), b)  # two residuals, of which one fits the kernel
     program = check_simulated(n.done(n.op("Selu", y)))
     assert kinds(program).count("Conv") == 3
 
@@ -179,7 +179,7 @@ def test_buffers_that_live_together_do_not_overlap() -> None:
 
 
 def test_an_overlap_is_seen() -> None:
-    """The poisoned arena and the comparison notice two live buffers in one place."""
+    """The poisoned arena and the comparison notice two live buffers at one place."""
     graph = residual_net()
     program, feeds = lowered(graph), feeds_of(graph)
     right = simulate(program, feeds)["y0"]
@@ -330,7 +330,7 @@ def test_other_strided_windows_are_convolutions() -> None:
     n = Net()
     x = n.op("Relu", n.conv(n.input(1, 16, 9, 9), 16))
     graph = n.done(n.conv(x, 8, 2, pads=0, strides=2), n.conv_transpose(x, 8, 3), n.conv_transpose(x, 8, 2, pads=1))
-    program = check_simulated(graph)  # 9 is no multiple of 2; windows of 3 overlap; pads cut
+    program = check_simulated(graph)  # 2 does not divide 9; windows of 3 overlap; pads crop
     assert tactics_of(program, "Conv") == {"conv_sm90"}
     assert tactics_of(program, "ConvTranspose") == {"subpixel_sm90"}
 
@@ -350,7 +350,7 @@ def test_tensors_without_elements() -> None:
 
 
 def places(program: Program, kind: str = "Pointwise") -> list[tuple[int | None, list[int | None]]]:
-    """Of each step of a kind: the offset of its result in the arena, and those of its operands."""
+    """For each step of a kind: the offset of its result in the arena, and the offsets of its operands."""
     at = [b.offset for b in program.buffers]
     return [
         (at[s.outputs[0]], [at[i] for i in s.inputs if i not in s.outputs])
@@ -359,7 +359,7 @@ def places(program: Program, kind: str = "Pointwise") -> list[tuple[int | None, 
     ]
 
 
-def test_a_pointwise_result_lies_over_an_operand_that_dies() -> None:
+def test_a_pointwise_result_takes_the_place_of_an_operand_that_is_not_read_again() -> None:
     n = Net()
     x = n.op(
         "Softmax", n.op("MatMul", n.input(4, 16), n.const(n.rng.standard_normal((16, 16)))), attrs=SoftmaxAttrs(-1)
@@ -370,7 +370,7 @@ def test_a_pointwise_result_lies_over_an_operand_that_dies() -> None:
     assert out in operands
 
 
-def test_a_pointwise_result_keeps_off_what_is_read_again_or_otherwise() -> None:
+def test_a_pointwise_result_does_not_replace_operands_that_are_read_again_or_in_another_order() -> None:
     n = Net()
     x = n.op(
         "Softmax", n.op("MatMul", n.input(16, 16), n.const(n.rng.standard_normal((16, 16)))), attrs=SoftmaxAttrs(-1)
@@ -434,7 +434,7 @@ def test_tf32_rounds_to_ten_bits() -> None:
 def test_a_result_that_does_not_fit_in_memory() -> None:
     n = Net()
     program = lowered(n.done(n.op("Relu", n.input(1, 4))))
-    for rows in (1 << 40, 1 << 60):  # the second one is more than the address space holds
+    for rows in (1 << 40, 1 << 60):  # the second one is larger than the address space
         ((spec, i),) = program.outputs
         program.outputs = ((replace(spec, shape=(rows, 4)), i),)
         program.buffers = tuple(replace(b, shape=(rows, 4)) if k == i else b for k, b in enumerate(program.buffers))

@@ -1,4 +1,4 @@
-"""Lanes: which accesses conflict, what an order proves, and that a program whose lanes race is refused."""
+"""Lanes: conflicting accesses, the guarantees of an order, and refusals of programs whose lanes race."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ N = 8
 
 
 def add(step: int, reads: Sequence[tuple[int, int]], write: tuple[int, int], size: int = N) -> Step:
-    """Operands (buffer, offset) added element by element: a kernel's step, but for a launch that could run."""
+    """A step that adds operands (buffer, offset) element by element: a kernel's step, except for a launch that could run."""
     inputs = tuple(dict.fromkeys(b for b, _ in reads))
     views = [[inputs.index(b), offset, [size], [1]] for b, offset in reads]
     return Step(
@@ -46,7 +46,7 @@ def add(step: int, reads: Sequence[tuple[int, int]], write: tuple[int, int], siz
 
 
 def diamond(lanes: tuple[Slot, ...], *, offsets: Sequence[int] = (0, 256, 512)) -> Program:
-    """x -> a; a -> b, a -> c side by side; b + c -> y."""
+    """x -> a; a -> b and a -> c in parallel; b + c -> y."""
     from optdnn.runtime.program import Kernel
 
     buffers = [Buffer("x", FP32, (N,)), *(Buffer(n, FP32, (N,), offset=o) for n, o in zip("abc", offsets, strict=True))]
@@ -83,7 +83,7 @@ def _region(rng: random.Random, rank: int) -> Region:
 
 
 def test_overlap_never_misses_and_is_exact_for_slices() -> None:
-    """Against sets of elements: random regions, then slices of channels of one channels-last tensor."""
+    """Compared with sets of elements, for random regions and for slices of channels of one channels-last tensor."""
     rng = random.Random(3)
     apart = 0
     for _ in range(3000):
@@ -108,7 +108,7 @@ def test_dependencies_are_those_of_the_data() -> None:
 
 
 def test_parts_of_a_joint_buffer_are_independent() -> None:
-    """Two writers of parts, a reader of one part, a reader of both; then the first part is written anew."""
+    """Two writers of parts, a reader of one part, a reader of both. Then the first part is written again."""
     p = diamond(())
     steps = (
         add(0, [(0, 0)], (1, 0), 4),
@@ -127,7 +127,7 @@ def test_workspace_that_a_meaning_does_not_name_counts_as_written() -> None:
     assert dependencies(replace(p, steps=tuple(shifted))) == [set(), {0}]
 
 
-def test_what_has_ended_when_a_step_begins() -> None:
+def test_steps_that_have_ended_when_a_step_begins() -> None:
     assert waits_of(()) is None
     assert waits_of(GOOD) == [[], [0], [0], [1, 2]]
     assert earlier(diamond(GOOD)) == [0, 1, 1, 7]
@@ -152,11 +152,11 @@ def test_lanes_that_race_are_refused(
     load: Any, lanes: tuple[Slot, ...], offsets: tuple[int, ...], message: str
 ) -> None:
     program = diamond(lanes, offsets=offsets)
-    validate(program)  # nothing is wrong with it but this
+    validate(program)  # it has no other fault
     with pytest.raises(EngineError, match=message):
         load(program)
     load(diamond(GOOD))
-    load(diamond((), offsets=offsets))  # lanes alone are looked at: one by one, nothing runs at the same time
+    load(diamond((), offsets=offsets))  # only lanes are checked: in sequence, no steps run at the same time
 
 
 def test_lanes_are_for_kernels() -> None:
@@ -208,7 +208,7 @@ def test_orders_are_all_that_lanes_allow_and_no_others() -> None:
 
 
 def test_simulate_shows_an_edge_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of lanes left out, a fault in the lanes gives other results; whole lanes never do."""
+    """Without the check of lanes, a fault in the lanes gives other results. Faultless lanes never do."""
     x = np.arange(N, dtype=np.float32)
     want = np.abs(x) + x + 2 * np.abs(x)
 

@@ -30,7 +30,7 @@ struct Rows {                                      // strides in elements
 
 struct Params {
     const u16 *queries, *new_keys, *new_values, *cosines, *sines;
-    const int *starts, *lengths;                   // cache position of each batch entry's new row (null: 0), and its number of keys afterwards
+    const int *starts, *lengths;                   // cache position of each batch entry's new row (null: 0), and its number of keys afterward
     u16 *keys, *values, *output;
     float* partial;                                // [batch][key head][split] of GROUP x (HEAD + 2): accumulators, largest score, sum of weights
     u32* arrived;                                  // [batch][key head]

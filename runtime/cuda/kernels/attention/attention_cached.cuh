@@ -152,7 +152,7 @@ struct Found {
     }
 };
 
-// Adds ``count`` contiguous results, four neighbouring features at a time, rescaled to a common largest score. ``put`` takes the query, the
+// Adds ``count`` contiguous results, four neighboring features at a time, rescaled to a common largest score. ``put`` takes the query, the
 // first feature, the sums, the sum of weights and the largest score. GLOBAL: other blocks wrote the results.
 template <bool GLOBAL, class Put> DEVICE void add_up(const float* parts, int count, float factor, const Put& put) {
     auto number = [](const float* at) { return GLOBAL ? __ldcg(at) : *at; };

@@ -1,5 +1,5 @@
 // The inner part of products in true fp32 on scalar units (conv_fp32.cu, and generated matrix products): copies into a ring of tiles, and
-// a block's multiply-adds on them. Operands are K-major, [K][pixels or rows] and [K][channels or columns], so that four neighbours are
+// a block's multiply-adds on them. Operands are K-major, [K][pixels or rows] and [K][channels or columns], so that four neighbors are
 // one 16-byte load. A warp takes 4 TM x 8 TN of the results, a thread TM x TN.
 //
 // The including text defines BM, BN, TM, TN (4 or 8), BK (a multiple of 8), STAGES, EARLY, B_PAD (elements between the rows of the second
@@ -26,7 +26,7 @@ DEVICE void copy_16(u32 target, const float* source, bool valid) {
 DEVICE void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 DEVICE void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory"); }
 
-// The first row and column of a thread. Its TM rows are four neighbours, then four more 16 further; its TN columns the same, 32 further. The
+// The first row and column of a thread. Its TM rows are four neighbors, then four more 16 further; its TN columns the same, 32 further. The
 // lanes are arranged so that a quarter warp reads few 16-byte words of either operand.
 DEVICE int own_row() {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -2,7 +2,7 @@
 #pragma once
 #include "counts.cuh"
 
-// A grid barrier: afterwards each block may read all earlier writes of any block. rounds: completed barriers, and blocks that have arrived
+// A grid barrier: afterward each block may read all earlier writes of any block. rounds: completed barriers, and blocks that have arrived
 // since; zeros before the first launch. The last block to arrive begins the next round.
 DEVICE void meet(u32* rounds) {
     __syncthreads();

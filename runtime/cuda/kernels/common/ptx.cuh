@@ -130,7 +130,7 @@ DEVICE bool elect_one() {
     return elected;
 }
 
-// Moves registers between warpgroups; COUNT: registers per thread afterwards. All warps of the warpgroup call it, in a branch of their own.
+// Moves registers between warpgroups; COUNT: registers per thread afterward. All warps of the warpgroup call it, in a branch of their own.
 template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
@@ -160,7 +160,7 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
     while (!barrier_try(barrier, parity)) {}
 #endif
 }
-// The same for a barrier at which other blocks of the cluster arrive: their stores are visible afterwards.
+// The same for a barrier at which other blocks of the cluster arrive: their stores are visible afterward.
 DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
     u32 done = 0;
     for (int tries = 0; !done; tries++) {

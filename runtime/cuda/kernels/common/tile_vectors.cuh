@@ -88,7 +88,7 @@ DEVICE void store_vector(Element* at, const float (&x)[LANES]) { put_vector(at, 
 // The beginning of part `tile`, where `tiles` parts share `count` items; the first parts are the larger ones.
 DEVICE int tile_begin(int count, int tile, int tiles) { return count / tiles * tile + min(tile, count % tiles); }
 
-// Sum of v over WIDTH neighbouring lanes, in all of them.
+// Sum of v over WIDTH neighboring lanes, in all of them.
 template <int WIDTH = 32> DEVICE float warp_sum(float v) {
     #pragma unroll
     for (int distance = WIDTH / 2; distance > 0; distance /= 2) v += __shfl_xor_sync(0xffffffffu, v, distance);
@@ -102,7 +102,7 @@ struct Moments {
 // 1 / standard deviation. A variance below zero is rounding; NaN stays NaN.
 DEVICE float inverse_deviation(const Moments& m, float epsilon) { return rsqrtf((m.variance < 0.0f ? 0.0f : m.variance) + epsilon); }
 
-// Combines the moments (mean, variance) of all tiles, by Chan, Golub and LeVeque: WIDTH neighbouring lanes add them, in an order that depends
+// Combines the moments (mean, variance) of all tiles, by Chan, Golub and LeVeque: WIDTH neighboring lanes add them, in an order that depends
 // on `tiles` alone. The tiles share `items`, each with the same number of elements. Means are relative to the mean of the first tile.
 template <int WIDTH = 32> DEVICE Moments combine(const float2* tile_moments, int items, int tiles) {
     const int base = items / tiles, larger = items % tiles;

@@ -1,5 +1,5 @@
 // Epilogue of chained_sm90.cu: accumulators -> results in rows of shared memory, which hold the added tensor before. Channels are wgmma's
-// M: a lane has two of a warp's sixteen channels, and two neighbouring pixels of each block of eight.
+// M: a lane has two of a warp's sixteen channels, and two neighboring pixels of each block of eight.
 #pragma once
 #include "narrow.cuh"
 
@@ -14,7 +14,7 @@ struct Requantize {
     float constants[8];
 };
 
-// The constants of two neighbouring channels: the rows of weights are permuted so that one lane has both.
+// The constants of two neighboring channels: the rows of weights are permuted so that one lane has both.
 DEVICE void load_bias(const Channel* from, int channel, int lane, Channel (&bias)[2]) {
     const float4 two = __ldg(reinterpret_cast<const float4*>(from + channel + lane / 4 * 2));
     bias[0] = make_float2(two.x, two.y), bias[1] = make_float2(two.z, two.w);

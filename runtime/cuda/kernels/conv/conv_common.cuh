@@ -105,7 +105,7 @@ struct Params {
 
 constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a row of the tile and, except for fp32, the span of its swizzle
 
-// Loads the constants of a thread's two channel rows: 8 apart, or neighbours where the weights' rows are permuted.
+// Loads the constants of a thread's two channel rows: 8 apart, or neighbors where the weights' rows are permuted.
 DEVICE void load_channel_pair(const Params& p, int first, int lane, Channel (&c)[2]) {
     if (DYNAMIC) grid_dependency_wait();           // the scale is another kernel's result
     #pragma unroll
@@ -143,7 +143,7 @@ DEVICE void finish_8_pixels(const Params& p, u32 address, const Acc* v, const Ch
     stmatrix_x2_trans(address, pack2(y[0], y[1]), pack2(y[2], y[3]));
 }
 #elif OUT_ITEM == 1
-// 16 channels x 8 pixels in 8 bits: two neighbouring channels (the permuted rows lane / 4 and lane / 4 + 8) form one 16-bit element
+// 16 channels x 8 pixels in 8 bits: two neighboring channels (the permuted rows lane / 4 and lane / 4 + 8) form one 16-bit element
 // of the 8x8 matrix that stmatrix transposes, so a row of the matrix holds one pixel's 16 channels.
 DEVICE u32 finish_fragment(const Params& p, const Acc* v, const Channel (&c)[2], u32 residual) {
 #if PAIRED

@@ -4,12 +4,12 @@
 //   out[pixel, channel] = epilogue(sum_k pixels[pixel, k] * weights[k, channel])
 //
 // Block: BM output pixels x BN channels, K in steps of BK through a cp.async ring; a warp takes 4 TM pixels x 8 TN channels, a
-// thread TM x TN of them. Both tiles are K-major, so that four neighbours are one 16-byte load. Copies of 4 bytes transpose the
+// thread TM x TN of them. Both tiles are K-major, so that four neighbors are one 16-byte load. Copies of 4 bytes transpose the
 // pixels, and so allow any number of channels and any strides. A cluster of SPLIT blocks splits the K of a tile: each block sums its
 // part, then finishes its share of the pixels.
 //
 // generated.cuh defines BM, BN, TM, TN (4 or 8), BK (a multiple of 8), STAGES, EARLY (see fp32_tile.cuh), SPLIT, WHOLE (eight
-// neighbours of K belong to one filter tap), PLANAR (K runs over taps first, channels last), VECTOR (results and residuals are stored
+// neighbors of K belong to one filter tap), PLANAR (K runs over taps first, channels last), VECTOR (results and residuals are stored
 // as 16 bytes), HAS_RESIDUAL, SCATTER (channels are blocks of pixels, see conv_scatter.cuh) and epilogue().
 #include "ptx.cuh"
 #include "generated.cuh"

@@ -6,7 +6,7 @@
 //   h W + b + norm(x) = h W + (rstd x - rstd mean) scale + b'      b' = b + shift
 //
 // A moment covers 64 channels of a row: their mean, and the sum of squared deviations from it. The layout is [64 channels][row], so that
-// lanes read neighbouring rows. NORMED and NORMED_RESIDUAL: 1 is a layer norm, 2 a norm by the mean square (its mean counts as zero).
+// lanes read neighboring rows. NORMED and NORMED_RESIDUAL: 1 is a layer norm, 2 a norm by the mean square (its mean counts as zero).
 //
 // MOMENT_ROWS 8: a moment covers 64 channels of eight rows, and the layout is [64 channels][eight rows]. IMAGE_NORM: NORMED uses the
 // moments of all channels of an image, whose rows are a multiple of eight: a group norm of one group, between products of each pixel.

@@ -37,7 +37,7 @@ constexpr u32 STAGE_BYTES = (BM + BN) * ROW_BYTES;
 // Four 16-byte chunks per row; with the swizzle, the eight rows of an ldmatrix touch all banks.
 DEVICE u32 chunk_at(int row, int chunk) { return row * ROW_BYTES + ((chunk ^ ((row >> 1) & 3)) << 4); }
 
-// Within 16 rows of weights, row 8 h + 2 t + i is channel 4 t + 2 h + i: lane t of four then holds four neighbouring channels.
+// Within 16 rows of weights, row 8 h + 2 t + i is channel 4 t + 2 h + i: lane t of four then holds four neighboring channels.
 DEVICE int channel_of(int row) { return (row & ~15) | (row & 6) << 1 | (row & 8) >> 2 | (row & 1); }
 
 #if OUT_ITEM == 4
@@ -48,7 +48,7 @@ typedef u16 Element;
 typedef u8 Element;
 #endif
 
-// Four neighbouring channels of a pixel, for a store that is unaligned or crosses the last channel.
+// Four neighboring channels of a pixel, for a store that is unaligned or crosses the last channel.
 union Pieces {
     Four four;
     Element element[4];

@@ -12,7 +12,7 @@
 // blocks of a cluster split K, and exchange their partial sums before these stores.
 //
 // ALTERNATE: two warpgroups take whole tiles in turn: one multiplies while the other runs its epilogue.
-// SHARE_CHANNELS x SHARE_PIXELS: the blocks of a cluster take neighbouring tiles. Each block loads a part of their common operands
+// SHARE_CHANNELS x SHARE_PIXELS: the blocks of a cluster take neighboring tiles. Each block loads a part of their common operands
 // and multicasts it, since the L2 bandwidth of 132 multiprocessors is less than their tensor cores need.
 //
 // STREAM (stream-K): each block takes an equal span of the K steps of all tiles, so no multiprocessor idles in a last wave. A tile

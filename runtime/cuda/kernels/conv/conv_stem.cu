@@ -7,7 +7,7 @@
 // or four channels interleaved (a word is two channels of a tap). K is a list of such words, given by their offsets from the first word
 // of a window: lane t of four reads word t of each half of a K step for its A fragment, whatever tap and channel that is.
 //
-// The rows of weights in shared memory are ordered so that a thread's accumulators of up to four n8 tiles are neighbouring channels.
+// The rows of weights in shared memory are ordered so that a thread's accumulators of up to four n8 tiles are neighboring channels.
 //
 // generated.cuh: see stem.cuh.
 #include "stem.cuh"

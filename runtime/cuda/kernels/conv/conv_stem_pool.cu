@@ -4,7 +4,7 @@
 // A block walks down a band of tiles of one image. A tile is PAIRS pairs of rows of the convolution, as wide as the image. An m16 tile has
 // the same eight columns of two rows, and a warp has these columns of all pairs. So a thread itself holds the elements under the two or
 // three rows of a window: windows of three rows begin with the second row of the previous pair, which stays in registers. The maxima over
-// rows go through shared memory, where threads take the maximum of neighbouring columns.
+// rows go through shared memory, where threads take the maximum of neighboring columns.
 //
 // generated.cuh: see stem.cuh; also POOL (2 or 3), POOL_TOP and POOL_LEFT, the padding (0 or 1; for 2 x 2, 0).
 #include "stem.cuh"
@@ -22,7 +22,7 @@ constexpr u32 LOWEST = 0xfc00fc00u;
 
 DEVICE uint4 larger(uint4 a, uint4 b) { return make_uint4(larger(a.x, b.x), larger(a.y, b.y), larger(a.z, b.z), larger(a.w, b.w)); }
 
-// Maximum of neighbouring columns of a tile, whose rows are already reduced, to the pooled image.
+// Maximum of neighboring columns of a tile, whose rows are already reduced, to the pooled image.
 DEVICE void pool_columns(const Params& p, const u8* columns, const Tile& tile) {
     const int first = blockIdx.y * BLOCK_N, each = p.pooled_w * int(EIGHTS);
     for (int i = threadIdx.x; i < PAIRS * each; i += THREADS) {
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem_pool
             for (int n = 0; n < N_TILES; n++) {
                 constexpr int LAST = N_TILES - 1;
                 const int group = group_of(n);
-                u8* const to = column + n * 16 + t * 4 * group;        // a lane's channels of a group of n8 tiles are neighbours
+                u8* const to = column + n * 16 + t * 4 * group;        // a lane's channels of a group of n8 tiles are neighbors
                 if (n % 4 % group) continue;
                 if (group == 4) *reinterpret_cast<uint4*>(to) = make_uint4(best[n], best[min(n + 1, LAST)], best[min(n + 2, LAST)], best[min(n + 3, LAST)]);
                 else if (group == 2) *reinterpret_cast<uint2*>(to) = make_uint2(best[n], best[min(n + 1, LAST)]);

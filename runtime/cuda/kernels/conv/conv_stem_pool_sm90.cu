@@ -1,6 +1,6 @@
 // A first convolution with a stride of 2 along its rows and the max pool after it, as in conv_stem_pool.cu, on Hopper's wgmma.
 //
-// Output channels are wgmma's M: a block has 64, and their weights stay in registers. Pixels are N. The windows of neighbouring results
+// Output channels are wgmma's M: a block has 64, and their weights stay in registers. Pixels are N. The windows of neighboring results
 // are rows of operand B that begin 16 bytes apart in shared memory: a core matrix is eight consecutive rows of 16 bytes. These 16 bytes,
 // a unit, hold eight columns of one channel and one row; a filter row has at most eight. K runs over the channels of a filter row, row by
 // row, and a K step is two units. Pixels arrive in shared memory as planes; from there, threads build the unit of each window.
@@ -8,7 +8,7 @@
 // A block is one warpgroup. It walks down a band of an image by pairs of the convolution's rows. A row is as wide as the image and is
 // computed in two halves: while one half is multiplied, the accumulators of the previous half are finished. The rows of units are a ring,
 // which meanwhile receives the rows of a later pair. A thread holds the maxima over the rows of its windows. Shuffles combine the maxima
-// of neighbouring columns.
+// of neighboring columns.
 //
 // generated.cuh: see stem_pixels.cuh, also DILATION_H, FIRST_WORD (offset of the first window in a row of pixels, in two columns), LEAD
 // (pairs whose rows are loaded in advance), POOL (2 or 3), POOL_TOP and POOL_LEFT, the padding (0 or 1; for 2 x 2, 0), and wgmma_pixels().
@@ -18,7 +18,7 @@ constexpr int UNIT_BYTES = TILE_W * 16, ROW_BYTES = CHANNELS * UNIT_BYTES, RING 
 constexpr int HALF = TILE_W / 2, EIGHTS = HALF / 8;
 constexpr int FIRST = POOL == 3 ? 1 - POOL_TOP : 0;          // row of the convolution at which the first pair begins
 static_assert(THREADS == 128 && TILE_W % 16 == 0 && PLANES && STRIDE_W == 2 && !FRAMES && HALO_H == 2 * STRIDE_H, "a form of this kernel");
-static_assert(CHANNELS % 2 == 0 || (STRIDE_H % 2 == 0 && DILATION_H == 1), "the units of a K step are neighbours");
+static_assert(CHANNELS % 2 == 0 || (STRIDE_H % 2 == 0 && DILATION_H == 1), "the units of a K step are neighbors");
 #if defined(DTYPE_BF16)
 constexpr u32 LOWEST = 0xff80ff80u;
 #else
@@ -61,7 +61,7 @@ DEVICE void put_windows(const u8* planes, u8* to) {
     async_proxy_fence();
 }
 
-// A lane's part of a row: its two channels of two neighbouring pixels, in each block of eight pixels.
+// A lane's part of a row: its two channels of two neighboring pixels, in each block of eight pixels.
 struct Results { u32 of[2][EIGHTS][2]; };
 
 // The half of a row that is computed at ``turn``: windows that reach to the right need the right half first.
@@ -84,9 +84,9 @@ DEVICE void take_upper(const Params& p, const float (&acc)[HALF / 2], const floa
     }
 }
 
-// Maximum of a window's upper rows (``held``) and half the second row of a pair, then of neighbouring columns, to the pooled image.
+// Maximum of a window's upper rows (``held``) and half the second row of a pair, then of neighboring columns, to the pooled image.
 // Windows of three rows reuse the second row, which stays in ``held``. Their third column belongs to another lane, or to the
-// neighbouring block of eight pixels.
+// neighboring block of eight pixels.
 DEVICE void pool_lower(const Params& p, const float (&acc)[HALF / 2], const float2& bias, int turn, bool real, bool stored, u16* to,
                        Results& held, u32& beside) {
     const int lane = threadIdx.x % 32, t = lane % 4, edge = POOL_LEFT ? 3 : 0, from = lane / 4 * 4 + (t + (POOL_LEFT ? 3 : 1)) % 4;

@@ -1,12 +1,16 @@
 // Rotary position embeddings in the epilogue of a product (TURNED): the launch rotates the pairs of a head's features while its results
 // are in shared memory before their store. Part of the implicit-GEMM kernel, for 16-bit rows.
 //
-// A head has HEAD features. The first TURNED of them form pairs: features i and i + TURNED / 2, or (INTERLEAVED) two neighbours. A pair lies
+// A head has HEAD features. The first TURNED of them form pairs: features i and i + TURNED / 2, or (INTERLEAVED) two neighbors. A pair lies
 // in one tile of 64 channels; with 128 features, in two tiles of one warpgroup (FAR). Channels below p.turned_channels belong to heads.
-// The layout of the angles is [position][eight pairs][eight cosines, eight sines]; positions restart after p.positions rows.
+// The layout of the angles is [position][part][eight pairs][eight cosines, eight sines]; positions restart after p.positions rows. Heads
+// take the angles of the HEAD_PARTS parts in turn.
 #pragma once
 
 #if TURNED
+#ifndef HEAD_PARTS
+#define HEAD_PARTS 1
+#endif
 constexpr bool FAR = TURNED == 128 && !INTERLEAVED;
 constexpr int TURNED_TILES = FAR ? 2 : 1;          // tiles that are rotated together
 static_assert(TURNED % 16 == 0 && TURNED <= HEAD && (HEAD < 64 ? 64 % HEAD == 0 : HEAD % 64 == 0), "tiles of 64 channels hold whole heads, or heads whole tiles");
@@ -23,14 +27,15 @@ template <int ROWS, int MOST> struct TurnedTile {
 
     u32 cosines[TOGETHER][4], sines[TOGETHER][4];
 
-    // Loads the angles of the items from ``begin`` on. No launch writes angles.
-    __device__ __forceinline__ void load(const Params& p, int inside, int first_row, int begin, int thread) {
+    // Loads the angles of the items from ``begin`` on, in the tile of channels from ``channel`` on. No launch writes angles.
+    __device__ __forceinline__ void load(const Params& p, int channel, int inside, int first_row, int begin, int thread) {
         #pragma unroll
         for (int i = 0; i < TOGETHER; i++) {
             const int item = begin + i * 128 + thread, row = item % ROWS, vector = item / ROWS % VECTORS + inside / 16;
             if (item >= ITEMS) continue;
             const u32 position = u32(first_row + row) % u32(p.positions);
-            const uint4* from = p.angles + (size_t(position) * (TURNED / 16) + vector) * 2;
+            const int part = HEAD_PARTS > 1 ? (channel / HEAD + item / ROWS / VECTORS) % HEAD_PARTS : 0;
+            const uint4* from = p.angles + ((size_t(position) * HEAD_PARTS + part) * (TURNED / 16) + vector) * 2;
             const uint4 c = __ldg(from), s = __ldg(from + 1);
             cosines[i][0] = c.x, cosines[i][1] = c.y, cosines[i][2] = c.z, cosines[i][3] = c.w;
             sines[i][0] = s.x, sines[i][1] = s.y, sines[i][2] = s.z, sines[i][3] = s.w;
@@ -77,11 +82,11 @@ DEVICE void turn_heads(const Params& p, u32 tile, int channel, int first_row, in
         const int inside = HEAD > 64 ? (channel + m * 64) % HEAD : 0;
         const bool turns = channel + m * 64 < p.turned_channels && inside < TURNED;
         Tile heads;
-        if (AHEAD && turns) heads.load(p, inside, first_row, 0, thread);
+        if (AHEAD && turns) heads.load(p, channel + m * 64, inside, first_row, 0, thread);
         if (m == 0) wait();
         #pragma unroll 1
         for (int begin = 0; turns && begin < Tile::ITEMS; begin += Tile::TOGETHER * 128) {
-            if (!AHEAD) heads.load(p, inside, first_row, begin, thread);
+            if (!AHEAD) heads.load(p, channel + m * 64, inside, first_row, begin, thread);
             heads.turn(tile + m * ROWS * 128, begin, thread);
         }
     }

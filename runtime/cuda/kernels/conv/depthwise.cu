@@ -2,7 +2,7 @@
 //
 // A thread computes TILE_H x TILE_W output pixels of LANES (4 or 8) channels. It walks its input rows once, top to bottom; the vectors
 // of a row serve all taps and all output rows that touch it. A block takes block_vectors x strips_x x strips_y such strips, so that
-// rows and columns that neighbours share hit in L1.
+// rows and columns that neighbors share hit in L1.
 //
 // generated.cuh defines LANES, KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, TILE_H, TILE_W, MAX_THREADS, MIN_BLOCKS,
 // HAS_RESIDUAL, RELU_BEFORE (floats: a ReLU of the input precedes the filter), SQUEEZE (0 none, 1 partial sums, 2 finished means)

@@ -9,7 +9,7 @@
 // beside each other, times TILE_N images. The same registers serve every row of the filter, so each pixel is loaded once for all of
 // them. A lane reads eight channels of a pixel at once, and pairs them with those of a second pixel.
 //
-// (Zero times infinity is NaN: an element that has overflowed makes NaN of neighbouring pixels whose windows do not cover it.)
+// (Zero times infinity is NaN: an element that has overflowed makes NaN of neighboring pixels whose windows do not cover it.)
 //
 // generated.cuh: see tile_walk.cuh; also ROWS, GROUPS, BLOCKS, GRID_X, GRID_Y (warps beside and below each other), the filter
 // (KERNEL_H, KERNEL_W), RELU_BEFORE (a ReLU of the input precedes the filter), MIN_BLOCKS, epilogue() and multiply().

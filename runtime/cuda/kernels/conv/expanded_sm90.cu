@@ -10,11 +10,11 @@
 // of a group lie one below the other, and a tile has GRID_X x GRID_Y groups. A row of the patch is loaded once for all strips. Several
 // blocks on a multiprocessor fill one another's stalls.
 //
-// (Zero times infinity is NaN: an element that has overflowed makes NaN of the neighbouring channels of its pixel.)
+// (Zero times infinity is NaN: an element that has overflowed makes NaN of the neighboring channels of its pixel.)
 //
 // generated.cuh defines CHANNELS (a multiple of 16), WARPS, STRIPS, STRIP_W, GRID_X, GRID_Y, STAGES, MIN_BLOCKS, the filter (KERNEL_H,
 // KERNEL_W, STRIDE_*, DILATION_*), DEPTH (a multiple of 8), SWIZZLE (TMA's: 0, 64 or 128), SQUEEZE (1: sums of tiles, 2: means of images),
-// between() and after() (of two neighbouring channels of either convolution, to a pair of 16-bit elements) and multiply().
+// between() and after() (of two neighboring channels of either convolution, to a pair of 16-bit elements) and multiply().
 #include "taps.cuh"
 #include "generated.cuh"
 #include "strips.cuh"
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
                 }
                 stmatrix_x4(staged, made[0], made[1], made[2], made[3]);
                 __syncwarp();
-                // Each lane stores 16 bytes of a pixel: two neighbouring lanes fill a sector of L2.
+                // Each lane stores 16 bytes of a pixel: two neighboring lanes fill a sector of L2.
                 const int row = lane / 2, group = lane % 2, to_y = y + row / STRIP_W, to_x = x + row % STRIP_W;
                 const uint4 v = shared_load16(out + warp * 16 * OUT_PITCH + row * OUT_PITCH + group * 16);
                 if (to_y < p.out_h && to_x < p.out_w && channel + group * 8 < p.channels)

@@ -10,7 +10,7 @@
 // epilogue, are rounded to 16 bits and multiplied at once: pixels are wgmma's M, output channels its N. While wgmma works, the next
 // channels are convolved.
 //
-// (Zero times infinity is NaN: an element that has overflowed makes NaN of the neighbouring channels of its pixel.)
+// (Zero times infinity is NaN: an element that has overflowed makes NaN of the neighboring channels of its pixel.)
 //
 // With SPLIT > 1 the blocks of a cluster split K and exchange partial sums, as in conv_sm90.cu: a small batch offers little other
 // parallelism. Otherwise blocks are persistent.
@@ -18,7 +18,7 @@
 // generated.cuh defines WARPGROUPS, STRIPS, STRIP_W, GRID_X (strips beside each other in a tile), NT x NW (wgmma instructions per
 // tile, and output channels of each), BK, BATCH (channels that are convolved together, divided by 16),
 // STAGES, SPLIT, MIN_BLOCKS, the filter (KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*), RELU_BEFORE (a ReLU of the input precedes the
-// filter), HAS_RESIDUAL, between() (of two neighbouring channels, to a pair of 16-bit elements), epilogue() and wgmma_pixels().
+// filter), HAS_RESIDUAL, between() (of two neighboring channels, to a pair of 16-bit elements), epilogue() and wgmma_pixels().
 #include "taps.cuh"
 #include "generated.cuh"
 #include "strips.cuh"

@@ -13,7 +13,7 @@ static_assert(TILE_H * TILE_W == WARPS_M * M_TILES * 16);
 
 // ---- rows of weights ---------------------------------------------------------------------------------------------------
 
-// The n8 tiles of a warp come in groups of four, two or one; a lane's accumulators of a group of G are 2 G neighbouring channels.
+// The n8 tiles of a warp come in groups of four, two or one; a lane's accumulators of a group of G are 2 G neighboring channels.
 DEVICE constexpr int group_of(int tile) {
     const int left = N_TILES - tile / 4 * 4;
     return left >= 4 ? 4 : left >= 2 ? (tile % 4 < 2 ? 2 : 1) : 1;

@@ -49,7 +49,7 @@ constexpr int SETS = PLANES ? 1 : CHANNELS, RAW = (VEC * IMAGE_ITEM + 3) / 4;
 constexpr bool COPIED = !NORMALIZE && IMAGE_KIND == FACTOR_KIND;                       // pixels need no conversion
 static_assert(TILE_W % 8 == 0);
 
-struct Chunk { u32 raw[SETS][RAW]; };              // VEC neighbouring columns of a row, of every interleaved channel
+struct Chunk { u32 raw[SETS][RAW]; };              // VEC neighboring columns of a row, of every interleaved channel
 
 DEVICE void load_raw(const u8* at, u32 (&raw)[RAW]) {
     if constexpr (VEC * IMAGE_ITEM == 16) {
@@ -210,7 +210,7 @@ DEVICE void copy_pixels(const Params& p, u32 pixels, const Tile& tile, const Pla
 
 // ---- results -----------------------------------------------------------------------------------------------------------
 
-// Two neighbouring channels of a pixel, with the added pair.
+// Two neighboring channels of a pixel, with the added pair.
 DEVICE u32 finish_pair(float x, float y, u32 added) {
     x = epilogue(x, 0.0f, low_float(added)), y = epilogue(y, 0.0f, high_float(added));
 #if FINAL_SILU

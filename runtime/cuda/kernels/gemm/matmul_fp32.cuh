@@ -1,4 +1,4 @@
-// A tile of a matrix product in true fp32: operands of any strides, by copies of 4 bytes, or of 16 (COLUMNS_TOGETHER: neighbouring columns of
+// A tile of a matrix product in true fp32: operands of any strides, by copies of 4 bytes, or of 16 (COLUMNS_TOGETHER: neighboring columns of
 // the right operand are contiguous and aligned). Included by generated text, which defines the macros of fp32_tile.cuh.
 #pragma once
 #include "fp32_tile.cuh"

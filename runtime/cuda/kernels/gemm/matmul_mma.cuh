@@ -1,7 +1,7 @@
 // A tile of a matrix product on tensor cores (mma.sync, fp32 accumulators): 16-bit operands, or fp32 operands rounded to tf32, of any strides.
 // The tile's rows are lines of the left operand, its columns lines of the right one. Included by generated text, which defines BM and BN (64 or
 // 128), STAGES, ITEM (bytes of an element), multiply(), and for each operand
-//   ALONG: shared memory holds 64 bytes of K of each line; otherwise the neighbouring lines at each position of K;
+//   ALONG: shared memory holds 64 bytes of K of each line; otherwise the neighboring lines at each position of K;
 //   PIECE: bytes per asynchronous copy (16, 8 or 4, along that direction); 0: threads copy element by element, through registers.
 #pragma once
 #include "ldmatrix.cuh"

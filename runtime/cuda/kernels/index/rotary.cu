@@ -7,8 +7,8 @@
 // One launch rotates one tensor, or two by the same angles: queries and keys.
 //
 // generated.cuh defines TENSORS (1 or 2), LANES (elements per access), WIDE (fp32 elements), BFLOAT (bf16 elements), RANK (axes of rows),
-// TURNING and COPYING (vectors of pairs, and of other features, in a row), OWN_ANGLES (each feature has an angle, otherwise each pair),
-// INTERLEAVED (neighbours are pairs), EARLY (the angles are constant), COSINE_VECTORS and SINE_VECTORS (the angles of a thread are one
+// TURNING and COPYING (vectors of pairs, and of other features, in a row), PARTS (parts of a head, each with its own pairs), OWN_ANGLES (each feature has an angle, otherwise each pair),
+// INTERLEAVED (neighbors are pairs), EARLY (the angles are constant), COSINE_VECTORS and SINE_VECTORS (the angles of a thread are one
 // aligned vector).
 #include "rotary.cuh"
 
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_consta
         Vector(x + at).store(output + at);
         return;
     }
-    const u32 left = INTERLEAVED ? 2 * first : first, right = left + (INTERLEAVED ? 1 : TURNING) * LANES;
+    const u32 left = place_of(vector), right = left + DISTANCE;
 #if OWN_ANGLES
     const Vector cosines[2] = {angles<COSINE_VECTORS>(p.cosines + row.cosines, left, p.cosine_step), angles<COSINE_VECTORS>(p.cosines + row.cosines, right, p.cosine_step)};
     const Vector sines[2] = {angles<SINE_VECTORS>(p.sines + row.sines, left, p.sine_step), angles<SINE_VECTORS>(p.sines + row.sines, right, p.sine_step)};

@@ -20,7 +20,18 @@ DEVICE void store_features(Element* at, const float* feature) {
     v.store(at);
 }
 
-// Rotates LANES pairs: neighbours, or a feature of the first vector with one of the second.
+#ifndef PARTS
+#define PARTS 1                                    // parts of a head that each form their own pairs
+#endif
+
+// The place in a head of a vector's first features, and the distance to its second features.
+constexpr u32 PART = TURNING / PARTS;              // vectors of pairs in a part
+constexpr u32 DISTANCE = (INTERLEAVED ? 1 : PART) * LANES;
+DEVICE u32 place_of(u32 vector) {
+    return (INTERLEAVED ? 2 * vector : vector / PART * PART + vector) * LANES;
+}
+
+// Rotates LANES pairs: neighbors, or a feature of the first vector with one of the second.
 DEVICE void turn(float (&feature)[2 * LANES], const Vector& cosines, const Vector& sines) {
     #pragma unroll
     for (int j = 0; j < LANES; j++) {

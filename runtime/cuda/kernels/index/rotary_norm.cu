@@ -5,7 +5,7 @@
 // biases and constant angles are loaded before the preceding launches end.
 //
 // generated.cuh defines LANES (elements per access), WIDE (fp32 elements), BFLOAT (bf16 elements), TURNING and COPYING (vectors of pairs, and
-// of other features, in a row), INTERLEAVED (neighbours are pairs), EARLY (the angles are constant), COSINE_VECTORS and SINE_VECTORS (the
+// of other features, in a row), PARTS (parts of a head, each with its own pairs), INTERLEAVED (neighbors are pairs), EARLY (the angles are constant), COSINE_VECTORS and SINE_VECTORS (the
 // angles of a thread are one aligned vector), SHARE, THREADS (of a block), TOKENS (a norm covers all heads of a token), CENTERED (layer norms,
 // otherwise RMS norms) and BIASED.
 #include "rotary.cuh"
@@ -58,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary_norm(const __grid_c
     const u32 vector = threadIdx.x % SHARE, head = TOKENS ? threadIdx.x / SHARE : row % t.heads, token = TOKENS ? row : row / t.heads;
     const u32 position = token % t.length, image = token / t.length;
     const bool live = vector < VECTORS && head < t.heads && row < t.rows, turns = vector < TURNING;
-    const u32 left = !turns ? (TURNING + vector) * LANES : (INTERLEAVED ? 2 : 1) * vector * LANES;
-    const u32 right = turns ? left + (INTERLEAVED ? 1 : TURNING) * LANES : left;  // the same vector where nothing is rotated
+    const u32 left = turns ? place_of(vector) : (TURNING + vector) * LANES;
+    const u32 right = turns ? left + DISTANCE : left;  // the same vector where nothing is rotated
 
     float scale[2 * LANES] = {}, bias[2 * LANES] = {}, feature[2 * LANES] = {};
     Vector cosines, sines;

@@ -72,7 +72,7 @@ struct Line {
         line_barrier();
         return count;
     }
-    // The number of the line's keys that fulfil a condition.
+    // The number of the line's keys that fulfill a condition.
     template <typename If> DEVICE u32 counted(Counts& counts, If condition) {
         u32 parts[4] = {};                         // independent of one another
         #pragma unroll

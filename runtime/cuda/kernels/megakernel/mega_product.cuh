@@ -186,7 +186,7 @@ template <class Kind> struct Product {
         for (int w = 0; w < WARPS; w++) part[w % 4] += sums[((tile * WARPS + w) * ROWS + m) * TILE + c];
         return (part[0] + part[1]) + (part[2] + part[3]);
     }
-    // A thread computes two neighbouring results.
+    // A thread computes two neighboring results.
     static __device__ __forceinline__ void finish(const ProductJob& job, const Share& share, const float* sums, const Now& now, int number) {
         for (int i = threadIdx.x; i < share.count * (ROWS * TILE / 2); i += THREADS) {
             const int tile = i / (ROWS * TILE / 2), m = i / (TILE / 2) % ROWS, c = i % (TILE / 2) * 2, n = (share.begin + tile) * TILE + c;

@@ -81,14 +81,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_co
     };
     load(0);
     const auto added_to = [&](int c) { return vector_added ? element_of(vector_added + c) : 0.0f; };
-    float pivot[SPAN], centre[LANES], sum[LANES], square[LANES];
+    float pivot[SPAN], center[LANES], sum[LANES], square[LANES];
     #pragma unroll
     for (int k = 0; k < SPAN; k++) {
         const int first = min(own.first + k, groups - 1) * p.group;
         pivot[k] = element_of(origin + first) + added_to(first);
     }
     #pragma unroll
-    for (int i = 0; i < LANES; i++) centre[i] = own.pick(pivot, i) - added_to(channel + i), sum[i] = square[i] = 0.0f;
+    for (int i = 0; i < LANES; i++) center[i] = own.pick(pivot, i) - added_to(channel + i), sum[i] = square[i] = 0.0f;
     for (int g = threadIdx.x; g < groups; g += THREADS) pivots[g] = element_of(origin + g * p.group) + added_to(g * p.group);
     for (int begin = 0; begin < mine; begin += ROUND * lines) {
         if (begin) load(begin);
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_co
             if constexpr (HELD == 0) put_vector(data + (begin + k * lines) * p.slab, v[k]);
             #pragma unroll
             for (int i = 0; i < LANES; i++) {
-                const float d = lane_of(v[k], i) - centre[i];
+                const float d = lane_of(v[k], i) - center[i];
                 sum[i] += d;
                 square[i] = fmaf(d, d, square[i]);
             }
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_co
         means[k] = m.x, inverses[k] = m.y;
     }
     #pragma unroll
-    for (int i = 0; i < LANES; i++) centre[i] = own.pick(means, i) - added_to(channel + i), factor[i] *= own.pick(inverses, i);
+    for (int i = 0; i < LANES; i++) center[i] = own.pick(means, i) - added_to(channel + i), factor[i] *= own.pick(inverses, i);
     Element* output = p.output + ((long long)n * p.pixels + from + line) * p.output_pitch + first_channel + channel;
     for (int begin = 0; begin < mine; begin += ROUND * lines) {
         if constexpr (HELD == 0) load_residual(begin);
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_co
             float y[LANES];
             #pragma unroll
             for (int i = 0; i < LANES; i++) {
-                const float normal = fmaf(lane_of(v[k], i) - centre[i], factor[i], shift[i]);
+                const float normal = fmaf(lane_of(v[k], i) - center[i], factor[i], shift[i]);
                 y[i] = epilogue(normal, 0.0f, HAS_RESIDUAL ? lane_of(r[k], i) : 0.0f);
             }
             store_vector(output + (long long)(begin + k * lines) * p.output_pitch, y);

@@ -45,12 +45,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) group_norm_grid(const _
     const u64 once = evict_first(), again = evict_normally();
 
     const auto pivot_of = [&](int g) { return element_of(origin + g * t.group) + place.added_to(p.added, t, g * t.group); };
-    float pivot[SPAN], centre[LANES], sum[LANES], square[LANES];
+    float pivot[SPAN], center[LANES], sum[LANES], square[LANES];
     #pragma unroll
     for (int k = 0; k < SPAN; k++) pivot[k] = pivot_of(min(own.first + k, groups - 1));
     #pragma unroll
     for (int i = 0; i < LANES; i++)
-        centre[i] = own.pick(pivot, i) - (place.live ? place.added_to(p.added, t, channel + i) : 0.0f), sum[i] = square[i] = 0.0f;
+        center[i] = own.pick(pivot, i) - (place.live ? place.added_to(p.added, t, channel + i) : 0.0f), sum[i] = square[i] = 0.0f;
     for (int g = threadIdx.x; g < groups; g += THREADS) pivots[g] = pivot_of(g);
     Vector v[AHEAD];
     for (int begin = 0; begin < mine; begin += AHEAD) {
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) group_norm_grid(const _
             if (begin + k < p.held) put_vector(kept + (begin + k) * kept_step, v[k]);
             #pragma unroll
             for (int i = 0; i < LANES; i++) {
-                const float d = lane_of(v[k], i) - centre[i];
+                const float d = lane_of(v[k], i) - center[i];
                 sum[i] += d;
                 square[i] = fmaf(d, d, square[i]);
             }

@@ -64,12 +64,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_moments(const __grid
 
     cursor.load(v, policy);
     const auto pivot_of = [&](int g) { return element_of(origin + g * t.group) + place.added_to(p.added, t, g * t.group); };
-    float pivot[SPAN], centre[LANES], sum[LANES], square[LANES];
+    float pivot[SPAN], center[LANES], sum[LANES], square[LANES];
     #pragma unroll
     for (int k = 0; k < SPAN; k++) pivot[k] = pivot_of(min(own.first + k, groups - 1));
     #pragma unroll
     for (int i = 0; i < LANES; i++)
-        centre[i] = own.pick(pivot, i) - place.added_to(p.added, t, channel + i), sum[i] = square[i] = 0.0f;
+        center[i] = own.pick(pivot, i) - place.added_to(p.added, t, channel + i), sum[i] = square[i] = 0.0f;
     for (int g = threadIdx.x; g < groups; g += THREADS) pivots[g] = pivot_of(g);
     while (cursor.has(0)) {
         #pragma unroll
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_moments(const __grid
             if (!cursor.has(k)) break;
             #pragma unroll
             for (int i = 0; i < LANES; i++) {
-                const float d = lane_of(v[k], i) - centre[i];
+                const float d = lane_of(v[k], i) - center[i];
                 sum[i] += d;
                 square[i] = fmaf(d, d, square[i]);
             }
@@ -132,10 +132,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 256 ? 1 : 768 / 
     }
     #pragma unroll
     for (int i = 0; i < LANES; i++) {
-        const float centre = own.pick(means, i) - place.added_to(p.added, t, channel + i);
+        const float center = own.pick(means, i) - place.added_to(p.added, t, channel + i);
         factor[i] *= own.pick(inverses, i);
-        if constexpr (WIDE) mean[i] = centre;
-        else mean[i] = 0.0f, shift[i] = fmaf(-centre, factor[i], shift[i]);
+        if constexpr (WIDE) mean[i] = center;
+        else mean[i] = 0.0f, shift[i] = fmaf(-center, factor[i], shift[i]);
     }
     while (cursor.has(0)) {
         #pragma unroll

@@ -1,7 +1,7 @@
-// Sums of groups of channels over a block. Each thread holds a vector of LANES neighbouring channels of a slab of whole groups.
+// Sums of groups of channels over a block. Each thread holds a vector of LANES neighboring channels of a slab of whole groups.
 //
 // Sums are of differences from a pivot of each group, so that a large mean does not cancel the deviations.
-// generated.cuh defines LANES, THREADS, SPAN (groups that a vector may touch) and SHARE (neighbouring threads that sum a group: a power of
+// generated.cuh defines LANES, THREADS, SPAN (groups that a vector may touch) and SHARE (neighboring threads that sum a group: a power of
 // two up to 32).
 #pragma once
 #include "tile_vectors.cuh"
@@ -52,7 +52,7 @@ DEVICE void put_sums(float2* table, const VectorGroups& own, int vector, int lin
     }
 }
 
-// The sum and the sum of squares of group g, by SHARE threads. A group's rows are neighbours; only zeros lie between them.
+// The sum and the sum of squares of group g, by SHARE threads. A group's rows are neighbors; only zeros lie between them.
 DEVICE float2 group_sums(const float2* table, int g, int group, int lines) {
     const int pitch = table_pitch(lines), from = g * group / LANES, to = (g * group + group - 1) / LANES;
     const int first = from * SPAN + g - from * LANES / group, last = from == to ? first : to * SPAN;

@@ -9,7 +9,7 @@ struct Tiling {
     int added_pitch;                               // elements between the vectors of `added` of consecutive images
 };
 
-// The work of a block. The slabs of a tile are consecutive blocks, and are neighbours in memory.
+// The work of a block. The slabs of a tile are consecutive blocks, and are neighbors in memory.
 struct Place {
     int image, tile, first_channel, vector, line, lines, from, to;
     bool live;                                     // threads beyond lines * vectors only help to reduce

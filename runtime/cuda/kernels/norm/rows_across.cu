@@ -1,8 +1,8 @@
-// LayerNorm and RMSNorm of the rows of a stack of matrices [images][rows][length] where some tensors are transposed ("across"): neighbours
-// in memory are neighbours in a column. 16-bit storage, fp32 statistics.
+// LayerNorm and RMSNorm of the rows of a stack of matrices [images][rows][length] where some tensors are transposed ("across"): neighbors
+// in memory are neighbors in a column. 16-bit storage, fp32 statistics.
 //
 // A block takes ROWS rows of one image, a warp one row at a time. Tensors that lie across go through shared memory, where the tile is stored
-// in rows. A global access covers eight rows of a column, and neighbouring lanes take the next eight.
+// in rows. A global access covers eight rows of a column, and neighboring lanes take the next eight.
 //
 // generated.cuh defines OPERATION (0 layer norm, 1 RMS norm), VECTORS (accesses of eight elements per lane and row), ROWS, THREADS,
 // HAS_ADD (the normalized row is input + addend, and the addend lies across; that sum is an output, in rows), INPUT_ACROSS (the addend is

@@ -22,7 +22,7 @@ constexpr int TURNS = (SHARE * CHUNK_K + TURN_K - 1) / TURN_K, MOST_SIDE = ROWS 
 constexpr int SIDE = TURNS < MOST_SIDE ? TURNS : MOST_SIDE;            // turns whose rows are in flight together
 constexpr u32 RANGE = BITS == 8 ? 22 : 18;         // bits of a row's integer; 16 times this integer, and a bit more, fits three digits
 constexpr int TURN_CHUNKS = TURN_K / CHUNK_K;
-// SIGNS is added before the digits are separated, and the same bits are flipped afterwards: this makes digits signed. Adding ADDED[r] to a
+// SIGNS is added before the digits are separated, and the same bits are flipped afterward: this makes digits signed. Adding ADDED[r] to a
 // float of register r leaves its integer in the low bits, plus a constant: 2^22 for 8 bits. For 4 bits, a number minus 16 times the number of
 // register 0 has SIGNS in its low 24 bits.
 constexpr u32 SIGNS = 0x00808080u, OFFSETS[2] = {BITS == 8 ? 0x400000u : 0x3c0000u, BITS == 8 ? 0x400000u : 0x408080u};

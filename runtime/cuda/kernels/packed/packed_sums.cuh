@@ -8,7 +8,7 @@ DEVICE float4 bias_of_four(const float* bias, int column, int columns) {
     return column < columns ? __ldg(reinterpret_cast<const float4*>(bias + column)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
-// Whether four neighbouring columns of a row are stored, and read as a residual, in one access: rows of both begin at multiples of 8 bytes
+// Whether four neighboring columns of a row are stored, and read as a residual, in one access: rows of both begin at multiples of 8 bytes
 // where their pitch is a multiple of four.
 template <class Params> DEVICE bool is_whole(const Params& p, int column) { return column + 4 <= p.columns && p.out_pitch % 4 == 0; }
 
@@ -24,7 +24,7 @@ template <class Params> DEVICE float4 residual_of_four(const Params& p, int row,
     return make_float4(r[0], r[1], r[2], r[3]);
 }
 
-// Stores values of four neighbouring columns of a row.
+// Stores values of four neighboring columns of a row.
 template <class Params> DEVICE void store_values(const Params& p, int row, int column, const float4& v) {
     u16* const to = p.output + (long long)row * p.out_pitch + column;
     if (is_whole(p, column)) {

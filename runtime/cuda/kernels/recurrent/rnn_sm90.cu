@@ -326,7 +326,7 @@ DEVICE void recur(const Params& p, const Place& at, u32 base) {
         }
         meet_publisher(base, step);
         if (step + 1 < p.steps) {
-            // Neighbouring lanes send neighbouring pieces to one peer; each rank starts with a different peer.
+            // Neighboring lanes send neighboring pieces to one peer; each rank starts with a different peer.
             const u32 target = hidden + (buffer ^ 1) * HIDDEN_BYTES + at.rank * COLUMNS * 64, pieces = at.count * 4;
             for (u32 i = threadIdx.x; i < pieces * RANKS; i += COMPUTE) {
                 const u32 peer = (i / pieces + at.rank) % RANKS, piece = i % pieces;

@@ -1,4 +1,4 @@
-"""Products and attention write their rows into the place where these are joined."""
+"""Products and attention write their rows in place into a concatenation."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from optdnn.ops.shape import TransposeAttrs
 
 
 def copies(graph: Graph) -> int:
-    """Tensors that are copied, alone or side by side."""
+    """The number of copied tensors, alone or in a concatenation."""
     steps = [s for s in check_simulated(graph, "fp16").steps if s.params["tactic"].split()[0] == "copy"]
     return sum(len(s.inputs) for s in steps)
 
 
 def image(n: Net, rows: Value, height: int) -> Value:
-    """Rows of an image as an image, its channels second."""
+    """Rows of pixels as an image, with the channels second."""
     batch, count, channels = n.dims(rows)
     shaped = n.op("Reshape", rows, n.ints(batch, height, count // height, channels))
     return n.op("Transpose", shaped, attrs=TransposeAttrs(perm=(0, 3, 1, 2)))
 
 
 def fused(readers: int = 1) -> Graph:
-    """An image of a convolution beside one of rows, as in SegFormer's head, and a convolution of both."""
+    """A convolution's image and an image of a product's rows, concatenated, and a convolution of both, as in SegFormer's head."""
     n = Net()
     x = n.op("Relu", n.conv(n.input(1, 8, 8, 8), 16, bias=True))
     rows = n.matmul(n.op("Tanh", n.input(1, 64, 24, name="rows")), 32)
@@ -40,7 +40,7 @@ def test_a_product_writes_an_image_of_rows() -> None:
 
 
 def heads(columns: int = 64, *, constant: bool = False) -> Graph:
-    """Rows of two products, joined along an axis between others."""
+    """Rows of two products, concatenated along an inner axis."""
     n = Net()
     a = n.op("Reshape", n.matmul(n.op("Tanh", n.input(2, 16, 32, name="a")), 2 * columns), n.ints(2, 16, 2, columns))
     b = n.op("Reshape", n.matmul(n.op("Tanh", n.input(2, 16, 24, name="b")), 3 * columns), n.ints(2, 16, 3, columns))
@@ -68,5 +68,5 @@ def padded(constant: bool) -> Graph:
 
 
 def test_a_constant_does_not_keep_another_part_from_its_place() -> None:
-    assert copies(padded(True)) == 2  # the order of the first image, and the zeros
+    assert copies(padded(True)) == 2  # the conversion of the first image's layout, and the zeros
     assert copies(padded(False)) == 3

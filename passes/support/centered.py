@@ -7,7 +7,7 @@ import numpy as np
 from optdnn.types import INT8, Array
 
 
-def centred(array: Array, zero: Array | None, axis: int) -> Array | None:
+def centered(array: Array, zero: Array | None, axis: int) -> Array | None:
     """8-bit integers minus their zero points (one, or one per entry of ``axis``) as int8; None if a difference exceeds int8."""
     wide = array.astype(np.int16)
     if zero is not None:

@@ -1,0 +1,143 @@
+"""Bags of rows of several tables, side by side, become one Gather and one reduction (DLRM: Naumov et al., 2019).
+
+Each table has an input of its own with the numbers of its rows: (B, L) for bags of L rows, or (B) for one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import integers, ints, operand, reshaped, shape_of
+from optdnn.passes.support.rotary import before_reshapes, reshapes_before
+from optdnn.types import INT64, Array, normalize_axis
+
+LEAST = 4
+"""Fewest bags, or embeddings, that are joined."""
+MOST_BYTES = 1 << 30
+"""Largest size of joined tables."""
+KINDS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin"})
+
+
+@dataclass(frozen=True)
+class _Bag:
+    """Rows ``index`` of ``table``, each bag of ``size`` rows reduced by ``kind`` ("": single rows)."""
+
+    index: Value
+    table: Array
+    kind: str
+    size: int
+    ops: tuple[Op, ...]
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Bags of the same form can be joined."""
+        return self.kind, self.size, self.table.shape[1], self.table.dtype
+
+
+def rows_of_tables(patch: Patch, index: Value, tables: Sequence[Array]) -> Value:
+    """The rows ``index`` (B, K, ...) of K tables. Negative indices count from the end of their own table."""
+    rank = len(patch.type(index).dims)
+    ends = np.cumsum([len(t) for t in tables])
+    shape = (len(tables), *(1,) * (rank - 2))
+    starts = np.array([0, *ends[:-1]])
+    first, last = (
+        patch.constant(v.astype(np.int64).reshape(shape), name) for v, name in ((starts, "starts"), (ends, "ends"))
+    )
+    below = patch.add("Less", [index, patch.constant(np.array(0, np.int64), "zero")])
+    place = patch.add("Add", [index, patch.add("Where", [below, last, first])])
+    return patch.add("Gather", [patch.constant(np.concatenate(tables), "tables"), place], GatherAttrs(0))
+
+
+@rule("joined_bags", {"Concat"})
+def joined_bags(graph: Graph, op: Op) -> Match | Miss | None:
+    """A Concat of bags of rows, each from a table of its own by an index of its own."""
+    shape = shape_of(graph, op.value)
+    if not shape or not isinstance(shape[0], int) or len(shape) < 2:
+        return None
+    axis = normalize_axis(op.attrs.axis, len(shape))
+    if axis != len(shape) - 1 and (axis, len(shape)) != (1, 3):
+        return None
+    found = [_bag(graph, v, shape[0]) for v in op.inputs]
+    start, end = _run(found)
+    run = [bag for bag in found[start:end] if bag is not None]
+    if len(run) < LEAST:
+        return None
+    if sum(bag.table.nbytes for bag in run) > MOST_BYTES:
+        return Miss("its tables are too large to be joined")
+    images, size, width = shape[0], run[0].size, run[0].table.shape[1]
+    part = (images, *(1,) * (len(shape) - 2), len(run) * width) if axis == len(shape) - 1 else (images, len(run), width)
+
+    def build(patch: Patch) -> Value:
+        numbers = []
+        for bag in run:
+            index = reshaped(patch, bag.index, (images, 1, size))
+            numbers.append(
+                index if graph.type(bag.index).dtype == INT64 else patch.add("Cast", [index], CastAttrs(INT64))
+            )
+        rows = rows_of_tables(patch, patch.add("Concat", numbers, ConcatAttrs(1)), [bag.table for bag in run])
+        if run[0].kind:
+            rows = patch.add(run[0].kind, [rows, integers(patch, [2], "axes")], ReduceAttrs(keepdims=False))
+        rows = reshaped(patch, rows, part)
+        if len(run) == len(op.inputs):
+            return rows
+        return patch.add("Concat", [*op.inputs[:start], rows, *op.inputs[end:]], ConcatAttrs(axis))
+
+    covered = {x.id: x for x in (op, *(x for bag in run for x in bag.ops))}
+    return Match(tuple(covered.values()), build)
+
+
+def _bag(graph: Graph, value: Value | None, images: int) -> _Bag | None:
+    """The bags that a part of a Concat is, (B, width) or (B, 1, width)."""
+    if value is None:
+        return None
+    part, (*ops, last) = shape_of(graph, value), reshapes_before(graph, value)
+    reduction = last if last.kind in KINDS else None
+    kind, size = "", 1
+    if reduction is not None:
+        bags = shape_of(graph, operand(reduction))
+        if ints(graph, reduction.input(1)) not in ((1,), (-2,)) or bags is None or len(bags) != 3:
+            return None
+        if not isinstance(bags[1], int):
+            return None
+        kind, size = reduction.kind, bags[1]
+        *views, gather = reshapes_before(graph, operand(reduction))
+        ops = [*ops, reduction, *views]
+    else:
+        gather = last
+    table = graph.constant_value(gather.input(0)) if gather.kind == "Gather" else None
+    if table is None or table.ndim != 2 or normalize_axis(gather.attrs.axis, 2):
+        return None
+    ops = [*ops, gather]
+    if any(len(graph.uses(x.value)) > 1 for x in ops):
+        return None
+    index = before_reshapes(graph, operand(gather, 1))
+    dims, width = shape_of(graph, index), table.shape[1]
+    if graph.constant_value(index) is not None or dims is None or not all(isinstance(d, int) for d in dims):
+        return None
+    ones = part is not None and part[0] == images and part[-1] == width and all(d == 1 for d in part[1:-1])
+    if not ones or int(np.prod(dims)) != images * size:  # type: ignore[arg-type]
+        return None
+    return _Bag(index, table, kind, size, tuple(ops))
+
+
+def _run(found: Sequence[_Bag | None]) -> tuple[int, int]:
+    """The longest run of bags of one form: its first part, and the one after it."""
+    best, start = (0, 0), 0
+    for end in range(1, len(found) + 1):
+        first, other = found[start], found[end] if end < len(found) else None
+        if first is not None and other is not None and first.form == other.form:
+            continue
+        if first is not None and end - start > best[1] - best[0]:
+            best = (start, end)
+        start = end
+    return best

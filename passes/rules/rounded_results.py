@@ -1,0 +1,104 @@
+"""What follows the rounding of a product's result runs in the product's launch as well, with the rounding in between.
+
+ONNX Runtime quantizes operator by operator: the result of a convolution is rounded before its activation, or before the addition
+of a shortcut, whose result is rounded again. In registers, a rounding is a multiplication, a rounding to integers, bounds, and
+the multiplication by the scale. Reshapes in between do not matter: stages compute each element by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from optdnn.ir.epilogue import Epilogue, absorb_unary
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ops import requantize
+from optdnn.ops.base import Stage
+from optdnn.ops.requantize import QuantParams
+from optdnn.passes.support.facts import RESHAPES, operand
+from optdnn.passes.support.quantized_values import dequantized, quant_params, quantization
+from optdnn.runtime.cuda.compile import render
+from optdnn.types import is_float
+
+INTEGERS = ("int8", "uint8")
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """The QuantizeLinear of a result, and the rendered stages before it. ``residual``: the tensor that a stage adds, with its
+    parameters. ``ops``: the operators that the stages cover."""
+
+    store: Op
+    params: QuantParams
+    stages: tuple[render.Stage, ...] = ()
+    residual: tuple[Value, QuantParams] | None = None
+    ops: tuple[Op, ...] = ()
+
+
+def longest(graph: Graph, store: Op, params: QuantParams, *, adds: bool) -> Rounded:
+    """The last rounding that the launch of a product can reach from that of its result. ``adds``: whether it may add a tensor."""
+    found = Rounded(store, params)
+    while (more := _further(graph, found, adds and found.residual is None)) is not None:
+        found = more
+    return found
+
+
+def _further(graph: Graph, found: Rounded, adds: bool) -> Rounded | None:
+    """The next rounding after activations, and an addition if ``adds``; None if there is none."""
+    views, before = _behind_views(graph, found.store.value)
+    if before is None or before.kind != "DequantizeLinear":
+        return None
+    given = quant_params(graph, before, operand(before))
+    if given is None or given.dtype not in INTEGERS:
+        return None
+    low, high = (float(b - given.zero) for b in requantize.BOUNDS[given.dtype])
+    stages = [
+        *found.stages,
+        ("mul_const", 1.0 / given.scale),
+        ("round",),
+        ("clip", low, high),
+        ("mul_const", given.scale),
+    ]
+    value, residual, ops, begun = before.value, found.residual, [*found.ops, found.store, *views, before], False
+    while True:
+        store = quantization(graph, value)
+        if store is not None and begun:
+            return Rounded(*store, tuple(stages), residual, tuple(ops)) if store[1].dtype in INTEGERS else None
+        views, user = _behind_views(graph, value)
+        if views:
+            value = views[-1].value
+            ops += views
+            continue
+        if user is None or user.outputs[0].type.shape != graph.type(value).shape:
+            return None
+        ops.append(user)
+        if user.kind == "Cast" and is_float(user.attrs.to):
+            pass
+        elif user.kind == "Add" and adds and residual is None:
+            (other,) = [v for v in user.inputs if v != value and v is not None]
+            residual = dequantized(graph, other)
+            if (
+                residual is None
+                or residual[1].dtype not in INTEGERS
+                or graph.type(residual[0]).shape != graph.type(value).shape
+            ):
+                return None
+            stages.append(("add",))
+            begun = True
+        else:
+            into, slots = Epilogue(), range(1, len(user.inputs))
+            stage = Stage(user.kind, (-1, *slots), user.attrs)
+            if operand(user) != value or not absorb_unary(graph, user, stage, into):
+                return None
+            stages += into.rendered
+            begun = True
+        value = user.value
+
+
+def _behind_views(graph: Graph, value: Value) -> tuple[list[Op], Op | None]:
+    """The Reshapes of a value, each the only reader of the one before, and the only reader of the last one."""
+    views: list[Op] = []
+    user = graph.sole_user(value)
+    while user is not None and user.kind in RESHAPES and user.inputs[0] == (views[-1].value if views else value):
+        views.append(user)
+        user = graph.sole_user(user.value)
+    return views, user

@@ -1,0 +1,182 @@
+"""fold_quantized: what follows the rounding of a product's result is a part of the product, with the rounding in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
+from support.host import WHY_NOT
+from support.quantized_nets import FP8, QNet, folded, within
+from support.simulated import calibrated, feeds_of
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.types import FP16
+
+SHAPE = (2, 16, 9, 7)
+
+
+def network(
+    after: Callable[[QNet, Value], Value], *, zero: int | None = None, dtype: Any = np.int8, used: bool = False,
+    product: str = "conv", inner: float = 0.04, end: bool = True,
+) -> Graph:  # fmt: skip
+    """A product of rounded data, whose result is rounded, then ``after``, whose result is rounded again."""
+    n = QNet()
+    x = n.fake(n.input(*SHAPE), 0.03)
+    made = n.qconv(x, 16) if product == "conv" else n.qmatmul(n.fake(n.input(3, 8, 16, name="rows"), 0.03), 16)
+    y = n.fake(made, inner, zero, dtype)
+    z = after(n, y)
+    outputs = [n.fake(z, 0.05, zero, dtype) if end else z]
+    return n.done(*outputs, *([n.op("Tanh", y)] if used else []))
+
+
+def shortcut(n: QNet, y: Value) -> Value:
+    return n.op("Add", y, n.fake(n.input(*n.dims(y), name="b"), 0.02, 3))
+
+
+FORMS: dict[str, tuple[Callable[[QNet, Value], Value], list[str]]] = {
+    "gelu": (lambda n, y: n.op("Gelu", y), ["gelu"]),
+    "relu": (lambda n, y: n.op("Relu", y), ["relu"]),
+    "clip": (lambda n, y: n.op("Clip", y, n.const(0.0), n.const(1.5)), ["clip"]),
+    "shortcut": (shortcut, ["add"]),
+    "shortcut first": (lambda n, y: n.op("Add", n.fake(n.input(*n.dims(y), name="b"), 0.02), y), ["add"]),
+    "shortcut and relu": (lambda n, y: n.op("Relu", shortcut(n, y)), ["add", "relu"]),
+}
+ROUND = ["mul_const", "round", "clip", "mul_const"]
+
+
+@pytest.mark.parametrize("product", ["conv", "matmul"])
+@pytest.mark.parametrize("name", FORMS)
+def test_it_is_a_part_of_the_product(name: str, product: str) -> None:
+    after, stages = FORMS[name]
+    graph = network(after, product=product)
+    done, _ = folded(graph)
+    (made,) = (op for op in done.ops() if op.kind in ("QuantizedConv", "QuantizedMatMul"))
+    assert [s[0] for s in made.attrs.stages if s[0] != "bias"][: len(ROUND) + len(stages)] == ROUND + stages
+    assert made.outputs[0].type.dtype == np.int8
+    within(graph, done, 0.0501)
+
+
+@pytest.mark.parametrize(("zero", "dtype"), [(5, np.int8), (120, np.uint8), (0, np.uint8)])
+def test_zero_points(zero: int, dtype: Any) -> None:
+    graph = network(shortcut, zero=zero, dtype=dtype)
+    done, _ = folded(graph)
+    assert len(done.of_kind("QuantizedConv")[0].attrs.stages) == 1 + len(ROUND) + 2
+    within(graph, done, 0.0501)
+
+
+def test_the_rounding_in_between_is_kept() -> None:
+    """With steps of 0.5, few values are left."""
+    graph = network(lambda n, y: n.op("Relu", y), inner=0.5)
+    done, _ = folded(graph)
+    within(graph, done, 0.0501)
+
+
+def test_several_roundings() -> None:
+    graph = network(lambda n, y: shortcut(n, n.fake(n.op("Relu", y), 0.03)))
+    done, _ = folded(graph)
+    (made,) = done.of_kind("QuantizedConv")
+    assert [s[0] for s in made.attrs.stages].count("round") == 2
+    within(graph, done, 0.0501)
+
+
+def test_only_one_tensor_is_added() -> None:
+    def twice(n: QNet, y: Value) -> Value:
+        return n.op("Add", n.fake(shortcut(n, y), 0.05), n.fake(n.input(*n.dims(y), name="c"), 0.02))
+
+    graph = network(twice)
+    done, _ = folded(graph)
+    (made,) = done.of_kind("QuantizedConv")
+    assert [s[0] for s in made.attrs.stages].count("add") == 1
+    within(graph, done, 0.0501)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_reshapes_in_between(name: str) -> None:
+    """Products of ONNX Runtime's preprocessing are Gemms between Reshapes."""
+    n = QNet()
+    rows = n.q(n.qmatmul(n.fake(n.input(24, 16), 0.03), 16), 0.04)
+    y = n.dq(n.op("Reshape", rows, n.ints(3, 8, 16)), 0.04)
+    y = n.op("Reshape", FORMS[name][0](n, y), n.ints(24, 16))
+    graph = n.done(n.fake(y, 0.05))
+    done, _ = folded(graph)
+    (made,) = done.of_kind("QuantizedMatMul")
+    assert [s[0] for s in made.attrs.stages if s[0] != "bias"][: len(ROUND) + len(FORMS[name][1])] == ROUND + FORMS[
+        name
+    ][1]
+    within(graph, done, 0.0501)
+
+
+def test_a_reshape_after_it() -> None:
+    graph = network(lambda n, y: n.op("Reshape", n.op("Gelu", y), n.ints(2, 16, 63)))
+    done, _ = folded(graph)
+    assert "gelu" in [s[0] for s in done.of_kind("QuantizedConv")[0].attrs.stages]
+    within(graph, done, 0.0501)
+
+
+def computed(n: QNet, y: Value) -> Value:
+    return n.op("Add", y, n.op("Softmax", n.input(*n.dims(y), name="b")))
+
+
+def one_per_channel(n: QNet, y: Value) -> Value:
+    return n.op("Add", y, n.fake(n.input(16, 1, 1, name="b"), 0.02))
+
+
+def mean(n: QNet, y: Value) -> Value:
+    return n.op("ReduceMean", y, n.ints(2, 3), attrs=ReduceAttrs())
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        network(lambda n, y: n.op("Relu", y), used=True),
+        network(lambda n, y: n.op("Relu", y), end=False),
+        network(lambda n, y: n.op("Add", y, y)),
+        network(computed),
+        network(one_per_channel),
+        network(mean),
+        network(lambda n, y: n.op("Ceil", y)),
+        network(lambda n, y: y),
+    ],
+    ids=["used", "no rounding", "of itself", "floats", "broadcast", "another shape", "no stage", "nothing"],
+)
+def test_what_stays_after_it(graph: Graph) -> None:
+    done, _ = folded(graph)
+    (made,) = done.of_kind("QuantizedConv")
+    assert "round" not in [s[0] for s in made.attrs.stages]
+    assert made.outputs[0].type.dtype == np.int8
+    within(graph, done, 0.0501)
+
+
+def test_fp8_is_not_rounded_to_integers() -> None:
+    n = QNet()
+    x = n.fake(n.input(*SHAPE), 0.03, None, FP8)
+    y = n.fake(n.qconv(x, 16, dtype=FP8), 0.04, None, FP8)
+    done, _ = folded(n.done(n.fake(n.op("Relu", y), 0.05, None, FP8)))
+    assert "round" not in [s[0] for s in done.of_kind("QuantizedConv")[0].attrs.stages]
+
+
+def test_casts_to_half_in_between() -> None:
+    def half(n: QNet, y: Value) -> Value:
+        return n.op("Gelu", n.op("Cast", y, attrs=CastAttrs(FP16)))
+
+    n = QNet()
+    y = n.fake(n.qconv(n.fake(n.input(*SHAPE), 0.03), 16), 0.04)
+    z = n.op("Cast", half(n, y), attrs=CastAttrs(np.dtype(np.float32)))
+    graph = n.done(n.fake(z, 0.05))
+    done, _ = folded(graph)
+    assert "gelu" in [s[0] for s in done.of_kind("QuantizedConv")[0].attrs.stages]
+    within(graph, done, 0.0501)
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_90a"])
+def test_the_launch_on_the_processor(target: str, tmp_path: Any) -> None:
+    graph = network(lambda n, y: n.op("Relu", shortcut(n, y)))
+    _, program = calibrated(graph, "fp16", target, no_cubins=True)
+    assert [k.template for k in program.kernels]
+    compare_steps(program, feeds_of(graph), 1e-3, tmp_path)
