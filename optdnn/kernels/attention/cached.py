@@ -17,7 +17,7 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.tactic import Offer, ProblemTactic, Region
 from optdnn.ops.attention import AttentionAttrs
-from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted, no_kernels
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, FP32, FP64, INT32, INT64, normalize_axis
 
 LENGTHS = 6
@@ -85,7 +85,6 @@ def step_of(graph: Graph, op: Op) -> Step | str:
 @lru_cache(maxsize=1024)
 def _offers(problem: cached.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The offers, best predicted first. The number of blocks that share keys sets the order of their sums; the batch size does not."""
-    gpu = fitted(gpu)
     return tuple(Offer(c, cached.estimate(problem, c, gpu)) for c in cached.candidates(problem, gpu))
 
 

@@ -9,7 +9,7 @@ from optdnn.kernels.attention.problem import HeadView
 from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
-from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 
 MEMORY = 4.0e12  # bytes/s
 LATENCY = 1.3e-6
@@ -176,6 +176,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, places: Places, *, s
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of one dependent launch, for a cache filled to 1 / :data:`EXPECTED`."""
+    gpu = fitted(gpu)
     # Includes the new position: it begins a tile of its own if the others fill theirs.
     positions = min(problem.capacity // EXPECTED + 1, problem.capacity)
     seen = positions if problem.reach < 0 else min(positions, problem.reach + 1)

@@ -12,7 +12,7 @@ from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, product_p
 from optdnn.kernels.ranking import first_reason, varied
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
-from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 
 MAX_ROWS = 8
 """Most rows: four pairs. The columns of mma.sync hold the digits of two rows."""
@@ -140,6 +140,7 @@ def launch(
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of one dependent launch, fitted on an H200: the longer of reading the weights from memory and their products on
     the resident warps; the digits of the rows; the latency of the launch, and the loads that are not in flight then."""
+    gpu = fitted(gpu)
     chunks = tiles_of(problem, gpu) * problem.matrices * problem.chunks
     blocks = groups(problem, gpu)
     beside = max(1, blocks // gpu.multiprocessors)

@@ -12,7 +12,7 @@ from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, product_p
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
-from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 
 MAX_ROWS = 8
 """Most rows: the columns of mma.sync."""
@@ -108,6 +108,7 @@ def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of one dependent launch, fitted to 82 timings of an H200 (16 % off on average): the longer of reading the weights
     at the bandwidth that the loads in flight allow and their products on the resident warps; then rows and blocks."""
+    gpu = fitted(gpu)
     blocks, many = -(-problem.tiles // config.tiles), gpu.multiprocessors
     together, rounds = resident(problem, config, gpu), -(-blocks // many)
     beside, turns = min(together, rounds), -(-problem.chunks // config.warps)

@@ -12,7 +12,7 @@ from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, product_p
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
-from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 
 MAX_ROWS = 256
 BLOCK_ROWS = 64
@@ -148,6 +148,7 @@ LEVEL_2 = 5.5e12
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of one dependent launch. Memory, L2 and tensor cores overlap; latency and the sum of split-K parts are added."""
+    gpu = fitted(gpu)
     columns, split, rows = grid(problem, config)
     blocks, many, together = columns * split * rows, gpu.multiprocessors, resident(problem, config, gpu)
     rounds = -(-blocks // many)

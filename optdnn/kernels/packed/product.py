@@ -21,7 +21,7 @@ from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
-from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import DTYPES, FP32, FP64, INT32, Array, bits_of
 
 ARITY = 4
@@ -94,7 +94,6 @@ def packed_operands(b: Builder, op: Op, problem: Problem) -> dict[str, TensorVie
 @lru_cache(maxsize=4096)
 def _estimated(kernel: ModuleType, problem: Problem, gpu: GpuFacts) -> tuple[tuple[Any, float], ...]:
     """The configurations of a kernel to time, with their predicted seconds."""
-    gpu = fitted(gpu)
     return tuple((c, kernel.estimate(problem, c, gpu)) for c in kernel.candidates(problem, gpu))
 
 

@@ -126,3 +126,12 @@ def test_launches_of_a_layer() -> None:
     found = [k for k in kinds(program) if k not in ("Gather", "Copy", "Pointwise")]
     layer = ["RowProduct", "CachedAttention", "Conv", "RowProduct", "Conv"]
     assert found == [*layer, *layer, "RMSNormalization", "Conv"]
+
+
+@pytest.mark.parametrize(("arch", "blocks"), [("sm_80", {1}), ("sm_89", {1}), ("sm_90a", {2})])
+def test_blocks_form_clusters_where_the_gpu_has_them(arch: str, blocks: set[int]) -> None:
+    model = decoder(heads=8, groups=2, size=64, capacity=512)
+    options: dict[str, Any] = {"precision": "fp16", "io_dtype": "fp16", "tactics": "heuristic", "no_cubins": True}
+    program = optdnn.build(model, target=f"cuda:{arch}", **options).program
+    steps = [s for s in program.steps if s.params["op"]["kind"] == "CachedAttention"]
+    assert {s.params["launch"]["cluster"] for s in steps} == blocks

@@ -14,9 +14,11 @@ from support.host import COMPILER, WHY_NOT
 from support.packed_cases import CASES, GATED, TYPES, Case, drawn, expected, operands_of, pitch_of, tiled
 
 from optdnn.kernels.packed import digits_kernel as digits
+from optdnn.kernels.packed.problem import Problem
+from optdnn.kernels.packed.tactics import PackedDigits
 from optdnn.kernels.packed.tiles import tiled_weights
 from optdnn.runtime.cuda.compile import nvrtc, render
-from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.gpu_facts import NAMED, GpuFacts, of_arch
 from optdnn.runtime.reference.packed import dequantized
 
 GPU = of_arch("sm_90a")
@@ -138,6 +140,15 @@ def test_refusals() -> None:
     assert "of shared memory exceed" in str(digits.refuse(replace(p, rows=8, depth=14336), config, GPU))
     assert digits.unfit(p, GPU) is None
     assert digits.unfit(replace(p, rows=9), GPU) == "it is for up to 8 rows, not 9"
+
+
+@pytest.mark.parametrize("gpu", NAMED, ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize(("rows", "depth"), [(1, 2048), (8, 14336)])
+def test_what_is_proposed_fits_the_gpu(rows: int, depth: int, gpu: GpuFacts) -> None:
+    """The cost model's facts are an H200's, the limits are each GPU's own."""
+    problem = Problem(rows, 2048, depth, "uint4", 4, 64)
+    offers = PackedDigits().offers(problem, gpu)
+    assert not [o.name for o in offers if digits.refuse(problem, o.config, gpu) is not None]
 
 
 def test_wide_results_take_more_blocks() -> None:
