@@ -105,7 +105,7 @@ SIZES = [
 @pytest.mark.hopper
 @pytest.mark.parametrize(("vocabulary", "precision"), SIZES)
 def test_tokens_on_a_gpu_are_those_of_the_meaning(vocabulary: int, precision: str) -> None:
-    """Exponentials may round otherwise: one token in a hundred may be its neighbour."""
+    """Exponentials may round otherwise: one token in a hundred may be its neighbor."""
     program = lowered(graph(vocabulary, precision), "fp32", target="cuda:sm_90a")
     context: Any = Engine(program).context()
     same = []
