@@ -73,8 +73,9 @@ def _sanitizer(rows: Sequence[Row]) -> str:
         if missed
         else "; each caught the fault seeded for it."
     )
-    commit = rows[-1]["run"]["commit"][:8]
-    return f"compute-sanitizer (commit {commit}), families of kernels that are clean: {'; '.join(shown)}{faults}"
+    commits = list(dict.fromkeys(r["run"]["commit"][:8] for r in rows))
+    when = f"commit {commits[-1]}" if len(commits) == 1 else f"{len(commits)} commits, the last {commits[-1]}"
+    return f"compute-sanitizer ({when}), families of kernels that are clean: {'; '.join(shown)}{faults}"
 
 
 def _invariance(rows: Sequence[Row]) -> str:
