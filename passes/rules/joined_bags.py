@@ -1,4 +1,4 @@
-"""Bags of rows of several tables, side by side, become one Gather and one reduction (DLRM: Naumov et al., 2019).
+"""Concatenated bags of rows of several tables become one Gather and one reduction (DLRM: Naumov et al., 2019).
 
 Each table has an input of its own with the numbers of its rows: (B, L) for bags of L rows, or (B) for one row.
 """
@@ -97,7 +97,7 @@ def joined_bags(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _bag(graph: Graph, value: Value | None, images: int) -> _Bag | None:
-    """The bags that a part of a Concat is, (B, width) or (B, 1, width)."""
+    """The bags whose results are a part of a Concat, (B, width) or (B, 1, width); None for other parts."""
     if value is None:
         return None
     part, (*ops, last) = shape_of(graph, value), reshapes_before(graph, value)

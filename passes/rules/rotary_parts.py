@@ -1,4 +1,4 @@
-"""Parts of a head that rotate by different coordinates become one rotary embedding, whose tables stand side by side.
+"""Parts of a head that rotate by different coordinates become one rotary embedding with concatenated tables.
 
 Pictures and videos have such heads: one part for the rows and one for the columns (CroCo: Weinzaepfel et al., 2022; VGGT; Flux).
 Parts of neighboring pairs may have different sizes. Parts whose pairs are halves must be equal: the op counts them

@@ -1,4 +1,4 @@
-"""What follows the rounding of a product's result runs in the product's launch as well, with the rounding in between.
+"""Operators after the rounding of a product's result run in the product's launch as well, with the rounding in between.
 
 ONNX Runtime quantizes operator by operator: the result of a convolution is rounded before its activation, or before the addition
 of a shortcut, whose result is rounded again. In registers, a rounding is a multiplication, a rounding to integers, bounds, and
@@ -44,7 +44,7 @@ def longest(graph: Graph, store: Op, params: QuantParams, *, adds: bool) -> Roun
 
 def _further(graph: Graph, found: Rounded, adds: bool) -> Rounded | None:
     """The next rounding after activations, and an addition if ``adds``; None if there is none."""
-    views, before = _behind_views(graph, found.store.value)
+    views, before = _views_after(graph, found.store.value)
     if before is None or before.kind != "DequantizeLinear":
         return None
     given = quant_params(graph, before, operand(before))
@@ -63,7 +63,7 @@ def _further(graph: Graph, found: Rounded, adds: bool) -> Rounded | None:
         store = quantization(graph, value)
         if store is not None and begun:
             return Rounded(*store, tuple(stages), residual, tuple(ops)) if store[1].dtype in INTEGERS else None
-        views, user = _behind_views(graph, value)
+        views, user = _views_after(graph, value)
         if views:
             value = views[-1].value
             ops += views
@@ -94,8 +94,8 @@ def _further(graph: Graph, found: Rounded, adds: bool) -> Rounded | None:
         value = user.value
 
 
-def _behind_views(graph: Graph, value: Value) -> tuple[list[Op], Op | None]:
-    """The Reshapes of a value, each the only reader of the one before, and the only reader of the last one."""
+def _views_after(graph: Graph, value: Value) -> tuple[list[Op], Op | None]:
+    """The chain of Reshapes that read a value, each the only reader of its operand, and the only reader of the last one."""
     views: list[Op] = []
     user = graph.sole_user(value)
     while user is not None and user.kind in RESHAPES and user.inputs[0] == (views[-1].value if views else value):
