@@ -14,9 +14,8 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gather import GatherAttrs
-from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.rules.joined_bags import LEAST, MOST_BYTES, joined_bags, rows_of_tables
+from optdnn.passes.rules.joined_bags import LEAST, MOST_BYTES, joined_bags, longest_run, rows_of_tables, with_joined
 from optdnn.passes.rules.tables_of_one_index import tables_of_one_index
 from optdnn.passes.support.facts import ints, producer, reshaped, shape_of
 from optdnn.types import INT64, Array, normalize_axis
@@ -30,12 +29,17 @@ class _Embedding:
     column: int
     table: Array
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Embeddings of the same form can be joined."""
+        return self.source, self.table.shape[1], self.table.dtype
+
 
 @rule("joined_tables", {"Concat"})
 def joined_tables(graph: Graph, op: Op) -> Match | Miss | None:
     """A Concat of embeddings: each part is rows of its own table, selected by one column of the same tensor."""
     found = [_embedding(graph, op, v) for v in op.inputs]
-    start, end = _run(found)
+    start, end = longest_run([None if e is None else e.form for e in found])
     run = [e for e in found[start:end] if e is not None]
     shape = op.outputs[0].type.shape
     if len(run) < LEAST or shape is None:
@@ -47,10 +51,7 @@ def joined_tables(graph: Graph, op: Op) -> Match | Miss | None:
     part = tuple(0 if i == 0 else size if i == axis else int(d) for i, d in enumerate(shape))  # type: ignore[arg-type]
 
     def build(patch: Patch) -> Value:
-        rows = reshaped(patch, _gathered(patch, run), part)
-        if len(run) == len(op.inputs):
-            return rows
-        return patch.add("Concat", [*op.inputs[:start], rows, *op.inputs[end:]], ConcatAttrs(axis))
+        return with_joined(patch, op, (start, end), reshaped(patch, _gathered(patch, run), part), axis)
 
     return Match((op,), build)
 
@@ -108,24 +109,6 @@ def _column(graph: Graph, index: Value | None) -> tuple[Value, int] | None:
     if number is None or normalize_axis(axis, 2) != 1:
         return None
     return source, number % shape[1]
-
-
-def _run(found: Sequence[_Embedding | None]) -> tuple[int, int]:
-    """The longest run of embeddings of one tensor with rows of one width and type: its first part, and the part after it."""
-    best, start = (0, 0), 0
-    for end in range(1, len(found) + 1):
-        if end < len(found) and _alike(found[start], found[end]):
-            continue
-        if found[start] is not None and end - start > best[1] - best[0]:
-            best = (start, end)
-        start = end
-    return best
-
-
-def _alike(one: _Embedding | None, other: _Embedding | None) -> bool:
-    if one is None or other is None or one.source != other.source:
-        return False
-    return (one.table.shape[1], one.table.dtype) == (other.table.shape[1], other.table.dtype)
 
 
 class JoinedTables(RulePass):

@@ -5,8 +5,10 @@ Each table has an input of its own with the numbers of its rows: (B, L) for bags
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -58,6 +60,25 @@ def rows_of_tables(patch: Patch, index: Value, tables: Sequence[Array]) -> Value
     return patch.add("Gather", [patch.constant(np.concatenate(tables), "tables"), place], GatherAttrs(0))
 
 
+def longest_run(forms: Sequence[Hashable | None]) -> tuple[int, int]:
+    """The longest run of equal forms: its first position, and the one after it. None is no form; (0, 0): there is no run."""
+    best, start = (0, 0), 0
+    for form, alike in groupby(forms):
+        end = start + len(list(alike))
+        if form is not None and end - start > best[1] - best[0]:
+            best = (start, end)
+        start = end
+    return best
+
+
+def with_joined(patch: Patch, op: Op, run: tuple[int, int], joined: Value, axis: int) -> Value:
+    """The result of a Concat ``op`` along ``axis`` whose operands ``run`` are replaced by the one value ``joined``."""
+    start, end = run
+    if end - start == len(op.inputs):
+        return joined
+    return patch.add("Concat", [*op.inputs[:start], joined, *op.inputs[end:]], ConcatAttrs(axis))
+
+
 @rule("joined_bags", {"Concat"})
 def joined_bags(graph: Graph, op: Op) -> Match | Miss | None:
     """A Concat of bags of rows, each from a table of its own by an index of its own."""
@@ -68,7 +89,7 @@ def joined_bags(graph: Graph, op: Op) -> Match | Miss | None:
     if axis != len(shape) - 1 and (axis, len(shape)) != (1, 3):
         return None
     found = [_bag(graph, v, shape[0]) for v in op.inputs]
-    start, end = _run(found)
+    start, end = longest_run([None if bag is None else bag.form for bag in found])
     run = [bag for bag in found[start:end] if bag is not None]
     if len(run) < LEAST:
         return None
@@ -87,10 +108,7 @@ def joined_bags(graph: Graph, op: Op) -> Match | Miss | None:
         rows = rows_of_tables(patch, patch.add("Concat", numbers, ConcatAttrs(1)), [bag.table for bag in run])
         if run[0].kind:
             rows = patch.add(run[0].kind, [rows, integers(patch, [2], "axes")], ReduceAttrs(keepdims=False))
-        rows = reshaped(patch, rows, part)
-        if len(run) == len(op.inputs):
-            return rows
-        return patch.add("Concat", [*op.inputs[:start], rows, *op.inputs[end:]], ConcatAttrs(axis))
+        return with_joined(patch, op, (start, end), reshaped(patch, rows, part), axis)
 
     covered = {x.id: x for x in (op, *(x for bag in run for x in bag.ops))}
     return Match(tuple(covered.values()), build)
@@ -122,22 +140,10 @@ def _bag(graph: Graph, value: Value | None, images: int) -> _Bag | None:
         return None
     index = before_reshapes(graph, operand(gather, 1))
     dims, width = shape_of(graph, index), table.shape[1]
-    if graph.constant_value(index) is not None or dims is None or not all(isinstance(d, int) for d in dims):
+    sizes = [d for d in dims or () if isinstance(d, int)]
+    if graph.constant_value(index) is not None or dims is None or len(sizes) < len(dims):
         return None
     ones = part is not None and part[0] == images and part[-1] == width and all(d == 1 for d in part[1:-1])
-    if not ones or int(np.prod(dims)) != images * size:  # type: ignore[arg-type]
+    if not ones or math.prod(sizes) != images * size:
         return None
     return _Bag(index, table, kind, size, tuple(ops))
-
-
-def _run(found: Sequence[_Bag | None]) -> tuple[int, int]:
-    """The longest run of bags of one form: its first part, and the one after it."""
-    best, start = (0, 0), 0
-    for end in range(1, len(found) + 1):
-        first, other = found[start], found[end] if end < len(found) else None
-        if first is not None and other is not None and first.form == other.form:
-            continue
-        if first is not None and end - start > best[1] - best[0]:
-            best = (start, end)
-        start = end
-    return best
