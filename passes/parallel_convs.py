@@ -64,7 +64,7 @@ class Branch:
         )
 
     def within(self, base: Branch) -> Array:
-        """The weights in the shape of those of ``base``: zeros at taps and channels that this branch does not have."""
+        """The weights in the shape of ``base``'s weights, with zeros at taps and channels that this branch does not have."""
         outer, inner, *kernel = base.weight.shape
         per_group = self.attrs.group // base.attrs.group
         shape = (base.attrs.group, per_group, outer // self.attrs.group, per_group, inner // per_group, *kernel)

@@ -84,7 +84,7 @@ def _parts(graph: Graph, a: Value, b: Value, *, even: bool = False, axis: int = 
 
 
 def _before_activations(graph: Graph, value: Value) -> Value:
-    """The value before the activations that lead to ``value``, each of which has one reader."""
+    """The value before the activations that lead to ``value``. Each activation has one reader."""
     while (op := producer(graph, value, ACTIVATIONS, alone=True)) is not None:
         value = operand(op)
     return value

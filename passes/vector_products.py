@@ -24,7 +24,7 @@ COLUMNS = 8
 
 
 def _vector(graph: Graph, op: Op) -> Array | None:
-    """The constant vector by which a MatMul without stages multiplies the last axis of its first operand; None for other ops."""
+    """The constant vector that a MatMul without stages multiplies with the last axis of its first operand; None for other ops."""
     if op.kind != "MatMul" or op.attrs.prologue or op.attrs.epilogue:
         return None
     array, shape = graph.constant_value(op.inputs[1]), shape_of(graph, op.inputs[0])

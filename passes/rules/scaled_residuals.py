@@ -19,7 +19,8 @@ from optdnn.target_name import TargetName
 from optdnn.types import FP64, Array, is_float
 
 LEAST, MOST = 1 / 64, 64.0
-"""Limits for a residual's factors, by which weights are divided: beyond them, 16-bit weights would lose precision or overflow."""
+"""Limits for a residual's factors. Weights are divided by them: beyond the limits, 16-bit weights would lose precision or
+overflow."""
 
 
 @dataclass(frozen=True)

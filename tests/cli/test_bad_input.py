@@ -40,7 +40,7 @@ def node(op: str, inputs: str, outputs: str, name: str = "", **attrs: Any) -> on
 
 @pytest.fixture
 def fails(cli: Cli, tmp_path: Path) -> Callable[..., str]:
-    """A function that builds, checks and inspects a model, all of which must fail in the same way. It returns the message."""
+    """A function that builds, checks and inspects a model. All three must fail in the same way. It returns the message."""
 
     def build(model: onnx.ModelProto | bytes, code: int, *options: str) -> str:
         path = tmp_path / "bad.onnx"

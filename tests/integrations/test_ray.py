@@ -1,4 +1,4 @@
-"""Engines on a real Ray cluster of this machine with several worker processes, some of which are killed.
+"""Engines on a real Ray cluster of this machine with several worker processes. The tests kill some of them.
 
 Without Ray, the tests that need it are skipped with the reason: pip install 'optdnn[cpu,ray]'.
 """

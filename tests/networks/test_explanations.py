@@ -23,7 +23,7 @@ def parsed(signature: str, nodes: str, constants: str = "") -> onnx.ModelProto:
 def verdict(
     model: onnx.ModelProto, feeds: Feeds, change: Results, precision: str, calibration: tuple[Feeds, ...] = ()
 ) -> Verdict:
-    """The verdict on the right results, some of which are replaced by ``change``."""
+    """The verdict on the right results after ``change`` has replaced some."""
     oracle = Oracle(model)
     want = oracle.run(feeds)
     return judged(oracle, [feeds], [{**want, **change}], [want], precision, calibration)

@@ -83,7 +83,7 @@ def scenario(
 
 
 async def asked(batcher: Batcher, *requests: InferRequest) -> list[asyncio.Task[Any]]:
-    """Tasks of requests, all of which are in the queue now."""
+    """Tasks of requests. All are in the queue now."""
     tasks = [asyncio.create_task(batcher.run(r)) for r in requests]
     await asyncio.sleep(0)
     return tasks

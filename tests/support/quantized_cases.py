@@ -1,4 +1,4 @@
-"""Convolutions of 8-bit operands, each of which tests one thing, and their comparison on a GPU with the meaning in NumPy."""
+"""Convolutions of 8-bit operands, and their comparison on a GPU with the meaning in NumPy. Each tests one thing."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def convolutions() -> Graphs:
 
 
 def depthwise_convolutions() -> Graphs:
-    """Families of depthwise convolutions, of those next to them, and of squeeze-and-excitation."""
+    """Families of depthwise convolutions, of the convolutions next to them, and of squeeze-and-excitation."""
     return {
         "depthwise": (net(Net, lambda n: depthwise(n, 16, 28, 3)), "fp16"),
         "depthwise on tensor cores": (net(Net, lambda n: depthwise(n, 4, 56, 5)), "fp16"),

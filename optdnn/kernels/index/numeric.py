@@ -264,8 +264,7 @@ def _rotary(b: Builder, op: Op) -> None:
     half = size // a.parts // 2
     pair, first, other = (
         ("o3 / 2", "o3 % 2 == 0", "first ? o3 + 1 : o3 - 1") if a.interleaved else
-        (f"o3 / {2 * half} * {half} + o3 % {half}", f"o3 / {half} % 2 == 0", f"first ? o3 + {half} : o3 - {half}") if a.parts > 1 else
-        (f"o3 % {half}", f"o3 < {half}", f"first ? o3 + {half} : o3 - {half}")
+        (f"o3 / {2 * half} * {half} + o3 % {half}", f"o3 / {half} % 2 == 0", f"first ? o3 + {half} : o3 - {half}")
     )  # fmt: skip
     pair = "o3" if a.own_angles else pair
     lines = f"""{t} v = widen(p.x[at_x(o0, o1, o2, o3)]);

@@ -177,14 +177,14 @@ def partner(graph: Graph, op: Op) -> Op | None:
 
 def _attention(graph: Graph, value: Value) -> Op | None:
     """The attention that is the only reader of a value, or of the keys of past positions and this value; else None."""
-    reader = _behind_views(graph, graph.sole_user(value))
+    reader = _after_views(graph, graph.sole_user(value))
     if reader is None or not _joins_positions(graph, reader):
         return reader if reader is not None and reader.kind == "Attention" else None
-    found = [_behind_views(graph, user) for user in graph.users(reader.value)]
+    found = [_after_views(graph, user) for user in graph.users(reader.value)]
     return next((x for x in found if x is not None and x.kind == "Attention"), None)
 
 
-def _behind_views(graph: Graph, op: Op | None) -> Op | None:
+def _after_views(graph: Graph, op: Op | None) -> Op | None:
     """The operator, or the one that is the only reader of a view through views."""
     while op is not None and op.kind in _VIEWS:
         op = graph.sole_user(op.value)

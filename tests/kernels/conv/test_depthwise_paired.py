@@ -101,7 +101,7 @@ def test_sums_of_tiles_are_added_up_by_a_second_launch(precision: str) -> None:
 
 
 def changed(change: str) -> Callable[[Net], Value]:
-    """``Relu(conv(x)) * conv(y)`` of two images, of which one is changed."""
+    """``Relu(conv(x)) * conv(y)`` of two images. One convolution is changed."""
 
     def build(n: Net) -> Value:
         x, y = (n.conv(n.input(2, 16, 9, 11, name=name), 24, 1, pads=0) for name in "xy")

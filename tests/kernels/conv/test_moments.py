@@ -131,7 +131,7 @@ def test_moments_of_a_tile(rows: int, tmp_path: Path) -> None:
     x = np.random.default_rng(rows).standard_normal((rows, 64)) * 2 + np.linspace(-50, 50, rows)[:, None]
     half = x.astype(np.float16)
     swizzled = np.stack([half.reshape(rows, 8, 8)[r, np.arange(8) ^ (r & 7)] for r in range(rows)])
-    count = rows + 5  # the tile has the rows from 7 on, of which two do not exist
+    count = rows + 5  # the tile has the rows from 7 on; two do not exist
     stored = np.full((3, count, 2), np.nan, np.float32)
     _run(tmp_path, 0, rows, first=7, block=1, moments=stored, pixel_count=count, tile=np.ascontiguousarray(swizzled))
     np.testing.assert_allclose(stored[1, 7:], _moments(half.astype(np.float64))[: rows - 2], rtol=2e-4, atol=1e-5)
@@ -151,7 +151,7 @@ def test_moments_of_eight_rows_of_a_tile(rows: int, tmp_path: Path) -> None:
     x = np.random.default_rng(rows).standard_normal((rows, 64)) * 2 + np.linspace(-50, 50, rows)[:, None]
     half = x.astype(np.float16)
     swizzled = np.stack([half.reshape(rows, 8, 8)[r, np.arange(8) ^ (r & 7)] for r in range(rows)])
-    count = rows + 8  # the tile has the rows from 16 on, of which the last eight do not exist
+    count = rows + 8  # the tile has the rows from 16 on; the last eight do not exist
     stored = np.full((3, count // 8, 2), np.nan, np.float32)
     _run(
         tmp_path,

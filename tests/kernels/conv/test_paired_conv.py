@@ -85,7 +85,7 @@ def test_a_gate_is_one_launch(name: str, precision: str, monkeypatch: pytest.Mon
 
 
 def two(n: Net, change: str = "") -> Value:
-    """``Relu(conv(x)) * conv(x)``, of which one is changed."""
+    """``Relu(conv(x)) * conv(x)``. One convolution is changed."""
     x = n.input(1, 16, 12, 12)
     channels = 20 if change == "odd" else 24
     own = n.conv(x, channels, bias=change == "bias")

@@ -154,7 +154,7 @@ WALKS: dict[str, Callable[[Net], Value]] = {
     "two frames together, strides": lambda n: volume(n, n.input(4, 24, 16, 48, 41), 32, (3, 2, 3), (2, 1, 1)),
     "many": lambda n: volume(n, n.input(4, 64, 8, 28, 28), 64, (3, 3, 3)),
 }
-"""Convolutions over volumes, each of which is one launch."""
+"""Convolutions over volumes. Each is one launch."""
 STEMS: dict[str, Callable[[Net], Value]] = {
     "a video": lambda n: volume(n, n.input(2, 3, 6, 46, 40), 24, (3, 7, 7), (2, 2, 2)),
     "a scan": lambda n: volume(n, n.input(2, 1, 7, 19, 22), 16, (3, 3, 3), pads=(2, 1, 1, 1, 1, 1)),

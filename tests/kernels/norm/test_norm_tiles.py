@@ -151,7 +151,7 @@ on_host = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 
 def moved(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Array:
-    """Numbers with different means per channel, some of which are far from 0."""
+    """Numbers whose means differ by channel. Some means are far from 0."""
     rng = np.random.default_rng(seed)
     offset = 30 * rng.standard_normal((*shape[:2], *(1,) * (len(shape) - 2)))
     return (rng.standard_normal(shape) + offset).astype(dtype)

@@ -52,7 +52,7 @@ PLAIN: dict[str, Callable[[], Graph]] = {
 
 @contextmanager
 def only(tactic: Any, name: str, choice: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes builds use configuration number ``choice`` of those of the tiles."""
+    """Makes builds use configuration number ``choice`` of the tiles."""
     every = getattr(tactic, name)
 
     def offers(problem: Any, gpu: Any) -> tuple[Offer, ...]:

@@ -40,7 +40,7 @@ def test_gpuarrays_in_and_out(gpuarray: Any) -> None:
     bound = context.bind(given, {"y0": gpuarray.zeros(want.shape, want.dtype)})
     bound.run()  # on the null stream, on which PyCUDA copies
     np.testing.assert_array_equal(bound.outputs["y0"].get(), want)
-    fresh = context.run(given)["y0"]  # a CuPy array, of which PyCUDA takes the address
+    fresh = context.run(given)["y0"]  # a CuPy array; PyCUDA takes its address
     view = gpuarray.GPUArray(fresh.shape, fresh.dtype, gpudata=fresh.data.ptr)
     np.testing.assert_array_equal((2 * view).get(), 2 * want)
 

@@ -105,7 +105,7 @@ def test_stages_that_an_epilogue_cannot_hold_become_a_pointwise_kernel() -> None
     n = Net()
     x = n.conv(n.input(1, 16, 8, 8), 16, bias=True)
     a, b = n.conv(x, 16), n.conv(x, 16)
-    y = n.op("Add", n.op("Relu", n.op("Add", a, x)), b)  # two residuals, of which one fits the kernel
+    y = n.op("Add", n.op("Relu", n.op("Add", a, x)), b)  # two residuals; the kernel takes one
     program = check_simulated(n.done(n.op("Selu", y)))
     assert kinds(program).count("Conv") == 3
 
