@@ -24,6 +24,7 @@ from optdnn.passes.rules.shape import (
     transpose_is_reshape,
 )
 from optdnn.passes.rules.transpose import sink_transpose
+from optdnn.passes.rules.unit_axes import unit_axis
 from optdnn.passes.rules.window import crop_transpose, drop_taps, pad_conv, pad_pool
 
 
@@ -43,6 +44,7 @@ class Canonicalize(RulePass):
         grid_fold,
         transpose_chain,  # before sinking: two neighbors merge where they are
         transpose_is_reshape,
+        unit_axis,  # before sinking, and before padding is absorbed: the views are still next to the convolution
         empty_parts,
         concat_of_split,
         part_of_concat,

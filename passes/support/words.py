@@ -69,6 +69,7 @@ RULES: Mapping[str, str] = {
     "empty_parts": "empty parts removed from a concatenation",
     "concat_of_split": "concatenations of all parts of a value replaced by the value",
     "transpose_is_reshape": "Transposes of axes of size 1 written as Reshape",
+    "unit_axis": "axes of size 1 removed from convolutions and pools over sequences",
     "gemm_transpose": "Transposes merged into matrix products",
     "sink_transpose": "Transposes moved past other operators",
     "depthwise_relu": "ReLUs moved into the depthwise convolutions after them",
