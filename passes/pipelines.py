@@ -41,6 +41,7 @@ from optdnn.passes.fuse_snake import FuseSnake
 from optdnn.passes.fuse_softmax import FuseSoftmax
 from optdnn.passes.gather_rows import GatherRows
 from optdnn.passes.gathered_products import GatheredProducts
+from optdnn.passes.grouped_products import GroupedProducts
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, ShiftZeroPoints
@@ -145,6 +146,7 @@ O2_GPU: tuple[Pass, ...] = (
     PadRows(),  # after MaskedRows: pads the remaining sizes that depend on data
     FuseSinkhorn(),  # when the softmax before it is one operator; before passes on chains of steps
     UnrolledScans(),  # before fusions: chains of steps have many small operators
+    GroupedProducts(),  # before ProductsOfParts, which refuses parts with own matrices
     ProductsOfParts(),  # before scans are rolled: recurrences whose products leave them are pointwise
     RollScans(),  # after ProductsOfParts: rolls the remaining chains of steps
     GatheredProducts(),  # before sums of segments and epilogues, which take in gathers and sums
