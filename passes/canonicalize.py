@@ -7,10 +7,11 @@ This pass leaves arithmetic alone, so that decomposed activations and normalizat
 from __future__ import annotations
 
 from optdnn.passes.base import RulePass
+from optdnn.passes.rules.added_parts import added_part, concat_of_parts, pad_of_pad, part_of_zeros
 from optdnn.passes.rules.concats import concat_of_split, empty_parts, interleaved_parts, part_of_concat, split_of_concat
 from optdnn.passes.rules.grids import grid_fold, grid_gather
 from optdnn.passes.rules.input_sizes import input_target
-from optdnn.passes.rules.known_writes import assembled_writes, known_writes
+from optdnn.passes.rules.known_writes import assembled_writes, hidden_write, known_writes
 from optdnn.passes.rules.means import reduction_of_reduction, sum_is_mean
 from optdnn.passes.rules.noop import idempotent, no_op, norm_of_one, unused_indices
 from optdnn.passes.rules.select import known_compress, select_is_where
@@ -47,10 +48,15 @@ class Canonicalize(RulePass):
         unit_axis,  # before sinking, and before padding is absorbed: the views are still next to the convolution
         empty_parts,
         concat_of_split,
+        concat_of_parts,
+        added_part,  # after parts that are put together unchanged
+        pad_of_pad,
+        part_of_zeros,  # after Pads are merged
         part_of_concat,
         split_of_concat,
         interleaved_parts,
         gemm_transpose,
+        hidden_write,  # before other writes become Concats
         assembled_writes,
         known_writes,  # before sinking: the Transposes around a write are still next to it
         sink_transpose,

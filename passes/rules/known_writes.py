@@ -99,6 +99,21 @@ def known_writes(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, around[1]), build, around[1].value) if around else Match((op,), build)
 
 
+@rule("hidden_write", SCATTERS)
+def hidden_write(graph: Graph, op: Op) -> Match | None:
+    """A write is not needed for a next one to the same positions: PyTorch exports ``x[:, 1:] += r`` as two writes."""
+    table = graph.constant_value(op.inputs[1])
+    following = [u for u in graph.users(op.value) if u.kind == op.kind and u.inputs[0] == op.value]
+    if table is None or len(following) != 1 or {op.attrs.reduction, following[0].attrs.reduction} != {"none"}:
+        return None
+    after = following[0]
+    other = graph.constant_value(after.inputs[1])
+    if other is None or after.attrs != op.attrs or not np.array_equal(table, other):
+        return None
+    inputs = [op.inputs[0], *after.inputs[1:]]
+    return Match((after, op), lambda patch: patch.add(op.kind, inputs, op.attrs), after.value)
+
+
 @rule("assembled_writes", SCATTERS)
 def assembled_writes(graph: Graph, op: Op) -> Match | Miss | None:
     """Consecutive scatters that write disjoint parts of a tensor become one Concat: ``y[:, t] = step(t)`` of a loop."""

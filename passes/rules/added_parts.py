@@ -1,0 +1,158 @@
+"""Tensors that are put together from their own parts: the parts that are unchanged are not copied.
+
+``x[:, 1:] += r`` is exported as slices of x, an addition and a Concat (MViT: Fan et al., 2021; Li et al., 2022 adds positions of
+all tokens but the class token to the scores and to the result of attention). ``x + pad(r)`` is a stage, or a mask of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.index import PadAttrs
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import integers, ints, operand, producer, scalar
+from optdnn.passes.support.regions import VIEWS, Region, backward, boxed, forward, region, viewed
+from optdnn.types import normalize_axis
+
+PRODUCTS = frozenset({"MatMul", "Gemm"})
+"""Kinds that add a tensor as a stage of their epilogue, or as the mask of the attention that they are a part of."""
+
+
+@rule("concat_of_parts", {"Concat"})
+def concat_of_parts(graph: Graph, op: Op) -> Match | None:
+    """A Concat of consecutive parts of one tensor is a part of this tensor, or all of it."""
+    found = _union([region(graph, operand(op, k)) for k in range(len(op.inputs))], _axis(op))
+    if found is None or len(op.inputs) < 2:
+        return None
+    dims = op.outputs[0].type.static_shape
+    return Match((op,), lambda patch: forward(patch, boxed(patch, found), found, dims))
+
+
+@rule("added_part", {"Concat"})
+def added_part(graph: Graph, op: Op) -> Match | Miss | None:
+    """A Concat of consecutive parts of one tensor, to one of which a tensor is added, is the sum of both; zeros fill the second."""
+    axis, values = _axis(op), [operand(op, k) for k in range(len(op.inputs))]
+    if len(values) < 2 or not op.outputs[0].type.is_static:
+        return None
+    regions = [region(graph, v) for v in values]
+    for at, value in enumerate(values):
+        for added in _additions(graph, value):
+            found = None if added.part is None else _union([*regions[:at], added.part, *regions[at + 1 :]], axis)
+            if found is None:
+                continue
+            if graph.op(found.root).kind not in PRODUCTS:
+                return Miss("no product computes the tensor, whose stage or mask the addition could be")
+            if graph.type(added.other) != graph.type(added.add.value):
+                return Miss("the added tensor is repeated along an axis of the part")
+            return Match((op, added.add, *added.views), partial(_sum, op, added, found))
+    return None
+
+
+def _sum(op: Op, added: _Addition, found: Region, patch: Patch) -> Value:
+    """Add the sum of the box of ``found`` and the added tensor, with zeros around it, in the order of the root's axes."""
+    assert added.part is not None
+    r = added.other
+    for view in added.views:
+        r = patch.add(view.kind, [r, *view.inputs[1:]], view.attrs, src=view.src)
+    pairs = list(zip(added.part.ranges, found.ranges, strict=True))
+    pads = (*(own[0] - whole[0] for own, whole in pairs), *(whole[1] - own[1] for own, whole in pairs))
+    r = patch.add("Pad", [backward(patch, r, added.part), integers(patch, pads, "pads")], PadAttrs())
+    total = patch.add("Add", [boxed(patch, found), r], src=added.add.src)
+    return forward(patch, total, found, op.outputs[0].type.static_shape)
+
+
+@dataclass(frozen=True)
+class _Addition:
+    """An Add of ``other`` to a part of a tensor, and the ``views`` after it. ``part``: the part with these views, or None."""
+
+    add: Op
+    other: Value
+    views: tuple[Op, ...]
+    part: Region | None
+
+
+def _additions(graph: Graph, value: Value) -> Iterator[_Addition]:
+    """The Add that computes ``value``, perhaps with views after it, for each of its operands. Each must have one reader."""
+    views = list[Op]()
+    op = graph.op(value)
+    while op.kind in VIEWS and graph.sole_user(op.value) is not None:
+        views.insert(0, op)
+        op = graph.op(operand(op))
+    if op.kind != "Add" or graph.sole_user(op.value) is None:
+        return
+    for slot in (0, 1):
+        whole = graph.type(operand(op, slot)) == graph.type(op.value)
+        part = region(graph, operand(op, slot)) if whole else None
+        for view in views:
+            part = None if part is None else viewed(graph, view.value, part)
+        yield _Addition(op, operand(op, 1 - slot), tuple(views), part)
+
+
+@rule("pad_of_pad", {"Pad"})
+def pad_of_pad(graph: Graph, op: Op) -> Match | None:
+    """A Pad with zeros of a Pad with zeros is one Pad."""
+    inner = producer(graph, op.inputs[0], {"Pad"})
+    if inner is None or not op.outputs[0].type.is_static:
+        return None
+    pads = [_zeros(graph, each) for each in (inner, op)]
+    if pads[0] is None or pads[1] is None:
+        return None
+    total = [a + b for a, b in zip(*pads, strict=True)]
+    return Match(
+        (op, inner), lambda patch: patch.add("Pad", [operand(inner), integers(patch, total, "pads")], PadAttrs())
+    )
+
+
+@rule("part_of_zeros", {"Pad"})
+def part_of_zeros(graph: Graph, op: Op) -> Match | None:
+    """A part of a tensor at its own place, with zeros around it, is a selection: additions compute it in registers."""
+    pads, sizes = _zeros(graph, op), op.outputs[0].type.shape
+    if pads is None or not op.outputs[0].type.is_static or any(u.kind != "Add" for u in graph.users(op.value)):
+        return None
+    part = region(graph, operand(op))
+    if part is None or part.axes != tuple(range(len(sizes or ()))) or graph.type(part.root).shape != sizes:
+        return None
+    box = [(pads[k], int(n) - pads[len(part.axes) + k]) for k, n in enumerate(op.outputs[0].type.static_shape)]
+    if list(part.ranges) != box or not any(pads):
+        return None
+    limited = [k for k, own in enumerate(box) if own != (0, op.outputs[0].type.static_shape[k])]
+    mask = np.ones((), bool)
+    for k, (begin, end) in enumerate(box):
+        line = np.arange(op.outputs[0].type.static_shape[k]) if k in limited else np.full(1, begin)
+        mask = mask[..., None] & (begin <= line) & (line < end)
+    zero = np.zeros((), op.outputs[0].type.dtype)
+    return Match(
+        (op,), lambda patch: patch.add("Where", [patch.constant(mask, "part"), part.root, patch.constant(zero, "zero")])
+    )
+
+
+def _zeros(graph: Graph, op: Op) -> list[int] | None:
+    """How many zeros a Pad adds before and after each axis; None if it does not pad with zeros, or crops."""
+    rank = len(op.outputs[0].type.dims)
+    pads = ints(graph, op.input(1))
+    axes = tuple(range(rank)) if op.input(3) is None else ints(graph, op.input(3))
+    filler = 0.0 if op.input(2) is None else scalar(graph, op.input(2))
+    if pads is None or axes is None or filler != 0 or op.attrs.mode != "constant" or min(pads, default=0) < 0:
+        return None
+    found = [0] * (2 * rank)
+    for k, axis in enumerate(axes):
+        found[normalize_axis(axis, rank)] = pads[k]
+        found[rank + normalize_axis(axis, rank)] = pads[len(axes) + k]
+    return found
+
+
+def _axis(op: Op) -> int:
+    return normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims))
+
+
+def _union(parts: Sequence[Region | None], axis: int) -> Region | None:
+    """The region that consists of consecutive parts along ``axis``; None if they are no such parts."""
+    found = parts[0]
+    for part in parts[1:]:
+        found = None if found is None or part is None else found.joined(part, axis)
+    return found
