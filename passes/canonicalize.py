@@ -23,6 +23,7 @@ from optdnn.passes.rules.shape import (
     reshape_chain,
     transpose_chain,
     transpose_is_reshape,
+    whole_axes,
 )
 from optdnn.passes.rules.transpose import sink_transpose
 from optdnn.passes.rules.unit_axes import unit_axis
@@ -41,6 +42,7 @@ class Canonicalize(RulePass):
         input_target,  # after chains: an outer Reshape may spare the inner one its target
         kept_axes,
         redundant_expand,  # after targets are constant, so that sizes are known
+        whole_axes,
         grid_gather,
         grid_fold,
         transpose_chain,  # before sinking: two neighbors merge where they are

@@ -26,6 +26,7 @@ from optdnn.passes.rules.scale import (
     sub_is_add,
 )
 from optdnn.passes.rules.stacks import reduced_stack, sum_of_sums
+from optdnn.passes.rules.third_term import bias_first
 from optdnn.passes.rules.window import activation_before_pool, pool_of_all, scale_before_resize, spatial_reduction
 from optdnn.passes.support.facts import is_filled, operand, producer, same_shape, scalar, shape_of
 from optdnn.passes.support.pattern import Var, node
@@ -167,6 +168,7 @@ class CanonicalizeArithmetic(RulePass):
         sub_is_add,
         div_is_mul,
         merge_constants,
+        bias_first,  # after constants are merged
         hoist_scale,  # before scale_first, which takes the last step
         scale_first,
         negations,

@@ -78,6 +78,7 @@ from optdnn.passes.token_products import TokenProducts
 from optdnn.passes.transform_products import TransformProducts
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
+from optdnn.passes.unrolled_cells import UnrolledCells
 from optdnn.passes.unrolled_scans import UnrolledScans
 from optdnn.passes.vector_products import VectorProducts
 from optdnn.passes.view_chains import ViewChains
@@ -145,6 +146,7 @@ O2_GPU: tuple[Pass, ...] = (
     MaskedRows(),  # before fusions, which do not know of rows; removes sizes that depend on data
     PadRows(),  # after MaskedRows: pads the remaining sizes that depend on data
     FuseSinkhorn(),  # when the softmax before it is one operator; before passes on chains of steps
+    UnrolledCells(),  # before passes on chains of steps, and on products of their parts
     UnrolledScans(),  # before fusions: chains of steps have many small operators
     GroupedProducts(),  # before ProductsOfParts, which refuses parts with own matrices
     ProductsOfParts(),  # before scans are rolled: recurrences whose products leave them are pointwise

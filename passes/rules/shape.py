@@ -26,6 +26,7 @@ BROADCASTING = frozenset(
     }
 )
 """Kinds whose result has the shape to which all operands broadcast."""
+INT32_MAX = 2**31 - 1
 _SYMBOLIC = Miss("more than one symbolic dimension moves, which no constant target can express")
 
 
@@ -155,3 +156,37 @@ def kept_axes(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"the result of {total.name} is used {graph.use_count(total.value)} times")
     attrs = replace(total.attrs, keepdims=True)
     return Match((op, total), lambda patch: patch.add(total.kind, list(total.inputs), attrs))
+
+
+@rule("whole_axes", {"Slice"})
+def whole_axes(graph: Graph, op: Op) -> Match | None:
+    """A Slice leaves out the axes that it takes as a whole. TensorFlow writes ``x[:, 2:4]`` as a Slice of both axes."""
+    starts, ends = ints(graph, op.input(1)), ints(graph, op.input(2))
+    steps = None if op.input(4) is None else ints(graph, op.input(4))
+    shape = shape_of(graph, op.inputs[0])
+    if starts is None or ends is None or shape is None or (op.input(4) is not None and steps is None):
+        return None
+    axes = tuple(range(len(starts))) if op.input(3) is None else ints(graph, op.input(3))
+    if axes is None:
+        return None
+    steps = steps or (1,) * len(starts)
+    limits = list(zip(starts, ends, axes, steps, strict=True))
+    kept = [each for each in limits if not _takes_all(shape, *each)]
+    if not kept or len(kept) == len(limits):
+        return None
+    numbers = list(zip(*kept, strict=True))[: 3 if all(step == 1 for *_, step in kept) else 4]
+    names = ("starts", "ends", "axes", "steps")
+    return Match(
+        (op,),
+        lambda patch: patch.add(
+            "Slice", [op.inputs[0], *(integers(patch, n, name) for n, name in zip(numbers, names, strict=False))]
+        ),
+    )
+
+
+def _takes_all(shape: Shape, start: int, end: int, axis: int, step: int) -> bool:
+    """Whether a Slice takes an axis as a whole, in order. The largest int32 as an end stands for the size, as in ONNX."""
+    size = shape[axis]
+    if isinstance(size, int):
+        return slice(start, end, step).indices(size) == (0, size, 1)
+    return (start, step) == (0, 1) and end >= INT32_MAX

@@ -1,7 +1,8 @@
-"""Sums of two products and a residual are reordered, so that the kernel of each product adds one tensor.
+"""Sums of products, residuals and biases are reordered, so that kernels of products add them.
 
-The blocks of GPT-J (Wang and Komatsuzaki, 2021), Falcon and Cohere have parallel attention and feed-forward units. They add the
-results of both, and then the residual.
+ONNX Runtime's optimizer moves the bias of a product into SkipLayerNormalization, which adds it after the residual. The blocks of
+GPT-J (Wang and Komatsuzaki, 2021), Falcon and Cohere have parallel attention and feed-forward units. They add the results of both,
+and then the residual.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.affine import variable
+from optdnn.passes.support.facts import operand, producer
 from optdnn.passes.support.stages import ANCHORS
-from optdnn.types import is_float
+from optdnn.types import Array, is_float
+
+PRODUCING = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose"})
+"""Kinds whose kernels add a constant for each column or channel."""
 
 
 @rule("third_term", {"Add"})
@@ -34,6 +39,37 @@ def third_term(graph: Graph, op: Op) -> Match | Miss | None:
             return Miss(f"the result of {total.name} is used {graph.use_count(total.value)} times")
         return Match((op, total), partial(_nested, p, q, r))
     return None
+
+
+@rule("bias_first", {"Add"})
+def bias_first(graph: Graph, op: Op) -> Match | Miss | None:
+    """``(p + r) + bias`` becomes ``(p + bias) + r`` for a product or convolution p and a constant for each of its columns."""
+    bias = graph.constant_value(op.inputs[1])
+    total = producer(graph, op.inputs[0], {"Add"})
+    if bias is None or total is None or not is_float(op.outputs[0].type.dtype):
+        return None
+    for p, r in (total.inputs, total.inputs[::-1]):
+        anchor = None if p is None or r is None else producer(graph, p, PRODUCING, alone=True)
+        if p is None or r is None or anchor is None or graph.constant_value(r) is not None:
+            continue
+        if graph.type(p).shape != op.outputs[0].type.shape or not _per_column(graph, anchor, bias):
+            return None
+        if graph.sole_user(total.value) is None:
+            return Miss(f"the result of {total.name} is used {graph.use_count(total.value)} times")
+        return Match((op, total), partial(_biased, p, r, operand(op, 1)))
+    return None
+
+
+def _biased(p: Value, r: Value, bias: Value, patch: Patch) -> Value:
+    return patch.add("Add", [patch.add("Add", [p, bias]), r])
+
+
+def _per_column(graph: Graph, anchor: Op, bias: Array) -> bool:
+    """Whether a constant has one number for each column of a product, or for each channel of a convolution."""
+    rank = anchor.outputs[0].type.rank or 0
+    axis = -1 if anchor.kind in ("MatMul", "Gemm") else 1 - rank
+    shape = bias.shape if bias.ndim >= -axis else ()
+    return bias.size > 1 and bool(shape) and shape[axis] == bias.size == anchor.outputs[0].type.dims[axis]
 
 
 def _nested(p: Value, q: Value, r: Value, patch: Patch) -> Value:

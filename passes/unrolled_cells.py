@@ -1,0 +1,251 @@
+"""Steps of a GRU or LSTM that exporters write out become one layer, for which kernels keep the weights in registers.
+
+Keras and JAX export a GRU as a loop, which is unrolled; PyTorch exports a loop over ``GRUCell`` or ``LSTMCell`` (Cho et al., 2014;
+Hochreiter and Schmidhuber, 1997) step by step. Each step has two products and some arithmetic that wait for the previous step.
+
+A step is recognized by its arithmetic. The arguments of its gates are sums of products, of parts of products, and of constants. All
+steps must have the same matrices, and the inputs of all steps must be known before the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.rnn import GRUAttrs, LSTMAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import operand, origins, reshaped
+from optdnn.passes.support.lanes import cut_of
+from optdnn.passes.support.pattern import Var, any_of, find, node, product, total
+from optdnn.passes.support.products import PRODUCTS, constant_matrix
+from optdnn.passes.support.stacks import Joined, Shared, emit, leaves, part_values, stack_of
+from optdnn.types import Array, is_float
+
+LEAST = 4
+"""Fewest steps of a layer."""
+DEPTH = 8
+"""Most operators between a product and a gate."""
+WIDEST = 4096
+"""Most columns of an input that is no product: it is multiplied with an identity matrix."""
+H = Var("h")
+_Z, _R = node("Sigmoid", Var("z")), node("Sigmoid", Var("r"))
+_NEW = node("Tanh", total(0.0, Var("n"), product(1.0, _R, Var("reset"))))
+_KEPT = total(1.0, product(-1.0, _Z))
+GRU = any_of(
+    total(0.0, product(1.0, _Z, H), product(1.0, _KEPT, _NEW)),
+    total(0.0, _NEW, product(1.0, _Z, total(0.0, H, product(-1.0, _NEW)))),
+)
+"""``z h + (1 - z) tanh(n + r reset)``; ``reset`` is the product of the state."""
+_CELL = total(
+    0.0,
+    product(1.0, node("Sigmoid", Var("f")), Var("c")),
+    product(1.0, node("Sigmoid", Var("i")), node("Tanh", Var("g"))),
+)
+LSTM = product(1.0, node("Sigmoid", Var("o")), node("Tanh", _CELL, name="tanh"))
+GATES = {"GRU": ("z", "r", "n", "reset"), "LSTM": ("i", "o", "f", "g")}
+"""The arguments of the gates, in the order of ONNX. The state of a GRU's third gate has an argument of its own."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """``source @ weight[:, begin:end]``; without a weight, the columns of ``source`` itself."""
+
+    source: Value
+    weight: Value | None
+    transposed: bool
+    begin: int
+    end: int
+
+    @property
+    def key(self) -> tuple[Value | None, bool, int, int]:
+        return self.weight, self.transposed, self.begin, self.end
+
+
+Gate = tuple[Term | None, Term | None, Array]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: the operator that computes its state, its input, the state before it, and for an LSTM the cells before and after.
+
+    ``gates``: name -> the term of the input (None for a GRU's reset), the term of the state (None for n) and the bias."""
+
+    kind: str
+    op: Op
+    x: Value
+    h: Value
+    cells: tuple[Value, Value] | None
+    gates: Mapping[str, Gate]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What all steps of a layer have in common."""
+        terms = [(a and a.key, b and b.key, bias.tobytes()) for a, b, bias in self.gates.values()]
+        return (self.kind, *terms)
+
+
+@rule("unrolled_cells", {"Add", "Mul"})
+def unrolled_cells(graph: Graph, op: Op) -> Match | Miss | None:
+    """The last step of a layer, and all steps before it, become one GRU or LSTM."""
+    chains = (_chain(graph, step) for step in _steps(graph, op) if not _goes_on(graph, step))
+    steps = max(chains, key=len, default=[])
+    if len(steps) < LEAST:
+        return None
+    xs = [step.x for step in steps]
+    if len({graph.type(x) for x in xs}) > 1:
+        return Miss("the inputs of the steps differ in size")
+    stack = stack_of(graph, xs) or Joined(tuple(xs))
+    roots = {step.op.id for step in steps}
+    if any(one.id in roots for one in origins(graph, list(leaves(stack)))):
+        return Miss("the input of a step depends on the step before it")
+    if any(_reads_cell(graph, step, steps) for step in steps[:-1]):
+        return Miss("the cells of steps before the last one are read elsewhere")
+
+    def build(patch: Patch) -> None:
+        x = emit(patch, stack)
+        if isinstance(stack, Shared):
+            x = patch.add(
+                "Concat", [reshaped(patch, x, (1, *graph.type(xs[0]).static_shape))] * len(xs), ConcatAttrs(0)
+            )
+        _layer(graph, patch, steps, x)
+
+    return Match(tuple(step.op for step in steps), build)
+
+
+def _chain(graph: Graph, last: Step) -> list[Step]:
+    """The steps up to ``last``, in order."""
+    found = [last]
+    while True:
+        first = found[0]
+        before = _steps(graph, graph.op(first.h)) if first.h.port == 0 else iter(())
+        cell = None if first.cells is None else first.cells[0]
+        step = next((s for s in before if s.key == first.key and (s.cells is None or s.cells[1] == cell)), None)
+        if step is None:
+            return found
+        found.insert(0, step)
+
+
+def _goes_on(graph: Graph, step: Step) -> bool:
+    """Whether another step of the layer reads the state."""
+    matrices = {state.weight for _, state, _ in step.gates.values() if state is not None}
+    return any(u.kind in PRODUCTS and u.inputs[1] in matrices for u in graph.users(step.op.value))
+
+
+def _reads_cell(graph: Graph, step: Step, steps: Sequence[Step]) -> bool:
+    """Whether anything but the steps reads the cell of an LSTM."""
+    if step.cells is None:
+        return False
+    return graph.use_count(step.cells[1]) > 2 or not any(s.cells and s.cells[0] == step.cells[1] for s in steps)
+
+
+def _steps(graph: Graph, op: Op) -> Iterator[Step]:
+    """The ways to read an operator as the last one of a step."""
+    kind = "GRU" if op.kind == "Add" else "LSTM"
+    out = op.outputs[0].type
+    if op.kind not in ("Add", "Mul") or not out.is_static or out.rank != 2 or not is_float(out.dtype):
+        return
+    for found in find(graph, op.value, GRU if kind == "GRU" else LSTM):
+        bound = found.bound
+        arguments = {name: _argument(graph, bound[name], 0, out.static_shape[1]) for name in GATES[kind]}
+        known = {name: argument for name, argument in arguments.items() if argument is not None}
+        if len(known) < len(arguments):
+            continue
+        sources = list(dict.fromkeys(term.source for terms, _ in known.values() for term in terms))
+        states = [bound["h"]] if kind == "GRU" else [s for s in sources if graph.type(s) == out]
+        cells = None if kind == "GRU" else (bound["c"], operand(bound["tanh"]))
+        for h in states:
+            x = next((s for s in sources if s != h), None)
+            gates = None if x is None or len(sources) != 2 else _gates(kind, known, h)
+            if x is not None and gates is not None:
+                yield Step(kind, op, x, h, cells, gates)
+
+
+def _gates(kind: str, known: Mapping[str, _Argument], h: Value) -> Mapping[str, Gate] | None:
+    """For each gate its terms of the input and of the state, and its bias; None if they are not those of a step."""
+    gates = dict[str, Gate]()
+    for name, (terms, bias) in known.items():
+        inputs, states = [t for t in terms if t.source != h], [t for t in terms if t.source == h]
+        wanted = (int(name != "reset"), int(name != "n" or kind == "LSTM"))
+        if (len(inputs), len(states)) != wanted or any(t.weight is None for t in states):
+            return None
+        gates[name] = (inputs[0] if inputs else None, states[0] if states else None, bias)
+    return gates
+
+
+_Argument = tuple[list[Term], Array]
+
+
+def _argument(graph: Graph, value: Value, begin: int, end: int, depth: int = DEPTH) -> _Argument | None:
+    """Columns of a value as a sum of terms and a vector of constants; None if it is no such sum."""
+    op, constant, size = graph.op(value), graph.constant_value(value), end - begin
+    if constant is not None:
+        row = constant.reshape(-1)
+        if constant.size != (constant.shape[-1] if constant.ndim else 1):
+            return None
+        return [], np.broadcast_to(row if row.size == 1 else row[begin:end], (size,)).astype(np.float64)
+    cut = cut_of(graph, value)
+    if depth and cut is not None:
+        return _argument(graph, operand(op), begin + cut[0], end + cut[0], depth - 1)
+    if depth and op.kind == "Add":
+        parts = [_argument(graph, operand(op, slot), begin, end, depth - 1) for slot in (0, 1)]
+        if parts[0] is None or parts[1] is None or graph.type(value).rank != 2:
+            return None
+        return [*parts[0][0], *parts[1][0]], parts[0][1] + parts[1][1]
+    taken = constant_matrix(graph, op) if op.kind in PRODUCTS else None
+    if taken is not None:
+        bias = (
+            np.zeros(size)
+            if taken[1] is None
+            else np.broadcast_to(taken[1], graph.type(value).static_shape[1:])[begin:end]
+        )
+        return [Term(operand(op), op.inputs[1], op.kind == "Gemm" and op.attrs.transB, begin, end)], bias.astype(
+            np.float64
+        )
+    dims = graph.type(value).shape
+    if dims is None or len(dims) != 2 or not isinstance(dims[1], int) or not end <= dims[1] <= WIDEST:
+        return None
+    return [Term(value, None, False, begin, end)], np.zeros(size)
+
+
+def _rows(graph: Graph, term: Term) -> Array:
+    """The transposed matrix of a term: (columns of the gate, columns of the source)."""
+    if term.weight is None:
+        return np.eye(graph.type(term.source).static_shape[1])[term.begin : term.end]
+    matrix = graph.constant_value(term.weight)
+    assert matrix is not None
+    return (matrix if term.transposed else matrix.T)[term.begin : term.end]
+
+
+def _layer(graph: Graph, patch: Patch, steps: Sequence[Step], x: Value) -> None:
+    """Add the layer of ``steps``, whose inputs are ``x`` (step, batch, width), and replace their results."""
+    first, last = steps[0], steps[-1]
+    dtype, (batch, hidden) = last.op.outputs[0].type.dtype, last.op.outputs[0].type.static_shape
+    gates = last.gates.values()
+    w = np.concatenate([_rows(graph, term) for term, _, _ in gates if term is not None])
+    r = np.concatenate([_rows(graph, term) for _, term, _ in gates if term is not None])
+    own = np.concatenate([bias for term, _, bias in gates if term is not None])
+    state = (
+        np.zeros_like(own) if last.kind == "LSTM" else np.concatenate([np.zeros(2 * hidden), last.gates["reset"][2]])
+    )
+    constants = [
+        patch.constant(a[None].astype(dtype), name)
+        for a, name in ((w, "W"), (r, "R"), (np.concatenate([own, state]), "B"))
+    ]
+    initial = [reshaped(patch, v, (1, batch, hidden)) for v in (first.h, *(first.cells or ())[:1])]
+    attrs = GRUAttrs(hidden, linear_before_reset=True) if last.kind == "GRU" else LSTMAttrs(hidden)
+    layer = patch.add_op(last.kind, [x, *constants, None, *initial], attrs, outputs=3 if last.cells else 2)
+    states = reshaped(patch, Value(layer.id, 0), (len(steps), batch, hidden))
+    for step, made in zip(steps, part_values(patch, states, len(steps)), strict=True):
+        patch.replace(step.op.value, made)
+    if last.cells is not None:
+        patch.replace(last.cells[1], reshaped(patch, Value(layer.id, 2), (batch, hidden)))
+
+
+class UnrolledCells(RulePass):
+    name = "unrolled_cells"
+    rules = (unrolled_cells,)

@@ -1,0 +1,181 @@
+"""GRU and LSTM steps that exporters write out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated, kinds
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.passes.unrolled_cells import UnrolledCells
+
+PASS = UnrolledCells()
+STEPS, BATCH, WIDTH, HIDDEN = 5, 2, 3, 4
+
+
+class Cell:
+    """The constants of a cell with ``gates`` gates, as matrices of all gates side by side."""
+
+    def __init__(self, n: Net, gates: int, width: int = WIDTH):
+        self.n, self.gates = n, gates
+        self.w, self.r = n.random(width, gates * HIDDEN, scale=0.5), n.random(HIDDEN, gates * HIDDEN, scale=0.5)
+        self.bw, self.br = n.random(gates * HIDDEN), n.random(gates * HIDDEN)
+
+    def product(self, x: Value, weight: Value, bias: Value) -> Value:
+        return self.n.op("Gemm", x, weight, bias, attrs=GemmAttrs())  # type: ignore[no-any-return]
+
+    def split(self, x: Value) -> list[Value]:
+        return self.n.op("Split", x, self.n.ints(*[HIDDEN] * self.gates), attrs=SplitAttrs(axis=1), outputs=self.gates)  # type: ignore[no-any-return]
+
+
+def torch_gru(c: Cell, x: Value, h: Value) -> Value:
+    """PyTorch's GRUCell: ``n + z (h - n)``."""
+    n = c.n
+    (xr, xz, xn), (hr, hz, hn) = c.split(c.product(x, c.w, c.bw)), c.split(c.product(h, c.r, c.br))
+    r, z = n.op("Sigmoid", n.op("Add", xr, hr)), n.op("Sigmoid", n.op("Add", hz, xz))
+    new = n.op("Tanh", n.op("Add", xn, n.op("Mul", r, hn)))
+    return n.op("Add", new, n.op("Mul", z, n.op("Sub", h, new)))  # type: ignore[no-any-return]
+
+
+def keras_gru(c: Cell, x: Value, h: Value) -> Value:
+    """Keras: ``z h + (1 - z) n``, biases after the products, Slices in place of Splits, gates in another order."""
+    n = c.n
+    a = n.op("Add", n.op("MatMul", x, c.w, attrs=MatMulAttrs()), c.bw)
+    b = n.op("Add", n.op("MatMul", h, c.r, attrs=MatMulAttrs()), c.br)
+    xz, xr, xn = c.split(a)
+    hz, hr, hn = (n.op("Slice", b, n.ints(k * HIDDEN), n.ints((k + 1) * HIDDEN), n.ints(1)) for k in range(3))
+    r, z = n.op("Sigmoid", n.op("Add", xr, hr)), n.op("Sigmoid", n.op("Add", xz, hz))
+    new = n.op("Tanh", n.op("Add", xn, n.op("Mul", r, hn)))
+    return n.op("Add", n.op("Mul", z, h), n.op("Mul", n.op("Sub", 1.0, z), new))  # type: ignore[no-any-return]
+
+
+def given_gru(c: Cell, x: Value, h: Value) -> Value:
+    """The products of all inputs were computed before: each step reads its gates."""
+    n = c.n
+    (xr, xz, xn), (hr, hz, hn) = c.split(x), c.split(c.product(h, c.r, c.br))
+    r, z = n.op("Sigmoid", n.op("Add", xr, hr)), n.op("Sigmoid", n.op("Add", xz, hz))
+    new = n.op("Tanh", n.op("Add", xn, n.op("Mul", r, hn)))
+    return n.op("Add", new, n.op("Mul", z, n.op("Sub", h, new)))  # type: ignore[no-any-return]
+
+
+def lstm(c: Cell, x: Value, h: Value, cell: Value) -> tuple[Value, Value]:
+    """PyTorch's LSTMCell: the products are added before they are split."""
+    n = c.n
+    i, f, g, o = c.split(n.op("Add", c.product(x, c.w, c.bw), c.product(h, c.r, c.br)))
+    cell = n.op("Add", n.op("Mul", n.op("Sigmoid", f), cell), n.op("Mul", n.op("Sigmoid", i), n.op("Tanh", g)))
+    return n.op("Mul", n.op("Sigmoid", o), n.op("Tanh", cell)), cell
+
+
+def taken(n: Net, x: Value, t: int) -> Value:
+    return n.op("Gather", x, n.const(t, np.int64), attrs=GatherAttrs(1))  # type: ignore[no-any-return]
+
+
+def stacked(n: Net, states: list[Value]) -> Value:
+    return n.op("Concat", *(n.op("Unsqueeze", h, n.ints(1)) for h in states), attrs=ConcatAttrs(1))  # type: ignore[no-any-return]
+
+
+def gru_steps(step: Callable[[Cell, Value, Value], Value], width: int = WIDTH, steps: int = STEPS) -> Graph:
+    n = Net()
+    c, x, h, states = Cell(n, 3), n.input(BATCH, steps, width), n.input(BATCH, HIDDEN, name="h"), []
+    for t in range(steps):
+        h = step(c, taken(n, x, t), h)
+        states.append(h)
+    return n.done(stacked(n, states), n.op("Neg", h))
+
+
+@pytest.mark.parametrize(("step", "width"), [(torch_gru, WIDTH), (keras_gru, WIDTH), (given_gru, 3 * HIDDEN)])
+def test_steps_of_a_gru_are_a_layer(step: Callable[[Cell, Value, Value], Value], width: int) -> None:
+    graph, _ = check_pass(PASS, gru_steps(step, width), changes=1, rules={"unrolled_cells": 1})
+    (layer,) = graph.of_kind("GRU")
+    assert layer.attrs.linear_before_reset
+    assert layer.outputs[0].type.static_shape == (STEPS, 1, BATCH, HIDDEN)
+    assert not {"Sigmoid", "Tanh", "Gemm", "MatMul"} & set(graph.kinds())
+
+
+def lstm_steps(read: int = STEPS, feedback: bool = False) -> Graph:
+    """``read``: the number of the step whose cell is read; ``feedback``: inputs are states of the step before."""
+    n = Net()
+    x, h, cell = n.input(BATCH, STEPS, WIDTH), n.input(BATCH, HIDDEN, name="h"), n.input(BATCH, HIDDEN, name="c")
+    c, states, cells = Cell(n, 4, HIDDEN if feedback else WIDTH), list[Value](), list[Value]()
+    for t in range(STEPS):
+        given = n.op("Relu", h) if feedback else taken(n, x, t)
+        h, cell = lstm(c, given, h, cell)
+        states.append(h)
+        cells.append(cell)
+    return n.done(stacked(n, states), n.op("Neg", cells[read - 1]), *([n.op("Exp", x)] if feedback else []))
+
+
+def test_steps_of_an_lstm_are_a_layer() -> None:
+    graph, _ = check_pass(PASS, lstm_steps(), changes=1, rules={"unrolled_cells": 1})
+    (layer,) = graph.of_kind("LSTM")
+    assert layer.outputs[2].type.static_shape == (1, BATCH, HIDDEN)
+    assert not {"Sigmoid", "Tanh", "Gemm"} & set(graph.kinds())
+
+
+def test_two_layers_step_by_step_are_two_layers() -> None:
+    n = Net()
+    c, d, x = Cell(n, 3), Cell(n, 3, HIDDEN), n.input(BATCH, STEPS, WIDTH)
+    a = b = n.input(BATCH, HIDDEN, name="h")
+    states = []
+    for t in range(STEPS):
+        a = torch_gru(c, taken(n, x, t), a)
+        b = torch_gru(d, a, b)
+        states.append(b)
+    graph, _ = check_pass(PASS, n.done(stacked(n, states)), changes=2, rules={"unrolled_cells": 2})
+    assert len(graph.of_kind("GRU")) == 2
+
+
+def test_inputs_that_depend_on_the_step_before_refuse() -> None:
+    check_refused(PASS, lstm_steps(feedback=True), because="depends on the step before")
+
+
+def test_cells_that_are_read_elsewhere_refuse() -> None:
+    check_refused(PASS, lstm_steps(read=2), because="cells of steps before the last one")
+
+
+def test_few_steps_stay() -> None:
+    check_untouched(PASS, gru_steps(torch_gru, steps=3))
+
+
+def test_steps_with_their_own_matrices_stay() -> None:
+    n = Net()
+    x, h = n.input(BATCH, STEPS, WIDTH), n.input(BATCH, HIDDEN, name="h")
+    for t in range(STEPS):
+        h = torch_gru(Cell(n, 3), taken(n, x, t), h)
+    check_untouched(PASS, n.done(h))
+
+
+def other_update(c: Cell, x: Value, h: Value) -> Value:
+    """``n + z (h + n)`` is no GRU."""
+    n = c.n
+    (xr, xz, xn), (hr, hz, hn) = c.split(c.product(x, c.w, c.bw)), c.split(c.product(h, c.r, c.br))
+    r, z = n.op("Sigmoid", n.op("Add", xr, hr)), n.op("Sigmoid", n.op("Add", xz, hz))
+    new = n.op("Tanh", n.op("Add", xn, n.op("Mul", r, hn)))
+    return n.op("Add", new, n.op("Mul", z, n.op("Add", h, new)))  # type: ignore[no-any-return]
+
+
+def reset_of_input(c: Cell, x: Value, h: Value) -> Value:
+    """The reset gate multiplies the input's product, not the state's."""
+    n = c.n
+    (xr, xz, xn), (hr, hz, hn) = c.split(c.product(x, c.w, c.bw)), c.split(c.product(h, c.r, c.br))
+    r, z = n.op("Sigmoid", n.op("Add", xr, hr)), n.op("Sigmoid", n.op("Add", xz, hz))
+    new = n.op("Tanh", n.op("Add", hn, n.op("Mul", r, xn)))
+    return n.op("Add", new, n.op("Mul", z, n.op("Sub", h, new)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("step", [other_update, reset_of_input])
+def test_other_arithmetic_stays(step: Callable[[Cell, Value, Value], Value]) -> None:
+    check_untouched(PASS, gru_steps(step))
+
+
+def test_a_layer_takes_few_launches() -> None:
+    program = check_simulated(gru_steps(torch_gru))
+    assert "Recurrence" in kinds(program) or "StackedRNN" in kinds(program)
+    assert sum(step.executor == "cuda" for step in program.steps) <= 8
