@@ -26,6 +26,7 @@ from optdnn.passes.support.lanes import (
     CUTS,
     LAST_AXIS,
     alike,
+    along_last,
     covered,
     emit,
     leaf,
@@ -42,6 +43,8 @@ LEAST = 3
 """Fewest parts of a group."""
 MOST_PRODUCTS = 1 << 28
 """A product of at least this many multiplications fills a GPU by itself."""
+MOST_STEPS = 6
+"""Most operators between two products of a tower, such as a bias, a norm and an activation."""
 PASSED = frozenset(STAGE_KINDS) | LAST_AXIS | CUTS | RESHAPES
 """Kinds between a part and the operator that is computed for all parts at once."""
 
@@ -124,14 +127,24 @@ def products_of_one(graph: Graph, op: Op) -> Match | None:
 
 
 def _begins_tower(graph: Graph, op: Op) -> bool:
-    """Whether the result of a product with a constant matrix is multiplied with another one, after a bias and an activation."""
+    """Whether the result of a product with a constant matrix is multiplied with another one, after steps with constants."""
     if op.kind not in PRODUCTS or not op.outputs[0].type.is_static or plain_product(graph, op.value) is None:
         return False
-    end = graph.op(_biased(graph, [op])[0])
-    for activation in _activations(graph, [end]):
-        end = activation
-    user = graph.sole_user(end.value)
-    return user is not None and user.inputs[0] == end.value and plain_product(graph, user.value) is not None
+    value = op.value
+    for _ in range(MOST_STEPS):
+        user = graph.sole_user(value)
+        if (
+            user is None
+            or user.inputs[0] != value
+            or any(graph.constant_value(v) is None for v in user.inputs[1:] if v)
+        ):
+            return False
+        if user.kind in PRODUCTS:
+            return plain_product(graph, user.value) is not None
+        if user.kind not in STAGE_KINDS and not along_last(graph, user):
+            return False
+        value = user.value
+    return False
 
 
 @rule("grouped_stages", frozenset(STAGE_KINDS) | LAST_AXIS | CUTS)

@@ -149,6 +149,18 @@ def test_towers_of_one_tensor_are_one_product_and_groups() -> None:
     assert graph.type(graph.of_kind("MatMul")[0].inputs[1]).static_shape == (8, 64)
 
 
+def test_towers_with_norms_are_groups() -> None:
+    """Ensembles of critics (REDQ: Chen et al., 2021) normalize each layer."""
+    n = Net()
+    x = n.input(6, 8)
+    ends = []
+    for _ in range(3):
+        y = n.op("LayerNormalization", product(n, x, 16), n.positive(16), n.random(16), attrs=LayerNormAttrs(axis=-1))
+        ends.append(product(n, n.op("Relu", y), 4))
+    graph, _ = check_pass(PASS, n.done(*ends), changes=2, rules={"products_of_one": 1, "grouped_products": 1})
+    assert graph.kinds()["LayerNormalization"] == graph.kinds()["Relu"] == graph.kinds()["Conv"] == 1
+
+
 def test_two_towers_stay_apart() -> None:
     check_untouched(PASS, towers(Net(), 2))
 
