@@ -41,6 +41,8 @@ from optdnn.passes.support.quantized_values import EIGHT_BITS, dequantized, quan
 from optdnn.passes.support.rotary import before_reshapes
 from optdnn.types import DTYPES, FP32, Array, is_float
 
+MOVES = frozenset({"Concat", "Expand", "Gather", "Pad", "Slice", "Split", "Transpose"})
+"""Kinds whose results are views or copies: their kernels do not round."""
 PRODUCTS = frozenset({"QuantizedConv", "QuantizedMatMul"})
 MAX_STAGES = 32
 """Most stages of one Pointwise op with conversions: a conversion has up to five."""
@@ -305,15 +307,15 @@ class _Joined(FusePointwise):
 
 
 def _stored_narrow(graph: Graph, one: Op) -> bool:
-    """Whether the producer of a pointwise op with an 8-bit result can round in its own kernel: it is no product and not pointwise,
-    its own result is a float, and the scale is constant."""
+    """Whether the producer of a pointwise op with an 8-bit result can round in its own kernel: it is no product, pointwise op,
+    view or copy, its own result is a float, and the scale is constant."""
     if any(v is not None and graph.constant_value(v) is None for v in one.inputs[1:]):
         return False
     if graph.type(operand(one)).dtype.itemsize == 1:
         return False
     inner = graph.op(before_reshapes(graph, operand(one)))
     pointwise = inner.kind in STRUCTURAL or inner.definition.traits.pointwise
-    return one.outputs[0].type.dtype.itemsize == 1 and not pointwise and inner.kind not in WEIGHTED | PRODUCTS
+    return one.outputs[0].type.dtype.itemsize == 1 and not pointwise and inner.kind not in WEIGHTED | PRODUCTS | MOVES
 
 
 class FoldQuantized(Pass):

@@ -17,6 +17,7 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.types import DTYPES, FP16
@@ -288,3 +289,22 @@ def test_a_chain_behind_a_product_is_one_pointwise(seen: bool) -> None:
     assert [op.outputs[0].type.dtype.name for op in graph.of_kind("Pointwise")].count("int8") == 1
     assert len(graph.of_kind("Pointwise")) == 2  # the input's rounding, and all after the product
     within(n.graph, graph, 0.0601)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, DTYPES["fp8_e4m3"]])
+def test_heads_that_are_rounded_for_no_kernel_are_rounded_in_one_launch(dtype: Any) -> None:
+    """ModelOpt rounds the queries and keys of attention. Their products have no kernel for 8 bits, and a Transpose cannot round."""
+    n = QNet()
+    zero = 3 if np.dtype(dtype).kind in "iu" else 0
+    q, k = (
+        n.fake(
+            n.op("Transpose", n.op("Softmax", n.input(2, 6, 8, name=name)), attrs=TransposeAttrs(perm)),
+            0.01,
+            zero,
+            dtype,
+        )
+        for name, perm in (("q", (1, 0, 2)), ("k", (1, 2, 0)))
+    )
+    graph, _ = folded(n.done(n.op("MatMul", q, k, attrs=MatMulAttrs())))
+    assert [op.outputs[0].type.dtype.name for op in graph.of_kind("Pointwise")] == ["float32", "float32"]
+    within(n.graph, graph, 1e-6)
