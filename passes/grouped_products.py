@@ -45,7 +45,7 @@ MOST_PRODUCTS = 1 << 28
 """A product of at least this many multiplications fills a GPU by itself."""
 MOST_STEPS = 6
 """Most operators between two products of a tower, such as a bias, a norm and an activation."""
-PASSED = frozenset(STAGE_KINDS) | LAST_AXIS | CUTS | RESHAPES
+PASSED = frozenset(STAGE_KINDS) | LAST_AXIS | CUTS | RESHAPES | {"Transpose"}
 """Kinds between a part and the operator that is computed for all parts at once."""
 
 Step = tuple[Op, int, int]
@@ -232,12 +232,12 @@ def _is_group(graph: Graph, value: Value) -> bool:
     part = None if gather is None else leaf(graph, value)
     if part is None or part.axis != len(graph.type(part.source).dims) - 2:
         return False
-    source, ops = part.source, PASSED | {"Transpose"}
+    source = part.source
     for _ in range(DEPTH):
         op = graph.op(source)
         if op.kind == "Conv":
             return bool(op.attrs.group > 1)
-        if op.kind not in ops or not op.inputs:
+        if op.kind not in PASSED or not op.inputs:
             return False
         source = next((v for v in op.inputs if v is not None and graph.constant_value(v) is None), operand(op))
     return False
@@ -266,7 +266,7 @@ def _group(graph: Graph, op: Op, slot: int) -> list[Op]:
 def _family(graph: Graph, value: Value, depth: int) -> Family | None:
     """The part from which ``value`` is computed, and the operators in between; None if there is none."""
     part = part_of(graph, value)
-    if part is not None and (part.size == 1 or leaf(graph, value) is not None):
+    if part is not None:
         return Family(part, ())
     op = graph.op(value)
     if depth == 0 or op.kind not in PASSED:

@@ -18,7 +18,11 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.support.facts import NORMS, RESHAPES, integers, ints, operand, reshaped
 from optdnn.passes.support.parts import port_span, span
-from optdnn.passes.support.stacks import Part, part_of
+from optdnn.passes.support.stacks import Part, Stack, part_of, stack_of
+from optdnn.passes.support.stacks import Same as StackedOps
+from optdnn.passes.support.stacks import Window as StackedParts
+from optdnn.passes.support.stacks import covered as stack_covered
+from optdnn.passes.support.stacks import emit as stacked
 from optdnn.types import normalize_axis
 
 DEPTH = 9
@@ -61,7 +65,14 @@ class Same:
     cut: tuple[int, int] | None = None
 
 
-Lanes = Shared | Constants | Window | Same
+@dataclass(frozen=True)
+class Moved:
+    """Lanes that Transposes and Reshapes take from parts along any axis, as a stack along a new first axis."""
+
+    stack: Stack
+
+
+Lanes = Shared | Constants | Window | Same | Moved
 
 
 def leaf(graph: Graph, value: Value) -> Part | None:
@@ -97,6 +108,10 @@ def plan(graph: Graph, values: Sequence[Value], depth: int = DEPTH) -> Lanes | N
     ops = [graph.op(v) for v in values]
     if depth == 0 or any(alike(op) != alike(ops[0]) for op in ops) or len({v.port for v in values}) > 1:
         return None
+    if ops[0].kind in RESHAPES | {"Transpose", "Slice", "Split", "Gather"} and graph.type(values[0]).rank:
+        moved = stack_of(graph, values, depth)
+        if isinstance(moved, StackedOps | StackedParts):
+            return Moved(moved)
     return _same(graph, ops, values[0], depth)
 
 
@@ -154,6 +169,8 @@ def cut_of(graph: Graph, value: Value) -> tuple[int, int] | None:
 
 def covered(lanes: Lanes | None) -> Iterator[Op]:
     """The operators that lanes replace, some of them several times."""
+    if isinstance(lanes, Moved):
+        yield from stack_covered(lanes.stack)
     if isinstance(lanes, Same):
         yield from lanes.ops
         for each in lanes.operands:
@@ -180,6 +197,11 @@ def _emitted(patch: Patch, lanes: Lanes, made: dict[Hashable, Value]) -> Value:
             return patch.constant(np.stack(rows, axis=-2), "lanes")
         case Window(first, count):
             return _window(patch, first, count)
+        case Moved(stack):
+            x = stacked(patch, stack)
+            rank = len(patch.type(x).dims)
+            order = (*range(1, rank - 1), 0, rank - 1)
+            return x if rank == 2 else patch.add("Transpose", [x], TransposeAttrs(order))
         case Same(ops, operands, cut):
             return _computed(
                 patch, ops[0], [None if each is None else emit(patch, each, made) for each in operands], cut

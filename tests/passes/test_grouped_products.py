@@ -17,6 +17,7 @@ from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.grouped_products import GroupedProducts
 
 PASS = GroupedProducts()
@@ -87,6 +88,37 @@ def test_operators_between_a_part_and_its_product_are_computed_once(kind: str) -
     )
     assert len(graph.of_kind("Conv")) == 1
     assert all(count == 1 for k, count in graph.kinds().items() if k not in ("Reshape", "Transpose")), graph.kinds()
+
+
+def band_of_images(n: Net, x: Value, begin: int, size: int) -> Value:
+    """Frequencies of a spectrum (item, channel, frequency, frame), as rows of frames."""
+    part = n.op("Slice", x, n.ints(begin), n.ints(begin + size), n.ints(2))
+    rows = n.op("Transpose", part, attrs=TransposeAttrs((0, 3, 1, 2)))
+    return n.op("Reshape", rows, n.ints(2, 5, 3 * size))  # type: ignore[no-any-return]
+
+
+def test_parts_of_another_axis_may_become_rows() -> None:
+    """Music separation by bands of a spectrum: slices of frequencies, transposed and flattened."""
+    n = Net()
+    x = n.input(2, 3, 12, 5)
+    parts = [band_of_images(n, x, 4 * k, 4) for k in range(3)]
+    graph, _ = check_pass(
+        PASS,
+        joined(n, [product(n, n.op("Mul", part, n.positive(12)), 6) for part in parts]),
+        changes=2,
+        rules={"grouped_products": 1, "joined_groups": 1},
+    )
+    assert [conv.attrs.group for conv in graph.of_kind("Conv")] == [3]
+    assert graph.kinds()["Mul"] == 1
+
+
+def test_parts_of_another_axis_that_are_moved_differently_refuse() -> None:
+    n = Net()
+    x = n.input(2, 3, 12, 5)
+    parts = [band_of_images(n, x, 4 * k, 4) for k in range(3)]
+    other = n.op("Transpose", n.op("Slice", x, n.ints(4), n.ints(8), n.ints(2)), attrs=TransposeAttrs((0, 3, 2, 1)))
+    parts[1] = n.op("Reshape", other, n.ints(2, 5, 12))
+    check_untouched(PASS, joined(n, [product(n, part, 6) for part in parts]))
 
 
 def gated(n: Net, y: Value) -> Value:
