@@ -297,6 +297,9 @@ def absorb_unary(graph: Graph, op: Op, stage: Stage, into: Epilogue) -> bool:
 
 
 def _add(into: Epilogue, stage: Stage, rendered: render.Stage) -> bool:
+    """Append a stage; False if a number of it is NaN, which comparisons of kernels ignore."""
+    if any(isinstance(number, float) and np.isnan(number) for number in rendered[1:]):
+        return False
     into.stages.append(stage)
     into.rendered.append(rendered)
     return True
@@ -313,6 +316,8 @@ def _absorb_clip(graph: Graph, op: Op, stage: Stage, into: Epilogue, register: i
         if array is None or array.size != 1:
             return False
         bounds.append(float(array.reshape(-1)[0]))
+    if np.isnan(bounds).any():
+        return False
     low, high = (into.constant(np.array(v, np.float32)) for v in bounds)
     return _add(into, Stage("Clip", (register, low, high), stage.attrs), ("clip", *bounds))
 

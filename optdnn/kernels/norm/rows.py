@@ -162,6 +162,8 @@ class Rows(Tactic):
     def refuse(self, b: Builder, op: Op) -> str | None:
         if not is_float(op.outputs[0].type.dtype):
             return "it is for floating point"
+        if not op.outputs[0].type.dims:
+            return "a scalar has no rows"
         if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
             return "it does not keep the statistics"
         return None

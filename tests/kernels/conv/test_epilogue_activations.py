@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 from support.activation_cases import ACTIVATIONS, constant_images, convolutions, products
+from support.net import Net
 from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered
 
 from optdnn.ir.graph import Graph
+from optdnn.ops.unary import LeakyReluAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 
@@ -53,3 +55,17 @@ def test_each_activation(kind: str, made: Callable[[str], Graph], precision: str
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_constant_images(precision: str) -> None:
     assert checked_launches(constant_images(), precision)
+
+
+@pytest.mark.parametrize("kind", ["LeakyRelu", "Clip"])
+def test_numbers_that_are_nan_are_left_to_a_launch_of_their_own(kind: str) -> None:
+    """The comparisons of an epilogue would ignore the bound."""
+    n = Net()
+    x = n.conv(n.input(1, 8, 6, 6), 8)
+    nan = float("nan")
+    y = n.op("LeakyRelu", x, attrs=LeakyReluAttrs(nan)) if kind == "LeakyRelu" else n.op("Clip", x, nan, 1.0)
+    program = lowered(n.done(y), no_cubins=True)
+    stages = [s["stage"][0] for step in program.steps for s in step.params["op"]["attrs"].get("epilogue", ())]
+    owners = [step.params["op"]["kind"] for step in program.steps if kind in str(step.params["op"]["attrs"])]
+    assert kind in stages
+    assert owners == ["Pointwise"]

@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import check_not_taken
+from support.simulated import check_not_taken, lowered
 
 from optdnn.ir.graph import Value
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs, LpNormAttrs
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.types import FP16, FP32, FP64
 
 
@@ -141,3 +143,12 @@ def test_networks_whose_norms_are_refused(
 def test_a_launch_has_a_result() -> None:
     problem, config = rows.Problem("layer_norm", 8, 64, wide=False), rows.Config(8, 1, 8, 128)
     assert rows.refuse(problem, config) == "there is no result"
+
+
+def test_a_softmax_of_a_scalar_is_left_to_the_cpu() -> None:
+    n = Net()
+    total = n.op("ReduceSum", n.input(3), n.ints(0), attrs=ReduceAttrs(keepdims=False))
+    program = lowered(n.done(n.op("LogSoftmax", total, attrs=SoftmaxAttrs(0))), no_cubins=True)
+    assert [step.params["kind"] for step in program.steps if step.executor == "host"] == ["LogSoftmax"]
+    host: Any = program.meta["host"]
+    assert "rows: a scalar has no rows" in host["operators"][0]["why"]
