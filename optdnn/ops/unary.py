@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.dim import DimLike, bounds, dim_max
+from optdnn.errors import ShapeError
 from optdnn.ops.base import DEFAULT_TOL, EXACT, Attrs, Call, Infer, Result, Tol, Traits
 from optdnn.ops.checks import per_output
 from optdnn.ops.definition import OpDef
@@ -82,6 +83,8 @@ def _infer(accepts: str, to_bool: bool = False) -> Infer:
     check = _ACCEPTS[accepts]
 
     def infer(call: Call) -> Result:
+        if len(call.types) > 1:  # ONNX has no schemas for com.microsoft's operators
+            raise ShapeError(f"{call.kind} takes one operand, not {len(call.types)}")
         t = call.type(0)
         require(check(t.dtype), call, accepts, t)
         return Result((t.with_dtype(BOOL) if to_bool else t,))

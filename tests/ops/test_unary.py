@@ -16,7 +16,7 @@ from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.ops.base import EXACT, Attrs, Call, Tol
 from optdnn.ops.table import OPDEFS
-from optdnn.ops.unary import DEFS, AlphaAttrs
+from optdnn.ops.unary import DEFS, AlphaAttrs, GeluAttrs
 from optdnn.passes.base import PassContext, run_pipeline
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.runtime.reference.unary import erf
@@ -175,6 +175,13 @@ def test_refused_types(op: str, x: Array, because: str) -> None:
 def test_a_missing_operand_is_named() -> None:
     with pytest.raises(ShapeError, match="Swish needs operand 0"):
         OPDEFS["Swish"].infer(Call("Swish", AlphaAttrs(), (None,), (None,), 1, symbol))
+
+
+def test_a_second_operand_is_refused() -> None:
+    """ONNX has no schema for com.microsoft.Gelu that would refuse it."""
+    x = tensor(np.dtype(np.float32), 3)
+    with pytest.raises(ShapeError, match="Gelu takes one operand, not 2"):
+        OPDEFS["Gelu"].infer(Call("Gelu", GeluAttrs(), (x, x), (None, None), 1, symbol))
 
 
 def test_erfc_that_tf2onnx_leaves_is_known() -> None:
