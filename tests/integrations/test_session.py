@@ -163,5 +163,28 @@ def test_wrong_names(options: SessionOptions) -> None:
     for feed in ([X[:1]], None):
         with pytest.raises(InputError, match=r"input_feed must map names to arrays, not (list|NoneType)"):
             s.run(None, feed)
-    with pytest.raises(UsageError, match=r"has no IO bindings\n.*takes arrays on the GPU"):
-        s.io_binding()
+
+
+def test_lists_get_the_inputs_type(options: SessionOptions) -> None:
+    s = InferenceSession(convnet().SerializeToString(), options)
+    np.testing.assert_array_equal(s.run(None, {"x": X[:1].tolist()})[0], s.run(None, {"x": X[:1]})[0])
+    with pytest.raises(InputError, match="a list cannot be read as an array of float32"):
+        s.run(None, {"x": [["a"]]})
+    with pytest.raises(InputError, match="there is no input 'z'"):
+        s.run(None, {"z": [1.0]})
+
+
+def test_wrong_arguments(options: SessionOptions) -> None:
+    model = convnet().SerializeToString()
+    with pytest.raises(UsageError, match="takes a path or the bytes of a model, not NoneType"):
+        InferenceSession(None)  # type: ignore[arg-type]
+    for providers in ([3], [("CPUExecutionProvider",)], [("CPUExecutionProvider", 3)]):
+        with pytest.raises(UsageError, match="a provider is a name, or a pair of a name and its options, not"):
+            InferenceSession(model, options, providers)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="graph_optimization_level 'all' is not one of onnxruntime's"):
+        InferenceSession(model, SessionOptions(graph_optimization_level="all"))
+    with pytest.raises(UsageError, match=r"library ops\.so\n.*optdnn\.custom_op"):
+        options.register_custom_ops_library("ops.so")
+    with pytest.raises(UsageError, match=r"initializer 'w' cannot be replaced"):
+        options.add_initializer("w", X)
+    assert InferenceSession(model, options, "CPUExecutionProvider").get_providers() == ["CPUExecutionProvider"]
