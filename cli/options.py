@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +22,10 @@ GPU = "GPU"
 FILE = click.Path(path_type=Path, dir_okay=False)
 
 
-class Size(click.IntRange):
+class Size(click.ParamType):
     """A number of bytes: "1048576", or with a unit of 1024: "1M", "4GiB"."""
 
+    name = "bytes"
     _TEXT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -35,6 +37,24 @@ class Size(click.IntRange):
 
 
 SIZE = Size()
+
+
+class Number(click.FloatRange):
+    """A finite number within bounds: click's own type accepts nan, which is within all of them."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not isfinite(found):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return found
+
+
+class Integer(click.IntRange):
+    """An integer within bounds."""
+
+    name = "integer"
 
 
 class Option(click.Option):
@@ -145,7 +165,7 @@ size_option = option(
 )  # fmt: skip
 
 seed_option = option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, group="Inputs", help="Seed of random inputs."
+    "--seed", type=Integer(min=0), default=0, show_default=True, group="Inputs", help="Seed of random inputs."
 )
 
 config_option = option(

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,15 @@ def verify(
     of checks are in the result; they are not raised.
     """
     say = progress or (lambda text: None)
+    if tolerance is not None and not 0 <= tolerance < inf:
+        raise UsageError(f"tolerance must be a number from 0 on, not {tolerance}")
     if isinstance(engine, Engine):
         if options:
             raise UsageError(f"{', '.join(options)} are options of loading a file; this engine is loaded")
         name, loaded = "", engine
     else:
-        name = os.fspath(engine)
         loaded = load(engine, custom_ops=custom_ops, **options)
+        name = os.fspath(engine)
     original = None if model is None else original_of(loaded, Path(model), name, custom_ops)
     found: list[Check] = []
     simulated = False

@@ -160,7 +160,8 @@ class IOBinding:
             return _in_host_memory
         if device_type != "cuda" or device_id != 0:
             raise UsageError(
-                f"device {device_type!r} {device_id} cannot be bound", hint="the devices are cpu and cuda, both number 0"
+                f"device {device_type!r} {device_id} cannot be bound",
+                hint="the devices are cpu and cuda, both number 0",
             )
         if not self._engine.target.startswith("cuda"):
             raise UsageError(

@@ -223,6 +223,17 @@ def test_calls_that_do_not_fit(prompt: Any, more: dict[str, Any], error: type[Ex
     assert generator.lengths == ()
 
 
+def test_a_cache_that_does_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = optdnn.Generator(engine("llama", "simulate"))
+
+    def no_memory(*arguments: Any) -> None:
+        raise MemoryError("Unable to allocate 128 GiB")
+
+    monkeypatch.setattr("optdnn.generation.generator.HostSteps", no_memory)
+    with pytest.raises(RunError, match=r"a cache of 3 positions does not fit in memory: Unable to allocate"):
+        generator.generate([1], max_new_tokens=3)
+
+
 def test_lengths_that_an_engine_cannot_tell_apart() -> None:
     """The cache grows, and there is no mask: sequences of a batch must have equal lengths."""
     made = onnx.ModelProto()
