@@ -22,10 +22,9 @@ GPU = "GPU"
 FILE = click.Path(path_type=Path, dir_okay=False)
 
 
-class Size(click.ParamType):
+class Size(click.IntRange):
     """A number of bytes: "1048576", or with a unit of 1024: "1M", "4GiB"."""
 
-    name = "bytes"
     _TEXT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

@@ -34,14 +34,6 @@ def _setting(context: click.Context, parameter: click.Parameter, values: tuple[s
     return settings
 
 
-class _Failure(click.ClickException):
-    """An error of optdnn, with its own exit code."""
-
-    def __init__(self, error: OptdnnError):
-        super().__init__(str(error))
-        self.exit_code = error.exit_code
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("name", required=False, metavar="NAME", type=click.Choice(zoo.NAMES))
 @click.option(
@@ -75,7 +67,8 @@ def main(
         model = zoo.build(name, seed=seed, opset=opset, **given, **settings)
         write_atomic(target, [content := model.SerializeToString(deterministic=True)])
     except OptdnnError as error:
-        raise _Failure(error) from None
+        click.echo(f"Error: {error}", err=True)
+        raise SystemExit(error.exit_code) from None
     click.echo(f"{target}: {len(model.graph.node)} nodes, {len(content) / 1e6:.1f} MB")
 
 

@@ -198,8 +198,9 @@ def _type_of(element_type: Any) -> DType:
     if isinstance(element_type, int):
         from onnx.helper import tensor_dtype_to_np_dtype
 
-        return np.dtype(tensor_dtype_to_np_dtype(element_type))
-    return np.dtype(element_type)
+        element_type = tensor_dtype_to_np_dtype(element_type)
+    found: DType = np.dtype(element_type)
+    return found
 
 
 def _in_host_memory(element_type: Any, shape: Iterable[int], pointer: int) -> Array:
@@ -207,7 +208,8 @@ def _in_host_memory(element_type: Any, shape: Iterable[int], pointer: int) -> Ar
     if 0 in sizes:
         return np.empty(sizes, dtype)
     memory = (ctypes.c_byte * (prod(sizes) * dtype.itemsize)).from_address(int(pointer))
-    return np.frombuffer(memory, dtype).reshape(sizes)
+    found: Array = np.ctypeslib.as_array(memory).view(dtype).reshape(sizes)
+    return found
 
 
 def _on_gpu(element_type: Any, shape: Iterable[int], pointer: int) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import optdnn
 from optdnn.errors import InputError, UsageError
 from optdnn.integrations.io_binding import BoundValue, IOBinding
 from optdnn.integrations.onnxruntime import InferenceSession, SessionOptions
+from optdnn.types import TensorSpec
 
 X = np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32)
 
@@ -133,6 +136,65 @@ def test_refusals(session: InferenceSession, want: Any) -> None:
     binding.bind_output("y", "cpu", 0, np.float32, small.shape, small.ctypes.data)
     with pytest.raises(InputError, match=r"the buffer for output 'y' has shape \[1, 5\]"):
         session.run_with_iobinding(binding)
+
+
+class OnGpu:
+    """An array that claims to be on a GPU."""
+
+    def __init__(self, array: Any):
+        self.array = np.array(array)
+        self.shape, self.dtype, self.__cuda_array_interface__ = self.array.shape, self.array.dtype, {}
+
+    def get(self) -> Any:
+        return self.array.copy()
+
+
+class Doubles:
+    """An engine y = 2 x that takes arrays in one place, and gives results there."""
+
+    inputs = (TensorSpec("x", np.dtype(np.float32), (2,)),)
+    outputs = (TensorSpec("y", np.dtype(np.float32), (2,)),)
+    target = "cuda:sm_90a"
+
+    def run(self, feeds: dict[str, Any], out: dict[str, Any]) -> dict[str, Any]:
+        kinds = {type(a) for a in (*feeds.values(), *out.values())}
+        assert len(kinds) == 1, "arrays in one place only"
+        if kinds == {OnGpu}:
+            result = out.get("y") or OnGpu(np.zeros(2, np.float32))
+            result.array[...] = 2 * feeds["x"].array
+            return {"y": result}
+        y = out.get("y", np.empty(2, np.float32))
+        y[...] = 2 * feeds["x"]
+        return {"y": y}
+
+
+@pytest.mark.parametrize("given", ["cpu", "cuda"])
+@pytest.mark.parametrize("wanted", ["cpu", "cuda", "buffer"])
+def test_arrays_in_two_places_are_copied(monkeypatch: pytest.MonkeyPatch, given: str, wanted: str) -> None:
+    waited: list[bool] = []
+
+    class Null(nullcontext[None]):
+        def synchronize(self) -> None:
+            waited.append(True)
+
+    cupy = SimpleNamespace(asarray=OnGpu, cuda=SimpleNamespace(Stream=SimpleNamespace(null=Null())))
+    monkeypatch.setattr("optdnn.integrations.io_binding.import_cupy", lambda why: cupy)
+    binding = IOBinding(Doubles())  # type: ignore[arg-type]
+    x, y = np.array([1, 2], np.float32), np.zeros(2, np.float32)
+    binding.bind_ortvalue_input("x", BoundValue(OnGpu(x) if given == "cuda" else x))
+    if wanted == "buffer":
+        binding.bind_output("y", "cpu", 0, np.float32, y.shape, y.ctypes.data)
+    else:
+        binding.bind_output("y", wanted)
+    binding.run()
+    assert binding.copy_outputs_to_cpu()[0].tolist() == [2, 4]
+    assert binding.get_outputs()[0].device_name() == ("cuda" if wanted == "cuda" else "cpu")
+    assert y.tolist() == ([2, 4] if wanted == "buffer" else [0, 0])
+    assert waited == [True] * ("cuda" in (given, wanted))
+    if wanted == "buffer" and given == "cuda":
+        binding.bind_output("y", "cpu", 0, np.float32, (1,), y.ctypes.data)
+        with pytest.raises(InputError, match=r"bound to a buffer fp32\[1\]; the result is fp32\[2\]"):
+            binding.run()
 
 
 @pytest.mark.gpu
