@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,9 @@ def _why_not(means: Mapping[str, Any]) -> str | None:
         from optdnn.runtime.cuda.usable import why_not
 
         return why_not()
+    libraries = [str(means["tactics"])] if "tactics" in means else ["openvino", "onnxruntime"]
+    if all(find_spec(name) is None for name in libraries):
+        return f"{' or '.join(libraries)} not installed: pip install 'optdnn[cpu]'"
     return None
 
 

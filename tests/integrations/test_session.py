@@ -131,6 +131,19 @@ def test_skipped_providers_are_reported(monkeypatch: pytest.MonkeyPatch, options
         InferenceSession(model, options, ["CUDAExecutionProvider"])
 
 
+def test_a_provider_without_its_library_is_not_available(
+    monkeypatch: pytest.MonkeyPatch, options: SessionOptions
+) -> None:
+    monkeypatch.setattr(session, "find_spec", lambda name: None if name == "openvino" else name)
+    assert optdnn.get_available_providers()[-1] == "CPUExecutionProvider"
+    assert "OpenVINOExecutionProvider" not in optdnn.get_available_providers()
+    monkeypatch.setattr(session, "find_spec", lambda name: None)
+    assert "CPUExecutionProvider" not in optdnn.get_available_providers()
+    said = r"none of the providers .*: CPUExecutionProvider: openvino or onnxruntime not installed: pip install"
+    with pytest.raises(UsageError, match=said):
+        InferenceSession(convnet().SerializeToString(), options, ["CPUExecutionProvider"])
+
+
 def test_provider_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_why_not", lambda means: None)
     found = session._choose([("TensorrtExecutionProvider", {"trt_fp16_enable": True, "device_id": 0})])
