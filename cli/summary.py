@@ -86,6 +86,8 @@ def _error(report: Mapping[str, Any]) -> str:
         if e["same_top"] is not None:
             text += f"; the same largest class in {e['same_top']:.0%} of {e['rows']} rows"
         text += f", on {e['inputs_from']}"
+    if e["undefined"]:
+        text += f"\nthe model itself gives NaN in {', '.join(e['undefined'])}, on {e['inputs_from']}"
     return text
 
 
