@@ -20,7 +20,7 @@ from optdnn.ranges import input_shapes
 from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.contexts.signature import Signature
 from optdnn.runtime.cuda.memory.state import _largest
-from optdnn.types import FP32, TensorSpec
+from optdnn.types import FP32, INT64, TensorSpec
 
 
 def by_onnxruntime(model: onnx.ModelProto, given: dict[str, Any]) -> list[Any]:
@@ -184,3 +184,10 @@ def test_state_has_room_for_its_largest_size() -> None:
     others = (TensorSpec("a", FP32, ("length",)), TensorSpec("b", FP32, ("past_length",)))
     ranges = [{"length": optdnn.DimRange(1, 2, 6), "past_length": optdnn.DimRange(0, 3, 8)}]
     assert _largest(spec, Signature((spec, *others), (), ranges)) == 14 * 4 * 4
+
+
+def test_inputs_of_sampling_fit_every_size() -> None:
+    """A random row may lie outside of a short sequence, and a random probability below 0."""
+    made = random_feeds([TensorSpec("sample.row", INT64, (2,)), TensorSpec("sample.top_p", FP32, (2,))])
+    assert {n: a.tolist() for n, a in made.items()} == {"sample.row": [0, 0], "sample.top_p": [1, 1]}
+    assert made["sample.row"].dtype == INT64
