@@ -354,6 +354,24 @@ def test_bad_data(tmp_path: Path) -> None:
         calibrate(net(), x, "best")
 
 
+def test_an_iterator_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No temporary file stays, neither if the disk is full nor if the data are wrong."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    good = {"x": pictures(2)}
+    graph = net()
+    with pytest.raises(InputError, match="calibration batch 1"):
+        calibrate(graph, iter([good, {"x": "abc"}]), "minmax")
+    assert not list(tmp_path.iterdir())
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(OutputError, match=r"batch 0 of the calibration data cannot be kept in .*: No space left"):
+        calibrate(graph, iter([good]), "minmax")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_network_that_overflows_is_reported(tmp_path: Path) -> None:
     n = Net()
     graph = n.done(n.op("Exp", n.op("Mul", n.input(1, 4), 1000.0)))
