@@ -35,7 +35,7 @@ class Size(click.IntRange):
         return found
 
 
-SIZE = Size()
+SIZE = Size(min=1)
 
 
 class Number(click.FloatRange):

@@ -122,6 +122,11 @@ def test_sizes_have_units(text: str, size: int) -> None:
     assert SIZE.convert(text, None, None) == size
 
 
+def test_no_help_shows_a_bound_that_is_not_there(cli: Cli) -> None:
+    for name in COMMANDS:
+        assert "None" not in cli(name, "--help").out, name
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "4X", "G", "", "0.1", "1e9", "nan", "9" * 400])
 def test_texts_that_are_no_size(cli: Cli, text: str) -> None:
     code, _, err = cli("build", "m.onnx", "--workspace", text)
