@@ -10,7 +10,7 @@ import click
 
 from optdnn.cli.build_options import load_options
 from optdnn.cli.common import give_json, stderr
-from optdnn.cli.options import Command, Integer, Number, config_option, json_option, option
+from optdnn.cli.options import Command, config_option, json_option, option
 from optdnn.errors import MissingDependency, UsageError
 
 PACKAGES = ("grpc", "httptools", "orjson", "prometheus_client", "starlette", "tritonclient", "uvicorn", "uvloop")
@@ -19,27 +19,27 @@ PACKAGES = ("grpc", "httptools", "orjson", "prometheus_client", "starlette", "tr
 @click.command("serve", cls=Command)
 @click.argument("paths", metavar="ENGINE...|FOLDER", nargs=-1, required=True, type=click.Path(path_type=Path))
 @option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all of this machine.")
-@option("--http-port", type=Integer(), default=8000, show_default=True, help="Port of HTTP; 0 takes any.")
-@option("--grpc-port", type=Integer(), default=8001, show_default=True, help="Port of gRPC; 0 takes any.")
-@option("--batch-delay", type=Number(), default=0.0, show_default=True, metavar="MS", group="Batches",
+@option("--http-port", type=int, default=8000, show_default=True, help="Port of HTTP; 0 takes any.")
+@option("--grpc-port", type=int, default=8001, show_default=True, help="Port of gRPC; 0 takes any.")
+@option("--batch-delay", type=float, default=0.0, show_default=True, metavar="MS", group="Batches",
         help="How long a request waits for others to share its batch.")  # fmt: skip
-@option("--max-batch", type=Integer(), metavar="N", group="Batches",
+@option("--max-batch", type=int, metavar="N", group="Batches",
         help="Largest number of rows of a batch.  [default: as many as the engine has plans for, else its range]")  # fmt: skip
-@option("--queue", type=Integer(), default=256, show_default=True, metavar="N", group="Batches",
+@option("--queue", type=int, default=256, show_default=True, metavar="N", group="Batches",
         help="Largest number of waiting requests per model; further ones are refused.")  # fmt: skip
-@option("--workers", type=Integer(), default=1, show_default=True, metavar="N", group="Workers",
+@option("--workers", type=int, default=1, show_default=True, metavar="N", group="Workers",
         help="Processes per model, each with the engine; 0: threads of the server.")  # fmt: skip
-@option("--instances", type=Integer(), default=1, show_default=True, metavar="N", group="Workers",
+@option("--instances", type=int, default=1, show_default=True, metavar="N", group="Workers",
         help="Batches that a worker runs concurrently.")  # fmt: skip
-@option("--frontends", type=Integer(), metavar="N",
+@option("--frontends", type=int, metavar="N",
         help="Processes that handle HTTP and gRPC; 0: the server.  [default: half of the cores up to 8, 0 below 4]")  # fmt: skip
 @option("--gpus", metavar="0,1", default="", gpu=True, group="Workers",
         help="GPUs that the workers of a model are spread over.")  # fmt: skip
-@option("--threads", type=Integer(), metavar="N", group="Workers",
+@option("--threads", type=int, metavar="N", group="Workers",
         help="Threads of a run on a CPU.  [default: the build's choice]")  # fmt: skip
 @option("--shared-memory", is_flag=True,
         help="Let clients name shared memory for tensors, also on GPUs: they can read and write all of this user's.")  # fmt: skip
-@option("--drain-seconds", type=Number(), default=30.0, show_default=True, metavar="S",
+@option("--drain-seconds", type=float, default=30.0, show_default=True, metavar="S",
         help="On SIGTERM: how long to wait for unfinished requests.")  # fmt: skip
 @load_options
 @config_option

@@ -258,7 +258,7 @@ def test_refusals_of_the_command(engines: Path, tmp_path: Path, capsys: pytest.C
         ([engine, "--http-port", port, "--grpc-port", "0"], 2, f"cannot listen on port {port} of '127.0.0.1'"),
         ([engine, "--http-port", "0", "--grpc-port", port], 2, f"cannot listen on port {port} of '127.0.0.1'"),
         ([engine, "--max-batch", "0"], 2, "max_batch must be 1 or more"),
-        ([engine, "--batch-delay", "nan"], 2, "'nan' is not a finite number"),
+        ([engine, "--batch-delay", "nan"], 2, "batch_delay_ms must be"),
         ([engine, "--gpus", "a"], 2, "is not a list of numbers"),
         ([engine, "--gpus", "0", "--workers", "0"], 2, "run on one GPU"),
         ([tmp_path / "broken.engine", *ports], 5, "broken.engine"),
