@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -143,7 +143,7 @@ class InferenceSession:
 
             self._engine = load(path_or_bytes, threads=options.intra_op_num_threads or None)  # type: ignore[arg-type]
             self._providers = [_provider_of(self._engine.target)]
-            self._metadata = ModelMetadata(str(dict(self._engine.meta.get("model", {})).get("name", "")))
+            self._metadata = _metadata_held(self._engine.meta.get("model"))
         else:
             name, chosen = _choose(_listed(providers, provider_options))
             chosen = {**chosen, **_of_options(options), **build}
@@ -177,7 +177,7 @@ class InferenceSession:
         return {name: {} for name in self._providers}
 
     def get_modelmeta(self) -> ModelMetadata:
-        """The model's metadata; for an engine file only the name, because the file contains no more."""
+        """The model's metadata. An engine file records those of the model that it was built from."""
         return self._metadata
 
     def disable_fallback(self) -> None:
@@ -252,13 +252,22 @@ def get_available_providers() -> list[str]:
 
 def _metadata_of(model: str | os.PathLike[str] | bytes) -> ModelMetadata:
     """The facts of an ONNX model, in any form that onnxruntime accepts."""
-    from optdnn.importers.model import open_model
+    from optdnn.importers.model import description, open_model
 
     proto = open_model(model).proto  # type: ignore[arg-type]
-    return ModelMetadata(
-        proto.graph.name, proto.producer_name, proto.doc_string, proto.domain, proto.graph.doc_string, proto.model_version,
-        {entry.key: entry.value for entry in proto.metadata_props},
-    )  # fmt: skip
+    return ModelMetadata(proto.graph.name, **{"producer_name": "", **description(proto)})
+
+
+def _metadata_held(held: Any) -> ModelMetadata:
+    """The facts of the model that an engine records. Fields of another type, which no build writes, are left out."""
+    table = held if isinstance(held, Mapping) else {}
+    said = table.get("description")
+    said = said if isinstance(said, Mapping) else {}
+    usual = {f.name: f.default for f in fields(ModelMetadata) if f.name not in ("graph_name", "custom_metadata_map")}
+    known = {name: said[name] for name, value in usual.items() if type(said.get(name)) is type(value)}
+    own = said.get("custom_metadata_map")
+    texts = {str(k): str(v) for k, v in own.items()} if isinstance(own, Mapping) else {}
+    return ModelMetadata(str(table.get("name", "")), **{"producer_name": "", **known}, custom_metadata_map=texts)
 
 
 def _fed(value: Any, dtype: DType | None) -> Any:

@@ -16,9 +16,10 @@ import pytest
 from onnx import TensorProto, helper
 from support import small_models
 from support.cli import Cli, strict
-from support.onnxnet import save_convnet
+from support.onnxnet import convnet, save_convnet
 
 import optdnn
+from optdnn.build_facts import MOST_DESCRIPTION
 from optdnn.cli.main import COMMANDS
 from optdnn.errors import EXIT_CODES
 
@@ -210,6 +211,29 @@ def test_inspect_an_engine_for_ranges_of_shapes(cli: Cli, tmp_path: Path) -> Non
     assert facts["later_plans"] == "when first seen, with the tactics of the nearest plan or predicted faster ones"
     assert "profiles: n=1..2..4" in cli("inspect", tmp_path / "e").out
     assert "[2, 5]" in cli("run", tmp_path / "e").out  # random inputs have the sizes of the optimum
+
+
+def test_inspect_shows_what_a_model_says_about_itself(cli: Cli, tmp_path: Path) -> None:
+    model = convnet()
+    model.producer_name, model.model_version = "a tool", 7
+    model.metadata_props.add(key="names", value="cat, dog" + "!" * 300)
+    onnx.save(model, tmp_path / "m.onnx")
+    assert cli("build", tmp_path / "m.onnx", "--target", "reference", "-o", tmp_path / "e").code == 0
+    want = {"producer_name": "a tool", "version": 7, "custom_metadata_map": {"names": "cat, dog" + "!" * 300}}
+    assert strict(cli("inspect", tmp_path / "m.onnx", "--json").out)["description"] == want
+    assert strict(cli("inspect", tmp_path / "e", "--json").out)["model"]["description"] == want
+    for file in ("m.onnx", "e"):
+        lines = cli("inspect", tmp_path / file).out.splitlines()
+        assert {"producer name: a tool", "version: 7", "names: cat, dog" + "!" * 192 + " …"} <= set(lines)
+
+
+def test_metadata_that_a_header_cannot_hold_is_left_out(cli: Cli, tmp_path: Path) -> None:
+    model = convnet()
+    model.metadata_props.add(key="weights", value="x" * MOST_DESCRIPTION)
+    onnx.save(model, tmp_path / "m.onnx")
+    code, _, err = cli("build", tmp_path / "m.onnx", "--target", "reference", "-o", tmp_path / "e")
+    assert (code, "warning: the engine leaves the model's metadata out" in err) == (0, True)
+    assert "description" not in strict(cli("inspect", tmp_path / "e", "--json").out)["model"]
 
 
 def test_inspect_a_model_and_an_engine(cli: Cli, model: Path, engine: Path) -> None:

@@ -58,8 +58,11 @@ def test_its_smaller_methods(tmp_path: Path, options: SessionOptions) -> None:
     Path(path).write_bytes(model.SerializeToString())
     ours = InferenceSession(path, options, providers=["CPUExecutionProvider"])
     theirs = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    ours.engine.save(tmp_path / "m.engine")
+    loaded = InferenceSession(str(tmp_path / "m.engine"))
     for name in vars(ours.get_modelmeta()):
-        assert getattr(ours.get_modelmeta(), name) == getattr(theirs.get_modelmeta(), name), name
+        for one in (ours, loaded):
+            assert getattr(one.get_modelmeta(), name) == getattr(theirs.get_modelmeta(), name), name
     assert ours.get_provider_options() == theirs.get_provider_options()
     ours.disable_fallback()
     ours.enable_fallback()
@@ -114,6 +117,15 @@ def test_an_engine_file_is_loaded(tmp_path: Path) -> None:
         InferenceSession(tmp_path / "e", {})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="from its file, not from bytes"):
         InferenceSession((tmp_path / "e.engine").read_bytes())
+
+
+def test_metadata_of_an_engine_that_no_build_wrote() -> None:
+    held = session._metadata_held(
+        {"name": 3, "description": {"version": "7", "domain": 5, "custom_metadata_map": {"a": 1}}}
+    )
+    assert held == session.ModelMetadata("3", "", custom_metadata_map={"a": "1"})
+    for wrong in (None, 3, {"description": []}, {"description": {"custom_metadata_map": 3}}):
+        assert session._metadata_held(wrong) == session.ModelMetadata("", "")
 
 
 def test_skipped_providers_are_reported(monkeypatch: pytest.MonkeyPatch, options: SessionOptions) -> None:
