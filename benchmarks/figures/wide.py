@@ -181,7 +181,7 @@ def slow(pairs: Pairs) -> str:
     said = (
         "At roofline: the share of the run that would remain if each step ran at its roofline. Why: the kinds of steps with their "
         "share of the run, and in brackets the share of their own time that would remain at the roofline. These texts are "
-        "of profiles, many of them older than the times: today's program may have fewer launches."
+        "of profiles, some of them older than the times: today's program may have fewer launches."
     )
     profiled = [pairs.cliffs[r["workload"]] for _, r in found if r["workload"] in pairs.cliffs]
     return table(lines, said, rows=profiled) if found else ""

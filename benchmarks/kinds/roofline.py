@@ -129,13 +129,13 @@ def profiled(job: Job) -> Any:
     from optdnn.runtime.cuda.measuring.measure import profile_gpu
     from optdnn.runtime.measuring.bench import cuda_context
 
+    turn()  # before the engine is loaded: its copies and first runs would disturb the profile of another workload
     engine = optdnn.load(job.folder / "engine")
     given = dict(np.load(job.folder / "feeds.npz"))
     feeds = {s.name: given[s.name].astype(s.dtype) for s in engine.inputs}
     context: Any = cuda_context(engine.context(), feeds)
     if context is None:
         return None
-    turn()
     return [s.to_plain() for s in profile_gpu(context, feeds)]
 
 

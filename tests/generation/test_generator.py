@@ -334,7 +334,7 @@ def test_growing_caches_on_a_gpu_are_reported() -> None:
     ranged = optdnn.DimRange(0, 4, 32)
     shapes = {"input_ids": (1, optdnn.DimRange(1, 1, 4)), "past_key_values.0.key": (1, None, ranged, None)}
     made = optdnn.build(model("growing"), target="cuda", tactics="heuristic", shapes=shapes)
-    with pytest.warns(HostCaches, match="each length is a plan"):
+    with pytest.warns(HostCaches, match="each length has its own plan"):
         generator = optdnn.Generator(made)
     assert generator.generate(PROMPTS[0], max_new_tokens=3) == expected("growing", PROMPTS[0], 3)
 

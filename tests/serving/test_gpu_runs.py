@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+pytest.importorskip("orjson", reason="the extra serve is not installed")
 pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
 from onnx import TensorProto, helper
 from support.serving import served

@@ -142,6 +142,11 @@ def resident(problem: Problem, config: Config) -> int:
     return 2 if few and 2 * (shared_bytes(problem, config) + 1024) <= SHARED + 1024 else 1
 
 
+def in_flight(config: Config) -> int:
+    """Products in flight per team, and operands unpacked ahead of them."""
+    return 1 if config.teams > 1 and config.rows <= 64 else 2
+
+
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """The grid: blocks of columns in whole clusters, blocks of rows."""
     return -(-problem.columns // config.columns) * config.split, row_blocks(problem, config), 1
@@ -151,7 +156,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     """The kernel's recipe. ``checked``: a wait that never ends traps."""
     found = {
         "WARPS": config.warps, "TEAMS": config.teams, "BN": config.rows, "STAGES": config.stages, "SPLIT": config.split,
-        "RESIDENT": resident(problem, config), "HAS_RESIDUAL": int(problem.residual), **defines(problem),
+        "RESIDENT": resident(problem, config), "IN_FLIGHT": in_flight(config), "HAS_RESIDUAL": int(problem.residual), **defines(problem),
     }  # fmt: skip
     instruction = render.pixels_instruction(config.rows, problem.dtype)
     text = "\n".join([render.constants(found), instruction, render.epilogue(problem.epilogue), ""])
@@ -201,8 +206,8 @@ ROW = {(64, 1): 10.7e-9, (128, 1): 17.2e-9, (64, 2): 8.35e-9}
 """Prologue and epilogue in seconds per row of a block, by the block's columns and teams: the first rows arrive, the results leave."""
 KILOBYTE = 5.25e-9
 """Seconds per KB of shared memory of a block: that memory keeps blocks of the next launch from starting."""
-SUMS = 0.523e-6
-"""Seconds to exchange partial sums."""
+SUMS, RECEIVED = 0.523e-6, 26
+"""Seconds until blocks that share K have exchanged partial sums, and bytes of them that a multiprocessor receives per cycle beyond that."""
 CHUNK = 0.013e-6
 """Seconds of a chunk beside products and unpacking."""
 UNPACK = {(4, 64): 226, (4, 128): 344, (8, 64): 268, (8, 128): 486}
@@ -213,7 +218,7 @@ TWO_TEAMS = 0.845
 """Time of unpacking with two teams, of the time with one."""
 BESIDE = {(64, 1): 0.243, (128, 1): 0.257, (64, 2): 0.358}
 """Share of the shorter of unpacking and products that the longer one does not hide."""
-FETCH = 0.789e-6
+FETCH = 0.75e-6
 """Latency of a chunk's load in seconds."""
 NORM = {1: 3.96, 2: 6.72}
 """Exponent of the norm that combines the times of a chunk's load and its products, by teams."""
@@ -236,8 +241,8 @@ def _chunk_seconds(problem: Problem, config: Config, gpu: GpuFacts, shared: floa
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch, fitted to 5,300 timings of 76 products on an H200 (9 to 2,048 rows; the first choices
-    are 1.1 % behind the best on average). Blocks run in waves."""
+    """Predicted seconds of one dependent launch, fitted to 5,300 timings of 76 products on an H200 (9 to 2,048 rows). Of 37 other products
+    (24 to 384 rows, widths of 2,048 to 5,120), the first choices are 1.3 % behind the best on average. Blocks run in waves."""
     columns, rows, _ = grid(problem, config)
     blocks, many = columns * rows, gpu.clusters_at_once(config.split) * config.split
     room = min(resident(problem, config), gpu.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024))
@@ -247,7 +252,11 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     each = _chunk_seconds(problem, config, gpu, shared, weights)
     ends = ROW[config.columns, config.teams] * config.rows + KILOBYTE * shared_bytes(problem, config) / 1024
     waves, chunks = -(-blocks // (many * room)), -(-problem.chunks // config.split)
-    return float(START + waves * (chunks * each + ends) + SUMS * (config.split > 1))
+    seconds = START + waves * (chunks * each + ends)
+    if config.split > 1:
+        received = config.rows * config.columns * 4 * (config.split - 1) // config.split
+        seconds += SUMS + together * received / RECEIVED / gpu.clock
+    return float(seconds)
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:

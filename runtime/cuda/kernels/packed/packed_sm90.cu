@@ -10,8 +10,8 @@
 // Two teams of WARPS warps may take the chunks of a block in turn: while one unpacks, tensor cores run products of the other. Then they
 // exchange accumulators; each team finishes half of the rows.
 //
-// generated.cuh defines WARPS, TEAMS, BN, STAGES, SPLIT, RESIDENT (blocks per multiprocessor), HAS_RESIDUAL, wgmma_pixels(), epilogue(), and
-// the macros of packed.cuh.
+// generated.cuh defines WARPS, TEAMS, BN, STAGES, SPLIT, RESIDENT (blocks per multiprocessor), IN_FLIGHT (products of a team), HAS_RESIDUAL,
+// wgmma_pixels(), epilogue(), and the macros of packed.cuh.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -37,7 +37,7 @@ constexpr int SPAN = 128, BOX_K = SPAN / 2, BOX_BYTES = BN * SPAN, BARRIER_BYTES
 constexpr int X_BYTES = CHUNK_K / BOX_K * BOX_BYTES, SCALES = 16 * GROUPS * SCALE_BYTES, ZERO_POINTS = 16 * GROUPS * ZERO_BYTES;   // of a tile
 constexpr int SCALES_AT = X_BYTES + WARPS * CHUNK_BYTES, ZEROS_AT = SCALES_AT + WARPS * SCALES;
 constexpr int LOADED = ZEROS_AT + WARPS * ZERO_POINTS, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
-constexpr int IN_FLIGHT = 2, LEAD = 2, OPERANDS = IN_FLIGHT + LEAD;   // products in flight, operands unpacked ahead of them
+constexpr int LEAD = IN_FLIGHT, OPERANDS = IN_FLIGHT + LEAD;          // operands unpacked ahead of the products in flight
 constexpr int ROWS = BN / TEAMS;                                                  // that a team finishes, of all blocks of a cluster
 constexpr int OWN = (ROWS / 8 + SPLIT - 1) / SPLIT * 8, SUM_PITCH = COLUMNS + 4;  // of a block; the last one may have fewer
 constexpr int PASS = SPLIT > 1 ? OWN : TEAMS > 1 ? ROWS : BN % 64 == 0 ? 64 : BN % 48 == 0 ? 48 : BN;   // rows of sums in shared memory at a time
