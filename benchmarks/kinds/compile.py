@@ -2,15 +2,19 @@
 spill.
 
     python -m benchmarks compile                                        # the whole zoo (minutes; needs NVRTC, no GPU)
-    python -m benchmarks compile --arch sm_80 --precision fp16 resnet50:1 mobilenet_v2:128
+    python -m benchmarks compile --arch sm_80 --precision fp16 --again resnet50:1 mobilenet_v2:128
 
-Networks are NAME:BATCH. Prints one line per network and one per fault; exits 1 if there was a fault.
+Networks are NAME:BATCH. Prints one line per network and one per fault; exits 1 if there was a fault. ``--again``: a new process
+compiles all kernels once more, in the opposite order, and must get the same bytes; else a rebuilt engine would differ.
 """
 
 from __future__ import annotations
 
+import hashlib
+import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -58,14 +62,25 @@ def _model(name: str, batch: int) -> onnx.ModelProto:
     return zoo.build(name, batch=batch)
 
 
-def compiled(recipe: Recipe) -> str:
-    """The fault of a kernel, or ""."""
+def compiled(recipe: Recipe) -> tuple[str, str]:
+    """The fault of a kernel, or "", and the digest of its cubin."""
     try:
-        found = nvrtc.resources(recipe)
+        cubin, log = nvrtc.compile_recipe(recipe, resources=True)
     except OptdnnError as error:
-        return f"does not compile: {str(error)[:400]}"
+        return f"does not compile: {str(error)[:400]}", ""
+    found = nvrtc.reported(recipe, log)
     worst = max((k.spill_bytes + k.stack_bytes for k in found.values()), default=0)
-    return f"spills {worst} bytes" if worst and recipe.name in HOT else ""
+    return f"spills {worst} bytes" if worst and recipe.name in HOT else "", digest(cubin)
+
+
+def digest(cubin: bytes) -> str:
+    return hashlib.sha256(cubin).hexdigest()
+
+
+def compiled_again(recipes: Iterable[Recipe]) -> list[str]:
+    """The digests of the kernels' cubins, compiled by a new process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return [found for _, found in process.map(compiled, recipes)]
 
 
 def main(words: Sequence[str]) -> int:
@@ -75,11 +90,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--arch", default="sm_80,sm_90a")
     parser.add_argument("--precision", default="fp16,bf16,tf32,fp32,int8+fp16")
     parser.add_argument("--batches", default="1,128", help="of the zoo's networks, where none are named")
+    parser.add_argument("--again", action="store_true", help="all kernels a second time: their bytes must be the same")
     parser.add_argument("--out", type=Path, help="add rows to this file")
     options = parser.parse_intermixed_args(words)
     results = Results(options.out, ["compile", *words]) if options.out is not None else None
     networks = options.networks or [f"{name}:{batch}" for name in zoo.NAMES for batch in options.batches.split(",")]
-    seen: set[str] = set()
+    seen: dict[str, tuple[Recipe, str]] = {}
     faults = 0
     for network in networks:
         for arch in options.arch.split(","):
@@ -88,12 +104,18 @@ def main(words: Sequence[str]) -> int:
                 faults += len(row["faults"])
                 if results is not None:
                     results.add(row)
+    if options.again:
+        backwards = [found for found in reversed(seen.values()) if found[1]]
+        for (recipe, first), second in zip(backwards, compiled_again(r for r, _ in backwards), strict=True):
+            if first != second:
+                say(f"  FAULT {recipe.name}: compiled twice, its bytes differ")
+                faults += 1
     say(f"{len(seen)} kernels, {faults} faults")
     return 1 if faults else 0
 
 
-def _row(network: str, arch: str, precision: str, seen: set[str]) -> Row:
-    """Compile the kernels of a network that are not in ``seen``, and add them there."""
+def _row(network: str, arch: str, precision: str, seen: dict[str, tuple[Recipe, str]]) -> Row:
+    """Compile the kernels of a network that are not in ``seen``, and add them there, with the digests of their cubins."""
     name, _, batch = network.partition(":")
     start = time.perf_counter()
     row: Row = {"workload": f"zoo/{name}:{batch or 1}@{precision}", "what": "compile", "setup": arch}
@@ -103,9 +125,9 @@ def _row(network: str, arch: str, precision: str, seen: set[str]) -> Row:
         say(f"{network} {arch} {precision}: {error}")
         return {**row, "faults": [str(error)[:300]]}
     fresh = {k: r for k, r in recipes.items() if k not in seen}
-    seen.update(fresh)
-    found = [compiled(recipe) for recipe in fresh.values()]
-    faults = [f"{r.name}: {text}" for r, text in zip(fresh.values(), found, strict=True) if text]
+    found = {key: (recipe, *compiled(recipe)) for key, recipe in fresh.items()}
+    seen.update((key, (recipe, bytes_)) for key, (recipe, _, bytes_) in found.items())
+    faults = [f"{recipe.name}: {text}" for recipe, text, _ in found.values() if text]
     counts = f"{len(recipes):3d} kernels, {len(fresh):3d} new"
     say(f"{network:20s} {arch:7s} {precision:10s} {counts}, {time.perf_counter() - start:.1f} s")
     for fault in faults:
