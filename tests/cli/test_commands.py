@@ -396,6 +396,21 @@ def test_a_pattern_that_fits_many_nodes_lists_them(cli: Cli, tmp_path: Path) -> 
     assert len(strict(cli("explain", path.with_suffix(".engine"), "*", "--json").out)) == len(listed)
 
 
+@pytest.mark.nvrtc
+def test_tactics_that_cannot_run_a_node_are_listed_on_request(cli: Cli, tmp_path: Path) -> None:
+    path = small_models.save(small_models.residual(), tmp_path)
+    assert cli("build", path, "--target", "cuda:h200", "--precision", "fp16").code == 0
+    engine = path.with_suffix(".engine")
+    (fact,) = strict(cli("explain", engine, "Conv_0", "--json").out)
+    refused = max((t["refused"] for t in fact["tactics"]), key=len)
+    assert len(refused) > 1
+    short = cli("explain", engine, "Conv_0").out
+    assert f"{len(refused)} other tactics cannot run it (--tactics: why)" in short
+    assert refused[0]["reason"] not in short
+    long = cli("explain", engine, "Conv_0", "--tactics").out
+    assert all(f"not {r['tactic']}:" in long for r in refused)
+
+
 def test_check_suggests_sizes(cli: Cli, model: Path) -> None:
     suggested = "x=1..8..32x3x8x8"
     code, out, _ = cli("check", model, "--target", "reference")
