@@ -26,6 +26,8 @@ from optdnn.cli.common import (
 from optdnn.cli.options import (
     FILE,
     Command,
+    Integer,
+    Number,
     config_option,
     engine_argument,
     input_option,
@@ -35,6 +37,7 @@ from optdnn.cli.options import (
 )
 from optdnn.cli.words import precision_text
 from optdnn.errors import UsageError
+from optdnn.report.words import counted
 
 MEASURING, DETAIL = "Measuring", "Detail"
 
@@ -45,7 +48,7 @@ MEASURING, DETAIL = "Measuring", "Detail"
 @size_option
 @option(
     "--warmup",
-    type=click.IntRange(min=0),
+    type=Integer(min=0),
     default=10,
     show_default=True,
     group=MEASURING,
@@ -53,20 +56,20 @@ MEASURING, DETAIL = "Measuring", "Detail"
 )
 @option(
     "--duration",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     metavar="S",
     group=MEASURING,
     help="Seconds to measure.  [default: 3]",
 )
-@option("--iterations", type=click.IntRange(min=1), metavar="N", group=MEASURING,
+@option("--iterations", type=Integer(min=1), metavar="N", group=MEASURING,
         help="Runs to measure (of each stream), instead of a duration.")  # fmt: skip
-@option("--percentile", "percentiles", type=click.FloatRange(0, 100), multiple=True, metavar="P", group=MEASURING,
+@option("--percentile", "percentiles", type=Number(0, 100), multiple=True, metavar="P", group=MEASURING,
         help="Also this percentile of the latencies: --percentile 99.9. Repeat.")  # fmt: skip
-@option("--threads", type=click.IntRange(min=1), group=MEASURING,
+@option("--threads", type=Integer(min=1), group=MEASURING,
         help="Threads of each instance.  [default: the build's; with --instances, the cores shared out]")  # fmt: skip
-@option("--streams", type=click.IntRange(1, 256), default=1, show_default=True, group=MEASURING,
+@option("--streams", type=Integer(1, 256), default=1, show_default=True, group=MEASURING,
         help="Threads that call each instance concurrently (not on GPUs).")  # fmt: skip
-@option("--instances", type=click.IntRange(1, 256), default=1, show_default=True, group=MEASURING,
+@option("--instances", type=Integer(1, 256), default=1, show_default=True, group=MEASURING,
         help="Copies of the engine that run concurrently, each with its own threads (not on GPUs).")  # fmt: skip
 @option("--profile", is_flag=True, group=DETAIL, help="Also time each step, and each layer of a CPU library.")
 @option("--html", type=FILE, group=DETAIL, metavar="FILE",
@@ -170,7 +173,8 @@ def show(report: Mapping[str, Any]) -> None:
     stdout.print(table(None, columns, [cells], right=range(len(columns))))
     stdout.print(f"milliseconds a call; inputs {_shapes(report['inputs'])}{_sizes(report['sizes'])}")
     if parallel["instances"] * parallel["streams"] > 1:
-        stdout.print(f"at once: {parallel['instances']} instances with {parallel['streams']} streams each")
+        instances, streams = counted(parallel["instances"], "instance"), counted(parallel["streams"], "stream")
+        stdout.print(f"at once: {instances} with {streams} each")
     stdout.print(f"target {report['target']}, precision {report['precision_text']}; {_facts(report['facts'])}")
     if "profile" in report:
         show_steps(report["profile"])

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
-from optdnn.cli.options import FILE, SIZE, config_option, option, words
+from optdnn.cli.common import warn
+from optdnn.cli.options import FILE, SIZE, Integer, Number, config_option, option, words
 from optdnn.config import CALIBRATORS, DEVICES_LIMIT, IO_DTYPES, PRECISIONS, SPLITS, BuildOptions
 from optdnn.errors import UsageError
 from optdnn.ranges import parse_shapes
@@ -26,7 +27,7 @@ NETWORK_OPTIONS = [
            help="The constant value of an input; sizes follow from it."),
     option("--sample", group=NETWORK, metavar="OUTPUT",
            help="Sample the next token inside the engine, from this output of logits."),
-    option("--random-seed", type=click.IntRange(min=0), group=NETWORK, metavar="N",
+    option("--random-seed", type=Integer(min=0), group=NETWORK, metavar="N",
            help="Accept random operators. They draw from this seed, so every run has the same numbers."),
     option("--preprocess", "preprocess", multiple=True, group=NETWORK, metavar="NAME=SPEC",
            help="Let the engine prepare pictures for this input. SPEC: JSON of an ImageSpec, or a file with it."),
@@ -34,7 +35,7 @@ NETWORK_OPTIONS = [
            help="Steps on an output: softmax+top-k:5,labels=FILE, argmax or boxes:xyxy."),
     option("--io-dtype", default="model", group=NETWORK, metavar="DTYPE", shell_complete=words(*IO_DTYPES),
            help="Element type of inputs and outputs: fp32, fp16, bf16, or the model's own."),
-    option("--opt-level", "-O", type=click.IntRange(0, 3), default=3, show_default=True, group=NETWORK,
+    option("--opt-level", "-O", type=Integer(0, 3), default=3, show_default=True, group=NETWORK,
            help="Passes to run: 0 none, 3 all."),
 ]  # fmt: skip
 TARGET_OPTIONS = [
@@ -42,15 +43,15 @@ TARGET_OPTIONS = [
            help="auto, cpu, reference, cuda, cuda:ARCH or simulate."),
     option("--tactics", default="auto", show_default=True, group=TUNING, metavar="T",
            help="auto, openvino, onnxruntime; on GPUs a list of heuristic,own,cudnn,cublaslt."),
-    option("--threads", type=click.IntRange(min=1), group=TUNING, metavar="N", help="Pin the number of threads."),
+    option("--threads", type=Integer(min=1), group=TUNING, metavar="N", help="Pin the number of threads."),
     option("--timing-cache", type=click.Path(path_type=Path), group=TUNING, metavar="FILE",
            help="Keep measured times here, so that the next build need not repeat the measurements."),
-    option("--budget", type=click.FloatRange(min=0, min_open=True), group=TUNING, metavar="SECONDS",
+    option("--budget", type=Number(min=0, min_open=True), group=TUNING, metavar="SECONDS",
            help="Bound tuning on a GPU, and the search of precision auto."),
     option("--strict", is_flag=True, gpu=True, group=TUNING, help="Refuse a network that would need steps on the CPU."),
     option("--streams", default="auto", show_default=True, gpu=True, group=TUNING, metavar="N",
            help="Streams for independent steps (auto: several where that is faster)."),
-    option("--devices", type=click.IntRange(1, DEVICES_LIMIT), default=1, show_default=True, group=TUNING, metavar="N",
+    option("--devices", type=Integer(1, DEVICES_LIMIT), default=1, show_default=True, group=TUNING, metavar="N",
            help="GPUs that run the engine together, each with a part of the weights."),
     option("--split", default="auto", show_default=True, group=TUNING, metavar="WHAT", shell_complete=words(*SPLITS),
            help="What to split over several GPUs: weights, batch, or the one predicted to be faster (auto)."),
@@ -81,7 +82,7 @@ CALIBRATION_OPTIONS = [
 AUTOMATIC_OPTIONS = [
     option("--metric", default="top1", show_default=True, group=AUTO, metavar="M",
            help="top1, mse, cosine or PKG.MODULE:F."),
-    option("--max-drop", type=click.FloatRange(min=0), group=AUTO, metavar="X",
+    option("--max-drop", type=Number(min=0), group=AUTO, metavar="X",
            help="The largest loss, in the metric's unit.  [default: 0.5 points for top1]"),
     option("--labels", type=FILE, group=AUTO, metavar="FILE.npy", help="Labels, if --calib does not hold them."),
     option("--candidates", group=AUTO, metavar="P,P",
@@ -126,7 +127,7 @@ def load_options(command: F) -> F:
         option("--simulate", is_flag=True, gpu=True, group="Loading", help="Run the engine in NumPy, on any machine."),
         option("--trust-cubins", is_flag=True, gpu=True, group="Loading",
                help="Run the compiled code in the file unchecked: you trust its author."),
-        option("--devices", type=click.IntRange(min=1), group="Loading", metavar="N",
+        option("--devices", type=Integer(min=1), group="Loading", metavar="N",
                help="Refuse an engine for another number of GPUs."),
         option("--recompile", is_flag=True, gpu=True, group="Loading",
                help="Compile kernels again, from this version's templates."),
@@ -148,6 +149,13 @@ def make_options(
     calib = options.get("calib")
     if calib is not None and not Path(calib).exists():  # fp32 reads it only after the build
         raise UsageError(f"there is no calibration data {calib}")
+    for name in ("images", "calib_cache"):
+        if calib is None and options.get(name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{flag} is of no use without calibration data", hint=f"give --calib DATA, or leave {flag} out"
+            )
+    _tell_of_threads(options.get("threads"))
     return BuildOptions(
         shapes=parse_shapes(shape),
         values=parse_values(value),
@@ -157,6 +165,13 @@ def make_options(
         debug=bool(ctx.obj and ctx.obj.get("debug")),
         **options,
     )
+
+
+def _tell_of_threads(threads: int | None) -> None:
+    from optdnn.runtime.measuring.machine import usable_cores
+
+    if threads is not None and threads > usable_cores():
+        warn(f"--threads {threads}: this machine has {usable_cores()} usable cores")
 
 
 def parse_specs(option: str, texts: Sequence[str]) -> dict[str, Any]:

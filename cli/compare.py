@@ -26,7 +26,18 @@ from optdnn.cli.common import (
     table,
     warn,
 )
-from optdnn.cli.options import FILE, RESULTS, Command, input_option, json_option, option, seed_option, size_option
+from optdnn.cli.options import (
+    FILE,
+    RESULTS,
+    Command,
+    Integer,
+    Number,
+    input_option,
+    json_option,
+    option,
+    seed_option,
+    size_option,
+)
 from optdnn.errors import NotMet, RunError, UsageError
 from optdnn.report.words import HISTOGRAM, figure, histogram_text
 from optdnn.temporary import temporary_folder
@@ -95,13 +106,11 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
 @input_option
 @size_option
 @seed_option
-@option(
-    "--rounds", group=RACE, type=click.IntRange(min=1), default=10, show_default=True, help="Rounds of measurement."
-)
+@option("--rounds", group=RACE, type=Integer(min=1), default=10, show_default=True, help="Rounds of measurement.")
 @option(
     "--duration",
     group=RACE,
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     default=2.5,
     show_default=True,
     metavar="S",
@@ -118,15 +127,15 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
         help="Show the divergence node by node, worst first: from the model, or from an engine of --against.")  # fmt: skip
 @option("--bisect", group=ACCURACY, is_flag=True, help="Find the first node whose output is beyond --tolerance.")
 @option(
-    "--tolerance", group=ACCURACY, type=click.FloatRange(min=0), metavar="X",
+    "--tolerance", group=ACCURACY, type=Number(min=0), metavar="X",
     help="For --bisect.  [default: 1e-4; 0.1 at bf16, 0.25 at int8]",
 )  # fmt: skip
-@option("--max-error", "--fail-if-error", "max_error", group=BOUNDS, type=click.FloatRange(min=0), metavar="X",
+@option("--max-error", "--fail-if-error", "max_error", group=BOUNDS, type=Number(min=0), metavar="X",
         help="Fail beyond this relative error.")  # fmt: skip
 @option(
     "--min-speedup",
     group=BOUNDS,
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     metavar="X",
     help="Fail below this speedup over the baseline.",
 )

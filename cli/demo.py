@@ -12,7 +12,7 @@ import numpy as np
 
 from optdnn.cli import demo_text as text
 from optdnn.cli.common import give_json, now, progress
-from optdnn.cli.options import Command, json_option, option, output_option
+from optdnn.cli.options import Command, Integer, json_option, option, output_option
 from optdnn.errors import NotMet, UnsupportedError
 from optdnn.temporary import temporary_folder
 from optdnn.types import Array
@@ -29,9 +29,7 @@ Say = Callable[[str], None]
 
 
 @click.command("demo", cls=Command)
-@option(
-    "--threads", type=click.IntRange(min=1), metavar="N", help="Threads of each candidate.  [default: all usable cores]"
-)
+@option("--threads", type=Integer(min=1), metavar="N", help="Threads of each candidate.  [default: all usable cores]")
 @output_option(f"The HTML report of the comparison (extra report).  [default: {REPORT}, in this folder]")
 @json_option
 def command(threads: int | None, output: Path | None, json_file: Path | None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optdnn.cli.common import give_json, is_engine, progress, reading_record, remark, report_beside, stdout, table
-from optdnn.cli.options import FILE, RESULTS, Command, json_option, option, seed_option
+from optdnn.cli.options import FILE, RESULTS, Command, Number, json_option, option, seed_option
 from optdnn.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ SHOWN = 20
 @click.argument("b", type=FILE)
 @option("--shape", "shape", multiple=True, metavar="NAME=1x3x224x224", help="Fix the shape of a model's input. Repeat.")
 @option("--run/--no-run", default=True, help="Run both on the same inputs; of two engines, also measure the times.")
-@option("--duration", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, metavar="S",
+@option("--duration", type=Number(min=0, min_open=True), default=1.0, show_default=True, metavar="S",
         help="Seconds to measure each engine.")  # fmt: skip
 @seed_option
 @option("--html", type=FILE, group=RESULTS, metavar="FILE", help="Write a self-contained HTML report.")

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 @click.command("explain", cls=Command)
 @engine_argument
 @click.argument("node", default="*")
+@click.option("--tactics", is_flag=True, help="Also the tactics that cannot run the node, with their reasons.")
 @json_option
-def command(engine: Path, node: str, json_file: Path | None) -> None:
+def command(engine: Path, node: str, tactics: bool, json_file: Path | None) -> None:
     """Show how an ENGINE runs a NODE of its ONNX model, and why.
 
     Shows the step that runs it, its rewrites and the refused ones, its precision with the reason, and its tactic with those that
@@ -36,10 +37,10 @@ def command(engine: Path, node: str, json_file: Path | None) -> None:
         raise UsageError(f"{engine} is not an engine", hint="optdnn build MODEL, then optdnn explain MODEL.engine NODE")
     program = read(engine, verify=False)
     with reading_record(engine):
-        _tell(engine, program, node, json_file)
+        _tell(engine, program, node, json_file, tactics=tactics)
 
 
-def _tell(engine: Path, program: Program, node: str, json_file: Path | None) -> None:
+def _tell(engine: Path, program: Program, node: str, json_file: Path | None, *, tactics: bool) -> None:
     names = _matches(program, node)
     known = Explanations(program, report_beside(engine))
     facts = [known.of(name) for name in names]
@@ -51,7 +52,7 @@ def _tell(engine: Path, program: Program, node: str, json_file: Path | None) -> 
     for k, fact in enumerate(facts):
         if k:
             stdout.print()
-        _show(fact)
+        _show(fact, tactics=tactics)
 
 
 def _matches(program: Program, pattern: str) -> list[str]:
@@ -91,7 +92,7 @@ def _list(facts: Sequence[Mapping[str, Any]], pattern: str) -> None:
     )
 
 
-def _show(fact: Mapping[str, Any]) -> None:
+def _show(fact: Mapping[str, Any], *, tactics: bool) -> None:
     stdout.print(fact["node"])
     if fact["steps"]:
         for s in fact["steps"]:
@@ -115,7 +116,7 @@ def _show(fact: Mapping[str, Any]) -> None:
     for r in precision["remarks"]:
         stdout.print(f"  {r['what']}")
     for t in fact["tactics"]:
-        _show_tactic(t)
+        _show_tactic(t, refused=tactics)
     for u in fact["unusable"]:
         stdout.print(f"  not usable: {u['candidate']}: {u['why']}")
     for o in fact["on_cpu"]:
@@ -150,7 +151,7 @@ def _figure(value: float | None, row: Mapping[str, Any]) -> str:
     return ("not finite" if row else "0") if value is None else f"{value:.2g}"
 
 
-def _show_tactic(t: Mapping[str, Any]) -> None:
+def _show_tactic(t: Mapping[str, Any], *, refused: bool) -> None:
     config = f" {t['config']}" if t.get("config") else ""
     what = (
         "dropped, another launch computes it"
@@ -158,7 +159,10 @@ def _show_tactic(t: Mapping[str, Any]) -> None:
         else counted(t.get("launches", 0), "launch", "launches")
     )
     stdout.print(f"  tactic {t['tactic']}{config}: {what}")
-    for r in t.get("refused", ()):
+    others = t.get("refused", ())
+    if others and not refused:
+        stdout.print(f"  {counted(len(others), 'other tactic')} cannot run it (--tactics: why)")
+    for r in others if refused else ():
         stdout.print(f"  not {r['tactic']}: {r['reason']}")
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import click
 
 from optdnn.cli.common import give_json, stdout
-from optdnn.cli.options import Command, engine_argument, json_option, option
+from optdnn.cli.options import Command, Integer, engine_argument, json_option, option
 
 
 @click.command("export-triton", cls=Command)
 @engine_argument
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
-@option("--instances", type=click.IntRange(1, 64), default=1, show_default=True, help="Instances that Triton starts.")
+@option("--instances", type=Integer(1, 64), default=1, show_default=True, help="Instances that Triton starts.")
 @option("--trust-cubins", is_flag=True, gpu=True, group="Loading",
         help="Run the compiled code in the file unchecked: you trust its author.")  # fmt: skip
 @json_option

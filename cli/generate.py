@@ -10,7 +10,7 @@ import click
 
 from optdnn.cli.build_options import load_options
 from optdnn.cli.common import give_json, remark
-from optdnn.cli.options import FILE, Command, engine_argument, json_option, option
+from optdnn.cli.options import FILE, Command, Integer, Number, engine_argument, json_option, option
 from optdnn.errors import UsageError, printable
 
 CHOICE, PROMPT = "Choice of tokens", "Prompt"
@@ -23,20 +23,18 @@ CHOICE, PROMPT = "Choice of tokens", "Prompt"
 @option(
     "--tokenizer", type=FILE, group=PROMPT, metavar="FILE", help="A tokenizer.json: turns text into tokens, and back."
 )
-@option("--max-new-tokens", "-n", type=click.IntRange(min=1), default=64, show_default=True, group=CHOICE, metavar="N",
+@option("--max-new-tokens", "-n", type=Integer(min=1), default=64, show_default=True, group=CHOICE, metavar="N",
         help="The most tokens to generate.")  # fmt: skip
-@option("--stop", multiple=True, type=click.IntRange(min=0), group=CHOICE, metavar="TOKEN",
+@option("--stop", multiple=True, type=Integer(min=0), group=CHOICE, metavar="TOKEN",
         help="End with this token. Repeat.")  # fmt: skip
-@option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, group=CHOICE, metavar="T",
+@option("--temperature", type=Number(min=0), default=0.0, show_default=True, group=CHOICE, metavar="T",
         help="0 takes the most probable token.")  # fmt: skip
-@option("--top-k", type=click.IntRange(min=0), default=0, group=CHOICE, metavar="K",
+@option("--top-k", type=Integer(min=0), default=0, group=CHOICE, metavar="K",
         help="Draw from the K most probable tokens.")  # fmt: skip
-@option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, group=CHOICE, metavar="P",
+@option("--top-p", type=Number(0, 1, min_open=True), default=1.0, group=CHOICE, metavar="P",
         help="Draw from the most probable tokens with this total probability.")  # fmt: skip
-@option("--seed", type=click.IntRange(min=0), default=0, show_default=True, group=CHOICE, help="Seed of the draws.")
-@option(
-    "--capacity", type=click.IntRange(min=1), metavar="N", help="Positions of caches whose size the engine leaves open."
-)
+@option("--seed", type=Integer(min=0), default=0, show_default=True, group=CHOICE, help="Seed of the draws.")
+@option("--capacity", type=Integer(min=1), metavar="N", help="Positions of caches whose size the engine leaves open.")
 @load_options
 @json_option
 def command(

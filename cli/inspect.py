@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from optdnn.runtime.program import Program
 
 
+SHOWN = 200
+"""Characters of a metadata field that are shown."""
+
+
 @click.command("inspect", cls=Command)
 @click.argument("file", metavar="MODEL|ENGINE", type=FILE)
 @option("--nodes", is_flag=True, help="List a model's nodes by name, as --pin and explain take them.")
@@ -112,6 +116,7 @@ def _model_facts(file: Path, *, nodes: bool) -> dict[str, Any]:
         "file": str(file),
         "bytes": file.stat().st_size,
         "name": graph.name,
+        **({"description": dict(graph.description)} if graph.description else {}),
         "inputs": [f"{graph.op(i).outputs[0].name}: {graph.op(i).outputs[0].type}" for i in graph.inputs],
         "outputs": [f"{graph.op(i).outputs[0].name}: {graph.op(i).outputs[0].type}" for i in graph.outputs],
         "operators": graph.kinds(),
@@ -127,6 +132,7 @@ def _show(facts: dict[str, Any]) -> None:
     labels = {k: "precision" if k == "precision_text" else k.replace("_", " ") for k in shown}
     simple = [[labels[k], v] for k, v in facts.items() if k in shown and isinstance(v, (str, int, float))]
     stdout.print(table(None, ["", ""], simple))
+    _show_description(facts)
     for key in ("inputs", "outputs", "profiles", "plans_by_value_of", "requires"):
         if facts.get(key):
             stdout.print(f"{key.replace('_', ' ')}: {', '.join(facts[key])}")
@@ -170,6 +176,15 @@ def _show(facts: dict[str, Any]) -> None:
         stdout.print(f"on the GPU of its build it runs {told['form']}: {'; '.join(reasons)}")
     if facts.get("host"):
         print_host(facts["host"], facts["target"])
+
+
+def _show_description(facts: Mapping[str, Any]) -> None:
+    """What the model says about itself, a line for each field."""
+    said = dict(facts.get("description") or facts.get("model", {}).get("description", {}))
+    own = said.pop("custom_metadata_map", {})
+    for name, value in [*((k.replace("_", " "), v) for k, v in said.items()), *own.items()]:
+        text = " ".join(str(value).split())
+        stdout.print(f"{name}: {text if len(text) <= SHOWN else text[:SHOWN] + ' …'}")
 
 
 def _shown(facts: Mapping[str, Any]) -> set[str]:

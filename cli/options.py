@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +35,25 @@ class Size(click.IntRange):
         return found
 
 
-SIZE = Size()
+SIZE = Size(min=1)
+
+
+class Number(click.FloatRange):
+    """A finite number within bounds: click's own type accepts nan, which is within all of them."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not isfinite(found):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return found
+
+
+class Integer(click.IntRange):
+    """An integer within bounds."""
+
+    name = "integer"
 
 
 class Option(click.Option):
@@ -145,7 +164,7 @@ size_option = option(
 )  # fmt: skip
 
 seed_option = option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, group="Inputs", help="Seed of random inputs."
+    "--seed", type=Integer(min=0), default=0, show_default=True, group="Inputs", help="Seed of random inputs."
 )
 
 config_option = option(

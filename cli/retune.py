@@ -7,14 +7,12 @@ from pathlib import Path
 import click
 
 from optdnn.cli.common import give_json, print_tuning, progress, stdout, warn
-from optdnn.cli.options import Command, engine_argument, json_option, option
+from optdnn.cli.options import Command, Number, engine_argument, json_option, option
 
 
 @click.command("retune", cls=Command)
 @engine_argument
-@option(
-    "--budget", type=click.FloatRange(min=0, min_open=True), default=None, metavar="SECONDS", help="Bound the tuning."
-)
+@option("--budget", type=Number(min=0, min_open=True), default=None, metavar="SECONDS", help="Bound the tuning.")
 @option("--tactics", default=None, metavar="T", help="auto, or of own,cudnn,cublaslt.  [default: the build's]")
 @option("--timing-cache", type=click.Path(path_type=Path), default=None, help="Keep measured times here.")
 @json_option

@@ -53,7 +53,7 @@ def show(build: Any, report: Mapping[str, Any], *, model: Path, output: Path, ve
 def _profiles(engine: Any) -> str:
     """The ranges of symbolic sizes, or the sizes at which the build measured."""
     if engine.profiles:
-        shown = ["; ".join(f"{n}={r}" for n, r in p.items()) for p in engine.profiles]
+        shown = ["; ".join(f"{n}={r if r.min < r.max else r.min}" for n, r in p.items()) for p in engine.profiles]
         return f"; for {' or '.join(shown)}"
     sizes = engine.meta.get("sizes")
     return f"; measured at {', '.join(f'{n}={size}' for n, size in sizes.items())}" if sizes else ""
@@ -86,6 +86,8 @@ def _error(report: Mapping[str, Any]) -> str:
         if e["same_top"] is not None:
             text += f"; the same largest class in {e['same_top']:.0%} of {e['rows']} rows"
         text += f", on {e['inputs_from']}"
+    if e["undefined"]:
+        text += f"\nthe model itself gives NaN in {', '.join(e['undefined'])}, on {e['inputs_from']}"
     return text
 
 

@@ -14,6 +14,8 @@ from optdnn.cli.common import give_json, parse_sizes, progress, stdout, table
 from optdnn.cli.options import (
     FILE,
     Command,
+    Integer,
+    Number,
     engine_argument,
     input_option,
     json_option,
@@ -32,10 +34,10 @@ from optdnn.errors import NotMet
 @seed_option
 @option(
     "--tolerance",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     help="For --model: largest error, relative to the change by another input.  [default: 1e-4; fp16 0.01, bf16 0.1, int8 0.25]",
 )
-@option("--threads", type=click.IntRange(min=1), default=None, help="Threads of an engine for cpu.")
+@option("--threads", type=Integer(min=1), default=None, help="Threads of an engine for cpu.")
 @load_options
 @json_option
 def command(

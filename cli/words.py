@@ -45,7 +45,7 @@ def runs_on(program: Any) -> str:
             found.append(counted(n, "copy", "copies"))
         else:
             found.append(f"{n} {executor}")
-    return " + ".join(found) or "nothing: the outputs are constants"
+    return " + ".join(found) or "nothing: the outputs are constants or inputs"
 
 
 def _families(steps: Sequence[Any]) -> str:

@@ -9,6 +9,7 @@ import click
 
 from optdnn.errors import OptdnnError
 from optdnn.models import zoo
+from optdnn.runtime.file.atomic import check_writable, write_atomic
 
 
 def _value(text: str) -> bool | int | float | str:
@@ -40,10 +41,10 @@ def _setting(context: click.Context, parameter: click.Parameter, values: tuple[s
 )
 @click.option("--batch", help='Batch size, or a name ("N") for a symbolic one.')
 @click.option("--image-size", type=int, help="Height and width of the pictures.")
-@click.option("--num-classes", type=int)
+@click.option("--num-classes", type=int, help="Number of classes.")
 @click.option("--width", type=float, help="Scale of the channel counts.")
 @click.option("--depth", type=float, help="Scale of the block counts.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the weights.")
 @click.option("--opset", type=int, default=17, show_default=True)
 @click.option(
     "--set", "settings", multiple=True, callback=_setting, metavar="NAME=VALUE", help="Any other option of the network."
@@ -60,16 +61,15 @@ def main(
     if name is None:
         raise click.UsageError("Missing argument 'NAME'; --list shows the networks.")
     given: dict[str, Any] = {k: _value(v) if k == "batch" else v for k, v in common.items() if v is not None}
-    try:
-        model = zoo.build(name, seed=seed, opset=opset, **given, **settings)
-    except OptdnnError as error:
-        raise click.ClickException(str(error)) from None
     target = output or Path(f"{name}.onnx")
     try:
-        size = target.write_bytes(model.SerializeToString(deterministic=True))
-    except OSError as error:
-        raise click.ClickException(f"cannot write {target}: {error.strerror}") from None
-    click.echo(f"{target}: {len(model.graph.node)} nodes, {size / 1e6:.1f} MB")
+        check_writable(target)
+        model = zoo.build(name, seed=seed, opset=opset, **given, **settings)
+        write_atomic(target, [content := model.SerializeToString(deterministic=True)])
+    except OptdnnError as error:
+        click.echo(f"Error: {error}", err=True)
+        raise SystemExit(error.exit_code) from None
+    click.echo(f"{target}: {len(model.graph.node)} nodes, {len(content) / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

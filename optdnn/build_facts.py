@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from optdnn.passes.base import PassReport
 from optdnn.ranges import input_shapes
 from optdnn.refitting.record import STRUCTURE
 
+MOST_DESCRIPTION = 1 << 20
+"""The most bytes of a model's metadata that an engine keeps."""
+
 
 def build_facts(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) -> dict[str, Any]:
     """The deterministic facts of a build that its engine keeps."""
@@ -28,6 +32,7 @@ def build_facts(graph: Graph, passes: Sequence[PassReport], *, options: BuildOpt
             "name": graph.name,
             "digest": graph_digest(graph),
             STRUCTURE: structure_digest(graph, numbers=False),
+            **_description(graph),
         },
         "options": {
             "target": options.target,
@@ -54,6 +59,16 @@ def build_facts(graph: Graph, passes: Sequence[PassReport], *, options: BuildOpt
         "passes": [p.to_json() for p in passes],
         "operators": graph.kinds(),
     }
+
+
+def _description(graph: Graph) -> dict[str, Any]:
+    """What the model says about itself; nothing, with a warning, if it says too much for a header."""
+    if (size := len(json.dumps(graph.description))) > MOST_DESCRIPTION:
+        warnings.warn(
+            f"the engine leaves the model's metadata out: {size} bytes, at most {MOST_DESCRIPTION}", stacklevel=2
+        )
+        return {}
+    return {"description": dict(graph.description)} if graph.description else {}
 
 
 def _calibration(options: BuildOptions) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import AUTO, BuildOptions, Progress, checked_keywords
 from optdnn.custom import CustomOp
 from optdnn.devices import check_memory, chosen_split, split_for
-from optdnn.errors import ModelError, NotMet, OptdnnError, UsageError, machine_errors
+from optdnn.errors import ModelError, NotMet, OptdnnError, ShapeError, UnsupportedError, UsageError, machine_errors
 from optdnn.importers.asked import asked_model, changes_model
 from optdnn.importers.model import open_model
 from optdnn.importers.onnx import import_model
@@ -305,7 +305,13 @@ def rebuilt(
         base = with_weights(held, weights or {})
         merged = with_adapters(base, adapters or {})
         check_inputs(merged, options)
-        build = _build(merged, replace(options, refit=False), progress, like=program, cache=TimingCache())
+        try:
+            build = _build(merged, replace(options, refit=False), progress, like=program, cache=TimingCache())
+        except ShapeError as error:
+            raise UnsupportedError(
+                f"the model is another network than the engine's: at the engine's shapes, {error.message}",
+                hint="build an engine of it",
+            ) from error
     if options.refit:
         hold_model(build.engine.program, base, options.calib)
     return build

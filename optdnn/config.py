@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
+from math import isfinite
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -344,6 +345,8 @@ def _flag(name: str, value: Any) -> bool:
 def _number(name: str, value: Any) -> Any:
     if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
         raise UsageError(f"{name} must be a number, not {value!r}")
+    if value is not None and not isfinite(value):
+        raise UsageError(f"{name} must be a finite number, not {value}")
     return value
 
 

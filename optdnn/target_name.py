@@ -78,7 +78,15 @@ def _parsed(text: str) -> TargetName:
         return TargetName(family, GPUS[machine], machine)
     if family == "cuda" and _ARCH.fullmatch(machine):
         return TargetName(family, machine)
-    hint = did_you_mean(text, TARGETS)
+    machines = (*BUILDABLE, *GPUS)
+    hint = did_you_mean(text, FAMILIES) if family != "cuda" or not machine else did_you_mean(machine, machines)
+    if family == "cuda" and machine and hint is not None:
+        hint = hint.replace("'", "'cuda:", 1)
+    if text == "gpu":
+        hint = "the GPU of this machine is --target cuda"
     if family == "cuda" and machine.isdecimal():
         hint = f"a target names no device: --target cuda, and CUDA_VISIBLE_DEVICES={machine} chooses the GPU"
-    raise UsageError(f"target {text!r} is not one of {', '.join(TARGETS)}", hint=hint)
+    raise UsageError(
+        f"target {text!r} is not one of auto, {', '.join(FAMILIES)} or cuda:MACHINE",
+        hint=hint or f"MACHINE is one of {', '.join(machines)}",
+    )

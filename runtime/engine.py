@@ -153,11 +153,17 @@ class Engine:
         shape inputs), which is created if it does not exist yet. Raises like :meth:`run`."""
         return self._runner.program_for(self._runner.signature.named(feeds))
 
-    def __call__(self, *arrays: Any) -> Array | tuple[Array, ...]:
-        """Run on positional inputs; one output gives the array, several a tuple."""
-        if len(arrays) != len(self.inputs):
-            raise InputError(f"{len(arrays)} inputs given; the engine takes {show(self.inputs)}")
-        results = tuple(self.run({s.name: a for s, a in zip(self.inputs, arrays, strict=True)}).values())
+    def __call__(self, *arrays: Any, **named: Any) -> Array | tuple[Array, ...]:
+        """Run on inputs by position or by name; one output gives the array, several a tuple. Raises like :meth:`run`."""
+        takes = f"the engine takes {show(self.inputs)}"
+        if len(arrays) == 1 and isinstance(arrays[0], Mapping):
+            raise InputError(f"the call takes arrays, not a mapping; {takes}", hint="engine.run({NAME: array})")
+        if len(arrays) + len(named) != len(self.inputs):
+            raise InputError(f"{len(arrays) + len(named)} inputs given; {takes}")
+        feeds = {s.name: a for s, a in zip(self.inputs, arrays, strict=False)}
+        if twice := sorted(feeds.keys() & named.keys()):
+            raise InputError(f"input {twice[0]!r} is given by position and by name; {takes}")
+        results = tuple(self.run(feeds | named).values())
         return results[0] if len(results) == 1 else results
 
     def refit(
@@ -202,6 +208,8 @@ class Engine:
         """
         from optdnn.runtime.file.format import write
 
+        if not isinstance(path, (str, os.PathLike)):
+            raise UsageError(f"an engine is saved to a file, not to {type(path).__name__}", hint="give a path")
         write(self.program, path)
         report = self.report
         if report is not None:

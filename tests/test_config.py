@@ -15,7 +15,7 @@ from optdnn.config import BuildOptions
 from optdnn.errors import RunError, UsageError, did_you_mean
 from optdnn.runtime.cuda import device, usable
 from optdnn.runtime.cuda.compile import nvrtc
-from optdnn.target_name import TargetName
+from optdnn.target_name import BUILDABLE, GPUS, TargetName
 from optdnn.targets import resolve_target
 
 
@@ -38,6 +38,8 @@ def test_paths_may_be_text_and_numbers_numpys() -> None:
         ({"stop_after": ["cse"]}, "stop_after must be text"),
         ({"strict": "no"}, "strict must be True or False, not 'no'"),
         ({"budget": "20"}, "budget must be a number, not '20'"),
+        ({"budget": float("nan")}, "budget must be a finite number, not nan"),
+        ({"max_drop": float("inf")}, "max_drop must be a finite number, not inf"),
         ({"max_drop": True}, "max_drop must be a number, not True"),
         ({"candidates": 16}, "candidates must be a list of precisions, not 16"),
         ({"threads": 0}, "threads must be positive"),
@@ -103,10 +105,17 @@ def test_targets_are_parsed_in_one_place() -> None:
         True,
     ]
     assert str(TargetName.parse("simulate").machine) == "cuda:sm_90a"
-    for wrong, meant in (("simulated", "simulate"), ("cuda:90a", "cuda:sm_90a"), ("gpu", None), ("cuda:", "cuda")):
-        with pytest.raises(UsageError, match=f"target '{wrong}' is not one of auto, cpu,") as caught:
+    for wrong, hint in (
+        ("simulated", "did you mean 'simulate'?"),
+        ("cuda:90a", "did you mean 'cuda:sm_90a'?"),
+        ("cuda:rtx4090", "did you mean 'cuda:rtx-4090'?"),
+        ("cuda:", "did you mean 'cuda'?"),
+        ("gpu", "the GPU of this machine is --target cuda"),
+        ("cuda:gtx", f"MACHINE is one of {', '.join((*BUILDABLE, *GPUS))}"),
+    ):
+        with pytest.raises(UsageError, match=f"target '{wrong}' is not one of auto, cpu, .* or cuda:MACHINE") as caught:
             TargetName.parse(wrong)
-        assert caught.value.hint == (meant and f"did you mean {meant!r}?"), wrong
+        assert caught.value.hint == hint, wrong
     with pytest.raises(UsageError, match=r"'simulated' is not one of .*\n  hint: did you mean 'simulate'\?"):
         BuildOptions(target="simulated")
 

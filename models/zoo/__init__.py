@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from math import inf
 from typing import Any
 
 import onnx
@@ -86,6 +87,21 @@ def build(
     if unknown := sorted(set(settings) - set(known)):
         raise UsageError(f"{name} has no option {', '.join(unknown)}", hint=f"its options are {', '.join(known)}")
     builder, defaults = BUILDERS[name]
+    symbolic = {f.name for f in fields(defaults) if f.type == "Batch"}
+    for key, value in settings.items():
+        if not (key in symbolic and isinstance(value, str)):
+            _check(key, value, known[key])
     net = Net(name, opset=opset, seed=seed, state=state, doc=inspect.getdoc(inspect.getmodule(builder)) or "")
     builder(net, replace(defaults, **settings))
     return net.model()
+
+
+def _check(key: str, value: Any, usual: Any) -> None:
+    """Raise UsageError for a value of another kind than the setting's default: sizes and scales are positive numbers."""
+    kinds = {bool: "true or false", int: "a positive integer", float: "a positive number"}
+    wanted = kinds.get(type(usual))
+    if wanted is None or (type(usual) is int and usual <= 0):
+        return
+    fits = isinstance(value, (int, float) if type(usual) is float else type(usual))
+    if not fits or (type(usual) is not bool and (isinstance(value, bool) or not 0 < value < inf)):
+        raise UsageError(f"{key} must be {wanted}, not {value!r}")

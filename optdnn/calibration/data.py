@@ -17,7 +17,7 @@ import numpy as np
 
 from optdnn.calibration.images import ImageSpec, RawPictures, read_image
 from optdnn.calibration.stored import StoredArray
-from optdnn.errors import InputError, UsageError
+from optdnn.errors import InputError, OutputError, UsageError
 from optdnn.runtime.file.archive import check_archive
 from optdnn.runtime.pictures.files import decoded, pictures_in
 from optdnn.temporary import temporary_folder
@@ -152,7 +152,7 @@ def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpe
     if len(lengths) > 1:
         raise InputError(f"{name}: the arrays have different numbers of samples: {sorted(lengths)}")
     if not lengths.pop() or any(not a.size for a in used.values()):
-        raise UsageError(f"{name} is empty", hint="calibration needs some dozens of typical samples")
+        raise UsageError(f"{name}: there are no samples", hint="calibration needs some dozens of typical samples")
     if len({d for s in inputs if isinstance(d := s.shape[0], int)}) > 1:
         raise UsageError(
             f"{name}: the inputs have different first dimensions, so that samples cannot be cut from arrays",
@@ -311,7 +311,9 @@ def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> Calib
         count += 1
         samples += len(a) if (a := next(iter(feeds.values()))).ndim else 1
     if not count:
-        raise UsageError("the calibration data is empty", hint="calibration needs some dozens of typical samples")
+        raise UsageError(
+            "the calibration data: there are no samples", hint="calibration needs some dozens of typical samples"
+        )
     return CalibrationData("the calibration data", batches, digest.hexdigest(), count, samples)
 
 
@@ -319,16 +321,29 @@ def _spooled(source: Iterator[Any], inputs: Sequence[TensorSpec]) -> Calibration
     """The batches of an iterator, which can be read only once, in temporary files."""
     folder = temporary_folder("optdnn-calibration-")
     count = 0
-    for k, feeds in enumerate(source):
-        batch = checked(feeds, inputs, f"calibration batch {k}")
-        for i, s in enumerate(inputs):
-            np.save(Path(folder.name) / f"{k}-{i}.npy", batch[s.name])
-        count += 1
 
     def again() -> Iterator[dict[str, Array]]:
         for k in range(count):
             yield {s.name: np.load(Path(folder.name) / f"{k}-{i}.npy") for i, s in enumerate(inputs)}
 
-    found = _of_iterable(again, inputs)
+    try:
+        for k, feeds in enumerate(source):
+            _keep(Path(folder.name), k, checked(feeds, inputs, f"calibration batch {k}"), inputs)
+            count += 1
+        found = _of_iterable(again, inputs)
+    except BaseException:
+        folder.cleanup()
+        raise
     found.keep = folder
     return found
+
+
+def _keep(folder: Path, k: int, batch: Mapping[str, Array], inputs: Sequence[TensorSpec]) -> None:
+    try:
+        for i, s in enumerate(inputs):
+            np.save(folder / f"{k}-{i}.npy", batch[s.name])
+    except OSError as error:
+        raise OutputError(
+            f"batch {k} of the calibration data cannot be kept in {folder}: {error.strerror or error}",
+            hint="set TMPDIR to a folder with more space, or give the data as a file",
+        ) from error

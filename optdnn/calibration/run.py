@@ -169,7 +169,9 @@ def _check_not_constant(source: CalibrationData) -> None:
             if not (a == first.setdefault(name, a.reshape(-1)[0])).all():
                 return
     if not first:
-        raise UsageError(f"{source.name} is empty", hint="calibration needs some dozens of typical samples")
+        raise UsageError(
+            f"{source.name}: there are no samples", hint="calibration needs some dozens of typical samples"
+        )
     raise InputError(f"{source.name}: every element is the same", hint="calibrate with typical samples")
 
 

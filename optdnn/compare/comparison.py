@@ -18,7 +18,7 @@ from optdnn.compare.rebuild import side_of
 from optdnn.compare.rivals import LIBRARIES, REFERENCE, candidates
 from optdnn.compare.subject import Subject, load_subject
 from optdnn.config import Progress
-from optdnn.errors import UsageError
+from optdnn.errors import UsageError, did_you_mean
 from optdnn.ir.evaluate import evaluate, promote, promoted_feeds
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
@@ -119,7 +119,9 @@ def compare(
         names = [c.name for c in field_]
         for name in (baseline, error_reference):
             if name is not None and name not in names and (name is baseline or name != REFERENCE):
-                raise UsageError(f"the reference {name!r} is not one of {', '.join(names)}")
+                raise UsageError(
+                    f"{name!r} is not one of the candidates {', '.join(names)}", hint=did_you_mean(name, names)
+                )
         outcome = race(
             field_,
             feeds,

@@ -21,7 +21,7 @@ from optdnn.importers.onnx import import_model
 from optdnn.ir.graph import STRUCTURAL, Graph
 from optdnn.precision.latency import flops_of
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.measuring.accuracy import errors_between
+from optdnn.runtime.measuring.accuracy import errors_between, holds_nan
 from optdnn.runtime.program import Plain
 from optdnn.types import Array, is_float
 
@@ -36,7 +36,8 @@ class OutputError:
     ``max_rel_err`` is the largest error over the output's largest magnitude, ``rms_rel_err`` the root mean square of the errors
     over the root mean square of the output. ``input_difference`` is ``max_rel_err`` between the engine's outputs on these and on
     other inputs (None: it does not accept the others). ``same_top`` is the fraction of ``rows`` rows of two-dimensional outputs
-    with the largest element at the same position; None without such outputs.
+    with the largest element at the same position; None without such outputs. ``undefined`` names the outputs in which the model
+    itself gives NaN: there, equal NaNs are no error.
     """
 
     max_abs_err: float | None
@@ -46,6 +47,7 @@ class OutputError:
     same_top: float | None
     rows: int
     inputs_from: str
+    undefined: tuple[str, ...] = ()
 
     def to_plain(self) -> dict[str, Plain]:
         """Strict JSON."""
@@ -85,6 +87,7 @@ def output_error(engine: Engine, model: Path, options: BuildOptions) -> OutputEr
         float(np.mean(same)) if same else None,
         max((len(a) for a, _ in rows), default=0),
         "the first batch of the calibration data" if given else "random inputs, seed 0",
+        tuple(n for n, a in want.items() if holds_nan(a)),
     )
 
 

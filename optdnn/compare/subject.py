@@ -12,7 +12,7 @@ from optdnn.calibration import input_specs
 from optdnn.compiler import build_verbose
 from optdnn.config import AUTO, BuildOptions, Progress
 from optdnn.custom import CustomOp
-from optdnn.errors import UsageError
+from optdnn.errors import ShapeError, UsageError
 from optdnn.importers.asked import asked_model
 from optdnn.importers.draws import draws
 from optdnn.importers.model import open_model
@@ -108,7 +108,12 @@ def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: S
     source = asked_model(model, asked)
     there = {v.name for v in source.proto.graph.input}  # a missing input is reported below
     shapes = {n: dims for n, dims in shapes.items() if n in there}
-    original = import_model(source, shapes=shapes, custom_ops=custom_ops)
+    try:
+        original = import_model(source, shapes=shapes, custom_ops=custom_ops)
+    except ShapeError as error:
+        raise UsageError(
+            f"{model} is not what {name or 'the engine'} was built from: at the engine's shapes, {error.message}"
+        ) from error
     original.profiles = engine.profiles
     wanted, got = [s.name for s in engine.inputs], [s.name for s in specs(original)]
     outputs = [original.op(i).outputs[0].name for i in original.outputs]

@@ -10,13 +10,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from optdnn.compare import checks
-from optdnn.compare.checks import FAILED, Check, Found, attempt, not_checked, passed, same_bits
+from optdnn.compare.checks import FAILED, PASSED, Check, Found, attempt, not_checked, passed, same_bits
 from optdnn.compare.divergence import tolerance_of
 from optdnn.compare.subject import original_of
 from optdnn.config import Progress
@@ -29,6 +30,7 @@ from optdnn.runtime.contexts.base import BaseContext
 from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.contexts.stepwise import Context
 from optdnn.runtime.engine import Engine
+from optdnn.runtime.measuring.accuracy import holds_nan
 from optdnn.runtime.measuring.machine import machine, versions
 from optdnn.runtime.notebook import table
 from optdnn.runtime.program import Plain, Program
@@ -114,13 +116,15 @@ def verify(
     of checks are in the result; they are not raised.
     """
     say = progress or (lambda text: None)
+    if tolerance is not None and not 0 <= tolerance < inf:
+        raise UsageError(f"tolerance must be a number from 0 on, not {tolerance}")
     if isinstance(engine, Engine):
         if options:
             raise UsageError(f"{', '.join(options)} are options of loading a file; this engine is loaded")
         name, loaded = "", engine
     else:
-        name = os.fspath(engine)
         loaded = load(engine, custom_ops=custom_ops, **options)
+        name = os.fspath(engine)
     original = None if model is None else original_of(loaded, Path(model), name, custom_ops)
     found: list[Check] = []
     simulated = False
@@ -311,6 +315,8 @@ class _CaseChecks:
         results = checks.exact_results(self.original, self.feeds, self.other, precision)
         found = checks.judge(self.want, *results, precision, self.tolerance)
         undefined = _undefined(self.want, results[0])
+        if found.status == PASSED and (names := [n for n, a in results[0].items() if holds_nan(a)]):
+            return replace(found, text=f"{found.text}; the model itself gives NaN in {', '.join(names)}")
         if found.status != FAILED or not undefined:
             return found
         # For example, a softmax of a row that is masked as a whole: attention on GPUs gives zeros there.

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, overload
 
 import numpy as np
 
-from optdnn.errors import InputError, RunError, UsageError
+from optdnn.errors import InputError, RunError, UsageError, machine_errors
 from optdnn.generation.feeds import Step
 from optdnn.generation.gpu_steps import GpuSteps
 from optdnn.generation.lengths import StepLengths
@@ -211,7 +211,9 @@ class Generator:
         else:
             self._check(prompts, list(self.lengths), most)
         fed = [[*before, *new] for before, new in zip(self._pending, prompts, strict=True)]
-        self._make_room(max(self._ends(fed, most)), batch)
+        positions = max(self._ends(fed, most))
+        with machine_errors(f"a cache of {positions} positions", RunError):
+            self._make_room(positions, batch)
         if self._ports.form != "growing":
             self._step_lengths(fed)
         self._running = self._run(fed, most, stops, told)

@@ -28,6 +28,11 @@ PAST, PRESENT = ("past_key_values.", "past_", "past."), ("present.", "present_",
 """Prefixes of the names of caches: of inputs, and of outputs."""
 
 
+_OTHER = (
+    "is it the engine of a language model? An input or output of another name: Generator(engine, {}=NAME), in Python"
+)
+
+
 @dataclass(frozen=True)
 class Cache:
     """A cache: an output that is an input of the next step. ``axis``: the axis of its positions."""
@@ -116,9 +121,7 @@ def ports_of(
             raise UsageError(f"{role}={name!r}: the engine has no such port", hint=f"there are {known}")
     tokens = _named(ins, names["tokens"], TOKENS, lambda s: not is_float(s.dtype))
     if tokens is None or len(tokens.shape) != 2:
-        raise UsageError(
-            f"no input [batch, length] of {engine} is tokens", hint="say which: Generator(engine, tokens=NAME)"
-        )
+        raise UsageError(f"no input [batch, length] of {engine} is tokens", hint=_OTHER.format("tokens"))
     mask = _named(ins, names["mask"], MASKS, lambda s: len(s.shape) == 2)
     caches, form = _formed(_caches(engine, state, {tokens.name}), tokens, mask, capacity)
     positions = _named(ins, names["positions"], POSITIONS, lambda s: len(s.shape) == 2)
@@ -140,7 +143,7 @@ def ports_of(
     logits = outs[names["logits"]] if names["logits"] else next((s for s in others if s.name == "logits"), None)
     logits = logits or next((s for s in others if is_float(s.dtype)), None)
     if logits is None or len(logits.shape) not in (2, 3):
-        raise UsageError(f"no output of {engine} is logits", hint="say which: Generator(engine, logits=NAME)")
+        raise UsageError(f"no output of {engine} is logits", hint=_OTHER.format("logits"))
     size = logits.shape[-1]
     return Ports(tokens, mask, positions, counters, caches, logits, row, form, size if isinstance(size, int) else None)
 

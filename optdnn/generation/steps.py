@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from optdnn.generation.feeds import Step, feeds_of
 from optdnn.generation.ports import Ports
 from optdnn.runtime.contexts.sampled import TOKEN
 from optdnn.runtime.engine import Engine
+from optdnn.runtime.measuring.machine import memory_bytes
 from optdnn.runtime.reference.sampling import sample_token
 from optdnn.types import Array
 
@@ -49,9 +51,17 @@ class HostSteps:
     def __init__(self, engine: Engine, ports: Ports, batch: int, capacity: int | None):
         self.ports, self.batch, self.capacity = ports, batch, capacity
         self._context = engine.context()
-        self._caches = {
-            c.input.name: np.zeros(sized(c.input, batch, c.axis, capacity or 0), c.input.dtype) for c in ports.caches
-        }
+        shapes = {c.input.name: sized(c.input, batch, c.axis, capacity or 0) for c in ports.caches}
+        size = sum(prod(shapes[c.input.name]) * c.input.dtype.itemsize for c in ports.caches)
+        room = memory_bytes()
+        if (
+            room is not None and size > room
+        ):  # zeros take no memory until they are used: the machine would run out later
+            raise RunError(
+                f"the caches of {capacity} positions take {size / 2**30:.1f} GiB; the machine has {room / 2**30:.1f} GiB",
+                hint="ask for fewer tokens, or for fewer sequences at once",
+            )
+        self._caches = {c.input.name: np.zeros(shapes[c.input.name], c.input.dtype) for c in ports.caches}
         self._spare: dict[str, Array] = {}
 
     def run(self, step: Step) -> Array:

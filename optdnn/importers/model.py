@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import onnx
 import onnx.defs
@@ -153,3 +153,17 @@ def read_opsets(imports: object, name: str) -> dict[str, int]:
             hint="install a newer onnx package, or export at an older opset",
         )
     return opsets
+
+
+def description(proto: onnx.ModelProto) -> dict[str, Any]:
+    """What a model says about itself: the fields of onnxruntime's ``ModelMetadata``, without empty ones. ``custom_metadata_map``
+    holds its ``metadata_props``."""
+    found = {
+        "producer_name": proto.producer_name,
+        "description": proto.doc_string,
+        "domain": proto.domain,
+        "graph_description": proto.graph.doc_string,
+        "version": proto.model_version,
+        "custom_metadata_map": {entry.key: entry.value for entry in proto.metadata_props},
+    }
+    return {name: value for name, value in found.items() if value}

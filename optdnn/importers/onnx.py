@@ -16,7 +16,7 @@ from optdnn.errors import ModelError, UnsupportedError, UsageError, machine_erro
 from optdnn.importers.functions import check_calls
 from optdnn.importers.graph_importer import UNKNOWN_CUSTOM, GraphImporter
 from optdnn.importers.inputs import graph_inputs, profiles_of, refusal
-from optdnn.importers.model import Model, Source, open_model
+from optdnn.importers.model import Model, Source, description, open_model
 from optdnn.importers.scope import UNKNOWN, Scope
 from optdnn.importers.subgraph import Place
 from optdnn.importers.tensors import element_type
@@ -82,6 +82,7 @@ def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
         else:
             scope[v.name] = graph.add_input(v.name, found)
     ports = [graph.op(i).outputs[0] for i in graph.inputs]
+    graph.description = description(importer.model.proto)
     graph.profiles = profiles_of({p.name: p.type.shape or () for p in ports}, shapes)
     zipped = {v: node for node in proto.node if node.op_type == "ZipMap" for v in node.output}
     for v in proto.output:

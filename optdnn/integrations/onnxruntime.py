@@ -12,19 +12,21 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from optdnn.errors import InputError, UsageError, did_you_mean
+from optdnn.integrations.io_binding import IOBinding, tensor_type
 from optdnn.runtime.contexts.asynchronous import Callback, Runs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.format import MAGIC, is_engine
 from optdnn.target_name import TargetName
-from optdnn.types import Array, TensorSpec, dtype_name
+from optdnn.types import Array, DType, TensorSpec
 
 PROVIDERS: dict[str, dict[str, Any]] = {
     "TensorrtExecutionProvider": {"target": "cuda"},
@@ -42,11 +44,6 @@ _WITHOUT_EFFECT = frozenset((
     "trt_builder_optimization_level", "device_type",
 ))  # fmt: skip
 """Provider options about onnxruntime's internals, without an equivalent in an engine."""
-_ONNX_NAMES = {
-    "fp32": "float", "fp64": "double", "fp16": "float16", "bf16": "bfloat16", "fp8_e4m3": "float8e4m3fn",
-    "fp8_e5m2": "float8e5m2", "fp8_e4m3fnuz": "float8e4m3fnuz", "fp8_e5m2fnuz": "float8e5m2fnuz", "fp8_e8m0": "float8e8m0",
-    "fp6_e2m3": "float6e2m3", "fp6_e3m2": "float6e3m2", "fp4_e2m1": "float4e2m1",
-}  # fmt: skip
 _LEVELS = {0: 0, 1: 1, 2: 2, 3: 3, 99: 3}
 """GraphOptimizationLevel -> opt_level."""
 
@@ -63,8 +60,13 @@ class SessionOptions:
     log_severity_level: int = 2
     log_verbosity_level: int = 0
     enable_mem_pattern: bool = True
+    enable_mem_reuse: bool = True
     enable_cpu_mem_arena: bool = True
     execution_mode: Any = None
+    execution_order: Any = None
+    logid: str = ""
+    profile_file_prefix: str = "onnxruntime_profile_"
+    use_per_session_threads: bool = True
     use_deterministic_compute: bool = False
     free_dimensions: dict[str, int] = field(default_factory=dict)
 
@@ -74,6 +76,20 @@ class SessionOptions:
 
     def add_session_config_entry(self, key: str, value: str) -> None:
         """onnxruntime's own configuration, which is ignored."""
+
+    def register_custom_ops_library(self, path: str) -> None:
+        """Refused: an engine cannot call the operators of such a library."""
+        raise UsageError(
+            f"an engine cannot run the operators of onnxruntime's library {path}",
+            hint="write them with optdnn.custom_op: InferenceSession(path, custom_ops=[...])",
+        )
+
+    def add_initializer(self, name: str, value: Any) -> None:
+        """Refused: the weights are in the model."""
+        raise UsageError(
+            f"the initializer {name!r} cannot be replaced in a session",
+            hint="put the weights into the model, or session.engine.refit(...)",
+        )
 
 
 @dataclass(frozen=True)
@@ -127,7 +143,7 @@ class InferenceSession:
 
             self._engine = load(path_or_bytes, threads=options.intra_op_num_threads or None)  # type: ignore[arg-type]
             self._providers = [_provider_of(self._engine.target)]
-            self._metadata = ModelMetadata(str(dict(self._engine.meta.get("model", {})).get("name", "")))
+            self._metadata = _metadata_held(self._engine.meta.get("model"))
         else:
             name, chosen = _choose(_listed(providers, provider_options))
             chosen = {**chosen, **_of_options(options), **build}
@@ -161,7 +177,7 @@ class InferenceSession:
         return {name: {} for name in self._providers}
 
     def get_modelmeta(self) -> ModelMetadata:
-        """The model's metadata; for an engine file only the name, because the file contains no more."""
+        """The model's metadata. An engine file records those of the model that it was built from."""
         return self._metadata
 
     def disable_fallback(self) -> None:
@@ -177,10 +193,8 @@ class InferenceSession:
         wanted = self._wanted(output_names)
         if not isinstance(input_feed, Mapping):
             raise InputError(f"input_feed must map names to arrays, not {type(input_feed).__name__}")
-        feeds = {n: a.numpy() if type(a).__name__ == "OrtValue" else a for n, a in input_feed.items()}
-        results = self._engine.run(
-            {n: np.asarray(a) if isinstance(a, (list, int, float)) else a for n, a in feeds.items()}
-        )
+        types = {s.name: s.dtype for s in self._engine.inputs}
+        results = self._engine.run({n: _fed(a, types.get(n)) for n, a in input_feed.items()})
         return [results[n] for n in wanted]
 
     def run_with_ort_values(
@@ -217,14 +231,18 @@ class InferenceSession:
             )
         return wanted
 
-    def run_with_iobinding(self, binding: Any, run_options: Any = None) -> None:
-        raise UsageError(
-            "optdnn.InferenceSession has no IO bindings",
-            hint="use session.engine.context().run(feeds, out=buffers), which takes arrays on the GPU too",
-        )
+    def io_binding(self) -> IOBinding:
+        """A binding of inputs and outputs to memory of the host or of the GPU."""
+        return IOBinding(self._engine)
 
-    def io_binding(self) -> Any:
-        self.run_with_iobinding(None)
+    def run_with_iobinding(self, binding: IOBinding, run_options: Any = None) -> None:
+        """Run on the arrays of a binding, and wait for the results."""
+        if not isinstance(binding, IOBinding):
+            raise UsageError(
+                f"the binding is a {type(binding).__name__}, not one of this session",
+                hint="make it with session.io_binding()",
+            )
+        binding.run()
 
 
 def get_available_providers() -> list[str]:
@@ -234,16 +252,39 @@ def get_available_providers() -> list[str]:
 
 def _metadata_of(model: str | os.PathLike[str] | bytes) -> ModelMetadata:
     """The facts of an ONNX model, in any form that onnxruntime accepts."""
-    from optdnn.importers.model import open_model
+    from optdnn.importers.model import description, open_model
 
     proto = open_model(model).proto  # type: ignore[arg-type]
-    return ModelMetadata(
-        proto.graph.name, proto.producer_name, proto.doc_string, proto.domain, proto.graph.doc_string, proto.model_version,
-        {entry.key: entry.value for entry in proto.metadata_props},
-    )  # fmt: skip
+    return ModelMetadata(proto.graph.name, **{"producer_name": "", **description(proto)})
+
+
+def _metadata_held(held: Any) -> ModelMetadata:
+    """The facts of the model that an engine records. Fields of another type, which no build writes, are left out."""
+    table = held if isinstance(held, Mapping) else {}
+    said = table.get("description")
+    said = said if isinstance(said, Mapping) else {}
+    usual = {f.name: f.default for f in fields(ModelMetadata) if f.name not in ("graph_name", "custom_metadata_map")}
+    known = {name: said[name] for name, value in usual.items() if type(said.get(name)) is type(value)}
+    own = said.get("custom_metadata_map")
+    texts = {str(k): str(v) for k, v in own.items()} if isinstance(own, Mapping) else {}
+    return ModelMetadata(str(table.get("name", "")), **{"producer_name": "", **known}, custom_metadata_map=texts)
+
+
+def _fed(value: Any, dtype: DType | None) -> Any:
+    """An input as the engine takes it: plain lists and numbers get the input's element type, as in onnxruntime."""
+    if type(value).__name__ == "OrtValue":
+        return value.numpy()
+    if not isinstance(value, (list, int, float)):
+        return value
+    try:
+        return np.asarray(value, dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(f"a list cannot be read as an array of {dtype}: {error}") from None
 
 
 def _is_engine(given: Any) -> bool:
+    if not isinstance(given, (str, os.PathLike, bytes, bytearray, memoryview)):
+        raise UsageError(f"a session takes a path or the bytes of a model, not {type(given).__name__}")
     if isinstance(given, (bytes, bytearray, memoryview)):
         if bytes(given[: len(MAGIC)]) == MAGIC:
             raise UsageError("an engine is loaded from its file, not from bytes", hint="give its path")
@@ -255,8 +296,11 @@ def _is_engine(given: Any) -> bool:
 
 
 def _listed(providers: Any, options: Any) -> list[tuple[str, Mapping[str, Any]]]:
-    given = list(providers) if providers else ["CPUExecutionProvider"]
-    pairs = [(p, {}) if isinstance(p, str) else (p[0], p[1]) for p in given]
+    given = [providers] if isinstance(providers, str) else list(providers or ["CPUExecutionProvider"])
+    pairs = [(p, {}) if isinstance(p, str) else p for p in given]
+    for pair in pairs:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Mapping)):
+            raise UsageError(f"a provider is a name, or a pair of a name and its options, not {pair!r}")
     if options:
         if len(options) != len(pairs):
             raise UsageError(f"{len(options)} provider_options are given for {len(pairs)} providers")
@@ -296,13 +340,16 @@ def _why_not(means: Mapping[str, Any]) -> str | None:
         from optdnn.runtime.cuda.usable import why_not
 
         return why_not()
+    libraries = [str(means["tactics"])] if "tactics" in means else ["openvino", "onnxruntime"]
+    if all(find_spec(name) is None for name in libraries):
+        return f"{' or '.join(libraries)} not installed: pip install 'optdnn[cpu]'"
     return None
 
 
 def _of_options(options: Any) -> dict[str, Any]:
     """Build options from session options (ours, or onnxruntime's)."""
     level = getattr(options, "graph_optimization_level", 99)
-    number = int(getattr(level, "value", level))
+    number = getattr(level, "value", level)
     if number not in _LEVELS:
         raise UsageError(f"graph_optimization_level {level!r} is not one of onnxruntime's")
     if getattr(options, "enable_profiling", False):
@@ -356,5 +403,4 @@ def _provider_of(target: str) -> str:
 
 
 def _arg(spec: TensorSpec) -> NodeArg:
-    name = dtype_name(spec.dtype)
-    return NodeArg(spec.name, f"tensor({_ONNX_NAMES.get(name, name)})", list(spec.shape))
+    return NodeArg(spec.name, tensor_type(spec.dtype), list(spec.shape))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,8 @@ class Graph:
         self._symbol_counts: dict[str, int] = {}
         self.profiles: tuple[Profile, ...] = ()
         """Boxes of sizes for which the network is built; none: all sizes. A symbol's own range spans all boxes."""
+        self.description: Mapping[str, Any] = {}
+        """What the model says about itself (:func:`optdnn.importers.model.description`)."""
 
     # ------------------------------------------------------------------ reading
 
@@ -363,6 +365,7 @@ class Graph:
         """An independent graph that shares the (immutable) ops."""
         other = Graph(self.name)
         other.inputs, other.outputs, other.profiles = list(self.inputs), list(self.outputs), self.profiles
+        other.description = self.description
         other._g, other._ops = self._g.copy(), dict(self._ops)
         other._suffixes, other._symbol_counts = dict(self._suffixes), dict(self._symbol_counts)
         other._ids = itertools.count(max(self._g.nodes, default=-1) + 1)

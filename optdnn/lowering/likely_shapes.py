@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optdnn.dim_text import lone
@@ -35,9 +35,13 @@ def suggest_shapes(graph: Graph) -> list[str]:
 
 def sizes_needed(graph: Graph, target: str) -> UsageError:
     """The error for a GPU engine whose input sizes are unknown, with a range that may fit."""
+    hint = "give each of them a size or a range"
+    if suggested := suggest_shapes(graph):
+        options = " ".join(f"--shape {s}" for s in suggested)
+        hint = f"a range that may fit: {options} (in Python: shapes={_in_python(suggested)})"
     return UsageError(
         f"an engine for {target} needs sizes, or ranges of them (MIN..OPT..MAX); not fixed are {_symbols(graph)}",
-        hint=f"a range that may fit: {' '.join(f'--shape {s}' for s in suggest_shapes(graph))}",
+        hint=hint,
     )
 
 
@@ -59,3 +63,9 @@ def _range(name: str, axis: int, dims: Any, typical: Mapping[str, int]) -> str:
 def _symbols(graph: Graph) -> str:
     dims = (d for i in graph.inputs for d in graph.op(i).outputs[0].type.shape or ())
     return ", ".join(dict.fromkeys(name for d in dims if (name := lone(d)) is not None))
+
+
+def _in_python(suggested: Sequence[str]) -> str:
+    """The first suggestion as a dictionary, and dots for the others."""
+    name, _, dims = suggested[0].rpartition("=")
+    return f"{{{name!r}: {dims!r}{', …' if len(suggested) > 1 else ''}}}"

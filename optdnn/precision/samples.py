@@ -147,7 +147,8 @@ def _labels(source: Any, labels: Any, inputs: set[str]) -> Array | None:
             try:
                 labels = np.load(labels, allow_pickle=False)
             except (OSError, ValueError) as error:
-                raise UsageError(f"cannot read the labels {os.fspath(labels)}: {error}") from None
+                why = getattr(error, "strerror", None) or error
+                raise UsageError(f"cannot read the labels {os.fspath(labels)}: {why}") from None
         found = np.asarray(labels)
         if found.ndim == 0:
             raise InputError(f"labels must be an array with one entry per sample, not {labels!r}")

@@ -136,4 +136,7 @@ def new_grpc_server(settings: ServeSettings, shared: bool) -> tuple[Any, int]:
 
 def _taken(host: str, port: int, error: Exception) -> UsageError:
     why = getattr(error, "strerror", None) or "it cannot be bound"
-    return UsageError(f"port {port} of {host!r} is not free: {why}", hint="--http-port 0 and --grpc-port 0 take any")
+    return UsageError(
+        f"cannot listen on port {port} of {host!r}: {why}",
+        hint="--http-port 0 and --grpc-port 0 take a free port; --host must be an address of this machine",
+    )

@@ -10,6 +10,7 @@ from optdnn.dim import evaluate
 from optdnn.dim_text import expressions
 from optdnn.errors import UsageError
 from optdnn.ranges import Profile
+from optdnn.runtime.contexts.sampled import TYPICAL
 from optdnn.types import Array, TensorSpec, random_array
 
 
@@ -22,7 +23,8 @@ def random_feeds(
     given: Mapping[str, Array] | None = None,
     typical: Mapping[str, int] | None = None,
 ) -> dict[str, Array]:
-    """An array per input that is not ``given`` (:func:`optdnn.types.random_array`); the same for the same seed.
+    """An array per input that is not ``given`` (:func:`optdnn.types.random_array`); the same for the same seed. Inputs of an
+    engine that samples take values that fit every size.
 
     A symbol's size is the first of these: its size in ``sizes``, in the given arrays, the first profile's optimum, the
     ``typical`` size (of the build's measurements: ``engine.meta["sizes"]``), 1. Expressions of symbols take their value from
@@ -48,5 +50,6 @@ def random_feeds(
         shape = tuple(d if isinstance(d, int) else sizes[d] for d in spec.shape)
         if any(d < 0 for d in shape):
             raise UsageError(f"input {spec} has a negative dimension at these sizes: {list(shape)}")
-        feeds[spec.name] = random_array(rng, spec.dtype, shape)
+        made = random_array(rng, spec.dtype, shape)
+        feeds[spec.name] = np.full_like(made, TYPICAL[spec.name]) if spec.name in TYPICAL else made
     return feeds

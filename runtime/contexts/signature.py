@@ -14,7 +14,7 @@ import numpy as np
 from optdnn.dim import Dim, DimLike, evaluate
 from optdnn.dim_text import expressions, parse_dim
 from optdnn.errors import EngineError, InputError, ShapeError, did_you_mean
-from optdnn.ranges import Profile
+from optdnn.ranges import DimRange, Profile
 from optdnn.runtime.contexts.dlpack import from_dlpack, offers
 from optdnn.runtime.program import Plain, Program, agree
 from optdnn.types import Array, DType, TensorSpec, dtype_name
@@ -243,12 +243,17 @@ class Signature:
             for n, r in nearest.items()
             if n in sizes and sizes[n] not in r
         ]
-        known = "; ".join(", ".join(f"{n}={r.min}..{r.max}" for n, r in p.items()) for p in self.profiles)
+        known = "; ".join(", ".join(f"{n}={_extent(r)}" for n, r in p.items()) for p in self.profiles)
         many = f" (the profiles of the engine are {known})" if len(self.profiles) > 1 else ""
         raise InputError(
             f"the inputs have sizes that the engine was not built for: {', '.join(faults)}{many}",
             hint="build it with a wider --shape range",
         )
+
+
+def _extent(sizes: DimRange) -> str:
+    """The sizes of a range, without its optimum: 1..32, or 4."""
+    return f"{sizes.min}..{sizes.max}" if sizes.min < sizes.max else str(sizes.min)
 
 
 def bounds_of(plain: Plain) -> dict[str, Bounds]:

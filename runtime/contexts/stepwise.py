@@ -312,9 +312,12 @@ class Context(HostContext):
         for i, a in zip(outputs, results, strict=True):
             if i >= 0 and not self._expected[i].fits(a):
                 name = self.program.buffers[i].name
+                own = self.program.steps[k].params.get("kind") == "Custom"
                 raise RunError(
                     f"{self._where(k)} computed {name!r} as {a.dtype}{list(a.shape)}; it should be {self._expected[i]}",
-                    hint="build the engine again; if that does not help, this is a defect of optdnn",
+                    hint="the custom operator's infer and reference disagree"
+                    if own
+                    else "build the engine again; if that does not help, this is a defect of optdnn",
                 )
 
     def _settle(self, action: Action, results: Sequence[Array]) -> list[Array]:

@@ -24,6 +24,11 @@ def errors_between(got: Sequence[Array], want: Sequence[Array]) -> tuple[float, 
     return worst_abs, worst_rel
 
 
+def holds_nan(array: Array) -> bool:
+    """Whether an array of floating-point or complex numbers has a NaN."""
+    return array.dtype.kind in "fcV" and bool(np.isnan(array).any())
+
+
 def _error(a: Array, b: Array) -> tuple[float, float]:
     if a.shape != b.shape:
         return float("inf"), 1.0

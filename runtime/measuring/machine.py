@@ -31,7 +31,7 @@ def machine() -> dict[str, Plain]:
     there are any. None is an unknown fact."""
     info = _read("/proc/cpuinfo")
     flags = cpu_flags()
-    memory = re.search(r"MemTotal:\s*(\d+) kB", _read("/proc/meminfo"))
+    memory = memory_bytes()
     return {
         "cpu": _field(info, "model name") or platform.processor() or platform.machine(),
         "architecture": platform.machine(),
@@ -40,7 +40,7 @@ def machine() -> dict[str, Plain]:
         "cpu_quota": _cpu_quota(),
         "flags": None if flags is None else [f for f in FLAGS if f in flags],
         "virtual": None if flags is None else "hypervisor" in flags,
-        "memory_gib": round(int(memory[1]) / 2**20, 1) if memory else None,
+        "memory_gib": round(memory / 2**30, 1) if memory else None,
         "os": platform.platform(),
         "python": platform.python_version(),
         **({"gpus": known["names"], "gpu_driver": known["driver"]} if (known := gpus()) else {}),
@@ -93,6 +93,12 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def memory_bytes() -> int | None:
+    """The machine's memory; None if it is not known."""
+    found = re.search(r"MemTotal:\s*(\d+) kB", _read("/proc/meminfo"))
+    return int(found[1]) * 1024 if found else None
 
 
 def usable_cores() -> int:

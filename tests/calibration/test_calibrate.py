@@ -323,9 +323,9 @@ def test_bad_data(tmp_path: Path) -> None:
         (holes, InputError, "batch 1: input x.*holds NaN or infinity"),
         (holes * np.inf, InputError, "holds NaN or infinity"),
         (x.astype(np.float64) * 1e300, InputError, "holds NaN or infinity"),
-        (x[:0], UsageError, "is empty"),
-        ([], UsageError, "is empty"),
-        (iter([]), UsageError, "is empty"),
+        (x[:0], UsageError, "there are no samples"),
+        ([], UsageError, "there are no samples"),
+        (iter([]), UsageError, "there are no samples"),
         (np.zeros_like(x), InputError, "every element is the same"),
         (x[:1], InputError, "has 1 samples, a batch of the network is 2"),
         (x[:, :2], InputError, r"the array has shape \[2, 2, 6, 6\]"),
@@ -352,6 +352,24 @@ def test_bad_data(tmp_path: Path) -> None:
         assert not cache.exists(), "nothing is left half-written"
     with pytest.raises(UsageError, match="calibrator 'best'"):
         calibrate(net(), x, "best")
+
+
+def test_an_iterator_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No temporary file stays, neither if the disk is full nor if the data are wrong."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    good = {"x": pictures(2)}
+    graph = net()
+    with pytest.raises(InputError, match="calibration batch 1"):
+        calibrate(graph, iter([good, {"x": "abc"}]), "minmax")
+    assert not list(tmp_path.iterdir())
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(OutputError, match=r"batch 0 of the calibration data cannot be kept in .*: No space left"):
+        calibrate(graph, iter([good]), "minmax")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_network_that_overflows_is_reported(tmp_path: Path) -> None:

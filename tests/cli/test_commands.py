@@ -16,9 +16,10 @@ import pytest
 from onnx import TensorProto, helper
 from support import small_models
 from support.cli import Cli, strict
-from support.onnxnet import save_convnet
+from support.onnxnet import convnet, save_convnet
 
 import optdnn
+from optdnn.build_facts import MOST_DESCRIPTION
 from optdnn.cli.main import COMMANDS
 from optdnn.errors import EXIT_CODES
 
@@ -212,6 +213,29 @@ def test_inspect_an_engine_for_ranges_of_shapes(cli: Cli, tmp_path: Path) -> Non
     assert "[2, 5]" in cli("run", tmp_path / "e").out  # random inputs have the sizes of the optimum
 
 
+def test_inspect_shows_what_a_model_says_about_itself(cli: Cli, tmp_path: Path) -> None:
+    model = convnet()
+    model.producer_name, model.model_version = "a tool", 7
+    model.metadata_props.add(key="names", value="cat, dog" + "!" * 300)
+    onnx.save(model, tmp_path / "m.onnx")
+    assert cli("build", tmp_path / "m.onnx", "--target", "reference", "-o", tmp_path / "e").code == 0
+    want = {"producer_name": "a tool", "version": 7, "custom_metadata_map": {"names": "cat, dog" + "!" * 300}}
+    assert strict(cli("inspect", tmp_path / "m.onnx", "--json").out)["description"] == want
+    assert strict(cli("inspect", tmp_path / "e", "--json").out)["model"]["description"] == want
+    for file in ("m.onnx", "e"):
+        lines = cli("inspect", tmp_path / file).out.splitlines()
+        assert {"producer name: a tool", "version: 7", "names: cat, dog" + "!" * 192 + " …"} <= set(lines)
+
+
+def test_metadata_that_a_header_cannot_hold_is_left_out(cli: Cli, tmp_path: Path) -> None:
+    model = convnet()
+    model.metadata_props.add(key="weights", value="x" * MOST_DESCRIPTION)
+    onnx.save(model, tmp_path / "m.onnx")
+    code, _, err = cli("build", tmp_path / "m.onnx", "--target", "reference", "-o", tmp_path / "e")
+    assert (code, "warning: the engine leaves the model's metadata out" in err) == (0, True)
+    assert "description" not in strict(cli("inspect", tmp_path / "e", "--json").out)["model"]
+
+
 def test_inspect_a_model_and_an_engine(cli: Cli, model: Path, engine: Path) -> None:
     facts = strict(cli("inspect", model, "--json").out)
     assert (facts["kind"], facts["nodes"], facts["critical_path"]) == ("model", 10, 10)  # the network is a chain
@@ -370,6 +394,21 @@ def test_a_pattern_that_fits_many_nodes_lists_them(cli: Cli, tmp_path: Path) -> 
     assert "name one of them" in out
     assert cli("explain", path.with_suffix(".engine")).out == out, "without a node, all"
     assert len(strict(cli("explain", path.with_suffix(".engine"), "*", "--json").out)) == len(listed)
+
+
+@pytest.mark.nvrtc
+def test_tactics_that_cannot_run_a_node_are_listed_on_request(cli: Cli, tmp_path: Path) -> None:
+    path = small_models.save(small_models.residual(), tmp_path)
+    assert cli("build", path, "--target", "cuda:h200", "--precision", "fp16").code == 0
+    engine = path.with_suffix(".engine")
+    (fact,) = strict(cli("explain", engine, "Conv_0", "--json").out)
+    refused = max((t["refused"] for t in fact["tactics"]), key=len)
+    assert len(refused) > 1
+    short = cli("explain", engine, "Conv_0").out
+    assert f"{len(refused)} other tactics cannot run it (--tactics: why)" in short
+    assert refused[0]["reason"] not in short
+    long = cli("explain", engine, "Conv_0", "--tactics").out
+    assert all(f"not {r['tactic']}:" in long for r in refused)
 
 
 def test_check_suggests_sizes(cli: Cli, model: Path) -> None:

@@ -64,4 +64,8 @@ def test_options_that_do_not_fit_the_target(cli: Cli, model: Path) -> None:
     assert "do not run on target 'simulate'" in err
     code, _, err = cli("build", model, "--target", "cuda:sm_90a")
     assert code == 2
-    assert "not fixed are N\n  hint: a range that may fit: --shape x=1..8..32x3x8x8\n" in err
+    shape = "1..8..32x3x8x8"
+    assert (
+        f"not fixed are N\n  hint: a range that may fit: --shape x={shape} (in Python: shapes={{'x': '{shape}'}})\n"
+        in err
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -121,11 +122,43 @@ def test_sizes_have_units(text: str, size: int) -> None:
     assert SIZE.convert(text, None, None) == size
 
 
+def test_no_help_shows_a_bound_that_is_not_there(cli: Cli) -> None:
+    for name in COMMANDS:
+        assert "None" not in cli(name, "--help").out, name
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "4X", "G", "", "0.1", "1e9", "nan", "9" * 400])
 def test_texts_that_are_no_size(cli: Cli, text: str) -> None:
     code, _, err = cli("build", "m.onnx", "--workspace", text)
     assert code == 2
     assert f"{text!r} is not a number of bytes, such as 1048576, 512M or 4G" in err
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "a"])
+@pytest.mark.parametrize(
+    "words",
+    ["build m --budget", "bench e --duration", "compare e --max-error", "generate e --top-p", "verify e --tolerance"],
+)
+def test_numbers_are_finite(cli: Cli, words: str, text: str) -> None:
+    code, out, err = cli(*words.split(), text)
+    assert (code, out) == (2, "")
+    assert re.search(f"'?{text}'? is not (a finite number|in the range|a valid number)", err), err
+
+
+def test_options_for_calibration_data_need_them(cli: Cli, model: Path, tmp_path: Path) -> None:
+    for option, value in (("--images", "{}"), ("--calib-cache", tmp_path / "ranges.json")):
+        code, _, err = cli("build", model, "-o", tmp_path / "e", "--target", "reference", option, value)
+        assert (code, err.splitlines()[0]) == (2, f"error: {option} is of no use without calibration data")
+    assert not (tmp_path / "e").exists()
+
+
+def test_more_threads_than_cores_are_warned_of(
+    cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optdnn.runtime.measuring.machine.usable_cores", lambda: 2)
+    argv = ("build", model, "-o", tmp_path / "e", "--target", "reference", "--threads")
+    assert "warning: --threads 3: this machine has 2 usable cores" in cli(*argv, 3).err
+    assert "usable cores" not in cli(*argv, 2).err
 
 
 def test_an_option_unlike_all_others_gets_no_suggestion(cli: Cli) -> None:

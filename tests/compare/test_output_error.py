@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from support.onnxnet import save_convnet
 
@@ -47,6 +48,7 @@ def test_a_right_engine_is_near_its_model(engine: Engine, model: Path) -> None:
     assert found.input_difference is not None
     assert 0 < found.max_rel_err < 1e-5 < found.input_difference
     assert (found.same_top, found.rows, found.inputs_from) == (1.0, 1, "random inputs, seed 0")
+    assert found.undefined == ()
 
 
 def test_a_wrong_one_is_reported(engine: Engine, model: Path) -> None:
@@ -57,6 +59,24 @@ def test_a_wrong_one_is_reported(engine: Engine, model: Path) -> None:
     assert turned.same_top == 0
     broken = output_error(Wrong(engine, lambda a: a * np.nan), model, OPTIONS).to_plain()  # type: ignore[arg-type]
     assert broken["max_rel_err"] is None
+
+
+def test_a_model_that_gives_nan_is_named(tmp_path: Path) -> None:
+    text = """
+    <ir_version: 10, opset_import: ["": 21]>
+    net (float[2] x) => (float[2] y, float[2] z, int64[2] n) {
+        below = Constant<value = float[2] {-1, -1}>()
+        y = Log(below)
+        z = Add(x, x)
+        n = Cast<to = 7>(x)
+    }
+    """
+    path = tmp_path / "nan.onnx"
+    onnx.save(onnx.parser.parse_model(text), path)
+    found = output_error(optdnn.build(path, target="reference"), path, OPTIONS)
+    assert (found.max_rel_err, found.undefined) == (0, ("y",))
+    check = next(c for c in optdnn.verify(optdnn.build(path, target="reference"), path).checks if c.name == "model")
+    assert (check.status, check.text.split("; ")[-1]) == ("passed", "the model itself gives NaN in y")
 
 
 def test_calibration_data_comes_before_random_inputs(engine: Engine, model: Path) -> None:

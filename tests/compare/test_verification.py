@@ -403,6 +403,16 @@ def test_files_that_cannot_be_loaded_and_models_of_other_engines(tmp_path: Path)
         UsageError, match=r"is not what the engine was built from: .* its outputs y, the engine has x and y, z"
     ):
         optdnn.verify(engine, save(other, tmp_path))
+    flat = small_model("(float[64] x) => (float[64] y) { y = Relu(x) }")
+    with pytest.raises(
+        UsageError, match=r"is not what the engine was built from: at the engine's shapes, .* differ in rank"
+    ):
+        optdnn.verify(engine, save(flat, tmp_path))
+    for tolerance in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match=f"tolerance must be a number from 0 on, not {tolerance}"):
+            optdnn.verify(engine, tolerance=tolerance)
+    with pytest.raises(UsageError, match="an engine is loaded from its file, not from int"):
+        optdnn.verify(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="verify are options of loading a file"):
         optdnn.verify(engine, verify=False)
 

@@ -223,6 +223,26 @@ def test_calls_that_do_not_fit(prompt: Any, more: dict[str, Any], error: type[Ex
     assert generator.lengths == ()
 
 
+def test_a_cache_that_does_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = optdnn.Generator(engine("llama", "simulate"))
+
+    def no_memory(*arguments: Any) -> None:
+        raise MemoryError("Unable to allocate 128 GiB")
+
+    monkeypatch.setattr("optdnn.generation.generator.HostSteps", no_memory)
+    with pytest.raises(RunError, match=r"a cache of 3 positions does not fit in memory: Unable to allocate"):
+        generator.generate([1], max_new_tokens=3)
+
+
+def test_caches_beyond_the_machines_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optdnn.generation.steps.memory_bytes", lambda: 1000)
+    generator = optdnn.Generator(engine("llama", "simulate"))
+    with pytest.raises(RunError, match=r"the caches of \d+ positions take 0\.0 GiB; the machine has 0\.0 GiB"):
+        generator.generate([1], max_new_tokens=3)
+    monkeypatch.setattr("optdnn.generation.steps.memory_bytes", lambda: None)
+    assert len(generator.generate([1], max_new_tokens=3)) == 3
+
+
 def test_lengths_that_an_engine_cannot_tell_apart() -> None:
     """The cache grows, and there is no mask: sequences of a batch must have equal lengths."""
     made = onnx.ModelProto()

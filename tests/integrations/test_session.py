@@ -58,8 +58,11 @@ def test_its_smaller_methods(tmp_path: Path, options: SessionOptions) -> None:
     Path(path).write_bytes(model.SerializeToString())
     ours = InferenceSession(path, options, providers=["CPUExecutionProvider"])
     theirs = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    ours.engine.save(tmp_path / "m.engine")
+    loaded = InferenceSession(str(tmp_path / "m.engine"))
     for name in vars(ours.get_modelmeta()):
-        assert getattr(ours.get_modelmeta(), name) == getattr(theirs.get_modelmeta(), name), name
+        for one in (ours, loaded):
+            assert getattr(one.get_modelmeta(), name) == getattr(theirs.get_modelmeta(), name), name
     assert ours.get_provider_options() == theirs.get_provider_options()
     ours.disable_fallback()
     ours.enable_fallback()
@@ -116,6 +119,15 @@ def test_an_engine_file_is_loaded(tmp_path: Path) -> None:
         InferenceSession((tmp_path / "e.engine").read_bytes())
 
 
+def test_metadata_of_an_engine_that_no_build_wrote() -> None:
+    held = session._metadata_held(
+        {"name": 3, "description": {"version": "7", "domain": 5, "custom_metadata_map": {"a": 1}}}
+    )
+    assert held == session.ModelMetadata("3", "", custom_metadata_map={"a": "1"})
+    for wrong in (None, 3, {"description": []}, {"description": {"custom_metadata_map": 3}}):
+        assert session._metadata_held(wrong) == session.ModelMetadata("", "")
+
+
 def test_skipped_providers_are_reported(monkeypatch: pytest.MonkeyPatch, options: SessionOptions) -> None:
     monkeypatch.setattr(session, "_why_not", lambda means: "no GPU" if means["target"] == "cuda" else None)
     model = convnet().SerializeToString()
@@ -129,6 +141,19 @@ def test_skipped_providers_are_reported(monkeypatch: pytest.MonkeyPatch, options
         InferenceSession(model, options, ["CPUExecutionProvider"])
     with pytest.raises(UsageError, match="none of the providers is available here: CUDAExecutionProvider: no GPU"):
         InferenceSession(model, options, ["CUDAExecutionProvider"])
+
+
+def test_a_provider_without_its_library_is_not_available(
+    monkeypatch: pytest.MonkeyPatch, options: SessionOptions
+) -> None:
+    monkeypatch.setattr(session, "find_spec", lambda name: None if name == "openvino" else name)
+    assert optdnn.get_available_providers()[-1] == "CPUExecutionProvider"
+    assert "OpenVINOExecutionProvider" not in optdnn.get_available_providers()
+    monkeypatch.setattr(session, "find_spec", lambda name: None)
+    assert "CPUExecutionProvider" not in optdnn.get_available_providers()
+    said = r"none of the providers .*: CPUExecutionProvider: openvino or onnxruntime not installed: pip install"
+    with pytest.raises(UsageError, match=said):
+        InferenceSession(convnet().SerializeToString(), options, ["CPUExecutionProvider"])
 
 
 def test_provider_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,5 +188,28 @@ def test_wrong_names(options: SessionOptions) -> None:
     for feed in ([X[:1]], None):
         with pytest.raises(InputError, match=r"input_feed must map names to arrays, not (list|NoneType)"):
             s.run(None, feed)
-    with pytest.raises(UsageError, match=r"has no IO bindings\n.*takes arrays on the GPU"):
-        s.io_binding()
+
+
+def test_lists_get_the_inputs_type(options: SessionOptions) -> None:
+    s = InferenceSession(convnet().SerializeToString(), options)
+    np.testing.assert_array_equal(s.run(None, {"x": X[:1].tolist()})[0], s.run(None, {"x": X[:1]})[0])
+    with pytest.raises(InputError, match="a list cannot be read as an array of float32"):
+        s.run(None, {"x": [["a"]]})
+    with pytest.raises(InputError, match="there is no input 'z'"):
+        s.run(None, {"z": [1.0]})
+
+
+def test_wrong_arguments(options: SessionOptions) -> None:
+    model = convnet().SerializeToString()
+    with pytest.raises(UsageError, match="takes a path or the bytes of a model, not NoneType"):
+        InferenceSession(None)  # type: ignore[arg-type]
+    for providers in ([3], [("CPUExecutionProvider",)], [("CPUExecutionProvider", 3)]):
+        with pytest.raises(UsageError, match="a provider is a name, or a pair of a name and its options, not"):
+            InferenceSession(model, options, providers)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="graph_optimization_level 'all' is not one of onnxruntime's"):
+        InferenceSession(model, SessionOptions(graph_optimization_level="all"))
+    with pytest.raises(UsageError, match=r"library ops\.so\n.*optdnn\.custom_op"):
+        options.register_custom_ops_library("ops.so")
+    with pytest.raises(UsageError, match=r"initializer 'w' cannot be replaced"):
+        options.add_initializer("w", X)
+    assert InferenceSession(model, options, "CPUExecutionProvider").get_providers() == ["CPUExecutionProvider"]

@@ -314,7 +314,8 @@ def test_state_replaces_the_weights_and_is_checked() -> None:
         ("resnet50", {"color": 1}, "no option color"),
         ("resnet50", {"opset": 12}, "opset 12"),
         ("vgg16", {"image_size": 50}, "multiples of 32"),
-        ("unet", {"image_size": 0}, "multiples of 16"),
+        ("unet", {"image_size": 8}, "multiples of 16"),
+        ("unet", {"image_size": 0}, "image_size must be a positive integer, not 0"),
         pytest.param("inception_v3", {"image_size": 50}, "does not fit", marks=pytest.mark.slow),
         ("bert_base", {"sequence_length": 600}, "more than the 512 positions"),
     ],
@@ -391,6 +392,12 @@ def test_command_writes_a_model(tmp_path) -> None:
         ([], "Missing argument"),
         (["mlp", "--set", "x"], "not NAME=VALUE"),
         (["mlp", "--image-size", "4"], "no option"),
+        (["mlp", "--batch", "-3"], "batch must be a positive integer, not -3"),
+        (["mlp", "--batch", "1.5"], "batch must be a positive integer, not 1.5"),
+        (["mlp", "--set", "features=a"], "features must be a positive integer, not 'a'"),
+        (["mlp", "--width", "nan"], "width must be a positive number, not nan"),
+        (["bert_base", "--set", "decomposed=2"], "decomposed must be true or false, not 2"),
+        (["mlp", "--seed", "-1"], "is not in the range"),
     ],
 )
 def test_command_refuses(arguments: list[str], message: str) -> None:
@@ -399,7 +406,7 @@ def test_command_refuses(arguments: list[str], message: str) -> None:
     from optdnn.models.__main__ import main
 
     result = CliRunner().invoke(main, arguments)
-    assert result.exit_code != 0
+    assert result.exit_code == 2
     assert message in result.output
 
 
@@ -409,8 +416,8 @@ def test_command_says_why_it_cannot_write(tmp_path) -> None:
     from optdnn.models.__main__ import main
 
     result = CliRunner().invoke(main, ["mlp", "--width", "0.1", "-o", str(tmp_path / "none" / "m.onnx")])
-    assert result.exit_code == 1
-    assert "cannot write" in result.output
+    assert result.exit_code == 9
+    assert "m.onnx cannot be written: No such file" in result.output
 
 
 def test_importing_the_package_does_not_import_onnx() -> None:

@@ -194,6 +194,9 @@ def test_faults_in_the_users_code_are_reported() -> None:
     engine = optdnn.build(MODEL, target="reference", custom_ops=[shrink(reference=broken)])
     with pytest.raises(RunError, match=r"Shrink.* failed: KeyError"):
         engine.run({"x": X})
+    engine = optdnn.build(MODEL, target="reference", custom_ops=[shrink(reference=lambda x, **more: x[:1])])
+    with pytest.raises(RunError, match=r"it should be .*\n  hint: the custom operator's infer and reference disagree"):
+        engine.run({"x": X})
     with pytest.raises(
         UnsupportedError, match=r"reference of the custom operator com\.example\.Shrink failed: KeyError"
     ):

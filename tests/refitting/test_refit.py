@@ -259,6 +259,12 @@ def test_another_network_is_named(built: Any) -> None:
     other.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 11
     said = refused(built, UnsupportedError, model=other)
     assert "weight 'w2': initializer: is fp32[48, 11]; the engine was built with fp32[48, 10]" in said
+    sized = optdnn.build(mlp("N"), target="simulate", shapes={"x": (4, 24)})
+    other = mlp("N")
+    del other.graph.input[0].type.tensor_type.shape.dim[0]
+    said = refused(sized, UnsupportedError, model=other)
+    assert "the model is another network than the engine's: at the engine's shapes, " in said
+    assert "they differ in rank" in said
 
 
 def test_weights_that_are_optimized_otherwise_are_named() -> None:

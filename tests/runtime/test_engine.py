@@ -33,6 +33,12 @@ def identity(n: int | str = "n", **more: Any) -> Engine:
     return Engine(program([("x", F32, (n, 5))], [("y", 1)], steps, [(F32, (n, 5))], **more))
 
 
+def pair() -> Engine:
+    """y = a - b"""
+    steps = [reference_step("Sub", {}, (0, 1), (2,))]
+    return Engine(program([("a", F32, (4, 5)), ("b", F32, (4, 5))], [("y", 2)], steps, [(F32, (4, 5))]))
+
+
 # ---------------------------------------------------------------- what it gives
 
 
@@ -52,6 +58,26 @@ def test_positional_call_gives_a_tuple_or_the_array(engine: Engine) -> None:
     np.testing.assert_array_equal(identity()(X), X)
     with pytest.raises(InputError, match=r"2 inputs given; the engine takes x: fp32\[n, 5\]"):
         engine(X, X)
+
+
+def test_a_call_takes_inputs_by_name() -> None:
+    two = pair()
+    want = two.run({"a": X, "b": 2 * X})["y"]
+    for got in (two(X, 2 * X), two(X, b=2 * X), two(a=X, b=2 * X)):
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(InputError, match="input 'a' is given by position and by name"):
+        two(X, a=X)
+    with pytest.raises(InputError, match="1 inputs given"):
+        two(b=X)
+    with pytest.raises(InputError, match="there is no input 'c'"):
+        two(X, c=X)
+    with pytest.raises(InputError, match=r"takes arrays, not a mapping.*\n  hint: engine\.run\(\{NAME: array\}\)"):
+        two({"a": X, "b": X})
+
+
+def test_an_engine_is_saved_to_a_path(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="an engine is saved to a file, not to NoneType"):
+        engine.save(None)  # type: ignore[arg-type]
 
 
 def test_describes_itself(engine: Engine) -> None:

@@ -272,7 +272,7 @@ def _parses(data: bytes) -> bool:
 def test_a_port_is_reserved_for_this_server_alone() -> None:
     kept = reserve("127.0.0.1", 0)
     port = kept.getsockname()[1]
-    with pytest.raises(UsageError, match=f"port {port} of '127.0.0.1' is not free"):
+    with pytest.raises(UsageError, match=f"cannot listen on port {port} of '127.0.0.1'"):
         reserve("127.0.0.1", port)
     ends = [listen("127.0.0.1", port, shared=True) for _ in range(2)]
     for end in (kept, *ends):

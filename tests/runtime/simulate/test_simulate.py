@@ -221,7 +221,10 @@ def test_unknown_sizes_are_refused_with_the_option_that_helps() -> None:
 
     n = Net()
     graph = n.done(n.op("Relu", n.input(symbol("batch"), 8)))
-    with pytest.raises(UsageError, match=r"not fixed are batch\n.*a range that may fit: --shape x=1\.\.8\.\.32x8$"):
+    with pytest.raises(
+        UsageError,
+        match=r"not fixed are batch\n.*--shape x=1\.\.8\.\.32x8 \(in Python: shapes=\{'x': '1\.\.8\.\.32x8'\}\)$",
+    ):
         lowered(graph)
 
 
