@@ -160,7 +160,7 @@ DETAIL: Mapping[str, str] = {
     "correctness": "errors repeats",
     "ranges": "sizes shape",
     "decode": "verdict checks launches arena_bytes",
-    "roofline": "times",
+    "roofline": "times step us gain_us",
     "sanitize": "tactics launches",
     "speed": "verdict another_input min_ms p99_ms load_s repeats build_s steps kernels arena_bytes",
 }

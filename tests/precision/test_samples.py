@@ -130,7 +130,7 @@ def test_labels_from_a_file_or_an_array(tmp_path: Path) -> None:
         ({"x": X}, 3, InputError, "one entry per sample"),
         ({"x": X}, "no/such.npy", UsageError, "cannot read the labels"),
         ({"z": X}, None, UsageError, "no array for input 'x'"),
-        ({"x": X[:0]}, None, UsageError, "empty"),
+        ({"x": X[:0]}, None, UsageError, "no samples"),
         ({"x": np.full((4, 2), np.nan, np.float32)}, None, InputError, "NaN"),
         ({"x": X[:, :1]}, None, InputError, "shape"),
     ],
