@@ -19,6 +19,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reshaped
@@ -237,6 +238,9 @@ def _is_group(graph: Graph, value: Value) -> bool:
         op = graph.op(source)
         if op.kind == "Conv":
             return bool(op.attrs.group > 1)
+        if op.kind == "ReduceSum":
+            scaled = producer(graph, operand(op), {"Mul"})
+            return scaled is not None and graph.constant_value(operand(scaled, 1)) is not None
         if op.kind not in PASSED or not op.inputs:
             return False
         source = next((v for v in op.inputs if v is not None and graph.constant_value(v) is None), operand(op))
@@ -317,9 +321,19 @@ def _activations(graph: Graph, ends: Sequence[Op]) -> list[Op]:
 
 
 def _convolution(patch: Patch, x: Value, products: Sequence[PlainProduct], activation: Op | None) -> Value:
-    """Add the convolution whose groups are the lanes of ``x``, and the activation of its result."""
+    """Add the convolution whose groups are the lanes of ``x``, and the activation of its result.
+
+    Groups of one column would fill an eighth of a tensor core's tile, or one thread. They are a sum of a multiplied tensor."""
     *lead, lanes, depth = patch.type(x).static_shape
     rows, columns = math.prod(lead), products[0].weight.shape[1]
+    if columns == 1:
+        weight = patch.constant(np.concatenate([p.weight.T for p in products]), "weight")
+        y = patch.add("ReduceSum", [patch.add("Mul", [x, weight]), integers(patch, [-1], "axes")], ReduceAttrs())
+        if products[0].bias is not None:
+            y = patch.add(
+                "Add", [y, patch.constant(np.stack([p.bias for p in products if p.bias is not None]), "bias")]
+            )
+        return y if activation is None else patch.add(activation.kind, [y], activation.attrs)
     image = patch.add("Transpose", [reshaped(patch, x, (1, rows, lanes * depth))], TransposeAttrs((0, 2, 1)))
     weight = np.concatenate([p.weight.T for p in products])[..., None]
     bias = None if products[0].bias is None else np.concatenate([p.bias for p in products if p.bias is not None])

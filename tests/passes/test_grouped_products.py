@@ -193,6 +193,21 @@ def test_towers_with_norms_are_groups() -> None:
     assert graph.kinds()["LayerNormalization"] == graph.kinds()["Relu"] == graph.kinds()["Conv"] == 1
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_groups_of_one_column_are_a_sum(bias: bool) -> None:
+    n = Net()
+    graph, _ = check_pass(
+        PASS,
+        joined(n, [n.op("Tanh", product(n, band, 1, bias=bias)) for band in bands(n)]),
+        changes=2,
+        rules={"grouped_products": 1, "joined_groups": 1},
+    )
+    kinds = graph.kinds()
+    assert kinds["Mul"] == kinds["ReduceSum"] == kinds["Tanh"] == 1
+    assert kinds.get("Add", 0) == int(bias)
+    assert not {"Conv", "MatMul"} & set(kinds)
+
+
 def test_two_towers_stay_apart() -> None:
     check_untouched(PASS, towers(Net(), 2))
 
