@@ -327,8 +327,8 @@ def _convolution(patch: Patch, x: Value, products: Sequence[PlainProduct], activ
     *lead, lanes, depth = patch.type(x).static_shape
     rows, columns = math.prod(lead), products[0].weight.shape[1]
     if columns == 1:
-        weight = patch.constant(np.concatenate([p.weight.T for p in products]), "weight")
-        y = patch.add("ReduceSum", [patch.add("Mul", [x, weight]), integers(patch, [-1], "axes")], ReduceAttrs())
+        factors = patch.constant(np.concatenate([p.weight.T for p in products]), "weight")
+        y = patch.add("ReduceSum", [patch.add("Mul", [x, factors]), integers(patch, [-1], "axes")], ReduceAttrs())
         if products[0].bias is not None:
             y = patch.add(
                 "Add", [y, patch.constant(np.stack([p.bias for p in products if p.bias is not None]), "bias")]
