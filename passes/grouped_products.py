@@ -22,7 +22,8 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reshaped
+from optdnn.passes.rules.joined_bags import with_joined
+from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reshaped, sliced
 from optdnn.passes.support.lanes import (
     CUTS,
     LAST_AXIS,
@@ -38,6 +39,7 @@ from optdnn.passes.support.lanes import (
 from optdnn.passes.support.products import PRODUCTS, PlainProduct, added_vector, plain_product
 from optdnn.passes.support.stacks import DEPTH, Part, part_of, parts_of
 from optdnn.passes.support.stages import ACTIVATIONS
+from optdnn.passes.support.views import transposed
 from optdnn.types import TensorType, is_float, normalize_axis
 
 LEAST = 3
@@ -193,24 +195,25 @@ def joined_groups(graph: Graph, op: Op) -> Match | None:
 
 
 def _next(before: Part | None, part: Part | None) -> bool:
-    return None not in (before, part) and (part.source, part.start) == (before.source, before.start + 1)  # type: ignore[union-attr]
+    if before is None or part is None:
+        return False
+    return (part.source, part.start) == (before.source, before.start + 1)
 
 
 def _joining(graph: Graph, op: Op, axis: int, at: int, end: int, first: Part) -> Callable[[Patch], Value]:
     """The function that adds the Concat with its operands from ``at`` to ``end`` as one part of the tensor of ``first``."""
 
     def build(patch: Patch) -> Value:
-        limits = (integers(patch, [n], "lanes") for n in (first.start, first.start + end - at, first.axis))
-        x = patch.add("Slice", [first.source, *limits])
+        x = sliced(patch, first.source, first.start, first.start + end - at, first.axis)
         dims = patch.type(x).static_shape
         new_axis = len(op.outputs[0].type.dims) == len(dims)
         if new_axis:
             order = [k for k in range(len(dims)) if k != first.axis]
             order.insert(axis, first.axis)
-            x = x if axis == first.axis else patch.add("Transpose", [x], TransposeAttrs(tuple(order)))
+            x = transposed(patch, x, tuple(order))
         else:
             x = reshaped(patch, x, (*dims[:-2], dims[-2] * dims[-1]))
-        return patch.add("Concat", [*op.inputs[:at], x, *op.inputs[end:]], op.attrs)
+        return with_joined(patch, op, (at, end), x, axis)
 
     return build
 

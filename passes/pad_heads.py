@@ -15,7 +15,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.rules.widths import Readers, Widths
-from optdnn.passes.support.facts import heads_sizes, integers, operand
+from optdnn.passes.support.facts import heads_sizes, operand, sliced
 from optdnn.types import FP32
 
 UNIT = 8
@@ -77,8 +77,7 @@ def _rewrite(patch: Patch, op: Op, sources: Sequence[Widths | None], readers: Re
     if readers is None:
         patch.replace(op.value, y)
     elif readers.sink is None:
-        limits = [integers(patch, [n], "features") for n in (0, readers.size, 3)]
-        patch.replace(op.value, patch.add("Slice", [y, *limits]))
+        patch.replace(op.value, sliced(patch, y, 0, readers.size, 3))
     else:
         patch.replace(readers.sink.value, readers.rebuilt(patch, y, _wide(readers.size)))
 

@@ -27,7 +27,7 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.scaled_views import consecutive_rows, scaled_view
-from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of
+from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of, sliced
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array
 
@@ -283,7 +283,7 @@ def _places(graph: Graph, chain: list[Op], numbers: Array) -> Array | None:
 def _sliced(patch: Patch, x: Value, start: int, end: int) -> Value:
     """Elements ``start`` to ``end`` along the last axis."""
     axis = len(patch.type(x).static_shape) - 1
-    return patch.add("Slice", [x, *(integers(patch, [n], "limit") for n in (start, end, axis))])
+    return sliced(patch, x, start, end, axis)
 
 
 # ---------------------------------------------------------------- one product for each head

@@ -36,6 +36,7 @@ from optdnn.passes.support.facts import (
     reshape_target,
     scalar,
     shape_of,
+    sliced,
 )
 from optdnn.passes.support.unrolled_steps import LEAST, Scan, Steps, find_scan, first_of_all, position
 from optdnn.types import normalize_axis, show_shape
@@ -270,7 +271,7 @@ class _Rows:
         rows = in_shape(patch, rows, (dims[place.axis], *(1 if i < 0 else dims[i] for i in place.view)))
         if dims[place.axis] != count:
             assert isinstance(count, int)
-            rows = patch.add("Slice", [rows, *(integers(patch, [n], "limit") for n in (first, first + count, 0))])
+            rows = sliced(patch, rows, first, first + count, 0)
         return patch.add("MatMul", [rows, rolled], self.reductions[0].attrs)
 
     def _turned(self, patch: Patch, many: Value) -> Value:

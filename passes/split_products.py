@@ -18,7 +18,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.support.facts import integers, is_depthwise, operand, producer
+from optdnn.passes.support.facts import is_depthwise, operand, producer, sliced
 from optdnn.passes.support.parts import PARTS, is_axis, span, whole
 from optdnn.passes.support.products import plain_product
 from optdnn.passes.support.stages import ACTIVATIONS
@@ -114,8 +114,7 @@ def split_depthwise(graph: Graph, op: Op) -> Match | Miss | None:
     def build(patch: Patch) -> None:
         for part, begin in ((parts.first, 0), (parts.second, half)):
             channels = slice(begin, begin + half)
-            limits = [integers(patch, [n], "bounds") for n in (channels.start, channels.stop, 1)]
-            image = patch.add("Slice", [conv.inputs[0], *limits])
+            image = sliced(patch, operand(conv), channels.start, channels.stop, 1)
             patch.replace(part, _some(graph, patch, conv, channels, graph.output(part).name, image))
 
     return Match((*parts.splitting(graph), conv), build)

@@ -14,7 +14,7 @@ from optdnn.dim import DimLike
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import NORMS, integers, ints, operand, reshape_target, reshaped, shape_of
+from optdnn.passes.support.facts import NORMS, ints, operand, reshape_target, reshaped, shape_of, sliced
 from optdnn.passes.support.parts import span
 from optdnn.types import Shape, normalize_axis
 
@@ -33,8 +33,7 @@ class _Taken:
 
     def of(self, patch: Patch, value: Value, axis: int) -> Value:
         """The rows of another value, along its own axis."""
-        limits = [integers(patch, [n], "rows") for n in (self.start, self.end, axis)]
-        return patch.add("Slice", [value, *limits])
+        return sliced(patch, value, self.start, self.end, axis)
 
 
 Moved = list[tuple[Value | None, int | None]]

@@ -24,7 +24,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.frames import frames_are_blocks
 from optdnn.passes.rules.gathered_sums import gathered_sums
-from optdnn.passes.support.facts import integers, ints, is_filled, operand, reshape_target, reshaped, same_shape, scalar
+from optdnn.passes.support.facts import ints, is_filled, operand, reshape_target, reshaped, same_shape, scalar, sliced
 from optdnn.passes.support.views import transposed
 from optdnn.types import Array, Shape, normalize_axis
 
@@ -96,7 +96,7 @@ def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
     def build(patch: Patch) -> Value | None:
         signal = _signal(patch, x, walk.before)
         if dims[found.axis] != found.taken:
-            signal = _sliced(patch, signal, walk.before.index(found.axis), 0, found.taken)
+            signal = sliced(patch, signal, 0, found.taken, walk.before.index(found.axis))
         matrix = scale * found.matrix(taken_parts == 2, parts)
         product = _product(patch, reshaped(patch, signal, packed), matrix, walk)
         spectrum = reshaped(patch, product, unpacked)
@@ -104,7 +104,7 @@ def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
             return transposed(patch, spectrum, walk.back)
         at = walk.after.index(last)
         for (reader, part), target in zip(readers, targets, strict=True):
-            one = spectrum if len(parts) == 1 else _sliced(patch, spectrum, at, part, part + 1)
+            one = spectrum if len(parts) == 1 else sliced(patch, spectrum, part, part + 1, at)
             assert target is not None
             patch.replace(reader.value, reshaped(patch, transposed(patch, one, walk.back), target))
         return None
@@ -259,10 +259,6 @@ def _goes_by_parts(graph: Graph, end: Op, axis: int, from_left: bool) -> bool:
 # ---------------------------------------------------------------- building
 
 
-def _sliced(patch: Patch, x: Value, axis: int, start: int, end: int) -> Value:
-    return patch.add("Slice", [x, *(integers(patch, [n], "bounds") for n in (start, end, axis))])
-
-
 def _signal(patch: Patch, x: Value, order: tuple[int, ...]) -> Value:
     """``x`` with its axes in this order. A Concat of two parts is built in this order, instead of being transposed."""
     joined = _joined(patch.graph, x)
@@ -318,7 +314,7 @@ def stft_to_conv(graph: Graph, op: Op) -> Match | Miss | None:
     attrs = ConvAttrs((step[0] // block,), (0, 0), (1,), 1, factors="float")
 
     def build(patch: Patch) -> Value:
-        signal = x if dims[1] == used else _sliced(patch, x, 1, 0, used)
+        signal = x if dims[1] == used else sliced(patch, x, 0, used, 1)
         image = patch.add("Transpose", [reshaped(patch, signal, blocks)], TransposeAttrs((0, 2, 1)))
         constant = patch.constant(np.ascontiguousarray(weight).astype(graph.type(x).dtype), "stft.filters")
         rows = patch.add("Transpose", [patch.add("Conv", [image, constant], attrs)], TransposeAttrs((0, 2, 1)))

@@ -24,7 +24,7 @@ from optdnn.ops.pointwise_scan import PointwiseScanAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.substitutions import substitution
-from optdnn.passes.support.facts import RESHAPES, integers, ints, is_filled, operand, producer, reshaped, shape_of
+from optdnn.passes.support.facts import RESHAPES, ints, is_filled, operand, producer, reshaped, shape_of, sliced
 from optdnn.types import normalize_axis
 
 LEAST = 8
@@ -151,7 +151,7 @@ def _prefixes(patch: Patch, factors: Value, terms: Value, axis: int, count: int)
     a, b = (patch.add("Transpose", [x], TransposeAttrs(out)) if axis else x for x in (factors, terms))
 
     def part(x: Value, start: int, end: int) -> Value:
-        return patch.add("Slice", [x, *(integers(patch, [n], "limit") for n in (start, end, 0))])
+        return sliced(patch, x, start, end, 0)
 
     done = 1
     while done < count:

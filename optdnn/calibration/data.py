@@ -152,7 +152,7 @@ def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpe
     if len(lengths) > 1:
         raise InputError(f"{name}: the arrays have different numbers of samples: {sorted(lengths)}")
     if not lengths.pop() or any(not a.size for a in used.values()):
-        raise UsageError(f"{name}: there are no samples", hint="calibration needs some dozens of typical samples")
+        raise no_samples(name)
     if len({d for s in inputs if isinstance(d := s.shape[0], int)}) > 1:
         raise UsageError(
             f"{name}: the inputs have different first dimensions, so that samples cannot be cut from arrays",
@@ -311,9 +311,7 @@ def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> Calib
         count += 1
         samples += len(a) if (a := next(iter(feeds.values()))).ndim else 1
     if not count:
-        raise UsageError(
-            "the calibration data: there are no samples", hint="calibration needs some dozens of typical samples"
-        )
+        raise no_samples("the calibration data")
     return CalibrationData("the calibration data", batches, digest.hexdigest(), count, samples)
 
 
@@ -336,6 +334,11 @@ def _spooled(source: Iterator[Any], inputs: Sequence[TensorSpec]) -> Calibration
         raise
     found.keep = folder
     return found
+
+
+def no_samples(name: str) -> UsageError:
+    """The error for calibration data without samples."""
+    return UsageError(f"{name}: there are no samples", hint="calibration needs some dozens of typical samples")
 
 
 def _keep(folder: Path, k: int, batch: Mapping[str, Array], inputs: Sequence[TensorSpec]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.calibration.cache import CalibrationCache, Extremes, Sweep, UnfinishedCalibration
-from optdnn.calibration.data import CalibrationData, Pictures, open_data
+from optdnn.calibration.data import CalibrationData, Pictures, no_samples, open_data
 from optdnn.calibration.thresholds import BINS, CHOOSE, Histogram
 from optdnn.config import CALIBRATORS
 from optdnn.errors import InputError, MissingDependency, RunError, UnsupportedError, UsageError
@@ -169,9 +169,7 @@ def _check_not_constant(source: CalibrationData) -> None:
             if not (a == first.setdefault(name, a.reshape(-1)[0])).all():
                 return
     if not first:
-        raise UsageError(
-            f"{source.name}: there are no samples", hint="calibration needs some dozens of typical samples"
-        )
+        raise no_samples(source.name)
     raise InputError(f"{source.name}: every element is the same", hint="calibrate with typical samples")
 
 

@@ -54,9 +54,8 @@ class HostSteps:
         shapes = {c.input.name: sized(c.input, batch, c.axis, capacity or 0) for c in ports.caches}
         size = sum(prod(shapes[c.input.name]) * c.input.dtype.itemsize for c in ports.caches)
         room = memory_bytes()
-        if (
-            room is not None and size > room
-        ):  # zeros take no memory until they are used: the machine would run out later
+        # Zeros take no memory until they are used: the machine would run out later.
+        if room is not None and size > room:
             raise RunError(
                 f"the caches of {capacity} positions take {size / 2**30:.1f} GiB; the machine has {room / 2**30:.1f} GiB",
                 hint="ask for fewer tokens, or for fewer sequences at once",

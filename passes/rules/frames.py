@@ -18,7 +18,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.index import PadAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import in_shape, integers, operand, reshape_target
+from optdnn.passes.support.facts import in_shape, integers, operand, reshape_target, sliced
 from optdnn.types import Array
 
 LEAST_BLOCK = 32
@@ -106,4 +106,4 @@ def _taken(patch: Patch, x: Value, frames: Frames) -> Value:
     after = frames.used - before - frames.samples
     if before or after > 0:
         x = patch.add("Pad", [x, integers(patch, [0, before, 0, max(after, 0)], "pads")], PadAttrs())
-    return x if after >= 0 else patch.add("Slice", [x, *(integers(patch, [n], "bounds") for n in (0, frames.used, 1))])
+    return x if after >= 0 else sliced(patch, x, 0, frames.used, 1)

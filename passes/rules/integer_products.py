@@ -21,7 +21,7 @@ from optdnn.ops.conv import resolved
 from optdnn.ops.quantized import QuantizedConvAttrs, RequantizeAttrs
 from optdnn.ops.requantize import LARGEST
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import is_filled, operand
+from optdnn.passes.support.facts import is_filled, operand, sliced
 from optdnn.runtime.reference.conv import conv
 from optdnn.types import FP32, INT32, Array, is_float
 
@@ -99,24 +99,19 @@ def integer_product(graph: Graph, op: Op) -> Match | Miss | None:
         count, axis = len(w.stored), 1 if op.kind == "ConvInteger" else -1
         ones = np.ones((ONES, *w.stored.shape[1:]), np.int8)
         both = _sums(patch, op, np.concatenate([w.stored, ones]) if w.zero.any() else w.stored)
-        total = _part(patch, both, 0, count, axis) if w.zero.any() else both
+        total = sliced(patch, both, 0, count, axis) if w.zero.any() else both
         if op.input(2) is not None and not is_filled(graph.known(op.input(2)), 0):
             point = _float(patch, operand(op, 2))
             sums = patch.constant(_sums_of_weights(graph, op, w))
             total = patch.add("Sub", [total, patch.add("Mul", [point, sums])])
         if w.zero.any():
             shape = [-1, *[1] * (w.stored.ndim - 2)] if op.kind == "ConvInteger" else [-1]
-            one = _part(patch, both, count, count + 1, axis)
+            one = sliced(patch, both, count, count + 1, axis)
             zeros = patch.constant(w.zero.astype(np.float32).reshape(shape))
             total = patch.add("Sub", [total, patch.add("Mul", [one, zeros])])
         return patch.add("Cast", [total], CastAttrs(INT32), name=op.outputs[0].name)
 
     return Match((op,), build)
-
-
-def _part(patch: Patch, value: Value, begin: int, end: int, axis: int) -> Value:
-    bounds = [patch.constant(np.array([n])) for n in (begin, end, axis)]
-    return patch.add("Slice", [value, *bounds])
 
 
 def _float(patch: Patch, value: Value) -> Value:

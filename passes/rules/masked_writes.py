@@ -14,7 +14,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.rules.masked_sums import SelectedRows, count_of
-from optdnn.passes.support.facts import integers, operand
+from optdnn.passes.support.facts import operand, sliced
 from optdnn.types import normalize_axis
 
 
@@ -54,6 +54,6 @@ def masked_writes(graph: Graph, op: Op) -> Match | Miss | None:
         at = patch.constant(beyond, "beyond")
         index = patch.add("Where", [found.mask(patch, positions), new[positions], at])
         y = patch.add(op.kind, [longer, index, new[rows]], op.attrs)
-        return patch.add("Slice", [y, *(integers(patch, [n], "bounds") for n in (0, size, axis))])
+        return sliced(patch, y, 0, size, axis)
 
     return Match((op, *found.ops), build)

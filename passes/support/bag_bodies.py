@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.support.facts import integers, ints, operand, producer
+from optdnn.passes.support.facts import ints, operand, producer, sliced
 from optdnn.passes.unroll import goes_on, number_of
 from optdnn.types import Array, normalize_axis
 
@@ -74,4 +74,4 @@ def part_of(patch: Patch, rows: Value, start: int, count: int, length: int) -> V
     """Add a Slice of ``count`` rows of ``rows``, from ``start`` on; no Slice if these are all ``length`` rows."""
     if count == length:
         return rows
-    return patch.add("Slice", [rows, *(integers(patch, [n], "bags") for n in (start, start + count, 0))])
+    return sliced(patch, rows, start, start + count, 0)

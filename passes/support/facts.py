@@ -232,6 +232,11 @@ def integers(patch: Patch, numbers: Sequence[int], name: str) -> Value:
     return patch.constant(np.asarray(numbers, np.int64), name)
 
 
+def sliced(patch: Patch, x: Value, begin: int, end: int, axis: int) -> Value:
+    """Add a Slice of one axis."""
+    return patch.add("Slice", [x, *(integers(patch, [n], "limit") for n in (begin, end, axis))])
+
+
 def with_rank(array: Array, rank: int) -> Array:
     """``array`` with leading axes of size 1 up to ``rank``."""
     return array.reshape((1,) * (rank - array.ndim) + array.shape)

@@ -14,15 +14,14 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.fused import STAGE_KINDS
-from optdnn.ops.gather import GatherAttrs
-from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.support.facts import NORMS, RESHAPES, integers, ints, operand, reshaped
+from optdnn.passes.support.facts import NORMS, RESHAPES, integers, ints, operand, reshaped, sliced
 from optdnn.passes.support.parts import port_span, span
-from optdnn.passes.support.stacks import Part, Stack, part_of, stack_of
+from optdnn.passes.support.stacks import Part, Stack, part_of, part_values, stack_of
 from optdnn.passes.support.stacks import Same as StackedOps
 from optdnn.passes.support.stacks import Window as StackedParts
 from optdnn.passes.support.stacks import covered as stack_covered
 from optdnn.passes.support.stacks import emit as stacked
+from optdnn.passes.support.views import transposed
 from optdnn.types import normalize_axis
 
 DEPTH = 9
@@ -200,8 +199,7 @@ def _emitted(patch: Patch, lanes: Lanes, made: dict[Hashable, Value]) -> Value:
         case Moved(stack):
             x = stacked(patch, stack)
             rank = len(patch.type(x).dims)
-            order = (*range(1, rank - 1), 0, rank - 1)
-            return x if rank == 2 else patch.add("Transpose", [x], TransposeAttrs(order))
+            return transposed(patch, x, (*range(1, rank - 1), 0, rank - 1))
         case Same(ops, operands, cut):
             return _computed(
                 patch, ops[0], [None if each is None else emit(patch, each, made) for each in operands], cut
@@ -213,30 +211,27 @@ def _window(patch: Patch, first: Part, count: int) -> Value:
     sizes = list(patch.type(x).static_shape)
     width = count * first.size
     if width != sizes[axis]:
-        limits = (integers(patch, [n], "lanes") for n in (first.start, first.start + width, axis))
-        x = patch.add("Slice", [x, *limits])
+        x = sliced(patch, x, first.start, first.start + width, axis)
     if not first.dropped:
         return reshaped(patch, x, (*sizes[:-1], count, first.size))
     rank = len(sizes)
     others = [k for k in range(rank) if k != axis]
-    order = (*others[:-1], axis, others[-1])
-    return x if order == tuple(range(rank)) else patch.add("Transpose", [x], TransposeAttrs(order))
+    return transposed(patch, x, (*others[:-1], axis, others[-1]))
 
 
 def _computed(patch: Patch, op: Op, given: Sequence[Value | None], cut: tuple[int, int] | None) -> Value:
     """Add the operator that computes all lanes of ``op``."""
+    x = given[0]
+    assert x is not None
     if cut is not None:
-        limits = (integers(patch, [n], "lanes") for n in (*cut, -1))
-        return patch.add("Slice", [given[0], *limits])
+        return sliced(patch, x, *cut, -1)
     if op.kind in STAGE_KINDS:
         return patch.add(op.kind, given, op.attrs)
     if op.kind in SUMS:
-        return patch.add(op.kind, [given[0], integers(patch, [-1], "axes")], op.attrs)
+        return patch.add(op.kind, [x, integers(patch, [-1], "axes")], op.attrs)
     attrs = replace(op.attrs, axis=-1)
     if op.kind not in NORMS or all(v is None or patch.type(v).rank == 1 for v in given[1:]):
         return patch.add(op.kind, given, attrs)
-    x = given[0]
-    assert x is not None
     ones = patch.constant(np.ones(patch.type(x).static_shape[-1:], patch.type(x).dtype), "ones")
     y = patch.add(op.kind, [x, ones], attrs)
     for kind, factor in zip(("Mul", "Add"), given[1:], strict=False):
@@ -246,11 +241,7 @@ def _computed(patch: Patch, op: Op, given: Sequence[Value | None], cut: tuple[in
 
 def taken(patch: Patch, lanes: Value, count: int) -> list[Value]:
     """Add Gathers that take each lane of a tensor."""
-    axis = len(patch.type(lanes).dims) - 2
-    return [
-        patch.add("Gather", [lanes, patch.constant(np.array(k, np.int64), "lane")], GatherAttrs(axis))
-        for k in range(count)
-    ]
+    return part_values(patch, lanes, count, len(patch.type(lanes).dims) - 2)
 
 
 def rows_in(graph: Graph, value: Value) -> int:

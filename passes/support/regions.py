@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.support.facts import RESHAPES, in_shape, integers, ints, operand
+from optdnn.passes.support.facts import RESHAPES, in_shape, ints, operand, sliced
 from optdnn.passes.support.parts import port_span
+from optdnn.passes.support.views import transposed
 from optdnn.types import normalize_axis
 
 DEPTH = 16
@@ -106,14 +106,13 @@ def boxed(patch: Patch, found: Region) -> Value:
     x, sizes = found.root, patch.type(found.root).static_shape
     for axis, (begin, end) in enumerate(found.ranges):
         if (begin, end) != (0, sizes[axis]):
-            x = patch.add("Slice", [x, *(integers(patch, [n], "part") for n in (begin, end, axis))])
+            x = sliced(patch, x, begin, end, axis)
     return x
 
 
 def forward(patch: Patch, box: Value, found: Region, dims: Sequence[int]) -> Value:
     """Add the views that turn a box, in the order of the root's axes, into the view with the sizes ``dims``."""
-    order = _order(found)
-    x = box if order == tuple(range(len(order))) else patch.add("Transpose", [box], TransposeAttrs(order))
+    x = transposed(patch, box, _order(found))
     return x if patch.type(x).static_shape == tuple(dims) else in_shape(patch, x, tuple(dims))
 
 
@@ -122,8 +121,7 @@ def backward(patch: Patch, view: Value, found: Region) -> Value:
     order = _order(found)
     sizes = tuple(found.ranges[axis][1] - found.ranges[axis][0] for axis in order)
     x = view if patch.type(view).static_shape == sizes else in_shape(patch, view, sizes)
-    back = tuple(order.index(axis) for axis in range(len(order)))
-    return x if back == tuple(range(len(order))) else patch.add("Transpose", [x], TransposeAttrs(back))
+    return transposed(patch, x, tuple(order.index(axis) for axis in range(len(order))))
 
 
 def _order(found: Region) -> tuple[int, ...]:

@@ -327,9 +327,9 @@ def _with_rank(patch: Patch, x: Value, rank: int) -> Value:
     return reshaped(patch, x, (count, *[1] * missing, *rest)) if missing else x
 
 
-def part_values(patch: Patch, stacked: Value, count: int) -> list[Value]:
-    """Add Gathers that take the ``count`` parts of a stack."""
+def part_values(patch: Patch, stacked: Value, count: int, axis: int = 0) -> list[Value]:
+    """Add Gathers that take the ``count`` parts of a stack along ``axis``."""
     return [
-        patch.add("Gather", [stacked, patch.constant(np.array(k, np.int64), "part")], GatherAttrs(0))
+        patch.add("Gather", [stacked, patch.constant(np.array(k, np.int64), "part")], GatherAttrs(axis))
         for k in range(count)
     ]

@@ -35,13 +35,19 @@ class Cell:
         return self.n.op("Split", x, self.n.ints(*[HIDDEN] * self.gates), attrs=SplitAttrs(axis=1), outputs=self.gates)  # type: ignore[no-any-return]
 
 
-def torch_gru(c: Cell, x: Value, h: Value) -> Value:
-    """PyTorch's GRUCell: ``n + z (h - n)``."""
+def gru(c: Cell, of_x: Value, h: Value, update: str = "Sub", resets: str = "state") -> Value:
+    """``n + z (h - n)`` of the terms ``of_x`` of the input. ``update`` replaces Sub; ``resets`` is what r multiplies."""
     n = c.n
-    (xr, xz, xn), (hr, hz, hn) = c.split(c.product(x, c.w, c.bw)), c.split(c.product(h, c.r, c.br))
+    (xr, xz, xn), (hr, hz, hn) = c.split(of_x), c.split(c.product(h, c.r, c.br))
     r, z = n.op("Sigmoid", n.op("Add", xr, hr)), n.op("Sigmoid", n.op("Add", hz, xz))
-    new = n.op("Tanh", n.op("Add", xn, n.op("Mul", r, hn)))
-    return n.op("Add", new, n.op("Mul", z, n.op("Sub", h, new)))  # type: ignore[no-any-return]
+    plain, reset = (xn, hn) if resets == "state" else (hn, xn)
+    new = n.op("Tanh", n.op("Add", plain, n.op("Mul", r, reset)))
+    return n.op("Add", new, n.op("Mul", z, n.op(update, h, new)))  # type: ignore[no-any-return]
+
+
+def torch_gru(c: Cell, x: Value, h: Value) -> Value:
+    """PyTorch's GRUCell."""
+    return gru(c, c.product(x, c.w, c.bw), h)
 
 
 def keras_gru(c: Cell, x: Value, h: Value) -> Value:
@@ -58,11 +64,7 @@ def keras_gru(c: Cell, x: Value, h: Value) -> Value:
 
 def given_gru(c: Cell, x: Value, h: Value) -> Value:
     """The products of all inputs were computed before: each step reads its gates."""
-    n = c.n
-    (xr, xz, xn), (hr, hz, hn) = c.split(x), c.split(c.product(h, c.r, c.br))
-    r, z = n.op("Sigmoid", n.op("Add", xr, hr)), n.op("Sigmoid", n.op("Add", xz, hz))
-    new = n.op("Tanh", n.op("Add", xn, n.op("Mul", r, hn)))
-    return n.op("Add", new, n.op("Mul", z, n.op("Sub", h, new)))  # type: ignore[no-any-return]
+    return gru(c, x, h)
 
 
 def lstm(c: Cell, x: Value, h: Value, cell: Value) -> tuple[Value, Value]:
@@ -154,20 +156,12 @@ def test_steps_with_their_own_matrices_stay() -> None:
 
 def other_update(c: Cell, x: Value, h: Value) -> Value:
     """``n + z (h + n)`` is no GRU."""
-    n = c.n
-    (xr, xz, xn), (hr, hz, hn) = c.split(c.product(x, c.w, c.bw)), c.split(c.product(h, c.r, c.br))
-    r, z = n.op("Sigmoid", n.op("Add", xr, hr)), n.op("Sigmoid", n.op("Add", xz, hz))
-    new = n.op("Tanh", n.op("Add", xn, n.op("Mul", r, hn)))
-    return n.op("Add", new, n.op("Mul", z, n.op("Add", h, new)))  # type: ignore[no-any-return]
+    return gru(c, c.product(x, c.w, c.bw), h, update="Add")
 
 
 def reset_of_input(c: Cell, x: Value, h: Value) -> Value:
     """The reset gate multiplies the input's product, not the state's."""
-    n = c.n
-    (xr, xz, xn), (hr, hz, hn) = c.split(c.product(x, c.w, c.bw)), c.split(c.product(h, c.r, c.br))
-    r, z = n.op("Sigmoid", n.op("Add", xr, hr)), n.op("Sigmoid", n.op("Add", xz, hz))
-    new = n.op("Tanh", n.op("Add", hn, n.op("Mul", r, xn)))
-    return n.op("Add", new, n.op("Mul", z, n.op("Sub", h, new)))  # type: ignore[no-any-return]
+    return gru(c, c.product(x, c.w, c.bw), h, resets="input")
 
 
 @pytest.mark.parametrize("step", [other_update, reset_of_input])
