@@ -126,13 +126,20 @@ def give_json(data: Any, file: Path | None) -> bool:
     """Write the JSON of ``--json``. Returns True if it went to stdout, which then holds nothing else. Raises OutputError."""
     if file is None:
         return False
+    write_json([data], file, indent=2)
+    return str(file) == "-"
+
+
+def write_json(documents: Sequence[Any], file: Path, indent: int | None = None) -> None:
+    """Write JSON documents, each on a line of its own or indented, and note that ``--json`` has its result. Raises OutputError."""
     lacking = str(file) == "-" and sys.stdout.errors == "replace"  # the encoding lacks some characters: escape them
-    text = printable_json(json.dumps(data, indent=2, ensure_ascii=lacking))
+    text = "\n".join(printable_json(json.dumps(one, indent=indent, ensure_ascii=lacking)) for one in documents)
     if str(file) == "-":
         click.echo(text)
-        return True
-    write_text(file, text + "\n")
-    return False
+    else:
+        write_text(file, text + "\n")
+    if (context := click.get_current_context(silent=True)) is not None:
+        context.find_root().ensure_object(dict)["json_given"] = True
 
 
 def table(

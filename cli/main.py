@@ -18,7 +18,16 @@ from click.shell_completion import CompletionItem
 
 from optdnn import __version__
 from optdnn.cli.ending import Ended, was_interrupted, watch
-from optdnn.errors import EXIT_CODES, OptdnnError, OutputError, RunError, did_you_mean, printable
+from optdnn.errors import (
+    EXIT_CODES,
+    InternalError,
+    OptdnnError,
+    OutputError,
+    RunError,
+    UsageError,
+    did_you_mean,
+    printable,
+)
 from optdnn.quick_import import quick_import
 
 COMMANDS: dict[str, str] = {
@@ -114,7 +123,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
 
     A first look: optdnn demo. Then: optdnn build model.onnx, and optdnn COMMAND --help.
     """
-    ctx.obj = {**(ctx.obj or {}), "debug": debug}
+    ctx.ensure_object(dict)["debug"] = debug
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -171,54 +180,62 @@ def _run(argv: list[str]) -> int:
     end = argv.index("--") if "--" in argv else len(argv)
     debug = "--debug" in argv[:end]
     args = [*(["--debug"] if debug else []), *(a for a in argv[:end] if a != "--debug"), *argv[end:]]
+    state: dict[str, Any] = {"argv": tuple(argv)}
     try:
-        result = cli.main(args=args, prog_name="optdnn", standalone_mode=False, obj={"argv": tuple(argv)})
+        result = cli.main(args=args, prog_name="optdnn", standalone_mode=False, obj=state)
         sys.stdout.flush()  # inside the try: the handler below covers a closed pipe
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
-        return 130
-    except Ended as signal:
-        click.echo(f"ended by {signal}", err=True)
-        return 128 + signal.number
-    except OptdnnError as error:
-        if debug:
-            traceback.print_exc()
-        _complain("error:", str(error))
-        return error.exit_code
     except (BrokenPipeError, SystemExit):
         # The reader of a pipe has ended (head, less), which is no error; click then asks to exit.
         # Without this, Python would complain once more on exit.
         _to_nowhere()
         return 0
-    except MemoryError as error:
-        if debug:
-            traceback.print_exc()
-        _complain("error:", f"out of memory: {error}")
-        return RunError.exit_code
+    except (click.ClickException, click.Abort, KeyboardInterrupt, Ended) as error:
+        failure = _ended(error)
     except Exception as error:
-        return _unexpected(error, debug)
+        failure = _ended(error) if was_interrupted(error) else _failed(error, debug)
+    from optdnn.cli.json_error import give_error
+
+    try:
+        give_error(argv, state, failure)
+    except OSError:  # a closed pipe, a full disk
+        _to_nowhere()
+    code: int = failure["exit_code"]
+    return code
 
 
-def _unexpected(error: Exception, debug: bool) -> int:
-    """The exit code for an exception that is not ours. With --debug, a defect is raised again."""
-    if was_interrupted(error):
-        click.echo("interrupted", err=True)
-        return 130
+def _ended(error: BaseException) -> dict[str, Any]:
+    """Print that the command line is wrong or that a signal ended the command. Returns the error as plain data."""
+    if isinstance(error, click.ClickException):
+        error.show()
+        return UsageError(error.format_message()).to_plain()
+    text, code = (f"ended by {error}", 128 + error.number) if isinstance(error, Ended) else ("interrupted", 130)
+    click.echo(text, err=True)
+    return OptdnnError(text).to_plain() | {"type": "Ended", "exit_code": code}
+
+
+def _failed(error: Exception, debug: bool) -> dict[str, Any]:
+    """Print an error. Returns it as plain data. With --debug, a defect is raised again."""
+    title = "error:"
     if isinstance(error, OSError) and error.errno in FULL:
         _drop_output()
-        _complain("error:", f"the output cannot be written: {error.strerror}\n  hint: check the free space")
-        return OutputError.exit_code
-    if debug:
+        ours: OptdnnError = OutputError(f"the output cannot be written: {error.strerror}", hint="check the free space")
+    elif isinstance(error, MemoryError):
+        ours = RunError(f"out of memory: {error}")
+    elif isinstance(error, OptdnnError):
+        ours = error
+    elif debug:
         raise error
-    hint = "this is a defect of optdnn; please report it with the output of the same command with --debug"
-    _complain("internal error:", f"{type(error).__name__}: {error}\n  hint: {hint}")
-    return 70
+    else:
+        title = "internal error:"
+        hint = "this is a defect of optdnn; please report it with the output of the same command with --debug"
+        ours = InternalError(f"{type(error).__name__}: {error}", hint=hint)
+    if debug and not isinstance(error, OSError):
+        traceback.print_exception(error)
+    _complain(title, str(ours))
+    return ours.to_plain()
 
 
 def _drop_output() -> None:

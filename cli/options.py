@@ -137,17 +137,19 @@ def output_option(help_text: str) -> Callable[[F], F]:
     return option("--output", "-o", group=RESULTS, type=FILE, metavar="FILE", help=help_text)
 
 
-def _writable(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Refuse, before the work, a file that could not be written at its end."""
+def _json_file(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse, before the work, a file that could not be written at its end. An error goes to the same file."""
     if value is not None and str(value) != "-":
         from optdnn.runtime.file.atomic import check_writable
 
         check_writable(value)
+    if value is not None:
+        ctx.find_root().ensure_object(dict)["json_file"] = value
     return value
 
 
 json_option = option(
-    "--json", "json_file", group=RESULTS, metavar="[FILE]", callback=_writable,
+    "--json", "json_file", group=RESULTS, metavar="[FILE]", callback=_json_file,
     type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
     help="Print everything as JSON instead of text; --json FILE.json writes it there and prints the text too.",
 )  # fmt: skip

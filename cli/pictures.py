@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optdnn.cli.arrays import write_outputs
-from optdnn.cli.common import remark, stderr, stdout, table, write_text
-from optdnn.errors import UsageError, printable_json
+from optdnn.cli.common import remark, stderr, stdout, table, write_json
+from optdnn.errors import UsageError
 from optdnn.types import dtype_name
 
 if TYPE_CHECKING:
@@ -81,12 +80,10 @@ def _plain(answer: PictureAnswer) -> dict[str, Any]:
 
 
 def _tell(told: Sequence[dict[str, Any]], json_file: Path | None) -> None:
-    lines = [printable_json(json.dumps(one, ensure_ascii=False)) for one in told]
-    if json_file is not None and str(json_file) == "-":
-        stdout.print("\n".join(lines))
-        return
     if json_file is not None:
-        write_text(json_file, "\n".join(lines) + "\n")
+        write_json(told, json_file)
+        if str(json_file) == "-":
+            return
     if len(told) == 1 and "best" in told[0]:
         stdout.print(table(told[0]["picture"], ["class", "score"], _rows(told[0]["best"]), right=[1]))
         return

@@ -9,21 +9,49 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RefusedNode:
+    """One node of a model that an error is about, with the reason. ``opset`` 0: the opset of optdnn's own operators."""
+
+    node: str
+    op_type: str
+    domain: str
+    opset: int
+    reason: str
+
+    def __str__(self) -> str:
+        domain = f"{self.domain}." if self.domain else ""
+        opset = f" (opset {self.opset})" if self.opset else ""
+        return f"{self.node}: {domain}{self.op_type}{opset}: {self.reason}"
 
 
 class OptdnnError(Exception):
-    """Base of all errors that optdnn raises on purpose. ``hint`` tells what to do next."""
+    """Base of all errors that optdnn raises on purpose. ``hint`` tells what to do next, ``nodes`` lists the nodes at fault."""
 
     exit_code = 1
 
-    def __init__(self, message: str, *, hint: str | None = None):
+    def __init__(self, message: str, nodes: Sequence[RefusedNode] = (), *, hint: str | None = None):
         super().__init__(message)
         self.message = message
+        self.nodes = tuple(nodes)
         self.hint = hint
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+    def to_plain(self) -> dict[str, Any]:
+        """The error as plain data, for JSON."""
+        return {
+            "type": type(self).__name__,
+            "exit_code": self.exit_code,
+            "message": self.message,
+            "hint": self.hint,
+            "nodes": [asdict(node) for node in self.nodes],
+        }
 
 
 class UsageError(OptdnnError):
@@ -42,30 +70,13 @@ class ShapeError(ModelError):
     """Shapes or types inside a model contradict one another, or the given input shapes do."""
 
 
-@dataclass(frozen=True)
-class UnsupportedNode:
-    """One node that cannot be imported or lowered, with the reason. ``opset`` 0: the opset of optdnn's own operators."""
-
-    node: str
-    op_type: str
-    domain: str
-    opset: int
-    reason: str
-
-    def __str__(self) -> str:
-        domain = f"{self.domain}." if self.domain else ""
-        opset = f" (opset {self.opset})" if self.opset else ""
-        return f"{self.node}: {domain}{self.op_type}{opset}: {self.reason}"
-
-
 class UnsupportedError(OptdnnError):
     """The model is valid but contains something that optdnn does not support; ``nodes`` lists every such node."""
 
     exit_code = 4
 
-    def __init__(self, message: str, nodes: Sequence[UnsupportedNode] = (), *, hint: str | None = None):
-        super().__init__("\n  ".join([message, *map(str, nodes)]), hint=hint)
-        self.nodes = tuple(nodes)
+    def __init__(self, message: str, nodes: Sequence[RefusedNode] = (), *, hint: str | None = None):
+        super().__init__("\n  ".join([message, *map(str, nodes)]), nodes, hint=hint)
 
 
 class EngineError(OptdnnError):

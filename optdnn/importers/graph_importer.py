@@ -15,7 +15,7 @@ from typing import Any
 import onnx
 from onnx import AttributeProto
 
-from optdnn.errors import ModelError, ShapeError, UnsupportedNode
+from optdnn.errors import ModelError, RefusedNode, ShapeError
 from optdnn.importers.draws import REFUSED, is_random
 from optdnn.importers.emitter import Weight
 from optdnn.importers.functions import default_attributes, definition, resolved, schema_defaults, too_deep
@@ -107,7 +107,7 @@ class GraphImporter(NodesImporter):
             self.inlined += len(nodes)
             self._check_count(self.inlined, INLINED_NODES, "nodes once its functions and subgraphs are inlined")
         names = unique_names(nodes, place.prefix, self.taken)
-        order = in_order(nodes, names, place.scope, self.model.name)
+        order = in_order(nodes, names, place.scope, self.model.name, partial(self._refused, place))
         used = {*wanted, *(x for n in nodes for x in reads(n))}
         for i in order:
             node, domain = nodes[i], domain_of(nodes[i].domain)
@@ -139,13 +139,19 @@ class GraphImporter(NodesImporter):
         key = (domain_of(node.domain), node.op_type, node.overload)
         return place.opsets.get(key[0], int(key in self.model.functions))
 
+    def _refused(self, place: Place, node: onnx.NodeProto, name: str, reason: str) -> RefusedNode:
+        """A node that an error is about, with the reason."""
+        return RefusedNode(name, node.op_type, domain_of(node.domain), self._opset(node, place), reason)
+
     def _node(self, node: onnx.NodeProto, name: str, outputs: list[str], place: Place) -> Sequence[Any]:
         """The refs of one node's outputs (UNKNOWN for the outputs of an unsupported node). Errors name the node."""
         where = f"{self.model.name}: {describe(node, name)}"
+        refused = partial(self._refused, place, node, name)
         try:
             operands: list[Any] = [place.scope[x] if x else None for x in node.input]
         except KeyError as error:
-            raise ModelError(f"{where} reads {error.args[0]!r}, which nothing produces") from None
+            message = f"reads {error.args[0]!r}, which nothing produces"
+            raise ModelError(f"{where} {message}", [refused(message)]) from None
         while operands and operands[-1] is None:
             operands.pop()
         at = f"{where}, opset {self._opset(node, place)}"
@@ -157,14 +163,17 @@ class GraphImporter(NodesImporter):
             if error.message.startswith(self.model.name + ":"):
                 raise
             types = ", ".join(map(self._shown, operands))
-            raise ShapeError(f"{at}: {error.message}; operands: {types}", hint=error.hint) from error
+            message = f"{error.message}; operands: {types}"
+            raise ShapeError(f"{at}: {message}", [refused(message)], hint=error.hint) from error
         except ModelError as error:
             if error.message.startswith(self.model.name + ":"):
                 raise
-            raise ModelError(f"{where}: {error.message}", hint=error.hint) from error
+            raise ModelError(f"{where}: {error.message}", [refused(error.message)], hint=error.hint) from error
         except _INVALID as error:
+            message = f"cannot be understood ({type(error).__name__}: {error})"
             raise ModelError(
-                f"{at}: cannot be understood ({type(error).__name__}: {error})",
+                f"{at}: {message}",
+                [refused(message)],
                 hint="check the model with onnx.checker; if it is valid, this is a defect of optdnn",
             ) from error
 
@@ -283,7 +292,7 @@ class GraphImporter(NodesImporter):
     def refuse(self, name: str, op_type: str, domain: str, reason: str, opset: int | None = None) -> None:
         if self._alive:
             opset = self.model.opsets.get(domain, 0) if opset is None else opset
-            node = UnsupportedNode(name, op_type, domain, opset, reason)
+            node = RefusedNode(name, op_type, domain, opset, reason)
             if node not in self.unsupported:  # a body may be imported more than once
                 self.unsupported.append(node)
 

@@ -13,7 +13,7 @@ import onnx.defs
 import onnx.helper
 from onnx import AttributeProto
 
-from optdnn.errors import ModelError
+from optdnn.errors import ModelError, RefusedNode
 from optdnn.ir import onnx_protos
 from optdnn.ops.base import Unsupported
 from optdnn.types import Array
@@ -45,12 +45,16 @@ def describe(node: onnx.NodeProto, name: str) -> str:
 
 
 def in_order(
-    nodes: Sequence[onnx.NodeProto], names: Sequence[str], defined: Collection[str], model: str
+    nodes: Sequence[onnx.NodeProto],
+    names: Sequence[str],
+    defined: Collection[str],
+    model: str,
+    refused: Callable[[onnx.NodeProto, str, str], RefusedNode],
 ) -> Iterable[int]:
     """Indices of ``nodes`` such that each value is produced before it is read; the file's order if it is valid.
 
-    ``defined``: names that exist before the first node. Raises ModelError for a value that nothing or more than one node
-    produces, and for a cycle, naming its nodes.
+    ``defined``: names that exist before the first node. ``refused`` describes a node, by its name, with a reason. Raises ModelError
+    for a value that nothing or more than one node produces, and for a cycle, naming its nodes.
     """
     producer: dict[str, int] = {}
     sorted_already = True
@@ -64,7 +68,10 @@ def in_order(
                 other = (
                     describe(nodes[producer[out]], names[producer[out]]) if out in producer else "an input or weight"
                 )
-                raise ModelError(f"{model}: value {out!r} is produced by {describe(n, names[i])} and by {other}")
+                about = refused(n, names[i], f"produces {out!r}, as {other} does")
+                raise ModelError(
+                    f"{model}: value {out!r} is produced by {describe(n, names[i])} and by {other}", [about]
+                )
             producer[out] = i
     if sorted_already:
         return range(len(nodes))
@@ -75,13 +82,15 @@ def in_order(
             if x in producer:
                 graph.add_edge(producer[x], i)
             elif x and x not in defined:
-                raise ModelError(f"{model}: {describe(n, names[i])} reads {x!r}, which nothing produces")
+                reason = f"reads {x!r}, which nothing produces"
+                raise ModelError(f"{model}: {describe(n, names[i])} {reason}", [refused(n, names[i], reason)])
     try:
         return list(nx.lexicographical_topological_sort(graph))  # the file's order as far as possible
     except nx.NetworkXUnfeasible:
         cycle = [i for i, _ in nx.find_cycle(graph)]
         shown = " -> ".join(describe(nodes[i], names[i]) for i in [*cycle, cycle[0]])
-        raise ModelError(f"{model}: the nodes form a cycle: {shown}") from None
+        about = [refused(nodes[i], names[i], "is part of a cycle") for i in cycle]
+        raise ModelError(f"{model}: the nodes form a cycle: {shown}", about) from None
 
 
 def reads(node: onnx.NodeProto) -> Sequence[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 
 from optdnn.dim import Dim
-from optdnn.errors import ModelError, ShapeError, UnsupportedNode
+from optdnn.errors import ModelError, RefusedNode, ShapeError
 from optdnn.importers.emitter import Emitter, Weight, fits
 from optdnn.importers.inputs import refusal
 from optdnn.importers.scope import UNKNOWN, InnerScope, Scope
@@ -45,7 +45,7 @@ class NodesImporter(Emitter):
 
     def __init__(self, graph: Graph):
         super().__init__(graph)
-        self.unsupported: list[UnsupportedNode] = []
+        self.unsupported: list[RefusedNode] = []
         self.taken: set[str] = set()
         """Names of nodes so far."""
         self.count = 0

@@ -17,7 +17,7 @@ import onnx
 import onnx.helper
 from onnx import AttributeProto, TensorProto
 
-from optdnn.errors import InternalError, UnsupportedError, UnsupportedNode, UsageError
+from optdnn.errors import InternalError, RefusedNode, UnsupportedError, UsageError
 from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Op, Value, infer
 from optdnn.ir.onnx_protos import little_endian, node_attributes, tensor_proto
@@ -108,7 +108,7 @@ class _Exporter:
         self._node_names: set[str] = set()
         self._domains: set[str] = set()
         self._op: Op | None = None
-        self.refused: list[UnsupportedNode] = []
+        self.refused: list[RefusedNode] = []
 
     # ------------------------------------------------------------------ ops.exchange.Export
 
@@ -233,7 +233,7 @@ class _Exporter:
                     self._export(op, names)
                 except (Unsupported, UnsupportedError) as error:
                     reason = error.message if isinstance(error, UnsupportedError) else str(error)
-                    refused.append(UnsupportedNode(op.name, op.kind, "", OPSET, reason))
+                    refused.append(RefusedNode(op.name, op.kind, "", OPSET, reason))
 
     def _output(self, op: Op, names: Mapping[Value, str], source: Value) -> None:
         wanted = op.outputs[0].name

@@ -20,7 +20,7 @@ from optdnn.config import BuildOptions
 from optdnn.custom import CustomOp
 from optdnn.dim import DimLike
 from optdnn.dim_text import lone
-from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
+from optdnn.errors import RefusedNode, UnsupportedError, UsageError
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import STRUCTURAL, Graph
 from optdnn.kernels.builder import Builder, TensorView, has_tf32, row_major
@@ -213,7 +213,7 @@ def _refuse_host(host: HostSide, options: BuildOptions) -> None:
     if options.strict and host.ops:
         raise UnsupportedError(
             f"{options.target} has no kernels for {len(host.ops)} operators, and strict forbids running them on the CPU",
-            [UnsupportedNode(h.op.name, h.op.kind, "", 0, h.why) for h in host.ops],
+            [RefusedNode(h.op.name, h.op.kind, "", 0, h.why) for h in host.ops],
             hint="build without --strict; optdnn check MODEL --target TARGET shows their cost",
         )
 

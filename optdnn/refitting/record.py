@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
-from optdnn.errors import EngineError, UnsupportedError, UnsupportedNode
+from optdnn.errors import EngineError, RefusedNode, UnsupportedError
 from optdnn.ir.digest import SMALL
 from optdnn.ir.graph import Graph, Op
 from optdnn.runtime.program import Plain, Program
@@ -94,7 +94,7 @@ def refuse(differences: Sequence[tuple[str, str, str]], because: str) -> None:
     """Raise UnsupportedError that names these (name, kind, difference), where there are any."""
     if not differences:
         return
-    rows = [UnsupportedNode(name, kind, "", 0, said) for name, kind, said in differences[:SHOWN]]
+    rows = [RefusedNode(name, kind, "", 0, said) for name, kind, said in differences[:SHOWN]]
     more = f" ({len(differences)} differences; the first {SHOWN}:)" if len(differences) > SHOWN else ":"
     raise UnsupportedError(f"{because}{more}", rows, hint=REBUILD)
 
