@@ -14,6 +14,7 @@ import numpy as np
 
 from optdnn.cli.common import parse_sizes, remark, shape_text
 from optdnn.errors import InputError, RunError, UsageError
+from optdnn.regular_file import check_regular
 from optdnn.runtime.file.archive import check_archive
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.types import Array, TensorSpec
@@ -59,6 +60,7 @@ def _one_of(arrays: Mapping[str, Array], name: str, text: str) -> Array:
 def _load(path: Path) -> dict[str, Array]:
     """Name -> array of an .npz. The array of an .npy has the name ""."""
     try:
+        check_regular(path)
         data: Any = np.load(path, allow_pickle=False)
         if isinstance(data, np.ndarray):
             return {"": data}

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from optdnn.errors import UsageError, did_you_mean
+from optdnn.text_file import read_text
 
 
 def read_config(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
@@ -43,11 +44,10 @@ def read_config(ctx: click.Context, parameter: click.Parameter, path: Path | Non
 
 def _table(path: Path) -> Mapping[str, Any]:
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(read_text(path))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UsageError(f"{path} is not TOML: {error}") from None
 
 

@@ -10,7 +10,6 @@ import click
 
 from optdnn.cli.common import give_json, is_engine, progress, reading_record, remark, report_beside, stdout, table
 from optdnn.cli.options import FILE, RESULTS, Command, Number, json_option, option, seed_option
-from optdnn.errors import UsageError
 
 if TYPE_CHECKING:
     from optdnn.report.drawing import Drawing
@@ -50,8 +49,7 @@ def command(
     from optdnn.runtime.file.atomic import write_atomic
 
     for path in (a, b):
-        if not path.is_file():
-            raise UsageError(f"there is no file {path}")
+        is_engine(path)  # raises UsageError for a file that cannot be read
     check_outputs({"html": html})
     with reading_record(a), progress(f"diff {a.name} {b.name}") as say:
         found = difference(a, b, shapes=parse_shapes(shape), seed=seed, run=run, duration=duration, say=say)

@@ -18,6 +18,7 @@ import numpy as np
 from optdnn.calibration.images import ImageSpec, RawPictures, read_image
 from optdnn.calibration.stored import StoredArray
 from optdnn.errors import InputError, OutputError, UsageError
+from optdnn.regular_file import check_regular
 from optdnn.runtime.file.archive import check_archive
 from optdnn.runtime.pictures.files import decoded, pictures_in
 from optdnn.temporary import temporary_folder
@@ -97,6 +98,7 @@ def _only(inputs: Sequence[TensorSpec]) -> str:
 
 def _of_file(path: Path, inputs: Sequence[TensorSpec]) -> CalibrationData:
     try:
+        check_regular(path)
         found: Any = np.load(path, allow_pickle=False, mmap_mode="r" if path.suffix == ".npy" else None)
         if isinstance(found, np.ndarray):
             arrays: Mapping[str, Rows] = {_only(inputs): found}
@@ -110,8 +112,9 @@ def _of_file(path: Path, inputs: Sequence[TensorSpec]) -> CalibrationData:
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         if isinstance(error, UsageError):
             raise
+        why = getattr(error, "strerror", None)
         raise UsageError(
-            f"{path} is not a .npz or .npy file of plain arrays",
+            f"{path} is not a .npz or .npy file of plain arrays" + (f": {why}" if why else ""),
             hint="write it with numpy.savez, or give a folder of pictures",
         ) from None
     return _of_arrays(str(path), arrays, inputs)

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from optdnn.errors import MissingDependency, UsageError
+from optdnn.regular_file import check_regular
 
 
 def read_tokenizer(path: str | os.PathLike[str]) -> Any:
@@ -15,6 +16,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
     except ImportError as error:
         raise MissingDependency("tokenizers", "text", "to turn text into tokens") from error
     try:
+        check_regular(path)
         return Tokenizer.from_file(os.fspath(path))
     except Exception as error:  # the package raises plain Exceptions
         raise UsageError(f"{path} is not a tokenizer: {error}", hint="use the tokenizer.json of the model") from error

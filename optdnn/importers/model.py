@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from optdnn.errors import ModelError, UnsupportedError, UsageError
 from optdnn.importers.external_data import ExternalData
+from optdnn.regular_file import open_regular
 from optdnn.runtime.file.kinds import kind_of
 
 OLDEST_OPSET = 1
@@ -125,7 +126,8 @@ def _texts_of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[object]:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with open(path, "rb", opener=open_regular) as file:
+            return file.read()
     except FileNotFoundError:
         raise UsageError(f"there is no file {path}") from None
     except OSError as error:

@@ -16,6 +16,7 @@ import numpy as np
 
 from optdnn.calibration.data import CalibrationData, Pictures, open_data
 from optdnn.errors import InputError, UsageError
+from optdnn.regular_file import check_regular
 from optdnn.temporary import temporary_file
 from optdnn.types import Array, TensorSpec
 
@@ -145,6 +146,7 @@ def _labels(source: Any, labels: Any, inputs: set[str]) -> Array | None:
     if labels is not None:
         if isinstance(labels, (str, os.PathLike)):
             try:
+                check_regular(labels)
                 labels = np.load(labels, allow_pickle=False)
             except (OSError, ValueError) as error:
                 why = getattr(error, "strerror", None) or error

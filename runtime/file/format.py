@@ -46,10 +46,10 @@ import numpy as np
 
 from optdnn.errors import EngineError, InternalError, ShapeError, UnsupportedError, UsageError
 from optdnn.limits import HEADER_BYTES
+from optdnn.regular_file import open_regular
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.runtime.file.header import BlobEntry, header_text, minor_of, parse_header
 from optdnn.runtime.file.kinds import BEGINNING, kind_of
-from optdnn.runtime.file.regular import open_regular
 from optdnn.runtime.file.signatures import SignedBy, check_signatures, signers
 from optdnn.runtime.file.validate import validate
 from optdnn.runtime.mapped import MappedFile
@@ -155,7 +155,7 @@ def digests(blobs: Sequence[memoryview]) -> list[str]:
 
 def is_engine(path: str | os.PathLike[str]) -> bool:
     """Whether a file starts like an engine. Raises OSError if it cannot be read."""
-    with open(path, "rb") as f:
+    with open(path, "rb", opener=open_regular) as f:
         return f.read(len(MAGIC)) == MAGIC
 
 

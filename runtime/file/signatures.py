@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from optdnn.errors import EngineError, MissingDependency, UsageError
-from optdnn.runtime.file.regular import read_small
+from optdnn.regular_file import read_small
 
 POLICY = "OPTDNN_SIGNED_BY"
 """The environment variable that requires a signature of every engine file that the process reads."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from optdnn.errors import EngineError, OptdnnError, UsageError
+from optdnn.regular_file import open_regular
 from optdnn.runtime.file.atomic import check_writable, write_atomic
 from optdnn.runtime.file.format import decode
-from optdnn.runtime.file.regular import open_regular
 from optdnn.runtime.file.signatures import Contents, check_curve, package, read_pem, signature_path
 from optdnn.temporary import temporary_folder
 

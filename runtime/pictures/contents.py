@@ -47,7 +47,7 @@ class Contents:
             self.view[at : at + len(file)] = file
             return len(file)
         try:
-            opened = os.open(file, os.O_RDONLY)
+            opened = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would block
         except OSError:
             return 0
         try:

@@ -13,6 +13,7 @@ import numpy as np
 from optdnn.errors import InputError, MissingDependency, UsageError
 from optdnn.image_spec import PICTURE_DTYPES, ImageSpec, channels_of, pair
 from optdnn.limits import PICTURE_PIXELS
+from optdnn.regular_file import check_regular
 from optdnn.types import Array
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
@@ -107,6 +108,8 @@ def _opened(file: File, name: str, spec: ImageSpec) -> Any:
     except ImportError:
         raise MissingDependency("Pillow", "images", "to read pictures") from None
     try:
+        if not isinstance(file, bytes):
+            check_regular(file)
         with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=_FORMATS) as opened:
             _check_pixels(
                 name, "has", (opened.height, opened.width)

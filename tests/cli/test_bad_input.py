@@ -357,3 +357,33 @@ def test_names_of_a_model_do_not_command_the_terminal(cli: Cli, tmp_path: Path) 
     code, out, _ = cli("build", tmp_path / "m.onnx", "--target", "reference", "-v")
     assert code == 0
     assert "conv\\x1b[31m:smile:[/nothing]" in out
+
+
+# ---------------------------------------------------------------- pipes and devices
+
+
+@pytest.mark.parametrize("special", ["pipe", "/dev/zero"])
+def test_pipes_and_devices(cli: Cli, engine: Path, model: Path, tmp_path: Path, special: str) -> None:
+    """Opening a pipe without a writer would never end, nor would reading such a device."""
+    os.mkfifo(tmp_path / "pipe")
+    file = tmp_path / special
+    build = ["build", model, "--target", "simulate"]
+    for argv in (
+        *([command, file] for command in ("build", "check", "inspect", "compare", "run", "bench", "verify", "retune")),
+        ["explain", file, "node"],
+        ["diff", file, engine],
+        ["diff", engine, file],
+        ["refit", engine, file, "-o", tmp_path / "out"],
+        ["verify", engine, "--model", file],
+        ["run", engine, "--input", f"x={file}"],
+        [*build, "--precision", "int8", "--calib", file],
+        [*build, "--precision", "auto", "--calib", file, "--labels", file],
+        [*build, "--config", file],
+        [*build, "--timing-cache", file],
+        [*build, "--lock", file],
+        [*build, "--preprocess", f"x={file}"],
+    ):
+        code, out, err = cli(*argv)
+        assert (code in (USAGE, MODEL, ENGINE, RUN, OUTPUT), out) == (True, ""), argv
+        assert str(file) in err
+        assert "not a regular file" in err, argv

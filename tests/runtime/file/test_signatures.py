@@ -160,7 +160,7 @@ def test_a_damaged_signature_file(name: str, engine: Path, keys: tuple[Path, Pat
 def test_a_pipe_is_no_signature_and_no_key(engine: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
     os.unlink(f"{engine}.sig")
     os.mkfifo(f"{engine}.sig")
-    with pytest.raises(EngineError, match="not a signature"):
+    with pytest.raises(EngineError, match="it is not a regular file"):
         optdnn.load(engine, signed_by=keys[1])
     with pytest.raises(UsageError, match="not a regular file"):
         optdnn.load(engine, signed_by=f"{engine}.sig")
