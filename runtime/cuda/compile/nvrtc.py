@@ -7,13 +7,11 @@ file, then rename in the same folder), so concurrent processes and crashes never
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import hashlib
 import importlib
 import os
 import re
-import shutil
 import sys
 import tempfile
 import warnings
@@ -30,6 +28,7 @@ from optdnn.errors import InternalError, MissingDependency
 from optdnn.runtime.file.atomic import replace_file
 from optdnn.runtime.workers.process import WorkerFailure, WorkerProcess
 from optdnn.runtime.workers.wire import Answer, run
+from optdnn.temporary import temporary_folder
 from optdnn.types import Array
 
 ABI = 1
@@ -237,11 +236,9 @@ EACH = 2
 
 
 @cache
-def _spare(folder: Path) -> Path:
+def _spare(folder: Path) -> tempfile.TemporaryDirectory[str]:
     """The folder for this process's cubins if ``folder`` is not writable; it is removed when the process ends."""
-    spare = Path(tempfile.mkdtemp(prefix="optdnn-kernels-"))
-    atexit.register(shutil.rmtree, spare, ignore_errors=True)
-    return spare
+    return temporary_folder("optdnn-kernels-")
 
 
 class KernelCache:
@@ -311,7 +308,7 @@ class KernelCache:
             CacheWarning,
             stacklevel=4,
         )
-        self.spare = _spare(self.folder)
+        self.spare = Path(_spare(self.folder).name)
 
     def _compile(self, jobs: Sequence[tuple[str, Recipe]], others: int) -> None:
         """Compile ``jobs`` into the cache, with ``others`` further processes."""
