@@ -89,8 +89,8 @@ def in_order(
     except nx.NetworkXUnfeasible:
         cycle = [i for i, _ in nx.find_cycle(graph)]
         shown = " -> ".join(describe(nodes[i], names[i]) for i in [*cycle, cycle[0]])
-        about = [refused(nodes[i], names[i], "is part of a cycle") for i in cycle]
-        raise ModelError(f"{model}: the nodes form a cycle: {shown}", about) from None
+        nodes_at_fault = [refused(nodes[i], names[i], "is part of a cycle") for i in cycle]
+        raise ModelError(f"{model}: the nodes form a cycle: {shown}", nodes_at_fault) from None
 
 
 def reads(node: onnx.NodeProto) -> Sequence[str]:
