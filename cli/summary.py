@@ -82,10 +82,12 @@ def _error(report: Mapping[str, Any]) -> str:
     if e["input_difference"]:
         text += f"; other inputs make a difference of {e['input_difference']:.1g}"
     if report["options"]["precision"] != "fp32" or e["max_rel_err"] > 1e-3:
-        text += f"\noutputs moved by {e['rms_rel_err']:.1e} (root mean square)"
+        moved = []
+        if e["rms_rel_err"] is not None:  # None without floating-point outputs
+            moved.append(f"outputs moved by {e['rms_rel_err']:.1e} (root mean square)")
         if e["same_top"] is not None:
-            text += f"; the same largest class in {e['same_top']:.0%} of {e['rows']} rows"
-        text += f", on {e['inputs_from']}"
+            moved.append(f"the same largest class in {e['same_top']:.0%} of {e['rows']} rows")
+        text += ("\n" + "; ".join(moved) if moved else "") + f", on {e['inputs_from']}"
     if e["undefined"]:
         text += f"\nthe model itself gives NaN in {', '.join(e['undefined'])}, on {e['inputs_from']}"
     return text
