@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,23 +15,15 @@ import pytest
 from support import faults, small_models
 from support.faults import damage
 from support.small_models import save, small_model
+from verified import statuses, text
 
 import optdnn
 from optdnn.compare import checks, verification
 from optdnn.compare.checks import FAILED, NOT_CHECKED, PASSED, judge
-from optdnn.compare.verification import Verification, _batches
+from optdnn.compare.verification import _batches
 from optdnn.errors import EngineError, InputError, UsageError
 from optdnn.runtime.program import Program
 from optdnn.types import Array
-
-
-def statuses(found: Verification, case: str = "") -> dict[str, str]:
-    return {c.name: c.status for c in found.checks if c.case == case}
-
-
-def text(found: Verification, name: str) -> str:
-    return next(c.text for c in found.checks if c.name == name)
-
 
 # ---------------------------------------------------------------- distances
 
@@ -103,114 +95,6 @@ def test_the_tolerance_can_be_given() -> None:
     off = {"y": ONE["y"] + 2e-3}
     assert judge(off, ONE, OTHER, [], "fp32", 1e-2).status == PASSED
     assert judge(off, ONE, OTHER, [], "fp16", 1e-9).limit == 16 * 2.0**-11
-
-
-# ---------------------------------------------------------------- libraries that are wrong
-
-
-def library(monkeypatch: pytest.MonkeyPatch, change: Callable[[Sequence[Array], Sequence[Any]], list[Array]]) -> None:
-    """ONNX Runtime's results are changed: ``change(results, offered memory)``."""
-    from optdnn.runtime.cpu import onnxruntime
-
-    right = onnxruntime._OnnxRuntimeSession.run
-
-    def wrong(self: Any, inputs: Any, outs: Any) -> list[Array]:
-        return change([a.copy() for a in right(self, inputs, [None] * len(outs))], outs)
-
-    def bound(self: Any, inputs: Sequence[Array], outs: Sequence[Array]) -> Callable[[], object]:
-        def call() -> None:
-            for out, result in zip(outs, wrong(self, inputs, [None] * len(outs)), strict=True):
-                out[...] = result
-
-        return call
-
-    monkeypatch.setattr(onnxruntime._OnnxRuntimeSession, "run", wrong)
-    monkeypatch.setattr(onnxruntime._OnnxRuntimeSession, "bound", bound)
-
-
-@pytest.fixture
-def engine() -> optdnn.Engine:
-    pytest.importorskip("onnxruntime")
-    return optdnn.build(small_models.mlp(), target="cpu", tactics="onnxruntime")
-
-
-def test_a_library_that_computes_something_else_shows_without_the_model(
-    engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert statuses(optdnn.verify(engine))["steps"] == PASSED
-    library(monkeypatch, lambda results, outs: [a + np.float32(0.01) for a in results])
-    found = optdnn.verify(optdnn.Engine(engine.program))
-    assert [c.name for c in found.failed] == ["steps"]
-    assert "1 of 1 fail: step 0 (onnxruntime): y is off by" in text(found, "steps")
-
-
-def test_a_library_that_never_gives_the_same_twice_shows(
-    engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count = iter(range(1 << 20))
-    library(monkeypatch, lambda results, outs: [a + np.float32(1e-7) * next(count) for a in results])
-    found = {c.name for c in optdnn.verify(optdnn.Engine(engine.program)).failed}
-    assert "repeats" in found
-
-
-def test_a_library_that_leaves_output_memory_as_it_was_shows(
-    engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def kept(results: Sequence[Array], outs: Sequence[Any]) -> list[Array]:
-        for a, out in zip(results, outs, strict=True):
-            if out is not None:
-                out[1:] = a[1:]  # the first row keeps its old contents
-        return [a if out is None else out for a, out in zip(results, outs, strict=True)]
-
-    library(monkeypatch, kept)
-    found = optdnn.verify(optdnn.Engine(engine.program))
-    assert [c.name for c in found.failed] == ["memory"]
-    assert text(found, "memory") == "y depend on the earlier contents of output memory"
-
-
-def test_a_library_that_gives_rows_of_the_call_before_shows(
-    engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before: list[Array] = []
-
-    def stale(results: Sequence[Array], outs: Sequence[Any]) -> list[Array]:
-        (now,) = results
-        mixed = now.copy()
-        if before:
-            mixed[0] = before.pop()[0]
-        before.append(now)
-        return [mixed]
-
-    library(monkeypatch, stale)
-    assert "repeats" in {c.name for c in optdnn.verify(optdnn.Engine(engine.program)).failed}
-
-
-def test_operators_without_a_numpy_kernel_are_reported(engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from optdnn.errors import UnsupportedError
-
-    def refuse(*_: Any) -> None:
-        raise UnsupportedError("an operator of the library's own")
-
-    monkeypatch.setattr(checks, "library_graph", refuse)
-    found = optdnn.verify(engine)
-    assert statuses(found)["steps"] == NOT_CHECKED
-    assert "NumPy does not evaluate its model: an operator of the library's own" in text(found, "steps")
-
-
-@pytest.mark.parametrize("tactics", ["onnxruntime", "openvino"])
-def test_the_models_of_both_libraries_are_read_with_their_weights(tactics: str) -> None:
-    pytest.importorskip(tactics)
-    engine = optdnn.build(small_models.residual(), target="cpu", tactics=tactics)
-    (step,) = engine.program.steps
-    assert step.params["weights"]
-    assert statuses(optdnn.verify(engine, seed=3))["steps"] == PASSED
-
-
-def test_int8_of_a_library() -> None:
-    pytest.importorskip("onnxruntime")
-    found = optdnn.verify(optdnn.build(small_models.quantized(), target="cpu", tactics="onnxruntime"))
-    assert found.ok
-    assert statuses(found)["steps"] == PASSED
 
 
 # ---------------------------------------------------------------- memory
@@ -415,15 +299,6 @@ def test_files_that_cannot_be_loaded_and_models_of_other_engines(tmp_path: Path)
         optdnn.verify(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="verify are options of loading a file"):
         optdnn.verify(engine, verify=False)
-
-
-def test_a_fault_that_ends_in_an_error_is_a_failed_check(
-    engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library(monkeypatch, lambda results, outs: [a.astype(np.float64) for a in results])
-    found = optdnn.verify(optdnn.Engine(engine.program))
-    assert statuses(found)["runs"] == FAILED
-    assert "computed 'y' as float64[4, 10]; it should be fp32[4, 10]" in text(found, "runs")
 
 
 def test_the_report_is_strict_json(tmp_path: Path) -> None:
