@@ -11,6 +11,7 @@ from optdnn.kernels.conv.parameters import permuted_rows
 from optdnn.ops.requantize import BOUNDS, Requantize, byte_bias
 from optdnn.runtime.cuda.compile.render import Stage, uses_residual
 from optdnn.runtime.reference.quantized import epilogue
+from support.conv_cases import apply_stages
 
 BIAS: tuple[Stage, ...] = (("bias",),)
 RELU: tuple[Stage, ...] = (("bias",), ("relu",))
@@ -145,7 +146,7 @@ def operands(p: Problem, seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarr
         x: np.ndarray, weight: np.ndarray, bias: np.ndarray, added: np.ndarray, stages: tuple[Stage, ...]
     ) -> np.ndarray:
         y = x.astype(np.float32) @ weight.astype(np.float32).T
-        return _stages(y, stages, bias[: len(weight)], added[:, : len(weight)].astype(np.float32))
+        return apply_stages(y, stages, bias[: len(weight)], added[:, : len(weight)].astype(np.float32))
 
     middle = layer(x[:, : p.depth], first, bias, added, p.first)
     want = layer(middle.astype(dtype), second, bias_last, added_last, p.second)
@@ -164,19 +165,3 @@ def places(p: Problem) -> dict[str, np.ndarray]:
     pitches = p.pitches or Pitches(p.depth, p.middle, p.channels)
     made = {"output": np.full((p.pixels, pitches.output), np.nan, dtype)}
     return made | ({"middle": np.full((p.pixels, pitches.middle), np.nan, dtype)} if p.stored else {})
-
-
-def _stages(x: np.ndarray, stages: tuple[Stage, ...], bias: np.ndarray, added: np.ndarray) -> np.ndarray:
-    for name, *_ in stages:
-        match name:
-            case "bias":
-                x = x + bias
-            case "add":
-                x = x + added
-            case "relu":
-                x = np.maximum(x, 0)
-            case "silu":
-                x = x / (1 + np.exp(-x))
-            case _:
-                raise KeyError(name)
-    return x

@@ -59,7 +59,9 @@ def convolve(image: np.ndarray, weight: np.ndarray, source: Source) -> np.ndarra
     return total
 
 
-def apply_stages(x: np.ndarray, stages: Sequence[Stage], bias: np.ndarray, residual: np.ndarray) -> np.ndarray:
+def apply_stages(
+    x: np.ndarray, stages: Sequence[Stage], bias: np.ndarray, residual: np.ndarray | None = None
+) -> np.ndarray:
     """The epilogue by its definition, in the precision of the arrays."""
     for name, *values in stages:
         if name == "bias":

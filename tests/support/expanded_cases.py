@@ -3,8 +3,6 @@ compile tests compile them, and small ones also run on the processor."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 
@@ -14,7 +12,7 @@ from optdnn.kernels.conv import separable_kernel as separable
 from optdnn.kernels.conv.expanded_kernel import Config, Problem
 from optdnn.kernels.conv.problem import Source
 from optdnn.runtime.cuda.compile.render import Stage
-from support.conv_cases import convolve, same
+from support.conv_cases import apply_stages, convolve, same
 
 BIAS: tuple[Stage, ...] = (("bias",),)
 RELU6: tuple[Stage, ...] = (("bias",), ("clip", 0.0, 6.0))
@@ -74,24 +72,12 @@ def operands(p: Problem, seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarr
     filters = (random(s.channels, 1, *s.kernel) / np.prod(s.kernel) ** 0.5).astype(dtype)
     shifts, bias = random(s.channels), random(s.channels)
     read = x[..., : p.depth].astype(np.float32)
-    inner = _stages(read @ matrix[:, :, 0, 0].astype(np.float32).T, p.between, shifts).astype(dtype).astype(np.float32)
-    want = _stages(convolve(inner, filters.astype(np.float32), s), f.epilogue, bias)
+    inner = (
+        apply_stages(read @ matrix[:, :, 0, 0].astype(np.float32).T, p.between, shifts).astype(dtype).astype(np.float32)
+    )
+    want = apply_stages(convolve(inner, filters.astype(np.float32), s), f.epilogue, bias)
     made = {
         "input": x, "expansion": expanded.pack_expansion(matrix), "shifts": shifts,
         "filters": separable.pack_filters(filters), "bias": bias,
     }  # fmt: skip
     return made, want
-
-
-def _stages(x: np.ndarray, stages: Any, bias: np.ndarray) -> np.ndarray:
-    for name, *numbers in stages:
-        match name:
-            case "bias":
-                x = x + bias
-            case "clip":
-                x = np.clip(x, *numbers)
-            case "silu":
-                x = x / (1 + np.exp(-x))
-            case _:
-                raise KeyError(name)
-    return x

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.conv_cases import convolve, same
+from support.conv_cases import apply_stages, convolve, same
 from support.fenced import run_fenced
 from support.layout import compile_checks
 from support.separable_cases import ADD, BIAS, CASES, RELU6
@@ -140,25 +140,6 @@ TOLERANCE = {"float16": 3e-3, "bfloat16": 2e-2}
 """The largest error, relative to the largest magnitude: two roundings."""
 
 
-def _stages(x: np.ndarray, stages: Any, bias: np.ndarray, residual: np.ndarray | None) -> np.ndarray:
-    for name, *numbers in stages:
-        match name:
-            case "bias":
-                x = x + bias
-            case "add":
-                assert residual is not None
-                x = x + residual
-            case "clip":
-                x = np.clip(x, *numbers)
-            case "relu":
-                x = np.maximum(x, 0)
-            case "silu":
-                x = x / (1 + np.exp(-x))
-            case _:
-                raise KeyError(name)
-    return x
-
-
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
@@ -182,9 +163,9 @@ def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     residual = random(n, out_h, out_w, pitches[2]).astype(dtype)
     read = x[..., : s.channels].astype(np.float32)
     y = convolve(np.maximum(read, 0) if problem.relu else read, filters.astype(np.float32), s)
-    y = _stages(y, problem.between, shift, None).astype(dtype).astype(np.float32)
+    y = apply_stages(y, problem.between, shift).astype(dtype).astype(np.float32)
     added = residual[..., : problem.channels].astype(np.float32)
-    want = _stages(y @ weights[:, :, 0, 0].astype(np.float32).T, problem.epilogue, bias, added)
+    want = apply_stages(y @ weights[:, :, 0, 0].astype(np.float32).T, problem.epilogue, bias, added)
 
     operands = {
         "input": x, "residual": residual, "bias": bias, "filters": separable.pack_filters(filters),
