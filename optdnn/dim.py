@@ -91,7 +91,8 @@ class Dim:
     def __repr__(self) -> str:
         parts = []
         for monomial, coefficient in self.terms:
-            factors = [a.name if isinstance(a, Symbol) else _show(a) for a in monomial]
+            alone = len(monomial) == 1 and (coefficient == 1 or (coefficient == -1 and bool(parts)))
+            factors = [a.name if isinstance(a, Symbol) else _show(a, alone) for a in monomial]
             if not factors:
                 parts.append(str(coefficient))
             else:
@@ -167,9 +168,23 @@ def _atom_key(atom: Atom) -> str:
     return atom.key()
 
 
-def _show(atom: Function) -> str:
+def _show(atom: Function, alone: bool) -> str:
+    """``alone``: the function is a whole term, so it needs no parentheses."""
     infix = {"floordiv": "//", "mod": "%"}.get(atom.op)
-    return f"(({atom.a}){infix}({atom.b}))" if infix else f"{atom.op}({atom.a}, {atom.b})"
+    if infix is None:
+        return f"{atom.op}({atom.a}, {atom.b})"
+    text = f"{_operand(atom.a)}{infix}{_operand(atom.b)}"
+    return text if alone else f"({text})"
+
+
+def _operand(x: DimLike) -> str:
+    """A number or a symbol as it is, anything else in parentheses."""
+    if isinstance(x, Dim):
+        ((monomial, coefficient), *others) = x.terms
+        plain = not others and coefficient == 1 and len(monomial) == 1 and isinstance(monomial[0], Symbol)
+    else:
+        plain = x >= 0
+    return str(x) if plain else f"({x})"
 
 
 def parts_of(x: DimLike) -> int:

@@ -109,7 +109,7 @@ N = symbol("N")
 
 @pytest.mark.parametrize(
     ("dim", "text"),
-    [(7, "7"), (N, "N"), (N * N, "N*N"), (-1 * N + 4, "-N + 4"), (floordiv(N + 1, 2), "((N + 1)//(2))")],
+    [(7, "7"), (N, "N"), (N * N, "N*N"), (-1 * N + 4, "-N + 4"), (floordiv(N + 1, 2), "(N + 1)//2")],
 )
 def test_dimensions(dim, text):
     graph = Graph("g")
