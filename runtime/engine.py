@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NoReturn
 
 from optdnn.config import THREADS_LIMIT
@@ -254,6 +255,26 @@ def report_path(engine: str | os.PathLike[str]) -> str:
     return f"{os.fspath(engine)}.report.json"
 
 
+def _begin(program: Program, options: LoadOptions, devices: int | None) -> None:
+    """Check the program of an engine file before its blobs are read, and start CUDA meanwhile. Raises RankError, EngineError."""
+    there = 1 if program.ranks is None else program.ranks.world
+    if devices is not None and devices != there:
+        raise RankError(
+            f"the engine is for {there} device{'s' * (there != 1)}, not for {devices}",
+            hint=f"build it with --devices {devices}",
+        )
+    if target_of(program).family == "cuda" and not options.simulate:
+        from optdnn.runtime.cuda.device import choose
+        from optdnn.runtime.cuda.kernel_text.allowed import check_kernels
+        from optdnn.runtime.cuda.start import begin
+
+        if not options.trust_cubins:
+            check_kernels(program, check_custom(program.requires, options.custom_ops))
+        if program.ranks is not None and (place := place_of()) is not None:
+            choose(place.local)
+        begin()
+
+
 def load(
     path: str | os.PathLike[str],
     *,
@@ -314,25 +335,7 @@ def load(
         examine=examine,
         custom_ops=custom_list(custom_ops),
     )
-
-    def seen(program: Program) -> None:
-        there = 1 if program.ranks is None else program.ranks.world
-        if devices is not None and devices != there:
-            raise RankError(
-                f"the engine is for {there} device{'s' * (there != 1)}, not for {devices}",
-                hint=f"build it with --devices {devices}",
-            )
-        if target_of(program).family == "cuda" and not simulate:
-            from optdnn.runtime.cuda.device import choose
-            from optdnn.runtime.cuda.kernel_text.allowed import check_kernels
-            from optdnn.runtime.cuda.start import begin
-
-            if not trusted:
-                check_kernels(program, check_custom(program.requires, options.custom_ops))
-            if program.ranks is not None and (place := place_of()) is not None:
-                choose(place.local)
-            begin()
-
+    seen = partial(_begin, options=options, devices=devices)
     with machine_errors(f"the engine {os.fspath(path)}", EngineError):
         try:
             return Engine(read(path, verify=verify, mmap=mmap, seen=seen, signed_by=wanted), options=options)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.errors import InternalError
-from optdnn.kernels.conv import implicit_gemm as conv
+from optdnn.kernels.conv.header import generated, options
 from optdnn.kernels.conv.parameters import DYNAMIC, put_requantize
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.launch import Launch, Parameters
@@ -113,8 +113,8 @@ def estimate(problem: Problem, config: GeneralConfig, gpu: GpuFacts) -> float:
 def recipe(problem: Problem, config: GeneralConfig, arch: str) -> Recipe:
     """What to compile. All shapes are parameters."""
     tile = {"BM": config.bm, "BN": config.bn, "STAGES": config.stages, "SPLIT": config.split}
-    text = conv.generated(problem, tile, render.mma(problem.dtype))
-    return Recipe("conv_sm80.cu", arch, {"generated.cuh": text}, conv.options(problem, checked=False))
+    text = generated(problem, tile, render.mma(problem.dtype))
+    return Recipe("conv_sm80.cu", arch, {"generated.cuh": text}, options(problem, checked=False))
 
 
 def pack_weights(weight: Array) -> Array:

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass, replace
 
 from optdnn.kernels.conv.cost import L2_PER_CLOCK, most_sums, room_for, waves_of
-from optdnn.kernels.conv.implicit_gemm import direct_bytes, generated, options, refuse_scatter, register_limit
+from optdnn.kernels.conv.header import generated, options
+from optdnn.kernels.conv.implicit_gemm import direct_bytes, refuse_scatter, register_limit
 from optdnn.kernels.conv.problem import Problem
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
