@@ -85,6 +85,7 @@ def test_others_run_it(build: Callable[[], Graph], tactic: str, reason: str, opt
     ("build", "reason"),
     [
         (lambda: given_weights(26000), "rnn: 26000 hidden units do not fit the shared memory of a block"),
+        (lambda: recurrent("RNN", steps=0), "rnn: it has no steps"),
         (lambda: over_four_axes(1), "conv_direct: it has 4 spatial axes"),
         (lambda: over_four_axes(4), "depthwise: it has 4 spatial axes"),
         (pool_over_four_axes, "window_pool: it has 4 spatial axes"),

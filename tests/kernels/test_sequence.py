@@ -7,9 +7,10 @@ import pytest
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, recurrent, windows_between
-from support.simulated import check_simulated, kinds, refusals
+from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, simulate
 from support.sweep import sweep
 
+from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
@@ -47,6 +48,19 @@ def test_fp32(name: str) -> None:
         "norm_add_norm",
         "add_norm",
     }
+
+
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+@pytest.mark.parametrize("direction", ["reverse", "bidirectional"])
+def test_a_sequence_without_steps(cell: str, direction: str) -> None:
+    """The final state is zero, as in ONNX Runtime."""
+    for initial in (False, True):
+        graph = recurrent(cell, steps=0, direction=direction, initial=initial)
+        feeds = feeds_of(graph)
+        got, want = simulate(lowered(graph, "fp32", no_cubins=True), feeds), evaluate(graph, feeds)
+        assert list(got) == list(want)
+        for name, array in want.items():
+            np.testing.assert_array_equal(got[name], array)
 
 
 def test_rows_of_a_product_are_read_in_place() -> None:

@@ -32,7 +32,7 @@ class GeneralRNN(Tactic):
         hidden, wide = op.attrs.hidden_size, op.outputs[0].type.dtype == FP64
         if 4 * hidden * (8 if wide else 4) > 99 << 10:
             return f"{hidden} hidden units do not fit the shared memory of a block"
-        return None
+        return None if op.outputs[0].type.static_shape[0] else "it has no steps"
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         steps, count, batch, hidden = op.outputs[0].type.static_shape
