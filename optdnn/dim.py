@@ -89,7 +89,7 @@ class Dim:
         return self._hash
 
     def __repr__(self) -> str:
-        parts = []
+        parts: list[str] = []
         for monomial, coefficient in self.terms:
             alone = len(monomial) == 1 and (coefficient == 1 or (coefficient == -1 and bool(parts)))
             factors = [a.name if isinstance(a, Symbol) else _show(a, alone) for a in monomial]
