@@ -77,6 +77,12 @@ class Op:
         """The op's name in messages: its ONNX nodes, otherwise its first output."""
         return " + ".join(sorted(self.src)) if self.src else self.outputs[0].name
 
+    @property
+    def short_name(self) -> str:
+        """The name, with only the first two of many ONNX nodes: for messages about several ops."""
+        first = " + ".join(sorted(self.src)[:2])
+        return f"{first} and {len(self.src) - 2} more" if len(self.src) > 3 else self.name
+
     def input(self, i: int) -> Value | None:
         return self.inputs[i] if i < len(self.inputs) else None
 

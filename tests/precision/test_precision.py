@@ -199,6 +199,18 @@ def test_a_float_result_of_a_quantized_op_is_a_hazard() -> None:
     assert hazards(graph) == []
 
 
+def test_a_hazard_names_the_first_nodes_of_a_fused_reader() -> None:
+    n = Net()
+    graph = n.done(n.op("Softmax", n.conv(n.input(1, 4, 6, 6), 4)))
+    (reader,) = graph.of_kind("Softmax")
+    for count, name in ((3, "n0 + n1 + n2"), (4, "n0 + n1 and 2 more"), (12, "n0 + n1 and 10 more")):
+        copy = graph.copy()
+        copy.set_op(replace(copy.op(reader.id), src=frozenset(f"n{i}" for i in range(count))))
+        assigned(copy, PrecisionPlan("int8"), ranges(copy))
+        (found,) = hazards(copy)
+        assert found.what == f"its result stays float: Softmax {name} reads it"
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-42, -0.5])
 def test_a_scale_that_is_no_normal_number_is_a_hazard(scale: float) -> None:
     def dequantized(scale: float) -> Graph:
