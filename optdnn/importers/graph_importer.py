@@ -7,6 +7,7 @@ inlined if it is known to run once; otherwise it becomes a body. Everything unsu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +38,7 @@ from optdnn.importers.nodes import (
 from optdnn.importers.scope import UNKNOWN, Scope
 from optdnn.importers.subgraph import Consequence, NodesImporter, Place, Subgraph
 from optdnn.importers.tensors import sparse_to_array, to_array
-from optdnn.ir.graph import Graph, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.limits import FUNCTION_NESTING, INLINED_NODES, NODES, Limit
 from optdnn.ops.base import Unsupported
 from optdnn.ops.exchange import FromOnnx, NodeSpec
@@ -48,6 +49,8 @@ from optdnn.ops.table import IMPORTERS
 from optdnn.types import BF16, FP16, FP32, FP64, Array, DType, TensorType, dtype_name
 
 _WIDE_FLOATS = frozenset({BF16, FP16, FP32, FP64})
+_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
+"""Operators whose result has the elements of their operand, and whose rank may be unknown."""
 _INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, NotImplementedError)
 
 
@@ -278,9 +281,19 @@ class GraphImporter(NodesImporter):
         out = op.outputs[ref.port]
         declared = self._declared(out.name)
         if declared is not None and declared.dtype == out.type.dtype:
+            self._check_elements(op, declared)
             outs = list(op.outputs)
             outs[ref.port] = replace(out, type=declared)
             self.graph.set_op(replace(op, outputs=tuple(outs)))
+
+    def _check_elements(self, op: Op, declared: TensorType) -> None:
+        """Raise ShapeError if a view is declared with another number of elements than its operand has."""
+        if op.kind not in _VIEWS or op.inputs[0] is None:
+            return
+        given = self.graph.type(op.inputs[0])
+        known = given.is_static and declared.is_static
+        if known and math.prod(given.static_shape) != math.prod(declared.static_shape):
+            raise ShapeError(f"the model declares {declared} for the elements of {given}")
 
     def _declared(self, name: str) -> TensorType | None:
         """The type that the model declares for a value of the main graph, if it gives element type and rank."""

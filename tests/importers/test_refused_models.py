@@ -165,3 +165,12 @@ def test_texts_that_are_no_utf_8_are_refused(field: str) -> None:
     open_model(data)
     with pytest.raises(ModelError, match="a name or a description that is not UTF-8 text"):
         open_model(data.replace(b"MARK", b"M\xbf\xffK"))
+
+
+def test_a_view_that_is_declared_with_other_elements() -> None:
+    text = "g (float[{n}, 3, 4] x, int64[1] axes) => (float[3, 4] y) {{ [view] y = Squeeze(x, axes) }}"
+    assert out_type(import_model(model(text.format(n=1)))) == "fp32[3, 4]"
+    with pytest.raises(
+        ShapeError, match=r"view \(Squeeze\).*declares fp32\[3, 4\] for the elements of fp32\[2, 3, 4\]"
+    ):
+        import_model(model(text.format(n=2)))

@@ -10,12 +10,13 @@ import pytest
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate
 
+from optdnn.errors import ShapeError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
-from optdnn.kernels.builder import TensorView
+from optdnn.kernels.builder import TensorView, unmade
 from optdnn.kernels.layout.moves import MOST_ELEMENTS, MOST_PARTS, joinable
 from optdnn.kernels.layout.views import _joined as _joined_pairs
-from optdnn.kernels.layout.views import _runs
+from optdnn.kernels.layout.views import _runs, reshaped
 from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gather import GatherAttrs
@@ -272,3 +273,11 @@ def test_a_value_with_other_readers_or_odd_rows_is_copied_to_the_output() -> Non
     odd = n.op("Reshape", n.matmul(n.input(6, 32, name="z"), 9), n.ints(2, 27))
     program = check_simulated(n.done(n.op("Reshape", shared, n.ints(2, 144)), n.op("Tanh", shared), odd))
     assert kinds(program).count("Copy") == 2
+
+
+def test_a_view_has_the_elements_of_its_tensor() -> None:
+    x = unmade(FP32, (2, 3, 4))
+    assert reshaped(x, (6, 4)) == unmade(FP32, (6, 4))
+    for shape in ((3, 4), (2, 3, 5), (0, 4)):
+        with pytest.raises(ShapeError, match="cannot be seen in sizes"):
+            reshaped(x, shape)

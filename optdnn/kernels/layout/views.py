@@ -30,7 +30,11 @@ def ints(b: Builder, op: Op, slot: int) -> list[int] | None:
 
 
 def reshaped(x: TensorView, shape: Sequence[int]) -> TensorView | None:
-    """``x`` with another shape over the same memory, or None if strides cannot express it."""
+    """``x`` with another shape over the same memory, or None if strides cannot express it.
+
+    Raises ShapeError for a shape of another number of elements: the model may declare one for a Squeeze by unknown axes."""
+    if math.prod(shape) != x.size:
+        raise ShapeError(f"a tensor of sizes {list(x.shape)} cannot be seen in sizes {list(shape)}")
     if x.size == 0:
         return x.view(shape, row_major(shape))
     old = [(n, s) for n, s in zip(x.shape, x.strides, strict=True) if n != 1]
