@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -47,10 +47,20 @@ def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> 
     with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as state:
         state.write(bytes(STATE.size))
         state.flush()
-        seeds = target(name).seeds()  # before instrumentation: builds take their time
-        for k, data in enumerate(Random(first).sample(seeds, min(len(seeds), MOST_SEEDS))):
-            Path(folder, f"{k:05}").write_bytes(data)
-        command = [sys.executable, "-m", "fuzz.guided", name, folder, state.name, str(seconds), *options]
+        seeds = target(name).seeds()  # without instrumentation: builds take their time
+        corpus = _stored(Random(first).sample(seeds, min(len(seeds), MOST_SEEDS)), Path(folder, "corpus"))
+        every = _stored(seeds, Path(folder, "seeds"))
+        command = [
+            sys.executable,
+            "-m",
+            "fuzz.guided",
+            name,
+            str(corpus),
+            str(every),
+            state.name,
+            str(seconds),
+            *options,
+        ]
         paths = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent, os.environ.get("PYTHONPATH", ""))))}
         done = subprocess.run(
             command, env={**os.environ, **paths}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
@@ -64,6 +74,14 @@ def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> 
     if result.faults:
         print(done.stdout[-4000:])
     return result
+
+
+def _stored(inputs: Sequence[bytes], folder: Path) -> Path:
+    """A new folder with a file for each input, in order."""
+    folder.mkdir()
+    for k, data in enumerate(inputs):
+        (folder / f"{k:05}").write_bytes(data)
+    return folder
 
 
 class Budget:
@@ -89,13 +107,14 @@ class Budget:
         self._run(data)
 
 
-def _run(name: str, corpus: Path, state: Path, seconds: float, options: list[str]) -> None:
-    """The process of one target."""
+def _run(name: str, corpus: Path, every: Path, state: Path, seconds: float, options: list[str]) -> None:
+    """The process of one target. ``every`` holds all seeds, from which mutations draw."""
     import atheris
 
     with atheris.instrument_imports(include=_covered(name)):
         tried = target(name)
-    tried.seeds()  # mutations draw from them
+    seeds = [path.read_bytes() for path in sorted(every.iterdir())]
+    tried.seeds = lambda: seeds  # to make them again here would take instrumented builds
     with state.open("r+b") as file:
         shared = mmap.mmap(file.fileno(), STATE.size)
     budget = Budget(timed(tried.one_input), seconds, shared, lambda: os.kill(os.getpid(), signal.SIGUSR1))
@@ -120,4 +139,4 @@ def _covered(name: str) -> list[str]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    _run(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4]), sys.argv[5:])
+    _run(sys.argv[1], *map(Path, sys.argv[2:5]), float(sys.argv[5]), sys.argv[6:])
