@@ -293,7 +293,7 @@ class GraphImporter(NodesImporter):
         given = self.graph.type(op.inputs[0])
         known = given.is_static and declared.is_static
         if known and math.prod(given.static_shape) != math.prod(declared.static_shape):
-            raise ShapeError(f"the model declares {declared} for the elements of {given}")
+            raise ShapeError(f"the result is declared as {declared}, which has another number of elements than {given}")
 
     def _declared(self, name: str) -> TensorType | None:
         """The type that the model declares for a value of the main graph, if it gives element type and rank."""

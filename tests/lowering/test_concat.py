@@ -279,5 +279,5 @@ def test_a_view_has_the_elements_of_its_tensor() -> None:
     x = unmade(FP32, (2, 3, 4))
     assert reshaped(x, (6, 4)) == unmade(FP32, (6, 4))
     for shape in ((3, 4), (2, 3, 5), (0, 4)):
-        with pytest.raises(ShapeError, match="cannot be seen in sizes"):
+        with pytest.raises(ShapeError, match="another number of elements"):
             reshaped(x, shape)

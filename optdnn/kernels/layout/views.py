@@ -34,7 +34,9 @@ def reshaped(x: TensorView, shape: Sequence[int]) -> TensorView | None:
 
     Raises ShapeError for a shape of another number of elements: the model may declare one for a Squeeze by unknown axes."""
     if math.prod(shape) != x.size:
-        raise ShapeError(f"a tensor of sizes {list(x.shape)} cannot be seen in sizes {list(shape)}")
+        raise ShapeError(
+            f"a tensor of sizes {list(x.shape)} is declared as {list(shape)}, which has another number of elements"
+        )
     if x.size == 0:
         return x.view(shape, row_major(shape))
     old = [(n, s) for n, s in zip(x.shape, x.strides, strict=True) if n != 1]
@@ -125,10 +127,6 @@ def _rows_for_products(b: Builder, op: Op) -> tuple[int, ...] | None:
 def _reshape(b: Builder, op: Op) -> None:
     x, value = b.operand(op.inputs[0]), op.value
     shape = op.outputs[0].type.static_shape
-    if math.prod(shape) != x.size:
-        raise ShapeError(
-            f"{op.kind} {op.name!r} of {x.shape} is declared as {shape}, which has another number of elements"
-        )
     found = reshaped(x, shape)
     if found is not None:
         settle(b, op, 0, found)
