@@ -236,7 +236,7 @@ def wgmma(columns: int, dtype: str, *, across: bool = False, name: str = "wgmma_
 }}"""
 
 
-_MMA = {  # depth in elements, types of pixels and weights
+MMA_KINDS = {  # depth in elements, types of pixels and weights
     "float16": ("16", "f16.f16"), "bfloat16": ("16", "bf16.bf16"), "tfloat32": ("8", "tf32.tf32"),
     "int8": ("32", "s8.s8"), "uint8": ("32", "u8.s8"), "float8_e4m3fn": ("32", "e4m3.e4m3"),
 }  # fmt: skip
@@ -245,7 +245,7 @@ _MMA = {  # depth in elements, types of pixels and weights
 def mma(dtype: str) -> str:
     """CUDA source of ``multiply(Acc (&d)[4], const u32 (&a)[4], u32 b0, u32 b1)``: m16 n8, 32 bytes of k, pixels of this type on
     m and weights on n (PTX ISA, "mma"); Acc as in :func:`wgmma`."""
-    (depth, kinds), sums = _MMA[dtype], WGMMA_KINDS[dtype][1]
+    (depth, kinds), sums = MMA_KINDS[dtype], WGMMA_KINDS[dtype][1]
     acc, _, outputs = _sums(4, sums)
     return f"""DEVICE void multiply({acc} (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {{
     asm volatile("mma.sync.aligned.m16n8k{depth}.row.col.{sums}.{kinds}.{sums} "

@@ -121,7 +121,7 @@ def _between(text: str) -> Iterable[str]:
 _RENDERED: dict[str, Callable[[str], Iterable[str]]] = {
     "wgmma_step": _both_in_memory, "wgmma_scores": _both_in_memory, "first_product": _both_in_memory,
     "second_product": _both_in_memory, "wgmma_values": _one_in_registers,
-    "wgmma_pixels": _one_in_registers, "multiply": lambda text: map(render.mma, render.WGMMA_KINDS), "between": _between,
+    "wgmma_pixels": _one_in_registers, "multiply": lambda text: map(render.mma, render.MMA_KINDS), "between": _between,
     "after": _between,
 }  # fmt: skip
 """Function with assembly -> its allowed texts."""

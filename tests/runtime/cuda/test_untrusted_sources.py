@@ -12,6 +12,7 @@ import pytest
 from support.untrusted import convolution, program, refused, resourced, text_of
 
 from optdnn.errors import EngineError
+from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.kernel_text import check as kernel_text
 from optdnn.runtime.cuda.kernel_text.allowed import check_kernels
@@ -246,6 +247,15 @@ def test_long_texts_are_refused_at_once(text: str, nothing_runs: Path) -> None:
                 kernel_text.check_text(text, template, "pointwise" if template == "general.cu" else "")
     Recipe("general.cu", "sm_90a", {"generated.cuh": text}).sources()
     assert time.process_time() - begun < 5.0
+
+
+@pytest.mark.parametrize("kind", render.MMA_KINDS)
+def test_assembly_that_no_renderer_writes(kind: str) -> None:
+    """Each type's own text is taken, and any other is refused once all types have been tried."""
+    text = render.mma(kind)
+    kernel_text.check_text(text, "conv_sm80.cu", "")
+    with pytest.raises(TextRefused, match="multiply is not what this version of optdnn renders"):
+        kernel_text.check_text(text.replace("m16n8", "m16n9"), "conv_sm80.cu", "")
 
 
 def test_broken_texts_are_refused_and_never_crash_the_checker() -> None:
