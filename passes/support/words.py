@@ -254,6 +254,7 @@ RULES: Mapping[str, str] = {
     "rotary_rows": "rotary embeddings extended to rows that are not rotated",
     "rotary_first_rows": "rotary embeddings extended to rows that are not rotated",
     "rotary_parts": "rotary embeddings of parts of a head merged",
+    "grouped_siblings": "convolutions of the parts of a tensor merged into a grouped one",
     "siblings": "products of one operand merged into one",
     "parts_together": "equal pointwise operators on parts applied to the whole tensor",
     "computed_again": "pointwise operators computed in each of their readers",
