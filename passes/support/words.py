@@ -288,6 +288,7 @@ RULES: Mapping[str, str] = {
     "integer_product": "sums of integers computed on tensor cores",
     "quantized_mean": "pools computed on integers",
     "quantized_siblings": "quantized products of the same data merged",
+    "converted_in_registers": "conversions between fp32 and 16-bit floats added to pointwise operators",
     "wide_product": "results of products stored directly as fp32",
     "wide_result": "results of quantized products stored directly as fp32",
     "quantize_stages": "QuantizeLinears fused with the operators before them",

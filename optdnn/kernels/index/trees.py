@@ -6,12 +6,14 @@ lanes' sums are added by shuffles, in the same order for any number of rows.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import IndexKernel, emit_index_kernel, needed, shape_at
-from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.pointwise import CPP, literal
 from optdnn.runtime.reference.trees import LEAF
 from optdnn.types import FP64
 
@@ -31,7 +33,9 @@ WARPS_AT_ONCE = 132 * 32
 
 def _table(b: Builder, op: Op) -> tuple[TensorView, dict[str, TensorView]]:
     """The table of nodes, and the operands that it holds as views of it. Nodes have the order of the operands."""
-    of = dict(zip(("features", "thresholds", "modes", "yes", "no", "missing", "roots", "rows"), op.inputs[1:], strict=False))
+    of = dict(
+        zip(("features", "thresholds", "modes", "yes", "no", "missing", "roots", "rows"), op.inputs[1:], strict=False)
+    )
     arrays = {name: b.graph.constant_value(of[name]) for name in FIELDS}
     table = np.zeros((len(next(a for a in arrays.values() if a is not None)), NODE), np.int32)
     for k, array in enumerate(arrays.values()):
@@ -57,10 +61,11 @@ def _tree_ensemble(b: Builder, op: Op) -> None:
     assert modes is not None
     inner = {int(m) for m in np.unique(modes)} - {LEAF}
     t = "double" if FP64 in (x.dtype, thresholds.dtype) else "float"
-    start, combine = {"MIN": ("1.0 / 0.0", "w < sum ? w : sum"), "MAX": ("-1.0 / 0.0", "w > sum ? w : sum")}.get(
-        op.attrs.aggregate, ("0.0", "sum + w")
-    )
-    walk = f"""while (p.nodes[at + 1] != {LEAF}) {{
+    start, combine = {
+        "MIN": (literal(math.inf, "double"), "w < sum ? w : sum"),
+        "MAX": (literal(-math.inf, "double"), "w > sum ? w : sum"),
+    }.get(op.attrs.aggregate, ("0.0", "sum + w"))
+    walk = f"""for (int level = 1; level < {_depth(b, op)} && p.nodes[at + 1] != {LEAF}; level++) {{
                 const {t} value = {t}(widen(p.x[at_x(o0, p.nodes[at])])), threshold = {t}(p.thresholds[at / {NODE}]);
                 {"const int mode = p.nodes[at + 1];" if len(inner) > 1 else ""}
                 const bool goes = {_goes(inner)} || (value != value && p.nodes[at + 4]);
