@@ -193,6 +193,7 @@ RULES: Mapping[str, str] = {
     "view": "changes of layout that move nothing",
     "convert": "changes of layout inserted",
     # convolutions
+    "crop_conv": "crops merged into the pads of convolutions",
     "crop_transpose": "crops merged into the pads of transposed convolutions",
     "pad_conv": "Pads merged into convolutions",
     "drop_taps": "filter taps over padding dropped",
