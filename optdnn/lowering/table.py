@@ -205,7 +205,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **dict.fromkeys(COLLECTIVES, (Collect(),)),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
-    **dict.fromkeys(OPERATIONS, (ActivatedRows(), RowsOnce(), RowsGrid(), Rows())),
+    **dict.fromkeys(OPERATIONS, (QuantizedRows(), ActivatedRows(), RowsOnce(), RowsGrid(), Rows())),
     "LayerNormalization": (*_NORMS, RowTiles(), *_LATER_NORMS, CudnnNorm()),
     "RMSNormalization": (*_NORMS, *_LATER_NORMS, CudnnNorm()),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), RowsGrid(), Rows())),

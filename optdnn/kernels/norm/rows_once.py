@@ -200,7 +200,7 @@ class ActivatedRows(RowsOnce):
 
 
 class QuantizedRows(RowsOnce):
-    """A norm of 16-bit rows with the quantization of its result. The 16-bit result is stored only if it has other readers."""
+    """A norm or softmax of 16-bit rows with the quantization of its result. The 16-bit result is stored only if it has other readers."""
 
     name = "rows_quantized"
 
