@@ -15,7 +15,7 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import IndexKernel, emit_index_kernel, needed, shape_at
 from optdnn.kernels.pointwise.pointwise import CPP, literal
 from optdnn.runtime.reference.trees import LEAF
-from optdnn.types import FP64
+from optdnn.types import FP64, Array
 
 LANES, COLUMNS = 32, 8
 """Lanes of a row, and most columns of weights that a warp adds."""
@@ -36,9 +36,9 @@ def _table(b: Builder, op: Op) -> tuple[TensorView, dict[str, TensorView]]:
     of = dict(
         zip(("features", "thresholds", "modes", "yes", "no", "missing", "roots", "rows"), op.inputs[1:], strict=False)
     )
-    arrays = {name: b.graph.constant_value(of[name]) for name in FIELDS}
-    table = np.zeros((len(next(a for a in arrays.values() if a is not None)), NODE), np.int32)
-    for k, array in enumerate(arrays.values()):
+    arrays = [array for name in FIELDS if (array := b.graph.constant_value(of[name])) is not None]
+    table: Array = np.zeros((arrays[0].size, NODE), np.int32)
+    for k, array in enumerate(arrays):
         table[:, k] = array
     placed = b.constant(table, f"{op.outputs[0].name}.nodes")
     return placed, {name: placed.view(table.shape[:1], (NODE,), k) for k, name in enumerate(FIELDS)}
