@@ -78,11 +78,11 @@ def pooled(problem: Problem, config: Config) -> int:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: the hidden vector, the image's vector, both shares of weights, and their biases."""
+    """Dynamic shared memory of a block: two barriers, the hidden vector, the image's vector, both shares of weights, their biases."""
     rows, columns = shares(problem, config)
     vectors = 4 * problem.hidden + 2 * problem.depth
     sums = 4 * 8 * 32 * warps(problem) + 16 if problem.pixels else 0
-    return vectors + 2 * (rows * problem.depth + columns * problem.hidden) + 4 * (rows + columns) + sums
+    return 16 + vectors + 2 * (rows * problem.depth + columns * problem.hidden) + 4 * (rows + columns) + sums
 
 
 def refuse(

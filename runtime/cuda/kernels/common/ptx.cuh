@@ -213,6 +213,9 @@ DEVICE void cluster_store_async(u32 address, u32 barrier, const int* v) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
                  ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(barrier) : "memory");
 }
+DEVICE void cluster_store_async(u32 address, u32 barrier, u32 v) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address), "r"(v), "r"(barrier) : "memory");
+}
 
 // ---- TMA -----------------------------------------------------------------------------------------------------------
 

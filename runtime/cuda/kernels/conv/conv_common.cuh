@@ -293,52 +293,72 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
         // [8 pixels][16 channels], pitch 20: no bank conflicts. A thread's second row is 8 channels on, or the next channel where permuted.
         const u32 column = scratch + (lane % 4 * 2 * 20 + lane / 4 * (OUT_ITEM == 1 ? 2 : 1)) * 4;
         constexpr u32 NEXT_ROW = OUT_ITEM == 1 ? 4 : 32;
+        // All loads of a kind come before what depends on them: a lone warp per scheduler would wait for each of them.
+        Acc4 sum[M_TILES][SLOTS];
+        if (SPLIT_WAYS > 1) {
+            Acc4 part[M_TILES * SLOTS][SPLIT_WAYS];
+            #pragma unroll
+            for (int i = 0; i < M_TILES * SLOTS; i++) {
+                #pragma unroll
+                for (int r = 0; r < SPLIT_WAYS; r++) shared_load(memory + (i * SPLIT_WAYS + r) * 2048 + own_fragment, part[i][r]);
+            }
+            #pragma unroll
+            for (int i = 0; i < M_TILES * SLOTS; i++) {
+                Acc4& total = sum[i / SLOTS][i % SLOTS];
+                total = part[i][0];
+                #pragma unroll
+                for (int r = 1; r < SPLIT_WAYS; r++) {
+                    total.x += part[i][r].x;
+                    total.y += part[i][r].y;
+                    total.z += part[i][r].z;
+                    total.w += part[i][r].w;
+                }
+            }
+        } else {
+            #pragma unroll
+            for (int m = 0; m < M_TILES; m++) {
+                #pragma unroll
+                for (int i = 0; i < SLOTS; i++)
+                    sum[m][i].x = acc[m][i * 4], sum[m][i].y = acc[m][i * 4 + 1], sum[m][i].z = acc[m][i * 4 + 2], sum[m][i].w = acc[m][i * 4 + 3];
+            }
+        }
         #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
             #pragma unroll
             for (int i = 0; i < SLOTS; i++) {
-                Acc4 sum;
-                if (SPLIT_WAYS > 1) {
-                    const u32 slot = memory + (m * SLOTS + i) * SPLIT_WAYS * 2048 + own_fragment;
-                    Acc4 part[SPLIT_WAYS];
-                    #pragma unroll
-                    for (int r = 0; r < SPLIT_WAYS; r++) shared_load(slot + r * 2048, part[r]);
-                    sum = part[0];
-                    #pragma unroll
-                    for (int r = 1; r < SPLIT_WAYS; r++) {
-                        sum.x += part[r].x;
-                        sum.y += part[r].y;
-                        sum.z += part[r].z;
-                        sum.w += part[r].w;
-                    }
-                } else {
-                    sum.x = acc[m][i * 4], sum.y = acc[m][i * 4 + 1], sum.z = acc[m][i * 4 + 2], sum.w = acc[m][i * 4 + 3];
-                }
                 const u32 target = column + (m * SLOTS + i) * 640;
-                shared_store(target, sum.x);
-                shared_store(target + 80, sum.y);
-                shared_store(target + NEXT_ROW, sum.z);
-                shared_store(target + 80 + NEXT_ROW, sum.w);
+                shared_store(target, sum[m][i].x);
+                shared_store(target + 80, sum[m][i].y);
+                shared_store(target + NEXT_ROW, sum[m][i].z);
+                shared_store(target + 80 + NEXT_ROW, sum[m][i].w);
             }
         }
         __syncwarp();
+        const u32 own_row = scratch + (lane / 4 * 20 + lane % 4 * 4) * 4;
+        #pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+            #pragma unroll
+            for (int i = 0; !LATE && i < SLOTS; i++) shared_load(own_row + (m * SLOTS + i) * 640, sum[m][i]);
+        }
         if (NORMED_RESIDUAL) barrier_wait(told, 0);
+        Four stored[M_TILES][SLOTS];
         #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
             #pragma unroll
             for (int i = 0; i < SLOTS; i++) {
-                Acc4 v;
-                shared_load(scratch + (m * SLOTS + i) * 640 + (lane / 4 * 20 + lane % 4 * 4) * 4, v);
-                const Four stored = finished_four(p, v, m, i, factors);
+                if (LATE) shared_load(own_row + (m * SLOTS + i) * 640, sum[m][i]);   // registers do not hold all of them beside the addresses
+                stored[m][i] = finished_four(p, sum[m][i], m, i, factors);
                 if (pixel[i] >= 0 && channel + m * 64 < p.channels)
-                    *reinterpret_cast<Four*>(p.output_pointer + ((long long)pixel[i] * p.output_pitch + channel + m * 64) * OUT_ITEM) = stored;
-#if MOMENTS
-                __syncwarp();
-                keep_moments(scratch + (m * SLOTS + i) * 640, stored, lane);
-#endif
+                    *reinterpret_cast<Four*>(p.output_pointer + ((long long)pixel[i] * p.output_pitch + channel + m * 64) * OUT_ITEM) = stored[m][i];
             }
         }
 #if MOMENTS
+        __syncwarp();                              // all lanes have read the scratch
+        #pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+            #pragma unroll
+            for (int i = 0; i < SLOTS; i++) keep_moments(scratch + (m * SLOTS + i) * 640, stored[m][i], lane);
+        }
         named_barrier(1 + threadIdx.x / 128, 128);
         for (int k = threadIdx.x % 128; k < M_TILES * SLOTS * 8; k += 128) {
             const int slot = k / 8, block = first_channel / 64 + slot / SLOTS, column = (rank + slot % SLOTS * SPLIT_WAYS) * 8 + k % 8;

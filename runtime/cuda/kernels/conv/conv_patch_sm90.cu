@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
         if (SPLIT > 1 && Direct::owns(rank)) barrier_expect(reduced, GROUPS * Direct::expected(rank));
     }
     __syncthreads();
-    if (SPLIT > 1) cluster_arrive();
+    if (SPLIT > 1) cluster_arrive_relaxed();
     grid_launch_dependents();
 
     if (warp == CONSUMERS / 32) {                                      // patches

@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             barrier_expect(reduced, GROUPS * Direct::expected(rank));
     }
     __syncthreads();
-    if (SPLIT > 1) cluster_arrive();
+    if (SPLIT > 1) cluster_arrive_relaxed();
     if (SHARERS > 1) {                             // the peers' barriers are initialized: loads may be multicast
         cluster_arrive_relaxed();
         cluster_wait();

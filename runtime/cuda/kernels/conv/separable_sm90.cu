@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90
             barrier_expect(reduced, WARPGROUPS * STRIPS * ((BLOCKS + SPLIT - 1 - rank) / SPLIT) * SPLIT * 2048);
     }
     __syncthreads();
-    if (SPLIT > 1) cluster_arrive();
+    if (SPLIT > 1) cluster_arrive_relaxed();
     grid_launch_dependents();
 
     if (warp == WARPS) {

@@ -46,18 +46,17 @@ DEVICE void add_products(float& sum, const u16* a, const u16* b) {
 }
 
 #if CLUSTER > 1
-DEVICE void put(float* at, int rank, float v) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_map(smem_address(at), rank)), "f"(v) : "memory");
-}
-DEVICE void put(u16* at, int rank, u16 v) {
-    asm volatile("st.shared::cluster.u16 [%0], %1;" ::"r"(cluster_map(smem_address(at), rank)), "h"(v) : "memory");
+// Sends four bytes to the same place in block ``rank`` of the cluster, counted by that block's ``barrier``. Such stores need no fence: the
+// release of a cluster barrier waits for all memory of the GPU.
+template <class T>
+DEVICE void put(T* at, u32 barrier, int rank, u32 bits) {
+    cluster_store_async(cluster_map(smem_address(at), rank), cluster_map(barrier, rank), bits);
 }
 #endif
-// Waits until all blocks of the cluster have written their shares.
-DEVICE void meet() {
+// Waits until all blocks of the cluster have sent their shares.
+DEVICE void meet(u32 barrier) {
 #if CLUSTER > 1
-    cluster_arrive();
-    cluster_wait();
+    barrier_wait_cluster(barrier, 0);
 #else
     __syncthreads();
 #endif
@@ -125,16 +124,26 @@ DEVICE float channel_sum(const Params& p, const Item* image, int channels, float
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
-    grid_launch_dependents();
+    const u32 means_met = smem_address(shared), hidden_met = means_met + 8;      // barriers that count bytes from all blocks
 #if CLUSTER > 1
     const int rank = int(cluster_rank());
+    if (threadIdx.x == 0) {
+        barrier_init(means_met, 1);
+        barrier_init(hidden_met, 1);
+        barrier_init_fence();
+        if (POOL) barrier_expect(means_met, 2 * p.depth);
+        barrier_expect(hidden_met, 4 * p.hidden);
+    }
+    __syncthreads();
+    cluster_arrive_relaxed();
 #else
     const int rank = 0;
 #endif
+    grid_launch_dependents();
     const int image = blockIdx.x / CLUSTER, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int row = rank * p.rows, rows = min(p.rows, p.hidden - row);             // none, or fewer, for the last blocks
     const int column = rank * p.columns, columns = min(p.columns, p.channels - column);
-    float* hidden = reinterpret_cast<float*>(shared);                              // [p.hidden], from all blocks
+    float* hidden = reinterpret_cast<float*>(shared + 16);                         // [p.hidden], from all blocks
     u16* x = reinterpret_cast<u16*>(hidden + p.hidden);
     u16* first = x + p.depth;
     u16* second = first + p.rows * p.depth;
@@ -144,9 +153,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_
     copy(second, p.second + (long long)column * p.hidden, columns * p.hidden);
     for (int i = threadIdx.x; i < rows; i += THREADS) first_bias[i] = __ldg(p.first_bias + row + i);
     for (int i = threadIdx.x; i < columns; i += THREADS) second_bias[i] = __ldg(p.second_bias + column + i);
-#if CLUSTER > 1
-    cluster_arrive();
-#endif
     grid_dependency_wait();
 #if POOL
     float* partial = second_bias + (p.columns + 3) / 4 * 4;
@@ -160,18 +166,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_
     copies_wait_but<0>();
     __syncthreads();
 #if CLUSTER > 1
-    cluster_wait();                                // the peers run: their shared memory may be written
+    cluster_wait();                                // the peers run and their barriers are initialized: their shared memory may be written
 #endif
 #if POOL
-    if (int(threadIdx.x) < own) {
-        const u16 mean = pack1(total * p.factor);
+    const u16 mean = pack1(total * p.factor);
 #if CLUSTER > 1
-        for (int r = 0; r < CLUSTER; r++) put(x + channel + threadIdx.x, r, mean);
+    const u32 pair = mean | __shfl_down_sync(0xffffffffu, u32(mean), 1) << 16;     // ``own`` is even
+    if (int(threadIdx.x) < own && lane % 2 == 0)
+        for (int r = 0; r < CLUSTER; r++) put(x + channel + threadIdx.x, means_met, r, pair);
 #else
-        x[channel + threadIdx.x] = mean;
+    if (int(threadIdx.x) < own) x[channel + threadIdx.x] = mean;
 #endif
-    }
-    meet();
+    meet(means_met);
 #endif
     for (int r = warp; r < rows; r += WARPS) {
         float sum = 0.0f;
@@ -180,12 +186,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_
         for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
         const float y = unpack1(pack1(between_one(sum, first_bias[r], 0.0f)));
 #if CLUSTER > 1
-        if (lane < CLUSTER) put(hidden + row + r, lane, y);
+        if (lane < CLUSTER) put(hidden + row + r, hidden_met, lane, __float_as_uint(y));
 #else
         if (lane == 0) hidden[row + r] = y;
 #endif
     }
-    meet();
+    meet(hidden_met);
     for (int begin = 0; begin < columns; begin += THREADS / PART) {
         const int c = begin + int(threadIdx.x) / PART;
         float sum = 0.0f;

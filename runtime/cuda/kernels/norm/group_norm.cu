@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_co
     load_floats<LANES>(factor, p.scale + first_channel + channel);
     load_floats<LANES>(shift, p.bias + first_channel + channel);
 #if CLUSTER > 1
-    cluster_arrive();
+    cluster_arrive_relaxed();
 #endif
     grid_dependency_wait();
 
