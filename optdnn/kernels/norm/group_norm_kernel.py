@@ -102,11 +102,11 @@ def held(problem: Problem, config: Config) -> int:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of dynamic shared memory of a block: sums of threads, pivots, totals, moments, and pixels that are not in registers."""
+    """Bytes of dynamic shared memory of a block: sums of threads, totals, moments, a barrier, pivots, and pixels that are not in registers."""
     groups = config.slab // problem.group
     head = (
         group_sums.table_bytes(config.slab, problem.group, config.lanes, _lines(config))
-        + 8 * (config.cluster + 1) * groups
+        + 8 * ((config.cluster + 1) * groups + 1)
     )
     kept = 0 if held(problem, config) else -(-problem.pixels // config.cluster) * config.slab * problem.itemsize
     return -(-head // 16) * 16 + kept

@@ -216,6 +216,10 @@ DEVICE void cluster_store_async(u32 address, u32 barrier, const int* v) {
 DEVICE void cluster_store_async(u32 address, u32 barrier, u32 v) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address), "r"(v), "r"(barrier) : "memory");
 }
+DEVICE void cluster_store_async(u32 address, u32 barrier, float2 v) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+                 ::"r"(address), "f"(v.x), "f"(v.y), "r"(barrier) : "memory");
+}
 
 // ---- TMA -----------------------------------------------------------------------------------------------------------
 

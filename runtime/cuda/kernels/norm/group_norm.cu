@@ -24,17 +24,13 @@ struct Params {
     float inverse_count, epsilon;
 };
 
-#if CLUSTER > 1
-DEVICE void cluster_put(u32 address, float2 v) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
-}
-#endif
-
-// Writes the sum and sum of squares of group g of the slab to all blocks of the cluster, by SHARE threads.
-DEVICE void tell(float2* totals, int rank, int groups, int g, float2 sums) {
+// Writes the sum and sum of squares of group g of the slab to all blocks of the cluster, by SHARE threads. ``met``: their barriers, which count
+// the bytes (the release of a cluster barrier would wait for all loads in flight).
+DEVICE void tell(float2* totals, float2* met, int rank, int groups, int g, float2 sums) {
     float2* slot = totals + rank * groups + g;
 #if CLUSTER > 1
-    for (int r = threadIdx.x % SHARE; r < CLUSTER; r += SHARE) cluster_put(cluster_map(smem_address(slot), r), sums);
+    for (int r = threadIdx.x % SHARE; r < CLUSTER; r += SHARE)
+        cluster_store_async(cluster_map(smem_address(slot), r), cluster_map(smem_address(met), r), sums);
 #else
     if (threadIdx.x % SHARE == 0) *slot = sums;
 #endif
@@ -57,8 +53,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_co
     float2* table = reinterpret_cast<float2*>(shared);                           // see group_sums.cuh
     float2* totals = table + vectors * SPAN * table_pitch(lines);                // [CLUSTER][groups]
     float2* moments = totals + CLUSTER * groups;                                 // [groups]: mean, 1 / standard deviation
-    float* pivots = reinterpret_cast<float*>(moments + groups);                  // [groups]
-    const int head = 8 * (vectors * SPAN * table_pitch(lines) + (CLUSTER + 1) * groups) + 4 * groups;
+    float2* met = moments + groups;                                              // a barrier
+    float* pivots = reinterpret_cast<float*>(moments + groups + 1);              // [groups]
+    const int head = 8 * (vectors * SPAN * table_pitch(lines) + (CLUSTER + 1) * groups + 1) + 4 * groups;
     Element* data = reinterpret_cast<Element*>(shared + (head + 15) / 16 * 16) + line * p.slab + channel;
     const Element* origin = p.input + (long long)n * p.pixels * p.input_pitch + first_channel;
     const Element* input = origin + (long long)(from + line) * p.input_pitch + channel;
@@ -69,6 +66,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_co
     load_floats<LANES>(factor, p.scale + first_channel + channel);
     load_floats<LANES>(shift, p.bias + first_channel + channel);
 #if CLUSTER > 1
+    if (threadIdx.x == 0) {
+        barrier_init(smem_address(met), 1);
+        barrier_init_fence();
+        barrier_expect(smem_address(met), CLUSTER * groups * 8);
+    }
     cluster_arrive_relaxed();
 #endif
     grid_dependency_wait();
@@ -116,16 +118,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_co
     if (live) put_sums(table, own, vector, line, lines, sum, square);
     __syncthreads();
 #if CLUSTER > 1
-    cluster_wait();                                // the peers run: their shared memory may be written
+    cluster_wait();                                // the peers run and their barriers are initialized: their shared memory may be written
 #endif
     for (int begin = 0; begin < groups; begin += THREADS / SHARE) {
         const int g = begin + threadIdx.x / SHARE;
         const float2 sums = group_sums(table, min(g, groups - 1), p.group, lines);
-        if (g < groups) tell(totals, rank, groups, g, sums);
+        if (g < groups) tell(totals, met, rank, groups, g, sums);
     }
 #if CLUSTER > 1
-    cluster_arrive();
-    cluster_wait();
+    barrier_wait_cluster(smem_address(met), 0);
 #else
     __syncthreads();
 #endif

@@ -21,6 +21,7 @@ struct Params {
 
 __shared__ float partial[WARPS][CHANNELS];
 __shared__ float gathered[CLUSTER][CHANNELS];
+__shared__ u64 met;                                // barrier of the first block, which counts the bytes of all sums
 
 extern "C" __global__ void __launch_bounds__(THREADS) means(const __grid_constant__ Params p) {
     grid_launch_dependents();
@@ -29,6 +30,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) means(const __grid_constan
     const int end = min(p.pixels, (rank + 1) * p.share), channel = slab + vector * 8;
     const u16* x = p.x + (long long)image * p.pixels * p.pitch + channel;
 #if CLUSTER > 1
+    if (threadIdx.x == 0) {
+        barrier_init(smem_address(&met), 1);
+        barrier_init_fence();
+        if (rank == 0) barrier_expect(smem_address(&met), CLUSTER * CHANNELS * 4);
+    }
     cluster_arrive_relaxed();
 #endif
     grid_dependency_wait();
@@ -59,12 +65,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) means(const __grid_constan
     #pragma unroll
     for (int w = 0; w < WARPS; w++) total += partial[w][lane];
 #if CLUSTER > 1
-    cluster_wait();                                // the peers run: their shared memory may be written
+    cluster_wait();                                // the first block runs and its barrier is initialized: its shared memory may be written
     if (warp == 0)
-        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_map(smem_address(&gathered[rank][lane]), 0)), "f"(total) : "memory");
-    cluster_arrive();
-    cluster_wait();
+        cluster_store_async(cluster_map(smem_address(&gathered[rank][lane]), 0), cluster_map(smem_address(&met), 0), __float_as_uint(total));
     if (rank) return;
+    barrier_wait_cluster(smem_address(&met), 0);
     total = 0.0f;
     #pragma unroll
     for (int r = 0; r < CLUSTER; r++) total += gathered[r][lane];
