@@ -27,7 +27,7 @@ from optdnn.passes.rules.shape import (
 )
 from optdnn.passes.rules.transpose import sink_transpose
 from optdnn.passes.rules.unit_axes import unit_axis
-from optdnn.passes.rules.window import crop_transpose, drop_taps, pad_conv, pad_pool
+from optdnn.passes.rules.window import crop_conv, crop_transpose, drop_taps, pad_conv, pad_pool
 
 
 class Canonicalize(RulePass):
@@ -67,6 +67,7 @@ class Canonicalize(RulePass):
         reduction_of_reduction,
         sum_is_mean,  # norms are recognized by their means
         pad_conv,
+        crop_conv,
         crop_transpose,
         drop_taps,  # after the padding of its own and of a Pad are one
         pad_pool,

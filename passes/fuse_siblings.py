@@ -7,6 +7,9 @@ where a Concat joins the parts again, and no Split is needed.
 
 On GPUs, convolutions of several kernel sizes that a Concat joins (InceptionTime, OmniScaleCNN) get one size, with taps of zeros,
 where their launches take longer than the multiplications by zeros.
+
+There too, convolutions that each read one of the parts of such a Split become one grouped convolution. The heads of CenterPoint, 36
+pairs of small convolutions of one image, are two convolutions then (Yin et al., 2021).
 """
 
 from __future__ import annotations
@@ -36,6 +39,10 @@ LAUNCH_BYTES = 4 << 20
 
 LAUNCH_PRODUCTS = {True: 5e7, False: 1e7}
 """Multiplications that take as long as one small launch, by whether tensor cores do them in 8 or 16 bits."""
+LEAST_GROUPS = 3
+"""Fewest convolutions that become the groups of one: two run side by side."""
+MOST_PRODUCTS = 1 << 28
+"""A convolution of at least this many multiplications fills a GPU by itself: a grouped one would not be faster."""
 ALIGNED = 8
 """Parts of a product whose columns are a multiple of this can be read in place: on GPUs the Split is no copy then."""
 
@@ -99,7 +106,7 @@ class MergeSiblings(Rule):
         ops = (*(m.op for m in members), *([family.concat] if family.concat is not None else []))
 
         def build(patch: Patch) -> None:
-            merged = _merged(graph, patch, family, context.kept)
+            merged = _merged(graph, patch, x, family, context.kept)
             if family.concat is not None:
                 _into_concat(patch, family, family.concat, merged)
             else:
@@ -112,6 +119,91 @@ class MergeSiblings(Rule):
         return Match(ops, build)
 
 
+class GroupSiblings(Rule):
+    """Convolutions that each read one of the equal parts of a tensor's channels become one grouped convolution, whose groups are as
+    wide as the widest of them. Only for 16-bit images on GPUs: there, a grouped convolution takes as long as its work."""
+
+    name = "grouped_siblings"
+    kinds = frozenset({"Split"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        values = [Value(op.id, port) for port in range(len(op.outputs))]
+        readers = [graph.sole_user(v) for v in values]
+        alone = all(
+            r is not None and r.kind == "Conv" and list(r.inputs).count(v) == 1 and r.inputs[0] == v
+            for r, v in zip(readers, values, strict=True)
+        )
+        if not context.on_gpu or not alone or len(values) < 2:
+            return None
+        convs = [r for r in readers if r is not None]
+        found = [_member(graph, conv) for conv in convs]
+        members = [m for m in found if isinstance(m, Member)]
+        if (why := _ungrouped(graph, op, found, context.precision)) is not None:
+            return Miss(why)
+        most = max(m.width for m in members)
+        groups = tuple(_as_group(m, len(members), most) for m in members)
+        family = _family(graph, groups)
+        if family.members != groups or any(m.width < most for m in members):
+            family = Family(groups, 1, None)
+
+        def build(patch: Patch) -> None:
+            merged = _merged(graph, patch, operand(op), family, context.kept)
+            if family.concat is not None:
+                _into_concat(patch, family, family.concat, merged)
+                return
+            sizes = [n for m in members for n in (m.width, most - m.width) if n]
+            named = integers(patch, sizes, f"{convs[0].outputs[0].name}.groups.sizes")
+            split, port = patch.add_op("Split", [merged, named], SplitAttrs(1), outputs=len(sizes)), 0
+            for m in members:
+                patch.replace(m.op.value, Value(split.id, port))
+                port += 1 if m.width == most else 2
+
+        return Match((op, *convs, *([] if family.concat is None else [family.concat])), build)
+
+
+def _ungrouped(graph: Graph, split: Op, found: Sequence[Member | str], precision: str) -> str | None:
+    """Why the convolutions of a Split's parts do not become one; None if they do."""
+    if "16" not in precision:
+        return "only kernels of 16-bit images compute the groups of a convolution side by side"
+    refusals = [m for m in found if isinstance(m, str)]
+    if refusals:
+        return refusals[0]
+    members = [m for m in found if isinstance(m, Member)]
+    if len({(m.key, m.weight.shape[1]) for m in members}) > 1:
+        return "the convolutions of the parts differ in geometry, type or activation"
+    if len(members) < LEAST_GROUPS:
+        return "two convolutions run side by side"
+    y = graph.type(members[0].op.value)
+    if not y.is_static:
+        return "the size of the image is not known"
+    positions = math.prod(y.static_shape) // members[0].width
+    products = [m.weight.size * positions for m in members]
+    if max(products) >= MOST_PRODUCTS:
+        return "each of the convolutions is large enough for a launch of its own"
+    if max(products) * len(products) - sum(products) > (len(products) - 1) * LAUNCH_PRODUCTS[True]:
+        return "groups of equal size would multiply many zeros"
+    return None
+
+
+def _as_group(member: Member, groups: int, width: int) -> Member:
+    """A convolution as a group of a convolution, with ``width`` output channels. Weights of additional channels are zeros."""
+    kind, attrs, *rest = member.key
+
+    more = width - member.width
+
+    def wider(array: Array, fill: float) -> Array:
+        return np.pad(array, [(0, more), *[(0, 0)] * (array.ndim - 1)], constant_values=fill)
+
+    return replace(
+        member,
+        key=(kind, replace(attrs, group=groups), *rest),
+        weight=wider(member.weight, 0.0),
+        bias=None if member.bias is None else wider(member.bias, 0.0),
+        channels=tuple(None if c is None else wider(c, 1.0) for c in member.channels),
+        width=width,
+    )
+
+
 def _adds_first(graph: Graph, op: Op) -> Op | None:
     """The convolution that adds the result of this one before any other stage."""
     reader = graph.sole_user(op.value) if op.kind == "Conv" and not op.attrs.epilogue else None
@@ -121,13 +213,13 @@ def _adds_first(graph: Graph, op: Op) -> Op | None:
     return reader if [reader.inputs[a] for a in slots] == [op.value] else None
 
 
-def _merged(graph: Graph, patch: Patch, family: Family, kept: ConstantCache) -> Value:
-    """The op that computes all members, with their output channels in order."""
+def _merged(graph: Graph, patch: Patch, x: Value, family: Family, kept: ConstantCache) -> Value:
+    """The op on ``x`` that computes all members, with their output channels in order."""
     members, first = family.members, family.members[0]
     name = f"{first.op.outputs[0].name}.siblings"
     weights, axis = [m.weight for m in members], output_axis(first.op)
     weight = kept.once(("joined", axis), weights, lambda: np.concatenate(weights, axis=axis))
-    inputs: list[Value | None] = [first.op.inputs[0], patch.constant(weight, f"{name}.weight"), None]
+    inputs: list[Value | None] = [x, patch.constant(weight, f"{name}.weight"), None]
     if any(m.bias is not None for m in members):
         biases = [np.zeros(m.width, weight.dtype) if m.bias is None else m.bias for m in members]
         inputs[2] = patch.constant(np.concatenate(biases), f"{name}.bias")
@@ -303,4 +395,4 @@ def _unprofitable(graph: Graph, x: Value, family: Family, target: str) -> str | 
 
 class FuseSiblings(RulePass):
     name = "fuse_siblings"
-    rules = (MergeSiblings(),)
+    rules = (MergeSiblings(), GroupSiblings())

@@ -29,6 +29,7 @@ from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.passes.fuse_activation import FuseActivation
 from optdnn.passes.fuse_attention import FuseAttention
 from optdnn.passes.fuse_conv_bn import BnToScaleShift, FuseConvBn, ScaleShiftToBn
+from optdnn.passes.fuse_conversions import FuseConversions
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.fuse_l2_norm import FuseL2Norm
 from optdnn.passes.fuse_norm import FuseNorm
@@ -233,6 +234,7 @@ GPU: tuple[Pass, ...] = (
     FoldQuantized(),  # before layouts: each op on integers becomes one operator, which layouts weigh as one
     DepthwiseRelu(),  # after integers, whose kernels have no prologue; before layouts
     WideProducts(),  # after precisions, which add the conversions; before layouts
+    FuseConversions(),  # after WideProducts, which would not see a conversion that is a stage
     AssignLayout(),  # after all passes that rewrite by logical types: it assigns physical layouts
     FlattenChannelsLast(),  # last: it depends on the layouts
 )

@@ -163,13 +163,18 @@ def read_opsets(imports: object, name: str) -> dict[str, int]:
 
 def description(proto: onnx.ModelProto) -> dict[str, Any]:
     """What a model says about itself: the fields of onnxruntime's ``ModelMetadata``, without empty ones. ``custom_metadata_map``
-    holds its ``metadata_props``."""
+    holds its ``metadata_props``. Text that is not UTF-8 is read as far as it is."""
     found = {
-        "producer_name": proto.producer_name,
-        "description": proto.doc_string,
-        "domain": proto.domain,
-        "graph_description": proto.graph.doc_string,
+        "producer_name": _text(proto.producer_name),
+        "description": _text(proto.doc_string),
+        "domain": _text(proto.domain),
+        "graph_description": _text(proto.graph.doc_string),
         "version": proto.model_version,
-        "custom_metadata_map": {entry.key: entry.value for entry in proto.metadata_props},
+        "custom_metadata_map": {_text(entry.key): _text(entry.value) for entry in proto.metadata_props},
     }
     return {name: value for name, value in found.items() if value}
+
+
+def _text(field: str | bytes) -> str:
+    """A field of text. Protobuf gives its bytes if they are not UTF-8."""
+    return field if isinstance(field, str) else field.decode(errors="replace")

@@ -10,7 +10,7 @@ An operator without a kernel, or with sizes that depend on data, becomes a step 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from optdnn.lowering.assemble import SITE, compact, placed, pruned, without_site
 from optdnn.lowering.bounds import input_bounds
 from optdnn.lowering.choose import Decision, Selection, TacticChoice
 from optdnn.lowering.host import HostSide, summary
+from optdnn.lowering.joined_copies import with_joined_copies
 from optdnn.lowering.l2_prefetch import with_ahead
 from optdnn.lowering.lane_choice import LaneChoice, on_lanes
 from optdnn.lowering.lanes import LATENCY
@@ -125,17 +126,25 @@ def lower_cuda(
         emitted.program.meta = {**meta, **emitted.program.meta}
     times = {} if streams is None else streams.seconds
     seconds, measured = emitted.seconds(times), emitted.measured(times)
-    program = emitted.program
+    program, moved = with_joined_copies(emitted.program, gpu)
+    seconds, measured = _renumbered(seconds, measured, moved)
     if not options.row_invariant:
         program, moved = with_megakernels(program, gpu)
-        seconds = {k: seconds[old] for k, old in moved.items() if old in seconds}
-        measured = {k for k, old in moved.items() if old in measured}
+        seconds, measured = _renumbered(seconds, measured, moved)
     program = with_step_times(with_ahead(program, gpu, seconds), gpu, seconds, measured)
     if not program.meta.get("runs"):  # a megakernel leaves nothing idle for other lanes
         program = on_lanes(program, gpu, seconds, options, streams)
     if not TargetName.parse(options.target).simulated and not options.no_cubins:
         program = _compiled(program, say, prepared.cubins, options.custom_ops)
     return placed(program)
+
+
+def _renumbered(
+    seconds: Mapping[int, float], measured: Collection[int], moved: Mapping[int, int]
+) -> tuple[dict[int, float], set[int]]:
+    """The times of steps, and the measured steps, with new numbers. ``moved``: new number -> old one."""
+    times = {k: seconds[old] for k, old in moved.items() if old in seconds}
+    return times, {k for k, old in moved.items() if old in measured}
 
 
 def emit_program(

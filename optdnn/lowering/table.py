@@ -42,7 +42,7 @@ from optdnn.kernels.gemm.normed_residual import NormedResidualGemm
 from optdnn.kernels.gemm.paired import PairedGemm, PairedPartsGemm
 from optdnn.kernels.gemm.row_product import RowProduct
 from optdnn.kernels.gemm.turned import NormedTurnedGemm, TurnedGemm
-from optdnn.kernels.index import numeric, positions, regions, scatters, sinkhorn
+from optdnn.kernels.index import numeric, positions, regions, scatters, sinkhorn, trees
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
 from optdnn.kernels.index.rotary_norm import RotaryNormPair
 from optdnn.kernels.index.sample import Sample
@@ -205,7 +205,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **dict.fromkeys(COLLECTIVES, (Collect(),)),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
-    **dict.fromkeys(OPERATIONS, (RowsOnce(), RowsGrid(), Rows())),
+    **dict.fromkeys(OPERATIONS, (QuantizedRows(), ActivatedRows(), RowsOnce(), RowsGrid(), Rows())),
     "LayerNormalization": (*_NORMS, RowTiles(), *_LATER_NORMS, CudnnNorm()),
     "RMSNormalization": (*_NORMS, *_LATER_NORMS, CudnnNorm()),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), RowsGrid(), Rows())),
@@ -215,6 +215,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),
     **dict.fromkeys(scatters.SCATTERS, (scatters.TACTIC,)),
     "Sinkhorn": (sinkhorn.TACTIC,),
+    "TreeEnsemble": (trees.TACTIC,),
     "TopK": (TopRows(), positions.TACTIC),
     **dict.fromkeys(REDUCTIONS, (StagedReduction(), ReductionParts(), Reduction())),
     **dict.fromkeys(

@@ -56,7 +56,7 @@ class NormAddNormAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class ActivatedNormAttrs(NestedAttrs):
-    """The normalization ``norm`` (a kind) with its attributes ``own``, the stages before it and the stages after it.
+    """The normalization or softmax ``norm`` (a kind) with its attributes ``own``, the stages before it and the stages after it.
 
     Stages read operands from slot 4 on.
     """

@@ -192,6 +192,10 @@ def without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- shapes
 
 
+def _infer_copies(call: Call) -> Result:
+    return Result(tuple(call.type(k) for k in range(len(call.types))))
+
+
 def _infer_frames(call: Call) -> Result:
     a: FramesAttrs = call.attrs
     x = call.type(0)
@@ -318,6 +322,7 @@ DEFS: tuple[OpDef, ...] = (
     CHANNEL_ATTENTION,
     CHANNEL_RESULTS,
     CHANNEL_SUMS,
+    region("Copies", _infer_copies, cost=free, tol=EXACT, traits=_MOVES),
     region("Copy", same_type, cost=free, tol=EXACT, traits=_MOVES),
     FACTORED_ATTENTION,
     region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=_MOVES),

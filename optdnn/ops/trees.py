@@ -257,16 +257,16 @@ def binary_outcome(e: Emit, score: Ref, labels: Array, transform: str, *, probab
 
     ``probability``: the score is a probability, so 0.5 decides and the first class has the rest; otherwise its sign decides.
     """
-    zero, one = np.float32(0), np.float32(1)
-    first = emit(e, "Sub", one, score) if probability else emit(e, "Neg", score)
+    both = emit(e, "Mul", score, np.array([[-1, 1]], np.float32))  # one pointwise operator, and no Concat
     if transform == "LOGISTIC":
-        both = emit(e, "Sigmoid", emit(e, "Concat", emit(e, "Neg", score), score, axis=1))
+        both = emit(e, "Sigmoid", both)
     elif transform == "NONE":
-        both = emit(e, "Concat", first, score, axis=1)
+        if probability:
+            both = emit(e, "Add", both, np.array([[1, 0]], np.float32))
         return labeled(e, both, labels), both  # the larger of 1 - s and s, or of -s and s, agrees with the threshold
     else:
         raise Unsupported(f"post_transform={transform} of a single score")
-    threshold = np.float32(0.5) if probability else zero
+    threshold = np.float32(0.5 if probability else 0)
     chosen = emit(e, "Cast", emit(e, "Greater", score, threshold), to=INT64)
     return _named(e, emit(e, "Squeeze", chosen, np.array([1], np.int64)), labels), both
 

@@ -65,10 +65,9 @@ def pad_conv(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, pad), lambda patch: patch.add("Conv", inputs, attrs))
 
 
-@rule("crop_transpose", {"Slice"})
-def crop_transpose(graph: Graph, op: Op) -> Match | Miss | None:
-    """A transposed convolution absorbs a crop of its result into its pads (causal decoders, BigVGAN)."""
-    conv = producer(graph, op.inputs[0], {"ConvTranspose"})
+def _crop(graph: Graph, op: Op, kind: str) -> tuple[Op, tuple[int, ...], tuple[int, ...]] | Miss | None:
+    """The convolution (of this kind) before a Slice, and the pixels that are cut off at the begin and the end of each axis."""
+    conv = producer(graph, op.inputs[0], {kind})
     starts, ends, axes = (ints(graph, op.input(i)) for i in (1, 2, 3))
     steps = None if op.input(4) is None else ints(graph, op.input(4))
     if conv is None or starts is None or ends is None or (op.input(4) is not None and set(steps or ()) != {1}):
@@ -88,12 +87,52 @@ def crop_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     if any(begins[:2]) or any(after[:2]):
         return Miss("it cuts off images or channels")
     a = conv.attrs
-    if a.auto_pad != "NOTSET" or a.output_shape or a.prologue or a.epilogue:
+    if a.auto_pad != "NOTSET" or getattr(a, "output_shape", None) or a.prologue or a.epilogue:
         return Miss(f"the pads of {conv.name} follow from its result, or it has stages")
-    if any(b + e >= n for b, e, n in zip(begins, after, full, strict=True)):  # type: ignore[operator]
+    if any(b + e >= n for b, e, n in zip(begins, after, full, strict=True) if isinstance(n, int)):
         return Miss("it cuts off everything")
-    attrs = replace(a, pads=tuple(p + c for p, c in zip(a.pads, (*begins[2:], *after[2:]), strict=True)))
+    return conv, tuple(begins[2:]), tuple(after[2:])
+
+
+@rule("crop_transpose", {"Slice"})
+def crop_transpose(graph: Graph, op: Op) -> Match | Miss | None:
+    """A transposed convolution absorbs a crop of its result into its pads (causal decoders, BigVGAN)."""
+    found = _crop(graph, op, "ConvTranspose")
+    if found is None or isinstance(found, Miss):
+        return found
+    conv, begins, after = found
+    attrs = replace(conv.attrs, pads=tuple(p + c for p, c in zip(conv.attrs.pads, (*begins, *after), strict=True)))
     return Match((op, conv), lambda patch: patch.add("ConvTranspose", conv.inputs, attrs))
+
+
+@rule("crop_conv", {"Slice"})
+def crop_conv(graph: Graph, op: Op) -> Match | Miss | None:
+    """A convolution with less padding does not compute what a Slice would cut off. Causal convolutions are padded on both sides,
+    and lose the end (TCN: Bai et al., 2018; Mamba: Gu and Dao, 2023)."""
+    if set(ints(graph, op.input(3)) or ()) <= {0, 1}:  # a part of the channels
+        return None
+    found = _crop(graph, op, "Conv")
+    if found is None or isinstance(found, Miss):
+        return found
+    conv, begins, after = found
+    a, rank = conv.attrs, len(begins)
+    taps, sizes = shape_of(graph, operand(conv, 1)), shape_of(graph, operand(conv))
+    if taps is None or sizes is None or not any((*begins, *after)):
+        return None
+    pads = [0] * (2 * rank)
+    for k in range(rank):
+        size, out, count = sizes[2 + k], conv.outputs[0].type.dims[2 + k], taps[2 + k]
+        if not (begins[k] or after[k]):
+            pads[k], pads[rank + k] = a.pads[k], a.pads[rank + k]
+            continue
+        if not isinstance(size, int) or not isinstance(out, int) or not isinstance(count, int):
+            return Miss(f"{conv.name} has a symbolic size")
+        pads[k] = a.pads[k] - begins[k] * a.strides[k]
+        read = (out - begins[k] - after[k] - 1) * a.strides[k] + (count - 1) * a.dilations[k] + 1 - pads[k]
+        pads[rank + k] = max(0, read - size)
+        if pads[k] < 0 or size - read >= a.strides[k]:
+            return Miss(f"without padding, {conv.name} would still compute what it cuts off")
+    return Match((op, conv), lambda patch: patch.add("Conv", conv.inputs, replace(a, pads=tuple(pads))))
 
 
 @rule("drop_taps", {"Conv"})

@@ -16,8 +16,8 @@ from optdnn.ops.table import OPDEFS
 from optdnn.passes.support.facts import operand
 from optdnn.types import is_float
 
-DECIDES = frozenset({"NonMaxSuppression", "NonZero", "TopK"})
-"""Kinds that compare the elements of their operands, and whose results are indices."""
+DECIDES = frozenset({"NonMaxSuppression", "NonZero", "TopK", "TreeEnsemble"})
+"""Kinds that compare the elements of their operands, and whose results are indices, or depend on comparisons alone."""
 
 CARRIES = frozenset({"LogSoftmax", "ReduceMax", "ReduceMin", "ScatterElements", "ScatterND", "Softmax"})
 """Kinds between features and decisions, besides pointwise operators and operators that only move elements."""

@@ -193,6 +193,7 @@ RULES: Mapping[str, str] = {
     "view": "changes of layout that move nothing",
     "convert": "changes of layout inserted",
     # convolutions
+    "crop_conv": "crops merged into the pads of convolutions",
     "crop_transpose": "crops merged into the pads of transposed convolutions",
     "pad_conv": "Pads merged into convolutions",
     "drop_taps": "filter taps over padding dropped",
@@ -254,6 +255,7 @@ RULES: Mapping[str, str] = {
     "rotary_rows": "rotary embeddings extended to rows that are not rotated",
     "rotary_first_rows": "rotary embeddings extended to rows that are not rotated",
     "rotary_parts": "rotary embeddings of parts of a head merged",
+    "grouped_siblings": "convolutions of the parts of a tensor merged into a grouped one",
     "siblings": "products of one operand merged into one",
     "parts_together": "equal pointwise operators on parts applied to the whole tensor",
     "computed_again": "pointwise operators computed in each of their readers",
@@ -287,6 +289,7 @@ RULES: Mapping[str, str] = {
     "integer_product": "sums of integers computed on tensor cores",
     "quantized_mean": "pools computed on integers",
     "quantized_siblings": "quantized products of the same data merged",
+    "converted_in_registers": "conversions between fp32 and 16-bit floats added to pointwise operators",
     "wide_product": "results of products stored directly as fp32",
     "wide_result": "results of quantized products stored directly as fp32",
     "quantize_stages": "QuantizeLinears fused with the operators before them",

@@ -172,6 +172,6 @@ def products_of(kind: str, shapes: Sequence[Shape], out: Shape, attrs: Mapping[s
 
 
 MOVES = frozenset({
-    *("BlocksToSpace", "Copy", "Frames", "Gather", "GatherElements", "GatherND", "Pad", "SpaceToDepthImage", "Zeros"),
+    *("BlocksToSpace", "Copies", "Copy", "Frames", "Gather", "GatherElements", "GatherND", "Pad", "SpaceToDepthImage", "Zeros"),
 })  # fmt: skip
 """Kinds of launches that compute nothing."""

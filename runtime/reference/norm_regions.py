@@ -11,12 +11,15 @@ import numpy as np
 from optdnn.runtime.reference.attention import rotary_embedding
 from optdnn.runtime.reference.base import ComposedKernel, Kernel, Run
 from optdnn.runtime.reference.norm import KERNELS as NORMS
+from optdnn.runtime.reference.softmax import KERNELS as SOFTMAX
 from optdnn.types import Array
+
+ROWS = {**NORMS, **SOFTMAX}
 
 
 def activated_norm(x: Array, *given: Array | None, norm: str, **attrs: Any) -> tuple[Array, ...]:
-    """The normalization ``norm`` (a kind) with its scale and bias; its stages follow."""
-    return NORMS[norm](x, *(a for a in given if a is not None), **attrs)[:1]
+    """The normalization or softmax ``norm`` (a kind) with its scale and bias; its stages follow."""
+    return ROWS[norm](x, *(a for a in given if a is not None), **attrs)[:1]
 
 
 def add_norm(a: Array, b: Array, *parameters: Array | None, norm: str, **attrs: Any) -> tuple[Array, ...]:

@@ -24,6 +24,11 @@ def copy(x: Array) -> tuple[Array, ...]:
     return (x,)
 
 
+def copies(*operands: Array) -> tuple[Array, ...]:
+    """All operands, each as by :func:`copy`."""
+    return operands
+
+
 def frames(
     x: Array,
     *,
@@ -351,6 +356,7 @@ KERNELS: dict[str, Kernel] = {
     "ChannelAttention": channel_attention,
     "ChannelResults": channel_results,
     "ChannelSums": channel_sums,
+    "Copies": copies,
     "Copy": copy,
     "Frames": frames,
     "FactoredAttention": factored_attention,

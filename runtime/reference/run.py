@@ -19,7 +19,7 @@ _KEEPS_NARROW = frozenset(
     {
         *("BitCast", "Cast", "DequantizeLinear", "Identity", "If", "Layout", "Loop", "QuantizeLinear", "Scan"),
         *("QuantizedConv", "QuantizedMatMul", "QuantizedMean"),
-        *("Copy", "Frames", "StackedRNN"),
+        *("Copies", "Copy", "Frames", "StackedRNN"),
     }
 )
 

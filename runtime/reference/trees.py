@@ -34,6 +34,7 @@ def tree_ensemble(
     """
     dtype = np.promote_types(thresholds.dtype, x.dtype if x.dtype.kind == "f" else np.float32)
     x, thresholds = x.astype(dtype), thresholds.astype(dtype)
+    missing = missing.astype(np.bool_)  # a GPU's table of nodes holds integers
     at = np.broadcast_to(roots, (x.shape[0], roots.size)).copy()
     row = np.arange(x.shape[0])[:, None]
     compare = (np.less_equal, np.less, np.greater_equal, np.greater, np.equal, np.not_equal)

@@ -8,6 +8,7 @@ import pytest
 from onnx import helper, numpy_helper
 from onnxtext import constants, model, out_type, sources
 
+import optdnn
 from optdnn.errors import ModelError, ShapeError, UnsupportedError, UsageError
 from optdnn.importers.model import open_model
 from optdnn.importers.onnx import import_model
@@ -309,3 +310,14 @@ def _error(data: bytes) -> str | None:
     except (ModelError, UnsupportedError) as error:
         return str(error)
     return None
+
+
+def test_metadata_that_is_not_utf_8() -> None:
+    """Protobuf gives such text as bytes, which no engine could hold."""
+    node = helper.make_node("Relu", ["x"], ["y"])
+    x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in "xy")
+    model = helper.make_model(helper.make_graph([node], "g", [x], [y]), producer_name="made by ab", ir_version=8)
+    broken = onnx.ModelProto.FromString(model.SerializeToString().replace(b"made by ab", b"made by \xff\xfe"))
+    graph = import_model(broken)
+    assert graph.description["producer_name"] == "made by \ufffd\ufffd"
+    assert optdnn.build(broken, target="reference").program.meta["model"]["description"] == graph.description

@@ -69,8 +69,8 @@ NETS: dict[str, tuple[Callable[[], Graph], str]] = {
     "depthwise": (depthwise_net, "depthwise_tiles"),
     "depthwise 5x5, strided": (lambda: depthwise_net(kernel=5, pads=2, strides=2), "depthwise_tiles"),
     "squeeze and excitation": (lambda: depthwise_net(squeeze=True), "depthwise_tiles"),
-    "norms and softmax": (lambda: rows_net("Softmax"), "rows_once"),
-    "log-softmax": (lambda: rows_net("LogSoftmax"), "rows_once"),
+    "norms and softmax": (lambda: rows_net("Softmax"), "rows_activated"),
+    "log-softmax": (lambda: rows_net("LogSoftmax"), "rows_activated"),
     "a normalized sum": (residual, "add_norm"),
     **{name: GROUP_NORM[name] for name in ("groups", "instances", "odd groups")},
 }

@@ -246,6 +246,32 @@ def test_group_query_attention(
             np.testing.assert_allclose(a[b, :, : end + 1], w[b, :, : end + 1], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("length", "past", "lengths", "total"), [(4, 0, [3, 3], 4), (1, 6, [6, 6], 7), (1, 8, [3, 5], 6), (3, 8, [5], 6)]
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"smooth_softmax": 1}, {"local_window_size": 3}, {"softcap": 2.0, "scale": 0.4}]
+)
+def test_attention_with_sinks(length: int, past: int, lengths: list[int], total: int, options: dict[str, Any]) -> None:
+    """A further logit for each head (gpt-oss), or 0 for all heads (``smooth_softmax``)."""
+    n, smooth = len(lengths), "smooth_softmax" in options
+    q, k, v = normal(n, length, 64), normal(n, length, 32, seed=1), normal(n, length, 32, seed=2)
+    cache = [normal(n, 2, past, 16, seed=3), normal(n, 2, past, 16, seed=4)] if past else [None, None]
+    given = [q, k, v, *cache, np.array(lengths, np.int32), np.array(total, np.int32)]
+    sinks = [] if smooth else [None] * 4 + [2 * normal(4, seed=5)]
+    m, feeds = one("GroupQueryAttention", [*given, *sinks], n=3, fed=7, num_heads=4, kv_num_heads=2, **options)
+    plain, _ = one("GroupQueryAttention", given, n=3, fed=7, num_heads=4, kv_num_heads=2,
+                   **{k: v for k, v in options.items() if k != "smooth_softmax"})  # fmt: skip
+    got, want = list(evaluate(import_model(m), feeds).values()), onnxruntime_run(m, feeds)
+    others = list(evaluate(import_model(plain), {k: v for k, v in feeds.items() if k != "x11"}).values())
+    for b, end in enumerate(lengths):
+        rows = min(length, end + 1)
+        np.testing.assert_allclose(got[0][b, :rows], want[0][b, :rows], rtol=2e-5, atol=2e-5)
+        assert np.abs(others[0][b, :rows] - want[0][b, :rows]).max() > 1e-2, "the sinks matter"
+        for a, w in zip(got[1:], want[1:], strict=True):
+            np.testing.assert_allclose(a[b, :, : end + 1], w[b, :, : end + 1], rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("interleaved", [0, 1])
 @pytest.mark.parametrize("flat", [0, 1])
 @pytest.mark.parametrize("offset", [0, 1])

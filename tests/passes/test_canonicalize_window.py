@@ -340,6 +340,63 @@ def test_a_crop_of_an_unknown_size_is_refused() -> None:
     check_refused(CANON, graph, because="has a symbolic size", rule="crop_transpose")
 
 
+def cropped(
+    n: Net, begin: int = 0, end: int = -2, axis: int = -1, *, pads: tuple[int, int] = (2, 2), stride: int = 1,
+    dilation: int = 1, auto: str = "NOTSET", length: Any = 9,
+) -> tuple[Value, Value]:  # fmt: skip
+    """A depthwise convolution of three taps, and a part of its result."""
+    attrs = ConvAttrs((stride,), pads, (dilation,), 4, auto)
+    y = n.op("Conv", n.input(2, 4, length), n.random(4, 1, 3), n.random(4), attrs=attrs)
+    return y, n.op("Slice", y, n.ints(begin), n.ints(end), n.ints(axis))
+
+
+@pytest.mark.parametrize(
+    ("options", "pads"),
+    [
+        ({}, (2, 0)),  # causal
+        ({"end": -1}, (2, 1)),
+        ({"begin": 1, "end": 10}, (1, 1)),
+        ({"begin": 2, "end": 1 << 62}, (0, 2)),
+        ({"pads": (4, 4), "end": -4, "dilation": 2}, (4, 0)),
+        ({"stride": 2, "end": -1}, (2, 0)),  # 6 results become 5, the last of which ends with the input
+        ({"stride": 2, "begin": 1, "end": 6}, (0, 2)),
+        ({"stride": 2, "length": 8, "end": -1}, (2, 0)),
+    ],
+)
+def test_crops_of_a_convolution(options: dict[str, Any], pads: tuple[int, int]) -> None:
+    n = Net(np.float64)
+    graph = n.done(cropped(n, **options)[1])
+    after, _ = check_pass(CANON, graph, changes=1, kinds={"Conv": 1}, rules={"crop_conv": 1})
+    assert after.of_kind("Conv")[0].attrs.pads == pads
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"end": -3}, "would still compute what it cuts off"),
+        ({"begin": 3, "end": 9}, "would still compute what it cuts off"),
+        ({"stride": 2, "begin": 2, "end": 9}, "would still compute what it cuts off"),
+        ({"begin": 9, "end": 3}, "it cuts off everything"),
+        ({"auto": "SAME_UPPER"}, "follow from its result"),
+        ({"length": symbol("n")}, "has a symbolic size"),
+    ],
+)
+def test_crops_of_a_convolution_that_are_refused(options: dict[str, Any], because: str) -> None:
+    n = Net(np.float64)
+    check_refused(CANON, n.done(cropped(n, **options)[1]), because=because, rule="crop_conv")
+
+
+def test_a_convolution_that_is_read_whole_is_not_cut() -> None:
+    n = Net(np.float64)
+    y, part = cropped(n)
+    check_refused(CANON, n.done(part, n.op("Relu", y)), because="is used 2 times", rule="crop_conv")
+
+
+def test_parts_of_the_channels_are_not_crops() -> None:
+    n = Net(np.float64)
+    check_untouched(CANON, n.done(cropped(n, axis=1, end=2)[1]))
+
+
 def test_other_parts_of_a_transposed_convolution_are_not_crops() -> None:
     n = Net(np.float64)
     _y, part = transposed(n, step=2)

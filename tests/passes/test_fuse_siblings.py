@@ -14,7 +14,7 @@ from optdnn.ir.graph import Value
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
-from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.packed_layout import PackedMatMulAttrs
 from optdnn.ops.unary import LeakyReluAttrs
 from optdnn.passes.base import PassContext
@@ -314,3 +314,92 @@ def test_the_same_matrix_as_right_operand_is_no_sibling() -> None:
         n.op("MatMul", x, n.random(8, 8), attrs=MatMulAttrs()), n.op("MatMul", n.random(8, 8), x, attrs=MatMulAttrs())
     )
     check_untouched(FuseSiblings(), graph, context=CUDA)
+
+
+# ---------------------------------------------------------------- groups
+
+HALF = PassContext(target="cuda:sm_90a", precision="fp16")
+
+
+def parts_of(n: Net, count: int, size: int = 6) -> list[Value]:
+    """Equal parts, of 8 channels each, of an image."""
+    x = n.input(2, 8 * count, size, size)
+    split: list[Value] = n.op("Split", x, n.ints(*[8] * count), attrs=SplitAttrs(1), outputs=count)
+    return split
+
+
+def test_convolutions_of_parts_become_groups() -> None:
+    n = Net(np.float64)
+    widths = (2, 3, 1, 3)
+    ys = [conv(n, x, out, k=3, bias=out != 1) for x, out in zip(parts_of(n, 4), widths, strict=True)]
+    after, report = check_pass(
+        FuseSiblings(), n.done(*ys), changes=1, kinds={"Conv": 1, "Split": 1}, context=HALF,
+        rules={"grouped_siblings": 1},
+    )  # fmt: skip
+    (merged,) = after.of_kind("Conv")
+    assert merged.attrs.group == 4
+    assert merged.outputs[0].type.shape == (2, 12, 6, 6)
+    sizes = [o.type.shape[1] for o in after.of_kind("Split")[0].outputs]  # type: ignore[index]
+    assert sizes == [2, 1, 3, 1, 2, 3], "the widest have no channels of zeros"
+    assert report.fired[0].nodes == ("Conv_2", "Conv_3", "Conv_4", "Conv_5", "Split_1")
+
+
+def test_layers_of_heads_become_groups_one_after_the_other() -> None:
+    """The heads of CenterPoint: siblings, and a second convolution of each."""
+    n = Net(np.float64)
+    x = n.input(2, 8, 6, 6)
+    scale = n.random(3, 1, 1)
+    ys = [
+        conv(n, conv(n, x, 8, k=3, epilogue=(Stage("Relu", (-1,)),)), 3, scale, epilogue=(Stage("Mul", (-1, 3)),))
+        for _ in range(3)
+    ]
+    after, _ = check_pass(
+        FuseSiblings(), n.done(n.op("Concat", *ys, attrs=ConcatAttrs(1))), changes=2, kinds={"Conv": 2}, context=HALF
+    )
+    assert [op.attrs.group for op in after.of_kind("Conv")] == [1, 3]
+
+
+def test_results_that_are_joined_in_another_order_are_split() -> None:
+    n = Net(np.float64)
+    a, b, c = (conv(n, x, 3) for x in parts_of(n, 3))
+    graph = n.done(n.op("Concat", c, a, b, attrs=ConcatAttrs(1)))
+    check_pass(FuseSiblings(), graph, changes=1, kinds={"Conv": 1, "Split": 1, "Concat": 1}, context=HALF)
+
+
+@pytest.mark.parametrize(
+    ("count", "because", "options"),
+    [
+        (2, "two convolutions run side by side", {}),
+        (3, "differ in geometry, type or activation", {"k": (1, 3, 3)}),
+        (3, "a grouped convolution reads only its own channels", {"group": 2}),
+        (3, "large enough for a launch of its own", {"width": 64, "k": (3,) * 3, "size": 192}),
+        (8, "would multiply many zeros", {"widths": (256, *[1] * 7), "size": 112}),
+    ],
+)
+def test_convolutions_of_parts_that_stay(count: int, because: str, options: dict[str, Any]) -> None:
+    n = Net(np.float32)
+    kernels = options.get("k", (1,) * count)
+    widths = options.get("widths", (options.get("width", 4),) * count)
+    xs = parts_of(n, count, options.get("size", 6))
+    ys = [conv(n, x, w, k=k, group=options.get("group", 1)) for x, k, w in zip(xs, kernels, widths, strict=True)]
+    check_refused(FuseSiblings(), n.done(*ys), because=because, context=HALF)
+
+
+def test_parts_are_grouped_only_for_16_bit_images() -> None:
+    n = Net(np.float64)
+    graph = n.done(*(conv(n, x, 2) for x in parts_of(n, 3)))
+    check_refused(FuseSiblings(), graph, because="only kernels of 16-bit images", context=CUDA)
+    check_untouched(FuseSiblings(), graph, context=PassContext(target="cpu"))
+
+
+def test_parts_with_other_readers_are_not_grouped() -> None:
+    n = Net(np.float64)
+    a, b, c = parts_of(n, 3)
+    check_untouched(FuseSiblings(), n.done(conv(n, a, 2), conv(n, b, 2), conv(n, c, 2), n.op("Relu", c)), context=HALF)
+
+
+def test_parts_of_images_of_unknown_size_are_not_grouped() -> None:
+    n = Net(np.float64)
+    x = n.input(symbol("batch"), 24, 6, 6)
+    xs = n.op("Split", x, n.ints(8, 8, 8), attrs=SplitAttrs(1), outputs=3)
+    check_refused(FuseSiblings(), n.done(*(conv(n, p, 2) for p in xs)), because="is not known", context=HALF)

@@ -18,6 +18,7 @@ from optdnn.ops.signal import BitCastAttrs
 from optdnn.ops.sinkhorn import SinkhornAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.types import DTYPES, FP32, INT64, NARROW_INTEGERS
+from support.forests import CASES, forest
 from support.net import Net
 
 
@@ -299,9 +300,14 @@ def matrices(n: Net) -> list[Any]:
     return [*found, n.op("Sinkhorn", turned, attrs=SinkhornAttrs(-1, 3))]
 
 
+def forests(n: Net) -> list[Any]:
+    x = n.input(5, 6)
+    return [forest(n, x, **case) for case in CASES if case.get("depth", 1)]
+
+
 FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
     f.__name__: f
     for f in (orders, triangles, sums, scatters, written_updates, choices, grids, quantized, bytes_of_floats, parts_of_bytes,
               integer_products, integer_convolutions, contractions, spectra, statistics, regions, packed_tables, joined,
-              matrices)
+              matrices, forests)
 }  # fmt: skip

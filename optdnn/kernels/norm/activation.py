@@ -59,7 +59,7 @@ class NormOutput:
 
 
 def output_of(b: Builder, norm: Op, *, wide: bool = False) -> NormOutput:
-    """The normalization, and the pointwise operator after it if that is the only reader and has no tensor operands of its own.
+    """The normalization or softmax, and the pointwise operator after it if that is the only reader and has no tensor operands of its own.
 
     ``wide``: that operator may convert 16-bit floats to fp32."""
     alone = NormOutput(norm, norm, Epilogue())

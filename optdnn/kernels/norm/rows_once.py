@@ -159,13 +159,16 @@ def emit_norm(
 
 
 class ActivatedRows(RowsOnce):
-    """A norm with the activation, or the conversion to fp32, after it."""
+    """A norm with the activation after it, or a norm or softmax with the conversion to fp32 after it."""
 
     name = "rows_activated"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if self._output(b, op).last is op:
+        to = self._output(b, op)
+        if to.last is op:
             return "the only reader of its result is not an activation or a conversion to fp32"
+        if to.epilogue.rendered and "Normalization" not in op.kind:
+            return "the launch of a softmax only converts its result"
         return super().refuse(b, op)
 
     @staticmethod
@@ -197,7 +200,7 @@ class ActivatedRows(RowsOnce):
 
 
 class QuantizedRows(RowsOnce):
-    """A norm of 16-bit rows with the quantization of its result. The 16-bit result is stored only if it has other readers."""
+    """A norm or softmax of 16-bit rows with the quantization of its result. The 16-bit result is stored only if it has other readers."""
 
     name = "rows_quantized"
 

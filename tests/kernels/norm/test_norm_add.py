@@ -26,7 +26,7 @@ def reasons(program: Program) -> list[str]:
 
 def test_the_normalized_rows_are_not_stored() -> None:
     program = lowered(normalized_residual())
-    (step,) = [s for s in program.steps if s.params["op"]["kind"] == "ActivatedNorm"]
+    step = next(s for s in program.steps if s.params["op"]["kind"] == "ActivatedNorm")
     assert {name.split("_")[0] for name in step.src} == {"Add", "LayerNormalization"}
     assert "LayerNormalization" not in kinds(program)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from support.net import Net
 from support.on_gpu import checked_launches
@@ -13,10 +14,12 @@ from support.simulated import check_simulated, refusals
 from optdnn.ir.graph import Graph
 from optdnn.kernels.norm import rows_kernel
 from optdnn.ops import norm, softmax
+from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import Pointer, parse
 from optdnn.runtime.program import Program
+from optdnn.types import FP32, INT8
 
 
 def chosen(program: Program, kind: str) -> list[str]:
@@ -35,8 +38,9 @@ def test_rows(kind: str, precision: str) -> None:
     y = n.op("LayerNormalization", x, n.positive(48), n.random(48), attrs=norm.LayerNormAttrs(-1, 1e-3))
     z = n.op("RMSNormalization", n.op("Exp", y), n.positive(48))
     program = check_simulated(n.done(n.op(kind, n.matmul(z, 40))), precision)
-    for one in ("LayerNormalization", "RMSNormalization", kind):
+    for one in ("LayerNormalization", "RMSNormalization"):
         assert chosen(program, one) == ["rows_once"]
+    assert chosen(program, kind) == ["rows_activated" if "16" in precision else "rows_once"]  # it stores fp32
     for step in program.steps:
         parsed = parse(step, program)
         if program.kernels[parsed.launch.kernel].template == "rows.cu":
@@ -277,3 +281,20 @@ def test_reductions_over_pixels_on_a_gpu(kind: str, size: int, precision: str) -
     check_on_a_gpu(
         n.done(n.op(kind, x, n.ints(2, 3)), n.op(kind, x, n.ints(1)), n.op(kind, x, n.ints(1, 2, 3))), precision
     )
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_softmax_is_quantized_in_its_launch(kept: bool) -> None:
+    """Attention with Q and DQ rounds its weights (AIMET, Quark)."""
+    n = Net()
+    y = n.op("Softmax", n.matmul(n.input(8, 32), 64), attrs=softmax.SoftmaxAttrs(-1))
+    zero = n.const(0, np.int8)
+    q = n.op("QuantizeLinear", y, 1 / 127, zero, attrs=QuantizeAttrs(INT8))
+    back = n.op("DequantizeLinear", q, 1 / 127, zero, attrs=DequantizeAttrs(FP32))
+    values = n.op("Tanh", n.input(64, 16, name="values"))
+    program = check_simulated(
+        n.done(n.op("MatMul", back, values), *([n.matmul(y, 16)] if kept else [])), tolerance=2e-2
+    )
+    assert chosen(program, "Softmax") == ["rows_quantized"]
+    (step,) = (s for s in program.steps if s.params["op"]["kind"] == "Quantized")
+    assert len(step.params["writes"]) == 1 + kept

@@ -1,0 +1,210 @@
+"""Small copies and conversions that wait for the same steps become one launch (:mod:`optdnn.kernels.layout.copies`).
+
+They can begin at the same time, and each takes about the time of a launch. So no result is ready later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from optdnn.kernels.builder import TensorView
+from optdnn.kernels.layout import copies
+from optdnn.kernels.layout.copies import Part
+from optdnn.lowering.assemble import compact
+from optdnn.lowering.traced_copies import traced
+from optdnn.runtime.cuda.compile.recipes import source_digest
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
+from optdnn.runtime.cuda.launches.plan import CudaStep, LaunchPlan, OperandView, Pointer, ReferenceOp, parse
+from optdnn.runtime.cuda.libraries.calls import LibraryCall
+from optdnn.runtime.program import Kernel, Program, Step
+from optdnn.runtime.steps.attrs import attrs_from_plain
+from optdnn.runtime.steps.lanes import dependencies
+
+COPY = "copy"
+"""The name of the tactic of these launches."""
+
+
+@dataclass
+class Group:
+    """Steps (by number) that become one launch, and their copies."""
+
+    steps: list[int]
+    parts: list[Part]
+
+
+def with_joined_copies(program: Program, gpu: GpuFacts) -> tuple[Program, dict[int, int]]:
+    """The program with joint launches of copies, and for each other step its number in ``program``."""
+    parts = small_copies(program)
+    reading = [_reading(step, parts[k]) if k in parts else step for k, step in enumerate(program.steps)]
+    live = _live(replace(program, steps=tuple(reading)))
+    groups = [
+        group
+        for group in groups_of(replace(program, steps=tuple(reading)), live, parts)
+        if len(group.steps) > 1 or group.parts != copies_of(program, program.steps[group.steps[0]])
+    ]
+    if not groups:
+        return program, {k: k for k in range(len(program.steps))}
+    at = {group.steps[0]: group for group in groups}
+    joined = {k for group in groups for k in group.steps}
+    steps, kernels, moved = list[Step](), list(program.kernels), dict[int, int]()
+    for k in live:
+        if k in at:
+            steps += _launches(program, at[k], kernels, gpu)
+        elif k not in joined:
+            moved[len(steps)] = k
+            steps.append(program.steps[k])
+    return compact(replace(program, steps=tuple(steps), kernels=tuple(kernels))), moved
+
+
+def _live(program: Program) -> list[int]:
+    """The steps (by number) whose results are read."""
+    read, live = {i for _, i in program.outputs}.union(program.retained), list[int]()
+    for k in reversed(range(len(program.steps))):
+        if read.intersection(program.steps[k].outputs):
+            live.append(k)
+            read.update(program.steps[k].inputs)
+    return live[::-1]
+
+
+def small_copies(program: Program) -> dict[int, list[Part]]:
+    """The steps (by number) that are small copies, and their copies from the first sources."""
+    writers: dict[int, list[int]] = {}
+    for k, step in enumerate(program.steps):
+        for i in step.outputs:
+            writers.setdefault(i, []).append(k)
+    made: dict[int, list[Part]] = {}
+    small: dict[int, list[Part]] = {}
+    for k, step in enumerate(program.steps):
+        parts = [piece for part in copies_of(program, step) for piece in _first(part, k, writers, made)]
+        if parts:
+            made[k] = parts
+            if all(copies.refuse(part) is None for part in parts):
+                small[k] = parts
+    return small
+
+
+def _first(
+    part: Part, step: int, writers: Mapping[int, Sequence[int]], made: Mapping[int, Sequence[Part]]
+) -> list[Part]:
+    """A copy of ``step`` as copies from the first sources; itself if other steps compute what it reads."""
+    before = writers.get(part.source.buffer, ())
+    if copies.refuse(part) is not None or not before or any(k not in made or k >= step for k in before):
+        return [part]
+    makers = [(k, p) for k in before for p in made[k] if p.target.buffer == part.source.buffer]
+    if any(copies.converts(p) is None or max(writers.get(p.source.buffer, (-1,))) > k for k, p in makers):
+        return [part]
+    pieces = traced(part, [p for _, p in makers])
+    return [part] if pieces is None or any(copies.refuse(p) is not None for p in pieces) else pieces
+
+
+def groups_of(program: Program, live: Sequence[int], parts: Mapping[int, Sequence[Part]]) -> list[Group]:
+    """The small copies ``parts`` (by step) among the steps ``live``, in groups that wait for the same steps. Steps on the CPU end all
+    groups before them."""
+    found: list[Group] = []
+    first = list(range(len(program.steps)))
+    for on_gpu, run in groupby(live, lambda k: program.steps[k].executor == "cuda"):
+        if not on_gpu:
+            continue
+        numbers, alike = list(run), dict[frozenset[int], Group]()
+        waits = dependencies(replace(program, steps=tuple(program.steps[k] for k in numbers)))
+        for k, before in zip(numbers, waits, strict=True):
+            if k in parts:
+                group = alike.setdefault(frozenset(first[numbers[d]] for d in before), Group([], []))
+                group.steps.append(k)
+                group.parts += parts[k]
+                first[k] = group.steps[0]
+        found += alike.values()
+    return found
+
+
+def _reading(step: Step, parts: Sequence[Part]) -> Step:
+    """A copy that reads the sources of ``parts``, as far as :func:`dependencies` looks at it."""
+    inputs = tuple(dict.fromkeys(part.source.buffer for part in parts))
+    outputs = tuple(dict.fromkeys(part.target.buffer for part in parts))
+    views: dict[str, list[Any]] = {
+        "reads": [_operand(inputs.index(p.source.buffer), p.source).to_plain() for p in parts],
+        "writes": [_operand(len(inputs) + outputs.index(p.target.buffer), p.target).to_plain() for p in parts],
+    }
+    return replace(step, inputs=inputs, outputs=outputs, params=views)
+
+
+def copies_of(program: Program, step: Step) -> list[Part]:
+    """The copies that a step consists of; none if it does anything else."""
+    if step.executor != "cuda":
+        return []
+    parsed = parse(step, program)
+    if isinstance(parsed.launch, LibraryCall):
+        return []
+    kind, reads, writes = parsed.meaning.kind, parsed.meaning.reads, parsed.meaning.writes
+    sources = [_view(program, step, v) for v in reads if v is not None]
+    targets = [_view(program, step, v) for v in writes if v is not None]
+    attrs = attrs_from_plain(parsed.meaning.attrs)
+    if len(targets) != 1 or len(sources) < len(reads):
+        return []
+    if kind == "Concat":
+        return _beside(sources, targets[0], attrs["axis"])
+    copied = kind == "Copy" or (kind == "Pointwise" and [s.kind for s in attrs["epilogue"]] == ["Cast"])
+    return [Part(sources[0], targets[0])] if copied and len(sources) == 1 and not _stays(program, step) else []
+
+
+def _stays(program: Program, step: Step) -> bool:
+    """Whether a step copies an input to an output, which may share memory (:mod:`optdnn.runtime.cuda.memory.in_place`)."""
+    inputs, outputs = ({i for _, i in ports} for ports in (program.inputs, program.outputs))
+    return not inputs.isdisjoint(step.inputs) and not outputs.isdisjoint(step.outputs)
+
+
+def _view(program: Program, step: Step, view: OperandView) -> TensorView:
+    """The view of a program's buffer that an operand of a step is."""
+    buffer = (*step.inputs, *step.outputs)[view.operand]
+    return TensorView(buffer, view.offset, view.shape, view.strides, program.buffers[buffer].dtype)
+
+
+def _beside(sources: Sequence[TensorView], target: TensorView, axis: int) -> list[Part]:
+    """The copies of tensors side by side along an axis of ``target``."""
+    parts, at = [], 0
+    for x in sources:
+        parts.append(Part(x, target.view(x.shape, target.strides, at * target.strides[axis])))
+        at += x.shape[axis]
+    return parts
+
+
+# ---------------------------------------------------------------- launches
+
+
+def _launches(program: Program, group: Group, kernels: list[Kernel], gpu: GpuFacts) -> list[Step]:
+    """The steps of a group's launches. Their kernels are added to ``kernels``."""
+    src = tuple(sorted({name for k in group.steps for name in program.steps[k].src}))
+    return [_launch([group.parts[k] for k in batch], kernels, gpu, src) for batch in copies.batches(group.parts)]
+
+
+def _launch(parts: Sequence[Part], kernels: list[Kernel], gpu: GpuFacts, src: tuple[str, ...]) -> Step:
+    made = copies.launch(gpu.arch, parts)
+    recipe = made.recipe
+    kernel = Kernel(
+        recipe.name, made.function, recipe.arch, dict(recipe.generated), recipe.options, source_digest(recipe)
+    )
+    if kernel not in kernels:
+        kernels.append(kernel)
+    inputs = tuple(dict.fromkeys(part.source.buffer for part in parts))
+    outputs = tuple(dict.fromkeys(part.target.buffer for part in parts))
+    reads = [_operand(inputs.index(part.source.buffer), part.source) for part in parts]
+    writes = [_operand(len(inputs) + outputs.index(part.target.buffer), part.target) for part in parts]
+    place = {
+        f"x{k}": (v.operand, part.source.byte_offset) for k, (v, part) in enumerate(zip(reads, parts, strict=True))
+    }
+    place |= {
+        f"y{k}": (v.operand, part.target.byte_offset) for k, (v, part) in enumerate(zip(writes, parts, strict=True))
+    }
+    pointers = tuple(Pointer(r.at, *place[r.operand]) for r in made.pointers)
+    plan = LaunchPlan(
+        kernels.index(kernel), made.grid, made.block, made.parameters, pointers, dependent=launches_early(gpu.arch)
+    )
+    step = CudaStep(plan, ReferenceOp("Copies", {}, tuple(reads), tuple(writes)), tactic=COPY)
+    return Step("cuda", step.to_params(), inputs, outputs, src)
+
+
+def _operand(number: int, view: TensorView) -> OperandView:
+    return OperandView(number, view.offset, view.shape, view.strides)

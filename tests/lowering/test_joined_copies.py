@@ -1,0 +1,188 @@
+"""Small copies that wait for the same steps are one launch, and copies of copies read the first source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
+from support.host import WHY_NOT
+from support.net import Net
+from support.simulated import check_simulated, feeds_of, kinds, lowered
+
+from optdnn.ir.graph import Graph
+from optdnn.kernels.builder import TensorView, row_major
+from optdnn.kernels.layout import copies
+from optdnn.kernels.layout.copies import Part
+from optdnn.lowering.traced_copies import MOST_PIECES, traced
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.types import BF16, FP16, FP32, INT8, DType
+
+HOST = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+
+
+def heads(*widths: int, size: int = 6) -> Graph:
+    """A convolution whose channels are outputs of these widths."""
+    n = Net()
+    y = n.conv(n.input(2, 16, size, size), sum(widths))
+    return n.done(*n.op("Split", y, n.ints(*widths), attrs=SplitAttrs(1), outputs=len(widths)))
+
+
+def decoder(past: int = 15, width: int = 16) -> Graph:
+    """Keys and values of one head are joined with new ones. The products read them, and they are outputs."""
+    n = Net()
+    x = n.input(1, 1, width)
+    rows = n.op("MatMul", x, n.random(width, 3 * width, scale=0.3))
+    q, *new = n.op("Split", rows, n.ints(width, width, width), attrs=SplitAttrs(2), outputs=3)
+    k, v = (
+        n.op("Concat", n.input(1, past, width, name=name), y, attrs=ConcatAttrs(1))
+        for name, y in zip(("keys", "values"), new, strict=True)
+    )
+    scores = n.op("Relu", n.op("MatMul", q, n.op("Transpose", k, attrs=TransposeAttrs((0, 2, 1)))))
+    return n.done(n.op("MatMul", scores, v), k, v)
+
+
+# ---------------------------------------------------------------- whole networks
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_small_outputs_are_converted_in_one_launch(precision: str) -> None:
+    program = check_simulated(heads(2, 1, 3, 2), precision)
+    assert kinds(program) == ["Copies", "Conv", "Copies"]
+    step = program.steps[-1]
+    assert len(step.outputs) == 4
+    assert len(step.inputs) == 1, "they read the image in its own layout"
+
+
+def test_caches_are_joined_and_converted_in_one_launch_each() -> None:
+    program = check_simulated(decoder(), "fp16")
+    assert kinds(program) == ["Copies", "Conv", "Copies", "MatMul", "MatMul", "Pointwise"]
+    step = program.steps[2]
+    inputs = {spec.name: i for spec, i in program.inputs}
+    outputs = {i for _, i in program.outputs}
+    assert {inputs["keys"], inputs["values"]} < set(step.inputs), "results begin with the caches as they are"
+    assert len(outputs.intersection(step.outputs)) == 2
+    assert len(step.params["reads"]) == 6, "new keys and values twice, the caches for the outputs only"
+
+
+@HOST
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("graph", [heads(2, 1, 3, 2), decoder()], ids=["heads", "decoder"])
+def test_the_kernel_on_the_processor(graph: Graph, precision: str, tmp_path: Path) -> None:
+    program = lowered(graph, precision)
+    assert "Copies" in kinds(program)
+    assert compare_steps(program, feeds_of(graph), 1e-6 if precision == "fp32" else 0, tmp_path) >= 1
+
+
+def test_large_outputs_keep_launches_of_their_own() -> None:
+    size = 1 + int((copies.MOST_ELEMENTS / 4) ** 0.5)
+    assert "Copies" not in kinds(lowered(heads(2, 2, size=size), "fp16"))
+
+
+def test_outputs_of_different_steps_are_not_joined() -> None:
+    n = Net()
+    x = n.op("MatMul", n.input(4, 16), n.random(16, 16))
+    y = n.op("MatMul", n.op("Softmax", x), n.random(16, 16))
+    program = check_simulated(n.done(x, y, n.op("Softmax", y)), "fp16")
+    assert "Copies" not in kinds(program)
+
+
+def test_a_cache_that_stays_in_place_keeps_its_copy() -> None:
+    """A run may give such an output the memory of the input, and then nothing is copied."""
+    n = Net()
+    caches = [n.input(4, 8, 8, name=name) for name in ("keys", "values")]
+    rows = n.op("Relu", n.input(1, 8, 8))
+    program = check_simulated(n.done(*(n.op("ScatterND", c, n.const([[2]], np.int64), rows) for c in caches)), "fp32")
+    assert kinds(program).count("Copy") == 2
+    assert "Copies" not in kinds(program)
+
+
+def test_steps_on_the_cpu_end_all_groups() -> None:
+    n = Net()
+    x = n.input(4, 16)
+    y = n.op("Relu", n.op("MatMul", x, n.random(16, 16)))
+    found = n.op("NonZero", y)
+    a, b, c, d = n.op("Split", y, n.ints(4, 4, 4, 4), attrs=SplitAttrs(1), outputs=4)
+    program = check_simulated(n.done(found, a, b, c, d), "fp32")
+    assert kinds_on_gpu(program).count("Copies") == 1
+
+
+def kinds_on_gpu(program: object) -> list[str]:
+    return [s.params["op"]["kind"] for s in program.steps if s.executor == "cuda"]  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- copies of copies
+
+
+def tensor(buffer: int, *shape: int, dtype: DType = FP32) -> TensorView:
+    return TensorView(buffer, 0, shape, row_major(shape), dtype)
+
+
+def rows(x: TensorView, begin: int, end: int) -> TensorView:
+    """Rows of a matrix, or of each matrix of a stack."""
+    axis = len(x.shape) - 2
+    shape = (*x.shape[:axis], end - begin, x.shape[-1])
+    return x.view(shape, x.strides, begin * x.strides[axis])
+
+
+JOINT, OUT = tensor(2, 3, 8, 4, dtype=FP16), tensor(3, 3, 8, 4)
+PAST, NEW = tensor(0, 3, 7, 4), tensor(1, 3, 1, 4, dtype=FP16)
+MAKERS = [Part(PAST, rows(JOINT, 0, 7)), Part(NEW, rows(JOINT, 7, 8))]
+
+
+def test_the_whole_of_a_joined_tensor_comes_from_its_parts() -> None:
+    assert traced(Part(JOINT, OUT), MAKERS) == [Part(PAST, rows(OUT, 0, 7)), Part(NEW, rows(OUT, 7, 8))]
+
+
+def test_a_part_of_a_copied_tensor_comes_from_the_same_part_of_its_source() -> None:
+    whole = tensor(1, 3, 7, 4)
+    maker = Part(PAST, whole)
+    assert traced(Part(whole, tensor(3, 3, 7, 4)), [maker]) == [Part(PAST, tensor(3, 3, 7, 4))]
+    assert traced(Part(rows(whole, 2, 5), tensor(3, 3, 3, 4)), [maker]) == [Part(rows(PAST, 2, 5), tensor(3, 3, 3, 4))]
+    turned = Part(PAST.view((4, 7, 3), (1, 4, 28)), tensor(1, 4, 7, 3))  # channels last become planes
+    (found,) = traced(Part(tensor(1, 4, 7, 3).view((1, 7, 3), (21, 3, 1), 42), tensor(3, 1, 7, 3)), [turned]) or ()
+    assert found.source == PAST.view((1, 7, 3), (1, 4, 28), 2)
+
+
+@pytest.mark.parametrize(
+    ("part", "makers"),
+    [
+        (Part(JOINT, OUT), MAKERS[:1]),  # the last row comes from another step
+        (Part(JOINT, OUT), [*MAKERS, MAKERS[0]]),  # a part is written twice
+        (Part(JOINT.view((8, 3, 4), (4, 32, 1)), tensor(3, 8, 3, 4)), MAKERS),  # in another order of axes
+        (Part(JOINT.view((3, 32), (32, 1)), tensor(3, 3, 32)), MAKERS),  # with other axes
+        (Part(JOINT.view((3, 7, 4), (32, 4, 1), 2), tensor(3, 3, 7, 4)), MAKERS),  # rows that begin inside of rows
+        (Part(JOINT, OUT), [Part(rows(PAST, k % 7, k % 7 + 1), rows(JOINT, k, k + 1)) for k in range(8)]),
+    ],
+)
+def test_other_copies_of_copies_read_the_copy(part: Part, makers: list[Part]) -> None:
+    assert len(makers) in (1, 2, 3, 8)
+    assert MOST_PIECES < 8
+    assert traced(part, makers) is None
+
+
+# ---------------------------------------------------------------- launches
+
+
+def test_refusals() -> None:
+    assert copies.refuse(Part(PAST, tensor(1, 3, 7, 4, dtype=BF16))) is None
+    assert copies.refuse(Part(tensor(0, 8, dtype=INT8), tensor(1, 8, dtype=INT8))) is None
+    assert "no launch converts int8 to float32" in str(copies.refuse(Part(tensor(0, 8, dtype=INT8), tensor(1, 8))))
+    large = copies.MOST_ELEMENTS + 1
+    assert "large enough" in str(copies.refuse(Part(tensor(0, large), tensor(1, large))))
+    assert "large enough" in str(copies.refuse(Part(tensor(0, 0), tensor(1, 0))))
+    spread = tuple(5**k for k in range(9))
+    assert "cannot be merged" in str(
+        copies.refuse(Part(TensorView(0, 0, (2,) * 9, spread, FP32), tensor(1, *(2,) * 9)))
+    )
+
+
+def test_many_copies_are_several_launches() -> None:
+    parts = [Part(tensor(0, 4), tensor(k, 4)) for k in range(1, 201)]
+    found = copies.batches(parts)
+    assert sorted(k for batch in found for k in batch) == list(range(200))
+    assert len(found) == 2
+    for batch in found:
+        assert len(copies.launch("sm_90a", [parts[k] for k in batch]).parameters) <= 4096

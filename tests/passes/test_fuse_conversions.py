@@ -1,0 +1,107 @@
+"""Pointwise operators convert between fp32 and 16-bit floats in registers."""
+
+from __future__ import annotations
+
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated, kinds, refusals
+
+from optdnn.ir.graph import Value
+from optdnn.ops.base import Stage
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.fused import PointwiseAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
+from optdnn.passes.base import PassContext
+from optdnn.passes.fuse_conversions import FuseConversions
+from optdnn.types import BF16, FP16, FP32, INT64, DType
+
+CUDA = PassContext(target="cuda:sm_90a")
+
+
+def to(n: Net, x: Value, dtype: DType) -> Value:
+    value: Value = n.op("Cast", x, attrs=CastAttrs(dtype))
+    return value
+
+
+@pytest.mark.parametrize("half", [FP16, BF16])
+def test_an_operator_between_conversions(half: DType) -> None:
+    n = Net()
+    x, y = (to(n, n.input(4, 8, name=name), half) for name in "xy")
+    graph = n.done(to(n, n.op("Mul", x, y), FP32))
+    after, report = check_pass(
+        FuseConversions(), graph, changes=2, kinds={"Pointwise": 1}, context=CUDA, promoted_changes=0,
+        rules={"converted_in_registers": 2},
+    )  # fmt: skip
+    (op,) = after.of_kind("Pointwise")
+    assert [s.kind for s in op.attrs.epilogue] == ["Cast", "Cast", "Mul", "Cast"]
+    assert op.outputs[0].type.dtype == FP32
+    assert [f.nodes for f in report.fired][-1] == ("Cast_1", "Cast_2", "Cast_4", "Mul_3")
+
+
+def test_stages_before_a_conversion() -> None:
+    n = Net(FP16)
+    stages = PointwiseAttrs(epilogue=(Stage("Relu", (-1,)), Stage("Mul", (-2, 1))))
+    graph = n.done(to(n, n.op("Pointwise", n.input(4, 8), n.random(8), attrs=stages), FP32))
+    after, _ = check_pass(FuseConversions(), graph, changes=1, kinds={"Pointwise": 1}, context=CUDA, promoted_changes=0)
+    assert [s.kind for s in after.of_kind("Pointwise")[0].attrs.epilogue] == ["Relu", "Mul", "Cast"]
+
+
+def test_conversions_with_other_readers_stay() -> None:
+    n = Net()
+    x = to(n, n.input(4, 8), FP16)
+    y = n.op("Relu", x)
+    z = n.op("MatMul", x, n.const(n.rng.random((8, 8)), FP16))
+    graph = n.done(to(n, y, FP32), y, z)
+    check_refused(FuseConversions(), graph, because="Cast_1 is also used by MatMul_3", context=CUDA)
+    check_refused(FuseConversions(), graph, because="Relu_2 is an output of the network", context=CUDA)
+
+
+def test_conversions_of_integers_stay() -> None:
+    n = Net()
+    x = n.op("Cast", n.input(4, 8, dtype=INT64), attrs=CastAttrs(FP16))
+    check_untouched(FuseConversions(), n.done(n.op("Relu", x)), context=CUDA)
+
+
+@pytest.mark.parametrize("kind", ["LayerNormalization", "GlobalAveragePool", "ReduceMax"])
+@pytest.mark.parametrize("after", [False, True])
+def test_operators_beside_others_that_may_compute_them_stay(kind: str, after: bool) -> None:
+    n = Net(FP16)
+    x = n.input(2, 8, 4, 4, dtype=FP32) if after else n.input(2, 8, 4, 4)
+
+    def other(value: Value) -> Value:
+        found: Value
+        if kind == "LayerNormalization":
+            found = n.op(kind, value, n.random(4))
+        elif kind == "ReduceMax":
+            found = n.op(kind, value, n.ints(-1), attrs=ReduceAttrs(keepdims=True))
+        else:
+            found = n.op(kind, value)
+        return found
+
+    graph = n.done(other(n.op("Relu", to(n, x, FP16)))) if after else n.done(to(n, n.op("Relu", other(x)), FP32))
+    check_untouched(FuseConversions(), graph, context=CUDA)
+
+
+def test_networks_of_one_operator_are_one_launch() -> None:
+    n = Net()
+    x = n.input(4, 64)
+    program = check_simulated(n.done(n.op("Mul", n.op("Sigmoid", x), n.random(64))), "fp16")
+    assert kinds(program) == ["Pointwise"]
+
+
+@pytest.mark.parametrize("kind", ["Softmax", "LogSoftmax"])
+def test_a_softmax_stores_fp32(kind: str) -> None:
+    n = Net()
+    rows = n.op("MatMul", n.input(4, 64), n.random(64, 40, scale=0.2))
+    program = check_simulated(n.done(n.op(kind, rows, attrs=SoftmaxAttrs(-1))), "fp16")
+    assert kinds(program)[-1] == "ActivatedNorm"
+
+
+def test_a_softmax_computes_no_activation() -> None:
+    n = Net()
+    y = n.op("Softmax", n.op("MatMul", n.input(4, 16), n.random(16, 16)), attrs=SoftmaxAttrs(-1))
+    program = check_simulated(n.done(n.op("Softmax", n.op("Sigmoid", y), attrs=SoftmaxAttrs(-1))), "fp32")
+    assert kinds(program)[-3:] == ["Softmax", "Pointwise", "Softmax"]
+    assert "the launch of a softmax only converts its result" in refusals(program, "rows_activated", "Softmax")
