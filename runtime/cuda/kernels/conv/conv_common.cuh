@@ -293,72 +293,60 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
         // [8 pixels][16 channels], pitch 20: no bank conflicts. A thread's second row is 8 channels on, or the next channel where permuted.
         const u32 column = scratch + (lane % 4 * 2 * 20 + lane / 4 * (OUT_ITEM == 1 ? 2 : 1)) * 4;
         constexpr u32 NEXT_ROW = OUT_ITEM == 1 ? 4 : 32;
-        // All loads of a kind come before what depends on them: a lone warp per scheduler would wait for each of them.
-        Acc4 sum[M_TILES][SLOTS];
-        if (SPLIT_WAYS > 1) {
-            Acc4 part[M_TILES * SLOTS][SPLIT_WAYS];
+        // Where registers allow it, the loads of several slots come before what depends on them: a lone warp per scheduler would wait for each.
+        constexpr bool ROOM = !LATE && M_TILES * COLUMNS <= 128;
+        constexpr int ALL = M_TILES * SLOTS, SUMMED = ROOM && SPLIT_WAYS < 12 ? 12 / SPLIT_WAYS : 1, FINISHED = ROOM ? 6 : 1;
+        #pragma unroll
+        for (int begin = 0; begin < ALL; begin += SUMMED) {
+            const int end = begin + SUMMED < ALL ? begin + SUMMED : ALL;
+            Acc4 part[SUMMED][SPLIT_WAYS];
             #pragma unroll
-            for (int i = 0; i < M_TILES * SLOTS; i++) {
+            for (int i = begin; i < end; i++) {
+                const Acc* own = acc[i / SLOTS] + i % SLOTS * 4;
+                if (SPLIT_WAYS == 1) part[i - begin][0].x = own[0], part[i - begin][0].y = own[1], part[i - begin][0].z = own[2], part[i - begin][0].w = own[3];
                 #pragma unroll
-                for (int r = 0; r < SPLIT_WAYS; r++) shared_load(memory + (i * SPLIT_WAYS + r) * 2048 + own_fragment, part[i][r]);
+                for (int r = 0; SPLIT_WAYS > 1 && r < SPLIT_WAYS; r++) shared_load(memory + (i * SPLIT_WAYS + r) * 2048 + own_fragment, part[i - begin][r]);
             }
             #pragma unroll
-            for (int i = 0; i < M_TILES * SLOTS; i++) {
-                Acc4& total = sum[i / SLOTS][i % SLOTS];
-                total = part[i][0];
+            for (int i = begin; i < end; i++) {
+                Acc4 sum = part[i - begin][0];
                 #pragma unroll
                 for (int r = 1; r < SPLIT_WAYS; r++) {
-                    total.x += part[i][r].x;
-                    total.y += part[i][r].y;
-                    total.z += part[i][r].z;
-                    total.w += part[i][r].w;
+                    sum.x += part[i - begin][r].x;
+                    sum.y += part[i - begin][r].y;
+                    sum.z += part[i - begin][r].z;
+                    sum.w += part[i - begin][r].w;
                 }
-            }
-        } else {
-            #pragma unroll
-            for (int m = 0; m < M_TILES; m++) {
-                #pragma unroll
-                for (int i = 0; i < SLOTS; i++)
-                    sum[m][i].x = acc[m][i * 4], sum[m][i].y = acc[m][i * 4 + 1], sum[m][i].z = acc[m][i * 4 + 2], sum[m][i].w = acc[m][i * 4 + 3];
-            }
-        }
-        #pragma unroll
-        for (int m = 0; m < M_TILES; m++) {
-            #pragma unroll
-            for (int i = 0; i < SLOTS; i++) {
-                const u32 target = column + (m * SLOTS + i) * 640;
-                shared_store(target, sum[m][i].x);
-                shared_store(target + 80, sum[m][i].y);
-                shared_store(target + NEXT_ROW, sum[m][i].z);
-                shared_store(target + 80 + NEXT_ROW, sum[m][i].w);
+                const u32 target = column + i * 640;
+                shared_store(target, sum.x);
+                shared_store(target + 80, sum.y);
+                shared_store(target + NEXT_ROW, sum.z);
+                shared_store(target + 80 + NEXT_ROW, sum.w);
             }
         }
         __syncwarp();
-        const u32 own_row = scratch + (lane / 4 * 20 + lane % 4 * 4) * 4;
-        #pragma unroll
-        for (int m = 0; m < M_TILES; m++) {
-            #pragma unroll
-            for (int i = 0; !LATE && i < SLOTS; i++) shared_load(own_row + (m * SLOTS + i) * 640, sum[m][i]);
-        }
         if (NORMED_RESIDUAL) barrier_wait(told, 0);
-        Four stored[M_TILES][SLOTS];
         #pragma unroll
-        for (int m = 0; m < M_TILES; m++) {
+        for (int begin = 0; begin < ALL; begin += FINISHED) {
+            const int end = begin + FINISHED < ALL ? begin + FINISHED : ALL;
+            Acc4 v[FINISHED];
+            Four stored[FINISHED];
             #pragma unroll
-            for (int i = 0; i < SLOTS; i++) {
-                if (LATE) shared_load(own_row + (m * SLOTS + i) * 640, sum[m][i]);   // registers do not hold all of them beside the addresses
-                stored[m][i] = finished_four(p, sum[m][i], m, i, factors);
-                if (pixel[i] >= 0 && channel + m * 64 < p.channels)
-                    *reinterpret_cast<Four*>(p.output_pointer + ((long long)pixel[i] * p.output_pitch + channel + m * 64) * OUT_ITEM) = stored[m][i];
+            for (int i = begin; i < end; i++) shared_load(scratch + i * 640 + (lane / 4 * 20 + lane % 4 * 4) * 4, v[i - begin]);
+            #pragma unroll
+            for (int i = begin; i < end; i++) {
+                const int m = i / SLOTS, slot = i % SLOTS;
+                stored[i - begin] = finished_four(p, v[i - begin], m, slot, factors);
+                if (pixel[slot] >= 0 && channel + m * 64 < p.channels)
+                    *reinterpret_cast<Four*>(p.output_pointer + ((long long)pixel[slot] * p.output_pitch + channel + m * 64) * OUT_ITEM) = stored[i - begin];
             }
+#if MOMENTS
+            __syncwarp();                          // all lanes have read their rows
+            #pragma unroll
+            for (int i = begin; i < end; i++) keep_moments(scratch + i * 640, stored[i - begin], lane);
+#endif
         }
 #if MOMENTS
-        __syncwarp();                              // all lanes have read the scratch
-        #pragma unroll
-        for (int m = 0; m < M_TILES; m++) {
-            #pragma unroll
-            for (int i = 0; i < SLOTS; i++) keep_moments(scratch + (m * SLOTS + i) * 640, stored[m][i], lane);
-        }
         named_barrier(1 + threadIdx.x / 128, 128);
         for (int k = threadIdx.x % 128; k < M_TILES * SLOTS * 8; k += 128) {
             const int slot = k / 8, block = first_channel / 64 + slot / SLOTS, column = (rank + slot % SLOTS * SPLIT_WAYS) * 8 + k % 8;
