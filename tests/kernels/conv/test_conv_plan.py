@@ -22,7 +22,7 @@ from optdnn.kernels.conv.general_kernel import GeneralConfig
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.patch_kernel import PatchConfig
 from optdnn.kernels.conv.problem import Depth, Problem, Source
-from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
 DEVICE = of_arch("sm_90a")
@@ -102,6 +102,18 @@ def test_the_parameter_block_has_the_kernels_layout(name: str) -> None:
     assert places.get("partial", 896) == fields["partial"]
     assert int.from_bytes(made.parameters[688:692], "little") == problem.k_steps
     assert struct.unpack_from("<3i", made.parameters, 956) == (source.channels, problem.channels, problem.channels)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("moments", [False, True])
+@pytest.mark.parametrize("name", ["1x1m1n256s2k2b1", "2x1m1n136s2k2b1", "1x1m1n104s8k3b1"])
+def test_tiles_that_share_k_compile_without_spills(name: str, moments: bool) -> None:
+    """Large ones finish a block of results at a time, small ones several (DirectStore)."""
+    problem = Problem(8, 256, (Source(14, 14, 1024, (1, 1)),), ADD, moments=moments)
+    config = Config.read(name)
+    assert config is not None
+    assert conv.refuse(problem, config) is None
+    assert nvrtc.resources(conv.recipe(problem, config))["conv_sm90"].spill_bytes == 0
 
 
 P = Problem(4, 128, (same(14, 14, 128),), RELU)
