@@ -32,7 +32,7 @@ from optdnn.types import FP32, Array, TensorSpec
 
 GROUP_BYTES = 1 << 29
 """Values become outputs in groups of about this size: the values of a large network do not fit in memory together. Each group runs
-the network again, so groups are larger if much memory is free (:func:`group_bytes`)."""
+the network again. The size is fixed: libraries fuse only what is no output, so the last bits of a value depend on its group."""
 MOMENTS_BYTES = 1 << 31
 """Bytes of second moments that are gathered in one run over the data."""
 MASKED = -1e30
@@ -228,21 +228,6 @@ def _result(method: str, state: UnfinishedCalibration, bins: int) -> Calibration
 # ---------------------------------------------------------------- running the graph
 
 
-def group_bytes(free: int | None) -> int:
-    """The bytes of one group of values: a sixteenth of the free memory (None: not known), up to four times the usual."""
-    return GROUP_BYTES if free is None else min(max(GROUP_BYTES, free // 16), 4 * GROUP_BYTES)
-
-
-def free_bytes() -> int | None:
-    """The memory that programs can still allocate, as Linux estimates it; None on other systems."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
-
-
 class _Runner:
     """The graph with its values as outputs: on a library if there is one, in groups that fit in memory."""
 
@@ -253,9 +238,7 @@ class _Runner:
     def run(self, feeds: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
         """(name, array) of every wanted value."""
         if not self.engines:
-            self.engines = [
-                (g, self._engine(g)) for g in groups(self.graph, self.wanted, feeds, group_bytes(free_bytes()))
-            ]
+            self.engines = [(g, self._engine(g)) for g in groups(self.graph, self.wanted, feeds, GROUP_BYTES)]
         for group, engine in self.engines:
             names = [self.graph.output(v).name for v in group]
             if engine is None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.net import Net
 
-from optdnn.calibration import calibrate, run
+from optdnn.calibration import calibrate
 from optdnn.calibration.cache import Extremes
 from optdnn.calibration.data import BATCH, open_data
 from optdnn.calibration.images import ImageSpec
@@ -411,12 +411,3 @@ def test_two_inputs_need_names() -> None:
     with pytest.raises(InputError, match="different numbers of samples"):
         calibrate(graph, {"a": x, "b": x[:2]}, "minmax")
     assert calibrate(graph, {"a": x, "b": x}, "minmax").ranges["a"].high == float(x.max())
-
-
-def test_groups_grow_with_free_memory() -> None:
-    usual = run.GROUP_BYTES
-    assert run.group_bytes(None) == run.group_bytes(0) == run.group_bytes(16 * usual) == usual
-    assert run.group_bytes(32 * usual) == 2 * usual
-    assert run.group_bytes(1 << 50) == 4 * usual
-    found = run.free_bytes()
-    assert found is None or found > 1 << 20
