@@ -173,6 +173,9 @@ def test_refusals() -> None:
     large = copies.MOST_ELEMENTS + 1
     assert "large enough" in str(copies.refuse(Part(tensor(0, large), tensor(1, large))))
     assert "large enough" in str(copies.refuse(Part(tensor(0, 0), tensor(1, 0))))
+    near, far = (TensorView(0, 0, (3, 8), (apart, 1), FP32) for apart in ((1 << 30) - 4, 1 << 30))
+    assert copies.refuse(Part(near, tensor(1, 3, 8))) is None
+    assert "too far apart" in str(copies.refuse(Part(far, tensor(1, 3, 8))))
     spread = tuple(5**k for k in range(9))
     assert "cannot be merged" in str(
         copies.refuse(Part(TensorView(0, 0, (2,) * 9, spread, FP32), tensor(1, *(2,) * 9)))

@@ -51,6 +51,8 @@ def refuse(part: Part) -> str | None:
         return "it is large enough for a launch of its own"
     if x.shape != y.shape or len(part.space[0]) > MOST_AXES:
         return "its axes cannot be merged"
+    if any(sum((n - 1) * abs(s) for n, s in zip(v.shape, v.strides, strict=True)) >= 1 << 31 for v in (x, y)):
+        return "its elements are too far apart"
     return None if converts(part) is not None else f"no launch converts {x.dtype} to {y.dtype} beside others"
 
 
