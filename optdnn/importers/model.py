@@ -66,7 +66,7 @@ def open_model(source: Source, source_name: str | None = None) -> Model:
         raise _no_model(name, data, f"it has no {'graph' if proto.ir_version else 'IR version'}")
     if not all(isinstance(text, str) for text in _texts(proto)):  # protobuf returns bytes where decoding fails
         raise ModelError(
-            f"{name} is not an ONNX model: it has a name or a description that is not UTF-8 text",
+            f"{name} is not an ONNX model: it has a name that is not UTF-8 text",
             hint="the file is corrupt",
         )
     opsets = read_opsets(proto.opset_import, name)
@@ -91,10 +91,7 @@ def _no_model(name: str, data: bytes, why: str) -> ModelError:
 
 
 def _texts(proto: onnx.ModelProto) -> Iterator[object]:
-    """Every text of a model that the importer reads."""
-    yield from (proto.producer_name, proto.domain, proto.doc_string, proto.graph.doc_string)
-    for property in proto.metadata_props:
-        yield from (property.key, property.value)
+    """Every name of a model that the importer reads. Descriptions may be other text: see :func:`description`."""
     for imported in (proto.opset_import, *(f.opset_import for f in proto.functions)):
         for entry in imported:
             yield entry.domain

@@ -312,12 +312,19 @@ def _error(data: bytes) -> str | None:
     return None
 
 
-def test_metadata_that_is_not_utf_8() -> None:
+@pytest.mark.parametrize("field", ["producer_name", "domain", "doc_string", "graph", "key", "value"])
+def test_descriptions_that_are_not_utf_8(field: str) -> None:
     """Protobuf gives such text as bytes, which no engine could hold."""
     node = helper.make_node("Relu", ["x"], ["y"])
     x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in "xy")
-    model = helper.make_model(helper.make_graph([node], "g", [x], [y]), producer_name="made by ab", ir_version=8)
-    broken = onnx.ModelProto.FromString(model.SerializeToString().replace(b"made by ab", b"made by \xff\xfe"))
+    model = helper.make_model(helper.make_graph([node], "g", [x], [y]), ir_version=8)
+    entry = model.metadata_props.add(key="author", value="nobody")
+    setattr(
+        {"graph": model.graph, "key": entry, "value": entry}.get(field, model),
+        {"graph": "doc_string"}.get(field, field),
+        "MARK",
+    )
+    broken = onnx.ModelProto.FromString(model.SerializeToString().replace(b"MARK", b"M\xff\xfeK"))
     graph = import_model(broken)
-    assert graph.description["producer_name"] == "made by \ufffd\ufffd"
+    assert str(graph.description).count("M\ufffd\ufffdK") == 1
     assert optdnn.build(broken, target="reference").program.meta["model"]["description"] == graph.description
