@@ -1,7 +1,7 @@
 // CUDA C++ on a processor, enough for the generated kernels. The threads of a block are fibers that take turns: each runs until it
 // waits at a barrier (or ends), so __syncthreads() means what it should.
 #pragma once
-#include <cmath>
+#include "host_math.hpp"
 #include <cstdlib>
 #include <cstring>
 #include <sched.h>

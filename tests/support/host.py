@@ -23,13 +23,18 @@ from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.launches.plan import GRID, CudaStep, Pointer
 from optdnn.runtime.program import Program
 from optdnn.types import Array
+from support.host_blocks import load
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 WHY_NOT = None if COMPILER else "there is no g++ to compile the generated kernels for the processor"
 
-HEADERS = ("<algorithm>", "<cmath>", "<cstdlib>", "<cstring>", '"host_fibers.hpp"', "<vector>")
+HEADERS = ("<algorithm>", "<cstdlib>", "<cstring>", '"host_fibers.hpp"', '"host_math.hpp"', "<vector>")
 """Headers of the emulations. They are precompiled, since parsing them takes longer than compiling most kernels."""
+
+
+LINKED = ("-shared", "-nodefaultlibs")
+"""Without the libraries of C and C++, whose search takes as long as compiling: :func:`support.host_blocks.load` finds them."""
 
 
 _loaded: dict[tuple[str, ...], ctypes.CDLL] = {}
@@ -43,8 +48,8 @@ def library(text: str, folder: Path, level: str, options: Sequence[str] = ()) ->
     if key not in _loaded:
         code, made = folder / "kernels.cpp", folder / "kernels.so"
         code.write_text(text, encoding="utf-8")
-        _compile(level, *options, "-include", str(_precompiled(level)), "-shared", str(code), "-o", str(made))
-        _loaded[key] = ctypes.CDLL(str(made))
+        _compile(level, *options, "-include", str(_precompiled(level)), *LINKED, str(code), "-lgcc", "-o", str(made))
+        _loaded[key] = load(str(made))
     return _loaded[key]
 
 

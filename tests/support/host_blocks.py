@@ -18,6 +18,12 @@ SECONDS = 60
 """After this time, a block counts as waiting for ever."""
 
 
+def load(library: str) -> ctypes.CDLL:
+    """A library that was linked without the libraries of C++ and C."""
+    ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(library)
+
+
 def run_blocks(
     library: str,
     entry: str,
@@ -32,7 +38,7 @@ def run_blocks(
     ``parameters``: the parameter block in hexadecimal. ``pointers``: (place in the block, place in the memory). ``threads``:
     the grid and the block. ``memory``: the file of ``size`` bytes that all processes share.
     """
-    loaded, shared = ctypes.CDLL(library), mmap.mmap(memory, size)
+    loaded, shared = load(library), mmap.mmap(memory, size)
     base = ctypes.addressof(ctypes.c_char.from_buffer(shared))
     block = bytearray.fromhex(parameters)
     for at, place in pointers:

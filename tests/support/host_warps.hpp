@@ -3,7 +3,7 @@
 // "ldmatrix"); copies to shared memory land when they are waited for, no sooner.
 #pragma once
 #include <algorithm>
-#include <cmath>
+#include "host_math.hpp"
 #include <cstdlib>
 #include <cstring>
 #include "host_fibers.hpp"
@@ -128,8 +128,8 @@ static inline float __int_as_float(int v) { float f; memcpy(&f, &v, 4); return f
 static inline u32 __float_as_uint(float v) { u32 u; memcpy(&u, &v, 4); return u; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
-static inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
-static inline int __float2int_rn(float x) { return std::isnan(x) ? 0 : int(std::nearbyintf(x)); }
+static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+static inline int __float2int_rn(float x) { return isnan(x) ? 0 : int(nearbyintf(x)); }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }

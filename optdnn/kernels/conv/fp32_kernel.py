@@ -153,14 +153,15 @@ SHALLOW = tuple(Config(*tile, 16, 3 if tile[2:] == (8, 8) else 4, split) for til
 DEEP = tuple(Config(*tile, 32, 2, split) for tile in TILES[4:] for split in (12, 16))
 """K steps of 32, which hide the barrier behind products, for problems whose few pixels many blocks share. With smaller
 splits, such steps gain almost nothing: in ResNet-50's layers at batch 1, steps of 32 with all splits gain 4.4 %, and
-these configurations alone 3.6 % (conv-fp32-h200.json)."""
+these configurations alone 3.6 %."""
 CONFIGS = (*SHALLOW, *DEEP)
 
 
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory of a block: the ring, or later the partial sums that a cluster exchanges."""
     ring = config.stages * config.depth * (config.bm + 4 + config.bn)
-    return 4 * max(ring, config.bm * (config.bn + 4) if config.split > 1 else 0)
+    exchanged = config.split * -(-config.bm // config.split) * (config.bn + 4) if config.split > 1 else 0
+    return 4 * max(ring, exchanged)
 
 
 def _blocks_wanted(config: Config) -> int:
@@ -289,7 +290,7 @@ def pack_weights(weight: Array, *, planar: bool) -> Array:
 CLOCK = 1.755e9  # Hz
 MEMORY = 4.2e12  # bytes/s
 LATENCY = 0.86e-6  # s: launch, first copies, last stores of a dependent kernel
-BLOCK, EXCHANGE = 1550, 3400  # cycles of a block besides its products, and of a cluster's barriers
+BLOCK, EXCHANGE = 1550, 2400  # cycles of a block besides its products, and until a cluster has exchanged sums
 EXCHANGED, STORED = 0.21, 0.12  # cycles of a block per result that a cluster exchanges, and per stored result
 SHARE = {64: 0.935, 32: 0.915, 16: 0.75}
 """Accumulators of a thread -> fraction of the cycles that issue instructions when warps hide one another's latency."""

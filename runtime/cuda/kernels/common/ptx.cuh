@@ -220,6 +220,11 @@ DEVICE void cluster_store_async(u32 address, u32 barrier, float2 v) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
                  ::"r"(address), "f"(v.x), "f"(v.y), "r"(barrier) : "memory");
 }
+// The same, to the place and barrier at this block's ``address`` and ``barrier`` in block ``rank``. Such stores need no fence: the release of
+// a cluster barrier waits for all memory of the GPU.
+template <class V> DEVICE void cluster_send(u32 address, u32 barrier, u32 rank, const V& v) {
+    cluster_store_async(cluster_map(address, rank), cluster_map(barrier, rank), v);
+}
 
 // ---- TMA -----------------------------------------------------------------------------------------------------------
 

@@ -281,7 +281,7 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
                 #pragma unroll
                 for (int j = 0; j < COLUMNS / 8; j++) {
                     const u32 slot = memory + ((m * SLOTS + j / SPLIT_WAYS) * SPLIT_WAYS + rank) * 2048 + own_fragment;
-                    cluster_store_async(cluster_map(slot, j % SPLIT_WAYS), cluster_map(reduced, j % SPLIT_WAYS), &acc[m][j * 4]);
+                    cluster_send(slot, reduced, j % SPLIT_WAYS, &acc[m][j * 4]);
                 }
             }
             if (!owns(rank)) return;

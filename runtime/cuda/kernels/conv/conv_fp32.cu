@@ -29,7 +29,8 @@ struct Params {
     Scatter scatter;
 };
 
-constexpr int OUT_PITCH = BN + 4;                  // of the accumulators that a cluster exchanges
+// The blocks of a cluster exchange sums in [SPLIT][OWN][OUT_PITCH] floats: a block finishes every SPLIT-th pixel.
+constexpr int OUT_PITCH = BN + 4, OWN = (BM + SPLIT - 1) / SPLIT;
 
 struct alignas(16) Row {                           // an output pixel
     int at, hw;                                    // the first tap of its window: offset; row and column (16 bits each)
@@ -73,6 +74,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(cons
     const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, tile = blockIdx.x / SPLIT;
     const int first_channel = tile % p.channel_tiles * BN, first_pixel = tile / p.channel_tiles * BM;
     const int begin = SPLIT > 1 ? p.steps * rank / SPLIT : 0, end = SPLIT > 1 ? p.steps * (rank + 1) / SPLIT : p.steps;
+#if SPLIT > 1
+    __shared__ u64 met;                            // counts the bytes of all sums that the block finishes
+    const int own_rows = (BM - rank + SPLIT - 1) / SPLIT;
+    if (threadIdx.x == 0) {
+        barrier_init(smem_address(&met), 1);
+        barrier_init_fence();
+        barrier_expect(smem_address(&met), SPLIT * own_rows * BN * 4);
+    }
+#endif
     grid_launch_dependents();
 
     for (int m = threadIdx.x; m < BM; m += THREADS) {
@@ -164,28 +174,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(cons
 
 #if SPLIT > 1
     asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads();                               // the ring is free
+    __syncthreads();
+    cluster_arrive_relaxed();
+    cluster_wait();                                // the rings of all peers are free, their barriers initialized
     #pragma unroll
-    for (int i = 0; i < TM; i++)
+    for (int i = 0; i < TM; i++) {
+        const int m = warp_m + row_of(i);
+        const u32 slot = base + ((rank * OWN + m / SPLIT) * OUT_PITCH + warp_n) * 4;
         #pragma unroll
-        for (int j = 0; j < TN; j += 4)
-            *reinterpret_cast<float4*>(shared + (warp_m + row_of(i)) * OUT_PITCH + warp_n + j * 8) =
-                make_float4(acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]);
-    cluster_arrive();
-    cluster_wait();
-    for (int i = threadIdx.x + rank * THREADS; i < BM * (BN / 4); i += THREADS * SPLIT) {
-        const int m = i / (BN / 4), n = i % (BN / 4) * 4;
-        const u32 own = base + (m * OUT_PITCH + n) * 4;
-        float4 part[SPLIT];
-        #pragma unroll
-        for (int r = 0; r < SPLIT; r++) cluster_load(cluster_map(own, r), part[r]);
-        float4 sum = part[0];
-        #pragma unroll
-        for (int r = 1; r < SPLIT; r++) sum.x += part[r].x, sum.y += part[r].y, sum.z += part[r].z, sum.w += part[r].w;
-        finish(p, rows[m], group, first_channel + n, sum);
+        for (int j = 0; j < TN; j += 4) cluster_send(slot + j * 32, smem_address(&met), m % SPLIT, &acc[i][j]);
     }
-    cluster_arrive();                              // the peers have read this block's accumulators
-    cluster_wait();
+    barrier_wait_cluster(smem_address(&met), 0);
+    for (int i = threadIdx.x; i < own_rows * (BN / 4); i += THREADS) {
+        const int m = i / (BN / 4), n = i % (BN / 4) * 4;
+        float4 sum = make_float4(0, 0, 0, 0);
+        #pragma unroll
+        for (int r = 0; r < SPLIT; r++) {
+            const float4 part = *reinterpret_cast<const float4*>(shared + (r * OWN + m) * OUT_PITCH + n);
+            sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+        }
+        finish(p, rows[m * SPLIT + rank], group, first_channel + n, sum);
+    }
 #else
     #pragma unroll
     for (int i = 0; i < TM; i++) {

@@ -335,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90
             #pragma unroll
             for (int j = 0; j < BLOCKS; j++) {
                 const u32 slot = inbox + ((m * SLOTS + j / SPLIT) * SPLIT + rank) * 2048;
-                cluster_store_async(cluster_map(slot, j % SPLIT), cluster_map(reduced, j % SPLIT), &acc[m][j * 8 / NW][j * 8 % NW / 2]);
+                cluster_send(slot, reduced, j % SPLIT, &acc[m][j * 8 / NW][j * 8 % NW / 2]);
             }
         }
         barrier_wait_cluster(reduced, 0);

@@ -45,14 +45,6 @@ DEVICE void add_products(float& sum, const u16* a, const u16* b) {
     for (int i = 0; i < 8; i++) sum = fmaf(element(v, i), element(w, i), sum);
 }
 
-#if CLUSTER > 1
-// Sends four bytes to the same place in block ``rank`` of the cluster, counted by that block's ``barrier``. Such stores need no fence: the
-// release of a cluster barrier waits for all memory of the GPU.
-template <class T>
-DEVICE void put(T* at, u32 barrier, int rank, u32 bits) {
-    cluster_store_async(cluster_map(smem_address(at), rank), cluster_map(barrier, rank), bits);
-}
-#endif
 // Waits until all blocks of the cluster have sent their shares.
 DEVICE void meet(u32 barrier) {
 #if CLUSTER > 1
@@ -134,7 +126,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_
         if (POOL) barrier_expect(means_met, 2 * p.depth);
         barrier_expect(hidden_met, 4 * p.hidden);
     }
-    __syncthreads();
     cluster_arrive_relaxed();
 #else
     const int rank = 0;
@@ -173,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_
 #if CLUSTER > 1
     const u32 pair = mean | __shfl_down_sync(0xffffffffu, u32(mean), 1) << 16;     // ``own`` is even
     if (int(threadIdx.x) < own && lane % 2 == 0)
-        for (int r = 0; r < CLUSTER; r++) put(x + channel + threadIdx.x, means_met, r, pair);
+        for (int r = 0; r < CLUSTER; r++) cluster_send(smem_address(x + channel + threadIdx.x), means_met, r, pair);
 #else
     if (int(threadIdx.x) < own) x[channel + threadIdx.x] = mean;
 #endif
@@ -186,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_
         for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
         const float y = unpack1(pack1(between_one(sum, first_bias[r], 0.0f)));
 #if CLUSTER > 1
-        if (lane < CLUSTER) put(hidden + row + r, hidden_met, lane, __float_as_uint(y));
+        if (lane < CLUSTER) cluster_send(smem_address(hidden + row + r), hidden_met, lane, __float_as_uint(y));
 #else
         if (lane == 0) hidden[row + r] = y;
 #endif

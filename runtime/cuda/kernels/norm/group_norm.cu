@@ -30,7 +30,7 @@ DEVICE void tell(float2* totals, float2* met, int rank, int groups, int g, float
     float2* slot = totals + rank * groups + g;
 #if CLUSTER > 1
     for (int r = threadIdx.x % SHARE; r < CLUSTER; r += SHARE)
-        cluster_store_async(cluster_map(smem_address(slot), r), cluster_map(smem_address(met), r), sums);
+        cluster_send(smem_address(slot), smem_address(met), r, sums);
 #else
     if (threadIdx.x % SHARE == 0) *slot = sums;
 #endif

@@ -191,7 +191,7 @@ struct SentSums {
     __device__ __forceinline__ void send(const float (&acc)[ROWS / 2]) const {
         #pragma unroll
         for (int j = 0; j < ROWS / 8; j++)
-            cluster_store_async(cluster_map(place(part, j % (OWN / 8)), j * 8 / OWN), cluster_map(barrier, j * 8 / OWN), &acc[j * 4]);
+            cluster_send(place(part, j % (OWN / 8)), barrier, j * 8 / OWN, &acc[j * 4]);
     }
     // The sums of eight own rows, in the order of K.
     __device__ __forceinline__ void add(float (&sum)[4], int eight) const {

@@ -66,8 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) means(const __grid_constan
     for (int w = 0; w < WARPS; w++) total += partial[w][lane];
 #if CLUSTER > 1
     cluster_wait();                                // the first block runs and its barrier is initialized: its shared memory may be written
-    if (warp == 0)
-        cluster_store_async(cluster_map(smem_address(&gathered[rank][lane]), 0), cluster_map(smem_address(&met), 0), __float_as_uint(total));
+    if (warp == 0) cluster_send(smem_address(&gathered[rank][lane]), smem_address(&met), 0, __float_as_uint(total));
     if (rank) return;
     barrier_wait_cluster(smem_address(&met), 0);
     total = 0.0f;

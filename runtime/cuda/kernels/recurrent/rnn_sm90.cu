@@ -400,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sm90(const __grid_c
         barrier_init_fence();
     }
     __syncthreads();
-    cluster_arrive();
+    cluster_arrive_relaxed();
     cluster_wait();                                // the peers run and their barriers are initialized
     if (at.warp < COMPUTE / 32) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
