@@ -416,6 +416,9 @@ static inline void cluster_store_async(u32 address, u32 barrier, const float* v)
     if (address >> 24 != barrier >> 24 || address >> 24 >= cluster_blocks) abort();
     if (sending) sent[address >> 24].push_back({address & 0xffffff, barrier & 0xffffff, {v[0], v[1], v[2], v[3]}});
 }
+static inline void cluster_send(u32 address, u32 barrier, u32 rank, const float* v) {
+    cluster_store_async(cluster_map(address, rank), cluster_map(barrier, rank), v);
+}
 static void barrier_wait_cluster(u32 barrier, u32 parity) {
     if (sending) meet(ENDED);
     for (const Sent& s : sent[cluster_rank()]) {
