@@ -59,6 +59,7 @@ from optdnn.kernels.norm.add_norm import AddNorm
 from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.group_norm_add import GroupNormAdd
 from optdnn.kernels.norm.modulated import ModulatedRows
+from optdnn.kernels.norm.modulated_groups import ModulatedGroupNorm
 from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.norm_add_norm import NormAddNorm
 from optdnn.kernels.norm.norm_norm import NormNorm
@@ -225,7 +226,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
     "Cast": (ResizedPicture(), Elementwise()),
     "Add": (NormAddNorm(), AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), GroupNormAdd(), Elementwise()),
-    "Pointwise": (GroupNormAdd(), ModulatedRows(), StagedPool(), Elementwise()),
+    "Pointwise": (GroupNormAdd(), ModulatedGroupNorm(), ModulatedRows(), StagedPool(), Elementwise()),
     "Concat": (Unfold(),),
 }
 

@@ -192,7 +192,10 @@ def stack_of(graph: Graph, values: Sequence[Value], depth: int = DEPTH) -> Stack
     ops = [graph.op(v) for v in values]
     if depth == 0 or ops[0].kind not in STACKED_KINDS or not graph.type(values[0]).is_static:
         return None
-    return same(graph, ops, [stack_of(graph, column, depth - 1) for column in columns(ops)])
+    found = same(graph, ops, [stack_of(graph, column, depth - 1) for column in columns(ops)])
+    if found is not None and all(isinstance(each, Shared | None) for each in found.operands):
+        return Shared(values[0])  # equal values: an earlier pass made equal operators
+    return found
 
 
 def _window_of(parts: Sequence[Part | None]) -> Window | None:

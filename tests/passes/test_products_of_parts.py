@@ -225,3 +225,16 @@ def test_parts_of_different_places() -> None:
 @pytest.mark.parametrize("graph", [lone(), overlapping()], ids=["one part", "overlapping"])
 def test_no_candidates(graph: Graph) -> None:
     check_untouched(PASS, graph)
+
+
+def test_equal_operators_for_all_parts_are_one() -> None:
+    """Passes that rewrite products make such operators: a transpose of the same matrix for each part."""
+    n, made = Net(), dict[Value, Any]()
+    x, matrix = n.input(2, 3, COUNT * ROWS, SIZE, name="x"), n.op("Abs", n.input(2, 3, SIZE, SIZE, name="m"))
+    rows, parts = n.op("Abs", x), []
+    for t in range(COUNT):
+        other = n.op("Transpose", matrix, attrs=EXCHANGED)
+        parts.append(n.op("Mul", n.op("MatMul", sliced(n, rows, t, made), other), 0.5))
+    graph, _ = check_pass(PASS, n.done(n.op("Concat", *parts, attrs=ConcatAttrs(2))), changes=2)
+    (product,) = graph.of_kind("MatMul")
+    assert graph.type(product.value).dims[0] == COUNT

@@ -12,6 +12,7 @@ typedef unsigned long long u64;
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 template <class T> static T __ldg(const T* at) { return *at; }

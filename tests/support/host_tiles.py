@@ -22,7 +22,7 @@ def run_launches(launches: Sequence[Launch], memory: Mapping[str, Array], folder
     recipe = launches[0].recipe
     texts = {
         name: template_files()[name].read_text(encoding="utf-8")
-        for name in ("vectors.cuh", "tile_vectors.cuh", "group_sums.cuh", "group_tiles.cuh")
+        for name in ("vectors.cuh", "tile_vectors.cuh", "group_sums.cuh", "group_tiles.cuh", "after_norm.cuh")
     }
     body = _inlined(template_files()[recipe.name].read_text(encoding="utf-8"), {**texts, **recipe.generated})
     body = _SHARED.sub(r"\1* \2 = reinterpret_cast<\1*>(dynamic_shared);", body).replace("#pragma unroll", "//")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters
 from optdnn.kernels.norm import group_sums
-from optdnn.kernels.norm.group_norm_kernel import Problem, refuse_slabs
+from optdnn.kernels.norm.group_norm_kernel import Problem, add_operands, after_norm, refuse_slabs
 from optdnn.kernels.norm.templates import norm_recipe
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, on_every_gpu
@@ -91,19 +91,20 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """The kernel's recipe. The sizes are parameters."""
     defines = {"LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4)}
-    defines |= {"ADDED": int(problem.added_pitch is not None)}
+    defines |= {"ADDED": int(problem.added_pitch is not None), **after_norm(problem)}
     defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
     return norm_recipe("group_norm_grid.cu", arch, defines, problem.dtype, problem.epilogue)
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
-    """The launch. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), ``added`` if the problem has an addend,
-    ``moments`` (fp32 [batch, groups, tiles, 2]) and ``rounds`` (two 32-bit words, zeros at first and kept from run to run)."""
+    """The launch. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), ``added``, ``numbers``, ``factor`` and ``shift`` if
+    the problem has them, ``moments`` (fp32 [batch, groups, tiles, 2]) and ``rounds`` (two 32-bit words, zeros at first and kept from run to run)."""
     pitch, output_pitch = problem.pitches
     added = None if problem.added_pitch is None else "added"
     parameters = Parameters().pointer("input", added, "output", "scale", "bias", "moments", "rounds")
     parameters.i32(problem.pixels, problem.channels, config.slab, problem.group, config.tiles, 0)
     parameters.i32(pitch, problem.added_pitch or 0, output_pitch, config.held).f32(problem.epsilon)
+    add_operands(parameters, problem)
     return parameters.launch(
         recipe(problem, config, gpu.arch), "group_norm_grid", blocks(problem, config), config.threads,
         shared=shared_bytes(problem, config), waits=GRID,

@@ -34,10 +34,23 @@ WHOLE_PIECE = 64
 """Bytes of neighboring channels that are read at full speed."""
 
 
+@dataclass(frozen=True, order=True)
+class Modulated:
+    """A factor and a shift for each image and channel, after the norm's own scale and bias: ``y * (factor + plus) + shift``.
+
+    The pitches are the elements from an image's vector to the next one (0: one vector for all images). ``shift_pitch`` None: no
+    shift."""
+
+    factor_pitch: int
+    shift_pitch: int | None
+    plus: float
+
+
 @dataclass(frozen=True)
 class Problem(FloatElements):
     """``batch`` images of ``pixels`` positions x ``channels``, normalized over ``groups`` groups of channels (``groups`` = ``channels``:
-    InstanceNorm), times scale plus bias, then pointwise stages. The stages may add an image, and have no other operands.
+    InstanceNorm), times scale plus bias, perhaps ``modulated``, then pointwise stages. The stages may add an image, and one may have
+    per-channel operands.
 
     Images may be parts of wider ones: ``input_pitch``, ``output_pitch`` and ``residual_pitch`` (the image that the stages add) are the
     elements from a pixel to the next (0: ``channels``). ``added_pitch``: a vector of channels is added to all pixels of an image, and
@@ -54,6 +67,7 @@ class Problem(FloatElements):
     output_pitch: int = 0
     added_pitch: int | None = None
     residual_pitch: int = 0
+    modulated: Modulated | None = None
 
     @property
     def residual(self) -> bool:
@@ -69,6 +83,11 @@ class Problem(FloatElements):
     def group(self) -> int:
         """Channels per group."""
         return self.channels // self.groups
+
+    @property
+    def numbers(self) -> str | None:
+        """The launches' operand with the per-channel operands of a stage (fp32 [2, channels]), or None."""
+        return "numbers" if render.reads_channels(self.epilogue) else None
 
     @property
     def bytes(self) -> int:
@@ -131,6 +150,20 @@ def refuse_slabs(
     return None
 
 
+def after_norm(problem: Problem) -> dict[str, int]:
+    """Constants of ``after_norm.cuh``."""
+    stages = {} if problem.numbers is None else {"CHANNEL_STAGES": 1}
+    return {"MODULATED": int(problem.modulated is not None), **stages}
+
+
+def add_operands(parameters: Parameters, problem: Problem) -> None:
+    """Append the operands of stages (``numbers``) and the ``Modulation`` of ``after_norm.cuh``."""
+    parameters.pointer(problem.numbers)
+    if (by := problem.modulated) is not None:
+        parameters.pointer("factor", None if by.shift_pitch is None else "shift")
+        parameters.i32(by.factor_pitch, by.shift_pitch or 0).f32(by.plus)
+
+
 def refuse(
     problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
 ) -> str | None:
@@ -157,18 +190,21 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "HELD": held(problem, config),
     }
     defines |= {"WIDE": int(problem.itemsize == 4), "HAS_RESIDUAL": int(problem.residual)}
+    defines |= after_norm(problem)
     defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
     return norm_recipe("group_norm.cu", arch, defines, problem.dtype, problem.epilogue)
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
-    """The launch. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), and ``added`` and ``residual`` if the
-    problem has them."""
+    """The launch. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), and ``added``, ``residual``,
+    ``numbers``, ``factor`` and ``shift`` if the problem has them."""
     added = None if problem.added_pitch is None else "added"
     parameters = Parameters().pointer("input", "output", "scale", "bias", added)
     parameters.i32(problem.pixels, config.slab, problem.group, *problem.pitches, problem.added_pitch or 0)
     parameters.pointer("residual" if problem.residual else None).i32(problem.residual_pitch or problem.channels)
+    parameters.i32(problem.channels)
     parameters.f32(1.0 / (problem.pixels * problem.group), problem.epsilon)
+    add_operands(parameters, problem)
     grid = (problem.channels // config.slab * config.cluster, problem.batch, 1)
     return parameters.launch(
         recipe(problem, config, gpu.arch), "group_norm", grid, config.threads, shared=shared_bytes(problem, config),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters
 from optdnn.kernels.norm import group_sums
-from optdnn.kernels.norm.group_norm_kernel import Problem, refuse_slabs
+from optdnn.kernels.norm.group_norm_kernel import Problem, add_operands, after_norm, refuse_slabs
 from optdnn.kernels.norm.templates import norm_recipe
 from optdnn.kernels.norm.tiles import AHEAD, MOST_TILES, TwoReads, tile_counts
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -89,14 +89,14 @@ def _work(problem: Problem, config: Config) -> TwoReads:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """The recipe of both launches. The sizes are parameters."""
     defines = {"LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4)}
-    defines |= {"ADDED": int(problem.added_pitch is not None)}
+    defines |= {"ADDED": int(problem.added_pitch is not None), **after_norm(problem)}
     defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
     return norm_recipe("group_norm_tiles.cu", arch, defines, problem.dtype, problem.epilogue)
 
 
 def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, Launch]:
     """Both launches. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), ``moments`` (fp32 [batch, groups,
-    tiles, 2], written by the first launch), and ``added`` if the problem has an addend."""
+    tiles, 2], written by the first launch), and ``added``, ``numbers``, ``factor`` and ``shift`` if the problem has them."""
     made, shared = recipe(problem, config, gpu.arch), shared_bytes(problem, config)
     kept = _work(problem, config).kept(gpu)
     pitch, output_pitch = problem.pitches
@@ -110,6 +110,7 @@ def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, L
         .i32(*tiling, output_pitch)
         .f32(problem.epsilon)
     )
+    add_operands(second, problem)
     blocks = _blocks(problem, config)
     return (
         first.launch(made, "group_moments", blocks, config.threads, shared=shared[0]),

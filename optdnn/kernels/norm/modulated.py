@@ -6,7 +6,7 @@ The launch is emitted at the pointwise operator.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,19 +27,21 @@ _SLOTS = 3
 
 @dataclass(frozen=True)
 class Modulation:
-    """``norm(x) * (factor + plus) + shift``."""
+    """``norm(x) * (factor + plus) + shift``, then the stages of ``rest``, whose register 0 is that result; None: they also read others."""
 
     norm: Op
     factor: Value
     plus: float
     shift: Value | None
+    rest: tuple[Stage, ...] | None = ()
 
 
-def modulation(graph: Graph, op: Op) -> Modulation | None:
-    """The modulation that a pointwise operator applies to a norm without other readers; None if it is not a modulation."""
+def modulation(graph: Graph, op: Op, norms: Container[str] = NORMS) -> Modulation | None:
+    """The modulation that a pointwise operator applies to a norm (of a kind in ``norms``) without other readers; None if it is not
+    a modulation."""
     value = op.inputs[0]
     norm = None if value is None else graph.op(value)
-    if norm is None or value is None or norm.kind not in NORMS or value.port or graph.sole_user(value) is None:
+    if norm is None or value is None or norm.kind not in norms or value.port or graph.sole_user(value) is None:
         return None
     stages, plus, register = list(op.attrs.epilogue), 0.0, -1
     factor: int | None = None
@@ -54,13 +56,24 @@ def modulation(graph: Graph, op: Op) -> Modulation | None:
             return None
     elif stages and stages[0].kind == "Mul":
         factor = next((a for a in stages[0].args if a is not None and a > 0), None)
-    after = stages[1:]
-    if factor is None or len(after) > 1 or any(s.kind != "Add" for s in after):
+    if factor is None:
         return None
-    shift = next((a for s in after for a in s.args if a is not None and a > 0), None)
-    if after and (shift is None or set(after[0].args) != {register - 1, shift}):
+    stages, register, shift = stages[1:], register - 1, None
+    if stages and stages[0].kind == "Add":
+        shift = next((a for a in stages[0].args if a is not None and a > 0), None)
+        if shift is not None and set(stages[0].args) == {register, shift}:
+            stages, register = stages[1:], register - 1
+        else:
+            shift = None
+    rest = _from_register(stages, register)
+    return Modulation(norm, _given(op, factor), plus, None if shift is None else _given(op, shift), rest)
+
+
+def _from_register(stages: Sequence[Stage], register: int) -> tuple[Stage, ...] | None:
+    """Stages that read registers from ``register`` on, as stages that read registers from 0 on; None if they also read earlier ones."""
+    if any(a is not None and register < a < 1 for s in stages for a in s.args):
         return None
-    return Modulation(norm, _given(op, factor), plus, None if shift is None else _given(op, shift))
+    return tuple(replace(s, args=tuple(a if a is None or a > 0 else a - register - 1 for a in s.args)) for s in stages)
 
 
 def _given(op: Op, slot: int) -> Value:
@@ -76,7 +89,7 @@ class ModulatedRows(FollowsNorm):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         found, t = modulation(b.graph, op), op.outputs[0].type
-        if found is None:
+        if found is None or found.rest != ():
             return "it is not a factor and shift of a norm without other readers"
         norm, vectors = found.norm, [found.factor, *([] if found.shift is None else [found.shift])]
         if (source := b.graph.op(norm.inputs[0] or norm.value)).kind == "Add":

@@ -5,8 +5,9 @@
 // image's first pixel. Sums over a block are added in a fixed order, sums of a cluster's blocks in rank order.
 //
 // generated.cuh defines LANES (channels per access), THREADS, CLUSTER, HELD, WIDE (fp32 elements), HAS_RESIDUAL, epilogue(), and the macros
-// that group_sums.cuh needs.
+// that group_sums.cuh and after_norm.cuh need.
 #include "group_sums.cuh"
+#include "after_norm.cuh"
 
 constexpr int ROUND = HELD ? HELD : 4;             // loads of a thread in flight
 
@@ -20,8 +21,12 @@ struct Params {
     int input_pitch, output_pitch;                 // elements between consecutive pixels
     int added_pitch;                               // elements between the vectors of consecutive images
     const Element* residual;                       // operand of the epilogue, and elements between its pixels
-    int residual_pitch;
+    int residual_pitch, channels;
     float inverse_count, epsilon;
+    const float* numbers;                          // [2][channels]: operands of a stage of the epilogue; may be null
+#if MODULATED
+    Modulation modulation;
+#endif
 };
 
 // Writes the sum and sum of squares of group g of the slab to all blocks of the cluster, by SHARE threads. ``met``: their barriers, which count
@@ -82,6 +87,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_co
             if (mine > begin + k * lines) v[k] = load_vector(input + (long long)(begin + k * lines) * p.input_pitch, policy);
     };
     load(0);
+#if MODULATED
+    p.modulation.apply(factor, shift, n, first_channel + channel);
+#endif
     const auto added_to = [&](int c) { return vector_added ? element_of(vector_added + c) : 0.0f; };
     float pivot[SPAN], center[LANES], sum[LANES], square[LANES];
     #pragma unroll
@@ -148,6 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_co
     }
     #pragma unroll
     for (int i = 0; i < LANES; i++) center[i] = own.pick(means, i) - added_to(channel + i), factor[i] *= own.pick(inverses, i);
+    const StageOperands operands(p.numbers, p.channels, first_channel + channel);
     Element* output = p.output + ((long long)n * p.pixels + from + line) * p.output_pitch + first_channel + channel;
     for (int begin = 0; begin < mine; begin += ROUND * lines) {
         if constexpr (HELD == 0) load_residual(begin);
@@ -159,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_co
             #pragma unroll
             for (int i = 0; i < LANES; i++) {
                 const float normal = fmaf(lane_of(v[k], i) - center[i], factor[i], shift[i]);
-                y[i] = epilogue(normal, 0.0f, HAS_RESIDUAL ? lane_of(r[k], i) : 0.0f);
+                y[i] = epilogue(normal, operands.of(i), HAS_RESIDUAL ? lane_of(r[k], i) : 0.0f);
             }
             store_vector(output + (long long)(begin + k * lines) * p.output_pitch, y);
         }

@@ -6,7 +6,8 @@
 // holds the most recent ones.
 //
 // generated.cuh defines LANES (channels per access), THREADS, WIDE (fp32 elements), ADDED, epilogue(), and the macros that group_sums.cuh
-// needs.
+// and after_norm.cuh need.
+#include "after_norm.cuh"
 #include "group_tiles.cuh"
 #include "grid_meeting.cuh"
 
@@ -23,6 +24,10 @@ struct Params {
     Tiling tiling;
     int output_pitch, held;                        // held: pixels of a thread that stay in shared memory
     float epsilon;
+    const float* numbers;                          // [2][channels]: operands of a stage of the epilogue; may be null
+#if MODULATED
+    Modulation modulation;
+#endif
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) group_norm_grid(const __grid_constant__ Params p) {
@@ -97,6 +102,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) group_norm_grid(const _
     }
     load_floats<LANES>(factor, p.scale + place.first_channel + channel);
     load_floats<LANES>(shift, p.bias + place.first_channel + channel);
+#if MODULATED
+    p.modulation.apply(factor, shift, place.image, place.first_channel + channel);
+#endif
     #pragma unroll
     for (int i = 0; i < LANES; i++) {
         const float all = own.pick(means, i) - place.added_to(p.added, t, channel + i);
@@ -106,10 +114,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) group_norm_grid(const _
     }
     Element* output = p.output + place.at(t, place.from + place.line, p.output_pitch) + channel;
     const long long output_step = (long long)place.lines * p.output_pitch;
+    const StageOperands operands(p.numbers, t.channels, place.first_channel + channel);
     const auto apply = [&](const Vector& x, int pixel) {
         float y[LANES];
         #pragma unroll
-        for (int i = 0; i < LANES; i++) y[i] = epilogue(fmaf(lane_of(x, i) - mean[i], factor[i], shift[i]), 0.0f, 0.0f);
+        for (int i = 0; i < LANES; i++) y[i] = epilogue(fmaf(lane_of(x, i) - mean[i], factor[i], shift[i]), operands.of(i), 0.0f);
         store_vector(output + pixel * output_step, y);
     };
     #pragma unroll

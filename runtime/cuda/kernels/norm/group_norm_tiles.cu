@@ -6,7 +6,8 @@
 // opposite order: the last reads of group_moments are still in L2.
 //
 // generated.cuh defines LANES (channels per access), THREADS, WIDE (fp32 elements), ADDED, epilogue(), and the macros that group_sums.cuh
-// needs.
+// and after_norm.cuh need.
+#include "after_norm.cuh"
 #include "group_tiles.cuh"
 
 constexpr int AHEAD = 4;                           // loads of a thread in flight
@@ -28,6 +29,10 @@ struct ApplyParams {
     Tiling tiling;
     int output_pitch;
     float epsilon;
+    const float* numbers;                          // [2][channels]: operands of a stage of the epilogue; may be null
+#if MODULATED
+    Modulation modulation;
+#endif
 };
 
 // The pixels of a thread: every `lines`-th of the tile, AHEAD of them at once.
@@ -116,6 +121,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 256 ? 1 : 768 / 
     grid_dependency_wait();
 
     cursor.load(v, policy);                        // in flight beside the loads of the moments
+#if MODULATED
+    p.modulation.apply(factor, shift, place.image, place.first_channel + channel);
+#endif
     const long long row = (long long)place.image * (t.channels / t.group) + place.first_channel / t.group;
     for (int begin = 0; begin < groups; begin += THREADS / SHARE) {
         const int g = begin + threadIdx.x / SHARE;
@@ -137,13 +145,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 256 ? 1 : 768 / 
         if constexpr (WIDE) mean[i] = center;
         else mean[i] = 0.0f, shift[i] = fmaf(-center, factor[i], shift[i]);
     }
+    const StageOperands operands(p.numbers, t.channels, place.first_channel + channel);
     while (cursor.has(0)) {
         #pragma unroll
         for (int k = 0; k < AHEAD; k++) {
             if (!cursor.has(k)) break;
             float y[LANES];
             #pragma unroll
-            for (int i = 0; i < LANES; i++) y[i] = epilogue(fmaf(lane_of(v[k], i) - mean[i], factor[i], shift[i]), 0.0f, 0.0f);
+            for (int i = 0; i < LANES; i++) y[i] = epilogue(fmaf(lane_of(v[k], i) - mean[i], factor[i], shift[i]), operands.of(i), 0.0f);
             store_vector(output + k * output_step, y);
         }
         cursor.advance();
