@@ -11,7 +11,8 @@ At 16 bits, an Add to sampling positions stays separate, because its sum is stor
 example is optical flow, whose positions many layers update.
 
 If both operands of an Add come from anchors that could absorb it, the later anchor does: the one with the longer path from the
-inputs, then with the larger id. The other operand is ready by then, and is read like any residual.
+inputs, then with the larger id. The other operand is ready by then, and is read like any residual. But an anchor that already reads
+a tensor leaves it to the other one: kernels read one tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from optdnn.ops.base import Stage
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support.coordinates import coordinates
 from optdnn.passes.support.facts import NORMS, operand
-from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS, Slots, refuses, with_stages
+from optdnn.passes.support.stages import (
+    ACTIVATIONS,
+    ADDITIONS,
+    ANCHORS,
+    SCALINGS,
+    Slots,
+    reads_tensor,
+    refuses,
+    with_stages,
+)
 from optdnn.target_name import TargetName
 from optdnn.types import Shape
 
@@ -60,11 +70,11 @@ class _Absorb(Rule):
         miss = refuses(graph, user, op.value)
         if miss is not None:
             return miss
-        if self.norms_add and (norm := _norm_that_adds(graph, user, op.value, _reads_tensor(graph, op))) is not None:
+        if self.norms_add and (norm := _norm_that_adds(graph, user, op.value, reads_tensor(graph, op))) is not None:
             return Miss(f"the normalization {norm.name} adds {user.name} itself")
         if user.id in self.positions and _adds_positions(graph, user, op.value):
             return Miss(f"{self.positions[user.id]}, in fp32")
-        if any(self._order(rival) > self._order(op) for rival in self._rivals(graph, op, user)):
+        if any(self._order(graph, rival) > self._order(graph, op) for rival in self._rivals(graph, op, user)):
             return None
 
         def build(patch: Patch) -> Value:
@@ -90,8 +100,8 @@ class _Absorb(Rule):
             if o.kind in ANCHORS and graph.users(o.value) == [user] and refuses(graph, user, o.value) is None
         ]
 
-    def _order(self, op: Op) -> tuple[int, int]:
-        return self.depth.get(op.id, 0), op.id
+    def _order(self, graph: Graph, op: Op) -> tuple[bool, int, int]:
+        return not reads_tensor(graph, op), self.depth.get(op.id, 0), op.id
 
 
 def _subtracts(graph: Graph, op: Op, value: Value) -> bool:
@@ -106,13 +116,6 @@ def _adds_positions(graph: Graph, op: Op, value: Value) -> bool:
     """Whether the tensor added to ``value`` varies along several axes: positions, not a bias."""
     others = [v for v in op.inputs if v is not None and v != value]
     return any(sum(d != 1 for d in graph.type(v).dims) > 1 for v in others)
-
-
-def _reads_tensor(graph: Graph, op: Op) -> bool:
-    """Whether an anchor's epilogue already reads a computed tensor of the result's shape: its kernel cannot read a second one."""
-    slots = {a for stage in op.attrs.epilogue for a in stage.args if a is not None and a >= 0}
-    tensors = [v for a in slots if (v := op.input(a)) is not None and graph.constant_value(v) is None]
-    return any(graph.type(v).shape == op.outputs[0].type.shape for v in tensors)
 
 
 def _norm_that_adds(graph: Graph, op: Op, value: Value, second: bool) -> Op | None:

@@ -51,6 +51,7 @@ from optdnn.passes.joined_tables import JoinedTables
 from optdnn.passes.long_scans import LongScans
 from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.modulated_weights import ModulatedWeights
+from optdnn.passes.ordered_sums import OrderedSums
 from optdnn.passes.outer_products import OuterProducts
 from optdnn.passes.pack_weights import PackWeights
 from optdnn.passes.pad_channels import PadChannels
@@ -184,6 +185,7 @@ O2_GPU: tuple[Pass, ...] = (
     ChannelShuffles(),  # before epilogues, which would add stages to the halves of the channels
     RadixSums(),  # before epilogues, and before views of images are hoisted
     PartialSums(),  # before epilogues, which take in the additions
+    OrderedSums(),  # after PartialSums, which adds additions; before epilogues, which take in additions
     HoistViews(),  # before epilogues: views between a product and its residual would keep them separate
     WindowProducts(),  # before the transposes that it adds are merged
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit

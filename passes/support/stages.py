@@ -39,6 +39,13 @@ def refuses(graph: Graph, op: Op, value: Value) -> Miss | None:
     return None
 
 
+def reads_tensor(graph: Graph, op: Op) -> bool:
+    """Whether an anchor's epilogue already reads a computed tensor of the result's shape: its kernel cannot read a second one."""
+    slots = {a for stage in op.attrs.epilogue for a in stage.args if a is not None and a >= 0}
+    tensors = [v for a in slots if (v := op.input(a)) is not None and graph.constant_value(v) is None]
+    return any(graph.type(v).shape == op.outputs[0].type.shape for v in tensors)
+
+
 class Slots:
     """The operands of an op that absorbs stages: first its own ``arity`` slots, then the operands of stages, each value once."""
 

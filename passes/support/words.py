@@ -184,6 +184,7 @@ RULES: Mapping[str, str] = {
     "channel_attention": "attention between channels computed on tokens",
     "activate_image": "activations of tokens moved to the image",
     "product_of_windows": "windows read in place, in the order of the product that reads them",
+    "order_sum": "sums ordered so that convolutions and products add all other terms",
     "partial_sum": "additions to some channels of a convolution replaced by additions to all channels",
     "pool_last": "average pools moved after convolutions with fewer channels",
     "patch_rows": "patch embeddings written as matrix products",
