@@ -1,8 +1,8 @@
 """The terms of a sum are ordered so that convolutions and products add all other terms in their epilogues.
 
-An epilogue adds one tensor. In `(a(x) + b(x)) + x`, one of the convolutions `a` and `b` adds the result of the other one, and `x` is
-left to a launch of its own. In `(x + a(x)) + b(x)` each of them adds the terms before it. Sums of branches (SegNeXt: Guo et al., 2022)
-and parallel transformer blocks (GPT-J, Falcon, Phi) have the first form.
+An epilogue adds one tensor. In `(a(x) + b(x)) + x`, one of the convolutions `a` and `b` adds the result of the other one, and `x`
+is left to a launch of its own. In `(x + a(x)) + b(x)` each of them adds the terms before it. Sums of branches (SegNeXt: Guo et al.,
+2022) and parallel transformer blocks (GPT-J, Falcon, Phi) have the first form.
 """
 
 from __future__ import annotations
