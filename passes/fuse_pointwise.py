@@ -5,9 +5,9 @@ result, and no path leaves it and comes back (it is convex): fusing it cannot ma
 result's shape. Smaller operands are read from outside and broadcast: computing them inside would repeat the work for each
 element. On GPUs the work is repeated where it costs less than a launch. Types may differ inside (a comparison that feeds a Where).
 
-On GPUs, an op that reads one tensor is computed again in each of its readers, if no reader needs its result from memory. The
-readers then read the op's operand. One reader may be a reduction: its kernel computes the op as it reduces. If several parts
-of a small tensor go through the same op, one op of the whole tensor replaces them.
+On GPUs, an op that reads one tensor, or has few elements, is computed again in each of its readers, if no reader needs its result
+from memory. The readers then read the op's operands. One reader may be a reduction: its kernel computes the op as it reduces. If
+several parts of a small tensor go through the same op, one op of the whole tensor replaces them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ ALIGNED = 8
 REPEATED = 1_000_000
 """Most stages (times elements) that a GPU launch computes again, so that a smaller operand needs no launch of its own. A division
 for each of a million elements takes some hundred nanoseconds on a large GPU, a launch about a microsecond."""
+
+
+VERY_FEW = 100_000
+"""Most elements of an op of two tensors that is computed again. Reading both of them again costs less than a launch."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +235,7 @@ def first_operand(graph: Graph, steps: Sequence[OpenStage], op: Op, on_gpu: bool
 
 
 class ComputedAgain(Rule):
-    """An op of one tensor is computed again in each of its readers."""
+    """An op of one tensor (or of few elements) is computed again in each of its readers."""
 
     name = "computed_again"
 
@@ -240,7 +244,7 @@ class ComputedAgain(Rule):
             return None
         readers = graph.users(op.value)
         inner = [u for u in readers if is_pointwise(u) and u.outputs[0].known is None]
-        if len(readers) < 2 or not inner or not _reads_one(graph, op):
+        if len(readers) < 2 or not inner or not _reads_little(graph, op):
             return None
         others = [u for u in readers if u not in inner]
         if len(others) > 1 or any(not u.kind.startswith("Reduce") for u in others):
@@ -260,13 +264,17 @@ class ComputedAgain(Rule):
         return Match((*inner, *(() if others else (op,))), build)
 
 
-def _reads_one(graph: Graph, op: Op) -> bool:
-    """Whether an op reads a single tensor, of its result's shape and of no larger elements. Scalar constants do not count."""
+def _reads_little(graph: Graph, op: Op) -> bool:
+    """Whether an op reads a single tensor, of its result's shape and of no larger elements. Scalar constants do not count. An op of
+    few elements may also read constants, and an op of very few a second tensor."""
     tensors, out = _tensors(graph, op), op.outputs[0].type
-    if len(tensors) != 1 or graph.constant_value(tensors[0]) is not None or graph.type(tensors[0]).shape != out.shape:
+    computed = [v for v in tensors if graph.constant_value(v) is None]
+    if not any(graph.type(v).shape == out.shape for v in computed):
         return False
-    few = out.is_static and math.prod(out.static_shape) <= REPEATED
-    return few or graph.type(tensors[0]).dtype.itemsize <= out.dtype.itemsize
+    size = math.prod(out.static_shape) if out.is_static else math.inf
+    if len(computed) > 1:
+        return len(computed) == 2 and size <= VERY_FEW
+    return size <= REPEATED or (len(tensors) == 1 and graph.type(computed[0]).dtype.itemsize <= out.dtype.itemsize)
 
 
 class PartsTogether(Rule):

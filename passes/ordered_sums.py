@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, RulePass, rule
-from optdnn.passes.support.facts import producer
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS, reads_tensor
+from optdnn.passes.support.sum_terms import sum_terms
 from optdnn.types import Shape
 
 _STAGES = ACTIVATIONS | ADDITIONS | SCALINGS
@@ -23,9 +23,10 @@ _STAGES = ACTIVATIONS | ADDITIONS | SCALINGS
 def order_sum(graph: Graph, op: Op) -> Match | None:
     """Sum of three or more tensors. In another order, more convolutions or products could add other terms."""
     shape = op.outputs[0].type.shape
-    if shape is None or not _adds(graph, op, shape) or _within(graph, op, shape):
+    found = sum_terms(graph, op)
+    if shape is None or found is None:
         return None
-    sums, terms = _tree(graph, op, shape)
+    sums, terms = found
     adders = [v for v in terms if _adder(graph, v, shape)]
     if len(sums) < 2 or _added(sums, adders) >= min(len(adders), len(sums)):
         return None
@@ -39,35 +40,6 @@ def order_sum(graph: Graph, op: Op) -> Match | None:
         return total
 
     return Match(tuple(sums), build)
-
-
-def _adds(graph: Graph, op: Op, shape: Shape) -> bool:
-    """Whether ``op`` adds two different tensors of this shape and neither repeats."""
-    values = [v for v in op.inputs if v is not None and graph.type(v).shape == shape]
-    return op.kind == "Add" and len(set(values)) == 2 and all(graph.constant_value(v) is None for v in values)
-
-
-def _within(graph: Graph, op: Op, shape: Shape) -> bool:
-    """Whether another sum of tensors of this shape includes the result, and nothing else reads it."""
-    user = graph.sole_user(op.value)
-    return user is not None and _adds(graph, user, shape)
-
-
-def _inner(graph: Graph, value: Value, shape: Shape) -> Op | None:
-    """The sum that computes a term, if only the sum around it reads it."""
-    op = producer(graph, value, {"Add"}, alone=True)
-    return op if op is not None and _adds(graph, op, shape) else None
-
-
-def _tree(graph: Graph, op: Op, shape: Shape) -> tuple[list[Op], list[Value]]:
-    """The additions of a sum, its own first, and its terms in order."""
-    sums, terms = [op], list[Value]()
-    for value in op.inputs:
-        assert value is not None
-        inner = _inner(graph, value, shape)
-        more, own = ([], [value]) if inner is None else _tree(graph, inner, shape)
-        sums, terms = [*sums, *more], [*terms, *own]
-    return sums, terms
 
 
 def _adder(graph: Graph, value: Value, shape: Shape) -> bool:

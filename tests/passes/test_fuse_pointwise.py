@@ -257,9 +257,16 @@ def test_random_dags_keep_their_values(ops: list[tuple[str, int, int]]) -> None:
 
 
 def shared(*readers: str, rows: int = 4, first: str = "Tanh", output: bool = False) -> Graph:
-    """An op of one tensor with several readers, among them "ReduceSum", "MatMul" and "Rows", which repeats it."""
+    """An op with several readers, among them "ReduceSum", "MatMul" and "Rows", which repeats it. ``first``: an op of one tensor,
+    "Mul" of two, a difference from a "constant", or the maximum of "three" tensors."""
     n = Net(np.float64)
-    a = n.op(first, n.input(rows, 6), *([n.input(rows, 6, name="z")] if first == "Mul" else []))
+    a = n.input(rows, 6)
+    if first == "three":
+        a = n.op("Max", a, n.input(rows, 6, name="z"), n.input(rows, 6, name="y"))
+    elif first == "constant":
+        a = n.op("Sub", n.random(rows, 6), a)
+    else:
+        a = n.op(first, a, *([n.input(rows, 6, name="z")] if first == "Mul" else []))
     made = {
         "ReduceSum": lambda: n.op("ReduceSum", a, n.ints(1)),
         "MatMul": lambda: n.op("MatMul", a, n.random(6, 6)),
@@ -282,6 +289,14 @@ def test_a_gpu_computes_an_op_in_each_of_its_readers(readers: tuple[str, ...]) -
     check_refused(FusePointwise(), shared(*readers), because="Tanh_1 is also used by")
 
 
+@pytest.mark.parametrize("first", ["constant", "Mul"])
+def test_a_small_op_may_read_constants_or_a_second_tensor(first: str) -> None:
+    """Boxes of a detector: differences from constant centers, which several sums read."""
+    kinds = {"Pointwise": 2}
+    graph = shared("Mul", "Add", first=first)
+    check_pass(FusePointwise(), graph, changes=1, rules={"computed_again": 1}, kinds=kinds, context=ON_GPU)
+
+
 def test_the_op_stays_for_a_reduction_that_computes_its_operand() -> None:
     kinds = {"Pointwise": 1, "Tanh": 1, "ReduceSum": 1}
     check_pass(FusePointwise(), shared("Mul", "ReduceSum"), changes=1, kinds=kinds, context=ON_GPU)
@@ -300,10 +315,18 @@ def test_its_readers_grow_further() -> None:
         (shared("Mul", "MatMul"), "Tanh_1 is also used by MatMul"),
         (shared("Mul", "ReduceSum", "ReduceSum"), "Tanh_1 is also used by ReduceSum"),
         (shared("Mul", "Add", output=True), "Tanh_1 is (also used by|an output)"),
-        (shared("Mul", "Add", first="Mul"), "Mul_1 is also used by"),
+        (shared("Mul", "Add", first="Mul", rows=1 << 15), "Mul_1 is also used by"),
+        (shared("Mul", "Add", first="three"), "Max_1 is also used by"),
         (shared("Rows", "Mul", rows=1 << 18), "would be computed again for each element"),
     ],
-    ids=["a product reads it", "two reductions", "an output", "of two tensors", "for more elements"],
+    ids=[
+        "a product reads it",
+        "two reductions",
+        "an output",
+        "of two large tensors",
+        "of three tensors",
+        "for more elements",
+    ],
 )
 def test_an_op_is_computed_once_where_its_result_is_needed(graph: Graph, because: str) -> None:
     report = FusePointwise()(graph, ON_GPU)

@@ -238,3 +238,43 @@ def test_equal_operators_for_all_parts_are_one() -> None:
     graph, _ = check_pass(PASS, n.done(n.op("Concat", *parts, attrs=ConcatAttrs(2))), changes=2)
     (product,) = graph.of_kind("MatMul")
     assert graph.type(product.value).dims[0] == COUNT
+
+
+def weighted(
+    how: str = "gathers",
+    *,
+    count: int = COUNT,
+    kind: str = "Mul",
+    other: int = -1,
+    swap: bool = False,
+    kept: bool = False,
+) -> Graph:
+    """The sum of the parts of a tensor, each times a weight of its own. ``other``: a part with another operator. ``swap``: parts
+    meet the weights of other parts."""
+    n, made = Net(), dict[Value, Any]()
+    cut = {"slices": sliced, "gathers": taken, "splits": split}[how]
+    x, w = (n.op("Abs", n.input(2, 3, COUNT * ROWS, SIZE, name=name)) for name in "xw")
+    terms = []
+    for t in range(count):
+        part, weight = cut(n, x, t, made), cut(n, w, (t * 2) % count if swap else t, made)
+        terms.append(n.op("Add" if t == other else kind, part, weight))
+    total = terms[0]
+    for term in terms[1:]:
+        total = n.op("Add", total, term)
+    return n.done(total)
+
+
+@pytest.mark.parametrize("how", ["slices", "splits", "gathers"])
+def test_a_sum_over_parts_is_a_reduction(how: str) -> None:
+    graph, _ = check_pass(PASS, weighted(how), changes=1, rules={"sum_of_parts": 1})
+    assert len(graph.of_kind("ReduceSum")) == len(graph.of_kind("Mul")) == 1
+    assert not graph.of_kind("Add")
+
+
+@pytest.mark.parametrize("graph", [weighted(count=2), weighted(other=2), weighted(swap=True)])
+def test_other_sums_over_parts_stay(graph: Graph) -> None:
+    check_untouched(PASS, graph)
+
+
+def test_the_weighted_sum_of_experts_is_one_launch() -> None:
+    assert kinds(check_simulated(weighted(), "fp16")).count("ReduceSum") == 1
