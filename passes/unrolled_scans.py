@@ -23,6 +23,7 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.pointwise_scan import PointwiseScanAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.segment_decays import segment_decays
 from optdnn.passes.rules.substitutions import substitution
 from optdnn.passes.support.facts import RESHAPES, ints, is_filled, operand, producer, reshaped, shape_of, sliced
 from optdnn.types import normalize_axis
@@ -239,4 +240,4 @@ def _vector(graph: Graph, value: Value | None) -> _Slice | None:
 
 class UnrolledScans(RulePass):
     name = "unrolled_scans"
-    rules = (linear_recurrence, stacked_products, substitution)
+    rules = (linear_recurrence, stacked_products, substitution, segment_decays)

@@ -146,6 +146,7 @@ RULES: Mapping[str, str] = {
     "unrolled_cells": "steps of a GRU or LSTM written as one layer",
     "products_of_parts": "products of the parts of a tensor merged into one stack of products",
     "sum_of_parts": "sums over the parts of tensors merged into one reduction",
+    "segment_decays": "running sums over matrices replaced by differences of one running sum",
     "stages_of_parts": "operators on each part of a stack of products computed for all parts at once",
     "factors_of_steps": "factors of a recurrence's products computed for all steps at once",
     "attention_parts": "attention of each part of a sequence merged into one attention",
