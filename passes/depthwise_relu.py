@@ -1,8 +1,8 @@
-"""A ReLU that only depthwise convolutions read becomes their prologue.
+"""A ReLU that only depthwise convolutions read becomes their prologue, as does a ReLU or LeakyReLU that one convolution reads.
 
 Such a ReLU is left where its input has other readers as well: the sums between the blocks of Xception, which the shortcuts read,
-and the cells of NASNet. A launch for it would read and write the image once more. Of several convolutions each applies it for
-itself.
+the cells of NASNet, and the residual blocks of RefineNet, VQ-VAE and HiFi-GAN. A launch for it would read and write the image once
+more. Of several depthwise convolutions each applies it for itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from optdnn.passes.support.facts import operand
 from optdnn.passes.support.stages import with_stages
 from optdnn.types import BF16, FP16
 
+VECTOR = 8
+"""Channels of the vectors that the kernel changes."""
 MOST_TAPS = 49
 """Larger filters have no kernel that applies it."""
 
@@ -46,8 +48,26 @@ def _filters(graph: Graph, op: Op, x: Value) -> bool:
     return bool(weight.shape[0] % 4 == 0 and weight[0].size <= MOST_TAPS)
 
 
+@rule("conv_relu", {"Conv"})
+def conv_relu(graph: Graph, op: Op) -> Match | Miss | None:
+    """Ungrouped Conv of a ReLU or LeakyReLU, in 16-bit floats. Its kernel applies the ReLU, or leaves it to a launch."""
+    relu, weight = graph.op(operand(op)), graph.constant_value(op.inputs[1])
+    if relu.kind not in ("Relu", "LeakyRelu") or relu.outputs[0].type.dtype not in (FP16, BF16) or op.attrs.prologue:
+        return None
+    if weight is None or weight.ndim not in (3, 4) or op.attrs.group != 1 or weight.shape[1] % VECTOR:
+        return None
+    if graph.sole_user(relu.value) is None:
+        return Miss(f"the result of {relu.name} has {graph.use_count(relu.value)} readers, so that it is stored once")
+
+    def build(patch: Patch) -> Value:
+        inputs = (relu.inputs[0], *op.inputs[1:])
+        return patch.add("Conv", inputs, with_stages(op.attrs, prologue=[Stage(relu.kind, (~0,), relu.attrs)]))
+
+    return Match((op, relu), build)
+
+
 class DepthwiseRelu(RulePass):
     """Runs after precisions are assigned: kernels of 8-bit integers do not apply it. Before layouts."""
 
     name = "depthwise_relu"
-    rules = (depthwise_relu,)
+    rules = (depthwise_relu, conv_relu)

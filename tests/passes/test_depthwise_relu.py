@@ -61,3 +61,35 @@ def test_another_reader_needs_it_stored() -> None:
 def test_who_computes_it(precision: str, kinds: set[str]) -> None:
     program = check_simulated(net(readers=2, dtype=np.float32), precision)
     assert {s.params["op"]["kind"] for s in program.steps if any(name.startswith("Relu") for name in s.src)} == kinds
+
+
+def residual(
+    activation: str = "Relu", *, dtype: Any = np.float16, readers: int = 1, channels: int = 24, group: int = 1
+) -> Graph:
+    """A sum that convolutions of 3 x 3 pixels read through an activation, and that is added to their results."""
+    n = Net(dtype)
+    x = n.conv(n.input(2, 8, 9, 7), channels, 1, pads=0)
+    y, total = n.op(activation, x), x
+    for _ in range(readers):
+        total = n.op("Add", total, n.conv(y, channels, 3, bias=True, group=group))
+    return n.done(n.op("Tanh", total))
+
+
+@pytest.mark.parametrize("activation", ["Relu", "LeakyRelu"])
+def test_another_convolution_applies_it_too(activation: str) -> None:
+    graph, _ = check_pass(
+        DepthwiseRelu(), residual(activation), changes=1, rules={"conv_relu": 1}, promoted_changes=0, context=FP16
+    )
+    assert activation not in graph.kinds()
+    assert sorted([s.kind for s in op.attrs.prologue] for op in graph.of_kind("Conv")) == [[], [activation]]
+
+
+@pytest.mark.parametrize("given", [{"dtype": np.float32}, {"channels": 20}, {"group": 2}, {"activation": "Sigmoid"}])
+def test_convolutions_whose_kernels_do_not_apply_it(given: dict[str, Any]) -> None:
+    check_untouched(DepthwiseRelu(), residual(**given), context=FP16)
+
+
+def test_two_convolutions_read_it_from_memory() -> None:
+    check_refused(
+        DepthwiseRelu(), residual(readers=2), because="has 2 readers, so that it is stored once", context=FP16
+    )

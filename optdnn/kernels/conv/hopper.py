@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,6 +25,8 @@ from optdnn.ops.conv import ConvAttrs, of_one_channel
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import BF16, FP16, Array
 
+SEPARATE_S, SEPARATE_RATE = 1.2e-6, 3e12
+"""A separate launch for a prologue: its seconds as a dependent launch, and its bytes per second."""
 FEW_CHANNELS = 4
 """A strided convolution of up to this many channels reads blocks of pixels as channels."""
 
@@ -173,7 +176,7 @@ class HopperConv(hopper_launch.HopperKernel):
         geometry = planar(weight, op.attrs, width)
         bias, feed = ep.added_to(bias_of(b, op)), blocks_of(b, op, *geometry)
         if feed is None:
-            prologue = self._prologue(b, op)
+            prologue = self._prologue(b, op, width)
             x = b.source(op.inputs[0]) if prologue is not None else entering(b, op)
             x = image(x, width) if prologue is not None else with_pitch(b, op, image(x, width))
             feed = conv_maps.Feed(x, *geometry)
@@ -185,23 +188,38 @@ class HopperConv(hopper_launch.HopperKernel):
             bias = more if bias is None else bias + more
         return replace(on_images(b, op, (feed, second), bias, ep, width=width), covered=other.src)
 
-    @staticmethod
-    def _prologue(b: Builder, op: Op) -> list[render.Stage] | None:
-        """The prologue, if the launch can apply it: it reads each pixel once, in channels-last order. Else None."""
+    def _prologue(self, b: Builder, op: Op, width: int) -> list[render.Stage] | None:
+        """The prologue, if the launch should apply it to pixels in channels-last order. Else None.
+
+        It does if it reads each pixel once. Otherwise it applies the prologue for each tap, if the cost model prefers that to a launch.
+        ``width``: as of :func:`image`."""
         weight = b.weights(op)
         if not op.attrs.prologue or not is_half(op):
             return None
-        feed = conv_maps.Feed(image(b.source(op.inputs[0])), *planar(weight, op.attrs))
-        if feed.source.mode != conv_problem.ROWS or conv_maps.pitch_of(feed.x) is None:
+        feed = conv_maps.Feed(image(b.source(op.inputs[0]), width), *planar(weight, op.attrs, width))
+        if conv_maps.pitch_of(feed.x) is None:
             return None
-        return rendered_prologue(b, op, feed.x)
+        stages = rendered_prologue(b, op, feed.x)
+        if stages is None or feed.source.mode == conv_problem.ROWS:
+            return stages
+        if feed.source.mode != conv_problem.IM2COL or feed.bands > 1 or not conv_problem.keeps_zeros(stages):
+            return None
+        plain = self.problem_of(b, op, on_images(b, op, (feed,), bias_of(b, op), planned(b, op), width=width))
+        one, two = (
+            min((offer.seconds or 0.0 for offer in self.offers(p, b.gpu)), default=math.inf)
+            for p in (replace(plain, prologue=tuple(stages)), plain)
+        )
+        stored = 2 * math.prod(feed.x.shape) * feed.x.dtype.itemsize
+        return stages if one < two + SEPARATE_S + stored / SEPARATE_RATE else None
 
     def added(self, b: Builder, op: Op, ep: Epilogue) -> Op | None:
         """The convolution whose result ``op`` adds first, if it can be a second source of the same launch; else None.
 
         One sum then covers both, and nothing is stored between them. The convolution must have no other user and no stages.
         ``ep``: the epilogue of ``op``."""
-        if ep.residual is None or not ep.stages or self._prologue(b, op) is not None or ep.rendered[0] != ("add",):
+        if ep.residual is None or not ep.stages or ep.rendered[0] != ("add",):
+            return None
+        if (width := row_width(b, op)) is None or self._prologue(b, op, width) is not None:
             return None
         if len(op.outputs[0].type.static_shape) not in (3, 4):
             return None

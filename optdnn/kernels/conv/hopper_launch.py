@@ -215,7 +215,7 @@ def emit_conv(
 ) -> None:  # fmt: skip
     """Add the launch of a convolution with channels-last ``out`` and ``residual``. ``moments``: where it writes the moments of
     the result's rows; ``angles``: of the rotary embedding of its heads."""
-    before = plan_prologue(b, op, c.feed.x) if c.prologue else None
+    before = plan_prologue(b, op, c.feed.x, problem.k_steps * problem.block) if c.prologue else None
     feeds, ep, residual, out, scatter = c.feeds, c.ep, c.residual, c.out, c.scatter
     channels = c.channels if scatter is not None else out.shape[1]
     bias = c.bias if c.bias is None or problem.together == 1 else conv_params.together_bias(c.bias, problem.together)

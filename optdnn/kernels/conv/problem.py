@@ -4,6 +4,7 @@ computed from them."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +20,12 @@ FILLED = 1.2
 """A volume uses wider blocks of channels if they need at most this many times the products of narrower ones."""
 ITEM = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float32": 4, "tfloat32": 4}
 """Bytes of an element; only results can be fp32."""
+_KEEP_ZEROS = frozenset({"relu", "leaky_relu"})
+
+
+def keeps_zeros(stages: Sequence[render.Stage]) -> bool:
+    """Whether stages of a few instructions map zero to zero. They may follow padding, and run once for each tap that reads a pixel."""
+    return all(stage[0] in _KEEP_ZEROS for stage in stages)
 
 
 @dataclass(frozen=True)
@@ -188,7 +195,7 @@ class Problem:
     zero_point: bool = False
     """Whether an integer result has a zero point other than 0."""
     prologue: tuple[render.Stage, ...] = ()
-    """Stages on the pixels before they are multiplied (see :func:`.render.prologue`)."""
+    """Stages on the pixels before they are multiplied (see :func:`.render.prologue`). They run for each tap of a filter."""
     scatter: bool = False
     """Whether channels are blocks of pixels, which the launch scatters into a larger image (``conv_scatter.cuh``)."""
     pooled: bool = False
@@ -254,8 +261,10 @@ class Problem:
             raise InternalError("only images or rows of floats without other changes have pairs of channels")
         if self.bands > 1 and (self.channels % self.bands or len(self.sources) > 1 or self.stack or self.prologue):
             raise InternalError("bands are equal parts of the channels of one source, without a prologue")
-        if self.prologue and (self.item != 2 or [s.mode for s in self.sources] != [ROWS]):
-            raise InternalError("a prologue needs one source of 16-bit pixels, each of which is read once")
+        once = [s.mode for s in self.sources] == [ROWS]
+        padded = [s.mode for s in self.sources] == [IM2COL] and keeps_zeros(self.prologue)
+        if self.prologue and (self.item != 2 or not (once or padded)):
+            raise InternalError("a prologue needs one source of 16-bit pixels, and keeps the zeros of padding")
 
         own = self.moments or self.residual_norm is not None
         counts = [n for n, on in ((self.channels, own), (self.sources[0].channels, self.norm is not None)) if on]

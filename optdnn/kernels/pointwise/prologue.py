@@ -59,13 +59,14 @@ def rendered_prologue(b: Builder, op: Op, x: TensorView) -> list[render.Stage] |
     return rendered
 
 
-def plan_prologue(b: Builder, op: Op, x: TensorView) -> Prologue | None:
-    """The prologue of :func:`rendered_prologue` with its operands; None if the kernel does not support it."""
+def plan_prologue(b: Builder, op: Op, x: TensorView, rows: int = 0) -> Prologue | None:
+    """The prologue of :func:`rendered_prologue` with its operands; None if the kernel does not support it. ``rows``: at least so many
+    scales and shifts, since the kernel may read them for each K step."""
     channels, parts = x.shape[1], _parts(b, op, x)
     if parts is None:
         return None
     affines = [part for part in parts if isinstance(part, _Affine)]
-    constants = np.zeros((up(channels, 64), 2), np.float32)
+    constants = np.zeros((max(up(channels, 64), rows), 2), np.float32)
     constants[:channels, 0] = 1.0
     for affine in affines:
         constants[:channels] = np.stack([affine.scale, affine.shift], 1)
