@@ -19,9 +19,9 @@ from optdnn.runtime.cuda.gpu_facts import of_arch
 
 _BEFORE = """
 #define PROLOGUE 1
-#define GATED 1
+#define GATED {gated}
 #define GATE_ALONE {alone}
-constexpr int STAGES = {stages}, SPAN = {span}, BK = SPAN / 2, WGN = 1, BN = {rows}, STAGE_BYTES = (BN * SPAN + 1023) / 1024 * 1024;
+constexpr int STAGES = {ring}, SPAN = {span}, BK = SPAN / 2, WGN = 1, BN = {rows}, STAGE_BYTES = (BN * SPAN + 1023) / 1024 * 1024;
 struct Params {{
     const u16 *pixels, *gate;
     const float2* before;
@@ -29,7 +29,7 @@ struct Params {{
     long long gate_pitch;
     int rows, image_pixels, images, gate_channels, tiles, steps, blocks;
 }};
-static float prologue(float x, const float2& c, float gate) {{ return (x * c.x + c.y) * gate; }}
+static float prologue(float x, const float2& c, float gate) {{ return {stages}; }}
 static void tile_at(const Params& p, int tile, int, int& channel, int& pixel) {{ channel = 0, pixel = tile * BN; }}
 """
 _AFTER = """
@@ -87,15 +87,17 @@ class _Params(ctypes.Structure):
     ]
 
 
-def changes(folder: Path, stages: int, span: int, rows: int, alone: bool) -> ctypes.CDLL:
-    """The prologue for tiles of ``rows`` and ``span`` bytes of a row."""
+def changes(folder: Path, stages: int, span: int, rows: int, alone: bool, *, gated: bool = True) -> ctypes.CDLL:
+    """The prologue for tiles of ``rows`` and ``span`` bytes of a row: a scale, a shift and a gate (or the gate ``alone``), or a
+    leaky ReLU."""
     text = nvrtc.template_files()["conv_change.cuh"].read_text(encoding="utf-8")
     text = re.sub(
         r'asm\("mul\.rn\.f16x2.*',
         "product = pack2(low_float(pair) * low_float(gate), high_float(pair) * high_float(gate));",
         re.sub(r"#pragma.*", "", text),
     )
-    before = _BEFORE.format(alone=int(alone), stages=stages, span=span, rows=rows)
+    function = "(x * c.x + c.y) * gate" if gated else "x < 0.0f ? 0.1f * x : x"
+    before = _BEFORE.format(alone=int(alone), gated=int(gated), stages=function, ring=stages, span=span, rows=rows)
     shim = (HERE / "host_warps.hpp").read_text(encoding="utf-8")
     return library("\n".join([shim, before, text, _AFTER]), folder, "-Og")
 
@@ -137,6 +139,18 @@ def test_pixels_are_changed_once(
     assert changes(tmp_path, stages, span, rows, alone).run(ctypes.byref(given)) == 0
     wanted = x.astype(np.float32) if alone else x * constants[:, 0] + constants[:, 1]
     np.testing.assert_allclose(changed, (wanted * whole).astype(np.float16), rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+def test_pixels_are_activated_once_for_each_tap(tmp_path: Path) -> None:
+    """The K steps of nine taps: the fills of a tap are other pixels."""
+    rows, steps, count = 40, 9, 130
+    x = np.random.default_rng(5).standard_normal((count, steps * 64)).astype(np.float16)
+    constants, changed = np.zeros((steps * 64, 2), np.float32), np.full_like(x, np.nan)
+    pointers = (x.ctypes.data, None, constants.ctypes.data, changed.ctypes.data)
+    given = _Params(*pointers, 0, count, count, 1, 0, -(-count // rows), steps, 2)
+    assert changes(tmp_path, 5, 128, rows, False, gated=False).run(ctypes.byref(given)) == 0
+    np.testing.assert_array_equal(changed, np.where(x < 0, np.float32(0.1) * x, x).astype(np.float16))
 
 
 @pytest.mark.nvrtc
