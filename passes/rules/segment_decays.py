@@ -14,7 +14,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.index import CumulativeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import RESHAPES, ints, is_filled, operand, producer, reshaped, shape_of
+from optdnn.passes.support.facts import RESHAPES, ints, is_filled, operand, producer, reshaped, shape_of, sizes_of
 from optdnn.types import normalize_axis
 
 _DEPTH = 16
@@ -26,7 +26,7 @@ def segment_decays(graph: Graph, op: Op) -> Match | Miss | None:
     """A mask of the upper triangle, after running sums of columns below the diagonal."""
     masked = _masked(graph, op, 0)
     total = None if masked is None else producer(graph, masked[0], {"CumSum"}, alone=True)
-    shape = None if total is None else shape_of(graph, total.value)
+    shape = None if total is None else sizes_of(graph, total.value)
     if masked is None or total is None or shape is None or len(shape) < 2 or shape[-1] != shape[-2]:
         return None
     axis = ints(graph, total.input(1))

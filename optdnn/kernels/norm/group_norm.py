@@ -99,13 +99,12 @@ def image_problem(b: Builder, norm: Op, source: Value | None) -> clustered.Probl
     """The kernels' problem, for images that they do not refuse."""
     to = output_of(b, norm)
     n, c, *spatial = norm.outputs[0].type.static_shape
-    pitches = [
-        pitch_of_images(b.operand(source)) or 0,
-        0 if to.value not in b.reserved else pitch_of_images(b.reserved[to.value]) or 0,
-    ]
+    written = 0 if to.value not in b.reserved else pitch_of_images(b.reserved[to.value]) or 0
+    read = pitch_of_images(b.operand(source)) or 0
+    apart = (0 if read == c else read, 0 if written == c else written)
     return clustered.Problem(
         n, math.prod(spatial), c, groups_of(norm), tuple(to.epilogue.rendered), map_dtype(norm.outputs[0].type.dtype),
-        norm.attrs.epsilon, *(0 if pitch == c else pitch for pitch in pitches),
+        norm.attrs.epsilon, *apart,
     )  # fmt: skip
 
 
