@@ -1,8 +1,8 @@
-"""A ReLU that only depthwise convolutions read becomes their prologue, as does a ReLU or LeakyReLU that one convolution reads.
+"""A ReLU that only depthwise convolutions read becomes their prologue, as does an activation that one convolution reads.
 
-Such a ReLU is left where its input has other readers as well: the sums between the blocks of Xception, which the shortcuts read,
-the cells of NASNet, and the residual blocks of RefineNet, VQ-VAE and HiFi-GAN. A launch for it would read and write the image once
-more. Of several depthwise convolutions each applies it for itself.
+Such an activation is left where its input has other readers as well: the sums between the blocks of Xception, which the shortcuts
+read, the cells of NASNet, and the residual blocks of RefineNet, VQ-VAE, HiFi-GAN (LeakyReLU), EnCodec (ELU) and EDM2 (SiLU). A
+launch for it would read and write the image once more. Of several depthwise convolutions each applies it for itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from optdnn.passes.support.facts import operand
 from optdnn.passes.support.stages import with_stages
 from optdnn.types import BF16, FP16
 
+KEEP_ZEROS = frozenset(
+    {"Relu", "LeakyRelu", "Elu", "Selu", "Celu", "Swish", "Gelu", "Tanh", "Mish", "HardSwish", "Softsign"}
+)
+"""Activations of zero that are zero: they may follow the padding of a convolution."""
 VECTOR = 8
 """Channels of the vectors that the kernel changes."""
 MOST_TAPS = 49
@@ -48,11 +52,11 @@ def _filters(graph: Graph, op: Op, x: Value) -> bool:
     return bool(weight.shape[0] % 4 == 0 and weight[0].size <= MOST_TAPS)
 
 
-@rule("conv_relu", {"Conv"})
-def conv_relu(graph: Graph, op: Op) -> Match | Miss | None:
-    """Ungrouped Conv of a ReLU or LeakyReLU, in 16-bit floats. Its kernel applies the ReLU, or leaves it to a launch."""
+@rule("conv_activation", {"Conv"})
+def conv_activation(graph: Graph, op: Op) -> Match | Miss | None:
+    """Ungrouped Conv of an activation that keeps zeros, in 16-bit floats. Its kernel applies it, or leaves it to a launch."""
     relu, weight = graph.op(operand(op)), graph.constant_value(op.inputs[1])
-    if relu.kind not in ("Relu", "LeakyRelu") or relu.outputs[0].type.dtype not in (FP16, BF16) or op.attrs.prologue:
+    if relu.kind not in KEEP_ZEROS or relu.outputs[0].type.dtype not in (FP16, BF16) or op.attrs.prologue:
         return None
     if weight is None or weight.ndim not in (3, 4) or op.attrs.group != 1 or weight.shape[1] % VECTOR:
         return None
@@ -70,4 +74,4 @@ class DepthwiseRelu(RulePass):
     """Runs after precisions are assigned: kernels of 8-bit integers do not apply it. Before layouts."""
 
     name = "depthwise_relu"
-    rules = (depthwise_relu, conv_relu)
+    rules = (depthwise_relu, conv_activation)

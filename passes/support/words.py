@@ -78,7 +78,7 @@ RULES: Mapping[str, str] = {
     "unit_axis": "axes of size 1 removed from convolutions and pools over sequences",
     "gemm_transpose": "Transposes merged into matrix products",
     "sink_transpose": "Transposes moved past other operators",
-    "conv_relu": "ReLUs applied by the convolution that reads them",
+    "conv_activation": "activations applied by the convolution that reads them",
     "depthwise_relu": "ReLUs moved into the depthwise convolutions after them",
     "flatten_last": "Flattens merged into the matrix product after them",
     "hoist_view": "Reshapes moved before matrix products",

@@ -72,13 +72,13 @@ def residual(
     y, total = n.op(activation, x), x
     for _ in range(readers):
         total = n.op("Add", total, n.conv(y, channels, 3, bias=True, group=group))
-    return n.done(n.op("Tanh", total))
+    return n.done(n.op("Exp", total))
 
 
-@pytest.mark.parametrize("activation", ["Relu", "LeakyRelu"])
+@pytest.mark.parametrize("activation", ["Relu", "LeakyRelu", "Elu", "Swish", "Gelu", "Tanh"])
 def test_another_convolution_applies_it_too(activation: str) -> None:
     graph, _ = check_pass(
-        DepthwiseRelu(), residual(activation), changes=1, rules={"conv_relu": 1}, promoted_changes=0, context=FP16
+        DepthwiseRelu(), residual(activation), changes=1, rules={"conv_activation": 1}, promoted_changes=0, context=FP16
     )
     assert activation not in graph.kinds()
     assert sorted([s.kind for s in op.attrs.prologue] for op in graph.of_kind("Conv")) == [[], [activation]]

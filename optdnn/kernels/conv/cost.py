@@ -59,6 +59,9 @@ STAGE_ISSUE = {
     "prelu": 2.0,
     "snake": 8.0,
 }
+CHANGE_SLOW = (
+    16.0  # cycles of a warp for each further instruction of a prologue's stages, for eight elements of each lane
+)
 RESIDUAL_BESIDE = (0.55, 0.3)
 """Fraction of the shorter of compute time and memory time that is not hidden, without and with alternating warpgroups.
 It applies when the residual comes from memory and waits for the only output buffer, from which the previous tile is
@@ -291,7 +294,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     if problem.norm is not None and problem.norm.image:
         epilogue += IMAGE_FACTOR
     if problem.prologue:  # one warp per stage, 16 bytes per lane at a time; as many warps as stages, up to four
-        change = 250 + pixel_bytes / 16 / 32 * 45
+        slow = CHANGE_SLOW * max(0.0, stages_issue(problem.prologue) - 1)
+        change = 250 + pixel_bytes / 16 / 32 * (45 + slow)
         load = max(load, change / min(4, config.stages))
         step = max(step, load)
         epilogue += change

@@ -20,11 +20,16 @@ FILLED = 1.2
 """A volume uses wider blocks of channels if they need at most this many times the products of narrower ones."""
 ITEM = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float32": 4, "tfloat32": 4}
 """Bytes of an element; only results can be fp32."""
-_KEEP_ZEROS = frozenset({"relu", "leaky_relu"})
+_KEEP_ZEROS = frozenset(
+    {
+        *("relu", "leaky_relu", "elu", "selu", "celu", "silu", "swish", "gelu", "gelu_tanh", "tanh", "mish"),
+        *("hard_swish", "softsign"),
+    }
+)
 
 
 def keeps_zeros(stages: Sequence[render.Stage]) -> bool:
-    """Whether stages of a few instructions map zero to zero. They may follow padding, and run once for each tap that reads a pixel."""
+    """Whether stages map zero to zero. They may follow padding, and run once for each tap that reads a pixel."""
     return all(stage[0] in _KEEP_ZEROS for stage in stages)
 
 
