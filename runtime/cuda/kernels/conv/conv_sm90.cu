@@ -171,16 +171,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     } else if (warp > CONSUMERS / 32) {
         static_assert(HAS_RESIDUAL == (NORMED_RESIDUAL > 0) && !STREAM && !BATCHED && !PROLOGUE && !WIDE, "rows are normalized behind plain products");
         if (warp == CONSUMERS / 32 + 1) fetch_ahead(p.ahead, lane);
-        grid_dependency_wait();
         constexpr int BUFFERS = OUT_BUFFERS * TURNS;
-        int buffer = 0, parity = 1;
+        int buffer = 0, parity = 1, channel, pixel;
         Work work = first;
+        tile_at(p, work.tile, sharer, channel, pixel);
+        grid_dependency_wait();
 #if IMAGE_NORM
         ImageFactor known;
 #endif
         for (int issued = 0; issued == 0 || next_work(p, span, work, tile_step); issued++) {
-            int channel, pixel;
-            tile_at(p, work.tile, sharer, channel, pixel);
+            if (issued) tile_at(p, work.tile, sharer, channel, pixel);
 #if IMAGE_NORM
             known.take(p, min(pixel, p.pixel_count - 1) / (8 * p.image_parts), lane);      // while the previous tile is finished
 #endif
