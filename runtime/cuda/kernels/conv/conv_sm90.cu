@@ -67,10 +67,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     // Factors of normalized rows, for each output buffer. They share the barriers of the residual.
     const u32 factors = behind_out > behind_ring ? behind_out : behind_ring;
 
-    if (warp == CONSUMERS / 32 && lane == 0) {
-        tma_prefetch(&p.weights);
-        tma_prefetch(&p.pixels0);
-        if (MODE1 >= 0) tma_prefetch(&p.pixels1);
+    // The loading warp finds its tile while another one initializes barriers: the first loads wait for both.
+    Place to;
+    if (warp == CONSUMERS / 32) {
+        if (lane == 0) {
+            tma_prefetch(&p.weights);
+            tma_prefetch(&p.pixels0);
+            if (MODE1 >= 0) tma_prefetch(&p.pixels1);
+        }
+        to = place(p, first_tile, sharer, k_begin);
+    }
+    if (warp == CONSUMERS / 32 + 1 && lane == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(full + 8 * i, 1);
             barrier_init(empty + 8 * i, TILE_GROUPS * 4 * PEERS * RELEASERS);
@@ -98,7 +105,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     if (WIDE && warp >= CONSUMERS / 32) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == CONSUMERS / 32) {
         if (elect_one()) {
-            Place to = place(p, first_tile, sharer, k_begin);
             if ((BATCHED && !ONE_MATRIX) || ROW_SCALED) grid_dependency_wait();    // else the first loads are constants
             const int primed = k_count < STAGES ? k_count : STAGES;
             if (WEIGHTS_STATIONARY) {
@@ -165,16 +171,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     } else if (warp > CONSUMERS / 32) {
         static_assert(HAS_RESIDUAL == (NORMED_RESIDUAL > 0) && !STREAM && !BATCHED && !PROLOGUE && !WIDE, "rows are normalized behind plain products");
         if (warp == CONSUMERS / 32 + 1) fetch_ahead(p.ahead, lane);
-        grid_dependency_wait();
         constexpr int BUFFERS = OUT_BUFFERS * TURNS;
-        int buffer = 0, parity = 1;
+        int buffer = 0, parity = 1, channel, pixel;
         Work work = first;
+        tile_at(p, work.tile, sharer, channel, pixel);
+        grid_dependency_wait();
 #if IMAGE_NORM
         ImageFactor known;
 #endif
         for (int issued = 0; issued == 0 || next_work(p, span, work, tile_step); issued++) {
-            int channel, pixel;
-            tile_at(p, work.tile, sharer, channel, pixel);
+            if (issued) tile_at(p, work.tile, sharer, channel, pixel);
 #if IMAGE_NORM
             known.take(p, min(pixel, p.pixel_count - 1) / (8 * p.image_parts), lane);      // while the previous tile is finished
 #endif
