@@ -62,6 +62,10 @@ def conv_activation(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if graph.sole_user(relu.value) is None:
         return Miss(f"the result of {relu.name} has {graph.use_count(relu.value)} readers, so that it is stored once")
+    if graph.use_count(operand(relu)) < 2:
+        return Miss(
+            f"only {relu.name} reads the result before it: the launch of a normalization, for example, applies {relu.name}"
+        )
 
     def build(patch: Patch) -> Value:
         inputs = (relu.inputs[0], *op.inputs[1:])

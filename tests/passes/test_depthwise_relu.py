@@ -64,12 +64,13 @@ def test_who_computes_it(precision: str, kinds: set[str]) -> None:
 
 
 def residual(
-    activation: str = "Relu", *, dtype: Any = np.float16, readers: int = 1, channels: int = 24, group: int = 1
-) -> Graph:
-    """A sum that convolutions of 3 x 3 pixels read through an activation, and that is added to their results."""
+    activation: str = "Relu", *, dtype: Any = np.float16, readers: int = 1, channels: int = 24, group: int = 1, added: bool = True
+) -> Graph:  # fmt: skip
+    """A sum that convolutions of 3 x 3 pixels read through an activation, and that is ``added`` to their results."""
     n = Net(dtype)
     x = n.conv(n.input(2, 8, 9, 7), channels, 1, pads=0)
-    y, total = n.op(activation, x), x
+    y = n.op(activation, x)
+    total = x if added else n.input(2, channels, 9, 7, name="r")
     for _ in range(readers):
         total = n.op("Add", total, n.conv(y, channels, 3, bias=True, group=group))
     return n.done(n.op("Exp", total))
@@ -87,6 +88,11 @@ def test_another_convolution_applies_it_too(activation: str) -> None:
 @pytest.mark.parametrize("given", [{"dtype": np.float32}, {"channels": 20}, {"group": 2}, {"activation": "Sigmoid"}])
 def test_convolutions_whose_kernels_do_not_apply_it(given: dict[str, Any]) -> None:
     check_untouched(DepthwiseRelu(), residual(**given), context=FP16)
+
+
+def test_a_launch_before_it_may_apply_it() -> None:
+    because = "only Relu_.* reads the result before it"
+    check_refused(DepthwiseRelu(), residual(added=False), because=because, context=FP16)
 
 
 def test_two_convolutions_read_it_from_memory() -> None:
