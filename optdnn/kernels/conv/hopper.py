@@ -191,8 +191,8 @@ class HopperConv(hopper_launch.HopperKernel):
     def _prologue(self, b: Builder, op: Op, width: int) -> list[render.Stage] | None:
         """The prologue, if the launch should apply it to pixels in channels-last order. Else None.
 
-        It does if it reads each pixel once. Otherwise it applies the prologue for each tap, if the cost model prefers that to a launch.
-        ``width``: as of :func:`image`."""
+        It applies scales, shifts and gates if it reads each pixel once. It applies activations alone, for each tap, if the cost model
+        prefers that to a launch. ``width``: as of :func:`image`."""
         weight = b.weights(op)
         if not op.attrs.prologue or not is_half(op):
             return None
@@ -200,9 +200,9 @@ class HopperConv(hopper_launch.HopperKernel):
         if conv_maps.pitch_of(feed.x) is None:
             return None
         stages = rendered_prologue(b, op, feed.x)
-        if stages is None or feed.source.mode == conv_problem.ROWS:
-            return stages
-        if feed.source.mode != conv_problem.IM2COL or feed.bands > 1 or not conv_problem.keeps_zeros(stages):
+        if stages is None or not conv_problem.keeps_zeros(stages):
+            return stages if feed.source.mode == conv_problem.ROWS else None
+        if feed.source.mode == conv_problem.VOLUME or feed.bands > 1:
             return None
         plain = self.problem_of(b, op, on_images(b, op, (feed,), bias_of(b, op), planned(b, op), width=width))
         one, two = (
