@@ -59,9 +59,8 @@ STAGE_ISSUE = {
     "prelu": 2.0,
     "snake": 8.0,
 }
-CHANGE_SLOW = (
-    16.0  # cycles of a warp for each further instruction of a prologue's stages, for eight elements of each lane
-)
+CHANGE_ISSUE = 2  # instructions of the stages of a plain prologue
+CHANGE_SLOW = 16.0  # cycles of a warp for each further one, for eight elements of each lane
 RESIDUAL_BESIDE = (0.55, 0.3)
 """Fraction of the shorter of compute time and memory time that is not hidden, without and with alternating warpgroups.
 It applies when the residual comes from memory and waits for the only output buffer, from which the previous tile is
@@ -294,7 +293,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     if problem.norm is not None and problem.norm.image:
         epilogue += IMAGE_FACTOR
     if problem.prologue:  # one warp per stage, 16 bytes per lane at a time; as many warps as stages, up to four
-        slow = CHANGE_SLOW * max(0.0, stages_issue(problem.prologue) - 1)
+        slow = CHANGE_SLOW * max(0.0, stages_issue(problem.prologue) - CHANGE_ISSUE)
         change = 250 + pixel_bytes / 16 / 32 * (45 + slow)
         load = max(load, change / min(4, config.stages))
         step = max(step, load)

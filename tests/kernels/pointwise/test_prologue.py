@@ -134,14 +134,16 @@ def test_tiles_without_room_for_it_are_refused(config: hopper.Config) -> None:
 @pytest.mark.parametrize(
     "problem",
     [
-        {"sources": (conv_problem.Source(7, 7, 96, (3, 3), padding=(1, 1, 1, 1)),)},
+        {"sources": (conv_problem.Source(7, 7, 96, (3, 3), padding=(1, 1, 1, 1)),), "prologue": (("gate",),)},
         {"sources": (SOURCE, SOURCE)},
         {"sources": (SOURCE,), "dtype": "float8_e4m3fn"},
     ],
 )
-def test_a_prologue_is_for_pixels_read_once(problem: dict[str, Any]) -> None:
-    with pytest.raises(InternalError, match="a prologue needs one source of 16-bit pixels, each of which is read once"):
-        conv_problem.Problem(2, 64, epilogue=(), prologue=(("relu",),), **problem)
+def test_a_prologue_is_for_one_source(problem: dict[str, Any]) -> None:
+    with pytest.raises(
+        InternalError, match="a prologue needs one source of 16-bit pixels, and keeps the zeros of padding"
+    ):
+        conv_problem.Problem(2, 64, epilogue=(), **{"prologue": (("relu",),), **problem})
 
 
 def test_registers_are_counted_with_its_warpgroup() -> None:
