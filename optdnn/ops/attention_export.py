@@ -49,7 +49,7 @@ class _Writer:
 
 def export_attention(a: AttentionAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
     """Attention as products, softmax and masks."""
-    q, k, v, mask, past_key, past_value, lengths = [*inputs, *[""] * (7 - len(inputs))]
+    q, k, v, mask, past_key, past_value, lengths, sinks = [*inputs, *[""] * (8 - len(inputs))]
     w, dtype = _Writer(e), e.type(q).dtype
     _, heads, rows, size = e.type(q).dims
     shared, cols = e.type(k).dims[1:3]
@@ -75,8 +75,10 @@ def export_attention(a: AttentionAttrs, inputs: Sequence[str], n_outputs: int, e
     shown = scores if a.qk_matmul_output_mode == 1 else shown
     scores = w("Add", scores, bias) if bias else scores
     shown = scores if a.qk_matmul_output_mode == 2 else shown
+    logits = _export_sinks(sinks, scores, w) if sinks else scores
     wide = a.softmax_precision is not None and a.softmax_precision != dtype
-    p = w("Softmax", w("Cast", scores, to=a.softmax_precision) if wide else scores, axis=-1)
+    p = w("Softmax", w("Cast", logits, to=a.softmax_precision) if wide else logits, axis=-1)
+    p = w("Slice", p, *(w.const([at]) for at in (0, -1, -1))) if sinks else p
     p = w("Cast", p, to=dtype) if wide else p
     if bias:  # a query without keys
         top = w("ReduceMax", bias, w.const([-1]), keepdims=1)
@@ -84,6 +86,13 @@ def export_attention(a: AttentionAttrs, inputs: Sequence[str], n_outputs: int, e
         p = w("Where", dead, w.const(0, dtype), p)
     shown = p if a.qk_matmul_output_mode == 3 else shown
     return [w("MatMul", p, v), full_k, full_v, shown][:n_outputs]
+
+
+def _export_sinks(sinks: str, scores: str, w: _Writer) -> str:
+    """The scores (B, H, L, S) with the sinks (H) as a further column."""
+    before = w("Gather", w("Shape", scores), w.const([0, 1, 2]), axis=0)
+    column = w("Expand", w.unsqueeze(sinks, 0, 2, 3), w("Concat", before, w.const([1]), axis=0))
+    return w("Concat", scores, column, axis=-1)
 
 
 def _export_bias(

@@ -39,6 +39,13 @@ PROBLEMS: dict[str, Problem] = {
     "softcap": merged(20, 8, 333, 64, softcap=1.5),
     "softcap and a mask": merged(20, 8, 333, 64, softcap=0.8, mask=(0, 0, 333)),
     "softcap and a window": merged(4, 8, 700, 128, causal=True, reach=130, softcap=30.0, dtype="bfloat16"),
+    "sinks": merged(20, 10, 333, 64, causal=True, sinks=True),
+    "sinks and a window": merged(4, 8, 700, 128, causal=True, reach=130, sinks=True, dtype="bfloat16"),
+    "sinks and a mask of each query": merged(9, 18, 333, 64, mask=(0, 0, 333), sinks=True),
+    "sinks, some see nothing": apart(40, 8, 90, 70, 40, causal=True, causal_offset=-30, sinks=True),
+    "sinks, from the end of a cache": apart(
+        12, 8, 150, 700, 64, 2, causal=True, lengths=True, from_end=True, softcap=9.0, sinks=True
+    ),
     "bytes": merged(20, 12, 197, 64, narrow="int8"),
     "wide values": wide_values(40, 4, 196, 16, 64),
     "wide values that share no subtile": wide_values(9, 4, 49, 24, 80, dtype="bfloat16"),
@@ -68,6 +75,9 @@ SPLIT_PROBLEMS: dict[str, Problem] = {
     "causal, some see nothing": apart(2, 8, 90, 170, 40, causal=True, causal_offset=-30),
     "a window": merged(1, 6, 512, 64, causal=True, causal_offset=64, reach=128),
     "softcap": merged(1, 12, 333, 64, softcap=2.0, causal=True),
+    "sinks": merged(1, 12, 333, 64, sinks=True),
+    "sinks and a window": merged(1, 6, 512, 64, causal=True, causal_offset=64, reach=128, sinks=True),
+    "sinks, some see nothing": apart(2, 8, 90, 170, 40, causal=True, causal_offset=-30, sinks=True),
     "bytes": merged(1, 12, 197, 64, narrow="int8"),
     "wide values": wide_values(1, 4, 196, 16, 32),
 }
