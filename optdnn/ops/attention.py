@@ -24,8 +24,8 @@ from optdnn.types import DType, TensorType, broadcast_dims, is_float, normalize_
 MULTIPLIED = (0, 1, 2, 4, 5)
 """Slots of the operands that Attention multiplies: queries, keys and values, past keys and values."""
 LENGTHS, SINKS = 6, 7
-"""Slots of the number of keys of each sample, and of the sinks (H,), which ONNX's operator does not have: the softmax of each head has
-one more logit, which no value belongs to (gpt-oss: OpenAI, 2025)."""
+"""Slots of the number of keys of each sample, and of the sinks (H,), which ONNX's operator does not have: the softmax of each
+head has one more logit, which no value belongs to (gpt-oss: OpenAI, 2025)."""
 
 
 @dataclass(frozen=True)

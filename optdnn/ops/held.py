@@ -57,7 +57,9 @@ class CachedAttentionAttrs(Attrs):
 
 
 def _infer_cached_attention(call: Call) -> Result:
-    """Attention of q (B, H, 1, D) over a cache (B, G, C, D); k and v (B, G, 1, D) are one new row of the cache. Operand 9: sinks (H)."""
+    """Attention of q (B, H, 1, D) over a cache (B, G, C, D); k and v (B, G, 1, D) are one new row of the cache.
+
+    Operand 9: the sinks."""
     q, k, v, keys, values = (call.type(i) for i in (0, 1, 2, 7, 8))
     for new, cache, name in ((k, keys, "keys"), (v, values, "values")):
         require_rank(cache, 4, f"CachedAttention {name}")

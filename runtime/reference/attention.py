@@ -46,8 +46,8 @@ def attention(
     """Attention (ONNX opset 25): q (B, H, L, D), k (B, G, S, D), v (B, G, S, E), where G divides H.
 
     ``mask`` (bool, or added) broadcasts to (B, H, L, P + S) from the right and may lack trailing keys; ``past_key`` and
-    ``past_value`` (B, G, P, D or E) come before k and v; ``lengths`` (B): the number of keys of each sample. ``sinks`` (H): one more
-    logit of each head's softmax, which no value belongs to.
+    ``past_value`` (B, G, P, D or E) come before k and v; ``lengths`` (B): the number of keys of each sample.
+    ``sinks`` (H): one more logit of each head's softmax, which no value belongs to.
     Results: y (B, H, L, E), the present keys and values, and the scores that ``qk_matmul_output_mode`` selects. A query
     that sees no key yields zeros.
     """

@@ -222,6 +222,14 @@ def test_split_blocks_that_are_refused(config: Config, because: str) -> None:
     assert hopper.refuse(merged(1, 12, 576, 64), Config(3, 96, 6, split=True)) is None
 
 
+def test_a_sink_needs_registers() -> None:
+    """This configuration would spill."""
+    plain = apart(12, 8, 150, 700, 128, 2, causal=True, lengths=True, from_end=True)
+    config = Config(3, 48, 3, turns=True)
+    assert hopper.refuse(plain, config) is None
+    assert hopper.refuse(replace(plain, sinks=True), config) == "scores and results of a thread exceed 128 registers"
+
+
 def test_sums_of_warpgroups_need_registers() -> None:
     problem = apart(1, 8, 64, 700, 128)
     refused = hopper.refuse(problem, Config(3, 48, 6, split=True))
