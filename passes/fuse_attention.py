@@ -68,14 +68,13 @@ def written_attention(graph: Graph, op: Op) -> Match | Miss | None:
     weights = _weights(graph, op)
     if weights is None or isinstance(weights, Miss):
         return weights
-    softmax, inner, sinks = weights.softmax, weights.inner, None
+    softmax, inner = weights.softmax, weights.inner
     if has_stages(op):
         return Miss("its product with the values has fused stages")
     t = graph.type(op.value)
-    if weights.sunk:
-        sinks = find_sinks(graph, softmax, t.dtype)
-        if isinstance(sinks, Miss):
-            return sinks
+    sinks = find_sinks(graph, softmax, t.dtype) if weights.sunk else None
+    if isinstance(sinks, Miss):
+        return sinks
     found = find_scores(graph, softmax.inputs[0] if sinks is None else sinks.scores, t.dtype)
     scores = found if isinstance(found, Miss) else _masked_again(found, weights.masks)
     if isinstance(scores, Miss):
@@ -106,7 +105,7 @@ def written_attention(graph: Graph, op: Op) -> Match | Miss | None:
             inputs.append(added(patch, scores.biases, parts.lead, t.dtype))
         if logits is not None:
             inputs += [None] * (SINKS - len(inputs))
-            inputs.append(sinks_operand(patch, logits, parts.lead[1], f"{op.outputs[0].name}.sinks"))  # type: ignore[arg-type]
+            inputs.append(sinks_operand(patch, logits, parts.lead[1], f"{op.outputs[0].name}.sinks"))
         return reshaped_to(patch, patch.add("Attention", inputs, attrs), t.dims)
 
     return Match(ops, build)

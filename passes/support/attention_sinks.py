@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from optdnn.dim import DimLike
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Miss
@@ -64,6 +65,6 @@ def per_head(graph: Graph, sinks: Sinks, lead: Shape) -> Array | Value | Miss:
     return Miss("the sinks are not one number per head")
 
 
-def sinks_operand(patch: Patch, found: Array | Value, heads: int, name: str) -> Value:
+def sinks_operand(patch: Patch, found: Array | Value, heads: DimLike, name: str) -> Value:
     """The operand (heads) of an Attention from the result of :func:`per_head`."""
     return in_shape(patch, found, (heads,)) if isinstance(found, Value) else patch.constant(found, name)

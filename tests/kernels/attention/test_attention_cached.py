@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,20 @@ def test_only_kernels_with_sinks_know_of_them() -> None:
     assert "SINKS" not in texts[0]
     assert texts[1].replace("#define SINKS 1\n", "") == texts[0]
     assert cached.shared_bytes(sunk, ALONE) - cached.shared_bytes(plain, ALONE) == 12 * 4
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("config", [cached.Config(8, 8, True), cached.Config(4, 8)], ids=str)
+def test_the_parameter_block_has_the_kernels_layout(config: cached.Config) -> None:
+    c = case([5, 9], sinks=True)
+    made = cached.launch(c.problem, config, of_arch("sm_90a"), operands_of(c).places)
+    places = {p.operand: p.at for p in made.pointers}
+    names = {"q": "queries", "k": "keys", "v": "values", "out": "output", "new_k": "new_keys", "new_v": "new_values"}
+    lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
+    lines += [f"static_assert(__INTADDR__(&((Params*)0)->{names.get(n, n)}) == {at});" for n, at in places.items()]
+    assert len(places) == (11 if config.cluster else 13)
+    generated = {**made.recipe.generated, "check.cu": "\n".join(['#include "attention_cached.cu"', *lines, ""])}
+    nvrtc.compile_recipe(replace(made.recipe, name="check.cu", generated=generated))
 
 
 @pytest.mark.nvrtc

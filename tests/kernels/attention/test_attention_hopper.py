@@ -316,6 +316,19 @@ def test_candidates_compile_without_spills(name: str) -> None:
         assert kernel.registers <= hopper_config.register_limit(problem, config)
 
 
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_parameter_block_has_the_kernels_layout(softcap: float) -> None:
+    problem = merged(2, 4, 128, 64, mask=(128, 0, 0), lengths=True, softcap=softcap, sinks=True)
+    made = hopper.launch(problem, Config(1, 64, 2), H200)
+    places = {p.operand: p.at for p in made.pointers}
+    assert set(places) == {"mask", "lengths", "sinks"}
+    lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
+    lines += [f"static_assert(__INTADDR__(&((Params*)0)->{name}) == {at});" for name, at in places.items()]
+    generated = {**made.recipe.generated, "check.cu": "\n".join(['#include "attention_sm90.cu"', *lines, ""])}
+    nvrtc.compile_recipe(replace(made.recipe, name="check.cu", generated=generated))
+
+
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", LAUNCHES | SPLIT)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
