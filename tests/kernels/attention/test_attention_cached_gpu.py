@@ -85,7 +85,7 @@ def test_tokens_of_a_decoder(sinks: bool) -> None:
         np.testing.assert_allclose(y, want[k], rtol=0, atol=0.03 * np.abs(want[k]).max())
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3", "phi2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3", "gptoss", "phi2"])
 def test_a_language_model_launch_by_launch(family: str) -> None:
     model = language_model(family, size=16)
     feeds = language_feeds(model, 1, 7)
