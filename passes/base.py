@@ -184,6 +184,17 @@ def rule(
     return lambda function: FunctionRule(name, kinds, function)
 
 
+class _RulesByKind(dict[str, list[Rule]]):
+    """The rules that are tried on an op of a kind, found when first asked for."""
+
+    def __init__(self, rules: Sequence[Rule]):
+        self._rules = rules
+
+    def __missing__(self, kind: str) -> list[Rule]:
+        self[kind] = [r for r in self._rules if ((kind in r.kinds) if r.kinds else (kind not in STRUCTURAL))]
+        return self[kind]
+
+
 class RulePass(Pass):
     """Applies rules to a fixpoint with a worklist in topological (or, ``sinks_first``, reverse topological) order.
 
@@ -201,24 +212,22 @@ class RulePass(Pass):
         return self.rules
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
-        order = [op.id for op in graph.order()]
+        ops = graph.order()
+        budget = self.rewrites_per_op * (len(ops) + 16)
+        rules = self.rules_for(graph, context)
+        by_kind = _RulesByKind(rules)
+        order = [op.id for op in ops if by_kind[op.kind]]
         if self.sinks_first:
             order.reverse()
-        rules = self.rules_for(graph, context)
-        by_kind: dict[str, list[Rule]] = {}
         queue, queued = deque(order), set(order)
-        budget = self.rewrites_per_op * (len(order) + 16)
         refused: dict[int, dict[str, Refused]] = {}
         while queue:
             op_id = queue.popleft()
             queued.discard(op_id)
             if op_id not in graph:
                 continue
-            kind = graph.op(op_id).kind
-            if kind not in by_kind:
-                by_kind[kind] = [r for r in rules if ((kind in r.kinds) if r.kinds else (kind not in STRUCTURAL))]
             refused.pop(op_id, None)
-            for rule in by_kind[kind]:
+            for rule in by_kind[graph.op(op_id).kind]:
                 op = graph.op(op_id)
                 found = rule.match(graph, op, context)
                 if found is None:

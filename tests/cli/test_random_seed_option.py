@@ -40,6 +40,7 @@ def test_without_it_the_option_is_named(cli: Cli, noisy: Path) -> None:
 
 
 @libraries
+@pytest.mark.slow
 def test_other_libraries_run_the_same_draws(cli: Cli, noisy: Path, built: Path) -> None:
     short = ("--threads", 1, "--rounds", 3, "--duration", 0.06, "--against", "onnxruntime,openvino,reference", "--json")
     for argv in (("compare", noisy, "--target", "cpu", "--random-seed", 5), ("compare", built, "--model", noisy)):

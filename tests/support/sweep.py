@@ -17,6 +17,12 @@ def sweep(values: Iterable[Any], *quick: Any) -> list[Any]:
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=m) for v, m in zip(found, marked, strict=True)]
 
 
+def every(step: int, values: Iterable[Any]) -> list[Any]:
+    """The values as parameters of a test, for cases of the same weight: every ``step``-th is quick."""
+    found = list(values)
+    return sweep(found, *found[::step])
+
+
 def in_turn(cases: Iterable[Any], *ways: Any) -> list[Any]:
     """Each case in each of these ways. Quick: each case once, with the ways in turn. Tuples (cases or ways) are several
     arguments."""

@@ -181,11 +181,11 @@ def _emit_frames(b: Builder, op: Op, found: Frames, out: TensorView) -> None:
 
 extern "C" __global__ void __launch_bounds__({THREADS}) frames(const __grid_constant__ Params p) {{
     launch_dependents();
-    wait_for_predecessor();
     const u32 i = blockIdx.x * {THREADS} + threadIdx.x;
-    if (i >= p.count) return;
     i64 from = p.from, n = p.n, to = 0;
     {walk("r", "i", "dims", rank, [("from", "sx"), ("n", "sn"), ("to", "sy")])}
+    wait_for_predecessor();
+    if (i >= p.count) return;
     Pack<{t}, {vec}> v;
     #pragma unroll
     for (int j = 0; j < {vec}; j++) v.lane[j] = {fill}{"ull" * (fill > 0)};

@@ -195,10 +195,10 @@ def _kernel(
 
 extern "C" __global__ void __launch_bounds__({tile.threads if tile else 256}) matmul(const __grid_constant__ Params p) {{
     launch_dependents();
-    wait_for_predecessor();
     {" ".join(f"i64 b{x} = 0;" for x in names)}
     {_ELEMENT if thin else ""}
     {walk("q", "element / area" if thin else "blockIdx.z", "dims", rank, [("b" + x, "s" + x) for x in names])}
+    wait_for_predecessor();
     {tiled(finish) if tile else _thin(t, finish) if thin else _plain(t, finish)}
 }}
 """

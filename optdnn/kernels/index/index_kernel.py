@@ -73,10 +73,10 @@ def emit_index_kernel(
 {helpers}
 extern "C" __global__ void __launch_bounds__({THREADS}) each(const __grid_constant__ Params p) {{
     launch_dependents();
-    wait_for_predecessor();
     {newline.join(named)}
     for (u32 index = blockIdx.x * {THREADS} + threadIdx.x; index < p.count; index += gridDim.x * {THREADS}) {{
         {newline.join(walk)}
+        wait_for_predecessor();
         {lines}
     }}
 }}

@@ -97,6 +97,7 @@ def launch(arch: str, parts: Sequence[Part]) -> Launch:
         rest = (blockIdx.x - {first}) * {THREADS} + threadIdx.x;
         if (rest < p.count{k}) {{
             {" ".join(walk)}
+            wait_for_predecessor();
             p.y{k}[y] = {value};
         }}
         return;
@@ -108,7 +109,6 @@ def launch(arch: str, parts: Sequence[Part]) -> Launch:
 
 extern "C" __global__ void __launch_bounds__({THREADS}) copies(const __grid_constant__ Params p) {{
     launch_dependents();
-    wait_for_predecessor();
     u32 rest, c;
     int x = 0, y = 0;
     {newline.join(lines)}

@@ -191,11 +191,11 @@ class GatherBy(Tactic):
 
 extern "C" __global__ void __launch_bounds__({THREADS}) gather(const __grid_constant__ Params p) {{
     launch_dependents();
-    wait_for_predecessor();
     const u32 i = blockIdx.x * {THREADS} + threadIdx.x;
-    if (i >= p.count) return;
     i64 from = 0, n = 0, to = 0;
     {walk("r", "i", "dims", rank, [("from", "sx"), ("n", "si"), ("to", "sy")])}
+    wait_for_predecessor();
+    if (i >= p.count) return;
     bool ok = true;
     {steps}
     if (ok) {move}     // an index out of range leaves the element as it was: nothing else is read

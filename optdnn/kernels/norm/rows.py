@@ -93,11 +93,11 @@ def emit_rows(
 extern "C" __global__ void __launch_bounds__({THREADS}) rows(const __grid_constant__ Params p) {{
     __shared__ {t} partial[{THREADS // lanes}][{lanes}];
     launch_dependents();
-    wait_for_predecessor();
     const u32 lane = threadIdx.x % {lanes}, group = threadIdx.x / {lanes}, row = blockIdx.x * {THREADS // lanes} + group;
     const bool live = row < p.rows;
     {" ".join(f"i64 b{n} = 0;" for n in names)}
     if (live) {{ {walk("q", "row", "dims", len(dims), [("b" + n, "o" + n) for n in names])} }}
+    wait_for_predecessor();
     {newline.join(text)}
     if (live) for (u32 i = lane; i < {count}u; i += {lanes}) {{
         {begin} {walk("r", "i", "inner", len(inner), offsets)}

@@ -304,6 +304,7 @@ def _side_text(side: Side, rank: int, mark: str, first: int) -> tuple[str, str]:
     const bool live = row < p.rows{mark};
     {" ".join(f"i64 b{n} = 0;" for n in names)}
     {{ {walk("q", "live ? row : 0", f"dims{mark}", rank, offsets)} }}
+    wait_for_predecessor();
     const Pack<{c}, {width}> x(p.x{mark} + bx + first);
     float v[{width}];
     #pragma unroll
@@ -329,7 +330,6 @@ def _source(sides: Sequence[tuple[str, str]], blocks: int) -> str:
 
 extern "C" __global__ void __launch_bounds__({THREADS}) short_rows(const __grid_constant__ Params p) {{
     launch_dependents();
-    wait_for_predecessor();
     {text}
 }}
 """

@@ -357,9 +357,9 @@ def _source(
 
 extern "C" __global__ void __launch_bounds__({THREADS}) pointwise(const __grid_constant__ Params p) {{
     launch_dependents();
-    wait_for_predecessor();
     for (u32 i = blockIdx.x * {THREADS} + threadIdx.x; i < p.count; i += gridDim.x * {THREADS}) {{
         {(newline + "    ").join(walk)}
+        wait_for_predecessor();
         {(newline + "    ").join(loads)}
         {store}
     }}

@@ -106,11 +106,11 @@ def _text(turn: Turn, element: str, rank: int) -> str:
 
 extern "C" __global__ void __launch_bounds__({THREADS}) turned(const __grid_constant__ Params p) {{
     launch_dependents();
-    wait_for_predecessor();
     for (u32 i = blockIdx.x * {THREADS} + threadIdx.x; i < p.count; i += gridDim.x * {THREADS}) {{
         u32 rest = i, k;
         i64 o = 0, s = 0;
         {newline.join(walk)}
+        wait_for_predecessor();
         {newline.join(loads)}
         {newline.join(stores)}
     }}

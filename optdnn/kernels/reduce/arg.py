@@ -97,11 +97,11 @@ def _emit(b: Builder, op: Op, threads: int) -> None:
 _THREAD = """
 extern "C" __global__ void __launch_bounds__({threads}) arg(const __grid_constant__ Params p) {{
     launch_dependents();
-    wait_for_predecessor();
     const u32 index = blockIdx.x * {threads} + threadIdx.x;
-    if (index >= p.count) return;
     i64 from = 0, to = 0;
     {walk}
+    wait_for_predecessor();
+    if (index >= p.count) return;
     {type} best = widen(p.x[from]);
     int found = 0;
     for (int i = 1; i < {length}; i++) {{
@@ -116,10 +116,10 @@ extern "C" __global__ void __launch_bounds__({threads}) arg(const __grid_constan
     __shared__ {type} values[{threads}];
     __shared__ int places[{threads}];
     launch_dependents();
-    wait_for_predecessor();
     const u32 index = blockIdx.x;
     i64 from = 0, to = 0;
     {walk}
+    wait_for_predecessor();
     {type} best = 0;
     int found = -1;
     for (int begin = threadIdx.x; begin < {length}; begin += {threads} * {loads}) {{

@@ -270,11 +270,11 @@ def _kernel(how: str, source: Source, out: TensorView, space: Space, parts: int)
 extern "C" __global__ void __launch_bounds__({grid.threads}) reduce(const __grid_constant__ Params p) {{
     {_shared(grid, t)}
     launch_dependents();
-    wait_for_predecessor();
     const u32 lane = {lane}, run = {run}, index = {block} * {lanes} + lane;{span}
     const bool live = index < p.count;
     i64 {" = 0, ".join(source.names("base"))} = 0, to = 0;
     if (live) {{ {walk("q", "index", "dims", len(space.dims), [*bases, ("to", "so")])} }}
+    wait_for_predecessor();
     {first}
     if (live) {loop(f"{of_top} const {t} a = s[j], b = {t}({term}); s[j] = {combine};")}
     {_folded(grid, t, combine)}{tree}{merged}

@@ -241,13 +241,13 @@ class _Text:
 
 extern "C" __global__ void __launch_bounds__({THREADS}) segment_sum(const __grid_constant__ Params p) {{
     launch_dependents();
-    wait_for_predecessor();
     const u32 i = blockIdx.x * {THREADS} + threadIdx.x, lane = i % {self.lanes};
     u32 rest = i / {self.lanes}, k;
     const bool live = rest < p.count;
     rest = live ? rest : 0;
     {newline.join(walk)}
     const i64 n = rest;
+    wait_for_predecessor();
     {newline.join(whole)}
     const u32 begin = p.first[n], end = live ? p.first[n + 1] : p.first[n];
     {number} sum[{self.vec}];

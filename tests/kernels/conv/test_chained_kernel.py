@@ -26,6 +26,7 @@ from support.chained_cases import (
 from support.fenced import run_fenced
 from support.host import COMPILER, WHY_NOT
 from support.layout import compile_checks
+from support.sweep import every
 
 from optdnn.kernels.conv import chained_kernel as chained
 from optdnn.kernels.conv.chained_kernel import Config, Integers, Problem
@@ -95,7 +96,7 @@ SMALL = [name for name in CASES if not name.startswith("ResNet")]
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", every(2, SMALL))
 def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     made, config = CASES[name]
     few = replace(DEVICE, multiprocessors=2)  # so that blocks take several tiles
@@ -105,7 +106,7 @@ def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", [name for name in BYTES if not name.startswith("ResNet")])
+@pytest.mark.parametrize("name", every(2, (name for name in BYTES if not name.startswith("ResNet"))))
 def test_bytes_on_the_processor(name: str, tmp_path: Path) -> None:
     made, config = BYTES[name]
     arrays, middle, want = byte_operands(made)

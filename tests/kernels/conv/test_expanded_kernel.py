@@ -16,6 +16,7 @@ from support.expanded_cases import CASES, RELU6, operands, problem
 from support.fenced import run_fenced
 from support.host import COMPILER, WHY_NOT
 from support.layout import compile_checks
+from support.sweep import every
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv import expanded_kernel as expanded
@@ -107,7 +108,7 @@ SMALL = [name for name, (p, c) in CASES.items() if p.filtered.batch <= 3 and p.f
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", every(2, SMALL))
 def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     made, config = CASES[name]
     few = replace(DEVICE, multiprocessors=3)  # so that blocks take several tiles

@@ -15,6 +15,7 @@ from kernels.conv.test_stem_plan import CLIP, problem
 from support import emulated
 from support.conv_cases import ADD, RELU, convolve
 from support.host import COMPILER, HERE, WHY_NOT
+from support.sweep import every
 
 from optdnn.kernels.conv import stem_kernel as stem
 from optdnn.kernels.conv import stem_pool_kernel as pooled
@@ -170,7 +171,7 @@ def check(p: Problem, found: Array, want: Array) -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", every(2, SMALL))
 def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     p, config = CASES[name]
     arrays, normalization, want = operands(p)

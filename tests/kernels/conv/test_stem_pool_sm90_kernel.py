@@ -14,6 +14,7 @@ from kernels.conv.test_stem_pool_kernel import LARGE, RESNET, check, operands, p
 from support import emulated
 from support.conv_cases import ADD, RELU
 from support.host import COMPILER, HERE, WHY_NOT
+from support.sweep import every
 
 from optdnn.kernels.conv import stem_kernel as stem
 from optdnn.kernels.conv import stem_pool_sm90_cost as cost
@@ -106,7 +107,7 @@ def test_candidates_can_run_and_are_ranked(batch: int) -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", every(2, SMALL))
 def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     p, config = CASES[name]
     arrays, normalization, want = operands(p)

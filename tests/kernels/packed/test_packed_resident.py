@@ -22,7 +22,7 @@ from support.packed_cases import (
     pitch_of,
     tiled,
 )
-from support.sweep import sweep
+from support.sweep import every, sweep
 
 from optdnn.kernels.packed import resident_kernel as resident
 from optdnn.kernels.packed import wgmma_kernel
@@ -94,7 +94,7 @@ PAIRS = {
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", every(2, PAIRS))
 def test_two_products_on_a_processor(name: str, tmp_path: Path) -> None:
     check_pair(*PAIRS[name], tmp_path)
 

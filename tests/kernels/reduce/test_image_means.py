@@ -14,6 +14,7 @@ from support.host import COMPILER, WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered
+from support.sweep import in_turn
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.reduce import means
@@ -146,8 +147,9 @@ def test_the_kernel_refuses() -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("threads", [256, 512])
-@pytest.mark.parametrize(("squares", "root"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("squares", "root", "threads"), in_turn([(False, False), (True, False), (True, True)], 256, 512)
+)
 def test_the_kernel_on_the_processor(tmp_path: Path, squares: bool, root: bool, threads: int) -> None:
     problem = replace(P, squares=squares, root=root)
     made = means.launch(problem, means.Config(1, threads), 1 / P.pixels, GPU)

@@ -42,7 +42,7 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     [
         ("SIGSEGV open", "its process was ended by SIGSEGV when it was compiled"),
         pytest.param("SIGFPE run", "its process was ended by SIGFPE when it ran", marks=pytest.mark.slow),
-        ("hang run", "took longer than 5 s and was stopped when it ran"),
+        pytest.param("hang run", "took longer than 5 s and was stopped when it ran", marks=pytest.mark.slow),
         pytest.param("SIGABRT turn", "its process was ended by SIGABRT when it was timed", marks=pytest.mark.slow),
     ],
 )

@@ -157,13 +157,13 @@ def test_candidates_take_turns_and_never_run_concurrently(tmp_path: Path) -> Non
     ("path", "message"),
     [
         ("raise 0", "ValueError: no such tile"),
-        ("typed 0", "UsageError: wrong option"),
-        ("raise 1", "ValueError: no such tile"),
+        pytest.param("typed 0", "UsageError: wrong option", marks=pytest.mark.slow),
+        pytest.param("raise 1", "ValueError: no such tile", marks=pytest.mark.slow),
         ("raise 4", "ValueError: no such tile"),
         ("exit 0", "its process ended with code 3: fatal: out of cheese"),
         pytest.param("exit 4", "its process ended with code 3: fatal: out of cheese", marks=pytest.mark.slow),
         ("kill 2", "its process was ended by SIGKILL (out of memory?)"),
-        ("interrupt 2", "KeyboardInterrupt: no message"),
+        pytest.param("interrupt 2", "KeyboardInterrupt: no message", marks=pytest.mark.slow),
         ("hang 4", "took longer than 2 s and was stopped"),
     ],
 )

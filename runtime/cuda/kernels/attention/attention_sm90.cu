@@ -71,7 +71,7 @@ struct Params {
 };
 
 struct Item {                                      // 64 * QUERY_GROUPS queries of a head
-    int first, head, batch;
+    int first, head, batch, key_head;
 };
 
 // Addresses of a block's operands and barriers in shared memory.
@@ -93,9 +93,10 @@ DEVICE int own_end(const Params& p) { return PERSISTENT ? p.items : 1; }
 
 // The last queries of all heads come first: with causal order they see the most keys.
 DEVICE Item item_at(const Params& p, int index) {
-    if (!PERSISTENT) return {int(blockIdx.x) * QUERY_GROUPS * 64, int(blockIdx.y), int(blockIdx.z)};
+    if (!PERSISTENT) return {int(blockIdx.x) * QUERY_GROUPS * 64, int(blockIdx.y), int(blockIdx.z), int(blockIdx.y / u32(p.group))};
     const int stack = p.items / p.row_items, row = index / stack, pair = index - row * stack;
-    return {(p.row_items - 1 - row) * QUERY_GROUPS * 64, pair % p.heads, pair / p.heads};
+    const int batch = pair / p.heads, head = pair - batch * p.heads;
+    return {(p.row_items - 1 - row) * QUERY_GROUPS * 64, head, batch, head / p.group};
 }
 
 // Query i sees keys up to i + seen_ahead().
@@ -133,11 +134,11 @@ DEVICE void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
                  ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// Loads the operands of the block's items. Called by one thread.
-DEVICE void load_items(const Params& p, const Room& at) {
+// Loads the operands of the block's items (of ``item`` alone, unless blocks are persistent). Called by one thread.
+DEVICE void load_items(const Params& p, const Room& at, Item item) {
     int stage = 0, parity = 1, loads = 0, place = 0, place_parity = 1;
     for (int index = own_first(); index < own_end(p); index += gridDim.x) {
-        const Item item = item_at(p, index);
+        if (PERSISTENT) item = item_at(p, index);
         const Tiles tiles = seen_tiles(p, item.first, QUERY_GROUPS * 64, keys_of(p, item));
         const u32 queries = at.queries + place * QUERY_GROUPS * QUERY_BYTES, query_full = at.query_full + 8 * place;
         if (PERSISTENT) barrier_wait(at.query_empty + 8 * place, place_parity);
@@ -151,12 +152,12 @@ DEVICE void load_items(const Params& p, const Room& at) {
             barrier_expect(key_full, KEY_BYTES);
             for (int j = 0; j < SUBTILES; j++)
                 tma_load_4d(at.keys + stage * KEY_BYTES + j * KEY_SUBTILE, &p.keys, key_full, j * (SPAN / 2), tile * BLOCK_KEYS,
-                            item.head / p.group, item.batch);
+                            item.key_head, item.batch);
             if (LOADER && loads >= STAGES) barrier_wait(at.value_empty + 8 * stage, parity);
             barrier_expect(value_full, KEY_BYTES);
             for (int j = 0; j < SUBTILES; j++)
                 tma_load_4d(at.values + stage * KEY_BYTES + j * KEY_SUBTILE, &p.values, value_full, j * (SPAN / 2), tile * BLOCK_KEYS,
-                            item.head / p.group, item.batch);
+                            item.key_head, item.batch);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         if (++place == QUERY_PLACES) place = 0, place_parity ^= 1;
@@ -408,12 +409,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
         tma_prefetch(&p.values);
         tma_prefetch(&p.output);
     }
+    const bool loads = warp == (LOADER ? WARPGROUPS * 4 : 0);
+    Item first;
+    if (loads && !PERSISTENT) first = item_at(p, own_first());         // before the wait: it takes a division
     __syncthreads();
     grid_launch_dependents();
     grid_dependency_wait();
 
     if (PERSISTENT && warp >= WARPGROUPS * 4) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (warp == (LOADER ? WARPGROUPS * 4 : 0) && elect_one()) load_items(p, at);
+    if (loads && elect_one()) load_items(p, at, first);
     if (LOADER && warp >= WARPGROUPS * 4) return;
     __syncwarp();
     if (PERSISTENT) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));

@@ -133,9 +133,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
     const u32 patches = weights + (WEIGHT_STAGES ? WEIGHT_STAGES : (all_blocks + SPLIT - 1) / SPLIT * TAPS) * WEIGHT_BYTES;
     const u32 out = patches + WGN * STAGES * PATCH_BYTES;
 
-    if (warp == CONSUMERS / 32 && lane == 0) {
-        tma_prefetch(&p.weights);
-        tma_prefetch(&p.pixels0);
+    // The loading warps find their tiles while another one initializes barriers: the first loads wait for both.
+    Tile own[WGN];
+    if (warp == CONSUMERS / 32 || warp == CONSUMERS / 32 + 1) {
+        if (lane == 0) tma_prefetch(warp == CONSUMERS / 32 ? &p.pixels0 : &p.weights);
+        #pragma unroll
+        for (int g = 0; g < WGN; g++) own[g] = tile_at(p, first_tile, g);
+    }
+    if (warp == CONSUMERS / 32 + 2 && lane == 0) {
         for (int i = 0; i < WGN * STAGES; i++) {
             barrier_init(full + 8 * i, 1);
             barrier_init(empty + 8 * i, WGM * 4);
@@ -159,9 +164,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
 
     if (warp == CONSUMERS / 32) {                                      // patches
         if (elect_one()) {
-            Tile at[WGN];
-            #pragma unroll
-            for (int g = 0; g < WGN; g++) at[g] = tile_at(p, first_tile, g);
             mark(0);
             grid_dependency_wait();
             mark(1);
@@ -169,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
             for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
                 #pragma unroll
                 for (int g = 0; g < WGN; g++)
-                    if (tile != first_tile) at[g] = tile_at(p, tile, g);
+                    if (tile != first_tile) own[g] = tile_at(p, tile, g);
                 #pragma unroll 1
                 for (int b = 0; b < blocks; b++) {
                     #pragma unroll
@@ -177,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                         const int slot = g * STAGES + stage;
                         if (issued >= STAGES) barrier_wait(empty + 8 * slot, parity);
                         barrier_expect(full + 8 * slot, PATCH_LOAD);
-                        load_patch(p, at[g], first_block + b, patches + slot * PATCH_BYTES, full + 8 * slot);
+                        load_patch(p, own[g], first_block + b, patches + slot * PATCH_BYTES, full + 8 * slot);
                     }
                     issued++;
                     if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -188,15 +190,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
     } else if (warp == CONSUMERS / 32 + 1) {                           // weights: no kernel writes them
         if (elect_one()) {
             if (WEIGHT_STAGES == 0) {
-                const int channel = tile_at(p, first_tile, 0).channel;
                 barrier_expect(weights_full, blocks * TAPS * WEIGHT_BYTES);
                 for (int b = 0; b < blocks; b++)
                     for (int tap = 0; tap < TAPS; tap++)
-                        tma_load_2d(weights + (b * TAPS + tap) * WEIGHT_BYTES, &p.weights, weights_full, (tap * all_blocks + first_block + b) * BK, channel);
+                        tma_load_2d(weights + (b * TAPS + tap) * WEIGHT_BYTES, &p.weights, weights_full, (tap * all_blocks + first_block + b) * BK, own[0].channel);
             } else {
                 int stage = 0, parity = 1, issued = 0;
                 for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
-                    const int channel = tile_at(p, tile, 0).channel;
+                    const int channel = tile == first_tile ? own[0].channel : tile_at(p, tile, 0).channel;
                     for (int b = 0; b < blocks; b++) {
                         for (int tap = 0; tap < TAPS; tap++) {
                             if (issued >= WEIGHT_STAGES) barrier_wait(weights_empty + 8 * stage, parity);

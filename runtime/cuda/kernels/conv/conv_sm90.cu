@@ -67,10 +67,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     // Factors of normalized rows, for each output buffer. They share the barriers of the residual.
     const u32 factors = behind_out > behind_ring ? behind_out : behind_ring;
 
-    if (warp == CONSUMERS / 32 && lane == 0) {
-        tma_prefetch(&p.weights);
-        tma_prefetch(&p.pixels0);
-        if (MODE1 >= 0) tma_prefetch(&p.pixels1);
+    // The loading warp finds its tile while another one initializes barriers: the first loads wait for both.
+    Place to;
+    if (warp == CONSUMERS / 32) {
+        if (lane == 0) {
+            tma_prefetch(&p.weights);
+            tma_prefetch(&p.pixels0);
+            if (MODE1 >= 0) tma_prefetch(&p.pixels1);
+        }
+        to = place(p, first_tile, sharer, k_begin);
+    }
+    if (warp == CONSUMERS / 32 + 1 && lane == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(full + 8 * i, 1);
             barrier_init(empty + 8 * i, TILE_GROUPS * 4 * PEERS * RELEASERS);
@@ -98,7 +105,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     if (WIDE && warp >= CONSUMERS / 32) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == CONSUMERS / 32) {
         if (elect_one()) {
-            Place to = place(p, first_tile, sharer, k_begin);
             if ((BATCHED && !ONE_MATRIX) || ROW_SCALED) grid_dependency_wait();    // else the first loads are constants
             const int primed = k_count < STAGES ? k_count : STAGES;
             if (WEIGHTS_STATIONARY) {
