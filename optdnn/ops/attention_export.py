@@ -64,11 +64,15 @@ def export_attention(a: AttentionAttrs, inputs: Sequence[str], n_outputs: int, e
     elif lengths:
         offset = w("Sub", lengths, n_rows)
     bias = _export_bias(a, mask, lengths, offset, n_rows, n_cols, w, e, dtype)
-    full_k, full_v = k, v
-    if heads != shared:
-        k, v = (_export_repeat(x, heads, shared, w) for x in (k, v))
+
+    def regrouped(x: str, count: int) -> str:
+        """A tensor of queries with ``count`` heads: those that share keys are rows of one product."""
+        length = heads // count * rows if isinstance(rows, int) else -1
+        return x if heads == shared else w("Reshape", x, w.const([0, count, length, 0]))
+
     root = w.const(np.sqrt(size**-0.5 if a.scale is None else a.scale), dtype)
-    shown = scores = w("MatMul", w("Mul", q, root), w("Transpose", w("Mul", k, root), perm=(0, 1, 3, 2)))
+    product = w("MatMul", w("Mul", regrouped(q, shared), root), w("Transpose", w("Mul", k, root), perm=(0, 1, 3, 2)))
+    shown = scores = regrouped(product, heads)
     if a.softcap > 0:
         cap = w.const(a.softcap, dtype)
         scores = w("Mul", w("Tanh", w("Div", scores, cap)), cap)
@@ -85,7 +89,8 @@ def export_attention(a: AttentionAttrs, inputs: Sequence[str], n_outputs: int, e
         dead = w("Less", top, w.const(ml_dtypes.finfo(dtype).min, dtype))  # type: ignore[no-untyped-call]
         p = w("Where", dead, w.const(0, dtype), p)
     shown = p if a.qk_matmul_output_mode == 3 else shown
-    return [w("MatMul", p, v), full_k, full_v, shown][:n_outputs]
+    y = regrouped(w("MatMul", regrouped(p, shared), v), heads)
+    return [y, k, v, shown][:n_outputs]
 
 
 def _export_sinks(sinks: str, scores: str, w: _Writer) -> str:
@@ -135,14 +140,6 @@ def _export_bias(
         before = w.const([0] * (2 * len(t.dims) - 1))
         added = w("Pad", added, w("Concat", before, missing, axis=0), low)
     return w("Add", bias, added) if bias else added
-
-
-def _export_repeat(x: str, heads: int, shared: int, w: _Writer) -> str:
-    """(B, G, S, D) to (B, H, S, D), each head repeated H / G times."""
-    parts = w("Concat", *[w.unsqueeze(x, 2)] * (heads // shared), axis=2)
-    shape = w("Shape", x)
-    ends = [w("Gather", shape, w.const([i]), axis=0) for i in (0, 2, 3)]
-    return w("Reshape", parts, w("Concat", ends[0], w.const([heads]), *ends[1:], axis=0))
 
 
 def export_rotary(a: RotaryAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
