@@ -60,6 +60,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
         #pragma unroll
         for (int i = 0; i < TAPS; i++) own_weights[i] = live ? load_weights(p.weights + (i * p.vectors + vector) * LANES) : zeros();
     }
+    int n = 0, x = 0, y = 0;                       // of the loading warp's tile
+    auto find = [&](int tile) { n = tile / p.tiles, x = tile % p.tiles % p.tiles_x, y = tile % p.tiles / p.tiles_x; };
+    if (warp == CONSUMERS / 32) find(first);       // before the wait: it takes divisions
     __syncthreads();
     grid_launch_dependents();
     grid_dependency_wait();
@@ -68,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
         if (lane == 0) {
             int stage = 0, parity = 1, issued = 0;
             for (int tile = first; tile < p.count; tile += step) {
-                const int n = tile / p.tiles, x = tile % p.tiles % p.tiles_x, y = tile % p.tiles / p.tiles_x;
+                if (tile != first) find(tile);
                 if (issued >= STAGES) barrier_wait(empty + 8 * stage, parity);
                 barrier_expect(full + 8 * stage, PATCH_LOAD);
                 tma_load_4d(base + 128 + stage * PATCH_BYTES, &p.input, full + 8 * stage, slab * CHANNELS,

@@ -152,17 +152,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
         }
     };
     outline(first);
+    int own_x, own_y;
+    begin(first, own_x, own_y);                    // before the wait: it takes divisions
+    const int own_image = first / p.tiles;
     __syncthreads();
     grid_launch_dependents();
     grid_dependency_wait();
 
     auto request = [&](int tile, int stage) {
-        int x, y;
-        begin(tile, x, y);
+        int x = own_x, y = own_y, image = own_image;
+        if (tile != first) begin(tile, x, y), image = tile / p.tiles;
         barrier_expect(full + 8 * stage, STAGE_LOAD);
         #pragma unroll
         for (int part = 0; part < PARTS; part++)
-            tma_load_4d(ring + stage * STAGE_BYTES + part * PART_BYTES, &p.input, full + 8 * stage, part * (ROW / 2), x, y, tile / p.tiles);
+            tma_load_4d(ring + stage * STAGE_BYTES + part * PART_BYTES, &p.input, full + 8 * stage, part * (ROW / 2), x, y, image);
     };
     if (threadIdx.x == 0)
         for (int i = 0, tile = first; i < STAGES && tile < p.count; i++, tile += step) request(tile, i);

@@ -38,8 +38,7 @@ DEVICE Place place_of(const Params& p, int tile) {
     return {tile / p.tiles * TILE_N, in_image / p.tiles_x * TILE_H, in_image % p.tiles_x * TILE_W, in_image};
 }
 
-DEVICE void load_patch(const Params& p, u32 base, int slab, int tile, int stage) {
-    const Place to = place_of(p, tile);
+DEVICE void load_patch(const Params& p, u32 base, int slab, const Place& to, int stage) {
     barrier_expect(base + 8 * stage, PATCH_LOAD);
     tma_load_4d(base + HEAD_BYTES + stage * PATCH_BYTES, &p.input, base + 8 * stage, slab * CHUNKS * 8,
                 to.x * STRIDE_W - p.pad_w, to.y * STRIDE_H - p.pad_h, to.n);
@@ -56,21 +55,22 @@ template <class Compute, class Put> DEVICE void walk_tiles(const Params& p, u8* 
         barrier_init_fence();
         async_proxy_fence();
     }
+    Place to = place_of(p, first);                 // before the wait: it takes divisions
     __syncthreads();
     grid_launch_dependents();
     grid_dependency_wait();
     if (leader) {
         for (int i = 0; i < STAGES; i++)
-            if (first + i * step < p.count) load_patch(p, base, slab, first + i * step, i);
+            if (first + i * step < p.count) load_patch(p, base, slab, i ? place_of(p, first + i * step) : to, i);
     }
     int stage = 0, parity = 0;
     for (int tile = first; tile < p.count; tile += step) {
-        const Place to = place_of(p, tile);
+        if (tile != first) to = place_of(p, tile);
         barrier_wait(base + 8 * stage, parity);
         compute(base + HEAD_BYTES + stage * PATCH_BYTES, to);
         if (leader) tma_store_wait_read<0>();
         __syncthreads();                           // the patch has been read, and the previous tile's results
-        if (leader && tile + STAGES * step < p.count) load_patch(p, base, slab, tile + STAGES * step, stage);
+        if (leader && tile + STAGES * step < p.count) load_patch(p, base, slab, place_of(p, tile + STAGES * step), stage);
         u32 to_results = results;
         asm volatile("" : "+r"(to_results));       // else addresses in the buffer are kept from tile to tile, and spill
         put(to_results);

@@ -160,6 +160,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
             if (FIRST && HAS_FIRST_BIAS) load_floats<LANES>(first_bias + at, p.first_bias + column);
         }
     }
+    long long from[ROWS], added[ROWS];             // of the rows' inputs and addends; before the wait, since they may take divisions
+    #pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        from[r] = input_at(p, row + r);
+        added[r] = (long long)(PERIODIC ? (row + r) % p.period : row + r) * p.addend_pitch;
+    }
     grid_dependency_wait();
 
     Vector raw[ROWS][VECTORS], other[HAS_ADD ? ROWS : 1][HAS_ADD ? VECTORS : 1];
@@ -169,9 +175,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
         for (int v = 0; v < VECTORS; v++) {
             const int column = first + v * GROUP * LANES;
             if (row + r >= p.rows || column >= p.length) continue;
-            raw[r][v] = get_vector(p.input + input_at(p, row + r) + column);
-            const long long added = (long long)(PERIODIC ? (row + r) % p.period : row + r) * p.addend_pitch;
-            if (HAS_ADD) other[HAS_ADD ? r : 0][HAS_ADD ? v : 0] = get_vector(p.addend + added + column);
+            raw[r][v] = get_vector(p.input + from[r] + column);
+            if (HAS_ADD) other[HAS_ADD ? r : 0][HAS_ADD ? v : 0] = get_vector(p.addend + added[r] + column);
         }
     }
     float x[ROWS][COUNT], shift[ROWS], factor[ROWS];
