@@ -34,7 +34,7 @@ def attention_parts(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("its parts are read by attentions of different attributes or masks")
     others = [graph.use_count(Value(item.id, port)) for item in found for port in range(1, len(item.outputs))]
     if any(v is not None for v in first.inputs[3:]) or any(others):
-        return Miss("an attention of its parts has a mask or a cache, or gives more than its result")
+        return Miss("an attention of its parts has a mask, a cache or sinks, or gives more than its result")
     splits = [_split_of(graph, [item.inputs[slot] for item in found]) for slot in range(3)]
     sizes = [heads_sizes(graph, item) for item in found]
     if any(split is None for split in splits) or sizes[0] is None:

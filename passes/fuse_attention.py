@@ -7,6 +7,7 @@ The rule matches the computation in many forms:
   group the leading axes differently: Swin adds its window's mask in five dimensions.
 - Heads are a separate axis, or merged with the batch. Keys and values may be repeated for groups of queries (Llama).
 - Softcap (Gemma 2), softmax in a wider type, PyTorch's guard against rows without keys (``where(isnan(p), 0, p)``).
+- Sinks (gpt-oss): a further column of the scores with a number per head, whose weights are dropped after the softmax.
 
 Reshapes and transposes of heads stay outside as views of the operands and the result, and so do rotary embeddings and projections.
 A constant mask that hides the future, or keys outside of a window, becomes ``is_causal`` and ``left_window_size`` or
@@ -28,7 +29,7 @@ import numpy as np
 from optdnn.dim import DimLike
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.attention import SINKS, AttentionAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
@@ -36,6 +37,7 @@ from optdnn.passes.rules.input_sizes import can_reshape, reshaped_to
 from optdnn.passes.rules.shared_weights import shared_weights
 from optdnn.passes.support.attention_mask import added, constant_sum, refuse, rounded, window
 from optdnn.passes.support.attention_scores import DEPTH, Scores, factor_of, find_scores, has_stages
+from optdnn.passes.support.attention_sinks import drops_last, find_sinks, per_head, sinks_operand
 from optdnn.passes.support.facts import RESHAPES, exchange_last, operand, producer, shape_of
 from optdnn.passes.support.facts import scalar as constant_scalar
 from optdnn.passes.support.pattern import Var, node
@@ -70,17 +72,23 @@ def written_attention(graph: Graph, op: Op) -> Match | Miss | None:
     if has_stages(op):
         return Miss("its product with the values has fused stages")
     t = graph.type(op.value)
-    found = find_scores(graph, softmax.inputs[0], t.dtype)
+    sinks = find_sinks(graph, softmax, t.dtype) if weights.sunk else None
+    if isinstance(sinks, Miss):
+        return sinks
+    found = find_scores(graph, softmax.inputs[0] if sinks is None else sinks.scores, t.dtype)
     scores = found if isinstance(found, Miss) else _masked_again(found, weights.masks)
     if isinstance(scores, Miss):
         return scores
     parts = _parts(graph, op, scores, (*weights.leads, *scores.leads))
     if isinstance(parts, Miss):
         return parts
-    guarded = any(step.kind == "Where" for step in inner)
+    logits = None if sinks is None else per_head(graph, sinks, parts.lead)
+    if isinstance(logits, Miss):
+        return logits
+    guarded = sinks is not None or any(step.kind == "Where" for step in inner)
     if parts.constant is not None and not guarded and np.isneginf(parts.constant).all(axis=-1).any():
         return Miss("its mask hides every key of a query, which gives NaN; attention would give zeros")
-    ops = (op, *inner, softmax, *scores.ops, scores.product)
+    ops = (op, *inner, softmax, *(() if sinks is None else sinks.ops), *scores.ops, scores.product)
     miss = used_outside(graph, dict.fromkeys(o.id for o in ops), op.id)
     if miss is not None:
         return miss
@@ -95,6 +103,9 @@ def written_attention(graph: Graph, op: Op) -> Match | Miss | None:
             inputs.append(patch.constant(rounded(parts.constant, t.dtype), f"{op.outputs[0].name}.mask"))
         elif not parts.known:
             inputs.append(added(patch, scores.biases, parts.lead, t.dtype))
+        if logits is not None:
+            inputs += [None] * (SINKS - len(inputs))
+            inputs.append(sinks_operand(patch, logits, parts.lead[1], f"{op.outputs[0].name}.sinks"))
         return reshaped_to(patch, patch.add("Attention", inputs, attrs), t.dims)
 
     return Match(ops, build)
@@ -138,6 +149,8 @@ class Weights:
     leads: tuple[Shape, ...]
     masks: tuple[tuple[Value, bool], ...] = ()
     """Pairs (condition, value of the condition for which a weight stays); all other weights become 0."""
+    sunk: bool = False
+    """Whether the last weight of each row is dropped."""
 
 
 def _weights(graph: Graph, root: Op) -> Weights | Miss | None:
@@ -146,12 +159,13 @@ def _weights(graph: Graph, root: Op) -> Weights | Miss | None:
     inner: list[Op] = []
     leads: list[Shape] = []
     masks: list[tuple[Value, bool]] = []
+    sunk = False
     for _ in range(4):
         op, shape = graph.op(value), shape_of(graph, value)
         if op.kind == "Softmax":
             if shape is None or normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1:
                 return Miss("the softmax is not over the last axis")
-            return Weights(op, precision, tuple(inner), (*leads, shape[:-2]), tuple(masks))
+            return Weights(op, precision, tuple(inner), (*leads, shape[:-2]), tuple(masks), sunk)
         if op.kind == "Where":
             condition, zero, p = op.inputs
             test = producer(graph, condition, {"IsNaN"})  # PyTorch's where(isnan(p), 0, p)
@@ -168,6 +182,8 @@ def _weights(graph: Graph, root: Op) -> Weights | Miss | None:
         elif op.kind in RESHAPES and shape is not None and keeps_last_two(shape_of(graph, op.inputs[0]), shape):
             leads.append(shape[:-2])
             value = operand(op)
+        elif op.kind == "Slice" and not sunk and drops_last(graph, op):
+            sunk, value = True, operand(op)
         elif op.kind == "Cast" and _widens(graph, operand(op), dtype):
             precision = graph.type(operand(op)).dtype
             value = operand(op)

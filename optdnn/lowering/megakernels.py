@@ -16,13 +16,11 @@ from optdnn.kernels.megakernel import jobs
 from optdnn.kernels.megakernel.jobs import EXCHANGE, Job, Source
 from optdnn.kernels.megakernel.kernel import (
     HEADER,
-    JOB_BYTES,
     MOST_KINDS,
     THREADS,
     AttentionKind,
     Kinds,
     ProductKind,
-    most_jobs,
     recipe,
     refuse_attention,
     refuse_product,
@@ -218,7 +216,7 @@ def _joined(program: Program, run: Run, gpu: GpuFacts) -> Program:
     exchange = Buffer(f"{EXCHANGE}.{len(program.kernels)}", UINT8, (layout.nbytes,))
     number, buffer = len(program.kernels), len(program.buffers)
     blocks, shared = gpu.multiprocessors, slots(kinds, gpu)[1]
-    most = min(len(run.jobs), most_jobs())
+    most = min(len(run.jobs), kinds.most_jobs)
     steps = list(program.steps)
     for n, (k, job) in enumerate(zip(run.steps, run.jobs, strict=True)):
         step = steps[k]
@@ -227,7 +225,7 @@ def _joined(program: Program, run: Run, gpu: GpuFacts) -> Program:
         relocations = tuple(
             Pointer(p.at, last if p.operand == EXCHANGE else int(p.operand), p.offset) for p in pointers
         )
-        part = RunPart(number, n, most, HEADER, JOB_BYTES + 16, on_every_gpu(gpu))
+        part = RunPart(number, n, most, HEADER, kinds.job_bytes + 16, on_every_gpu(gpu))
         plan = LaunchPlan(
             number, (blocks, 1, 1), THREADS, block, relocations, shared, dependent=False, waits=GRID, part=part
         )

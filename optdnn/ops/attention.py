@@ -23,6 +23,9 @@ from optdnn.types import DType, TensorType, broadcast_dims, is_float, normalize_
 
 MULTIPLIED = (0, 1, 2, 4, 5)
 """Slots of the operands that Attention multiplies: queries, keys and values, past keys and values."""
+LENGTHS, SINKS = 6, 7
+"""Slots of the number of keys of each sample, and of the sinks (H,), which ONNX's operator does not have: the softmax of each
+head has one more logit, which no value belongs to (gpt-oss: OpenAI, 2025)."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,11 @@ def infer_attention(call: Call) -> Result:
     if call.has(6):
         require_rank(call.type(6), 1, "Attention nonpad_kv_seqlen")
         agree(call.type(6).dims[0], batch, "Attention nonpad_kv_seqlen has one length per sample")
+    if call.has(SINKS):
+        sinks = call.type(SINKS)
+        require_rank(sinks, 1, "Attention sinks")
+        agree(sinks.dims[0], heads, "Attention sinks are one number per head")
+        promote_types([q, sinks], "Attention")
     if not 0 <= a.qk_matmul_output_mode <= 3:
         raise ShapeError(f"Attention qk_matmul_output_mode is {a.qk_matmul_output_mode}; it must be 0, 1, 2 or 3")
     if min(a.left_window_size, a.right_window_size) < -1:
@@ -188,6 +196,8 @@ def _import_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     given = {k: v for k, v in node.attrs.items() if k != "softmax_precision" or v}  # 0: none
     attrs = read_attrs(AttentionAttrs)(replace(node, attrs=given))
     operands = list(node.inputs)
+    if len(operands) > SINKS:
+        raise ShapeError(f"Attention has {len(operands)} operands; ONNX knows {SINKS}")
     ranks = {len(e.type(r).dims) for r in operands[:3]}
     n = len(node.outputs)
     if ranks == {3}:

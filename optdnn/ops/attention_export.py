@@ -49,7 +49,7 @@ class _Writer:
 
 def export_attention(a: AttentionAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
     """Attention as products, softmax and masks."""
-    q, k, v, mask, past_key, past_value, lengths = [*inputs, *[""] * (7 - len(inputs))]
+    q, k, v, mask, past_key, past_value, lengths, sinks = [*inputs, *[""] * (8 - len(inputs))]
     w, dtype = _Writer(e), e.type(q).dtype
     _, heads, rows, size = e.type(q).dims
     shared, cols = e.type(k).dims[1:3]
@@ -64,26 +64,40 @@ def export_attention(a: AttentionAttrs, inputs: Sequence[str], n_outputs: int, e
     elif lengths:
         offset = w("Sub", lengths, n_rows)
     bias = _export_bias(a, mask, lengths, offset, n_rows, n_cols, w, e, dtype)
-    full_k, full_v = k, v
-    if heads != shared:
-        k, v = (_export_repeat(x, heads, shared, w) for x in (k, v))
+
+    def regrouped(x: str, count: int) -> str:
+        """A tensor of queries with ``count`` heads: those that share keys are rows of one product."""
+        length = heads // count * rows if isinstance(rows, int) else -1
+        return x if heads == shared else w("Reshape", x, w.const([0, count, length, 0]))
+
     root = w.const(np.sqrt(size**-0.5 if a.scale is None else a.scale), dtype)
-    shown = scores = w("MatMul", w("Mul", q, root), w("Transpose", w("Mul", k, root), perm=(0, 1, 3, 2)))
+    product = w("MatMul", w("Mul", regrouped(q, shared), root), w("Transpose", w("Mul", k, root), perm=(0, 1, 3, 2)))
+    shown = scores = regrouped(product, heads)
     if a.softcap > 0:
         cap = w.const(a.softcap, dtype)
         scores = w("Mul", w("Tanh", w("Div", scores, cap)), cap)
     shown = scores if a.qk_matmul_output_mode == 1 else shown
     scores = w("Add", scores, bias) if bias else scores
     shown = scores if a.qk_matmul_output_mode == 2 else shown
+    logits = _export_sinks(sinks, scores, w) if sinks else scores
     wide = a.softmax_precision is not None and a.softmax_precision != dtype
-    p = w("Softmax", w("Cast", scores, to=a.softmax_precision) if wide else scores, axis=-1)
+    p = w("Softmax", w("Cast", logits, to=a.softmax_precision) if wide else logits, axis=-1)
+    p = w("Slice", p, *(w.const([at]) for at in (0, -1, -1))) if sinks else p
     p = w("Cast", p, to=dtype) if wide else p
     if bias:  # a query without keys
         top = w("ReduceMax", bias, w.const([-1]), keepdims=1)
         dead = w("Less", top, w.const(ml_dtypes.finfo(dtype).min, dtype))  # type: ignore[no-untyped-call]
         p = w("Where", dead, w.const(0, dtype), p)
     shown = p if a.qk_matmul_output_mode == 3 else shown
-    return [w("MatMul", p, v), full_k, full_v, shown][:n_outputs]
+    y = regrouped(w("MatMul", regrouped(p, shared), v), heads)
+    return [y, k, v, shown][:n_outputs]
+
+
+def _export_sinks(sinks: str, scores: str, w: _Writer) -> str:
+    """The scores (B, H, L, S) with the sinks (H) as a further column."""
+    before = w("Gather", w("Shape", scores), w.const([0, 1, 2]), axis=0)
+    column = w("Expand", w.unsqueeze(sinks, 0, 2, 3), w("Concat", before, w.const([1]), axis=0))
+    return w("Concat", scores, column, axis=-1)
 
 
 def _export_bias(
@@ -126,14 +140,6 @@ def _export_bias(
         before = w.const([0] * (2 * len(t.dims) - 1))
         added = w("Pad", added, w("Concat", before, missing, axis=0), low)
     return w("Add", bias, added) if bias else added
-
-
-def _export_repeat(x: str, heads: int, shared: int, w: _Writer) -> str:
-    """(B, G, S, D) to (B, H, S, D), each head repeated H / G times."""
-    parts = w("Concat", *[w.unsqueeze(x, 2)] * (heads // shared), axis=2)
-    shape = w("Shape", x)
-    ends = [w("Gather", shape, w.const([i]), axis=0) for i in (0, 2, 3)]
-    return w("Reshape", parts, w("Concat", ends[0], w.const([heads]), *ends[1:], axis=0))
 
 
 def export_rotary(a: RotaryAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:

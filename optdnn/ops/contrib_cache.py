@@ -82,48 +82,15 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         softcap=float(node.get("softcap", 0.0)),
         left_window_size=window - 1 if window > 0 else -1,
     )
-    sinks = node.input(11)
+    sinks: Any = node.input(11)
     if sinks is None and node.get("smooth_softmax", 0):
         sinks = np.zeros(heads, e.type(q).dtype)
-    if sinks is None:
-        filled = emit(e, "Add", held, steps)
-        y = merge_heads(e, e.op("Attention", [q, k, v, None, None, None, filled], seen)[0])
-    else:
-        y = merge_heads(e, _with_sinks(e, q, k, v, sinks, positions, seen))
+    filled = emit(e, "Add", held, steps)
+    y = merge_heads(e, e.op("Attention", [q, k, v, None, None, None, filled, sinks], seen)[0])
     if not any(node.outputs[1:]):
         return (y,)
     present = [_present(e, c, past, total) for c, past in ((k, node.input(3)), (v, node.input(4)))]
     return (y, *present)[: len(node.outputs)]
-
-
-def _with_sinks(e: Emit, q: Ref, k: Ref, v: Ref, sinks: Ref, positions: Ref, seen: AttentionAttrs) -> Ref:
-    """Causal attention whose softmax has a further logit for each head, which no value belongs to (gpt-oss: OpenAI, 2025).
-
-    ``positions`` (batch, length): those of the queries; a key's position is its place in the cache. ONNX's Attention has no sinks.
-    """
-    (heads, size), groups = (e.type(q).dims[i] for i in (1, 3)), e.type(k).dims[1]
-    if not isinstance(heads, int) or not isinstance(groups, int) or not isinstance(size, int):
-        raise ShapeError(f"GroupQueryAttention with sinks needs known heads, not {e.type(q)}")
-    dtype, each = e.type(q).dtype, np.array([0, groups, heads // groups, -1, size], np.int64)
-    keys, values = (emit(e, "Unsqueeze", x, np.array([2], np.int64)) for x in (k, v))
-    scores = emit(e, "MatMul", emit(e, "Reshape", q, each), emit(e, "Transpose", keys, perm=(0, 1, 2, 4, 3)))
-    scores = emit(e, "Mul", scores, np.asarray(seen.scale or size**-0.5, dtype))
-    if seen.softcap:
-        cap = np.asarray(seen.softcap, dtype)
-        scores = emit(e, "Mul", emit(e, "Tanh", emit(e, "Div", scores, cap)), cap)
-    rows = emit(e, "Unsqueeze", positions, np.array([1, 2, 4], np.int64))
-    columns = _range(e, emit(e, "Shape", k, start=2, end=3))
-    visible = emit(e, "LessOrEqual", columns, rows)
-    if seen.left_window_size >= 0:
-        first = emit(e, "Sub", rows, np.asarray(seen.left_window_size, np.int64))
-        visible = emit(e, "And", visible, emit(e, "GreaterOrEqual", columns, first))
-    scores = emit(e, "Where", visible, scores, np.asarray(-np.inf, dtype))
-    logits = emit(e, "Reshape", sinks, np.array([1, groups, heads // groups, 1, 1], np.int64))
-    column = emit(e, "Concat", emit(e, "Shape", scores, start=0, end=4), np.array([1], np.int64), axis=0)
-    scores = emit(e, "Concat", scores, emit(e, "Expand", logits, column), axis=-1)
-    zero, last = np.array([0], np.int64), np.array([-1], np.int64)
-    weights = emit(e, "Slice", emit(e, "Softmax", scores, axis=-1), zero, last, last)
-    return emit(e, "Reshape", emit(e, "MatMul", weights, values), np.array([0, heads, -1, size], np.int64))
 
 
 def _normalized(node: NodeSpec, e: Emit, q: Ref, k: Ref) -> tuple[Ref, Ref]:

@@ -57,13 +57,16 @@ class CachedAttentionAttrs(Attrs):
 
 
 def _infer_cached_attention(call: Call) -> Result:
-    """Attention of q (B, H, 1, D) over a cache (B, G, C, D); k and v (B, G, 1, D) are one new row of the cache."""
+    """Attention of q (B, H, 1, D) over a cache (B, G, C, D); k and v (B, G, 1, D) are one new row of the cache.
+
+    Operand 9: the sinks."""
     q, k, v, keys, values = (call.type(i) for i in (0, 1, 2, 7, 8))
     for new, cache, name in ((k, keys, "keys"), (v, values, "values")):
         require_rank(cache, 4, f"CachedAttention {name}")
         for axis in (0, 1, 3):
             agree(new.dims[axis], cache.dims[axis], f"CachedAttention {name} {cache} do not take {new}")
-    (y,) = attention.infer_attention(replace(call, types=(q, keys, values), attrs=AttentionAttrs(), n_outputs=1)).types
+    types = (q, keys, values, *[None] * 4, *call.types[9:])
+    (y,) = attention.infer_attention(replace(call, types=types, attrs=AttentionAttrs(), n_outputs=1)).types
     return Result((y, keys, values))
 
 

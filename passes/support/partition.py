@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op
+from optdnn.ops.attention import SINKS
 from optdnn.ops.packed_layout import blocks_of, row_bytes
 from optdnn.ops.reduce import reduced_axes
 from optdnn.passes.support.facts import NORMS, RESHAPES, depends_on_inputs, ints, operand
@@ -232,7 +233,7 @@ def _dequantize(q: Asked) -> Needed:
 
 def _attention(q: Asked) -> Needed:
     if q.axis == 0 and 0 in q.parts:
-        slots = [s for s in range(len(q.op.inputs)) if s != 3 and q.op.input(s) is not None]
+        slots = [s for s in range(len(q.op.inputs)) if s not in (3, SINKS) and q.op.input(s) is not None]
         found = Needed(dict.fromkeys(slots, q.part), dict.fromkeys((1, 2, 3), q.part))
         found.operands |= q.aligned(3)
         return found
@@ -244,6 +245,7 @@ def _attention(q: Asked) -> Needed:
     shared = Part(1, coarse(q.part.take, heads // groups, "a group of query heads"))
     found = Needed({0: q.part, 1: shared, 2: shared}, {1: shared, 2: shared, 3: q.part})
     found.operands |= {slot: shared for slot in (4, 5) if q.op.input(slot) is not None}
+    found.operands |= {SINKS: Part(0, q.part.take)} if q.op.input(SINKS) is not None else {}
     found.operands |= q.aligned(3)
     return found
 

@@ -33,6 +33,7 @@ def attention(
     past_key: Array | None = None,
     past_value: Array | None = None,
     lengths: Array | None = None,
+    sinks: Array | None = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
@@ -46,6 +47,7 @@ def attention(
 
     ``mask`` (bool, or added) broadcasts to (B, H, L, P + S) from the right and may lack trailing keys; ``past_key`` and
     ``past_value`` (B, G, P, D or E) come before k and v; ``lengths`` (B): the number of keys of each sample.
+    ``sinks`` (H): one more logit of each head's softmax, which no value belongs to.
     Results: y (B, H, L, E), the present keys and values, and the scores that ``qk_matmul_output_mode`` selects. A query
     that sees no key yields zeros.
     """
@@ -84,8 +86,11 @@ def attention(
     scores = scores + bias
     if qk_matmul_output_mode == 2:
         shown = scores
+    if sinks is not None:
+        column = np.broadcast_to(sinks.astype(q.dtype, copy=False)[:, None, None], (*scores.shape[:3], 1))
+        scores = np.concatenate([scores, column], axis=-1)
     p = scores if softmax_precision is None else scores.astype(softmax_precision)
-    p = masked_softmax(p)[0].astype(q.dtype, copy=False)
+    p = masked_softmax(p)[0].astype(q.dtype, copy=False)[..., :cols]
     p = np.where(np.isneginf(bias.max(axis=-1, keepdims=True)), q.dtype.type(0), p)
     if qk_matmul_output_mode == 3:
         shown = p

@@ -172,6 +172,7 @@ def cached_attention(
     lengths: Array,
     keys: Array,
     values: Array,
+    sinks: Array | None = None,
     *,
     interleaved: bool = False,
     rotary_embedding_dim: int = 0,
@@ -185,7 +186,7 @@ def cached_attention(
         how: dict[str, Any] = {"interleaved": interleaved, "rotary_embedding_dim": rotary_embedding_dim}
         (q,), (k,) = (rotary_embedding(x, cos, sin, **how) for x in (q, k))
     (keys,), (values,) = (tensor_scatter(cache, x, starts, axis=2) for cache, x in ((keys, k), (values, v)))
-    return (attention(q, keys, values, lengths=lengths, **attrs)[0], keys, values)
+    return (attention(q, keys, values, lengths=lengths, sinks=sinks, **attrs)[0], keys, values)
 
 
 def channel_attention(

@@ -20,7 +20,7 @@ KINDS = {"Attention", "RNN", "GRU", "LSTM", "GroupNormalization", "InstanceNorma
 CASES = {**ATTENTION, **RECURRENT, **GROUP_NORM, **RESIDUAL}
 
 
-@pytest.mark.parametrize("name", sweep(CASES, *list(CASES)[::6]))
+@pytest.mark.parametrize("name", sweep(CASES, *list(CASES)[::6], "sinks, weights", "sinks and a window"))
 def test_half_precision(name: str) -> None:
     build, tactic = CASES[name]
     program = check_simulated(build())

@@ -18,8 +18,9 @@ from optdnn.kernels.megakernel.jobs import Job, Place, job_of
 from optdnn.kernels.megakernel.kernel import AttentionKind, Kinds, ProductKind, refuse_attention, refuse_product
 from optdnn.lowering import megakernels
 from optdnn.lowering.megakernels import Run, gains, joined_seconds, launch_seconds, planned, trimmed, with_megakernels
+from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import named
-from optdnn.runtime.cuda.launches.plan import GRID, LaunchPlan, parse
+from optdnn.runtime.cuda.launches.plan import GRID, LaunchPlan, Pointer, parse
 from optdnn.runtime.file.validate import validate
 from optdnn.runtime.program import Program
 
@@ -36,10 +37,16 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def built(
-    *, heads: int = 16, groups: int = 4, size: int = 64, grouped: dict[str, Any] | None = None, **options: Any
+    *,
+    heads: int = 16,
+    groups: int = 4,
+    size: int = 64,
+    grouped: dict[str, Any] | None = None,
+    sinks: bool = False,
+    **options: Any,
 ) -> Program:
     options = {"target": "cuda:h200", "precision": "fp16", "io_dtype": "fp16", "no_cubins": True, **options}
-    return optdnn.build(decoder(heads=heads, groups=groups, size=size, grouped=grouped), **options).program
+    return optdnn.build(decoder(heads=heads, groups=groups, size=size, grouped=grouped, sinks=sinks), **options).program
 
 
 def launch_of(program: Program, k: int) -> LaunchPlan:
@@ -72,11 +79,15 @@ def test_the_layers_of_a_decoder_are_one_run_of_neighbors() -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_a_run_gives_the_results_of_its_steps_and_keeps_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = built()
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_run_gives_the_results_of_its_steps_and_keeps_their_nodes(
+    sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {"grouped": {} if sinks else None, "sinks": sinks}
+    run = built(**given)
     monkeypatch.setattr(megakernels, "LEAST_JOBS", 1000)
-    apart = built(streams=1)
-    model = decoder(heads=16, groups=4, size=64)
+    apart = built(streams=1, **given)
+    model = decoder(heads=16, groups=4, size=64, **given)
     rng = np.random.default_rng(0)
     feeds = {n: rng.standard_normal(a.shape).astype(np.float16) for n, a in empty(model, 0).items()}
     feeds |= {"token": np.full((1, 1), 5), "at": np.array([17])}
@@ -121,6 +132,41 @@ def test_windows_softcaps_and_interleaved_pairs_stay_with_their_attention() -> N
     capacity, reach, *scales = struct.unpack_from("<2i3f", attention.parameters, 32 + 4 * 24 + 6 * 8 + 8 + 16)
     assert (capacity, reach) == (32, 6)
     assert scales == pytest.approx([np.log2(np.e) / 8, 2 * np.log2(np.e) / 80, 10 * np.log2(np.e)])
+
+
+@pytest.mark.usefixtures("always")
+def test_sinks_are_operands_of_their_attention() -> None:
+    """They follow the scales, and such jobs have 16 bytes more. Other megakernels do not know of them."""
+    program, plain = built(grouped={"softcap": 10.0}, sinks=True), built(grouped={"softcap": 10.0})
+    attention, before = (launch_of(p, parts(p)[1]) for p in (program, plain))
+    text, text_before = (
+        p.kernels[x.kernel].generated["generated.cuh"] for p, x in ((program, attention), (plain, before))
+    )
+    assert "#define SINKS 1\n" in text
+    assert "SINKS" not in text_before
+    step = program.steps[parts(program)[1]]
+    (place,) = (r for r in attention.relocations if isinstance(r, Pointer) and r.at == 32 + 192)
+    sinks = program.buffers[(*step.inputs, *step.outputs)[place.operand]]
+    assert sinks.shape == (16,)
+    assert attention.part is not None
+    assert before.part is not None
+    assert (attention.part.size, before.part.size) == (16 + 208, 16 + 192)
+    assert len(attention.parameters) == 16 + attention.part.size
+    assert len(parts(program)) == len(parts(plain)) == 10
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("always")
+def test_the_kernel_with_sinks_has_the_layout_of_its_jobs() -> None:
+    program = built(grouped={}, sinks=True)
+    kernel = program.kernels[launch_of(program, parts(program)[1]).kernel]
+    lines = [
+        "static_assert(__INTADDR__(&((AttentionJob*)0)->sinks) == 192);",
+        "static_assert(sizeof(AttentionJob) <= JOB_BYTES);",
+    ]
+    generated = {**kernel.generated, "check.cu": "\n".join(['#include "megakernel.cu"', *lines, ""])}
+    (found,) = nvrtc.resources(nvrtc.Recipe("check.cu", kernel.arch, generated, kernel.options)).values()
+    assert found.spill_bytes == found.stack_bytes == 0
 
 
 @pytest.mark.usefixtures("always")
@@ -301,6 +347,8 @@ def test_launches_that_can_be_jobs() -> None:
     assert refuse_product(PRODUCT, 0, H200) is None
     assert refuse_attention(ATTENTION, H200) is None
     kinds = Kinds((PRODUCT,), ATTENTION, "float16")
+    assert kinds.most_jobs == Kinds((PRODUCT,), None, "float16").most_jobs == 157
+    assert replace(kinds, attention=replace(ATTENTION, sinks=True)).most_jobs == 146
     assert (kinds.number(PRODUCT), kinds.number(ATTENTION)) == (0, 6)
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from onenode import Case, check_case, check_export, import_case, normal, op_flops, run
+from onenode import Case, check_case, check_export, import_case, normal, onnxruntime_run, op_flops, run
 from support.net import Net
 
 from optdnn.errors import ShapeError
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
-from optdnn.ops.attention import RotaryAttrs
+from optdnn.ir.graph import Graph
+from optdnn.ops.attention import AttentionAttrs, RotaryAttrs
 from optdnn.runtime.reference.attention import rotary_embedding
 from optdnn.types import FP16, FP32, Array
 
@@ -80,7 +82,11 @@ def test_attention(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_decomposed_export(name: str) -> None:
     model = check_export(CASES[name])
-    assert "Attention" not in {n.op_type for n in model.graph.node}
+    found = [n.op_type for n in model.graph.node]
+    assert "Attention" not in found
+    if name in ("grouped", "one key head"):  # keys and values are not repeated
+        assert found.count("Reshape") == 4
+        assert not {"Concat", "Expand", "Tile"} & set(found)
 
 
 def test_heads_packed_in_three_dimensions() -> None:
@@ -102,6 +108,87 @@ def test_cost_counts_both_products() -> None:
     graph = import_case(CASES["past"])
     (op,) = graph.of_kind("Attention")
     assert op_flops(graph, op) == B * H * L * (S + 3) * (2 * D + 2 * E + 6)
+
+
+SUNK: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped, capped": {"groups": 3, "softcap": 1.5, "scale": 0.4},
+    "causal, a past": {"past": 3, "is_causal": True},
+    "lengths, a window": {"lengths": [5, 2], "is_causal": True, "left_window_size": 2},
+    "a row without keys": {"mask": np.arange(L)[:, None] != np.ones(S)},
+    "weights shown": {"qk_matmul_output_mode": 3, "outputs": 4},
+    "a wider softmax": {"softmax_precision": np.dtype(np.float64)},
+}
+
+
+def with_sinks(
+    *,
+    groups: int = 6,
+    past: int = 0,
+    lengths: Any = None,
+    mask: Any = None,
+    outputs: int = 1,
+    sinks: Any = None,
+    **attrs: Any,
+) -> tuple[Graph, dict[str, Array]]:
+    """An Attention with sinks, and its feeds; queries, keys, values and sinks are inputs."""
+    n = Net()
+    own = np.array([2.0, -1.0, 5.0, -np.inf, 200.0, 0.0], np.float32) if sinks is None else sinks
+    feeds = {
+        "q": normal(B, H, L, D),
+        "k": normal(B, groups, S, D, seed=1),
+        "v": normal(B, groups, S, E, seed=2),
+        "sinks": own,
+    }
+    q, k, v, sinks = (n.input(*a.shape, name=name, dtype=a.dtype) for name, a in feeds.items())
+    before = [n.const(normal(B, groups, past, x, seed=x)) if past else None for x in (D, E)]
+    given = [None if x is None else n.const(x, np.asarray(x).dtype) for x in (mask, lengths)]
+    y = n.op("Attention", q, k, v, given[0], *before, given[1], sinks, attrs=AttentionAttrs(**attrs), outputs=outputs)
+    return n.done(*(y if outputs > 1 else [y])), feeds
+
+
+@pytest.mark.parametrize("name", SUNK)
+def test_sinks(name: str) -> None:
+    """A sink is a further key, visible to every query, with the sink as its score and zeros as its value."""
+    graph, feeds = with_sinks(**SUNK[name])
+    got = evaluate(graph, feeds)
+    model = export_model(graph).proto
+    model.ir_version = min(10, model.ir_version)
+    for (label, a), b in zip(got.items(), onnxruntime_run(model, feeds), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5, err_msg=label)
+    bare, _ = with_sinks(**SUNK[name], sinks=np.full(H, -np.inf, np.float32))
+    for options, without in ((feeds, False), ({**feeds, "sinks": np.full(H, -np.inf, np.float32)}, True)):
+        (y, plain) = (next(iter(evaluate(g, f).values())) for g, f in ((graph, options), (_unsunk(bare), feeds)))
+        assert np.allclose(y, plain, atol=1e-6) == without
+
+
+def _unsunk(graph: Graph) -> Graph:
+    """The graph with the sinks taken from its attention."""
+    (op,) = graph.of_kind("Attention")
+    graph.set_op(replace(op, inputs=op.inputs[:7]))
+    return graph
+
+
+def test_weights_and_sink_together_are_one() -> None:
+    graph, feeds = with_sinks(qk_matmul_output_mode=3, outputs=4)
+    *_, weights = evaluate(graph, feeds).values()
+    scores = np.einsum("bhld,bhsd->bhls", feeds["q"], feeds["k"]) * D**-0.5
+    sinks = feeds["sinks"][:, None, None]
+    total = np.exp(scores - np.maximum(sinks, 0)).sum(-1) + np.exp(sinks - np.maximum(sinks, 0))[..., 0]
+    np.testing.assert_allclose(weights, np.exp(scores - np.maximum(sinks, 0)) / total[..., None], rtol=1e-4, atol=1e-6)
+
+
+def test_sinks_that_contradict() -> None:
+    for sinks, message in (
+        (np.zeros(3, np.float32), "sinks are one number per head"),
+        (np.zeros((H, 1), np.float32), "Attention sinks"),
+        (np.zeros(H, np.float64), "different types"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            with_sinks(sinks=sinks)
+    given = case(lengths=[5, 2])
+    with pytest.raises(ShapeError, match="Attention has 8 operands; ONNX knows 7"):
+        import_case(replace(given, inputs=[*given.inputs, np.zeros(H, np.float32)]))
 
 
 @pytest.mark.parametrize(

@@ -151,20 +151,24 @@ def test_periodic_attention() -> None:
         infer("PeriodicAttention", AttentionAttrs(), [q[:3], k[:3], v[:3], mask])
 
 
-def test_cached_attention() -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_cached_attention(sinks: bool) -> None:
     q, k, v = (random(2, heads, 1, 8, seed=s) for s, heads in enumerate((4, 2, 2)))
     keys, values = (random(2, 2, 5, 8, seed=s) for s in (3, 4))
     angles, starts, lengths = [random(2, 1, 4, seed=s) for s in (5, 6)], np.array([1, 4]), np.array([2, 5])
-    operands = [q, k, v, *angles, starts, lengths, keys, values]
+    more = [random(4, seed=7) + 2] if sinks else []
+    operands = [q, k, v, *angles, starts, lengths, keys, values, *more]
     found = results("CachedAttention", CachedAttentionAttrs(0.5, left_window_size=2), operands, outputs=3)
     turned = [run_kernel("RotaryEmbedding", [x, *angles], {})[0] for x in (q, k)]
     caches = [run_kernel("TensorScatter", [c, x, starts], {"axis": 2})[0] for c, x in ((keys, turned[1]), (values, v))]
     attrs = {"scale": 0.5, "is_causal": True, "left_window_size": 2}
-    (want,) = run_kernel("Attention", [turned[0], *caches, None, None, None, lengths], attrs)[:1]
+    (want,) = run_kernel("Attention", [turned[0], *caches, None, None, None, lengths, *more], attrs)[:1]
     for got, w in zip(found, (want, *caches), strict=True):
         np.testing.assert_allclose(got, w, rtol=1e-6, atol=1e-6)
     with pytest.raises(ShapeError, match="do not take"):
         infer("CachedAttention", CachedAttentionAttrs(), [q, k[..., :4], *operands[2:]])
+    with pytest.raises(ShapeError, match="sinks are one number per head"):
+        infer("CachedAttention", CachedAttentionAttrs(), [*operands[:9], random(3)])
 
 
 def test_channel_attention() -> None:

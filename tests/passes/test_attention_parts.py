@@ -90,15 +90,17 @@ def test_refused(why: str) -> None:
     check_refused(PASS, REFUSED[why], because=why)
 
 
-def test_one_mask_is_refused() -> None:
+@pytest.mark.parametrize("more", ["mask", "sinks"])
+def test_one_mask_is_refused(more: str) -> None:
     n = Net()
-    x, mask = n.input(1, 2, 16, 8), n.random(8, 8)
+    x = n.input(1, 2, 16, 8)
+    given = [n.random(8, 8)] if more == "mask" else [*[None] * 4, n.random(2)]
     parts = n.op("Split", x, n.ints(8, 8), attrs=SplitAttrs(2), outputs=2)
     others = n.op("Split", n.op("Relu", x), n.ints(8, 8), attrs=SplitAttrs(2), outputs=2)
     graph = n.done(
-        *(n.op("Attention", p, o, o, mask, attrs=AttentionAttrs()) for p, o in zip(parts, others, strict=True))
+        *(n.op("Attention", p, o, o, *given, attrs=AttentionAttrs()) for p, o in zip(parts, others, strict=True))
     )
-    check_refused(PASS, graph, because="has a mask or a cache")
+    check_refused(PASS, graph, because="has a mask, a cache or sinks")
 
 
 @pytest.mark.parametrize("options", [{"relu": True}, {"twice": True}], ids=["changed", "read elsewhere"])

@@ -67,6 +67,14 @@ def test_others_are_no_candidates(options: dict[str, Any]) -> None:
     check_untouched(PASS, frames(**options))
 
 
+@pytest.mark.parametrize("keys", [1, 8])
+def test_attention_with_sinks_stays(keys: int) -> None:
+    """The weight of one key is not 1."""
+    n = Net()
+    q, k, v = (n.input(12, 2, size, 8, name=name) for name, size in (("q", 8), ("k", keys), ("v", keys)))
+    check_untouched(PASS, n.done(n.op("Attention", q, k, v, *[None] * 4, n.random(2), attrs=AttentionAttrs())))
+
+
 def test_scores_that_are_read_stay() -> None:
     n = Net()
     q, k, v = (n.input(12, 2, 8, 8, name=name) for name in "qkv")

@@ -109,7 +109,7 @@ def test_heads_that_do_not_divide_are_computed_by_every_rank() -> None:
     assert any("4 x 4 along one axis" in r.reason for r in report.refused)
 
 
-def decoder(groups: int) -> Graph:
+def decoder(groups: int, sinks: bool = False) -> Graph:
     """A layer of Llama over a cache: rotary embeddings, grouped queries, a gated unit whose weights lie side by side."""
     n = Net(np.float64)
     x, at = n.input(2, 1, 32), n.input(2, name="at", dtype=np.int64)
@@ -119,15 +119,17 @@ def decoder(groups: int) -> Graph:
     cos, sin = n.random(2, 1, 4), n.random(2, 1, 4)
     q, k = (n.op("RotaryEmbedding", y, cos, sin, attrs=RotaryAttrs()) for y in (q, k))
     k, v = (n.op("TensorScatter", p, y, at, attrs=TensorScatterAttrs(2)) for p, y in zip(past, (k, v), strict=True))
-    y = n.op("Attention", q, k, v, attrs=AttentionAttrs())
+    more = [*[None] * 4, n.random(4, offset=1.0)] if sinks else []
+    y = n.op("Attention", q, k, v, *more, attrs=AttentionAttrs())
     x = n.op("Add", x, n.matmul(joined(n, y), 32))
     gate, up = n.op("Split", n.matmul(x, 96), attrs=SplitAttrs(-1, 2), outputs=2)
     x = n.op("Add", x, n.matmul(n.op("Mul", n.op("Swish", gate), up), 32))
     return n.done(n.matmul(x, 40), k, v)
 
 
-def test_a_decoder_keeps_the_caches_of_its_own_heads() -> None:
-    graph = decoder(2)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_decoder_keeps_the_caches_of_its_own_heads(sinks: bool) -> None:
+    graph = decoder(2, sinks)
     feeds_at = {"at": np.array([1, 3])}
     graphs, _, ports = split(graph, 2, 1000)
     assert ports.inputs == {"past_k": 1, "past_v": 1}

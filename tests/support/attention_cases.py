@@ -108,9 +108,14 @@ class Case:
         if p.reach >= 0:
             hidden |= columns < positions - p.reach
         scores[np.broadcast_to(hidden, scores.shape)] = -np.inf
-        top = scores.max(-1, keepdims=True)
-        weights = np.exp(scores - np.where(np.isfinite(top), top, 0))
-        total = weights.sum(-1, keepdims=True)
+        dead = np.isneginf(scores).all(-1, keepdims=True)
+        if p.sinks:
+            self.operands["sinks"] = np.resize([3.0, -np.inf, -2.0, 7.0, 300.0, 0.5], p.heads).astype(dtype)
+            own = self.operands["sinks"].astype(np.float64)[:, None, None]
+            scores = np.concatenate([scores, np.broadcast_to(own, (*scores.shape[:3], 1))], -1)
+        top = np.where(dead, 0, scores.max(-1, keepdims=True))
+        weights = np.exp(np.where(dead, -np.inf, scores) - top)
+        total, weights = weights.sum(-1, keepdims=True), weights[..., : p.keys]
         self.want = (weights / np.where(total == 0, 1, total)) @ v
         self.narrow = QuantizedStore.of(TO[p.narrow]) if p.narrow else None
 

@@ -53,7 +53,15 @@ CASES = {
     "bf16": case([260, 31], dtype="bfloat16"),
     "no key": case([0, 5]),
     "a row elsewhere": case([100, 100], starts=(7, 299)),
+    "sinks": case([1, 17, 130, 300], sinks=True),
+    "sinks, groups of 12": case([129, 5], heads=12, key_heads=1, sinks=True),
+    "sinks, a window and a softcap, bf16": case([222], dtype="bfloat16", reach=100, softcap=2.0, sinks=True),
+    "sinks, no key": case([0, 5], heads=6, sinks=True),
 }
+
+
+SINKS = np.array([3.0, -np.inf, -2.0, 7.0, 0.5, 300.0, 1.0, 5.0, -100.0, 2.0, 4.0, 6.0])
+"""The sinks of the first heads: below, among and far above the scores, and one that changes nothing."""
 
 
 @dataclass
@@ -83,8 +91,10 @@ def operands_of(c: Case) -> Operands:
     angles = [f(turn).astype(float_type) for f in (np.cos, np.sin)] if p.turned else [None, None]
     wide = [None if x is None else x.astype(np.float32) for x in (q, new_k, new_v, *angles)]
     filled = [np.nan_to_num(x.astype(np.float32)) for x in (keys, values)]
+    sinks = SINKS[: p.heads].astype(float_type) if p.sinks else None
     attrs = {"scale": p.scale, "softcap": p.softcap, "left_window_size": p.reach, "interleaved": p.interleaved}
-    wanted = cached_attention(*wide, starts, lengths, *filled, rotary_embedding_dim=p.turned, **attrs)  # type: ignore[arg-type]
+    given = None if sinks is None else sinks.astype(np.float32)
+    wanted = cached_attention(*wide, starts, lengths, *filled, given, rotary_embedding_dim=p.turned, **attrs)  # type: ignore[arg-type]
     row = sum(kinds) * p.features
     own = HeadView(p.key_heads * p.capacity * p.features, p.capacity * p.features, p.features)
     places = Places(
@@ -94,6 +104,7 @@ def operands_of(c: Case) -> Operands:
     )  # fmt: skip
     held = {"joint": joint, "starts": starts, "lengths": lengths, "k": keys, "v": values}
     held |= {n: a for n, a in zip(("cosines", "sines"), angles, strict=True) if a is not None}
+    held |= {} if sinks is None else {"sinks": sinks}
     held["out"] = np.zeros((p.batch, p.heads, 1, p.features), float_type)
     return Operands(held, places, wanted)
 

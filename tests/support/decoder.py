@@ -13,14 +13,14 @@ VOCABULARY, POSITIONS = 128, 4096
 
 def decoder(
     *, layers: int = 2, heads: int = 4, groups: int = 2, size: int = 16, capacity: int = 32, grows: bool = False,
-    grouped: dict[str, Any] | None = None,
+    grouped: dict[str, Any] | None = None, sinks: bool = False,
 ) -> onnx.ModelProto:  # fmt: skip
     """Pre-norm layers of grouped-query attention with rotary positions, and gated MLPs (opset 24), seeded.
 
     Inputs: ``token`` (1, 1), ``at`` (1,), the number of positions that the caches hold, and per layer ``key.N`` and ``value.N``,
     (1, groups, capacity, size), or (1, groups, held, size) for growing caches. Outputs: ``logits`` (1, 1, VOCABULARY), and
     ``new.key.N``, ``new.value.N``: written at ``at`` by TensorScatter, or one longer by Concat.
-    ``grouped``: attention, rotary positions and writes are a GroupQueryAttention with these attributes.
+    ``grouped``: attention, rotary positions and writes are a GroupQueryAttention with these attributes, and with ``sinks``.
     """
     rng, width = np.random.default_rng(0), heads * size
     nodes: list[onnx.NodeProto] = []
@@ -64,7 +64,8 @@ def decoder(
 
     def attended_in_groups(i: int, q: str, k: str, v: str) -> str:
         whole = constant(f"capacity.{i}", np.array(capacity, np.int32))
-        operands = (q, k, v, f"key.{i}", f"value.{i}", "last", whole, cos, sin)
+        operands = [q, k, v, f"key.{i}", f"value.{i}", "last", whole, cos, sin]
+        operands += ["", "", constant(f"sinks.{i}", np.linspace(-1, 4, heads).astype(np.float32))] if sinks else []
         results = [f"attended.{i}", f"new.key.{i}", f"new.value.{i}"]
         attrs = {"num_heads": heads, "kv_num_heads": groups, "do_rotary": 1, **(grouped or {})}
         nodes.append(

@@ -33,6 +33,7 @@ class Family:
     packed_qkv: bool = True
     attention_bias: bool = False
     norms_of_heads: bool = False
+    sinks: bool = False
     fused_norms: bool = False
     tied: bool = False
     head_bits: int = 4
@@ -61,6 +62,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(
         windows=(-1, 3), softcap=20.0, scale=0.3, activation="gelu", sandwiched=True, tied=True, head_bits=8
     ),
+    "gptoss": Family(windows=(3, -1), packed_qkv=False, attention_bias=True, sinks=True),
     "phi2": Family(groups=4, attention_bias=True, activation="gelu", parallel=True),
 }
 
@@ -173,6 +175,8 @@ class _Writer:
         normed: list[str] = []
         if f.norms_of_heads and f.fused_norms:
             normed = ["", "", "", "", "", *(self.row(f"{name}.{n}_norm.weight", f.size) for n in "qk")]
+        elif f.sinks:
+            normed = ["", "", self.constant(f"{name}.sinks", np.linspace(-1, 3, f.heads).astype(np.float32))]
         elif f.norms_of_heads:
             operands[:2] = [
                 self.heads_norm(f"{name}.{n}_norm", y, h)

@@ -194,7 +194,18 @@ def shared_k(offers: Callable[..., Any]) -> Callable[..., Any]:
     return those
 
 
-ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "wide heads", "softcap")
+ATTENTIONS = (
+    "plain",
+    "long",
+    "full mask",
+    "causal past",
+    "lengths",
+    "grouped",
+    "wide heads",
+    "softcap",
+    "sinks",
+    "sinks of wide heads",
+)
 ROTARIES = ("halves", "neighbors", "a part", "narrow vectors, neighbors", "position ids", "of a product, grouped")
 RECURRENTS = (
     "lstm", "lstm stacked", "lstm initial", "gru both", "gru other", "gru other, computed", "gru of 300", "grid rnn both",

@@ -37,7 +37,7 @@ def merged(n: Net, y: Value) -> Value:
 
 def attention(
     *, batch: int = 2, length: int = 20, keys: int = 0, count: int = 4, shared: int = 0, size: int = 32, mask: str = "",
-    past: int = 0, lengths: bool = False, outputs: int = 1, value_size: int = 0, **attrs: Any,
+    past: int = 0, lengths: bool = False, sinks: bool = False, outputs: int = 1, value_size: int = 0, **attrs: Any,
 ) -> Graph:  # fmt: skip
     """Self-attention, or with ``keys`` cross-attention, between projections. ``mask``: "row" (B, 1, 1, S), "full" (1, H, L, S),
     "bool" (B, 1, L, S), "short" (L, S - 3), "windows" (B, H, L, S) of two that repeat."""
@@ -47,7 +47,7 @@ def attention(
     total = (keys or length) + past
     q = heads(n, x, count, size)
     k, v = heads(n, y, shared or count, size), heads(n, y, shared or count, value_size or size)
-    operands: list[Any] = [q, k, v, None, None, None, None]
+    operands: list[Any] = [q, k, v, None, None, None, None, None]
     if mask == "row":
         operands[3] = n.op("Mul", n.op("Abs", n.input(batch, 1, 1, total, name="mask")), -1.5)
     elif mask == "full":
@@ -65,6 +65,8 @@ def attention(
         operands[6] = n.op(
             "Add", n.input(batch, name="lengths", dtype=np.int64), n.const([length - 3] * batch, np.int64)
         )
+    if sinks:
+        operands[7] = n.const(n.rng.standard_normal(count) + 2)
     while operands[-1] is None:
         operands.pop()
     made = n.op("Attention", *operands, attrs=AttentionAttrs(**attrs), outputs=outputs)
@@ -147,6 +149,18 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "causal window of the past": (
         lambda: attention(past=8, is_causal=True, length=16, left_window_size=5),
         "attention_sm90",
+    ),
+    "sinks": (lambda: attention(sinks=True), "attention_sm90"),
+    "sinks and a window": (
+        lambda: attention(sinks=True, is_causal=True, left_window_size=7, count=8, shared=2, length=40),
+        "attention_sm90",
+    ),
+    "sinks and masks": (lambda: attention(sinks=True, mask="windows", batch=6, length=24), "attention_sm90"),
+    "sinks of wide heads": (lambda: attention(sinks=True, size=136, count=2), "attention_sm80"),
+    "sinks, lengths": (lambda: attention(sinks=True, lengths=True, is_causal=True), "attention_sm90"),
+    "sinks, weights": (
+        lambda: attention(sinks=True, outputs=4, count=4, shared=2, qk_matmul_output_mode=3),
+        "attention_steps",
     ),
     "short mask, lengths": (lambda: attention(mask="short", lengths=True), "attention_steps"),
 }

@@ -11,17 +11,23 @@ from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.attention import cached_kernel as cached
-from optdnn.kernels.attention.operands import KEYS, VALUES, WEIGHTS, fits_tma, is_used, order_wanted, several_types
+from optdnn.kernels.attention.operands import (
+    KEYS,
+    VALUES,
+    WEIGHTS,
+    fits_tma,
+    is_used,
+    order_wanted,
+    several_types,
+    sinks_of,
+)
 from optdnn.kernels.attention.problem import HeadView
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.tactic import Offer, ProblemTactic, Region
-from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.attention import LENGTHS, SINKS, AttentionAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, FP32, FP64, INT32, INT64, normalize_axis
-
-LENGTHS = 6
-"""Slot of the operand of Attention with the number of keys of each sample."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,7 @@ class CachedAttention(ProblemTactic):
         return cached.Problem(
             batch, heads, k[1], k[2], size, size**-0.5 if a.scale is None else a.scale, map_dtype(op.outputs[0].type.dtype),
             turned, turn is not None and turn.interleaved, a.left_window_size, max(0.0, a.softcap),
+            sinks=op.input(SINKS) is not None,
         )  # fmt: skip
 
     def problem(self, b: Builder, op: Op) -> cached.Problem:
@@ -176,6 +183,8 @@ class CachedAttention(ProblemTactic):
         operands = {"q": q, "new_k": new_k, "new_v": new_v, "lengths": lengths, "k": k, "v": v, "out": out}
         operands |= {n: x for n, x in zip(("cosines", "sines"), angles, strict=True) if x is not None}
         operands |= {"starts": starts} if starts is not None else {}
+        sinks = sinks_of(b, op)
+        operands |= {"sinks": sinks} if sinks is not None else {}
         partial, arrived = cached.workspace(problem, config)
         scratch, kept = [], []
         if partial:
@@ -190,7 +199,7 @@ class CachedAttention(ProblemTactic):
             "rotary_embedding_dim": problem.turned,
         }  # fmt: skip
         covers = replace(op, src=op.src.union(*(x.src for x in step.before)))
-        reads = [q, new_k, new_v, *angles, starts, lengths, k, v]
+        reads = [q, new_k, new_v, *angles, starts, lengths, k, v, *([] if sinks is None else [sinks])]
         b.emit(covers, made, operands, "CachedAttention", attrs, reads, [out, k, v], scratch=scratch, kept=kept)
         for cache, used in zip(caches, (k, v), strict=True):
             if used is not cache:

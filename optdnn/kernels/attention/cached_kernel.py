@@ -33,7 +33,7 @@ class Problem:
     """``batch`` new positions, each of ``heads`` queries that share ``key_heads`` heads of a cache of ``capacity`` positions.
 
     The first ``turned`` features of queries and of the new key get rotary embeddings (0: none). ``reach``: number of keys before the new
-    one that it sees (-1: all).
+    one that it sees (-1: all). ``sinks``: each query head's softmax has one more logit, which no value belongs to.
     """
 
     batch: int
@@ -47,6 +47,7 @@ class Problem:
     interleaved: bool = False
     reach: int = -1
     softcap: float = 0.0
+    sinks: bool = False
 
     @property
     def group(self) -> int:
@@ -125,10 +126,13 @@ def _found(problem: Problem) -> int:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of dynamic shared memory of a block: queries and the new rows, the partial result of each warp, a word, and the partial
-    results that a cluster sends."""
+    """Bytes of dynamic shared memory of a block: queries and the new rows, sinks, the partial result of each warp, a word, and the
+    partial results that a cluster sends."""
     sent = 4 * config.splits * problem.group * (problem.features + 4) if config.cluster else 0
-    return 2 * (8 * problem.tiles + 2) * (problem.features + 32) + 4 * config.warps * _found(problem) + 16 + sent
+    sinks = -(-problem.group // 4) * 16 if problem.sinks else 0
+    return (
+        2 * (8 * problem.tiles + 2) * (problem.features + 32) + sinks + 4 * config.warps * _found(problem) + 16 + sent
+    )
 
 
 def workspace(problem: Problem, config: Config) -> tuple[int, int]:
@@ -144,6 +148,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     defines = {
         "WARPS": config.warps, "SPLITS": config.splits, "CLUSTER": int(config.cluster), "GROUP": problem.group, "HEAD": problem.features, "TURNED": problem.turned,
         "INTERLEAVED": int(problem.interleaved), "WINDOW": int(problem.reach >= 0), "SOFTCAP": int(problem.softcap > 0),
+        **({"SINKS": 1} if problem.sinks else {}),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(problem.dtype), ""])
     return Recipe("attention_cached.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
@@ -151,7 +156,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, places: Places, *, starts: bool = True) -> Launch:
     """The launch. Operands: ``q``, ``new_k``, ``new_v``, ``cosines`` and ``sines`` (with rotary embeddings), ``starts`` (if ``starts``),
-    ``lengths``, ``k``, ``v``, ``out``, and the operands of :func:`workspace`."""
+    ``lengths``, ``k``, ``v``, ``out``, the operands of :func:`workspace`, and ``sinks`` (contiguous, if the problem has them)."""
     p, turns, splits = problem, problem.turned > 0, config.splits > 1 and not config.cluster
     parameters = Parameters()
     for name, view in (("q", places.q), ("new_k", places.new_k), ("new_v", places.new_v)):
@@ -166,6 +171,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, places: Places, *, s
     parameters.i32(p.capacity, p.reach)
     cap = (2 * math.log2(math.e) * p.scale / p.softcap, p.softcap * math.log2(math.e)) if p.softcap else (0.0, 0.0)
     parameters.f32(p.scale * math.log2(math.e), *cap)
+    parameters.pointer(*(("sinks",) if p.sinks else ()))
     grid = (config.splits, p.key_heads, p.batch)
     shared = shared_bytes(p, config)
     return parameters.launch(

@@ -19,7 +19,7 @@ from optdnn.kernels.attention.operands import WEIGHTS, is_used, several_types
 from optdnn.kernels.attention.problem import HeadView
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region
-from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.attention import SINKS, AttentionAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, FP32, FP64, Array, normalize_axis
 
@@ -90,6 +90,8 @@ class ChannelAttention(ProblemTactic):
             return why
         if any(op.input(slot) is not None for slot in range(3, 7)) or a.is_causal or a.softcap:
             return "its scores have a mask or a softcap, or its keys have a past"
+        if op.input(SINKS) is not None:
+            return "its softmax has sinks"
         if a.left_window_size >= 0 or a.right_window_size >= 0:
             return "its scores have a window"
         if a.softmax_precision is not None and a.softmax_precision == FP64:

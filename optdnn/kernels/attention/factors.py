@@ -19,6 +19,7 @@ from optdnn.kernels.attention.problem import Factors, Problem
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import Region
+from optdnn.ops.attention import LENGTHS, SINKS
 from optdnn.ops.fused import plain_attrs
 
 _RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
@@ -70,8 +71,10 @@ class FactoredAttention(HopperAttention):
         found = _bias(b.graph, op)
         if isinstance(found, str):
             return found
-        if any(op.input(slot) is not None for slot in (4, 5, 6)) or any(is_used(b, op, port) for port in (1, 2)):
+        if any(op.input(slot) is not None for slot in (4, 5, LENGTHS)) or any(is_used(b, op, port) for port in (1, 2)):
             return "its keys have a past or lengths, or its keys or values are results"
+        if op.input(SINKS) is not None:
+            return "its softmax has sinks"
         if self._quantizer(b, op) is not None:
             return "its result is stored in 8 bits"
         if any(x.strides[axis] != 1 or x.offset % 2 for x, axis in zip(self._places(b, found), (3, 4), strict=True)):

@@ -75,7 +75,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "WARPS": config.warps, "BLOCK_KEYS": config.keys, "SLOTS": config.slots, "HEAD": head(problem),
         "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "WINDOW": int(problem.reach >= 0), "FROM_END": int(problem.from_end),
         "SOFTCAP": int(problem.softcap > 0), "HAS_LENGTHS": int(problem.lengths), "MASK": mask_width(problem), "OPERAND_ITEM": 4,
-        "ROUNDED": int(problem.rounded),
+        "ROUNDED": int(problem.rounded), **general.sinks(problem),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma("tfloat32"), ""])
     return Recipe("attention_fp32.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
@@ -85,6 +85,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     """The launch. Operands are the general kernel's, in fp32; ``narrow`` is ignored: the result is never 8-bit."""
     parameters = general.operands(problem)
     parameters.f32(problem.scale, problem.cap[0], problem.softcap)
+    parameters.pointer(*(("sinks",) if problem.sinks else ()))
     made = recipe(problem, config, gpu.arch)
     grid = general.grid_of(problem, config)
     return parameters.launch(made, "attention_fp32", grid, config.threads, shared=shared_bytes(problem, config))

@@ -160,10 +160,15 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "WARPS": config.warps, "SPLIT": config.split, "TILES": config.tiles, "BLOCK_KEYS": config.keys, "SLOTS": config.slots, "HEAD": head(problem, config),
         "KEEP": int(keeps(problem, config)), "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal),
         "WINDOW": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "SOFTCAP": int(problem.softcap > 0),
-        "HAS_LENGTHS": int(problem.lengths), "MASK": mask_width(problem), "NARROW": narrow_kind(problem.narrow),
+        "HAS_LENGTHS": int(problem.lengths), "MASK": mask_width(problem), "NARROW": narrow_kind(problem.narrow), **sinks(problem),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(problem.dtype), ""])
     return Recipe("attention_sm80.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
+
+
+def sinks(problem: Problem) -> dict[str, int]:
+    """The constant of a kernel with sinks. Kernels without them do not have it, so that their text stays the same."""
+    return {"SINKS": 1} if problem.sinks else {}
 
 
 def grid_of(problem: Problem, config: Config) -> tuple[int, int, int]:
@@ -191,11 +196,12 @@ def operands(problem: Problem) -> Parameters:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
-    """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]). Views carry their offsets, so q,
-    k and v may be given the same address."""
+    """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]), ``sinks``. Views carry their offsets,
+    so q, k and v may be given the same address."""
     parameters = operands(problem)
     parameters.f32(problem.scale * math.log2(math.e), *problem.cap)
     (narrow or QuantizedStore()).put(parameters)
+    parameters.pointer(*(("sinks",) if problem.sinks else ()))
     return parameters.launch(
         recipe(problem, config, gpu.arch),
         "attention_sm80",

@@ -25,6 +25,7 @@ from optdnn.kernels.attention.operands import (
     place_keys_and_values,
     result_of,
     several_types,
+    sinks_of,
     target_of,
     with_four_axes,
 )
@@ -34,7 +35,7 @@ from optdnn.kernels.pointwise.pointwise import copied, copied_later, copy, emit_
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
 from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, readers
-from optdnn.ops.attention import MULTIPLIED, AttentionAttrs
+from optdnn.ops.attention import LENGTHS, MULTIPLIED, SINKS, AttentionAttrs
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -132,7 +133,7 @@ class HopperAttention(ProblemTactic):
             mask=mask, mask_period=period, causal=ahead >= 0, causal_offset=past + max(0, ahead), lengths=lengths, value_features=v[3],
             reach=a.left_window_size if a.left_window_size < 0 else a.left_window_size + max(0, ahead),
             from_end=lengths and op.input(4) is None and (ahead >= 0 or a.left_window_size >= 0), softcap=max(0.0, a.softcap),
-            rounded=has_tf32(op),
+            sinks=op.input(SINKS) is not None, rounded=has_tf32(op),
         )  # fmt: skip
 
     def problem(self, b: Builder, op: Op) -> Problem:
@@ -181,11 +182,12 @@ class HopperAttention(ProblemTactic):
         t, to = self._tensors(b, op), self._quantizer(b, op)
         problem, past, q, k, v = t.problem, t.past, b.made(t.q), b.made(t.k), b.made(t.v)
         out, mask = b.made(t.out), None if t.mask is None else b.made(t.mask)
-        lengths = self._lengths(b, op)
+        lengths, sinks = self._lengths(b, op), sinks_of(b, op)
         operands = {"q": q, "k": k, "v": v, "out": out}
         operands |= {"mask": mask} if mask is not None else {}
         operands |= {"lengths": lengths} if lengths is not None else {}
-        reads: list[TensorView | None] = [q, k, v, mask, None, None, lengths]
+        operands |= {"sinks": sinks} if sinks is not None else {}
+        reads: list[TensorView | None] = [q, k, v, mask, None, None, lengths, *([] if sinks is None else [sinks])]
         if past:
             before = [x.view((*x.shape[:2], past, x.shape[3]), x.strides) for x in (k, v)]
             after = [
@@ -240,7 +242,7 @@ class HopperAttention(ProblemTactic):
 
     @staticmethod
     def _lengths(b: Builder, op: Op) -> TensorView | None:
-        value = op.input(6)
+        value = op.input(LENGTHS)
         if value is None:
             return None
         return copied(b, op, b.operand(value), "lengths", dtype=np.dtype(np.int32))

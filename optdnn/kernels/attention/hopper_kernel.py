@@ -44,6 +44,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "MASK": mask_width(problem), "MASK_ROWS": mask_rows(problem),
         "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config), "SOFTCAP": int(problem.softcap > 0),
     }  # fmt: skip
+    if problem.sinks:
+        defines["SINKS"] = 1
     if problem.factors is not None:
         defines["KEY_WIDTH"] = problem.factors.key_width
     scores = render.wgmma(config.keys, problem.dtype).replace("wgmma_step", "wgmma_scores")
@@ -52,7 +54,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
-    """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]), ``rows`` and ``columns``. Views carry their offsets, so q,
+    """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]), ``rows``, ``columns``, ``sinks``. Views carry their offsets, so q,
     k and v may be given the same address."""
     key_heads = problem.key_heads or problem.heads
     if problem.heads % key_heads:
@@ -85,6 +87,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
         parameters.pointer("rows", "columns").i64(*f.rows, *f.columns).i32(f.query_width)
     if problem.softcap:
         parameters.f32(*problem.cap)
+    parameters.pointer(*(("sinks",) if problem.sinks else ()))
     grid = (rows, problem.heads, problem.batch)
     if config.persistent:
         grid = (min(items, gpu.multiprocessors * at_once(problem, config, gpu)), 1, 1)

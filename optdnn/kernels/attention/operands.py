@@ -9,7 +9,8 @@ from optdnn.ir.epilogue import RESIDUAL
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import NOWHERE, Builder, TensorView, row_major
 from optdnn.kernels.layout.views import order_read, settle
-from optdnn.kernels.pointwise.pointwise import copied_later, copy
+from optdnn.kernels.pointwise.pointwise import copied, copied_later, copy
+from optdnn.ops.attention import SINKS
 
 KEYS, VALUES, WEIGHTS = 1, 2, 3
 """Ports of the results after the first."""
@@ -23,6 +24,15 @@ def several_types(b: Builder, op: Op) -> str | None:
     """Why a kernel of one element type cannot run an Attention: keys, values or past differ in type from the queries; or None."""
     found = {b.graph.type(x).dtype for slot in (0, 1, 2, 4, 5) if (x := op.input(slot)) is not None}
     return "queries, keys and values are of several types" if len(found) > 1 else None
+
+
+def sinks_of(b: Builder, op: Op) -> TensorView | None:
+    """The sinks, contiguous, or None."""
+    value = op.input(SINKS)
+    if value is None:
+        return None
+    sinks = b.operand(value)
+    return sinks if sinks.strides[0] == 1 else copied(b, op, sinks, "sinks")
 
 
 def place_keys_and_values(b: Builder, op: Op) -> None:

@@ -80,6 +80,8 @@ class Problem:
     from_end: bool = False
     softcap: float = 0.0
     factors: Factors | None = None
+    sinks: bool = False
+    """Whether each head's softmax has one more logit, which no value belongs to."""
     rounded: bool = False
     """Whether fp32 operands are rounded to tf32 before they are multiplied."""
 

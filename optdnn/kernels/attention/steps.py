@@ -21,11 +21,11 @@ from optdnn.kernels.norm.rows import Statistic, emit_rows
 from optdnn.kernels.pointwise.pointwise import arithmetic, copy
 from optdnn.kernels.reduce.reduce import limits
 from optdnn.kernels.tactic import Tactic
-from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.attention import SINKS, AttentionAttrs
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.reference.attention import visible
-from optdnn.types import FP32, FP64
+from optdnn.types import FP32, FP64, DType
 
 
 class AttentionSteps(Tactic):
@@ -72,15 +72,16 @@ class AttentionSteps(Tactic):
             reads: list[TensorView | None] = [left, right, *(given.get(i) for i in range(2, max(given, default=1) + 1))]
             emit_matmul(b, op, left, right, out, used, given, 1.0, {}, "MatMul", attrs, reads)
 
-        scores = b.new(f"{op.outputs[0].name}.scores", wide, shape)
+        logits, scores = _with_sinks(b, op, wide, shape)
         product(scores, len(stages))
-        weights = b.new(f"{op.outputs[0].name}.weights", wide, shape)
+        whole = b.new(f"{op.outputs[0].name}.weights", wide, logits.shape)
+        weights = whole.view(shape, whole.strides)
         top = Statistic("{LOW}", "v", "max_nan(a, b)")
         total = Statistic("{T}(0)", "(t0 == {LOW} ? {T}(0) : {T}(exp(v - t0)))")
         result = f"(t0 == {limits(arithmetic(wide))[0]} ? {{T}}(0) : {{T}}(exp(v - t0) / t1))"
         emit_rows(
-            b, op, scores, (4,), weights, [top, total], result, kind="MaskedSoftmax", attrs={},
-            reads=[scores], writes=weights,
+            b, op, logits, (4,), whole, [top, total], result, kind="MaskedSoftmax", attrs={},
+            reads=[logits], writes=whole,
         )  # fmt: skip
         if is_used(b, op, WEIGHTS):
             shown = _split_heads(b.target(Value(op.id, WEIGHTS)), shared)
@@ -93,6 +94,21 @@ class AttentionSteps(Tactic):
         out = _split_heads(target, shared)
         attrs = {"prologue": (), "epilogue": (), "arity": 2}
         emit_matmul(b, op, weights, values, out, [], {}, 1.0, {}, "MatMul", attrs, [weights, values])
+
+
+def _with_sinks(b: Builder, op: Op, wide: DType, shape: tuple[int, ...]) -> tuple[TensorView, TensorView]:
+    """Space for the logits of the softmax, and the part of it that the scores (batch, shared, repeats, rows, keys) fill. The sinks, if
+    there are any, are in a further column."""
+    sinks, name = op.input(SINKS), f"{op.outputs[0].name}.scores"
+    if sinks is None:
+        scores = b.new(name, wide, shape)
+        return scores, scores
+    *lead, keys = shape
+    logits, given = b.new(name, wide, (*lead, keys + 1)), b.operand(sinks)
+    step = given.strides[0]
+    of_rows = given.view((*lead, 1), (0, lead[2] * step, step, 0, 0))
+    copy(b, op, of_rows, logits.view((*lead, 1), logits.strides, keys))
+    return logits, logits.view(shape, logits.strides)
 
 
 class _Scores:

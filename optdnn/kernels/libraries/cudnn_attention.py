@@ -10,6 +10,7 @@ from optdnn.kernels.attention import operands
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.libraries.tactics import Called
 from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.ops.attention import LENGTHS, SINKS
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.libraries.calls import Attention, Operation
 from optdnn.types import BF16, FP16
@@ -31,8 +32,8 @@ class CudnnAttention(Called):
             return why
         if a.softcap or a.left_window_size >= 0 or a.right_window_size >= 0:
             return "it does not support a softcap or windows"
-        if any(op.input(i) is not None for i in (4, 5, 6)):
-            return "it does not support a past or lengths of samples"
+        if any(op.input(i) is not None for i in (4, 5, LENGTHS, SINKS)):
+            return "it does not support a past, lengths of samples or sinks"
         if any(operands.is_used(b, op, port) for port in (operands.KEYS, operands.VALUES, operands.WEIGHTS)):
             return "keys, values or weights are also outputs"
         size = q.static_shape[3]

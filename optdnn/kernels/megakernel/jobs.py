@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.megakernel.kernel import ATTENTION_KIND, HEADER, JOB_BYTES, AttentionKind, Kinds, ProductKind
+from optdnn.kernels.megakernel.kernel import ATTENTION_KIND, HEADER, AttentionKind, Kinds, ProductKind
 from optdnn.runtime.cuda.launches.plan import LaunchPlan, Pointer
 from optdnn.runtime.program import Kernel, Program, Step
 
@@ -109,7 +109,8 @@ def _product(
 def _attention(
     step: Step, launch: LaunchPlan, fields: Mapping[str, int], at: Mapping[int, Pointer[int]], dtype: str,
 ) -> Job | str:  # fmt: skip
-    """A launch of ``attention_cached.cu`` as a job. Its parameters are twelve addresses, strides, two integers and three floats."""
+    """A launch of ``attention_cached.cu`` as a job. Its parameters are twelve addresses, strides, two integers, three floats, and the
+    address of the sinks, if it has any."""
     _, heads, batch = launch.grid
     if batch != 1:
         return f"it has {batch} sequences (one is needed)"
@@ -119,8 +120,11 @@ def _attention(
     size, group = fields["HEAD"], fields["GROUP"]
     if strides[12:14] != (size, size):
         return "the positions of its cache are not contiguous"
-    kind = AttentionKind(heads, group, size, fields["TURNED"], bool(fields["INTERLEAVED"]), bool(fields["SOFTCAP"]))
+    kind = AttentionKind(
+        heads, group, size, fields["TURNED"], bool(fields["INTERLEAVED"]), bool(fields["SOFTCAP"]), "SINKS" in fields
+    )
     names = {"cosines": 24, "sines": 32, "starts": 40, "lengths": 48, "keys": 56, "values": 64}
+    names |= {"sinks": 264} if kind.sinks else {}
     places = {name: _place(step, at, where) for name, where in names.items()}
     all_queries = heads * group
     rows = _present({
@@ -186,5 +190,7 @@ def parameters(
         p.pointer(EXCHANGE, offset=partial)
         p.i64(int(n["keys_head"]), int(n["values_head"])).i32(int(n["capacity"]), int(n["reach"]))
         p.f32(*(n[name] for name in SCALES))
+        if job.kind.sinks:
+            constant("sinks")
     block, pointers = p.finished()
-    return block.ljust(HEADER + 16 + JOB_BYTES, b"\0"), pointers
+    return block.ljust(HEADER + 16 + kinds.job_bytes, b"\0"), pointers

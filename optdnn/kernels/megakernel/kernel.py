@@ -24,7 +24,7 @@ with 4, and 370 with all free slots."""
 LONG_REQUESTS = 4
 """The same for a job with more than twice as many slots as the ring."""
 LEAST_SLOTS = 6
-JOB_BYTES, HEADER = 192, 16
+JOB_BYTES, SINK_BYTES, HEADER = 192, 16, 16
 """Bytes of a job after its kind, and of the parameters before the first job."""
 MOST_PARAMETERS = 32764
 """Bytes of a kernel's parameters from Volta on (CUDA C++ Programming Guide)."""
@@ -73,6 +73,7 @@ class AttentionKind:
     turned: int
     interleaved: bool = False
     softcap: bool = False
+    sinks: bool = False
 
     def splits(self, blocks: int) -> int:
         """Blocks that share a head."""
@@ -88,9 +89,9 @@ class AttentionKind:
         return self.heads * self.splits(blocks) * self.group * (self.features + 2) * 8
 
     def shared_bytes(self) -> int:
-        """Bytes of shared memory in addition to the ring: queries, the new rows, and the partial result of each warp."""
+        """Bytes of shared memory in addition to the ring: queries, the new rows, the partial result of each warp, and sinks."""
         rows = 8 * -(-self.group // 8) + 2
-        return rows * (self.features + 32) * 2 + KEY_WARPS * self.found * 4
+        return rows * (self.features + 32) * 2 + KEY_WARPS * self.found * 4 + (4 * self.group if self.sinks else 0)
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,16 @@ class Kinds:
     products: tuple[ProductKind, ...]
     attention: AttentionKind | None
     dtype: str
+
+    @property
+    def job_bytes(self) -> int:
+        """Bytes of a job's own parameters."""
+        return JOB_BYTES + (SINK_BYTES if self.attention is not None and self.attention.sinks else 0)
+
+    @property
+    def most_jobs(self) -> int:
+        """Most jobs of a launch: they have to fit its parameters."""
+        return (MOST_PARAMETERS - HEADER) // (self.job_bytes + 16)
 
     def number(self, kind: ProductKind | AttentionKind) -> int:
         """The kernel's number of a kind."""
@@ -135,11 +146,6 @@ def least_shared(beside: int) -> int:
     return LEAST_SLOTS * (SLOT_BYTES + 16) + 128 + beside
 
 
-def most_jobs() -> int:
-    """Most jobs of a launch: they have to fit its parameters."""
-    return (MOST_PARAMETERS - HEADER) // (JOB_BYTES + 16)
-
-
 def slots(kinds: Kinds, gpu: GpuFacts) -> tuple[int, int]:
     """Slots of the ring, and bytes of shared memory of a block."""
     beside = max(
@@ -153,7 +159,7 @@ def slots(kinds: Kinds, gpu: GpuFacts) -> tuple[int, int]:
 def recipe(kinds: Kinds, run: int, gpu: GpuFacts) -> Recipe:
     """The kernel's recipe. ``run``: number of jobs of the whole run."""
     defines = {
-        "LEAST_BLOCKS": on_every_gpu(gpu), "RUN": run, "MOST_JOBS": min(run, most_jobs()), "JOB_BYTES": JOB_BYTES, "SLOTS": slots(kinds, gpu)[0],
+        "LEAST_BLOCKS": on_every_gpu(gpu), "RUN": run, "MOST_JOBS": min(run, kinds.most_jobs), "JOB_BYTES": kinds.job_bytes, "SLOTS": slots(kinds, gpu)[0],
         "SLOT_BYTES": SLOT_BYTES, "REQUESTS": REQUESTS,
         "LONG_REQUESTS": LONG_REQUESTS, "KINDS": len(kinds.products), "ATTENTION": int(kinds.attention is not None),
     }  # fmt: skip
@@ -167,7 +173,7 @@ def recipe(kinds: Kinds, run: int, gpu: GpuFacts) -> Recipe:
     if (a := kinds.attention) is not None:
         defines |= {
             "SPLITS": a.splits(on_every_gpu(gpu)), "HEADS": a.heads, "GROUP": a.group, "HEAD": a.features, "TURNED": a.turned,
-            "INTERLEAVED": int(a.interleaved), "SOFTCAP": int(a.softcap),
+            "INTERLEAVED": int(a.interleaved), "SOFTCAP": int(a.softcap), **({"SINKS": 1} if a.sinks else {}),
         }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(kinds.dtype), *functions, ""])
     return Recipe("megakernel.cu", gpu.arch, {"generated.cuh": text}, template_options(kinds.dtype))

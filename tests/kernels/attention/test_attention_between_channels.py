@@ -22,7 +22,7 @@ COSINE = LpNormAttrs(-1, 2, 1e-12)
 
 def between_channels(
     *, heads: int = 2, size: int = 16, tokens: int = 20, norm: Any = COSINE, of_keys: Any = "", factors: Any = None,
-    shown: bool = False, **attention: Any,
+    shown: bool = False, sinks: bool = False, **attention: Any,
 ) -> Graph:  # fmt: skip
     """XCiT's attention: q, k, v from one projection, tokens transposed to the last axis, q and k normalized over tokens."""
     n = Net()
@@ -41,7 +41,8 @@ def between_channels(
         k = n.op("LpNormalization", k, attrs=of_keys)
     if factors is not None:
         q = n.op("Mul", q, np.asarray(factors, np.float32))
-    y = n.op("Attention", q, k, v, attrs=AttentionAttrs(**{"scale": 1.0, **attention}))
+    more = [*[None] * 4, n.random(heads)] if sinks else []
+    y = n.op("Attention", q, k, v, *more, attrs=AttentionAttrs(**{"scale": 1.0, **attention}))
     back = n.op("Reshape", n.op("Transpose", y, attrs=TransposeAttrs((0, 3, 1, 2))), n.ints(2, tokens, heads * size))
     return n.done(n.op("MatMul", back, n.random(heads * size, 24)), *results)
 
@@ -105,6 +106,7 @@ def test_other_forms_are_computed_separately(options: dict[str, Any], apart: int
         ({"is_causal": True, "tokens": 16}, "fp16", "its scores have a mask"),
         ({"softcap": 2.0}, "fp16", "a mask or a softcap"),
         ({"left_window_size": 3}, "fp16", "a window"),
+        ({"sinks": True}, "fp16", "its softmax has sinks"),
         ({"softmax_precision": FP64}, "fp16", "its softmax is fp32"),
     ],
 )

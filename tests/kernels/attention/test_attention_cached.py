@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,14 +44,23 @@ def run(name: str, config: cached.Config, folder: Path) -> None:
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(
-    "name", sweep(CASES, "one key", "lengths of their own", "groups of 12", "a window and a softcap, bf16")
+    "name",
+    sweep(
+        CASES,
+        "one key",
+        "lengths of their own",
+        "groups of 12",
+        "a window and a softcap, bf16",
+        "sinks, groups of 12",
+        "sinks, no key",
+    ),
 )
 def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
     run(name, ALONE, tmp_path)
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", sweep(CASES, "lengths of their own", "heads of 80, a part turns"))
+@pytest.mark.parametrize("name", sweep(CASES, "lengths of their own", "heads of 80, a part turns", "sinks"))
 def test_keys_that_blocks_share_on_a_processor(name: str, tmp_path: Path) -> None:
     run(name, SHARED, tmp_path)
 
@@ -95,6 +105,28 @@ def test_blocks_are_a_cluster_where_all_clusters_fit() -> None:
     assert cached.shared_bytes(alone, sent) - cached.shared_bytes(alone, cached.Config(8, 8)) == 8 * 4 * 132 * 4
 
 
+def test_only_kernels_with_sinks_know_of_them() -> None:
+    plain, sunk = (case([1], 12, 1, sinks=x).problem for x in (False, True))
+    texts = [cached.recipe(p, ALONE).generated["generated.cuh"] for p in (plain, sunk)]
+    assert "SINKS" not in texts[0]
+    assert texts[1].replace("#define SINKS 1\n", "") == texts[0]
+    assert cached.shared_bytes(sunk, ALONE) - cached.shared_bytes(plain, ALONE) == 12 * 4
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("config", [cached.Config(8, 8, True), cached.Config(4, 8)], ids=str)
+def test_the_parameter_block_has_the_kernels_layout(config: cached.Config) -> None:
+    c = case([5, 9], sinks=True)
+    made = cached.launch(c.problem, config, of_arch("sm_90a"), operands_of(c).places)
+    places = {p.operand: p.at for p in made.pointers}
+    names = {"q": "queries", "k": "keys", "v": "values", "out": "output", "new_k": "new_keys", "new_v": "new_values"}
+    lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
+    lines += [f"static_assert(__INTADDR__(&((Params*)0)->{names.get(n, n)}) == {at});" for n, at in places.items()]
+    assert len(places) == (11 if config.cluster else 13)
+    generated = {**made.recipe.generated, "check.cu": "\n".join(['#include "attention_cached.cu"', *lines, ""])}
+    nvrtc.compile_recipe(replace(made.recipe, name="check.cu", generated=generated))
+
+
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels_do_not_spill(arch: str) -> None:
@@ -102,6 +134,7 @@ def test_kernels_do_not_spill(arch: str) -> None:
         case([1], 32, 8, 128),
         case([1], 8, 1, 256, dtype="bfloat16"),
         case([1], 16, 1, 128, reach=9, softcap=1.0),
+        case([1], 16, 1, 128, reach=9, softcap=1.0, sinks=True),
     ):
         for config in (ALONE, cached.Config(8, 8, True)) if arch.startswith("sm_90") else (ALONE,):
             (kernel,) = nvrtc.resources(cached.recipe(c.problem, config, arch)).values()

@@ -24,6 +24,7 @@ LARGE = {
     "Llama 3, batch 1": case([1025], 32, 8, 128, 4096),
     "Llama 3, batch 16": case([1 + 250 * n for n in range(16)], 32, 8, 128, 4096),
     "Llama 3.2, batch 3": case([4096, 1, 2000], 32, 8, 64, 4096, dtype="bfloat16"),
+    "gpt-oss": case([3000, 100], 12, 2, 64, 4096, reach=127, dtype="bfloat16", sinks=True),
 }
 CONFIGS = [
     cached.Config(4, 1), cached.Config(4, 8), cached.Config(8, 16), cached.Config(8, 8, True), cached.Config(4, 2, True),
@@ -58,8 +59,9 @@ def test_the_kernel(name: str, config: cached.Config, tmp_path: Path) -> None:
     check(c, o, held)
 
 
-def test_a_decoder_launch_by_launch() -> None:
-    model = decoder(heads=8, groups=2, size=64, capacity=64)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_decoder_launch_by_launch(sinks: bool) -> None:
+    model = decoder(heads=8, groups=2, size=64, capacity=64, grouped={} if sinks else None, sinks=sinks)
     engine = optdnn.build(model, target="cuda:sm_90a", precision="fp16", io_dtype="fp16", tactics="heuristic")
     rng = np.random.default_rng(0)
     feeds = {n: rng.standard_normal(a.shape).astype(np.float16) for n, a in empty(model, 0).items()}
@@ -67,9 +69,10 @@ def test_a_decoder_launch_by_launch() -> None:
     assert sum(e.kind == "CachedAttention" for e in checked_program(engine.program, feeds, 4e-3)) == 2
 
 
-def test_tokens_of_a_decoder() -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_tokens_of_a_decoder(sinks: bool) -> None:
     cupy = pytest.importorskip("cupy")
-    model = decoder(heads=8, groups=2, size=32)
+    model = decoder(heads=8, groups=2, size=32, grouped={} if sinks else None, sinks=sinks)
     want = generated(optdnn.build(model, target="reference"), model, 20)
     engine = optdnn.build(model, target="cuda:sm_90a", precision="fp16", io_dtype="fp16", tactics="heuristic")
     given = {"token": cupy.zeros((1, 1), np.int64), "at": cupy.zeros(1, np.int64)}
@@ -82,7 +85,7 @@ def test_tokens_of_a_decoder() -> None:
         np.testing.assert_allclose(y, want[k], rtol=0, atol=0.03 * np.abs(want[k]).max())
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3", "phi2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3", "gptoss", "phi2"])
 def test_a_language_model_launch_by_launch(family: str) -> None:
     model = language_model(family, size=16)
     feeds = language_feeds(model, 1, 7)

@@ -68,7 +68,8 @@ def test_other_masks_are_none_of_its_own(mask: str, reason: str) -> None:
 
 
 def of_given_factors(
-    *, of_image: bool = True, key_columns: int = 1, lengths: bool = False, outputs: int = 1, narrow: bool = False, turned: bool = False
+    *, of_image: bool = True, key_columns: int = 1, lengths: bool = False, outputs: int = 1, narrow: bool = False, turned: bool = False,
+    sinks: bool = False,
 ) -> Graph:  # fmt: skip
     """4 x 4 queries and keys with given factors.
 
@@ -84,6 +85,7 @@ def of_given_factors(
     else:
         bias = n.op("Add", n.input(1, 2, 16, 16, name="full"), n.input(1, 2, 16, 1, name="rows"))
     more = [None, None, n.input(1, name="lengths", dtype=np.int64)] if lengths else []
+    more = [None, None, None, n.random(2)] if sinks else more
     made = n.op("Attention", q, k, v, bias, *more, attrs=AttentionAttrs(), outputs=outputs)
     results = made if outputs > 1 else [made]
     return n.done(*(n.op("Relu", n.dq(n.q(y, 0.01), 0.01)) if narrow else y for y in results))
@@ -96,6 +98,7 @@ def of_given_factors(
         ({"key_columns": 4}, "its mask is not the sum of a factor of rows and a factor of columns"),
         ({"lengths": True}, "its keys have a past or lengths, or its keys or values are results"),
         ({"outputs": 3}, "its keys have a past or lengths, or its keys or values are results"),
+        ({"sinks": True}, "its softmax has sinks"),
         ({"narrow": True}, "its result is stored in 8 bits"),
         ({"turned": True}, "the factors' last axes are not contiguous, or begin at odd elements"),
     ],

@@ -68,6 +68,15 @@ CASES: dict[str, tuple[Problem, Config]] = {
         Config(2, 1, 16, 2),
     ),
     "softcap": (merged(1, 2, 40, 32, softcap=1.5, dtype="float32"), Config(2, 1, 16, 2)),
+    "sinks": (merged(2, 5, 37, 32, sinks=True, dtype="float32"), Config(2, 1, 16, 2)),
+    "sinks, a softcap and a mask": (
+        merged(2, 2, 33, 32, softcap=0.8, mask=(33, 0, 0), sinks=True, dtype="float32"),
+        Config(1, 1, 32, 2),
+    ),
+    "sinks, some see nothing": (
+        apart(1, 4, 40, 20, 32, 2, causal=True, causal_offset=-20, sinks=True, dtype="float32"),
+        Config(2, 1, 16, 2),
+    ),
     "softcap and a mask": (merged(2, 2, 33, 32, softcap=0.8, mask=(33, 0, 0), dtype="float32"), Config(1, 1, 32, 2)),
 }
 CASES |= {
@@ -82,6 +91,8 @@ QUICK = (
     "softcap and a mask",
     "causal from the end",
     "masks of windows",
+    "sinks",
+    "sinks, some see nothing",
 )
 
 
@@ -252,6 +263,7 @@ COMPILED: dict[str, Problem] = {
     "widest": merged(2, 8, 300, 192, dtype="float32"),
     "wide, a mask": merged(2, 8, 300, 160, mask=(300 * 300, 0, 300), dtype="float32"),
     "narrow": merged(2, 8, 49, 16, dtype="float32"),
+    "sinks": merged(2, 8, 300, 64, causal=True, sinks=True, dtype="float32"),
     "ViT, rounded": replace(merged(32, 12, 197, 64, dtype="float32"), rounded=True),
     "wide, a mask, rounded": replace(merged(2, 8, 300, 160, mask=(300 * 300, 0, 300), dtype="float32"), rounded=True),
 }
@@ -274,12 +286,13 @@ def test_candidates_compile_without_spills(name: str, arch: str) -> None:
 
 @pytest.mark.nvrtc
 def test_the_parameter_block_has_the_kernels_layout() -> None:
-    made = kernel.launch(merged(2, 4, 128, 64, mask=(128, 0, 0), lengths=True, dtype="float32"), AC, AMPERE)
+    problem = merged(2, 4, 128, 64, mask=(128, 0, 0), lengths=True, sinks=True, dtype="float32")
+    made = kernel.launch(problem, AC, AMPERE)
     names = {"q": "queries", "k": "keys", "v": "values", "out": "output"}
     places = {p.operand: p.at for p in made.pointers}
     lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
     lines += [f"static_assert(__INTADDR__(&((Params*)0)->{names.get(n, n)}) == {at});" for n, at in places.items()]
-    assert len(places) == 6
+    assert len(places) == 7
     text = "\n".join([f'#include "{made.recipe.name}"', *lines, ""])
     nvrtc.compile_recipe(replace(made.recipe, name="check.cu", generated={**made.recipe.generated, "check.cu": text}))
 

@@ -62,10 +62,28 @@ CASES: dict[str, tuple[Problem, Config]] = {
     "softcap": (merged(1, 2, 40, 32, softcap=1.5), Config(2, 1, 16, 2)),
     "softcap and a mask": (merged(2, 2, 33, 64, softcap=0.8, mask=(33, 0, 0)), Config(1, 2, 32, 2)),
     "softcap of a shared head": (merged(1, 2, 40, 256, softcap=2.0, causal=True), Config(4, 1, 32, 2, 1, 2)),
+    "sinks": (merged(2, 5, 37, 32, sinks=True), Config(2, 1, 16, 3)),
+    "sinks, two tiles a warp": (merged(2, 4, 40, 64, sinks=True, mask=(1600, 0, 40)), Config(1, 2, 48, 2)),
+    "sinks, some see nothing": (
+        apart(1, 4, 40, 20, 32, 2, causal=True, causal_offset=-20, sinks=True),
+        Config(2, 1, 16, 2),
+    ),
+    "sinks of a shared head": (merged(1, 4, 40, 256, softcap=2.0, causal=True, sinks=True), Config(4, 1, 32, 2, 1, 2)),
+    "sinks, bytes": (merged(2, 2, 37, 24, narrow="uint8", sinks=True), Config(2, 1, 16, 2)),
     "bytes": (merged(2, 2, 37, 24, narrow="uint8"), Config(2, 1, 16, 2)),
     "bytes with signs": (merged(1, 2, 37, 64, narrow="int8", dtype="bfloat16"), Config(1, 2, 32, 2)),
 }
-QUICK = (*("a shared head of 264", "softcap and a mask", "a window from the end", "masks of windows", "bytes"),)
+QUICK = (
+    *(
+        "a shared head of 264",
+        "softcap and a mask",
+        "a window from the end",
+        "masks of windows",
+        "bytes",
+        "sinks, some see nothing",
+        "sinks of a shared head",
+    ),
+)
 
 
 # ---------------------------------------------------------------- the very kernel, warps emulated
@@ -183,6 +201,8 @@ COMPILED: dict[str, Problem] = {
     "window of a wide head": merged(2, 8, 1000, 256, causal=True, reach=200, lengths=True),
     "wide": merged(2, 8, 300, 256, mask=(300 * 300, 0, 300)),
     "narrow": merged(2, 8, 49, 32, mask=(0, 49 * 49, 49)),
+    "sinks": merged(2, 16, 2048, 64, causal=True, lengths=True, reach=128, sinks=True),
+    "sinks of wide heads": merged(2, 8, 300, 256, mask=(300 * 300, 0, 300), sinks=True),
 }
 
 
@@ -207,14 +227,14 @@ def test_candidates_compile_without_spills(name: str, arch: str) -> None:
 
 @pytest.mark.nvrtc
 def test_the_parameter_block_has_the_kernels_layout() -> None:
-    problem = merged(2, 4, 128, 64, mask=(128, 0, 0), lengths=True)
+    problem = merged(2, 4, 128, 64, mask=(128, 0, 0), lengths=True, sinks=True)
     made = general.launch(problem, AC, AMPERE)
     recipe = made.recipe
     places = {p.operand: p.at for p in made.pointers}
     names = {"q": "queries", "k": "keys", "v": "values", "out": "output"}
     lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
     lines += [f"static_assert(__INTADDR__(&((Params*)0)->{names.get(n, n)}) == {at});" for n, at in places.items()]
-    assert len(places) == 6
+    assert len(places) == 7
     text = "\n".join([f'#include "{recipe.name}"', *lines, ""])
     nvrtc.compile_recipe(replace(recipe, name="check.cu", generated={**recipe.generated, "check.cu": text}))
 
@@ -240,6 +260,8 @@ LARGE: dict[str, tuple[Problem, Config]] = {
         ("from the end", merged(4, 2, 200, 128, lengths=True, causal=True, from_end=True, reach=33)),
         ("softcap", merged(2, 4, 333, 128, softcap=3.0, mask=(333, 0, 0))),
         ("softcap of wide heads", merged(2, 2, 333, 256, softcap=3.0, causal=True)),
+        ("sinks", merged(2, 5, 333, 64, causal=True, sinks=True)),
+        ("sinks of wide heads", merged(2, 4, 333, 256, reach=100, causal=True, sinks=True)),
         ("wide values", wide_values(2, 4, 333, 192, 128)),
         ("far keys", apart(1, 2, 5, 1000, 40, causal=True, causal_offset=995)),
         ("grouped, lengths", apart(5, 4, 70, 333, 64, 2, mask=(0, 0, 333), lengths=True)),

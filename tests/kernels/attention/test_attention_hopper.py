@@ -39,6 +39,13 @@ PROBLEMS: dict[str, Problem] = {
     "softcap": merged(20, 8, 333, 64, softcap=1.5),
     "softcap and a mask": merged(20, 8, 333, 64, softcap=0.8, mask=(0, 0, 333)),
     "softcap and a window": merged(4, 8, 700, 128, causal=True, reach=130, softcap=30.0, dtype="bfloat16"),
+    "sinks": merged(20, 10, 333, 64, causal=True, sinks=True),
+    "sinks and a window": merged(4, 8, 700, 128, causal=True, reach=130, sinks=True, dtype="bfloat16"),
+    "sinks and a mask of each query": merged(9, 18, 333, 64, mask=(0, 0, 333), sinks=True),
+    "sinks, some see nothing": apart(40, 8, 90, 70, 40, causal=True, causal_offset=-30, sinks=True),
+    "sinks, from the end of a cache": apart(
+        12, 8, 150, 700, 64, 2, causal=True, lengths=True, from_end=True, softcap=9.0, sinks=True
+    ),
     "bytes": merged(20, 12, 197, 64, narrow="int8"),
     "wide values": wide_values(40, 4, 196, 16, 64),
     "wide values that share no subtile": wide_values(9, 4, 49, 24, 80, dtype="bfloat16"),
@@ -68,6 +75,9 @@ SPLIT_PROBLEMS: dict[str, Problem] = {
     "causal, some see nothing": apart(2, 8, 90, 170, 40, causal=True, causal_offset=-30),
     "a window": merged(1, 6, 512, 64, causal=True, causal_offset=64, reach=128),
     "softcap": merged(1, 12, 333, 64, softcap=2.0, causal=True),
+    "sinks": merged(1, 12, 333, 64, sinks=True),
+    "sinks and a window": merged(1, 6, 512, 64, causal=True, causal_offset=64, reach=128, sinks=True),
+    "sinks, some see nothing": apart(2, 8, 90, 170, 40, causal=True, causal_offset=-30, sinks=True),
     "bytes": merged(1, 12, 197, 64, narrow="int8"),
     "wide values": wide_values(1, 4, 196, 16, 32),
 }
@@ -212,6 +222,14 @@ def test_split_blocks_that_are_refused(config: Config, because: str) -> None:
     assert hopper.refuse(merged(1, 12, 576, 64), Config(3, 96, 6, split=True)) is None
 
 
+def test_a_sink_needs_registers() -> None:
+    """This configuration would spill."""
+    plain = apart(12, 8, 150, 700, 128, 2, causal=True, lengths=True, from_end=True)
+    config = Config(3, 48, 3, turns=True)
+    assert hopper.refuse(plain, config) is None
+    assert hopper.refuse(replace(plain, sinks=True), config) == "scores and results of a thread exceed 128 registers"
+
+
 def test_sums_of_warpgroups_need_registers() -> None:
     problem = apart(1, 8, 64, 700, 128)
     refused = hopper.refuse(problem, Config(3, 48, 6, split=True))
@@ -296,6 +314,19 @@ def test_candidates_compile_without_spills(name: str) -> None:
         )
     else:
         assert kernel.registers <= hopper_config.register_limit(problem, config)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_parameter_block_has_the_kernels_layout(softcap: float) -> None:
+    problem = merged(2, 4, 128, 64, mask=(128, 0, 0), lengths=True, softcap=softcap, sinks=True)
+    made = hopper.launch(problem, Config(1, 64, 2), H200)
+    places = {p.operand: p.at for p in made.pointers}
+    assert set(places) == {"mask", "lengths", "sinks"}
+    lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
+    lines += [f"static_assert(__INTADDR__(&((Params*)0)->{name}) == {at});" for name, at in places.items()]
+    generated = {**made.recipe.generated, "check.cu": "\n".join(['#include "attention_sm90.cu"', *lines, ""])}
+    nvrtc.compile_recipe(replace(made.recipe, name="check.cu", generated=generated))
 
 
 @pytest.mark.hopper

@@ -15,6 +15,7 @@ import optdnn
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.ops.attention import AttentionAttrs, RotaryAttrs, TensorScatterAttrs
+from optdnn.ops.index import SplitAttrs
 from optdnn.types import FP16, FP64, INT64
 
 CAPACITY, SIZE = 24, 32
@@ -23,11 +24,11 @@ CAPACITY, SIZE = 24, 32
 def step(
     *, batch: int = 2, heads: int = 4, groups: int = 2, rows: int = 1, turned: bool = True, filled: bool = True, mask: bool = False,
     circular: bool = False, apart: bool = False, read: bool = False, other_angles: bool = False, dtype: Any = FP16, capacity: int = CAPACITY, outputs: int = 1,
-    values: int = SIZE, positions: Any = INT64, known: bool = False, own: bool = False, parts: int = 1, **attrs: Any,
+    values: int = SIZE, positions: Any = INT64, known: bool = False, own: bool = False, parts: int = 1, sinks: str = "", **attrs: Any,
 ) -> Graph:  # fmt: skip
     """One step of a decoder over caches of fp16, which are results, too.
 
-    ``known``: the new key is a constant. ``own``: each feature has its own angle.
+    ``known``: the new key is a constant. ``own``: each feature has its own angle. ``sinks``: "constant", "computed" or "strided".
     """
     n = Net(dtype)
     q, k, v = (
@@ -50,7 +51,19 @@ def step(
     ]
     rest = [n.input(batch, 1, rows, capacity, name="mask")] if mask else [None]
     length = n.op("Add", at, n.const([rows], positions)) if filled else None
-    made = n.op("Attention", q, *caches, *rest, None, None, length, attrs=AttentionAttrs(**attrs), outputs=outputs)
+    more = (
+        []
+        if not sinks
+        else [n.random(heads, offset=2.0)]
+        if sinks == "constant"
+        else [n.op("Abs", n.input(heads, name="sinks"))]
+    )
+    if sinks == "strided":
+        both = n.op("Reshape", n.op("Abs", n.input(2 * heads, name="both")), n.ints(heads, 2))
+        more = [n.op("Squeeze", n.op("Split", both, attrs=SplitAttrs(1, 2), outputs=2)[1], n.ints(1))]
+    made = n.op(
+        "Attention", q, *caches, *rest, None, None, length, *more, attrs=AttentionAttrs(**attrs), outputs=outputs
+    )
     return n.done(*(made if outputs > 1 else [made]), *caches, *([n.op("Tanh", caches[0])] if read else []))
 
 
@@ -72,6 +85,9 @@ TAKEN: dict[str, Callable[[], Graph]] = {
     "angles of two parts": lambda: step(parts=2),
     "a window": lambda: step(is_causal=True, left_window_size=6),
     "a softcap": lambda: step(softcap=2.0, scale=0.3),
+    "sinks": lambda: step(sinks="constant"),
+    "computed sinks": lambda: step(sinks="computed", is_causal=True, left_window_size=6),
+    "sinks that are not contiguous": lambda: step(sinks="strided"),
 }
 
 
@@ -119,9 +135,10 @@ def test_other_types_run_elsewhere() -> None:
     assert "CachedAttention" not in kinds(program)
 
 
-def test_launches_of_a_layer() -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_launches_of_a_layer(sinks: bool) -> None:
     """A decoder layer: norm and joint product, attention, product, norm and gated products, product."""
-    model = decoder(heads=16, groups=4, size=64, capacity=64)
+    model = decoder(heads=16, groups=4, size=64, capacity=64, grouped={} if sinks else None, sinks=sinks)
     program = optdnn.build(model, target="cuda:sm_90a", precision="fp16", io_dtype="fp16", no_cubins=True).program
     found = [k for k in kinds(program) if k not in ("Gather", "Copy", "Pointwise")]
     layer = ["RowProduct", "CachedAttention", "Conv", "RowProduct", "Conv"]

@@ -86,15 +86,17 @@ def test_attention_by_the_library_means_the_same(name: str, masked: bool) -> Non
     [
         ({"softcap": 2.0}, "softcap"),
         ({"left_window_size": 3}, "windows"),
+        ({"sinks": True}, "lengths of samples or sinks"),
         ({"size": 12}, "heads of 12 features"),
         ({"mask": 5}, "its mask has fewer columns than there are keys"),
     ],
 )
 def test_attention_that_the_library_lacks(change: dict[str, Any], why: str) -> None:
-    attrs = {k: v for k, v in change.items() if k not in ("size", "mask")}
+    attrs = {k: v for k, v in change.items() if k not in ("size", "mask", "sinks")}
     n = Net()
     q, k, v = (n.input(1, 2, 8, change.get("size", 16), name=name) for name in "qkv")
     mask = [n.input(8, change["mask"], name="mask")] if "mask" in change else []
+    mask = [*[None] * 4, n.random(2)] if "sinks" in change else mask
     graph = n.done(n.op("Attention", q, k, v, *mask, attrs=AttentionAttrs(**attrs)))
     check_not_taken(graph, "attention_cudnn", why, tactics="cudnn", no_cubins=True)
 

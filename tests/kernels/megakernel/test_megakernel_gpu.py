@@ -27,6 +27,12 @@ def engine_of(model: Any, precision: str = "fp16", **options: Any) -> Any:
     )
 
 
+def options_of(grouped: dict[str, Any] | None) -> dict[str, Any]:
+    """Options of a decoder: the attributes of its GroupQueryAttention (None: it has none), and whether it has sinks."""
+    own = None if grouped is None else {k: v for k, v in grouped.items() if k != "sinks"}
+    return {"grouped": own, "sinks": bool(grouped and grouped.get("sinks"))}
+
+
 @pytest.mark.parametrize(
     ("heads", "groups", "size", "capacity", "at", "grouped"),
     [
@@ -34,13 +40,14 @@ def engine_of(model: Any, precision: str = "fp16", **options: Any) -> Any:
         (32, 8, 64, 2048, 1500, {"local_window_size": 300, "rotary_interleaved": 1}),
         (14, 2, 64, 600, 50, {"local_window_size": 100, "softcap": 20.0}),
         (12, 2, 128, 1000, 999, {"softcap": 5.0, "rotary_interleaved": 1}),
+        (64, 8, 64, 1000, 700, {"sinks": True, "local_window_size": 128}), (14, 2, 64, 600, 3, {"sinks": True, "softcap": 9.0}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_decoder_job_by_job_and_in_one_launch(
     heads: int, groups: int, size: int, capacity: int, at: int, grouped: dict[str, Any] | None, precision: str
 ) -> None:
-    model = decoder(heads=heads, groups=groups, size=size, capacity=capacity, grouped=grouped)
+    model = decoder(heads=heads, groups=groups, size=size, capacity=capacity, **options_of(grouped))
     context = engine_of(model, precision).context()
     assert context.program.meta["runs"][0]["jobs"] >= 10
     assert max(map(len, context.runner.groups)) >= 10
@@ -56,11 +63,13 @@ def test_a_decoder_job_by_job_and_in_one_launch(
     assert not check_arena(context.runner, feeds)
 
 
-@pytest.mark.parametrize("grouped", [None, {"local_window_size": 7, "softcap": 10.0, "rotary_interleaved": 1}])
+@pytest.mark.parametrize(
+    "grouped", [None, {"local_window_size": 7, "softcap": 10.0, "rotary_interleaved": 1}, {"sinks": True}]
+)
 def test_tokens_of_a_decoder(grouped: dict[str, Any] | None) -> None:
     """Caches in place: the graph of bound arrays has the joined launch, too."""
     cupy = pytest.importorskip("cupy")
-    model = decoder(heads=16, groups=4, size=64, grouped=grouped)
+    model = decoder(heads=16, groups=4, size=64, **options_of(grouped))
     want = generated(optdnn.build(model, target="reference"), model, 20)
     context = engine_of(model).context()
     assert context.program.meta["runs"]

@@ -14,7 +14,7 @@
 // The row that this launch writes is read from shared memory, since other blocks may not see it in the cache yet.
 //
 // generated.cuh defines WARPS, SPLITS, CLUSTER, GROUP, HEAD (features, a multiple of 16), TURNED (rotated features, 0: none), INTERLEAVED,
-// WINDOW, SOFTCAP and multiply().
+// WINDOW, SOFTCAP, multiply(), and SINKS where each query head's softmax has one more logit, which no value belongs to.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -40,6 +40,9 @@ struct Params {
     int reach;                                     // with a window: visible keys before the new one
     float scale_log2;                              // the scale times log2(e)
     float cap_in, cap_out;                         // of a softcap: 2 log2(e) scale / cap, and cap log2(e)
+#if SINKS
+    const u16* sinks;                              // of each query head
+#endif
 };
 
 struct Row {                                       // reader for turn_unit
@@ -142,7 +145,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
     u16* const queries = reinterpret_cast<u16*>(shared);                       // [8 TILES][ROW], then the new key and the new value
     u16* const new_key = queries + 8 * TILES * ROW;
     u16* const new_value = new_key + ROW;
+#if SINKS
+    float* const sinks = reinterpret_cast<float*>(new_value + ROW);            // [GROUP], times log2(e)
+    float* const found_at = sinks + (GROUP + 3) / 4 * 4;                       // [WARPS][FOUND]
+#else
     float* const found_at = reinterpret_cast<float*>(new_value + ROW);         // [WARPS][FOUND]
+#endif
     u32* const word = reinterpret_cast<u32*>(found_at + WARPS * FOUND);        // with CLUSTER a barrier, 16 bytes, and [SPLITS][SENT]
 #if CLUSTER
     if (threadIdx.x == 0) {
@@ -181,6 +189,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
         }
     }
     if (split >= range.active()) return;
+#if SINKS
+    if (threadIdx.x < GROUP) sinks[threadIdx.x] = 1.4426950408889634f * unpack1(p.sinks[head * GROUP + threadIdx.x]);
+#endif
     const int first = range.first, last = range.last, active = range.active();
     const Seen seen = {keys, values, new_key, new_value, p.key_position, p.value_position, range.begin, range.end, start};
     for (int e = threadIdx.x; e < (8 * TILES - GROUP) * ROW / 2; e += THREADS) put_word(queries + GROUP * ROW + 2 * e, 0u);
@@ -230,7 +241,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
 
     const float factor = SOFTCAP ? 1.0f : p.scale_log2;
     u16* const output = p.output + batch * p.of_output.batch + head * GROUP * p.of_output.head;
-    auto write = [&](int query, int feature, const float4& sum, float weight, float) {
+    auto write = [&](int query, int feature, const float4& sum, float weight, float most) {
+#if SINKS
+        if (weight != 0.0f) weight += exp2_fast(fmaf(-most, factor, sinks[query]));
+#endif
         const float whole = weight == 0.0f ? 0.0f : 1.0f / weight;             // no key at all: zeros
         *reinterpret_cast<uint2*>(output + query * p.of_output.head + feature) =
             make_uint2(pack2(sum.x * whole, sum.y * whole), pack2(sum.z * whole, sum.w * whole));

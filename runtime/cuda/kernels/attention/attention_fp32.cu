@@ -15,8 +15,8 @@
 // value rows is HEAD + 4: the lanes of a quarter warp read different banks.
 //
 // generated.cuh defines WARPS, BLOCK_KEYS, SLOTS, HEAD (a multiple of 16, padded with zeros), MIN_BLOCKS, CAUSAL, WINDOW, FROM_END,
-// HAS_LENGTHS, SOFTCAP, MASK (as for attention_sm80.cu, in fp32), ROUNDED (values are rounded to tf32, and one product suffices) and
-// multiply().
+// HAS_LENGTHS, SOFTCAP, MASK and SINKS (as for attention_sm80.cu, in fp32), ROUNDED (values are rounded to tf32, and one product suffices)
+// and multiply().
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -30,6 +30,9 @@ constexpr int FEW = HEAD % 32 == 0 ? 4 : 2, GROUPS = HEAD / (8 * FEW);          
 struct Params : Operands<float, float> {
     float scale;
     float cap_in, cap;                             // of a softcap: 2 log2(e) scale / cap, and cap
+#if SINKS
+    const float* sinks;                            // of each head
+#endif
 };
 
 // The first 11 bits of a value, and the rest; a rounded value has no rest.
@@ -178,6 +181,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
     };
 
     const u32 own_queries = base + ((warp * ROWS + lane / 4) * PITCH + lane % 4 * 4) * 4;
+#if SINKS
+    const float sink = LOG2_E * p.sinks[head];
+#endif
     const float* mask[2];
     float out[GROUPS * FEW][4] = {}, maximum[2], sum[2] = {};
     #pragma unroll
@@ -256,6 +262,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
         float whole = sum[i];
         whole += __shfl_xor_sync(0xffffffffu, whole, 1);
         whole += __shfl_xor_sync(0xffffffffu, whole, 2);
+#if SINKS
+        if (whole != 0.0f) whole += exp2_fast(fmaf(-maximum[i], factor, sink));
+#endif
         whole = whole == 0.0f ? 0.0f : 1.0f / whole;                           // no key at all: zeros, as in ONNX's Attention
         if (row >= p.query_count) continue;
         #pragma unroll

@@ -6,8 +6,8 @@ constexpr int MULTIPLYING = WARPGROUPS * 128;      // threads
 constexpr int MERGED_PARTS = HEAD / 8 + 1;         // of 16 bytes, which a thread passes on: its maxima and sums, then its results
 
 // Adds the results of the block's warpgroups, which have the same 64 queries and each a part of the keys. Returns true in the first
-// warpgroup, which then has the result. ``room``: space of the ring, which nobody reads any more.
-DEVICE bool merge(float4* room, int group, float factor, float (&out)[HEAD / 2], float (&sum)[2], const float (&maximum)[2]) {
+// warpgroup, which then has the result, its sums and maxima. ``room``: space of the ring, which nobody reads any more.
+DEVICE bool merge(float4* room, int group, float factor, float (&out)[HEAD / 2], float (&sum)[2], float (&maximum)[2]) {
     const int thread = threadIdx.x % 128;
     named_barrier(MERGE_BARRIER, MULTIPLYING);
     if (group > 0) {
@@ -28,6 +28,7 @@ DEVICE bool merge(float4* room, int group, float factor, float (&out)[HEAD / 2],
         shift[0] = fmaxf(shift[0], ends[g].x), shift[1] = fmaxf(shift[1], ends[g].y);
     }
     sum[0] = sum[1] = 0.0f;
+    maximum[0] = shift[0], maximum[1] = shift[1];
     #pragma unroll
     for (int i = 0; i < 2; i++) shift[i] = shift[i] == __int_as_float(0xff800000) ? 0.0f : shift[i] * factor;
     #pragma unroll

@@ -15,7 +15,8 @@
 //
 // generated.cuh defines WARPS, SPLIT, TILES, BLOCK_KEYS, SLOTS, HEAD, KEEP, MIN_BLOCKS, CAUSAL, WINDOW (queries see only a limited number of
 // keys before their position), FROM_END (positions of queries count from the end of the keys), HAS_LENGTHS, SOFTCAP, MASK (0 none; else
-// elements per load: 1 or 2), NARROW (1: the result is stored as 8-bit integers, 2: as fp8) and multiply().
+// elements per load: 1 or 2), NARROW (1: the result is stored as 8-bit integers, 2: as fp8), multiply(), and SINKS where each head's
+// softmax has one more logit, which no value belongs to.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -35,6 +36,9 @@ struct Params : Operands<u16, u8> {
     float scale_log2;                              // the scale times log2(e)
     float cap_in, cap_out;                         // of a softcap: 2 log2(e) scale / cap, and cap log2(e)
     Narrow narrow;
+#if SINKS
+    const u16* sinks;                              // of each head
+#endif
 };
 
 // The XOR mask of a row's chunks: a row of CHUNKS begins at bank group row * CHUNKS % 8.
@@ -123,6 +127,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
     const u32 own_keys = part * OWN_KEYS * ROW_BYTES, own_columns = part * COLUMNS * 2;
     u32 kept[KEEP ? HEAD / 16 : 1][TILES][4];
 
+#if SINKS
+    const float sink = LOG2_E * unpack1(p.sinks[head]);
+#endif
     const u16* mask[TILES][2];
     float out[TILES][COLUMNS / 8][4], maximum[TILES][2], sum[TILES][2];
     #pragma unroll
@@ -328,6 +335,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
                 whole += __shfl_xor_sync(0xffffffffu, whole, 1);
                 whole += __shfl_xor_sync(0xffffffffu, whole, 2);
             }
+#if SINKS
+            if (whole != 0.0f) whole += exp2_fast(fmaf(-maximum[m][i], factor, sink));
+#endif
             whole = whole == 0.0f ? 0.0f : __fdividef(1.0f, whole);    // no key at all: zeros, as in ONNX's Attention
             const int row = m * 16 + 8 * i + lane / 4;
             #pragma unroll

@@ -26,7 +26,8 @@
 // queries count from the end of the keys), HAS_LENGTHS, MASK (0 none; else elements per load: 1 or 2), MASK_ROWS (2 where each query has its
 // own mask, else 1), FACTORS (0: none; key k = KEY_WIDTH * row + column gets rows[query][row] + columns[query][column]. 1: KEY_WIDTH is
 // BLOCK_KEYS, so that columns stay in registers; 2: any even KEY_WIDTH), SOFTCAP (scores become cap * tanh(score / cap) before masks are
-// added), NARROW (1: the result is stored as 8-bit integers, 2: as fp8), wgmma_scores() and wgmma_values().
+// added), NARROW (1: the result is stored as 8-bit integers, 2: as fp8), wgmma_scores(), wgmma_values(), and SINKS where each head's softmax
+// has one more logit, which no value belongs to.
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "mma.cuh"
@@ -63,6 +64,9 @@ struct Params {
 #endif
 #if SOFTCAP
     float cap_in, cap_out;                         // 2 log2(e) scale / cap, and cap log2(e)
+#endif
+#if SINKS
+    const u16* sinks;                              // of each head
 #endif
 };
 
@@ -197,6 +201,9 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         }
     };
     const Bias bias(p, item, row, lane);
+#if SINKS
+    const float sink = LOG2_E * unpack1(p.sinks[item.head]);
+#endif
     const u32 own_queries = at.queries + (turn.place * QUERY_GROUPS + query_group) * QUERY_BYTES;
     float out[HEAD / 2], s[BLOCK_KEYS / 2], sum[2] = {0.0f, 0.0f}, rescale[2];
     float maximum[2] = {NOTHING, NOTHING};
@@ -334,6 +341,9 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     if (SPLIT && !merge(at.merged, group, factor_of(p), out, sum, maximum)) return;
     #pragma unroll
     for (int i = 0; i < 2; i++) {
+#if SINKS
+        if (sum[i] != 0.0f) sum[i] += exp2_fast(sink - shift_of(maximum[i], factor_of(p)));
+#endif
         sum[i] = sum[i] == 0.0f ? 0.0f : __fdividef(1.0f, sum[i]);     // no key at all: zeros, as in ONNX's Attention
     }
     named_barrier(1 + group, 128);                 // the queries have been read: the result takes their buffer

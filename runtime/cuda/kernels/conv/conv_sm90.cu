@@ -44,6 +44,7 @@
 #include "conv_tile.cuh"
 #include "conv_change.cuh"
 #include "conv_parts.cuh"
+#include "conv_residuals.cuh"
 #include "conv_turns.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const __grid_constant__ Params p) {
@@ -169,53 +170,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         leave();
 #if ROW_NORM
     } else if (warp > CONSUMERS / 32) {
-        static_assert(HAS_RESIDUAL == (NORMED_RESIDUAL > 0) && !STREAM && !BATCHED && !PROLOGUE && !WIDE, "rows are normalized behind plain products");
         if (warp == CONSUMERS / 32 + 1) fetch_ahead(p.ahead, lane);
-        constexpr int BUFFERS = OUT_BUFFERS * TURNS;
-        int buffer = 0, parity = 1, channel, pixel;
-        Work work = first;
-        tile_at(p, work.tile, sharer, channel, pixel);
-        grid_dependency_wait();
-#if IMAGE_NORM
-        ImageFactor known;
-#endif
-        for (int issued = 0; issued == 0 || next_work(p, span, work, tile_step); issued++) {
-            if (issued) tile_at(p, work.tile, sharer, channel, pixel);
-#if IMAGE_NORM
-            known.take(p, min(pixel, p.pixel_count - 1) / (8 * p.image_parts), lane);      // while the previous tile is finished
-#endif
-            if (issued >= BUFFERS) barrier_wait(residual_empty + 8 * buffer, parity);
-            if (RESIDUAL_LOADED && warp == CONSUMERS / 32 + 1 && elect_one()) load_residual(p, out, residual_full, buffer, channel, pixel, Batch());
-#if IMAGE_NORM
-            row_factors<TILE_PIXELS>(p, factors + buffer * TILE_PIXELS * 8, pixel, threadIdx.x - CONSUMERS - 32, known);
-#else
-            row_factors<TILE_PIXELS>(p, factors + buffer * TILE_PIXELS * 8, pixel, threadIdx.x - CONSUMERS - 32);
-#endif
-            __syncwarp();
-            if (lane < TELLERS) barrier_arrive(residual_full + 8 * buffer);
-            if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
-        }
+        find_row_factors(p, {first, span, tile_step, sharer}, {out, residual_full, residual_empty}, factors, warp == CONSUMERS / 32 + 1, lane);
         __syncwarp();
         leave();
 #endif
     } else if (warp == CONSUMERS / 32 + 1) {
         fetch_ahead(p.ahead, lane);
-        if (RESIDUAL_LOADED && elect_one()) {
-            grid_dependency_wait();
-            constexpr int BUFFERS = OUT_BUFFERS * TURNS;   // the buffers of the two turns alternate
-            int buffer = 0, parity = 1, issued = 0;
-            Work work = first;
-            do {
-                if (STREAM && work.k_begin > 0) continue;      // another block finishes the tile
-                int channel, pixel;
-                tile_at(p, work.tile, sharer, channel, pixel);
-                const Batch batch = batch_at(p, work.tile);
-                if (issued >= BUFFERS) barrier_wait(residual_empty + 8 * buffer, parity);
-                load_residual(p, out, residual_full, buffer, channel, pixel, batch);
-                issued++;
-                if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
-            } while (next_work(p, span, work, tile_step));
-        }
+        if (RESIDUAL_LOADED && elect_one()) load_residuals(p, {first, span, tile_step, sharer}, {out, residual_full, residual_empty});
         __syncwarp();
         leave();
 #if PROLOGUE

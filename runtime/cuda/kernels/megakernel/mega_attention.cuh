@@ -6,7 +6,7 @@
 //
 // The row that this launch writes is read from shared memory, since the slot may hold older data in its place.
 //
-// generated.cuh defines SPLITS, HEADS (key heads of the whole batch), SOFTCAP, and the macros of attention_cached.cu.
+// generated.cuh defines SPLITS, HEADS (key heads of the whole batch), SOFTCAP, and the macros of attention_cached.cu, with SINKS.
 #pragma once
 
 constexpr int KEY_WARPS = 4, TILE_KEYS = KEY_WARPS * 16, WARP_PARTS = 1, VALUE_PARTS = (HEAD + 63) / 64;
@@ -24,6 +24,9 @@ struct AttentionJob {
     long long keys_head, values_head;              // elements between heads; positions are contiguous
     int capacity, reach;
     float scale_log2, cap_in, cap_out;
+#if SINKS
+    const u16* sinks;                              // of each query head
+#endif
 };
 constexpr int SENT = GROUP * (HEAD + 2);           // accumulators; for each query the largest score and the sum of weights
 
@@ -66,6 +69,10 @@ struct Attention {
         u16* const new_key = queries + 8 * TILES * ROW;
         u16* const new_value = new_key + ROW;
         float* const found_at = reinterpret_cast<float*>(new_value + ROW); // [KEY_WARPS][FOUND]
+#if SINKS
+        float* const sinks = found_at + KEY_WARPS * FOUND;                 // [GROUP], times log2(e)
+        if (threadIdx.x < GROUP) sinks[threadIdx.x] = 1.4426950408889634f * unpack1(p.sinks[head * GROUP + threadIdx.x]);
+#endif
         bring(p, queries, head, now);
         sync_warps();
         if (split == 0 && start >= 0 && start < p.capacity && warp == WARPS - 1) write_row(p, new_key, new_value, head, start, lane);
@@ -79,7 +86,10 @@ struct Attention {
         sync_warps();
 
         const u32 tag = now.tag(number);
-        auto write = [&](int query, int feature, const float4& sum, float weight, float) {
+        auto write = [&](int query, int feature, const float4& sum, float weight, float most) {
+#if SINKS
+            if (weight != 0.0f) weight += exp2_fast(fmaf(-most, factor, sinks[query]));
+#endif
             const float whole = weight == 0.0f ? 0.0f : 1.0f / weight;     // no key at all: zeros
             const u32 a = pack2(sum.x * whole, sum.y * whole), b = pack2(sum.z * whole, sum.w * whole);
             const int at = (head * GROUP + query) * p.out.pitch + feature;
