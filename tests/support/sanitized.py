@@ -1,7 +1,7 @@
 """Engines of the sanitizers' families: built with line numbers, and run launch by launch.
 
 ``python -m benchmarks sanitize`` runs these under compute-sanitizer. initcheck does not see TMA's stores. So after a launch of such
-a kernel (``TMA_STORES``), the host writes exactly the elements that the step's meaning writes; the gaps between them stay
+a kernel (:func:`stores_by_tma`), the host writes exactly the elements that the step's meaning writes; the gaps between them stay
 unwritten. The checks against NaN (``runtime.cuda.check``) prove that the kernel itself has written all of these elements.
 """
 
@@ -15,8 +15,7 @@ import numpy as np
 
 from support.sanitizer_nets import forced, graphs
 
-TMA_STORES = frozenset({"conv_sm90.cu", "conv_patch_sm90.cu", "attention_sm90.cu"})
-FOLLOWED = {"racecheck": ("-DRACECHECK",), "initcheck": ("-DINITCHECK",)}
+FOLLOWED = {"racecheck": ("-DRACECHECK",), "initcheck": ("-DINITCHECK",), "memcheck": ("-DINITCHECK",)}
 """Options of tools that would report a correct kernel. rnn_sm90.cu, conv_sm90.cu and mma.cuh give the reasons."""
 LINES = "-lineinfo"
 """With it, reports name lines of the source. The code is the same."""
@@ -25,6 +24,13 @@ LINES = "-lineinfo"
 def file_of(name: str) -> str:
     """A family's name as part of a file's."""
     return "".join(c if c.isalnum() else "_" for c in name)
+
+
+def stores_by_tma(kernel: Any) -> bool:
+    """Whether a kernel's own sources store by TMA."""
+    from optdnn.runtime.cuda.compile.recipes import recipe_of
+
+    return any("tma_store_" in text for name, text in recipe_of(kernel).sources().items() if name != "ptx.cuh")
 
 
 def prepare(folder: Path, name: str) -> dict[str, Any]:
@@ -80,7 +86,7 @@ def run(folder: Path, name: str, tool: str, fault: int) -> None:
         assert isinstance(item, Launch), "a step on the host"
         item.enqueue(context.stream.handle)
         context.stream.synchronize()
-        if tool == "initcheck" and program.kernels[parsed.launch.kernel].template in TMA_STORES:
+        if tool == "initcheck" and stores_by_tma(program.kernels[parsed.launch.kernel]):
             written_over(program, (*step.inputs, *step.outputs), parsed, memory)
     print(f"ran {name}: {len(program.steps)} launches", flush=True)
 

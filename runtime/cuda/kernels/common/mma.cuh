@@ -3,7 +3,7 @@
 
 // Copies the first ``bytes`` of WHOLE (4, 8 or 16) from global to shared memory, then zeros. The source must be an address even for 0 bytes.
 template <int WHOLE> DEVICE void copy_or_zeros(u32 target, const void* source, int bytes) {
-#ifdef INITCHECK                                   // initcheck takes every copy for a read of all bytes (benchmarks/kinds/sanitize.py)
+#ifdef INITCHECK                                   // initcheck and memcheck take every copy for a read of all bytes
     if (bytes < WHOLE) {
         for (int i = 0; i < WHOLE; i++) {
             const u32 value = i < bytes ? static_cast<const u8*>(source)[i] : 0;
