@@ -161,7 +161,7 @@ DETAIL: Mapping[str, str] = {
     "ranges": "sizes shape",
     "decode": "verdict checks launches arena_bytes",
     "roofline": "times step us gain_us",
-    "sanitize": "tactics launches",
+    "sanitize": "tactics launches kernels family",
     "speed": "verdict another_input min_ms p99_ms load_s repeats build_s steps kernels arena_bytes",
 }
 """Kind -> the fields of its rows that no table shows ("": for all kinds)."""
