@@ -77,6 +77,7 @@ def replay(facts: Facts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fac
     return again
 
 
+@pytest.mark.slow
 def test_the_facts_of_the_demo(facts: Facts) -> None:
     good, odd = facts["networks"]
     assert (good["right"], good["pictures"], good["recorded_accuracy"]) == (30, 40, 0.75)

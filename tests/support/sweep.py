@@ -23,11 +23,11 @@ def every(step: int, values: Iterable[Any]) -> list[Any]:
     return sweep(found, *found[::step])
 
 
-def in_turn(cases: Iterable[Any], *ways: Any) -> list[Any]:
-    """Each case in each of these ways. Quick: each case once, with the ways in turn. Tuples (cases or ways) are several
-    arguments."""
+def in_turn(cases: Iterable[Any], *ways: Any, step: int = 1) -> list[Any]:
+    """Each case in each of these ways. Quick: every ``step``-th case once, with the ways in turn. Tuples (cases or ways) are
+    several arguments."""
     pairs = [(_arguments(case), k) for k, case in enumerate(cases)]
-    quick = [(*case, *_arguments(ways[k % len(ways)])) for case, k in pairs]
+    quick = [(*case, *_arguments(ways[k // step % len(ways)])) for case, k in pairs[::step]]
     return sweep([(*case, *_arguments(way)) for case, _ in pairs for way in ways], *quick)
 
 

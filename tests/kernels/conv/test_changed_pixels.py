@@ -117,6 +117,7 @@ def changes(folder: Path, stages: int, span: int, rows: int, alone: bool, *, gat
         ],
         False,
         True,
+        step=2,
     ),
 )
 def test_pixels_are_changed_once(
