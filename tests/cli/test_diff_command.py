@@ -81,6 +81,7 @@ def test_html_and_refusals(cli: Cli, folder: Path, tmp_path: Path) -> None:
     assert "They were not run: their inputs have other names or types." in reported.out
 
 
+@pytest.mark.slow
 def test_the_gate(cli: Cli, folder: Path) -> None:
     old, new = folder / "numpy.engine", folder / "a.engine"
     short = ("--duration", "0.2", "--rounds", "6")

@@ -47,9 +47,7 @@ def run(name: str, config: cached.Config, folder: Path) -> None:
     "name",
     sweep(
         CASES,
-        "one key",
         "lengths of their own",
-        "groups of 12",
         "a window and a softcap, bf16",
         "sinks, groups of 12",
         "sinks, no key",

@@ -17,6 +17,7 @@ from support.host import COMPILER, WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
+from support.sweep import every
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv import depthwise_bands_kernel as bands
@@ -177,7 +178,7 @@ CASES: dict[str, tuple[Problem, Config]] = {
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every(2, CASES))
 def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
     problem, config = CASES[name]
     assert depthwise.refuse(problem, config) is None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.host import WHY_NOT, HostKernels
 from support.simulated import lowered, simulate
+from support.sweep import in_turn
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.builder import TensorView
@@ -87,8 +88,7 @@ def wanted(case: Case, x: Array) -> Array:
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("seed", [0, 4])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "seed"), in_turn([(case,) for case in CASES], 0, 4), ids=str)
 def test_the_kernel_on_the_processor(case: Case, seed: int, tmp_path: Path) -> None:
     program = lowered(graph(case), "fp32", no_cubins=True)
     kernels, (step,) = HostKernels(program, tmp_path), program.steps
