@@ -251,7 +251,7 @@ def on_cpu(name):
         assert set(by_numpy) <= set(listed), f"{', '.join(by_numpy)} runs in NumPy: correct the list (other libraries?)"
 
 
-@groups("expanded", "Attention")
+@groups("expanded", "Attention", "Loss")
 def test_simulate(group):
     """Runs as a GPU's program. Exactly the listed steps run on the CPU."""
     each(group, check_simulated)

@@ -96,7 +96,7 @@ SMALL = [name for name in CASES if not name.startswith("ResNet")]
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", every(2, SMALL))
+@pytest.mark.parametrize("name", every(4, SMALL))
 def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     made, config = CASES[name]
     few = replace(DEVICE, multiprocessors=2)  # so that blocks take several tiles
@@ -106,7 +106,7 @@ def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", every(2, (name for name in BYTES if not name.startswith("ResNet"))))
+@pytest.mark.parametrize("name", every(4, (name for name in BYTES if not name.startswith("ResNet"))))
 def test_bytes_on_the_processor(name: str, tmp_path: Path) -> None:
     made, config = BYTES[name]
     arrays, middle, want = byte_operands(made)

@@ -108,7 +108,7 @@ SMALL = [name for name, (p, c) in CASES.items() if p.filtered.batch <= 3 and p.f
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", every(2, SMALL))
+@pytest.mark.parametrize("name", every(4, SMALL))
 def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     made, config = CASES[name]
     few = replace(DEVICE, multiprocessors=3)  # so that blocks take several tiles

@@ -171,7 +171,7 @@ def check(p: Problem, found: Array, want: Array) -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", every(2, SMALL))
+@pytest.mark.parametrize("name", every(4, SMALL))
 def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     p, config = CASES[name]
     arrays, normalization, want = operands(p)

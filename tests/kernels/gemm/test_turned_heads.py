@@ -198,7 +198,7 @@ class _Params(ctypes.Structure):
 
 @pytest.mark.parametrize(
     ("head", "turned", "interleaved", "rows", "parts"),
-    every(2, [
+    every(3, [
         (64, 64, False, 128, 1), (64, 64, True, 40, 1), (32, 16, True, 24, 1), (32, 32, False, 24, 1), (64, 32, False, 72, 1),
         (128, 128, False, 40, 1), (256, 64, True, 8, 1), (128, 128, True, 64, 1), (16, 16, False, 40, 3), (32, 32, False, 24, 2),
         (64, 64, False, 40, 3), (128, 128, False, 24, 2),
