@@ -165,6 +165,7 @@ static inline int __dp4a(int a, int b, int sum) {
     for (int i = 0; i < 32; i += 8) sum += int(static_cast<signed char>(a >> i)) * static_cast<signed char>(b >> i);
     return sum;
 }
+constexpr float LOG2_E = 1.4426950408889634f;
 static inline float exp2_fast(float x) { return exp2f(x); }
 #ifndef ARITHMETIC                                 // general kernels on warps have both files
 #define ARITHMETIC

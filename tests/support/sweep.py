@@ -24,7 +24,7 @@ def every(step: int, values: Iterable[Any]) -> list[Any]:
 
 
 def in_turn(cases: Iterable[Any], *ways: Any, step: int = 1) -> list[Any]:
-    """Each case in each of these ways. Quick: every ``step``-th case once, with the ways in turn. Tuples (cases or ways) are
+    """Each case in each way. Quick: every ``step``-th case once, with the ways in turn. Tuples (cases or ways) are
     several arguments."""
     pairs = [(_arguments(case), k) for k, case in enumerate(cases)]
     quick = [(*case, *_arguments(ways[k // step % len(ways)])) for case, k in pairs[::step]]

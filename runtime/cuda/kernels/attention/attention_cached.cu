@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
     }
     if (split >= range.active()) return;
 #if SINKS
-    if (threadIdx.x < GROUP) sinks[threadIdx.x] = 1.4426950408889634f * unpack1(p.sinks[head * GROUP + threadIdx.x]);
+    if (threadIdx.x < GROUP) sinks[threadIdx.x] = LOG2_E * unpack1(p.sinks[head * GROUP + threadIdx.x]);
 #endif
     const int first = range.first, last = range.last, active = range.active();
     const Seen seen = {keys, values, new_key, new_value, p.key_position, p.value_position, range.begin, range.end, start};

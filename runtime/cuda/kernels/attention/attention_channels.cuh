@@ -10,7 +10,6 @@ constexpr int TOKENS_BYTES = 16 * PITCH * 2, SLOT_BYTES = 2 * TOKENS_BYTES;
 constexpr int WEIGHTS_BYTES = CHANNELS * PITCH * 2;
 constexpr int SQUARES = 2 * CHANNELS, SUMS = CHANNELS * PITCH, PART = SQUARES + CHANNELS * CHANNELS;
 constexpr int BLOCKS = WIDTH < 16 ? 1 : 0;            // per multiprocessor, where ptxas would spill otherwise (0: no limit)
-constexpr float LOG2_E = 1.4426950408889634f;
 static_assert(CHANNELS % 16 == 0 && CHANNELS <= 64 && CHANNELS % WARPS == 0, "a lane has two columns at most, a warp whole rows");
 
 struct View {                                      // strides in elements; channels are contiguous

@@ -1,8 +1,6 @@
 // Shared by the attention kernels on mma.sync: the first parameters, and the keys that a block sees. Included after generated.cuh.
 #pragma once
 
-constexpr float LOG2_E = 1.4426950408889634f;
-
 struct View {                                      // strides in elements
     long long batch, head;
     int position;

@@ -6,7 +6,6 @@
 // or a mask per query, leaves no registers for that: then each tile computes its maximum.
 #pragma once
 
-constexpr float LOG2_E = 1.4426950408889634f;
 #include "attention_bias.cuh"
 
 constexpr bool KEEPS_MAXIMA = FACTORS != 2 && !(MASK && MASK_ROWS == 2);

@@ -45,6 +45,7 @@ DEVICE float max_or_nan(float a, float b) {
     return most;
 }
 
+constexpr float LOG2_E = 1.4426950408889634f;
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -181,7 +181,6 @@ DEVICE u32 cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 // For use where the peers need not see any ordinary store.
 DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -199,10 +198,6 @@ DEVICE u32 cluster_map(u32 address, u32 rank) {
 // over the cluster would be a fence of the whole GPU.
 DEVICE void cluster_barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Loads from a block of the cluster (an address from cluster_map).
-DEVICE void cluster_load(u32 address, float4& v) {
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
 }
 // A 16-byte store to a block of the cluster, counted by that block's barrier (both addresses from cluster_map).
 DEVICE void cluster_store_async(u32 address, u32 barrier, const float* v) {

@@ -71,7 +71,7 @@ struct Attention {
         float* const found_at = reinterpret_cast<float*>(new_value + ROW); // [KEY_WARPS][FOUND]
 #if SINKS
         float* const sinks = found_at + KEY_WARPS * FOUND;                 // [GROUP], times log2(e)
-        if (threadIdx.x < GROUP) sinks[threadIdx.x] = 1.4426950408889634f * unpack1(p.sinks[head * GROUP + threadIdx.x]);
+        if (threadIdx.x < GROUP) sinks[threadIdx.x] = LOG2_E * unpack1(p.sinks[head * GROUP + threadIdx.x]);
 #endif
         bring(p, queries, head, now);
         sync_warps();
