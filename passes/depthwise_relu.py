@@ -7,6 +7,7 @@ launch for it would read and write the image once more. Of several depthwise con
 
 from __future__ import annotations
 
+from optdnn.ir.epilogue import KEEP_ZEROS
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage
@@ -15,10 +16,6 @@ from optdnn.passes.support.facts import operand
 from optdnn.passes.support.stages import with_stages
 from optdnn.types import BF16, FP16
 
-KEEP_ZEROS = frozenset(
-    {"Relu", "LeakyRelu", "Elu", "Selu", "Celu", "Swish", "Gelu", "Tanh", "Mish", "HardSwish", "Softsign"}
-)
-"""Activations of zero that are zero: they may follow the padding of a convolution."""
 VECTOR = 8
 """Channels of the vectors that the kernel changes."""
 MOST_TAPS = 49

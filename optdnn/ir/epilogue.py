@@ -82,6 +82,18 @@ _RENDERED: dict[str, tuple[str, ...]] = {
     "Cos": ("cos",),
 }
 """Activation -> its function in kernels, and the attributes that are its arguments."""
+KEEP_ZEROS = frozenset(
+    {"Relu", "LeakyRelu", "Elu", "Selu", "Celu", "Swish", "Gelu", "Tanh", "Mish", "HardSwish", "Softsign"}
+)
+"""Activations of zero that are zero: they may follow the padding of a convolution."""
+_ZERO_AT_ZERO = frozenset(
+    {"gelu", "gelu_tanh", "silu", *(_RENDERED[kind][0] for kind in KEEP_ZEROS if kind in _RENDERED)}
+)
+
+
+def keeps_zeros(stages: Sequence[render.Stage]) -> bool:
+    """Whether stages of a kernel are activations of :data:`KEEP_ZEROS`."""
+    return all(stage[0] in _ZERO_AT_ZERO for stage in stages)
 
 
 def plan_epilogue(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.epilogue import Epilogue, keeps_zeros, plan_epilogue
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, products, unmade, up
 from optdnn.kernels.conv import hopper_launch
@@ -200,7 +200,7 @@ class HopperConv(hopper_launch.HopperKernel):
         if conv_maps.pitch_of(feed.x) is None:
             return None
         stages = rendered_prologue(b, op, feed.x)
-        if stages is None or not conv_problem.keeps_zeros(stages):
+        if stages is None or not keeps_zeros(stages):
             return stages if feed.source.mode == conv_problem.ROWS else None
         if feed.source.mode == conv_problem.VOLUME or feed.bands > 1:
             return None

@@ -4,13 +4,13 @@ computed from them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from optdnn.errors import InternalError
+from optdnn.ir.epilogue import keeps_zeros
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS, MOMENT_ROWS, HeadTurn, RowNorm
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array
@@ -20,17 +20,6 @@ FILLED = 1.2
 """A volume uses wider blocks of channels if they need at most this many times the products of narrower ones."""
 ITEM = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float32": 4, "tfloat32": 4}
 """Bytes of an element; only results can be fp32."""
-_KEEP_ZEROS = frozenset(
-    {
-        *("relu", "leaky_relu", "elu", "selu", "celu", "silu", "swish", "gelu", "gelu_tanh", "tanh", "mish"),
-        *("hard_swish", "softsign"),
-    }
-)
-
-
-def keeps_zeros(stages: Sequence[render.Stage]) -> bool:
-    """Whether stages map zero to zero. They may follow padding, and run once for each tap that reads a pixel."""
-    return all(stage[0] in _KEEP_ZEROS for stage in stages)
 
 
 @dataclass(frozen=True)
