@@ -7,7 +7,7 @@ launch for it would read and write the image once more. Of several depthwise con
 
 from __future__ import annotations
 
-from optdnn.ir.epilogue import KEEP_ZEROS
+from optdnn.ir.activations import KEEP_ZEROS
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage

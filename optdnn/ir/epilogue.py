@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import ShapeError
+from optdnn.ir.activations import RENDERED
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.base import Stage
 from optdnn.runtime.cuda.compile import render
@@ -60,40 +61,6 @@ class Epilogue:
             replace(s, args=tuple(a if a is None or a >= 0 else a + 1 for a in s.args)) for s in self.stages[1:]
         ]
         self.rendered = self.rendered[1:]
-
-
-_RENDERED: dict[str, tuple[str, ...]] = {
-    "Relu": ("relu",),
-    "Sigmoid": ("sigmoid",),
-    "Tanh": ("tanh",),
-    "HardSwish": ("hard_swish",),
-    "Softplus": ("softplus",),
-    "LeakyRelu": ("leaky_relu", "alpha"),
-    "Elu": ("elu", "alpha"),
-    "Swish": ("swish", "alpha"),
-    "HardSigmoid": ("hard_sigmoid", "alpha", "beta"),
-    "Selu": ("selu", "alpha", "gamma"),
-    "Celu": ("celu", "alpha"),
-    "Mish": ("mish",),
-    "Softsign": ("softsign",),
-    "Abs": ("abs",),
-    "Sqrt": ("sqrt",),
-    "Sin": ("sin",),
-    "Cos": ("cos",),
-}
-"""Activation -> its function in kernels, and the attributes that are its arguments."""
-KEEP_ZEROS = frozenset(
-    {"Relu", "LeakyRelu", "Elu", "Selu", "Celu", "Swish", "Gelu", "Tanh", "Mish", "HardSwish", "Softsign"}
-)
-"""Activations of zero that are zero: they may follow the padding of a convolution."""
-_ZERO_AT_ZERO = frozenset(
-    {"gelu", "gelu_tanh", "silu", *(_RENDERED[kind][0] for kind in KEEP_ZEROS if kind in _RENDERED)}
-)
-
-
-def keeps_zeros(stages: Sequence[render.Stage]) -> bool:
-    """Whether stages of a kernel are activations of :data:`KEEP_ZEROS`."""
-    return all(stage[0] in _ZERO_AT_ZERO for stage in stages)
 
 
 def plan_epilogue(
@@ -300,8 +267,8 @@ def absorb_unary(graph: Graph, op: Op, stage: Stage, into: Epilogue) -> bool:
             rendered: render.Stage = ("gelu_tanh" if a.approximate == "tanh" else "gelu",)
         case "Swish" if a.alpha == 1.0:
             rendered = ("silu",)
-        case kind if kind in _RENDERED:
-            function, *arguments = _RENDERED[kind]
+        case kind if kind in RENDERED:
+            function, *arguments = RENDERED[kind]
             rendered = (function, *(getattr(a, name) for name in arguments))
         case _:
             return False

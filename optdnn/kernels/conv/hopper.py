@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from optdnn.ir.epilogue import Epilogue, keeps_zeros, plan_epilogue
+from optdnn.ir.activations import keeps_zeros
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, products, unmade, up
 from optdnn.kernels.conv import hopper_launch

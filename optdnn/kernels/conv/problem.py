@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from optdnn.errors import InternalError
-from optdnn.ir.epilogue import keeps_zeros
+from optdnn.ir.activations import keeps_zeros
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS, MOMENT_ROWS, HeadTurn, RowNorm
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array
