@@ -16,7 +16,7 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import RESHAPES, in_shape, operand, producer, reshape_target
-from optdnn.passes.support.parts import span
+from optdnn.passes.support.parts import is_axis, parts_of_whole, span
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.stages import ACTIVATIONS
@@ -53,18 +53,22 @@ def empty_parts(graph: Graph, op: Op) -> Match | None:
 
 @rule("concat_of_split", {"Concat"})
 def concat_of_split(graph: Graph, op: Op) -> Match | None:
-    """``concat(a, b, c)`` is ``concat(x, c)`` if a and b are all parts of a Split of x, in order (C2f of YOLOv8).
+    """``concat(a, b, c)`` is ``concat(x, c)`` if a and b are all parts of x, in order: of a Split, or Slices (C2f of YOLOv8).
 
     So the operator that computes x can write x directly into the result.
     """
-    axis, parts = normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)), list(op.inputs)
+    parts, rank = [operand(op, k) for k in range(len(op.inputs))], len(op.outputs[0].type.dims)
+    axis = normalize_axis(op.attrs.axis, rank) - rank
     for at, value in enumerate(parts):
-        split = None if value is None or value.port else producer(graph, value, {"Split"})
-        if split is None or normalize_axis(split.attrs.axis, len(op.outputs[0].type.dims)) != axis:
-            continue
-        end = at + len(split.outputs)
-        if parts[at:end] == [Value(split.id, port) for port in range(len(split.outputs))]:
-            parts[at:end] = [operand(split)]
+        first = graph.op(value)
+        count = parts_of_whole(graph, parts[at:], axis)
+        if first.kind == "Split" and is_axis(
+            graph, operand(first), first.attrs.axis, axis
+        ):  # their sizes may be unknown
+            outputs = [Value(first.id, port) for port in range(len(first.outputs))]
+            count = len(outputs) if parts[at : at + len(outputs)] == outputs else 0
+        if count:
+            parts[at : at + count] = [operand(first)]
             return Match((op,), lambda patch: patch.add("Concat", parts, op.attrs))
     return None
 

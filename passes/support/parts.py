@@ -52,20 +52,26 @@ def span(graph: Graph, op: Op, size: int, axis: int = -1) -> tuple[int, int, int
 
 def consecutive(graph: Graph, parts: Sequence[Value]) -> Value | None:
     """The tensor that consists of ``parts`` along the last axis, in this order and without gaps; None if there is none."""
-    ops = [graph.op(v) for v in parts]
-    x = ops[0].input(0)
-    if x is None or any(op.kind not in PARTS or op.input(0) != x for op in ops):
-        return None
-    size = (shape_of(graph, x) or (None,))[-1]
-    if not isinstance(size, int):
-        return None
-    at = 0
-    for value, op in zip(parts, ops, strict=True):
-        found = port_span(graph, op, value.port) if op.kind == "Split" else span(graph, op, size)
+    return graph.op(parts[0]).input(0) if parts_of_whole(graph, parts) == len(parts) else None
+
+
+def parts_of_whole(graph: Graph, parts: Sequence[Value], axis: int = -1) -> int:
+    """How many of the first ``parts`` are all parts of one tensor along ``axis``, in order and without gaps; 0 if they are not.
+    ``axis`` counts from the end."""
+    x, at = graph.op(parts[0]).input(0), 0
+    shape = None if x is None else shape_of(graph, x)
+    size = shape[axis] if shape is not None and len(shape) >= -axis else None
+    for k, value in enumerate(parts):
+        op = graph.op(value)
+        if op.kind not in PARTS or op.input(0) != x or not isinstance(size, int):
+            return 0
+        found = port_span(graph, op, value.port, axis) if op.kind == "Split" else span(graph, op, size, axis)
         if found is None or found[0] != at or found[2] != 1:
-            return None
+            return 0
         at = found[1]
-    return x if at == size else None
+        if at == size:
+            return k + 1
+    return 0
 
 
 def port_span(graph: Graph, op: Op, port: int, axis: int = -1) -> tuple[int, int, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -99,8 +100,41 @@ def test_all_parts_of_a_split_are_the_whole() -> None:
     assert len(done.of_kind("Concat")[0].inputs) == 2
 
 
-def test_the_whole_is_written_in_place() -> None:
-    program = check_simulated(split_and_joined(Net()), "fp16")
+def sliced_and_joined(n: Net, bounds: tuple[tuple[int, int], ...] = ((0, 8), (8, 16)), axis: int = 1) -> Graph:
+    """The same with Slices, as exporters write `chunk`."""
+    x = n.conv(n.input(2, 6, 8, 16), 16)
+    halves = [n.op("Slice", x, n.ints(begin), n.ints(end), n.ints(axis)) for begin, end in bounds]
+    more = n.conv(x, 8, 3, pads=1) if axis == 1 else n.conv(x, 16, 3, pads=1)
+    return n.done(n.conv(n.op("Concat", *halves, more, attrs=ConcatAttrs(axis)), 8))
+
+
+@pytest.mark.parametrize("bounds", [((0, 8), (8, 16)), ((0, 4), (4, 12), (12, 16)), ((0, 8), (8, 16), (0, 8))])
+def test_all_slices_are_the_whole(bounds: tuple[tuple[int, int], ...]) -> None:
+    graph = sliced_and_joined(Net(np.float64), bounds)
+    done, _ = check_pass(Canonicalize(), graph, changes=1, rules={"concat_of_split": 1})
+    left = len(bounds) - [end for _, end in bounds].index(16)
+    assert len(done.of_kind("Concat")[0].inputs) == 1 + left
+    assert done.op(done.of_kind("Concat")[0].inputs[0]).kind == "Conv"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("axis", [2, 3])
+def test_all_slices_along_another_axis(axis: int) -> None:
+    bounds = ((0, 3), (3, 8 * (axis - 1)))
+    check_pass(
+        Canonicalize(), sliced_and_joined(Net(np.float64), bounds, axis), changes=1, rules={"concat_of_split": 1}
+    )
+
+
+@pytest.mark.parametrize(
+    "bounds", [((8, 16), (0, 8)), ((0, 8),), ((0, 7), (8, 16)), ((0, 8), (7, 16)), ((1, 8), (8, 16))]
+)
+def test_slices_with_gaps_or_in_another_order_stay(bounds: tuple[tuple[int, int], ...]) -> None:
+    check_untouched(Canonicalize(), sliced_and_joined(Net(np.float64), bounds))
+
+
+@pytest.mark.parametrize("graph", [split_and_joined, sliced_and_joined])
+def test_the_whole_is_written_in_place(graph: Callable[[Net], Graph]) -> None:
+    program = check_simulated(graph(Net()), "fp16")
     kinds = [s.params["op"]["kind"] for s in program.steps if "op" in s.params]
     assert kinds.count("Concat") == 0
 
