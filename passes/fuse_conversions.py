@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from optdnn.ir.graph import Graph, Op
 from optdnn.passes.base import Match, Miss, PassContext, RulePass
-from optdnn.passes.fuse_pointwise import FuseGroup, is_pointwise
+from optdnn.passes.fuse_pointwise import FuseGroup, PointwiseOfParts, is_pointwise
 from optdnn.passes.support.facts import operand
 from optdnn.types import BF16, FP16, FP32
 
@@ -63,4 +63,4 @@ class FuseConversions(RulePass):
     """Runs after the assignment of precisions, which adds the conversions."""
 
     name = "fuse_conversions"
-    rules = (Converted(),)
+    rules = (PointwiseOfParts(joins=lambda graph, one: not _beside_others(graph, one)), Converted())

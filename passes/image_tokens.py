@@ -19,6 +19,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.gates import gated_rows
+from optdnn.passes.rules.softmax_means import softmax_mean
 from optdnn.passes.support.facts import (
     RESHAPES,
     channels_from_last,
@@ -118,6 +119,45 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
         return patch.add("Transpose", [reshaped(patch, transposed(patch, tokens, order), target)], turn)
 
     return Match((root, found["swap"]), build)
+
+
+@rule("joined_pixels", {"Concat"})
+def joined_pixels(graph: Graph, op: Op) -> Match | Miss | None:
+    """The pixels of several images side by side, (B, C, H * W) each (YOLO's levels): C is moved last before the Concat."""
+    shape = op.outputs[0].type.shape
+    if shape is None or len(op.inputs) < 2 or normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1:
+        return None
+    flats = [f for v in op.inputs if (f := producer(graph, v, RESHAPES, alone=True)) is not None and _is_flat(graph, f)]
+    if not flats:
+        return None
+    if len(flats) < len(op.inputs):
+        return Miss("not all of its operands are pixels of images that nothing else reads")
+    targets = [reshape_target(*_rows_of_pixels(graph, flat)) for flat in flats]
+    if None in targets:
+        return _INEXPRESSIBLE
+
+    def build(patch: Patch) -> Value:
+        parts = []
+        for flat, target in zip(flats, targets, strict=True):
+            turn = TransposeAttrs(channels_to_last(len(graph.type(operand(flat)).dims)))
+            rows = patch.add("Transpose", [operand(flat)], turn, src=flat.src)
+            parts.append(reshaped(patch, rows, target or (), flat.src))
+        joined = patch.add("Concat", parts, replace(op.attrs, axis=1))
+        return patch.add("Transpose", [joined], TransposeAttrs((0, *range(2, len(shape)), 1)))
+
+    return Match((op, *flats), build)
+
+
+def _is_flat(graph: Graph, flat: Op) -> bool:
+    """Whether a Reshape turns an image into (B, C..., H * W)."""
+    image, after = operand(flat), flat.outputs[0].type.dims
+    return _channels(shape_of(graph, image), after) == range(1, len(after) - 1) and is_image(graph, image)
+
+
+def _rows_of_pixels(graph: Graph, flat: Op) -> tuple[Shape, Shape]:
+    """The shapes of a channels-last image, and of its pixels (B, H * W, C...)."""
+    image, after = graph.type(operand(flat)).dims, flat.outputs[0].type.dims
+    return (image[0], *image[2:], image[1]), (after[0], after[-1], *after[1:-1])
 
 
 @rule("norm_of_view", RESHAPES)
@@ -333,9 +373,11 @@ class ImageTokens(RulePass):
         split_tokens,
         image_to_tokens,
         tokens_to_image,
+        joined_pixels,
         norm_of_view,
         moved_pixels,
         activate_image,
         channel_attention,
         gated_rows,
+        softmax_mean,
     )

@@ -83,10 +83,12 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
             continue
         starts = np.cumsum([0, *sizes])
         for v, start, may in zip(values, starts, free, strict=False):
-            if may and (not (last or rows) or (joint.offset + int(start)) % 8 == 0):
+            turned = b.graph.op(v).kind in _TURNS
+            aligned = (joint.offset + int(start) * joint.strides[axis]) % 8 == 0
+            if may and (aligned or not (last or rows or turned)):
                 shape = b.graph.type(v).static_shape
                 b.reserved[v] = joint.view(shape, joint.strides, int(start) * joint.strides[axis])
-                if volume or rows or inner or b.graph.op(v).kind in ("Transpose", "Layout"):
+                if volume or rows or inner or turned or b.graph.op(v).kind == "Layout":
                     _reserve_before(b, v)
 
 
@@ -142,6 +144,10 @@ def _is_made_in_place(
         return True
     if of_one_channel(op) and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
         return b.graph.op(op.inputs[0]).kind in kernels
+    if not last and op.kind in _TURNS:
+        return _sole_producer(b, value).kind == "Conv"
+    if not last and op.kind == "Concat":
+        return True
     return op.kind in kernels or (volume and _producer_of_view(b, value).kind in {*kernels, "Concat"})
 
 

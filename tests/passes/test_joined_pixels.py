@@ -1,0 +1,141 @@
+"""Detection heads as YOLO has them: joined pixels of several levels, distances as means of a softmax, joined boxes and scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated, kinds
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
+from optdnn.passes.image_tokens import ImageTokens
+
+LEVELS = ((8, 4), (4, 2))
+PIXELS = 40
+
+
+def level(n: Net, k: int, channels: int, batch: Any = 1) -> Value:
+    return n.conv(n.input(batch, 8, *LEVELS[k], name=f"level{k}"), channels, 3, pads=1, bias=True)
+
+
+def joined(n: Net, channels: int, batch: Any = 1) -> Value:
+    flat = [n.op("Reshape", level(n, k, channels, batch), n.ints(0, channels, -1)) for k in range(2)]
+    return n.op("Concat", *flat, attrs=ConcatAttrs(2))
+
+
+@pytest.mark.parametrize("batch", [1, 3, symbol("N", 1)])
+def test_the_channels_of_joined_pixels_are_last(batch: Any) -> None:
+    n = Net(np.float64)
+    graph = n.done(joined(n, 16, batch))
+    left = {"Conv": 2, "Transpose": 3, "Reshape": 2, "Concat": 1}
+    sizes = {"N": 3} if batch not in (1, 3) else None
+    done, _ = check_pass(ImageTokens(), graph, changes=1, rules={"joined_pixels": 1}, kinds=left, sizes=sizes)
+    (concat,) = done.of_kind("Concat")
+    assert concat.attrs.axis == 1
+    assert concat.outputs[0].type.dims[1:] == (PIXELS, 16)
+
+
+def test_parts_of_the_channels_stay_in_order() -> None:
+    n = Net(np.float64)
+    flat = [n.op("Reshape", level(n, k, 12, 2), n.ints(0, 3, 4, -1)) for k in range(2)]
+    done, _ = check_pass(ImageTokens(), n.done(n.op("Concat", *flat, attrs=ConcatAttrs(-1))), changes=1)
+    assert done.of_kind("Concat")[0].outputs[0].type.dims == (2, PIXELS, 3, 4)
+
+
+def test_others_are_no_candidates() -> None:
+    n = Net(np.float64)
+    flat = [n.op("Reshape", level(n, k, 16), n.ints(0, 16, -1)) for k in range(2)]
+    check_untouched(ImageTokens(), n.done(n.op("Concat", flat[0], attrs=ConcatAttrs(2))))  # nothing is joined
+    n = Net(np.float64)
+    flat = [n.op("Reshape", n.conv(n.input(1, 8, 4, 4, name=f"x{k}"), 8), n.ints(0, 8, -1)) for k in range(2)]
+    check_untouched(ImageTokens(), n.done(n.op("Concat", *flat, attrs=ConcatAttrs(1))))  # channels are joined
+    n = Net(np.float64)
+    flat = [n.op("Reshape", n.input(1, 16, *size, name=f"x{k}"), n.ints(0, 16, -1)) for k, size in enumerate(LEVELS)]
+    check_untouched(ImageTokens(), n.done(n.op("Concat", *flat, attrs=ConcatAttrs(2))))  # no image
+
+
+def test_pixels_beside_other_values_stay() -> None:
+    n = Net(np.float64)
+    flat = n.op("Reshape", level(n, 0, 16), n.ints(0, 16, -1))
+    y = n.op("Concat", flat, n.input(1, 16, 5, name="more"), attrs=ConcatAttrs(2))
+    check_refused(ImageTokens(), n.done(y), because="not all of its operands are pixels of images")
+    n = Net(np.float64)
+    flat = [n.op("Reshape", level(n, k, 16), n.ints(0, 16, -1)) for k in range(2)]
+    graph = n.done(n.op("Concat", *flat, attrs=ConcatAttrs(2)), n.op("Relu", flat[1]))
+    check_refused(ImageTokens(), graph, because="that nothing else reads")
+
+
+def distances(n: Net, x: Value, bins: int = 16, **attrs: Any) -> Value:
+    """The mean bin of each of four distributions over ``bins``, as YOLOv8 writes it."""
+    sides = n.op("Transpose", n.op("Reshape", x, n.ints(0, 4, bins, -1)), attrs=TransposeAttrs((0, 2, 1, 3)))
+    weight = n.const(np.arange(bins).reshape(1, bins, 1, 1))
+    geometry = {"strides": (1, 1), "pads": (0, 0, 0, 0), "dilations": (1, 1), **attrs}
+    mean = n.op("Conv", n.op("Softmax", sides, attrs=SoftmaxAttrs(1)), weight, attrs=ConvAttrs(**geometry))
+    return n.op("Reshape", mean, n.ints(0, 4, -1))
+
+
+def test_a_mean_of_a_softmax_is_a_product_of_rows() -> None:
+    n = Net(np.float64)
+    graph = n.done(distances(n, n.input(2, 64, 10)))
+    left = {"Softmax": 1, "MatMul": 1, "Transpose": 3, "Reshape": 2}
+    done, _ = check_pass(ImageTokens(), graph, changes=1, rules={"softmax_mean": 1}, kinds=left)
+    assert done.of_kind("Softmax")[0].attrs.axis == -1
+
+
+def test_other_convolutions_after_a_softmax_stay() -> None:
+    def refused(because: str, weight: tuple[int, ...] = (1, 8, 1, 1), bias: bool = False, **attrs: Any) -> None:
+        n = Net(np.float64)
+        softmax = n.op("Softmax", n.input(2, 8, 4, 5), attrs=SoftmaxAttrs(1))
+        geometry = {"strides": (1, 1), "pads": (0, 0, 0, 0), "dilations": (1, 1), **attrs}
+        given = [n.random(*weight), *([n.random(weight[0])] if bias else [])]
+        check_refused(
+            ImageTokens(), n.done(n.op("Conv", softmax, *given, attrs=ConvAttrs(**geometry))), because=because
+        )
+
+    refused("one constant 1x1 filter", (2, 8, 1, 1))
+    refused("one constant 1x1 filter", (1, 8, 3, 3))
+    refused("without bias", bias=True)
+    refused("padding, strides or stages", strides=(2, 1))
+    refused("padding, strides or stages", pads=(1, 0, 1, 0))
+    n = Net(np.float64)
+    softmax = n.op("Softmax", n.input(2, 8, 4, 5), attrs=SoftmaxAttrs(1))
+    check_refused(
+        ImageTokens(), n.done(n.conv(softmax, 1, 1, pads=0), softmax), because="the softmax is read elsewhere"
+    )
+    n = Net(np.float64)
+    check_untouched(
+        ImageTokens(), n.done(n.conv(n.op("Softmax", n.input(2, 8, 4, 5), attrs=SoftmaxAttrs(3)), 1, 1, pads=0))
+    )
+
+
+def head(n: Net, batch: int = 1) -> Graph:
+    """Boxes and scores of two levels: centers and sizes in pixels, from distances to the sides."""
+    sides = distances(n, joined(n, 32, batch), 8)
+    low, high = (n.op("Slice", sides, n.ints(k), n.ints(k + 2), n.ints(1)) for k in (0, 2))
+    anchors, steps = n.const(n.rng.random((1, 2, PIXELS)) * 8), n.const(8.0 * (1 + n.rng.integers(0, 2, (1, PIXELS))))
+    first, last = n.op("Sub", anchors, low), n.op("Add", anchors, high)
+    center = n.op("Div", n.op("Add", first, last), n.const(np.array(2.0)))
+    boxes = n.op("Concat", center, n.op("Sub", last, first), attrs=ConcatAttrs(1))
+    flat = [
+        n.op("Reshape", n.conv(n.input(batch, 8, *LEVELS[k], name=f"score{k}"), 24), n.ints(0, 24, -1))
+        for k in range(2)
+    ]
+    scores = n.op("Sigmoid", n.op("Concat", *flat, attrs=ConcatAttrs(2)))
+    return n.done(n.op("Concat", n.op("Mul", boxes, steps), scores, attrs=ConcatAttrs(1)))
+
+
+def test_the_launches_of_a_head() -> None:
+    program = check_simulated(head(Net()), "fp16")
+    assert sorted(kinds(program)) == sorted(["Copies", *["Conv"] * 5, "Softmax", *["Pointwise"] * 3])
+
+
+def test_a_head_of_several_images() -> None:
+    check_simulated(head(Net(), 3), "fp16")

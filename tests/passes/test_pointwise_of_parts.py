@@ -1,0 +1,116 @@
+"""pointwise_of_parts: an op of joined pointwise results is computed with each part; so is the conversion of an output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated, kinds
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.passes.base import PassContext
+from optdnn.passes.fuse_conversions import FuseConversions
+from optdnn.passes.fuse_pointwise import FusePointwise
+from optdnn.types import FP16, FP32
+
+CUDA = PassContext(target="cuda:sm_90a")
+
+
+def joined(n: Net, parts: Sequence[str] = ("Exp", "Tanh"), axis: int = 1) -> Value:
+    values = (
+        [n.op(kind, n.input(2, 3 + k, 6, name=f"x{k}")) for k, kind in enumerate(parts)]
+        if axis == 1
+        else [n.op(kind, n.input(2, 5, 3 + k, name=f"x{k}")) for k, kind in enumerate(parts)]
+    )
+    return n.op("Concat", *values, attrs=ConcatAttrs(axis))
+
+
+@pytest.mark.parametrize("factor", [(), (6,), (7, 1), (7, 6), (2, 7, 6), (1, 1, 6)])
+def test_each_part_is_multiplied_by_its_part_of_a_constant(factor: tuple[int, ...]) -> None:
+    n = Net(np.float64)
+    graph = n.done(n.op("Mul", joined(n), n.random(*factor)))
+    rules = {"pointwise_of_parts": 1, "pointwise": 2}
+    check_pass(FusePointwise(), graph, changes=3, rules=rules, kinds={"Pointwise": 2, "Concat": 1}, context=CUDA)
+
+
+def test_parts_along_the_last_axis() -> None:
+    n = Net(np.float64)
+    graph = n.done(n.op("Sub", n.random(5, 7), joined(n, axis=-1)))
+    rules = {"pointwise_of_parts": 1, "pointwise": 2}
+    check_pass(FusePointwise(), graph, changes=3, rules=rules, kinds={"Pointwise": 2, "Concat": 1}, context=CUDA)
+
+
+def test_parts_that_are_joined_themselves() -> None:
+    n = Net(np.float64)
+    whole = n.op("Concat", joined(n), n.op("Sin", n.input(2, 4, 6, name="z")), attrs=ConcatAttrs(1))
+    graph = n.done(n.op("Mul", whole, n.random(11, 1)))
+    rules = {"pointwise_of_parts": 2, "pointwise": 3}
+    check_pass(FusePointwise(), graph, changes=5, rules=rules, kinds={"Pointwise": 3, "Concat": 2}, context=CUDA)
+
+
+def test_on_a_cpu_it_stays() -> None:
+    n = Net(np.float64)
+    check_untouched(FusePointwise(), n.done(n.op("Mul", joined(n), n.random(6))))
+
+
+def test_other_ops_and_parts_stay() -> None:
+    n = Net(np.float64)
+    y = joined(n)
+    graph = n.done(n.op("Mul", y, n.random(6)), n.op("MatMul", y, n.random(6, 2)))
+    check_refused(FusePointwise(), graph, because="Concat_3 is read elsewhere", context=CUDA)
+    n = Net(np.float64)
+    a, b = n.op("Exp", n.input(2, 3, 6)), n.op("MatMul", n.input(2, 3, 4, name="b"), n.random(4, 6))
+    graph = n.done(n.op("Relu", n.op("Concat", a, b, attrs=ConcatAttrs(1))))
+    check_refused(FusePointwise(), graph, because="MatMul_2, a part of Concat_3, is not the result", context=CUDA)
+    n = Net(np.float64)
+    a, b = n.op("Exp", n.input(2, 3, 6)), n.op("Tanh", n.input(2, 3, 6, name="b"))
+    graph = n.done(n.op("Relu", n.op("Concat", a, b, attrs=ConcatAttrs(1))), n.op("MatMul", b, n.random(6, 2)))
+    check_refused(FusePointwise(), graph, because="Tanh_2, a part of Concat_3, is not the result", context=CUDA)
+    n = Net(np.float64)
+    graph = n.done(n.op("Mul", joined(n), n.input(2, 7, 6, name="factor")))
+    check_untouched(FusePointwise(), graph, context=CUDA)
+    n = Net(np.float64)
+    graph = n.done(n.op("Mul", joined(n), n.random(3, 2, 7, 6)))  # the result has more axes
+    check_untouched(FusePointwise(), graph, context=CUDA)
+
+
+def converted(n: Net, last: Any = None) -> Graph:
+    parts = [n.op("Exp", n.input(2, 3, 6)), n.op("Tanh", n.input(2, 4, 6, name="b"))]
+    if last is not None:
+        parts[1] = last(n, parts[1])
+    return n.done(n.op("Cast", n.op("Concat", *parts, attrs=ConcatAttrs(1)), attrs=CastAttrs(FP32)))
+
+
+def test_the_conversion_of_an_output() -> None:
+    rules = {"pointwise_of_parts": 1, "converted_in_registers": 2}
+    done, _ = check_pass(
+        FuseConversions(), converted(Net(FP16)), changes=3, rules=rules, kinds={"Pointwise": 2, "Concat": 1}, context=CUDA,
+        promoted_changes=1,
+    )  # fmt: skip
+    assert done.of_kind("Concat")[0].outputs[0].type.dtype == FP32
+
+
+def test_a_part_beside_a_reduction_stays() -> None:
+    def reduced(n: Net, x: Value) -> Value:
+        return n.op("Sin", n.op("ReduceMax", x, n.ints(-1), attrs=ReduceAttrs(keepdims=True)))
+
+    def graph() -> Graph:
+        n = Net(FP16)
+        parts = [n.op("Exp", n.input(2, 3, 1)), reduced(n, n.input(2, 4, 6, name="b"))]
+        return n.done(n.op("Cast", n.op("Concat", *parts, attrs=ConcatAttrs(1)), attrs=CastAttrs(FP32)))
+
+    check_refused(FuseConversions(), graph(), because="Sin_3, a part of Concat_4, is not the result", context=CUDA)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_on_a_gpu_each_part_is_one_launch(axis: int) -> None:
+    n = Net()
+    program = check_simulated(n.done(n.op("Mul", joined(n, axis=axis), n.random(7 if axis == 2 else 6))), "fp16")
+    assert kinds(program)[:2] == ["Pointwise", "Pointwise"]
