@@ -29,8 +29,9 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
     part of the next. Along channels, another part must come from an operator of ``kernels`` (kinds that can write to any place), and
     begin at a multiple of 8 channels for TMA. If channels are the last axis (rows), only repetitions, and convolutions with a transposed
     result, write in place. Products and attention write rows in place (of images, and between other rows) if the part is a view of their
-    whole result. Gathered rows of tables, and sums of them, are written in place along both axes. If only products read the rows
-    (:func:`pitched`), products and pointwise operators also write them in place.
+    whole result. If parts follow one another in memory, convolutions also write views of their results (the pixels of YOLO's levels),
+    and so do other concatenations. Gathered rows of tables, and sums of them, are written in place along both axes. If only products
+    read the rows (:func:`pitched`), products and pointwise operators also write them in place.
     """
     for op in reversed(b.graph.order()):
         if op.kind != "Concat" or any(v is not None and not b.graph.type(v).is_static for v in (*op.inputs, op.value)):
