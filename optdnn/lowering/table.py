@@ -68,6 +68,7 @@ from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.norm.rows_grid import RowsGrid
 from optdnn.kernels.norm.rows_once import OPERATIONS, ActivatedRows, QuantizedRows, RowsOnce
 from optdnn.kernels.norm.short_rows import ShortRows, ShortRowsPair
+from optdnn.kernels.norm.softmax_mean import SoftmaxMean
 from optdnn.kernels.packed.eight_bits import PackedBytes
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.row_product import PackedResidentPair, PackedRowProduct
@@ -98,6 +99,7 @@ from optdnn.ops.collective import COLLECTIVES
 from optdnn.ops.table import OPDEFS
 
 _PRODUCTS: tuple[Tactic, ...] = (
+    SoftmaxMean(),
     RowProduct(),
     Gemv(),
     ChainedGemm(),

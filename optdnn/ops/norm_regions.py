@@ -239,6 +239,15 @@ def _cost_activated_norm(call: Call, result: Result) -> Cost:
     return Cost(8 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
 
 
+def _infer_softmax_mean(call: Call) -> Result:
+    """The rows of operand 0 become one element each; operand 1 is a column of as many weights as a row has elements."""
+    x, w = call.type(0), call.type(1)
+    require_rank(w, 2, "SoftmaxMean weights")
+    agree(w.dims[0], x.dims[-1], f"SoftmaxMean weights {w} are not one per element of a row of {x}")
+    agree(w.dims[1], 1, f"SoftmaxMean weights {w} are no column")
+    return Result((TensorType(x.dtype, (*x.dims[:-1], 1)),))
+
+
 def _cost_norm_pair(call: Call, result: Result) -> Cost:
     a: NormPairAttrs = call.attrs
     pairs = zip((a.after, a.others), result.types, strict=True)
@@ -268,5 +277,6 @@ DEFS: tuple[OpDef, ...] = (
     ),
     region("NormPair", _infer_norm_pair, NormPairAttrs, cost=_cost_norm_pair),
     region("RotaryNormPair", _infer_rotary_norm_pair, RotaryNormPairAttrs, cost=_cost_rotary_norm_pair),
+    region("SoftmaxMean", _infer_softmax_mean, cost=lambda call, result: Cost(6 * elements(call.type(0)))),
     region("NormedResidual", _infer_normed_residual, NormedResidualAttrs, tol=Tol(rtol=1e-4, atol=1e-5)),
 )

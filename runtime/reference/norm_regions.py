@@ -179,6 +179,11 @@ def normed_residual(
     return run("Pointwise", [(x @ w.T + bias).astype(x.dtype), added], {"epilogue": epilogue, "arity": 1})
 
 
+def softmax_mean(x: Array, weights: Array) -> tuple[Array, ...]:
+    """Means of ``weights`` (C, 1), weighted by the softmax of rows ``x`` (..., C)."""
+    return ((SOFTMAX["Softmax"](x)[0] @ weights).astype(x.dtype),)
+
+
 KERNELS: dict[str, Kernel] = {
     "ActivatedNorm": activated_norm,
     "AddNorm": add_norm,
@@ -186,6 +191,7 @@ KERNELS: dict[str, Kernel] = {
     "GroupMoments": group_moments,
     "NormAddNorm": norm_add_norm,
     "RotaryNormPair": rotary_norm_pair,
+    "SoftmaxMean": softmax_mean,
 }
 
 COMPOSED: dict[str, ComposedKernel] = {

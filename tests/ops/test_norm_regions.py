@@ -9,7 +9,7 @@ import pytest
 from support.region_cases import infer, random, results
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Stage
+from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
 from optdnn.ops.norm_regions import (
     ActivatedNormAttrs,
@@ -58,6 +58,16 @@ def test_norm_pair() -> None:
     np.testing.assert_array_equal(found[1], wanted[1])
     with pytest.raises(ShapeError):
         infer("NormPair", attrs, [x, scale, None, factor, y, scale[1:], None], outputs=2)
+
+
+def test_softmax_mean() -> None:
+    x, w = random(2, 3, 8), random(8, 1)
+    (found,) = results("SoftmaxMean", Attrs(), [x, w])
+    weights = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+    np.testing.assert_allclose(found, (weights * w[:, 0]).sum(-1, keepdims=True), rtol=1e-5, atol=1e-6)
+    for wrong in (w[:4], np.repeat(w, 2, 1), w[:, 0]):
+        with pytest.raises(ShapeError, match="SoftmaxMean weights"):
+            infer("SoftmaxMean", Attrs(), [x, wrong])
 
 
 @pytest.mark.parametrize("tokens", [False, True])
