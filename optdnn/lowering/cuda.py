@@ -29,7 +29,7 @@ from optdnn.lowering.assemble import SITE, compact, placed, pruned, without_site
 from optdnn.lowering.bounds import input_bounds
 from optdnn.lowering.choose import Decision, Selection, TacticChoice
 from optdnn.lowering.host import HostSide, summary
-from optdnn.lowering.joined_copies import with_joined_copies
+from optdnn.lowering.joined_launches import with_joined_launches
 from optdnn.lowering.l2_prefetch import with_ahead
 from optdnn.lowering.lane_choice import LaneChoice, on_lanes
 from optdnn.lowering.lanes import LATENCY
@@ -126,7 +126,7 @@ def lower_cuda(
         emitted.program.meta = {**meta, **emitted.program.meta}
     times = {} if streams is None else streams.seconds
     seconds, measured = emitted.seconds(times), emitted.measured(times)
-    program, moved = with_joined_copies(emitted.program, gpu)
+    program, moved = with_joined_launches(emitted.program, gpu)
     seconds, measured = _renumbered(seconds, measured, moved)
     if not options.row_invariant:
         program, moved = with_megakernels(program, gpu)

@@ -10,7 +10,8 @@ from support.region_cases import infer, random, results
 
 from optdnn.errors import ShapeError
 from optdnn.ops.attention import AttentionAttrs, RotaryAttrs
-from optdnn.ops.base import Attrs, Unsupported
+from optdnn.ops.base import Attrs, Stage, Unsupported
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import plain_attrs
 from optdnn.ops.held import NO_ONNX, CachedAttentionAttrs, ChannelAttentionAttrs, ChannelSumsAttrs
@@ -18,6 +19,7 @@ from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.regions import (
     EdgePaddedAttrs,
     FramesAttrs,
+    JointPointwiseAttrs,
     QuantizedAttrs,
     RecurrenceAttrs,
     StackedRNNAttrs,
@@ -38,7 +40,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 52
+    assert len(REGIONS) == 54
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -92,6 +94,19 @@ def test_copy_keeps_bits() -> None:
     x[0, 0] = np.nan
     (y,) = results("Copy", Attrs(), [x])
     assert y.tobytes() == x.tobytes()
+
+
+def test_joint_pointwise() -> None:
+    x, y, z = random(2, 3), random(3, seed=1).astype(FP16), random(2, 3, seed=2)
+    double = (Stage("Mul", (0, 1)), Stage("Cast", (-2,), CastAttrs(FP16)))
+    attrs = JointPointwiseAttrs((2, 1, 1), (double, (), (Stage("Less", (0, -1)),)))
+    found = results("JointPointwise", attrs, [x, x, y, z], outputs=3)
+    np.testing.assert_array_equal(found[0], (x * x).astype(FP16))
+    assert found[1].tobytes() == y.tobytes()
+    assert found[2].dtype == bool
+    for counts, because in (((2, 1), "chains of stages"), ((2, 1, 2), "operands"), ((3, 0, 1), "without operands")):
+        with pytest.raises(ShapeError, match=because):
+            infer("JointPointwise", replace(attrs, counts=counts), [x, x, y, z], outputs=3)
 
 
 def test_frames() -> None:

@@ -134,7 +134,7 @@ def head(n: Net, batch: int = 1) -> Graph:
 
 def test_the_launches_of_a_head() -> None:
     program = check_simulated(head(Net()), "fp16")
-    assert sorted(kinds(program)) == sorted(["Copies", *["Conv"] * 4, "SoftmaxMean", *["Pointwise"] * 3])
+    assert sorted(kinds(program)) == sorted(["Copies", *["Conv"] * 4, "SoftmaxMean", "JointPointwise", "Pointwise"])
 
 
 def test_a_head_of_several_images() -> None:

@@ -113,4 +113,5 @@ def test_a_part_beside_a_reduction_stays() -> None:
 def test_on_a_gpu_each_part_is_one_launch(axis: int) -> None:
     n = Net()
     program = check_simulated(n.done(n.op("Mul", joined(n, axis=axis), n.random(7 if axis == 2 else 6))), "fp16")
-    assert kinds(program)[:2] == ["Pointwise", "Pointwise"]
+    assert kinds(program)[0] == "JointPointwise"
+    assert len(program.steps[0].outputs) == 2

@@ -1,4 +1,5 @@
-"""Small copies and conversions that wait for the same steps become one launch (:mod:`optdnn.kernels.layout.copies`).
+"""Small pointwise operators, copies and conversions that wait for the same steps become one launch
+(:mod:`optdnn.kernels.pointwise.joint`).
 
 They can begin at the same time, and each takes about the time of a launch. So no result is ready later.
 """
@@ -6,44 +7,49 @@ They can begin at the same time, and each takes about the time of a launch. So n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.layout import copies
 from optdnn.kernels.layout.copies import Part
+from optdnn.kernels.pointwise import joint
 from optdnn.lowering.assemble import compact
 from optdnn.lowering.traced_copies import traced
+from optdnn.ops.fused import plain_stages, typed_value
 from optdnn.runtime.cuda.compile.recipes import source_digest
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
 from optdnn.runtime.cuda.launches.plan import CudaStep, LaunchPlan, OperandView, Pointer, ReferenceOp, parse
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
 from optdnn.runtime.program import Kernel, Program, Step
-from optdnn.runtime.steps.attrs import attrs_from_plain
+from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.steps.lanes import dependencies
 
-COPY = "copy"
-"""The name of the tactic of these launches."""
+COPY, POINTWISE = "copy", "pointwise"
+"""The names of the tactics of these launches: copies alone, and any operators."""
 
 
 @dataclass
 class Group:
-    """Steps (by number) that become one launch, and their copies."""
+    """Steps (by number) that become one launch, and their parts."""
 
-    steps: list[int]
-    parts: list[Part]
+    steps: list[int] = field(default_factory=list)
+    parts: list[joint.Part] = field(default_factory=list)
 
 
-def with_joined_copies(program: Program, gpu: GpuFacts) -> tuple[Program, dict[int, int]]:
-    """The program with joint launches of copies, and for each other step its number in ``program``."""
-    parts = small_copies(program)
-    reading = [_reading(step, parts[k]) if k in parts else step for k, step in enumerate(program.steps)]
-    live = _live(replace(program, steps=tuple(reading)))
+def with_joined_launches(program: Program, gpu: GpuFacts) -> tuple[Program, dict[int, int]]:
+    """The program with joint launches, and for each other step its number in ``program``."""
+    copied = small_copies(program)
+    reading = [_reading(step, copied[k]) if k in copied else step for k, step in enumerate(program.steps)]
+    traced_program = replace(program, steps=tuple(reading))
+    live = _live(traced_program)
+    parts = small_operators(program)
+    parts |= {k: [part.as_pointwise for part in found] for k, found in copied.items()}
     groups = [
         group
-        for group in groups_of(replace(program, steps=tuple(reading)), live, parts)
-        if len(group.steps) > 1 or group.parts != copies_of(program, program.steps[group.steps[0]])
+        for group in groups_of(traced_program, live, parts)
+        if len(group.steps) > 1 or _changed(program, group.steps[0], copied)
     ]
     if not groups:
         return program, {k: k for k in range(len(program.steps))}
@@ -57,6 +63,11 @@ def with_joined_copies(program: Program, gpu: GpuFacts) -> tuple[Program, dict[i
             moved[len(steps)] = k
             steps.append(program.steps[k])
     return compact(replace(program, steps=tuple(steps), kernels=tuple(kernels))), moved
+
+
+def _changed(program: Program, step: int, copied: Mapping[int, Sequence[Part]]) -> bool:
+    """Whether a step copies from other sources than before."""
+    return step in copied and copied[step] != copies_of(program, program.steps[step])
 
 
 def _live(program: Program) -> list[int]:
@@ -100,9 +111,28 @@ def _first(
     return [part] if pieces is None or any(copies.refuse(p) is not None for p in pieces) else pieces
 
 
-def groups_of(program: Program, live: Sequence[int], parts: Mapping[int, Sequence[Part]]) -> list[Group]:
-    """The small copies ``parts`` (by step) among the steps ``live``, in groups that wait for the same steps. Steps on the CPU end all
-    groups before them."""
+def small_operators(program: Program) -> dict[int, list[joint.Part]]:
+    """The steps (by number) that are small pointwise operators, and these."""
+    found = ((k, operator_of(program, step)) for k, step in enumerate(program.steps))
+    return {k: [part] for k, part in found if part is not None and joint.refuse(part) is None}
+
+
+def operator_of(program: Program, step: Step) -> joint.Part | None:
+    """The pointwise operator that a step of this tactic computes; None for other steps."""
+    if step.executor != "cuda" or step.params.get("tactic") != POINTWISE:
+        return None
+    meaning = parse(step, program).meaning
+    attrs = attrs_from_plain(meaning.attrs)
+    (write,) = meaning.writes
+    if meaning.kind != "Pointwise" or attrs["prologue"] or write is None or meaning.reads[0] is None:
+        return None
+    operands = tuple(None if v is None else _view(program, step, v) for v in meaning.reads)
+    return joint.Part(operands, typed_value(tuple(attrs["epilogue"])), _view(program, step, write))
+
+
+def groups_of(program: Program, live: Sequence[int], parts: Mapping[int, Sequence[joint.Part]]) -> list[Group]:
+    """The small operators ``parts`` (by step) among the steps ``live``, in groups that wait for the same steps. Steps on the CPU end
+    all groups before them."""
     found: list[Group] = []
     first = list(range(len(program.steps)))
     for on_gpu, run in groupby(live, lambda k: program.steps[k].executor == "cuda"):
@@ -110,13 +140,25 @@ def groups_of(program: Program, live: Sequence[int], parts: Mapping[int, Sequenc
             continue
         numbers, alike = list(run), dict[frozenset[int], Group]()
         waits = dependencies(replace(program, steps=tuple(program.steps[k] for k in numbers)))
-        for k, before in zip(numbers, waits, strict=True):
+        for k, before in zip(numbers, last_of(waits), strict=True):
             if k in parts:
-                group = alike.setdefault(frozenset(first[numbers[d]] for d in before), Group([], []))
+                group = alike.setdefault(frozenset(first[numbers[d]] for d in before), Group())
                 group.steps.append(k)
                 group.parts += parts[k]
                 first[k] = group.steps[0]
         found += alike.values()
+    return found
+
+
+def last_of(waits: Sequence[set[int]]) -> list[set[int]]:
+    """Of the steps that each step waits for, those that no other one of them waits for, directly or not."""
+    found, before = list[set[int]](), list[int]()  # before: all steps before a step, as bits
+    for own in waits:
+        implied = 0
+        for d in own:
+            implied |= before[d]
+        found.append({d for d in own if not implied >> d & 1})
+        before.append(implied | sum(1 << d for d in own))
     return found
 
 
@@ -177,33 +219,43 @@ def _beside(sources: Sequence[TensorView], target: TensorView, axis: int) -> lis
 def _launches(program: Program, group: Group, kernels: list[Kernel], gpu: GpuFacts) -> list[Step]:
     """The steps of a group's launches. Their kernels are added to ``kernels``."""
     src = tuple(sorted({name for k in group.steps for name in program.steps[k].src}))
-    return [_launch([group.parts[k] for k in batch], kernels, gpu, src) for batch in copies.batches(group.parts)]
+    return [_launch([group.parts[k] for k in batch], kernels, gpu, src) for batch in joint.batches(group.parts)]
 
 
-def _launch(parts: Sequence[Part], kernels: list[Kernel], gpu: GpuFacts, src: tuple[str, ...]) -> Step:
-    made = copies.launch(gpu.arch, parts)
+def _launch(parts: Sequence[joint.Part], kernels: list[Kernel], gpu: GpuFacts, src: tuple[str, ...]) -> Step:
+    made = joint.launch(gpu.arch, parts)
     recipe = made.recipe
     kernel = Kernel(
         recipe.name, made.function, recipe.arch, dict(recipe.generated), recipe.options, source_digest(recipe)
     )
     if kernel not in kernels:
         kernels.append(kernel)
-    inputs = tuple(dict.fromkeys(part.source.buffer for part in parts))
+    inputs = tuple(dict.fromkeys(x.buffer for part in parts for _, x in part.present))
     outputs = tuple(dict.fromkeys(part.target.buffer for part in parts))
-    reads = [_operand(inputs.index(part.source.buffer), part.source) for part in parts]
-    writes = [_operand(len(inputs) + outputs.index(part.target.buffer), part.target) for part in parts]
-    place = {
-        f"x{k}": (v.operand, part.source.byte_offset) for k, (v, part) in enumerate(zip(reads, parts, strict=True))
-    }
-    place |= {
-        f"y{k}": (v.operand, part.target.byte_offset) for k, (v, part) in enumerate(zip(writes, parts, strict=True))
-    }
+    place: dict[str, tuple[int, int]] = {}
+    for k, part in enumerate(parts):
+        place[f"y{k}"] = (len(inputs) + outputs.index(part.target.buffer), part.target.byte_offset)
+        place |= {f"x{k}_{i}": (inputs.index(x.buffer), x.byte_offset) for i, x in part.present}
     pointers = tuple(Pointer(r.at, *place[r.operand]) for r in made.pointers)
     plan = LaunchPlan(
         kernels.index(kernel), made.grid, made.block, made.parameters, pointers, dependent=launches_early(gpu.arch)
     )
-    step = CudaStep(plan, ReferenceOp("Copies", {}, tuple(reads), tuple(writes)), tactic=COPY)
+    moves = not any(part.stages for part in parts)
+    step = CudaStep(plan, _meaning(parts, inputs, outputs, moves), tactic=COPY if moves else POINTWISE)
     return Step("cuda", step.to_params(), inputs, outputs, src)
+
+
+def _meaning(parts: Sequence[joint.Part], inputs: Sequence[int], outputs: Sequence[int], moves: bool) -> ReferenceOp:
+    """What a launch computes. ``moves``: all parts are copies."""
+    reads = [None if x is None else _operand(inputs.index(x.buffer), x) for part in parts for x in part.operands]
+    writes = [_operand(len(inputs) + outputs.index(part.target.buffer), part.target) for part in parts]
+    if moves:
+        return ReferenceOp("Copies", {}, tuple(reads), tuple(writes))
+    attrs = {
+        "counts": tuple(len(part.operands) for part in parts),
+        "stages": tuple(plain_stages(part.stages) for part in parts),
+    }
+    return ReferenceOp("JointPointwise", attrs_to_plain(attrs), tuple(reads), tuple(writes))
 
 
 def _operand(number: int, view: TensorView) -> OperandView:

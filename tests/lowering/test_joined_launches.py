@@ -1,4 +1,4 @@
-"""Small copies that wait for the same steps are one launch, and copies of copies read the first source."""
+"""Small operators that wait for the same steps are one launch, and copies of copies read the first source."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import TensorView, row_major
 from optdnn.kernels.layout import copies
 from optdnn.kernels.layout.copies import Part
+from optdnn.kernels.pointwise import joint
+from optdnn.lowering.joined_launches import last_of
 from optdnn.lowering.traced_copies import MOST_PIECES, traced
+from optdnn.ops.base import Stage
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.types import BF16, FP16, FP32, INT8, DType
+from optdnn.types import BF16, FP16, FP32, INT8, INT64, DType
 
 HOST = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
@@ -67,13 +71,57 @@ def test_caches_are_joined_and_converted_in_one_launch_each() -> None:
     assert len(step.params["reads"]) == 6, "new keys and values twice, the caches for the outputs only"
 
 
+def boxes(rows: int = 5) -> Graph:
+    """Several functions of softmaxes, as heads of detectors compute corners and sizes; masks; and a transposed copy."""
+    n = Net()
+    x = n.op("Softmax", n.input(2, rows, 4))
+    corner = n.op("Sub", x, n.op("Mul", n.input(2, 1, 4), n.const(0.5)))
+    size = n.op("Where", n.op("Greater", x, n.const(0.2)), n.op("Exp", x), n.random(rows, 1))
+    inside = n.op("Less", x, n.const(0.3))
+    number = n.op("Cast", n.op("Floor", n.op("Mul", x, n.const(7.0))), attrs=CastAttrs(INT64))
+    turned = n.op("Transpose", x, attrs=TransposeAttrs((2, 0, 1)))
+    return n.done(corner, size, inside, number, turned)
+
+
+def test_small_operators_are_one_launch() -> None:
+    program = check_simulated(boxes(), "fp32")
+    assert kinds(program) == ["Softmax", "JointPointwise"]
+    step = program.steps[-1]
+    assert len(step.outputs) == 5
+    counts, stages = (step.params["op"]["attrs"][name] for name in ("counts", "stages"))
+    assert sorted(map(len, stages)) == [0, 1, 2, 3, 3], "the copy has none"
+    assert sum(counts) == len(step.params["reads"])
+    assert step.params["tactic"] == "pointwise"
+
+
+def test_what_waits_for_another_operator_has_a_launch_of_its_own() -> None:
+    n = Net()
+    x = n.op("Softmax", n.input(4, 16))
+    first, second = n.op("Tanh", x), n.op("Softmax", n.op("Exp", x))
+    program = check_simulated(n.done(first, second, n.op("Sin", second), n.op("Cos", second)), "fp32")
+    assert kinds(program) == ["Softmax", "JointPointwise", "Softmax", "JointPointwise"]
+
+
+def test_large_operators_keep_launches_of_their_own() -> None:
+    rows = 1 + joint.MOST_ELEMENTS // 8
+    found = kinds(lowered(boxes(rows), "fp32"))
+    assert "JointPointwise" not in found
+    assert found.count("Pointwise") == 4
+
+
+def test_the_last_steps_of_those_that_a_step_waits_for() -> None:
+    waits = [set[int](), {0}, {0, 1}, {0}, {0, 2, 3}, {1, 3}]
+    assert last_of(waits) == [set(), {0}, {1}, {0}, {2, 3}, {1, 3}]
+
+
 @HOST
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("graph", [heads(2, 1, 3, 2), decoder()], ids=["heads", "decoder"])
+@pytest.mark.parametrize("graph", [heads(2, 1, 3, 2), decoder(), boxes()], ids=["heads", "decoder", "boxes"])
 def test_the_kernel_on_the_processor(graph: Graph, precision: str, tmp_path: Path) -> None:
     program = lowered(graph, precision)
-    assert "Copies" in kinds(program)
-    assert compare_steps(program, feeds_of(graph), 1e-6 if precision == "fp32" else 0, tmp_path) >= 1
+    assert {"Copies", "JointPointwise"} & set(kinds(program))
+    copies_alone = precision != "fp32" and "JointPointwise" not in kinds(program)
+    assert compare_steps(program, feeds_of(graph), 0 if copies_alone else 1e-6, tmp_path) >= 1
 
 
 def test_large_outputs_keep_launches_of_their_own() -> None:
@@ -182,10 +230,26 @@ def test_refusals() -> None:
     )
 
 
+def test_refusals_of_operators() -> None:
+    x, y = tensor(0, 8), tensor(1, 8)
+    exp = (Stage("Exp", (-1,)),)
+    assert joint.refuse(joint.Part((x,), exp, y)) is None
+    large = tensor(1, joint.MOST_ELEMENTS + 1)
+    assert "large enough" in str(joint.refuse(joint.Part((x,), exp, large)))
+    assert "exact" in str(
+        joint.refuse(joint.Part((x,), (Stage("Cast", (-1,), CastAttrs(INT8)),), tensor(1, 8, dtype=INT8)))
+    )
+    assert "no expression" in str(joint.refuse(joint.Part((x,), (Stage("Gelu2", (-1,)),), y)))
+    spread = TensorView(0, 0, (2,) * 9, tuple(5**k for k in range(9)), FP32)
+    assert "cannot be merged" in str(joint.refuse(joint.Part((spread,), exp, tensor(1, *(2,) * 9))))
+    far = TensorView(0, 0, (3, 8), (1 << 30, 1), FP32)
+    assert "too far apart" in str(joint.refuse(joint.Part((far,), exp, tensor(1, 3, 8))))
+
+
 def test_many_copies_are_several_launches() -> None:
     parts = [Part(tensor(0, 4), tensor(k, 4)) for k in range(1, 201)]
-    found = copies.batches(parts)
+    found = joint.batches([p.as_pointwise for p in parts])
     assert sorted(k for batch in found for k in batch) == list(range(200))
     assert len(found) == 2
     for batch in found:
-        assert len(copies.launch("sm_90a", [parts[k] for k in batch]).parameters) <= 4096
+        assert len(joint.launch("sm_90a", [parts[k].as_pointwise for k in batch]).parameters) <= 4096
