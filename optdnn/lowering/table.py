@@ -50,6 +50,7 @@ from optdnn.kernels.index.sampling import SampledChannels, SampledPixels
 from optdnn.kernels.index.top_rows import TopRows
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.layout.picture import ResizedPicture
+from optdnn.kernels.layout.staged_pad import StagedPad
 from optdnn.kernels.libraries.collective import Collect
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
@@ -182,7 +183,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "MaxPool": (Int8MaxPool(), TiledMaxPool(), WindowPool()),
     "AveragePool": (WindowPool(),),
     "Resize": (Resize(),),
-    "Pad": (Pad(),),
+    "Pad": (StagedPad(), Pad()),
     "BatchNormalization": (BatchNorm(),),
     "LRN": (LocalResponse(),),
     **dict.fromkeys(("ArgMax", "ArgMin"), (ArgBlock(), ArgExtreme())),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -74,31 +75,34 @@ class Pad(Tactic):
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         x, out = b.operand(op.inputs[0]), b.target(op.value)
-        pads, axes = ints(b, op, 1) or [], ints(b, op, 3)
-        which = [normalize_axis(i, len(x.shape)) for i in axes] if axes is not None else list(range(len(x.shape)))
         value = b.graph.known(op.input(2)) if op.input(2) is not None else None
         fill = 0.0 if value is None else np.asarray(value).reshape(-1)[0].item()
-        tables = []
-        for k, axis in enumerate(which):
-            before, after, n = pads[k], pads[k + len(which)], x.shape[axis]
-            if before or after:
-                tables.append(AxisTable(axis, _pad_index(n, before, after, op.attrs.mode)[:, None]))
+        tables = [AxisTable(axis, index[:, None]) for axis, index in self.indices(b, op, x.shape).items()]
         reads = [None if v is None else b.operand(v) for v in op.inputs]
         emit_taps(b, op, x, out, tables, fill, kind="Pad", attrs=attrs_dict(op.attrs), reads=reads)
 
+    @staticmethod
+    def indices(b: Builder, op: Op, shape: Sequence[int]) -> dict[int, Array]:
+        """For each padded axis of a tensor of this shape, the element of the axis that each element of the result is; -1: the constant."""
+        pads, axes = ints(b, op, 1) or [], ints(b, op, 3)
+        which = list(range(len(shape))) if axes is None else [normalize_axis(i, len(shape)) for i in axes]
+        ends = {axis: (pads[k], pads[k + len(which)]) for k, axis in enumerate(which)}
+        return {axis: _pad_index(shape[axis], *both, op.attrs.mode) for axis, both in ends.items() if any(both)}
+
 
 def _pad_index(n: int, before: int, after: int, mode: str) -> Array:
-    """For each element of the padded axis, its element of the axis of ``n`` elements; -1 for the constant."""
-    at = np.arange(-before, n + after)
+    """For each element of the padded axis, its element of the axis of ``n`` elements; -1 for the constant. Negative pads crop first."""
+    first, size = max(-before, 0), n + min(before, 0) + min(after, 0)
+    at = np.arange(-max(before, 0), size + max(after, 0))
     if mode == "constant":
-        return np.where((at < 0) | (at >= n), -1, at)
+        return np.where((at < 0) | (at >= size), -1, at + first)
     if mode == "edge":
-        return np.clip(at, 0, n - 1)
+        return np.clip(at, 0, size - 1) + first
     if mode == "wrap":
-        return at % n
-    period = max(2 * (n - 1), 1)
+        return at % size + first
+    period = max(2 * (size - 1), 1)
     folded = at % period
-    return np.minimum(folded, period - folded) if n > 1 else np.zeros_like(at)
+    return (np.minimum(folded, period - folded) if size > 1 else np.zeros_like(at)) + first
 
 
 class GatherView(Tactic):

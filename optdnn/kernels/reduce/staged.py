@@ -13,20 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import STRUCTURAL, Graph, Op
+from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.layout.views import ints
-from optdnn.kernels.pointwise.elementwise import Elementwise
-from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT, arithmetic, body, single
+from optdnn.kernels.pointwise.before import moved, pointwise_before, stages_of
+from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT, arithmetic, body
 from optdnn.kernels.pointwise.strides import broadcast
 from optdnn.kernels.reduce.grid import space_of
 from optdnn.kernels.reduce.parts import best_parts
 from optdnn.kernels.reduce.reduce import POOLS, Reduction, Source, emit_reduce
 from optdnn.kernels.tactic import Region
-from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.ops.reduce import reduced_axes
-from optdnn.types import TensorType, is_float
+from optdnn.types import TensorType
 
 MOST_TENSORS = 6
 """Most tensors that the stages read: a thread holds elements of all of them."""
@@ -40,22 +39,12 @@ class StagedReduction(Reduction):
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := super().refuse(b, op)) is not None:
             return why
-        value = op.inputs[0]
-        before = None if value is None else b.graph.op(value)
-        if value is None or before is None or before.kind in STRUCTURAL or not before.definition.traits.pointwise:
-            return "its operand is not the result of a pointwise operator"
-        if value in b.reserved or b.graph.sole_user(value) is None:
-            return "its operand has other readers"
-        t = b.graph.type(value)
-        if not is_float(t.dtype) or 0 in t.static_shape:
-            return "its operand does not hold floats"
+        before = pointwise_before(b, op)
+        if isinstance(before, str):
+            return before
         if not (axes := self._axes(b, op)):
             return "it reduces nothing"
-        if any(v is not None and v not in b.place and b.graph.constant_value(v) is None for v in before.inputs):
-            return "another launch computes the pointwise operator, and its operands are not stored"
-        if (why := Elementwise().refuse(b, before)) is not None:
-            return f"the pointwise operator before it: {why}"
-        tensors = self._tensors(b, before, t.static_shape)
+        tensors = self._tensors(b, before, before.outputs[0].type.static_shape)
         if len(tensors) > MOST_TENSORS:
             return f"its operand is computed from {len(tensors)} tensors; {MOST_TENSORS} are the most"
         space = space_of(list(tensors.values()), axes, b.result(op.value))
@@ -78,7 +67,7 @@ class StagedReduction(Reduction):
         (before,) = self.neighbors(b.graph, op)
         axes = self._axes(b, op)
         t, tensors = before.outputs[0].type, self._tensors(b, before, before.outputs[0].type.static_shape)
-        stages = self._stages(before)
+        stages = stages_of(before)
         operands = [None if v is None else b.operand(v) for v in before.inputs]
         types = [TensorType(t.dtype, ()) if p is None else TensorType(p.dtype, p.shape) for p in operands]
         lines, result, dtype = body(stages, types)
@@ -89,7 +78,7 @@ class StagedReduction(Reduction):
         if op.kind not in POOLS:
             named.append(b.constant(np.array(axes, np.int64), "axes"))
             attrs |= {"keepdims": op.attrs.keepdims, "noop_with_empty_axes": False}
-        attrs |= {"prologue": plain_stages(_moved(stages, len(named))), "arity": 1 + len(named)}
+        attrs |= {"prologue": plain_stages(moved(stages, len(named))), "arity": 1 + len(named)}
         source = Source(list(tensors.values()), arithmetic(dtype), value)
         reads = [operands[0], *named, *operands[1:]]
         covers = replace(op, src=op.src | before.src)
@@ -106,10 +95,6 @@ class StagedReduction(Reduction):
         )
 
     @staticmethod
-    def _stages(before: Op) -> list[Stage]:
-        return list(before.attrs.epilogue) if before.kind == "Pointwise" else single(before)
-
-    @staticmethod
     def _axes(b: Builder, op: Op) -> tuple[int, ...]:
         rank = len(b.graph.type(op.inputs[0]).dims) if op.inputs[0] is not None else 0
         if op.kind in POOLS:
@@ -122,8 +107,3 @@ class StagedReduction(Reduction):
         views = {slot: b.operand(v) for slot, v in enumerate(before.inputs) if v is not None}
         slots = sorted(views, key=lambda slot: -math.prod(views[slot].shape))
         return {slot: views[slot].view(tuple(shape), broadcast(views[slot], shape)) for slot in slots}
-
-
-def _moved(stages: Sequence[Stage], by: int) -> list[Stage]:
-    """The stages with ``by`` further operands inserted after the first one."""
-    return [replace(s, args=tuple(a if a is None or a < 1 else a + by for a in s.args)) for s in stages]
