@@ -15,6 +15,7 @@ from optdnn.passes.rules.known_writes import assembled_writes, hidden_write, kno
 from optdnn.passes.rules.means import reduction_of_reduction, sum_is_mean
 from optdnn.passes.rules.noop import idempotent, no_op, norm_of_one, unused_indices
 from optdnn.passes.rules.select import known_compress, select_is_where
+from optdnn.passes.rules.selected_parts import element_of_stack, tile_is_expand
 from optdnn.passes.rules.shape import (
     constant_target,
     gemm_transpose,
@@ -41,6 +42,7 @@ class Canonicalize(RulePass):
         reshape_chain,
         input_target,  # after chains: an outer Reshape may spare the inner one its target
         kept_axes,
+        tile_is_expand,
         redundant_expand,  # after targets are constant, so that sizes are known
         whole_axes,
         grid_gather,
@@ -56,6 +58,7 @@ class Canonicalize(RulePass):
         part_of_zeros,  # after Pads are merged
         part_of_concat,
         split_of_concat,
+        element_of_stack,
         interleaved_parts,
         gemm_transpose,
         hidden_write,  # before other writes become Concats

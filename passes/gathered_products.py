@@ -18,7 +18,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs, ModAttrs
 from optdnn.ops.conv import ConvAttrs
-from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
@@ -260,6 +260,35 @@ def gather_by_one_index(graph: Graph, op: Op) -> Match | None:
     return Match((op, expanded), lambda patch: _rows_by_index(patch, op, expanded, math.prod(stacks)))
 
 
+@rule("rows_by_one_index", {"GatherElements"})
+def rows_by_one_index(graph: Graph, op: Op) -> Match | None:
+    """A GatherElements with an index that is repeated along all later axes becomes a Gather of whole rows.
+
+    Detectors with two stages select the best queries in this form (Deformable DETR: Zhu et al., 2021)."""
+    expanded = producer(graph, op.input(1), {"Expand"})
+    shape, after = sizes_of(graph, operand(op)), sizes_of(graph, op.value)
+    if expanded is None or shape is None or after is None:
+        return None
+    index, at = sizes_of(graph, operand(expanded)), normalize_axis(op.attrs.axis, len(shape))
+    if index is None or at == len(shape) - 1 or (shape[:at], shape[at + 1 :]) != (after[:at], after[at + 1 :]):
+        return None
+    index = (*[1] * (len(shape) - len(index)), *index)
+    one = set(index[:at]) <= {1}
+    if index[at] != after[at] or set(index[at + 1 :]) > {1} or not (one or index[:at] == shape[:at]):
+        return None
+
+    def build(patch: Patch) -> Value:
+        if one:
+            rows = in_shape(patch, operand(expanded), (after[at],), expanded.src)
+            return patch.add("Gather", [operand(op), rows], GatherAttrs(at))
+        rows = in_shape(patch, operand(expanded), (*after[: at + 1], 1), expanded.src)
+        if patch.type(rows).dtype != INT64:
+            rows = patch.add("Cast", [rows], CastAttrs(INT64), src=expanded.src)
+        return patch.add("GatherND", [operand(op), rows], GatherNDAttrs(at))
+
+    return Match((op, expanded), build)
+
+
 def _rows_by_index(patch: Patch, op: Op, expanded: Op, stacks: int) -> Value:
     """``stacks`` matrices [channels, rows], each with an index of its own, as rows of one matrix."""
     (*_, channels, rows), after = patch.type(operand(op)).static_shape, op.outputs[0].type.static_shape
@@ -285,4 +314,4 @@ def _rows_by_index(patch: Patch, op: Op, expanded: Op, stacks: int) -> Value:
 
 class GatheredProducts(RulePass):
     name = "gathered_products"
-    rules = (gathered_products, gather_by_one_index)
+    rules = (gathered_products, gather_by_one_index, rows_by_one_index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from optdnn.errors import UsageError
+from optdnn.passes.added_positions import AddedPositions
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.attention_parts import AttentionParts
@@ -175,6 +176,7 @@ O2_GPU: tuple[Pass, ...] = (
     ComputedWeights(),  # after ModulatedWeights, for convolutions whose weights are still computed; before epilogues
     TakeRows(),  # after attention, whose queries are rows; before epilogues, and before constants are folded
     FoldConstants(),  # after TakeRows: sums of constant masks and biases, and the rows taken from them
+    AddedPositions(),  # after attention; before its views are hoisted, and before epilogues, which add its constants
     RelativePositions(),  # before the views of attention's biases are hoisted and their arithmetic is fused
     PoolLast(),  # after the arithmetic around convolutions has been folded into them; before epilogues and siblings
     TokenProducts(),  # before patch embeddings, whose readers it changes, and before views of tokens are moved

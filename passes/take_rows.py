@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from optdnn.dim import DimLike
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.gather import GatherAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import NORMS, ints, operand, reshape_target, reshaped, shape_of, sliced
+from optdnn.passes.support.facts import NORMS, ints, operand, reshape_target, reshaped, shape_of, sizes_of, sliced
 from optdnn.passes.support.parts import span
 from optdnn.types import Shape, normalize_axis
 
@@ -34,6 +35,19 @@ class _Taken:
     def of(self, patch: Patch, value: Value, axis: int) -> Value:
         """The rows of another value, along its own axis."""
         return sliced(patch, value, self.start, self.end, axis)
+
+
+@dataclass(frozen=True)
+class _Selected:
+    """The rows ``indices`` of ``axis``, out of ``size``."""
+
+    axis: int
+    indices: Value
+    size: DimLike
+
+    def of(self, patch: Patch, value: Value, axis: int) -> Value:
+        """The rows of another value, along its own axis."""
+        return patch.add("Gather", [value, self.indices], GatherAttrs(axis))
 
 
 Moved = list[tuple[Value | None, int | None]]
@@ -69,6 +83,31 @@ def take_rows(graph: Graph, op: Op) -> Match | Miss | None:
             patch.replace(user.value, y)
 
     return Match((source, *users), build)
+
+
+@rule("take_rows_by_index", {"Gather"})
+def take_rows_by_index(graph: Graph, op: Op) -> Match | Miss | None:
+    """``f(x)[indices]`` is ``f(x[indices])`` as well, for indices that are computed: a detector's best queries."""
+    shape, indices = sizes_of(graph, operand(op)), sizes_of(graph, operand(op, 1))
+    if shape is None or indices is None or len(indices) != 1:
+        return None
+    axis, source = normalize_axis(op.attrs.axis, len(shape)), graph.op(operand(op))
+    if axis == len(shape) - 1 or not 0 < indices[0] * LEAST_SHARE <= shape[axis]:
+        return None
+    taken = _Selected(axis, operand(op, 1), shape[axis])
+    moved = _operands(graph, source, taken)
+    if moved is None or source.kind == "Reshape":
+        return None
+    if graph.sole_user(source.value) is None:
+        return Miss(f"{source.name} has readers of other rows")
+    if sum(v is not None and at is not None and graph.constant_value(v) is None for v, at in moved) > 1:
+        return Miss(f"{source.name} computes its rows from several tensors, which would all be gathered")
+
+    def build(patch: Patch) -> Value:
+        inputs = [v if v is None or at is None else taken.of(patch, v, at) for v, at in moved]
+        return patch.add(source.kind, inputs, source.attrs)
+
+    return Match((op, source), build)
 
 
 @rule("row_is_slice", {"Gather"})
@@ -151,7 +190,7 @@ def _taken(graph: Graph, op: Op) -> _Taken | None:
     return _Taken(axis, found[0], found[1], size)
 
 
-def _operands(graph: Graph, op: Op, taken: _Taken) -> Moved | None:
+def _operands(graph: Graph, op: Op, taken: _Taken | _Selected) -> Moved | None:
     """The operands of an operator, with the axes along which their rows are taken; None if rows depend on one another."""
     if op.kind in STRUCTURAL:
         return None
@@ -167,7 +206,7 @@ def _operands(graph: Graph, op: Op, taken: _Taken) -> Moved | None:
     return None if axes is None else list(zip(op.inputs, axes, strict=True))
 
 
-def _axes(op: Op, shapes: Sequence[Shape], out: Shape, taken: _Taken) -> list[int | None] | None:
+def _axes(op: Op, shapes: Sequence[Shape], out: Shape, taken: _Taken | _Selected) -> list[int | None] | None:
     """For each operand, the axis along which its rows are taken, or None; None for operators that are not row-wise."""
     axis, back = taken.axis, taken.axis - len(out)
     first: list[int | None] = [axis, *[None] * (len(shapes) - 1)]
@@ -211,7 +250,7 @@ def _kept(before: Shape, after: Shape, axis: int) -> int | None:
     return next(same, None)
 
 
-def _queries(op: Op, shapes: Sequence[Shape], taken: _Taken) -> list[int | None] | None:
+def _queries(op: Op, shapes: Sequence[Shape], taken: _Taken | _Selected) -> list[int | None] | None:
     """The axes of query rows in the operands of an attention with separate heads: of the queries and of the mask."""
     a = op.attrs
     windows = a.is_causal or a.left_window_size >= 0 or a.right_window_size >= 0
@@ -225,4 +264,4 @@ def _queries(op: Op, shapes: Sequence[Shape], taken: _Taken) -> list[int | None]
 
 class TakeRows(RulePass):
     name = "take_rows"
-    rules = (take_rows, row_is_slice, take_row_of_each)
+    rules = (take_rows, take_rows_by_index, row_is_slice, take_row_of_each)

@@ -330,8 +330,8 @@ def _absorb_binary(
             return _add(
                 into, Stage(stage.kind, (register, at)), ("add_const" if stage.kind == "Add" else "mul_const", number)
             )
-        if op.kind != "Conv":  # constant rows: the norm after them adds them as well
-            return False
+        if op.kind != "Conv" and any(user.kind.endswith("Normalization") for user in graph.users(op.value)):
+            return False  # constant rows: the norm adds them as well
     same = graph.type(value).static_shape == shape and graph.type(value).dtype == op.outputs[0].type.dtype
     if not same or into.residual is not None or not allow_residual:
         return False

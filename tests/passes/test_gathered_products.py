@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
@@ -93,6 +95,32 @@ def test_an_index_for_each_channel_stays() -> None:
     x, index = n.op("Relu", n.input(C, POINTS)), n.op("Reshape", places(n, C), n.ints(C, 1))
     wide = n.op("Expand", index, n.ints(C, NEAR))
     check_untouched(GatheredProducts(), n.done(n.op("GatherElements", x, wide, attrs=GatherAttrs(0))))
+
+
+def queries(n: Net, given: tuple[int, ...], batch: int = 2, dtype: Any = np.int64) -> Graph:
+    """A detector's best rows: ``given`` is the shape of the index before it is repeated for all channels."""
+    index = n.const(n.rng.integers(-POINTS, POINTS, given), dtype)
+    x = n.op("Relu", n.input(batch, POINTS, 3, C))
+    wide = n.op("Expand", n.op("Identity", index), n.ints(batch, NEAR, 3, C))
+    return n.done(n.op("GatherElements", x, wide, attrs=GatherAttrs(1)))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+@pytest.mark.parametrize(
+    ("given", "batch", "kind"),
+    [((1, NEAR, 1, 1), 1, "Gather"), ((NEAR, 1, 1), 2, "Gather"), ((2, NEAR, 1, 1), 2, "GatherND")],
+)
+def test_rows_by_one_index(given: tuple[int, ...], batch: int, kind: str, dtype: Any) -> None:
+    graph = queries(Net(np.float64), given, batch, dtype)
+    after, _ = check_pass(GatheredProducts(), graph, changes=1, rules={"rows_by_one_index": 1})
+    (op,) = after.of_kind("Gather", "GatherElements", "GatherND")
+    assert op.kind == kind
+    assert not list(after.of_kind("Expand"))
+
+
+@pytest.mark.parametrize("given", [(2, NEAR, 3, 1), (1, 1, 1, 1), (2, NEAR, 1, C)])
+def test_an_index_for_other_axes_stays(given: tuple[int, ...]) -> None:
+    check_untouched(GatheredProducts(), queries(Net(np.float64), given))
 
 
 @pytest.mark.parametrize("bias", [True, False])

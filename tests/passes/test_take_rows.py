@@ -9,6 +9,7 @@ from support.net import Net
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.packed_layout import PackedMatMulAttrs
@@ -70,6 +71,38 @@ def test_equal_slices_move_together() -> None:
     graph = n.done(n.op("Tanh", rows(n, y, 2, 5)), n.op("Relu", rows(n, y, 2, 5)))
     kinds = {"Slice": 1, "MatMul": 1, "Tanh": 1, "Relu": 1}
     check_pass(TakeRows(), graph, changes=1, kinds=kinds)
+
+
+def best(n: Net, y: Value, count: int = 2, axis: int = 1) -> Value:
+    """Rows by indices that are computed."""
+    indices = n.op("Cast", n.op("Floor", n.op("Abs", n.input(count, name="at"))), attrs=CastAttrs(np.dtype(np.int64)))
+    return n.op("Gather", y, indices, attrs=GatherAttrs(axis))
+
+
+def test_the_best_queries_are_computed_alone() -> None:
+    n = Net(np.float64)
+    x = n.op("Exp", n.input(1, 6, 8))
+    y = n.op("Relu", n.op("Add", n.matmul(x, 16), n.random(16)))
+    y = n.op("Add", n.matmul(y, 4), n.random(1, 6, 4))
+    graph = n.done(best(n, y), n.op("Softmax", x))
+    after, _ = check_pass(TakeRows(), graph, changes=5, rules={"take_rows_by_index": 5})
+    assert [op.outputs[0].type.dims for op in after.of_kind("MatMul")] == [(1, 2, 16), (1, 2, 4)]
+    assert len(list(after.of_kind("Gather"))) == 2, "of the rows and of the constant"
+
+
+def test_rows_by_index_that_stay() -> None:
+    n = Net(np.float64)
+    y = n.op("Relu", n.input(1, 6, 8))
+    check_untouched(TakeRows(), n.done(best(n, y, 4)))
+    n = Net(np.float64)
+    y = n.op("Relu", n.input(1, 6, 8))
+    check_untouched(TakeRows(), n.done(best(n, y, axis=2)))
+    n = Net(np.float64)
+    y = n.op("Relu", n.input(1, 6, 8))
+    check_refused(TakeRows(), n.done(best(n, y), n.op("Exp", y)), because="has readers of other rows")
+    n = Net(np.float64)
+    y = n.op("Add", n.input(1, 6, 8), n.input(1, 6, 8, name="z"))
+    check_refused(TakeRows(), n.done(best(n, y)), because="from several tensors")
 
 
 def test_causal_queries_and_most_rows_stay() -> None:
