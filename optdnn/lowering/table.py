@@ -213,7 +213,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "LayerNormalization": (*_NORMS, RowTiles(), *_LATER_NORMS, CudnnNorm()),
     "RMSNormalization": (*_NORMS, *_LATER_NORMS, CudnnNorm()),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), RowsGrid(), Rows())),
-    "LpNormalization": _LATER_NORMS,
+    "LpNormalization": (ShortRowsPair(), ActivatedRows(), ShortRows(), RowsOnce(), RowsGrid(), Rows()),
     "MeanVarianceNormalization": (RowsGrid(), Rows()),
     "LpPool": (WindowPool(),),
     **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),

@@ -36,7 +36,7 @@ R = rows.Problem("layer_norm", 128, 768)
     ("problem", "config", "reason"),
     [
         (replace(R, operation="hardmax"), rows.Config(32, 3, 8, 128), "no operation"),
-        (replace(R, operation="softmax", add=True), rows.Config(32, 3, 8, 128), "adds no residual"),
+        (replace(R, operation="softmax", add=True), rows.Config(32, 3, 8, 128), "add no residual"),
         (replace(R, sum=True), rows.Config(32, 3, 8, 128), "a sum needs an addend"),
         (replace(R, rows=0), rows.Config(32, 3, 8, 128), "no rows"),
         (replace(R, length=196), rows.Config(32, 3, 8, 128), "not vectors of 8"),

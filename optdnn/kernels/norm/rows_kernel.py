@@ -1,4 +1,4 @@
-"""Plans of the row kernels (``rows.cu``): LayerNorm, RMSNorm, Softmax and LogSoftmax over the last, contiguous axis.
+"""Plans of the row kernels (``rows.cu``): LayerNorm, RMSNorm, L2 norm, Softmax and LogSoftmax over the last, contiguous axis.
 
 Statistics are fp32 and computed from registers: each row is read once. Norms may add a residual first, and store that sum as a
 second output (the residual stream of a transformer).
@@ -17,7 +17,8 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-OPERATIONS = ("layer_norm", "rms_norm", "softmax", "log_softmax")
+OPERATIONS = ("layer_norm", "rms_norm", "softmax", "log_softmax", "l2_norm")
+"""An L2 norm divides by the larger one of a row's length and ``epsilon``, and has no parameters."""
 MEMORY = 4.2e12
 CLOCK = 1.75e9
 BLOCK_START = 150e-9  # seconds from one block's start on a multiprocessor to the next one's
@@ -120,7 +121,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
     if problem.operation not in OPERATIONS:
         return f"no operation {problem.operation!r}"
     if problem.operation not in OPERATIONS[:2] and (problem.add or problem.sum):
-        return "softmax adds no residual"
+        return "softmax and L2 norms add no residual"
     if problem.period and not problem.add:
         return "a period needs an addend"
     if problem.last and (not problem.add or problem.sum or problem.narrow):
@@ -178,9 +179,9 @@ def _vectors(problem: Problem) -> tuple[int, ...]:
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """The kernel's recipe. The sizes are parameters."""
-    norm, wide = problem.operation in OPERATIONS[:2], problem.itemsize == 4
+    norm, wide, l2 = problem.operation in OPERATIONS[:2], problem.itemsize == 4, problem.operation == "l2_norm"
     defines = {
-        "OPERATION": OPERATIONS.index(problem.operation), "WIDE": int(wide), "LANES": config.lanes, "VECTORS": config.vectors,
+        "OPERATION": 1 if l2 else OPERATIONS.index(problem.operation), "L2": int(l2), "WIDE": int(wide), "LANES": config.lanes, "VECTORS": config.vectors,
         "GROUP": config.group, "ROWS": config.rows, "THREADS": config.threads,
         "HAS_ADD": int(problem.add), "ADD_LAST": int(problem.last), "HAS_SUM": int(problem.sum), "PERIODIC": int(problem.period > 0),
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),

@@ -35,12 +35,13 @@ def rows_offers(problem: rows.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 OPERATIONS = {
     "Softmax": "softmax", "LogSoftmax": "log_softmax", "LayerNormalization": "layer_norm", "RMSNormalization": "rms_norm",
+    "LpNormalization": "l2_norm",
 }  # fmt: skip
 """Kind -> the row kernel's operation."""
 
 
 class RowsOnce(Tactic):
-    """LayerNorm, RMSNorm, Softmax and LogSoftmax of rows of 16-bit floats or fp32. The rows of the result have a constant pitch."""
+    """LayerNorm, RMSNorm, L2 norm, Softmax and LogSoftmax of rows of 16-bit floats or fp32. The rows of the result have a constant pitch."""
 
     name = "rows_once"
 
@@ -64,6 +65,8 @@ class RowsOnce(Tactic):
             return why
         if t.dtype not in (FP16, BF16, FP32) or not t.static_shape:
             return "it is for rows of 16-bit floats or fp32"
+        if op.kind == "LpNormalization" and op.attrs.p != 2:
+            return "it computes L2 norms, no L1 norms"
         if b.graph.type(op.inputs[0]).dtype != t.dtype:  # type: ignore[arg-type]
             return "its operand and its result have different types"
         if normalize_axis(op.attrs.axis, len(t.static_shape)) != len(t.static_shape) - 1:
@@ -167,8 +170,8 @@ class ActivatedRows(RowsOnce):
         to = self._output(b, op)
         if to.last is op:
             return "the only reader of its result is not an activation or a conversion to fp32"
-        if to.epilogue.rendered and "Normalization" not in op.kind:
-            return "the launch of a softmax only converts its result"
+        if to.epilogue.rendered and op.kind not in ("LayerNormalization", "RMSNormalization"):
+            return "the launch of a softmax or an L2 norm only converts its result"
         return super().refuse(b, op)
 
     @staticmethod

@@ -69,6 +69,28 @@ def test_activations_after_norms_of_rows(kind: str, activation: str, precision: 
     assert [s.params["op"]["kind"] for s in program.steps].count("ActivatedNorm") == 1
 
 
+@pytest.mark.parametrize(
+    ("length", "tactic"), [(384, "rows_activated"), (64, "rows_activated"), (48, "rows_activated")]
+)
+def test_the_l2_norm_of_an_embedding_stores_fp32(length: int, tactic: str) -> None:
+    n = Net()
+    y = n.op("LpNormalization", n.matmul(n.input(3, 32), length), attrs=norm.LpNormAttrs(-1, 2, 1e-12))
+    program = check_simulated(n.done(y), "fp16")
+    assert chosen(program, "LpNormalization") == [tactic]
+    assert [s.params["op"]["kind"] for s in program.steps][-2:] == ["Conv", "ActivatedNorm"]
+
+
+def test_other_l2_norms_of_rows() -> None:
+    n = Net()
+    y = n.op("LpNormalization", n.matmul(n.input(3, 32), 384), attrs=norm.LpNormAttrs(-1, 2, 0.0))
+    program = check_simulated(n.done(n.matmul(y, 16)), "fp16")
+    assert chosen(program, "LpNormalization") == ["rows_once"]
+    n = Net()
+    y = n.op("LpNormalization", n.matmul(n.input(3, 32), 384), attrs=norm.LpNormAttrs(-1, 1, 0.0))
+    program = check_simulated(n.done(n.matmul(y, 16)), "fp16")
+    assert "no L1 norms" in reasons(program, "LpNormalization")
+
+
 def test_norms_without_an_activation_have_none() -> None:
     n = Net()
     y = n.op("RMSNormalization", n.matmul(n.input(12, 32), 48), n.positive(48))

@@ -20,6 +20,7 @@ from optdnn.types import Array
 
 GPU = of_arch("sm_90a")
 PLAIN = rows.Problem("layer_norm", 11, 96, "float32")
+L2 = replace(PLAIN, operation="l2_norm", scale=False, bias=False, epsilon=0.0)
 WIDENED = replace(PLAIN, dtype="float16", widened=True)
 SHIFTED = 40.0
 """The mean of the rows. Sums of squares would cancel."""
@@ -32,6 +33,9 @@ def expected(problem: rows.Problem, x: Array, scale: Array, bias: Array) -> Arra
     if problem.operation == "log_softmax":
         y = x - x.max(1, keepdims=True)
         return y - np.log(np.exp(y).sum(1, keepdims=True))
+    if problem.operation == "l2_norm":
+        length = np.maximum(np.sqrt(np.square(x).sum(1, keepdims=True)), problem.epsilon)
+        return x / np.where(length == 0, 1, length)
     y = x - x.mean(1, keepdims=True) if problem.operation == "layer_norm" else x
     y = y / np.sqrt(np.square(y).mean(1, keepdims=True) + problem.epsilon) * scale
     y = y + bias if problem.bias else y
@@ -51,6 +55,9 @@ def expected(problem: rows.Problem, x: Array, scale: Array, bias: Array) -> Arra
             (rows.Problem("rms_norm", 11, 96, "float32", bias=False), rows.Config(32, 2, 2, 64)),
             (rows.Problem("softmax", 11, 96, "float32"), rows.Config(8, 3, 4, 64)),
             (rows.Problem("log_softmax", 11, 301, "float32"), rows.Config(64, 5, 1, 64)),
+            (L2, rows.Config(32, 2, 2, 64)),
+            (replace(L2, epsilon=1e4), rows.Config(8, 3, 4, 64, 2)),
+            (replace(L2, dtype="float16", widened=True, length=264), rows.Config(64, 1, 8, 64)),
             (WIDENED, rows.Config(4, 3, 8, 64, 2)),
             (replace(WIDENED, length=90), rows.Config(32, 2, 2, 64)),
         ],
@@ -66,6 +73,8 @@ def test_the_kernel_on_a_processor(problem: rows.Problem, config: rows.Config, t
         "input": (rng.standard_normal(shape) + SHIFTED).astype(problem.dtype),
         "output": np.zeros(shape, np.float32),
     }
+    if problem.operation == "l2_norm":
+        memory["input"][3] = 0
     made = rows.launch(problem, config, GPU)
     held = {name: emulated.aligned(memory[name]) for name in made.operands}
     stages = render.epilogue(problem.epilogue, exact=True) if problem.epilogue else ""

@@ -5,13 +5,13 @@
 // and a block takes several rows; a larger GROUP is the whole block. ROWS: rows per group, where GROUP <= 32. All of them are loaded before
 // the first is reduced; they share one read of the parameters, which have four times the length of a row.
 //
-// generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), WIDE, LANES, VECTORS, GROUP, ROWS, THREADS, HAS_ADD
-// (the normalized row is input + addend), ADD_LAST (the addend is added to the normalized row instead), PERIODIC (the addend's rows
-// repeat), FIRST (1, 2: the input is normalized by operation 0 or 1 before an addend is added), HAS_FIRST_SCALE and HAS_FIRST_BIAS,
-// WALKED (the input's rows are spread over up to four axes; other tensors are rows), HAS_SUM (input + addend is a second output), HAS_SCALE
-// and HAS_BIAS; EPILOGUE (the result goes through epilogue()); MODULATED (rows of an image share factors, and with HAS_SHIFT shifts, after
-// the norm); NARROW (1: the result is stored as 8-bit integers, 2: as fp8) and HAS_OUTPUT (it is stored in the input's type; WIDENED: in
-// fp32).
+// generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, or with L2 an L2 norm, 2 softmax, 3 log-softmax), WIDE, LANES, VECTORS, GROUP,
+// ROWS, THREADS, HAS_ADD (the normalized row is input + addend), ADD_LAST (the addend is added to the normalized row instead), PERIODIC
+// (the addend's rows repeat), FIRST (1, 2: the input is normalized by operation 0 or 1 before an addend is added), HAS_FIRST_SCALE and
+// HAS_FIRST_BIAS, WALKED (the input's rows are spread over up to four axes; other tensors are rows), HAS_SUM (input + addend is a second
+// output), HAS_SCALE and HAS_BIAS; EPILOGUE (the result goes through epilogue()); MODULATED (rows of an image share factors, and with
+// HAS_SHIFT shifts, after the norm); NARROW (1: the result is stored as 8-bit integers, 2: as fp8) and HAS_OUTPUT (it is stored in the
+// input's type; WIDENED: in fp32).
 #include "tile_vectors.cuh"
 #include "narrow.cuh"
 
@@ -246,7 +246,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
             factor[r] = rsqrtf(reduce<false>(squares, 1) * p.inverse_length + p.epsilon);
         } else {
             shift[r] = 0.0f;
-            factor[r] = rsqrtf(reduce<false>(total, 0) * p.inverse_length + p.epsilon);
+            const float squares = reduce<false>(total, 0);
+            if (L2) {
+                const float length = sqrtf(squares), divisor = length < p.epsilon ? p.epsilon : length;   // NaN stays
+                factor[r] = divisor == 0.0f ? 1.0f : 1.0f / divisor;
+            } else {
+                factor[r] = rsqrtf(squares * p.inverse_length + p.epsilon);
+            }
         }
     }
     #pragma unroll
