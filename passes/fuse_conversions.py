@@ -5,14 +5,17 @@ an output, stands beside a conversion. If nothing else reads the converted value
 less traffic.
 
 Operators beside normalizations, pools and reductions stay as they are: the launches of these may compute them too.
+
+A conversion in front of a product moves behind the views between them.
 """
 
 from __future__ import annotations
 
-from optdnn.ir.graph import Graph, Op
-from optdnn.passes.base import Match, Miss, PassContext, RulePass
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.fuse_pointwise import FuseGroup, PointwiseOfParts, is_pointwise
-from optdnn.passes.support.facts import operand
+from optdnn.passes.support.facts import RESHAPES, operand
 from optdnn.types import BF16, FP16, FP32
 
 HALVES = (FP16, BF16)
@@ -59,8 +62,46 @@ def _beside_others(graph: Graph, op: Op) -> bool:
     return any(kind.endswith(("Normalization", "Pool")) or kind.startswith("Reduce") for kind in near)
 
 
+@rule("conversion_after_views", {"Gemm", "MatMul"})
+def conversion_after_views(graph: Graph, op: Op) -> Match | Miss | None:
+    """A conversion to 16-bit floats moves behind the last Transpose between it and a product, as for the patches of a vision
+    transformer's image: then one launch converts and reorders."""
+    views, value = list[Op](), op.inputs[0]
+    while value is not None and graph.op(value).kind in (*RESHAPES, "Transpose"):
+        if graph.sole_user(value) is None:
+            return None
+        views.append(graph.op(value))
+        value = views[-1].inputs[0]
+    cast = None if value is None else graph.op(value)
+    last = next((k for k, view in enumerate(views) if view.kind == "Transpose"), None)
+    if cast is None or last is None or _converts(graph, cast) != "narrows":
+        return None
+    views = views[last:]  # a Reshape behind the last Transpose is a view of the converted elements
+    if graph.sole_user(cast.value) is None:
+        return Miss(f"{cast.name} has other readers")
+    if any(view.kind == "Transpose" and not _keeps_last(view) for view in views):
+        return Miss("the views exchange neighbors, which copies of one type do faster")
+
+    def build(patch: Patch) -> Value:
+        x = operand(cast)
+        for view in reversed(views):
+            x = patch.add(view.kind, [x, *view.inputs[1:]], view.attrs, src=view.src)
+        return patch.add("Cast", [x], cast.attrs, src=cast.src)
+
+    return Match((*views, cast), build)
+
+
+def _keeps_last(op: Op) -> bool:
+    """Whether a Transpose keeps the last axis last."""
+    return op.attrs.perm is not None and op.attrs.perm[-1] == len(op.attrs.perm) - 1
+
+
 class FuseConversions(RulePass):
     """Runs after the assignment of precisions, which adds the conversions."""
 
     name = "fuse_conversions"
-    rules = (PointwiseOfParts(joins=lambda graph, one: not _beside_others(graph, one)), Converted())
+    rules = (
+        PointwiseOfParts(joins=lambda graph, one: not _beside_others(graph, one)),
+        Converted(),
+        conversion_after_views,  # after operators have taken in their conversions
+    )

@@ -50,6 +50,7 @@ from optdnn.kernels.index.sampling import SampledChannels, SampledPixels
 from optdnn.kernels.index.top_rows import TopRows
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.layout.picture import ResizedPicture
+from optdnn.kernels.layout.pointwise_rows import PointwiseRows
 from optdnn.kernels.layout.staged_pad import StagedPad
 from optdnn.kernels.libraries.collective import Collect
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
@@ -228,8 +229,17 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GlobalMaxPool": (StagedReduction(), ReductionParts(), Reduction()),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
     "Cast": (ResizedPicture(), Elementwise()),
-    "Add": (NormAddNorm(), AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), GroupNormAdd(), Elementwise()),
-    "Pointwise": (GroupNormAdd(), ModulatedGroupNorm(), ModulatedRows(), StagedPool(), Elementwise()),
+    "Add": (
+        NormAddNorm(),
+        AddNorm(),
+        AddNormAcross(),
+        AddGroupNorm(),
+        NormAdd(),
+        GroupNormAdd(),
+        PointwiseRows(),
+        Elementwise(),
+    ),
+    "Pointwise": (GroupNormAdd(), ModulatedGroupNorm(), ModulatedRows(), StagedPool(), PointwiseRows(), Elementwise()),
     "Concat": (Unfold(),),
 }
 

@@ -20,7 +20,6 @@ from optdnn.ops.base import (
     Cost,
     NestedAttrs,
     Result,
-    Stage,
     Tol,
     Traits,
     attrs_dict,
@@ -28,7 +27,6 @@ from optdnn.ops.base import (
 )
 from optdnn.ops.checks import agree, elements, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
-from optdnn.ops.fused import infer_stages, stages_flops
 from optdnn.ops.held import (
     CACHED_ATTENTION,
     CHANNEL_ATTENTION,
@@ -194,38 +192,6 @@ def without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- shapes
 
 
-@dataclass(frozen=True)
-class JointPointwiseAttrs(Attrs):
-    """Chains of pointwise stages with one result each. Chain k reads the next ``counts[k]`` operands. Its stages number them from
-    0, and its register 0 is the first of them."""
-
-    counts: tuple[int, ...]
-    stages: tuple[tuple[Stage, ...], ...]
-
-
-def _infer_joint_pointwise(call: Call) -> Result:
-    a: JointPointwiseAttrs = call.attrs
-    agree(len(a.counts), len(a.stages), "JointPointwise: chains of stages")
-    agree(sum(a.counts), len(call.types), "JointPointwise: operands of its chains")
-    types, begin = list[TensorType](), 0
-    for count, chain in zip(a.counts, a.stages, strict=True):
-        if count < 1:
-            raise ShapeError("JointPointwise has a chain without operands")
-        own = call.types[begin : begin + count]
-        types.append(infer_stages(chain, call.type(begin), own))
-        begin += count
-    return Result(tuple(types))
-
-
-def _cost_joint_pointwise(call: Call, result: Result) -> Cost:
-    a: JointPointwiseAttrs = call.attrs
-    flops, begin = 0.0, 0
-    for count, chain in zip(a.counts, a.stages, strict=True):
-        flops += stages_flops(chain, call.type(begin), call.types[begin : begin + count])
-        begin += count
-    return Cost(flops)
-
-
 def _infer_copies(call: Call) -> Result:
     return Result(tuple(call.type(k) for k in range(len(call.types))))
 
@@ -360,7 +326,6 @@ DEFS: tuple[OpDef, ...] = (
     region("Copy", same_type, cost=free, tol=EXACT, traits=_MOVES),
     FACTORED_ATTENTION,
     region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=_MOVES),
-    region("JointPointwise", _infer_joint_pointwise, JointPointwiseAttrs, cost=_cost_joint_pointwise),
     region("MaskedSoftmax", same_type, cost=per_element(5)),
     PERIODIC_ATTENTION,
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),

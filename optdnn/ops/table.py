@@ -23,6 +23,7 @@ from optdnn.ops import (
     norm,
     norm_regions,
     packed,
+    pointwise_regions,
     pointwise_scan,
     pool,
     product_regions,
@@ -82,6 +83,7 @@ FAMILIES: dict[str, tuple[OpDef, ...]] = {
         *regions.DEFS,
         *conv_regions.DEFS,
         *norm_regions.DEFS,
+        *pointwise_regions.DEFS,
         *product_regions.DEFS,
     ),
 }

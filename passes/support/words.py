@@ -24,6 +24,7 @@ RULES: Mapping[str, str] = {
     "element_of_stack": "elements of stacked tensors read from the tensors",
     "rows_by_one_index": "rows with one index for all channels gathered as a whole",
     "take_rows_by_index": "selections of a few rows moved in front of the operators that compute each row by itself",
+    "conversion_after_views": "conversions moved behind views that reorder elements",
     "added_positions": "products of sums with constants merged with products of the other terms",
     "norm_of_view": "normalizations moved after the views of images",
     "joined_pixels": "channels moved last where pixels of several images are joined",

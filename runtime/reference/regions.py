@@ -352,19 +352,6 @@ def quantized(
     return (rounded, q) if kept else (q,)
 
 
-def joint_pointwise(
-    run: Run, *operands: Array | None, counts: Sequence[int], stages: Sequence[Sequence[Any]]
-) -> tuple[Array, ...]:
-    """The results of several chains of pointwise stages. Chain k reads the next ``counts[k]`` operands; its register 0 is the first
-    of them."""
-    results, begin = list[Array](), 0
-    for count, chain in zip(counts, stages, strict=True):
-        own = operands[begin : begin + count]
-        results += run("Pointwise", own, {"epilogue": tuple(chain), "arity": 1})
-        begin += count
-    return tuple(results)
-
-
 KERNELS: dict[str, Kernel] = {
     "CachedAttention": cached_attention,
     "ChannelAttention": channel_attention,
@@ -384,7 +371,6 @@ KERNELS: dict[str, Kernel] = {
 }
 
 COMPOSED: dict[str, ComposedKernel] = {
-    "JointPointwise": joint_pointwise,
     "PackedRowProduct": packed_row_product,
     "PairedProduct": paired_product,
     "Quantized": quantized,

@@ -16,10 +16,10 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import plain_attrs
 from optdnn.ops.held import NO_ONNX, CachedAttentionAttrs, ChannelAttentionAttrs, ChannelSumsAttrs
 from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.pointwise_regions import JointPointwiseAttrs, PointwiseOfRowsAttrs
 from optdnn.ops.regions import (
     EdgePaddedAttrs,
     FramesAttrs,
-    JointPointwiseAttrs,
     QuantizedAttrs,
     RecurrenceAttrs,
     StackedRNNAttrs,
@@ -40,7 +40,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 54
+    assert len(REGIONS) == 55
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -107,6 +107,20 @@ def test_joint_pointwise() -> None:
     for counts, because in (((2, 1), "chains of stages"), ((2, 1, 2), "operands"), ((3, 0, 1), "without operands")):
         with pytest.raises(ShapeError, match=because):
             infer("JointPointwise", replace(attrs, counts=counts), [x, x, y, z], outputs=3)
+
+
+def test_pointwise_of_rows() -> None:
+    words, places, added = random(9, 4).astype(FP16), random(5, 4, seed=1).astype(FP16), random(4, seed=2).astype(FP16)
+    at, place = np.array([[3, -1, 8], [0, 2, 2]]), np.array([[4, 0, 1]], np.int32)
+    stages = (Stage("Add", (-1, 2)), Stage("Mul", (-2, 1)))
+    attrs = PointwiseOfRowsAttrs((0, 2), stages)
+    (y,) = results("PointwiseOfRows", attrs, [words, added, places, at, place])
+    wide = [x.astype(np.float32) for x in (words, places, added)]
+    np.testing.assert_array_equal(y, ((wide[0][at] + wide[1][place]) * wide[2]).astype(FP16))
+    with pytest.raises(ShapeError, match=r"tables at \(0, 3\)"):
+        infer("PointwiseOfRows", replace(attrs, rows=(0, 3)), [words, added, places, at, place])
+    with pytest.raises(ShapeError, match="table"):
+        infer("PointwiseOfRows", replace(attrs, rows=(0, 1)), [words, added, places, at, place])
 
 
 def test_frames() -> None:

@@ -10,8 +10,11 @@ from support.simulated import check_simulated, kinds, refusals
 from optdnn.ir.graph import Value
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
+from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import PointwiseAttrs
+from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_conversions import FuseConversions
@@ -107,3 +110,52 @@ def test_a_softmax_computes_no_activation() -> None:
     assert "the launch of a softmax or an L2 norm only converts its result" in refusals(
         program, "rows_activated", "Softmax"
     )
+
+
+# ---------------------------------------------------------------- conversions and views
+
+
+def patches(n: Net, x: Value, perm: tuple[int, ...] = (0, 2, 4, 1, 3, 5)) -> Value:
+    """The 4 x 4 patches of an image as rows."""
+    x = n.op("Reshape", x, n.ints(1, 3, 2, 4, 2, 4))
+    return n.op("Reshape", n.op("Transpose", x, attrs=TransposeAttrs(perm)), n.ints(1, 4, 48))
+
+
+def embedded(n: Net, x: Value) -> Value:
+    return n.op("MatMul", x, n.const(n.rng.random((48, 16)), FP16))
+
+
+def test_a_conversion_moves_behind_the_last_transpose() -> None:
+    n = Net()
+    graph = n.done(embedded(n, patches(n, to(n, n.input(1, 3, 8, 8), FP16))))
+    after, _ = check_pass(
+        FuseConversions(), graph, changes=1, rules={"conversion_after_views": 1}, context=CUDA, promoted_changes=0,
+        kinds={"Cast": 1, "Reshape": 2, "Transpose": 1, "MatMul": 1},
+    )  # fmt: skip
+    (cast,) = after.of_kind("Cast")
+    assert after.op(cast.inputs[0]).kind == "Transpose"  # type: ignore[arg-type]
+    assert cast.outputs[0].type.dims == (1, 2, 2, 3, 4, 4)
+
+
+def test_other_conversions_before_views_stay() -> None:
+    n = Net()
+    x = to(n, n.input(1, 3, 8, 8), FP16)
+    check_refused(
+        FuseConversions(), n.done(embedded(n, patches(n, x)), x), because="Cast_1 has other readers", context=CUDA
+    )
+    n = Net()
+    graph = n.done(embedded(n, patches(n, to(n, n.input(1, 3, 8, 8), FP16), (0, 2, 4, 1, 5, 3))))
+    check_refused(FuseConversions(), graph, because="exchange neighbors", context=CUDA)
+    n = Net()
+    rows = n.op("Reshape", to(n, n.input(1, 3, 8, 8), FP16), n.ints(1, 4, 48))
+    check_untouched(FuseConversions(), n.done(embedded(n, rows)), context=CUDA)
+
+
+def test_the_launches_of_a_patch_embedding() -> None:
+    n = Net()
+    x = n.op(
+        "Conv", n.input(1, 3, 32, 32), n.random(64, 3, 4, 4, scale=0.1), attrs=ConvAttrs((4, 4), (0,) * 4, (1, 1), 1)
+    )
+    rows = n.op("Transpose", n.op("Reshape", x, n.ints(1, 64, 64)), attrs=TransposeAttrs((0, 2, 1)))
+    y = n.op("LayerNormalization", rows, n.positive(64), n.random(64), attrs=LayerNormAttrs(-1))
+    assert kinds(check_simulated(n.done(n.matmul(y, 16)), "fp16"))[:2] == ["Pointwise", "RowMoments"]

@@ -76,8 +76,10 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
     seen = {(v.operand, v.offset, v.shape, v.strides): v for v in (*m.reads, *m.writes) if v is not None}
     moved = sum(_distinct(v) * dtype(v).itemsize for v in seen.values())
     out = next((v for v in m.writes if v is not None), None)
-    if m.kind in GATHERS and out is not None and (data := m.reads[0]) is not None:
-        moved -= max(0, _distinct(data) - _distinct(out)) * dtype(data).itemsize
+    tables = [0] if m.kind in GATHERS else m.attrs["rows"] if m.kind == "PointwiseOfRows" else []
+    for data in (m.reads[k] for k in tables):
+        if data is not None and out is not None:
+            moved -= max(0, _distinct(data) - _distinct(out)) * dtype(data).itemsize
     first = next((v for v in m.reads if v is not None), out)
     if m.kind in ("ImageConv", "PooledImageConv"):
         first = out  # its factors have the result's type
