@@ -16,6 +16,7 @@ from support.simulated import check_simulated, feeds_of, lowered
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.norm import LayerNormAttrs
 from optdnn.runtime.program import Program
 from optdnn.types import INT32, INT64
 
@@ -70,6 +71,20 @@ def test_meanings(name: str, precision: str) -> None:
     assert "gather" not in found
     (step,) = (s for s in program.steps if s.params.get("tactic") == "pointwise_rows")
     assert step.params["op"]["kind"] == "PointwiseOfRows"
+
+
+@pytest.mark.parametrize(
+    ("gathers", "tactics_of_sum"), [(2, ["pointwise_rows", "rows_once"]), (1, ["gather", "add_norm"])]
+)
+def test_a_norm_of_two_gathered_rows_adds_nothing(gathers: int, tactics_of_sum: list[str]) -> None:
+    """GPT-2's embedding of a token and of its position; the sum is also the first shortcut."""
+    n = Net()
+    word = rows(n, tokens(n, 2, 6), 16)
+    other = rows(n, tokens(n, 2, 6, name="at"), 16) if gathers == 2 else n.input(2, 6, 16, name="given")
+    x = n.op("Add", word, other)
+    y = n.op("LayerNormalization", x, n.positive(16), n.random(16), attrs=LayerNormAttrs(-1))
+    found = tactics(check_simulated(n.done(n.op("Add", x, n.matmul(y, 16))), "fp16"))
+    assert [t for t in found if t in ("pointwise_rows", "gather", "rows_once", "add_norm")] == tactics_of_sum
 
 
 def shared(n: Net) -> list[Value]:

@@ -14,6 +14,7 @@ from typing import Any
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Launch
+from optdnn.kernels.layout.pointwise_rows import PointwiseRows
 from optdnn.kernels.layout.row_places import aligned, result_strides, row_pitch
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.rows_once import RowsOnce, emit_norm, placed, row_problem, rows_offers
@@ -81,6 +82,8 @@ class AddNorm(AddsAndNormalizes):
             return f"the normalization after it: {why}"
         if self._operands(b, op) is None:
             return "an operand is broadcast, but not by repeating whole rows"
+        if len(PointwiseRows().neighbors(b.graph, op)) > 1 and PointwiseRows().refuse(b, op) is None:
+            return "one launch gathers both operands and adds them"
         if b.row_invariant and any(b.graph.constant_value(v) is not None for v in op.inputs):
             return "its constant is broadcast over a larger batch, and the sum is rounded before it is normalized"
         (x, other), given = self.sources(b, op), [b.reserved[v] for v in (op.value, norm.value) if v in b.reserved]
