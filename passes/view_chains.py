@@ -35,6 +35,10 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
     x = operand(first if before is None else before)
     if first.attrs.perm is None or op.attrs.perm is None or 0 in op.outputs[0].type.dims:
         return None
+    if before is None and first.attrs.perm == channels_to_last(len(first.attrs.perm)) and is_image(graph, x):
+        return None  # layouts remove the first Transpose
+    if op.attrs.perm == channels_from_last(len(op.attrs.perm)) and read_as_image(graph, op.value):
+        return None  # layouts remove the last Transpose
     if not all(t.is_static for t in (graph.type(x), first.outputs[0].type, op.outputs[0].type)):
         return None
     reader = graph.sole_user(op.value)
@@ -58,7 +62,7 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
     perm = (*range(len(kept)), *(runs.index(run) + len(kept) for run in order))
 
     def build(patch: Patch) -> Value:
-        turned = patch.add("Transpose", [reshaped(patch, x, sizes)], TransposeAttrs(perm))
+        turned = patch.add("Transpose", [_in_shape(patch, x, sizes)], TransposeAttrs(perm))
         return _in_shape(patch, turned, end.outputs[0].type.static_shape)
 
     covered = [o for o in (end, op, middle, first, before) if o is not None]
@@ -75,16 +79,16 @@ def image_chain(graph: Graph, op: Op) -> Match | None:
     if not users or all(user.kind in VIEWS for user in users):
         return None
     chain = chain_of(graph, op.value)
-    if chain is None or sum(perm is not None for perm in chain.moves) < 2 or len(chain.axes[0]) < 4:
+    if chain is None or len(chain.moves) < 2 or len(chain.axes[0]) < 4:
         return None
-    last = channels_to_last(len(chain.axes[0]))
+    last, turns = channels_to_last(len(chain.axes[0])), sum(perm is not None for perm in chain.moves)
     if chain.moves[0] == last or not is_image(graph, chain.base):
         return None
     shapes, taken = chain.shapes(chain.sizes), [p for axis in chain.axes[-1] for p in axis]
     if taken == sorted(taken):
         return Match((op,), lambda patch: _in_shape(patch, chain.base, shapes[-1]))
-    if not chain.axes[0][1] or taken[-1] != chain.axes[0][1][-1]:
-        return None
+    if turns < 2 or not chain.axes[0][1] or taken[-1] != chain.axes[0][1][-1]:
+        return None  # `image_to_tokens` knows chains of one Transpose
     given = [p for axis in last for p in chain.axes[0][axis]]
     runs = _runs(given, taken, {0, given.index(chain.axes[0][1][0])})  # there may be a gap after each pixel
     sizes = [math.prod(chain.sizes[p] for p in run) for run in runs]
