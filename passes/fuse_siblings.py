@@ -28,6 +28,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.base import FusedAttrs, Stage
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.rules.outer_parts import OuterPart
 from optdnn.passes.support.common_kernel import common_kernel
 from optdnn.passes.support.facts import bytes_of, integers, operand
 from optdnn.passes.support.products import output_axis
@@ -395,4 +396,4 @@ def _unprofitable(graph: Graph, x: Value, family: Family, target: str) -> str | 
 
 class FuseSiblings(RulePass):
     name = "fuse_siblings"
-    rules = (MergeSiblings(), GroupSiblings())
+    rules = (MergeSiblings(), GroupSiblings(), OuterPart())

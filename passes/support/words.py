@@ -24,6 +24,7 @@ RULES: Mapping[str, str] = {
     "joined_pixels": "channels moved last where pixels of several images are joined",
     "softmax_mean": "means weighted by a softmax of channels written as products of rows",
     "moved_pixels": "channels moved last where pixels are reordered",
+    "outer_part": "parts of convolutions ordered so that one is written into a concatenation",
     "ordered_channels": "filters of convolutions reordered so that parts of their channels are consecutive",
     "image_chain": "views of images merged, with channels moved last",
     "chain_to_image": "views that end in images merged, with channels moved last before",

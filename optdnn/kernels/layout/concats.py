@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -77,6 +78,8 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
             inner and math.prod(out.static_shape[axis + 1 :]) % 8
         ):
             continue
+        if joint is None and last and (wide := _with_outer_parts(b, op)) is not None:
+            joint = b.reserved[op.value] = wide
         if joint is None:
             joint = b.new(op.outputs[0].name, out.dtype, out.static_shape, pitch or b.strides_for(out))
             b.reserved[op.value] = joint
@@ -91,6 +94,44 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
                 b.reserved[v] = joint.view(shape, joint.strides, int(start) * joint.strides[axis])
                 if volume or rows or inner or turned or b.graph.op(v).kind == "Layout":
                     _reserve_before(b, v)
+
+
+def _with_outer_parts(b: Builder, op: Op) -> TensorView | None:
+    """The place of a Concat of channels beside the other parts of a convolution: one of its parts begins or ends the Concat.
+
+    The convolution's place is reserved. None if there is no such part (``passes/rules/outer_parts.py`` orders the parts)."""
+    out = op.outputs[0].type
+    for at in (len(op.inputs) - 1, 0):
+        part = op.inputs[at]
+        split = None if part is None else b.graph.op(part)
+        if part is None or split is None or split.kind != "Split" or part in b.reserved:
+            continue
+        whole, end = split.inputs[0], 0 if at else len(split.outputs) - 1
+        inner = [v for v in op.inputs if v is not None and v.op == split.id]
+        if (
+            whole is None
+            or whole in b.reserved
+            or part.port != end
+            or len(inner) > 1
+            or b.graph.sole_user(whole) is None
+        ):
+            continue
+        t = b.graph.type(whole)
+        channels, joined = t.static_shape[1], out.static_shape[1]
+        width = b.graph.type(part).static_shape[1]
+        extra = channels - width
+        if (
+            b.graph.op(whole).kind != "Conv"
+            or (t.layout, t.dtype) != (out.layout, out.dtype)
+            or extra % 8
+            or joined % 8
+        ):
+            continue
+        shape = (out.static_shape[0], joined + extra, *out.static_shape[2:])
+        wide = b.new(op.outputs[0].name, out.dtype, shape, b.strides_for(replace(out, shape=shape)))
+        b.reserved[whole] = wide.view(t.static_shape, wide.strides, joined - width if at else 0)
+        return wide.view(out.static_shape, wide.strides, 0 if at else extra)
+    return None
 
 
 def pitched(b: Builder, op: Op) -> tuple[int, ...] | None:
