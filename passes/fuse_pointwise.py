@@ -26,6 +26,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.support.facts import RESHAPES, operand, producer
 from optdnn.types import TensorType, is_float, normalize_axis, show_shape
 
 MAX_STAGES = 16
@@ -338,7 +339,12 @@ class PointwiseOfParts(Rule):
             return Miss(f"{concat.name} is read elsewhere")
         shape, parts = graph.type(concat.value).dims, [v for v in concat.inputs if v is not None]
         axis = normalize_axis(concat.attrs.axis, len(shape)) - len(shape)
-        if (other := self._other(graph, parts)) is not None:
+        alike = all(
+            v == concat.value or (a := graph.constant_value(v)) is None or a.size == 1
+            for v in op.inputs
+            if v is not None
+        )
+        if (other := self._other(graph, parts, alike)) is not None:
             return Miss(f"{other.name}, a part of {concat.name}, is not the result of a pointwise op for it alone")
         widths = [d for v in parts if isinstance(d := graph.type(v).dims[axis], int)]
         if len(widths) < len(parts):
@@ -347,23 +353,26 @@ class PointwiseOfParts(Rule):
         def build(patch: Patch) -> Value:
             ends, made = list(accumulate(widths)), []
             for part, width, end in zip(parts, widths, ends, strict=True):
-                own = [
-                    _constant_part(graph, patch, v, axis, end - width, end) if v != concat.value else part
-                    for v in op.inputs
-                ]
-                made.append(patch.add(op.kind, own, op.attrs))
+                given = [_constant_part(graph, patch, v, axis, end - width, end) for v in op.inputs]
+                view = producer(graph, part, RESHAPES)  # it moves behind the op
+                own = part if view is None else operand(view)
+                y = patch.add(op.kind, [own if v == concat.value else v for v in given], op.attrs)
+                made.append(
+                    y if view is None else patch.add(view.kind, [y, *view.inputs[1:]], view.attrs, src=view.src)
+                )
             return patch.add("Concat", made, concat.attrs, src=concat.src)
 
         return Match((op, concat), build)
 
-    def _other(self, graph: Graph, parts: Sequence[Value]) -> Op | None:
-        """The first part that is not the result of a pointwise op for it alone, or a Concat of such parts."""
+    def _other(self, graph: Graph, parts: Sequence[Value], views: bool) -> Op | None:
+        """The first part that no pointwise op computes for it alone and that is no Concat (``views``: or Reshape) of such parts."""
         for part in parts:
             one = graph.op(part)
             if graph.sole_user(part) is None:
                 return one
-            if one.kind == "Concat":
-                if (other := self._other(graph, [v for v in one.inputs if v is not None])) is not None:
+            if one.kind == "Concat" or (views and one.kind in RESHAPES):
+                inner = one.inputs if one.kind == "Concat" else one.inputs[:1]
+                if (other := self._other(graph, [v for v in inner if v is not None], views)) is not None:
                     return other
             elif not (is_pointwise(one) and self.joins(graph, one)):
                 return one

@@ -151,7 +151,9 @@ def joined_pixels(graph: Graph, op: Op) -> Match | Miss | None:
 def _is_flat(graph: Graph, flat: Op) -> bool:
     """Whether a Reshape turns an image into (B, C..., H * W)."""
     image, after = operand(flat), flat.outputs[0].type.dims
-    return _channels(shape_of(graph, image), after) == range(1, len(after) - 1) and is_image(graph, image)
+    before = shape_of(graph, image) or ()
+    plain = len(before) > 3 and len(after) == 3 and before[:2] == after[:2]  # C may be 1
+    return (plain or _channels(before, after) == range(1, len(after) - 1)) and is_image(graph, image)
 
 
 def _rows_of_pixels(graph: Graph, flat: Op) -> tuple[Shape, Shape]:

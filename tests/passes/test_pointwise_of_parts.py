@@ -55,6 +55,24 @@ def test_parts_that_are_joined_themselves() -> None:
     check_pass(FusePointwise(), graph, changes=5, rules=rules, kinds={"Pointwise": 3, "Concat": 2}, context=CUDA)
 
 
+def test_a_view_of_a_part_moves_behind_the_op() -> None:
+    n = Net(np.float64)
+    view = n.op("Reshape", joined(n), n.ints(2, 42, 1))
+    whole = n.op("Concat", view, n.op("Sin", n.input(2, 4, 1, name="z")), attrs=ConcatAttrs(1))
+    rules = {"pointwise_of_parts": 2, "pointwise": 3}
+    left = {"Pointwise": 3, "Concat": 2, "Reshape": 1}
+    graph = n.done(n.op("Mul", whole, n.const(np.array(0.5))))
+    check_pass(FusePointwise(), graph, changes=5, rules=rules, kinds=left, context=CUDA)
+
+
+def test_a_view_of_a_part_stays_before_an_op_of_several_numbers() -> None:
+    n = Net(np.float64)
+    view = n.op("Reshape", n.op("Exp", n.input(2, 6, 7)), n.ints(2, 42, 1))
+    whole = n.op("Concat", view, n.op("Sin", n.input(2, 4, 1, name="z")), attrs=ConcatAttrs(1))
+    graph = n.done(n.op("Mul", whole, n.random(46, 1)))
+    check_refused(FusePointwise(), graph, because="Reshape_2, a part of Concat_4, is not the result", context=CUDA)
+
+
 def test_on_a_cpu_it_stays() -> None:
     n = Net(np.float64)
     check_untouched(FusePointwise(), n.done(n.op("Mul", joined(n), n.random(6))))
