@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from optdnn.ir.graph import Graph, Op
 from optdnn.passes.base import Match, Miss, PassContext, RulePass
-from optdnn.passes.fuse_pointwise import FuseGroup, PointwiseOfParts, is_pointwise
-from optdnn.passes.support.facts import operand
+from optdnn.passes.fuse_pointwise import FuseGroup
+from optdnn.passes.rules.pointwise_parts import PointwiseOfParts
+from optdnn.passes.support.facts import is_pointwise, operand
 from optdnn.types import BF16, FP16, FP32
 
 HALVES = (FP16, BF16)

@@ -38,14 +38,17 @@ class OuterPart(Rule):
             return Miss("its filters are not constant, or they are grouped")
         if any((c := graph.constant_value(v)) is None or c.size > 1 for v in conv.inputs[3:] if v is not None):
             return Miss("stages of the convolution read tensors")
-        ends = np.cumsum([out.type.static_shape[1] for out in op.outputs])
+        widths = [out.type.dims[1] for out in op.outputs]
+        if not all(isinstance(n, int) for n in widths):
+            return None
+        ends = np.cumsum(widths)
         channels = np.concatenate([np.split(np.arange(ends[-1]), ends[:-1])[k] for k in order])
 
         def build(patch: Patch) -> None:
             own = [operand(conv), patch.constant(weight[channels].copy(), "weight")]
             own += [] if bias is None else [patch.constant(bias[channels].copy(), "bias")]
             y = patch.add("Conv", [*own, *conv.inputs[len(own) :]], conv.attrs, src=conv.src)
-            sizes = patch.constant(np.array([op.outputs[k].type.static_shape[1] for k in order], np.int64), "sizes")
+            sizes = patch.constant(np.array([widths[k] for k in order], np.int64), "sizes")
             parts = patch.add_op("Split", [y, sizes], op.attrs, outputs=len(order), src=op.src)
             for k, old in enumerate(order):
                 patch.replace(Value(op.id, old), Value(parts.id, k))

@@ -10,6 +10,7 @@ from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 from support.simulated import check_simulated, kinds
 
+from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
@@ -21,8 +22,8 @@ CUDA = PassContext(target="cuda:sm_90a")
 RULE = {"outer_part": 1}
 
 
-def split(n: Net, *sizes: int, bias: bool = True) -> tuple[Value, ...]:
-    y = n.conv(n.input(2, 8, 6, 5), sum(sizes), 1, pads=0, bias=bias)
+def split(n: Net, *sizes: int, bias: bool = True, batch: Any = 2) -> tuple[Value, ...]:
+    y = n.conv(n.input(batch, 8, 6, 5), sum(sizes), 1, pads=0, bias=bias)
     parts: tuple[Value, ...] = n.op("Split", y, n.ints(*sizes), outputs=len(sizes), attrs=SplitAttrs(1))
     return parts
 
@@ -35,12 +36,10 @@ def stage(n: Net, kept: int, *sizes: int, last: bool = True, axis: int = 1, **op
     return n.done(n.conv(n.op("Concat", *joined, attrs=ConcatAttrs(axis)), 8))
 
 
-def ports(graph: Graph) -> tuple[list[int], list[int]]:
+def ports(graph: Graph) -> tuple[list[Any], list[int]]:
     """The sizes of the Split's parts, and the numbers of those that the Concat reads."""
     (op,), (concat,) = graph.of_kind("Split"), graph.of_kind("Concat")
-    return [t.type.static_shape[1] for t in op.outputs], [
-        v.port for v in concat.inputs if v is not None and v.op == op.id
-    ]
+    return [t.type.dims[1] for t in op.outputs], [v.port for v in concat.inputs if v is not None and v.op == op.id]
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -43,7 +43,8 @@ class _Join:
     """A concatenation: its parts and their sizes along its axis, and the kind of axis.
 
     ``outer``: the parts follow one another in memory. ``last``: channels of channels-last images. ``volume``: channels of volumes.
-    ``rows``: the last axis of plain tensors. ``inner``: any other axis. ``apart``: a part begins inside of a vector.
+    ``rows``: the last axis of plain tensors. ``inner``: any other axis. ``apart``: a part begins inside of a vector. ``pixels``: all
+    parts are the pixels of images, one after another.
     """
 
     def __init__(self, b: Builder, op: Op):
@@ -59,6 +60,13 @@ class _Join:
         self.inner = not (self.type.layout or self.outer or self.volume or self.rows)
         self.apart = any(n % 8 for n in self.sizes[:-1])
         self.pitch = pitched(b, op)
+        self.pixels = self.outer and not self.type.layout and all(self._is_pixels(b, v) for v in self.values)
+
+    def _is_pixels(self, b: Builder, value: Value) -> bool:
+        """Whether a part is the pixels of a convolution's image: rows of all of its channels."""
+        producer = _sole_producer(b, value)
+        rows = b.graph.op(value).kind in _TURNS and producer.kind == "Conv"
+        return rows and producer.outputs[0].type.static_shape[1] == self.type.static_shape[-1]
 
     def is_in_memory_order(self, b: Builder) -> bool:
         """Whether no part has another layout. Constants can be copied from any layout."""
@@ -118,7 +126,7 @@ def _place(b: Builder, join: _Join) -> TensorView:
         found = _beside_other_parts(b, op)
     if found is None:
         strides = join.pitch or b.strides_for(t)
-        if join.outer and not t.layout and all(b.graph.op(v).kind in _TURNS for v in join.values):
+        if join.pixels:
             strides = row_major((*t.static_shape[:-1], up(t.static_shape[-1], 8)))  # convolutions write whole vectors
         found = b.new(op.outputs[0].name, t.dtype, t.static_shape, strides)
     b.reserved[op.value] = found
@@ -208,13 +216,15 @@ def _is_made_in_place(b: Builder, value: Value, kernels: frozenset[str], join: _
     if join.rows:
         return _producer_of_view(b, value).kind == "Conv" or _adds_rows(b, producer)
     if join.inner:
-        return producer.kind in _ROWS | _NORMS or producer.definition.traits.pointwise or _adds_rows(b, producer)
+        kinds = _ROWS | _NORMS | {"Concat"}
+        return producer.kind in kinds or producer.definition.traits.pointwise or _adds_rows(b, producer)
     if join.last and (_joins_channels(op) or (op.kind == "Transpose" and producer.kind in _ROWS)):
         return True
     if of_one_channel(op) and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
         return b.graph.op(op.inputs[0]).kind in kernels
     if not join.last and op.kind in _TURNS:
-        return producer.kind in ("Concat", "Conv")
+        pixels = join.pixels or (producer.kind == "Conv" and producer.outputs[0].type.static_shape[1] % 8 == 0)
+        return pixels or (producer.kind == "Concat" and op.kind != "Transpose")
     if not join.last and op.kind == "Concat":
         return True
     return op.kind in kernels or (join.volume and _producer_of_view(b, value).kind in {*kernels, "Concat"})
