@@ -43,10 +43,10 @@ def ports(graph: Graph) -> tuple[list[Any], list[int]]:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_part_at_the_end_becomes_the_first(bias: bool) -> None:
-    done, _ = check_pass(
-        FuseSiblings(), stage(Net(np.float64), 1, 16, 24, bias=bias), changes=1, rules=RULE, context=CUDA
-    )
+@pytest.mark.parametrize("batch", [2, symbol("N", 1)])
+def test_a_part_at_the_end_becomes_the_first(batch: Any, bias: bool) -> None:
+    graph, sizes = stage(Net(np.float64), 1, 16, 24, bias=bias, batch=batch), None if batch == 2 else {"N": 3}
+    done, _ = check_pass(FuseSiblings(), graph, changes=1, rules=RULE, context=CUDA, sizes=sizes)
     assert ports(done) == ([24, 16], [0])
 
 
