@@ -14,8 +14,9 @@ from __future__ import annotations
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
-from optdnn.passes.fuse_pointwise import FuseGroup, PointwiseOfParts, is_pointwise
-from optdnn.passes.support.facts import RESHAPES, operand
+from optdnn.passes.fuse_pointwise import FuseGroup
+from optdnn.passes.rules.pointwise_parts import PointwiseOfParts
+from optdnn.passes.support.facts import RESHAPES, is_pointwise, operand
 from optdnn.types import BF16, FP16, FP32
 
 HALVES = (FP16, BF16)

@@ -16,17 +16,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
-import numpy as np
-
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.types import TensorType, is_float, normalize_axis, show_shape
+from optdnn.passes.rules.pointwise_parts import PointwiseOfParts
+from optdnn.passes.support.facts import is_pointwise
+from optdnn.types import TensorType, is_float, show_shape
 
 MAX_STAGES = 16
 """Most stages of one Pointwise op: bounds the registers per thread of a GPU kernel."""
@@ -84,10 +83,6 @@ def body(steps: Sequence[OpenStage], first: Value) -> tuple[list[Value], Pointwi
 
     stages = tuple(Stage(s.kind, tuple(map(slot, s.args)), s.attrs) for s in steps)
     return operands, PointwiseAttrs(epilogue=stages)
-
-
-def is_pointwise(op: Op) -> bool:
-    return op.kind not in STRUCTURAL and op.definition.traits.pointwise and len(op.outputs) == 1
 
 
 class FuseGroup(Rule):
@@ -316,67 +311,6 @@ class PartsTogether(Rule):
 
         op_parts = _tensors(graph, op)
         return Match(tuple(same), build)
-
-
-class PointwiseOfParts(Rule):
-    """An op of constants and a Concat of pointwise ops becomes an op of each part, which is fused with the part."""
-
-    name = "pointwise_of_parts"
-
-    def __init__(self, joins: Callable[[Graph, Op], bool] = lambda graph, one: True):
-        self.joins = joins
-        """Whether a part and the op may become one op."""
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if not context.on_gpu or not is_pointwise(op) or op.kind == "Pointwise" or op.outputs[0].known is not None:
-            return None
-        computed = [v for v in op.inputs if v is not None and graph.constant_value(v) is None]
-        concat = graph.op(computed[0]) if len(computed) == 1 else None
-        if concat is None or concat.kind != "Concat" or graph.type(concat.value).shape != op.outputs[0].type.shape:
-            return None
-        if graph.sole_user(concat.value) is None:
-            return Miss(f"{concat.name} is read elsewhere")
-        shape, parts = graph.type(concat.value).dims, [v for v in concat.inputs if v is not None]
-        axis = normalize_axis(concat.attrs.axis, len(shape)) - len(shape)
-        if (other := self._other(graph, parts)) is not None:
-            return Miss(f"{other.name}, a part of {concat.name}, is not the result of a pointwise op for it alone")
-        widths = [d for v in parts if isinstance(d := graph.type(v).dims[axis], int)]
-        if len(widths) < len(parts):
-            return Miss("the widths of its parts are not known")
-
-        def build(patch: Patch) -> Value:
-            ends, made = list(accumulate(widths)), []
-            for part, width, end in zip(parts, widths, ends, strict=True):
-                own = [
-                    _constant_part(graph, patch, v, axis, end - width, end) if v != concat.value else part
-                    for v in op.inputs
-                ]
-                made.append(patch.add(op.kind, own, op.attrs))
-            return patch.add("Concat", made, concat.attrs, src=concat.src)
-
-        return Match((op, concat), build)
-
-    def _other(self, graph: Graph, parts: Sequence[Value]) -> Op | None:
-        """The first part that is not the result of a pointwise op for it alone, or a Concat of such parts."""
-        for part in parts:
-            one = graph.op(part)
-            if graph.sole_user(part) is None:
-                return one
-            if one.kind == "Concat":
-                if (other := self._other(graph, [v for v in one.inputs if v is not None])) is not None:
-                    return other
-            elif not (is_pointwise(one) and self.joins(graph, one)):
-                return one
-        return None
-
-
-def _constant_part(graph: Graph, patch: Patch, value: Value | None, axis: int, begin: int, end: int) -> Value | None:
-    """The part of a constant operand that belongs to this part of the result. ``axis`` counts from the end."""
-    array = None if value is None else graph.constant_value(value)
-    if array is None or array.ndim < -axis or array.shape[axis] == 1:
-        return value
-    taken = (..., slice(begin, end), *(slice(None),) * (-axis - 1))
-    return patch.constant(np.ascontiguousarray(array[taken]), "part")
 
 
 def _tensors(graph: Graph, op: Op) -> list[Value]:

@@ -28,6 +28,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.base import FusedAttrs, Stage
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.rules.outer_parts import OuterPart
 from optdnn.passes.support.common_kernel import common_kernel
 from optdnn.passes.support.facts import bytes_of, integers, operand
 from optdnn.passes.support.products import output_axis
@@ -364,16 +365,17 @@ def _by_channel(array: Array | None, rank: int, axis: int, width: int) -> Array 
 
 
 def _family(graph: Graph, members: Sequence[Member]) -> Family:
-    """The members in the order of the Concat that joins them side by side, else in the graph's order."""
+    """The members in the order of the Concat that joins them side by side, else in the graph's order, with aligned parts first."""
     op = members[0].op
     rank = len(graph.type(op.value).dims)
     axis = 1 if op.kind == "Conv" else rank - 1
     concat = graph.sole_user(op.value)
+    aligned = tuple(sorted(members, key=lambda m: m.width % ALIGNED != 0))  # the parts before others begin at vectors
     if concat is None or concat.kind != "Concat" or concat.attrs.axis % rank != axis:
-        return Family(tuple(members), axis, None)
+        return Family(aligned, axis, None)
     slots = {m.op.value: concat.inputs.index(m.op.value) for m in members if graph.sole_user(m.op.value) == concat}
     if len(slots) < len(members) or max(slots.values()) - min(slots.values()) != len(members) - 1:
-        return Family(tuple(members), axis, None)
+        return Family(aligned, axis, None)
     return Family(tuple(sorted(members, key=lambda m: slots[m.op.value])), axis, concat)
 
 
@@ -395,4 +397,4 @@ def _unprofitable(graph: Graph, x: Value, family: Family, target: str) -> str | 
 
 class FuseSiblings(RulePass):
     name = "fuse_siblings"
-    rules = (MergeSiblings(), GroupSiblings())
+    rules = (MergeSiblings(), GroupSiblings(), OuterPart())

@@ -55,7 +55,7 @@ def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
     channels = _turned(graph, flat, perm)
     if before is None or after is None or channels is None:
         return None
-    if perm == channels_from_last(len(after)) and _read_as_image(graph, root.value):
+    if perm == channels_from_last(len(after)) and read_as_image(graph, root.value):
         return Miss("its result is an image already")  # `tokens_to_image` writes this form
     last = (*(k for k in range(len(after)) if k not in channels), *channels)
     target = reshape_target((before[0], *before[2:], before[1]), tuple(after[k] for k in last))
@@ -106,7 +106,7 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
         return None
     if perm == channels_to_last(len(perm)) and is_image(graph, tokens):
         return Miss("its rows are an image already")  # `channel_attention` writes this form
-    if not _read_as_image(graph, root.value):
+    if not read_as_image(graph, root.value):
         return Miss("no operator on images reads it")
     last = (*(k for k in range(len(before)) if k not in channels), *channels)
     target = reshape_target(tuple(before[k] for k in last), (after[0], *after[2:], after[1]))
@@ -151,7 +151,9 @@ def joined_pixels(graph: Graph, op: Op) -> Match | Miss | None:
 def _is_flat(graph: Graph, flat: Op) -> bool:
     """Whether a Reshape turns an image into (B, C..., H * W)."""
     image, after = operand(flat), flat.outputs[0].type.dims
-    return _channels(shape_of(graph, image), after) == range(1, len(after) - 1) and is_image(graph, image)
+    before = shape_of(graph, image) or ()
+    plain = len(before) > 3 and len(after) == 3 and before[:2] == after[:2]  # C may be 1
+    return (plain or _channels(before, after) == range(1, len(after) - 1)) and is_image(graph, image)
 
 
 def _rows_of_pixels(graph: Graph, flat: Op) -> tuple[Shape, Shape]:
@@ -194,7 +196,7 @@ def moved_pixels(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
         return None
     if min(len(before), len(middle), len(after)) < 4 or not before[:2] == middle[:2] == after[:2]:
         return None
-    if not (is_image(graph, image) and _read_as_image(graph, root.value)):
+    if not (is_image(graph, image) and read_as_image(graph, root.value)):
         return Miss("no operator on images computes it or reads it")
     rows = (before[0], *before[2:], before[1])
     split = reshape_target(rows, (middle[0], *middle[2:], middle[1]))
@@ -227,7 +229,7 @@ def channel_attention(graph: Graph, op: Op) -> Match | Miss | None:
     image, before = back.outputs[0].type.shape, op.outputs[0].type.shape
     if image is None or before is None or _channels(image, before) != range(1, 3):
         return None
-    if not _read_as_image(graph, back.value):
+    if not read_as_image(graph, back.value):
         return Miss("no operator on images reads it")
     reshapes = [flat for flat in flats if flat is not None]
     targets = {f.id: reshape_target(*_rows_of_tokens(graph, f)) for f in reshapes}
@@ -302,7 +304,8 @@ def _end(shape: Shape, start: int, size: int | Dim) -> int | None:
     return None
 
 
-def _read_as_image(graph: Graph, value: Value) -> bool:
+def read_as_image(graph: Graph, value: Value) -> bool:
+    """Whether an operator on images reads ``value``, perhaps after a few pointwise operators."""
     return any(_reads_image(graph, user, value) for user in graph.users(value))
 
 

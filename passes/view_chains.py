@@ -13,7 +13,11 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped
+from optdnn.passes.image_tokens import is_image, read_as_image
+from optdnn.passes.rules.ordered_channels import ordered_channels
+from optdnn.passes.support.facts import RESHAPES, channels_from_last, channels_to_last, operand, producer, reshaped
+from optdnn.passes.support.parts_of_axes import VIEWS, chain_of
+from optdnn.passes.support.views import transposed
 
 Shape = tuple[int, ...]
 
@@ -31,6 +35,10 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
     x = operand(first if before is None else before)
     if first.attrs.perm is None or op.attrs.perm is None or 0 in op.outputs[0].type.dims:
         return None
+    if before is None and first.attrs.perm == channels_to_last(len(first.attrs.perm)) and is_image(graph, x):
+        return None  # layouts remove the first Transpose
+    if op.attrs.perm == channels_from_last(len(op.attrs.perm)) and read_as_image(graph, op.value):
+        return None  # layouts remove the last Transpose
     if not all(t.is_static for t in (graph.type(x), first.outputs[0].type, op.outputs[0].type)):
         return None
     reader = graph.sole_user(op.value)
@@ -54,11 +62,73 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
     perm = (*range(len(kept)), *(runs.index(run) + len(kept) for run in order))
 
     def build(patch: Patch) -> Value:
-        turned = patch.add("Transpose", [reshaped(patch, x, sizes)], TransposeAttrs(perm))
-        return reshaped(patch, turned, end.outputs[0].type.static_shape)
+        turned = patch.add("Transpose", [_in_shape(patch, x, sizes)], TransposeAttrs(perm))
+        return _in_shape(patch, turned, end.outputs[0].type.static_shape)
 
     covered = [o for o in (end, op, middle, first, before) if o is not None]
     return Match(tuple(dict.fromkeys(covered)), build)
+
+
+@rule("image_chain", VIEWS)
+def image_chain(graph: Graph, op: Op) -> Match | None:
+    """Views of an image, some between Transposes: the image is transposed to channels last, and then at most once more.
+
+    YOLO12 cuts the image into areas, and each area's channels into heads. If the views end in the image's own order, only a Reshape
+    remains."""
+    users = graph.users(op.value)
+    if not users or all(user.kind in VIEWS for user in users):
+        return None
+    chain = chain_of(graph, op.value)
+    if chain is None or len(chain.moves) < 2 or len(chain.axes[0]) < 4:
+        return None
+    last, turns = channels_to_last(len(chain.axes[0])), sum(perm is not None for perm in chain.moves)
+    if chain.moves[0] == last or not is_image(graph, chain.base):
+        return None
+    shapes, taken = chain.shapes(chain.sizes), [p for axis in chain.axes[-1] for p in axis]
+    if taken == sorted(taken):
+        return Match((op,), lambda patch: _in_shape(patch, chain.base, shapes[-1]))
+    if turns < 2 or not chain.axes[0][1] or taken[-1] != chain.axes[0][1][-1]:
+        return None  # `image_to_tokens` knows chains of one Transpose
+    given = [p for axis in last for p in chain.axes[0][axis]]
+    runs = _runs(given, taken, {0, given.index(chain.axes[0][1][0])})  # there may be a gap after each pixel
+    sizes = [math.prod(chain.sizes[p] for p in run) for run in runs]
+    perm = tuple(runs.index(run) for run in sorted(runs, key=lambda run: taken.index(run[0])))
+
+    def build(patch: Patch) -> Value:
+        rows = patch.add("Transpose", [chain.base], TransposeAttrs(last))
+        return _in_shape(patch, transposed(patch, _in_shape(patch, rows, sizes), perm), shapes[-1])
+
+    return Match((op,), build)
+
+
+@rule("chain_to_image", VIEWS)
+def chain_to_image(graph: Graph, op: Op) -> Match | None:
+    """Views that end in an image, with several Transposes: one Transpose gives channels-last pixels, and one more the image."""
+    chain, image = chain_of(graph, op.value, alone=True), op.outputs[0].type.dims
+    if chain is None or sum(perm is not None for perm in chain.moves) < 2 or len(image) < 4:
+        return None
+    back = channels_from_last(len(image))
+    if chain.moves[-1] == back or not read_as_image(graph, op.value) or is_image(graph, chain.base):
+        return None
+    given = [p for axis in chain.axes[0] for p in axis]
+    taken = [p for axis in channels_to_last(len(image)) for p in chain.axes[-1][axis]]
+    if not chain.axes[-1][1] or given[-1] != taken[-1]:
+        return None
+    runs = _runs(given, taken, {given.index(axis[0]) for axis in chain.axes[0] if axis})
+    sizes = [math.prod(chain.sizes[p] for p in run) for run in runs]
+    perm = tuple(runs.index(run) for run in sorted(runs, key=lambda run: taken.index(run[0])))
+    pixels = [image[axis] for axis in channels_to_last(len(image))]
+
+    def build(patch: Patch) -> Value:
+        rows = transposed(patch, _in_shape(patch, chain.base, sizes), perm)
+        return patch.add("Transpose", [_in_shape(patch, rows, pixels)], TransposeAttrs(back))
+
+    return Match((op,), build)
+
+
+def _in_shape(patch: Patch, x: Value, shape: Sequence[int]) -> Value:
+    """``x`` in this shape, with a Reshape only if it has another one."""
+    return x if patch.type(x).dims == tuple(shape) else reshaped(patch, x, tuple(shape))
 
 
 def _parts(one: Shape, two: Shape) -> Shape | None:
@@ -101,4 +171,4 @@ def _runs(given: Sequence[int], taken: Sequence[int], starts: set[int]) -> list[
 
 class ViewChains(RulePass):
     name = "view_chains"
-    rules = (view_chain,)
+    rules = (ordered_channels, image_chain, chain_to_image, view_chain)

@@ -69,7 +69,7 @@ def concat_of_split(graph: Graph, op: Op) -> Match | None:
             count = len(outputs) if parts[at : at + len(outputs)] == outputs else 0
         if count:
             parts[at : at + count] = [operand(first)]
-            return Match((op,), lambda patch: patch.add("Concat", parts, op.attrs))
+            return Match((op,), lambda patch: patch.add("Concat", parts, op.attrs) if len(parts) > 1 else parts[0])
     return None
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 from functools import partial
 
 from optdnn.ir.graph import Graph, Op
-from optdnn.passes.fuse_pointwise import is_pointwise
 from optdnn.passes.support.chains import chain
 from optdnn.passes.support.coordinates import kinds_of
-from optdnn.passes.support.facts import shape_of
+from optdnn.passes.support.facts import is_pointwise, shape_of
 from optdnn.passes.support.guards import nodes
 
 TRIGONOMETRIC = frozenset({"Cos", "Sin"})

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
-from optdnn.passes.fuse_pointwise import is_pointwise
-from optdnn.passes.support.facts import shape_of
+from optdnn.passes.support.facts import is_pointwise, shape_of
 from optdnn.types import is_float
 
 SAMPLES = frozenset({"GridSample", "SampledSum"})

@@ -8,8 +8,8 @@ operators between the last layer with weights and such an exponential stay in fp
 from __future__ import annotations
 
 from optdnn.ir.graph import Graph, Op
-from optdnn.passes.fuse_pointwise import is_pointwise
 from optdnn.passes.support.chains import chain
+from optdnn.passes.support.facts import is_pointwise
 from optdnn.passes.support.guards import nodes
 
 CARRIES = frozenset({"CumSum", "ReduceMax"})

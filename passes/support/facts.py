@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from optdnn.dim import Dim
-from optdnn.ir.graph import Graph, Op, Use, Value
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Use, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Known
 from optdnn.ops.checks import elements
@@ -114,6 +114,11 @@ def origins(graph: Graph, values: Iterable[Value]) -> Iterator[Op]:
             seen.add(at)
             yield (op := graph.op(at))
             waiting += [v.op for v in op.inputs if v is not None]
+
+
+def is_pointwise(op: Op) -> bool:
+    """Whether an op computes each element of its one result by itself."""
+    return op.kind not in STRUCTURAL and op.definition.traits.pointwise and len(op.outputs) == 1
 
 
 def is_depthwise(graph: Graph, op: Op) -> bool:

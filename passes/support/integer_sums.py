@@ -7,7 +7,7 @@ scales may be subnormal in fp16. So these stay in fp32; a pointwise operator con
 from __future__ import annotations
 
 from optdnn.ir.graph import Graph
-from optdnn.passes.fuse_pointwise import is_pointwise
+from optdnn.passes.support.facts import is_pointwise
 from optdnn.passes.support.guards import Stage, StageId, moves, nodes
 from optdnn.types import INT32, INT64
 

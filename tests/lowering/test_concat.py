@@ -167,12 +167,13 @@ def tables(axis: int, last: str = "Gather", width: int = 8, product: bool = True
 
 
 @pytest.mark.parametrize("last", ["Gather", "ReduceSum"])
-@pytest.mark.parametrize(("axis", "product", "copies"), [(1, True, 0), (1, False, 1), (2, True, 0), (2, False, 0)])
-def test_rows_of_tables_are_written_in_place(last: str, axis: int, product: bool, copies: int) -> None:
-    """An input of the network is copied if an axis follows. If it has rows, its cast to 16 bits is written in place."""
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("product", [False, True])
+def test_rows_of_tables_are_written_in_place(last: str, axis: int, product: bool) -> None:
+    """So is the cast of the network's input to 16 bits."""
     graph = tables(axis, last, product=product)
     program = lowered(graph, "fp16")
-    assert sum(kinds(program).count(kind) for kind in ("Copy", "Copies")) == copies
+    assert sum(kinds(program).count(kind) for kind in ("Copy", "Copies")) == 0
     feeds = feeds_of(graph)
     for name, want in evaluate(graph, feeds).items():
         np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())

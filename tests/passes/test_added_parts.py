@@ -32,8 +32,14 @@ def test_all_parts_in_order_are_the_tensor() -> None:
     x = n.op("Exp", n.input(2, 6, 4))
     first, second = n.op("Split", cut(n, x, 2, 6, 1), n.ints(1, 3), attrs=SplitAttrs(axis=1), outputs=2)
     y = concat(n, cut(n, x, 0, 2, 1), first, second, axis=1)
-    rules = {"concat_of_split": 1, "concat_of_parts": 1}
-    check_pass(CANON, n.done(n.op("Neg", y)), changes=2, kinds={"Exp": 1, "Neg": 1}, rules=rules)
+    check_pass(CANON, n.done(n.op("Neg", y)), changes=2, kinds={"Exp": 1, "Neg": 1}, rules={"concat_of_split": 2})
+
+
+def test_parts_of_parts_in_order_are_the_tensor() -> None:
+    n = Net()
+    x = n.op("Exp", n.input(2, 6, 4))
+    y = concat(n, cut(n, x, 0, 2, 1), cut(n, cut(n, x, 1, 6, 1), 1, 5, 1), axis=1)
+    check_pass(CANON, n.done(n.op("Neg", y)), changes=1, kinds={"Exp": 1, "Neg": 1}, rules={"concat_of_parts": 1})
 
 
 def test_some_parts_in_order_are_a_slice() -> None:
@@ -71,8 +77,16 @@ def test_parts_with_steps_stay() -> None:
 
 def test_parts_of_unknown_sizes_stay() -> None:
     n = Net()
-    x = n.op("Exp", n.input(symbol("batch"), 6, 4))
+    x = n.op("Exp", n.input(2, symbol("length"), 4))
     check_untouched(CANON, n.done(concat(n, cut(n, x, 0, 3, 1), cut(n, x, 3, 6, 1), axis=1)))
+
+
+def test_parts_of_a_tensor_of_unknown_batch_size_are_the_tensor() -> None:
+    n = Net()
+    x = n.op("Exp", n.input(symbol("batch"), 6, 4))
+    y = concat(n, cut(n, x, 0, 3, 1), cut(n, x, 3, 6, 1), axis=1)
+    rules = {"concat_of_split": 1}
+    check_pass(CANON, n.done(n.op("Neg", y)), changes=1, kinds={"Exp": 1, "Neg": 1}, rules=rules, sizes={"batch": 2})
 
 
 def multiplied(n: Net) -> Value:

@@ -47,6 +47,14 @@ def test_branches_of_an_inception_block() -> None:
     assert "no other Conv on x has the same geometry" in report.refused[0].reason
 
 
+def test_parts_that_begin_inside_of_a_vector_come_last() -> None:
+    n = Net(np.float64)
+    x = n.input(1, 8, 6, 6)
+    graph = n.done(*(n.op(kind, conv(n, x, out)) for kind, out in (("Exp", 3), ("Tanh", 16), ("Sin", 8))))
+    after, _ = check_pass(FuseSiblings(), graph, changes=1, context=CUDA)
+    assert [o.type.dims[1] for o in after.of_kind("Split")[0].outputs] == [16, 8, 3]
+
+
 @pytest.mark.parametrize("zeros", [False, True])
 def test_products_with_packed_weights(zeros: bool) -> None:
     n = Net(np.float64)

@@ -137,5 +137,29 @@ def test_the_launches_of_a_head() -> None:
     assert sorted(kinds(program)) == sorted(["Copies", *["Conv"] * 4, "SoftmaxMean", "JointPointwise", "Pointwise"])
 
 
+def keypoints(n: Net) -> Graph:
+    """One score, and three points with a visibility, per pixel (YOLOv8's poses)."""
+    levels = [level(n, k, 16) for k in range(2)]
+    wide = [[n.conv(n.conv(x, 16), c, 1, pads=0, bias=True) for x in levels] for c in (1, 9)]
+    flat = [[n.op("Reshape", x, n.ints(1, c, -1)) for x in own] for c, own in zip((1, 9), wide, strict=True)]
+    scores, points = (n.op("Concat", *own, attrs=ConcatAttrs(2)) for own in flat)
+    points = n.op("Reshape", points, n.ints(1, 3, 3, -1))
+    places, seen = (n.op("Slice", points, n.ints(k), n.ints(k + m), n.ints(2)) for k, m in ((0, 2), (2, 1)))
+    places = n.op("Mul", n.op("Add", places, n.random(2, PIXELS)), n.const(8.0 * (1 + n.rng.integers(0, 2, PIXELS))))
+    points = n.op("Reshape", n.op("Concat", places, n.op("Sigmoid", seen), attrs=ConcatAttrs(2)), n.ints(1, 9, -1))
+    return n.done(n.op("Concat", n.op("Sigmoid", scores), points, attrs=ConcatAttrs(1)))
+
+
+def test_the_launches_of_scores_and_points() -> None:
+    program = check_simulated(keypoints(Net()), "fp16")
+    assert sorted(kinds(program)) == sorted(["Copies", *["Conv"] * 8, "JointPointwise", "Pointwise"])
+
+
+def test_pixels_of_one_channel() -> None:
+    n = Net(np.float64)
+    done, _ = check_pass(ImageTokens(), n.done(joined(n, 1)), changes=1, rules={"joined_pixels": 1})
+    assert done.of_kind("Concat")[0].outputs[0].type.dims == (1, PIXELS, 1)
+
+
 def test_a_head_of_several_images() -> None:
     check_simulated(head(Net(), 3), "fp16")

@@ -55,6 +55,36 @@ def test_parts_that_are_joined_themselves() -> None:
     check_pass(FusePointwise(), graph, changes=5, rules=rules, kinds={"Pointwise": 3, "Concat": 2}, context=CUDA)
 
 
+def test_a_view_of_a_part_moves_behind_the_op() -> None:
+    n = Net(np.float64)
+    view = n.op("Reshape", joined(n), n.ints(2, 42, 1))
+    whole = n.op("Concat", view, n.op("Sin", n.input(2, 4, 1, name="z")), attrs=ConcatAttrs(1))
+    rules = {"pointwise_of_parts": 2, "pointwise": 3}
+    left = {"Pointwise": 3, "Concat": 2, "Reshape": 1}
+    graph = n.done(n.op("Mul", whole, n.const(np.array(0.5))))
+    check_pass(FusePointwise(), graph, changes=5, rules=rules, kinds=left, context=CUDA)
+
+
+def test_a_view_of_a_part_stays_before_an_op_of_several_numbers() -> None:
+    n = Net(np.float64)
+    view = n.op("Reshape", n.op("Exp", n.input(2, 6, 7)), n.ints(2, 42, 1))
+    whole = n.op("Concat", view, n.op("Sin", n.input(2, 4, 1, name="z")), attrs=ConcatAttrs(1))
+    graph = n.done(n.op("Mul", whole, n.random(46, 1)))
+    rules = {"pointwise_of_parts": 1, "pointwise": 1}
+    left = {"Exp": 1, "Mul": 1, "Pointwise": 1, "Concat": 1, "Reshape": 1}
+    check_pass(FusePointwise(), graph, changes=2, rules=rules, kinds=left, context=CUDA)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_one_part_may_be_another_result(read: bool) -> None:
+    n = Net(np.float64)
+    a, b = n.op("Exp", n.input(2, 3, 6)), n.op("MatMul", n.input(2, 3, 4, name="b"), n.random(4, 6))
+    y = n.op("Relu", n.op("Concat", a, b, attrs=ConcatAttrs(1)))
+    graph = n.done(y, n.op("Sin", b)) if read else n.done(y)
+    rules = {"pointwise_of_parts": 1, "pointwise": 1}
+    check_pass(FusePointwise(), graph, changes=2, rules=rules, context=CUDA)
+
+
 def test_on_a_cpu_it_stays() -> None:
     n = Net(np.float64)
     check_untouched(FusePointwise(), n.done(n.op("Mul", joined(n), n.random(6))))
@@ -66,13 +96,14 @@ def test_other_ops_and_parts_stay() -> None:
     graph = n.done(n.op("Mul", y, n.random(6)), n.op("MatMul", y, n.random(6, 2)))
     check_refused(FusePointwise(), graph, because="Concat_3 is read elsewhere", context=CUDA)
     n = Net(np.float64)
-    a, b = n.op("Exp", n.input(2, 3, 6)), n.op("MatMul", n.input(2, 3, 4, name="b"), n.random(4, 6))
-    graph = n.done(n.op("Relu", n.op("Concat", a, b, attrs=ConcatAttrs(1))))
-    check_refused(FusePointwise(), graph, because="MatMul_2, a part of Concat_3, is not the result", context=CUDA)
+    parts = [n.op("MatMul", n.input(2, 3, 4, name=f"x{k}"), n.random(4, 6)) for k in range(2)]
+    graph = n.done(n.op("Relu", n.op("Concat", *parts, n.op("Exp", n.input(2, 3, 6)), attrs=ConcatAttrs(1))))
+    check_refused(FusePointwise(), graph, because="more than one part of Concat_4 is not the result", context=CUDA)
     n = Net(np.float64)
-    a, b = n.op("Exp", n.input(2, 3, 6)), n.op("Tanh", n.input(2, 3, 6, name="b"))
-    graph = n.done(n.op("Relu", n.op("Concat", a, b, attrs=ConcatAttrs(1))), n.op("MatMul", b, n.random(6, 2)))
-    check_refused(FusePointwise(), graph, because="Tanh_2, a part of Concat_3, is not the result", context=CUDA)
+    parts = [n.op("Exp", n.input(2, 3, 6, name=f"x{k}")) for k in range(2)]
+    y = n.op("Relu", n.op("Concat", *parts, attrs=ConcatAttrs(1)))
+    graph = n.done(y, *(n.op("MatMul", p, n.random(6, 2)) for p in parts))
+    check_refused(FusePointwise(), graph, because="more than one part of Concat_3 is not the result", context=CUDA)
     n = Net(np.float64)
     graph = n.done(n.op("Mul", joined(n), n.input(2, 7, 6, name="factor")))
     check_untouched(FusePointwise(), graph, context=CUDA)
@@ -97,16 +128,14 @@ def test_the_conversion_of_an_output() -> None:
     assert done.of_kind("Concat")[0].outputs[0].type.dtype == FP32
 
 
-def test_a_part_beside_a_reduction_stays() -> None:
-    def reduced(n: Net, x: Value) -> Value:
-        return n.op("Sin", n.op("ReduceMax", x, n.ints(-1), attrs=ReduceAttrs(keepdims=True)))
-
-    def graph() -> Graph:
-        n = Net(FP16)
-        parts = [n.op("Exp", n.input(2, 3, 1)), reduced(n, n.input(2, 4, 6, name="b"))]
-        return n.done(n.op("Cast", n.op("Concat", *parts, attrs=ConcatAttrs(1)), attrs=CastAttrs(FP32)))
-
-    check_refused(FuseConversions(), graph(), because="Sin_3, a part of Concat_4, is not the result", context=CUDA)
+def test_parts_beside_reductions_stay() -> None:
+    n = Net(FP16)
+    parts = [
+        n.op("Sin", n.op("ReduceMax", n.input(2, 4, 6, name=f"x{k}"), n.ints(-1), attrs=ReduceAttrs(keepdims=True)))
+        for k in range(2)
+    ]
+    graph = n.done(n.op("Cast", n.op("Concat", *parts, attrs=ConcatAttrs(1)), attrs=CastAttrs(FP32)))
+    check_refused(FuseConversions(), graph, because="more than one part of Concat_5 is not the result", context=CUDA)
 
 
 @pytest.mark.parametrize("axis", [1, 2])

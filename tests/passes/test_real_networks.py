@@ -134,14 +134,16 @@ def light(name: str) -> Graph:
 
 
 @pytest.mark.parametrize(
-    ("name", "families"), [("inception_v1", 9), ("inception_v2", 10), ("squeezenet", 0), ("resnet50", 0)]
+    ("name", "families", "ordered"),
+    [("inception_v1", 9, 9), ("inception_v2", 10, 8), ("squeezenet", 0, 0), ("resnet50", 0, 0)],
 )
-def test_siblings_of_networks(name: str, families: int) -> None:
+def test_siblings_of_networks(name: str, families: int, ordered: int) -> None:
     graph = light(name)
     reports = run_pipeline(graph, PIPELINE(3, CUDA.target), CUDA)
     verify(graph)
     (report,) = [r for r in reports if r.name == "fuse_siblings"]
-    assert report.changes == families
+    fired = [f.rule for f in report.fired]
+    assert (fired.count("siblings"), fired.count("outer_part")) == (families, ordered)
     assert graph.kinds().get("Split", 0) == families
 
 

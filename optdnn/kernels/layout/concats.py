@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,69 +29,146 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
     The last concatenation chooses first. Chains of growing concatenations (DenseNet) therefore share one buffer, even if each is a
     part of the next. Along channels, another part must come from an operator of ``kernels`` (kinds that can write to any place), and
     begin at a multiple of 8 channels for TMA. If channels are the last axis (rows), only repetitions, and convolutions with a transposed
-    result, write in place. Products and attention write rows in place (of images, and between other rows) if the part is a view of their
-    whole result. If parts follow one another in memory, convolutions also write views of their results (the pixels of YOLO's levels),
-    and so do other concatenations. Gathered rows of tables, and sums of them, are written in place along both axes. If only products
-    read the rows (:func:`pitched`), products and pointwise operators also write them in place.
+    result, write in place. Products, attention and pointwise operators write rows in place (of images, and between other rows) if the
+    part is a view of their whole result. If parts follow one another in memory, convolutions and concatenations also write views of
+    their results (the pixels of YOLO's levels). Gathered rows of tables, and sums of them, are written in place along both axes. If only
+    products read the rows (:func:`pitched`), products and pointwise operators also write them in place.
     """
     for op in reversed(b.graph.order()):
-        if op.kind != "Concat" or any(v is not None and not b.graph.type(v).is_static for v in (*op.inputs, op.value)):
+        if op.kind == "Concat" and all(b.graph.type(v).is_static for v in (*op.inputs, op.value) if v is not None):
+            _plan(b, _Join(b, op), kernels)
+
+
+class _Join:
+    """A concatenation: its parts and their sizes along its axis, and the kind of axis.
+
+    ``outer``: the parts follow one another in memory. ``last``: channels of channels-last images. ``volume``: channels of volumes.
+    ``rows``: the last axis of plain tensors. ``inner``: any other axis. ``apart``: a part begins inside of a vector. ``pixels``: all
+    parts are the pixels of images, one after another.
+    """
+
+    def __init__(self, b: Builder, op: Op):
+        self.op, self.type = op, op.outputs[0].type
+        rank = len(self.type.static_shape)
+        self.axis = axis = normalize_axis(op.attrs.axis, rank)
+        self.values = [v for v in op.inputs if v is not None]
+        self.sizes = [b.graph.type(v).static_shape[axis] for v in self.values]
+        self.outer = all(d == 1 for d in self.type.static_shape[:axis])
+        self.last = bool(self.type.layout) and axis == 1
+        self.volume = rank == 5 and axis == 1
+        self.rows = not (self.type.layout or self.outer or self.volume) and axis == rank - 1
+        self.inner = not (self.type.layout or self.outer or self.volume or self.rows)
+        self.apart = any(n % 8 for n in self.sizes[:-1])
+        self.pitch = pitched(b, op)
+        self.pixels = self.outer and not self.type.layout and all(self._is_pixels(b, v) for v in self.values)
+
+    def _is_pixels(self, b: Builder, value: Value) -> bool:
+        """Whether a part is the pixels of a convolution's image: rows of all of its channels."""
+        producer = _sole_producer(b, value)
+        rows = b.graph.op(value).kind in _TURNS and producer.kind == "Conv"
+        return rows and producer.outputs[0].type.static_shape[1] == self.type.static_shape[-1]
+
+    def is_in_memory_order(self, b: Builder) -> bool:
+        """Whether no part has another layout. Constants can be copied from any layout."""
+        made = [v for v in self.values if b.graph.constant_value(v) is None]
+        return all(b.graph.type(v).layout == self.type.layout for v in made)
+
+
+def _plan(b: Builder, join: _Join, kernels: frozenset[str]) -> None:
+    """Reserve the places of a concatenation and of the parts that are written in place."""
+    shape, value = join.type.static_shape, join.op.value
+    if not join.is_in_memory_order(b):
+        return
+    held = [b.reserved.get(v) for v in join.values]
+    if held[0] is not None and all(held) and value not in b.reserved and consecutive(held, join.axis):
+        b.reserved[value] = held[0].view(shape, held[0].strides)
+        return
+    if (join.last or (join.rows and join.pitch is None)) and join.apart:
+        return
+    free = _written_in_place(b, join, kernels)
+    if not any(free) and (join.pitch is None or shape[-1] % 8 == 0):
+        return
+    if join.inner and math.prod(shape[join.axis + 1 :]) % 8:
+        return
+    joint = _place(b, join)
+    if joint.dtype != join.type.dtype:
+        return
+    starts = np.cumsum([0, *join.sizes]).tolist()
+    for v, start, may in zip(join.values, starts, free, strict=False):
+        step, view = joint.strides[join.axis], b.graph.op(v).kind in _TURNS
+        if may and ((joint.offset + start * step) % 8 == 0 or not (join.last or join.rows or view)):
+            b.reserved[v] = joint.view(b.graph.type(v).static_shape, joint.strides, start * step)
+            if join.volume or join.rows or join.inner or view or b.graph.op(v).kind == "Layout":
+                _reserve_before(b, v)
+
+
+def _written_in_place(b: Builder, join: _Join, kernels: frozenset[str]) -> list[bool]:
+    """Whether the producer of each part writes it in place."""
+    values, rows = join.values, join.rows
+    free = [
+        v not in b.reserved
+        and values.count(v) == 1
+        and b.graph.constant_value(v) is None
+        and (_is_made_in_place(b, v, kernels, join) or (rows and join.pitch is not None and _makes_rows(b, v)))
+        for v in values
+    ]
+    if join.apart and rows and math.prod(join.type.static_shape) <= MOST_ELEMENTS:  # one launch joins all parts
+        free = [False] * len(free)
+    if join.inner and not all(free):
+        free = [may and _adds_rows(b, _sole_producer(b, v)) for v, may in zip(values, free, strict=True)]
+    return free
+
+
+def _place(b: Builder, join: _Join) -> TensorView:
+    """The reserved place of a concatenation, or a new one."""
+    op, t, found = join.op, join.type, b.reserved.get(join.op.value)
+    if found is None and join.last:
+        found = _beside_other_parts(b, op)
+    if found is None:
+        strides = join.pitch or b.strides_for(t)
+        if join.pixels:
+            strides = row_major((*t.static_shape[:-1], up(t.static_shape[-1], 8)))  # convolutions write whole vectors
+        found = b.new(op.outputs[0].name, t.dtype, t.static_shape, strides)
+    b.reserved[op.value] = found
+    return found
+
+
+def _beside_other_parts(b: Builder, op: Op) -> TensorView | None:
+    """The place of a Concat of channels beside the other parts of a convolution: one of its parts begins or ends the Concat.
+
+    The convolution's place is reserved. None if there is no such part (``passes/rules/outer_parts.py`` orders the parts)."""
+    out = op.outputs[0].type
+    for at in (len(op.inputs) - 1, 0):
+        part = op.inputs[at]
+        split = None if part is None else b.graph.op(part)
+        if part is None or split is None or split.kind != "Split" or part in b.reserved:
             continue
-        out = op.outputs[0].type
-        axis = normalize_axis(op.attrs.axis, len(out.static_shape))
-        values = [v for v in op.inputs if v is not None]
-        outer = all(d == 1 for d in out.static_shape[:axis])
-        last = bool(out.layout) and axis == 1
-        volume = len(out.static_shape) == 5 and axis == 1
-        rows = not (out.layout or outer or volume) and axis == len(out.static_shape) - 1
-        made = [v for v in values if b.graph.constant_value(v) is None]  # constants can be copied from any layout
-        inner = not (out.layout or outer or volume or rows)
-        if any(b.graph.type(v).layout != out.layout for v in made):
-            continue
-        held = [b.reserved.get(v) for v in values]
-        if all(p is not None for p in held) and op.value not in b.reserved and consecutive(held, axis):
-            first = held[0]
-            assert first is not None
-            b.reserved[op.value] = first.view(out.static_shape, first.strides)
-            continue
-        joint = b.reserved.get(op.value)
-        sizes = [b.graph.type(v).static_shape[axis] for v in values]
-        pitch = pitched(b, op)
-        apart = any(n % 8 for n in sizes[:-1])  # a part that begins inside of a vector is copied
-        if (last or (rows and pitch is None)) and apart:
-            continue
-        free = [
-            v not in b.reserved
-            and values.count(v) == 1
-            and b.graph.constant_value(v) is None
-            and (
-                _is_made_in_place(b, v, kernels, last=last, volume=volume, rows=rows, inner=inner)
-                or (rows and pitch is not None and _makes_rows(b, v))
-            )
-            for v in values
-        ]
-        if apart and rows and math.prod(out.static_shape) <= MOST_ELEMENTS:  # one launch joins all parts
-            free = [False] * len(free)
-        if inner and not all(free):
-            free = [may and _adds_rows(b, _sole_producer(b, v)) for v, may in zip(values, free, strict=True)]
-        if (not any(free) and (pitch is None or out.static_shape[-1] % 8 == 0)) or (
-            inner and math.prod(out.static_shape[axis + 1 :]) % 8
+        whole, end = split.inputs[0], 0 if at else len(split.outputs) - 1
+        inner = [v for v in op.inputs if v is not None and v.op == split.id]
+        if (
+            whole is None
+            or whole in b.reserved
+            or part.port != end
+            or len(inner) > 1
+            or b.graph.sole_user(whole) is None
         ):
             continue
-        if joint is None:
-            joint = b.new(op.outputs[0].name, out.dtype, out.static_shape, pitch or b.strides_for(out))
-            b.reserved[op.value] = joint
-        if joint.dtype != out.dtype:
+        t = b.graph.type(whole)
+        channels, joined = t.static_shape[1], out.static_shape[1]
+        width = b.graph.type(part).static_shape[1]
+        extra = channels - width
+        if (
+            b.graph.op(whole).kind != "Conv"
+            or (t.layout, t.dtype) != (out.layout, out.dtype)
+            or extra % 8
+            or joined % 8
+        ):
             continue
-        starts = np.cumsum([0, *sizes])
-        for v, start, may in zip(values, starts, free, strict=False):
-            turned = b.graph.op(v).kind in _TURNS
-            aligned = (joint.offset + int(start) * joint.strides[axis]) % 8 == 0
-            if may and (aligned or not (last or rows or turned)):
-                shape = b.graph.type(v).static_shape
-                b.reserved[v] = joint.view(shape, joint.strides, int(start) * joint.strides[axis])
-                if volume or rows or inner or turned or b.graph.op(v).kind == "Layout":
-                    _reserve_before(b, v)
+        shape = (out.static_shape[0], joined + extra, *out.static_shape[2:])
+        wide = b.new(op.outputs[0].name, out.dtype, shape, b.strides_for(replace(out, shape=shape)))
+        b.reserved[whole] = wide.view(t.static_shape, wide.strides, joined - width if at else 0)
+        return wide.view(out.static_shape, wide.strides, 0 if at else extra)
+    return None
 
 
 def pitched(b: Builder, op: Op) -> tuple[int, ...] | None:
@@ -129,27 +207,27 @@ def plan_outputs(b: Builder, kernels: frozenset[str]) -> None:
             _reserve_before(b, value)
 
 
-def _is_made_in_place(
-    b: Builder, value: Value, kernels: frozenset[str], *, last: bool, volume: bool, rows: bool, inner: bool
-) -> bool:
+def _is_made_in_place(b: Builder, value: Value, kernels: frozenset[str], join: _Join) -> bool:
     """Whether the producer of a part can write it into the joint buffer."""
     op = b.graph.op(value)
     if op.kind == "Tile":  # a copy to any place
         return True
-    if rows:
-        return _producer_of_view(b, value).kind == "Conv" or _adds_rows(b, _sole_producer(b, value))
-    if inner:
-        producer = _sole_producer(b, value)
-        return producer.kind in _ROWS | _NORMS or _adds_rows(b, producer)
-    if last and (_joins_channels(op) or (op.kind == "Transpose" and _sole_producer(b, value).kind in _ROWS)):
+    producer = _sole_producer(b, value)
+    if join.rows:
+        return _producer_of_view(b, value).kind == "Conv" or _adds_rows(b, producer)
+    if join.inner:
+        kinds = _ROWS | _NORMS | {"Concat"}
+        return producer.kind in kinds or producer.definition.traits.pointwise or _adds_rows(b, producer)
+    if join.last and (_joins_channels(op) or (op.kind == "Transpose" and producer.kind in _ROWS)):
         return True
     if of_one_channel(op) and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
         return b.graph.op(op.inputs[0]).kind in kernels
-    if not last and op.kind in _TURNS:
-        return _sole_producer(b, value).kind == "Conv"
-    if not last and op.kind == "Concat":
+    if not join.last and op.kind in _TURNS:
+        pixels = join.pixels or (producer.kind == "Conv" and producer.outputs[0].type.static_shape[1] % 8 == 0)
+        return pixels or (producer.kind == "Concat" and op.kind != "Transpose")
+    if not join.last and op.kind == "Concat":
         return True
-    return op.kind in kernels or (volume and _producer_of_view(b, value).kind in {*kernels, "Concat"})
+    return op.kind in kernels or (join.volume and _producer_of_view(b, value).kind in {*kernels, "Concat"})
 
 
 def _adds_rows(b: Builder, op: Op) -> bool:
@@ -177,7 +255,9 @@ def _producer_of_view(b: Builder, value: Value) -> Op:
 def _sole_producer(b: Builder, value: Value) -> Op:
     """The same, but only through views of tensors without other readers."""
     op = b.graph.op(value)
-    while op.kind in _TURNS and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
+    while (
+        (op.kind in _TURNS or of_one_channel(op)) and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1
+    ):
         op = b.graph.op(op.inputs[0])
     return op
 
@@ -195,7 +275,7 @@ def _reserve_before(b: Builder, value: Value) -> None:
             order = [perm.index(i) for i in range(len(perm))]
             found: TensorView | None = x.view([x.shape[i] for i in order], [x.strides[i] for i in order])
         elif op.kind == "Layout":
-            found = x
+            found = x.view(x.shape, (x.strides[0], 1, *x.strides[2:])) if of_one_channel(op) else x
         else:
             found = reshaped(x, b.graph.type(source).static_shape)
         if found is None:

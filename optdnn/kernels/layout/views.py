@@ -171,7 +171,8 @@ def _layout(b: Builder, op: Op) -> None:
     if (rows or x.is_like(b.strides_for(t))) and op.value not in b.reserved and x.offset % 8 == 0:
         b.place[op.value] = x
         return
-    if of_one_channel(op) and all(_reads_gaps(u, plain=not t.layout) for u in b.graph.users(op.value)):
+    placed = op.value in b.reserved  # perhaps where the operand is
+    if of_one_channel(op) and (placed or all(_reads_gaps(u, plain=not t.layout) for u in b.graph.users(op.value))):
         settle(b, op, 0, x)
         return
     b.move(op, b.operand(cast_source(b, op.inputs[0])), b.target(op.value))

@@ -1,0 +1,87 @@
+"""Pointwise operators on joined parts are computed with each part, before the Concat.
+
+Detectors join boxes and scores, and multiply, activate or convert the whole. Each part is computed in registers instead, and
+written into the result once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.support.facts import RESHAPES, is_pointwise, operand, producer
+from optdnn.types import normalize_axis
+
+
+class PointwiseOfParts(Rule):
+    """An op of constants and a Concat of pointwise ops becomes an op of each part, which is fused with the part.
+
+    One part may be another result: then the op is computed for this part instead of the whole."""
+
+    name = "pointwise_of_parts"
+
+    def __init__(self, joins: Callable[[Graph, Op], bool] = lambda graph, one: True):
+        self.joins = joins
+        """Whether a part and the op may become one op."""
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if not context.on_gpu or not is_pointwise(op) or op.kind == "Pointwise" or op.outputs[0].known is not None:
+            return None
+        computed = [v for v in op.inputs if v is not None and graph.constant_value(v) is None]
+        concat = graph.op(computed[0]) if len(computed) == 1 else None
+        if concat is None or concat.kind != "Concat" or graph.type(concat.value).shape != op.outputs[0].type.shape:
+            return None
+        if graph.sole_user(concat.value) is None:
+            return Miss(f"{concat.name} is read elsewhere")
+        shape, parts = graph.type(concat.value).dims, [v for v in concat.inputs if v is not None]
+        axis = normalize_axis(concat.attrs.axis, len(shape)) - len(shape)
+        alike = all(
+            v == concat.value or (a := graph.constant_value(v)) is None or a.size == 1
+            for v in op.inputs
+            if v is not None
+        )
+        others = list(self._others(graph, parts, alike))
+        if len(others) > 1:
+            return Miss(f"more than one part of {concat.name} is not the result of a pointwise op for it alone")
+        widths = [d for v in parts if isinstance(d := graph.type(v).dims[axis], int)]
+        if len(widths) < len(parts):
+            return Miss("the widths of its parts are not known")
+
+        def build(patch: Patch) -> Value:
+            ends, made = list(accumulate(widths)), []
+            for part, width, end in zip(parts, widths, ends, strict=True):
+                given = [_constant_part(graph, patch, v, axis, end - width, end) for v in op.inputs]
+                view = producer(graph, part, RESHAPES, alone=True) if alike else None  # it moves behind the op
+                own = part if view is None else operand(view)
+                y = patch.add(op.kind, [own if v == concat.value else v for v in given], op.attrs)
+                made.append(
+                    y if view is None else patch.add(view.kind, [y, *view.inputs[1:]], view.attrs, src=view.src)
+                )
+            return patch.add("Concat", made, concat.attrs, src=concat.src)
+
+        return Match((op, concat), build)
+
+    def _others(self, graph: Graph, parts: Sequence[Value], views: bool) -> Iterator[Op]:
+        """The parts that no pointwise op computes for them alone. Parts of parts count each (``views``: also of a Reshape)."""
+        for part in parts:
+            one = graph.op(part)
+            alone = graph.sole_user(part) is not None
+            if alone and (one.kind == "Concat" or (views and one.kind in RESHAPES)):
+                inner = one.inputs if one.kind == "Concat" else one.inputs[:1]
+                yield from self._others(graph, [v for v in inner if v is not None], views)
+            elif not (alone and is_pointwise(one) and self.joins(graph, one)):
+                yield one
+
+
+def _constant_part(graph: Graph, patch: Patch, value: Value | None, axis: int, begin: int, end: int) -> Value | None:
+    """The part of a constant operand that belongs to this part of the result. ``axis`` counts from the end."""
+    array = None if value is None else graph.constant_value(value)
+    if array is None or array.ndim < -axis or array.shape[axis] == 1:
+        return value
+    taken = (..., slice(begin, end), *(slice(None),) * (-axis - 1))
+    return patch.constant(np.ascontiguousarray(array[taken]), "part")
