@@ -10,6 +10,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
+from optdnn.ops.checks import elements
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
@@ -290,13 +291,37 @@ def resized_integers(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op,), build)
 
 
+@rule("quantize_before_resize", {"QuantizeLinear"})
+def quantize_before_resize(graph: Graph, op: Op) -> Match | Miss | None:
+    """The nearest elements of a float image are selected after they are quantized, if they become more."""
+    resize = producer(graph, op.inputs[0], {"Resize"})
+    if resize is None or resize.attrs.mode != "nearest" or not graph.type(operand(resize)).is_static:
+        return None
+    if resize.attrs.coordinate_transformation_mode == "tf_crop_and_resize":
+        return None  # it may fill with a number
+    if not resize.outputs[0].type.is_static or elements(resize.outputs[0].type) <= elements(
+        graph.type(operand(resize))
+    ):
+        return None
+    if graph.users(resize.value) != [op]:
+        return Miss(f"the float result of {resize.name} has another reader")
+    if graph.type(operand(op, 1)).dims not in ((), (1,)) or op.attrs.block_size:
+        return Miss("it has a scale per channel")
+
+    def build(patch: Patch) -> Value:
+        y = patch.add("QuantizeLinear", [operand(resize), *op.inputs[1:]], op.attrs)
+        return patch.add("Resize", [y, *resize.inputs[1:]], resize.attrs, src=resize.src)
+
+    return Match((op, resize), build)
+
+
 class MoveIntegers(RulePass):
     """Ops that only move or compare elements, between DequantizeLinear and QuantizeLinear, run on the integers.
 
     Runs after precisions are assigned, for targets that run such ops on integers."""
 
     name = "move_integers"
-    rules = (on_integers, split_integers, resized_integers)
+    rules = (on_integers, split_integers, resized_integers, quantize_before_resize)
 
 
 class CanonicalizeIntegers(RulePass):

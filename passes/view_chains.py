@@ -16,7 +16,7 @@ from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.image_tokens import is_image, read_as_image
 from optdnn.passes.rules.ordered_channels import ordered_channels
 from optdnn.passes.support.facts import RESHAPES, channels_from_last, channels_to_last, operand, producer, reshaped
-from optdnn.passes.support.parts_of_axes import VIEWS, chain_of
+from optdnn.passes.support.parts_of_axes import VIEWS, Chain, chain_of
 from optdnn.passes.support.views import transposed
 
 Shape = tuple[int, ...]
@@ -90,9 +90,9 @@ def image_chain(graph: Graph, op: Op) -> Match | None:
     if turns < 2 or not chain.axes[0][1] or taken[-1] != chain.axes[0][1][-1]:
         return None  # `image_to_tokens` knows chains of one Transpose
     given = [p for axis in last for p in chain.axes[0][axis]]
-    runs = _runs(given, taken, {0, given.index(chain.axes[0][1][0])})  # there may be a gap after each pixel
-    sizes = [math.prod(chain.sizes[p] for p in run) for run in runs]
-    perm = tuple(runs.index(run) for run in sorted(runs, key=lambda run: taken.index(run[0])))
+    sizes, perm = _one_turn(
+        chain, given, taken, {0, given.index(chain.axes[0][1][0])}
+    )  # there may be gaps between pixels
 
     def build(patch: Patch) -> Value:
         rows = patch.add("Transpose", [chain.base], TransposeAttrs(last))
@@ -114,16 +114,24 @@ def chain_to_image(graph: Graph, op: Op) -> Match | None:
     taken = [p for axis in channels_to_last(len(image)) for p in chain.axes[-1][axis]]
     if not chain.axes[-1][1] or given[-1] != taken[-1]:
         return None
-    runs = _runs(given, taken, {given.index(axis[0]) for axis in chain.axes[0] if axis})
-    sizes = [math.prod(chain.sizes[p] for p in run) for run in runs]
-    perm = tuple(runs.index(run) for run in sorted(runs, key=lambda run: taken.index(run[0])))
-    pixels = [image[axis] for axis in channels_to_last(len(image))]
+    sizes, perm = _one_turn(chain, given, taken, {given.index(axis[0]) for axis in chain.axes[0] if axis})
+    shape = chain.shapes(chain.sizes)[-1]
+    pixels = [shape[axis] for axis in channels_to_last(len(image))]
 
     def build(patch: Patch) -> Value:
         rows = transposed(patch, _in_shape(patch, chain.base, sizes), perm)
         return patch.add("Transpose", [_in_shape(patch, rows, pixels)], TransposeAttrs(back))
 
     return Match((op,), build)
+
+
+def _one_turn(
+    chain: Chain, given: Sequence[int], taken: Sequence[int], starts: set[int]
+) -> tuple[list[int], tuple[int, ...]]:
+    """The Reshape and the Transpose that bring the parts ``given`` into the order of ``taken``; ``starts`` as in :func:`_runs`."""
+    runs = _runs(given, taken, starts)
+    order = sorted(runs, key=lambda run: taken.index(run[0]))
+    return [math.prod(chain.sizes[p] for p in run) for run in runs], tuple(runs.index(run) for run in order)
 
 
 def _in_shape(patch: Patch, x: Value, shape: Sequence[int]) -> Value:

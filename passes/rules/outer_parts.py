@@ -38,10 +38,10 @@ class OuterPart(Rule):
             return Miss("its filters are not constant, or they are grouped")
         if any((c := graph.constant_value(v)) is None or c.size > 1 for v in conv.inputs[3:] if v is not None):
             return Miss("stages of the convolution read tensors")
-        widths = [out.type.dims[1] for out in op.outputs]
-        if not all(isinstance(n, int) for n in widths):
+        widths = [n for out in op.outputs if isinstance(n := out.type.dims[1], int)]
+        if len(widths) < len(op.outputs):
             return None
-        ends = np.cumsum(widths)
+        ends = np.cumsum(np.array(widths))
         channels = np.concatenate([np.split(np.arange(ends[-1]), ends[:-1])[k] for k in order])
 
         def build(patch: Patch) -> None:

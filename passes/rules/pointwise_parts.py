@@ -83,5 +83,5 @@ def _constant_part(graph: Graph, patch: Patch, value: Value | None, axis: int, b
     array = None if value is None else graph.constant_value(value)
     if array is None or array.ndim < -axis or array.shape[axis] == 1:
         return value
-    taken = (..., slice(begin, end), *(slice(None),) * (-axis - 1))
-    return patch.constant(np.ascontiguousarray(array[taken]), "part")
+    taken = np.take(array, range(begin, end), axis)
+    return patch.constant(taken, "part")

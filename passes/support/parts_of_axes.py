@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from optdnn.ir.graph import Graph, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.passes.support.facts import RESHAPES, operand
 
 VIEWS = RESHAPES | {"Transpose"}
@@ -37,7 +37,7 @@ class Chain:
 def chain_of(graph: Graph, value: Value, *, alone: bool = False) -> Chain | None:
     """The longest chain of views that ends at ``value``; None if a size is unknown, or no parts express it. ``alone``: each value
     before ``value`` has one reader."""
-    ops = []
+    ops = list[Op]()
     while graph.op(value).kind in VIEWS and (not alone or not ops or graph.sole_user(value) is not None):
         ops.append(graph.op(value))
         value = operand(ops[-1])

@@ -169,6 +169,8 @@ def no_integers(graph: Graph, op: Op, target: str = "", *, ranged: bool = False)
         factor = operand(op, 1)
         if op.kind == "MatMul" and graph.constant_value(factor) is None:
             return "there is no kernel on integers for two computed factors"
+        if op.kind == "MatMul" and graph.op(operand(op)).kind == "Softmax" and graph.type(factor).dims[-1:] == (1,):
+            return "it is the mean of constants, weighted by a softmax: one kernel of floats computes both"
         if op.kind == "Conv" and (axes := (graph.type(factor).rank or 4) - 2) > 2:
             return f"there is no kernel on integers for {axes} spatial axes"
     if op.kind not in ANCHORS | SHARES_SCALE | OWN_SCALE:

@@ -297,6 +297,7 @@ RULES: Mapping[str, str] = {
     "requantize_same": "pairs of DequantizeLinear and QuantizeLinear removed",
     "qlinear_to_qdq": "QLinear operators written with Q and DQ",
     "on_integers": "operators moved onto the integers",
+    "quantize_before_resize": "quantization moved before the repetition of pixels",
     "resized_integers": "integers interpolated as floats",
     "transpose_integers": "quantized weights transposed once",
     "shift_zero_point": "zero points of 8-bit integers moved to 0",

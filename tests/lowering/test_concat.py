@@ -179,6 +179,13 @@ def test_rows_of_tables_are_written_in_place(last: str, axis: int, product: bool
         np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())
 
 
+def test_inputs_between_other_rows_are_copied() -> None:
+    n = Net()
+    parts = [n.input(3, 4, 16, name=f"x{k}") for k in range(2)]
+    program = check_simulated(n.done(n.op("Concat", *parts, attrs=ConcatAttrs(1))), "fp32")
+    assert kinds(program) == ["Concat"]
+
+
 def test_rows_that_are_not_at_multiples_of_eight_are_copied() -> None:
     (joined,) = [s for s in lowered(tables(2, width=4), "fp16").steps if s.params["op"]["kind"] == "Concat"]
     assert len(joined.inputs) >= 3

@@ -276,6 +276,35 @@ def test_integers_are_interpolated_as_floats(dtype: Any, mode: str) -> None:
     same_integers(graph, moved)
 
 
+def enlarged(factor: float = 2, scale: Any = 0.05, *, read: bool = False, mode: str = "nearest", **attrs: Any) -> Graph:
+    """A resized float image is quantized."""
+    n = Net()
+    x = n.op("Relu", n.input(1, 2, 6, 4))
+    roi = n.const(np.array([0, 0, 0, 0, 1, 1, 1.2, 1.2]), np.float32) if attrs else None
+    sizes = n.const(np.array([1, 1, factor, factor]), np.float32)
+    y = n.op("Resize", x, roi, sizes, attrs=ResizeAttrs(mode, **attrs))
+    zero = n.const(np.zeros(np.shape(scale)), INT8)
+    z = n.op("QuantizeLinear", y, n.const(np.array(scale), np.float32), zero, attrs=QuantizeAttrs(INT8, axis=1))
+    return n.done(z, n.op("Tanh", y)) if read else n.done(z)
+
+
+def test_a_repeated_image_is_quantized_before() -> None:
+    graph = enlarged()
+    moved = graph.copy()
+    assert [f.rule for f in MOVE(moved, PassContext()).fired] == ["quantize_before_resize"]
+    verify(moved)
+    assert moved.of_kind("Resize")[0].outputs[0].type.dtype == INT8
+    same_integers(graph, moved)
+
+
+def test_other_resized_images_are_quantized_after() -> None:
+    check_untouched(MOVE, enlarged(0.5))
+    check_untouched(MOVE, enlarged(mode="linear"))
+    check_untouched(MOVE, enlarged(coordinate_transformation_mode="tf_crop_and_resize", extrapolation_value=3.0))
+    check_refused(MOVE, enlarged(read=True), because="has another reader")
+    check_refused(MOVE, enlarged(scale=[0.05, 0.06]), because="it has a scale per channel")
+
+
 def test_other_integers_are_interpolated_as_they_are() -> None:
     def resized(mode: str, dtype: Any) -> Graph:
         n = Net()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import STRUCTURAL, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, row_major, up
 from optdnn.kernels.layout.moves import MOST_ELEMENTS
 from optdnn.kernels.layout.views import consecutive, of_one_channel, reshaped
@@ -20,6 +20,9 @@ _ROWS = frozenset({"MatMul", "Gemm", "Attention"})
 _NORMS = frozenset({"LayerNormalization", "LpNormalization", "RMSNormalization"})
 """Kinds of norms of rows; they also write rows with any pitch."""
 _PRODUCTS = frozenset({"MatMul", "Gemm"})
+ACCESS = 16
+"""Bytes at whose multiples TMA reads and writes begin."""
+_CONVOLUTIONS = frozenset({"Conv", "QuantizedConv"})
 _REDUCED = frozenset({"ReduceMax", "ReduceMean", "ReduceSum"})
 
 
@@ -65,7 +68,7 @@ class _Join:
     def _is_pixels(self, b: Builder, value: Value) -> bool:
         """Whether a part is the pixels of a convolution's image: rows of all of its channels."""
         producer = _sole_producer(b, value)
-        rows = b.graph.op(value).kind in _TURNS and producer.kind == "Conv"
+        rows = b.graph.op(value).kind in _TURNS and producer.kind in _CONVOLUTIONS
         return rows and producer.outputs[0].type.static_shape[1] == self.type.static_shape[-1]
 
     def is_in_memory_order(self, b: Builder) -> bool:
@@ -138,37 +141,35 @@ def _beside_other_parts(b: Builder, op: Op) -> TensorView | None:
 
     The convolution's place is reserved. None if there is no such part (``passes/rules/outer_parts.py`` orders the parts)."""
     out = op.outputs[0].type
+    vector = ACCESS // out.dtype.itemsize
     for at in (len(op.inputs) - 1, 0):
-        part = op.inputs[at]
-        split = None if part is None else b.graph.op(part)
-        if part is None or split is None or split.kind != "Split" or part in b.reserved:
+        part, whole = op.inputs[at], _whole_of_outer_part(b, op, at)
+        if part is None or whole is None:
             continue
-        whole, end = split.inputs[0], 0 if at else len(split.outputs) - 1
-        inner = [v for v in op.inputs if v is not None and v.op == split.id]
-        if (
-            whole is None
-            or whole in b.reserved
-            or part.port != end
-            or len(inner) > 1
-            or b.graph.sole_user(whole) is None
-        ):
+        t, width = b.graph.type(whole), b.graph.type(part).static_shape[1]
+        kept, more = out.static_shape[1] - width, t.static_shape[1] - width
+        if (t.layout, t.dtype) != (out.layout, out.dtype) or kept % vector or more % vector:
             continue
-        t = b.graph.type(whole)
-        channels, joined = t.static_shape[1], out.static_shape[1]
-        width = b.graph.type(part).static_shape[1]
-        extra = channels - width
-        if (
-            b.graph.op(whole).kind != "Conv"
-            or (t.layout, t.dtype) != (out.layout, out.dtype)
-            or extra % 8
-            or joined % 8
-        ):
-            continue
-        shape = (out.static_shape[0], joined + extra, *out.static_shape[2:])
+        shape = (out.static_shape[0], kept + t.static_shape[1], *out.static_shape[2:])
         wide = b.new(op.outputs[0].name, out.dtype, shape, b.strides_for(replace(out, shape=shape)))
-        b.reserved[whole] = wide.view(t.static_shape, wide.strides, joined - width if at else 0)
-        return wide.view(out.static_shape, wide.strides, 0 if at else extra)
+        b.reserved[whole] = wide.view(t.static_shape, wide.strides, kept if at else 0)
+        return wide.view(out.static_shape, wide.strides, 0 if at else more)
     return None
+
+
+def _whole_of_outer_part(b: Builder, op: Op, at: int) -> Value | None:
+    """The result of a convolution that only a Split reads, if operand ``at`` of the Concat, its last or first one, is the first or the
+    last part of this Split; else None. The Concat reads no other part of it."""
+    part = op.inputs[at]
+    split = None if part is None or part in b.reserved else b.graph.op(part)
+    if part is None or split is None or split.kind != "Split" or part.port != (0 if at else len(split.outputs) - 1):
+        return None
+    whole = split.inputs[0]
+    if whole is None or whole in b.reserved or b.graph.sole_user(whole) is None:
+        return None
+    if b.graph.op(whole).kind not in _CONVOLUTIONS or sum(v is not None and v.op == split.id for v in op.inputs) > 1:
+        return None
+    return whole
 
 
 def pitched(b: Builder, op: Op) -> tuple[int, ...] | None:
@@ -187,7 +188,11 @@ def pitched(b: Builder, op: Op) -> tuple[int, ...] | None:
 def _makes_rows(b: Builder, value: Value) -> bool:
     """Whether the producer of the value is a product or a pointwise operator."""
     op = b.graph.op(value)
-    return op.kind in _PRODUCTS or op.definition.traits.pointwise
+    return op.kind in _PRODUCTS or _is_pointwise(op)
+
+
+def _is_pointwise(op: Op) -> bool:
+    return op.kind not in STRUCTURAL and op.definition.traits.pointwise
 
 
 def plan_outputs(b: Builder, kernels: frozenset[str]) -> None:
@@ -217,13 +222,13 @@ def _is_made_in_place(b: Builder, value: Value, kernels: frozenset[str], join: _
         return _producer_of_view(b, value).kind == "Conv" or _adds_rows(b, producer)
     if join.inner:
         kinds = _ROWS | _NORMS | {"Concat"}
-        return producer.kind in kinds or producer.definition.traits.pointwise or _adds_rows(b, producer)
+        return producer.kind in kinds or _is_pointwise(producer) or _adds_rows(b, producer)
     if join.last and (_joins_channels(op) or (op.kind == "Transpose" and producer.kind in _ROWS)):
         return True
     if of_one_channel(op) and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
         return b.graph.op(op.inputs[0]).kind in kernels
     if not join.last and op.kind in _TURNS:
-        pixels = join.pixels or (producer.kind == "Conv" and producer.outputs[0].type.static_shape[1] % 8 == 0)
+        pixels = join.pixels or (producer.kind in _CONVOLUTIONS and producer.outputs[0].type.static_shape[1] % 8 == 0)
         return pixels or (producer.kind == "Concat" and op.kind != "Transpose")
     if not join.last and op.kind == "Concat":
         return True
