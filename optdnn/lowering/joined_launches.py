@@ -41,16 +41,18 @@ class Group:
 def with_joined_launches(program: Program, gpu: GpuFacts) -> tuple[Program, dict[int, int]]:
     """The program with joint launches, and for each other step its number in ``program``."""
     copied = small_copies(program)
-    reading = [_reading(step, copied[k]) if k in copied else step for k, step in enumerate(program.steps)]
+    operators = small_operators(program)
+    uncopied = before_copies(program, operators, copied)
+    parts = {k: [uncopied.get(k, part)] for k, part in operators.items()}
+    parts |= {k: [part.as_pointwise for part in found] for k, found in copied.items()}
+    changed = {k for k, found in copied.items() if found != copies_of(program, program.steps[k])}.union(uncopied)
+    reading = [
+        _reading(step, parts[k]) if k in copied or k in uncopied else step for k, step in enumerate(program.steps)
+    ]
     traced_program = replace(program, steps=tuple(reading))
     live = _live(traced_program)
-    parts = small_operators(program)
-    parts |= {k: [part.as_pointwise for part in found] for k, found in copied.items()}
-    groups = [
-        group
-        for group in groups_of(traced_program, live, parts)
-        if len(group.steps) > 1 or _changed(program, group.steps[0], copied)
-    ]
+    found = groups_of(traced_program, live, parts)
+    groups = [group for group in found if len(group.steps) > 1 or group.steps[0] in changed]
     if not groups:
         return program, {k: k for k in range(len(program.steps))}
     at = {group.steps[0]: group for group in groups}
@@ -63,11 +65,6 @@ def with_joined_launches(program: Program, gpu: GpuFacts) -> tuple[Program, dict
             moved[len(steps)] = k
             steps.append(program.steps[k])
     return compact(replace(program, steps=tuple(steps), kernels=tuple(kernels))), moved
-
-
-def _changed(program: Program, step: int, copied: Mapping[int, Sequence[Part]]) -> bool:
-    """Whether a step copies from other sources than before."""
-    return step in copied and copied[step] != copies_of(program, program.steps[step])
 
 
 def _live(program: Program) -> list[int]:
@@ -111,10 +108,69 @@ def _first(
     return [part] if pieces is None or any(copies.refuse(p) is not None for p in pieces) else pieces
 
 
-def small_operators(program: Program) -> dict[int, list[joint.Part]]:
+def small_operators(program: Program) -> dict[int, joint.Part]:
     """The steps (by number) that are small pointwise operators, and these."""
     found = ((k, operator_of(program, step)) for k, step in enumerate(program.steps))
-    return {k: [part] for k, part in found if part is not None and joint.refuse(part) is None}
+    return {k: part for k, part in found if part is not None and joint.refuse(part) is None}
+
+
+def before_copies(
+    program: Program, operators: Mapping[int, joint.Part], copied: Mapping[int, Sequence[Part]]
+) -> dict[int, joint.Part]:
+    """Operators that read what small copies copy, in the place of copies that nothing else reads."""
+    writers, readers = dict[int, list[int]](), dict[int, list[int]]()
+    for k, step in enumerate(program.steps):
+        for numbers, buffers in ((writers, step.outputs), (readers, step.inputs)):
+            for i in buffers:
+                numbers.setdefault(i, []).append(k)
+    kept = {i for _, i in program.outputs}.union(program.retained)
+    found: dict[int, joint.Part] = {}
+    for k, parts in copied.items():
+        users = {r for part in parts for r in readers.get(part.target.buffer, ())}
+        if (
+            kept.intersection(part.target.buffer for part in parts)
+            or not users
+            or not users <= operators.keys() - copied.keys()
+        ):
+            continue
+        if any(writers[part.target.buffer] != [k] or max(writers.get(part.source.buffer, (-1,))) > k for part in parts):
+            continue
+        moved = {r: _moved(found.get(r, operators[r]), parts) for r in users}
+        if all(part is not None and joint.refuse(part) is None for part in moved.values()):
+            found |= {r: part for r, part in moved.items() if part is not None}
+    return found
+
+
+def _moved(part: joint.Part, copied: Sequence[Part]) -> joint.Part | None:
+    """An operator that reads the sources of copies; None if one of its operands is no part of one source, or is converted."""
+    own, operands = {p.target.buffer for p in copied}, list[TensorView | None]()
+    for x in part.operands:
+        if x is None or x.buffer not in own:
+            operands.append(x)
+            continue
+        source = _source(x, [p for p in copied if p.target.buffer == x.buffer])
+        if source is None or source.dtype != x.dtype:
+            return None
+        operands.append(source)
+    return replace(part, operands=tuple(operands))
+
+
+def _source(x: TensorView, copied: Sequence[Part]) -> TensorView | None:
+    """The part of one source from which ``x`` was copied; None if there is none. Axes of one element do not matter."""
+    pieces = traced(Part(x, x), copied)
+    if pieces is None:
+        makers = [Part(_squeezed(p.source), _squeezed(p.target)) for p in copied]
+        pieces = traced(Part(_squeezed(x), _squeezed(x)), makers)
+    if pieces is None or len(pieces) != 1:
+        return None
+    strides = iter(s for n, s in zip(pieces[0].source.shape, pieces[0].source.strides, strict=True) if n > 1)
+    return pieces[0].source.view(x.shape, [next(strides) if n > 1 else 0 for n in x.shape])
+
+
+def _squeezed(x: TensorView) -> TensorView:
+    """A view without axes of one element."""
+    axes = [k for k, n in enumerate(x.shape) if n > 1]
+    return x.view([x.shape[k] for k in axes], [x.strides[k] for k in axes])
 
 
 def operator_of(program: Program, step: Step) -> joint.Part | None:
@@ -162,12 +218,13 @@ def last_of(waits: Sequence[set[int]]) -> list[set[int]]:
     return found
 
 
-def _reading(step: Step, parts: Sequence[Part]) -> Step:
-    """A copy that reads the sources of ``parts``, as far as :func:`dependencies` looks at it."""
-    inputs = tuple(dict.fromkeys(part.source.buffer for part in parts))
+def _reading(step: Step, parts: Sequence[joint.Part]) -> Step:
+    """A step that reads the operands of ``parts``, as far as :func:`dependencies` looks at it."""
+    tensors = [x for part in parts for _, x in part.present]
+    inputs = tuple(dict.fromkeys(x.buffer for x in tensors))
     outputs = tuple(dict.fromkeys(part.target.buffer for part in parts))
     views: dict[str, list[Any]] = {
-        "reads": [_operand(inputs.index(p.source.buffer), p.source).to_plain() for p in parts],
+        "reads": [_operand(inputs.index(x.buffer), x).to_plain() for x in tensors],
         "writes": [_operand(len(inputs) + outputs.index(p.target.buffer), p.target).to_plain() for p in parts],
     }
     return replace(step, inputs=inputs, outputs=outputs, params=views)

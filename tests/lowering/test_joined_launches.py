@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from optdnn.kernels.builder import TensorView, row_major
 from optdnn.kernels.layout import copies
 from optdnn.kernels.layout.copies import Part
 from optdnn.kernels.pointwise import joint
-from optdnn.lowering.joined_launches import last_of
+from optdnn.lowering.joined_launches import _moved, last_of
 from optdnn.lowering.traced_copies import MOST_PIECES, traced
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
@@ -107,6 +108,36 @@ def test_large_operators_keep_launches_of_their_own() -> None:
     found = kinds(lowered(boxes(rows), "fp32"))
     assert "JointPointwise" not in found
     assert found.count("Pointwise") == 4
+
+
+def test_an_operator_reads_what_a_small_copy_copies() -> None:
+    source, copy = tensor(0, 1, 2, 6, 5, dtype=FP16), TensorView(1, 0, (1, 2, 6, 5), (60, 1, 10, 2), FP16)
+    channel, other = copy.view((1, 1, 6, 5), (60, 1, 10, 2), 1), tensor(3, 1, dtype=FP16)
+    part = joint.Part((channel, other), (Stage("Add", (-1, 1)),), tensor(2, 1, 1, 6, 5, dtype=FP16))
+    moved = _moved(part, [Part(source, copy)])
+    assert moved is not None
+    assert moved.operands == (source.view((1, 1, 6, 5), (0, 0, 5, 1), 30), other)
+    assert _moved(part, [Part(tensor(0, 1, 2, 6, 5), copy)]) is None, "the copy rounds"
+    turned = replace(part, operands=(copy.view((1, 1, 12, 5), (60, 1, 5, 1)), other))
+    assert _moved(turned, [Part(source, copy)]) is None, "its elements are in another order"
+    single, image = tensor(0, 1, 1, 6, 5, dtype=FP16), TensorView(1, 0, (1, 1, 6, 5), (240, 1, 40, 8), FP16)
+    squeezed = replace(part, operands=(image.view((6, 5), (40, 8)), other), target=tensor(2, 6, 5, dtype=FP16))
+    moved = _moved(squeezed, [Part(single, image)])
+    assert moved is not None
+    assert moved.operands == (single.view((6, 5), (5, 1)), other)
+
+
+def depth(n: Net, *, shared: bool = False) -> Graph:
+    """The head of a depth network: one channel of an image, without its axis."""
+    y = n.conv(n.conv(n.input(1, 16, 8, 8), 8), 2)
+    plane = n.op("Squeeze", n.op("Slice", y, n.ints(0), n.ints(1), n.ints(1)), n.ints(1))
+    result = n.op("Mul", n.op("Sigmoid", plane), n.const(10.0))
+    return n.done(result, *([n.op("Softmax", plane)] if shared else []))
+
+
+def test_copies_that_only_operators_read_are_left_out() -> None:
+    assert kinds(check_simulated(depth(Net()), "fp16")) == ["Copy", "Conv", "Conv", "JointPointwise"]
+    assert kinds(check_simulated(depth(Net(), shared=True), "fp16"))[:4] == ["Copy", "Conv", "Conv", "Copy"]
 
 
 def test_the_last_steps_of_those_that_a_step_waits_for() -> None:
