@@ -11,8 +11,8 @@ from optdnn.lowering.lanes import MOST_LANES, with_lanes
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.runtime.program import Program
 
-WAYS = ((4, False), (4, True), (2, True))
-"""The ways that tuning tries: the maximum of lanes, and whether any predicted gain is enough (or only a clear one)."""
+WAYS = (4, 2)
+"""The maxima of lanes that tuning tries."""
 NOTHING = "nothing is predicted to gain side by side"
 CLEAR_LANES = 0.99
 """Tuning keeps lanes if they bring the network's time below this fraction of its time in one lane, twice."""
@@ -20,14 +20,13 @@ CLEAR_LANES = 0.99
 
 @dataclass(frozen=True)
 class LaneChoice:
-    """How steps are put on lanes: at most ``most`` (1: one lane), ``forced`` for any predicted gain (see :data:`WAYS`).
+    """How steps are put on lanes: at most ``most`` (1: one lane).
 
     ``seconds`` by signature are the measured times that the schedule uses. ``one_ms`` and ``lanes_ms`` are the milliseconds of an
     inference in one lane and with lanes (None: not measured).
     """
 
     most: int = 1
-    forced: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     one_ms: float | None = None
     lanes_ms: float | None = None
@@ -35,16 +34,16 @@ class LaneChoice:
     def to_plain(self) -> dict[str, Any]:
         """For the timing cache. With one lane, too: engines record the times of their steps."""
         us = {k: round(s * 1e6, 4) for k, s in sorted(self.seconds.items())}
-        return {"most": self.most, "forced": self.forced, "us": us, "one_ms": self.one_ms, "lanes_ms": self.lanes_ms}
+        return {"most": self.most, "us": us, "one_ms": self.one_ms, "lanes_ms": self.lanes_ms}
 
     @classmethod
     def of_plain(cls, plain: Any) -> LaneChoice | None:
         """The inverse of :meth:`to_plain`; None for other data."""
         match plain:
-            case {"most": int(most), "forced": bool(forced), "us": dict(us), "one_ms": one, "lanes_ms": lanes} if (
-                1 <= most <= 8 and all(isinstance(v, (int, float)) for v in us.values())
+            case {"most": int(most), "us": dict(us), "one_ms": one, "lanes_ms": lanes} if 1 <= most <= 8 and all(
+                isinstance(v, (int, float)) for v in us.values()
             ):
-                return cls(most, forced, {str(k): v / 1e6 for k, v in us.items()}, one, lanes)
+                return cls(most, {str(k): v / 1e6 for k, v in us.items()}, one, lanes)
         return None
 
     def after_race(self, way: LaneChoice, ms: float, best_ms: float, *, won: bool) -> LaneChoice:
@@ -81,13 +80,13 @@ def on_lanes(
         return program
     if wanted != AUTO:
         assert isinstance(wanted, int)
-        return with_lanes(program, model, seconds, wanted, forced=True)
+        return with_lanes(program, model, seconds, wanted)
     if streams is None:  # not tuned: the cost model decides; the cost of forks and joins is known for Hopper only
         if not gpu.hopper:
             return program
         streams = LaneChoice(MOST_LANES)
     if streams.most > 1:
-        program = with_lanes(program, model, seconds, streams.most, forced=streams.forced)
+        program = with_lanes(program, model, seconds, streams.most)
     why = streams.why() if program.lanes or streams.lanes_ms is not None else NOTHING
     program.meta["streams"] = {"lanes": 1, **program.meta.get("streams", {}), "why": why}
     return program

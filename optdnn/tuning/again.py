@@ -45,7 +45,7 @@ class Again:
         lanes = LaneChoice.of_plain(noted["lanes"])
         if lanes is not None:
             self.seconds = dict(lanes.seconds)
-            self.lanes = LaneChoice(lanes.most, lanes.forced, self.seconds, lanes.one_ms, lanes.lanes_ms)
+            self.lanes = LaneChoice(lanes.most, self.seconds, lanes.one_ms, lanes.lanes_ms)
 
     def __call__(self, b: Builder, op: Op, key: str) -> None:
         row = self._rows.get((op.kind, tuple(sorted(op.src))))

@@ -154,9 +154,9 @@ class NetworkStage:
         seconds = emitted.seconds(measured)
         lanes = tuned.streams = LaneChoice()
         raced: set[Any] = set()
-        for most, forced in WAYS:
+        for most in WAYS:
             session.check_time()
-            way = LaneChoice(most, forced, measured)
+            way = LaneChoice(most, measured)
             program = on_lanes(emitted.program, session.gpu, seconds, session.options, way)
             form = (program.lanes, tuple(s.outputs for s in program.steps))
             if not program.lanes or form in raced:

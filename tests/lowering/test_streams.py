@@ -73,16 +73,14 @@ def test_branches_that_fill_the_gpu_do_not() -> None:
 
 def test_branches_that_are_shorter_than_a_join_do_not() -> None:
     assert set(schedule(branches((1, 1)), [Load(JOIN, 0.1)] * 4).lanes) == {0}
-    small = [Load(0.9 * US, 0.1)] * 4
-    assert set(schedule(branches((1, 1)), small).lanes) == {0}
     assert set(schedule(branches((1, 1)), [Load(6 * US, 0.1)] * 4).lanes) == {0, 1}
 
 
-def test_forced_lanes_take_any_gain() -> None:
+def test_any_gain_is_enough() -> None:
     loads = [Load(40 * US, 0.1), Load(2.2 * US, 0.1), Load(38 * US, 0.1), Load(40 * US, 0.1)]
-    deps = branches((1, 1))
-    assert set(schedule(deps, loads).lanes) == {0}, "less than a twentieth of the branches' time"
-    assert set(schedule(deps, loads, forced=True).lanes) == {0, 1}
+    found = schedule(branches((1, 1)), loads)
+    assert set(found.lanes) == {0, 1}
+    assert 0.98 * found.alone < found.seconds < found.alone
 
 
 def test_lanes_are_bounded() -> None:
@@ -108,7 +106,7 @@ def test_random_schedules_keep_every_dependency() -> None:
         n = rng.randint(1, 30)
         deps = [set(rng.sample(range(k), min(k, rng.choice([0, 1, 1, 2])))) for k in range(n)]
         loads = [Load(rng.uniform(1, 8) * US, rng.choice([0.05, 0.3, 1.0])) for _ in range(n)]
-        found = schedule(deps, loads, most=rng.randint(1, 5), forced=True)
+        found = schedule(deps, loads, most=rng.randint(1, 5))
         assert sorted(found.order) == list(range(n))
         assert found.seconds <= found.alone + 1e-12
         slots = slots_of(found, deps)
@@ -213,12 +211,12 @@ def test_a_sequential_network_is_left_alone() -> None:
 
 
 def test_auto_takes_the_measured_form_or_else_the_predicted_one() -> None:
-    """With a measurement, the faster form is taken; without one, only clear gains. Measured times go before predicted ones."""
+    """With a measurement, the faster form is taken; without one, any predicted gain. Measured times go before predicted ones."""
     options = BuildOptions(target="simulate", precision="fp16")
     graph = inception(64)
     emitted = emit_program(_optimized(graph), options, of_arch("sm_90a"), {})
     program, predicted = emitted.program, emitted.seconds()
-    short = dict.fromkeys(range(len(program.steps)), 0.3 * US)
+    short = dict.fromkeys(range(len(program.steps)), 0.1 * US)
     assert not on_lanes(program, of_arch("sm_90a"), short, options).lanes
     assert program.meta["streams"] == {
         "lanes": 1,
@@ -233,10 +231,10 @@ def test_auto_takes_the_measured_form_or_else_the_predicted_one() -> None:
     known = emitted.seconds(seconds)
     assert known != predicted
     assert set(known.values()) == {50 * US}
-    assert not on_lanes(program, of_arch("sm_90a"), known, options, LaneChoice(1, False, seconds)).lanes
-    assert on_lanes(program, of_arch("sm_90a"), known, options, LaneChoice(4, False, seconds)).lanes
+    assert not on_lanes(program, of_arch("sm_90a"), known, options, LaneChoice(1, seconds)).lanes
+    assert on_lanes(program, of_arch("sm_90a"), known, options, LaneChoice(4, seconds)).lanes
     one = BuildOptions(target="simulate", precision="fp16", streams=1)
-    assert not on_lanes(program, of_arch("sm_90a"), known, one, LaneChoice(4, False, seconds)).lanes
+    assert not on_lanes(program, of_arch("sm_90a"), known, one, LaneChoice(4, seconds)).lanes
 
 
 def _optimized(graph: Graph) -> Graph:

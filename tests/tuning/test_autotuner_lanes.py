@@ -92,6 +92,6 @@ def test_a_chain_has_no_lanes_to_try() -> None:
     assert program.meta["streams"] == {"lanes": 1, "why": "nothing is predicted to gain side by side"}
 
 
-@pytest.mark.parametrize("wrong", [None, 3, {}, {"most": 9, "forced": True, "us": {}, "one_ms": 1, "lanes_ms": 1}])
+@pytest.mark.parametrize("wrong", [None, 3, {}, {"most": 9, "us": {}, "one_ms": 1, "lanes_ms": 1}])
 def test_malformed_records_of_lanes_are_ignored(wrong: Any) -> None:
     assert LaneChoice.of_plain(wrong) is None

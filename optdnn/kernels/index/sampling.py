@@ -22,6 +22,8 @@ ACCESS = 16
 """Bytes of a thread's widest load."""
 LAUNCH, CACHE, PLACES = 1.2e-6, 4e12, 1.5e11
 """Cost model: seconds of a launch, bytes of taps per second, and places per second of all threads together."""
+FEWEST_THREADS = 4096
+"""Threads that hide the latency of the taps. A thread takes fewer channels than it can where there would be fewer of them."""
 MOST_UNROLLED = 32
 """Most taps of an image's points for which the loop is unrolled, so that all loads are in flight at once: the loads of the taps depend on
 the load of their place."""
@@ -47,6 +49,12 @@ class SampledChannels(Tactic):
         """Why this form of the kernel cannot read the images, or None."""
         return "its channels are not contiguous and aligned" if _vector(op, images) == 1 else None
 
+    @staticmethod
+    def width(op: Op, images: Sequence[TensorView]) -> int:
+        """Number of channels per thread."""
+        most, elements = _vector(op, images), math.prod(op.outputs[0].type.static_shape)
+        return max((n for n in (1, 2, 4, 8) if n <= most and (n <= 2 or elements >= n * FEWEST_THREADS)), default=1)
+
     def place(self, b: Builder, op: Op) -> None:
         """Place the result in the order in which it is read."""
         b.target(op.value, order_read(b, op.value))
@@ -57,11 +65,11 @@ class SampledChannels(Tactic):
         points = sum(p.shape[2] for p in places) if op.kind == "SampledSum" else 1
         count = float(math.prod(out.static_shape) * points)
         taps = count * TAPS[op.attrs.mode] ** 2 * out.dtype.itemsize
-        return LAUNCH + max(taps / CACHE, count / _vector(op, images) / PLACES)
+        return LAUNCH + max(taps / CACHE, count / self.width(op, images) / PLACES)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         images, places, weights = _parts(b, op)
-        out, vec = b.target(op.value), _vector(op, images)
+        out, vec = b.target(op.value), self.width(op, images)
         rows = out.shape[2:]
         tensors: dict[str, TensorView | None] = {f"image{k}": x for k, x in enumerate(images)}
         tensors |= {f"places{k}": x for k, x in enumerate(places)} | {"factors": weights}

@@ -196,8 +196,9 @@ def _source(step: CudaStep, program: Program) -> str:
 def _rounds_floats(meaning: ReferenceOp) -> bool:
     """Whether 8-bit integers of a step are rounded from floats, so that two computations may give different integers."""
     stages = meaning.attrs.get("stages", ())
-    # Stages of a scan or of sums of segments are mappings: their results are not 8-bit integers.
-    return meaning.kind == "Quantized" or any(s[0] in INEXACT for s in stages if not isinstance(s, Mapping))
+    # Stages of scans, sums of segments and joint launches are mappings or lists of them: their results are not 8-bit integers.
+    names = [s[0] for s in stages if s and not isinstance(s, Mapping)]
+    return meaning.kind == "Quantized" or any(isinstance(name, str) and name in INEXACT for name in names)
 
 
 def _share_off(got: Array, want: Array) -> float:

@@ -61,8 +61,8 @@ def sliced(
     x = n.op("Relu", x) if sizes[0] % 8 else x  # otherwise `aligned_parts` would put the other part first
     first, last = split(n, x, *sizes)
     own = n.conv(last, sizes[1], kernel, pads=pads, group=sizes[1], bias=True)
-    y = n.op("Concat", first, own, attrs=ConcatAttrs(1))
-    return n.done(n.conv(y, 16, 1, pads=0))
+    joined = (own, first) if sizes[0] % 8 else (first, own)  # otherwise `outer_part` would exchange the parts
+    return n.done(n.conv(n.op("Concat", *joined, attrs=ConcatAttrs(1)), 16, 1, pads=0))
 
 
 def sequence(
