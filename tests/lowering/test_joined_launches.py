@@ -10,6 +10,7 @@ import pytest
 from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 
 from optdnn.ir.graph import Graph
@@ -93,6 +94,12 @@ def test_small_operators_are_one_launch() -> None:
     assert sorted(map(len, stages)) == [0, 1, 2, 3, 3], "the copy has none"
     assert sum(counts) == len(step.params["reads"])
     assert step.params["tactic"] == "pointwise"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_joint_launches_on_a_gpu(precision: str) -> None:
+    assert "JointPointwise" in {e.kind for e in checked_launches(boxes(), precision)}
 
 
 def test_what_waits_for_another_operator_has_a_launch_of_its_own() -> None:

@@ -32,10 +32,14 @@ from kernels.norm.test_across import mixer  # type: ignore[import-not-found]
 from kernels.norm.test_group_norm_add import block  # type: ignore[import-not-found]
 from kernels.norm.test_modulated import adaptive  # type: ignore[import-not-found]
 from kernels.norm.test_short_rows import pair  # type: ignore[import-not-found]
+from kernels.norm.test_softmax_mean import CASES as MEANS  # type: ignore[import-not-found]
 from kernels.pointwise.test_prologue import dense_layer, gated  # type: ignore[import-not-found]
 from kernels.quantized.test_dynamic import NETS as DYNAMIC  # type: ignore[import-not-found]
 from kernels.quantized.test_dynamic import network as dynamic  # type: ignore[import-not-found]
 from kernels.reduce.test_image_means import gate  # type: ignore[import-not-found]
+from kernels.test_pointwise_rows import CASES as OF_ROWS  # type: ignore[import-not-found]
+from kernels.test_staged_pad import CASES as PADDED  # type: ignore[import-not-found]
+from lowering.test_joined_launches import boxes  # type: ignore[import-not-found]
 
 from support.net import Net
 from support.packed_cases import CASES, network
@@ -365,8 +369,21 @@ def norms() -> Graphs:
         **{f"adaptive norms {precision}": (adaptive, precision) for precision in ("fp16", "fp32")},
         "pairs of norms": (lambda: pair(factor=True), "fp16"),
         "means of images": (lambda: gate(size=57), "fp16"),
+        **{
+            f"means of a softmax: {name}": (lambda name=name: MEANS[name], "fp16")
+            for name in ("17 bins", "sides apart")
+        },
         "norms across": (net(Net, lambda n: mixer(n, 20)), "fp16"),
         **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},
+    }
+
+
+def pointwise() -> Graphs:
+    """Pointwise operators with others in one launch."""
+    return {
+        **{f"operators on gathered rows: {name}": (build, "fp16") for name, build in OF_ROWS.items()},
+        **{f"padded operators: {name}": (build, "fp16") for name, build in PADDED.items()},
+        "joint operators": (boxes, "fp16"),
     }
 
 
@@ -392,5 +409,5 @@ def sequences() -> Graphs:
 def graphs() -> Graphs:
     """All of them."""
     generated: Graphs = {name: (partial(graph_of, name), "fp16") for name in FAMILIES}
-    parts = (convolutions, depthwise_convolutions, products, packed_products, eight_bits, norms, sequences)
+    parts = (convolutions, depthwise_convolutions, products, packed_products, eight_bits, norms, pointwise, sequences)
     return {name: made for part in parts for name, made in part().items()} | generated
