@@ -94,7 +94,7 @@ def test_one_index_of_a_projection_is_a_view() -> None:
     assert "Gather" not in kinds(program)
     n = Net()
     x = n.op("Gather", n.matmul(n.input(4, 24), 48), n.ints(0, 3, 1), attrs=GatherAttrs(0))
-    assert "Gather" in kinds(check_simulated(n.done(n.op("Relu", x))))
+    assert "PointwiseOfRows" in kinds(check_simulated(n.done(n.op("Relu", x))))
 
 
 def windows(indices: np.ndarray) -> Graph:
@@ -140,6 +140,7 @@ def test_other_additions_are_pointwise() -> None:
         "no group normalization is the only reader of the sum",
         "it is not the only reader of a normalization of rows",
         "it is not the sum of an image and a group normalization without other readers",
+        "it reads no rows that are gathered for it alone",
     }
 
 
