@@ -97,6 +97,7 @@ def test_no_more_launches_than_in_16_bits(name: str, precision: str) -> None:
     more += 2 * (precision.startswith("fp8") and name == "classifier")  # there is no mean of fp8
     more += kinds(halves)[0] == "Copies"  # the conversion of the input and the change of its layout, in one launch
     more += kinds(program).count("Frames")  # 16-bit convolutions read the frames where they are
+    more += name == "a U-Net"  # in 16 bits, one launch joins what the two transposed convolutions give
     assert len(program.steps) <= len(halves.steps) + more, (kinds(halves), kinds(program))
     assert "Pad" not in kinds(program)
 
