@@ -7,7 +7,6 @@ DETR (Carion et al., 2020) adds an embedding of each position to the operands of
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,27 +16,12 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.fuse_siblings import ALIGNED, LAUNCH_BYTES
-from optdnn.passes.rules.widths import has_stages_or_factors
 from optdnn.passes.support.facts import integers, operand, sizes_of
-from optdnn.types import Array, is_float
+from optdnn.passes.support.products import PlainProduct, added_vector, plain_product
+from optdnn.types import is_float
 
 ACCESSES = 3
 """Accesses to memory per element that an addition of a constant takes: two reads and a write."""
-
-
-@dataclass(frozen=True)
-class _Product:
-    """A product with a constant matrix, and the addition of a bias after it (None: there is none)."""
-
-    op: Op
-    matrix: Array
-    biased: Op | None
-    bias: Array
-
-    @property
-    def last(self) -> Op:
-        """The operator whose result has the bias."""
-        return self.op if self.biased is None else self.biased
 
 
 @rule("added_positions", {"Add"})
@@ -56,7 +40,7 @@ def added_positions(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("the sum has readers that are no products with constant matrices")
     others = [_product(graph, user, x) for user in graph.users(x)]
     products = [p for p in (*summed, *others) if p is not None]
-    widths = [p.matrix.shape[1] for p in products]
+    widths = [p.weight.shape[1] for p in products]
     if added.size != math.prod(shape):
         return Miss("the constant is repeated along the batch, and no epilogue of a product reads such a constant")
     if len(products) > 1 and any(width % ALIGNED for width in widths):
@@ -66,40 +50,36 @@ def added_positions(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("the constant that its products would add is larger than what the addition moves")
 
     def build(patch: Patch) -> None:
-        matrix = np.concatenate([p.matrix for p in products], 1)
+        matrix = np.concatenate([p.weight for p in products], 1)
         wide = added.reshape(shape).astype(np.float64)
-        terms = [
-            (wide @ p.matrix if k < len(summed) else np.zeros((*shape[:-1], widths[k]))) + p.bias
-            for k, p in enumerate(products)
-        ]
+        terms = []
+        for k, p in enumerate(products):
+            term = wide @ p.weight if k < len(summed) else np.zeros((*shape[:-1], widths[k]))
+            terms.append(term if p.bias is None else term + p.bias)
         constant = np.concatenate(terms, -1).astype(op.outputs[0].type.dtype)
         y = patch.add("MatMul", [x, patch.constant(matrix, "matrix")], MatMulAttrs())
         y = patch.add("Add", [y, patch.constant(constant, "added")])
         if len(products) == 1:
-            patch.replace(products[0].last.value, y)
+            patch.replace(products[0].ops[0].value, y)
             return
         split = patch.add_op(
             "Split", [y, integers(patch, widths, "widths")], SplitAttrs(len(shape) - 1), outputs=len(widths)
         )
         for port, p in enumerate(products):
-            patch.replace(p.last.value, Value(split.id, port))
+            patch.replace(p.ops[0].value, Value(split.id, port))
 
-    covers = {o.id: o for p in products for o in (p.op, p.last)}
+    covers = {o.id: o for p in products for o in reversed(p.ops)}
     return Match((op, *covers.values()), build)
 
 
-def _product(graph: Graph, op: Op, x: Value) -> _Product | None:
-    """The product of ``x`` with a constant matrix that ``op`` is; None for other operators."""
-    matrix = graph.constant_value(op.inputs[1]) if op.kind == "MatMul" and op.inputs[0] == x else None
-    if matrix is None or matrix.ndim != 2 or has_stages_or_factors(op):
+def _product(graph: Graph, op: Op, x: Value) -> PlainProduct | None:
+    """The product of ``x`` with a constant matrix that ``op`` is, with the bias that only its reader adds; None for other operators."""
+    if op.kind != "MatMul" or op.inputs[0] != x or op.attrs.factors:
         return None
-    user, none = graph.sole_user(op.value), np.zeros(matrix.shape[1], matrix.dtype)
-    if user is None or user.kind != "Add" or graph.type(user.value) != op.outputs[0].type:
-        return _Product(op, matrix, None, none)
-    bias = next((a for v in user.inputs if (a := graph.constant_value(v)) is not None), None)
-    if bias is None or bias.size != matrix.shape[1] or bias.shape[-1:] != (matrix.shape[1],):
-        return _Product(op, matrix, None, none)
-    return _Product(op, matrix, user, bias.reshape(-1))
+    user = graph.sole_user(op.value)
+    added = None if user is None or user.kind != "Add" else added_vector(graph, user)
+    biased = added is not None and added[0] == op.value and added[1].size == graph.type(operand(op, 1)).dims[-1]
+    return plain_product(graph, user.value if biased and user is not None else op.value)
 
 
 class AddedPositions(RulePass):

@@ -10,8 +10,8 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.channel_order import filters_of, split_channels
 from optdnn.passes.support.facts import in_shape, operand, producer
 from optdnn.passes.support.parts_of_axes import Chain, chain_of
 from optdnn.passes.support.views import transposed
@@ -28,26 +28,18 @@ def ordered_channels(graph: Graph, op: Op) -> Match | Miss | None:
     channels, split = chain.axes[0][1], chain.axes[-1][normalize_axis(op.attrs.axis, len(chain.axes[-1]))]
     if len(split) != 1 or split[0] not in channels[1:]:
         return None
-    weight, bias = (
-        graph.constant_value(operand(conv, 1)),
-        None if conv.input(2) is None else graph.constant_value(conv.inputs[2]),
-    )
-    if weight is None or (bias is None and conv.input(2) is not None) or conv.attrs.group != 1:
-        return Miss("its filters are not constant, or they are grouped")
+    filters = filters_of(graph, conv)
+    if isinstance(filters, Miss):
+        return filters
     if conv.attrs.epilogue or conv.attrs.prologue:
         return Miss("the convolution has stages")
     axis = channels.index(split[0])
     widths = [t.type.static_shape[normalize_axis(op.attrs.axis, len(t.type.dims))] for t in op.outputs]
-    numbers = np.arange(len(weight)).reshape([chain.sizes[p] for p in channels])
+    numbers = np.arange(len(filters[0])).reshape([chain.sizes[p] for p in channels])
     parts = [part.reshape(-1) for part in np.split(numbers, np.cumsum(widths)[:-1], axis)]
-    order = np.concatenate(parts)
 
     def build(patch: Patch) -> None:
-        given = [operand(conv), patch.constant(weight[order].copy(), "weight")]
-        given += [] if bias is None else [patch.constant(bias[order].copy(), "bias")]
-        y = patch.add("Conv", given, conv.attrs, src=conv.src)
-        sizes = patch.constant(np.array([len(part) for part in parts], np.int64), "sizes")
-        images = patch.add_op("Split", [y, sizes], SplitAttrs(1), outputs=len(parts))
+        images = split_channels(patch, conv, filters, parts, op.src | conv.src)
         for k, width in enumerate(widths):
             patch.replace(Value(op.id, k), _viewed(patch, Value(images.id, k), chain, split[0], width))
 

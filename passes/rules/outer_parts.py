@@ -11,7 +11,8 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule
-from optdnn.passes.support.facts import operand, producer
+from optdnn.passes.support.channel_order import filters_of, split_channels
+from optdnn.passes.support.facts import producer
 from optdnn.types import normalize_axis
 
 
@@ -33,23 +34,18 @@ class OuterPart(Rule):
         order = [port, *others] if first else [*others, port]
         if order == list(ports):
             return None
-        weight, bias = graph.constant_value(operand(conv, 1)), conv.input(2) and graph.constant_value(operand(conv, 2))
-        if weight is None or (conv.input(2) is not None and bias is None) or conv.attrs.group != 1:
-            return Miss("its filters are not constant, or they are grouped")
+        filters = filters_of(graph, conv)
+        if isinstance(filters, Miss):
+            return filters
         if any((c := graph.constant_value(v)) is None or c.size > 1 for v in conv.inputs[3:] if v is not None):
             return Miss("stages of the convolution read tensors")
         widths = [n for out in op.outputs if isinstance(n := out.type.dims[1], int)]
         if len(widths) < len(op.outputs):
             return None
-        ends = np.cumsum(np.array(widths))
-        channels = np.concatenate([np.split(np.arange(ends[-1]), ends[:-1])[k] for k in order])
+        numbers = np.split(np.arange(sum(widths)), np.cumsum(np.array(widths))[:-1])
 
         def build(patch: Patch) -> None:
-            own = [operand(conv), patch.constant(weight[channels].copy(), "weight")]
-            own += [] if bias is None else [patch.constant(bias[channels].copy(), "bias")]
-            y = patch.add("Conv", [*own, *conv.inputs[len(own) :]], conv.attrs, src=conv.src)
-            sizes = patch.constant(np.array([widths[k] for k in order], np.int64), "sizes")
-            parts = patch.add_op("Split", [y, sizes], op.attrs, outputs=len(order), src=op.src)
+            parts = split_channels(patch, conv, filters, [numbers[k] for k in order], op.src)
             for k, old in enumerate(order):
                 patch.replace(Value(op.id, old), Value(parts.id, k))
 

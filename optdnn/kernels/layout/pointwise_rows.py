@@ -14,14 +14,13 @@ from optdnn.kernels.launch import Launch, Parameters
 from optdnn.kernels.layout.gather import GatherBy
 from optdnn.kernels.pointwise.before import stages_of
 from optdnn.kernels.pointwise.elementwise import Elementwise
-from optdnn.kernels.pointwise.pointwise import CPP, STRIDES_LIMIT, arithmetic, body
+from optdnn.kernels.pointwise.neighbors import THREADS, kernel, load, place, walk
+from optdnn.kernels.pointwise.pointwise import CPP, STRIDES_LIMIT
 from optdnn.kernels.pointwise.strides import broadcast, vector
 from optdnn.kernels.tactic import Region
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.types import TensorType, normalize_axis
-
-THREADS = 256
 
 
 class PointwiseRows(Elementwise):
@@ -125,48 +124,21 @@ class Rows:
         fields += [f"const {CPP[x.dtype]}* n{i};" for i, x in self.indices.items()]
         fields += ["u32 count;", f"i64 sy[{rank}];", *(f"i64 s{i}[{rank}];" for i in present)]
         fields += [f"i64 q{i}[{rank}];" for i in self.indices]
-        walk = ["u32 rest = index;"]
-        for d in reversed(range(rank)):
-            size, times = (dims[d] // wide, f" * {wide}") if d == rank - 1 else (dims[d], "")
-            walk.append(f"const int o{d} = rest % {size}u{times}; rest /= {size}u;")
-
-        def place(strides: str) -> str:
-            return " + ".join(f"i64(o{d}) * p.{strides}[{d}]" for d in range(rank))
-
         loads, values = ["bool ok = true;"], []
         for i in self.indices:
             size = present[i].shape[0]
-            loads.append(f"i64 k{i} = i64(p.n{i}[{place(f'q{i}')}]); k{i} += k{i} < 0 ? {size}LL : 0;")
+            loads.append(f"i64 k{i} = i64(p.n{i}[{place(f'q{i}', rank)}]); k{i} += k{i} < 0 ? {size}LL : 0;")
             loads.append(f"ok = ok && k{i} >= 0 && k{i} < {size}LL;")
         loads.append("if (!ok) return;     // an index out of range leaves the element as it was")
         for i, x in present.items():
-            t, at = CPP[x.dtype], place(f"s{i}")
+            at = place(f"s{i}", rank)
             if i in self.indices:
                 at = f"k{i} * {x.strides[0]}LL + i64(o{column}) * p.s{i}[{column}]"
-            together = wide > 1 and self.strides(i)[axes[-1]] == 1
-            kind = f"Pack<{t}, {wide}>"
-            loads.append(f"const {kind} l{i}(p.x{i} + {at});" if together else f"const {t} l{i} = p.x{i}[{at}];")
-            values.append(f"const {arithmetic(x.dtype)} v{i} = widen(l{i}{'.lane[j]' if together else ''});")
-        shaped = [
+            made, value = load(i, x, at, wide, wide > 1 and self.strides(i)[axes[-1]] == 1)
+            loads.append(made)
+            values.append(value)
+        types = [
             TensorType(self.out.dtype, ()) if x is None else TensorType(x.dtype, self.out.shape) for x in self.operands
         ]
-        lines, result, _ = body(self.stages, shaped)
-        newline, inner = "\n    ", "\n        "
-        return f"""struct Params {{ {" ".join(fields)} }};
-
-extern "C" __global__ void __launch_bounds__({THREADS}) pointwise_rows(const __grid_constant__ Params p) {{
-    launch_dependents();
-    const u32 index = blockIdx.x * {THREADS} + threadIdx.x;
-    {newline.join(walk)}
-    wait_for_predecessor();
-    if (index >= p.count) return;
-    {newline.join(loads)}
-    Pack<{out}, {wide}> y;
-    #pragma unroll
-    for (int j = 0; j < {wide}; j++) {{
-        {inner.join([*values, *lines])}
-        y.lane[j] = narrow<{out}>({result});
-    }}
-    y.store(p.y + {place("sy")});
-}}
-"""
+        before = walk(dims, wide)
+        return kernel("pointwise_rows", fields, before, loads, values, self.stages, types, self.out.dtype, rank, wide)

@@ -18,14 +18,14 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Launch, Parameters
 from optdnn.kernels.layout.gather import Pad
 from optdnn.kernels.pointwise.before import moved, pointwise_before, stages_of
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body
+from optdnn.kernels.pointwise.neighbors import THREADS, kernel, load, place, walk
+from optdnn.kernels.pointwise.pointwise import CPP
 from optdnn.kernels.pointwise.strides import broadcast, vector
 from optdnn.kernels.tactic import Region
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.types import TensorType
 
-THREADS = 256
 REPEATING = ("reflect", "edge", "wrap")
 """The modes in which each element of the result is one of the operand."""
 
@@ -110,37 +110,13 @@ class Padded:
         fields = [f"{out}* y;", *(f"const {CPP[x.dtype]}* x{i};" for i, x in tensors.items())]
         fields += [f"const int* n{axis};" for axis in self.tables]
         fields += ["u32 count;", f"i64 sy[{rank}];", *(f"i64 s{i}[{rank}];" for i in tensors)]
-        walk = ["u32 rest = index;"]
-        for d in reversed(range(rank)):
-            size, times = (dims[d] // wide, f" * {wide}") if d == rank - 1 else (dims[d], "")
-            walk.append(f"const int o{d} = rest % {size}u{times}; rest /= {size}u;")
-            walk.append(f"const int k{d} = {f'p.n{axes[d]}[o{d}]' if axes[d] in self.tables else f'o{d}'};")
-        loads, values = [], []
+        first, *steps = walk(dims, wide)
+        before, loads, values = [first], list[str](), list[str]()
+        for d, line in zip(reversed(range(rank)), steps, strict=True):
+            before += [line, f"const int k{d} = {f'p.n{axes[d]}[o{d}]' if axes[d] in self.tables else f'o{d}'};"]
         for i, x in tensors.items():
-            t, at = CPP[x.dtype], " + ".join(f"i64(k{d}) * p.s{i}[{d}]" for d in range(rank))
-            together = wide > 1 and x.strides[axes[-1]] == 1
-            loads.append(
-                f"const Pack<{t}, {wide}> l{i}(p.x{i} + {at});" if together else f"const {t} l{i} = p.x{i}[{at}];"
-            )
-            values.append(f"const {arithmetic(x.dtype)} v{i} = widen(l{i}{'.lane[j]' if together else ''});")
+            made, value = load(i, x, place(f"s{i}", rank, "k"), wide, wide > 1 and x.strides[axes[-1]] == 1)
+            loads.append(made)
+            values.append(value)
         types = [TensorType(self.out.dtype, ()) if x is None else TensorType(x.dtype, x.shape) for x in self.operands]
-        lines, result, _ = body(self.stages, types)
-        newline, inner = "\n    ", "\n        "
-        return f"""struct Params {{ {" ".join(fields)} }};
-
-extern "C" __global__ void __launch_bounds__({THREADS}) pad_staged(const __grid_constant__ Params p) {{
-    launch_dependents();
-    const u32 index = blockIdx.x * {THREADS} + threadIdx.x;
-    {newline.join(walk)}
-    wait_for_predecessor();
-    if (index >= p.count) return;
-    {newline.join(loads)}
-    Pack<{out}, {wide}> y;
-    #pragma unroll
-    for (int j = 0; j < {wide}; j++) {{
-        {inner.join([*values, *lines])}
-        y.lane[j] = narrow<{out}>({result});
-    }}
-    y.store(p.y + {" + ".join(f"i64(o{d}) * p.sy[{d}]" for d in range(rank))});
-}}
-"""
+        return kernel("pad_staged", fields, before, loads, values, self.stages, types, self.out.dtype, rank, wide)
