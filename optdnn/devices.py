@@ -79,7 +79,7 @@ def seconds_of(graph: Graph, options: BuildOptions, gpu: GpuFacts) -> float:
         if op.kind in COLLECTIVES:
             nbytes = _bytes(op.outputs[0].type, options)
             total += predicted_seconds(op.kind, nbytes, op.attrs.world)
-        elif op.kind not in STRUCTURAL and not op.definition.traits.pointwise and (flops := flops_of(graph, op)):
+        elif op.kind not in STRUCTURAL and not op.pointwise and (flops := flops_of(graph, op)):
             operands = [graph.type(v) for v in dict.fromkeys(op.inputs) if v is not None]
             moved = sum(_bytes(t, options) for t in (*operands, *(o.type for o in op.outputs)))
             total += 1e-6 * max(flops / rate, moved / machine.bandwidth)

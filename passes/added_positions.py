@@ -73,7 +73,7 @@ def added_positions(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _product(graph: Graph, op: Op, x: Value) -> PlainProduct | None:
-    """The product of ``x`` with a constant matrix that ``op`` is, with the bias that only its reader adds; None for other operators."""
+    """The product of ``x`` with a constant matrix that ``op`` is, with the bias after it; None for other operators."""
     if op.kind != "MatMul" or op.inputs[0] != x or op.attrs.factors:
         return None
     user = graph.sole_user(op.value)

@@ -319,7 +319,7 @@ def _reads_image(graph: Graph, op: Op, value: Value, within: int = _BETWEEN) -> 
     if op.kind in ("Add", "Concat") and any(v is not None and v != value and is_image(graph, v) for v in op.inputs):
         return True
     others = [graph.constant_value(v) for v in op.inputs if v is not None and v != value]
-    scaled = op.kind not in STRUCTURAL and op.definition.traits.pointwise and all(c is not None for c in others)
+    scaled = op.pointwise and all(c is not None for c in others)
     if within and (scaled or op.kind in PARTS | ACTIVATIONS):
         results = [Value(op.id, port) for port in range(len(op.outputs))]
         return any(_reads_image(graph, user, y, within - 1) for y in results for user in graph.users(y))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs
@@ -138,7 +138,7 @@ def repeated_parts(graph: Graph, op: Op) -> Match | None:
 def _inner(graph: Graph, value: Value) -> Op | None:
     """The pointwise operator that computes a value, or None."""
     op = graph.op(value)
-    if op.kind in STRUCTURAL or not op.definition.traits.pointwise or len(op.outputs) != 1 or None in op.inputs:
+    if not op.pointwise or len(op.outputs) != 1 or None in op.inputs:
         return None
     return op
 

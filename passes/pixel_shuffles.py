@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op
-from optdnn.ir.op import STRUCTURAL
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.widths import has_stages_or_factors
@@ -27,7 +26,7 @@ def pixel_shuffle(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     between: list[Op] = []
     conv = graph.op(operand(op))
-    while conv.kind not in STRUCTURAL and conv.definition.traits.pointwise and len(conv.inputs) == 1:
+    while conv.pointwise and len(conv.inputs) == 1:
         between.append(conv)
         conv = graph.op(operand(conv))
     weight = graph.constant_value(conv.input(1)) if conv.kind == "Conv" else None

@@ -90,9 +90,8 @@ def image_chain(graph: Graph, op: Op) -> Match | None:
     if turns < 2 or not chain.axes[0][1] or taken[-1] != chain.axes[0][1][-1]:
         return None  # `image_to_tokens` knows chains of one Transpose
     given = [p for axis in last for p in chain.axes[0][axis]]
-    sizes, perm = _one_turn(
-        chain, given, taken, {0, given.index(chain.axes[0][1][0])}
-    )  # there may be gaps between pixels
+    pixel = given.index(chain.axes[0][1][0])  # there may be gaps between pixels
+    sizes, perm = _one_turn(chain, given, taken, {0, pixel})
 
     def build(patch: Patch) -> Value:
         rows = patch.add("Transpose", [chain.base], TransposeAttrs(last))

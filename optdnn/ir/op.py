@@ -87,6 +87,11 @@ class Op:
         return self.inputs[i] if i < len(self.inputs) else None
 
     @property
+    def pointwise(self) -> bool:
+        """Whether it computes each element by itself, from the elements at its place. False for :data:`STRUCTURAL` kinds."""
+        return self.kind not in STRUCTURAL and self.definition.traits.pointwise
+
+    @property
     def definition(self) -> OpDef:
         try:
             return OPDEFS[self.kind]

@@ -62,9 +62,8 @@ def concat_of_split(graph: Graph, op: Op) -> Match | None:
     for at, value in enumerate(parts):
         first = graph.op(value)
         count = parts_of_whole(graph, parts[at:], axis)
-        if first.kind == "Split" and is_axis(
-            graph, operand(first), first.attrs.axis, axis
-        ):  # their sizes may be unknown
+        if first.kind == "Split" and is_axis(graph, operand(first), first.attrs.axis, axis):
+            # Their sizes may be unknown.
             outputs = [Value(first.id, port) for port in range(len(first.outputs))]
             count = len(outputs) if parts[at : at + len(outputs)] == outputs else 0
         if count:

@@ -40,11 +40,8 @@ class PointwiseOfParts(Rule):
             return Miss(f"{concat.name} is read elsewhere")
         shape, parts = graph.type(concat.value).dims, [v for v in concat.inputs if v is not None]
         axis = normalize_axis(concat.attrs.axis, len(shape)) - len(shape)
-        alike = all(
-            v == concat.value or (a := graph.constant_value(v)) is None or a.size == 1
-            for v in op.inputs
-            if v is not None
-        )
+        constants = [a for v in op.inputs if (a := graph.constant_value(v)) is not None]
+        alike = all(a.size == 1 for a in constants)  # then each element is computed alike
         others = list(self._others(graph, parts, alike))
         if len(others) > 1:
             return Miss(f"more than one part of {concat.name} is not the result of a pointwise op for it alone")

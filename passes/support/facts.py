@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from optdnn.dim import Dim
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Use, Value
+from optdnn.ir.graph import Graph, Op, Use, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Known
 from optdnn.ops.checks import elements
@@ -118,7 +118,7 @@ def origins(graph: Graph, values: Iterable[Value]) -> Iterator[Op]:
 
 def is_pointwise(op: Op) -> bool:
     """Whether an op computes each element of its one result by itself."""
-    return op.kind not in STRUCTURAL and op.definition.traits.pointwise and len(op.outputs) == 1
+    return op.pointwise and len(op.outputs) == 1
 
 
 def is_depthwise(graph: Graph, op: Op) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from optdnn.ir.graph import STRUCTURAL, Op, Value
+from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, row_major, up
 from optdnn.kernels.layout.moves import MOST_ELEMENTS
 from optdnn.kernels.layout.views import consecutive, of_one_channel, reshaped
@@ -188,11 +188,7 @@ def pitched(b: Builder, op: Op) -> tuple[int, ...] | None:
 def _makes_rows(b: Builder, value: Value) -> bool:
     """Whether the producer of the value is a product or a pointwise operator."""
     op = b.graph.op(value)
-    return op.kind in _PRODUCTS or _is_pointwise(op)
-
-
-def _is_pointwise(op: Op) -> bool:
-    return op.kind not in STRUCTURAL and op.definition.traits.pointwise
+    return op.kind in _PRODUCTS or op.pointwise
 
 
 def plan_outputs(b: Builder, kernels: frozenset[str]) -> None:
@@ -222,7 +218,7 @@ def _is_made_in_place(b: Builder, value: Value, kernels: frozenset[str], join: _
         return _producer_of_view(b, value).kind == "Conv" or _adds_rows(b, producer)
     if join.inner:
         kinds = _ROWS | _NORMS | {"Concat"}
-        return producer.kind in kinds or _is_pointwise(producer) or _adds_rows(b, producer)
+        return producer.kind in kinds or producer.pointwise or _adds_rows(b, producer)
     if join.last and (_joins_channels(op) or (op.kind == "Transpose" and producer.kind in _ROWS)):
         return True
     if of_one_channel(op) and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
@@ -230,7 +226,7 @@ def _is_made_in_place(b: Builder, value: Value, kernels: frozenset[str], join: _
     if not join.last and op.kind in _TURNS:
         pixels = join.pixels or (producer.kind in _CONVOLUTIONS and producer.outputs[0].type.static_shape[1] % 8 == 0)
         return pixels or (producer.kind == "Concat" and op.kind != "Transpose")
-    if not join.last and op.kind == "Concat":
+    if op.kind == "Concat" and not join.last:
         return True
     return op.kind in kernels or (join.volume and _producer_of_view(b, value).kind in {*kernels, "Concat"})
 

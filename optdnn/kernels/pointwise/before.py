@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from optdnn.ir.graph import STRUCTURAL, Op
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.pointwise.pointwise import single
@@ -17,7 +17,7 @@ def pointwise_before(b: Builder, op: Op) -> Op | str:
     """The pointwise operator that computes operand 0 of ``op`` for it alone, in floats; or why there is none."""
     value = op.inputs[0]
     before = None if value is None else b.graph.op(value)
-    if value is None or before is None or before.kind in STRUCTURAL or not before.definition.traits.pointwise:
+    if value is None or before is None or not before.pointwise:
         return "its operand is not the result of a pointwise operator"
     if value in b.reserved or b.graph.sole_user(value) is None:
         return "its operand has other readers"

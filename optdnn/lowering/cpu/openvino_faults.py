@@ -218,7 +218,7 @@ def _meets_product(graph: Graph, values: Iterable[Value], *, forwards: bool) -> 
             seen.add(op.id)
             if _multiplies_few_rows(graph, op):
                 return True
-            if op.kind in ("QuantizeLinear", "DequantizeLinear") or _is_elementwise(op):
+            if op.kind in ("QuantizeLinear", "DequantizeLinear") or op.pointwise:
                 stack += [Value(op.id, 0)] if forwards else [i for i in op.inputs if i is not None]
     return False
 
@@ -230,7 +230,7 @@ def _divides_by_more(graph: Graph, op: Op) -> bool:
 
 def _channels_of_reduced(graph: Graph, op: Op) -> bool:
     """A constant per channel ([1, C, 1]) after a reduction to three axes is read at wrong positions in later rows."""
-    if op.outputs[0].type.rank != 3 or _CHANNELWISE.isdisjoint(_kinds(op)) or not _is_elementwise(op):
+    if op.outputs[0].type.rank != 3 or _CHANNELWISE.isdisjoint(_kinds(op)) or not op.pointwise:
         return False
     for slot, v in enumerate(op.inputs):
         shape = _dims(graph, op, slot) or ()
@@ -244,7 +244,7 @@ def _channels_of_reduced(graph: Graph, op: Op) -> bool:
 
 def _meets_its_norm(graph: Graph, op: Op) -> bool:
     """The compiler crashes if a GroupNormalization is added to, or multiplied by, its own operand or a function of the operand."""
-    given = [v for v in op.inputs if v is not None] if _is_elementwise(op) else []
+    given = [v for v in op.inputs if v is not None] if op.pointwise else []
     norms = [v for v in given if graph.op(v).kind == "GroupNormalization"]
     return any(
         source == graph.op(norm).inputs[0]
@@ -336,7 +336,7 @@ def _quantized_behind(graph: Graph, op: Op) -> list[Op]:
             seen.add(reader.id)
             if reader.kind == "QuantizeLinear":
                 found.append(reader)
-            elif _is_elementwise(reader) or reader.kind in _PASSING:
+            elif reader.pointwise or reader.kind in _PASSING:
                 stack.append(reader)
     return found
 
@@ -358,10 +358,6 @@ def _dtype(graph: Graph, op: Op, slot: int) -> DType | None:
     return None if value is None else graph.type(value).dtype
 
 
-def _is_elementwise(op: Op) -> bool:
-    return op.kind not in STRUCTURAL and op.definition.traits.pointwise
-
-
 def _kinds(op: Op) -> set[str]:
     """The kinds of the op and of its fused stages."""
     stages = (*op.attrs.prologue, *op.attrs.epilogue) if isinstance(op.attrs, FusedAttrs) else ()
@@ -378,5 +374,5 @@ def _elementwise_sources(graph: Graph, value: Value) -> Iterator[Value]:
         seen.add(v)
         yield v
         op = graph.op(v)
-        if _is_elementwise(op):
+        if op.pointwise:
             stack += [o for o in op.inputs if o is not None]
