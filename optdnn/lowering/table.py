@@ -8,6 +8,7 @@ from optdnn.kernels.attention.factors import FactoredAttention
 from optdnn.kernels.attention.fp32 import Fp32Attention
 from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import HopperAttention
+from optdnn.kernels.attention.one_query import OneQueryAttention
 from optdnn.kernels.attention.steps import AttentionSteps
 from optdnn.kernels.conv.blocks import BlockConv
 from optdnn.kernels.conv.chained import ChainedConv
@@ -197,6 +198,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GridSample": (SampledChannels(),),
     "Attention": (
         CachedAttention(),
+        OneQueryAttention(),
         ChannelAttention(),
         FactoredAttention(),
         HopperAttention(),

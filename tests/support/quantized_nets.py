@@ -154,14 +154,14 @@ def norm_network(
     return n.done(narrow, *([n.op("Relu", y)] if kept else []))
 
 
-def attention_network(dtype: Any = FP8, *, size: int = 32, kept: bool = False) -> Graph:
+def attention_network(dtype: Any = FP8, *, size: int = 32, kept: bool = False, rows: int = 20, keys: int = 20) -> Graph:
     """Two heads of fp16 values, quantized, then rearranged to rows."""
     n = QNet(np.float16)
-    q, k, v = (n.input(2, 2, 20, size, name=name) for name in "qkv")
+    q, k, v = (n.input(2, 2, c, size, name=name) for name, c in zip("qkv", (rows, keys, keys), strict=True))
     attrs = AttentionAttrs()
     y = n.op("Attention", q, k, v, attrs=attrs)
-    rows = n.op("Transpose", n.q(y, 0.01, None, dtype), attrs=TransposeAttrs((0, 2, 1, 3)))
-    out = n.op("Relu", n.dq(n.op("Reshape", rows, n.ints(2, 20, 2 * size)), 0.01))
+    turned = n.op("Transpose", n.q(y, 0.01, None, dtype), attrs=TransposeAttrs((0, 2, 1, 3)))
+    out = n.op("Relu", n.dq(n.op("Reshape", turned, n.ints(2, rows, 2 * size)), 0.01))
     return n.done(out, *([n.op("Relu", y)] if kept else []))
 
 

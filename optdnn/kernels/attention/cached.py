@@ -185,12 +185,8 @@ class CachedAttention(ProblemTactic):
         operands |= {"starts": starts} if starts is not None else {}
         sinks = sinks_of(b, op)
         operands |= {"sinks": sinks} if sinks is not None else {}
-        partial, arrived = cached.workspace(problem, config)
-        scratch, kept = [], []
-        if partial:
-            scratch.append(b.new(f"{op.outputs[0].name}.partial", FP32, (partial // 4,)))
-            kept.append(b.new(f"{op.outputs[0].name}.arrived", INT32, (arrived // 4,)))
-            operands |= {"partial": scratch[0], "arrived": kept[0]}
+        scratch, kept = workspace_of(b, op, problem, config)
+        operands |= scratch | kept
         views = [_view(x) for x in (q, new_k, new_v, k, v, out)]
         places = cached.Places(*views, *[_distance(x) for x in (*angles, starts, lengths)])  # type: ignore[arg-type]
         made = cached.launch(problem, config, b.gpu, places, starts=starts is not None)
@@ -200,12 +196,34 @@ class CachedAttention(ProblemTactic):
         }  # fmt: skip
         covers = replace(op, src=op.src.union(*(x.src for x in step.before)))
         reads = [q, new_k, new_v, *angles, starts, lengths, k, v, *([] if sinks is None else [sinks])]
-        b.emit(covers, made, operands, "CachedAttention", attrs, reads, [out, k, v], scratch=scratch, kept=kept)
+        b.emit(
+            covers,
+            made,
+            operands,
+            "CachedAttention",
+            attrs,
+            reads,
+            [out, k, v],
+            scratch=list(scratch.values()),
+            kept=list(kept.values()),
+        )
         for cache, used in zip(caches, (k, v), strict=True):
             if used is not cache:
                 copy(b, op, used, cache)
         if out is not target:
             copy(b, op, out, target)
+
+
+def workspace_of(
+    b: Builder, op: Op, problem: cached.Problem, config: cached.Config
+) -> tuple[dict[str, TensorView], dict[str, TensorView]]:
+    """New operands ``partial`` and ``arrived`` of a launch; both empty if it needs none."""
+    partial, arrived = cached.workspace(problem, config)
+    if not partial:
+        return {}, {}
+    name = op.outputs[0].name
+    made = b.new(f"{name}.partial", FP32, (partial // 4,)), b.new(f"{name}.arrived", INT32, (arrived // 4,))
+    return {"partial": made[0]}, {"arrived": made[1]}
 
 
 def _step(b: Builder, op: Op) -> Step:

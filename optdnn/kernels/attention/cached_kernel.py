@@ -33,7 +33,8 @@ class Problem:
     """``batch`` new positions, each of ``heads`` queries that share ``key_heads`` heads of a cache of ``capacity`` positions.
 
     The first ``turned`` features of queries and of the new key get rotary embeddings (0: none). ``reach``: number of keys before the new
-    one that it sees (-1: all). ``sinks``: each query head's softmax has one more logit, which no value belongs to.
+    one that it sees (-1: all). ``sinks``: each query head's softmax has one more logit, which no value belongs to. ``given``: all
+    keys and values are in memory, and the launch writes none. ``mask``: a number is added to each score.
     """
 
     batch: int
@@ -48,6 +49,8 @@ class Problem:
     reach: int = -1
     softcap: float = 0.0
     sinks: bool = False
+    given: bool = False
+    mask: bool = False
 
     @property
     def group(self) -> int:
@@ -68,7 +71,7 @@ class Problem:
 @dataclass(frozen=True)
 class Places:
     """Views of queries, new keys and values, keys, values and result (strides in elements), and the distances in bytes between samples
-    of the angles, positions and lengths."""
+    of the angles, positions and lengths. ``mask``: distances of its samples and heads in elements."""
 
     q: HeadView
     new_k: HeadView
@@ -80,6 +83,7 @@ class Places:
     sines: int = 0
     start: int = 0
     length: int = 0
+    mask: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, order=True)
@@ -148,21 +152,24 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     defines = {
         "WARPS": config.warps, "SPLITS": config.splits, "CLUSTER": int(config.cluster), "GROUP": problem.group, "HEAD": problem.features, "TURNED": problem.turned,
         "INTERLEAVED": int(problem.interleaved), "WINDOW": int(problem.reach >= 0), "SOFTCAP": int(problem.softcap > 0),
-        **({"SINKS": 1} if problem.sinks else {}),
+        **{n: 1 for n, has in (("SINKS", problem.sinks), ("GIVEN", problem.given), ("MASK", problem.mask)) if has},
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(problem.dtype), ""])
     return Recipe("attention_cached.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
-def launch(problem: Problem, config: Config, gpu: GpuFacts, places: Places, *, starts: bool = True) -> Launch:
-    """The launch. Operands: ``q``, ``new_k``, ``new_v``, ``cosines`` and ``sines`` (with rotary embeddings), ``starts`` (if ``starts``),
-    ``lengths``, ``k``, ``v``, ``out``, the operands of :func:`workspace`, and ``sinks`` (contiguous, if the problem has them)."""
+def launch(
+    problem: Problem, config: Config, gpu: GpuFacts, places: Places, *, starts: bool = True, lengths: bool = True
+) -> Launch:
+    """The launch. Operands: ``q``, ``new_k`` and ``new_v`` (unless ``given``), ``cosines`` and ``sines`` (with rotary embeddings),
+    ``starts`` (if ``starts``), ``lengths`` (if ``lengths``), ``k``, ``v``, ``out``, the operands of :func:`workspace`, ``sinks``
+    (contiguous) and ``mask`` (if the problem has them)."""
     p, turns, splits = problem, problem.turned > 0, config.splits > 1 and not config.cluster
     parameters = Parameters()
     for name, view in (("q", places.q), ("new_k", places.new_k), ("new_v", places.new_v)):
-        parameters.pointer(name, offset=2 * view.offset)
+        parameters.pointer(None if p.given and name != "q" else name, offset=2 * view.offset)
     parameters.pointer(*(("cosines", "sines") if turns else (None, None)))
-    parameters.pointer("starts" if starts else None, "lengths", "k", "v", "out")
+    parameters.pointer("starts" if starts else None, "lengths" if lengths else None, "k", "v", "out")
     parameters.pointer(*(("partial", "arrived") if splits else (None, None)))
     for view in (places.q, places.new_k, places.new_v, places.k, places.v, places.out):
         parameters.i64(view.batch, view.head)
@@ -172,6 +179,9 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, places: Places, *, s
     cap = (2 * math.log2(math.e) * p.scale / p.softcap, p.softcap * math.log2(math.e)) if p.softcap else (0.0, 0.0)
     parameters.f32(p.scale * math.log2(math.e), *cap)
     parameters.pointer(*(("sinks",) if p.sinks else ()))
+    if p.mask:
+        parameters.pointer("mask")
+        parameters.i64(*places.mask)
     grid = (config.splits, p.key_heads, p.batch)
     shared = shared_bytes(p, config)
     return parameters.launch(
@@ -181,10 +191,10 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, places: Places, *, s
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch, for a cache filled to 1 / :data:`EXPECTED`."""
+    """Predicted seconds of one dependent launch, for a cache filled to 1 / :data:`EXPECTED`, or for all given keys."""
     gpu = fitted(gpu)
     # Includes the new position: it begins a tile of its own if the others fill theirs.
-    positions = min(problem.capacity // EXPECTED + 1, problem.capacity)
+    positions = problem.capacity if problem.given else min(problem.capacity // EXPECTED + 1, problem.capacity)
     seen = positions if problem.reach < 0 else min(positions, problem.reach + 1)
     tiles = -(-seen // (16 * config.warps))
     active = min(config.splits, tiles)

@@ -44,6 +44,7 @@ from optdnn.types import BF16, FP16, FP64, Array, DType
 
 Views = tuple[HeadView, HeadView, HeadView, HeadView]
 """The views of queries, keys, values and the result."""
+Workspace = dict[str, TensorView]
 
 
 @lru_cache(maxsize=1024)
@@ -187,6 +188,8 @@ class HopperAttention(ProblemTactic):
         operands |= {"mask": mask} if mask is not None else {}
         operands |= {"lengths": lengths} if lengths is not None else {}
         operands |= {"sinks": sinks} if sinks is not None else {}
+        scratch, kept = self._workspace(b, op, problem, config)
+        operands |= scratch | kept
         reads: list[TensorView | None] = [q, k, v, mask, None, None, lengths, *([] if sinks is None else [sinks])]
         if past:
             before = [x.view((*x.shape[:2], past, x.shape[3]), x.strides) for x in (k, v)]
@@ -203,9 +206,15 @@ class HopperAttention(ProblemTactic):
             kind, attrs = "Quantized", meaning(op, to, False, attrs, kind)
         made = self.plans.launch(problem, config, b.gpu, None if to is None else QuantizedStore.of(to.to))
         covers = op if to is None else replace(op, src=op.src | to.op.src)
-        b.emit(covers, made, operands, kind, attrs, reads, [out])
+        b.emit(
+            covers, made, operands, kind, attrs, reads, [out], scratch=list(scratch.values()), kept=list(kept.values())
+        )
         if t.out is not t.target:
             copy(b, op, out, t.target)
+
+    def _workspace(self, b: Builder, op: Op, problem: Problem, config: Any) -> tuple[Workspace, Workspace]:
+        """Further operands of the launch, by name: scratch memory, and memory that keeps its contents between runs."""
+        return {}, {}
 
     @staticmethod
     def _quantizer(b: Builder, op: Op) -> Quantizer | None:

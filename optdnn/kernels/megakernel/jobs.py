@@ -111,6 +111,8 @@ def _attention(
 ) -> Job | str:  # fmt: skip
     """A launch of ``attention_cached.cu`` as a job. Its parameters are twelve addresses, strides, two integers, three floats, and the
     address of the sinks, if it has any."""
+    if "GIVEN" in fields:
+        return "it writes no row of a cache"
     _, heads, batch = launch.grid
     if batch != 1:
         return f"it has {batch} sequences (one is needed)"

@@ -13,6 +13,9 @@
 //
 // The row that this launch writes is read from shared memory, since other blocks may not see it in the cache yet.
 //
+// GIVEN: the launch writes no rows, and all keys and values are in memory. A null ``lengths`` stands for the capacity.
+// MASK: a number is added to the score of each key. A head's numbers are contiguous.
+//
 // generated.cuh defines WARPS, SPLITS, CLUSTER, GROUP, HEAD (features, a multiple of 16), TURNED (rotated features, 0: none), INTERLEAVED,
 // WINDOW, SOFTCAP, multiply(), and SINKS where each query head's softmax has one more logit, which no value belongs to.
 #include "ptx.cuh"
@@ -23,6 +26,16 @@ constexpr int THREADS = WARPS * 32, BLOCK_KEYS = WARPS * 16;
 constexpr int WARP_PARTS = (HEAD + 63) / 64;        // a warp has all parts
 #include "attention_cached.cuh"
 constexpr bool KEEP = HEAD <= 128;                 // queries in registers
+#if GIVEN
+constexpr int NEW = 0;                             // rows that the launch writes
+#else
+constexpr int NEW = 2;
+#endif
+#if MASK
+constexpr bool SCALED = true;                      // scores are in units of log2 before they are weighed
+#else
+constexpr bool SCALED = SOFTCAP;
+#endif
 
 struct Rows {                                      // strides in elements
     long long batch, head;
@@ -42,6 +55,10 @@ struct Params {
     float cap_in, cap_out;                         // of a softcap: 2 log2(e) scale / cap, and cap log2(e)
 #if SINKS
     const u16* sinks;                              // of each query head
+#endif
+#if MASK
+    const u16* mask;
+    Rows of_mask;
 #endif
 };
 
@@ -110,6 +127,20 @@ DEVICE void load_values(uint4 (&v)[PARTS][4], const Seen& seen, int first, int l
     }
 }
 
+#if MASK
+// Loads the numbers that are added to a lane's scores of 16 keys (s of ``score``). ``rows``: those of the block's first query.
+DEVICE void load_mask(float (&m)[2][4], const u16* rows, long long row, const Seen& seen, int first, int lane) {
+    #pragma unroll
+    for (int j = 0; j < 2; j++) {
+        #pragma unroll
+        for (int i = 0; i < 2 * TILES; i++) {
+            const int query = lane / 4 + i / 2 * 8, at = first + 8 * j + lane % 4 * 2 + i % 2;
+            m[j][i] = query < GROUP && seen.holds(at) ? LOG2_E * unpack1(rows[query * row + at]) : 0.0f;
+        }
+    }
+}
+#endif
+
 #if CLUSTER
 // A block sends accumulators as above, then for each query the largest score, the sum of weights, and two floats of padding.
 constexpr int SENT = GROUP * (HEAD + 4);
@@ -163,20 +194,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
     u16* const values = p.values + batch * p.of_values.batch + head * p.of_values.head;
     // The length may not be written yet. A stale value does no harm here: it only chooses a prefetch, and L2 is coherent. A stale copy of the
     // length in L1 would do harm, hence __ldcg.
+#if GIVEN
+    const int* const length = p.lengths ? p.lengths + batch * p.length_step : &p.capacity;
+    const Range likely(p, p.lengths ? __ldcg(length) : p.capacity);
+#else
     const int* const length = p.lengths + batch * p.length_step;
     const Range likely(p, __ldcg(length));
+#endif
     if (split < likely.active()) prefetch_tile(p, keys, values, likely.end, likely.first + split, warp, lane);
     grid_dependency_wait();
 #if CLUSTER
     cluster_wait();                                // every block has initialized its barrier
 #endif
 
-    const int start = p.starts ? p.starts[batch * p.start_step] : 0;
+    const int start = NEW == 0 ? -1 : p.starts ? p.starts[batch * p.start_step] : 0;
     const Range range(p, *length);
     const u16* const cosines = TURNED ? p.cosines + batch * p.cosine_batch : nullptr;
     const u16* const sines = TURNED ? p.sines + batch * p.sine_batch : nullptr;
     constexpr int UNITS = HEAD / 4;
-    for (int e = threadIdx.x; e < (GROUP + 2) * UNITS; e += THREADS) {
+    for (int e = threadIdx.x; e < (GROUP + NEW) * UNITS; e += THREADS) {
         const int row = e / UNITS, unit = e % UNITS;
         if (row < GROUP) {
             const u16* from = p.queries + batch * p.of_queries.batch + (head * GROUP + row) * p.of_queries.head;
@@ -216,6 +252,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
     int at = (first + split) * BLOCK_KEYS + warp * 16;
     load_keys(k, seen, at, lane);
     load_values(v, seen, at, lane);
+#if MASK
+    float m[2][4];
+    const u16* const mask = p.mask + batch * p.of_mask.batch + head * GROUP * p.of_mask.head;
+    load_mask(m, mask, p.of_mask.head, seen, at, lane);
+#endif
     for (int tile = first + split; tile < last; tile += SPLITS) {
         float s[2][4];
         if (!KEEP) load_queries();
@@ -227,11 +268,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
             #pragma unroll
             for (int i = 0; i < 4; i++) {
                 if (SOFTCAP) s[j][i] = fmaf(__fdividef(-2.0f, 1.0f + exp2_fast(s[j][i] * p.cap_in)), p.cap_out, p.cap_out);
+#if MASK
+                if (i < 2 * TILES) s[j][i] = SOFTCAP ? s[j][i] + m[j][i] : fmaf(s[j][i], p.scale_log2, m[j][i]);
+#endif
                 if (!seen.holds(at + 8 * j + lane % 4 * 2 + i % 2)) s[j][i] = -infinity();
             }
         }
+#if MASK
+        load_mask(m, mask, p.of_mask.head, seen, next, lane);
+#endif
         u32 packed[TILES][2];
-        found.weigh(packed, s, SOFTCAP ? 1.0f : p.scale_log2, lane);
+        found.weigh(packed, s, SCALED ? 1.0f : p.scale_log2, lane);
         found.add(packed, v);
         load_values(v, seen, next, lane);
         at = next;
@@ -239,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
     found.put(found_at + warp * FOUND, lane, 0);
     __syncthreads();
 
-    const float factor = SOFTCAP ? 1.0f : p.scale_log2;
+    const float factor = SCALED ? 1.0f : p.scale_log2;
     u16* const output = p.output + batch * p.of_output.batch + head * GROUP * p.of_output.head;
     auto write = [&](int query, int feature, const float4& sum, float weight, float most) {
 #if SINKS
