@@ -117,7 +117,7 @@ def _written_in_place(b: Builder, join: _Join, kernels: frozenset[str]) -> list[
     ]
     if join.apart and rows and math.prod(join.type.static_shape) <= MOST_ELEMENTS:  # one launch joins all parts
         free = [False] * len(free)
-    if join.inner and not all(free):
+    if join.inner and free.count(False) > 1:  # one launch copies several parts
         free = [may and _adds_rows(b, _sole_producer(b, v)) for v, may in zip(values, free, strict=True)]
     return free
 
@@ -217,7 +217,7 @@ def _is_made_in_place(b: Builder, value: Value, kernels: frozenset[str], join: _
     if join.rows:
         return _producer_of_view(b, value).kind == "Conv" or _adds_rows(b, producer)
     if join.inner:
-        kinds = _ROWS | _NORMS | {"Concat"}
+        kinds = _ROWS | _NORMS | {"Concat", "RotaryEmbedding"}
         return producer.kind in kinds or producer.pointwise or _adds_rows(b, producer)
     if join.last and (_joins_channels(op) or (op.kind == "Transpose" and producer.kind in _ROWS)):
         return True
