@@ -4,10 +4,14 @@ Graph networks (GCN: Kipf and Welling, 2017; GAT: Velickovic et al., 2018) selec
 ``i = NonZero(mask)``, and append a self-loop for each node. They compute each edge by itself, and scatter the results onto the
 nodes. The number of edges depends on data, so no kernel can be planned for these operators. If all edges are computed, edges
 outside of the mask scatter a number that changes nothing: 0 for a sum, infinity for a minimum.
+
+Operators may also read the positions that a mask of several axes selects (mixtures of experts). All positions are known when the
+network is built.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 import numpy as np
@@ -19,7 +23,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import operand
+from optdnn.passes.support.facts import operand, reshaped
 from optdnn.passes.support.rows import RowOp, by_number, chosen_by, copy_of, row_op, zero
 from optdnn.types import BOOL, Array, DType, is_float, normalize_axis
 
@@ -84,7 +88,7 @@ class SelectedRows:
         self.members: list[tuple[Op, RowOp | None]] = []
         """The operators, in topological order. None stands for a Concat of rows, or a Gather that selects rows."""
         self.leaves: dict[int, Op] = {}
-        """Id of a Gather that selects rows -> the NonZero of its mask."""
+        """Id of a Gather that selects rows -> the NonZero of its mask. A NonZero whose positions are read leads to itself."""
         self.parts: dict[Dim, Parts] = {}
         """Number of selected rows -> the parts that they consist of."""
         self.masks: set[Value] = set()
@@ -103,7 +107,7 @@ class SelectedRows:
             if op.id in inside:
                 continue
             inside.add(op.id)
-            chooser = _selection(self.graph, op)
+            chooser = _selection(self.graph, op) or _positions(self.graph, op)
             if chooser is not None:
                 self.leaves[op.id] = chooser
                 self.masks.add(operand(chooser))
@@ -124,9 +128,7 @@ class SelectedRows:
             return refusal
         if op.id in self.leaves:
             mask = operand(self.leaves[op.id])
-            rows = self.graph.type(mask).dims[0]
-            assert isinstance(rows, int)
-            found: Parts | None = ((mask, rows),)
+            found: Parts | None = ((mask, math.prod(self.graph.type(mask).static_shape)),)
         elif op.kind == "Concat" and isinstance(
             op.outputs[0].type.dims[normalize_axis(op.attrs.axis, self._rank(op))], Dim
         ):
@@ -180,6 +182,9 @@ class SelectedRows:
                 assert count is not None
                 copy = copy_of(patch, r, new, sum(rows for _, rows in self.parts[count]))
                 new.update({Value(op.id, i): Value(copy.id, i) for i in range(len(copy.outputs))})
+            elif op.kind == "NonZero":
+                dims = self.graph.type(operand(op)).static_shape
+                new[op.value] = patch.constant(np.indices(dims).reshape(len(dims), -1), "positions")
             elif op.id in self.leaves:
                 new[op.value] = operand(op)
             else:
@@ -196,12 +201,20 @@ class SelectedRows:
             if mask is None:
                 flags.append(patch.constant(np.ones(rows, np.bool_), "there"))
             else:
-                flags.append(
-                    mask if self.graph.type(mask).dtype == BOOL else patch.add("Cast", [mask], CastAttrs(BOOL))
-                )
+                known = mask if self.graph.type(mask).dtype == BOOL else patch.add("Cast", [mask], CastAttrs(BOOL))
+                flags.append(reshaped(patch, known, (rows,)))
         flag = flags[0] if len(flags) == 1 else patch.add("Concat", flags, ConcatAttrs(0))
         shape = patch.constant(np.array([-1 if d == count else 1 for d in dims], np.int64), "shape")
         return flag if len(dims) == 1 else patch.add("Reshape", [flag, shape], ReshapeAttrs())
+
+
+def _positions(graph: Graph, op: Op) -> Op | None:
+    """The operator if it is a NonZero of a mask of several axes of known sizes; else None."""
+    return (
+        op
+        if op.kind == "NonZero" and len(graph.type(operand(op)).shape or ()) > 1 and graph.type(operand(op)).is_static
+        else None
+    )
 
 
 def _selection(graph: Graph, op: Op) -> Op | None:

@@ -3,9 +3,15 @@
 Graph networks with weights of edges (GCN's edge weights, PyTorch Geometric's ``add_remaining_self_loops``) write the weights of
 self-loops to the nodes of these loops: ``y[i[selected]] = w[selected]``, with ``selected = NonZero(mask)``. The order of the rows
 stays, so if several rows are written to one position, the same row remains. The extra row is cut off at the end.
+
+Mixtures of experts (Mixtral, Qwen 3) write to positions of the mask itself: ``choice, token = NonZero(mask)`` with a row of the
+mask for each choice, and ``y[token] = f(x[token])``. Then row ``token`` of the result is that of the last choice that the mask
+selects, and no row is scattered.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -14,8 +20,11 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.rules.masked_sums import SelectedRows, count_of
-from optdnn.passes.support.facts import operand, sliced
+from optdnn.passes.support.facts import RESHAPES, operand, sliced
 from optdnn.types import normalize_axis
+
+MOST_CHOICES = 16
+"""Most selections of one row."""
 
 
 @rule("masked_writes", {"ScatterElements", "ScatterND"})
@@ -42,6 +51,18 @@ def masked_writes(graph: Graph, op: Op) -> Match | Miss | None:
     if op.kind == "ScatterElements" and dims[axis] != count:
         return Miss("it writes along another axis than the axis of the rows that the mask selects")
     size = graph.type(base).static_shape[axis]
+    whole = all(
+        n == m for k, (n, m) in enumerate(zip(graph.type(rows).dims, graph.type(base).dims, strict=True)) if k != axis
+    )
+    choices = _choices(graph, positions, size) if whole else 0
+
+    def selected(patch: Patch) -> Value:
+        new, y = found.copied(patch), base
+        flags = found.mask(patch, rows)
+        for k in range(choices):
+            flag, row = (sliced(patch, v, k * size, (k + 1) * size, axis) for v in (flags, new[rows]))
+            y = patch.add("Where", [flag, row, y])
+        return y
 
     def build(patch: Patch) -> Value:
         new = found.copied(patch)
@@ -56,4 +77,18 @@ def masked_writes(graph: Graph, op: Op) -> Match | Miss | None:
         y = patch.add(op.kind, [longer, index, new[rows]], op.attrs)
         return sliced(patch, y, 0, size, axis)
 
-    return Match((op, *found.ops), build)
+    return Match((op, *found.ops), selected if 0 < choices <= MOST_CHOICES else build)
+
+
+def _choices(graph: Graph, positions: Value, size: int) -> int:
+    """The number of rows of a mask of ``size`` columns, if ``positions`` are the columns that its NonZero selects; 0 for others."""
+    made, column = graph.op(positions), 0
+    while made.kind in (*RESHAPES, "Expand", "Split", "Transpose"):
+        if made.kind == "Split":  # of pairs of numbers: each part is a number
+            column = positions.port
+        positions = operand(made)
+        made = graph.op(positions)
+    if made.kind != "NonZero":
+        return 0
+    shape = graph.type(operand(made)).static_shape
+    return math.prod(shape[:-1]) if (column, shape[-1]) == (len(shape) - 1, size) else 0
