@@ -9,6 +9,7 @@ import numpy as np
 
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, row_major, up
+from optdnn.kernels.layout import copies
 from optdnn.kernels.layout.moves import MOST_ELEMENTS
 from optdnn.kernels.layout.views import consecutive, of_one_channel, reshaped
 from optdnn.types import normalize_axis
@@ -47,7 +48,7 @@ class _Join:
 
     ``outer``: the parts follow one another in memory. ``last``: channels of channels-last images. ``volume``: channels of volumes.
     ``rows``: the last axis of plain tensors. ``inner``: any other axis. ``apart``: a part begins inside of a vector. ``pixels``: all
-    parts are the pixels of images, one after another.
+    parts are the pixels of images, one after another. ``small``: one launch copies and converts all parts.
     """
 
     def __init__(self, b: Builder, op: Op):
@@ -62,6 +63,7 @@ class _Join:
         self.rows = not (self.type.layout or self.outer or self.volume) and axis == rank - 1
         self.inner = not (self.type.layout or self.outer or self.volume or self.rows)
         self.apart = any(n % 8 for n in self.sizes[:-1])
+        self.small = math.prod(self.type.static_shape) <= copies.MOST_ELEMENTS
         self.pitch = pitched(b, op)
         self.pixels = self.outer and not self.type.layout and all(self._is_pixels(b, v) for v in self.values)
 
@@ -117,7 +119,7 @@ def _written_in_place(b: Builder, join: _Join, kernels: frozenset[str]) -> list[
     ]
     if join.apart and rows and math.prod(join.type.static_shape) <= MOST_ELEMENTS:  # one launch joins all parts
         free = [False] * len(free)
-    if join.inner and free.count(False) > 1:  # one launch copies several parts
+    if join.inner and free.count(False) > (0 if join.small else 1):  # one launch copies several parts
         free = [may and _adds_rows(b, _sole_producer(b, v)) for v, may in zip(values, free, strict=True)]
     return free
 
@@ -217,7 +219,7 @@ def _is_made_in_place(b: Builder, value: Value, kernels: frozenset[str], join: _
     if join.rows:
         return _producer_of_view(b, value).kind == "Conv" or _adds_rows(b, producer)
     if join.inner:
-        kinds = _ROWS | _NORMS | {"Concat", "RotaryEmbedding"}
+        kinds = _ROWS | _NORMS | {"Concat"} | (set() if join.small else {"RotaryEmbedding"})
         return producer.kind in kinds or producer.pointwise or _adds_rows(b, producer)
     if join.last and (_joins_channels(op) or (op.kind == "Transpose" and producer.kind in _ROWS)):
         return True
