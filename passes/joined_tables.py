@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.binary import CastAttrs
-from optdnn.ops.gather import GatherAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.rules.joined_bags import LEAST, MOST_BYTES, joined_bags, longest_run, rows_of_tables, with_joined
+from optdnn.passes.rules.concats import concat_of_split
+from optdnn.passes.rules.joined_bags import joined_bags, longest_run, with_joined
+from optdnn.passes.rules.tables_of_columns import tables_of_columns, takes_all_tables
 from optdnn.passes.rules.tables_of_one_index import tables_of_one_index
-from optdnn.passes.support.facts import ints, producer, reshaped, shape_of
-from optdnn.types import INT64, Array, normalize_axis
+from optdnn.passes.support.facts import producer, reshaped, shape_of
+from optdnn.passes.support.tables import LEAST, MOST_BYTES, column_of, columns_of, rows_of_tables
+from optdnn.types import Array, normalize_axis
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,7 @@ def joined_tables(graph: Graph, op: Op) -> Match | Miss | None:
 
 def _gathered(patch: Patch, run: Sequence[_Embedding]) -> Value:
     """The rows of all K embeddings, (B, K, width). Negative indices count from the end of their own table."""
-    columns = patch.constant(np.array([e.column for e in run], np.int64), "columns")
-    index = patch.add("Gather", [run[0].source, columns], GatherAttrs(1))
-    if patch.graph.type(run[0].source).dtype != INT64:
-        index = patch.add("Cast", [index], CastAttrs(INT64))
-    return rows_of_tables(patch, index, [e.table for e in run])
+    return rows_of_tables(patch, columns_of(patch, run[0].source, [e.column for e in run]), [e.table for e in run])
 
 
 def _embedding(graph: Graph, op: Op, value: Value | None) -> _Embedding | None:
@@ -74,8 +69,8 @@ def _embedding(graph: Graph, op: Op, value: Value | None) -> _Embedding | None:
     table = None if gather is None else graph.constant_value(gather.input(0))
     if gather is None or table is None or table.ndim != 2 or normalize_axis(gather.attrs.axis, 2):
         return None
-    column = _column(graph, gather.input(1))
-    if column is None:
+    column = column_of(graph, gather.input(1))
+    if column is None or takes_all_tables(graph, gather):
         return None
     source, number = column
     batch, shape = shape_of(graph, source), op.outputs[0].type.shape
@@ -87,30 +82,7 @@ def _embedding(graph: Graph, op: Op, value: Value | None) -> _Embedding | None:
     return _Embedding(source, number, table) if ones and joins and part[-1] == table.shape[1] else None
 
 
-def _column(graph: Graph, index: Value | None) -> tuple[Value, int] | None:
-    """The matrix that ``index`` is a column of, up to views and casts to int64, and the column's number; else None."""
-    while (view := producer(graph, index, {"Cast", "Reshape", "Squeeze", "Unsqueeze"})) is not None:
-        if view.kind == "Cast" and view.attrs.to != INT64:
-            return None
-        index = view.inputs[0]
-    taken = producer(graph, index, {"Gather", "Slice"})
-    source = None if taken is None else taken.inputs[0]
-    shape = shape_of(graph, source)
-    if taken is None or source is None or shape is None or len(shape) != 2 or not isinstance(shape[1], int):
-        return None
-    if taken.kind == "Gather":
-        at = ints(graph, taken.input(1))
-        axis, number = taken.attrs.axis, at[0] if at is not None and len(at) == 1 else None
-    else:
-        starts, axes = ints(graph, taken.input(1)), ints(graph, taken.input(3))
-        axis, number = (axes or (0,))[0], starts[0] if starts is not None and len(starts) == 1 else None
-        if taken.outputs[0].type.shape != (shape[0], 1):
-            return None
-    if number is None or normalize_axis(axis, 2) != 1:
-        return None
-    return source, number % shape[1]
-
-
 class JoinedTables(RulePass):
     name = "joined_tables"
-    rules = (joined_tables, joined_bags, tables_of_one_index)
+    rules = (joined_tables, joined_bags, concat_of_split, tables_of_columns, tables_of_one_index)
+    sinks_first = True  # Concats of rows before their Gathers

@@ -10,23 +10,18 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-import numpy as np
-
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
-from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.rules.tables_of_columns import takes_all_tables
 from optdnn.passes.support.facts import integers, ints, operand, reshaped, shape_of
 from optdnn.passes.support.rotary import before_reshapes, reshapes_before
+from optdnn.passes.support.tables import LEAST, MOST_BYTES, rows_of_tables
 from optdnn.types import INT64, Array, normalize_axis
 
-LEAST = 4
-"""Fewest bags, or embeddings, that are joined."""
-MOST_BYTES = 1 << 30
-"""Largest size of joined tables."""
 KINDS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin"})
 
 
@@ -44,20 +39,6 @@ class _Bag:
     def form(self) -> tuple[object, ...]:
         """Bags of the same form can be joined."""
         return self.kind, self.size, self.table.shape[1], self.table.dtype
-
-
-def rows_of_tables(patch: Patch, index: Value, tables: Sequence[Array]) -> Value:
-    """The rows ``index`` (B, K, ...) of K tables. Negative indices count from the end of their own table."""
-    rank = len(patch.type(index).dims)
-    ends = np.cumsum([len(t) for t in tables])
-    shape = (len(tables), *(1,) * (rank - 2))
-    starts = np.array([0, *ends[:-1]])
-    first, last = (
-        patch.constant(v.astype(np.int64).reshape(shape), name) for v, name in ((starts, "starts"), (ends, "ends"))
-    )
-    below = patch.add("Less", [index, patch.constant(np.array(0, np.int64), "zero")])
-    place = patch.add("Add", [index, patch.add("Where", [below, last, first])])
-    return patch.add("Gather", [patch.constant(np.concatenate(tables), "tables"), place], GatherAttrs(0))
 
 
 def longest_run(forms: Sequence[Hashable | None]) -> tuple[int, int]:
@@ -134,6 +115,8 @@ def _bag(graph: Graph, value: Value | None, images: int) -> _Bag | None:
         gather = last
     table = graph.constant_value(gather.input(0)) if gather.kind == "Gather" else None
     if table is None or table.ndim != 2 or normalize_axis(gather.attrs.axis, 2):
+        return None
+    if not kind and takes_all_tables(graph, gather):
         return None
     ops = [*ops, gather]
     if any(len(graph.uses(x.value)) > 1 for x in ops):

@@ -104,6 +104,7 @@ RULES: Mapping[str, str] = {
     "aligned_rows_first": "parts of joined rows reordered so that they are aligned",
     "repeated_parts": "parts of joined rows that differ only by numbers computed together",
     "joined_tables": "embeddings of the columns of one tensor merged",
+    "tables_of_columns": "tables read by the columns of one tensor joined",
     "flat_indices": "rows gathered without flattening the indices first",
     "gather_rows": "chains of moves merged into one gather of rows",
     "add_before_transpose": "residuals added before Transposes",

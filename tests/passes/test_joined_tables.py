@@ -15,7 +15,7 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes import joined_tables
 from optdnn.passes.joined_tables import JoinedTables
-from optdnn.passes.rules import joined_bags, tables_of_one_index
+from optdnn.passes.rules import joined_bags, tables_of_columns, tables_of_one_index
 from optdnn.types import FP32, INT64
 
 
@@ -144,3 +144,70 @@ def test_columns_of_several_tensors_are_rows_by_indices_of_their_own() -> None:
 
 def test_rows_below_one_another_stay() -> None:
     check_untouched(JoinedTables(), network(axis=0))
+
+
+def features(
+    widths: tuple[int, ...] = (8, 1),
+    *,
+    count: int = 5,
+    uneven: bool = False,
+    missing: bool = False,
+    form: str = "slice",
+    shared: bool = False,
+) -> Graph:
+    """Tables of these ``widths`` for each column. The first ones are concatenated and added; the others are multiplied.
+
+    ``shared``: the tables have other readers."""
+    n = Net(np.float64)
+    x = n.op("Abs", n.input(3, 5, name="x", dtype=FP32 if form == "slice" else INT64))
+    found: list[list[Value]] = [[] for _ in widths]
+    more: list[Value] = []
+    for k in range(count):
+        index = column(n, x, k, form)
+        for i, width in enumerate(widths):
+            if not (missing and i and k == 2):
+                table = n.random(4 + k + (uneven and i), width)
+                found[i].append(n.op("Gather", table, index, attrs=GatherAttrs(0)))
+                more += [n.op("MatMul", n.input(2, 4 + k, name=f"t{k}"), table)] if shared else []
+    wide, *rest = found
+    total = wide[0]
+    for rows in wide[1:]:
+        total = n.op("Add", total, rows)
+    parts = [n.op("Concat", *wide, attrs=ConcatAttrs(1)), total, *more]
+    for narrow in rest:
+        product = narrow[0]
+        for rows in narrow[1:]:
+            product = n.op("Mul", product, rows)
+        parts.append(product)
+    return n.done(*(n.op("Relu", part) for part in parts))
+
+
+@pytest.mark.parametrize("widths", [(8,), (8, 1), (16, 8, 3)])
+def test_tables_of_the_columns_whatever_reads_the_rows(widths: tuple[int, ...]) -> None:
+    rules = {"tables_of_columns": 1, "concat_of_split": 1}
+    after, _ = check_pass(JoinedTables(), features(widths), changes=2, rules=rules)
+    (gather,) = (op for op in after.of_kind("Gather") if op.attrs.axis == 0)
+    table = after.constant_value(gather.inputs[0])
+    assert table is not None
+    assert table.shape == (4 + 5 + 6 + 7 + 8, 8 if widths == (8,) else -(-sum(widths) // 8) * 8)
+    assert "Concat" not in after.kinds()
+
+
+def test_one_launch_gathers_all_features() -> None:
+    assert kinds(check_simulated(features(), "fp16")).count("Gather") == 1
+
+
+def test_features_that_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_untouched(JoinedTables(), features((8,), count=3))
+    for graph in (features((8,), form="gather"), features(missing=True), features(uneven=True)):
+        fired = {found.rule for found in JoinedTables()(graph).fired}
+        assert "joined_tables" in fired
+        assert "tables_of_columns" not in fired
+    for limit, graph, because in (
+        ("SHARED_BYTES", features((8,), shared=True), "other operators also read the table"),
+        ("MOST_BYTES", features((8,)), "too large to be joined"),
+    ):
+        monkeypatch.setattr(tables_of_columns, limit, 8)
+        report = JoinedTables()(graph)
+        assert {found.rule for found in report.fired} == {"joined_tables"}
+        assert any(r.rule == "tables_of_columns" and because in r.reason for r in report.refused)
