@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from kernels.attention.test_attention_between_channels import between_channels  # type: ignore[import-not-found]
+from kernels.attention.test_attention_one_query import step as one_query  # type: ignore[import-not-found]
 from kernels.attention.test_attention_over_a_cache import step  # type: ignore[import-not-found]
 from kernels.conv import test_conv_bands, test_conv_pool  # type: ignore[import-not-found]
 from kernels.conv.test_conv_scaled import preact  # type: ignore[import-not-found]
@@ -396,6 +397,8 @@ def sequences() -> Graphs:
         "attention over a cache": (step, "fp16"),
         "layers in one launch": (layers, "fp16"),
         "attention over a cache, keys shared": (lambda: step(batch=1, capacity=2048), "fp16"),
+        "attention of one query": (lambda: one_query(masked="keys"), "fp16"),
+        "attention of one query, by a few blocks": (lambda: one_query(batch=48, masked="heads"), "fp16"),
         "attention between channels": (between_channels, "fp16"),
         "attention between channels over many tokens": (lambda: between_channels(tokens=3000), "fp16"),
         **{f"rotary: {name}": (ROTARY[name], "fp16") for name in ROTARIES},

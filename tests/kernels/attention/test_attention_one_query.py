@@ -13,7 +13,7 @@ from support.attention_cases import Case, apart, merged, result_on_a_gpu, wide_v
 from support.host import COMPILER, WHY_NOT
 from support.net import Net
 from support.quantized_nets import attention_network
-from support.simulated import check_not_taken, check_simulated, tactics
+from support.simulated import check_not_taken, check_simulated, lowered, tactics
 from support.sweep import sweep
 
 from optdnn.ir.graph import Graph
@@ -21,10 +21,12 @@ from optdnn.kernels.attention import cached_kernel
 from optdnn.kernels.attention import one_query_kernel as plans
 from optdnn.kernels.attention.cached_kernel import Config
 from optdnn.kernels.attention.problem import Problem
+from optdnn.kernels.megakernel.jobs import job_of
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.types import FP16, FP32
 
 CASES: dict[str, tuple[Problem, Config]] = {
@@ -185,3 +187,10 @@ def test_a_quantized_result() -> None:
     """This kernel stores no integers; the kernel that does is preferred."""
     program = check_simulated(attention_network(np.int8, size=64, rows=1, keys=1500))
     assert tactics(program, "Attention") == ["attention_sm90"]
+
+
+def test_it_is_no_job_of_a_megakernel() -> None:
+    program = lowered(step(masked="keys"), target="cuda:h200", no_cubins=True)
+    plans = [(s, launch) for s in program.steps if (launch := parse(s, program).launch) is not None]
+    ((one, launch),) = ((s, x) for s, x in plans if program.kernels[x.kernel].function == "attention_cached")
+    assert job_of(one, launch, program) == "it writes no row of a cache"
