@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from optdnn.kernels.attention import cached_kernel as cached
 from optdnn.kernels.attention.cached_kernel import Config
 from optdnn.kernels.attention.problem import HeadView, Problem
@@ -56,6 +54,6 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     assert narrow is None
     p = problem
     none = HeadView(0, 0, 0)
-    mask = cast(tuple[int, int, int], p.mask or (0, 0, 0))
+    mask = p.mask or (0, 0, 0)
     places = cached.Places(p.q, none, none, p.k, p.v, p.out, length=4, mask=mask[:2])
     return cached.launch(cached_problem(p), config, gpu, places, starts=False, lengths=p.lengths)

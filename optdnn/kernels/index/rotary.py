@@ -163,8 +163,8 @@ class RotaryPair(Tactic):
 
 
 def partner(graph: Graph, op: Op) -> Op | None:
-    """The other RotaryEmbedding, by the same angles, of the attention that is the only reader of the result; or None. There may be views
-    between the embeddings and the attention, and new keys may be joined to those of the past."""
+    """The other RotaryEmbedding, by the same angles, of the attention that reads the result; or None. There may be views between the
+    embeddings and the attention, and new keys may be joined to those of the past. Only the attention reads the other result."""
     reader = _attention(graph, op.value)
     for value in () if reader is None else reader.inputs[:2]:
         other = None if value is None else _only_for(graph, value)
@@ -176,12 +176,16 @@ def partner(graph: Graph, op: Op) -> Op | None:
 
 
 def _attention(graph: Graph, value: Value) -> Op | None:
-    """The attention that is the only reader of a value, or of the keys of past positions and this value; else None."""
-    reader = _after_views(graph, graph.sole_user(value))
-    if reader is None or not _joins_positions(graph, reader):
-        return reader if reader is not None and reader.kind == "Attention" else None
-    found = [_after_views(graph, user) for user in graph.users(reader.value)]
-    return next((x for x in found if x is not None and x.kind == "Attention"), None)
+    """The attention that reads a value, or the keys of past positions and this value, through views; None if there is none. Others may
+    read the value, too (a cache that is an output)."""
+    for user in graph.users(value):
+        reader = _after_views(graph, user)
+        if reader is not None and reader.kind == "Attention":
+            return reader
+        if reader is not None and _joins_positions(graph, reader):
+            found = (_after_views(graph, u) for u in graph.users(reader.value))
+            return next((x for x in found if x is not None and x.kind == "Attention"), None)
+    return None
 
 
 def _after_views(graph: Graph, op: Op | None) -> Op | None:
