@@ -13,11 +13,11 @@ from itertools import groupby
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
-from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.rules.tables_of_columns import takes_all_tables
-from optdnn.passes.support.facts import integers, ints, operand, reshaped, shape_of
+from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, reshaped, shape_of
 from optdnn.passes.support.rotary import before_reshapes, reshapes_before
 from optdnn.passes.support.tables import LEAST, MOST_BYTES, rows_of_tables
 from optdnn.types import INT64, Array, normalize_axis
@@ -89,6 +89,11 @@ def joined_bags(graph: Graph, op: Op) -> Match | Miss | None:
         rows = rows_of_tables(patch, patch.add("Concat", numbers, ConcatAttrs(1)), [bag.table for bag in run])
         if run[0].kind:
             rows = patch.add(run[0].kind, [rows, integers(patch, [2], "axes")], ReduceAttrs(keepdims=False))
+        shared = [(k, bag.ops[-1]) for k, bag in enumerate(run) if graph.use_count(bag.ops[-1].value) > 1]
+        if shared:
+            split = patch.add_op("Split", [rows], SplitAttrs(1, len(run)), outputs=len(run))
+            for k, gather in shared:
+                patch.replace(gather.value, reshaped(patch, Value(split.id, k), gather.outputs[0].type.static_shape))
         return with_joined(patch, op, (start, end), reshaped(patch, rows, part), axis)
 
     covered = {x.id: x for x in (op, *(x for bag in run for x in bag.ops))}
@@ -119,9 +124,11 @@ def _bag(graph: Graph, value: Value | None, images: int) -> _Bag | None:
     if not kind and takes_all_tables(graph, gather):
         return None
     ops = [*ops, gather]
-    if any(len(graph.uses(x.value)) > 1 for x in ops):
-        return None
     index = before_reshapes(graph, operand(gather, 1))
+    # Single rows may have other readers, which get a part of the joined rows. Then no index may depend on rows.
+    single = not kind and _is_given(graph, index)
+    if any(len(graph.uses(x.value)) > 1 for x in (ops[:-1] if single else ops)):
+        return None
     dims, width = shape_of(graph, index), table.shape[1]
     sizes = [d for d in dims or () if isinstance(d, int)]
     if graph.constant_value(index) is not None or dims is None or len(sizes) < len(dims):
@@ -130,3 +137,11 @@ def _bag(graph: Graph, value: Value | None, images: int) -> _Bag | None:
     if not ones or math.prod(sizes) != images * size:
         return None
     return _Bag(index, table, kind, size, tuple(ops))
+
+
+def _is_given(graph: Graph, index: Value) -> bool:
+    """Whether an index is an input of the network, or its conversion."""
+    op = graph.op(index)
+    while op.kind in (*RESHAPES, "Cast"):
+        op = graph.op(operand(op))
+    return op.kind == "Input"

@@ -100,6 +100,14 @@ def test_others_stay(graph: Graph) -> None:
     check_untouched(JoinedTables(), graph)
 
 
+def test_single_rows_may_have_other_readers() -> None:
+    """FM and the first product of DeepFM read the same rows. An index that is computed may depend on them, and stays."""
+    after, _ = check_pass(JoinedTables(), bags("", used=True, signed=True), changes=1, rules={"joined_bags": 1})
+    assert len(after.of_kind("Gather")) == 1
+    assert after.kinds()["Split"] == 1
+    check_untouched(JoinedTables(), bags("", used=True, count=4))
+
+
 def test_tables_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined_bags, "MOST_BYTES", 100)
     check_refused(JoinedTables(), bags(), because="its tables are too large to be joined")
