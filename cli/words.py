@@ -14,9 +14,13 @@ _EIGHT_BITS = ("int8", "fp8")
 
 
 def precision_text(precision: str, meta: Mapping[str, Any]) -> str:
-    """The precision of an engine in words. A model with its own Q/DQ has two: theirs, and the one between them.
+    """The precision of an engine in words. A model with its own Q/DQ has two: theirs, and the one between them. If a mixture was
+    asked for, one of its precisions may have been chosen for all operators.
 
     ``meta`` are the engine's facts. A build for int8 or fp8 places Q and DQ itself, and its label says so."""
+    asked = meta.get("mixture", {}).get("asked", precision)
+    if asked != precision:
+        return f"{precision} (predicted to be faster than {asked})"
     passes: Sequence[Mapping[str, Any]] = meta.get("passes") or ()
     kinds: Mapping[str, int] = passes[0]["kinds_before"] if passes else {}
     if precision.partition("+")[0] in _EIGHT_BITS or not (kinds.keys() & {"QuantizeLinear", *_ON_INTEGERS}):

@@ -26,11 +26,13 @@ from optdnn.ir.digest import structure_digest
 from optdnn.ir.graph import Graph
 from optdnn.lockfile import finish_lock, locked_cache
 from optdnn.lowering.cpu import trials as cpu_trials
-from optdnn.optimize import optimize, plan_of
+from optdnn.optimize import Decide, optimize, plan_of
 from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.precision_report import PrecisionLog, PrecisionOutcome, hazards, outcome
 from optdnn.passes.support.precision_report import to_plain as contract
 from optdnn.precision.account import SearchReport
+from optdnn.precision.mixture import MIXTURE
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
 from optdnn.refitting.held_model import held_model, hold_model
@@ -174,24 +176,36 @@ def _build(
     network = network_record(graph)
     if like is not None:
         check_same_network(like, graph)
+    one_plan = not (graph.profiles and target.one_size)
+    mixture = target.mixture(graph, options) if one_plan and like is None else None
+    untouched = None if mixture is None else graph.copy()
     options = _keeping_ranges(options)
     split, ports = split_for(graph, options, 0 if rank is None else rank)
     known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
     account = PrecisionLog()
     facts = partial(build_facts, options=options)
     planned = None
-    if graph.profiles and target.one_size:
+    if not one_plan:
         with _timed(seconds, "plans"):
             planned = target.plan_sizes(source, graph, options, facts, account, cache, say, like)
         graph, passes = planned.graph, planned.passes
     else:
         exact_only = AssignPrecision.name if options.precision == AUTO else None
+        decide: Decide | None = mixture if like is None else _recorded_plan(like)
         with _timed(seconds, "passes"):
-            passes = optimize(graph, options, options.target, say, stop_before=exact_only, account=account)
+            passes = optimize(
+                graph, options, options.target, say, stop_before=exact_only, account=account, decide=decide
+            )
+    if mixture is not None and untouched is not None and mixture.all_in_base:
+        base = replace(options, precision=plan_of(options).base, calib=None, calib_cache=None, images=None)
+        say(f"precision {base.precision}: it is predicted to be faster than {options.precision}")
+        made = _build(model, base, progress, cache=cache, imported=(source, untouched, target, base))
+        made.engine.program.meta[MIXTURE] = mixture.to_plain()
+        return made
     passes = [*split, *passes]
     check_pins(options.precision_map, graph, known)
 
-    plan, label, found = plan_of(options), options.precision, None
+    plan, label, found = (mixture and mixture.plan) or plan_of(options), options.precision, None
     if options.precision == AUTO:
         with _timed(seconds, "precision"):
             found = _found_precisions(graph, options, cache, say)
@@ -215,6 +229,9 @@ def _build(
     ran = outcome(graph, account, compiled.ran, compiled.otherwise, compiled.base, passes)
     dangers = hazards(graph) if account.hazards is None else account.hazards
     engine.program.meta |= {"precision": contract(plan, ran, dangers, account), NETWORK: network}
+    told = mixture.to_plain() if mixture is not None else None if like is None else like.meta.get(MIXTURE)
+    if told is not None:
+        engine.program.meta[MIXTURE] = told
     if like is not None:
         check_same_steps(like, engine.program)
     if options.strict_precision:
@@ -225,6 +242,13 @@ def _build(
         hold_model(engine.program, model, options.calib)
     engine.refitter = rebuilt
     return Build(engine, graph, passes, compiled, seconds, ran, ports)
+
+
+def _recorded_plan(like: Program) -> Decide | None:
+    """Takes the choice of an engine's mixture, for an engine with other weights; None if the engine has no such choice."""
+    told: Any = like.meta["precision"]
+    plan = PrecisionPlan.from_json(told["plan"])
+    return (lambda graph, asked, calibration: plan) if plan.in_base else None
 
 
 def _with_split(graph: Graph, target: Target, options: BuildOptions, say: Progress) -> BuildOptions:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from optdnn.config import AUTO, BuildOptions, Progress
 from optdnn.errors import OutputError, UsageError
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Value
+from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import Pass, PassContext, PassReport, run_pipeline
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.passes.support.io_dtype import convert_borders
@@ -21,6 +23,9 @@ from optdnn.passes.support.ranges import Calibration
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.target_name import TargetName
 from optdnn.types import Array
+
+Decide = Callable[[Graph, PrecisionPlan, Calibration], PrecisionPlan]
+"""Function that changes the requested plan for a graph whose exact passes are done."""
 
 
 def plan_of(options: BuildOptions) -> PrecisionPlan:
@@ -88,10 +93,11 @@ def optimize(
     stop_before: str | None = None,
     account: PrecisionLog | None = None,
     kept: ConstantCache | None = None,
+    decide: Decide | None = None,
 ) -> list[PassReport]:
     """Run the pipeline of the level and target on ``graph``, in place. It ends before the pass ``stop_before``, if one is given
     ("assign_precision": only the exact part runs). ``account`` receives the requested precision of each op. ``kept`` holds
-    constants that earlier runs derived from the same weights.
+    constants that earlier runs derived from the same weights. ``decide`` changes the plan, if the options have calibration data.
 
     Raises UsageError for an unknown stop-after."""
     machine = str(TargetName.parse(target).machine)  # simulate runs Hopper's program
@@ -112,22 +118,24 @@ def optimize(
         say(f"pass {one.name}: {report.changes} changes")
         dump(index + 1, one.name, graph)
 
-    return run_pipeline(
-        graph,
-        pipeline,
-        PassContext(
-            target=machine,
-            precision=options.precision,
-            plan=plan_of(options),
-            calibration=calibration,
-            moments=None if options.calib is None else partial(operand_moments, options, say=say),
-            account=account,
-            kept=kept or ConstantCache(),
-        ),
-        verify=options.debug,
-        stop_after=options.stop_after,
-        after=after,
+    context = PassContext(
+        target=machine,
+        precision=options.precision,
+        plan=plan_of(options),
+        calibration=calibration,
+        moments=None if options.calib is None else partial(operand_moments, options, say=say),
+        account=account,
+        kept=kept or ConstantCache(),
     )
+    run = partial(run_pipeline, graph, verify=options.debug, stop_after=options.stop_after)
+    names = [p.name for p in pipeline]
+    exact = names.index(AssignPrecision.name) if AssignPrecision.name in names else len(names)
+    if decide is None or calibration is None or options.stop_after in names[:exact]:
+        return run(pipeline, context, after=after)
+    reports = run(pipeline[:exact], context, after=after)
+    found = calibration(graph)
+    context = replace(context, plan=decide(graph, plan_of(options), found), calibration=found)
+    return [*reports, *run(pipeline[exact:], context, after=lambda index, *each: after(exact + index, *each))]
 
 
 class _Dump:

@@ -9,6 +9,7 @@ from optdnn.config import AUTO, BuildOptions
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import EngineError, UnsupportedError, UsageError
 from optdnn.importers.model import Model
+from optdnn.precision.mixture import MIXTURE
 from optdnn.ranges import InputShapes, input_shapes, parse_dims
 from optdnn.refitting.held_model import HELD_MODEL, held_calibration
 from optdnn.runtime.pictures.port import specs_of
@@ -37,7 +38,7 @@ def options_again(program: Program, calib: Any = None, custom_ops: Sequence[Cust
     kept: dict[str, Any] = {name: made[name] for name in RECORDED if name in made}
     if "calibrator" in made:
         kept |= {"calib": _calibration(program, calib), "calibrator": made["calibrator"], "images": _images(made)}
-    elif calib is not None:
+    elif calib is not None and MIXTURE not in program.meta:  # of int8+fp16, fp16 may have been chosen
         raise UsageError("the engine was built without calibration data", hint="leave --calib out")
     needed = check_custom(program.requires, custom_ops)
     simulated = TargetName.parse(program.target).simulated

@@ -121,7 +121,8 @@ class Explanations:
         if runs == [asked]:
             reason = "pinned" if pin is not None else "as asked of the whole network"
         else:
-            reason = f"asked for {asked}" + (", pinned" if pin is not None else "")
+            chosen = self.program.meta.get("mixture", {}).get("nodes", {})
+            reason = chosen.get(name) or f"asked for {asked}" + (", pinned" if pin is not None else "")
         return {"node": " and ".join(runs), "reason": reason}
 
 

@@ -21,6 +21,7 @@ from optdnn.tuning.timing_cache import TimingCache
 
 if TYPE_CHECKING:
     from optdnn.lowering.cpu.counterpart import Counterpart
+    from optdnn.precision.mixture import Mixture
     from optdnn.shapes.plans import Planned
     from optdnn.tuning.first_run import Tried
 
@@ -87,6 +88,11 @@ class Target(ABC):
     def size_inputs(self, graph: Graph) -> Sequence[str]:
         """Shape inputs: sizes, axes or positions. Their values get their own plans."""
         return ()
+
+    def mixture(self, graph: Graph, options: BuildOptions) -> Mixture | None:
+        """The choice between the two precisions of a mixture for the imported ``graph``, on targets with a cost model; None if
+        each op runs in the requested one."""
+        return None
 
     @abstractmethod
     def compile(self, work: Optimized, options: BuildOptions, cache: TimingCache, progress: Progress) -> Compiled:

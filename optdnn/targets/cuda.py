@@ -13,7 +13,9 @@ from optdnn.errors import EngineError, UsageError
 from optdnn.importers.values import size_inputs
 from optdnn.ir.embedded_graph import hold
 from optdnn.ir.graph import Graph
+from optdnn.optimize import optimize, plan_of
 from optdnn.passes.support.precision_report import PrecisionLog, on_gpu
+from optdnn.precision.mixture import Mixture, lowered, microseconds, offers_choice
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import tf32_nodes
@@ -66,6 +68,16 @@ class Cuda(Target):
         sized = replace(options, calib=SharedCalibration.of(options.calib))
         prior = () if like is None else plans_of(like)
         return plan_profiles(source.model, symbolic, sized, self.gpu, meta, progress, tuner, account, prior)
+
+    def mixture(self, graph: Graph, options: BuildOptions) -> Mixture | None:
+        if not offers_choice(options):
+            return None
+        base = replace(options, precision=plan_of(options).base, calib=None, dump=None)
+        if plan_of(base).quantizes:  # a pin asks for 8 bits
+            return Mixture(options, self.gpu, None)
+        alone = graph.copy()
+        optimize(alone, base, base.target)
+        return Mixture(options, self.gpu, microseconds(lowered(alone, base, self.gpu)))
 
     def compile(self, work: Optimized, options: BuildOptions, cache: TimingCache, progress: Progress) -> Compiled:
         if work.like is not None:

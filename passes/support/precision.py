@@ -42,14 +42,16 @@ class PrecisionPlan:
     """A precision for each op. ``nodes`` maps an op's :func:`key`, or a pattern for the names of its ONNX nodes, to a precision.
 
     A key takes precedence over patterns, and an earlier pattern over a later one. ``default`` is for every op that ``nodes`` does
-    not name. ``base`` is the float precision of ops that cannot run in ``default``. ``reasons`` maps ops in the same way to a text
-    that explains their precision.
+    not name. ``base`` is the float precision of ops that cannot run in ``default``, and of those whose keys ``in_base`` holds: they
+    are not ``named``, so what protects fp16 still applies to them. ``reasons`` maps ops in the same way to a text that explains
+    their precision.
     """
 
     default: str = "fp32"
     nodes: Mapping[str, str] = field(default_factory=dict)
     base: str = "fp32"
     reasons: Mapping[str, str] = field(default_factory=dict)
+    in_base: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name, precision in (("default", self.default), ("base", self.base), *self.nodes.items()):
@@ -72,7 +74,7 @@ class PrecisionPlan:
 
     def of(self, op: Op) -> str:
         """The precision that the plan asks for."""
-        return self._find(self.nodes, op) or self.default
+        return self._find(self.nodes, op) or (self.base if key(op) in self.in_base else self.default)
 
     def reason(self, op: Op) -> str | None:
         return self._find(self.reasons, op)
@@ -121,6 +123,7 @@ class PrecisionPlan:
             "base": self.base,
             "nodes": dict(self.nodes),
             "reasons": dict(self.reasons),
+            **({"in_base": sorted(self.in_base)} if self.in_base else {}),
         }
 
     @classmethod
@@ -128,7 +131,8 @@ class PrecisionPlan:
         """Raises UsageError for anything that :meth:`to_json` does not write."""
         try:
             texts = [{str(k): str(v) for k, v in plain.get(f, {}).items()} for f in ("nodes", "reasons")]
-            return cls(str(plain["default"]), texts[0], str(plain.get("base", "fp32")), texts[1])
+            base, in_base = str(plain.get("base", "fp32")), frozenset(map(str, plain.get("in_base", ())))
+            return cls(str(plain["default"]), texts[0], base, texts[1], in_base)
         except (AttributeError, KeyError, TypeError):
             raise UsageError(f"not a precision plan: {plain!r}") from None
 

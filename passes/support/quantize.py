@@ -19,7 +19,7 @@ import numpy as np
 
 from optdnn.config import QUANTIZED
 from optdnn.errors import UsageError
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Use, Value
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Fired, PassReport, Refused, node_names
 from optdnn.passes.rules.split_prologue import split_prologue
@@ -259,16 +259,20 @@ class _Quantizer:
         another precision do."""
         graph, source = self.graph, self.graph.op(value)
         uses = graph.uses(value)
-        name, src = graph.output(value).name, source.src
+        name = graph.output(value).name
+
+        def joins(use: Use) -> bool:
+            reads, reader = self.chosen.get(use.op), graph.op(use.op)
+            return reads == precision or (reads is None and reader.kind != "Output" and source.id in self.chosen)
+
+        readers = [use for use in uses if joins(use)]
+        src = frozenset(n for use in readers for n in graph.op(use.op).src)  # their kernels take in the DQ
         attrs = QuantizeAttrs(self._dtype(precision, zero), axis=0)
-        q = graph.add("QuantizeLinear", [value, scale, zero], attrs, names=[f"{name}/q"], src=src).value
+        q = graph.add("QuantizeLinear", [value, scale, zero], attrs, names=[f"{name}/q"], src=source.src or src).value
         dq = graph.add("DequantizeLinear", [q, scale, zero], DequantizeAttrs(axis=0), names=[f"{name}/dq"], src=src)
         self.scales[dq.value, precision] = (scale, zero)
-        for use in uses:
-            reads = self.chosen.get(use.op)
-            joins = reads is None and graph.op(use.op).kind != "Output" and source.id in self.chosen
-            if reads == precision or joins:
-                set_operand(graph, use, dq.value)
+        for use in readers:
+            set_operand(graph, use, dq.value)
 
     def _weights(self, op: Op, precision: str) -> None:
         """Replace constant weights and bias by quantized constants, each with a DequantizeLinear after it."""

@@ -51,7 +51,7 @@ CASES: list[tuple[Any, str, dict[str, Any]]] = [
     (
         convnet,
         GPU,
-        {"precision": "int8+fp16", "calib": PICTURES, "no_cubins": True},
+        {"precision": "int8", "calib": PICTURES, "no_cubins": True},
     ),  # other scales, also in attributes
     (wide_products, GPU, {"precision": "w4", "no_cubins": True}),  # packed again
     (attention, GPU, {"precision": "fp16", "no_cubins": True}),
@@ -128,7 +128,7 @@ def test_measured_choices_stay(gpu: FakeTimer, tmp_path: Any) -> None:
 def test_measured_choices_stay_where_scales_change(gpu: FakeTimer) -> None:
     """New scales give quantized operators new signatures. Their choices are found by the nodes."""
     model = convnet()
-    engine = optdnn.build(model, target=GPU, precision="int8+fp16", calib=PICTURES, no_cubins=True)
+    engine = optdnn.build(model, target=GPU, precision="int8", calib=PICTURES, no_cubins=True)
     before, count = engine.meta["tactics"], len(gpu.trials)
     assert count
     engine.refit(model=retrained(model), calib=PICTURES)

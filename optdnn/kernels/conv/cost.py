@@ -65,6 +65,10 @@ RESIDUAL_BESIDE = (0.55, 0.3)
 """Fraction of the shorter of compute time and memory time that is not hidden, without and with alternating warpgroups.
 It applies when the residual comes from memory and waits for the only output buffer, from which the previous tile is
 stored. Fitted to 50 configurations of three convolutions."""
+REQUANTIZE, SHORT_ROW = (
+    5.25,
+    1.9,
+)  # cycles for 64 results, and for a row of less than 128 bytes: fitted to 443 launches of 12 networks
 EXCHANGE = 2500  # cycles from a block's last product until another block receives its first partial sums
 SEND, RECEIVE = 24.0, 56.0  # bytes of partial sums per cycle that a stream-K block sends to L2, and reads from it
 EXPONENTIAL = frozenset({"silu", "swish", "sigmoid", "elu", "softplus", "mish", "selu", "celu", "sin", "cos", "snake"})
@@ -329,6 +333,16 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     whole = LATENCY + max(compute, memory) + beside * min(compute, memory)
     # Shared loads sped up no measured product: such a configuration ranks just after the same tile without sharing.
     return whole * 1.01 if config.sharers > 1 else whole
+
+
+def requantizing_seconds(problem: Problem, device: GpuFacts) -> float:
+    """Seconds that 8-bit operands take beyond :func:`estimate`: to round results, and to load short rows of pixels. They are nearly the
+    same for all tiles. As a part of the ranking they chose worse ones (ResNet-50, batch 8 to 128: 1.5 to 4 % slower)."""
+    if problem.item != 1:
+        return 0.0
+    pixels = problem.count * problem.pixels / device.multiprocessors
+    rows = pixels * problem.k_steps * -(-problem.channels // 128) if problem.span < 128 else 0.0
+    return (REQUANTIZE * pixels * problem.channels / 64 + SHORT_ROW * problem.gathered * rows) / CLOCK
 
 
 def _streamed(problem: Problem, config: Config, device: GpuFacts, step: float, later: float, epilogue: float) -> float:

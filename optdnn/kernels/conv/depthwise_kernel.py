@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.errors import InternalError
+from optdnn.kernels.conv.cost import stages_issue
 from optdnn.kernels.conv.parameters import put_requantize
 from optdnn.kernels.conv.problem import ITEM, OneSource, Source
 from optdnn.kernels.launch import Launch, Parameters, template_options
@@ -41,6 +42,8 @@ SECTOR = 32
 """Bytes of an L2 sector, the least that L2 moves."""
 FINISH = 1.2e-6
 """Seconds of the launch that adds up the sums of tiles."""
+RUNTIME_STAGES, SLOWER_BYTES = 8.0, 1.35
+"""Factors of 8-bit launches: on the instructions of their stages, and on their compute time (42 timings of two networks)."""
 
 
 @dataclass(frozen=True)
@@ -340,6 +343,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     # Instructions of a thread: multiply-adds, conversions of inputs and weights, loads with their bounds, the epilogue.
     lanes = config.lanes
     convert, finish = {1: (2.2, 15), 2: (1.0, 5), 4: (0.0, 4)}[problem.item]  # 8-bit values are converted both ways
+    if problem.item == 1:  # the stages are chosen at run time
+        finish += RUNTIME_STAGES * stages_issue(problem.epilogue)
     work = problem.filters * (outputs * taps * lanes + rows * columns * (convert * lanes + 6) + taps * lanes)
     work += outputs * (finish * lanes + 4) + 150
     registers = min(255, problem.filters * (outputs * lanes + taps * lanes) + 2 * columns * lanes // 2 + 40)
@@ -357,7 +362,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     l2 = pixels * moved / L2
     unread = pixels * (moved - size) / L2  # parts of sectors that only other blocks use delay each of a thread's loads
     # Fitted to 150 timings on an H200 (within 22 %). Loads wait for one another, so neither memory nor issue slots are full.
-    slower = 1.36 if taps > 9 else 2.1
+    slower = (1.36 if taps > 9 else 2.1) * (SLOWER_BYTES if problem.item == 1 else 1.0)
     thread = work * (3.4e-9 if taps > 9 else 2.5e-9)  # a wave takes at least as long as one of its threads
     memory = problem.bytes / 2.96e12
     second = finish_seconds(problem, squeeze_mode(problem, config))

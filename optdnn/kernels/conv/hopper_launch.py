@@ -21,7 +21,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, estimate, estimated
+from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, estimate, estimated, requantizing_seconds
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.maps import Feed, pitch_of
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS
@@ -86,13 +86,16 @@ def ranked(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """
     dense, exact = problem.dense, is_exact(problem)
     found: list[tuple[float, Config]] = [*estimated(problem, gpu, LIMIT, direct=dense)]
-    found += [(cost(problem, c, gpu), c) for c in patch.candidates(problem, gpu)]
+    found += [(_modeled(problem, c, gpu), c) for c in patch.candidates(problem, gpu)]
     if not dense:
         found = [(seconds, c) for seconds, c in found if not c.stores_directly]
     if not exact and not any(in_one_order(c, parts=problem.parts) for _, c in found):
         # Small problems get a larger tile that sums in one order.
-        found += [(cost(problem, c, gpu), c) for c in _plain_tiles(problem, dense)[:1]]
-    offers = [Offer(c, seconds, row_invariant=exact or in_one_order(c, parts=problem.parts)) for seconds, c in found]
+        found += [(_modeled(problem, c, gpu), c) for c in _plain_tiles(problem, dense)[:1]]
+    more = requantizing_seconds(problem, gpu)
+    offers = [
+        Offer(c, seconds + more, row_invariant=exact or in_one_order(c, parts=problem.parts)) for seconds, c in found
+    ]
     offers.sort(key=lambda o: o.seconds or 0.0)
     # Stream-K ranks first only in the range in which it was measured to be faster.
     streams = problem.k_steps >= STREAMED_STEPS
@@ -152,6 +155,11 @@ def in_one_order(config: Config, *, parts: bool = False) -> bool:
 
 def cost(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds."""
+    return _modeled(problem, config, gpu) + requantizing_seconds(problem, gpu)
+
+
+def _modeled(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> float:
+    """Seconds by the model that ranks configurations."""
     if isinstance(config, hopper.Config):
         return estimate(problem, config, gpu)
     return max(patch.cycles(problem, config, gpu) / CLOCK, problem.bytes / MEMORY) + LATENCY

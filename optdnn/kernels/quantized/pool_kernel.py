@@ -11,6 +11,8 @@ from optdnn.ops.requantize import BOUNDS, QuantParams
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 
+MEAN_THREADS = 1024
+
 
 def recipe(
     dtype: str,
@@ -82,7 +84,7 @@ def global_average_pool(
         Parameters().pointer("input", "output").i32(h * w, c // 4, read // 4, written // 4, -h * w * input_zero)
     )
     parameters.f32(factor, *bounds).i32(zero)
-    return parameters.launch(recipe(dtype, arch), "global_average_pool", (-(-c // 128), n, 1), 256)
+    return parameters.launch(recipe(dtype, arch), "global_average_pool", (-(-c // 128), n, 1), MEAN_THREADS)
 
 
 def pack_image(batch: int, source: Source, together: int, image: str, target: QuantParams, arch: str) -> Launch:

@@ -24,23 +24,40 @@ struct MeanParams {
     int zero;
 };
 
-// Mean over all pixels of an image, requantized: exact integer sums. Block: 32 words of channels x 8 runs of pixels.
-extern "C" __global__ void __launch_bounds__(256) global_average_pool(const __grid_constant__ MeanParams p) {
-    __shared__ int4 partial[8][32];
+constexpr int MEAN_THREADS = 1024, MEAN_WORDS = 32, MEAN_AHEAD = 8;
+
+DEVICE void add_word(int4& sum, u32 v) {
+    sum.x += UNSIGNED ? int(v & 255) : int(v << 24) >> 24;
+    sum.y += UNSIGNED ? int(v >> 8 & 255) : int(v << 16) >> 24;
+    sum.z += UNSIGNED ? int(v >> 16 & 255) : int(v << 8) >> 24;
+    sum.w += UNSIGNED ? int(v >> 24) : int(v) >> 24;
+}
+
+DEVICE void add_sums(int4& sum, const int4& other) {
+    sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+}
+
+// Mean over all pixels of an image, requantized: exact integer sums. Block: up to 32 words of channels x as many runs of pixels as
+// its threads allow.
+extern "C" __global__ void __launch_bounds__(MEAN_THREADS) global_average_pool(const __grid_constant__ MeanParams p) {
+    __shared__ int4 partial[MEAN_THREADS];
     grid_launch_dependents();
+    const int width = min(MEAN_WORDS, p.words), runs = MEAN_THREADS / width;
+    const int run = threadIdx.x / width, word = blockIdx.x * width + threadIdx.x % width;
+    const bool used = run < runs && word < p.words;
+    const u32* image = p.input + (long long)blockIdx.y * p.pixels * p.pitch + word;
     grid_dependency_wait();
-    const int word = blockIdx.x * 32 + threadIdx.x % 32, run = threadIdx.x / 32;
     int4 sum = make_int4(0, 0, 0, 0);
-    if (word < p.words) {
-        const u32* image = p.input + (long long)blockIdx.y * p.pixels * p.pitch + word;
-        #pragma unroll 8
-        for (int i = run; i < p.pixels; i += 8) {
-            const u32 v = image[(long long)i * p.pitch];
-            sum.x += UNSIGNED ? int(v & 255) : int(v << 24) >> 24;
-            sum.y += UNSIGNED ? int(v >> 8 & 255) : int(v << 16) >> 24;
-            sum.z += UNSIGNED ? int(v >> 16 & 255) : int(v << 8) >> 24;
-            sum.w += UNSIGNED ? int(v >> 24) : int(v) >> 24;
+    if (used) {
+        int i = run;
+        for (; i + (MEAN_AHEAD - 1) * runs < p.pixels; i += MEAN_AHEAD * runs) {  // loads in flight together
+            u32 v[MEAN_AHEAD];
+            #pragma unroll
+            for (int k = 0; k < MEAN_AHEAD; k++) v[k] = image[(long long)(i + k * runs) * p.pitch];
+            #pragma unroll
+            for (int k = 0; k < MEAN_AHEAD; k++) add_word(sum, v[k]);
         }
+        for (; i < p.pixels; i += runs) add_word(sum, image[(long long)i * p.pitch]);
     }
 #if SEEDED_FAULT == 3  // benchmarks/kinds/sanitize.py: a read of uninitialized memory
     if (word < p.words && p.output[(long long)blockIdx.y * p.row + word] == 0x01234567u) sum.x++;
@@ -48,16 +65,18 @@ extern "C" __global__ void __launch_bounds__(256) global_average_pool(const __gr
 #if SEEDED_FAULT == 4  // a barrier in half a warp, whose mask names the other half
     if (threadIdx.x % 32 < 16) __syncwarp(0xffff0000u);
 #endif
-    partial[run][threadIdx.x % 32] = sum;
+    partial[threadIdx.x] = sum;
 #if SEEDED_FAULT != 2  // without the barrier: a race
     __syncthreads();
 #endif
-    if (run == 0 && word < p.words) {
-        #pragma unroll
-        for (int i = 1; i < 8; i++) {
-            const int4 other = partial[i][threadIdx.x];
-            sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
-        }
+    const int least = min(runs, 8);
+    if (used && run < least) {
+        for (int k = run + least; k < runs; k += least) add_sums(sum, partial[threadIdx.x + (k - run) * width]);
+        partial[threadIdx.x] = sum;
+    }
+    __syncthreads();
+    if (used && run == 0) {
+        for (int k = 1; k < least; k++) add_sums(sum, partial[threadIdx.x + k * width]);
         const int all[4] = {sum.x, sum.y, sum.z, sum.w};
         u32 out = 0;
         #pragma unroll
