@@ -137,6 +137,11 @@ def _steps(program: Program) -> list[float]:
     return [float(us) for us, *_ in rows["steps"]]
 
 
+def _whole(us: float) -> int:
+    """Picoseconds: sums of whole numbers do not depend on their order, and so neither does the cut."""
+    return round(us * 1e6)
+
+
 class Blocks:
     """Sets of ONNX nodes such that no launch of two programs computes nodes of several sets, with their times in both."""
 
@@ -165,14 +170,14 @@ class Blocks:
         """The blocks that are computed as in the program without 8 bits, if the total is to be least."""
         cut = nx.DiGraph()
         for block in dict.fromkeys(map(self.of, self.ops)):
-            cut.add_edge(FLOAT, (block,), capacity=self.times[EIGHT].get(block, 0.0))
-            cut.add_edge((block,), EIGHT, capacity=self.times[FLOAT].get(block, 0.0))
+            cut.add_edge(FLOAT, (block,), capacity=_whole(self.times[EIGHT].get(block, 0.0)))
+            cut.add_edge((block,), EIGHT, capacity=_whole(self.times[FLOAT].get(block, 0.0)))
         for op in self.ops:
             for value in dict.fromkeys(v for v in op.inputs if v is not None):
                 source = self.graph.op(value)
                 if source.src and source.kind not in STRUCTURAL and self.of(source) != self.of(op):
                     us = QUANTIZE_US + 0.75 * bytes_of(self.graph, value) * 1e6 / gpu.bandwidth
-                    cut.add_edge((self.of(source),), (self.of(op),), capacity=us)
+                    cut.add_edge((self.of(source),), (self.of(op),), capacity=_whole(us))
         _, (side, _) = nx.minimum_cut(cut, FLOAT, EIGHT)
         return {block for node in side if node != FLOAT for block in node}
 
