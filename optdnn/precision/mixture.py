@@ -155,7 +155,7 @@ class Blocks:
 
     def of(self, op: Op) -> str:
         """The block of an op, by the name of one of its nodes."""
-        return self._sets[next(iter(op.src))]
+        return str(self._sets[next(iter(op.src))])
 
     def _times(self, program: Program) -> Mapping[str, float]:
         """Block -> predicted microseconds of its launches in a program."""
@@ -183,7 +183,7 @@ class Blocks:
 
     def reasons(self, ops: list[Op], plan: PrecisionPlan) -> dict[str, str]:
         """Node -> why the op of ``ops`` that it became is not in 8 bits."""
-        found = {}
+        found: dict[str, str] = {}
         for op in ops:
             us, slow = (self.times[side].get(self.of(op), 0.0) for side in (FLOAT, EIGHT))
             why = f"its launches are predicted to take {us:.1f} us in {plan.base}, {slow:.1f} in {plan.default}"
