@@ -67,7 +67,7 @@ TARGET_OPTIONS = [
 PRECISION_OPTIONS = [
     option("--precision", default="fp32", show_default=True, group=PRECISION, metavar="P",
            shell_complete=words(*PRECISIONS, "auto"),
-           help="fp32, tf32, bf16, fp16, int8, fp8, w8, w4, w4a8 (packed weights), int8+fp16 …, or auto: per node, in a bound."),
+           help="fp32, tf32, bf16, fp16, int8, fp8, w8, w4, w4a8 (packed weights), int8+fp16 (the faster), or auto (in a bound)."),
     option("--pin", multiple=True, group=PRECISION, metavar="NODES=P",
            help="Another precision for some nodes: --pin 'head*=fp32'."),
     option("--strict-precision", is_flag=True, group=PRECISION, help="Fail if a node does not run in the requested precision."),

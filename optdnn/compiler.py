@@ -28,11 +28,12 @@ from optdnn.lockfile import finish_lock, locked_cache
 from optdnn.lowering.cpu import trials as cpu_trials
 from optdnn.optimize import Decide, optimize, plan_of
 from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.base import PassReport
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.precision_report import PrecisionLog, PrecisionOutcome, hazards, outcome
 from optdnn.passes.support.precision_report import to_plain as contract
 from optdnn.precision.account import SearchReport
-from optdnn.precision.mixture import MIXTURE
+from optdnn.precision.mixture import MIXTURE, Mixture, offers_choice
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
 from optdnn.refitting.held_model import held_model, hold_model
@@ -176,30 +177,24 @@ def _build(
     network = network_record(graph)
     if like is not None:
         check_same_network(like, graph)
-    one_plan = not (graph.profiles and target.one_size)
-    mixture = target.mixture(graph, options) if one_plan and like is None else None
-    untouched = None if mixture is None else graph.copy()
+    untouched = graph.copy() if offers_choice(options) else None
     options = _keeping_ranges(options)
     split, ports = split_for(graph, options, 0 if rank is None else rank)
     known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
     account = PrecisionLog()
     facts = partial(build_facts, options=options)
-    planned = None
-    if not one_plan:
+    planned = mixture = None
+    if graph.profiles and target.one_size:
         with _timed(seconds, "plans"):
             planned = target.plan_sizes(source, graph, options, facts, account, cache, say, like)
         graph, passes = planned.graph, planned.passes
     else:
-        exact_only = AssignPrecision.name if options.precision == AUTO else None
-        decide: Decide | None = mixture if like is None else _recorded_plan(like)
         with _timed(seconds, "passes"):
-            passes = optimize(
-                graph, options, options.target, say, stop_before=exact_only, account=account, decide=decide
-            )
-    if mixture is not None and untouched is not None and mixture.all_in_base:
+            passes, mixture = _passed(graph, options, target, like, account, say)
+    if mixture is not None and mixture.all_in_base:
         base = replace(options, precision=plan_of(options).base, calib=None, calib_cache=None, images=None)
         say(f"precision {base.precision}: it is predicted to be faster than {options.precision}")
-        made = _build(model, base, progress, cache=cache, imported=(source, untouched, target, base))
+        made = _build(model, base, progress, cache=cache, imported=(source, untouched or graph, target, base))
         made.engine.program.meta[MIXTURE] = mixture.to_plain()
         return made
     passes = [*split, *passes]
@@ -242,6 +237,17 @@ def _build(
         hold_model(engine.program, model, options.calib)
     engine.refitter = rebuilt
     return Build(engine, graph, passes, compiled, seconds, ran, ports)
+
+
+def _passed(
+    graph: Graph, options: BuildOptions, target: Target, like: Program | None, account: PrecisionLog, say: Progress
+) -> tuple[list[PassReport], Mixture | None]:
+    """Run the passes on ``graph``, for precision "auto" only the exact ones. Returns their reports and, if the options ask for a
+    mixture, the choice of its precisions."""
+    mixture = target.mixture(graph, options) if like is None else None
+    decide: Decide | None = mixture if like is None else _recorded_plan(like)
+    stop = AssignPrecision.name if options.precision == AUTO else None
+    return optimize(graph, options, options.target, say, stop_before=stop, account=account, decide=decide), mixture
 
 
 def _recorded_plan(like: Program) -> Decide | None:

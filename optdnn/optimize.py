@@ -128,10 +128,9 @@ def optimize(
         kept=kept or ConstantCache(),
     )
     run = partial(run_pipeline, graph, verify=options.debug, stop_after=options.stop_after)
-    names = [p.name for p in pipeline]
-    exact = names.index(AssignPrecision.name) if AssignPrecision.name in names else len(names)
-    if decide is None or calibration is None or options.stop_after in names[:exact]:
+    if decide is None or calibration is None:
         return run(pipeline, context, after=after)
+    exact = [p.name for p in pipeline].index(AssignPrecision.name)
     reports = run(pipeline[:exact], context, after=after)
     found = calibration(graph)
     context = replace(context, plan=decide(graph, plan_of(options), found), calibration=found)

@@ -137,6 +137,11 @@ def _steps(program: Program) -> list[float]:
     return [float(us) for us, *_ in rows["steps"]]
 
 
+def _whole(us: float) -> int:
+    """Picoseconds: sums of whole numbers do not depend on their order, and so neither does the cut."""
+    return round(us * 1e6)
+
+
 class Blocks:
     """Sets of ONNX nodes such that no launch of two programs computes nodes of several sets, with their times in both."""
 
@@ -150,7 +155,7 @@ class Blocks:
 
     def of(self, op: Op) -> str:
         """The block of an op, by the name of one of its nodes."""
-        return self._sets[next(iter(op.src))]
+        return str(self._sets[next(iter(op.src))])
 
     def _times(self, program: Program) -> Mapping[str, float]:
         """Block -> predicted microseconds of its launches in a program."""
@@ -165,20 +170,20 @@ class Blocks:
         """The blocks that are computed as in the program without 8 bits, if the total is to be least."""
         cut = nx.DiGraph()
         for block in dict.fromkeys(map(self.of, self.ops)):
-            cut.add_edge(FLOAT, (block,), capacity=self.times[EIGHT].get(block, 0.0))
-            cut.add_edge((block,), EIGHT, capacity=self.times[FLOAT].get(block, 0.0))
+            cut.add_edge(FLOAT, (block,), capacity=_whole(self.times[EIGHT].get(block, 0.0)))
+            cut.add_edge((block,), EIGHT, capacity=_whole(self.times[FLOAT].get(block, 0.0)))
         for op in self.ops:
             for value in dict.fromkeys(v for v in op.inputs if v is not None):
                 source = self.graph.op(value)
                 if source.src and source.kind not in STRUCTURAL and self.of(source) != self.of(op):
                     us = QUANTIZE_US + 0.75 * bytes_of(self.graph, value) * 1e6 / gpu.bandwidth
-                    cut.add_edge((self.of(source),), (self.of(op),), capacity=us)
+                    cut.add_edge((self.of(source),), (self.of(op),), capacity=_whole(us))
         _, (side, _) = nx.minimum_cut(cut, FLOAT, EIGHT)
         return {block for node in side if node != FLOAT for block in node}
 
     def reasons(self, ops: list[Op], plan: PrecisionPlan) -> dict[str, str]:
         """Node -> why the op of ``ops`` that it became is not in 8 bits."""
-        found = {}
+        found: dict[str, str] = {}
         for op in ops:
             us, slow = (self.times[side].get(self.of(op), 0.0) for side in (FLOAT, EIGHT))
             why = f"its launches are predicted to take {us:.1f} us in {plan.base}, {slow:.1f} in {plan.default}"

@@ -65,10 +65,8 @@ RESIDUAL_BESIDE = (0.55, 0.3)
 """Fraction of the shorter of compute time and memory time that is not hidden, without and with alternating warpgroups.
 It applies when the residual comes from memory and waits for the only output buffer, from which the previous tile is
 stored. Fitted to 50 configurations of three convolutions."""
-REQUANTIZE, SHORT_ROW = (
-    5.25,
-    1.9,
-)  # cycles for 64 results, and for a row of less than 128 bytes: fitted to 443 launches of 12 networks
+ROUNDING, SHORT_ROW = 9.0, 2.8
+"""Cycles of 8-bit operands: for 64 results, and for a row of less than 128 bytes. Fitted to 443 launches of 12 networks."""
 EXCHANGE = 2500  # cycles from a block's last product until another block receives its first partial sums
 SEND, RECEIVE = 24.0, 56.0  # bytes of partial sums per cycle that a stream-K block sends to L2, and reads from it
 EXPONENTIAL = frozenset({"silu", "swish", "sigmoid", "elu", "softplus", "mish", "selu", "celu", "sin", "cos", "snake"})
@@ -335,14 +333,17 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     return whole * 1.01 if config.sharers > 1 else whole
 
 
-def requantizing_seconds(problem: Problem, device: GpuFacts) -> float:
-    """Seconds that 8-bit operands take beyond :func:`estimate`: to round results, and to load short rows of pixels. They are nearly the
-    same for all tiles. As a part of the ranking they chose worse ones (ResNet-50, batch 8 to 128: 1.5 to 4 % slower)."""
+def with_rounding(problem: Problem, seconds: float, device: GpuFacts) -> float:
+    """``seconds`` of :func:`estimate`, and what 8-bit operands take beyond it: to round results, and to load short rows of pixels.
+
+    Loads and stores hide a part of it: the fraction of ``seconds`` that memory takes. It is nearly the same for all tiles, so it is
+    no part of their ranking (it chose worse ones: ResNet-50 at batch 8 to 128 was 1.5 to 4 % slower)."""
     if problem.item != 1:
-        return 0.0
+        return seconds
     pixels = problem.count * problem.pixels / device.multiprocessors
     rows = pixels * problem.k_steps * -(-problem.channels // 128) if problem.span < 128 else 0.0
-    return (REQUANTIZE * pixels * problem.channels / 64 + SHORT_ROW * problem.gathered * rows) / CLOCK
+    more = (ROUNDING * pixels * problem.channels / 64 + SHORT_ROW * problem.gathered * rows) / CLOCK
+    return seconds + max(0.0, 1.0 - problem.bytes / MEMORY / seconds) * more
 
 
 def _streamed(problem: Problem, config: Config, device: GpuFacts, step: float, later: float, epilogue: float) -> float:

@@ -342,7 +342,9 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     outputs, taps = config.tile_h * config.tile_w, math.prod(s.kernel)
     # Instructions of a thread: multiply-adds, conversions of inputs and weights, loads with their bounds, the epilogue.
     lanes = config.lanes
-    convert, finish = {1: (2.2, 15), 2: (1.0, 5), 4: (0.0, 4)}[problem.item]  # 8-bit values are converted both ways
+    convert, finish = {1: (2.2, 15.0), 2: (1.0, 5.0), 4: (0.0, 4.0)}[
+        problem.item
+    ]  # 8-bit values are converted both ways
     if problem.item == 1:  # the stages are chosen at run time
         finish += RUNTIME_STAGES * stages_issue(problem.epilogue)
     work = problem.filters * (outputs * taps * lanes + rows * columns * (convert * lanes + 6) + taps * lanes)

@@ -21,7 +21,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, estimate, estimated, requantizing_seconds
+from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, estimate, estimated, with_rounding
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.maps import Feed, pitch_of
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS
@@ -92,9 +92,13 @@ def ranked(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     if not exact and not any(in_one_order(c, parts=problem.parts) for _, c in found):
         # Small problems get a larger tile that sums in one order.
         found += [(_modeled(problem, c, gpu), c) for c in _plain_tiles(problem, dense)[:1]]
-    more = requantizing_seconds(problem, gpu)
     offers = [
-        Offer(c, seconds + more, row_invariant=exact or in_one_order(c, parts=problem.parts)) for seconds, c in found
+        Offer(
+            c,
+            with_rounding(problem, seconds, gpu),
+            row_invariant=exact or in_one_order(c, parts=problem.parts),
+        )
+        for seconds, c in found
     ]
     offers.sort(key=lambda o: o.seconds or 0.0)
     # Stream-K ranks first only in the range in which it was measured to be faster.
@@ -155,7 +159,7 @@ def in_one_order(config: Config, *, parts: bool = False) -> bool:
 
 def cost(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds."""
-    return _modeled(problem, config, gpu) + requantizing_seconds(problem, gpu)
+    return with_rounding(problem, _modeled(problem, config, gpu), gpu)
 
 
 def _modeled(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> float:
