@@ -22,6 +22,7 @@ from optdnn.passes.rules.shape import (
     kept_axes,
     redundant_expand,
     reshape_chain,
+    reshapes_around,
     transpose_chain,
     transpose_is_reshape,
     whole_axes,
@@ -40,6 +41,7 @@ class Canonicalize(RulePass):
         norm_of_one,
         constant_target,  # before chains: a target that is constant is one less to refuse
         reshape_chain,
+        reshapes_around,
         input_target,  # after chains: an outer Reshape may spare the inner one its target
         kept_axes,
         tile_is_expand,

@@ -39,14 +39,14 @@ _BETWEEN = 4
 @rule("gather_rows", MOVES)
 def gather_rows(graph: Graph, op: Op) -> Match | Miss | None:
     """Operators that move the rows of one tensor, including a Concat, become one Gather with a constant table."""
-    if all(u.kind in MOVES for u in graph.users(op.value)):
+    if all(u.kind in MOVES and not _joins_tensors(graph, u) for u in graph.users(op.value)):
         return None  # the rule matches the whole chain at a later move
     chain = _chain(graph, op)
     kinds = {o.kind for o in chain}
     if "Concat" not in kinds or kinds <= {"Concat", "Slice"}:
         return None  # views, one copy, or moves along axes of images, which may be between convolutions
     inside = {o.value for o in chain}
-    sources = dict.fromkeys(v for o in chain for v in _moved(o) if v not in inside)
+    sources = _sources(chain)
     if len(sources) != 1:
         return None  # several tensors are joined
     source = next(iter(sources))
@@ -120,6 +120,17 @@ def _chain(graph: Graph, op: Op) -> tuple[Op, ...]:
         for i in outside:
             del found[i]
     return tuple(found.values())
+
+
+def _sources(chain: Sequence[Op]) -> Mapping[Value, None]:
+    """The tensors whose elements a chain moves."""
+    inside = {o.value for o in chain}
+    return dict.fromkeys(v for o in chain for v in _moved(o) if v not in inside)
+
+
+def _joins_tensors(graph: Graph, op: Op) -> bool:
+    """Whether an operator joins moved rows of several tensors: halves of the heads, each with windows of another shape."""
+    return op.kind == "Concat" and len(_sources(_chain(graph, op))) > 1
 
 
 def _is_image(graph: Graph, value: Value) -> bool:

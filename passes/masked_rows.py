@@ -9,6 +9,7 @@ a threshold itself. With it, the suppression reads all boxes, and returns indice
 
 Further rules of this pass:
 
+- ``passes/rules/mask_positions.py``: equal masks have one NonZero, whose number of positions is one symbol.
 - ``passes/rules/class_loops.py``: a loop over classes that selects the best boxes of each class (SSD) becomes one selection.
 - ``passes/rules/best_rows.py``: the best of the scores above a threshold (RetinaNet) become the best of all scores.
 - ``passes/rules/masked_sums.py``: graph networks sum over the edges that are not self-loops.
@@ -26,16 +27,16 @@ from optdnn.dim import Dim, DimLike, bounds
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
-from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.best_rows import best_rows
 from optdnn.passes.rules.class_loops import best_of_classes
 from optdnn.passes.rules.expert_rows import expert_rows
+from optdnn.passes.rules.mask_positions import expand_to_positions, positions_count, same_positions, uncut, unrepeated
 from optdnn.passes.rules.masked_sums import masked_sums
 from optdnn.passes.rules.masked_writes import masked_writes
-from optdnn.passes.support.facts import RESHAPES, ints, operand
-from optdnn.passes.support.rows import SHAPED, RowOp, by_number, chosen_by, copy_of, row_op, zero
-from optdnn.types import BOOL, Shape, normalize_axis
+from optdnn.passes.support.facts import RESHAPES, in_shape, ints, operand
+from optdnn.passes.support.rows import SHAPED, RowOp, by_number, chosen_by, coordinates_of, copy_of, row_op, zero
+from optdnn.types import BOOL, Shape, normalize_axis, product
 
 MOST_ELEMENTS = 1 << 28
 """Most elements of a result of ``f`` for all rows."""
@@ -43,14 +44,17 @@ MOST_ELEMENTS = 1 << 28
 
 @rule("masked_rows", {"ScatterElements", "ScatterND"})
 def masked_rows(graph: Graph, op: Op) -> Match | Miss | None:
-    """``y[NonZero(mask)] = f(x[NonZero(mask)])``."""
+    """``y[NonZero(mask)] = f(x[NonZero(mask)])``, or a constant; the mask may have several axes."""
     base, updates = operand(op), operand(op, 2)
     chooser = _rows_written(graph, op)
     if chooser is None or op.attrs.reduction != "none":
         return None
+    if op.kind == "ScatterND":
+        updates, chooser = uncut(graph, updates), _chooser(graph, chooser)
     mask, count = operand(chooser), chooser.outputs[0].type.dims[1]
-    rows = graph.type(mask).dims[0]
-    if graph.type(base).dims[0] != rows or not isinstance(count, Dim):
+    axes, before = graph.type(mask).dims, graph.type(base).dims
+    rows = product(axes)
+    if before[: len(axes)] != axes or not isinstance(count, Dim) or (len(axes) > 1 and not isinstance(rows, int)):
         return None
     found = _computed(graph, updates, chooser, rows, count)
     if isinstance(found, Miss):
@@ -65,11 +69,16 @@ def masked_rows(graph: Graph, op: Op) -> Match | Miss | None:
         new: dict[Value, Value] = {}
         for gather in gathers:
             x = operand(gather)
-            new[gather.value] = patch.add("Where", [_over(patch, chosen, x), x, zero(patch, graph.type(x).dtype)])
+            some = patch.add("Where", [_over(patch, chosen, x), x, zero(patch, graph.type(x).dtype)])
+            flat = len(axes) > 1 and not all(r.op.pointwise for r in copied)
+            new[gather.value] = in_shape(patch, some, (rows, *graph.type(x).dims[len(axes) :])) if flat else some
         for r in copied:
             made = copy_of(patch, r, new, rows if isinstance(rows, int) else None)
             new.update({Value(r.op.id, i): Value(made.id, i) for i in range(len(made.outputs))})
-        return patch.add("Where", [_over(patch, chosen, base), new[updates], _scalar(patch, base)])
+        if not copied and not gathers:
+            return patch.add("Where", [_over(patch, chosen, base), updates, base])
+        all_rows = new[updates] if patch.type(new[updates]).dims == before else in_shape(patch, new[updates], before)
+        return patch.add("Where", [_over(patch, chosen, base), all_rows, _scalar(patch, base)])
 
     return Match((op, *(r.op for r in copied), *gathers, chooser), build)
 
@@ -159,26 +168,39 @@ def _column(graph: Graph, gather: Op) -> int | None:
 def _rows_written(graph: Graph, op: Op) -> Op | None:
     """The NonZero of the mask whose rows a scatter writes, each row once and as a whole; None for other scatters."""
     indices, base, updates = operand(op, 1), graph.type(operand(op)), graph.type(operand(op, 2))
-    if not base.shape or not updates.shape or graph.type(indices).shape is None or base.shape[1:] != updates.shape[1:]:
+    if not base.shape or not updates.shape or graph.type(indices).shape is None:
         return None
-    if op.kind == "ScatterElements":
-        if normalize_axis(op.attrs.axis, len(base.shape)) != 0 or graph.type(indices).shape != updates.shape:
-            return None
-        expand = graph.op(indices)
-        if expand.kind == "Expand":
-            indices = operand(expand)
-        if len(graph.type(indices).dims) != len(updates.shape):
-            return None  # the Expand adds leading axes
-    elif graph.type(indices).dims[1:] != (1,):
+    if op.kind == "ScatterND":
+        return coordinates_of(graph, indices) if len(graph.type(indices).dims) == 2 else None
+    if base.shape[1:] != updates.shape[1:]:
         return None
+    if normalize_axis(op.attrs.axis, len(base.shape)) != 0 or graph.type(indices).shape != updates.shape:
+        return None
+    expand = graph.op(indices)
+    if expand.kind == "Expand":
+        indices = operand(expand)
+    if len(graph.type(indices).dims) != len(updates.shape):
+        return None  # the Expand adds leading axes
     dims = graph.type(indices).dims
     return chosen_by(graph, indices) if dims[0] == updates.shape[0] and all(d == 1 for d in dims[1:]) else None
+
+
+def _chooser(graph: Graph, chooser: Op) -> Op:
+    """The NonZero of the mask that ``chooser`` reads repeated along its last axes, if there is one; else ``chooser``."""
+    mask = unrepeated(graph, operand(chooser))
+    return next((u for u in graph.users(mask) if u.kind == "NonZero"), chooser)
 
 
 def _computed(
     graph: Graph, result: Value, chooser: Op, rows: DimLike, count: Dim
 ) -> tuple[list[RowOp], list[Op]] | Miss:
-    """The operators from the rows that ``chooser`` selects to ``result``, in order, and the Gathers of these rows."""
+    """The operators from the rows that ``chooser`` selects to ``result``, in order, and the Gathers of these rows.
+
+    There are none if ``result`` is one row for all.
+    """
+    shape = graph.type(result).dims
+    if all(isinstance(d, int) for d in shape) and (shape[:1] == (1,) or not shape):
+        return [], []
     inside: dict[int, RowOp] = {}
     gathers: dict[int, Op] = {}
     left = [graph.op(result)]
@@ -194,17 +216,15 @@ def _computed(
             return Miss(f"{op.name} ({op.kind}) does not compute each row from a row that the mask selected")
         inside[op.id] = found
         left += [graph.op(operand(op, i)) for i, r in enumerate(found.operand_rows) if r is not None]
-    if not gathers:
-        return Miss("it is not computed from rows that the mask selected")
     return [inside[op.id] for op in graph.order() if op.id in inside], [gathers[i] for i in sorted(gathers)]
 
 
 def _gathers(graph: Graph, op: Op, chooser: Op, rows: DimLike) -> bool:
     """Whether an operator gathers exactly the rows that ``chooser`` selects."""
-    if op.kind == "Gather":
-        if len(graph.type(operand(op, 1)).dims) != 1 or op.attrs.axis != 0:
-            return False
-    elif op.kind != "GatherND" or op.attrs.batch_dims or graph.type(operand(op, 1)).dims[1:] != (1,):
+    if op.kind == "GatherND" and not op.attrs.batch_dims and len(graph.type(operand(op, 1)).dims) == 2:
+        found, dims = coordinates_of(graph, operand(op, 1)), graph.type(operand(chooser)).dims
+        return found is not None and found.id == chooser.id and graph.type(operand(op)).dims[: len(dims)] == dims
+    if op.kind != "Gather" or len(graph.type(operand(op, 1)).dims) != 1 or op.attrs.axis != 0:
         return False
     found = chosen_by(graph, operand(op, 1))
     return found is not None and found.id == chooser.id and graph.type(operand(op)).dims[0] == rows
@@ -212,19 +232,21 @@ def _gathers(graph: Graph, op: Op, chooser: Op, rows: DimLike) -> bool:
 
 def _over(patch: Patch, mask: Value, x: Value) -> Value:
     """The mask with the rank of ``x``: axes of size 1 follow its own."""
-    rank = len(patch.type(x).dims)
-    if rank == 1:
+    dims = patch.type(mask).dims
+    more = len(patch.type(x).dims) - len(dims)
+    if more == 0:
         return mask
-    shape = patch.constant(np.array([-1, *[1] * (rank - 1)], np.int64), "shape")
-    return patch.add("Reshape", [mask, shape], ReshapeAttrs())
+    return in_shape(patch, mask, (*dims, *[1] * more))
 
 
 def _scalar(patch: Patch, value: Value) -> Value:
-    """The scalar that fills a ConstantOfShape; any other value unchanged."""
-    op = patch.graph.op(value)
-    if op.kind != "ConstantOfShape":
+    """The scalar that fills a ConstantOfShape or a constant; any other value unchanged."""
+    op, known = patch.graph.op(value), patch.graph.constant_value(value)
+    if op.kind == "ConstantOfShape":
+        return patch.constant(np.array(op.attrs.value, op.attrs.dtype), "filler")
+    if known is None or not known.size or (known != known.flat[0]).any():
         return value
-    return patch.constant(np.array(op.attrs.value, op.attrs.dtype), "filler")
+    return patch.constant(known.reshape(-1)[0], "filler")
 
 
 def _elements(dims: Shape, rows: int) -> int:
@@ -233,4 +255,15 @@ def _elements(dims: Shape, rows: int) -> int:
 
 class MaskedRows(RulePass):
     name = "masked_rows"
-    rules = (best_of_classes, best_rows, masked_rows, masked_boxes, masked_sums, masked_writes, expert_rows)
+    rules = (
+        same_positions,
+        positions_count,
+        expand_to_positions,
+        best_of_classes,
+        best_rows,
+        masked_rows,
+        masked_boxes,
+        masked_sums,
+        masked_writes,
+        expert_rows,
+    )

@@ -2,7 +2,9 @@
 
 Zeros after the features of queries and keys do not change the scores, and zeros after the features of values give columns that
 nothing reads. The weights of projections get the zeros: as columns in the projections that compute the heads, as rows in the one
-that reads the result. So no launch is added. If no projection reads the result, a Slice takes its first features.
+that reads the result. So no launch is added. If no projection reads the result, a Slice takes its first features. Heads that
+cannot be widened, because other operators read the same projection (halves of DAT's heads with windows of two shapes), are padded
+by a launch if this takes less time than to write and read all scores, as attention without such a kernel does.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ from dataclasses import replace
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.index import PadAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.rules.widths import Readers, Widths
-from optdnn.passes.support.facts import heads_sizes, operand, sliced
+from optdnn.passes.support.facts import heads_sizes, integers, operand, sliced
 from optdnn.types import FP32
 
 UNIT = 8
 WIDEST = 512
 """Most features per head for which a kernel exists."""
+LEAST_SCORES = 1 << 21
+"""Fewest bytes of scores, written and read, that take longer than a launch that pads heads."""
 HALVES = 2
 """Bytes of an element of attention in 16 bits."""
 
@@ -48,9 +53,14 @@ def pad_heads(graph: Graph, op: Op) -> Match | Miss | None:
         for i, n in enumerate((features, features, valued))
     ]
     readers = Readers(graph, op, 3, valued) if valued % UNIT else None
-    if any(s.copied for s in sources if s is not None):
-        return Miss("its queries, keys or values do not all come from projections whose weights can be padded")
     scores = 2 * FP32.itemsize * math.prod((*q[:3], k[2]))  # written and read again
+    copied = [n for s, n in zip(sources, shapes, strict=True) if s is not None and s.copied]
+    moved = sum(HALVES * math.prod((*n[:3], n[3] + _wide(n[3]))) for n in copied)
+    if copied and max(moved, len(copied) * LEAST_SCORES) > scores:
+        return Miss(
+            "its queries, keys or values do not all come from projections whose weights can be padded, and copies would take "
+            "longer than its scores"
+        )
     if readers is not None and readers.sink is None and 2 * HALVES * math.prod((*q[:3], valued)) > scores:
         return Miss("a copy of its result would take longer than its scores")
     return Match(_covered(op, sources, readers), lambda patch: _rewrite(patch, op, sources, readers))
@@ -68,7 +78,9 @@ def _rewrite(patch: Patch, op: Op, sources: Sequence[Widths | None], readers: Re
     made: dict[tuple[Value, int], Value] = {}
     inputs = list(op.inputs)
     for i, source in enumerate(sources):
-        if source is not None:
+        if source is not None and source.copied:
+            inputs[i] = _padded(patch, source)
+        elif source is not None:
             inputs[i] = source.rebuilt(patch, made)
     scale = op.attrs.scale
     if scale is None:
@@ -80,6 +92,14 @@ def _rewrite(patch: Patch, op: Op, sources: Sequence[Widths | None], readers: Re
         patch.replace(op.value, sliced(patch, y, 0, readers.size, 3))
     else:
         patch.replace(readers.sink.value, readers.rebuilt(patch, y, _wide(readers.size)))
+
+
+def _padded(patch: Patch, source: Widths) -> Value:
+    """The features of a source, padded by a launch."""
+    rank = len(patch.graph.type(source.x).dims)
+    pads = [0] * 2 * rank
+    pads[rank + source.axis] = source.wide - source.size
+    return patch.add("Pad", [source.x, integers(patch, pads, "pads")], PadAttrs())
 
 
 class PadHeads(RulePass):

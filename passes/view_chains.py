@@ -15,7 +15,17 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.image_tokens import is_image, read_as_image
 from optdnn.passes.rules.ordered_channels import ordered_channels
-from optdnn.passes.support.facts import RESHAPES, channels_from_last, channels_to_last, operand, producer, reshaped
+from optdnn.passes.rules.widths import other_axis
+from optdnn.passes.support.facts import (
+    RESHAPES,
+    channels_from_last,
+    channels_to_last,
+    integers,
+    ints,
+    operand,
+    producer,
+    reshaped,
+)
 from optdnn.passes.support.parts_of_axes import VIEWS, Chain, chain_of
 from optdnn.passes.support.views import transposed
 
@@ -176,6 +186,33 @@ def _runs(given: Sequence[int], taken: Sequence[int], starts: set[int]) -> list[
     return runs
 
 
+@rule("pad_before_view", {"Pad"})
+def pad_before_view(graph: Graph, op: Op) -> Match | Miss | None:
+    """``pad(reshape(transpose(x)))`` is ``reshape(pad(transpose(x)))`` if the Reshape keeps the padded axis: the launch that pads
+    reads what the Reshape would copy."""
+    view = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
+    pads = None if op.input(3) is not None else ints(graph, op.input(1))
+    if view is None or pads is None or op.attrs.mode != "constant" or graph.op(operand(view)).kind != "Transpose":
+        return None
+    before, after = graph.type(operand(view)), view.outputs[0].type
+    rank = len(after.dims)
+    padded = [i for i in range(rank) if pads[i] or pads[rank + i]]
+    if len(padded) != 1 or not before.is_static or not after.is_static:
+        return None
+    axis, size = padded[0], after.static_shape[padded[0]]
+    source = other_axis(after.dims, axis, before.dims, size)
+    if source is None or before.dims[source] != size:
+        return Miss("the Reshape before it does not keep the padded axis")
+    at = [0] * 2 * len(before.dims)
+    at[source], at[len(before.dims) + source] = pads[axis], pads[rank + axis]
+
+    def build(patch: Patch) -> Value:
+        inputs = [operand(view), integers(patch, at, "pads"), op.input(2)]
+        return _in_shape(patch, patch.add("Pad", inputs, op.attrs), op.outputs[0].type.static_shape)
+
+    return Match((op, view), build)
+
+
 class ViewChains(RulePass):
     name = "view_chains"
-    rules = (ordered_channels, image_chain, chain_to_image, view_chain)
+    rules = (ordered_channels, image_chain, chain_to_image, view_chain, pad_before_view)

@@ -13,7 +13,17 @@ from optdnn.ops.reduce import reduced_axes
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.rules.transpose import REDUCTIONS
-from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshape_target, reshaped, shape_of
+from optdnn.passes.support.facts import (
+    RESHAPES,
+    integers,
+    ints,
+    operand,
+    producer,
+    reshape_target,
+    reshaped,
+    scalar,
+    shape_of,
+)
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.types import Shape, broadcast_dims
@@ -41,6 +51,25 @@ def reshape_chain(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss
     if target is None:
         return _SYMBOLIC
     return Match((root, found["inner"]), lambda patch: reshaped(patch, x, target))
+
+
+@rule("reshapes_around", RESHAPES)
+def reshapes_around(graph: Graph, op: Op) -> Match | Miss | None:
+    """``reshape(f(reshape(x)))`` is ``f(x)`` if it has x's shape again, and ``f`` is pointwise and reads only numbers besides.
+
+    The norm of transposed keys, bounded by an epsilon, is transposed back in this way."""
+    inner = graph.op(operand(op))
+    if not inner.pointwise or len(inner.outputs) != 1 or graph.sole_user(inner.value) is None:
+        return None
+    slots = [i for i, v in enumerate(inner.inputs) if v is not None and scalar(graph, v) is None]
+    view = producer(graph, inner.input(slots[0]), RESHAPES) if len(slots) == 1 else None
+    shape = op.outputs[0].type.shape
+    if view is None or shape is None or graph.type(operand(view)).shape != shape:
+        return None
+    if any(len(graph.type(v).dims) > len(shape) for v in inner.inputs if v is not None and v != view.value):
+        return None  # a number with more axes than x
+    inputs = [operand(view) if i == slots[0] else v for i, v in enumerate(inner.inputs)]
+    return Match((op, inner), lambda patch: patch.add(inner.kind, inputs, inner.attrs))
 
 
 @rule("constant_target", {"Reshape", "Expand"})

@@ -315,6 +315,14 @@ def chosen_by(graph: Graph, value: Value) -> Op | None:
     return op
 
 
+def coordinates_of(graph: Graph, value: Value) -> Op | None:
+    """The NonZero of a mask of any rank, whose positions are the rows of ``value``; None if there is none."""
+    turned = graph.op(value)
+    if turned.kind == "Transpose" and turned.attrs.perm == (1, 0) and graph.op(operand(turned)).kind == "NonZero":
+        return graph.op(operand(turned))
+    return chosen_by(graph, value) if graph.type(value).dims[1:] == (1,) else None
+
+
 # ---------------------------------------------------------------- copies
 
 

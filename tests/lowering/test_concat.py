@@ -139,6 +139,14 @@ def test_images_of_one_channel_are_not_copied() -> None:
         np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())
 
 
+def test_the_mean_of_one_channel_is_read_with_gaps() -> None:
+    """LPIPS: the mean over a map of distances."""
+    n = Net()
+    graph = n.done(n.op("GlobalAveragePool", n.conv(n.conv(n.input(1, 8, 8, 16), 16), 1)))
+    tactics = [s.params["tactic"].split()[0] for s in check_simulated(graph, "fp16").steps]
+    assert "copy" not in tactics[tactics.index("conv_sm90") :], tactics
+
+
 def test_rows_of_one_channel_are_read_without_gaps() -> None:
     """A softmax over rows with gaps between them took longer than a copy."""
     n = Net()

@@ -93,3 +93,35 @@ def test_a_constant_does_not_keep_another_part_from_its_place(monkeypatch: pytes
     monkeypatch.setattr(small, "MOST_ELEMENTS", 0)  # otherwise the part is copied from the image at once
     assert copies(padded(True)) == 2  # the conversion of the first image's layout, and the zeros
     assert copies(padded(False)) == 3
+
+
+def halves(*, columns: int = 24, joined: bool = True) -> Graph:
+    """Windows of two shapes, back in the order of the image, side by side (CSWin, DAT)."""
+    n = Net()
+    parts = []
+    for i, (h, w) in enumerate(((2, 4), (4, 2))):
+        rows = n.matmul(n.op("Tanh", n.input(8 * 8 // h // w, h * w, 32, name=f"x{i}")), columns)
+        split = n.op("Reshape", rows, n.ints(8 // h, 8 // w, h, w, columns))
+        turned = n.op("Transpose", split, attrs=TransposeAttrs((0, 2, 1, 3, 4)))
+        parts.append(n.op("Reshape", turned, n.ints(1, 64, columns)))
+    if not joined:
+        return n.done(*(n.op("Softmax", p) for p in parts))
+    return n.done(n.op("Softmax", n.op("Concat", *parts, attrs=ConcatAttrs(axis=2))))
+
+
+@pytest.mark.parametrize("columns", [24, 30])
+def test_copied_parts_are_copied_into_their_places(columns: int) -> None:
+    """No part is copied twice."""
+    assert copies(halves(columns=columns)) == copies(halves(columns=columns, joined=False)) == 2
+
+
+def gated() -> Graph:
+    """A product of rows of 60 elements that a pointwise operator computes."""
+    n = Net()
+    a, b = (n.op("Tanh", n.input(1, 256, 60, name=name)) for name in "ab")
+    return n.done(n.matmul(n.op("Sin", n.op("Mul", a, b)), 64))
+
+
+def test_pointwise_operators_write_rows_for_products() -> None:
+    """A product reads rows that begin at multiples of 16 bytes, without a copy."""
+    assert [s.params["tactic"].split()[0] for s in check_simulated(gated(), "fp16").steps] == ["pointwise", "gemm_sm90"]

@@ -250,6 +250,23 @@ def test_a_reshape_chain_that_comes_back_vanishes() -> None:
     check_pass(CANON, n.done(y), changes=2, kinds={"Exp": 1}, rules={"reshape_chain": 1, "no_op": 1}, sizes={"n": 2})
 
 
+def test_reshapes_around_a_pointwise_operator_vanish() -> None:
+    n = Net()
+    y = n.op("Max", n.op("Reshape", n.op("Exp", n.input(2, 1, 12)), shape_of(2, 12, 1)), np.float32(0.5))
+    graph = n.done(n.op("Reshape", y, shape_of(2, 1, 12)))
+    check_pass(CANON, graph, changes=1, kinds={"Exp": 1, "Max": 1}, rules={"reshapes_around": 1})
+
+
+@pytest.mark.parametrize("other", [np.ones((12, 1), np.float32), np.ones((1, 1, 1, 1), np.float32), "users"])
+def test_reshapes_around_other_operators_stay(other: Any) -> None:
+    """A vector would move with the axes, a number with more axes adds axes, and other readers need the axes."""
+    n = Net()
+    x = n.op("Reshape", n.op("Exp", n.input(2, 1, 12)), shape_of(2, 12, 1))
+    y = n.op("Max", x, np.float32(0.5) if isinstance(other, str) else other)
+    more = [n.op("Neg", y)] if isinstance(other, str) else []
+    check_untouched(CANON, n.done(n.op("Reshape", y, shape_of(2, 1, 12)), *more))
+
+
 def test_a_reshape_that_others_use_stays_for_them() -> None:
     n = Net()
     a = n.op("Reshape", n.input(2, 12), shape_of(4, 6))

@@ -12,7 +12,9 @@ from support.net import Net
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.norm import LpNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.base import PassContext
@@ -421,3 +423,30 @@ def blind(guarded: bool) -> Graph:
 def test_a_query_that_a_constant_mask_leaves_no_key() -> None:
     check_refused(FuseAttention(), blind(guarded=False), because="hides every key of a query, which gives NaN")
     check_pass(FuseAttention(), blind(guarded=True), changes=1)
+
+
+def normalized(axis: int, readers: int = 1) -> Graph:
+    """Attention of keys that are normalized before they are transposed."""
+    n = Net(np.float64)
+    q, k, v = (
+        n.op("Exp", n.input(2, 3, *shape, name=name))
+        for name, shape in zip("qkv", ((4, 8), (8, 5), (5, 8)), strict=True)
+    )
+    k = n.op("LpNormalization", k, attrs=LpNormAttrs(axis, 2, 1e-6))
+    turned = n.op("Transpose", k, attrs=TransposeAttrs((0, 1, 3, 2)))
+    y = n.op("Attention", q, turned, v, attrs=AttentionAttrs(scale=1.0))
+    return n.done(y, *(n.op("Neg", k) for _ in range(readers - 1)))
+
+
+def test_keys_are_transposed_before_they_are_normalized() -> None:
+    graph = normalized(2)
+    after, _ = check_pass(FuseAttention(), graph, changes=1, rules={"normalized_keys": 1}, kinds=graph.kinds())
+    (norm,) = after.of_kind("LpNormalization")
+    assert norm.attrs.axis == 3
+    assert after.op(norm.inputs[0]).kind == "Transpose"  # type: ignore[arg-type]
+    assert after.of_kind("Attention")[0].inputs[1] == norm.value
+
+
+@pytest.mark.parametrize(("axis", "readers"), [(3, 1), (2, 2)])
+def test_keys_normalized_along_another_axis_or_read_elsewhere_stay(axis: int, readers: int) -> None:
+    check_untouched(FuseAttention(), normalized(axis, readers))

@@ -59,6 +59,22 @@ def test_rolls_and_windows_are_one_gather_of_rows_of_a_batch(batch: int) -> None
     assert table[0] == 1 * 6 + 2
 
 
+def test_windows_rolled_back_beside_others() -> None:
+    """DAT: half of the heads have windows of another shape. Each half is one Gather."""
+    n = Net(np.float64)
+    halves = []
+    for by in (1, 2):
+        rows = n.op(
+            "Reshape", n.matmul(n.input(12, 4, CHANNELS, name=f"x{by}"), CHANNELS), n.ints(2, 2, 3, 2, 2, CHANNELS)
+        )
+        turned = n.op("Transpose", rows, attrs=TransposeAttrs((0, 1, 3, 2, 4, 5)))
+        halves.append(rolled(n, n.op("Reshape", turned, n.ints(2, 4, 6, CHANNELS)), 1, by))
+    joined = n.op("Reshape", n.op("Concat", *halves, attrs=ConcatAttrs(3)), n.ints(2, 24, 2 * CHANNELS))
+    graph = n.done(n.op("Relu", joined))
+    kinds = {"MatMul": 2, "Reshape": 5, "Gather": 2, "Concat": 1, "Relu": 1}
+    check_pass(GatherRows(), graph, changes=2, kinds=kinds)
+
+
 def test_windows_rolled_back() -> None:
     n = Net(np.float64)
     rows = n.op("Reshape", n.matmul(n.input(12, 4, CHANNELS), CHANNELS), n.ints(2, 2, 3, 2, 2, CHANNELS))

@@ -148,6 +148,22 @@ def test_other_readers_of_the_heads_take_their_features() -> None:
     assert after.kinds() == {**graph.kinds(), "Slice": 1}
 
 
+def test_heads_of_a_shared_projection_are_padded_by_launches() -> None:
+    """Many tokens: the scores take longer than padded copies. The keys' projection is also read by another operator."""
+    n = Net(np.float64)
+    x = n.op("Relu", n.input(1, 1024, C))
+    q, k, v = (n.matmul(x, C) for _ in range(3))
+
+    def split(y: Value) -> Value:
+        return n.op("Transpose", n.op("Reshape", y, n.ints(1, 1024, H, D)), attrs=TransposeAttrs((0, 2, 1, 3)))
+
+    y = n.op("Transpose", attend(n, split(q), split(k), split(v)), attrs=TransposeAttrs((0, 2, 1, 3)))
+    graph = n.done(n.matmul(n.op("Reshape", y, n.ints(1, 1024, C)), C), n.op("Tanh", k))
+    after, _ = check_pass(PadHeads(), graph, changes=1, context=HALF)
+    assert after.kinds() == {**graph.kinds(), "Pad": 1}
+    assert features(after) == {8}
+
+
 def test_other_operators_before_the_heads() -> None:
     n = Net(np.float64)
     x = tokens(n)

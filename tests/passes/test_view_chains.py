@@ -12,6 +12,7 @@ from support.simulated import check_simulated
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
+from optdnn.ops.index import PadAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.support.facts import operand
 from optdnn.passes.view_chains import ViewChains
@@ -128,3 +129,40 @@ def test_axes_that_lie_apart_are_not_joined_first() -> None:
 def test_axes_that_are_split_unevenly_are_refused() -> None:
     graph = chain((4, 6, 5), (1, 0, 2), (8, 15), (1, 0))
     check_refused(PASS, graph, because="its Reshape have no common parts")
+
+
+def padded(n: Net, x: Value, *pads: int) -> Value:
+    made: Value = n.op("Pad", x, n.ints(*pads))
+    return made
+
+
+def windows_of_heads(split: int = 6, axis: int = 3, mode: str = "constant") -> Graph:
+    """Windows of 2 x 4 pixels as tokens, whose features are padded."""
+    n = Net()
+    y = turned(n, shaped(n, n.op("Relu", n.input(1, 4, 8, 12)), 1, 2, 2, 2, 4, 12 // split, split), 0, 1, 3, 5, 2, 4, 6)
+    y = shaped(n, y, 4, 12 // split, 8, split)
+    pads = [0] * 8
+    pads[4 + axis] = 2
+    return n.done(n.op("Exp", n.op("Pad", y, n.ints(*pads), attrs=PadAttrs(mode))))
+
+
+def test_a_pad_reads_what_a_reshape_would_copy() -> None:
+    graph = windows_of_heads()
+    after, _ = check_pass(PASS, graph, changes=1, rules={"pad_before_view": 1})
+    pad, view = (
+        op for op in after.order() if op.kind in ("Pad", "Reshape") and op.id > after.of_kind("Transpose")[0].id
+    )
+    assert (pad.kind, view.kind) == ("Pad", "Reshape")
+    assert after.type(pad.value).static_shape == (1, 2, 2, 2, 2, 4, 8)
+    before = [s.params["tactic"] for s in check_simulated(graph, "fp16").steps]
+    assert not any(t.startswith("copy") for t in before), before
+
+
+def test_a_pad_of_joined_axes_stays() -> None:
+    check_refused(PASS, windows_of_heads(axis=2), because="does not keep the padded axis")
+
+
+def test_pads_of_other_views_are_no_candidates() -> None:
+    check_untouched(PASS, windows_of_heads(mode="edge"))
+    n = Net()
+    check_untouched(PASS, n.done(padded(n, shaped(n, n.op("Relu", n.input(4, 6, 8)), 24, 8), 0, 0, 0, 8)))

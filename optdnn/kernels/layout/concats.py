@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, TensorView, row_major, up
+from optdnn.kernels.builder import NOWHERE, Builder, TensorView, row_major, up
 from optdnn.kernels.layout import copies
 from optdnn.kernels.layout.moves import MOST_ELEMENTS
-from optdnn.kernels.layout.views import consecutive, of_one_channel, reshaped
+from optdnn.kernels.layout.views import consecutive, of_one_channel, reshaped, seen_by
 from optdnn.types import normalize_axis
 
 _TURNS = frozenset({"Reshape", "Squeeze", "Transpose", "Unsqueeze"})
@@ -88,9 +88,11 @@ def _plan(b: Builder, join: _Join, kernels: frozenset[str]) -> None:
     if held[0] is not None and all(held) and value not in b.reserved and consecutive(held, join.axis):
         b.reserved[value] = held[0].view(shape, held[0].strides)
         return
-    if (join.last or (join.rows and join.pitch is None)) and join.apart:
+    copied = [join.rows and _is_copied(b, v) for v in join.values]
+    if (join.last or (join.rows and join.pitch is None and not any(copied))) and join.apart:
         return
-    free = _written_in_place(b, join, kernels)
+    free = copied if join.apart and join.pitch is None and join.rows else _written_in_place(b, join, kernels)
+    free = [may or copy for may, copy in zip(free, copied, strict=True)]
     if not any(free) and (join.pitch is None or shape[-1] % 8 == 0):
         return
     if join.inner and math.prod(shape[join.axis + 1 :]) % 8:
@@ -99,11 +101,11 @@ def _plan(b: Builder, join: _Join, kernels: frozenset[str]) -> None:
     if joint.dtype != join.type.dtype:
         return
     starts = np.cumsum([0, *join.sizes]).tolist()
-    for v, start, may in zip(join.values, starts, free, strict=False):
+    for v, start, may, copy in zip(join.values, starts, free, copied, strict=False):
         step, view = joint.strides[join.axis], b.graph.op(v).kind in _TURNS
-        if may and ((joint.offset + start * step) % 8 == 0 or not (join.last or join.rows or view)):
+        if may and (copy or (joint.offset + start * step) % 8 == 0 or not (join.last or join.rows or view)):
             b.reserved[v] = joint.view(b.graph.type(v).static_shape, joint.strides, start * step)
-            if join.volume or join.rows or join.inner or view or b.graph.op(v).kind == "Layout":
+            if not copy and (join.volume or join.rows or join.inner or view or b.graph.op(v).kind == "Layout"):
                 _reserve_before(b, v)
 
 
@@ -231,6 +233,22 @@ def _is_made_in_place(b: Builder, value: Value, kernels: frozenset[str], join: _
     if op.kind == "Concat" and not join.last:
         return True
     return op.kind in kernels or (join.volume and _producer_of_view(b, value).kind in {*kernels, "Concat"})
+
+
+def _is_copied(b: Builder, value: Value) -> bool:
+    """Whether a part that only the concatenation reads is a copy: a Reshape that joins transposed axes. A copy writes to any place."""
+    op = b.graph.op(value)
+    if op.kind not in _TURNS - {"Transpose"} or b.graph.use_count(value) != 1 or value in b.reserved:
+        return False
+    turned = None if op.inputs[0] is None else b.graph.op(op.inputs[0])
+    if turned is None or turned.kind != "Transpose" or turned.inputs[0] is None:
+        return False
+    source = b.graph.type(turned.inputs[0])
+    if not source.is_static:
+        return False
+    shape = source.static_shape
+    x = seen_by(turned, TensorView(NOWHERE, 0, shape, row_major(shape), source.dtype))
+    return x is not None and reshaped(x, op.outputs[0].type.static_shape) is None
 
 
 def _adds_rows(b: Builder, op: Op) -> bool:

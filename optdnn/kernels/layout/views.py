@@ -13,7 +13,7 @@ from optdnn.ir.graph import STRUCTURAL, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, row_major, unmade, up
 from optdnn.kernels.layout.moves import joinable
 from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
-from optdnn.types import normalize_axis
+from optdnn.types import is_float, normalize_axis
 
 
 def ints(b: Builder, op: Op, slot: int) -> list[int] | None:
@@ -162,6 +162,10 @@ def cast_source(b: Builder, value: Value | None) -> Value:
         value = op.inputs[0]
 
 
+_BLOCKS = frozenset({"DepthToSpace", "SpaceToDepth"})
+"""Kinds that move blocks of elements: their copies read any order."""
+
+
 def _layout(b: Builder, op: Op) -> None:
     x, t = b.operand(op.inputs[0]), op.outputs[0].type
     # Images of one pixel are rows in either layout; the padding of their channels is between rows.
@@ -172,6 +176,9 @@ def _layout(b: Builder, op: Op) -> None:
         b.place[op.value] = x
         return
     placed = op.value in b.reserved  # perhaps where the operand is
+    if not (placed or t.layout) and all(u.kind in _BLOCKS for u in b.graph.users(op.value)):
+        b.place[op.value] = x
+        return
     if of_one_channel(op) and (placed or all(_reads_gaps(u, plain=not t.layout) for u in b.graph.users(op.value))):
         settle(b, op, 0, x)
         return
@@ -182,7 +189,7 @@ def _reads_gaps(user: Op, *, plain: bool) -> bool:
     """Whether a reader takes one-channel pixels with or without gaps. Kernels of rows need rows without gaps."""
     if user.kind in STRUCTURAL:
         return False
-    return user.definition.traits.pointwise or (plain and user.kind in ("Concat", "Resize"))
+    return user.definition.traits.pointwise or (plain and user.kind in ("Concat", "GlobalAveragePool", "Resize"))
 
 
 def of_one_channel(op: Op) -> bool:
@@ -241,7 +248,7 @@ def _split(b: Builder, op: Op) -> None:
 def _depth_to_space(b: Builder, op: Op) -> None:
     x = b.operand(op.inputs[0])
     k, (n, c, h, w) = op.attrs.blocksize, x.shape
-    out = b.target(op.value)
+    out = _converted(b, op)
     deep = c // k // k
     split = (n, k, k, deep, h, w) if op.attrs.mode == "DCR" else (n, deep, k, k, h, w)
     perm = (0, 3, 4, 1, 5, 2) if op.attrs.mode == "DCR" else (0, 1, 4, 2, 5, 3)
@@ -252,7 +259,16 @@ def _space_to_depth(b: Builder, op: Op) -> None:
     x = b.operand(op.inputs[0])
     k, (n, c, h, w) = op.attrs.blocksize, x.shape
     perm = (0, 3, 5, 1, 2, 4) if op.attrs.mode == "DCR" else (0, 1, 3, 5, 2, 4)
-    _permuted(b, op, x, (n, c, h // k, k, w // k, k), perm, b.target(op.value))
+    _permuted(b, op, x, (n, c, h // k, k, w // k, k), perm, _converted(b, op))
+
+
+def _converted(b: Builder, op: Op) -> TensorView:
+    """The target of a copy: the result of the conversion of floats that alone reads it, or its own result."""
+    cast = b.graph.sole_user(op.value)
+    plain = cast is not None and cast.kind == "Cast" and not cast.outputs[0].type.layout and op.value not in b.reserved
+    if cast is not None and plain and is_float(cast.attrs.to) and is_float(op.outputs[0].type.dtype):
+        b.place[op.value] = b.target(cast.value)
+    return b.target(op.value)
 
 
 def _permuted(b: Builder, op: Op, x: TensorView, split: Sequence[int], perm: Sequence[int], out: TensorView) -> None:

@@ -6,9 +6,13 @@ from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
+from optdnn.kernels.layout.row_places import result_strides
 from optdnn.kernels.layout.views import settle
 from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, emit_pointwise, single
 from optdnn.kernels.tactic import Tactic
+
+SHORTEST = 8
+"""Rows up to this length are not padded: a copy of a few coordinates is part of another launch."""
 
 
 class Elementwise(Tactic):
@@ -26,11 +30,12 @@ class Elementwise(Tactic):
         return f"there is no arithmetic on {', '.join(unknown)}" if unknown else None
 
     def place(self, b: Builder, op: Op) -> None:
-        """Place the result; a cast to the operand's own type is a view of the operand."""
+        """Place the result, in rows padded for products; a cast to the operand's own type is a view of the operand."""
         if self._nothing(b, op):
             settle(b, op, 0, b.operand(op.inputs[0]))
         else:
-            super().place(b, op)
+            long = op.outputs[0].type.static_shape[-1:] > (SHORTEST,)
+            b.target(op.value, result_strides(b, op.value) if long else None)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         if self._nothing(b, op):
@@ -44,6 +49,9 @@ class Elementwise(Tactic):
 
     @staticmethod
     def _nothing(b: Builder, op: Op) -> bool:
-        """Whether the operator is a cast to its operand's own type."""
+        """Whether the operator is a cast to its operand's own type, or one that the copy before it has made."""
         t, x = op.outputs[0].type, op.inputs[0]
-        return op.kind == "Cast" and x is not None and b.graph.type(x).dtype == t.dtype and not t.layout
+        if op.kind != "Cast" or x is None:
+            return False
+        made = op.value in b.place and b.place.get(x) == b.place[op.value]
+        return made or (b.graph.type(x).dtype == t.dtype and not t.layout)

@@ -1,0 +1,59 @@
+"""merged_heads: attention of (windows * heads, positions, features), as SAM and ViTDet write it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.index import SplitAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.fuse_attention import FuseAttention
+
+WINDOWS, HEADS, TOKENS, SIZE = 3, 2, 16, 8
+C = HEADS * SIZE
+
+
+def windows(mask: str = "", *, turned: bool = True, dtype: Any = np.float64) -> Graph:
+    """Windows with a joint projection; ``mask``: of each head, or "shared" by all."""
+    n = Net(dtype)
+    joint = n.op(
+        "Reshape", n.matmul(n.op("Tanh", n.input(WINDOWS, TOKENS, C)), 3 * C), n.ints(WINDOWS, TOKENS, 3, HEADS, SIZE)
+    )
+    if turned:
+        joint = n.op("Transpose", joint, attrs=TransposeAttrs((2, 0, 3, 1, 4)))
+    merged = n.op("Reshape", joint, n.ints(3, WINDOWS * HEADS, TOKENS, SIZE))
+    parts = n.op("Split", merged, n.ints(1, 1, 1), attrs=SplitAttrs(0), outputs=3)
+    q, k, v = (n.op("Reshape", p, n.ints(WINDOWS * HEADS, 1, TOKENS, SIZE)) for p in parts)
+    items = {"": 0, "own": WINDOWS * HEADS, "shared": 1}[mask]
+    more = [n.op("Tanh", n.input(items, 1, TOKENS, TOKENS, name="mask"))] if items else []
+    y: Value = n.op("Attention", q, k, v, *more, attrs=AttentionAttrs(scale=0.5))
+    split = n.op("Reshape", n.op("Squeeze", y, n.ints(1)), n.ints(WINDOWS, HEADS, TOKENS, SIZE))
+    rows = n.op("Reshape", n.op("Transpose", split, attrs=TransposeAttrs((0, 2, 1, 3))), n.ints(WINDOWS, TOKENS, C))
+    return n.done(n.matmul(rows, C))
+
+
+@pytest.mark.parametrize("mask", ["", "own"])
+def test_heads_leave_the_batch(mask: str) -> None:
+    after, _ = check_pass(FuseAttention(), windows(mask), changes=1, rules={"merged_heads": 1})
+    (op,) = after.of_kind("Attention")
+    assert after.type(op.value).static_shape == (WINDOWS, HEADS, TOKENS, SIZE)
+
+
+def test_nothing_is_copied() -> None:
+    steps = [s.params["tactic"].split()[0] for s in check_simulated(windows(dtype=np.float32), "fp16").steps]
+    assert not any(t == "copy" for t in steps), steps
+
+
+def test_a_mask_of_several_heads_stays() -> None:
+    check_refused(FuseAttention(), windows("shared"), because="shared by several heads")
+
+
+def test_a_batch_that_was_never_split_stays() -> None:
+    assert not FuseAttention()(windows(turned=False)).changes
