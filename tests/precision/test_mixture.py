@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,17 @@ import optdnn
 from optdnn.cli.words import precision_text
 from optdnn.config import BuildOptions
 from optdnn.importers.onnx import import_model
+from optdnn.ir.graph import Graph
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.ranges import Calibration, Range
-from optdnn.precision.mixture import offers_choice
+from optdnn.precision.mixture import EIGHT, FLOAT, Blocks, offers_choice
 from optdnn.report.explanation import Explanations
+from optdnn.runtime.cuda.gpu_facts import named
+from optdnn.runtime.cuda.measuring.expected import STEP_TIMES
 from optdnn.runtime.engine import Engine
-from optdnn.types import Array
+from optdnn.types import Array, tensor
 
 WIDE_THEN_NARROW = ((256, 3), (16, 1), (16, 3), (16, 3), (16, 3))
 """Channels and filter sizes of convolutions: the first is faster in int8, the others load short rows and are faster in fp16."""
@@ -104,6 +108,51 @@ def test_products_that_gain_are_all_in_eight_bits() -> None:
     engine = built(network(((512, 3), (512, 3)), 512, 14), image(512, 14))
     assert nodes_in(engine, "int8") == {"c0", "c1"}
     assert not nodes_in(engine, "fp16")
+
+
+def test_a_network_without_products_has_nothing_to_choose() -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[4,64] x) => (float[4,64] y) { y = Tanh(x) }'
+    engine = built(onnx.parser.parse_model(text), {"x": np.random.default_rng(1).random((4, 64), np.float32)})
+    assert engine.program.precision == "fp16"
+
+
+def program(*us: float) -> Any:
+    """A program with a launch for each node ``c0``, ``c1``, ... of these microseconds."""
+    steps = [SimpleNamespace(src=frozenset({f"c{k}"})) for k in range(len(us))]
+    return SimpleNamespace(steps=steps, meta={STEP_TIMES: {"steps": [[one, None, "predicted"] for one in us]}})
+
+
+@pytest.mark.parametrize(
+    ("middle", "floats"),
+    [
+        (3.0, set()),  # a gain of 1 us in fp16 is less than the launch that quantizes its result
+        (4.0, {"c1"}),
+    ],
+)
+def test_a_value_between_float_and_eight_bits_costs_a_launch(middle: float, floats: set[str]) -> None:
+    graph = Graph("chain")
+    value = graph.add_input("x", tensor(np.float32, 4, 8))
+    for k in range(3):
+        value = graph.add("Tanh", [value], names=[f"y{k}"], src=[f"c{k}"]).value
+    graph.add_output(value, "y")
+    blocks = Blocks(graph, program(1.0, middle, 1.0), program(5.0, 2.0, 5.0))
+    assert blocks.floats(named("h200")) == floats
+
+
+def test_operators_of_one_launch_are_one_block() -> None:
+    graph = Graph("chain")
+    value = graph.add_input("x", tensor(np.float32, 4, 8))
+    for k in range(3):
+        value = graph.add("Tanh", [value], names=[f"y{k}"], src=[f"c{k}"]).value
+    graph.add_output(value, "y")
+    joint = program(1.0, 1.0)
+    joint.steps[0].src = frozenset({"c0", "c1"})
+    joint.steps[1].src = frozenset({"c2"})
+    blocks = Blocks(graph, program(1.0, 2.0, 1.0), joint)
+    first, second, third = (blocks.of(op) for op in graph.order() if op.kind == "Tanh")
+    assert first == second != third
+    assert blocks.times[EIGHT][first] == 3.0
+    assert blocks.times[FLOAT][first] == 1.0
 
 
 def test_pins_stay() -> None:
