@@ -29,6 +29,7 @@ def raced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Facts:
     return found
 
 
+@pytest.mark.slow
 @libraries
 def test_compare_as_a_table_and_as_files(cli: Cli, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")

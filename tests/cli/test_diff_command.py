@@ -82,6 +82,7 @@ def test_html_and_refusals(cli: Cli, folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_gate(cli: Cli, folder: Path) -> None:
     old, new = folder / "numpy.engine", folder / "a.engine"
     short = ("--duration", "0.2", "--rounds", "6")

@@ -39,6 +39,7 @@ def test_without_it_the_option_is_named(cli: Cli, noisy: Path) -> None:
     assert "Range" in cli("inspect", noisy).out
 
 
+@pytest.mark.slow
 @libraries
 @pytest.mark.slow
 def test_other_libraries_run_the_same_draws(cli: Cli, noisy: Path, built: Path) -> None:

@@ -196,6 +196,7 @@ def test_a_retained_buffer_is_of_one_run() -> None:
         validate(replace(program, steps=tuple(steps)))
 
 
+@pytest.mark.slow
 def test_small_networks_other_gpus_and_invariant_rows_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not parts(built()), "a job waits longer for its rows than these launches take"
     monkeypatch.setattr(megakernels, "gains", lambda run, gpu: True)

@@ -326,6 +326,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_process_that_dies_or_hangs_costs_its_network_alone() -> None:
     tasks = [{"family": "conv", "seed": s, "setting": ["cpu", "fp32", ""]} for s in range(5)]
     rows = list(tried(tasks, jobs=2, timeout=3, command=[sys.executable, "-c", STUB]))

@@ -155,6 +155,7 @@ def test_operators_of_one_launch_are_one_block() -> None:
     assert blocks.times[FLOAT][first] == 1.0
 
 
+@pytest.mark.slow
 def test_pins_stay() -> None:
     model, data = network(WIDE_THEN_NARROW, 256, 40), image(256, 40)
     engine = built(model, data, precision_map={"c2": "int8", "c0": "fp16"})
@@ -185,6 +186,7 @@ def test_strict_precision_quantizes_every_product() -> None:
     assert "mixture" not in engine.program.meta
 
 
+@pytest.mark.slow
 def test_new_weights_keep_the_choice() -> None:
     model, other = (network(WIDE_THEN_NARROW, 256, 40, seed) for seed in (0, 7))
     data = image(256, 40)

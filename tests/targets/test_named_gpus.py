@@ -76,6 +76,7 @@ def test_ranges_of_sizes_get_further_plans(tmp_path: Path) -> None:
     assert program.meta["gpu"] == {"name": "NVIDIA L4", "multiprocessors": 58}
 
 
+@pytest.mark.slow
 def test_grids_follow_the_named_gpu(network: Any) -> None:
     """The same architecture with another GPU gives another program."""
     programs = [
