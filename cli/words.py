@@ -20,7 +20,7 @@ def precision_text(precision: str, meta: Mapping[str, Any]) -> str:
     ``meta`` are the engine's facts. A build for int8 or fp8 places Q and DQ itself, and its label says so."""
     asked = meta.get("mixture", {}).get("asked", precision)
     if asked != precision:
-        return f"{precision} (predicted to be faster than {asked})"
+        return f"{precision} ({asked} is not predicted to be faster)"
     passes: Sequence[Mapping[str, Any]] = meta.get("passes") or ()
     kinds: Mapping[str, int] = passes[0]["kinds_before"] if passes else {}
     if precision.partition("+")[0] in _EIGHT_BITS or not (kinds.keys() & {"QuantizeLinear", *_ON_INTEGERS}):

@@ -193,9 +193,10 @@ def _build(
             passes, mixture = _passed(graph, options, target, like, account, say)
     if mixture is not None and mixture.all_in_base:
         base = replace(options, precision=plan_of(options).base, calib=None, calib_cache=None, images=None)
-        say(f"precision {base.precision}: it is predicted to be faster than {options.precision}")
+        say(f"precision {base.precision}: {options.precision} is not predicted to be faster")
         made = _build(model, base, progress, cache=cache, imported=(source, untouched or graph, target, base))
         made.engine.program.meta[MIXTURE] = mixture.to_plain()
+        made.seconds["passes"] += seconds["passes"]
         return made
     passes = [*split, *passes]
     check_pins(options.precision_map, graph, known)

@@ -34,6 +34,8 @@ MIXTURE = "mixture"
 """Key of a program's ``meta`` for the choice between the two precisions of a mixture."""
 QUANTIZE_US = 1.3
 """Microseconds that a launch adds which quantizes a small value, besides its traffic."""
+LEAST_GAIN = 0.03
+"""Least predicted gain, as a fraction of the float precision's time, for which 8 bits are taken: they are less accurate."""
 FLOAT, EIGHT = "float", "eight"
 """The two ends of the cut."""
 
@@ -81,8 +83,10 @@ class Mixture:
 
     @property
     def all_in_base(self) -> bool:
-        """Whether the float precision alone is predicted to be the fastest."""
-        return self.base_us is not None and bool(self.times) and self.base_us <= min(self.times.values())
+        """Whether the float precision alone is predicted to be the fastest, or nearly so."""
+        if self.base_us is None or not self.times:
+            return False
+        return (1.0 - LEAST_GAIN) * self.base_us <= min(self.times.values())
 
     def to_plain(self) -> dict[str, Any]:
         """For the engine's record of its build."""

@@ -19,7 +19,7 @@ from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.ranges import Calibration, Range
-from optdnn.precision.mixture import EIGHT, FLOAT, Blocks, offers_choice
+from optdnn.precision.mixture import EIGHT, FLOAT, Blocks, Mixture, offers_choice
 from optdnn.report.explanation import Explanations
 from optdnn.runtime.cuda.gpu_facts import named
 from optdnn.runtime.cuda.measuring.expected import STEP_TIMES
@@ -94,7 +94,7 @@ def test_a_network_that_is_slower_in_eight_bits_is_built_in_the_other_precision(
     found: Any = engine.program.meta["mixture"]
     assert found["predicted_us"]["fp16"] < found["predicted_us"]["int8"]
     assert "nodes" not in found
-    assert precision_text("fp16", engine.program.meta) == "fp16 (predicted to be faster than int8+fp16)"
+    assert precision_text("fp16", engine.program.meta) == "fp16 (int8+fp16 is not predicted to be faster)"
     alone = optdnn.build(model, target="simulate", precision="fp16")
     assert [s.params.get("tactic") for s in engine.program.steps] == [
         s.params.get("tactic") for s in alone.program.steps
@@ -102,6 +102,13 @@ def test_a_network_that_is_slower_in_eight_bits_is_built_in_the_other_precision(
     engine.refit(model=model, calib=data)
     assert engine.program.precision == "fp16"
     assert engine.meta["mixture"] == found
+
+
+@pytest.mark.parametrize(("eight", "alone"), [(98.0, True), (96.0, False)])
+def test_eight_bits_need_a_clear_gain(eight: float, alone: bool) -> None:
+    options = BuildOptions(target="cuda:sm_90a", precision="int8+fp16", calib=image(8, 8))
+    assert Mixture(options, named("h200"), 100.0, times={"int8": eight}).all_in_base is alone
+    assert not Mixture(options, named("h200"), None, times={"int8": eight}).all_in_base
 
 
 def test_products_that_gain_are_all_in_eight_bits() -> None:
