@@ -68,6 +68,10 @@ def reshapes_around(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if any(len(graph.type(v).dims) > len(shape) for v in inner.inputs if v is not None and v != view.value):
         return None  # a number with more axes than x
+    if "Gemm" in {graph.op(operand(view)).kind, *(u.kind for u in graph.users(op.value))}:
+        return Miss(
+            "a product of flat rows is next to it, which takes rows of several axes when its own Reshapes are removed"
+        )
     inputs = [operand(view) if i == slots[0] else v for i, v in enumerate(inner.inputs)]
     return Match((op, inner), lambda patch: patch.add(inner.kind, inputs, inner.attrs))
 

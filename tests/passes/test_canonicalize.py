@@ -267,6 +267,16 @@ def test_reshapes_around_other_operators_stay(other: Any) -> None:
     check_untouched(CANON, n.done(n.op("Reshape", y, shape_of(2, 1, 12)), *more))
 
 
+def test_reshapes_between_products_of_flat_rows_stay_for_these() -> None:
+    """GPT-2's activation, as torch.export writes it: the products take rows of three axes, and their Reshapes vanish together."""
+    n = Net()
+    weights = n.rng.standard_normal((2, 8, 8)).astype(np.float32)
+    rows = n.op("Gemm", n.op("Exp", n.input(12, 8)), weights[0])
+    active = n.op("Tanh", n.op("Reshape", rows, shape_of(3, 4, 8)))
+    graph = n.done(n.op("Gemm", n.op("Reshape", active, shape_of(12, 8)), weights[1]))
+    check_refused(CANON, graph, because="a product of flat rows is next to it", rule="reshapes_around")
+
+
 def test_a_reshape_that_others_use_stays_for_them() -> None:
     n = Net()
     a = n.op("Reshape", n.input(2, 12), shape_of(4, 6))
