@@ -190,14 +190,10 @@ def _build(
         graph, passes = planned.graph, planned.passes
     else:
         with _timed(seconds, "passes"):
-            passes, mixture = _passed(graph, options, target, like, account, say)
+            passes, mixture = _run_passes(graph, options, target, like, account, say)
     if mixture is not None and mixture.all_in_base:
-        base = replace(options, precision=plan_of(options).base, calib=None, calib_cache=None, images=None)
-        say(f"precision {base.precision}: {options.precision} is not predicted to be faster")
-        made = _build(model, base, progress, cache=cache, imported=(source, untouched or graph, target, base))
-        made.engine.program.meta[MIXTURE] = mixture.to_plain()
-        made.seconds["passes"] += seconds["passes"]
-        return made
+        imported = source, untouched or graph, target, options
+        return _built_in_base(model, imported, mixture, progress, cache=cache, spent=seconds["passes"])
     passes = [*split, *passes]
     check_pins(options.precision_map, graph, known)
 
@@ -240,11 +236,25 @@ def _build(
     return Build(engine, graph, passes, compiled, seconds, ran, ports)
 
 
-def _passed(
+def _built_in_base(
+    model: Any, imported: Imported, mixture: Mixture, progress: Progress | None, *, cache: TimingCache, spent: float
+) -> Build:
+    """Build with only the float precision of a mixture. ``spent``: seconds in which ``mixture`` chose it."""
+    source, graph, target, options = imported
+    base = replace(options, precision=plan_of(options).base, calib=None, calib_cache=None, images=None)
+    if progress is not None:
+        progress(f"precision {base.precision}: {options.precision} is not predicted to be faster")
+    made = _build(model, base, progress, cache=cache, imported=(source, graph, target, base))
+    made.engine.program.meta[MIXTURE] = mixture.to_plain()
+    made.seconds["passes"] += spent
+    return made
+
+
+def _run_passes(
     graph: Graph, options: BuildOptions, target: Target, like: Program | None, account: PrecisionLog, say: Progress
 ) -> tuple[list[PassReport], Mixture | None]:
     """Run the passes on ``graph``, for precision "auto" only the exact ones. Returns their reports and, if the options ask for a
-    mixture, the choice of its precisions."""
+    mixture, the choice between its precisions."""
     mixture = target.mixture(graph, options) if like is None else None
     decide: Decide | None = mixture if like is None else _recorded_plan(like)
     stop = AssignPrecision.name if options.precision == AUTO else None

@@ -210,11 +210,10 @@ class SelectedRows:
 
 def _positions(graph: Graph, op: Op) -> Op | None:
     """The operator if it is a NonZero of a mask of several axes of known sizes; else None."""
-    return (
-        op
-        if op.kind == "NonZero" and len(graph.type(operand(op)).shape or ()) > 1 and graph.type(operand(op)).is_static
-        else None
-    )
+    if op.kind != "NonZero":
+        return None
+    mask = graph.type(operand(op))
+    return op if mask.is_static and len(mask.static_shape) > 1 else None
 
 
 def _selection(graph: Graph, op: Op) -> Op | None:

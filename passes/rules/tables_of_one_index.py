@@ -14,12 +14,11 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import RESHAPES, integers, operand
+from optdnn.passes.support.tables import MOST_BYTES
 from optdnn.types import Array, is_float, normalize_axis
 
 ALIGNED = 8
 """Kernels read a part as vectors if its first column is a multiple of this. The number of all columns is padded to a multiple."""
-MOST_BYTES = 1 << 30
-"""Largest size of the concatenated tables."""
 SHARED_BYTES = 1 << 20
 """Largest table that other ops may also read: the engine then holds it twice."""
 

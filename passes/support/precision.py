@@ -42,9 +42,9 @@ class PrecisionPlan:
     """A precision for each op. ``nodes`` maps an op's :func:`key`, or a pattern for the names of its ONNX nodes, to a precision.
 
     A key takes precedence over patterns, and an earlier pattern over a later one. ``default`` is for every op that ``nodes`` does
-    not name. ``base`` is the float precision of ops that cannot run in ``default``, and of those whose keys ``in_base`` holds: they
-    are not ``named``, so what protects fp16 still applies to them. ``reasons`` maps ops in the same way to a text that explains
-    their precision.
+    not name. ``base`` is the float precision of ops that cannot run in ``default``. Ops whose keys are ``in_base`` run in it, too:
+    they are not ``named``, so what protects fp16 still applies to them. ``reasons`` maps ops in the same way to a text that
+    explains their precision.
     """
 
     default: str = "fp32"

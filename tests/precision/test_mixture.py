@@ -123,8 +123,18 @@ def test_a_network_without_products_has_nothing_to_choose() -> None:
     assert engine.program.precision == "fp16"
 
 
+def chain() -> Graph:
+    """Three operators in a row, of the nodes ``c0``, ``c1`` and ``c2``."""
+    graph = Graph("chain")
+    value = graph.add_input("x", tensor(np.float32, 4, 8))
+    for k in range(3):
+        value = graph.add("Tanh", [value], names=[f"y{k}"], src=[f"c{k}"]).value
+    graph.add_output(value, "y")
+    return graph
+
+
 def program(*us: float) -> Any:
-    """A program with a launch for each node ``c0``, ``c1``, ... of these microseconds."""
+    """A program whose launch k computes node ``ck`` in ``us[k]`` microseconds."""
     steps = [SimpleNamespace(src=frozenset({f"c{k}"})) for k in range(len(us))]
     return SimpleNamespace(steps=steps, meta={STEP_TIMES: {"steps": [[one, None, "predicted"] for one in us]}})
 
@@ -137,21 +147,13 @@ def program(*us: float) -> Any:
     ],
 )
 def test_a_value_between_float_and_eight_bits_costs_a_launch(middle: float, floats: set[str]) -> None:
-    graph = Graph("chain")
-    value = graph.add_input("x", tensor(np.float32, 4, 8))
-    for k in range(3):
-        value = graph.add("Tanh", [value], names=[f"y{k}"], src=[f"c{k}"]).value
-    graph.add_output(value, "y")
+    graph = chain()
     blocks = Blocks(graph, program(1.0, middle, 1.0), program(5.0, 2.0, 5.0))
     assert blocks.floats(named("h200")) == floats
 
 
 def test_operators_of_one_launch_are_one_block() -> None:
-    graph = Graph("chain")
-    value = graph.add_input("x", tensor(np.float32, 4, 8))
-    for k in range(3):
-        value = graph.add("Tanh", [value], names=[f"y{k}"], src=[f"c{k}"]).value
-    graph.add_output(value, "y")
+    graph = chain()
     joint = program(1.0, 1.0)
     joint.steps[0].src = frozenset({"c0", "c1"})
     joint.steps[1].src = frozenset({"c2"})

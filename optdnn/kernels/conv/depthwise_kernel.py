@@ -342,10 +342,9 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     outputs, taps = config.tile_h * config.tile_w, math.prod(s.kernel)
     # Instructions of a thread: multiply-adds, conversions of inputs and weights, loads with their bounds, the epilogue.
     lanes = config.lanes
-    convert, finish = {1: (2.2, 15.0), 2: (1.0, 5.0), 4: (0.0, 4.0)}[
-        problem.item
-    ]  # 8-bit values are converted both ways
-    if problem.item == 1:  # the stages are chosen at run time
+    # 8-bit values are converted both ways, and their stages are chosen at run time.
+    convert, finish = {1: (2.2, 15.0), 2: (1.0, 5.0), 4: (0.0, 4.0)}[problem.item]
+    if problem.item == 1:
         finish += RUNTIME_STAGES * stages_issue(problem.epilogue)
     work = problem.filters * (outputs * taps * lanes + rows * columns * (convert * lanes + 6) + taps * lanes)
     work += outputs * (finish * lanes + 4) + 150

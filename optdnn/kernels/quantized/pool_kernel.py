@@ -12,6 +12,7 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 
 MEAN_THREADS = 1024
+"""Threads of a block of global_average_pool, as in ``pool_int8.cu``."""
 
 
 def recipe(
