@@ -52,6 +52,7 @@ from optdnn.runtime.cuda.gpu_facts import named
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.atomic import check_writable
 from optdnn.runtime.program import Program
+from optdnn.target_name import TargetName
 from optdnn.targets import Target, resolve_target, target_for
 from optdnn.targets.base import Optimized, Source
 from optdnn.tuning.timing_cache import TimingCache
@@ -177,7 +178,7 @@ def _build(
     network = network_record(graph)
     if like is not None:
         check_same_network(like, graph)
-    untouched = graph.copy() if offers_choice(options) else None
+    untouched = graph.copy() if offers_choice(options) or options.precision == AUTO else graph
     options = _keeping_ranges(options)
     split, ports = split_for(graph, options, 0 if rank is None else rank)
     known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
@@ -191,16 +192,18 @@ def _build(
     else:
         with _timed(seconds, "passes"):
             passes, mixture = _run_passes(graph, options, target, like, account, say)
+    again = partial(_built_alone, model, (source, untouched, target, options), progress, cache=cache, spent=seconds)
     if mixture is not None and mixture.all_in_base:
-        imported = source, untouched or graph, target, options
-        return _built_in_base(model, imported, mixture, progress, cache=cache, spent=seconds["passes"])
+        return again(plan_of(options).base, {MIXTURE: mixture.to_plain()})
     passes = [*split, *passes]
     check_pins(options.precision_map, graph, known)
 
     plan, label, found = (mixture and mixture.plan) or plan_of(options), options.precision, None
     if options.precision == AUTO:
         with _timed(seconds, "precision"):
-            found = _found_precisions(graph, options, cache, say)
+            found = _found_precisions(graph, untouched, options, cache, say)
+        if found.alone is not None:
+            return again(found.alone, {AUTO: found.account.to_plain()})
         plan, label = found.plan, found.label
         graph, reports = assigned(graph, plan, options.target, found.calibration, options.opt_level, account)
         passes += [*found.passes, *reports]
@@ -209,7 +212,7 @@ def _build(
     if like is not None:
         check_same_rewrites(like, [p.to_json() for p in passes], structure_digest(graph, numbers=False))
 
-    meta = facts(graph, passes) | ({} if found is None else {"auto": found.account.to_plain()})
+    meta = facts(graph, passes) | ({} if found is None else {AUTO: found.account.to_plain()})
     in_fp32 = partial(_in_fp32, source.model, options=options)
     with _timed(seconds, "tactics"):  # on a GPU including the first runs
         work = Optimized(graph, source, plan, label, meta, in_fp32, planned, like)
@@ -236,18 +239,31 @@ def _build(
     return Build(engine, graph, passes, compiled, seconds, ran, ports)
 
 
-def _built_in_base(
-    model: Any, imported: Imported, mixture: Mixture, progress: Progress | None, *, cache: TimingCache, spent: float
+def _built_alone(
+    model: Any,
+    imported: Imported,
+    progress: Progress | None,
+    precision: str,
+    record: Mapping[str, Any],
+    *,
+    cache: TimingCache,
+    spent: Mapping[str, float],
 ) -> Build:
-    """Build with only the float precision of a mixture. ``spent``: seconds in which ``mixture`` chose it."""
+    """Build in one float precision, which "auto" or a mixture chose in ``spent`` seconds. ``record``: how, for the engine."""
     source, graph, target, options = imported
-    base = replace(options, precision=plan_of(options).base, calib=None, calib_cache=None, images=None)
     if progress is not None:
-        progress(f"precision {base.precision}: {options.precision} is not predicted to be faster")
-    made = _build(model, base, progress, cache=cache, imported=(source, graph, target, base))
-    made.engine.program.meta[MIXTURE] = mixture.to_plain()
-    made.seconds["passes"] += spent
+        progress(f"precision {precision}: it was chosen for the whole network")
+    alone = _alone(options, precision)
+    made = _build(model, alone, progress, cache=cache, imported=(source, graph, target, alone))
+    made.engine.program.meta |= record
+    made.seconds |= {what: seconds + made.seconds.get(what, 0.0) for what, seconds in spent.items()}
     return made
+
+
+def _alone(options: BuildOptions, precision: str) -> BuildOptions:
+    """The options of a build in one float precision, which needs no data."""
+    choice = {"metric": "top1", "max_drop": None, "labels": None, "candidates": None}
+    return replace(options, precision=precision, calib=None, calib_cache=None, images=None, **choice)
 
 
 def _run_passes(
@@ -365,11 +381,19 @@ def _keeping_ranges(options: BuildOptions) -> BuildOptions:
     return replace(options, calib=SharedCalibration.of(options.calib))
 
 
-def _found_precisions(graph: Graph, options: BuildOptions, cache: TimingCache, say: Progress) -> SearchResult:
+def _found_precisions(
+    graph: Graph, untouched: Graph, options: BuildOptions, cache: TimingCache, say: Progress
+) -> SearchResult:
     """The outcome of ``precision="auto"``. Raises NotMet, before anything is written, if no engine is within the bound."""
     from optdnn.precision.search import find
 
-    found = find(graph, options, options.target, cache, say)
+    def whole(precision: str) -> Graph:
+        copy = untouched.copy()
+        optimize(copy, replace(_alone(options, precision), dump=None), options.target)
+        return copy
+
+    on_gpu = TargetName.parse(options.target).on_gpu  # the passes of other targets do the same in all precisions
+    found = find(graph, options, options.target, cache, say, whole if on_gpu else None)
     cache.save()
     if not found.met:
         raise _not_met(found.account)

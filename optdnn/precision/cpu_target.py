@@ -123,6 +123,9 @@ class CpuTarget:
         measure = partial(cpu_rounds, feeds=feeds, say=say, rounds=9, seconds=TURN_SECONDS, give_up_ratio=2.0)
         return remembered(engines, self.cache, machine()["cpu"], measure)
 
+    def predicted(self, engine: Engine) -> float | None:
+        return None
+
 
 def cpu_rounds(
     engines: Mapping[str, Engine],

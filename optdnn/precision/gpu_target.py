@@ -1,4 +1,4 @@
-"""Automatic precision on GPUs: measured if the GPU is available; otherwise computed in NumPy (``simulate``), with modeled
+"""Automatic precision on GPUs: measured if the GPU is available; otherwise computed in NumPy (``simulate``), with the cost model's
 times."""
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from optdnn.ir.graph import Graph
 from optdnn.passes.support.precision import PrecisionPlan, no_rounded_rows
 from optdnn.passes.support.precision_choices import choices
 from optdnn.passes.support.ranges import Calibration
-from optdnn.precision.latency import OperatorTimes, Timed, predicted_times
+from optdnn.precision.latency import OperatorTimes, Timed, by_operator, work_of_ops
+from optdnn.precision.predicted import lowered, microseconds, step_times
 from optdnn.precision.targets import assigned, beside_packed, packed_offers, permitted
 from optdnn.precision.turns import alternating, identity, in_turns, remembered, stored_times, turn_of
 from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.cuda.device import Device, differs_here, facts_for, gpu_count
+from optdnn.runtime.cuda.gpu_facts import fitted
 from optdnn.runtime.cuda.measuring import measure
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring import bench
@@ -66,37 +68,40 @@ class GpuTarget:
 
     def _engine(self, graph: Graph, say: Progress = lambda text: None, tuned: Tuned | None = None) -> Engine:
         """An engine. On the GPU, its first runs have happened in a separate process, because this process runs it next."""
+        if self._gpu is None:
+            return Engine(lowered(graph, self.options, self.facts), options=LoadOptions(simulate=True))
         program = finish(graph, self.options, self.facts, {}, say, tuned)[0]
-        return Engine(program, options=LoadOptions(simulate=self._gpu is None, trust_cubins=True))
+        return Engine(program, options=LoadOptions(trust_cubins=True))
 
     def operator_times(self, graph: Graph, calibration: Calibration | None, say: Progress) -> list[OperatorTimes]:
         single = tuple(dict.fromkeys(p for text in self.offers for p in text.split("+")))
-        asked = {c.key: c.precisions for c in choices(graph, self.target)}
-        if self._gpu is None:
-            offered = {k: tuple(p for p in precisions if p in single) for k, precisions in asked.items()}
-            times = predicted_times(graph, self.target, self.facts, offered, self.beside)
-            times.precisions = single
-            return [times]
-        source = f"each kernel's time on this {self._gpu}"
+        model = f"the cost model of {fitted(self.facts).name}: nothing was measured"
+        source = model if self._gpu is None else f"each kernel's time on this {self._gpu}"
         times = OperatorTimes(self.target, source, cast_us=CAST_US, bandwidth=BANDWIDTH, beside=self.beside)
-        owners = {name: c.key for c in choices(graph, self.target) for name in c.nodes}
+        found = choices(graph, self.target)
+        asked = {c.key: c.precisions for c in found}
+        owners = {name: c.key for c in found for name in c.nodes}
+        work = work_of_ops(graph, self.facts)
         for precision in single:
             say(f"time each operator in {precision}")
             # Integers are measured with the float precision that will most likely accompany them.
             base = next((t for t in self.offers if t.startswith(f"{precision}+")), precision)
             graph_p, _ = assigned(graph, PrecisionPlan.of_option(base), self.target, calibration)
             try:
-                steps = self._step_times(graph_p, owners)
+                us_of = by_operator(self._launches(graph_p), owners, work)
             except OptdnnError:
                 continue  # the network does not run in this precision
             times.precisions += (precision,)
-            for k, us in steps.items():
+            for k, us in us_of.items():
                 if precision not in OF_PRODUCTS or precision in asked.get(k, ()):
                     times.table.setdefault(k, {})[precision] = Timed(us, self.target)
         return [times]
 
-    def _step_times(self, graph: Graph, owners: Mapping[str, str]) -> dict[str, float]:
-        """Microseconds per op: the steps of an engine, matched with ops by their ONNX nodes."""
+    def _launches(self, graph: Graph) -> list[tuple[tuple[str, ...], float]]:
+        """The steps of a network's engine: their ONNX nodes and microseconds, measured or predicted."""
+        if self._gpu is None:
+            program = lowered(graph, self.options, self.facts)
+            return [(step.src, us) for step, us in zip(program.steps, step_times(program), strict=True)]
         engine = self._engine(graph)
 
         def measured() -> dict[str, float]:
@@ -104,14 +109,11 @@ class GpuTarget:
             context = bench.cuda_context(engine.context(), feeds)
             if context is None:
                 raise RunError("the engine does not run on the GPU")
-            found: dict[str, float] = {}
-            for row in measure.profile_gpu(context, feeds, repeats=10, inner=2):
-                k = next((owners[n] for n in row.src if n in owners), None)
-                if k is not None:
-                    found[k] = found.get(k, 0.0) + row.us
-            return found
+            rows = measure.profile_gpu(context, feeds, repeats=10, inner=2)
+            return {str(k): row.us for k, row in enumerate(rows)}
 
-        return stored_times(self.cache, f"op times {self._gpu} {identity(engine)}", measured)
+        rows = stored_times(self.cache, f"step times {self._gpu} {identity(engine)}", measured)
+        return [(step.src, rows[str(k)]) for k, step in enumerate(engine.program.steps)]
 
     def quick(self, graph: Graph, plan: PrecisionPlan, library: str) -> Engine:
         return self._engine(graph)
@@ -134,6 +136,9 @@ class GpuTarget:
         feeds = random_feeds(next(iter(engines.values())).inputs, seed=1)
         timed = partial(gpu_rounds, feeds=feeds, say=say, rounds=12, seconds=0.01, give_up_ratio=2.0)
         return remembered(engines, self.cache, self._gpu, timed)
+
+    def predicted(self, engine: Engine) -> float | None:
+        return microseconds(engine.program) if self._gpu is None else None
 
 
 def gpu_rounds(

@@ -1,27 +1,21 @@
-"""The time of each operator at each precision, and of casts between precisions: measured, or by a roofline model."""
+"""The time of each operator at each precision, and of casts between precisions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from optdnn.config import PACKED_WEIGHTS, ROUNDED_ROWS
+from optdnn.config import PACKED_WEIGHTS
 from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.ops.base import Call, Result
 from optdnn.ops.checks import elements
 from optdnn.ops.fused import flops
-from optdnn.passes.support.block_rounding import BLOCK
-from optdnn.passes.support.facts import operand
 from optdnn.passes.support.precision import key
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
 
 BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 STORED_FP32 = frozenset({"fp32", "tf32"})
 """Precisions without casts between them: tf32 rounds the factors of products, but stores fp32."""
-PACKED_BYTES: Mapping[str, float] = {"w8": 1 + 3 / BLOCK, "w4": 0.5 + 3 / BLOCK, ROUNDED_ROWS: 0.5 + 3 / BLOCK}
-"""Bytes of a packed weight, with its share of a 16-bit scale and of a zero point."""
-PACKED_RATE = 0.95
-"""The rate of arithmetic with packed weights, as a fraction of the float rate: weights are unpacked first."""
 FIRST_WITH_FP8 = (8, 9)
 """The first compute capability whose tensor cores multiply fp8."""
 
@@ -82,38 +76,36 @@ class Roofline:
         return cls(ops, gpu.bandwidth * 1e-6 * 2 / 3, 2.0 if launches_early(gpu.arch) else 2.5)
 
 
-def predicted_times(
-    graph: Graph, target: str, gpu: GpuFacts, precisions: Mapping[str, Sequence[str]], beside: str = "fp32"
-) -> OperatorTimes:
-    """Times of a GPU that is not present: for each op the larger of arithmetic and traffic, plus a launch, at its ``precisions``.
+def by_operator(
+    launches: Iterable[tuple[Iterable[str], float]], owners: Mapping[str, str], work: Mapping[str, float]
+) -> dict[str, float]:
+    """Op key -> its microseconds, of ``launches`` given as ONNX nodes and microseconds. ``owners``: node -> op key.
 
-    ``beside``: the float precision of activations beside packed weights.
+    The ops of one launch share its time in proportion to their ``work`` (:func:`work_of_ops`). So sums are right even if launches
+    compute several ops, and not the same ones in each precision.
     """
-    machine = Roofline.of(gpu)
-    found = OperatorTimes(target, f"a roofline model of {gpu.name}: nothing was measured")
-    found.cast_us, found.bandwidth, found.beside = machine.launch_us, machine.bandwidth, beside
-    for op in graph.order():
-        if op.kind in STRUCTURAL:
-            continue
-        work, traffic = flops_of(graph, op), _bytes_of(graph, op)
-        us = {p: max(work / rate, traffic * BYTES[p] / 4 / machine.bandwidth) for p, rate in machine.ops.items()}
-        asked = precisions.get(key(op), ("fp32",))
-        for p in PACKED_WEIGHTS.intersection(asked):
-            weights = elements(graph.type(operand(op, 1)))
-            moved = (traffic - 4 * weights) * BYTES[beside] / 4 + weights * PACKED_BYTES[p]
-            us[p] = max(work / machine.ops[beside] / PACKED_RATE, moved / machine.bandwidth)
-            if p == ROUNDED_ROWS:
-                us[p] = min(us[p], _with_rounded_rows(graph, op, work, moved, machine, beside))
-        found.table[key(op)] = {p: Timed(machine.launch_us + us[p], "model") for p in asked if p in us}
+    found: dict[str, float] = {}
+    for nodes, us in launches:
+        keys = list(dict.fromkeys(owners[n] for n in nodes if n in owners))
+        total = sum(work.get(k, 0.0) for k in keys)
+        for k in keys:
+            share = work.get(k, 0.0) / total if total else 1 / len(keys)
+            if share:
+                found[k] = found.get(k, 0.0) + share * us
     return found
 
 
-def _with_rounded_rows(graph: Graph, op: Op, work: float, moved: float, machine: Roofline, beside: str) -> float:
-    """Microseconds of a product of ``work`` operations and ``moved`` bytes if a separate launch rounds its rows to int8."""
-    rows = elements(graph.type(operand(op)))
-    rounding = machine.launch_us + rows * (BYTES[beside] + BYTES["int8"]) / machine.bandwidth
-    product = moved - rows * (BYTES[beside] - BYTES["int8"])
-    return rounding + max(work / machine.ops["int8"] / PACKED_RATE, product / machine.bandwidth)
+def work_of_ops(graph: Graph, gpu: GpuFacts) -> dict[str, float]:
+    """Op key -> microseconds that its arithmetic or its traffic takes in 16 bits, by the GPU's roofline.
+
+    Pointwise ops are left out: in a launch with others they cost almost nothing."""
+    machine = Roofline.of(gpu)
+    found: dict[str, float] = {}
+    for op in graph.order():
+        if op.kind not in STRUCTURAL and not op.pointwise:
+            traffic = _bytes_of(graph, op) * BYTES["fp16"] / 4
+            found[key(op)] = max(flops_of(graph, op) / machine.ops["fp16"], traffic / machine.bandwidth)
+    return found
 
 
 def flops_of(graph: Graph, op: Op) -> float:

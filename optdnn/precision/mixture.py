@@ -19,15 +19,14 @@ from networkx.utils import UnionFind
 from optdnn.config import QUANTIZED, BuildOptions
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import STRUCTURAL, Graph, Op
-from optdnn.lowering.cuda import lower_cuda
 from optdnn.optimize import plan_of
 from optdnn.passes.support.facts import bytes_of
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
 from optdnn.passes.support.precision_report import PrecisionLog
 from optdnn.passes.support.ranges import Calibration
+from optdnn.precision.predicted import lowered, microseconds, step_times
 from optdnn.precision.targets import assigned
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.runtime.cuda.measuring.expected import STEP_TIMES
 from optdnn.runtime.program import Program
 
 MIXTURE = "mixture"
@@ -111,12 +110,6 @@ class Mixture:
         return lowered(typed, self.options, self.gpu, ConstantCache(shared=kept))
 
 
-def lowered(graph: Graph, options: BuildOptions, gpu: GpuFacts, constants: ConstantCache | None = None) -> Program:
-    """The program of a graph with precisions that the cost model chooses, not compiled."""
-    quick = replace(options, tactics="heuristic", no_cubins=True, workspace=None, memory_limit=None)
-    return lower_cuda(graph, quick, gpu, {}, constants=constants)
-
-
 def _free(op: Op, plan: PrecisionPlan) -> bool:
     """Whether the mixture chooses for an op: a product that the plan puts in 8 bits, and that no pin names."""
     return op.kind in ANCHORS and not plan.named(op) and plan.of(op) in QUANTIZED
@@ -125,20 +118,6 @@ def _free(op: Op, plan: PrecisionPlan) -> bool:
 def in_base(plan: PrecisionPlan, ops: list[Op]) -> PrecisionPlan:
     """``plan`` with these ops in its float precision."""
     return replace(plan, in_base=frozenset(map(key, ops)))
-
-
-def microseconds(program: Program) -> float:
-    """The predicted time of a run: of its lanes, if it has several."""
-    lanes: Any = program.meta.get("streams", {})
-    if program.lanes and "predicted_us" in lanes:
-        return float(lanes["predicted_us"])
-    return sum(_steps(program))
-
-
-def _steps(program: Program) -> list[float]:
-    """The predicted microseconds of each step."""
-    rows: Any = program.meta[STEP_TIMES]
-    return [float(us) for us, *_ in rows["steps"]]
 
 
 def _whole(us: float) -> int:
@@ -164,7 +143,7 @@ class Blocks:
     def _times(self, program: Program) -> Mapping[str, float]:
         """Block -> predicted microseconds of its launches in a program."""
         found: dict[str, float] = {}
-        for step, us in zip(program.steps, _steps(program), strict=True):
+        for step, us in zip(program.steps, step_times(program), strict=True):
             for node in sorted(step.src)[:1]:
                 block = self._sets[node]
                 found[block] = found.get(block, 0.0) + us

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -61,29 +61,39 @@ mixtures."""
 PREFER_SINGLE = 1.01
 """A single precision within this factor of the fastest mixture is preferred: the mixture then gains nothing."""
 
+Whole = Callable[[str], Graph]
+"""Makes the graph of a build in one float precision."""
+
 
 @dataclass
 class SearchResult:
-    """The result of the search. ``met`` is False if even the closest engine is beyond the bound. ``passes``: reports of the
-    exact changes to the graph that prepare it for integers."""
+    """The result of the search. ``met`` is False if even the closest engine is beyond the bound. ``alone``: the one float precision
+    that was chosen for the whole network. ``passes``: reports of the exact changes to the graph that prepare it for integers."""
 
     plan: PrecisionPlan
     label: str
     account: SearchReport
     calibration: Calibration | None
     met: bool
+    alone: str | None = None
     passes: list[PassReport] = field(default_factory=list)
 
 
 def find(
-    graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Progress = lambda text: None
+    graph: Graph,
+    options: BuildOptions,
+    target: str,
+    cache: TimingCache,
+    say: Progress = lambda text: None,
+    whole: Whole | None = None,
 ) -> SearchResult:
     """The precision of each op of ``graph`` (exact passes done, precisions not assigned), for ``options.precision == "auto"``.
 
-    If integers may be chosen, ``graph`` is equalized first (exactly, in place), as for ``precision="int8"``.
+    ``whole`` makes the graph of a build in one float precision, for which some exact passes do more. Without it, single precisions
+    are tried on ``graph``. If integers may be chosen, ``graph`` is equalized first, as for ``precision="int8"``.
     Raises UsageError without data or for a metric that does not fit. Errors of the metric, the data and the libraries pass through.
     """
-    return _Search(graph, options, target, cache, say).run()
+    return _Search(graph, options, target, cache, say, whole).run()
 
 
 def target_of(
@@ -96,8 +106,16 @@ def target_of(
 
 
 class _Search:
-    def __init__(self, graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Progress):
-        self.graph, self.options, self.target, self.say = graph, options, target, say
+    def __init__(
+        self,
+        graph: Graph,
+        options: BuildOptions,
+        target: str,
+        cache: TimingCache,
+        say: Progress,
+        whole: Whole | None,
+    ):
+        self.graph, self.options, self.target, self.say, self.whole = graph, options, target, say, whole
         if options.calib is None:
             raise UsageError(
                 "precision auto needs data to judge accuracy by", hint="give --calib DATA.npz (inputs, and labels)"
@@ -116,6 +134,7 @@ class _Search:
         self.driver = target_of(options, target, cache, calibrated=self.calibration is not None, packed=packed)
         self.candidates: list[Candidate] = []
         self.engines: dict[str, Engine] = {}
+        self.wholes: dict[str, Graph] = {}
         self.sensitivities = Sensitivities()
         self.problems: dict[str, Problem] = {}
         self.deadline = math.inf
@@ -170,7 +189,8 @@ class _Search:
         too."""
         if any(p != "fp32" for p, _ in self.space.pins.values()):
             self.say("outputs of fp32")
-            self.judge.refer(self._quick(PrecisionPlan.of_option("fp32"), ""))
+            plan = PrecisionPlan.of_option("fp32")
+            self.judge.refer(self.driver.quick(self._assigned(plan), plan, ""))
         for text in self.driver.offers:
             plan = self.space.single(text)
             assignment = {k: self.space.runs(plan, k) for k in self.space.choices}
@@ -182,7 +202,7 @@ class _Search:
         self.say(f"accuracy of {candidate.name}")
         self.candidates.append(candidate)
         try:
-            engine = self._quick(candidate.plan, candidate.library)
+            engine = self.driver.quick(self._graph(candidate), candidate.plan, candidate.library)
             if not self.judge.refers:
                 self.judge.refer(engine)
         except OptdnnError as error:
@@ -195,8 +215,17 @@ class _Search:
         except DoesNotRun as error:
             candidate.error = error.message
 
-    def _quick(self, plan: PrecisionPlan, library: str) -> Engine:
-        return self.driver.quick(self._assigned(plan), plan, library)
+    def _alone(self, c: Candidate) -> bool:
+        """Whether a build in one float precision makes a candidate's engine."""
+        return self.whole is not None and c.single and not c.plan.quantizes and not c.plan.packs
+
+    def _graph(self, c: Candidate) -> Graph:
+        """The graph of a candidate, with its precisions."""
+        if self.whole is None or not self._alone(c):
+            return self._assigned(c.plan)
+        if c.name not in self.wholes:
+            self.wholes[c.name] = self.whole(c.name)
+        return self.wholes[c.name].copy()
 
     def _assigned(self, plan: PrecisionPlan) -> Graph:
         level, kept = self.options.opt_level, self.space.kept
@@ -232,7 +261,8 @@ class _Search:
         bound."""
         problem = self.problems[times.library] = self.space.problem(times, self.sensitivities)
         for c in self.candidates:
-            if c.single and all(c.assignment[k] in n.times for k, n in problem.nodes.items()):
+            offered = all(c.assignment[k] in n.times for k, n in problem.nodes.items())
+            if c.single and c.name not in self.engines and offered:
                 c.predicted_us = min(c.predicted_us or math.inf, problem.time(c.assignment))
         if not problem.nodes or len(times.precisions) < 2:
             return
@@ -307,13 +337,14 @@ class _Search:
                 continue
             self.say(f"build {c.name}")
             try:
-                engine = self.driver.built(self._assigned(c.plan), c.plan, c.label, self.say)
+                engine = self.driver.built(self._graph(c), c.plan, c.label, self.say)
             except OptdnnError as error:
                 c.error = error.message
                 continue
             c.bytes = sum(b.nbytes for b in engine.program.blobs)
             tactic: Any = engine.meta.get("tactic")
             c.tactic = tactic["name"] if tactic else ""
+            c.predicted_us = self.driver.predicted(engine) or c.predicted_us
             try:
                 self._verify(c, engine)
             except DoesNotRun as error:
@@ -352,7 +383,7 @@ class _Search:
         engines: dict[str, Engine] = {}
         for c in close:
             self.say(f"tune {c.name}")
-            engine = self.driver.tuned(self._assigned(c.plan), len(close), self.say)
+            engine = self.driver.tuned(self._graph(c), len(close), self.say)
             if engine is None:
                 return _fastest(good)
             self._verify(c, engine)
@@ -386,7 +417,8 @@ class _Search:
             notes=dict(self.driver.notes),
         )
         plan = replace(chosen.plan, reasons={f.key: f.reason for f in facts})
-        return SearchResult(plan, chosen.label, account, self.calibration, met, self.passes)
+        alone = chosen.name if self._alone(chosen) else None
+        return SearchResult(plan, chosen.label, account, self.calibration, met, alone, self.passes)
 
     def _right(self) -> float | None:
         """The percentage of samples that fp32 predicts correctly."""

@@ -41,6 +41,9 @@ class SearchTarget(Protocol):
     def race(self, engines: Mapping[str, Engine], say: Progress) -> dict[str, float]:
         """Milliseconds of whole engines, measured in turns; empty if nothing can be measured."""
 
+    def predicted(self, engine: Engine) -> float | None:
+        """Microseconds of a whole engine by a cost model; None where :meth:`race` measures."""
+
 
 def assigned(
     graph: Graph,

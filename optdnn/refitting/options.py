@@ -29,7 +29,7 @@ def options_again(program: Program, calib: Any = None, custom_ops: Sequence[Cust
     Raises EngineError for a malformed record, UsageError where calibration data are needed or of no use.
     """
     made: Any = program.meta.get("options", {})
-    if made.get("precision") == AUTO:
+    if AUTO in (made.get("precision"), *program.meta):
         raise UsageError(
             "the precisions of this engine were chosen for its weights (precision auto)",
             hint="build it again: optdnn build",

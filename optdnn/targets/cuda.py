@@ -15,7 +15,8 @@ from optdnn.ir.embedded_graph import hold
 from optdnn.ir.graph import Graph
 from optdnn.optimize import optimize, plan_of
 from optdnn.passes.support.precision_report import PrecisionLog, on_gpu
-from optdnn.precision.mixture import Mixture, lowered, microseconds, offers_choice
+from optdnn.precision.mixture import Mixture, offers_choice
+from optdnn.precision.predicted import lowered, microseconds
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import tf32_nodes

@@ -61,6 +61,9 @@ class Numpy:
     def race(self, engines: Mapping[str, Engine], say: Any) -> dict[str, float]:
         return {n: self.milliseconds(self.plans[id(e)]) for n, e in engines.items()}
 
+    def predicted(self, engine: Engine) -> float | None:
+        return None
+
     def milliseconds(self, plan: PrecisionPlan) -> float:
         asked = ["fp32", *(plan.nodes.get(k, plan.default) for k in self.times), "fp32"]
         casts = sum(a != b for a, b in itertools.pairwise(asked))

@@ -1,4 +1,4 @@
-"""Times of a cost model, for machines that are not available."""
+"""Times of operators: how operators share launches, and the roofline of a GPU."""
 
 from __future__ import annotations
 
@@ -6,24 +6,32 @@ import pytest
 from support.net import Net
 
 from optdnn.passes.support.precision import key
-from optdnn.precision.latency import Roofline, predicted_times
-from optdnn.runtime.cuda.gpu_facts import NAMED, GpuFacts, named
-
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
+from optdnn.precision.latency import Roofline, by_operator, work_of_ops
+from optdnn.runtime.cuda.gpu_facts import named
 
 
-@pytest.mark.parametrize("gpu", NAMED, ids=lambda gpu: gpu.slug)
-def test_times_are_predicted_from_the_facts_of_a_gpu(gpu: GpuFacts) -> None:
+def test_operators_share_a_launch_by_their_work() -> None:
+    owners = {"conv": "a", "pool": "b", "relu": "c", "second": "a"}
+    launches = [
+        (("conv", "relu", "pool"), 8.0),
+        (("second",), 1.0),
+        (("relu", "elsewhere"), 2.0),
+        (("elsewhere",), 5.0),
+    ]
+    found = by_operator(launches, owners, {"a": 3.0, "b": 1.0})
+    assert found == {"a": 7.0, "b": 2.0, "c": 2.0}, "a Relu has no work, but a launch of its own"
+    assert by_operator([(("relu", "tanh"), 3.0)], {"relu": "c", "tanh": "d"}, {}) == {"c": 1.5, "d": 1.5}
+
+
+def test_work_is_arithmetic_or_traffic() -> None:
     n = Net()
-    graph = n.done(n.conv(n.input(8, 256, 32, 32), 256))
-    (conv,) = [op for op in graph.ops() if op.kind == "Conv"]
-    found = predicted_times(graph, f"cuda:{gpu.slug}", gpu, {key(conv): PRECISIONS})
-    assert found.source == f"a roofline model of {gpu.name}: nothing was measured"
-    times = found.table[key(conv)]
-    assert ("fp8" in times) == (gpu.capability >= (8, 9)), "fp8's products begin with sm_89"
-    assert set(PRECISIONS) - {"fp8"} <= set(times)
-    assert times["fp32"].us >= times["tf32"].us > times["fp16"].us == times["bf16"].us
-    assert (times["fp16"].us > times["int8"].us) == (gpu.slug != "b300"), "a B300 has few 8-bit integer operations"
+    x = n.input(8, 256, 32, 32)
+    graph = n.done(n.op("Relu", n.conv(x, 256)))
+    (conv,) = graph.of_kind("Conv")
+    gpu = named("h200")
+    found = work_of_ops(graph, gpu)
+    assert set(found) == {key(conv)}
+    assert found[key(conv)] == pytest.approx(2 * 8 * 256 * 256 * 9 * 32 * 32 / Roofline.of(gpu).ops["fp16"], rel=0.02)
 
 
 def test_a_roofline_is_half_of_the_peak_rates() -> None:

@@ -22,12 +22,14 @@ from optdnn.models import trained
 from optdnn.optimize import optimize
 from optdnn.passes.support.precision import key
 from optdnn.passes.support.precision_choices import PrecisionChoice, choices
-from optdnn.precision.latency import OperatorTimes, Roofline, predicted_times
+from optdnn.precision import gpu_target
+from optdnn.precision import predicted as predicted_times
+from optdnn.precision.latency import OperatorTimes
 from optdnn.precision.plans import Space
 from optdnn.precision.search import target_of
 from optdnn.precision.sensitivity import Sensitivities, Sensitivity, alone
 from optdnn.precision.targets import assigned, packed_offers
-from optdnn.runtime.cuda.gpu_facts import named
+from optdnn.runtime.program import Program
 from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array
 
@@ -124,31 +126,24 @@ def test_rounded_rows_are_offered_only_where_they_are_asked_for() -> None:
     assert notes == {"w4a8": "there are no kernels for sm_80 that round rows to int8"}
 
 
-def test_times_are_predicted_from_packed_bytes() -> None:
-    graph, gpu = import_model(layers()), named("h200")
-    asked = {c.key: c.precisions for c in choices(graph, "cuda:sm_90a")}
-    times = predicted_times(graph, "cuda:sm_90a", gpu, asked, "fp16")
-    wide = times.table[by_node(graph)["wide"].key]
-    assert wide["fp32"].us > wide["fp16"].us > wide["w8"].us > wide["w4"].us
+def predicted(rows: int, candidates: str) -> dict[str, float]:
+    """Microseconds of a product of ``rows`` x 4096 x 4096 on an H200 that is not there."""
     n = Net()
-    many = n.done(n.matmul(n.input(4096, 2048), 2048))
-    (product,) = many.of_kind("MatMul")
-    rows = predicted_times(many, "cuda:sm_90a", gpu, {key(product): ("fp16", "w4")}, "fp16").table[key(product)]
-    assert rows["w4"].us > rows["fp16"].us, "arithmetic bounds many rows"
+    graph = n.done(n.matmul(n.input(rows, 4096), 4096))
+    (op,) = graph.of_kind("MatMul")
+    options = BuildOptions(target="cuda:h200", precision="auto", calib=DATA, candidates=candidates)
+    driver = target_of(options, "cuda:h200", TimingCache(), calibrated=False, packed=True)
+    (times,) = driver.operator_times(graph, None, lambda text: None)
+    assert times.source == "the cost model of NVIDIA H200: nothing was measured"
+    return {p: t.us for p, t in times.table[key(op)].items()}
 
 
-def test_rounded_rows_pay_for_many_rows() -> None:
-    """For few rows, the launch that rounds them takes longer than it saves: they are not rounded."""
-    gpu, times = named("h200"), {}
-    for rows in (1, 64, 8192):
-        n = Net()
-        graph = n.done(n.matmul(n.input(rows, 4096), 4096))
-        (op,) = graph.of_kind("MatMul")
-        found = predicted_times(graph, "cuda:sm_90a", gpu, {key(op): ("fp16", "w4", "w4a8")}, "fp16")
-        times[rows] = {p: t.us for p, t in found.table[key(op)].items()}
-    assert times[1]["w4a8"] == times[1]["w4"] < times[1]["fp16"]
-    assert times[64]["w4a8"] == times[64]["w4"]
-    assert 0.5 * times[8192]["w4"] < times[8192]["w4a8"] < 0.75 * times[8192]["w4"]
+def test_times_are_predicted_by_the_cost_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_target, "_gpu", lambda target: None)
+    one, many = predicted(1, "fp16,w8,w4"), predicted(4096, "fp16,w8,w4,w4a8")
+    assert one["fp32"] > one["fp16"] > one["w8"] > one["w4"]
+    assert many["w4"] > 0.95 * many["fp16"], "arithmetic bounds many rows"
+    assert many["w4a8"] < many["w4"]
 
 
 @pytest.mark.parametrize(("target", "beside"), [("cpu", "fp32"), ("cuda:sm_90a", "fp16")])
@@ -193,9 +188,14 @@ def test_a_pair_with_one_weight_is_packed_together_or_not_at_all() -> None:
 
 @pytest.fixture
 def slow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of the cost model with cheap launches and slow memory."""
-    real = Roofline.of
-    monkeypatch.setattr(Roofline, "of", lambda gpu: replace(real(gpu), bandwidth=1e4, launch_us=0.1))
+    """A GPU with cheap launches and slow memory."""
+
+    def by_bytes(program: Program) -> list[float]:
+        sizes = [[program.buffers[i].nbytes or 0 for i in (*s.inputs, *s.outputs) if i >= 0] for s in program.steps]
+        return [0.1 + sum(one) / 1e4 for one in sizes]
+
+    for module in (predicted_times, gpu_target):
+        monkeypatch.setattr(module, "step_times", by_bytes)
 
 
 @pytest.mark.usefixtures("slow_memory")
