@@ -262,8 +262,8 @@ def _built_alone(
 
 def _alone(options: BuildOptions, precision: str) -> BuildOptions:
     """The options of a build in one float precision, which needs no data."""
-    choice = {"metric": "top1", "max_drop": None, "labels": None, "candidates": None}
-    return replace(options, precision=precision, calib=None, calib_cache=None, images=None, **choice)
+    unbound = replace(options, metric="top1", max_drop=None, labels=None, candidates=None)
+    return replace(unbound, precision=precision, calib=None, calib_cache=None, images=None)
 
 
 def _run_passes(
