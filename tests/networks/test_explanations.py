@@ -136,6 +136,15 @@ def test_rows_of_a_loop_without_trips(trips: int, output: str, rows: int, wanted
     assert name(verdict(LOOP, feeds, {output: np.zeros((rows, 6), np.float32)}, "fp32")) == wanted
 
 
+def test_a_dispute_is_explained_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only optdnn computes in float64, its agreement with itself proves nothing, but an explanation does."""
+    feeds = {"x": np.ones((2, 6), np.float32), "trips": np.array(0)}
+    for output, wanted in (("y", "no_trips"), ("z", "disputed")):
+        got = {output: np.zeros((2, 6), np.float32)}
+        monkeypatch.setattr("random_nets.judge.in_float64", lambda *_, got=got: (got, "optdnn"))
+        assert name(verdict(LOOP, feeds, got, "fp32")) == wanted
+
+
 def test_an_explanation_that_cannot_be_tried_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise NoOracleError("no")

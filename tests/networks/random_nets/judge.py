@@ -120,7 +120,7 @@ def judged(
         if not off:
             return Verdict(kind, detail)
     verdict = _by_float64(oracle.model, feeds, got, want, off, tolerance, detail)
-    if verdict.kind != "wrong":
+    if verdict.kind == "oracle":
         return verdict
 
     def near(ours: Array, theirs: Array, moved: Sequence[Array]) -> bool:
