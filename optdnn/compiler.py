@@ -256,8 +256,8 @@ def _built_alone(
     alone = _alone(options, precision)
     made = _build(model, alone, progress, cache=cache, imported=(source, graph, target, alone))
     made.engine.program.meta |= record
-    made.seconds |= {what: seconds + made.seconds.get(what, 0.0) for what, seconds in spent.items()}
-    return made
+    seconds = {what: spent.get(what, 0.0) + made.seconds.get(what, 0.0) for what in (*spent, *made.seconds)}
+    return replace(made, seconds=seconds)
 
 
 def _alone(options: BuildOptions, precision: str) -> BuildOptions:

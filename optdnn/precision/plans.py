@@ -99,7 +99,8 @@ def descent(problem: Problem) -> list[dict[str, str]]:
     It starts at the fastest plan. Each step raises one node to a more accurate precision: the pair of node and precision that
     removes the most damage per microsecond.
     """
-    plan = min((_settled(problem, problem.uniform(p)) for p in _precisions(problem)), key=problem.time, default={})
+    starts = [_settled(problem, problem.uniform(p)) for p in _precisions(problem)]
+    plan = min(starts, key=lambda p: (problem.time(p), problem.damage(p)), default={})
     plans = [dict(plan)]
     steps = {k: _step(problem, plan, k) for k in problem.nodes}
     while best := max(filter(None, steps.values()), default=None):
@@ -127,7 +128,7 @@ def _settled(problem: Problem, plan: dict[str, str]) -> dict[str, str]:
     while changed:
         changed = False
         for k, node in problem.nodes.items():
-            best = min(node.times, key=lambda p, k=k: (problem.part(plan, k, p), p))  # type: ignore[misc]
+            best = min(node.times, key=lambda p, k=k, d=node.damage: (problem.part(plan, k, p), d[p]))  # type: ignore[misc]
             if problem.part(plan, k, best) < problem.part(plan, k, plan[k]) - 1e-9:
                 plan[k], changed = best, True
     return plan

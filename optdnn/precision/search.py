@@ -58,8 +58,9 @@ LEARN = 0.5
 CLOSE, FINALISTS = 1.25, 2
 """Engines within this factor of the fastest are tuned and may win: at most this many single precisions, and as many
 mixtures."""
-PREFER_SINGLE = 1.01
-"""A single precision within this factor of the fastest mixture is preferred: the mixture then gains nothing."""
+PREFER_SINGLE, PREFER_PREDICTED = 1.01, 1.03
+"""A single precision within this factor of the fastest mixture is preferred: the mixture then gains nothing. The second factor is
+for predicted times."""
 
 Whole = Callable[[str], Graph]
 """Makes the graph of a build in one float precision."""
@@ -453,8 +454,9 @@ class _Search:
 
 def _fastest(good: Sequence[Candidate]) -> Candidate:
     """The fastest candidate; a single precision if no mixture is clearly faster."""
-    limit = min(map(_ms, good)) * PREFER_SINGLE
-    return min([c for c in good if c.single and _ms(c) <= limit] or good, key=_ms)
+    measured = any(c.ms is not None for c in good)
+    limit = min(map(_ms, good)) * (PREFER_SINGLE if measured else PREFER_PREDICTED)
+    return min([c for c in good if c.single and _ms(c) <= limit] or good, key=lambda c: (_ms(c), c.worst))
 
 
 def _ms(c: Candidate) -> float:

@@ -49,6 +49,31 @@ def test_the_fastest_mixture_within_the_bound_is_found(monkeypatch: pytest.Monke
     assert "int8 is slower than bf16 here: 14.0 µs against 6.0 µs" in reason
 
 
+class Predicted(Numpy):
+    """A target that cannot run its engines here."""
+
+    def race(self, engines: Mapping[str, Engine], say: Any) -> dict[str, float]:
+        return {}
+
+    def predicted(self, engine: Engine) -> float | None:
+        return 1e3 * self.milliseconds(self.plans[id(engine)])
+
+
+@pytest.mark.parametrize(
+    ("first", "driver", "single"), [(5.8, Numpy, False), (5.8, Predicted, True), (5.0, Predicted, False)]
+)
+def test_a_mixture_has_to_gain_more_if_times_are_predicted(
+    monkeypatch: pytest.MonkeyPatch, first: float, driver: type[Numpy], single: bool
+) -> None:
+    times = {**{k: {"fp32": 10.0, "bf16": 6.0} for k in TIMES}, "first.out": {"fp32": first, "bf16": 6.0}}
+    found = find(perceptron(), driver(("fp32", "bf16"), times=times), monkeypatch, metric="cosine", max_drop=0.1)
+    chosen = found.account.candidate()
+    assert found.account.measured == (driver is Numpy)
+    assert chosen.single == single
+    assert chosen.name == "bf16" or not single
+    assert chosen.predicted_us == pytest.approx(19.0 if single else first + 13.0)
+
+
 def test_a_tight_bound_takes_less_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     found = find(perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=1e-5)
     assert found.met
