@@ -33,7 +33,7 @@ def chain(seed: int, n: int, precisions: tuple[str, ...]) -> Problem:
 
 def test_of_equally_fast_plans_the_descent_takes_the_more_accurate() -> None:
     """Predicted times are often equal."""
-    times, damage = {"fp32": 3.5, "bf16": 2.0, "fp16": 2.0}, {"fp32": 0.0, "bf16": 0.8, "fp16": 0.1}
+    times, damage = {"fp32": 4.5, "bf16": 2.0, "fp16": 2.0}, {"fp32": 0.0, "bf16": 0.8, "fp16": 0.1}
     nodes = [Node("a", times, damage), Node("b", times, damage), Node("c", {**times, "fp32": 0.1}, damage)]
     problem = Problem(nodes, [(None, "a", 200), ("a", "b", 400), ("b", None, 4)], cast)
     assert descent(problem)[0] == {"a": "fp16", "b": "fp16", "c": "fp32"}
