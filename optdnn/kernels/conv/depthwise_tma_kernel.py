@@ -61,13 +61,18 @@ def refuse(
     problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
 ) -> str | None:
     """Why the configuration cannot run the problem, or None."""
+    return _refuse_problem(problem, capability) or _refuse_config(problem, config, shared)
+
+
+def _refuse_problem(problem: Problem, capability: tuple[int, int]) -> str | None:
+    """Why no configuration can run the problem, or None."""
     s = problem.source
     if capability < (9, 0):
         return f"it loads by TMA, which GPUs of capability {capability[0]}.{capability[1]} do not have"
-    if problem.channels % 8 or config.lanes not in (4, 8):
+    if problem.channels % 8:
         return f"{problem.channels} channels are not a multiple of 8"
-    if config.lanes * problem.item > 16:
-        return f"{config.lanes} elements exceed an access of 16 bytes"
+    if problem.channels * problem.item % 16:
+        return f"a TMA box cannot have {problem.channels} channels"
     if problem.beside is not None:
         return "its ring holds patches of one image"
     if problem.unit < 8:
@@ -76,14 +81,17 @@ def refuse(
         return why
     if problem.outside and any(s.padding):
         return "TMA pads with zeros, not with a zero point"
-    if (
-        config.vectors * config.lanes * problem.item % 16
-        or problem.channels * problem.item % 16
-        or config.vectors * config.lanes > 256
-    ):
-        return f"a TMA box cannot have {config.vectors * config.lanes} channels"
     if math.prod(s.kernel) > depthwise.MAX_TAPS or min(problem.out_size) < 1:
         return "too many taps, or an empty output"
+    return None
+
+
+def _refuse_config(problem: Problem, config: Config, shared: int) -> str | None:
+    s, channels = problem.source, config.vectors * config.lanes
+    if config.lanes not in (4, 8) or config.lanes * problem.item > 16:
+        return f"{config.lanes} elements are no access of this kernel"
+    if channels * problem.item % 16 or channels > 256:
+        return f"a TMA box cannot have {channels} channels"
     sums = config.tile_h * config.tile_w * config.lanes
     if not 64 <= config.threads <= 288 or sums > 64 or sums * math.prod(s.kernel) > depthwise.MOST_PRODUCTS:
         return "not a tile of this kernel"
@@ -178,7 +186,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     s = problem.source
     slabs, tiles_x, tiles_y = tiles(problem, config)
-    count, blocks = tiles_x * tiles_y * problem.batch, device.multiprocessors * resident(problem, config)
+    together = resident(problem, config)
+    count, blocks = tiles_x * tiles_y * problem.batch, device.multiprocessors * together
     outputs, taps, lanes = config.tile_h * config.tile_w, math.prod(s.kernel), config.lanes
     rows = (config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1
     columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
@@ -188,19 +197,19 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     work = outputs * taps * lanes + rows * columns * convert + config.tile_h * taps * (lanes + 1)
     work += outputs * (finish * lanes + 6) + 60
     per_block = -(-count // max(1, blocks // slabs))
-    warps = (config.threads // 32 - 1) * resident(problem, config)  # few warps leave issue slots empty
+    warps = (config.threads // 32 - 1) * together  # few warps leave issue slots empty
     tile = config.threads * work / 128 / min(0.8, 0.35 + 0.03 * warps)
-    compute = (per_block * tile * resident(problem, config) + 1500) / CLOCK
+    compute = (per_block * tile * together + 1500) / CLOCK
     box = math.prod(patch(problem, config)) * config.vectors * lanes * problem.item
     l2 = slabs * count * (box + config.threads * outputs * lanes * max(2, problem.out_item)) / 5.0e12
-    in_flight = min(1.0, (config.stages - 1) * box * resident(problem, config) / 40000)
+    in_flight = min(1.0, (config.stages - 1) * box * together / 40000)
     second = depthwise.finish_seconds(problem, squeeze_mode(problem, config))
     return 1.0e-6 + max(compute, l2, problem.bytes / MEMORY / (0.6 + 0.35 * in_flight)) + second
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
     """The configurations to time, best predicted first; at most two per thread tile."""
-    if problem.channels % 8 or problem.unit < 8 or device.capability < (9, 0):
+    if _refuse_problem(problem, device.capability) is not None:
         return []
     out_h, out_w = problem.out_size
     found: list[tuple[float, Config]] = []
@@ -212,9 +221,10 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
             for v in widths:
                 for strips_x in sorted({min(wide, 32), -(-wide // 2), -(-wide // 4)}):
                     for strips_y in sorted({min(high, n) for n in (1, 2, 4, 7, 8, 16)}):
+                        if not 32 < v * strips_x * strips_y <= 256:
+                            continue  # fewer than 96 threads, or more than 288: of most configurations, so it is asked first
                         for stages, blocks in ((2, 2), (3, 2), (3, 1), (4, 1), (2, 3), (3, 3)):
                             config = Config(tile_h, tile_w, v, strips_x, strips_y, lanes, stages, blocks)
-                            why = refuse(problem, config, shared=device.shared_per_block, capability=device.capability)
-                            if why is None and config.threads >= 96:
+                            if _refuse_config(problem, config, device.shared_per_block) is None:
                                 found.append((estimate(problem, config, device), config))
     return varied(found, lambda c: (c.tile_h, c.tile_w, c.lanes), limit)
