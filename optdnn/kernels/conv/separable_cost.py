@@ -139,6 +139,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 12, *, ordered: 
 def _rings(problem: Problem, tile: Config, device: GpuFacts) -> Iterator[Config]:
     """Splits, stages and blocks per multiprocessor of a tile."""
     count, whole = math.prod(tiles(problem, tile)) * problem.batch, steps(problem, tile)
+    chunk = stage_bytes(problem, tile)
     splits = [
         k
         for k in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16)
@@ -150,12 +151,9 @@ def _rings(problem: Problem, tile: Config, device: GpuFacts) -> Iterator[Config]
                 continue
             room = min(device.shared_per_block, device.shared_per_multiprocessor // blocks - 1024)
             bare = replace(tile, split=split, blocks=blocks)
-            room -= shared_bytes(problem, bare) - stage_bytes(problem, bare)
-            stages = min(
-                8,
-                room // stage_bytes(problem, bare),
-                -(-whole // split) if count <= device.multiprocessors or split > 1 else 8,
-            )
+            room -= shared_bytes(problem, bare) - chunk
+            most = -(-whole // split) if count <= device.multiprocessors or split > 1 else 8
+            stages = min(8, room // chunk, most)
             config = replace(bare, stages=max(1, stages))
             if (stages >= 2 or whole <= split) and refuse(problem, config, shared=device.shared_per_block) is None:
                 yield config
