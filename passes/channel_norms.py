@@ -7,7 +7,7 @@ image, and write this as arithmetic over axis 1. The kernels of norms read rows,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,10 @@ from optdnn.passes.support.facts import (
     producer,
 )
 from optdnn.passes.support.stages import ACTIVATIONS
-from optdnn.types import Array
+from optdnn.types import Shape
+
+_MOST = 8
+"""Most operators after a norm that move in front of its Transpose."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,28 @@ class RMSNormOfChannels(RMSNorm):
     options = _of_channels
 
 
+@rule("l2_norm_of_channels", {"LpNormalization"})
+def l2_norm_of_channels(graph: Graph, op: Op) -> Match | None:
+    """LpNormalization over axis 1 of three or more axes: denoising-diffusion-pytorch writes RMS norms with ``normalize``."""
+    rank = graph.type(operand(op)).rank
+    if rank is None or rank < 3 or op.attrs.axis not in (1, 1 - rank):
+        return None
+
+    def build(patch: Patch) -> Value:
+        rows = patch.add("Transpose", [operand(op)], TransposeAttrs(channels_to_last(rank)))
+        y = patch.add("LpNormalization", [rows], replace(op.attrs, axis=rank - 1))
+        return patch.add("Transpose", [y], TransposeAttrs(channels_from_last(rank)))
+
+    return Match((op,), build)
+
+
 @rule("activation_after_pixel_norm", RESHAPES)
 def activation_after_pixel_norm(graph: Graph, op: Op) -> Match | None:
     """An activation after a norm and a Reshape moves in front of the Reshape (GCNet normalizes the channels of one pixel)."""
     norm, user = producer(graph, op.inputs[0], NORMS, alone=True), graph.sole_user(op.value)
     if norm is None or user is None or user.kind not in ACTIVATIONS or user.inputs[0] != op.value:
         return None
-    constants = [graph.constant_value(v) for v in user.inputs[1:] if v is not None]
-    if any(c is None or _is_array(c) for c in constants):
+    if not all(v is None or _is_number(graph, v) for v in user.inputs[1:]):
         return None
 
     def build(patch: Patch) -> Value:
@@ -90,43 +107,93 @@ def activation_after_pixel_norm(graph: Graph, op: Op) -> Match | None:
 
 
 @rule("stage_after_channel_norm", {"Transpose"})
-def stage_after_channel_norm(graph: Graph, op: Op) -> Match | None:
-    """An activation or addition after a norm and its Transpose moves in front of the Transpose: the norm's kernel absorbs it.
+def stage_after_channel_norm(graph: Graph, op: Op) -> Match | Miss | None:
+    """An activation, addition or product after a norm and its Transpose moves in front of the Transpose: the norm's kernel
+    absorbs it.
 
-    The other image of an addition must have the same sizes. It is transposed instead."""
-    dims = op.outputs[0].type.dims
-    norm, user = producer(graph, op.inputs[0], NORMS, alone=True), graph.sole_user(op.value)
-    if (
-        norm is None
-        or user is None
-        or op.attrs.perm != channels_from_last(len(dims))
-        or user.outputs[0].type.dims != dims
-    ):
+    A factor or term for each channel (and image) is transposed instead, as is the other image of an addition. A constant factor or
+    term moves only in front of a further operator: the weights of a product take it in."""
+    dims, rank = op.outputs[0].type.dims, len(op.outputs[0].type.dims)
+    user = graph.sole_user(op.value)
+    if user is None or op.attrs.perm != channels_from_last(rank) or not _normed(graph, operand(op)):
         return None
-    others = [v for v in user.inputs if v is not None and v != op.value and graph.constant_value(v) is None]
-    addition = user.kind == "Add" and len(others) == 1 and graph.type(others[0]).dims == dims
-    if not addition and (user.kind not in ACTIVATIONS or others or any(map(_is_array, _constants(graph, user)))):
+    if user.outputs[0].type != op.outputs[0].type or user.inputs.count(op.value) != 1:
+        return None
+    if user.kind not in ACTIVATIONS | {"Add", "Mul"}:
+        return None
+    others = [v for v in user.inputs if v is not None and v != op.value and not _is_number(graph, v)]
+    if user.kind in ACTIVATIONS and others:
+        return None
+    images = [v for v in others if graph.type(v).dims == dims]
+    if images and user.kind == "Mul":
+        return Miss(f"{user.name} multiplies with another image")
+    if not all(v in images or _per_channel(graph, v, dims) for v in others):
+        return Miss(
+            f"{user.name} reads {graph.output(others[0]).name}, which is no image and has not one element per channel"
+        )
+    if (
+        others
+        and all(graph.constant_value(v) is not None for v in others)
+        and not _is_stage(graph.sole_user(user.value))
+    ):
         return None
 
     def build(patch: Patch) -> Value:
-        before = {op.value: operand(op)}
-        for v in others:
-            before[v] = patch.add("Transpose", [v], TransposeAttrs(channels_to_last(len(dims))))
-        moved = patch.add(
-            user.kind, [v if v is None else before.get(v, v) for v in user.inputs], user.attrs, src=user.src
-        )
+        before = {op.value: operand(op)} | {v: _rows(patch, v, rank) for v in others}
+        inputs = [v if v is None else before.get(v, v) for v in user.inputs]
+        moved = patch.add(user.kind, inputs, user.attrs, src=user.src)
         return patch.add("Transpose", [moved], op.attrs, src=op.src)
 
     return Match((user, op), build)
 
 
-def _constants(graph: Graph, op: Op) -> list[Array]:
-    found = [graph.constant_value(v) for v in op.inputs if v is not None]
-    return [a for a in found if a is not None]
+def _normed(graph: Graph, value: Value) -> bool:
+    """Whether a norm computes the rows, or operators that :func:`stage_after_channel_norm` moved behind one."""
+    for _ in range(_MOST):
+        op = graph.op(value)
+        if graph.sole_user(value) is None:
+            return False
+        if op.kind in NORMS | {"LpNormalization"}:
+            return True
+        dims = graph.type(value).dims
+        rows = [
+            v for v in op.inputs if v is not None and graph.type(v).dims == dims and graph.op(v).kind != "Transpose"
+        ]
+        if not _is_stage(op) or len(rows) != 1:
+            return False
+        value = rows[0]
+    return False
 
 
-def _is_array(array: Array) -> bool:
-    return array.size > 1
+def _is_stage(op: Op | None) -> bool:
+    return op is not None and (op.kind in ACTIVATIONS or op.kind in ("Add", "Mul"))
+
+
+def _is_number(graph: Graph, value: Value) -> bool:
+    array = graph.constant_value(value)
+    return array is not None and array.size == 1
+
+
+def _per_channel(graph: Graph, value: Value, dims: Shape) -> bool:
+    """Whether a value has one element for each channel, or for each image and channel, of images of these sizes."""
+    own = graph.type(value).shape
+    if own is None or len(own) < len(dims) - 1:
+        return False
+    images = own[: -len(dims) + 1]
+    return own[-len(dims) + 1 :] == (dims[1], *(1 for _ in dims[2:])) and images in ((), (1,), dims[:1])
+
+
+def _rows(patch: Patch, value: Value, rank: int) -> Value:
+    """An image, or a vector of channels, with the channels last. A number that is added to the vector is added afterwards."""
+    graph, dims = patch.graph, patch.type(value).dims
+    add = producer(graph, value, {"Add"}, alone=True)
+    numbers = [] if add is None else [v for v in add.inputs if v is not None and _is_number(graph, v)]
+    if add is not None and len(numbers) == 1:
+        other = operand(add, 1 - add.inputs.index(numbers[0]))
+        return patch.add("Add", [_rows(patch, other, rank), *numbers], src=add.src)
+    if len(dims) < rank:
+        value = patch.add("Unsqueeze", [value, integers(patch, (0,), "axes")])
+    return patch.add("Transpose", [value], TransposeAttrs(channels_to_last(rank)))
 
 
 @rule("mean_square_of_channels", {"GlobalAveragePool", "ReduceMean"})
@@ -155,6 +222,7 @@ class ChannelNorms(RulePass):
     rules = (
         LayerNormOfChannels(),
         RMSNormOfChannels(),
+        l2_norm_of_channels,
         stage_after_channel_norm,
         activation_after_pixel_norm,
         mean_square_of_channels,

@@ -1,6 +1,7 @@
 """Pointwise ops after a convolution or matrix product become stages of its epilogue.
 
-On GPUs, a product that is subtracted from a tensor changes its sign and is added.
+On GPUs, a product that is subtracted from a tensor changes its sign and is added, and small constant rows are repeated for each
+matrix or image: kernels add a tensor of the result's shape.
 
 The result of the anchor (Conv, ConvTranspose, Gemm, MatMul) must be read only by the absorbed op, and the stage must keep
 its dtype and shape. No cycle can arise: the other operands of the absorbed op depend on the anchor only through the absorbed op
@@ -17,7 +18,9 @@ a tensor leaves it to the other one: kernels read one tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -39,8 +42,10 @@ from optdnn.passes.support.stages import (
     with_stages,
 )
 from optdnn.target_name import TargetName
-from optdnn.types import Shape
+from optdnn.types import Shape, TensorType
 
+_REPEATED = 1 << 16
+"""Most elements of a constant that is repeated for the matrices of a product."""
 WIDE = frozenset({"fp32", "tf32"})
 """Precisions that store a sum in fp32, without rounding."""
 
@@ -78,13 +83,15 @@ class _Absorb(Rule):
             return None
 
         def build(patch: Patch) -> Value:
-            slots, register = Slots(op), len(op.attrs.epilogue)
-            if TargetName.parse(context.target).on_gpu and _subtracts(graph, user, op.value):
+            slots, register, on_gpu = Slots(op), len(op.attrs.epilogue), TargetName.parse(context.target).on_gpu
+            given = {v: _repeated(patch, v, user.outputs[0].type) for v in user.inputs if v is not None and on_gpu}
+            read = replace(user, inputs=tuple(given.get(v, v) if v is not None else v for v in user.inputs))
+            if on_gpu and _subtracts(graph, user, op.value):
                 less = slots.slot(patch.constant(np.array(-1, user.outputs[0].type.dtype), "less"))
-                added = slots.slot(operand(user))
+                added = slots.slot(operand(read))
                 stages = [Stage("Mul", (~register, less)), Stage("Add", (~(register + 1), added))]
             else:
-                stages = [slots.stage(user, op.value, register)]
+                stages = [slots.stage(read, op.value, register)]
             fused = patch.add(op.kind, slots.inputs(), with_stages(op.attrs, epilogue=stages))
             self.depth[fused.op] = max(self.depth.get(op.id, 0), self.depth.get(user.id, 0))
             return fused
@@ -105,11 +112,27 @@ class _Absorb(Rule):
 
 
 def _subtracts(graph: Graph, op: Op, value: Value) -> bool:
-    """Whether ``value`` is subtracted from a computed tensor of its shape: a kernel changes its sign and adds the tensor."""
+    """Whether ``value`` is subtracted from a tensor of its shape or from constant rows: a kernel changes its sign, and adds."""
     other = op.inputs[0]
-    if op.kind != "Sub" or other is None or other == value or graph.constant_value(other) is not None:
+    if op.kind != "Sub" or other is None or other == value:
         return False
-    return graph.type(other).shape == graph.type(value).shape
+    return graph.type(other).shape == graph.type(value).shape or _are_rows(graph, other, graph.type(value))
+
+
+def _are_rows(graph: Graph, value: Value, of: TensorType) -> bool:
+    """Whether a value is a small constant with several rows that are the same for each matrix or image of a tensor."""
+    array = graph.constant_value(value)
+    if array is None or not of.is_static or math.prod(of.static_shape) > _REPEATED:
+        return False
+    return sum(n != 1 for n in array.shape) > 1 and array.size < math.prod(of.static_shape)
+
+
+def _repeated(patch: Patch, value: Value, of: TensorType) -> Value:
+    """Constant rows, repeated for each matrix or image of a tensor of type ``of``: kernels add a tensor of the result's shape."""
+    array = patch.graph.constant_value(value)
+    if array is None or not _are_rows(patch.graph, value, of):
+        return value
+    return patch.constant(np.ascontiguousarray(np.broadcast_to(array, of.static_shape)), "repeated")
 
 
 def _adds_positions(graph: Graph, op: Op, value: Value) -> bool:

@@ -161,8 +161,8 @@ O2_GPU: tuple[Pass, ...] = (
     ConstantParts(),  # before constants are folded, which computes the constant part; before epilogues, which add it
     WindowSums(),  # before epilogues; before channels last are chosen
     SegmentSums(),  # before epilogues, which would take in the arithmetic of rows
+    FuseL2Norm(),  # before attention: queries and keys of cosine attention; before ChannelNorms. GPUs have a kernel for it
     ChannelNorms(),  # before epilogues, which would absorb their arithmetic; GPUs only: CPU libraries would have to transpose
-    FuseL2Norm(),  # before attention: queries and keys of cosine attention; GPUs have a kernel for it
     FuseRotary(),  # before attention: the rotation of queries and keys
     TalkingHeads(),  # before attention: the ops that it leaves are an attention
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it

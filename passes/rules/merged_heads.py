@@ -1,12 +1,16 @@
 """Attention whose heads are part of the batch gets its heads back: its operands are then views of the projection, without copies.
 
-SAM and ViTDet reshape queries, keys and values to (windows * heads, positions, features), and split the result again.
+SAM and ViTDet reshape queries, keys and values to (windows * heads, positions, features), and split the result again. So do the
+attentions of vit-pytorch whose projections are convolutions.
 """
 
 from __future__ import annotations
 
+import math
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import RESHAPES, in_shape, operand, producer
 
@@ -16,7 +20,9 @@ _DEPTH = 6
 
 @rule("merged_heads", {"Attention"})
 def merged_heads(graph: Graph, op: Op) -> Match | Miss | None:
-    """``reshape(attention(q, k, v), (B, H, …))`` of batch ``B * H`` and one head becomes an attention with batch B and H heads."""
+    """``reshape(attention(q, k, v), (…, H, …))`` of batch ``B * H`` and one head becomes an attention with batch B and H heads.
+
+    The axes in front of H are the batch."""
     views = [op]
     while (view := graph.sole_user(views[-1].value)) is not None and view.kind in RESHAPES:
         views.append(view)
@@ -26,20 +32,41 @@ def merged_heads(graph: Graph, op: Op) -> Match | Miss | None:
     types = [graph.type(v) for v in op.inputs if v is not None]
     if not all(t.is_static for t in (*types, view.outputs[0].type)):
         return None
-    items, heads = op.outputs[0].type.static_shape[:2]
+    items, one = op.outputs[0].type.static_shape[:2]
     after = view.outputs[0].type.static_shape
-    if heads != 1 or len(after) < 3 or after[0] * after[1] != items or after[1] == 1:
+    heads = next((n for i, n in enumerate(after[:-1]) if i and math.prod(after[: i + 1]) == items), 1)
+    if one != 1 or heads == 1:
         return None
     if any(t.static_shape[:2] != (items, 1) for t in types):
         return Miss("its mask or its keys are shared by several heads")
-    if not all(_splits(graph, operand(op, i), after[:2]) for i in range(3)):
+    lead = items // heads, heads
+    turned = {v: _image(graph, v, lead) for v in op.inputs[:3] if v is not None}
+    if not all(image is not None or _splits(graph, v, lead) for v, image in turned.items()):
         return None
 
     def build(patch: Patch) -> Value:
-        inputs = [None if v is None else in_shape(patch, v, (*after[:2], *graph.type(v).dims[2:])) for v in op.inputs]
+        inputs: list[Value | None] = []
+        for v in op.inputs:
+            image = None if v is None else turned.get(v)
+            if v is None or image is None:
+                inputs.append(None if v is None else in_shape(patch, v, (*lead, *graph.type(v).dims[2:])))
+                continue
+            _, _, tokens, features = graph.type(v).dims
+            split = in_shape(patch, image, (*lead, features, tokens))
+            inputs.append(patch.add("Transpose", [split], TransposeAttrs((0, 1, 3, 2))))
         return in_shape(patch, patch.add("Attention", inputs, op.attrs), after)
 
     return Match(tuple(views), build, view.value)
+
+
+def _image(graph: Graph, value: Value, lead: tuple[int, int]) -> Value | None:
+    """The image (B, H * features, …) whose positions are the rows of an operand; None if the operand is computed differently."""
+    turn = producer(graph, value, {"Transpose"})
+    split = None if turn is None or turn.attrs.perm != (0, 2, 3, 1) else producer(graph, operand(turn), RESHAPES)
+    if split is None:
+        return None
+    dims, features = graph.type(operand(split)).dims, split.outputs[0].type.dims[1]
+    return operand(split) if dims[:2] == (lead[0], lead[1] * features) else None
 
 
 def _splits(graph: Graph, value: Value, lead: tuple[int, ...]) -> bool:

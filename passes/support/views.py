@@ -130,7 +130,8 @@ def _through(before: Shape, after: Shape, perm: tuple[int, ...]) -> tuple[int, .
         elif position == 0 or owner[perm[position - 1]] != (k, n - 1):
             return None
     dropped = [k for k, (_, right) in enumerate(lined) if not right]  # axes of size 1 that the Reshape removes
-    return tuple(i for k in (*order, *dropped) for i in lined[k][0])
+    front = [k for k in dropped if k < min(order, default=0)]  # a batch of one item stays in front
+    return tuple(i for k in dict.fromkeys((*front, *order, *dropped)) for i in lined[k][0])
 
 
 def _split(before: Shape, perm: tuple[int, ...], after: Shape) -> tuple[Shape, tuple[int, ...]] | None:

@@ -254,6 +254,7 @@ RULES: Mapping[str, str] = {
     "rms_norm": "RMS normalizations recognized",
     "layer_norm_of_channels": "layer normalizations over channels recognized",
     "rms_norm_of_channels": "RMS normalizations over channels recognized",
+    "l2_norm_of_channels": "L2 normalizations over channels moved to the last axis",
     "group_norm": "group normalizations recognized",
     "attention": "attentions fused into one operator",
     "shared_weights": "products of one attention's weights with several values merged",

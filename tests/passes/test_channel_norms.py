@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from support.simulated import check_simulated
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.norm import LayerNormAttrs, LpNormAttrs
 from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.channel_norms import ChannelNorms
 from optdnn.passes.support.facts import operand
 
@@ -55,6 +57,22 @@ def test_rms_norm_of_channels() -> None:
     n = Net(np.float64)
     y = n.op("Mul", rms_norm(n, n.input(2, 8, 4, 5)), n.random(8, 1, 1))
     check_pass(ChannelNorms(), n.done(y), changes=1, rules=RMS, kinds={"Transpose": 2, "RMSNormalization": 1})
+
+
+@pytest.mark.parametrize("axis", [1, -2])
+def test_l2_norm_of_channels(axis: int) -> None:
+    n = Net(np.float64)
+    y = n.op("LpNormalization", n.input(2, 8, 5), attrs=LpNormAttrs(axis, 2, EPSILON))
+    kinds = {"Transpose": 2, "LpNormalization": 1}
+    result, _ = check_pass(ChannelNorms(), n.done(y), changes=1, rules={"l2_norm_of_channels": 1}, kinds=kinds)
+    assert result.of_kind("LpNormalization")[0].attrs == LpNormAttrs(2, 2, EPSILON)
+
+
+def test_l2_norms_over_other_axes_stay() -> None:
+    n = Net(np.float64)
+    x = n.input(2, 8, 4, 5)
+    ys = [n.op("LpNormalization", x, attrs=LpNormAttrs(axis)) for axis in (0, 2, -1)]
+    check_untouched(ChannelNorms(), n.done(*ys, n.op("LpNormalization", n.input(4, 8, name="y"), attrs=LpNormAttrs(1))))
 
 
 def images(n: Net, kind: str) -> Graph:
@@ -119,6 +137,53 @@ def test_additions_move_next_to_norms(first: bool) -> None:
     assert {result.op(v).kind for v in add.inputs if v is not None} == {"RMSNormalization", "Transpose"}
 
 
+def residual_block(
+    n: Net, x: Value, norm: Callable[[Net, Value], Value], *, scale: bool = True, plain: bool = False
+) -> Value:
+    """As denoising-diffusion-pytorch has it: a norm of channels, a factor and a shift of each image, an activation, a shortcut."""
+    channels: Any = n.dims(x)[1]
+    y = norm(n, x)
+    y = n.op("Mul", y, n.random(1, channels, 1, 1)) if scale else y
+    if not plain:
+        factor, shift = (n.op("Exp", n.input(2, channels, 1, 1, name=name)) for name in ("factor", "shift"))
+        y = n.op("Add", n.op("Mul", y, n.op("Add", factor, 1.0)), shift)
+    return n.op("Add", n.op("Swish", y), x)
+
+
+def l2_norm(n: Net, x: Value) -> Value:
+    return n.op("LpNormalization", x, attrs=LpNormAttrs(1, 2, 1e-12))
+
+
+def test_factors_of_images_move_next_to_norms() -> None:
+    n = Net(np.float64)
+    y = residual_block(n, n.input(2, 8, 4, 5), l2_norm)
+    rules = {"l2_norm_of_channels": 1, "stage_after_channel_norm": 5}
+    result, _ = check_pass(ChannelNorms(), n.done(y), changes=6, rules=rules)
+    (last,) = result.of_kind("Swish")
+    assert result.type(last.value).static_shape == (2, 4, 5, 8)
+    assert all(len(op.outputs[0].type.dims) == 4 for op in result.of_kind("Add"))
+
+
+def test_a_constant_factor_stays_in_front_of_a_convolution() -> None:
+    n = Net(np.float64)
+    y = n.op("Mul", l2_norm(n, n.input(2, 8, 4, 5)), n.random(8, 1, 1))
+    check_pass(ChannelNorms(), n.done(n.conv(y, 8)), changes=1, rules={"l2_norm_of_channels": 1})
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("norm", [l2_norm, rms_norm])
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("scale", [False, True])
+def test_a_gpu_runs_norm_factors_activation_and_shortcut_together(
+    norm: Callable[[Net, Value], Value], plain: bool, scale: bool, precision: str
+) -> None:
+    n = Net()
+    y = residual_block(n, n.conv(n.input(2, 8, 6, 6), 16), norm, plain=plain, scale=scale)
+    program = check_simulated(n.done(n.conv(y, 8)), precision)
+    assert "rows_modulated" in {t["tactic"] for t in program.meta["tactics"]}
+    assert not {"LpNormalization", "RMSNormalization"} & {s.params["op"]["kind"] for s in program.steps}
+
+
 @pytest.mark.parametrize("form", ["two readers", "a product", "a smaller image", "slopes", "another shape"])
 def test_operators_that_stay_after_the_transposition(form: str) -> None:
     n = Net(np.float64)
@@ -127,7 +192,7 @@ def test_operators_that_stay_after_the_transposition(form: str) -> None:
     made = {
         "two readers": lambda: n.op("Add", n.op("Relu", y), n.op("Sigmoid", y)),
         "a product": lambda: n.op("Mul", y, x),
-        "a smaller image": lambda: n.op("Add", y, n.input(2, 8, 1, 1, name="y")),
+        "a smaller image": lambda: n.op("Add", y, n.input(2, 1, 4, 5, name="y")),
         "slopes": lambda: n.op("PRelu", y, n.positive(8, 1, 1)),
         "another shape": lambda: n.op("Relu", n.op("Reshape", y, n.ints(2, 8, 20))),
     }[form]()
@@ -145,6 +210,12 @@ def test_a_gpu_runs_norm_and_activation_together() -> None:
 
 
 def test_refused() -> None:
+    for of, because in (("image", "multiplies with another image"), ("pixels", "has not one element per channel")):
+        n = Net(np.float64)
+        rows = n.op("RMSNormalization", n.input(2, 4, 5, 8), n.positive(8))
+        y = n.op("Transpose", rows, attrs=TransposeAttrs((0, 3, 1, 2)))
+        other = n.input(2, 8 if of == "image" else 1, 4, 5, name="y")
+        check_refused(ChannelNorms(), n.done(n.op("Mul", y, other)), because=because)
     n = Net(np.float64)
     check_refused(
         ChannelNorms(), n.done(rms_norm(n, n.input(2, symbol("c"), 5))), because="number of channels is not known"

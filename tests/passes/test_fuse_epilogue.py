@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched, stages
 from support.net import Net
+from support.simulated import check_simulated
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
@@ -20,6 +21,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.unary import GeluAttrs, LeakyReluAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_epilogue import FuseEpilogue
+from optdnn.passes.support.facts import operand
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.types import FP16
 
@@ -65,7 +67,41 @@ def test_a_difference_on_gpus(flip: bool, other: str) -> None:
         FUSE, n.done(n.op("Sub", *((y, x) if flip else (x, y)))), changes=1, kinds={"MatMul": 1},
         context=PassContext(target="cuda:sm_90a"),
     )  # fmt: skip
-    assert stages(graph) == [("<MatMul>", *(("Mul", "Add") if (flip, other) == (False, "tensor") else ("Sub",)))]
+    assert stages(graph) == [("<MatMul>", *(("Sub",) if flip or other == "row" else ("Mul", "Add")))]
+
+
+@pytest.mark.parametrize("op", ["Add", "Sub"])
+@pytest.mark.parametrize("rows", [(3, 4), (1, 3, 4), (4,), (2, 3, 4)])
+@pytest.mark.parametrize("target", ["cuda:sm_90a", "cpu"])
+def test_constant_rows_are_repeated_on_gpus(op: str, rows: tuple[int, ...], target: str) -> None:
+    n = Net()
+    y = n.op("MatMul", n.input(2, 3, 6, name="a"), n.input(2, 6, 4, name="b"))
+    before = n.done(n.op(op, n.random(*rows), y))
+    graph, _ = check_pass(FUSE, before, changes=1, kinds={"MatMul": 1}, context=PassContext(target=target))
+    (product,) = graph.of_kind("MatMul")
+    repeated = target != "cpu" and len(rows) > 1
+    assert graph.type(operand(product, -1)).static_shape == ((2, 3, 4) if repeated else rows)
+
+
+def test_many_constant_rows_are_not_repeated() -> None:
+    n = Net()
+    y = n.op("MatMul", n.input(2, 256, 6, name="a"), n.input(2, 6, 256, name="b"))
+    graph, _ = check_pass(
+        FUSE, n.done(n.op("Add", y, n.random(256, 256))), changes=1, context=PassContext(target="cuda:sm_90a")
+    )
+    assert graph.type(operand(graph.of_kind("MatMul")[0], -1)).static_shape == (256, 256)
+
+
+@pytest.mark.parametrize("op", ["Add", "Sub"])
+def test_a_gpu_adds_constant_rows_in_the_product(op: str) -> None:
+    """Iterations for an inverse: ``13 I - x y`` (Nystromformer)."""
+    n = Net()
+    x, y = (n.op("Tanh", n.input(1, 4, 16, 16, name=name)) for name in ("a", "b"))
+    program = check_simulated(n.done(n.op(op, n.const(13 * np.eye(16)), n.op("MatMul", x, y))), "fp16")
+    assert [s.params["op"]["kind"] for s in program.steps].count("MatMul") == 1
+    assert not any(
+        s.params["tactic"].startswith("matmul") and s.params["op"]["kind"] == "Pointwise" for s in program.steps
+    )
 
 
 def _vectors_before(kind: str, *, op: str = "Add", readers: int = 1, shape: tuple[int, ...] = (2, 4, 1, 1)) -> Net:

@@ -57,3 +57,31 @@ def test_a_mask_of_several_heads_stays() -> None:
 
 def test_a_batch_that_was_never_split_stays() -> None:
     assert not FuseAttention()(windows(turned=False)).changes
+
+
+def of_images(batch: int, dtype: Any = np.float64) -> Graph:
+    """Attention of vit-pytorch in windows of 4 x 4 pixels: its projections are convolutions."""
+    n = Net(dtype)
+    x, rows = n.op("Tanh", n.input(batch, 16, 4, 4)), []
+    for _ in range(3):
+        heads = n.op("Reshape", n.conv(x, C, 1, pads=0), n.ints(batch, HEADS, SIZE, 4, 4))
+        turned = n.op("Transpose", heads, attrs=TransposeAttrs((0, 1, 3, 4, 2)))
+        rows.append(n.op("Reshape", turned, n.ints(batch * HEADS, TOKENS, SIZE)))
+    weights = n.op("MatMul", rows[0], n.op("Transpose", rows[1], attrs=TransposeAttrs((0, 2, 1))))
+    y = n.op("MatMul", n.op("Softmax", n.op("Mul", weights, 0.25)), rows[2])
+    y = n.op(
+        "Transpose", n.op("Reshape", y, n.ints(1, batch, HEADS, 4, 4, SIZE)), attrs=TransposeAttrs((0, 1, 2, 5, 3, 4))
+    )
+    return n.done(n.conv(n.op("Reshape", y, n.ints(batch, C, 4, 4)), 16, 1, pads=0))
+
+
+def test_heads_of_images_leave_the_batch() -> None:
+    after, _ = check_pass(FuseAttention(), of_images(4), changes=2, rules={"attention": 1, "merged_heads": 1})
+    (op,) = after.of_kind("Attention")
+    assert after.type(op.value).static_shape == (4, HEADS, TOKENS, SIZE)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_heads_of_images_are_not_copied(batch: int) -> None:
+    steps = [s.params["op"]["kind"] for s in check_simulated(of_images(batch, np.float32), "fp16").steps]
+    assert steps.count("Copy") + steps.count("Copies") <= 1, steps  # into the layout of convolutions

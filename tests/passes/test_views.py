@@ -53,3 +53,12 @@ def test_a_second_half_of_an_axis_in_front_is_torn_off() -> None:
     assert math.prod(found.shape) == 512
     want = np.arange(512).reshape(1, 64, 8).transpose(0, 2, 1).reshape(1, 8, 4, 16).transpose(3, 0, 1, 2)
     np.testing.assert_array_equal(found, want)
+
+
+def test_a_batch_of_one_stays_in_front() -> None:
+    """Keys of one item: a Transpose moves in front of the Reshape that removes the batch."""
+    heads = View(Value(0, 0), (1, 16, 4, 4)).reshape((1, 2, 8, 4, 4)).transpose((0, 1, 3, 4, 2))
+    keys = heads.reshape((2, 16, 8)).transpose((0, 2, 1)).reshape((2, 1, 8, 16)).transpose((0, 1, 3, 2))
+    assert [m.perm[0] for m in keys.moves if m.perm is not None] == [0]
+    want = np.arange(256).reshape(1, 2, 8, 4, 4).transpose(0, 1, 3, 4, 2).reshape(2, 1, 16, 8)
+    np.testing.assert_array_equal(moved(np.arange(256).reshape(1, 16, 4, 4), keys.moves), want)

@@ -96,7 +96,7 @@ class ModulatedGroupNorm(ProblemTactic):
         found, t = modulation(b.graph, op, GROUP_NORMS), op.outputs[0].type
         if found is None:
             return "it is not a factor and shift of a group normalization without other readers"
-        norm, vectors = found.norm, [found.factor, *([] if found.shift is None else [found.shift])]
+        norm, vectors = found.norm, [v for v in (found.factor, found.shift) if v is not None]
         source = b.graph.op(norm.inputs[0] or norm.value)
         if source.kind == "Add" and isinstance(norm_addition(b.graph, source), NormAddition):
             return f"the normalization belongs to the launch of {source.name}"

@@ -18,7 +18,8 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 OPERATIONS = ("layer_norm", "rms_norm", "softmax", "log_softmax", "l2_norm")
-"""An L2 norm divides by the larger one of a row's length and ``epsilon``, and has no parameters."""
+"""An L2 norm divides by the larger one of a row's length and ``epsilon``. It has no bias."""
+_SOFTMAX = OPERATIONS[2:4]
 MEMORY = 4.2e12
 CLOCK = 1.75e9
 BLOCK_START = 150e-9  # seconds from one block's start on a multiprocessor to the next one's
@@ -53,7 +54,7 @@ class Modulated:
 class Problem(FloatElements):
     """``rows`` rows of ``length`` elements of ``dtype``: 16-bit floats or fp32.
 
-    ``add``: a second input is added first, or to the result (``last``). ``sum``: the operand of the norm is also an output. ``scale``,
+    ``add``: a second input is added first, or to the result (``last``), there by a stage of ``epilogue`` if one reads it. ``sum``: the operand of the norm is also an output. ``scale``,
     ``bias``: the norm has these fp32 parameters of ``length`` elements. ``factor`` multiplies softmax's input.
     """
 
@@ -82,15 +83,20 @@ class Problem(FloatElements):
     pitches: tuple[int, int] = (0, 0)
     """Elements from a row to the next, of the addend and of the results of ``dtype``; 0: ``length``."""
     epilogue: tuple[render.Stage, ...] = ()
-    """Stages without operands after the norm."""
+    """Stages after the norm. The addend of a :attr:`last` addition may be their only operand."""
     first: FirstNorm | None = None
     """A norm of the input before the addition, or before the norm if there is no addend."""
     modulated: Modulated | None = None
 
     @property
+    def residual(self) -> bool:
+        """Whether a stage of the epilogue reads the addend."""
+        return render.uses_residual(self.epilogue)
+
+    @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
-        parameters = 4 * self.length * (self.scale + self.bias) if self.operation in OPERATIONS[:2] else 0
+        parameters = 0 if self.operation in _SOFTMAX else 4 * self.length * (self.scale + self.bias)
         written = self.itemsize * (self.wide * (1 + self.widened) + self.sum) + bool(self.narrow)
         added = (self.period or self.rows) * self.length * self.itemsize if self.add else 0
         return self.rows * self.length * (self.itemsize + written) + added + parameters
@@ -120,22 +126,23 @@ def refuse(problem: Problem, config: Config) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if problem.operation not in OPERATIONS:
         return f"no operation {problem.operation!r}"
-    if problem.operation not in OPERATIONS[:2] and (problem.add or problem.sum):
+    if problem.operation not in OPERATIONS[:2] and (problem.sum or (problem.add and not problem.last)):
         return "softmax and L2 norms add no residual"
+    if problem.operation in _SOFTMAX and problem.add:
+        return "softmax adds no residual"
     if problem.period and not problem.add:
         return "a period needs an addend"
     if problem.last and (not problem.add or problem.sum or problem.narrow):
         return "a last addition needs an addend, and its sum must be the only result"
     if problem.first is not None and (not problem.sum or problem.operation not in OPERATIONS[:2]):
         return "a norm before the addition needs a norm of the sum, and the sum must be stored"
-    if problem.epilogue and (problem.narrow or problem.add or problem.operation not in OPERATIONS[:2]):
-        return "stages after the norm allow no addend and no quantization"
-    if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
-        return "the stages after a norm have no operands"
-    if problem.modulated is not None and (
-        problem.operation not in OPERATIONS[:2] or problem.narrow or problem.add or problem.epilogue
-    ):
-        return "factors after the norm allow no addend, no stages and no quantization"
+    early = problem.add and not problem.last
+    if problem.epilogue and (problem.narrow or early or problem.operation in _SOFTMAX):
+        return "stages after the norm allow no addend before it and no quantization"
+    if (problem.residual and not problem.last) or ("bias",) in problem.epilogue:
+        return "the stages after a norm have no operands, except an addend"
+    if problem.modulated is not None and (problem.operation in _SOFTMAX or problem.narrow or early):
+        return "factors after the norm allow no addend before it and no quantization"
     if problem.widened and (problem.itemsize != 2 or problem.narrow or problem.sum or not problem.wide):
         return "an fp32 result must be the only result, of 16-bit rows"
     if problem.sum and not problem.add and problem.first is None:
@@ -179,11 +186,11 @@ def _vectors(problem: Problem) -> tuple[int, ...]:
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """The kernel's recipe. The sizes are parameters."""
-    norm, wide, l2 = problem.operation in OPERATIONS[:2], problem.itemsize == 4, problem.operation == "l2_norm"
+    norm, wide, l2 = problem.operation not in _SOFTMAX, problem.itemsize == 4, problem.operation == "l2_norm"
     defines = {
         "OPERATION": 1 if l2 else OPERATIONS.index(problem.operation), "L2": int(l2), "WIDE": int(wide), "LANES": config.lanes, "VECTORS": config.vectors,
         "GROUP": config.group, "ROWS": config.rows, "THREADS": config.threads,
-        "HAS_ADD": int(problem.add), "ADD_LAST": int(problem.last), "HAS_SUM": int(problem.sum), "PERIODIC": int(problem.period > 0),
+        "HAS_ADD": int(problem.add), "ADD_LAST": int(problem.last), "RESIDUAL": int(problem.residual), "HAS_SUM": int(problem.sum), "PERIODIC": int(problem.period > 0),
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
         "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide), "WIDENED": int(problem.widened), "WALKED": int(bool(problem.walk)), "EPILOGUE": int(bool(problem.epilogue)),
         "FIRST": 0 if problem.first is None else 1 + OPERATIONS.index(problem.first.operation),
@@ -199,7 +206,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
     """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``; ``first_scale``
     and ``first_bias`` of the norm before the addition; ``factor`` and ``shift`` of :class:`Modulated`."""
-    norm = problem.operation in OPERATIONS[:2]
+    norm = problem.operation not in _SOFTMAX
     present = {
         "input": True, "addend": problem.add, "scale": norm and problem.scale, "bias": norm and problem.bias,
         "output": problem.wide, "sum": problem.sum, "narrow": problem.narrow,
@@ -234,7 +241,9 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     latency = 0.8e-6 + (0.1e-6 if config.group > 32 else 0.0) + elements * 10 / CLOCK
     latency += 0.3e-6 + elements * 6 / CLOCK if problem.first is not None else 0.0
     tail = 1.0 + 0.5 * resident * device.multiprocessors / max(blocks, resident * device.multiprocessors)
-    if near and problem.operation in OPERATIONS[:2]:  # a group reads the parameters from L1 once for its rows
+    if (
+        near and (problem.scale or problem.bias) and problem.operation not in _SOFTMAX
+    ):  # a group reads the parameters from L1 once for its rows
         latency += 0.3 * 8 * problem.length * problem.rows / config.rows / (device.multiprocessors * 64 * CLOCK)
     started = BLOCK_START * blocks / device.multiprocessors
     return latency + max(problem.bytes / bandwidth * (tail if blocks > busy else 1.0), compute, started)

@@ -170,8 +170,8 @@ class ActivatedRows(RowsOnce):
         to = self._output(b, op)
         if to.last is op:
             return "the only reader of its result is not an activation or a conversion to fp32"
-        if to.epilogue.rendered and op.kind not in ("LayerNormalization", "RMSNormalization"):
-            return "the launch of a softmax or an L2 norm only converts its result"
+        if to.epilogue.rendered and "Normalization" not in op.kind:
+            return "the launch of a softmax only converts its result"
         return super().refuse(b, op)
 
     @staticmethod

@@ -104,7 +104,7 @@ def test_norms_without_an_activation_have_none() -> None:
 def test_stages_that_are_refused() -> None:
     stages = (("gelu",),)
     config = rows_kernel.candidates(rows_kernel.Problem("layer_norm", 40, 48, epilogue=stages), of_arch("sm_90a"))[0]
-    alone = "stages after the norm allow no addend and no quantization"
+    alone = "stages after the norm allow no addend before it and no quantization"
     for problem in (
         rows_kernel.Problem("softmax", 40, 48, epilogue=stages),
         rows_kernel.Problem("layer_norm", 40, 48, add=True, epilogue=stages),
@@ -112,7 +112,11 @@ def test_stages_that_are_refused() -> None:
     ):
         assert rows_kernel.refuse(problem, config) == alone
     reads = rows_kernel.Problem("layer_norm", 40, 48, epilogue=(("add",),))
-    assert rows_kernel.refuse(reads, config) == "the stages after a norm have no operands"
+    assert rows_kernel.refuse(reads, config) == "the stages after a norm have no operands, except an addend"
+    for problem in (replace(reads, operation=name, add=True, last=True) for name in ("layer_norm", "l2_norm")):
+        assert rows_kernel.refuse(problem, config) is None
+    softmax = rows_kernel.Problem("softmax", 40, 48, add=True, last=True)
+    assert rows_kernel.refuse(softmax, config) == "softmax adds no residual"
 
 
 def row_cases() -> list[tuple[Graph, str, str]]:

@@ -122,3 +122,42 @@ def test_candidates_compile_without_spills(operation: str, length: int, dtype: s
     for config in rows.candidates(problem, GPU, 3):
         kernel = nvrtc.resources(rows.recipe(problem, config))["rows"]
         assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.parametrize("shift", [None, 192])
+def test_a_residual_block_on_a_processor(shift: int | None, scale: bool, residual: bool, tmp_path: Path) -> None:
+    """``silu(l2(x) * scale * (factor + 1) + shift) + addend``: two images of eight rows, of which factors and shifts lie side by side."""
+    stages = (("silu",), ("add",)) if residual else (("silu",),)
+    problem = rows.Problem(
+        "l2_norm", 16, 96, "float32", scale=scale, bias=False, epsilon=1e-12, add=residual, last=residual,
+        epilogue=stages, modulated=rows.Modulated(8, 192, shift, 1.0),
+    )  # fmt: skip
+    config = rows.Config(32, 1, 4, 64)
+    assert rows.refuse(problem, config) is None
+    rng, shape = np.random.default_rng(0), (problem.rows, problem.length)
+    vectors = rng.standard_normal((2, 192)).astype(np.float32)
+    memory: dict[str, Array] = {
+        "input": rng.standard_normal(shape).astype(np.float32),
+        "addend": rng.standard_normal(shape).astype(np.float32),
+        "scale": rng.standard_normal(problem.length).astype(np.float32),
+        "factor": vectors, "shift": np.ascontiguousarray(vectors[:, 96:]).repeat(2, 1)[:, :192].copy(),
+        "output": np.zeros(shape, np.float32),
+    }  # fmt: skip
+    made = rows.launch(problem, config, GPU)
+    assert set(made.operands) == {"input", "output", "factor"} | {
+        name for name, there in (("addend", residual), ("scale", scale), ("shift", shift)) if there
+    }
+    held = {name: emulated.aligned(memory[name]) for name in made.operands}
+    library = emulated.compiled(
+        made.recipe, made.function, tmp_path, first=["vectors.cuh"], headers=["l2_priority.cuh", "tile_vectors.cuh"],
+        rendered=render.epilogue(stages, exact=True),
+    )  # fmt: skip
+    emulated.run(library, made, {name: array.ctypes.data for name, array in held.items()})
+    x = memory["input"].astype(np.float64)
+    y = x / np.linalg.norm(x, axis=1, keepdims=True) * (memory["scale"] if scale else 1.0)
+    y = y * (memory["factor"][:, :96].repeat(8, 0) + 1.0) + (memory["shift"][:, :96].repeat(8, 0) if shift else 0.0)
+    want = y / (1 + np.exp(-y)) + (memory["addend"] if residual else 0.0)
+    np.testing.assert_allclose(held["output"], want, rtol=0, atol=1e-5)

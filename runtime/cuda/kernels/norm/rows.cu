@@ -9,7 +9,7 @@
 // ROWS, THREADS, HAS_ADD (the normalized row is input + addend), ADD_LAST (the addend is added to the normalized row instead), PERIODIC
 // (the addend's rows repeat), FIRST (1, 2: the input is normalized by operation 0 or 1 before an addend is added), HAS_FIRST_SCALE and
 // HAS_FIRST_BIAS, WALKED (the input's rows are spread over up to four axes; other tensors are rows), HAS_SUM (input + addend is a second
-// output), HAS_SCALE and HAS_BIAS; EPILOGUE (the result goes through epilogue()); MODULATED (rows of an image share factors, and with
+// output), HAS_SCALE and HAS_BIAS; EPILOGUE (the result goes through epilogue(), which with RESIDUAL adds the addend); MODULATED (rows of an image share factors, and with
 // HAS_SHIFT shifts, after the norm); NARROW (1: the result is stored as 8-bit integers, 2: as fp8) and HAS_OUTPUT (it is stored in the
 // input's type; WIDENED: in fp32).
 #include "tile_vectors.cuh"
@@ -282,9 +282,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
                 value *= lane_of(factors, i) + p.plus;
                 if (HAS_SHIFT) value += lane_of(shifts, i);
 #endif
-                if (ADD_LAST) value += lane_of(other[HAS_ADD ? r : 0][HAS_ADD ? v : 0], i);
+                const float added = ADD_LAST ? lane_of(other[HAS_ADD ? r : 0][HAS_ADD ? v : 0], i) : 0.0f;
+                if (ADD_LAST && !RESIDUAL) value += added;
 #if EPILOGUE
-                value = epilogue(value, 0.0f, 0.0f);
+                value = epilogue(value, 0.0f, added);
 #endif
                 y[i] = value;
             }
