@@ -8,30 +8,24 @@ element. On GPUs the work is repeated where it costs less than a launch. Types m
 On GPUs, an op that reads one tensor, or has few elements, is computed again in each of its readers, if no reader needs its result
 from memory. The readers then read the op's operands. One reader may be a reduction: its kernel computes the op as it reduces. If
 several parts of a small tensor go through the same op, one op of the whole tensor replaces them. If a Concat of such ops goes
-through one more op, each part does so before the Concat.
+through one more op, each part does so before the Concat. A Reshape between two ops moves in front of the first one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.base import Attrs, Stage
-from optdnn.ops.fused import PointwiseAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.rules.pointwise_parts import PointwiseOfParts
+from optdnn.passes.rules.pointwise_views import ViewAfter, ViewBefore
 from optdnn.passes.support.facts import is_pointwise
-from optdnn.types import TensorType, is_float, show_shape
-
-MAX_STAGES = 16
-"""Most stages of one Pointwise op: bounds the registers per thread of a GPU kernel."""
-MAX_OPERANDS = 8
-"""Most tensors that one Pointwise op reads; constants of one element do not count (they become literals)."""
-
+from optdnn.passes.support.open_stages import MAX_OPERANDS, MAX_STAGES, OpenStage, body, outside, steps_of, tensors_of
+from optdnn.types import BOOL, TensorType, is_float, show_shape
 
 ALIGNED = 8
 """Parts whose size is a multiple of this many elements are read in place, without a copy."""
@@ -42,47 +36,6 @@ for each of a million elements takes some hundred nanoseconds on a large GPU, a 
 
 VERY_FEW = 100_000
 """Most elements of an op of two tensors that is computed again. Reading both of them again costs less than a launch."""
-
-
-@dataclass(frozen=True)
-class OpenStage:
-    """A stage before slots are assigned: an argument is a value from outside, the number of an earlier stage, or None."""
-
-    kind: str
-    attrs: Attrs
-    args: tuple[Value | int | None, ...]
-
-
-def steps_of(op: Op) -> list[OpenStage]:
-    """A pointwise op as one step, or a Pointwise as the steps of its body."""
-    if op.kind != "Pointwise":
-        return [OpenStage(op.kind, op.attrs, op.inputs)]
-
-    def argument(a: int | None) -> Value | int | None:
-        if a is None:
-            return None
-        if a >= 0:
-            return op.inputs[a]
-        return op.inputs[0] if a == -1 else ~a - 1
-
-    return [OpenStage(s.kind, s.attrs, tuple(map(argument, s.args))) for s in op.attrs.epilogue]
-
-
-def body(steps: Sequence[OpenStage], first: Value) -> tuple[list[Value], PointwiseAttrs]:
-    """Operands and attributes of the Pointwise op that runs these steps; ``first`` becomes operand 0."""
-    operands = [first]
-    for step in steps:
-        operands += [a for a in step.args if isinstance(a, Value) and a not in operands]
-
-    def slot(a: Value | int | None) -> int | None:
-        if a is None:
-            return None
-        if isinstance(a, int):
-            return ~(a + 1)
-        return -1 if a == first else operands.index(a)
-
-    stages = tuple(Stage(s.kind, tuple(map(slot, s.args)), s.attrs) for s in steps)
-    return operands, PointwiseAttrs(epilogue=stages)
 
 
 class FuseGroup(Rule):
@@ -166,7 +119,7 @@ def _unfit(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool, 
 def _repeats_little(one: Op, result: TensorType) -> bool:
     """Whether computing ``one`` again for each element of the result costs less than a launch."""
     inner = one.outputs[0].type
-    if not result.is_static or not inner.is_static or not is_float(inner.dtype):
+    if not result.is_static or not inner.is_static or not (is_float(inner.dtype) or inner.dtype == BOOL):
         return False
     return len(steps_of(one)) * math.prod(result.static_shape) <= REPEATED
 
@@ -206,11 +159,6 @@ def _collect(graph: Graph, ops: Sequence[Op]) -> list[OpenStage]:
             steps.append(OpenStage(step.kind, step.attrs, args))
         result[op.value] = len(steps) - 1
     return steps
-
-
-def outside(steps: Sequence[OpenStage]) -> list[Value]:
-    """The values that steps read from outside, in order of first use."""
-    return list(dict.fromkeys(a for s in steps for a in s.args if isinstance(a, Value)))
 
 
 def first_operand(graph: Graph, steps: Sequence[OpenStage], op: Op, on_gpu: bool) -> Value | None:
@@ -266,7 +214,7 @@ class ComputedAgain(Rule):
 def _reads_little(graph: Graph, op: Op) -> bool:
     """Whether an op reads a single tensor, of its result's shape and of no larger elements. Scalar constants do not count. An op of
     few elements may also read constants, and an op of very few a second tensor."""
-    tensors, out = _tensors(graph, op), op.outputs[0].type
+    tensors, out = tensors_of(graph, op), op.outputs[0].type
     computed = [v for v in tensors if graph.constant_value(v) is None]
     if not any(graph.type(v).shape == out.shape for v in computed):
         return False
@@ -307,20 +255,15 @@ class PartsTogether(Rule):
             y = patch.add("Pointwise", *body(steps, split.input(0)), src=frozenset().union(*(u.src for u in same)))  # type: ignore[arg-type]
             parts = patch.add_op("Split", [y, *split.inputs[1:]], split.attrs, outputs=len(split.outputs))
             for reader in same:
-                patch.replace(reader.value, Value(parts.id, _tensors(graph, reader)[0].port))
+                patch.replace(reader.value, Value(parts.id, tensors_of(graph, reader)[0].port))
 
-        op_parts = _tensors(graph, op)
+        op_parts = tensors_of(graph, op)
         return Match(tuple(same), build)
-
-
-def _tensors(graph: Graph, op: Op) -> list[Value]:
-    """The operands of an op, without scalar constants."""
-    return [v for v in outside(steps_of(op)) if (array := graph.constant_value(v)) is None or array.size > 1]
 
 
 def _split_before(graph: Graph, op: Op) -> Op | None:
     """The Split whose part is the only tensor that an op reads; None for other ops."""
-    tensors = _tensors(graph, op)
+    tensors = tensors_of(graph, op)
     split = graph.op(tensors[0]) if len(tensors) == 1 else None
     whole = split is not None and graph.type(tensors[0]).shape == op.outputs[0].type.shape
     return split if split is not None and split.kind == "Split" and whole else None
@@ -340,5 +283,12 @@ class FusePointwise(RulePass):
     """Sinks first: each group is grown from its last op."""
 
     name = "fuse_pointwise"
-    rules: Sequence[Rule] = (PointwiseOfParts(), FuseGroup(), ComputedAgain(), PartsTogether())
+    rules: Sequence[Rule] = (
+        PointwiseOfParts(),
+        FuseGroup(),
+        ComputedAgain(),
+        PartsTogether(),
+        ViewBefore(),
+        ViewAfter(),
+    )
     sinks_first = True

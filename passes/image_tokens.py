@@ -10,6 +10,7 @@ the Transpose moves in front of the Split first. Permuted pixels are moved with 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -287,7 +288,7 @@ def _channels(image: Shape | None, tokens: Shape | None) -> range | None:
     """The axes of ``tokens`` that hold the channels of an ``image`` (B, C, positions...); None for other shapes.
 
     The Reshape from image to tokens keeps C, or splits it into parts, between batch and positions."""
-    if image is None or tokens is None or len(image) < 4:
+    if image is None or tokens is None or len(image) < 3:
         return None
     first = 1 if tokens[:1] == image[:1] else _end(tokens, 0, image[0])
     end = None if first is None else _end(tokens, first, image[1])
@@ -347,6 +348,42 @@ def activate_image(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((user, op), build)
 
 
+@rule("turned_units", {"Transpose"})
+def turned_units(graph: Graph, op: Op) -> Match | None:
+    """A Transpose that moves axes of one element, too, moves only the channels of an image, and a Reshape does the rest.
+
+    Streaming speech networks keep a line as (batch, 1, time, channels), or as (time, batch of 1, channels) for an LSTM."""
+    x, perm = operand(op), op.attrs.perm
+    before, after = shape_of(graph, x), op.outputs[0].type.shape
+    if perm is None or before is None or after is None or len(perm) < 3 or 1 not in before:
+        return None
+    last, first = channels_to_last(len(perm)), channels_from_last(len(perm))
+
+    def moved(order: Sequence[int]) -> list[int]:
+        return [k for k in order if before[k] != 1]
+
+    if moved(perm) in ([], sorted(moved(perm))):
+        return None
+    rows = (perm[0], *perm[2:], perm[1])
+    departs = perm != last and moved(perm) == moved(last) and is_image(graph, x)
+    if departs:
+        target = reshape_target(tuple(before[k] for k in last), after)
+    elif perm != first and moved(rows) == sorted(moved(rows)) and read_as_image(graph, op.value):
+        target = reshape_target(before, tuple(before[k] for k in rows))
+    else:
+        return None
+    if target is None:
+        return None
+    sizes: tuple[int, ...] = target
+
+    def build(patch: Patch) -> Value:
+        if departs:
+            return reshaped(patch, transposed(patch, x, last), sizes)
+        return transposed(patch, reshaped(patch, x, sizes), first)
+
+    return Match((op,), build)
+
+
 def _turns(op: Op) -> bool:
     """Whether a Transpose moves channels from the last axis to the second, or back."""
     if op.kind != "Transpose" or op.attrs.perm is None or len(op.attrs.perm) < 4:
@@ -380,6 +417,7 @@ class ImageTokens(RulePass):
         norm_of_view,
         moved_pixels,
         activate_image,
+        turned_units,
         channel_attention,
         gated_rows,
         softmax_mean,

@@ -19,8 +19,9 @@ from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.segment_sum import NEUTRAL, SegmentSumAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.fuse_pointwise import MAX_OPERANDS, MAX_STAGES, REPEATED
+from optdnn.passes.fuse_pointwise import REPEATED
 from optdnn.passes.support.facts import RESHAPES, in_shape, is_filled, operand
+from optdnn.passes.support.open_stages import MAX_OPERANDS, MAX_STAGES
 from optdnn.types import Array, broadcast_dims, is_float, normalize_axis
 
 LEAST_ROWS = 64

@@ -1,7 +1,9 @@
-"""Small pointwise operators, copies and conversions that wait for the same steps become one launch
+"""Small pointwise operators, copies and conversions become one launch, if no step has to wait longer for it
 (:mod:`optdnn.kernels.pointwise.joint`).
 
-They can begin at the same time, and each takes about the time of a launch. So no result is ready later.
+Each takes about the time of a launch. Those that wait for the same steps can begin at the same time. Those that wait for different steps
+are joined if the readers of the results wait for these steps anyway: a decoder's old values, which are joined with a new one early, and its
+keys, which follow after a rotary embedding. Nothing but the end of the run waits for outputs.
 """
 
 from __future__ import annotations
@@ -24,16 +26,19 @@ from optdnn.runtime.cuda.launches.plan import CudaStep, LaunchPlan, OperandView,
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
 from optdnn.runtime.program import Kernel, Program, Step
 from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
-from optdnn.runtime.steps.lanes import dependencies
+from optdnn.runtime.steps.lanes import dependencies, masks_of
 
 COPY, POINTWISE = "copy", "pointwise"
 """The names of the tactics of these launches: copies alone, and any operators."""
+NEAREST = 64
+"""A step that no group waits as long as may join one of so many groups before it."""
 
 
 @dataclass
 class Group:
-    """Steps (by number) that become one launch, and their parts."""
+    """Steps (by number) that become one launch, in the place of step ``at``, and their parts."""
 
+    at: int
     steps: list[int] = field(default_factory=list)
     parts: list[joint.Part] = field(default_factory=list)
 
@@ -55,7 +60,7 @@ def with_joined_launches(program: Program, gpu: GpuFacts) -> tuple[Program, dict
     groups = [group for group in found if len(group.steps) > 1 or group.steps[0] in changed]
     if not groups:
         return program, {k: k for k in range(len(program.steps))}
-    at = {group.steps[0]: group for group in groups}
+    at = {group.at: group for group in groups}
     joined = {k for group in groups for k in group.steps}
     steps, kernels, moved = list[Step](), list(program.kernels), dict[int, int]()
     for k in live:
@@ -187,35 +192,88 @@ def operator_of(program: Program, step: Step) -> joint.Part | None:
 
 
 def groups_of(program: Program, live: Sequence[int], parts: Mapping[int, Sequence[joint.Part]]) -> list[Group]:
-    """The small operators ``parts`` (by step) among the steps ``live``, in groups that wait for the same steps. Steps on the CPU end
-    all groups before them."""
+    """The small operators ``parts`` (by step) among the steps ``live``, in groups. Steps on the CPU end all groups before them."""
     found: list[Group] = []
-    first = list(range(len(program.steps)))
     for on_gpu, run in groupby(live, lambda k: program.steps[k].executor == "cuda"):
         if not on_gpu:
             continue
-        numbers, alike = list(run), dict[frozenset[int], Group]()
+        numbers = list(run)
         waits = dependencies(replace(program, steps=tuple(program.steps[k] for k in numbers)))
-        for k, before in zip(numbers, last_of(waits), strict=True):
-            if k in parts:
-                group = alike.setdefault(frozenset(first[numbers[d]] for d in before), Group())
-                group.steps.append(k)
-                group.parts += parts[k]
-                first[k] = group.steps[0]
-        found += alike.values()
+        for places in joined(waits, [k in parts for k in numbers]):
+            steps = [numbers[p] for p in places.steps]
+            found.append(Group(numbers[places.at], steps, [part for k in steps for part in parts[k]]))
     return found
 
 
-def last_of(waits: Sequence[set[int]]) -> list[set[int]]:
-    """Of the steps that each step waits for, those that no other one of them waits for, directly or not."""
-    found, before = list[set[int]](), list[int]()  # before: all steps before a step, as bits
-    for own in waits:
-        implied = 0
+@dataclass
+class _Launch:
+    """Steps that become one launch, in the place of step ``at``. As bits: the steps themselves, all steps that they wait for, and the steps
+    that wait for them directly."""
+
+    at: int
+    steps: list[int]
+    own: int
+    before: int
+    readers: int
+
+
+def joined(waits: Sequence[set[int]], small: Sequence[bool]) -> list[_Launch]:
+    """The ``small`` ones of the steps, in groups. ``waits``: the earlier steps that each step waits for directly.
+
+    Two groups become one if that delays neither: each begins as early as before, or the steps that wait for it also wait for the other.
+    """
+    before, readers = masks_of(waits), [0] * len(waits)
+    for k, own in enumerate(waits):
         for d in own:
-            implied |= before[d]
-        found.append({d for d in own if not implied >> d & 1})
-        before.append(implied | sum(1 << d for d in own))
+            readers[d] |= 1 << k
+    found, alike = list[_Launch](), dict[int, _Launch]()
+    for k in (k for k, is_small in enumerate(small) if is_small):
+        new = _Launch(k, [k], 1 << k, before[k], readers[k])
+        other = alike.get(new.before)
+        if other is None or other.before != new.before:
+            other = next((old for old in found[: -NEAREST - 1 : -1] if _delays_none(old, new, before)), None)
+        if other is None:
+            found.append(new)
+            alike[new.before] = new
+            continue
+        other.at = other.at if _begins(other, new) else k
+        other.steps.append(k)
+        other.own, other.before, other.readers = (
+            other.own | new.own,
+            other.before | new.before,
+            other.readers | new.readers,
+        )
+        alike[other.before] = other
+        for s in other.steps:
+            before[s] = other.before
+        all_of_it = other.own | other.before
+        before = [mask | all_of_it if mask & other.own else mask for mask in before]
+        for group in found:
+            if group.before & other.own:
+                group.before |= all_of_it
     return found
+
+
+def _begins(group: _Launch, other: _Launch) -> bool:
+    """Whether everything that ``other`` waits for has ended when ``group`` begins."""
+    return not other.before & ~group.before
+
+
+def _delays_none(a: _Launch, b: _Launch, before: Sequence[int]) -> bool:
+    """Whether one launch of both delays neither's readers."""
+    if a.before & b.own or b.before & a.own:
+        return False
+    return all(_begins(x, y) or _wait(x.readers, y.own, before) for x, y in ((a, b), (b, a)))
+
+
+def _wait(readers: int, own: int, before: Sequence[int]) -> bool:
+    """Whether all ``readers`` wait for one of the steps ``own``."""
+    while readers:
+        low = readers & -readers
+        if not before[low.bit_length() - 1] & own:
+            return False
+        readers ^= low
+    return True
 
 
 def _reading(step: Step, parts: Sequence[joint.Part]) -> Step:

@@ -69,7 +69,7 @@ from optdnn.kernels.norm.norm_norm import NormNorm
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.norm.rows_grid import RowsGrid
-from optdnn.kernels.norm.rows_once import OPERATIONS, ActivatedRows, QuantizedRows, RowsOnce
+from optdnn.kernels.norm.rows_once import OPERATIONS, ActivatedRows, FlatRows, QuantizedRows, RowsOnce
 from optdnn.kernels.norm.short_rows import ShortRows, ShortRowsPair
 from optdnn.kernels.norm.softmax_mean import SoftmaxMean
 from optdnn.kernels.packed.eight_bits import PackedBytes
@@ -213,7 +213,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (QuantizedRows(), ActivatedRows(), RowsOnce(), RowsGrid(), Rows())),
-    "LayerNormalization": (*_NORMS, RowTiles(), *_LATER_NORMS, CudnnNorm()),
+    "LayerNormalization": (*_NORMS, FlatRows(), RowTiles(), *_LATER_NORMS, CudnnNorm()),
     "RMSNormalization": (*_NORMS, *_LATER_NORMS, CudnnNorm()),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), RowsGrid(), Rows())),
     "LpNormalization": (ShortRowsPair(), ActivatedRows(), ShortRows(), RowsOnce(), RowsGrid(), Rows()),
@@ -229,7 +229,11 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         (*IMAGE_SUMS, "GlobalAveragePool"), (StagedReduction(), ImageMeans(), ReductionParts(), Reduction())
     ),
     "GlobalMaxPool": (StagedReduction(), ReductionParts(), Reduction()),
-    **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
+    **{
+        kind: (PointwiseRows(), Elementwise())
+        for kind, d in OPDEFS.items()
+        if d.traits.pointwise and kind != "Identity"
+    },
     "Cast": (ResizedPicture(), Elementwise()),
     "Add": (
         NormAddNorm(),

@@ -3,6 +3,8 @@
 PyTorch exports ``unfold`` as a Gather along each axis of an image, with a table of indices (window, offset). If the windows do not
 overlap and cover the image, the table holds every index of the axis once: it is a transposed count. ``fold`` is exported as a
 Col2Im.
+
+transformers reads the mask of a language model by the positions of all queries and keys, which is exported as a GatherND.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import ints, operand, reshape_target, reshaped, shape_of
+from optdnn.passes.support.facts import integers, ints, operand, reshape_target, reshaped, shape_of
 from optdnn.passes.support.views import transposed
 from optdnn.types import Array, Shape, normalize_axis
 
@@ -42,6 +44,40 @@ def grid_gather(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> Value:
         return transposed(patch, reshaped(patch, x, target), perm)
+
+    return Match((op,), build)
+
+
+@rule("grid_gather_nd", {"GatherND"})
+def grid_gather_nd(graph: Graph, op: Op) -> Match | Miss | None:
+    """A GatherND of all elements of the first axes, in order or transposed, and repeated along further axes of its indices."""
+    x, indices = operand(op), graph.constant_value(op.inputs[1])
+    before = shape_of(graph, x)
+    if indices is None or before is None or op.attrs.batch_dims or indices.ndim < 2:
+        return None
+    depth = indices.shape[-1]
+    indexed, rest = [n for n in before[:depth] if isinstance(n, int) and n > 0], before[depth:]
+    if len(indexed) < depth:
+        return None
+    rows = np.zeros(indices.shape[:-1], np.int64)
+    for k, n in enumerate(indexed):
+        rows = rows * n + indices[..., k] % n
+    once = rows
+    for k in range(rows.ndim):
+        if rows.size and (rows == rows.take([0], k)).all():
+            once = once.take([0], k)
+    order = _digits(once, math.prod(indexed))
+    if order is None:
+        return None
+    split = (*(once.shape[k] for k in order), *rest)
+    target, whole = reshape_target(before, split), [*rows.shape, *(n for n in rest if isinstance(n, int))]
+    if target is None or (once.shape != rows.shape and len(whole) < rows.ndim + len(rest)):
+        return _INEXPRESSIBLE
+    perm = (*(order.index(k) for k in range(len(order))), *range(len(order), len(split)))
+
+    def build(patch: Patch) -> Value:
+        y = transposed(patch, reshaped(patch, x, target), perm)
+        return y if once.shape == rows.shape else patch.add("Expand", [y, integers(patch, whole, "shape")])
 
     return Match((op,), build)
 

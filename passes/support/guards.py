@@ -16,8 +16,8 @@ import numpy as np
 
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.binary import CastAttrs
-from optdnn.passes.fuse_pointwise import OpenStage, steps_of
 from optdnn.passes.support.facts import is_pointwise
+from optdnn.passes.support.open_stages import OpenStage, steps_of
 from optdnn.passes.support.precision_report import FP16_LARGEST, FP16_LEAST, FP16_NORMAL
 from optdnn.types import FP32, FP64, Array
 

@@ -8,9 +8,10 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Output, Value
 from optdnn.ops.base import Attrs
-from optdnn.passes.fuse_pointwise import OpenStage, body, first_operand, outside, steps_of
+from optdnn.passes.fuse_pointwise import first_operand
 from optdnn.passes.support.facts import is_pointwise
 from optdnn.passes.support.guards import Guards
+from optdnn.passes.support.open_stages import OpenStage, body, outside, steps_of
 from optdnn.passes.support.precision_report import FP16_LARGEST
 from optdnn.types import BF16, FP16, FP32
 

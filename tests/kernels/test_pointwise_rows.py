@@ -48,11 +48,19 @@ def positions() -> Graph:
     return n.done(n.op("Softmax", n.op("Add", y, rows(n, tokens(n, 5, name="at"), 12))))
 
 
+def scaled() -> Graph:
+    """Gemma's embedding: rows times a number, which a norm and a residual read."""
+    n = Net()
+    x = n.op("Mul", rows(n, tokens(n, 2, 6), 16), n.const(4.0))
+    return n.done(n.op("Add", n.op("MatMul", n.op("Softmax", x), n.random(16, 16)), x))
+
+
 CASES: dict[str, Callable[[], Graph]] = {
     "embeddings": embeddings,
     "rows that are not aligned": lambda: embeddings(13),
     "indices of 32 bits": lambda: embeddings(wide=False),
     "positions": positions,
+    "rows times a number": scaled,
 }
 
 

@@ -18,7 +18,7 @@ from optdnn.kernels.builder import TensorView, row_major
 from optdnn.kernels.layout import copies
 from optdnn.kernels.layout.copies import Part
 from optdnn.kernels.pointwise import joint
-from optdnn.lowering.joined_launches import _moved, last_of
+from optdnn.lowering.joined_launches import _moved, joined
 from optdnn.lowering.traced_copies import MOST_PIECES, traced
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
@@ -147,9 +147,50 @@ def test_copies_that_only_operators_read_are_left_out() -> None:
     assert kinds(check_simulated(depth(Net(), shared=True), "fp16"))[:4] == ["Copy", "Conv", "Conv", "Copy"]
 
 
-def test_the_last_steps_of_those_that_a_step_waits_for() -> None:
-    waits = [set[int](), {0}, {0, 1}, {0}, {0, 2, 3}, {1, 3}]
-    assert last_of(waits) == [set(), {0}, {1}, {0}, {2, 3}, {1, 3}]
+@pytest.mark.parametrize(
+    ("waits", "small", "groups"),
+    [
+        ([[], [0], [0]], [1, 2], {(1, 2): 1}),  # they begin together
+        ([[], [0], [0], [2], [1, 3]], [1, 3], {(1, 3): 3}),  # the reader of the first waits for the second anyway
+        ([[], [0], [0], [2], [1], [3, 4]], [1, 3], {(1,): 1, (3,): 3}),  # step 4 would wait for step 2
+        ([[], [0], [0], [2]], [1, 3], {(1, 3): 3}),  # nothing reads the first
+        ([[], [0], [0], [2], [3]], [1, 3], {(1, 3): 3}),  # the first joins the second, which begins no later
+        ([[], [0], [1], [2]], [1, 3], {(1,): 1, (3,): 3}),  # one reads what the other writes, through another step
+        ([[], [], [0], [1], [2, 3]], [2, 3], {(2, 3): 3}),  # both have the same reader
+        ([[], [], [0], [1], [2], [3]], [2, 3], {(2,): 2, (3,): 3}),  # step 4 would wait for step 1
+        ([[], [], [0], [1], [0, 2], [1, 3], [0, 1, 4]], [2, 3, 6], {(2,): 2, (3,): 3, (6,): 6}),
+        ([[], [0], [0], [2], [0], [1, 3, 4]], [1, 3, 4], {(1, 4, 3): 3}),  # three
+    ],
+)
+def test_groups(waits: list[list[int]], small: list[int], groups: dict[tuple[int, ...], int]) -> None:
+    found = joined([set(w) for w in waits], [k in small for k in range(len(waits))])
+    assert {tuple(sorted(g.steps)): g.at for g in found} == {tuple(sorted(steps)): at for steps, at in groups.items()}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_groups_delay_no_step(seed: int) -> None:
+    """Small steps take a time of 1, others of 100. With one launch per group, the others end as early as without groups."""
+    rng = np.random.default_rng(seed)
+    count = 24
+    waits = [
+        set(rng.choice(k, min(k, int(rng.integers(0, 3))), replace=False).tolist()) if k else set()
+        for k in range(count)
+    ]
+    small = [bool(b) for b in rng.random(count) < 0.5]
+    groups = joined(waits, small)
+    assert sorted(k for g in groups for k in g.steps) == [k for k in range(count) if small[k]]
+    of = {k: g for g in groups for k in g.steps}
+    plain: list[int] = []
+    for k in range(count):
+        plain.append(max((plain[d] for d in waits[k]), default=0) + (1 if small[k] else 100))
+    at = {g.at: g for g in groups}
+    ends: dict[int, int] = {}
+    for k in range(count):
+        members = at[k].steps if k in at else [k] if k not in of else []
+        before = [ends[d] for m in members for d in waits[m]]  # a KeyError: the place is too early
+        ends |= dict.fromkeys(members, max(before, default=0) + (1 if small[k] else 100))
+    assert all(small[k] or ends[k] <= plain[k] for k in range(count))
+    assert max(ends.values()) == max(plain)
 
 
 @HOST
@@ -167,12 +208,13 @@ def test_large_outputs_keep_launches_of_their_own() -> None:
     assert "Copies" not in kinds(lowered(heads(2, 2, size=size), "fp16"))
 
 
-def test_outputs_of_different_steps_are_not_joined() -> None:
+def test_outputs_of_different_steps_are_converted_at_the_end() -> None:
     n = Net()
-    x = n.op("MatMul", n.input(4, 16), n.random(16, 16))
-    y = n.op("MatMul", n.op("Softmax", x), n.random(16, 16))
-    program = check_simulated(n.done(x, y, n.op("Softmax", y)), "fp16")
-    assert "Copies" not in kinds(program)
+    x = n.op("MatMul", n.input(4, 16), n.random(16, 12))
+    y = n.op("MatMul", n.op("Softmax", x), n.random(12, 12))
+    program = check_simulated(n.done(x, y), "fp16")
+    assert kinds(program)[-1] == "Copies"
+    assert len(program.steps[-1].outputs) == 2
 
 
 def test_a_cache_that_stays_in_place_keeps_its_copy() -> None:

@@ -10,10 +10,17 @@ from support.simulated import check_simulated
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.signal import Col2ImAttrs
+from optdnn.passes.base import RulePass, run_pipeline
 from optdnn.passes.canonicalize import Canonicalize
+from optdnn.passes.rules.grids import grid_gather_nd
+
+
+class Positions(RulePass):
+    name = "positions"
+    rules = (grid_gather_nd,)
 
 
 def gathered(n: Net, x: Value, table: object, axis: int) -> Value:
@@ -75,6 +82,61 @@ def test_two_unknown_sizes_that_move_stay() -> None:
     n = Net()
     x = n.input(symbol("n"), 24, symbol("m"), symbol("k"))
     check_refused(Canonicalize(), n.done(gathered(n, x, table(6, 4), 1)), because="no constant target")
+
+
+def positions(*sizes: int) -> np.ndarray:
+    """The positions of all elements of a tensor."""
+    return np.stack(np.meshgrid(*map(np.arange, sizes), indexing="ij"), -1)
+
+
+def picked(n: Net, x: Value, indices: object, batch_dims: int = 0) -> Value:
+    return n.op("GatherND", x, n.const(indices, np.int64), attrs=GatherNDAttrs(batch_dims))
+
+
+@pytest.mark.parametrize(
+    ("indices", "kinds"),
+    [
+        (positions(2, 8), {}),
+        (positions(2, 8) - np.array([2, 8]), {}),
+        (positions(2, 8)[:, None, None], {"Reshape": 1}),
+        (positions(2, 8).transpose(1, 0, 2), {"Transpose": 1}),
+        (positions(2, 8).reshape(4, 4, 2), {"Reshape": 1}),
+        (np.broadcast_to(positions(2, 8)[:, None, None], (2, 1, 5, 8, 2)), {"Reshape": 1, "Expand": 1}),
+        (positions(2)[:, None], {"Reshape": 1}),
+    ],
+    ids=["whole", "from the end", "axes", "transposed", "blocks", "repeated", "rows"],
+)
+def test_all_elements_by_their_positions_are_a_view(indices: np.ndarray, kinds: dict[str, int]) -> None:
+    n = Net()
+    graph, _ = check_pass(
+        Positions(), n.done(n.op("Sin", picked(n, n.op("Exp", n.input(2, 8, 3)), indices))), changes=1
+    )
+    run_pipeline(graph, [Canonicalize()])
+    assert graph.kinds() == {"Exp": 1, "Sin": 1, **kinds}
+
+
+@pytest.mark.parametrize(
+    "indices", [positions(2, 7), positions(1, 8), positions(2, 8)[:, ::-1], positions(2, 8)[[0, 0]]]
+)
+def test_other_positions_stay(indices: np.ndarray) -> None:
+    n = Net()
+    check_untouched(Canonicalize(), n.done(picked(n, n.input(2, 8, 3), indices)))
+
+
+def test_positions_of_each_item_stay() -> None:
+    n = Net()
+    check_untouched(Canonicalize(), n.done(picked(n, n.input(2, 8, 3), np.arange(16).reshape(2, 8, 1) % 8, 1)))
+
+
+def test_positions_along_an_axis_of_unknown_size_stay() -> None:
+    n = Net()
+    check_untouched(Canonicalize(), n.done(picked(n, n.input(symbol("n"), 8), positions(2, 8))))
+
+
+def test_repeated_rows_of_unknown_size_stay() -> None:
+    n = Net()
+    repeated = np.broadcast_to(positions(2, 8)[:, None], (2, 3, 8, 2))
+    check_refused(Canonicalize(), n.done(picked(n, n.input(2, 8, symbol("n")), repeated)), because="no constant target")
 
 
 @pytest.mark.parametrize("batch", [2, symbol("n")])

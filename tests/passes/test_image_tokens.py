@@ -331,3 +331,73 @@ def test_attention_between_channels_of_no_image() -> None:
     parts = [n.op("Reshape", n.conv(n.input(2, 3, 4, 6), 8), n.ints(0, 2, 4, 24)) for _ in range(3)]
     y = n.op("Reshape", n.op("Attention", *parts, attrs=AttentionAttrs(1.0)), n.ints(0, 8, 4, 6))
     check_refused(ImageTokens(), n.done(n.op("Tanh", y)), because="no operator on images reads it")
+
+
+# ---- axes of one element
+
+
+def recurrent(n: Net, x: Value) -> Value:
+    """A line (1, C, T) as (T, 1, C) and back, as around PyTorch's LSTM."""
+    rows = n.op("Transpose", x, attrs=TransposeAttrs((2, 0, 1)))
+    y = n.op("Softmax", n.matmul(rows, 16))
+    return n.op("Transpose", y, attrs=TransposeAttrs((1, 2, 0)))
+
+
+def test_a_line_between_convolutions_is_rows_of_channels() -> None:
+    n = Net(np.float64)
+    y = n.conv(recurrent(n, n.conv(n.input(1, 8, 40), 16)), 8)
+    graph, _ = check_pass(ImageTokens(), n.done(y), changes=2, rules={"turned_units": 2})
+    assert sorted(op.attrs.perm for op in graph.of_kind("Transpose")) == [(0, 2, 1), (0, 2, 1)]
+
+
+def test_a_cached_line_of_one_row() -> None:
+    """FSMN (FunASR): rows become an image of one column for a depthwise convolution."""
+    n = Net(np.float64)
+    image = n.op("Transpose", n.op("Softmax", n.input(1, 1, 10, 16)), attrs=TransposeAttrs((0, 3, 2, 1)))
+    y = n.conv(
+        n.op("Concat", n.input(1, 16, 4, 1, name="cache"), image, attrs=ConcatAttrs(2)), 16, (5, 1), pads=0, group=16
+    )
+    rows = n.op("Transpose", y, attrs=TransposeAttrs((0, 3, 2, 1)))
+    graph, _ = check_pass(ImageTokens(), n.done(n.matmul(rows, 8)), changes=2, rules={"turned_units": 2})
+    assert sorted(op.attrs.perm for op in graph.of_kind("Transpose")) == [(0, 2, 3, 1), (0, 3, 1, 2)]
+
+
+def test_rows_between_convolutions_are_not_copied() -> None:
+    n = Net()
+    program = check_simulated(n.done(n.conv(recurrent(n, n.conv(n.input(1, 8, 40), 16)), 8)), "fp16")
+    found = [step.params["op"]["kind"] for step in program.steps]
+    assert [kind for kind in found if kind in ("Copy", "Copies")] in (["Copies"], ["Copy"]), "of the input"
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_other_axes_of_one_element_stay(batch: int) -> None:
+    n = Net(np.float64)
+    x = n.op("Softmax", n.input(batch, 16, 40))
+    rows = n.op("Transpose", x, attrs=TransposeAttrs((2, 0, 1)))
+    check_untouched(ImageTokens(), n.done(n.op("Softmax", rows)))
+    if batch > 1:
+        check_untouched(ImageTokens(), n.done(n.conv(recurrent(n, n.conv(n.input(batch, 8, 40, name="y"), 16)), 8)))
+
+
+def attended_line(n: Net, batch: int) -> Graph:
+    """Attention whose queries, keys and values are convolutions of a line (SqueezeBERT; VITS's text encoder)."""
+    x = n.conv(n.input(batch, 32, 12), 32, pads=1)
+    heads = [n.op("Reshape", n.conv(x, 32, 1, pads=0), n.ints(0, 2, 16, 12)) for _ in range(3)]
+    q, k, v = (n.op("Transpose", y, attrs=TransposeAttrs((0, 1, 3, 2))) for y in heads)
+    y = n.op("Transpose", n.op("Attention", q, k, v, attrs=AttentionAttrs()), attrs=TransposeAttrs((0, 1, 3, 2)))
+    return n.done(n.conv(n.op("Reshape", y, n.ints(0, 32, 12)), 32, 1, pads=0))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_lines_are_rows_of_heads(batch: int) -> None:
+    graph = attended_line(Net(np.float64), batch)
+    rules = {"image_to_tokens": 3, "tokens_to_image": 1}
+    graph, _ = check_pass(ImageTokens(), graph, changes=4, rules=rules)
+    assert [op.attrs.perm for op in graph.of_kind("Transpose")].count((0, 2, 1)) == 4
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_on_a_gpu_heads_of_lines_are_views(batch: int) -> None:
+    program = check_simulated(attended_line(Net(), batch), "fp16")
+    found = [step.params["op"]["kind"] for step in program.steps]
+    assert [kind for kind in found if kind not in ("Conv", "Attention")] == [found[0], found[-1]], "of input and output"

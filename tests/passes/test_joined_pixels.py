@@ -134,7 +134,7 @@ def head(n: Net, batch: int = 1) -> Graph:
 
 def test_the_launches_of_a_head() -> None:
     program = check_simulated(head(Net()), "fp16")
-    assert sorted(kinds(program)) == sorted(["Copies", *["Conv"] * 4, "SoftmaxMean", "JointPointwise", "Pointwise"])
+    assert sorted(kinds(program)) == sorted(["Copies", *["Conv"] * 4, "SoftmaxMean", "JointPointwise"])
 
 
 def keypoints(n: Net) -> Graph:
@@ -152,7 +152,7 @@ def keypoints(n: Net) -> Graph:
 
 def test_the_launches_of_scores_and_points() -> None:
     program = check_simulated(keypoints(Net()), "fp16")
-    assert sorted(kinds(program)) == sorted(["Copies", *["Conv"] * 8, "JointPointwise", "Pointwise"])
+    assert sorted(kinds(program)) == sorted(["Copies", *["Conv"] * 8, "JointPointwise"])
 
 
 def test_pixels_of_one_channel() -> None:

@@ -65,14 +65,14 @@ def test_a_view_of_a_part_moves_behind_the_op() -> None:
     check_pass(FusePointwise(), graph, changes=5, rules=rules, kinds=left, context=CUDA)
 
 
-def test_a_view_of_a_part_stays_before_an_op_of_several_numbers() -> None:
+def test_a_view_of_a_part_moves_in_front_of_it_before_an_op_of_several_numbers() -> None:
     n = Net(np.float64)
     view = n.op("Reshape", n.op("Exp", n.input(2, 6, 7)), n.ints(2, 42, 1))
     whole = n.op("Concat", view, n.op("Sin", n.input(2, 4, 1, name="z")), attrs=ConcatAttrs(1))
     graph = n.done(n.op("Mul", whole, n.random(46, 1)))
-    rules = {"pointwise_of_parts": 1, "pointwise": 1}
-    left = {"Exp": 1, "Mul": 1, "Pointwise": 1, "Concat": 1, "Reshape": 1}
-    check_pass(FusePointwise(), graph, changes=2, rules=rules, kinds=left, context=CUDA)
+    rules = {"pointwise_of_parts": 1, "view_before": 1, "pointwise": 2}
+    left = {"Pointwise": 2, "Concat": 1, "Reshape": 1}
+    check_pass(FusePointwise(), graph, changes=4, rules=rules, kinds=left, context=CUDA)
 
 
 @pytest.mark.parametrize("read", [False, True])

@@ -142,6 +142,25 @@ def over_a_past(kind: str = "", *, joined_first: bool = False, axis: int = 2) ->
     return n.done(n.op("Attention", q, keys, values), keys)
 
 
+def normalized_after(kind: str = "RMSNormalization", *, first: bool = False) -> Graph:
+    """Rotated queries and keys are normalized (Hunyuan). ``first``: keys are normalized before queries are rotated."""
+    n = Net()
+    columns = n.op(
+        "Split", n.matmul(n.input(2, 3, 64), 3 * 4 * 32), n.ints(128, 128, 128), attrs=SplitAttrs(-1), outputs=3
+    )
+    turn = angles(n, 3, 16)
+
+    def heads(x: Any) -> Any:
+        return n.op("Transpose", n.op("Reshape", x, n.ints(2, 3, 4, 32)), attrs=TransposeAttrs((0, 2, 1, 3)))
+
+    keys = n.op(kind, n.op("RotaryEmbedding", heads(columns[1]), *turn), n.positive(32))
+    q = heads(columns[0])
+    for one in ("Softmax", "RMSNormalization") if first else ():
+        q = n.op(one, q, *([] if one == "Softmax" else [n.positive(32)]))
+    q = n.op(kind, n.op("RotaryEmbedding", q, *turn), n.positive(32))
+    return n.done(n.op("Attention", q, keys, heads(columns[2])))
+
+
 def part_of_a_concatenation() -> Graph:
     """The result follows other keys, in rows of a cache."""
     n = Net()

@@ -21,6 +21,7 @@ from optdnn.kernels.conv import depthwise_tma_kernel as tma
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
 from optdnn.kernels.conv.hopper import bias_of
+from optdnn.kernels.conv.hopper_launch import channel_row
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.gemm.gemv_pair import adds_sums
 from optdnn.kernels.launch import Launch
@@ -213,9 +214,14 @@ class TiledDepthwise(DepthwiseTactic):
             return f"its filter has {math.prod(weight.shape[2:])} taps, more than {depthwise.MAX_TAPS}"
         return None if self.configs(b, op) else "no tile of the kernel fits it"
 
+    def stages(self, b: Builder, op: Op) -> Epilogue:
+        """The epilogue, as the kernels take it: those of 16-bit floats have stages with per-channel operands."""
+        halves = op.outputs[0].type.dtype.itemsize == 2 and columns_of(b, op) == 1
+        return plan_epilogue(b.graph, op, channel_axis=1, allow_numbers=halves)
+
     def pool(self, b: Builder, op: Op) -> Op | None:
         """The global average pool (squeeze-and-excitation)."""
-        if plan_epilogue(b.graph, op, channel_axis=1).rest or columns_of(b, op) > 1:
+        if self.stages(b, op).rest or columns_of(b, op) > 1:
             return None
         return next((user for user in self.pools(b.graph, op) if suits(b, op, user)), None)
 
@@ -231,7 +237,7 @@ class TiledDepthwise(DepthwiseTactic):
 
     def _places(self, b: Builder, op: Op) -> tuple[TensorView, TensorView, int]:
         """The tensors that the kernel reads and writes, the latter perhaps still to be made, and :func:`columns_of`."""
-        columns, ep = columns_of(b, op), plan_epilogue(b.graph, op, channel_axis=1)
+        columns, ep = columns_of(b, op), self.stages(b, op)
         strides = self._strides(op, columns)
         out = result_place(b, op, ep, b.result(op.value, strides), True, strides=strides)
         return b.source(op.inputs[0]), out, columns
@@ -244,7 +250,7 @@ class TiledDepthwise(DepthwiseTactic):
     def problem(self, b: Builder, op: Op) -> depthwise.Problem:
         weight, (x, out) = b.weights(op), self._images(b, op)
         n, c, h, w = x.shape
-        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        ep = self.stages(b, op)
         source = Source(h, w, c, (*weight.shape[2:], 1)[:2], *geometry(op.attrs))
         dtype, pool, unit = map_dtype(op.outputs[0].type.dtype), self.pool(b, op), unit_of(x, out)
         read, written = (conv_maps.pitch_of(image, unit) or 0 for image in (x, out))
@@ -255,9 +261,10 @@ class TiledDepthwise(DepthwiseTactic):
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         problem, (_, out, columns) = self.problem(b, op), self._places(b, op)
-        ep, target, between = plan_epilogue(b.graph, op, channel_axis=1), b.target(op.value), b.made(out)
+        ep, target, between = self.stages(b, op), b.target(op.value), b.made(out)
         operands = {**self.reads(b, op, columns), "output": image_of(between, columns)}
         kind, attrs, reads = self.meaning(b, op, ep, operands, columns)
+        operands["bias"] = channel_row(b, op, ep.added_to(bias_of(b, op)), ep, out.shape[1], operands["bias"])
         made = _family(config).launch(problem, config, b.gpu)
         squeezed = self.pool(b, op)
         if squeezed is None:
@@ -274,7 +281,7 @@ class TiledDepthwise(DepthwiseTactic):
         """The operands of a convolution, by their names in the launch."""
         x, weight = image_of(b.made(b.source(op.inputs[0])), columns), b.weights(op).repeat(columns, 0)
         packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
-        added = plan_epilogue(b.graph, op, channel_axis=1).added_to(bias_of(b, op))
+        added = self.stages(b, op).added_to(bias_of(b, op))
         bias = bias_row(b, op, None if added is None else added.repeat(columns), len(weight))
         return {"input": x, "weights": packed, "bias": bias}
 

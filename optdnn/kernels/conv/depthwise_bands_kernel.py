@@ -90,6 +90,8 @@ def refuse(
         return f"it loads by TMA, which GPUs of capability {capability[0]}.{capability[1]} do not have"
     if problem.item != 2 or problem.out_dtype != problem.dtype or problem.residual or problem.beside is not None:
         return "it is for 16-bit images in and out, with nothing added"
+    if render.reads_channels(problem.epilogue):
+        return "its stages have per-channel operands"
     if problem.unit < 8:
         return "TMA reads pixels that begin at multiples of 16 bytes"
     if s.stride != (1, 1) or s.dilation != (1, 1) or s.kernel[1] > STEP - 7:

@@ -253,7 +253,7 @@ def generated(problem: Problem, tile: Mapping[str, int]) -> str:
         "HAS_RESIDUAL": int(problem.residual), "OPERAND_ITEM": problem.item, "OUT_ITEM": problem.out_item, "INTEGER": 0,
         "OUT_FLOAT8": 0, "OUT_ZERO": int(problem.zero_point), "INPUT_UNSIGNED": int(problem.dtype == "uint8"),
         "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"), "RELU_BEFORE": int(problem.relu),
-        "BESIDE": problem.filters - 1,
+        "BESIDE": problem.filters - 1, **({"CHANNEL_STAGES": 1} if render.reads_channels(problem.epilogue) else {}),
     }  # fmt: skip
     stages = render.epilogue(problem.epilogue, exact=problem.item == 4)
     if problem.beside is not None:
@@ -288,7 +288,7 @@ def launch(
     """The launch.
 
     Operands: ``input``, ``output``, ``weights`` (packed; of 8-bit images 16-bit ones), ``bias`` (fp32 [channels]; of 8-bit images
-    scale and bias, [channels, 2]) and ``residual``. A pair adds ``second``, ``second_weights`` and ``second_bias``. A squeeze adds,
+    scale and bias, [channels, 2]; with per-channel stages bias and their operands, [channels, 4]) and ``residual``. A pair adds ``second``, ``second_weights`` and ``second_bias``. A squeeze adds,
     by :func:`squeeze_mode`, ``sums`` (fp32 [batch, tiles, channels]) or ``means`` ([batch, channels], of the result's type).
     ``mean``: how 8-bit means are computed from sums.
     """

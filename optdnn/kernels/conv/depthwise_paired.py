@@ -64,6 +64,10 @@ class PairedDepthwise(TiledDepthwise):
             return f"what follows the other convolution {other.name} is more than an activation"
         return None
 
+    def stages(self, b: Builder, op: Op) -> Epilogue:
+        """The epilogue. The kernel of a pair reads one number per channel, the bias."""
+        return plan_epilogue(b.graph, op, channel_axis=1)
+
     @staticmethod
     def _other(b: Builder, op: Op) -> Op:
         other = multiplier(b.graph, op)

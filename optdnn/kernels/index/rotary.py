@@ -22,6 +22,8 @@ from optdnn.types import BF16, FP16, FP32
 THREADS = 128
 VECTOR_BYTES = 16
 _VIEWS = frozenset({"Transpose", "Reshape"})
+_NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
+"""Kinds that may be between an embedding and the attention (Hunyuan normalizes rotated heads)."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class RotaryPair(Tactic):
 
 def partner(graph: Graph, op: Op) -> Op | None:
     """The other RotaryEmbedding, by the same angles, of the attention that reads the result; or None. There may be views between the
-    embeddings and the attention, and new keys may be joined to those of the past. Only the attention reads the other result."""
+    embeddings and the attention, and norms, and new keys may be joined to those of the past. Only the attention reads the other result."""
     reader = _attention(graph, op.value)
     for value in () if reader is None else reader.inputs[:2]:
         other = None if value is None else _only_for(graph, value)
@@ -189,8 +191,8 @@ def _attention(graph: Graph, value: Value) -> Op | None:
 
 
 def _after_views(graph: Graph, op: Op | None) -> Op | None:
-    """The operator, or the one that is the only reader of a view through views."""
-    while op is not None and op.kind in _VIEWS:
+    """The operator, or the one that is the only reader of a view or a norm through views and norms."""
+    while op is not None and op.kind in _VIEWS | _NORMS:
         op = graph.sole_user(op.value)
     return op
 
@@ -208,7 +210,7 @@ def _only_for(graph: Graph, value: Value) -> Op | None:
         value = op.inputs[-1]
     while graph.sole_user(value) is not None:
         op = graph.op(value)
-        if op.kind not in _VIEWS or op.inputs[0] is None:
+        if op.kind not in _VIEWS | _NORMS or op.inputs[0] is None:
             return op
         value = op.inputs[0]
     return None
@@ -218,8 +220,10 @@ def refuse_early_reader(b: Builder, other: Op) -> str | None:
     """Why an embedding cannot be computed later, with its partner; or None."""
     if other.value not in b.place:
         return "the other heads are rotated after it"
-    if any(user.value in b.place for user in b.graph.users(other.value) if user.kind == "Concat"):
-        return "the other heads are joined to others before it"
+    if any(
+        user.value in b.place for user in b.graph.users(other.value) if user.kind == "Concat" or user.kind in _NORMS
+    ):
+        return "the other heads are joined to others, or normalized, before it"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -15,6 +16,7 @@ from optdnn.kernels.launch import Launch
 from optdnn.kernels.layout.row_places import access, result_strides, row_pitch, walked
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.activation import NormOutput, output_of
+from optdnn.kernels.norm.group_norm import no_plain_norm
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
 from optdnn.kernels.tactic import Offer, Region, Tactic, readers
@@ -159,6 +161,38 @@ def emit_norm(
     if kind == "ActivatedNorm" and not last:
         reads = [*(operands.get(n) for n in ("input", "scale", "bias")), *after]
     b.emit(covers, made, operands, kind, attrs, reads, writes)
+
+
+class FlatRows(RowsOnce):
+    """LayerNorm over several last axes of a contiguous tensor: all of them are one row of the kernel."""
+
+    name = "rows_flat"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        t = op.outputs[0].type
+        if (why := no_kernels(b.arch) or no_plain_norm(b, op)) is not None:
+            return why
+        shape = t.static_shape
+        own = shape[normalize_axis(op.attrs.axis, len(shape)) :]
+        if len(own) < 2:
+            return "its rows are along the last axis alone"
+        if any(v is not None and b.graph.type(v).static_shape != own for v in op.inputs[1:3]):
+            return "its scale and bias do not have the shape of a row"
+        places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
+        if t.layout or any(not p.dense or p.offset % access(p.dtype) for p in places):
+            return "its rows are not contiguous and aligned"
+        if not rows_offers(self.problem(b, op), b.gpu):
+            return f"rows of {math.prod(own)} elements do not fit the registers of a block"
+        return None
+
+    def problem(self, b: Builder, op: Op) -> rows.Problem:
+        shape = op.outputs[0].type.static_shape
+        axis = normalize_axis(op.attrs.axis, len(shape))
+        return replace(row_problem(op), rows=math.prod(shape[:axis]), length=math.prod(shape[axis:]))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """Place the result without gaps."""
+        b.target(op.value)
 
 
 class ActivatedRows(RowsOnce):

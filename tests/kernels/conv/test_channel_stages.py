@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.net import Net
 from support.on_gpu import checked_program
-from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.simulated import check_simulated, feeds_of, kinds, lowered, tactics
 
 from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.conv import depthwise_bands_kernel as bands
+from optdnn.kernels.conv import depthwise_kernel as depthwise
+from optdnn.kernels.conv import depthwise_tma_kernel as tma
+from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
 from optdnn.kernels.conv.hopper_launch import _family, ranked
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.runtime.cuda.compile import nvrtc, render
@@ -46,6 +52,15 @@ def net(
     return n.done(n.op("Relu", y) if relu else y)
 
 
+def depthwise_net(kind: str = "Snake", kernel: int = 3, *, axes: int = 2, residual: bool = False) -> Graph:
+    """A depthwise convolution and its activation, between convolutions, so that its image is channels-last."""
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(2, 16, *(20,) * axes), 24, 1, pads=0))
+    y = n.conv(x, 24, kernel, pads=kernel // 2, group=24)
+    y = activated(n, kind, n.op("Add", y, x) if residual else y, 24, axes)
+    return n.done(n.conv(y, 16, 1, pads=0))
+
+
 NETS = {
     "1x1": net(kernel=1),
     "3x3": net(),
@@ -58,6 +73,9 @@ NETS = {
     "another activation": net(relu=True, bias=False),
     "channels in fours": net(channels=20),
     "large": net(channels=64, size=28, residual=True),
+    "depthwise": depthwise_net(),
+    "depthwise along a line, after a residual": depthwise_net(kernel=7, axes=1, residual=True),
+    "slopes of a depthwise one": depthwise_net("PRelu"),
 }
 
 
@@ -76,11 +94,27 @@ def test_the_convolution_computes_the_activation(name: str, precision: str) -> N
         assert {"Snake", "PRelu"} & {stage["stage"][0] for op in made for stage in op["attrs"]["epilogue"]}
 
 
-@pytest.mark.parametrize("graph", [net(group=24), net("PRelu", whole=True)], ids=["depthwise", "slopes of positions"])
-def test_others_have_a_launch_of_their_own(graph: Graph) -> None:
-    program = check_simulated(graph, tolerance=1e-2)
+def test_slopes_of_positions_have_a_launch_of_their_own() -> None:
+    program = check_simulated(net("PRelu", whole=True), tolerance=1e-2)
     assert stages(program) == 0
     assert "Pointwise" in kinds(program)
+
+
+def test_a_gate_of_two_depthwise_convolutions_leaves_it_to_another_launch() -> None:
+    n = Net()
+    x = n.op("Tanh", n.input(2, 24, 9, 9))
+    a, b = (n.conv(x, 24, 3, pads=1, group=24) for _ in range(2))
+    program = check_simulated(n.done(activated(n, "Snake", n.op("Mul", a, b), 24)), tolerance=1e-2)
+    assert stages(program) == 0
+    assert "depthwise_paired" in tactics(program, "Conv")
+
+
+def test_depthwise_convolutions_on_tensor_cores_read_a_bias_alone() -> None:
+    problem = depthwise.Problem(8, Source(28, 28, 64, (7, 7), (1, 1), (3, 3, 3, 3)), (("bias",), ("relu",)))
+    (config, *_) = bands.candidates(problem, of_arch("sm_90a"))
+    snake = replace(problem, epilogue=(("bias",), ("snake",)))
+    assert bands.refuse(snake, config) == "its stages have per-channel operands"
+    assert not bands.candidates(snake, of_arch("sm_90a"))
 
 
 def test_a_second_one_is_left_to_another_launch() -> None:
@@ -163,6 +197,20 @@ def test_the_kernels_compile_without_spills(stage: str) -> None:
         for offer in ranked(problem, gpu)[:2]:
             (kernel,) = nvrtc.resources(_family(offer.config).recipe(problem, offer.config)).values()
             assert kernel.spill_bytes == 0, str(offer.config)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("stage", ["snake", "prelu", "affine"])
+def test_the_depthwise_kernels_compile_without_spills(stage: str) -> None:
+    gpu = of_arch("sm_90a")
+    for source in (Source(8192, 1, 64, (7, 1), (1, 1), (3, 0, 3, 0)), Source(56, 56, 64, (3, 3), (1, 1), (1, 1, 1, 1))):
+        problem = depthwise.Problem(2, source, (("bias",), ("add",), (stage,)))
+        configs = [config for _, config in depthwise_ranked(problem, gpu)]
+        assert {type(config) for config in configs} == {depthwise.Config, tma.Config}
+        for config in [configs[0], next(c for c in configs if type(c) is not type(configs[0]))]:
+            family = tma if isinstance(config, tma.Config) else depthwise
+            (kernel,) = nvrtc.resources(family.recipe(problem, config)).values()
+            assert kernel.spill_bytes == 0, str(config)
 
 
 @pytest.mark.hopper

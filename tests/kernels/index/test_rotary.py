@@ -11,7 +11,7 @@ from kernels.test_generated import compare_steps  # type: ignore[import-not-foun
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_program
-from support.rotary_cases import ROTARY, heads_first, over_a_past
+from support.rotary_cases import ROTARY, heads_first, normalized_after, over_a_past
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals
 from support.sweep import sweep
 
@@ -66,7 +66,23 @@ def test_keys_that_follow_those_of_the_past_share_the_launch(tmp_path: Path) -> 
 
 def test_keys_that_are_joined_early_turn_alone() -> None:
     program = check_simulated(over_a_past(joined_first=True))
-    assert "the other heads are joined to others before it" in refusals(program, "rotary_pair")
+    assert "the other heads are joined to others, or normalized, before it" in refusals(program, "rotary_pair")
+    assert kinds(program).count("RotaryEmbedding") == 2
+
+
+@pytest.mark.parametrize("kind", ["RMSNormalization", "LayerNormalization"])
+def test_heads_that_are_normalized_next_share_the_launch(kind: str, tmp_path: Path) -> None:
+    graph = normalized_after(kind)
+    program = check_simulated(graph, tolerance=1e-2)
+    assert kinds(program).count("RotaryPair") == 1
+    assert "RotaryEmbedding" not in kinds(program)
+    if WHY_NOT is None:
+        compare_steps(lowered(graph, no_cubins=True), feeds_of(graph), 4e-3, tmp_path)
+
+
+def test_keys_that_are_normalized_early_turn_alone() -> None:
+    program = check_simulated(normalized_after(first=True), tolerance=1e-2)
+    assert "the other heads are joined to others, or normalized, before it" in refusals(program, "rotary_pair")
     assert kinds(program).count("RotaryEmbedding") == 2
 
 

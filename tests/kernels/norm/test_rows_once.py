@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.net import Net
 from support.on_gpu import checked_launches
-from support.simulated import check_simulated, refusals
+from support.simulated import check_simulated, lowered, refusals
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.norm import rows_kernel
@@ -143,7 +143,7 @@ def row_cases() -> list[tuple[Graph, str, str]]:
 def test_other_rows_run_elsewhere(case: int) -> None:
     graph, kind, reason = row_cases()[case]
     program = check_simulated(graph)
-    assert chosen(program, kind) == ["row_tiles" if kind == "LayerNormalization" else "rows"]
+    assert chosen(program, kind) == ["rows_flat" if kind == "LayerNormalization" else "rows"]
     assert reason in reasons(program, kind)
 
 
@@ -324,3 +324,61 @@ def test_a_softmax_is_quantized_in_its_launch(kept: bool) -> None:
     assert chosen(program, "Softmax") == ["rows_quantized"]
     (step,) = (s for s in program.steps if s.params["op"]["kind"] == "Quantized")
     assert len(step.params["writes"]) == 1 + kept
+
+
+# ---- rows of several axes
+
+
+def flat(
+    shape: tuple[int, ...] = (3, 6, 48),
+    axis: int = 1,
+    *,
+    bias: bool = True,
+    scale: tuple[int, ...] = (),
+    cut: bool = False,
+) -> Graph:
+    """A norm over the axes from ``axis`` on. ``scale``: the shape of its scale, if it is another one. ``cut``: of a part of the columns."""
+    n = Net()
+    x = n.op("Tanh", n.input(*shape[:-1], shape[-1] * (2 if cut else 1)))
+    x = n.op("Slice", x, n.ints(0), n.ints(shape[-1]), n.ints(len(shape) - 1)) if cut else x
+    own = [n.positive(*(scale or shape[axis:])), *([n.random(*shape[axis:])] if bias else [])]
+    return n.done(n.op("LayerNormalization", x, *own, attrs=norm.LayerNormAttrs(axis, 1e-3)))
+
+
+FLAT = {
+    "two axes": flat(),
+    "all axes": flat(axis=0),
+    "three axes, without a bias": flat((2, 4, 3, 16), bias=False),
+    "short rows of odd lengths": flat((4, 3, 5)),
+    "a long row": flat((1, 96, 64)),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", FLAT)
+def test_rows_of_several_axes(name: str, precision: str) -> None:
+    program = check_simulated(FLAT[name], precision)
+    (tactic,) = chosen(program, "LayerNormalization")
+    assert tactic == "rows_flat"
+
+
+@pytest.mark.parametrize(
+    ("graph", "reason"),
+    [
+        (flat(axis=2), "its rows are along the last axis alone"),
+        (flat(scale=(48,)), "its scale and bias do not have the shape of a row"),
+        (flat(cut=True), "its rows are not contiguous and aligned"),
+        (flat((2, 512, 512)), "rows of 262144 elements do not fit the registers of a block"),
+    ],
+    ids=["one axis", "a scale of one axis", "a part of the columns", "too long"],
+)
+def test_refusals_of_rows_of_several_axes(graph: Graph, reason: str) -> None:
+    program = lowered(graph, "fp32")
+    assert "rows_flat" not in chosen(program, "LayerNormalization")
+    assert reason in reasons(program, "LayerNormalization")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FLAT)
+def test_rows_of_several_axes_on_a_gpu(name: str) -> None:
+    checked_launches(FLAT[name], "fp16")

@@ -1,0 +1,102 @@
+"""Reshapes between pointwise operators move out of the way, so that the operators become one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.support.facts import is_pointwise, reshaped
+from optdnn.passes.support.open_stages import MAX_OPERANDS, MAX_STAGES, body, outside, steps_of, tensors_of
+from optdnn.passes.support.views import groups
+from optdnn.types import TensorType
+
+
+class ViewBefore(Rule):
+    """A Reshape after an op of one tensor moves in front of it, if ops read the Reshape's result. They then become one op.
+
+    Exporters convert a mask, and then give it axes."""
+
+    name = "view_before"
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        reshape = graph.sole_user(op.value) if context.on_gpu and is_pointwise(op) else None
+        if reshape is None or reshape.kind != "Reshape" or op.outputs[0].known is not None:
+            return None
+        if not all(is_pointwise(user) for user in graph.users(reshape.value)):
+            return None
+        tensors = tensors_of(graph, op)
+        if len(tensors) != 1 or graph.type(tensors[0]).shape != op.outputs[0].type.shape:
+            return Miss(f"{op.name} reads more than one tensor, so that the Reshape after it stays")
+        rank = len(graph.type(reshape.value).dims)
+        if any(len(graph.type(v).dims) > rank for v in outside(steps_of(op)) if v not in tensors):
+            return Miss(f"a constant that {op.name} reads has more axes than the result of the Reshape after it")
+
+        def build(patch: Patch) -> Value:
+            x = patch.add("Reshape", [tensors[0], *reshape.inputs[1:]], reshape.attrs, src=reshape.src)
+            steps = [replace(s, args=tuple(x if a in tensors else a for a in s.args)) for s in steps_of(op)]
+            return patch.add("Pointwise", *body(steps, x), src=op.src)
+
+        return Match((reshape, op), build)
+
+
+class ViewAfter(Rule):
+    """A Reshape between two ops that merges axes moves behind the second one, whose other operands get the finer axes. The two then
+    become one op.
+
+    State-space models join the chunks of a sequence, add a skip connection, join the heads, and multiply a gate."""
+
+    name = "view_after"
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        reshape = graph.sole_user(op.value) if context.on_gpu and is_pointwise(op) else None
+        if reshape is None or reshape.kind != "Reshape" or op.outputs[0].known is not None:
+            return None
+        reader = graph.sole_user(reshape.value)
+        if reader is None or not is_pointwise(reader):
+            return None
+        before, after = graph.type(op.value), graph.type(reader.value)
+        axes = _merged(before, after) if graph.type(reshape.value).shape == after.shape else None
+        if axes is None:
+            return None
+        if any(any(word in u.kind for word in ("Norm", "Reduce", "Softmax")) for u in graph.users(reader.value)):
+            return Miss(f"the launch after {reader.name} may compute it")
+        tensors = [*tensors_of(graph, op), *tensors_of(graph, reader)]
+        if len(steps_of(op)) + len(steps_of(reader)) > MAX_STAGES or len(tensors) > MAX_OPERANDS + 1:
+            return Miss(f"{op.name} and {reader.name} together have too many stages, or read too many tensors")
+
+        def build(patch: Patch) -> Value:
+            given = [v for v in outside(steps_of(reader)) if v != reshape.value]
+            inner: dict[Value | int | None, Value] = {reshape.value: op.value}
+            for v in given:
+                inner[v] = reshaped(patch, v, _finer(graph.type(v).static_shape, before, after, axes))
+            steps = [replace(s, args=tuple(inner.get(a, a) for a in s.args)) for s in steps_of(reader)]
+            y = patch.add("Pointwise", *body(steps, op.value), src=reader.src)
+            return reshaped(patch, y, after.static_shape, src=reshape.src)
+
+        return Match((reader, reshape), build)
+
+
+def _merged(fine: TensorType, coarse: TensorType) -> list[tuple[Sequence[int], Sequence[int]]] | None:
+    """The axes of ``fine`` that each axis of ``coarse`` consists of, those of one element apart; None if one is split."""
+    if not fine.is_static or not coarse.is_static or 0 in coarse.static_shape:
+        return None
+    found = groups(fine.static_shape, coarse.static_shape) or []
+    axes: list[tuple[Sequence[int], Sequence[int]]] = [
+        (of, [k for k in to if coarse.static_shape[k] > 1]) for of, to in found
+    ]
+    return None if any(len(to) > 1 for _, to in axes) else axes
+
+
+def _finer(
+    shape: tuple[int, ...], fine: TensorType, coarse: TensorType, axes: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> tuple[int, ...]:
+    """The shape of an operand of a result ``coarse``, for a result ``fine``."""
+    whole, found = (*(1,) * (len(coarse.dims) - len(shape)), *shape), [1] * len(fine.dims)
+    for of, to in axes:
+        if to and whole[to[0]] != 1:
+            for k in of:
+                found[k] = fine.static_shape[k]
+    return tuple(found)
