@@ -145,7 +145,9 @@ def residual_block(
     y = norm(n, x)
     y = n.op("Mul", y, n.random(1, channels, 1, 1)) if scale else y
     if not plain:
-        factor, shift = (n.op("Exp", n.input(2, channels, 1, 1, name=name)) for name in ("factor", "shift"))
+        time = n.input(2, 6)
+        products = (n.matmul(time, channels) for _ in range(2))
+        factor, shift = (n.op("Reshape", v, n.ints(2, channels, 1, 1)) for v in products)
         y = n.op("Add", n.op("Mul", y, n.op("Add", factor, 1.0)), shift)
     return n.op("Add", n.op("Swish", y), x)
 
