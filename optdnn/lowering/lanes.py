@@ -140,12 +140,13 @@ def schedule(deps: Sequence[set[int]], loads: Sequence[Load], most: int = MOST_L
     order: list[int] = []
     lanes: dict[int, int] = {}
     seconds = alone = 0.0
+    reach = masks_of(deps)
     for first, last in segments(deps):
         steps = range(first, last)
         one = sum(loads[k].seconds for k in steps)
         best = (one, list(steps), dict.fromkeys(steps, 0))
         for count in range(2, most + 1 if len(steps) > 1 else 2):
-            tried = _listed(steps, deps, loads, count)
+            tried = _listed(steps, deps, reach, loads, count)
             if tried[0] < best[0] - 1e-12:
                 best = tried
         order += best[1]
@@ -168,10 +169,10 @@ def segments(deps: Sequence[set[int]]) -> list[tuple[int, int]]:
 
 
 def _listed(
-    steps: range, deps: Sequence[set[int]], loads: Sequence[Load], count: int
+    steps: range, deps: Sequence[set[int]], reach: Sequence[int], loads: Sequence[Load], count: int
 ) -> tuple[float, list[int], dict[int, int]]:
     """Seconds, order and lanes of these steps on ``count`` lanes. When there is room, the step with the most work after it
-    starts."""
+    starts. ``reach``: all steps before each one, as bits."""
     inner = {k: {d for d in deps[k] if d in steps} for k in steps}
     after: dict[int, list[int]] = {k: [] for k in steps}
     for k, before in inner.items():
@@ -195,7 +196,7 @@ def _listed(
         if chosen is not None and len(busy) < count:
             ready.remove(chosen)
             lanes[chosen] = lane = _lane(chosen, inner[chosen], last, busy, ends)
-            direct = _direct(chosen, inner[chosen], inner)
+            direct = _direct(inner[chosen], reach)
             extra = JOIN if len(direct) > 1 else FORK if direct and last[lane] not in direct else 0.0
             if not inner[chosen] and lane:
                 extra = FORK
@@ -217,9 +218,9 @@ def _listed(
     return total, order, lanes
 
 
-def _direct(k: int, before: set[int], inner: Mapping[int, set[int]]) -> set[int]:
-    """The steps that a step waits for directly: without steps that another of these steps waits for."""
-    return {d for d in before if not any(d in inner[e] for e in before)}
+def _direct(before: set[int], reach: Sequence[int]) -> set[int]:
+    """The steps that a step waits for directly: without those that come before another of them."""
+    return {d for d in before if not any(reach[e] >> d & 1 for e in before)}
 
 
 def _lane(k: int, before: set[int], last: Sequence[int | None], busy: set[int], ends: Mapping[int, float]) -> int:

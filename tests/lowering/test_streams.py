@@ -83,6 +83,15 @@ def test_any_gain_is_enough() -> None:
     assert 0.98 * found.alone < found.seconds < found.alone
 
 
+def test_a_shortcut_past_a_chain_is_no_join() -> None:
+    """A step that reads a chain's begin and its end waits for its end alone."""
+    deps = branches((5, 1))
+    shortcuts = [*deps[:4], {3, 1}, {4, 1}, *deps[6:]]
+    loads = [Load(3 * US, 0.1)] * 8
+    assert schedule(shortcuts, loads) == schedule(deps, loads)
+    assert set(schedule(deps, loads).lanes) == {0, 1}
+
+
 def test_lanes_are_bounded() -> None:
     deps, loads = branches((2,) * 7), [Load(5 * US, 0.02)] * 16
     assert max(schedule(deps, loads, most=3).lanes) == 2
