@@ -55,7 +55,7 @@ def test_attention_is_one_launch() -> None:
 
 
 def test_deformed_columns_are_rows_of_a_product_on_tensor_cores() -> None:
-    """Between the convolutions, only the mask is copied, whose nine channels are not contiguous, in the launch of the offsets."""
+    """Between the convolutions, one launch computes the places and copies the mask, whose nine channels are not contiguous."""
     n = Net()
     program = check_simulated(n.done(*deformed(n)))
     assert kinds(program) == ["Copy", *["Conv"] * 3, "JointPointwise", "SampledSum", "Conv", "Conv", "Pointwise"]
