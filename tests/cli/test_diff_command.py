@@ -111,6 +111,7 @@ def test_the_confidence_interval_decides(speedups: object, outcome: object, caps
     assert ("is not decided" in capsys.readouterr().err) == (outcome == "warned")
 
 
+@pytest.mark.slow
 def test_engines_of_one_name_are_distinguished(cli: Cli, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "numpy.engine").write_bytes((folder / "numpy.engine").read_bytes())
     reported = cli("compare", folder / "numpy.engine", tmp_path / "numpy.engine", "--duration", "0.1", "--json")

@@ -60,6 +60,7 @@ def test_an_engine_looks_inside_with_its_draws(cli: Cli, noisy: Path, built: Pat
     assert "bisect: no node is beyond 0.0001" in out
 
 
+@pytest.mark.slow
 def test_a_model_and_its_engine_draw_the_same(cli: Cli, noisy: Path, built: Path) -> None:
     for pair in ((noisy, built), (built, noisy), (noisy, noisy)):
         found = strict(cli("diff", *pair, "--json").out)

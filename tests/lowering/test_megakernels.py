@@ -79,7 +79,7 @@ def test_the_layers_of_a_decoder_are_one_run_of_neighbors() -> None:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("sinks", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_gives_the_results_of_its_steps_and_keeps_their_nodes(
     sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -255,6 +255,7 @@ def test_pins_of_packed_weights_hold() -> None:
     assert engine.meta["operators"]["PackedMatMul"] == 1
 
 
+@pytest.mark.slow
 def test_the_cpu_target_times_them() -> None:
     pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
     options = BuildOptions(target="cpu", threads=1, tactics="onnxruntime")

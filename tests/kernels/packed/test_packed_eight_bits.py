@@ -73,6 +73,7 @@ def test_products_of_the_same_rows_round_them_once() -> None:
     assert (found.count("RowBytes"), found.count("UnpackedBytes"), found.count("QuantizedMatMul")) == (1, 2, 2)
 
 
+@pytest.mark.slow
 def test_the_cost_model_takes_it_for_many_rows() -> None:
     many, few = (network(Case(rows, 4096, 4096), rounded=True) for rows in (1024, 16))
     from support.simulated import lowered

@@ -164,7 +164,7 @@ def test_candidates_take_turns_and_never_run_concurrently(tmp_path: Path) -> Non
         pytest.param("exit 4", "its process ended with code 3: fatal: out of cheese", marks=pytest.mark.slow),
         ("kill 2", "its process was ended by SIGKILL (out of memory?)"),
         pytest.param("interrupt 2", "KeyboardInterrupt: no message", marks=pytest.mark.slow),
-        ("hang 4", "took longer than 2 s and was stopped"),
+        pytest.param("hang 4", "took longer than 2 s and was stopped", marks=pytest.mark.slow),
     ],
 )
 def test_a_failing_candidate_is_a_row_and_the_others_go_on(path: str, message: str) -> None:
