@@ -126,13 +126,15 @@ class Decision:
 
 def signature(b: Builder, op: Op) -> str:
     """A digest (32 hexadecimal digits) of everything about an operator that its speed depends on, except the machine."""
-    text = json.dumps(_facts(b, op), separators=(",", ":"))
+    text = json.dumps(_facts(b, op, {}), separators=(",", ":"))
     return hashlib.sha256(f"{b.arch} {text}".encode()).hexdigest()[:32]
 
 
-def _facts(b: Builder, op: Op, among: frozenset[int] = frozenset()) -> list[Plain]:
+def _facts(b: Builder, op: Op, seen: dict[int, int], among: frozenset[int] = frozenset()) -> list[Plain]:
     """The facts of an operator, as JSON, with the facts of its neighbors. ``among``: operators that count as neighbors as well,
-    because an operator on the way here has them as neighbors."""
+    because an operator on the way here has them as neighbors. ``seen``: the operators so far, with their numbers. Facts that stand
+    there already are a number: paths through the shortcuts of a network are too many to repeat them for each."""
+    seen[op.id] = len(seen)
     neighbors = among | {x.id for tactic in TACTICS.get(op.kind, ()) for x in tactic.neighbors(b.graph, op)}
     operands: list[Plain] = []
     for value in op.inputs:
@@ -148,7 +150,10 @@ def _facts(b: Builder, op: Op, among: frozenset[int] = frozenset()) -> list[Plai
         source = b.graph.op(value)
         inside = bool(among) and value not in b.place  # a result inside the region that computes the neighbor
         place = None if inside else _place(b.operand(value))
-        operands.append([place, _facts(b, source, neighbors) if source.id in neighbors else None])
+        facts: Plain = None
+        if source.id in neighbors:
+            facts = seen[source.id] if source.id in seen else _facts(b, source, seen, neighbors)
+        operands.append([place, facts])
     results: list[Plain] = []
     for port, out in enumerate(op.outputs):
         value = Value(op.id, port)
