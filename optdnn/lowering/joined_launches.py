@@ -36,7 +36,7 @@ NEAREST = 64
 
 @dataclass
 class Group:
-    """Steps (by number) that become one launch, in the place of step ``at``, and their parts."""
+    """Steps (by number) that become one launch, and their parts. The launch replaces step ``at``."""
 
     at: int
     steps: list[int] = field(default_factory=list)
@@ -207,8 +207,8 @@ def groups_of(program: Program, live: Sequence[int], parts: Mapping[int, Sequenc
 
 @dataclass
 class _Launch:
-    """Steps that become one launch, in the place of step ``at``. As bits: the steps themselves, all steps that they wait for, and the steps
-    that wait for them directly."""
+    """Steps that become one launch, which replaces step ``at``. As bits: the steps themselves, all steps that they wait for, and the
+    steps that wait for them directly."""
 
     at: int
     steps: list[int]

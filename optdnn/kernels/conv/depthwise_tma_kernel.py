@@ -222,7 +222,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
                 for strips_x in sorted({min(wide, 32), -(-wide // 2), -(-wide // 4)}):
                     for strips_y in sorted({min(high, n) for n in (1, 2, 4, 7, 8, 16)}):
                         if not 32 < v * strips_x * strips_y <= 256:
-                            continue  # fewer than 96 threads, or more than 288: of most configurations, so it is asked first
+                            continue  # blocks have 96 to 288 threads; this rules out most, so it comes first
                         for stages, blocks in ((2, 2), (3, 2), (3, 1), (4, 1), (2, 3), (3, 3)):
                             config = Config(tile_h, tile_w, v, strips_x, strips_y, lanes, stages, blocks)
                             if _refuse_config(problem, config, device.shared_per_block) is None:

@@ -21,7 +21,7 @@ from optdnn.kernels.tactic import MANY, Offer
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
-from optdnn.types import BF16, FP16, FP32, INT32
+from optdnn.types import BF16, FP16, FP32, INT32, normalize_axis
 
 Config = clustered.Config | gridded.Config | tiled.Config
 """A configuration of one of three kernels: a cluster keeps an image in shared memory, the whole grid keeps a part of the images, or
@@ -135,6 +135,15 @@ def no_plain_norm(b: Builder, op: Op) -> str | None:
         return "it does not keep the statistics"
     if any(v is not None and b.graph.constant_value(v) is None for v in op.inputs[1:3]):
         return "its scale and bias are not constant"
+    return None
+
+
+def unlike_rows(b: Builder, op: Op) -> str | None:
+    """Why the scale and bias of a LayerNormalization are not those of a whole row (all its axes), or None."""
+    shape = op.outputs[0].type.static_shape
+    own = shape[normalize_axis(op.attrs.axis, len(shape)) :]
+    if any(v is not None and b.graph.type(v).static_shape != own for v in op.inputs[1:3]):
+        return "its scale and bias do not have the shape of a row"
     return None
 
 

@@ -12,7 +12,14 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.norm import row_norm_tiles as tiles
 from optdnn.kernels.norm.activation import ActivatedNorm, output_of
-from optdnn.kernels.norm.group_norm import emit_one_launch, emit_two_reads, groups_of, no_plain_norm, norm_operands
+from optdnn.kernels.norm.group_norm import (
+    emit_one_launch,
+    emit_two_reads,
+    groups_of,
+    no_plain_norm,
+    norm_operands,
+    unlike_rows,
+)
 from optdnn.kernels.norm.rows_once import RowsOnce
 from optdnn.kernels.tactic import MANY, Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
@@ -45,9 +52,8 @@ class RowTiles(ActivatedNorm):
         if len(shape) < (1 if op.kind == "LayerNormalization" else 2) or 0 in shape:
             return "it has no rows"
         if op.kind == "LayerNormalization":
-            own = shape[normalize_axis(op.attrs.axis, len(shape)) :]
-            if any(v is not None and b.graph.type(v).static_shape != own for v in op.inputs[1:3]):
-                return "its scale and bias do not have the shape of a row"
+            if (why := unlike_rows(b, op)) is not None:
+                return why
             if _ROWS.refuse(b, op) is None:
                 return "its rows fit the registers of a block, which reads them once"
         result = output_of(b, op).value

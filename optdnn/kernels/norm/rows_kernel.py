@@ -241,9 +241,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     latency = 0.8e-6 + (0.1e-6 if config.group > 32 else 0.0) + elements * 10 / CLOCK
     latency += 0.3e-6 + elements * 6 / CLOCK if problem.first is not None else 0.0
     tail = 1.0 + 0.5 * resident * device.multiprocessors / max(blocks, resident * device.multiprocessors)
-    if (
-        near and (problem.scale or problem.bias) and problem.operation not in _SOFTMAX
-    ):  # a group reads the parameters from L1 once for its rows
+    if near and (problem.scale or problem.bias) and problem.operation not in _SOFTMAX:
+        # A group reads the parameters from L1 once for its rows.
         latency += 0.3 * 8 * problem.length * problem.rows / config.rows / (device.multiprocessors * 64 * CLOCK)
     started = BLOCK_START * blocks / device.multiprocessors
     return latency + max(problem.bytes / bandwidth * (tail if blocks > busy else 1.0), compute, started)

@@ -16,7 +16,7 @@ from optdnn.kernels.launch import Launch
 from optdnn.kernels.layout.row_places import access, result_strides, row_pitch, walked
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.activation import NormOutput, output_of
-from optdnn.kernels.norm.group_norm import no_plain_norm
+from optdnn.kernels.norm.group_norm import no_plain_norm, unlike_rows
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
 from optdnn.kernels.tactic import Offer, Region, Tactic, readers
@@ -176,8 +176,8 @@ class FlatRows(RowsOnce):
         own = shape[normalize_axis(op.attrs.axis, len(shape)) :]
         if len(own) < 2:
             return "its rows are along the last axis alone"
-        if any(v is not None and b.graph.type(v).static_shape != own for v in op.inputs[1:3]):
-            return "its scale and bias do not have the shape of a row"
+        if (why := unlike_rows(b, op)) is not None:
+            return why
         places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
         if t.layout or any(not p.dense or p.offset % access(p.dtype) for p in places):
             return "its rows are not contiguous and aligned"
