@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,8 +27,9 @@ class Epilogue:
     ``bias`` (fp32, one per channel) is added first, and so is ``row_bias`` (fp32, one per element of the axis before the
     channels), a stage that is not rendered. ``residual`` is the tensor that stages read at slot :data:`RESIDUAL`, and
     ``constants`` are the tensors at the slots after it. ``scale``: per-channel factors and shifts before or after the residual
-    (fp32; the rendered stage ``scale_shift``). ``rest`` reads the kernel's result as register 0 and ``rest_operands`` by slot
-    (slot 0 is the result itself).
+    (fp32; the rendered stage ``scale_shift``). ``gate``: a computed tensor with a factor per image and channel, at the slot after
+    the residual (the rendered stage ``image_scale``). ``rest`` reads the kernel's result as register 0 and ``rest_operands`` by
+    slot (slot 0 is the result itself).
 
     ``numbers``: the per-channel operands of one stage (fp32; :data:`.render.CHANNEL_STAGES`).
     """
@@ -36,6 +38,7 @@ class Epilogue:
     row_bias: Array | None = None
     residual: Value | None = None
     scale: tuple[Array, Array] | None = None
+    gate: Value | None = None
     numbers: tuple[Array, ...] = ()
     stages: list[Stage] = field(default_factory=list)
     rendered: list[render.Stage] = field(default_factory=list)
@@ -52,7 +55,7 @@ class Epilogue:
     def constant(self, value: Array) -> int:
         """The operand slot of a constant."""
         self.constants.append(value)
-        return RESIDUAL + len(self.constants)
+        return RESIDUAL + (self.gate is not None) + len(self.constants)
 
     def drop_residual(self) -> None:
         """Remove the first stage, the addition of the residual: another kernel adds it."""
@@ -72,16 +75,17 @@ def plan_epilogue(
     accepts: Callable[[Sequence[render.Stage]], bool] = lambda stages: True,
     allow_bias: bool = True,
     allow_scale: bool = False,
+    allow_gate: bool = False,
     allow_row_bias: bool = False,
     allow_numbers: bool = False,
     allow_wide: bool = False,
 ) -> Epilogue:
     """Split the epilogue of a Conv, MatMul or Gemm. ``channel_axis``: the axis of the result that a bias runs along.
 
-    ``accepts`` decides whether the kernel can run these rendered stages in this order. ``allow_scale``,
-    ``allow_row_bias``, ``allow_numbers``: whether the kernel supports per-channel factors, a bias along the axis before the
-    channels, and stages with per-channel operands. ``allow_wide``: whether it stores its fp32 accumulators unconverted, if the
-    last stage casts them to fp32.
+    ``accepts`` decides whether the kernel can run these rendered stages in this order. ``allow_scale``, ``allow_gate``,
+    ``allow_row_bias``, ``allow_numbers``: whether the kernel supports per-channel factors, computed factors per image, a bias
+    along the axis before the channels, and stages with per-channel operands. ``allow_wide``: whether it stores its fp32
+    accumulators unconverted, if the last stage casts them to fp32.
     """
     out = op.outputs[0].type
     shape = out.static_shape
@@ -101,6 +105,7 @@ def plan_epilogue(
             found, stages=[*found.stages], rendered=[*found.rendered], constants=[*found.constants], bias=found.bias
         )
         scaled = allow_scale and _absorb_scale(graph, op, stage, trial, shape, channel_axis)
+        scaled = scaled or (allow_gate and _absorb_gate(graph, op, stage, trial))
         begun = allow_row_bias and _absorb_row_bias(graph, op, stage, trial, shape, channel_axis)
         absorb_numbers = _absorb_numbers if own else _absorb_affine
         numbered = allow_numbers and not scaled and absorb_numbers(graph, op, stage, trial, shape, channel_axis)
@@ -195,6 +200,33 @@ def _absorb_scale(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tup
         return False
     operand = _column(vector, shape, axis) if op.kind == "Conv" else array
     into.stages.append(Stage(stage.kind, (-1 - len(into.stages), into.constant(operand))))
+    return True
+
+
+def images_of(gate: Sequence[int], shape: Sequence[int]) -> int:
+    """The images of a result of ``shape`` (its last axis: channels) to each of which a tensor of shape ``gate`` has one factor
+    per channel; 0 if it has another form. Images are along the leading axes."""
+    full = (*(1,) * (len(shape) - len(gate)), *gate)
+    first = next((k for k, size in enumerate(shape) if full[k] != size), len(shape))
+    rows = full[first:-1]
+    return math.prod(shape[:first]) if rows and set(rows) == {1} and full[-1] == shape[-1] else 0
+
+
+def _absorb_gate(graph: Graph, op: Op, stage: Stage, into: Epilogue) -> bool:
+    """Move a computed factor per image and channel directly before or after the residual into the kernel.
+
+    Transformers for diffusion have one after each attention and perceptron: ``x + gate * f(x)``.
+    """
+    out, value = op.outputs[0].type, next((op.inputs[a] for a in stage.args if a is not None and a >= 0), None)
+    plain = stage.kind == "Mul" and into.rendered in ([], [("add",)]) and not into.constants
+    if value is None or not plain or graph.constant_value(value) is not None:
+        return False
+    given = graph.type(value)
+    if given.dtype != out.dtype or not given.is_static or not images_of(given.static_shape, out.static_shape):
+        return False
+    into.gate = value
+    into.stages.append(Stage("Mul", (-1 - len(into.stages), RESIDUAL + 1)))
+    into.rendered.append(render.IMAGE_SCALE)
     return True
 
 

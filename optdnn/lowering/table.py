@@ -33,6 +33,7 @@ from optdnn.kernels.conv.unfold import Unfold
 from optdnn.kernels.conv.volume import VolumeConv
 from optdnn.kernels.conv.volume_stem import VolumeStem
 from optdnn.kernels.gemm.chained import ChainedGemm
+from optdnn.kernels.gemm.gated import GatedGemm
 from optdnn.kernels.gemm.gemv import Gemv
 from optdnn.kernels.gemm.gemv_pair import GemvPair, PooledPair
 from optdnn.kernels.gemm.hopper import HopperGemm
@@ -112,6 +113,7 @@ _PRODUCTS: tuple[Tactic, ...] = (
     TurnedGemm(),
     NormedGemm(),
     NormedResidualGemm(),
+    GatedGemm(),
     HopperGemm(),
     GeneralGemm(),
     PairedPartsGemm(),

@@ -18,6 +18,7 @@ from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not
 from kernels.conv.test_depthwise_paired import NETS as FILTERED  # type: ignore[import-not-found]
 from kernels.conv.test_fp32_parts import NETS as IN_PARTS  # type: ignore[import-not-found]
 from kernels.conv.test_normed_images import NETS as NORMED_IMAGES  # type: ignore[import-not-found]
+from kernels.gemm.test_gated import NETS as GATED  # type: ignore[import-not-found]
 from kernels.gemm.test_gemv_pair import excited  # type: ignore[import-not-found]
 from kernels.gemm.test_left_products import NETS as LEFT  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_mma import NETS as ANY  # type: ignore[import-not-found]
@@ -304,6 +305,10 @@ def products() -> Graphs:
             for name, build in (NORMED | NORMED_RESIDUALS).items()
         },
         **{f"fp32 in parts: {name}": (net(Net, build), "fp32") for name, (build, _) in IN_PARTS.items()},
+        **{
+            f"gated products: {name}": (GATED[name], "fp16")
+            for name in ("after", "one image of odd size", "images of eight rows")
+        },
         **{f"turned heads: {name}": (TURNED[name], "fp16") for name in ("halves", "neighbors of a part", "two tiles")},
     }
 

@@ -31,7 +31,8 @@ class Convolution:
     still to be made.
 
     ``ep`` are the stages. Another launch runs the stages that ``ep`` leaves; it reads ``between``, which is ``out`` in
-    the shape of the operator's result. ``residual`` has the form of ``out``. With ``scatter``, channels are blocks of
+    the shape of the operator's result. ``residual`` has the form of ``out``. ``gate``: factors of 1 x 1 images, one per
+    image and channel. With ``scatter``, channels are blocks of
     ``out``'s pixels. ``prologue``: stages on the pixels of the only feed. ``pooled``: ``out`` is the maximum of each 2
     x 2 pixels. ``covered``: nodes that the launch computes besides the operator's.
     """
@@ -46,6 +47,7 @@ class Convolution:
     prologue: tuple[render.Stage, ...] = ()
     pooled: bool = False
     covered: frozenset[str] = frozenset()
+    gate: TensorView | None = None
 
     @property
     def feed(self) -> Feed:
@@ -61,15 +63,17 @@ class Convolution:
     @property
     def copied(self) -> list[TensorView]:
         """Operands that separate launches still have to make."""
-        return [x for x in (self.residual, *(f.x for f in self.feeds)) if x is not None and x.make is not None]
+        return [
+            x for x in (self.residual, self.gate, *(f.x for f in self.feeds)) if x is not None and x.make is not None
+        ]
 
     def made(self, b: Builder) -> Convolution:
         """The convolution with all its tensors made."""
         feeds = tuple(feed.made(b) for feed in self.feeds)
-        residual = None if self.residual is None else b.made(self.residual)
+        residual, gate = (None if x is None else b.made(x) for x in (self.residual, self.gate))
         out = b.made(self.out)
         between = self.between if self.between.buffer != NOWHERE else replace(self.between, buffer=out.buffer)
-        return replace(self, feeds=feeds, residual=residual, out=out, between=between)
+        return replace(self, feeds=feeds, residual=residual, gate=gate, out=out, between=between)
 
 
 def copy_seconds(x: TensorView) -> float:
@@ -143,10 +147,12 @@ def bias_row(b: Builder, op: Op, bias: Array | None, size: int) -> TensorView:
     return b.constant(row, f"{op.outputs[0].name}.bias")
 
 
-def stage_operands(b: Builder, ep: Epilogue, residual: TensorView | None) -> list[TensorView | None]:
+def stage_operands(
+    b: Builder, ep: Epilogue, residual: TensorView | None, gate: TensorView | None = None
+) -> list[TensorView | None]:
     """The operands of the stages, in the order in which they follow input, weights and bias."""
-    constants = [b.constant(c, "scalar") for c in ep.constants]
-    return [residual, *constants] if residual is not None or constants else []
+    others = [*(() if gate is None else (gate,)), *(b.constant(c, "scalar") for c in ep.constants)]
+    return [residual, *others] if residual is not None or others else []
 
 
 def result_place(

@@ -25,6 +25,7 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str, pairs
         "OUT_ZERO": int(problem.zero_point), "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"),
         **({} if problem.beside is None else {"PAIRED": 1}),
         **({"SCALED": 1} if render.SCALE_SHIFT in problem.epilogue else {}),
+        **({"IMAGE_SCALED": 1} if problem.image_scale else {}),
         **({"CHANNEL_STAGES": 1} if render.reads_channels(problem.epilogue) else {}),
         **({"VOLUME": 1, "TOGETHER": problem.together} if problem.volume else {}),
         **({"ONE_MATRIX": 1} if problem.one_matrix else {}),

@@ -215,6 +215,7 @@ class HopperKernel(HopperTactic, ConvolutionKernel):
             c.out.shape[0], wide, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op),
             map_dtype(c.out.dtype), prologue=c.prologue, scatter=c.scatter is not None, pooled=c.pooled, bands=c.feeds[0].bands,
             dense=dense or set(pitches) == {wide}, pitches=_apart(pitches, wide) if dense else (0, 0),
+            image_rows=0 if c.gate is None else c.out.shape[0] // c.gate.shape[0],
         )  # fmt: skip
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Config) -> None:
@@ -236,7 +237,7 @@ def emit_conv(
     views = [(f.x, w) for f, w in zip(feeds, conv_maps.weight_views(weights, problem, feeds), strict=True)]
     written = out
     bias_view = bias_at.view((channels,), (1,))
-    tail, more = stage_operands(b, ep, residual), before.operands if before is not None else []
+    tail, more = stage_operands(b, ep, residual, c.gate), before.operands if before is not None else []
     tail = [*(tail or [None]), *more] if more else tail
     geometry: list[Any] = [f.geometry for f in feeds]
     if problem.volume:
@@ -267,6 +268,8 @@ def emit_conv(
     }
     if residual is not None:
         operands["residual"] = residual
+    if c.gate is not None:
+        operands["gate"] = c.gate
     if before is not None:
         operands |= before.named
     if moments is not None:
@@ -350,7 +353,7 @@ def launch(
 ) -> Launch:  # fmt: skip
     """The launch of a problem in a configuration. Operands: ``pixels0`` (and ``pixels1``) of ``feeds``, packed ``weights``,
     ``channel`` (per-channel constants), ``output`` and ``residual`` (channels-last NCHW); ``before`` and ``gate`` with a
-    prologue; ``partial`` and ``arrived`` with stream-K."""
+    prologue; ``gate`` with factors per image; ``partial`` and ``arrived`` with stream-K."""
     out, wide = operands["output"], problem.channels
     second_name = "residual" if "residual" in operands else "output"
     second = operands[second_name]

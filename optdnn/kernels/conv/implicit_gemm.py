@@ -242,6 +242,7 @@ def _refuse_registers(problem: Problem, config: Config) -> str | None:
     elif config.stores_directly:
         needed += -(-config.bn // 8 // config.split) * (2 + max(2, problem.out_item) * config.mt)
         needed += 12 * config.mt if problem.dynamic else 0  # the zero point's correction of each channel
+        needed += 16 * config.mt if problem.image_scale else 0  # the constants of the next image
     if needed + 40 > limit:
         return f"{needed} accumulators and addresses exceed {limit} registers"
     return None

@@ -121,7 +121,9 @@ def parameters(
         put_requantize(made, problem.epilogue, requantize)
     inside = problem.sources[0].channels
     pitch, gate_channels = gate or (inside, inside)
-    made.pointer(*present("before", "gate")).i32(pitch, math.prod(problem.out_size), problem.batch, gate_channels)
+    made.pointer(*present("before", "gate")).i32(
+        pitch, problem.image_rows or math.prod(problem.out_size), problem.batch, gate_channels
+    )
     made.pointer(*present("partial", "arrived"))
     for _ in AHEAD:
         made.pointer(None).u32(0, 0)  # the number of bytes, and padding of the struct

@@ -172,6 +172,10 @@ def _frames_read(source: Source, batch: int) -> int:
     return batch // source.depth.images * touched
 
 
+GATED_ROWS = 8
+"""Neighboring rows that belong to one image if each image has factors of its own."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """A convolution: ``batch`` images, ``channels`` output channels, one or two sources of equal output size, and the stages of
@@ -218,6 +222,8 @@ class Problem:
     """Whether stores from registers can reach result and residual."""
     pitches: tuple[int, int] = (0, 0)
     """Elements from a pixel to the next of the result and of the residual, for stores from registers; 0: ``channels``."""
+    image_rows: int = 0
+    """Rows of an image, which has a computed factor per channel (the stage ``image_scale``); 0: there are no factors."""
     moments: bool = False
     """Whether the launch also writes the moments of each row of the result."""
     moment_rows: int = 1
@@ -277,6 +283,12 @@ class Problem:
             self.turn.refuse() is not None or not self.rows_alone or self.out_item != 2 or self.moments or self.residual
         ):
             raise InternalError("rotated heads need a product of 16-bit rows without a residual")
+        whole_images = self.image_rows in (0, self.pixels) or self.image_rows % GATED_ROWS == 0
+        plain = self.rows_alone and self.item == self.out_item == 2 and self.row_norm is None and self.beside is None
+        if self.image_scale != bool(self.image_rows) or (self.image_scale and not (plain and whole_images)):
+            raise InternalError(
+                f"factors per image are of 16-bit rows, and of {GATED_ROWS} rows of one image at a time"
+            )
         if self.residual_norm is not None and not self.residual:
             raise InternalError("there is no residual to normalize")
 
@@ -285,6 +297,11 @@ class Problem:
         """Whether it is a product of rows with one matrix, and nothing else."""
         apart = self.stack or self.bands > 1 or self.prologue or self.scatter or self.pooled
         return [s.mode for s in self.sources] == [ROWS] and not apart
+
+    @cached_property
+    def image_scale(self) -> bool:
+        """Whether each image has a computed factor per channel."""
+        return render.IMAGE_SCALE in self.epilogue
 
     @property
     def gated(self) -> bool:

@@ -144,9 +144,13 @@ class MatrixProduct(ConvolutionKernel):
         feed = conv_maps.Feed(rows.x, weight[:, :, None, None], *conv_maps.POINTWISE)
         return Convolution((feed,), rows.ep.added_to(bias), rows.ep, rows.residual, rows.out, rows.between)
 
+    def epilogue(self, b: Builder, op: Op) -> Epilogue:
+        """The stages that the launch applies."""
+        return plan_epilogue(b.graph, op, channel_axis=-1, allow_wide=True)
+
     def rows(self, b: Builder, op: Op) -> Rows:
         """The operands and the result in place, or as copies that are still to be made."""
-        ep, order = plan_epilogue(b.graph, op, channel_axis=-1, allow_wide=True), self._order(b, op)
+        ep, order = self.epilogue(b, op), self._order(b, op)
         x, residual = self._rows(b, op, reordered(b.source(op.inputs[0]), order)), None
         if ep.residual is not None:
             residual = self._rows(b, op, reordered(b.source(ep.residual), order), added=True)

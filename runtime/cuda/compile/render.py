@@ -89,12 +89,14 @@ def uses_residual(stages: Sequence[Stage]) -> bool:
 
 def epilogue(stages: Sequence[Stage], name: str = "epilogue", *, exact: bool = False) -> str:
     """CUDA source of ``float epilogue(float x, float c, float r)`` (or of another ``name``), which applies the stages in order.
-    With :data:`SCALE_SHIFT`, c is the channel's factor and shift, which includes its bias.
+    With :data:`SCALE_SHIFT`, c is the channel's factor and shift, which includes its bias; with :data:`IMAGE_SCALE`, its factor in
+    the image, and its bias.
     With :data:`CHANNEL_STAGES` it is the channel's bias and the per-channel operands of the stage. ``exact``: to the last bits of
     fp32 (:data:`EXACT`). Raises InternalError."""
     texts = STAGES | EXACT if exact else STAGES
-    if SCALE_SHIFT in stages:
-        return _function(f"{name}(float x, float2 c, float r)", stages, texts | _SCALED)
+    for scaled, own in ((SCALE_SHIFT, _SCALED), (IMAGE_SCALE, _IMAGE_SCALED)):
+        if scaled in stages:
+            return _function(f"{name}(float x, float2 c, float r)", stages, texts | own)
     if reads_channels(stages):
         return _function(f"{name}(float x, float4 c, float r)", stages, texts | CHANNEL_STAGES)
     return _function(f"{name}(float x, float c, float r)", stages, texts)
@@ -121,6 +123,8 @@ def reads_channels(stages: Sequence[Stage]) -> bool:
 
 SCALE_SHIFT: Stage = ("scale_shift",)
 _SCALED: dict[str, tuple[int, str]] = {"bias": (0, ""), "scale_shift": (0, "x = fmaf(x, c.x, c.y);")}
+IMAGE_SCALE: Stage = ("image_scale",)
+_IMAGE_SCALED: dict[str, tuple[int, str]] = {"bias": (0, "x = x + c.y;"), "image_scale": (0, "x = x * c.x;")}
 
 
 EXACT: dict[str, tuple[int, str]] = {

@@ -60,7 +60,8 @@ struct Params {
     Source source[2];
     Scatter scatter;              // for results that are blocks of pixels
     Requantize requantize;        // for 8-bit operands
-    // Of a prologue: scale and shift per input channel (padded to whole K steps), and a factor per image and channel.
+    // Of a prologue: scale and shift per input channel (padded to whole K steps), and a factor per image and channel. IMAGE_SCALED: such
+    // factors of the result.
     const float2* before;
     const u16* gate;
     int gate_pitch, image_pixels, images, gate_channels;
@@ -105,30 +106,56 @@ struct Params {
 
 constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a row of the tile and, except for fp32, the span of its swizzle
 
-// Loads the constants of a thread's two channel rows: 8 apart, or neighbors where the weights' rows are permuted.
+// The channels of a thread's two rows: 8 apart, or neighbors where the weights' rows are permuted.
+DEVICE int channel_row(int first, int lane, int i) { return first + (OUT_ITEM == 1 ? lane / 4 * 2 + i : lane / 4 + i * 8); }
+
+// Loads the constants of a thread's two channels.
 DEVICE void load_channel_pair(const Params& p, int first, int lane, Channel (&c)[2]) {
     if (DYNAMIC) grid_dependency_wait();           // the scale is another kernel's result
     #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int row = first + (OUT_ITEM == 1 ? lane / 4 * 2 + i : lane / 4 + i * 8);
+        const int row = channel_row(first, lane, i);
         c[i] = row < p.channels ? channel_at(p, row) : no_channel();
     }
 }
 
+#if IMAGE_SCALED
+static_assert(OUT_ITEM == 2, "factors are of 16-bit results");
+DEVICE int image_of(const Params& p, int pixel) { return min(pixel, p.pixel_count - 1) / p.image_pixels; }
+
+// Loads the factors of a thread's two channels in the image of ``pixel``. After griddepcontrol.wait.
+DEVICE void load_factor_pair(const Params& p, int first, int pixel, int lane, Channel (&c)[2]) {
+    #pragma unroll
+    for (int i = 0; i < 2; i++) load_factor(p, channel_row(first, lane, i), image_of(p, pixel), c[i]);
+}
+
+// The constants of a thread's two channels, for eight pixels after another. Eight neighbors belong to one image.
+struct ImageChannels {
+    Channel c[2];
+    int until;                                     // first pixel of the next image
+
+    __device__ __forceinline__ void move_to(const Params& p, int pixel, int first, int lane) {
+        if (pixel < until || pixel >= p.pixel_count) return;
+        load_factor_pair(p, first, pixel, lane, c);
+        until = (image_of(p, pixel) + 1) * p.image_pixels;
+    }
+};
+#endif
+
 #if OUT_ITEM == 2
 // Accumulators of 16 channels (this warp's rows lane / 4 and lane / 4 + 8) x 16 pixels -> epilogue -> 16-bit [pixel][channel] rows.
 // ``address`` is this lane's row of the four 8x8 matrices: lanes 0-7 and 8-15 address pixels 0-7 of channels 0-7 and 8-15, lanes
-// 16-31 pixels 8-15. With HAS_RESIDUAL the rows hold the residual and are overwritten in place. ``added`` maps an element of the
-// residual to the value that is added.
+// 16-31 pixels 8-15. ``d``: the constants of pixels 8-15. With HAS_RESIDUAL the rows hold the residual and are overwritten in place.
+// ``added`` maps an element of the residual to the value that is added.
 template <class Added = AsTheyAre>
-DEVICE void finish_16_pixels(const Params& p, u32 address, const Acc* v, const Channel (&c)[2], const Added& added = Added()) {
+DEVICE void finish_16_pixels(const Params& p, u32 address, const Acc* v, const Channel (&c)[2], const Channel (&d)[2], const Added& added = Added()) {
     u32 r0 = 0, r1 = 0, r2 = 0, r3 = 0;
     if (HAS_RESIDUAL) ldmatrix_x4_trans(address, r0, r1, r2, r3);
     float y[8];                                    // two channels of one pixel together: a result depends on no other pixel
     finish_two(p.requantize, v[0], v[2], c[0], c[1], added(low_float(r0), 0, 0), added(low_float(r1), 0, 1), y[0], y[2]);
     finish_two(p.requantize, v[1], v[3], c[0], c[1], added(high_float(r0), 1, 0), added(high_float(r1), 1, 1), y[1], y[3]);
-    finish_two(p.requantize, v[4], v[6], c[0], c[1], added(low_float(r2), 2, 0), added(low_float(r3), 2, 1), y[4], y[6]);
-    finish_two(p.requantize, v[5], v[7], c[0], c[1], added(high_float(r2), 3, 0), added(high_float(r3), 3, 1), y[5], y[7]);
+    finish_two(p.requantize, v[4], v[6], d[0], d[1], added(low_float(r2), 2, 0), added(low_float(r3), 2, 1), y[4], y[6]);
+    finish_two(p.requantize, v[5], v[7], d[0], d[1], added(high_float(r2), 3, 0), added(high_float(r3), 3, 1), y[5], y[7]);
     stmatrix_x4_trans(address, pack2(y[0], y[1]), pack2(y[2], y[3]), pack2(y[4], y[5]), pack2(y[6], y[7]));
 }
 
@@ -213,6 +240,7 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
 
     int channel, rank, lane, quarter;
     int pixel[SLOTS];                              // -1: outside the image
+    int until;                                     // IMAGE_SCALED: the constants are those of the image that ends before this pixel
     Channel constants[M_TILES][4];
     Four residual[LATE ? 1 : M_TILES][LATE ? 1 : SLOTS];               // four elements each; LATE: loaded one at a time
 #if NORMED_RESIDUAL
@@ -225,17 +253,17 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
         rank = rank_, lane = lane_, quarter = quarter_;
         channel = first_channel + quarter * 16 + lane % 4 * 4;
         #pragma unroll
+        for (int i = 0; i < SLOTS; i++) {
+            const int column = (rank + i * SPLIT_WAYS) * 8 + lane / 4;
+            pixel[i] = column < COLUMNS ? locate(column) : -1;
+        }
+        #pragma unroll
         for (int m = 0; m < M_TILES; m++)
             load_four(p, channel + m * 64, p.channels, constants[m]);
 #if NORMED_RESIDUAL
         #pragma unroll
         for (int m = 0; m < M_TILES; m++) load_four(p.columns, channel + m * 64, p.channels, scale[m]);
 #endif
-        #pragma unroll
-        for (int i = 0; i < SLOTS; i++) {
-            const int column = (rank + i * SPLIT_WAYS) * 8 + lane / 4;
-            pixel[i] = column < COLUMNS ? locate(column) : -1;
-        }
     }
 
     __device__ __forceinline__ Four residual_four(const Params& p, int m, int i) const {
@@ -243,8 +271,21 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
         return *reinterpret_cast<const Four*>(p.residual_pointer + ((long long)pixel[i] * p.residual_pitch + channel + m * 64) * OUT_ITEM);
     }
 
-    // After griddepcontrol.wait.
+#if IMAGE_SCALED
+    __device__ __forceinline__ void load_factors(const Params& p, int m, int image, Channel (&c)[4]) const {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) load_factor(p, channel + m * 64 + i, image, c[i]);
+    }
+#endif
+
+    // After griddepcontrol.wait: the residual, and the factors of the first image.
     __device__ __forceinline__ void load_residual(const Params& p) {
+#if IMAGE_SCALED
+        const int image = image_of(p, max(pixel[0], 0));
+        until = (image + 1) * p.image_pixels;
+        #pragma unroll
+        for (int m = 0; m < M_TILES; m++) load_factors(p, m, image, constants[m]);
+#endif
         if (!HAS_RESIDUAL || LATE) return;
         #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
@@ -263,7 +304,15 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
                            {normalized(low_float(r.x), f.x, f.y, scale[m][0]), normalized(high_float(r.x), f.x, f.y, scale[m][1]),
                             normalized(low_float(r.y), f.x, f.y, scale[m][2]), normalized(high_float(r.y), f.x, f.y, scale[m][3])});
 #else
-        return finish_four(p.requantize, v, constants[m], !HAS_RESIDUAL ? Four() : LATE ? residual_four(p, m, i) : residual[LATE ? 0 : m][LATE ? 0 : i]);
+        const Four r = !HAS_RESIDUAL ? Four() : LATE ? residual_four(p, m, i) : residual[LATE ? 0 : m][LATE ? 0 : i];
+#if IMAGE_SCALED
+        if (pixel[i] >= until) {
+            Channel own[4] = {constants[m][0], constants[m][1], constants[m][2], constants[m][3]};
+            load_factors(p, m, image_of(p, pixel[i]), own);
+            return finish_four(p.requantize, v, own, r);
+        }
+#endif
+        return finish_four(p.requantize, v, constants[m], r);
 #endif
     }
 

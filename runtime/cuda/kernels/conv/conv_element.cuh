@@ -5,6 +5,7 @@
 // INTEGER (accumulators are int, else float), and for results of one byte OUT_FLOAT8, OUT_ZERO (whether a zero point is added),
 // RESIDUAL_UNSIGNED. 16-bit types: see pack2() in ptx.cuh.
 // SCALED: epilogue() multiplies 16-bit accumulators and residuals by the channel's factor, then adds a shift.
+// IMAGE_SCALED: another launch computes the factors, one per image and channel. A channel has its factor and its bias.
 // CHANNEL_STAGES: stages of 16-bit results read further constants of the channel, besides its bias.
 // ROW_SCALED: RowScales has converted integer accumulators to floats, in place.
 // DYNAMIC: another launch computes the scale and zero point of the pixels. The channel's sum of weights, times the zero point, is
@@ -33,6 +34,9 @@ struct Requantize {
 #ifndef DYNAMIC
 #define DYNAMIC 0
 #endif
+#ifndef IMAGE_SCALED
+#define IMAGE_SCALED 0
+#endif
 
 #if DYNAMIC
 static_assert(INTEGER, "a zero point is of integers");
@@ -55,10 +59,10 @@ template <class Params> DEVICE void load_four(const Params& p, int at, int count
     for (int i = 0; i < 4; i++) c[i] = at < count ? channel_at(p, at + i) : no_channel();
 }
 #else
-#if OPERAND_ITEM == 1 || SCALED
+#if OPERAND_ITEM == 1 || SCALED || IMAGE_SCALED
 typedef float2 Channel;                            // scale, bias
 DEVICE Channel no_channel() { return make_float2(0.0f, 0.0f); }
-#if SCALED
+#if SCALED || IMAGE_SCALED
 DEVICE float finished(const Requantize&, Acc sum, Channel c, float r) { return epilogue(sum, c, r); }
 #else
 #if ROW_SCALED
@@ -94,9 +98,22 @@ DEVICE void load_four(const Channel* from, int at, int count, Channel (&c)[4]) {
     c[0] = v.x, c[1] = v.y, c[2] = v.z, c[3] = v.w;
 }
 #endif
+#if IMAGE_SCALED
+typedef float StoredChannel;                       // bias; load_factor() adds the factor
+template <class Params> DEVICE Channel channel_at(const Params& p, int at) { return make_float2(0.0f, p.channel[at]); }
+template <class Params> DEVICE void load_four(const Params& p, int at, int count, Channel (&c)[4]) {
+    #pragma unroll
+    for (int i = 0; i < 4; i++) c[i] = at < count ? channel_at(p, at + i) : no_channel();
+}
+// After griddepcontrol.wait.
+template <class Params> DEVICE void load_factor(const Params& p, int at, int image, Channel& c) {
+    c.x = at < p.gate_channels ? low_float(p.gate[(long long)image * p.gate_pitch + at]) : 0.0f;
+}
+#else
 typedef Channel StoredChannel;
 template <class Params> DEVICE Channel channel_at(const Params& p, int at) { return p.channel[at]; }
 template <class Params> DEVICE void load_four(const Params& p, int at, int count, Channel (&c)[4]) { load_four(p.channel, at, count, c); }
+#endif
 #endif
 
 // Two results of one pixel. FINAL_SILU: epilogue() omits the last stage, which is applied to both together.

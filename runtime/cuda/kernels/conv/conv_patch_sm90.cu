@@ -332,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                 const int row = row_of(pixel);
                 const u32 address = own + row * 128 + ((chunk ^ (row & 7)) << 4);
                 if (pair)
-                    finish_16_pixels(p, address, &acc[0][j * 4], constants);
+                    finish_16_pixels(p, address, &acc[0][j * 4], constants, constants);
                 else
                     finish_8_pixels(p, address, &acc[0][j * 4], constants);
             }

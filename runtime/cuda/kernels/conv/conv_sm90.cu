@@ -32,6 +32,8 @@
 //
 // TURNED: a rotary embedding of the result's heads, by the positions of their rows (conv_turns.cuh).
 //
+// IMAGE_SCALED: each image (rows of one product) has a factor per channel, another kernel's result, which multiplies its accumulators.
+//
 // PROLOGUE: an additional warpgroup applies stages to the pixels of each K step in place, between TMA and the product.
 //
 // PARTS: fp32, by three products of tf32 (conv_parts.cuh). An additional warpgroup splits the operands in place.
@@ -253,6 +255,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         Channel constants[MT][2];
         load_constants(p, tile_channel + group_channel + quarter * 16, lane, constants);
         grid_dependency_wait();
+#if IMAGE_SCALED
+        load_factors(p, tile_channel + group_channel + quarter * 16, tile_pixel + group_pixel, lane, constants);
+#endif
 #endif
         if (WEIGHTS_STATIONARY) barrier_wait(weights_full, 0);
 
@@ -262,6 +267,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             if (tile != own_first) {
                 tile_at(p, tile, sharer, tile_channel, tile_pixel);
                 load_constants(p, tile_channel + group_channel + quarter * 16, lane, constants);
+#if IMAGE_SCALED
+                load_factors(p, tile_channel + group_channel + quarter * 16, tile_pixel + group_pixel, lane, constants);
+#endif
 #if ROW_NORM
                 load_columns();
 #endif
@@ -361,18 +369,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 // Lane l addresses row l % 8 (a pixel) of matrix l / 8: matrices 0, 1 are channels 0-7, 8-15 of pixels 0-7; 2, 3 of pixels 8-15.
                 const u32 row = own + m * OUT_BYTES + ((lane >> 4) * 8 + (lane & 7)) * 128 +
                                 (((quarter * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+#if IMAGE_SCALED
+                const int first_pixel = tile_pixel + group_pixel, first_channel = tile_channel + group_channel + m * 64 + quarter * 16;
+                ImageChannels held = {{constants[m][0], constants[m][1]}, (image_of(p, first_pixel) + 1) * p.image_pixels};
+#endif
                 #pragma unroll
                 for (int j = 0; j < BN / 16; j++) {
 #if ROW_SCALED
                     scales.apply(&sum[m][j * 8], 2 * j, lane), scales.apply(&sum[m][j * 8 + 4], 2 * j + 1, lane);   // before each epilogue, else registers spill
 #endif
-                    finish_16_pixels(p, row + j * 16 * 128, &sum[m][j * 8], constants[m], added_residual<4>(own_factors + j * 128, columns[m]));
+#if IMAGE_SCALED
+                    held.move_to(p, first_pixel + j * 16, first_channel, lane);
+                    const ImageChannels before = held;
+                    held.move_to(p, first_pixel + j * 16 + 8, first_channel, lane);
+                    finish_16_pixels(p, row + j * 16 * 128, &sum[m][j * 8], before.c, held.c);
+#else
+                    finish_16_pixels(p, row + j * 16 * 128, &sum[m][j * 8], constants[m], constants[m], added_residual<4>(own_factors + j * 128, columns[m]));
+#endif
                 }
+#if IMAGE_SCALED
+                if (BN % 16) held.move_to(p, first_pixel + BN / 16 * 16, first_channel, lane);
+                Channel (&last)[2] = held.c;
+#else
+                Channel (&last)[2] = constants[m];
+#endif
 #if ROW_SCALED
                 if (BN % 16) scales.apply(&sum[m][BN / 16 * 8], BN / 8 - 1, lane);
 #endif
                 if (BN % 16)
-                    finish_8_pixels(p, row - (lane >> 4) * 8 * 128 + (BN / 16) * 16 * 128, &sum[m][BN / 16 * 8], constants[m],
+                    finish_8_pixels(p, row - (lane >> 4) * 8 * 128 + (BN / 16) * 16 * 128, &sum[m][BN / 16 * 8], last,
                                     added_residual<2>(own_factors + BN / 16 * 128, columns[m]));
 #endif
             }

@@ -42,6 +42,14 @@ DEVICE void load_constants(const Params& p, int first, int lane, Channel (&const
     for (int m = 0; m < MT; m++) load_channel_pair(p, first + m * 64, lane, constants[m]);
 }
 
+#if IMAGE_SCALED
+// Those of the image of ``pixel``. After griddepcontrol.wait.
+DEVICE void load_factors(const Params& p, int first, int pixel, int lane, Channel (&constants)[MT][2]) {
+    #pragma unroll
+    for (int m = 0; m < MT; m++) load_factor_pair(p, first + m * 64, pixel, lane, constants[m]);
+}
+#endif
+
 constexpr int SETS = PARTS || (MT * BN <= 64 && SPAN >= 64) ? 2 : 1;
 
 // One K step: weights [64 * MT][BK] x pixels [BN][BK]; products over 32 bytes of K alternate between the sets of accumulators.
