@@ -60,10 +60,15 @@ def _negated(half: Var) -> AnyOf:
 _NEGATED = _negated(SECOND)
 _HALVES = node("Concat", _NEGATED, FIRST, name="joined")
 _HALVES_BACK = node("Concat", SECOND, _negated(FIRST), name="back")
-_LEFT = node(RESHAPES, _NEGATED)
 _NEIGHBORS = node(
     RESHAPES,
-    any_of(*(node("Concat", _LEFT, right, name="joined") for right in (node(RESHAPES, FIRST), FIRST))),
+    any_of(
+        *(
+            node("Concat", left, right, name="joined")
+            for left in (node(RESHAPES, _NEGATED), _NEGATED)
+            for right in (node(RESHAPES, FIRST), FIRST)
+        )
+    ),
     name="merged",
 )
 
@@ -189,10 +194,27 @@ def _with_still_rows(graph: Graph, root: Op, found: dict[str, Any], *, still: st
 
 
 def _are_halves(graph: Graph, found: dict[str, Any]) -> bool:
-    """Whether "first" and "second" are the halves of x along the last axis, which "joined" (or "back") joins again."""
+    """Whether "first" and "second" are the halves of x along the last axis, which "joined" (or "back") joins again.
+
+    They are parts of x, or the two rows of x reshaped to (…, 2, size / 2) (CogView4, Cosmos, Stable Audio)."""
     joined = found["back"] if "back" in found else found["joined"]
-    halved = whole(graph, found["first"], found["second"], even=True)
-    return len(joined.inputs) == 2 and halved == found["x"] and _last(graph, found["x"], joined.attrs.axis)
+    x, first, second = (found[name] for name in ("x", "first", "second"))
+    if len(joined.inputs) != 2 or not _last(graph, x, joined.attrs.axis):
+        return False
+    return whole(graph, first, second, even=True) == x or _are_pairs(graph, found, axis=-2)
+
+
+def _are_pairs(graph: Graph, found: dict[str, Any], axis: int) -> bool:
+    """Whether "first" and "second" are the two parts of x along a new axis of size 2, which divides x's last axis."""
+    x, first, second = (found[name] for name in ("x", "first", "second"))
+    pairs = whole(graph, before_reshapes(graph, first), before_reshapes(graph, second), even=True, axis=axis)
+    shape = shape_of(graph, x)
+    if pairs is None or not shape or not isinstance(shape[-1], int):
+        return False
+    half = shape[-1] // 2
+    if shape_of(graph, pairs) != (*shape[:-1], *((2, half) if axis == -2 else (half, 2))):
+        return False
+    return before_reshapes(graph, pairs) == before_reshapes(graph, x)
 
 
 def _are_neighbors(graph: Graph, found: dict[str, Any]) -> bool:
@@ -212,10 +234,7 @@ def _are_neighbors(graph: Graph, found: dict[str, Any]) -> bool:
     parts = [graph.op(first), graph.op(second)]
     if all(op.kind == "Slice" and op.input(0) == x for op in parts):
         return [span(graph, op, size) for op in parts] == [(0, size, 2), (1, size, 2)]
-    pairs = whole(graph, before_reshapes(graph, first), before_reshapes(graph, second), even=True)
-    if pairs is None or shape_of(graph, pairs) != (*shape[:-1], size // 2, 2):
-        return False
-    return before_reshapes(graph, pairs) == before_reshapes(graph, x)
+    return _are_pairs(graph, found, axis=-1)
 
 
 def _last(graph: Graph, x: Value, axis: int) -> bool:

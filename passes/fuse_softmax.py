@@ -99,34 +99,37 @@ def normalized_softmax(graph: Graph, root: Op, found: dict[str, Any]) -> Match |
 def shifted_softmax(graph: Graph, op: Op) -> Match | Miss | None:
     """``softmax((x - r) * c)`` is ``softmax(x * c)`` if ``r`` is constant along the axis: the softmax subtracts its own maximum.
 
-    LayoutLMv3 subtracts a maximum in this way (Ding et al., 2021)."""
+    LayoutLMv3 subtracts a maximum in this way (Ding et al., 2021). DANet subtracts the scores from their maximum (Fu et al., 2019):
+    ``softmax(r - x)`` is ``softmax(-x)``."""
     scale = producer(graph, operand(op), {"Mul", "Div"}, alone=True)
     if scale is not None and scalar(graph, operand(scale, 1)) is None:
         return None
     shift = producer(graph, operand(op) if scale is None else operand(scale), {"Add", "Sub"}, alone=True)
     if shift is None:
         return None
-    x = _unshifted(graph, shift, op.attrs.axis)
-    if x is None:
+    slot = _unshifted(graph, shift, op.attrs.axis)
+    if slot is None:
         return None
+    x = operand(shift, slot)
 
     def build(patch: Patch) -> Value:
-        y = x if scale is None else patch.add(scale.kind, [x, operand(scale, 1)], scale.attrs)
+        y = patch.add("Neg", [x]) if shift.kind == "Sub" and slot == 1 else x
+        y = y if scale is None else patch.add(scale.kind, [y, operand(scale, 1)], scale.attrs)
         return patch.add(op.kind, [y], op.attrs)
 
     return Match(tuple(o for o in (op, scale, shift) if o is not None), build)
 
 
-def _unshifted(graph: Graph, shift: Op, axis: int) -> Value | None:
-    """The operand ``x`` of ``x + r`` or ``x - r`` where ``r`` is constant along ``axis``; None for other operators."""
+def _unshifted(graph: Graph, shift: Op, axis: int) -> int | None:
+    """The slot of ``x`` in ``x + r``, ``x - r`` or ``r - x`` where ``r`` is constant along ``axis``; None for other operators."""
     whole = shape_of(graph, shift.value)
-    for k in (0, 1) if shift.kind == "Add" else (0,):
+    for k in (0, 1):
         x, by = operand(shift, k), shape_of(graph, operand(shift, 1 - k))
         if whole is None or by is None or shape_of(graph, x) != whole:
             continue
         place = len(by) - len(whole) + axis % len(whole)
         if place < 0 or by[place] == 1 != whole[axis]:
-            return x
+            return k
     return None
 
 

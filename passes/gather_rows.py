@@ -17,12 +17,16 @@ import numpy as np
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.hoist_views import is_added
 from optdnn.passes.image_tokens import OF_IMAGES
 from optdnn.passes.rules.scatter_rows import scatter_rows
 from optdnn.passes.support.facts import RESHAPES, channels_from_last, ints, operand, reshaped, shape_of
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
+from optdnn.passes.support.products import plain_product
+from optdnn.passes.support.rotary import before_reshapes, reshapes_before
 from optdnn.types import Array, normalize_axis
 
 MOVES = RESHAPES | {"Concat", "Slice", "Transpose"}
@@ -96,6 +100,36 @@ def flat_indices(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
     if root.outputs[0].type.shape != (*indices, *table[1:]):
         return None
     return Match((root, gather), lambda patch: patch.add("Gather", [found["table"], found["indices"]], gather.attrs))
+
+
+@rule("gathered_addition", {"Gather"})
+def gathered_addition(graph: Graph, op: Op) -> Match | Miss | None:
+    """``gather(x @ W + b) + y`` is ``gather(x) @ W + b + y``, whose additions are stages of the product (Swin's shifted windows).
+
+    ``op`` takes rows of a tensor at constant positions. Reshapes that keep the rows may stand before and behind it."""
+    table, index, user = operand(op), graph.constant_value(op.inputs[1]), graph.sole_user(op.value)
+    end = user if user is not None and user.kind in RESHAPES else op
+    rows, after = graph.type(table), end.outputs[0].type
+    views, product = reshapes_before(graph, table)[:-1], plain_product(graph, before_reshapes(graph, table))
+    if index is None or index.ndim != 1 or product is None or not rows.is_static or not is_added(graph, end):
+        return None
+    inner, outer = product.weight.shape
+    axis = len(rows.static_shape) - 2
+    if normalize_axis(op.attrs.axis, axis + 2) != axis or {rows.static_shape[-1], after.dims[-1]} != {outer}:
+        return None
+    if any(graph.sole_user(o.value) is None for o in (*views, *product.ops)):
+        return Miss(f"{product.ops[-1].name} has other readers")
+    if inner > outer or index.size > rows.static_shape[axis]:
+        return Miss(f"{product.ops[-1].name} reads more elements than {op.name} gathers")
+
+    def build(patch: Patch) -> Value:
+        x = reshaped(patch, product.x, (*rows.static_shape[:-1], inner))
+        x = patch.add("Gather", [x, *op.inputs[1:]], op.attrs)
+        x = reshaped(patch, x, (*after.static_shape[:-1], inner))
+        y = patch.add("MatMul", [x, patch.constant(product.weight, "weight")], MatMulAttrs())
+        return y if product.bias is None else patch.add("Add", [y, patch.constant(product.bias, "bias")])
+
+    return Match((end, *([] if end is op else [op]), *views, *product.ops), build)
 
 
 def _moved(op: Op) -> Sequence[Value]:
@@ -208,4 +242,4 @@ def _repeats(table: Array, batch: int, count: int) -> bool:
 
 class GatherRows(RulePass):
     name = "gather_rows"
-    rules = (flat_indices, gather_rows, scatter_rows)
+    rules = (flat_indices, gather_rows, gathered_addition, scatter_rows)

@@ -91,7 +91,7 @@ def hoist_view(graph: Graph, op: Op) -> Match | Miss | None:
     count = len(view.moves)
     shape = (*after[:-1], view.shape[-1])
     view = view.reshape(shape) if op.kind != "Transpose" else view.transpose(op.attrs.perm)
-    if (len(view.moves) > count and not _is_added(graph, op)) or not view.expressible:
+    if (len(view.moves) > count and not is_added(graph, op)) or not view.expressible:
         return Miss(f"it does not merge with the views that {product.name} reads")
     weight, bias = matrix
     added = [*([] if bias is None else [bias]), *vectors]
@@ -137,7 +137,7 @@ def unflattened_rows(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, product), build)
 
 
-def _is_added(graph: Graph, op: Op) -> bool:
+def is_added(graph: Graph, op: Op) -> bool:
     """Whether an addition follows the view, directly or after further views, that the product before the view could absorb."""
     user = graph.sole_user(op.value)
     while user is not None and user.kind in VIEWS:

@@ -1,8 +1,11 @@
-"""Convolutions of one value whose results are added become one convolution with the sum of their weights.
+"""Convolutions or products of one value whose results are added become one, with the sum of their weights.
 
 RepVGG, MobileOne, FastViT and RepLKNet add branches of several kernel sizes, and the value itself, scaled per channel:
 ``conv3x3(x) + conv1x1(x) + x * s + t`` is one 3x3 convolution of x. A smaller kernel's taps are placed among those of the largest
 one; a scale per channel is a depthwise 1x1 convolution. Weights are added in float64 and rounded once.
+
+Adapters that were not merged before the export (LoRA: Hu et al., 2021) add the product of two small matrices to a larger one:
+``x W + x A B`` is ``x (W + A B)``. Experts that the network selects by a constant (ViTPose++) add products of one value.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule
 from optdnn.passes.support.affine import IDENTITY, Affine, read, round_to, variable
 from optdnn.passes.support.facts import operand, producer, shape_of
+from optdnn.passes.support.products import PlainProduct, plain_product
 from optdnn.types import FP64, Array, is_float
 
 SUMS = frozenset({"Add", "Sub"})
@@ -120,6 +125,61 @@ class ParallelConvs(Rule):
             return total
 
         return Match(ops, build)
+
+
+class ParallelProducts(Rule):
+    """Merges the terms of a sum that are products of one value with constant matrices, or with two matrices in turn."""
+
+    name = "parallel_products"
+    kinds = SUMS
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if not is_float(op.outputs[0].type.dtype) or op.outputs[0].type.shape is None or _inside(graph, op):
+            return None
+        terms, sums = _terms(graph, op)
+        found = [(t, p, _factorized(graph, p)) for t in terms if (p := _product(graph, t.value)) is not None]
+        groups = [
+            [(t, p if p.x == x else wide) for t, p, wide in found if p.x == x or (wide is not None and wide.x == x)]
+            for x in dict.fromkeys(p.x for _, p, _ in found)
+        ]
+        best = [(t, p) for t, p in max(groups, key=len, default=[]) if p is not None]
+        if len(best) < 2:
+            return None
+        dtype, shape = op.outputs[0].type.dtype, best[0][1].weight.shape
+        weight = round_to(np.asarray(sum(t.sign * p.weight.astype(FP64) for t, p in best)), dtype)
+        shifts = [t.sign * p.bias.astype(FP64) for t, p in best if p.bias is not None]
+        bias = round_to(np.broadcast_to(sum(shifts), shape[1:]), dtype) if shifts else None
+        if weight is None or (shifts and bias is None):
+            return Miss(f"the sum of the matrices of {op.name} would overflow {dtype}")
+        used = {t.value for t, _ in best}
+
+        def build(patch: Patch) -> Value:
+            total = patch.add("MatMul", [best[0][1].x, patch.constant(weight, "weight")], MatMulAttrs())
+            if bias is not None:
+                total = patch.add("Add", [total, patch.constant(bias, "bias")])
+            for term in terms:
+                if term.value not in used:
+                    total = patch.add("Add" if term.sign > 0 else "Sub", [total, term.value])
+            return total
+
+        return Match((*sums, *(o for _, p in best for o in p.ops)), build)
+
+
+def _product(graph: Graph, value: Value) -> PlainProduct | None:
+    """The product with a constant matrix that computes a value with one reader, or None."""
+    return None if graph.sole_user(value) is None else plain_product(graph, value)
+
+
+def _factorized(graph: Graph, product: PlainProduct) -> PlainProduct | None:
+    """``(x A + a) B + b`` as the product ``x (A B) + (a B + b)``, if nothing else reads ``x A + a``; None for other products."""
+    inner = _product(graph, product.x)
+    if inner is None:
+        return None
+    second = product.weight.astype(FP64)
+    shifts = [] if inner.bias is None else [inner.bias.astype(FP64) @ second]
+    shifts += [] if product.bias is None else [product.bias.astype(FP64)]
+    bias = np.asarray(sum(shifts)) if shifts else None
+    return PlainProduct(inner.x, inner.weight.astype(FP64) @ second, bias, (*product.ops, *inner.ops))
 
 
 def _inside(graph: Graph, op: Op) -> bool:

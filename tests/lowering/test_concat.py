@@ -20,6 +20,7 @@ from optdnn.kernels.layout.moves import MOST_ELEMENTS, MOST_PARTS, joinable
 from optdnn.kernels.layout.views import _joined as _joined_pairs
 from optdnn.kernels.layout.views import _runs, reshaped
 from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
+from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
@@ -186,6 +187,30 @@ def test_rows_of_tables_are_written_in_place(last: str, axis: int, product: bool
     feeds = feeds_of(graph)
     for name, want in evaluate(graph, feeds).items():
         np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())
+
+
+def single_block(reader: str) -> Graph:
+    """Heads and hidden features side by side, as FLUX's single blocks have them; ``reader``: what reads them."""
+    n = Net()
+    x = n.input(1, 24, 64)
+    q, k, v = (
+        n.op(
+            "Transpose",
+            n.op("Reshape", n.matmul(x, 64), n.ints(1, 24, 4, 16)),
+            attrs=TransposeAttrs((0, 2, 1, 3)),
+        )
+        for _ in range(3)
+    )
+    heads = n.op("Transpose", n.op("Attention", q, k, v, attrs=AttentionAttrs()), attrs=TransposeAttrs((0, 2, 1, 3)))
+    rows = [n.op("Reshape", heads, n.ints(1, 24, 64)), n.op("Gelu", n.matmul(x, 128))]
+    joined = n.op("Concat", *rows, attrs=ConcatAttrs(2))
+    return n.done(n.matmul(joined, 64) if reader == "product" else n.op("Tanh", joined))
+
+
+@pytest.mark.parametrize(("reader", "number"), [("product", 0), ("another", 1)])
+def test_heads_beside_other_features_are_written_in_place(reader: str, number: int) -> None:
+    launches = kinds(check_simulated(single_block(reader), "fp16"))
+    assert sum(launches.count(kind) for kind in ("Copy", "Copies", "Concat")) == number, launches
 
 
 def test_inputs_between_other_rows_are_copied() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx.parser
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
@@ -54,6 +55,8 @@ FORMS = {
         c = Unsqueeze(c1, one) s0 = Sin(w) s1 = Mul(s0, half) s = Unsqueeze(s1, one) {SUM}""",
     "rows of a table": f"""{SLICED} {TURNED} four = Constant<value_ints=[5,4]>() t = Reshape(angles, four) g = Gather(t, at)
         w = Unsqueeze(g, one) c = Cos(w) s = Sin(w) {SUM}""",
+    "rows of halves": f"""rows = Constant<value_ints=[2,3,5,2,2]>() xr = Reshape(x, rows) three = Constant<value_ints=[3]>()
+        ar, br = Split<axis=3, num_outputs=2>(xr) a = Squeeze(ar, three) b = Squeeze(br, three) {TURNED} {TABLES} {SUM}""",
 }
 
 
@@ -68,6 +71,8 @@ NEIGHBORS = {
     "unbound pairs": f"{UNBOUND} {TABLES} {SUM}",
     "slices of pairs": f"""{PAIRS} e = Slice(xp, zero, one, four) op = Slice(xp, one, two, four) o = Squeeze(op, four) n = Neg(o)
         nu = Unsqueeze(n, four) st = Concat<axis=-1>(nu, e) r = Reshape(st, full) {TABLES} {SUM}""",
+    "parts of pairs": f"""{PAIRS} e, o = Split<axis=-1, num_outputs=2>(xp) n = Neg(o) st = Concat<axis=-1>(n, e)
+        r = Reshape(st, full) {TABLES} {SUM}""",
     "roformer": f"{STACKED} {TABLES} {SUM}",
     "of an input": f"""{STACKED} pair = Unsqueeze(turn, last) w0 = Concat<axis=3>(pair, pair) size = Constant<value_ints=[2,5,4]>()
         w1 = Reshape(w0, size) w = Unsqueeze(w1, one) c = Cos(w) s = Sin(w) {SUM}""",
@@ -107,6 +112,15 @@ def test_neighbors_that_turn_are_interleaved(name: str) -> None:
     graph, _ = check_pass(FuseRotary(), model(NEIGHBORS[name], REPEATED), changes=1)
     (op,) = graph.of_kind("RotaryEmbedding")
     assert op.attrs.interleaved
+    assert not {"Neg", "Add"} & graph.kinds().keys()
+
+
+@pytest.mark.parametrize("name", [*FORMS, *NEIGHBORS])
+def test_no_earlier_pass_hides_a_rotation(name: str) -> None:
+    form = model(FORMS[name]) if name in FORMS else model(NEIGHBORS[name], REPEATED)
+    graph = import_model(onnx.parser.parse_model(form))
+    run_pipeline(graph, PIPELINE(3, "cuda:sm_90a"), PassContext("cuda:sm_90a"), verify=True)
+    assert graph.kinds()["RotaryEmbedding"] == 1
     assert not {"Neg", "Add"} & graph.kinds().keys()
 
 
@@ -400,6 +414,8 @@ OTHERS = {
     "columns of pairs": f"{UNBOUND} {TABLES} {SUM}".replace(
         "xp = Reshape(x, pairs)", "xq = Reshape(x, pairs) xp = Transpose<perm=[0,1,2,4,3]>(xq)"
     ),
+    "columns of rows of halves": FORMS["rows of halves"].replace("axis=3", "axis=4").replace("[3]", "[4]"),
+    "rows of halves of something else": f"z = Abs(x) {FORMS['rows of halves']}".replace("Reshape(x,", "Reshape(z,"),
     "neighbors not negated": f"{STACKED} {TABLES} {SUM}".replace("Neg", "Abs"),
     "the first neighbor negated": f"{STACKED} {TABLES} {SUM}".replace("Neg(o)", "Neg(e)").replace(
         "Unsqueeze(e,", "Unsqueeze(o,"

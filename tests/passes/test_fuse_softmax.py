@@ -198,11 +198,19 @@ def test_numbers_for_each_column_stay(shape: tuple[int, ...]) -> None:
     )
 
 
-def test_other_shifts_stay() -> None:
-    """A row from which the scores are subtracted, another reader of the scores, factors that are not a number."""
+@pytest.mark.parametrize("scale", ["Mul", ""])
+def test_scores_subtracted_from_their_maximum_are_negated(scale: str) -> None:
+    """Attention between channels, as DANet writes it."""
     n = Net(np.float64)
-    row, x = n.input(2, 3, 1, name="r"), n.input(2, 3, 4)
-    check_untouched(FuseSoftmax(), n.done(n.op("Softmax", n.op("Sub", row, x), attrs=SoftmaxAttrs(2))))
+    x = n.input(2, 3, 4)
+    y = n.op("Sub", n.op("ReduceMax", x, n.ints(2), attrs=ReduceAttrs()), x)
+    y = n.op("Softmax", n.op(scale, y, 3.0) if scale else y, attrs=SoftmaxAttrs(2))
+    kinds = {"Neg": 1, "Softmax": 1, **({scale: 1} if scale else {})}
+    check_pass(FuseSoftmax(), n.done(y), changes=1, kinds=kinds, rules={"shifted_softmax": 1})
+
+
+def test_other_shifts_stay() -> None:
+    """Another reader of the scores, factors that are not a number."""
     n = Net(np.float64)
     scores = shifted(n, n.input(2, 3, 4), 2)
     check_untouched(FuseSoftmax(), n.done(n.op("Softmax", scores, attrs=SoftmaxAttrs(2)), scores))

@@ -227,3 +227,49 @@ def test_indices_that_are_flattened_for_a_gather() -> None:
 )  # fmt: skip
 def test_rows_of_another_shape_stay(graph: Graph) -> None:
     check_untouched(GatherRows(), graph)
+
+
+def added_rows(
+    inner: int = 8, *, bias: bool = True, views: bool = True, index: Sequence[int] = (2, 0, 3, 1), case: str = ""
+) -> Graph:
+    """Rows of a product, gathered, and added to others: the end of a shifted window's attention."""
+    n = Net(np.float64)
+    product = n.matmul(n.input(2, 2, 2, inner), 8)
+    y = n.op("Add", product, n.random(8)) if bias else product
+    flat = n.op("Reshape", y, n.ints(2, 4, 8))
+    at = n.input(4, name="at", dtype=np.int64) if case == "computed rows" else n.ints(*index)
+    rows = n.op("Gather", flat, at, attrs=GatherAttrs(0 if case == "images" else 1))
+    rows = n.op("Reshape", rows, n.ints(2, -1, 2, 8)) if views else rows
+    other = n.input(*n.dims(rows), name="other")
+    end = n.op("Relu" if case == "an activation" else "Add", rows, *([] if case == "an activation" else [other]))
+    return n.done(end, *([n.op("Relu", product)] if case == "another reader" else []))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("index", [(2, 0, 3, 1), (1, 3)])
+def test_added_rows_are_gathered_before_their_product(index: Sequence[int], views: bool, bias: bool) -> None:
+    before = added_rows(bias=bias, views=views, index=index)
+    graph, _ = check_pass(GatherRows(), before, changes=1, rules={"gathered_addition": 1})
+    (product,), (gather,) = graph.of_kind("MatMul"), graph.of_kind("Gather")
+    assert graph.constant_value(product.inputs[1]) is not None
+    assert graph.op(gather.inputs[0]).kind == "Reshape"  # type: ignore[arg-type]
+    assert {u.kind for u in graph.users(product.value)} == {"Add"}
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (added_rows(16), "reads more elements than Gather"),
+        (added_rows(index=(0, 1, 2, 3, 2, 1)), "reads more elements than Gather"),
+        (added_rows(case="another reader", bias=False), "has other readers"),
+    ],
+    ids=["longer rows", "repeated rows", "another reader"],
+)
+def test_gathered_products_that_stay(graph: Graph, because: str) -> None:
+    check_refused(GatherRows(), graph, because=because)
+
+
+@pytest.mark.parametrize("case", ["computed rows", "an activation", "images"])
+def test_other_gathers_of_products_stay(case: str) -> None:
+    check_untouched(GatherRows(), added_rows(case=case, index=(0, 1) if case == "images" else (2, 0, 3, 1)))

@@ -36,7 +36,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
     result, write in place. Products, attention and pointwise operators write rows in place (of images, and between other rows) if the
     part is a view of their whole result. If parts follow one another in memory, convolutions and concatenations also write views of
     their results (the pixels of YOLO's levels). Gathered rows of tables, and sums of them, are written in place along both axes. If only
-    products read the rows (:func:`pitched`), products and pointwise operators also write them in place.
+    products read the rows (:func:`pitched`), products, pointwise operators and attention (FLUX's single blocks) write them in place.
     """
     for op in reversed(b.graph.order()):
         if op.kind == "Concat" and all(b.graph.type(v).is_static for v in (*op.inputs, op.value) if v is not None):
@@ -88,7 +88,7 @@ def _plan(b: Builder, join: _Join, kernels: frozenset[str]) -> None:
     if held[0] is not None and all(held) and value not in b.reserved and consecutive(held, join.axis):
         b.reserved[value] = held[0].view(shape, held[0].strides)
         return
-    copied = [join.rows and _is_copied(b, v) for v in join.values]
+    copied = [join.rows and _is_copied(b, v) and not _makes_rows_of(b, join, v) for v in join.values]
     if (join.last or (join.rows and join.pitch is None and not any(copied))) and join.apart:
         return
     free = copied if join.apart and join.pitch is None and join.rows else _written_in_place(b, join, kernels)
@@ -116,7 +116,7 @@ def _written_in_place(b: Builder, join: _Join, kernels: frozenset[str]) -> list[
         v not in b.reserved
         and values.count(v) == 1
         and b.graph.constant_value(v) is None
-        and (_is_made_in_place(b, v, kernels, join) or (rows and join.pitch is not None and _makes_rows(b, v)))
+        and (_is_made_in_place(b, v, kernels, join) or _makes_rows_of(b, join, v))
         for v in values
     ]
     if join.apart and rows and math.prod(join.type.static_shape) <= MOST_ELEMENTS:  # one launch joins all parts
@@ -189,10 +189,12 @@ def pitched(b: Builder, op: Op) -> tuple[int, ...] | None:
     return row_major((*t.static_shape[:-1], up(t.static_shape[-1], 8)))
 
 
-def _makes_rows(b: Builder, value: Value) -> bool:
-    """Whether the producer of the value is a product or a pointwise operator."""
+def _makes_rows_of(b: Builder, join: _Join, value: Value) -> bool:
+    """Whether only products read the joined rows, and a product, a pointwise operator or an attention makes this part of them."""
+    if not join.rows or join.pitch is None:
+        return False
     op = b.graph.op(value)
-    return op.kind in _PRODUCTS or op.pointwise
+    return op.kind in _PRODUCTS or op.pointwise or _sole_producer(b, value).kind == "Attention"
 
 
 def plan_outputs(b: Builder, kernels: frozenset[str]) -> None:
