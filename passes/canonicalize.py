@@ -13,7 +13,7 @@ from optdnn.passes.rules.grids import grid_fold, grid_gather, grid_gather_nd
 from optdnn.passes.rules.input_sizes import input_target
 from optdnn.passes.rules.known_writes import assembled_writes, hidden_write, known_writes
 from optdnn.passes.rules.means import reduction_of_reduction, sum_is_mean
-from optdnn.passes.rules.noop import idempotent, no_op, norm_of_one, unused_indices
+from optdnn.passes.rules.noop import idempotent, known_choice, no_op, norm_of_one, unused_indices
 from optdnn.passes.rules.select import known_compress, select_is_where
 from optdnn.passes.rules.selected_parts import element_of_stack, tile_is_expand
 from optdnn.passes.rules.shape import (
@@ -37,6 +37,7 @@ class Canonicalize(RulePass):
     rules = (
         no_op,
         idempotent,
+        known_choice,
         unused_indices,
         norm_of_one,
         constant_target,  # before chains: a target that is constant is one less to refuse

@@ -22,7 +22,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.rules.pointwise_parts import PointwiseOfParts
-from optdnn.passes.rules.pointwise_views import ViewAfter, ViewBefore
+from optdnn.passes.rules.pointwise_views import ViewAfter, ViewBefore, ViewBeforeReduction
 from optdnn.passes.support.facts import is_pointwise
 from optdnn.passes.support.open_stages import MAX_OPERANDS, MAX_STAGES, OpenStage, body, outside, steps_of, tensors_of
 from optdnn.types import BOOL, TensorType, is_float, show_shape
@@ -290,5 +290,6 @@ class FusePointwise(RulePass):
         PartsTogether(),
         ViewBefore(),
         ViewAfter(),
+        ViewBeforeReduction(),
     )
     sinks_first = True

@@ -102,6 +102,21 @@ def flat_indices(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
     return Match((root, gather), lambda patch: patch.add("Gather", [found["table"], found["indices"]], gather.attrs))
 
 
+@rule("row_indices", {"GatherND"})
+def row_indices(graph: Graph, op: Op) -> Match | None:
+    """A GatherND with one index per row is a Gather of rows: torch.export writes ``bias[experts]`` so. A pointwise operator can
+    take the rows in, and other passes know their form."""
+    index = shape_of(graph, operand(op, 1))
+    if op.attrs.batch_dims or index is None or index[-1] != 1:
+        return None
+
+    def build(patch: Patch) -> Value:
+        rows = patch.add("Squeeze", [operand(op, 1), patch.constant(np.array([-1], np.int64), "last")])
+        return patch.add("Gather", [op.inputs[0], rows], GatherAttrs(0))
+
+    return Match((op,), build)
+
+
 @rule("gathered_addition", {"Gather"})
 def gathered_addition(graph: Graph, op: Op) -> Match | Miss | None:
     """``gather(x @ W + b) + y`` is ``gather(x) @ W + b + y``, whose additions are stages of the product (Swin's shifted windows).
@@ -242,4 +257,4 @@ def _repeats(table: Array, batch: int, count: int) -> bool:
 
 class GatherRows(RulePass):
     name = "gather_rows"
-    rules = (flat_indices, gather_rows, gathered_addition, scatter_rows)
+    rules = (flat_indices, row_indices, gather_rows, gathered_addition, scatter_rows)

@@ -206,7 +206,8 @@ def add_before_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     """``transpose(x @ W) + image`` is ``transpose(x @ W + back(image))``. The Transpose puts the channels, the last axis, second.
 
     The addition becomes a stage of the product. Instead of the product there may be a norm of rows, whose kernel can add too.
-    ``back(image)`` costs nothing: the image comes from a convolution, with channels last in memory, or from such a Transpose.
+    ``back(image)`` costs nothing: the image comes from a convolution, with channels last in memory, or from such a Transpose, or
+    from a pointwise operator of whose result such rows are read already.
     """
     for slot in (0, 1):
         transpose = producer(graph, op.inputs[slot], {"Transpose"}, alone=True)
@@ -226,12 +227,13 @@ def add_before_transpose(graph: Graph, op: Op) -> Match | Miss | None:
 
 def _added_in_rows(graph: Graph, op: Op, transpose: Op, image: Value) -> Match | Miss:
     perm, source = transpose.attrs.perm, graph.op(image)
+    back = TransposeAttrs(channels_to_last(len(perm)))
     transposed = source.kind == "Transpose" and source.attrs.perm == perm
-    if not transposed and source.kind not in IMAGES:
+    read = source.pointwise and any(user.kind == "Transpose" and user.attrs == back for user in graph.users(image))
+    if not transposed and not read and source.kind not in IMAGES:
         return Miss(f"the other addend comes from {source.kind}, and would be transposed to be added to rows")
 
     def build(patch: Patch) -> Value:
-        back = TransposeAttrs(channels_to_last(len(perm)))
         rows = operand(source) if transposed else patch.add("Transpose", [image], back)
         return patch.add("Transpose", [patch.add("Add", [transpose.inputs[0], rows])], TransposeAttrs(perm))
 

@@ -253,6 +253,28 @@ def channel_attention(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, back, *{o.id: o for o in (*norms, *reshapes)}.values()), build)
 
 
+@rule("heads_of_image", {"MatMul"})
+def heads_of_image(graph: Graph, op: Op) -> Match | Miss | None:
+    """A product reads an image as (B, heads, C / heads, H * W), like the keys of VITS (Kim et al., 2021): a view of its tokens."""
+    flats = {k: flat for k in (0, 1) if (flat := _of_channels(graph, operand(op, k))) and flat.value == op.inputs[k]}
+    flats = {k: flat for k, flat in flats.items() if 1 not in flat.outputs[0].type.dims[1:]}  # others need no Transpose
+    if not flats:
+        return None
+    targets = {k: reshape_target(*_rows_of_tokens(graph, flat)) for k, flat in flats.items()}
+    if None in targets.values():
+        return _INEXPRESSIBLE
+
+    def build(patch: Patch) -> Value:
+        given = list(op.inputs)
+        for k, flat in flats.items():
+            turn = TransposeAttrs(channels_to_last(len(graph.type(operand(flat)).dims)))
+            rows = reshaped(patch, patch.add("Transpose", [operand(flat)], turn, src=flat.src), targets[k] or ())
+            given[k] = patch.add("Transpose", [rows], TransposeAttrs((0, 2, 3, 1)), src=flat.src)
+        return patch.add("MatMul", given, op.attrs)
+
+    return Match((op, *flats.values()), build)
+
+
 def _of_channels(graph: Graph, value: Value) -> Op | None:
     """The Reshape of an image to (B, heads, C / heads, H * W), directly or before a norm of its channels; else None."""
     op = graph.op(value)
@@ -419,6 +441,7 @@ class ImageTokens(RulePass):
         activate_image,
         turned_units,
         channel_attention,
+        heads_of_image,
         gated_rows,
         softmax_mean,
     )

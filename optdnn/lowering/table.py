@@ -43,6 +43,7 @@ from optdnn.kernels.gemm.normed import NormedGemm, NormedPair
 from optdnn.kernels.gemm.normed_residual import NormedResidualGemm
 from optdnn.kernels.gemm.paired import PairedGemm, PairedPartsGemm
 from optdnn.kernels.gemm.row_product import RowProduct
+from optdnn.kernels.gemm.selected import SelectedGemv
 from optdnn.kernels.gemm.turned import NormedTurnedGemm, TurnedGemm
 from optdnn.kernels.index import numeric, positions, regions, scatters, sinkhorn, trees
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
@@ -161,7 +162,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         EdgeConvTranspose(),
         DirectConvTranspose(),
     ),
-    "MatMul": (*_PRODUCTS, HopperMatMul(), *_LATER_PRODUCTS),
+    "MatMul": (*_PRODUCTS, SelectedGemv(), HopperMatMul(), *_LATER_PRODUCTS),
     "Gemm": (*_PRODUCTS, *_LATER_PRODUCTS),
     "PackedMatMul": (
         PackedRowProduct(),

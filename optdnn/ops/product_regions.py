@@ -105,6 +105,16 @@ def _infer_row_product(call: Call) -> Result:
     return Result((x.with_shape((x.dims[0], weights.dims[0])),))
 
 
+def _infer_selected_product(call: Call) -> Result:
+    x, weights, index = call.type(0), call.type(1), call.type(2)
+    require_rank(x, 2, "SelectedProduct rows")
+    require_rank(weights, 3, "SelectedProduct weights")
+    agree(x.dims[1], weights.dims[2], f"SelectedProduct weights {weights} do not fit rows {x}")
+    require_rank(index, 1, "SelectedProduct indices")
+    agree(x.dims[0], index.dims[0], f"SelectedProduct indices {index} are not one for each row of {x}")
+    return Result((x.with_shape((x.dims[0], weights.dims[1])),))
+
+
 def _infer_normed_product(call: Call) -> Result:
     x, moments, weights = call.type(0), call.type(1), call.type(2)
     require_rank(x, 2, "NormedProduct rows")
@@ -164,6 +174,7 @@ DEFS: tuple[OpDef, ...] = (
     region("PairedProduct", _infer_paired_product, PairedProductAttrs, tol=_TOL),
     region("RowBytes", _infer_row_bytes, cost=per_element(4)),
     region("RowProduct", _infer_row_product, RowProductAttrs, tol=_TOL),
+    region("SelectedProduct", _infer_selected_product, tol=_TOL),
     region("TiledPackedMatMul", with_stages(_infer_tiled_product), TiledPackedMatMulAttrs, tol=_SUMS, arity=4),
     region("UnpackedBytes", _infer_unpacked_bytes, UnpackedTilesAttrs, cost=per_element(2)),
     region("UnpackedTiles", _infer_unpacked, UnpackedTilesAttrs, cost=per_element(2)),

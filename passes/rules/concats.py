@@ -74,9 +74,10 @@ def concat_of_split(graph: Graph, op: Op) -> Match | None:
 
 @rule("part_of_concat", {"Slice"})
 def part_of_concat(graph: Graph, op: Op) -> Match | None:
-    """``slice(concat(a, b, c))`` is a part if it takes exactly this part.
+    """``slice(concat(a, b, c))`` is a part, or a Concat of some parts, if it takes exactly these parts.
 
-    A Concat with other readers stays: then the slice is a view of it, and the part is written directly into it."""
+    A Concat with other readers stays: then the slice is a view of it, and the part is written directly into it. Bark's fine model
+    stacks the embeddings of all codebooks, and adds some of them."""
     concat = producer(graph, op.inputs[0], {"Concat"}, alone=True)
     if concat is None:
         return None
@@ -86,12 +87,13 @@ def part_of_concat(graph: Graph, op: Op) -> Match | None:
     size = dims[axis]
     if len(widths) < len(concat.inputs) or not isinstance(size, int):
         return None
-    taken = span(graph, op, size, axis - len(dims))
-    bounds = [(start, end, 1) for start, end in pairwise(accumulate(widths, initial=0))]
-    if taken not in bounds:
+    taken, bounds = span(graph, op, size, axis - len(dims)), list(accumulate(widths, initial=0))
+    if taken is None or taken[2] != 1 or not {*taken[:2]} <= {*bounds} or taken[0] >= taken[1]:
         return None
-    part = operand(concat, bounds.index(taken))
-    return Match((op,), lambda patch: part)
+    parts = [
+        operand(concat, k) for k, (a, b) in enumerate(pairwise(bounds)) if taken[0] <= a and b <= taken[1] and a < b
+    ]
+    return Match((op,), lambda patch: parts[0] if len(parts) == 1 else patch.add("Concat", parts, concat.attrs))
 
 
 @rule("split_of_concat", {"Split"})

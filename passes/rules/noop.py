@@ -11,7 +11,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import is_filled, non_negative, operand, same_shape
+from optdnn.passes.support.facts import ints, is_filled, non_negative, operand, same_shape
 from optdnn.types import normalize_axis
 
 Check = Callable[[Graph, Op], bool]
@@ -55,6 +55,13 @@ def _resize(graph: Graph, op: Op) -> bool:
     return exact and same_shape(graph, op) and op.attrs.coordinate_transformation_mode != "tf_crop_and_resize"
 
 
+def _cumulative(graph: Graph, op: Op) -> bool:
+    """Whether an inclusive sum or product runs along an axis of size 1: positions of a single token, as fairseq computes them."""
+    x, axis = operand(op), ints(graph, operand(op, 1))
+    dims = graph.type(x).shape
+    return not op.attrs.exclusive and dims is not None and axis is not None and dims[axis[0]] == 1
+
+
 def _by(number: float) -> Check:
     """A check whether all elements of operand 1 are ``number``, and the result has the shape of operand 0."""
     return lambda graph, op: is_filled(graph.constant_value(op.inputs[1]), number) and same_shape(graph, op)
@@ -74,6 +81,7 @@ TABLE: dict[str, Check] = {
     "Slice": _slice,
     **dict.fromkeys(("MaxPool", "AveragePool"), _pool),
     "Resize": _resize,
+    **dict.fromkeys(("CumSum", "CumProd"), _cumulative),
     **dict.fromkeys(("Mul", "Div", "Pow"), _by(1)),
     **dict.fromkeys(("Add", "Sub"), _by(0)),
     "Relu": lambda graph, op: non_negative(graph, operand(op)),
@@ -100,6 +108,16 @@ def idempotent(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     inner = graph.op(operand(op))
     return Match((op,), lambda patch: inner.value) if (inner.kind, inner.attrs) == (op.kind, op.attrs) else None
+
+
+@rule("known_choice", {"Where"})
+def known_choice(graph: Graph, op: Op) -> Match | None:
+    """A selection by a constant mask that is true, or false, everywhere is an operand: a mask of padding without padding."""
+    mask = graph.constant_value(op.inputs[0])
+    if mask is None or not mask.size or mask.min() != mask.max():
+        return None
+    chosen = operand(op, 1 if mask.all() else 2)
+    return Match((op,), lambda patch: chosen) if graph.type(chosen) == op.outputs[0].type else None
 
 
 @rule("unused_indices", {"MaxPool"})

@@ -79,6 +79,39 @@ class ViewAfter(Rule):
         return Match((reader, reshape), build)
 
 
+class ViewBeforeReduction(Rule):
+    """A Reshape that splits axes, between an op and a reduction, moves in front of the op, whose operands get the finer axes. The
+    launch of the reduction can then compute the op.
+
+    A mixture of experts multiplies the results of all tokens' experts by their weights, and sums those of each token."""
+
+    name = "view_before_reduction"
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        reshape = graph.sole_user(op.value) if context.on_gpu and is_pointwise(op) else None
+        if reshape is None or reshape.kind != "Reshape" or op.outputs[0].known is not None:
+            return None
+        reader = graph.sole_user(reshape.value)
+        if reader is None or not reader.kind.startswith("Reduce"):
+            return None
+        before, after = graph.type(op.value), graph.type(reshape.value)
+        axes = _merged(after, before)
+        if axes is None:
+            return Miss(f"the Reshape after {op.name} joins axes, or its sizes are not known")
+
+        def build(patch: Patch) -> Value:
+            steps = steps_of(op)
+            inner: dict[Value | int | None, Value] = {}
+            for v in outside(steps):
+                shape = graph.type(v).static_shape
+                alike = set(shape) <= {1} and len(shape) <= len(after.dims)
+                inner[v] = v if alike else reshaped(patch, v, _finer(shape, after, before, axes))
+            steps = [replace(s, args=tuple(inner.get(a, a) for a in s.args)) for s in steps]
+            return patch.add("Pointwise", *body(steps, inner[tensors_of(graph, op)[0]]), src=op.src)
+
+        return Match((reshape, op), build)
+
+
 def _merged(fine: TensorType, coarse: TensorType) -> list[tuple[Sequence[int], Sequence[int]]] | None:
     """The axes of ``fine`` that each axis of ``coarse`` consists of, those of one element apart; None if one is split."""
     if not fine.is_static or not coarse.is_static or 0 in coarse.static_shape:

@@ -57,23 +57,44 @@ def reshape_chain(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss
 def reshapes_around(graph: Graph, op: Op) -> Match | Miss | None:
     """``reshape(f(reshape(x)))`` is ``f(x)`` if it has x's shape again, and ``f`` is pointwise and reads only numbers besides.
 
-    The norm of transposed keys, bounded by an epsilon, is transposed back in this way."""
-    inner = graph.op(operand(op))
-    if not inner.pointwise or len(inner.outputs) != 1 or graph.sole_user(inner.value) is None:
+    ``f`` may be several ops. The norm of transposed keys, bounded by an epsilon, is transposed back in this way, as is the
+    reciprocal root of the mean square of transposed channels."""
+    shape, stages, view = op.outputs[0].type.shape, list[tuple[Op, int]](), graph.op(operand(op))
+    while view.kind not in RESHAPES:
+        slot = _only_tensor(graph, view)
+        if slot is None:
+            return None
+        stages.append((view, slot))
+        view = graph.op(operand(view, slot))
+    x = operand(view)
+    if not stages or shape is None or graph.type(x).shape != shape:
         return None
-    slots = [i for i, v in enumerate(inner.inputs) if v is not None and scalar(graph, v) is None]
-    view = producer(graph, inner.input(slots[0]), RESHAPES) if len(slots) == 1 else None
-    shape = op.outputs[0].type.shape
-    if view is None or shape is None or graph.type(operand(view)).shape != shape:
-        return None
-    if any(len(graph.type(v).dims) > len(shape) for v in inner.inputs if v is not None and v != view.value):
+    if any(len(graph.type(v).dims) > len(shape) for stage, slot in stages for v in _numbers(stage, slot)):
         return None  # a number with more axes than x
-    if "Gemm" in {graph.op(operand(view)).kind, *(u.kind for u in graph.users(op.value))}:
+    if "Gemm" in {graph.op(x).kind, *(u.kind for u in graph.users(op.value))}:
         return Miss(
             "a product of flat rows is next to it, which takes rows of several axes when its own Reshapes are removed"
         )
-    inputs = [operand(view) if i == slots[0] else v for i, v in enumerate(inner.inputs)]
-    return Match((op, inner), lambda patch: patch.add(inner.kind, inputs, inner.attrs))
+
+    def build(patch: Patch) -> Value:
+        y = x
+        for stage, slot in reversed(stages):
+            y = patch.add(stage.kind, [y if i == slot else v for i, v in enumerate(stage.inputs)], stage.attrs)
+        return y
+
+    return Match((op, *(stage for stage, _ in stages)), build)
+
+
+def _only_tensor(graph: Graph, op: Op) -> int | None:
+    """The position of the only operand of a pointwise op that is no number, if one op reads the result."""
+    if not op.pointwise or len(op.outputs) != 1 or graph.sole_user(op.value) is None:
+        return None
+    slots = [i for i, v in enumerate(op.inputs) if v is not None and scalar(graph, v) is None]
+    return slots[0] if len(slots) == 1 else None
+
+
+def _numbers(op: Op, slot: int) -> list[Value]:
+    return [v for i, v in enumerate(op.inputs) if v is not None and i != slot]
 
 
 @rule("constant_target", {"Reshape", "Expand"})

@@ -159,6 +159,7 @@ PRODUCTS: dict[str, Products] = {
     "Recurrence": _recurrence,
     "RowMoments": _quantized,
     "RowProduct": _row_product,
+    "SelectedProduct": _matmul,
     "SeparableConv": _separable_conv,
     "StackedRNN": _stacked_rnn,
     "TiledPackedMatMul": _matmul,

@@ -135,6 +135,11 @@ def row_product(
     return run("Pointwise", [x @ w.T + b, other], {"epilogue": epilogue, "arity": 1})
 
 
+def selected_product(run: Run, x: Array, w: Array, index: Array) -> tuple[Array, ...]:
+    """Each row of x (M, K) times its own matrix (N, K), which an index (M) selects from w."""
+    return ((w[index] @ x[..., None])[..., 0],)
+
+
 def packed_row_product(
     run: Run, x: Array, scale: Array | None, *operands: Array | None, code: str, K: int, N: int, block_size: int,
     epilogue: Sequence[Any], beside: Sequence[Any] = (), epsilon: float = 1e-5,
@@ -375,5 +380,6 @@ COMPOSED: dict[str, ComposedKernel] = {
     "PairedProduct": paired_product,
     "Quantized": quantized,
     "RowProduct": row_product,
+    "SelectedProduct": selected_product,
     "TurnedHeads": turned_heads,
 }

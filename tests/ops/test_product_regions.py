@@ -9,7 +9,7 @@ import pytest
 from support.region_cases import infer, random, results
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Stage
+from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.product_regions import NormedProductAttrs, PairedProductAttrs, RowProductAttrs
@@ -62,6 +62,16 @@ def test_paired_product() -> None:
         infer("PairedProduct", attrs, [x[:, :5], w, b, v, c])
     with pytest.raises(ShapeError, match="differ"):
         infer("PairedProduct", attrs, [x, w, b, v[:2], c])
+
+
+def test_selected_product() -> None:
+    x, w, index = random(3, 6), random(4, 5, 6), np.array([2, -1, 0])
+    (y,) = results("SelectedProduct", Attrs(), [x, w, index])
+    np.testing.assert_allclose(y, np.stack([w[2] @ x[0], w[3] @ x[1], w[0] @ x[2]]), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ShapeError, match="do not fit rows"):
+        infer("SelectedProduct", Attrs(), [x[:, :5], w, index])
+    with pytest.raises(ShapeError, match="not one for each row"):
+        infer("SelectedProduct", Attrs(), [x, w, index[:2]])
 
 
 def test_row_product() -> None:

@@ -14,7 +14,7 @@ from optdnn.dim import DimLike, symbol
 from optdnn.ir.graph import Value
 from optdnn.ops.base import Attrs
 from optdnn.ops.binary import CastAttrs
-from optdnn.ops.index import ConcatAttrs, PadAttrs, SplitAttrs
+from optdnn.ops.index import ConcatAttrs, CumulativeAttrs, PadAttrs, SplitAttrs
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.reduce import ReduceAttrs
@@ -119,6 +119,38 @@ def test_a_symbolic_reshape_to_the_same_shape() -> None:
     y = n.op("Neg", n.op("Reshape", x, shape_of(0, 4), attrs=ReshapeAttrs()))
     graph, _ = check_pass(CANON, n.done(y), changes=1, kinds={"Neg": 1})
     assert graph.of_kind("Neg")[0].src == {"Reshape_1", "Neg_2"}  # an input has no provenance to add to
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_a_selection_by_one_answer_is_an_operand(mask: bool) -> None:
+    n = Net()
+    x, other = n.op("Exp", n.input(2, 4, 6)), n.op("Neg", n.input(2, 1, 6, name="other"))
+    condition = n.const(np.full((4, 1), mask), np.bool_)
+    graph = n.done(n.op("Where", condition, *((x, other) if mask else (other, x))))
+    check_pass(CANON, graph, changes=1, rules={"known_choice": 1}, kinds={"Exp": 1})
+
+
+@pytest.mark.parametrize("case", ["mixed", "smaller", "computed"])
+def test_other_selections_stay(case: str) -> None:
+    """A mask of both answers, an operand that would have to be repeated, and a mask that is no constant."""
+    n = Net()
+    x, other = n.op("Exp", n.input(2, 4, 6)), n.op("Neg", n.input(2, 1, 6, name="other"))
+    mask = n.const(np.array([[True], [case != "mixed"], [True], [True]]), np.bool_)
+    condition = n.input(4, 1, name="mask", dtype=np.bool_) if case == "computed" else mask
+    check_untouched(CANON, n.done(n.op("Where", condition, *((other, x) if case == "smaller" else (x, other)))))
+
+
+@pytest.mark.parametrize("kind", ["CumSum", "CumProd"])
+def test_running_sums_along_an_axis_of_one(kind: str) -> None:
+    """The position of a single token; an exclusive sum of one element is zero, and an axis of two elements has sums."""
+    for exclusive, axis in [(False, 1), (False, -2), (True, 1), (False, 0)]:
+        n = Net()
+        x = n.op("Exp", n.input(2, 1, 6))
+        graph = n.done(n.op(kind, x, shape_of(axis), attrs=CumulativeAttrs(exclusive=exclusive)))
+        if exclusive or axis == 0:
+            check_untouched(CANON, graph)
+        else:
+            check_pass(CANON, graph, changes=1, kinds={"Exp": 1}, rules={"no_op": 1})
 
 
 def test_reductions_and_pools_over_single_points() -> None:
@@ -255,6 +287,27 @@ def test_reshapes_around_a_pointwise_operator_vanish() -> None:
     y = n.op("Max", n.op("Reshape", n.op("Exp", n.input(2, 1, 12)), shape_of(2, 12, 1)), np.float32(0.5))
     graph = n.done(n.op("Reshape", y, shape_of(2, 1, 12)))
     check_pass(CANON, graph, changes=1, kinds={"Exp": 1, "Max": 1}, rules={"reshapes_around": 1})
+
+
+def test_reshapes_around_several_pointwise_operators_vanish() -> None:
+    """VibeVoice's RMS norm of transposed channels: the reciprocal root of the mean square moves back behind them."""
+    n = Net()
+    y = n.op("Add", n.op("Reshape", n.op("Exp", n.input(2, 1, 12)), shape_of(2, 12, 1)), np.float32(0.5))
+    y = n.op("Reciprocal", n.op("Sqrt", y))
+    graph = n.done(n.op("Reshape", y, shape_of(2, 1, 12)))
+    kinds = {"Exp": 1, "Add": 1, "Sqrt": 1, "Reciprocal": 1}
+    check_pass(CANON, graph, changes=1, kinds=kinds, rules={"reshapes_around": 1})
+
+
+@pytest.mark.parametrize("other", ["users", "vector", "axes"])
+def test_reshapes_around_several_operators_of_which_one_is_other_stay(other: str) -> None:
+    """The first of two has another reader, or reads a vector or a number with more axes."""
+    n = Net()
+    x = n.op("Reshape", n.op("Exp", n.input(2, 1, 12)), shape_of(2, 12, 1))
+    more = {"vector": np.ones((12, 1), np.float32), "axes": np.ones((1, 1, 1, 1), np.float32)}
+    y = n.op("Max", x, more.get(other, np.float32(0.5)))
+    outputs = [n.op("Reshape", n.op("Sqrt", y), shape_of(2, 1, 12)), *([n.op("Neg", y)] if other == "users" else [])]
+    check_untouched(CANON, n.done(*outputs))
 
 
 @pytest.mark.parametrize("other", [np.ones((12, 1), np.float32), np.ones((1, 1, 1, 1), np.float32), "users"])

@@ -177,6 +177,23 @@ def test_a_slice_that_takes_one_part_is_this_part(begin: int, end: int) -> None:
     assert "Slice" not in done.kinds()
 
 
+@pytest.mark.parametrize(
+    ("begin", "end", "left"), [(0, 8, (3, 5)), (3, 14, (5, 6)), (3, 12, None), (1, 8, None), (8, 3, None)]
+)
+def test_a_slice_that_takes_several_parts_joins_these(begin: int, end: int, left: tuple[int, ...] | None) -> None:
+    """Bark's fine model adds the embeddings of the first codebooks of a stack of all of them."""
+    n = Net(np.float64)
+    parts = [n.op("Relu", n.input(2, width, 6, name=f"x{width}")) for width in (3, 5, 6)]
+    joined = n.op("Concat", *parts, attrs=ConcatAttrs(1))
+    graph = n.done(n.op("Exp", n.op("Slice", joined, n.ints(begin), n.ints(end), n.ints(1))))
+    if left is None:
+        check_untouched(Canonicalize(), graph)
+        return
+    done, _ = check_pass(Canonicalize(), graph, changes=1, rules={"part_of_concat": 1})
+    (op,) = done.of_kind("Concat")
+    assert tuple(done.type(v).dims[1] for v in op.inputs if v is not None) == left
+
+
 @pytest.mark.parametrize("cut", [(0, 4), (1, 3), (2, 8), (3, 8, 2), (0, 3, 1, 2)])
 def test_other_slices_of_a_concatenation_stay(cut: tuple[int, ...]) -> None:
     check_untouched(Canonicalize(), joined_and_cut(*cut))

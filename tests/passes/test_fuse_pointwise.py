@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
-from support.simulated import check_simulated
+from support.simulated import check_simulated, kinds
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph
@@ -441,6 +442,51 @@ def test_a_reshape_to_fewer_axes_than_a_number_has_stays() -> None:
 
 def test_reshapes_stay_on_the_cpu() -> None:
     check_untouched(FusePointwise(), masked())
+
+
+def weighted(to: tuple[int, ...] = (3, 4, 8), *, reader: str = "ReduceSum", second: bool = False) -> Graph:
+    """The results of three tokens' four experts (12, 8), multiplied by a weight each, and added for each token. ``second``: the
+    product is read elsewhere, too."""
+    n = Net(np.float64)
+    y = n.op("Mul", n.input(12, 8), n.input(12, 1, name="weights"))
+    view = n.op("Reshape", y, n.ints(*to))
+    more = [n.op("Transpose", y)] if second else []
+    return n.done(n.op(reader, view, *([n.ints(1)] if "Reduce" in reader else [])), *more)
+
+
+def test_a_reshape_between_an_op_and_a_reduction_moves_in_front_of_both() -> None:
+    """Mixtures of experts. The launch of the sum then computes the product, too."""
+    graph, _ = check_pass(
+        FusePointwise(), weighted(), changes=1, rules={"view_before_reduction": 1}, context=ON_GPU,
+        kinds={"Reshape": 2, "Pointwise": 1, "ReduceSum": 1},
+    )  # fmt: skip
+    (op,) = graph.of_kind("Pointwise")
+    assert sorted(graph.type(v).dims for v in op.inputs if v is not None) == [(3, 4, 1), (3, 4, 8)]
+    program = check_simulated(weighted(), "fp16")
+    assert kinds(program).count("ReduceSum") == len([k for k in kinds(program) if k != "Copies"])
+
+
+@pytest.mark.parametrize("axes", [1, 3])
+def test_a_number_with_more_axes_than_the_reduction_s_operand(axes: int) -> None:
+    n = Net(np.float64)
+    y = n.op("Mul", n.input(1, 12, 8), n.const(np.full((1,) * axes, 0.5)))
+    graph = n.done(n.op("ReduceSum", n.op("Reshape", y, n.ints(12, 8)), n.ints(1)))
+    done, _ = check_pass(FusePointwise(), graph, changes=1, rules={"view_before_reduction": 1}, context=ON_GPU)
+    assert done.kinds()["Reshape"] == (2 if axes == 3 else 1)
+
+
+@pytest.mark.parametrize("options", [{"reader": "Softmax"}, {"second": True}])
+def test_a_reshape_before_other_readers_stays(options: dict[str, Any]) -> None:
+    check_untouched(FusePointwise(), weighted(**options), context=ON_GPU)
+
+
+def test_a_reshape_that_joins_axes_before_a_reduction_stays() -> None:
+    graph = weighted((4, 24))
+    check_refused(FusePointwise(), graph, because="joins axes", rule="view_before_reduction", context=ON_GPU)
+
+
+def test_a_reshape_before_a_reduction_stays_on_the_cpu() -> None:
+    check_untouched(FusePointwise(), weighted())
 
 
 def chunks(

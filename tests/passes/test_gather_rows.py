@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from support.net import Net
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes import gather_rows
@@ -227,6 +228,24 @@ def test_indices_that_are_flattened_for_a_gather() -> None:
 )  # fmt: skip
 def test_rows_of_another_shape_stay(graph: Graph) -> None:
     check_untouched(GatherRows(), graph)
+
+
+@pytest.mark.parametrize("batch", [3, symbol("N", 1)])
+def test_one_index_per_row_gathers_rows(batch: Any) -> None:
+    """``bias[experts]``, as torch.export writes it."""
+    n = Net(np.float64)
+    index = n.op("Abs", n.input(batch, 2, 1, name="i", dtype=np.int64))
+    graph = n.done(n.op("GatherND", n.const(np.arange(40.0).reshape(10, 4)), index, attrs=GatherNDAttrs(0)))
+    sizes = {"N": 3} if batch != 3 else None
+    kinds = {"Abs": 1, "Gather": 1, "Squeeze": 1}
+    check_pass(GatherRows(), graph, changes=1, kinds=kinds, rules={"row_indices": 1}, sizes=sizes)
+
+
+@pytest.mark.parametrize(("shape", "batch"), [((3, 2), 0), ((10, 1), 1)])
+def test_other_tuples_of_indices_stay(shape: tuple[int, ...], batch: int) -> None:
+    n = Net(np.float64)
+    index = n.op("Abs", n.input(*shape, name="i", dtype=np.int64))
+    check_untouched(GatherRows(), n.done(n.op("GatherND", n.random(10, 4), index, attrs=GatherNDAttrs(batch))))
 
 
 def added_rows(

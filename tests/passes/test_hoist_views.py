@@ -223,11 +223,14 @@ def residual(image: str = "conv", *, second: bool = False, readers: int = 1, bia
     """ConvNeXt's end of a block: a product of rows, turned into an image, plus the image that the block began with."""
     n = Net(np.float64)
     x = n.input(2, 6, 4, 5)
-    if image == "conv":
+    if image in ("conv", "sum", "other rows"):
         x = n.conv(x, 6)
+    if image in ("sum", "other rows"):
+        x = n.op("Add", x, n.input(2, 6, 4, 5))
     elif image == "turned":
         x = transposed(n, n.op("Relu", transposed(n, x, 0, 2, 3, 1)), 0, 3, 1, 2)
-    rows = n.op("Mul", n.matmul(transposed(n, x, 0, 2, 3, 1), 6), n.random(6))
+    read = n.input(2, 6, 4, 5) if image == "other rows" else x
+    rows = n.op("Mul", n.matmul(transposed(n, read, 0, 2, 3, 1), 6), n.random(6))
     y = transposed(n, rows, 0, 3, 1, 2)
     other = n.random(6, 1, 1) if bias else x
     total = n.op("Add", *((other, y) if second else (y, other)))
@@ -263,8 +266,20 @@ def test_a_turned_residual_is_added_as_it_was() -> None:
     assert {graph.op(v).kind for v in graph.of_kind("Add")[0].inputs} == {"Mul", "Relu"}  # type: ignore[arg-type]
 
 
-def test_a_residual_with_its_channels_second_in_memory_stays() -> None:
-    check_refused(HoistViews(), residual("input"), because="comes from Input", rule="add_before_transpose")
+def test_a_residual_whose_rows_are_read_is_added_in_rows() -> None:
+    """VibeVoice adds the depthwise convolution to its input before the norm and the product."""
+    graph, _ = check_pass(HoistViews(), residual("sum"), changes=1, rules={"add_before_transpose": 1})
+    (total,) = (
+        op
+        for op in graph.of_kind("Add")
+        if graph.users(op.value)[0].kind == "Transpose" and len(graph.users(op.value)) == 1
+    )
+    assert {graph.op(v).kind for v in total.inputs} == {"Mul", "Transpose"}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("image", "source"), [("input", "Input"), ("other rows", "Add")])
+def test_a_residual_with_its_channels_second_in_memory_stays(image: str, source: str) -> None:
+    check_refused(HoistViews(), residual(image), because=f"comes from {source}", rule="add_before_transpose")
 
 
 @pytest.mark.parametrize("options", [{"readers": 2}, {"bias": True}])

@@ -401,3 +401,49 @@ def test_on_a_gpu_heads_of_lines_are_views(batch: int) -> None:
     program = check_simulated(attended_line(Net(), batch), "fp16")
     found = [step.params["op"]["kind"] for step in program.steps]
     assert [kind for kind in found if kind not in ("Conv", "Attention")] == [found[0], found[-1]], "of input and output"
+
+
+def scores(source: str = "conv", *, batch: Any = 2, heads: int = 2, readers: int = 1) -> Graph:
+    """The scores of VITS's text encoder: a convolution's channels in heads, queries transposed and keys as they are."""
+    n = Net(np.float64)
+    x = n.input(batch, 3, 20)
+    q, k = (n.conv(x, 8, 1, pads=0) if source == "conv" else n.input(batch, 8, 20, name=f"x{i}") for i in range(2))
+    q, k = (n.op("Reshape", v, n.ints(0, heads, 8 // heads, 20)) for v in (q, k))
+    rank = (0, 1, 3, 2)
+    y = n.op("MatMul", n.op("Transpose", q, attrs=TransposeAttrs(rank)), k)
+    return n.done(y, *(n.op("Exp", k) for _ in range(readers - 1)))
+
+
+@pytest.mark.parametrize("batch", [2, symbol("N", 1)])
+def test_heads_of_an_image_that_a_product_reads_are_views_of_tokens(batch: Any) -> None:
+    graph, _ = check_pass(
+        ImageTokens(), scores(batch=batch), changes=2, rules={"image_to_tokens": 1, "heads_of_image": 1},
+        kinds={"Conv": 2, "Transpose": 4, "Reshape": 2, "MatMul": 1}, sizes={"N": 3} if batch != 2 else None,
+    )  # fmt: skip
+    (product,) = graph.of_kind("MatMul")
+    assert [graph.op(v).kind for v in product.inputs] == ["Transpose", "Transpose"]  # type: ignore[arg-type]
+
+
+def test_heads_of_an_input_stay() -> None:
+    check_untouched(ImageTokens(), scores("input"))
+
+
+def test_heads_that_others_read_stay() -> None:
+    check_pass(ImageTokens(), scores(readers=2), changes=1, rules={"image_to_tokens": 1})
+
+
+def test_one_head_stays() -> None:
+    """A Reshape to (B, 1, C, H * W) moves no axis."""
+    report = ImageTokens()(scores(heads=1))
+    assert "heads_of_image" not in {f.rule for f in report.fired}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_keys_of_a_convolution_are_read_without_a_copy(precision: str) -> None:
+    n = Net()
+    x = n.input(1, 16, 24)
+    q, k = (n.op("Reshape", n.conv(x, 64, 1, pads=0), n.ints(1, 2, 32, 24)) for _ in range(2))
+    y = n.op("MatMul", n.op("Transpose", q, attrs=TransposeAttrs((0, 1, 3, 2))), k)
+    program = check_simulated(n.done(n.op("Relu", y)), precision)
+    if precision == "fp16":
+        assert not {"Copy", "Copies"} & {s.params["op"]["kind"] for s in program.steps[1:]}

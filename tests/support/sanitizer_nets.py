@@ -27,6 +27,7 @@ from kernels.gemm.test_matmul_tiles import NETS as TILED  # type: ignore[import-
 from kernels.gemm.test_normed import NETS as NORMED  # type: ignore[import-not-found]
 from kernels.gemm.test_normed_residual import NETS as NORMED_RESIDUALS  # type: ignore[import-not-found]
 from kernels.gemm.test_paired import NETS as PAIRED  # type: ignore[import-not-found]
+from kernels.gemm.test_selected import experts  # type: ignore[import-not-found]
 from kernels.gemm.test_turned_heads import NETS as TURNED  # type: ignore[import-not-found]
 from kernels.generated_cases import FAMILIES, graph_of  # type: ignore[import-not-found]
 from kernels.index import test_top_rows  # type: ignore[import-not-found]
@@ -294,6 +295,7 @@ def products() -> Graphs:
         **{f"stacks fp32: {name}": (net(Net, build), "fp32") for name, build in TILED.items()},
         **{f"stacks tf32: {name}": (net(Net, build), "tf32") for name, build in ANY.items()},
         "few rows": (net(Net, few_rows), "fp16"),
+        "selected matrices": (experts, "fp16"),
         "wide results": (net(Net, wide_results), "fp16"),
         **{
             f"pairs of channels {precision}: {name}": (net(Net, build), precision)

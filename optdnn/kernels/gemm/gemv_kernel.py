@@ -25,7 +25,7 @@ class Problem:
     """``rows`` rows of ``depth`` elements times ``columns`` columns; ``wide``: the result is fp32. Pitches count elements.
 
     ``norm``: the rows are normalized first (RMSNormalization). ``beside``: stages of a second product, whose result the
-    epilogue reads.
+    epilogue reads. ``selected``: the number of products of ``rows``, each with a matrix that an index selects; 0 if there is one matrix.
     """
 
     rows: int
@@ -36,6 +36,7 @@ class Problem:
     wide: bool = False
     norm: bool = False
     beside: tuple[render.Stage, ...] | None = None
+    selected: int = 0
 
     @property
     def matrices(self) -> int:
@@ -85,32 +86,46 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "PASSING": int(problem.matrices * problem.columns * problem.depth * 2 >= PASSING), "HAS_RESIDUAL": int(problem.residual),
         "RESULT_FLOAT": int(problem.wide), "NORM": int(problem.norm), "PAIRED": problem.matrices - 1,
     }  # fmt: skip
+    defines |= {"SELECTED": 1} if problem.selected else {}
     beside = [] if problem.beside is None else [render.epilogue(problem.beside, "epilogue_beside")]
     text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), *beside, ""])
     return Recipe("gemv.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def launch(
-    problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int, *, epsilon: float = 0.0
+    problem: Problem,
+    config: Config,
+    gpu: GpuFacts,
+    x_pitch: int,
+    out_pitch: int,
+    *,
+    epsilon: float = 0.0,
+    stack: int = 0,
 ) -> Launch:
     """The launch. Operands: ``x``, ``weights`` (``[columns, depth]``), ``bias`` (fp32 ``[columns]``), ``residual``, ``output``;
-    ``beside`` and ``beside_bias`` of a second product; ``scale`` (fp32 ``[depth]``) of a norm."""
-    parameters = Parameters().pointer("x", "weights", "bias", "residual" if problem.residual else None, "output")
+    ``beside`` and ``beside_bias`` of a second product; ``scale`` (fp32 ``[depth]``) of a norm. With selected matrices: ``weights``
+    (``[stack, columns, depth]``) and ``index`` (int64 ``[selected]``), and no bias."""
+    bias = None if problem.selected else "bias"
+    parameters = Parameters().pointer("x", "weights", bias, "residual" if problem.residual else None, "output")
     parameters.pointer(*(("beside", "beside_bias") if problem.matrices > 1 else (None, None)))
     parameters.pointer("scale" if problem.norm else None)
     parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch).f32(epsilon)
     blocks = -(-problem.columns // config.columns)
-    return parameters.launch(recipe(problem, config, gpu.arch), "gemv", blocks, config.warps * 32)
+    if problem.selected:
+        parameters.pointer("index").i64(stack)
+    grid = (blocks, problem.selected, 1) if problem.selected else blocks
+    return parameters.launch(recipe(problem, config, gpu.arch), "gemv", grid, config.warps * 32)
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch: the matrix at the bandwidth that the loads in flight allow, and latency."""
-    blocks, matrices = -(-problem.columns // config.columns), problem.matrices
+    matrices = problem.matrices * max(1, problem.selected)
+    blocks = -(-problem.columns // config.columns) * max(1, problem.selected)
     resident = max(1, min(2048 // (config.warps * 32), 32))
     waves = -(-blocks // (device.multiprocessors * resident))
     busy = min(blocks, device.multiprocessors * resident) / waves if waves == 1 else device.multiprocessors * resident
     steps = -(-problem.depth // (config.warps * 256))
-    in_flight = busy * config.warps * 32 * config.columns * matrices * min(config.ahead, steps) * 16
+    in_flight = busy * config.warps * 32 * config.columns * problem.matrices * min(config.ahead, steps) * 16
     rate = min(MEMORY, in_flight / 1.3e-6)
     uneven = (
         -(-blocks // device.multiprocessors) * device.multiprocessors / blocks

@@ -86,6 +86,8 @@ def _product(
     """A launch of ``gemv.cu`` as a job. Its parameters are eight addresses, four integers and an epsilon."""
     if fields["RESULT_FLOAT"]:
         return "its results are fp32"
+    if "SELECTED" in fields:
+        return "its matrices are selected"
     columns, depth, x_pitch, out_pitch = struct.unpack_from("<4i", launch.parameters, 64)
     (epsilon,) = struct.unpack_from("<f", launch.parameters, 80)
     text = kernel.generated["generated.cuh"]

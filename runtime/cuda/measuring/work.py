@@ -17,8 +17,8 @@ from optdnn.runtime.reference.arithmetic import MOVES, products_of
 from optdnn.runtime.steps.attrs import attrs_from_plain
 from optdnn.types import BF16, FP16, FP32, DType
 
-GATHERS = ("Gather", "GatherElements", "GatherND")
-"""Kinds that read no more of their data than they write: for example, some rows of a large table."""
+TABLES = {"Gather": (0,), "GatherElements": (0,), "GatherND": (0,), "SelectedProduct": (1,)}
+"""Operands that a kind reads in part: some rows of a large table, or the matrices that rows select."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,13 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
     seen = {(v.operand, v.offset, v.shape, v.strides): v for v in (*m.reads, *m.writes) if v is not None}
     moved = sum(_distinct(v) * dtype(v).itemsize for v in seen.values())
     out = next((v for v in m.writes if v is not None), None)
-    tables = [0] if m.kind in GATHERS else m.attrs["rows"] if m.kind == "PointwiseOfRows" else []
+    tables = TABLES[m.kind] if m.kind in TABLES else m.attrs["rows"] if m.kind == "PointwiseOfRows" else ()
     for data in (m.reads[k] for k in tables):
         if data is not None and out is not None:
-            moved -= max(0, _distinct(data) - _distinct(out)) * dtype(data).itemsize
+            each = (
+                data.shape[-1] if m.kind == "SelectedProduct" else 1
+            )  # elements that are read for an element of the result
+            moved -= max(0, _distinct(data) - _distinct(out) * each) * dtype(data).itemsize
     first = next((v for v in m.reads if v is not None), out)
     if m.kind in ("ImageConv", "PooledImageConv"):
         first = out  # its factors have the result's type

@@ -16,6 +16,8 @@ from support.simulated import lowered
 
 from optdnn.cli import bench as cli_bench
 from optdnn.errors import UsageError
+from optdnn.ops.gather import GatherNDAttrs
+from optdnn.ops.gemm import MatMulAttrs
 from optdnn.runtime.contexts.base import BaseContext
 from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.contexts.signature import Signature
@@ -162,6 +164,19 @@ def test_a_gather_reads_only_the_rows_that_it_writes() -> None:
     (step,) = (s for s in program.steps if s.params["op"]["kind"] == "Gather")
     item = program.buffers[step.outputs[0]].dtype.itemsize
     assert work_of(step, parse(step, program), program).bytes == 2 * 6 * 64 * item + 6 * 8
+
+
+def test_a_product_reads_only_the_matrices_that_rows_select() -> None:
+    n = Net()
+    index = n.op("GatherND", n.random(9, 16, 8), n.input(2, 1, name="index", dtype=INT64), attrs=GatherNDAttrs(0))
+    program = lowered(n.done(n.op("MatMul", index, n.input(2, 8, 1), attrs=MatMulAttrs())), "fp16")
+    (step,) = (s for s in program.steps if s.params["op"]["kind"] == "SelectedProduct")
+    item = program.buffers[step.outputs[0]].dtype.itemsize
+    work = work_of(step, parse(step, program), program)
+    assert work.bytes == 2 * 16 * 8 * 2 + 2 * 8 * 2 + 2 * 16 * item + 2 * 8, (
+        "two of nine matrices, rows, results, indices"
+    )
+    assert work.flops == 2 * 2 * 16 * 8
 
 
 def test_every_step_names_its_tactic() -> None:

@@ -10,8 +10,11 @@
 // are in flight. The first weights are loaded before griddepcontrol.wait: no kernel writes them. Sums of lanes, then of warps, are added in a
 // fixed order.
 //
+// SELECTED: each row has a matrix of its own, which ``index`` selects from a stack (mixtures of experts); blockIdx.y counts rows, and ROWS is 1.
+// Nothing is loaded before griddepcontrol.wait then: another kernel computes the index.
+//
 // generated.cuh defines ROWS, COLUMNS, WARPS, DEPTH, PASSING (the matrix does not fit L2), HAS_RESIDUAL, NORM, PAIRED,
-// RESULT_FLOAT (results and residuals are fp32), epilogue() and, PAIRED, epilogue_beside().
+// RESULT_FLOAT (results and residuals are fp32), SELECTED or not, epilogue() and, PAIRED, epilogue_beside().
 #include "vectors.cuh"
 #include "generated.cuh"
 #include "stream.cuh"
@@ -24,6 +27,12 @@ DEVICE Result narrow(float v) { return v; }
 typedef u16 Result;
 DEVICE float widen(u16 v) { return unpack1(v); }
 DEVICE Result narrow(float v) { return pack1(v); }
+#endif
+
+#ifdef SELECTED
+#define BIAS 0.0f
+#else
+#define BIAS p.bias[column]
 #endif
 
 constexpr int ALL = COLUMNS * (1 + PAIRED);        // columns of a block, of both matrices
@@ -40,6 +49,10 @@ struct Params {
     const float* scale;                            // [k]
     int columns, k, x_pitch, out_pitch;
     float epsilon;
+#ifdef SELECTED
+    const long long* index;                        // [rows]
+    long long matrices;                            // of the stack
+#endif
 };
 
 DEVICE void unpack(float (&x)[8], const uint4& v) {
@@ -59,10 +72,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * COLUMNS;
     constexpr int STEP = WARPS * 256;              // elements of K that a block takes at a time
     const Stream stream;
+    const u16* x_rows = p.x;
+    const u16* weights = p.weights;
+    Result* output = p.output;
+#ifdef SELECTED
+    grid_dependency_wait();
+    const long long given = p.index[blockIdx.y], matrix = given < 0 ? given + p.matrices : given;
+    weights += min(max(matrix, 0ll), p.matrices - 1) * p.columns * p.k;
+    x_rows += (long long)blockIdx.y * p.x_pitch;
+    output += (long long)blockIdx.y * p.out_pitch;
+#endif
     const u16* rows[ALL];
     #pragma unroll
     for (int c = 0; c < ALL; c++)
-        rows[c] = (c < COLUMNS ? p.weights : p.beside) + (long long)min(first + c % COLUMNS, p.columns - 1) * p.k;
+        rows[c] = (c < COLUMNS ? weights : p.beside) + (long long)min(first + c % COLUMNS, p.columns - 1) * p.k;
 
     const int begin = warp * 256 + lane * 8;
     uint4 w[DEPTH][ALL];
@@ -72,7 +95,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
         for (int c = 0; c < ALL; c++)
             w[d][c] = begin + d * STEP < p.k ? stream(rows[c] + begin + d * STEP) : make_uint4(0u, 0u, 0u, 0u);
     }
+#ifndef SELECTED
     grid_dependency_wait();
+#endif
     float sum[SUMS];                               // column c and row m at c ROWS + m; the sums of squares follow
     #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = 0.0f;
@@ -86,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
             #pragma unroll
             for (int m = 0; m < ROWS; m++) {
                 float x[8];
-                unpack(x, *reinterpret_cast<const uint4*>(p.x + m * p.x_pitch + at));
+                unpack(x, *reinterpret_cast<const uint4*>(x_rows + m * p.x_pitch + at));
                 if (NORM) {
                     #pragma unroll
                     for (int i = 0; i < 8; i++) {
@@ -125,5 +150,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
 #if PAIRED
     other = epilogue_beside(whole(COLUMNS * ROWS + threadIdx.x) * factor, p.beside_bias[column], 0.0f);
 #endif
-    p.output[at] = narrow(epilogue(whole(threadIdx.x) * factor, p.bias[column], other));
+    output[at] = narrow(epilogue(whole(threadIdx.x) * factor, BIAS, other));
 }

@@ -1,0 +1,134 @@
+"""Rows that each select a matrix of a stack (mixtures of experts): the launch, its refusals, and the kernel on the processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import emulated
+from support.host import COMPILER, WHY_NOT
+from support.net import Net
+from support.on_gpu import checked_launches
+from support.simulated import check_not_taken, check_simulated, kinds
+
+from optdnn.ir.graph import Graph
+from optdnn.kernels.gemm import gemv_kernel as gemv
+from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.sort import TopKAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.types import FP16
+
+
+def experts(
+    form: str = "columns", *, rows: int = 3, many: int = 8, depth: int = 64, columns: int = 40, kind: str = "GatherND", step: int = 1,
+    after: str = "",
+) -> Graph:  # fmt: skip
+    """``W[index] @ columns`` or ``rows @ W[index]``. The indices come from a TopK of scores; ``after``: what reads the product."""
+    n = Net()
+    top = TopKAttrs(1, True, True)
+    _, index = n.op("TopK", n.input(1, many, name="scores"), n.ints(rows * step), attrs=top, outputs=2)
+    index = n.op("Reshape", index, n.ints(rows * step, 1) if kind == "GatherND" else n.ints(rows * step))
+    if step > 1:
+        index = n.op("Slice", index, n.ints(0), n.ints(rows * step), n.ints(0), n.ints(step))
+    size = (many, columns, depth) if form == "columns" else (many, depth, columns)
+    attrs: Any = GatherNDAttrs(0) if kind == "GatherND" else GatherAttrs(0)
+    matrices = n.op(kind, n.random(*size, scale=depth**-0.5), index, attrs=attrs)
+    x = n.input(rows, depth, 1) if form == "columns" else n.input(rows, 1, depth)
+    y = n.op("MatMul", *((matrices, x) if form == "columns" else (x, matrices)), attrs=MatMulAttrs())
+    if after == "Relu":
+        y = n.op("Relu", y)
+    return n.done(y, *([n.op("Exp", matrices)] if after == "reader" else []))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "columns": {},
+    "rows": {"form": "rows", "kind": "Gather"},
+    "one row of many": {"rows": 1, "many": 16, "depth": 264, "columns": 33},
+}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_selected_matrices_are_read_in_place(name: str, precision: str) -> None:
+    program = check_simulated(experts(**CASES[name]), precision)
+    assert "SelectedProduct" in kinds(program)
+    assert not {"Gather", "GatherND", "MatMul"} & set(kinds(program))
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"after": "reader"}, "no matrices that indices select"),
+        ({"after": "Relu"}, "it has stages"),
+        ({"step": 2}, "lie apart"),
+        ({"depth": 60}, "multiple of 8"),
+    ],
+)
+def test_refusals(options: dict[str, Any], because: str) -> None:
+    check_not_taken(experts(**options), "gemv_selected", because, "SelectedProduct", precision="fp16")
+
+
+def test_a_grid_has_no_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optdnn.kernels.gemm.selected.MOST", 2)
+    check_not_taken(experts(), "gemv_selected", "up to 2 rows, not 3", "SelectedProduct", precision="fp16")
+
+
+def test_it_is_for_16_bit_floats() -> None:
+    check_not_taken(experts(), "gemv_selected", "16-bit floats", "SelectedProduct", precision="fp32")
+
+
+def test_indices_that_are_known_select_nothing_at_run_time() -> None:
+    n = Net()
+    matrices = n.op("Gather", n.random(8, 40, 64), n.ints(5, 1, 2), attrs=GatherAttrs(0))
+    graph = n.done(n.op("MatMul", matrices, n.input(3, 64, 1), attrs=MatMulAttrs()))
+    check_not_taken(graph, "gemv_selected", "no matrices that indices select", "SelectedProduct", precision="fp16")
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(("rows", "pitch"), [(4, 600), (3, 0)])
+def test_the_kernel_on_a_processor(rows: int, pitch: int, tmp_path: Path) -> None:
+    """Indices count from the end if they are negative, and stay in the stack. ``pitch`` 0: all rows are one."""
+    p, config, rng = gemv.Problem(1, 61, 600, (), selected=rows), gemv.Config(2, 4, 2), np.random.default_rng(0)
+    assert gemv.refuse(p, config) is None
+    made = gemv.launch(p, config, of_arch("sm_90a"), pitch, p.columns, stack=5)
+    text = made.recipe.generated["generated.cuh"]
+    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
+    library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=["vectors.cuh"])
+    arrays = {
+        "x": rng.standard_normal((rows if pitch else 1, p.depth)).astype(FP16),
+        "weights": (rng.standard_normal((5, p.columns, p.depth)) * p.depth**-0.5).astype(FP16),
+        "index": np.array([4, -2, 7, 0][:rows], np.int64),
+        "output": np.zeros((rows, p.columns), FP16),
+    }
+    held = {n: emulated.aligned(a) for n, a in arrays.items()}
+    emulated.run(library, made, {n: held[n].ctypes.data for n in made.operands})
+    chosen = held["weights"].astype(np.float64)[[4, 3, 4, 0][:rows]]
+    expected = (chosen @ held["x"].astype(np.float64)[..., None])[..., 0]
+    np.testing.assert_allclose(held["output"].astype(np.float64), expected, rtol=0, atol=3e-3 * np.abs(expected).max())
+
+
+def test_more_rows_take_longer() -> None:
+    gpu = of_arch("sm_90a")
+    one, eight = (gemv.Problem(1, 2048, 1024, (), selected=n) for n in (1, 8))
+    config = gemv.Config(4, 4, 2)
+    assert gemv.estimate(one, config, gpu) < gemv.estimate(eight, config, gpu) < 8 * gemv.estimate(one, config, gpu)
+
+
+@pytest.mark.nvrtc
+def test_kernels_do_not_spill() -> None:
+    problem = gemv.Problem(1, 1536, 2048, (), "bfloat16", selected=8)
+    for arch in ("sm_80", "sm_90a"):
+        for config in gemv.candidates(problem, of_arch("sm_90a"))[:2]:
+            (kernel,) = nvrtc.resources(gemv.recipe(problem, config, arch)).values()
+            assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_launches_on_a_gpu(name: str, precision: str) -> None:
+    assert "SelectedProduct" in {e.kind for e in checked_launches(experts(**CASES[name]), precision)}
