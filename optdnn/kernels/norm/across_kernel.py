@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters, template_options
-from optdnn.kernels.norm.rows_kernel import MEMORY
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -17,8 +16,8 @@ MOST_VECTORS = 6
 """Most accesses of a lane per row: bounds the lane's registers and the tile in shared memory."""
 LAUNCH_S, ROUND_S = 1.6e-6, 0.5e-6
 """Seconds of a dependent launch, and of each further row of a warp."""
-NEAR = 3.5e12
-"""Bytes per second from L2, in pieces of 32 bytes, of data that the last launch left there."""
+NEAR, MEMORY = 3.5e12, 4.2e12
+"""Bytes per second in pieces of 32 bytes: from L2, of data that the last launch left there, and from memory."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 OPERATIONS = ("layer_norm", "rms_norm", "softmax", "log_softmax", "l2_norm")
 """An L2 norm divides by the larger one of a row's length and ``epsilon``. It has no bias."""
 _SOFTMAX = OPERATIONS[2:4]
-MEMORY = 4.2e12
-CLOCK = 1.75e9
-BLOCK_START = 150e-9  # seconds from one block's start on a multiprocessor to the next one's
+MEMORY, CLOCK, LATENCY = 3.3e12, 1.75e9, 1.13e-6
+BLOCK_START = 67e-9  # seconds from one block's start on a multiprocessor to the next one's
 MAX_ELEMENTS = 32
 """Most elements of a row in one thread's registers; 24 in blocks of more than 512 threads."""
 MAX_ROWS_ELEMENTS = 96
@@ -227,25 +226,15 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch."""
-    elements = config.vectors * config.lanes * config.rows
-    blocks = config.blocks(problem)
-    registers = 32 + elements * (0.75, 1.0, 1.25)[config.rows.bit_length() - 1]
-    resident = max(1, min(2048 // config.threads, int(65536 / (registers * config.threads)), 32))
-    near = problem.bytes < device.l2_bytes  # the last kernel left the rows in L2
-    busy = min(blocks, resident * device.multiprocessors)
-    in_flight = busy * config.threads * elements * problem.itemsize * (1 + problem.add)
-    bandwidth = min(5.5e12 if near else MEMORY, in_flight / 0.8e-6)
-    work = blocks * config.threads * (elements * 12 + 80 + 40 * math.log2(max(2, config.group)))
-    compute = work / min(busy, device.multiprocessors) / 128 / CLOCK
-    latency = 0.8e-6 + (0.1e-6 if config.group > 32 else 0.0) + elements * 10 / CLOCK
+    """Predicted seconds of one dependent launch. The constants fit chains of norms on an H100 (``docs/internals/kernels.md``)."""
+    elements, blocks = config.vectors * config.lanes * config.rows, config.blocks(problem)
+    cycles = 9 * elements + 100 * max(0, config.vectors * config.lanes - 16)
+    latency = LATENCY + cycles / CLOCK
     latency += 0.3e-6 + elements * 6 / CLOCK if problem.first is not None else 0.0
-    tail = 1.0 + 0.5 * resident * device.multiprocessors / max(blocks, resident * device.multiprocessors)
-    if near and (problem.scale or problem.bias) and problem.operation not in _SOFTMAX:
-        # A group reads the parameters from L1 once for its rows.
-        latency += 0.3 * 8 * problem.length * problem.rows / config.rows / (device.multiprocessors * 64 * CLOCK)
-    started = BLOCK_START * blocks / device.multiprocessors
-    return latency + max(problem.bytes / bandwidth * (tail if blocks > busy else 1.0), compute, started)
+    memory = max(problem.bytes / MEMORY, BLOCK_START * blocks / device.multiprocessors)
+    work = blocks * config.threads * (2 * elements + 20 + 22 * math.log2(max(2, config.group)))
+    compute = work / min(blocks, device.multiprocessors) / 128 / CLOCK
+    return latency + max(memory, compute) + 0.06 * min(memory, compute)
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
