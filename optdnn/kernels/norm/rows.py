@@ -23,10 +23,14 @@ from optdnn.ops.base import Stage, attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import FP64, is_float, normalize_axis
 
-THREADS = 256
+THREADS, MOST_THREADS = 256, 1024
+SECTOR = 32
+"""Bytes that memory delivers together."""
 LAUNCH_S, ELEMENT_S = 2.5e-6, 0.26e-6
 """Seconds of a dependent launch, and per element of a thread and pass. On an H200, one row of 16384, 49152 and 131072 elements in three
 passes took 54, 172 and 404 us."""
+APART_S = 1.5e-6
+"""Seconds of a dependent launch for rows whose elements lie apart."""
 RESIDENT = 4
 """Blocks of long rows that run on a multiprocessor at once."""
 LONG = 16
@@ -53,6 +57,64 @@ class Statistic:
     merged: str = "u0"
 
 
+@dataclass(frozen=True)
+class _Form:
+    """``lanes`` threads share a row, and a block has ``rows`` rows. ``apart``: neighboring threads have neighboring rows, whose elements
+    lie together; else they have neighboring elements."""
+
+    lanes: int
+    rows: int
+    apart: bool = False
+
+    @property
+    def threads(self) -> int:
+        return self.lanes * self.rows
+
+    @property
+    def lane(self) -> str:
+        """C++ of a thread's number in its row."""
+        return f"threadIdx.x / {self.rows}" if self.apart else f"threadIdx.x % {self.lanes}"
+
+    @property
+    def group(self) -> str:
+        """C++ of its row's number in the block."""
+        return f"threadIdx.x % {self.rows}" if self.apart else f"threadIdx.x / {self.lanes}"
+
+    def of(self, lane: str) -> str:
+        """C++ of the partial result of a lane."""
+        return f"partial[({lane}) * {self.rows} + group]" if self.apart else f"partial[group * {self.lanes} + {lane}]"
+
+
+def _form(rows: int, count: int, itemsize: int, *, apart: bool, gpu: GpuFacts) -> _Form:
+    """The form of a launch for ``rows`` rows of ``count`` elements. Rows whose elements lie ``apart`` share sectors with their
+    neighbors. A block takes two sectors, one, or a part of one, so that most multiprocessors have a block."""
+    sector = SECTOR // itemsize
+    if not apart or rows < sector:
+        return _Form(32, THREADS // 32) if count <= 512 else _Form(THREADS, 1)
+    busy = rows / sector / gpu.multiprocessors
+    together = (
+        2 * sector if busy >= 16 else sector if busy >= 1 else sector // 2 if busy >= 1 / 16 else max(2, sector // 4)
+    )
+    threads = MOST_THREADS if count > LONG * THREADS // together else THREADS
+    return _Form(threads // together, together, apart=True)
+
+
+def _form_of(x: TensorView, axes: Sequence[int], out: TensorView, gpu: GpuFacts) -> _Form:
+    """The form of a launch for rows of ``x`` along ``axes``, with the result at ``out``."""
+    kept = [i for i in range(len(x.shape)) if i not in axes]
+    dims, places = merge([x.shape[i] for i in kept], [[t.strides[i] for i in kept] for t in (out, x)])
+    inner, steps = merge([x.shape[i] for i in axes], [[t.strides[i] for i in axes] for t in (out, x)])
+    apart = places[0][-1:] == places[1][-1:] == [1] != steps[1][-1:]
+    return _form(math.prod(dims), math.prod(inner), out.dtype.itemsize, apart=apart, gpu=gpu)
+
+
+def apart_seconds(rows: int, count: int, itemsize: int, passes: int, form: _Form) -> float:
+    """Predicted seconds of a launch for rows whose elements lie apart: whole sectors from L2, or the loads of a thread (H100)."""
+    sectors, loads = max(1.0, SECTOR / (form.rows * itemsize)), -(-count // form.lanes)
+    each = 0.05e-6 + 0.15e-6 * form.threads / MOST_THREADS
+    return APART_S + passes * max(rows * count * itemsize * sectors / 1.7e12, loads * each)
+
+
 def emit_rows(
     b: Builder, op: Op, x: TensorView, axes: Sequence[int], out: TensorView, statistics: Sequence[Statistic], result: str,
     extras: Sequence[TensorView] = (), *, kind: str, attrs: dict[str, Any], reads: Sequence[TensorView | None], writes: TensorView,
@@ -65,8 +127,8 @@ def emit_rows(
     dims, outer = merge([x.shape[i] for i in kept], [[t.strides[i] for i in kept] for t in tensors])
     inner, steps = merge([x.shape[i] for i in axes], [[t.strides[i] for i in axes] for t in tensors])
     rows, count = math.prod(dims), math.prod(inner)
-    lanes = 32 if count <= 512 else THREADS
-    t = arithmetic(x.dtype)
+    form = _form_of(x, axes, out, b.gpu)
+    lanes, t = form.lanes, arithmetic(x.dtype)
     names = ["y", "x", *(f"e{i}" for i in range(len(extras)))]
     fields = [f"{'' if n == 'y' else 'const '}{CPP[p.dtype]}* {n};" for n, p in zip(names, tensors, strict=True)]
     fields += [f"u32 rows, dims[{len(dims)}], inner[{len(inner)}];"]
@@ -79,10 +141,10 @@ def emit_rows(
         text.append(
             f"{t} t{k}; {{ {t} s = {start};\n    if (live) for (u32 i = lane; i < {count}u; i += {lanes}) {{ i64 at = bx; "
             f"{walk('r', 'i', 'inner', len(inner), [('at', 'ix')])} const {t} v = widen(p.x[at]); "
-            f"const {t} a = s, b = {t}({term}); s = {combine}; }}\n    __syncthreads(); partial[group][lane] = s; __syncthreads();\n"
-            f"    for (int half = {lanes // 2}; half; half /= 2) {{ if (lane < half) {{ const {t} a = partial[group][lane], "
-            f"b = partial[group][lane + half]; partial[group][lane] = {combine}; }} __syncthreads(); }}\n"
-            f"    s = partial[group][0]; t{k} = {post}; }}"
+            f"const {t} a = s, b = {t}({term}); s = {combine}; }}\n    __syncthreads(); {form.of('lane')} = s; __syncthreads();\n"
+            f"    for (int half = {lanes // 2}; half; half /= 2) {{ if (lane < half) {{ const {t} a = {form.of('lane')}, "
+            f"b = {form.of('lane + half')}; {form.of('lane')} = {combine}; }} __syncthreads(); }}\n"
+            f"    s = {form.of('0')}; t{k} = {post}; }}"
         )
     offsets = [("at_" + n, "i" + n) for n in names]
     begin = " ".join(f"i64 at_{n} = b{n};" for n in names)
@@ -90,10 +152,10 @@ def emit_rows(
     newline = "\n    "
     source = f"""struct Params {{ {" ".join(fields)} }};
 
-extern "C" __global__ void __launch_bounds__({THREADS}) rows(const __grid_constant__ Params p) {{
-    __shared__ {t} partial[{THREADS // lanes}][{lanes}];
+extern "C" __global__ void __launch_bounds__({form.threads}) rows(const __grid_constant__ Params p) {{
+    __shared__ {t} partial[{form.threads}];
     launch_dependents();
-    const u32 lane = threadIdx.x % {lanes}, group = threadIdx.x / {lanes}, row = blockIdx.x * {THREADS // lanes} + group;
+    const u32 lane = {form.lane}, group = {form.group}, row = blockIdx.x * {form.rows} + group;
     const bool live = row < p.rows;
     {" ".join(f"i64 b{n} = 0;" for n in names)}
     if (live) {{ {walk("q", "row", "dims", len(dims), [("b" + n, "o" + n) for n in names])} }}
@@ -109,7 +171,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) rows(const __grid_consta
     parameters = Parameters().pointer(*names).u32(rows, *dims, *inner)
     for o, i in zip(outer, steps, strict=True):
         parameters.i64(*o, *i)
-    launch = parameters.generated(b.arch, source, "rows", -(-rows // (THREADS // lanes)), THREADS)
+    launch = parameters.generated(b.arch, source, "rows", -(-rows // form.rows), form.threads)
     b.emit(op, launch, dict(zip(names, tensors, strict=True)), kind, attrs, reads, [writes])
 
 
@@ -170,9 +232,13 @@ class Rows(Tactic):
 
     def seconds(self, b: Builder, op: Op) -> float | None:
         plan = row_plan(b, op, b.result(op.value))
+        rows, passes = plan.source.size // max(1, plan.length), len(plan.statistics) + 1
+        form = _form_of(plan.source, plan.axes, plan.target, b.gpu)
+        if form.apart:
+            return apart_seconds(rows, plan.length, plan.source.dtype.itemsize, passes, form)
         if plan.length <= LONG * THREADS:
             return None
-        return whole_rows_seconds(plan.source.size // plan.length, plan.length, len(plan.statistics), b.gpu)
+        return whole_rows_seconds(rows, plan.length, passes - 1, b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         plan = row_plan(b, op, b.target(op.value))

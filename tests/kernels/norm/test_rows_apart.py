@@ -1,0 +1,96 @@
+"""Softmaxes and norms of rows whose elements lie apart: neighboring threads take neighboring rows, so that they read whole sectors."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
+from support.host import WHY_NOT
+from support.net import Net
+from support.on_gpu import checked_launches
+from support.simulated import check_simulated, feeds_of, lowered
+
+from optdnn.ir.graph import Graph
+from optdnn.kernels.norm import rows
+from optdnn.ops.norm import MeanVarianceAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
+from optdnn.runtime.cuda.gpu_facts import of_arch
+
+H100 = of_arch("sm_90a")
+
+
+def net(kind: str, shape: tuple[int, ...], attrs: Any, part: int = 0) -> Graph:
+    """One operator. With ``part`` it reads these columns in the middle of wider rows."""
+    n = Net()
+    if not part:
+        return n.done(n.op(kind, n.input(*shape), attrs=attrs))
+    x = n.op("Slice", n.input(*shape), n.ints(part), n.ints(2 * part), n.ints(-1))
+    return n.done(n.op(kind, x, attrs=attrs))
+
+
+CASES = {
+    "softmax over tokens": net("Softmax", (2, 70, 24), SoftmaxAttrs(1)),
+    "log softmax over classes": net("LogSoftmax", (2, 21, 9, 13), SoftmaxAttrs(1)),
+    "rows of a part of columns": net("Softmax", (2, 300, 57), SoftmaxAttrs(1), part=19),
+    "many elements": net("Softmax", (1, 1100, 20), SoftmaxAttrs(1)),
+    "an axis in the middle": net("Softmax", (2, 3, 18, 40), SoftmaxAttrs(2)),
+    "mean and variance": net("MeanVarianceNormalization", (2, 12, 5, 17), MeanVarianceAttrs((1,))),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_rows_lie_side_by_side_in_a_block(name: str, precision: str) -> None:
+    program = check_simulated(CASES[name], precision)
+    (step,) = (s for s in program.steps if s.params.get("tactic") == "rows")
+    shape = program.buffers[step.outputs[0]].shape
+    axis = step.params["op"]["attrs"].get("axis", 1)
+    assert shape is not None
+    count = math.prod(n for i, n in enumerate(shape) if i != axis)
+    form = rows._form(count, shape[axis], 4 if precision == "fp32" else 2, apart=True, gpu=H100)
+    assert form.apart
+    assert step.params["launch"]["grid"][0] == -(-count // form.rows)
+    assert step.params["launch"]["block"] == form.threads
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_on_the_processor(name: str, precision: str, tmp_path: Path) -> None:
+    program = lowered(CASES[name], precision, no_cubins=True)
+    assert compare_steps(program, feeds_of(CASES[name]), 4e-3 if precision == "fp16" else 1e-5, tmp_path) >= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_on_a_gpu(name: str, precision: str) -> None:
+    checked_launches(CASES[name], precision)
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "itemsize", "apart", "form"),
+    [
+        (4096, 64, 2, False, rows._Form(32, 8)),
+        (4096, 1000, 2, False, rows._Form(256, 1)),
+        (12, 1000, 2, True, rows._Form(256, 1)),  # fewer rows than a sector holds
+        (80, 2000, 2, True, rows._Form(256, 4, apart=True)),
+        (1216, 3137, 2, True, rows._Form(128, 8, apart=True)),
+        (1216, 64, 2, True, rows._Form(32, 8, apart=True)),
+        (25088, 256, 2, True, rows._Form(16, 16, apart=True)),
+        (262144, 21, 2, True, rows._Form(8, 32, apart=True)),
+        (262144, 21, 4, True, rows._Form(16, 16, apart=True)),
+        (20, 64, 4, True, rows._Form(128, 2, apart=True)),
+    ],
+)
+def test_forms(count: int, length: int, itemsize: int, apart: bool, form: Any) -> None:
+    assert rows._form(count, length, itemsize, apart=apart, gpu=H100) == form
+
+
+def test_more_sectors_take_more_time() -> None:
+    half, whole = rows._Form(128, 8, apart=True), rows._Form(64, 16, apart=True)
+    assert rows.apart_seconds(100000, 64, 2, 3, half) > rows.apart_seconds(100000, 64, 2, 3, whole)
+    assert rows.apart_seconds(16, 30000, 2, 3, whole) > 20e-6  # the loads of a thread
