@@ -70,7 +70,8 @@ DEVICE long long input_at(const Params& p, int row) {
         row % p.sizes[2] * p.strides[3];
 }
 
-__shared__ float exchange[2][WARPS];
+// A slot is whole vectors of 16 bytes: the compiler reads it in vectors, which would overlap the other slot.
+__shared__ __align__(16) float exchange[2][(WARPS + 3) / 4 * 4];
 
 // Reduces over the row's group. All its threads get the result, and add in the same order.
 template <bool MAXIMUM> DEVICE float reduce(float x, int slot) {
