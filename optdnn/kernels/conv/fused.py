@@ -31,10 +31,10 @@ class Convolution:
     still to be made.
 
     ``ep`` are the stages. Another launch runs the stages that ``ep`` leaves; it reads ``between``, which is ``out`` in
-    the shape of the operator's result. ``residual`` has the form of ``out``. ``gate``: factors of 1 x 1 images, one per
-    image and channel. With ``scatter``, channels are blocks of
-    ``out``'s pixels. ``prologue``: stages on the pixels of the only feed. ``pooled``: ``out`` is the maximum of each 2
-    x 2 pixels. ``covered``: nodes that the launch computes besides the operator's.
+    the shape of the operator's result. ``residual`` has the form of ``out``. ``gate``: a factor per image and channel, as
+    images of 1 x 1. With ``scatter``, channels are blocks of ``out``'s pixels. ``prologue``: stages on the pixels of the
+    only feed. ``pooled``: ``out`` is the maximum of each 2 x 2 pixels. ``covered``: nodes that the launch computes besides
+    the operator's.
     """
 
     feeds: tuple[Feed, ...]

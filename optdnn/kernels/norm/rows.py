@@ -99,13 +99,14 @@ def _form(rows: int, count: int, itemsize: int, *, apart: bool, gpu: GpuFacts) -
     return _Form(threads // together, together, apart=True)
 
 
-def _form_of(x: TensorView, axes: Sequence[int], out: TensorView, gpu: GpuFacts) -> _Form:
-    """The form of a launch for rows of ``x`` along ``axes``, with the result at ``out``."""
+def _form_of(b: Builder, x: TensorView, axes: Sequence[int], out: TensorView) -> _Form:
+    """The form of a launch for rows of ``x`` along ``axes``, with the result at ``out``. Row-invariant programs add in an order that
+    does not depend on the number of rows."""
     kept = [i for i in range(len(x.shape)) if i not in axes]
     dims, places = merge([x.shape[i] for i in kept], [[t.strides[i] for i in kept] for t in (out, x)])
     inner, steps = merge([x.shape[i] for i in axes], [[t.strides[i] for i in axes] for t in (out, x)])
-    apart = places[0][-1:] == places[1][-1:] == [1] != steps[1][-1:]
-    return _form(math.prod(dims), math.prod(inner), out.dtype.itemsize, apart=apart, gpu=gpu)
+    apart = not b.row_invariant and places[0][-1:] == places[1][-1:] == [1] != steps[1][-1:]
+    return _form(math.prod(dims), math.prod(inner), out.dtype.itemsize, apart=apart, gpu=b.gpu)
 
 
 def apart_seconds(rows: int, count: int, itemsize: int, passes: int, form: _Form) -> float:
@@ -127,7 +128,7 @@ def emit_rows(
     dims, outer = merge([x.shape[i] for i in kept], [[t.strides[i] for i in kept] for t in tensors])
     inner, steps = merge([x.shape[i] for i in axes], [[t.strides[i] for i in axes] for t in tensors])
     rows, count = math.prod(dims), math.prod(inner)
-    form = _form_of(x, axes, out, b.gpu)
+    form = _form_of(b, x, axes, out)
     lanes, t = form.lanes, arithmetic(x.dtype)
     names = ["y", "x", *(f"e{i}" for i in range(len(extras)))]
     fields = [f"{'' if n == 'y' else 'const '}{CPP[p.dtype]}* {n};" for n, p in zip(names, tensors, strict=True)]
@@ -233,7 +234,7 @@ class Rows(Tactic):
     def seconds(self, b: Builder, op: Op) -> float | None:
         plan = row_plan(b, op, b.result(op.value))
         rows, passes = plan.source.size // max(1, plan.length), len(plan.statistics) + 1
-        form = _form_of(plan.source, plan.axes, plan.target, b.gpu)
+        form = _form_of(b, plan.source, plan.axes, plan.target)
         if form.apart:
             return apart_seconds(rows, plan.length, plan.source.dtype.itemsize, passes, form)
         if plan.length <= LONG * THREADS:

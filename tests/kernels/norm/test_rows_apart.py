@@ -56,6 +56,14 @@ def test_rows_lie_side_by_side_in_a_block(name: str, precision: str) -> None:
     assert step.params["launch"]["block"] == form.threads
 
 
+def test_row_invariant_programs_keep_the_order_of_sums() -> None:
+    """The form follows from the number of rows."""
+    for images in (1, 40):
+        program = lowered(net("Softmax", (images, 70, 24), SoftmaxAttrs(1)), no_cubins=True, row_invariant=True)
+        (step,) = (s for s in program.steps if s.params.get("tactic") == "rows")
+        assert step.params["launch"]["grid"][0] == -(-images * 24 // 8)  # rows of 32 threads, eight in a block
+
+
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
