@@ -204,8 +204,8 @@ def _absorb_scale(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tup
 
 
 def images_of(gate: Sequence[int], shape: Sequence[int]) -> int:
-    """The images of a result of ``shape`` (its last axis: channels) to each of which a tensor of shape ``gate`` has one factor
-    per channel; 0 if it has another form. Images are along the leading axes."""
+    """The number of images of a result of ``shape``, if a tensor of shape ``gate`` has one factor for each image and channel;
+    else 0. Channels are the last axis, and images are along the leading axes."""
     full = (*(1,) * (len(shape) - len(gate)), *gate)
     first = next((k for k, size in enumerate(shape) if full[k] != size), len(shape))
     rows = full[first:-1]

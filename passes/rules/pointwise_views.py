@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule
 from optdnn.passes.support.facts import is_pointwise, reshaped
-from optdnn.passes.support.open_stages import MAX_OPERANDS, MAX_STAGES, body, outside, steps_of, tensors_of
+from optdnn.passes.support.open_stages import MAX_OPERANDS, MAX_STAGES, OpenStage, body, outside, steps_of, tensors_of
 from optdnn.passes.support.views import groups
 from optdnn.types import TensorType
 
@@ -22,8 +22,8 @@ class ViewBefore(Rule):
     name = "view_before"
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        reshape = graph.sole_user(op.value) if context.on_gpu and is_pointwise(op) else None
-        if reshape is None or reshape.kind != "Reshape" or op.outputs[0].known is not None:
+        reshape = _reshape_after(graph, op, context)
+        if reshape is None:
             return None
         if not all(is_pointwise(user) for user in graph.users(reshape.value)):
             return None
@@ -36,8 +36,7 @@ class ViewBefore(Rule):
 
         def build(patch: Patch) -> Value:
             x = patch.add("Reshape", [tensors[0], *reshape.inputs[1:]], reshape.attrs, src=reshape.src)
-            steps = [replace(s, args=tuple(x if a in tensors else a for a in s.args)) for s in steps_of(op)]
-            return patch.add("Pointwise", *body(steps, x), src=op.src)
+            return patch.add("Pointwise", *body(_reading(steps_of(op), {tensors[0]: x}), x), src=op.src)
 
         return Match((reshape, op), build)
 
@@ -51,8 +50,8 @@ class ViewAfter(Rule):
     name = "view_after"
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        reshape = graph.sole_user(op.value) if context.on_gpu and is_pointwise(op) else None
-        if reshape is None or reshape.kind != "Reshape" or op.outputs[0].known is not None:
+        reshape = _reshape_after(graph, op, context)
+        if reshape is None:
             return None
         reader = graph.sole_user(reshape.value)
         if reader is None or not is_pointwise(reader):
@@ -69,11 +68,10 @@ class ViewAfter(Rule):
 
         def build(patch: Patch) -> Value:
             given = [v for v in outside(steps_of(reader)) if v != reshape.value]
-            inner: dict[Value | int | None, Value] = {reshape.value: op.value}
+            inner = {reshape.value: op.value}
             for v in given:
                 inner[v] = reshaped(patch, v, _finer(graph.type(v).static_shape, before, after, axes))
-            steps = [replace(s, args=tuple(inner.get(a, a) for a in s.args)) for s in steps_of(reader)]
-            y = patch.add("Pointwise", *body(steps, op.value), src=reader.src)
+            y = patch.add("Pointwise", *body(_reading(steps_of(reader), inner), op.value), src=reader.src)
             return reshaped(patch, y, after.static_shape, src=reshape.src)
 
         return Match((reader, reshape), build)
@@ -88,8 +86,8 @@ class ViewBeforeReduction(Rule):
     name = "view_before_reduction"
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        reshape = graph.sole_user(op.value) if context.on_gpu and is_pointwise(op) else None
-        if reshape is None or reshape.kind != "Reshape" or op.outputs[0].known is not None:
+        reshape = _reshape_after(graph, op, context)
+        if reshape is None:
             return None
         reader = graph.sole_user(reshape.value)
         if reader is None or not reader.kind.startswith("Reduce"):
@@ -101,15 +99,25 @@ class ViewBeforeReduction(Rule):
 
         def build(patch: Patch) -> Value:
             steps = steps_of(op)
-            inner: dict[Value | int | None, Value] = {}
+            inner: dict[Value, Value] = {}
             for v in outside(steps):
                 shape = graph.type(v).static_shape
                 alike = set(shape) <= {1} and len(shape) <= len(after.dims)
                 inner[v] = v if alike else reshaped(patch, v, _finer(shape, after, before, axes))
-            steps = [replace(s, args=tuple(inner.get(a, a) for a in s.args)) for s in steps]
-            return patch.add("Pointwise", *body(steps, inner[tensors_of(graph, op)[0]]), src=op.src)
+            return patch.add("Pointwise", *body(_reading(steps, inner), inner[tensors_of(graph, op)[0]]), src=op.src)
 
         return Match((reshape, op), build)
+
+
+def _reshape_after(graph: Graph, op: Op, context: PassContext) -> Op | None:
+    """The Reshape that alone reads a pointwise op, on a GPU; None if there is none, or the op computes a known shape."""
+    reshape = graph.sole_user(op.value) if context.on_gpu and is_pointwise(op) else None
+    return reshape if reshape is not None and reshape.kind == "Reshape" and op.outputs[0].known is None else None
+
+
+def _reading(steps: Sequence[OpenStage], moved: Mapping[Value, Value]) -> list[OpenStage]:
+    """The steps, which read other values in the place of these."""
+    return [replace(s, args=tuple(moved.get(a, a) if isinstance(a, Value) else a for a in s.args)) for s in steps]
 
 
 def _merged(fine: TensorType, coarse: TensorType) -> list[tuple[Sequence[int], Sequence[int]]] | None:

@@ -116,13 +116,8 @@ def selection(graph: Graph, op: Op) -> Selection | None:
         if pick is None or value is None or rows is None or not _picks(graph, pick) or graph.sole_user(value) is None:
             continue
         own, picked = graph.type(rows), graph.type(value)
-        if (
-            own.is_static
-            and picked.is_static
-            and own.rank == 3
-            and own.dims[2 - slot] == 1
-            and own.dims[0] == picked.dims[0]
-        ):
+        fixed = own.is_static and picked.is_static and own.rank == 3
+        if fixed and own.dims[2 - slot] == 1 and own.dims[0] == picked.dims[0]:
             return Selection(pick, slot, rows)
     return None
 
@@ -130,8 +125,8 @@ def selection(graph: Graph, op: Op) -> Selection | None:
 def _picks(graph: Graph, op: Op) -> bool:
     """Whether an operator takes matrices from a constant stack by an int64 vector of indices in memory."""
     table, index = op.input(0), op.input(1)
-    if op.kind != "Gather" or graph.constant_value(table) is None or index is None:
+    if op.kind != "Gather" or table is None or index is None or graph.constant_value(table) is None:
         return False
     if graph.constant_value(index) is not None or graph.type(index).dtype != np.int64:
         return False
-    return graph.type(table).rank == 3 and graph.type(index).rank == 1 and op.attrs.axis in (0, -3)  # type: ignore[arg-type]
+    return graph.type(table).rank == 3 and graph.type(index).rank == 1 and op.attrs.axis in (0, -3)

@@ -79,9 +79,8 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
     tables = TABLES[m.kind] if m.kind in TABLES else m.attrs["rows"] if m.kind == "PointwiseOfRows" else ()
     for data in (m.reads[k] for k in tables):
         if data is not None and out is not None:
-            each = (
-                data.shape[-1] if m.kind == "SelectedProduct" else 1
-            )  # elements that are read for an element of the result
+            # Elements that are read for an element of the result.
+            each = data.shape[-1] if m.kind == "SelectedProduct" else 1
             moved -= max(0, _distinct(data) - _distinct(out) * each) * dtype(data).itemsize
     first = next((v for v in m.reads if v is not None), out)
     if m.kind in ("ImageConv", "PooledImageConv"):
