@@ -68,8 +68,8 @@ class AssignLayout(Pass):
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         if not context.on_gpu or any(o.type.layout for op in graph.ops() for o in op.outputs):
             return
-        sides = {op.id: _sides(graph, op) for op in graph.order()}
-        if not any(op.kind in PREFER and sides[op.id].reads is not _PLAIN for op in graph.ops()):
+        sides = _near_convolutions(graph, {op.id: _sides(graph, op) for op in graph.order()})
+        if not any(s.reads is not _PLAIN for s in sides.values()):
             return
         _, last = minimum_cut(_arcs(graph, sides), _PLAIN, _LAST)
         chosen = {i: Sides(s.reads in last, s.writes in last) for i, s in sides.items()}
@@ -157,6 +157,26 @@ def _sides(graph: Graph, op: Op) -> Sides:
         return Sides(own if graph.type(operand(op)).rank in CHANNELS_LAST else _PLAIN, _PLAIN)
     indices = op.kind == "MaxPool" and len(op.outputs) > 1  # indices count elements in plain order
     return Sides(own, own) if free and ranked and not indices else Sides(_PLAIN, _PLAIN)
+
+
+def _near_convolutions(graph: Graph, sides: dict[int, Sides]) -> dict[int, Sides]:
+    """The same, with plain order for ops that no values in either order connect to a kind that prefers channels-last order. They
+    would only save Transposes, which many kernels read as views."""
+    beside: dict[Side, set[Side]] = {}
+    for value, uses in _uses(graph, sides):
+        writes = sides[value.op].writes
+        for _, reads in uses:
+            if writes is not _PLAIN is not reads:
+                beside.setdefault(writes, set()).add(reads)
+                beside.setdefault(reads, set()).add(writes)
+    near: set[Side] = set()
+    ahead: list[Side] = [op.id for op in graph.ops() if op.kind in PREFER and sides[op.id].reads is not _PLAIN]
+    while ahead:
+        side = ahead.pop()
+        if side not in near:
+            near.add(side)
+            ahead += beside.get(side, ())
+    return {i: s if {s.reads, s.writes} & near else Sides(_PLAIN, _PLAIN) for i, s in sides.items()}
 
 
 def _drops_axes(graph: Graph, op: Op) -> bool:

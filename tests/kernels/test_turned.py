@@ -14,9 +14,10 @@ from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.pointwise import turned
 from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
-from optdnn.types import FP16, FP32, DType
+from optdnn.types import BF16, FP16, FP32, DType
 
 
 def moved(shape: tuple[int, ...], perm: tuple[int, ...]) -> Graph:
@@ -25,6 +26,14 @@ def moved(shape: tuple[int, ...], perm: tuple[int, ...]) -> Graph:
     x = n.op("Transpose", n.input(*shape), attrs=TransposeAttrs(perm))
     flat = n.op("Reshape", x, n.ints(-1))
     return n.done(n.op("Mul", flat, 2.0), flat)
+
+
+def converted(shape: tuple[int, ...], perm: tuple[int, ...], dtype: DType, to: DType) -> Graph:
+    """A pointwise operator with a conversion, of a tensor in another order."""
+    n = Net()
+    x = n.op("Transpose", n.input(*shape, dtype=dtype), attrs=TransposeAttrs(perm))
+    y = n.op("Cast", n.op("Relu", x), attrs=CastAttrs(to))
+    return n.done(n.op("Reshape", y, n.ints(-1)))
 
 
 def view(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, dtype: DType = FP16) -> TensorView:
@@ -50,6 +59,19 @@ def test_tiles(shape: tuple[int, ...], perm: tuple[int, ...], precision: str, tm
     assert compare_steps(program, feeds_of(graph), 1e-6, tmp_path) >= 1
 
 
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(("dtype", "to"), [(FP16, FP32), (FP32, FP16), (FP32, BF16)])
+@pytest.mark.parametrize(("shape", "perm"), CASES[:2])
+def test_conversions_and_operators(
+    shape: tuple[int, ...], perm: tuple[int, ...], dtype: DType, to: DType, tmp_path: Path
+) -> None:
+    graph = converted(shape, perm, dtype, to)
+    program = lowered(graph, "fp32", opt_level=2)
+    assert [k.function for k in program.kernels].count("turned") == 1
+    check_simulated(graph, "fp32")
+    assert compare_steps(program, feeds_of(graph), 1e-6, tmp_path) == len(program.steps)
+
+
 def test_tiles_leave_enough_threads() -> None:
     small = turned.turn_of(view((512, 1024), (1, 512)), view((512, 1024), (1024, 1)), STRIDES_LIMIT)
     large = turned.turn_of(view((8192, 8192), (1, 8192)), view((8192, 8192), (8192, 1)), STRIDES_LIMIT)
@@ -67,7 +89,6 @@ def test_tiles_leave_enough_threads() -> None:
         (view((510, 1024), (1, 510)), view((510, 1024), (1024, 1))),  # rows that begin anywhere
         (view((512, 1024), (1, 512), 1), view((512, 1024), (1024, 1))),
         (view((512, 1024), (2, 1024)), view((512, 1024), (1024, 1))),  # no axis is contiguous
-        (view((512, 1024), (1, 512), dtype=FP32), view((512, 1024), (1024, 1))),  # another type
     ],
 )
 def test_other_copies_are_left(source: TensorView, target: TensorView) -> None:
@@ -80,6 +101,6 @@ def test_tiles_stay_in_registers(shape: tuple[int, int]) -> None:
     target = view(shape, (shape[1], 1))
     turn = turned.turn_of(view(shape, (1, shape[0])), target, STRIDES_LIMIT)
     assert turn is not None
-    found = nvrtc.resources(turned.launch("sm_90a", turn, "f16").recipe)["turned"]
+    found = nvrtc.resources(turned.launch("sm_90a", turn, turned.Elements("f16", "f16")).recipe)["turned"]
     assert found.spill_bytes == 0
     assert found.registers <= 96

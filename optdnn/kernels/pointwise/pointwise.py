@@ -289,6 +289,17 @@ def emit_pointwise(
     if widened:
         types = [t.with_dtype(types[0].dtype) if is_float(t.dtype) else t for t in types]
     lines, result, _ = body(stages, types, numbers=[_number(b, p) for p in operands])
+    if kind == "Pointwise":
+        attrs: dict[str, Any] = {"prologue": (), "epilogue": plain_stages(stages), "arity": 1}
+    else:
+        attrs = {}
+    only = operands[0] if len(present) == 1 and (not stages or out.dtype not in BYTES) else None
+    if only is not None and (turn := turned.turn_of(only, out, STRIDES_LIMIT)) is not None:
+        elements = turned.Elements(CPP[only.dtype], CPP[out.dtype])
+        if stages or only.dtype != out.dtype:
+            elements = replace(elements, wide=arithmetic(only.dtype), compute=tuple(lines), result=result)
+        b.emit(op, turned.launch(b.arch, turn, elements), {"out": out, "in0": only}, kind, attrs, list(operands), [out])
+        return
     tensors = [out, *(p for _, p in present)]
     dims, strides = merge(out.shape, [out.strides, *(broadcast(p, out.shape) for _, p in present)])
     if len(dims) > STRIDES_LIMIT:
@@ -303,10 +314,6 @@ def emit_pointwise(
     parameters = Parameters().pointer(*placed).u32(count, *dims)
     for s in strides:
         parameters.i64(*s[:-1], s[-1] * vec)
-    if kind == "Pointwise":
-        attrs: dict[str, Any] = {"prologue": (), "epilogue": plain_stages(stages), "arity": 1}
-    else:
-        attrs = {}
     # Results in 8-bit integers have to be exact: products are rounded before an addition.
     options = (*GENERAL, "--fmad=false") if out.dtype in BYTES else GENERAL
     blocks = min(-(-count // THREADS), 65535 * 8)
@@ -374,10 +381,6 @@ def copy(b: Builder, op: Op, source: TensorView, target: TensorView) -> None:
     if source.dtype == target.dtype and source.dtype not in CPP:  # elements are only moved
         plain = DTYPES[{1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}[source.dtype.itemsize]]
         source, target = replace(source, dtype=plain), replace(target, dtype=plain)
-    if (turn := turned.turn_of(source, target, STRIDES_LIMIT)) is not None:
-        made = turned.launch(b.arch, turn, CPP[target.dtype])
-        b.emit(op, made, {"out": target, "in0": source}, "Copy", {}, [source], [target])
-        return
     emit_pointwise(b, op, [], [source], target, kind="Copy")
 
 

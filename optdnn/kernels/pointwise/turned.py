@@ -1,4 +1,4 @@
-"""Copies between tensors that are contiguous along different axes: a thread transposes a small tile in its registers.
+"""Pointwise operators of a tensor whose result is contiguous along another axis: a thread transposes a small tile in its registers.
 
 A thread that moved one element at a time would use two bytes of each 32-byte sector that it reads (or writes). Here a thread reads
 ``high`` rows of ``wide`` elements, contiguous in the source, and writes ``wide`` rows of ``high`` elements, contiguous in the target.
@@ -36,21 +36,39 @@ class Turn:
     across: int
 
 
+@dataclass(frozen=True)
+class Elements:
+    """C++ types of the elements in the ``source`` and in the ``target``. ``compute``: C++ that computes ``result`` from an element of the
+    source, ``v0`` of the type ``wide``. Without a result, elements of one type are moved."""
+
+    source: str
+    target: str
+    wide: str = ""
+    compute: tuple[str, ...] = ()
+    result: str = ""
+
+    def put(self, place: str, element: str) -> str:
+        """C++ that stores the result of ``element``."""
+        if not self.result:
+            return f"{place} = {element};"
+        lines = " ".join([f"const {self.wide} v0 = widen({element});", *self.compute])
+        return f"{{ {lines} {place} = narrow<{self.target}>({self.result}); }}"
+
+
 def turn_of(source: TensorView, target: TensorView, axes_limit: int) -> Turn | None:
-    """The transposing copy of two tensors, if they have one type, are large, and are contiguous along different axes; else None."""
+    """The transposing copy of two tensors, if they are large and contiguous along different axes; else None."""
     count = math.prod(target.shape)
-    if source.dtype != target.dtype or count < LEAST_ELEMENTS:
+    if count < LEAST_ELEMENTS:
         return None
     dims, (to, of) = merge(target.shape, [target.strides, source.strides])
     along = next((k for k, s in enumerate(of) if s == 1), None)
     last = len(dims) - 1
     if along is None or along == last or to[last] != 1 or len(dims) + 2 > axes_limit:
         return None
-    most = 16 // source.dtype.itemsize
-    wide = _vector(dims[along], source.offset, [s for k, s in enumerate(of) if k != along], most)
+    wide = _vector(dims[along], source, [s for k, s in enumerate(of) if k != along])
     if wide * source.dtype.itemsize < 8:
         return None
-    high = _vector(dims[last], target.offset, [s for k, s in enumerate(to) if k != last], most)
+    high = _vector(dims[last], target, [s for k, s in enumerate(to) if k != last])
     while high > 1 and count // (wide * high) < ENOUGH_THREADS:
         high //= 2
     tiles = dims[along] // wide
@@ -63,40 +81,40 @@ def turn_of(source: TensorView, target: TensorView, axes_limit: int) -> Turn | N
     return Turn(threads, reads, writes, wide, high, of[last], to[along])
 
 
-def _vector(size: int, offset: int, others: Sequence[int], most: int) -> int:
-    """Consecutive elements of an access: a power of two up to ``most`` that divides the axis, the offset and the other strides."""
-    count = most
-    while count > 1 and (size % count or offset % count or any(s % count for s in others)):
+def _vector(size: int, x: TensorView, others: Sequence[int]) -> int:
+    """Consecutive elements of an access: a power of two, up to 16 bytes, that divides the axis, the offset and the other strides."""
+    count = 16 // x.dtype.itemsize
+    while count > 1 and (size % count or x.offset % count or any(s % count for s in others)):
         count //= 2
     return count
 
 
-def launch(arch: str, turn: Turn, element: str) -> Launch:
-    """The launch. ``element``: C++ type of the elements."""
-    rank, count = len(turn.dims), math.prod(turn.dims)
+def launch(arch: str, turn: Turn, elements: Elements) -> Launch:
+    count = math.prod(turn.dims)
     parameters = Parameters().pointer("out", "in0").u32(count, *turn.dims)
     parameters.i64(*turn.target, *turn.source, turn.down, turn.across)
     blocks = min(-(-count // THREADS), 65535 * 8)
-    return parameters.generated(arch, _text(turn, element, rank), "turned", blocks, THREADS)
+    return parameters.generated(arch, _text(turn, elements), "turned", blocks, THREADS)
 
 
-def _text(turn: Turn, element: str, rank: int) -> str:
-    walk = []
+def _text(turn: Turn, elements: Elements) -> str:
+    source, target = elements.source, elements.target
+    walk, rank = [], len(turn.dims)
     for d in reversed(range(rank)):
         walk.append(f"k = rest % p.dims[{d}]; rest /= p.dims[{d}];" if d else "k = rest;")
         walk.append(f"o += k * p.so[{d}]; s += k * p.si[{d}];")
     loads = [
-        f"const Pack<{element}, {turn.wide}> x{t}(static_cast<const {element}*>(p.in0) + s + {t} * p.down);"
+        f"const Pack<{source}, {turn.wide}> x{t}(static_cast<const {source}*>(p.in0) + s + {t} * p.down);"
         for t in range(turn.high)
     ]
     stores = []
     for v in range(turn.wide):
         if turn.high == 1:
-            stores.append(f"static_cast<{element}*>(p.out)[o + {v} * p.across] = x0.lane[{v}];")
+            stores.append(elements.put(f"static_cast<{target}*>(p.out)[o + {v} * p.across]", f"x0.lane[{v}]"))
             continue
-        moved = " ".join(f"y.lane[{t}] = x{t}.lane[{v}];" for t in range(turn.high))
-        stored = f"y.store(static_cast<{element}*>(p.out) + o + {v} * p.across);"
-        stores.append(f"{{ Pack<{element}, {turn.high}> y; {moved} {stored} }}")
+        moved = " ".join(elements.put(f"y.lane[{t}]", f"x{t}.lane[{v}]") for t in range(turn.high))
+        stored = f"y.store(static_cast<{target}*>(p.out) + o + {v} * p.across);"
+        stores.append(f"{{ Pack<{target}, {turn.high}> y; {moved} {stored} }}")
     newline = "\n        "
     return f"""struct Params {{
     void* out; const void* in0;

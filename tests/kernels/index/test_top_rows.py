@@ -14,6 +14,7 @@ from support.sweep import in_turn
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.index import top_rows
+from optdnn.kernels.index.top_rows import Share
 from optdnn.ops.sort import TopKAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
@@ -34,6 +35,10 @@ CASES: list[Case] = [
     ((4, 66), 1, 66, "int8", False),
     ((70, 300), 1, 20, "fp32", False),
     ((2, 40000), 1, 3, "fp32", True),
+    ((40001, 2), 0, 70, "fp16", False),
+    ((1, 300000), 1, 4000, "fp16", True),
+    ((2, 90), 1, 40, "int16", False),
+    ((1, 3000), 1, 900, "bf16", True),
     ((2, 600), 1, 300, "int32", True),
 ]
 LONG: list[Case] = [
@@ -97,8 +102,10 @@ def test_the_kernel_on_the_processor(case: Case, seed: int, tmp_path: Path) -> N
     assert kernels.runs(parsed)
     x = given(case, seed)
     index = wanted(case, x)
-    found = [np.take_along_axis(x, index, case[1]) * 0, index * 0 - 1]
-    kernels.run(parsed, [x, np.array([case[2]]), *found])
+    found = [np.zeros_like(x, shape=index.shape), np.full_like(index, -1)]
+    scratch = [np.zeros(program.buffers[k].shape, program.buffers[k].dtype) for k in step.outputs[2:]]
+    for _ in range(2):  # counters are zero again after a run
+        kernels.run(parsed, [x, np.array([case[2]]), *found, *scratch])
     np.testing.assert_array_equal(found[1], index)
     np.testing.assert_array_equal(found[0].astype(np.float64), np.take_along_axis(x, index, case[1]).astype(np.float64))
     meant = simulate(program, {"x": x})
@@ -107,11 +114,29 @@ def test_the_kernel_on_the_processor(case: Case, seed: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("shape", "kept", "shared"),
-    [((1024, 1024), 20, (1, 32)), ((2, 1000), 5, (4, 8)), ((1024, 1024), 300, (4, 8)), ((1, 32769), 5, (32, 0))],
+    [
+        ((1024, 1024), 20, Share(1, 32)),
+        ((2, 1000), 5, Share(8, 4)),
+        ((1024, 1024), 300, Share(4, 8)),
+        ((1, 32769), 5, Share(32, 11, parts=3)),
+        ((1, 120000), 1000, Share(32, 15, parts=8)),
+        ((1, 300000), 4000, Share(32, 0)),
+    ],
 )
-def test_how_warps_share_a_line(shape: tuple[int, ...], kept: int, shared: tuple[int, int]) -> None:
+def test_how_blocks_and_threads_share_a_line(shape: tuple[int, ...], kept: int, shared: Share) -> None:
     x = TensorView(0, 0, shape, (shape[1], 1), FP32)
     assert top_rows.shared_by(x, 1, kept, of_arch("sm_90a")) == shared
+
+
+def test_long_lines_and_many_kept_elements_are_predicted_to_take_longer() -> None:
+    def us(size: int, kept: int, lines: int = 1) -> float:
+        x = TensorView(0, 0, (lines, size), (size, 1), FP16)
+        return top_rows.seconds(x, 1, kept, of_arch("sm_90a")) * 1e6
+
+    times = [us(525, 30), us(8400, 300), us(30000, 1000), us(120000, 1000), us(600000, 4000)]
+    assert times == sorted(times)
+    assert 2 < times[0] < 4 < 20 < times[2] < 40
+    assert us(1000, 30, lines=4000) > 2 * us(1000, 30)
 
 
 def test_values_without_indices() -> None:

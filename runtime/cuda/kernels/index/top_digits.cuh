@@ -5,9 +5,6 @@
 constexpr u32 DIGIT_BITS = 8, BINS = 256, NO_BIN = BINS, GROUP = 16, GROUPS = BINS / GROUP, INDEX_BITS = 32;
 static_assert(LINES == 1 && LINE_THREADS >= BINS, "a thread for each bin");
 
-constexpr bool FEW = false;
-constexpr u32 CANDIDATES = 1;
-
 struct Counts {
     u32 bins[BINS], groups[GROUPS];
     u32 digit, rest, inside;
@@ -36,14 +33,14 @@ DEVICE void find_bin(Counts& s, u32 rest) {
     __syncthreads();
 }
 
-struct Line {
-    const Element* const x;
-    const Params& p;
-    DEVICE Line(const Element* x, const Params& p, u32) : x(x), p(p) {}
+template <u32> struct Line {
+    const Elements key_at;
+    const u32 size;
+    DEVICE Line(const Elements& key_at, u32 size, u32) : key_at(key_at), size(size) {}
 
     template <typename Do> DEVICE void each(Do act) const {
         #pragma unroll 4
-        for (u32 at = threadIdx.x; at < p.size; at += LINE_THREADS) act(key_of(x[at * p.step_x]), at);
+        for (u32 at = threadIdx.x; at < size; at += LINE_THREADS) act(key_at(at), at);
     }
     // Counts the elements by bin; bin_of(key, inverted index) is NO_BIN for elements to skip.
     template <typename BinOf> DEVICE void count(Counts& s, BinOf bin_of) const {
@@ -54,7 +51,16 @@ struct Line {
             if (bin != NO_BIN) atomicAdd(&s.bins[bin], 1);
         });
     }
-    DEVICE Threshold threshold(Counts& s, u32 rest) const {
+    DEVICE u32 gather_some(Counts&, Item*, u32&) const { return CANDIDATES + 1; }      // there is no bound
+    template <typename If> DEVICE void gather(Item* items, u32& gathered, If condition) const {
+        line_barrier();
+        each([&](Key key, u32 at) {
+            if (condition(key, at)) items[atomicAdd(&gathered, 1)] = {key, at};
+        });
+        line_barrier();
+    }
+    DEVICE Threshold threshold(Counts& s) const {
+        u32 rest = KEEP;
         Key key = 0, key_mask = 0;
         for (int shift = KEY_BITS - DIGIT_BITS; shift >= 0; shift -= DIGIT_BITS) {
             count(s, [&](Key k, u32) { return (k & key_mask) == key ? u32(k >> shift) & (BINS - 1) : NO_BIN; });
@@ -62,7 +68,7 @@ struct Line {
             key |= Key(s.digit) << shift;
             key_mask |= Key(BINS - 1) << shift;
             rest = s.rest;
-            if (s.inside == rest) return key ? Threshold{key - 1, 0} : Threshold{0, p.size};
+            if (s.inside == rest) return key ? Threshold{key - 1, 0} : Threshold{0, size};
         }
         u32 inverted = 0, mask = 0;
         for (int shift = INDEX_BITS - DIGIT_BITS; shift >= 0; shift -= DIGIT_BITS) {
@@ -73,6 +79,6 @@ struct Line {
             rest = s.rest;
             if (s.inside == rest) break;
         }
-        return {key, inverted ? ~inverted + 1 : p.size};
+        return {key, inverted ? ~inverted + 1 : size};
     }
 };
