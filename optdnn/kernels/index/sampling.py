@@ -25,8 +25,8 @@ LAUNCH, CACHE, PLACES = 1.2e-6, 4e12, 1.5e11
 FEWEST_THREADS = 4096
 """Threads that hide the latency of the taps. A thread takes fewer channels than it can where there would be fewer of them."""
 MOST_UNROLLED = 32
-"""Most taps of an image's points for which the loop is unrolled, so that all loads are in flight at once: the loads of the taps depend on
-the load of their place."""
+"""Most taps whose loads are in flight at once: the loop over an image's points is unrolled so far. The loads of the taps depend on the load of
+their place."""
 UNROLLED = "\n        #pragma unroll\n        "
 TAPS = {"nearest": 1, "linear": 2, "cubic": 4}
 """Mode -> number of pixels along an axis that a sample reads."""
@@ -122,15 +122,17 @@ def _text(
     done = 0
     for k, (x, at) in enumerate(zip(images, places, strict=True)):
         points = at.shape[2] if summed else 1
+        ahead = max(1, MOST_UNROLLED // TAPS[op.attrs.mode] ** 2)
+        step = max(n for n in range(1, ahead + 1) if points % n == 0)
         lines.append(
-            f"{UNROLLED if points * TAPS[op.attrs.mode] ** 2 <= MOST_UNROLLED else ''}for (int q = 0; q < {points}; q++) {{"
+            f"for (int q0 = 0; q0 < {points}; q0 += {step}) {{{UNROLLED}for (int r = 0; r < {step}; r++) {{ const int q = q0 + r;"
         )
         where = "o0, o1, q" if summed else "o0, o1, o2"
         if weights is not None:
             spread = [i if n > 1 else "0" for i, n in zip(("o0", "0", "o1", f"{done} + q"), weights.shape, strict=True)]
             lines.append(f"const {number} factor = {number}(widen(p.factors[at_factors({', '.join(spread)})]));")
         lines.append(_sample(op, k, x, where, number, element, vec, "factor" if weights is not None else ""))
-        lines.append("}")
+        lines.append("}}")
         done += points
     at_y = ", ".join(["o0", "channel", *(f"o{k}" for k in range(1, rank - 1))])
     if vec > 1 and _together(out, vec):
