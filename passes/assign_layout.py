@@ -44,6 +44,9 @@ EITHER = frozenset(
 ARG = frozenset({"ArgMax", "ArgMin"})
 """Kinds that read either order and have a result in plain order. Reductions that drop axes do the same."""
 
+READ_AS_VIEWS = frozenset({"Attention", "LpNormalization"})
+"""Kinds that read a Transpose as a view: they take any strides."""
+
 ONE_IMAGE = 3
 """Most operands of a SampledSum with one image: the image, the sampling positions, the weights."""
 _ALL_OPERANDS = frozenset({"Concat"})
@@ -68,8 +71,8 @@ class AssignLayout(Pass):
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         if not context.on_gpu or any(o.type.layout for op in graph.ops() for o in op.outputs):
             return
-        sides = _near_convolutions(graph, {op.id: _sides(graph, op) for op in graph.order()})
-        if not any(s.reads is not _PLAIN for s in sides.values()):
+        sides = {op.id: _sides(graph, op) for op in graph.order()}
+        if not any(op.kind in PREFER and sides[op.id].reads is not _PLAIN for op in graph.ops()):
             return
         _, last = minimum_cut(_arcs(graph, sides), _PLAIN, _LAST)
         chosen = {i: Sides(s.reads in last, s.writes in last) for i, s in sides.items()}
@@ -159,26 +162,6 @@ def _sides(graph: Graph, op: Op) -> Sides:
     return Sides(own, own) if free and ranked and not indices else Sides(_PLAIN, _PLAIN)
 
 
-def _near_convolutions(graph: Graph, sides: dict[int, Sides]) -> dict[int, Sides]:
-    """The same, with plain order for ops that no values in either order connect to a kind that prefers channels-last order. They
-    would only save Transposes, which many kernels read as views."""
-    beside: dict[Side, set[Side]] = {}
-    for value, uses in _uses(graph, sides):
-        writes = sides[value.op].writes
-        for _, reads in uses:
-            if writes is not _PLAIN is not reads:
-                beside.setdefault(writes, set()).add(reads)
-                beside.setdefault(reads, set()).add(writes)
-    near: set[Side] = set()
-    ahead: list[Side] = [op.id for op in graph.ops() if op.kind in PREFER and sides[op.id].reads is not _PLAIN]
-    while ahead:
-        side = ahead.pop()
-        if side not in near:
-            near.add(side)
-            ahead += beside.get(side, ())
-    return {i: s if {s.reads, s.writes} & near else Sides(_PLAIN, _PLAIN) for i, s in sides.items()}
-
-
 def _drops_axes(graph: Graph, op: Op) -> bool:
     """Whether ``op`` reads one tensor in either order, and its result has other axes, in plain order."""
     if op.input(0) is None:
@@ -266,7 +249,7 @@ def _arcs(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[object, objec
         if op.kind in PREFER:
             moved = bytes_of(graph, first) + bytes_of(graph, op.value)
             yield own.reads, _LAST, 2 * moved + 2 * LAUNCH_BYTES
-        elif op.kind == "Transpose":
+        elif op.kind == "Transpose" and not all(user.kind in READ_AS_VIEWS for user in graph.users(op.value)):
             yield (own.writes if own.reads is _PLAIN else own.reads), _LAST, _conversion(graph, first)
     for value, uses in _uses(graph, sides):
         writes, cost = sides[value.op].writes, _conversion(graph, value)

@@ -22,8 +22,9 @@ template <u32 N> struct Line {
     Key keys[N];                                   // 0 beyond the line, which reaches no candidate
     const u32 thread, size;
     u32 turn;
+    Key least;                                     // the bound
 
-    template <typename From> DEVICE Line(const From& key_at, u32 size, u32 thread) : thread(thread), size(size), turn(0) {
+    template <typename From> DEVICE Line(const From& key_at, u32 size, u32 thread) : thread(thread), size(size), turn(0), least(0) {
         #pragma unroll
         for (u32 i = 0; i < N; i++) keys[i] = key_at(min(place(i), size - 1));     // without a branch: all loads are in flight together
         #pragma unroll
@@ -44,13 +45,13 @@ template <u32 N> struct Line {
             before += v > most || (v == most && other < lane);
         }
         const u32 found = __reduce_add_sync(~0u, before + 1 == KEEP ? lane : 0);
-        Key least = __shfl_sync(~0u, most, found);
-        if (WARPS == 1) return least;
-        if (lane == 0) counts.bounds[thread / 32] = least;
+        Key best = __shfl_sync(~0u, most, found);
+        if (WARPS == 1) return best;
+        if (lane == 0) counts.bounds[thread / 32] = best;
         line_barrier();
         #pragma unroll
-        for (u32 w = 0; w < WARPS; w++) least = max(least, counts.bounds[w]);
-        return least;
+        for (u32 w = 0; w < WARPS; w++) best = max(best, counts.bounds[w]);
+        return best;
     }
     // The line's sums of C numbers of each thread.
     template <u32 C> DEVICE void add_up(Counts& counts, u32 (&own)[C]) {
@@ -132,14 +133,18 @@ template <u32 N> struct Line {
     }
     // Gathers KEEP keys or some more, the largest ones; more than CANDIDATES are only counted.
     DEVICE u32 gather_some(Counts& counts, Item* items, u32& gathered) {
-        const Key least = bound(counts);
+        least = bound(counts);
         const u32 count = gather(items, gathered, [&](Key key, u32) { return key >= least; });
         line_barrier();                            // all have read the count
         return count;
     }
     DEVICE Threshold threshold(Counts& counts) {
-        const Key key = reached(counts, keys);
-        const u32 above = counted(counts, [&](Key k, u32) { return k > key; });
+        Key key = least;                           // often the KEEP-th key: many equal ones reach it
+        u32 above = counted(counts, [&](Key k, u32) { return k > key; });
+        if (above >= KEEP) {
+            key = reached(counts, keys);
+            above = counted(counts, [&](Key k, u32) { return k > key; });
+        }
         u32 bound = 0;                             // the largest index below which too few of the equal keys are
         #pragma unroll 1
         for (u32 bit = floor_power(N * LINE_THREADS); bit; bit /= 2) {
