@@ -16,6 +16,7 @@ from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.rules.gates import gated_residual
+from optdnn.passes.rules.largest import largest_of_growing, largest_of_sum
 from optdnn.passes.rules.scale import (
     div_is_mul,
     gemm_scalars,
@@ -53,6 +54,22 @@ def sum_is_add(graph: Graph, op: Op) -> Match | Miss | None:
     """A Sum becomes additions from the left, which epilogues can absorb."""
     first, *rest = (v for v in op.inputs if v is not None)
     return Match((op,), lambda patch: reduce(lambda a, b: patch.add("Add", [a, b]), rest, first)) if rest else None
+
+
+@rule("straight_through", {"Add"})
+def straight_through(graph: Graph, op: Op) -> Match | None:
+    """``x + (q - x)`` is q. In training, gradients go past the rounding or the search that computes q (Bengio et al., 2013)."""
+    result = op.outputs[0].type
+    differences = [producer(graph, v, {"Sub"}) for v in op.inputs]
+    found = [d for d, x in zip(differences, op.inputs[::-1], strict=True) if d is not None and d.inputs[1] == x]
+    if (
+        not found
+        or not is_float(result.dtype)
+        or result.shape is None
+        or shape_of(graph, found[0].inputs[0]) != result.shape
+    ):
+        return None
+    return Match((op,), lambda patch: operand(found[0]))
 
 
 @rule("reciprocal", {"Div"})
@@ -163,6 +180,7 @@ class CanonicalizeArithmetic(RulePass):
         sum_of_sums,
         scale_before_resize,
         sum_is_add,
+        straight_through,  # before sub_is_add
         reciprocal_of_one,
         times_reciprocal,
         sub_is_add,
@@ -173,6 +191,8 @@ class CanonicalizeArithmetic(RulePass):
         scale_first,
         negations,
         powers,
+        largest_of_growing,
+        largest_of_sum,
         bound_is_clip,
         merge_clips,
         gated_residual,

@@ -23,7 +23,7 @@ from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.rules.pointwise_parts import PointwiseOfParts
 from optdnn.passes.rules.pointwise_views import ViewAfter, ViewBefore, ViewBeforeReduction
-from optdnn.passes.support.facts import is_pointwise
+from optdnn.passes.support.facts import RESHAPES, is_pointwise
 from optdnn.passes.support.open_stages import MAX_OPERANDS, MAX_STAGES, OpenStage, body, outside, steps_of, tensors_of
 from optdnn.types import BOOL, TensorType, is_float, show_shape
 
@@ -36,6 +36,9 @@ for each of a million elements takes some hundred nanoseconds on a large GPU, a 
 
 VERY_FEW = 100_000
 """Most elements of an op of two tensors that is computed again. Reading both of them again costs less than a launch."""
+
+MOVES = RESHAPES | {"Concat", "Transpose"}
+"""Operators between a pointwise op and the network's outputs that compute nothing."""
 
 
 class FuseGroup(Rule):
@@ -191,10 +194,11 @@ class ComputedAgain(Rule):
             return None
         readers = graph.users(op.value)
         inner = [u for u in readers if is_pointwise(u) and u.outputs[0].known is None]
-        if len(readers) < 2 or not inner or not _reads_little(graph, op):
-            return None
         others = [u for u in readers if u not in inner]
-        if len(others) > 1 or any(not u.kind.startswith("Reduce") for u in others):
+        last = bool(others) and _elements(op) <= VERY_FEW and _to_outputs(graph, others)
+        if len(readers) < 2 or not inner or not (last or _reads_little(graph, op)):
+            return None
+        if not last and (len(others) > 1 or any(not u.kind.startswith("Reduce") for u in others)):
             return Miss(f"{op.name} is also used by {others[-1].name}")
         for reader in inner:
             if (why := _unfit(graph, reader, op, {reader.id: reader}, True, MAX_STAGES)) is not None:
@@ -211,6 +215,17 @@ class ComputedAgain(Rule):
         return Match((*inner, *(() if others else (op,))), build)
 
 
+def _to_outputs(graph: Graph, readers: Sequence[Op]) -> bool:
+    """Whether all of these only move a result to the network's outputs, as the state of a recurrent step. One launch then computes
+    the result and, from the same operands, what reads it."""
+    return all(u.kind == "Output" or (u.kind in MOVES and _to_outputs(graph, graph.users(u.value))) for u in readers)
+
+
+def _elements(op: Op) -> float:
+    out = op.outputs[0].type
+    return math.prod(out.static_shape) if out.is_static else math.inf
+
+
 def _reads_little(graph: Graph, op: Op) -> bool:
     """Whether an op reads a single tensor, of its result's shape and of no larger elements. Scalar constants do not count. An op of
     few elements may also read constants, and an op of very few a second tensor."""
@@ -218,7 +233,7 @@ def _reads_little(graph: Graph, op: Op) -> bool:
     computed = [v for v in tensors if graph.constant_value(v) is None]
     if not any(graph.type(v).shape == out.shape for v in computed):
         return False
-    size = math.prod(out.static_shape) if out.is_static else math.inf
+    size = _elements(op)
     if len(computed) > 1:
         return len(computed) == 2 and size <= VERY_FEW
     return size <= REPEATED or (len(tensors) == 1 and graph.type(computed[0]).dtype.itemsize <= out.dtype.itemsize)

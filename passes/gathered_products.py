@@ -4,6 +4,9 @@ Networks of points and of graphs multiply edge features: the features of an edge
 (EdgeConv: Wang et al., 2019; PointNet++: Qi et al., 2017; message passing: Gilmer et al., 2017). There are many more edges than
 points. A product with a constant matrix commutes with operators that move rows, with sums, and with a Concat of columns: each part
 of the Concat has its own rows of the matrix. So each point is multiplied once, and the products are gathered and added.
+
+Rows of a constant table are multiplied when the network is built. Audio codecs project the codes of a vector quantizer (DAC: Kumar
+et al., 2023).
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ MOVES = RESHAPES | {"Expand", "Gather", "GatherElements", "Transpose"}
 """Kinds that move rows of operand 0."""
 LESS = 2
 """Smallest ratio of the numbers of multiplications before and after."""
+TABLE = 1 << 20
+"""Most elements of the product of a constant table."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,29 @@ def gathered_products(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, *_between(graph, operand(op), terms)), lambda patch: _build(patch, product, terms, width))
 
 
+@rule("products_of_tables", {"Conv", "Gemm", "MatMul"})
+def products_of_tables(graph: Graph, op: Op) -> Match | Miss | None:
+    """A product with a constant matrix, of rows that are gathered from a constant table."""
+    product = _product(graph, op)
+    if product is None:
+        return None
+    term = _Term(operand(op), product.axis, 0)
+    while (before := _axis_before(graph, move := graph.op(term.value), term.axis)) is not None:
+        term = replace(term, value=operand(move), axis=before, moves=((move, term.axis), *term.moves))
+    if graph.constant_value(term.value) is None or not any(move.kind == "Gather" for move, _ in term.moves):
+        return None
+    if term.axis not in (1, len(graph.type(term.value).dims) - 1):
+        return None
+    if (size := _rows(graph, term) * product.matrix.shape[1]) > TABLE:
+        return Miss(f"the product of its table would have {size} elements, more than {TABLE}")
+    if graph.sole_user(operand(op)) is None:
+        return Miss("its rows are also read by others")
+    return Match(
+        (op, *_between(graph, operand(op), [term])),
+        lambda patch: _build(patch, product, [term], {term: len(product.matrix)}),
+    )
+
+
 def _between(graph: Graph, value: Value, terms: Sequence[_Term]) -> list[Op]:
     """The operators between the terms and the product."""
     ends, found, waiting = {t.value for t in terms}, dict[int, Op](), [value]
@@ -314,4 +342,4 @@ def _rows_by_index(patch: Patch, op: Op, expanded: Op, stacks: int) -> Value:
 
 class GatheredProducts(RulePass):
     name = "gathered_products"
-    rules = (gathered_products, gather_by_one_index, rows_by_one_index)
+    rules = (products_of_tables, gathered_products, gather_by_one_index, rows_by_one_index)

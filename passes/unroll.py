@@ -16,6 +16,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.rules.single_steps import single_step
 from optdnn.passes.support.facts import in_shape, integers, operand, shape_of
 from optdnn.types import is_float, normalize_axis
 
@@ -235,7 +236,7 @@ class Unroll(RulePass):
     """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
 
     name = "unroll"
-    rules = (unroll_loop, unroll_scan, known_branch, both_branches)
+    rules = (unroll_loop, unroll_scan, single_step, known_branch, both_branches)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         return self.rules if context.on_gpu else ()

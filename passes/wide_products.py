@@ -7,15 +7,18 @@ store fp32, the conversion stays a separate launch.
 
 from __future__ import annotations
 
+import math
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import operand, sizes_of
 from optdnn.passes.support.stages import with_stages
 from optdnn.types import BF16, FP16, FP32
 
 _UNIT = 8
-"""Columns that a kernel stores at a time."""
+"""Columns that a kernel on tensor cores stores at a time."""
 
 
 @rule("wide_product", {"Gemm", "MatMul"})
@@ -31,7 +34,7 @@ def wide_product(graph: Graph, op: Op) -> Match | Miss | None:
     weight = graph.constant_value(op.inputs[1])
     if weight is None or weight.ndim != 2 or op.attrs.prologue:
         return None
-    if op.outputs[0].type.dims[-1] % _UNIT != 0:
+    if op.outputs[0].type.dims[-1] % _UNIT != 0 and not _one_row(graph, op):
         return Miss(f"its number of columns is not a multiple of {_UNIT}, and the fp32 rows would be copied")
     reads = [v for v in op.inputs[op.definition.arity or 0 :] if v is not None and graph.constant_value(v) is None]
     if reads:
@@ -45,6 +48,12 @@ def wide_product(graph: Graph, op: Op) -> Match | Miss | None:
         return made
 
     return Match((op, *views, cast), build, cast.value)
+
+
+def _one_row(graph: Graph, op: Op) -> bool:
+    """Whether a kernel of single rows (``gemv``) can run the product: it stores any number of columns."""
+    before = sizes_of(graph, operand(op))
+    return before is not None and math.prod(before[:-1]) == 1 and before[-1] % _UNIT == 0
 
 
 class WideProducts(RulePass):

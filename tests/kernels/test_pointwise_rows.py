@@ -55,12 +55,21 @@ def scaled() -> Graph:
     return n.done(n.op("Add", n.op("MatMul", n.op("Softmax", x), n.random(16, 16)), x))
 
 
+def clipped() -> Graph:
+    """A quantizer's bounds of the sum, which are operands of one number."""
+    n = Net()
+    word, kind = (rows(n, tokens(n, 2, 6, name=name), 16) for name in ("ids", "kinds"))
+    y = n.op("Clip", n.op("Add", word, kind), n.const(-0.8), n.const(0.9))
+    return n.done(n.op("Softmax", n.op("Mul", y, 3.0)))
+
+
 CASES: dict[str, Callable[[], Graph]] = {
     "embeddings": embeddings,
     "rows that are not aligned": lambda: embeddings(13),
     "indices of 32 bits": lambda: embeddings(wide=False),
     "positions": positions,
     "rows times a number": scaled,
+    "bounds of one number": clipped,
 }
 
 

@@ -125,3 +125,20 @@ def gated() -> Graph:
 def test_pointwise_operators_write_rows_for_products() -> None:
     """A product reads rows that begin at multiples of 16 bytes, without a copy."""
     assert [s.params["tactic"].split()[0] for s in check_simulated(gated(), "fp16").steps] == ["pointwise", "gemm_sm90"]
+
+
+def gated_heads(perm: tuple[int, ...] = (0, 2, 1, 3), features: int = 16) -> Graph:
+    """Attention whose heads are multiplied by gates before they are joined (BS-RoFormer: Lu et al., 2023)."""
+    n = Net()
+    q, k, v = (n.op("Tanh", n.input(2, 4, 8, features, name=name)) for name in "qkv")
+    heads = n.op("Attention", q, k, v, attrs=AttentionAttrs())
+    heads = n.op("Mul", heads, n.op("Sigmoid", n.input(2, 4, 8, 1, name="gates")))
+    return n.done(n.matmul(n.op("Reshape", n.op("Transpose", heads, attrs=TransposeAttrs(perm)), n.ints(2, 8, -1)), 32))
+
+
+def test_pointwise_operators_write_in_the_order_of_a_transpose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Transpose after them is a view, if it moves whole vectors."""
+    monkeypatch.setattr(small, "MOST_ELEMENTS", 0)
+    assert copies(gated_heads()) == 0
+    assert copies(gated_heads(perm=(0, 2, 3, 1))) == 1
+    assert copies(gated_heads(features=12)) == 1

@@ -247,6 +247,29 @@ def test_negations() -> None:
     check_untouched(ARITHMETIC, n.done(n.op("Add", n.input(2, 3, name="y"), m), m))
 
 
+@pytest.mark.parametrize("flip", [False, True])
+def test_straight_through(flip: bool) -> None:
+    """Quantizers add the difference of the quantized value and their input to the input."""
+    n = Net()
+    x = n.input(2, 3)
+    q = n.op("Exp", x)
+    terms = (n.op("Sub", q, x), x) if flip else (x, n.op("Sub", q, x))
+    graph = n.done(n.op("Add", *terms))
+    check_pass(ARITHMETIC, graph, changes=1, kinds={"Exp": 1}, rules={"straight_through": 1})
+
+
+def test_other_differences_stay() -> None:
+    n = Net()
+    x, y = n.input(2, 3), n.input(2, 3, name="y")
+    check_untouched(ARITHMETIC, n.done(n.op("Add", x, n.op("Sub", x, y))))
+    n = Net()
+    x, row = n.input(2, 3), n.input(3, name="y")  # the result has the shape of x
+    check_untouched(ARITHMETIC, n.done(n.op("Add", x, n.op("Sub", n.op("Exp", row), x))))
+    n = Net()
+    x, q = n.input(2, 3, dtype=np.int64), n.input(2, 3, name="q", dtype=np.int64)
+    check_untouched(ARITHMETIC, n.done(n.op("Add", x, n.op("Sub", q, x))))
+
+
 @pytest.mark.parametrize(
     ("exponent", "kinds"),
     [

@@ -17,7 +17,8 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import GemmAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.gathered_products import GatheredProducts
+from optdnn.passes.fold_constants import FoldConstants
+from optdnn.passes.gathered_products import TABLE, GatheredProducts
 from optdnn.types import INT64
 
 CAST = CastAttrs(INT64)
@@ -136,6 +137,51 @@ def test_the_ends_of_edges(bias: bool) -> None:
     graph, _ = check_pass(GatheredProducts(), n.done(n.op("Relu", y)), changes=1)
     assert [graph.type(op.value).static_shape for op in graph.of_kind("MatMul")] == [(POINTS, MADE)] * 2
     assert len(list(graph.of_kind("Gather"))) == 2
+
+
+def codes(n: Net, rows: int = 64) -> Value:
+    """Rows of a constant table."""
+    return n.op("Gather", n.random(rows, C), places(n, 4), attrs=GatherAttrs(0))
+
+
+def test_a_table_is_multiplied_when_the_network_is_built() -> None:
+    """Also if it has more rows than are gathered."""
+    n = Net(np.float64)
+    y = n.op("Gemm", codes(n), n.random(MADE, C), n.random(MADE), attrs=GemmAttrs(transB=True))
+    graph = n.done(n.op("Tanh", y))
+    after, _ = check_pass(GatheredProducts(), graph, changes=1, rules={"products_of_tables": 1})
+    FoldConstants()(after)
+    assert after.kinds() == {"Cast": 1, "Clip": 1, "Gather": 1, "Mul": 1, "Tanh": 1}
+
+
+def test_a_codebook_before_a_convolution() -> None:
+    """A vector quantizer gathers codes, turns them into channels, and projects them."""
+    n = Net(np.float64)
+    picture = n.op("Transpose", n.op("Unsqueeze", codes(n), n.ints(0)), attrs=TransposeAttrs((0, 2, 1)))
+    graph = n.done(n.conv(picture, MADE, 1, pads=0, bias=True))
+    after, _ = check_pass(GatheredProducts(), graph, changes=1, rules={"products_of_tables": 1})
+    FoldConstants()(after)
+    assert "Conv" not in after.kinds()
+    assert "MatMul" not in after.kinds()
+
+
+def test_a_large_table_stays() -> None:
+    n = Net()
+    graph = n.done(n.matmul(codes(n, TABLE // MADE + 1), MADE))
+    check_refused(GatheredProducts(), graph, because=f"the product of its table would have {TABLE + MADE} elements")
+
+
+def test_rows_of_a_table_that_others_read_stay() -> None:
+    n = Net()
+    rows = codes(n)
+    graph = n.done(n.matmul(rows, MADE), n.op("Tanh", rows))
+    check_refused(GatheredProducts(), graph, because="its rows are also read by others", rule="products_of_tables")
+
+
+def test_a_constant_that_is_not_gathered_is_no_table() -> None:
+    n = Net(np.float64)
+    turned = n.op("Transpose", n.random(C, 4), attrs=TransposeAttrs((1, 0)))
+    check_untouched(GatheredProducts(), n.done(n.op("Add", n.matmul(turned, MADE), n.input(4, MADE))))
 
 
 def test_turned_rows_and_parts_that_are_not_gathered() -> None:

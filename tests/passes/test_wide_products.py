@@ -62,14 +62,21 @@ def test_other_products_stay(given: dict[str, Any]) -> None:
 
 
 def test_why_products_stay() -> None:
-    check_refused(WideProducts(), net(columns=20), because="not a multiple of 8", context=GPU)
+    for rows in (2, 5):
+        check_refused(WideProducts(), net(rows=rows, columns=20), because="not a multiple of 8", context=GPU)
     check_refused(WideProducts(), net(residual=True), because="read r, which is not fp32", context=GPU)
+
+
+def test_a_row_of_any_number_of_columns() -> None:
+    """A policy's actions."""
+    check_pass(WideProducts(), net(rows=1, columns=20), changes=1, promoted_changes=0, context=GPU)
 
 
 @pytest.mark.parametrize(
     ("rows", "depth", "columns", "target", "tactic"),
     [
         (1, 1024, 1000, "simulate", "gemv"),
+        (1, 64, 13, "simulate", "gemv"),
         (3, 1024, 520, "simulate", "gemv"),
         (40, 64, 104, "simulate", "gemm_sm90"),
         (40, 60, 104, "simulate", "gemm_sm90"),

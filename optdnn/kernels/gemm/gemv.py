@@ -20,6 +20,8 @@ from optdnn.types import FP32, Array
 
 LARGE = 1 << 20
 """Least bytes of a matrix. Reading a smaller one takes less time than latency."""
+UNIT = 8
+"""Columns that kernels on tensor cores store at a time. Fewer columns of fp32 would be copied from their result."""
 
 
 @lru_cache(maxsize=1024)
@@ -30,7 +32,8 @@ def _offers(problem: gemv.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 
 class Gemv(MatrixProduct):
-    """MatMul and Gemm of one to four rows of 16-bit floats with a constant matrix of a megabyte or more."""
+    """MatMul and Gemm of one to four rows of 16-bit floats with a constant matrix of a megabyte or more. A single fp32 row of any
+    number of columns (the actions of a policy) may have a small matrix."""
 
     name = "gemv"
     row_invariant: ClassVar[bool] = False
@@ -45,7 +48,8 @@ class Gemv(MatrixProduct):
         rows = math.prod(shape[:-1])
         if rows > gemv.MAX_ROWS:
             return f"it is for up to {gemv.MAX_ROWS} rows, not {rows}"
-        if weight.nbytes < LARGE:
+        uneven = rows == 1 and shape[-1] % UNIT != 0 and op.outputs[0].type.dtype == FP32
+        if weight.nbytes < LARGE and not uneven:
             return "its matrix is small: latency, not reading it, takes the time"
         depth = weight.size // shape[-1]
         return f"16-byte loads need rows of a multiple of 8 elements, not {depth}" if depth % 8 else None
@@ -56,6 +60,10 @@ class Gemv(MatrixProduct):
 
     def offers(self, problem: gemv.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return _offers(problem, gpu)
+
+    def stored(self, b: Builder, x: TensorView) -> bool:
+        """One row may have any number of columns: a thread stores one of them."""
+        return x.shape[0] == 1 or super().stored(b, x)
 
     def dense(self, b: Builder, op: Op, weight: Array) -> TensorView:
         """The matrix as a constant, shared by all plans of all tactics on this kernel."""

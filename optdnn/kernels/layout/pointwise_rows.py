@@ -137,8 +137,8 @@ class Rows:
             made, value = load(i, x, at, wide, wide > 1 and self.strides(i)[axes[-1]] == 1)
             loads.append(made)
             values.append(value)
-        types = [
-            TensorType(self.out.dtype, ()) if x is None else TensorType(x.dtype, self.out.shape) for x in self.operands
-        ]
+        types = [TensorType(self.out.dtype, ())] * len(self.operands)
+        for i, x in present.items():  # a table has the shape of its rows; a bound of a Clip is one number
+            types[i] = TensorType(x.dtype, self.out.shape if i in self.indices else x.shape)
         before = walk(dims, wide)
         return kernel("pointwise_rows", fields, before, loads, values, self.stages, types, self.out.dtype, rank, wide)

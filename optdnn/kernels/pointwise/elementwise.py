@@ -6,8 +6,8 @@ from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
-from optdnn.kernels.layout.row_places import result_strides
-from optdnn.kernels.layout.views import settle
+from optdnn.kernels.layout.row_places import access, result_strides
+from optdnn.kernels.layout.views import order_read, settle
 from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, emit_pointwise, single
 from optdnn.kernels.tactic import Tactic
 
@@ -30,12 +30,13 @@ class Elementwise(Tactic):
         return f"there is no arithmetic on {', '.join(unknown)}" if unknown else None
 
     def place(self, b: Builder, op: Op) -> None:
-        """Place the result, in rows padded for products; a cast to the operand's own type is a view of the operand."""
+        """Place the result, in rows padded for products, or in the order of a view after it; a cast to the operand's own type is a
+        view of the operand."""
         if self._nothing(b, op):
             settle(b, op, 0, b.operand(op.inputs[0]))
         else:
             long = op.outputs[0].type.static_shape[-1:] > (SHORTEST,)
-            b.target(op.value, result_strides(b, op.value) if long else None)
+            b.target(op.value, (result_strides(b, op.value) if long else None) or _order(b, op))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         if self._nothing(b, op):
@@ -55,3 +56,12 @@ class Elementwise(Tactic):
             return False
         made = op.value in b.place and b.place.get(x) == b.place[op.value]
         return made or (b.graph.type(x).dtype == t.dtype and not t.layout)
+
+
+def _order(b: Builder, op: Op) -> tuple[int, ...] | None:
+    """Strides that make a Transpose after the operator a view, if it moves whole vectors; None without one."""
+    t = op.outputs[0].type
+    if t.layout or t.static_shape[-1:] == () or t.static_shape[-1] % access(t.dtype):
+        return None
+    read = order_read(b, op.value)
+    return read if read is not None and read[-1] == 1 else None

@@ -28,11 +28,23 @@ def test_it_runs_suitable_products(rows: int, depth: int, columns: int, kind: st
     assert [t["tactic"] for t in program.meta["tactics"] if t["kind"] in ("Gemm", "MatMul")] == ["gemv"]
 
 
+@pytest.mark.parametrize("columns", [1, 6, 14])
+def test_it_stores_few_columns_of_a_policy(columns: int) -> None:
+    """One fp32 row, without a copy and without a conversion; kernels on tensor cores run products of 8 columns."""
+    n = Net()
+    program = check_simulated(n.done(n.gemm(n.op("Tanh", n.input(1, 64)), columns)))
+    assert [s.params["tactic"].split()[0] for s in program.steps] == ["pointwise", "gemv"]
+    n = Net()
+    program = check_simulated(n.done(n.gemm(n.op("Tanh", n.input(1, 64)), 8)))
+    assert [s.params["tactic"].split()[0] for s in program.steps] == ["pointwise", "gemm_sm90"]
+
+
 @pytest.mark.parametrize(
     ("rows", "depth", "columns", "reason"),
     [
         (5, 1024, 520, "up to 4 rows, not 5"),
         (1, 64, 64, "its matrix is small"),
+        (2, 64, 13, "its matrix is small"),
         (1, 1030, 520, "rows of a multiple of 8"),
     ],
 )
