@@ -67,6 +67,7 @@ KEEPS_FP32: Mapping[str, frozenset[int]] = {
     "SampledSum": frozenset(range(1, 2 * MOST_IMAGES, 2)),
     "Resize": frozenset({1, 2}),
     "RoiAlign": frozenset({1}),
+    "MaxRoiPool": frozenset({1}),
     "Conv": frozenset({2}),
     "ConvTranspose": frozenset({2}),
     "BatchNormalization": frozenset({1, 2, 3, 4}),
@@ -80,7 +81,7 @@ KEEPS_FP32: Mapping[str, frozenset[int]] = {
 ANY_TYPE = frozenset(
     {
         *("Cast", "DequantizeLinear", "DynamicRange", "GridSample", "QuantizeLinear"),
-        *("RoiAlign", "SampledSum", "SampleToken"),
+        *("MaxRoiPool", "RoiAlign", "SampledSum", "SampleToken"),
     }
 )
 """Kinds with an operand that may have any float type, independently of the other operands."""

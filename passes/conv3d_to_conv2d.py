@@ -5,6 +5,8 @@ Depth joins another axis where this needs no copy:
 - If filters cover one frame, each frame is an image: the frames join the batch.
 - If filters cover one pixel (the temporal half of R(2+1)D, Tran et al., 2018), depth becomes the rows of an image, and the pixels
   of a frame become its columns.
+- If filters cover one element, scales, shifts, gates and activations before the convolution become those of an image, too
+  (DenseNet, squeeze-and-excitation), and the convolution can apply them.
 - If filters cover all three axes (C3D, I3D, R3D), the frames under the taps along depth become channels of one image. So a
   convolution stays one sum, rounded once, with one epilogue. Its operand is copied once for each tap, in one launch.
 
@@ -38,6 +40,7 @@ from optdnn.passes.support.facts import (
     operand,
     shape_of,
 )
+from optdnn.passes.support.stages import ACTIVATIONS
 from optdnn.types import Array, Shape
 
 LAST, FIRST = channels_to_last(5), channels_from_last(5)
@@ -55,6 +58,8 @@ class Volume:
     weight: Array
     rows: bool
     """Whether depth becomes rows, and the pixels of a frame columns; else frames become images."""
+    before: tuple[Op, ...] = ()
+    """Operators on ``x`` that compute the convolution's operand, in order."""
 
     @property
     def taps(self) -> bool:
@@ -89,10 +94,36 @@ def conv3d_to_conv2d(graph: Graph, op: Op) -> Match | Miss | None:
     found = Volume(attrs, x, weight, rows)
     if found.taps and weight.shape[1] == 1 and attrs.group == weight.shape[0]:
         return Miss("it is depthwise, and another kernel runs depthwise convolutions over three axes")
+    if weight.shape[2:] == (1, 1, 1) and attrs.group == 1 and not any(attrs.pads) and (before := _before(graph, x)):
+        found = replace(found, x=_operands(graph, before[0])[0], rows=True, before=before)
     for value in op.inputs[_ARITY:]:
-        if value is not None and _spread(graph.type(value).dims, after, rows) is None:
+        if value is not None and _spread(graph.type(value).dims, after, found.rows) is None:
             return Miss("no constant target can express how an operand of its epilogue is repeated")
-    return Match((op,), lambda patch: _as_images(graph, patch, op, found))
+    return Match((op, *found.before), lambda patch: _as_images(graph, patch, op, found))
+
+
+def _before(graph: Graph, x: Value) -> tuple[Op, ...]:
+    """The operators that compute ``x`` from a volume, in order: a scale, shift or gate, and further ones or activations. No other
+    operator reads their results."""
+    chain, kept = list[Op](), 0
+    while graph.sole_user(x) is not None:
+        op = graph.op(x)
+        activation = op.kind in ACTIVATIONS and len(op.inputs) == 1
+        if not activation and (op.kind not in ("Mul", "Add") or len(_operands(graph, op)) != 2):
+            break
+        chain.append(op)
+        kept = kept if activation else len(chain)
+        x = _operands(graph, op)[0]
+    return tuple(chain[:kept][::-1])
+
+
+def _operands(graph: Graph, op: Op) -> list[Value]:
+    """The operand in the shape of the result, and the other one, if it is a number, or one for each channel (of each image)."""
+    first, *others = sorted(
+        (v for v in op.inputs if v is not None), key=lambda v: graph.type(v).dims != op.outputs[0].type.dims
+    )
+    whole = graph.type(first).dims == op.outputs[0].type.dims
+    return [first, *(v for v in others if whole and all(d == 1 for d in graph.type(v).dims[-3:]))]
 
 
 def _as_images(graph: Graph, patch: Patch, op: Op, found: Volume) -> Value:
@@ -112,6 +143,10 @@ def _as_images(graph: Graph, patch: Patch, op: Op, found: Volume) -> Value:
         weight = np.moveaxis(weight, 2, 1).reshape(len(weight), -1, *weight.shape[3:])
         geometry = replace(a, strides=a.strides[1:], pads=(*a.pads[1:3], *a.pads[4:]), dilations=a.dilations[1:])
     image = _image(patch, x, found.rows, source if x == last else None)
+    for link in found.before:
+        own, *others = _operands(graph, link)
+        given = {own: image, **{v: _per_channel(patch, graph, v) for v in others}}
+        image = patch.add(link.kind, [None if v is None else given[v] for v in link.inputs], link.attrs, src=link.src)
     kernel = patch.constant(np.ascontiguousarray(weight), "conv3d.weight")
     operands = [None if v is None else _operand(patch, graph, v, after, found.rows) for v in op.inputs[_ARITY:]]
     y = patch.add("Conv", [image, kernel, *op.inputs[2:_ARITY], *operands], geometry)
@@ -254,6 +289,14 @@ def _operand(patch: Patch, graph: Graph, value: Value, result: Shape, rows: bool
         x = patch.add("Expand", [x, integers(patch, target, "shape")])
     src = _names(graph, value)
     return _image(patch, _last(patch, x, src), rows, src)
+
+
+def _per_channel(patch: Patch, graph: Graph, value: Value) -> Value:
+    """A number, or one for each channel (of each image), for images."""
+    array = graph.constant_value(value)
+    if array is None:
+        return in_shape(patch, value, (*(1, 1, 1, 1, 1, *graph.type(value).dims)[-5:-3], 1, 1))
+    return patch.constant(array.reshape((*(1, 1, 1, 1, 1, *array.shape)[-5:-3], 1, 1)), "channels")
 
 
 class Conv3dAsImages(RulePass):

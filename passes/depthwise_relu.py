@@ -2,7 +2,8 @@
 
 Such an activation is left where its input has other readers as well: the sums between the blocks of Xception, which the shortcuts
 read, the cells of NASNet, and the residual blocks of RefineNet, VQ-VAE, HiFi-GAN (LeakyReLU), EnCodec (ELU) and EDM2 (SiLU). A
-launch for it would read and write the image once more. Of several depthwise convolutions each applies it for itself.
+launch for it would read and write the image once more. So would one for the squares of image compression, whose kernel divides the
+image by the root of their weighted sum (GDN: Ballé et al., 2016). Of several depthwise convolutions each applies it for itself.
 """
 
 from __future__ import annotations
@@ -51,23 +52,26 @@ def _filters(graph: Graph, op: Op, x: Value) -> bool:
 
 @rule("conv_activation", {"Conv"})
 def conv_activation(graph: Graph, op: Op) -> Match | Miss | None:
-    """Ungrouped Conv of an activation that keeps zeros, in 16-bit floats. Its kernel applies it, or leaves it to a launch."""
+    """Ungrouped Conv of an activation that keeps zeros, or of squares, in 16-bit floats. Its kernel applies it, or leaves it to a
+    launch."""
     relu, weight = graph.op(operand(op)), graph.constant_value(op.inputs[1])
-    if relu.kind not in KEEP_ZEROS or relu.outputs[0].type.dtype not in (FP16, BF16) or op.attrs.prologue:
+    squares = relu.kind == "Mul" and relu.inputs[0] == relu.inputs[1]
+    if not (squares or relu.kind in KEEP_ZEROS) or relu.outputs[0].type.dtype not in (FP16, BF16) or op.attrs.prologue:
         return None
     if weight is None or weight.ndim not in (3, 4) or op.attrs.group != 1 or weight.shape[1] % VECTOR:
         return None
     if graph.sole_user(relu.value) is None:
         return Miss(f"the result of {relu.name} has {graph.use_count(relu.value)} readers, so that it is stored once")
-    if graph.use_count(operand(relu)) < 2:
+    if graph.use_count(operand(relu)) == len(relu.inputs):
         return Miss(
             f"only {relu.name} reads the result before it: the launch of a normalization, for example, applies {relu.name}"
         )
 
     def build(patch: Patch) -> Value:
         inputs = (relu.inputs[0], *op.inputs[1:])
-        return patch.add("Conv", inputs, with_stages(op.attrs, prologue=[Stage(relu.kind, (~0,), relu.attrs)]))
+        return patch.add("Conv", inputs, with_stages(op.attrs, prologue=[stage]))
 
+    stage = Stage(relu.kind, (~0,) * len(relu.inputs), relu.attrs)
     return Match((op, relu), build)
 
 

@@ -1,7 +1,8 @@
 """Pointwise ops after a convolution or matrix product become stages of its epilogue.
 
 On GPUs, a product that is subtracted from a tensor changes its sign and is added, and small constant rows are repeated for each
-matrix or image: kernels add a tensor of the result's shape.
+matrix or image: kernels add a tensor of the result's shape. A tensor that is divided by the result is multiplied by its reciprocal
+(GDN: Ballé et al., 2016): kernels multiply by a tensor.
 
 The result of the anchor (Conv, ConvTranspose, Gemm, MatMul) must be read only by the absorbed op, and the stage must keep
 its dtype and shape. No cycle can arise: the other operands of the absorbed op depend on the anchor only through the absorbed op
@@ -90,6 +91,8 @@ class _Absorb(Rule):
                 less = slots.slot(patch.constant(np.array(-1, user.outputs[0].type.dtype), "less"))
                 added = slots.slot(operand(read))
                 stages = [Stage("Mul", (~register, less)), Stage("Add", (~(register + 1), added))]
+            elif on_gpu and _divides(graph, user, op.value):
+                stages = [Stage("Reciprocal", (~register,)), Stage("Mul", (~(register + 1), slots.slot(operand(read))))]
             else:
                 stages = [slots.stage(read, op.value, register)]
             fused = patch.add(op.kind, slots.inputs(), with_stages(op.attrs, epilogue=stages))
@@ -117,6 +120,14 @@ def _subtracts(graph: Graph, op: Op, value: Value) -> bool:
     if op.kind != "Sub" or other is None or other == value:
         return False
     return graph.type(other).shape == graph.type(value).shape or _are_rows(graph, other, graph.type(value))
+
+
+def _divides(graph: Graph, op: Op, value: Value) -> bool:
+    """Whether a tensor of its shape is divided by ``value``: a kernel multiplies the tensor by the reciprocal."""
+    other = op.inputs[0]
+    if op.kind != "Div" or other is None or other == value:
+        return False
+    return graph.type(other).shape == graph.type(value).shape
 
 
 def _are_rows(graph: Graph, value: Value, of: TensorType) -> bool:

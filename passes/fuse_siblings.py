@@ -90,9 +90,9 @@ class MergeSiblings(Rule):
             return Miss(mine)
         machine = TargetName.parse(context.target)
         if machine.on_gpu and (machine.arch or HOPPER) == HOPPER:
-            if (reader := _adds_first(graph, op)) is not None:
-                return Miss(f"one launch sums it and the convolution {reader.name}")
-            same_kind = [u for u in same_kind if _adds_first(graph, u) is None]
+            if (why := _with_reader(graph, op)) is not None:
+                return Miss(why)
+            same_kind = [u for u in same_kind if _with_reader(graph, u) is None]
         found = _biased_alike([m for m in (_member(graph, u) for u in same_kind) if isinstance(m, Member)])
         if op.kind == "Conv" and TargetName.parse(context.target).on_gpu:
             found = _with_one_kernel(graph, mine, found, context.precision)
@@ -205,13 +205,20 @@ def _as_group(member: Member, groups: int, width: int) -> Member:
     )
 
 
-def _adds_first(graph: Graph, op: Op) -> Op | None:
-    """The convolution that adds the result of this one before any other stage."""
-    reader = graph.sole_user(op.value) if op.kind == "Conv" and not op.attrs.epilogue else None
-    if reader is None or reader.kind != "Conv" or not reader.attrs.epilogue or reader.attrs.epilogue[0].kind != "Add":
+def _with_reader(graph: Graph, op: Op) -> str | None:
+    """The reason why one launch may compute this convolution and its reader, which shuffles pixels, or is a convolution that
+    adds the result before any other stage; else None."""
+    reader = graph.sole_user(op.value) if op.kind == "Conv" else None
+    if reader is None or (op.attrs.epilogue and reader.kind == "Conv"):
+        return None
+    if reader.kind == "DepthToSpace":
+        return f"one launch computes it and shuffles its pixels ({reader.name})"
+    if reader.kind != "Conv" or not reader.attrs.epilogue or reader.attrs.epilogue[0].kind != "Add":
         return None
     slots = [a for a in reader.attrs.epilogue[0].args if a is not None and a >= 0]
-    return reader if [reader.inputs[a] for a in slots] == [op.value] else None
+    if [reader.inputs[a] for a in slots] != [op.value]:
+        return None
+    return f"one launch sums it and the convolution {reader.name}"
 
 
 def _merged(graph: Graph, patch: Patch, x: Value, family: Family, kept: ConstantCache) -> Value:

@@ -14,7 +14,7 @@ product it merges with the first view. The other rules:
 - Sums of two products and a residual are reordered so that each product's kernel adds one tensor.
 - A product to which several constants are added is computed once for each constant, as its bias.
 - Alternating parts of a product's columns are reordered to be contiguous.
-- Activations, scalar arithmetic and gates of heads move in front of a Reshape, to the product.
+- Activations, scalar arithmetic and gates of heads move in front of a Reshape or a pixel shuffle, to the product.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ RENDERED: dict[str, tuple[str, ...]] = {
     "Softsign": ("softsign",),
     "Abs": ("abs",),
     "Sqrt": ("sqrt",),
+    "Reciprocal": ("reciprocal",),
     "Sin": ("sin",),
     "Cos": ("cos",),
 }
@@ -34,10 +35,10 @@ KEEP_ZEROS = frozenset(
 )
 """Activations of zero that are zero: they may follow the padding of a convolution."""
 _ZERO_AT_ZERO = frozenset(
-    {"gelu", "gelu_tanh", "silu", *(RENDERED[kind][0] for kind in KEEP_ZEROS if kind in RENDERED)}
+    {"gelu", "gelu_tanh", "silu", "square", *(RENDERED[kind][0] for kind in KEEP_ZEROS if kind in RENDERED)}
 )
 
 
 def keeps_zeros(stages: Sequence[render.Stage]) -> bool:
-    """Whether stages of a kernel are activations of :data:`KEEP_ZEROS`."""
+    """Whether stages of a kernel are activations of :data:`KEEP_ZEROS`, or squares."""
     return all(stage[0] in _ZERO_AT_ZERO for stage in stages)

@@ -26,6 +26,7 @@ from optdnn.kernels.conv.paired import PairedConv, PairedParts
 from optdnn.kernels.conv.parts import PartsConv, PartsGemm
 from optdnn.kernels.conv.pooled import PooledConv
 from optdnn.kernels.conv.separable import Separable
+from optdnn.kernels.conv.shuffled import ShuffledConv
 from optdnn.kernels.conv.stem import StemConv
 from optdnn.kernels.conv.stem_pool import PooledStem
 from optdnn.kernels.conv.transpose import GeneralConvTranspose, HopperConvTranspose, TiledConvTranspose
@@ -128,6 +129,7 @@ _LATER_NORMS: tuple[Tactic, ...] = (ShortRowsPair(), ShortRows(), RowsGrid(), Ro
 _OWN: dict[str, tuple[Tactic, ...]] = {
     "Conv": (
         PooledConv(),
+        ShuffledConv(),
         ChainedConv(),
         Separable(),
         Expanded(),
@@ -185,8 +187,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "QuantizedMatMul": (HopperQuantizedMatMul(), GeneralQuantizedMatMul()),
     "QuantizedMean": (Int8Mean(),),
     "DynamicRange": (DynamicRange(),),
-    "MaxPool": (Int8MaxPool(), TiledMaxPool(), WindowPool()),
-    "AveragePool": (WindowPool(),),
+    "MaxPool": (Int8MaxPool(), TiledMaxPool(), ReductionParts(), Reduction(), WindowPool()),
+    "AveragePool": (ReductionParts(), Reduction(), WindowPool()),
     "Resize": (Resize(),),
     "Pad": (StagedPad(), Pad()),
     "BatchNormalization": (BatchNorm(),),

@@ -89,14 +89,14 @@ def _regions(call: Call, columns: int) -> tuple[TensorType, TensorType]:
     require_rank(x, 4, f"{call.kind} input")
     require_rank(rois, 2, f"{call.kind} rois")
     agree(rois.dims[1], columns, f"{call.kind} rois {rois} need {columns} columns")
+    if not is_float(rois.dtype):
+        raise ShapeError(f"{call.kind} rois are {rois}; they must be floats")
     return x, rois
 
 
 def _infer_roi_align(call: Call) -> Result:
     a: RoiAlignAttrs = call.attrs
     x, rois = _regions(call, 4)
-    if not is_float(rois.dtype):
-        raise ShapeError(f"RoiAlign rois are {rois}; they must be floats")
     indices = call.type(2)
     require_rank(indices, 1, "RoiAlign batch_indices")
     agree(indices.dims[0], rois.dims[0], "RoiAlign has one batch index per region")
@@ -111,7 +111,6 @@ def _infer_roi_align(call: Call) -> Result:
 
 def _infer_max_roi_pool(call: Call) -> Result:
     x, rois = _regions(call, 5)
-    promote_types((x, rois), call.kind)
     if len(call.attrs.pooled_shape) != 2 or min(call.attrs.pooled_shape) < 1:
         raise ShapeError(f"MaxRoiPool pooled_shape is {call.attrs.pooled_shape}")
     return Result((x.with_shape((rois.dims[0], x.dims[1], *call.attrs.pooled_shape)),))

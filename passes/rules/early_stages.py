@@ -1,4 +1,4 @@
-"""Stages move in front of a Reshape after a product or convolution, whose epilogue then absorbs them.
+"""Stages move in front of a Reshape or a pixel shuffle after a product or convolution, whose epilogue then absorbs them.
 
 The multiplication of an attention's heads by a gate that a product computes also moves in front of its Reshape.
 """
@@ -11,17 +11,19 @@ from optdnn.passes.base import Match, rule
 from optdnn.passes.support.facts import RESHAPES, in_shape, operand, producer, reshape_target, scalar, shape_of
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS, refuses
 
+MOVES = RESHAPES | {"DepthToSpace"}
 STAGES = ACTIVATIONS | ADDITIONS | SCALINGS
 
 
 @rule("stage_before_reshape", STAGES)
 def stage_before_reshape(graph: Graph, op: Op) -> Match | None:
-    """``f(reshape(x W))`` is ``reshape(f(x W))`` if f reads only scalar constants besides: the root of a sum (StyleGAN2)."""
-    reshape = _before(graph, op, RESHAPES)
+    """``f(reshape(x W))`` is ``reshape(f(x W))`` if f reads only scalar constants besides: the root of a sum (StyleGAN2). So is
+    ``f(shuffle(conv(x)))``: the activation after a pixel shuffle (SRResNet)."""
+    reshape = _before(graph, op, MOVES)
     if reshape is None or refuses(graph, op, reshape.value) is not None:
         return None
     views = [reshape]
-    while (view := producer(graph, operand(views[-1]), RESHAPES, alone=True)) is not None:
+    while (view := producer(graph, operand(views[-1]), MOVES, alone=True)) is not None:
         views.append(view)
     source = operand(views[-1])
     if not _is_staged_product(graph, source):

@@ -202,7 +202,7 @@ RULES: Mapping[str, str] = {
     "token_product": "products along tokens computed without transposing them",
     "ordered_columns": "columns of joint projections put in the order of their parts",
     "gate_before_reshape": "gates moved before Reshapes to the products that compute them",
-    "stage_before_reshape": "activations moved before Reshapes to the product before them",
+    "stage_before_reshape": "activations moved before Reshapes and pixel shuffles to the product before them",
     "own_products": "products to which several constants are added computed once for each constant",
     "add_before_reshape": "biases moved before Reshapes",
     "split_tokens": "transposes of parts moved before their Split",

@@ -48,6 +48,7 @@ STAGES: dict[str, Callable[..., Array]] = {
     "celu": lambda x, alpha: np.asarray(np.where(x < 0, F(alpha) * (np.exp(x / F(alpha)) - F(1)), x)),
     "softsign": lambda x: x / (F(1) + np.abs(x)),
     "sqrt": np.sqrt,
+    "reciprocal": lambda x: F(1) / x,
     "abs": np.abs,
     "round": np.rint,
     "sin": np.sin,

@@ -35,5 +35,9 @@ def test_a_result_that_others_read_is_converted_apart() -> None:
     assert last(shuffled(readers=2)) != ["copy"]
 
 
-def test_a_pointwise_operator_after_the_shuffle_stays() -> None:
-    assert last(shuffled(after="Tanh")) == ["copy", "pointwise"]
+def test_an_activation_after_the_shuffle_is_a_stage_of_the_convolution() -> None:
+    assert last(shuffled(after="Tanh")) == ["copy"]
+
+
+def test_another_pointwise_operator_after_the_shuffle_stays() -> None:
+    assert last(shuffled(after="Exp")) == ["copy", "pointwise"]

@@ -324,3 +324,27 @@ def test_a_view_has_the_elements_of_its_tensor() -> None:
     for shape in ((3, 4), (2, 3, 5), (0, 4)):
         with pytest.raises(ShapeError, match="another number of elements"):
             reshaped(x, shape)
+
+
+def decoder(stride: int = 2, filters: int = 16, images: int = 1) -> Graph:
+    """A level of a U-Net over volumes: volumes are enlarged and joined with those of the encoder."""
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(images, 8, 4, 6, 10), 24, bias=True))
+    skip = n.op("Relu", n.conv(n.input(images, 8, *(stride * d for d in (4, 6, 10)), name="skip"), 24))
+    up = n.conv_transpose(x, filters, stride, strides=stride, bias=True)
+    return n.done(n.conv(n.op("Concat", up, skip, attrs=ConcatAttrs(1)), 16, bias=True))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(("stride", "images"), [(2, 1), (3, 1), (2, 2)])
+def test_enlarged_volumes_are_written_beside_those_of_the_encoder(stride: int, images: int, precision: str) -> None:
+    program = check_simulated(decoder(stride, images=images), precision)
+    blocks = [s.params for s in program.steps if s.params["op"]["kind"] == "ConvBlocks"]
+    assert len(blocks) == stride, "a launch for each tap along depth"
+    assert len({write[0] for p in blocks for write in p["writes"]}) == 1, "all in one buffer"
+    last = max(k for k, s in enumerate(program.steps) if s.params["op"]["kind"] == "ConvBlocks")
+    assert kinds(program)[last + 1] != "Copy"
+
+
+def test_enlarged_volumes_of_odd_channels_are_copied() -> None:
+    assert "ConvBlocks" not in kinds(check_simulated(decoder(filters=12), "fp16"))

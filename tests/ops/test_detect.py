@@ -208,6 +208,10 @@ ONES = np.ones(6, np.int64)
             "coordinate_transformation_mode",
         ),
         (Case("MaxRoiPool", [X, ROIS], {"pooled_shape": [2, 2]}, 22), "need 5 columns"),
+        (
+            Case("MaxRoiPool", [X, np.ones((6, 5), np.int64)], {"pooled_shape": [2, 2]}, 22),
+            "MaxRoiPool rois are .* they must be floats",
+        ),
         (Case("MaxRoiPool", [X, normal(6, 5)], {"pooled_shape": [2]}, 22), "pooled_shape"),
         (Case("GridSample", [X, normal(2, 4, 4, 3)], {}, 20), "a coordinate per spatial axis"),
         (Case("GridSample", [X, normal(1, 4, 4, 2)], {}, 20), "batches"),

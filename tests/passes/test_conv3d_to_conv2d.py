@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
+from support.simulated import check_simulated
 
 from optdnn.dim import DimLike, symbol
 from optdnn.ir.graph import Graph, Value
@@ -18,6 +19,7 @@ from optdnn.passes.base import PassContext
 from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.pipelines import PIPELINE
+from optdnn.passes.support.facts import operand
 
 PASS = Conv3dAsImages()
 VIEWS = {"Conv": 1, "Reshape": 2, "Transpose": 4}
@@ -269,6 +271,60 @@ def test_an_operand_that_no_constant_target_repeats_is_refused() -> None:
     y = conv(n, n.input(symbol("N", 1), 2, 4, 4, 5), 3, (3, 3, 3))
     graph = fused(n.done(n.op("Mul", y, n.random(1, 3, 2, 1, 1))))
     check_refused(PASS, graph, because="operand of its epilogue is repeated")
+
+
+def changed(
+    *links: str, kernel: Sequence[int] = (1, 1, 1), again: bool = False, images: int = 2, dtype: Any = np.float64, **more: Any
+) -> Graph:  # fmt: skip
+    """A convolution after operators: "Mul" and "Add" with a number for each channel, "number", "gate" (for each channel of each
+    image), "plane" (for each pixel), and activations."""
+    n = Net(dtype)
+    x = y = conv(n, n.input(images, 4, 3, 6, 5), 8, (1, 1, 1))
+    others = {"Mul": (8, 1, 1, 1), "Add": (1, 8, 1, 1, 1), "number": (), "plane": (6, 5)}
+    for kind in links:
+        if kind == "gate":
+            y = n.op("Mul", n.op("Sigmoid", n.input(images, 8, 1, 1, 1, name="g")), y)
+        elif kind in others:
+            y = n.op(kind if kind in ("Mul", "Add") else "Mul", y, n.random(*others[kind]))
+        else:
+            y = n.op(kind, y)
+    return n.done(conv(n, y, 16, kernel, **more), x, *([n.op("Exp", y)] if again else []))
+
+
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize(
+    "links", [("Mul", "Add", "Relu"), ("gate",), ("gate", "Mul", "Add", "Tanh"), ("number",), ("Add",)]
+)
+@pytest.mark.parametrize("strides", [(1, 1, 1), (2, 1, 2)])
+def test_stages_before_pixels_are_those_of_images(
+    links: tuple[str, ...], strides: tuple[int, ...], images: int
+) -> None:
+    before = changed(*links, strides=strides, images=images)
+    graph, _ = check_pass(PASS, before, changes=PASS(before.copy()).changes)
+    moved = [op for op in graph.order() if op.kind in ("Mul", "Add", "Relu", "Tanh")]
+    assert len(moved) == len(links)
+    assert all(op.outputs[0].type.rank == 4 for op in moved)
+    assert graph.op(operand(graph.of_kind("Conv")[-1])) == moved[-1]
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        changed("Relu"), changed("plane", "Relu"), changed("Mul", again=True),
+        changed("Mul", kernel=(1, 3, 3), pads=(0, 1, 1, 0, 1, 1)), changed("Mul", pads=(1,) * 6), changed("Mul", group=2),
+    ],
+    ids=["an activation alone", "a plane", "another reader", "windows", "padding", "groups"],
+)  # fmt: skip
+def test_other_stages_before_a_convolution_stay(graph: Graph) -> None:
+    result, _ = check_pass(PASS, graph, changes=PASS(graph.copy()).changes)
+    assert all(op.outputs[0].type.rank == 5 for op in result.order() if op.kind in ("Mul", "Relu"))
+
+
+@pytest.mark.parametrize("links", [("Mul", "Add", "Relu"), ("gate",)])
+def test_the_convolution_of_a_volume_applies_them(links: tuple[str, ...]) -> None:
+    program = check_simulated(changed(*links, dtype=np.float32, images=1), "fp16")
+    prologues = [s.params["op"]["attrs"].get("prologue") for s in program.steps if s.params["op"]["kind"] == "Conv"]
+    assert sum(map(bool, prologues)) == 1
 
 
 def test_others_are_no_candidates() -> None:

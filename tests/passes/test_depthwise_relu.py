@@ -11,6 +11,7 @@ from support.net import Net
 from support.simulated import check_simulated
 
 from optdnn.ir.graph import Graph, Value
+from optdnn.ops.base import Stage
 from optdnn.passes.base import PassContext
 from optdnn.passes.depthwise_relu import DepthwiseRelu
 
@@ -83,6 +84,28 @@ def test_another_convolution_applies_it_too(activation: str) -> None:
     )
     assert activation not in graph.kinds()
     assert sorted([s.kind for s in op.attrs.prologue] for op in graph.of_kind("Conv")) == [[], [activation]]
+
+
+def squared(*, readers: int = 1, added: bool = True) -> Graph:
+    """A tensor, and a convolution of its squares, which is ``added`` to it."""
+    n = Net(np.float16)
+    x = n.conv(n.input(2, 8, 9, 7), 24, 1, pads=0)
+    squares = n.op("Mul", x, x)
+    sums = [n.op("Tanh", n.conv(squares, 24, 1, pads=0, bias=True)) for _ in range(readers)]
+    return n.done(*([n.op("Add", y, x) for y in sums] if added else sums))
+
+
+def test_a_convolution_squares_its_input() -> None:
+    graph, _ = check_pass(
+        DepthwiseRelu(), squared(), changes=1, rules={"conv_activation": 1}, promoted_changes=0, context=FP16
+    )
+    (conv,) = [op for op in graph.of_kind("Conv") if op.attrs.prologue]
+    assert conv.attrs.prologue == (Stage("Mul", (~0, ~0)),)
+
+
+def test_squares_that_are_stored_once() -> None:
+    check_refused(DepthwiseRelu(), squared(readers=2), because="has 2 readers", context=FP16)
+    check_refused(DepthwiseRelu(), squared(added=False), because="only Mul_.* reads the result", context=FP16)
 
 
 @pytest.mark.parametrize("given", [{"dtype": np.float32}, {"channels": 20}, {"group": 2}, {"activation": "Sigmoid"}])

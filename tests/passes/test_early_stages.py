@@ -12,6 +12,7 @@ from support.net import Net
 from support.simulated import check_simulated
 
 from optdnn.ir.graph import Graph
+from optdnn.ops.index import BlockAttrs
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.hoist_views import HoistViews
 
@@ -55,6 +56,14 @@ def test_they_move_before_several_reshapes() -> None:
     graph, _ = check_pass(HoistViews(), n.done(y), changes=1, rules={"stage_before_reshape": 1})
     (product,) = graph.of_kind("MatMul")
     assert graph.of_kind("Tanh")[0].inputs[0] == product.value
+
+
+def test_they_move_before_a_pixel_shuffle() -> None:
+    n = Net(np.float64)
+    y = n.op("DepthToSpace", n.conv(n.input(1, 8, 5, 6), 12), attrs=BlockAttrs(2, "CRD"))
+    graph, _ = check_pass(HoistViews(), n.done(n.op("LeakyRelu", y)), changes=1, rules={"stage_before_reshape": 1})
+    (conv,) = graph.of_kind("Conv")
+    assert graph.of_kind("LeakyRelu")[0].inputs[0] == conv.value
 
 
 def test_the_product_takes_them_in() -> None:

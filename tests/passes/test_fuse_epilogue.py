@@ -70,6 +70,21 @@ def test_a_difference_on_gpus(flip: bool, other: str) -> None:
     assert stages(graph) == [("<MatMul>", *(("Sub",) if flip or other == "row" else ("Mul", "Add")))]
 
 
+@pytest.mark.parametrize(("flip", "other"), [(False, "tensor"), (True, "tensor"), (False, "row")])
+@pytest.mark.parametrize("target", ["cuda:sm_90a", "cpu"])
+def test_a_quotient(flip: bool, other: str, target: str) -> None:
+    n = Net()
+    y = n.op("Exp", n.op("MatMul", n.input(2, 3, 6, name="a"), n.input(2, 6, 4, name="b")))
+    y = n.op("MatMul", y, n.positive(4, 4))
+    x = n.input(*((4,) if other == "row" else (2, 3, 4)), name="t")
+    graph, _ = check_pass(
+        FUSE, n.done(n.op("Div", *((y, x) if flip else (x, y)))), changes=1, kinds={"MatMul": 2, "Exp": 1},
+        context=PassContext(target=target),
+    )  # fmt: skip
+    plain = flip or other == "row" or target == "cpu"
+    assert stages(graph)[-1] == ("<MatMul>", *(("Div",) if plain else ("Reciprocal", "Mul")))
+
+
 @pytest.mark.parametrize("op", ["Add", "Sub"])
 @pytest.mark.parametrize("rows", [(3, 4), (1, 3, 4), (4,), (2, 3, 4)])
 @pytest.mark.parametrize("target", ["cuda:sm_90a", "cpu"])

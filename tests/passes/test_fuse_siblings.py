@@ -14,7 +14,7 @@ from optdnn.ir.graph import Value
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
-from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.index import BlockAttrs, ConcatAttrs, SplitAttrs
 from optdnn.ops.packed_layout import PackedMatMulAttrs
 from optdnn.ops.unary import LeakyReluAttrs
 from optdnn.passes.base import PassContext
@@ -199,6 +199,15 @@ def test_residuals_of_convolutions_are_not_merged_on_gpus(target: str) -> None:
         check_refused(FuseSiblings(), graph, because="on cpu the Split's copy", context=context)
     else:
         check_refused(FuseSiblings(), graph, because="one launch sums it and the convolution Conv_2", context=context)
+
+
+def test_upsamplers_are_not_merged_on_gpus() -> None:
+    """One launch computes each of them and shuffles its pixels."""
+    n = Net(np.float64)
+    x = n.input(1, 8, 4, 4)
+    graph = n.done(*(n.op("DepthToSpace", conv(n, x, 16), attrs=BlockAttrs(2, "DCR")) for _ in range(2)))
+    because = "one launch computes it and shuffles its pixels"
+    check_refused(FuseSiblings(), graph, because=because, context=CUDA)
 
 
 def test_a_big_split_does_not_pay() -> None:

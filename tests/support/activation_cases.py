@@ -16,6 +16,7 @@ ACTIVATIONS: dict[str, Attrs | None] = {
     "Elu": AlphaAttrs(0.7),
     "Mish": None,
     "PRelu": None,
+    "Reciprocal": None,
     "Selu": SeluAttrs(),
     "Sin": None,
     "Softsign": None,
@@ -25,6 +26,7 @@ ACTIVATIONS: dict[str, Attrs | None] = {
 
 def activated(n: Net, x: Value, kind: str) -> Value:
     x = n.op("Abs", x) if kind == "Sqrt" else x
+    x = n.op("Add", n.op("Abs", x), np.array([0.5])) if kind == "Reciprocal" else x
     more = [n.const(np.array([0.3]))] if kind == "PRelu" else []
     return n.op(kind, x, *more, attrs=ACTIVATIONS[kind])  # type: ignore[no-any-return]
 

@@ -237,6 +237,13 @@ def regions(n: Net) -> list[Any]:
     rois = n.op("Add", n.op("Abs", n.input(3, 4, name="rois")), n.const([0.5, 1.0, 4.0, 5.0]))
     which = n.op("Min", n.input(3, name="batch", dtype=INT64), n.const(1, INT64))
     roi = detect.RoiAlignAttrs
+    regions = [[0, 1, 1, 5, 6], [1, 0, 2, 7, 3], [1, 3.4, 2.6, 3, 2]]
+    whole = n.op("Add", n.const(regions), n.op("Clip", n.input(3, 1, name="shift"), n.const(0.0), n.const(0.4)))
+    far = n.op(
+        "Mul",
+        n.const([[1, -4, -3, 2, 20], [0, 9, 9, 12, 12]]),
+        n.op("Ceil", n.op("Sigmoid", n.input(2, 1, name="one"))),
+    )
     w, offset, mask = n.random(6, 2, 3, 3), n.input(2, 36, 7, 8, name="offset"), n.input(2, 18, 7, 8, name="mask")
     deform = detect.DeformConvAttrs((1, 1), (1, 1, 1, 1), (1, 1), 2, 2)
     pooled = pool.MaxPoolAttrs((3, 2), (2, 1), (1, 0, 1, 1), (1, 1), indices=True)
@@ -245,6 +252,8 @@ def regions(n: Net) -> list[Any]:
         n.op("RoiAlign", x, rois, which, attrs=roi(2, 3, 2)),
         n.op("RoiAlign", x, rois, which, attrs=roi(3, 2, 0, 0.5, "avg", "output_half_pixel")),
         n.op("RoiAlign", x, rois, which, attrs=roi(2, 2, 2, 1.0, "max")),
+        n.op("MaxRoiPool", x, whole, attrs=detect.MaxRoiPoolAttrs((3, 2), 0.75)),
+        n.op("MaxRoiPool", x, far, attrs=detect.MaxRoiPoolAttrs((2, 2))),
         n.op("DeformConv", x, w, offset, n.random(6), mask, attrs=deform),
         *n.op("MaxPool", x, attrs=pooled, outputs=2),
         *n.op("MaxPool", n.op("Round", x), attrs=replace(pooled, storage_order=1), outputs=2),

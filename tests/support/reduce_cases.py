@@ -37,6 +37,15 @@ def _pools(n: Net) -> list[Any]:
     return [n.op(kind, y) for kind in ("GlobalAveragePool", "GlobalMaxPool") for y in (x, turned)]
 
 
+def _windows(n: Net) -> list[Any]:
+    """Large windows that do not overlap, in images of both orders and in a sequence."""
+    x = n.input(2, 16, 27, 16)
+    turned = n.op("Transpose", x, attrs=shape.TransposeAttrs((0, 3, 1, 2)))
+    square = n.op("Slice", turned, n.ints(0), n.ints(24), n.ints(3))
+    sequence = n.input(2, 16, 180, name="sequence")
+    return [f(y, k, strides=k) for f in (n.average_pool, n.max_pool) for y, k in ((square, 8), (sequence, 60))]
+
+
 CASES: dict[str, Callable[[Net], list[Any]]] = {
     "rows": _rows,
     "wide rows": _wide_rows,
@@ -44,6 +53,7 @@ CASES: dict[str, Callable[[Net], list[Any]]] = {
     "whole tensors": lambda n: [n.op("ReduceMean", n.input(5, 7, 9), n.ints(0, 1, 2))],
     "integers": lambda n: [n.op(f"Reduce{k}", n.input(3, 40, dtype=INT64), n.ints(1)) for k in ("Sum", "Max")],
     "pools": _pools,
+    "windows": _windows,
 }
 """Reductions of every kind. Only tests divide them."""
 

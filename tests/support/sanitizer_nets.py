@@ -12,7 +12,7 @@ from typing import Any
 from kernels.attention.test_attention_between_channels import between_channels  # type: ignore[import-not-found]
 from kernels.attention.test_attention_one_query import step as one_query  # type: ignore[import-not-found]
 from kernels.attention.test_attention_over_a_cache import step  # type: ignore[import-not-found]
-from kernels.conv import test_conv_bands, test_conv_pool  # type: ignore[import-not-found]
+from kernels.conv import test_conv_bands, test_conv_pool, test_conv_shuffle  # type: ignore[import-not-found]
 from kernels.conv.test_conv_scaled import preact  # type: ignore[import-not-found]
 from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]
 from kernels.conv.test_depthwise_paired import NETS as FILTERED  # type: ignore[import-not-found]
@@ -242,6 +242,7 @@ def convolutions() -> Graphs:
         **{f"tiles {precision}": (net(Net, tiles), precision) for precision in ("fp16", "tf32")},
         "stream-K": (stream_k, "fp16"),
         "pool behind a convolution": (test_conv_pool.net, "fp16"),
+        "pixel shuffle behind a convolution": (test_conv_shuffle.net, "fp16"),
         "bands": (lambda: test_conv_bands.net(128, 128, 32, size=(14, 15), residual=True), "fp16"),
         "narrow groups": (lambda: test_conv_bands.net(64, 64, 8, size=(14, 15), residual=True), "fp16"),
         "bands, strided": (lambda: test_conv_bands.net(256, 256, 32, size=(14, 15), strides=2), "fp16"),

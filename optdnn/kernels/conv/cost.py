@@ -53,6 +53,7 @@ STAGE_ISSUE = {
     "celu": 10.0,
     "softsign": 4.0,
     "sqrt": 8.0,
+    "reciprocal": 8.0,
     "sin": 6.0,
     "cos": 6.0,
     "elu": 6.0,

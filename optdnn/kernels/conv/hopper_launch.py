@@ -354,29 +354,30 @@ def launch(
     """The launch of a problem in a configuration. Operands: ``pixels0`` (and ``pixels1``) of ``feeds``, packed ``weights``,
     ``channel`` (per-channel constants), ``output`` and ``residual`` (channels-last NCHW); ``before`` and ``gate`` with a
     prologue; ``gate`` with factors per image; ``partial`` and ``arrived`` with stream-K."""
-    out, wide = operands["output"], problem.channels
-    second_name = "residual" if "residual" in operands else "output"
-    second = operands[second_name]
-    pitch, second_pitch = pitch_of(out), pitch_of(second)
-    assert pitch is not None
-    assert second_pitch is not None
-    rows = out.shape[1] if pitch != wide else wide
     if isinstance(config, hopper.Config):
         maps = conv_maps.gemm_maps(problem, config, feeds, operands["weights"])
-        results = [
-            conv_maps.rows_map("output", out, pitch, rows, problem, config),
-            conv_maps.rows_map(second_name, second, second_pitch, rows, problem, config),
-        ]
     else:
         maps = conv_maps.patch_maps(problem, config, feeds[0], operands["weights"])
-        box, span = (64, config.tile_w, config.tile_h), problem.out_span  # a pooled result is stored without TMA
-        results = [
-            conv_maps.image_map("output", out, rows, pitch, box, span),
-            conv_maps.image_map(second_name, second, rows, second_pitch, box, span),
-        ]
     if scatter is not None or problem.together > 1:  # TMA stores nothing, so any maps fit
         results = [maps[0], maps[0]]
+    else:
+        results = [_result_map(problem, config, operands, name) for name in ("output", "residual")]
     return launch_on(problem, config, gpu, [*maps, *results], operands, scatter, requantize)
+
+
+def _result_map(
+    problem: conv_problem.Problem, config: Config, operands: Mapping[str, TensorView], name: str
+) -> TensorMap[str]:
+    """The tensor map of the result or of the residual (without one, of the result)."""
+    name = name if name in operands else "output"
+    x, out, wide = operands[name], operands["output"], problem.channels
+    pitch = pitch_of(x)
+    assert pitch is not None
+    rows = out.shape[1] if pitch_of(out) != wide else wide
+    if isinstance(config, hopper.Config):
+        return conv_maps.rows_map(name, x, pitch, rows, problem, config)
+    box = (64, config.tile_w, config.tile_h)  # a pooled result is stored without TMA
+    return conv_maps.image_map(name, x, rows, pitch, box, problem.out_span)
 
 
 def launch_on(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.errors import InternalError
+from optdnn.kernels.builder import TensorView
 from optdnn.kernels.conv.problem import Depth, Problem, Source
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS, MOMENT_ROWS
 from optdnn.kernels.launch import Parameters
@@ -68,6 +69,14 @@ class Scatter:
     channels: int
     size: tuple[int, int]
     at: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, out: TensorView, strides: tuple[int, int], crops: tuple[int, int], together: int) -> Scatter | None:
+        """The destination in an NCHW image, if ``together`` neighboring channels are one access; else None."""
+        (_, channels, *size), (n, c, h, w) = out.shape, out.strides
+        if c != 1 or any(s % together for s in (channels, out.offset, n, h, w)):
+            return None
+        return cls(strides, crops, channels, (size[0], size[1]), (n, h, w))
 
     @property
     def numbers(self) -> tuple[int, ...]:

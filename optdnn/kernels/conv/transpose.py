@@ -148,8 +148,7 @@ class HopperConvTranspose(hopper_launch.HopperKernel, Subpixel):
         return hopper_launch.refuse(b.arch, products(b, op), [((axes[0].taps, axes[1].taps), strides, pads, dilations)])
 
     def scatter(self, out: TensorView, ep: Epilogue, axes: tuple[Axis, Axis]) -> Scatter | None:
-        fits = not ep.rest and out.dtype in (FP16, BF16) and conv_maps.pitch_of(out) is not None
-        return _scatter(out, axes, 8) if fits else None
+        return _scatter(out, axes, 8) if not ep.rest and out.dtype in (FP16, BF16) else None
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """The configurations of one launch, and those of two."""
@@ -177,11 +176,8 @@ class HopperConvTranspose(hopper_launch.HopperKernel, Subpixel):
 
 def _scatter(out: TensorView, axes: tuple[Axis, Axis], together: int) -> Scatter | None:
     """The destination of blocks of pixels in the NCHW image, if ``together`` neighboring channels are one access; else None."""
-    channels, (n, c, h, w) = out.shape[1], out.strides
-    if c != 1 or any(s % together for s in (channels, out.offset, n, h, w)):
-        return None
     high, wide = axes
-    return Scatter((high.stride, wide.stride), (high.crop, wide.crop), channels, out.shape[2:], (n, h, w))  # type: ignore[arg-type]
+    return Scatter.of(out, (high.stride, wide.stride), (high.crop, wide.crop), together)
 
 
 class GeneralConvTranspose(general.GeneralKernel, Subpixel):

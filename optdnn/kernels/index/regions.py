@@ -1,4 +1,4 @@
-"""Operators of detectors and segmenters over coordinates: RoiAlign, deformable convolution, pooling with indices, Col2Im."""
+"""Operators of detectors and segmenters over coordinates: RoiAlign, MaxRoiPool, deformable convolution, pooling with indices, Col2Im."""
 
 from __future__ import annotations
 
@@ -67,6 +67,31 @@ def _roi_align(b: Builder, op: Op) -> None:
     text = " ".join([*lines[:3], f"{t} acc = 0; bool any = false;", *loops, inner, "}}"])
     text += f" p.y[at_y({coordinates('o', 4)})] = narrow<{CPP[out.dtype]}>({t}({result}));"
     emit_index_kernel(b, op, out.shape, {"x": x, "r": rois, "b": batch}, {"y": out}, text, reads=operands_of(b, op))
+
+
+def _max_roi_pool(b: Builder, op: Op) -> None:
+    x, rois, out, a = needed(b, op, 0), needed(b, op, 1), b.target(op.value), op.attrs
+    t, scale = arithmetic(x.dtype), literal(a.spatial_scale, "double")
+    lines = ["const i64 image = i64(widen(p.r[at_r(o0, 0)]));"]
+    for axis, at, column, size, bins in zip("yx", ("o2", "o3"), (2, 1), x.shape[2:], a.pooled_shape, strict=True):
+        for name, place in (("first", column), ("last", column + 2)):
+            lines.append(
+                f"const double {name}_place_{axis} = double(widen(p.r[at_r(o0, {place})])) * {scale}; const double {name}_{axis} = "
+                f"{name}_place_{axis} < 0 ? -floor(0.5 - {name}_place_{axis}) : floor({name}_place_{axis} + 0.5);"
+            )
+        lines.append(
+            f"const double extent_{axis} = last_{axis} - first_{axis} + 1; "
+            f"const float step_{axis} = float(extent_{axis} < 1 ? 1.0 : extent_{axis}) / float({bins}); "
+            f"const double low_{axis} = first_{axis} + double(floor(float({at}) * step_{axis})); "
+            f"const double high_{axis} = first_{axis} + double(ceil(float({at} + 1) * step_{axis})); "
+            f"const i64 begin_{axis} = i64(low_{axis} < 0 ? 0.0 : low_{axis} > {size} ? double({size}) : low_{axis}); "
+            f"const i64 end_{axis} = i64(high_{axis} < 0 ? 0.0 : high_{axis} > {size} ? double({size}) : high_{axis});"
+        )
+    loops = "".join(f"for (i64 i_{k} = begin_{k}; i_{k} < end_{k}; i_{k}++) {{ " for k in "yx")
+    text = " ".join([*lines, f"{t} acc = {limits(t)[0]}; bool any = false;", loops])
+    text += " acc = max_nan(acc, widen(p.x[at_x(image, o1, i_y, i_x)])); any = true; }}"
+    text += f" p.y[at_y({coordinates('o', 4)})] = narrow<{CPP[out.dtype]}>(any ? acc : {t}(0));"
+    emit_index_kernel(b, op, out.shape, {"x": x, "r": rois}, {"y": out}, text, reads=operands_of(b, op))
 
 
 def _deform_conv(b: Builder, op: Op) -> None:
@@ -163,7 +188,7 @@ def _limits(b: Builder, op: Op) -> str | None:
 
 
 REGIONS: dict[str, Callable[[Builder, Op], None]] = {
-    "RoiAlign": _roi_align, "DeformConv": _deform_conv, "MaxPool": _pool_with_indices, "Col2Im": _col2im,
+    "RoiAlign": _roi_align, "MaxRoiPool": _max_roi_pool, "DeformConv": _deform_conv, "MaxPool": _pool_with_indices, "Col2Im": _col2im,
 }  # fmt: skip
 """Kind -> the function that emits it."""
 

@@ -230,7 +230,9 @@ def _is_made_in_place(b: Builder, value: Value, kernels: frozenset[str], join: _
     if of_one_channel(op) and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
         return b.graph.op(op.inputs[0]).kind in kernels
     if not join.last and op.kind in _TURNS:
-        pixels = join.pixels or (producer.kind in _CONVOLUTIONS and producer.outputs[0].type.static_shape[1] % 8 == 0)
+        pixels = join.pixels or (
+            producer.kind in {*_CONVOLUTIONS, "ConvTranspose"} and producer.outputs[0].type.static_shape[1] % 8 == 0
+        )
         return pixels or (producer.kind == "Concat" and op.kind != "Transpose")
     if op.kind == "Concat" and not join.last:
         return True

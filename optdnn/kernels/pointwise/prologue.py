@@ -44,8 +44,8 @@ class Prologue:
 def rendered_prologue(b: Builder, op: Op, x: TensorView) -> list[render.Stage] | None:
     """The kernel's stages for the prologue on ``x`` (logical NCHW), operand 0 of a convolution; None if it does not support the prologue.
 
-    It supports a scale and shift per channel (once, before any activation), a gate with one factor per image and channel, and
-    activations. Each stage must read the one before.
+    It supports a scale and shift per channel (once, before any activation), a gate with one factor per image and channel, activations,
+    and squares. Each stage must read the one before.
     """
     parts = _parts(b, op, x)
     if parts is None:
@@ -82,8 +82,9 @@ def plan_prologue(b: Builder, op: Op, x: TensorView, rows: int = 0) -> Prologue 
         else:
             first = len(found.operands) + 1
             found.operands += [b.constant(c, "scalar") for c in part.constants]
-            slots = [None if a is None else first + a - RESIDUAL - 1 for a in part.stages[0].args[1:]]
-            found.stages.append(replace(part.stages[0], args=(~len(found.stages), *slots)))
+            slots = [a if a is None or a < 0 else first + a - RESIDUAL - 1 for a in part.stages[0].args]
+            so_far = ~len(found.stages)
+            found.stages.append(replace(part.stages[0], args=tuple(so_far if a == ~0 else a for a in slots)))
     if not affines:  # the kernel reads the scales and shifts anyway
         found.operands.append(found.packed)
     return found
@@ -103,6 +104,9 @@ def _parts(b: Builder, op: Op, x: TensorView) -> list[_Affine | TensorView | Epi
     graph, channels = b.graph, x.shape[1]
     found: list[_Affine | TensorView | Epilogue] = []
     for k, stage in enumerate(op.attrs.prologue):
+        if stage.kind == "Mul" and stage.args == (~k, ~k):
+            found.append(Epilogue(stages=[Stage("Mul", (~0, ~0))], rendered=[("square",)]))
+            continue
         if [a for a in stage.args if a is not None and a < 0] != [~k]:
             return None
         slot = next((a for a in stage.args if a is not None and a >= 0), None)

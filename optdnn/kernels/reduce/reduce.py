@@ -18,6 +18,7 @@ from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copy, literal
 from optdnn.kernels.pool.window import load_channels
 from optdnn.kernels.reduce.grid import BATCH, Grid, Space, space_of
+from optdnn.kernels.reduce.windows import WINDOWS, refuse_windows, windows
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.reduce import reduced_axes
 from optdnn.types import INT32, DType, is_float
@@ -315,7 +316,7 @@ def _merged(
 
 
 class Reduction(Tactic):
-    """Every ONNX reduction."""
+    """Every ONNX reduction, pools over all positions, and pools over large windows that do not overlap."""
 
     name = "reduce"
 
@@ -327,7 +328,7 @@ class Reduction(Tactic):
             return f"it does not compute exponentials of {dtype.name}"
         if op.kind == "ReduceL2" and not is_float(dtype):
             return f"it does not add squares of {dtype.name}: they overflow"
-        return None
+        return refuse_windows(op, b.graph.type(op.inputs[0]).static_shape) if op.kind in WINDOWS else None  # type: ignore[arg-type]
 
     def seconds(self, b: Builder, op: Op) -> float | None:
         made = reduction_of(b, op)
@@ -366,6 +367,8 @@ POOLS = {"GlobalAveragePool": "ReduceMean", "GlobalMaxPool": "ReduceMax"}
 def reduction_of(b: Builder, op: Op) -> Reduced | None:
     """The reduction of an operator; None if it only copies."""
     x = b.operand(op.inputs[0])
+    if op.kind in WINDOWS:
+        return Reduced(WINDOWS[op.kind], *windows(op, x))
     if op.kind in POOLS:
         return Reduced(POOLS[op.kind], x, tuple(range(2, len(x.shape))), {})
     axes = tuple(reduced_axes(op.attrs, ints(b, op, 1), len(x.shape), op.kind))

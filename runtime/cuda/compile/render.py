@@ -53,6 +53,7 @@ STAGES: dict[str, tuple[int, str]] = {
     "abs": (0, "x = fabsf(x);"),
     "round": (0, "x = rintf(x);"),
     "sqrt": (0, "x = sqrt(x);"),
+    "reciprocal": (0, "x = 1.0f / x;"),
     "sin": (0, _TURN.format("__sinf")),
     "cos": (0, _TURN.format("__cosf")),
     "square": (0, "x = x * x;"),

@@ -12,6 +12,7 @@ from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import implicit_gemm
 from optdnn.kernels.conv.hopper_launch import ranked
 from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.unary import LeakyReluAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
@@ -32,6 +33,25 @@ def blocks(
     return n.done(n.conv(x, 16, 1, pads=0))
 
 
+def divisive(*, inverse: bool, channels: int = 64, size: tuple[int, ...] = (20, 16), kernel: int = 1) -> Graph:
+    """Divisive normalization of image compression (GDN: Ballé et al., 2016): each value is divided by the root of a weighted sum of the
+    squares of its pixel's channels. ``inverse``: it is multiplied."""
+    n = Net()
+    x = n.conv(n.input(1, 16, *size), channels, 1, pads=0)
+    taps, pads = (kernel,) * len(size), (kernel // 2,) * 2 * len(size)
+    attrs = ConvAttrs((1,) * len(size), pads, (1,) * len(size))
+    weight = n.const(0.01 * n.rng.uniform(size=(channels, channels, *taps)))
+    total = n.op("Sqrt", n.op("Conv", n.op("Mul", x, x), weight, n.positive(channels), attrs=attrs))
+    return n.done(n.conv(n.op("Mul" if inverse else "Div", x, total), 16, 1, pads=0))
+
+
+DIVISIVE = {
+    "GDN": divisive(inverse=False),
+    "inverse GDN": divisive(inverse=True),
+    "GDN of few channels": divisive(inverse=False, channels=24),
+    "GDN of sequences": divisive(inverse=False, size=(150,)),
+    "GDN of windows": divisive(inverse=False, kernel=3),
+}
 NETS = {
     "images": blocks(),
     "leaky": blocks("LeakyRelu", size=(9, 11)),
@@ -51,6 +71,18 @@ def test_the_convolution_applies_the_activation(name: str, precision: str) -> No
     assert "Pointwise" not in kinds(program)[1:-1]
     before = [s.params["op"]["attrs"]["prologue"] for s in program.steps if s.params["op"]["kind"] == "Conv"]
     assert sum(bool(stages) for stages in before) == 2
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", DIVISIVE)
+def test_one_launch_normalizes_by_division(name: str, precision: str) -> None:
+    program = check_simulated(DIVISIVE[name], precision)
+    between = [s.params["op"] for s in program.steps if s.params["op"]["kind"] in ("Conv", "Pointwise")][-3:-1]
+    assert [op["kind"] for op in between][-1] == "Conv"
+    (own,) = [op for op in between if op["attrs"].get("prologue")]
+    assert [stage["stage"][0] for stage in own["attrs"]["prologue"]] == ["Mul"]
+    root = [stage["stage"][0] for stage in own["attrs"]["epilogue"]]
+    assert root == (["Sqrt", "Mul"] if name == "inverse GDN" else ["Sqrt", "Reciprocal", "Mul"])
 
 
 def test_products_that_fill_the_gpu_leave_it_to_a_launch() -> None:
@@ -86,6 +118,6 @@ def test_kernels_compile_without_spills() -> None:
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", [*NETS, *DIVISIVE])
 def test_every_launch_does_what_its_step_means(name: str) -> None:
-    checked_launches(NETS[name], "fp16")
+    checked_launches({**NETS, **DIVISIVE}[name], "fp16")

@@ -137,7 +137,7 @@ def test_parts_of_a_concatenated_volume_are_written_in_place() -> None:
     found = kinds(program)
     assert (found[0], found.count("Copies"), found.count("Copy")) == ("Copies", 1, 0), "of the input"
     (joined,) = {s.inputs[0] for s in program.steps[-2:-1]}
-    assert sum(joined in s.outputs for s in program.steps) == 2, "one convolution, and all frames in one launch"
+    assert sum(joined in s.outputs for s in program.steps) == 3, "a convolution, and one for each tap along depth"
 
 
 WALKS: dict[str, Callable[[Net], Value]] = {

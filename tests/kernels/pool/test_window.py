@@ -45,6 +45,19 @@ def test_many_taps_are_a_loop(kernel: int) -> None:
     assert "continue" in text_of(program)
 
 
+@pytest.mark.parametrize("kind", ["AveragePool", "MaxPool"])
+def test_threads_share_a_large_window(kind: str) -> None:
+    """No copy is needed, and one thread per window would take 20 times as long."""
+    n = Net()
+    x = n.conv(n.input(1, 16, 96, 96), 16, 3, pads=1)
+    pool = (n.average_pool if kind == "AveragePool" else n.max_pool)(x, 32, strides=32)
+    program = check_simulated(n.done(n.conv(pool, 16)), "fp16")
+    assert ("reduce", kind) in {(t["tactic"], t["kind"]) for t in program.meta["tactics"]}  # type: ignore[union-attr,index,call-overload]
+    names = kinds(program)
+    assert names[names.index(kind) - 1].endswith("Conv")
+    assert names[names.index(kind) + 1] == "Conv"
+
+
 def mixing(*, last: bool = True) -> Graph:
     """Token mixing of an image, with or without a convolution before it."""
     n = Net()

@@ -35,3 +35,28 @@ def test_more_elements_than_32_bits_count() -> None:
     program = lowered(n.done(n.op("ReduceSum", n.input(2, 1 << 30))), no_cubins=True)
     (row,) = program.meta["host"]["operators"]
     assert "more elements than a kernel counts" in row["why"]
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "strides", "pads", "because"),
+    [
+        (24, 8, 4, 0, "its windows overlap, or leave elements out"),
+        (26, 8, 8, 0, "its windows do not divide the image"),
+        (24, 8, 8, 4, "its windows do not divide the image"),
+        (21, 7, 7, 0, "one thread loads windows of up to 49 elements at once"),
+    ],
+)
+def test_pools_that_are_no_reductions_of_parts_of_axes(
+    size: int, kernel: int, strides: int, pads: int, because: str
+) -> None:
+    n = Net()
+    graph = n.done(n.average_pool(n.input(1, 8, size, size), kernel, strides=strides, pads=pads))
+    check_not_taken(graph, "reduce", because, no_cubins=True)
+
+
+def test_dilated_windows() -> None:
+    n = Net()
+    attrs = OPDEFS["MaxPool"].attrs((8, 8), (8, 8), (0, 0, 0, 0), (2, 2), False)
+    check_not_taken(
+        n.done(n.op("MaxPool", n.input(1, 8, 32, 32), attrs=attrs)), "reduce", "leave elements out", no_cubins=True
+    )
