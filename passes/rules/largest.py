@@ -25,7 +25,7 @@ _GROWING = frozenset({"LogSoftmax", "Softmax", "Sqrt"})
 def largest_of_growing(graph: Graph, op: Op) -> Match | None:
     """Reads in front of a softmax, a root, a negation, or a multiplication by a constant number."""
     before = producer(graph, operand(op), {"Neg", *_SCALED, *_GROWING})
-    if before is None or not is_float(before.outputs[0].type.dtype) or before.outputs[0].type.rank is None:
+    if before is None or not is_float(before.outputs[0].type.dtype) or not before.outputs[0].type.rank:
         return None
     factor, x = 1.0, operand(before)
     if before.kind in ("LogSoftmax", "Softmax"):
@@ -47,7 +47,7 @@ def largest_of_growing(graph: Graph, op: Op) -> Match | None:
 def largest_of_sum(graph: Graph, op: Op) -> Match | None:
     """Leaves out the terms of a sum that are constant along the axis of the search."""
     whole = graph.type(operand(op))
-    if whole.shape is None or not is_float(whole.dtype):
+    if not whole.shape or not is_float(whole.dtype):
         return None
     terms = _terms(graph, operand(op), True, alone=False)
     axis = normalize_axis(op.attrs.axis, len(whole.dims)) - len(whole.dims)

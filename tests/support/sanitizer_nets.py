@@ -413,6 +413,9 @@ def sequences() -> Graphs:
         **{f"norms and rotary: {name}": (NORMED_HEADS[name], "fp16") for name in ("a part turns", "tokens, grouped")},
         **{f"sampled sums: {name}": (partial(sampled, name), "fp16") for name in SAMPLED},
         "top rows": (lambda: test_top_rows.graph(test_top_rows.CASES[0]), "fp32"),
+        "top rows of several blocks": (lambda: test_top_rows.graph(((1, 40000), 1, 40, "fp16", True)), "fp32"),
+        "top rows, equal elements": (lambda: test_top_rows.graph(((1, 9000), 1, 300, "int8", True)), "fp32"),
+        "top rows, read again": (lambda: test_top_rows.graph(((1, 150000), 1, 4000, "fp16", True)), "fp32"),
         **{f"sampling {n} tokens": (partial(sampling, n, "fp16"), "fp32") for n in (1003, 32000)},
     }
 
