@@ -153,7 +153,7 @@ def test_a_script_that_got_in_would_not_run(page: Page, pages: dict[str, Path], 
 def test_the_keyboard_is_enough(page: Page, pages: dict[str, Path]) -> None:
     page.open(pages["build"], 1280)
     page.value("document.querySelector('.node[tabindex=\"0\"]').focus()")
-    keys = {"ArrowDown": "1", "ArrowRight": "2", "ArrowUp": "1", "End": "6", "ArrowLeft": "5", "Home": "0"}
+    keys = {"ArrowDown": "1", "ArrowRight": "2", "ArrowUp": "1", "End": "5", "ArrowLeft": "4", "Home": "0"}
     for key, current in keys.items():
         page.key(key)
         assert page.value("document.querySelector('.node.current').dataset.id") == current
@@ -234,8 +234,8 @@ def test_colors_bars_findings_and_rows_lead_to_operators(page: Page, pages: dict
     page.click(".findings .show")
     assert page.value("document.querySelectorAll('.node.hit').length") == 4
     page.value("document.querySelector('#network > details').open = true")
-    page.click("#network > details [data-node='5']")
-    assert page.value("document.querySelector('.node.current').dataset.id") == "5"
+    page.click("#network > details [data-node='4']")
+    assert page.value("document.querySelector('.node.current').dataset.id") == "4"
 
 
 def test_without_scripts_the_table_is_there(page: Page, pages: dict[str, Path]) -> None:
@@ -244,6 +244,6 @@ def test_without_scripts_the_table_is_there(page: Page, pages: dict[str, Path]) 
         page.send("Page.navigate", url=pages["build"].as_uri())
         page.until("document.readyState === 'complete' && document.querySelector('#network')")
         assert "needs a script" in page.value("document.querySelector('#network').innerText")
-        assert page.value("document.querySelectorAll('#network tbody tr').length") == 5
+        assert page.value("document.querySelectorAll('#network tbody tr').length") == 4
     finally:
         page.send("Emulation.setScriptExecutionDisabled", value=False)
