@@ -11,6 +11,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import Convolution, copy_seconds
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, is_half, planar, with_pitch
 from optdnn.kernels.conv.parameters import Scatter
+from optdnn.kernels.ranking import two_are_better
 from optdnn.kernels.tactic import Region
 
 
@@ -41,13 +42,7 @@ class ShuffledConv(HopperConv):
         if not offers:
             return "no configuration stores blocks"
         apart = min(o.seconds or 0.0 for o in HopperConv().configs(b, op))
-        copied = copy_seconds(b.result(op.value))
-        if (together := offers[0].seconds or 0.0) >= apart + copied:
-            return (
-                f"{together * 1e6:.1f} us are predicted for both, {apart * 1e6:.1f} for the convolution alone and "
-                f"{copied * 1e6:.1f} for the copy after it"
-            )
-        return None
+        return two_are_better(offers[0].seconds or 0.0, apart + copy_seconds(b.result(op.value)), 1.0)
 
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The DepthToSpace after it."""

@@ -321,14 +321,16 @@ class Reduction(Tactic):
     name = "reduce"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        dtype = op.outputs[0].type.dtype
-        if math.prod(b.graph.type(op.inputs[0]).static_shape) >= MOST_ELEMENTS:  # type: ignore[arg-type]
+        dtype, x = op.outputs[0].type.dtype, op.inputs[0]
+        assert x is not None
+        shape = b.graph.type(x).static_shape
+        if math.prod(shape) >= MOST_ELEMENTS:
             return "it reads more elements than a kernel counts"
         if op.kind == "ReduceLogSumExp" and not is_float(dtype):
             return f"it does not compute exponentials of {dtype.name}"
         if op.kind == "ReduceL2" and not is_float(dtype):
             return f"it does not add squares of {dtype.name}: they overflow"
-        return refuse_windows(op, b.graph.type(op.inputs[0]).static_shape) if op.kind in WINDOWS else None  # type: ignore[arg-type]
+        return refuse_windows(op, shape) if op.kind in WINDOWS else None
 
     def seconds(self, b: Builder, op: Op) -> float | None:
         made = reduction_of(b, op)

@@ -52,7 +52,7 @@ def test_threads_share_a_large_window(kind: str) -> None:
     x = n.conv(n.input(1, 16, 96, 96), 16, 3, pads=1)
     pool = (n.average_pool if kind == "AveragePool" else n.max_pool)(x, 32, strides=32)
     program = check_simulated(n.done(n.conv(pool, 16)), "fp16")
-    assert ("reduce", kind) in {(t["tactic"], t["kind"]) for t in program.meta["tactics"]}  # type: ignore[union-attr,index,call-overload]
+    assert ("reduce", kind) in {(s.params["tactic"], s.params["op"]["kind"]) for s in program.steps}
     names = kinds(program)
     assert names[names.index(kind) - 1].endswith("Conv")
     assert names[names.index(kind) + 1] == "Conv"

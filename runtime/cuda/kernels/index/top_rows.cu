@@ -181,7 +181,7 @@ DEVICE void sort(Item* items, u32 count, u32 thread) {
     }
 }
 
-// The kept elements of a line of this size, in order, as the first items.
+// Leaves the kept elements of a line, in order, as the first items.
 template <typename Held> DEVICE void select(Held& held, Shared& s, u32 thread) {
     if (thread == 0) s.gathered = 0;
     line_barrier();
@@ -234,6 +234,7 @@ struct Kept {
     DEVICE Key operator()(u32 at) const { return items[at].key; }
 };
 #endif
+
 extern "C" __global__ void __launch_bounds__(LINES * LINE_THREADS) top_rows(const __grid_constant__ Params p) {
     __shared__ Shared shared[LINES];
     Shared& s = shared[threadIdx.x / LINE_THREADS];
