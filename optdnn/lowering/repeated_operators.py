@@ -167,7 +167,8 @@ class _Composed:
 
 
 def _seen(maker: joint.Part, x: TensorView) -> list[TensorView | None] | None:
-    """What ``maker`` reads for the part ``x`` of its result; None if no views are that. A scalar stays one: some stages need it."""
+    """What ``maker`` reads for the part ``x`` of its result; None if no views are that. A scalar stays one element: some stages
+    need it."""
     target = maker.target
     found = _place(x, target)
     if found is None:
@@ -176,7 +177,7 @@ def _seen(maker: joint.Part, x: TensorView) -> list[TensorView | None] | None:
     seen = list[TensorView | None]()
     for o in maker.operands:
         if o is None or o.size == 1:
-            seen.append(o)
+            seen.append(None if o is None else o.view([1] * len(x.shape), [0] * len(x.shape)))
             continue
         steps = broadcast(o, target.shape)
         offset = sum(c * s for c, s in zip(corner, steps, strict=True))

@@ -119,11 +119,11 @@ def test_axes_that_a_reshape_joined_are_apart_again() -> None:
     assert (made.target.shape, made.target.strides) == ((4, 2, 8), (16, 8, 1))
 
 
-def test_a_scalar_stays_a_scalar() -> None:
+def test_a_scalar_stays_one_element() -> None:
     clip = joint.Part((tensor(0, 4, 8), tensor(1), tensor(5)), (Stage("Clip", (-1, 1, 2)),), tensor(2, 4, 8))
     made = _repeating(joint.Part((tensor(2, 4, 8),), EXP, tensor(4, 4, 8)), [clip])
     assert made is not None
-    assert [x.shape for _, x in made.present] == [(4, 8), (), ()]
+    assert [x.shape for _, x in made.present] == [(4, 8), (1, 1), (1, 1)]
 
 
 def test_copies_convert() -> None:
@@ -149,3 +149,11 @@ def test_what_cannot_be_computed_again() -> None:
     size = joint.MOST_ELEMENTS
     large = joint.Part((tensor(0, size),), EXP * (MOST_WORK // size + 1), tensor(2, size))
     assert _repeating(joint.Part((tensor(2, size),), EXP, tensor(4, size)), [large]) is None, "too much work"
+
+
+def test_results_keep_their_rank() -> None:
+    sums = joint.Part((tensor(0), tensor(1)), (Stage("Add", (-1, 1)),), tensor(2, 1, 1))
+    part = joint.Part((tensor(2, 1, 1), tensor(3, 4)), (Stage("Mul", (-1, 1)),), tensor(4, 1, 4))
+    made = _repeating(part, [sums])
+    assert made is not None
+    assert [x.shape for _, x in made.present] == [(1, 1), (1, 1), (4,)]
