@@ -18,6 +18,7 @@ from optdnn.passes.computed_weights import ComputedWeights
 from optdnn.passes.constant_parts import ConstantParts
 from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
 from optdnn.passes.counted_loops import CountedLoops
+from optdnn.passes.counted_places import CountedPlaces
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.depthwise_relu import DepthwiseRelu
@@ -50,6 +51,7 @@ from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, ShiftZero
 from optdnn.passes.joined_rows import JoinedRows
 from optdnn.passes.joined_tables import JoinedTables
 from optdnn.passes.long_scans import LongScans
+from optdnn.passes.long_top_k import LongTopK
 from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.modulated_weights import ModulatedWeights
 from optdnn.passes.ordered_sums import OrderedSums
@@ -150,6 +152,8 @@ O2_GPU: tuple[Pass, ...] = (
     PastedPictures(),  # when the body of the loop is folded; before PadRows, since its operators have rows
     MaskedRows(),  # before fusions, which do not know of rows; removes sizes that depend on data
     PadRows(),  # after MaskedRows: pads the remaining sizes that depend on data
+    CountedPlaces(),  # after MaskedRows, which leaves only the number of places; after PadRows, which asks for its bound
+    LongTopK(),  # after MaskedRows, whose selections are from all scores
     FuseSinkhorn(),  # when the softmax before it is one operator; before passes on chains of steps
     UnrolledCells(),  # before passes on chains of steps, and on products of their parts
     UnrolledScans(),  # before fusions: chains of steps have many small operators

@@ -1,0 +1,49 @@
+"""long_top_k: the largest elements of a long line are selected among those of its parts; refusals."""
+
+from __future__ import annotations
+
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+
+from optdnn.passes import long_top_k
+from optdnn.passes.long_top_k import LongTopK
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_top_k, "HELD", 64)
+
+
+def top(shape: str, kept: int = 3, *, axis: int = -1, largest: int = 1) -> str:
+    """Many of the elements are equal."""
+    return f"""<ir_version: 9, opset_import: ["": 17]>
+    g (float[{shape}] x) => (float y, int64 i) <int64[1] k = {{{kept}}}, float few = {{2}}>
+    {{ scaled = Mul(x, few) whole = Floor(scaled) y, i = TopK<axis = {axis}, largest = {largest}>(whole, k) }}"""
+
+
+@pytest.mark.parametrize("largest", [0, 1])
+@pytest.mark.parametrize("shape", ["1000", "2,3,1000", "1,1024"])
+def test_parts_of_lines_are_selected_first(shape: str, largest: int) -> None:
+    graph, _ = check_pass(LongTopK(), top(shape, largest=largest), changes=1)
+    first, second = graph.of_kind("TopK")
+    assert graph.type(first.inputs[0]).static_shape[-2:] == (16, 64 if "1024" in shape else 62)  # type: ignore[arg-type]
+    assert graph.type(second.inputs[0]).static_shape[-1] == (48 if "1024" in shape else 48 + 8)  # type: ignore[arg-type]
+
+
+def test_parts_may_be_selected_from_again() -> None:
+    graph, _ = check_pass(LongTopK(), top("40000"), changes=2, rules={"long_top_k": 2}, depends_on_input=False)
+    assert len(graph.of_kind("TopK")) == 3
+
+
+def test_values_alone() -> None:
+    graph, _ = check_pass(LongTopK(), top("1000").replace(", int64 i)", ")"), changes=1)
+    assert not graph.of_kind("GatherElements")
+
+
+@pytest.mark.parametrize(("shape", "axis"), [("600", -1), ("1000,2", 0), ("n,1000", 1), ("50,900", 0)])
+def test_other_lines_are_untouched(shape: str, axis: int) -> None:
+    check_untouched(LongTopK(), top(shape, axis=axis))
+
+
+def test_parts_that_would_keep_most_elements_are_refused() -> None:
+    check_refused(LongTopK(), top("200", 40), because="would keep most")
