@@ -116,6 +116,7 @@ RULES: Mapping[str, str] = {
     "row_indices": "gathers by one index per row written as gathers of rows",
     "gather_rows": "chains of moves merged into one gather of rows",
     "gathered_addition": "gathered rows of a product, to which others are added, gathered before the product",
+    "add_before_rows": "residuals added before convolutions' images become rows",
     "add_before_transpose": "residuals added before Transposes",
     "whole_unit": "convolutions of some channels replaced by convolutions of all channels",
     "shuffle_into_weights": "channel shuffles moved into the order of weights",
