@@ -73,6 +73,7 @@ from optdnn.passes.segment_sums import SegmentSums
 from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.separable_attention import SeparableAttention
 from optdnn.passes.short_attention import ShortAttention
+from optdnn.passes.spectral_convolutions import SpectralConvolutions
 from optdnn.passes.split_products import SplitProducts
 from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.take_rows import TakeRows
@@ -144,6 +145,7 @@ O2_GPU: tuple[Pass, ...] = (
     FoldConstants(),  # after unrolling: the number of each iteration is known
     Unroll(),  # again: conditions within an iteration may be known now
     DynamicQuantization(),  # when weights and scales are constants; before passes that look for products or pack weights
+    SpectralConvolutions(),  # finds transforms, which the next pass replaces
     TransformProducts(),  # before passes that look for products, or merge the views around them
     *FOLDED,
     MaskedRows(),  # before fusions, which do not know of rows; removes sizes that depend on data

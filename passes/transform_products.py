@@ -21,7 +21,7 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.rules.frames import frames_are_blocks
 from optdnn.passes.rules.gathered_sums import gathered_sums
 from optdnn.passes.support.facts import ints, is_filled, operand, reshape_target, reshaped, same_shape, scalar, sliced
@@ -34,6 +34,8 @@ LEAST = 1 << 16
 """Fewest multiplications of a product. Smaller transforms stay sums in float64, which are more precise."""
 LEAST_AFTER = 16
 """If at least this many elements follow the axis, the matrix multiplies from the left."""
+IMAGE = 5
+"""The rank of an image's signal: batch, channels, two axes of positions, and the parts of a number."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,22 @@ class Transform:
         return np.stack([np.stack([row[p] for p in parts], axis=-1) for row in rows], axis=1)
 
 
-@rule("dft_to_matmul", {"DFT"})
-def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
-    """A DFT becomes a product. Refuses unknown lengths and axes, matrices of more than ``MOST`` elements, and small transforms."""
+class DftToMatmul(Rule):
+    """A DFT becomes a product. Refuses unknown lengths and axes, matrices of more than ``MOST`` elements, and small transforms.
+
+    ``channels_last``: images of the network are likely to have their channels last in memory."""
+
+    name = "dft_to_matmul"
+    kinds = frozenset({"DFT"})
+
+    def __init__(self, channels_last: bool = False) -> None:
+        self.channels_last = channels_last
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        return _dft_to_matmul(graph, op, self.channels_last)
+
+
+def _dft_to_matmul(graph: Graph, op: Op, channels_last: bool) -> Match | Miss:
     found = _transform(graph, op)
     if isinstance(found, Miss):
         return found
@@ -80,7 +95,8 @@ def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
     work = size * math.prod(d for i, d in enumerate(dims[:last]) if i != found.axis)
     if isinstance(work, int) and work < LEAST:
         return Miss(f"it has only {work} multiplications, too few for a product to pay")
-    walk = _walk(graph, x, end, found.axis, bool(readers), size)
+    lead, behind = _around(dims, found.axis, channels_last)
+    walk = _walk(graph, x, end, found.axis, lead, behind, bool(readers), size)
     sizes = list(dims)
     sizes[found.axis], sizes[last] = found.bins, len(parts)
     behind = math.prod(dims[i] for i in walk.behind)
@@ -92,6 +108,7 @@ def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
     targets = [reshape_target((*sizes[:-1], 1), r.outputs[0].type.dims) for r, _ in readers]
     if packed is None or unpacked is None or None in targets:
         return Miss("more than one of its sizes is not known")
+    real = _targets_of_real(results, tuple(sizes), walk) if len(parts) == 1 and not readers else None
 
     def build(patch: Patch) -> Value | None:
         signal = _signal(patch, x, walk.before)
@@ -99,6 +116,8 @@ def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
             signal = sliced(patch, signal, 0, found.taken, walk.before.index(found.axis))
         matrix = scale * found.matrix(taken_parts == 2, parts)
         product = _product(patch, reshaped(patch, signal, packed), matrix, walk)
+        if real is not None:
+            return reshaped(patch, transposed(patch, reshaped(patch, product, real[0]), walk.back_of_real), real[1])
         spectrum = reshaped(patch, product, unpacked)
         if not readers:
             return transposed(patch, spectrum, walk.back)
@@ -213,22 +232,54 @@ class Walk:
         """The permutation from the spectrum's order to that of the DFT."""
         return tuple(self.after.index(i) for i in range(len(self.after)))
 
+    @property
+    def back_of_real(self) -> tuple[int, ...]:
+        """The permutation for a result of real numbers, without the axis of parts. No other operator has such an axis of one
+        element: a Transpose of the others merges with those of the network."""
+        after = without_parts(self.after)
+        return tuple(after.index(i) for i in range(len(after)))
 
-def _walk(graph: Graph, x: Value, end: Op, axis: int, by_parts: bool, matrix: int) -> Walk:
+
+def without_parts(order: tuple[int, ...]) -> tuple[int, ...]:
+    """An order of the axes without the last one."""
+    return tuple(i for i in order if i != len(order) - 1)
+
+
+def _targets_of_real(results: Shape, sizes: Shape, walk: Walk) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Targets that give the product's result the axes of real numbers, in the order of ``walk``, and then the last axis of 1."""
+    apart = reshape_target(results, tuple(sizes[i] for i in without_parts(walk.after)))
+    whole = reshape_target(sizes[:-1], sizes)
+    return None if apart is None or whole is None else (apart, whole)
+
+
+def _walk(
+    graph: Graph, x: Value, end: Op, axis: int, lead: tuple[int, ...], behind: tuple[int, ...], by_parts: bool, matrix: int
+) -> Walk:  # fmt: skip
     """The orders for a signal ``x``, a spectrum computed by ``end``, and a matrix of ``matrix`` elements.
 
     A matrix on the left is repeated for each element of ``lead``, up to ``MOST`` elements in all."""
     dims = graph.type(x).dims
     last = len(dims) - 1
-    lead, behind = tuple(range(axis)), tuple(range(axis + 1, last))
     size: DimLike = math.prod(dims[i] for i in behind)
     repeated = matrix * math.prod(dims[i] for i in lead)
     if (isinstance(size, int) and size < LEAST_AFTER) or (isinstance(repeated, int) and repeated > MOST):
         lead, behind = lead + behind, ()
     pairs = ((axis, last), (last, axis))
-    first = pairs[_comes_by_parts(graph, x, axis)]
-    second = pairs[by_parts or _goes_by_parts(graph, end, axis, bool(behind))]
+    first = pairs[dims[last] != 1 and _comes_by_parts(graph, x, axis)]  # a single part has no order
+    second = pairs[end.outputs[0].type.dims[last] != 1 and (by_parts or _goes_by_parts(graph, end, axis, bool(behind)))]
     return Walk(lead, behind, (*lead, *first, *behind), (*lead, *second, *behind))
+
+
+def _around(dims: Shape, axis: int, channels_last: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes before and after ``axis``.
+
+    In a signal (B, C, H, W, parts) with its channels last, C is the last of the columns that the matrix multiplies from the left:
+    nothing changes its order, and a number of frequencies that is no multiple of 8 needs no padding."""
+    channels = dims[1] if channels_last and len(dims) == IMAGE and axis in (2, 3) else 0
+    behind = tuple(range(axis + 1, len(dims) - 1))
+    if isinstance(channels, int) and channels >= LEAST_AFTER and channels % 8 == 0:
+        return (0, *range(2, axis)), (*behind, 1)
+    return tuple(range(axis)), behind
 
 
 def _comes_by_parts(graph: Graph, x: Value, axis: int) -> bool:
@@ -260,8 +311,12 @@ def _goes_by_parts(graph: Graph, end: Op, axis: int, from_left: bool) -> bool:
 
 
 def _signal(patch: Patch, x: Value, order: tuple[int, ...]) -> Value:
-    """``x`` with its axes in this order. A Concat of two parts is built in this order, instead of being transposed."""
-    joined = _joined(patch.graph, x)
+    """``x`` with its axes in this order; real numbers lose the axis of parts. A Concat of two parts is built in this order, instead
+    of being transposed."""
+    joined, dims = _joined(patch.graph, x), patch.type(x).dims
+    numbers = reshape_target(dims, dims[:-1]) if dims[-1] == 1 else None
+    if numbers is not None:
+        return transposed(patch, reshaped(patch, x, numbers), without_parts(order))
     if joined is None:
         return transposed(patch, x, order)
     parts = [transposed(patch, operand(joined, i), order) for i in range(2)]
@@ -327,4 +382,12 @@ class TransformProducts(RulePass):
     """Runs before all passes that look for products. Not on the CPU: NumPy's fast transform is as fast, and more precise."""
 
     name = "transform_products"
-    rules = (dft_to_matmul, stft_to_conv, frames_are_blocks, gathered_sums)
+    rules = (DftToMatmul(), stft_to_conv, frames_are_blocks, gathered_sums)
+
+    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
+        """In 16 bits, a network with convolutions of images keeps channels last. Products of fp32 and tf32 with a constant first
+        factor do not run on the best kernels."""
+        images = any(op.kind == "Conv" and len(op.outputs[0].type.dims) == IMAGE - 1 for op in graph.ops())
+        if not images or context.precision in ("fp32", "tf32", "fp64"):
+            return self.rules
+        return (DftToMatmul(channels_last=True), *self.rules[1:])
