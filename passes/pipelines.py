@@ -62,6 +62,7 @@ from optdnn.passes.parallel_scans import ParallelScans
 from optdnn.passes.partial_sums import PartialSums
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.pixel_shuffles import PixelShuffles
+from optdnn.passes.plane_transforms import PlaneTransforms
 from optdnn.passes.pool_last import PoolLast
 from optdnn.passes.product_chains import ProductChains
 from optdnn.passes.products_of_parts import ProductsOfParts
@@ -145,7 +146,8 @@ O2_GPU: tuple[Pass, ...] = (
     FoldConstants(),  # after unrolling: the number of each iteration is known
     Unroll(),  # again: conditions within an iteration may be known now
     DynamicQuantization(),  # when weights and scales are constants; before passes that look for products or pack weights
-    SpectralConvolutions(),  # finds transforms, which the next pass replaces
+    SpectralConvolutions(),  # finds transforms, which the next passes replace
+    PlaneTransforms(),  # two transforms together, before each becomes a product
     TransformProducts(),  # before passes that look for products, or merge the views around them
     *FOLDED,
     MaskedRows(),  # before fusions, which do not know of rows; removes sizes that depend on data

@@ -34,6 +34,8 @@ LEAST = 1 << 16
 """Fewest multiplications of a product. Smaller transforms stay sums in float64, which are more precise."""
 LEAST_AFTER = 16
 """If at least this many elements follow the axis, the matrix multiplies from the left."""
+WIDE = frozenset({"fp32", "tf32", "fp64"})
+"""Precisions with slower products, above all of a constant first factor."""
 IMAGE = 5
 """The rank of an image's signal: batch, channels, two axes of positions, and the parts of a number."""
 
@@ -79,16 +81,17 @@ class DftToMatmul(Rule):
 
 
 def _dft_to_matmul(graph: Graph, op: Op, channels_last: bool) -> Match | Miss:
-    found = _transform(graph, op)
+    found = transform_of(graph, op)
     if isinstance(found, Miss):
         return found
-    scale, before, after = _scales(graph, op)
+    before, after = scales(graph, op)
+    scale = factor(graph, [*before, *after])
     end = after[-1] if after else op
-    x = _source(graph, operand(before[-1] if before else op))
+    x = source(graph, operand(before[-1] if before else op))
     dims, last = graph.type(x).dims, len(graph.type(x).dims) - 1
-    readers = _readers_of_parts(graph, end)
-    parts = sorted({p for _, p in readers}) or list(range(_parts(op.outputs[0].type.dims)))
-    taken_parts = _parts(dims)
+    readers = readers_of_parts(graph, end)
+    parts = sorted({p for _, p in readers}) or list(range(count_of_parts(op.outputs[0].type.dims)))
+    taken_parts = count_of_parts(dims)
     size = found.taken * taken_parts * found.bins * len(parts)
     if size > MOST:
         return Miss(f"its matrix would have {size} elements, more than {MOST}")
@@ -111,7 +114,7 @@ def _dft_to_matmul(graph: Graph, op: Op, channels_last: bool) -> Match | Miss:
     real = _targets_of_real(results, tuple(sizes), walk) if len(parts) == 1 and not readers else None
 
     def build(patch: Patch) -> Value | None:
-        signal = _signal(patch, x, walk.before)
+        signal = signal_in_order(patch, x, walk.before)
         if dims[found.axis] != found.taken:
             signal = sliced(patch, signal, 0, found.taken, walk.before.index(found.axis))
         matrix = scale * found.matrix(taken_parts == 2, parts)
@@ -131,7 +134,7 @@ def _dft_to_matmul(graph: Graph, op: Op, channels_last: bool) -> Match | Miss:
     return Match((op, *before, *after, *(r for r, _ in readers)), build, end.value)
 
 
-def _transform(graph: Graph, op: Op) -> Transform | Miss:
+def transform_of(graph: Graph, op: Op) -> Transform | Miss:
     """The parameters of a DFT, or the reason why they are not known."""
     dims, a = graph.type(operand(op)).dims, op.attrs
     at = ints(graph, op.input(2))
@@ -150,20 +153,25 @@ def _transform(graph: Graph, op: Op) -> Transform | Miss:
     return Transform(axis, taken, length, bins, a.inverse, a.onesided)
 
 
-def _parts(dims: Shape) -> int:
+def has_images(graph: Graph) -> bool:
+    """Whether the network has convolutions of images (B, C, H, W)."""
+    return any(op.kind == "Conv" and len(op.outputs[0].type.dims) == IMAGE - 1 for op in graph.ops())
+
+
+def count_of_parts(dims: Shape) -> int:
     """The number of parts of a value: 2 if it is complex, 1 if it is real."""
     return 2 if dims[-1] == 2 else 1
 
 
-def _source(graph: Graph, x: Value) -> Value:
+def source(graph: Graph, x: Value) -> Value:
     """The real part of ``x`` if its imaginary part is 0; else ``x``."""
     joined = _joined(graph, x)
     return operand(joined) if joined is not None and is_filled(graph.known(joined.inputs[1]), 0) else x
 
 
-def _scales(graph: Graph, op: Op) -> tuple[float, list[Op], list[Op]]:
-    """The factor that the DFT's matrix absorbs, and the ops before and after the DFT that multiply by it; each has one reader."""
-    scale, before, after = 1.0, list[Op](), list[Op]()
+def scales(graph: Graph, op: Op) -> tuple[list[Op], list[Op]]:
+    """The ops before and after a DFT that multiply or divide by a number, nearest first; each has one reader."""
+    before, after = list[Op](), list[Op]()
     made = graph.op(operand(op))
     while _scaled(graph, made) and graph.sole_user(made.value) is not None:
         before.append(made)
@@ -172,11 +180,17 @@ def _scales(graph: Graph, op: Op) -> tuple[float, list[Op], list[Op]]:
     while reader is not None and _scaled(graph, reader):
         after.append(reader)
         reader = graph.sole_user(reader.value)
-    for one in (*before, *after):
+    return before, after
+
+
+def factor(graph: Graph, ops: Sequence[Op]) -> float:
+    """The number by which all these ops multiply; the DFT's matrix absorbs it."""
+    scale = 1.0
+    for one in ops:
         number = scalar(graph, one.inputs[1])
         assert number is not None
         scale = scale * number if one.kind == "Mul" else scale / number
-    return scale, before, after
+    return scale
 
 
 def _scaled(graph: Graph, op: Op) -> bool:
@@ -187,7 +201,7 @@ def _scaled(graph: Graph, op: Op) -> bool:
 # ---------------------------------------------------------------- readers
 
 
-def _readers_of_parts(graph: Graph, op: Op) -> list[tuple[Op, int]]:
+def readers_of_parts(graph: Graph, op: Op) -> list[tuple[Op, int]]:
     """The readers of a spectrum, each with the part that it takes; empty if one of them takes more than one part."""
     if op.outputs[0].type.dims[-1] != 2:
         return []
@@ -310,7 +324,7 @@ def _goes_by_parts(graph: Graph, end: Op, axis: int, from_left: bool) -> bool:
 # ---------------------------------------------------------------- building
 
 
-def _signal(patch: Patch, x: Value, order: tuple[int, ...]) -> Value:
+def signal_in_order(patch: Patch, x: Value, order: tuple[int, ...]) -> Value:
     """``x`` with its axes in this order; real numbers lose the axis of parts. A Concat of two parts is built in this order, instead
     of being transposed."""
     joined, dims = _joined(patch.graph, x), patch.type(x).dims
@@ -387,7 +401,5 @@ class TransformProducts(RulePass):
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         """In 16 bits, a network with convolutions of images keeps channels last. Products of fp32 and tf32 with a constant first
         factor do not run on the best kernels."""
-        images = any(op.kind == "Conv" and len(op.outputs[0].type.dims) == IMAGE - 1 for op in graph.ops())
-        if not images or context.precision in ("fp32", "tf32", "fp64"):
-            return self.rules
-        return (DftToMatmul(channels_last=True), *self.rules[1:])
+        last = has_images(graph) and context.precision not in WIDE
+        return (DftToMatmul(channels_last=True), *self.rules[1:]) if last else self.rules

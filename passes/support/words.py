@@ -124,6 +124,7 @@ RULES: Mapping[str, str] = {
     "joined_halves": "halves of channels joined to complex numbers by a Transpose",
     "convolved_parts": "convolutions of spectra with parts as blocks of channels",
     "parts_of_convolution": "convolutions before transforms with parts as blocks of channels",
+    "plane_to_matmul": "transforms over both axes of a plane written as one matrix product",
     "dft_to_matmul": "Fourier transforms written as matrix products",
     "gathered_sums": "sums of gathered elements written as matrix products",
     "frames_are_blocks": "convolutions of frames of samples written as convolutions of blocks",
