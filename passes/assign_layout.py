@@ -35,7 +35,7 @@ EITHER = frozenset(
         *("MaxPool", "AveragePool", "LpPool", "Resize"),
         *("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "QuantizedMean"),
         *("BatchNormalization", "InstanceNormalization", "GroupNormalization", "LRN", "Softmax", "LogSoftmax"),
-        *("Concat", "Split", "Slice", "Pad", "Identity", "DepthToSpace", "SpaceToDepth", "GridSample"),
+        *("Concat", "Split", "Slice", "Pad", "Identity", "DepthToSpace", "SpaceToDepth", "GridSample", "RoiAlign"),
         *("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceSumSquare"),
     }
 )

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from optdnn.lowering.memory import place_buffers
+from optdnn.runtime.cuda.suppression import TEMPLATE as SUPPRESS
 from optdnn.runtime.program import Buffer, Program, Step
 from optdnn.runtime.steps.host import host_buffers
 from optdnn.runtime.steps.lanes import earlier
@@ -98,6 +99,9 @@ def compact(program: Program) -> Program:
     old_blobs = dict.fromkeys(b for i in named if (b := program.buffers[i].blob) is not None)
     blob = {old: new for new, old in enumerate(old_blobs)}
     used = dict.fromkeys(s.params["launch"]["kernel"] for s in program.steps if "launch" in s.params)
+    used |= dict.fromkeys(
+        i for i, k in enumerate(program.kernels) if k.template == SUPPRESS
+    )  # steps on the host use it
     kernel = {old: new for new, old in enumerate(used)}
 
     def moved(b: Buffer) -> Buffer:

@@ -19,6 +19,7 @@ from optdnn.errors import ShapeError
 from optdnn.ir.body import GraphBody, bodies
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.index import suppression
 from optdnn.kernels.pointwise.pointwise import CPP
 from optdnn.lowering.steps import plain_shape
 from optdnn.ops.base import Call, Result
@@ -165,6 +166,8 @@ class HostSide:
             if any(u.kind == "Output" for u in b.graph.users(value)):
                 b.reserved.pop(value, None)  # the output is a host buffer; a copy on the GPU needs another place
         b.plan.append(host_step(op.kind, plain_attrs(op.definition, op.attrs), inputs, outputs, sorted(op.src)))
+        if suppression.compares_boxes(op):
+            b.kernel(suppression.launch(b.arch))  # the runtime finds it by its name
         self.ops.append(HostOp(op, why, forced))
 
     def buffer(self, value: Value) -> int:

@@ -47,6 +47,7 @@ from optdnn.kernels.gemm.row_product import RowProduct
 from optdnn.kernels.gemm.selected import SelectedGemv
 from optdnn.kernels.gemm.turned import NormedTurnedGemm, TurnedGemm
 from optdnn.kernels.index import numeric, positions, regions, scatters, sinkhorn, trees
+from optdnn.kernels.index.roi_align import RoiChannels, RoiPixels
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
 from optdnn.kernels.index.rotary_norm import RotaryNormPair
 from optdnn.kernels.index.sample import Sample
@@ -201,6 +202,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "SegmentSum": (SegmentSumKernel(),),
     "SampledSum": (SampledChannels(), SampledPixels()),
     "GridSample": (SampledChannels(),),
+    "RoiAlign": (RoiChannels(), RoiPixels()),
     "Attention": (
         CachedAttention(),
         OneQueryAttention(),

@@ -36,7 +36,9 @@ from optdnn.runtime.cuda.memory.in_place import check_overlap, kept_in_place, st
 from optdnn.runtime.cuda.memory.loaded import Loaded, encode
 from optdnn.runtime.cuda.memory.shared import Arena
 from optdnn.runtime.cuda.memory.state import Streaming
+from optdnn.runtime.cuda.suppression import TEMPLATE, Suppression
 from optdnn.runtime.program import Plain, Program, known_sizes, target_of
+from optdnn.runtime.reference.suppression import suppressed_by
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.runtime.steps.host import TO_HOST, CopyPlan, HostPlan
 from optdnn.types import Array, TensorSpec
@@ -110,6 +112,9 @@ class CudaContext(BaseContext):
             if isinstance(s, CudaStep) and isinstance(s.launch, LibraryCall)
         )
         self.stream = Stream()
+        kernels = zip(loaded.functions, runner.program.kernels, strict=True)
+        kernel = next((function for function, k in kernels if k.template == TEMPLATE), None)
+        self._suppression = kernel and Suppression(kernel, self.stream.handle, loaded.device.multiprocessors)
         self._first: Graph | None = None
         self._streams: set[int] = set()
         self._graphs: dict[tuple[int, ...], Graph | Chain] = {}
@@ -137,7 +142,7 @@ class CudaContext(BaseContext):
             if others:
                 launches.append(self._unit((k, *others), given))
             elif isinstance(parsed, HostPlan):
-                launches.append(partial(self.memory.run_on_host, parsed))
+                launches.append(partial(self._run_on_host, parsed))
             elif isinstance(parsed, CopyPlan):
                 launches.append(self.memory.transfer(parsed, given))
             elif stays(self.program.steps[k], given, self.runner.in_place):
@@ -145,6 +150,14 @@ class CudaContext(BaseContext):
             else:
                 launches.append(self._launch(k, parsed, given, dependent=not follows_copy(launches)))
         return launches
+
+    def _run_on_host(self, plan: HostPlan) -> None:
+        """Run a step on the host. A kernel compares its boxes, if the program has one and there are many."""
+        if self._suppression is None:
+            self.memory.run_on_host(plan)
+            return
+        with suppressed_by(self._suppression):
+            self.memory.run_on_host(plan)
 
     def _launch(self, k: int, parsed: CudaStep, given: Mapping[int, int], *, dependent: bool = True) -> Launch | Called:
         """Step ``k`` of the program, with its parameters filled in. ``dependent``: its launch may begin early, if it can."""

@@ -334,6 +334,7 @@ def test_no_result_depends_on_the_order_of_threads() -> None:
     assert set(found.pop("sample.cu")) == {"atomicAdd("}, "histograms of integers, in shared memory"
     assert found.pop("top_digits.cuh") == ["atomicAdd(", "atomicAdd("], "the same, and places of items as below"
     assert found.pop("top_keys.cuh") == ["atomicAdd("], "places of items that a sort puts in order"
+    assert found.pop("suppress.cu") == ["atomicAnd(", "atomicAnd("], "bits that are cleared in any order"
     assert {name for name, calls in found.items() if calls} == {"timer.cu"}, (
         "which measures, and whose maxima are of integers"
     )

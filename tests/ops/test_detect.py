@@ -11,8 +11,8 @@ from onenode import Case, check_case, check_export, import_case, normal, onnxrun
 
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Unsupported
-from optdnn.runtime.reference import detect
-from optdnn.runtime.reference.detect import non_max_suppression
+from optdnn.runtime.reference import suppression
+from optdnn.runtime.reference.suppression import non_max_suppression, suppressed_by
 from optdnn.types import Array
 
 F = np.float32
@@ -60,7 +60,7 @@ def test_non_max_suppression(center: int, limit: int | None, iou: float | None, 
 @pytest.mark.parametrize("classes", [1, 30])
 def test_many_boxes(limit: int, classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Boxes of different classes are separate, or all together. Few or all may be kept. They are compared in several pieces."""
-    monkeypatch.setattr(detect, "PAIRS", 5000)
+    monkeypatch.setattr(suppression, "PAIRS", 5000)
     rng = np.random.default_rng(3)
     b, s = (
         boxes(1, 600) + rng.integers(0, classes, (1, 600, 1)).astype(F) * 20,
@@ -70,6 +70,44 @@ def test_many_boxes(limit: int, classes: int, monkeypatch: pytest.MonkeyPatch) -
     (expected,) = onnxruntime_outputs(case)
     (got,) = run(import_case(case), case.fed)
     np.testing.assert_array_equal(got, expected)
+
+
+def one_by_one(corners: Array, group: Array, threshold: float) -> Array:
+    """The kept boxes: what a function given to ``suppressed_by`` computes."""
+    assert (corners.dtype, group.dtype) == (F, np.int32)
+    assert (np.diff(group) >= 0).all()
+    kept = np.ones(len(group), np.bool_)
+    for i in np.arange(len(group)):
+        if not kept[i]:
+            continue
+        low, high = np.maximum(corners[i, :2], corners[:, :2]), np.minimum(corners[i, 2:], corners[:, 2:])
+        both = np.prod(np.maximum(high - low, 0), 1)
+        areas = np.prod(corners[:, 2:] - corners[:, :2], 1)
+        kept[i + 1 :] &= ~((both / (areas + areas[i] - both) > F(threshold)) & (group == group[i]))[i + 1 :]
+    return kept
+
+
+@pytest.mark.parametrize("score", [None, 0.3])
+@pytest.mark.parametrize("limit", [4, 1000])
+def test_boxes_of_all_classes_are_compared_at_once(limit: int, score: float | None) -> None:
+    rng = np.random.default_rng(4)
+    b, s = boxes(2, 90), (rng.integers(-10, 20, (2, 3, 90)) / 20).astype(F)
+    s[0, 1, 5:8] = np.nan
+    s[1, 2, ::9] = [-0.0, 0.0] * 5
+    given = (b, s, np.array([limit]), np.array([0.3], F), None if score is None else np.array([score], F))
+    calls = []
+
+    def suppress(corners: Array, group: Array, threshold: float) -> Array:
+        calls.append(len(group))
+        return one_by_one(corners, group, threshold)
+
+    (expected,) = non_max_suppression(*given)
+    with suppressed_by(suppress):
+        (got,) = non_max_suppression(*given)
+        non_max_suppression(b, s[:, :, :90] - 9, *given[2:4], np.array([0.3], F))  # no candidates
+        non_max_suppression(b.astype(np.float64), s, *given[2:])
+    np.testing.assert_array_equal(got, expected)
+    assert calls == [s.size if score is None else int((s > score).sum())]
 
 
 def test_boxes_of_nan_suppress_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Operators of detectors and segmenters over coordinates: RoiAlign, MaxRoiPool, deformable convolution, pooling with indices, Col2Im."""
+"""Operators of detectors and segmenters over coordinates: MaxRoiPool, deformable convolution, pooling with indices, Col2Im."""
 
 from __future__ import annotations
 
@@ -21,52 +21,6 @@ from optdnn.kernels.layout.views import ints
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal
 from optdnn.kernels.reduce.reduce import limits
 from optdnn.types import is_float
-
-
-def _roi_align(b: Builder, op: Op) -> None:
-    x, rois, batch, out, a = needed(b, op, 0), needed(b, op, 1), needed(b, op, 2), b.target(op.value), op.attrs
-    t = arithmetic(x.dtype)
-    offset = 0.5 if a.coordinate_transformation_mode == "half_pixel" else 0.0
-    sizes, bins = (x.shape[3], x.shape[2]), (a.output_width, a.output_height)
-    lines = ["const i64 image = i64(p.b[at_b(o0)]);"]
-    for k, (axis, size, count) in enumerate(zip("xy", sizes, bins, strict=True)):
-        corner = [
-            f"{t}(widen(p.r[at_r(o0, {k + 2 * i})])) * {literal(a.spatial_scale, t)} - {literal(offset, t)}"
-            for i in (0, 1)
-        ]
-        least = "" if offset else f" extent_{axis} = extent_{axis} < 1 ? 1.0 : extent_{axis};"
-        samples = str(a.sampling_ratio) if a.sampling_ratio > 0 else f"int(ceil(extent_{axis} / {count}))"
-        lines.append(
-            f"const double first_{axis} = double({corner[0]}); double extent_{axis} = double({corner[1]}) - first_{axis};{least} "
-            f"const int n_{axis} = {samples}; const double step_{axis} = extent_{axis} / {count}; const i64 size_{axis} = {size};"
-        )
-    at = {"x": "o3", "y": "o2"}
-    for axis in "yx":
-        lines.append(
-            f"for (int j_{axis} = 0; j_{axis} < n_{axis}; j_{axis}++) {{ "
-            f"double place_{axis} = first_{axis} + double({at[axis]}) * step_{axis} + (j_{axis} + 0.5) * step_{axis} / n_{axis}; "
-            f"const bool valid_{axis} = place_{axis} >= -1 && place_{axis} <= size_{axis}; "
-            f"place_{axis} = place_{axis} < 0 ? 0 : place_{axis} > size_{axis} - 1 ? double(size_{axis} - 1) : place_{axis}; "
-            f"i64 low_{axis} = i64(place_{axis}); low_{axis} = low_{axis} > size_{axis} - 2 ? (size_{axis} > 1 ? size_{axis} - 2 : 0) : low_{axis}; "
-            f"const i64 high_{axis} = low_{axis} + 1 < size_{axis} ? low_{axis} + 1 : size_{axis} - 1; "
-            f"const {t} part_{axis} = {t}(place_{axis} - low_{axis});"
-        )
-    loops = lines[3:]
-    taps = [("low", "low", "(1 - part_y) * (1 - part_x)"), ("low", "high", "(1 - part_y) * part_x"),
-            ("high", "low", "part_y * (1 - part_x)"), ("high", "high", "part_y * part_x")]  # fmt: skip
-    value = f"{t}(widen(p.x[at_x(image, o1, {{0}}_y, {{1}}_x)])) * ({{2}})"
-    if a.mode == "max":
-        inner = " ".join(
-            f"{{ const {t} v = valid_y && valid_x ? {value.format(*tap)} : {t}(0); acc = any ? (v > acc ? v : acc) : v; any = true; }}"
-            for tap in taps
-        )
-        result = "acc"
-    else:
-        inner = f"if (valid_y && valid_x) acc += {' + '.join(value.format(*tap) for tap in taps)};"
-        result = f"(n_y > 0 && n_x > 0 ? acc / ({t}(n_y) * n_x) : {t}(0))"
-    text = " ".join([*lines[:3], f"{t} acc = 0; bool any = false;", *loops, inner, "}}"])
-    text += f" p.y[at_y({coordinates('o', 4)})] = narrow<{CPP[out.dtype]}>({t}({result}));"
-    emit_index_kernel(b, op, out.shape, {"x": x, "r": rois, "b": batch}, {"y": out}, text, reads=operands_of(b, op))
 
 
 def _max_roi_pool(b: Builder, op: Op) -> None:
@@ -178,7 +132,7 @@ def _limits(b: Builder, op: Op) -> str | None:
     """Why the tactic cannot run an operator of known types, or None."""
     if op.kind == "MaxPool" and (len(op.outputs) < 2 or op.attrs.auto_pad != "NOTSET"):
         return "it is for pooling with indices and explicit pads"
-    if op.kind in ("RoiAlign", "DeformConv"):
+    if op.kind == "DeformConv":
         dtype = next(b.graph.type(v).dtype for v in op.inputs if v is not None)
         if not is_float(dtype):
             return f"it does not interpolate {dtype.name}"
@@ -188,7 +142,7 @@ def _limits(b: Builder, op: Op) -> str | None:
 
 
 REGIONS: dict[str, Callable[[Builder, Op], None]] = {
-    "RoiAlign": _roi_align, "MaxRoiPool": _max_roi_pool, "DeformConv": _deform_conv, "MaxPool": _pool_with_indices, "Col2Im": _col2im,
+    "MaxRoiPool": _max_roi_pool, "DeformConv": _deform_conv, "MaxPool": _pool_with_indices, "Col2Im": _col2im,
 }  # fmt: skip
 """Kind -> the function that emits it."""
 

@@ -47,12 +47,12 @@ class SampledChannels(Tactic):
 
     def lacks(self, b: Builder, op: Op, images: Sequence[TensorView]) -> str | None:
         """Why this form of the kernel cannot read the images, or None."""
-        return "its channels are not contiguous and aligned" if _vector(op, images) == 1 else None
+        return "its channels are not contiguous and aligned" if vector_of(op, images) == 1 else None
 
     @staticmethod
     def width(op: Op, images: Sequence[TensorView]) -> int:
         """Number of channels per thread."""
-        most, elements = _vector(op, images), math.prod(op.outputs[0].type.static_shape)
+        most, elements = vector_of(op, images), math.prod(op.outputs[0].type.static_shape)
         return max((n for n in (1, 2, 4, 8) if n <= most and (n <= 2 or elements >= n * FEWEST_THREADS)), default=1)
 
     def place(self, b: Builder, op: Op) -> None:
@@ -94,12 +94,12 @@ def _parts(b: Builder, op: Op) -> tuple[list[TensorView], list[TensorView], Tens
     return given[0:even:2], given[1:even:2], given[even] if len(given) > even else None
 
 
-def _vector(op: Op, images: Sequence[TensorView]) -> int:
+def vector_of(op: Op, images: Sequence[TensorView]) -> int:
     """Number of neighboring channels per thread: up to 16 aligned bytes of each image."""
     channels = op.outputs[0].type.static_shape[1]
     best, item = 1, images[0].dtype.itemsize
     for count in (2, 4, 8):
-        fits = channels % count == 0 and count * item <= ACCESS and all(_together(x, count) for x in images)
+        fits = channels % count == 0 and count * item <= ACCESS and all(together(x, count) for x in images)
         best = count if fits else best
     return best
 
@@ -135,7 +135,7 @@ def _text(
         lines.append("}}")
         done += points
     at_y = ", ".join(["o0", "channel", *(f"o{k}" for k in range(1, rank - 1))])
-    if vec > 1 and _together(out, vec):
+    if vec > 1 and together(out, vec):
         narrowed = f"{each(vec)} v.lane[j] = narrow<{element}>(acc[j]);"
         lines.append(f"Pack<{element}, {vec}> v; {narrowed} v.store(p.y + at_y({at_y}));")
     else:
@@ -144,7 +144,7 @@ def _text(
     return " ".join(lines)
 
 
-def _together(x: TensorView, count: int) -> bool:
+def together(x: TensorView, count: int) -> bool:
     """Whether ``count`` neighboring channels are one aligned access."""
     apart = [s for k, s in enumerate(x.strides) if k != 1 and x.shape[k] > 1]
     return x.strides[1] == 1 and all(n % count == 0 for n in (x.offset, *apart))

@@ -28,7 +28,7 @@ FUNCTIONS = words("""
     exp expf expm1 expm1f log log1p log1pf sin cos tan asin acos atan sinh cosh tanh tanhf asinh acosh atanh erf erff fabs fabsf
     ceil floor rint rintf isinf fmaxf fminf fmaf saturated_fma tanh_fast silu_pair pack2 row_of __expf __sinf __cosf __fdividef
     __saturatef __int_as_float __shfl_xor_sync __shfl_up_sync __shfl_sync __syncthreads launch_dependents wait_for_predecessor
-    own_row own_column column_of
+    own_row own_column column_of fmax fmin
 """)
 """Functions of numbers, barriers, and the two calls of dependent launch."""
 MEETINGS = words("meet arrives_last add_to")
