@@ -160,7 +160,7 @@ class _Plane:
     def matrix(self, parts: Sequence[int]) -> Array:
         """The matrix (parts, points, parts, points) in float64, points in the order of the axes."""
         first = self.first.matrix(count_of_parts(self.dims) == 2, (0, 1))
-        both = np.einsum("apbq,cqdr->pacrbd", first, self.last.matrix(True, parts))
+        both: Array = np.einsum("apbq,cqdr->pacrbd", first, self.last.matrix(True, parts))
         both = both if self.first.axis == self.axis else both.transpose(0, 2, 1, 3, 5, 4)
         return both.reshape(math.prod(both.shape[:3]), -1)
 

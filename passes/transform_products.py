@@ -102,8 +102,8 @@ def _dft_to_matmul(graph: Graph, op: Op, channels_last: bool) -> Match | Miss:
     walk = _walk(graph, x, end, found.axis, lead, behind, bool(readers), size)
     sizes = list(dims)
     sizes[found.axis], sizes[last] = found.bins, len(parts)
-    behind = math.prod(dims[i] for i in walk.behind)
-    rows = (*(dims[i] for i in walk.lead), found.taken * taken_parts, *((behind,) if walk.behind else ()))
+    columns = math.prod(dims[i] for i in walk.behind)
+    rows = (*(dims[i] for i in walk.lead), found.taken * taken_parts, *((columns,) if walk.behind else ()))
     taken = [found.taken if i == found.axis else d for i, d in enumerate(dims)]
     packed = reshape_target(tuple(taken[i] for i in walk.before), rows)
     results = (*rows[: len(walk.lead)], found.bins * len(parts), *rows[len(walk.lead) + 1 :])
