@@ -41,9 +41,8 @@ NOT_DONE: Mapping[str, str] = {
     "Regex*": "text is not computed",
     "TfIdf*": "text is not computed",
     "ai.onnx.ml.CategoryMapper": "text is not computed",
-    "SequenceMap": "sequences, optionals and maps are not tensors",
-    "ai.onnx.ml.CastMap": "sequences, optionals and maps are not tensors",
-    "ai.onnx.ml.DictVectorizer": "sequences, optionals and maps are not tensors",
+    "ai.onnx.ml.CastMap": "maps are not tensors",
+    "ai.onnx.ml.DictVectorizer": "maps are not tensors",
     "ai.onnx.preview.training.*": "training",
     "ImageDecoder": "files of pictures are decoded before the network",
 }

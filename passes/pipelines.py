@@ -60,6 +60,7 @@ from optdnn.passes.pad_heads import PadHeads
 from optdnn.passes.pad_rows import PadRows
 from optdnn.passes.parallel_scans import ParallelScans
 from optdnn.passes.partial_sums import PartialSums
+from optdnn.passes.pasted_pictures import PastedPictures
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.pixel_shuffles import PixelShuffles
 from optdnn.passes.plane_transforms import PlaneTransforms
@@ -150,6 +151,7 @@ O2_GPU: tuple[Pass, ...] = (
     PlaneTransforms(),  # two transforms together, before each becomes a product
     TransformProducts(),  # before passes that look for products, or merge the views around them
     *FOLDED,
+    PastedPictures(),  # when the body of the loop is folded; before PadRows, since its operators have rows
     MaskedRows(),  # before fusions, which do not know of rows; removes sizes that depend on data
     PadRows(),  # after MaskedRows: pads the remaining sizes that depend on data
     FuseSinkhorn(),  # when the softmax before it is one operator; before passes on chains of steps
@@ -211,6 +213,7 @@ O2_CPU: tuple[Pass, ...] = (
     FoldConstants(),  # before Bags: the offset of each bag becomes known
     Bags(),  # before all other passes, which then see no loop
     *FOLDED,
+    PastedPictures(),  # when the body of the loop is folded
     ScaleShiftToBn(),  # the libraries have no prologues, but one kernel for a scale and shift per channel (DenseNet: 12 %)
     FuseEpilogue(),  # as in O2: the libraries fuse a chain of single uses after a convolution
     CommonSubexpressions(),  # as in O2

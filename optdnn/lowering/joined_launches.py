@@ -18,6 +18,7 @@ from optdnn.kernels.layout import copies
 from optdnn.kernels.layout.copies import Part
 from optdnn.kernels.pointwise import joint
 from optdnn.lowering.assemble import compact
+from optdnn.lowering.repeated_operators import repeated
 from optdnn.lowering.traced_copies import traced
 from optdnn.ops.fused import plain_stages, typed_value
 from optdnn.runtime.cuda.compile.recipes import source_digest
@@ -50,9 +51,12 @@ def with_joined_launches(program: Program, gpu: GpuFacts) -> tuple[Program, dict
     uncopied = before_copies(program, operators, copied)
     parts = {k: [uncopied.get(k, part)] for k, part in operators.items()}
     parts |= {k: [part.as_pointwise for part in found] for k, found in copied.items()}
-    changed = {k for k, found in copied.items() if found != copies_of(program, program.steps[k])}.union(uncopied)
+    again = repeated(program, parts)
+    parts |= again
+    changed = {k for k, found in copied.items() if found != copies_of(program, program.steps[k])}
+    changed = changed.union(uncopied, again)
     reading = [
-        _reading(step, parts[k]) if k in copied or k in uncopied else step for k, step in enumerate(program.steps)
+        _reading(step, parts[k]) if k in copied or k in changed else step for k, step in enumerate(program.steps)
     ]
     traced_program = replace(program, steps=tuple(reading))
     live = _live(traced_program)

@@ -46,7 +46,7 @@ from optdnn.kernels.gemm.paired import PairedGemm, PairedPartsGemm
 from optdnn.kernels.gemm.row_product import RowProduct
 from optdnn.kernels.gemm.selected import SelectedGemv
 from optdnn.kernels.gemm.turned import NormedTurnedGemm, TurnedGemm
-from optdnn.kernels.index import numeric, positions, regions, scatters, sinkhorn, trees
+from optdnn.kernels.index import numeric, positions, regions, scatters, sinkhorn, trees, votes
 from optdnn.kernels.index.roi_align import RoiChannels, RoiPixels
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
 from optdnn.kernels.index.rotary_norm import RotaryNormPair
@@ -229,6 +229,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),
     **dict.fromkeys(scatters.SCATTERS, (scatters.TACTIC,)),
     "Sinkhorn": (sinkhorn.TACTIC,),
+    "SVMDecision": (votes.TACTIC,),
     "TreeEnsemble": (trees.TACTIC,),
     "TopK": (TopRows(), positions.TACTIC),
     **dict.fromkeys(REDUCTIONS, (StagedReduction(), ReductionParts(), Reduction())),

@@ -14,6 +14,7 @@ import numpy as np
 
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Unsupported
+from optdnn.ops.bodies import subgraph
 from optdnn.ops.checks import emit, required
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref, normalized_axis
 from optdnn.ops.index import SplitAttrs
@@ -158,6 +159,26 @@ def _sizes(node: NodeSpec, e: Emit, size: object) -> list[int]:
     return [min(step, size - at) for at in range(0, size, step)]
 
 
+def _map(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """The body, once for each position. Operands after the first are sequences too, or tensors that each position reads."""
+    body, held = subgraph(node, "body"), _list(node)
+    if body.inputs != len(node.inputs):
+        raise ShapeError(f"its body takes {body.inputs} values, {len(node.inputs)} are fed")
+    for other in node.inputs[1:]:
+        if isinstance(other, Stack):
+            raise Unsupported(
+                "the number of tensors in one of its sequences is not known: give the inputs a shape (--shape)"
+            )
+        if isinstance(other, TensorList) and len(other) != len(held):
+            raise ShapeError(f"it maps sequences of {len(held)} and of {len(other)} tensors")
+    if not body.repeats(len(held), MOST):
+        raise Unsupported(f"its body is repeated {len(held)} times, which makes too many nodes")
+    rows = [body.inline([v[i] if isinstance(v, TensorList) else v for v in node.inputs]) for i in range(len(held))]
+    if any(isinstance(made, TensorList) for row in rows for made in row):
+        raise Unsupported("its body yields a sequence of tensors")
+    return [TensorList(row[k] for row in rows) for k in range(body.outputs)]
+
+
 def _optional(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     found = node.input(0)
     if found is None:
@@ -177,6 +198,7 @@ IMPORTERS: dict[str, FromOnnx] = {
     "SequenceInsert": _insert,
     "SequenceLength": _length,
     "ConcatFromSequence": _concat,
+    "SequenceMap": _map,
     "SplitToSequence": _split,
     "Optional": _optional,
     "OptionalGetElement": _optional,

@@ -16,7 +16,7 @@ from optdnn.ops.table import OPDEFS
 from optdnn.passes.support.facts import operand
 from optdnn.types import is_float
 
-DECIDES = frozenset({"NonMaxSuppression", "NonZero", "TopK", "TreeEnsemble"})
+DECIDES = frozenset({"NonMaxSuppression", "NonZero", "SVMDecision", "TopK", "TreeEnsemble"})
 """Kinds that compare the elements of their operands, and whose results are indices, or depend on comparisons alone."""
 
 CARRIES = frozenset({"LogSoftmax", "ReduceMax", "ReduceMin", "ScatterElements", "ScatterND", "Softmax"})

@@ -107,6 +107,7 @@ RULES: Mapping[str, str] = {
     "norm_before_reshape": "norms moved before Reshapes of transposed rows",
     "add_before_reshape_of_norm": "residuals added before Reshapes of normalized rows",
     "split_before_reshape": "Splits moved before Reshapes",
+    "pasted_picture": "loops that paste resized pictures written as products",
     "parallel_scan": "independent iterations of Scans computed together",
     "aligned_rows_first": "parts of joined rows reordered so that they are aligned",
     "repeated_parts": "parts of joined rows that differ only by numbers computed together",

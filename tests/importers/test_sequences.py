@@ -62,6 +62,22 @@ def test_a_list_is_stacked(axis: int, shape: str) -> None:
     assert agrees(text) == ["Neg", "Unsqueeze", "Unsqueeze", "Concat"]
 
 
+def test_a_list_is_mapped() -> None:
+    """PyTorch writes ``column_stack`` with it. A second list is read in step with the first one, a tensor at each position."""
+    text = """g (float[2,6,3] x) => (float[4,6,3] y, float[4,6,3] z) {
+        n = Neg(x)  a = Abs(x)  s = SequenceConstruct(x, n)  t = SequenceConstruct(a, x)
+        p, q = SequenceMap<body = b (float[2,6,3] i, float[2,6,3] j, float[2,6,3] k) => (float[2,6,3] u, float[2,6,3] v) {
+            u = Sub(i, j)  v = Max(i, k) }>(s, t, a)
+        y = ConcatFromSequence<axis = 0>(p)  z = ConcatFromSequence<axis = 0>(q) }"""
+    proto, x = model(text), X - 17
+    found = optdnn.build(proto, target="reference").run({"x": x})
+    np.testing.assert_array_equal(found["y"], np.concatenate([x - abs(x), -x - x]))
+    np.testing.assert_array_equal(found["z"], np.concatenate([abs(x), abs(x)]))
+    assert sorted(kind for kind, _ in sources(import_model(proto))) == sorted(
+        ["Abs", "Neg", *["Sub", "Max", "Concat"] * 2]
+    )
+
+
 def test_a_subgraph_reads_a_list_from_outside() -> None:
     text = """g (float[2,6,3] x, bool c) => (float[2,6,3] y) <int64 one = {1}> {
         n = Neg(x)  s = SequenceConstruct(x, n)
@@ -85,6 +101,16 @@ def test_a_subgraph_reads_a_list_from_outside() -> None:
         ("s = SequenceConstruct(x)  y = Relu(s)", "takes a sequence of tensors"),
         ("o = Optional()  y = OptionalGetElement(o)", "without an element is not a tensor"),
         (
+            "s = SequenceConstruct(x)  t = SequenceMap<body = b (float[2,6,3] i) => (seq(float[2,6,3]) u) {"
+            " u = SequenceConstruct(i) }>(s)  y = SequenceAt(t, m)",
+            "its body yields a sequence of tensors",
+        ),
+        (
+            "n = Constant<value_int = 1>()  s = SplitToSequence<axis = 0>(v, n)"
+            "  t = SequenceMap<body = b (float[1,1] i) => (float[1,1] u) { a = Neg(i)  u = Abs(a) }>(s)  y = SequenceAt(t, m)",
+            "its body is repeated 3000 times, which makes too many nodes",
+        ),
+        (
             "b = Relu(x)  s = SplitToSequence<axis = 0>(w, m)  y = SequenceAt(s, m)",
             "it makes 5000 tensors, at most 4096",
         ),
@@ -96,7 +122,8 @@ def test_a_subgraph_reads_a_list_from_outside() -> None:
     ],
 )
 def test_refusals_by_name(body: str, because: str) -> None:
-    text = f"g (float[2,6,3] x, int64 k, bool c, float[5000,1] w) => (float[a,b,d] y) <int64 m = {{1}}> {{ {body} }}"
+    given = "float[2,6,3] x, int64 k, bool c, float[5000,1] w, float[3000,1] v"
+    text = f"g ({given}) => (float[a,b,d] y) <int64 m = {{1}}> {{ {body} }}"
     with pytest.raises(UnsupportedError, match=because):
         import_model(model(text))
 
@@ -110,6 +137,17 @@ def test_refusals_by_name(body: str, because: str) -> None:
             "the sequence is empty",
         ),
         ("y = SequenceAt(x, m)", "its first operand is not a sequence"),
+        (
+            "s = SequenceConstruct(x)  t = SequenceMap<body = b (float[2,6,3] i, float[2,6,3] j) => (float[2,6,3] u) {"
+            " u = Add(i, j) }>(s)  y = SequenceAt(t, m)",
+            "its body takes 2 values, 1 are fed",
+        ),
+        (
+            "s = SequenceConstruct(x)  r = SequenceConstruct(x, x)"
+            "  t = SequenceMap<body = b (float[2,6,3] i, float[2,6,3] j) => (float[2,6,3] u) {"
+            " u = Add(i, j) }>(s, r)  y = SequenceAt(t, m)",
+            "it maps sequences of 1 and of 2 tensors",
+        ),
         ("s = SequenceEmpty()  t = SequenceErase(s)  y = ConcatFromSequence<axis = 0>(t)", "nothing is erased"),
         ("s = SplitToSequence(x, none)  y = SequenceAt(s, m)", "cannot be split into parts of 0"),
         ("s = SequenceConstruct(x)  y = ConcatFromSequence(s)", "axis"),
