@@ -5,7 +5,7 @@ residual. The second view, between product and addition, would keep the addition
 product it merges with the first view. The other rules:
 
 - In ConvNeXt a Transpose turns the product's rows into an image, to which a residual is added: the addition moves in front of the
-  Transpose.
+  Transpose. So does an addition of rows to a transposed convolution.
 - A Gemm between reshapes of leading axes becomes a MatMul of the unflattened tensor, even if the Reshape after it splits the
   columns into heads.
 - A Split of a joint projection moves in front of a Reshape, which would copy the whole projection.
@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -240,6 +241,34 @@ def _added_in_rows(graph: Graph, op: Op, transpose: Op, image: Value) -> Match |
     return Match((op, transpose), build)
 
 
+@rule("add_before_rows", {"Add"})
+def add_before_rows(graph: Graph, op: Op) -> Match | Miss | None:
+    """``transpose(conv(x)) + rows`` is ``transpose(conv(x) + image(rows))``. The Transpose puts the channels last.
+
+    The addition becomes a stage of the convolution (the feed-forward part of Retinexformer: Cai et al., 2023). ``image(rows)``
+    costs nothing: in the memory order that the convolution has, it is the rows.
+    """
+    for slot in (0, 1):
+        transpose, rows = producer(graph, op.inputs[slot], {"Transpose"}, alone=True), operand(op, 1 - slot)
+        conv = producer(graph, operand(transpose), IMAGES, alone=True) if transpose is not None else None
+        rank = op.outputs[0].type.rank
+        if transpose is None or conv is None or rank is None or transpose.attrs.perm != channels_to_last(rank):
+            continue
+        if graph.type(rows).shape != graph.type(transpose.value).shape or graph.constant_value(rows) is not None:
+            continue
+        if is_after_anchor(graph, replace(op, inputs=(rows,))) or producer(graph, rows, NORMS, alone=True) is not None:
+            # `add_before_transpose` writes this form.
+            return Miss("the operator that computes the rows can add the image")
+        back, turn = TransposeAttrs(channels_from_last(rank)), transpose.attrs
+        return Match((op, transpose), partial(_added_to_image, conv=conv, rows=rows, back=back, turn=turn))
+    return None
+
+
+def _added_to_image(patch: Patch, conv: Op, rows: Value, back: TransposeAttrs, turn: TransposeAttrs) -> Value:
+    image = patch.add("Add", [conv.value, patch.add("Transpose", [rows], back)])
+    return patch.add("Transpose", [image], turn)
+
+
 @rule("norm_before_reshape", NORMS)
 def norm_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
     """``norm(reshape(transpose(x)))`` is ``reshape(norm(transpose(x)))`` if no view changes the rows: this saves their copy."""
@@ -372,7 +401,7 @@ def add_before_reshape_of_norm(graph: Graph, op: Op) -> Match | Miss | None:
 class HoistViews(RulePass):
     name = "hoist_views"
     rules = (
-        own_products, hoist_view, unflattened_rows, add_before_split, split_before_reshape, add_before_transpose,
+        own_products, hoist_view, unflattened_rows, add_before_split, split_before_reshape, add_before_transpose, add_before_rows,
         norm_before_reshape, transpose_before_norm, flat_rows_before_norm, add_before_reshape_of_norm, third_term, ordered_columns,
         stage_before_reshape, gate_before_reshape,
     )  # fmt: skip

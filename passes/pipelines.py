@@ -65,6 +65,7 @@ from optdnn.passes.partial_sums import PartialSums
 from optdnn.passes.pasted_pictures import PastedPictures
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.pixel_shuffles import PixelShuffles
+from optdnn.passes.plane_transforms import PlaneTransforms
 from optdnn.passes.pool_last import PoolLast
 from optdnn.passes.product_chains import ProductChains
 from optdnn.passes.products_of_parts import ProductsOfParts
@@ -76,6 +77,7 @@ from optdnn.passes.segment_sums import SegmentSums
 from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.separable_attention import SeparableAttention
 from optdnn.passes.short_attention import ShortAttention
+from optdnn.passes.spectral_convolutions import SpectralConvolutions
 from optdnn.passes.split_products import SplitProducts
 from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.take_rows import TakeRows
@@ -147,6 +149,8 @@ O2_GPU: tuple[Pass, ...] = (
     FoldConstants(),  # after unrolling: the number of each iteration is known
     Unroll(),  # again: conditions within an iteration may be known now
     DynamicQuantization(),  # when weights and scales are constants; before passes that look for products or pack weights
+    SpectralConvolutions(),  # finds transforms, which the next passes replace
+    PlaneTransforms(),  # two transforms together, before each becomes a product
     TransformProducts(),  # before passes that look for products, or merge the views around them
     *FOLDED,
     PastedPictures(),  # when the body of the loop is folded; before PadRows, since its operators have rows

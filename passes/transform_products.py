@@ -21,7 +21,7 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.rules.frames import frames_are_blocks
 from optdnn.passes.rules.gathered_sums import gathered_sums
 from optdnn.passes.support.facts import ints, is_filled, operand, reshape_target, reshaped, same_shape, scalar, sliced
@@ -34,6 +34,10 @@ LEAST = 1 << 16
 """Fewest multiplications of a product. Smaller transforms stay sums in float64, which are more precise."""
 LEAST_AFTER = 16
 """If at least this many elements follow the axis, the matrix multiplies from the left."""
+WIDE = frozenset({"fp32", "tf32", "fp64"})
+"""Precisions with slower products, above all of a constant first factor."""
+IMAGE = 5
+"""The rank of an image's signal: batch, channels, two axes of positions, and the parts of a number."""
 
 
 @dataclass(frozen=True)
@@ -61,30 +65,45 @@ class Transform:
         return np.stack([np.stack([row[p] for p in parts], axis=-1) for row in rows], axis=1)
 
 
-@rule("dft_to_matmul", {"DFT"})
-def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
-    """A DFT becomes a product. Refuses unknown lengths and axes, matrices of more than ``MOST`` elements, and small transforms."""
-    found = _transform(graph, op)
+class DftToMatmul(Rule):
+    """A DFT becomes a product. Refuses unknown lengths and axes, matrices of more than ``MOST`` elements, and small transforms.
+
+    ``channels_last``: images of the network are likely to have their channels last in memory."""
+
+    name = "dft_to_matmul"
+    kinds = frozenset({"DFT"})
+
+    def __init__(self, channels_last: bool = False) -> None:
+        self.channels_last = channels_last
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        return _dft_to_matmul(graph, op, self.channels_last)
+
+
+def _dft_to_matmul(graph: Graph, op: Op, channels_last: bool) -> Match | Miss:
+    found = transform_of(graph, op)
     if isinstance(found, Miss):
         return found
-    scale, before, after = _scales(graph, op)
+    before, after = scales(graph, op)
+    scale = factor(graph, [*before, *after])
     end = after[-1] if after else op
-    x = _source(graph, operand(before[-1] if before else op))
+    x = source(graph, operand(before[-1] if before else op))
     dims, last = graph.type(x).dims, len(graph.type(x).dims) - 1
-    readers = _readers_of_parts(graph, end)
-    parts = sorted({p for _, p in readers}) or list(range(_parts(op.outputs[0].type.dims)))
-    taken_parts = _parts(dims)
+    readers = readers_of_parts(graph, end)
+    parts = sorted({p for _, p in readers}) or list(range(count_of_parts(op.outputs[0].type.dims)))
+    taken_parts = count_of_parts(dims)
     size = found.taken * taken_parts * found.bins * len(parts)
     if size > MOST:
         return Miss(f"its matrix would have {size} elements, more than {MOST}")
     work = size * math.prod(d for i, d in enumerate(dims[:last]) if i != found.axis)
     if isinstance(work, int) and work < LEAST:
         return Miss(f"it has only {work} multiplications, too few for a product to pay")
-    walk = _walk(graph, x, end, found.axis, bool(readers), size)
+    lead, behind = _around(dims, found.axis, channels_last)
+    walk = _walk(graph, x, end, found.axis, lead, behind, bool(readers), size)
     sizes = list(dims)
     sizes[found.axis], sizes[last] = found.bins, len(parts)
-    behind = math.prod(dims[i] for i in walk.behind)
-    rows = (*(dims[i] for i in walk.lead), found.taken * taken_parts, *((behind,) if walk.behind else ()))
+    columns = math.prod(dims[i] for i in walk.behind)
+    rows = (*(dims[i] for i in walk.lead), found.taken * taken_parts, *((columns,) if walk.behind else ()))
     taken = [found.taken if i == found.axis else d for i, d in enumerate(dims)]
     packed = reshape_target(tuple(taken[i] for i in walk.before), rows)
     results = (*rows[: len(walk.lead)], found.bins * len(parts), *rows[len(walk.lead) + 1 :])
@@ -92,13 +111,16 @@ def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
     targets = [reshape_target((*sizes[:-1], 1), r.outputs[0].type.dims) for r, _ in readers]
     if packed is None or unpacked is None or None in targets:
         return Miss("more than one of its sizes is not known")
+    real = _targets_of_real(results, tuple(sizes), walk) if len(parts) == 1 and not readers else None
 
     def build(patch: Patch) -> Value | None:
-        signal = _signal(patch, x, walk.before)
+        signal = signal_in_order(patch, x, walk.before)
         if dims[found.axis] != found.taken:
             signal = sliced(patch, signal, 0, found.taken, walk.before.index(found.axis))
         matrix = scale * found.matrix(taken_parts == 2, parts)
         product = _product(patch, reshaped(patch, signal, packed), matrix, walk)
+        if real is not None:
+            return reshaped(patch, transposed(patch, reshaped(patch, product, real[0]), walk.back_of_real), real[1])
         spectrum = reshaped(patch, product, unpacked)
         if not readers:
             return transposed(patch, spectrum, walk.back)
@@ -112,7 +134,7 @@ def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, *before, *after, *(r for r, _ in readers)), build, end.value)
 
 
-def _transform(graph: Graph, op: Op) -> Transform | Miss:
+def transform_of(graph: Graph, op: Op) -> Transform | Miss:
     """The parameters of a DFT, or the reason why they are not known."""
     dims, a = graph.type(operand(op)).dims, op.attrs
     at = ints(graph, op.input(2))
@@ -131,20 +153,25 @@ def _transform(graph: Graph, op: Op) -> Transform | Miss:
     return Transform(axis, taken, length, bins, a.inverse, a.onesided)
 
 
-def _parts(dims: Shape) -> int:
+def has_images(graph: Graph) -> bool:
+    """Whether the network has convolutions of images (B, C, H, W)."""
+    return any(op.kind == "Conv" and len(op.outputs[0].type.dims) == IMAGE - 1 for op in graph.ops())
+
+
+def count_of_parts(dims: Shape) -> int:
     """The number of parts of a value: 2 if it is complex, 1 if it is real."""
     return 2 if dims[-1] == 2 else 1
 
 
-def _source(graph: Graph, x: Value) -> Value:
+def source(graph: Graph, x: Value) -> Value:
     """The real part of ``x`` if its imaginary part is 0; else ``x``."""
     joined = _joined(graph, x)
     return operand(joined) if joined is not None and is_filled(graph.known(joined.inputs[1]), 0) else x
 
 
-def _scales(graph: Graph, op: Op) -> tuple[float, list[Op], list[Op]]:
-    """The factor that the DFT's matrix absorbs, and the ops before and after the DFT that multiply by it; each has one reader."""
-    scale, before, after = 1.0, list[Op](), list[Op]()
+def scales(graph: Graph, op: Op) -> tuple[list[Op], list[Op]]:
+    """The ops before and after a DFT that multiply or divide by a number, nearest first; each has one reader."""
+    before, after = list[Op](), list[Op]()
     made = graph.op(operand(op))
     while _scaled(graph, made) and graph.sole_user(made.value) is not None:
         before.append(made)
@@ -153,11 +180,17 @@ def _scales(graph: Graph, op: Op) -> tuple[float, list[Op], list[Op]]:
     while reader is not None and _scaled(graph, reader):
         after.append(reader)
         reader = graph.sole_user(reader.value)
-    for one in (*before, *after):
+    return before, after
+
+
+def factor(graph: Graph, ops: Sequence[Op]) -> float:
+    """The number by which all these ops multiply; the DFT's matrix absorbs it."""
+    scale = 1.0
+    for one in ops:
         number = scalar(graph, one.inputs[1])
         assert number is not None
         scale = scale * number if one.kind == "Mul" else scale / number
-    return scale, before, after
+    return scale
 
 
 def _scaled(graph: Graph, op: Op) -> bool:
@@ -168,7 +201,7 @@ def _scaled(graph: Graph, op: Op) -> bool:
 # ---------------------------------------------------------------- readers
 
 
-def _readers_of_parts(graph: Graph, op: Op) -> list[tuple[Op, int]]:
+def readers_of_parts(graph: Graph, op: Op) -> list[tuple[Op, int]]:
     """The readers of a spectrum, each with the part that it takes; empty if one of them takes more than one part."""
     if op.outputs[0].type.dims[-1] != 2:
         return []
@@ -213,22 +246,54 @@ class Walk:
         """The permutation from the spectrum's order to that of the DFT."""
         return tuple(self.after.index(i) for i in range(len(self.after)))
 
+    @property
+    def back_of_real(self) -> tuple[int, ...]:
+        """The permutation for a result of real numbers, without the axis of parts. No other operator has such an axis of one
+        element: a Transpose of the others merges with those of the network."""
+        after = without_parts(self.after)
+        return tuple(after.index(i) for i in range(len(after)))
 
-def _walk(graph: Graph, x: Value, end: Op, axis: int, by_parts: bool, matrix: int) -> Walk:
+
+def without_parts(order: tuple[int, ...]) -> tuple[int, ...]:
+    """An order of the axes without the last one."""
+    return tuple(i for i in order if i != len(order) - 1)
+
+
+def _targets_of_real(results: Shape, sizes: Shape, walk: Walk) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Targets that give the product's result the axes of real numbers, in the order of ``walk``, and then the last axis of 1."""
+    apart = reshape_target(results, tuple(sizes[i] for i in without_parts(walk.after)))
+    whole = reshape_target(sizes[:-1], sizes)
+    return None if apart is None or whole is None else (apart, whole)
+
+
+def _walk(
+    graph: Graph, x: Value, end: Op, axis: int, lead: tuple[int, ...], behind: tuple[int, ...], by_parts: bool, matrix: int
+) -> Walk:  # fmt: skip
     """The orders for a signal ``x``, a spectrum computed by ``end``, and a matrix of ``matrix`` elements.
 
     A matrix on the left is repeated for each element of ``lead``, up to ``MOST`` elements in all."""
     dims = graph.type(x).dims
     last = len(dims) - 1
-    lead, behind = tuple(range(axis)), tuple(range(axis + 1, last))
     size: DimLike = math.prod(dims[i] for i in behind)
     repeated = matrix * math.prod(dims[i] for i in lead)
     if (isinstance(size, int) and size < LEAST_AFTER) or (isinstance(repeated, int) and repeated > MOST):
         lead, behind = lead + behind, ()
     pairs = ((axis, last), (last, axis))
-    first = pairs[_comes_by_parts(graph, x, axis)]
-    second = pairs[by_parts or _goes_by_parts(graph, end, axis, bool(behind))]
+    first = pairs[dims[last] != 1 and _comes_by_parts(graph, x, axis)]  # a single part has no order
+    second = pairs[end.outputs[0].type.dims[last] != 1 and (by_parts or _goes_by_parts(graph, end, axis, bool(behind)))]
     return Walk(lead, behind, (*lead, *first, *behind), (*lead, *second, *behind))
+
+
+def _around(dims: Shape, axis: int, channels_last: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes before and after ``axis``.
+
+    In a signal (B, C, H, W, parts) with its channels last, C is the last of the columns that the matrix multiplies from the left:
+    nothing changes its order, and a number of frequencies that is no multiple of 8 needs no padding."""
+    channels = dims[1] if channels_last and len(dims) == IMAGE and axis in (2, 3) else 0
+    behind = tuple(range(axis + 1, len(dims) - 1))
+    if isinstance(channels, int) and channels >= LEAST_AFTER and channels % 8 == 0:
+        return (0, *range(2, axis)), (*behind, 1)
+    return tuple(range(axis)), behind
 
 
 def _comes_by_parts(graph: Graph, x: Value, axis: int) -> bool:
@@ -259,9 +324,13 @@ def _goes_by_parts(graph: Graph, end: Op, axis: int, from_left: bool) -> bool:
 # ---------------------------------------------------------------- building
 
 
-def _signal(patch: Patch, x: Value, order: tuple[int, ...]) -> Value:
-    """``x`` with its axes in this order. A Concat of two parts is built in this order, instead of being transposed."""
-    joined = _joined(patch.graph, x)
+def signal_in_order(patch: Patch, x: Value, order: tuple[int, ...]) -> Value:
+    """``x`` with its axes in this order; real numbers lose the axis of parts. A Concat of two parts is built in this order, instead
+    of being transposed."""
+    joined, dims = _joined(patch.graph, x), patch.type(x).dims
+    numbers = reshape_target(dims, dims[:-1]) if dims[-1] == 1 else None
+    if numbers is not None:
+        return transposed(patch, reshaped(patch, x, numbers), without_parts(order))
     if joined is None:
         return transposed(patch, x, order)
     parts = [transposed(patch, operand(joined, i), order) for i in range(2)]
@@ -327,4 +396,10 @@ class TransformProducts(RulePass):
     """Runs before all passes that look for products. Not on the CPU: NumPy's fast transform is as fast, and more precise."""
 
     name = "transform_products"
-    rules = (dft_to_matmul, stft_to_conv, frames_are_blocks, gathered_sums)
+    rules = (DftToMatmul(), stft_to_conv, frames_are_blocks, gathered_sums)
+
+    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
+        """In 16 bits, a network with convolutions of images keeps channels last. Products of fp32 and tf32 with a constant first
+        factor do not run on the best kernels."""
+        last = has_images(graph) and context.precision not in WIDE
+        return (DftToMatmul(channels_last=True), *self.rules[1:]) if last else self.rules

@@ -287,6 +287,47 @@ def test_other_additions_stay_after_the_turn(options: dict[str, Any]) -> None:
     check_untouched(HoistViews(), residual(**options))
 
 
+def rows_residual(rows: str = "sum", *, readers: int = 1, second: bool = False) -> Graph:
+    """Retinexformer's end of a block: the convolution's image becomes rows, to which the block's rows are added."""
+    n = Net(np.float64)
+    x = n.input(2, 4, 5, 6)
+    x = {
+        "sum": lambda: n.op("Add", n.matmul(x, 6), x),
+        "input": lambda: x,
+        "product": lambda: n.op("Relu", n.matmul(x, 6)),
+        "norm": lambda: n.op("RMSNormalization", x, n.random(6), attrs=LayerNormAttrs(-1, 1e-3)),
+        "constant": lambda: n.random(2, 4, 5, 6),
+        "vector": lambda: n.input(6, name="v"),
+    }[rows]()
+    y = transposed(n, n.conv(n.input(2, 6, 4, 5, name="image"), 6), 0, 2, 3, 1)
+    return n.done(n.op("Add", *((x, y) if second else (y, x))), *(n.op("Relu", y) for _ in range(readers - 1)))
+
+
+@pytest.mark.parametrize("rows", ["sum", "input"])
+@pytest.mark.parametrize("second", [False, True])
+def test_rows_are_added_to_the_image_of_a_convolution(rows: str, second: bool) -> None:
+    graph, _ = check_pass(HoistViews(), rows_residual(rows, second=second), changes=1, rules={"add_before_rows": 1})
+    (total,) = (op for op in graph.of_kind("Add") if graph.type(op.value).dims == (2, 6, 4, 5))
+    assert {graph.op(v).kind for v in total.inputs} == {"Conv", "Transpose"}  # type: ignore[arg-type]
+    assert graph.users(total.value)[0].kind == "Transpose"
+
+
+@pytest.mark.parametrize("rows", ["product", "norm"])
+def test_rows_whose_operator_can_add_stay(rows: str) -> None:
+    check_refused(HoistViews(), rows_residual(rows), because="can add the image", rule="add_before_rows")
+
+
+@pytest.mark.parametrize("options", [{"readers": 2}, {"rows": "constant"}, {"rows": "vector"}])
+def test_other_additions_to_rows_stay(options: dict[str, Any]) -> None:
+    check_untouched(HoistViews(), rows_residual(**options))
+
+
+def test_an_addition_after_another_transpose_of_a_convolution_stays() -> None:
+    n = Net(np.float64)
+    y = transposed(n, n.conv(n.input(2, 6, 4, 5), 6), 0, 3, 2, 1)
+    check_untouched(HoistViews(), n.done(n.op("Add", y, n.input(2, 5, 4, 6, name="rows"))))
+
+
 def windows(
     n: Net, *, kind: str = "LayerNormalization", perm: tuple[int, ...] = (0, 1, 3, 2, 4, 5), flat: tuple[int, ...] = (2, 36, 6),
     axis: int = -1, scale: tuple[int, ...] = (6,),

@@ -71,7 +71,7 @@ def test_a_matrix_is_not_repeated_without_a_bound(monkeypatch: pytest.MonkeyPatc
 def test_a_transposed_signal(perm: tuple[int, ...] | None) -> None:
     n = Net()
     x = n.op("Transpose", n.input(2, 2, 2), attrs=TransposeAttrs(perm))
-    check_pass(PASS, n.done(n.op("DFT", x, attrs=DFTAttrs(1))), changes=1)
+    check_pass(PASS, n.done(n.op("DFT", x, attrs=DFTAttrs(1))), changes=1, context=PassContext(precision="fp16"))
 
 
 def fnet(select: str) -> Graph:
@@ -119,6 +119,36 @@ def test_a_filter_of_spectra() -> None:
         one(result, PassContext(target="cuda:sm_90a"))
     assert "Transpose" not in result.kinds()
     assert matrices(result) == [(6, 5), (12, 12), (12, 12), (5, 6)]
+
+
+@pytest.mark.parametrize(
+    ("channels", "convolution", "precision"),
+    [
+        (16, True, "fp16"),
+        (12, True, "fp16"),
+        (8, True, "fp16"),
+        (16, False, "fp16"),
+        (16, True, "fp32"),
+        (16, True, "tf32"),
+    ],
+)
+def test_channels_stay_last_between_convolutions(channels: int, convolution: bool, precision: str) -> None:
+    """With convolutions, a multiple of 8 and at least 16 channels are the columns that both matrices multiply from the left."""
+    n = Net()
+    x = n.input(2, channels, 6, 5)
+    x = n.op("Unsqueeze", n.conv(x, channels) if convolution else x, n.ints(4))
+    there = n.op("DFT", n.op("DFT", x, attrs=DFTAttrs(3, onesided=True)), attrs=DFTAttrs(2))
+    back = n.op("DFT", n.op("DFT", there, attrs=DFTAttrs(2, inverse=True)), n.const(5, np.int64), attrs=DFTAttrs(
+        3, inverse=True, onesided=True))  # fmt: skip
+    graph, _ = check_pass(PASS, n.done(back), changes=4, context=PassContext(precision=precision))
+    last = convolution and channels == 16 and precision == "fp16"
+    assert matrices(graph) == ([(6, 5), (12, 12), (12, 12), (5, 6)] if last else [(5, 6), (12, 12), (12, 12), (6, 5)])
+
+
+def test_a_transform_over_channels_keeps_them() -> None:
+    n = Net()
+    x = n.op("Unsqueeze", n.conv(n.input(2, 16, 6, 5), 16), n.ints(4))
+    check_pass(PASS, n.done(n.op("DFT", x, attrs=DFTAttrs(1))), changes=1, context=PassContext(precision="fp16"))
 
 
 def test_both_parts_read_apart_and_together() -> None:
