@@ -114,7 +114,8 @@ class CudaContext(BaseContext):
         self.stream = Stream()
         kernels = zip(loaded.functions, runner.program.kernels, strict=True)
         kernel = next((function for function, k in kernels if k.template == TEMPLATE), None)
-        self._suppression = kernel and Suppression(kernel, self.stream.handle, loaded.device.multiprocessors)
+        most = loaded.device.multiprocessors
+        self._suppression = None if kernel is None else Suppression(kernel, self.stream.handle, most)
         self._first: Graph | None = None
         self._streams: set[int] = set()
         self._graphs: dict[tuple[int, ...], Graph | Chain] = {}
