@@ -19,7 +19,7 @@ from optdnn.types import BOOL, INT64
 
 @rule("counted_places", {"NonZero"})
 def counted_places(graph: Graph, op: Op) -> Match | Miss | None:
-    """A NonZero of a tensor of known size of which only the number of columns is read."""
+    """A NonZero of a tensor of known size whose readers ask only for the number of its columns."""
     shapes = graph.users(op.value)
     if not shapes or any(s.kind != "Shape" for s in shapes) or not graph.type(operand(op)).is_static:
         return None

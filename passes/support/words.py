@@ -108,7 +108,7 @@ RULES: Mapping[str, str] = {
     "add_before_reshape_of_norm": "residuals added before Reshapes of normalized rows",
     "split_before_reshape": "Splits moved before Reshapes",
     "pasted_picture": "loops that paste resized pictures written as products",
-    "counted_places": "lists of places of which only the length is read, counted by sums",
+    "counted_places": "lengths of lists of places computed as sums",
     "long_top_k": "selections from long lines made from those of their parts",
     "parallel_scan": "independent iterations of Scans computed together",
     "aligned_rows_first": "parts of joined rows reordered so that they are aligned",

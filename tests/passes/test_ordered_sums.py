@@ -67,7 +67,7 @@ def test_activations_and_factors_stay_between_convolution_and_sum() -> None:
 def test_all_additions_are_in_epilogues() -> None:
     """The first and last launch convert input and output; the convolutions of the input are one."""
     program = check_simulated(branches(depths=(True, False, False)), "fp16")
-    assert kinds(program) == ["Pointwise", "Copy", "Conv", "ConvSum", "Pointwise"]
+    assert kinds(program) == ["JointPointwise", "Conv", "ConvSum", "Pointwise"]
 
 
 def outer() -> Graph:

@@ -139,8 +139,7 @@ def test_parts_beside_reductions_stay() -> None:
 
 
 @pytest.mark.parametrize("axis", [1, 2])
-def test_on_a_gpu_each_part_is_one_launch(axis: int) -> None:
+def test_on_a_gpu_all_parts_share_a_launch(axis: int) -> None:
     n = Net()
     program = check_simulated(n.done(n.op("Mul", joined(n, axis=axis), n.random(7 if axis == 2 else 6))), "fp16")
-    assert kinds(program)[0] == "JointPointwise"
-    assert len(program.steps[0].outputs) == 2
+    assert kinds(program) == ["JointPointwise"]

@@ -55,5 +55,4 @@ CASES: list[dict[str, Any]] = [
     {"aggregate": "MIN", "count": 3},
     {"aggregate": "MAX", "columns": 2, "exact": FP64},
     {"depth": 0, "count": 70},
-    {"depth": 2, "count": 300, "columns": 9, "modes": (0, 2)},
 ]

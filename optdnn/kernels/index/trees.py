@@ -1,8 +1,7 @@
 """Ensembles of decision trees in one launch: a warp for each row, whose lanes walk different trees.
 
-The nodes of all trees are one table: 8 integers of a node are a sector of memory. A lane walks several of its trees at once, because
-the loads of a walk depend on each other, and those of different trees do not. It adds the weights of its leaves, and the lanes' sums
-are added by shuffles, in the same order for any number of rows.
+The nodes of all trees are one table: 8 integers of a node are a sector of memory. A lane adds the weights of its leaves, and the
+lanes' sums are added by shuffles, in the same order for any number of rows.
 """
 
 from __future__ import annotations
@@ -20,17 +19,14 @@ from optdnn.types import FP64, Array
 
 LANES, COLUMNS = 32, 8
 """Lanes of a row, and most columns of weights that a warp adds."""
-AT_ONCE = 8
-"""Most trees that a lane walks at once."""
 FIELDS = ("features", "modes", "yes", "no", "missing", "rows")
 """The integers of a node, in this order."""
 NODE = 8
 """Integers from a node to the next."""
 COMPARISONS = ("<=", "<", ">=", ">", "==", "!=")
 """The comparison of each mode."""
-LAUNCH_S, LEVEL_S, TREE_S = 1.5e-6, 0.6e-6, 0.03e-6
-"""Seconds of a launch, of a step from a node to the next (two loads that depend on each other), on an H200, and of such a step in each
-further tree of a lane (its instructions: an estimate)."""
+LAUNCH_S, LEVEL_S = 1.5e-6, 0.6e-6
+"""Seconds of a launch, and of a step from a node to the next (two loads that depend on each other), on an H200."""
 WARPS_AT_ONCE = 132 * 32
 """Warps that run side by side."""
 
@@ -65,24 +61,15 @@ def _tree_ensemble(b: Builder, op: Op) -> None:
     assert modes is not None
     inner = {int(m) for m in np.unique(modes)} - {LEAF}
     t = "double" if FP64 in (x.dtype, thresholds.dtype) else "float"
-    trees = at_once(roots.shape[0])
     start, combine = {
         "MIN": (literal(math.inf, "double"), "w < sum ? w : sum"),
         "MAX": (literal(-math.inf, "double"), "w > sum ? w : sum"),
     }.get(op.attrs.aggregate, ("0.0", "sum + w"))
-    walk = f"""bool walks = true;
-            for (int level = 1; level < {_depth(b, op)} && walks; level++) {{
-                walks = false;
-                #pragma unroll
-                for (int k = 0; k < {trees}; k++) {{
-                    const int mode = p.nodes[at[k] + 1];
-                    const bool leaf = mode == {LEAF};
-                    const {t} value = {t}(widen(p.x[at_x(o0, leaf ? 0 : p.nodes[at[k]])])), threshold = {t}(p.thresholds[at[k] / {NODE}]);
-                    const bool goes = {_goes(inner)} || (value != value && p.nodes[at[k] + 4]);
-                    const int next = goes ? p.nodes[at[k] + 2] : p.nodes[at[k] + 3];
-                    at[k] = leaf ? at[k] : u32(next) * {NODE};
-                    walks = walks || !leaf;
-                }}
+    walk = f"""for (int level = 1; level < {_depth(b, op)} && p.nodes[at + 1] != {LEAF}; level++) {{
+                const {t} value = {t}(widen(p.x[at_x(o0, p.nodes[at])])), threshold = {t}(p.thresholds[at / {NODE}]);
+                {"const int mode = p.nodes[at + 1];" if len(inner) > 1 else ""}
+                const bool goes = {_goes(inner)} || (value != value && p.nodes[at + 4]);
+                at = i64(goes ? p.nodes[at + 2] : p.nodes[at + 3]) * {NODE};
             }}""" if inner else ""  # fmt: skip
     columns = out.shape[1]
     width = min(columns, COLUMNS)
@@ -90,20 +77,14 @@ def _tree_ensemble(b: Builder, op: Op) -> None:
     lines = f"""double sums[{width}];
         #pragma unroll
         for (int c = 0; c < {width}; c++) sums[c] = {start};
-        for (i64 tree = o2; tree < p.n_roots[0]; tree += {LANES * trees}) {{
-            u32 at[{trees}];
-            #pragma unroll
-            for (int k = 0; k < {trees}; k++) at[k] = u32(p.roots[tree + k * {LANES} < p.n_roots[0] ? tree + k * {LANES} : tree]) * {NODE};
+        for (i64 tree = o2; tree < p.n_roots[0]; tree += {LANES}) {{
+            i64 at = i64(p.roots[tree]) * {NODE};
             {walk}
             #pragma unroll
-            for (int k = 0; k < {trees}; k++) {{
-                #pragma unroll
-                for (int c = 0; c < {width}; c++) {{
-                    const i64 column = o1 * {width} + c;
-                    const bool counts = column < {columns} && tree + k * {LANES} < p.n_roots[0];
-                    const double w = counts ? double(p.weights[at_weights(p.nodes[at[k] + 5], column)]) : {start}, sum = sums[c];
-                    sums[c] = {combine};
-                }}
+            for (int c = 0; c < {width}; c++) {{
+                const i64 column = o1 * {width} + c;
+                const double w = column < {columns} ? double(p.weights[at_weights(p.nodes[at + 5], column)]) : 0.0, sum = sums[c];
+                sums[c] = {combine};
             }}
         }}
         #pragma unroll
@@ -121,11 +102,6 @@ def _tree_ensemble(b: Builder, op: Op) -> None:
     held = [views.get(name) for name in names]
     reads = [x, held[0], thresholds, *held[2:6], roots, held[7], weights]
     emit_index_kernel(b, op, (out.shape[0], -(-columns // width), LANES), tensors, {"y": out}, lines, reads=reads)
-
-
-def at_once(trees: int) -> int:
-    """Trees that each lane walks at once, of so many in all."""
-    return min(AT_ONCE, -(-trees // LANES))
 
 
 def _limits(b: Builder, op: Op) -> str | None:
@@ -161,9 +137,8 @@ class TreesKernel(IndexKernel):
     def seconds(self, b: Builder, op: Op) -> float | None:
         rows, columns = shape_at(b, op, 0)[0], shape_at(b, op, 9)[1]
         waves = -(-rows * -(-columns // COLUMNS) // WARPS_AT_ONCE)
-        trees = shape_at(b, op, 7)[0]
-        level = LEVEL_S + (at_once(trees) - 1) * TREE_S
-        return LAUNCH_S + waves * -(-trees // (LANES * at_once(trees))) * _depth(b, op) * level
+        trees = -(-shape_at(b, op, 7)[0] // LANES)
+        return LAUNCH_S + waves * trees * _depth(b, op) * LEVEL_S
 
 
 TACTIC = TreesKernel({"TreeEnsemble": _tree_ensemble}, _limits)

@@ -95,7 +95,5 @@ def test_the_predicted_time_grows_with_trees_depth_and_rows() -> None:
         return found
 
     least = seconds(5)
-    assert seconds(5, count=200) < 2 * least, "a lane walks seven trees at once"
-    assert seconds(5, count=31) < least, "it has only one"
     assert least == seconds(4000)
     assert all(seconds(*more[0], **more[1]) > least for more in (((5,), {"depth": 5}), ((5,), {"count": 100}), ((9000,), {})))  # fmt: skip
