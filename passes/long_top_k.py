@@ -15,7 +15,7 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.sort import TopKAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import in_shape, ints, operand, shape_of, sliced
+from optdnn.passes.support.facts import in_shape, ints, operand, sliced
 from optdnn.types import INT64, normalize_axis
 
 HELD = 1 << 15
@@ -25,10 +25,10 @@ HELD = 1 << 15
 @rule("long_top_k", {"TopK"})
 def long_top_k(graph: Graph, op: Op) -> Match | Miss | None:
     """A TopK along the last axis of lines from which parts of half of :data:`HELD` elements would keep more than that."""
-    shape, kept = shape_of(graph, operand(op)), ints(graph, operand(op, 1))
-    if shape is None or kept is None or not all(isinstance(d, int) for d in shape):
+    t, kept = graph.type(operand(op)), ints(graph, operand(op, 1))
+    if kept is None or not t.is_static:
         return None
-    *lines, size = (int(d) for d in shape)
+    *lines, size = shape = t.static_shape
     if normalize_axis(op.attrs.axis, len(shape)) != len(lines) or size <= HELD or 2 * size * kept[0] <= HELD * HELD:
         return None
     parts = -(-size // HELD)

@@ -6,6 +6,7 @@ An integer of an iteration, or an element of a short vector, is a :data:`Scalar`
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -172,6 +173,5 @@ def _made(kind: str, *operands: Scalar) -> Scalar:
 
 def _same_size(body: Graph, op: Op) -> bool:
     """Whether an operator keeps the number of elements, which is known."""
-    before, after = (body.type(v).shape for v in (op.inputs[0], op.value) if v is not None)
-    known = all(s is not None and all(isinstance(d, int) for d in s) for s in (before, after))
-    return known and np.prod(before or ()) == np.prod(after or ())
+    before, after = (body.type(v) for v in (op.inputs[0], op.value) if v is not None)
+    return before.is_static and after.is_static and math.prod(before.static_shape) == math.prod(after.static_shape)
