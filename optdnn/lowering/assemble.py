@@ -99,9 +99,8 @@ def compact(program: Program) -> Program:
     old_blobs = dict.fromkeys(b for i in named if (b := program.buffers[i].blob) is not None)
     blob = {old: new for new, old in enumerate(old_blobs)}
     used = dict.fromkeys(s.params["launch"]["kernel"] for s in program.steps if "launch" in s.params)
-    used |= dict.fromkeys(
-        i for i, k in enumerate(program.kernels) if k.template == SUPPRESS
-    )  # steps on the host use it
+    # No step launches the kernel that steps on the host use.
+    used |= dict.fromkeys(i for i, k in enumerate(program.kernels) if k.template == SUPPRESS)
     kernel = {old: new for new, old in enumerate(used)}
 
     def moved(b: Buffer) -> Buffer:
