@@ -59,9 +59,10 @@ def prepare(folder: Path, name: str) -> dict[str, Any]:
 
 
 def run(folder: Path, name: str, tool: str, fault: int) -> None:
-    """Every launch of a prepared engine, one after the other, on separate allocations. A sanitizer watches this function."""
+    """Every step of a prepared engine, one after the other, on separate allocations. A sanitizer watches this function."""
     from optdnn.runtime.cuda.allocator import DeviceMemory, upload
-    from optdnn.runtime.cuda.device import Launch
+    from optdnn.runtime.cuda.launches.chain import do
+    from optdnn.runtime.cuda.launches.plan import CudaStep
     from optdnn.runtime.cuda.runner import CudaRunner
     from optdnn.runtime.file import format as engine_format
     from optdnn.runtime.steps.executor import LoadOptions
@@ -83,10 +84,13 @@ def run(folder: Path, name: str, tool: str, fault: int) -> None:
         upload(memory[i].pointer, np.ascontiguousarray(feeds[spec.name]))
     items = context.items({i: m.pointer for i, m in memory.items()})
     for step, parsed, item in zip(program.steps, context.runner.steps, items, strict=True):
-        assert isinstance(item, Launch), "a step on the host"
-        item.enqueue(context.stream.handle)
+        do(item, context.stream)
         context.stream.synchronize()
-        if tool == "initcheck" and stores_by_tma(program.kernels[parsed.launch.kernel]):
+        if (
+            tool == "initcheck"
+            and isinstance(parsed, CudaStep)
+            and stores_by_tma(program.kernels[parsed.launch.kernel])
+        ):
             written_over(program, (*step.inputs, *step.outputs), parsed, memory)
     print(f"ran {name}: {len(program.steps)} launches", flush=True)
 

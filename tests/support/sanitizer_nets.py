@@ -44,6 +44,7 @@ from kernels.test_pointwise_rows import CASES as OF_ROWS  # type: ignore[import-
 from kernels.test_staged_pad import CASES as PADDED  # type: ignore[import-not-found]
 from lowering.test_joined_launches import boxes  # type: ignore[import-not-found]
 
+from optdnn.importers.onnx import import_model
 from support.net import Net
 from support.packed_cases import CASES, network
 from support.quantized_nets import FP8, NARROWED, NETS, QNet
@@ -74,6 +75,7 @@ from support.sanitizer_graphs import (
     wide_results,
 )
 from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, group_norm
+from support.suppression_cases import detector
 
 
 def _never(*given: Any) -> None:
@@ -415,7 +417,8 @@ def sequences() -> Graphs:
         "top rows": (lambda: test_top_rows.graph(test_top_rows.CASES[0]), "fp32"),
         "top rows of several blocks": (lambda: test_top_rows.graph(((1, 40000), 1, 40, "fp16", True)), "fp32"),
         "top rows, equal elements": (lambda: test_top_rows.graph(((1, 9000), 1, 300, "int8", True)), "fp32"),
-        "top rows, read again": (lambda: test_top_rows.graph(((1, 150000), 1, 4000, "fp16", True)), "fp32"),
+        "top rows, read again": (lambda: test_top_rows.graph(((150000, 1), 0, 4000, "fp16", True)), "fp32"),
+        "suppression of boxes": (lambda: import_model(detector(1500, 2)), "fp32"),
         **{f"sampling {n} tokens": (partial(sampling, n, "fp16"), "fp32") for n in (1003, 32000)},
     }
 

@@ -42,7 +42,7 @@ CASES: list[Case] = [
 SHARED: list[Case] = [
     ((2, 40000), 1, 3, "fp32", True),
     ((40001, 2), 0, 70, "fp16", False),
-    ((1, 150000), 1, 4000, "fp16", True),
+    ((150000, 1), 0, 4000, "fp16", True),
 ]
 """Lines of several blocks, and a line that is read again."""
 LONG: list[Case] = [
