@@ -110,6 +110,21 @@ def test_boxes_of_all_classes_are_compared_at_once(limit: int, score: float | No
     assert calls == [s.size if score is None else int((s > score).sum())]
 
 
+def test_more_scores_than_one_sort_can_rank_are_compared_in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    b, s = boxes(1, 90), np.random.default_rng(4).uniform(0, 1, (1, 2, 90)).astype(F)
+    given = (b, s, np.array([50]), np.array([0.3], F))
+    monkeypatch.setattr(suppression, "MOST_SCORES", s.size - 1)
+
+    def never(corners: Array, group: Array, threshold: float) -> Array:
+        raise AssertionError("it is called")
+
+    with suppressed_by(never):
+        assert len(non_max_suppression(*given)[0])
+        monkeypatch.setattr(suppression, "MOST_SCORES", s.size)
+        with pytest.raises(AssertionError, match="it is called"):
+            non_max_suppression(*given)
+
+
 def test_boxes_of_nan_suppress_nothing() -> None:
     b = boxes(1, 20)
     b[0, ::3, 1] = np.nan
