@@ -11,7 +11,6 @@ all iterations are a few operators with known sizes per picture. Infinities or N
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,10 +21,10 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import ints, is_filled, operand, producer
+from optdnn.passes.support.facts import integers, ints, is_filled, operand, producer
 from optdnn.passes.support.scalars import Scalar, Scalars
 from optdnn.passes.unroll import goes_on
-from optdnn.types import FP32, INT64, DType, normalize_axis
+from optdnn.types import FP32, DType, normalize_axis
 
 SAMPLED = ("half_pixel", "pytorch_half_pixel")
 """Coordinates of a Resize that the rule computes."""
@@ -61,18 +60,17 @@ def pasted_picture(graph: Graph, op: Op) -> Match | Miss | None:
     ):
         return Miss("it does not resize by plain linear interpolation")
     scalars = Scalars(graph, op)
-    made = [scalars.of(v) for v in parts]
+    sizes, *made = [scalars.of(v) or [] for v in parts]
     source = scalars.rows_of(picture)
-    if source is None or any(m is None for m in made) or not scalars.all_rows():
+    if source is None or not sizes or any(len(m) != 1 for m in made) or not scalars.all_rows():
         return Miss("its sizes are not simple functions of rows that the iterations take in turn")
     initial = graph.type(operand(op, 2)).shape
     if initial is None or initial[0] != 0 or not all(isinstance(d, int) for d in initial):
         return Miss("its result does not begin empty")
-    sizes, y, x = made[0] or [], made[1:4], made[4:7]
     if len(sizes) != 4 or sizes[:2] != [1, 1]:
         return Miss("it resizes more than one picture")
     axes = [
-        _Axis(int(initial[1 + k]), sizes[2 + k], *(m[0] for m in (y, x)[k] if m))  # type: ignore[arg-type]
+        _Axis(int(initial[1 + k]), sizes[2 + k], *(m[0] for m in made[3 * k : 3 * k + 3]))  # type: ignore[arg-type]
         for k in range(2)
     ]
     pixels = body.type(picture).static_shape[-2:]
@@ -84,7 +82,7 @@ def pasted_picture(graph: Graph, op: Op) -> Match | Miss | None:
         wide = dtype if dtype.itemsize > FP32.itemsize else FP32
         rows, columns = (_weights(patch, scalars, a, n, resize, wide) for a, n in zip(axes, pixels, strict=True))
         several = graph.type(source).dims
-        pictures = patch.add("Squeeze", [source, _vector(patch, [1])]) if len(several) == 4 else source
+        pictures = patch.add("Squeeze", [source, integers(patch, [1], "axes")]) if len(several) == 4 else source
         rows, columns = (v if dtype == wide else patch.add("Cast", [v], CastAttrs(dtype)) for v in (rows, columns))
         across = patch.add("Transpose", [columns], TransposeAttrs((0, 2, 1)))
         return patch.add("MatMul", [patch.add("MatMul", [rows, pictures], MatMulAttrs()), across], MatMulAttrs())
@@ -125,7 +123,7 @@ def _pasted(body: Graph, canvas: Value) -> tuple[Value, Op, list[Value]] | None:
         bounds.insert(0, [operand(cut, 1), operand(cut, 2)])
         value = cut.inputs[0]
     for _ in range(2):
-        first = producer(body, value, {"Gather", "Squeeze", "Reshape"})
+        first = producer(body, value, {"Gather", "Squeeze"})
         value = first.inputs[0] if first is not None and _takes_the_only(body, first) else value
     resize = producer(body, value, {"Resize"})
     if (
@@ -172,7 +170,8 @@ def _takes_the_only(body: Graph, op: Op) -> bool:
     """Whether an operator removes a leading axis of size 1."""
     if op.kind == "Gather":
         return normalize_axis(op.attrs.axis, 4) == 0 and is_filled(body.known(op.inputs[1]), 0)
-    return op.kind == "Squeeze" and set(ints(body, op.input(1)) or ()) <= {0, 1}
+    axes = ints(body, op.input(1))
+    return axes is not None and set(axes) <= {0, 1}
 
 
 # ---------------------------------------------------------------- the new operators
@@ -194,21 +193,17 @@ def _weights(patch: Patch, scalars: Scalars, axis: _Axis, pixels: int, resize: O
     if resize.attrs.coordinate_transformation_mode == "pytorch_half_pixel":
         sampled = patch.add("Where", [patch.add("Greater", [size, one]), sampled, nothing])
     sampled = patch.add("Min", [patch.add("Max", [sampled, nothing]), last])
-    column = patch.add("Unsqueeze", [sampled, _vector(patch, [2])])
+    column = patch.add("Unsqueeze", [sampled, integers(patch, [2], "axes")])
     own = patch.constant(np.arange(pixels, dtype=dtype), "pixel")
     far = patch.add("Abs", [patch.add("Sub", [column, own])])
     weights = patch.add("Max", [patch.add("Sub", [one, far]), nothing])
-    return patch.add("Where", [patch.add("Unsqueeze", [inside, _vector(patch, [2])]), weights, nothing])
+    return patch.add("Where", [patch.add("Unsqueeze", [inside, integers(patch, [2], "axes")]), weights, nothing])
 
 
 def _inside(patch: Patch, bound: Value, size: Value, zero: Value) -> Value:
     """A bound of a Slice of ``size`` rows: a negative one counts from the end."""
     from_end = patch.add("Where", [patch.add("Less", [bound, zero]), patch.add("Add", [bound, size]), bound])
     return patch.add("Min", [patch.add("Max", [from_end, zero]), size])
-
-
-def _vector(patch: Patch, numbers: Sequence[int]) -> Value:
-    return patch.constant(np.array(numbers, INT64), "axes")
 
 
 class PastedPictures(RulePass):

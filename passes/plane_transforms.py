@@ -26,6 +26,7 @@ from optdnn.passes.transform_products import (
     LEAST_AFTER,
     WIDE,
     Transform,
+    TransformRule,
     count_of_parts,
     factor,
     has_images,
@@ -41,17 +42,11 @@ POINTS = 256
 """Most numbers of a plane: with more, multiplying takes longer than reading and writing."""
 
 
-class PlaneToMatmul(Rule):
+class PlaneToMatmul(TransformRule):
     """A DFT of a DFT over the axis before or after becomes a product. Refuses planes of more than ``POINTS`` numbers, of unknown
-    sizes, and with a few numbers after each point.
-
-    ``channels_last``: images of the network are likely to have their channels last in memory."""
+    sizes, and with a few numbers after each point."""
 
     name = "plane_to_matmul"
-    kinds = frozenset({"DFT"})
-
-    def __init__(self, channels_last: bool = False) -> None:
-        self.channels_last = channels_last
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         before, between = scales(graph, op)

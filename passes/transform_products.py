@@ -65,16 +65,19 @@ class Transform:
         return np.stack([np.stack([row[p] for p in parts], axis=-1) for row in rows], axis=1)
 
 
-class DftToMatmul(Rule):
-    """A DFT becomes a product. Refuses unknown lengths and axes, matrices of more than ``MOST`` elements, and small transforms.
+class TransformRule(Rule):
+    """A rule of transforms. ``channels_last``: images of the network are likely to have their channels last in memory."""
 
-    ``channels_last``: images of the network are likely to have their channels last in memory."""
-
-    name = "dft_to_matmul"
     kinds = frozenset({"DFT"})
 
     def __init__(self, channels_last: bool = False) -> None:
         self.channels_last = channels_last
+
+
+class DftToMatmul(TransformRule):
+    """A DFT becomes a product. Refuses unknown lengths and axes, matrices of more than ``MOST`` elements, and small transforms."""
+
+    name = "dft_to_matmul"
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         return _dft_to_matmul(graph, op, self.channels_last)

@@ -10,7 +10,7 @@ from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.scan_cases import CASES, STEPS, graph_of, stacked, taken
-from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate, tactics
+from support.simulated import check_simulated, feeds_of, kinds, lowered, on_host, simulate, tactics
 from support.sweep import in_turn
 
 from optdnn.ir.graph import Graph
@@ -43,7 +43,7 @@ def test_it_compiles_without_spills(name: str) -> None:
 def host_reasons(graph: Graph) -> list[str]:
     """The reasons for which operators run on the host."""
     program = lowered(graph, "fp32", no_cubins=True)
-    return [row["why"] for row in program.meta["host"]["operators"] if row["kind"] == "PointwiseScan"]
+    return on_host(program, "PointwiseScan")
 
 
 def test_operators_that_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.segment_cases import CASES, edges, graph_of, rows_of, scattered
-from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate, tactics
+from support.simulated import check_simulated, feeds_of, kinds, lowered, on_host, simulate, tactics
 from support.sweep import in_turn
 
 from optdnn.kernels.reduce import segment_sum
@@ -52,7 +52,7 @@ def test_long_segments_are_shared_by_lanes(longest: int, threads: int, lanes: in
 def test_operators_that_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     def reasons(name: str) -> list[str]:
         program = lowered(graph_of(name), "fp32", no_cubins=True)
-        return [row["why"] for row in program.meta["host"]["operators"] if row["kind"] == "SegmentSum"]
+        return on_host(program, "SegmentSum")
 
     with monkeypatch.context() as patch:
         patch.delitem(segment_sum.EXPRESSIONS, "Sub")

@@ -115,6 +115,11 @@ def refusals(program: Program, tactic: str = "*", kind: str = "*") -> list[str]:
     return [r["reason"] for row in rows for r in row.get("refused", ()) if fnmatch(r["tactic"], tactic)]
 
 
+def on_host(program: Program, kind: str) -> list[str]:
+    """The reasons why operators of this kind run on the CPU."""
+    return [row["why"] for row in program.meta["host"]["operators"] if row["kind"] == kind]
+
+
 def check_not_taken(graph: Graph, tactic: str, because: str, *launches: str, **options: Any) -> None:
     """Lower: the tactic makes no launch, for a reason that contains ``because``, and there are no ``launches`` of these kinds."""
     program = lowered(graph, **options)

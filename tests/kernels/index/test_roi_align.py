@@ -10,14 +10,14 @@ from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.roi_cases import CASES, aligned, graph_of
-from support.simulated import check_simulated, kinds, lowered, refusals, tactics
+from support.simulated import check_simulated, kinds, lowered, on_host, refusals, tactics
 from support.sweep import in_turn
 
 from optdnn.kernels.index import roi_align
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 
-on_host = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 
 @pytest.mark.parametrize(("name", "precision"), in_turn(CASES, "fp16", "fp32"))
@@ -27,13 +27,13 @@ def test_meanings(name: str, precision: str) -> None:
     assert tactics(program, "RoiAlign") == [wanted]
 
 
-@on_host
+@needs_compiler
 @pytest.mark.parametrize(("name", "precision"), in_turn(CASES, "fp32", "fp16", step=2))
 def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
     compare_graph(graph_of(name), precision, tmp_path)
 
 
-@on_host
+@needs_compiler
 @pytest.mark.parametrize(("size", "mode"), [(300.0, "max"), (1e6, "avg")])
 def test_a_region_far_larger_than_the_image_visits_only_its_pixels(size: float, mode: str, tmp_path: Path) -> None:
     """Up to a million samples along each axis of a bin. All but a few of them lie outside of the image."""
@@ -65,7 +65,7 @@ def test_channels_that_are_not_contiguous() -> None:
 def test_it_refuses_more_elements_than_it_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roi_align, "POINTS_LIMIT", 12)
     program = lowered(graph_of("channels"), "fp16", no_cubins=True)
-    (why,) = [row["why"] for row in program.meta["host"]["operators"] if row["kind"] == "RoiAlign"]
+    (why,) = on_host(program, "RoiAlign")
     assert "more than the kernel can count" in why
 
 

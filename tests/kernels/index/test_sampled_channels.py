@@ -11,7 +11,7 @@ from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.sampled_cases import CASES, attention, deformed, graph_of, warped
-from support.simulated import check_simulated, kinds, lowered, refusals, tactics
+from support.simulated import check_simulated, kinds, lowered, on_host, refusals, tactics
 from support.sweep import in_turn
 
 from optdnn.kernels.index import sampling
@@ -86,7 +86,7 @@ def test_volumes_are_for_the_general_kernel() -> None:
 def test_it_refuses_more_elements_than_it_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "POINTS_LIMIT", 12)
     program = lowered(graph_of("levels"), "fp16", no_cubins=True)
-    (why,) = [row["why"] for row in program.meta["host"]["operators"] if row["kind"] == "SampledSum"]
+    (why,) = on_host(program, "SampledSum")
     assert "more than the kernel can count" in why
 
 
