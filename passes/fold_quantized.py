@@ -142,7 +142,9 @@ class QuantizedProduct(Rule):
         residual = dequantized(graph, ep.residual) if ep.residual is not None else None
         if ep.residual is not None and first is not None and not _fits(residual, first[1]):
             ep = plan_epilogue(graph, op, channel_axis=self._axis(op), allow_residual=False)
-        result = None if first is None or ep.rest else longest(graph, *first, adds=ep.residual is None)
+        result = (
+            None if first is None or ep.rest else longest(graph, *first, adds=ep.residual is None, before=ep.rendered)
+        )
         if result is not None and result.stages:
             ep = replace(ep, rendered=[*ep.rendered, *result.stages])
             if result.residual is not None:

@@ -7,6 +7,7 @@ the multiplication by the scale. Reshapes in between do not matter: stages compu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from optdnn.ir.epilogue import Epilogue, absorb_unary
@@ -34,12 +35,23 @@ class Rounded:
     ops: tuple[Op, ...] = ()
 
 
-def longest(graph: Graph, store: Op, params: QuantParams, *, adds: bool) -> Rounded:
-    """The last rounding that the launch of a product can reach from that of its result. ``adds``: whether it may add a tensor."""
+def longest(
+    graph: Graph, store: Op, params: QuantParams, *, adds: bool, before: Sequence[render.Stage] = ()
+) -> Rounded:
+    """The last rounding that the launch of a product can reach from that of its result. ``adds``: whether it may add a tensor.
+
+    ``before``: the product's stages so far. Kernels hold a fixed number of constants, so the stages end where more would be needed."""
     found = Rounded(store, params)
     while (more := _further(graph, found, adds and found.residual is None)) is not None:
+        if _constants(before, more) > requantize.MAX_CONSTANTS:
+            break
         found = more
     return found
+
+
+def _constants(before: Sequence[render.Stage], result: Rounded) -> int:
+    """The constants of all stages. The last one multiplies by the reciprocal of the result's scale."""
+    return len(render.constants_of([*before, *result.stages])) + (result.params.scale != 1.0)
 
 
 def _further(graph: Graph, found: Rounded, adds: bool) -> Rounded | None:

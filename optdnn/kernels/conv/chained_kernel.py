@@ -15,10 +15,10 @@ from functools import partial
 from itertools import product
 
 from optdnn.kernels.conv.cost import CLOCK, STAGE_ISSUE
-from optdnn.kernels.conv.parameters import MAX_CONSTANTS, put_requantize
+from optdnn.kernels.conv.parameters import put_requantize
 from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
 from optdnn.kernels.ranking import joint, varied
-from optdnn.ops.requantize import Requantize
+from optdnn.ops.requantize import MAX_CONSTANTS, Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts

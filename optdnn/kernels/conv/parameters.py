@@ -13,7 +13,7 @@ from optdnn.kernels.builder import TensorView
 from optdnn.kernels.conv.problem import Depth, Problem, Source
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS, MOMENT_ROWS
 from optdnn.kernels.launch import Parameters
-from optdnn.ops.requantize import Requantize
+from optdnn.ops.requantize import MAX_CONSTANTS, Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.launches.plan import TensorMap
 from optdnn.types import Array
@@ -43,10 +43,6 @@ def permuted_rows(matrix: Array) -> Array:
     full = np.zeros((-(-len(matrix) // 16) * 16, matrix.shape[1]), matrix.dtype)
     full[: len(matrix)] = matrix
     return np.ascontiguousarray(full.reshape(-1, 8, 2, matrix.shape[1]).transpose(0, 2, 1, 3).reshape(full.shape))
-
-
-MAX_CONSTANTS = 8
-"""Most constants of a quantized epilogue's stages."""
 
 
 def put_requantize(parameters: Parameters, stages: Sequence[render.Stage], requantize: Requantize | None) -> None:

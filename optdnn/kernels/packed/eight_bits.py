@@ -14,7 +14,6 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, as_rows, map_dtype, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import finish
 from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
@@ -24,7 +23,7 @@ from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.product import OPERANDS, described, packed_operands, refusal, row_count
 from optdnn.kernels.packed.tactics import LEAST_ROWS, PackedWgmma
 from optdnn.kernels.tactic import Offer, costlier
-from optdnn.ops.requantize import LARGEST, Requantize, pad_channels
+from optdnn.ops.requantize import LARGEST, MAX_CONSTANTS, Requantize, pad_channels
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.reference.packed import by_number, numbers_of
@@ -97,7 +96,7 @@ class PackedBytes(MatrixProduct):
         stages = self.rows(b, op).ep.rendered
         if unknown := sorted({str(s[0]) for s in stages} - {"add", "mul", *STAGES}):
             return f"8-bit products have no stage {', '.join(unknown)}"
-        if len(render.constants_of(stages)) > conv_params.MAX_CONSTANTS:
+        if len(render.constants_of(stages)) > MAX_CONSTANTS:
             return "its stages have too many constants"
         return None
 

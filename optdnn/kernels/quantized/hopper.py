@@ -90,7 +90,7 @@ def refusal(b: Builder, op: Op) -> str | None:
         return f"no kernel turns {x} into {out.dtype.name}"
     names = [str(s[0]) for s in op.attrs.stages]
     missing = sorted(set(names) - render.STAGES.keys())
-    if missing or len(render.constants_of(op.attrs.stages)) > conv_params.MAX_CONSTANTS:
+    if missing or len(render.constants_of(op.attrs.stages)) > requantize.MAX_CONSTANTS:
         return f"the kernel does not support its stages: {', '.join(missing) or 'too many constants'}"
     if op.input(3) is not None:
         residual = b.graph.type(op.inputs[3])  # type: ignore[arg-type]
