@@ -40,7 +40,7 @@ def longest(
 ) -> Rounded:
     """The last rounding that the launch of a product can reach from that of its result. ``adds``: whether it may add a tensor.
 
-    ``before``: the product's stages so far. Kernels hold a fixed number of constants, so the stages end where more would be needed."""
+    ``before``: the product's stages so far. Kernels hold a fixed number of constants; the stages end where they would need more."""
     found = Rounded(store, params)
     while (more := _further(graph, found, adds and found.residual is None)) is not None:
         if _constants(before, more) > requantize.MAX_CONSTANTS:
