@@ -84,6 +84,7 @@ from optdnn.passes.take_rows import TakeRows
 from optdnn.passes.talking_heads import TalkingHeads
 from optdnn.passes.token_products import TokenProducts
 from optdnn.passes.transform_products import TransformProducts
+from optdnn.passes.two_way_attention import TwoWayAttention
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
 from optdnn.passes.unrolled_cells import UnrolledCells
@@ -175,6 +176,7 @@ O2_GPU: tuple[Pass, ...] = (
     ChannelNorms(),  # before epilogues, which would absorb their arithmetic; GPUs only: CPU libraries would have to transpose
     FuseRotary(),  # before attention: the rotation of queries and keys
     TalkingHeads(),  # before attention: the ops that it leaves are an attention
+    TwoWayAttention(),  # before attention, which needs scores of its own for each direction
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     AttentionParts(),  # after attention; before ShortAttention, since parts may be short; before views are hoisted
     ShortAttention(),  # after attention, before its heads are padded and its views are hoisted

@@ -282,6 +282,7 @@ RULES: Mapping[str, str] = {
     "factored_bias": "biases of attention added up before the scores",
     "merged_heads": "heads of attention taken out of the batch",
     "normalized_keys": "keys of attention transposed before they are normalized",
+    "softmax_of_columns": "attentions over the columns of scores written over the rows of transposed scores",
     "values_first": "attentions with values first put in the usual order",
     "talking_heads": "attentions with mixed heads written as attention of all features",
     "rotary_embedding": "rotary embeddings recognized",
