@@ -71,6 +71,7 @@ from optdnn.passes.product_chains import ProductChains
 from optdnn.passes.products_of_parts import ProductsOfParts
 from optdnn.passes.radix_sums import RadixSums
 from optdnn.passes.relative_positions import RelativePositions
+from optdnn.passes.resampling_filters import ResamplingFilters
 from optdnn.passes.roll_scans import RollScans
 from optdnn.passes.sampled_sums import SampledSums
 from optdnn.passes.segment_sums import SegmentSums
@@ -170,6 +171,7 @@ O2_GPU: tuple[Pass, ...] = (
     VectorProducts(),  # before views are hoisted; before siblings, which may take in the matrix
     SampledSums(),  # before precisions: sampling positions stay fp32; before epilogues, which would absorb the weighting
     ConstantParts(),  # before constants are folded, which computes the constant part; before epilogues, which add it
+    ResamplingFilters(),  # before epilogues, which hide filters; before views are hoisted
     WindowSums(),  # before epilogues; before channels last are chosen
     SegmentSums(),  # before epilogues, which would take in the arithmetic of rows
     FuseL2Norm(),  # before attention: queries and keys of cosine attention; before ChannelNorms. GPUs have a kernel for it

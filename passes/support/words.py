@@ -282,6 +282,8 @@ RULES: Mapping[str, str] = {
     "factored_bias": "biases of attention added up before the scores",
     "merged_heads": "heads of attention taken out of the batch",
     "normalized_keys": "keys of attention transposed before they are normalized",
+    "resampling_filter": "filters over inserted zeros, or over channels as images, written as depthwise convolutions",
+    "sliced_filter": "dropped pixels of filtered images not computed",
     "softmax_of_columns": "attentions over the columns of scores written over the rows of transposed scores",
     "values_first": "attentions with values first put in the usual order",
     "talking_heads": "attentions with mixed heads written as attention of all features",
