@@ -206,6 +206,7 @@ RULES: Mapping[str, str] = {
     "summed_pixels": "sums of weighted pixels written as products whose rows are pixels",
     "weighted_sum": "weighted sums over positions computed as matrix products",
     "grid_gather": "gathers of whole axes written as views",
+    "repeated_pixels": "gathers that repeat pixels written as a resize to nearest pixels",
     "grid_gather_nd": "gathers of all rows by their positions written as views",
     "grid_fold": "folds of windows that do not overlap written as views",
     "token_product": "products along tokens computed without transposing them",
