@@ -9,7 +9,7 @@ from __future__ import annotations
 from optdnn.passes.base import RulePass
 from optdnn.passes.rules.added_parts import added_part, concat_of_parts, pad_of_pad, part_of_zeros
 from optdnn.passes.rules.concats import concat_of_split, empty_parts, interleaved_parts, part_of_concat, split_of_concat
-from optdnn.passes.rules.grids import grid_fold, grid_gather, grid_gather_nd
+from optdnn.passes.rules.grids import grid_fold, grid_gather, grid_gather_nd, repeated_pixels
 from optdnn.passes.rules.input_sizes import input_target
 from optdnn.passes.rules.known_writes import assembled_writes, hidden_write, known_writes
 from optdnn.passes.rules.means import reduction_of_reduction, sum_is_mean
@@ -50,6 +50,7 @@ class Canonicalize(RulePass):
         whole_axes,
         grid_gather,
         grid_gather_nd,
+        repeated_pixels,
         grid_fold,
         transpose_chain,  # before sinking: two neighbors merge where they are
         transpose_is_reshape,

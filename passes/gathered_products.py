@@ -110,16 +110,36 @@ def _terms(graph: Graph, term: _Term) -> list[_Term]:
             found += _terms(graph, replace(term, value=part, first=first))
             first += graph.type(part).static_shape[term.axis]
         return found
-    if op.kind in ("Add", "Sub") and not term.moves and _has_channels(graph, op, term.axis):
+    if op.kind in ("Add", "Sub") and _has_channels(graph, op, term.axis) and _goes_before(graph, op, term.moves):
         signs = (1, -1 if op.kind == "Sub" else 1)
         parts = [replace(term, value=operand(op, i), sign=term.sign * s) for i, s in enumerate(signs)]
-        return [t for part in parts for t in _terms(graph, part)]
+        found = [t for part in parts for t in _terms(graph, part)]
+        return found if not term.moves or _fit(graph, found, term) else [term]
     before = _axis_before(graph, op, term.axis)
     if before is None:
         return [term]
-    inner = _terms(graph, replace(term, value=operand(op), axis=before, moves=((op, term.axis), *term.moves)))
+    repeated_by_the_sum = (
+        op.kind == "Expand" and bool(term.moves) and _all_transposes(term.moves) and before == term.axis
+    )
+    moves = term.moves if repeated_by_the_sum else ((op, term.axis), *term.moves)
+    inner = _terms(graph, replace(term, value=operand(op), axis=before, moves=moves))
+    return inner if _fit(graph, inner, term) else [term]
+
+
+def _fit(graph: Graph, inner: Sequence[_Term], term: _Term) -> bool:
+    """Whether products can multiply the parts of ``term``, and they have no more rows than it."""
     fit = all(t.axis in (1, len(graph.type(t.value).dims) - 1) for t in inner)
-    return inner if fit and sum(_rows(graph, t) for t in inner) <= _rows(graph, term) else [term]
+    return fit and sum(_rows(graph, t) for t in inner) <= _rows(graph, term)
+
+
+def _all_transposes(moves: Sequence[tuple[Op, int]]) -> bool:
+    return all(op.kind == "Transpose" for op, _ in moves)
+
+
+def _goes_before(graph: Graph, op: Op, moves: Sequence[tuple[Op, int]]) -> bool:
+    """Whether each operand of the sum ``op`` can be moved in place of the sum: moves that repeat rows would be done twice."""
+    whole = all(v is not None and graph.type(v).dims == op.outputs[0].type.dims for v in op.inputs)
+    return _all_transposes(moves) or (whole and all(move.kind in RESHAPES | {"Transpose"} for move, _ in moves))
 
 
 def _has_channels(graph: Graph, op: Op, axis: int) -> bool:

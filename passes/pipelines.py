@@ -71,6 +71,7 @@ from optdnn.passes.product_chains import ProductChains
 from optdnn.passes.products_of_parts import ProductsOfParts
 from optdnn.passes.radix_sums import RadixSums
 from optdnn.passes.relative_positions import RelativePositions
+from optdnn.passes.resampling_filters import ResamplingFilters
 from optdnn.passes.roll_scans import RollScans
 from optdnn.passes.sampled_sums import SampledSums
 from optdnn.passes.segment_sums import SegmentSums
@@ -84,6 +85,7 @@ from optdnn.passes.take_rows import TakeRows
 from optdnn.passes.talking_heads import TalkingHeads
 from optdnn.passes.token_products import TokenProducts
 from optdnn.passes.transform_products import TransformProducts
+from optdnn.passes.two_way_attention import TwoWayAttention
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
 from optdnn.passes.unrolled_cells import UnrolledCells
@@ -169,12 +171,14 @@ O2_GPU: tuple[Pass, ...] = (
     VectorProducts(),  # before views are hoisted; before siblings, which may take in the matrix
     SampledSums(),  # before precisions: sampling positions stay fp32; before epilogues, which would absorb the weighting
     ConstantParts(),  # before constants are folded, which computes the constant part; before epilogues, which add it
+    ResamplingFilters(),  # before epilogues, which hide filters; before views are hoisted
     WindowSums(),  # before epilogues; before channels last are chosen
     SegmentSums(),  # before epilogues, which would take in the arithmetic of rows
     FuseL2Norm(),  # before attention: queries and keys of cosine attention; before ChannelNorms. GPUs have a kernel for it
     ChannelNorms(),  # before epilogues, which would absorb their arithmetic; GPUs only: CPU libraries would have to transpose
     FuseRotary(),  # before attention: the rotation of queries and keys
     TalkingHeads(),  # before attention: the ops that it leaves are an attention
+    TwoWayAttention(),  # before attention, which needs scores of its own for each direction
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     AttentionParts(),  # after attention; before ShortAttention, since parts may be short; before views are hoisted
     ShortAttention(),  # after attention, before its heads are padded and its views are hoisted

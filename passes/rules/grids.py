@@ -4,7 +4,8 @@ PyTorch exports ``unfold`` as a Gather along each axis of an image, with a table
 overlap and cover the image, the table holds every index of the axis once: it is a transposed count. ``fold`` is exported as a
 Col2Im.
 
-transformers reads the mask of a language model by the positions of all queries and keys, which is exported as a GatherND.
+transformers reads the mask of a language model by the positions of all queries and keys, which is exported as a GatherND. PyTorch's
+dynamo exporter writes an upsampling to exact nearest pixels as a GatherND of the pixels, with the image's axes first.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.resize import ResizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import integers, ints, operand, reshape_target, reshaped, shape_of
+from optdnn.passes.support.facts import integers, ints, operand, reshape_target, reshaped, shape_of, sizes_of
 from optdnn.passes.support.views import transposed
 from optdnn.types import Array, Shape, normalize_axis
 
@@ -78,6 +80,33 @@ def grid_gather_nd(graph: Graph, op: Op) -> Match | Miss | None:
     def build(patch: Patch) -> Value:
         y = transposed(patch, reshaped(patch, x, target), perm)
         return y if once.shape == rows.shape else patch.add("Expand", [y, integers(patch, whole, "shape")])
+
+    return Match((op,), build)
+
+
+@rule("repeated_pixels", {"GatherND"})
+def repeated_pixels(graph: Graph, op: Op) -> Match | None:
+    """A GatherND of all pixels of images [H, W, N, C], each repeated to a block of pixels, is a Resize to nearest pixels."""
+    x, indices = operand(op), graph.constant_value(op.inputs[1])
+    before = sizes_of(graph, x)
+    if indices is None or before is None or op.attrs.batch_dims or len(before) != 4 or 0 in before:
+        return None
+    if (
+        indices.ndim != 3
+        or indices.shape[-1] != 2
+        or any(n % m for n, m in zip(indices.shape, before[:2], strict=False))
+    ):
+        return None
+    factors = [n // m for n, m in zip(indices.shape, before[:2], strict=False)]
+    places = np.meshgrid(*(np.arange(m * k) // k for m, k in zip(before, factors, strict=False)), indexing="ij")
+    if factors == [1, 1] or not np.array_equal(indices % before[:2], np.stack(places, -1)):
+        return None
+    images = (2, 3, 0, 1)
+    nearest = ResizeAttrs(coordinate_transformation_mode="asymmetric", nearest_mode="floor")
+
+    def build(patch: Patch) -> Value:
+        scales = patch.constant(np.array([1, 1, *factors], np.float32), "scales")
+        return transposed(patch, patch.add("Resize", [transposed(patch, x, images), None, scales], nearest), images)
 
     return Match((op,), build)
 

@@ -88,6 +88,30 @@ def test_several_clouds() -> None:
     assert [graph.type(op.value).static_shape for op in graph.of_kind("Gather")] == [(2 * POINTS * NEAR, MADE)]
 
 
+def turned_edges(n: Net, batch: int, repeat: bool = True) -> Graph:
+    """Edges as rows, turned before the convolution: DGCNN as published. Without ``repeat``, others read the points."""
+    x = n.op("Relu", n.input(batch, POINTS, C))
+    rows = n.op("Gather", n.op("Reshape", x, n.ints(batch * POINTS, C)), places(n, batch * POINTS * NEAR))
+    there = n.op("Reshape", rows, n.ints(batch, POINTS, NEAR, C))
+    here = n.op("Reshape", x, n.ints(batch, POINTS, 1, C))
+    wide = n.op("Expand", here, n.ints(1, 1, NEAR, 1)) if repeat else n.input(batch, POINTS, NEAR, C, name="y")
+    parts = n.op("Concat", n.op("Sub", there, here), wide, attrs=ConcatAttrs(3))
+    turned = n.op("Transpose", parts, attrs=TransposeAttrs((0, 3, 1, 2)))
+    return n.done(n.op("ReduceMax", n.op("LeakyRelu", n.conv(turned, MADE, 1, pads=0, bias=True)), n.ints(3)))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_difference_that_is_turned_before_the_convolution(batch: int) -> None:
+    graph, _ = check_pass(GatheredProducts(), turned_edges(Net(np.float64), batch), changes=1)
+    products = [graph.type(op.value).static_shape for op in graph.of_kind("MatMul")]
+    assert products == [(batch, POINTS, MADE)] * 2
+    assert not list(graph.of_kind("Concat", "Sub", "Expand", "Conv"))
+
+
+def test_a_difference_beside_as_many_other_rows_stays() -> None:
+    check_untouched(GatheredProducts(), turned_edges(Net(np.float64), 1, repeat=False))
+
+
 def test_an_index_for_each_channel_stays() -> None:
     n = Net(np.float64)
     x, index = n.op("Relu", n.input(C, POINTS)), n.op("Reshape", places(n, C * NEAR), n.ints(C, NEAR))

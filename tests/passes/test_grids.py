@@ -185,3 +185,33 @@ def test_on_a_gpu_only_the_pixels_move() -> None:
     kinds = [s.params["op"]["kind"] for s in program.steps]
     assert kinds.count("Copy") == 3, "the input, into patches, and back"
     assert not {"Gather", "Col2Im", "InstanceNormalization"} & {*kinds}
+
+
+def spread(rows: int, columns: int, height: int = 4, width: int = 6) -> np.ndarray:
+    """The pixel that each pixel of a larger image repeats: [height * rows, width * columns, 2]."""
+    places = np.meshgrid(np.arange(height * rows) // rows, np.arange(width * columns) // columns, indexing="ij")
+    return np.stack(places, -1)
+
+
+@pytest.mark.parametrize(("factors", "offset"), [((2, 2), 0), ((1, 3), 0), ((2, 1), -4)])
+def test_repeated_pixels_are_a_resize(factors: tuple[int, int], offset: int) -> None:
+    """PyTorch's dynamo exporter, for an upsampling to exact nearest pixels: the image's axes come first."""
+    n = Net(np.float64)
+    indices = spread(*factors) + np.array([offset, 0])
+    x = n.op("Transpose", n.input(2, 8, 4, 6), attrs=TransposeAttrs((2, 3, 0, 1)))
+    x = n.op("GatherND", x, n.const(indices, np.int64), attrs=GatherNDAttrs(0))
+    graph = n.done(n.op("Transpose", x, attrs=TransposeAttrs((2, 3, 0, 1))))
+    after, report = check_pass(Canonicalize(), graph, changes=3, kinds={"Resize": 1})
+    assert {f.rule for f in report.fired} == {"repeated_pixels", "transpose_chain"}
+    (resize,) = after.of_kind("Resize")
+    assert after.type(resize.value).static_shape == (2, 8, 4 * factors[0], 6 * factors[1])
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [spread(2, 2)[::-1], spread(2, 2)[:7], spread(2, 2)[..., ::-1][:, :6], np.roll(spread(2, 2), 1, axis=0)],
+)
+def test_other_places_of_pixels_stay(indices: np.ndarray) -> None:
+    n = Net()
+    x = n.op("GatherND", n.input(4, 6, 2, 8), n.const(indices, np.int64), attrs=GatherNDAttrs(0))
+    check_untouched(Canonicalize(), n.done(x))

@@ -9,8 +9,9 @@ from support.net import Net
 from support.simulated import check_simulated
 
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.modulated_weights import ModulatedWeights
 
 
@@ -43,6 +44,61 @@ def test_layers_of_stylegan(graph: Graph) -> None:
     result, _ = check_pass(ModulatedWeights(), graph, changes=1 + norms, rules=rules)
     (found,) = (op for op in result.ops() if op.kind == "Conv")
     assert found.attrs.group == 1
+
+
+def upsampled(
+    pictures: int,
+    *,
+    turned: bool = True,
+    norm: bool = True,
+    perm: tuple[int, ...] = (0, 2, 1, 3, 4),
+    inner: int = 4,
+    outer: int = 6,
+) -> Graph:
+    """A layer of StyleGAN2 that doubles its images: the filters are transposed for the transposed convolution."""
+    n = Net()
+    style = n.op(
+        "Exp",
+        n.op(
+            "Reshape",
+            n.input(pictures, inner, name="s"),
+            n.ints(pictures, *((1, inner) if turned else (inner, 1)), 1, 1),
+        ),
+    )
+    w = n.op("Mul", n.random(1, *((outer, inner) if turned else (inner, outer)), 3, 3), style)
+    if norm:
+        total = n.op("ReduceSum", n.op("Mul", w, w), n.ints(2 if turned else 1, 3, 4))
+        w = n.op("Div", w, n.op("Sqrt", n.op("Add", total, 1e-3)))
+    if turned:
+        w = n.op("Transpose", w, attrs=TransposeAttrs(perm))
+    w = n.op("Reshape", w, n.ints(pictures * inner, outer, 3, 3))
+    x = n.op("Reshape", n.input(pictures, inner, 5, 5), n.ints(1, pictures * inner, 5, 5))
+    attrs = ConvTransposeAttrs((2, 2), (0, 0, 0, 0), (1, 1), (0, 0), pictures)
+    return n.done(n.op("ConvTranspose", x, w, n.random(pictures * outer), attrs=attrs))
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("sizes", [(4, 6), (5, 5)])
+@pytest.mark.parametrize("pictures", [1, 3])
+def test_transposed_convolutions(pictures: int, sizes: tuple[int, int], turned: bool) -> None:
+    graph = upsampled(pictures, turned=turned, inner=sizes[0], outer=sizes[1])
+    result, _ = check_pass(ModulatedWeights(), graph, changes=2, rules={"modulated_weights": 1, "norms_of_filters": 1})
+    (found,) = result.of_kind("ConvTranspose")
+    assert found.attrs.group == 1
+
+
+def test_filters_that_are_transposed_before_they_are_flat() -> None:
+    n = Net()
+    w = n.op("Mul", n.random(6, 4, 3, 3), n.input(1, 4, 1, 1, name="s"))
+    w = n.op("Transpose", w, attrs=TransposeAttrs((1, 0, 2, 3)))
+    attrs = ConvTransposeAttrs((2, 2), (0, 0, 0, 0), (1, 1), (0, 0))
+    graph = n.done(n.op("ConvTranspose", n.input(2, 4, 5, 5), w, attrs=attrs))
+    check_pass(ModulatedWeights(), graph, changes=1)
+
+
+def test_transposed_taps() -> None:
+    graph = upsampled(3, perm=(0, 2, 1, 4, 3), norm=False)
+    check_refused(ModulatedWeights(), graph, because="not only by factors per channel")
 
 
 def test_any_rank_and_factors_without_a_style_axis() -> None:
@@ -94,6 +150,13 @@ def test_they_run_as_constant_filters(pictures: int) -> None:
     program = check_simulated(modulated(pictures, 32, 64, side=16), "fp16")
     tactics = [str(s.params.get("tactic", "")).split(" ")[0] for s in program.steps]
     assert "conv_sm90" in tactics
+    assert "matmul_sm90" not in tactics
+    assert "taps" not in tactics
+
+
+def test_transposed_convolutions_run_with_constant_filters() -> None:
+    program = check_simulated(upsampled(2, inner=32, outer=32), "fp16")
+    tactics = [str(s.params.get("tactic", "")).split(" ")[0] for s in program.steps]
     assert "matmul_sm90" not in tactics
     assert "taps" not in tactics
 
