@@ -142,18 +142,12 @@ class HostSide:
         return None if unknown is None else f"there are no kernels for elements of {dtype_name(unknown)}"
 
     def cheaper(self, op: Op) -> bool:
-        """Whether an operator with a kernel is cheaper on the host: all its operands are there, and copies would cost more.
-
-        Operands may be on the GPU as well only if the host alone needs the results, which would have to come back.
-        """
+        """Whether an operator with a kernel is cheaper on the host: all its operands are there, and copies would cost more."""
         graph, b = self.b.graph, self.b
         read = {v for v in op.inputs if v is not None and graph.constant_value(v) is None}
-        if not read or any(v not in self._buffer for v in read):
+        if not read or any(v not in self._buffer or v in b.place for v in read):
             return False
-        placed = read & b.place.keys()
-        if placed and op.id not in self._for_host:
-            return False
-        copies = sum(copy_us(_nbytes(graph.type(v))) for v in read - placed)
+        copies = sum(copy_us(_nbytes(graph.type(v))) for v in read)
         if op.id in self._for_host:
             copies += sum(copy_us(_nbytes(o.type)) for o in op.outputs) + 2 * CUT_US
         return host_us(graph, op) <= copies

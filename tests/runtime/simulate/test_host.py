@@ -101,18 +101,6 @@ def test_small_work_between_host_steps_stays_there() -> None:
     ]  # fmt: skip
 
 
-def test_small_work_between_host_steps_stays_there_though_its_operand_is_on_the_gpu_too() -> None:
-    """Detectors with a suppression: the number of boxes limits a kernel, and places of rows are computed from it."""
-    nodes = [node("Det", "x", "d"), node("MatMul", "w d", "y"), node("Exp", "d", "e"), node("Unique", "e", "u")]
-    made = model(nodes, [("x", F, [5, 4, 4]), ("w", F, [64, 5])], [("y", F, [64]), ("u", F, ["n"])])
-    engine = optdnn.build(made, target="simulate")
-    found = operators(engine.program)
-    assert (found.count("host"), found.count("device")) == (0, 1)
-    assert [(o["kind"], o["forced"]) for o in engine.meta["host"]["operators"]] == [
-        ("Det", True), ("Exp", False), ("Unique", True),
-    ]  # fmt: skip
-
-
 def test_large_work_between_host_steps_goes_to_the_gpu() -> None:
     nodes = [node("Det", "x", "d"), node("MatMul", "wide d", "p"), node("Relu", "p", "q"), node("Det", "q", "y")]
     made = model(nodes, [("x", F, [64, 64, 4, 4]), ("wide", F, [64, 64, 64])], [("y", F, [64])])
