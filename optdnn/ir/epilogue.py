@@ -372,9 +372,10 @@ def _absorb_binary(
 
 
 def channel_vector(array: Array, shape: Sequence[int], axis: int) -> Array | None:
-    """A constant that broadcasts along every axis except the channels, as an fp32 vector; None if it does not."""
+    """A constant that broadcasts along every axis except the channels, as an fp32 vector; None if it does not, or if there is no
+    such axis."""
     lead = len(shape) - array.ndim
-    if lead < 0:
+    if lead < 0 or not -len(shape) <= axis < len(shape):
         return None
     full = (1,) * lead + array.shape
     if any(n != 1 for i, n in enumerate(full) if i != axis % len(shape)):

@@ -14,7 +14,7 @@ from optdnn.kernels.conv.blocks import BlockConv
 from optdnn.kernels.conv.chained import ChainedConv
 from optdnn.kernels.conv.depthwise import Int8Depthwise, TiledDepthwise
 from optdnn.kernels.conv.depthwise_paired import PairedDepthwise
-from optdnn.kernels.conv.direct import Depthwise, DirectConv, DirectConvTranspose
+from optdnn.kernels.conv.direct import Depthwise, DepthwiseTranspose, DirectConv, DirectConvTranspose
 from optdnn.kernels.conv.edges import EdgeConvTranspose, EdgeDepthwise
 from optdnn.kernels.conv.expanded import Expanded
 from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
@@ -163,6 +163,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         GeneralConvTranspose(),
         TiledConvTranspose(),
         EdgeConvTranspose(),
+        DepthwiseTranspose(),
         DirectConvTranspose(),
     ),
     "MatMul": (*_PRODUCTS, SelectedGemv(), HopperMatMul(), *_LATER_PRODUCTS),

@@ -27,7 +27,7 @@ from optdnn.ops.base import Stage
 from optdnn.ops.conv import resolved, resolved_transpose
 from optdnn.runtime.reference.conv import transpose_pads
 from optdnn.runtime.reference.window import resolve_pads
-from optdnn.types import is_float
+from optdnn.types import FP32, is_float
 
 ARITY = 3
 TAP_INSTRUCTIONS, ISSUED, CLOCK = 47, 128, 1.75e9
@@ -113,42 +113,52 @@ class Depthwise(Tactic):
         return threads * taps * TAP_INSTRUCTIONS / (b.gpu.multiprocessors * ISSUED * CLOCK)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        array = b.weights(op)
         x, out = b.made(self.source(b, op)), b.target(op.value)
         a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
+        window = Window.make(b.weights(op).shape[2:], a.strides, a.pads, a.dilations)
+        attrs = conv_attrs((a.strides, a.pads, a.dilations), a.group, a.epilogue, arity=ARITY)
+        self._emit(b, op, x, out, window, "Conv", attrs)
+
+    def _emit(
+        self, b: Builder, op: Op, x: TensorView, out: TensorView, window: Window, kind: str, attrs: dict[str, Any]
+    ) -> None:
+        """Emit the launch: a Conv, or a ConvTranspose."""
+        array, vec = b.weights(op), self._width(x, out)
         channels, kernel = array.shape[0], array.shape[2:]
         # [taps][channels], so that neighboring channels' weights are one access
         packed = b.constant(np.ascontiguousarray(array.reshape(channels, -1).T), f"{op.outputs[0].name}.weights")
         logical = packed.view(array.shape, _tap_strides(kernel, channels))
-        window = Window.make(kernel, a.strides, a.pads, a.dilations)
-        vec = self._width(x, out)
-        _, kh, kw = window.kernel
-        t, tw = CPP[x.dtype], CPP[packed.dtype]
-        tap = f"((kd * {kh} + kh) * {kw} + kw) * {channels} + c"
-        loads = load_channels(t, vec, "at + c * p.xs[1]", "v") + load_channels(tw, vec, f"p.a0 + {tap}", "f")
-
-        def apart(tap: int, at: str) -> tuple[str, str]:
-            load = load_channels(t, vec, f"{at} + c * p.xs[1]", f"seen{tap}")
-            load += " " + load_channels(tw, vec, f"p.a0 + {tap * channels} + c", f"filter{tap}")
-            return (
-                load,
-                f"for (int j = 0; j < {vec}; j++) acc[j] += widen(seen{tap}.lane[j]) * widen(filter{tap}.lane[j]);",
-            )
-
-        parts = Rendered(
-            f"float acc[{vec}] = {{}};",
-            f"{loads} for (int j = 0; j < {vec}; j++) acc[j] += widen(v.lane[j]) * widen(f.lane[j]);",
-            "const float value = acc[j];",
-            [packed],
-            apart=apart,
-        )
-        meant = self.meant(
-            b, op, "Conv", conv_attrs((a.strides, a.pads, a.dilations), a.group, a.epilogue, arity=ARITY)
-        )
+        meant, transposed = self.meant(b, op, kind, attrs), kind == "ConvTranspose"
+        parts = _of_channels(window, x, packed, vec, together=not transposed)
         emit_window(
             b, op, window, x, out, parts, vec=vec, kind=meant.kind, attrs=meant.attrs, reads=_meaning(b, op, x, logical),
-            stages=_stages(op), operands=_operands(b, op, out), edges=meant.edges,
+            stages=_stages(op), operands=_operands(b, op, out), transposed=transposed, edges=meant.edges,
         )  # fmt: skip
+
+
+def _of_channels(window: Window, x: TensorView, packed: TensorView, vec: int, *, together: bool) -> Rendered:
+    """The parts of a kernel whose threads take ``vec`` channels, each with its own filter of ``packed`` [taps, channels].
+    ``together``: the loads of several taps may be in flight at once."""
+    _, kh, kw = window.kernel
+    t, tw, channels = CPP[x.dtype], CPP[packed.dtype], packed.shape[1]
+    tap = f"((kd * {kh} + kh) * {kw} + kw) * {channels} + c"
+    loads = load_channels(t, vec, "at + c * p.xs[1]", "v") + load_channels(tw, vec, f"p.a0 + {tap}", "f")
+
+    def apart(tap: int, at: str) -> tuple[str, str]:
+        load = load_channels(t, vec, f"{at} + c * p.xs[1]", f"seen{tap}")
+        load += " " + load_channels(tw, vec, f"p.a0 + {tap * channels} + c", f"filter{tap}")
+        return (
+            load,
+            f"for (int j = 0; j < {vec}; j++) acc[j] += widen(seen{tap}.lane[j]) * widen(filter{tap}.lane[j]);",
+        )
+
+    return Rendered(
+        f"float acc[{vec}] = {{}};",
+        f"{loads} for (int j = 0; j < {vec}; j++) acc[j] += widen(v.lane[j]) * widen(f.lane[j]);",
+        "const float value = acc[j];",
+        [packed],
+        apart=apart if together else None,
+    )
 
 
 def _tap_strides(kernel: tuple[int, ...], channels: int) -> tuple[int, ...]:
@@ -228,28 +238,53 @@ class DirectConvTranspose(Tactic):
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         assert op.inputs[1] is not None
         x, weight, out = b.made(self.source(b, op)), b.operand(op.inputs[1]), b.target(op.value)
-        a = resolved_transpose(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
-        kernel = weight.shape[2:]
-        pads, extra = list(a.pads), list(a.output_padding)
-        if a.auto_pad != "NOTSET":
-            # SAME: the output's size is the input's times the stride, and the excess is cut off on both sides.
-            for i, (k, s, d) in enumerate(zip(kernel, a.strides, a.dilations, strict=True)):
-                total = (x.shape[2 + i] - 1) * s + (k - 1) * d + 1 + extra[i] - out.shape[2 + i]
-                pads[i], pads[i + len(kernel)] = transpose_pads(max(total, 0), a.auto_pad)
-        window = Window.make(kernel, a.strides, pads, a.dilations)
-        inside, outside = weight.shape[0] // a.group, weight.shape[1]
+        window, attrs = _transposed(b, op, x, out)
+        inside, outside = weight.shape[0] // op.attrs.group, weight.shape[1]
         t = arithmetic(x.dtype)
-        strides = (*(0,) * (3 - len(kernel)), *weight.strides[2:])
+        strides = (*(0,) * (5 - len(weight.shape)), *weight.strides[2:])
         tap = (
             f"const int first = c / {outside} * {inside}; const {CPP[x.dtype]}* v = at + i64(first) * p.xs[1]; "
             f"const {CPP[weight.dtype]}* f = p.a0 + first * p.m[0] + c % {outside} * p.m[1] + kd * p.m[2] + kh * p.m[3] + kw * p.m[4]; "
             f"{_summed(t, inside, 'widen(v[i * p.xs[1]]) * widen(f[i * p.m[0]])')}"
         )
         parts = Rendered(f"{t} acc = 0;", tap, f"const {t} value = acc;", [weight], [*weight.strides[:2], *strides])
-        attrs = {"output_padding": tuple(extra), "output_shape": ()}
-        attrs |= conv_attrs((a.strides, tuple(pads), a.dilations), a.group, a.epilogue, arity=ARITY)
         meant = self.meant(b, op, "ConvTranspose", attrs)
         emit_window(
             b, op, window, x, out, parts, vec=1, kind=meant.kind, attrs=meant.attrs, reads=_meaning(b, op, x, weight),
             stages=_stages(op), operands=_operands(b, op, out), transposed=True, edges=meant.edges,
         )  # fmt: skip
+
+
+def _transposed(b: Builder, op: Op, x: TensorView, out: TensorView) -> tuple[Window, dict[str, Any]]:
+    """The window of a ConvTranspose, and the attributes of its meaning."""
+    shape = b.graph.type(op.inputs[1]).static_shape  # type: ignore[arg-type]
+    a = resolved_transpose(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
+    kernel, pads, extra = shape[2:], list(a.pads), a.output_padding
+    if a.auto_pad != "NOTSET":
+        # SAME: the output's size is the input's times the stride, and the excess is cut off on both sides.
+        for i, (k, s, d) in enumerate(zip(kernel, a.strides, a.dilations, strict=True)):
+            total = (x.shape[2 + i] - 1) * s + (k - 1) * d + 1 + extra[i] - out.shape[2 + i]
+            pads[i], pads[i + len(kernel)] = transpose_pads(max(total, 0), a.auto_pad)
+    attrs = {"output_padding": tuple(extra), "output_shape": ()}
+    attrs |= conv_attrs((a.strides, tuple(pads), a.dilations), a.group, a.epilogue, arity=ARITY)
+    return Window.make(kernel, a.strides, pads, a.dilations), attrs
+
+
+class DepthwiseTranspose(Depthwise):
+    """A transposed convolution with one filter per channel: a thread takes up to eight neighboring channels."""
+
+    name = "depthwise_transpose"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        dtype = op.outputs[0].type.dtype
+        if not is_float(dtype) or dtype.itemsize > FP32.itemsize:
+            return f"it is of {dtype.name}"
+        why = super().refuse(b, op)
+        if why is None and self._width(self.source(b, op), b.result(op.value)) == 1:
+            return "no two of its channels are neighbors in memory"
+        return why
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        x, out = b.made(self.source(b, op)), b.target(op.value)
+        window, attrs = _transposed(b, op, x, out)
+        self._emit(b, op, x, out, window, "ConvTranspose", attrs)

@@ -68,24 +68,32 @@ class _Template:
     def __init__(self, launches: Sequence[Enqueued], stream: Stream, waits: Waits | None = None):
         cu = driver()
         self.nodes: list[list[Any]] = []
-        mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        # Python's garbage collector may free memory or graphs of another engine during the capture. The other modes forbid this:
+        # the memory would stay, and the capture fail.
+        mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         check("cuStreamBeginCapture", cu.cuStreamBeginCapture(stream.handle, mode))
         try:
-            for k, launch in enumerate(launches):
-                if waits is None:
-                    launch.enqueue(stream.handle)
-                else:
-                    self._depend([node for w in waits[k] for node in self.nodes[w]], stream)
-                    if isinstance(launch, Launch):
-                        ours = bool(waits[k]) and all(isinstance(launches[w], Launch) for w in waits[k])
-                        launch.enqueue(stream.handle, early=ours)
-                    else:
-                        launch.enqueue(stream.handle)
-                _, _, _, last, *_ = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream.handle))
-                self.nodes.append(list(last))  # a next launch would depend on only these
-        finally:
-            self.graph = check("cuStreamEndCapture", cu.cuStreamEndCapture(stream.handle))
+            self._enqueue(launches, stream, waits)
+        except BaseException:
+            cu.cuStreamEndCapture(stream.handle)  # it fails as well: the first error is the one to report
+            raise
+        self.graph = check("cuStreamEndCapture", cu.cuStreamEndCapture(stream.handle))
         weakref.finalize(self, _destroy, "cuGraphDestroy", self.graph)
+
+    def _enqueue(self, launches: Sequence[Enqueued], stream: Stream, waits: Waits | None) -> None:
+        cu = driver()
+        for k, launch in enumerate(launches):
+            if waits is None:
+                launch.enqueue(stream.handle)
+            else:
+                self._depend([node for w in waits[k] for node in self.nodes[w]], stream)
+                if isinstance(launch, Launch):
+                    ours = bool(waits[k]) and all(isinstance(launches[w], Launch) for w in waits[k])
+                    launch.enqueue(stream.handle, early=ours)
+                else:
+                    launch.enqueue(stream.handle)
+            _, _, _, last, *_ = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream.handle))
+            self.nodes.append(list(last))  # a next launch would depend on only these
 
     @staticmethod
     def _depend(nodes: Sequence[Any], stream: Stream) -> None:

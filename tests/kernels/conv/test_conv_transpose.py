@@ -95,6 +95,38 @@ def test_refusals(build: Callable[[Net], Value], reason: str) -> None:
     assert any(reason in r for r in refused), refused
 
 
+DEPTHWISE: dict[str, Callable[[Net], Value]] = {
+    "12x1 by 2": lambda n: n.op("Relu", depthwise(n, n.input(2, 16, 5, 4), (12, 1), (2, 1), (5, 0, 5, 0))),
+    "4x4 by 2": lambda n: depthwise(n, n.input(2, 24, 5, 4), (4, 4), (2, 2), (1, 1, 1, 1), bias=False),
+    "output padding, holes": lambda n: depthwise(n, n.input(1, 4, 5, 4), (3, 2), (3, 2), (1, 0, 2, 1), (1, 0), (2, 1)),
+    "a line": lambda n: depthwise(n, n.input(2, 8, 7), (4,), (2,), (1, 2)),
+    "a volume": lambda n: depthwise(n, n.input(1, 8, 2, 3, 4), (2, 3, 2), (2, 1, 2), (0, 1, 0, 0, 1, 0)),
+}  # fmt: skip
+
+
+def depthwise(n: Net, x: Value, *rest: Any, bias: bool = True) -> Value:
+    """A transposed convolution with a filter per channel between two convolutions, which want neighboring channels."""
+    channels = n.dims(x)[1]
+    assert isinstance(channels, int)
+    y = transposed(n, n.conv(x, channels, 1, pads=0), channels, *rest, group=channels, bias=bias)
+    return n.conv(y, channels, 1, pads=0)
+
+
+@pytest.mark.parametrize("name", DEPTHWISE)
+def test_a_filter_per_channel_takes_neighboring_channels_at_once(name: str) -> None:
+    for precision in ("fp16", "fp32"):
+        n = Net()
+        program = check_simulated(n.done(DEPTHWISE[name](n)), precision)
+        assert tactics(program, "ConvTranspose") == ["depthwise_transpose"]
+
+
+def test_channels_that_are_apart_in_memory_are_computed_one_by_one() -> None:
+    n = Net()
+    program = lowered(n.done(transposed(n, n.input(1, 7, 5, 4), 7, (4, 4), (2, 2), group=7)), "fp16")
+    assert tactics(program, "ConvTranspose") == ["conv_transpose_direct"]
+    assert "no two of its channels are neighbors in memory" in refusals(program)
+
+
 @pytest.mark.parametrize("precision", ["fp16", "tf32"])
 def test_odd_channels_before_hopper(precision: str) -> None:
     for channels, filters in ((12, 8), (8, 7)):
@@ -143,7 +175,7 @@ def test_weights_in_blocks_give_the_transposed_convolution_exactly() -> None:
 @pytest.mark.hopper
 def test_launches_on_a_gpu_give_what_they_mean() -> None:
     for precision, bound in (("fp16", 2e-3), ("bf16", 1.6e-2), ("tf32", 1e-5), ("fp32", 2e-6)):
-        for name, build in NETS.items():
+        for name, build in (NETS | DEPTHWISE).items():
             n = Net()
             graph = n.done(build(n))
-            assert {"Conv", "ConvBlocks"} & {e.kind for e in checked_launches(graph, precision, bound)}, name
+            assert {"Conv", "ConvBlocks", "ConvTranspose"} & {e.kind for e in checked_launches(graph, precision, bound)}, name

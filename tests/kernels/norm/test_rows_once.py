@@ -30,6 +30,14 @@ def reasons(program: Program, kind: str) -> str:
     return "; ".join(refusals(program, kind=kind))
 
 
+@pytest.mark.parametrize("added", [(1,), (16,)])
+def test_a_vector_without_further_axes_is_a_row(added: tuple[int, ...]) -> None:
+    n = Net()
+    y = n.op("LayerNormalization", n.input(16), n.positive(16), n.random(16), attrs=norm.LayerNormAttrs(-1, 1e-3))
+    program = check_simulated(n.done(n.op("Add", y, n.random(*added))), "fp32")
+    assert len(program.steps) == 1
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32", "tf32"])
 @pytest.mark.parametrize("kind", ["Softmax", "LogSoftmax"])
 def test_rows(kind: str, precision: str) -> None:

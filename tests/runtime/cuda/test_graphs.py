@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from optdnn.runtime.cuda.allocator import DeviceMemory, PinnedMemory
+from optdnn.runtime.cuda.device import CudaError
 from optdnn.runtime.cuda.launches import graphs
 from optdnn.runtime.cuda.launches.chain import Transfer, follows_copy
 
@@ -18,7 +20,7 @@ def freed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """The destroyed objects, and how often each was destroyed."""
     found: Counter[str] = Counter()
     made = iter(range(100))
-    mode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
+    mode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
     driver = SimpleNamespace(
         CUstreamCaptureMode=mode,
         cuStreamBeginCapture=lambda *given: None,
@@ -46,6 +48,35 @@ def test_an_executable_graph_is_freed_once(freed: Counter[str]) -> None:
     other.close()
     del other
     assert freed == {"graph 0": 1, "graph 1": 1, "graph 2": 1, "template": 2}
+
+
+def test_the_first_error_of_a_capture_is_reported(freed: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr(graphs.driver(), "cuStreamEndCapture", lambda *given: ended.append(given))
+
+    class Failing:
+        def enqueue(self, stream: int) -> None:
+            raise CudaError("cuLaunchKernel", "CUDA_ERROR_INVALID_VALUE", "no")
+
+    with pytest.raises(CudaError, match="cuLaunchKernel"):
+        graphs.Graph([Failing()], SimpleNamespace(handle=0))  # type: ignore[arg-type]
+    assert len(ended) == 1 and not freed
+
+
+@pytest.mark.gpu
+def test_memory_and_graphs_may_be_freed_during_a_capture() -> None:
+    """The garbage collector may free those of another engine at any time, on the thread that captures."""
+    stream = graphs.Stream()
+    other: list[Any] = [DeviceMemory(1 << 20, "a test"), PinnedMemory(64), graphs.Graph([], stream)]
+    assert other[1].pointer
+
+    class Freeing:
+        def enqueue(self, stream: int) -> None:
+            other.clear()
+
+    graph = graphs.Graph([Freeing()], stream)
+    graph.replay(stream)
+    stream.synchronize()
 
 
 def test_a_copy_that_is_left_out_holds_up_no_launch() -> None:
