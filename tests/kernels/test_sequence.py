@@ -30,6 +30,7 @@ def test_half_precision(name: str) -> None:
 FLOATS = [n for n in CASES if n not in ("long", "wide heads", "widest heads", "odd head")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(FLOATS, *FLOATS[1::4]))
 def test_fp32(name: str) -> None:
     program = check_simulated(CASES[name][0](), "fp32")

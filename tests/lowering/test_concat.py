@@ -335,6 +335,7 @@ def decoder(stride: int = 2, filters: int = 16, images: int = 1) -> Graph:
     return n.done(n.conv(n.op("Concat", up, skip, attrs=ConcatAttrs(1)), 16, bias=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize(("stride", "images"), [(2, 1), (3, 1), (2, 2)])
 def test_enlarged_volumes_are_written_beside_those_of_the_encoder(stride: int, images: int, precision: str) -> None:

@@ -142,6 +142,7 @@ def test_architecture_is_the_published_one(name: str) -> None:
     assert (entry["operators"].get("Conv", 0), entry["operators"].get("BatchNormalization", 0)) == (convolutions, norms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(zoo.NAMES, *QUICK))
 def test_small_variant(name: str) -> None:
     """The model is valid and deterministic, has exact shapes and finite values, and its output depends on the input."""

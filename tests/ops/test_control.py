@@ -283,6 +283,7 @@ NO_TRIPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NO_TRIPS)
 @pytest.mark.parametrize("trips", [[0, 2, 0], [2, 0, 1]])
 def test_no_trips_give_no_rows_on_every_target(name: str, trips: list[int]) -> None:

@@ -67,6 +67,7 @@ def expected(x: Any) -> Any:
     return np.abs(reference(-1 / (1 + np.exp(-x)), 0.6, 0.125))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target", ["reference", "cpu", "simulate", pytest.param("cuda:sm_90a", marks=pytest.mark.nvrtc)]
 )

@@ -119,6 +119,7 @@ def test_matrices_that_do_not_fit_take_further_runs(monkeypatch: pytest.MonkeyPa
         np.testing.assert_array_equal(together[v], alone[v])
 
 
+@pytest.mark.slow
 def test_products_use_moments_of_their_operands() -> None:
     graph, log, asked = network(), PrecisionLog(), list[str]()
     exact = graph.copy()

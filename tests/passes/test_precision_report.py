@@ -76,6 +76,7 @@ BY_LIBRARIES = (
 """Odd models that the libraries run with the quick tests: they are asked otherwise there."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "how"),
     sweep(

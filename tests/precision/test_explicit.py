@@ -91,6 +91,7 @@ def built(model: Path, x: Array, target: str, tactics: str) -> Build:
     return build_verbose(model, BuildOptions(target=target, tactics=tactics, threads=threads, shapes={"x": x.shape}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "form"),
     sweep(CASES, ("digits_resnet", "qdq, int8"), ("digits_resnet", "QLinear operators")),

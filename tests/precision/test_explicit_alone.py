@@ -43,6 +43,7 @@ def steps(got: Array, want: Array) -> float:
     return float(np.abs(got.astype(np.float64) - want.astype(np.float64)).max() / step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", sweep(FORMS, "QDQ, symmetric int8", "QLinear operators"))
 def test_each_operator_is_within_a_step(form: str, clean: Path) -> None:
     if form == "QLinear operators":

@@ -138,6 +138,7 @@ def predicted(rows: int, candidates: str) -> dict[str, float]:
     return {p: t.us for p, t in times.table[key(op)].items()}
 
 
+@pytest.mark.slow
 def test_times_are_predicted_by_the_cost_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_target, "_gpu", lambda target: None)
     one, many = predicted(1, "fp16,w8,w4"), predicted(4096, "fp16,w8,w4,w4a8")

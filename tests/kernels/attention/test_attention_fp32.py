@@ -110,6 +110,7 @@ def emulated_result(case: Case, made: Launch, folder: Path) -> np.ndarray:
     return raw
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("name", sweep(CASES, *QUICK))
 def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_other_types_run_elsewhere() -> None:
     assert "CachedAttention" not in kinds(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", [False, True])
 def test_launches_of_a_layer(sinks: bool) -> None:
     """A decoder layer: norm and joint product, attention, product, norm and gated products, product."""

@@ -63,6 +63,7 @@ NETS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", NETS)
 def test_the_convolution_applies_the_activation(name: str, precision: str) -> None:

@@ -64,6 +64,7 @@ def test_weights_of_bands_have_zeros_between_their_groups() -> None:
         assert not np.delete(made[rows], range(at, at + 3), axis=1).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32"])
 @pytest.mark.parametrize(
     ("graph", "bands"),

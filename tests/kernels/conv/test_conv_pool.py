@@ -54,6 +54,7 @@ def reason(graph: Graph, **options: Any) -> str:
     return next(r["reason"] for r in found["refused"] if r["tactic"] == "conv_pool_sm90")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize(
     ("size", "filters", "kernel"), [((28, 30), 72, 3), ((29, 31), 64, 3), ((56, 56), 128, 3), ((20, 14), 64, 5)]

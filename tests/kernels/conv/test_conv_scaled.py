@@ -71,6 +71,7 @@ def scaled(program: Program) -> int:
     return sum("#define SCALED 1" in k.generated.get("generated.cuh", "") for k in program.kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("name", NETS)
 def test_the_convolution_scales_its_residual(name: str, precision: str) -> None:

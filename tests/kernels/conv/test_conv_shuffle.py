@@ -31,6 +31,7 @@ def net(
     return n.done(n.conv(z, 16), *([n.conv(y, 16)] if again else []))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize(
     "graph",

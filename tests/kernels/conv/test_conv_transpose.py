@@ -178,4 +178,6 @@ def test_launches_on_a_gpu_give_what_they_mean() -> None:
         for name, build in (NETS | DEPTHWISE).items():
             n = Net()
             graph = n.done(build(n))
-            assert {"Conv", "ConvBlocks", "ConvTranspose"} & {e.kind for e in checked_launches(graph, precision, bound)}, name
+            assert {"Conv", "ConvBlocks", "ConvTranspose"} & {
+                e.kind for e in checked_launches(graph, precision, bound)
+            }, name

@@ -155,6 +155,7 @@ def chosen(program: Any) -> list[str]:
     return [t["tactic"] for t in program.meta["tactics"] if t["kind"] == "Conv"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 def test_the_fast_kernels_run_it_where_it_lies(name: str) -> None:
     program = check_simulated(NETS[name](), tolerance=1e-2)

@@ -18,6 +18,7 @@ from optdnn.runtime.cuda.compile.recipes import recipe_of
 NETS = [products, convolutions]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.parametrize("made", NETS)
 @pytest.mark.parametrize("kind", ACTIVATIONS)

@@ -87,6 +87,7 @@ NETS: dict[str, Callable[[Net], Value]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", sweep(["fp32", "fp16", "bf16"], "fp16"))
 @pytest.mark.parametrize("name", NETS)
 def test_programs_compute_the_network(name: str, precision: str) -> None:
@@ -251,6 +252,7 @@ def in_configurations(graph: Graph, names: Sequence[str]) -> dict[str, Program]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(WALKS, *list(WALKS)[::3]))
 def test_a_volume_is_read_where_it_lies(name: str) -> None:
     """After the layout changes of the input there is one launch. Its meaning is a convolution over three axes."""

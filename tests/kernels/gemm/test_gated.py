@@ -72,6 +72,7 @@ NETS: dict[str, Callable[[], Graph]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", NETS)
 def test_the_launch_multiplies_by_the_gate(name: str, precision: str) -> None:

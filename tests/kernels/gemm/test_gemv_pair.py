@@ -75,6 +75,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(one, "defer", lambda *given: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("precision", sweep(["fp16", "bf16"], "fp16"))
 @pytest.mark.usefixtures("chosen")

@@ -65,6 +65,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tactic, "defer", lambda self, b, op: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize("name", NETS)

@@ -93,6 +93,7 @@ NETS: dict[str, Callable[[], Graph]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", NETS)
 def test_the_launch_turns_heads(name: str, precision: str) -> None:

@@ -23,6 +23,7 @@ from optdnn.runtime.program import Program
 PRECISIONS = ("fp32", "fp16", "bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", NORMED)
 def test_each_form_takes_the_kernel(name: str, precision: str) -> None:
@@ -41,6 +42,7 @@ def test_keys_that_follow_those_of_the_past() -> None:
     assert "RotaryNormPair" not in kinds(program)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", sweep(NORMED, *list(NORMED)[::3]))

@@ -96,6 +96,7 @@ def wanted(case: Case, x: Array) -> Array:
     return np.take(order, np.arange(kept), axis)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(
     ("case", "seed"), [*in_turn([(case,) for case in CASES], 0, 4), *sweep([(case, 0) for case in SHARED])], ids=str

@@ -75,6 +75,7 @@ NETS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("name", NETS)
 def test_the_norm_is_modulated_in_its_launches(name: str, precision: str) -> None:

@@ -93,6 +93,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("name", every(2, PAIRS))
 def test_two_products_on_a_processor(name: str, tmp_path: Path) -> None:

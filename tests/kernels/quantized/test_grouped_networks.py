@@ -87,6 +87,7 @@ def made(name: str, precision: str, target: str = "simulate") -> tuple[Graph, Gr
     return graph, *calibrated(graph, precision, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision"),
     sweep(

@@ -79,6 +79,7 @@ NETS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", NETS)
 def test_images_are_summed_by_clusters(name: str, precision: str) -> None:

@@ -318,6 +318,7 @@ def test_the_faulty_operator_is_found_and_no_other(case: str) -> None:
     assert [graph.op(i).kind for i in known_faults(graph)] == ([] if faulty is None else [faulty])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sweep(CASES, *list(CASES)[::4]))
 def test_the_network_is_right(case: str) -> None:
     model, feeds = model_of(case)

@@ -60,7 +60,8 @@ def test_the_first_error_of_a_capture_is_reported(freed: Counter[str], monkeypat
 
     with pytest.raises(CudaError, match="cuLaunchKernel"):
         graphs.Graph([Failing()], SimpleNamespace(handle=0))  # type: ignore[arg-type]
-    assert len(ended) == 1 and not freed
+    assert len(ended) == 1
+    assert not freed
 
 
 @pytest.mark.gpu
