@@ -118,10 +118,8 @@ def _terms(graph: Graph, term: _Term) -> list[_Term]:
     before = _axis_before(graph, op, term.axis)
     if before is None:
         return [term]
-    repeated_by_the_sum = (
-        op.kind == "Expand" and bool(term.moves) and _all_transposes(term.moves) and before == term.axis
-    )
-    moves = term.moves if repeated_by_the_sum else ((op, term.axis), *term.moves)
+    sum_repeats = op.kind == "Expand" and bool(term.moves) and _all_transposes(term.moves) and before == term.axis
+    moves = term.moves if sum_repeats else ((op, term.axis), *term.moves)
     inner = _terms(graph, replace(term, value=operand(op), axis=before, moves=moves))
     return inner if _fit(graph, inner, term) else [term]
 

@@ -7,6 +7,7 @@ from optdnn.passes.added_positions import AddedPositions
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.attention_parts import AttentionParts
+from optdnn.passes.axis_filters import AxisFilters
 from optdnn.passes.bags import Bags
 from optdnn.passes.base import Pass
 from optdnn.passes.bodies import OptimizeBodies
@@ -172,6 +173,7 @@ O2_GPU: tuple[Pass, ...] = (
     SampledSums(),  # before precisions: sampling positions stay fp32; before epilogues, which would absorb the weighting
     ConstantParts(),  # before constants are folded, which computes the constant part; before epilogues, which add it
     ResamplingFilters(),  # before epilogues, which hide filters; before views are hoisted
+    AxisFilters(),  # before epilogues; before products along tokens
     WindowSums(),  # before epilogues; before channels last are chosen
     SegmentSums(),  # before epilogues, which would take in the arithmetic of rows
     FuseL2Norm(),  # before attention: queries and keys of cosine attention; before ChannelNorms. GPUs have a kernel for it

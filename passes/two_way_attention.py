@@ -7,6 +7,8 @@ other order. So each direction is an attention of its own, which stores no score
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
@@ -43,7 +45,7 @@ def softmax_of_columns(graph: Graph, op: Op) -> Match | Miss | None:
             scores = patch.add(
                 scale.kind, [scores if v == _inner(graph, scale) else v for v in scale.inputs], src=scale.src
             )
-        weights = patch.add("Softmax", [scores], type(softmax.attrs)(rank - 1), src=softmax.src)
+        weights = patch.add("Softmax", [scores], replace(softmax.attrs, axis=rank - 1), src=softmax.src)
         return patch.add("MatMul", [weights, op.inputs[1]], op.attrs)
 
     return Match((op, turned, softmax), build)

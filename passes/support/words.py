@@ -283,6 +283,7 @@ RULES: Mapping[str, str] = {
     "factored_bias": "biases of attention added up before the scores",
     "merged_heads": "heads of attention taken out of the batch",
     "normalized_keys": "keys of attention transposed before they are normalized",
+    "axis_filter": "filters as long as an axis written as products with a banded matrix",
     "resampling_filter": "filters over inserted zeros, or over channels as images, written as depthwise convolutions",
     "sliced_filter": "dropped pixels of filtered images not computed",
     "softmax_of_columns": "attentions over the columns of scores written over the rows of transposed scores",

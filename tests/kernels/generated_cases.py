@@ -114,6 +114,7 @@ def convolutions(n: Net) -> list[Any]:
         n.conv(n.input(1, 2, 4, 5, 6, name="volume"), 3), n.conv_transpose(x, 6, bias=True), n.conv_transpose(x, 8, 2, group=4, pads=1),
         n.conv(n.input(2, 6, 11, name="line"), 6, group=6), n.conv(n.input(1, 8, 4, 5, 6, name="deep"), 8, group=8),
         n.op("Mul", n.conv(x, 16, group=8), n.op("Sigmoid", n.conv(x, 16, group=2))), n.op("Add", n.conv(odd, 5, group=5, bias=True), odd),
+        n.op("Relu", n.conv_transpose(deep, 8, 3, group=8, pads=1)),
     ]  # fmt: skip
 
 
