@@ -1,12 +1,12 @@
 """Filters as long as an axis become products with a banded matrix.
 
 SuDoRM-RF (Tzinis et al., 2020) estimates masks by a convolution of one image, whose filters of 513 taps slide along an axis of 512
-features. Kernels for convolutions on tensor cores multiply at least eight channels at once, of which this image fills one, and TMA
-takes no padding of 256. Position ``o`` of the result is the sum of ``w[t]`` times position ``o * stride - pad + t * dilation``. So
-the convolution is a product with a matrix that has a row for each filter and position of the result, and a column for each channel
-and position of the input.
+features. Kernels for convolutions on tensor cores multiply at least eight channels at once, but this image has one. TMA takes no
+padding of 256. Position ``o`` of the result is the sum of ``w[t]`` times position ``o * stride - pad + t * dilation``. So the
+convolution is a product with a matrix that has a row for each filter and position of the result, and a column for each channel and
+position of the input.
 
-An infinity or NaN of the input reaches all positions of the result, since the matrix is 0 where a filter does not reach.
+An infinity or NaN of the input reaches all positions of the result, also those whose filter does not reach it: 0 times it is NaN.
 """
 
 from __future__ import annotations
