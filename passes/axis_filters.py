@@ -12,7 +12,6 @@ An infinity or NaN of the input reaches all positions of the result, also those 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,17 +31,6 @@ MOST_ELEMENTS = 1 << 22
 """Most elements of the matrix: 8 MiB at 16 bits."""
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """The axis along which filters slide."""
-
-    size: int
-    result: int
-    stride: int
-    pad: int
-    dilation: int
-
-
 @rule("axis_filter", {"Conv"})
 def axis_filter(graph: Graph, op: Op) -> Match | Miss | None:
     """A Conv of few channels with long filters along its first spatial axis, and of one element along the others."""
@@ -54,25 +42,24 @@ def axis_filter(graph: Graph, op: Op) -> Match | Miss | None:
     alone = {*weight.shape[3:], *a.strides[1:]} <= {1} and not any(a.pads[i] for i in range(2 * rank) if i % rank)
     if not alone or a.auto_pad != "NOTSET" or has_stages_or_factors(op) or 0 in (*shape, *result):
         return None
-    axis = _Axis(shape[2], result[2], a.strides[0], a.pads[0], a.dilations[0])
-    if channels * axis.size > weight.shape[2] * CHANNELS_AT_ONCE * math.ceil(channels / CHANNELS_AT_ONCE):
+    inside, outside = channels * shape[2], filters * result[2]
+    if inside > weight.shape[2] * CHANNELS_AT_ONCE * math.ceil(channels / CHANNELS_AT_ONCE):
         return Miss("its axis is much longer than its filters: most of the matrix would be zeros")
-    if filters * axis.result * channels * axis.size > MOST_ELEMENTS:
+    if outside * inside > MOST_ELEMENTS:
         return Miss(f"its matrix would have more than {MOST_ELEMENTS} elements")
     bias = op.input(2)
     known = None if bias is None else graph.constant_value(bias)
     if bias is not None and known is None:
         return Miss("its bias is computed")
-    matrix = _banded(weight.reshape(weight.shape[:3]), axis)
 
     def build(patch: Patch) -> Value:
-        others = math.prod(shape[3:])
-        added = None if known is None else np.repeat(known, axis.result)
+        matrix, others = _banded(op, weight.reshape(weight.shape[:3]), shape[2], result[2]), math.prod(shape[3:])
+        added = None if known is None else np.repeat(known, result[2])
         if others == 1:  # positions of an item are a row
-            x = reshaped(patch, operand(op), (shape[0], matrix.shape[1]))
+            x = reshaped(patch, operand(op), (shape[0], inside))
             y = patch.add("MatMul", [x, patch.constant(np.ascontiguousarray(matrix.T), "bands")], MatMulAttrs())
         else:
-            x = reshaped(patch, operand(op), (shape[0], matrix.shape[1], others))
+            x = reshaped(patch, operand(op), (shape[0], inside, others))
             y = patch.add("MatMul", [patch.constant(matrix, "bands"), x], MatMulAttrs())
             added = None if added is None else added[:, None]
         if added is not None:
@@ -82,16 +69,17 @@ def axis_filter(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op,), build)
 
 
-def _banded(weight: Array, axis: _Axis) -> Array:
-    """The matrix [filters x positions of the result, channels x positions of the input] of filters [filters, channels, taps]."""
+def _banded(op: Op, weight: Array, size: int, result: int) -> Array:
+    """The matrix [filters x result, channels x size] of a Conv with filters [filters, channels, taps] along an axis of ``size``
+    positions, whose result has ``result`` positions."""
     filters, channels, taps = weight.shape
-    matrix = np.zeros((filters, axis.result, channels, axis.size), weight.dtype)
-    at = np.arange(axis.result)
+    matrix = np.zeros((filters, result, channels, size), weight.dtype)
+    at = np.arange(result)
     for tap in range(taps):
-        read = at * axis.stride - axis.pad + tap * axis.dilation
-        inside = (read >= 0) & (read < axis.size)
+        read = at * op.attrs.strides[0] - op.attrs.pads[0] + tap * op.attrs.dilations[0]
+        inside = (read >= 0) & (read < size)
         matrix[:, at[inside], :, read[inside]] = weight[:, :, tap]
-    return matrix.reshape(filters * axis.result, channels * axis.size)
+    return matrix.reshape(filters * result, channels * size)
 
 
 class AxisFilters(RulePass):

@@ -20,7 +20,7 @@ from optdnn.ops.conv import ConvTransposeAttrs
 from optdnn.ops.index import PadAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.widths import has_stages_or_factors
-from optdnn.passes.support.facts import RESHAPES, in_shape, integers, ints, operand, producer, sizes_of
+from optdnn.passes.support.facts import RESHAPES, in_shape, integers, ints, operand, producer, sizes_of, zeros_around
 from optdnn.types import Array, normalize_axis
 
 IMAGE = 4
@@ -75,7 +75,7 @@ def _before(graph: Graph, found: _Source) -> _Source | None:
     if planes is None or before is None:
         return None
     if op.kind == "Pad":
-        pads = _zeros_around(graph, op, len(before))
+        pads = _zeros_around(graph, op)
         if pads is None or found.factors != (1, 1):
             return None
         image = [i for i, n in enumerate(before) if n != 1][-2:]
@@ -95,7 +95,7 @@ def _inserted(
     """``op`` joins the axes of pixels [..., H, k, W, l] whose zeros a Pad has added to axes of one element."""
     pad = producer(graph, operand(op), {"Pad"}, alone=True)
     shape = None if pad is None else sizes_of(graph, operand(pad))
-    pads = None if pad is None or shape is None else _zeros_around(graph, pad, len(shape))
+    pads = None if pad is None or shape is None else _zeros_around(graph, pad)
     if pad is None or shape is None or pads is None or found.factors != (1, 1):
         return None
     added = [i for i, p in enumerate(pads) if any(p)]
@@ -114,18 +114,10 @@ def _inserted(
     return replace(found, value=operand(pad), factors=(factors[0], factors[1]), ops=(*found.ops, op, pad))
 
 
-def _zeros_around(graph: Graph, op: Op, rank: int) -> list[tuple[int, int]] | None:
+def _zeros_around(graph: Graph, op: Op) -> list[tuple[int, int]] | None:
     """The numbers of zeros (before, after) that a Pad adds to each axis; None for other Pads."""
-    pads, axes, filling = ints(graph, op.input(1)), ints(graph, op.input(3)), op.input(2)
-    number = None if filling is None else graph.constant_value(filling)
-    if op.attrs.mode != "constant" or pads is None or (filling is not None and (number is None or number.any())):
-        return None
-    if op.input(3) is not None and axes is None:
-        return None
-    found = [(0, 0)] * rank
-    for i, axis in enumerate(range(rank) if axes is None else axes):
-        found[normalize_axis(axis, rank)] = (pads[i], pads[i + len(pads) // 2])
-    return None if min(pads) < 0 else found
+    zeros = zeros_around(graph, op)
+    return None if zeros is None else list(zip(zeros[: len(zeros) // 2], zeros[len(zeros) // 2 :], strict=True))
 
 
 @rule("resampling_filter", {"Conv"})

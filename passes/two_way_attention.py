@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.attention_scores import DEPTH, factor_of, has_stages
+from optdnn.passes.support.attention_scores import find_scores, has_stages
 from optdnn.passes.support.facts import exchange_last, operand, producer
 from optdnn.types import normalize_axis
 
@@ -28,9 +30,10 @@ def softmax_of_columns(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if normalize_axis(softmax.attrs.axis, rank) != rank - 2 or has_stages(op):
         return None
-    scales, product = _scaled_product(graph, operand(softmax))
-    if product is None or [graph.type(v).rank for v in product.inputs[:2] if v is not None] != [rank] * 2:
+    found = find_scores(graph, operand(softmax), op.outputs[0].type.dtype)
+    if isinstance(found, Miss) or found.rows or not {o.kind for o in found.ops} <= {"Mul", "Div"}:
         return None
+    product, factor, scales = found.product, found.factor, found.ops
     if any(graph.constant_value(v) is not None for v in product.inputs):
         return Miss("a factor of its scores is constant, so they are no scores of queries and keys")
     for inner in (turned, softmax):
@@ -41,34 +44,13 @@ def softmax_of_columns(graph: Graph, op: Op) -> Match | Miss | None:
         exchange = TransposeAttrs(exchange_last(rank))
         k, q = (patch.add("Transpose", [operand(product, i)], exchange, src=product.src) for i in (1, 0))
         scores = patch.add("MatMul", [k, q], product.attrs, src=product.src)
-        for scale in reversed(scales):
-            scores = patch.add(
-                scale.kind, [scores if v == _inner(graph, scale) else v for v in scale.inputs], src=scale.src
-            )
+        if scales:
+            number = patch.constant(np.array(factor, op.outputs[0].type.dtype), "scale")
+            scores = patch.add("Mul", [scores, number], src=frozenset().union(*(o.src for o in scales)))
         weights = patch.add("Softmax", [scores], replace(softmax.attrs, axis=rank - 1), src=softmax.src)
         return patch.add("MatMul", [weights, op.inputs[1]], op.attrs)
 
     return Match((op, turned, softmax), build)
-
-
-def _inner(graph: Graph, scale: Op) -> Value | None:
-    found = factor_of(graph, scale)
-    return None if found is None else found[0]
-
-
-def _scaled_product(graph: Graph, value: Value) -> tuple[list[Op], Op | None]:
-    """The multiplications by numbers that lead from ``value`` back to a product, the last one first, and this product or None."""
-    scales: list[Op] = []
-    for _ in range(DEPTH):
-        op = graph.op(value)
-        if op.kind == "MatMul":
-            return scales, None if has_stages(op) else op
-        inner = _inner(graph, op)
-        if inner is None:
-            break
-        scales.append(op)
-        value = inner
-    return [], None
 
 
 class TwoWayAttention(RulePass):

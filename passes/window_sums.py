@@ -23,7 +23,7 @@ from optdnn.ops.index import PadAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, integers, ints, is_filled, operand, producer, reshaped, shape_of
+from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of, zeros_around
 from optdnn.types import Array, normalize_axis
 
 SUMS = frozenset({"ReduceMean", "ReduceSum"})
@@ -210,11 +210,8 @@ def _starts(graph: Graph, op: Op) -> list[int] | None:
 
 def _zeros_before(graph: Graph, op: Op) -> list[int] | None:
     """As :func:`_starts`, for a Pad that adds zeros and crops nothing: positions before the tensor are negative."""
-    pads, rank = ints(graph, op.input(1)), graph.type(op.value).rank or 0
-    zeros = op.input(2) is None or is_filled(graph.constant_value(op.input(2)), 0)
-    if pads is None or op.input(3) is not None or op.attrs.mode != "constant" or not zeros or min(pads) < 0:
-        return None
-    return [-n for n in pads[:rank]]
+    zeros = zeros_around(graph, op) if op.input(3) is None else None
+    return None if zeros is None else [-n for n in zeros[: len(zeros) // 2]]
 
 
 def _longest_run(found: Sequence[Shift | None]) -> tuple[int, list[Shift]]:

@@ -15,7 +15,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import PadAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import integers, ints, operand, producer, scalar
+from optdnn.passes.support.facts import integers, operand, producer, zeros_around
 from optdnn.passes.support.regions import VIEWS, Region, backward, boxed, forward, region, viewed
 from optdnn.types import normalize_axis
 
@@ -99,7 +99,7 @@ def pad_of_pad(graph: Graph, op: Op) -> Match | None:
     inner = producer(graph, op.inputs[0], {"Pad"})
     if inner is None or not op.outputs[0].type.is_static:
         return None
-    pads = [_zeros(graph, each) for each in (inner, op)]
+    pads = [zeros_around(graph, each) for each in (inner, op)]
     if pads[0] is None or pads[1] is None:
         return None
     total = [a + b for a, b in zip(*pads, strict=True)]
@@ -111,7 +111,7 @@ def pad_of_pad(graph: Graph, op: Op) -> Match | None:
 @rule("part_of_zeros", {"Pad"})
 def part_of_zeros(graph: Graph, op: Op) -> Match | None:
     """A part of a tensor at its own place, with zeros around it, is a selection: additions compute it in registers."""
-    pads, sizes = _zeros(graph, op), op.outputs[0].type.shape
+    pads, sizes = zeros_around(graph, op), op.outputs[0].type.shape
     if pads is None or not op.outputs[0].type.is_static or any(u.kind != "Add" for u in graph.users(op.value)):
         return None
     part = region(graph, operand(op))
@@ -129,21 +129,6 @@ def part_of_zeros(graph: Graph, op: Op) -> Match | None:
     return Match(
         (op,), lambda patch: patch.add("Where", [patch.constant(mask, "part"), part.root, patch.constant(zero, "zero")])
     )
-
-
-def _zeros(graph: Graph, op: Op) -> list[int] | None:
-    """How many zeros a Pad adds before and after each axis; None if it does not pad with zeros, or crops."""
-    rank = len(op.outputs[0].type.dims)
-    pads = ints(graph, op.input(1))
-    axes = tuple(range(rank)) if op.input(3) is None else ints(graph, op.input(3))
-    filler = 0.0 if op.input(2) is None else scalar(graph, op.input(2))
-    if pads is None or axes is None or filler != 0 or op.attrs.mode != "constant" or min(pads, default=0) < 0:
-        return None
-    found = [0] * (2 * rank)
-    for k, axis in enumerate(axes):
-        found[normalize_axis(axis, rank)] = pads[k]
-        found[rank + normalize_axis(axis, rank)] = pads[len(axes) + k]
-    return found
 
 
 def _axis(op: Op) -> int:

@@ -14,7 +14,7 @@ from optdnn.ops.base import Known
 from optdnn.ops.checks import elements
 from optdnn.ops.reduce import reduced_axes
 from optdnn.ops.shape import ReshapeAttrs
-from optdnn.types import FP64, Array, Shape, is_float
+from optdnn.types import FP64, Array, Shape, is_float, normalize_axis
 
 _DEPTH = 16
 """Most operators that a proof goes back."""
@@ -230,6 +230,21 @@ def in_shape(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = 
     target = reshape_target(patch.type(x).dims, shape)
     assert target is not None, "no constant target can express the shape"
     return reshaped(patch, x, target, src)
+
+
+def zeros_around(graph: Graph, op: Op) -> list[int] | None:
+    """How many zeros a Pad adds before each axis, then after each; None if it does not pad with zeros, or crops."""
+    rank = len(op.outputs[0].type.dims)
+    pads = ints(graph, op.input(1))
+    axes = tuple(range(rank)) if op.input(3) is None else ints(graph, op.input(3))
+    filler = 0.0 if op.input(2) is None else scalar(graph, op.input(2))
+    if pads is None or axes is None or filler != 0 or op.attrs.mode != "constant" or min(pads, default=0) < 0:
+        return None
+    found = [0] * (2 * rank)
+    for k, axis in enumerate(axes):
+        found[normalize_axis(axis, rank)] = pads[k]
+        found[rank + normalize_axis(axis, rank)] = pads[len(axes) + k]
+    return found
 
 
 def integers(patch: Patch, numbers: Sequence[int], name: str) -> Value:
