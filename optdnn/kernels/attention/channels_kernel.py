@@ -2,7 +2,8 @@
 
 In one launch (``attention_channels.cu``), each block sums the scores of its head over all tokens. With many tokens there are two
 launches: the blocks of the first share out the tokens (``channel_sums.cu``); the blocks of the second add up the partial sums and
-compute the results (``channel_results.cu``).
+compute the results (``channel_results.cu``). Heads of more than 64 channels take two launches, and the blocks of the first also share out
+the channels of the queries, in bands.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-MOST_CHANNELS = 64
-"""Most channels of a head: the scores of all of them must fit a warp's registers."""
+MOST_CHANNELS = 128
+"""Most channels of a head: the scores of 32 channels with all others must fit a warp's registers."""
+MOST_SCORES = 48 * 96
+"""Most scores in a warp's registers: 144 for each lane."""
 RATE = 512
 """Least number of 16-bit multiply-adds of mma.sync per cycle and multiprocessor."""
 CLOCK = 1.4e9
@@ -49,6 +52,16 @@ class Problem:
     def filled(self) -> int:
         """Channels in the kernel: padded to a multiple of 16."""
         return -(-self.channels // 16) * 16
+
+    @property
+    def rows(self) -> int:
+        """Channels of the queries whose scores a warp sums up: all, or a band of as many as its registers hold."""
+        return min(self.filled, MOST_SCORES // self.filled // 16 * 16)
+
+    @property
+    def bands(self) -> int:
+        """Bands of channels of the queries."""
+        return -(-self.filled // self.rows)
 
     @property
     def width(self) -> int:
@@ -91,9 +104,9 @@ def part_floats(problem: Problem) -> int:
 
 def _sums_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory to sum scores: squares, and the rings, which the sums overwrite."""
-    channels, warps = problem.filled, config.warps
-    row = (channels + 8) * 2
-    return warps * 2 * channels * 4 + max(warps * config.slots * 2 * 16 * row, warps * channels * row * 2)
+    channels, rows, warps = problem.filled, problem.rows, config.warps
+    pitch = channels + 8
+    return warps * 2 * channels * 4 + max(warps * config.slots * 16 * (rows + 8 + pitch) * 2, warps * rows * pitch * 4)
 
 
 def _results_bytes(problem: Problem, config: Config) -> int:
@@ -129,7 +142,7 @@ def refuse(problem: Problem) -> str | None:
 
 def _recipe(problem: Problem, config: Config, gpu: GpuFacts, name: str) -> Recipe:
     defines = {
-        "WARPS": config.warps, "CHANNELS": problem.filled, "SLOTS": config.slots, "WIDTH": problem.width,
+        "WARPS": config.warps, "CHANNELS": problem.filled, "ROWS": problem.rows, "SLOTS": config.slots, "WIDTH": problem.width,
         "NORMALIZE": int(problem.least is not None), **({"DEPTH": config.depth} if config.depth else {}),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(problem.dtype), ""])
@@ -167,7 +180,8 @@ def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, L
     second = Parameters().pointer("sums").pointer("v", offset=problem.v.offset * 2)
     second.pointer("out", offset=problem.out.offset * 2).pointer("factors")
     second.i32(problem.tokens, problem.channels, many).f32(*(problem.least or (0.0, 0.0)))
-    grids = [(n, problem.heads, problem.batch) for n in (many, _result_blocks(problem, config, gpu))]
+    blocks = many * problem.bands, _result_blocks(problem, config, gpu)
+    grids = [(n, problem.heads, problem.batch) for n in blocks]
     return (
         _views(first, problem.q, problem.k).launch(
             _recipe(problem, config, gpu, "channel_sums"), "channel_sums", grids[0], threads,
@@ -187,7 +201,7 @@ def _resident(config: Config, shared: int, gpu: GpuFacts) -> int:
 
 def _summing(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Resident blocks per multiprocessor in the launch that sums up scores, with the scores in registers."""
-    registers = 48 + 3 * problem.filled**2 // 64
+    registers = min(255, 48 + 3 * problem.rows * problem.filled // 64)
     return max(1, min(_resident(config, _sums_bytes(problem, config), gpu), 65536 // (32 * config.warps * registers)))
 
 
@@ -229,11 +243,11 @@ def _in_waves(blocks: int, resident: int, gpu: GpuFacts) -> tuple[int, int]:
 
 def _sums_cycles(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Cycles of the first of two launches."""
-    blocks = parts(problem, config) * problem.heads * problem.batch
+    blocks = parts(problem, config) * problem.bands * problem.heads * problem.batch
     waves, together = _in_waves(blocks, _summing(problem, config, gpu), gpu)
-    products = config.span * problem.filled**2 / RATE
-    loads = 4 * config.span * problem.channels / LOADED
-    added = 3 * config.warps * problem.filled**2 / 32
+    products = config.span * problem.rows * problem.filled / RATE
+    loads = 2 * config.span * (min(problem.rows, problem.channels) + problem.channels) / LOADED
+    added = 3 * config.warps * problem.rows * problem.filled / 32
     turns = 400 * max(0, config.depth - config.slots) + config.depth * _narrow_copies(problem)
     return waves * (2000 + together * (max(products, loads) + added) + turns)
 
@@ -257,8 +271,9 @@ def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
     found: list[Config] = []
     for warps in (4, 8):
         steps = -(-problem.tokens // (16 * warps))
-        found += [Config(warps, slots) for slots in range(1, min(4, steps) + 1)]
-        depths = [2**n for n in range(steps.bit_length()) if 2**n < steps]
+        if problem.bands == 1:
+            found += [Config(warps, slots) for slots in range(1, min(4, steps) + 1)]
+        depths = [2**n for n in range(steps.bit_length()) if 2**n < steps or problem.bands > 1]
         found += [Config(warps, min(4, depth), depth) for depth in depths]
     found = [c for c in found if shared_bytes(problem, c) <= gpu.shared_per_block]
     return sorted(found, key=lambda c: (estimate(problem, c, gpu), -c.slots))

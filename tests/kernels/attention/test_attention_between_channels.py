@@ -72,7 +72,12 @@ def test_one_launch(options: dict[str, Any], target: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "precision"),
-    [({}, "fp16"), ({"factors": FACTORS, "size": 22}, "bf16"), ({"norm": None, "scale": None}, "fp16")],
+    [
+        ({}, "fp16"),
+        ({"factors": FACTORS, "size": 22}, "bf16"),
+        ({"norm": None, "scale": None}, "fp16"),
+        ({"heads": 1, "size": 96}, "fp16"),
+    ],
 )
 def test_many_tokens_take_two_launches(options: dict[str, Any], precision: str) -> None:
     program = check_simulated(between_channels(tokens=3000, **options), precision, target="cuda:sm_90a")
@@ -102,7 +107,7 @@ def test_other_forms_are_computed_separately(options: dict[str, Any], apart: int
     ("options", "precision", "reason"),
     [
         ({}, "fp32", "it is for 16-bit floats"),
-        ({"size": 72}, "fp16", "heads of 72 channels"),
+        ({"size": 136}, "fp16", "heads of 136 channels"),
         ({"is_causal": True, "tokens": 16}, "fp16", "its scores have a mask"),
         ({"softcap": 2.0}, "fp16", "a mask or a softcap"),
         ({"left_window_size": 3}, "fp16", "a window"),

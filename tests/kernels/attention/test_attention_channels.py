@@ -57,6 +57,12 @@ PARTS: dict[str, tuple[Problem, Config]] = {
     "heads of 42": (merged(1, 2, 150, 42), Config(8, 1, 1)),
     "heads of 25": (merged(1, 3, 150, 25), Config(4, 1, 1)),
     "any norm": (merged(1, 2, 130, 32, least=(0.0, 0.0)), Config(4, 1, 1)),
+    "Restormer's last stage, two bands": (merged(1, 1, 600, 96), Config(8, 2, 2)),
+    "two bands, the second one not full": (merged(2, 1, 150, 72, dtype="bfloat16"), Config(4, 2, 2)),
+    "four bands, the last one not full": (merged(1, 2, 140, 104), Config(4, 1, 1)),
+    "four bands": (merged(1, 1, 100, 128, least=None), Config(8, 1, 1)),
+    "bands, heads of 90": (merged(1, 2, 80, 90), Config(4, 1, 1)),
+    "bands, heads of 65": (merged(1, 1, 20, 65), Config(4, 1, 1)),
 }
 """Cases in two launches."""
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.5e-2}
@@ -161,7 +167,7 @@ A = merged(2, 4, 196, 48)
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
-        (replace(A, channels=65), "65 channels"),
+        (replace(A, channels=129), "129 channels"),
         (replace(A, channels=1), "1 channels"),
         (replace(A, tokens=0), "no tokens"),
         (replace(A, k=HeadView(8, -8, 8)), "k: strides"),
@@ -183,20 +189,34 @@ def test_copies_are_as_wide_as_all_strides_allow() -> None:
 
 @pytest.mark.parametrize("gpu", [AMPERE, gpu_facts.of_arch("sm_90a")])
 def test_many_tokens_are_summed_up_in_parts(gpu: gpu_facts.GpuFacts) -> None:
-    """DaViT's first stage, and Restormer's first stage for an image of 512 x 512. Few tokens take one launch."""
+    """DaViT's first stage, and Restormer's first stage and its last one, for images of 512 x 512 and 128 x 128. Few tokens take one
+    launch."""
     davit, restormer = merged(1, 3, 3136, 32, least=None), merged(1, 1, 512 * 512, 48)
-    for problem, most in ((davit, 10e-6), (replace(davit, batch=16), 35e-6), (restormer, 110e-6)):
+    last = merged(1, 1, 128 * 128, 96)
+    for problem, most in ((davit, 10e-6), (replace(davit, batch=16), 35e-6), (restormer, 110e-6), (last, 40e-6)):
         best = channels.candidates(problem, gpu)[0]
         assert best.depth
         assert channels.estimate(problem, best, gpu) < most
     assert not channels.candidates(A, gpu)[0].depth
 
 
+def test_the_queries_of_large_heads_have_bands() -> None:
+    """A band is as large as a warp's registers allow. Its block also sums up the squares of its own queries."""
+    assert [(p.rows, p.bands) for p in (merged(1, 1, 9, n) for n in (48, 64, 65, 96, 104, 128))] == [
+        (48, 1), (64, 1), (48, 2), (48, 2), (32, 4), (32, 4),
+    ]  # fmt: skip
+    for tokens in (1, 20, 4096):
+        found = channels.candidates(merged(1, 1, tokens, 96), AMPERE)
+        assert found
+        assert all(c.depth for c in found)
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.nvrtc
 def test_candidates_compile_without_spills(arch: str) -> None:
     gpu = gpu_facts.of_arch(arch)
-    tested = (A, merged(1, 4, 100, 42, dtype="bfloat16"), merged(1, 8, 784, 64, least=None), merged(1, 8, 150, 25))
+    tested = [A, merged(1, 4, 100, 42, dtype="bfloat16"), merged(1, 8, 784, 64, least=None), merged(1, 8, 150, 25)]
+    tested += [merged(1, 1, 4096, size) for size in (65, 78, 96, 104, 128)]
     for problem in tested:
         found = channels.candidates(problem, gpu)
         assert found

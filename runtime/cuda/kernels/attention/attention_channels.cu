@@ -14,6 +14,7 @@
 #include "attention_channels.cuh"
 
 constexpr int VALUES_BYTES = WARPS * TOKENS_BYTES;
+static_assert(BANDS == 1, "each warp sums up all scores");
 
 struct Params {
     const u16 *queries, *keys, *values;
@@ -37,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_channels
     grid_dependency_wait();
 
     Sums sums;
-    sum_tokens(sums, shared, own_ring, queries, keys, p.of_queries.position, p.of_keys.position, warp, steps, p.tokens, p.channels, [&] {
+    sum_tokens(sums, shared, own_ring, queries, keys, p.of_queries.position, p.of_keys.position, 0, warp, steps, p.tokens, p.channels, [&] {
         const u16* values = p.values + batch * p.of_values.batch + head * p.of_values.head;   // needed last
         load_tokens(shared, own_values, values, p.of_values.position, first, p.tokens, p.channels);
     });

@@ -1,31 +1,36 @@
 // Shared by the kernels of attention between channels (attention_channels.cu in one launch; channel_sums.cu and channel_results.cu in two).
 //
-// generated.cuh defines WARPS, CHANNELS (of a head, padded to a multiple of 16 with zeros), SLOTS (a warp's ring: slots of sixteen tokens),
-// WIDTH (bytes of a copy: 16 by cp.async, 4, or 2), NORMALIZE and multiply().
+// generated.cuh defines WARPS, CHANNELS (of a head, padded to a multiple of 16 with zeros), ROWS (channels of the queries whose scores a warp
+// sums up: all of them, or a band), SLOTS (a warp's ring: slots of sixteen tokens), WIDTH (bytes of a copy: 16 by cp.async, 4, or 2),
+// NORMALIZE and multiply().
 #pragma once
 
-constexpr int THREADS = WARPS * 32, TILES = CHANNELS / 16;
-constexpr int PITCH = CHANNELS + 8;                // of a row in shared memory: eight rows of an ldmatrix touch all banks
-constexpr int TOKENS_BYTES = 16 * PITCH * 2, SLOT_BYTES = 2 * TOKENS_BYTES;
+constexpr int THREADS = WARPS * 32, TILES = CHANNELS / 16, ROW_TILES = ROWS / 16, BANDS = (CHANNELS + ROWS - 1) / ROWS;
+constexpr int PITCH = CHANNELS + 8, ROWS_PITCH = ROWS + 8;   // of rows in shared memory: eight rows of an ldmatrix touch all banks
+constexpr int TOKENS_BYTES = 16 * PITCH * 2, QUERIES_BYTES = 16 * ROWS_PITCH * 2, SLOT_BYTES = QUERIES_BYTES + TOKENS_BYTES;
+constexpr int COLUMNS = (CHANNELS + 31) / 32;      // of a row of scores, for each lane
 constexpr int WEIGHTS_BYTES = CHANNELS * PITCH * 2;
-constexpr int SQUARES = 2 * CHANNELS, SUMS = CHANNELS * PITCH, PART = SQUARES + CHANNELS * CHANNELS;
+constexpr int SQUARES = 2 * CHANNELS, SUMS = ROWS * PITCH, PART = SQUARES + CHANNELS * CHANNELS;
 constexpr int BLOCKS = WIDTH < 16 ? 1 : 0;            // per multiprocessor, where ptxas would spill otherwise (0: no limit)
-static_assert(CHANNELS % 16 == 0 && CHANNELS <= 64 && CHANNELS % WARPS == 0, "a lane has two columns at most, a warp whole rows");
+static_assert(CHANNELS % 16 == 0 && ROWS % 16 == 0 && CHANNELS % WARPS == 0, "tiles of 16 channels, and whole rows for a warp");
+static_assert(ROWS * CHANNELS <= 144 * 32, "the scores fit a warp's registers");
 
 struct View {                                      // strides in elements; channels are contiguous
     long long batch, head;
     int position;
 };
 
-// Loads sixteen tokens from ``first`` on, by one warp; zeros beyond the last token and the last channel.
+// Loads FILLED channels of sixteen tokens from ``first`` on, by one warp; zeros beyond the last token and the last channel.
+template <int FILLED = CHANNELS>
 DEVICE void load_tokens(u8* shared, u32 at, const u16* source, int position, int first, int tokens, int channels) {
-    constexpr int EACH = WIDTH / 2, COPIES = CHANNELS / EACH, AT_ONCE = WIDTH == 2 ? 8 : 16 * COPIES / 32;
+    constexpr int EACH = WIDTH / 2, COPIES = FILLED / EACH, ALL = 16 * COPIES / 32;
+    constexpr int AT_ONCE = WIDTH == 2 || WIDTH == 4 && BANDS > 1 ? 8 : ALL;   // more need too many registers
     #pragma unroll AT_ONCE
-    for (int n = 0; n < 16 * COPIES / 32; n++) {
+    for (int n = 0; n < ALL; n++) {
         const int i = n * 32 + threadIdx.x % 32, row = i / COPIES, channel = i % COPIES * EACH;
         const bool live = first + row < tokens && channel < channels;
         const u16* from = live ? source + (long long)(first + row) * position + channel : source;
-        const u32 to = at + (row * PITCH + channel) * 2;
+        const u32 to = at + (row * (FILLED + 8) + channel) * 2;
         if (WIDTH == 16)
             copy_16_or_zeros(smem_address(shared + to), from, live ? 16 : 0);
         else if (WIDTH == 4)
@@ -54,12 +59,12 @@ template <int COPIES> DEVICE float reciprocal_norm(const float* sums, float leas
 }
 
 struct Sums {
-    float scores[TILES][2 * TILES][4];             // a fragment's row: a channel of the queries; column: of the keys
-    float query[TILES][2], key[2 * TILES];         // squares
+    float scores[ROW_TILES][2 * TILES][4];         // a fragment's row: a channel of the queries; column: of the keys
+    float query[ROW_TILES][2], key[2 * TILES];     // squares
 
     inline __device__ void clear() {
         #pragma unroll
-        for (int m = 0; m < TILES; m++) {
+        for (int m = 0; m < ROW_TILES; m++) {
             query[m][0] = query[m][1] = 0.0f;
             #pragma unroll
             for (int n = 0; n < 2 * TILES; n++)
@@ -73,11 +78,11 @@ struct Sums {
     // Adds sixteen tokens, which are in shared memory as [token][channel].
     inline __device__ void add(u32 queries, u32 keys) {
         const int lane = threadIdx.x % 32;
-        const u32 rows = (lane % 8 + lane / 16 * 8) * PITCH * 2 + lane / 8 % 2 * 16;   // for q^T: channels 0-7, 8-15 of tokens 0-7, then of tokens 8-15
+        const u32 rows = (lane % 8 + lane / 16 * 8) * ROWS_PITCH * 2 + lane / 8 % 2 * 16;   // for q^T: channels 0-7, 8-15 of tokens 0-7, then of tokens 8-15
         const u32 columns = lane % 16 * PITCH * 2 + lane / 16 * 16;                    // for k: tokens 0-7, 8-15 of channels 0-7, then of channels 8-15
-        u32 a[TILES][4];
+        u32 a[ROW_TILES][4];
         #pragma unroll
-        for (int m = 0; m < TILES; m++) {
+        for (int m = 0; m < ROW_TILES; m++) {
             ldmatrix_x4_trans(queries + rows + m * 32, a[m][0], a[m][1], a[m][2], a[m][3]);
             query[m][0] += squares(a[m][0]) + squares(a[m][2]);
             query[m][1] += squares(a[m][1]) + squares(a[m][3]);
@@ -89,39 +94,44 @@ struct Sums {
             key[2 * n] += squares(b[0]) + squares(b[1]);
             key[2 * n + 1] += squares(b[2]) + squares(b[3]);
             #pragma unroll
-            for (int m = 0; m < TILES; m++) {
+            for (int m = 0; m < ROW_TILES; m++) {
                 multiply(scores[m][2 * n], a[m], b[0], b[1]);
                 multiply(scores[m][2 * n + 1], a[m], b[2], b[3]);
             }
         }
     }
 
-    // Stores the warp's part of the scores [channel][PITCH], and of the squares [queries, keys][channel].
+    // Stores the warp's part of the scores [channel of the band][PITCH], and of the squares [queries, keys][channel].
     inline __device__ void store(float* sums, float* squared) const {
         const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
         #pragma unroll
-        for (int m = 0; m < TILES; m++)
+        for (int m = 0; m < ROW_TILES; m++)
             #pragma unroll
             for (int n = 0; n < 2 * TILES; n++)
                 #pragma unroll
                 for (int i = 0; i < 4; i++) sums[(m * 16 + row + i / 2 * 8) * PITCH + n * 8 + column + i % 2] = scores[m][n][i];
         #pragma unroll
+        for (int n = 0; n < 2 * ROW_TILES; n++) {
+            const float of_query = sum_of_four(query[n / 2][n % 2]);
+            if (lane % 4 == 0) squared[n * 8 + row] = of_query;
+        }
+        #pragma unroll
         for (int n = 0; n < 2 * TILES; n++) {
-            const float of_query = sum_of_four(query[n / 2][n % 2]), of_key = sum_of_four(key[n]);
-            if (lane % 4 == 0) squared[n * 8 + row] = of_query, squared[CHANNELS + n * 8 + row] = of_key;
+            const float of_key = sum_of_four(key[n]);
+            if (lane % 4 == 0) squared[CHANNELS + n * 8 + row] = of_key;
         }
     }
 };
 
 // Sums the warp's share of the groups of sixteen tokens before ``end``: every WARPS-th group from ``step`` on. ``last`` issues copies that
-// are waited for together with the copies of the ring.
+// are waited for together with the copies of the ring. Of the queries, ``band`` is the first channel.
 template <class Last>
 DEVICE void sum_tokens(Sums& sums, u8* shared, u32 ring, const u16* queries, const u16* keys, int query_position, int key_position,
-                       int step, int end, int tokens, int channels, Last last) {
+                       int band, int step, int end, int tokens, int channels, Last last) {
     auto load_step = [&](int at, int slot) {
         if (at >= end) return;
-        load_tokens(shared, ring + slot * SLOT_BYTES, queries, query_position, at * 16, tokens, channels);
-        load_tokens(shared, ring + slot * SLOT_BYTES + TOKENS_BYTES, keys, key_position, at * 16, tokens, channels);
+        load_tokens<ROWS>(shared, ring + slot * SLOT_BYTES, queries + band, query_position, at * 16, tokens, channels - band);
+        load_tokens(shared, ring + slot * SLOT_BYTES + QUERIES_BYTES, keys, key_position, at * 16, tokens, channels);
     };
     #pragma unroll
     for (int i = 0; i < SLOTS; i++) {
@@ -135,7 +145,7 @@ DEVICE void sum_tokens(Sums& sums, u8* shared, u32 ring, const u16* queries, con
         copies_wait_but<SLOTS - 1>();
         __syncwarp();
         const u32 found = smem_address(shared + ring + slot * SLOT_BYTES);
-        sums.add(found, found + TOKENS_BYTES);
+        sums.add(found, found + QUERIES_BYTES);
         __syncwarp();                              // all lanes have read the slot
         load_step(step + SLOTS * WARPS, slot);
         copies_commit();
@@ -149,9 +159,9 @@ DEVICE void sum_tokens(Sums& sums, u8* shared, u32 ring, const u16* queries, con
 template <int COPIES>
 DEVICE void softmax_rows(u16* weights, const float* sums, const float* squared, float factor, int channels, float least_query, float least_key) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float of_column[2];
+    float of_column[COLUMNS];
     #pragma unroll
-    for (int c = 0; c < 2; c++) {
+    for (int c = 0; c < COLUMNS; c++) {
         const int column = min(lane + 32 * c, CHANNELS - 1);
         of_column[c] = factor * reciprocal_norm<COPIES>(squared + CHANNELS + column, least_key);
     }
@@ -159,9 +169,9 @@ DEVICE void softmax_rows(u16* weights, const float* sums, const float* squared, 
     for (int r = 0; r < CHANNELS / WARPS; r++) {
         const int row = r * WARPS + warp;
         const float of_row = reciprocal_norm<COPIES>(squared + row, least_query);
-        float v[2], most = __int_as_float(0xff800000);
+        float v[COLUMNS], most = __int_as_float(0xff800000);
         #pragma unroll
-        for (int c = 0; c < 2; c++) {
+        for (int c = 0; c < COLUMNS; c++) {
             const int column = min(lane + 32 * c, CHANNELS - 1);
             float total = 0.0f;
             #pragma unroll
@@ -171,12 +181,13 @@ DEVICE void softmax_rows(u16* weights, const float* sums, const float* squared, 
         }
         #pragma unroll
         for (int half = 16; half; half /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, half));
-        v[0] = exp2_fast((v[0] - most) * LOG2_E), v[1] = exp2_fast((v[1] - most) * LOG2_E);
-        float total = v[0] + v[1];
+        float total = 0.0f;
+        #pragma unroll
+        for (int c = 0; c < COLUMNS; c++) total += v[c] = exp2_fast((v[c] - most) * LOG2_E);
         #pragma unroll
         for (int half = 16; half; half /= 2) total += __shfl_xor_sync(0xffffffffu, total, half);
         #pragma unroll
-        for (int c = 0; c < 2; c++)
+        for (int c = 0; c < COLUMNS; c++)
             if (lane + 32 * c < CHANNELS) weights[row * PITCH + lane + 32 * c] = pack1(__fdividef(v[c], total));
     }
 }
