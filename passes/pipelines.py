@@ -91,6 +91,7 @@ from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
 from optdnn.passes.unrolled_cells import UnrolledCells
 from optdnn.passes.unrolled_scans import UnrolledScans
+from optdnn.passes.upsampled_convolutions import UpsampledConvolutions
 from optdnn.passes.vector_products import VectorProducts
 from optdnn.passes.view_chains import ViewChains
 from optdnn.passes.wide_products import WideProducts
@@ -194,6 +195,7 @@ O2_GPU: tuple[Pass, ...] = (
     FoldConstants(),  # after TakeRows: sums of constant masks and biases, and the rows taken from them
     AddedPositions(),  # after attention; before its views are hoisted, and before epilogues, which add its constants
     RelativePositions(),  # before the views of attention's biases are hoisted and their arithmetic is fused
+    UpsampledConvolutions(),  # after ModulatedWeights, whose factors move before the Resize; before epilogues
     PoolLast(),  # after the arithmetic around convolutions has been folded into them; before epilogues and siblings
     TokenProducts(),  # before patch embeddings, whose readers it changes, and before views of tokens are moved
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them

@@ -194,6 +194,7 @@ RULES: Mapping[str, str] = {
     "sampled_sum": "weighted sums of sampled images merged into one operator",
     "deformed_columns": "deformable convolutions written as samples and a product with a matrix",
     "product_chains": "products of products replaced by products with one matrix",
+    "upsampled_convolution": "convolutions of enlarged images written as transposed convolutions of the images",
     "vector_products": "products with vectors merged into one product with a matrix",
     "segment_epilogue": "a bias or activation after segment sums computed in their epilogue",
     "segment_sum": "scattered sums at constant positions computed segment by segment",
