@@ -8,16 +8,17 @@ from dataclasses import replace
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule
-from optdnn.passes.support.facts import is_pointwise, reshaped
+from optdnn.passes.support.facts import RESHAPES, is_pointwise, reshaped
 from optdnn.passes.support.open_stages import MAX_OPERANDS, MAX_STAGES, OpenStage, body, outside, steps_of, tensors_of
 from optdnn.passes.support.views import groups
 from optdnn.types import TensorType
 
 
 class ViewBefore(Rule):
-    """A Reshape after an op of one tensor moves in front of it, if ops read the Reshape's result. They then become one op.
+    """A Reshape after an op of one computed tensor moves in front of it, if ops read the Reshape's result. They then become one op.
 
-    Exporters convert a mask, and then give it axes."""
+    Exporters convert a mask, and then give it axes. Optimal transport subtracts a logarithm of sums from constants, gives the
+    result an axis, and adds it to a matrix of scores (SuperGlue: Sarlin et al., 2020)."""
 
     name = "view_before"
 
@@ -27,16 +28,24 @@ class ViewBefore(Rule):
             return None
         if not all(is_pointwise(user) for user in graph.users(reshape.value)):
             return None
-        tensors = tensors_of(graph, op)
-        if len(tensors) != 1 or graph.type(tensors[0]).shape != op.outputs[0].type.shape:
+        tensors, before, after = tensors_of(graph, op), op.outputs[0].type, graph.type(reshape.value)
+        constants = {v: array for v in tensors if (array := graph.constant_value(v)) is not None}
+        computed = [v for v in tensors if v not in constants]
+        if len(computed) != 1 or graph.type(computed[0]).shape != before.shape:
             return Miss(f"{op.name} reads more than one tensor, so that the Reshape after it stays")
-        rank = len(graph.type(reshape.value).dims)
+        rank = len(after.dims)
         if any(len(graph.type(v).dims) > rank for v in outside(steps_of(op)) if v not in tensors):
             return Miss(f"a constant that {op.name} reads has more axes than the result of the Reshape after it")
+        axes = _merged(after, before) if constants else []
+        if axes is None:
+            return Miss(f"the Reshape after {op.name}, which reads constants, joins axes, or its sizes are not known")
 
         def build(patch: Patch) -> Value:
-            x = patch.add("Reshape", [tensors[0], *reshape.inputs[1:]], reshape.attrs, src=reshape.src)
-            return patch.add("Pointwise", *body(_reading(steps_of(op), {tensors[0]: x}), x), src=op.src)
+            x = patch.add(reshape.kind, [computed[0], *reshape.inputs[1:]], reshape.attrs, src=reshape.src)
+            inner = {computed[0]: x}
+            for v, array in constants.items():
+                inner[v] = patch.constant(array.reshape(_finer(array.shape, after, before, axes)), "constant")
+            return patch.add("Pointwise", *body(_reading(steps_of(op), inner), x), src=op.src)
 
         return Match((reshape, op), build)
 
@@ -110,9 +119,10 @@ class ViewBeforeReduction(Rule):
 
 
 def _reshape_after(graph: Graph, op: Op, context: PassContext) -> Op | None:
-    """The Reshape that alone reads a pointwise op, on a GPU; None if there is none, or the op computes a known shape."""
+    """The Reshape (also a Squeeze, Unsqueeze or Flatten) that alone reads a pointwise op, on a GPU; None if there is none, or the
+    op computes a known shape."""
     reshape = graph.sole_user(op.value) if context.on_gpu and is_pointwise(op) else None
-    return reshape if reshape is not None and reshape.kind == "Reshape" and op.outputs[0].known is None else None
+    return reshape if reshape is not None and reshape.kind in RESHAPES and op.outputs[0].known is None else None
 
 
 def _reading(steps: Sequence[OpenStage], moved: Mapping[Value, Value]) -> list[OpenStage]:

@@ -11,6 +11,7 @@ from support.net import Net
 from support.simulated import check_simulated, kinds
 
 from optdnn.ir.graph import Graph
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import PassContext, run_pipeline
 from optdnn.passes.fuse_pointwise import FusePointwise
@@ -57,6 +58,46 @@ def test_a_reshape_to_fewer_axes_than_a_number_has_stays() -> None:
     mask = n.op("Greater", n.input(3, 2, 4, name="mask"), n.const(np.full((1, 1, 1), 0.5, np.float32)))
     chosen = n.op("Where", n.op("Reshape", mask, n.ints(4, 6)), n.input(4, 6, name="scores"), n.const(-10.0))
     check_refused(FusePointwise(), n.done(chosen), because="has more axes than the result", context=ON_GPU)
+
+
+def potentials(
+    to: tuple[int, ...] = (2, 1, 6), *, shape: tuple[int, ...] = (2, 6), scores: tuple[int, ...] = (2, 5, 6),
+    axis: int | None = None,
+) -> Graph:  # fmt: skip
+    """A step of Sinkhorn's algorithm in logarithms: constants (``shape``) less sums (2, 6), given an axis, and added to scores."""
+    n = Net()
+    less = n.op(
+        "Sub", n.random(*shape), n.op("ReduceLogSumExp", n.input(2, 6, 4), n.ints(2), attrs=ReduceAttrs(keepdims=False))
+    )
+    view = n.op("Reshape", less, n.ints(*to)) if axis is None else n.op("Unsqueeze", less, n.ints(axis))
+    y = n.op("Add", view, n.input(*scores, name="scores"))
+    return n.done(n.op("ReduceLogSumExp", y, n.ints(2), attrs=ReduceAttrs(keepdims=False)))
+
+
+def test_an_unsqueeze_moves_like_a_reshape() -> None:
+    graph, _ = check_pass(FusePointwise(), potentials(axis=1), changes=2, context=ON_GPU)
+    assert graph.kinds() == {"ReduceLogSumExp": 2, "Unsqueeze": 1, "Pointwise": 1}
+
+
+@pytest.mark.parametrize(("shape", "of_constant"), [((2, 6), (2, 1, 6)), ((6,), (1, 1, 6)), ((2, 1), (2, 1, 1))])
+def test_constants_get_the_axes_of_a_reshape_that_moves(shape: tuple[int, ...], of_constant: tuple[int, ...]) -> None:
+    rules = {"view_before": 1, "pointwise": 1}
+    graph, _ = check_pass(FusePointwise(), potentials(shape=shape), changes=2, rules=rules, context=ON_GPU)
+    assert graph.kinds() == {"ReduceLogSumExp": 2, "Reshape": 1, "Pointwise": 1}
+    (fused,) = graph.of_kind("Pointwise")
+    found = [graph.constant_value(v) for v in fused.inputs]
+    assert [x.shape for x in found if x is not None] == [of_constant]
+
+
+def test_a_reshape_that_joins_axes_stays_after_an_op_of_constants() -> None:
+    graph = potentials((12,), scores=(2, 5, 12))
+    check_refused(FusePointwise(), graph, because="which reads constants, joins axes", context=ON_GPU)
+
+
+def test_the_reduction_after_it_computes_both() -> None:
+    program = check_simulated(potentials(), "fp16", target="cuda:sm_90a")
+    assert kinds(program).count("Pointwise") == 2  # the casts of the network's input and output
+    assert kinds(program).count("ReduceLogSumExp") == 2
 
 
 def test_reshapes_stay_on_the_cpu() -> None:
