@@ -275,6 +275,31 @@ def heads_of_image(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, *flats.values()), build)
 
 
+@rule("pixels_of_image", {"MatMul"})
+def pixels_of_image(graph: Graph, op: Op) -> Match | Miss | None:
+    """A product reads an image as (B, C, H * W), like the masks of queries (MaskFormer: Cheng et al., 2021): a view of its tokens."""
+    flats = {k: flat for k in (0, 1) if (flat := producer(graph, op.input(k), RESHAPES)) is not None}
+    flats = {k: flat for k, flat in flats.items() if len(flat.outputs[0].type.shape or ()) == 3}
+    flats = {k: flat for k, flat in flats.items() if _is_flat(graph, flat) and 1 not in flat.outputs[0].type.dims[1:]}
+    if not flats:
+        return None
+    targets = {k: reshape_target(*_rows_of_pixels(graph, flat)) for k, flat in flats.items()}
+    if None in targets.values():
+        return _INEXPRESSIBLE
+
+    def build(patch: Patch) -> Value:
+        given = list(op.inputs)
+        for k, flat in flats.items():
+            turn = TransposeAttrs(channels_to_last(len(graph.type(operand(flat)).dims)))
+            rows = reshaped(
+                patch, patch.add("Transpose", [operand(flat)], turn, src=flat.src), targets[k] or (), flat.src
+            )
+            given[k] = patch.add("Transpose", [rows], TransposeAttrs((0, 2, 1)), src=flat.src)
+        return patch.add("MatMul", given, op.attrs)
+
+    return Match((op, *(flat for flat in flats.values() if graph.sole_user(flat.value) is not None)), build)
+
+
 def _of_channels(graph: Graph, value: Value) -> Op | None:
     """The Reshape of an image to (B, heads, C / heads, H * W), directly or before a norm of its channels; else None."""
     op = graph.op(value)
@@ -442,6 +467,7 @@ class ImageTokens(RulePass):
         turned_units,
         channel_attention,
         heads_of_image,
+        pixels_of_image,
         gated_rows,
         softmax_mean,
     )

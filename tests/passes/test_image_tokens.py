@@ -438,6 +438,51 @@ def test_one_head_stays() -> None:
     assert "heads_of_image" not in {f.rule for f in report.fired}
 
 
+def masks(source: str = "conv", *, readers: int = 1, channels: int = 8, gram: bool = False, batch: Any = 2) -> Graph:
+    """Masks of five queries: products with the pixels of an image. ``gram``: the product of an image with itself, transposed."""
+    n = Net(np.float64)
+    image = n.conv(n.input(batch, 3, 6, 4), channels) if source == "conv" else n.input(batch, channels, 6, 4)
+    pixels = n.op("Reshape", image, n.ints(0, channels, 24))
+    queries = (
+        n.op("Transpose", pixels, attrs=TransposeAttrs((0, 2, 1)))
+        if gram
+        else n.input(batch, 5, channels, name="queries")
+    )
+    y = n.op("MatMul", *((pixels, queries) if gram else (queries, pixels)))
+    return n.done(y, *(n.op("Exp", pixels) for _ in range(readers - 1)))
+
+
+@pytest.mark.parametrize("batch", [2, symbol("N", 1)])
+@pytest.mark.parametrize("readers", [1, 2])
+def test_the_pixels_of_an_image_that_a_product_reads_are_a_view_of_tokens(batch: Any, readers: int) -> None:
+    graph, _ = check_pass(
+        ImageTokens(), masks(batch=batch, readers=readers), changes=1, rules={"pixels_of_image": 1},
+        kinds={"Conv": 1, "Transpose": 2, "Reshape": readers, "MatMul": 1, **({"Exp": 1} if readers > 1 else {})},
+        sizes={"N": 3} if batch != 2 else None,
+    )  # fmt: skip
+    (product,) = graph.of_kind("MatMul")
+    assert [graph.op(v).kind for v in product.inputs] == ["Input", "Transpose"]  # type: ignore[arg-type]
+
+
+def test_both_factors_of_a_gram_matrix_are_views_of_tokens() -> None:
+    report, graph = ImageTokens()(masks(gram=True)), masks(gram=True)
+    assert {f.rule for f in report.fired} == {"image_to_tokens", "pixels_of_image"}
+    check_pass(ImageTokens(), graph, changes=2, rules={"image_to_tokens": 1, "pixels_of_image": 1})
+
+
+@pytest.mark.parametrize("graph", [masks("input"), masks(channels=1)], ids=["an input", "one channel"])
+def test_pixels_of_an_input_and_of_one_channel_stay(graph: Graph) -> None:
+    check_untouched(ImageTokens(), graph)
+
+
+def test_masks_are_computed_without_a_copy_of_the_image() -> None:
+    n = Net()
+    pixels = n.op("Reshape", n.conv(n.input(1, 16, 16, 16), 64), n.ints(1, 64, 256))
+    program = check_simulated(n.done(n.op("MatMul", n.op("Relu", n.input(1, 24, 64, name="queries")), pixels)), "fp16")
+    assert [s.params["op"]["kind"] for s in program.steps].count("MatMul") == 1
+    assert not [s for s in program.steps if s.params["op"]["kind"] in ("Copy", "Copies") and "Reshape" in str(s.src)]
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_keys_of_a_convolution_are_read_without_a_copy(precision: str) -> None:
     n = Net()
