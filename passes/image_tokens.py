@@ -277,7 +277,9 @@ def heads_of_image(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("pixels_of_image", {"MatMul"})
 def pixels_of_image(graph: Graph, op: Op) -> Match | Miss | None:
-    """A product reads an image as (B, C, H * W), like the masks of queries (MaskFormer: Cheng et al., 2021): a view of its tokens."""
+    """A product reads an image as (B, C, H * W): a view of its tokens.
+
+    The masks of queries are such products (MaskFormer: Cheng et al., 2021)."""
     flats = {k: flat for k in (0, 1) if (flat := producer(graph, op.input(k), RESHAPES)) is not None}
     flats = {k: flat for k, flat in flats.items() if len(flat.outputs[0].type.shape or ()) == 3}
     flats = {k: flat for k, flat in flats.items() if _is_flat(graph, flat) and 1 not in flat.outputs[0].type.dims[1:]}

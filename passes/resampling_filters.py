@@ -4,7 +4,7 @@ StyleGAN (Karras et al., 2020 and 2021) and score-based models (NCSN++: Song et 
 pixels, and after they insert zeros between pixels ("upfirdn"). PyTorch writes this with views: zeros are a Pad of an axis of one
 element, channels may be images of one channel, and dropped pixels are a Slice with a step. A filter over inserted zeros is a
 transposed convolution with the filter turned by 180 degrees, which reads no zeros. A filter whose result is sliced is a
-convolution with a stride.
+convolution with a stride. An average pool of repeated edges is such a filter, too.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.conv import ConvTransposeAttrs
+from optdnn.ops.conv import FEW_TAPS, ConvAttrs, ConvTransposeAttrs
 from optdnn.ops.index import PadAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.widths import has_stages_or_factors
 from optdnn.passes.support.facts import RESHAPES, in_shape, integers, ints, operand, producer, sizes_of, zeros_around
-from optdnn.types import Array, normalize_axis
+from optdnn.types import Array, is_float, normalize_axis
 
 IMAGE = 4
 """Axes of a batch of images."""
@@ -238,6 +238,31 @@ def sliced_filter(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, *views, conv), build)
 
 
+@rule("blurred_edges", {"AveragePool"})
+def blurred_edges(graph: Graph, op: Op) -> Match | Miss | None:
+    """A small average pool of an image whose edges a Pad repeats is a depthwise convolution, whose kernel repeats the edges itself.
+
+    Pixel shuffles of fast.ai's U-Nets have this blur after them."""
+    pad, a = producer(graph, operand(op), {"Pad"}), op.attrs
+    shape, dtype = sizes_of(graph, operand(op)), op.outputs[0].type.dtype
+    if pad is None or pad.attrs.mode != "edge" or shape is None or not _are_images(shape) or not is_float(dtype):
+        return None
+    if graph.sole_user(pad.value) is None:
+        return Miss("the image with repeated edges is also read by others")
+    if a.auto_pad != "NOTSET" or a.ceil_mode or (any(a.pads) and not a.count_include_pad):
+        return Miss("it divides by a number that depends on the position, or its pads are not written out")
+    if (taps := math.prod(a.kernel_shape)) > FEW_TAPS:
+        return Miss(f"its windows have {taps} pixels, more than {FEW_TAPS}")
+    channels = shape[1]
+    mean = np.full((channels, 1, *a.kernel_shape), 1 / taps, dtype)
+
+    def build(patch: Patch) -> Value:
+        attrs = ConvAttrs(a.strides, a.pads, a.dilations, channels)
+        return patch.add("Conv", [operand(op), patch.constant(mean, "mean")], attrs)
+
+    return Match((op,), build)
+
+
 class ResamplingFilters(RulePass):
     name = "resampling_filters"
-    rules = (resampling_filter, sliced_filter)
+    rules = (resampling_filter, sliced_filter, blurred_edges)

@@ -287,6 +287,7 @@ RULES: Mapping[str, str] = {
     "normalized_keys": "keys of attention transposed before they are normalized",
     "axis_filter": "filters as long as an axis written as products with a banded matrix",
     "resampling_filter": "filters over inserted zeros, or over channels as images, written as depthwise convolutions",
+    "blurred_edges": "average pools of images with repeated edges written as depthwise convolutions",
     "sliced_filter": "dropped pixels of filtered images not computed",
     "softmax_of_columns": "attentions over the columns of scores written over the rows of transposed scores",
     "values_first": "attentions with values first put in the usual order",

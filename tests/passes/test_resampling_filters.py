@@ -129,3 +129,55 @@ def test_networks_without_a_candidate(graph: Graph) -> None:
 def test_a_network_on_the_gpu() -> None:
     program = check_simulated(by_planes(dtype=np.float32))
     assert [kind for kind in kinds(program) if kind != "Pointwise"] == ["ConvTranspose"]
+
+
+def blurred(
+    *, mode: str = "edge", kernel: int = 2, pads: tuple[int, ...] = (1, 1, 0, 0), pool_pads: int = 0, readers: int = 1,
+    include_pad: bool = True, ceil_mode: bool = False, dtype: type = np.float64,
+) -> Graph:  # fmt: skip
+    """A blur: averages of pixels and their neighbors above and to the left. ``pads``: edges repeated at top, left, bottom, right."""
+    n = Net(dtype)
+    x = n.op("Relu", n.input(B, C, H, W))
+    x = n.op("Pad", x, n.ints(0, 0, *pads[:2], 0, 0, *pads[2:]), attrs=PadAttrs(mode))
+    y = n.average_pool(x, kernel, pads=pool_pads, strides=1, include_pad=include_pad, ceil_mode=ceil_mode)
+    return n.done(n.op("Neg", y), *(n.op("Exp", x) for _ in range(readers - 1)))
+
+
+@pytest.mark.parametrize("options", [{}, {"kernel": 3, "pads": (1, 1, 1, 1)}, {"pool_pads": 1}])
+def test_an_average_of_repeated_edges_is_a_depthwise_convolution(options: dict[str, Any]) -> None:
+    kinds_after = {"Relu": 1, "Pad": 1, "Conv": 1, "Neg": 1}
+    graph, _ = check_pass(
+        ResamplingFilters(), blurred(**options), changes=1, rules={"blurred_edges": 1}, kinds=kinds_after
+    )
+    (conv,) = graph.of_kind("Conv")
+    size = options.get("kernel", 2)
+    assert conv.attrs.group == C
+    assert graph.constant_value(conv.inputs[1]).shape == (C, 1, size, size)
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"readers": 2}, "also read by others"),
+        ({"pool_pads": 1, "include_pad": False}, "depends on the position"),
+        ({"ceil_mode": True}, "depends on the position"),
+        ({"kernel": 8, "pads": (4, 4, 4, 4)}, "windows have 64 pixels"),
+    ],
+)
+def test_averages_that_stay(options: dict[str, Any], because: str) -> None:
+    check_refused(ResamplingFilters(), blurred(**options), because=because)
+
+
+def test_averages_of_other_edges_stay() -> None:
+    check_untouched(ResamplingFilters(), blurred(mode="reflect"))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_a_blur_of_repeated_edges_is_one_launch(precision: str) -> None:
+    n = Net()
+    x = n.op("Pad", n.conv(n.input(1, 8, 16, 16), 64), n.ints(0, 0, 1, 1, 0, 0, 0, 0), attrs=PadAttrs("edge"))
+    y = n.conv(n.average_pool(x, 2, strides=1), 16)
+    program = check_simulated(n.done(y), precision)
+    found = kinds(program)
+    assert found.count("EdgePadded") == 1
+    assert not {"Pad", "AveragePool"} & set(found)
