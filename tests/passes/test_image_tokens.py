@@ -492,3 +492,54 @@ def test_keys_of_a_convolution_are_read_without_a_copy(precision: str) -> None:
     program = check_simulated(n.done(n.op("Relu", y)), precision)
     if precision == "fp16":
         assert not {"Copy", "Copies"} & {s.params["op"]["kind"] for s in program.steps[1:]}
+
+
+PATCHES = TransposeAttrs((0, 1, 2, 4, 3, 5))
+
+
+def patches(*, into: bool = True, direct: bool = True, split: bool = False, rank: int = 2) -> Graph:
+    """Patches of 2 x 2 pixels of each channel, as filters in the frequency domain read them (FFTformer: Kong et al., 2023).
+
+    ``into``: of an image; else they become an image again. ``direct``: a convolution computes or reads the image."""
+    n = Net(np.float64)
+    if not into:
+        x = n.op("Transpose", n.input(2, 8, 3, 2, 2, 2), attrs=PATCHES)
+        image = n.op("Reshape", x, n.ints(2, 8, 6, 4))
+        return n.done(n.conv(image, 4) if direct else n.op("Exp", image))
+    image = n.conv(n.input(2, 3, 6, 4), 16 if split else 8) if direct else n.input(2, 8, 6, 4)
+    image = n.op("Split", image, n.ints(8, 8), attrs=SplitAttrs(1), outputs=2)[0] if split else image
+    x = n.op("Reshape", image, n.ints(2, 8, 3, 2, 2, 2))
+    return n.done(n.op("Exp", n.op("Transpose", x, attrs=PATCHES)))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_patches_of_each_channel_are_ordered_by_one_transpose_of_rows(split: bool) -> None:
+    counts = {"Conv": 1, "Transpose": 2, "Reshape": 1, "Exp": 1, **({"Split": 1} if split else {})}
+    graph, _ = check_pass(ImageTokens(), patches(split=split), changes=1, rules={"image_to_tokens": 1}, kinds=counts)
+    (last,) = (op for op in graph.of_kind("Transpose") if graph.op(op.inputs[0]).kind == "Reshape")  # type: ignore[arg-type]
+    assert last.attrs.perm == (0, 5, 1, 3, 2, 4)
+
+
+def test_patches_of_each_channel_become_an_image_by_one_transpose_of_rows() -> None:
+    counts = {"Conv": 1, "Transpose": 2, "Reshape": 1}
+    graph, _ = check_pass(ImageTokens(), patches(into=False), changes=1, rules={"tokens_to_image": 1}, kinds=counts)
+    (first,) = (op for op in graph.of_kind("Transpose") if graph.op(op.inputs[0]).kind == "Input")  # type: ignore[arg-type]
+    assert first.attrs.perm == (0, 2, 4, 3, 5, 1)
+
+
+@pytest.mark.parametrize("into", [True, False])
+def test_patches_of_what_no_convolution_computes_or_reads_stay(into: bool) -> None:
+    check_untouched(ImageTokens(), patches(into=into, direct=False))
+
+
+def test_patches_of_each_channel_are_copied_once() -> None:
+    n = Net()
+    x = n.op("Reshape", n.conv(n.input(1, 8, 16, 16), 64), n.ints(1, 64, 4, 4, 4, 4))
+    rows = n.op("Reshape", n.op("Transpose", x, attrs=PATCHES), n.ints(1024, 16))
+    y = n.op("Reshape", n.op("MatMul", rows, n.random(16, 16)), n.ints(1, 64, 4, 4, 4, 4))
+    image = n.op("Reshape", n.op("Transpose", y, attrs=PATCHES), n.ints(1, 64, 16, 16))
+    program = check_simulated(n.done(n.conv(image, 64)), "fp16")
+    found = [
+        s.params["op"]["kind"] for s in program.steps
+    ]  # the first copy is of the network's input, the last operator converts the output
+    assert found == ["Copy", "Conv", "Copy", "Conv", "Copy", "Conv", "Pointwise"]
