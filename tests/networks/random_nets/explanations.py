@@ -67,8 +67,8 @@ def outside_calibration(case: Case) -> Off:
 
 
 def halves(case: Case) -> Off:
-    """Values that are nearly equal become equal in 16 bits, which no nudge makes them. With its inputs and constants, or all values,
-    rounded to 16 bits the network gives the same integers, or the same floats up to a few roundings."""
+    """Values that are nearly equal become equal in 16 bits, which no nudge makes them. With its inputs and constants, or all
+    values, rounded to 16 bits the network gives the same integers, or the same floats up to a few roundings."""
     if not case.half:
         return []
     rounded = replace(case, feeds=[{n: halved(a, case.half) for n, a in feed.items()} for feed in case.feeds])
