@@ -32,7 +32,7 @@ def _factors(graph: Graph, resize: Op) -> tuple[int, ...] | None:
     """How many times a Resize repeats the pixels along each spatial axis; None for other Resizes."""
     a = resize.attrs
     shape, after = graph.type(operand(resize)), resize.outputs[0].type
-    if not (shape.is_static and after.is_static) or a.mode != "nearest" or 0 in shape.static_shape:
+    if not (shape.is_static and after.is_static) or a.mode != "nearest" or 0 in after.static_shape:
         return None
     scales, sizes = (None if v is None else graph.constant_value(v) for v in (resize.input(2), resize.input(3)))
     if a.coordinate_transformation_mode == "tf_crop_and_resize" or (scales is None and sizes is None):
@@ -50,8 +50,9 @@ def _factors(graph: Graph, resize: Op) -> tuple[int, ...] | None:
 
 def _summed(weight: Array, factors: tuple[int, ...]) -> Array:
     """The turned filters of the transposed convolution: along each axis, the sums of ``factor`` weights next to one another."""
-    turned = weight[(..., *[slice(None, None, -1)] * len(factors))].astype(np.float64)
-    for axis, factor in enumerate(factors, weight.ndim - len(factors)):
+    spatial = tuple(range(weight.ndim - len(factors), weight.ndim))
+    turned: Array = np.flip(weight, spatial).astype(np.float64)
+    for axis, factor in zip(spatial, factors, strict=True):
         size = list(turned.shape)
         size[axis] += factor - 1
         total = np.zeros(size)
@@ -84,7 +85,7 @@ def upsampled_convolution(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"{resize.name} enlarges the image {max(factors)} times (at most {MOST_FACTOR})")
     if graph.sole_user(resize.value) is None:
         return Miss(f"the enlarged image {resize.name} is used {graph.use_count(resize.value)} times")
-    a = resolved(op.attrs, graph.type(operand(op)), graph.type(op.inputs[1]))
+    a = resolved(op.attrs, graph.type(operand(op)), graph.type(operand(op, 1)))
     if any(n != 1 for n in (*a.strides, *a.dilations)) or a.auto_pad != "NOTSET":
         return Miss(f"{op.name} has strides or dilations")
     if a.group not in (1, weight.shape[0]) or (a.group > 1 and weight.shape[1] > 1):
