@@ -112,8 +112,10 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
     channels = _channels(after, before)
     if before is None or after is None or channels is None:
         return None
+    split = producer(graph, tokens, RESHAPES, alone=True)
+    moved = split is not None and is_image(graph, operand(split))  # `moved_pixels` rewrites all three
     direct = any(user.kind in OF_IMAGES for user in graph.users(root.value))
-    windows = _of_windows(after, before) if direct else None
+    windows = _of_windows(after, before) if direct and not moved else None
     if perm is None or (perm[channels.stop - 1] != len(perm) - 1 and windows is None):
         return None
     if perm == channels_to_last(len(perm)) and is_image(graph, tokens):
@@ -356,8 +358,7 @@ def _of_windows(image: Shape | None, windows: Shape | None) -> range | None:
 
 def _moves_pixels(graph: Graph, turn: Op) -> bool:
     """Whether a Reshape makes an image of the result of a Transpose. ``moved_pixels`` rewrites both."""
-    back = graph.sole_user(turn.value)
-    return back is not None and back.kind in RESHAPES and read_as_image(graph, back.value)
+    return any(user.kind in RESHAPES and read_as_image(graph, user.value) for user in graph.users(turn.value))
 
 
 def _channels(image: Shape | None, tokens: Shape | None) -> range | None:
