@@ -3,8 +3,8 @@
 Layer normalization: Ba, Kiros and Hinton (2016); TorchScript writes ReduceMean, Sub, Pow, ReduceMean, Add, Sqrt, Div, Mul,
 Add, TensorFlow also ``x inv + (b - mean inv)`` with ``inv = g rsqrt(var + eps)``, Flax the variance as
 ``mean(x x) - mean(x)^2``. jax2onnx sets the deviations of a row of equal numbers to zero, which they are without rounding, and
-takes the mean of their squares in float64. RMS normalization: Zhang and Sennrich (2019). Group normalization: Wu and He (2018); both PyTorch
-exporters write it as Reshape, InstanceNormalization, Reshape, Mul, Add.
+takes the mean of their squares in float64. RMS normalization: Zhang and Sennrich (2019). Group normalization: Wu and He (2018);
+both PyTorch exporters write it as Reshape, InstanceNormalization, Reshape, Mul, Add.
 
 Patterns find the core. A scale and a shift after it are fused as well where they have the shape of the op's own.
 """

@@ -86,6 +86,7 @@ from optdnn.passes.take_rows import TakeRows
 from optdnn.passes.talking_heads import TalkingHeads
 from optdnn.passes.token_products import TokenProducts
 from optdnn.passes.transform_products import TransformProducts
+from optdnn.passes.tree_leaves import TreeLeaves
 from optdnn.passes.two_way_attention import TwoWayAttention
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
@@ -157,6 +158,7 @@ O2_GPU: tuple[Pass, ...] = (
     TransformProducts(),  # before passes that look for products, or merge the views around them
     *FOLDED,
     PastedPictures(),  # when the body of the loop is folded; before PadRows, since its operators have rows
+    TreeLeaves(),  # when sums are additions; before fusions, which would take the functions of a tree's result
     MaskedRows(),  # before fusions, which do not know of rows; removes sizes that depend on data
     PadRows(),  # after MaskedRows: pads the remaining sizes that depend on data
     CountedPlaces(),  # after MaskedRows, which leaves only the number of places; after PadRows, which asks for its bound
@@ -224,6 +226,7 @@ O2_CPU: tuple[Pass, ...] = (
     Bags(),  # before all other passes, which then see no loop
     *FOLDED,
     PastedPictures(),  # when the body of the loop is folded
+    TreeLeaves(),  # when sums are additions
     ScaleShiftToBn(),  # the libraries have no prologues, but one kernel for a scale and shift per channel (DenseNet: 12 %)
     FuseEpilogue(),  # as in O2: the libraries fuse a chain of single uses after a convolution
     CommonSubexpressions(),  # as in O2

@@ -152,12 +152,18 @@ def test_layer_norm_of_flax(clamp: str) -> None:
 def jax(n: Net, x: Value, *, finite: bool = True, axis: int = -1, wide: Any = np.float64) -> Value:
     """jax2onnx's form: deviations of rows of equal numbers are zero, and the mean of squares is taken in float64."""
     m = mean(n, x, -1)
-    least, greatest = (n.op(kind, x, n.ints(axis), attrs=ReduceAttrs(keepdims=True)) for kind in ("ReduceMin", "ReduceMax"))
+    least, greatest = (
+        n.op(kind, x, n.ints(axis), attrs=ReduceAttrs(keepdims=True)) for kind in ("ReduceMin", "ReduceMax")
+    )
     equal = n.op("Equal", least, greatest)
     if finite:
         equal = n.op("And", equal, n.op("Equal", n.op("Sub", m, m), n.const(np.float32(0))))
     d = n.op("Where", equal, n.const(np.float32(0)), n.op("Sub", x, m))
-    v = n.op("Cast", mean(n, n.op("Cast", n.op("Mul", d, d), attrs=CastAttrs(np.dtype(wide))), -1), attrs=CastAttrs(np.dtype(np.float32)))
+    v = n.op(
+        "Cast",
+        mean(n, n.op("Cast", n.op("Mul", d, d), attrs=CastAttrs(np.dtype(wide))), -1),
+        attrs=CastAttrs(np.dtype(np.float32)),
+    )
     return n.op("Add", n.op("Mul", n.op("Div", d, n.op("Sqrt", n.op("Add", v, EPS))), n.random(8)), n.random(8))
 
 
