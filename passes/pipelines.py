@@ -81,6 +81,7 @@ from optdnn.passes.separable_attention import SeparableAttention
 from optdnn.passes.short_attention import ShortAttention
 from optdnn.passes.spectral_convolutions import SpectralConvolutions
 from optdnn.passes.split_products import SplitProducts
+from optdnn.passes.stacked_columns import StackedColumns
 from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.take_rows import TakeRows
 from optdnn.passes.talking_heads import TalkingHeads
@@ -167,6 +168,7 @@ O2_GPU: tuple[Pass, ...] = (
     UnrolledCells(),  # before passes on chains of steps, and on products of their parts
     UnrolledScans(),  # before fusions: chains of steps have many small operators
     GroupedProducts(),  # before ProductsOfParts, which refuses parts with own matrices
+    StackedColumns(),  # before fusions, which would take the operators of each column
     ProductsOfParts(),  # before scans are rolled: recurrences whose products leave them are pointwise
     RollScans(),  # after ProductsOfParts: rolls the remaining chains of steps
     GatheredProducts(),  # before sums of segments and epilogues, which take in gathers and sums
