@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 
 from optdnn.errors import RunError
-from optdnn.importers.emitter import Emitter
+from optdnn.importers.emitter import Emitter, Weight
 from optdnn.ir.body import GraphBody
 from optdnn.ir.counters import counters, number_of_iterations, result
 from optdnn.ir.graph import Graph, Value
@@ -64,6 +64,7 @@ def stacking(body: LoopBody, operands: Sequence[Any], e: Emitter) -> Stacking | 
         return None
     last = [tables[v.name][-1] for v in plain.output[1 : 1 + len(carried)]]
     rest = _without_counters(plain, len(carried), tables)
+    tables |= _gathered(rest, first.seen, built.graph, tables)
     again, captured = body.variant(rest, {x: tables[x] for x in sorted(_reads(rest) & set(tables))}).build(_OWN)
     return Stacking(again, captured, trips, last)
 
@@ -151,6 +152,40 @@ def _without_counters(body: onnx.GraphProto, carried: int, tables: Mapping[str, 
     proto.node.extend(n for n in body.node if not {x for x in n.output if x} <= set(tables))
     proto.output[0].name = proto.input[1].name
     return proto
+
+
+def _gathered(
+    proto: onnx.GraphProto, seen: Mapping[str, Any], body: Graph, tables: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Make each Slice with known bounds and the same length in all iterations a Gather. Returns the tables of their indices.
+
+    A Slice between bounds that are looked up would have an unknown size.
+    """
+    indices = {}
+    for n in proto.node:
+        source, axis = (seen.get(n.input[0]), _axis(n, seen, body)) if n.op_type == "Slice" else (None, None)
+        if axis is None or not isinstance(source, Value) or not {*n.input[1:3]} <= set(tables):
+            continue
+        dims, starts, ends = body.type(source).shape, tables[n.input[1]], tables[n.input[2]]
+        if dims is None or not isinstance(size := dims[axis], int) or starts.shape[1:] != (1,):
+            continue
+        rows = [range(size)[start:end] for start, end in zip(starts[:, 0].tolist(), ends[:, 0].tolist(), strict=True)]
+        if len({len(row) for row in rows}) == 1:
+            indices[name := f"{n.output[0]}.indices"] = np.array(rows, np.int64)
+            n.op_type, n.input[:] = "Gather", [n.input[0], name]
+            n.attribute.append(onnx.helper.make_attribute("axis", axis))
+    return indices
+
+
+def _axis(node: onnx.NodeProto, seen: Mapping[str, Any], body: Graph) -> int | None:
+    """The axis of a Slice along one axis with step 1; None if it has others, or if they are not known."""
+    found = []
+    for name, default in zip([*node.input[3:], "", ""], (0, 1), strict=False):
+        ref = seen.get(name) if name else Weight(np.array([default]), "")
+        known = ref.array if isinstance(ref, Weight) else body.constant_value(ref) if isinstance(ref, Value) else None
+        found.append(int(known[0]) if known is not None and known.shape == (1,) else None)
+    axis, step = found
+    return axis if step == 1 else None
 
 
 def _reads(graph: onnx.GraphProto) -> set[str]:

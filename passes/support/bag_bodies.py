@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.support.facts import ints, operand, producer, sliced
@@ -68,6 +70,19 @@ def lookup(op: Op, value: Value | None) -> Op | None:
         value = body.op(value).inputs[0]
     gather = producer(body, value, {"Gather"})
     return gather if gather is not None and gather.inputs[1] == Value(body.inputs[0]) else None
+
+
+def iterated(graph: Graph, op: Op, value: Value, trips: int) -> Array | None:
+    """A value of the body in each iteration, if it is the iteration's number or its row of a constant table; else None."""
+    body, number = op.attrs.body.graph, Value(op.attrs.body.graph.inputs[0])
+    if value == number:
+        return np.arange(trips)
+    gather = producer(body, value, {"Gather"})
+    if gather is None or gather.inputs[1] != number or not takes_rows(body, gather):
+        return None
+    table = table_of(graph, op, gather)
+    rows = table if isinstance(table, np.ndarray) or table is None else graph.constant_value(table)
+    return None if rows is None or len(rows) < trips else rows[:trips]
 
 
 def part_of(patch: Patch, rows: Value, start: int, count: int, length: int) -> Value:

@@ -149,6 +149,7 @@ RULES: Mapping[str, str] = {
     "outer_product": "products of one term written as multiplications",
     "loop_of_bags": "loops over embedding bags replaced by one gather and one reduction",
     "loop_of_given_bags": "loops over embedding bags with computed bounds replaced by one product",
+    "loop_of_chosen_bags": "loops over embedding bags that may be empty replaced by one product",
     "concat_of_given_bags": "embedding bags with computed bounds merged into one product",
     "concat_of_bags": "reductions of runs of rows merged",
     "norms_of_filters": "norms of modulated filters computed as products with squared constants",

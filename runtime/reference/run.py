@@ -36,12 +36,30 @@ class PlainStage(NamedTuple):
 
 
 def run_stages(value: Array, stages: Sequence[PlainStage], operands: Sequence[Array | None]) -> Array:
-    """Apply a chain (or small DAG) of pointwise stages to ``value``; returns the last register."""
+    """Apply a chain (or small DAG) of pointwise stages to ``value``; returns the last register.
+
+    After a stage that converts to a narrow float, stages compute in fp32 and round to this type."""
     registers = [value]
     for stage in stages:
         args = [None if a is None else registers[~a] if a < 0 else operands[a] for a in stage.args]
-        registers.append(_kernel(stage.kind)(*args, **stage.attrs)[0])
+        narrow = _narrow(stage.kind, args)
+        result = _kernel(stage.kind)(*(args if narrow is None else _widened(args)), **stage.attrs)[0]
+        registers.append(result.astype(narrow) if narrow is not None and result.dtype == np.float32 else result)
     return registers[-1]
+
+
+def _narrow(kind: str, operands: Sequence[Array | None]) -> DType | None:
+    """The type of the first operand that an operator of this kind computes in fp32; None if there is no such operand."""
+    if kind in _KEEPS_NARROW:
+        return None
+    for a in operands:
+        if a is not None and a.dtype in _WIDENED:
+            return a.dtype
+    return None
+
+
+def _widened(operands: Sequence[Array | None]) -> list[Array | None]:
+    return [a.astype(_WIDENED[a.dtype]) if a is not None and a.dtype in _WIDENED else a for a in operands]
 
 
 def run_kernel(
@@ -115,14 +133,9 @@ def _run(
     dtypes: Sequence[DType] | None,
     inner: _Inner | None,
 ) -> tuple[Array, ...]:
-    narrow = None
-    if kind not in _KEEPS_NARROW:
-        for a in operands:
-            if a is not None and a.dtype in _WIDENED:
-                narrow = a.dtype
-                break
-        if narrow is not None:
-            operands = [a.astype(_WIDENED[a.dtype]) if a is not None and a.dtype in _WIDENED else a for a in operands]
+    narrow = _narrow(kind, operands)
+    if narrow is not None:
+        operands = _widened(operands)
     composed = COMPOSED.get(kind)
     results = composed(inner or _Inner(None), *operands, **attrs) if composed else _with_stages(kind, operands, attrs)
     if narrow is not None:

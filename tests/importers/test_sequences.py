@@ -234,6 +234,36 @@ def test_a_list_that_only_grows_is_stacked(trips: str, most: int, rows: int, mon
     np.testing.assert_array_equal(found["y"], X.transpose(1, 0, 2)[:rows].reshape(-1, 3))
 
 
+SLICED = """g (float[2,6,3] x) => (float[a,3] y) <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] back = {{-1}},
+        int64 most = {{5}}, int64 begin = {{0}}, bool on = {{1}}> {{
+    empty = SequenceEmpty<dtype = 1>()
+    s, last = Loop<body = b (int64 i, bool go, seq(float[2,3]) held, int64 at) => (bool c, seq(float[2,3]) more, int64 next) {{
+        f = Squeeze(one, zero)  next = Add(at, f)  c = Identity(go)  j = Unsqueeze(at, zero)  e = Add(j, one)  d = Sub(back, j)
+        cut = Slice({bounds})  r = {row}  more = SequenceInsert(held, r) }}>(most, on, empty, begin)
+    y = ConcatFromSequence<axis = 0>(s) }}"""
+
+
+@pytest.mark.parametrize(
+    ("bounds", "row", "gathered"),
+    [
+        ("x, j, e, one", "Squeeze(cut, one)", True),
+        ("x, j, e, one, one", "Squeeze(cut, one)", True),
+        ("x, d, j, back, back", "ReduceSum<keepdims = 0>(cut, back)", False),
+        ("x, zero, e, one", "ReduceSum<keepdims = 0>(cut, one)", False),
+    ],
+    ids=["a row", "a row and a step", "backward", "lengths"],
+)
+def test_slices_of_one_length_are_gathered(
+    bounds: str, row: str, gathered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Slice whose step is not 1, or whose length depends on the iteration, stays."""
+    monkeypatch.setattr(sequence_loops, "MOST_WRITTEN_OUT", 0)
+    text = SLICED.format(bounds=bounds, row=row)
+    (loop,) = import_model(model(text, 18)).of_kind("Loop")
+    assert ("Slice" in loop.attrs.body.graph.kinds()) is not gathered
+    agrees(text, 18)
+
+
 def test_the_limit_decides_whether_a_list_is_stacked() -> None:
     long = sums(trips="", end=6).replace("float[2,6,3] x", "float[2,200,3] x").replace("end = {6}", "end = {200}")
     assert import_model(model(long, 18)).kinds()["Loop"] == 1

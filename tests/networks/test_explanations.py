@@ -99,6 +99,43 @@ def test_values_that_are_equal_in_half_precision(change: list[bool], precision: 
     assert name(verdict(model, feeds, {"y": np.array(change)}, precision)) == wanted
 
 
+@pytest.mark.parametrize(
+    ("value", "precision", "wanted"),
+    [
+        (1.25, "bf16", "halves"), (1.25, "fp16", "halves"), (1.25, "fp32", "wrong"), (1.4, "bf16", "wrong"),
+        (0.9, "bf16", "wrong"),
+    ],
+)  # fmt: skip
+def test_floats_that_follow_from_a_decision(value: float, precision: str, wanted: str) -> None:
+    model = parsed(
+        "(float[3] x) => (float[3] y)",
+        "d = Equal(x, c) f = Cast<to = 1>(d) y = Add(f, q)",
+        "float c = {1.0003}, float q = {0.25}",
+    )
+    feeds = {"x": np.array([1, -1, 1], np.float32)}
+    got = np.array([value, 0.25, value], np.float32)
+    assert name(verdict(model, feeds, {"y": got}, precision)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("size", "precision", "value", "wanted"),
+    [
+        (1e5, "bf16", np.nan, "huge_scores"),
+        (1e5, "fp32", np.nan, "wrong"),
+        (1e3, "bf16", np.nan, "wrong"),
+        (1e5, "bf16", 0.5, "wrong"),
+    ],
+)
+def test_scores_beyond_the_exponential(size: float, precision: str, value: float, wanted: str) -> None:
+    model = parsed(
+        "(float[4, 4] x) => (float[4, 4] y)",
+        "s = MatMul(x, x) w = Softmax(s) y = MatMul(w, c)",
+        "float[4, 1] c = {1, 2, 3, 4}",
+    )
+    x = (size * np.eye(4)).astype(np.float32)
+    assert name(verdict(model, {"x": x}, {"y": np.full((4, 1), value, np.float32)}, precision)) == wanted
+
+
 def test_half_precision_of_constants_and_of_results() -> None:
     model = parsed(
         "(float[1] x) => (float[1] y, float[1] p)", "p = Mul(x, c) y = Mul(x, d)", "float c = {1.0002}, float d = {1.5}"
@@ -152,7 +189,7 @@ def test_an_explanation_that_cannot_be_tried_explains_nothing(monkeypatch: pytes
     feeds = {"x": np.ones((2, 6), np.float32), "trips": np.array(0)}
     monkeypatch.setattr("random_nets.explanations.values", refused)
     assert name(verdict(LOOP, feeds, {"y": np.zeros((2, 6), np.float32)}, "fp32")) == "wrong"
-    assert len(EXPLANATIONS) == 4
+    assert len(EXPLANATIONS) == 5
 
 
 def test_values_in_branches_are_moved_and_sizes_are_not() -> None:

@@ -23,7 +23,7 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.table import OPDEFS
 from optdnn.ops.unary import AlphaAttrs, GeluAttrs
 from optdnn.runtime.reference.run import PlainStage, run_kernel
-from optdnn.types import BOOL, FP16, FP32, INT64, Array, tensor
+from optdnn.types import BF16, BOOL, FP16, FP32, INT64, Array, DType, tensor
 
 N = symbol("n", 1)
 # y = swish(x) * s + x, with s an operand: register 0 is read twice, so the chain is a small DAG.
@@ -113,6 +113,18 @@ def test_a_cast_inside_keeps_the_inferred_type() -> None:
     y = evaluate(graph, {"x0": x, "x1": s})["y"]
     assert y.dtype == np.float32
     assert np.array_equal(y, x.astype(np.float32) * s)
+
+
+@pytest.mark.parametrize("narrow", [FP16, BF16])
+@pytest.mark.parametrize("kind", ["Gelu", "HardSwish", "Erf"])
+def test_stages_after_a_conversion_round_to_its_type(kind: str, narrow: DType) -> None:
+    attrs = {"attrs": GeluAttrs("none")} if kind == "Gelu" else {}
+    stages = (Stage("Cast", (~0,), CastAttrs(narrow)), Stage(kind, (~1,), **attrs), Stage("Tanh", (~2,)))
+    x = normal(100)
+    y = evaluate(pointwise(stages, tensor(FP32, 100)), {"x0": x})["y"]
+    (want,) = run_kernel(kind, [x.astype(narrow)], plain_attrs(OPDEFS[kind], stages[1].attrs), [narrow])
+    assert y.dtype == narrow
+    assert np.array_equal(y, run_kernel("Tanh", [want], {}, [narrow])[0])
 
 
 def test_cost_counts_every_stage() -> None:

@@ -16,6 +16,7 @@ from support.simulated import check_simulated
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph
+from optdnn.ops import sequence_loops
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.bags import Bags
@@ -339,3 +340,94 @@ def test_chosen_bags_that_stay(graph: Graph, because: str) -> None:
 @pytest.mark.parametrize("options", [{"empty": 1.0}, {"kinds": ["ReduceMax"] * 4}, {"axes": 1}, {"meet": False}])
 def test_other_choices_are_no_candidates(options: dict[str, Any]) -> None:
     check_untouched(Bags(), chosen(**options), GPU)
+
+
+LAST = """first = Equal(at, last)
+    v = If(first) <then_branch = c () => (float[1,6] w) {{ axes = Constant<value_ints = [0]>()  total = ReduceSum(part, axes)
+            d = Sub(length, s)  z = Constant<value_int = 0>()  some = Greater(d, z)  again = Abs(total)
+            w = If(some) <then_branch = e () => (float[1,6] q) {{ k = Cast<to = 1>({divisor})  q = Div(total, k) }},
+                else_branch = f () => (float[1,6] q) {{ q = Identity({whole}) }}> }},
+        else_branch = d () => (float[1,6] w) {{ axes = Constant<value_ints = [0]>()  w = ReduceMean(part, axes) }}>"""
+"""The last of several means as PyTorch's newer exporter writes it."""
+
+
+def looped(
+    reduce: str = "ReduceSum", *, table: str = "constant", ends: str = "Add(j, one)", divisor: str = "", whole: str = "total",
+    length: int = 12, empty: float = 0.0, weights: str = "", bags: int = 6,
+) -> Graph:  # fmt: skip
+    """A Loop over bags, each of which is zeros (``empty``) where its bounds are equal. ``divisor``: of the last mean."""
+    zeros = ",".join([str(empty)] * 6)
+    reduced = f"axes = Constant<value_ints = [0]>()  v = {reduce}<keepdims = 1>(part, axes)"
+    reduced = LAST.format(divisor=divisor, whole=whole) if divisor else reduced
+    rows = "rows = Mul(looked, w)" if weights else "rows = Identity(looked)"
+    more = (f", {weights} w" if weights else "") + (", float[20,6] x" if table == "input" else "")
+    text = f"""g (int64[12] at, int64[{bags + 1}] offsets{more}) => (float[{bags},6] y)
+            <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] top = {{{bags}}}, int64 begin = {{0}}, bool on = {{1}},
+             int64 number = {{{bags}}}, int64 last = {{{bags - 1}}}, int64[1] length = {{{length}}}> {{
+        looked = Gather(x, at)  {rows}  held = SequenceEmpty<dtype = 1>()
+        s, n = Loop<body = b (int64 i, bool go, seq(float[1,6]) held, int64 at) => (bool c, seq(float[1,6]) more, int64 next) {{
+            j = Unsqueeze(at, zero)  e = {ends}  f = Add(e, one)  h = Add(j, one)  s = Slice(offsets, j, h)
+            t = Slice(offsets, e, f)
+            same = Equal(s, t)
+            r = If(same) <then_branch = p () => (float[1,6] v) {{ v = Constant<value = float[1,6] {{{zeros}}}>() }},
+                else_branch = o () => (float[1,6] v) {{ part = Slice(rows, s, t)  {reduced} }}>
+            more = SequenceInsert(held, r)  k = Squeeze(one, zero)  next = Add(at, k)  c = Less(next, number)
+        }}>("", on, held, begin)
+        y = ConcatFromSequence<axis = 0>(s) }}"""
+    proto = model(text, 18)
+    if table != "input":
+        numbers_of = np.random.default_rng(3).standard_normal((20, 6)).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(numbers_of, "x"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequence_loops, "MOST_WRITTEN_OUT", 0)
+        graph = import_model(proto)
+    for one in (FoldConstants(), Canonicalize(), DeadCode()):
+        one(graph)
+    return graph
+
+
+def offsets_of(bags: int = 6) -> dict[str, list[int]]:
+    rng = np.random.default_rng(5)
+    return {
+        "sorted": [*np.sort(rng.integers(0, 13, bags)).tolist(), 12],
+        "any": rng.integers(-14, 15, bags + 1).tolist(),
+        "empty": [4] * (bags + 1),
+        "an empty last one": [*[3] * bags, 3],
+    }
+
+
+@pytest.mark.parametrize("name", offsets_of())
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduce": "ReduceMean"}, {"weights": "float[12,1]"}, {"divisor": "d"}, {"divisor": "d", "length": 9}],
+    ids=["sum", "mean", "weights", "last", "another length"],
+)
+def test_loops_over_bags_that_may_be_empty(options: dict[str, Any], name: str) -> None:
+    graph = looped(**options)
+    after, _ = check_pass(Bags(), graph, changes=1, rules={"loop_of_chosen_bags": 1}, context=GPU)
+    assert after.kinds()["MatMul"] == 1
+    assert not after.of_kind("Loop", "If")
+    feeds = {**random_feeds(graph, 5), "offsets": np.array(offsets_of()[name])}
+    want = np.nan_to_num(evaluate(graph, feeds)["y"], nan=0)  # the mean of no rows between bounds that are not equal
+    np.testing.assert_allclose(evaluate(after, feeds)["y"], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"table": "input"}, "finite"),
+        ({"weights": "float[12,6]"}, "rows of a table"),
+        ({"ends": "Sub(top, j)"}, "order of their bounds"),
+    ],
+)
+def test_loops_over_bags_that_stay(options: dict[str, Any], because: str) -> None:
+    check_refused(Bags(), looped(**options), because=because, context=GPU)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"empty": 1.0}, {"reduce": "ReduceMax"}, {"divisor": "length"}, {"divisor": "d", "whole": "again"}],
+    ids=["not zeros", "maximum", "another divisor", "another total"],
+)
+def test_other_loops_with_choices_are_no_candidates(options: dict[str, Any]) -> None:
+    check_untouched(Bags(), looped(**options), GPU)

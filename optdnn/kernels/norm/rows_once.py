@@ -54,7 +54,7 @@ class RowsOnce(Tactic):
         if value in b.reserved and row_pitch(b.reserved[value]) is None:
             return "the rows of its result do not have a constant pitch"
         x = b.operand(op.inputs[0])
-        return None if x.dense else _refuse_apart(op, x)
+        return _refuse_offset(x) if x.dense else _refuse_apart(op, x)
 
     def result(self, b: Builder, op: Op) -> Value:
         """The value that the launch writes in the type of its input."""
@@ -112,6 +112,12 @@ def placed(problem: rows.Problem, x: TensorView, out: TensorView, addend: Tensor
     """The problem with the strides of its rows."""
     pitches = ((row_pitch(addend) or 0) if addend is not None else 0, row_pitch(out) or 0)
     return replace(problem, walk=() if x.dense else walked(x) or (), pitches=pitches)
+
+
+def _refuse_offset(x: TensorView) -> str | None:
+    """Why the kernel cannot read contiguous rows from the offset of ``x`` on, or None. A narrower access may divide the rows."""
+    unit = math.gcd(x.shape[-1], access(x.dtype))
+    return f"its rows do not begin at multiples of {unit} elements" if x.offset % unit else None
 
 
 def _refuse_apart(op: Op, x: TensorView) -> str | None:

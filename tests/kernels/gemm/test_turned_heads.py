@@ -78,6 +78,7 @@ NETS: dict[str, Callable[[], Graph]] = {
     "layer norm": lambda: layer(kind="LayerNormalization"),
     "no norm": lambda: layer(kind=""),
     "groups": lambda: layer(4, 2, 32),
+    "a part of a tile": lambda: layer(4, 2, 16),
     "neighbors": lambda: layer(interleaved=True),
     "part": lambda: layer(2, 1, 128, turned=32),
     "neighbors of a part": lambda: layer(1, 1, 256, turned=64, interleaved=True),
@@ -209,8 +210,8 @@ def test_tiles_turn_on_the_processor(
     head: int, turned: int, interleaved: bool, rows: int, parts: int, tmp_path: Path
 ) -> None:  # fmt: skip
     rng, first, positions = np.random.default_rng(head + turned), 29, 31
-    channels = max(192 if parts == 3 else 128, head * parts)
-    tiles = channels // 64 + 2  # the last tiles are not rotated
+    channels = 3 * head * parts if head < 64 else max(128, head * parts)  # narrow heads fill a part of the last tile
+    tiles = -(-channels // 64) + 2  # the last tiles are not rotated
     x = rng.standard_normal((rows, tiles * 64)).astype(np.float16)
     turn = rng.uniform(-3, 3, (positions, parts * turned // 2))
     cos, sin = np.cos(turn).astype(np.float16), np.sin(turn).astype(np.float16)

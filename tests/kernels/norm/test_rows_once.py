@@ -144,10 +144,14 @@ def row_cases() -> list[tuple[Graph, str, str]]:
     x = n.matmul(n.input(2, 6, 32), 48)
     two = n.op("LayerNormalization", x, n.random(6, 48), attrs=norm.LayerNormAttrs(1))
     cases.append((n.done(two), "LayerNormalization", "not along the last axis"))
+    n = Net()
+    flat = n.op("Reshape", n.matmul(n.input(9, 32), 44), n.ints(9 * 44))
+    rows = n.op("Reshape", n.op("Slice", flat, n.ints(3), n.ints(8 * 44 + 3), n.ints(0)), n.ints(8, 44))
+    cases.append((n.done(n.op("Softmax", rows)), "Softmax", "do not begin at multiples of 4 elements"))
     return cases
 
 
-@pytest.mark.parametrize("case", range(4))
+@pytest.mark.parametrize("case", range(5))
 def test_other_rows_run_elsewhere(case: int) -> None:
     graph, kind, reason = row_cases()[case]
     program = check_simulated(graph)

@@ -67,15 +67,34 @@ def outside_calibration(case: Case) -> Off:
 
 
 def halves(case: Case) -> Off:
-    """Values that are nearly equal become equal in 16 bits, which no nudge makes them. With its inputs, or all values, rounded to
-    16 bits the network gives the same integers."""
+    """Values that are nearly equal become equal in 16 bits, which no nudge makes them. With its inputs and constants, or all
+    values, rounded to 16 bits the network gives the same integers, or the same floats up to a few roundings."""
     if not case.half:
         return []
     rounded = replace(case, feeds=[{n: halved(a, case.half) for n, a in feed.items()} for feed in case.feeds])
     models = [in_half(case.oracle.model, case.half, results=results) for results in (False, True)]
-    return _as_far(
-        rounded, models, [(k, n) for k, n in case.off if case.want[k][n].dtype.kind != "f"], integers=_follows
-    )
+
+    def same(got: Array, want: Array, moved: Sequence[Array]) -> bool:
+        return any(_alike(got, m, 4 * case.nudge) for m in moved)
+
+    return _as_far(replace(rounded, near=same), models, case.off, integers=_follows)
+
+
+def huge_scores(case: Case) -> Off:
+    """Attention whose scores exceed 2^30: the score and the maximum of its row are multiplied by a factor before they are
+    subtracted, and the rounding of these products overflows the exponential. The results are infinite or no numbers."""
+    found = []
+    for k, name in case.off:
+        if not case.half or np.isfinite(case.got[k][name]).all():
+            continue
+        seen = values(case.oracle.model, case.feeds[k])
+        scores = [
+            seen[n] for node in case.oracle.model.graph.node if node.op_type in ("Exp", "Softmax") for n in node.input
+        ]
+        before = [seen[x] for node in case.oracle.model.graph.node if node.op_type == "Sub" for x in node.input[:1]]
+        if any(a.dtype.kind == "f" and a.size and np.abs(a).max() > 2**30 for a in (*scores, *before)):
+            found.append((k, name))
+    return found
 
 
 def no_trips(case: Case) -> Off:
@@ -103,7 +122,7 @@ def no_trips(case: Case) -> Off:
     return found
 
 
-EXPLANATIONS: tuple[Callable[[Case], Off], ...] = (no_trips, halves, roundings, outside_calibration)
+EXPLANATIONS: tuple[Callable[[Case], Off], ...] = (no_trips, halves, roundings, outside_calibration, huge_scores)
 
 
 def explained(case: Case) -> str | None:
@@ -142,6 +161,17 @@ def _follows(got: Array, want: Array, moved: Sequence[Array]) -> bool:
     """Each element that differs equals that of a changed network."""
     alike = [m for m in (want, *moved) if (m.dtype, m.shape) == (got.dtype, got.shape)]
     return bool(alike) and bool(np.logical_or.reduce([got == m for m in alike]).all())
+
+
+def _alike(a: Array, b: Array, error: float) -> bool:
+    """Whether two arrays of floats differ by at most ``error``, relative to the largest element."""
+    if (
+        (a.dtype, a.shape) != (b.dtype, b.shape)
+        or a.dtype.kind != "f"
+        or not (np.isfinite(a).all() and np.isfinite(b).all())
+    ):
+        return False
+    return bool(np.allclose(a, b, rtol=error, atol=error * float(np.abs(b).max(initial=0))))
 
 
 def values(model: onnx.ModelProto, feeds: Feeds) -> Results:

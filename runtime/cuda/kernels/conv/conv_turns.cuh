@@ -27,12 +27,17 @@ template <int ROWS, int MOST> struct TurnedTile {
 
     u32 cosines[TOGETHER][4], sines[TOGETHER][4];
 
-    // Loads the angles of the items from ``begin`` on, in the tile of channels from ``channel`` on. No launch writes angles.
-    __device__ __forceinline__ void load(const Params& p, int channel, int inside, int first_row, int begin, int thread) {
+    // The items of the tile from ``channel`` on. Where a tile holds several heads, the last ones may not turn.
+    __device__ __forceinline__ static int items(const Params& p, int channel) {
+        return HEAD < 64 ? min(ITEMS, (p.turned_channels - channel) / HEAD * ROWS * VECTORS) : ITEMS;
+    }
+
+    // Loads the angles of the items from ``begin`` to ``end``, in the tile of channels from ``channel`` on. No launch writes angles.
+    __device__ __forceinline__ void load(const Params& p, int channel, int inside, int first_row, int begin, int end, int thread) {
         #pragma unroll
         for (int i = 0; i < TOGETHER; i++) {
             const int item = begin + i * 128 + thread, row = item % ROWS, vector = item / ROWS % VECTORS + inside / 16;
-            if (item >= ITEMS) continue;
+            if (item >= end) continue;
             const u32 position = u32(first_row + row) % u32(p.positions);
             const int part = HEAD_PARTS > 1 ? (channel / HEAD + item / ROWS / VECTORS) % HEAD_PARTS : 0;
             const uint4* from = p.angles + ((size_t(position) * HEAD_PARTS + part) * (TURNED / 16) + vector) * 2;
@@ -43,11 +48,11 @@ template <int ROWS, int MOST> struct TurnedTile {
     }
 
     // Rotates the pairs of these items in place.
-    __device__ __forceinline__ void turn(u32 tile, int begin, int thread) const {
+    __device__ __forceinline__ void turn(u32 tile, int begin, int end, int thread) const {
         #pragma unroll
         for (int i = 0; i < TOGETHER; i++) {
             const int item = begin + i * 128 + thread, row = item % ROWS, vector = item / ROWS % VECTORS, head = item / ROWS / VECTORS;
-            if (item >= ITEMS) continue;
+            if (item >= end) continue;
             const int left = head * (HEAD / 8) + (INTERLEAVED ? 2 * vector : vector), right = left + (INTERLEAVED ? 1 : FAR ? 0 : TURNED / 16);
             const u32 row_at = tile + row * 128, at[2] = {row_at + ((left ^ (row & 7)) << 4), row_at + (FAR ? ROWS * 128 : 0) + ((right ^ (row & 7)) << 4)};
             const uint4 a = shared_load16(at[0]), b = shared_load16(at[1]);
@@ -81,13 +86,14 @@ DEVICE void turn_heads(const Params& p, u32 tile, int channel, int first_row, in
     for (int m = 0; m < M_TILES; m += TURNED_TILES) {
         const int inside = HEAD > 64 ? (channel + m * 64) % HEAD : 0;
         const bool turns = channel + m * 64 < p.turned_channels && inside < TURNED;
+        const int end = Tile::items(p, channel + m * 64);
         Tile heads;
-        if (AHEAD && turns) heads.load(p, channel + m * 64, inside, first_row, 0, thread);
+        if (AHEAD && turns) heads.load(p, channel + m * 64, inside, first_row, 0, end, thread);
         if (m == 0) wait();
         #pragma unroll 1
-        for (int begin = 0; turns && begin < Tile::ITEMS; begin += Tile::TOGETHER * 128) {
-            if (!AHEAD) heads.load(p, channel + m * 64, inside, first_row, begin, thread);
-            heads.turn(tile + m * ROWS * 128, begin, thread);
+        for (int begin = 0; turns && begin < end; begin += Tile::TOGETHER * 128) {
+            if (!AHEAD) heads.load(p, channel + m * 64, inside, first_row, begin, end, thread);
+            heads.turn(tile + m * ROWS * 128, begin, end, thread);
         }
     }
 }
