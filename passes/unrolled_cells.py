@@ -237,9 +237,7 @@ def _layer(graph: Graph, patch: Patch, steps: Sequence[Step], x: Value) -> None:
     w = np.concatenate([_rows(graph, term) for term, _, _ in gates if term is not None])
     r = np.concatenate([_rows(graph, term) for _, term, _ in gates if term is not None])
     own = np.concatenate([bias for term, _, bias in gates if term is not None])
-    state = (
-        np.zeros_like(own) if last.kind != "GRU" else np.concatenate([np.zeros(2 * hidden), last.gates["reset"][2]])
-    )
+    state = np.zeros_like(own) if last.kind != "GRU" else np.concatenate([np.zeros(2 * hidden), last.gates["reset"][2]])
     constants = [
         patch.constant(a[None].astype(dtype), name)
         for a, name in ((w, "W"), (r, "R"), (np.concatenate([own, state]), "B"))
