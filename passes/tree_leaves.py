@@ -10,6 +10,7 @@ computed for all rows of the table when the network is built. Then the sum of al
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -69,8 +70,7 @@ def functions_of_leaves(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> Value:
         name, before = graph.output(result).name, graph.type(result)
-        leaves = Forest(*(getattr(forest, f) for f in _NODES), weights=flat)
-        y = ensemble(patch, operand(op), leaves, name)
+        y = ensemble(patch, operand(op), replace(forest, weights=flat), name)
         if before.dtype != flat.dtype:
             y = patch.add("Cast", [y], CastAttrs(before.dtype))
         return y if before.rank == 2 else reshaped(patch, y, (0 if before.rank else 1, *table.shape[1:]))

@@ -22,7 +22,7 @@ from optdnn.ops.rnn import GRUAttrs, LSTMAttrs, RNNAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, origins, reshaped
 from optdnn.passes.support.lanes import cut_of
-from optdnn.passes.support.pattern import Var, any_of, find, node, product, total
+from optdnn.passes.support.pattern import Pattern, Var, any_of, find, node, product, total
 from optdnn.passes.support.products import PRODUCTS, constant_matrix
 from optdnn.passes.support.stacks import Joined, Shared, emit, leaves, part_values, stack_of
 from optdnn.types import Array, is_float
@@ -51,7 +51,12 @@ _CELL = total(
 )
 LSTM = product(1.0, node("Sigmoid", Var("o")), node("Tanh", _CELL, name="tanh"))
 RNN = node(frozenset({"Tanh", "Relu"}), Var("g"))
-CELLS = {"Add": ("GRU", GRU), "Mul": ("LSTM", LSTM), "Tanh": ("RNN", RNN), "Relu": ("RNN", RNN)}
+CELLS: Mapping[str, tuple[str, Pattern]] = {
+    "Add": ("GRU", GRU),
+    "Mul": ("LSTM", LSTM),
+    "Tanh": ("RNN", RNN),
+    "Relu": ("RNN", RNN),
+}
 """Kind of a step's last operator -> the kind of the layer, and the pattern of a step."""
 GATES = {"GRU": ("z", "r", "n", "reset"), "LSTM": ("i", "o", "f", "g"), "RNN": ("g",)}
 """The arguments of the gates, in the order of ONNX. The state of a GRU's third gate has an argument of its own."""
