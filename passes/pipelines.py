@@ -213,6 +213,7 @@ O2_GPU: tuple[Pass, ...] = (
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
     OuterProducts(),  # after all passes that look for products; before their factors merge with other arithmetic
     CanonicalizeArithmetic(),  # merges transposes of heads that are neighbors now
+    FuseConvBn(),  # again: views that are gone stood between products and scales per channel (LayerScale after attention)
     JoinedTables(),  # when no views remain between the rows and their Concat; before passes on gathers
     JoinedRows(),  # before epilogues, which absorb additions to products; before arithmetic is fused
     GatherRows(),  # when no views can be merged any more
