@@ -73,7 +73,7 @@ def functions_of_leaves(graph: Graph, op: Op) -> Match | Miss | None:
         y = ensemble(patch, operand(op), replace(forest, weights=flat), name)
         if before.dtype != flat.dtype:
             y = patch.add("Cast", [y], CastAttrs(before.dtype))
-        return y if before.rank == 2 else reshaped(patch, y, (0 if before.rank else 1, *table.shape[1:]))
+        return y if before.rank == 2 else reshaped(patch, y, (0, *table.shape[1:]))
 
     return Match((op, *inside), build, result)
 

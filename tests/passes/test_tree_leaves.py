@@ -162,3 +162,16 @@ def test_selected_features() -> None:
     n = Net()
     x = n.op("Gather", n.input(9, 6), n.ints(3, 1, 8), attrs=GatherAttrs(0))
     check_untouched(PASS, n.done(forest(n, x)))
+
+
+def test_a_sum_of_many_trees() -> None:
+    """A forest may have more trees than Python allows nested calls."""
+    n = Net()
+    x = n.input(ROWS, FEATURES)
+    one = tree(n, x)
+    operands = n.graph.op(one).inputs
+    y = one
+    for _ in range(1200):
+        y = n.op("Add", y, n.op("TreeEnsemble", *operands, attrs=TreeEnsembleAttrs()))
+    graph, _ = check_pass(PASS, n.done(y), changes=1, kinds={"TreeEnsemble": 1}, rules={"sums_of_trees": 1})
+    assert graph.constant_value(graph.of_kind("TreeEnsemble")[0].inputs[7]).size == 1201  # type: ignore[union-attr]
