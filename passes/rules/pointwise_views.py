@@ -102,7 +102,7 @@ class ViewBeforeReduction(Rule):
             inner: dict[Value, Value] = {}
             for v in outside(steps):
                 shape = graph.type(v).static_shape
-                alike = set(shape) <= {1} and len(shape) <= len(after.dims)
+                alike = {*shape} <= {1} != {*after.static_shape} and len(shape) <= len(after.dims)
                 inner[v] = v if alike else reshaped(patch, v, _finer(shape, after, before, axes))
             return patch.add("Pointwise", *body(_reading(steps, inner), inner[tensors_of(graph, op)[0]]), src=op.src)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.passes.support.facts import ints, is_filled, operand, producer
@@ -95,18 +95,14 @@ def _last_or_other(level: Level) -> ChosenBag | None:
     if first is None or first.open is None or mean is None:
         return None
     equal = here.maker(operand(choice), {"Equal"})
-    if equal is None or (first.rows, first.start, first.end, first.kind) != (
-        mean.rows,
-        mean.start,
-        mean.end,
-        mean.kind,
-    ):
+    if equal is None or replace(first, open=None) != mean:
         return None
-    at, (counter, number) = equal[0], map(operand, (equal[1], equal[1]), (0, 1))
-    known, (origin, counted) = at.ints(number), at.origin(counter)
-    if known is None or len(known) != 1 or origin.around is not None:
+    at, condition = equal
+    origin, counter = at.origin(operand(condition))
+    number = at.ints(operand(condition, 1))
+    if number is None or len(number) != 1 or origin.around is not None:
         return None
-    return ChosenBag(mean.rows, mean.start, mean.end, mean.kind, OpenBag(first.open.count, counted, known[0]))
+    return replace(mean, open=OpenBag(first.open.count, counter, number[0]))
 
 
 def _reduced(level: Level, value: Value) -> ChosenBag | None:

@@ -38,14 +38,14 @@ class PlainStage(NamedTuple):
 def run_stages(value: Array, stages: Sequence[PlainStage], operands: Sequence[Array | None]) -> Array:
     """Apply a chain (or small DAG) of pointwise stages to ``value``; returns the last register.
 
-    After a stage that converts to a narrow float, stages compute in fp32 and round to this type."""
-    registers = [value]
+    As on a GPU, a stage that converts to a narrow float rounds, but the stages after it compute in fp32. If it is the last one,
+    the result has its type."""
+    registers, last = [value], value
     for stage in stages:
         args = [None if a is None else registers[~a] if a < 0 else operands[a] for a in stage.args]
-        narrow = _narrow(stage.kind, args)
-        result = _kernel(stage.kind)(*(args if narrow is None else _widened(args)), **stage.attrs)[0]
-        registers.append(result.astype(narrow) if narrow is not None and result.dtype == np.float32 else result)
-    return registers[-1]
+        last = _kernel(stage.kind)(*args, **stage.attrs)[0]
+        registers.append(last.astype(_WIDENED[last.dtype]) if stage.kind == "Cast" and last.dtype in _WIDENED else last)
+    return last
 
 
 def _narrow(kind: str, operands: Sequence[Array | None]) -> DType | None:
@@ -138,7 +138,7 @@ def _run(
         operands = _widened(operands)
     composed = COMPOSED.get(kind)
     results = composed(inner or _Inner(None), *operands, **attrs) if composed else _with_stages(kind, operands, attrs)
-    if narrow is not None:
+    if narrow is not None or (dtypes is not None and not attrs.keys().isdisjoint(_STAGED)):
         wanted = dtypes if dtypes is not None else [narrow] * len(results)
         results = tuple(
             r.astype(t) if r.dtype == np.float32 and t in _WIDENED else r for r, t in zip(results, wanted, strict=False)

@@ -94,6 +94,13 @@ def test_a_number_with_more_axes_than_the_reduction_s_operand(axes: int) -> None
     assert done.kinds()["Reshape"] == (2 if axes == 3 else 1)
 
 
+def test_an_only_number_gets_the_axes_of_the_reduction_s_operand() -> None:
+    n = Net(np.float64)
+    graph = n.done(n.op("ReduceMin", n.op("Reshape", n.op("Tanh", n.input(1)), n.ints(1, 1)), n.ints(0)))
+    done, _ = check_pass(FusePointwise(), graph, changes=1, rules={"view_before_reduction": 1}, context=ON_GPU)
+    assert [op.outputs[0].type.shape for op in done.of_kind("Pointwise")] == [(1, 1)]
+
+
 @pytest.mark.parametrize("options", [{"reader": "Softmax"}, {"second": True}])
 def test_a_reshape_before_other_readers_stays(options: dict[str, Any]) -> None:
     check_untouched(FusePointwise(), weighted(**options), context=ON_GPU)

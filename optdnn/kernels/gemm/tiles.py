@@ -145,7 +145,7 @@ def tile_of(
     if left.dtype != FP32 or right.dtype != FP32 or m * n * k * count < LEAST or min(m, n) < 32:
         return None
     spans = [(s - 1) * abs(d) for p in (left, right) for s, d in zip(p.shape[-2:], p.strides[-2:], strict=True)]
-    if max(spans) >= LARGEST or min(*left.strides[-2:], *right.strides[-2:]) < 0:
+    if max(spans) >= LARGEST:
         return None
     aligned = all(s % 4 == 0 for s in (n, right.offset, right.strides[-2], *batches))
     together = right.strides[-1] == 1 and aligned

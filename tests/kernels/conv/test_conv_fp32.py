@@ -37,6 +37,11 @@ def residual_block(n: Net) -> Value:
     return n.op("Relu", n.op("Add", n.conv(x, 24, 1, pads=0, bias=True), x))
 
 
+def backward(n: Net, *shape: int, name: str = "x") -> Value:
+    """An input whose rows are read from the last one to the first."""
+    return n.op("Slice", n.input(*shape, name=name), n.ints(-1), n.ints(-shape[-2] - 1), n.ints(-2), n.ints(-1))
+
+
 NETS: dict[str, Callable[[Net], Value]] = {
     "a residual block": residual_block,
     "a stem": lambda n: n.op("Relu", n.conv(n.input(2, 3, 34, 30), 16, 7, pads=3, strides=2, bias=True)),
@@ -46,6 +51,7 @@ NETS: dict[str, Callable[[Net], Value]] = {
     "one axis": lambda n: n.conv(n.input(2, 16, 20), 12, 5, pads=2),
     "dilated, strided": lambda n: n.op("Sigmoid", n.conv(n.input(2, 16, 15, 13), 32, dilations=2, strides=2, pads=2)),
     "gemm": lambda n: n.op("Relu", n.gemm(n.op("Relu", n.gemm(n.input(5, 32), 40)), 10)),
+    "rows in reverse": lambda n: n.op("Relu", n.gemm(backward(n, 12, 32), 40)),
     "rows of three axes": lambda n: n.op("Gelu", n.matmul(n.input(3, 5, 32), 24)),
 }
 

@@ -30,7 +30,17 @@ def broadcast(n: Net) -> Value:
     return n.op("MatMul", n.input(2, 3, 96, 160, name="a"), n.input(160, 96, name="b"))
 
 
-NETS: dict[str, Callable[[Net], Value]] = {"together": together, "across": across, "broadcast": broadcast}
+def in_reverse(n: Net) -> Value:
+    """Rows of the left operand and columns of the right one from the last to the first."""
+    left, right = (
+        n.op("Slice", n.input(3, 200, 136, name=name), n.ints(-1), n.ints(-201), n.ints(1), n.ints(-1)) for name in "ab"
+    )
+    return n.op("MatMul", left, n.op("Transpose", right, attrs=TransposeAttrs((0, 2, 1))))
+
+
+NETS: dict[str, Callable[[Net], Value]] = {
+    "together": together, "across": across, "broadcast": broadcast, "in reverse": in_reverse,
+}  # fmt: skip
 
 
 def kernels(program: Program) -> list[Kernel]:
@@ -43,7 +53,7 @@ def test_large_products_run_in_tiles_that_compile_without_spills(name: str) -> N
     n = Net()
     (kernel,) = kernels(lowered(n.done(NETS[name](n)), "fp32", target="cuda:sm_80", no_cubins=True))
     assert kernel.template == "matmul_fp32.cu"
-    assert f"#define COLUMNS_TOGETHER {int(name != 'across')}" in kernel.generated["generated.cuh"]
+    assert f"#define COLUMNS_TOGETHER {int(name in ('together', 'broadcast'))}" in kernel.generated["generated.cuh"]
     assert nvrtc.resources(recipe_of(kernel))["matmul"].spill_bytes == 0
 
 

@@ -14,11 +14,13 @@ constexpr int ROWS = BM * 8 / THREADS;             // rows of the first operand 
 constexpr int CHUNKS = BK * BN / 4 / THREADS;      // 16-byte pieces of the second operand that a thread copies
 constexpr int EACH = THREADS / (BN / 4);           // rows of K between them
 
-// Copies element ``at`` of ``source``; zero where ``at`` is negative.
+constexpr int NOWHERE = -0x7fffffff - 1;
+
+// Copies element ``at`` of ``source``, which may be negative; zero where it is NOWHERE.
 DEVICE void copy_4(u32 target, const float* source, int at) {
     u64 address;                                   // by one instruction, where the compiler would use four
     asm("mad.wide.s32 %0, %1, 4, %2;" : "=l"(address) : "r"(at), "l"(source));
-    asm volatile("{.reg .pred p; setp.lt.s32 p, %2, 0; cp.async.ca.shared.global [%0], [%1], 4, p;}" ::"r"(target), "l"(address), "r"(at) : "memory");
+    asm volatile("{.reg .pred p; setp.eq.s32 p, %2, 0x80000000; cp.async.ca.shared.global [%0], [%1], 4, p;}" ::"r"(target), "l"(address), "r"(at) : "memory");
 }
 DEVICE void copy_16(u32 target, const float* source, bool valid) {
     asm volatile("{.reg .pred p; setp.eq.u32 p, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, p;}" ::"r"(target), "l"(source), "r"(u32(valid)) : "memory");

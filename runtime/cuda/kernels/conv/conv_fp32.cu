@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(cons
     const int outer_size = PLANAR ? p.group_in : p.taps_h;
     const int k_lane = threadIdx.x % 8, k_first = begin * BK + k_lane;
     int inner = k_first % inner_size, middle = k_first / inner_size % middle_size, outer = k_first / inner_size / middle_size;
-    int at[ROWS];                                  // negative: outside the image
+    int at[ROWS];
     auto aim = [&]() {
         const int dh = (PLANAR ? middle : outer) * p.dilation_h, dw = (PLANAR ? inner : middle) * p.dilation_w;
         const int tap = dh * p.row + dw * p.column + (WHOLE ? 0 : (PLANAR ? outer : inner) * p.plane);
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(cons
         for (int i = 0; i < ROWS; i++) {
             const int2 row = *reinterpret_cast<const int2*>(&rows[threadIdx.x / 8 + THREADS / 8 * i]);
             const u32 h = (row.y >> 16) + dh, w = short(row.y) + dw;
-            at[i] = inside && h < u32(p.height) && w < u32(p.width) ? row.x + tap : -1;
+            at[i] = inside && h < u32(p.height) && w < u32(p.width) ? row.x + tap : NOWHERE;
         }
     };
     const float* source = p.pixels + (WHOLE ? inner : 0);

@@ -18,13 +18,13 @@ DEVICE void product_tile(float (&acc)[TM][TN], float* shared, const Matrix& left
     #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         const int row = top + line + LINES * i;
-        a_at[i] = row < m ? row * left.row : -1;
+        a_at[i] = row < m ? row * left.row : NOWHERE;
     }
     if (!COLUMNS_TOGETHER) {
         #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
             const int column = first + line + LINES * i;
-            b_at[i] = column < n ? column * right.column : -1;
+            b_at[i] = column < n ? column * right.column : NOWHERE;
         }
     }
     const int piece = threadIdx.x % (BN / 4) * 4, b_row = threadIdx.x / (BN / 4);
@@ -38,12 +38,12 @@ DEVICE void product_tile(float (&acc)[TM][TN], float* shared, const Matrix& left
             const bool inside = place < k;
             const float* a = left.first + i64(place) * left.column;
             #pragma unroll
-            for (int i = 0; i < ROWS; i++) copy_4(a_target + (j * 8 * A_PITCH + LINES * i) * 4, a, inside ? a_at[i] : -1);
+            for (int i = 0; i < ROWS; i++) copy_4(a_target + (j * 8 * A_PITCH + LINES * i) * 4, a, inside ? a_at[i] : NOWHERE);
             if (!COLUMNS_TOGETHER) {
                 const float* b = right.first + i64(place) * right.row;
                 #pragma unroll
                 for (int i = 0; i < COLUMNS; i++)
-                    copy_4(b_target + ((j * 8 + lane) * B_PITCH + line + LINES * i) * 4, b, inside ? b_at[i] : -1);
+                    copy_4(b_target + ((j * 8 + lane) * B_PITCH + line + LINES * i) * 4, b, inside ? b_at[i] : NOWHERE);
             }
         }
         if (COLUMNS_TOGETHER) {
