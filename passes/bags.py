@@ -14,8 +14,8 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.rules.chosen_bags import concat_of_given_bags, loop_of_chosen_bags
-from optdnn.passes.rules.given_bags import loop_of_given_bags
+from optdnn.passes.rules.chosen_bags import ConcatOfGivenBags, LoopOfChosenBags
+from optdnn.passes.rules.given_bags import LoopOfGivenBags
 from optdnn.passes.support.bag_bodies import (
     REDUCTIONS,
     cut_of,
@@ -172,4 +172,4 @@ def _bag(graph: Graph, value: Value | None) -> _Bag | None:
 
 class Bags(RulePass):
     name = "bags"
-    rules = (loop_of_bags, loop_of_given_bags, loop_of_chosen_bags, concat_of_bags, concat_of_given_bags)
+    rules = (loop_of_bags, LoopOfGivenBags(), LoopOfChosenBags(), concat_of_bags, ConcatOfGivenBags())

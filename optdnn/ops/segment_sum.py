@@ -25,6 +25,8 @@ NEUTRAL = {"add": 0.0, "max": -math.inf, "min": math.inf}
 class SegmentSumAttrs(Attrs):
     """``y[n]`` is the sum of rows ``first[n]`` to ``first[n + 1]``, multiplied or divided by row ``n`` of factors.
 
+    There are no rows if ``first[n + 1]`` is not greater. Computed indices, and a computed ``first``, must be in range.
+
     Operands: tables, index arrays (int32 [E]), ``first`` (int32 [N + 1]), factors, and the operands of ``epilogue``. ``stages``
     compute a row ``e`` from the tables; register 0 is table 0. Table ``k`` contributes position ``index[e]`` along ``axes[k]``,
     from the index array with number ``indices[k]``; if that is -1, the whole table for every row. ``views[k]``: the axes of a row
@@ -93,7 +95,7 @@ def _cost(call: Call, result: Result) -> Cost:
 
 
 def _export(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """Gathers, the stages, a Scatter, and the factors; comparisons with ``first`` give the segment of each row."""
+    """Gathers, the stages, a reduction, and the factors."""
     given, begin = row_types(attrs, [e.type(name) for name in inputs]), len(attrs.indices)
     rank = max(len(t.dims) for t in given)
     (count,), (rows,) = (e.type(inputs[at]).static_shape for at in (begin + attrs.arrays, begin))
@@ -116,25 +118,51 @@ def _export(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Seq
     message = export_stages(attrs.stages, tables[0], e.type(tables[0]), tables, e)
     shape = e.type(message).static_shape[1:]
     (message,) = e.node("Expand", [message, integers(rows, *shape)], 1)
-    # The segment of row e is the number of segments that begin at or before it, minus one.
-    (starts,) = e.node("Cast", [inputs[begin + attrs.arrays]], 1, to=np.dtype(np.int64))
-    (starts,) = e.node("Slice", [starts, integers(0), integers(count - 1)], 1)
-    (before,) = e.node("LessOrEqual", [starts, e.const(np.arange(rows, dtype=np.int64)[:, None])], 1)
-    (before,) = e.node("Cast", [before], 1, to=np.dtype(np.int64))
-    (segment,) = e.node("ReduceSum", [before, integers(1)], 1, keepdims=1)
-    (segment,) = e.node("Sub", [segment, integers(1)], 1)
-    zeros = e.const(np.full((count - 1, *shape), NEUTRAL[attrs.reduction], given[0].dtype))
-    (total,) = e.node("ScatterND", [zeros, segment, message], 1, reduction=attrs.reduction)
-    scaled = total
+    e.declare(message, TensorType(given[0].dtype, (rows, *shape)))
+    neutral = e.const(np.full((count - 1, *shape), NEUTRAL[attrs.reduction], given[0].dtype))
+    scaled = _export_reduction(attrs.reduction, message, inputs[begin + attrs.arrays], neutral, e)
     for kind, name in zip(attrs.factors, inputs[begin + attrs.arrays + 1 :], strict=False):
         (scaled,) = e.node(kind, [scaled, name], 1)
     if attrs.factors:
-        (ends,) = e.node("Cast", [inputs[begin + attrs.arrays]], 1, to=np.dtype(np.int64))
-        (ends,) = e.node("Slice", [ends, integers(1), integers(count)], 1)
+        starts, ends = _bounds(inputs[begin + attrs.arrays], count, e)
         (some,) = e.node("Less", [starts, ends], 1)
         (some,) = e.node("Reshape", [some, integers(count - 1, *[1] * len(shape))], 1)
-        (scaled,) = e.node("Where", [some, scaled, zeros], 1)
+        (scaled,) = e.node("Where", [some, scaled, neutral], 1)
     return [export_stages(attrs.epilogue, scaled, TensorType(given[0].dtype, (count - 1, *shape)), inputs, e)]
+
+
+def _export_reduction(reduction: str, message: str, first: str, neutral: str, e: Export) -> str:
+    """A Scatter of the rows ``message`` if each is in one segment, in order; else a reduction of the rows in each segment."""
+    (rows, *shape), (count,) = e.type(message).static_shape, e.type(first).static_shape
+    starts, ends = _bounds(first, count, e)
+    known, places = e.value(first), e.const(np.arange(rows, dtype=np.int64)[:, None])
+    (begun,) = e.node("LessOrEqual", [starts, places], 1)
+    if known is not None and known[0] == 0 and known[-1] == rows and (np.diff(known) >= 0).all():
+        # The segment of row e is the number of segments that begin at or before it, minus one.
+        (before,) = e.node("Cast", [begun], 1, to=np.dtype(np.int64))
+        (segment,) = e.node("ReduceSum", [before, e.const(np.array([1]))], 1, keepdims=1)
+        (segment,) = e.node("Sub", [segment, e.const(np.array([1]))], 1)
+        (total,) = e.node("ScatterND", [neutral, segment, message], 1, reduction=reduction)
+        return total
+    (going,) = e.node("Less", [places, ends], 1)
+    (member,) = e.node("And", [begun, going], 1)
+    (member,) = e.node("Reshape", [member, e.const(np.array([rows, count - 1, *[1] * len(shape)]))], 1)
+    (row,) = e.node("Reshape", [message, e.const(np.array([rows, 1, *shape]))], 1)
+    (found,) = e.node("Where", [member, row, neutral], 1)
+    kind = {"add": "ReduceSum", "max": "ReduceMax", "min": "ReduceMin"}[reduction]
+    (total,) = e.node(kind, [found, e.const(np.array([0]))], 1, keepdims=0)
+    return total
+
+
+def _bounds(first: str, count: int, e: Export) -> tuple[str, str]:
+    """The starts and the ends of the segments, in int64."""
+
+    def part(start: int, end: int) -> str:
+        (found,) = e.node("Slice", [wide, e.const(np.array([start])), e.const(np.array([end]))], 1)
+        return found
+
+    (wide,) = e.node("Cast", [first], 1, to=np.dtype(np.int64))
+    return part(0, count - 1), part(1, count)
 
 
 DEFS: tuple[OpDef, ...] = (OpDef("SegmentSum", _infer, SegmentSumAttrs, {}, _export, cost=_cost),)

@@ -1,4 +1,6 @@
-"""Embedding bags of PyTorch's newer exporter become one product. Their bounds are computed; an If gives zeros for an empty bag."""
+"""Embedding bags of PyTorch's newer exporter: their bounds are computed, and an If gives zeros for an empty bag.
+
+On GPUs they become one segment reduction, elsewhere a product of matrices."""
 
 from __future__ import annotations
 
@@ -10,17 +12,18 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.base import Match, Miss, PassContext, Rule
 from optdnn.passes.support.bag_bodies import iterated, part_of, takes_rows, trips_of, value_outside
 from optdnn.passes.support.bag_products import OpenBags, product_of_bags, refuse_product
+from optdnn.passes.support.bag_segments import or_zeros, segments_of_bags
 from optdnn.passes.support.chosen_bags import ChosenBag, chosen_bag
-from optdnn.passes.support.facts import ints, operand, producer, reshaped, shape_of
-from optdnn.types import normalize_axis
+from optdnn.passes.support.facts import ints, operand, producer, reshaped, shape_of, sliced
+from optdnn.types import is_float, normalize_axis
 
 
 @dataclass(frozen=True)
 class _Bags:
-    """``trips`` bags: the sum or mean (``kind``) of ``rows[source[start + k] : source[end + k]]``."""
+    """``trips`` bags: the reduction (``kind``) of ``rows[source[start + k] : source[end + k]]``."""
 
     rows: Value
     kind: str
@@ -31,23 +34,27 @@ class _Bags:
     open: OpenBags | None = None
 
 
-@rule("loop_of_chosen_bags", {"Loop"})
-def loop_of_chosen_bags(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Loop whose iterations sum or average a run of gathered rows, or give zeros."""
-    trips = trips_of(graph, op)
-    body = op.attrs.body.graph
-    choice = None if trips is None else producer(body, operand(body.op(body.outputs[1])), {"If"})
-    bag = None if choice is None else chosen_bag(body, choice)
-    if trips is None or bag is None:
-        return None
-    found = _of_all_iterations(graph, op, bag, trips)
-    if found is None:
-        return Miss("its bags are not in the order of their bounds")
-    build = _as_product(graph, found)
-    if isinstance(build, Miss):
-        return build
-    shape = op.outputs[0].type.static_shape
-    return Match((op,), lambda patch: patch.replace(op.value, reshaped(patch, build(patch), shape)))
+class LoopOfChosenBags(Rule):
+    """A Loop whose iterations reduce a run of gathered rows, or give zeros."""
+
+    name = "loop_of_chosen_bags"
+    kinds = frozenset({"Loop"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        trips = trips_of(graph, op)
+        body = op.attrs.body.graph
+        choice = None if trips is None else producer(body, operand(body.op(body.outputs[1])), {"If"})
+        bag = None if choice is None else chosen_bag(body, choice)
+        if trips is None or bag is None:
+            return None
+        found = _of_all_iterations(graph, op, bag, trips)
+        if found is None:
+            return Miss("its bags are not in the order of their bounds")
+        build = _reduction(graph, found, context)
+        if isinstance(build, Miss):
+            return build
+        shape = op.outputs[0].type.static_shape
+        return Match((op,), lambda patch: patch.replace(op.value, reshaped(patch, build(patch), shape)))
 
 
 def _of_all_iterations(graph: Graph, op: Op, bag: ChosenBag, trips: int) -> _Bags | None:
@@ -62,7 +69,7 @@ def _of_all_iterations(graph: Graph, op: Op, bag: ChosenBag, trips: int) -> _Bag
     counted = iterated(graph, op, bag.open.counter, trips)
     if counted is None or counted.size != trips:
         return None
-    return replace(found, open=OpenBags(bag.open.count, counted.reshape(trips, 1) == bag.open.at))
+    return replace(found, open=OpenBags(bag.open.count, counted.reshape(-1) == bag.open.at))
 
 
 def _first_element(graph: Graph, op: Op, value: Value, trips: int) -> tuple[Value | None, int | None]:
@@ -80,32 +87,36 @@ def _first_element(graph: Graph, op: Op, value: Value, trips: int) -> tuple[Valu
     return source, first if consecutive else None
 
 
-@rule("concat_of_given_bags", {"Concat"})
-def concat_of_given_bags(graph: Graph, op: Op) -> Match | Miss | None:
+class ConcatOfGivenBags(Rule):
     """The bags of a loop that the importer unrolled.
 
     The exporter writes the last of several means as a sum and a division; that part of the Concat stays."""
-    if normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)):
-        return None
-    found = itertools.takewhile(lambda b: b is not None, (_given_bag(graph, v) for v in op.inputs))
-    choices = [b for b in found if b is not None]
-    if len(choices) < 2:
-        return None
-    first, *bags = (bag for _, bag in choices)
-    trips = 1 + len(bags)
-    if any((b.rows, b.kind, b.source) != (first.rows, first.kind, first.source) for b in bags):
-        return Miss("its parts reduce different values")
-    if any((b.start, b.end) != (first.start + k, first.end + k) for k, b in enumerate(bags, 1)):
-        return Miss("its bags are not in the order of their bounds")
-    build = _as_product(graph, replace(first, trips=trips))
-    if isinstance(build, Miss):
-        return build
 
-    def joined(patch: Patch) -> Value:
-        y = build(patch)
-        return y if trips == len(op.inputs) else patch.add("Concat", [y, *op.inputs[trips:]], op.attrs)
+    name = "concat_of_given_bags"
+    kinds = frozenset({"Concat"})
 
-    return Match((op, *(choice for choice, _ in choices)), joined)
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)):
+            return None
+        found = itertools.takewhile(lambda b: b is not None, (_given_bag(graph, v) for v in op.inputs))
+        choices = [b for b in found if b is not None]
+        if len(choices) < 2:
+            return None
+        first, *bags = (bag for _, bag in choices)
+        trips = 1 + len(bags)
+        if any((b.rows, b.kind, b.source) != (first.rows, first.kind, first.source) for b in bags):
+            return Miss("its parts reduce different values")
+        if any((b.start, b.end) != (first.start + k, first.end + k) for k, b in enumerate(bags, 1)):
+            return Miss("its bags are not in the order of their bounds")
+        build = _reduction(graph, replace(first, trips=trips), context)
+        if isinstance(build, Miss):
+            return build
+
+        def joined(patch: Patch) -> Value:
+            y = build(patch)
+            return y if trips == len(op.inputs) else patch.add("Concat", [y, *op.inputs[trips:]], op.attrs)
+
+        return Match((op, *(choice for choice, _ in choices)), joined)
 
 
 def _given_bag(graph: Graph, value: Value | None) -> tuple[Op, _Bags] | None:
@@ -120,20 +131,28 @@ def _given_bag(graph: Graph, value: Value | None) -> tuple[Op, _Bags] | None:
     return choice, _Bags(bag.rows, bag.kind, source, start, end)
 
 
-def _as_product(graph: Graph, bags: _Bags) -> Callable[[Patch], Value] | Miss:
-    """Adds the product that computes the bags, shape (bags, *row); a Miss if none can."""
+def _reduction(graph: Graph, bags: _Bags, context: PassContext) -> Callable[[Patch], Value] | Miss:
+    """Adds the reduction that computes the bags, shape (bags, *row); a Miss if none can."""
     looked = _looked_up(graph, bags.rows)
     if looked is None:
-        return Miss("its bags do not sum or average gathered rows of a table, with at most one factor per row")
+        return Miss("its bags do not reduce gathered rows of a table, with at most one factor per row")
+    if bags.end != bags.start + 1:
+        return Miss("its bags do not end where the next ones begin")
     gather, weights = looked
+    table, indices = operand(gather), operand(gather, 1)
     (count, *dims), (length,) = (graph.type(v).static_shape for v in (gather.value, bags.source))
-    reason = refuse_product(graph.constant_value(gather.inputs[0]), bags.trips, count)
-    if reason is not None:
+    if not count:
+        return Miss("there are no indices")
+    if not context.on_gpu and (reason := refuse_product(graph.constant_value(table), bags.kind, bags.trips, count)):
         return Miss(reason)
 
     def build(patch: Patch) -> Value:
-        starts, ends = (part_of(patch, bags.source, at, bags.trips, length) for at in (bags.start, bags.end))
-        y = product_of_bags(patch, gather.value, weights, (starts, ends), bags.kind, bags.trips, bags.open)
+        bounds = part_of(patch, bags.source, bags.start, bags.trips + 1, length)
+        if context.on_gpu:
+            y = segments_of_bags(patch, table, indices, weights, bounds, bags.kind, bags.open)
+            return y if bags.kind != "ReduceMax" else or_zeros(patch, y, bounds)
+        ends = sliced(patch, bounds, 1, bags.trips + 1, 0)
+        y = product_of_bags(patch, gather.value, weights, (bounds, ends), bags.kind, bags.trips, bags.open)
         return reshaped(patch, y, (bags.trips, *dims))
 
     return build
@@ -143,16 +162,16 @@ def _looked_up(graph: Graph, rows: Value) -> tuple[Op, Value | None] | None:
     """The Gather that computes ``rows``, which must have known sizes, and the column of factors of the rows (or None)."""
     product = producer(graph, rows, {"Mul"})
     parts = [rows] if product is None else [operand(product, k) for k in (0, 1)]
+    if not graph.type(rows).is_static or not is_float(graph.type(rows).dtype):
+        return None
+    shape = graph.type(rows).static_shape
     for k, part in enumerate(parts):
         gather = producer(graph, part, {"Gather"})
-        if gather is None or not takes_rows(graph, gather) or not graph.type(rows).is_static:
+        if gather is None or not takes_rows(graph, gather) or graph.type(operand(gather, 1)).shape != shape[:1]:
             continue
-        column = None if product is None else parts[1 - k]
-        shape = graph.type(rows).static_shape
-        if graph.type(part).shape == shape and (
-            column is None or graph.type(column).shape == (shape[0], *[1] * (len(shape) - 1))
-        ):
-            return gather, column
+        column = None if product is None else graph.type(parts[1 - k]).shape
+        if graph.type(part).shape == shape and column in (None, (shape[0], *[1] * (len(shape) - 1))):
+            return gather, None if product is None else parts[1 - k]
     return None
 
 

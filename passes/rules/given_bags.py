@@ -1,4 +1,5 @@
-"""Embedding bags whose bounds are computed (a recommender's offsets are an input) become one product of matrices."""
+"""Embedding bags whose bounds are computed (a recommender's offsets are an input) become one product of matrices. On GPUs
+they become one segment reduction, if each bag ends where the next one begins."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.base import Match, Miss, PassContext, Rule
 from optdnn.passes.support.bag_bodies import (
     VIEWS,
     cut_of,
     lookup,
+    part_of,
     reduction,
     table_of,
     takes_rows,
@@ -20,7 +22,9 @@ from optdnn.passes.support.bag_bodies import (
     value_outside,
 )
 from optdnn.passes.support.bag_products import product_of_bags, refuse_product
-from optdnn.passes.support.facts import producer, reshaped, shape_of
+from optdnn.passes.support.bag_segments import segments_of_bags
+from optdnn.passes.support.facts import ints, operand, producer, reshaped, shape_of
+from optdnn.types import is_float
 
 
 @dataclass(frozen=True)
@@ -37,30 +41,62 @@ class _GivenBags:
     ends: Value
 
 
-@rule("loop_of_given_bags", {"Loop"})
-def loop_of_given_bags(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Loop whose iterations sum or average the rows that a run of indices selects. The bounds of the runs are computed."""
-    trips = trips_of(graph, op)
-    bags = None if trips is None else _given_bags(graph, op, trips)
-    if trips is None or bags is None:
+class LoopOfGivenBags(Rule):
+    """A Loop whose iterations reduce the rows that a run of indices selects. The bounds of the runs are computed."""
+
+    name = "loop_of_given_bags"
+    kinds = frozenset({"Loop"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        trips = trips_of(graph, op)
+        bags = None if trips is None else _given_bags(graph, op, trips)
+        if trips is None or bags is None:
+            return None
+        table = table_of(graph, op, bags.gather)
+        if table is None:
+            return None
+        known = table if isinstance(table, np.ndarray) else graph.constant_value(table)
+        (count,) = graph.type(bags.listed).static_shape
+        bounds = _one_list(graph, bags, trips) if context.on_gpu else None
+        if bounds is None and (reason := refuse_product(known, bags.reduce.kind, trips, count)) is not None:
+            return Miss(reason)
+        result = op.outputs[0].type
+        if not result.is_static or not is_float(result.dtype):
+            return Miss("its table has no floats, or its sizes are not known")
+
+        def build(patch: Patch) -> None:
+            source = patch.constant(table, "table") if isinstance(table, np.ndarray) else table
+            if bounds is not None:
+                listed, first = bounds
+                limits = part_of(patch, listed, first, trips + 1, graph.type(listed).static_shape[0])
+                total = segments_of_bags(patch, source, bags.listed, bags.weights, limits, bags.reduce.kind)
+            else:
+                rows = patch.add("Gather", [source, bags.listed], bags.gather.attrs)
+                total = product_of_bags(patch, rows, bags.weights, (bags.starts, bags.ends), bags.reduce.kind, trips)
+            patch.replace(op.value, reshaped(patch, total, result.static_shape))
+
+        return Match((op,), build)
+
+
+def _one_list(graph: Graph, bags: _GivenBags, trips: int) -> tuple[Value, int] | None:
+    """The list that holds the bounds of all bags, and the place of the first one, if each bag ends where the next one begins."""
+    (listed, first), (other, second) = (_part_of_a_list(graph, v) for v in (bags.starts, bags.ends))
+    shape = graph.type(listed).shape
+    if shape is None or len(shape) != 1 or not isinstance(shape[0], int) or shape[0] <= first + trips:
         return None
-    if bags.reduce.kind == "ReduceMax":
-        return Miss("it takes the maximum of bags whose bounds are computed, which no product can express")
-    table = table_of(graph, op, bags.gather)
-    known = table if isinstance(table, np.ndarray) or table is None else graph.constant_value(table)
-    (count,) = graph.type(bags.listed).static_shape
-    reason = refuse_product(known, trips, count)
-    if table is None or known is None or reason is not None:
-        return Miss(reason or "")
-    kept = (1,) if bags.reduce.attrs.keepdims else ()
+    return (listed, first) if listed == other and second == first + 1 and graph.type(bags.listed).dims[0] else None
 
-    def build(patch: Patch) -> None:
-        source = patch.constant(table, "table") if isinstance(table, np.ndarray) else table
-        rows = patch.add("Gather", [source, bags.listed], bags.gather.attrs)
-        total = product_of_bags(patch, rows, bags.weights, (bags.starts, bags.ends), bags.reduce.kind, trips)
-        patch.replace(op.value, reshaped(patch, total, (trips, *kept, *known.shape[1:])))
 
-    return Match((op,), build)
+def _part_of_a_list(graph: Graph, value: Value) -> tuple[Value, int]:
+    """The list that a value is a part of, and where the part begins."""
+    cut = producer(graph, value, {"Slice"})
+    shape = None if cut is None else shape_of(graph, operand(cut))
+    start = None if cut is None else ints(graph, cut.input(1))
+    if cut is None or shape is None or len(shape) != 1 or not isinstance(shape[0], int) or start is None:
+        return value, 0
+    if cut.input(4) is not None and ints(graph, cut.input(4)) != (1,):
+        return value, 0
+    return operand(cut), range(shape[0])[start[0] :].start
 
 
 def _given_bags(graph: Graph, op: Op, trips: int) -> _GivenBags | None:

@@ -25,16 +25,19 @@ MOST_MEMBERS = 1 << 26
 
 @dataclass(frozen=True)
 class OpenBags:
-    """Bags whose mean is their sum divided by ``count`` minus their start, as PyTorch's newer exporter writes the last bag.
+    """Bags that PyTorch's newer exporter writes in another way, as the last one: a mean is the sum divided by ``count`` minus the
+    start; a maximum is that of all rows from the start to ``count``.
 
-    ``where``: whether each bag is one, shape (bags, 1)."""
+    ``where``: whether each bag is one, shape (bags,)."""
 
     count: int
     where: Array
 
 
-def refuse_product(table: Array | None, bags: int, count: int) -> str | None:
-    """The reason why a product cannot sum the rows of a table; None if it can."""
+def refuse_product(table: Array | None, kind: str, bags: int, count: int) -> str | None:
+    """The reason why a product cannot reduce the rows of a table; None if it can."""
+    if kind == "ReduceMax":
+        return "it takes the maximum of bags whose bounds are computed, which no product can express"
     if table is None or not is_float(table.dtype) or not np.isfinite(table).all():
         return "its table is not a constant of finite numbers: a product would spread a NaN to other bags"
     if not count:
@@ -63,7 +66,7 @@ def product_of_bags(
         sizes = _sizes(patch, run, shape[0])
         if open_bags is not None:
             open_sizes = patch.add("Sub", [_number(patch, starts, open_bags.count), starts])
-            sizes = patch.add("Where", [patch.constant(open_bags.where, "open"), open_sizes, sizes])
+            sizes = patch.add("Where", [patch.constant(open_bags.where[:, None], "open"), open_sizes, sizes])
         divisors = patch.add("Max", [sizes, _number(patch, starts, 1)])
         members = patch.add("Div", [members, patch.add("Cast", [divisors], cast)])
     return patch.add("MatMul", [members, reshaped(patch, rows, (shape[0], int(np.prod(shape[1:]))))], MatMulAttrs())

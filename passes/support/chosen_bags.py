@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.passes.support.bag_bodies import REDUCTIONS
 from optdnn.passes.support.facts import ints, is_filled, operand, producer
 
 
@@ -53,8 +54,8 @@ class Level:
 
 @dataclass(frozen=True)
 class OpenBag:
-    """A bag whose mean is its sum divided by ``count`` minus its start: in the iteration in which ``counter`` equals ``at``, or
-    always if there is no counter."""
+    """A bag that is written in another way (:class:`optdnn.passes.support.bag_segments.OpenBags`): in the iteration in which
+    ``counter`` equals ``at``, or always if there is no counter."""
 
     count: int
     counter: Value | None = None
@@ -63,7 +64,7 @@ class OpenBag:
 
 @dataclass(frozen=True)
 class ChosenBag:
-    """The sum or mean (``kind``) of ``rows[start : end]``, or zeros if the bag is empty."""
+    """The reduction (``kind``) of ``rows[start : end]``, or zeros if the bag is empty."""
 
     rows: Value
     start: Value
@@ -92,32 +93,62 @@ def _last_or_other(level: Level) -> ChosenBag | None:
     here, choice = made
     last, other = here.branch(choice, True), here.branch(choice, False)
     first, mean = _mean_of_the_last(last, last.result), _reduced(other, other.result)
-    if first is None or first.open is None or mean is None:
+    if first is None or first.open is None or mean is None or replace(first, open=None) != mean:
         return None
-    equal = here.maker(operand(choice), {"Equal"})
-    if equal is None or replace(first, open=None) != mean:
+    return _in_one_iteration(here, choice, mean, first.open.count)
+
+
+def _in_one_iteration(level: Level, choice: Op, bag: ChosenBag, count: int) -> ChosenBag | None:
+    """The bag that an If writes in another way where a counter has one value."""
+    equal = level.maker(operand(choice), {"Equal"})
+    if equal is None:
         return None
     at, condition = equal
     origin, counter = at.origin(operand(condition))
     number = at.ints(operand(condition, 1))
     if number is None or len(number) != 1 or origin.around is not None:
         return None
-    return replace(mean, open=OpenBag(first.open.count, counter, number[0]))
+    return replace(bag, open=OpenBag(count, counter, number[0]))
 
 
 def _reduced(level: Level, value: Value) -> ChosenBag | None:
-    """The sum or mean of a run of rows. Rows and bounds must be values of the outermost graph."""
-    made = level.maker(value, {"ReduceSum", "ReduceMean"})
+    """The reduction of a run of rows. Rows and bounds must be values of the outermost graph."""
+    made = level.maker(value, REDUCTIONS)
     if made is None or not made[1].attrs.keepdims or made[0].ints(made[1].input(1)) != (0,):
         return None
-    cut = made[0].maker(operand(made[1]), {"Slice"})
-    if cut is None:
+    at, reduce = made
+    if (found := _run(at, operand(reduce), reduce.kind)) is not None:
+        return found if isinstance(found, ChosenBag) else None
+    return _to_the_end(at, reduce)
+
+
+def _to_the_end(level: Level, reduce: Op) -> ChosenBag | None:
+    """The maximum of a run of rows that an If extends, in one iteration, to a constant end."""
+    made = level.maker(operand(reduce), {"If"}) if reduce.kind == "ReduceMax" else None
+    if made is None:
         return None
-    at, op = cut
-    if any(v is not None and at.ints(v) != only for v, only in ((op.input(3), (0,)), (op.input(4), (1,)))):
+    here, choice = made
+    branches = [here.branch(choice, which) for which in (True, False)]
+    last, other = (_run(b, b.result, reduce.kind) for b in branches)
+    if not isinstance(last, tuple) or not isinstance(other, ChosenBag) or last[:2] != (other.rows, other.start):
         return None
-    (_, rows), (_, start), (_, end) = found = [at.origin(operand(op, k)) for k in range(3)]
-    return None if any(origin.around is not None for origin, _ in found) else ChosenBag(rows, start, end, made[1].kind)
+    return _in_one_iteration(here, choice, other, last[2])
+
+
+def _run(level: Level, value: Value, kind: str) -> ChosenBag | tuple[Value, Value, int] | None:
+    """The run of rows that a Slice takes; if its end is a constant: the rows, the start, and the end."""
+    made = level.maker(value, {"Slice"})
+    if made is None:
+        return None
+    at, cut = made
+    if any(v is not None and at.ints(v) != only for v, only in ((cut.input(3), (0,)), (cut.input(4), (1,)))):
+        return None
+    (of, rows), (begun, start), (ended, end) = (at.origin(operand(cut, k)) for k in range(3))
+    if of.around is not None or begun.around is not None:
+        return None
+    if (known := at.ints(operand(cut, 2))) is not None and len(known) == 1:
+        return rows, start, known[0]
+    return ChosenBag(rows, start, end, kind) if ended.around is None else None
 
 
 def _mean_of_the_last(level: Level, value: Value) -> ChosenBag | None:

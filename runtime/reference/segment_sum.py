@@ -33,11 +33,12 @@ def segment_sum(
         whole = rows.transpose([*order, *left]).reshape([rows.shape[order[0]], *[1] * (rank - len(view)), *shape])
         tables.append(whole)
     rows = _computed(run, tables[0], stages, tables)
-    lengths = np.diff(first)
+    lengths = np.maximum(np.diff(first), 0)
     rows = np.broadcast_to(rows, (len(arrays[0]), *rows.shape[1:]))
     join, neutral = _REDUCTIONS[reduction]
     total = np.full((len(lengths), *rows.shape[1:]), neutral, rows.dtype)
-    join.at(total, np.repeat(np.arange(len(lengths)), lengths), rows)
+    places = np.arange(lengths.sum()) + np.repeat(first[:-1] - (np.cumsum(lengths) - lengths), lengths)
+    join.at(total, np.repeat(np.arange(len(lengths)), lengths), rows[places])
     for kind, scale in zip(factors, scales, strict=False):
         total = run(kind, [total, scale], {})[0]
     total[lengths == 0] = neutral

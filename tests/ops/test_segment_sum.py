@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
+from onnx.reference import ReferenceEvaluator
 from support.check import check_export
 from support.net import call_of
 from support.segment_cases import CASES, EDGES, graph_of
 
 from optdnn.errors import ShapeError
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph, Op
 from optdnn.ops.base import Stage
+from optdnn.ops.segment_sum import NEUTRAL, SegmentSumAttrs
 from optdnn.passes.segment_sums import SegmentSums
 from optdnn.types import FP32, INT32, TensorType
 
@@ -27,6 +33,24 @@ def summed(name: str) -> tuple[Graph, Op]:
 def test_export(name: str) -> None:
     graph, _ = summed(name)
     check_export(graph, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["add", "max", "min"])
+def test_export_with_computed_limits(reduction: str) -> None:
+    """Segments may be in any order, overlap and leave rows out."""
+    graph, limits = Graph(), np.array([2, 5, 5, 1, 4, 0], np.int32)
+    x, given = graph.add_input("x", TensorType(FP32, (4, 3))), graph.add_input("limits", TensorType(INT32, (6,)))
+    rows = graph.add_constant(np.array([3, 0, 1, 1, 2], np.int32))
+    attrs = SegmentSumAttrs((), (0,), (0,), ((1,),), reduction=reduction)
+    graph.add_output(graph.add("SegmentSum", [x, rows, given], attrs).value, "y")
+    feeds = {"x": np.arange(12, dtype=np.float32).reshape(4, 3), "limits": limits}
+    join = {"add": np.sum, "max": np.max, "min": np.min}[reduction]
+    taken = feeds["x"][[3, 0, 1, 1, 2]]
+    parts = [taken[a:b] for a, b in pairwise(limits)]
+    want = [join(p, 0) if len(p) else np.full(3, NEUTRAL[reduction]) for p in parts]
+    np.testing.assert_array_equal(evaluate(graph, feeds)["y"], want)
+    (found,) = ReferenceEvaluator(export_model(graph).proto).run(None, feeds)
+    np.testing.assert_array_equal(found, want)
 
 
 INDEX = len(("x", "norm"))

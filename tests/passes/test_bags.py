@@ -11,7 +11,8 @@ import pytest
 from importers.onnxtext import model
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
-from support.simulated import check_simulated
+from support.on_gpu import checked_program
+from support.simulated import check_simulated, lowered
 
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate, random_feeds
@@ -27,7 +28,7 @@ from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.types import Array
 
-GPU = PassContext(target="cuda:sm_90a")
+GPU, CPU = PassContext(target="cuda:sm_90a"), PassContext(target="cpu")
 
 DEPENDS = "t = ReduceMax(found)  n = Cast<to = 9>(t)  c = Squeeze(n)"
 """A condition that depends on data."""
@@ -167,9 +168,9 @@ def test_cpus_run_no_loop_for_them(level: int) -> None:
 
 def given(
     reduce: str = "ReduceSum", keep: int = 0, weights: str = "", table: str = "constant", flat: bool = True,
-    count: int = 12, trips: int = 4, bounds: int = 5, indices: str = "at", more: int = 0,
+    count: int = 12, trips: int = 4, bounds: int = 5, indices: str = "at", more: int = 0, limits: int = 0,
 ) -> Graph:  # fmt: skip
-    """As :func:`loop`, of a constant table, with bounds that are an input.
+    """As :func:`loop`, of a constant table, with bounds that are an input. ``limits``: they are parts of one list of this length.
 
     ``weights``: "run" (each row times its weight), or "other" (the weights of another run); ``more`` of them than indices.
     ``table``: "constant", "infinite" or "input".
@@ -181,9 +182,12 @@ def given(
     times = "one = Constant<value_ints = [1]>()  column = Unsqueeze(part, one)  found = Mul(those, column)"
     name, times = ("those", times) if weights else ("found", "")
     kept = "1, " if keep else ""
-    inputs = f"int64[{count}] at, {kind} starts, {kind} ends" + (f", float[{count + more}] w" if weights else "")
+    inputs = f"int64[{count}] at" + (f", int64[{limits}] limits" if limits else f", {kind} starts, {kind} ends")
+    inputs += f", float[{count + more}] w" if weights else ""
     inputs += ", float[20,6] x" if table == "input" else ""
-    text = f"""g ({inputs}) => (float[{trips},{kept}6] y) <int64 trips = {{{trips}}}, bool true = {{1}}> {{
+    lists = """n0 = Constant<value_ints = [0]>()  n1 = Constant<value_ints = [1]>()  n9 = Constant<value_ints = [99]>()
+        starts = Slice(limits, n0, n9)  ends = Slice(limits, n1, n9)""" if limits else ""  # fmt: skip
+    text = f"""g ({inputs}) => (float[{trips},{kept}6] y) <int64 trips = {{{trips}}}, bool true = {{1}}> {{ {lists}
         y = Loop<body = b (int64 i, bool go) => (bool c, float[r] v) <int64[1] zero = {{0}}> {{
             {cut}  rows = Slice({indices}, s, e, zero)  {name} = Gather(x, rows)  {run}
             {times}
@@ -224,6 +228,50 @@ def test_given_bounds_are_a_product(reduce: str, weights: str, name: str) -> Non
     assert {k: n for k, n in after.kinds().items() if k in ("MatMul", "Gather", "Loop")} == {"MatMul": 1, "Gather": 1}
     feeds = bounds_of(graph, *BOUNDS[name])
     np.testing.assert_allclose(evaluate(after, feeds)["y"], evaluate(graph, feeds)["y"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("limits", [[0, 3, 3, 8, 12], [2, 9, 5, -4, 30], [4, 4, 4, 4, 4]])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduce": "ReduceMean", "keep": 1}, {"reduce": "ReduceMax"}, {"weights": "run"}, {"table": "input"}],
+    ids=["sum", "mean", "maximum", "weights", "computed table"],
+)
+def test_bounds_of_one_list_are_segments(options: dict[str, Any], limits: list[int]) -> None:
+    graph = given(limits=5, **options)
+    depends = "reduce" not in options
+    after, _ = check_pass(
+        Bags(), graph, changes=1, rules={"loop_of_given_bags": 1}, context=GPU, depends_on_input=depends
+    )
+    assert {k: n for k, n in after.kinds().items() if k in ("MatMul", "SegmentSum", "Loop")} == {"SegmentSum": 1}
+    feeds = {**random_feeds(graph, 5), "limits": np.array(limits)}
+    want = evaluate(graph, feeds)["y"]
+    want = np.where(np.isnan(want), 0, want)  # the mean of no rows
+    np.testing.assert_allclose(evaluate(after, feeds)["y"], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("limits", [4, 5])
+def test_a_list_without_an_end_is_no_list_of_segments(limits: int) -> None:
+    """Four bags need five limits; the last of five bags would begin at the last limit."""
+    kinds = check_pass(Bags(), given(limits=5), changes=1, context=GPU)[0].kinds()
+    assert (kinds.get("SegmentSum"), kinds.get("MatMul")) == (1, None)
+    check_untouched(Bags(), given(limits=limits, trips=limits), GPU)
+
+
+def test_bags_on_a_gpu_read_only_what_exists() -> None:
+    """Indices and limits that are out of range are moved to the nearest one, as a kernel must not read elsewhere."""
+    graph = given(limits=5)
+    Bags()(graph, GPU)
+    feeds = {"at": np.array([99, -99, *range(10)]), "limits": np.array([-99, 1, 2, 5, 99])}
+    nearest = {"at": np.array([19, 0, *range(10)]), "limits": np.array([0, 1, 2, 5, 12])}
+    np.testing.assert_array_equal(evaluate(graph, feeds)["y"], evaluate(graph, nearest)["y"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"reduce": "ReduceMean"}, {"reduce": "ReduceMax"}, {"weights": "run"}])
+def test_segments_with_computed_limits_on_a_gpu(options: dict[str, Any]) -> None:
+    graph = given(limits=5, **options)
+    program = lowered(graph, "fp16")
+    checked_program(program, {**random_feeds(graph, 5), "limits": np.array([2, 9, 5, -4, 30])}, 1e-3)
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -310,10 +358,12 @@ def chosen(
 
 @pytest.mark.parametrize("offsets", [[0, 3, 3, 8, 12], [2, 9, 5, -4, 30], [4, 4, 4, 4, 4]])
 @pytest.mark.parametrize(("reduce", "weights"), [("ReduceSum", ""), ("ReduceMean", ""), ("ReduceSum", "float[12,1]")])
-def test_bags_that_are_chosen(reduce: str, weights: str, offsets: list[int]) -> None:
+@pytest.mark.parametrize("context", [GPU, CPU], ids=["gpu", "cpu"])
+def test_bags_that_are_chosen(context: PassContext, reduce: str, weights: str, offsets: list[int]) -> None:
     graph = chosen(reduce=reduce, weights=weights)
-    after, _ = check_pass(Bags(), graph, changes=1, rules={"concat_of_given_bags": 1}, context=GPU)
+    after, _ = check_pass(Bags(), graph, changes=1, rules={"concat_of_given_bags": 1}, context=context)
     assert not after.of_kind("If", "Concat")
+    assert len(after.of_kind("SegmentSum" if context is GPU else "MatMul")) == 1
     feeds = {**random_feeds(graph, 5), "offsets": np.array(offsets)}
     np.testing.assert_allclose(evaluate(after, feeds)["y"], evaluate(graph, feeds)["y"], rtol=1e-5, atol=1e-6)
 
@@ -328,16 +378,16 @@ def test_another_part_after_them_stays() -> None:
     [
         (chosen(kinds=["ReduceSum", "ReduceMean", "ReduceSum", "ReduceSum"]), "different values"),
         (chosen(((0, 1), (2, 3), (1, 2), (3, 4))), "not in the order"),
+        (chosen(((0, 2), (1, 3), (2, 4))), "do not end where the next ones begin"),
         (chosen(weights="float[12,6]"), "rows of a table"),
-        (chosen(table="input"), "finite"),
     ],
-    ids=["kinds", "order", "factors", "table"],
+    ids=["kinds", "order", "overlaps", "factors"],
 )
 def test_chosen_bags_that_stay(graph: Graph, because: str) -> None:
     check_refused(Bags(), graph, because=because, context=GPU)
 
 
-@pytest.mark.parametrize("options", [{"empty": 1.0}, {"kinds": ["ReduceMax"] * 4}, {"axes": 1}, {"meet": False}])
+@pytest.mark.parametrize("options", [{"empty": 1.0}, {"kinds": ["ReduceMin"] * 4}, {"axes": 1}, {"meet": False}])
 def test_other_choices_are_no_candidates(options: dict[str, Any]) -> None:
     check_untouched(Bags(), chosen(**options), GPU)
 
@@ -353,12 +403,17 @@ LAST = """first = Equal(at, last)
 
 def looped(
     reduce: str = "ReduceSum", *, table: str = "constant", ends: str = "Add(j, one)", divisor: str = "", whole: str = "total",
-    length: int = 12, empty: float = 0.0, weights: str = "", bags: int = 6,
+    length: int = 12, empty: float = 0.0, weights: str = "", bags: int = 6, to_the_end: bool = False,
 ) -> Graph:  # fmt: skip
-    """A Loop over bags, each of which is zeros (``empty``) where its bounds are equal. ``divisor``: of the last mean."""
+    """A Loop over bags, each of which is zeros (``empty``) where its bounds are equal. ``divisor``: of the last mean.
+    ``to_the_end``: the last bag has all rows from its start on."""
     zeros = ",".join([str(empty)] * 6)
     reduced = f"axes = Constant<value_ints = [0]>()  v = {reduce}<keepdims = 1>(part, axes)"
     reduced = LAST.format(divisor=divisor, whole=whole) if divisor else reduced
+    part = "part = Slice(rows, s, t)"
+    if to_the_end:
+        part = """first = Equal(at, last)  part = If(first) <then_branch = c () => (float[u,6] w) { w = Slice(rows, s, length) },
+            else_branch = d () => (float[u,6] w) { w = Slice(rows, s, t) }>"""
     rows = "rows = Mul(looked, w)" if weights else "rows = Identity(looked)"
     more = (f", {weights} w" if weights else "") + (", float[20,6] x" if table == "input" else "")
     text = f"""g (int64[12] at, int64[{bags + 1}] offsets{more}) => (float[{bags},6] y)
@@ -370,7 +425,7 @@ def looped(
             t = Slice(offsets, e, f)
             same = Equal(s, t)
             r = If(same) <then_branch = p () => (float[1,6] v) {{ v = Constant<value = float[1,6] {{{zeros}}}>() }},
-                else_branch = o () => (float[1,6] v) {{ part = Slice(rows, s, t)  {reduced} }}>
+                else_branch = o () => (float[1,6] v) {{ {part}  {reduced} }}>
             more = SequenceInsert(held, r)  k = Squeeze(one, zero)  next = Add(at, k)  c = Less(next, number)
         }}>("", on, held, begin)
         y = ConcatFromSequence<axis = 0>(s) }}"""
@@ -396,38 +451,57 @@ def offsets_of(bags: int = 6) -> dict[str, list[int]]:
     }
 
 
-@pytest.mark.parametrize("name", offsets_of())
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"reduce": "ReduceMean"}, {"weights": "float[12,1]"}, {"divisor": "d"}, {"divisor": "d", "length": 9}],
-    ids=["sum", "mean", "weights", "last", "another length"],
-)
-def test_loops_over_bags_that_may_be_empty(options: dict[str, Any], name: str) -> None:
-    graph = looped(**options)
-    after, _ = check_pass(Bags(), graph, changes=1, rules={"loop_of_chosen_bags": 1}, context=GPU)
-    assert after.kinds()["MatMul"] == 1
-    assert not after.of_kind("Loop", "If")
-    feeds = {**random_feeds(graph, 5), "offsets": np.array(offsets_of()[name])}
-    want = np.nan_to_num(evaluate(graph, feeds)["y"], nan=0)  # the mean of no rows between bounds that are not equal
+LOOPED: dict[str, dict[str, Any]] = {
+    "sum": {}, "mean": {"reduce": "ReduceMean"}, "weights": {"weights": "float[12,1]"}, "last": {"divisor": "d"},
+    "another length": {"divisor": "d", "length": 9}, "maximum": {"reduce": "ReduceMax"}, "a computed table": {"table": "input"},
+    "to the end": {"reduce": "ReduceMax", "to_the_end": True},
+}  # fmt: skip
+
+
+def reduced(name: str, offsets: list[int], context: PassContext, kind: str) -> None:
+    """Check the pass on a loop: one operator of this kind, and the results of the loop."""
+    graph = looped(**LOOPED[name])
+    depends = "reduce" not in LOOPED[name]  # maxima of few random bags may be equal
+    after, _ = check_pass(
+        Bags(), graph, changes=1, rules={"loop_of_chosen_bags": 1}, context=context, depends_on_input=depends
+    )
+    assert (len(after.of_kind(kind)), after.of_kind("Loop", "If")) == (1, [])
+    feeds = {**random_feeds(graph, 5), "offsets": np.array(offsets)}
+    want = evaluate(graph, feeds)["y"]
+    want = np.where(np.isnan(want), 0, want)  # the mean of no rows between bounds that are not equal
     np.testing.assert_allclose(evaluate(after, feeds)["y"], want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("offsets", offsets_of().values(), ids=offsets_of())
+@pytest.mark.parametrize("name", LOOPED)
+def test_loops_over_bags_that_may_be_empty(name: str, offsets: list[int]) -> None:
+    reduced(name, offsets, GPU, "SegmentSum")
+
+
+@pytest.mark.parametrize("offsets", offsets_of().values(), ids=offsets_of())
+@pytest.mark.parametrize("name", ["sum", "mean", "weights", "last", "another length"])
+def test_they_are_a_product_on_a_cpu(name: str, offsets: list[int]) -> None:
+    reduced(name, offsets, CPU, "MatMul")
+
+
 @pytest.mark.parametrize(
-    ("options", "because"),
+    ("options", "because", "context"),
     [
-        ({"table": "input"}, "finite"),
-        ({"weights": "float[12,6]"}, "rows of a table"),
-        ({"ends": "Sub(top, j)"}, "order of their bounds"),
+        ({"table": "input"}, "finite", CPU),
+        ({"reduce": "ReduceMax"}, "maximum", CPU),
+        ({"weights": "float[12,6]"}, "rows of a table", GPU),
+        ({"ends": "Sub(top, j)"}, "order of their bounds", GPU),
     ],
 )
-def test_loops_over_bags_that_stay(options: dict[str, Any], because: str) -> None:
-    check_refused(Bags(), looped(**options), because=because, context=GPU)
+def test_loops_over_bags_that_stay(options: dict[str, Any], because: str, context: PassContext) -> None:
+    check_refused(Bags(), looped(**options), because=because, context=context)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"empty": 1.0}, {"reduce": "ReduceMax"}, {"divisor": "length"}, {"divisor": "d", "whole": "again"}],
-    ids=["not zeros", "maximum", "another divisor", "another total"],
-)
+    [{"empty": 1.0}, {"reduce": "ReduceMin"}, {"divisor": "length"}, {"divisor": "d", "whole": "again"},
+     {"reduce": "ReduceSum", "to_the_end": True}],
+    ids=["not zeros", "minimum", "another divisor", "another total", "a sum to the end"],
+)  # fmt: skip
 def test_other_loops_with_choices_are_no_candidates(options: dict[str, Any]) -> None:
     check_untouched(Bags(), looped(**options), GPU)
