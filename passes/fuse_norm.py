@@ -2,8 +2,9 @@
 
 Layer normalization: Ba, Kiros and Hinton (2016); TorchScript writes ReduceMean, Sub, Pow, ReduceMean, Add, Sqrt, Div, Mul,
 Add, TensorFlow also ``x inv + (b - mean inv)`` with ``inv = g rsqrt(var + eps)``, Flax the variance as
-``mean(x x) - mean(x)^2``. RMS normalization: Zhang and Sennrich (2019). Group normalization: Wu and He (2018); both PyTorch
-exporters write it as Reshape, InstanceNormalization, Reshape, Mul, Add.
+``mean(x x) - mean(x)^2``. jax2onnx sets the deviations of a row of equal numbers to zero, which they are without rounding, and
+takes the mean of their squares in float64. RMS normalization: Zhang and Sennrich (2019). Group normalization: Wu and He (2018);
+both PyTorch exporters write it as Reshape, InstanceNormalization, Reshape, Mul, Add.
 
 Patterns find the core. A scale and a shift after it are fused as well where they have the shape of the op's own.
 """
@@ -173,10 +174,18 @@ def _mean(x: Pattern, name: str) -> Pattern:
 
 
 _MEAN = _mean(X, "mean")
-_CENTERED = node("Sub", X, _MEAN)
+_DEVIATIONS = node("Sub", X, _MEAN)
+_EQUAL_NUMBERS = node("Equal", node("ReduceMin", X, name="least"), node("ReduceMax", X, name="greatest"))
+_FINITE = node("Equal", node("Sub", _MEAN, _MEAN), Scalar(0.0))
+_CENTERED = any_of(
+    _DEVIATIONS,
+    node("Where", any_of(_EQUAL_NUMBERS, node("And", _EQUAL_NUMBERS, _FINITE)), Scalar(0.0), _DEVIATIONS),
+)
+_CENTERED_SQUARES = product(1.0, _CENTERED, _CENTERED)
 _FAST = total(0.0, _mean(product(1.0, X, X), "variance"), product(-1.0, _MEAN, _MEAN))
 _VARIANCE = any_of(
-    _mean(product(1.0, _CENTERED, _CENTERED), "variance"),
+    _mean(_CENTERED_SQUARES, "variance"),
+    node("Cast", _mean(node("Cast", _CENTERED_SQUARES, name="widened"), "variance")),
     _FAST,  # Flax: mean of squares less square of the mean, kept from rounding below zero
     node("Max", _FAST, Scalar(0.0)),
     node("Relu", _FAST),
@@ -204,15 +213,17 @@ class NormRule(PatternRule):
 
     def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
         axes: tuple[int, ...] | None = None
-        for name in ("variance", "mean"):
+        for name in ("variance", "mean", "least", "greatest"):
             if name in found:
                 these = reduced(graph, found[name])
                 if isinstance(these, Miss):
                     return these
                 if axes is not None and these != axes:
-                    return Miss(f"the mean runs over axes {these}, the variance over {axes}")
+                    return Miss(f"the {name} runs over axes {these}, the variance over {axes}")
                 axes = these
         assert axes is not None
+        if "widened" in found and found["widened"].outputs[0].type.dtype != np.float64:
+            return Miss(f"the squares are converted to {found['widened'].outputs[0].type.dtype}")
         if "outer_epsilon" in found:
             return Miss("epsilon is added to the deviation, not to the variance")
         epsilon = scalar(graph, found["epsilon"]) if "epsilon" in found else 0.0

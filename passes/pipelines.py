@@ -81,11 +81,13 @@ from optdnn.passes.separable_attention import SeparableAttention
 from optdnn.passes.short_attention import ShortAttention
 from optdnn.passes.spectral_convolutions import SpectralConvolutions
 from optdnn.passes.split_products import SplitProducts
+from optdnn.passes.stacked_columns import StackedColumns
 from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.take_rows import TakeRows
 from optdnn.passes.talking_heads import TalkingHeads
 from optdnn.passes.token_products import TokenProducts
 from optdnn.passes.transform_products import TransformProducts
+from optdnn.passes.tree_leaves import TreeLeaves
 from optdnn.passes.two_way_attention import TwoWayAttention
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
@@ -158,6 +160,7 @@ O2_GPU: tuple[Pass, ...] = (
     TransformProducts(),  # before passes that look for products, or merge the views around them
     *FOLDED,
     PastedPictures(),  # when the body of the loop is folded; before PadRows, since its operators have rows
+    TreeLeaves(),  # when sums are additions; before fusions, which would take the functions of a tree's result
     MaskedRows(),  # before fusions, which do not know of rows; removes sizes that depend on data
     PadRows(),  # after MaskedRows: pads the remaining sizes that depend on data
     CountedPlaces(),  # after MaskedRows, which leaves only the number of places; after PadRows, which asks for its bound
@@ -166,6 +169,7 @@ O2_GPU: tuple[Pass, ...] = (
     UnrolledCells(),  # before passes on chains of steps, and on products of their parts
     UnrolledScans(),  # before fusions: chains of steps have many small operators
     GroupedProducts(),  # before ProductsOfParts, which refuses parts with own matrices
+    StackedColumns(),  # before fusions, which would take the operators of each column
     ProductsOfParts(),  # before scans are rolled: recurrences whose products leave them are pointwise
     RollScans(),  # after ProductsOfParts: rolls the remaining chains of steps
     GatheredProducts(),  # before sums of segments and epilogues, which take in gathers and sums
@@ -211,6 +215,7 @@ O2_GPU: tuple[Pass, ...] = (
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
     OuterProducts(),  # after all passes that look for products; before their factors merge with other arithmetic
     CanonicalizeArithmetic(),  # merges transposes of heads that are neighbors now
+    FuseConvBn(),  # again: views that are gone stood between products and scales per channel (LayerScale after attention)
     JoinedTables(),  # when no views remain between the rows and their Concat; before passes on gathers
     JoinedRows(),  # before epilogues, which absorb additions to products; before arithmetic is fused
     GatherRows(),  # when no views can be merged any more
@@ -226,6 +231,7 @@ O2_CPU: tuple[Pass, ...] = (
     Bags(),  # before all other passes, which then see no loop
     *FOLDED,
     PastedPictures(),  # when the body of the loop is folded
+    TreeLeaves(),  # when sums are additions
     ScaleShiftToBn(),  # the libraries have no prologues, but one kernel for a scale and shift per channel (DenseNet: 12 %)
     FuseEpilogue(),  # as in O2: the libraries fuse a chain of single uses after a convolution
     CommonSubexpressions(),  # as in O2

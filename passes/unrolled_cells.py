@@ -1,7 +1,8 @@
-"""Steps of a GRU or LSTM that exporters write out become one layer, for which kernels keep the weights in registers.
+"""Steps of a GRU, LSTM or plain RNN that exporters write out become one layer, for which kernels keep the weights in registers.
 
 Keras and JAX export a GRU as a loop, which is unrolled; PyTorch exports a loop over ``GRUCell`` or ``LSTMCell`` (Cho et al., 2014;
-Hochreiter and Schmidhuber, 1997) step by step. Each step has two products and some arithmetic that wait for the previous step.
+Hochreiter and Schmidhuber, 1997) or ``RNNCell`` (Elman, 1990) step by step. Each step has two products and some arithmetic that
+wait for the previous step.
 
 A step is recognized by its arithmetic. The arguments of its gates are sums of products, of parts of products, and of constants. All
 steps must have the same matrices, and the inputs of all steps must be known before the first one.
@@ -17,11 +18,11 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs
-from optdnn.ops.rnn import GRUAttrs, LSTMAttrs
+from optdnn.ops.rnn import GRUAttrs, LSTMAttrs, RNNAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, origins, reshaped
 from optdnn.passes.support.lanes import cut_of
-from optdnn.passes.support.pattern import Var, any_of, find, node, product, total
+from optdnn.passes.support.pattern import Pattern, Var, any_of, find, node, product, total
 from optdnn.passes.support.products import PRODUCTS, constant_matrix
 from optdnn.passes.support.stacks import Joined, Shared, emit, leaves, part_values, stack_of
 from optdnn.types import Array, is_float
@@ -32,6 +33,8 @@ DEPTH = 8
 """Most operators between a product and a gate."""
 WIDEST = 4096
 """Most columns of an input that is no product: it is multiplied with an identity matrix."""
+MOST_ROWS = 64
+"""Most rows of a plain RNN: with more, a step is one product that fills much of a GPU, with its activation in the epilogue."""
 H = Var("h")
 _Z, _R = node("Sigmoid", Var("z")), node("Sigmoid", Var("r"))
 _NEW = node("Tanh", total(0.0, Var("n"), product(1.0, _R, Var("reset"))))
@@ -47,7 +50,15 @@ _CELL = total(
     product(1.0, node("Sigmoid", Var("i")), node("Tanh", Var("g"))),
 )
 LSTM = product(1.0, node("Sigmoid", Var("o")), node("Tanh", _CELL, name="tanh"))
-GATES = {"GRU": ("z", "r", "n", "reset"), "LSTM": ("i", "o", "f", "g")}
+RNN = node(frozenset({"Tanh", "Relu"}), Var("g"))
+CELLS: Mapping[str, tuple[str, Pattern]] = {
+    "Add": ("GRU", GRU),
+    "Mul": ("LSTM", LSTM),
+    "Tanh": ("RNN", RNN),
+    "Relu": ("RNN", RNN),
+}
+"""Kind of a step's last operator -> the kind of the layer, and the pattern of a step."""
+GATES = {"GRU": ("z", "r", "n", "reset"), "LSTM": ("i", "o", "f", "g"), "RNN": ("g",)}
 """The arguments of the gates, in the order of ONNX. The state of a GRU's third gate has an argument of its own."""
 
 
@@ -86,16 +97,18 @@ class Step:
     def key(self) -> tuple[object, ...]:
         """What all steps of a layer have in common."""
         terms = [(a and a.key, b and b.key, bias.tobytes()) for a, b, bias in self.gates.values()]
-        return (self.kind, *terms)
+        return (self.op.kind, *terms)
 
 
-@rule("unrolled_cells", {"Add", "Mul"})
+@rule("unrolled_cells", frozenset(CELLS))
 def unrolled_cells(graph: Graph, op: Op) -> Match | Miss | None:
-    """The last step of a layer, and all steps before it, become one GRU or LSTM."""
+    """The last step of a layer, and all steps before it, become one GRU, LSTM or RNN."""
     chains = (_chain(graph, step) for step in _steps(graph, op) if not _goes_on(graph, step))
     steps = max(chains, key=len, default=[])
     if len(steps) < LEAST:
         return None
+    if steps[-1].kind == "RNN" and op.outputs[0].type.static_shape[0] > MOST_ROWS:
+        return Miss("each step is one product, with enough rows for a launch of its own")
     xs = [step.x for step in steps]
     if len({graph.type(x) for x in xs}) > 1:
         return Miss("the inputs of the steps differ in size")
@@ -145,11 +158,11 @@ def _reads_cell(graph: Graph, step: Step, steps: Sequence[Step]) -> bool:
 
 def _steps(graph: Graph, op: Op) -> Iterator[Step]:
     """The ways to read an operator as the last one of a step."""
-    kind = "GRU" if op.kind == "Add" else "LSTM"
     out = op.outputs[0].type
-    if op.kind not in ("Add", "Mul") or not out.is_static or out.rank != 2 or not is_float(out.dtype):
+    if op.kind not in CELLS or not out.is_static or out.rank != 2 or not is_float(out.dtype):
         return
-    for found in find(graph, op.value, GRU if kind == "GRU" else LSTM):
+    kind, pattern = CELLS[op.kind]
+    for found in find(graph, op.value, pattern):
         bound = found.bound
         arguments = {name: _argument(graph, bound[name], 0, out.static_shape[1]) for name in GATES[kind]}
         known = {name: argument for name, argument in arguments.items() if argument is not None}
@@ -157,7 +170,7 @@ def _steps(graph: Graph, op: Op) -> Iterator[Step]:
             continue
         sources = list(dict.fromkeys(term.source for terms, _ in known.values() for term in terms))
         states = [bound["h"]] if kind == "GRU" else [s for s in sources if graph.type(s) == out]
-        cells = None if kind == "GRU" else (bound["c"], operand(bound["tanh"]))
+        cells = (bound["c"], operand(bound["tanh"])) if kind == "LSTM" else None
         for h in states:
             x = next((s for s in sources if s != h), None)
             gates = None if x is None or len(sources) != 2 else _gates(kind, known, h)
@@ -170,7 +183,7 @@ def _gates(kind: str, known: Mapping[str, _Argument], h: Value) -> Mapping[str, 
     gates = dict[str, Gate]()
     for name, (terms, bias) in known.items():
         inputs, states = [t for t in terms if t.source != h], [t for t in terms if t.source == h]
-        wanted = (int(name != "reset"), int(name != "n" or kind == "LSTM"))
+        wanted = (int(name != "reset"), int(name != "n"))
         if (len(inputs), len(states)) != wanted or any(t.weight is None for t in states):
             return None
         gates[name] = (inputs[0] if inputs else None, states[0] if states else None, bias)
@@ -229,15 +242,17 @@ def _layer(graph: Graph, patch: Patch, steps: Sequence[Step], x: Value) -> None:
     w = np.concatenate([_rows(graph, term) for term, _, _ in gates if term is not None])
     r = np.concatenate([_rows(graph, term) for _, term, _ in gates if term is not None])
     own = np.concatenate([bias for term, _, bias in gates if term is not None])
-    state = (
-        np.zeros_like(own) if last.kind == "LSTM" else np.concatenate([np.zeros(2 * hidden), last.gates["reset"][2]])
-    )
+    state = np.zeros_like(own) if last.kind != "GRU" else np.concatenate([np.zeros(2 * hidden), last.gates["reset"][2]])
     constants = [
         patch.constant(a[None].astype(dtype), name)
         for a, name in ((w, "W"), (r, "R"), (np.concatenate([own, state]), "B"))
     ]
     initial = [reshaped(patch, v, (1, batch, hidden)) for v in (first.h, *(first.cells or ())[:1])]
-    attrs = GRUAttrs(hidden, linear_before_reset=True) if last.kind == "GRU" else LSTMAttrs(hidden)
+    attrs = {
+        "GRU": GRUAttrs(hidden, linear_before_reset=True),
+        "LSTM": LSTMAttrs(hidden),
+        "RNN": RNNAttrs(hidden, activations=(last.op.kind,)),
+    }[last.kind]
     layer = patch.add_op(last.kind, [x, *constants, None, *initial], attrs, outputs=3 if last.cells else 2)
     states = reshaped(patch, Value(layer.id, 0), (len(steps), batch, hidden))
     for step, made in zip(steps, part_values(patch, states, len(steps)), strict=True):

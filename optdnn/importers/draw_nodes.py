@@ -101,8 +101,9 @@ class Nodes:
 
 
 Attributes = Mapping[str, Any]
-Draw = Callable[[Nodes, Sequence[str], Attributes], str]
-"""(nodes, names of the operands, attributes) -> the result. Raises ModelError for attributes that ONNX does not allow."""
+Draw = Callable[[Nodes, Sequence[str], Attributes], Sequence[str]]
+"""(nodes, names of the operands, attributes) -> the results. An absent operand has the name "". Raises ModelError for attributes
+that ONNX does not allow."""
 
 
 def _distributed(n: Nodes, kind: str, words: str, attrs: Attributes) -> str:
@@ -113,7 +114,7 @@ def _distributed(n: Nodes, kind: str, words: str, attrs: Attributes) -> str:
 
 
 def _of_shape(kind: str) -> Draw:
-    def draw(n: Nodes, operands: Sequence[str], attrs: Attributes) -> str:
+    def draw(n: Nodes, operands: Sequence[str], attrs: Attributes) -> Sequence[str]:
         shape = [int(d) for d in attrs["shape"]]
         if min(shape, default=0) < 0:
             raise ModelError(f"attribute 'shape' has a negative dimension: {shape}")
@@ -121,31 +122,31 @@ def _of_shape(kind: str) -> Draw:
             raise ModelError(f"attribute 'shape' has too many elements: {shape}")
         count = n.const(math.prod(shape), np.int64)
         x = n.op("Cast", _distributed(n, kind, n.words(count), attrs), to=_float_type(attrs))
-        return n.shaped(x, count, n.const(shape, np.int64))
+        return (n.shaped(x, count, n.const(shape, np.int64)),)
 
     return draw
 
 
 def _like(kind: str) -> Draw:
-    def draw(n: Nodes, operands: Sequence[str], attrs: Attributes) -> str:
+    def draw(n: Nodes, operands: Sequence[str], attrs: Attributes) -> Sequence[str]:
         (like,) = operands
         count = n.op("Size", like)
         x = _distributed(n, kind, n.words(count), attrs)
         x = n.op("Cast", x, to=_float_type(attrs)) if "dtype" in attrs else n.op("CastLike", x, like)
-        return n.shaped(x, count, n.op("Shape", like))
+        return (n.shaped(x, count, n.op("Shape", like)),)
 
     return draw
 
 
-def _bernoulli(n: Nodes, operands: Sequence[str], attrs: Attributes) -> str:
+def _bernoulli(n: Nodes, operands: Sequence[str], attrs: Attributes) -> Sequence[str]:
     (p,) = operands
     count = n.op("Size", p)
     u = n.shaped(n.between(n.words(count)), count, n.op("Shape", p))
     drawn = n.op("Less", u, n.op("Cast", p, to=TensorProto.DOUBLE))
-    return n.op("Cast", drawn, to=int(attrs["dtype"])) if "dtype" in attrs else n.op("CastLike", drawn, p)
+    return (n.op("Cast", drawn, to=int(attrs["dtype"])) if "dtype" in attrs else n.op("CastLike", drawn, p),)
 
 
-def _multinomial(n: Nodes, operands: Sequence[str], attrs: Attributes) -> str:
+def _multinomial(n: Nodes, operands: Sequence[str], attrs: Attributes) -> Sequence[str]:
     """The largest element of logits + Gumbel noise: class k with a probability proportional to exp(logits[k])."""
     (logits,) = operands  # [batch, classes]
     samples = n.const([int(attrs.get("sample_size", 1))], np.int64)
@@ -155,7 +156,19 @@ def _multinomial(n: Nodes, operands: Sequence[str], attrs: Attributes) -> str:
     noise = n.op("Neg", n.op("Log", n.op("Neg", n.op("Log", n.between(n.words(count))))))
     wide = n.op("Cast", n.op("Unsqueeze", logits, one), to=TensorProto.DOUBLE)
     chosen = n.op("ArgMax", n.op("Add", wide, n.shaped(noise, count, shape)), axis=2, keepdims=0)
-    return n.op("Cast", chosen, to=_element_type(attrs, INTEGERS, TensorProto.INT32))
+    return (n.op("Cast", chosen, to=_element_type(attrs, INTEGERS, TensorProto.INT32)),)
+
+
+def _dropout(n: Nodes, operands: Sequence[str], attrs: Attributes) -> Sequence[str]:
+    """In training mode an element stays with probability 1 - ratio, and is divided by it (Monte Carlo dropout: Gal and Ghahramani,
+    2016)."""
+    x, ratio, training = operands
+    wide = n.op("Cast", ratio, to=TensorProto.DOUBLE) if ratio else n.const(0.5, np.float64)
+    count = n.op("Size", x)
+    stays = n.op("GreaterOrEqual", n.shaped(n.between(n.words(count)), count, n.op("Shape", x)), wide)
+    factor = n.op("CastLike", n.op("Reciprocal", n.op("Sub", n.const(1.0, np.float64), wide)), x)
+    dropped = n.op("Where", stays, n.op("Mul", x, factor), n.op("CastLike", n.const(0.0, np.float64), x))
+    return n.op("Where", training, dropped, x), n.op("Or", n.op("Not", training), stays)
 
 
 def _float_type(attrs: Attributes) -> int:
@@ -172,6 +185,7 @@ def _element_type(attrs: Attributes, allowed: Sequence[int], default: int) -> in
 
 DRAWS: Mapping[str, Draw] = {
     "Bernoulli": _bernoulli,
+    "Dropout": _dropout,
     "Multinomial": _multinomial,
     "RandomNormal": _of_shape("normal"),
     "RandomNormalLike": _like("normal"),

@@ -63,8 +63,11 @@ def draws(model: Model) -> bool:
     return _Drawing(model, 0).found(model.proto.graph.node)
 
 
-def is_random(op_type: str, domain: str) -> bool:
-    return domain_of(domain) == "" and op_type in DRAWS
+def is_random(node: onnx.NodeProto) -> bool:
+    """Whether a node draws random numbers; a Dropout if it is told whether to train."""
+    if domain_of(node.domain) != "" or node.op_type not in DRAWS:
+        return False
+    return node.op_type != "Dropout" or (len(node.input) > 2 and node.input[2] != "")
 
 
 @dataclass
@@ -78,9 +81,7 @@ class _Drawing:
 
     def found(self, nodes: Iterable[onnx.NodeProto]) -> bool:
         """Whether one of these nodes draws, also in a branch or in a function."""
-        return any(
-            is_random(node.op_type, node.domain) or _key(node) in self._holding for node in _with_branches(nodes)
-        )
+        return any(is_random(node) or _key(node) in self._holding for node in _with_branches(nodes))
 
     @cached_property
     def _holding(self) -> set[FunctionKey]:
@@ -90,7 +91,7 @@ class _Drawing:
         for key, function in self.model.functions.items():
             for node in _with_branches(function.node):
                 callers.setdefault(_key(node), []).append(key)
-                if is_random(node.op_type, node.domain):
+                if is_random(node):
                     left.append(key)
         holding: set[FunctionKey] = set()
         while left:
@@ -115,7 +116,7 @@ class _Drawing:
                 if key in self._holding:
                     self._call(node, key, place, bound, within)
                     node.name = name
-                elif is_random(node.op_type, node.domain) and self._draw(node, name, place, bound, within):
+                elif is_random(node) and self._draw(node, name, place, bound, within):
                     node.name = name
             for branch in _branches(node):
                 self.replace(branch.node, path, bound, within)
@@ -144,11 +145,13 @@ class _Drawing:
             digest = self._digest(place, attrs.get("seed"))
             made = Nodes([int.from_bytes(digest[k : k + 4], "little") for k in range(0, 12, 4)])
             operands = [f"x{k}" for k in range(len(node.input))]
-            result = DRAWS[node.op_type](made, operands, attrs)
+            results = DRAWS[node.op_type](
+                made, [o if name else "" for o, name in zip(operands, node.input, strict=True)], attrs
+            )
         except ModelError as error:
             raise ModelError(f"{self.model.name}: {describe(node, name)}: {error.message}") from error
         opsets = [helper.make_opsetid("", OPSET)]
-        function = helper.make_function(DOMAIN, node.op_type, operands, [result], made.made, opsets)
+        function = helper.make_function(DOMAIN, node.op_type, operands, results[: len(node.output)], made.made, opsets)
         self._add(function, f"{node.op_type}.{digest.hex()[:16]}", node)
         del node.attribute[:]
         return True

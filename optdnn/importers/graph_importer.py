@@ -206,7 +206,7 @@ class GraphImporter(NodesImporter):
         if rules is not None and not isinstance(rules, str):
             check_node(node, attrs, rules)
         if importer is None:
-            if is_random(node.op_type, domain):
+            if is_random(node):
                 raise Unsupported(REFUSED)
             known = None if UNKNOWN in operands else [None if r is None else self.type(r) for r in operands]
             body = definition(resolved(node, attrs), domain, opset, known)

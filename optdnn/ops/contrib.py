@@ -8,7 +8,13 @@ import numpy as np
 
 from optdnn.ops.base import Unsupported
 from optdnn.ops.checks import emit
-from optdnn.ops.contrib_attention import attention, multi_head_attention, quantized_attention, rotary_embedding
+from optdnn.ops.contrib_attention import (
+    attention,
+    decoder_attention,
+    multi_head_attention,
+    quantized_attention,
+    rotary_embedding,
+)
 from optdnn.ops.contrib_cache import group_query_attention
 from optdnn.ops.contrib_fused import FUSED
 from optdnn.ops.contrib_images import IMAGES
@@ -134,6 +140,7 @@ IMPORTERS: dict[str, FromOnnx] = {
     MICROSOFT + "Attention": attention,
     MICROSOFT + "QAttention": quantized_attention,
     MICROSOFT + "MultiHeadAttention": multi_head_attention,
+    MICROSOFT + "DecoderMaskedMultiHeadAttention": decoder_attention,
     MICROSOFT + "GroupQueryAttention": group_query_attention,
     MICROSOFT + "RotaryEmbedding": rotary_embedding,
     **FUSED,

@@ -1,14 +1,16 @@
-"""ONNX Runtime's attention operators as ONNX's: Attention, QAttention, MultiHeadAttention, RotaryEmbedding."""
+"""ONNX Runtime's attention operators as ONNX's: Attention, QAttention, MultiHeadAttention, DecoderMaskedMultiHeadAttention,
+RotaryEmbedding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from optdnn.errors import ShapeError
-from optdnn.ops.attention import AttentionAttrs, RotaryAttrs, merge_heads, split_heads
+from optdnn.ops.attention import AttentionAttrs, RotaryAttrs, TensorScatterAttrs, merge_heads, split_heads
 from optdnn.ops.base import Unsupported
 from optdnn.ops.checks import emit, require_rank, required
 from optdnn.ops.contrib_cache import unpacked
@@ -25,7 +27,8 @@ def _fill(node: NodeSpec) -> float:
 def _score_mask(node: NodeSpec, e: Emit, mask: Ref | None, bias: Ref | None, like: Ref, keys: Any) -> Ref | None:
     """The addend of the scores: a mask and a bias (·, ·, rows, keys).
 
-    The mask holds the length of each sequence (B), or ones and zeros: (B, keys) or (B, rows, keys).
+    The mask holds the length of each sequence (B), also with the first position after these lengths (2 B), or ones and zeros:
+    (B, keys) or (B, rows, keys).
     """
     added = None
     if mask is not None:
@@ -33,10 +36,7 @@ def _score_mask(node: NodeSpec, e: Emit, mask: Ref | None, bias: Ref | None, lik
         if len(t.dims) == 1:
             if not isinstance(keys, int):
                 raise Unsupported("a mask of lengths with an unknown number of keys")
-            if isinstance(t.dims[0] - e.type(like).dims[0], int) and t.dims[0] != e.type(like).dims[0]:
-                raise Unsupported(f"a mask {t}, which has more than the length of each sequence")
-            column = emit(e, "Unsqueeze", emit(e, "Cast", mask, to=INT64), np.array([1]))
-            keep = emit(e, "Less", np.arange(keys), column)
+            keep = _between(e, mask, e.type(like).dims[0], keys)
         elif len(t.dims) == 2 or len(t.dims) == 3:
             keep = emit(e, "Cast", mask, to=np.dtype(bool))
         else:
@@ -46,6 +46,21 @@ def _score_mask(node: NodeSpec, e: Emit, mask: Ref | None, bias: Ref | None, lik
     if bias is not None:
         added = bias if added is None else emit(e, "Add", added, bias)
     return added
+
+
+def _between(e: Emit, mask: Ref, batch: Any, keys: int) -> Ref:
+    """Whether each key is before the end of its sequence, and not before its first position if the mask has these as well."""
+    t, ends = e.type(mask), emit(e, "Cast", mask, to=INT64)
+    twice = isinstance(batch, int) and t.dims[0] == 2 * batch
+    if isinstance(t.dims[0] - batch, int) and t.dims[0] != batch and not twice:
+        raise Unsupported(f"a mask {t}, which has more than the bounds of each sequence")
+    begins = None
+    if twice:
+        ends, begins = e.op("Split", [ends, np.array([batch, batch], np.int64)], SplitAttrs(axis=0), outputs=2)
+    keep = emit(e, "Less", np.arange(keys), emit(e, "Unsqueeze", ends, np.array([1])))
+    if begins is None:
+        return keep
+    return emit(e, "And", keep, emit(e, "LessOrEqual", emit(e, "Unsqueeze", begins, np.array([1])), np.arange(keys)))
 
 
 def _attend(
@@ -153,6 +168,41 @@ def multi_head_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         keys = keys + e.type(node.inputs[6]).dims[2]
     mask = _score_mask(node, e, node.input(4), node.input(5), q, keys)
     return _attend(node, e, [q, k, v], mask, node.inputs[6:8], len(node.outputs))
+
+
+def decoder_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """DecoderMaskedMultiHeadAttention: attention of one token, over the keys of an encoder or over a cache.
+
+    A shared buffer is a cache with room for all positions: the token's key and value are written at past_sequence_length."""
+    if node.input(9) is not None:
+        raise Unsupported("the operand cache_indirection, which beam search moves from step to step")
+    past, held = node.inputs[5:7], node.input(7)
+    shared = bool(node.get("past_present_share_buffer", 0)) and node.input(5) is not None
+    if not shared:
+        order = (*(node.input(k) for k in (0, 1, 2, 10, 3, 4)), *past)
+        return multi_head_attention(replace(node, inputs=order), e)
+    if any(node.outputs[3:]):
+        raise Unsupported("the output qk")
+    refuse_operands(node, mask_index=3, attention_bias=4)
+    operands = needs(node, 0, 1, 2)
+    if node.input(10) is not None:
+        operands = _biased(replace(node, inputs=(*node.inputs[:3], node.inputs[10])), e, operands)
+    heads = int(required(node, "num_heads"))
+    q, k, v = (split_heads(e, x, heads) for x in operands)
+    if held is None or None in past:
+        raise ShapeError(
+            "DecoderMaskedMultiHeadAttention with a shared buffer needs past_value and past_sequence_length"
+        )
+    at = emit(e, "Reshape", emit(e, "Cast", held, to=INT64), np.array([-1], np.int64))
+    at = emit(e, "Expand", at, emit(e, "Shape", q, start=0, end=1))
+    present = [
+        e.op("TensorScatter", [c, new, at], TensorScatterAttrs(axis=2))[0] for c, new in zip(past, (k, v), strict=True)
+    ]
+    filled = emit(e, "Add", at, np.array([1], np.int64))
+    scale = node.get("scale")
+    attrs = AttentionAttrs(float(scale) if scale else None)
+    (y,) = e.op("Attention", [q, *present, None, None, None, filled], attrs)
+    return (merge_heads(e, y), *present)[: len(node.outputs)]
 
 
 def _biased(node: NodeSpec, e: Emit, operands: list[Ref]) -> list[Ref]:

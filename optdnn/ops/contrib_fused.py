@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import ShapeError
+from optdnn.ops.attention import split_heads
 from optdnn.ops.base import Unsupported
-from optdnn.ops.checks import emit, require_rank
+from optdnn.ops.checks import emit, require_rank, required
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
 from optdnn.ops.index import SplitAttrs
-from optdnn.ops.restate import MICROSOFT, as_standard, count, needs, standard
+from optdnn.ops.restate import MICROSOFT, as_standard, count, needs, refuse_operands, standard, typed_as
 from optdnn.types import BOOL, FP32, INT32, INT64
 
 # ---------------------------------------------------------------- biases
@@ -87,6 +88,23 @@ def _lengths(e: Emit, ids: Ref, mask: Ref | None) -> Ref:
         return emit(e, "Expand", np.zeros(1, np.int32), rows)
     ones = emit(e, "Cast", emit(e, "Cast", mask, to=BOOL), to=INT32)
     return emit(e, "ReduceSum", ones, np.array([1], np.int64), keepdims=False)
+
+
+def _gated_positions(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """GatedRelativePositionBias: WavLM's bias of positions, times a gate that is computed from each query (Chen et al., 2022)."""
+    x, x_bias, positions, weight, bias, eco = needs(node, 0, 1, 2, 3, 4, 5)
+    refuse_operands(node, token_offset=6)
+    q = split_heads(e, emit(e, "Add", x, x_bias), int(required(node, "num_heads")))
+    width = e.type(weight).dims[1]
+    if not isinstance(width, int) or width % 2:
+        raise ShapeError(f"GatedRelativePositionBias weights {e.type(weight)} do not make two gates")
+    both = emit(e, "Add", emit(e, "MatMul", q, weight), bias)
+    both = emit(e, "Reshape", both, np.array([0, 0, 0, 2, width // 2], np.int64))
+    both = emit(e, "Sigmoid", emit(e, "ReduceSum", both, np.array([-1]), keepdims=False))
+    a, b = e.op("Split", [both, np.array([1, 1], np.int64)], SplitAttrs(axis=3), outputs=2)
+    inner = emit(e, "Sub", emit(e, "Mul", b, eco), typed_as(e, x, 1.0))
+    gate = emit(e, "Add", emit(e, "Mul", a, inner), typed_as(e, x, 2.0))
+    return (emit(e, "Mul", gate, positions),)
 
 
 def _relative_positions(node: NodeSpec, e: Emit) -> Sequence[Ref]:
@@ -180,6 +198,7 @@ FUSED: dict[str, FromOnnx] = {
     MICROSOFT + "BiasSplitGelu": _bias_split_gelu,
     MICROSOFT + "GemmFastGelu": _gemm_fast_gelu,
     MICROSOFT + "EmbedLayerNormalization": _embedding,
+    MICROSOFT + "GatedRelativePositionBias": _gated_positions,
     MICROSOFT + "RelativePositionBias": _relative_positions,
     MICROSOFT + "ExpandDims": _expand_dims,
     MICROSOFT + "CDist": _distances,

@@ -1,12 +1,12 @@
-"""ONNX Runtime's MatMulNBits and GatherBlockQuantized: products with packed weights, and rows of packed tables.
+"""ONNX Runtime's MatMulNBits, MatMulBnb4 and GatherBlockQuantized: products with packed weights, and rows of packed tables.
 
-Weights stay in their stored form: only their shape changes.
+Weights of integers stay in their stored form: only their shape changes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from optdnn.ops.packed_layout import (
 from optdnn.ops.restate import needs, refuse_attributes, refuse_operands
 from optdnn.types import (
     DTYPES,
+    FP32,
     UINT8,
     Array,
     bits_of,
@@ -114,6 +115,39 @@ def matmul_n_bits(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if node.input(5) is None:
         return (y,)
     return (emit(e, "Add", y, _sized(node, e, node.inputs[5], (n,), "bias")),)
+
+
+_FP4 = (0.0, 5.208333333e-3, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+BNB4_NUMBERS: Mapping[int, Array] = {0: np.array((*_FP4, *(-x for x in _FP4)), FP32), 1: np.array(_NF4, FP32)}
+"""quant_type -> the numbers that the 16 codes stand for (bitsandbytes: FP4, and NF4 of Dettmers et al., "QLoRA", 2023)."""
+
+
+def matmul_bnb4(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """MatMulBnb4: codes of 16 numbers, two in a byte, the first one in the high bits. Each block of the flattened matrix (N, K) has
+    its largest absolute value as the scale. Kernels have no such codes: the weights become floats."""
+    if not int(node.get("transB", 1)):
+        raise Unsupported("transB=0")
+    x, weights, scales = needs(node, 0, 1, 2)
+    k, n, block, kind = (int(required(node, name)) for name in ("K", "N", "block_size", "quant_type"))
+    if kind not in BNB4_NUMBERS:
+        raise Unsupported(f"quant_type={kind}")
+    if min(k, n, block) < 1:
+        raise ShapeError(f"MatMulBnb4 has K={k}, N={n} and blocks of {block}; all must be positive")
+    size = k * n
+    codes = e.value(_sized(node, e, weights, (-(-size // 2),), "weights"))
+    largest = e.value(_sized(node, e, scales, (-(-size // block),), "scales"))
+    if codes is None or largest is None:
+        raise Unsupported("weights that are not constant")
+    if codes.dtype != UINT8:
+        raise ShapeError(f"MatMulBnb4 weights are {e.type(weights)}; packed weights are uint8")
+    pairs = np.stack([codes >> 4, codes & 15], axis=1).reshape(-1)[:size]
+    floats = BNB4_NUMBERS[kind][pairs] * np.repeat(largest.astype(FP32), block)[:size]
+    return (emit(e, "MatMul", x, np.ascontiguousarray(floats.reshape(n, k).T).astype(e.type(x).dtype)),)
 
 
 def gather_block_quantized(node: NodeSpec, e: Emit) -> Sequence[Ref]:

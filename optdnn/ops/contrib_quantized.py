@@ -10,7 +10,7 @@ from optdnn.errors import ShapeError
 from optdnn.ops.checks import emit, required
 from optdnn.ops.contrib_images import channels_first, channels_last
 from optdnn.ops.contrib_moe import mixture_of_experts, quantized_mixture
-from optdnn.ops.contrib_packed import gather_block_quantized, matmul_n_bits
+from optdnn.ops.contrib_packed import gather_block_quantized, matmul_bnb4, matmul_n_bits
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
 from optdnn.ops.restate import MICROSOFT, as_standard, needs, standard
 from optdnn.types import FP32
@@ -142,6 +142,7 @@ QUANTIZED: dict[str, FromOnnx] = {
     MICROSOFT + "DynamicQuantizeMatMul": _dynamic_quantize_matmul,
     MICROSOFT + "MatMulIntegerToFloat": _matmul_integer_to_float,
     MICROSOFT + "DynamicQuantizeLSTM": _dynamic_lstm,
+    MICROSOFT + "MatMulBnb4": matmul_bnb4,
     MICROSOFT + "MatMulNBits": matmul_n_bits,
     MICROSOFT + "GatherBlockQuantized": gather_block_quantized,
     MICROSOFT + "MoE": mixture_of_experts,

@@ -22,8 +22,11 @@ DEPTH = 9
 """Most operators between a part and its reader."""
 SMALL = 64
 """Most elements of constants that are compared by value."""
-_REDUCTIONS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin"})
-STACKED_KINDS = frozenset(STAGE_KINDS) | RESHAPES | _REDUCTIONS | {"Transpose", "Slice", "Gather", "Trilu"}
+_REDUCTIONS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd"})
+_SEARCHES = frozenset({"ArgMax", "ArgMin"})
+STACKED_KINDS = (
+    frozenset(STAGE_KINDS) | RESHAPES | _REDUCTIONS | _SEARCHES | {"Transpose", "Slice", "Gather", "Trilu", "Concat"}
+)
 """Kinds that can compute a stack of parts in one operator."""
 
 
@@ -67,6 +70,15 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Picked:
+    """Parts that each take as many positions of one tensor along ``axis``: a row of ``positions`` each."""
+
+    source: Value
+    axis: int
+    positions: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class Joined:
     """Values of any origin, which a Concat copies into one tensor."""
 
@@ -81,7 +93,7 @@ class Same:
     operands: tuple[Stack | None, ...]
 
 
-Stack = Shared | Window | Joined | Same
+Stack = Shared | Window | Picked | Joined | Same
 
 
 def part_of(graph: Graph, value: Value) -> Part | None:
@@ -189,6 +201,8 @@ def stack_of(graph: Graph, values: Sequence[Value], depth: int = DEPTH) -> Stack
         return Shared(values[0]) if alike else Joined(tuple(values))
     if (window := _window_of([part_of(graph, v) for v in values])) is not None:
         return window
+    if (picked := _picked_of(graph, values)) is not None:
+        return picked
     ops = [graph.op(v) for v in values]
     if depth == 0 or ops[0].kind not in STACKED_KINDS or not graph.type(values[0]).is_static:
         return None
@@ -210,6 +224,19 @@ def _window_of(parts: Sequence[Part | None]) -> Window | None:
     return Window(first, len(parts), step) if alike else None
 
 
+def _picked_of(graph: Graph, values: Sequence[Value]) -> Picked | None:
+    """The positions that Gathers with constant vectors of one length take from one tensor; None for other values."""
+    first, rows = graph.op(values[0]), list[tuple[int, ...]]()
+    for op in map(graph.op, values):
+        index = graph.constant_value(op.input(1)) if op.kind == "Gather" else None
+        if index is None or index.ndim != 1 or (op.inputs[0], op.attrs) != (first.inputs[0], first.attrs):
+            return None
+        rows.append(tuple(index.tolist()))
+    if len({len(row) for row in rows}) > 1 or not graph.type(operand(first)).is_static:
+        return None
+    return Picked(operand(first), normalize_axis(first.attrs.axis, len(graph.type(operand(first)).dims)), tuple(rows))
+
+
 def columns(ops: Sequence[Op]) -> Iterator[list[Value]]:
     """The operands of equal operators, slot by slot; an empty list stands for an absent operand."""
     for slot in range(min(len(op.inputs) for op in ops)):
@@ -228,7 +255,10 @@ def same(graph: Graph, ops: Sequence[Op], operands: Sequence[Stack | None]) -> S
         return None
     if any(operands[slot] is None for slot in known):
         return None
-    if first.kind not in STAGE_KINDS and first.kind != "MatMul":  # other operands are axes and sizes, equal constants
+    if first.kind not in STAGE_KINDS and first.kind not in (
+        "MatMul",
+        "Concat",
+    ):  # other operands are axes and sizes, equal constants
         others = [operands[slot] for slot in known[1:]]
         if any(not isinstance(o, Shared) or graph.constant_value(o.value) is None for o in others):
             return None
@@ -242,6 +272,8 @@ def leaves(stack: Stack | None) -> Iterator[Value]:
             yield value
         case Window(first, _, _):
             yield first.source
+        case Picked(source, _, _):
+            yield source
         case Joined(values):
             yield from values
         case Same(_, operands):
@@ -264,6 +296,11 @@ def emit(patch: Patch, stack: Stack) -> Value:
             return value
         case Window():
             return _window(patch, stack)
+        case Picked(source, axis, positions):
+            taken = patch.add(
+                "Gather", [source, patch.constant(np.array(positions, np.int64), "parts")], GatherAttrs(axis)
+            )
+            return _first(patch, taken, axis)
         case Joined(values):
             rows = [reshaped(patch, v, (1, *patch.type(v).static_shape)) for v in values]
             return patch.add("Concat", rows, ConcatAttrs(0))
@@ -282,8 +319,12 @@ def _window(patch: Patch, window: Window) -> Value:
         x = patch.add("Slice", [x, *limits])
     if not first.dropped:
         x = reshaped(patch, x, (*sizes[:axis], count, first.size, *sizes[axis + 1 :]))
-    rank = len(patch.type(x).dims)
-    order = (axis, *(k for k in range(rank) if k != axis))
+    return _first(patch, x, axis)
+
+
+def _first(patch: Patch, x: Value, axis: int) -> Value:
+    """``x`` with this axis as the first one."""
+    order = (axis, *(k for k in range(len(patch.type(x).dims)) if k != axis))
     return x if axis == 0 else patch.add("Transpose", [x], TransposeAttrs(order))
 
 
@@ -309,10 +350,20 @@ def _computed(patch: Patch, ops: Sequence[Op], operands: Sequence[Stack | None])
     if op.kind == "Gather":
         rank = len(patch.type(x).dims) - 1
         return patch.add("Gather", [x, given[1]], GatherAttrs(normalize_axis(op.attrs.axis, rank) + 1))
+    if op.kind in _SEARCHES or op.kind == "Concat":
+        attrs = replace(op.attrs, axis=normalize_axis(op.attrs.axis, len(patch.type(operand(op)).dims)) + 1)
+        parts = [_repeated(patch, v, count) if v and not own else v for v, own in zip(given, stacked, strict=True)]
+        return patch.add(op.kind, parts, attrs)
     if op.kind == "Trilu":
         return patch.add("Trilu", [x, *given[1:]], op.attrs)
     at = 3 if op.kind == "Slice" else 1
     return patch.add(op.kind, [x, *given[1:at], _axes(patch, given[at], x), *given[at + 1 :]], op.attrs)
+
+
+def _repeated(patch: Patch, x: Value, count: int) -> Value:
+    """Add operators that repeat a shared value for each part."""
+    shape = patch.type(x).static_shape
+    return patch.add("Expand", [reshaped(patch, x, (1, *shape)), integers(patch, [count, *shape], "repeated")])
 
 
 def _axes(patch: Patch, axes: Value | None, x: Value) -> Value:

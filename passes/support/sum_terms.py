@@ -30,11 +30,14 @@ def _inner(graph: Graph, value: Value, shape: Shape) -> Op | None:
 
 
 def _tree(graph: Graph, op: Op, shape: Shape) -> tuple[list[Op], list[Value]]:
-    """The additions of a sum, its own first, and its terms in order."""
-    sums, terms = [op], list[Value]()
-    for value in op.inputs:
-        assert value is not None
+    """The additions of a sum, its own first, and its terms in order. A sum may have thousands of terms."""
+    sums, terms, left = [op], list[Value](), [v for v in reversed(op.inputs) if v is not None]
+    while left:
+        value = left.pop()
         inner = _inner(graph, value, shape)
-        more, own = ([], [value]) if inner is None else _tree(graph, inner, shape)
-        sums, terms = [*sums, *more], [*terms, *own]
+        if inner is None:
+            terms.append(value)
+        else:
+            sums.append(inner)
+            left += [v for v in reversed(inner.inputs) if v is not None]
     return sums, terms

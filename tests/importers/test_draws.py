@@ -55,10 +55,35 @@ def test_in_loops_they_are_refused() -> None:
         import_model(called)
 
 
-def test_dropout_in_training_mode_stays_refused() -> None:
-    text = """g (float[4] x) => (float[4] y) {
-        r = Constant<value = float {0.5}>()  t = Constant<value = bool {1}>()  y = Dropout(x, r, t) }"""
-    with pytest.raises(UnsupportedError, match="training_mode must be a constant false"):
+DROPOUT = """g (float[200000] x, bool t) => (float[200000] y, bool[200000] m) {
+    r = Constant<value = float {0.2}>()  y, m = Dropout(x, r, t) }"""
+
+
+def test_dropout_in_training_mode() -> None:
+    """Monte Carlo dropout: a share of the elements is zero, the others are scaled. The mode may be an input."""
+    x = np.linspace(1, 2, 200000, dtype=np.float32)
+    y, m = drawn(DROPOUT, feeds={"x": x, "t": np.array(True)}).values()
+    assert abs(m.mean() - 0.8) < 0.005
+    np.testing.assert_array_equal(y[~m], 0)
+    np.testing.assert_allclose(y[m], x[m] / 0.8, rtol=1e-6)
+    y, m = drawn(DROPOUT, feeds={"x": x, "t": np.array(False)}).values()
+    np.testing.assert_array_equal(y, x)
+    assert m.all()
+
+
+def test_dropout_of_half_the_elements_is_the_default() -> None:
+    text = "g (float16[1000] x) => (float16[1000] y) { t = Constant<value = bool {1}>()  y = Dropout(x, , t) }"
+    (y,) = drawn(text, feeds={"x": np.ones(1000, np.float16)}).values()
+    assert set(np.unique(y)) == {0, 2}
+    assert 400 < (y == 0).sum() < 600
+
+
+def test_dropout_in_training_mode_is_refused_without_a_seed_and_in_loops() -> None:
+    because = r"training_mode must be a constant false; a build with --random-seed N .* except in loops"
+    with pytest.raises(UnsupportedError, match=because):
+        optdnn.build(model(DROPOUT), target="reference")
+    text = LOOP.replace("r = RandomNormalLike(v)", "r = Dropout(v, , d)")
+    with pytest.raises(UnsupportedError, match=because):
         optdnn.build(model(text), target="reference", random_seed=1)
 
 

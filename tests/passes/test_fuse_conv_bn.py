@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
+from support.simulated import passed
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Value
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import GemmAttrs
 from optdnn.ops.norm import EpsilonAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.fuse_conv_bn import FuseConvBn
 
 FUSE = FuseConvBn()
@@ -273,3 +275,15 @@ def test_the_fold_forwards_where_backwards_is_refused() -> None:
     c = n.conv(n.input(2, 3, 7, 7), 4, pads=0)
     graph = n.done(n.conv(n.bn(c), 4, pads=0), n.op("Relu", c))
     check_pass(FUSE, graph, changes=1, kinds={"Conv": 2, "Relu": 1}, rules={"bn_conv": 1})
+
+
+def test_a_scale_after_views_of_rows_is_folded_when_the_views_are_gone() -> None:
+    """LayerScale after the projection of attention, as jax2onnx writes it (DINOv3)."""
+    n = Net()
+    x = n.input(2, 5, 16)
+    rows = n.op("Transpose", n.op("Softmax", x), attrs=TransposeAttrs((1, 0, 2)))
+    y = n.gemm(n.op("Reshape", rows, n.ints(10, 16)), 16)
+    y = n.op("Transpose", n.op("Reshape", y, n.ints(5, 2, 16)), attrs=TransposeAttrs((1, 0, 2)))
+    graph, _ = passed(n.done(n.op("Add", x, n.op("Mul", y, n.random(1, 1, 16)))), "fp16")
+    (product,) = graph.of_kind("MatMul")
+    assert [stage.kind for stage in product.attrs.epilogue] == ["Add", "Add"], "the bias, and the addition of x"

@@ -12,6 +12,7 @@ from support.net import Net
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Value
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.norm import EpsilonAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.table import OPDEFS
@@ -146,6 +147,44 @@ def test_layer_norm_of_flax(clamp: str) -> None:
     y = n.op("Mul", n.op("Sub", x, m), n.op("Mul", n.op("Pow", n.op("Add", v, EPS), -0.5), n.random(8)))
     y = n.op("Add", y, n.random(8))
     check_pass(FuseNorm(), n.done(y), changes=1, kinds={"LayerNormalization": 1})
+
+
+def jax(n: Net, x: Value, *, finite: bool = True, axis: int = -1, wide: Any = np.float64) -> Value:
+    """jax2onnx's form: deviations of rows of equal numbers are zero, and the mean of squares is taken in float64."""
+    m = mean(n, x, -1)
+    least, greatest = (
+        n.op(kind, x, n.ints(axis), attrs=ReduceAttrs(keepdims=True)) for kind in ("ReduceMin", "ReduceMax")
+    )
+    equal = n.op("Equal", least, greatest)
+    if finite:
+        equal = n.op("And", equal, n.op("Equal", n.op("Sub", m, m), n.const(np.float32(0))))
+    d = n.op("Where", equal, n.const(np.float32(0)), n.op("Sub", x, m))
+    v = n.op(
+        "Cast",
+        mean(n, n.op("Cast", n.op("Mul", d, d), attrs=CastAttrs(np.dtype(wide))), -1),
+        attrs=CastAttrs(np.dtype(np.float32)),
+    )
+    return n.op("Add", n.op("Mul", n.op("Div", d, n.op("Sqrt", n.op("Add", v, EPS))), n.random(8)), n.random(8))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_layer_norm_of_jax2onnx(finite: bool) -> None:
+    n = Net()
+    y = jax(n, n.input(2, 4, 8), finite=finite)
+    graph, _ = check_pass(FuseNorm(), n.done(y), changes=1, kinds={"LayerNormalization": 1})
+    assert graph.of_kind("LayerNormalization")[0].attrs.axis == -1
+
+
+def test_rows_compared_along_another_axis_are_refused() -> None:
+    n = Net()
+    y = jax(n, n.input(2, 8, 8), axis=1)
+    check_refused(FuseNorm(), n.done(y), because=r"the least runs over axes \(1,\), the variance over \(2,\)")
+
+
+def test_squares_in_a_narrow_dtype_are_refused() -> None:
+    n = Net()
+    y = jax(n, n.input(2, 8, 8), wide=np.float16)
+    check_refused(FuseNorm(), n.done(y), because="the squares are converted to float16")
 
 
 def test_a_residual_added_to_a_layer_norm_is_no_shift() -> None:

@@ -1,4 +1,4 @@
-"""GRU and LSTM steps that exporters write out."""
+"""GRU, LSTM and RNN steps that exporters write out."""
 
 from __future__ import annotations
 
@@ -119,6 +119,33 @@ def test_steps_of_an_lstm_are_a_layer() -> None:
     (layer,) = graph.of_kind("LSTM")
     assert layer.outputs[2].type.static_shape == (1, BATCH, HIDDEN)
     assert not {"Sigmoid", "Tanh", "Gemm"} & set(graph.kinds())
+
+
+def rnn_steps(kind: str = "Tanh", batch: int = BATCH, changes_at: int = STEPS) -> Graph:
+    """Steps of PyTorch's RNNCell, or of Keras's SimpleRNN. ``changes_at``: the first step with the other activation."""
+    n = Net()
+    c, x, h, states = Cell(n, 1), n.input(batch, STEPS, WIDTH), n.input(batch, HIDDEN, name="h"), list[Value]()
+    for t in range(STEPS):
+        own = {"Tanh": "Relu", "Relu": "Tanh"}[kind] if t >= changes_at else kind
+        h = n.op(own, n.op("Add", c.product(taken(n, x, t), c.w, c.bw), c.product(h, c.r, c.br)))
+        states.append(h)
+    return n.done(stacked(n, states), n.op("Neg", h))
+
+
+@pytest.mark.parametrize("kind", ["Tanh", "Relu"])
+def test_steps_of_a_plain_rnn_are_a_layer(kind: str) -> None:
+    graph, _ = check_pass(PASS, rnn_steps(kind), changes=1, rules={"unrolled_cells": 1})
+    (layer,) = graph.of_kind("RNN")
+    assert layer.attrs.activations == (kind,)
+    assert not {kind, "Gemm"} & set(graph.kinds())
+
+
+def test_many_rows_of_a_plain_rnn_stay_products() -> None:
+    check_refused(PASS, rnn_steps(batch=65), because="enough rows for a launch of its own")
+
+
+def test_steps_of_different_activations_stay() -> None:
+    check_untouched(PASS, rnn_steps(changes_at=2))
 
 
 def test_two_layers_step_by_step_are_two_layers() -> None:
