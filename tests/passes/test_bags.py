@@ -266,12 +266,13 @@ def test_bags_on_a_gpu_read_only_what_exists() -> None:
     np.testing.assert_array_equal(evaluate(graph, feeds)["y"], evaluate(graph, nearest)["y"])
 
 
-@pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("options", [{}, {"reduce": "ReduceMean"}, {"reduce": "ReduceMax"}, {"weights": "run"}])
 def test_segments_with_computed_limits_on_a_gpu(options: dict[str, Any]) -> None:
     graph = given(limits=5, **options)
-    program = lowered(graph, "fp16")
-    checked_program(program, {**random_feeds(graph, 5), "limits": np.array([2, 9, 5, -4, 30])}, 1e-3)
+    checked_program(
+        lowered(graph, "fp16", "cuda:sm_90a"), {**random_feeds(graph, 5), "limits": np.array([2, 9, 5, -4, 30])}, 1e-3
+    )
 
 
 @pytest.mark.parametrize("flat", [True, False])
