@@ -5,8 +5,7 @@ a Reshape to (B, C, H * W) and a Transpose, and back in the opposite order. That
 Transpose on the image's side, a channels-last image has the memory order of its tokens, and nothing moves. If the Reshape splits
 the image into windows (MaxViT: Tu et al., 2022) or the channels into heads (EfficientViT: Cai et al., 2022), a second Transpose
 orders these, and keeps rows of channels whole. If parts of the channels are transposed after a Split (LeViT: Graham et al., 2021),
-the Transpose moves in front of the Split first. Permuted pixels are moved with all of their channels. Patches of each channel
-(FFTformer: Kong et al., 2023) are ordered by one copy that also moves the channels.
+the Transpose moves in front of the Split first. Permuted pixels are moved with all of their channels.
 """
 
 from __future__ import annotations
@@ -51,16 +50,10 @@ _INEXPRESSIBLE = Miss("no constant target can express its shape")
 
 @pattern_rule("image_to_tokens", node("Transpose", node(RESHAPES, Var("image"), name="flat", alone=True)))
 def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """A Reshape of an image to (B, C, positions...) and a Transpose that puts C, or its last part, last: C is moved first.
-
-    So it is if the Transpose orders the pixels of windows, wherever it puts C: the two transpositions are then one copy."""
+    """A Reshape of an image to (B, C, positions...) and a Transpose that puts C, or its last part, last: C is moved first."""
     image, flat, perm = found["image"], found["flat"], root.attrs.perm
     before, after = shape_of(graph, image), flat.outputs[0].type.shape
     channels = _turned(graph, flat, perm)
-    if channels is None and not _moves_pixels(graph, root):
-        split = producer(graph, image, {"Split"})
-        made = graph.op(image if split is None else operand(split))
-        channels = _of_windows(before, after) if made.kind in OF_IMAGES else None
     if before is None or after is None or channels is None:
         return None
     if perm == channels_from_last(len(after)) and read_as_image(graph, root.value):
@@ -104,19 +97,13 @@ def split_tokens(graph: Graph, op: Op) -> Match | Miss | None:
 
 @pattern_rule("tokens_to_image", node(RESHAPES, node("Transpose", Var("tokens"), name="swap", alone=True)))
 def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """A Transpose of tokens (B, positions..., C) that puts C before the positions, and a Reshape to an image: C is moved last.
-
-    So it is if the Transpose orders the pixels of windows (B, C, ...)."""
+    """A Transpose of tokens (B, positions..., C) that puts C before the positions, and a Reshape to an image: C is moved last."""
     tokens, perm = found["tokens"], found["swap"].attrs.perm
     before, after = found["swap"].outputs[0].type.shape, root.outputs[0].type.shape
     channels = _channels(after, before)
     if before is None or after is None or channels is None:
         return None
-    split = producer(graph, tokens, RESHAPES, alone=True)
-    moved = split is not None and is_image(graph, operand(split))  # `moved_pixels` rewrites all three
-    direct = any(user.kind in OF_IMAGES for user in graph.users(root.value))
-    windows = _of_windows(after, before) if direct and not moved else None
-    if perm is None or (perm[channels.stop - 1] != len(perm) - 1 and windows is None):
+    if perm is None or perm[channels.stop - 1] != len(perm) - 1:
         return None
     if perm == channels_to_last(len(perm)) and is_image(graph, tokens):
         return Miss("its rows are an image already")  # `channel_attention` writes this form
@@ -344,21 +331,6 @@ def _turned(graph: Graph, flat: Op, perm: tuple[int, ...] | None) -> range | Non
     if perm is None or channels is None or perm[-1] != channels.stop - 1:
         return None
     return channels if is_image(graph, image) else None
-
-
-def _of_windows(image: Shape | None, windows: Shape | None) -> range | None:
-    """As :func:`_channels`, if ``windows`` splits the positions of an image of two axes or more; else None."""
-    channels = _channels(image, windows)
-    if image is None or windows is None or channels is None or len(image) < 4:
-        return None
-    if len(windows) - channels.stop <= len(image) - 2:
-        return None
-    return channels
-
-
-def _moves_pixels(graph: Graph, turn: Op) -> bool:
-    """Whether a Reshape makes an image of the result of a Transpose. ``moved_pixels`` rewrites both."""
-    return any(user.kind in RESHAPES and read_as_image(graph, user.value) for user in graph.users(turn.value))
 
 
 def _channels(image: Shape | None, tokens: Shape | None) -> range | None:
