@@ -135,7 +135,7 @@ def blurred(
     *, mode: str = "edge", kernel: int = 2, pads: tuple[int, ...] = (1, 1, 0, 0), pool_pads: int = 0, readers: int = 1,
     include_pad: bool = True, ceil_mode: bool = False, dtype: type = np.float64,
 ) -> Graph:  # fmt: skip
-    """A blur: averages of pixels and their neighbors above and to the left. ``pads``: edges repeated at top, left, bottom, right."""
+    """A blur: means of pixels and their neighbors above and to the left. ``pads``: repeated edges at top, left, bottom, right."""
     n = Net(dtype)
     x = n.op("Relu", n.input(B, C, H, W))
     x = n.op("Pad", x, n.ints(0, 0, *pads[:2], 0, 0, *pads[2:]), attrs=PadAttrs(mode))

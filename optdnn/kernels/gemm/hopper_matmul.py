@@ -22,7 +22,7 @@ from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS
 from optdnn.kernels.gemm.hopper import padded_rows, rows_of
-from optdnn.kernels.gemm.matmul import is_thin
+from optdnn.kernels.gemm.matmul import MOST_TILES, is_thin
 from optdnn.kernels.launch import tensor_map
 from optdnn.kernels.pointwise.pointwise import copied_later
 from optdnn.kernels.pointwise.strides import broadcast, merge
@@ -37,6 +37,8 @@ LINE = 64
 """Elements in 128 bytes."""
 SHORT = 16
 """Most terms of products with a vector that run without tensor cores."""
+NEARLY_EMPTY = 64
+"""Most results of a tile that is not worth its time, if there are more than MOST_TILES tiles."""
 REPEATED = 1 << 24
 """Most elements of a repeated constant stack."""
 
@@ -122,10 +124,15 @@ class HopperMatMul(hopper_launch.HopperTactic):
         return hopper_launch.refuse(b.arch, map_dtype(out.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Short products with vectors sum a few terms per result. Tensor cores would need copies of both factors."""
+        """Why a thread for each result is faster: tensor cores would need copies of both factors, and a tile for each product."""
         left, right = (b.graph.type(v).static_shape for v in op.inputs[:2] if v is not None)
         *stack, rows, depth = left
-        short = depth <= SHORT and right[-1] == 1 and is_thin(rows, 1, depth, math.prod(stack))
+        columns, count = right[-1], math.prod(stack)
+        if not is_thin(rows, columns, depth, count):
+            return None
+        if count > MOST_TILES and rows * columns <= NEARLY_EMPTY:
+            return f"a thread for each result adds up {depth} products; {count} tiles would be nearly empty"
+        short = depth <= SHORT and columns == 1
         return f"a thread for each result adds up {depth} products with a vector" if short else None
 
     def place(self, b: Builder, op: Op) -> None:

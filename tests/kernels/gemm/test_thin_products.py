@@ -66,6 +66,14 @@ def test_elements_that_threads_cannot_count_are_refused(rows: int, refused: bool
     assert ("131072 matrices with more than 4294967296 elements exceed a grid" in reasons) == refused
 
 
+@pytest.mark.parametrize(("name", "alone"), [("many", True), ("many_tiles", False), ("columns", False)])
+def test_very_many_small_products_fill_no_tiles_of_tensor_cores(name: str, alone: bool) -> None:
+    """KBNet's kernels of each pixel: 1,179,648 products of 2 x 18 with 18 x 1."""
+    program = lowered(graph_of(name), "fp16", no_cubins=True)
+    assert any("tiles would be nearly empty" in why for why in refusals(program, "matmul_sm90")) == alone
+    assert any(k.function == "matmul" and is_on_threads(k) for k in program.kernels) == alone
+
+
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("name", NETS)
 def test_a_thread_computes_each_element(name: str, tmp_path: Path) -> None:
