@@ -20,9 +20,9 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.hoist_views import is_added
-from optdnn.passes.image_tokens import OF_IMAGES
 from optdnn.passes.rules.scatter_rows import scatter_rows
 from optdnn.passes.support.facts import RESHAPES, channels_from_last, ints, operand, reshaped, shape_of
+from optdnn.passes.support.image_views import OF_IMAGES
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.products import plain_product

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from optdnn.dim import Dim
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.gates import gated_rows
+from optdnn.passes.rules.image_products import channel_attention, heads_of_image, pixels_of_image
 from optdnn.passes.rules.softmax_means import softmax_mean
 from optdnn.passes.support.facts import (
     RESHAPES,
@@ -31,21 +31,20 @@ from optdnn.passes.support.facts import (
     reshaped,
     shape_of,
 )
+from optdnn.passes.support.image_views import (
+    INEXPRESSIBLE,
+    NORMS,
+    channel_axes,
+    is_flat,
+    is_image,
+    read_as_image,
+    rows_of_pixels,
+)
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.stages import ACTIVATIONS
 from optdnn.passes.support.views import transposed
-from optdnn.types import Shape, normalize_axis
-
-OF_IMAGES = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize"})
-"""Kinds that write or read images in channels-last order as well."""
-NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
-"""Kinds that run in either order, and may be between such a kind and the Reshape."""
-PARTS = frozenset({"Concat", "Split", "Slice"})
-"""Kinds that join images, or take parts of them, in either order."""
-_BETWEEN = 4
-"""Pointwise operators, norms and parts that may be between such a kind and the Reshape."""
-_INEXPRESSIBLE = Miss("no constant target can express its shape")
+from optdnn.types import normalize_axis
 
 
 @pattern_rule("image_to_tokens", node("Transpose", node(RESHAPES, Var("image"), name="flat", alone=True)))
@@ -61,7 +60,7 @@ def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
     last = (*(k for k in range(len(after)) if k not in channels), *channels)
     target = reshape_target((before[0], *before[2:], before[1]), tuple(after[k] for k in last))
     if target is None:
-        return _INEXPRESSIBLE
+        return INEXPRESSIBLE
     turn = TransposeAttrs(channels_to_last(len(before)))
     order = tuple(last.index(p) for p in perm)
 
@@ -100,7 +99,7 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
     """A Transpose of tokens (B, positions..., C) that puts C before the positions, and a Reshape to an image: C is moved last."""
     tokens, perm = found["tokens"], found["swap"].attrs.perm
     before, after = found["swap"].outputs[0].type.shape, root.outputs[0].type.shape
-    channels = _channels(after, before)
+    channels = channel_axes(after, before)
     if before is None or after is None or channels is None:
         return None
     if perm is None or perm[channels.stop - 1] != len(perm) - 1:
@@ -112,7 +111,7 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
     last = (*(k for k in range(len(before)) if k not in channels), *channels)
     target = reshape_target(tuple(before[k] for k in last), (after[0], *after[2:], after[1]))
     if target is None:
-        return _INEXPRESSIBLE
+        return INEXPRESSIBLE
     turn = TransposeAttrs(channels_from_last(len(after)))
     order = tuple(perm[k] for k in last)
 
@@ -128,14 +127,14 @@ def joined_pixels(graph: Graph, op: Op) -> Match | Miss | None:
     shape = op.outputs[0].type.shape
     if shape is None or len(op.inputs) < 2 or normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1:
         return None
-    flats = [f for v in op.inputs if (f := producer(graph, v, RESHAPES, alone=True)) is not None and _is_flat(graph, f)]
+    flats = [f for v in op.inputs if (f := producer(graph, v, RESHAPES, alone=True)) is not None and is_flat(graph, f)]
     if not flats:
         return None
     if len(flats) < len(op.inputs):
         return Miss("not all of its operands are pixels of images that nothing else reads")
-    targets = [reshape_target(*_rows_of_pixels(graph, flat)) for flat in flats]
+    targets = [reshape_target(*rows_of_pixels(graph, flat)) for flat in flats]
     if None in targets:
-        return _INEXPRESSIBLE
+        return INEXPRESSIBLE
 
     def build(patch: Patch) -> Value:
         parts = []
@@ -147,20 +146,6 @@ def joined_pixels(graph: Graph, op: Op) -> Match | Miss | None:
         return patch.add("Transpose", [joined], TransposeAttrs((0, *range(2, len(shape)), 1)))
 
     return Match((op, *flats), build)
-
-
-def _is_flat(graph: Graph, flat: Op) -> bool:
-    """Whether a Reshape turns an image into (B, C..., H * W)."""
-    image, after = operand(flat), flat.outputs[0].type.dims
-    before = shape_of(graph, image) or ()
-    plain = len(before) > 3 and len(after) == 3 and before[:2] == after[:2]  # C may be 1
-    return (plain or _channels(before, after) == range(1, len(after) - 1)) and is_image(graph, image)
-
-
-def _rows_of_pixels(graph: Graph, flat: Op) -> tuple[Shape, Shape]:
-    """The shapes of a channels-last image, and of its pixels (B, H * W, C...)."""
-    image, after = graph.type(operand(flat)).dims, flat.outputs[0].type.dims
-    return (image[0], *image[2:], image[1]), (after[0], after[-1], *after[1:-1])
 
 
 @rule("norm_of_view", RESHAPES)
@@ -204,7 +189,7 @@ def moved_pixels(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
     moved = tuple(middle[p] for p in perm)
     target = reshape_target((moved[0], *moved[2:], moved[1]), (after[0], *after[2:], after[1]))
     if split is None or target is None:
-        return _INEXPRESSIBLE
+        return INEXPRESSIBLE
 
     norm = producer(graph, image, NORMS, alone=True)
 
@@ -219,162 +204,13 @@ def moved_pixels(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
     return Match((root, found["swap"], found["split"], *([] if norm is None else [norm])), build)
 
 
-@rule("channel_attention", {"Attention"})
-def channel_attention(graph: Graph, op: Op) -> Match | Miss | None:
-    """Attention between channels (Restormer: Zamir et al., 2022): operands (B, heads, C / heads, H * W) become views of tokens."""
-    flats = [_of_channels(graph, operand(op, slot)) for slot in range(3 if len(op.outputs) == 1 else 0)]
-    users = graph.users(op.value)
-    back = users[0] if len(users) == 1 and users[0].kind in RESHAPES else None
-    if back is None or not flats or None in flats:
-        return None
-    image, before = back.outputs[0].type.shape, op.outputs[0].type.shape
-    if image is None or before is None or _channels(image, before) != range(1, 3):
-        return None
-    if not read_as_image(graph, back.value):
-        return Miss("no operator on images reads it")
-    reshapes = [flat for flat in flats if flat is not None]
-    targets = {f.id: reshape_target(*_rows_of_tokens(graph, f)) for f in reshapes}
-    target = reshape_target((before[0], before[3], before[1], before[2]), (image[0], *image[2:], image[1]))
-    if target is None or None in targets.values():
-        return _INEXPRESSIBLE
-    turn, turned = TransposeAttrs(channels_to_last(len(image))), TransposeAttrs(channels_from_last(len(image)))
-
-    def build(patch: Patch) -> None:
-        given = list(op.inputs)
-        for slot, flat in enumerate(reshapes):
-            rows = reshaped(patch, patch.add("Transpose", [operand(flat)], turn, src=flat.src), targets[flat.id] or ())
-            y = patch.add("Transpose", [rows], TransposeAttrs((0, 2, 3, 1)), src=flat.src)
-            norm = graph.op(operand(op, slot))
-            given[slot] = y if norm.id == flat.id else patch.add(norm.kind, [y], norm.attrs, src=norm.src)
-        tokens = patch.add("Transpose", [patch.add(op.kind, given, op.attrs)], TransposeAttrs((0, 3, 1, 2)))
-        patch.replace(back.value, patch.add("Transpose", [reshaped(patch, tokens, target)], turned))
-
-    norms = (graph.op(operand(op, slot)) for slot in range(3))
-    return Match((op, back, *{o.id: o for o in (*norms, *reshapes)}.values()), build)
-
-
-@rule("heads_of_image", {"MatMul"})
-def heads_of_image(graph: Graph, op: Op) -> Match | Miss | None:
-    """A product reads an image as (B, heads, C / heads, H * W), like the keys of VITS (Kim et al., 2021): a view of its tokens."""
-    flats = {k: flat for k in (0, 1) if (flat := _of_channels(graph, operand(op, k))) and flat.value == op.inputs[k]}
-    flats = {k: flat for k, flat in flats.items() if 1 not in flat.outputs[0].type.dims[1:]}  # others need no Transpose
-    if not flats:
-        return None
-    targets = {k: reshape_target(*_rows_of_tokens(graph, flat)) for k, flat in flats.items()}
-    if None in targets.values():
-        return _INEXPRESSIBLE
-
-    def build(patch: Patch) -> Value:
-        given = list(op.inputs)
-        for k, flat in flats.items():
-            turn = TransposeAttrs(channels_to_last(len(graph.type(operand(flat)).dims)))
-            rows = reshaped(patch, patch.add("Transpose", [operand(flat)], turn, src=flat.src), targets[k] or ())
-            given[k] = patch.add("Transpose", [rows], TransposeAttrs((0, 2, 3, 1)), src=flat.src)
-        return patch.add("MatMul", given, op.attrs)
-
-    return Match((op, *flats.values()), build)
-
-
-@rule("pixels_of_image", {"MatMul"})
-def pixels_of_image(graph: Graph, op: Op) -> Match | Miss | None:
-    """A product reads an image as (B, C, H * W): a view of its tokens.
-
-    The masks of queries are such products (MaskFormer: Cheng et al., 2021)."""
-    flats = {k: flat for k in (0, 1) if (flat := producer(graph, op.input(k), RESHAPES)) is not None}
-    flats = {k: flat for k, flat in flats.items() if len(flat.outputs[0].type.shape or ()) == 3}
-    flats = {k: flat for k, flat in flats.items() if _is_flat(graph, flat) and 1 not in flat.outputs[0].type.dims[1:]}
-    if not flats:
-        return None
-    targets = {k: reshape_target(*_rows_of_pixels(graph, flat)) for k, flat in flats.items()}
-    if None in targets.values():
-        return _INEXPRESSIBLE
-
-    def build(patch: Patch) -> Value:
-        given = list(op.inputs)
-        for k, flat in flats.items():
-            turn = TransposeAttrs(channels_to_last(len(graph.type(operand(flat)).dims)))
-            rows = reshaped(
-                patch, patch.add("Transpose", [operand(flat)], turn, src=flat.src), targets[k] or (), flat.src
-            )
-            given[k] = patch.add("Transpose", [rows], TransposeAttrs((0, 2, 1)), src=flat.src)
-        return patch.add("MatMul", given, op.attrs)
-
-    return Match((op, *(flat for flat in flats.values() if graph.sole_user(flat.value) is not None)), build)
-
-
-def _of_channels(graph: Graph, value: Value) -> Op | None:
-    """The Reshape of an image to (B, heads, C / heads, H * W), directly or before a norm of its channels; else None."""
-    op = graph.op(value)
-    if (
-        op.kind == "LpNormalization"
-        and normalize_axis(op.attrs.axis, 4) == 3
-        and graph.sole_user(operand(op)) is not None
-    ):
-        op = graph.op(operand(op))
-    after = op.outputs[0].type.shape
-    if op.kind not in RESHAPES or graph.sole_user(op.value) is None or after is None or len(after) != 4:
-        return None
-    image = operand(op)
-    return op if _channels(shape_of(graph, image), after) == range(1, 3) and is_image(graph, image) else None
-
-
-def _rows_of_tokens(graph: Graph, flat: Op) -> tuple[Shape, Shape]:
-    """The shapes of a channels-last image, and of its tokens with channels in heads."""
-    image, after = graph.type(operand(flat)).dims, flat.outputs[0].type.dims
-    return (image[0], *image[2:], image[1]), (after[0], after[3], after[1], after[2])
-
-
 def _turned(graph: Graph, flat: Op, perm: tuple[int, ...] | None) -> range | None:
     """The channel axes in the result of the Reshape ``flat`` of an image, if ``perm`` puts the last channel axis last."""
     image = operand(flat)
-    channels = _channels(shape_of(graph, image), flat.outputs[0].type.shape)
+    channels = channel_axes(shape_of(graph, image), flat.outputs[0].type.shape)
     if perm is None or channels is None or perm[-1] != channels.stop - 1:
         return None
     return channels if is_image(graph, image) else None
-
-
-def _channels(image: Shape | None, tokens: Shape | None) -> range | None:
-    """The axes of ``tokens`` that hold the channels of an ``image`` (B, C, positions...); None for other shapes.
-
-    The Reshape from image to tokens keeps C, or splits it into parts, between batch and positions."""
-    if image is None or tokens is None or len(image) < 3:
-        return None
-    first = 1 if tokens[:1] == image[:1] else _end(tokens, 0, image[0])
-    end = None if first is None else _end(tokens, first, image[1])
-    return None if first is None or end in (None, first) else range(first, end)
-
-
-def _end(shape: Shape, start: int, size: int | Dim) -> int | None:
-    """The first axis after ``start`` up to which ``shape`` holds ``size`` elements."""
-    held: int | Dim = 1
-    for end in range(start, len(shape) + 1):
-        if held == size:
-            return end
-        held = held * shape[end] if end < len(shape) else held
-    return None
-
-
-def read_as_image(graph: Graph, value: Value) -> bool:
-    """Whether an operator on images reads ``value``, perhaps after a few pointwise operators."""
-    return any(_reads_image(graph, user, value) for user in graph.users(value))
-
-
-def _reads_image(graph: Graph, op: Op, value: Value, within: int = _BETWEEN) -> bool:
-    """Whether ``op``, a user of ``value``, works on images, joins ``value`` with an image, or turns an image into tokens.
-
-    At most ``within`` activations, parts and pointwise operators with constants (a BatchNormalization before an activation) may
-    precede such an operator."""
-    if op.kind in OF_IMAGES | NORMS or _turns(op):
-        return True
-    if op.kind in ("Add", "Concat") and any(v is not None and v != value and is_image(graph, v) for v in op.inputs):
-        return True
-    others = [graph.constant_value(v) for v in op.inputs if v is not None and v != value]
-    scaled = op.pointwise and all(c is not None for c in others)
-    if within and (scaled or op.kind in PARTS | ACTIVATIONS):
-        results = [Value(op.id, port) for port in range(len(op.outputs))]
-        return any(_reads_image(graph, user, y, within - 1) for y in results for user in graph.users(y))
-    user = graph.sole_user(op.value) if op.kind in RESHAPES else None
-    return user is not None and user.kind == "Transpose" and (user.attrs.perm or (0,))[-1] == 1
 
 
 @rule("activate_image", RESHAPES)
@@ -431,29 +267,6 @@ def turned_units(graph: Graph, op: Op) -> Match | None:
         return transposed(patch, reshaped(patch, x, sizes), first)
 
     return Match((op,), build)
-
-
-def _turns(op: Op) -> bool:
-    """Whether a Transpose moves channels from the last axis to the second, or back."""
-    if op.kind != "Transpose" or op.attrs.perm is None or len(op.attrs.perm) < 4:
-        return False
-    rank = len(op.attrs.perm)
-    return op.attrs.perm in (channels_from_last(rank), channels_to_last(rank))
-
-
-def is_image(graph: Graph, value: Value, within: int = _BETWEEN - 1) -> bool:
-    """Whether an operator on images computes ``value``, with at most ``within`` pointwise operators and norms after it."""
-    op = graph.op(value)
-    if op.kind in OF_IMAGES or _turns(op):
-        return True
-    if within == 0 or op.kind in STRUCTURAL or op.input(0) is None:
-        return False
-    dims, sources = op.outputs[0].type.dims, [operand(op)]
-    if op.definition.traits.pointwise:
-        sources += [v for v in op.inputs[1:] if v is not None and graph.type(v).dims == dims]
-    elif op.kind not in NORMS | PARTS:
-        return False
-    return any(is_image(graph, v, within - 1) for v in sources)
 
 
 class ImageTokens(RulePass):

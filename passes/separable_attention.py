@@ -17,7 +17,6 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.channel_shuffles import PRECISIONS
-from optdnn.passes.image_tokens import is_image
 from optdnn.passes.support.facts import (
     RESHAPES,
     channels_to_last,
@@ -29,6 +28,7 @@ from optdnn.passes.support.facts import (
     reshape_target,
     reshaped,
 )
+from optdnn.passes.support.image_views import is_image
 from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import normalize_axis
 

@@ -13,7 +13,6 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.image_tokens import is_image, read_as_image
 from optdnn.passes.rules.ordered_channels import ordered_channels
 from optdnn.passes.rules.widths import other_axis
 from optdnn.passes.support.facts import (
@@ -26,6 +25,7 @@ from optdnn.passes.support.facts import (
     producer,
     reshaped,
 )
+from optdnn.passes.support.image_views import is_image, read_as_image
 from optdnn.passes.support.parts_of_axes import VIEWS, Chain, chain_of
 from optdnn.passes.support.views import transposed
 
