@@ -55,6 +55,7 @@ from optdnn.passes.long_scans import LongScans
 from optdnn.passes.long_top_k import LongTopK
 from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.modulated_weights import ModulatedWeights
+from optdnn.passes.one_float import OneFloat
 from optdnn.passes.ordered_sums import OrderedSums
 from optdnn.passes.outer_products import OuterProducts
 from optdnn.passes.pack_weights import PackWeights
@@ -154,6 +155,7 @@ O2_GPU: tuple[Pass, ...] = (
     Unroll(),  # before all other passes, which then see through loops
     FoldConstants(),  # after unrolling: the number of each iteration is known
     Unroll(),  # again: conditions within an iteration may be known now
+    OneFloat(),  # when no loops are left; before all fusions, which conversions would keep apart
     DynamicQuantization(),  # when weights and scales are constants; before passes that look for products or pack weights
     SpectralConvolutions(),  # finds transforms, which the next passes replace
     PlaneTransforms(),  # two transforms together, before each becomes a product

@@ -111,6 +111,7 @@ RULES: Mapping[str, str] = {
     "selected_features": "selections of columns moved into trees",
     "sums_of_trees": "sums of trees written as one ensemble",
     "stacked_columns": "equal columns of a Concat computed at once",
+    "one_float": "16-bit floats and fp32 of a mixed network written as fp32",
     "pasted_picture": "loops that paste resized pictures written as products",
     "counted_places": "lengths of lists of places computed as sums",
     "long_top_k": "selections from long lines made from those of their parts",
