@@ -36,11 +36,11 @@ class OneFloat(Pass):
         if not widening:
             return
         if (why := _refusal(graph)) is not None:
-            report.refused.append(Refused(self.name, node_names(widening[:1]), why))
+            report.refused.append(Refused("one_float", node_names(widening[:1]), why))
             return
         for op in graph.order():
             _widen(graph, graph.op(op.id))  # its current form: an input before it may have a conversion now
-        report.fired.append(Fired(self.name, node_names(widening)))
+        report.fired.append(Fired("one_float", node_names(widening)))
 
 
 def _is_half(graph: Graph, value: Value | None) -> bool:
