@@ -27,7 +27,8 @@ LONGEST = 1 << 17
 MOST_SEEDS = 300
 """A sample of the seeds is tried before the first mutation. Mutations draw from all of them."""
 WALL = 600
-"""The time in seconds after which an input counts as hanging. It is long, since a process may get a small share of a processor."""
+"""The time in seconds after which an input counts as hanging. It is long, since a process may get a small share of a processor.
+libFuzzer would store an input as slow after 10 seconds."""
 STATE = struct.Struct("<QQ")
 """The number of inputs that were tried, and the number of mutated ones."""
 
@@ -42,7 +43,7 @@ def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> 
     before, start = {*faults.iterdir()}, time.monotonic()
     options = [
         f"-runs={runs}", f"-seed={first + 1}", f"-artifact_prefix={faults}/", f"-max_len={LONGEST}", f"-timeout={WALL}",
-        f"-rss_limit_mb={2 * (BYTES >> 20)}", "-reload=0",
+        f"-report_slow_units={WALL}", f"-rss_limit_mb={2 * (BYTES >> 20)}", "-reload=0",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as state:
         state.write(bytes(STATE.size))
