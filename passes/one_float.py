@@ -7,20 +7,17 @@ through them. In the end :mod:`optdnn.passes.assign_precision` rounds fp32 as th
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-import numpy as np
-
-from optdnn.ir.body import GraphBody
+from optdnn.ir.body import bodies, with_dtypes
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.binary import CastAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
+from optdnn.passes.fuse_conversions import HALVES
 from optdnn.passes.support.facts import operand
 from optdnn.passes.support.precision import PrecisionPlan
-from optdnn.types import BF16, FP16, FP32
+from optdnn.types import FP32
 
-HALVES = (FP16, BF16)
 MOST_BYTES = 1 << 30
 """Most bytes of 16-bit constants: until they are rounded again, they take twice as many."""
 
@@ -64,13 +61,9 @@ def _refusal(graph: Graph) -> str | None:
             size += op.attrs.value.nbytes if op.kind == "Constant" and op.outputs[0].type.dtype in HALVES else 0
             continue
         halves = any(_is_half(graph, v) for v in op.inputs) or any(o.type.dtype in HALVES for o in op.outputs)
-        if halves and (op.definition.traits.own_precision or _has_body(op.attrs)):
+        if halves and (op.definition.traits.own_precision or bodies(op)):
             return f"{op.name} ({op.kind}) computes in the types of its operands"
     return f"its 16-bit constants have {size} bytes, more than {MOST_BYTES}" if size > MOST_BYTES else None
-
-
-def _has_body(attrs: Any) -> bool:
-    return any(isinstance(getattr(attrs, f.name), GraphBody) for f in fields(attrs))
 
 
 def _widen(graph: Graph, op: Op) -> None:
@@ -86,34 +79,14 @@ def _widen(graph: Graph, op: Op) -> None:
         declared, source = op.outputs[0].type.dtype, operand(op)
         if declared in HALVES and graph.type(source).dtype == FP32:
             name = f"{graph.output(source).name}.{declared.name}"
-            _read(
-                graph,
-                op,
-                0,
-                graph.add("Cast", [source], CastAttrs(declared), names=[name], src=graph.op(source).src).value,
-            )
+            narrow = graph.add("Cast", [source], CastAttrs(declared), names=[name], src=graph.op(source).src).value
+            _read(graph, op, 0, narrow)
         return
     outputs = tuple(replace(o, type=o.type.with_dtype(FP32)) if o.type.dtype in HALVES else o for o in op.outputs)
-    attrs = _widened(op.attrs)
+    attrs = with_dtypes(op.attrs, lambda t: FP32 if t in HALVES else t, lambda body: body)
     if attrs is not op.attrs or outputs != op.outputs:
         graph.set_op(replace(op, attrs=attrs, outputs=outputs))
 
 
 def _read(graph: Graph, op: Op, slot: int, value: Value) -> None:
     graph.set_op(replace(op, inputs=(*op.inputs[:slot], value, *op.inputs[slot + 1 :])))
-
-
-def _widened(attrs: Any) -> Any:
-    """Attributes with fp32 in the place of 16-bit floats, also in fused stages."""
-    changes: dict[str, Any] = {}
-    for f in fields(attrs):
-        value = getattr(attrs, f.name)
-        if isinstance(value, np.dtype) and value in HALVES:
-            changes[f.name] = FP32
-        elif isinstance(value, np.ndarray) and value.dtype in HALVES:
-            changes[f.name] = value.astype(FP32)
-        elif is_dataclass(value) and (made := _widened(value)) is not value:
-            changes[f.name] = made
-        elif isinstance(value, tuple) and any(is_dataclass(x) for x in value):
-            changes[f.name] = tuple(_widened(x) if is_dataclass(x) else x for x in value)
-    return replace(attrs, **changes) if changes else attrs

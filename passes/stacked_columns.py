@@ -1,7 +1,7 @@
 """Columns that equal operators compute one by one, and that a Concat joins, are computed at once.
 
 Scikit-learn's exporter writes polynomial features and bins of features column by column: each has a Gather and a reduction of its
-own, several hundred for some twenty features. Each of these operators would be a launch.
+own, several hundred for some twenty features. Each operator would be a launch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from optdnn.types import TensorType, normalize_axis
 LEAST = 4
 """Fewest columns that become a stack."""
 KEY = 4
-"""Operators before the Concat by which columns that may be a stack are told from others."""
+"""Operators before the Concat that columns must have in common in order to be tried as a stack."""
 MOST_ELEMENTS = 1 << 18
 """Most elements of a stack: larger columns are worth launches of their own."""
 Run = tuple[int, list[Value], Stack]

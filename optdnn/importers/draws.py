@@ -64,7 +64,7 @@ def draws(model: Model) -> bool:
 
 
 def is_random(node: onnx.NodeProto) -> bool:
-    """Whether a node draws random numbers; a Dropout if it is told whether to train."""
+    """Whether a node draws random numbers; a Dropout does only if it has the operand training_mode."""
     if domain_of(node.domain) != "" or node.op_type not in DRAWS:
         return False
     return node.op_type != "Dropout" or (len(node.input) > 2 and node.input[2] != "")

@@ -179,9 +179,12 @@ def _gathered(
 
 def _axis(node: onnx.NodeProto, seen: Mapping[str, Any], body: Graph) -> int | None:
     """The axis of a Slice along one axis with step 1; None if it has others, or if they are not known."""
-    found = []
+    found: list[int | None] = []
     for name, default in zip([*node.input[3:], "", ""], (0, 1), strict=False):
-        ref = seen.get(name) if name else Weight(np.array([default]), "")
+        if not name:
+            found.append(default)
+            continue
+        ref = seen.get(name)
         known = ref.array if isinstance(ref, Weight) else body.constant_value(ref) if isinstance(ref, Value) else None
         found.append(int(known[0]) if known is not None and known.shape == (1,) else None)
     axis, step = found

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.text import to_text
 from optdnn.ops.base import Body, attrs_dict
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.reference.nested import PlainGraph, PlainOp, TextShape
-from optdnn.types import Array, TensorType
+from optdnn.types import Array, DType, TensorType
+
+T = TypeVar("T")
 
 
 class GraphBody(Body):
@@ -73,3 +79,25 @@ def custom_digests(graph: Graph) -> set[str]:
 def bodies(op: Op) -> list[GraphBody]:
     """The bodies of an If, Loop or Scan."""
     return [v for v in attrs_dict(op.attrs).values() if isinstance(v, GraphBody)]
+
+
+def with_dtypes(attrs: T, change: Callable[[DType], DType], inner: Callable[[GraphBody], GraphBody]) -> T:
+    """Attributes in which ``change`` replaces each dtype, in fields, arrays and stages, and ``inner`` each body."""
+    if not is_dataclass(attrs) or isinstance(attrs, type):
+        return attrs
+    changes: dict[str, object] = {}
+    for f in fields(attrs):
+        v = getattr(attrs, f.name)
+        if isinstance(v, np.dtype):
+            made: object = change(v)
+        elif isinstance(v, np.ndarray):
+            made = v if change(v.dtype) == v.dtype else v.astype(change(v.dtype))
+        elif isinstance(v, GraphBody):
+            made = inner(v)
+        elif isinstance(v, tuple) and any(is_dataclass(x) for x in v):
+            made = tuple(with_dtypes(x, change, inner) for x in v)
+        else:
+            made = with_dtypes(v, change, inner)
+        if made is not v:
+            changes[f.name] = made
+    return replace(attrs, **changes) if changes else attrs

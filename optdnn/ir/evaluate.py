@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from optdnn.dim import Dim
 from optdnn.dim import evaluate as evaluate_dim
 from optdnn.errors import InputError, ShapeError
-from optdnn.ir.body import GraphBody
+from optdnn.ir.body import GraphBody, with_dtypes
 from optdnn.ir.graph import Graph, Op, Output, Value
 from optdnn.ops.fused import plain_attrs
 from optdnn.ops.table import OPDEFS
@@ -196,22 +195,7 @@ def _in_own_precision(
 
 def promoted_attrs(attrs: T) -> T:
     """Attributes with every floating dtype field (Cast.to and the like) set to float64, stages included."""
-    if not is_dataclass(attrs) or isinstance(attrs, type):
-        return attrs
-    changes: dict[str, object] = {}
-    for f in fields(attrs):
-        v = getattr(attrs, f.name)
-        if isinstance(v, np.dtype) and is_float(v):
-            changes[f.name] = FP64
-        elif isinstance(v, np.ndarray) and is_float(v.dtype):
-            changes[f.name] = v.astype(np.float64)
-        elif isinstance(v, GraphBody):
-            changes[f.name] = GraphBody(promote(v.graph))
-        elif is_dataclass(v):
-            changes[f.name] = promoted_attrs(v)
-        elif isinstance(v, tuple) and any(is_dataclass(x) for x in v):
-            changes[f.name] = tuple(promoted_attrs(x) for x in v)
-    return replace(attrs, **changes) if changes else attrs
+    return with_dtypes(attrs, lambda t: FP64 if is_float(t) else t, lambda body: GraphBody(promote(body.graph)))
 
 
 def random_feeds(graph: Graph, seed: int = 0, sizes: Mapping[str, int] | None = None) -> dict[str, Array]:

@@ -13,11 +13,11 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule
-from optdnn.passes.support.bag_bodies import iterated, part_of, takes_rows, trips_of, value_outside
+from optdnn.passes.support.bag_bodies import iterated, part_of, part_of_a_list, takes_rows, trips_of, value_outside
 from optdnn.passes.support.bag_products import OpenBags, product_of_bags, refuse_product
 from optdnn.passes.support.bag_segments import or_zeros, segments_of_bags
 from optdnn.passes.support.chosen_bags import ChosenBag, chosen_bag
-from optdnn.passes.support.facts import ints, operand, producer, reshaped, shape_of, sliced
+from optdnn.passes.support.facts import operand, producer, reshaped, shape_of, sliced
 from optdnn.types import is_float, normalize_axis
 
 
@@ -177,17 +177,5 @@ def _looked_up(graph: Graph, rows: Value) -> tuple[Op, Value | None] | None:
 
 def _element(graph: Graph, value: Value) -> tuple[Value, int]:
     """The list that a value is one element of, and the element's position; position -1 if the value is no such element."""
-    cut = producer(graph, value, {"Slice"})
-    shape = None if cut is None else shape_of(graph, operand(cut))
-    if (
-        cut is None
-        or shape is None
-        or len(shape) != 1
-        or graph.type(value).shape != (1,)
-        or not isinstance(shape[0], int)
-    ):
-        return value, -1
-    start = ints(graph, cut.input(1))
-    if start is None or (cut.input(4) is not None and ints(graph, cut.input(4)) != (1,)):
-        return value, -1
-    return operand(cut), start[0] + shape[0] if start[0] < 0 else start[0]
+    found = part_of_a_list(graph, value) if graph.type(value).shape == (1,) else None
+    return (value, -1) if found is None else found

@@ -13,8 +13,10 @@ from optdnn.passes.base import Match, Miss, PassContext, Rule
 from optdnn.passes.support.bag_bodies import (
     VIEWS,
     cut_of,
+    known_table,
     lookup,
     part_of,
+    part_of_a_list,
     reduction,
     table_of,
     takes_rows,
@@ -23,7 +25,7 @@ from optdnn.passes.support.bag_bodies import (
 )
 from optdnn.passes.support.bag_products import product_of_bags, refuse_product
 from optdnn.passes.support.bag_segments import segments_of_bags
-from optdnn.passes.support.facts import ints, operand, producer, reshaped, shape_of
+from optdnn.passes.support.facts import producer, reshaped, shape_of
 from optdnn.types import is_float
 
 
@@ -55,7 +57,7 @@ class LoopOfGivenBags(Rule):
         table = table_of(graph, op, bags.gather)
         if table is None:
             return None
-        known = table if isinstance(table, np.ndarray) else graph.constant_value(table)
+        known = known_table(graph, table)
         (count,) = graph.type(bags.listed).static_shape
         bounds = _one_list(graph, bags, trips) if context.on_gpu else None
         if bounds is None and (reason := refuse_product(known, bags.reduce.kind, trips, count)) is not None:
@@ -80,23 +82,11 @@ class LoopOfGivenBags(Rule):
 
 def _one_list(graph: Graph, bags: _GivenBags, trips: int) -> tuple[Value, int] | None:
     """The list that holds the bounds of all bags, and the place of the first one, if each bag ends where the next one begins."""
-    (listed, first), (other, second) = (_part_of_a_list(graph, v) for v in (bags.starts, bags.ends))
+    (listed, first), (other, second) = (part_of_a_list(graph, v) or (v, 0) for v in (bags.starts, bags.ends))
     shape = graph.type(listed).shape
     if shape is None or len(shape) != 1 or not isinstance(shape[0], int) or shape[0] <= first + trips:
         return None
     return (listed, first) if listed == other and second == first + 1 and graph.type(bags.listed).dims[0] else None
-
-
-def _part_of_a_list(graph: Graph, value: Value) -> tuple[Value, int]:
-    """The list that a value is a part of, and where the part begins."""
-    cut = producer(graph, value, {"Slice"})
-    shape = None if cut is None else shape_of(graph, operand(cut))
-    start = None if cut is None else ints(graph, cut.input(1))
-    if cut is None or shape is None or len(shape) != 1 or not isinstance(shape[0], int) or start is None:
-        return value, 0
-    if cut.input(4) is not None and ints(graph, cut.input(4)) != (1,):
-        return value, 0
-    return operand(cut), range(shape[0])[start[0] :].start
 
 
 def _given_bags(graph: Graph, op: Op, trips: int) -> _GivenBags | None:

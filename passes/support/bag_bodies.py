@@ -6,7 +6,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.support.facts import ints, operand, producer, sliced
+from optdnn.passes.support.facts import ints, operand, producer, shape_of, sliced
 from optdnn.passes.unroll import goes_on, number_of
 from optdnn.types import Array, normalize_axis
 
@@ -49,6 +49,11 @@ def table_of(graph: Graph, op: Op, gather: Op) -> Value | Array | None:
     return op.attrs.body.graph.constant_value(gather.input(0)) if table is None else table
 
 
+def known_table(graph: Graph, table: Value | Array) -> Array | None:
+    """The numbers of a table, as :func:`table_of` gives it; None if they are computed."""
+    return table if isinstance(table, np.ndarray) else graph.constant_value(table)
+
+
 def value_outside(op: Op, value: Value | None) -> Value | None:
     """The value outside of the loop that the body reads as ``value``."""
     body = op.attrs.body.graph
@@ -81,8 +86,20 @@ def iterated(graph: Graph, op: Op, value: Value, trips: int) -> Array | None:
     if gather is None or gather.inputs[1] != number or not takes_rows(body, gather):
         return None
     table = table_of(graph, op, gather)
-    rows = table if isinstance(table, np.ndarray) or table is None else graph.constant_value(table)
+    rows = None if table is None else known_table(graph, table)
     return None if rows is None or len(rows) < trips else rows[:trips]
+
+
+def part_of_a_list(graph: Graph, value: Value) -> tuple[Value, int] | None:
+    """The list of known length that a value is a part of, and where the part begins; None for other values."""
+    cut = producer(graph, value, {"Slice"})
+    shape = None if cut is None else shape_of(graph, operand(cut))
+    start = None if cut is None else ints(graph, cut.input(1))
+    if cut is None or shape is None or len(shape) != 1 or not isinstance(shape[0], int) or start is None:
+        return None
+    if cut.input(4) is not None and ints(graph, cut.input(4)) != (1,):
+        return None
+    return operand(cut), range(shape[0])[start[0] :].start
 
 
 def part_of(patch: Patch, rows: Value, start: int, count: int, length: int) -> Value:

@@ -59,22 +59,22 @@ def product_of_bags(
     """Add the product: the sum or mean of the rows of each of ``trips`` bags. ``bounds``: the lists of their starts and ends."""
     shape = patch.type(rows).static_shape
     starts, ends = (_column(patch, v, trips) for v in bounds)
-    run = (_from_the_front(patch, starts, shape[0]), _from_the_front(patch, ends, shape[0]))
+    run = (from_the_front(patch, starts, shape[0]), from_the_front(patch, ends, shape[0]))
     cast = CastAttrs(patch.type(rows).dtype)
     members = _members(patch, weights, run, cast, shape[0])
     if kind == "ReduceMean":
         sizes = _sizes(patch, run, shape[0])
         if open_bags is not None:
-            open_sizes = patch.add("Sub", [_number(patch, starts, open_bags.count), starts])
+            open_sizes = patch.add("Sub", [number_like(patch, starts, open_bags.count), starts])
             sizes = patch.add("Where", [patch.constant(open_bags.where[:, None], "open"), open_sizes, sizes])
-        divisors = patch.add("Max", [sizes, _number(patch, starts, 1)])
+        divisors = patch.add("Max", [sizes, number_like(patch, starts, 1)])
         members = patch.add("Div", [members, patch.add("Cast", [divisors], cast)])
     return patch.add("MatMul", [members, reshaped(patch, rows, (shape[0], int(np.prod(shape[1:]))))], MatMulAttrs())
 
 
-def _number(patch: Patch, like: Value, number: int) -> Value:
-    """A constant of the type of ``like``."""
-    return patch.constant(np.array(number, patch.type(like).dtype), "bags")
+def number_like(patch: Patch, value: Value, number: int) -> Value:
+    """A constant of the type of ``value``."""
+    return patch.constant(np.array(number, patch.type(value).dtype), "bags")
 
 
 def _column(patch: Patch, bounds: Value, trips: int) -> Value:
@@ -83,10 +83,10 @@ def _column(patch: Patch, bounds: Value, trips: int) -> Value:
     return part_of(patch, column, 0, trips, int(patch.type(column).static_shape[0]))
 
 
-def _from_the_front(patch: Patch, column: Value, count: int) -> Value:
-    """Bounds with ``count`` added to the negative ones, which count from the end of the indices."""
-    negative = patch.add("Less", [column, _number(patch, column, 0)])
-    return patch.add("Where", [negative, patch.add("Add", [column, _number(patch, column, count)]), column])
+def from_the_front(patch: Patch, places: Value, count: int) -> Value:
+    """Positions with ``count`` added to the negative ones, which count from the end."""
+    negative = patch.add("Less", [places, number_like(patch, places, 0)])
+    return patch.add("Where", [negative, patch.add("Add", [places, number_like(patch, places, count)]), places])
 
 
 def _members(patch: Patch, weights: Value | None, bounds: tuple[Value, Value], cast: CastAttrs, count: int) -> Value:
@@ -103,6 +103,6 @@ def _members(patch: Patch, weights: Value | None, bounds: tuple[Value, Value], c
 
 def _sizes(patch: Patch, bounds: tuple[Value, Value], count: int) -> Value:
     """The number of indices of each bag; 0 or less for an empty bag, whose mean is defined as 0."""
-    begin = patch.add("Max", [bounds[0], _number(patch, bounds[0], 0)])
-    end = patch.add("Min", [bounds[1], _number(patch, bounds[1], count)])
+    begin = patch.add("Max", [bounds[0], number_like(patch, bounds[0], 0)])
+    end = patch.add("Min", [bounds[1], number_like(patch, bounds[1], count)])
     return patch.add("Sub", [end, begin])

@@ -9,11 +9,11 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.segment_sum import SegmentSumAttrs
-from optdnn.passes.support.bag_products import OpenBags
+from optdnn.passes.support.bag_products import OpenBags, from_the_front, number_like
 from optdnn.passes.support.facts import reshaped, sliced
 from optdnn.types import INT32
 
-REDUCTIONS = {"ReduceSum": "add", "ReduceMean": "add", "ReduceMax": "max"}
+_REDUCTIONS = {"ReduceSum": "add", "ReduceMean": "add", "ReduceMax": "max"}
 
 
 def segments_of_bags(
@@ -32,7 +32,7 @@ def segments_of_bags(
     (rows, *dims), (count,), (ends,) = (patch.type(v).static_shape for v in (table, indices, bounds))
     if kind == "ReduceMax" and open_bags is not None:
         last = patch.constant(np.append(False, open_bags.where), "open")
-        bounds = patch.add("Where", [last, _like(patch, open_bags.count, bounds), bounds])
+        bounds = patch.add("Where", [last, number_like(patch, bounds, open_bags.count), bounds])
     first = _in_range(patch, bounds, count, count)
     tables, arrays = [table], [_in_range(patch, indices, rows, rows - 1)]
     stages: tuple[Stage, ...] = ()
@@ -50,7 +50,7 @@ def segments_of_bags(
         axes=(0,) * len(tables),
         views=(tuple(range(1, len(dims) + 1)), (-1,) * len(dims))[: len(tables)],
         factors=("Div",) * len(factors),
-        reduction=REDUCTIONS[kind],
+        reduction=_REDUCTIONS[kind],
     )
     return patch.add("SegmentSum", [*tables, *arrays, first, *factors], attrs)
 
@@ -60,20 +60,13 @@ def or_zeros(patch: Patch, reduced: Value, bounds: Value) -> Value:
     (ends,), (bags, *dims) = patch.type(bounds).static_shape, patch.type(reduced).static_shape
     same = patch.add("Equal", [sliced(patch, bounds, 0, ends - 1, 0), sliced(patch, bounds, 1, ends, 0)])
     same = reshaped(patch, same, (bags, *[1] * len(dims)))
-    return patch.add("Where", [same, _like(patch, 0, reduced), reduced])
-
-
-def _like(patch: Patch, number: int, value: Value) -> Value:
-    """A constant of the type of ``value``."""
-    return patch.constant(np.array(number, patch.type(value).dtype), "bags")
+    return patch.add("Where", [same, number_like(patch, reduced, 0), reduced])
 
 
 def _in_range(patch: Patch, places: Value, count: int, most: int) -> Value:
     """Positions as int32 from 0 to ``most``; ``count`` is added to negative ones."""
-    zero, length, last = (_like(patch, n, places) for n in (0, count, most))
-    negative = patch.add("Less", [places, zero])
-    found = patch.add("Where", [negative, patch.add("Add", [places, length]), places])
-    found = patch.add("Min", [patch.add("Max", [found, zero]), last])
+    found = patch.add("Max", [from_the_front(patch, places, count), number_like(patch, places, 0)])
+    found = patch.add("Min", [found, number_like(patch, places, most)])
     return patch.add("Cast", [found], CastAttrs(INT32))
 
 
@@ -83,6 +76,6 @@ def _sizes(patch: Patch, first: Value, bounds: Value, ends: int, open_bags: Open
     if open_bags is None:
         return sizes
     starts = sliced(patch, bounds, 0, ends - 1, 0)
-    count, one = (_like(patch, n, bounds) for n in (open_bags.count, 1))
+    count, one = (number_like(patch, bounds, n) for n in (open_bags.count, 1))
     open_sizes = patch.add("Cast", [patch.add("Max", [patch.add("Sub", [count, starts]), one])], CastAttrs(INT32))
     return patch.add("Where", [patch.constant(open_bags.where, "open"), open_sizes, sizes])

@@ -255,10 +255,7 @@ def same(graph: Graph, ops: Sequence[Op], operands: Sequence[Stack | None]) -> S
         return None
     if any(operands[slot] is None for slot in known):
         return None
-    if first.kind not in STAGE_KINDS and first.kind not in (
-        "MatMul",
-        "Concat",
-    ):  # other operands are axes and sizes, equal constants
+    if first.kind not in {*STAGE_KINDS, "MatMul", "Concat"}:  # other operands are axes and sizes, equal constants
         others = [operands[slot] for slot in known[1:]]
         if any(not isinstance(o, Shared) or graph.constant_value(o.value) is None for o in others):
             return None
@@ -297,10 +294,8 @@ def emit(patch: Patch, stack: Stack) -> Value:
         case Window():
             return _window(patch, stack)
         case Picked(source, axis, positions):
-            taken = patch.add(
-                "Gather", [source, patch.constant(np.array(positions, np.int64), "parts")], GatherAttrs(axis)
-            )
-            return _first(patch, taken, axis)
+            places = patch.constant(np.array(positions, np.int64), "parts")
+            return _first(patch, patch.add("Gather", [source, places], GatherAttrs(axis)), axis)
         case Joined(values):
             rows = [reshaped(patch, v, (1, *patch.type(v).static_shape)) for v in values]
             return patch.add("Concat", rows, ConcatAttrs(0))

@@ -186,7 +186,7 @@ def chosen(
     bounds: Sequence[tuple[int, int]] = ((0, 1), (1, 2), (2, 3), (3, 4)), *, reduce: str = "ReduceSum", weights: str = "",
     empty: float = 0.0, table: str = "constant", last: bool = True, kinds: Sequence[str] = (), axes: int = 0, meet: bool = True,
 ) -> Graph:  # fmt: skip
-    """Bags that the importer wrote out, each of which is zeros (``empty``) where its bounds are equal (``meet``).
+    """Bags that the importer wrote out. A bag is zeros (``empty``) where its bounds are equal (``meet``).
 
     ``bounds``: two elements of the offsets for each bag. ``weights``: the type of factors of the rows. ``last``: whether the last
     one is a bag as well.
@@ -267,7 +267,7 @@ def looped(
     reduce: str = "ReduceSum", *, table: str = "constant", ends: str = "Add(j, one)", divisor: str = "", whole: str = "total",
     length: int = 12, empty: float = 0.0, weights: str = "", bags: int = 6, to_the_end: bool = False,
 ) -> Graph:  # fmt: skip
-    """A Loop over bags, each of which is zeros (``empty``) where its bounds are equal. ``divisor``: of the last mean.
+    """A Loop over bags. A bag is zeros (``empty``) where its bounds are equal. ``divisor``: of the last mean.
     ``to_the_end``: the last bag has all rows from its start on."""
     zeros = ",".join([str(empty)] * 6)
     reduced = f"axes = Constant<value_ints = [0]>()  v = {reduce}<keepdims = 1>(part, axes)"
