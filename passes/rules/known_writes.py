@@ -1,13 +1,13 @@
 """Scatters to constant positions (assignments to slices) become Concat or Pad.
 
 Exporters write ``y[:, 1:, ::2] = x`` as a ScatterND or ScatterElements with a constant table of all positions. A scatter kernel
-reads the table; a Concat of the kept and the written parts only copies.
+reads the table; a Concat of the kept and the written parts only copies. The table of a large part is not a constant: it is a
+Concat of columns that are constant up to an Expand (``passes/support/boxes.py``).
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +19,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.boxes import box_of, box_of_columns
 from optdnn.passes.support.facts import integers, operand, producer, reshape_target, reshaped, shape_of
 from optdnn.types import Array, normalize_axis
 
@@ -60,12 +61,12 @@ class Span:
 def known_writes(graph: Graph, op: Op) -> Match | Miss | None:
     """A scatter to a box of the tensor (constant positions, in order) becomes a Concat of the kept and the written parts."""
     x, updates = operand(op), operand(op, 2)
-    table, shape, given = graph.constant_value(op.inputs[1]), shape_of(graph, x), shape_of(graph, updates)
-    if table is None or shape is None or given is None or not table.size or op.attrs.reduction not in ("none", "add"):
+    shape, given = shape_of(graph, x), shape_of(graph, updates)
+    if not _known(graph, op) or shape is None or given is None or op.attrs.reduction not in ("none", "add"):
         return None
     if _writes(graph, op) > MOST_WRITES:
         return Miss("too many writes follow one another: each Concat would copy the tensor")
-    found = _box(op, table, shape)
+    found = _box(graph, op, shape)
     if found is None:
         return Miss("the positions that it writes are not a box of the tensor, in order")
     spans, adds = [s for s in found if not s.whole], op.attrs.reduction == "add"
@@ -102,13 +103,13 @@ def known_writes(graph: Graph, op: Op) -> Match | Miss | None:
 @rule("hidden_write", SCATTERS)
 def hidden_write(graph: Graph, op: Op) -> Match | None:
     """A write is not needed for a next one to the same positions: PyTorch exports ``x[:, 1:] += r`` as two writes."""
-    table = graph.constant_value(op.inputs[1])
     following = [u for u in graph.users(op.value) if u.kind == op.kind and u.inputs[0] == op.value]
-    if table is None or len(following) != 1 or {op.attrs.reduction, following[0].attrs.reduction} != {"none"}:
+    if len(following) != 1 or {op.attrs.reduction, following[0].attrs.reduction} != {"none"}:
         return None
     after = following[0]
-    other = graph.constant_value(after.inputs[1])
-    if other is None or after.attrs != op.attrs or not np.array_equal(table, other):
+    table, other = (graph.constant_value(write.inputs[1]) for write in (op, after))
+    equal = table is not None and other is not None and np.array_equal(table, other)
+    if after.attrs != op.attrs or not (equal or (op.inputs[1] == after.inputs[1] and op.kind == "ScatterND")):
         return None
     inputs = [op.inputs[0], *after.inputs[1:]]
     return Match((after, op), lambda patch: patch.add(op.kind, inputs, op.attrs), after.value)
@@ -241,10 +242,9 @@ class _Part:
 def _part(graph: Graph, op: Op) -> _Part | None:
     """The box without gaps that a scatter writes; None if it writes other positions, or the whole tensor."""
     shape, given = shape_of(graph, operand(op)), shape_of(graph, operand(op, 2))
-    table = graph.constant_value(op.inputs[1])
-    if table is None or shape is None or given is None or not table.size or op.attrs.reduction != "none":
+    if not _known(graph, op) or shape is None or given is None or op.attrs.reduction != "none":
         return None
-    spans = tuple(s for s in _box(op, table, shape) or () if not s.whole)
+    spans = tuple(s for s in _box(graph, op, shape) or () if not s.whole)
     if not spans or not all(s.dense for s in spans):
         return None
     counts = {s.axis: s.count for s in spans}
@@ -280,33 +280,50 @@ def _transposes(graph: Graph, op: Op) -> tuple[Op, Op] | None:
     return (before, after) if after.attrs.perm == back else None
 
 
-def _box(op: Op, table: Array, shape: Sequence[DimLike]) -> list[Span] | None:
-    """The spans of the axes that the table indexes, if it lists the positions of a box in order; else None."""
+def _known(graph: Graph, op: Op) -> bool:
+    """Whether the positions that a scatter writes are known, and there are some."""
+    table = graph.constant_value(op.inputs[1])
+    return bool(table.size) if table is not None else _lines(graph, op) is not None
+
+
+def _lines(graph: Graph, op: Op) -> list[Array] | None:
+    """The positions along each indexed axis, if a ScatterND writes a box in order; else None."""
+    table = graph.constant_value(op.inputs[1])
+    if op.kind != "ScatterND":
+        return None
+    return box_of_columns(graph, operand(op, 1)) if table is None else box_of(table)
+
+
+def _box(graph: Graph, op: Op, shape: Sequence[DimLike]) -> list[Span] | None:
+    """The spans of the axes that a scatter indexes, if its known positions are a box in order; else None."""
     if op.kind == "ScatterElements":
-        axis = normalize_axis(op.attrs.axis, len(shape))
-        line = np.moveaxis(table, axis, -1)
-        if (line != line.reshape(-1, line.shape[-1])[0]).any():
+        table = graph.constant_value(op.inputs[1])
+        return None if table is None else _box_of_elements(op, table, shape)
+    lines = _lines(graph, op)
+    if lines is None:
+        return None
+    sizes = [d for d in shape[: len(lines)] if isinstance(d, int)]
+    if len(sizes) < len(lines):
+        return None
+    spans = [
+        _span(k, np.where(line < 0, line + size, line), size)
+        for k, (line, size) in enumerate(zip(lines, sizes, strict=True))
+    ]
+    return None if None in spans else [s for s in spans if s is not None]
+
+
+def _box_of_elements(op: Op, table: Array, shape: Sequence[DimLike]) -> list[Span] | None:
+    """The spans of all axes, if a ScatterElements writes a box in order; else None."""
+    axis = normalize_axis(op.attrs.axis, len(shape))
+    line = np.moveaxis(table, axis, -1)
+    if (line != line.reshape(-1, line.shape[-1])[0]).any():
+        return None
+    spans = []
+    for k, (size, count) in enumerate(zip(shape, table.shape, strict=True)):
+        if not isinstance(size, int):
             return None
-        spans = []
-        for k, (size, count) in enumerate(zip(shape, table.shape, strict=True)):
-            if not isinstance(size, int):
-                return None
-            positions = np.arange(count) if k != axis else line.reshape(-1, count)[0]
-            spans.append(_span(k, np.where(positions < 0, positions + size, positions), size))
-        return None if None in spans else [s for s in spans if s is not None]
-    depth = table.shape[-1]
-    sizes = [d for d in shape[:depth] if isinstance(d, int)]
-    if depth == 0 or len(sizes) < depth:
-        return None
-    rows = table.reshape(-1, depth)
-    rows = np.where(rows < 0, rows + np.array(sizes), rows)
-    lines = [np.unique(rows[:, k]) for k in range(depth)]
-    if math.prod(len(line) for line in lines) != len(rows):
-        return None
-    grid = np.stack(np.meshgrid(*lines, indexing="ij"), -1).reshape(-1, depth)
-    if not np.array_equal(grid, rows):
-        return None
-    spans = [_span(k, line, size) for k, (line, size) in enumerate(zip(lines, sizes, strict=True))]
+        positions = np.arange(count) if k != axis else line.reshape(-1, count)[0]
+        spans.append(_span(k, np.where(positions < 0, positions + size, positions), size))
     return None if None in spans else [s for s in spans if s is not None]
 
 

@@ -13,6 +13,7 @@ from support.net import Net
 from optdnn.dim import symbol
 from optdnn.ir.graph import STRUCTURAL, Graph
 from optdnn.ops.gather import ScatterElementsAttrs, ScatterNDAttrs
+from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.canonicalize import Canonicalize
 
@@ -223,3 +224,62 @@ def test_a_result_that_is_read_in_between_is_joined_by_itself() -> None:
     graph = n.done(n.op("Add", results[10], results[5]))
     after, _ = check_pass(CANON, graph, changes=2, rules={"assembled_writes": 2})
     assert [len(op.inputs) for op in after.of_kind("Concat")] == [6, 6]
+
+
+def columns(n: Net, sizes: tuple[int, ...], *lines: tuple[int, list[int]], joined: int = -1) -> Any:
+    """A table of positions as exporters write it: a Concat of columns, each of which an Expand repeats along the other axes.
+
+    Each line is the axis of the table along which a column varies, and its numbers."""
+    parts = []
+    for axis, line in lines:
+        shape = [len(line) if k == axis else 1 for k in range(axis, len(sizes))]
+        column = n.const(np.array(line).reshape(shape), np.int64)
+        parts.append(n.op("Unsqueeze", n.op("Expand", column, np.array(sizes)), np.array([-1])))
+    return n.op("Concat", *parts, attrs=ConcatAttrs(joined))
+
+
+def computed(
+    sizes: tuple[int, ...], *lines: tuple[int, list[int]], twice: bool = False, shape: tuple[int, ...] = (5, 6, 4)
+) -> Graph:
+    """A write into x with a computed table; ``twice``: two writes to the same positions."""
+    n = Net(np.float64)
+    made, places = n.input(*shape), columns(n, sizes, *lines)
+    for k in range(1 + twice):
+        part = n.input(*sizes, *shape[len(lines) :], name=f"u{k}")
+        made = n.op("ScatterND", made, places, part, attrs=ScatterNDAttrs())
+    return n.done(made)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lines", "kinds"),
+    [
+        ((5, 3), [(0, [0, 1, 2, 3, 4]), (1, [1, 2, 3])], {"Slice": 2, "Concat": 1}),
+        ((2, 3), [(0, [1, 2]), (1, [3, 4, -1])], {"Slice": 4, "Concat": 2}),
+        ((1, 3), [(0, [2]), (1, [1, 2, 3])], {"Slice": 5, "Concat": 2}),
+        ((2, 2, 3), [(0, [1, 2]), (1, [0, 1]), (2, [1, 2, 3])], {"Slice": 6, "Concat": 3}),
+    ],
+    ids=["all_rows", "two_axes", "one_row", "three_axes"],
+)
+def test_a_computed_table_of_a_box(sizes: Any, lines: Any, kinds: dict[str, int]) -> None:
+    check_pass(CANON, computed(sizes, *lines), changes=1, rules={"known_writes": 1}, kinds=kinds)
+
+
+def test_a_write_that_a_write_with_the_same_computed_table_hides() -> None:
+    graph = computed((2, 3), (0, [1, 2]), (1, [1, 2, 3]), twice=True)
+    check_pass(CANON, graph, changes=2, rules={"hidden_write": 1, "known_writes": 1}, kinds={"Slice": 5, "Concat": 2})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lines"),
+    [
+        ((3, 2), [(1, [1, 2]), (0, [1, 2, 3])]),
+        ((2, 3), [(0, [1, 2]), (0, [1, 2])]),
+    ],
+    ids=["columns_first", "diagonal"],
+)
+def test_other_computed_tables_are_left(sizes: Any, lines: Any) -> None:
+    check_untouched(CANON, computed(sizes, *lines))
+
+
+def test_a_computed_table_that_descends_is_refused() -> None:
+    check_refused(CANON, computed((2, 3), (0, [1, 2]), (1, [3, 2, 1])), because="not a box of the tensor, in order")
