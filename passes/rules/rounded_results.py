@@ -3,6 +3,8 @@
 ONNX Runtime quantizes operator by operator: the result of a convolution is rounded before its activation, or before the addition
 of a shortcut, whose result is rounded again. In registers, a rounding is a multiplication, a rounding to integers, bounds, and
 the multiplication by the scale. Reshapes in between do not matter: stages compute each element by itself.
+
+SiLU and hard swish are two operators to it: ``y * sigmoid(y)``, with a rounding of the sigmoid. Both are one stage.
 """
 
 from __future__ import annotations
@@ -80,6 +82,12 @@ def _further(graph: Graph, found: Rounded, adds: bool) -> Rounded | None:
             value = views[-1].value
             ops += views
             continue
+        gated = _gated(graph, value) if user is None else None
+        if gated is not None:
+            stages.append(gated.stage)
+            ops += gated.ops
+            value, begun = gated.ops[-1].value, True
+            continue
         if user is None or user.outputs[0].type.shape != graph.type(value).shape:
             return None
         ops.append(user)
@@ -104,6 +112,40 @@ def _further(graph: Graph, found: Rounded, adds: bool) -> Rounded | None:
             stages += into.rendered
             begun = True
         value = user.value
+
+
+@dataclass(frozen=True)
+class _Gated:
+    """The rendered stage of ``y * round(gate(y))``, and its operators; the last one multiplies."""
+
+    stage: render.Stage
+    ops: tuple[Op, ...]
+
+
+def _gated(graph: Graph, value: Value) -> _Gated | None:
+    """The multiplication of a value by its own rounded sigmoid or hard sigmoid, if nothing else reads either of them."""
+    users = graph.users(value)
+    gate = next((user for user in users if _gate_stage(user) is not None), None)
+    stored = None if gate is None else quantization(graph, gate.value)
+    back = None if stored is None else graph.sole_user(stored[0].value)
+    if gate is None or stored is None or back is None or back.kind != "DequantizeLinear":
+        return None
+    given, product = quant_params(graph, back, operand(back)), graph.sole_user(back.value)
+    if product is None or product.kind != "Mul" or {u.id for u in users} != {gate.id, product.id}:
+        return None
+    if given is None or given.dtype not in INTEGERS or set(product.inputs) != {value, back.value}:
+        return None
+    most = float(
+        requantize.BOUNDS[given.dtype][1] - given.zero
+    )  # the lower bound is never reached: gates are not negative
+    return _Gated((str(_gate_stage(gate)), 1.0 / given.scale, most, given.scale), (gate, stored[0], back, product))
+
+
+def _gate_stage(op: Op) -> str | None:
+    """The stage that multiplies a value by the rounded result of ``op``; None for operators without one."""
+    if op.kind == "HardSigmoid" and abs(op.attrs.alpha - 1 / 6) < 1e-6 and op.attrs.beta == 0.5:
+        return "rounded_hard_swish"
+    return "rounded_silu" if op.kind == "Sigmoid" else None
 
 
 def _views_after(graph: Graph, value: Value) -> tuple[list[Op], Op | None]:

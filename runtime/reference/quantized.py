@@ -20,6 +20,11 @@ def _sigmoid(x: Array) -> Array:
     return np.asarray(F(1) / (F(1) + np.exp(-x)))
 
 
+def _rounded(x: Array, by: float, most: float, step: float) -> Array:
+    """Numbers that are not negative, rounded to multiples of ``step``, at most ``most * step``; ``by`` is 1 / step."""
+    return np.asarray(np.minimum(np.rint(x * F(by)), F(most)) * F(step))
+
+
 def _mish(x: Array) -> Array:
     e = np.exp(np.minimum(x, F(20)))
     return np.asarray(x * (e * (e + F(2)) / (e * (e + F(2)) + F(2))))
@@ -40,6 +45,10 @@ STAGES: dict[str, Callable[..., Array]] = {
     "tanh": np.tanh,
     "hard_sigmoid": lambda x, alpha, beta: np.clip(F(alpha) * x + F(beta), F(0), F(1)),
     "hard_swish": lambda x: x * np.clip(x * F(0.16666667) + F(0.5), F(0), F(1)),
+    "rounded_silu": lambda x, by, most, step: x * _rounded(_sigmoid(x), by, most, step),
+    "rounded_hard_swish": lambda x, by, most, step: (
+        x * _rounded(np.clip(x * F(0.16666667) + F(0.5), F(0), F(1)), by, most, step)
+    ),
     "gelu": lambda x: F(0.5) * x * (F(1) + _erf(x * F(0.70710678))),
     "gelu_tanh": lambda x: F(0.5) * x * (F(1) + np.tanh(F(0.79788456) * (x + F(0.044715) * x * x * x))),
     "softplus": lambda x: np.asarray(np.where(x > 20, x, np.log1p(np.exp(x)))),

@@ -16,6 +16,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops import requantize
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.unary import HardSigmoidAttrs
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import FP16
 
@@ -40,6 +41,16 @@ def shortcut(n: QNet, y: Value) -> Value:
     return n.op("Add", y, n.fake(n.input(*n.dims(y), name="b"), 0.02, 3))
 
 
+def silu(n: QNet, y: Value, zero: int | None = None, dtype: Any = np.uint8) -> Value:
+    return n.op("Mul", y, n.fake(n.op("Sigmoid", y), 0.004, zero, dtype))
+
+
+def hard_swish(n: QNet, y: Value, alpha: float = 1 / 6) -> Value:
+    """ONNX Runtime writes it as two operators before it quantizes them."""
+    gate = n.op("HardSigmoid", y, attrs=HardSigmoidAttrs(alpha, 0.5))
+    return n.op("Mul", n.fake(gate, 0.004, -128, np.int8), y)
+
+
 FORMS: dict[str, tuple[Callable[[QNet, Value], Value], list[str]]] = {
     "gelu": (lambda n, y: n.op("Gelu", y), ["gelu"]),
     "relu": (lambda n, y: n.op("Relu", y), ["relu"]),
@@ -47,6 +58,8 @@ FORMS: dict[str, tuple[Callable[[QNet, Value], Value], list[str]]] = {
     "shortcut": (shortcut, ["add"]),
     "shortcut first": (lambda n, y: n.op("Add", n.fake(n.input(*n.dims(y), name="b"), 0.02), y), ["add"]),
     "shortcut and relu": (lambda n, y: n.op("Relu", shortcut(n, y)), ["add", "relu"]),
+    "silu": (silu, ["rounded_silu"]),
+    "hard swish": (hard_swish, ["rounded_hard_swish"]),
 }
 ROUND = ["mul_const", "round", "clip", "mul_const"]
 
@@ -75,6 +88,21 @@ def test_the_rounding_in_between_is_kept() -> None:
     """With steps of 0.5, few values are left."""
     graph = network(lambda n, y: n.op("Relu", y), inner=0.5)
     done, _ = folded(graph)
+    within(graph, done, 0.0501)
+
+
+@pytest.mark.parametrize(("zero", "dtype", "most"), [(0, np.uint8, 255), (-128, np.int8, 255), (3, np.int8, 124)])
+def test_the_rounding_of_a_gate_is_kept(zero: int, dtype: Any, most: int) -> None:
+    """With steps of 0.3, a gate has four values. The zero point only moves the largest one."""
+
+    def coarse(n: QNet, y: Value) -> Value:
+        return n.op("Mul", y, n.fake(n.op("Sigmoid", y), 0.3, zero, dtype))
+
+    graph = network(coarse)
+    done, _ = folded(graph)
+    (made,) = done.of_kind("QuantizedConv")
+    step = float(np.float32(0.3))
+    assert ("rounded_silu", *(float(np.float32(v)) for v in (1 / step, most, step))) in made.attrs.stages
     within(graph, done, 0.0501)
 
 
@@ -135,6 +163,20 @@ def mean(n: QNet, y: Value) -> Value:
     return n.op("ReduceMean", y, n.ints(2, 3), attrs=ReduceAttrs())
 
 
+def gate_read_twice(n: QNet, y: Value) -> Value:
+    gate = n.fake(n.op("Sigmoid", y), 0.004, None, np.uint8)
+    return n.op("Mul", n.op("Mul", y, gate), gate)
+
+
+def gate_of_another(n: QNet, y: Value) -> Value:
+    other = n.fake(n.input(*n.dims(y), name="b"), 0.02)
+    return n.op("Add", n.op("Mul", other, n.fake(n.op("Sigmoid", y), 0.004, None, np.uint8)), y)
+
+
+def float_gate(n: QNet, y: Value) -> Value:
+    return n.op("Mul", y, n.op("Sigmoid", y))
+
+
 @pytest.mark.parametrize(
     "graph",
     [
@@ -146,8 +188,17 @@ def mean(n: QNet, y: Value) -> Value:
         network(mean),
         network(lambda n, y: n.op("Ceil", y)),
         network(lambda n, y: y),
+        network(silu, used=True),
+        network(silu, end=False),
+        network(gate_read_twice),
+        network(gate_of_another),
+        network(float_gate),
+        network(lambda n, y: hard_swish(n, y, 0.2)),
     ],
-    ids=["used", "no rounding", "of itself", "floats", "broadcast", "another shape", "no stage", "nothing"],
+    ids=[
+        *("used", "no rounding", "of itself", "floats", "broadcast", "another shape", "no stage", "nothing"),
+        *("silu, used", "silu, no rounding", "gate read twice", "gate of another", "gate of floats", "another gate"),
+    ],
 )
 def test_what_stays_after_it(graph: Graph) -> None:
     done, _ = folded(graph)
@@ -180,8 +231,11 @@ def test_casts_to_half_in_between() -> None:
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_90a"])
-def test_the_launch_on_the_processor(target: str, tmp_path: Any) -> None:
-    graph = network(lambda n, y: n.op("Relu", shortcut(n, y)))
+@pytest.mark.parametrize(
+    "after", [lambda n, y: n.op("Relu", shortcut(n, y)), silu, hard_swish], ids=["add", "silu", "hard swish"]
+)
+def test_the_launch_on_the_processor(after: Callable[[QNet, Value], Value], target: str, tmp_path: Any) -> None:
+    graph = network(after)
     _, program = calibrated(graph, "fp16", target, no_cubins=True)
     assert [k.template for k in program.kernels]
     compare_steps(program, feeds_of(graph), 1e-3, tmp_path)

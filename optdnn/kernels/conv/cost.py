@@ -45,6 +45,8 @@ STAGE_ISSUE = {
     "gelu_tanh": 8.0,
     "tanh": 8.0,
     "silu": 6.0,
+    "rounded_silu": 10.0,
+    "rounded_hard_swish": 6.0,
     "swish": 7.0,
     "sigmoid": 6.0,
     "softplus": 16.0,

@@ -40,6 +40,9 @@ STAGES: dict[str, tuple[int, str]] = {
     "tanh": (0, "x = tanhf(x);"),
     "hard_sigmoid": (2, "x = __saturatef({0} * x + {1});"),
     "hard_swish": (0, "x = x * __saturatef(x * 0.16666667f + 0.5f);"),
+    # The factor of x is rounded to a multiple of {2}, at most {1} times {2}; {0} is 1 / {2}.
+    "rounded_silu": (3, "x = x * (fminf(rintf(__fdividef(1.0f, 1.0f + __expf(-x)) * {0}), {1}) * {2});"),
+    "rounded_hard_swish": (3, "x = x * (fminf(rintf(__saturatef(x * 0.16666667f + 0.5f) * {0}), {1}) * {2});"),
     "gelu": (0, _GELU),
     "gelu_tanh": (
         0,
@@ -70,7 +73,8 @@ COARSE: dict[str, tuple[int, str]] = {
 }
 
 INEXACT = frozenset({
-    "elu", "selu", "celu", "sigmoid", "silu", "swish", "tanh", "gelu", "gelu_tanh", "softplus", "mish", "softsign", "sin", "cos",
+    "elu", "selu", "celu", "sigmoid", "silu", "rounded_silu", "swish", "tanh", "gelu", "gelu_tanh", "softplus", "mish", "softsign",
+    "sin", "cos",
 })  # fmt: skip
 """Stages that the kernels compute to about 20 bits only; the others are exact in fp32."""
 
@@ -132,6 +136,7 @@ EXACT: dict[str, tuple[int, str]] = {
     "elu": (1, "x = x < 0.0f ? {0} * expm1f(x) : x;"),
     "sigmoid": (0, "x = 1.0f / (1.0f + expf(-x));"),
     "silu": (0, "x = x / (1.0f + expf(-x));"),
+    "rounded_silu": (3, "x = x * (fminf(rintf(1.0f / (1.0f + expf(-x)) * {0}), {1}) * {2});"),
     "swish": (1, "x = x / (1.0f + expf({0} * -x));"),
     "gelu": (0, "x = 0.5f * x * (1.0f + erff(x * 0.70710678f));"),
     "softplus": (0, "x = fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));"),
