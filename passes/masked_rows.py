@@ -15,6 +15,7 @@ Further rules of this pass:
 - ``passes/rules/masked_sums.py``: graph networks sum over the edges that are not self-loops.
 - ``passes/rules/masked_writes.py``: graph networks write the weights of self-loops.
 - ``passes/rules/expert_rows.py``: mixtures of experts split rows by the number of rows of each expert.
+- ``passes/rules/bounded_keys.py``: attention to the tokens that a mask selects (Mochi) has a mask for all tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.best_rows import best_rows
+from optdnn.passes.rules.bounded_keys import bounded_keys
 from optdnn.passes.rules.class_loops import best_of_classes
 from optdnn.passes.rules.expert_rows import expert_rows
 from optdnn.passes.rules.mask_positions import expand_to_positions, positions_count, same_positions, uncut, unrepeated
@@ -266,4 +268,5 @@ class MaskedRows(RulePass):
         masked_sums,
         masked_writes,
         expert_rows,
+        bounded_keys,
     )

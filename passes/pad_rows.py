@@ -27,9 +27,9 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.shape import ShapeAttrs
 from optdnn.passes.base import Fired, Match, Miss, Pass, PassContext, PassReport, Refused, node_names
-from optdnn.passes.support.facts import operand
+from optdnn.passes.support.facts import integers, operand
 from optdnn.passes.support.rows import RowOp, Rows, by_number, copy_of, elements_with, row_op, zero
-from optdnn.types import INT64
+from optdnn.types import INT64, normalize_axis
 
 WORK = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "PackedMatMul", "RoiAlign"})
 """Kinds for which padding always pays."""
@@ -44,7 +44,8 @@ class PadRows(Pass):
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         tried: set[Dim] = set()
-        while (count := next((d for d in _counts(graph) if d not in tried), None)) is not None:
+        while left := [d for d in _counts(graph) if d not in tried]:
+            count = min(left, key=lambda d: bounds(d)[1])  # n before n + 7: the rows of a Concat are those of its parts
             tried.add(count)
             found = _match(graph, count)
             if isinstance(found, Match):
@@ -204,11 +205,10 @@ def _build(patch: Patch, part: _Part) -> None:
     axis = given[first].axis
     shapes = part.shapes()
     asked = frozenset().union(*(op.src for op in shapes))
-    whole = {v: x for v, rows in given.items() if (x := _whole(part.graph, v, rows, most)) is not None}
-    if first in whole:
-        number = operand(part.graph.op(first), 2)
-    else:
-        number = patch.add("Shape", [first], ShapeAttrs(axis, axis + 1), src=asked)
+    found = {v: x for v, rows in given.items() if (x := _whole(part.graph, v, rows, most)) is not None}
+    whole = {v: x.add_to(patch) for v, x in found.items()}
+    shape = ShapeAttrs(axis, axis + 1)
+    number = found[first].number(patch) if first in found else patch.add("Shape", [first], shape, src=asked)
     cut = {rows.per for v, rows in given.items() if v not in whole}
     sources = {per: _sources(patch, number, per, most) for per in sorted(cut)}
     new: dict[Value, Value] = {}
@@ -243,15 +243,54 @@ def _sources(patch: Patch, number: Value, per: int, most: int) -> Value:
     return patch.add("Mod", [patch.constant(np.arange(most * per), "places"), there], ModAttrs(), src=())
 
 
-def _whole(graph: Graph, value: Value, rows: Rows, most: int) -> Value | None:
-    """The tensor of ``most`` rows, if a value is a Slice of its first rows; else None."""
-    cut = graph.op(value)
+@dataclass(frozen=True)
+class _Whole:
+    """The tensor of all rows, for a value that holds the first ones: the Slice ``cut``, or the Concat ``join`` of ``front`` rows
+    and this Slice."""
+
+    cut: Op
+    join: Op | None = None
+    front: int = 0
+
+    def add_to(self, patch: Patch) -> Value:
+        if self.join is None:
+            return operand(self.cut)
+        return patch.add("Concat", [*self.join.inputs[:-1], operand(self.cut)], self.join.attrs, src=self.join.src)
+
+    def number(self, patch: Patch) -> Value:
+        """The number of rows of the value (int64 [1])."""
+        end = operand(self.cut, 2)
+        return (
+            end
+            if self.join is None
+            else patch.add("Add", [end, integers(patch, (self.front,), "front")], src=self.join.src)
+        )
+
+
+def _whole(graph: Graph, value: Value, rows: Rows, most: int) -> _Whole | None:
+    """The tensor of ``most`` rows, if a value is a Slice of its first rows, or a Concat of known rows and such a Slice."""
+    op = graph.op(value)
+    if (
+        op.kind == "Concat"
+        and normalize_axis(op.attrs.axis, len(graph.type(value).dims)) == rows.axis
+        and rows.per == 1
+    ):
+        before = [graph.type(v).dims[rows.axis] for v in op.inputs[:-1] if v is not None]
+        front = sum(d for d in before if isinstance(d, int))
+        cut = graph.op(operand(op, len(op.inputs) - 1))
+        known = not any(isinstance(d, Dim) for d in before)
+        return _Whole(cut, op, front) if known and _cuts(graph, cut, rows, most - front) else None
+    return _Whole(op) if _cuts(graph, op, rows, most) else None
+
+
+def _cuts(graph: Graph, cut: Op, rows: Rows, most: int) -> bool:
+    """Whether an operator is a Slice of the first rows of a tensor of ``most`` rows."""
     if cut.kind != "Slice" or len(cut.inputs) != 4:
-        return None
+        return False
     starts, axes = (graph.constant_value(cut.inputs[slot]) for slot in (1, 3))
     if starts is None or axes is None or (starts.tolist(), axes.tolist()) != ([0], [rows.axis]):
-        return None
-    return operand(cut) if graph.type(operand(cut)).dims[rows.axis] == most * rows.per else None
+        return False
+    return graph.type(operand(cut)).dims[rows.axis] == most * rows.per
 
 
 def _padded(patch: Patch, value: Value, rows: Rows, source: Value) -> Value:
