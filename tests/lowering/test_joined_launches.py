@@ -11,10 +11,12 @@ from kernels.test_generated import compare_steps  # type: ignore[import-not-foun
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
+from support.quantized_nets import QNet
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import TensorView, row_major
+from optdnn.kernels.launch import GENERAL
 from optdnn.kernels.layout import copies
 from optdnn.kernels.layout.copies import Part
 from optdnn.kernels.pointwise import joint
@@ -310,15 +312,40 @@ def test_refusals() -> None:
     )
 
 
+def rounded_again() -> Graph:
+    """The halves of a rounded image, rounded again in steps of their own: the parts of a quantized Concat."""
+    n = QNet()
+    y = n.fake(n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03), 16), 0.04)
+    halves = n.op("Split", y, n.ints(8, 8), attrs=SplitAttrs(1), outputs=2)
+    return n.done(*(n.q(half, scale, zero) for half, scale, zero in zip(halves, (0.05, 0.07), (3, -5), strict=True)))
+
+
+def test_integers_are_exact_in_a_joint_launch() -> None:
+    program = lowered(rounded_again(), "fp16")
+    assert kinds(program) == ["JointPointwise", "QuantizedConv", "JointPointwise"]
+    assert [len(step.outputs) for step in program.steps] == [1, 1, 2]
+    for step in (program.steps[0], program.steps[2]):
+        assert program.kernels[step.params["launch"]["kernel"]].options == (*GENERAL, "--fmad=false")
+    floats = (Stage("Mul", (-1, -1)),)
+    parts = [joint.Part((tensor(0, 8),), floats, tensor(k, 8)) for k in (1, 2)]
+    assert joint.launch("sm_90a", parts).recipe.options == GENERAL
+    copied = [joint.Part((tensor(0, 8, dtype=INT8),), (), tensor(k, 8, dtype=INT8)) for k in (1, 2)]
+    assert joint.launch("sm_90a", copied).recipe.options == GENERAL
+
+
+@HOST
+def test_integers_on_the_processor(tmp_path: Path) -> None:
+    graph = rounded_again()
+    program = lowered(graph, "fp16")
+    assert compare_steps(program, feeds_of(graph), 0, tmp_path) >= 1
+
+
 def test_refusals_of_operators() -> None:
     x, y = tensor(0, 8), tensor(1, 8)
     exp = (Stage("Exp", (-1,)),)
     assert joint.refuse(joint.Part((x,), exp, y)) is None
     large = tensor(1, joint.MOST_ELEMENTS + 1)
     assert "large enough" in str(joint.refuse(joint.Part((x,), exp, large)))
-    assert "exact" in str(
-        joint.refuse(joint.Part((x,), (Stage("Cast", (-1,), CastAttrs(INT8)),), tensor(1, 8, dtype=INT8)))
-    )
     assert "no expression" in str(joint.refuse(joint.Part((x,), (Stage("Gelu2", (-1,)),), y)))
     spread = TensorView(0, 0, (2,) * 9, tuple(5**k for k in range(9)), FP32)
     assert "cannot be merged" in str(joint.refuse(joint.Part((spread,), exp, tensor(1, *(2,) * 9))))

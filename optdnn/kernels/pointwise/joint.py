@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from optdnn.kernels.builder import TensorView, up
-from optdnn.kernels.launch import Launch, Parameters
+from optdnn.kernels.launch import GENERAL, Launch, Parameters
 from optdnn.kernels.pointwise.pointwise import BYTES, CPP, EXPRESSIONS, arithmetic, body
 from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.ops.base import Stage
@@ -57,8 +57,6 @@ def refuse(part: Part) -> str | None:
     """Why a pointwise operator cannot share a launch with others; None if it can."""
     if not 0 < math.prod(part.target.shape) <= MOST_ELEMENTS:
         return "it is large enough for a launch of its own"
-    if part.stages and part.target.dtype in BYTES:
-        return "its 8-bit integers have to be exact, which needs other options of the compiler"
     tensors = [part.target, *(x for _, x in part.present)]
     if not {s.kind for s in part.stages} <= EXPRESSIONS.keys() or not {x.dtype for x in tensors} <= CPP.keys():
         return "there is no expression for its stages"
@@ -116,7 +114,10 @@ extern "C" __global__ void __launch_bounds__({THREADS}) joint(const __grid_const
     {newline.join(blocks)}
 }}
 """
-    return parameters.generated(arch, text, "joint", end, THREADS)
+    # As in launches of one operator: products before an addition are rounded, if 8-bit integers are computed.
+    exact = any(part.stages and part.target.dtype in BYTES for part in parts)
+    options = (*GENERAL, "--fmad=false") if exact else GENERAL
+    return parameters.generated(arch, text, "joint", end, THREADS, options=options)
 
 
 def _element(k: int, part: Part, of: Sequence[Sequence[int]], rank: int) -> str:
