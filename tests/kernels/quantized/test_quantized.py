@@ -66,12 +66,8 @@ def test_chains_stay_in_8_bits() -> None:
     assert len(floats) == 2  # the network's input and output
     assert tactics(program).count("conv_sm90_8bit") == 4
     kinds = [s.params["op"]["kind"] for s in program.steps]
-    assert kinds == [
-        "Pointwise",
-        "Copy",
-        *["QuantizedConv"] * 4,
-        "JointPointwise",
-    ]  # a copy changes the layout of the input; the output is dequantized from the layout of the convolution
+    # The input is rounded into the layout of the convolution, from which the output is dequantized.
+    assert kinds == ["JointPointwise", *["QuantizedConv"] * 4, "JointPointwise"]
 
 
 def test_a_part_of_a_wider_image_is_added_to_results_of_fp32() -> None:
@@ -114,7 +110,7 @@ def test_a_mean_reads_and_writes_pixels_that_are_filled_up() -> None:
     n = QNet()
     _, program = built(n.done(*NETS["a mean between convolutions of 24 channels"](n)))
     found = [s.params["op"]["kind"] for s in program.steps]
-    assert found == ["Pointwise", "Copy", "QuantizedConv", "QuantizedMean", "QuantizedConv", "Pointwise"]
+    assert found == ["JointPointwise", "QuantizedConv", "QuantizedMean", "QuantizedConv", "Pointwise"]
 
 
 def test_single_pixels_are_rows_in_place() -> None:
@@ -124,8 +120,7 @@ def test_single_pixels_are_rows_in_place() -> None:
     graph, program = built(n.done(n.qgemm(rows, 10)))
     found = [s.params["op"]["kind"] for s in program.steps]
     assert found == [
-        "Pointwise",
-        "Copy",
+        "JointPointwise",
         "QuantizedConv",
         "QuantizedMean",
         "QuantizedConv",
