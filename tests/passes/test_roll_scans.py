@@ -182,7 +182,7 @@ def test_what_only_the_last_steps_compute_is_no_part_of_a_scan() -> None:
         state = n.op("Tanh", n.op("Add", n.op("Mul", state, 0.5), taken(n, x, 1, t)))
         rows.append(n.op("Mul", state, 2.0))
     graph = n.done(n.op("Add", rows[-1], rows[-2]))
-    check_refused(PASS, graph, because="its last steps compute more than the steps before them", rule="last_state")
+    check_refused(PASS, graph, because="results of other steps than the last one have readers", rule="last_state")
 
 
 def test_neighbors_are_no_candidates() -> None:
