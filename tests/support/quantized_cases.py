@@ -118,6 +118,10 @@ CASES: dict[str, Case] = {
     "clip from above zero": Case(2, 64, Source(9, 7, 64), (("clip", 0.5, 3.0), ("relu",)), Config(1, 1, 1, 64, 2)),
     "leaky relu": Case(2, 64, Source(9, 7, 64), (("leaky_relu", 0.1),), Config(1, 1, 1, 64, 2)),
     "silu": Case(2, 64, Source(9, 7, 64), (("silu",),), Config(1, 1, 1, 64, 2)),
+    "silu, its gate rounded": Case(2, 64, Source(9, 7, 64), (("rounded_silu", 250.0, 255.0, 0.004),), Config(1, 1, 1, 64, 2)),
+    "hard swish, its gate rounded": Case(
+        2, 64, Source(9, 7, 64), (("rounded_hard_swish", 250.0, 200.0, 0.004),), Config(1, 1, 1, 64, 2)
+    ),
     "swish": Case(2, 64, Source(9, 7, 64), (("swish", -1.702),), Config(1, 1, 1, 64, 2)),
     "add, then constants": Case(
         2, 64, Source(9, 7, 64), (("add",), ("mul_const", 0.5), ("add_const", 0.3)), Config(1, 1, 1, 64, 2), residual=_R
