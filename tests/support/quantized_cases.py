@@ -272,7 +272,7 @@ def compare(case: Case, found: np.ndarray, expected: np.ndarray) -> str:
     """ "" for a right result, else the fault."""
     if found.dtype.itemsize == 1 and "float8" not in case.dtype:
         steps = np.abs(found.astype(np.int64) - expected.astype(np.int64)).max(initial=0)
-        allowed = 1 if any(s[0] in ("silu", "swish", "gelu") for s in case.stages) else 0
+        allowed = 1 if any(s[0] in ("silu", "rounded_silu", "swish", "gelu") for s in case.stages) else 0
         return (
             ""
             if steps <= allowed
@@ -281,6 +281,6 @@ def compare(case: Case, found: np.ndarray, expected: np.ndarray) -> str:
     a, b = found.astype(np.float64), expected.astype(np.float64)
     error = float(np.linalg.norm(a - b) / np.linalg.norm(b))
     limit = 2e-2 if "float8" in case.dtype and case.out else 6e-3 if case.float_out == "bfloat16" else 1e-3
-    if "float8" not in case.dtype and not any(s[0] in ("silu", "swish", "gelu") for s in case.stages):
+    if "float8" not in case.dtype and not any(s[0] in ("silu", "rounded_silu", "swish", "gelu") for s in case.stages):
         limit = 0.0  # sums are exact, and there is one rounding
     return "" if error <= limit else f"relative error {error:.2e} exceeds {limit:.0e}"
