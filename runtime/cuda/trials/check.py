@@ -196,7 +196,7 @@ def _source(step: CudaStep, program: Program) -> str:
 def _rounds_floats(meaning: ReferenceOp) -> bool:
     """Whether 8-bit integers of a step are rounded from floats, so that two computations may give different integers."""
     stages = meaning.attrs.get("stages", ())
-    # Stages of scans, sums of segments and joint launches are mappings or lists of them: their results are not 8-bit integers.
+    # Stages of scans, sums of segments and joint launches are mappings or lists of them: these kernels compute as NumPy does.
     names = [s[0] for s in stages if s and not isinstance(s, Mapping)]
     return meaning.kind == "Quantized" or any(isinstance(name, str) and name in INEXACT for name in names)
 
