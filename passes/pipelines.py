@@ -80,6 +80,7 @@ from optdnn.passes.segment_sums import SegmentSums
 from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.separable_attention import SeparableAttention
 from optdnn.passes.short_attention import ShortAttention
+from optdnn.passes.sibling_sums import SumsOfSiblings
 from optdnn.passes.spectral_convolutions import SpectralConvolutions
 from optdnn.passes.split_products import SplitProducts
 from optdnn.passes.stacked_columns import StackedColumns
@@ -212,6 +213,7 @@ O2_GPU: tuple[Pass, ...] = (
     RadixSums(),  # before epilogues, and before views of images are hoisted
     PartialSums(),  # before epilogues, which take in the additions
     OrderedSums(),  # after PartialSums, which adds additions; before epilogues, which take in additions
+    SumsOfSiblings(),  # before epilogues, which take in one convolution of each sum
     HoistViews(),  # before epilogues: views between a product and its residual would keep them separate
     WindowProducts(),  # before the transposes that it adds are merged
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
