@@ -9,7 +9,8 @@ On GPUs, convolutions of several kernel sizes that a Concat joins (InceptionTime
 where their launches take longer than the multiplications by zeros.
 
 There too, convolutions that each read one of the parts of such a Split become one grouped convolution. The heads of CenterPoint, 36
-pairs of small convolutions of one image, are two convolutions then (Yin et al., 2021).
+pairs of small convolutions of one image, are two convolutions then (Yin et al., 2021). Products whose epilogues read parts of one tensor
+side by side, or the same factors of rows, are merged as well (:mod:`optdnn.passes.support.siblings`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.rules.outer_parts import OuterPart
 from optdnn.passes.support.common_kernel import common_kernel
 from optdnn.passes.support.facts import bytes_of, integers, operand
-from optdnn.passes.support.siblings import Family, Member, joined, member_of
+from optdnn.passes.support.siblings import Family, Member, joined, member_of, side_by_side
 from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import Array
 
@@ -58,15 +59,16 @@ class MergeSiblings(Rule):
         same_kind = [u for u in graph.users(x) if u.kind == op.kind and u.inputs[0] == x]
         if len(same_kind) < 2:
             return None
-        mine = member_of(graph, op)
+        machine = TargetName.parse(context.target)
+        mine = member_of(graph, op, tensors=machine.on_gpu)
         if isinstance(mine, str):
             return Miss(mine)
-        machine = TargetName.parse(context.target)
         if machine.on_gpu and (machine.arch or HOPPER) == HOPPER:
             if (why := _with_reader(graph, op)) is not None:
                 return Miss(why)
             same_kind = [u for u in same_kind if _with_reader(graph, u) is None]
-        found = _biased_alike([m for m in (member_of(graph, u) for u in same_kind) if isinstance(m, Member)])
+        taken = [member_of(graph, u, tensors=machine.on_gpu) for u in same_kind]
+        found = _biased_alike([m for m in taken if isinstance(m, Member)])
         if op.kind == "Conv" and TargetName.parse(context.target).on_gpu:
             found = _with_one_kernel(graph, mine, found, context.precision)
         (mine,) = [m for m in found if m.op.id == op.id]
@@ -74,6 +76,8 @@ class MergeSiblings(Rule):
         if len(members) < 2:
             return Miss(f"no other {op.kind} on {graph.output(x).name} has the same geometry, type and activation")
         family = _family(graph, members)
+        if not side_by_side(family.members):
+            return Miss("their epilogues read parts of a tensor that are not side by side")
         reason = _unprofitable(graph, x, family, context.target)
         if reason is not None:
             return Miss(reason)
@@ -217,9 +221,9 @@ def _with_bias(member: Member) -> Member:
     if attrs.epilogue or kind != "MatMul":
         return member
     stage = Stage("Add", (-1, member.op.definition.arity))
-    key = (kind, replace(attrs, epilogue=(stage,)), *rest[:-2], (None,), rest[-1])
+    key = (kind, replace(attrs, epilogue=(stage,)), *rest[:-3], (None,), (None,), rest[-1])
     zeros = np.zeros(member.width, member.weight.dtype)
-    return replace(member, key=key, scalars=(None,), channels=(zeros,))
+    return replace(member, key=key, scalars=(None,), channels=(zeros,), tensors=(None,))
 
 
 def _with_one_kernel(graph: Graph, mine: Member, members: list[Member], precision: str) -> list[Member]:
@@ -261,7 +265,8 @@ def _family(graph: Graph, members: Sequence[Member]) -> Family:
     rank = len(graph.type(op.value).dims)
     axis = 1 if op.kind == "Conv" else rank - 1
     concat = graph.sole_user(op.value)
-    aligned = tuple(sorted(members, key=lambda m: m.width % ALIGNED != 0))  # the parts before others begin at vectors
+    by_part = sorted(members, key=lambda m: m.parts[:1])  # in the order of the parts that their epilogues read
+    aligned = tuple(sorted(by_part, key=lambda m: m.width % ALIGNED != 0))  # the parts before others begin at vectors
     if concat is None or concat.kind != "Concat" or concat.attrs.axis % rank != axis:
         return Family(aligned, axis, None)
     slots = {m.op.value: concat.inputs.index(m.op.value) for m in members if graph.sole_user(m.op.value) == concat}

@@ -1,7 +1,12 @@
-"""Convolutions or products of one kind on one operand, taken apart and put side by side."""
+"""Convolutions or products of one kind on one operand, taken apart and put side by side.
+
+The epilogues of products may read tensors: one that all siblings share, with one factor per row (a mask), or the parts of a Split
+side by side (the gates of a triangle multiplication: Jumper et al., 2021).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +16,23 @@ from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import FusedAttrs
+from optdnn.passes.support.facts import integers, operand, producer
 from optdnn.passes.support.products import output_axis
 from optdnn.types import Array
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that the epilogue of a sibling reads. ``port``: of the Split that ``value`` is a part of; -1 for a tensor with one
+    element per row, which all siblings share."""
+
+    value: Value
+    port: int
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What the tensors of siblings have in common."""
+        return (self.value,) if self.port < 0 else (self.value.op, "part")
 
 
 @dataclass(frozen=True)
@@ -29,7 +49,14 @@ class Member:
     scalars: tuple[Array | None, ...]
     """The stages' operands, in order of slot: a scalar, or None if ``channels`` has the vector."""
     channels: tuple[Array | None, ...]
+    tensors: tuple[Tensor | None, ...]
+    """For each of the stages' operands the tensor that is no constant, or None."""
     width: int
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The ports of the Splits whose parts the stages read."""
+        return tuple(t.port for t in self.tensors if t is not None and t.port >= 0)
 
 
 @dataclass(frozen=True)
@@ -41,8 +68,8 @@ class Family:
     concat: Op | None
 
 
-def member_of(graph: Graph, op: Op) -> Member | str:
-    """A sibling taken apart, or why it cannot be merged."""
+def member_of(graph: Graph, op: Op, *, tensors: bool = False) -> Member | str:
+    """A sibling taken apart, or why it cannot be merged. ``tensors``: its stages may read a :class:`Tensor`."""
     attrs: FusedAttrs = op.attrs
     weight, output = graph.constant_value(op.input(1)), op.outputs[0].type
     if weight is None:
@@ -71,14 +98,17 @@ def member_of(graph: Graph, op: Op) -> Member | str:
             return "its bias is not a constant for each output channel"
     scalars: list[Array | None] = []
     channels: list[Array | None] = []
+    read: list[Tensor | None] = []
     used = sorted({a for s in attrs.epilogue for a in s.args if a is not None and a >= 0})
     for slot in used:
         array = graph.constant_value(op.inputs[slot]) if slot >= arity else None
         vector = by_channel(array, rank, axis, width)
-        if array is None or vector is None:
+        tensor = _tensor(graph, op, op.inputs[slot]) if tensors and array is None and slot >= arity else None
+        if tensor is None and (array is None or vector is None):
             return "its epilogue reads a value that is not a constant for each output channel"
-        scalars.append(array if array.size == 1 else None)
-        channels.append(None if array.size == 1 else vector)
+        scalars.append(array if array is not None and array.size == 1 else None)
+        channels.append(None if array is None or array.size == 1 else vector)
+        read.append(tensor)
     renumber = {slot: arity + k for k, slot in enumerate(used)}
     stages = (
         replace(s, args=tuple(renumber.get(a, a) if a is not None else None for a in s.args)) for s in attrs.epilogue
@@ -87,8 +117,48 @@ def member_of(graph: Graph, op: Op) -> Member | str:
     kernel = weight.shape[2:] if op.kind == "Conv" else ()
     values = tuple(None if a is None else (a.shape, a.tobytes()) for a in scalars)
     types = tuple(None if a is None else str(a.dtype) for a in packed)
-    key = (op.kind, plain, kernel, str(output.dtype), str(weight.dtype), values, types)
-    return Member(op, key, weight, bias, packed, tuple(scalars), tuple(channels), width)
+    shared = tuple(t and t.key for t in read)
+    key = (op.kind, plain, kernel, str(output.dtype), str(weight.dtype), values, shared, types)
+    return Member(op, key, weight, bias, packed, tuple(scalars), tuple(channels), tuple(read), width)
+
+
+def _tensor(graph: Graph, op: Op, value: Value | None) -> Tensor | None:
+    """The tensor that a stage of a product reads, if siblings can read it as one; else None."""
+    if value is None or op.kind == "Conv":
+        return None
+    own, of = graph.type(value), op.outputs[0].type
+    if own.dims and own.dims[-1] == 1:
+        return Tensor(value, -1)
+    split = producer(graph, value, {"Split"})
+    if (
+        split is None
+        or not all(o.type.is_static for o in split.outputs)
+        or own.dims != of.dims
+        or split.attrs.axis % own.rank != own.rank - 1
+    ):
+        return None
+    return Tensor(value, value.port)
+
+
+def side_by_side(members: Sequence[Member]) -> bool:
+    """Whether the parts that the stages of siblings read are in order, without gaps."""
+    ports = zip(*(m.parts for m in members), strict=True)
+    return all(list(of) == list(range(of[0], of[0] + len(of))) for of in ports)
+
+
+def _joined_parts(graph: Graph, patch: Patch, tensors: Sequence[Tensor], name: str) -> Value:
+    """The tensor that joins the parts of a Split side by side, or the tensor that all siblings share."""
+    first = tensors[0]
+    if first.port < 0:
+        return first.value
+    split = graph.op(first.value)
+    sizes = [o.type.static_shape[-1] for o in split.outputs]
+    if len(tensors) == len(sizes):
+        return operand(split)
+    begin, last = sum(sizes[: first.port]), graph.type(first.value).rank - 1
+    end = begin + sum(sizes[first.port : first.port + len(tensors)])
+    limits = [integers(patch, [n], f"{name}.{what}") for n, what in ((begin, "begin"), (end, "end"), (last, "axis"))]
+    return patch.add("Slice", [operand(split), *limits])
 
 
 def joined(graph: Graph, patch: Patch, x: Value, family: Family, kept: ConstantCache) -> Value:
@@ -108,6 +178,10 @@ def joined(graph: Graph, patch: Patch, x: Value, family: Family, kept: ConstantC
     inputs = inputs[: first.op.definition.arity]
     rank = len(graph.type(first.op.value).dims)
     for k, scalar in enumerate(first.scalars):
+        tensors = [t for m in members if (t := m.tensors[k]) is not None]
+        if tensors:
+            inputs.append(_joined_parts(graph, patch, tensors, f"{name}.stage{k}"))
+            continue
         if scalar is None:
             vectors = [m.channels[k] for m in members]
             scalar = np.concatenate([v for v in vectors if v is not None])
