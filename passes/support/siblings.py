@@ -134,7 +134,7 @@ def _tensor(graph: Graph, op: Op, value: Value | None) -> Tensor | None:
         split is None
         or not all(o.type.is_static for o in split.outputs)
         or own.dims != of.dims
-        or split.attrs.axis % own.rank != own.rank - 1
+        or split.attrs.axis % len(own.dims) != len(own.dims) - 1
     ):
         return None
     return Tensor(value, value.port)
@@ -155,7 +155,7 @@ def _joined_parts(graph: Graph, patch: Patch, tensors: Sequence[Tensor], name: s
     sizes = [o.type.static_shape[-1] for o in split.outputs]
     if len(tensors) == len(sizes):
         return operand(split)
-    begin, last = sum(sizes[: first.port]), graph.type(first.value).rank - 1
+    begin, last = sum(sizes[: first.port]), len(graph.type(first.value).dims) - 1
     end = begin + sum(sizes[first.port : first.port + len(tensors)])
     limits = [integers(patch, [n], f"{name}.{what}") for n, what in ((begin, "begin"), (end, "end"), (last, "axis"))]
     return patch.add("Slice", [operand(split), *limits])
