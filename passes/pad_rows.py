@@ -31,7 +31,7 @@ from optdnn.passes.support.facts import operand
 from optdnn.passes.support.rows import RowOp, Rows, by_number, copy_of, elements_with, row_op, zero
 from optdnn.types import INT64
 
-WORK = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "PackedMatMul", "RoiAlign"})
+WORK = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "PackedMatMul", "ResizedPeaks", "RoiAlign"})
 """Kinds for which padding always pays."""
 MANY = 16
 """Padding also pays for this many operators on the same rows: each would be a step on the CPU."""

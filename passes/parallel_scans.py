@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.reduce import reduced_axes
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.support.facts import ints, operand, reshaped, shape_of
+from optdnn.passes.support.facts import operand, shape_of
+from optdnn.passes.support.iterations import Iterations, dims_of, why_not
 from optdnn.types import normalize_axis
 
 MOST_BYTES = 1 << 30
@@ -40,15 +39,14 @@ def parallel_scan(graph: Graph, op: Op) -> Match | Miss | None:
     if not isinstance(trips, int) or not trips:
         return Miss("its number of iterations is not known")
     inner = [o for o in body.order() if o.kind not in STRUCTURAL and o.kind != "Constant"]
-    if (why := next((w for o in inner if (w := _why_not(body, o)) is not None), None)) is not None:
+    if (why := next((w for o in inner if (w := why_not(body, o)) is not None), None)) is not None:
         return Miss(why)
-    sizes = (math.prod(_dims(body, o.value)) * o.outputs[0].type.dtype.itemsize for o in inner)
+    sizes = (math.prod(dims_of(body, o.value)) * o.outputs[0].type.dtype.itemsize for o in inner)
     if trips * max(sizes, default=0) > MOST_BYTES:
         return Miss("the results of all its iterations would take too much memory")
 
     def build(patch: Patch) -> None:
-        results = _Parallel(patch, op, trips).results()
-        for port, new in enumerate(results):
+        for port, new in enumerate(_results(patch, op, trips)):
             if graph.uses(Value(op.id, port)):
                 patch.replace(Value(op.id, port), new)
 
@@ -63,90 +61,31 @@ def _source(body: Graph, output: int) -> Value | None:
     return value
 
 
-def _dims(body: Graph, value: Value) -> tuple[int, ...]:
-    return body.type(value).static_shape
+def _results(patch: Patch, op: Op, trips: int) -> list[Value]:
+    """The values that replace the Scan's results."""
+    a, body, n = op.attrs, op.attrs.body.graph, len(op.attrs.scan_input_axes)
+    given = list(op.inputs)
+    for k, axis in zip(range(a.states, a.states + n), a.scan_input_axes, strict=True):
+        given[k] = _moved(patch, operand(op, k), axis, to_front=True)
+    place = {Value(i): v for i, v in zip(body.inputs, given, strict=True) if v is not None}
+    all_at_once = Iterations(patch, body, trips, place, (Value(i) for i in body.inputs[a.states : a.states + n]))
+    all_at_once.run(body.order())
+    found = [operand(body.op(i)) for i in body.outputs]
+    stacks = [
+        _moved(patch, all_at_once.stacked(v), axis, to_front=False)
+        for v, axis in zip(found[a.states :], a.scan_output_axes, strict=True)
+    ]
+    return [*(all_at_once.place[v] for v in found[: a.states]), *stacks]
 
 
-def _why_not(body: Graph, op: Op) -> str | None:
-    """Why an operator of the body cannot have one more leading axis, or None."""
-    if len(op.outputs) != 1 or not all(body.type(v).is_static for v in (*op.inputs, op.value) if v is not None):
-        return f"its {op.kind} has sizes that are not known"
-    if op.definition.traits.pointwise or op.kind == "Transpose":
-        return None
-    if op.kind == "MatMul" and all(len(_dims(body, operand(op, i))) >= 2 for i in (0, 1)):
-        return None
-    if op.kind.startswith("Reduce") and (op.input(1) is None or ints(body, op.input(1)) is not None):
-        return None
-    return f"its {op.kind} cannot have one more axis"
-
-
-class _Parallel:
-    """The body's values for all iterations. ``every``: values with a leading axis of iterations; all other values have none."""
-
-    def __init__(self, patch: Patch, op: Op, trips: int):
-        self.patch, self.op, self.trips, self.body = patch, op, trips, op.attrs.body.graph
-        a, n = op.attrs, len(op.attrs.scan_input_axes)
-        given = list(op.inputs)
-        for k, axis in zip(range(a.states, a.states + n), a.scan_input_axes, strict=True):
-            given[k] = self._moved(operand(op, k), axis, to_front=True)
-        self.place = {Value(i): v for i, v in zip(self.body.inputs, given, strict=True) if v is not None}
-        self.every = {Value(i) for i in self.body.inputs[a.states : a.states + n]}
-
-    def _moved(self, x: Value, axis: int, *, to_front: bool) -> Value:
-        rank = len(self.patch.type(x).dims)
-        at = normalize_axis(axis, rank)
-        if not at:
-            return x
-        perm = [at, *(k for k in range(rank) if k != at)]
-        order = perm if to_front else np.argsort(perm).tolist()
-        return self.patch.add("Transpose", [x], TransposeAttrs(tuple(order)))
-
-    def results(self) -> list[Value]:
-        """The values that replace the Scan's results."""
-        for op in self.body.order():
-            if op.kind == "Constant":
-                self.place[op.value] = self.patch.constant(op.attrs.value, op.outputs[0].name)
-            elif op.kind not in STRUCTURAL:
-                if self.every.intersection(v for v in op.inputs if v is not None):
-                    self.place[op.value] = self._for_all(op)
-                    self.every.add(op.value)
-                else:
-                    operands = [None if v is None else self.place[v] for v in op.inputs]
-                    self.place[op.value] = self.patch.add(op.kind, operands, op.attrs)
-        a = self.op.attrs
-        found = [operand(self.body.op(i)) for i in self.body.outputs]
-        stacks = [
-            self._moved(self._stack(v), axis, to_front=False)
-            for v, axis in zip(found[a.states :], a.scan_output_axes, strict=True)
-        ]
-        return [*(self.place[v] for v in found[: a.states]), *stacks]
-
-    def _stack(self, value: Value) -> Value:
-        """The results of all iterations, stacked along a first axis."""
-        if value in self.every:
-            return self.place[value]
-        shape = (self.trips, *_dims(self.body, value))
-        return self.patch.add("Expand", [self.place[value], self.patch.constant(np.array(shape, np.int64), "shape")])
-
-    def _for_all(self, op: Op) -> Value:
-        """An operator of the body for all iterations."""
-        patch, rank = self.patch, len(_dims(self.body, operand(op)))
-        if op.kind == "Transpose":
-            perm = op.attrs.perm or tuple(reversed(range(rank)))
-            return patch.add("Transpose", [self.place[operand(op)]], TransposeAttrs((0, *(k + 1 for k in perm))))
-        if op.kind.startswith("Reduce"):
-            axes = reduced_axes(op.attrs, ints(self.body, op.input(1)), rank, op.kind)
-            where = patch.constant(np.array([k + 1 for k in axes], np.int64), "axes")
-            return patch.add(op.kind, [self.place[operand(op)], where], replace(op.attrs, noop_with_empty_axes=True))
-        ranks = [len(_dims(self.body, v)) for v in op.inputs if v is not None]
-        return patch.add(op.kind, [None if v is None else self._aligned(v, max(ranks)) for v in op.inputs], op.attrs)
-
-    def _aligned(self, value: Value, rank: int) -> Value:
-        """A value with axes of size 1 after the axis of iterations, up to ``rank`` more axes: ready for broadcasting."""
-        dims = _dims(self.body, value)
-        if value not in self.every or len(dims) == rank:
-            return self.place[value]
-        return reshaped(self.patch, self.place[value], (self.trips, *[1] * (rank - len(dims)), *dims))
+def _moved(patch: Patch, x: Value, axis: int, *, to_front: bool) -> Value:
+    rank = len(patch.type(x).dims)
+    at = normalize_axis(axis, rank)
+    if not at:
+        return x
+    perm = [at, *(k for k in range(rank) if k != at)]
+    order = perm if to_front else np.argsort(perm).tolist()
+    return patch.add("Transpose", [x], TransposeAttrs(tuple(order)))
 
 
 class ParallelScans(RulePass):

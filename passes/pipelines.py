@@ -62,6 +62,7 @@ from optdnn.passes.pack_weights import PackWeights
 from optdnn.passes.pad_channels import PadChannels
 from optdnn.passes.pad_heads import PadHeads
 from optdnn.passes.pad_rows import PadRows
+from optdnn.passes.parallel_loops import ParallelLoops
 from optdnn.passes.parallel_scans import ParallelScans
 from optdnn.passes.partial_sums import PartialSums
 from optdnn.passes.pasted_pictures import PastedPictures
@@ -152,6 +153,8 @@ O2_GPU: tuple[Pass, ...] = (
     CountedLoops(),  # before loops are unrolled: a loop that ends by a condition on a counter gets a known trip count
     Bags(),  # before loops are unrolled: any number of bags becomes one reduction
     ParallelScans(),  # before loops are unrolled: independent iterations become one
+    OptimizeBodies(),  # before ParallelLoops, which asks for constants in bodies
+    ParallelLoops(),  # before loops are unrolled: independent iterations become one
     LongScans(),  # before loops are unrolled, or left to the host
     Unroll(),  # before all other passes, which then see through loops
     FoldConstants(),  # after unrolling: the number of each iteration is known

@@ -169,7 +169,8 @@ class Builder:
     chosen: dict[int, Any] = field(default_factory=dict)
     """Anchor of a planned site (by number) -> its tactic."""
     joined: dict[int, tuple[Op, ...]] = field(default_factory=dict)
-    """Anchor of a planned site (by number) -> the operators before it that the same launches compute. Their results are not stored."""
+    """Operator of a planned site (by number) -> the operators before it that the same launches compute. Their results are not stored, or
+    not as they were: products rotate heads in place."""
     plan: list[Any] = field(default_factory=list)
     """The entries to launch, in order: moves, steps of the host, and sites (:mod:`optdnn.lowering.sites`)."""
 

@@ -116,8 +116,9 @@ class Planner:
                 earlier_site.dropped = True
         self._site_of |= dict.fromkeys(covered, site)
         b.chosen[op.id] = site.tactic
-        if site.region.before:
-            b.joined[op.id] = site.region.before
+        for k, x in enumerate((op, *site.region.after)):
+            if others := (*site.region.before, *(op, *site.region.after)[:k]):
+                b.joined[x.id] = others
         b.plan.append(site)
 
 

@@ -47,6 +47,7 @@ from optdnn.kernels.gemm.row_product import RowProduct
 from optdnn.kernels.gemm.selected import SelectedGemv
 from optdnn.kernels.gemm.turned import NormedTurnedGemm, TurnedGemm
 from optdnn.kernels.index import numeric, positions, regions, scatters, sinkhorn, trees, votes
+from optdnn.kernels.index.resized_peaks import ResizedPeak
 from optdnn.kernels.index.roi_align import RoiChannels, RoiPixels
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
 from optdnn.kernels.index.rotary_norm import RotaryNormPair
@@ -203,6 +204,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "SegmentSum": (SegmentSumKernel(),),
     "SampledSum": (SampledChannels(), SampledPixels()),
     "GridSample": (SampledChannels(),),
+    "ResizedPeaks": (ResizedPeak(),),
     "RoiAlign": (RoiChannels(), RoiPixels()),
     "Attention": (
         CachedAttention(),

@@ -143,6 +143,10 @@ def _roi_align(r: RowOp) -> bool:
     return r.same(1, 2) and r.out == Rows(0, 1)
 
 
+def _resized_peaks(r: RowOp) -> bool:
+    return r.same(0, 1) and r.out == Rows(0, 1)
+
+
 def _gemm(r: RowOp) -> bool:
     a = r.op.attrs
     rows = r.operand_rows
@@ -278,6 +282,7 @@ _CHECKS: dict[str, Callable[[RowOp], bool]] = {
          "BatchNormalization", "InstanceNormalization", "GroupNormalization", "DepthToSpace", "SpaceToDepth"), _batch
     ),
     "Resize": _resize,
+    "ResizedPeaks": _resized_peaks,
     "RoiAlign": _roi_align,
     "Gemm": _gemm,
     "MatMul": _matmul,

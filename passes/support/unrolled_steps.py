@@ -249,6 +249,8 @@ def _why_not(alike: Mapping[int, Step], first: int, last: int) -> str | None:
     states, later = alike[first + 1].states, alike[first + 2].states
     if not states:
         return "no step reads a result of the previous step"
+    if any(not set(alike[t].same.values()) <= set(alike[t - 1].same) for t in range(first + 2, last + 1)):
+        return "its last steps compute more than the steps before them"
     apart = all(len(set(alike[t].states.values())) == len(alike[t].states) for t in range(first + 2, last + 1))
     return (
         None

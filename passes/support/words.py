@@ -114,6 +114,7 @@ RULES: Mapping[str, str] = {
     "pasted_picture": "loops that paste resized pictures written as products",
     "counted_places": "lengths of lists of places computed as sums",
     "long_top_k": "selections from long lines made from those of their parts",
+    "parallel_loop": "independent iterations of Loops computed together",
     "parallel_scan": "independent iterations of Scans computed together",
     "aligned_rows_first": "parts of joined rows reordered so that they are aligned",
     "repeated_parts": "parts of joined rows that differ only by numbers computed together",

@@ -118,6 +118,23 @@ def test_floats_that_follow_from_a_decision(value: float, precision: str, wanted
 
 
 @pytest.mark.parametrize(
+    ("change", "precision", "wanted"),
+    [
+        ([True, False, False], "fp16", "near_equals"),
+        ([True, False, False], "fp32", "wrong"),
+        ([False, True, False], "fp16", "wrong"),
+        ([True, True, True], "bf16", "wrong"),
+    ],
+)
+def test_values_that_the_roundings_before_them_may_make_equal(change: list[bool], precision: str, wanted: str) -> None:
+    """The sum is 1.00075, which is no 1 in float16 either; a product before it with other roundings may give 1."""
+    model = parsed("(float[3] x) => (bool[3] y)", "v = Add(x, q) s = Sign(v) y = Equal(s, v)", "float q = {0.25}")
+    feeds = {"x": np.array([0.75075, 0.7545, -0.5], np.float32)}
+    assert Oracle(model).run(feeds)["y"].tolist() == [False, False, False]
+    assert name(verdict(model, feeds, {"y": np.array(change)}, precision)) == wanted
+
+
+@pytest.mark.parametrize(
     ("size", "precision", "value", "wanted"),
     [
         (1e5, "bf16", np.nan, "huge_scores"),
@@ -189,7 +206,7 @@ def test_an_explanation_that_cannot_be_tried_explains_nothing(monkeypatch: pytes
     feeds = {"x": np.ones((2, 6), np.float32), "trips": np.array(0)}
     monkeypatch.setattr("random_nets.explanations.values", refused)
     assert name(verdict(LOOP, feeds, {"y": np.zeros((2, 6), np.float32)}, "fp32")) == "wrong"
-    assert len(EXPLANATIONS) == 5
+    assert len(EXPLANATIONS) == 6
 
 
 def test_values_in_branches_are_moved_and_sizes_are_not() -> None:

@@ -174,6 +174,17 @@ def test_a_last_state_stays_where_others_are_read() -> None:
     check_refused(PASS, n.done(state, *sums), because="other steps than the last one", rule="last_state")
 
 
+def test_what_only_the_last_steps_compute_is_no_part_of_a_scan() -> None:
+    """The sum reads twice the states of the last two steps. No other step doubles its state."""
+    n = Net()
+    x, state, rows = n.input(2, STEPS, 4), zeros(n, 2, 4), []
+    for t in range(STEPS):
+        state = n.op("Tanh", n.op("Add", n.op("Mul", state, 0.5), taken(n, x, 1, t)))
+        rows.append(n.op("Mul", state, 2.0))
+    graph = n.done(n.op("Add", rows[-1], rows[-2]))
+    check_refused(PASS, graph, because="results of other steps than the last one have readers", rule="last_state")
+
+
 def test_neighbors_are_no_candidates() -> None:
     n = Net()
     x = n.input(2, 3, 4)

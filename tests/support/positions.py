@@ -13,6 +13,7 @@ from optdnn.ops.attention import RotaryAttrs, TensorScatterAttrs
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gemm import EinsumAttrs
 from optdnn.ops.packed_layout import CODES, PackedGatherAttrs, row_bytes
+from optdnn.ops.resized_peaks import ResizedPeaksAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.signal import BitCastAttrs
 from optdnn.ops.sinkhorn import SinkhornAttrs
@@ -248,7 +249,9 @@ def regions(n: Net) -> list[Any]:
     deform = detect.DeformConvAttrs((1, 1), (1, 1, 1, 1), (1, 1), 2, 2)
     pooled = pool.MaxPoolAttrs((3, 2), (2, 1), (1, 0, 1, 1), (1, 1), indices=True)
     one, two = signal.Col2ImAttrs((1, 1), (0,) * 4, (1, 1)), signal.Col2ImAttrs((2, 2), (1, 0, 0, 1), (2, 1))
+    sizes = n.op("Add", n.op("Abs", n.input(2, 2, name="sizes", dtype=INT64)), n.const(9, INT64))
     return [
+        *n.op("ResizedPeaks", x, sizes, attrs=ResizedPeaksAttrs("cubic"), outputs=2),
         n.op("RoiAlign", x, rois, which, attrs=roi(2, 3, 2)),
         n.op("RoiAlign", x, rois, which, attrs=roi(3, 2, 0, 0.5, "avg", "output_half_pixel")),
         n.op("RoiAlign", x, rois, which, attrs=roi(2, 2, 2, 1.0, "max")),

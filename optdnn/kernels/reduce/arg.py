@@ -62,6 +62,14 @@ class ArgBlock(ArgExtreme):
         _emit(b, op, BLOCK)
 
 
+def beats(better: str, sooner: str, v: str, i: str, best: str, found: str) -> str:
+    """C++: whether element ``i`` of value ``v`` beats element ``found`` of value ``best``. The first NaN beats all others.
+
+    ``better`` compares values, and ``sooner`` the places of equal ones: ">" or "<"."""
+    less = f"{v} != {v} || {v} {better} {best} || ({v} == {best} && {i} {sooner} {found})"
+    return f"{best} == {best} ? {less} : {v} != {v} && {i} {sooner} {found}"
+
+
 def _emit(b: Builder, op: Op, threads: int) -> None:
     """Emits the launch with ``threads`` threads per output element."""
     x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs
@@ -74,18 +82,14 @@ def _emit(b: Builder, op: Op, threads: int) -> None:
         return
     better, sooner = ">" if op.kind == "ArgMax" else "<", ">" if a.select_last_index else "<"
 
-    def beats(v: str, i: str, best: str, found: str) -> str:
-        """C++: whether element ``i`` of value ``v`` beats element ``found`` of value ``best``. The first NaN beats all others."""
-        less = f"{v} != {v} || {v} {better} {best} || ({v} == {best} && {i} {sooner} {found})"
-        return f"{best} == {best} ? {less} : {v} != {v} && {i} {sooner} {found}"
-
     mine, other = ("values[threadIdx.x]", "places[threadIdx.x]"), ("values[next]", "places[next]")
     head = f"""struct Params {{ const {CPP[x.dtype]}* x; {CPP[out.dtype]}* y; u32 count, dims[{len(dims)}]; i64 so[{len(dims)}], sx[{len(dims)}], step; }};
 """
     text = head + (_THREAD if threads == 1 else _BLOCK).format(
         type=t, length=x.shape[axis], walk=walk("q", "index", "dims", len(dims), [("from", "sx"), ("to", "so")]),
-        threads=THREADS if threads == 1 else threads, better=beats("v", "i", "best", "found"),
-        better_next=beats(*other, *mine), better_chunk=beats("v[k]", "i", "best", "found"),
+        threads=THREADS if threads == 1 else threads, better=beats(better, sooner, "v", "i", "best", "found"),
+        better_next=beats(better, sooner, *other, *mine),
+        better_chunk=beats(better, sooner, "v[k]", "i", "best", "found"),
         loads=LOADS,
     )  # fmt: skip
     grid = -(-count // THREADS) if threads == 1 else count

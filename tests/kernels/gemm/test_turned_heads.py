@@ -104,6 +104,23 @@ def test_the_launch_turns_heads(name: str, precision: str) -> None:
     assert not {"RotaryPair", "RotaryEmbedding"} & {*kinds(program)}
 
 
+def apart(length: int = 18) -> Graph:
+    """Queries, keys and values of one product; only the keys have an activation."""
+    n = Net()
+    turn, heads = angles(n, length, 16), n.ints(2, length, 2, 32)
+    columns = n.matmul(n.input(2, length, 64), 192)
+    q, k, v = n.op("Split", columns, n.ints(64, 64, 64), attrs=SplitAttrs(-1), outputs=3)
+    heads_of = (n.op("Reshape", x, heads) for x in (q, n.op("Tanh", k), v))
+    q, k, v = (n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1, 3))) for x in heads_of)
+    return n.done(n.op("Attention", *(n.op("RotaryEmbedding", x, *turn, attrs=RotaryAttrs()) for x in (q, k)), v))
+
+
+def test_heads_that_a_product_rotates_are_not_rotated_again_with_the_others() -> None:
+    program = check_simulated(apart(), "fp16")
+    assert (kinds(program).count("TurnedHeads"), kinds(program).count("RotaryEmbedding")) == (1, 1)
+    assert "whose results are not stored" in refusals(program, "rotary_pair")[-1]
+
+
 def test_a_norm_in_front_has_no_launch() -> None:
     assert "gemm_normed_turned_sm90" in tactics(lowered(layer(length=200, width=256), no_cubins=True), "MatMul")
 

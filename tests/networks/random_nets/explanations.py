@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 
 from random_nets.draw import Array, reads_of
-from random_nets.instrument import PRODUCTS, clipping, halved, in_half, instrumented, rounding
+from random_nets.instrument import PRODUCTS, clipping, decided, halved, in_half, instrumented, rounding
 from random_nets.oracle import Feeds, NoOracleError, Oracle, Results
 
 Off = list[tuple[int, str]]
@@ -80,6 +80,29 @@ def halves(case: Case) -> Off:
     return _as_far(replace(rounded, near=same), models, case.off, integers=_follows)
 
 
+def near_equals(case: Case) -> Off:
+    """An Equal of values that are nearer to each other than the roundings of the operators before it move them: each such
+    element may be either. The network with all of them equal, or all unequal, gives the same."""
+    found = []
+    rounded = [instrumented(case.oracle.model, rounding(case.nudge, k + 1)) for k in range(4)]
+    for k in sorted({k for k, _ in case.off}):
+        seen, moved = (values(case.oracle.model, case.feeds[k]), [values(m, case.feeds[k]) for m in rounded])
+        open_to: dict[
+            str, tuple[Array, Array]
+        ] = {}  # result -> (all that may be equal are, all that may be unequal are)
+        for node in case.oracle.model.graph.node:
+            if node.op_type != "Equal" or not all(n in seen and seen[n].dtype.kind == "f" for n in node.input):
+                continue
+            (a, b), result = node.input, seen[node.output[0]]
+            apart = seen[a] - seen[b]
+            near = np.abs(apart) <= np.max([np.abs(m[a] - m[b] - apart) for m in moved], axis=0)
+            open_to[node.output[0]] = (result | near, result & ~near)
+        if open_to:
+            models = [decided(case.oracle.model, {n: both[i] for n, both in open_to.items()}) for i in range(2)]
+            found += _as_far(case, models, [o for o in case.off if o[0] == k], integers=_follows)
+    return found
+
+
 def huge_scores(case: Case) -> Off:
     """Attention whose scores exceed 2^30: the score and the maximum of its row are multiplied by a factor before they are
     subtracted, and the rounding of these products overflows the exponential. The results are infinite or no numbers."""
@@ -122,7 +145,14 @@ def no_trips(case: Case) -> Off:
     return found
 
 
-EXPLANATIONS: tuple[Callable[[Case], Off], ...] = (no_trips, halves, roundings, outside_calibration, huge_scores)
+EXPLANATIONS: tuple[Callable[[Case], Off], ...] = (
+    no_trips,
+    halves,
+    roundings,
+    near_equals,
+    outside_calibration,
+    huge_scores,
+)
 
 
 def explained(case: Case) -> str | None:

@@ -154,3 +154,13 @@ def in_half(model: onnx.ModelProto, precision: str, *, results: bool) -> onnx.Mo
         if t.data_type == TensorProto.FLOAT and t.name not in sizes:
             t.CopyFrom(numpy_helper.from_array(halved(numpy_helper.to_array(t), precision), t.name))
     return changed
+
+
+def decided(model: onnx.ModelProto, results: dict[str, Array]) -> onnx.ModelProto:
+    """A copy in which these results, outside of subgraphs, are constants."""
+    changed = copy.deepcopy(model)
+    for node in changed.graph.node:
+        if node.output[0] in results:
+            value = numpy_helper.from_array(results[node.output[0]])
+            node.CopyFrom(helper.make_node("Constant", [], list(node.output), value=value))
+    return changed

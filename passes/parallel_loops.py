@@ -1,0 +1,173 @@
+"""A Loop with independent iterations computes all of them at once, along one more axis.
+
+Each iteration takes its own row of values around the loop, and appends a row to the results. PyTorch's Keypoint R-CNN resizes the
+maps of each detection to the size of its box, and looks for the largest element of each. An iteration takes the CPU over a
+millisecond.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.support.facts import integers, ints, is_filled, operand, producer, reshaped
+from optdnn.passes.support.iterations import Iterations, dims_of, why_not
+from optdnn.passes.support.resized_peaks import Peaks, peaks_of
+from optdnn.passes.unroll import goes_on
+from optdnn.types import INT64, normalize_axis
+
+MOST_BYTES = 1 << 30
+"""Most bytes of a result for all iterations."""
+
+
+@dataclass(frozen=True)
+class _Body:
+    """An independent iteration: rows it takes (value of the body -> value around the loop), and the value of each result's row."""
+
+    graph: Graph
+    rows: dict[Value, Value]
+    results: tuple[Value, ...]
+    peaks: tuple[Peaks, ...]
+
+    def known(self) -> set[Value]:
+        """Values that need no operator of their own."""
+        found = {v for p in self.peaks for v in (p.place, *p.extents, *p.elements)}
+        return found | set(self.rows)
+
+    def needed(self, values: Iterable[Value]) -> list[Op]:
+        """The operators that compute values, in order."""
+        left, seen, known = list(values), set[int](), self.known()
+        while left:
+            value = left.pop()
+            if value not in known and value.op not in seen:
+                seen.add(value.op)
+                left += [v for v in self.graph.op(value).inputs if v is not None]
+        return [op for op in self.graph.order() if op.id in seen]
+
+    def every_op(self) -> list[Op]:
+        """All operators that have to be computed for all iterations."""
+        return self.needed([*self.results, *(v for p in self.peaks for v in (p.image, *p.sizes))])
+
+
+@rule("parallel_loop", {"Loop"})
+def parallel_loop(graph: Graph, op: Op) -> Match | Miss | None:
+    """A Loop whose iterations only read rows of their own, and append to the results."""
+    body = op.attrs.body.graph
+    results = _appended(graph, op)
+    if results is None:
+        return None
+    if not goes_on(body):
+        return Miss("a condition that it computes may end it")
+    found = _Body(body, _rows_of(op), results, tuple(peaks_of(body)))
+    ops = found.every_op()
+    if not _as_many(graph, op, found.rows.values()):
+        return Miss("its iterations are not as many as the rows that they take in turn")
+    if any(o.kind == "Input" and o.value in _changing(op) for o in ops):
+        return Miss("an iteration reads its number, or what the one before it computed")
+    inner = [o for o in ops if o.kind not in STRUCTURAL and o.kind != "Constant"]
+    if (why := next((w for o in inner if (w := why_not(body, o)) is not None), None)) is not None:
+        return Miss(why)
+    trips = next(d if isinstance(d, int) else 1 for d in (graph.type(v).dims[0] for v in found.rows.values()))
+    sizes = (math.prod(dims_of(body, o.value)) * o.outputs[0].type.dtype.itemsize for o in inner)
+    if trips * max(sizes, default=0) > MOST_BYTES:
+        return Miss("the results of all its iterations would take too much memory")
+
+    def build(patch: Patch) -> None:
+        for port, new in enumerate(_results(patch, op, found)):
+            if graph.uses(Value(op.id, port)):
+                patch.replace(Value(op.id, port), new)
+
+    return Match((op,), build)
+
+
+def _appended(graph: Graph, op: Op) -> tuple[Value, ...] | None:
+    """For each result of a loop, the value of the body that an iteration appends as a row; None if it does something else."""
+    body, carried = op.attrs.body.graph, op.attrs.carried
+    found: list[Value] = []
+    for k in range(carried):
+        joined = producer(body, body.op(body.outputs[1 + k]).inputs[0], {"Concat"})
+        initial = graph.type(operand(op, 2 + k)).shape
+        own = Value(body.inputs[2 + k])
+        if joined is None or len(joined.inputs) != 2 or joined.inputs[0] != own or len(body.uses(own)) != 1:
+            return None
+        one = producer(body, joined.inputs[1], {"Unsqueeze"})
+        if one is None or ints(body, one.input(1)) != (0,) or initial is None or initial[:1] != (0,):
+            return None
+        if normalize_axis(joined.attrs.axis, len(initial)):
+            return None
+        found.append(operand(one))
+    return (*found, *(operand(body.op(i)) for i in body.outputs[1 + carried :]))
+
+
+def _rows_of(op: Op) -> dict[Value, Value]:
+    """The rows that an iteration takes by its number: value of the body -> the value around the loop."""
+    body, carried = op.attrs.body.graph, op.attrs.carried
+    captured = {Value(i): v for i, v in zip(body.inputs[2 + carried :], op.inputs[2 + carried :], strict=True)}
+    found: dict[Value, Value] = {}
+    for taken in body.users(Value(body.inputs[0])):
+        source = captured.get(operand(taken))
+        number = taken.kind == "Gather" and taken.inputs[1] == Value(body.inputs[0])
+        if number and source is not None and not normalize_axis(taken.attrs.axis, len(body.type(operand(taken)).dims)):
+            found[taken.value] = source
+    return found
+
+
+def _changing(op: Op) -> set[Value]:
+    """The inputs of the body that differ between iterations."""
+    body = op.attrs.body.graph
+    return {Value(i) for i in body.inputs[: 2 + op.attrs.carried]}
+
+
+def _as_many(graph: Graph, op: Op, sources: Iterable[Value]) -> bool:
+    """Whether there are as many iterations as each of the values has rows."""
+    trips, shapes = graph.known(op.input(0)), [graph.type(v).shape for v in sources]
+    begins = op.input(1) is None or is_filled(graph.known(op.input(1)), 1)
+    if trips is None or trips.size != 1 or not begins or not shapes:
+        return False
+    return all(s is not None and s[0] == trips.reshape(-1).tolist()[0] for s in shapes)
+
+
+def _results(patch: Patch, op: Op, found: _Body) -> list[Value]:
+    """The values that replace the Loop's results."""
+    body, carried = found.graph, op.attrs.carried
+    place = dict(found.rows)
+    captured = zip(body.inputs[2 + carried :], op.inputs[2 + carried :], strict=True)
+    place.update((Value(i), v) for i, v in captured if v is not None)
+    trips = reshaped(patch, operand(op, 0), (1,))
+    all_at_once = Iterations(patch, body, trips, place, found.rows)
+    for peaks in found.peaks:
+        all_at_once.run(found.needed([peaks.image, *peaks.sizes]))
+        _add_peaks(patch, body, all_at_once, peaks)
+    all_at_once.run(found.needed(found.results))
+    return [all_at_once.stacked(v) for v in found.results]
+
+
+def _add_peaks(patch: Patch, body: Graph, all_at_once: Iterations, peaks: Peaks) -> None:
+    unit = 1 + dims_of(body, peaks.image)[:2].index(1)
+    image = patch.add("Squeeze", [all_at_once.stacked(peaks.image), integers(patch, [unit], "axes")])
+    parts = [all_at_once.stacked(v) for v in peaks.sizes]
+    size = parts[0] if len(parts) == 1 else patch.add("Concat", parts, ConcatAttrs(1))
+    assert patch.type(size).dtype == INT64
+    op = patch.add_op("ResizedPeaks", [image, size], peaks.attrs, outputs=2)
+    places, elements = Value(op.id), Value(op.id, 1)
+    new = {peaks.place: places, **dict.fromkeys(peaks.elements, elements)}
+    for extent, k in peaks.extents.items():
+        new[extent] = patch.add("Gather", [size, patch.constant(INT64.type(k), "axis")], GatherAttrs(1))
+    all_at_once.place.update(new)
+    all_at_once.every.update(new)
+
+
+class ParallelLoops(RulePass):
+    """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
+
+    name = "parallel_loops"
+    rules = (parallel_loop,)
+
+    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
+        return self.rules if context.on_gpu else ()
