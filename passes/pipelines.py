@@ -128,6 +128,9 @@ FOLDED: tuple[Pass, ...] = (
     CommonSubexpressions(keep=ANCHORS),  # before patterns; convolutions stay separate until they are fused
     EinsumProducts(),  # before all passes that look for products of matrices
     Canonicalize(),  # before patterns, which no-ops, padding and transposes between their ops would hide
+    CommonSubexpressions(
+        keep=ANCHORS
+    ),  # again: equal means, one of them written as a sum, stand in one norm (Keras on JAX)
     FuseActivation(),  # before epilogues: x * sigmoid(x) uses x twice, a Swish once
     FuseNorm(),  # before other passes rewrite the arithmetic of a decomposed normalization
     FuseSoftmax(),  # before other passes rewrite the arithmetic of a decomposed softmax
