@@ -63,7 +63,8 @@ def _export(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Seq
         raise Unsupported("ResizedPeaks without images")
     modes = {k: v for k, v in asdict(attrs).items() if k != "cubic_coeff_a" or attrs.mode == "cubic"}
     flat = e.const(np.array([1, channels, -1], np.int64))
-    places, values = [], []
+    places: list[str] = []
+    values: list[str] = []
     for n in range(count):
         row = e.const(np.array([n], np.int64))
         (image,), (size,) = (e.node("Gather", [name, row], 1, axis=0) for name in inputs)

@@ -15,6 +15,9 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.support.facts import integers, ints, operand
 from optdnn.types import normalize_axis
 
+_LIKE_FIRST = frozenset({"PRelu", "Snake"})
+"""Pointwise kinds whose result has the shape of the first operand."""
+
 
 def dims_of(body: Graph, value: Value) -> tuple[int, ...]:
     return body.type(value).static_shape
@@ -88,7 +91,16 @@ class Iterations:
             where = integers(patch, [k + 1 for k in axes], "axes")
             return patch.add(op.kind, [self.place[operand(op)], where], replace(op.attrs, noop_with_empty_axes=True))
         ranks = [len(dims_of(body, v)) for v in op.inputs if v is not None]
-        return patch.add(op.kind, [None if v is None else self._aligned(v, max(ranks)) for v in op.inputs], op.attrs)
+        operands = [None if v is None else self._aligned(v, max(ranks)) for v in op.inputs]
+        if op.kind == "Clip" and self.every.intersection(v for v in op.inputs[1:] if v is not None):
+            found = operands[0]
+            for kind, bound in zip(("Max", "Min"), operands[1:], strict=False):
+                found = found if bound is None else patch.add(kind, [found, bound])
+            assert found is not None
+            return found
+        if op.kind in _LIKE_FIRST:
+            operands[0] = self.stacked(operand(op))
+        return patch.add(op.kind, operands, op.attrs)
 
     def _aligned(self, value: Value, rank: int) -> Value:
         """A value with axes of size 1 after the axis of iterations, up to ``rank`` more axes: ready for broadcasting."""

@@ -29,7 +29,7 @@ def loop(
     <int64 five = {{5}}, int64 four = {{4}}, bool yes = {{1}}, float[{done}] none = {{{filled}}}>
     {{ {before} shape = Shape<start = 0, end = 1>(xs) n = Squeeze(shape)
       y0 = Loop({times}, {yes}, none) <body = b (int64 i, bool go, float[k,{result}] done) => (bool end, float[l,{result}] all)
-       <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64 three = {{3}}, bool sure = {{1}}, float[1,3] ones = {{1, 1, 1}}> {{
+       <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64 three = {{3}}, bool sure = {{1}}, float high = {{0.5}}, float[1,3] ones = {{1, 1, 1}}> {{
         x = Gather<axis = 0>(xs, i) {own} {nodes} row = Unsqueeze(y, zero) all = {all_rows}
         end = Identity({"sure" if on == "yes" else on})
        }}> }}""")
@@ -43,6 +43,9 @@ def loop(
         ("y = Sin(x)", "3", {"Sin": 1}),
         ("d = Sub(w, x) y = ReduceSumSquare<keepdims = 0, axes = [1]>(d)", "2", {"Sub": 1, "Unsqueeze": 1}),
         ("a = Unsqueeze(x, zero) y = Concat<axis = 0>(a, ones, w)", "4,3", {"Concat": 3, "Expand": 2}),
+        ("s = ReduceSum<keepdims = 0>(x) low = Neg(s) y = Clip(x, low, s)", "3", {"Max": 1, "Min": 1}),
+        ("s = Abs(x) y = Clip(x, , high)", "3", {"Clip": 1}),
+        ("y = PRelu(w, x)", "2,3", {"PRelu": 1, "Expand": 1}),
         ("a = Unsqueeze(x, one) y = MatMul(w, a)", "2,1", {"MatMul": 1}),
     ],
 )

@@ -88,6 +88,42 @@ def loop(d: Draw, x: Value) -> Value | None:
     return made[0]
 
 
+def row_loop(d: Draw, x: Value) -> Value | None:
+    """Loop over the rows of x, which appends a row to a carried value or to a scan output; rarely it reads what it appended."""
+    if x.rank < 2 or not x.static:
+        return None
+    r, rest = d.random, x.dims[1:]
+    trips = d.op("Squeeze", d.op("Gather", d.op("Shape", x), d.ints(0), axis=0), d.ints(0))
+    inner = d.body()
+    i, go = inner.local(I64, ()), inner.local(BOOL, ())
+    row = inner.known_as(inner.op("Gather", x, i, axis=0), rest)
+    y = _inner(inner, row)
+    axes = list(range(len(rest)))
+    if r.chance(0.4):
+        bound = inner.op("Abs", reduce(inner, "ReduceMean", row, axes, False))
+        y = inner.known_as(inner.op("Clip", y, inner.op("Neg", bound), bound if r.chance(0.5) else None), rest)
+    if r.chance(0.3):
+        y = inner.known_as(
+            inner.op("Add", y, inner.const(r.choice([0.5, -0.25]) * np.ones(x.shape[1:]), np.float32)), rest
+        )
+    if r.chance(0.3):
+        y = inner.op("Concat", y, row, axis=len(rest) - 1)
+    results: tuple[object, tuple[int | str, ...]] = (x.dtype, (x.dims[0], *y.dims))
+    if r.chance(0.4):
+        return d.typed("Loop", [trips, None], [results], body=d.subgraph(inner, [i, go], [go, y]))[0]
+    unknown = f"?{d.fresh('d')}"
+    carried = inner.local(x.dtype, (unknown, *y.dims))
+    if r.chance(0.15):
+        y = inner.known_as(
+            inner.op("Sub", y, reduce(inner, "ReduceSum", carried, list(range(y.rank + 1)), False)), y.dims
+        )
+    grown = inner.op("Concat", carried, inner.op("Unsqueeze", y, inner.ints(0)), axis=0)
+    grown = inner.known_as(grown, (f"?{d.fresh('d')}", *y.dims))
+    empty = d.const(np.zeros((0, *(n for n in y.dims if isinstance(n, int)))), np.float32)
+    body = d.subgraph(inner, [i, go, carried], [go, grown])
+    return d.typed("Loop", [trips, d.const(True), empty], [results], body=body)[0]
+
+
 def scan(d: Draw, x: Value) -> Value | None:
     """Scan over x's first axis in either direction, with a state."""
     if x.rank < 2 or not x.static:
@@ -191,7 +227,7 @@ def onward(d: Draw, x: Value) -> Value | None:
     return activation(d, x)
 
 
-STATIC = (branch, branch, loop, loop, loop, scan, selected, selected, selected)
+STATIC = (branch, branch, loop, loop, loop, row_loop, scan, selected, selected, selected)
 
 
 def draw(d: Draw) -> None:
