@@ -9,29 +9,29 @@ On GPUs, convolutions of several kernel sizes that a Concat joins (InceptionTime
 where their launches take longer than the multiplications by zeros.
 
 There too, convolutions that each read one of the parts of such a Split become one grouped convolution. The heads of CenterPoint, 36
-pairs of small convolutions of one image, are two convolutions then (Yin et al., 2021).
+pairs of small convolutions of one image, are two convolutions then (Yin et al., 2021). Products whose epilogues read parts of one
+tensor side by side, or the same factors of rows, are merged as well (:mod:`optdnn.passes.support.siblings`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
-from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.base import FusedAttrs, Stage
+from optdnn.ops.base import Stage
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.rules.outer_parts import OuterPart
 from optdnn.passes.support.common_kernel import common_kernel
 from optdnn.passes.support.facts import bytes_of, integers, operand
-from optdnn.passes.support.products import output_axis
+from optdnn.passes.support.siblings import Family, Member, joined, member_of, side_by_side
 from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import Array
 
@@ -48,32 +48,6 @@ ALIGNED = 8
 """Parts of a product whose columns are a multiple of this can be read in place: on GPUs the Split is no copy then."""
 
 
-@dataclass(frozen=True)
-class Member:
-    """One sibling taken apart. ``channels`` has an array for each operand that varies by output channel."""
-
-    op: Op
-    key: tuple[Any, ...]
-    """Siblings with equal keys can be merged."""
-    weight: Array
-    bias: Array | None
-    packed: tuple[Array | None, ...]
-    """Scales and zero points of packed weights."""
-    scalars: tuple[Array | None, ...]
-    """The stages' operands, in order of slot: a scalar, or None if ``channels`` has the vector."""
-    channels: tuple[Array | None, ...]
-    width: int
-
-
-@dataclass(frozen=True)
-class Family:
-    """Siblings to merge, in order; ``concat``: the Concat that joins them side by side, or None."""
-
-    members: tuple[Member, ...]
-    axis: int
-    concat: Op | None
-
-
 class MergeSiblings(Rule):
     """Convolutions of one geometry, or products of one kind on one operand, with constant weights and equal activations."""
 
@@ -85,15 +59,16 @@ class MergeSiblings(Rule):
         same_kind = [u for u in graph.users(x) if u.kind == op.kind and u.inputs[0] == x]
         if len(same_kind) < 2:
             return None
-        mine = _member(graph, op)
+        machine = TargetName.parse(context.target)
+        mine = member_of(graph, op, tensors=machine.on_gpu)
         if isinstance(mine, str):
             return Miss(mine)
-        machine = TargetName.parse(context.target)
         if machine.on_gpu and (machine.arch or HOPPER) == HOPPER:
             if (why := _with_reader(graph, op)) is not None:
                 return Miss(why)
             same_kind = [u for u in same_kind if _with_reader(graph, u) is None]
-        found = _biased_alike([m for m in (_member(graph, u) for u in same_kind) if isinstance(m, Member)])
+        taken = [member_of(graph, u, tensors=machine.on_gpu) for u in same_kind]
+        found = _biased_alike([m for m in taken if isinstance(m, Member)])
         if op.kind == "Conv" and TargetName.parse(context.target).on_gpu:
             found = _with_one_kernel(graph, mine, found, context.precision)
         (mine,) = [m for m in found if m.op.id == op.id]
@@ -101,13 +76,15 @@ class MergeSiblings(Rule):
         if len(members) < 2:
             return Miss(f"no other {op.kind} on {graph.output(x).name} has the same geometry, type and activation")
         family = _family(graph, members)
+        if not side_by_side(family.members):
+            return Miss("their epilogues read parts of a tensor that are not side by side")
         reason = _unprofitable(graph, x, family, context.target)
         if reason is not None:
             return Miss(reason)
         ops = (*(m.op for m in members), *([family.concat] if family.concat is not None else []))
 
         def build(patch: Patch) -> None:
-            merged = _merged(graph, patch, x, family, context.kept)
+            merged = joined(graph, patch, x, family, context.kept)
             if family.concat is not None:
                 _into_concat(patch, family, family.concat, merged)
             else:
@@ -137,7 +114,7 @@ class GroupSiblings(Rule):
         if not context.on_gpu or not alone or len(values) < 2:
             return None
         convs = [r for r in readers if r is not None]
-        found = [_member(graph, conv) for conv in convs]
+        found = [member_of(graph, conv) for conv in convs]
         members = [m for m in found if isinstance(m, Member)]
         if (why := _ungrouped(graph, op, found, context.precision)) is not None:
             return Miss(why)
@@ -148,7 +125,7 @@ class GroupSiblings(Rule):
             family = Family(groups, 1, None)
 
         def build(patch: Patch) -> None:
-            merged = _merged(graph, patch, operand(op), family, context.kept)
+            merged = joined(graph, patch, operand(op), family, context.kept)
             if family.concat is not None:
                 _into_concat(patch, family, family.concat, merged)
                 return
@@ -221,33 +198,6 @@ def _with_reader(graph: Graph, op: Op) -> str | None:
     return f"one launch sums it and the convolution {reader.name}"
 
 
-def _merged(graph: Graph, patch: Patch, x: Value, family: Family, kept: ConstantCache) -> Value:
-    """The op on ``x`` that computes all members, with their output channels in order."""
-    members, first = family.members, family.members[0]
-    name = f"{first.op.outputs[0].name}.siblings"
-    weights, axis = [m.weight for m in members], output_axis(first.op)
-    weight = kept.once(("joined", axis), weights, lambda: np.concatenate(weights, axis=axis))
-    inputs: list[Value | None] = [x, patch.constant(weight, f"{name}.weight"), None]
-    if any(m.bias is not None for m in members):
-        biases = [np.zeros(m.width, weight.dtype) if m.bias is None else m.bias for m in members]
-        inputs[2] = patch.constant(np.concatenate(biases), f"{name}.bias")
-    for k, own in enumerate(first.packed):
-        arrays = [m.packed[k] for m in members]
-        joined = None if own is None else np.concatenate([a for a in arrays if a is not None])
-        inputs[2 + k :] = [None if joined is None else patch.constant(joined, f"{name}.packed{k}")]
-    inputs = inputs[: first.op.definition.arity]
-    rank = len(graph.type(first.op.value).dims)
-    for k, scalar in enumerate(first.scalars):
-        if scalar is None:
-            vectors = [m.channels[k] for m in members]
-            scalar = np.concatenate([v for v in vectors if v is not None])
-            scalar = scalar.reshape(-1, *(1,) * (rank - 1 - family.axis))
-        inputs.append(patch.constant(scalar, f"{name}.stage{k}"))
-    while inputs[-1] is None:
-        inputs.pop()
-    return patch.add(first.op.kind, inputs, first.key[1], name=name)
-
-
 def _into_concat(patch: Patch, family: Family, concat: Op, merged: Value) -> None:
     """Put the merged value in the place of its members in the Concat, which disappears when it joins nothing else."""
     values = {m.op.value for m in family.members}
@@ -257,56 +207,6 @@ def _into_concat(patch: Patch, family: Family, concat: Op, merged: Value) -> Non
     if len(inputs) > 1:
         merged = patch.add("Concat", inputs, concat.attrs)
     patch.replace(concat.value, merged)
-
-
-def _member(graph: Graph, op: Op) -> Member | str:
-    """A sibling taken apart, or why it cannot be merged."""
-    attrs: FusedAttrs = op.attrs
-    weight, output = graph.constant_value(op.input(1)), op.outputs[0].type
-    if weight is None:
-        return "its weights are not constant"
-    if op.kind == "Conv" and op.attrs.group != 1:
-        return "a grouped convolution reads only its own channels"
-    if op.kind != "Conv" and weight.ndim != 2:
-        return f"its weights have rank {weight.ndim}, not 2"
-    if attrs.prologue:
-        return "it has its own prologue"
-    if output.shape is None or len(output.shape) < 2:
-        return "the rank of its result is unknown"
-    width, rank = weight.shape[output_axis(op)], len(output.shape)
-    axis = 1 if op.kind == "Conv" else rank - 1
-    arity = op.definition.arity
-    assert arity is not None
-    bias: Array | None = None
-    packed: tuple[Array | None, ...] = ()
-    if op.kind == "PackedMatMul":
-        packed = tuple(graph.constant_value(op.input(k)) for k in (2, 3))
-        if packed[0] is None or (op.input(3) is not None and packed[1] is None) or op.attrs.block_rows > 1:
-            return "its scales or zero points are not constants for each row"
-    elif arity > 2 and op.input(2) is not None:
-        bias = _by_channel(graph.constant_value(op.input(2)), rank if op.kind == "Gemm" else 1, axis, width)
-        if bias is None:
-            return "its bias is not a constant for each output channel"
-    scalars: list[Array | None] = []
-    channels: list[Array | None] = []
-    used = sorted({a for s in attrs.epilogue for a in s.args if a is not None and a >= 0})
-    for slot in used:
-        array = graph.constant_value(op.inputs[slot]) if slot >= arity else None
-        vector = _by_channel(array, rank, axis, width)
-        if array is None or vector is None:
-            return "its epilogue reads a value that is not a constant for each output channel"
-        scalars.append(array if array.size == 1 else None)
-        channels.append(None if array.size == 1 else vector)
-    renumber = {slot: arity + k for k, slot in enumerate(used)}
-    stages = (
-        replace(s, args=tuple(renumber.get(a, a) if a is not None else None for a in s.args)) for s in attrs.epilogue
-    )
-    plain = replace(attrs, epilogue=tuple(stages))
-    kernel = weight.shape[2:] if op.kind == "Conv" else ()
-    values = tuple(None if a is None else (a.shape, a.tobytes()) for a in scalars)
-    types = tuple(None if a is None else str(a.dtype) for a in packed)
-    key = (op.kind, plain, kernel, str(output.dtype), str(weight.dtype), values, types)
-    return Member(op, key, weight, bias, packed, tuple(scalars), tuple(channels), width)
 
 
 def _biased_alike(members: Sequence[Member]) -> list[Member]:
@@ -321,9 +221,9 @@ def _with_bias(member: Member) -> Member:
     if attrs.epilogue or kind != "MatMul":
         return member
     stage = Stage("Add", (-1, member.op.definition.arity))
-    key = (kind, replace(attrs, epilogue=(stage,)), *rest[:-2], (None,), rest[-1])
+    key = (kind, replace(attrs, epilogue=(stage,)), *rest[:-3], (None,), (None,), rest[-1])
     zeros = np.zeros(member.width, member.weight.dtype)
-    return replace(member, key=key, scalars=(None,), channels=(zeros,))
+    return replace(member, key=key, scalars=(None,), channels=(zeros,), tensors=(None,))
 
 
 def _with_one_kernel(graph: Graph, mine: Member, members: list[Member], precision: str) -> list[Member]:
@@ -359,25 +259,14 @@ def _but_kernel(member: Member) -> tuple[Any, ...]:
     return (kind, replace(plain, pads=()), *rest)
 
 
-def _by_channel(array: Array | None, rank: int, axis: int, width: int) -> Array | None:
-    """A constant that varies only along the channel axis, as a vector; None for any other."""
-    if array is None:
-        return None
-    if array.size == 1:
-        return np.array(np.broadcast_to(array.reshape(-1), (width,)))
-    where = axis - (rank - array.ndim) if rank > 1 else 0
-    if array.ndim > rank or where < 0 or array.shape[where] != width or array.size != width:
-        return None
-    return array.reshape(-1)
-
-
 def _family(graph: Graph, members: Sequence[Member]) -> Family:
     """The members in the order of the Concat that joins them side by side, else in the graph's order, with aligned parts first."""
     op = members[0].op
     rank = len(graph.type(op.value).dims)
     axis = 1 if op.kind == "Conv" else rank - 1
     concat = graph.sole_user(op.value)
-    aligned = tuple(sorted(members, key=lambda m: m.width % ALIGNED != 0))  # the parts before others begin at vectors
+    by_part = sorted(members, key=lambda m: m.parts[:1])  # in the order of the parts that their epilogues read
+    aligned = tuple(sorted(by_part, key=lambda m: m.width % ALIGNED != 0))  # the parts before others begin at vectors
     if concat is None or concat.kind != "Concat" or concat.attrs.axis % rank != axis:
         return Family(aligned, axis, None)
     slots = {m.op.value: concat.inputs.index(m.op.value) for m in members if graph.sole_user(m.op.value) == concat}

@@ -81,6 +81,7 @@ from optdnn.passes.segment_sums import SegmentSums
 from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.separable_attention import SeparableAttention
 from optdnn.passes.short_attention import ShortAttention
+from optdnn.passes.sibling_sums import SumsOfSiblings
 from optdnn.passes.spectral_convolutions import SpectralConvolutions
 from optdnn.passes.split_products import SplitProducts
 from optdnn.passes.stacked_columns import StackedColumns
@@ -127,6 +128,9 @@ FOLDED: tuple[Pass, ...] = (
     CommonSubexpressions(keep=ANCHORS),  # before patterns; convolutions stay separate until they are fused
     EinsumProducts(),  # before all passes that look for products of matrices
     Canonicalize(),  # before patterns, which no-ops, padding and transposes between their ops would hide
+    CommonSubexpressions(
+        keep=ANCHORS
+    ),  # again: equal means, one of them written as a sum, stand in one norm (Keras on JAX)
     FuseActivation(),  # before epilogues: x * sigmoid(x) uses x twice, a Swish once
     FuseNorm(),  # before other passes rewrite the arithmetic of a decomposed normalization
     FuseSoftmax(),  # before other passes rewrite the arithmetic of a decomposed softmax
@@ -215,6 +219,7 @@ O2_GPU: tuple[Pass, ...] = (
     RadixSums(),  # before epilogues, and before views of images are hoisted
     PartialSums(),  # before epilogues, which take in the additions
     OrderedSums(),  # after PartialSums, which adds additions; before epilogues, which take in additions
+    SumsOfSiblings(),  # before epilogues, which take in one convolution of each sum
     HoistViews(),  # before epilogues: views between a product and its residual would keep them separate
     WindowProducts(),  # before the transposes that it adds are merged
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit

@@ -20,8 +20,9 @@ from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.segment_sum import NEUTRAL, SegmentSumAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.fuse_pointwise import REPEATED
-from optdnn.passes.support.facts import RESHAPES, in_shape, is_filled, operand
+from optdnn.passes.support.facts import RESHAPES, in_shape, is_filled, operand, producer
 from optdnn.passes.support.open_stages import MAX_OPERANDS, MAX_STAGES
+from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS
 from optdnn.types import Array, broadcast_dims, is_float, normalize_axis
 
 LEAST_ROWS = 64
@@ -180,7 +181,7 @@ class _Expansion:
             self.inside[op.id] = op
 
     def _repeats(self, op: Op) -> bool:
-        """Whether to compute a pointwise operator for each row: nothing else reads its result, or it is small."""
+        """Whether to compute a pointwise operator for each row: nothing else reads its result, or it is small and no epilogue's."""
         if op.kind not in STAGE_KINDS or op.kind == "Cast" or len(op.outputs) != 1 or not op.outputs[0].type.is_static:
             return False
         if self.stages == MAX_STAGES or self.tables + len(op.inputs) - 1 > MAX_OPERANDS:
@@ -188,8 +189,9 @@ class _Expansion:
         types = [self.graph.type(v) for v in op.inputs if v is not None]
         if not all(t.is_static and is_float(t.dtype) for t in (*types, op.outputs[0].type)):
             return False
-        alone = all(user.id in self.inside for user in self.graph.users(op.value))
-        return alone or math.prod(op.outputs[0].type.static_shape) <= REPEATED // MAX_STAGES
+        if all(user.id in self.inside for user in self.graph.users(op.value)):
+            return True
+        return math.prod(op.outputs[0].type.static_shape) <= REPEATED // MAX_STAGES and not _in_epilogue(self.graph, op)
 
     def _operand(self, table: Table, op: Op, value: Value) -> Table:
         """The table of an operand that is broadcast to the operator's result."""
@@ -236,6 +238,18 @@ class _Expansion:
         if op.attrs.batch_dims or known.ndim != 2 or known.shape[1] != 1:
             return None
         return np.where(known < 0, known + shape[0], known)[:, 0]
+
+
+def _in_epilogue(graph: Graph, op: Op) -> bool:
+    """Whether the kernel of a product or convolution can compute a pointwise operator in its epilogue. Repeating the operator would
+    give the product a second reader, and so keep the operator out of the epilogue (the residual blocks of DimeNet++)."""
+    for value in op.inputs:
+        before = (
+            None if value is None else producer(graph, value, ANCHORS | ACTIVATIONS | ADDITIONS | SCALINGS, alone=True)
+        )
+        if before is not None and (before.kind in ANCHORS or _in_epilogue(graph, before)):
+            return True
+    return False
 
 
 Factors = list[tuple[str, Table]]

@@ -4,6 +4,9 @@ Keras and JAX export a GRU as a loop, which is unrolled; PyTorch exports a loop 
 Hochreiter and Schmidhuber, 1997) or ``RNNCell`` (Elman, 1990) step by step. Each step has two products and some arithmetic that
 wait for the previous step.
 
+A GRU may multiply its state by the reset gate before the product (Keras's ``reset_after=False``) or after it. A light GRU
+(Ravanelli et al., 2018) has no reset gate: the layer gets one whose bias makes it 1.
+
 A step is recognized by its arithmetic. The arguments of its gates are sums of products, of parts of products, and of constants. All
 steps must have the same matrices, and the inputs of all steps must be known before the first one.
 """
@@ -11,7 +14,8 @@ steps must have the same matrices, and the inputs of all steps must be known bef
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -37,13 +41,24 @@ MOST_ROWS = 64
 """Most rows of a plain RNN: with more, a step is one product that fills much of a GPU, with its activation in the epilogue."""
 H = Var("h")
 _Z, _R = node("Sigmoid", Var("z")), node("Sigmoid", Var("r"))
-_NEW = node("Tanh", total(0.0, Var("n"), product(1.0, _R, Var("reset"))))
 _KEPT = total(1.0, product(-1.0, _Z))
-GRU = any_of(
-    total(0.0, product(1.0, _Z, H), product(1.0, _KEPT, _NEW)),
-    total(0.0, _NEW, product(1.0, _Z, total(0.0, H, product(-1.0, _NEW)))),
-)
+
+
+def _updated(new: Pattern) -> Pattern:
+    """``z h + (1 - z) new``, in the two forms that exporters write."""
+    return any_of(
+        total(0.0, product(1.0, _Z, H), product(1.0, _KEPT, new)),
+        total(0.0, new, product(1.0, _Z, total(0.0, H, product(-1.0, new)))),
+    )
+
+
+GRU = _updated(node("Tanh", total(0.0, Var("n"), product(1.0, _R, Var("reset"))), name="new"))
 """``z h + (1 - z) tanh(n + r reset)``; ``reset`` is the product of the state."""
+PLAIN_GRU = _updated(node(frozenset({"Tanh", "Relu"}), Var("n"), name="new"))
+"""``z h + (1 - z) new``. In ``new`` is the product of the state, or of the state times the reset gate."""
+_RESET = product(1.0, _R, H)
+OPEN = 64.0
+"""The bias of a gate that is always open: ``sigmoid(64)`` is 1 in every type, and 64 is a number of every type."""
 _CELL = total(
     0.0,
     product(1.0, node("Sigmoid", Var("f")), Var("c")),
@@ -51,15 +66,24 @@ _CELL = total(
 )
 LSTM = product(1.0, node("Sigmoid", Var("o")), node("Tanh", _CELL, name="tanh"))
 RNN = node(frozenset({"Tanh", "Relu"}), Var("g"))
-CELLS: Mapping[str, tuple[str, Pattern]] = {
-    "Add": ("GRU", GRU),
-    "Mul": ("LSTM", LSTM),
-    "Tanh": ("RNN", RNN),
-    "Relu": ("RNN", RNN),
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A way to write a step: the kind of its layer, its pattern, and the variables of its gates' arguments in the order of ONNX."""
+
+    kind: str
+    pattern: Pattern
+    arguments: tuple[str, ...]
+
+
+CELLS: Mapping[str, tuple[Cell, ...]] = {
+    "Add": (Cell("GRU", GRU, ("z", "r", "n", "reset")), Cell("GRU", PLAIN_GRU, ("z", "n"))),
+    "Mul": (Cell("LSTM", LSTM, ("i", "o", "f", "g")),),
+    "Tanh": (Cell("RNN", RNN, ("g",)),),
+    "Relu": (Cell("RNN", RNN, ("g",)),),
 }
-"""Kind of a step's last operator -> the kind of the layer, and the pattern of a step."""
-GATES = {"GRU": ("z", "r", "n", "reset"), "LSTM": ("i", "o", "f", "g"), "RNN": ("g",)}
-"""The arguments of the gates, in the order of ONNX. The state of a GRU's third gate has an argument of its own."""
+"""Kind of a step's last operator -> the ways to write the step."""
 
 
 @dataclass(frozen=True)
@@ -77,27 +101,40 @@ class Term:
         return self.weight, self.transposed, self.begin, self.end
 
 
-Gate = tuple[Term | None, Term | None, Array]
+@dataclass(frozen=True)
+class Gate:
+    """The terms of a gate's argument, without one for a gate of constants, and the biases of the input and of the state."""
+
+    x: Term | None
+    h: Term | None
+    bias: Array
+    state_bias: Array
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (self.x and self.x.key, self.h and self.h.key, self.bias.tobytes(), self.state_bias.tobytes())
 
 
 @dataclass(frozen=True)
 class Step:
     """One step: the operator that computes its state, its input, the state before it, and for an LSTM the cells before and after.
 
-    ``gates``: name -> the term of the input (None for a GRU's reset), the term of the state (None for n) and the bias."""
+    ``gates``: in the order of ONNX. ``activation``: of the new state of a GRU or RNN. ``reset_first``: a GRU that multiplies by its
+    reset gate before the product."""
 
     kind: str
     op: Op
     x: Value
     h: Value
     cells: tuple[Value, Value] | None
-    gates: Mapping[str, Gate]
+    gates: tuple[Gate, ...]
+    activation: str
+    reset_first: bool
 
     @property
     def key(self) -> tuple[object, ...]:
         """What all steps of a layer have in common."""
-        terms = [(a and a.key, b and b.key, bias.tobytes()) for a, b, bias in self.gates.values()]
-        return (self.op.kind, *terms)
+        return (self.kind, self.activation, self.reset_first, *(gate.key for gate in self.gates))
 
 
 @rule("unrolled_cells", frozenset(CELLS))
@@ -145,7 +182,7 @@ def _chain(graph: Graph, last: Step) -> list[Step]:
 
 def _goes_on(graph: Graph, step: Step) -> bool:
     """Whether another step of the layer reads the state."""
-    matrices = {state.weight for _, state, _ in step.gates.values() if state is not None}
+    matrices = {gate.h.weight for gate in step.gates if gate.h is not None}
     return any(u.kind in PRODUCTS and u.inputs[1] in matrices for u in graph.users(step.op.value))
 
 
@@ -161,33 +198,60 @@ def _steps(graph: Graph, op: Op) -> Iterator[Step]:
     out = op.outputs[0].type
     if op.kind not in CELLS or not out.is_static or out.rank != 2 or not is_float(out.dtype):
         return
-    kind, pattern = CELLS[op.kind]
-    for found in find(graph, op.value, pattern):
-        bound = found.bound
-        arguments = {name: _argument(graph, bound[name], 0, out.static_shape[1]) for name in GATES[kind]}
-        known = {name: argument for name, argument in arguments.items() if argument is not None}
-        if len(known) < len(arguments):
-            continue
-        sources = list(dict.fromkeys(term.source for terms, _ in known.values() for term in terms))
-        states = [bound["h"]] if kind == "GRU" else [s for s in sources if graph.type(s) == out]
-        cells = (bound["c"], operand(bound["tanh"])) if kind == "LSTM" else None
-        for h in states:
-            x = next((s for s in sources if s != h), None)
-            gates = None if x is None or len(sources) != 2 else _gates(kind, known, h)
-            if x is not None and gates is not None:
-                yield Step(kind, op, x, h, cells, gates)
+    for cell in CELLS[op.kind]:
+        for found in find(graph, op.value, cell.pattern):
+            yield from _steps_as(graph, op, cell, found.bound)
 
 
-def _gates(kind: str, known: Mapping[str, _Argument], h: Value) -> Mapping[str, Gate] | None:
-    """For each gate its terms of the input and of the state, and its bias; None if they are not those of a step."""
+def _steps_as(graph: Graph, op: Op, cell: Cell, bound: Mapping[str, Any]) -> Iterator[Step]:
+    """The ways to read an operator as the last one of a step, given the values of the cell's variables."""
+    out, kind = op.outputs[0].type, cell.kind
+    known = dict[str, _Argument]()
+    for name in cell.arguments:
+        argument = _argument(graph, bound[name], 0, out.static_shape[1])
+        if argument is None:
+            return
+        known[name] = argument
+    reset_first = "r" not in known and kind == "GRU" and _take_reset(graph, known, bound["h"])
+    sources = list(dict.fromkeys(term.source for terms, _ in known.values() for term in terms))
+    states = [bound["h"]] if kind == "GRU" else [s for s in sources if graph.type(s) == out]
+    cells = (bound["c"], operand(bound["tanh"])) if kind == "LSTM" else None
+    new: Op = bound["new"] if kind == "GRU" else op
+    for h in states:
+        x = next((s for s in sources if s != h), None)
+        gates = None if x is None or len(sources) != 2 else _gates(kind, known, h)
+        if x is not None and gates is not None:
+            yield Step(kind, op, x, h, cells, gates, new.kind, reset_first)
+
+
+def _take_reset(graph: Graph, known: dict[str, _Argument], h: Value) -> bool:
+    """Whether the new state of a GRU has the product of ``r h``. Its term becomes one of ``h`` then, and ``r`` is added."""
+    terms, bias = known["n"]
+    for k, term in enumerate(terms):
+        for found in find(graph, term.source, _RESET) if term.weight is not None else ():
+            reset = _argument(graph, found.bound["r"], 0, graph.type(h).static_shape[1])
+            if found.bound["h"] == h and reset is not None:
+                known["n"] = ([*terms[:k], replace(term, source=h), *terms[k + 1 :]], bias)
+                known["r"] = reset
+                return True
+    return False
+
+
+def _gates(kind: str, known: Mapping[str, _Argument], h: Value) -> tuple[Gate, ...] | None:
+    """The gates in the order of ONNX; None if their arguments are not those of a step."""
     gates = dict[str, Gate]()
     for name, (terms, bias) in known.items():
         inputs, states = [t for t in terms if t.source != h], [t for t in terms if t.source == h]
-        wanted = (int(name != "reset"), int(name != "n"))
+        wanted = (int(name != "reset"), int(name != "n" or "reset" not in known))
         if (len(inputs), len(states)) != wanted or any(t.weight is None for t in states):
             return None
-        gates[name] = (inputs[0] if inputs else None, states[0] if states else None, bias)
-    return gates
+        gates[name] = Gate(inputs[0] if inputs else None, states[0] if states else None, bias, np.zeros_like(bias))
+    if kind != "GRU":
+        return tuple(gates.values())
+    new, size = gates["n"], gates["n"].bias
+    if "reset" in gates:
+        new = replace(new, h=gates["reset"].h, state_bias=gates["reset"].bias)
+    return gates["z"], gates.get("r", Gate(None, None, np.full_like(size, OPEN), np.zeros_like(size))), new
 
 
 _Argument = tuple[list[Term], Array]
@@ -225,7 +289,14 @@ def _argument(graph: Graph, value: Value, begin: int, end: int, depth: int = DEP
     return [Term(value, None, False, begin, end)], np.zeros(size)
 
 
-def _rows(graph: Graph, term: Term) -> Array:
+def _rows(graph: Graph, terms: Sequence[Term | None], hidden: int) -> Array:
+    """The transposed matrices of terms, one below the other: (gates * hidden, columns of the source)."""
+    found = [None if term is None else _rows_of(graph, term) for term in terms]
+    width = next(rows.shape[1] for rows in found if rows is not None)
+    return np.concatenate([np.zeros((hidden, width)) if rows is None else rows for rows in found])
+
+
+def _rows_of(graph: Graph, term: Term) -> Array:
     """The transposed matrix of a term: (columns of the gate, columns of the source)."""
     if term.weight is None:
         return np.eye(graph.type(term.source).static_shape[1])[term.begin : term.end]
@@ -238,20 +309,14 @@ def _layer(graph: Graph, patch: Patch, steps: Sequence[Step], x: Value) -> None:
     """Add the layer of ``steps``, whose inputs are ``x`` (step, batch, width), and replace their results."""
     first, last = steps[0], steps[-1]
     dtype, (batch, hidden) = last.op.outputs[0].type.dtype, last.op.outputs[0].type.static_shape
-    gates = last.gates.values()
-    w = np.concatenate([_rows(graph, term) for term, _, _ in gates if term is not None])
-    r = np.concatenate([_rows(graph, term) for _, term, _ in gates if term is not None])
-    own = np.concatenate([bias for term, _, bias in gates if term is not None])
-    state = np.zeros_like(own) if last.kind != "GRU" else np.concatenate([np.zeros(2 * hidden), last.gates["reset"][2]])
-    constants = [
-        patch.constant(a[None].astype(dtype), name)
-        for a, name in ((w, "W"), (r, "R"), (np.concatenate([own, state]), "B"))
-    ]
+    w, r = (_rows(graph, terms, hidden) for terms in ([g.x for g in last.gates], [g.h for g in last.gates]))
+    bias = np.concatenate([*(g.bias for g in last.gates), *(g.state_bias for g in last.gates)])
+    constants = [patch.constant(a[None].astype(dtype), name) for a, name in ((w, "W"), (r, "R"), (bias, "B"))]
     initial = [reshaped(patch, v, (1, batch, hidden)) for v in (first.h, *(first.cells or ())[:1])]
     attrs = {
-        "GRU": GRUAttrs(hidden, linear_before_reset=True),
+        "GRU": GRUAttrs(hidden, activations=("Sigmoid", last.activation), linear_before_reset=not last.reset_first),
         "LSTM": LSTMAttrs(hidden),
-        "RNN": RNNAttrs(hidden, activations=(last.op.kind,)),
+        "RNN": RNNAttrs(hidden, activations=(last.activation,)),
     }[last.kind]
     layer = patch.add_op(last.kind, [x, *constants, None, *initial], attrs, outputs=3 if last.cells else 2)
     states = reshaped(patch, Value(layer.id, 0), (len(steps), batch, hidden))

@@ -60,18 +60,20 @@ def gate_before_reshape(graph: Graph, op: Op) -> Match | None:
 
 
 def _is_staged_product(graph: Graph, value: Value) -> bool:
-    """Whether a value has one reader and is the result of a product or convolution, possibly with stages after it."""
+    """Whether a value has one reader and is the result of a product or convolution, possibly with stages after it. The stages may
+    read any constants: they stay in place."""
     op = graph.op(value)
-    while op.kind in STAGES and (before := _before(graph, op, ANCHORS | STAGES)) is not None:
+    while op.kind in STAGES and (before := _before(graph, op, ANCHORS | STAGES, scalars=False)) is not None:
         op = before
     return op.kind in ANCHORS and graph.sole_user(value) is not None
 
 
-def _before(graph: Graph, op: Op, kinds: frozenset[str]) -> Op | None:
-    """The operator of one of ``kinds`` whose result only ``op`` reads. All other operands of ``op`` must be scalar constants."""
+def _before(graph: Graph, op: Op, kinds: frozenset[str], *, scalars: bool = True) -> Op | None:
+    """The operator of one of ``kinds`` whose result only ``op`` reads. All other operands of ``op`` must be constants, and with
+    ``scalars`` of one element."""
     found: Op | None = None
     for value in op.inputs:
-        if value is None or scalar(graph, value) is not None:
+        if value is None or (scalar(graph, value) if scalars else graph.constant_value(value)) is not None:
             continue
         if found is not None or (found := producer(graph, value, kinds, alone=True)) is None:
             return None

@@ -17,11 +17,13 @@ from optdnn.types import is_float
 
 @rule("sum_is_mean", {"Div", "Mul"})
 def sum_is_mean(graph: Graph, op: Op) -> Match | Miss | None:
-    """``ReduceSum(x) / n`` and ``ReduceSum(x) * (1 / n)`` become ReduceMean(x) if the sums have n terms (models of time series)."""
+    """``ReduceSum(x) / n`` and ``ReduceSum(x) * (1 / n)`` become ReduceMean(x) if the sums have n terms (models of time series).
+
+    A ReduceSumSquare becomes the mean of ``x x`` (variances of JAX)."""
     dtype = op.outputs[0].type.dtype
     slots = ((0, 1), (1, 0)) if op.kind == "Mul" else ((0, 1),)
     for slot, other in slots:
-        total = producer(graph, operand(op, slot), {"ReduceSum"})
+        total = producer(graph, operand(op, slot), {"ReduceSum", "ReduceSumSquare"})
         factor = graph.constant_value(operand(op, other))
         if total is None or factor is None or not is_float(dtype):
             continue
@@ -47,7 +49,9 @@ def _terms(graph: Graph, op: Op) -> int | None:
 
 
 def _mean(total: Op, patch: Patch) -> Value:
-    return patch.add("ReduceMean", total.inputs, total.attrs)
+    x = operand(total)
+    terms = x if total.kind == "ReduceSum" else patch.add("Mul", [x, x])
+    return patch.add("ReduceMean", [terms, *total.inputs[1:]], total.attrs)
 
 
 @rule("reduction_of_reduction", {"ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin"})

@@ -319,6 +319,7 @@ RULES: Mapping[str, str] = {
     "rotary_parts": "rotary embeddings of parts of a head merged",
     "grouped_siblings": "convolutions of the parts of a tensor merged into a grouped one",
     "siblings": "products of one operand merged into one",
+    "sibling_sums": "sums of convolutions of the same two values merged into one",
     "pointwise_of_parts": "pointwise operators on joined parts moved to each part",
     "view_before_reduction": "Reshapes between pointwise operators and reductions moved in front of both",
     "view_before": "Reshapes moved in front of the pointwise operators before them",

@@ -49,13 +49,15 @@ def test_others_stay(graph: Graph) -> None:
     check_untouched(HoistViews(), graph)
 
 
-def test_they_move_before_several_reshapes() -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_they_move_before_several_reshapes(bias: bool) -> None:
     n = Net(np.float64)
-    y = n.op("Reshape", n.matmul(n.input(6, 8), H * D), n.ints(6, H, D), attrs=ReshapeAttrs())
+    made = n.matmul(n.input(6, 8), H * D)
+    y = n.op("Reshape", n.op("Add", made, n.random(H * D)) if bias else made, n.ints(6, H, D), attrs=ReshapeAttrs())
     y = n.op("Tanh", n.op("Reshape", y, n.ints(6, 1, 1, H * D), attrs=ReshapeAttrs()))
     graph, _ = check_pass(HoistViews(), n.done(y), changes=1, rules={"stage_before_reshape": 1})
-    (product,) = graph.of_kind("MatMul")
-    assert graph.of_kind("Tanh")[0].inputs[0] == product.value
+    (before,) = graph.of_kind("Add" if bias else "MatMul")
+    assert graph.of_kind("Tanh")[0].inputs[0] == before.value
 
 
 def test_they_move_before_a_pixel_shuffle() -> None:
@@ -76,19 +78,28 @@ def test_the_product_takes_them_in() -> None:
 
 
 def gated(
-    *, source: str = "MatMul", used: bool = False, shape: tuple[int, ...] = (6, H * D), one: bool = False
+    *,
+    source: str = "MatMul",
+    used: bool = False,
+    shape: tuple[int, ...] = (6, H * D),
+    one: bool = False,
+    bias: str = "",
 ) -> Graph:
-    """Heads, multiplied by a gate, and a Reshape. ``one``: one factor for each head."""
+    """Heads, multiplied by a gate, and a Reshape. ``one``: one factor for each head. ``bias``: "constant" or "input"."""
     n = Net(np.float64)
     x, heads = n.input(6, 8), n.op("Exp", n.input(6, H, D))
-    made = n.op("Sigmoid", n.matmul(x, H if one else H * D) if source == "MatMul" else n.op(source, x))
+    made = n.matmul(x, H if one else H * D) if source == "MatMul" else n.op(source, x)
+    if bias:
+        made = n.op("Add", made, n.random(H * D) if bias == "constant" else n.input(H * D, name="b"))
+    made = n.op("Sigmoid", made)
     gate = n.op("Reshape", made, n.ints(6, H, 1 if one else D), attrs=ReshapeAttrs())
     y = n.op("Reshape", n.op("Mul", heads, gate), n.ints(*shape), attrs=ReshapeAttrs())
     return n.done(y, *([n.op("Exp", gate)] if used else []))
 
 
-def test_a_gate_moves_to_its_product() -> None:
-    graph, _ = check_pass(HoistViews(), gated(), changes=1, rules={"gate_before_reshape": 1})
+@pytest.mark.parametrize("bias", ["", "constant"])
+def test_a_gate_moves_to_its_product(bias: str) -> None:
+    graph, _ = check_pass(HoistViews(), gated(bias=bias), changes=1, rules={"gate_before_reshape": 1})
     (product,) = graph.of_kind("Mul")
     assert {graph.op(v).kind for v in product.inputs if v is not None} == {"Sigmoid", "Reshape"}
     assert [u.kind for u in graph.users(product.value)] == ["Output"]
@@ -96,8 +107,14 @@ def test_a_gate_moves_to_its_product() -> None:
 
 @pytest.mark.parametrize(
     "graph",
-    [gated(used=True), gated(source="Sin"), gated(shape=(3, 2, H * D)), gated(one=True)],
-    ids=["the gate is read elsewhere", "no product", "another shape than the product's", "a factor of each head"],
+    [gated(used=True), gated(source="Sin"), gated(shape=(3, 2, H * D)), gated(one=True), gated(bias="input")],
+    ids=[
+        "the gate is read elsewhere",
+        "no product",
+        "another shape than the product's",
+        "a factor of each head",
+        "a computed bias",
+    ],
 )
 def test_other_gates_stay(graph: Graph) -> None:
     check_untouched(HoistViews(), graph)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
+from support.simulated import kinds, lowered
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Value
@@ -39,6 +40,28 @@ def test_a_sum_divided_by_its_count(axes: tuple[int, ...], count: int, keepdims:
     n = Net(np.float64)
     y = n.op("Div", total(n, n.input(4, 6, 5), *axes, keepdims=keepdims), n.const(np.float64(count)))
     check_pass(MEANS, n.done(y), changes=1, kinds={"ReduceMean": 1})
+
+
+@pytest.mark.parametrize("kind", ["Div", "Mul"])
+def test_a_sum_of_squares(kind: str) -> None:
+    n = Net(np.float64)
+    squares = n.op("ReduceSumSquare", n.input(4, 6, 5), n.ints(1), attrs=ReduceAttrs(keepdims=True))
+    y = n.op(kind, squares, n.const(np.float64(6 if kind == "Div" else 1 / 6)))
+    check_pass(MEANS, n.done(y), changes=1, kinds={"ReduceMean": 1, "Mul": 1})
+
+
+def test_the_variance_of_keras_on_jax() -> None:
+    """Two means, one of them a sum, and a sum of squares: all of it is one norm."""
+    n = Net()
+    x, axes = n.input(2, 6, 64), n.ints(2)
+    of = ReduceAttrs(keepdims=True)
+    mean = n.op("Div", n.op("ReduceSum", x, axes, attrs=of), 64.0)
+    squares = n.op("ReduceSumSquare", n.op("Sub", x, mean), axes, attrs=of)
+    root = n.op("Sqrt", n.op("Add", n.op("Div", squares, 64.0), 1e-3))
+    factor = n.op("Mul", n.op("Div", 1.0, root), n.random(1, 1, 64))
+    again = n.op("Neg", n.op("ReduceMean", x, axes, attrs=of))
+    program = lowered(n.done(n.op("Add", n.op("Mul", x, factor), n.op("Mul", again, factor))))
+    assert kinds(program) == ["Pointwise", "ActivatedNorm"]  # conversions to fp16, and from it in the norm's launch
 
 
 @pytest.mark.parametrize("first", [False, True])

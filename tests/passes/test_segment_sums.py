@@ -53,6 +53,21 @@ def test_rows_that_others_read_are_stored_where_they_are_many() -> None:
     assert not total.attrs.stages
 
 
+@pytest.mark.parametrize("kind", ["MatMul", "Sin"])
+@pytest.mark.parametrize("read", [False, True])
+def test_rows_that_an_epilogue_computes_are_stored_where_others_read_them(kind: str, read: bool) -> None:
+    """The residual block of DimeNet++: the next block reads the rows as well."""
+    n = Net()
+    x = n.input(EDGES, 8)
+    made = n.matmul(x, 8) if kind == "MatMul" else n.op(kind, x)
+    sent = n.op("Add", x, n.op("Tanh", made))
+    others = [n.op("ReduceMax", sent, n.ints(1))] if read else []
+    graph, _ = check_pass(PASS, n.done(scattered(n, sent, edges(1), 8), *others), changes=1)
+    (total,) = graph.of_kind("SegmentSum")
+    stages = [] if kind == "MatMul" and read else ["Tanh", "Add"] if kind == "MatMul" else ["Sin", "Tanh", "Add"]
+    assert [s.kind for s in total.attrs.stages] == stages
+
+
 def test_long_rows_of_operators_are_cut() -> None:
     n = Net()
     x = n.input(EDGES, 8)

@@ -27,6 +27,7 @@ class Cell:
         self.n, self.gates = n, gates
         self.w, self.r = n.random(width, gates * HIDDEN, scale=0.5), n.random(HIDDEN, gates * HIDDEN, scale=0.5)
         self.bw, self.br = n.random(gates * HIDDEN), n.random(gates * HIDDEN)
+        self.own, self.two = n.random(HIDDEN, HIDDEN, scale=0.5), n.random(HIDDEN, 2 * HIDDEN, scale=0.5)
 
     def product(self, x: Value, weight: Value, bias: Value) -> Value:
         return self.n.op("Gemm", x, weight, bias, attrs=GemmAttrs())  # type: ignore[no-any-return]
@@ -67,6 +68,26 @@ def given_gru(c: Cell, x: Value, h: Value) -> Value:
     return gru(c, x, h)
 
 
+def reset_first_gru(c: Cell, x: Value, h: Value, other: Value | None = None) -> Value:
+    """Keras with ``reset_after=False``: ``(r h) R`` in place of ``r (h R)``. ``other`` is multiplied by r in place of h."""
+    n = c.n
+    xz, xr, xn = c.split(c.product(x, c.w, c.bw))
+    gates = n.op("MatMul", h, c.two, attrs=MatMulAttrs())
+    hz, hr = n.op("Split", gates, n.ints(HIDDEN, HIDDEN), attrs=SplitAttrs(axis=1), outputs=2)
+    r, z = n.op("Sigmoid", n.op("Add", xr, hr)), n.op("Sigmoid", n.op("Add", xz, hz))
+    of_h = n.op("MatMul", n.op("Mul", r, h if other is None else other), c.own, attrs=MatMulAttrs())
+    new = n.op("Tanh", n.op("Add", xn, of_h))
+    return n.op("Add", n.op("Mul", z, h), n.op("Mul", n.op("Sub", 1.0, z), new))  # type: ignore[no-any-return]
+
+
+def light_gru(c: Cell, x: Value, h: Value, kind: str = "Relu") -> Value:
+    """SpeechBrain's LiGRU: no reset gate."""
+    n = c.n
+    new, z = c.split(n.op("Add", c.product(x, c.w, c.bw), c.product(h, c.r, c.br)))
+    z = n.op("Sigmoid", z)
+    return n.op("Add", n.op("Mul", z, h), n.op("Mul", n.op("Sub", 1.0, z), n.op(kind, new)))  # type: ignore[no-any-return]
+
+
 def lstm(c: Cell, x: Value, h: Value, cell: Value) -> tuple[Value, Value]:
     """PyTorch's LSTMCell: the products are added before they are split."""
     n = c.n
@@ -83,9 +104,11 @@ def stacked(n: Net, states: list[Value]) -> Value:
     return n.op("Concat", *(n.op("Unsqueeze", h, n.ints(1)) for h in states), attrs=ConcatAttrs(1))  # type: ignore[no-any-return]
 
 
-def gru_steps(step: Callable[[Cell, Value, Value], Value], width: int = WIDTH, steps: int = STEPS) -> Graph:
+def gru_steps(
+    step: Callable[[Cell, Value, Value], Value], width: int = WIDTH, steps: int = STEPS, gates: int = 3
+) -> Graph:
     n = Net()
-    c, x, h, states = Cell(n, 3), n.input(BATCH, steps, width), n.input(BATCH, HIDDEN, name="h"), []
+    c, x, h, states = Cell(n, gates), n.input(BATCH, steps, width), n.input(BATCH, HIDDEN, name="h"), []
     for t in range(steps):
         h = step(c, taken(n, x, t), h)
         states.append(h)
@@ -99,6 +122,26 @@ def test_steps_of_a_gru_are_a_layer(step: Callable[[Cell, Value, Value], Value],
     assert layer.attrs.linear_before_reset
     assert layer.outputs[0].type.static_shape == (STEPS, 1, BATCH, HIDDEN)
     assert not {"Sigmoid", "Tanh", "Gemm", "MatMul"} & set(graph.kinds())
+
+
+def test_a_gru_whose_reset_gate_comes_before_the_product() -> None:
+    graph, _ = check_pass(PASS, gru_steps(reset_first_gru), changes=1, rules={"unrolled_cells": 1})
+    (layer,) = graph.of_kind("GRU")
+    assert not layer.attrs.linear_before_reset
+    assert not {"Sigmoid", "Tanh", "Gemm", "MatMul"} & set(graph.kinds())
+
+
+@pytest.mark.parametrize("kind", ["Relu", "Tanh"])
+def test_a_light_gru_gets_an_open_reset_gate(kind: str) -> None:
+    steps = gru_steps(lambda c, x, h: light_gru(c, x, h, kind), gates=2)
+    graph, _ = check_pass(PASS, steps, changes=1, rules={"unrolled_cells": 1})
+    (layer,) = graph.of_kind("GRU")
+    assert layer.attrs.activations == ("Sigmoid", kind)
+    recurrent, bias = graph.constant_value(layer.inputs[2]), graph.constant_value(layer.inputs[3])
+    assert recurrent is not None
+    assert bias is not None
+    assert not recurrent[0, HIDDEN : 2 * HIDDEN].any()
+    assert (bias[0, HIDDEN : 2 * HIDDEN] == 64).all()
 
 
 def lstm_steps(read: int = STEPS, feedback: bool = False) -> Graph:
@@ -191,7 +234,12 @@ def reset_of_input(c: Cell, x: Value, h: Value) -> Value:
     return gru(c, c.product(x, c.w, c.bw), h, resets="input")
 
 
-@pytest.mark.parametrize("step", [other_update, reset_of_input])
+def reset_of_another_value(c: Cell, x: Value, h: Value) -> Value:
+    """The reset gate multiplies another value than the state before the product."""
+    return reset_first_gru(c, x, h, c.n.op("Neg", h))
+
+
+@pytest.mark.parametrize("step", [other_update, reset_of_input, reset_of_another_value])
 def test_other_arithmetic_stays(step: Callable[[Cell, Value, Value], Value]) -> None:
     check_untouched(PASS, gru_steps(step))
 

@@ -138,7 +138,7 @@ class AddNormAcross(AddsAndNormalizes):
     def refuse(self, b: Builder, op: Op) -> str | None:
         norm, t = norm_of(b, op), op.outputs[0].type
         if norm is None:
-            return "no normalization is the only reader of the sum"
+            return "no normalization reads the sum"
         if (why := _ROWS.refuse_narrow_rows(b, norm)) is not None:
             return f"the normalization after it: {why}"
         if any(v is None or b.graph.type(v).shape != t.shape or b.graph.type(v).dtype != t.dtype for v in op.inputs):

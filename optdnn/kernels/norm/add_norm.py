@@ -26,9 +26,8 @@ _ROWS = RowsOnce()
 
 
 def norm_of(b: Builder, op: Op) -> Op | None:
-    """The normalization that reads the sum; None unless there is exactly one."""
-    found = [u for u in b.graph.users(op.value) if u.kind in NORMS and u.inputs[0] == op.value]
-    return found[0] if len(found) == 1 else None
+    """The first normalization that reads the sum, or None. Others (parallel branches, each with its own norm) read the stored sum."""
+    return next((u for u in b.graph.users(op.value) if u.kind in NORMS and u.inputs[0] == op.value), None)
 
 
 class AddsAndNormalizes(Tactic):
@@ -76,7 +75,7 @@ class AddNorm(AddsAndNormalizes):
     def refuse(self, b: Builder, op: Op) -> str | None:
         norm, t = norm_of(b, op), op.outputs[0].type
         if norm is None:
-            return "no normalization is the only reader of the sum"
+            return "no normalization reads the sum"
         why = _ROWS.refuse_rows(b, norm)
         if why is not None:
             return f"the normalization after it: {why}"

@@ -1,0 +1,97 @@
+"""Several sums of a convolution of one value and one of another value become one sum, and a Split after it.
+
+The gates of a convolutional LSTM (Shi et al., 2015) are such sums: each gate adds a convolution of the step's input and one of the
+state. Keras writes a pair of convolutions for each gate. Here two convolutions compute all gates, and one launch can add them.
+The arithmetic of the cell reads the parts in place.
+"""
+
+from __future__ import annotations
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.index import SplitAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.fuse_siblings import LAUNCH_BYTES
+from optdnn.passes.support.facts import bytes_of, integers, operand, producer
+from optdnn.passes.support.siblings import Family, Member, joined, member_of
+
+LEAST_SUMS = 3
+"""Fewest sums that become one. Two sums are two launches, whose epilogues hold the arithmetic that would follow the Split."""
+
+Sum = tuple[Op, Op, Op]
+"""An Add and the two convolutions that it adds, in the order of the family's values."""
+
+
+class SiblingSums(Rule):
+    """At least three sums of two convolutions, of the same two values and of equal geometry, become one."""
+
+    name = "sibling_sums"
+    kinds = frozenset({"Add"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        left, right = (_convolution(graph, v) for v in op.inputs)
+        if left is None or right is None or operand(left) == operand(right):
+            return None
+        sums = _sums(graph, operand(left), operand(right))
+        if len(sums) < LEAST_SUMS:
+            return Miss(f"fewer than {LEAST_SUMS} sums add convolutions of these two values")
+        pairs = [(s, member_of(graph, s[1]), member_of(graph, s[2])) for s in sums]
+        mine = next((a, b) for s, a, b in pairs if s[0].id == op.id)
+        refusal = next((m for m in mine if isinstance(m, str)), None)
+        if refusal is not None:
+            return Miss(refusal)
+        alike = [(s, a, b) for s, a, b in pairs if _keys(a, b) == _keys(*mine)]
+        lefts = tuple(a for _, a, _ in alike if isinstance(a, Member))
+        rights = tuple(b for _, _, b in alike if isinstance(b, Member))
+        if len(alike) < LEAST_SUMS:
+            return Miss(f"fewer than {LEAST_SUMS} of the sums have this geometry and type")
+        adds = [s[0] for s, _, _ in alike]
+        read = bytes_of(graph, operand(left)) + bytes_of(graph, operand(right))
+        saved = (len(adds) - 1) * (read + LAUNCH_BYTES)
+        moved = 2 * sum(bytes_of(graph, a.value) for a in adds)
+        if moved > saved:
+            return Miss(
+                f"the sums would be stored ({moved / 1e6:.1f} MB) to save {saved / 1e6:.1f} MB of reading and launching"
+            )
+
+        def build(patch: Patch) -> None:
+            terms = [
+                joined(graph, patch, operand(of[0].op), Family(of, 1, None), context.kept) for of in (lefts, rights)
+            ]
+            total = patch.add("Add", terms, name=f"{op.outputs[0].name}.siblings")
+            sizes = integers(patch, [m.width for m in lefts], f"{op.outputs[0].name}.siblings.sizes")
+            split = patch.add_op("Split", [total, sizes], SplitAttrs(1), outputs=len(adds))
+            for port, add in enumerate(adds):
+                patch.replace(add.value, Value(split.id, port))
+
+        covered = (op, *(a for a in adds if a.id != op.id), *(m.op for m in (*lefts, *rights)))
+        return Match(covered, build)
+
+
+def _convolution(graph: Graph, value: Value | None) -> Op | None:
+    """The convolution without stages that computes ``value`` for one reader; None if there is none."""
+    found = producer(graph, value, {"Conv"}, alone=True)
+    return None if found is None or found.attrs.epilogue or found.attrs.prologue else found
+
+
+def _sums(graph: Graph, x: Value, h: Value) -> list[Sum]:
+    """All sums of a convolution of ``x`` and one of ``h``, in the graph's order."""
+    found: list[Sum] = []
+    for user in graph.users(x):
+        add = graph.sole_user(user.value) if user.kind == "Conv" and user.inputs[0] == x else None
+        if add is None or add.kind != "Add":
+            continue
+        a, b = (_convolution(graph, v) for v in add.inputs)
+        if a is not None and b is not None and {operand(a), operand(b)} == {x, h}:
+            found.append((add, a, b) if operand(a) == x else (add, b, a))
+    return found
+
+
+def _keys(a: Member | str, b: Member | str) -> tuple[object, object]:
+    """What two sums must have in common; unique for a sum that cannot be merged."""
+    return (a.key if isinstance(a, Member) else object(), b.key if isinstance(b, Member) else object())
+
+
+class SumsOfSiblings(RulePass):
+    name = "sibling_sums"
+    rules = (SiblingSums(),)
