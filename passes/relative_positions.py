@@ -226,6 +226,8 @@ def padded_shift(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"the other factor of {product.name} is not constant")
     if whole is None or any(not isinstance(n, int) for n in whole) or np.prod(whole, dtype=np.int64) > _PLACES:  # type: ignore[arg-type]
         return Miss(f"{product.name} has no known shape, or too many elements")
+    if len(whole) < 2:
+        return None
     found = _places(graph, chain, np.arange(np.prod(whole, dtype=np.int64)).reshape(whole))  # type: ignore[arg-type]
     count, width = int(whole[-2]), int(whole[-1])  # type: ignore[arg-type]
     if found is None or found.ndim < 2 or found.shape[-2] != count or found.size % (count * found.shape[-1]):

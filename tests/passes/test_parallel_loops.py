@@ -29,7 +29,8 @@ def loop(
     <int64 five = {{5}}, int64 four = {{4}}, bool yes = {{1}}, float[{done}] none = {{{filled}}}>
     {{ {before} shape = Shape<start = 0, end = 1>(xs) n = Squeeze(shape)
       y0 = Loop({times}, {yes}, none) <body = b (int64 i, bool go, float[k,{result}] done) => (bool end, float[l,{result}] all)
-       <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64 three = {{3}}, bool sure = {{1}}, float high = {{0.5}}, float[1,3] ones = {{1, 1, 1}}> {{
+       <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64 three = {{3}}, bool sure = {{1}}, float high = {{0.5}},
+        float[1,3] ones = {{1, 1, 1}}> {{
         x = Gather<axis = 0>(xs, i) {own} {nodes} row = Unsqueeze(y, zero) all = {all_rows}
         end = Identity({"sure" if on == "yes" else on})
        }}> }}""")

@@ -231,3 +231,13 @@ def test_columns_of_one_row_are_a_view_and_those_of_two_are_not() -> None:
 
 def test_rows_with_an_operator_in_between_stay() -> None:
     check_untouched(PASS, padded(plain=False))
+
+
+def test_a_padded_product_of_a_vector_stays() -> None:
+    check_untouched(
+        PASS,
+        """<ir_version: 8, opset_import: ["": 18]> g (float[2] x) => (float[1] y)
+        <float[2,3] w = {1, 2, 3, 4, 5, 6}, int64[2] pads = {0, 1}, int64[1] one = {1}, int64[1] zero = {0},
+         int64[1] last = {-1}>
+        { product = MatMul(x, w) padded = Pad<mode = "reflect">(product, pads) y = Slice(padded, one, last, zero) }""",
+    )
