@@ -18,6 +18,7 @@ from support.sweep import sweep
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
+from optdnn.kernels.pointwise import joint as joint_launches
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.ops import conv, reduce, resize, shape
 from optdnn.ops.base import Stage
@@ -192,9 +193,14 @@ def test_a_thread_resizes_several_pixels_of_a_row(
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize(("dtype", "zero"), [(np.int8, None), (np.int8, -20), (np.uint8, 120)])
-def test_pointwise_work_on_8_bit_integers_is_exact(dtype: Any, zero: int | None, tmp_path: Path) -> None:
-    """Divisions by scales, rounding, zero points and saturation, exact to the bit."""
+def test_pointwise_work_on_8_bit_integers_is_exact(
+    dtype: Any, zero: int | None, joint: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Divisions by scales, rounding, zero points and saturation, exact to the bit; in launches of their own, and in a joint one."""
+    if not joint:
+        monkeypatch.setattr(joint_launches, "MOST_ELEMENTS", 0)
     n = QNet()
     x, y = (n.fake(n.input(2, 16, 9, 7, name=name), 0.013, zero, dtype) for name in ("x", "y"))
     scaled = n.op("Mul", x, n.fake(n.input(2, 16, 1, 1, name="s"), 0.02))
@@ -204,7 +210,9 @@ def test_pointwise_work_on_8_bit_integers_is_exact(dtype: Any, zero: int | None,
     feeds = feeds_of(graph)
     feeds["x"].reshape(-1)[:3] = 1e30, -1e30, np.inf
     compare_steps(program, feeds, 0.0, tmp_path)
-    assert sum("quotient(" in text for k in program.kernels for text in k.generated.values()) >= 3
+    texts = [text for k in program.kernels for text in k.generated.values()]
+    assert sum("quotient(" in text for text in texts) >= 3 or joint
+    assert any("joint(" in text for text in texts) == joint
 
 
 @pytest.mark.parametrize(("zero", "high"), [(3.5, 127.0), (3.0, 100.5), (3.0, 1000.0), (3.0, np.inf)])
