@@ -135,7 +135,9 @@ def _facts(b: Builder, op: Op, seen: dict[int, int], among: frozenset[int] = fro
     because an operator on the way here has them as neighbors. ``seen``: the operators so far, with their numbers. Facts that stand
     there already are a number: paths through the shortcuts of a network are too many to repeat them for each."""
     seen[op.id] = len(seen)
-    neighbors = among | {x.id for tactic in TACTICS.get(op.kind, ()) for x in tactic.neighbors(b.graph, op)}
+    on_gpu = all(o.type.is_static for o in op.outputs)  # the host computes sizes that depend on data
+    tactics = TACTICS.get(op.kind, ()) if on_gpu else ()
+    neighbors = among | {x.id for tactic in tactics for x in tactic.neighbors(b.graph, op)}
     operands: list[Plain] = []
     for value in op.inputs:
         if value is None:

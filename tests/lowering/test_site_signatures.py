@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.check import from_text
 from support.net import Net
-from support.simulated import lowered
+from support.simulated import lowered, tactics
 
 from optdnn.ir.graph import Graph
 from optdnn.lowering import choose
@@ -48,3 +49,17 @@ def test_alike_sites_have_one_signature() -> None:
     found, same = ([t["signature"] for t in p.meta["tactics"]] for p in (program, again))
     assert found == same
     assert len(set(found)) > 1
+
+
+def test_an_operator_whose_size_depends_on_data_has_no_neighbors() -> None:
+    """The host multiplies the rows of a Loop, however many there are; the product after their sum runs on the GPU."""
+    graph = from_text("""<ir_version: 8, opset_import: ["": 15]> g (float[4] x, int64 trips) => (float[1,3] y)
+        <bool yes = {1}, int64[1] zero = {0}, float[5] bias = {1, 2, 3, 4, 5}, int64[2] first = {4, 5},
+         int64[2] second = {5, 3}> {
+        last, rows = Loop(trips, yes, x) <body = b (int64 i, bool go, float[4] given) => (bool on, float[4] s, float[4] row)
+            { on = Identity(go) s = Tanh(given) row = Identity(s) }>
+        w = ConstantOfShape<value = float[1] {0.5}>(first) product = MatMul(rows, w) biased = Add(product, bias)
+        half = Mul(biased, biased) sum = ReduceSum(half, zero)
+        v = ConstantOfShape<value = float[1] {0.25}>(second) y = MatMul(sum, v) }""")
+    program = lowered(graph, "fp32")
+    assert len(tactics(program, "MatMul")) == 1
