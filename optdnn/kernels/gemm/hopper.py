@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, channel_vector, plan_epilogue, summed_dtype
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, products, row_major, up
+from optdnn.kernels.builder import NOWHERE, Builder, TensorView, products, row_major, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel
@@ -23,14 +23,15 @@ from optdnn.types import Array
 
 def rows_of(x: TensorView, *, aligned: bool = True, unit: int = 8) -> TensorView | None:
     """A tensor of any rank as NCHW of 1 x 1 images, one per row; None if its rows have no constant pitch. ``aligned``:
-    the pitch must be a multiple of 16 bytes. ``unit``: a single row's pitch is a multiple of this many elements."""
+    the pitch must be a multiple of 16 bytes. ``unit``: a single row's pitch is a multiple of this many elements, except of a
+    tensor without a buffer yet, which has the elements that its strides say."""
     flat = reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     if flat is None:
         return None
     (n, k), (pitch, step) = flat.shape, flat.strides
     if k > 1 and step != 1:
         return None
-    found = flat.view((n, k, 1, 1), (pitch if n > 1 else up(k, unit), 1, pitch, pitch))
+    found = flat.view((n, k, 1, 1), (pitch if n > 1 or x.buffer == NOWHERE else up(k, unit), 1, pitch, pitch))
     return found if not aligned or conv_maps.pitch_of(found) is not None else None
 
 

@@ -10,13 +10,14 @@ from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
-from support.simulated import feeds_of, lowered, refusals
+from support.simulated import feeds_of, lowered, refusals, tactics
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.gemm.matmul import is_thin
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
+from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.runtime.program import Kernel, Program
 
 
@@ -119,3 +120,14 @@ def test_short_products_with_a_vector_need_no_tensor_cores(terms: int, threads: 
     y = n.op("MatMul", n.input(768, 64, terms, name="a"), n.input(768, terms, 1, name="b"))
     tactics = [s.params["tactic"].split()[0] for s in lowered(n.done(y), "fp16").steps]
     assert ("matmul_tiled" in tactics, "matmul_sm90" in tactics) == (threads, not threads)
+
+
+def test_a_constant_of_one_row_that_is_added_is_padded() -> None:
+    """Its three elements are no row of eight: a launch would read beyond them."""
+    n = Net()
+    biased = n.op("Add", n.matmul(n.input(1, 1, 4), 3), n.random(3))
+    program = lowered(n.done(n.op("Sub", n.const([[[1.0, 2.0, 3.0]]]), biased)), "fp16")
+    assert tactics(program, "MatMul") == ["gemm_sm90"]
+    for step in program.steps:
+        if step.executor == "cuda":
+            parse(step, program)
