@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +15,17 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.support.facts import integers, ints, operand
 from optdnn.types import normalize_axis
 
-_LIKE_FIRST = frozenset({"PRelu", "Snake"})
+LIKE_FIRST = frozenset({"PRelu", "Snake"})
 """Pointwise kinds whose result has the shape of the first operand."""
+
+
+def bounded(patch: Patch, operands: Sequence[Value | None]) -> Value:
+    """A Clip whose bounds (operands 1 and 2) differ along an axis: ONNX's Clip has bounds of one element."""
+    found = operands[0]
+    assert found is not None
+    for kind, bound in zip(("Max", "Min"), operands[1:], strict=False):
+        found = found if bound is None else patch.add(kind, [found, bound])
+    return found
 
 
 def dims_of(body: Graph, value: Value) -> tuple[int, ...]:
@@ -93,12 +102,8 @@ class Iterations:
         ranks = [len(dims_of(body, v)) for v in op.inputs if v is not None]
         operands = [None if v is None else self._aligned(v, max(ranks)) for v in op.inputs]
         if op.kind == "Clip" and self.every.intersection(v for v in op.inputs[1:] if v is not None):
-            found = operands[0]
-            for kind, bound in zip(("Max", "Min"), operands[1:], strict=False):
-                found = found if bound is None else patch.add(kind, [found, bound])
-            assert found is not None
-            return found
-        if op.kind in _LIKE_FIRST:
+            return bounded(patch, operands)
+        if op.kind in LIKE_FIRST:
             operands[0] = self.stacked(operand(op))
         return patch.add(op.kind, operands, op.attrs)
 

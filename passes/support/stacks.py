@@ -13,8 +13,10 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.reduce import reduced_axes
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, reshaped
+from optdnn.passes.support.iterations import LIKE_FIRST, bounded
 from optdnn.passes.support.parts import port_span, span
 from optdnn.types import Array, normalize_axis
 
@@ -334,6 +336,10 @@ def _computed(patch: Patch, ops: Sequence[Op], operands: Sequence[Stack | None])
             _with_rank(patch, v, len(shape)) if v is not None and has_axis else v
             for v, has_axis in zip(given, stacked, strict=True)
         ]
+        if op.kind == "Clip" and any(stacked[1:]):
+            return bounded(patch, rows)
+        if op.kind in LIKE_FIRST and not stacked[0]:
+            rows[0] = _repeated(patch, operand(op), count)
         return patch.add(op.kind, rows, op.attrs)
     x = given[0]
     assert x is not None
@@ -351,6 +357,10 @@ def _computed(patch: Patch, ops: Sequence[Op], operands: Sequence[Stack | None])
         return patch.add(op.kind, parts, attrs)
     if op.kind == "Trilu":
         return patch.add("Trilu", [x, *given[1:]], op.attrs)
+    if op.kind in _REDUCTIONS:
+        axes = reduced_axes(op.attrs, ints(patch.graph, op.input(1)), len(patch.type(x).dims) - 1, op.kind)
+        where = integers(patch, [k + 1 for k in axes], "axes")
+        return patch.add(op.kind, [x, where], replace(op.attrs, noop_with_empty_axes=True))
     at = 3 if op.kind == "Slice" else 1
     return patch.add(op.kind, [x, *given[1:at], _axes(patch, given[at], x), *given[at + 1 :]], op.attrs)
 

@@ -120,8 +120,10 @@ def test_factors_of_such_products_are_computed_at_once() -> None:
         (lambda n, x: n.op("Slice", x, n.ints(0), n.ints(ROWS), n.ints(-1)), ""),
         (lambda n, x: n.op("Where", n.op("Less", x, n.const(0.3)), x, n.random(ROWS)), "Where"),
         (lambda n, x: n.op("Add", x, n.op("Gather", x, n.ints(2), attrs=GatherAttrs(2))), ""),
+        (lambda n, x: n.op("Clip", x, n.const(0.1), n.op("ReduceMean", x, attrs=ReduceAttrs(keepdims=False))), "Min"),
+        (lambda n, x: n.op("PRelu", n.const(np.full((2, 3, SIZE, ROWS), -0.5)), x), "PRelu"),
     ],
-    ids=["reshapes", "a maximum", "a slice", "a selection", "one row"],
+    ids=["reshapes", "a maximum", "a slice", "a selection", "one row", "own bounds", "own slopes"],
 )
 def test_operators_of_parts_before_products(between: Callable[[Net, Value], Value], kind: str) -> None:
     graph, _ = check_pass(PASS, chunks(between=between), changes=3)
