@@ -101,7 +101,7 @@ def conv_transpose(d: Draw, x: Value) -> Value | None:
     dilations = [r.choice([1, 2])] * axes if r.chance(0.2) else None
     steps = [s * (n - 1) if isinstance(n, int) else 0 for n, s in zip(x.dims[2:], strides, strict=True)]
     reach = [(n - 1) * (dilations or [1])[0] for n in k]
-    if any(n + m < a + b for n, m, a, b in zip(steps, reach, pads, pads[axes:], strict=True)):
+    if any(n + m < a + b for n, m, a, b in zip(steps, reach, pads[:axes], pads[axes:], strict=True)):
         pads = [0] * (2 * axes)  # nothing would be left
     group = r.choice([g for g in range(1, c + 1) if c % g == 0]) if r.chance(0.3) else 1
     per_group = r.choice([1, 2, 3, 4, 6])
