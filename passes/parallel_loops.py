@@ -7,23 +7,21 @@ millisecond.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.support.facts import integers, ints, is_filled, operand, producer, reshaped
-from optdnn.passes.support.iterations import Iterations, dims_of, why_not
+from optdnn.passes.support.bag_bodies import takes_rows, value_outside
+from optdnn.passes.support.facts import integers, ints, operand, producer, reshaped
+from optdnn.passes.support.iterations import Iterations, dims_of, refusal
 from optdnn.passes.support.resized_peaks import Peaks, peaks_of
+from optdnn.passes.support.scalars import as_many_as_rows
 from optdnn.passes.unroll import goes_on
 from optdnn.types import INT64, normalize_axis
-
-MOST_BYTES = 1 << 30
-"""Most bytes of a result for all iterations."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +64,13 @@ def parallel_loop(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("a condition that it computes may end it")
     found = _Body(body, _rows_of(op), results, tuple(peaks_of(body)))
     ops = found.every_op()
-    if not _as_many(graph, op, found.rows.values()):
+    if not as_many_as_rows(graph, op, found.rows.values()):
         return Miss("its iterations are not as many as the rows that they take in turn")
     if any(o.kind == "Input" and o.value in _changing(op) for o in ops):
         return Miss("an iteration reads its number, or what the one before it computed")
-    inner = [o for o in ops if o.kind not in STRUCTURAL and o.kind != "Constant"]
-    if (why := next((w for o in inner if (w := why_not(body, o)) is not None), None)) is not None:
+    trips = graph.type(next(iter(found.rows.values()))).dims[0]
+    if (why := refusal(body, ops, trips if isinstance(trips, int) else 1)) is not None:
         return Miss(why)
-    trips = next(d if isinstance(d, int) else 1 for d in (graph.type(v).dims[0] for v in found.rows.values()))
-    sizes = (math.prod(dims_of(body, o.value)) * o.outputs[0].type.dtype.itemsize for o in inner)
-    if trips * max(sizes, default=0) > MOST_BYTES:
-        return Miss("the results of all its iterations would take too much memory")
 
     def build(patch: Patch) -> None:
         for port, new in enumerate(_results(patch, op, found)):
@@ -107,30 +101,16 @@ def _appended(graph: Graph, op: Op) -> tuple[Value, ...] | None:
 
 def _rows_of(op: Op) -> dict[Value, Value]:
     """The rows that an iteration takes by its number: value of the body -> the value around the loop."""
-    body, carried = op.attrs.body.graph, op.attrs.carried
-    captured = {Value(i): v for i, v in zip(body.inputs[2 + carried :], op.inputs[2 + carried :], strict=True)}
-    found: dict[Value, Value] = {}
-    for taken in body.users(Value(body.inputs[0])):
-        source = captured.get(operand(taken))
-        number = taken.kind == "Gather" and taken.inputs[1] == Value(body.inputs[0])
-        if number and source is not None and not normalize_axis(taken.attrs.axis, len(body.type(operand(taken)).dims)):
-            found[taken.value] = source
-    return found
+    body, number = op.attrs.body.graph, Value(op.attrs.body.graph.inputs[0])
+    taken = [g for g in body.users(number) if g.kind == "Gather" and g.inputs[1] == number and takes_rows(body, g)]
+    found = {g.value: value_outside(op, g.inputs[0]) for g in taken if g.inputs[0] not in _changing(op)}
+    return {row: source for row, source in found.items() if source is not None}
 
 
 def _changing(op: Op) -> set[Value]:
     """The inputs of the body that differ between iterations."""
     body = op.attrs.body.graph
     return {Value(i) for i in body.inputs[: 2 + op.attrs.carried]}
-
-
-def _as_many(graph: Graph, op: Op, sources: Iterable[Value]) -> bool:
-    """Whether there are as many iterations as each of the values has rows."""
-    trips, shapes = graph.known(op.input(0)), [graph.type(v).shape for v in sources]
-    begins = op.input(1) is None or is_filled(graph.known(op.input(1)), 1)
-    if trips is None or trips.size != 1 or not begins or not shapes:
-        return False
-    return all(s is not None and s[0] == trips.reshape(-1).tolist()[0] for s in shapes)
 
 
 def _results(patch: Patch, op: Op, found: _Body) -> list[Value]:

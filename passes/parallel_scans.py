@@ -6,21 +6,17 @@ several launches per point. As one broadcast subtraction and one reduction, it i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.support.facts import operand, shape_of
-from optdnn.passes.support.iterations import Iterations, dims_of, why_not
+from optdnn.passes.support.iterations import Iterations, refusal
 from optdnn.types import normalize_axis
-
-MOST_BYTES = 1 << 30
-"""Most bytes of a result for all iterations."""
 
 
 @rule("parallel_scan", {"Scan"})
@@ -38,12 +34,8 @@ def parallel_scan(graph: Graph, op: Op) -> Match | Miss | None:
     trips = None if dims is None else dims[normalize_axis(a.scan_input_axes[0], len(dims))]
     if not isinstance(trips, int) or not trips:
         return Miss("its number of iterations is not known")
-    inner = [o for o in body.order() if o.kind not in STRUCTURAL and o.kind != "Constant"]
-    if (why := next((w for o in inner if (w := why_not(body, o)) is not None), None)) is not None:
+    if (why := refusal(body, body.order(), trips)) is not None:
         return Miss(why)
-    sizes = (math.prod(dims_of(body, o.value)) * o.outputs[0].type.dtype.itemsize for o in inner)
-    if trips * max(sizes, default=0) > MOST_BYTES:
-        return Miss("the results of all its iterations would take too much memory")
 
     def build(patch: Patch) -> None:
         for port, new in enumerate(_results(patch, op, trips)):

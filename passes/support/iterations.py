@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +16,8 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.support.facts import integers, ints, operand
 from optdnn.types import normalize_axis
 
+MOST_BYTES = 1 << 30
+"""Most bytes of a result for all iterations."""
 LIKE_FIRST = frozenset({"PRelu", "Snake"})
 """Pointwise kinds whose result has the shape of the first operand."""
 
@@ -28,11 +31,28 @@ def bounded(patch: Patch, operands: Sequence[Value | None]) -> Value:
     return found
 
 
+def reduced(patch: Patch, body: Graph, op: Op, x: Value) -> Value:
+    """A reduction of ``body``, of ``x``, which is its operand with one more leading axis."""
+    axes = reduced_axes(op.attrs, ints(body, op.input(1)), len(patch.type(x).dims) - 1, op.kind)
+    where = integers(patch, [k + 1 for k in axes], "axes")
+    return patch.add(op.kind, [x, where], replace(op.attrs, noop_with_empty_axes=True))
+
+
 def dims_of(body: Graph, value: Value) -> tuple[int, ...]:
     return body.type(value).static_shape
 
 
-def why_not(body: Graph, op: Op) -> str | None:
+def refusal(body: Graph, ops: Iterable[Op], trips: int) -> str | None:
+    """Why these operators of the body cannot be computed for ``trips`` iterations at once, or None."""
+    inner = [op for op in ops if op.kind not in STRUCTURAL and op.kind != "Constant"]
+    if (why := next((w for op in inner if (w := _why_not(body, op)) is not None), None)) is not None:
+        return why
+    sizes = (math.prod(dims_of(body, op.value)) * op.outputs[0].type.dtype.itemsize for op in inner)
+    large = trips * max(sizes, default=0) > MOST_BYTES
+    return "the results of all its iterations would take too much memory" if large else None
+
+
+def _why_not(body: Graph, op: Op) -> str | None:
     """Why an operator of the body cannot have one more leading axis, or None."""
     if len(op.outputs) != 1 or not all(body.type(v).is_static for v in (*op.inputs, op.value) if v is not None):
         return f"its {op.kind} has sizes that are not known"
@@ -96,9 +116,7 @@ class Iterations:
             parts = [self.stacked(v) for v in op.inputs if v is not None]
             return patch.add("Concat", parts, ConcatAttrs(normalize_axis(op.attrs.axis, rank) + 1))
         if op.kind.startswith("Reduce"):
-            axes = reduced_axes(op.attrs, ints(body, op.input(1)), rank, op.kind)
-            where = integers(patch, [k + 1 for k in axes], "axes")
-            return patch.add(op.kind, [self.place[operand(op)], where], replace(op.attrs, noop_with_empty_axes=True))
+            return reduced(patch, body, op, self.place[operand(op)])
         ranks = [len(dims_of(body, v)) for v in op.inputs if v is not None]
         operands = [None if v is None else self._aligned(v, max(ranks)) for v in op.inputs]
         if op.kind == "Clip" and self.every.intersection(v for v in op.inputs[1:] if v is not None):

@@ -9,10 +9,8 @@ score = Gather(Gather(large, y), x)[c, c, c]   for each channel c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.resized_peaks import COORDINATES, MODES, ResizedPeaksAttrs
@@ -63,7 +61,7 @@ def _peaks(body: Graph, arg: Op) -> Peaks | None:
     if a.antialias or a.exclude_outside or a.axes is not None or a.keep_aspect_ratio_policy != "stretch":
         return None
     extents = {v: k for view in views for v, k in _extents(body, view)}
-    elements = tuple(v for view in views for v in _elements(body, view, arg.value, channels, extents))
+    elements = tuple(_elements(body, views, arg.value, channels, extents))
     attrs = ResizedPeaksAttrs(a.mode, a.coordinate_transformation_mode, a.cubic_coeff_a)
     return Peaks(arg.value, image, sizes, attrs, extents, elements)
 
@@ -106,27 +104,26 @@ def _extents(body: Graph, view: Value) -> Iterator[tuple[Value, int]]:
                 yield taken.value, k
 
 
-def _elements(body: Graph, view: Value, place: Value, channels: int, extents: dict[Value, int]) -> Iterator[Value]:
+def _elements(
+    body: Graph, views: Sequence[Value], place: Value, channels: int, extents: dict[Value, int]
+) -> Iterator[Value]:
     """The values with the largest elements: of rows and columns that are looked up for all channels, those of the own channel."""
-    if len(body.type(view).dims) != 3:
-        return
-    own = np.arange(channels) * (channels * channels + channels + 1)
-    for rows in body.users(view):
-        if not (_takes(body, rows, 1) and _is_row(body, rows.inputs[1], place, extents)):
+    own = tuple(c * (channels * channels + channels + 1) for c in range(channels))
+    for taken in body.of_kind("Gather"):
+        flat = producer(body, taken.inputs[0], {"Reshape"})
+        columns = None if flat is None else producer(body, flat.inputs[0], {"Gather"})
+        rows = None if columns is None else producer(body, columns.inputs[0], {"Gather"})
+        if flat is None or columns is None or rows is None or rows.inputs[0] not in views:
             continue
-        for columns in body.users(rows.value):
-            if not (_takes(body, columns, 2) and _is_column(body, columns.inputs[1], place, extents)):
-                continue
-            for flat in body.users(columns.value):
-                if flat.kind != "Reshape" or len(body.type(flat.value).dims) != 1:
-                    continue
-                for taken in body.users(flat.value):
-                    if taken.kind == "Gather" and ints(body, taken.inputs[1]) == tuple(own.tolist()):
-                        yield taken.value
+        ranks = [len(body.type(v).dims) for v in (flat.value, operand(rows))]
+        if ranks != [1, 3] or not _takes(rows, 1) or not _takes(columns, 2) or ints(body, taken.inputs[1]) != own:
+            continue
+        if _is_row(body, rows.inputs[1], place, extents) and _is_column(body, columns.inputs[1], place, extents):
+            yield taken.value
 
 
-def _takes(body: Graph, op: Op, axis: int) -> bool:
-    return op.kind == "Gather" and normalize_axis(op.attrs.axis, 3) == axis
+def _takes(gather: Op, axis: int) -> bool:
+    return normalize_axis(gather.attrs.axis, 3) == axis
 
 
 def _uncast(body: Graph, value: Value | None) -> Value | None:

@@ -7,6 +7,7 @@ An integer of an iteration, or an element of a short vector, is a :data:`Scalar`
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,12 +132,7 @@ class Scalars:
 
     def all_rows(self) -> bool:
         """Whether there are as many iterations as each of the values has rows."""
-        trips = self._graph.known(self._loop.input(0))
-        begins = self._loop.input(1) is None or is_filled(self._graph.known(self._loop.input(1)), 1)
-        if trips is None or trips.size != 1 or not begins:
-            return False
-        count, shapes = trips.reshape(-1).tolist()[0], [self._graph.type(v).shape for v in self._rows]
-        return bool(shapes) and all(s is not None and s[0] == count for s in shapes)
+        return as_many_as_rows(self._graph, self._loop, self._rows)
 
     # ------------------------------------------------------------ values of the graph around the loop
 
@@ -158,6 +154,16 @@ class Scalars:
             "Gather", [scalar.source, patch.constant(np.array([scalar.column]), "column")], GatherAttrs(1)
         )
         return column if patch.type(column).dtype == INT64 else patch.add("Cast", [column], CastAttrs(INT64))
+
+
+def as_many_as_rows(graph: Graph, loop: Op, values: Iterable[Value]) -> bool:
+    """Whether a Loop begins, and has as many iterations as each of these values has rows; False without values."""
+    trips, shapes = graph.known(loop.input(0)), [graph.type(v).shape for v in values]
+    begins = loop.input(1) is None or is_filled(graph.known(loop.input(1)), 1)
+    if trips is None or trips.size != 1 or not begins:
+        return False
+    count = trips.reshape(-1).tolist()[0]
+    return bool(shapes) and all(s is not None and s[0] == count for s in shapes)
 
 
 def _made(kind: str, *operands: Scalar) -> Scalar:

@@ -13,10 +13,9 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.ops.reduce import reduced_axes
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, reshaped
-from optdnn.passes.support.iterations import LIKE_FIRST, bounded
+from optdnn.passes.support.iterations import LIKE_FIRST, bounded, reduced
 from optdnn.passes.support.parts import port_span, span
 from optdnn.types import Array, normalize_axis
 
@@ -358,9 +357,7 @@ def _computed(patch: Patch, ops: Sequence[Op], operands: Sequence[Stack | None])
     if op.kind == "Trilu":
         return patch.add("Trilu", [x, *given[1:]], op.attrs)
     if op.kind in _REDUCTIONS:
-        axes = reduced_axes(op.attrs, ints(patch.graph, op.input(1)), len(patch.type(x).dims) - 1, op.kind)
-        where = integers(patch, [k + 1 for k in axes], "axes")
-        return patch.add(op.kind, [x, where], replace(op.attrs, noop_with_empty_axes=True))
+        return reduced(patch, patch.graph, op, x)
     at = 3 if op.kind == "Slice" else 1
     return patch.add(op.kind, [x, *given[1:at], _axes(patch, given[at], x), *given[at + 1 :]], op.attrs)
 

@@ -8,11 +8,11 @@ import pytest
 from support.check import check_pass, check_refused, check_untouched, from_text
 
 from optdnn.ir.graph import Graph
-from optdnn.passes import parallel_loops
 from optdnn.passes.base import PassContext
 from optdnn.passes.bodies import OptimizeBodies
 from optdnn.passes.pad_rows import PadRows
 from optdnn.passes.parallel_loops import ParallelLoops
+from optdnn.passes.support import iterations
 
 GPU = PassContext(target="cuda:sm_90a")
 OWN = "number = Mul(i, three)"
@@ -88,7 +88,7 @@ def test_loops_that_do_more_than_append_rows(options: dict[str, Any]) -> None:
 
 
 def test_results_of_all_iterations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_loops, "MOST_BYTES", 5 * 3 * 4 - 1)
+    monkeypatch.setattr(iterations, "MOST_BYTES", 5 * 3 * 4 - 1)
     check_refused(ParallelLoops(), loop("y = Sin(x)"), because="would take too much memory", context=GPU)
 
 

@@ -13,9 +13,9 @@ from support.fallback import F, model, node
 
 from optdnn.importers.onnx import import_model
 from optdnn.ir.graph import Graph
-from optdnn.passes import parallel_scans
 from optdnn.passes.base import PassContext
 from optdnn.passes.parallel_scans import ParallelScans
+from optdnn.passes.support import iterations
 
 GPU = PassContext(target="cuda:sm_90a")
 
@@ -69,7 +69,7 @@ def test_refusals(graph: Graph, because: str) -> None:
 
 
 def test_results_of_all_iterations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_scans, "MOST_BYTES", 5 * 4 * 3 * 4 - 1)
+    monkeypatch.setattr(iterations, "MOST_BYTES", 5 * 4 * 3 * 4 - 1)
     check_refused(ParallelScans(), scan(DISTANCES, [4]), because="would take too much memory", context=GPU)
 
 

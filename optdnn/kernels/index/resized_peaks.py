@@ -11,6 +11,7 @@ from typing import Any
 
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder
+from optdnn.kernels.index.index_kernel import needed
 from optdnn.kernels.index.sampling import LAUNCH
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal
@@ -36,10 +37,10 @@ class ResizedPeak(Tactic):
     name = "resized_peaks"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
-        if 0 in x.static_shape:
+        shape = needed(b, op, 0).shape
+        if 0 in shape:
             return "it has no elements"
-        columns = x.static_shape[3]
+        columns = shape[3]
         return f"an image of {columns} columns is too wide for shared memory" if columns > MOST_COLUMNS else None
 
     def seconds(self, b: Builder, op: Op) -> float | None:
