@@ -179,8 +179,6 @@ DIRECT_COLUMNS = 128
 """Most columns (``mt * bn``) of 16-bit tiles that are stored from registers."""
 REGISTERS = 65536
 """Registers of a multiprocessor."""
-EDGED_COLUMNS = 192
-"""Most columns of a subtile whose pixels are padded by a zero point: accumulators of 224 columns spill."""
 MOST_IN_PARTS = 96
 """Most columns (``mt * bn``) of fp32 that is multiplied in parts: a thread has accumulators of first parts, of
 remainders, and of the sums."""
@@ -235,8 +233,6 @@ def _refuse_registers(problem: Problem, config: Config) -> str | None:
         return "rows are normalized after up to 128 accumulators per thread"
     if problem.row_scale and config.mt == 2 and 224 < config.mt * config.bn <= 256:
         return "the accumulators of two subtiles and the scales of their rows exceed the registers"
-    if problem.edged and config.bn > EDGED_COLUMNS:
-        return f"sums that begin with values leave no registers for {config.bn} columns"
     threads = config.threads + problem.helpers
     limit = WIDE_REGISTERS if config.wide else register_limit(threads, config.blocks)
     sets = 2 if config.mt * config.bn <= TWO_SETS else 1  # small tiles have two sets of accumulators

@@ -15,3 +15,22 @@ template <class Params> DEVICE int edge_kind(const Params& p, int at) { return _
 template <class Params> DEVICE int edge_sum(const Params& p, int kind, int channel) {
     return kind && channel < p.edges.channels ? __ldg(p.edges.sums + (kind - 1) * p.edges.channels + channel) : 0;
 }
+
+// Calls begin(j, e, kind) for the pixels of a thread of wgmma: column 8 j + lane % 4 * 2 + e of COLUMNS. place_of(column): the pixel's place
+// within its image, or -1. Each lane looks up one column of 32; most groups of eight have no pixel at an edge.
+template <int COLUMNS, class Params, class PlaceOf, class Begin>
+DEVICE void begin_at_edges(const Params& p, int lane, const PlaceOf& place_of, const Begin& begin) {
+    #pragma unroll
+    for (int first = 0; first < COLUMNS; first += 32) {
+        const int place = first + lane < COLUMNS ? place_of(first + lane) : -1, kind = place < 0 ? 0 : edge_kind(p, place);
+        const u32 some = __ballot_sync(0xffffffffu, kind != 0);
+        #pragma unroll
+        for (int j = first / 8; j < first / 8 + 4 && j < COLUMNS / 8; j++) {
+            #pragma unroll
+            for (int e = 0; e < 2; e++) begin(j, e, 0);
+            if (!(some >> (j % 4 * 8) & 255)) continue;
+            #pragma unroll
+            for (int e = 0; e < 2; e++) begin(j, e, __shfl_sync(0xffffffffu, kind, j % 4 * 8 + lane % 4 * 2 + e));
+        }
+    }
+}

@@ -59,15 +59,10 @@ DEVICE int place_of(const Params& p, const Tile& at, int column) {
 #if EDGED
 // Accumulators begin with what the taps outside of the image add. Blocks that split the channels: only in the first of them.
 DEVICE void begin_sums(const Params& p, const Tile& at, int first_channel, int rank, int lane, Acc (&acc)[BN / 2]) {
-    #pragma unroll
-    for (int j = 0; j < BN / 8; j++) {
+    begin_at_edges<BN>(p, lane, [&](int column) { return rank == 0 ? place_of(p, at, column) : -1; }, [&](int j, int e, int kind) {
         #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int place = place_of(p, at, j * 8 + lane % 4 * 2 + e), kind = rank == 0 && place >= 0 ? edge_kind(p, place) : 0;
-            #pragma unroll
-            for (int i = 0; i < 2; i++) acc[j * 4 + i * 2 + e] = edge_sum(p, kind, channel_row(first_channel, lane, i));
-        }
-    }
+        for (int i = 0; i < 2; i++) acc[j * 4 + i * 2 + e] = edge_sum(p, kind, channel_row(first_channel, lane, i));
+    });
 }
 #endif
 

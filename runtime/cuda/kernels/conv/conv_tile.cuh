@@ -97,22 +97,15 @@ static_assert(INTEGER && !STREAM, "only integers have a zero point, and a tile's
 
 // Accumulators begin with what the taps outside of the image add, in the first set. Blocks that split K: only in the first of them.
 DEVICE void begin_sums(const Params& p, int first_channel, int first_pixel, int k_begin, int lane, Acc (&acc)[SETS][MT][BN / 2]) {
-    int at = (first_pixel + lane % 4 * 2) % p.image_pixels;    // within the image
-    #pragma unroll
-    for (int j = 0; j < BN / 8; j++) {
+    begin_at_edges<BN>(p, lane, [&](int column) {
+        return k_begin == 0 && first_pixel + column < p.pixel_count ? (first_pixel + column) % p.image_pixels : -1;
+    }, [&](int j, int e, int kind) {
         #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int pixel = first_pixel + j * 8 + lane % 4 * 2 + e;
-            const int kind = k_begin == 0 && pixel < p.pixel_count ? edge_kind(p, at + e < p.image_pixels ? at + e : 0) : 0;
-            #pragma unroll
-            for (int i = 0; i < MT * 2; i++) {
-                if (SETS == 2) acc[SETS - 1][i / 2][j * 4 + i % 2 * 2 + e] = 0;
-                acc[0][i / 2][j * 4 + i % 2 * 2 + e] = edge_sum(p, kind, channel_row(first_channel + i / 2 * 64, lane, i % 2));
-            }
+        for (int i = 0; i < MT * 2; i++) {
+            if (SETS == 2) acc[SETS - 1][i / 2][j * 4 + i % 2 * 2 + e] = 0;
+            acc[0][i / 2][j * 4 + i % 2 * 2 + e] = edge_sum(p, kind, channel_row(first_channel + i / 2 * 64, lane, i % 2));
         }
-        at += 8;
-        if (at >= p.image_pixels) at %= p.image_pixels;
-    }
+    });
 }
 #endif
 
