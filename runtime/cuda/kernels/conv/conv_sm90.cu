@@ -237,9 +237,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         };
         if (NORMED || !DIRECT) load_columns();
 #endif
-#if ROW_BIAS || EDGED
-        begin_sums(p, tile_channel + group_channel + quarter * 16, tile_pixel + group_pixel, k_begin, lane, acc);
-#endif
 #if DIRECT
         Direct store;
         auto prepare = [&] {
@@ -249,12 +246,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             });
         };
         if (!LATE) prepare();
+#if ROW_BIAS || EDGED
+        begin_sums(p, tile_channel + group_channel + quarter * 16, tile_pixel + group_pixel, k_begin, lane, acc);
+#endif
         grid_dependency_wait();
         if (!LATE) store.load_residual(p);
 #else
         int buffer = 0, buffer_parity = 0;
         Channel constants[MT][2];
         load_constants(p, tile_channel + group_channel + quarter * 16, lane, constants);
+#if ROW_BIAS || EDGED
+        begin_sums(p, tile_channel + group_channel + quarter * 16, tile_pixel + group_pixel, k_begin, lane, acc);
+#endif
         grid_dependency_wait();
 #if IMAGE_SCALED
         load_factors(p, tile_channel + group_channel + quarter * 16, tile_pixel + group_pixel, lane, constants);
