@@ -17,12 +17,22 @@ template <class Params> DEVICE int edge_sum(const Params& p, int kind, int chann
 }
 
 // Calls begin(j, e, kind) for the pixels of a thread of wgmma: column 8 j + lane % 4 * 2 + e of COLUMNS. place_of(column): the pixel's place
-// within its image, or -1. Each lane looks up one column of 32; most groups of eight have no pixel at an edge.
+// within its image, or -1.
 template <int COLUMNS, class Params, class PlaceOf, class Begin>
 DEVICE void begin_at_edges(const Params& p, int lane, const PlaceOf& place_of, const Begin& begin) {
+    const auto kind_of = [&](int column) {
+        const int place = column < COLUMNS ? place_of(column) : -1;
+        return place < 0 ? 0 : edge_kind(p, place);
+    };
+    if constexpr (COLUMNS <= 64) {                 // what one column waits for does not hold up the next
+        #pragma unroll
+        for (int i = 0; i < COLUMNS / 4; i++) begin(i / 2, i % 2, kind_of(i / 2 * 8 + lane % 4 * 2 + i % 2));
+        return;
+    }
+    // Fewer instructions: each lane looks up one column of 32, and most groups of eight have no pixel at an edge.
     #pragma unroll
     for (int first = 0; first < COLUMNS; first += 32) {
-        const int place = first + lane < COLUMNS ? place_of(first + lane) : -1, kind = place < 0 ? 0 : edge_kind(p, place);
+        const int kind = kind_of(first + lane);
         const u32 some = __ballot_sync(0xffffffffu, kind != 0);
         #pragma unroll
         for (int j = first / 8; j < first / 8 + 4 && j < COLUMNS / 8; j++) {
