@@ -24,11 +24,10 @@ DEVICE void begin_at_edges(const Params& p, int lane, const PlaceOf& place_of, c
         const int place = column < COLUMNS ? place_of(column) : -1;
         return place < 0 ? 0 : edge_kind(p, place);
     };
-    if constexpr (COLUMNS <= 64) {                 // what one column waits for does not hold up the next
-        #pragma unroll
-        for (int i = 0; i < COLUMNS / 4; i++) begin(i / 2, i % 2, kind_of(i / 2 * 8 + lane % 4 * 2 + i % 2));
-        return;
-    }
+#if DIRECT                                         // one tile per block: what one column waits for does not hold up the next
+    #pragma unroll
+    for (int i = 0; i < COLUMNS / 4; i++) begin(i / 2, i % 2, kind_of(i / 2 * 8 + lane % 4 * 2 + i % 2));
+#else
     // Fewer instructions: each lane looks up one column of 32, and most groups of eight have no pixel at an edge.
     #pragma unroll
     for (int first = 0; first < COLUMNS; first += 32) {
@@ -43,4 +42,5 @@ DEVICE void begin_at_edges(const Params& p, int lane, const PlaceOf& place_of, c
             for (int e = 0; e < 2; e++) begin(j, e, __shfl_sync(0xffffffffu, kind, j % 4 * 8 + lane % 4 * 2 + e));
         }
     }
+#endif
 }
