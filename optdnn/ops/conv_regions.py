@@ -35,9 +35,9 @@ class SpaceToDepthImageAttrs(Attrs):
 
 @dataclass(frozen=True)
 class QuantizedBlocksAttrs(Attrs):
-    """Like :class:`SpaceToDepthImageAttrs`, for an image divided by ``scale`` and stored in ``dtype``.
+    """Like :class:`SpaceToDepthImageAttrs`, for an image divided by ``scale`` and stored in ``dtype`` around ``zero``.
 
-    Rows have ``width`` blocks; the first ``before`` of them are zeros.
+    Rows have ``width`` blocks; the first ``before`` of them, like all elements outside of the image, are ``zero``.
     """
 
     block: int
@@ -46,6 +46,7 @@ class QuantizedBlocksAttrs(Attrs):
     width: int
     scale: float
     dtype: DType = INT8
+    zero: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ ops that only move or compare elements are quantized as well, with one scale on 
 
 Weights are symmetric int8 with a scale per output channel. Biases are int32 with the scale of the products to which they are added.
 Activations are uint8 with one scale and one zero point per tensor (Jacob et al., "Quantization and Training of Neural Networks for
-Efficient Integer-Arithmetic-Only Inference", 2018). On GPUs, a picture with negative elements in front of a strided convolution is
-symmetric int8: the kernel that packs pixels of few channels pads with zeros.
+Efficient Integer-Arithmetic-Only Inference", 2018).
 """
 
 from __future__ import annotations
@@ -34,10 +33,6 @@ from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, Array, DType
 FP8 = DTYPES["fp8_e4m3"]
 BIAS_LIMIT = 2.0**30
 """Largest magnitude of an int32 bias: it leaves room in the accumulator for the sum of products."""
-
-
-PACKED_CHANNELS = 16
-"""Most channels of a block of pixels that a strided convolution reads as one pixel."""
 
 
 def quantize(
@@ -80,7 +75,6 @@ class _Quantizer:
     def __init__(self, graph: Graph, plan: PrecisionPlan, calibration: Calibration, target: str, report: PassReport):
         self.graph, self.plan, self.calibration, self.report = graph, plan, calibration, report
         self.target = target
-        self.unsigned = not TargetName.parse(target).on_gpu
         self.largest = SMALL_WEIGHT if TargetName.parse(target).family == "cpu" and bytes_saturate() else LARGEST_WEIGHT
         self.chosen: dict[int, str] = {}
         """Id of an op that will run in integers or fp8 -> its precision."""
@@ -219,38 +213,15 @@ class _Quantizer:
                 raise UsageError(f"the calibration has no range for {name!r}", hint=hint)
             root = self._root(item)
             hulls[root] = hulls[root].hull(found) if root in hulls else found
-        packed = {self._root(item) for item in self.wanted if not self.unsigned and self._is_packed(item[0])}
         parameters = {}
         for root, range_ in hulls.items():
             name = self.graph.output(root[0]).name
-            scale, zero = self._numbers(root[1], range_, symmetric=root in packed and range_.low < 0)
+            scale, zero = (fp8_scale(range_), None) if root[1] == "fp8" else integer_parameters(range_)
             parameters[root] = (
                 self.graph.add_constant(scale, f"{name}/scale"),
                 None if zero is None else self.graph.add_constant(zero, f"{name}/zero_point"),
             )
         return parameters
-
-    def _is_packed(self, value: Value) -> bool:
-        """Whether a quantized convolution reads blocks of the value's pixels as channels, and pads them with zeros."""
-        for user in self.graph.users(value):
-            if user.kind != "Conv" or user.id not in self.chosen or user.inputs[0] != value or user.attrs.group > 1:
-                continue
-            weights, strides = self.graph.constant_value(user.inputs[1]), user.attrs.strides
-            if (
-                weights is not None
-                and max(strides, default=1) > 1
-                and weights.shape[1] * max(strides) ** 2 <= PACKED_CHANNELS
-            ):
-                return True
-        return False
-
-    @staticmethod
-    def _numbers(precision: str, range_: Range, symmetric: bool) -> tuple[Array, Array | None]:
-        if precision == "fp8":
-            return fp8_scale(range_), None
-        if symmetric:
-            return integer_parameters(range_, INT8, symmetric=True)[0], None
-        return integer_parameters(range_, UINT8, symmetric=False)
 
     # ------------------------------------------------------------------ the graph
 
@@ -259,8 +230,8 @@ class _Quantizer:
         return sorted(self.wanted, key=lambda item: (position[item[0].op], item[0].port, item[1]))
 
     @staticmethod
-    def _dtype(precision: str, zero: Value | None) -> DType:
-        return FP8 if precision == "fp8" else INT8 if zero is None else UINT8
+    def _dtype(precision: str) -> DType:
+        return FP8 if precision == "fp8" else UINT8
 
     def _pair(self, value: Value, precision: str, scale: Value, zero: Value | None) -> None:
         """Add Q and DQ after a value. Its quantized users read the DQ. If a quantized op computes the value, all users but those of
@@ -275,7 +246,7 @@ class _Quantizer:
 
         readers = [use for use in uses if joins(use)]
         src = frozenset(n for use in readers for n in graph.op(use.op).src)  # their kernels take in the DQ
-        attrs = QuantizeAttrs(self._dtype(precision, zero), axis=0)
+        attrs = QuantizeAttrs(self._dtype(precision), axis=0)
         q = graph.add("QuantizeLinear", [value, scale, zero], attrs, names=[f"{name}/q"], src=source.src or src).value
         dq = graph.add("DequantizeLinear", [q, scale, zero], DequantizeAttrs(axis=0), names=[f"{name}/dq"], src=src)
         self.scales[dq.value, precision] = (scale, zero)

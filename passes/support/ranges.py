@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import UsageError
-from optdnn.types import UINT8, Array, DType
+from optdnn.types import UINT8, Array
 
 FP8_LARGEST = 448.0
 """Largest finite value of fp8 e4m3."""
@@ -53,26 +53,21 @@ class Calibration:
         return self.ranges.get(name)
 
 
-def integer_parameters(range_: Range, dtype: DType, *, symmetric: bool) -> tuple[Array, Array]:
-    """(scale float32 [], zero point []) with which ``dtype`` (int8 or uint8) covers a range. Zero is always represented exactly.
+def integer_parameters(range_: Range) -> tuple[Array, Array]:
+    """(scale float32 [], zero point uint8 []) with which uint8 covers a range. Zero is always represented exactly.
 
-    Symmetric int8 spans -127 … 127, so a number and its negative are equally exact. If the scale would be zero or subnormal, it is
-    1 instead: all numbers of the range then become the zero point. Raises UsageError for a range that is not finite.
+    If the scale would be zero or subnormal, it is 1 instead: all numbers of the range then become the zero point. Raises UsageError
+    for a range that is not finite.
     """
     low, high = min(range_.low, 0.0), max(range_.high, 0.0)
     if not (np.isfinite(low) and np.isfinite(high)):
         raise UsageError(
             f"a range of {range_.low} to {range_.high} cannot be quantized", hint="calibrate with finite data"
         )
-    info = np.iinfo(dtype)
-    bottom, top = (-127, 127) if symmetric and dtype != UINT8 else (int(info.min), int(info.max))
-    if symmetric:
-        low, high = -max(-low, high), max(-low, high)
-    scale = (high - low) / (top - bottom)
+    scale = (high - low) / 255
     if scale < np.finfo(np.float32).tiny:
-        return np.asarray(1.0, np.float32), np.asarray(0, dtype)
-    zero = round((top + bottom) / 2) if symmetric else int(np.clip(np.rint(bottom - low / scale), bottom, top))
-    return np.asarray(scale, np.float32), np.asarray(zero, dtype)
+        return np.asarray(1.0, np.float32), np.asarray(0, UINT8)
+    return np.asarray(scale, np.float32), np.asarray(np.clip(np.rint(-low / scale), 0, 255), UINT8)
 
 
 def fp8_scale(range_: Range) -> Array:

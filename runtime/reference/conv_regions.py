@@ -44,18 +44,18 @@ def space_to_depth(
 
 
 def quantized_blocks(
-    x: Array, *, block: int, lanes: int, before: int, width: int, scale: float, dtype: DType
+    x: Array, *, block: int, lanes: int, before: int, width: int, scale: float, dtype: DType, zero: int = 0
 ) -> tuple[Array, ...]:
     """NCHW image, quantized -> blocks of pixels as channels (see :func:`space_to_depth`).
 
-    Rows have ``width`` blocks and begin with ``before`` of zeros.
+    Rows have ``width`` blocks, of which the first ``before`` are outside of the image. Elements outside are ``zero``.
     """
     info = np.iinfo(dtype)
-    steps = np.clip(np.rint(x.astype(np.float32) / np.float32(scale)), info.min, info.max)
+    steps = np.clip(np.rint(x.astype(np.float32) / np.float32(scale)), info.min - zero, info.max - zero)
     (blocks,) = space_to_depth(steps, block=block, lanes=lanes)
-    out = np.zeros((*blocks.shape[:3], width), dtype)
+    out = np.zeros((*blocks.shape[:3], width))
     out[..., before : before + blocks.shape[3]] = blocks
-    return (out,)
+    return ((out + zero).astype(dtype),)
 
 
 def blocks_to_space(

@@ -55,15 +55,15 @@ def test_space_to_depth_image() -> None:
         infer("SpaceToDepthImage", replace(attrs, factors=(1.0,)), [x])
 
 
-def test_quantized_blocks() -> None:
+@pytest.mark.parametrize("zero", [0, 9])
+def test_quantized_blocks(zero: int) -> None:
     x = random(1, 3, 4, 4)
-    attrs = QuantizedBlocksAttrs(block=2, lanes=16, before=1, width=4, scale=0.05)
+    attrs = QuantizedBlocksAttrs(block=2, lanes=16, before=1, width=4, scale=0.05, zero=zero)
     (y,) = results("QuantizedBlocks", attrs, [x])
-    steps = np.clip(np.rint(x / np.float32(0.05)), -128, 127)
+    steps = np.clip(np.rint(x / np.float32(0.05)), -128 - zero, 127 - zero)
     (blocks,) = run_kernel("SpaceToDepthImage", [steps], {"block": 2, "lanes": 16})
-    assert np.array_equal(y[..., 1:3], blocks)
-    assert not y[..., 0].any()
-    assert not y[..., 3].any()
+    assert np.array_equal(y[..., 1:3], blocks + zero)
+    assert (y[..., [0, 3]] == zero).all()
 
 
 BLOCKS = {"blocks": (2, 2), "crops": (1, 0), "sizes": (5, 6), "channels": 3}

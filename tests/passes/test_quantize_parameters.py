@@ -25,21 +25,18 @@ def test_a_plan_is_kept_as_json() -> None:
 
 
 def test_parameters_cover_the_range_and_zero() -> None:
-    scale, zero = integer_parameters(Range(-1.0, 3.0), np.dtype(np.uint8), symmetric=False)
+    scale, zero = integer_parameters(Range(-1.0, 3.0))
     assert (float(scale), int(zero)) == (pytest.approx(4 / 255), 64)
-    scale, zero = integer_parameters(Range(2.0, 3.0), np.dtype(np.uint8), symmetric=False)
+    scale, zero = integer_parameters(Range(2.0, 3.0))
     assert (float(scale), int(zero)) == (pytest.approx(3 / 255), 0)
-    scale, zero = integer_parameters(Range(-1.0, 3.0), np.dtype(np.int8), symmetric=True)
-    assert (float(scale), int(zero)) == (pytest.approx(3 / 127), 0)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38])
 def test_no_scale_is_zero_or_subnormal(size: float) -> None:
-    for dtype, symmetric in ((np.uint8, False), (np.int8, True)):
-        scale, zero = integer_parameters(Range(-size, size), np.dtype(dtype), symmetric=symmetric)
-        assert (float(scale), int(zero)) == (1.0, 0)
+    scale, zero = integer_parameters(Range(-size, size))
+    assert (float(scale), int(zero)) == (1.0, 0)
     with pytest.raises(UsageError, match="cannot be quantized"):
-        integer_parameters(Range(0.0, float("inf")), np.dtype(np.int8), symmetric=True)
+        integer_parameters(Range(0.0, float("inf")))
 
 
 def test_channels_without_weights_keep_their_bias() -> None:

@@ -271,6 +271,9 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
                           attrs=ConcatAttrs(1))),
     ),
     "a stem": lambda n: (n.fake(n.pool(n.fake(n.qconv(n.fake(n.input(2, 3, 34, 30), 0.03), 16, 7, stride=2), 0.04)), 0.04),),
+    "a stem, zero point": lambda n: (
+        n.fake(n.pool(n.fake(n.qconv(n.fake(n.input(2, 3, 33, 29), 0.03, 114, np.uint8), 16, 7, stride=2), 0.04)), 0.04),
+    ),
     "depthwise": lambda n: (
         n.fake(n.qconv(n.fake(n.qconv(n.fake(n.input(2, 32, 9, 7), 0.03), 32, group=32), 0.04), 32, 5, stride=2, group=32), 0.04),
     ),

@@ -74,16 +74,15 @@ def refusal(b: Builder, op: Op) -> str | None:
     return None
 
 
-def _quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | None:
-    """The float image, scale and 8-bit type of a value that is an image quantized with zero point 0; None for any other value."""
+def _quantized_image(b: Builder, value: Value) -> tuple[Value, requantize.QuantParams] | None:
+    """The float image and the parameters of a value that is a quantized image; None for any other value."""
     op = b.graph.op(value)
     while op.kind == "Layout" and op.inputs[0] is not None:
         op = b.graph.op(op.inputs[0])
     found = quantization(b.graph, op)
-    if found is None or found[1].zero or found[1].dtype not in ("int8", "uint8"):
+    if found is None or found[1].dtype not in ("int8", "uint8"):
         return None
-    source, to = found
-    return (source, to.scale, to.dtype) if b.graph.type(source).dtype in (FP32, FP16) else None
+    return found if b.graph.type(found[0]).dtype in (FP32, FP16) else None
 
 
 def _stem(
@@ -99,7 +98,7 @@ def _stem(
     found = _quantized_image(b, op.inputs[0]) if few and set(dilations) == {1} else None  # type: ignore[arg-type]
     if found is None or len(op.outputs[0].type.static_shape) != 4:
         return None
-    value, scale, dtype = found
+    value, to = found
     raw = b.source(value)
     n, _, h, w = raw.shape
     source = conv_problem.Source(h, w, channels, weight.shape[2:], strides, pads)
@@ -110,17 +109,17 @@ def _stem(
     shape, steps = (n, quantized.LANES, seen.height, width), (seen.height * row, 1, row, quantized.LANES)
 
     def make() -> int:
-        image, blocks = b.made(raw), b.new(f"{op.outputs[0].name}.blocks", DTYPES[dtype], shape, steps)
-        to = requantize.QuantParams(dtype, scale)
+        image, blocks = b.made(raw), b.new(f"{op.outputs[0].name}.blocks", DTYPES[to.dtype], shape, steps)
         made = pool_int8.pack_image(n, source, together, raw.dtype.name, to, b.arch)
         attrs = {
-            "block": stride, "lanes": quantized.LANES, "before": before, "width": width, "scale": scale, "dtype": DTYPES[dtype],
+            "block": stride, "lanes": quantized.LANES, "before": before, "width": width, "scale": to.scale, "dtype": DTYPES[to.dtype],
+            "zero": to.zero,
         }  # fmt: skip
         b.emit(op, made, {"input": image, "output": blocks}, "QuantizedBlocks", attrs, [image], [blocks])
         return blocks.buffer
 
     packed = quantized.overlapped_weights(source, weight, together)
-    blocks = unmade(DTYPES[dtype], shape, steps, make)
+    blocks = unmade(DTYPES[to.dtype], shape, steps, make)
     return conv_maps.Feed(blocks, packed, seen.stride, seen.padding, seen.dilation, seen)
 
 

@@ -76,11 +76,9 @@ def global_average_pool(
 def pack_image(batch: int, source: Source, together: int, image: str, target: QuantParams, arch: str) -> Launch:
     """NCHW "input" of element type ``image``, for the strided few-channel ``source`` -> the quantized image that
     ``overlapped(source, together)`` reads."""
-    if target.zero:
-        raise InternalError("padding is stored as zeros: images have zero point 0")
     made, (before, _, width) = overlapped(source, together), row_padding(source, together)
-    low, high = BOUNDS[target.dtype]
+    low, high = (bound - target.zero for bound in BOUNDS[target.dtype])
     parameters = Parameters().pointer("input", "output").i32(source.height, source.width, made.height, width, before)
-    parameters.f32(target.scale, low, high).i32(0)
+    parameters.f32(target.scale, low, high).i32(target.zero)
     module = recipe(target.dtype, arch, channels=source.channels, block=source.stride[0], image=image)
     return parameters.launch(module, "pack_image", (-(-made.height * width // 128), batch, 1), 128)

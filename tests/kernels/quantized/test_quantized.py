@@ -138,9 +138,10 @@ def test_large_images_come_by_tma_where_padding_is_zero(zero: int) -> None:
     assert ("depthwise_sm90.cu" in {k.template for k in program.kernels}) == (zero == 0)
 
 
-def test_a_stem_quantizes_its_image_and_reads_pixels_together() -> None:
+@pytest.mark.parametrize("name", ["a stem", "a stem, zero point"])
+def test_a_stem_quantizes_its_image_and_reads_pixels_together(name: str) -> None:
     n = QNet()
-    _, program = built(n.done(*NETS["a stem"](n)))
+    _, program = built(n.done(*NETS[name](n)))
     kinds = [s.params["op"]["kind"] for s in program.steps]
     assert kinds == ["QuantizedBlocks", "QuantizedConv", "MaxPool", "JointPointwise"]
     assert "max_pool_8bit" in tactics(program)

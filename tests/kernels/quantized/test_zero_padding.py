@@ -86,6 +86,7 @@ NETS: dict[str, Any] = {
     "one axis": lambda n: padded(n, n.fake(n.input(2, 32, 30), 0.03, ZERO, np.uint8), 64, kernel=5),
     "groups with a residual": lambda n: added_in_groups(n, n.fake(n.input(2, 16, 9, 7), 0.03), 192, 48, 131, np.uint8),
     "small groups": lambda n: grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 64, 16, zero=(ZERO, np.uint8)),
+    "a stem": lambda n: padded(n, n.fake(n.input(3, 3, 65, 61), 0.03, ZERO, np.uint8), 32, stride=2),
     "dilated": lambda n: padded(n, n.fake(n.input(2, 64, 20, 18), 0.03, ZERO, np.uint8), 64, dilations=(2, 2)),
 }
 

@@ -99,13 +99,13 @@ DEVICE float widen(float v) { return v; }
 struct PackParams {
     const Pixel* input;                            // NCHW
     uint4* output;                                 // [n][out_h][out_w] of sixteen channels
-    int height, width, out_h, out_w, before;       // before: zero pixels at the beginning of a row
+    int height, width, out_h, out_w, before;       // before: pixels outside of the image at the beginning of a row
     float scale, low, high;
     int zero;
 };
 
-// NCHW image -> quantized NHWC with blocks of BLOCK x BLOCK pixels as channels: channel (dy * BLOCK + dx) * CHANNELS + c, the rest zero. A zero
-// in the padding is the real 0, so images have zero point 0. One thread: one output pixel.
+// NCHW image -> quantized NHWC with blocks of BLOCK x BLOCK pixels as channels: channel (dy * BLOCK + dx) * CHANNELS + c. The
+// rest, like all pixels outside, is the zero point. One thread: one output pixel.
 extern "C" __global__ void __launch_bounds__(128) pack_image(const __grid_constant__ PackParams p) {
     grid_launch_dependents();
     const int index = blockIdx.x * 128 + threadIdx.x, n = blockIdx.y;
