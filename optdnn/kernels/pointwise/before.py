@@ -38,3 +38,9 @@ def stages_of(op: Op) -> list[Stage]:
 def moved(stages: Sequence[Stage], by: int) -> list[Stage]:
     """The stages with ``by`` further operands inserted after the first one."""
     return [replace(s, args=tuple(a if a is None or a < 1 else a + by for a in s.args)) for s in stages]
+
+
+def exchanged(stages: Sequence[Stage], slot: int) -> list[Stage]:
+    """The stages with operand ``slot`` in the place of the first one, which is register 0, and the first one in its place."""
+    swap = {-1: slot, slot: -1} if slot else {}
+    return [replace(s, args=tuple(a if a is None else swap.get(a, a) for a in s.args)) for s in stages]
