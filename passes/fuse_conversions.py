@@ -64,7 +64,7 @@ WIDENED = ("AveragePool", "LpPool", "MaxPool")
 
 
 def _beside_others(graph: Graph, op: Op, besides: Sequence[str] = ()) -> bool:
-    """Whether an op reads, or is read by, an operator whose launch may compute it. Operators of the kinds ``besides`` may be before it."""
+    """Whether an op reads, or is read by, an operator whose launch may compute it. ``besides``: kinds that may be before it."""
     before = [graph.op(v).kind for v in op.inputs if v is not None]
     near = [kind for kind in before if kind not in besides] + [user.kind for user in graph.users(op.value)]
     return any(kind.endswith(("Normalization", "Pool")) or kind.startswith("Reduce") for kind in near)
