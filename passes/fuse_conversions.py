@@ -25,8 +25,8 @@ HALVES = (FP16, BF16)
 
 
 class Converted(FuseGroup):
-    """A conversion from 16-bit floats to fp32 and the pointwise op before it, or a pointwise op and the conversions to 16-bit
-    floats before it."""
+    """A conversion from 16-bit floats to fp32 and the pointwise op before it, or a pointwise op and the conversions of its
+    operands."""
 
     name = "converted_in_registers"
 
@@ -41,7 +41,7 @@ def _joined(graph: Graph, op: Op) -> set[int] | None:
     if _converts(graph, op) == "widens":
         one = graph.op(operand(op))
         return {one.id} if is_pointwise(one) and not _beside_others(graph, one, besides=WIDENED) else None
-    found = {v.op for v in op.inputs if v is not None and _converts(graph, graph.op(v)) == "narrows"}
+    found = {v.op for v in op.inputs if v is not None and _converts(graph, graph.op(v))}
     return found if found and op.kind != "Cast" and not _beside_others(graph, op) else None
 
 
