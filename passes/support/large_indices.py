@@ -72,7 +72,7 @@ def large_indices(graph: Graph) -> dict[int, str]:
             large |= real and most > EXACT
             known[step] = _Index(most, real, real and large)
         if large:
-            found.setdefault(stage.op.id, "it computes with indices, of which 16-bit floats hold only small ones")
+            found.setdefault(stage.op.id, "it computes with indices, and 16-bit floats hold only small integers")
     return found
 
 

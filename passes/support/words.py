@@ -200,6 +200,7 @@ RULES: Mapping[str, str] = {
     "sinkhorn": "alternating divisions of rows and columns by their sums merged into one operator",
     "sampled_sum": "weighted sums of sampled images merged into one operator",
     "deformed_columns": "deformable convolutions written as samples and a product with a matrix",
+    "sum_of_equal_layers": "sums of layers with the same weights computed as one layer",
     "product_chains": "products of products replaced by products with one matrix",
     "upsampled_convolution": "convolutions of enlarged images written as transposed convolutions of the images",
     "vector_products": "products with vectors merged into one product with a matrix",
