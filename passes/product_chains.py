@@ -17,9 +17,10 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.checks import elements
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import elements, operand, producer, sizes_of
+from optdnn.passes.support.facts import operand, producer, sizes_of
 from optdnn.passes.support.linear import LINEAR
 from optdnn.passes.support.products import PRODUCTS, constant_matrix, plain_product
 from optdnn.types import Array

@@ -109,7 +109,7 @@ def reduction_of_joined_axes(graph: Graph, op: Op) -> Match | Miss | None:
     if not among:
         return None
     kept = tuple(d for a, d in enumerate(fine) if a not in among)
-    target = None if kept == out else [d for d in out if isinstance(d, int)]
+    target = None if kept == out else tuple(d for d in out if isinstance(d, int))
     if target is not None and len(target) < len(out):
         return Miss("the sizes of its result are not known")
 
