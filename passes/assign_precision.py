@@ -45,6 +45,7 @@ from optdnn.passes.support.exponents import exponents
 from optdnn.passes.support.guards import Guards, guards
 from optdnn.passes.support.in_registers import in_registers
 from optdnn.passes.support.integer_sums import integer_sums
+from optdnn.passes.support.large_indices import large_indices
 from optdnn.passes.support.overflows import growing, largest_values, overflows
 from optdnn.passes.support.packed_products import pack_products
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
@@ -121,7 +122,7 @@ class AssignPrecision(Pass):
         sized: Mapping[int, str] = {}
         if keeps is not None and context.on_gpu:
             sized = sized_by_data(graph)
-            others = {**coordinates(graph), **angles(graph), **exponents(graph), **sized}
+            others = {**coordinates(graph), **large_indices(graph), **angles(graph), **exponents(graph), **sized}
             guarded = guarded.also({i: r for i, r in others.items() if not plan.named(graph.op(i))})
         if "fp16" in plan.floats and context.account is not None:  # reads every weight, so only if there is a report
             account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons})

@@ -44,8 +44,8 @@ from optdnn.types import DTYPES, FP32, Array, is_float
 MOVES = frozenset({"Concat", "Expand", "Gather", "Pad", "Slice", "Split", "Transpose"})
 """Kinds whose results are views or copies: their kernels do not round."""
 PRODUCTS = frozenset({"QuantizedConv", "QuantizedMatMul"})
-MAX_STAGES = 32
-"""Most stages of one Pointwise op with conversions: a conversion has up to five."""
+MAX_STAGES = 48
+"""Most stages of one Pointwise op with conversions: a conversion has up to five, and a GELU of quantized operators 39 stages."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ A conversion in front of a product moves behind the views between them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
@@ -23,8 +25,8 @@ HALVES = (FP16, BF16)
 
 
 class Converted(FuseGroup):
-    """A conversion from 16-bit floats to fp32 and the pointwise op before it, or a pointwise op and the conversions to 16-bit
-    floats before it."""
+    """A conversion from 16-bit floats to fp32 and the pointwise op before it, or a pointwise op and the conversions of its
+    operands."""
 
     name = "converted_in_registers"
 
@@ -38,8 +40,8 @@ def _joined(graph: Graph, op: Op) -> set[int] | None:
     """The operators before ``op`` that may be computed with it."""
     if _converts(graph, op) == "widens":
         one = graph.op(operand(op))
-        return {one.id} if is_pointwise(one) and not _beside_others(graph, one) else None
-    found = {v.op for v in op.inputs if v is not None and _converts(graph, graph.op(v)) == "narrows"}
+        return {one.id} if is_pointwise(one) and not _beside_others(graph, one, besides=WIDENED) else None
+    found = {v.op for v in op.inputs if v is not None and _converts(graph, graph.op(v))}
     return found if found and op.kind != "Cast" and not _beside_others(graph, op) else None
 
 
@@ -57,9 +59,14 @@ def _converts(graph: Graph, op: Op) -> str:
     )
 
 
-def _beside_others(graph: Graph, op: Op) -> bool:
-    """Whether an op reads, or is read by, an operator whose launch may compute it."""
-    near = [graph.op(v).kind for v in op.inputs if v is not None] + [user.kind for user in graph.users(op.value)]
+WIDENED = ("AveragePool", "LpPool", "MaxPool")
+"""Kinds before a pointwise operator whose launch may compute it and give fp32."""
+
+
+def _beside_others(graph: Graph, op: Op, besides: Sequence[str] = ()) -> bool:
+    """Whether an op reads, or is read by, an operator whose launch may compute it. ``besides``: kinds that may be before it."""
+    before = [graph.op(v).kind for v in op.inputs if v is not None]
+    near = [kind for kind in before if kind not in besides] + [user.kind for user in graph.users(op.value)]
     return any(kind.endswith(("Normalization", "Pool")) or kind.startswith("Reduce") for kind in near)
 
 

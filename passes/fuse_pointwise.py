@@ -5,8 +5,9 @@ result, and no path leaves it and comes back (it is convex): fusing it cannot ma
 result's shape. Smaller operands are read from outside and broadcast: computing them inside would repeat the work for each
 element. On GPUs the work is repeated where it costs less than a launch. Types may differ inside (a comparison that feeds a Where).
 
-On GPUs, an op that reads one tensor, or has few elements, is computed again in each of its readers, if no reader needs its result
-from memory. The readers then read the op's operands. One reader may be a reduction: its kernel computes the op as it reduces. If
+On GPUs, an op that reads no more than it writes (one tensor, and perhaps small constants), or has few elements, is computed again
+in each of its readers, if no reader needs its result from memory. The readers then read the op's operands. One reader may be a
+reduction: its kernel computes the op as it reduces. So the sides of a mask's box are reductions of the mask, stored nowhere. If
 several parts of a small tensor go through the same op, one op of the whole tensor replaces them. If a Concat of such ops goes
 through one more op, each part does so before the Concat. A Reshape between two ops moves in front of the first one.
 """
@@ -23,7 +24,7 @@ from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.rules.pointwise_parts import PointwiseOfParts
 from optdnn.passes.rules.pointwise_views import ViewAfter, ViewBefore, ViewBeforeReduction
-from optdnn.passes.support.facts import RESHAPES, is_pointwise
+from optdnn.passes.support.facts import RESHAPES, bytes_of, is_pointwise
 from optdnn.passes.support.open_stages import MAX_OPERANDS, MAX_STAGES, OpenStage, body, outside, steps_of, tensors_of
 from optdnn.types import BOOL, TensorType, is_float, show_shape
 
@@ -185,7 +186,7 @@ def first_operand(graph: Graph, steps: Sequence[OpenStage], op: Op, on_gpu: bool
 
 
 class ComputedAgain(Rule):
-    """An op of one tensor (or of few elements) is computed again in each of its readers."""
+    """An op that reads no more bytes than it writes, or has few elements, is computed again in each of its readers."""
 
     name = "computed_again"
 
@@ -198,7 +199,7 @@ class ComputedAgain(Rule):
         last = bool(others) and _elements(op) <= VERY_FEW and _to_outputs(graph, others)
         if len(readers) < 2 or not inner or not (last or _reads_little(graph, op)):
             return None
-        if not last and (len(others) > 1 or any(not u.kind.startswith("Reduce") for u in others)):
+        if not last and (len(others) > 1 or not all(_reduces(u) for u in others)):
             return Miss(f"{op.name} is also used by {others[-1].name}")
         for reader in inner:
             if (why := _unfit(graph, reader, op, {reader.id: reader}, True, MAX_STAGES)) is not None:
@@ -221,14 +222,19 @@ def _to_outputs(graph: Graph, readers: Sequence[Op]) -> bool:
     return all(u.kind == "Output" or (u.kind in MOVES and _to_outputs(graph, graph.users(u.value))) for u in readers)
 
 
+def _reduces(op: Op) -> bool:
+    """Whether the launch of an op may compute its operand as it reduces."""
+    return op.kind.startswith("Reduce") or op.kind in ("GlobalAveragePool", "GlobalMaxPool")
+
+
 def _elements(op: Op) -> float:
     out = op.outputs[0].type
     return math.prod(out.static_shape) if out.is_static else math.inf
 
 
 def _reads_little(graph: Graph, op: Op) -> bool:
-    """Whether an op reads a single tensor, of its result's shape and of no larger elements. Scalar constants do not count. An op of
-    few elements may also read constants, and an op of very few a second tensor."""
+    """Whether an op reads a single computed tensor, of its result's shape, and with its constants no more bytes than it writes. An
+    op of few elements may read any constants, and an op of very few a second tensor."""
     tensors, out = tensors_of(graph, op), op.outputs[0].type
     computed = [v for v in tensors if graph.constant_value(v) is None]
     if not any(graph.type(v).shape == out.shape for v in computed):
@@ -236,7 +242,7 @@ def _reads_little(graph: Graph, op: Op) -> bool:
     size = _elements(op)
     if len(computed) > 1:
         return len(computed) == 2 and size <= VERY_FEW
-    return size <= REPEATED or (len(tensors) == 1 and graph.type(computed[0]).dtype.itemsize <= out.dtype.itemsize)
+    return size <= REPEATED or (out.is_static and sum(bytes_of(graph, v) for v in tensors) <= bytes_of(graph, op.value))
 
 
 class PartsTogether(Rule):

@@ -4,6 +4,9 @@ This applies if the first product has another reader. Gates often multiply a pro
 attention of PatchTSMixer (Ekambaram et al., 2023), context gating (Miech et al., 2017), gated residual networks (Lim et al., 2021).
 With one matrix, the gate does not wait for the projection. Both products then read the same rows, and become one product
 (:mod:`optdnn.passes.fuse_siblings`), or one launch computes both and multiplies them.
+
+A sum of two products or convolutions with the same weights is one of the sum: ``x A + y A`` is ``(x + y) A``. CBAM (Woo et al.,
+2018) computes the means and the maxima of channels by one small network, and adds the results.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.checks import elements
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import operand, sizes_of
+from optdnn.passes.support.facts import operand, producer, sizes_of
+from optdnn.passes.support.linear import LINEAR
 from optdnn.passes.support.products import PRODUCTS, constant_matrix, plain_product
 from optdnn.types import Array
 
@@ -24,6 +29,8 @@ MORE_MULTIPLICATIONS = 10_000_000
 """Most additional multiplications: they take as long as a small launch."""
 MORE_WEIGHTS = 1 << 19
 """Most additional weights: reading them takes less time than a launch."""
+FEW = 1_000_000
+"""So many elements are added in about the time of a launch."""
 
 
 @rule("product_chains", PRODUCTS)
@@ -68,6 +75,35 @@ def _why_slower(first: tuple[int, ...], columns: int, rows: tuple[int, ...] | No
     return None
 
 
+@rule("sum_of_equal_layers", {"Add", "Sub"})
+def sum_of_equal_layers(graph: Graph, op: Op) -> Match | Miss | None:
+    """``layer(x) + layer(y)`` and ``layer(x) - layer(y)``, for convolutions and products with the same weights and biases."""
+    first, second = (producer(graph, v, LINEAR) for v in op.inputs)
+    if first is None or second is None or first == second or first.kind != second.kind or first.attrs != second.attrs:
+        return None
+    x, y = operand(first), operand(second)
+    if first.inputs[1] != second.inputs[1] or x == y or graph.type(x) != graph.type(y):
+        return None
+    bias = first.input(2)
+    shift = None if bias is None else graph.constant_value(bias)
+    if bias != second.input(2) or (bias is not None and shift is None):
+        return None
+    stages = (getattr(first.attrs, "prologue", ()), getattr(first.attrs, "epilogue", ()))
+    if any(stages):
+        return Miss(f"{first.name} has stages")
+    if graph.sole_user(first.value) is None or graph.sole_user(second.value) is None:
+        return Miss("one of the results is read elsewhere")
+    if elements(graph.type(x)) > max(elements(op.outputs[0].type), FEW):
+        return Miss("the sum of the operands would be larger than the sum of the results")
+
+    def build(patch: Patch) -> Value:
+        both = patch.add(op.kind, [x, y])
+        more = [] if shift is None or op.kind == "Sub" else [patch.constant(shift * shift.dtype.type(2), "bias")]
+        return patch.add(first.kind, [both, first.inputs[1], *more], first.attrs)
+
+    return Match((op, first, second), build)
+
+
 class ProductChains(RulePass):
     name = "product_chains"
-    rules = (product_chain,)
+    rules = (product_chain, sum_of_equal_layers)

@@ -241,11 +241,11 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     ),
     "GlobalMaxPool": (StagedReduction(), ReductionParts(), Reduction()),
     **{
-        kind: (PointwiseRows(), Elementwise())
+        kind: (StagedPool(), PointwiseRows(), Elementwise())
         for kind, d in OPDEFS.items()
         if d.traits.pointwise and kind != "Identity"
     },
-    "Cast": (ResizedPicture(), Elementwise()),
+    "Cast": (ResizedPicture(), StagedPool(), Elementwise()),
     "Add": (
         NormAddNorm(),
         AddNorm(),
@@ -253,6 +253,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         AddGroupNorm(),
         NormAdd(),
         GroupNormAdd(),
+        StagedPool(),
         PointwiseRows(),
         Elementwise(),
     ),

@@ -77,23 +77,32 @@ def part_of_concat(graph: Graph, op: Op) -> Match | None:
     """``slice(concat(a, b, c))`` is a part, or a Concat of some parts, if it takes exactly these parts.
 
     A Concat with other readers stays: then the slice is a view of it, and the part is written directly into it. Bark's fine model
-    stacks the embeddings of all codebooks, and adds some of them."""
-    concat = producer(graph, op.inputs[0], {"Concat"}, alone=True)
-    if concat is None:
+    stacks the embeddings of all codebooks, and adds some of them. If all readers are slices of one part each, none needs the
+    Concat: CenterNet joins its heads, and its decoder takes them apart."""
+    concat = producer(graph, op.inputs[0], {"Concat"})
+    parts = [] if concat is None else _parts_of(graph, concat, op)
+    if concat is None or not parts:
         return None
+    readers = graph.users(concat.value)
+    if len(readers) > 1 and any(u.kind != "Slice" or len(_parts_of(graph, concat, u)) != 1 for u in readers):
+        return None
+    return Match((op,), lambda patch: parts[0] if len(parts) == 1 else patch.add("Concat", parts, concat.attrs))
+
+
+def _parts_of(graph: Graph, concat: Op, op: Op) -> list[Value]:
+    """The parts of a Concat that a Slice takes exactly; none if it takes other elements."""
     dims = concat.outputs[0].type.dims
     axis = normalize_axis(concat.attrs.axis, len(dims))
     widths = [d for v in range(len(concat.inputs)) if isinstance(d := graph.type(operand(concat, v)).dims[axis], int)]
     size = dims[axis]
     if len(widths) < len(concat.inputs) or not isinstance(size, int):
-        return None
+        return []
     taken, bounds = span(graph, op, size, axis - len(dims)), list(accumulate(widths, initial=0))
     if taken is None or taken[2] != 1 or not {*taken[:2]} <= {*bounds} or taken[0] >= taken[1]:
-        return None
-    parts = [
+        return []
+    return [
         operand(concat, k) for k, (a, b) in enumerate(pairwise(bounds)) if taken[0] <= a and b <= taken[1] and a < b
     ]
-    return Match((op,), lambda patch: parts[0] if len(parts) == 1 else patch.add("Concat", parts, concat.attrs))
 
 
 @rule("split_of_concat", {"Split"})

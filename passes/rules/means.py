@@ -11,7 +11,8 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import integers, operand, producer, reduction_axes, shape_of
+from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reduction_axes, reshaped, shape_of
+from optdnn.passes.support.views import groups
 from optdnn.types import is_float
 
 
@@ -81,3 +82,40 @@ def reduction_of_reduction(graph: Graph, op: Op) -> Match | Miss | None:
         return patch.add(op.kind, [inner.inputs[0], given], ReduceAttrs(op.attrs.keepdims))
 
     return Match((op, inner), build)
+
+
+@rule(
+    "reduction_of_joined_axes",
+    {"ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2"},
+)
+def reduction_of_joined_axes(graph: Graph, op: Op) -> Match | Miss | None:
+    """A reduction over an axis that a Reshape has joined reduces the axes themselves: ``x.flatten(2).amax(-1)``.
+
+    The reduction then reads the tensor in any order of its axes, and its launch can compute a pointwise op before the view."""
+    view = producer(graph, operand(op), RESHAPES)
+    axes = None if view is None else reduction_axes(graph, op)
+    if view is None or not axes:
+        return None
+    fine, coarse, out = (shape_of(graph, v) for v in (operand(view), view.value, op.value))
+    found = None if fine is None or coarse is None else groups(fine, coarse)
+    if fine is None or coarse is None or found is None or out is None or fine == coarse:
+        return None
+    if graph.sole_user(view.value) is None:
+        return Miss(f"the result of {view.name} is read elsewhere")
+    reduced = [(of, to) for of, to in found if {*to} & {*axes}]
+    if any(not {*to} <= {*axes} for _, to in reduced):
+        return Miss(f"{view.name} splits a reduced axis, or joins it with another one")
+    among = tuple(a for of, _ in reduced for a in of)
+    if not among:
+        return None
+    kept = tuple(d for a, d in enumerate(fine) if a not in among)
+    target = None if kept == out else tuple(d for d in out if isinstance(d, int))
+    if target is not None and len(target) < len(out):
+        return Miss("the sizes of its result are not known")
+
+    def build(patch: Patch) -> Value:
+        given = integers(patch, among, f"{op.outputs[0].name}.axes")
+        y = patch.add(op.kind, [operand(view), given], ReduceAttrs(False))
+        return y if target is None else reshaped(patch, y, target)
+
+    return Match((op, view), build)

@@ -54,6 +54,36 @@ def random_concats(seed: int) -> Graph:
     return n.done(first, _joined(n, again, axis))
 
 
+def spatial_gate(*, keepdims: bool, third: str | None = None) -> Graph:
+    """The gate of CBAM: a convolution of the means and the maxima over the channels of an image. ``third``: one more part."""
+    n = Net()
+    x = n.conv(n.input(2, 8, 9, 7), 16)
+    reductions = ("ReduceMax", "ReduceMean", *(["ReduceSum"] if third == "ReduceSum" else []))
+    parts = [n.op(kind, x, n.ints(1), attrs=ReduceAttrs(keepdims)) for kind in reductions]
+    if not keepdims:
+        parts = [n.op("Unsqueeze", part, n.ints(1)) for part in parts]
+    if third == "Conv":
+        parts.append(n.conv(x, 1))
+    gate = n.op("Sigmoid", n.conv(_joined(n, parts, 1), 1, 7, pads=3))
+    return n.done(n.conv(n.op("Mul", x, gate), 8))
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize("third", [None, "ReduceSum"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_reductions_write_single_channels_in_place(keepdims: bool, third: str | None, precision: str) -> None:
+    names = kinds(check_simulated(spatial_gate(keepdims=keepdims, third=third), precision))
+    first = names.index("ReduceMax")
+    count = 2 if third is None else 3
+    assert sorted(names[first : first + count]) == ["ReduceMax", "ReduceMean", "ReduceSum"][:count]
+    assert names[first + count] == "ImageConv"
+
+
+def test_single_channels_of_other_operators_are_copied() -> None:
+    names = kinds(check_simulated(spatial_gate(keepdims=True, third="Conv"), "fp16"))
+    assert "Copy" in names[names.index("ReduceMean") :] or "Concat" in names
+
+
 def _joined(n: Net, parts: list[Value], axis: int) -> Value:
     found: Value = n.op("Concat", *parts, attrs=ConcatAttrs(axis))
     return found

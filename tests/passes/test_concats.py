@@ -194,6 +194,26 @@ def test_a_slice_that_takes_several_parts_joins_these(begin: int, end: int, left
     assert tuple(done.type(v).dims[1] for v in op.inputs if v is not None) == left
 
 
+def heads(*cuts: tuple[int, int]) -> Graph:
+    """Heads that are joined, and that several slices take apart."""
+    n = Net(np.float64)
+    parts = [n.op("Relu", n.input(2, width, 6, name=f"x{width}")) for width in (3, 5, 6)]
+    joined = n.op("Concat", *parts, attrs=ConcatAttrs(1))
+    return n.done(*(n.op("Exp", n.op("Slice", joined, n.ints(a), n.ints(b), n.ints(1))) for a, b in cuts))
+
+
+@pytest.mark.parametrize("cuts", [((0, 3), (3, 8), (8, 14)), ((8, 14), (-14, -11)), ((3, 8), (3, 8))])
+def test_slices_that_take_the_parts_of_one_concatenation(cuts: tuple[tuple[int, int], ...]) -> None:
+    """CenterNet joins its heads, and its decoder takes them apart."""
+    done, _ = check_pass(Canonicalize(), heads(*cuts), changes=len(cuts), rules={"part_of_concat": len(cuts)})
+    assert not {"Slice", "Concat"} & done.kinds().keys()
+
+
+@pytest.mark.parametrize("cuts", [((0, 3), (3, 9)), ((0, 3), (0, 8)), ((0, 8), (3, 14))])
+def test_a_concatenation_stays_for_another_slice(cuts: tuple[tuple[int, int], ...]) -> None:
+    check_untouched(Canonicalize(), heads(*cuts))
+
+
 @pytest.mark.parametrize("cut", [(0, 4), (1, 3), (2, 8), (3, 8, 2), (0, 3, 1, 2)])
 def test_other_slices_of_a_concatenation_stay(cut: tuple[int, ...]) -> None:
     check_untouched(Canonicalize(), joined_and_cut(*cut))

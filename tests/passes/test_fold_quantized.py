@@ -19,7 +19,7 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import PassContext
-from optdnn.passes.fold_quantized import FoldQuantized
+from optdnn.passes.fold_quantized import MAX_STAGES, FoldQuantized
 from optdnn.types import DTYPES, FP16
 
 
@@ -218,6 +218,25 @@ def test_casts_to_fp16_between_stages_of_fp32(start: Any) -> None:
     want, got = (np.concatenate(list(evaluate(g, {"x": numbers.astype(start)}).values())) for g in (n.graph, graph))
     assert np.abs(want.astype(int) - got.astype(int)).max() <= 1
     assert len(np.unique(want)) > 20
+
+
+def test_a_gelu_of_quantized_operators_is_one_pointwise() -> None:
+    """ONNX Runtime rounds after the erf, the addition and each product of a written-out GELU."""
+    n = QNet()
+
+    def fake(x: Value, scale: float, zero: int) -> Value:
+        return n.fake(x, scale, zero, np.uint8)
+
+    x = fake(n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03), 16), 0.03, 120)
+    y = fake(n.op("Erf", n.op("Div", x, n.const(np.float32(np.sqrt(2))))), 0.01, 128)
+    y = fake(n.op("Mul", x, fake(n.op("Add", y, n.const(np.float32(1))), 0.01, 0)), 0.06, 10)
+    y = fake(n.op("Mul", y, n.const(np.float32(0.5))), 0.03, 10)
+    graph, _ = folded(n.done(n.fake(n.qconv(y, 8), 0.03)))
+    (gelu,) = (op for op in graph.of_kind("Pointwise") if any(s.kind == "Erf" for s in op.attrs.epilogue))
+    assert [s.kind for s in gelu.attrs.epilogue].count("Round") == 4
+    assert 32 < len(gelu.attrs.epilogue) <= MAX_STAGES
+    assert {graph.type(v).dtype.name for v in (gelu.inputs[0], gelu.value) if v is not None} == {"uint8"}
+    within(n.graph, graph, 0.031)
 
 
 def test_other_targets_keep_q_and_dq() -> None:

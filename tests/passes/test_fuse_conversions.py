@@ -43,6 +43,31 @@ def test_an_operator_between_conversions(half: DType) -> None:
     assert [f.nodes for f in report.fired][-1] == ("Cast_1", "Cast_2", "Cast_4", "Mul_3")
 
 
+@pytest.mark.parametrize("half", [FP16, BF16])
+def test_an_operator_of_fp32_reads_16_bit_floats(half: DType) -> None:
+    """As where a decision depends on it, so that it stays in fp32."""
+    n = Net()
+    x, y = (n.input(4, 8, dtype=half, name=name) for name in "xy")
+    graph = n.done(n.op("Mul", to(n, x, FP32), to(n, n.op("MatMul", y, n.const(n.rng.random((8, 8)), half)), FP32)))
+    after, _ = check_pass(
+        FuseConversions(), graph, changes=1, kinds={"Pointwise": 1, "MatMul": 1}, context=CUDA, promoted_changes=0,
+        rules={"converted_in_registers": 1},
+    )  # fmt: skip
+    (op,) = after.of_kind("Pointwise")
+    assert [s.kind for s in op.attrs.epilogue] == ["Cast", "Cast", "Mul"]
+    assert {after.type(v).dtype for v in op.inputs if v is not None} == {half}
+
+
+@pytest.mark.parametrize("kind", ["MaxPool", "AveragePool"])
+def test_a_pool_before_an_operator_that_widens(kind: str) -> None:
+    """The launch of the pool computes both, and stores fp32."""
+    n = Net(FP16)
+    x = n.input(2, 8, 4, 4)
+    pooled = n.max_pool(x, 3, strides=1, pads=1) if kind == "MaxPool" else n.average_pool(x, 3, strides=1, pads=1)
+    graph = n.done(to(n, n.op("Mul", pooled, x), FP32))
+    check_pass(FuseConversions(), graph, changes=1, kinds={kind: 1, "Pointwise": 1}, context=CUDA, promoted_changes=0)
+
+
 def test_stages_before_a_conversion() -> None:
     n = Net(FP16)
     stages = PointwiseAttrs(epilogue=(Stage("Relu", (-1,)), Stage("Mul", (-2, 1))))

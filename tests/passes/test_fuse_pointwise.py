@@ -311,6 +311,36 @@ def test_the_op_stays_for_a_reduction_that_computes_its_operand() -> None:
     check_pass(FusePointwise(), shared("Mul", "ReduceSum"), changes=1, kinds=kinds, context=ON_GPU)
 
 
+def masked_columns(*, table: bool = False, pool: bool = False) -> Graph:
+    """The right and the left end of a large mask, from the numbers of its columns (``table``: one for each element of the mask)."""
+    n = Net()
+    mask = n.op("Greater", n.input(1, 48, 160, 160), n.const(0.0))
+    numbers = n.random(1, 48, 160, 160) if table else n.const(np.arange(160, dtype=np.float32))
+    masked = n.op("Mul", n.op("Cast", mask, attrs=CastAttrs(FP32)), numbers)
+    left = n.op("ReduceMin", n.op("Where", mask, masked, n.const(1e8)), n.ints(2, 3))
+    right = n.op("GlobalMaxPool", masked) if pool else n.op("ReduceMax", masked, n.ints(2, 3))
+    return n.done(right, left)
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_a_large_op_that_reads_less_than_it_writes_is_computed_again(pool: bool) -> None:
+    """The mask has one byte per element, the numbers that a reduction and a selection read have four."""
+    kinds = {"Greater": 1, "Pointwise": 2, "GlobalMaxPool" if pool else "ReduceMax": 1, "ReduceMin": 1}
+    after, _ = check_pass(
+        FusePointwise(), masked_columns(pool=pool), changes=2, rules={"pointwise": 1, "computed_again": 1},
+        kinds=kinds, context=ON_GPU, depends_on_input=False,
+    )  # fmt: skip
+    assert sorted(len(op.attrs.epilogue) for op in after.of_kind("Pointwise")) == [2, 3]
+
+
+def test_a_large_op_that_reads_as_much_as_it_writes_stays() -> None:
+    graph = masked_columns(table=True)
+    kinds = {"Greater": 1, "Pointwise": 1, "Where": 1, "ReduceMax": 1, "ReduceMin": 1}
+    check_pass(
+        FusePointwise(), graph, changes=1, rules={"pointwise": 1}, kinds=kinds, context=ON_GPU, depends_on_input=False
+    )
+
+
 @pytest.mark.parametrize("first", ["Tanh", "three"])
 @pytest.mark.parametrize("moved", [False, True])
 def test_an_output_of_few_elements_is_also_computed_in_its_readers(first: str, moved: bool) -> None:

@@ -1,4 +1,5 @@
-"""sum_is_mean: a sum divided by the number of its terms is a mean. reduction_of_reduction: two reductions are one."""
+"""sum_is_mean: a sum divided by the number of its terms is a mean. reduction_of_reduction: two reductions are one.
+reduction_of_joined_axes: a reduction reads the axes that a Reshape has joined."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import RulePass
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.channel_norms import ChannelNorms
-from optdnn.passes.rules.means import reduction_of_reduction, sum_is_mean
+from optdnn.passes.rules.means import reduction_of_joined_axes, reduction_of_reduction, sum_is_mean
 
 
 class Means(RulePass):
@@ -27,7 +28,12 @@ class Nested(RulePass):
     rules = (reduction_of_reduction,)
 
 
-MEANS, NESTED = Means(), Nested()
+class Joined(RulePass):
+    name = "joined"
+    rules = (reduction_of_joined_axes,)
+
+
+MEANS, NESTED, JOINED = Means(), Nested(), Joined()
 
 
 def total(n: Net, x: Value, *axes: int, keepdims: bool = True) -> Value:
@@ -179,3 +185,48 @@ def test_reductions_that_are_refused() -> None:
     n = Net()
     y = reduced(n, reduced(n, n.input(4, 6, 5), (0,)), (2,))
     check_refused(NESTED, n.done(y), because="the reduced axes are not adjacent")
+
+
+def flattened(n: Net, shape: tuple[int, ...], axes: tuple[int, ...], keepdims: bool, kind: str = "ReduceMax") -> Value:
+    """A reduction of an image [2, 3, 4, 5] that a Reshape has given another shape."""
+    return reduced(n, n.op("Reshape", n.input(2, 3, 4, 5), n.ints(*shape)), axes, keepdims, kind=kind)
+
+
+@pytest.mark.parametrize(
+    "kind", ["ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2"]
+)
+@pytest.mark.parametrize(
+    ("shape", "axes", "keepdims", "among", "views"),
+    [
+        ((2, 3, 20), (2,), False, (2, 3), 0),  # x.flatten(2).amax(-1)
+        ((2, 3, 20), (-1,), True, (2, 3), 1),
+        ((2, 12, 5), (1,), False, (1, 2), 0),
+        ((6, 4, 5), (1, 2), False, (2, 3), 1),  # the kept axes stay joined
+        ((120,), (0,), False, (0, 1, 2, 3), 0),
+        ((2, 3, 4, 5, 1), (3,), False, (3,), 1),
+    ],
+)
+def test_a_reduction_of_joined_axes(
+    kind: str, shape: tuple[int, ...], axes: tuple[int, ...], keepdims: bool, among: tuple[int, ...], views: int
+) -> None:
+    n = Net(np.float64)
+    graph, _ = check_pass(
+        JOINED,
+        n.done(flattened(n, shape, axes, keepdims, kind)),
+        changes=1,
+        kinds={kind: 1} | ({"Reshape": views} if views else {}),
+    )
+    (op,) = graph.of_kind(kind)
+    assert tuple(graph.constant_value(op.inputs[1])) == among  # type: ignore[arg-type]
+
+
+def test_reductions_of_views_that_stay() -> None:
+    n = Net()
+    rows = n.op("Reshape", n.input(2, 3, 20), n.ints(2, 60))
+    check_refused(JOINED, n.done(reduced(n, rows, (1,)), n.op("Relu", rows)), because="is read elsewhere")
+    n = Net()
+    check_refused(JOINED, n.done(flattened(n, (2, 6, 10), (2,), False)), because="splits a reduced axis, or joins it")
+    n = Net()
+    check_refused(
+        JOINED, n.done(flattened(n, (2, 3, 2, 10), (3,), False)), because="splits a reduced axis, or joins it"
+    )

@@ -1,4 +1,4 @@
-"""product_chains: products of products with constant matrices become products with one matrix."""
+"""product_chains: products of products with constant matrices become products with one matrix, as do sums of equal layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from support.simulated import check_simulated
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph
-from optdnn.ops.gemm import GemmAttrs
+from optdnn.ops.base import Stage
+from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 from optdnn.passes.product_chains import ProductChains
 from optdnn.types import BF16
 
@@ -92,3 +94,61 @@ def test_a_gate_of_a_projection_is_one_launch() -> None:
         "gemm_paired_sm90"
     ]
     assert len(program.steps) == 3  # with the casts from and to fp32
+
+
+# ---------------------------------------------------------------- sums of layers with the same weights
+
+
+def equal_layers(kind: str, op: str = "Add", *, bias: bool = True, read: bool = False, size: int = 4) -> Graph:
+    """``layer(tanh x) + layer(y)``. ``read``: the first result has another reader; ``size``: pixels of a side."""
+    n = Net(np.float64)
+    if kind == "Conv":
+        shape, weights, attrs = (2, 6, size, size), [n.random(4, 6, 3, 3)], ConvAttrs((1, 1), (1, 1, 1, 1), (1, 1))
+    elif kind == "Gemm":
+        shape, weights, attrs = (3, 6), [n.random(4, 6)], GemmAttrs(transB=True, alpha=0.5, beta=3.0)
+    else:
+        shape, weights, attrs = (2, 3, 6), [n.random(6, 4)], MatMulAttrs()
+    if bias and kind != "MatMul":
+        weights.append(n.random(4))
+    x, y = (n.input(*shape, name=name) for name in "xy")
+    first, second = (n.op(kind, v, *weights, attrs=attrs) for v in (n.op("Tanh", x), y))
+    return n.done(n.op(op, first, second), *([n.op("Exp", first)] if read else []))
+
+
+@pytest.mark.parametrize("kind", ["Conv", "Gemm", "MatMul"])
+@pytest.mark.parametrize("op", ["Add", "Sub"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_sum_of_equal_layers_is_one_layer(kind: str, op: str, bias: bool) -> None:
+    kinds = {kind: 1, op: 1, "Tanh": 1}
+    graph, _ = check_pass(
+        PASS, equal_layers(kind, op, bias=bias), changes=1, rules={"sum_of_equal_layers": 1}, kinds=kinds
+    )
+    (layer,) = graph.of_kind(kind)
+    assert (layer.input(2) is not None) == (bias and op == "Add" and kind != "MatMul")
+
+
+def equal_stages() -> Graph:
+    n = Net(np.float64)
+    w, attrs = n.random(6, 4), MatMulAttrs(epilogue=(Stage("Relu", (-1,)),))
+    first, second = (n.op("MatMul", n.input(3, 6, name=name), w, attrs=attrs) for name in "xy")
+    return n.done(n.op("Add", first, second))
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (equal_layers("Gemm", read=True), "one of the results is read elsewhere"),
+        (equal_layers("Conv", size=300), "the sum of the operands would be larger"),
+        (equal_stages(), "has stages"),
+    ],
+)
+def test_sums_of_equal_layers_that_are_refused(graph: Graph, because: str) -> None:
+    check_refused(PASS, graph, because=because)
+
+
+def test_sums_of_other_layers_stay() -> None:
+    n = Net(np.float64)
+    x, y, w = n.input(3, 6, name="x"), n.input(3, 6, name="y"), n.random(6, 4)
+    check_untouched(PASS, n.done(n.op("Add", n.op("MatMul", x, w), n.op("MatMul", y, n.random(6, 4)))))
+    z = n.op("MatMul", x, w)
+    check_untouched(PASS, n.done(n.op("Add", z, z)))

@@ -7,6 +7,7 @@ from typing import Any
 
 from optdnn.ir.graph import Graph
 from optdnn.ops import reduce, shape
+from optdnn.ops.binary import CastAttrs
 from optdnn.types import INT64
 from support.net import Net
 
@@ -74,6 +75,13 @@ def _sinkhorn(n: Net) -> list[Any]:
     ]
 
 
+def _counts(n: Net) -> list[Any]:
+    """Integers: elements above a bound are counted, and sums of two tensors added."""
+    x, k, m = n.input(6, 37), n.input(4, 6, dtype=INT64), n.input(4, 6, dtype=INT64)
+    above = n.op("Cast", n.op("Greater", x, n.const(0.25)), attrs=CastAttrs(INT64))
+    return [n.op("ReduceSum", above, n.ints(1), attrs=DROPPED), n.op("ReduceMax", n.op("Add", k, m), n.ints(0))]
+
+
 CASES: dict[str, Callable[[Net], list[Any]]] = {
     "kinds": _kinds,
     "pairs": _pairs,
@@ -83,6 +91,7 @@ CASES: dict[str, Callable[[Net], list[Any]]] = {
     "images": _images,
     "sinkhorn": _sinkhorn,
     "selected": _selected,
+    "counts": _counts,
 }
 
 
@@ -104,8 +113,8 @@ REFUSED: dict[str, tuple[Callable[[Net], list[Any]], str]] = {
         "ReduceSum",
     ),
     "its operand has other readers": (_shared, "ReduceSum"),
-    "its operand does not hold floats": (
-        lambda n: [n.op("ReduceSum", n.op("Add", n.input(4, 6, dtype=INT64), n.input(4, 6, dtype=INT64)), n.ints(1))],
+    "its operand has no elements": (
+        lambda n: [n.op("ReduceSum", n.op("Mul", n.input(4, 0), n.input(4, 0)), n.ints(1))],
         "ReduceSum",
     ),
     "it reduces nothing": (

@@ -32,7 +32,8 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
 
     The last concatenation chooses first. Chains of growing concatenations (DenseNet) therefore share one buffer, even if each is a
     part of the next. Along channels, another part must come from an operator of ``kernels`` (kinds that can write to any place), and
-    begin at a multiple of 8 channels for TMA. If channels are the last axis (rows), only repetitions, and convolutions with a transposed
+    begin at a multiple of 8 channels for TMA, unless reductions write all parts (CBAM's means and maxima over channels): these store one
+    element after another. If channels are the last axis (rows), only repetitions, and convolutions with a transposed
     result, write in place. Products, attention and pointwise operators write rows in place (of images, and between other rows) if the
     part is a view of their whole result. If parts follow one another in memory, convolutions and concatenations also write views of
     their results (the pixels of YOLO's levels). Gathered rows of tables, and sums of them, are written in place along both axes. If only
@@ -48,7 +49,8 @@ class _Join:
 
     ``outer``: the parts follow one another in memory. ``last``: channels of channels-last images. ``volume``: channels of volumes.
     ``rows``: the last axis of plain tensors. ``inner``: any other axis. ``apart``: a part begins inside of a vector. ``pixels``: all
-    parts are the pixels of images, one after another. ``small``: one launch copies and converts all parts.
+    parts are the pixels of images, one after another. ``small``: one launch copies and converts all parts. ``single``: reductions store
+    all parts of the channels of images, one element after another.
     """
 
     def __init__(self, b: Builder, op: Op):
@@ -65,6 +67,7 @@ class _Join:
         self.apart = any(n % 8 for n in self.sizes[:-1])
         self.small = math.prod(self.type.static_shape) <= copies.MOST_ELEMENTS
         self.pitch = pitched(b, op)
+        self.single = self.last and all(_sole_producer(b, v).kind in _REDUCED for v in self.values)
         self.pixels = self.outer and not self.type.layout and all(self._is_pixels(b, v) for v in self.values)
 
     def _is_pixels(self, b: Builder, value: Value) -> bool:
@@ -89,7 +92,8 @@ def _plan(b: Builder, join: _Join, kernels: frozenset[str]) -> None:
         b.reserved[value] = held[0].view(shape, held[0].strides)
         return
     copied = [join.rows and _is_copied(b, v) and not _makes_rows_of(b, join, v) for v in join.values]
-    if (join.last or (join.rows and join.pitch is None and not any(copied))) and join.apart:
+    apart = join.apart and not join.single
+    if (join.last or (join.rows and join.pitch is None and not any(copied))) and apart:
         return
     free = copied if join.apart and join.pitch is None and join.rows else _written_in_place(b, join, kernels)
     free = [may or copy for may, copy in zip(free, copied, strict=True)]
@@ -103,9 +107,12 @@ def _plan(b: Builder, join: _Join, kernels: frozenset[str]) -> None:
     starts = np.cumsum([0, *join.sizes]).tolist()
     for v, start, may, copy in zip(join.values, starts, free, copied, strict=False):
         step, view = joint.strides[join.axis], b.graph.op(v).kind in _TURNS
-        if may and (copy or (joint.offset + start * step) % 8 == 0 or not (join.last or join.rows or view)):
+        aligned = join.single or (joint.offset + start * step) % 8 == 0
+        if may and (copy or aligned or not (join.last or join.rows or view)):
             b.reserved[v] = joint.view(b.graph.type(v).static_shape, joint.strides, start * step)
-            if not copy and (join.volume or join.rows or join.inner or view or b.graph.op(v).kind == "Layout"):
+            if not copy and (
+                join.single or join.volume or join.rows or join.inner or view or b.graph.op(v).kind == "Layout"
+            ):
                 _reserve_before(b, v)
 
 
@@ -217,7 +224,7 @@ def plan_outputs(b: Builder, kernels: frozenset[str]) -> None:
 def _is_made_in_place(b: Builder, value: Value, kernels: frozenset[str], join: _Join) -> bool:
     """Whether the producer of a part can write it into the joint buffer."""
     op = b.graph.op(value)
-    if op.kind == "Tile":  # a copy to any place
+    if op.kind == "Tile" or join.single:  # a copy to any place, or an element after another
         return True
     producer = _sole_producer(b, value)
     if join.rows:

@@ -8,8 +8,9 @@ from typing import Any
 
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.pointwise.before import exchanged, stages_of
 from optdnn.kernels.pointwise.elementwise import Elementwise
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, single
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
 from optdnn.kernels.pool.window import (
     Rendered,
     Window,
@@ -90,40 +91,59 @@ def emit_pool(
     attrs |= {"epilogue": plain_stages(stages), "arity": 1} if stages else {}
     emit_window(
         b, covers, window, x, out, parts, vec=vec, kind=op.kind, attrs=attrs, reads=[x, *operands[1:]],
-        stages=stages, operands=operands,
+        stages=stages, operands=operands, computed=x.dtype,
     )  # fmt: skip
 
 
 class StagedPool(Tactic):
-    """An average pool and the pointwise operator that is its only reader (PoolFormer: Yu et al., 2022). It is emitted
-    at that operator."""
+    """A pool and the pointwise operator that is its only reader: token mixing (PoolFormer: Yu et al., 2022), and the peaks of
+    a heat map, which are the elements that equal the largest one around them (CenterNet: Zhou et al., 2019). It is emitted at
+    that operator."""
 
     name = "window_pool_staged"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        value, t = op.inputs[0], op.outputs[0].type
-        pool = None if value is None else b.graph.op(value)
-        if pool is None or value is None or pool.kind != "AveragePool":
-            return "its first operand is no average pool"
+        slot, t = _slot(b.graph, op), op.outputs[0].type
+        value = None if slot is None else op.inputs[slot]
+        if value is None:
+            return "none of its operands is a pool"
         if value in b.reserved or op.inputs.count(value) > 1 or b.graph.sole_user(value) is None:
             return "the pool's own result is read elsewhere"
-        if b.graph.type(value) != t or any(not is_float(b.graph.type(v).dtype) for v in op.inputs if v is not None):
-            return "it changes the type or the shape of the pool's result"
-        return WindowPool().refuse(b, pool) or Elementwise().refuse(b, op)
+        pooled = b.graph.type(value)
+        if pooled.dims != t.dims or any(
+            not is_float(b.graph.type(v).dtype) for v in (*op.inputs, op.value) if v is not None
+        ):
+            return "it changes the shape of the pool's result, or does not compute floats"
+        if arithmetic(pooled.dtype) != arithmetic(t.dtype):
+            return "it does not compute in the pool's type"
+        return WindowPool().refuse(b, b.graph.op(value)) or Elementwise().refuse(b, op)
 
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The pool before it."""
-        return [] if op.inputs[0] is None else [graph.op(op.inputs[0])]
+        slot = _slot(graph, op)
+        value = None if slot is None else op.inputs[slot]
+        return [] if value is None else [graph.op(value)]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The operator, and the pool before it."""
         return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        (pool,) = self.neighbors(b.graph, op)
-        stages = list(op.attrs.epilogue) if op.kind == "Pointwise" else single(op)
-        operands = [None, *(None if v is None else b.operand(v) for v in op.inputs[1:])]
+        (pool,), slot = self.neighbors(b.graph, op), _slot(b.graph, op)
+        assert slot is not None
+        operands = [None if v is None or k == slot else b.operand(v) for k, v in enumerate(op.inputs)]
+        operands[0], operands[slot] = operands[slot], operands[0]
+        stages = exchanged(stages_of(op), slot)
         emit_pool(b, replace(op, src=op.src | pool.src), pool, b.target(op.value), stages, operands)
+
+
+def _slot(graph: Graph, op: Op) -> int | None:
+    """The first operand that is a pool's result."""
+    return next((k for k, v in enumerate(op.inputs) if v is not None and graph.op(v).kind in STAGED), None)
+
+
+STAGED = ("AveragePool", "MaxPool", "LpPool")
+"""Kinds of pools that compute the pointwise operator after them."""
 
 
 def _counted(window: Window, padding: bool, t: str) -> str:

@@ -185,9 +185,10 @@ def emit_window(
     transposed: bool = False,
     writes: TensorView | None = None,
     edges: Edges = (),
+    computed: DType | None = None,
 ) -> None:
     """Render the kernel and add its launch. ``stages`` apply to the result and read ``operands`` (by slot, from 1 on).
-    ``edges``: as of :func:`taps`.
+    ``edges``: as of :func:`taps`. ``computed``: the type of the result before the stages (None: the output's type).
 
     ``writes``: the view of the result in the launch's meaning, if it is not ``out``.
     """
@@ -195,7 +196,7 @@ def emit_window(
     used = sorted({a for s in stages for a in s.args if a is not None and a > 0})
     extra = {a: p for a in used if (p := operands[a]) is not None}
     packs = {a: p for a, p in extra.items() if vec > 1 and _in_packs(p, out, vec)}
-    finish = finishing(stages, extra, len(operands), out, packs)
+    finish = finishing(stages, extra, len(operands), out, packs, computed)
     text = _kernel(window, x, out, parts, (extra, packs), finish, vec, transposed, edges)
     count = y5.size // vec
     if not count:
@@ -264,15 +265,17 @@ extern "C" __global__ void __launch_bounds__({THREADS}) window(const __grid_cons
 
 
 def finishing(
-    stages: Sequence[Stage], extra: dict[int, TensorView], slots: int, out: TensorView, packs: Collection[int] = ()
-) -> str:
+    stages: Sequence[Stage], extra: dict[int, TensorView], slots: int, out: TensorView, packs: Collection[int] = (),
+    computed: DType | None = None,
+) -> str:  # fmt: skip
     """C++ that applies the stages to ``value`` and leaves the result in ``stored``, of the output's element type.
-    ``packs``: slots of operands that are already loaded, as ``q1.lane[j]``."""
-    ty = CPP[out.dtype]
+    ``packs``: slots of operands that are already loaded, as ``q1.lane[j]``. ``computed``: the element type of ``value`` (None: the
+    output's)."""
+    ty, given = CPP[out.dtype], computed or out.dtype
     if not stages:
         return f"const {ty} stored = narrow<{ty}>(value);"
-    types = [TensorType(out.dtype, out.shape)] + [
-        TensorType(_common(extra[a].dtype, out.dtype), extra[a].shape) if a in extra else TensorType(out.dtype, ())
+    types = [TensorType(given, out.shape)] + [
+        TensorType(_common(extra[a].dtype, given), extra[a].shape) if a in extra else TensorType(given, ())
         for a in range(1, slots)
     ]
     lines, result, _ = body(stages, types)

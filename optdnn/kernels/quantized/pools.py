@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, up
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.pointwise import copy
-from optdnn.kernels.pool.window import pads_of, pool_attrs
+from optdnn.kernels.pool.window import MOST_APART, pads_of, pool_attrs
 from optdnn.kernels.quantized import pool_kernel as pool_int8
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import attrs_dict
@@ -28,6 +29,8 @@ class Int8MaxPool(Tactic):
             return "it is for int8 or uint8 images"
         if any(d != 1 for d in op.attrs.dilations) or x.static_shape[1] % 16:
             return "its windows are dilated, or its number of channels is not a multiple of 16"
+        if math.prod(op.attrs.kernel_shape) > MOST_APART:
+            return f"its windows have more than {MOST_APART} elements, which a thread would hold at once"
         places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
         if op.value not in b.reserved and op.outputs[0].type.layout != "nhwc":
             return "its result is not channels-last"

@@ -32,14 +32,14 @@ MOST_TENSORS = 6
 
 
 class StagedReduction(Reduction):
-    """Every ONNX reduction of floats, and pools over all positions. ReduceLogSumExp computes its elements twice."""
+    """Every ONNX reduction, and pools over all positions. ReduceLogSumExp computes its elements twice."""
 
     name = "reduce_staged"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := super().refuse(b, op)) is not None:
             return why
-        before = pointwise_before(b, op)
+        before = pointwise_before(b, op, floats=False)
         if isinstance(before, str):
             return before
         if not (axes := self._axes(b, op)):

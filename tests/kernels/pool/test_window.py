@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from support.simulated import check_simulated, feeds_of, kinds, lowered
 
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import Stage
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.runtime.program import Program
+from optdnn.types import FP32
 
 
 def text_of(program: Program) -> str:
@@ -88,11 +91,47 @@ def test_the_staged_pool_on_the_processor(precision: str, tmp_path: Path) -> Non
     assert compare_steps(program, feeds_of(mixing()), {"fp32": 3e-6, "fp16": 2e-3, "bf16": 1.6e-2}[precision], tmp_path)
 
 
+def peaks(*, pooled_first: bool = True, last: bool = False) -> Graph:
+    """The peaks of a heat map: its elements that equal the largest one around them (CenterNet). ``last``: with a convolution after it."""
+    n = Net()
+    heat = n.op("Sigmoid", n.conv(n.input(2, 8, 9, 7), 8))
+    pooled = n.max_pool(heat, 3, strides=1, pads=1)
+    same = n.op("Equal", *((pooled, heat) if pooled_first else (heat, pooled)))
+    y = n.op("Mul", heat, n.op("Cast", same, attrs=CastAttrs(to=FP32)))
+    return n.done(n.conv(y, 8) if last else y)
+
+
+@pytest.mark.parametrize("pooled_first", [True, False])
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_peaks_are_found_by_the_launch_of_their_pool(pooled_first: bool, last: bool, precision: str) -> None:
+    """The launch also stores fp32, if the peaks are the network's output."""
+    program = check_simulated(peaks(pooled_first=pooled_first, last=last), precision)
+    names = kinds(program)
+    assert names.count("MaxPool") == 1
+    assert names[names.index("MaxPool") + 1 :][:1] == (["Conv"] if last else [])
+    assert "window_pool_staged" in {t["tactic"] for t in program.meta["tactics"]}  # type: ignore[union-attr,index,call-overload]
+
+
+def test_a_pool_stores_fp32_at_once() -> None:
+    n = Net()
+    program = check_simulated(n.done(n.max_pool(n.conv(n.input(1, 16, 12, 12), 16), 5, strides=1, pads=2)), "fp16")
+    assert kinds(program)[-1] == "MaxPool"
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("pooled_first", [True, False])
+def test_peaks_on_the_processor(precision: str, pooled_first: bool, tmp_path: Path) -> None:
+    graph = peaks(pooled_first=pooled_first)
+    assert compare_steps(lowered(graph, precision), feeds_of(graph), {"fp32": 3e-6, "fp16": 2e-3}[precision], tmp_path)
+
+
 def another(kind: str) -> Graph:
     """A pool whose launch includes no pointwise operator."""
     n = Net()
     x = n.op("Relu", n.input(2, 8, 9, 3 if kind == "broadcast" else 9))
-    y = n.max_pool(x) if kind == "max" else n.average_pool(x)
+    y = n.op("GlobalAveragePool", x) if kind == "global" else n.average_pool(x)
     stages = (Stage("Mul", (-1, 1)), Stage("Add", (-2, 1)))
     z = n.op("Pointwise", y, n.input(2, 8, 4, 4, name="z"), attrs=PointwiseAttrs(epilogue=stages))
     return n.done(n.op("Softmax", z), *([n.op("Exp", y)] if kind == "kept" else []))
@@ -101,9 +140,9 @@ def another(kind: str) -> Graph:
 @pytest.mark.parametrize(
     ("kind", "because"),
     [
-        ("max", "its first operand is no average pool"),
+        ("global", "none of its operands is a pool"),
         ("kept", "the pool's own result is read elsewhere"),
-        ("broadcast", "it changes the type or the shape of the pool's result"),
+        ("broadcast", "it changes the shape of the pool's result, or does not compute floats"),
     ],
 )
 def test_operators_that_stay_after_a_pool(kind: str, because: str) -> None:
@@ -114,6 +153,6 @@ def test_operators_that_stay_after_a_pool(kind: str, because: str) -> None:
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("last", [True, False])
-def test_the_staged_pool_agrees_with_its_meaning(last: bool) -> None:
-    graph = mixing(last=last)
-    checked_launches(graph, "fp16")
+@pytest.mark.parametrize("make", [mixing, peaks])
+def test_the_staged_pool_agrees_with_its_meaning(make: Callable[..., Graph], last: bool) -> None:
+    checked_launches(make(last=last), "fp16")

@@ -15,6 +15,7 @@ from optdnn.kernels.conv import hopper_launch
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
@@ -145,6 +146,22 @@ def test_a_stem_quantizes_its_image_and_reads_pixels_together(name: str) -> None
     kinds = [s.params["op"]["kind"] for s in program.steps]
     assert kinds == ["QuantizedBlocks", "QuantizedConv", "MaxPool", "JointPointwise"]
     assert "max_pool_8bit" in tactics(program)
+
+
+@pytest.mark.parametrize("size", [7, 9, 28])
+def test_large_windows_of_integers_are_loops(size: int) -> None:
+    """A thread holds all elements of a small window at once. NVRTC did not end for the 3,136 of a pool over a whole image (CBAM)."""
+    n = QNet()
+    x = n.fake(n.qconv(n.fake(n.input(2, 16, 28, 28), 0.03), 32), 0.03)
+    y = n.op("MaxPool", x, attrs=MaxPoolAttrs((size, size), (1, 1), (0, 0, 0, 0), (1, 1), False))
+    graph, program = built(n.done(n.qconv(n.fake(y, 0.03), 16, 1)))
+    assert ("max_pool_8bit" in tactics(program)) == (size == 7)
+    if size > 7:
+        refused = [r for t in program.meta["tactics"] for r in t.get("refused", ()) if r["tactic"] == "max_pool_8bit"]  # type: ignore[union-attr]
+        assert "its windows have more than 49 elements" in refused[0]["reason"]
+    feeds = feeds_of(graph)
+    for output, want in evaluate(graph, feeds).items():
+        np.testing.assert_allclose(simulate(program, feeds)[output], want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("batch", [1, 64])
