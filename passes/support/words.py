@@ -183,6 +183,7 @@ RULES: Mapping[str, str] = {
     "grouped_stages": "equal operators on the groups of a convolution computed at once",
     "joined_groups": "groups of one tensor joined as one part of it",
     "unrolled_cells": "steps of a GRU or LSTM written as one layer",
+    "layer_of_parts": "layers with the same weights merged into one layer of all their items",
     "products_of_parts": "products of the parts of a tensor merged into one stack of products",
     "sum_of_parts": "sums over the parts of tensors merged into one reduction",
     "segment_decays": "running sums over matrices replaced by differences of one running sum",
