@@ -12,18 +12,18 @@ the results are stacked too, as long as they are the same for all parts. A sum o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.layers_of_parts import is_stack_of_layers
 from optdnn.passes.support.facts import integers, operand, origins, producer
-from optdnn.passes.support.part_groups import group_of
 from optdnn.passes.support.stacks import (
+    Forms,
     Joined,
+    Part,
     Same,
     Stack,
     Window,
@@ -33,11 +33,13 @@ from optdnn.passes.support.stacks import (
     leaves,
     part_of,
     part_values,
+    parts_of,
     same,
     stack_of,
 )
 from optdnn.passes.support.stages import ADDITIONS
 from optdnn.passes.support.sum_terms import sum_terms
+from optdnn.types import TensorType
 
 LEAST_JOINED = 4
 """Fewest products for which operands of any origin are joined."""
@@ -50,7 +52,7 @@ MOST_PRODUCTS = 1 << 28
 @rule("products_of_parts", {"MatMul"})
 def products_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
     """A product and the same product of the other parts become one product."""
-    group = group_of(graph, op)
+    group = _group(graph, op)
     if len(group) < 2:
         return None
     y = op.outputs[0].type
@@ -85,11 +87,11 @@ def products_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("stages_of_parts", frozenset(STAGE_KINDS))
 def stages_of_parts(graph: Graph, op: Op) -> Match | None:
-    """Equal operators on all or most parts of a batched product, or of a layer of all parts, become one operator on the whole."""
+    """Equal operators on all or most parts of a batched product become one operator on the whole product."""
     found = next((part for v in op.inputs if v is not None and (part := part_of(graph, v)) is not None), None)
     if found is None or not found.dropped or found.axis or not _is_stack(graph, found.source):
         return None
-    group = group_of(graph, op)
+    group = _group(graph, op)
     if len(group) < min(LEAST_JOINED, graph.type(found.source).static_shape[0]):
         return None
     stack = stack_of(graph, [one.value for one in group])
@@ -127,10 +129,10 @@ def _parts(stack: Stack | None) -> Iterator[Stack]:
 
 
 def _is_stack(graph: Graph, value: Value) -> bool:
-    """Whether a batched product or a layer of all parts computes ``value``, perhaps with pointwise operators after it."""
+    """Whether a batched product computes ``value``, perhaps with pointwise operators after it."""
     while (op := graph.op(value)).kind in STAGE_KINDS:
         value = operand(op)
-    return (op.kind == "MatMul" and graph.type(value).rank != 2) or is_stack_of_layers(graph, value)
+    return op.kind == "MatMul" and graph.type(value).rank != 2
 
 
 @rule("factors_of_steps", {"MatMul", "Mul"})
@@ -140,7 +142,7 @@ def factors_of_steps(graph: Graph, op: Op) -> Match | None:
     Recurrences of pointwise steps alone become one launch elsewhere."""
     if op.kind == "Mul" and not any(_adds_product(graph, v) for v in op.inputs):
         return None
-    group = group_of(graph, op)
+    group = _group(graph, op)
     if len(group) < LEAST_JOINED:
         return None
     roots = {one.id for one in group}
@@ -192,6 +194,74 @@ def _replaced(values: Sequence[Value], stack: Stack) -> Match:
             patch.replace(old, new)
 
     return Match(tuple({op.id: op for op in covered(stack)}.values()), build)
+
+
+def _group(graph: Graph, op: Op) -> list[Op]:
+    """An operator and the equal operators on later parts, in the order of the parts.
+
+    Empty if the operator's part is not the first one: then it belongs to the group of the previous part."""
+    forms = Forms(graph)
+    leaves_of = ((slot, forms.leaf(v)) for slot, v in enumerate(op.inputs) if v is not None)
+    slot, leaf = next(((slot, leaf) for slot, leaf in leaves_of if leaf is not None), (0, None))
+    part = None if leaf is None else part_of(graph, leaf.value)
+    if leaf is None or part is None:
+        return []
+    path, own, seen = (*leaf.path, (op, slot)), forms.of(operand(op, slot)), _types(graph, op)
+    rest = [k for k in range(len(op.inputs)) if k != slot]
+
+    def alike(value: Value) -> list[Op]:
+        found = [
+            u for u in _followed(graph, value, path) if _types(graph, u) == seen and forms.of(operand(u, slot)) == own
+        ]
+        if len(found) > 1:  # several operators on the same part: compare their other operands too
+            found = [u for u in found if all(_form(forms, u, k) == _form(forms, op, k) for k in rest)]
+        return found
+
+    siblings = sorted(parts_of(graph, part), key=lambda found: found[1].start)
+    before = [(v, p) for v, p in siblings if p.start < part.start][-1:]
+    if any((part.size == 1 or p.start + p.size == part.start) and alike(v) for v, p in before):
+        return []
+    by_start = dict[int, Op]()
+    for value, other in siblings:
+        found = alike(value) if other.start >= part.start else []
+        if len(found) > 1 or (found and other.start in by_start):
+            return []
+        if found:
+            by_start[other.start] = found[0]
+    return _run(by_start, part) if part.start in by_start else []
+
+
+def _run(by_start: Mapping[int, Op], part: Part) -> list[Op]:
+    """The operators on this part and on later parts at equal distances."""
+    others = [at - part.start for at in by_start if at != part.start]
+    step = min(others, default=part.size) if part.size == 1 else part.size
+    end = part.start
+    while end + step in by_start:
+        end += step
+    return [by_start[at] for at in range(part.start, end + 1, step)]
+
+
+def _types(graph: Graph, op: Op) -> list[TensorType | None]:
+    return [None if v is None else graph.type(v) for v in op.inputs]
+
+
+def _form(forms: Forms, op: Op, slot: int) -> Hashable:
+    value = op.inputs[slot]
+    return None if value is None else forms.of(value)
+
+
+def _followed(graph: Graph, value: Value, path: Sequence[tuple[Op, int]]) -> list[Op]:
+    """The operators that ``value`` reaches through operators equal to those of ``path``."""
+    reached, ops = [value], list[Op]()
+    for like, slot in path:
+        ops = [
+            u
+            for v in reached
+            for u in graph.users(v)
+            if (u.kind, u.attrs) == (like.kind, like.attrs) and slot < len(u.inputs) and u.inputs[slot] == v
+        ]
+        reached = [u.value for u in ops]
+    return ops
 
 
 def _near_softmax(graph: Graph, op: Op) -> bool:

@@ -13,13 +13,16 @@ from support.simulated import check_simulated, kinds
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.binary import CastAttrs
-from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import GemmAttrs
-from optdnn.ops.index import ConcatAttrs
-from optdnn.ops.norm import LayerNormAttrs
-from optdnn.passes.layers_of_parts import LayersOfParts
-from optdnn.passes.products_of_parts import ProductsOfParts
+from optdnn.ops.index import ConcatAttrs, PadAttrs
+from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.resize import ResizeAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
+from optdnn.passes.layers_of_parts import LayersOfParts, StepsOfItems
 
 PASS = LayersOfParts()
 COUNT, ITEMS = 5, 2
@@ -28,75 +31,150 @@ Layer = Callable[[Net, Value], Value]
 
 def layer(n: Net, kind: str, size: int) -> Layer:
     """A layer of this kind, whose weights all its calls share. ``size``: the last size of its operand (images: 3 channels)."""
-    w, image, bias = n.random(size, 4), n.random(4, 3, 3, 3), n.random(4)
-    one, three = (n.random(m) for m in (size, 3))
+    w, bias, image = n.random(size, 4), n.random(4), n.random(3, 3, 3, 3)
     conv = ConvAttrs((1, 1), (1, 1, 1, 1), (1, 1))
+    up = ConvTransposeAttrs((2, 2), (1, 1, 1, 1), (1, 1), (0, 0))
     return {
         "Gemm": lambda n, x: n.op("Gemm", x, w, bias, attrs=GemmAttrs()),
         "MatMul": lambda n, x: n.op("MatMul", x, w),
-        "Conv": lambda n, x: n.op("Conv", x, image, bias, attrs=conv),
-        "InstanceNormalization": lambda n, x: n.op("InstanceNormalization", x, three, three),
-        "LayerNormalization": lambda n, x: n.op("LayerNormalization", x, one, one, attrs=LayerNormAttrs(-1)),
-        "MaxPool": lambda n, x: n.max_pool(x, 2),
-        "GlobalAveragePool": lambda n, x: n.op("GlobalAveragePool", x),
+        "Conv": lambda n, x: n.op("Conv", x, image, attrs=conv),
+        "ConvTranspose": lambda n, x: n.op("ConvTranspose", x, image, attrs=up),
     }[kind]
 
 
-SIZES = {"Gemm": (6,), "MatMul": (3, 6)} | dict.fromkeys(
-    ["Conv", "InstanceNormalization", "LayerNormalization", "MaxPool", "GlobalAveragePool"], (3, 4, 6)
-)
+SIZES = {"Gemm": (6,), "MatMul": (3, 6), "Conv": (3, 4, 6), "ConvTranspose": (3, 4, 6)}
 
 
 def frames(
-    kind: str, *, axis: int = 1, backward: bool = False, after: str = "", count: int = COUNT, joined: bool = True
-) -> Graph:
-    """A layer for each frame of a video, whose frames lie along ``axis``. ``after``: an operator on each result."""
+    kind: str, *, axis: int = 1, backward: bool = False, count: int = COUNT, after: Layer | None = None, joined: bool = False,
+    items: int = ITEMS,
+) -> Graph:  # fmt: skip
+    """A layer for each frame of a video, whose frames lie along ``axis``. ``after``: what follows each layer."""
     n = Net()
     sizes = list(SIZES[kind])
-    x = n.op("Abs", n.input(*([ITEMS, count] if axis else [count, ITEMS]), *sizes))
+    x = n.op("Abs", n.input(*([items, count] if axis else [count, items]), *sizes))
     call, found = layer(n, kind, sizes[-1]), list[Value]()
     for t in reversed(range(count)) if backward else range(count):
         y = call(n, n.op("Gather", x, n.const(t, np.int64), attrs=GatherAttrs(axis)))
-        found.append(n.op(after, y) if after else y)
+        found.append(y if after is None else after(n, y))
     return n.done(n.op("Concat", *found, attrs=ConcatAttrs(1))) if joined else n.done(*found)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("kind", SIZES)
 def test_frames_are_items_of_one_batch(kind: str, axis: int) -> None:
-    graph, _ = check_pass(PASS, frames(kind, axis=axis), changes=1)
+    graph, _ = check_pass(PASS, frames(kind, axis=axis), changes=1, rules={"layer_of_parts": 1})
     (found,) = graph.of_kind(kind)
     assert graph.type(found.value).dims[0] == COUNT * ITEMS
     assert len(graph.of_kind("Transpose")) == axis
+    assert len(graph.of_kind("Split")) == 1
 
 
-@pytest.mark.parametrize("kind", ["Gemm", "MaxPool"])
-def test_frames_from_the_last_one_on(kind: str) -> None:
-    graph, _ = check_pass(PASS, frames(kind, backward=True), changes=1)
-    assert len(graph.of_kind(kind)) == 1
+def test_frames_from_the_last_one_on() -> None:
+    graph, _ = check_pass(PASS, frames("Gemm", backward=True), changes=1)
+    assert len(graph.of_kind("Gemm")) == 1
+    assert not graph.of_kind("Unsqueeze")
 
 
-def test_two_frames_that_nothing_joins() -> None:
-    graph, _ = check_pass(PASS, frames("Conv", count=2, joined=False), changes=1)
+def test_two_frames() -> None:
+    graph, _ = check_pass(PASS, frames("Conv", count=2), changes=1)
     assert len(graph.of_kind("Conv")) == 1
+
+
+def rows(n: Net, x: Value) -> Value:
+    return n.op("Reshape", x, n.ints(ITEMS, -1))
+
+
+def mean(keep: bool, *axes: int) -> Layer:
+    return lambda n, x: n.op("ReduceMean", x, n.ints(*axes), attrs=ReduceAttrs(keepdims=keep))
+
+
+def padded(*pads: int) -> Layer:
+    return lambda n, x: n.op("Pad", x, n.ints(*pads), attrs=PadAttrs())
+
+
+def normed(kind: str, attrs: Any = None, size: int = 3) -> Layer:
+    return lambda n, x: n.op(kind, x, n.const(np.arange(size) + 1.0), n.const(np.ones(size)), attrs=attrs)
+
+
+CALLS: dict[str, Layer] = {
+    "activation": lambda n, x: n.op("Relu", x),
+    "comparison": lambda n, x: n.op("Greater", x, n.const(0.5)),
+    "row": lambda n, x: n.op("Mul", x, n.const(np.arange(6.0))),
+    "maxima": lambda n, x: n.max_pool(x, 2),
+    "mean of pixels": lambda n, x: n.op("GlobalAveragePool", x),
+    "instance norm": normed("InstanceNormalization"),
+    "group norm": normed("GroupNormalization", GroupNormAttrs(3)),
+    "layer norm": normed("LayerNormalization", LayerNormAttrs(-1), 6),
+    "residual": lambda n, x: n.op("Add", x, n.op("Sigmoid", x)),
+    "channels side by side": lambda n, x: n.op("Concat", x, n.op("Relu", x), attrs=ConcatAttrs(1)),
+    "rows of pixels": rows,
+    "tokens": lambda n, x: n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 3, 1))),
+    "softmax": lambda n, x: n.op("Softmax", x, attrs=SoftmaxAttrs(1)),
+    "mean": mean(False, 2, 3),
+    "part": lambda n, x: n.op("Slice", x, n.ints(1), n.ints(3), n.ints(2)),
+    "padding": padded(0, 0, 1, 1, 0, 0, 1, 1),
+    "twice as large": lambda n, x: n.op(
+        "Resize", x, None, n.const([1, 1, 2, 2], np.float32), attrs=ResizeAttrs(mode="nearest")
+    ),
+}
+"""Operators that compute each item by itself."""
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_equal_operators_are_one(call: Layer) -> None:
+    one, many = frames("Conv", count=1, after=call), frames("Conv", after=call)
+    inner = len([op for op in one.ops() if op.kind not in ("Input", "Output", "Constant", "Abs", "Gather", "Conv")])
+    graph, _ = check_pass(PASS, many, changes=1 + inner, rules={"layer_of_parts": 1, "operator_of_items": inner})
+    assert len(graph.of_kind("Split")) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        mean(True, 0), padded(1, 0, 0, 0, 0, 0, 0, 0), normed("LayerNormalization", LayerNormAttrs(0), 6),
+        lambda n, x: n.op("Transpose", x, attrs=TransposeAttrs((1, 0, 2, 3))),
+        lambda n, x: n.op("Softmax", x, attrs=SoftmaxAttrs(0)),
+        lambda n, x: n.op("Reshape", x, n.ints(-1)),
+        lambda n, x: n.op("Slice", x, n.ints(1), n.ints(2), n.ints(0)),
+        lambda n, x: n.op("Concat", x, x, attrs=ConcatAttrs(0)),
+        lambda n, x: n.op("Add", x, n.const(np.arange(ITEMS * 3 * 4 * 6.0).reshape(ITEMS, 3, 4, 6))),
+        lambda n, x: n.op("CumSum", x, n.const(0, np.int64)),
+    ],
+)  # fmt: skip
+def test_operators_across_items_stay(call: Layer) -> None:
+    check_pass(PASS, frames("Conv", after=call), changes=1, rules={"layer_of_parts": 1})
+
+
+def test_operators_that_differ_stay() -> None:
+    def after(n: Net, x: Value) -> Value:
+        n.count += 1
+        return n.op("Add", x, n.const(float(n.count)))
+
+    _, report = check_pass(PASS, frames("Conv", after=after), changes=1)
+    assert "the operators on the other parts differ" in {r.reason for r in report.refused}
+
+
+@pytest.mark.parametrize(
+    ("axis", "items", "changes"), [(None, 1, 2), (None, 2, 2), (0, 1, 3), (0, 2, 2), (1, 1, 3), (1, 2, 3)]
+)
+def test_a_concat_of_all_parts_is_a_view(axis: int | None, items: int, changes: int) -> None:
+    """``axis``: an axis of one element that each part gets before the Concat. Only one in front of several items stays there."""
+    view = None if axis is None else lambda n, x: n.op("Unsqueeze", x, n.ints(axis))
+    graph, _ = check_pass(PASS, frames("Gemm", after=view, joined=True, items=items), changes=changes)
+    assert not graph.of_kind("Split")
+    assert not graph.of_kind("Concat")
 
 
 def test_layers_after_layers() -> None:
     n = Net()
     x = n.op("Abs", n.input(ITEMS, COUNT, 3, 8, 8))
-    first, last, w, found = layer(n, "Conv", 8), layer(n, "MaxPool", 8), n.random(64, 7), list[Value]()
+    first, w, found, target = layer(n, "Conv", 8), n.random(48, 7), list[Value](), n.ints(ITEMS, 48)
     for t in range(COUNT):
         y = n.op("Relu", first(n, n.op("Gather", x, n.const(t, np.int64), attrs=GatherAttrs(1))))
-        y = n.op("Reshape", last(n, y), n.ints(ITEMS, 64))
-        found.append(n.op("Gemm", y, w, attrs=GemmAttrs()))
-    graph, _ = check_pass(PASS, n.done(*found), changes=3)
-    assert [len(graph.of_kind(kind)) for kind in ("Conv", "Relu", "MaxPool", "Gemm")] == [1, 1, 1, 1]
-
-
-def test_stages_of_all_parts() -> None:
-    graph, _ = check_pass(PASS, frames("Gemm", after="Relu"), changes=1)
-    after, _ = check_pass(ProductsOfParts(), graph, changes=1, rules={"stages_of_parts": 1})
-    assert len(after.of_kind("Relu")) == 1
+        found.append(n.op("Gemm", n.op("Reshape", n.max_pool(y, 2), target), w, attrs=GemmAttrs()))
+    graph, _ = check_pass(PASS, n.done(*found), changes=5)
+    assert [len(graph.of_kind(kind)) for kind in ("Conv", "Relu", "MaxPool", "Gemm", "Split")] == [1, 1, 1, 1, 1]
 
 
 def separate(kind: str, count: int, *, spoiled: str = "") -> Graph:
@@ -124,6 +202,14 @@ def test_separate_tensors_are_joined() -> None:
     assert len(graph.of_kind("Gemm")) == 1
 
 
+def test_equal_weights_of_folding_are_the_same() -> None:
+    """A batch norm that is folded into a shared layer makes new weights for each call."""
+    n = Net()
+    w = np.arange(24.0).reshape(6, 4)
+    found = [n.op("Gemm", n.input(ITEMS, 6, name=f"x{k}"), n.const(w), attrs=GemmAttrs()) for k in range(4)]
+    check_pass(PASS, n.done(*found), changes=1)
+
+
 @pytest.mark.parametrize("spoiled", ["items", "weights"])
 def test_another_layer_stays(spoiled: str) -> None:
     graph, _ = check_pass(PASS, separate("Gemm", 5, spoiled=spoiled), changes=1)
@@ -132,8 +218,6 @@ def test_another_layer_stays(spoiled: str) -> None:
 
 def test_few_tensors_stay() -> None:
     check_refused(PASS, separate("Gemm", 3), because="too few to be joined")
-    check_refused(PASS, separate("InstanceNormalization", 5), because="too few to be joined")
-    check_untouched(PASS, separate("MaxPool", 5))
 
 
 def test_layers_that_depend_on_one_another_stay() -> None:
@@ -154,9 +238,9 @@ def test_large_layers_stay() -> None:
 
 def test_results_that_take_too_much_memory_stay() -> None:
     n = Net(np.float32)
-    x = n.input(5, 1 << 20, 4, 4, 4)
+    x, w = n.input(5, 1 << 26, 1), n.const(np.zeros((1, 2)))
     parts = [n.op("Gather", x, n.const(t, np.int64), attrs=GatherAttrs(0)) for t in range(5)]
-    check_refused(PASS, n.done(*(n.max_pool(part, 2) for part in parts)), because="too much memory")
+    check_refused(PASS, n.done(*(n.op("Gemm", p, w, attrs=GemmAttrs()) for p in parts)), because="too much memory")
 
 
 @pytest.mark.parametrize(
@@ -177,11 +261,22 @@ def test_other_products_are_no_candidates(operands: dict[str, Any], attrs: GemmA
     check_untouched(PASS, n.done(*(n.op("Gemm", part, w, bias, attrs=attrs) for part in parts)))
 
 
-def test_layer_norms_of_all_items_are_no_candidates() -> None:
+def test_steps_of_a_recurrence_are_positions() -> None:
     n = Net()
-    x, scale = n.op("Abs", n.input(COUNT, ITEMS, 6)), n.random(ITEMS, 6)
-    parts = [n.op("Gather", x, n.const(t, np.int64), attrs=GatherAttrs(0)) for t in range(COUNT)]
-    check_untouched(PASS, n.done(*(n.op("LayerNormalization", p, scale, attrs=LayerNormAttrs(0)) for p in parts)))
+    x, w, state, found = (
+        n.op("Abs", n.input(COUNT, ITEMS, 6)),
+        n.random(6, 4),
+        n.input(ITEMS, 4, name="h"),
+        list[Value](),
+    )
+    for t in range(COUNT):
+        part = n.op("Gather", x, n.const(t, np.int64), attrs=GatherAttrs(0))
+        state = n.op("Add", n.op("Mul", state, n.const(0.5)), n.op("Gemm", part, w, attrs=GemmAttrs()))
+        found.append(state)
+    graph, _ = check_pass(PASS, n.done(*found), changes=1)
+    after, _ = check_pass(StepsOfItems(), graph, changes=1)
+    assert not after.of_kind("Split")
+    check_untouched(StepsOfItems(), check_pass(PASS, frames("Gemm"), changes=1)[0])
 
 
 def test_a_network_of_spiking_neurons() -> None:
