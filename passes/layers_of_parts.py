@@ -60,7 +60,7 @@ class _LayerOfParts(Rule):
         if len(group) * max(_bytes(graph, operand(op)), _bytes(graph, op.value)) > MOST_BYTES:
             return Miss("the results of all parts would take too much memory")
         group, stack = _stacked(graph, group)
-        if isinstance(stack, Joined) and len(group) < LEAST_JOINED:
+        if isinstance(stack, Joined) and not _joins(graph, op, stack):
             return Miss("it reads tensors that are no parts of one tensor, and that are too few to be joined")
 
         def build(patch: Patch) -> None:
@@ -106,6 +106,13 @@ def _stacked(graph: Graph, group: list[Op]) -> tuple[list[Op], Stack]:
         if stack is not None and not isinstance(stack, Shared | Joined):
             return ordered, stack
     return group, Joined(tuple(operand(one) for one in group))
+
+
+def _joins(graph: Graph, op: Op, stack: Joined) -> bool:
+    """Whether joining tensors takes less time than a launch for each: there are several, or they are the images of the network,
+    which are copied anyway: two images that are compared, for example (LPIPS: Zhang et al., 2018)."""
+    images = op.kind == "Conv" and all(graph.op(v).kind in {"Input", *STAGE_KINDS} for v in stack.values)
+    return images or len(stack.values) >= LEAST_JOINED
 
 
 def _multiplications(graph: Graph, op: Op) -> int:

@@ -220,6 +220,12 @@ def test_few_tensors_stay() -> None:
     check_refused(PASS, separate("Gemm", 3), because="too few to be joined")
 
 
+def test_two_images_are_joined() -> None:
+    graph, _ = check_pass(PASS, separate("Conv", 2), changes=1)
+    assert len(graph.of_kind("Conv")) == 1
+    check_refused(PASS, separate("ConvTranspose", 2), because="too few to be joined")
+
+
 def test_layers_that_depend_on_one_another_stay() -> None:
     n = Net()
     x, w = n.input(ITEMS, 6), n.random(6, 6)
