@@ -6,8 +6,8 @@ ops that only move or compare elements are quantized as well, with one scale on 
 
 Weights are symmetric int8 with a scale per output channel. Biases are int32 with the scale of the products to which they are added.
 Activations are uint8 with one scale and one zero point per tensor (Jacob et al., "Quantization and Training of Neural Networks for
-Efficient Integer-Arithmetic-Only Inference", 2018). GPU kernels pad images with zeros, so there a value with negative elements that
-a convolution pads is symmetric int8. Depthwise convolutions are an exception: their kernels pad with any number.
+Efficient Integer-Arithmetic-Only Inference", 2018). On GPUs, a picture with negative elements in front of a strided convolution is
+symmetric int8: the kernel that packs pixels of few channels pads with zeros.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, Array, DType
 FP8 = DTYPES["fp8_e4m3"]
 BIAS_LIMIT = 2.0**30
 """Largest magnitude of an int32 bias: it leaves room in the accumulator for the sum of products."""
+
+
+PACKED_CHANNELS = 16
+"""Most channels of a block of pixels that a strided convolution reads as one pixel."""
 
 
 def quantize(
@@ -215,24 +219,28 @@ class _Quantizer:
                 raise UsageError(f"the calibration has no range for {name!r}", hint=hint)
             root = self._root(item)
             hulls[root] = hulls[root].hull(found) if root in hulls else found
-        padded = {self._root(item) for item in self.wanted if not self.unsigned and self._is_padded(item[0])}
+        packed = {self._root(item) for item in self.wanted if not self.unsigned and self._is_packed(item[0])}
         parameters = {}
         for root, range_ in hulls.items():
             name = self.graph.output(root[0]).name
-            scale, zero = self._numbers(root[1], range_, symmetric=root in padded and range_.low < 0)
+            scale, zero = self._numbers(root[1], range_, symmetric=root in packed and range_.low < 0)
             parameters[root] = (
                 self.graph.add_constant(scale, f"{name}/scale"),
                 None if zero is None else self.graph.add_constant(zero, f"{name}/zero_point"),
             )
         return parameters
 
-    def _is_padded(self, value: Value) -> bool:
-        """Whether a convolution that will be quantized pads the value with zeros."""
+    def _is_packed(self, value: Value) -> bool:
+        """Whether a quantized convolution reads blocks of the value's pixels as channels, and pads them with zeros."""
         for user in self.graph.users(value):
-            if user.kind != "Conv" or user.id not in self.chosen or user.inputs[0] != value:
+            if user.kind != "Conv" or user.id not in self.chosen or user.inputs[0] != value or user.attrs.group > 1:
                 continue
-            pads = any(user.attrs.pads) or user.attrs.auto_pad.startswith("SAME")
-            if pads and not _pads_with_anything(user, self.graph.constant_value(user.inputs[1])):
+            weights, strides = self.graph.constant_value(user.inputs[1]), user.attrs.strides
+            if (
+                weights is not None
+                and max(strides, default=1) > 1
+                and weights.shape[1] * max(strides) ** 2 <= PACKED_CHANNELS
+            ):
                 return True
         return False
 
@@ -338,13 +346,6 @@ class _Quantizer:
         operands = [graph.add_constant(integers, f"{name}/q"), graph.add_constant(scale, f"{name}/scale"), None]
         attrs = DequantizeAttrs(axis=axis or 0)
         return graph.add("DequantizeLinear", operands, attrs, names=[f"{name}/dq"], src=op.src).value
-
-
-def _pads_with_anything(op: Op, weights: Array | None) -> bool:
-    """Whether the depthwise integer kernels can run the op: for images with a multiple of 16 channels. They pad with any number."""
-    if weights is None or weights.ndim != 4 or weights.shape[1] != 1:
-        return False
-    return bool(op.attrs.group == len(weights) > 1) and len(weights) % 16 == 0
 
 
 def _along(scale: Array, axis: int | None, rank: int) -> Array:

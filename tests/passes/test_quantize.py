@@ -93,23 +93,25 @@ def test_a_chain_is_in_integers_from_end_to_end() -> None:
 @pytest.mark.parametrize(
     ("layer", "negative", "dtype"),
     [
-        ("padded", True, INT8),  # zeros around the image are its zero point then
+        ("padded", True, UINT8),
         ("padded", False, UINT8),
         ("1x1", True, UINT8),
         ("depthwise", True, UINT8),
-        ("groups", True, INT8),
-        ("depthwise, 24 channels", True, INT8),
+        ("groups", True, UINT8),
+        ("depthwise, 24 channels", True, UINT8),
+        ("a picture", True, INT8),  # zeros around the blocks of its pixels are its zero point then
+        ("a picture", False, UINT8),
+        ("strided", True, UINT8),
     ],
 )
-def test_gpus_give_zero_points_to_values_that_are_not_padded_with_zeros(
-    layer: str, negative: bool, dtype: object
-) -> None:
+def test_gpus_give_zero_points_to_all_values_but_pictures(layer: str, negative: bool, dtype: object) -> None:
     n = Net()
-    channels = 24 if "24" in layer else 16
+    channels = 24 if "24" in layer else 3 if layer == "a picture" else 16
     x = n.input(2, channels, 6, 6)
     x = x if negative else n.op("Relu", x)
     group = 4 if layer == "groups" else channels if "depthwise" in layer else 1
-    y = n.conv(x, channels, 1 if layer == "1x1" else 3, pads=int(layer != "1x1"), group=group)
+    stride = 2 if layer in ("a picture", "strided") else 1
+    y = n.conv(x, channels, 1 if layer == "1x1" else 3, pads=int(layer != "1x1"), group=group, strides=stride)
     graph = n.done(y)
     assign(graph, target="cuda:sm_90a")
     q = producer(graph, producer(graph, graph.of_kind("Conv")[0], 0), 0)
@@ -141,8 +143,8 @@ def test_gpus_have_kernels_for_groups(asked: str, channels: int, group: int, axe
     assert any(because in r.reason for r in report.refused) == bool(because)
 
 
-@pytest.mark.parametrize(("target", "dtype"), [("cpu", UINT8), ("cuda:sm_90a", INT8)])
-def test_operands_of_an_integer_convolution(target: str, dtype: object) -> None:
+@pytest.mark.parametrize("target", ["cpu", "cuda:sm_90a"])
+def test_operands_of_an_integer_convolution(target: str) -> None:
     graph = chain()
     weights = graph.constant_value(graph.of_kind("Conv")[0].inputs[1])
     bias = graph.constant_value(graph.of_kind("Conv")[0].inputs[2])
@@ -152,14 +154,10 @@ def test_operands_of_an_integer_convolution(target: str, dtype: object) -> None:
     x, w, b = (producer(graph, conv, i) for i in range(3))
     q = producer(graph, x, 0)
     assert q.kind == "QuantizeLinear"
-    assert q.outputs[0].type.dtype == dtype
-    scale, zero = integer_parameters(ranges["x"], np.dtype(dtype), symmetric=target != "cpu")  # type: ignore[arg-type]
+    assert q.outputs[0].type.dtype == UINT8
+    scale, zero = integer_parameters(ranges["x"], UINT8, symmetric=False)
     assert graph.constant_value(q.inputs[1]) == scale
-    if target == "cpu":
-        assert graph.constant_value(q.inputs[2]) == zero
-    else:
-        assert zero == 0
-        assert q.inputs[2] is None
+    assert graph.constant_value(q.inputs[2]) == zero
     integers, steps = (graph.constant_value(v) for v in w.inputs[:2])
     assert integers is not None
     assert steps is not None

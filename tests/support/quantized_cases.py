@@ -48,6 +48,8 @@ class Case:
     residual: QuantParams | None = None
     groups: int = 1
     """``source`` has the channels of one group."""
+    pixel_zero: int = 0
+    """Zero point that pads the pixels."""
 
     @property
     def problem(self) -> Problem:
@@ -60,8 +62,9 @@ class Case:
         residual = self.residual.dtype if self.residual else ""
         zero = self.out is not None and self.out.zero != 0
         return Problem(
-            self.batch, self.channels, (self.source,), (("bias",),), self.dtype, out, residual, zero, bands=self.groups
-        )
+            self.batch, self.channels, (self.source,), (("bias",),), self.dtype, out, residual, zero, bands=self.groups,
+            edged=self.pixel_zero != 0,
+        )  # fmt: skip
 
     def scaling(self) -> requantize.Scaling:
         """Scales for which results fill their range."""
@@ -194,6 +197,11 @@ GENERAL: dict[str, Case] = {
         "mma uint8, zero points": Case(
             2, 128, _FULL, (("add",),), config, "uint8", QuantParams("uint8", 0.03, 117), residual=QuantParams("int8", 0.02, -3)
         ),
+        "mma padded by a zero point": Case(
+            2, 80, same(11, 13, 80, stride=2), (), config, "uint8", QuantParams("uint8", 0.03, 117), pixel_zero=131
+        ),
+        "mma deep, padded by a zero point": Case(2, 96, same(7, 7, 512), ADD, config, residual=_R, pixel_zero=-9),
+        "mma groups, padded by a zero point": Case(2, 192, same(9, 9, 32), (), config, groups=4, pixel_zero=-9),
         "mma, fp32 out": Case(2, 72, _FULL, RELU, config, out=None, float_out="float32"),
         "mma, bf16 out, residual": Case(
             2, 72, _FULL, ADD, config, out=None, float_out="bfloat16", residual=QuantParams("bfloat16", 1.0)
@@ -220,7 +228,7 @@ def attrs_of(case: Case) -> dict[str, Any]:
     out = case.out.dtype if case.out else case.float_out
     return {
         "strides": source.stride, "pads": source.padding, "dilations": source.dilation, "group": case.groups,
-        "stages": scaled.stages,
+        "stages": scaled.stages, "input_zero": case.pixel_zero,
         "residual_scale": r.residual_scale, "residual_zero": case.residual.zero if case.residual else 0,
         "low": r.low, "high": r.high, "zero": r.zero, "output_dtype": DTYPES[out],
     }  # fmt: skip

@@ -39,6 +39,8 @@ from kernels.norm.test_softmax_mean import CASES as MEANS  # type: ignore[import
 from kernels.pointwise.test_prologue import dense_layer, gated  # type: ignore[import-not-found]
 from kernels.quantized.test_dynamic import NETS as DYNAMIC  # type: ignore[import-not-found]
 from kernels.quantized.test_dynamic import network as dynamic  # type: ignore[import-not-found]
+from kernels.quantized.test_zero_padding import NETS as EDGED  # type: ignore[import-not-found]
+from kernels.quantized.test_zero_padding import network as padded_8bit  # type: ignore[import-not-found]
 from kernels.reduce.test_image_means import gate  # type: ignore[import-not-found]
 from kernels.test_pointwise_rows import CASES as OF_ROWS  # type: ignore[import-not-found]
 from kernels.test_staged_pad import CASES as PADDED  # type: ignore[import-not-found]
@@ -366,6 +368,7 @@ def eight_bits() -> Graphs:
             )
         },
         **{f"8 bits: {name}": (build, "fp16") for name, build in NARROWED.items()},
+        **{f"8 bits, padded: {name}": (partial(padded_8bit, name), "fp16") for name in EDGED},
         **{f"dynamic scales: {name}": (partial(dynamic, name), "fp16") for name in DYNAMIC},
     }
 

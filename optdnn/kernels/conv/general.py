@@ -6,7 +6,7 @@ multiplies wider groups in bands of 64 channels, with zeros between groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,6 @@ from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import general_kernel as general
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv.fused import (
     Convolution,
     ConvolutionKernel,
@@ -76,19 +75,14 @@ class GeneralKernel(GeneralTactic, ConvolutionKernel):
 def launch(
     b: Builder, op: Op, problem: Problem, feed: Feed, channel: TensorView, out: TensorView, residual: TensorView | None,
     meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]], config: general.GeneralConfig,
-    requantize: Requantize | None = None, data: Sequence[TensorView] = (),
+    requantize: Requantize | None = None, more: Mapping[str, TensorView] | None = None,
 ) -> None:  # fmt: skip
     """Add one launch on channels-last NCHW tensors. ``channel``: per-channel operand of the epilogue; ``meaning``:
-    kind, attributes, and the operands after pixels, weights and ``channel``; ``data``: scale and zero point of the
-    pixels, if they are computed."""
+    kind, attributes, and the operands after pixels, weights and ``channel``; ``more``: other
+    operands of the launch."""
     channels, own = out.shape[1], conv_maps.pitch_of(out)
     assert own is not None
-    operands = {
-        "pixels": feed.x,
-        "channel": channel,
-        "output": out,
-        **dict(zip(conv_params.DYNAMIC, data, strict=False)),
-    }
+    operands = {"pixels": feed.x, "channel": channel, "output": out, **(more or {})}
     kind, attrs, tail = meaning
     if residual is not None:
         if conv_maps.pitch_of(residual) != own:

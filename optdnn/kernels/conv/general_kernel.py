@@ -13,6 +13,7 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv.header import generated, options
+from optdnn.kernels.conv.padding import put_edges
 from optdnn.kernels.conv.parameters import DYNAMIC, put_requantize
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.launch import Launch, Parameters
@@ -139,8 +140,8 @@ def launch(
 ) -> Launch:
     """The launch. Operands: ``pixels``, ``weights`` (:func:`pack_weights`), ``channel`` (fp32 biases; for 8-bit
     operands pairs of scale and bias), ``output``; ``residual`` if the epilogue reads one; ``partial`` and ``arrived``
-    (:func:`workspace`) if blocks share K; and those of :data:`.parameters.DYNAMIC` if scale and zero point are
-    computed. Raises InternalError if the configuration cannot run the problem.
+    (:func:`workspace`) if blocks share K; those of :data:`.parameters.DYNAMIC` if scale and zero point are
+    computed, and of :data:`.padding.EDGES` if a zero point pads the pixels. Raises InternalError if the configuration cannot run the problem.
 
     ``channels``: the result's channels, and ``inside``: a group's input channels, if the problem's are padded;
     ``pitch``: elements from a pixel to the next of the result (and residual); ``row``: elements from a row to the next
@@ -162,6 +163,7 @@ def launch(
     put_requantize(parameters, problem.epilogue, requantize)
     if problem.dynamic:
         parameters.pointer(*DYNAMIC)
+    put_edges(parameters, problem)
     blocks = grid(problem, config, channels)
     return parameters.launch(
         recipe(problem, config, gpu.arch), "conv_sm80", blocks, config.threads, shared=shared_bytes(config)

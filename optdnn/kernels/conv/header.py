@@ -32,6 +32,7 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str, pairs
         **({"ROW_BIAS": 1} if problem.row_bias else {}),
         **({"ROW_SCALED": 1} if problem.row_scale else {}),
         **({"DYNAMIC": 1} if problem.dynamic else {}),
+        **({"EDGED": 1} if problem.edged else {}),
         **({"MOMENTS": 1} if problem.moments else {}),
         **({"MOMENT_ROWS": problem.moment_rows} if problem.moments and problem.moment_rows > 1 else {}),
         **({"IMAGE_NORM": 1} if problem.norm is not None and problem.norm.image else {}),

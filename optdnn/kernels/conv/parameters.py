@@ -10,6 +10,7 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.kernels.builder import TensorView
+from optdnn.kernels.conv.padding import put_edges
 from optdnn.kernels.conv.problem import Depth, Problem, Source
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS, MOMENT_ROWS
 from optdnn.kernels.launch import Parameters
@@ -149,6 +150,7 @@ def parameters(
         made.pointer("row_scales")
     if problem.dynamic:
         made.pointer(*DYNAMIC)
+    put_edges(made, problem)
     if problem.turn is not None:
         made.pointer(*present("angles")).i32(problem.turn.channels, problem.turn.positions)
     return made

@@ -211,6 +211,8 @@ class Problem:
     """Whether int8 sums are multiplied by a scale per row. The weights are then computed by another launch."""
     dynamic: bool = False
     """Whether another launch computes scale and zero point of the integer pixels."""
+    edged: bool = False
+    """Whether the pixels are padded by a zero point other than 0, from which accumulators start (``conv_edges.cuh``)."""
     beside: tuple[render.Stage, ...] | None = None
     """Stages of every second channel. ``epilogue`` of the channel before it reads their value in place of a residual,
     so that two channels give one result, and a channel counts as half of the result's bytes. None: each channel is a
@@ -256,6 +258,8 @@ class Problem:
             raise InternalError("only products of int8 with 16-bit results have a scale per row")
         if self.dynamic and (self.dtype not in ("int8", "uint8") or self.row_scale):
             raise InternalError("only 8-bit integers without scales per row have a computed scale")
+        if self.edged and (self.dtype not in ("int8", "uint8") or len(self.sources) > 1 or self.volume):
+            raise InternalError("only 8-bit integers of one image are padded by a zero point")
         changed = self.stack or self.bands > 1 or self.prologue or self.scatter or self.pooled or self.volume
         if self.beside is not None and (self.item < 2 or ITEM[self.out_dtype] != self.item or changed):
             raise InternalError("only images or rows of floats without other changes have pairs of channels")

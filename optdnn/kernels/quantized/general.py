@@ -23,6 +23,7 @@ from optdnn.kernels.quantized.hopper import (
     data_parameters,
     geometry_refusal,
     meaning_of,
+    more_operands,
     numbers_of,
     problem_of,
     refusal,
@@ -40,10 +41,9 @@ class GeneralProduct(general.GeneralTactic, QuantizedProduct):
         return pitch_of(out) is not None
 
     def launch(self, b: Builder, op: Op, p: Product, problem: Problem, config: Any) -> None:
-        data = data_parameters(b, op)
-        meaning = ("QuantizedConv", meaning_of(op, p.feed), as_read(p.residual, data))
-        pairs, numbers = channel_pairs(b, op), numbers_of(op, p.residual)
-        general.launch(b, op, problem, p.feed, pairs, p.out, p.residual, meaning, config, numbers, data)
+        meaning = ("QuantizedConv", meaning_of(op, p.feed), as_read(p.residual, data_parameters(b, op)))
+        pairs, numbers, more = channel_pairs(b, op), numbers_of(op, p.residual), more_operands(b, op, problem, p.feed)
+        general.launch(b, op, problem, p.feed, pairs, p.out, p.residual, meaning, config, numbers, more)
 
 
 class GeneralQuantizedConv(GeneralProduct, QuantizedConv):

@@ -16,6 +16,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.hopper import image, planar, with_pitch
+from optdnn.kernels.conv.padding import edge_operands
 from optdnn.kernels.gemm.hopper import padded_rows, rows_of
 from optdnn.kernels.pointwise.pointwise import copied_later, copy
 from optdnn.kernels.quantized import pool_kernel as pool_int8
@@ -46,32 +47,6 @@ def _stored_at(out: TensorView) -> bool:
     and can therefore not be a part of a wider image."""
     pitch = _pitch(out)
     return pitch is not None and (out.dtype.itemsize < 4 or pitch == up(out.shape[1], 16 // out.dtype.itemsize))
-
-
-def _padded_image(b: Builder, op: Op, x: TensorView, pads: tuple[int, ...], zero: int) -> TensorView:
-    """A copy of an image padded with its zero point, still to be made: TMA can only pad with zeros. All readers share the copy."""
-    (n, c, h, w), (top, left, bottom, right) = x.shape, pads
-    shape = (n, c, h + top + bottom, w + left + right)
-
-    def make() -> int:
-        source = b.made(x)
-        key = (source, (*pads, zero))
-        if key not in b._copies:
-            made = b.new(f"{op.outputs[0].name}.padded", x.dtype, shape, _pixels(shape, x.dtype))
-            pitch = conv_maps.pitch_of(source)
-            assert pitch is not None
-            reads = [
-                source,
-                b.constant(np.array([0, 0, top, left, 0, 0, bottom, right]), "pads"),
-                b.constant(np.array(zero, x.dtype), "zero"),
-            ]
-            padding = (top, left, bottom, right)
-            launch = pool_int8.pad_image(x.dtype.name, b.arch, (n, h, w, c), pitch, padding, zero)
-            b.emit(op, launch, {"input": source, "output": made}, "Pad", {"mode": "constant"}, reads, [made])
-            b._copies[key] = made
-        return b._copies[key].buffer
-
-    return unmade(x.dtype, shape, _pixels(shape, x.dtype), make)
 
 
 def refusal(b: Builder, op: Op) -> str | None:
@@ -149,6 +124,11 @@ def _stem(
     return conv_maps.Feed(blocks, packed, seen.stride, seen.padding, seen.dilation, seen)
 
 
+def _edge_zero(op: Op, feed: conv_maps.Feed) -> int:
+    """The zero point that pads the pixels; 0 if nothing is padded."""
+    return op.attrs.input_zero if any(feed.pads) else 0
+
+
 def problem_of(op: Op, p: Product) -> conv_problem.Problem:
     """The launch's problem as plain data."""
     out, feed = p.out, p.feed
@@ -156,7 +136,7 @@ def problem_of(op: Op, p: Product) -> conv_problem.Problem:
     return conv_problem.Problem(
         out.shape[0], up(out.shape[1], 16 // out.dtype.itemsize * feed.bands), (feed.source,), tuple(op.attrs.stages),
         map_dtype(feed.x.dtype), map_dtype(out.dtype), second, op.attrs.zero != 0, bands=feed.bands,
-        dynamic=op.input(DATA_SCALE) is not None,
+        dynamic=op.input(DATA_SCALE) is not None, edged=_edge_zero(op, feed) != 0,
     )  # fmt: skip
 
 
@@ -170,7 +150,7 @@ def meaning_of(op: Op, feed: conv_maps.Feed) -> dict[str, Any]:
     """The attributes of the launch's meaning."""
     attrs = {k: v for k, v in attrs_dict(op.attrs).items() if k not in ("strides", "pads", "dilations", "group")}
     geometry = {"strides": feed.strides, "pads": feed.pads, "dilations": feed.dilations, "group": feed.bands}
-    return attrs | geometry | {"input_zero": 0}
+    return attrs | geometry | {"input_zero": _edge_zero(op, feed)}
 
 
 DATA_SCALE = 5
@@ -180,6 +160,12 @@ DATA_SCALE = 5
 def data_parameters(b: Builder, op: Op) -> list[TensorView]:
     """Scale and zero point of data that were quantized in the same run; empty if they are constants."""
     return [b.operand(v) for v in op.inputs[DATA_SCALE:] if v is not None]
+
+
+def more_operands(b: Builder, op: Op, problem: conv_problem.Problem, feed: conv_maps.Feed) -> dict[str, TensorView]:
+    """The operands that only some launches read: computed scales and zero points, and what padding adds."""
+    data = dict(zip(conv_params.DYNAMIC, data_parameters(b, op), strict=False))
+    return data | edge_operands(b, op.outputs[0].name, problem, feed.weight, _edge_zero(op, feed))
 
 
 def as_read(residual: TensorView | None, data: Sequence[TensorView]) -> list[TensorView | None]:
@@ -291,15 +277,14 @@ class HopperProduct(hopper_launch.HopperTactic, QuantizedProduct):
         packed, pairs = hopper_launch.packed_weights(b, op, problem, [feed]), channel_pairs(b, op)
         operands = {"weights": packed, "channel": pairs, "output": out, **hopper_launch.pixels([feed])}
         operands |= {"residual": residual} if residual is not None else {}
-        data = data_parameters(b, op)
-        operands |= dict(zip(conv_params.DYNAMIC, data, strict=False))
+        operands |= more_operands(b, op, problem, feed)
         width = pairs.shape[1]
         reads = [
             feed.seen,
             *conv_maps.weight_views(packed, problem, [feed]),
             pairs.view((out.shape[1], width), (width, 1)),
         ]
-        meaning = ("QuantizedConv", meaning_of(op, feed), [*reads, *as_read(residual, data)])
+        meaning = ("QuantizedConv", meaning_of(op, feed), [*reads, *as_read(residual, data_parameters(b, op))])
         made = hopper_launch.launch(problem, config, b.gpu, [feed], operands, requantize=numbers_of(op, residual))
         hopper_launch.emit(b, op, made, problem, config, operands, meaning)
 
@@ -332,13 +317,10 @@ class QuantizedConv(QuantizedProduct):
         return Product(self._feed(b, op, weight), residual, out, out, target)
 
     def _feed(self, b: Builder, op: Op, weight: Array) -> conv_maps.Feed:
-        """The feed of the image, padded with its zero point if that is not 0."""
+        """The feed of the image."""
         x, n = image(b.source(op.inputs[0])), self.groups(b, op)
         x = with_pitch(b, op, x, unit=conv_maps.aligned(x))
-        weight, strides, pads, dilations = planar(weight, op.attrs)
-        if op.attrs.input_zero and any(pads):
-            x, pads = _padded_image(b, op, x, pads, op.attrs.input_zero), (0, 0, 0, 0)
-        return conv_maps.Feed(x, weight, strides, pads, dilations, bands=op.attrs.group // n, together=n)
+        return conv_maps.Feed(x, *planar(weight, op.attrs), bands=op.attrs.group // n, together=n)
 
 
 class HopperQuantizedConv(HopperProduct, QuantizedConv):

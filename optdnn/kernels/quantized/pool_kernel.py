@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from optdnn.errors import InternalError
-from optdnn.kernels.conv.depthwise_kernel import four_bytes
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.launch import Launch, Parameters
 from optdnn.kernels.quantized.stem import overlapped, row_padding
@@ -52,20 +51,6 @@ def max_pool(
     parameters = Parameters().pointer("input", "output").i32(n, h, w, c // 16, out_h, out_w, *stride, *padding[:2])
     blocks = -(-n * out_h * out_w * c // 16 // 128)
     return parameters.launch(recipe(dtype, arch, kernel=kernel), "max_pool", blocks, 128)
-
-
-def pad_image(
-    dtype: str, arch: str, nhwc: tuple[int, int, int, int], pitch: int, padding: tuple[int, int, int, int], zero: int
-) -> Launch:
-    """NHWC "input" with a pitch of ``pitch`` bytes per pixel -> "output" with ``padding`` (top, left, bottom, right) pixels of ``zero``
-    around each image. Output pixels have a multiple of 16 channels and no gaps. ``pitch`` is a multiple of 16, too."""
-    n, h, w, c = nhwc
-    if pitch % 16 or pitch < c:
-        raise InternalError(f"pad_image: pixels {pitch} bytes apart")
-    out_h, out_w, vectors = h + padding[0] + padding[2], w + padding[1] + padding[3], -(-c // 16)
-    parameters = Parameters().pointer("input", "output").i32(n, h, w, pitch // 16, vectors, out_h, out_w)
-    parameters.i32(*padding[:2], c, four_bytes(zero))
-    return parameters.launch(recipe(dtype, arch), "pad_image", -(-n * out_h * out_w * vectors // 256), 256)
 
 
 def global_average_pool(

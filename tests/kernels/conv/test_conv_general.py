@@ -17,6 +17,7 @@ from support.sweep import sweep
 
 from optdnn.kernels.conv import general_kernel as conv_general
 from optdnn.kernels.conv.general_kernel import GeneralConfig
+from optdnn.kernels.conv.padding import EDGES, edges
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.ops.requantize import Requantize, pad_channels
 from optdnn.runtime.cuda.compile import nvrtc, render
@@ -42,7 +43,12 @@ def launched(
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
     options = ["-DPIXELS_UNSIGNED"] if problem.dtype == "uint8" else []
     library = emulated.compiled(
-        recipe, made.function, folder, rendered=rendered, headers=["conv_element.cuh"], options=options
+        recipe,
+        made.function,
+        folder,
+        rendered=rendered,
+        headers=["conv_element.cuh", "conv_edges.cuh"],
+        options=options,
     )
     partial, arrived = conv_general.workspace(problem, config, sizes.get("channels", 0))
     held = {name: emulated.aligned(a) for name, a in operands.items()}
@@ -106,12 +112,14 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("name", sweep(SMALL, *(n for n in SMALL if "residual" in n)))
+@pytest.mark.parametrize("name", sweep(SMALL, *(n for n in SMALL if "residual" in n or "padded" in n)))
 def test_convolutions_of_integers_are_exact(name: str, tmp_path: Path) -> None:
     case = QUANTIZED[name]
     data, problem = arrays(case), case.problem
     operands = {"pixels": data.image, "weights": data.packed, "channel": data.channel}
     operands |= {"residual": data.residual} if data.residual is not None else {}
+    if problem.edged:
+        operands |= dict(zip(EDGES, edges(problem, data.weight, case.pixel_zero), strict=True))
     config: Any = case.config
     row, numbers = data.image[0, 0].size, case.scaling().requantize
     got = launched(problem, config, operands, np.zeros_like(data.expected), tmp_path, numbers, row=row)

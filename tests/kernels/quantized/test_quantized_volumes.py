@@ -133,7 +133,7 @@ def test_launches_on_a_gpu_agree_with_their_meaning(name: str, precision: str) -
     context: Any = CudaRunner(program, LoadOptions()).context()
     for e in check_steps(context, feeds_of(graph)):
         narrow = {program.buffers[i].dtype.name for i in program.steps[e.step].outputs} & {"int8", "uint8"}
-        stages = {stage[0] for stage in program.steps[e.step].params["op"]["attrs"].get("stages", ())}
+        stages = {str(stage[0]) for stage in program.steps[e.step].params["op"]["attrs"].get("stages", ())}
         if (precision.startswith("int8") and narrow) or e.kind in ("Frames", "Copy"):
             assert e.error <= (1e-2 if stages & INEXACT else 0), (
                 e

@@ -40,6 +40,13 @@ struct Source {
 #define ROW_BIAS 0                // whether accumulators begin with a bias per pixel
 #endif
 
+#ifndef EDGED
+#define EDGED 0                   // whether taps outside of an image read the zero point of 8-bit pixels
+#endif
+#if EDGED
+#include "conv_edges.cuh"
+#endif
+
 #ifndef TURNED
 #define TURNED 0                  // features of each head that a rotary embedding rotates, by the positions of their rows
 #endif
@@ -96,6 +103,9 @@ struct Params {
     const float* data_scale;                       // scale of all pixels
     const u8* data_zero;
 #endif
+#if EDGED
+    Edges edges;
+#endif
 #if TURNED
     const uint4* angles;                           // cosines and sines of each position
     int turned_channels, positions;
@@ -103,6 +113,9 @@ struct Params {
 };
 
 #include "conv_moments.cuh"
+#if EDGED
+#include "edge_columns.cuh"
+#endif
 
 constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a row of the tile and, except for fp32, the span of its swizzle
 

@@ -49,6 +49,23 @@ DEVICE Tile tile_at(const Params& p, int tile, int group) {
     return at;
 }
 
+// The place of a column's pixel within its image, or -1 outside of the tile or the image.
+DEVICE int place_of(const Params& p, const Tile& at, int column) {
+    const int h = at.h + column / PATCH_W, w = at.w + column % PATCH_W;
+    const bool inside = column / PATCH_W < TILE_H && column % PATCH_W < TILE_W && h < p.out_h && w < p.out_w;
+    return inside ? h * p.out_w + w : -1;
+}
+
+#if EDGED
+// Accumulators begin with what the taps outside of the image add. Blocks that split the channels: only in the first of them.
+DEVICE void begin_sums(const Params& p, const Tile& at, int first_channel, int rank, int lane, Acc (&acc)[BN / 2]) {
+    begin_at_edges<BN>(p, lane, [&](int column) { return rank == 0 ? place_of(p, at, column) : -1; }, [&](int j, int e, int kind) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) acc[j * 4 + i * 2 + e] = edge_sum(p, kind, channel_row(first_channel, lane, i));
+    });
+}
+#endif
+
 // The first input channel that the tile reads.
 DEVICE int band_of(const Params& p, const Tile& at) { return BANDED ? at.channel / p.band_channels * p.band_inputs : 0; }
 
@@ -237,10 +254,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
 #if DIRECT
         Direct store;
         store.prepare(p, at.channel + m * 64, rank, quarter, lane, [&](int column) {
-            const int h = at.h + column / PATCH_W, w = at.w + column % PATCH_W;
-            const bool inside = column / PATCH_W < TILE_H && column % PATCH_W < TILE_W && h < p.out_h && w < p.out_w;
-            const int image = p.out_h * p.out_w;
-            return inside && at.n * image < p.pixel_count ? at.n * image + h * p.out_w + w : -1;
+            const int within = place_of(p, at, column), image = p.out_h * p.out_w;
+            return within >= 0 && at.n * image < p.pixel_count ? at.n * image + within : -1;
         });
         grid_dependency_wait();
         store.load_residual(p);
@@ -259,6 +274,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                 load_channel_pair(p, at.channel + m * 64 + quarter * 16, lane, constants);
             }
 #endif
+#if EDGED
+            begin_sums(p, at, at.channel + m * 64 + quarter * 16, rank, lane, acc[0]);
+#endif
             int held_patch = -1, held_weights = -1;
             for (int b = 0; b < blocks; b++) {
                 const int slot = g * STAGES + stage;
@@ -276,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                         wgmma_fence();
                         #pragma unroll
                         for (int step = 0; step < SPAN / 32; step++)
-                            wgmma_step(acc[0], a + 2 * step, shifted + 2 * step, (b | tap | step) != 0);
+                            wgmma_step(acc[0], a + 2 * step, shifted + 2 * step, EDGED || (b | tap | step) != 0);
                         wgmma_commit();
                         if (WEIGHT_STAGES) {
                             if (held_weights >= 0) {

@@ -12,6 +12,9 @@
 #include "mma.cuh"
 #include "generated.cuh"
 #include "conv_element.cuh"
+#if EDGED
+#include "conv_edges.cuh"
+#endif
 
 struct Params {
     const u8 *pixels, *weights, *residual;         // weights: [channels][tap][channel blocks * BK]
@@ -27,6 +30,9 @@ struct Params {
 #if DYNAMIC
     const float* data_scale;                       // scale of all pixels
     const u8* data_zero;
+#endif
+#if EDGED
+    Edges edges;
 #endif
 };
 
@@ -109,6 +115,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
         for (int n = 0; n < TILES_N; n++)
             #pragma unroll
             for (int i = 0; i < 4; i++) acc[m][n][i] = 0;
+#if EDGED
+    // Accumulators begin with what the taps outside of the image add. Of blocks that split K: only in the first one.
+    #pragma unroll
+    for (int k = 0; k < TILES_M * 2; k++) {
+        const int pixel = first_pixel + warp_m + k * 8 + lane / 4;
+        const int kind = part == 0 && pixel < p.pixel_count ? edge_kind(p, pixel % (p.out_h * p.out_w)) : 0;
+        #pragma unroll
+        for (int i = 0; i < TILES_N * 2; i++) {
+            const int channel = first_channel + warp_n + i / 4 * 16 + lane % 4 * 4 + i % 4;
+            if (channel < p.group_channels) acc[k / 2][i / 2][k % 2 * 2 + i % 2] = edge_sum(p, kind, group * p.group_channels + channel);
+        }
+    }
+#endif
 
     grid_dependency_wait();
     #pragma unroll

@@ -22,7 +22,8 @@
 // axes, and each tile belongs to one product. ACROSS: the rows of that tensor are K (wgmma's MN-major operand). ONE_MATRIX: the
 // pixels of all products are one constant matrix, which is loaded before griddepcontrol.wait, as weights are elsewhere.
 // ROW_BIAS: a bias per pixel, the initial value of its accumulators. ROW_SCALED: a scale per pixel, which multiplies its integer
-// accumulators; the weights too are the result of another kernel.
+// accumulators; the weights too are the result of another kernel. EDGED: accumulators begin with what taps outside of the image would
+// add (conv_edges.cuh).
 //
 // BANDED: output channels come in bands. Each band sums over its own band of input channels alone (a grouped convolution, with
 // several groups in a band).
@@ -236,9 +237,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         };
         if (NORMED || !DIRECT) load_columns();
 #endif
-#if ROW_BIAS
-        begin_sums(p, tile_pixel + group_pixel, lane, acc);
-#endif
 #if DIRECT
         Direct store;
         auto prepare = [&] {
@@ -248,12 +246,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             });
         };
         if (!LATE) prepare();
+#if ROW_BIAS || EDGED
+        begin_sums(p, tile_channel + group_channel + quarter * 16, tile_pixel + group_pixel, k_begin, lane, acc);
+#endif
         grid_dependency_wait();
         if (!LATE) store.load_residual(p);
 #else
         int buffer = 0, buffer_parity = 0;
         Channel constants[MT][2];
         load_constants(p, tile_channel + group_channel + quarter * 16, lane, constants);
+#if ROW_BIAS || EDGED
+        begin_sums(p, tile_channel + group_channel + quarter * 16, tile_pixel + group_pixel, k_begin, lane, acc);
+#endif
         grid_dependency_wait();
 #if IMAGE_SCALED
         load_factors(p, tile_channel + group_channel + quarter * 16, tile_pixel + group_pixel, lane, constants);
@@ -273,8 +277,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #if ROW_NORM
                 load_columns();
 #endif
-#if ROW_BIAS
-                begin_sums(p, tile_pixel + group_pixel, lane, acc);
+#if ROW_BIAS || EDGED
+                begin_sums(p, tile_channel + group_channel + quarter * 16, tile_pixel + group_pixel, k_begin, lane, acc);
 #endif
             }
 #endif

@@ -50,6 +50,7 @@ DEVICE void load_factors(const Params& p, int first, int pixel, int lane, Channe
 }
 #endif
 
+constexpr bool BEGUN = ROW_BIAS || EDGED;           // whether accumulators begin with values
 constexpr int SETS = PARTS || (MT * BN <= 64 && SPAN >= 64) ? 2 : 1;
 
 // One K step: weights [64 * MT][BK] x pixels [BN][BK]; products over 32 bytes of K alternate between the sets of accumulators.
@@ -67,7 +68,7 @@ DEVICE void multiply(Acc (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int 
             wgmma_step(acc[1][m], a + REST, b + 2 * step, (k | step) != 0);
             wgmma_step(acc[1][m], a, b + 2 * step + REST, 1);
 #else
-            wgmma_step(acc[step % SETS][m], a, b + 2 * step, ROW_BIAS || (k | (step / SETS)) != 0);
+            wgmma_step(acc[step % SETS][m], a, b + 2 * step, BEGUN || (k | (step / SETS)) != 0);
 #endif
         }
     }
@@ -77,7 +78,7 @@ DEVICE void multiply(Acc (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int 
 static_assert(SPLIT == 1 && !STREAM && !INTEGER, "a tile's sums begin once, as floats");
 
 // Accumulators (wgmma's columns are pixels) begin with the bias of each pixel, in the first set.
-DEVICE void begin_sums(const Params& p, int first_pixel, int lane, Acc (&acc)[SETS][MT][BN / 2]) {
+DEVICE void begin_sums(const Params& p, int, int first_pixel, int, int lane, Acc (&acc)[SETS][MT][BN / 2]) {
     const int last = (p.pixel_count - 1) & ~1;     // first pixel of the last pair
     #pragma unroll
     for (int i = 0; i < BN / 2; i += 2) {
@@ -88,6 +89,23 @@ DEVICE void begin_sums(const Params& p, int first_pixel, int lane, Acc (&acc)[SE
             acc[0][m][i] = bias.x, acc[0][m][i + 1] = bias.y;
         }
     }
+}
+#endif
+
+#if EDGED
+static_assert(INTEGER && !STREAM, "only integers have a zero point, and a tile's sums begin once");
+
+// Accumulators begin with what the taps outside of the image add, in the first set. Blocks that split K: only in the first of them.
+DEVICE void begin_sums(const Params& p, int first_channel, int first_pixel, int k_begin, int lane, Acc (&acc)[SETS][MT][BN / 2]) {
+    begin_at_edges<BN>(p, lane, [&](int column) {
+        return k_begin == 0 && first_pixel + column < p.pixel_count ? (first_pixel + column) % p.image_pixels : -1;
+    }, [&](int j, int e, int kind) {
+        #pragma unroll
+        for (int i = 0; i < MT * 2; i++) {
+            if (SETS == 2) acc[SETS - 1][i / 2][j * 4 + i % 2 * 2 + e] = 0;
+            acc[0][i / 2][j * 4 + i % 2 * 2 + e] = edge_sum(p, kind, channel_row(first_channel + i / 2 * 64, lane, i % 2));
+        }
+    });
 }
 #endif
 

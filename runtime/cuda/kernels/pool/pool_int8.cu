@@ -1,4 +1,4 @@
-// Pooling and padding of 8-bit NHWC images, and the quantization and layout change before a few-channel stem. All are memory-bound.
+// Pooling of 8-bit NHWC images, and the quantization and layout change before a few-channel stem. All are memory-bound.
 //
 // generated.cuh defines KERNEL_H, KERNEL_W (max_pool), UNSIGNED (8-bit type of the images), CHANNELS, BLOCK (pack_image), IMAGE_HALF (its
 // images are fp16, else fp32).
@@ -86,36 +86,6 @@ extern "C" __global__ void __launch_bounds__(MEAN_THREADS) global_average_pool(c
         p.output[(long long)(blockIdx.y + 1) * p.row + word] = out;
 #endif
     }
-}
-
-struct PadParams {
-    const uint4* input;                            // pixels of ``pitch`` vectors of sixteen channels
-    uint4* output;                                 // pixels of ``vectors`` vectors
-    int images, height, width, pitch, vectors, out_h, out_w, top, left, channels;
-    u32 word;                                      // the zero point in each of four bytes
-};
-
-// Pads an image with its zero point. One thread: sixteen channels of a pixel of the result.
-extern "C" __global__ void __launch_bounds__(256) pad_image(const __grid_constant__ PadParams p) {
-    grid_launch_dependents();
-    grid_dependency_wait();
-    const int index = blockIdx.x * 256 + threadIdx.x, vector = index % p.vectors, pixel = index / p.vectors;
-    const int x = pixel % p.out_w - p.left, y = pixel / p.out_w % p.out_h - p.top, n = pixel / p.out_w / p.out_h;
-    if (n >= p.images) return;
-    uint4 v = make_uint4(p.word, p.word, p.word, p.word);
-    if (unsigned(y) < unsigned(p.height) && unsigned(x) < unsigned(p.width)) {
-        const uint4* from = p.input + ((long long)(n * p.height + y) * p.width + x) * p.pitch + vector;
-#ifdef INITCHECK                                   // initcheck would report the bytes after a pixel's channels, which are only copied
-        if (p.channels - vector * 16 < 16) {
-            alignas(16) u8 bytes[16] = {};
-            for (int i = 0; i < p.channels - vector * 16; i++) bytes[i] = reinterpret_cast<const u8*>(from)[i];
-            p.output[index] = *reinterpret_cast<const uint4*>(bytes);
-            return;
-        }
-#endif
-        v = *from;
-    }
-    p.output[index] = v;
 }
 
 #if IMAGE_HALF
