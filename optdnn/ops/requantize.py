@@ -18,7 +18,7 @@ from optdnn.types import Array
 
 BOUNDS = {"int8": (-128, 127), "uint8": (0, 255), "float8_e4m3fn": (-448, 448)}
 """Least and greatest value of an element type."""
-MAX_CONSTANTS = 8
+MAX_CONSTANTS = 12
 """Most constants of a quantized epilogue's stages: the kernels' parameter blocks have room for them."""
 LARGEST = 3.4028234663852886e38
 """The largest finite fp32 number, for missing bounds."""

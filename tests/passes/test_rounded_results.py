@@ -107,13 +107,23 @@ def test_the_rounding_of_a_gate_is_kept(zero: int, dtype: Any, most: int) -> Non
 
 
 def test_a_rounding_that_needs_too_many_constants_is_left_out() -> None:
-    """A rounding takes four constants, the step of the result one. Two roundings would need nine: more than kernels hold."""
-    graph = network(lambda n, y: shortcut(n, n.fake(n.op("Relu", y), 0.03)))
+    """A rounding takes four constants, the step of the result one. Three roundings would need thirteen: more than kernels hold."""
+    graph = network(lambda n, y: shortcut(n, n.fake(n.op("Relu", n.fake(n.op("Relu", y), 0.03)), 0.04)))
     done, _ = folded(graph)
     (made,) = done.of_kind("QuantizedConv")
-    assert [s[0] for s in made.attrs.stages].count("round") == 1
-    assert len(render.constants_of(made.attrs.stages)) == 5 <= requantize.MAX_CONSTANTS
+    assert [s[0] for s in made.attrs.stages].count("round") == 2
+    assert len(render.constants_of(made.attrs.stages)) == 9 <= requantize.MAX_CONSTANTS
     assert len(done.of_kind("Pointwise")) == 2  # the rounding of the input, and what follows the product
+    within(graph, done, 0.0501)
+
+
+def test_a_shortcut_after_a_quantized_silu() -> None:
+    """A block of YOLO: the most constants that kernels hold."""
+    graph = network(lambda n, y: shortcut(n, n.fake(silu(n, y), 0.03)))
+    done, _ = folded(graph)
+    (made,) = done.of_kind("QuantizedConv")
+    assert [s[0] for s in made.attrs.stages] == ["bias", *ROUND, "rounded_silu", *ROUND, "add", "mul_const"]
+    assert len(render.constants_of(made.attrs.stages)) == requantize.MAX_CONSTANTS
     within(graph, done, 0.0501)
 
 

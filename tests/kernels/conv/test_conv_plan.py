@@ -92,16 +92,16 @@ def test_the_parameter_block_has_the_kernels_layout(name: str) -> None:
     fields = {
         "weights": 0, "pixels0": 128, "pixels1": 256, "output": 384, "residual": 512, "channel": 640, "output_pointer": 648,
         "residual_pointer": 656, "channels": 664, "k_steps": 688, "source": 696, "scatter": 768, "requantize": 808,
-        "before": 864, "partial": 896, "ahead[0]": conv_params.AHEAD[0], "ahead[1]": conv_params.AHEAD[1],
-        "band_inputs": 956, "output_pitch": 960, "residual_pitch": 964,
+        "before": 880, "partial": 912, "ahead[0]": conv_params.AHEAD[0], "ahead[1]": conv_params.AHEAD[1],
+        "band_inputs": 972, "output_pitch": 976, "residual_pitch": 980,
     }  # fmt: skip
     compile_checks(made, fields, f"sizeof(Params) == {len(made.parameters)}")
     places = {p.operand: p.at for p in made.pointers}
     assert places["channel"] == fields["channel"]
     assert places["output"] == fields["output_pointer"]
-    assert places.get("partial", 896) == fields["partial"]
+    assert places.get("partial", 912) == fields["partial"]
     assert int.from_bytes(made.parameters[688:692], "little") == problem.k_steps
-    assert struct.unpack_from("<3i", made.parameters, 956) == (source.channels, problem.channels, problem.channels)
+    assert struct.unpack_from("<3i", made.parameters, 972) == (source.channels, problem.channels, problem.channels)
 
 
 @pytest.mark.nvrtc

@@ -83,12 +83,12 @@ def test_the_cost_model_takes_it_for_many_rows() -> None:
 
 
 def _many_constants(n: Net) -> Graph:
-    """A product whose stages have ten constants."""
+    """A product whose stages have fourteen constants."""
     o = drawn(Case(40, 64, 512))
     x = n.op("Abs", n.input(40, 512))
     attrs = PackedMatMulAttrs("uint4", 512, 128, rounded_rows=True)
     y = n.op("PackedMatMul", x, n.const(o.packed, np.uint8), n.const(o.scales, np.float16), attrs=attrs)
-    for _ in range(5):
+    for _ in range(7):
         y = n.op("Tanh", n.op("Clip", y, np.float32(-0.5), np.float32(0.75)))
     return n.done(y)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.conv_cases import same
+from support.conv_cases import plain_launch, same
+from support.layout import compile_checks
 from support.on_gpu import checked_launches
 from support.quantized_nets import QNet, added_in_groups, grouped
 from support.simulated import feeds_of, kinds, lowered, simulate
@@ -14,14 +15,17 @@ from support.simulated import feeds_of, kinds, lowered, simulate
 from optdnn.errors import InternalError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
-from optdnn.kernels.conv import implicit_gemm, patch_kernel
+from optdnn.kernels.conv import general_kernel, implicit_gemm, patch_kernel
+from optdnn.kernels.conv.general_kernel import GeneralConfig
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.padding import edges
 from optdnn.kernels.conv.patch_kernel import PatchConfig
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.quantized.hopper import HopperQuantizedConv
 from optdnn.kernels.tactic import Offer
+from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.reference.conv import conv
 
 ZERO = 117
@@ -145,6 +149,23 @@ def test_they_compile_without_spills(config: Any) -> None:
     module = patch_kernel if isinstance(config, PatchConfig) else implicit_gemm
     (kernel,) = nvrtc.resources(module.recipe(problem, config)).values()
     assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[-1], GeneralConfig(64, 64, 3)], ids=str)
+def test_the_parameter_blocks_have_the_layouts_of_the_kernels(config: Any) -> None:
+    problem, gpu = Problem(2, 96, (same(20, 20, 256),), dtype="uint8", edged=True), of_arch("sm_90a")
+    if isinstance(config, GeneralConfig):
+        made = general_kernel.launch(problem, config, gpu, requantize=Requantize())
+    else:
+        made = plain_launch(problem, config, gpu, [np.zeros((96, 256, 3, 3), np.int8)])
+    places = {p.operand: p.at for p in made.pointers}
+    fields = {
+        "edges.kinds": places["edge_kinds"],
+        "edges.sums": places["edge_sums"],
+        "edges.channels": places["edge_sums"] + 8,
+    }
+    compile_checks(made, fields, f"sizeof(Params) == {len(made.parameters)}")
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -11,7 +11,7 @@ typedef float2 Channel;                            // scale, bias
 struct Requantize {
     float residual_scale, residual_offset, low, high;
     int zero;
-    float constants[8];
+    float constants[12];
 };
 
 // The constants of two neighboring channels: the rows of weights are permuted so that one lane has both.

@@ -28,7 +28,7 @@ typedef float4 Acc4;
 struct Requantize {
     float residual_scale, residual_offset, low, high;
     int zero;
-    float constants[8];                            // of the stages
+    float constants[12];                            // of the stages
 };
 
 #ifndef DYNAMIC
