@@ -1,7 +1,8 @@
 """Embedding bags that exporters write as a Loop over the bags become one Gather and one reduction.
 
 A bag is a run of indices. The table's rows at these indices are added up. If all bags have the same size and are adjacent, the
-indices form a matrix with one bag per row.
+indices form a matrix with one bag per row. So do the weights of the rows, if there are any (product-key memories: Lample et al.,
+2019).
 """
 
 from __future__ import annotations
@@ -21,22 +22,25 @@ from optdnn.passes.support.bag_bodies import (
     cut_of,
     lookup,
     part_of,
-    reduction,
     table_of,
-    takes_rows,
     trips_of,
     value_outside,
+    weighted_rows,
+    weights_of,
 )
-from optdnn.passes.support.facts import integers, ints, producer, reshaped, scalar, shape_of
+from optdnn.passes.support.facts import integers, ints, reshaped, scalar, shape_of
 from optdnn.types import Array, normalize_axis
 
 
 @dataclass(frozen=True)
 class _Bags:
-    """A loop body that reduces rows: its operators, and the begin and end of each bag. ``gather``: None for bags of rows."""
+    """A loop body that reduces rows: its operators, and the begin and end of each bag. ``gather``: None for bags of rows.
+
+    ``weights``: a list outside of the loop, a factor for each row; None for rows without factors."""
 
     reduce: Op
     gather: Op | None
+    weights: Value | None
     cut: Op
     starts: Array
     ends: Array
@@ -65,12 +69,16 @@ def loop_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
         or not np.array_equal(starts, starts[0] + size * np.arange(trips))
     ):
         return Miss("its bags have different sizes, or are not adjacent")
+    first = int(starts[0])
 
     def build(patch: Patch) -> None:
-        rows = reshaped(patch, part_of(patch, listed, int(starts[0]), size * trips, count), (trips, size, *dims))
+        rows = reshaped(patch, part_of(patch, listed, first, size * trips, count), (trips, size, *dims))
         if bags.gather is not None and gathered is not None:
-            weights = patch.constant(gathered, "table") if isinstance(gathered, np.ndarray) else gathered
-            rows = patch.add("Gather", [weights, rows], bags.gather.attrs)
+            table = patch.constant(gathered, "table") if isinstance(gathered, np.ndarray) else gathered
+            rows = patch.add("Gather", [table, rows], bags.gather.attrs)
+        if bags.weights is not None:
+            factors = part_of(patch, bags.weights, first, size * trips, count)
+            rows = patch.add("Mul", [rows, reshaped(patch, factors, (trips, size, 1))])
         patch.replace(op.value, patch.add(bags.reduce.kind, [rows, integers(patch, [1], "axes")], bags.reduce.attrs))
 
     return Match((op,), build)
@@ -78,15 +86,21 @@ def loop_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
 
 def _bags(graph: Graph, op: Op, trips: int) -> _Bags | None:
     body = op.attrs.body.graph
-    reduce = reduction(body)
-    gather = None if reduce is None else producer(body, reduce.input(0), {"Gather"})
-    if reduce is None or (gather is not None and not takes_rows(body, gather)):
+    found = weighted_rows(body)
+    if found is None:
         return None
-    cut = cut_of(graph, op, reduce.input(0) if gather is None else gather.input(1))
+    reduce, gather, factor = found
+    source = gather.input(1) if gather is not None else reduce.input(0)
+    cut = cut_of(graph, op, source)
     if cut is None:
         return None
+    weights = None if factor is None else weights_of(graph, op, factor, cut)
+    if factor is not None and (
+        weights is None or graph.type(weights).shape != shape_of(graph, value_outside(op, cut.input(0)))
+    ):
+        return None
     starts, ends = (_each(graph, op, cut.input(i), trips) for i in (1, 2))
-    return None if starts is None or ends is None else _Bags(reduce, gather, cut, starts, ends)
+    return None if starts is None or ends is None else _Bags(reduce, gather, weights, cut, starts, ends)
 
 
 def _each(graph: Graph, op: Op, value: Value | None, trips: int) -> Array | None:

@@ -51,6 +51,7 @@ from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, ShiftZeroPoints
 from optdnn.passes.joined_rows import JoinedRows
 from optdnn.passes.joined_tables import JoinedTables
+from optdnn.passes.layers_of_parts import LayersOfParts, StepsOfItems
 from optdnn.passes.long_scans import LongScans
 from optdnn.passes.long_top_k import LongTopK
 from optdnn.passes.masked_rows import MaskedRows
@@ -179,6 +180,8 @@ O2_GPU: tuple[Pass, ...] = (
     UnrolledScans(),  # before fusions: chains of steps have many small operators
     GroupedProducts(),  # before ProductsOfParts, which refuses parts with own matrices
     StackedColumns(),  # before fusions, which would take the operators of each column
+    LayersOfParts(),  # after UnrolledCells, which takes in the products of steps; before products are stacked along a new axis
+    StepsOfItems(),  # after LayersOfParts, which would have moved these operators; before scans are rolled
     ProductsOfParts(),  # before scans are rolled: recurrences whose products leave them are pointwise
     RollScans(),  # after ProductsOfParts: rolls the remaining chains of steps
     GatheredProducts(),  # before sums of segments and epilogues, which take in gathers and sums

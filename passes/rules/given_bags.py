@@ -11,21 +11,21 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule
 from optdnn.passes.support.bag_bodies import (
-    VIEWS,
     cut_of,
     known_table,
+    list_outside,
     lookup,
     part_of,
     part_of_a_list,
-    reduction,
     table_of,
-    takes_rows,
     trips_of,
     value_outside,
+    weighted_rows,
+    weights_of,
 )
 from optdnn.passes.support.bag_products import product_of_bags, refuse_product
 from optdnn.passes.support.bag_segments import segments_of_bags
-from optdnn.passes.support.facts import producer, reshaped, shape_of
+from optdnn.passes.support.facts import reshaped
 from optdnn.types import is_float
 
 
@@ -92,22 +92,19 @@ def _one_list(graph: Graph, bags: _GivenBags, trips: int) -> tuple[Value, int] |
 def _given_bags(graph: Graph, op: Op, trips: int) -> _GivenBags | None:
     """The bags of a Loop with ``trips`` iterations; None if its body has another form."""
     body = op.attrs.body.graph
-    reduce = reduction(body)
-    product = None if reduce is None else producer(body, reduce.input(0), {"Mul"})
-    found = (None, None) if reduce is None else (reduce.input(0), None)
-    if product is not None:
-        first = producer(body, product.input(0), {"Gather"})
-        found = product.inputs if first is not None else product.inputs[::-1]  # type: ignore[assignment]
-    gather = producer(body, found[0], {"Gather"})
-    if reduce is None or gather is None or not takes_rows(body, gather):
+    found = weighted_rows(body)
+    if found is None:
+        return None
+    reduce, gather, factor = found
+    if gather is None:
         return None
     cut = cut_of(graph, op, gather.input(1))
-    listed = None if cut is None else _list_outside(graph, op, cut)
+    listed = None if cut is None else list_outside(graph, op, cut)
     if cut is None or listed is None:
         return None
-    weights = None if product is None else _weights(graph, op, found[1], cut)
+    weights = None if factor is None else weights_of(graph, op, factor, cut)
     starts, ends = (value_outside(op, g.inputs[0]) if (g := lookup(op, cut.input(i))) else None for i in (1, 2))
-    if starts is None or ends is None or (product is not None and weights is None):
+    if starts is None or ends is None or (factor is not None and weights is None):
         return None
     if weights is not None and graph.type(weights).shape != graph.type(listed).shape:
         return None
@@ -121,20 +118,3 @@ def _given_bags(graph: Graph, op: Op, trips: int) -> _GivenBags | None:
         ):
             return None
     return _GivenBags(reduce, gather, listed, weights, starts, ends)
-
-
-def _list_outside(graph: Graph, op: Op, cut: Op) -> Value | None:
-    """The list of known length, outside of the loop, whose part a Slice takes."""
-    listed = value_outside(op, cut.input(0))
-    shape = None if listed is None else shape_of(graph, listed)
-    return listed if shape is not None and len(shape) == 1 and isinstance(shape[0], int) else None
-
-
-def _weights(graph: Graph, op: Op, factor: Value | None, cut: Op) -> Value | None:
-    """The list outside of the loop whose run is the ``factor``, a column, of the rows; the run has the bounds of ``cut``."""
-    view = producer(op.attrs.body.graph, factor, VIEWS)
-    own = None if view is None else cut_of(graph, op, view.input(0))
-    if view is None or own is None or (own.input(1), own.input(2)) != (cut.input(1), cut.input(2)):
-        return None
-    column = view.outputs[0].type.shape
-    return _list_outside(graph, op, own) if column is not None and len(column) == 2 and column[1] == 1 else None

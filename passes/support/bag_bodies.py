@@ -28,6 +28,26 @@ def reduction(body: Graph) -> Op | None:
     return None if reduce is None or ints(body, reduce.input(1)) != (0,) else reduce
 
 
+def weighted_rows(body: Graph) -> tuple[Op, Op | None, Value | None] | None:
+    """The reduction of the body, the Gather whose rows it reduces, and the factor of these rows; else None.
+
+    The Gather is None if the rows are a part of a value. The factor is None if the rows are reduced as they are. Rows with a
+    factor are rows of a matrix."""
+    reduce = reduction(body)
+    if reduce is None:
+        return None
+    product = producer(body, reduce.input(0), {"Mul"})
+    rows, factor = (reduce.input(0), None) if product is None else product.inputs
+    if product is not None and producer(body, rows, {"Gather"}) is None:
+        rows, factor = factor, rows
+    gather = producer(body, rows, {"Gather"})
+    if gather is not None and not takes_rows(body, gather):
+        return None
+    if factor is not None and (gather is None or len(gather.outputs[0].type.dims) != 2):
+        return None
+    return reduce, gather, factor
+
+
 def takes_rows(body: Graph, gather: Op) -> bool:
     """Whether a Gather selects along the first axis."""
     return normalize_axis(gather.attrs.axis, len(body.type(operand(gather)).dims)) == 0
@@ -88,6 +108,23 @@ def iterated(graph: Graph, op: Op, value: Value, trips: int) -> Array | None:
     table = table_of(graph, op, gather)
     rows = None if table is None else known_table(graph, table)
     return None if rows is None or len(rows) < trips else rows[:trips]
+
+
+def list_outside(graph: Graph, op: Op, cut: Op) -> Value | None:
+    """The list of known length, outside of the loop, whose part a Slice takes."""
+    listed = value_outside(op, cut.input(0))
+    shape = None if listed is None else shape_of(graph, listed)
+    return listed if shape is not None and len(shape) == 1 and isinstance(shape[0], int) else None
+
+
+def weights_of(graph: Graph, op: Op, factor: Value | None, cut: Op) -> Value | None:
+    """The list outside of the loop whose run is the ``factor``, a column, of the rows; the run has the bounds of ``cut``."""
+    view = producer(op.attrs.body.graph, factor, VIEWS)
+    own = None if view is None else cut_of(graph, op, view.input(0))
+    if view is None or own is None or (own.input(1), own.input(2)) != (cut.input(1), cut.input(2)):
+        return None
+    column = view.outputs[0].type.shape
+    return list_outside(graph, op, own) if column is not None and len(column) == 2 and column[1] == 1 else None
 
 
 def part_of_a_list(graph: Graph, value: Value) -> tuple[Value, int] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from importers.onnxtext import model
@@ -27,10 +29,12 @@ DEPENDS = "t = ReduceMax(found)  n = Cast<to = 9>(t)  c = Squeeze(n)"
 def loop(
     starts: str = "0, 3, 6, 9", ends: str = "3, 6, 9, 12", reduce: str = "ReduceMean", step: int = 1, axis: int = 0, keep: int = 0,
     going: str = "c = Identity(true)", count: int = 12, trips: int = 4, fed: str = "", rows: bool = False, flat: bool = True,
+    weights: str = "", weighed: int = 0,
 ) -> Graph:  # fmt: skip
     """As torch's exporters write EmbeddingBag; the table is 20 rows of x.
 
     ``fed``: an input, "zero" (the cut's axis) or "step". ``rows``: a run of the rows themselves. ``flat``: starts have rank 1.
+    ``weights``: the product of ``found`` and the run ``part`` of the weights, which has ``weighed`` elements (0: one per index).
     """
     more = "1, " if keep else ""
     fixed = "".join(f"int64[1] {n} = {{{v}}}, " for n, v in (("zero", 0), ("step", step)) if n != fed)
@@ -41,10 +45,15 @@ def loop(
         "found = Slice(x, s, e, zero, step)" if rows else "rows = Slice(at, s, e, zero, step)  found = Gather(x, rows)"
     )
     kind = "int64[4]" if flat else "int64[4,1]"
+    if weights:
+        also += f", float[{weighed or count}] w"
+        found += f"  run = Slice(w, s, e, zero, step)  part = Unsqueeze(run, axes_of_part)  product = {weights}"
+        fixed += "int64[1] axes_of_part = {1}, "
+    name = "product" if weights else "found"
     text = f"""g (float[20,6] x, int64[{count}] at{also}) => (float[{trips},{more}6] y)
         <int64 trips = {{{trips}}}, bool true = {{1}}, {kind} starts = {{{starts}}}, {kind} ends = {{{ends}}}> {{
         y = Loop<body = b (int64 i, bool go) => (bool c, float[r] v) <{fixed}int64[1] axes = {{{axis}}}> {{
-            {cut}  {found}  v = {reduce}<keepdims = {keep}>(found, axes)  {going}
+            {cut}  {found}  v = {reduce}<keepdims = {keep}>({name}, axes)  {going}
         }}>(trips, true) }}"""
     graph = import_model(model(text, 18))
     FoldConstants()(graph)
@@ -69,6 +78,23 @@ def test_bags_of_rows(reduce: str, flat: bool) -> None:
     assert {k: n for k, n in after.kinds().items() if k not in ("Constant", "Input", "Output")} == {
         "Slice": 1, reduce: 1, "Reshape": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("weights", ["Mul(found, part)", "Mul(part, found)"])
+@pytest.mark.parametrize("starts", ["0, 3, 6, 9", "1, 4, 7, 10"])
+def test_bags_with_weights(weights: str, starts: str) -> None:
+    """torch's EmbeddingBag with ``per_sample_weights`` and indices of two axes: all bags have one size."""
+    ends = ", ".join(str(int(s) + 3) for s in starts.split(","))
+    after, _ = check_pass(Bags(), loop(starts, ends, "ReduceSum", weights=weights, count=13), changes=1, context=GPU)
+    assert {k: after.kinds()[k] for k in ("Gather", "Mul", "ReduceSum")} == {"Gather": 1, "Mul": 1, "ReduceSum": 1}
+
+
+@pytest.mark.parametrize(
+    "options", [{"weighed": 13}, {"weights": "Mul(part, part)"}, {"weights": "Add(found, part)"}, {"rows": True}]
+)
+def test_weights_of_other_bags_stay(options: dict[str, Any]) -> None:
+    """More weights than indices, no rows of a table, another operator, rows that are not gathered."""
+    check_untouched(Bags(), loop(**{"reduce": "ReduceSum", "weights": "Mul(found, part)"} | options), GPU)
 
 
 def test_a_part_of_the_indices() -> None:

@@ -1,0 +1,229 @@
+"""Layers with the same weights on several tensors of one shape become one layer, whose items are the items of all tensors.
+
+A network may call a layer for each frame of a video, for each view of an object, or for each step of a spiking network (Eshraghian
+et al., 2023). Exporters unroll the loop. The tensors are joined along the first axis: the layer is one launch, which reads its
+weights once. A Split takes the parts of its result. Operators that are equal for all parts, and that compute each item by itself,
+move in front of this Split one by one, so that layers after them find all items joined.
+
+Recurrences between the layers are pointwise, and become one launch each (roll_scans), whose results are joined already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from functools import partial
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.fused import STAGE_KINDS
+from optdnn.ops.index import SplitAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.support.facts import RESHAPES, integers, operand, origins, producer, reshaped
+from optdnn.passes.support.items import LAYERS, PRODUCTS, computes_items, equal
+from optdnn.passes.support.iterations import MOST_BYTES
+from optdnn.passes.support.stacks import Joined, Shared, Stack, covered, emit, part_values, stack_of
+from optdnn.passes.support.unrolled_steps import LEAST
+
+LEAST_JOINED = 4
+"""Fewest layers whose operands are joined if they are not parts of one tensor: a Concat may copy them."""
+MOST_PRODUCTS = 1 << 28
+"""A layer of at least this many multiplications fills a GPU by itself."""
+
+FEW = 16
+"""Weights that are compared before all of them are."""
+
+
+class _LayerOfParts(Rule):
+    """Layers with equal weights, none of which depends on another, become one layer."""
+
+    name = "layer_of_parts"
+    kinds = PRODUCTS
+
+    def __init__(self, graph: Graph, made: set[int]):
+        self.made = made
+        self._calls = dict[Hashable, list[int]]()
+        """Products whose weights may be equal, in the order of the graph."""
+        for op in graph.ops():
+            if op.kind in PRODUCTS:
+                self._calls.setdefault(_key(graph, op), []).append(op.id)
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        group = self._group(graph, op)
+        if len(group) < 2 or group[0] is not op:
+            return None
+        if any(one.id in {each.id for each in group} for one in origins(graph, [operand(one) for one in group])):
+            return Miss("layers with the same weights depend on one another")
+        if _multiplications(graph, op) >= MOST_PRODUCTS:
+            return Miss("each part's layer is large enough for a launch of its own")
+        if len(group) * max(_bytes(graph, operand(op)), _bytes(graph, op.value)) > MOST_BYTES:
+            return Miss("the results of all parts would take too much memory")
+        group, stack = _stacked(graph, group)
+        if isinstance(stack, Joined) and not _joins(graph, op, stack):
+            return Miss("it reads tensors that are no parts of one tensor, and that are too few to be joined")
+
+        def build(patch: Patch) -> None:
+            items, *sizes = graph.type(operand(op)).static_shape
+            x = reshaped(patch, emit(patch, stack), (len(group) * items, *sizes))
+            y = patch.add(op.kind, [x, *op.inputs[1:]], op.attrs)
+            _split(patch, y, group, self.made)
+
+        return Match(tuple({one.id: one for one in (*group, *covered(stack))}.values()), build)
+
+    def _group(self, graph: Graph, op: Op) -> list[Op]:
+        """The layers that are equal to ``op`` and differ only in their first operand; ``op`` is one of them.
+
+        Empty if ``op`` can have no further items."""
+        calls = [graph.op(i) for i in self._calls.get(_key(graph, op), ()) if i in graph]
+        if len(calls) < 2 or op.input(1) is None or not computes_items(graph, op, (0,)):
+            return []
+        alike = [one for one in calls if all(map(partial(equal, graph), one.inputs[1:], op.inputs[1:]))]
+        return alike if len({one.inputs[0] for one in alike}) == len(alike) else []
+
+
+def _split(patch: Patch, whole: Value, group: Sequence[Op], made: set[int]) -> None:
+    """Replace the results of a group by the parts of ``whole`` along the first axis."""
+    items = group[0].outputs[0].type.dims[0]
+    sizes = integers(patch, [items] * len(group), "sizes")  # type: ignore[list-item]
+    split = patch.add_op("Split", [whole, sizes], SplitAttrs(0), outputs=len(group), names=[""] * len(group))
+    made.add(split.id)
+    for port, one in enumerate(group):
+        patch.replace(one.value, Value(split.id, port))
+
+
+def _key(graph: Graph, op: Op) -> Hashable:
+    """Equal layers have equal keys: their types, attributes and a few weights."""
+    weights = None if op.input(1) is None else graph.constant_value(operand(op, 1))
+    few = None if weights is None else weights.reshape(-1)[:: max(1, weights.size // FEW)].tobytes()
+    return op.kind, op.attrs, *(None if v is None else graph.type(v) for v in op.inputs), few
+
+
+def _stacked(graph: Graph, group: list[Op]) -> tuple[list[Op], Stack]:
+    """The stack of the operands of a group, and the group in its order: parts of a tensor may be read backward."""
+    for ordered in (group, group[::-1]):
+        stack = stack_of(graph, [operand(one) for one in ordered])
+        if stack is not None and not isinstance(stack, Shared | Joined):
+            return ordered, stack
+    return group, Joined(tuple(operand(one) for one in group))
+
+
+def _joins(graph: Graph, op: Op, stack: Joined) -> bool:
+    """Whether joining tensors takes less time than a launch for each: there are several, or they are the images of the network,
+    which are copied anyway: two images that are compared, for example (LPIPS: Zhang et al., 2018)."""
+    images = op.kind == "Conv" and all(graph.op(v).kind in {"Input", *STAGE_KINDS} for v in stack.values)
+    return images or len(stack.values) >= LEAST_JOINED
+
+
+def _multiplications(graph: Graph, op: Op) -> int:
+    x, y = graph.type(operand(op)).static_shape, op.outputs[0].type.static_shape
+    if op.kind in ("Gemm", "MatMul"):
+        return math.prod(x) * y[-1]
+    _, *rest = graph.type(operand(op, 1)).static_shape  # Conv: output channels; ConvTranspose: input channels
+    return math.prod(y if op.kind == "Conv" else x) * math.prod(rest)
+
+
+def _bytes(graph: Graph, value: Value) -> int:
+    t = graph.type(value)
+    return math.prod(t.static_shape) * t.dtype.itemsize
+
+
+class _OperatorOfItems(Rule):
+    """An operator that is equal for all parts moves in front of the Split that takes the parts."""
+
+    name = "operator_of_items"
+
+    def __init__(self, made: set[int]):
+        self.made = made
+        """The Splits of this pass: those of the network may have a reason."""
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        slots = [k for k, v in enumerate(op.inputs) if v is not None and v.op in self.made]
+        first = op.input(slots[0]) if slots else None
+        if first is None or first.port or any(op.inputs[k].port for k in slots):  # type: ignore[union-attr]
+            return None
+        splits = [graph.op(op.inputs[k]) for k in slots]  # type: ignore[arg-type]
+        count = len(splits[0].outputs)
+        if any(len(split.outputs) != count for split in splits) or not computes_items(graph, op, slots):
+            return None
+        group = [op, *(one for t in range(1, count) if (one := self._alike(graph, op, slots, t)) is not None)]
+        if len(group) < count:
+            return Miss("the operators on the other parts differ")
+
+        def build(patch: Patch) -> None:
+            given = [operand(graph.op(v)) if k in slots and v is not None else v for k, v in enumerate(op.inputs)]
+            if op.kind in RESHAPES:
+                items, *sizes = op.outputs[0].type.static_shape
+                y = reshaped(patch, operand(splits[0]), (count * items, *sizes))
+            else:
+                y = patch.add(op.kind, given, op.attrs)
+            _split(patch, y, group, self.made)
+
+        return Match(tuple(group), build)
+
+    def _alike(self, graph: Graph, op: Op, slots: Sequence[int], port: int) -> Op | None:
+        """The operator on the parts with this number that is equal to ``op``, or None."""
+        inputs = [Value(v.op, port) if v is not None and k in slots else v for k, v in enumerate(op.inputs)]
+        users = graph.users(inputs[slots[0]])  # type: ignore[arg-type]
+        alike = (one for one in users if (one.kind, one.attrs, len(one.inputs)) == (op.kind, op.attrs, len(inputs)))
+        return next((one for one in alike if all(map(partial(equal, graph), one.inputs, inputs))), None)
+
+
+class _JoinedItems(Rule):
+    """A Concat of all parts, perhaps after equal Reshapes, becomes a Reshape of the whole, perhaps transposed."""
+
+    name = "joined_items"
+    kinds = frozenset({"Concat"})
+
+    def __init__(self, made: set[int]):
+        self.made = made
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | None:
+        types = {graph.type(v) for v in op.inputs if v is not None}
+        views = [view for v in op.inputs if (view := producer(graph, v, RESHAPES)) is not None]
+        parts = [operand(view) for view in views] if len(views) == len(op.inputs) else list(op.inputs)
+        if any(v is None or v.op not in self.made for v in parts) or len(types) > 1 or not op.outputs[0].type.is_static:
+            return None
+        split = graph.op(parts[0])  # type: ignore[arg-type]
+        if parts != [Value(split.id, port) for port in range(len(split.outputs))]:
+            return None
+        shape, axis = types.pop().static_shape, op.attrs.axis % len(op.outputs[0].type.dims)
+
+        def build(patch: Patch) -> Value:
+            whole = reshaped(patch, operand(split), (len(parts), *shape))
+            order = (*range(1, axis + 1), 0, *range(axis + 1, len(shape) + 1))
+            turned = patch.add("Transpose", [whole], TransposeAttrs(order)) if axis else whole
+            return reshaped(patch, turned, op.outputs[0].type.static_shape)
+
+        return Match((op, *(views if len(views) == len(op.inputs) else ())), build)
+
+
+class LayersOfParts(RulePass):
+    name = "layers_of_parts"
+
+    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
+        made = set[int]()
+        return (_LayerOfParts(graph, made), _OperatorOfItems(made), _JoinedItems(made))
+
+
+@rule("steps_of_items", {"Split"})
+def steps_of_items(graph: Graph, op: Op) -> Match | None:
+    """Parts of a layer's items that pointwise operators read become positions along an axis of steps, as recurrences have them."""
+    whole, sizes = graph.op(operand(op)), {y.type for y in op.outputs}
+    if whole.kind not in LAYERS or op.attrs.axis % len(whole.outputs[0].type.dims) or len(sizes) > 1:
+        return None
+    readers = [user for port in range(len(op.outputs)) for user in graph.users(Value(op.id, port))]
+    if len(op.outputs) < LEAST or not any(user.kind in STAGE_KINDS for user in readers):
+        return None
+
+    def build(patch: Patch) -> None:
+        steps = reshaped(patch, whole.value, (len(op.outputs), *op.outputs[0].type.static_shape))
+        for port, part in enumerate(part_values(patch, steps, len(op.outputs))):
+            patch.replace(Value(op.id, port), part)
+
+    return Match((op,), build)
+
+
+class StepsOfItems(RulePass):
+    name = "steps_of_items"
+    rules = (steps_of_items,)
