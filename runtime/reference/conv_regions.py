@@ -48,7 +48,7 @@ def quantized_blocks(
 ) -> tuple[Array, ...]:
     """NCHW image, quantized -> blocks of pixels as channels (see :func:`space_to_depth`).
 
-    Rows have ``width`` blocks, of which the first ``before`` are outside of the image. Elements outside are ``zero``.
+    Rows have ``width`` blocks. The first ``before`` of them are outside of the image, and elements outside are ``zero``.
     """
     info = np.iinfo(dtype)
     steps = np.clip(np.rint(x.astype(np.float32) / np.float32(scale)), info.min - zero, info.max - zero)
