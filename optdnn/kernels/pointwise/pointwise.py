@@ -15,6 +15,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, unmade
 from optdnn.kernels.launch import GENERAL, Parameters
 from optdnn.kernels.pointwise import turned
+from optdnn.kernels.pointwise.byte_table import BYTES, byte_table
 from optdnn.kernels.pointwise.strides import broadcast, merge, vector
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_stages, stage_calls
@@ -189,9 +190,6 @@ EXPRESSIONS: dict[str, Render] = {
 """Kind -> C++ expression over operands in their arithmetic types."""
 
 
-BYTES = (DTYPES["int8"], DTYPES["uint8"])
-
-
 def quantizing_tail(stages: Sequence[Stage], types: Sequence[TensorType], numbers: Sequence[float | None]) -> int:
     """Number of stages at the end that quantize fp32 values to 8-bit integers: a division by a scalar, a rounding, optionally a zero
     point, a clip, a cast; 0 if there are none. ``numbers``: for each operand, its value if it is a constant scalar."""
@@ -300,17 +298,26 @@ def emit_pointwise(
             elements = replace(elements, wide=arithmetic(only.dtype), compute=tuple(lines), result=result)
         b.emit(op, turned.launch(b.arch, turn, elements), {"out": out, "in0": only}, kind, attrs, list(operands), [out])
         return
+    looked_up = None if kind != "Pointwise" or widened else byte_table(b, operands, attrs, out)
+    tables = {}
+    if looked_up is not None:
+        slot, table = looked_up
+        present, result = [(slot, operands[slot])], "r0"  # type: ignore[list-item]
+        tables = {"table": b.constant(table, f"{op.outputs[0].name}.table")}
+        lines = [
+            f"const {arithmetic(out.dtype)} r0 = widen(static_cast<const {CPP[out.dtype]}*>(p.table)[u8(v{slot})]);"
+        ]
     tensors = [out, *(p for _, p in present)]
     dims, strides = merge(out.shape, [out.strides, *(broadcast(p, out.shape) for _, p in present)])
     if len(dims) > STRIDES_LIMIT:
         raise InternalError(f"{op.kind} {op.name!r} has {len(dims)} axes that cannot be merged")
     vec = vector(tensors, dims, strides)
-    text = _source(lines, result, out, present, len(dims), vec, strides)
+    text = _source(lines, result, out, present, len(dims), vec, strides, list(tables))
     dims[-1] //= vec
     count = math.prod(dims)
     if count >= 1 << 31:
         raise UnsupportedError(f"{op.kind} {op.name!r} has more elements than a cuda kernel addresses")
-    placed = {"out": out, **{f"in{i}": p for i, p in present}}
+    placed = {"out": out, **{f"in{i}": p for i, p in present}, **tables}
     parameters = Parameters().pointer(*placed).u32(count, *dims)
     for s in strides:
         parameters.i64(*s[:-1], s[-1] * vec)
@@ -329,10 +336,11 @@ def _source(
     rank: int,
     vec: int,
     strides: Sequence[Sequence[int]],
+    tables: Sequence[str] = (),
 ) -> str:
     names = [str(i) for i, _ in present]
     moving = [n for n, s in zip(names, strides[1:], strict=True) if any(s)]  # the other operands are scalars
-    fields = ["void* out;", *(f"const void* in{n};" for n in names), f"u32 count; u32 dims[{rank}];",
+    fields = ["void* out;", *(f"const void* {n};" for n in (*(f"in{n}" for n in names), *tables)), f"u32 count; u32 dims[{rank}];",
               f"i64 so[{rank}];", *(f"i64 s{n}[{rank}];" for n in names)]  # fmt: skip
     t_out = CPP[out.dtype]
     walk = ["u32 rest = i, k;", "i64 o = 0;", *(f"i64 o{n} = 0;" for n in moving)]
