@@ -18,6 +18,7 @@ from optdnn.kernels.launch import Parameters
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body
 from optdnn.kernels.pointwise.strides import broadcast
 from optdnn.ops.base import Stage
+from optdnn.ops.binary import CastAttrs
 from optdnn.runtime.reference.window import resolve_pads
 from optdnn.types import DType, TensorType, is_float
 
@@ -308,7 +309,7 @@ def _types_met(stages: Sequence[Stage], given: DType) -> dict[int, DType]:
         for a in stage.args:
             if a is not None and a > 0:
                 met.setdefault(a, here)
-        registers.append(stage.attrs.to if stage.kind == "Cast" else here)
+        registers.append(stage.attrs.to if isinstance(stage.attrs, CastAttrs) else here)
     return met
 
 
