@@ -37,7 +37,7 @@ from optdnn.passes.support.facts import in_shape, integers, ints, operand, produ
 from optdnn.passes.support.integer_sums import SUMS
 from optdnn.passes.support.precision import multiplies
 from optdnn.passes.support.products import output_axis
-from optdnn.passes.support.quantized_values import EIGHT_BITS, dequantized, quantization, source
+from optdnn.passes.support.quantized_values import EIGHT_BITS, FEWER_BITS, dequantized, quantization, source
 from optdnn.passes.support.rotary import before_reshapes
 from optdnn.types import DTYPES, FP32, Array, is_float
 
@@ -83,10 +83,12 @@ def unrounded(graph: Graph, value: Value) -> Value:
 
 
 def weights(graph: Graph, value: Value | None) -> tuple[Array, Array, int] | None:
-    """int8 (or fp8) weights, their scales (one or one per entry of an axis, float64), and that axis (counted from 0)."""
+    """int8 (or fp8) weights, their scales (one or one per entry of an axis, float64), and that axis (counted from 0).
+
+    Integers of 4 and 2 bits become int8, for which there are kernels."""
     op = source(graph, value)
     array = None if op is None else graph.constant_value(op.inputs[0])
-    if op is None or array is None or array.dtype.name not in EIGHT_BITS or op.attrs.block_size:
+    if op is None or array is None or array.dtype.name not in (*EIGHT_BITS, *FEWER_BITS) or op.attrs.block_size:
         return None
     scale, zero = graph.constant_value(op.inputs[1]), graph.constant_value(op.input(2))
     if scale is None or (op.input(2) is not None and zero is None):

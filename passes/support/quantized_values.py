@@ -10,6 +10,8 @@ from optdnn.passes.support.facts import operand, scalar
 from optdnn.types import is_float
 
 EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
+FEWER_BITS = ("int4", "uint4", "int2", "uint2")
+"""Integers that int8 holds with any zero point of their own."""
 
 
 def quant_params(graph: Graph, op: Op, stored: Value) -> QuantParams | None:

@@ -166,6 +166,26 @@ def test_weights_around_128_are_int8() -> None:
     within(n.graph, graph, 0.0401)
 
 
+@pytest.mark.parametrize(("code", "zero"), [("int4", -3), ("uint4", 9), ("int2", 0), ("uint2", 1)])
+def test_weights_of_fewer_bits_are_int8(code: str, zero: int) -> None:
+    n, dtype = QNet(), DTYPES[code]
+    bits = int(code[-1])
+    low = 0 if code[0] == "u" else -(1 << bits - 1)
+    w = n.rng.integers(low, low + (1 << bits), (16, 16, 3, 3)).astype(dtype)
+    scale = n.const(n.rng.uniform(0.05, 0.1, 16).astype(np.float32), np.float32)
+    zeros = n.const(np.full(16, zero).astype(dtype), dtype)
+    weights = n.op("DequantizeLinear", n.const(w, dtype), scale, zeros, attrs=DequantizeAttrs(0))
+    x = n.fake(n.input(2, 16, 9, 7), 0.03)
+    conv = n.op("Conv", x, weights, attrs=ConvAttrs((1, 1), (1, 1, 1, 1), (1, 1), 1))
+    graph, _ = folded(n.done(n.fake(conv, 0.4)))
+    (product,) = graph.of_kind("QuantizedConv")
+    stored = graph.constant_value(product.inputs[1])
+    assert stored is not None
+    assert stored.dtype == np.int8
+    assert (stored == w.astype(np.int8) - zero).all()
+    within(n.graph, graph, 0.401)
+
+
 def test_a_global_mean_of_integers() -> None:
     n = QNet()
     graph, _ = folded(chain(n, lambda x: n.op("GlobalAveragePool", x), 3, 16, 7, 7))
