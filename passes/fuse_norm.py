@@ -113,6 +113,8 @@ class FusedNorm:
     always_bias: bool = False
     positions: tuple[int, ...] | None = None
     """The sizes of the result's axes after the channels, for a Reshape; None: as in ``x``."""
+    factor: float = 1.0
+    """A factor of the scale."""
 
     def norm(self, patch: Patch, *parameters: Value) -> Value:
         """Add the op, with its scale and shift."""
@@ -123,14 +125,15 @@ class FusedNorm:
         given = self.parameters
         dtype = graph.type(self.x).dtype
 
-        def constant(patch: Patch, own: Value | Array | None, default: float, name: str) -> Value:
+        def constant(patch: Patch, own: Value | Array | None, default: float, name: str, factor: float = 1.0) -> Value:
             if isinstance(own, Value):
-                return own
+                return own if factor == 1 else patch.add("Mul", [own, patch.constant(np.asarray(factor, dtype))])
             array = np.full([int(d) for d in self.channels], default, dtype) if own is None else own  # type: ignore[arg-type]
-            return patch.constant(array.astype(dtype), f"{graph.output(given.result).name}.{name}")
+            scaled = array if factor == 1 else array.astype(np.float64) * factor
+            return patch.constant(scaled.astype(dtype), f"{graph.output(given.result).name}.{name}")
 
         def build(patch: Patch) -> Value:
-            parameters = [constant(patch, given.scale, 1.0, "scale")]
+            parameters = [constant(patch, given.scale, 1.0, "scale", self.factor)]
             if given.bias is not None or self.always_bias:
                 parameters.append(constant(patch, given.bias, 0.0, "bias"))
             y = self.norm(patch, *parameters)
@@ -177,30 +180,26 @@ _MEAN = _mean(X, "mean")
 _DEVIATIONS = node("Sub", X, _MEAN)
 _EQUAL_NUMBERS = node("Equal", node("ReduceMin", X, name="least"), node("ReduceMax", X, name="greatest"))
 _FINITE = node("Equal", node("Sub", _MEAN, _MEAN), Scalar(0.0))
-_CENTERED = any_of(
+CENTERED = any_of(
     _DEVIATIONS,
     node("Where", any_of(_EQUAL_NUMBERS, node("And", _EQUAL_NUMBERS, _FINITE)), Scalar(0.0), _DEVIATIONS),
 )
-_CENTERED_SQUARES = product(1.0, _CENTERED, _CENTERED)
+_CENTERED_SQUARES = product(1.0, CENTERED, CENTERED)
 _FAST = total(0.0, _mean(product(1.0, X, X), "variance"), product(-1.0, _MEAN, _MEAN))
-_VARIANCE = any_of(
+VARIANCE = any_of(
     _mean(_CENTERED_SQUARES, "variance"),
     node("Cast", _mean(node("Cast", _CENTERED_SQUARES, name="widened"), "variance")),
     _FAST,  # Flax: mean of squares less square of the mean, kept from rounding below zero
     node("Max", _FAST, Scalar(0.0)),
     node("Relu", _FAST),
 )
-_SQUARES = _mean(product(1.0, X, X), "variance")
+SQUARES = _mean(product(1.0, X, X), "variance")
 
 
 def _factors(x: Pattern, variance: Pattern, *more: Pattern, sign: float = 1.0) -> Pattern:
-    """``sign * x / sqrt(variance + epsilon) * more``. A misplaced epsilon is matched too, so that it can be explained."""
-    root = any_of(node("Add", variance, EPS), variance)
-    outside = node("Add", product(1.0, Power(variance, 0.5)), Var("outer_epsilon"))
-    return any_of(
-        product(sign, x, Power(root, -0.5), *more),
-        product(sign, x, Power(outside, -1.0), *more),
-    )
+    """``sign * x / sqrt(variance + epsilon) * more``. The variance may have Bessel's correction, ``n / (n - 1)``."""
+    corrected = node("Add", product(Scalar(name="correction"), variance), EPS)
+    return product(sign, x, Power(any_of(corrected, variance), -0.5), *more)
 
 
 class NormRule(PatternRule):
@@ -224,19 +223,23 @@ class NormRule(PatternRule):
         assert axes is not None
         if "widened" in found and found["widened"].outputs[0].type.dtype != np.float64:
             return Miss(f"the squares are converted to {found['widened'].outputs[0].type.dtype}")
-        if "outer_epsilon" in found:
-            return Miss("epsilon is added to the deviation, not to the variance")
-        epsilon = scalar(graph, found["epsilon"]) if "epsilon" in found else 0.0
+        epsilon, correction = (
+            scalar(graph, found["epsilon"]) if "epsilon" in found else 0.0,
+            found.get("correction", 1.0),
+        )
         if epsilon is None:
             return Miss("epsilon is not a scalar")
         if epsilon < 0:
             return Miss(f"epsilon is negative: {epsilon:g}")
-        options = self.options(graph, root.value, axes, epsilon, found)
+        if not 0 < correction < np.inf:
+            return Miss(f"the variance is multiplied by {correction:g}")
+        options = self.options(graph, root.value, axes, epsilon / correction, found)
         if isinstance(options, Miss):
             return options
         if not options:
             return None
-        return max(options, key=lambda n: len(n.parameters.ops)).match(graph, ops)
+        best = max(options, key=lambda n: len(n.parameters.ops))
+        return replace(best, factor=correction**-0.5).match(graph, ops)
 
     def options(
         self, graph: Graph, root: Value, axes: tuple[int, ...], epsilon: float, found: dict[str, Any]
@@ -295,12 +298,12 @@ class LayerNorm(NormRule):
 
     name, kind, centered = "layer_norm", "LayerNormalization", True
     patterns = (
-        _factors(_CENTERED, _VARIANCE),
-        _factors(_CENTERED, _VARIANCE, G),
-        total(0.0, _factors(X, _VARIANCE, G), _factors(_MEAN, _VARIANCE, G, sign=-1.0), B),
-        total(0.0, _factors(X, _VARIANCE), _factors(_MEAN, _VARIANCE, sign=-1.0), B),
-        total(0.0, _factors(X, _VARIANCE, G), _factors(_MEAN, _VARIANCE, G, sign=-1.0)),
-        total(0.0, _factors(X, _VARIANCE), _factors(_MEAN, _VARIANCE, sign=-1.0)),
+        _factors(CENTERED, VARIANCE),
+        _factors(CENTERED, VARIANCE, G),
+        total(0.0, _factors(X, VARIANCE, G), _factors(_MEAN, VARIANCE, G, sign=-1.0), B),
+        total(0.0, _factors(X, VARIANCE), _factors(_MEAN, VARIANCE, sign=-1.0), B),
+        total(0.0, _factors(X, VARIANCE, G), _factors(_MEAN, VARIANCE, G, sign=-1.0)),
+        total(0.0, _factors(X, VARIANCE), _factors(_MEAN, VARIANCE, sign=-1.0)),
     )
 
 
@@ -308,7 +311,7 @@ class RMSNorm(NormRule):
     """``x / sqrt(mean(x^2) + epsilon) * g`` over the last axes."""
 
     name, kind, centered = "rms_norm", "RMSNormalization", False
-    patterns = (_factors(X, _SQUARES), _factors(X, _SQUARES, G))
+    patterns = (_factors(X, SQUARES), _factors(X, SQUARES, G))
 
 
 # ---------------------------------------------------------------- group normalization

@@ -37,6 +37,8 @@ BROADCASTING = frozenset(
 )
 """Kinds whose result has the shape to which all operands broadcast."""
 INT32_MAX = 2**31 - 1
+_MOST_BETWEEN = 4
+"""Most operators between a reduction and a Reshape that gives its axes back."""
 _SYMBOLIC = Miss("more than one symbolic dimension moves, which no constant target can express")
 
 
@@ -197,8 +199,17 @@ def _reading_transposed(op: Op, inner: Op, slot: int, flag: str, patch: Patch) -
 def kept_axes(graph: Graph, op: Op) -> Match | Miss | None:
     """A reduction keeps its axes if a Reshape adds them again: ``x.mean(1).unsqueeze(1)``.
 
-    So it can run in the order of its image."""
-    total = producer(graph, op.inputs[0], REDUCTIONS)
+    So it can run in the order of its image. Between both may be arithmetic with scalars: PyTorch's exporter writes Bessel's
+    correction before the Reshape."""
+    between: list[Op] = []
+    source = op.inputs[0]
+    while (step := producer(graph, source, {"Mul", "Div", "Add", "Sub", "Sqrt"}, alone=True)) is not None:
+        read = _with_scalars(graph, step)
+        if read is None or len(between) == _MOST_BETWEEN:
+            return None
+        between.append(step)
+        source = read
+    total = producer(graph, source, REDUCTIONS)
     shape = None if total is None or total.attrs.keepdims else shape_of(graph, total.input(0))
     axes = None if total is None or total.input(1) is None else ints(graph, total.input(1))
     if total is None or shape is None or not axes:
@@ -209,7 +220,21 @@ def kept_axes(graph: Graph, op: Op) -> Match | Miss | None:
     if graph.use_count(total.value) > 1:
         return Miss(f"the result of {total.name} is used {graph.use_count(total.value)} times")
     attrs = replace(total.attrs, keepdims=True)
-    return Match((op, total), lambda patch: patch.add(total.kind, list(total.inputs), attrs))
+
+    def build(patch: Patch) -> Value:
+        before, y = total.value, patch.add(total.kind, list(total.inputs), attrs)
+        for step in reversed(between):
+            operands = [y if v == before else v for v in step.inputs]
+            before, y = step.value, patch.add(step.kind, operands, step.attrs, src=step.src)
+        return y
+
+    return Match((op, *between, total), build)
+
+
+def _with_scalars(graph: Graph, op: Op) -> Value | None:
+    """The operand of an operator whose other operand, if it has one, is a constant scalar; None for other operators."""
+    others = [v for v in op.inputs if v is not None and (graph.type(v).dims or scalar(graph, v) is None)]
+    return others[0] if len(others) == 1 and graph.type(others[0]).shape == op.outputs[0].type.shape else None
 
 
 @rule("whole_axes", {"Slice"})

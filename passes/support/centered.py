@@ -8,7 +8,9 @@ from optdnn.types import INT8, Array
 
 
 def centered(array: Array, zero: Array | None, axis: int) -> Array | None:
-    """Integers of at most 8 bits minus their zero points (one, or one per entry of ``axis``) as int8; None if a difference exceeds int8."""
+    """Integers of at most 8 bits minus their zero points (one, or one per entry of ``axis``), as int8.
+
+    None if a difference exceeds int8."""
     wide = array.astype(np.int16)
     if zero is not None:
         points = zero.astype(np.int16)

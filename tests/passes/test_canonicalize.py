@@ -457,6 +457,20 @@ def test_a_reduction_keeps_the_axis_that_is_put_back(kind: str, reshape: bool) -
     check_pass(CANON, n.done(put_back), changes=1, kinds={kind: 1}, rules={"kept_axes": 1}, sizes={"n": 2})
 
 
+def test_a_reduction_keeps_the_axis_that_is_put_back_after_arithmetic_with_scalars() -> None:
+    n = Net()
+    y = n.op("ReduceMean", n.input(symbol("n"), 3, 4), shape_of(-1), attrs=ReduceAttrs(keepdims=False))
+    y = n.op("Sqrt", n.op("Sub", 1.5, n.op("Div", n.op("Mul", y, 4.0), 3.0)))
+    after = n.done(n.op("Unsqueeze", y, shape_of(2)))
+    kinds = {"ReduceMean": 1, "Mul": 1, "Div": 1, "Sub": 1, "Sqrt": 1}
+    check_pass(CANON, after, changes=1, kinds=kinds, rules={"kept_axes": 1}, sizes={"n": 2})
+    n = Net()
+    y = n.op("ReduceMean", n.input(2, 3, 4), shape_of(-1), attrs=ReduceAttrs(keepdims=False))
+    check_untouched(
+        CANON, n.done(n.op("Unsqueeze", n.op("Mul", y, n.random(3)), shape_of(2)))
+    )  # the vector has no place for the axis
+
+
 def test_reductions_whose_axis_goes_elsewhere_stay() -> None:
     n = Net()
     y = n.op("ReduceMean", n.input(2, 3, 4, 5), shape_of(1), attrs=ReduceAttrs(keepdims=False))

@@ -272,12 +272,32 @@ def test_a_computed_epsilon_is_refused() -> None:
     check_refused(FuseNorm(), n.done(core(n, n.input(2, 8), -1, eps=e)), because="epsilon is not a scalar")
 
 
-def test_an_epsilon_outside_of_the_root_is_refused() -> None:
+def unbiased(n: Net, x: Value, count: int) -> Value:
+    d = n.op("Sub", x, mean(n, x, -1))
+    v = n.op("Div", n.op("Mul", mean(n, n.op("Mul", d, d), -1), float(count)), float(count - 1))
+    return divide_by_sqrt(n, d, n.op("Add", v, EPS))
+
+
+@pytest.mark.parametrize("scaled", ["constant", "computed", "no scale"])
+def test_bessels_correction_is_a_factor_of_the_scale(scaled: str) -> None:
+    n = Net(np.float64)
+    y = unbiased(n, n.input(2, 3, 8), 8)
+    if scaled != "no scale":
+        y = n.op("Mul", y, n.random(8) if scaled == "constant" else n.input(8, name="scale"))
+    kinds = {"LayerNormalization": 1} | ({"Mul": 1} if scaled == "computed" else {})
+    graph, _ = check_pass(FuseNorm(), n.done(y), changes=1, kinds=kinds)
+    (op,) = graph.of_kind("LayerNormalization")
+    assert op.attrs.epsilon == pytest.approx(EPS * 7 / 8)
+    if scaled == "no scale":
+        np.testing.assert_allclose(graph.constant_value(op.inputs[1]), np.full(8, (7 / 8) ** 0.5))  # type: ignore[arg-type]
+
+
+def test_a_negative_correction_is_refused() -> None:
     n = Net(np.float64)
     x = n.input(2, 8)
     d = n.op("Sub", x, mean(n, x, -1))
-    y = n.op("Div", d, n.op("Add", n.op("Sqrt", mean(n, n.op("Mul", d, d), -1)), 1e-6))
-    check_refused(FuseNorm(), n.done(y), because="epsilon is added to the deviation, not to the variance")
+    y = divide_by_sqrt(n, d, n.op("Add", n.op("Mul", mean(n, n.op("Mul", d, d), -1), -2.0), EPS))
+    check_refused(FuseNorm(), n.done(y), because="the variance is multiplied by -2")
 
 
 def test_a_negative_epsilon_is_refused() -> None:
