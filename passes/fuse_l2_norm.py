@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.norm import LpNormAttrs
@@ -23,7 +25,8 @@ _SQUARES = any_of(
     node("ReduceSum", product(1.0, X, X), name="reduction"),
 )
 _LENGTH = any_of(node("ReduceL2", X, name="reduction"), node("Sqrt", _SQUARES))
-_BOUNDED = any_of(node("Clip", _LENGTH, EPS, None), node("Max", _LENGTH, EPS))
+_SCALED = product(Scalar(name="factor"), _LENGTH)
+_BOUNDED = any_of(node("Clip", _SCALED, EPS, None), node("Max", _SCALED, EPS))
 
 
 UNIT = 8
@@ -54,7 +57,9 @@ def _padded(graph: Graph, op: Op, axis: int, length: int) -> int:
 
 
 class L2Norm(PatternRule):
-    """``x / max(||x||, epsilon)``. The norm may be the root of a sum of squares, and may be expanded to the shape of ``x``."""
+    """``x / max(||x||, epsilon)``. The norm may be the root of a sum of squares, and may be expanded to the shape of ``x``.
+
+    It may have a factor, as in ScaleNorm (Nguyen and Salazar, 2019), which scales the result."""
 
     name = "l2_norm"
     patterns = (product(1.0, X, Power(any_of(_BOUNDED, node("Expand", _BOUNDED)), -1.0)),)
@@ -72,12 +77,15 @@ class L2Norm(PatternRule):
             rows = math.prod(graph.type(x).static_shape) // max(1, length)
             if length <= SHORT and rows >= MANY and not _shared(_padded(graph, root, axes[0], length)):
                 return Miss(f"it has {rows} rows of {length} elements, for which separate arithmetic is faster")
-        epsilon = found["epsilon"]
-        if epsilon <= 0:
-            return Miss(f"its epsilon is {epsilon:g}, not positive")
+        epsilon, factor = found["epsilon"], found["factor"]
+        if epsilon <= 0 or factor <= 0:
+            return Miss(f"its epsilon is {epsilon:g} and its factor {factor:g}, which must be positive")
 
         def build(patch: Patch) -> Value:
-            return patch.add("LpNormalization", [x], LpNormAttrs(axes[0], 2, epsilon))
+            y = patch.add("LpNormalization", [x], LpNormAttrs(axes[0], 2, epsilon / factor))
+            return (
+                y if factor == 1 else patch.add("Mul", [y, patch.constant(np.asarray(1 / factor, graph.type(x).dtype))])
+            )
 
         return fused(graph, ops, root, x, build)
 

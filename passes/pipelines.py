@@ -23,6 +23,7 @@ from optdnn.passes.counted_places import CountedPlaces
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.depthwise_relu import DepthwiseRelu
+from optdnn.passes.deviation_norms import DeviationNorms
 from optdnn.passes.dynamic_quantization import DynamicQuantization
 from optdnn.passes.einsum_to_matmul import EinsumProducts
 from optdnn.passes.equalize import Equalize
@@ -193,6 +194,7 @@ O2_GPU: tuple[Pass, ...] = (
     AxisFilters(),  # before epilogues; before products along tokens
     WindowSums(),  # before epilogues; before channels last are chosen
     SegmentSums(),  # before epilogues, which would take in the arithmetic of rows
+    DeviationNorms(),  # before epilogues, which would take in their arithmetic
     FuseL2Norm(),  # before attention: queries and keys of cosine attention; before ChannelNorms. GPUs have a kernel for it
     ChannelNorms(),  # before epilogues, which would absorb their arithmetic; GPUs only: CPU libraries would have to transpose
     FuseRotary(),  # before attention: the rotation of queries and keys

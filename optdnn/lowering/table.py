@@ -226,6 +226,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "LayerNormalization": (*_NORMS, FlatRows(), RowTiles(), *_LATER_NORMS, CudnnNorm()),
     "RMSNormalization": (*_NORMS, *_LATER_NORMS, CudnnNorm()),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), RowsGrid(), Rows())),
+    "DeviationNormalization": (RowsOnce(), Rows()),
     "LpNormalization": (ShortRowsPair(), ActivatedRows(), ShortRows(), RowsOnce(), RowsGrid(), Rows()),
     "MeanVarianceNormalization": (RowsGrid(), Rows()),
     "LpPool": (WindowPool(),),

@@ -52,6 +52,19 @@ class LayerNormAttrs(Attrs):
 
 
 @dataclass(frozen=True)
+class DeviationNormAttrs(Attrs):
+    """Statistics over the axes from ``axis`` on. ``epsilon`` is added to the variance, ``root_epsilon`` to its root.
+
+    ``about_mean``: the variance is about the mean, else about 0. ``centered``: the mean is subtracted from the result, too."""
+
+    axis: int = -1
+    epsilon: float = 0.0
+    root_epsilon: float = 0.0
+    about_mean: bool = True
+    centered: bool = True
+
+
+@dataclass(frozen=True)
 class LRNAttrs(Attrs):
     size: int
     alpha: float = 1e-4
@@ -135,6 +148,20 @@ def _infer_rms(call: Call) -> Result:
     x = _input(call)
     normalize_axis(call.attrs.axis, len(x.dims), "RMSNormalization axis")
     return Result((x.with_dtype(_check_affine(call, x, 1, "scale").dtype),))
+
+
+def _infer_deviation(call: Call) -> Result:
+    a: DeviationNormAttrs = call.attrs
+    x = _input(call)
+    normalize_axis(a.axis, len(x.dims), "DeviationNormalization axis")
+    if a.centered and not a.about_mean:
+        raise ShapeError("DeviationNormalization subtracts the mean, so its variance must be about the mean")
+    if not (0 <= a.epsilon < np.inf and 0 <= a.root_epsilon < np.inf):
+        raise ShapeError(f"DeviationNormalization epsilons are {a.epsilon} and {a.root_epsilon}")
+    for i, name in ((1, "scale"), (2, "bias")):
+        if (i == 1 or call.has(i)) and _check_affine(call, x, i, name).dtype != x.dtype:
+            raise ShapeError(f"DeviationNormalization {name} is {call.type(i)}, its input {x}")
+    return Result((x,))
 
 
 def _infer_lrn(call: Call) -> Result:
@@ -278,6 +305,23 @@ def _export_rms(a: LayerNormAttrs, inputs: Sequence[str], n_outputs: int, e: Exp
     return e.node("Mul", [y, inputs[1]])
 
 
+def _export_deviation(a: DeviationNormAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    """DeviationNormalization, which ONNX lacks, as its arithmetic."""
+    t, x = e.type(inputs[0]), inputs[0]
+    axes = e.const(np.arange(a.axis % len(t.dims), len(t.dims)), "axes")
+    deviations = x
+    if a.about_mean:
+        (deviations,) = e.node("Sub", [x, e.node("ReduceMean", [x, axes], keepdims=1)[0]])
+    (spread,) = e.node("ReduceMean", [e.node("Mul", [deviations, deviations])[0], axes], keepdims=1)
+    for value, root in ((a.epsilon, False), (a.root_epsilon, True)):
+        if root:
+            (spread,) = e.node("Sqrt", [spread])
+        if value:
+            (spread,) = e.node("Add", [spread, e.const(np.asarray(value).astype(t.dtype), "epsilon")])
+    (y,) = e.node("Mul", [e.node("Div", [deviations if a.centered else x, spread])[0], inputs[1]])
+    return e.node("Add", [y, inputs[2]]) if len(inputs) > 2 and inputs[2] else (y,)
+
+
 def _export_lp(a: LpNormAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
     """LpNormalization; with an epsilon, which ONNX's operator lacks, as its arithmetic."""
     if not a.epsilon:
@@ -308,6 +352,13 @@ DEFS: tuple[OpDef, ...] = (
     _norm("GroupNormalization", _infer_group, GroupNormAttrs, _import_group, cost=per_element(8)),
     _norm("LayerNormalization", _infer_layer, LayerNormAttrs, _import_layer, cost=per_element(8)),
     _norm("RMSNormalization", _infer_rms, LayerNormAttrs, _import_layer, _export_rms, per_element(4)),
+    _norm(
+        "DeviationNormalization",
+        _infer_deviation,
+        DeviationNormAttrs,
+        to_onnx=_export_deviation,
+        cost=per_element(8),
+    ),
     _norm("LRN", _infer_lrn, LRNAttrs, cost=_cost_lrn),
     _norm("LpNormalization", _infer_lp, LpNormAttrs, _import_lp, _export_lp, per_element(3)),
     _norm(

@@ -107,8 +107,17 @@ UNIT = frozenset({"HardSigmoid", "Sigmoid"})
 """Activations between 0 and 1: a state multiplied by them does not grow."""
 BOUNDS = frozenset(
     {
-        *("GroupNormalization", "InstanceNormalization", "LayerNormalization", "LpNormalization"),
-        *("MeanVarianceNormalization", "RMSNormalization", "Sinkhorn", "Softmax", "ArgMax", "ArgMin", "TopK"),
+        *("DeviationNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization"),
+        *(
+            "LpNormalization",
+            "MeanVarianceNormalization",
+            "RMSNormalization",
+            "Sinkhorn",
+            "Softmax",
+            "ArgMax",
+            "ArgMin",
+            "TopK",
+        ),
         *("Atan", "Cos", "Erf", "HardSigmoid", "Sigmoid", "Sign", "Sin", "Softsign", "Tanh"),
     }
 )

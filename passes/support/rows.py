@@ -289,7 +289,7 @@ _CHECKS: dict[str, Callable[[RowOp], bool]] = {
     "PackedMatMul": _packed_product,
     "PackedGather": _packed_rows,
     **dict.fromkeys(("Softmax", "LogSoftmax", "Hardmax", "LpNormalization", "TopK", "Split"), _other_axis),
-    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _inner_axes),
+    **dict.fromkeys(("LayerNormalization", "RMSNormalization", "DeviationNormalization"), _inner_axes),
     **dict.fromkeys((k for k in OPDEFS if k.startswith("Reduce")), _reduction),
     **dict.fromkeys(("ArgMax", "ArgMin"), _arg),
     **dict.fromkeys(RESHAPES, _reshape),

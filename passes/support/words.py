@@ -318,6 +318,8 @@ RULES: Mapping[str, str] = {
     "scatter_rows": "scatters of rows given one index per row",
     "expert_rows": "products of groups of rows merged into one product of all rows with all matrices",
     "masked_rows": "operators on selected rows computed for all rows, with results selected by the mask",
+    "deviation_norm": "divisions by a deviation recognized",
+    "centered_deviation_norm": "normalizations whose epsilon is added to the deviation recognized",
     "l2_norm": "normalizations by the Euclidean norm recognized",
     "snake": "Snake activations recognized",
     "rotary_rows": "rotary embeddings extended to rows that are not rotated",

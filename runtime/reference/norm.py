@@ -89,6 +89,31 @@ def rms_normalization(
     return ((y * scale.astype(wide, copy=False)).astype(scale.dtype, copy=False),)
 
 
+def deviation_normalization(
+    x: Array,
+    scale: Array,
+    bias: Array | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 0.0,
+    root_epsilon: float = 0.0,
+    about_mean: bool = True,
+    centered: bool = True,
+) -> tuple[Array, ...]:
+    """``x``, less its mean if ``centered``, divided by the deviation over the axes from ``axis`` on; then scale and bias.
+
+    The deviation is about the mean, or about 0, and ``root_epsilon`` is added to it. Never computes below fp32 or below x's type.
+    """
+    wide = _wide(x)
+    y, axes = x.astype(wide, copy=False), tuple(range(axis % x.ndim, x.ndim))
+    deviations = y - mean(y, axes) if about_mean else y
+    spread = np.sqrt(mean(np.square(deviations), axes) + wide.type(epsilon)) + wide.type(root_epsilon)
+    y = (deviations if centered else y) / spread * scale.astype(wide, copy=False)
+    if bias is not None:
+        y = y + bias.astype(wide, copy=False)
+    return (y.astype(x.dtype, copy=False),)
+
+
 def lrn(x: Array, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> tuple[Array, ...]:
     """LRN (ONNX opset 13): x (N, C, *), the sum of squares runs over ``size`` neighboring channels."""
     before = (size - 1) // 2
@@ -133,6 +158,7 @@ KERNELS: dict[str, Kernel] = {
     "GroupNormalization": group_normalization,
     "LayerNormalization": layer_normalization,
     "RMSNormalization": rms_normalization,
+    "DeviationNormalization": deviation_normalization,
     "LRN": lrn,
     "LpNormalization": lp_normalization,
     "MeanVarianceNormalization": mean_variance_normalization,

@@ -36,6 +36,9 @@ def norms(n: Net) -> list[Any]:
         n.op("LpNormalization", x, attrs=norm.LpNormAttrs(1, 2)),
         n.op("LpNormalization", x, attrs=norm.LpNormAttrs(-1, 2, 1.5)),
         n.op("MeanVarianceNormalization", x),
+        n.op("DeviationNormalization", x, *row, attrs=norm.DeviationNormAttrs(-1, 0.0, 0.2)),
+        n.op("DeviationNormalization", x, n.random(5, 3), attrs=norm.DeviationNormAttrs(-2, 0.1, 0.0, True, False)),
+        n.op("DeviationNormalization", x, row[0], attrs=norm.DeviationNormAttrs(-1, 0.0, 0.3, False, False)),
         n.op("LRN", x, attrs=norm.LRNAttrs(5, 0.3, 0.75, 2.0)),
         n.bn(x),
     ]

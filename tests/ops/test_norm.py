@@ -17,10 +17,18 @@ from optdnn.dim import symbol
 from optdnn.errors import ShapeError
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
-from optdnn.ops.base import EXACT, Tol, Unsupported
-from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs, LayerNormAttrs, LpNormAttrs, LRNAttrs, MeanVarianceAttrs
+from optdnn.ops.base import EXACT, Tol, Unsupported, attrs_dict
+from optdnn.ops.norm import (
+    DeviationNormAttrs,
+    EpsilonAttrs,
+    GroupNormAttrs,
+    LayerNormAttrs,
+    LpNormAttrs,
+    LRNAttrs,
+    MeanVarianceAttrs,
+)
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.types import FP16, FP32, FP64, tensor
+from optdnn.types import FP16, FP32, FP64, Array, tensor
 
 SHAPES = [(2, 6, 5), (2, 6, 5, 4), (2, 6, 3, 4, 5)]
 
@@ -234,6 +242,53 @@ def test_a_least_norm_is_exported_as_arithmetic(p: int) -> None:
     )
 
 
+def deviations(x: Array, attrs: DeviationNormAttrs) -> Array:
+    axes = tuple(range(attrs.axis % x.ndim, x.ndim))
+    d = x - x.mean(axes, keepdims=True) if attrs.about_mean else x
+    spread = np.sqrt((d * d).mean(axes, keepdims=True) + attrs.epsilon) + attrs.root_epsilon
+    return (d if attrs.centered else x) / spread
+
+
+DEVIATIONS = [
+    DeviationNormAttrs(-1, 0.0, 0.1), DeviationNormAttrs(1, 0.2, 0.1, True, False), DeviationNormAttrs(-1, 0.0, 0.3, False, False),
+    DeviationNormAttrs(-1, 0.2, 0.0, True, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("attrs", DEVIATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_deviation_normalization(attrs: DeviationNormAttrs, bias: bool) -> None:
+    x, scale, shift = normal(3, 4, 5), normal(5, seed=1), normal(5, seed=2)
+    (y,) = run_kernel("DeviationNormalization", [x, scale, *([shift] if bias else [])], attrs_dict(attrs))
+    want = deviations(x, attrs) * scale + (shift if bias else 0)
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-6)
+    n = Net()
+    model = export_model(
+        n.done(n.op("DeviationNormalization", n.input(3, 4, 5), scale, *([shift] if bias else []), attrs=attrs))
+    ).proto
+    onnx.checker.check_model(model, full_check=True)
+    (got,) = ReferenceEvaluator(model).run(None, {model.graph.input[0].name: x})
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("attrs", "match"),
+    [
+        (DeviationNormAttrs(3), "axis 3 is out of range"),
+        (DeviationNormAttrs(about_mean=False), "its variance must be about the mean"),
+        (DeviationNormAttrs(root_epsilon=-1.0), "epsilons are 0.0 and -1.0"),
+    ],
+)
+def test_deviation_normalization_errors(attrs: DeviationNormAttrs, match: str) -> None:
+    with pytest.raises(ShapeError, match=match):
+        region_cases.infer("DeviationNormalization", attrs, [normal(2, 6, 4), normal(4)])
+
+
+def test_the_scale_of_a_deviation_normalization_has_the_type_of_its_input() -> None:
+    with pytest.raises(ShapeError, match="DeviationNormalization scale is"):
+        region_cases.infer("DeviationNormalization", DeviationNormAttrs(), [normal(2, 4), normal(4, dtype=FP64)])
+
+
 @pytest.mark.parametrize("axes", [None, (0, 2, 3), (1,), (2, -1), (0, 1, 2, 3)])
 def test_mean_variance_normalization(axes: tuple[int, ...] | None) -> None:
     attrs = {} if axes is None else {"axes": list(axes)}
@@ -252,6 +307,7 @@ def test_mean_variance_normalization(axes: tuple[int, ...] | None) -> None:
         ("LRN", [(2, 6, 4)], LRNAttrs(3)),
         ("LpNormalization", [(2, 6, 4)], LpNormAttrs()),
         ("MeanVarianceNormalization", [(2, 6, 4)], MeanVarianceAttrs((0, 2))),
+        ("DeviationNormalization", [(2, 6, 4), (4,), (4,)], DeviationNormAttrs(-1, 0.1, 0.1)),
     ],
 )
 def test_float64_in_float64_out(kind: str, shapes: list[tuple[int, ...]], attrs: Any) -> None:

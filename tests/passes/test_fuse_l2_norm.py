@@ -44,6 +44,17 @@ def test_normalize(norm: Callable[[Net, Value, int], Value], bound: str, expande
     assert graph.of_kind("LpNormalization")[0].attrs == LpNormAttrs(axis % 3, 2, 1e-3)
 
 
+@pytest.mark.parametrize("bound", ["Clip", "Max"])
+def test_a_factor_of_the_length_scales_the_result(bound: str) -> None:
+    n = Net(np.float64)
+    x = n.input(2, 3, 16)
+    least = n.op(bound, n.op("Mul", length(n, x, -1), 0.25), np.float64(1e-3))
+    graph, _ = check_pass(
+        FuseL2Norm(), n.done(n.op("Div", x, least)), changes=1, kinds={"LpNormalization": 1, "Mul": 1}
+    )
+    assert graph.of_kind("LpNormalization")[0].attrs == LpNormAttrs(2, 2, 4e-3)
+
+
 def test_two_axes_are_refused() -> None:
     n = Net(np.float64)
     x = n.input(2, 3, 4)
@@ -134,7 +145,7 @@ def test_a_bound_that_is_not_positive_is_refused() -> None:
     n = Net(np.float64)
     x = n.input(2, 3)
     graph = n.done(n.op("Div", x, n.op("Max", length(n, x, 1), np.float64(0.0))))
-    check_refused(FuseL2Norm(), graph, because="its epsilon is 0, not positive")
+    check_refused(FuseL2Norm(), graph, because="its epsilon is 0 and its factor 1, which must be positive")
 
 
 def test_a_norm_with_another_reader_is_refused() -> None:

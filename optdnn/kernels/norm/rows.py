@@ -271,6 +271,12 @@ def row_plan(b: Builder, op: Op, out: TensorView) -> RowPlan:
             axes = tuple(range(normalize_axis(a.axis, rank), rank))
             mean = Statistic("{T}(0)", "v * v", post=f"sqrt(s / {{T}}({{N}}) + {{T}}({a.epsilon!r}))")
             statistics, result = [mean], "v / t0 * e0"
+        case "DeviationNormalization":
+            axes = tuple(range(normalize_axis(a.axis, rank), rank))
+            root = f"sqrt(s / {{T}}({{N}}) + {{T}}({a.epsilon!r})) + {{T}}({a.root_epsilon!r})"
+            about_zero = Statistic("{T}(0)", "v * v", post=root)
+            statistics = [MEAN, _squares(root)] if a.about_mean else [about_zero]
+            result = f"{'(v - t0)' if a.centered else 'v'} / t{len(statistics) - 1} * e0{shift}"
         case "InstanceNormalization" | "GroupNormalization":
             source, target, extras = _groups(op, x, out, extras)
             axes = tuple(range(2, len(source.shape)))

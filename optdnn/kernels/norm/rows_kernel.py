@@ -86,6 +86,10 @@ class Problem(FloatElements):
     first: FirstNorm | None = None
     """A norm of the input before the addition, or before the norm if there is no addend."""
     modulated: Modulated | None = None
+    root_epsilon: float | None = None
+    """An epsilon that is added to the deviation of a row; None: the norm is one of ONNX's."""
+    uncentered: bool = False
+    """Whether a layer norm leaves the mean of a row in its result."""
 
     @property
     def residual(self) -> bool:
@@ -129,6 +133,11 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return "softmax and L2 norms add no residual"
     if problem.operation in _SOFTMAX and problem.add:
         return "softmax adds no residual"
+    deviation = problem.root_epsilon is not None or problem.uncentered
+    if deviation and (problem.operation not in OPERATIONS[:2] or problem.modulated is not None):
+        return "only layer and RMS norms without factors divide by other deviations"
+    if problem.uncentered and problem.operation != "layer_norm":
+        return "only a layer norm has a mean"
     if problem.period and not problem.add:
         return "a period needs an addend"
     if problem.last and (not problem.add or problem.sum or problem.narrow):
@@ -197,6 +206,10 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     }  # fmt: skip
     if problem.modulated is not None:
         defines |= {"MODULATED": 1, "HAS_SHIFT": int(problem.modulated.shift is not None)}
+    if problem.root_epsilon is not None:
+        defines["ROOT"] = 1
+    if problem.uncentered:
+        defines["UNCENTERED"] = 1
     stages = [render.epilogue(problem.epilogue, exact=wide)] if problem.epilogue else []
     text = "\n".join([render.constants(defines), *stages, ""])
     return Recipe("rows.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, fast=not wide))
@@ -222,6 +235,8 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
         parameters.pointer("factor", "shift" if m.shift is not None else None).i32(m.rows, m.factor, m.shift or 0).f32(
             m.plus
         )
+    if problem.root_epsilon is not None:
+        parameters.f32(problem.root_epsilon)
     return parameters.launch(recipe(problem, config, gpu.arch), "rows", config.blocks(problem), config.threads)
 
 

@@ -139,10 +139,16 @@ def row_problem(op: Op) -> rows.Problem:
     shape = t.static_shape
     count = int(np.prod(shape[:-1], dtype=np.int64))
     norm = "Normalization" in op.kind
-    return rows.Problem(
-        OPERATIONS[op.kind], count, shape[-1], map_dtype(t.dtype), scale=norm and op.input(1) is not None,
+    found = rows.Problem(
+        OPERATIONS.get(op.kind, "rms_norm"), count, shape[-1], map_dtype(t.dtype), scale=norm and op.input(1) is not None,
         bias=norm and op.input(2) is not None, epsilon=op.attrs.epsilon if norm else 1e-5,
     )  # fmt: skip
+    if op.kind != "DeviationNormalization":
+        return found
+    operation, root = "layer_norm" if op.attrs.about_mean else "rms_norm", op.attrs.root_epsilon or None
+    return replace(
+        found, operation=operation, root_epsilon=root, uncentered=op.attrs.about_mean and not op.attrs.centered
+    )
 
 
 def parameters(b: Builder, norm: Op, names: Sequence[str] = ("scale", "bias")) -> dict[str, TensorView]:

@@ -41,7 +41,8 @@ rounded to tf32 exceed it, unless the step's meaning rounds them, too."""
 BATCHWISE = frozenset({
     "Conv", "ConvSum", "ChainedConv", "PooledConv", "PooledImageConv", "SeparableConv", "ExcitationGate", "ConvTranspose",
     "MaxPool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool", "SpaceToDepthImage", "BlocksToSpace",
-    "ConvBlocks", "ImageConv", "LayerNormalization", "RMSNormalization", "Softmax", "LogSoftmax",
+    "ConvBlocks", "ImageConv", "LayerNormalization", "RMSNormalization", "DeviationNormalization",
+    "Softmax", "LogSoftmax",
 })  # fmt: skip
 """Kinds of two axes or more; their results at a position of axis 0 depend only on the same position of their operands."""
 SAMPLE = 500_000

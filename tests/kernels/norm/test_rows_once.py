@@ -99,6 +99,25 @@ def test_other_l2_norms_of_rows() -> None:
     assert "no L1 norms" in reasons(program, "LpNormalization")
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(("about_mean", "centered"), [(True, True), (True, False), (False, False)])
+def test_divisions_by_other_deviations(about_mean: bool, centered: bool, precision: str) -> None:
+    n = Net()
+    attrs = norm.DeviationNormAttrs(-1, 0.01, 0.1, about_mean, centered)
+    y = n.op("DeviationNormalization", n.matmul(n.input(12, 32), 48), n.positive(48), n.random(48), attrs=attrs)
+    program = check_simulated(n.done(n.matmul(y, 16)), precision)
+    assert chosen(program, "DeviationNormalization") == ["rows_once"]
+
+
+def test_deviations_over_several_axes_have_the_general_kernel() -> None:
+    n = Net()
+    attrs = norm.DeviationNormAttrs(-2, 0.01, 0.1, True, False)
+    program = check_simulated(
+        n.done(n.op("DeviationNormalization", n.input(3, 6, 8), n.random(6, 8), attrs=attrs)), "fp32"
+    )
+    assert chosen(program, "DeviationNormalization") == ["rows"]
+
+
 def test_norms_without_an_activation_have_none() -> None:
     n = Net()
     y = n.op("RMSNormalization", n.matmul(n.input(12, 32), 48), n.positive(48))

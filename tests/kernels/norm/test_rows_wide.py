@@ -37,7 +37,8 @@ def expected(problem: rows.Problem, x: Array, scale: Array, bias: Array) -> Arra
         length = np.maximum(np.sqrt(np.square(x).sum(1, keepdims=True)), problem.epsilon)
         return x / np.where(length == 0, 1, length)
     y = x - x.mean(1, keepdims=True) if problem.operation == "layer_norm" else x
-    y = y / np.sqrt(np.square(y).mean(1, keepdims=True) + problem.epsilon) * scale
+    spread = np.sqrt(np.square(y).mean(1, keepdims=True) + problem.epsilon) + (problem.root_epsilon or 0.0)
+    y = (x if problem.uncentered else y) / spread * scale
     y = y + bias if problem.bias else y
     return y / (1 + np.exp(-y)) if problem.epilogue else y
 
@@ -53,6 +54,10 @@ def expected(problem: rows.Problem, x: Array, scale: Array, bias: Array) -> Arra
             (replace(PLAIN, length=301), rows.Config(64, 5, 1, 64)),
             (replace(PLAIN, epilogue=(("silu",),)), rows.Config(32, 1, 4, 64)),
             (rows.Problem("rms_norm", 11, 96, "float32", bias=False), rows.Config(32, 2, 2, 64)),
+            (replace(PLAIN, epsilon=0.0, root_epsilon=0.5), rows.Config(8, 3, 4, 64)),
+            (replace(PLAIN, root_epsilon=0.5, uncentered=True), rows.Config(64, 1, 4, 64)),
+            (replace(PLAIN, length=301, uncentered=True, bias=False), rows.Config(64, 5, 1, 64)),
+            (replace(PLAIN, operation="rms_norm", epsilon=0.0, root_epsilon=3.0), rows.Config(8, 3, 4, 64, 2)),
             (rows.Problem("softmax", 11, 96, "float32"), rows.Config(8, 3, 4, 64)),
             (rows.Problem("log_softmax", 11, 301, "float32"), rows.Config(64, 5, 1, 64)),
             (L2, rows.Config(32, 2, 2, 64)),
@@ -111,6 +116,31 @@ def test_only_one_result_of_16_bit_rows_is_fp32(given: dict[str, Any]) -> None:
     config = rows.Config(32, 2, 4, 64)
     assert rows.refuse(WIDENED, config) is None
     assert "the only result, of 16-bit rows" in str(rows.refuse(replace(WIDENED, **given), config))
+
+
+@pytest.mark.parametrize(
+    ("problem", "because"),
+    [
+        (replace(L2, root_epsilon=1.0), "only layer and RMS norms without factors"),
+        (replace(PLAIN, uncentered=True, modulated=rows.Modulated(1, 96, None, 0.0)), "only layer and RMS norms"),
+        (replace(PLAIN, operation="rms_norm", uncentered=True), "only a layer norm has a mean"),
+    ],
+)
+def test_other_deviations_are_refused(problem: rows.Problem, because: str) -> None:
+    assert because in str(rows.refuse(problem, rows.Config(8, 3, 4, 64)))
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("operation", "uncentered"), [("layer_norm", False), ("layer_norm", True), ("rms_norm", False)]
+)
+def test_other_deviations_compile_without_spills(operation: str, uncentered: bool, dtype: str) -> None:
+    for length in (32, 768, 4096):
+        problem = rows.Problem(operation, 4096, length, dtype, root_epsilon=1e-6, uncentered=uncentered)
+        for config in rows.candidates(problem, GPU, 2):
+            kernel = nvrtc.resources(rows.recipe(problem, config))["rows"]
+            assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
 
 
 @pytest.mark.nvrtc

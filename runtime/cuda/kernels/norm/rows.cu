@@ -10,7 +10,7 @@
 // (the addend's rows repeat), FIRST (1, 2: the input is normalized by operation 0 or 1 before an addend is added), HAS_FIRST_SCALE and
 // HAS_FIRST_BIAS, WALKED (the input's rows are spread over up to four axes; other tensors are rows), HAS_SUM (input + addend is a second
 // output), HAS_SCALE and HAS_BIAS; EPILOGUE (the result goes through epilogue(), which with RESIDUAL adds the addend); MODULATED (rows of an image share factors, and with
-// HAS_SHIFT shifts, after the norm); NARROW (1: the result is stored as 8-bit integers, 2: as fp8) and HAS_OUTPUT (it is stored in the
+// HAS_SHIFT shifts, after the norm); ROOT (an epsilon is added to the deviation), UNCENTERED (layer norm: the mean is not subtracted); NARROW (1: the result is stored as 8-bit integers, 2: as fp8) and HAS_OUTPUT (it is stored in the
 // input's type; WIDENED: in fp32).
 #include "tile_vectors.cuh"
 #include "narrow.cuh"
@@ -48,6 +48,9 @@ struct Params {
     const Element* shifts;
     int shared, factor_pitch, shift_pitch;         // rows that share factors and shifts; elements between those of two images
     float plus;                                    // added to each factor
+#endif
+#if ROOT
+    float root_epsilon;
 #endif
 };
 
@@ -110,6 +113,15 @@ DEVICE void moments(const Vector (&raw)[VECTORS], int first, int inside, float i
         if (pass == 0) shift = total;
         else factor = rsqrtf(total + epsilon);
     }
+}
+
+// The factor of a row whose mean square is `square`. ROOT: a second epsilon is added to the root.
+DEVICE float divided(const Params& p, float square) {
+#if ROOT
+    return 1.0f / (sqrtf(square + p.epsilon) + p.root_epsilon);
+#else
+    return rsqrtf(square + p.epsilon);
+#endif
 }
 
 #if WIDENED
@@ -244,7 +256,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
                     squares = fmaf(d, d, squares);
                 }
             }
-            factor[r] = rsqrtf(reduce<false>(squares, 1) * p.inverse_length + p.epsilon);
+            factor[r] = divided(p, reduce<false>(squares, 1) * p.inverse_length);
+#if UNCENTERED
+            shift[r] = 0.0f;
+#endif
         } else {
             shift[r] = 0.0f;
             const float squares = reduce<false>(total, 0);
@@ -252,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
                 const float length = sqrtf(squares), divisor = length < p.epsilon ? p.epsilon : length;   // NaN stays
                 factor[r] = divisor == 0.0f ? 1.0f : 1.0f / divisor;
             } else {
-                factor[r] = rsqrtf(squares * p.inverse_length + p.epsilon);
+                factor[r] = divided(p, squares * p.inverse_length);
             }
         }
     }
