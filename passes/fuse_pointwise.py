@@ -22,14 +22,12 @@ from typing import Any
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.rules.pointwise_parts import PointwiseOfParts
+from optdnn.passes.rules.pointwise_parts import ALIGNED, GatedParts, PointwiseOfParts
 from optdnn.passes.rules.pointwise_views import ViewAfter, ViewBefore, ViewBeforeReduction
 from optdnn.passes.support.facts import RESHAPES, bytes_of, is_pointwise
 from optdnn.passes.support.open_stages import MAX_OPERANDS, MAX_STAGES, OpenStage, body, outside, steps_of, tensors_of
 from optdnn.types import BOOL, TensorType, is_float, show_shape
 
-ALIGNED = 8
-"""Parts whose size is a multiple of this many elements are read in place, without a copy."""
 REPEATED = 1_000_000
 """Most stages (times elements) that a GPU launch computes again, so that a smaller operand needs no launch of its own. A division
 for each of a million elements takes some hundred nanoseconds on a large GPU, a launch about a microsecond."""
@@ -306,6 +304,7 @@ class FusePointwise(RulePass):
     name = "fuse_pointwise"
     rules: Sequence[Rule] = (
         PointwiseOfParts(),
+        GatedParts(),
         FuseGroup(),
         ComputedAgain(),
         PartsTogether(),

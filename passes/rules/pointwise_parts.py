@@ -6,6 +6,7 @@ written into the result once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
@@ -14,8 +15,14 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule
-from optdnn.passes.support.facts import RESHAPES, is_pointwise, operand, producer
+from optdnn.passes.support.facts import RESHAPES, is_pointwise, operand, producer, sliced
 from optdnn.types import normalize_axis
+
+VIEWS = frozenset({"Slice", "Split"})
+"""Kinds whose results are parts of other tensors in memory."""
+ALIGNED = 8
+"""Parts whose size is a multiple of this many elements are read and written in place."""
+MOST_PARTS = 4
 
 
 class PointwiseOfParts(Rule):
@@ -73,6 +80,68 @@ class PointwiseOfParts(Rule):
                 yield from self._others(graph, [v for v in inner if v is not None], views)
             elif not (alone and is_pointwise(one) and self.joins(graph, one)):
                 yield one
+
+
+class GatedParts(Rule):
+    """An op of a Concat and a gate is computed with each part and its part of the gate, if a part is a view of another tensor.
+
+    The Concat would copy such a part. MambaOut (Yu and Wang, 2024) filters some channels, joins them with the others, and
+    multiplies a gate."""
+
+    name = "gated_parts"
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        t = op.outputs[0].type
+        if (
+            not context.on_gpu
+            or not is_pointwise(op)
+            or op.kind == "Pointwise"
+            or len(op.inputs) != 2
+            or not t.is_static
+        ):
+            return None
+        slot = next((k for k, v in enumerate(op.inputs) if v is not None and graph.op(v).kind == "Concat"), None)
+        if slot is None or any(v is None or graph.type(v).shape != t.shape for v in op.inputs):
+            return None
+        concat, gate = graph.op(operand(op, slot)), operand(op, 1 - slot)
+        parts = [v for v in concat.inputs if v is not None]
+        if graph.constant_value(gate) is not None or not any(graph.op(v).kind in VIEWS for v in parts):
+            return None
+        if graph.sole_user(concat.value) is None:
+            return Miss(f"{concat.name} is read elsewhere")
+        if any(is_pointwise(user) for user in graph.users(op.value)):
+            return None  # one launch computes both
+        axis = normalize_axis(concat.attrs.axis, len(t.dims))
+        ends = list(accumulate(graph.type(v).static_shape[axis] for v in parts))
+        if len(parts) > MOST_PARTS or any(end * math.prod(t.static_shape[axis + 1 :]) % ALIGNED for end in ends):
+            return Miss(f"{concat.name} has many parts, or parts that kernels cannot write in place")
+        chain = _unary_chain(graph, gate)
+
+        def build(patch: Patch) -> Value:
+            made = []
+            for part, begin, end in zip(parts, [0, *ends], ends, strict=False):
+                own = sliced(patch, operand(chain[-1]) if chain else gate, begin, end, axis)
+                for step in reversed(chain):
+                    own = patch.add(step.kind, [own, *step.inputs[1:]], step.attrs, src=step.src)
+                made.append(patch.add(op.kind, [part, own] if slot == 0 else [own, part], op.attrs))
+            return patch.add("Concat", made, concat.attrs, src=concat.src)
+
+        return Match((op, concat, *chain), build)
+
+
+def _unary_chain(graph: Graph, value: Value) -> list[Op]:
+    """The pointwise ops of one tensor and of constant numbers that compute ``value`` for it alone, the last one first."""
+    chain: list[Op] = []
+    while graph.sole_user(value) is not None:
+        op = graph.op(value)
+        numbers = [graph.constant_value(v) for v in op.inputs[1:] if v is not None]
+        if op.kind == "Pointwise" or not is_pointwise(op) or not all(a is not None and a.size == 1 for a in numbers):
+            break
+        if graph.type(operand(op)).shape != op.outputs[0].type.shape:
+            break
+        chain.append(op)
+        value = operand(op)
+    return chain
 
 
 def _constant_part(graph: Graph, patch: Patch, value: Value | None, axis: int, begin: int, end: int) -> Value | None:

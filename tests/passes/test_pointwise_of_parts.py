@@ -13,7 +13,7 @@ from support.simulated import check_simulated, kinds
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.binary import CastAttrs
-from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_conversions import FuseConversions
@@ -110,6 +110,55 @@ def test_other_ops_and_parts_stay() -> None:
     n = Net(np.float64)
     graph = n.done(n.op("Mul", joined(n), n.random(3, 2, 7, 6)))  # the result has more axes
     check_untouched(FusePointwise(), graph, context=CUDA)
+
+
+def gated(n: Net, widths: tuple[int, ...] = (8, 16), chain: bool = True) -> tuple[Value, Value]:
+    """``gelu(gate) * concat(part, exp(part))``, whose parts and gate are parts of one product (MambaOut); and the Concat."""
+    whole = sum(widths)
+    x = n.op("MatMul", n.input(2, 5, 4), n.random(4, 2 * whole))
+    gate, *parts = n.op("Split", x, n.ints(whole, *widths), attrs=SplitAttrs(2), outputs=1 + len(widths))
+    if chain:
+        gate = n.op("Gelu", n.op("Mul", gate, 0.5))
+    parts[-1] = n.op("Softmax", parts[-1])
+    y = n.op("Concat", *parts, attrs=ConcatAttrs(2))
+    return n.op("Mul", gate, y), y
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_gate_is_applied_to_each_part(chain: bool) -> None:
+    n = Net(np.float64)
+    y, _ = gated(n, chain=chain)
+    graph = n.done(n.op("MatMul", y, n.random(24, 3)))
+    rules = {"gated_parts": 1} | ({"pointwise": 4} if chain else {})
+    found = {"MatMul": 2, "Split": 1, "Softmax": 1, "Concat": 1, "Slice": 2, "Pointwise" if chain else "Mul": 2}
+    check_pass(FusePointwise(), graph, changes=sum(rules.values()), rules=rules, kinds=found, context=CUDA)
+
+
+def test_other_gates_stay() -> None:
+    n = Net(np.float64)
+    y, parts = gated(n, chain=False)
+    check_refused(
+        FusePointwise(), n.done(n.op("MatMul", y, n.random(24, 3)), parts), because="is read elsewhere", context=CUDA
+    )
+    n = Net(np.float64)
+    y, _ = gated(n, chain=False)
+    report = FusePointwise()(n.done(n.op("Relu", y)), CUDA)
+    assert [r.rule for r in report.fired] == ["pointwise"]  # one launch computes both
+    n = Net(np.float64)
+    y, _ = gated(n, (4, 20), chain=False)
+    check_refused(
+        FusePointwise(), n.done(n.op("MatMul", y, n.random(24, 3))), because="cannot write in place", context=CUDA
+    )
+    n = Net(np.float64)
+    y, _ = gated(n, chain=False)
+    check_untouched(FusePointwise(), n.done(n.op("MatMul", y, n.random(24, 3))))  # on a CPU
+
+
+def test_gated_parts_are_not_copied() -> None:
+    n = Net()
+    y, _ = gated(n)
+    program = check_simulated(n.done(n.op("MatMul", y, n.random(24, 3))), "fp16")
+    assert "Concat" not in kinds(program)
 
 
 def converted(n: Net, last: Any = None) -> Graph:
