@@ -35,8 +35,9 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.factored_bias import factored_bias
 from optdnn.passes.rules.input_sizes import can_reshape, reshaped_to
-from optdnn.passes.rules.merged_heads import merged_heads
+from optdnn.passes.rules.merged_heads import heads_before_parts, merged_heads
 from optdnn.passes.rules.normalized_keys import normalized_keys
+from optdnn.passes.rules.ordered_features import ordered_features
 from optdnn.passes.rules.shared_weights import shared_weights
 from optdnn.passes.support.attention_mask import added, constant_sum, refuse, rounded, window
 from optdnn.passes.support.attention_scores import DEPTH, Scores, factor_of, find_scores, has_stages
@@ -338,4 +339,13 @@ class FuseAttention(RulePass):
     """Roots are visited from the inputs on, so that the operands of an attention are fused before it."""
 
     name = "fuse_attention"
-    rules = (factored_bias, shared_weights, values_first, written_attention, normalized_keys, merged_heads)
+    rules = (
+        factored_bias,
+        shared_weights,
+        values_first,
+        written_attention,
+        normalized_keys,
+        merged_heads,
+        heads_before_parts,
+        ordered_features,
+    )

@@ -81,3 +81,70 @@ def _splits(graph: Graph, value: Value, lead: tuple[int, ...]) -> bool:
             return False
         value = operand(op)
     return False
+
+
+_HEADS_LAST = TransposeAttrs((0, 2, 1, 3, 4))
+"""Exchanges the heads and the parts; also back."""
+
+
+@rule("heads_before_parts", {"Attention"})
+def heads_before_parts(graph: Graph, op: Op) -> Match | Miss | None:
+    """Attention within the parts of each image, with heads before the parts: ``(images, heads, parts, tokens, features)``.
+
+    It was fused as attention of ``images * heads`` items, with a head for each part. In the projections, the parts are next to the
+    images. So ``images * parts`` items with the true heads are views of them (NesT: Zhang et al., 2022)."""
+    if len(op.outputs) > 1 or len(op.inputs) < 3 or not all(v is None for v in op.inputs[3:]):
+        return None
+    found = [_heads_and_parts(graph, v) for v in op.inputs[:3]]
+    first = found[0]
+    if first is None or any(other is None or other[1] != first[1] for other in found):
+        return None
+    images, heads, parts = first[1]
+
+    def build(patch: Patch) -> Value:
+        inputs = []
+        for v, source in zip(op.inputs[:3], (f[0] for f in found if f is not None), strict=True):
+            _, _, tokens, features = graph.type(v).dims  # type: ignore[arg-type]
+            apart = in_shape(patch, source, (images, heads, parts, tokens, features))
+            turned = patch.add("Transpose", [apart], _HEADS_LAST)
+            inputs.append(in_shape(patch, turned, (images * parts, heads, tokens, features)))
+        _, _, tokens, features = op.outputs[0].type.dims
+        y = in_shape(patch, patch.add("Attention", inputs, op.attrs), (images, parts, heads, tokens, features))
+        return in_shape(patch, patch.add("Transpose", [y], _HEADS_LAST), op.outputs[0].type.dims)
+
+    return Match((op,), build)
+
+
+def _heads_and_parts(graph: Graph, value: Value | None) -> tuple[Value, tuple[int, int, int]] | None:
+    """The operand before a Reshape joined images and heads, and the numbers of images, heads and parts; None for other operands.
+
+    A Transpose put the heads between images and parts, which were neighbors before it."""
+    join = producer(graph, value, RESHAPES)
+    if join is None or not join.outputs[0].type.is_static:
+        return None
+    source = operand(join)
+    turn = graph.op(source)
+    if turn.kind in ("Split", "Slice"):
+        turn = graph.op(operand(turn))
+    if turn.kind != "Transpose" or not turn.attrs.perm or not graph.type(source).is_static:
+        return None
+    lead, dims = join.outputs[0].type.static_shape[:2], graph.type(source).static_shape
+    if len(join.outputs[0].type.dims) != 4 or len(turn.attrs.perm) != len(dims) or _is_turned(graph, operand(turn)):
+        return None
+    axes = [(size, axis) for size, axis in zip(dims, turn.attrs.perm, strict=True) if size > 1][:-2]
+    (images, first), (heads, _), (parts, last) = (
+        axes if len(axes) == 3 else (*axes, (1, -1)) if len(axes) == 2 else [(1, 0)] * 3
+    )
+    if min(images, heads) == 1 or lead != (images * heads, parts) or (parts > 1 and last != first + 1):
+        return None
+    return source, (images, heads, parts)
+
+
+def _is_turned(graph: Graph, value: Value) -> bool:
+    """Whether a value is a view of a Transpose's result, or of a part of one."""
+    for _ in range(_DEPTH):
+        op = graph.op(value)
+        if op.kind not in RESHAPES:
+            return op.kind in ("Slice", "Split", "Transpose")
+        value = operand(op)
+    return True
