@@ -23,13 +23,13 @@ BUFFER_BYTES = 128 << 20
 """Bound of the im2col buffer."""
 
 
-def pad_spatial(x: Array, pads: Sequence[int]) -> Array:
-    """``x`` (N, C, *spatial) padded by ``pads`` (begins then ends; a negative pad crops)."""
+def pad_spatial(x: Array, pads: Sequence[int], value: int = 0) -> Array:
+    """``x`` (N, C, *spatial) padded with ``value`` by ``pads`` (begins then ends; a negative pad crops)."""
     n = x.ndim - 2
     before, after = pads[:n], pads[n:]
     if any(p > 0 for p in pads):
         widths = [(0, 0), (0, 0), *((max(b, 0), max(a, 0)) for b, a in zip(before, after, strict=True))]
-        x = np.pad(x, widths)
+        x = np.pad(x, widths, constant_values=value)
     if any(p < 0 for p in pads):
         cut: Index = tuple(slice(max(-b, 0), x.shape[2 + i] - max(-after[i], 0)) for i, b in enumerate(before))
         x = x[(..., *cut)]

@@ -49,12 +49,14 @@ def quantized_blocks(
     """NCHW image, quantized -> blocks of pixels as channels (see :func:`space_to_depth`).
 
     Rows have ``width`` blocks. The first ``before`` of them are outside of the image, and elements outside are ``zero``.
+    Blocks of the image that do not fit into a row are left out.
     """
     info = np.iinfo(dtype)
     steps = np.clip(np.rint(x.astype(np.float32) / np.float32(scale)), info.min - zero, info.max - zero)
     (blocks,) = space_to_depth(steps, block=block, lanes=lanes)
     out = np.zeros((*blocks.shape[:3], width))
-    out[..., before : before + blocks.shape[3]] = blocks
+    inside = min(blocks.shape[3], width - before)
+    out[..., before : before + inside] = blocks[..., :inside]
     return ((out + zero).astype(dtype),)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.runtime.reference.base import Kernel
 from optdnn.runtime.reference.conv import conv as float_conv
+from optdnn.runtime.reference.conv import pad_spatial
 from optdnn.runtime.reference.unary import KERNELS as UNARY
 from optdnn.types import Array, DType, is_float
 
@@ -148,8 +149,7 @@ def conv(
     point otherwise: its contribution is folded into the channel's bias."""
     wide = np.float64  # exact for sums of integers
     if input_zero and any(pads):
-        around = [(0, 0), (0, 0), *zip(pads[: len(pads) // 2], pads[len(pads) // 2 :], strict=True)]
-        x, pads = np.pad(x, around, constant_values=input_zero), (0,) * len(pads)
+        x, pads = pad_spatial(x, pads, input_zero), (0,) * len(pads)
     w = unpermuted(weight, len(channel)).astype(wide)
     (total,) = float_conv(x.astype(wide), w, None, strides=strides, pads=pads, dilations=dilations, group=group)
     return (epilogue(total, channel, residual, row_scales, scale, data_zero, **requantize),)

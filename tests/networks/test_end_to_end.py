@@ -33,9 +33,8 @@ CONVOLUTIONAL = (
     "resnet50",
     "resnext50_32x4d",
     "squeezenet1_1",
-    "vgg16_bn",
 )
-LARGE = ("resnet50", "resnext50_32x4d", "vgg16_bn")
+LARGE = ("convnext_tiny", "resnet50", "resnext50_32x4d")
 """Their blocks also occur in the other networks, which also run at bf16 and with two batches."""
 
 GRAPHS = [(name, exporter) for name in CONVOLUTIONAL for exporter in ("ts", "dyn")]

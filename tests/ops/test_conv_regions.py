@@ -64,6 +64,8 @@ def test_quantized_blocks(zero: int) -> None:
     (blocks,) = run_kernel("SpaceToDepthImage", [steps], {"block": 2, "lanes": 16})
     assert np.array_equal(y[..., 1:3], blocks + zero)
     assert (y[..., [0, 3]] == zero).all()
+    (short,) = results("QuantizedBlocks", replace(attrs, width=2), [x])
+    assert np.array_equal(short, y[..., :2])
 
 
 BLOCKS = {"blocks": (2, 2), "crops": (1, 0), "sizes": (5, 6), "channels": 3}

@@ -114,7 +114,7 @@ class QNet(Net):
         while operands[-1] is None:
             operands.pop()
         dilations = stages.pop("dilations", (1,) * axes)
-        pads = tuple(kernel // 2 * d for d in dilations) * 2
+        pads = stages.pop("pads", tuple(kernel // 2 * d for d in dilations) * 2)
         attrs = ConvAttrs((stride,) * axes, pads, dilations, group, **stages)
         return self.op("Conv", *operands, attrs=attrs)
 

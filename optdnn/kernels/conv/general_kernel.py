@@ -141,7 +141,8 @@ def launch(
     """The launch. Operands: ``pixels``, ``weights`` (:func:`pack_weights`), ``channel`` (fp32 biases; for 8-bit
     operands pairs of scale and bias), ``output``; ``residual`` if the epilogue reads one; ``partial`` and ``arrived``
     (:func:`workspace`) if blocks share K; those of :data:`.parameters.DYNAMIC` if scale and zero point are
-    computed, and of :data:`.padding.EDGES` if a zero point pads the pixels. Raises InternalError if the configuration cannot run the problem.
+    computed, and of :data:`.padding.EDGES` if a zero point pads the pixels. Raises InternalError if the configuration
+    cannot run the problem.
 
     ``channels``: the result's channels, and ``inside``: a group's input channels, if the problem's are padded;
     ``pitch``: elements from a pixel to the next of the result (and residual); ``row``: elements from a row to the next

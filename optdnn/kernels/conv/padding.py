@@ -1,7 +1,7 @@
 """Padding of 8-bit images by their zero point: ``conv_edges.cuh``.
 
-Copies fill taps outside of an image with zeros. What is missing, the zero point times the weights of these taps, is the initial
-value of the accumulators. It depends on which taps lie outside; all pixels with the same taps outside share their values.
+Copies fill taps outside of an image with zeros. So accumulators begin with the zero point times the weights of the taps outside. Pixels
+with the same taps outside have the same value.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def byte_table(
 ) -> tuple[int, Array] | None:
     """The number of the operand that is looked up, and the table: an element of the result's type for each of its bytes, as an
     unsigned number. None if the stages are few, or read anything but one tensor of int8 or uint8 and constant scalars."""
-    moving = [i for i, x in enumerate(operands) if x is not None and _scalar(b, x) is None]
+    moving = [i for i, x in enumerate(operands) if x is not None and constant_scalar(b, x) is None]
     if len(attrs["epilogue"]) < LEAST_STAGES or len(moving) != 1:
         return None
     (slot,) = moving
@@ -32,12 +32,12 @@ def byte_table(
     if x is None or x.dtype not in BYTES or x.shape != out.shape:
         return None
     values = np.arange(256, dtype=np.uint8).view(x.dtype)
-    given = [values if i == slot else None if v is None else _scalar(b, v) for i, v in enumerate(operands)]
+    given = [values if i == slot else None if v is None else constant_scalar(b, v) for i, v in enumerate(operands)]
     (table,) = run_kernel("Pointwise", given, attrs, [out.dtype])
     return (slot, np.ascontiguousarray(table)) if table.shape == values.shape else None
 
 
-def _scalar(b: Builder, x: TensorView) -> Array | None:
+def constant_scalar(b: Builder, x: TensorView) -> Array | None:
     """The value of a constant of one element, with shape []; else None."""
     blob = b.buffers[x.buffer].blob
     return None if blob is None or b.blobs[blob].size != 1 else b.blobs[blob].reshape(())

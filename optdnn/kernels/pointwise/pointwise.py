@@ -15,7 +15,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, unmade
 from optdnn.kernels.launch import GENERAL, Parameters
 from optdnn.kernels.pointwise import turned
-from optdnn.kernels.pointwise.byte_table import BYTES, byte_table
+from optdnn.kernels.pointwise.byte_table import BYTES, byte_table, constant_scalar
 from optdnn.kernels.pointwise.strides import broadcast, merge, vector
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_stages, stage_calls
@@ -259,10 +259,10 @@ def body(
 
 def _number(b: Builder, placed: TensorView | None) -> float | None:
     """The value of a tensor that is a constant, finite scalar; else None."""
-    blob = None if placed is None or math.prod(placed.shape) != 1 else b.buffers[placed.buffer].blob
-    if placed is None or blob is None or b.blobs[blob].size != 1 or b.blobs[blob].dtype.kind != "f":
+    array = None if placed is None or math.prod(placed.shape) != 1 else constant_scalar(b, placed)
+    if array is None or array.dtype.kind != "f":
         return None
-    value = float(b.blobs[blob].reshape(-1)[0])
+    value = float(array)
     return value if math.isfinite(value) else None
 
 
@@ -302,7 +302,7 @@ def emit_pointwise(
     tables = {}
     if looked_up is not None:
         slot, table = looked_up
-        present, result = [(slot, operands[slot])], "r0"  # type: ignore[list-item]
+        present, result = [(i, p) for i, p in present if i == slot], "r0"
         tables = {"table": b.constant(table, f"{op.outputs[0].name}.table")}
         lines = [
             f"const {arithmetic(out.dtype)} r0 = widen(static_cast<const {CPP[out.dtype]}*>(p.table)[u8(v{slot})]);"

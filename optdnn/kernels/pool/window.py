@@ -18,6 +18,7 @@ from optdnn.kernels.launch import Parameters
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body
 from optdnn.kernels.pointwise.strides import broadcast
 from optdnn.ops.base import Stage
+from optdnn.ops.binary import CastAttrs
 from optdnn.runtime.reference.window import resolve_pads
 from optdnn.types import DType, TensorType, is_float
 
@@ -274,8 +275,9 @@ def finishing(
     ty, given = CPP[out.dtype], computed or out.dtype
     if not stages:
         return f"const {ty} stored = narrow<{ty}>(value);"
+    met = _types_met(stages, given)
     types = [TensorType(given, out.shape)] + [
-        TensorType(_common(extra[a].dtype, given), extra[a].shape) if a in extra else TensorType(given, ())
+        TensorType(_common(extra[a].dtype, met.get(a, given)), extra[a].shape) if a in extra else TensorType(given, ())
         for a in range(1, slots)
     ]
     lines, result, _ = body(stages, types)
@@ -297,10 +299,24 @@ def _in_packs(x: TensorView, out: TensorView, vec: int) -> bool:
     return x.dtype.itemsize * vec <= 16 and channel_vector_width([replace(view, offset=x.offset, dtype=x.dtype)]) >= vec
 
 
-def _common(given: DType, out: DType) -> DType:
-    """The type of an operand in the stages. A float operand counts as the output's type, even if it is wider, as an
+def _types_met(stages: Sequence[Stage], given: DType) -> dict[int, DType]:
+    """The element type of the results that the first stage of each operand computes with, by slot. ``given``: the type before all
+    stages. Only a Cast changes it: int16 quantization is computed in fp32 between two of them."""
+    registers, met = [given], dict[int, DType]()
+    for stage in stages:
+        read = [registers[~a] for a in stage.args if a is not None and a < 0]
+        here = next((t for t in read if is_float(t)), given)
+        for a in stage.args:
+            if a is not None and a > 0:
+                met.setdefault(a, here)
+        registers.append(stage.attrs.to if isinstance(stage.attrs, CastAttrs) else here)
+    return met
+
+
+def _common(given: DType, met: DType) -> DType:
+    """The type of an operand in the stages. A float operand counts as the type that it meets, even if it is wider, as an
     fp32 bias is."""
-    return out if is_float(given) and is_float(out) else given
+    return met if is_float(given) and is_float(met) else given
 
 
 def load_channels(type: str, vec: int, pointer: str, name: str) -> str:

@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from kernels.generated_cases import mixed
 from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
+from support.quantized_nets import QNet
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 
 from optdnn.ir.graph import Graph
@@ -89,6 +91,29 @@ def test_operands_in_another_order_are_read_one_by_one() -> None:
 def test_the_staged_pool_on_the_processor(precision: str, tmp_path: Path) -> None:
     program = lowered(mixing(), precision)
     assert compare_steps(program, feeds_of(mixing()), {"fp32": 3e-6, "fp16": 2e-3, "bf16": 1.6e-2}[precision], tmp_path)
+
+
+def sixteen_bits(kind: str) -> Graph:
+    """A pool of 16-bit quantized values, between two convolutions."""
+    n = QNet()
+    x = n.fake(n.op("Relu", n.qconv(n.input(2, 8, 9, 7), 8)), 2e-4, 0, np.uint16)
+    return n.done(
+        n.qconv(n.fake((n.average_pool if kind == "AveragePool" else n.max_pool)(x, 3), 2e-4, 0, np.uint16), 8)
+    )
+
+
+@pytest.mark.parametrize("kind", ["AveragePool", "MaxPool"])
+def test_a_pool_includes_16_bit_quantization_of_its_result(kind: str) -> None:
+    """Its constants are fp32, as are the values between its casts."""
+    program = check_simulated(sixteen_bits(kind), "fp16")
+    assert "window_pool_staged" in {t["tactic"] for t in program.meta["tactics"]}  # type: ignore[union-attr,index,call-overload]
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("kind", ["AveragePool", "MaxPool"])
+def test_16_bit_quantization_on_the_processor(kind: str, tmp_path: Path) -> None:
+    graph = sixteen_bits(kind)
+    assert compare_steps(lowered(graph, "fp16"), feeds_of(graph), 2e-3, tmp_path)
 
 
 def peaks(*, pooled_first: bool = True, last: bool = False) -> Graph:

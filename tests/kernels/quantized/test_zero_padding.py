@@ -87,6 +87,12 @@ NETS: dict[str, Any] = {
     "groups with a residual": lambda n: added_in_groups(n, n.fake(n.input(2, 16, 9, 7), 0.03), 192, 48, 131, np.uint8),
     "small groups": lambda n: grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 64, 16, zero=(ZERO, np.uint8)),
     "a stem": lambda n: padded(n, n.fake(n.input(3, 3, 65, 61), 0.03, ZERO, np.uint8), 32, stride=2),
+    "a stem, last row not read": lambda n: padded(
+        n, n.fake(n.input(2, 3, 33, 32), 0.03, ZERO, np.uint8), 32, kernel=4, stride=2, pads=(2, 2, 0, 0)
+    ),
+    "a stem, last column not read": lambda n: padded(
+        n, n.fake(n.input(2, 1, 12, 32), 0.03, ZERO, np.uint8), 32, kernel=4, stride=3, pads=(1, 1, 0, 0)
+    ),
     "dilated": lambda n: padded(n, n.fake(n.input(2, 64, 20, 18), 0.03, ZERO, np.uint8), 64, dilations=(2, 2)),
 }
 
