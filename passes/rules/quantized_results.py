@@ -93,18 +93,18 @@ def dequantized_result(graph: Graph, op: Op) -> Match | Miss | None:
     ends = [reader for reader in readers if reader.kind not in VIEWS]
     if not ends or any(end.kind != "DequantizeLinear" for end in ends):
         return None
+    floats = [_float(graph, end) for end in ends]
+    types = {graph.type(value).dtype for value in floats}
+    if len(types) > 1 or (dtype := types.pop()).itemsize > 2:
+        return None
     found = {quant_params(graph, end, operand(end)) for end in ends}
     given = found.pop()
     if found or given is None or given.dtype not in ("int8", "uint8") or given.zero != op.attrs.zero:
         return Miss("its readers have other scales or zero points")
     if op.input(_RESIDUAL) is not None:
         return Miss("the tensor that it adds has 8 bits, like its result")
-    floats = [_float(graph, end) for end in ends]
-    types = {graph.type(value).dtype for value in floats}
     if any(is_pointwise(user) for value in floats for user in graph.users(value)):
         return Miss("a pointwise operator dequantizes it on its way")
-    if len(types) > 1 or (dtype := types.pop()).itemsize > 2:
-        return Miss("its readers take floats of more than 16 bits")
     stages = (*op.attrs.stages, ("round",), ("clip", op.attrs.low, op.attrs.high), ("mul_const", given.scale))
     if len(render.constants_of(stages)) > requantize.MAX_CONSTANTS:
         return Miss("kernels do not hold the constants of one more rounding")

@@ -243,6 +243,7 @@ RULES: Mapping[str, str] = {
     "patch_rows": "patch embeddings written as matrix products",
     "cut_patches": "embeddings of patches that are already cut written as matrix products",
     "integer_patch_rows": "patch embeddings of integers written as matrix products",
+    "quantized_patch_rows": "quantized patch embeddings written as matrix products",
     "channels_last": "operators given channels last",
     "view": "changes of layout that move nothing",
     "convert": "changes of layout inserted",
