@@ -137,7 +137,7 @@ def integer_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
 def quantized_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
     """As ``patch_rows``, for a convolution of 8-bit integers with any readers: a Transpose after it moves the channels back.
 
-    The kernels of convolutions read at least 16 channels of each pixel, so those of images with three channels multiply mostly zeros."""
+    The kernels of convolutions read at least 16 channels of a pixel. Of an image with three, they would multiply mostly zeros."""
     weight, a, before = graph.constant_value(op.input(1)), op.attrs, shape_of(graph, operand(op))
     if weight is None or weight.ndim != 4 or before is None or weight.shape[1] >= FEW_CHANNELS or a.group != 1:
         return None
@@ -153,7 +153,9 @@ def quantized_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("no constant target can express how the image is cut")
 
     rounds = producer(graph, operand(op), {"QuantizeLinear"})
-    if rounds is not None and (graph.sole_user(rounds.value) != op or graph.type(operand(rounds, 1)).dims not in ((), (1,))):
+    if rounds is not None and (
+        graph.sole_user(rounds.value) != op or graph.type(operand(rounds, 1)).dims not in ((), (1,))
+    ):
         rounds = None
 
     def build(patch: Patch) -> Value:

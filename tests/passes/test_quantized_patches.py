@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.quantized_nets import ADDED, QNet, folded, within
 
+from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.ops.shape import TransposeAttrs
 
@@ -15,11 +16,12 @@ STEP = 0.04
 
 
 def embedding(
-    *, channels: int = 3, size: tuple[int, int] = (12, 20), patch: int = 4, zero: int = 3, twice: bool = False, turned: bool = False,
+    *, channels: int = 3, size: tuple[int, ...] = (12, 20), patch: int = 4, twice: bool = False, turned: bool = False,
     **options: Any,
 ) -> Graph:  # fmt: skip
-    """A quantized patch embedding. ``twice``: the rounded image has another reader; ``turned``: its result, rounded, becomes rows."""
+    """A quantized patch embedding. ``twice``: the rounded image has another reader. ``turned``: its rounded result becomes rows."""
     n = QNet()
+    zero = 3
     stored = n.q(n.input(2, channels * options.get("group", 1), *size), 0.03, zero)
     pads = options.pop("pads", (0, 0, 0, 0))
     y = n.q(n.qconv(n.dq(stored, 0.03, zero), 16, patch, **{"stride": patch, "pads": pads} | options), STEP, -5)
@@ -62,8 +64,6 @@ def test_an_image_that_is_given_in_8_bits() -> None:
     made, _ = folded(graph)
     assert made.kinds()["QuantizedMatMul"] == 1
     feeds = {"x": np.random.default_rng(1).integers(-128, 128, (2, 3, 8, 8)).astype(np.int8)}
-    from optdnn.ir.evaluate import evaluate
-
     for name, want in evaluate(graph, feeds).items():
         np.testing.assert_allclose(evaluate(made, feeds)[name], want, rtol=0, atol=1e-6)
 
