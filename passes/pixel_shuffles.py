@@ -80,11 +80,10 @@ def written_shuffle(graph: Graph, op: Op) -> Match | None:
 @rule("shuffled_sum", {"Add"})
 def shuffled_sum(graph: Graph, op: Op) -> Match | None:
     """A sum of two shuffled images is the shuffled sum of both."""
-    found = [producer(graph, v, {"DepthToSpace"}, alone=True) for v in op.inputs]
-    if len(found) != 2 or found[0] is None or found[1] is None or found[0].attrs != found[1].attrs:
+    first, second = (producer(graph, v, {"DepthToSpace"}, alone=True) for v in op.inputs)
+    if first is None or second is None or first is second or first.attrs != second.attrs:
         return None
-    first, second = found
-    if first is second or graph.type(operand(first)) != graph.type(operand(second)):
+    if graph.type(operand(first)) != graph.type(operand(second)):
         return None
 
     def build(patch: Patch) -> Value:
