@@ -12,7 +12,12 @@ from optdnn.passes.rules.concats import concat_of_split, empty_parts, interleave
 from optdnn.passes.rules.grids import grid_fold, grid_gather, grid_gather_nd, repeated_pixels
 from optdnn.passes.rules.input_sizes import input_target
 from optdnn.passes.rules.known_writes import assembled_writes, hidden_write, known_writes
-from optdnn.passes.rules.means import reduction_of_joined_axes, reduction_of_reduction, sum_is_mean
+from optdnn.passes.rules.means import (
+    reduction_of_joined_axes,
+    reduction_of_reduction,
+    sum_is_mean,
+    variance_of_joined_axes,
+)
 from optdnn.passes.rules.noop import idempotent, known_choice, no_op, norm_of_one, unused_indices
 from optdnn.passes.rules.select import known_compress, select_is_where
 from optdnn.passes.rules.selected_parts import element_of_stack, tile_is_expand
@@ -72,6 +77,7 @@ class Canonicalize(RulePass):
         sink_transpose,
         select_is_where,
         known_compress,
+        variance_of_joined_axes,  # before the means that it reads
         reduction_of_joined_axes,
         reduction_of_reduction,
         sum_is_mean,  # norms are recognized by their means

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import numpy as np
@@ -84,10 +85,50 @@ def reduction_of_reduction(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, inner), build)
 
 
-@rule(
-    "reduction_of_joined_axes",
-    {"ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2"},
-)
+_OVER_AXES = frozenset({"ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2"})
+
+
+def _joined(found: Sequence[tuple[Sequence[int], Sequence[int]]], axes: Collection[int]) -> tuple[int, ...] | None:
+    """The axes before a Reshape that it joined to these ones. None if it joined one of them with another axis, or split it."""
+    reduced = [(of, to) for of, to in found if {*to} & {*axes}]
+    return None if any(not {*to} <= {*axes} for _, to in reduced) else tuple(a for of, _ in reduced for a in of)
+
+
+@rule("variance_of_joined_axes", {"ReduceMean"})
+def variance_of_joined_axes(graph: Graph, op: Op) -> Match | Miss | None:
+    """The variance over an axis that a Reshape has joined is taken over these axes: AdaIN's ``x.view(n, c, -1).var(2)``."""
+    square = producer(graph, op.inputs[0], {"Mul"}, alone=True)
+    deviation = (
+        None if square is None or square.inputs[0] != square.inputs[1] else producer(graph, square.inputs[0], {"Sub"})
+    )
+    center = None if deviation is None else producer(graph, deviation.inputs[1], {"ReduceMean"})
+    if square is None or deviation is None or center is None or center.inputs[0] != deviation.inputs[0]:
+        return None
+    view, axes = producer(graph, center.inputs[0], RESHAPES), reduction_axes(graph, op)
+    if view is None or not axes or axes != reduction_axes(graph, center) or not center.attrs.keepdims:
+        return None
+    fine, coarse, out = (shape_of(graph, v) for v in (operand(view), view.value, op.value))
+    found = None if fine is None or coarse is None else groups(fine, coarse)
+    if fine is None or found is None or out is None or fine == coarse or not all(isinstance(d, int) for d in out):
+        return None
+    if graph.use_count(deviation.value) > 2:
+        return Miss(f"the result of {deviation.name} is read elsewhere")
+    among = _joined(found, axes)
+    if not among:
+        return Miss(f"{view.name} splits a reduced axis, or joins it with another one") if among is None else None
+
+    def build(patch: Patch) -> Value:
+        x, given = operand(view), integers(patch, among, f"{op.outputs[0].name}.axes")
+        own = patch.add(
+            "Sub", [x, patch.add("ReduceMean", [x, given], ReduceAttrs(True))], src=deviation.src | center.src
+        )
+        y = patch.add("ReduceMean", [patch.add("Mul", [own, own], src=square.src), given], ReduceAttrs(False))
+        return reshaped(patch, y, tuple(int(d) for d in out))  # type: ignore[arg-type]
+
+    return Match((op, square, deviation), build)
+
+
+@rule("reduction_of_joined_axes", _OVER_AXES)
 def reduction_of_joined_axes(graph: Graph, op: Op) -> Match | Miss | None:
     """A reduction over an axis that a Reshape has joined reduces the axes themselves: ``x.flatten(2).amax(-1)``.
 
@@ -100,12 +141,11 @@ def reduction_of_joined_axes(graph: Graph, op: Op) -> Match | Miss | None:
     found = None if fine is None or coarse is None else groups(fine, coarse)
     if fine is None or coarse is None or found is None or out is None or fine == coarse:
         return None
-    if graph.sole_user(view.value) is None:
+    if any(user.kind not in _OVER_AXES for user in graph.users(view.value)):
         return Miss(f"the result of {view.name} is read elsewhere")
-    reduced = [(of, to) for of, to in found if {*to} & {*axes}]
-    if any(not {*to} <= {*axes} for _, to in reduced):
+    among = _joined(found, axes)
+    if among is None:
         return Miss(f"{view.name} splits a reduced axis, or joins it with another one")
-    among = tuple(a for of, _ in reduced for a in of)
     if not among:
         return None
     kept = tuple(d for a, d in enumerate(fine) if a not in among)

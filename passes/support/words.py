@@ -18,6 +18,7 @@ RULES: Mapping[str, str] = {
     "best_of_classes": "loops that select the best scores of each class replaced by one selection",
     "sum_of_groups": "sums over groups of channels replaced by sums of slices",
     "mean_of_groups": "means of sums over groups of channels replaced by means of all channels",
+    "variance_of_joined_axes": "variances of joined axes taken of the tensor in front of the view that joins them",
     "reduction_of_joined_axes": "reductions of joined axes moved in front of the view that joins them",
     "reduction_of_reduction": "reductions of one axis after another merged",
     "sum_is_mean": "sums divided by their count written as means",

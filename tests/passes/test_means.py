@@ -15,7 +15,12 @@ from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import RulePass
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.channel_norms import ChannelNorms
-from optdnn.passes.rules.means import reduction_of_joined_axes, reduction_of_reduction, sum_is_mean
+from optdnn.passes.rules.means import (
+    reduction_of_joined_axes,
+    reduction_of_reduction,
+    sum_is_mean,
+    variance_of_joined_axes,
+)
 
 
 class Means(RulePass):
@@ -230,3 +235,47 @@ def test_reductions_of_views_that_stay() -> None:
     check_refused(
         JOINED, n.done(flattened(n, (2, 3, 2, 10), (3,), False)), because="splits a reduced axis, or joins it"
     )
+
+
+class _Both(RulePass):
+    name = "both"
+    rules = (variance_of_joined_axes, reduction_of_joined_axes)
+
+
+BOTH = _Both()
+
+
+def of_pixels(n: Net, *, keepdims: bool = False, split: bool = False) -> tuple[Value, Value, Value]:
+    """The variance, the deviations and the mean of each channel, of joined pixels (AdaIN)."""
+    x = n.input(2, 3, 4, 5)
+    rows = n.op("Reshape", x, n.ints(2, 6, 10) if split else n.ints(2, 3, 20))
+    center = reduced(n, rows, (2,), True)
+    d = n.op("Sub", rows, center)
+    return reduced(n, n.op("Mul", d, d), (2,), keepdims), d, center
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+def test_a_variance_of_joined_axes(keepdims: bool) -> None:
+    n = Net(np.float64)
+    y, _, center = of_pixels(n, keepdims=keepdims)
+    rules = {"variance_of_joined_axes": 1, "reduction_of_joined_axes": 1}
+    graph, _ = check_pass(BOTH, n.done(y, center), changes=2, rules=rules)
+    for op in graph.of_kind("ReduceMean"):
+        assert tuple(graph.constant_value(op.inputs[1])) == (2, 3)  # type: ignore[arg-type]
+
+
+def test_variances_that_stay() -> None:
+    n = Net()
+    y, d, _ = of_pixels(n)
+    check_refused(BOTH, n.done(y, n.op("Exp", d)), because="the result of Sub_3 is read elsewhere")
+    n = Net()
+    y, _, _ = of_pixels(n, split=True)
+    check_refused(BOTH, n.done(y), because="splits a reduced axis, or joins it", rule="variance_of_joined_axes")
+
+
+def test_several_reductions_of_one_view() -> None:
+    n = Net(np.float64)
+    rows = n.op("Reshape", n.input(2, 3, 4, 5), n.ints(2, 3, 20))
+    both = [reduced(n, rows, (2,), False, kind) for kind in ("ReduceMean", "ReduceMax")]
+    rules = {"reduction_of_joined_axes": 2}
+    check_pass(JOINED, n.done(*both), changes=2, kinds={"ReduceMean": 1, "ReduceMax": 1}, rules=rules)
