@@ -34,6 +34,7 @@ from kernels.index import test_top_rows  # type: ignore[import-not-found]
 from kernels.norm.test_across import mixer  # type: ignore[import-not-found]
 from kernels.norm.test_group_norm_add import block  # type: ignore[import-not-found]
 from kernels.norm.test_modulated import adaptive  # type: ignore[import-not-found]
+from kernels.norm.test_rows_once import deviations  # type: ignore[import-not-found]
 from kernels.norm.test_short_rows import pair  # type: ignore[import-not-found]
 from kernels.norm.test_softmax_mean import CASES as MEANS  # type: ignore[import-not-found]
 from kernels.pointwise.test_prologue import dense_layer, gated  # type: ignore[import-not-found]
@@ -381,6 +382,7 @@ def norms() -> Graphs:
         "a grid that keeps an image": (lambda: group_norm(channels=32, groups=4, size=(20, 21), then="Relu"), "fp16"),
         "a norm and a shortcut": (block, "fp16"),
         **{f"adaptive norms {precision}": (adaptive, precision) for precision in ("fp16", "fp32")},
+        "other deviations": (partial(deviations, True, False), "fp16"),
         "pairs of norms": (lambda: pair(factor=True), "fp16"),
         "means of images": (lambda: gate(size=57), "fp16"),
         **{

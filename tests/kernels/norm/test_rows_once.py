@@ -99,14 +99,30 @@ def test_other_l2_norms_of_rows() -> None:
     assert "no L1 norms" in reasons(program, "LpNormalization")
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize(("about_mean", "centered"), [(True, True), (True, False), (False, False)])
-def test_divisions_by_other_deviations(about_mean: bool, centered: bool, precision: str) -> None:
+DEVIATIONS = [(True, True), (True, False), (False, False)]
+
+
+def deviations(about_mean: bool, centered: bool, length: int = 48) -> Graph:
     n = Net()
     attrs = norm.DeviationNormAttrs(-1, 0.01, 0.1, about_mean, centered)
-    y = n.op("DeviationNormalization", n.matmul(n.input(12, 32), 48), n.positive(48), n.random(48), attrs=attrs)
-    program = check_simulated(n.done(n.matmul(y, 16)), precision)
+    x = n.matmul(n.input(12, 32), length)
+    y = n.op("DeviationNormalization", x, n.positive(length), n.random(length), attrs=attrs)
+    return n.done(n.matmul(y, 16))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(("about_mean", "centered"), DEVIATIONS)
+def test_divisions_by_other_deviations(about_mean: bool, centered: bool, precision: str) -> None:
+    program = check_simulated(deviations(about_mean, centered), precision)
     assert chosen(program, "DeviationNormalization") == ["rows_once"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("length", [48, 768, 4096])
+@pytest.mark.parametrize(("about_mean", "centered"), DEVIATIONS)
+def test_divisions_by_other_deviations_on_a_gpu(about_mean: bool, centered: bool, length: int, precision: str) -> None:
+    checked_launches(deviations(about_mean, centered, length), precision)
 
 
 def test_deviations_over_several_axes_have_the_general_kernel() -> None:
