@@ -167,6 +167,24 @@ def test_attention(mask: str | None, causal: int, sizes: list[int] | None) -> No
     assert check("Attention", operands, **attrs).kinds()["Attention"] == 1
 
 
+@pytest.mark.parametrize("past", [False, True])
+def test_attention_with_lengths_of_sequences_of_unknown_size(past: bool) -> None:
+    """As ONNX Runtime's optimizer writes BERT with dynamic axes."""
+    operands = [normal(2, 5, 6), np.array([5, 3], np.int32), normal(6, 24, seed=1), normal(24, seed=2)]
+    cache = [normal(2, 2, 4, 3, 2, seed=3)] if past else []
+    m, feeds = one("Attention", [*operands, *cache], n=2 if past else 1, fed=2, num_heads=4)
+    m.graph.node[0].input[:] = ["x0", "x2", "x3", "x1", *(["x4"] if past else [])]
+    if past:
+        m.graph.input.append(helper.make_tensor_value_info("x4", 1, [2, None, 4, "past", 2]))
+        del m.graph.initializer[-1]
+        feeds["x4"] = cache[0]
+    for value in m.graph.input[:2]:
+        for k, name in enumerate(("batch", "length")[: len(value.type.tensor_type.shape.dim)]):
+            value.type.tensor_type.shape.dim[k].dim_param = name
+    for got, due in zip(evaluate(import_model(m), feeds).values(), onnxruntime_run(m, feeds), strict=True):
+        np.testing.assert_allclose(got, due, rtol=2e-5, atol=2e-5)
+
+
 def test_attention_bias() -> None:
     operands = [normal(2, 5, 6), normal(6, 24, seed=1), normal(24, seed=2), None, None, normal(1, 4, 5, 5, seed=3)]
     check("Attention", operands, num_heads=4)
