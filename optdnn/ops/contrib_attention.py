@@ -55,7 +55,8 @@ def _numbers(e: Emit, keys: Sequence[Ref | None]) -> Ref:
 
 
 def _between(e: Emit, mask: Ref, batch: Any, at: Ref) -> Ref:
-    """Whether each key, of position ``at``, is before the end of its sequence, and not before its first position if the mask has these as well."""
+    """Whether each key, of position ``at``, is before the end of its sequence, and not before its first position if the mask has
+    these as well."""
     t, ends = e.type(mask), emit(e, "Cast", mask, to=INT64)
     twice = isinstance(batch, int) and t.dims[0] == 2 * batch
     if isinstance(t.dims[0] - batch, int) and t.dims[0] != batch and not twice:
