@@ -9,6 +9,7 @@ patches. If the patches are cut already, they become rows of a product for any r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.conv import resolved
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import PadAttrs
+from optdnn.ops.quantized import RequantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reshape_target, reshaped, shape_of
@@ -24,6 +26,8 @@ from optdnn.types import Array, Shape
 
 LEAST = 32
 """Fewest elements of a patch (rows of the matrix) for which the product pays."""
+FEW_CHANNELS = 16
+"""Convolutions of 8-bit integers with fewer channels than this multiply zeros."""
 ORDER = (0, 2, 4, 1, 3, 5)
 """Permutation to batch, rows, columns, channels, kernel rows, kernel columns."""
 
@@ -129,6 +133,41 @@ def integer_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, *casts), build, (casts[-1] if casts else op).value)
 
 
+@rule("quantized_patch_rows", {"QuantizedConv"})
+def quantized_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
+    """As ``patch_rows``, for a convolution of 8-bit integers with any readers: a Transpose after it moves the channels back.
+
+    The kernels of convolutions read at least 16 channels of a pixel. Of an image with three, they would multiply mostly zeros."""
+    weight, a, before = graph.constant_value(op.input(1)), op.attrs, shape_of(graph, operand(op))
+    if weight is None or weight.ndim != 4 or before is None or weight.shape[1] >= FEW_CHANNELS or a.group != 1:
+        return None
+    if a.strides != weight.shape[2:] or any(a.pads) or any(d != 1 for d in a.dilations) or weight[0, 0].size == 1:
+        return None
+    if op.input(3) is not None:
+        return Miss("it adds a tensor")
+    sizes = _cut(before, weight)
+    if isinstance(sizes, Miss):
+        return sizes
+    targets = _targets(before, sizes, (before[0], sizes[0], sizes[2], weight[0].size))
+    if targets is None:
+        return Miss("no constant target can express how the image is cut")
+
+    rounds = producer(graph, operand(op), {"QuantizeLinear"})
+    if rounds is not None and (
+        graph.sole_user(rounds.value) != op or graph.type(operand(rounds, 1)).dims not in ((), (1,))
+    ):
+        rounds = None
+
+    def build(patch: Patch) -> Value:
+        rows = _rows(patch, operand(rounds or op), *targets, rounds)
+        filters = patch.constant(weight.reshape(len(weight), -1), "patches.weight")
+        attrs = RequantizeAttrs(**{f.name: getattr(a, f.name) for f in fields(RequantizeAttrs)})
+        y = patch.add("QuantizedMatMul", [rows, filters, *op.inputs[2:]], attrs)
+        return patch.add("Transpose", [y], TransposeAttrs((0, 3, 1, 2)))
+
+    return Match((op,) if rounds is None else (op, rounds), build, op.value)
+
+
 Targets = tuple[tuple[int, ...], tuple[int, ...]]
 Sizes = tuple[int, int, int, int]
 """Patches and pixels per patch along the height, then along the width."""
@@ -167,9 +206,12 @@ def _targets(image: Shape, sizes: Sizes, rows: Shape) -> Targets | None:
     return None if cut is None or joined is None else (cut, joined)
 
 
-def _rows(patch: Patch, x: Value, cut: tuple[int, ...], joined: tuple[int, ...]) -> Value:
-    """The patches of an image as rows."""
-    return reshaped(patch, patch.add("Transpose", [reshaped(patch, x, cut)], TransposeAttrs(ORDER)), joined)
+def _rows(patch: Patch, x: Value, cut: tuple[int, ...], joined: tuple[int, ...], rounds: Op | None = None) -> Value:
+    """The patches of an image as rows. One launch cuts them and rounds them as the QuantizeLinear ``rounds`` does."""
+    y = patch.add("Transpose", [reshaped(patch, x, cut)], TransposeAttrs(ORDER))
+    if rounds is not None:
+        y = patch.add("QuantizeLinear", [y, *rounds.inputs[1:]], rounds.attrs)
+    return reshaped(patch, y, joined)
 
 
 def _matrix(weight: Array) -> Array:

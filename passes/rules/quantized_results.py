@@ -1,18 +1,22 @@
-"""Quantized products of the same data become one product, and their results are stored as fp32 if a Cast to fp32 reads them."""
+"""Quantized products of the same data become one product. Their results are stored as floats if only floats are read."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops import requantize
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
-from optdnn.passes.support.facts import bytes_of, integers, operand
-from optdnn.types import FP32
+from optdnn.passes.support.facts import RESHAPES, bytes_of, integers, is_pointwise, operand
+from optdnn.passes.support.quantized_values import quant_params
+from optdnn.runtime.cuda.compile import render
+from optdnn.types import FP32, is_float
 
 _RESIDUAL = 3
 
@@ -75,3 +79,67 @@ def wide_result(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("storing fp32 results of this size would take longer than a launch for the Cast")
     attrs = replace(op.attrs, output_dtype=FP32)
     return Match((cast, op), lambda patch: patch.add(op.kind, op.inputs, attrs, name=cast.outputs[0].name))
+
+
+VIEWS = RESHAPES | {"Transpose", "Split", "Slice"}
+"""Kinds that only move elements, and are views of a product's rows in most networks."""
+
+
+@rule("dequantized_result", {"QuantizedConv", "QuantizedMatMul"})
+def dequantized_result(graph: Graph, op: Op) -> Match | Miss | None:
+    """A product stores floats if its rounded result is only dequantized, for operators that take no integers: queries, keys and
+    values in front of attention. The rounding becomes a stage."""
+    readers = list(_readers(graph, op.value))
+    ends = [reader for reader in readers if reader.kind not in VIEWS]
+    if not ends or any(end.kind != "DequantizeLinear" for end in ends):
+        return None
+    floats = [_float(graph, end) for end in ends]
+    types = {graph.type(value).dtype for value in floats}
+    if len(types) > 1 or (dtype := types.pop()).itemsize > 2:
+        return None
+    found = {quant_params(graph, end, operand(end)) for end in ends}
+    given = found.pop()
+    if found or given is None or given.dtype not in ("int8", "uint8") or given.zero != op.attrs.zero:
+        return Miss("its readers have other scales or zero points")
+    if op.input(_RESIDUAL) is not None:
+        return Miss("the tensor that it adds has 8 bits, like its result")
+    if any(is_pointwise(user) for value in floats for user in graph.users(value)):
+        return Miss("a pointwise operator dequantizes it on its way")
+    stages = (*op.attrs.stages, ("round",), ("clip", op.attrs.low, op.attrs.high), ("mul_const", given.scale))
+    if len(render.constants_of(stages)) > requantize.MAX_CONSTANTS:
+        return Miss("kernels do not hold the constants of one more rounding")
+    bounds = {"low": -requantize.LARGEST, "high": requantize.LARGEST, "zero": 0}
+    attrs = replace(op.attrs, stages=stages, output_dtype=dtype, **bounds)
+    casts = [graph.op(value) for value, end in zip(floats, ends, strict=True) if value != end.value]
+
+    def build(patch: Patch) -> None:
+        _moved(graph, patch, op.value, patch.add(op.kind, op.inputs, attrs, name=op.outputs[0].name))
+
+    return Match((op, *readers, *casts), build)
+
+
+def _readers(graph: Graph, value: Value) -> Iterator[Op]:
+    """The readers of a value, and of its views."""
+    for user in graph.users(value):
+        yield user
+        if user.kind in VIEWS and user.inputs[0] == value:
+            for port in range(len(user.outputs)):
+                yield from _readers(graph, Value(user.id, port))
+
+
+def _float(graph: Graph, end: Op) -> Value:
+    """The result of a DequantizeLinear, or of the conversion to another float type that is its only reader."""
+    cast = graph.sole_user(end.value)
+    return cast.value if cast is not None and cast.kind == "Cast" and is_float(cast.attrs.to) else end.value
+
+
+def _moved(graph: Graph, patch: Patch, old: Value, new: Value) -> None:
+    """Give the readers of ``old`` views of ``new``, and its dequantized values those views themselves."""
+    for user in graph.users(old):
+        if user.kind == "DequantizeLinear":
+            patch.replace(_float(graph, user), new)
+            continue
+        names = [o.name for o in user.outputs]
+        view = patch.add_op(user.kind, [new, *user.inputs[1:]], user.attrs, outputs=len(names), names=names)
+        for port in range(len(names)):
+            _moved(graph, patch, Value(user.id, port), Value(view.id, port))

@@ -244,6 +244,7 @@ RULES: Mapping[str, str] = {
     "patch_rows": "patch embeddings written as matrix products",
     "cut_patches": "embeddings of patches that are already cut written as matrix products",
     "integer_patch_rows": "patch embeddings of integers written as matrix products",
+    "quantized_patch_rows": "quantized patch embeddings written as matrix products",
     "channels_last": "operators given channels last",
     "view": "changes of layout that move nothing",
     "convert": "changes of layout inserted",
@@ -368,6 +369,7 @@ RULES: Mapping[str, str] = {
     "converted_in_registers": "conversions between fp32 and 16-bit floats added to pointwise operators",
     "wide_product": "results of products stored directly as fp32",
     "wide_result": "results of quantized products stored directly as fp32",
+    "dequantized_result": "results that are only dequantized are stored as floats",
     "quantize_stages": "QuantizeLinears fused with the operators before them",
     "dequantize_stages": "DequantizeLinears fused into one kernel",
 }

@@ -11,14 +11,16 @@ from support.quantized_nets import QNet
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.verify import verify
+from optdnn.ops import requantize
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
-from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.quantized import RequantizeAttrs
 from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.passes.rules import quantized_results
@@ -261,3 +263,70 @@ def test_results_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     made, report = folded(stored(QNet()))
     assert made.kinds()["Cast"] == 1
     assert any("would take longer than a launch for the Cast" in r.reason for r in report.refused)
+
+
+# ---------------------------------------------------------------- results that are only dequantized
+
+
+def heads(
+    n: QNet,
+    *,
+    zero: int = 5,
+    scales: tuple[float, float] = (0.04, 0.04),
+    to: Any = FP16,
+    reader: str = "MatMul",
+    kept: bool = False,
+) -> Graph:
+    """Queries and keys: the parts of a quantized product's result, dequantized for a product of both."""
+    y = n.q(n.qmatmul(n.fake(n.input(12, 32), 0.03), 64), 0.04, 5)
+    parts = n.op("Split", n.op("Reshape", y, n.ints(12, 2, 32)), n.ints(1, 1), attrs=SplitAttrs(1), outputs=2)
+    first, second = (
+        n.op("Cast", n.dq(n.op("Reshape", part, n.ints(3, 4, 32)), scale, 5), attrs=CastAttrs(to))
+        for part, scale in zip(parts, scales, strict=True)
+    )
+    if reader == "MatMul":
+        second = n.op("Transpose", second, attrs=TransposeAttrs((0, 2, 1)))
+    return n.done(n.op(reader, first, second), *([y] if kept else []))
+
+
+def test_a_result_that_is_only_dequantized_is_stored_as_floats() -> None:
+    graph = heads(QNet())
+    made, report = folded(graph)
+    assert [f.rule for f in report.fired].count("dequantized_result") == 1
+    (product,) = made.of_kind("QuantizedMatMul")
+    assert product.outputs[0].type.dtype == FP16
+    assert [s[0] for s in product.attrs.stages] == ["bias", "round", "clip", "mul_const"]
+    assert made.kinds() == {"Pointwise": 1, "QuantizedMatMul": 1, "Reshape": 3, "Split": 1, "Transpose": 1, "MatMul": 1}
+    agree(graph, made, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"scales": (0.04, 0.05)}, "its readers have other scales or zero points"),
+        ({"reader": "Mul"}, "a pointwise operator dequantizes it on its way"),
+        ({"to": FP32}, ""),
+        ({"kept": True}, ""),
+    ],
+)
+def test_results_that_stay_integers(options: dict[str, Any], because: str) -> None:
+    graph = heads(QNet(), **options)
+    made, report = folded(graph)
+    assert made.of_kind("QuantizedMatMul")[0].outputs[0].type.dtype == np.int8
+    assert not because or any(because in r.reason for r in report.refused if r.rule == "dequantized_result")
+    agree(graph, made, 1e-3)
+
+
+def test_constants_of_one_more_rounding_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requantize, "MAX_CONSTANTS", 2)
+    _, report = folded(heads(QNet()))
+    assert any("do not hold the constants of one more rounding" in r.reason for r in report.refused)
+
+
+def test_a_result_with_an_added_tensor_stays() -> None:
+    n = QNet()
+    x = n.fake(n.input(2, 16, 4, 4), 0.03)
+    y = n.q(n.qconv(x, 16, 1, epilogue=(Stage("Add", (-1, 3)),), more=[x]), 0.04, 5)
+    half = n.op("Cast", n.dq(y, 0.04, 5), attrs=CastAttrs(FP16))
+    _, report = folded(n.done(n.op("MatMul", half, n.input(4, 8, name="w", dtype=np.float16))))
+    assert any("the tensor that it adds has 8 bits" in r.reason for r in report.refused)

@@ -141,7 +141,7 @@ def predicted(rows: int, candidates: str) -> dict[str, float]:
 @pytest.mark.slow
 def test_times_are_predicted_by_the_cost_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_target, "_gpu", lambda target: None)
-    one, many = predicted(1, "fp16,w8,w4"), predicted(4096, "fp16,w8,w4,w4a8")
+    one, many = predicted(1, "fp16,w8,w4"), predicted(4096, "fp16,w4,w4a8")
     assert one["fp32"] > one["fp16"] > one["w8"] > one["w4"]
     assert many["w4"] > 0.95 * many["fp16"], "arithmetic bounds many rows"
     assert many["w4a8"] < many["w4"]

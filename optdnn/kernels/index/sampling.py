@@ -13,7 +13,7 @@ from typing import Any
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import POINTS_LIMIT, emit_index_kernel, operands_of
-from optdnn.kernels.index.numeric import REFLECTED, first_tap
+from optdnn.kernels.index.numeric import REFLECTED, first_tap, tap_index
 from optdnn.kernels.layout.views import order_read
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
 from optdnn.kernels.tactic import Tactic
@@ -175,12 +175,11 @@ def _sample(op: Op, k: int, x: TensorView, where: str, number: str, element: str
                 f"{place} = reflected({place}, {number}({low}), {number}({high}));"
             )
         lines.append(first_tap(axis, a.mode, number))
-        tap = f"f{axis} + t{axis}"
-        index = f"rint(reflected(double({tap}), {low}, {high}))" if a.padding_mode == "reflection" else tap
+        index = tap_index(a, f"f{axis} + t{axis}", size)
         before = "" if not axis else "inside0 && "
         inside = f"{before}i{axis} >= 0 && i{axis} < {size}" if a.padding_mode == "zeros" else "true"
         loops.append(
-            f"{UNROLLED}for (int t{axis} = 0; t{axis} < {TAPS[a.mode]}; t{axis}++) {{ i64 i{axis} = i64({index}); "
+            f"{UNROLLED}for (int t{axis} = 0; t{axis} < {TAPS[a.mode]}; t{axis}++) {{ i64 i{axis} = {index}; "
             f"const bool inside{axis} = {inside}; i{axis} = i{axis} < 0 ? 0 : i{axis} >= {size} ? {size - 1} : i{axis};"
         )
     weight = " * ".join(["w0[t0]", "w1[t1]", *([factor] if factor else [])])

@@ -35,6 +35,10 @@ from optdnn.types import (
 )
 
 THREADS = 256
+FULL = 1 << 15
+"""Threads that give every multiprocessor of a large GPU a block. With fewer, threads share out the elements of long chains."""
+LONG = 32
+"""Stages times elements of a thread from which its computation, not its memory accesses, takes the time."""
 LARGEST = {d: float(ml_dtypes.finfo(d).max) for d in NARROW_FLOATS}  # type: ignore[no-untyped-call]
 """Largest value of each float type of 8 or fewer bits."""
 CPP = {
@@ -312,6 +316,8 @@ def emit_pointwise(
     if len(dims) > STRIDES_LIMIT:
         raise InternalError(f"{op.kind} {op.name!r} has {len(dims)} axes that cannot be merged")
     vec = vector(tensors, dims, strides)
+    while vec > 1 and vec * len(lines) > LONG and math.prod(dims) // vec < FULL:
+        vec //= 2
     text = _source(lines, result, out, present, len(dims), vec, strides, list(tables))
     dims[-1] //= vec
     count = math.prod(dims)

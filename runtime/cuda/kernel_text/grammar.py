@@ -18,7 +18,7 @@ from optdnn.runtime.cuda.kernel_text.expressions import (
 )
 
 DEFINED = words("""
-    epilogue epilogue_beside prologue between between_one after after_one word_offset normalized larger reflected
+    epilogue epilogue_beside prologue between between_one after after_one word_offset normalized larger reflected reflected_tap
     first_result second_result first_activation second_activation third_activation
 """) | {f"{name}_{n}" for name in ("epilogue", "epilogue_beside") for n in range(6)}
 """Functions that a text may define."""
