@@ -202,8 +202,8 @@ def _formed(
         raise UsageError(
             f"{odd.input} is a state of a fixed size, such as that of a convolution or of a window, beside caches of other sizes: "
             "Generator knows caches of one number of positions only",
-            hint="run the engine step by step: each step takes the states that the one before returned. onnxruntime-genai's builder "
-            "writes whole caches instead of windows with --extra_options windowed_kv_cache=false",
+            hint="run the engine step by step: each step takes the states that the one before returned. onnxruntime-genai's "
+            "builder writes whole caches instead of windows with --extra_options windowed_kv_cache=false",
         )
     if known:
         return caches, "fixed"
