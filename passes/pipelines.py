@@ -53,6 +53,7 @@ from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, ShiftZero
 from optdnn.passes.joined_rows import JoinedRows
 from optdnn.passes.joined_tables import JoinedTables
 from optdnn.passes.layers_of_parts import LayersOfParts, StepsOfItems
+from optdnn.passes.linear_attentions import LinearAttentions
 from optdnn.passes.long_scans import LongScans
 from optdnn.passes.long_top_k import LongTopK
 from optdnn.passes.masked_rows import MaskedRows
@@ -164,6 +165,7 @@ O2_GPU: tuple[Pass, ...] = (
     Unroll(),  # before all other passes, which then see through loops
     FoldConstants(),  # after unrolling: the number of each iteration is known
     Unroll(),  # again: conditions within an iteration may be known now
+    LinearAttentions(),  # before OneFloat, which removes its conversions to fp32, and before all passes on products
     OneFloat(),  # when no loops are left; before all fusions, which conversions would keep apart
     DynamicQuantization(),  # when weights and scales are constants; before passes that look for products or pack weights
     SpectralConvolutions(),  # finds transforms, which the next passes replace

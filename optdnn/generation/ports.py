@@ -195,7 +195,17 @@ def _formed(
     width = capacity if mask is None or isinstance(mask.shape[1], str) else mask.shape[1]
     caches = tuple(Cache(o, i, _axis(i, tokens, width)) for o, i in pairs)
     sizes = [c.input.shape[c.axis] for c in caches]
-    if all(isinstance(n, int) for n in sizes):
+    known = {n for n in sizes if isinstance(n, int)}
+    if len(known) > 1 or (known and not all(isinstance(n, int) for n in sizes)):
+        least = min(known)
+        odd = next(c for c, n in zip(caches, sizes, strict=True) if n == least)
+        raise UsageError(
+            f"{odd.input} is a state of a fixed size, such as that of a convolution or of a window, beside caches of other sizes: "
+            "Generator knows caches of one number of positions only",
+            hint="run the engine step by step: each step takes the states that the one before returned. onnxruntime-genai's "
+            "builder writes whole caches instead of windows with --extra_options windowed_kv_cache=false",
+        )
+    if known:
         return caches, "fixed"
     if all(_keeps(c, tokens) for c in caches):
         return caches, "elastic"

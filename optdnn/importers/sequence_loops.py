@@ -29,6 +29,10 @@ _OWN = (TensorType(INT64, ()), TensorType(BOOL, ()))
 """The first inputs that a Loop feeds its body: the number of the iteration, and the condition."""
 
 
+_READERS = frozenset({"SequenceAt", "SequenceLength"})
+"""Operators by which a body may read a sequence from outside."""
+
+
 class LoopBody(Protocol):
     """The body of a Loop at its position in the model."""
 
@@ -72,7 +76,7 @@ def stacking(body: LoopBody, operands: Sequence[Any], e: Emitter) -> Stacking | 
 def without_lists(body: onnx.GraphProto, lists: Sequence[int]) -> onnx.GraphProto | None:
     """A copy of a Loop's body without its inputs at ``lists``: sequences to which the body only appends one tensor each.
 
-    These tensors are its last outputs. None if the body uses a sequence in any other way.
+    These tensors are its last outputs. None if the body uses a sequence in any other way. It may read sequences from outside.
     """
     proto = onnx.GraphProto()
     proto.CopyFrom(body)
@@ -86,7 +90,7 @@ def without_lists(body: onnx.GraphProto, lists: Sequence[int]) -> onnx.GraphProt
     for at in sorted(lists, reverse=True):
         del proto.input[at], proto.output[at - 1]
     gone = {v.name for at in lists for v in (body.input[at], body.output[at - 1])}
-    return None if any(n.op_type in SEQUENCES for n in proto.node) or _reads(proto) & gone else proto
+    return None if any(n.op_type in SEQUENCES.keys() - _READERS for n in proto.node) or _reads(proto) & gone else proto
 
 
 def nodes_of(graph: onnx.GraphProto) -> int:

@@ -19,6 +19,7 @@ from optdnn.ops.contrib_cache import group_query_attention
 from optdnn.ops.contrib_fused import FUSED
 from optdnn.ops.contrib_images import IMAGES
 from optdnn.ops.contrib_quantized import QUANTIZED
+from optdnn.ops.contrib_recurrent import RECURRENT
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
 from optdnn.ops.restate import MICROSOFT, as_standard, needs, typed_as
 from optdnn.types import FP32
@@ -146,5 +147,6 @@ IMPORTERS: dict[str, FromOnnx] = {
     **FUSED,
     **IMAGES,
     **QUANTIZED,
+    **RECURRENT,
 }
 """ONNX Runtime's operators, by name. (SimplifiedLayerNormalization is in ONNX's own domain in the files it writes.)"""

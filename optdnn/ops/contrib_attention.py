@@ -24,8 +24,10 @@ def _fill(node: NodeSpec) -> float:
     return float(node.get("mask_filter_value", -10000.0))
 
 
-def _score_mask(node: NodeSpec, e: Emit, mask: Ref | None, bias: Ref | None, like: Ref, keys: Any) -> Ref | None:
-    """The addend of the scores: a mask and a bias (·, ·, rows, keys).
+def _score_mask(
+    node: NodeSpec, e: Emit, mask: Ref | None, bias: Ref | None, like: Ref, keys: Sequence[Ref | None]
+) -> Ref | None:
+    """The addend of the scores: a mask and a bias (·, ·, rows, keys). ``keys``: tensors (B, H, keys, size), one after the other.
 
     The mask holds the length of each sequence (B), also with the first position after these lengths (2 B), or ones and zeros:
     (B, keys) or (B, rows, keys).
@@ -34,9 +36,7 @@ def _score_mask(node: NodeSpec, e: Emit, mask: Ref | None, bias: Ref | None, lik
     if mask is not None:
         t = e.type(mask)
         if len(t.dims) == 1:
-            if not isinstance(keys, int):
-                raise Unsupported("a mask of lengths with an unknown number of keys")
-            keep = _between(e, mask, e.type(like).dims[0], keys)
+            keep = _between(e, mask, e.type(like).dims[0], _numbers(e, keys))
         elif len(t.dims) == 2 or len(t.dims) == 3:
             keep = emit(e, "Cast", mask, to=np.dtype(bool))
         else:
@@ -48,8 +48,15 @@ def _score_mask(node: NodeSpec, e: Emit, mask: Ref | None, bias: Ref | None, lik
     return added
 
 
-def _between(e: Emit, mask: Ref, batch: Any, keys: int) -> Ref:
-    """Whether each key is before the end of its sequence, and not before its first position if the mask has these as well."""
+def _numbers(e: Emit, keys: Sequence[Ref | None]) -> Ref:
+    """The positions of all keys: 0, 1, ..."""
+    lengths = [emit(e, "Shape", k, start=2, end=3) for k in keys if k is not None]
+    return count(e, lengths[0] if len(lengths) == 1 else emit(e, "Add", *lengths))
+
+
+def _between(e: Emit, mask: Ref, batch: Any, at: Ref) -> Ref:
+    """Whether each key, of position ``at``, is before the end of its sequence, and not before its first position if the mask has
+    these as well."""
     t, ends = e.type(mask), emit(e, "Cast", mask, to=INT64)
     twice = isinstance(batch, int) and t.dims[0] == 2 * batch
     if isinstance(t.dims[0] - batch, int) and t.dims[0] != batch and not twice:
@@ -57,10 +64,10 @@ def _between(e: Emit, mask: Ref, batch: Any, keys: int) -> Ref:
     begins = None
     if twice:
         ends, begins = e.op("Split", [ends, np.array([batch, batch], np.int64)], SplitAttrs(axis=0), outputs=2)
-    keep = emit(e, "Less", np.arange(keys), emit(e, "Unsqueeze", ends, np.array([1])))
+    keep = emit(e, "Less", at, emit(e, "Unsqueeze", ends, np.array([1])))
     if begins is None:
         return keep
-    return emit(e, "And", keep, emit(e, "LessOrEqual", emit(e, "Unsqueeze", begins, np.array([1])), np.arange(keys)))
+    return emit(e, "And", keep, emit(e, "LessOrEqual", emit(e, "Unsqueeze", begins, np.array([1])), at))
 
 
 def _attend(
@@ -125,12 +132,10 @@ def _projected_attention(
     parts = e.op("Split", [packed, np.asarray(sizes, np.int64)], SplitAttrs(axis=2), outputs=3)
     q, k, v = (split_heads(e, part, heads) for part in parts)
     former: list[Ref | None] = []
-    keys = e.type(k).dims[2]
     if node.input(past) is not None:
         require_rank(e.type(node.inputs[past]), 5, "past of Attention")
         former = [emit(e, "Gather", node.inputs[past], np.asarray(i), axis=0) for i in (0, 1)]
-        keys = keys + e.type(former[0]).dims[2]
-    added = _score_mask(node, e, node.input(mask), node.input(bias), q, keys)
+    added = _score_mask(node, e, node.input(mask), node.input(bias), q, [*former[:1], k])
     wanted = len(node.outputs) > 1 and bool(node.outputs[1])
     y, *present = _attend(node, e, [q, k, v], added, former, 3 if wanted and former else 1)
     if not wanted:
@@ -163,10 +168,7 @@ def multi_head_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         elif rank != 4 or (i == 0 and node.input(2) is not None):
             raise Unsupported(f"a {name} {e.type(operands[i])}")
     q, k, v = operands
-    keys = e.type(k).dims[2]
-    if node.input(6) is not None:
-        keys = keys + e.type(node.inputs[6]).dims[2]
-    mask = _score_mask(node, e, node.input(4), node.input(5), q, keys)
+    mask = _score_mask(node, e, node.input(4), node.input(5), q, [node.input(6), k])
     return _attend(node, e, [q, k, v], mask, node.inputs[6:8], len(node.outputs))
 
 

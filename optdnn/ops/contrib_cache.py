@@ -13,6 +13,7 @@ from optdnn.ops.base import Unsupported
 from optdnn.ops.checks import emit, require_rank, required
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
 from optdnn.ops.index import SplitAttrs
+from optdnn.ops.restate import count
 from optdnn.types import INT64
 
 
@@ -32,13 +33,8 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     """GroupQueryAttention: new keys and values are written into the cache after the valid positions of each row of the batch.
 
     Row b holds ``seqlens_k[b] + 1 - length`` positions (none in a first call). The returned cache has the length of the given one,
-    or total_sequence_length if that is larger.
+    or total_sequence_length if that is larger. With sliding_window_cache, a cache of any length holds the last positions only.
     """
-    if node.get("sliding_window_cache", 0):
-        raise Unsupported(
-            "sliding_window_cache=1, a cache that is only as long as the window; onnxruntime-genai's builder leaves it out with "
-            "--extra_options windowed_kv_cache=false"
-        )
     for name in ("qk_output", "k_quant_type", "v_quant_type"):
         if node.get(name, 0) not in (0, "NONE"):
             raise Unsupported(f"{name}={node.get(name)}")
@@ -54,8 +50,10 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     length = e.type(q).dims[2]
     steps = emit(e, "Shape", q, start=2, end=3)
     zero, one = np.array([0], np.int64), np.array([1], np.int64)
-    held = emit(e, "Sub", emit(e, "Add", _int64(e, seqlens, flat=True), one), steps)
-    held = emit(e, "Max", held, zero)  # a first call holds no positions, although its rows are padded on the right
+    ends = emit(e, "Add", _int64(e, seqlens, flat=True), one)
+    held = emit(
+        e, "Max", emit(e, "Sub", ends, steps), zero
+    )  # a first call holds no positions, although its rows are padded on the right
     offsets = np.arange(length) if isinstance(length, int) else _range(e, steps)
     column = emit(e, "Unsqueeze", held, one)
     positions = emit(e, "Add", column, offsets)  # (batch, length)
@@ -73,8 +71,14 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
             2 * half if isinstance(half, int) and isinstance(size, int) and 2 * half != size else 0,
         )
         (q,), (k,) = (e.op("RotaryEmbedding", [y, *turns], attrs) for y in (q, k))
-    k, v = (_cached(e, new, past, held, total) for new, past in ((k, node.input(3)), (v, node.input(4))))
     window = int(node.get("local_window_size", -1))
+    written, first = held, None
+    if node.get("sliding_window_cache", 0):
+        written, first = _resident(node, e, held, ends, window)
+    k, v = (
+        _cached(e, new, past, written, total if first is None else None)
+        for new, past in ((k, node.input(3)), (v, node.input(4)))
+    )
     scale = node.get("scale")
     seen = AttentionAttrs(
         float(scale) if scale else None,
@@ -85,11 +89,12 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     sinks: Any = node.input(11)
     if sinks is None and node.get("smooth_softmax", 0):
         sinks = np.zeros(heads, e.type(q).dtype)
-    filled = emit(e, "Add", held, steps)
+    filled = emit(e, "Add", written, steps)
     y = merge_heads(e, e.op("Attention", [q, k, v, None, None, None, filled, sinks], seen)[0])
     if not any(node.outputs[1:]):
         return (y,)
-    present = [_present(e, c, past, total) for c, past in ((k, node.input(3)), (v, node.input(4)))]
+    pairs = ((k, node.input(3)), (v, node.input(4)))
+    present = [_present(e, c, past, total) if first is None else _last_rows(e, c, past, first) for c, past in pairs]
     return (y, *present)[: len(node.outputs)]
 
 
@@ -122,14 +127,50 @@ def _heads(node: NodeSpec, e: Emit, x: Ref, heads: int, groups: int) -> list[Ref
     return [split_heads(e, part, n) for part, n in zip(parts, (heads, groups, groups), strict=True)]
 
 
-def _cached(e: Emit, new: Ref, past: Ref | None, held: Ref, total: Ref) -> Ref:
+def _resident(node: NodeSpec, e: Emit, held: Ref, ends: Ref, window: int) -> tuple[Ref, Ref]:
+    """For a cache that holds the last positions only: how many it holds before the call, and the first of its rows that it still
+    holds afterward. ``held``, ``ends``: the number of all positions before and after the call. All have a number per sample.
+
+    Of T positions, a cache of C rows holds all while they fit. Then it drops ``G = C - window + 1`` at a time.
+    """
+    past = node.input(3)
+    if past is None or node.input(4) is None or window < 1:
+        raise ShapeError("sliding_window_cache=1 needs past_key, past_value and local_window_size")
+    rows = e.type(past).dims[2]
+    if isinstance(rows, int) and rows < window:
+        raise ShapeError(f"a cache of {rows} positions for a window of {window}")
+    one, capacity = np.array([1], np.int64), emit(e, "Shape", past, start=2, end=3)
+    group = emit(e, "Sub", capacity, np.array([window - 1], np.int64))
+
+    def kept(count: Ref) -> Ref:
+        beyond = emit(e, "Max", emit(e, "Sub", count, capacity), np.array([0], np.int64))
+        groups = emit(e, "Div", emit(e, "Sub", emit(e, "Add", beyond, group), one), group)
+        return emit(e, "Sub", count, emit(e, "Mul", groups, group))
+
+    before = kept(held)
+    filled = emit(e, "Add", before, emit(e, "Sub", ends, held))
+    return before, emit(e, "Sub", filled, kept(ends))
+
+
+def _last_rows(e: Emit, cache: Ref, past: Ref | None, first: Ref) -> Ref:
+    """As many rows of the cache as ``past`` has, from ``first`` (batch) on; behind the last one, that row is repeated."""
+    assert past is not None
+    rows = count(e, emit(e, "Shape", past, start=2, end=3))
+    places = emit(e, "Add", emit(e, "Unsqueeze", first, np.array([1])), rows)
+    last = emit(e, "Sub", emit(e, "Shape", cache, start=2, end=3), np.array([1], np.int64))
+    places = emit(e, "Unsqueeze", emit(e, "Min", places, last), np.array([2]))
+    by_row = emit(e, "Transpose", cache, perm=(0, 2, 1, 3))
+    return emit(e, "Transpose", emit(e, "GatherND", by_row, places, batch_dims=1), perm=(0, 2, 1, 3))
+
+
+def _cached(e: Emit, new: Ref, past: Ref | None, held: Ref, total: Ref | None) -> Ref:
     """The cache with room for all new positions, which are written at ``held``: (batch, heads, past + length, size).
 
     If ``total`` is known not to exceed the cache, the cache itself has room and is written in place.
     """
     if past is None:
         return new
-    known, capacity = e.value(total), e.type(past).dims[2]
+    known, capacity = None if total is None else e.value(total), e.type(past).dims[2]
     if known is not None and isinstance(capacity, int) and int(known.reshape(-1)[0]) <= capacity:
         return e.op("TensorScatter", [past, new, held], TensorScatterAttrs(axis=2))[0]
     room = emit(e, "Mul", new, np.zeros((), e.type(new).dtype))

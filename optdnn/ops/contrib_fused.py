@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,18 @@ def _embedding(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if len(node.outputs) > 1 and node.outputs[1]:
         outputs[1] = _lengths(e, ids, node.input(7))
     return outputs
+
+
+def _quantized_embedding(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """QEmbedLayerNormalization: tables, scale and bias are 8-bit integers. Operands 8 to 12: scales; 13 to 17: zero points."""
+    floats: list[Ref | None] = list(node.inputs[:2])
+    for k in range(5):
+        table = node.input(2 + k)
+        operands = [] if table is None else [table, *needs(node, 8 + k, 13 + k)]
+        floats.append(
+            as_standard("DequantizeLinear", node, e, inputs=tuple(operands), attrs={})[0] if operands else None
+        )
+    return _embedding(replace(node, inputs=(*floats, node.input(7))), e)
 
 
 def _lengths(e: Emit, ids: Ref, mask: Ref | None) -> Ref:
@@ -198,6 +211,7 @@ FUSED: dict[str, FromOnnx] = {
     MICROSOFT + "BiasSplitGelu": _bias_split_gelu,
     MICROSOFT + "GemmFastGelu": _gemm_fast_gelu,
     MICROSOFT + "EmbedLayerNormalization": _embedding,
+    MICROSOFT + "QEmbedLayerNormalization": _quantized_embedding,
     MICROSOFT + "GatedRelativePositionBias": _gated_positions,
     MICROSOFT + "RelativePositionBias": _relative_positions,
     MICROSOFT + "ExpandDims": _expand_dims,

@@ -1,9 +1,10 @@
 """Sequences of tensors with a length that is known at import.
 
 No graph holds a sequence: it is a :class:`TensorList` of values, and its operators pick, join and split these. That covers the
-operators that exporters write for lists of tensors (``split``, ``chunk``, ``unbind``). A Loop that carries a sequence is unrolled;
-a Loop that only appends to it, an unknown number of times, makes a :class:`Stack`. Sequences that a Scan carries, and sequences
-that are inputs or outputs of the model, are refused. An optional value is its element; one without an element is refused.
+operators that exporters write for lists of tensors (``split``, ``chunk``, ``unbind``). A Loop that carries a sequence is unrolled.
+A Loop that only appends to it, an unknown number of times, makes a :class:`Stack`, as does a split into single elements along an
+axis of unknown size. Sequences that a Scan carries, and sequences that are inputs or outputs of the model, are refused. An optional
+value is its element; one without an element is refused.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from optdnn.dim import Dim
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Unsupported
-from optdnn.ops.bodies import subgraph
+from optdnn.ops.bodies import ScanAttrs, build_body, subgraph, symbols
 from optdnn.ops.checks import emit, required
-from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref, normalized_axis
+from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref, Subgraph, normalized_axis
 from optdnn.ops.index import SplitAttrs
 
 MOST = 4096
@@ -133,13 +135,37 @@ def _split(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     x, axis = node.input(0), normalized_axis(node, e, 0)
     shape = e.type(x).shape
     size = None if shape is None else shape[axis]
+    if isinstance(size, Dim) and _step(node, e) == 1:
+        return [Stack([_ones(node, e, axis)])]
     sizes = _sizes(node, e, size)
     if len(sizes) > MOST:
         raise Unsupported(f"it makes {len(sizes)} tensors, at most {MOST} are taken")
     parts = e.op("Split", [x, np.array(sizes, np.int64)], SplitAttrs(axis), outputs=len(sizes))
-    if node.input(1) is None and not node.get("keepdims", 1):
+    if not _kept(node, e):
         parts = tuple(emit(e, "Squeeze", part, np.array([axis], np.int64)) for part in parts)
     return [TensorList(parts)]
+
+
+def _step(node: NodeSpec, e: Emit) -> int | None:
+    """The size of each part, if there is one for all of them."""
+    if node.input(1) is None:
+        return 1
+    known = e.value(node.inputs[1])
+    return None if known is None or known.ndim or not isinstance(at := known.tolist(), int) else at
+
+
+def _ones(node: NodeSpec, e: Emit, axis: int) -> Ref:
+    """The parts of one element along ``axis``, stacked along the first axis."""
+    rank = len(e.type(node.inputs[0]).dims)
+    order = [axis, *(k for k in range(rank) if k != axis)]
+    stack = emit(e, "Transpose", node.inputs[0], perm=order) if axis else node.inputs[0]
+    return emit(e, "Unsqueeze", stack, np.array([axis + 1], np.int64)) if _kept(node, e) else stack
+
+
+def _kept(node: NodeSpec, e: Emit) -> bool:
+    """Whether the parts keep the axis. ONNX says that ``keepdims`` has no effect if sizes are given. But PyTorch writes ``unbind``
+    with a size of 1 and ``keepdims=0``, and ONNX Runtime removes the axis then."""
+    return bool(node.get("keepdims", 1)) or _step(node, e) != 1
 
 
 def _sizes(node: NodeSpec, e: Emit, size: object) -> list[int]:
@@ -161,9 +187,12 @@ def _sizes(node: NodeSpec, e: Emit, size: object) -> list[int]:
 
 def _map(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     """The body, once for each position. Operands after the first are sequences too, or tensors that each position reads."""
-    body, held = subgraph(node, "body"), _list(node)
+    body, held = subgraph(node, "body"), _sequence(node)
     if body.inputs != len(node.inputs):
         raise ShapeError(f"its body takes {body.inputs} values, {len(node.inputs)} are fed")
+    if all(isinstance(v, Stack) for v in node.inputs):
+        return _scanned(node, e, body)
+    held = _list(node)
     for other in node.inputs[1:]:
         if isinstance(other, Stack):
             raise Unsupported(
@@ -177,6 +206,19 @@ def _map(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if any(isinstance(made, TensorList) for row in rows for made in row):
         raise Unsupported("its body yields a sequence of tensors")
     return [TensorList(row[k] for row in rows) for k in range(body.outputs)]
+
+
+def _scanned(node: NodeSpec, e: Emit, body: Subgraph) -> Sequence[Ref]:
+    """The body for each row of stacks, as a Scan without states."""
+    stacks = [v[0] for v in node.inputs if isinstance(v, Stack)]
+    rows = [e.type(v).with_shape(e.type(v).dims[1:]) for v in stacks]
+    built, captured = build_body(body, [], [], rows, 0)
+    outside = symbols([*map(e.type, captured), *rows])
+    if any(t.shape is None or symbols([t]) - outside for t in built.outputs):
+        raise Unsupported("the tensors of its results may have different shapes, and their number is not known")
+    first, made = (0,) * len(stacks), (0,) * len(built.outputs)
+    results = e.op("Scan", [*stacks, *captured], ScanAttrs(built, 0, first, first, made, made), outputs=len(made))
+    return [Stack([v]) for v in results]
 
 
 def _optional(node: NodeSpec, e: Emit) -> Sequence[Ref]:

@@ -55,9 +55,9 @@ PLANNED, MEASURED = "planned", "measurement"
 """Key of a plan's meta for how its tactics were chosen; and the value of one that was tuned."""
 NOT_KEPT = (
     "shapes", "sample", "random_seed", "preprocess", "postprocess", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug",
-    "budget", "threads", "calibrator", "refit", "lock", "locked",
+    "budget", "threads", "calibrator", "refit", "lock", "locked", "values",
 )  # fmt: skip
-"""Options that further plans do not need."""
+"""Options that further plans do not need, or that changed the model that they are made from."""
 
 
 @dataclass
@@ -189,7 +189,7 @@ def by_value(
     """The program with the parts that plans for values of the inputs ``names`` need, if these gain something: if data-dependent
     sizes leave work to the CPU. ``model`` is what ``graph`` was imported from, with the options' values in it.
     """
-    plain = plain_options(replace(options, values={}))
+    plain = plain_options(options)
     if not names or plain is None or not any(p.meta["host"]["operators"] for p in plans_of(program)):
         return program
     if program.dynamic is not None and program.dynamic.source is not None:

@@ -58,8 +58,6 @@ class Cuda(Target):
         progress: Progress,
         like: Program | None = None,
     ) -> Planned:
-        if options.values:
-            raise UsageError("inputs with values go with fixed shapes only", hint="give --shape sizes, not ranges")
         if options.precision == AUTO:
             raise UsageError(
                 "precision auto on a GPU needs fixed shapes", hint="give one size for each: --shape x=8x3x224x224"

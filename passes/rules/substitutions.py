@@ -19,9 +19,9 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.fused import plain_attrs
-from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, rule
 from optdnn.passes.support.facts import ints, is_filled, operand
+from optdnn.passes.support.triangular import chosen, inverse_of_rest, times
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array, is_float
 
@@ -164,33 +164,17 @@ def _is_lower(graph: Graph, value: Value, size: int) -> bool:
     mask = graph.constant_value(op.inputs[0]) if op.kind == "Where" else None
     if mask is None or (mask.ndim > 2 and any(n > 1 for n in mask.shape[:-2])):
         return False
-    chosen = np.broadcast_to(mask.reshape(mask.shape[-2:]), (size, size))[np.triu_indices(size)]
-    return any(is_filled(graph.known(operand(op, slot)), 0) and bool(np.all(chosen == (slot == 1))) for slot in (1, 2))
+    taken = np.broadcast_to(mask.reshape(mask.shape[-2:]), (size, size))[np.triu_indices(size)]
+    return any(is_filled(graph.known(operand(op, slot)), 0) and bool(np.all(taken == (slot == 1))) for slot in (1, 2))
 
 
 def _substituted(patch: Patch, a: Value, size: int, dtype: Any, lower: bool) -> Value:
     """Add the substitution: the substituted rows below the diagonal, and ``a`` elsewhere. ``lower``: ``a`` is 0 elsewhere."""
     rows, columns = np.indices((size, size))
-    below = rows > columns
-
-    def choice(mask: Array, one: Value, other: Value) -> Value:
-        return patch.add("Where", [patch.constant(mask, "mask"), one, other])
-
-    def times(one: Value, other: Value) -> Value:
-        return patch.add("MatMul", [one, other], MatMulAttrs())
-
-    zero, eye = patch.constant(np.array(0, dtype), "zero"), patch.constant(np.eye(size, dtype=dtype), "eye")
-    blocks, inverse = 1, eye
-    while blocks < size:
-        pairs = (rows // blocks % 2 == 1) & (columns // blocks == rows // blocks - 1)
-        if blocks == 1:
-            inverse = choice(pairs, a, eye)
-        else:
-            between = times(choice(pairs, a, zero), inverse)
-            inverse = patch.add("Add", [inverse, times(inverse, between)])
-        blocks *= 2
+    below, zero = rows > columns, patch.constant(np.array(0, dtype), "zero")
+    inverse = inverse_of_rest(patch, a, size, dtype)
     if not lower:
-        left = choice(below, a, zero)
-        more = patch.add("Add", [left, times(left, choice(below, zero, a))])
-        inverse = times(inverse, choice(below, more, zero))
-    return choice(below, inverse, a)
+        left = chosen(patch, below, a, zero)
+        more = patch.add("Add", [left, times(patch, left, chosen(patch, below, zero, a))])
+        inverse = times(patch, inverse, chosen(patch, below, more, zero))
+    return chosen(patch, below, inverse, a)

@@ -45,6 +45,7 @@ RULES: Mapping[str, str] = {
     "norm_of_one": "normalizations of single elements replaced by their bias",
     "unused_indices": "unread indices of MaxPool removed",
     "counted_loop": "Loops that end by a counter given their number of iterations",
+    "linear_attention": "linear attention computed by products, in chunks of tokens",
     "long_scan": "long Scans of pointwise steps computed in one launch",
     "long_loop": "long Loops of pointwise steps computed in one launch",
     "unroll_loop": "Loops of known length unrolled",

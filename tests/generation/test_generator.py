@@ -270,6 +270,17 @@ def test_one_number_of_positions_held_is_that_of_all_sequences() -> None:
     assert replace(ports, counters=(Counter(one, with_length=True, more=0),)).ragged
 
 
+def test_states_of_a_fixed_size_beside_caches_are_refused() -> None:
+    """A convolution's last positions (LFM 2), or caches of windows (Gemma 2): padded prompts would change them."""
+    made = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        model (int64[b, n] input_ids, float[b, 2, p, 4] past_key, float[b, 2, 3] past_conv)
+            => (float[b, n, 9] logits, float[b, 2, t, 4] present_key, float[b, 2, 3] present_conv)
+            <float[1, 9] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}, int64[8] pads = {0, 0, 0, 0, 0, 0, 1, 0}> {
+            logits = Gather(w, input_ids)  present_conv = Neg(past_conv)  present_key = Pad(past_key, pads) }""")
+    with pytest.raises(UsageError, match=r"past_conv: .* is a state of a fixed size"):
+        optdnn.Generator(optdnn.build(made, target="reference"))
+
+
 def test_engines_that_generate_nothing() -> None:
     plain = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
         scores (int64[b, n] input_ids, float[b, n] extra) => (float[b, n] logits)

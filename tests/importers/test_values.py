@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,21 @@ def test_sizes_are_known_once_values_are_given() -> None:
     got = engine.run({n: given[n] for n in ("x", "spare")})
     for name, w in want.items():
         np.testing.assert_allclose(got[name], w, rtol=1e-6)
+
+
+@pytest.mark.parametrize("target", ["simulate", "reference"])
+def test_values_and_ranges_of_other_inputs(target: str, tmp_path: Path) -> None:
+    """The engine, written and read again, makes plans for sizes that its file has no plan for."""
+    nodes = [node("ReduceSum", "x axes", "s", keepdims=0), node("TopK", "s k", "y at")]
+    inputs: list[Any] = [("x", F, ["batch", 3, 4]), ("axes", I64, [1]), ("k", I64, [1])]
+    made = model(nodes, inputs, [("y", F, None), ("at", I64, None)])
+    shapes = {"x": (optdnn.DimRange(1, 2, 5), 3, 4)}
+    engine = optdnn.build(made, target=target, values={"axes": [1], "k": 2}, shapes=shapes)
+    engine.save(tmp_path / "e.engine")
+    engine = optdnn.load(tmp_path / "e.engine")
+    for batch in (1, 3, 5):
+        x = np.random.default_rng(batch).standard_normal((batch, 3, 4)).astype(np.float32)
+        np.testing.assert_allclose(engine.run({"x": x})["y"], -np.sort(-x.sum(1), axis=1)[:, :2], rtol=1e-5)
 
 
 def test_which_inputs_say_sizes() -> None:

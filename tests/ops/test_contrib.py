@@ -167,6 +167,24 @@ def test_attention(mask: str | None, causal: int, sizes: list[int] | None) -> No
     assert check("Attention", operands, **attrs).kinds()["Attention"] == 1
 
 
+@pytest.mark.parametrize("past", [False, True])
+def test_attention_with_lengths_of_sequences_of_unknown_size(past: bool) -> None:
+    """As ONNX Runtime's optimizer writes BERT with dynamic axes."""
+    operands = [normal(2, 5, 6), np.array([5, 3], np.int32), normal(6, 24, seed=1), normal(24, seed=2)]
+    cache = [normal(2, 2, 4, 3, 2, seed=3)] if past else []
+    m, feeds = one("Attention", [*operands, *cache], n=2 if past else 1, fed=2, num_heads=4)
+    m.graph.node[0].input[:] = ["x0", "x2", "x3", "x1", *(["x4"] if past else [])]
+    if past:
+        m.graph.input.append(helper.make_tensor_value_info("x4", 1, [2, None, 4, "past", 2]))
+        del m.graph.initializer[-1]
+        feeds["x4"] = cache[0]
+    for value in m.graph.input[:2]:
+        for k, name in enumerate(("batch", "length")[: len(value.type.tensor_type.shape.dim)]):
+            value.type.tensor_type.shape.dim[k].dim_param = name
+    for got, due in zip(evaluate(import_model(m), feeds).values(), onnxruntime_run(m, feeds), strict=True):
+        np.testing.assert_allclose(got, due, rtol=2e-5, atol=2e-5)
+
+
 def test_attention_bias() -> None:
     operands = [normal(2, 5, 6), normal(6, 24, seed=1), normal(24, seed=2), None, None, normal(1, 4, 5, 5, seed=3)]
     check("Attention", operands, num_heads=4)
@@ -210,6 +228,47 @@ def test_packed_operands() -> None:
     np.testing.assert_array_equal(run([qkv], num_heads=2), run(parts, fed=3, num_heads=2))
     packed = np.ascontiguousarray(qkv[:, :, :, 1:])
     np.testing.assert_array_equal(run([q, packed], fed=2, num_heads=2), run([q, *parts[1:]], fed=3, num_heads=2))
+
+
+@pytest.mark.parametrize("capacity", [5, 6, 9])
+@pytest.mark.parametrize("calls", [(3, 1, 1, 1, 1, 1, 1), (9, 1, 2, 1), (1, 1, 4, 6, 1), (12, 1, 3)])
+def test_a_cache_that_holds_the_last_positions(calls: tuple[int, ...], capacity: int) -> None:
+    """As onnxruntime-genai's builder exports layers with sliding windows: calls with one token or several."""
+    angles = np.random.default_rng(5).uniform(-3, 3, (24, 8))
+    cache, total = [np.zeros((1, 2, capacity, 16), F)] * 2, 0
+    attrs = {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1, "local_window_size": 5, "sliding_window_cache": 1}
+    for k, length in enumerate(calls):
+        total += length
+        new = [normal(1, length, 64, seed=k), normal(1, length, 32, seed=10 + k), normal(1, length, 32, seed=20 + k)]
+        ends = [np.array([total - 1], np.int32), np.array(total, np.int32)]
+        m, feeds = one(
+            "GroupQueryAttention",
+            [*new, *cache, *ends, np.cos(angles).astype(F), np.sin(angles).astype(F)],
+            3,
+            7,
+            **attrs,
+        )
+        got, want = list(evaluate(import_model(m), feeds).values()), onnxruntime_run(m, feeds)
+        np.testing.assert_allclose(got[0], want[0], rtol=2e-5, atol=2e-5)
+        dropped = capacity - 4
+        held = total - dropped * -(-max(total - capacity, 0) // dropped)
+        for mine, theirs in zip(got[1:], want[1:], strict=True):
+            np.testing.assert_allclose(mine[:, :, :held], theirs[:, :, :held], rtol=2e-5, atol=2e-5)
+        cache = got[1:]
+
+
+def test_caches_of_the_last_positions_of_several_sequences() -> None:
+    """Each sequence has its own number of positions: the rows that leave the cache differ."""
+    cache = [normal(2, 2, 5, 16, seed=3), normal(2, 2, 5, 16, seed=4)]
+    new = [normal(2, 1, 64), normal(2, 1, 32, seed=1), normal(2, 1, 32, seed=2)]
+    ends = [np.array([8, 2], np.int32), np.array(9, np.int32)]
+    attrs = {"num_heads": 4, "kv_num_heads": 2, "local_window_size": 5, "sliding_window_cache": 1}
+    m, feeds = one("GroupQueryAttention", [*new, *cache, *ends], 3, 7, **attrs)
+    got, want = list(evaluate(import_model(m), feeds).values()), onnxruntime_run(m, feeds)
+    np.testing.assert_allclose(got[0], want[0], rtol=2e-5, atol=2e-5)
+    for mine, theirs in zip(got[1:], want[1:], strict=True):
+        np.testing.assert_array_equal(mine[0], theirs[0])
+        np.testing.assert_array_equal(mine[1, :, :3], theirs[1, :, :3])
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -409,8 +468,12 @@ BLOCKS = {"K": 16, "N": 1, "bits": 4, "block_size": 16}
         ("MultiHeadAttention", [normal(1, 2, 4)], {"num_heads": 2}, ShapeError, "packed query, key and value must have 5"),
         ("GroupQueryAttention", [normal(1, 2, 9), None, None, None, None, np.array([1], np.int32), np.array(2, np.int32)],
          {"num_heads": 2, "kv_num_heads": 1}, ShapeError, "does not hold 2 heads of queries"),
-        ("GroupQueryAttention", [normal(1, 2, 4)], {"num_heads": 1, "kv_num_heads": 1, "sliding_window_cache": 1},
-         UnsupportedError, "windowed_kv_cache=false"),
+        ("GroupQueryAttention", [normal(1, 2, 4), normal(1, 2, 4), normal(1, 2, 4), None, None, np.zeros(1, np.int32), np.int32(2)],
+         {"num_heads": 1, "kv_num_heads": 1, "sliding_window_cache": 1, "local_window_size": 4}, ShapeError, "needs past_key"),
+        ("GroupQueryAttention",
+         [*[normal(1, 2, 4)] * 3, *[normal(1, 1, 3, 4)] * 2, np.zeros(1, np.int32), np.int32(2)],
+         {"num_heads": 1, "kv_num_heads": 1, "sliding_window_cache": 1, "local_window_size": 4}, ShapeError,
+         "a cache of 3 positions for a window of 4"),
         ("GroupQueryAttention", [normal(1, 2, 4)], {"num_heads": 1, "kv_num_heads": 1, "k_quant_type": "PER_TENSOR"},
          UnsupportedError, "k_quant_type=PER_TENSOR"),
         ("RotaryEmbedding", [normal(1, 2, 4)], {}, ShapeError, "needs operand 1"),

@@ -52,6 +52,27 @@ def test_embeddings(segments: bool, mask: bool) -> None:
     check("EmbedLayerNormalization", operands, n=2, fed=1 + segments, epsilon=1e-5)
 
 
+@pytest.mark.parametrize("segments", [True, False])
+@pytest.mark.parametrize("mask", [True, False])
+def test_quantized_embeddings(segments: bool, mask: bool) -> None:
+    """As ONNX Runtime quantizes a BERT that its optimizer wrote."""
+    kept = (np.arange(5) < np.array([[3], [5]])).astype(np.int32)
+    tables = [integers(np.uint8, *shape, seed=k) for k, shape in enumerate([(9, 8), (7, 8), (2, 8), (8,), (8,)])]
+    scales = [np.array(0.01 * (k + 1), F) for k in range(5)]
+    zeros = [np.array(120 + k, np.uint8) for k in range(5)]
+    if not segments:
+        tables[2] = scales[2] = zeros[2] = None  # type: ignore[call-overload]
+    operands = [
+        ids(9, 2, 5),
+        ids(2, 2, 5, seed=1) if segments else None,
+        *tables,
+        kept if mask else None,
+        *scales,
+        *zeros,
+    ]
+    check("QEmbedLayerNormalization", operands, n=2, fed=1 + segments, epsilon=1e-5)
+
+
 def test_embeddings_at_given_positions_and_their_sum() -> None:
     operands = [
         ids(9, 2, 5),

@@ -30,6 +30,8 @@ _PRODUCTS = frozenset({"MatMul", "Gemm"})
 
 def multiplier(graph: Graph, op: Op) -> Op | None:
     """The other product of the same rows that multiplies ``op``, or None."""
+    if not _alike(op, op):  # the output of a network, for instance
+        return None
     for value in op.inputs[op.definition.arity or 0 :]:
         other = None if value is None else graph.op(value)
         if other is None or not _alike(op, other) or other.inputs[0] != op.inputs[0]:

@@ -68,7 +68,7 @@ def output_of(b: Builder, norm: Op, *, wide: bool = False) -> NormOutput:
         return alone
     if user.outputs[0].type not in ((t, t.with_dtype(FP32)) if wide else (t,)):
         return alone
-    if not user.definition.traits.pointwise or user.inputs.count(norm.value) != 1 or user.inputs[0] != norm.value:
+    if not user.pointwise or user.inputs.count(norm.value) != 1 or user.inputs[0] != norm.value:
         return alone
     stages = user.attrs.epilogue if user.kind == "Pointwise" else tuple(single(user))
     given = replace(user, attrs=PointwiseAttrs(epilogue=stages))

@@ -67,7 +67,7 @@ class ShortRows(Tactic):
         """The operator that gives the result, and its stages: a pointwise operator that reads the norm and constants, or the norm
         itself (no stages)."""
         user, t = b.graph.sole_user(op.value), op.outputs[0].type
-        if user is None or op.value in b.reserved or not user.definition.traits.pointwise or user.inputs[0] != op.value:
+        if user is None or op.value in b.reserved or not user.pointwise or user.inputs[0] != op.value:
             return op, []
         others = [b.graph.constant_value(v) for v in user.inputs[1:]]
         if user.outputs[0].type != t or any(a is None or a.dtype != t.dtype for a in others):

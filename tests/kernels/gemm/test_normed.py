@@ -106,6 +106,17 @@ def test_no_launch_normalizes(name: str) -> None:
 
 
 @pytest.mark.usefixtures("wanted")
+def test_a_product_beside_others_may_be_an_output_of_the_network() -> None:
+    n = Net(np.float16)
+    rows = _norm(n, n.op("MatMul", n.input(1, 1, 128), n.random(128, 128)), 128, "RMSNormalization")
+    hidden = n.op("Relu", n.op("MatMul", rows, n.random(128, 256)))
+    program = check_simulated(
+        n.done(n.op("MatMul", rows, n.random(128, 64)), n.op("MatMul", hidden, n.random(256, 64)))
+    )
+    assert tactics(program, "MatMul", "Gemm").count("gemm_normed_sm90") == 2
+
+
+@pytest.mark.usefixtures("wanted")
 def test_a_norm_that_others_read_runs_beside_the_product() -> None:
     n = Net()
     graph = n.done(_read_by_others(n))
