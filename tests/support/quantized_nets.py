@@ -292,6 +292,12 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
         n.op("Relu", n.op("Cast", n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03), 16, group=16), attrs=CastAttrs(FP16))),
     ),
     "a perceptron": lambda n: (n.qgemm(n.fake(n.op("Relu", n.qgemm(n.fake(n.input(5, 33), 0.03), 40)), 0.03), 10),),
+    "a bias that is added after the rounding": lambda n: (
+        n.fake(
+            n.op("Relu", n.op("Add", n.fake(n.qmatmul(n.fake(n.input(3, 50, 64), 0.03, 100, np.uint8), 40), 0.04, 9), n.random(40))),
+            0.05,
+        ),
+    ),
     "rows of three axes": lambda n: (n.fake(n.qmatmul(n.fake(n.input(3, 5, 32), 0.03), 24), 0.04),),
     "addition": lambda n: (
         n.q(n.op("Add", n.fake(n.input(2, 16, 5, 5), 0.03), n.fake(n.input(2, 16, 5, 5, name="b"), 0.05)), 0.06),
