@@ -53,8 +53,8 @@ class QuantParams:
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """``stages`` are the problem's; ``channel`` is fp32 ``[channels, 2]``: scale and bias. If a stage adds per-channel numbers, they
-    follow: ``[channels, 3]``."""
+    """``stages`` are the problem's; ``channel`` is fp32 ``[channels, 2]``: scale and bias. What a ``channel_add`` adds follows,
+    if there is one: ``[channels, 3]``."""
 
     stages: tuple[render.Stage, ...]
     channel: Array

@@ -294,8 +294,7 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
     "a perceptron": lambda n: (n.qgemm(n.fake(n.op("Relu", n.qgemm(n.fake(n.input(5, 33), 0.03), 40)), 0.03), 10),),
     "a bias that is added after the rounding": lambda n: (
         n.fake(
-            n.op("Relu", n.op("Add", n.fake(n.qmatmul(n.fake(n.input(3, 50, 64), 0.03, 100, np.uint8), 40), 0.04, 9), n.random(40))),
-            0.05,
+            n.op("Relu", n.op("Add", n.fake(n.qmatmul(n.fake(n.input(3, 50, 64), 0.03, 9), 40), 0.04, 9), n.random(40))), 0.05
         ),
     ),
     "rows of three axes": lambda n: (n.fake(n.qmatmul(n.fake(n.input(3, 5, 32), 0.03), 24), 0.04),),
