@@ -146,7 +146,9 @@ class QuantizedProduct(Rule):
         if ep.residual is not None and first is not None and not _fits(residual, first[1]):
             ep = plan_epilogue(graph, op, channel_axis=self._axis(op), allow_residual=False)
         result = (
-            None if first is None or ep.rest else longest(graph, *first, adds=ep.residual is None, before=ep.rendered)
+            None
+            if first is None or ep.rest
+            else longest(graph, *first, adds=ep.residual is None, before=ep.rendered, columns=self._columns(op, x[1]))
         )
         if result is not None and result.stages:
             ep = replace(ep, rendered=[*ep.rendered, *result.stages])
@@ -158,7 +160,7 @@ class QuantizedProduct(Rule):
             dims, added = op.outputs[0].type.dims, residual
             if result is not None and result.residual is not None and graph.type(result.residual[0]).dims != dims:
                 added = in_shape(patch, result.residual[0], dims), result.residual[1]
-            made = self._product(patch, op, x, w, ep, out, added)
+            made = self._product(patch, op, x, w, ep, out, added, None if result is None else result.numbers)
             if ep.rest:
                 made = patch.add("Pointwise", [made, *ep.rest_operands], PointwiseAttrs(epilogue=tuple(ep.rest)))
             if result is None:
@@ -196,12 +198,17 @@ class QuantizedProduct(Rule):
         return None
 
     @staticmethod
+    def _columns(op: Op, x: QuantParams | RunParams) -> int:
+        """The columns of a product whose launch may add numbers to each, after a rounding; 0 for others."""
+        return 0 if op.kind == "Conv" or isinstance(x, RunParams) else int(op.outputs[0].type.static_shape[-1])
+
+    @staticmethod
     def _axis(op: Op) -> int:
         return 1 if op.kind == "Conv" else -1
 
     def _product(
         self, patch: Patch, op: Op, rows: tuple[Value, QuantParams | RunParams], w: tuple[Array, Array, int], ep: Epilogue,
-        out: QuantParams | None, residual: tuple[Value, QuantParams] | None,
+        out: QuantParams | None, residual: tuple[Value, QuantParams] | None, added: Array | None,
     ) -> Value:  # fmt: skip
         graph, (stored, x), (array, scale, _) = patch.graph, rows, w
         channels = op.outputs[0].type.static_shape[self._axis(op)]
@@ -224,7 +231,7 @@ class QuantizedProduct(Rule):
             array = np.ascontiguousarray(array.T)
         if isinstance(x, QuantParams) and x.zero:  # the kernels accumulate stored values, without their zero point
             total = total - factors * (x.zero * array.astype(np.float64).reshape(channels, -1).sum(1))
-        numbers = requantize.scaling(ep.rendered, factors, total, out=out, residual=around)
+        numbers = requantize.scaling(ep.rendered, factors, total, out=out, residual=around, numbers=added)
         if op.kind == "Conv":
             a: ConvAttrs = resolved(op.attrs, graph.type(operand(op)), graph.type(operand(op, 1)))
             fields, pads = _fields(numbers, op, out, around), a.pads

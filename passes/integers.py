@@ -315,13 +315,47 @@ def quantize_before_resize(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, resize), build)
 
 
+_NARROWS = frozenset({"Attention", "LayerNormalization", "RMSNormalization", "LpNormalization", "Softmax"})
+"""Kinds whose launches may store their 16-bit results in 8 bits."""
+
+
+@rule("quantize_before_moves", {"QuantizeLinear"})
+def quantize_before_moves(graph: Graph, op: Op) -> Match | Miss | None:
+    """A result is quantized before it is only moved: the launch that computes it can store 8 bits.
+
+    After other operators, it is quantized between a Transpose and Reshapes: the launch that quantizes transposes as well."""
+    moves: list[Op] = []
+    while (move := producer(graph, moves[-1].inputs[0] if moves else op.inputs[0], _MOVES)) is not None:
+        moves.append(move)
+    source = graph.op(operand(moves[-1])) if moves else None
+    if source is None or source.kind == "DequantizeLinear":
+        return None
+    if source.kind not in _NARROWS or source.outputs[0].type.dtype.itemsize != 2:
+        turn = next((k for k, move in enumerate(moves) if move.kind == "Transpose"), 0)
+        moves = moves[:turn]
+    if not moves:
+        return None
+    if any(graph.users(move.value) != [user] for move, user in zip(moves, (op, *moves), strict=False)):
+        return Miss("its float operand has another reader")
+    if graph.type(operand(op, 1)).dims not in ((), (1,)) or op.attrs.block_size:
+        return Miss("it has a scale per channel")
+
+    def build(patch: Patch) -> Value:
+        y = patch.add("QuantizeLinear", [operand(moves[-1]), *op.inputs[1:]], op.attrs)
+        for move in reversed(moves):
+            y = patch.add(move.kind, [y, *move.inputs[1:]], move.attrs, src=move.src)
+        return y
+
+    return Match((op, *moves), build)
+
+
 class MoveIntegers(RulePass):
     """Ops that only move or compare elements, between DequantizeLinear and QuantizeLinear, run on the integers.
 
     Runs after precisions are assigned, for targets that run such ops on integers."""
 
     name = "move_integers"
-    rules = (on_integers, split_integers, resized_integers, quantize_before_resize)
+    rules = (on_integers, split_integers, resized_integers, quantize_before_resize, quantize_before_moves)
 
 
 class CanonicalizeIntegers(RulePass):

@@ -63,7 +63,7 @@ from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
 from optdnn.kernels.norm.across import AddNormAcross, NormAcross, NormOfAcross
 from optdnn.kernels.norm.add_group_norm import AddGroupNorm
-from optdnn.kernels.norm.add_norm import AddNorm
+from optdnn.kernels.norm.add_norm import AddNorm, AddNormQuantized
 from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.group_norm_add import GroupNormAdd
 from optdnn.kernels.norm.modulated import ModulatedRows
@@ -249,6 +249,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Cast": (ResizedPicture(), StagedPool(), Elementwise()),
     "Add": (
         NormAddNorm(),
+        AddNormQuantized(),
         AddNorm(),
         AddNormAcross(),
         AddGroupNorm(),

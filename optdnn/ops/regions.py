@@ -133,10 +133,10 @@ class HeldAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class QuantizedAttrs(HeldAttrs):
-    """The operator ``of`` with its attributes ``own``, and the parameters that convert its first result to 8 bits.
+    """The operator ``of`` with its attributes ``own``, and the parameters that convert its result ``which`` to 8 bits.
 
     The result is rounded to ``through``, multiplied by ``factor``, clipped, rounded and shifted by ``zero``. ``kept``: the result
-    after rounding to ``through`` is a result, too.
+    after rounding to ``through`` is a result, too. Results of ``of`` before it come first.
     """
 
     through: DType
@@ -146,6 +146,7 @@ class QuantizedAttrs(HeldAttrs):
     zero: int = 0
     narrow: DType = INT8
     kept: bool = False
+    which: int = 0
 
 
 @dataclass(frozen=True)
@@ -262,9 +263,9 @@ def _infer_stacked(call: Call) -> Result:
 
 def _infer_quantized(call: Call) -> Result:
     a: QuantizedAttrs = call.attrs
-    (y,) = infer_as(call, a.of, a.own, call.types).types[:1]
+    *before, y = infer_as(call, a.of, a.own, call.types).types[: a.which + 1]
     narrow = y.with_dtype(a.narrow)
-    return Result((y.with_dtype(a.through), narrow) if a.kept else (narrow,))
+    return Result((*before, y.with_dtype(a.through), narrow) if a.kept else (*before, narrow))
 
 
 def _infer_row_moments(call: Call) -> Result:

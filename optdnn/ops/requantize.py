@@ -53,14 +53,15 @@ class QuantParams:
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """``stages`` are the problem's; ``channel`` is fp32 ``[channels, 2]``: scale and bias."""
+    """``stages`` are the problem's; ``channel`` is fp32 ``[channels, 2]``: scale and bias. What a ``channel_add`` adds follows,
+    if there is one: ``[channels, 3]``."""
 
     stages: tuple[render.Stage, ...]
     channel: Array
     requantize: Requantize
 
 
-_HOMOGENEOUS = frozenset({"bias", "add", "mul", "relu", "clip", "leaky_relu", "mul_const", "add_const"})
+_HOMOGENEOUS = frozenset({"bias", "add", "mul", "relu", "clip", "leaky_relu", "mul_const", "add_const", "channel_add"})
 """Stages that a positive factor passes through (with their constants divided by it)."""
 
 
@@ -71,8 +72,10 @@ def scaling(
     *,
     out: QuantParams | None,
     residual: QuantParams | None = None,
+    numbers: Array | None = None,
 ) -> Scaling:
     """``stages`` without the leading bias, in real units; ``scale`` (input's times weight's) and ``bias`` per channel, float64.
+    ``numbers``: what the stage ``channel_add`` adds to each channel.
 
     ``out`` None: the result stays a 16-bit float in real units.
     """
@@ -97,7 +100,8 @@ def scaling(
         0.0 if residual is None else byte_bias(residual.dtype) + residual.zero,
         float(low), float(high), 0 if out is None else out.zero,
     )  # fmt: skip
-    channel = np.stack([scale / unit, bias / unit], 1).astype(np.float32)
+    more = [] if numbers is None else [numbers / unit]
+    channel = np.stack([scale / unit, bias / unit, *more], 1).astype(np.float32)
     return Scaling((("bias",), *kept), np.ascontiguousarray(channel), requantize)
 
 

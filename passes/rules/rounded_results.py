@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optdnn.ir.epilogue import Epilogue, absorb_unary
+import numpy as np
+
+from optdnn.ir.epilogue import Epilogue, absorb_unary, channel_vector
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops import requantize
 from optdnn.ops.base import Stage
@@ -20,7 +22,7 @@ from optdnn.ops.requantize import QuantParams
 from optdnn.passes.support.facts import RESHAPES, operand
 from optdnn.passes.support.quantized_values import dequantized, quant_params, quantization
 from optdnn.runtime.cuda.compile import render
-from optdnn.types import is_float
+from optdnn.types import Array, is_float
 
 INTEGERS = ("int8", "uint8")
 
@@ -28,23 +30,25 @@ INTEGERS = ("int8", "uint8")
 @dataclass(frozen=True)
 class Rounded:
     """The QuantizeLinear of a result, and the rendered stages before it. ``residual``: the tensor that a stage adds, with its
-    parameters. ``ops``: the operators that the stages cover."""
+    parameters. ``ops``: the operators that the stages cover. ``numbers``: what a stage adds to each column."""
 
     store: Op
     params: QuantParams
     stages: tuple[render.Stage, ...] = ()
     residual: tuple[Value, QuantParams] | None = None
     ops: tuple[Op, ...] = ()
+    numbers: Array | None = None
 
 
 def longest(
-    graph: Graph, store: Op, params: QuantParams, *, adds: bool, before: Sequence[render.Stage] = ()
+    graph: Graph, store: Op, params: QuantParams, *, adds: bool, before: Sequence[render.Stage] = (), columns: int = 0
 ) -> Rounded:
     """The last rounding that the launch of a product can reach from that of its result. ``adds``: whether it may add a tensor.
+    ``columns``: the columns of a product of rows, to each of which one stage may add a number (0: no stage may).
 
     ``before``: the product's stages so far. Kernels hold a fixed number of constants; the stages end where they would need more."""
     found = Rounded(store, params)
-    while (more := _further(graph, found, adds and found.residual is None)) is not None:
+    while (more := _further(graph, found, adds and found.residual is None, columns)) is not None:
         if _constants(before, more) > requantize.MAX_CONSTANTS:
             break
         found = more
@@ -56,8 +60,9 @@ def _constants(before: Sequence[render.Stage], result: Rounded) -> int:
     return len(render.constants_of([*before, *result.stages])) + (result.params.scale != 1.0)
 
 
-def _further(graph: Graph, found: Rounded, adds: bool) -> Rounded | None:
+def _further(graph: Graph, found: Rounded, adds: bool, columns: int) -> Rounded | None:
     """The next rounding after activations, and an addition if ``adds``; None if there is none."""
+    numbers = found.numbers
     views, before = _views_after(graph, found.store.value)
     if before is None or before.kind != "DequantizeLinear":
         return None
@@ -76,7 +81,7 @@ def _further(graph: Graph, found: Rounded, adds: bool) -> Rounded | None:
     while True:
         store = quantization(graph, value)
         if store is not None and begun:
-            return Rounded(*store, tuple(stages), residual, tuple(ops)) if store[1].dtype in INTEGERS else None
+            return Rounded(*store, tuple(stages), residual, tuple(ops), numbers) if store[1].dtype in INTEGERS else None
         views, user = _views_after(graph, value)
         if views:
             value = views[-1].value
@@ -93,6 +98,9 @@ def _further(graph: Graph, found: Rounded, adds: bool) -> Rounded | None:
         ops.append(user)
         if user.kind == "Cast" and is_float(user.attrs.to):
             pass
+        elif numbers is None and columns and (more := _added_numbers(graph, user, value, columns)) is not None:
+            stages.append(("channel_add",))
+            numbers, begun = more, True
         elif user.kind == "Add" and adds and residual is None:
             (other,) = [v for v in user.inputs if v != value and v is not None]
             residual = dequantized(graph, other)
@@ -112,6 +120,21 @@ def _further(graph: Graph, found: Rounded, adds: bool) -> Rounded | None:
             stages += into.rendered
             begun = True
         value = user.value
+
+
+def _added_numbers(graph: Graph, user: Op, value: Value, columns: int) -> Array | None:
+    """The constant number that ``user`` adds to each column of ``value``, in fp32; None for other operators."""
+    others = [v for v in user.inputs if v is not None and v != value]
+    shape = graph.type(value).static_shape
+    if user.kind != "Add" or len(others) != 1 or shape[-1] != columns:
+        return None
+    array = graph.constant_value(others[0])
+    if array is None and (stored := dequantized(graph, others[0])) is not None:
+        integers = graph.constant_value(stored[0])
+        array = (
+            None if integers is None else (integers.astype(np.float32) - stored[1].zero) * np.float32(stored[1].scale)
+        )
+    return None if array is None or array.size == 1 else channel_vector(array, shape, -1)
 
 
 @dataclass(frozen=True)

@@ -365,6 +365,7 @@ RULES: Mapping[str, str] = {
     "requantize_same": "pairs of DequantizeLinear and QuantizeLinear removed",
     "qlinear_to_qdq": "QLinear operators written with Q and DQ",
     "on_integers": "operators moved onto the integers",
+    "quantize_before_moves": "results quantized before they are moved",
     "quantize_before_resize": "quantization moved before the repetition of pixels",
     "resized_integers": "integers interpolated as floats",
     "transpose_integers": "quantized weights transposed once",

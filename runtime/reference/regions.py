@@ -345,16 +345,17 @@ def quantized(
     zero: int,
     narrow: DType,
     kept: bool,
+    which: int = 0,
     **attrs: Any,
 ) -> tuple[Array, ...]:
-    """The operator ``of``, its first result rounded to the type ``through`` and then to the 8-bit type ``narrow``.
+    """The operator ``of``, its result ``which`` rounded to the type ``through`` and then to the 8-bit type ``narrow``.
 
-    ``own`` names the operator's attributes among ``attrs``. ``kept``: the rounded result is one of two results.
+    ``own`` names the operator's attributes among ``attrs``. ``kept``: the rounded result is a result, too.
     """
-    results = run(of, operands, {name: attrs[name] for name in own})
-    rounded = cast(results[0], through)[0]
+    *before, last = run(of, operands, {name: attrs[name] for name in own})[: which + 1]
+    rounded = cast(last, through)[0]
     q = bounded(rounded.astype(np.float32) * np.float32(factor), low, high, zero, narrow)
-    return (rounded, q) if kept else (q,)
+    return (*before, rounded, q) if kept else (*before, q)
 
 
 KERNELS: dict[str, Kernel] = {

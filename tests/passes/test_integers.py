@@ -12,6 +12,7 @@ from support.net import Net
 from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.verify import verify
+from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs, SplitAttrs
 from optdnn.ops.quant import DequantizeAttrs, IntegerConvAttrs, QuantizeAttrs
@@ -303,6 +304,61 @@ def test_other_resized_images_are_quantized_after() -> None:
     check_untouched(MOVE, enlarged(coordinate_transformation_mode="tf_crop_and_resize", extrapolation_value=3.0))
     check_refused(MOVE, enlarged(read=True), because="has another reader")
     check_refused(MOVE, enlarged(scale=[0.05, 0.06]), because="it has a scale per channel")
+
+
+def rearranged(
+    kind: str = "Attention", *, turned: bool = True, dtype: Any = np.float16, scale: Any = 0.05, read: str = ""
+) -> Graph:
+    """The result of ``kind`` becomes rows, which are quantized. ``turned``: by a Transpose before the Reshape. ``read``: which
+    value has another reader."""
+    n = Net(dtype)
+    operands = [n.input(2, 3, 5, 4, name=name) for name in ("qkv" if kind == "Attention" else "q")]
+    y = n.op(kind, *operands, *([n.random(4)] if kind == "LayerNormalization" else []), **_attributes(kind))
+    z = n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1, 3))) if turned else y
+    rows = n.op("Reshape", z, n.ints(2, -1, 12))
+    zero = n.const(np.zeros(np.shape(scale)), INT8)
+    out = n.op("QuantizeLinear", rows, n.const(np.array(scale), dtype), zero, attrs=QuantizeAttrs(INT8, axis=2))
+    more = {"source": [y], "moved": [z], "rows": [rows]}.get(read, [])
+    return n.done(out, *(n.op("Tanh", value) for value in more))
+
+
+def _attributes(kind: str) -> dict[str, Any]:
+    return {"attrs": AttentionAttrs()} if kind == "Attention" else {}
+
+
+@pytest.mark.parametrize("kind", ["Attention", "LayerNormalization"])
+@pytest.mark.parametrize("read", ["", "source"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_result_is_quantized_before_it_is_moved(kind: str, turned: bool, read: str) -> None:
+    graph = rearranged(kind, turned=turned, read=read)
+    moved = graph.copy()
+    assert [f.rule for f in MOVE(moved, PassContext()).fired] == ["quantize_before_moves"]
+    verify(moved)
+    assert MOVE(moved, PassContext()).changes == 0
+    (rounds,) = moved.of_kind("QuantizeLinear")
+    assert moved.op(rounds.inputs[0]).kind == kind  # type: ignore[arg-type]
+    assert moved.kinds() == graph.kinds()
+    same_integers(graph, moved)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("Relu", np.float16), ("LayerNormalization", np.float32)])
+def test_other_results_are_quantized_where_they_are_transposed(kind: str, dtype: Any) -> None:
+    graph = rearranged(kind, dtype=dtype)
+    moved = graph.copy()
+    assert [f.rule for f in MOVE(moved, PassContext()).fired] == ["quantize_before_moves"]
+    verify(moved)
+    assert MOVE(moved, PassContext()).changes == 0
+    (rounds,) = moved.of_kind("QuantizeLinear")
+    assert moved.op(rounds.inputs[0]).kind == "Transpose"  # type: ignore[arg-type]
+    same_integers(graph, moved)
+
+
+def test_results_that_are_quantized_after_they_are_moved() -> None:
+    check_untouched(MOVE, rearranged("Relu", turned=False))
+    check_untouched(MOVE, rearranged("LayerNormalization", turned=False, dtype=np.float32))
+    for read in ("moved", "rows"):
+        check_refused(MOVE, rearranged(read=read), because="its float operand has another reader")
+    check_refused(MOVE, rearranged(scale=[0.05] * 12), because="it has a scale per channel")
 
 
 def test_other_integers_are_interpolated_as_they_are() -> None:

@@ -76,6 +76,54 @@ def test_it_is_a_part_of_the_product(name: str, product: str) -> None:
     within(graph, done, 0.0501)
 
 
+def numbers(n: QNet, y: Value) -> Value:
+    """A bias that ONNX Runtime has quantized like any other tensor."""
+    stored = n.const(n.rng.integers(-100, 100, n.dims(y)[-1]).astype(np.int8), np.int8)
+    return n.op("Add", n.dq(stored, 0.01, 7), y)
+
+
+NUMBERS: dict[str, tuple[Callable[[QNet, Value], Value], list[str]]] = {
+    "floats": (lambda n, y: n.op("Add", y, n.random(16)), ["channel_add"]),
+    "integers": (numbers, ["channel_add"]),
+    "and gelu": (lambda n, y: n.op("Gelu", numbers(n, y)), ["channel_add", "gelu"]),
+    "and a shortcut": (lambda n, y: shortcut(n, n.fake(numbers(n, y), 0.045)), ["channel_add", *ROUND, "add"]),
+    "of rows in a row": (lambda n, y: numbers(n, n.op("Reshape", y, n.ints(24, 16))), ["channel_add"]),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_are_added_to_columns(name: str) -> None:
+    after, stages = NUMBERS[name]
+    graph = network(after, product="matmul")
+    done, _ = folded(graph)
+    (made,) = done.of_kind("QuantizedMatMul")
+    assert [s[0] for s in made.attrs.stages][1:] == [*ROUND, *stages, "mul_const"]
+    assert done.type(made.inputs[2]).static_shape == (16, 3)  # type: ignore[arg-type]
+    within(graph, done, 0.0501)
+
+
+@pytest.mark.parametrize(
+    ("after", "count"),
+    [
+        (lambda n, y: numbers(n, n.fake(numbers(n, y), 0.045)), 1),
+        (lambda n, y: n.op("Add", y, n.random(8, 1)), 0),
+        (lambda n, y: n.op("Add", n.op("Reshape", y, n.ints(3, 16, 8)), n.random(8)), 0),
+    ],
+    ids=["two", "rows", "other columns"],
+)
+def test_numbers_that_stay(after: Callable[[QNet, Value], Value], count: int) -> None:
+    graph = network(after, product="matmul")
+    done, _ = folded(graph)
+    (made,) = done.of_kind("QuantizedMatMul")
+    assert [s[0] for s in made.attrs.stages].count("channel_add") == count
+    within(graph, done, 0.0501)
+
+
+def test_numbers_of_channels_stay_after_a_convolution() -> None:
+    done, _ = folded(network(lambda n, y: n.op("Add", y, n.random(16, 1, 1))))
+    assert "channel_add" not in [s[0] for s in done.of_kind("QuantizedConv")[0].attrs.stages]
+
+
 @pytest.mark.parametrize(("zero", "dtype"), [(5, np.int8), (120, np.uint8), (0, np.uint8)])
 def test_zero_points(zero: int, dtype: Any) -> None:
     graph = network(shortcut, zero=zero, dtype=dtype)
@@ -242,10 +290,14 @@ def test_casts_to_half_in_between() -> None:
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_90a"])
 @pytest.mark.parametrize(
-    "after", [lambda n, y: n.op("Relu", shortcut(n, y)), silu, hard_swish], ids=["add", "silu", "hard swish"]
+    ("after", "product"),
+    [(lambda n, y: n.op("Relu", shortcut(n, y)), "conv"), (silu, "conv"), (hard_swish, "conv"), (numbers, "matmul")],
+    ids=["add", "silu", "hard swish", "numbers"],
 )
-def test_the_launch_on_the_processor(after: Callable[[QNet, Value], Value], target: str, tmp_path: Any) -> None:
-    graph = network(after)
+def test_the_launch_on_the_processor(
+    after: Callable[[QNet, Value], Value], product: str, target: str, tmp_path: Any
+) -> None:
+    graph = network(after, product=product)
     _, program = calibrated(graph, "fp16", target, no_cubins=True)
     assert [k.template for k in program.kernels]
     compare_steps(program, feeds_of(graph), 1e-3, tmp_path)

@@ -145,13 +145,21 @@ ADDED = (Stage("Add", (-1, 3)), Stage("Relu", (-2,)))
 
 
 def norm_network(
-    dtype: Any = FP8, *, kind: str = "LayerNormalization", kept: bool = True, zero: int | None = None
+    dtype: Any = FP8,
+    *,
+    kind: str = "LayerNormalization",
+    kept: bool = True,
+    zero: int | None = None,
+    added: bool = False,
 ) -> Graph:
-    """Rows of fp16, normalized and quantized. ``kept``: the float result is read as well."""
+    """Rows of fp16, normalized and quantized. ``kept``: the float result is read as well. ``added``: the rows are sums, which are
+    read as well."""
     n = QNet(np.float16)
-    y = n.norm(n.input(4, 6, 96), kind)
+    x = n.input(4, 6, 96)
+    x = n.op("Add", x, n.input(4, 6, 96, name="b")) if added else x
+    y = n.norm(x, kind)
     narrow = n.op("Relu", n.fake(y, 0.02, zero, dtype))
-    return n.done(narrow, *([n.op("Relu", y)] if kept else []))
+    return n.done(narrow, *(n.op("Relu", v) for v, read in ((y, kept), (x, added)) if read))
 
 
 def attention_network(dtype: Any = FP8, *, size: int = 32, kept: bool = False, rows: int = 20, keys: int = 20) -> Graph:
@@ -170,6 +178,8 @@ NARROWED: dict[str, Callable[[], Graph]] = {
     "a norm to fp8 alone": lambda: norm_network(kept=False),
     "a norm to int8": lambda: norm_network(np.int8),
     "a norm to uint8": lambda: norm_network(np.uint8, zero=120, kind="RMSNormalization"),
+    "a sum and its norm to int8": lambda: norm_network(np.int8, kept=False, added=True),
+    "a sum and its norm to uint8, and in 16 bits": lambda: norm_network(np.uint8, zero=120, added=True),
     "attention to fp8": attention_network,
     "attention to int8": lambda: attention_network(np.int8, size=64),
 }
@@ -292,6 +302,11 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
         n.op("Relu", n.op("Cast", n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03), 16, group=16), attrs=CastAttrs(FP16))),
     ),
     "a perceptron": lambda n: (n.qgemm(n.fake(n.op("Relu", n.qgemm(n.fake(n.input(5, 33), 0.03), 40)), 0.03), 10),),
+    "a bias that is added after the rounding": lambda n: (
+        n.fake(
+            n.op("Relu", n.op("Add", n.fake(n.qmatmul(n.fake(n.input(3, 50, 64), 0.03, 9), 40), 0.04, 9), n.random(40))), 0.05
+        ),
+    ),
     "rows of three axes": lambda n: (n.fake(n.qmatmul(n.fake(n.input(3, 5, 32), 0.03), 24), 0.04),),
     "addition": lambda n: (
         n.q(n.op("Add", n.fake(n.input(2, 16, 5, 5), 0.03), n.fake(n.input(2, 16, 5, 5, name="b"), 0.05)), 0.06),

@@ -17,7 +17,9 @@ from optdnn.kernels.launch import Launch
 from optdnn.kernels.layout.pointwise_rows import PointwiseRows
 from optdnn.kernels.layout.row_places import aligned, result_strides, row_pitch
 from optdnn.kernels.norm import rows_kernel as rows
-from optdnn.kernels.norm.rows_once import RowsOnce, emit_norm, placed, row_problem, rows_offers
+from optdnn.kernels.norm.rows_once import RowsOnce, emit_norm, is_stored, placed, row_problem, rows_offers
+from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
+from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
 from optdnn.kernels.tactic import Offer, Region, Tactic, readers
 from optdnn.ops.base import attrs_dict
 
@@ -127,3 +129,66 @@ class AddNorm(AddsAndNormalizes):
 
     def launch(self, b: Builder, op: Op, config: Any) -> Launch:
         return rows.launch(self.problem(b, op), config, b.gpu)
+
+
+class AddNormQuantized(AddNorm):
+    """As :class:`AddNorm`, and the quantization of the normalized sum, which is stored in 16 bits only if it has other readers."""
+
+    name = "add_norm_quantized"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        found = self._quantized(b, op)
+        if found is None:
+            return "nothing quantizes the normalized sum"
+        norm, to = found
+        if norm.outputs[0].type.dtype.itemsize != 2:
+            return "it is for rows of 16-bit floats"
+        return no_conversion(to.to.dtype, b.arch) or super().refuse(b, op)
+
+    @staticmethod
+    def _quantized(b: Builder, op: Op) -> tuple[Op, Quantizer] | None:
+        """The normalization of the sum, and the operator that quantizes its result."""
+        norm = norm_of(b, op)
+        to = None if norm is None else quantizer_of(b, norm.value)
+        return None if norm is None or to is None else (norm, to)
+
+    def _parts(self, b: Builder, op: Op) -> tuple[Op, Quantizer]:
+        found = self._quantized(b, op)
+        assert found is not None
+        return found
+
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The readers of the sum, and those of its normalizations."""
+        norms = readers(graph, op)
+        return [*norms, *(user for norm in norms if norm.kind in NORMS for user in readers(graph, norm))]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The addition, the normalization and the quantization."""
+        norm, to = self._parts(b, op)
+        return Region(op, after=(norm, to.op))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """Place the sum, the 8-bit result, and the 16-bit result if it is stored."""
+        norm, to = self._parts(b, op)
+        strides = result_strides(b, op.value, norm.value)
+        b.target(op.value, strides)
+        b.target(to.op.value)
+        if is_stored(b, norm.value):
+            b.target(norm.value, strides)
+
+    def problem(self, b: Builder, op: Op) -> rows.Problem:
+        norm, to = self._parts(b, op)
+        return replace(super().problem(b, op), narrow=to.to.dtype, wide=is_stored(b, norm.value))
+
+    def launch(self, b: Builder, op: Op, config: Any) -> Launch:
+        return rows.launch(self.problem(b, op), config, b.gpu, QuantizedStore.of(self._parts(b, op)[1].to))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        (norm, to), (first, second) = self._parts(b, op), self.sources(b, op)
+        operands = {"input": first, "addend": second, "sum": b.target(op.value), "narrow": b.target(to.op.value)}
+        kept = is_stored(b, norm.value)
+        if kept:
+            operands["output"] = b.target(norm.value)
+        covers = replace(op, src=op.src | norm.src | to.op.src)
+        attrs = meaning(norm, to, kept, {"norm": norm.kind, **attrs_dict(norm.attrs)}, "AddNorm", 1)
+        emit_norm(b, covers, norm, self.launch(b, op, config), operands, "Quantized", attrs)

@@ -248,6 +248,11 @@ class ActivatedRows(RowsOnce):
         emit_norm(b, to.covers, op, made, operands, *to.meaning(), after=to.operands(b))
 
 
+def is_stored(b: Builder, value: Value) -> bool:
+    """Whether a result that is quantized has a reserved place, or other readers."""
+    return value in b.reserved or len(b.graph.uses(value)) > 1
+
+
 class QuantizedRows(RowsOnce):
     """A norm or softmax of 16-bit rows with the quantization of its result. The 16-bit result is stored only if it has other readers."""
 
@@ -271,29 +276,24 @@ class QuantizedRows(RowsOnce):
         assert to is not None
         return Region(op, after=(to.op,))
 
-    @staticmethod
-    def _is_stored(b: Builder, op: Op) -> bool:
-        """Whether the 16-bit result has other readers, or a reserved place."""
-        return op.value in b.reserved or len(b.graph.uses(op.value)) > 1
-
     def place(self, b: Builder, op: Op) -> None:
         """Place the 8-bit result, and the 16-bit result if it is stored."""
         to = quantizer_of(b, op.value)
         assert to is not None
         b.target(to.op.value)
-        if self._is_stored(b, op):
+        if is_stored(b, op.value):
             super().place(b, op)
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
         """The norm's problem with both results."""
         to = quantizer_of(b, op.value)
         assert to is not None
-        return replace(super().problem(b, op), narrow=to.to.dtype, wide=self._is_stored(b, op))
+        return replace(super().problem(b, op), narrow=to.to.dtype, wide=is_stored(b, op.value))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         to = quantizer_of(b, op.value)
         assert to is not None
-        kept = self._is_stored(b, op)
+        kept = is_stored(b, op.value)
         operands = {"input": b.operand(op.inputs[0]), "narrow": b.target(to.op.value)}
         if kept:
             operands["output"] = b.target(op.value)

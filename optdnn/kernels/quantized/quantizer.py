@@ -60,13 +60,15 @@ def quantizer_of(b: Builder, value: Value) -> Quantizer | None:
     return Quantizer(found[0][0], found[0][1][1])
 
 
-def meaning(op: Op, to: Quantizer, kept: bool, attrs: dict[str, Any] | None = None, kind: str = "") -> dict[str, Any]:
+def meaning(
+    op: Op, to: Quantizer, kept: bool, attrs: dict[str, Any] | None = None, kind: str = "", which: int = 0
+) -> dict[str, Any]:
     """The attributes of a "Quantized" step (:class:`optdnn.ops.regions.QuantizedAttrs`): attributes and kind of ``op`` (or ``attrs`` and
-    ``kind``), and the quantization of its result. ``kept``: the float result is stored, too."""
+    ``kind``), and the quantization of its result ``which``. ``kept``: the float result is stored, too."""
     own = attrs_dict(op.attrs) if attrs is None else attrs
     low, high = BOUNDS[to.to.dtype]
     return {
         "own": tuple(sorted(own)), **own, "of": kind or op.kind, "through": op.outputs[0].type.dtype,
         "factor": float(np.float32(1.0 / to.to.scale)), "low": float(low - to.to.zero), "high": float(high - to.to.zero),
-        "zero": to.to.zero, "narrow": to.op.outputs[0].type.dtype, "kept": kept,
+        "zero": to.to.zero, "narrow": to.op.outputs[0].type.dtype, "kept": kept, "which": which,
     }  # fmt: skip

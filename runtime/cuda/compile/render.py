@@ -110,6 +110,7 @@ def epilogue(stages: Sequence[Stage], name: str = "epilogue", *, exact: bool = F
 CHANNEL_STAGES: dict[str, tuple[int, str]] = {
     "bias": (0, "x = x + c.x;"),
     "prelu": (0, "x = x < 0.0f ? c.y * x : x;"),
+    "channel_add": (0, "x = x + c.y;"),
     "affine": (0, "x = fmaf(x, c.y, c.z);"),
     # sin(u)^2 has the period pi; 8.74e-8 is 3.14159274 - pi.
     "snake": (
@@ -173,10 +174,13 @@ def prologue(stages: Sequence[Stage]) -> str:
 
 def runtime_epilogue(stages: Sequence[Stage], coarse: bool = False, name: str = "epilogue") -> str:
     """CUDA source of ``float epilogue(float x, float c, float r, const float* k)`` (or of another ``name``): the constants of
-    the stages are ``k[0]``, ``k[1]``, … in order, so that layers which differ only in their scales share a kernel. ``coarse``: the
-    result is rounded to 8-bit integers. Raises InternalError."""
+    the stages are ``k[0]``, ``k[1]``, … in order, so that layers which differ only in their scales share a kernel. c as in
+    :func:`epilogue`. ``coarse``: the result is rounded to 8-bit integers. Raises InternalError."""
     slots, texts = itertools.count(), STAGES | COARSE if coarse else STAGES
-    signature = f"{name}(float x, float c, float r, const float* k)"
+    if reads_channels(stages):
+        signature, texts = f"{name}(float x, float4 c, float r, const float* k)", texts | CHANNEL_STAGES
+    else:
+        signature = f"{name}(float x, float c, float r, const float* k)"
     return _function(signature, stages, texts, lambda _: f"k[{next(slots)}]")
 
 

@@ -6,7 +6,7 @@
 // RESIDUAL_UNSIGNED. 16-bit types: see pack2() in ptx.cuh.
 // SCALED: epilogue() multiplies 16-bit accumulators and residuals by the channel's factor, then adds a shift.
 // IMAGE_SCALED: another launch computes the factors, one per image and channel. A channel has its factor and its bias.
-// CHANNEL_STAGES: stages of 16-bit results read further constants of the channel, besides its bias.
+// CHANNEL_STAGES: stages read further constants of the channel, besides its bias.
 // ROW_SCALED: RowScales has converted integer accumulators to floats, in place.
 // DYNAMIC: another launch computes the scale and zero point of the pixels. The channel's sum of weights, times the zero point, is
 // subtracted from the accumulator while it is an integer.
@@ -59,17 +59,33 @@ template <class Params> DEVICE void load_four(const Params& p, int at, int count
     for (int i = 0; i < 4; i++) c[i] = at < count ? channel_at(p, at + i) : no_channel();
 }
 #else
-#if OPERAND_ITEM == 1 || SCALED || IMAGE_SCALED
-typedef float2 Channel;                            // scale, bias
-DEVICE Channel no_channel() { return make_float2(0.0f, 0.0f); }
-#if SCALED || IMAGE_SCALED
-DEVICE float finished(const Requantize&, Acc sum, Channel c, float r) { return epilogue(sum, c, r); }
-#else
+#if OPERAND_ITEM == 1
 #if ROW_SCALED
 DEVICE float widened(Acc sum) { return __int_as_float(sum); }
 #else
 DEVICE float widened(Acc sum) { return float(sum); }
 #endif
+#endif
+#if CHANNEL_STAGES
+typedef float4 Channel;                            // bias, and constants that stages read; of 8 bits: first the scale
+DEVICE Channel no_channel() { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
+#if OPERAND_ITEM == 1
+DEVICE float finished(const Requantize& q, Acc sum, Channel c, float r) {
+    return epilogue(__fmul_rn(widened(sum), c.x), make_float4(c.y, c.z, c.w, 0.0f), r, q.constants);
+}
+#else
+DEVICE float finished(const Requantize&, Acc sum, Channel c, float r) { return epilogue(sum, c, r); }
+#endif
+DEVICE void load_four(const Channel* from, int at, int count, Channel (&c)[4]) {
+    #pragma unroll
+    for (int i = 0; i < 4; i++) c[i] = at < count ? __ldg(from + at + i) : no_channel();
+}
+#elif OPERAND_ITEM == 1 || SCALED || IMAGE_SCALED
+typedef float2 Channel;                            // scale, bias
+DEVICE Channel no_channel() { return make_float2(0.0f, 0.0f); }
+#if SCALED || IMAGE_SCALED
+DEVICE float finished(const Requantize&, Acc sum, Channel c, float r) { return epilogue(sum, c, r); }
+#else
 DEVICE float finished(const Requantize& q, Acc sum, Channel c, float r) {
     return epilogue(__fmul_rn(widened(sum), c.x), c.y, r, q.constants);
 }
@@ -80,14 +96,6 @@ DEVICE void load_four(const Channel* from, int at, int count, Channel (&c)[4]) {
     if (at >= count) return;
     const float4 a = __ldg(reinterpret_cast<const float4*>(from + at)), b = __ldg(reinterpret_cast<const float4*>(from + at + 2));
     c[0] = make_float2(a.x, a.y), c[1] = make_float2(a.z, a.w), c[2] = make_float2(b.x, b.y), c[3] = make_float2(b.z, b.w);
-}
-#elif CHANNEL_STAGES
-typedef float4 Channel;                            // bias, and constants that stages read
-DEVICE Channel no_channel() { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
-DEVICE float finished(const Requantize&, Acc sum, Channel c, float r) { return epilogue(sum, c, r); }
-DEVICE void load_four(const Channel* from, int at, int count, Channel (&c)[4]) {
-    #pragma unroll
-    for (int i = 0; i < 4; i++) c[i] = at < count ? __ldg(from + at + i) : no_channel();
 }
 #else
 typedef float Channel;                             // bias
