@@ -18,6 +18,7 @@ from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_conversions import FuseConversions
 from optdnn.passes.fuse_pointwise import FusePointwise
+from optdnn.passes.rules import pointwise_parts
 from optdnn.types import FP16, FP32
 
 CUDA = PassContext(target="cuda:sm_90a")
@@ -124,6 +125,13 @@ def gated(n: Net, widths: tuple[int, ...] = (8, 16), chain: bool = True) -> tupl
     return n.op("Mul", gate, y), y
 
 
+@pytest.fixture
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates of small tensors are applied to parts, too."""
+    monkeypatch.setattr(pointwise_parts, "LEAST_GATED", 0)
+
+
+@pytest.mark.usefixtures("of_any_size")
 @pytest.mark.parametrize("chain", [False, True])
 def test_a_gate_is_applied_to_each_part(chain: bool) -> None:
     n = Net(np.float64)
@@ -134,6 +142,14 @@ def test_a_gate_is_applied_to_each_part(chain: bool) -> None:
     check_pass(FusePointwise(), graph, changes=sum(rules.values()), rules=rules, kinds=found, context=CUDA)
 
 
+def test_small_gates_stay() -> None:
+    n = Net(np.float64)
+    y, _ = gated(n, chain=False)
+    graph = n.done(n.op("MatMul", y, n.random(24, 3)))
+    check_refused(FusePointwise(), graph, because="a copy of its few elements takes no longer", context=CUDA)
+
+
+@pytest.mark.usefixtures("of_any_size")
 def test_other_gates_stay() -> None:
     n = Net(np.float64)
     y, parts = gated(n, chain=False)
@@ -154,6 +170,7 @@ def test_other_gates_stay() -> None:
     check_untouched(FusePointwise(), n.done(n.op("MatMul", y, n.random(24, 3))))  # on a CPU
 
 
+@pytest.mark.usefixtures("of_any_size")
 def test_gated_parts_are_not_copied() -> None:
     n = Net()
     y, _ = gated(n)
