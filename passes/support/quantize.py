@@ -69,6 +69,11 @@ SMALL_WEIGHT = 64
 """Largest magnitude of int8 weights for processors that add two products in 16 bits: 2 x 255 x 64 = 32,640 fits."""
 
 
+def _pads(op: Op) -> bool:
+    """Whether a convolution pads its input."""
+    return op.kind == "Conv" and (any(op.attrs.pads) or op.attrs.auto_pad.startswith("SAME"))
+
+
 class _Quantizer:
     """Chooses the ops to quantize and the scales of values, and adds Q and DQ to the graph."""
 
@@ -213,10 +218,12 @@ class _Quantizer:
                 raise UsageError(f"the calibration has no range for {name!r}", hint=hint)
             root = self._root(item)
             hulls[root] = hulls[root].hull(found) if root in hulls else found
+        padded = {self._root(item) for item in self.wanted if any(map(_pads, self.graph.users(item[0])))}
         parameters = {}
         for root, range_ in hulls.items():
             name = self.graph.output(root[0]).name
-            scale, zero = (fp8_scale(range_), None) if root[1] == "fp8" else integer_parameters(range_)
+            even = root in padded and TargetName.parse(self.target).family == "cuda"
+            scale, zero = (fp8_scale(range_), None) if root[1] == "fp8" else integer_parameters(range_, even=even)
             parameters[root] = (
                 self.graph.add_constant(scale, f"{name}/scale"),
                 None if zero is None else self.graph.add_constant(zero, f"{name}/zero_point"),

@@ -53,8 +53,15 @@ class Calibration:
         return self.ranges.get(name)
 
 
-def integer_parameters(range_: Range) -> tuple[Array, Array]:
+NEARLY_EVEN = 1.125
+"""The most by which an even range may increase the step."""
+
+
+def integer_parameters(range_: Range, *, even: bool = False) -> tuple[Array, Array]:
     """(scale float32 [], zero point uint8 []) with which uint8 covers a range. Zero is always represented exactly.
+
+    ``even``: the zero point is 128 if that increases the step little (:data:`NEARLY_EVEN`). As int8, it is 0, and convolutions pad
+    with zeros in the fastest way.
 
     If the scale would be zero or subnormal, it is 1 instead: all numbers of the range then become the zero point. Raises UsageError
     for a range that is not finite.
@@ -67,6 +74,8 @@ def integer_parameters(range_: Range) -> tuple[Array, Array]:
     scale = (high - low) / 255
     if scale < np.finfo(np.float32).tiny:
         return np.asarray(1.0, np.float32), np.asarray(0, UINT8)
+    if even and (step := max(high / 127, -low / 128)) <= NEARLY_EVEN * scale:
+        return np.asarray(step, np.float32), np.asarray(128, UINT8)
     return np.asarray(scale, np.float32), np.asarray(np.clip(np.rint(-low / scale), 0, 255), UINT8)
 
 

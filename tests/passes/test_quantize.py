@@ -132,6 +132,19 @@ def test_gpus_have_kernels_for_groups(asked: str, channels: int, group: int, axe
     assert any(because in r.reason for r in report.refused) == bool(because)
 
 
+@pytest.mark.parametrize(
+    ("target", "pads", "even"), [("cpu", 1, False), ("cuda:sm_90a", 0, False), ("cuda:sm_90a", 1, True)]
+)
+def test_padded_images_have_even_ranges_on_gpus(target: str, pads: int, even: bool) -> None:
+    n = Net()
+    graph = n.done(n.conv(n.input(2, 16, 8, 8), 16, 3, pads=pads))
+    given = integer_parameters(calibrated(graph).ranges["x"], even=True)
+    assert given[1] == 128
+    assign(graph, target=target)
+    (q,) = graph.of_kind("QuantizeLinear")
+    assert (graph.constant_value(q.inputs[1]) == given[0]) == even
+
+
 @pytest.mark.parametrize("target", ["cpu", "cuda:sm_90a"])
 def test_operands_of_an_integer_convolution(target: str) -> None:
     graph = chain()
@@ -144,7 +157,7 @@ def test_operands_of_an_integer_convolution(target: str) -> None:
     q = producer(graph, x, 0)
     assert q.kind == "QuantizeLinear"
     assert q.outputs[0].type.dtype == UINT8
-    scale, zero = integer_parameters(ranges["x"])
+    scale, zero = integer_parameters(ranges["x"], even=target != "cpu")  # its image is padded
     assert graph.constant_value(q.inputs[1]) == scale
     assert graph.constant_value(q.inputs[2]) == zero
     integers, steps = (graph.constant_value(v) for v in w.inputs[:2])

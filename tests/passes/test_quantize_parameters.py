@@ -31,6 +31,15 @@ def test_parameters_cover_the_range_and_zero() -> None:
     assert (float(scale), int(zero)) == (pytest.approx(3 / 255), 0)
 
 
+def test_even_parameters_where_the_step_grows_little() -> None:
+    scale, zero = integer_parameters(Range(-2.1, 2.6), even=True)
+    assert (float(scale), int(zero)) == (pytest.approx(2.6 / 127), 128)
+    scale, zero = integer_parameters(Range(-2.6, 2.1), even=True)
+    assert (float(scale), int(zero)) == (pytest.approx(2.6 / 128), 128)
+    for range_ in (Range(-1.0, 3.0), Range(0.0, 1.0)):
+        assert integer_parameters(range_, even=True) == integer_parameters(range_)
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38])
 def test_no_scale_is_zero_or_subnormal(size: float) -> None:
     scale, zero = integer_parameters(Range(-size, size))
