@@ -257,6 +257,7 @@ def passes(target: str) -> str:
         module = import_module(type(one).__module__)
         alone = sum(is_pass(c) and c.__module__ == module.__name__ for c in vars(module).values()) == 1
         first = prose((module if alone else type(one)).__doc__ or "", fill=True).partition(". ")[0].rstrip(".")
+        assert first, f"{one.name} has no docstring"
         rows.append([str(number), f"`{one.name}`", first])
     return table(["", "pass", "meaning"], rows)
 

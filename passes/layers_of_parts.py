@@ -199,6 +199,8 @@ class _JoinedItems(Rule):
 
 
 class LayersOfParts(RulePass):
+    """Layers with the same weights on several tensors of one shape become one layer, whose items are the items of all tensors."""
+
     name = "layers_of_parts"
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
@@ -225,5 +227,7 @@ def steps_of_items(graph: Graph, op: Op) -> Match | None:
 
 
 class StepsOfItems(RulePass):
+    """Items that are steps of a recurrence become positions of an axis, over which one launch loops."""
+
     name = "steps_of_items"
     rules = (steps_of_items,)
