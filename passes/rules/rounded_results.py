@@ -126,7 +126,7 @@ def _added_numbers(graph: Graph, user: Op, value: Value, columns: int) -> Array 
     """The constant number that ``user`` adds to each column of ``value``, in fp32; None for other operators."""
     others = [v for v in user.inputs if v is not None and v != value]
     shape = graph.type(value).static_shape
-    if user.kind != "Add" or len(others) != 1 or shape[-1] != columns:
+    if user.kind != "Add" or len(others) != 1 or shape[-1:] != (columns,):
         return None
     array = graph.constant_value(others[0])
     if array is None and (stored := dequantized(graph, others[0])) is not None:
