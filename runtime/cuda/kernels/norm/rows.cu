@@ -9,9 +9,10 @@
 // ROWS, THREADS, HAS_ADD (the normalized row is input + addend), ADD_LAST (the addend is added to the normalized row instead), PERIODIC
 // (the addend's rows repeat), FIRST (1, 2: the input is normalized by operation 0 or 1 before an addend is added), HAS_FIRST_SCALE and
 // HAS_FIRST_BIAS, WALKED (the input's rows are spread over up to four axes; other tensors are rows), HAS_SUM (input + addend is a second
-// output), HAS_SCALE and HAS_BIAS; EPILOGUE (the result goes through epilogue(), which with RESIDUAL adds the addend); MODULATED (rows of an image share factors, and with
-// HAS_SHIFT shifts, after the norm); ROOT (an epsilon is added to the deviation), UNCENTERED (layer norm: the mean is not subtracted); NARROW (1: the result is stored as 8-bit integers, 2: as fp8) and HAS_OUTPUT (it is stored in the
-// input's type; WIDENED: in fp32).
+// output), HAS_SCALE and HAS_BIAS; EPILOGUE (the result goes through epilogue(), which with RESIDUAL adds the addend); MODULATED (rows of
+// an image share factors, and with HAS_SHIFT shifts, after the norm); ROOT (an epsilon is added to the deviation), UNCENTERED (layer norm:
+// the mean is not subtracted); NARROW (1: the result is stored as 8-bit integers, 2: as fp8) and HAS_OUTPUT (it is stored in the input's
+// type; WIDENED: in fp32).
 #include "tile_vectors.cuh"
 #include "narrow.cuh"
 
