@@ -34,7 +34,7 @@ from optdnn.passes.rules.quantized_results import dequantized_result, quantized_
 from optdnn.passes.rules.quantized_stages import dequantize_stages, quantize_stages
 from optdnn.passes.rules.rounded_results import longest
 from optdnn.passes.support.centered import centered
-from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer
+from optdnn.passes.support.facts import in_shape, integers, ints, operand, pads_image, producer
 from optdnn.passes.support.integer_sums import SUMS
 from optdnn.passes.support.precision import multiplies
 from optdnn.passes.support.products import output_axis
@@ -174,8 +174,7 @@ class QuantizedProduct(Rule):
 
     def _refusal(self, graph: Graph, op: Op, x: QuantParams | RunParams, w: tuple[Array, Array, int]) -> str | None:
         array, scale, axis = w
-        padded = op.kind == "Conv" and (any(op.attrs.pads) or op.attrs.auto_pad.startswith("SAME"))
-        if isinstance(x, RunParams) and padded and x.rounds is None and x.zero is not None:
+        if isinstance(x, RunParams) and pads_image(op) and x.rounds is None and x.zero is not None:
             return "it pads with a computed zero point, and its data are not rounded by a QuantizeLinear"
         if (x.dtype == "float8_e4m3fn") != (array.dtype.name == "float8_e4m3fn"):
             return f"no kernel multiplies {x.dtype} by {array.dtype.name}"

@@ -26,7 +26,7 @@ from optdnn.ops.index import ConcatAttrs, CumulativeAttrs, PadAttrs
 from optdnn.ops.linear_attention import BETA, DECAY, PAST
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import integers, operand, reshaped, sliced
+from optdnn.passes.support.facts import exchange_last, integers, operand, reshaped, sliced
 from optdnn.passes.support.triangular import chosen, inverse_of_rest, times
 from optdnn.types import FP32, Array, DType
 
@@ -142,8 +142,7 @@ def _part(patch: Patch, x: Value, axis: int, start: int, end: int) -> Value:
 
 def _swapped(patch: Patch, x: Value) -> Value:
     """The last two axes swapped."""
-    rank = len(patch.type(x).static_shape)
-    return patch.add("Transpose", [x], TransposeAttrs((*range(rank - 2), rank - 1, rank - 2)))
+    return patch.add("Transpose", [x], TransposeAttrs(exchange_last(len(patch.type(x).dims))))
 
 
 def _joined(patch: Patch, parts: Sequence[Value]) -> Value:

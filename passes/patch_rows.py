@@ -8,6 +8,7 @@ patches. If the patches are cut already, they become rows of a product for any r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -15,10 +16,10 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.conv import resolved
+from optdnn.ops.conv import ConvAttrs, resolved
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import PadAttrs
-from optdnn.ops.quantized import RequantizeAttrs
+from optdnn.ops.quantized import QuantizedConvAttrs, RequantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reshape_target, reshaped, shape_of
@@ -106,19 +107,11 @@ def integer_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
     A Cast of the accumulators stays next to the product, so that no integers are stored."""
     weight, x = graph.constant_value(op.input(1)), operand(op)
-    before, result = shape_of(graph, x), op.outputs[0].type.shape
-    if weight is None or weight.ndim != 4 or before is None or result is None:
+    if weight is None or weight.ndim != 4:
         return None
-    a = resolved(op.attrs, graph.type(x), graph.type(operand(op, 1)))
-    kh, kw = weight.shape[2:]
-    if a.group != 1 or tuple(a.strides) != (kh, kw) or any(a.pads) or any(d != 1 for d in a.dilations) or kh * kw == 1:
-        return None
-    sizes = _cut(before, weight)
-    if isinstance(sizes, Miss):
-        return sizes
-    targets = _targets(before, sizes, (result[0], sizes[0], sizes[2], weight[0].size))
-    if targets is None:
-        return Miss("no constant target can express how the image is cut")
+    targets = _whole(graph, op, weight, resolved(op.attrs, graph.type(x), graph.type(operand(op, 1))))
+    if targets is None or isinstance(targets, Miss):
+        return targets
 
     cast = graph.sole_user(op.value)
     casts = [] if cast is None or cast.kind != "Cast" else [cast]
@@ -138,19 +131,16 @@ def quantized_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
     """As ``patch_rows``, for a convolution of 8-bit integers with any readers: a Transpose after it moves the channels back.
 
     The kernels of convolutions read at least 16 channels of a pixel. Of an image with three, they would multiply mostly zeros."""
-    weight, a, before = graph.constant_value(op.input(1)), op.attrs, shape_of(graph, operand(op))
-    if weight is None or weight.ndim != 4 or before is None or weight.shape[1] >= FEW_CHANNELS or a.group != 1:
+    weight, a = graph.constant_value(op.input(1)), op.attrs
+    if weight is None or weight.ndim != 4 or weight.shape[1] >= FEW_CHANNELS:
         return None
-    if a.strides != weight.shape[2:] or any(a.pads) or any(d != 1 for d in a.dilations) or weight[0, 0].size == 1:
+    targets = _whole(graph, op, weight, a)
+    if targets is None:
         return None
     if op.input(3) is not None:
         return Miss("it adds a tensor")
-    sizes = _cut(before, weight)
-    if isinstance(sizes, Miss):
-        return sizes
-    targets = _targets(before, sizes, (before[0], sizes[0], sizes[2], weight[0].size))
-    if targets is None:
-        return Miss("no constant target can express how the image is cut")
+    if isinstance(targets, Miss):
+        return targets
 
     rounds = producer(graph, operand(op), {"QuantizeLinear"})
     if rounds is not None and (
@@ -171,6 +161,21 @@ def quantized_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
 Targets = tuple[tuple[int, ...], tuple[int, ...]]
 Sizes = tuple[int, int, int, int]
 """Patches and pixels per patch along the height, then along the width."""
+
+
+def _whole(graph: Graph, op: Op, weight: Array, a: ConvAttrs | QuantizedConvAttrs) -> Targets | Miss | None:
+    """How the image of a convolution of integers is cut into patches. ``a``: its geometry, without ``auto_pad``.
+
+    None if its windows overlap or it pads; a Miss if the image cannot be cut."""
+    before, kernel = shape_of(graph, operand(op)), weight.shape[2:]
+    plain = a.group == 1 and not any(a.pads) and all(d == 1 for d in a.dilations)
+    if before is None or not plain or tuple(a.strides) != kernel or math.prod(kernel) == 1:
+        return None
+    sizes = _cut(before, weight)
+    if isinstance(sizes, Miss):
+        return sizes
+    targets = _targets(before, sizes, (before[0], sizes[0], sizes[2], weight[0].size))
+    return Miss("no constant target can express how the image is cut") if targets is None else targets
 
 
 def _frame(image: Shape, weight: Array, pads: Sequence[int]) -> tuple[Shape, Sizes, list[int]] | Miss:

@@ -30,7 +30,7 @@ _OWN = (TensorType(INT64, ()), TensorType(BOOL, ()))
 
 
 _READERS = frozenset({"SequenceAt", "SequenceLength"})
-"""Operators by which a body may read a sequence from outside."""
+"""A body may read a sequence from outside with these operators."""
 
 
 class LoopBody(Protocol):

@@ -61,7 +61,7 @@ class Scaling:
     requantize: Requantize
 
 
-_HOMOGENEOUS = frozenset({"bias", "add", "mul", "relu", "clip", "leaky_relu", "mul_const", "add_const", "channel_add"})
+_HOMOGENEOUS = frozenset({"bias", "add", "mul", "relu", "clip", "leaky_relu", "mul_const", "add_const"})
 """Stages that a positive factor passes through (with their constants divided by it)."""
 
 
@@ -100,7 +100,7 @@ def scaling(
         0.0 if residual is None else byte_bias(residual.dtype) + residual.zero,
         float(low), float(high), 0 if out is None else out.zero,
     )  # fmt: skip
-    more = [] if numbers is None else [numbers / unit]
+    more = [] if numbers is None else [numbers]  # such a stage follows a rounding, so nothing is folded
     channel = np.stack([scale / unit, bias / unit, *more], 1).astype(np.float32)
     return Scaling((("bias",), *kept), np.ascontiguousarray(channel), requantize)
 

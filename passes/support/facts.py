@@ -121,6 +121,11 @@ def is_pointwise(op: Op) -> bool:
     return op.pointwise and len(op.outputs) == 1
 
 
+def pads_image(op: Op) -> bool:
+    """Whether an op is a convolution that pads its image."""
+    return op.kind == "Conv" and (any(op.attrs.pads) or op.attrs.auto_pad.startswith("SAME"))
+
+
 def is_depthwise(graph: Graph, op: Op) -> bool:
     """Whether ``op`` is a convolution of several channels with one constant filter per channel."""
     weight = graph.constant_value(op.input(1)) if op.kind == "Conv" else None

@@ -108,16 +108,8 @@ UNIT = frozenset({"HardSigmoid", "Sigmoid"})
 BOUNDS = frozenset(
     {
         *("DeviationNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization"),
-        *(
-            "LpNormalization",
-            "MeanVarianceNormalization",
-            "RMSNormalization",
-            "Sinkhorn",
-            "Softmax",
-            "ArgMax",
-            "ArgMin",
-            "TopK",
-        ),
+        *("LpNormalization", "MeanVarianceNormalization", "RMSNormalization", "Sinkhorn", "Softmax"),
+        *("ArgMax", "ArgMin", "TopK"),
         *("Atan", "Cos", "Erf", "HardSigmoid", "Sigmoid", "Sign", "Sin", "Softsign", "Tanh"),
     }
 )

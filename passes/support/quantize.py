@@ -22,7 +22,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Use, Value
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Fired, PassReport, Refused, node_names
 from optdnn.passes.rules.split_prologue import split_prologue
-from optdnn.passes.support.facts import operand, producer, set_operand
+from optdnn.passes.support.facts import operand, pads_image, producer, set_operand
 from optdnn.passes.support.precision import ANCHORS, OWN_SCALE, SHARES_SCALE, PrecisionPlan, key, no_fp8, no_integers
 from optdnn.passes.support.ranges import FP8_LARGEST, Calibration, Range, fp8_scale, integer_parameters
 from optdnn.passes.support.rounding_shift import rounding_shift
@@ -67,11 +67,6 @@ LARGEST_WEIGHT = 127
 """Largest magnitude of int8 weights: their range is symmetric."""
 SMALL_WEIGHT = 64
 """Largest magnitude of int8 weights for processors that add two products in 16 bits: 2 x 255 x 64 = 32,640 fits."""
-
-
-def _pads(op: Op) -> bool:
-    """Whether a convolution pads its input."""
-    return op.kind == "Conv" and (any(op.attrs.pads) or op.attrs.auto_pad.startswith("SAME"))
 
 
 class _Quantizer:
@@ -218,7 +213,7 @@ class _Quantizer:
                 raise UsageError(f"the calibration has no range for {name!r}", hint=hint)
             root = self._root(item)
             hulls[root] = hulls[root].hull(found) if root in hulls else found
-        padded = {self._root(item) for item in self.wanted if any(map(_pads, self.graph.users(item[0])))}
+        padded = {self._root(item) for item in self.wanted if any(map(pads_image, self.graph.users(item[0])))}
         parameters = {}
         for root, range_ in hulls.items():
             name = self.graph.output(root[0]).name

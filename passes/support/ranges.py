@@ -54,7 +54,7 @@ class Calibration:
 
 
 NEARLY_EVEN = 1.125
-"""The most by which an even range may increase the step."""
+"""An even range may increase the step by this factor at most."""
 
 
 def integer_parameters(range_: Range, *, even: bool = False) -> tuple[Array, Array]:

@@ -68,22 +68,23 @@ def test_an_image_that_is_given_in_8_bits() -> None:
         np.testing.assert_allclose(evaluate(made, feeds)[name], want, rtol=0, atol=1e-6)
 
 
+def summed() -> Graph:
+    """A patch embedding to which another tensor is added."""
+    n = QNet()
+    added = n.fake(n.input(2, 16, 2, 2, name="added"), 0.03)
+    y = n.qconv(n.fake(n.input(2, 3, 8, 8), 0.03), 16, 4, stride=4, pads=(0, 0, 0, 0), epilogue=ADDED, more=[added])
+    return n.done(n.fake(y, STEP))
+
+
 @pytest.mark.parametrize(
-    ("options", "because"),
+    ("graph", "because"),
     [
-        ({"size": (13, 20)}, "its windows are not known to cover the image"),
-        ({"channels": 1}, "a patch has 16 elements, too few for a product"),
-        ({"epilogue": ADDED, "more": None}, "it adds a tensor"),
+        (embedding(size=(13, 20)), "its windows are not known to cover the image"),
+        (embedding(channels=1), "a patch has 16 elements, too few for a product"),
+        (summed(), "it adds a tensor"),
     ],
 )
-def test_images_that_stay(options: dict[str, Any], because: str) -> None:
-    if "more" in options:
-        n = QNet()
-        added = n.fake(n.input(2, 16, 2, 2, name="added"), 0.03)
-        y = n.qconv(n.fake(n.input(2, 3, 8, 8), 0.03), 16, 4, stride=4, pads=(0, 0, 0, 0), epilogue=ADDED, more=[added])
-        graph = n.done(n.fake(y, STEP))
-    else:
-        graph = embedding(**options)
+def test_images_that_stay(graph: Graph, because: str) -> None:
     made, report = folded(graph)
     assert made.kinds()["QuantizedConv"] == 1
     assert any(because in r.reason for r in report.refused if r.rule == "quantized_patch_rows")
