@@ -32,13 +32,21 @@ from optdnn.passes.patch_rows import quantized_patch_rows
 from optdnn.passes.rules.integer_products import integer_product
 from optdnn.passes.rules.quantized_results import dequantized_result, quantized_siblings, wide_result
 from optdnn.passes.rules.quantized_stages import dequantize_stages, quantize_stages
-from optdnn.passes.rules.rounded_results import longest
+from optdnn.passes.rules.rounded_results import Rounded, longest
 from optdnn.passes.support.centered import centered
 from optdnn.passes.support.facts import in_shape, integers, ints, operand, pads_image, producer
 from optdnn.passes.support.integer_sums import SUMS
 from optdnn.passes.support.precision import multiplies
 from optdnn.passes.support.products import output_axis
-from optdnn.passes.support.quantized_values import EIGHT_BITS, FEWER_BITS, dequantized, quantization, source
+from optdnn.passes.support.quantized_values import (
+    EIGHT_BITS,
+    FEWER_BITS,
+    dequantized,
+    dequantized_channels,
+    quantization,
+    quantization_of_channels,
+    source,
+)
 from optdnn.passes.support.rotary import before_reshapes
 from optdnn.types import DTYPES, FP32, Array, is_float
 
@@ -103,6 +111,20 @@ def weights(graph: Graph, value: Value | None) -> tuple[Array, Array, int] | Non
     return array, scale.astype(np.float64).reshape(-1), op.attrs.axis % array.ndim
 
 
+def depthwise_data(
+    graph: Graph, op: Op, w: tuple[Array, Array, int]
+) -> tuple[tuple[Value, QuantParams] | None, tuple[Array, Array, int]]:
+    """Data with a scale per channel that a depthwise convolution reads, and its weights with these scales.
+
+    Each result reads one channel of the data, so the scales may as well belong to the weights. NNCF quantizes images like this."""
+    array, scale, axis = w
+    found = dequantized_channels(graph, op.inputs[0], 1) if op.kind == "Conv" else None
+    if found is None or array.shape[1] != 1 or (scale.size != 1 and axis != 0) or op.attrs.group != found[2].size:
+        return None, w
+    stored, params, scales = found
+    return (stored, params), (array, scale * np.repeat(scales, array.shape[0] // scales.size), 0)
+
+
 def bias(graph: Graph, value: Value | None) -> Array | None:
     """A constant operand in float64; it may be a DequantizeLinear of 32-bit integers."""
     array = graph.constant_value(value)
@@ -127,6 +149,8 @@ class QuantizedProduct(Rule):
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         x: tuple[Value, QuantParams | RunParams] | None = dequantized(graph, op.inputs[0])
         x, w = x or dequantized_in_run(graph, op.inputs[0]), weights(graph, op.inputs[1])
+        if x is None and w is not None:
+            x, w = depthwise_data(graph, op, w)
         if x is None and w is None:
             return None
         if x is None or w is None:
@@ -140,16 +164,17 @@ class QuantizedProduct(Rule):
         reason = f"there are no kernels of fp8 for {context.target}" if fp8 else self._refusal(graph, op, x[1], w)
         if reason is not None:
             return Miss(reason)
-        first = quantization(graph, op.value)
+        first, scales = self._stored(graph, op, x[1])
         ep = plan_epilogue(graph, op, channel_axis=self._axis(op))
         residual = dequantized(graph, ep.residual) if ep.residual is not None else None
         if ep.residual is not None and first is not None and not _fits(residual, first[1]):
             ep = plan_epilogue(graph, op, channel_axis=self._axis(op), allow_residual=False)
-        result = (
-            None
-            if first is None or ep.rest
-            else longest(graph, *first, adds=ep.residual is None, before=ep.rendered, columns=self._columns(op, x[1]))
-        )
+        result = None
+        if first is not None and not ep.rest and scales is not None:
+            result, scales = Rounded.with_scales(*first, scales, ep.rendered)
+        elif first is not None and not ep.rest:
+            columns = self._columns(op, x[1])
+            result = longest(graph, *first, adds=ep.residual is None, before=ep.rendered, columns=columns)
         if result is not None and result.stages:
             ep = replace(ep, rendered=[*ep.rendered, *result.stages])
             if result.residual is not None:
@@ -160,7 +185,8 @@ class QuantizedProduct(Rule):
             dims, added = op.outputs[0].type.dims, residual
             if result is not None and result.residual is not None and graph.type(result.residual[0]).dims != dims:
                 added = in_shape(patch, result.residual[0], dims), result.residual[1]
-            made = self._product(patch, op, x, w, ep, out, added, None if result is None else result.numbers)
+            numbers = None if result is None else result.numbers
+            made = self._product(patch, op, x, w, ep, out, added, numbers, None if result is None else scales)
             if ep.rest:
                 made = patch.add("Pointwise", [made, *ep.rest_operands], PointwiseAttrs(epilogue=tuple(ep.rest)))
             if result is None:
@@ -196,6 +222,16 @@ class QuantizedProduct(Rule):
             return None if by_channel else "its bias is not constant, or not per channel"
         return None
 
+    def _stored(
+        self, graph: Graph, op: Op, x: QuantParams | RunParams
+    ) -> tuple[tuple[Op, QuantParams] | None, Array | None]:
+        """The QuantizeLinear that reads the product alone, and its scales if each channel has its own."""
+        first = quantization(graph, op.value)
+        if first is not None or isinstance(x, RunParams) or "float8" in x.dtype:
+            return first, None
+        found = quantization_of_channels(graph, op.value, self._axis(op))
+        return (None, None) if found is None else (found[:2], found[2])
+
     @staticmethod
     def _columns(op: Op, x: QuantParams | RunParams) -> int:
         """The columns of a product whose launch may add numbers to each, after a rounding; 0 for others."""
@@ -207,7 +243,7 @@ class QuantizedProduct(Rule):
 
     def _product(
         self, patch: Patch, op: Op, rows: tuple[Value, QuantParams | RunParams], w: tuple[Array, Array, int], ep: Epilogue,
-        out: QuantParams | None, residual: tuple[Value, QuantParams] | None, added: Array | None,
+        out: QuantParams | None, residual: tuple[Value, QuantParams] | None, added: Array | None, scales: Array | None,
     ) -> Value:  # fmt: skip
         graph, (stored, x), (array, scale, _) = patch.graph, rows, w
         channels = op.outputs[0].type.static_shape[self._axis(op)]
@@ -230,6 +266,8 @@ class QuantizedProduct(Rule):
             array = np.ascontiguousarray(array.T)
         if isinstance(x, QuantParams) and x.zero:  # the kernels accumulate stored values, without their zero point
             total = total - factors * (x.zero * array.astype(np.float64).reshape(channels, -1).sum(1))
+        if scales is not None:
+            factors, total = factors / scales, total / scales
         numbers = requantize.scaling(ep.rendered, factors, total, out=out, residual=around, numbers=added)
         if op.kind == "Conv":
             a: ConvAttrs = resolved(op.attrs, graph.type(operand(op)), graph.type(operand(op, 1)))

@@ -53,8 +53,8 @@ class QuantParams:
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """``stages`` are the problem's; ``channel`` is fp32 ``[channels, 2]``: scale and bias. What a ``channel_add`` adds follows,
-    if there is one: ``[channels, 3]``."""
+    """``stages`` are the problem's; ``channel`` is fp32 ``[channels, 2]``: scale and bias. What a ``channel_add`` adds,
+    or a ``channel_mul`` multiplies by, follows if there is one: ``[channels, 3]``."""
 
     stages: tuple[render.Stage, ...]
     channel: Array
@@ -75,7 +75,7 @@ def scaling(
     numbers: Array | None = None,
 ) -> Scaling:
     """``stages`` without the leading bias, in real units; ``scale`` (input's times weight's) and ``bias`` per channel, float64.
-    ``numbers``: what the stage ``channel_add`` adds to each channel.
+    ``numbers``: what the stage ``channel_add`` adds to each channel, or ``channel_mul`` multiplies it by.
 
     ``out`` None: the result stays a 16-bit float in real units.
     """

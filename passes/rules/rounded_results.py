@@ -30,7 +30,7 @@ INTEGERS = ("int8", "uint8")
 @dataclass(frozen=True)
 class Rounded:
     """The QuantizeLinear of a result, and the rendered stages before it. ``residual``: the tensor that a stage adds, with its
-    parameters. ``ops``: the operators that the stages cover. ``numbers``: what a stage adds to each column."""
+    parameters. ``ops``: the operators that the stages cover. ``numbers``: what a stage adds to each column, or multiplies it by."""
 
     store: Op
     params: QuantParams
@@ -38,6 +38,16 @@ class Rounded:
     residual: tuple[Value, QuantParams] | None = None
     ops: tuple[Op, ...] = ()
     numbers: Array | None = None
+
+    @classmethod
+    def with_scales(
+        cls, store: Op, params: QuantParams, scales: Array, before: Sequence[render.Stage]
+    ) -> tuple[Rounded, Array | None]:
+        """The rounding with a scale per channel (``params``: of the result divided by them). Stages that a positive factor passes
+        through leave the scales to the product's own factors, which are returned; after others, a stage divides by them."""
+        if {str(stage[0]) for stage in before} <= {"bias", "relu", "leaky_relu", "mul_const"}:
+            return cls(store, params), scales
+        return cls(store, params, (("channel_mul",),), numbers=(1.0 / scales).astype(np.float32)), None
 
 
 def longest(

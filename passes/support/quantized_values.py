@@ -7,7 +7,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.requantize import QuantParams
 from optdnn.passes.support.facts import operand, scalar
-from optdnn.types import is_float
+from optdnn.types import Array, is_float
 
 EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
 FEWER_BITS = ("int4", "uint4", "int2", "uint2")
@@ -43,8 +43,50 @@ def dequantized(graph: Graph, value: Value | None) -> tuple[Value, QuantParams] 
     return None if op is None or found is None else (operand(op), found)
 
 
+def channel_params(graph: Graph, op: Op, stored: Value, axis: int) -> tuple[QuantParams, Array] | None:
+    """Parameters of a Q or DQ op with a scale for each entry of ``axis`` (all with the same zero point), and these scales (float64).
+
+    The parameters have the scale 1: they are those of the data divided by the scales. None for other ops, and for fp8."""
+    type_, at = graph.type(stored), op.attrs.axis
+    if op.attrs.block_size or not type_.is_static or type_.dtype.name not in ("int8", "uint8"):
+        return None
+    rank, scales = len(type_.dims), graph.constant_value(op.inputs[1])
+    zeros = np.zeros(1, np.int64) if op.input(2) is None else graph.constant_value(op.input(2))
+    if (
+        scales is None
+        or zeros is None
+        or scales.ndim != 1
+        or at % rank != axis % rank
+        or (zeros != zeros.flat[0]).any()
+    ):
+        return None
+    usable = np.isfinite(scales).all() and (scales > 0).all()
+    return (QuantParams(type_.dtype.name, 1.0, int(zeros.flat[0])), scales.astype(np.float64)) if usable else None
+
+
+def dequantized_channels(graph: Graph, value: Value | None, axis: int) -> tuple[Value, QuantParams, Array] | None:
+    """The 8-bit value behind a value that is dequantized with a scale for each entry of ``axis``: see :func:`channel_params`."""
+    op = source(graph, value)
+    found = None if op is None else channel_params(graph, op, operand(op), axis)
+    return None if op is None or found is None else (operand(op), *found)
+
+
+def quantization_of_channels(graph: Graph, value: Value, axis: int) -> tuple[Op, QuantParams, Array] | None:
+    """The QuantizeLinear with a scale for each entry of ``axis`` that is the only reader of a value."""
+    user = quantizer(graph, value)
+    found = None if user is None else channel_params(graph, user, user.value, axis)
+    return None if user is None or found is None else (user, *found)
+
+
 def quantization(graph: Graph, value: Value) -> tuple[Op, QuantParams] | None:
     """The QuantizeLinear that is the only reader of a value, through casts between floating types."""
+    user = quantizer(graph, value)
+    found = None if user is None else quant_params(graph, user, user.value)
+    return None if user is None or found is None else (user, found)
+
+
+def quantizer(graph: Graph, value: Value) -> Op | None:
+    """The QuantizeLinear of any parameters that is the only reader of a value, through casts between floating types."""
     while True:
         user = graph.sole_user(value)
         if user is None:
@@ -52,7 +94,4 @@ def quantization(graph: Graph, value: Value) -> tuple[Op, QuantParams] | None:
         if user.kind == "Cast" and is_float(user.attrs.to):
             value = user.value
             continue
-        if user.kind != "QuantizeLinear" or user.inputs[0] != value:
-            return None
-        found = quant_params(graph, user, user.value)
-        return None if found is None else (user, found)
+        return user if user.kind == "QuantizeLinear" and user.inputs[0] == value else None

@@ -83,6 +83,13 @@ class QNet(Net):
         """A value, quantized and dequantized."""
         return self.dq(self.q(x, scale, zero, dtype), scale, zero)
 
+    def fake_channels(self, x: Value, scales: Any, zeros: Any = None, *, axis: int = 1, dtype: Any = np.int8) -> Value:
+        """A value, quantized and dequantized with a scale for each entry of an axis."""
+        more = [self.const(np.float32(scales), np.float32)]
+        more += [] if zeros is None else [self.const(np.broadcast_to(zeros, np.shape(scales)).astype(dtype), dtype)]
+        stored = self.op("QuantizeLinear", x, *more, attrs=QuantizeAttrs(np.dtype(dtype), axis))
+        return self.op("DequantizeLinear", stored, *more, attrs=DequantizeAttrs(axis))
+
     def weights(self, *shape: int, axis: int = 0, dtype: Any = np.int8) -> Value:
         """Dequantized int8 (or fp8) weights with a scale per entry of an axis; products with them keep the variance."""
         if dtype == np.int8:
@@ -249,6 +256,13 @@ def squeezed(n: QNet, batch: int, size: int, zero: int | None, dtype: Any) -> tu
     return n.qconv(y, 16, 1), n.fake(n.op("GlobalAveragePool", y), 0.01, zero, dtype)
 
 
+def scales_of_channels(n: QNet, x: Value, activation: str, *numbers: Any, **geometry: Any) -> Value:
+    """A convolution and a depthwise one, with a scale per channel between them."""
+    y = n.qconv(x, 32, epilogue=(Stage(activation, (-1,)),), **geometry)
+    y = n.fake_channels(y, 0.02 * (1 + np.arange(32) / 16), *numbers)
+    return n.fake(n.qconv(y, 32, group=32), 0.04)
+
+
 def shifted_block(n: QNet, x: Value) -> Value:
     wide = n.fake(n.qconv(x, 24, 1), 0.03, 121, np.uint8)
     y = n.fake(n.qconv(wide, 16, 3, epilogue=(Stage("Add", (-1, 3)),), more=[x]), 0.04, 140, np.uint8)
@@ -319,6 +333,19 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
             n.qconv(n.fake(n.qconv(n.fake(n.input(2, 3, 9, 7), 0.03, 117, np.uint8), 32, stride=2), 0.04, 90, np.uint8), 20),
             0.04, -3,
         ),
+    ),
+    "scales of channels": lambda n: (scales_of_channels(n, n.fake(n.input(2, 16, 9, 7), 0.03), "Relu", -20),),
+    "scales of channels after a hard swish": lambda n: (
+        scales_of_channels(n, n.fake(n.input(2, 16, 9, 7), 0.03), "HardSwish"),
+    ),
+    "scales of channels of a stem": lambda n: (
+        scales_of_channels(n, n.fake(n.input(2, 3, 34, 30), 0.03), "HardSwish", kernel=3, stride=2),
+    ),
+    "scales of channels between depthwise convolutions": lambda n: (
+        scales_of_channels(n, n.fake(n.input(2, 32, 9, 7), 0.03), "HardSwish", group=32),
+    ),
+    "scales of channels after groups": lambda n: (
+        scales_of_channels(n, n.fake(n.input(2, 32, 9, 7), 0.03), "HardSwish", group=4),
     ),
     "zero points, depthwise": lambda n: (shifted_depthwise(n, n.fake(n.input(2, 32, 9, 7), 0.03, 117, np.uint8)),),
     "depthwise by TMA": lambda n: (n.fake(n.qconv(n.fake(n.input(16, 64, 28, 28), 0.03), 64, 5, group=64), 0.04, 7),),

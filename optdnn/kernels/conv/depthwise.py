@@ -31,7 +31,7 @@ from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, Tactic
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.conv import ConvAttrs
-from optdnn.ops.requantize import Requantize, byte_bias
+from optdnn.ops.requantize import Requantize, byte_bias, pad_channels
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, FP32
 
@@ -412,7 +412,7 @@ class Int8Depthwise(DepthwiseTactic):
         target = out if lies else b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, dense)
         half = ml_dtypes.bfloat16 if problem.out_dtype == "bfloat16" else np.float16  # both hold an int8 exactly
         packed = b.constant(depthwise.pack_weights(weight).astype(half), f"{op.outputs[0].name}.weights")
-        pairs = b.constant(np.ascontiguousarray(channel), f"{op.outputs[0].name}.scales")
+        pairs = b.constant(pad_channels(channel)[: len(channel)], f"{op.outputs[0].name}.scales")
         operands = {"input": x, "output": target, "weights": packed, "bias": pairs}
         channels, taps_w = weight.shape[0], weight.shape[3]
         reads: list[TensorView | None] = [x, packed.view(weight.shape, (1, 0, taps_w * channels, channels)), pairs]

@@ -18,6 +18,7 @@ from optdnn.kernels.conv.parameters import permuted_rows
 from optdnn.kernels.quantized import hopper
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.requantize import pad_channels
+from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array
 
 INTEGERS = ("int8", "uint8")
@@ -56,6 +57,8 @@ class ChainedQuantized(ChainedPair[_BytePair]):
         for one in (op, second):
             if (why := hopper.refusal(b, one)) is not None:
                 return f"{one.name}: {why}"
+            if render.reads_channels(one.attrs.stages):
+                return f"{one.name}: a stage reads a further number of each channel"
             types = [b.graph.type(v).dtype.name for k, v in enumerate(one.inputs) if v is not None and k in (0, 3)]
             if any(t not in INTEGERS for t in (*types, one.outputs[0].type.dtype.name)):
                 return "it is for 8-bit integers"

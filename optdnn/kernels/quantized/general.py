@@ -12,7 +12,6 @@ from optdnn.kernels.conv.general import groups_together
 from optdnn.kernels.conv.maps import pitch_of
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.quantized.hopper import (
-    ROWS,
     HopperProduct,
     Product,
     QuantizedConv,
@@ -79,7 +78,7 @@ class GeneralQuantizedMatMul(GeneralProduct, QuantizedMatMul):
     name = "gemm_sm80_8bit"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := refusal(b, op, ROWS)) is not None:
+        if (why := refusal(b, op)) is not None:
             return why
         return "Hopper's own kernel runs it" if b.arch.startswith("sm_90") else None
 

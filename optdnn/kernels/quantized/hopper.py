@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -49,8 +49,12 @@ def _stored_at(out: TensorView) -> bool:
     return pitch is not None and (out.dtype.itemsize < 4 or pitch == up(out.shape[1], 16 // out.dtype.itemsize))
 
 
-def refusal(b: Builder, op: Op, own: Collection[str] = ()) -> str | None:
-    """Why no kernel supports the types, stages or constants of an 8-bit product, or None. ``own``: further stages of its kernel."""
+PER_CHANNEL = ("channel_add", "channel_mul")
+"""Stages that read a further number of each channel."""
+
+
+def refusal(b: Builder, op: Op) -> str | None:
+    """Why no kernel supports the types, stages or constants of an 8-bit product, or None."""
     x = b.graph.type(op.inputs[0]).dtype.name  # type: ignore[arg-type]
     if (needed := "fp8" if "float8" in x else "int8") not in GPU_PRECISIONS.get(b.arch, ()):
         return f"the tensor cores of {b.arch} do not multiply {needed}"
@@ -64,7 +68,7 @@ def refusal(b: Builder, op: Op, own: Collection[str] = ()) -> str | None:
     if x not in EIGHT_BITS or (out.dtype.name in EIGHT_BITS and ("float8" in x) != ("float8" in out.dtype.name)):
         return f"no kernel turns {x} into {out.dtype.name}"
     names = [str(s[0]) for s in op.attrs.stages]
-    missing = sorted(set(names) - render.STAGES.keys() - set(own))
+    missing = sorted(set(names) - render.STAGES.keys() - set(PER_CHANNEL))
     if missing or len(render.constants_of(op.attrs.stages)) > requantize.MAX_CONSTANTS:
         return f"the kernel does not support its stages: {', '.join(missing) or 'too many constants'}"
     if op.input(3) is not None:
@@ -72,10 +76,6 @@ def refusal(b: Builder, op: Op, own: Collection[str] = ()) -> str | None:
         if residual.dtype.itemsize != out.dtype.itemsize:
             return f"its residual is {residual.dtype.name}, its result {out.dtype.name}"
     return None
-
-
-ROWS = ("channel_add",)
-"""The stages of products of rows alone."""
 
 
 def _quantized_image(b: Builder, value: Value) -> tuple[Value, requantize.QuantParams] | None:
@@ -384,4 +384,4 @@ class HopperQuantizedMatMul(HopperProduct, QuantizedMatMul):
     name = "gemm_sm90_8bit"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        return refusal(b, op, ROWS) or hopper_launch.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [])  # type: ignore[arg-type]
+        return refusal(b, op) or hopper_launch.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [])  # type: ignore[arg-type]

@@ -111,6 +111,7 @@ CHANNEL_STAGES: dict[str, tuple[int, str]] = {
     "bias": (0, "x = x + c.x;"),
     "prelu": (0, "x = x < 0.0f ? c.y * x : x;"),
     "channel_add": (0, "x = x + c.y;"),
+    "channel_mul": (0, "x = x * c.y;"),
     "affine": (0, "x = fmaf(x, c.y, c.z);"),
     # sin(u)^2 has the period pi; 8.74e-8 is 3.14159274 - pi.
     "snake": (
