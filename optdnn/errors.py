@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -70,13 +70,30 @@ class ShapeError(ModelError):
     """Shapes or types inside a model contradict one another, or the given input shapes do."""
 
 
+SHOWN = 3
+"""Most nodes of one operator that a message names; ``nodes`` of the error has all of them."""
+
+
+def _lines(nodes: Sequence[RefusedNode]) -> Iterator[str]:
+    """A line for each node, or for all nodes of one operator with one reason if they are more than :data:`SHOWN`."""
+    alike: dict[tuple[str, str, int, str], list[RefusedNode]] = {}
+    for node in nodes:
+        alike.setdefault((node.op_type, node.domain, node.opset, node.reason), []).append(node)
+    for some in alike.values():
+        if len(some) <= SHOWN:
+            yield from map(str, some)
+        else:
+            names = ", ".join(node.node for node in some[:SHOWN])
+            yield str(replace(some[0], node=f"{names} and {len(some) - SHOWN} more"))
+
+
 class UnsupportedError(OptdnnError):
     """The model is valid but contains something that optdnn does not support; ``nodes`` lists every such node."""
 
     exit_code = 4
 
     def __init__(self, message: str, nodes: Sequence[RefusedNode] = (), *, hint: str | None = None):
-        super().__init__("\n  ".join([message, *map(str, nodes)]), nodes, hint=hint)
+        super().__init__("\n  ".join([message, *_lines(nodes)]), nodes, hint=hint)
 
 
 class EngineError(OptdnnError):

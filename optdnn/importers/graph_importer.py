@@ -58,11 +58,21 @@ _QONNX = (
     "it is QONNX's own operator, of any number of bits: export with Brevitas' export_onnx_qcdq, which writes QuantizeLinear, Clip "
     "and DequantizeLinear, or convert the file with qonnx.transformation.qonnx_to_qcdq.QuantToQCDQ"
 )
+_QUARK = (
+    "it is AMD Quark's own operator, for formats that ONNX does not quantize to (BFP16, MX, 16-bit floats): choose a configuration "
+    "with QuantizeLinear (XINT8, A8W8, A16W8, INT8_TRANSFORMER_DEFAULT), or build the model that is not quantized in bf16 or fp16"
+)
+_TENSORRT = (
+    "it is TensorRT's own operator: of these, optdnn imports QuantizeLinear and DequantizeLinear to fp8, int8 and int4; NVFP4 and "
+    "MXFP8 find scales at run time: quantize to fp8 or int8 instead (FP8_DEFAULT_CFG or INT8_DEFAULT_CFG of ModelOpt)"
+)
 UNKNOWN_CUSTOM = "the custom operator is unknown"
 REFUSED_DOMAINS = {
     "com.microsoft.nchwc": "ONNX Runtime wrote the file for its own kernels of this CPU: give the model that it optimized, or save "
     "with ORT_ENABLE_EXTENDED",
     **dict.fromkeys(("qonnx.custom_op.general", "finn.custom_op.general", "onnx.brevitas"), _QONNX),
+    "com.amd.quark": _QUARK,
+    "trt": _TENSORRT,
 }
 """Domain -> why its operators are refused, and what to do."""
 
@@ -87,6 +97,8 @@ class GraphImporter(NodesImporter):
             self._weight(scope, s.values.name, partial(self._sparse, s))
 
     def _weight(self, scope: Scope, name: str, read: Callable[[], Array]) -> None:
+        if name in scope and self._equal(scope[name], read):
+            return
         if not name or name in scope:
             raise ModelError(f"{self.model.name}: initializer {name!r} {'is defined twice' if name else 'has no name'}")
         try:
@@ -94,6 +106,18 @@ class GraphImporter(NodesImporter):
         except Unsupported as error:
             self.refuse(name, "initializer", "", str(error))
             scope[name] = UNKNOWN
+
+    @staticmethod
+    def _equal(known: Any, read: Callable[[], Array]) -> bool:
+        """Whether an initializer that is written twice has one value: Intel Neural Compressor repeats shared biases."""
+        if not isinstance(known, Weight):
+            return False
+        again = read()
+        return (
+            again.dtype == known.array.dtype
+            and again.shape == known.array.shape
+            and again.tobytes() == known.array.tobytes()
+        )
 
     # ------------------------------------------------------------------ nodes
 

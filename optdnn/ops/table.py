@@ -44,6 +44,7 @@ from optdnn.ops import (
     sinkhorn,
     softmax,
     sort,
+    tensorrt,
     trees,
     unary,
 )
@@ -103,6 +104,7 @@ _COMPOSED: tuple[dict[str, FromOnnx], ...] = (
     contrib.IMPORTERS,
     experimental.IMPORTERS,
     leftovers.IMPORTERS,
+    tensorrt.IMPORTERS,
     classic.IMPORTERS,
     classic.REFUSALS,
     sequences.IMPORTERS,

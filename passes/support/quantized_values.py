@@ -44,7 +44,7 @@ def dequantized(graph: Graph, value: Value | None) -> tuple[Value, QuantParams] 
 
 
 def channel_params(graph: Graph, op: Op, stored: Value, axis: int) -> tuple[QuantParams, Array] | None:
-    """Parameters of a Q or DQ op with a scale for each entry of ``axis`` (all with the same zero point), and these scales (float64).
+    """Parameters of a Q or DQ op with a scale for each entry of ``axis`` and one zero point, and these scales (float64).
 
     The parameters have the scale 1: they are those of the data divided by the scales. None for other ops, and for fp8."""
     type_, at = graph.type(stored), op.attrs.axis

@@ -168,3 +168,42 @@ def test_a_view_that_is_declared_with_other_elements() -> None:
         match=r"view \(Squeeze\).*declared as fp32\[3, 4\], which has another number of elements than fp32\[2, 3, 4\]",
     ):
         import_model(model(text.format(n=2)))
+
+
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        ("com.amd.quark.BFPQuantizeDequantize(x)", r"AMD Quark's own operator.*A8W8"),
+        ("trt.TRT_FP4DynamicQuantize(x)", r"TensorRT's own operator.*FP8_DEFAULT_CFG"),
+    ],
+)
+def test_formats_of_quantizers_are_refused_with_advice(node: str, reason: str):
+    domain = node.rpartition(".")[0]
+    m = model(f"g (float[4] x) => (float[4] y) {{ [n] y = {node} }}", more_opsets=f', "{domain}" : 1')
+    with pytest.raises(UnsupportedError, match=reason):
+        import_model(m)
+
+
+def test_many_nodes_of_one_operator_are_one_line_of_the_message():
+    nodes = " ".join(f"[n{i}] y{i} = custom.Thing(x)" for i in range(5))
+    outputs = ", ".join(f"float[2] y{i}" for i in range(5))
+    m = model(
+        f"g (float[2] x) => ({outputs}, float[2] z) {{ {nodes} [m] z = custom.Other(x) }}", more_opsets=', "custom" : 1'
+    )
+    with pytest.raises(UnsupportedError) as e:
+        import_model(m)
+    lines = str(e.value).splitlines()
+    assert lines[1:3] == [
+        "  n0, n1, n2 and 2 more: custom.Thing (opset 1): the custom operator is unknown",
+        "  m: custom.Other (opset 1): the custom operator is unknown",
+    ]
+    assert len(e.value.nodes) == 6
+
+
+def test_an_initializer_may_be_repeated_with_the_same_value():
+    m = model("g (float[2] x) => (float[2] y) <float[2] w = {1.0, 2.0}> { y = Add(x, w) }")
+    m.graph.initializer.append(m.graph.initializer[0])
+    assert import_model(m).kinds() == {"Add": 1}
+    m.graph.initializer[1].float_data[0] = 3.0
+    with pytest.raises(ModelError, match="initializer 'w' is defined twice"):
+        import_model(m)

@@ -26,9 +26,11 @@ def test_scales_of_channels_are_of_the_products_around_them(activation: Any, sta
     x = n.fake(n.input(2, 16, 9, 7), 0.03)
     y = n.qconv(x, 16, 1, epilogue=() if activation is None else (activation,))
     graph, report = folded(n.done(n.fake(n.qconv(n.fake_channels(y, STEPS), 16, group=16), 0.04)))
-    assert graph.kinds() == {"Pointwise": 2, "QuantizedConv": 2} and report.changes == 4
+    assert graph.kinds() == {"Pointwise": 2, "QuantizedConv": 2}
+    assert report.changes == 4
     first, second = graph.of_kind("QuantizedConv")
-    assert [s[0] for s in first.attrs.stages] == stages and first.attrs.low == low
+    assert [s[0] for s in first.attrs.stages] == stages
+    assert first.attrs.low == low
     assert graph.constant_value(first.inputs[2]).shape == (16, 3 if "channel_mul" in stages else 2)
     assert (second.attrs.group, second.inputs[0]) == (16, first.value)
     within(n.graph, graph, 0.0401)
