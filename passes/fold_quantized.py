@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.epilogue import Epilogue, channel_vector, plan_epilogue
+from optdnn.ir.epilogue import Epilogue, channel_vector
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops import requantize
@@ -38,6 +38,7 @@ from optdnn.passes.support.facts import in_shape, integers, ints, operand, pads_
 from optdnn.passes.support.integer_sums import SUMS
 from optdnn.passes.support.precision import multiplies
 from optdnn.passes.support.products import output_axis
+from optdnn.passes.support.quantized_epilogue import quantized_epilogue
 from optdnn.passes.support.quantized_values import (
     EIGHT_BITS,
     FEWER_BITS,
@@ -165,15 +166,16 @@ class QuantizedProduct(Rule):
         if reason is not None:
             return Miss(reason)
         first, scales = self._stored(graph, op, x[1])
-        ep = plan_epilogue(graph, op, channel_axis=self._axis(op))
+        of_channels = not isinstance(x[1], RunParams)
+        ep, numbers = quantized_epilogue(graph, op, self._axis(op), numbers=of_channels)
         residual = dequantized(graph, ep.residual) if ep.residual is not None else None
         if ep.residual is not None and first is not None and not _fits(residual, first[1]):
-            ep = plan_epilogue(graph, op, channel_axis=self._axis(op), allow_residual=False)
+            ep, numbers = quantized_epilogue(graph, op, self._axis(op), residual=False, numbers=of_channels)
         result = None
         if first is not None and not ep.rest and scales is not None:
-            result, scales = Rounded.with_scales(*first, scales, ep.rendered)
+            result, scales = Rounded.with_scales(*first, scales, ep.rendered, numbers)
         elif first is not None and not ep.rest:
-            columns = self._columns(op, x[1])
+            columns = 0 if numbers is not None else self._columns(op, x[1])
             result = longest(graph, *first, adds=ep.residual is None, before=ep.rendered, columns=columns)
         if result is not None and result.stages:
             ep = replace(ep, rendered=[*ep.rendered, *result.stages])
@@ -185,8 +187,8 @@ class QuantizedProduct(Rule):
             dims, added = op.outputs[0].type.dims, residual
             if result is not None and result.residual is not None and graph.type(result.residual[0]).dims != dims:
                 added = in_shape(patch, result.residual[0], dims), result.residual[1]
-            numbers = None if result is None else result.numbers
-            made = self._product(patch, op, x, w, ep, out, added, numbers, None if result is None else scales)
+            more = numbers if result is None or result.numbers is None else result.numbers
+            made = self._product(patch, op, x, w, ep, out, added, more, None if result is None else scales)
             if ep.rest:
                 made = patch.add("Pointwise", [made, *ep.rest_operands], PointwiseAttrs(epilogue=tuple(ep.rest)))
             if result is None:

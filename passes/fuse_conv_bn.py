@@ -3,7 +3,8 @@
 After a linear op: ``W' = W s``, ``b' = b s + t`` along the output channels. Before one: ``W' = W s`` along the input
 channels, ``b' = b + W t``, which is an Add where the op holds no bias. A whole chain (BatchNormalization, then a Mul and an
 Add, say) is composed in float64 and folded at once, so that weights are rounded once. Convolutions of one value that are added
-become one (:mod:`~optdnn.passes.parallel_convs`). Sums and differences of a scaled tensor and a linear op take the forms of
+become one (:mod:`~optdnn.passes.parallel_convs`). A LayerNormalization absorbs what follows it as well. Sums and differences of
+a scaled tensor and a linear op take the forms of
 :mod:`~optdnn.passes.rules.scaled_residuals`. A second pass writes the remaining BatchNormalizations as Mul and Add; a third
 one joins these to a BatchNormalization again, for libraries that run both in one kernel.
 """
@@ -126,6 +127,36 @@ def bn_of_rows(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, flat), build)
 
 
+@rule("norm_scale_shift", {"LayerNormalization", "RMSNormalization"})
+def norm_scale_shift(graph: Graph, op: Op) -> Match | Miss | None:
+    """Factors and shifts per channel after a normalization go into its scale and bias (SmoothQuant: Xiao et al., 2023)."""
+    user = graph.sole_user(op.value)
+    given = [graph.constant_value(v) for v in op.inputs[1:]]
+    shape = op.outputs[0].type.shape
+    if user is None or variable(graph, user) != op.value or not shape or user.kind == "BatchNormalization":
+        return None
+    if any(a is None or a.shape != shape[-1:] for a in given):
+        return Miss("its scale or bias is not one constant per channel")
+    affine = read(graph, user, len(shape) - 1, given[0].size)
+    if isinstance(affine, Miss):
+        return None  # other arithmetic, such as an addition of positions
+    if affine.shifts and op.kind == "RMSNormalization":
+        return Miss("it has no bias for the shift")
+    old = [a.astype(np.float64) for a in given if a is not None]
+    new = [old[0] * affine.scale]
+    if len(old) > 1 or affine.shifts:
+        new.append(np.broadcast_to((old[1] if len(old) > 1 else 0.0) * affine.scale + affine.shift, old[0].shape))
+    rounded = [round_to(a, g.dtype) for a, g in zip(new, (given[0], given[-1]), strict=False)]
+    if any(a is None for a in rounded):
+        return Miss(f"its scale or bias would overflow with {user.name}")
+
+    def build(patch: Patch) -> Value:
+        constants = [patch.constant(a, name) for a, name in zip(rounded, ("scale", "bias"), strict=False)]
+        return patch.add(op.kind, [op.inputs[0], *constants], op.attrs)
+
+    return Match((user, op), build)
+
+
 class FuseConvBn(RulePass):
     """Weights and bias of a linear op absorb the adjacent scales and shifts per channel."""
 
@@ -142,7 +173,8 @@ class FuseConvBn(RulePass):
         ParallelProducts(),
         lerp,
         ScaledResidual(),  # after these two, which may add convolutions of one value
-        subtracted_linear,  # last: the rules above also add and subtract convolutions
+        subtracted_linear,  # last of these: the rules above also add and subtract convolutions
+        norm_scale_shift,
     )
 
 

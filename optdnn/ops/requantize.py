@@ -54,14 +54,14 @@ class QuantParams:
 @dataclass(frozen=True, eq=False)
 class Scaling:
     """``stages`` are the problem's; ``channel`` is fp32 ``[channels, 2]``: scale and bias. What a ``channel_add`` adds,
-    or a ``channel_mul`` multiplies by, follows if there is one: ``[channels, 3]``."""
+    or a ``channel_mul`` or ``prelu`` multiplies by, follows if there is one: ``[channels, 3]``."""
 
     stages: tuple[render.Stage, ...]
     channel: Array
     requantize: Requantize
 
 
-_HOMOGENEOUS = frozenset({"bias", "add", "mul", "relu", "clip", "leaky_relu", "mul_const", "add_const"})
+_HOMOGENEOUS = frozenset({"bias", "add", "mul", "relu", "clip", "leaky_relu", "prelu", "mul_const", "add_const"})
 """Stages that a positive factor passes through (with their constants divided by it)."""
 
 
@@ -75,7 +75,7 @@ def scaling(
     numbers: Array | None = None,
 ) -> Scaling:
     """``stages`` without the leading bias, in real units; ``scale`` (input's times weight's) and ``bias`` per channel, float64.
-    ``numbers``: what the stage ``channel_add`` adds to each channel, or ``channel_mul`` multiplies it by.
+    ``numbers``: what the stage ``channel_add`` adds to each channel, or ``channel_mul`` or ``prelu`` multiplies it by.
 
     ``out`` None: the result stays a 16-bit float in real units.
     """
@@ -100,7 +100,7 @@ def scaling(
         0.0 if residual is None else byte_bias(residual.dtype) + residual.zero,
         float(low), float(high), 0 if out is None else out.zero,
     )  # fmt: skip
-    more = [] if numbers is None else [numbers]  # such a stage follows a rounding, so nothing is folded
+    more = [] if numbers is None else [numbers]
     channel = np.stack([scale / unit, bias / unit, *more], 1).astype(np.float32)
     return Scaling((("bias",), *kept), np.ascontiguousarray(channel), requantize)
 

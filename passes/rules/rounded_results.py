@@ -41,12 +41,15 @@ class Rounded:
 
     @classmethod
     def with_scales(
-        cls, store: Op, params: QuantParams, scales: Array, before: Sequence[render.Stage]
-    ) -> tuple[Rounded, Array | None]:
+        cls, store: Op, params: QuantParams, scales: Array, before: Sequence[render.Stage], numbers: Array | None
+    ) -> tuple[Rounded | None, Array | None]:
         """The rounding with a scale per channel (``params``: of the result divided by them). Stages that a positive factor passes
-        through leave the scales to the product's own factors, which are returned; after others, a stage divides by them."""
-        if {str(stage[0]) for stage in before} <= {"bias", "relu", "leaky_relu", "mul_const"}:
+        through leave the scales to the product's own factors, which are returned; after others, a stage divides by them. None if
+        a stage ``before`` it already reads a number of each channel."""
+        if {str(stage[0]) for stage in before} <= {"bias", "relu", "leaky_relu", "prelu", "mul_const"}:
             return cls(store, params), scales
+        if numbers is not None:
+            return None, None
         return cls(store, params, (("channel_mul",),), numbers=(1.0 / scales).astype(np.float32)), None
 
 

@@ -87,7 +87,7 @@ def epilogue(
     output_dtype: DType,
 ) -> Array:
     """Sums ``[n, channels, ...]`` to results of ``output_dtype``. ``channel``: each channel's scale and bias, ``[channels, 2]``,
-    and what a stage ``channel_add`` adds or ``channel_mul`` multiplies by.
+    and what a stage ``channel_add`` adds or ``channel_mul`` or ``prelu`` multiplies by.
     ``row_scales``: a further factor for each of the n. ``scale`` and ``data_zero``: the data's, if they are computed at run time;
     ``channel`` then also has the sum of each channel's weights after its bias."""
     shape = (1, -1, *(1,) * (total.ndim - 2))
@@ -111,6 +111,8 @@ def epilogue(
             x = x + channel[:, 2].reshape(shape)
         elif name == "channel_mul":
             x = x * channel[:, 2].reshape(shape)
+        elif name == "prelu":
+            x = np.where(x < 0, channel[:, 2].reshape(shape) * x, x)
         elif name in ("add", "mul"):
             if r is None:
                 raise InternalError(f"a quantized epilogue has a stage {name!r}, but no second tensor")

@@ -70,3 +70,39 @@ def test_other_images_stay_floats(case: str) -> None:
     graph, report = folded(n.done(n.fake(REFUSED[case](n, n.input(2, 16, 9, 7)), 0.04)))
     assert not graph.of_kind("QuantizedConv")
     assert [m.reason for m in report.refused] == ["its weights are quantized, but its input is not"]
+
+
+STAGES = {
+    "a factor": (
+        [Stage("HardSwish", (-1,)), Stage("Mul", (-2, 3))],
+        ["bias", "hard_swish", "channel_mul", "mul_const"],
+        1,
+    ),
+    "a shift": ([Stage("Relu", (-1,)), Stage("Add", (-2, 3))], ["bias", "relu", "channel_add", "mul_const"], 1),
+    "PReLU": ([Stage("PRelu", (-1, 3))], ["bias", "prelu"], 1),
+    "both": ([Stage("Relu", (-1,)), Stage("Mul", (-2, 3)), Stage("Add", (-3, 4))], ["bias", "relu"], 2),
+}
+
+
+@pytest.mark.parametrize("case", STAGES)
+@pytest.mark.parametrize("kept", [False, True])
+def test_numbers_of_channels_are_a_stage(case: str, kept: bool) -> None:
+    """SmoothQuant multiplies each channel before it quantizes data. A kernel has room for one number per channel."""
+    n = QNet()
+    stages, names, count = STAGES[case]
+    numbers = [n.random(16, 1, 1) for _ in range(count)]
+    y = n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03), 16, epilogue=tuple(stages), more=numbers)
+    graph, _ = folded(n.done(y if kept else n.fake(y, 0.04)))
+    (conv,) = graph.of_kind("QuantizedConv")
+    assert [s[0] for s in conv.attrs.stages] == [name for name in names if not kept or name != "mul_const"]
+    within(n.graph, graph, 1e-4 if kept else 0.0401)
+
+
+def test_scales_of_channels_after_such_a_stage_are_not_folded() -> None:
+    n = QNet()
+    stages = (Stage("HardSwish", (-1,)), Stage("Mul", (-2, 3)))
+    y = n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03), 16, epilogue=stages, more=[n.random(16, 1, 1)])
+    graph, _ = folded(n.done(n.fake(n.qconv(n.fake_channels(y, STEPS), 16, group=16), 0.04)))
+    first, _ = graph.of_kind("QuantizedConv")
+    assert first.outputs[0].type.dtype == np.float32
+    within(n.graph, graph, 0.0401)

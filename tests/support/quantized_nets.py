@@ -347,6 +347,20 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
     "scales of channels after groups": lambda n: (
         scales_of_channels(n, n.fake(n.input(2, 32, 9, 7), 0.03), "HardSwish", group=4),
     ),
+    "a factor of each channel after an activation": lambda n: (
+        n.fake(
+            n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03), 24, epilogue=(Stage("HardSwish", (-1,)), Stage("Mul", (-2, 3))),
+                    more=[n.random(24, 1, 1)]),
+            0.04, -3,
+        ),
+    ),
+    "PReLU": lambda n: (
+        n.fake(
+            n.qconv(n.fake(n.input(2, 32, 9, 7), 0.03), 32, group=32, epilogue=(Stage("PRelu", (-1, 3)),),
+                    more=[n.random(32, 1, 1)]),
+            0.04, -3,
+        ),
+    ),
     "zero points, depthwise": lambda n: (shifted_depthwise(n, n.fake(n.input(2, 32, 9, 7), 0.03, 117, np.uint8)),),
     "depthwise by TMA": lambda n: (n.fake(n.qconv(n.fake(n.input(16, 64, 28, 28), 0.03), 64, 5, group=64), 0.04, 7),),
     "zero points, a perceptron": lambda n: (

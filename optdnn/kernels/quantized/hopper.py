@@ -49,7 +49,7 @@ def _stored_at(out: TensorView) -> bool:
     return pitch is not None and (out.dtype.itemsize < 4 or pitch == up(out.shape[1], 16 // out.dtype.itemsize))
 
 
-PER_CHANNEL = ("channel_add", "channel_mul")
+PER_CHANNEL = ("channel_add", "channel_mul", "prelu")
 """Stages that read a further number of each channel."""
 
 
