@@ -30,7 +30,7 @@ from optdnn.passes.fuse_pointwise import FuseGroup, FusePointwise
 from optdnn.passes.integers import WEIGHTED
 from optdnn.passes.patch_rows import quantized_patch_rows
 from optdnn.passes.rules.integer_products import integer_product
-from optdnn.passes.rules.quantized_results import dequantized_result, quantized_siblings, wide_result
+from optdnn.passes.rules.quantized_results import activated_result, dequantized_result, quantized_siblings, wide_result
 from optdnn.passes.rules.quantized_stages import dequantize_stages, quantize_stages
 from optdnn.passes.rules.rounded_results import Rounded, longest
 from optdnn.passes.support.centered import centered
@@ -376,7 +376,7 @@ class FoldQuantized(Pass):
     sweeps = (
         _Sweep(QuantizedProduct(), quantized_mean, integer_product),
         _Sweep(quantized_patch_rows, quantized_siblings, wide_result),
-        _Sweep(dequantized_result),
+        _Sweep(dequantized_result, activated_result),
         _Sweep(quantize_stages),
         _Sweep(dequantize_stages),
         _Joined(),

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from optdnn.ir.epilogue import Epilogue, absorb_unary
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops import requantize
+from optdnn.ops.base import Stage
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
@@ -116,6 +118,45 @@ def dequantized_result(graph: Graph, op: Op) -> Match | Miss | None:
         _moved(graph, patch, op.value, patch.add(op.kind, op.inputs, attrs, name=op.outputs[0].name))
 
     return Match((op, *readers, *casts), build)
+
+
+@rule("activated_result", {"QuantizedConv", "QuantizedMatMul"})
+def activated_result(graph: Graph, op: Op) -> Match | Miss | None:
+    """A product stores the activation of its rounded result as floats if an operator that takes no integers reads them: the means
+    of squeeze-and-excitation after an activation whose result was not rounded for them."""
+    end = graph.sole_user(op.value)
+    if end is None or end.kind != "DequantizeLinear":
+        return None
+    value = _float(graph, end)
+    after, given, into = graph.sole_user(value), quant_params(graph, end, operand(end)), Epilogue()
+    if after is None or given is None or operand(after) != value:
+        return None
+    if not absorb_unary(graph, after, Stage(after.kind, (-1, *range(1, len(after.inputs))), after.attrs), into):
+        return None
+    readers, dtype = graph.users(after.value), after.outputs[0].type.dtype
+    if all(is_pointwise(reader) or reader.kind == "QuantizeLinear" for reader in readers) or dtype.itemsize > 2:
+        return None
+    if any(_rounds_for_others(graph, reader) for reader in readers):
+        return Miss("the launch of its activation rounds for other operators as well")
+    if given.dtype not in ("int8", "uint8") or given.zero != op.attrs.zero:
+        return Miss("its reader has another zero point, or it is fp8")
+    if op.input(_RESIDUAL) is not None:
+        return Miss("the tensor that it adds has 8 bits, like its result")
+    bounds = ("clip", op.attrs.low, op.attrs.high)
+    stages = (*op.attrs.stages, ("round",), bounds, ("mul_const", given.scale), *into.rendered)
+    if len(render.constants_of(stages)) > requantize.MAX_CONSTANTS:
+        return Miss("kernels do not hold the constants of one more rounding")
+    unbounded = {"low": -requantize.LARGEST, "high": requantize.LARGEST, "zero": 0}
+    attrs = replace(op.attrs, stages=stages, output_dtype=dtype, **unbounded)
+    casts = [] if value == end.value else [graph.op(value)]
+    name = after.outputs[0].name
+    return Match((after, *casts, end, op), lambda patch: patch.add(op.kind, op.inputs, attrs, name=name))
+
+
+def _rounds_for_others(graph: Graph, reader: Op) -> bool:
+    """Whether an operator rounds its operand to integers that other operators than a DequantizeLinear read."""
+    users = graph.users(reader.value) if reader.kind == "QuantizeLinear" else []
+    return any(user.kind != "DequantizeLinear" for user in users)
 
 
 def _readers(graph: Graph, value: Value) -> Iterator[Op]:

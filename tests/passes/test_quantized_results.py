@@ -330,3 +330,46 @@ def test_a_result_with_an_added_tensor_stays() -> None:
     half = n.op("Cast", n.dq(y, 0.04, 5), attrs=CastAttrs(FP16))
     _, report = folded(n.done(n.op("MatMul", half, n.input(4, 8, name="w", dtype=np.float16))))
     assert any("the tensor that it adds has 8 bits" in r.reason for r in report.refused)
+
+
+# ---------------------------------------------------------------- activations of rounded results
+
+
+def gated(n: QNet, *, means: bool = True, rounds: bool = False, added: bool = False, to: Any = FP16) -> Graph:
+    """A rounded convolution and its activation, which means and a multiplication read (PyTorch's XNNPACK quantizer)."""
+    x = n.fake(n.input(2, 16, 8, 8), 0.03)
+    more: dict[str, Any] = {"epilogue": (Stage("Add", (-1, 3)),), "more": [x]} if added else {}
+    y = n.op("Cast", n.fake(n.qconv(x, 16, 1, **more), 0.04, 5), attrs=CastAttrs(to))
+    y = n.op("HardSwish", y)
+    stored = n.q(y, 0.04)
+    out = n.op("Mul", n.dq(stored, 0.04), n.const(np.float32(0.5), np.float32))
+    mean = n.op("GlobalAveragePool" if means else "Neg", y)
+    return n.done(out, mean, *([stored] if rounds else []))
+
+
+def test_the_activation_of_a_rounded_result_is_stored_as_floats() -> None:
+    graph = gated(QNet())
+    made, report = folded(graph)
+    assert [f.rule for f in report.fired].count("activated_result") == 1
+    (conv,) = made.of_kind("QuantizedConv")
+    assert [s[0] for s in conv.attrs.stages] == ["bias", "round", "clip", "mul_const", "hard_swish"]
+    assert conv.outputs[0].type.dtype == FP16
+    assert made.kinds() == {"Pointwise": 2, "QuantizedConv": 1, "GlobalAveragePool": 1}
+    agree(graph, made, 0.0401)
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"means": False}, ""),
+        ({"to": FP32}, ""),
+        ({"rounds": True}, "the launch of its activation rounds for other operators as well"),
+        ({"added": True}, "the tensor that it adds has 8 bits"),
+    ],
+)
+def test_activations_of_integers(options: dict[str, Any], because: str) -> None:
+    graph = gated(QNet(), **options)
+    made, report = folded(graph)
+    assert made.of_kind("QuantizedConv")[0].outputs[0].type.dtype == np.int8
+    assert not because or any(because in r.reason for r in report.refused if r.rule == "activated_result")
+    agree(graph, made, 0.0401)
