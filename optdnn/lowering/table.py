@@ -64,6 +64,7 @@ from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, Cudn
 from optdnn.kernels.norm.across import AddNormAcross, NormAcross, NormOfAcross
 from optdnn.kernels.norm.add_group_norm import AddGroupNorm
 from optdnn.kernels.norm.add_norm import AddNorm, AddNormQuantized
+from optdnn.kernels.norm.dequantized_rows import DequantizedRows
 from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.group_norm_add import GroupNormAdd
 from optdnn.kernels.norm.modulated import ModulatedRows
@@ -125,7 +126,9 @@ _PRODUCTS: tuple[Tactic, ...] = (
     TiledGemm(),
 )
 _LATER_PRODUCTS: tuple[Tactic, ...] = (TiledMatMul(), CublasLtGemm(), CublasLtBatched())
-_NORMS: tuple[Tactic, ...] = (QuantizedRows(), NormNorm(), NormAcross(), NormOfAcross(), ActivatedRows(), RowsOnce())
+_NORMS: tuple[Tactic, ...] = (
+    DequantizedRows(), QuantizedRows(), NormNorm(), NormAcross(), NormOfAcross(), ActivatedRows(), RowsOnce(),
+)  # fmt: skip
 _LATER_NORMS: tuple[Tactic, ...] = (ShortRowsPair(), ShortRows(), RowsGrid(), Rows())
 
 _OWN: dict[str, tuple[Tactic, ...]] = {

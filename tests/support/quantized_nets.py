@@ -22,6 +22,7 @@ from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fold_quantized import FoldQuantized
@@ -173,6 +174,40 @@ def attention_network(dtype: Any = FP8, *, size: int = 32, kept: bool = False, r
     return n.done(out, *([n.op("Relu", y)] if kept else []))
 
 
+def integer_rows(
+    dtype: Any = np.int8,
+    zero: int | None = None,
+    *,
+    kind: str = "LayerNormalization",
+    size: int = 96,
+    kept: bool = True,
+) -> Graph:
+    """A stream of 8-bit rows: a sum of two products that is normalized for the next product. ``kept``: the normalized rows are read
+    in 16 bits as well."""
+    n = QNet()
+    x = n.fake(n.op("Tanh", n.input(4, 6, size)), 0.01, zero, dtype)
+    stream = n.q(n.op("Add", n.fake(n.qmatmul(x, size), 0.04, zero, dtype), x), 0.05, zero, dtype)
+    half, parameters = n.op("Cast", n.dq(stream, 0.05, zero), attrs=CastAttrs(FP16)), n.rng.uniform(0.5, 1.5, (2, size))
+    given = parameters if kind == "LayerNormalization" else parameters[:1]
+    y = n.op(kind, half, *(n.const(row, np.float16) for row in given))
+    return n.done(
+        n.qmatmul(n.fake(y, 0.03, zero, dtype), 32),
+        n.op("Relu", n.dq(stream, 0.05, zero)),
+        *([n.op("Relu", y)] if kept else []),
+    )
+
+
+def rounded_attention(size: int = 32, rows: int = 20, zero: int = 5) -> Graph:
+    """Attention whose scores and weights are rounded to 8 bits: both products compute on floats."""
+    n = QNet(np.float16)
+    q, k, v = (n.input(2, 2, rows, size, name=name) for name in "qkv")
+    half = CastAttrs(FP16)
+    scores = n.fake(n.op("MatMul", q, n.op("Transpose", k, attrs=TransposeAttrs((0, 1, 3, 2)))), 0.25, zero)
+    weights = n.op("Softmax", n.op("Cast", scores, attrs=half), attrs=SoftmaxAttrs(-1))
+    weights = n.op("Cast", n.fake(weights, 1 / 255, 0, np.uint8), attrs=half)
+    return n.done(n.op("Relu", n.op("MatMul", weights, v)))
+
+
 NARROWED: dict[str, Callable[[], Graph]] = {
     "a norm to fp8, and in 16 bits": norm_network,
     "a norm to fp8 alone": lambda: norm_network(kept=False),
@@ -184,6 +219,15 @@ NARROWED: dict[str, Callable[[], Graph]] = {
     "attention to int8": lambda: attention_network(np.int8, size=64),
 }
 """Networks in which float kernels write 8-bit results."""
+
+STREAMS: dict[str, Callable[[], Graph]] = {
+    "rows of int8 and their norm": integer_rows,
+    "rows of uint8 and their norm, in 8 bits alone": lambda: integer_rows(np.uint8, 120, kept=False),
+    "rows of 90 int8 and their norm": lambda: integer_rows(size=90, kind="RMSNormalization", zero=-7),
+    "attention with rounded scores": rounded_attention,
+    "attention with rounded scores, 197 rows": lambda: rounded_attention(64, 197, -3),
+}
+"""Networks in which float kernels read 8-bit values, or round to the grid of one."""
 
 
 def grouped_fp8(channels: int, group: int, *, narrow: bool = False, **geometry: Any) -> Graph:

@@ -30,8 +30,9 @@ NEAR_ZERO = 1e-3
 class StepError:
     """One step's largest error, relative to its result's largest magnitude; inf if a NaN or an infinity is misplaced.
 
-    Integers are exact (0, otherwise inf). For 8-bit results that come from floats (fp8, and integers after a transcendental stage),
-    the error is the fraction of elements that are one step off, and inf if one is farther off. Near zero, steps of fp8 are finer
+    Integers are exact (0, otherwise inf). For 8-bit results that come from floats (fp8, and integers after a transcendental stage)
+    and floats that are rounded to the grid of an 8-bit type, the error is the fraction of elements that are one step off, and inf
+    if one is farther off. Near zero, steps of fp8 are finer
     than steps of the 16-bit values that it comes from: a difference within :data:`NEAR_ZERO` of the largest counts as one step.
     """
 
@@ -72,11 +73,17 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
             wanted = evaluator(parsed)(
                 [None if v is None else strided(before[v.operand], v).copy() for v in meaning.reads]
             )
-        error, near = 0.0, _rounds_floats(meaning)
+        error, near, grid = 0.0, _rounds_floats(meaning), _grid(meaning)
         for v, want in zip(meaning.writes, wanted, strict=False):
             if v is not None:
                 got = strided(context.memory.download(operands[v.operand]), v)
-                by = _share_off if got.dtype.itemsize == 1 and (near or is_float(got.dtype)) else relative_error
+                if grid is not None:
+                    got, want = (np.rint(np.asarray(x, np.float64) / grid).astype(np.int32) for x in (got, want))
+                by = (
+                    _share_off
+                    if grid or (got.dtype.itemsize == 1 and (near or is_float(got.dtype)))
+                    else relative_error
+                )
                 error = max(error, by(got, np.asarray(want)))
         errors.append(StepError(k, meaning.kind, _source(parsed, program), parsed.label, error))
     return errors
@@ -199,6 +206,14 @@ def _rounds_floats(meaning: ReferenceOp) -> bool:
     # Stages of scans, sums of segments and joint launches are mappings or lists of them: these kernels compute as NumPy does.
     names = [s[0] for s in stages if s and not isinstance(s, Mapping)]
     return meaning.kind == "Quantized" or any(isinstance(name, str) and name in INEXACT for name in names)
+
+
+def _grid(meaning: ReferenceOp) -> float | None:
+    """The step of the grid that the last stage of a launch rounds its only result to, or None."""
+    last = next(reversed(meaning.attrs.get("epilogue", ())), None)
+    return (
+        last.attrs["scale"] if last is not None and last.kind == "FakeQuantize" and len(meaning.writes) == 1 else None
+    )
 
 
 def _share_off(got: Array, want: Array) -> float:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.quantized_nets import FP8, NARROWED, QNet, attention_network, norm_network
-from support.simulated import feeds_of, kinds, simulate
+from support.quantized_nets import FP8, NARROWED, STREAMS, QNet, attention_network, norm_network
+from support.simulated import feeds_of, kinds, refusals, simulate
 
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cuda import lower_cuda
+from optdnn.ops.binary import CastAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.file.validate import validate
 from optdnn.runtime.program import Program
+from optdnn.types import FP16
 
 
 def built(graph: Graph) -> Program:
@@ -41,6 +43,58 @@ def test_one_launch_gives_the_8_bit_result(name: str) -> None:
         assert (np.abs(got[output] - want) > 2e-3 * np.maximum(1, np.abs(want))).mean() < 0.01
         np.testing.assert_allclose(got[output], want, rtol=0.13, atol=0.02)
         assert (got[output] != other[output]).mean() > 0.2
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("rows of int8 and their norm", ["Quantized"]),
+        ("rows of uint8 and their norm, in 8 bits alone", ["Quantized"]),
+        ("rows of 90 int8 and their norm", ["Quantized"]),
+        ("attention with rounded scores", ["MatMul", "ActivatedNorm", "MatMul"]),
+    ],
+)
+def test_launches_read_and_round_8_bit_values(name: str, wanted: list[str]) -> None:
+    graph = STREAMS[name]()
+    program = built(graph)
+    assert [kind for kind in kinds(program) if kind in wanted] == wanted
+    assert not {"LayerNormalization", "RMSNormalization", "Softmax"} & set(kinds(program))
+    if wanted == ["Quantized"]:
+        (step,) = (s for s in program.steps if s.params["op"]["kind"] == "Quantized")
+        assert step.params["tactic"].startswith("rows_dequantized")
+        assert program.buffers[step.inputs[0]].dtype.itemsize == 1
+        assert len(step.params["writes"]) == (1 if "alone" in name else 2)
+    feeds = feeds_of(graph)
+    got = simulate(program, feeds)
+    for output, want in evaluate(graph, feeds).items():
+        off = np.abs(got[output].astype(np.float64) - want) / np.abs(want).max()
+        assert off.mean() < 4e-3, output
+        assert off.max() < 0.05, output
+
+
+def norm_of_integers(change: str = "") -> Graph:
+    """The norm of dequantized rows, which another operator reads as well, or which are a part of longer rows."""
+    n = QNet(np.float16)
+    whole = n.q(n.op("Tanh", n.input(6, 104)), 0.01, 5)
+    part = n.op("Slice", whole, n.ints(8 if change == "a part" else 0), n.ints(104), n.ints(1))
+    x = n.op("Cast", n.dq(part, 0.01, 5), attrs=CastAttrs(FP16))
+    outputs = [n.op("Softmax", n.norm(x)), n.dq(whole, 0.01, 5)]
+    return n.done(*outputs, *([n.op("Softmax", x)] if change == "another reader" else []))
+
+
+@pytest.mark.parametrize(
+    ("change", "because"),
+    [
+        ("another reader", "its operand is not 8-bit integers that are dequantized for it alone"),
+        ("a part", "the rows of integers do not begin at multiples of 16 bytes, or are not contiguous"),
+        ("", None),
+    ],
+)
+def test_norms_whose_rows_are_dequantized_before(change: str, because: str | None) -> None:
+    program = built(norm_of_integers(change))
+    found = refusals(program, "rows_dequantized", "LayerNormalization")
+    assert found == ([because] if because else [])
+    assert ("rows_dequantized" in {str(s.params.get("tactic")).split()[0] for s in program.steps}) is (because is None)
 
 
 def test_the_float_result_is_written_where_it_is_read() -> None:
