@@ -9,6 +9,7 @@ from optdnn.kernels.attention.fp32 import Fp32Attention
 from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import HopperAttention
 from optdnn.kernels.attention.one_query import OneQueryAttention
+from optdnn.kernels.attention.rounded import RoundedAttention
 from optdnn.kernels.attention.steps import AttentionSteps
 from optdnn.kernels.conv.blocks import BlockConv
 from optdnn.kernels.conv.chained import ChainedConv
@@ -108,6 +109,7 @@ from optdnn.ops.collective import COLLECTIVES
 from optdnn.ops.table import OPDEFS
 
 _PRODUCTS: tuple[Tactic, ...] = (
+    RoundedAttention(),
     SoftmaxMean(),
     RowProduct(),
     Gemv(),

@@ -26,6 +26,10 @@ NEAR_ZERO = 1e-3
 """A fraction of the largest magnitude: two roundings of 16-bit factors."""
 
 
+FAR = 1e-2
+"""A fraction of the largest magnitude, for results of values that are rounded to 8 bits inside of a launch."""
+
+
 @dataclass(frozen=True)
 class StepError:
     """One step's largest error, relative to its result's largest magnitude; inf if a NaN or an infinity is misplaced.
@@ -84,6 +88,7 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
                     if grid or (got.dtype.itemsize == 1 and (near or is_float(got.dtype)))
                     else relative_error
                 )
+                by = _share_far if "RoundedAttention" in (meaning.kind, meaning.attrs.get("of")) else by
                 error = max(error, by(got, np.asarray(want)))
         errors.append(StepError(k, meaning.kind, _source(parsed, program), parsed.label, error))
     return errors
@@ -211,9 +216,10 @@ def _rounds_floats(meaning: ReferenceOp) -> bool:
 def _grid(meaning: ReferenceOp) -> float | None:
     """The step of the grid that the last stage of a launch rounds its only result to, or None."""
     last = next(reversed(meaning.attrs.get("epilogue", ())), None)
-    return (
-        last.attrs["scale"] if last is not None and last.kind == "FakeQuantize" and len(meaning.writes) == 1 else None
-    )
+    if last is None or len(meaning.writes) != 1:
+        return None
+    kind, attrs = (last["kind"], last["attrs"]) if isinstance(last, Mapping) else (last.kind, last.attrs)
+    return attrs["scale"] if kind == "FakeQuantize" else None
 
 
 def _share_off(got: Array, want: Array) -> float:
@@ -229,6 +235,14 @@ def _share_off(got: Array, want: Array) -> float:
         off = np.where(small, np.minimum(off, 1), off)
     off = off[~odd]
     return float("inf") if off.max(initial=0) > 1 else float((off > 0).mean()) if off.size else 0.0
+
+
+def _share_far(got: Array, want: Array) -> float:
+    """The fraction of elements that are farther off than one integer, or than :data:`FAR`. A score or weight at the edge between
+    two steps, rounded to the other one, changes a whole row of the result."""
+    a, e = got.astype(np.float64), want.astype(got.dtype).astype(np.float64)
+    bound = FAR * np.abs(e).max(initial=0.0) if is_float(got.dtype) else 1.0
+    return float((~(np.abs(a - e) <= bound)).mean()) if got.size else 0.0
 
 
 def _ordinals(x: Array) -> Array:
