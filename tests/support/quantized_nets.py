@@ -182,7 +182,7 @@ def integer_rows(
     size: int = 96,
     kept: bool = True,
 ) -> Graph:
-    """A stream of 8-bit rows: a product, to which its rows are added if they have its size, that is normalized for the next product.
+    """A stream of 8-bit rows: a product, to which its rows are added if they have its size; the sum is normalized for the next one.
     ``kept``: the normalized rows are read in 16 bits as well."""
     n = QNet()
     x = n.fake(n.op("Tanh", n.input(4, 6, 96)), 0.01, zero, dtype)

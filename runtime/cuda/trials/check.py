@@ -19,7 +19,9 @@ from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
 from optdnn.runtime.cuda.memory.shared import Arena
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
 from optdnn.runtime.program import Program
+from optdnn.runtime.reference.run import PlainStage
 from optdnn.runtime.simulate.runner import evaluator, strided
+from optdnn.runtime.steps.attrs import attrs_from_plain
 from optdnn.types import Array, is_float
 
 NEAR_ZERO = 1e-3
@@ -215,11 +217,9 @@ def _rounds_floats(meaning: ReferenceOp) -> bool:
 
 def _grid(meaning: ReferenceOp) -> float | None:
     """The step of the grid that the last stage of a launch rounds its only result to, or None."""
-    last = next(reversed(meaning.attrs.get("epilogue", ())), None)
-    if last is None or len(meaning.writes) != 1:
-        return None
-    kind, attrs = (last["kind"], last["attrs"]) if isinstance(last, Mapping) else (last.kind, last.attrs)
-    return attrs["scale"] if kind == "FakeQuantize" else None
+    stages = attrs_from_plain(meaning.attrs).get("epilogue", ())
+    last = stages[-1] if stages and len(meaning.writes) == 1 else None
+    return float(last.attrs["scale"]) if isinstance(last, PlainStage) and last.kind == "FakeQuantize" else None
 
 
 def _share_off(got: Array, want: Array) -> float:
