@@ -131,23 +131,23 @@ def bn_of_rows(graph: Graph, op: Op) -> Match | Miss | None:
 def norm_scale_shift(graph: Graph, op: Op) -> Match | Miss | None:
     """Factors and shifts per channel after a normalization go into its scale and bias (SmoothQuant: Xiao et al., 2023)."""
     user = graph.sole_user(op.value)
-    given = [graph.constant_value(v) for v in op.inputs[1:]]
     shape = op.outputs[0].type.shape
-    if user is None or variable(graph, user) != op.value or not shape or user.kind == "BatchNormalization":
+    if user is None or variable(graph, user) != op.value or not shape or len(op.outputs) > 1 or user.kind == "BatchNormalization":
         return None
-    if any(a is None or a.shape != shape[-1:] for a in given):
+    given = [a for v in op.inputs[1:] if (a := graph.constant_value(v)) is not None and a.shape == shape[-1:]]
+    if len(given) < len(op.inputs) - 1:
         return Miss("its scale or bias is not one constant per channel")
     affine = read(graph, user, len(shape) - 1, given[0].size)
     if isinstance(affine, Miss):
         return None  # other arithmetic, such as an addition of positions
     if affine.shifts and op.kind == "RMSNormalization":
         return Miss("it has no bias for the shift")
-    old = [a.astype(np.float64) for a in given if a is not None]
+    old = [a.astype(np.float64) for a in given]
     new = [old[0] * affine.scale]
     if len(old) > 1 or affine.shifts:
         new.append(np.broadcast_to((old[1] if len(old) > 1 else 0.0) * affine.scale + affine.shift, old[0].shape))
-    rounded = [round_to(a, g.dtype) for a, g in zip(new, (given[0], given[-1]), strict=False)]
-    if any(a is None for a in rounded):
+    rounded = [r for a, g in zip(new, (given[0], given[-1]), strict=False) if (r := round_to(a, g.dtype)) is not None]
+    if len(rounded) < len(new):
         return Miss(f"its scale or bias would overflow with {user.name}")
 
     def build(patch: Patch) -> Value:
