@@ -132,7 +132,13 @@ def norm_scale_shift(graph: Graph, op: Op) -> Match | Miss | None:
     """Factors and shifts per channel after a normalization go into its scale and bias (SmoothQuant: Xiao et al., 2023)."""
     user = graph.sole_user(op.value)
     shape = op.outputs[0].type.shape
-    if user is None or variable(graph, user) != op.value or not shape or len(op.outputs) > 1 or user.kind == "BatchNormalization":
+    if (
+        user is None
+        or variable(graph, user) != op.value
+        or not shape
+        or len(op.outputs) > 1
+        or user.kind == "BatchNormalization"
+    ):
         return None
     given = [a for v in op.inputs[1:] if (a := graph.constant_value(v)) is not None and a.shape == shape[-1:]]
     if len(given) < len(op.inputs) - 1:
