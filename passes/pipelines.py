@@ -84,6 +84,7 @@ from optdnn.passes.segment_sums import SegmentSums
 from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.separable_attention import SeparableAttention
 from optdnn.passes.short_attention import ShortAttention
+from optdnn.passes.sibling_gates import GatesOfSiblings
 from optdnn.passes.sibling_sums import SumsOfSiblings
 from optdnn.passes.spectral_convolutions import SpectralConvolutions
 from optdnn.passes.split_products import SplitProducts
@@ -237,6 +238,7 @@ O2_GPU: tuple[Pass, ...] = (
     JoinedRows(),  # before epilogues, which absorb additions to products; before arithmetic is fused
     GatherRows(),  # when no views can be merged any more
     FuseSnake(),  # when the arithmetic has its last form; before epilogues, which take it in
+    GatesOfSiblings(),  # after SplitProducts, which takes gated units of two halves apart; before epilogues
     FuseEpilogue(norms_add=True),  # as in O2; leaves some additions to normalizations, whose kernels can add
     Conv3dAsImages(),  # after epilogues: it keeps them, but its views would stop them; before the passes for two axes
     FusePrologue(),  # as in O2
