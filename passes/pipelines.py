@@ -15,6 +15,7 @@ from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.channel_norms import ChannelNorms
 from optdnn.passes.channel_shuffles import ChannelShuffles
+from optdnn.passes.complex_layers import ComplexLayers
 from optdnn.passes.computed_weights import ComputedWeights
 from optdnn.passes.constant_parts import ConstantParts
 from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
@@ -184,6 +185,7 @@ O2_GPU: tuple[Pass, ...] = (
     UnrolledScans(),  # before fusions: chains of steps have many small operators
     GroupedProducts(),  # before ProductsOfParts, which refuses parts with own matrices
     StackedColumns(),  # before fusions, which would take the operators of each column
+    ComplexLayers(),  # before LayersOfParts, which would join the real layers of a complex one; before epilogues
     LayersOfParts(),  # after UnrolledCells, which takes in the products of steps; before products are stacked along a new axis
     StepsOfItems(),  # after LayersOfParts, which would have moved these operators; before scans are rolled
     ProductsOfParts(),  # before scans are rolled: recurrences whose products leave them are pointwise
