@@ -30,7 +30,7 @@ from optdnn.passes.fuse_pointwise import FuseGroup, FusePointwise
 from optdnn.passes.integers import WEIGHTED
 from optdnn.passes.patch_rows import quantized_patch_rows
 from optdnn.passes.rules.integer_products import integer_product
-from optdnn.passes.rules.quantized_results import dequantized_result, quantized_siblings, wide_result
+from optdnn.passes.rules.quantized_results import dequantized_result, fake_quantize, quantized_siblings, wide_result
 from optdnn.passes.rules.quantized_stages import dequantize_stages, quantize_stages
 from optdnn.passes.rules.rounded_results import longest
 from optdnn.passes.support.centered import centered
@@ -46,7 +46,7 @@ MOVES = frozenset({"Concat", "Expand", "Gather", "Pad", "Slice", "Split", "Trans
 """Kinds whose results are views or copies: their kernels do not round."""
 PRODUCTS = frozenset({"QuantizedConv", "QuantizedMatMul"})
 MAX_STAGES = 48
-"""Most stages of one Pointwise op with conversions: a conversion has up to five, and a GELU of quantized operators 39 stages."""
+"""Most stages of one Pointwise op with conversions: a conversion has up to five, and a GELU of quantized operators 16 stages."""
 
 
 @dataclass(frozen=True)
@@ -337,6 +337,7 @@ class FoldQuantized(Pass):
         _Sweep(QuantizedProduct(), quantized_mean, integer_product),
         _Sweep(quantized_patch_rows, quantized_siblings, wide_result),
         _Sweep(dequantized_result),
+        _Sweep(fake_quantize),
         _Sweep(quantize_stages),
         _Sweep(dequantize_stages),
         _Joined(),

@@ -28,10 +28,24 @@ RENDERED: dict[str, tuple[str, ...]] = {
     "Reciprocal": ("reciprocal",),
     "Sin": ("sin",),
     "Cos": ("cos",),
+    "FakeQuantize": ("fake_quantize", "inverse", "low", "high", "scale"),
 }
 """Activation -> its function in kernels, and the attributes that are its arguments."""
 KEEP_ZEROS = frozenset(
-    {"Relu", "LeakyRelu", "Elu", "Selu", "Celu", "Swish", "Gelu", "Tanh", "Mish", "HardSwish", "Softsign"}
+    {
+        "Relu",
+        "LeakyRelu",
+        "Elu",
+        "Selu",
+        "Celu",
+        "Swish",
+        "Gelu",
+        "Tanh",
+        "Mish",
+        "HardSwish",
+        "Softsign",
+        "FakeQuantize",
+    }
 )
 """Activations of zero that are zero: they may follow the padding of a convolution."""
 _ZERO_AT_ZERO = frozenset(

@@ -9,6 +9,7 @@ from optdnn.kernels.attention.fp32 import Fp32Attention
 from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import HopperAttention
 from optdnn.kernels.attention.one_query import OneQueryAttention
+from optdnn.kernels.attention.rounded import RoundedAttention
 from optdnn.kernels.attention.steps import AttentionSteps
 from optdnn.kernels.conv.blocks import BlockConv
 from optdnn.kernels.conv.chained import ChainedConv
@@ -64,6 +65,7 @@ from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, Cudn
 from optdnn.kernels.norm.across import AddNormAcross, NormAcross, NormOfAcross
 from optdnn.kernels.norm.add_group_norm import AddGroupNorm
 from optdnn.kernels.norm.add_norm import AddNorm, AddNormQuantized
+from optdnn.kernels.norm.dequantized_rows import DequantizedRows
 from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.group_norm_add import GroupNormAdd
 from optdnn.kernels.norm.modulated import ModulatedRows
@@ -107,6 +109,7 @@ from optdnn.ops.collective import COLLECTIVES
 from optdnn.ops.table import OPDEFS
 
 _PRODUCTS: tuple[Tactic, ...] = (
+    RoundedAttention(),
     SoftmaxMean(),
     RowProduct(),
     Gemv(),
@@ -125,7 +128,9 @@ _PRODUCTS: tuple[Tactic, ...] = (
     TiledGemm(),
 )
 _LATER_PRODUCTS: tuple[Tactic, ...] = (TiledMatMul(), CublasLtGemm(), CublasLtBatched())
-_NORMS: tuple[Tactic, ...] = (QuantizedRows(), NormNorm(), NormAcross(), NormOfAcross(), ActivatedRows(), RowsOnce())
+_NORMS: tuple[Tactic, ...] = (
+    DequantizedRows(), QuantizedRows(), NormNorm(), NormAcross(), NormOfAcross(), ActivatedRows(), RowsOnce(),
+)  # fmt: skip
 _LATER_NORMS: tuple[Tactic, ...] = (ShortRowsPair(), ShortRows(), RowsGrid(), Rows())
 
 _OWN: dict[str, tuple[Tactic, ...]] = {

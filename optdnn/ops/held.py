@@ -139,8 +139,27 @@ def _infer_factored_attention(call: Call) -> Result:
 
 
 FACTORED_ATTENTION = region("FactoredAttention", _infer_factored_attention, AttentionAttrs)
+
+
+@dataclass(frozen=True)
+class RoundedAttentionAttrs(Attrs):
+    """``scale``: the factor of the scores. ``scores``, ``weights``: step, least and largest integer of the grids that scores and
+    weights are rounded to, before and after the softmax."""
+
+    scale: float
+    scores: tuple[float, float, float]
+    weights: tuple[float, float, float]
+
+
+ROUNDED_ATTENTION = region(
+    "RoundedAttention",
+    lambda call: attention.infer_attention(replace(call, attrs=AttentionAttrs(scale=call.attrs.scale))),
+    RoundedAttentionAttrs,
+)
 _FAMILIES = (attention, binary, conv, gemm, norm, quantized, rnn, softmax, unary)
-HELD: Mapping[str, OpDef] = {d.kind: d for d in (*(d for f in _FAMILIES for d in f.DEFS), PERIODIC_ATTENTION)}
+HELD: Mapping[str, OpDef] = {
+    d.kind: d for d in (*(d for f in _FAMILIES for d in f.DEFS), PERIODIC_ATTENTION, ROUNDED_ATTENTION)
+}
 """The kinds that a region may contain."""
 
 

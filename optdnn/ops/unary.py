@@ -61,6 +61,20 @@ class ShrinkAttrs(Attrs):
 
 
 @dataclass(frozen=True)
+class FakeQuantizeAttrs(Attrs):
+    """``scale``: the step of the grid. ``low``, ``high``: the smallest and the largest integer of the grid, without zero point."""
+
+    scale: float = 1.0
+    low: float = -128.0
+    high: float = 127.0
+
+    @property
+    def inverse(self) -> float:
+        """The reciprocal of the scale, by which kernels multiply."""
+        return f32(1.0 / self.scale)
+
+
+@dataclass(frozen=True)
 class IsInfAttrs(Attrs):
     detect_negative: bool = True
     detect_positive: bool = True
@@ -102,6 +116,14 @@ def _export_swish(attrs: AlphaAttrs, inputs: Sequence[str], n_outputs: int, e: E
         return e.node("Mul", [x, *e.node("Sigmoid", [x])])
     scaled = e.node("Mul", [x, e.const(np.asarray(attrs.alpha, dtype=e.type(x).dtype))])
     return e.node("Mul", [x, *e.node("Sigmoid", scaled)])
+
+
+def _export_fake_quantize(attrs: FakeQuantizeAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    """FakeQuantize as ``Clip(Round(x / scale)) * scale``."""
+    (x,) = inputs
+    scale, low, high = (e.const(np.asarray(n, dtype=e.type(x).dtype)) for n in (attrs.scale, attrs.low, attrs.high))
+    steps = e.node("Round", e.node("Div", [x, scale]))
+    return e.node("Mul", [*e.node("Clip", [*steps, low, high]), scale])
 
 
 # ---------------------------------------------------------------- the table
@@ -184,6 +206,15 @@ DEFS: tuple[OpDef, ...] = (
     _define("Mish", flops=8),
     _define("Gelu", GeluAttrs, flops=8, aliases=("com.microsoft.Gelu",)),
     _define("Swish", AlphaAttrs, flops=5, to_onnx=_export_swish),
+    define_pointwise(
+        "FakeQuantize",
+        _infer("a floating-point operand"),
+        FakeQuantizeAttrs,
+        onnx={},
+        to_onnx=_export_fake_quantize,
+        flops=5,
+        monotone=True,
+    ),
     _define("Shrink", ShrinkAttrs, accepts=_NUMERIC, flops=2, tol=EXACT),
     # Arithmetic.
     _define("Neg", accepts=_SIGNED, tol=EXACT),

@@ -10,11 +10,14 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops import requantize
+from optdnn.ops.base import Stage
 from optdnn.ops.index import SplitAttrs
+from optdnn.ops.unary import FakeQuantizeAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
 from optdnn.passes.support.facts import RESHAPES, bytes_of, integers, is_pointwise, operand
 from optdnn.passes.support.quantized_values import quant_params
+from optdnn.passes.support.stages import ANCHORS, with_stages
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import FP32, is_float
 
@@ -116,6 +119,44 @@ def dequantized_result(graph: Graph, op: Op) -> Match | Miss | None:
         _moved(graph, patch, op.value, patch.add(op.kind, op.inputs, attrs, name=op.outputs[0].name))
 
     return Match((op, *readers, *casts), build)
+
+
+@rule("fake_quantize", {"QuantizeLinear"})
+def fake_quantize(graph: Graph, op: Op) -> Match | Miss | None:
+    """A rounded value that is only dequantized, for operators that take no integers, stays a float: the scores in front of a
+    softmax, and its weights. The product before it rounds in its epilogue; other launches may, too."""
+    readers = list(_readers(graph, op.value))
+    ends = [reader for reader in readers if reader.kind not in VIEWS]
+    if not ends or any(end.kind != "DequantizeLinear" for end in ends):
+        return None
+    x, own = operand(op), quant_params(graph, op, op.value)
+    if own is None or own.dtype not in ("int8", "uint8"):
+        return None
+    if {quant_params(graph, end, operand(end)) for end in ends} != {own}:
+        return Miss("its readers have other scales or zero points")
+    floats = [_float(graph, end) for end in ends]
+    if {graph.type(value).dtype for value in floats} != {graph.type(x).dtype}:
+        return Miss("its readers take another type of floats than it rounds")
+    if graph.sole_user(x) is not op:
+        return Miss("other operators read the value before it is rounded")
+    before = graph.op(x)
+    absorbs = before.kind in ANCHORS
+    on_the_way = any(is_pointwise(user) for value in floats for user in graph.users(value))
+    if on_the_way and not absorbs and not is_pointwise(before):
+        return Miss("a pointwise operator dequantizes it on its way")
+    low, high = (float(bound - own.zero) for bound in requantize.BOUNDS[own.dtype])
+    attrs = FakeQuantizeAttrs(own.scale, low, high)
+    casts = [graph.op(value) for value, end in zip(floats, ends, strict=True) if value != end.value]
+
+    def build(patch: Patch) -> None:
+        if absorbs:
+            stage = Stage("FakeQuantize", (~len(before.attrs.epilogue),), attrs)
+            made = patch.add(before.kind, before.inputs, with_stages(before.attrs, epilogue=[stage]))
+        else:
+            made = patch.add("FakeQuantize", [x], attrs, name=op.outputs[0].name)
+        _moved(graph, patch, op.value, made)
+
+    return Match((op, *([before] if absorbs else []), *readers, *casts), build)
 
 
 def _readers(graph: Graph, value: Value) -> Iterator[Op]:

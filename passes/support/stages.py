@@ -20,7 +20,7 @@ ACTIVATIONS = frozenset(
     {
         *("Relu", "LeakyRelu", "PRelu", "Snake", "Elu", "Selu", "Celu", "ThresholdedRelu", "Clip", "Min", "Max"),
         *("Sigmoid", "HardSigmoid", "Swish", "HardSwish", "Mish", "Gelu", "Tanh", "Softplus", "Softsign", "Neg", "Abs"),
-        *("Sin", "Cos", "Sqrt", "Reciprocal"),
+        *("Sin", "Cos", "Sqrt", "Reciprocal", "FakeQuantize"),
     }
 )
 """Kinds that every kernel template can compute as a stage. None of them changes the element type."""

@@ -381,6 +381,7 @@ RULES: Mapping[str, str] = {
     "converted_in_registers": "conversions between fp32 and 16-bit floats added to pointwise operators",
     "wide_product": "results of products stored directly as fp32",
     "wide_result": "results of quantized products stored directly as fp32",
+    "fake_quantize": "rounded values that are only dequantized stay floats",
     "dequantized_result": "results that are only dequantized are stored as floats",
     "quantize_stages": "QuantizeLinears fused with the operators before them",
     "dequantize_stages": "DequantizeLinears fused into one kernel",

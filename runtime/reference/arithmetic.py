@@ -156,6 +156,7 @@ PRODUCTS: dict[str, Products] = {
     "QuantizedConv": _quantized_conv,
     "QuantizedMatMul": _matmul,
     "RNN": _recurrent_layer,
+    "RoundedAttention": _attention,
     "Recurrence": _recurrence,
     "RowMoments": _quantized,
     "RowProduct": _row_product,

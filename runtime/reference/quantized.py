@@ -61,6 +61,9 @@ STAGES: dict[str, Callable[..., Array]] = {
     "reciprocal": lambda x: F(1) / x,
     "abs": np.abs,
     "round": np.rint,
+    "fake_quantize": lambda x, inverse, low, high, scale: (
+        np.fmin(np.fmax(np.rint(x * F(inverse)), F(low)), F(high)) * F(scale)
+    ),
     "sin": np.sin,
     "cos": np.cos,
     "square": lambda x: x * x,

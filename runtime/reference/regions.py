@@ -232,6 +232,19 @@ def factored_attention(q: Array, k: Array, v: Array, rows: Array, columns: Array
     return attention(q, k, v, bias.reshape(*q.shape[:3], k.shape[2]), **attrs)[:1]
 
 
+def rounded_attention(
+    q: Array, k: Array, v: Array, *, scale: float, scores: tuple[float, ...], weights: tuple[float, ...]
+) -> tuple[Array, ...]:
+    """Attention whose scores and weights are rounded to grids, each given by its step and its least and largest integer."""
+
+    def rounded(x: Array, step: float, low: float, high: float) -> Array:
+        return np.clip(np.rint(x / step), low, high) * step
+
+    x = rounded(scale * (q @ np.swapaxes(k, -1, -2)), *scores)
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return ((rounded(x / x.sum(-1, keepdims=True), *weights) @ v).astype(v.dtype),)
+
+
 def recurrence(
     gates: Array,
     r: Array,
@@ -367,6 +380,7 @@ KERNELS: dict[str, Kernel] = {
     "Copy": copy,
     "Frames": frames,
     "FactoredAttention": factored_attention,
+    "RoundedAttention": rounded_attention,
     "MaskedSoftmax": masked_softmax,
     "PeriodicAttention": periodic_attention,
     "Recurrence": recurrence,

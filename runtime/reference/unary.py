@@ -159,6 +159,7 @@ KERNELS: dict[str, Kernel] = {
     "Mish": _one(lambda x: x * np.tanh(softplus(x))),
     "Gelu": _one(gelu),
     "Swish": _one(lambda x, alpha: x * sigmoid(alpha * x)),
+    "FakeQuantize": _one(lambda x, scale, low, high: np.fmin(np.fmax(np.rint(x / scale), low), high) * scale),
     "Erf": _one(erf),
     "Reciprocal": _one(lambda x: 1 / x),
     "Shrink": _one(_shrink),

@@ -9,16 +9,19 @@ import onnx.parser
 import pytest
 from known import infer_value
 from onenode import Case, check_case, import_case, normal, onnxruntime_outputs, run
+from support.net import Net
 
 from optdnn.dim import bounds, symbol
 from optdnn.errors import ShapeError
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
-from optdnn.ops.base import EXACT, Attrs, Call, Tol
+from optdnn.ir.export_onnx import export_model
+from optdnn.ops.base import EXACT, Attrs, Call, Tol, attrs_dict
 from optdnn.ops.table import OPDEFS
-from optdnn.ops.unary import DEFS, AlphaAttrs, GeluAttrs
+from optdnn.ops.unary import DEFS, AlphaAttrs, FakeQuantizeAttrs, GeluAttrs
 from optdnn.passes.base import PassContext, run_pipeline
 from optdnn.passes.pipelines import PIPELINE
+from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.reference.unary import erf
 from optdnn.types import Array, tensor
 
@@ -91,7 +94,25 @@ CASES = [  # operator, attributes, opset, operand
 
 
 def test_every_unary_kind_has_a_case() -> None:
-    assert {c[0] for c in CASES} == {d.kind for d in DEFS}
+    assert {c[0] for c in CASES} == {d.kind for d in DEFS} - {"FakeQuantize"}, "which ONNX does not have"
+
+
+@pytest.mark.parametrize("zero", [0, 5, -128])
+def test_fake_quantize_is_quantize_and_dequantize(zero: int) -> None:
+    scale = np.float32(0.03)
+    x = np.concatenate([EDGES[~np.isnan(EDGES)], 3 * normal(200)]).astype(np.float32)
+    integers = np.clip(np.rint(x / scale) + zero, -128, 127)
+    want = (integers - zero).astype(np.float32) * scale
+    attrs = FakeQuantizeAttrs(float(scale), -128.0 - zero, 127.0 - zero)
+    for dtype in (np.float32, np.float64):
+        (got,) = run_kernel("FakeQuantize", [x.astype(dtype)], attrs_dict(attrs), [np.dtype(dtype)])
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    n = Net()
+    graph = n.done(n.op("FakeQuantize", n.input(len(x), name="x"), attrs=attrs))
+    exported = export_model(graph).proto
+    assert [node.op_type for node in exported.graph.node] == ["Div", "Round", "Clip", "Mul"]
+    (again,) = evaluate(import_model(exported), {"x": x}).values()
+    np.testing.assert_allclose(again, want, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("op", "attrs", "opset", "x"), CASES, ids=[f"{c[0]}{c[1] or ''}-{c[3].dtype}" for c in CASES])

@@ -21,6 +21,7 @@ from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.quantized import RequantizeAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.unary import FakeQuantizeAttrs
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.passes.rules import quantized_results
@@ -330,3 +331,60 @@ def test_a_result_with_an_added_tensor_stays() -> None:
     half = n.op("Cast", n.dq(y, 0.04, 5), attrs=CastAttrs(FP16))
     _, report = folded(n.done(n.op("MatMul", half, n.input(4, 8, name="w", dtype=np.float16))))
     assert any("the tensor that it adds has 8 bits" in r.reason for r in report.refused)
+
+
+# ---------------------------------------------------------------- rounded values that stay floats
+
+
+def scores(
+    n: QNet, *, reader: str = "Softmax", scales: tuple[float, float] = (0.1, 0.1), kept: bool = False, to: Any = FP16
+) -> Graph:
+    """The product of two tensors, rounded to 8 bits, transposed, dequantized, and read."""
+    n = QNet(np.float16)
+    y = n.op("Relu", n.op("MatMul", n.input(3, 16, 8), n.input(3, 8, 16, name="b")))
+    q = n.op("Transpose", n.q(y, scales[0], 5), attrs=TransposeAttrs((0, 2, 1)))
+    back = n.op("Cast", n.dq(q, scales[1], 5), attrs=CastAttrs(to))
+    return n.done(n.op(reader, back), *([n.op("Softmax", y)] if kept else []))
+
+
+def test_a_rounded_product_stays_a_float() -> None:
+    graph = scores(QNet())
+    made, report = folded(graph)
+    assert [f.rule for f in report.fired].count("fake_quantize") == 1
+    assert made.kinds() == {"MatMul": 1, "Pointwise": 1, "Transpose": 1, "Softmax": 1}
+    (rounded,) = made.of_kind("Pointwise")
+    assert [s.kind for s in rounded.attrs.epilogue][-1] == "FakeQuantize"
+    agree(graph, made, 1e-3)
+
+
+def test_a_product_rounds_in_its_epilogue() -> None:
+    n = QNet(np.float16)
+    y = n.op("MatMul", n.input(3, 16, 8), n.input(3, 8, 16, name="b"))
+    graph = n.done(n.op("Softmax", n.op("Cast", n.dq(n.q(y, 0.1, 5), 0.1, 5), attrs=CastAttrs(FP16))))
+    made, _ = folded(graph)
+    assert made.kinds() == {"MatMul": 1, "Softmax": 1}
+    (product,) = made.of_kind("MatMul")
+    assert product.attrs.epilogue == (Stage("FakeQuantize", (-1,), FakeQuantizeAttrs(np.float32(0.1), -133.0, 122.0)),)
+    agree(graph, made, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"scales": (0.1, 0.2)}, "its readers have other scales or zero points"),
+        ({"to": FP32}, "its readers take another type of floats than it rounds"),
+        ({"kept": True}, "other operators read the value before it is rounded"),
+    ],
+)
+def test_rounded_values_that_become_integers(options: dict[str, Any], because: str) -> None:
+    graph = scores(QNet(), **options)
+    made, report = folded(graph)
+    assert because in {r.reason for r in report.refused if r.rule == "fake_quantize"}
+    agree(graph, made, 2e-2)
+
+
+def test_a_norm_stores_integers_for_a_pointwise_operator() -> None:
+    n = QNet(np.float16)
+    y = n.dq(n.q(n.norm(n.input(4, 32)), 0.02), 0.02)
+    _, report = folded(n.done(n.op("Relu", n.op("Cast", y, attrs=CastAttrs(FP16)))))
+    assert "a pointwise operator dequantizes it on its way" in {r.reason for r in report.refused}

@@ -22,6 +22,7 @@ from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fold_quantized import FoldQuantized
@@ -173,6 +174,48 @@ def attention_network(dtype: Any = FP8, *, size: int = 32, kept: bool = False, r
     return n.done(out, *([n.op("Relu", y)] if kept else []))
 
 
+def integer_rows(
+    dtype: Any = np.int8,
+    zero: int | None = None,
+    *,
+    kind: str = "LayerNormalization",
+    size: int = 96,
+    kept: bool = True,
+) -> Graph:
+    """A stream of 8-bit rows: a product, to which its rows are added if they have its size; the sum is normalized for the next one.
+    ``kept``: the normalized rows are read in 16 bits as well."""
+    n = QNet()
+    x = n.fake(n.op("Tanh", n.input(4, 6, 96)), 0.01, zero, dtype)
+    y = n.fake(n.qmatmul(x, size), 0.04, zero, dtype)
+    stream = n.q(n.op("Add", y, x) if size == 96 else n.op("Relu", y), 0.05, zero, dtype)
+    half, parameters = n.op("Cast", n.dq(stream, 0.05, zero), attrs=CastAttrs(FP16)), n.rng.uniform(0.5, 1.5, (2, size))
+    given = parameters if kind == "LayerNormalization" else parameters[:1]
+    y = n.op(kind, half, *(n.const(row, np.float16) for row in given))
+    return n.done(
+        n.qmatmul(n.fake(y, 0.03, zero, dtype), 32),
+        n.op("Relu", n.dq(stream, 0.05, zero)),
+        *([n.op("Relu", y)] if kept else []),
+    )
+
+
+def rounded_attention(
+    size: int = 32, rows: int = 20, zero: int = 5, *, heads: int = 2, stored: bool = False, step: float = 0.25
+) -> Graph:
+    """Attention whose scores and weights are rounded to 8 bits: both products compute on floats. ``stored``: its result is rounded,
+    too, and its heads are joined."""
+    n = QNet(np.float16)
+    q, k, v = (n.input(2, heads, rows, size, name=name) for name in "qkv")
+    half = CastAttrs(FP16)
+    scores = n.fake(n.op("MatMul", q, n.op("Transpose", k, attrs=TransposeAttrs((0, 1, 3, 2)))), step, zero)
+    weights = n.op("Softmax", n.op("Cast", scores, attrs=half), attrs=SoftmaxAttrs(-1))
+    weights = n.op("Cast", n.fake(weights, 1 / 255, 0, np.uint8), attrs=half)
+    y = n.op("MatMul", weights, v)
+    if not stored:
+        return n.done(n.op("Relu", y))
+    turned = n.op("Transpose", n.q(y, 0.02, zero), attrs=TransposeAttrs((0, 2, 1, 3)))
+    return n.done(n.op("Relu", n.dq(n.op("Reshape", turned, n.ints(2, rows, heads * size)), 0.02, zero)))
+
+
 NARROWED: dict[str, Callable[[], Graph]] = {
     "a norm to fp8, and in 16 bits": norm_network,
     "a norm to fp8 alone": lambda: norm_network(kept=False),
@@ -184,6 +227,18 @@ NARROWED: dict[str, Callable[[], Graph]] = {
     "attention to int8": lambda: attention_network(np.int8, size=64),
 }
 """Networks in which float kernels write 8-bit results."""
+
+STREAMS: dict[str, Callable[[], Graph]] = {
+    "rows of int8 and their norm": integer_rows,
+    "rows of uint8 and their norm, in 8 bits alone": lambda: integer_rows(np.uint8, 120, kept=False),
+    "rows of 90 int8 and their norm": lambda: integer_rows(size=90, kind="RMSNormalization", zero=-7),
+    "attention with rounded scores": rounded_attention,
+    "attention with rounded scores, 197 rows": lambda: rounded_attention(64, 197, -3, stored=True),
+    "attention with rounded scores, 700 rows": lambda: rounded_attention(80, 700, stored=True),
+    "attention with rounded scores, many heads": lambda: rounded_attention(32, 300, heads=40, step=0.2),
+    "attention with scores in coarse steps": lambda: rounded_attention(step=0.5),
+}
+"""Networks in which float kernels read 8-bit values, or round to the grid of one."""
 
 
 def grouped_fp8(channels: int, group: int, *, narrow: bool = False, **geometry: Any) -> Graph:

@@ -50,7 +50,7 @@ from lowering.test_joined_launches import boxes  # type: ignore[import-not-found
 from optdnn.importers.onnx import import_model
 from support.net import Net
 from support.packed_cases import CASES, network
-from support.quantized_nets import FP8, NARROWED, NETS, QNet
+from support.quantized_nets import FP8, NARROWED, NETS, STREAMS, QNet
 from support.rotary_cases import NORMED as NORMED_HEADS
 from support.rotary_cases import ROTARY
 from support.sampled_cases import CASES as SAMPLED
@@ -368,7 +368,7 @@ def eight_bits() -> Graphs:
                 *("frames under taps, zero point", "padding with a zero point"),
             )
         },
-        **{f"8 bits: {name}": (build, "fp16") for name, build in NARROWED.items()},
+        **{f"8 bits: {name}": (build, "fp16") for name, build in (NARROWED | STREAMS).items()},
         **{f"8 bits, padded: {name}": (partial(padded_8bit, name), "fp16") for name in EDGED},
         **{f"dynamic scales: {name}": (partial(dynamic, name), "fp16") for name in DYNAMIC},
     }

@@ -155,7 +155,7 @@ class HopperAttention(ProblemTactic):
             period = mask.shape[0] if 1 < mask.shape[0] < q.shape[0] else 0
             first, second, third = (0 if n == 1 else s for n, s in zip(mask.shape[:3], mask.strides[:3], strict=True))
             strides = (first, second, third)
-        views = (_view(q), _view(k), _view(v), _view(out))
+        views = (head_view(q), head_view(k), head_view(v), head_view(out))
         new = [(*x.shape[:2], x.shape[2] - past, x.shape[3]) for x in (k, v)]
         problem = self._problem(b, op, past, (q.shape, *new), views, strides, period)
         problem = replace(problem, narrow="" if to is None else to.to.dtype)
@@ -273,7 +273,7 @@ def _assumed(q: tuple[int, ...], v: tuple[int, ...]) -> Views:
     return (keys, keys, values, values)
 
 
-def _view(x: TensorView) -> HeadView:
+def head_view(x: TensorView) -> HeadView:
     """The kernel's view. ``offset`` stays with the operand; an axis of one element may have any stride."""
     step = up(x.shape[3], 16 // x.dtype.itemsize)
     batch, head, position = (s if n > 1 else step for n, s in zip(x.shape[:3], x.strides[:3], strict=True))

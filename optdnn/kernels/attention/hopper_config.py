@@ -19,6 +19,8 @@ SOFTCAP_REGISTERS = 14
 """Registers per thread for softcaps."""
 SINK_REGISTERS = 2
 """Registers per thread for a head's sink."""
+MOST_SPREAD = 80.0
+"""Largest difference of two rounded scores: weights begin at the largest score of the grid, and fp32 ends at e^-87."""
 _BARRIER_BYTES = 1024
 
 
@@ -98,7 +100,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     """Why the configuration cannot run the problem, or None."""
     if problem.softcap < 0 or math.isinf(problem.softcap):
         return f"a softcap of {problem.softcap}"
-    if (why := _no_factors(problem)) is not None:
+    if (why := _no_factors(problem) or _no_grids(problem, config)) is not None:
         return why
     for features in (problem.features, problem.values):
         if features % 8 or not 8 <= features <= 128:
@@ -146,6 +148,23 @@ def _no_split(config: Config, tiles: int) -> str | None:
         return f"{tiles} tiles of keys for {config.warpgroups} warpgroups"
     if config.stages < tiles and config.stages % config.warpgroups:
         return f"{config.stages} stages, which {config.warpgroups} warpgroups do not share evenly"
+    return None
+
+
+def _no_grids(problem: Problem, config: Config) -> str | None:
+    """Why the kernel cannot round scores and weights to a problem's grids, or None (also without grids)."""
+    if problem.grids is None:
+        return None
+    scores, weights = problem.grids
+    masked = problem.mask is not None or problem.factors is not None or problem.causal or problem.lengths
+    if masked or problem.reach >= 0 or problem.softcap or problem.sinks:
+        return "rounded scores have no mask, softcap or sinks"
+    if config.turns or config.split:
+        return "rounded weights need whole rows, and no turns"
+    if not 0 < weights.high <= 256 or weights.low > 0:
+        return f"weights of {weights.low} to {weights.high} steps"
+    if (scores.high - scores.low) * scores.scale > MOST_SPREAD:
+        return f"exponentials of rounded scores that may differ by more than e^{MOST_SPREAD}"
     return None
 
 

@@ -41,6 +41,8 @@ FEW_SCORE = 1 / 16 + 7 / 128
 """Cycles of a score without a mask, for launches of few items: their model takes the work of a mask as a ratio to it."""
 CAPPED = 2 / 16 + 4 / 128
 """Cycles of a score's softcap: an exponential and a reciprocal, and their arithmetic."""
+ROUNDED = 12 / 128
+"""Cycles of the roundings of a score and of its weight."""
 SAMPLED = 64
 """Number of a head's items for which the model counts tiles."""
 
@@ -69,7 +71,10 @@ def tiles_seen(problem: Problem, config: Config) -> float:
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     tiles = -(-problem.keys // config.keys)
-    seen = tiles_seen(problem, config)
+    again = (
+        2 if problem.grids is not None and tiles > 1 else 1
+    )  # a row's scores are computed for its sum, then for its weights
+    seen = tiles_seen(problem, config) * again
     items = row_items(problem, config) * problem.heads * problem.batch
     by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
     registers = min(255, (config.keys + problem.head) // 2 + 60)
@@ -82,9 +87,10 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     multiply = config.keys * problem.head * unit.product
     added = 0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128
     added += (0, 2, 36)[factor_form(problem, config)] / 128 + (CAPPED if problem.softcap else 0)
+    added += ROUNDED if problem.grids is not None else 0
     if has_few_items(problem, device):
         busiest = math.ceil(seen) if problem.reach >= 0 else tiles  # in one wave, the item with the most tiles decides
-        own, work = max(1, config.own_tiles(busiest)), (FEW_SCORE + added) / FEW_SCORE
+        own, work = again * max(1, config.own_tiles(busiest)), (FEW_SCORE + added) / FEW_SCORE
         groups, split = (1, config.warpgroups) if config.split else (config.warpgroups, 1)
         return few_items.seconds(config.keys, own, groups, problem.head, work, split, ahead=config.stages > split)
     scores = 64 * config.keys * (unit.score + added) + unit.scores

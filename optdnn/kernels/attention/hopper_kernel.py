@@ -43,6 +43,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "REACH": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "HAS_LENGTHS": int(problem.lengths),
         "MASK": mask_width(problem), "MASK_ROWS": mask_rows(problem),
         "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config), "SOFTCAP": int(problem.softcap > 0),
+        "ROUNDED": int(problem.grids is not None),
     }  # fmt: skip
     if problem.sinks:
         defines["SINKS"] = 1
@@ -88,6 +89,10 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     if problem.softcap:
         parameters.f32(*problem.cap)
     parameters.pointer(*(("sinks",) if problem.sinks else ()))
+    if problem.grids is not None:
+        scores, weights = problem.grids
+        parameters.f32(problem.scale * scores.inverse, scores.low, scores.high, scores.scale * math.log2(math.e))
+        parameters.f32(weights.inverse, weights.high, weights.scale)
     grid = (rows, problem.heads, problem.batch)
     if config.persistent:
         grid = (min(items, gpu.multiprocessors * at_once(problem, config, gpu)), 1, 1)
@@ -122,7 +127,9 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
                 ):  # the most that the registers allow: fewer blocks would not change the kernel
                     config = replace(form, blocks=blocks)
                     if refuse(problem, config, shared=device.shared_per_block) is None:
-                        found += [(estimate(problem, c, device), c) for c in (config, *_in_turn(config, tiles))]
+                        found += [
+                            (estimate(problem, c, device), c) for c in (config, *_in_turn(problem, config, tiles))
+                        ]
                         break
     return varied(found, lambda c: (c.warpgroups, c.keys, c.persistent, c.turns, c.split), limit)
 
@@ -139,6 +146,7 @@ def _forms(problem: Problem, warpgroups: int, keys: int, device: GpuFacts) -> li
     return found
 
 
-def _in_turn(config: Config, tiles: int) -> list[Config]:
+def _in_turn(problem: Problem, config: Config, tiles: int) -> list[Config]:
     """The configuration whose warpgroups issue their products in turn, if it has several warpgroups and several tiles."""
-    return [replace(config, turns=True)] if config.warpgroups > 1 and tiles > 1 and not config.split else []
+    several = config.warpgroups > 1 and tiles > 1 and not config.split
+    return [replace(config, turns=True)] if several and problem.grids is None else []

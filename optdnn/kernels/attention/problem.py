@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from optdnn.ops.unary import FakeQuantizeAttrs
+
 
 @dataclass(frozen=True)
 class HeadView:
@@ -84,6 +86,8 @@ class Problem:
     """Whether each head's softmax has one more logit, which no value belongs to."""
     rounded: bool = False
     """Whether fp32 operands are rounded to tf32 before they are multiplied."""
+    grids: tuple[FakeQuantizeAttrs, FakeQuantizeAttrs] | None = None
+    """Grids that scores and weights are rounded to."""
 
     @property
     def cap(self) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.layout.row_places import ACCESS, MOST_AXES
 from optdnn.kernels.norm.templates import FloatElements
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
+from optdnn.ops.requantize import QuantParams, byte_bias
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -90,6 +91,8 @@ class Problem(FloatElements):
     """An epsilon that is added to the deviation of a row; None: the norm is one of ONNX's."""
     uncentered: bool = False
     """Whether a layer norm leaves the mean of a row in its result."""
+    stored: str = ""
+    """8-bit integer type of the input, whose elements are dequantized to ``dtype``; "": its elements are of ``dtype``."""
 
     @property
     def residual(self) -> bool:
@@ -102,7 +105,8 @@ class Problem(FloatElements):
         parameters = 0 if self.operation in _SOFTMAX else 4 * self.length * (self.scale + self.bias)
         written = self.itemsize * (self.wide * (1 + self.widened) + self.sum) + bool(self.narrow)
         added = (self.period or self.rows) * self.length * self.itemsize if self.add else 0
-        return self.rows * self.length * (self.itemsize + written) + added + parameters
+        read = 1 if self.stored else self.itemsize
+        return self.rows * self.length * (read + written) + added + parameters
 
 
 @dataclass(frozen=True, order=True)
@@ -145,7 +149,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
     if problem.first is not None and (not problem.sum or problem.operation not in OPERATIONS[:2]):
         return "a norm before the addition needs a norm of the sum, and the sum must be stored"
     early = problem.add and not problem.last
-    if problem.epilogue and (problem.narrow or early or problem.operation in _SOFTMAX):
+    if problem.epilogue and (problem.narrow or early):
         return "stages after the norm allow no addend before it and no quantization"
     if (problem.residual and not problem.last) or ("bias",) in problem.epilogue:
         return "the stages after a norm have no operands, except an addend"
@@ -157,6 +161,8 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return "a sum needs an addend"
     if not problem.wide and not problem.narrow:
         return "there is no result"
+    if problem.stored and (problem.itemsize != 2 or problem.add or problem.first is not None):
+        return "integers are read as 16-bit rows of a norm alone"
     if problem.walk and (len(problem.walk) > MOST_AXES or math.prod(n for n, _ in problem.walk) != problem.rows):
         return "its axes do not hold its rows"
     if any(stride % config.lanes for stride in (*(s for _, s in problem.walk), *problem.pitches, *_vectors(problem))):
@@ -210,13 +216,21 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         defines["ROOT"] = 1
     if problem.uncentered:
         defines["UNCENTERED"] = 1
+    if problem.stored:
+        defines |= {"BYTES": 1, "INPUT_UNSIGNED": int(problem.stored == "uint8")}
     stages = [render.epilogue(problem.epilogue, exact=wide)] if problem.epilogue else []
     text = "\n".join([render.constants(defines), *stages, ""])
     return Recipe("rows.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, fast=not wide))
 
 
-def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
-    """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``; ``first_scale``
+def launch(
+    problem: Problem,
+    config: Config,
+    gpu: GpuFacts,
+    narrow: QuantizedStore | None = None,
+    stored: QuantParams | None = None,
+) -> Launch:
+    """The launch. ``narrow``: how the 8-bit result is stored. ``stored``: the parameters of an 8-bit input. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``; ``first_scale``
     and ``first_bias`` of the norm before the addition; ``factor`` and ``shift`` of :class:`Modulated`."""
     norm = problem.operation not in _SOFTMAX
     present = {
@@ -237,6 +251,8 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
         )
     if problem.root_epsilon is not None:
         parameters.f32(problem.root_epsilon)
+    if stored is not None:
+        parameters.f32(byte_bias(stored.dtype) + stored.zero, stored.scale)
     return parameters.launch(recipe(problem, config, gpu.arch), "rows", config.blocks(problem), config.threads)
 
 

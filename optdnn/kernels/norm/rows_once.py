@@ -208,7 +208,7 @@ class FlatRows(RowsOnce):
 
 
 class ActivatedRows(RowsOnce):
-    """A norm with the activation after it, or a norm or softmax with the conversion to fp32 after it."""
+    """A norm or softmax with the activation, the rounding to a grid or the conversion to fp32 after it."""
 
     name = "rows_activated"
 
@@ -216,8 +216,6 @@ class ActivatedRows(RowsOnce):
         to = self._output(b, op)
         if to.last is op:
             return "the only reader of its result is not an activation or a conversion to fp32"
-        if to.epilogue.rendered and "Normalization" not in op.kind:
-            return "the launch of a softmax only converts its result"
         return super().refuse(b, op)
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder
+from optdnn.kernels.builder import Builder, row_major
 from optdnn.kernels.layout.row_places import access, result_strides
 from optdnn.kernels.layout.views import order_read, settle
 from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, emit_pointwise, single
@@ -36,7 +36,7 @@ class Elementwise(Tactic):
             settle(b, op, 0, b.operand(op.inputs[0]))
         else:
             long = op.outputs[0].type.static_shape[-1:] > (SHORTEST,)
-            b.target(op.value, (result_strides(b, op.value) if long else None) or _order(b, op))
+            b.target(op.value, (result_strides(b, op.value) if long else None) or _order(b, op) or _columns(b, op))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         if self._nothing(b, op):
@@ -56,6 +56,25 @@ class Elementwise(Tactic):
             return False
         made = op.value in b.place and b.place.get(x) == b.place[op.value]
         return made or (b.graph.type(x).dtype == t.dtype and not t.layout)
+
+
+def _columns(b: Builder, op: Op) -> tuple[int, ...] | None:
+    """Strides of a matrix that products read as their second operand, with contiguous columns, if these have whole vectors and rows do
+    not: products read either order, but copy rows at odd places. None for others."""
+    t, users = op.outputs[0].type, b.graph.users(op.value)
+    shape = t.static_shape
+    if (
+        t.layout
+        or t.dtype.itemsize != 2
+        or len(shape) < 2
+        or shape[-1] % access(t.dtype) == 0
+        or shape[-2] % access(t.dtype)
+    ):
+        return None
+    if any(u.kind != "MatMul" or u.inputs[1] != op.value or u.inputs[0] == op.value for u in users):
+        return None
+    *outer, column, row = row_major((*shape[:-2], shape[-1], shape[-2]))
+    return (*outer, row, column)
 
 
 def _order(b: Builder, op: Op) -> tuple[int, ...] | None:

@@ -182,6 +182,7 @@ EXPRESSIONS: dict[str, Render] = {
     "Softplus": _f("(max_nan({0}, {T}(0)) + log1p(exp(-fabs({0}))))"), "Softsign": _f("({0} / ({T}(1) + fabs({0})))"),
     "Mish": _f("({0} * tanh(max_nan({0}, {T}(0)) + log1p(exp(-fabs({0})))))"), "Gelu": _gelu,
     "Swish": _f("({0} / ({T}(1) + exp(-({alpha} * {0}))))"),
+    "FakeQuantize": _f("(fmin(fmax(rint({0} / {scale}), {low}), {high}) * {scale})"),
     "Shrink": _f("({0} < -{lambd} ? {0} + {bias} : {0} > {lambd} ? {0} - {bias} : {T}(0))"),
     "Neg": _f("({T})(-({0}))"), "Abs": _f("({0} < {T}(0) ? ({T})(-({0})) : {0} == {T}(0) ? {T}(0) : {0})"),
     "Sign": _f("({0} != {0} ? {0} : {T}(({0} > {T}(0)) - ({0} < {T}(0))))"), "Ceil": _f("ceil({0})"),

@@ -15,7 +15,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.requantize import BOUNDS, QuantParams
-from optdnn.types import FP32, is_float
+from optdnn.types import FP32, INT8, UINT8, is_float
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,29 @@ def quantization(graph: Graph, op: Op) -> tuple[Value, QuantParams] | None:
     (scale,) = numbers["Div"]
     (zero,) = numbers.get("Add", [0.0])
     return (op.inputs[0], QuantParams(dtype.name, scale, int(zero))) if np.isfinite(scale) and scale > 0 else None
+
+
+def dequantization(graph: Graph, op: Op) -> tuple[Value, QuantParams] | None:
+    """The 8-bit integers and the parameters of a Pointwise that only dequantizes them; None for any other op."""
+    if op.kind != "Pointwise" or op.inputs[0] is None or op.attrs.prologue:
+        return None
+    dtype, to, stages = graph.type(op.inputs[0]).dtype, op.outputs[0].type.dtype, list(op.attrs.epilogue)
+    if dtype not in (INT8, UINT8) or not is_float(to):
+        return None
+    last = ["Cast"] if to != FP32 else []
+    kinds = ["Cast", *(["Sub"] if len(stages) == 3 + len(last) else []), "Mul", *last]
+    if [s.kind for s in stages] != kinds or any(s.args[0] != ~k for k, s in enumerate(stages)):
+        return None
+    if stages[0].attrs.to != FP32:
+        return None
+    numbers: dict[str, float] = {}
+    for stage in stages:
+        for slot in stage.args[1:]:
+            array = None if slot is None or slot < 0 else graph.constant_value(op.inputs[slot])
+            if array is None or array.size != 1:
+                return None
+            numbers[stage.kind] = float(array.reshape(-1)[0])
+    return op.inputs[0], QuantParams(dtype.name, numbers["Mul"], int(numbers.get("Sub", 0.0)))
 
 
 def quantizer_of(b: Builder, value: Value) -> Quantizer | None:

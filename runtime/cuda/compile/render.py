@@ -55,6 +55,8 @@ STAGES: dict[str, tuple[int, str]] = {
     "softsign": (0, "x = __fdividef(x, 1.0f + fabsf(x));"),
     "abs": (0, "x = fabsf(x);"),
     "round": (0, "x = rintf(x);"),
+    # Rounded to a multiple of {3} between {1} and {2} times {3}; {0} is 1 / {3}.
+    "fake_quantize": (4, "x = fminf(fmaxf(rintf(x * {0}), {1}), {2}) * {3};"),
     "sqrt": (0, "x = sqrt(x);"),
     "reciprocal": (0, "x = 1.0f / x;"),
     "sin": (0, _TURN.format("__sinf")),

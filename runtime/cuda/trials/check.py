@@ -19,19 +19,26 @@ from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
 from optdnn.runtime.cuda.memory.shared import Arena
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
 from optdnn.runtime.program import Program
+from optdnn.runtime.reference.run import PlainStage
 from optdnn.runtime.simulate.runner import evaluator, strided
+from optdnn.runtime.steps.attrs import attrs_from_plain
 from optdnn.types import Array, is_float
 
 NEAR_ZERO = 1e-3
 """A fraction of the largest magnitude: two roundings of 16-bit factors."""
 
 
+FAR = 1e-2
+"""A fraction of the largest magnitude, for results of values that are rounded to 8 bits inside of a launch."""
+
+
 @dataclass(frozen=True)
 class StepError:
     """One step's largest error, relative to its result's largest magnitude; inf if a NaN or an infinity is misplaced.
 
-    Integers are exact (0, otherwise inf). For 8-bit results that come from floats (fp8, and integers after a transcendental stage),
-    the error is the fraction of elements that are one step off, and inf if one is farther off. Near zero, steps of fp8 are finer
+    Integers are exact (0, otherwise inf). For 8-bit results that come from floats (fp8, and integers after a transcendental stage)
+    and floats that are rounded to the grid of an 8-bit type, the error is the fraction of elements that are one step off, and inf
+    if one is farther off. Near zero, steps of fp8 are finer
     than steps of the 16-bit values that it comes from: a difference within :data:`NEAR_ZERO` of the largest counts as one step.
     """
 
@@ -72,11 +79,18 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
             wanted = evaluator(parsed)(
                 [None if v is None else strided(before[v.operand], v).copy() for v in meaning.reads]
             )
-        error, near = 0.0, _rounds_floats(meaning)
+        error, near, grid = 0.0, _rounds_floats(meaning), _grid(meaning)
         for v, want in zip(meaning.writes, wanted, strict=False):
             if v is not None:
                 got = strided(context.memory.download(operands[v.operand]), v)
-                by = _share_off if got.dtype.itemsize == 1 and (near or is_float(got.dtype)) else relative_error
+                if grid is not None:
+                    got, want = (np.rint(np.asarray(x, np.float64) / grid).astype(np.int32) for x in (got, want))
+                by = (
+                    _share_off
+                    if grid or (got.dtype.itemsize == 1 and (near or is_float(got.dtype)))
+                    else relative_error
+                )
+                by = _share_far if "RoundedAttention" in (meaning.kind, meaning.attrs.get("of")) else by
                 error = max(error, by(got, np.asarray(want)))
         errors.append(StepError(k, meaning.kind, _source(parsed, program), parsed.label, error))
     return errors
@@ -201,6 +215,13 @@ def _rounds_floats(meaning: ReferenceOp) -> bool:
     return meaning.kind == "Quantized" or any(isinstance(name, str) and name in INEXACT for name in names)
 
 
+def _grid(meaning: ReferenceOp) -> float | None:
+    """The step of the grid that the last stage of a launch rounds its only result to, or None."""
+    stages = attrs_from_plain(meaning.attrs).get("epilogue", ())
+    last = stages[-1] if stages and len(meaning.writes) == 1 else None
+    return float(last.attrs["scale"]) if isinstance(last, PlainStage) and last.kind == "FakeQuantize" else None
+
+
 def _share_off(got: Array, want: Array) -> float:
     a, e = (_ordinals(x) for x in (got, want.astype(got.dtype)))
     with np.errstate(all="ignore"):
@@ -214,6 +235,14 @@ def _share_off(got: Array, want: Array) -> float:
         off = np.where(small, np.minimum(off, 1), off)
     off = off[~odd]
     return float("inf") if off.max(initial=0) > 1 else float((off > 0).mean()) if off.size else 0.0
+
+
+def _share_far(got: Array, want: Array) -> float:
+    """The fraction of elements that are farther off than one integer, or than :data:`FAR`. A score or weight at the edge between
+    two steps, rounded to the other one, changes a whole row of the result."""
+    a, e = got.astype(np.float64), want.astype(got.dtype).astype(np.float64)
+    bound = FAR * np.abs(e).max(initial=0.0) if is_float(got.dtype) else 1.0
+    return float((~(np.abs(a - e) <= bound)).mean()) if got.size else 0.0
 
 
 def _ordinals(x: Array) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.net import Net
 from support.on_gpu import checked_launches
-from support.simulated import check_simulated, lowered, refusals
+from support.simulated import check_simulated, kinds, lowered, refusals
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.norm import rows_kernel
@@ -149,7 +149,6 @@ def test_stages_that_are_refused() -> None:
     config = rows_kernel.candidates(rows_kernel.Problem("layer_norm", 40, 48, epilogue=stages), of_arch("sm_90a"))[0]
     alone = "stages after the norm allow no addend before it and no quantization"
     for problem in (
-        rows_kernel.Problem("softmax", 40, 48, epilogue=stages),
         rows_kernel.Problem("layer_norm", 40, 48, add=True, epilogue=stages),
         rows_kernel.Problem("layer_norm", 40, 48, narrow="int8", epilogue=stages),
     ):
@@ -158,8 +157,14 @@ def test_stages_that_are_refused() -> None:
     assert rows_kernel.refuse(reads, config) == "the stages after a norm have no operands, except an addend"
     for problem in (replace(reads, operation=name, add=True, last=True) for name in ("layer_norm", "l2_norm")):
         assert rows_kernel.refuse(problem, config) is None
-    softmax = rows_kernel.Problem("softmax", 40, 48, add=True, last=True)
-    assert rows_kernel.refuse(softmax, config) == "softmax adds no residual"
+    softmax = rows_kernel.Problem("softmax", 40, 48, epilogue=stages)
+    assert rows_kernel.refuse(softmax, config) is None
+    assert rows_kernel.refuse(replace(softmax, epilogue=(), add=True, last=True), config) == "softmax adds no residual"
+    integers = rows_kernel.Problem("layer_norm", 40, 48, stored="int8")
+    assert rows_kernel.refuse(integers, config) is None
+    alone = "integers are read as 16-bit rows of a norm alone"
+    for changed in ({"add": True, "last": True}, {"dtype": "float32"}):
+        assert rows_kernel.refuse(replace(integers, **changed), config) == alone  # type: ignore[arg-type]
 
 
 def row_cases() -> list[tuple[Graph, str, str]]:
@@ -357,8 +362,8 @@ def test_reductions_over_pixels_on_a_gpu(kind: str, size: int, precision: str) -
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_softmax_is_quantized_in_its_launch(kept: bool) -> None:
-    """Attention with Q and DQ rounds its weights (AIMET, Quark)."""
+def test_a_softmax_rounds_in_its_launch(kept: bool) -> None:
+    """Attention with Q and DQ rounds its weights (AIMET, Quark). They are integers only if another launch reads the softmax, too."""
     n = Net()
     y = n.op("Softmax", n.matmul(n.input(8, 32), 64), attrs=softmax.SoftmaxAttrs(-1))
     zero = n.const(0, np.int8)
@@ -368,9 +373,14 @@ def test_a_softmax_is_quantized_in_its_launch(kept: bool) -> None:
     program = check_simulated(
         n.done(n.op("MatMul", back, values), *([n.matmul(y, 16)] if kept else [])), tolerance=2e-2
     )
-    assert chosen(program, "Softmax") == ["rows_quantized"]
-    (step,) = (s for s in program.steps if s.params["op"]["kind"] == "Quantized")
-    assert len(step.params["writes"]) == 1 + kept
+    if kept:
+        assert chosen(program, "Softmax") == ["rows_quantized"]
+        (step,) = (s for s in program.steps if s.params["op"]["kind"] == "Quantized")
+        assert len(step.params["writes"]) == 2
+    else:
+        assert chosen(program, "Softmax") == ["rows_activated"]
+        assert kinds(program).count("ActivatedNorm") == 1
+        assert "Quantized" not in kinds(program)
 
 
 # ---- rows of several axes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.quantized_nets import FP8_GROUPS, NARROWED, NETS, QNet, launches
+from support.quantized_nets import FP8_GROUPS, NARROWED, NETS, STREAMS, QNet, launches
 from support.simulated import feeds_of
 
 from optdnn.ir.graph import Graph
@@ -24,9 +24,9 @@ def test_integers_are_exact(name: str) -> None:
         assert e.error <= (1e-6 if e.kind in ("Pointwise", "Copy") else 0), e  # their results are the network's floats
 
 
-@pytest.mark.parametrize("name", NARROWED)
+@pytest.mark.parametrize("name", NARROWED | STREAMS)
 def test_narrowed_floats_are_within_a_step(name: str) -> None:
-    assert not [e for e in errors(NARROWED[name]()) if not e.error < 4e-3]
+    assert not [e for e in errors((NARROWED | STREAMS)[name]()) if not e.error < 4e-3]
 
 
 @pytest.mark.parametrize("name", FP8_GROUPS)

@@ -1,13 +1,14 @@
-"""Which launches may round floats to 8-bit integers: the check of a step allows these integers to differ by one."""
+"""Which launches may round floats to 8-bit integers or to their grid: the check of a step allows these to differ by one step."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from optdnn.runtime.cuda.launches.plan import ReferenceOp
-from optdnn.runtime.cuda.trials.check import INEXACT, _rounds_floats
+from optdnn.runtime.cuda.trials.check import INEXACT, _grid, _rounds_floats, _share_far
 
 STAGE = {"kind": "Tanh", "args": [-1], "attrs": {}}
 
@@ -25,3 +26,24 @@ STAGE = {"kind": "Tanh", "args": [-1], "attrs": {}}
 )
 def test_launches_that_round_floats(kind: str, stages: Any, rounds: bool) -> None:
     assert _rounds_floats(ReferenceOp(kind, {"stages": stages}, (), ())) is rounds
+
+
+def test_launches_that_round_to_a_grid() -> None:
+    rounds, relu = {"stage": ["FakeQuantize", [-1], {"scale": 0.5}]}, {"stage": ["Relu", [-2], {}]}
+    one: Any = (None,)
+    assert _grid(ReferenceOp("MatMul", {"epilogue": [rounds]}, (), one)) == 0.5
+    assert _grid(ReferenceOp("MatMul", {"epilogue": [rounds, relu]}, (), one)) is None
+    assert _grid(ReferenceOp("MatMul", {"epilogue": [rounds]}, (), one * 2)) is None
+    assert _grid(ReferenceOp("MatMul", {}, (), one)) is None
+
+
+def test_the_share_of_elements_that_are_far_off() -> None:
+    want = np.linspace(-1, 1, 100, dtype=np.float32)
+    got = want.copy()
+    got[:3] += 0.02
+    got[3:9] += 0.005
+    assert _share_far(got, want) == 0.03
+    got[0] = np.nan
+    assert _share_far(got, want) == 0.03
+    integers = np.arange(100, dtype=np.int8)
+    assert _share_far(integers + np.where(integers < 4, 2, 1).astype(np.int8), integers) == 0.04

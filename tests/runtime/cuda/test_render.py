@@ -121,6 +121,7 @@ WANTED = {
     "sqrt": np.sqrt,
     "reciprocal": lambda x: 1 / x,
     "round": np.rint,
+    "fake_quantize": lambda x: np.clip(np.rint(x * np.float32(1.67)), 1.05, 0.6) * 0.3,
 }
 
 
@@ -128,7 +129,7 @@ WANTED = {
 @pytest.mark.parametrize("name", every(2, WANTED))
 def test_activations_on_the_processor(name: str, tmp_path: Path) -> None:
     """Each error is a small fraction of the rounding to fp16, also for large arguments and in the exact form."""
-    stages = ((name, *(1.67, 1.05, 0.6)[: render.STAGES[name][0]]),)
+    stages = ((name, *(1.67, 1.05, 0.6, 0.3)[: render.STAGES[name][0]]),)
     source = f"""#include "{SUPPORT / "host.hpp"}"
 #define DEVICE static inline
 {render.epilogue(stages, "fast")}
@@ -158,5 +159,5 @@ def test_each_stage_has_its_meaning_after_products_of_integers() -> None:
     for name, want in WANTED.items():
         given = np.abs(x) if name == "sqrt" else x
         given = x[x != 0] if name == "reciprocal" else given
-        found = quantized.STAGES[name](given, *(1.67, 1.05, 0.6)[: render.STAGES[name][0]])
+        found = quantized.STAGES[name](given, *(1.67, 1.05, 0.6, 0.3)[: render.STAGES[name][0]])
         np.testing.assert_allclose(found, want(given.astype(np.float64)), rtol=1e-5, atol=1e-6)  # type: ignore[no-untyped-call]

@@ -26,8 +26,9 @@
 // queries count from the end of the keys), HAS_LENGTHS, MASK (0 none; else elements per load: 1 or 2), MASK_ROWS (2 where each query has its
 // own mask, else 1), FACTORS (0: none; key k = KEY_WIDTH * row + column gets rows[query][row] + columns[query][column]. 1: KEY_WIDTH is
 // BLOCK_KEYS, so that columns stay in registers; 2: any even KEY_WIDTH), SOFTCAP (scores become cap * tanh(score / cap) before masks are
-// added), NARROW (1: the result is stored as 8-bit integers, 2: as fp8), wgmma_scores(), wgmma_values(), and SINKS where each head's softmax
-// has one more logit, which no value belongs to.
+// added), NARROW (1: the result is stored as 8-bit integers, 2: as fp8), wgmma_scores(), wgmma_values(), SINKS where each head's softmax
+// has one more logit, which no value belongs to, and ROUNDED where scores and weights are rounded to grids (of 8-bit integers). A weight
+// is then known only when the row's sum is: the keys of rows of several tiles are multiplied twice.
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "mma.cuh"
@@ -41,8 +42,10 @@ constexpr int SUBTILES = HEAD * 2 / SPAN;
 constexpr u32 QUERY_SUBTILE = 64 * SPAN, QUERY_BYTES = SUBTILES * QUERY_SUBTILE;
 constexpr u32 KEY_SUBTILE = BLOCK_KEYS * SPAN, KEY_BYTES = SUBTILES * KEY_SUBTILE;
 constexpr int QUERY_PLACES = PERSISTENT ? 2 : 1;
+constexpr int PASSES = ROUNDED && LOADER && !ONE_TILE ? 2 : 1;        // over the keys; without LOADER, all of them stay in the ring
 constexpr u32 BARRIER_BYTES = 1024;
 constexpr u32 TURN_BARRIER = 1 + WARPGROUPS;       // barrier of the first warpgroup's turn; lower numbers order the stores of a warpgroup
+static_assert(!ROUNDED || (!SPLIT && !TURNS && !MASK && !FACTORS && !SOFTCAP && !CAUSAL && !REACH), "rounded attention is plain");
 static_assert(!SPLIT || (!PERSISTENT && !TURNS && (!LOADER || STAGES % WARPGROUPS == 0)), "a split block has one item, and stages for each warpgroup");
 
 struct Params {
@@ -67,6 +70,10 @@ struct Params {
 #endif
 #if SINKS
     const u16* sinks;                              // of each head
+#endif
+#if ROUNDED
+    float to_grid, low, high, step_log2;           // of scores: the scale over their step, bounds in steps, the step times log2(e)
+    float weight_steps, weight_high, weight_step;  // of weights: steps in 1, the bound in steps, the step
 #endif
 };
 
@@ -146,7 +153,9 @@ DEVICE void load_items(const Params& p, const Room& at, Item item) {
         for (int j = 0; j < QUERY_GROUPS * SUBTILES; j++)
             tma_load_4d(queries + j * QUERY_SUBTILE, &p.queries, query_full, j % SUBTILES * (SPAN / 2), item.first + j / SUBTILES * 64,
                         item.head, item.batch);
-        for (int tile = tiles.first; tile < tiles.last; tile++, loads++) {
+        const int count = tiles.last - tiles.first;
+        for (int turn = 0; turn < PASSES * count; turn++, loads++) {
+            const int tile = tiles.first + (PASSES == 2 && turn >= count ? turn - count : turn);
             const u32 key_full = at.key_full + 8 * stage, value_full = at.value_full + 8 * stage;
             if (LOADER && loads >= STAGES) barrier_wait(at.key_empty + 8 * stage, parity);
             barrier_expect(key_full, KEY_BYTES);
@@ -154,10 +163,14 @@ DEVICE void load_items(const Params& p, const Room& at, Item item) {
                 tma_load_4d(at.keys + stage * KEY_BYTES + j * KEY_SUBTILE, &p.keys, key_full, j * (SPAN / 2), tile * BLOCK_KEYS,
                             item.key_head, item.batch);
             if (LOADER && loads >= STAGES) barrier_wait(at.value_empty + 8 * stage, parity);
-            barrier_expect(value_full, KEY_BYTES);
-            for (int j = 0; j < SUBTILES; j++)
-                tma_load_4d(at.values + stage * KEY_BYTES + j * KEY_SUBTILE, &p.values, value_full, j * (SPAN / 2), tile * BLOCK_KEYS,
-                            item.key_head, item.batch);
+            if (PASSES == 2 && turn < count) {     // the first pass needs keys alone
+                barrier_arrive(value_full);
+            } else {
+                barrier_expect(value_full, KEY_BYTES);
+                for (int j = 0; j < SUBTILES; j++)
+                    tma_load_4d(at.values + stage * KEY_BYTES + j * KEY_SUBTILE, &p.values, value_full, j * (SPAN / 2), tile * BLOCK_KEYS,
+                                item.key_head, item.batch);
+            }
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         if (++place == QUERY_PLACES) place = 0, place_parity ^= 1;
@@ -266,6 +279,65 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     };
     barrier_wait(at.query_full + 8 * turn.place, turn.place_parity);
     if (REACH && !SPLIT) pass_tiles(tiles.first, own.first);
+#if ROUNDED
+    if (own.first < own.last) {
+        const Turn begin = turn;
+        #pragma unroll 1
+        for (int tile = own.first; tile < own.last; tile++) {
+            multiply_keys();
+            wgmma_wait<0>();
+            settle(s);
+            weigh_rounded(p, tile, key_count, lane, s);
+            #pragma unroll
+            for (int i = 0; i < BLOCK_KEYS / 2; i++) sum[i / 2 % 2] += s[i];
+            if (ONE_TILE) break;
+            if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * turn.stage);
+            keys_done();
+        }
+        leave_place();
+        __syncwarp();
+        if (!LOADER) turn = begin;
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
+            sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
+            sum[i] = __fdividef(p.weight_steps, sum[i]);
+        }
+        if (!ONE_TILE) {
+            multiply_keys();
+            wgmma_wait<0>();
+            settle(s);
+            weigh_rounded(p, own.first, key_count, lane, s);
+        }
+        round_weights(p, sum, s);
+        keys_done();
+        pack_weights(0, EIGHTS);
+        #pragma unroll 1
+        for (int tile = own.first + 1; !ONE_TILE && tile < own.last; tile++) {
+            const int stage = behind;
+            multiply_keys();
+            multiply_values();
+            wgmma_wait<1>();
+            settle(s);
+            weigh_rounded(p, tile, key_count, lane, s);
+            round_weights(p, sum, s);
+            settle(s);
+            if (sum[0] < 0.0f) __nanosleep(1);     // as below
+            wgmma_wait<0>();
+            settle(out);
+            if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * stage);
+            keys_done();
+            pack_weights(0, EIGHTS);
+        }
+        multiply_values();
+        wgmma_wait<0>();
+        settle(out);
+        if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * behind);
+    } else {
+        leave_place();
+        if (PASSES == 2) pass_tiles(tiles.first, tiles.last);
+    }
+#else
     if (own.first < own.last) {
         bool grown[2] = {true, true};
         multiply_keys();
@@ -331,8 +403,12 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     } else {
         leave_place();
     }
+#endif
     if (!SPLIT) pass_tiles(own.last, tiles.last);
 
+#if ROUNDED
+    sum[0] = sum[1] = p.weight_step;
+#else
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
@@ -346,6 +422,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
 #endif
         sum[i] = sum[i] == 0.0f ? 0.0f : __fdividef(1.0f, sum[i]);     // no key at all: zeros, as in ONNX's Attention
     }
+#endif
     named_barrier(1 + group, 128);                 // the queries have been read: the result takes their buffer
 #if NARROW
     const u32 own_row = own_queries + (quarter * 16 + lane / 4) * HEAD + lane % 4 * 2;

@@ -11,7 +11,7 @@
 // HAS_FIRST_BIAS, WALKED (the input's rows are spread over up to four axes; other tensors are rows), HAS_SUM (input + addend is a second
 // output), HAS_SCALE and HAS_BIAS; EPILOGUE (the result goes through epilogue(), which with RESIDUAL adds the addend); MODULATED (rows of
 // an image share factors, and with HAS_SHIFT shifts, after the norm); ROOT (an epsilon is added to the deviation), UNCENTERED (layer norm:
-// the mean is not subtracted); NARROW (1: the result is stored as 8-bit integers, 2: as fp8) and HAS_OUTPUT (it is stored in the input's
+// the mean is not subtracted); BYTES (the input is 8-bit integers, INPUT_UNSIGNED or not, which are dequantized first); NARROW (1: the result is stored as 8-bit integers, 2: as fp8) and HAS_OUTPUT (it is stored in the input's
 // type; WIDENED: in fp32).
 #include "tile_vectors.cuh"
 #include "narrow.cuh"
@@ -52,6 +52,9 @@ struct Params {
 #endif
 #if ROOT
     float root_epsilon;
+#endif
+#if BYTES
+    float offset, step;                            // of widen_four
 #endif
 };
 
@@ -137,6 +140,35 @@ DEVICE void store_floats(float* at, const float (&x)[LANES]) {
 }
 #endif
 
+// A vector of the input from an element on.
+DEVICE Vector input_vector(const Params& p, long long at) {
+#if BYTES
+    const u8* from = reinterpret_cast<const u8*>(p.input) + at;
+    u32 word[(LANES + 3) / 4];
+    if constexpr (LANES == 8) {
+        const uint2 x = *reinterpret_cast<const uint2*>(from);
+        word[0] = x.x, word[LANES / 8] = x.y;
+    } else if constexpr (LANES == 4) {
+        word[0] = *reinterpret_cast<const u32*>(from);
+    } else if constexpr (LANES == 2) {
+        word[0] = *reinterpret_cast<const u16*>(from);
+    } else {
+        word[0] = *from;
+    }
+    float x[LANES];
+    #pragma unroll
+    for (int i = 0; i < LANES; i += 4) {
+        float four[4];
+        widen_four<INPUT_UNSIGNED>(word[i / 4], p.offset, p.step, four);
+        #pragma unroll
+        for (int j = 0; j < 4 && i + j < LANES; j++) x[i + j] = four[j];
+    }
+    return vector_of(x);
+#else
+    return get_vector(p.input + at);
+#endif
+}
+
 // Stores LANES bytes of the result, equal to the quantized result of the input's type.
 DEVICE void store_narrow(const Params& p, u8* at, const Vector& x) {
     u32 word[(LANES + 3) / 4];
@@ -189,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
         for (int v = 0; v < VECTORS; v++) {
             const int column = first + v * GROUP * LANES;
             if (row + r >= p.rows || column >= p.length) continue;
-            raw[r][v] = get_vector(p.input + from[r] + column);
+            raw[r][v] = input_vector(p, from[r] + column);
             if (HAS_ADD) other[HAS_ADD ? r : 0][HAS_ADD ? v : 0] = get_vector(p.addend + added[r] + column);
         }
     }
