@@ -54,7 +54,8 @@ class SiblingGates(Rule):
         if len(gates) < LEAST_GATES:
             return Miss(f"fewer than {LEAST_GATES} products of this value meet in pointwise arithmetic")
         dims = graph.type(gates[0].value).dims
-        if not isinstance(dims[-1], int) or dims[-1] % ALIGNED:
+        width = dims[-1]
+        if not isinstance(width, int) or width % ALIGNED:
             return Miss(f"their columns are no multiple of {ALIGNED}, so that the parts could not be read in place")
         moved = 2 * sum(bytes_of(graph, g.value) for g in gates)
         saved = (len(gates) - LEAST_GATES + 1) * LAUNCH_BYTES
@@ -65,7 +66,7 @@ class SiblingGates(Rule):
 
         def build(patch: Patch) -> None:
             whole = _joined(patch, x, gates, len(dims))
-            sizes = integers(patch, [dims[-1]] * len(gates), "sizes")
+            sizes = integers(patch, [width] * len(gates), "sizes")
             split = patch.add_op("Split", [whole, sizes], SplitAttrs(len(dims) - 1), outputs=len(gates))
             for port, gate in enumerate(gates):
                 patch.replace(gate.value, Value(split.id, port))

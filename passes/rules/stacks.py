@@ -7,6 +7,7 @@ and with the weights of a softmax over this axis.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import reduce
 
 import numpy as np
@@ -38,9 +39,9 @@ class ReducedStack(Rule):
     kinds = frozenset(JOINED_BY)
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        scaled = producer(graph, op.inputs[0], {"Mul", "Neg"}, alone=True)
+        scaled = producer(graph, op.inputs[0], {"Mul"}, alone=True)
         sources = op.inputs[:1] if scaled is None else scaled.inputs
-        stack = next((s for v in sources if (s := producer(graph, v, {"Concat"})) is not None), None)
+        stack, negated = _stack(graph, sources)
         axes, before, after = ints(graph, op.input(1)), shape_of(graph, op.inputs[0]), op.outputs[0].type.shape
         if stack is None or before is None or after is None or axes is None or len(axes) != 1:
             return None
@@ -49,8 +50,8 @@ class ReducedStack(Rule):
         rank = len(stack.outputs[0].type.dims)
         if normalize_axis(stack.attrs.axis, rank) - rank != axis or any(graph.type(p).dims[axis] != 1 for p in parts):
             return None
-        factors = () if scaled is None or scaled.kind == "Neg" else scaled.inputs
-        weights = next((v for v in factors if v != stack.value), stack.value) if factors else None
+        held = stack.value if negated is None else negated.value
+        weights = None if scaled is None else next((v for v in scaled.inputs if v != held), held)
         whole = _without(before, axis)
         moves = [(own, _without(own, axis)) for v in (*parts, weights) if (own := shape_of(graph, v)) is not None]
         if len(parts) > MOST_PARTS:
@@ -64,18 +65,25 @@ class ReducedStack(Rule):
 
         def build(patch: Patch) -> Value:
             terms = [_squeezed(patch, p, axis) for p in parts]
-            if scaled is not None and weights is None:
-                terms = [patch.add(scaled.kind, [t]) for t in terms]
+            terms = terms if negated is None else [patch.add("Neg", [t]) for t in terms]
             if weights is not None:
                 own = _weights(patch, weights, axis, len(parts))
                 terms = [patch.add("Mul", [t, w]) for t, w in zip(terms, own, strict=True)]
             y = _reduced(patch, op, terms)
             return y if whole == after else in_shape(patch, y, after)
 
-        return Match((op, *([] if scaled is None else [scaled])), build)
+        return Match((op, *(o for o in (scaled, negated) if o is not None)), build)
 
 
 reduced_stack = ReducedStack()
+
+
+def _stack(graph: Graph, sources: Sequence[Value | None]) -> tuple[Op | None, Op | None]:
+    """The Concat that computes one of the values, and the Neg between both, if there is one."""
+    if (stack := next((s for v in sources if (s := producer(graph, v, {"Concat"})) is not None), None)) is not None:
+        return stack, None
+    negated = next((n for v in sources if (n := producer(graph, v, {"Neg"}, alone=True)) is not None), None)
+    return (None, None) if negated is None else (producer(graph, negated.inputs[0], {"Concat"}), negated)
 
 
 def _unlike(op: Op, context: PassContext) -> str | None:

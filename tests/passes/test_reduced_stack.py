@@ -69,6 +69,15 @@ def test_logarithms_of_sums_of_exponentials(negated: bool, keepdims: bool) -> No
     check_pass(STACKS, n.done(y), changes=1, kinds=kinds, context=CUDA)
 
 
+def test_a_negated_and_scaled_stack() -> None:
+    n = Net(np.float64)
+    stack = n.op("Mul", n.op("Neg", stacked(n, *inputs(n, 3, 2, 4))), n.const(2.0))
+    y = n.op("ReduceLogSumExp", stack, n.ints(1), attrs=ReduceAttrs(keepdims=False))
+    after, _ = check_pass(STACKS, n.done(y), changes=1, context=CUDA)
+    assert after.kinds()["Neg"] == after.kinds()["Mul"] == 3
+    assert {"Concat", "ReduceLogSumExp"}.isdisjoint(after.kinds())
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_infinite_terms_have_the_results_of_the_reduction(dtype: Any) -> None:
     inf, nan = np.inf, np.nan
