@@ -1,7 +1,7 @@
 """A selection of a few rows moves in front of the operators that compute each row by itself.
 
 A classifier reads only the class token: after the keys and values of the last attention, the other tokens have no reader. A Slice
-moves in front of products of rows with a matrix, norms, pointwise operators and the queries of attention.
+moves in front of products of rows with a matrix, norms, softmax, pointwise operators, quantization and the queries of attention.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Moved = list[tuple[Value | None, int | None]]
 
 @rule("take_rows", {"Slice"})
 def take_rows(graph: Graph, op: Op) -> Match | Miss | None:
-    """``f(x)[rows]`` is ``f(x[rows])``, where f computes each row by itself."""
+    """``f(x)[rows]`` is ``f(x[rows])``, where f computes each row by itself. A DequantizeLinear may have other readers."""
     taken = _taken(graph, op)
     if taken is None:
         return None
@@ -65,6 +65,10 @@ def take_rows(graph: Graph, op: Op) -> Match | Miss | None:
     moved = _operands(graph, source, taken)
     if moved is None:
         return None
+    if (
+        source.kind == "DequantizeLinear"
+    ):  # it may be repeated for its other readers: each of them dequantizes what it reads
+        users = [op]
     if any(u.kind != "Slice" or _taken(graph, u) != taken for u in users):
         return Miss(f"{source.name} has readers of other rows")
     shape = op.outputs[0].type.dims
@@ -212,6 +216,10 @@ def _axes(op: Op, shapes: Sequence[Shape], out: Shape, taken: _Taken | _Selected
     first: list[int | None] = [axis, *[None] * (len(shapes) - 1)]
     if op.definition.traits.pointwise and len(op.outputs) == 1:
         return [_broadcast(shape, back, taken.size) for shape in shapes]
+    if op.kind in ("QuantizeLinear", "DequantizeLinear"):
+        return None if op.attrs.block_size or shapes[1] not in ((), (1,)) else first
+    if op.kind == "Softmax":
+        return None if axis == normalize_axis(op.attrs.axis, len(out)) else first
     if op.kind in NORMS:
         return first if axis < normalize_axis(op.attrs.axis, len(out)) else None
     if op.kind == "MatMul":

@@ -144,11 +144,11 @@ FACTORED_ATTENTION = region("FactoredAttention", _infer_factored_attention, Atte
 @dataclass(frozen=True)
 class RoundedAttentionAttrs(Attrs):
     """``scale``: the factor of the scores. ``scores``, ``weights``: step, least and largest integer of the grids that scores and
-    weights are rounded to, before and after the softmax."""
+    weights are rounded to, before and after the softmax; (): scores are not rounded, and a mask may be added to them."""
 
     scale: float
-    scores: tuple[float, float, float]
-    weights: tuple[float, float, float]
+    scores: tuple[float, ...]
+    weights: tuple[float, ...]
 
 
 ROUNDED_ATTENTION = region(

@@ -233,14 +233,23 @@ def factored_attention(q: Array, k: Array, v: Array, rows: Array, columns: Array
 
 
 def rounded_attention(
-    q: Array, k: Array, v: Array, *, scale: float, scores: tuple[float, ...], weights: tuple[float, ...]
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None = None,
+    *,
+    scale: float,
+    scores: tuple[float, ...],
+    weights: tuple[float, ...],
 ) -> tuple[Array, ...]:
-    """Attention whose scores and weights are rounded to grids, each given by its step and its least and largest integer."""
+    """Attention whose scores and weights are rounded to grids, each given by its step and its least and largest integer. Scores
+    without a grid are not rounded."""
 
     def rounded(x: Array, step: float, low: float, high: float) -> Array:
         return np.clip(np.rint(x / step), low, high) * step
 
-    x = rounded(scale * (q @ np.swapaxes(k, -1, -2)), *scores)
+    x = scale * (q @ np.swapaxes(k, -1, -2))
+    x = rounded(x, *scores) if scores else x if mask is None else x + mask
     x = np.exp(x - x.max(-1, keepdims=True))
     return ((rounded(x / x.sum(-1, keepdims=True), *weights) @ v).astype(v.dtype),)
 

@@ -13,8 +13,11 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.packed_layout import PackedMatMulAttrs
+from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.take_rows import TakeRows
+from optdnn.types import INT8
 
 
 def row(n: Net, x: Value, axis: int = 1) -> Value:
@@ -56,6 +59,39 @@ def test_a_classifier_of_the_class_token_computes_one_row() -> None:
             assert 1 in op.outputs[0].type.dims[1:3]
     products = [op.outputs[0].type.dims for op in after.of_kind("MatMul")]
     assert sorted(d[1] for d in products) == [1, 1, 1, 1, 6, 6]  # keys and values are of all rows
+
+
+def quantized(n: Net, x: Value, axis: int | None = None) -> Value:
+    """Rounded to 8 bits and back. ``axis``: with a scale for each of its elements."""
+    scale = n.const(np.float32(0.1), np.float32) if axis is None else n.positive(8)
+    back = DequantizeAttrs(0 if axis is None else axis)
+    q = n.op("QuantizeLinear", x, scale, attrs=QuantizeAttrs(INT8, 0 if axis is None else axis))
+    return n.op("DequantizeLinear", q, scale, attrs=back)
+
+
+def test_rows_of_a_quantized_network() -> None:
+    """Scores and their softmax are operators of their own there."""
+    n = Net()
+    x = quantized(n, n.op("Relu", n.input(2, 6, 8)))
+    q, k, v = (quantized(n, n.matmul(x, 8)) for _ in range(3))
+    scores = quantized(n, n.op("MatMul", q, n.op("Transpose", k, attrs=TransposeAttrs((0, 2, 1)))))
+    y = n.op("MatMul", quantized(n, n.op("Softmax", scores, attrs=SoftmaxAttrs(-1))), v)
+    y = quantized(n, n.op("Add", x, quantized(n, y)))
+    after, _ = check_pass(TakeRows(), n.done(n.gemm(row(n, normalized(n, y)), 5)), changes=19, promoted_changes=24)
+    assert sorted(op.outputs[0].type.dims[1] for op in after.of_kind("MatMul")) == [1, 1, 1, 6, 6]
+    assert [op.outputs[0].type.dims for op in after.of_kind("Softmax")] == [(2, 1, 6)]
+    whole = [op.outputs[0].type.dims for op in after.of_kind("DequantizeLinear")].count((2, 6, 8))
+    assert whole == 3, "of the data, the keys and the values: the rows of the data are dequantized apart"
+
+
+def test_rows_with_scales_of_their_own_stay() -> None:
+    n = Net()
+    check_untouched(TakeRows(), n.done(rows(n, quantized(n, n.op("Relu", n.input(2, 8, 8)), 1), 0, 1)))
+
+
+def test_a_softmax_over_the_rows_stays() -> None:
+    n = Net(np.float64)
+    check_untouched(TakeRows(), n.done(rows(n, n.op("Softmax", n.input(2, 6, 8), attrs=SoftmaxAttrs(1)), 0, 1)))
 
 
 def test_rows_with_other_readers_stay() -> None:

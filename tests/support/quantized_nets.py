@@ -199,15 +199,27 @@ def integer_rows(
 
 
 def rounded_attention(
-    size: int = 32, rows: int = 20, zero: int = 5, *, heads: int = 2, stored: bool = False, step: float = 0.25
+    size: int = 32,
+    rows: int = 20,
+    zero: int = 5,
+    *,
+    heads: int = 2,
+    stored: bool = False,
+    step: float | None = 0.25,
+    mask: tuple[int, ...] = (),
 ) -> Graph:
-    """Attention whose scores and weights are rounded to 8 bits: both products compute on floats. ``stored``: its result is rounded,
-    too, and its heads are joined."""
+    """Attention whose weights are rounded to 8 bits, and scores in steps of ``step`` (None: they are not): both products compute on
+    floats. ``mask``: the shape of a tensor that is added to the scores. ``stored``: the result is rounded, too, and its heads are
+    joined."""
     n = QNet(np.float16)
     q, k, v = (n.input(2, heads, rows, size, name=name) for name in "qkv")
     half = CastAttrs(FP16)
-    scores = n.fake(n.op("MatMul", q, n.op("Transpose", k, attrs=TransposeAttrs((0, 1, 3, 2)))), step, zero)
-    weights = n.op("Softmax", n.op("Cast", scores, attrs=half), attrs=SoftmaxAttrs(-1))
+    factor = n.const(np.float16(size**-0.5), np.float16)
+    last = n.op("Transpose", k, attrs=TransposeAttrs((0, 1, 3, 2)))
+    scores = n.op("MatMul", q, last, factor, attrs=MatMulAttrs(epilogue=(Stage("Mul", (-1, 2)),)))
+    scores = n.op("Add", scores, n.input(*mask, name="mask")) if mask else scores
+    scores = scores if step is None else n.op("Cast", n.fake(scores, step, zero), attrs=half)
+    weights = n.op("Softmax", scores, attrs=SoftmaxAttrs(-1))
     weights = n.op("Cast", n.fake(weights, 1 / 255, 0, np.uint8), attrs=half)
     y = n.op("MatMul", weights, v)
     if not stored:
@@ -236,6 +248,16 @@ STREAMS: dict[str, Callable[[], Graph]] = {
     "attention with rounded scores, 197 rows": lambda: rounded_attention(64, 197, -3, stored=True),
     "attention with rounded scores, 700 rows": lambda: rounded_attention(80, 700, stored=True),
     "attention with rounded scores, many heads": lambda: rounded_attention(32, 300, heads=40, step=0.2),
+    "attention with rounded weights": lambda: rounded_attention(step=None),
+    "attention with rounded weights and a mask": lambda: rounded_attention(
+        64, 150, step=None, mask=(2, 1, 1, 150), stored=True
+    ),
+    "attention with rounded weights and masks of queries": lambda: rounded_attention(
+        48, 700, step=None, mask=(1, 2, 700, 700)
+    ),
+    "attention with rounded weights, many heads": lambda: rounded_attention(64, 300, heads=40, step=None),
+    "attention with rounded weights, many rows and heads": lambda: rounded_attention(64, 720, heads=24, step=None),
+    "attention with rounded scores, many rows and heads": lambda: rounded_attention(64, 720, heads=24, step=0.2),
     "attention with scores in coarse steps": lambda: rounded_attention(step=0.5),
 }
 """Networks in which float kernels read 8-bit values, or round to the grid of one."""

@@ -150,11 +150,7 @@ class HopperAttention(ProblemTactic):
         out = target
         if not fits_tma(target):
             out = b.later(f"{op.outputs[0].name}.heads", target.dtype, target.shape)
-        strides, period = None, 0
-        if mask is not None:
-            period = mask.shape[0] if 1 < mask.shape[0] < q.shape[0] else 0
-            first, second, third = (0 if n == 1 else s for n, s in zip(mask.shape[:3], mask.strides[:3], strict=True))
-            strides = (first, second, third)
+        strides, period = mask_strides(mask, q.shape[0])
         views = (head_view(q), head_view(k), head_view(v), head_view(out))
         new = [(*x.shape[:2], x.shape[2] - past, x.shape[3]) for x in (k, v)]
         problem = self._problem(b, op, past, (q.shape, *new), views, strides, period)
@@ -255,6 +251,14 @@ class HopperAttention(ProblemTactic):
         if value is None:
             return None
         return copied(b, op, b.operand(value), "lengths", dtype=np.dtype(np.int32))
+
+
+def mask_strides(mask: TensorView | None, batch: int) -> tuple[tuple[int, int, int] | None, int]:
+    """The strides of a mask along (batch, head, query), 0 along axes of one element, and the number of its masks if they repeat."""
+    if mask is None:
+        return None, 0
+    first, second, third = (0 if n == 1 else s for n, s in zip(mask.shape[:3], mask.strides[:3], strict=True))
+    return (first, second, third), mask.shape[0] if 1 < mask.shape[0] < batch else 0
 
 
 def _period(mask: Array) -> int:

@@ -153,17 +153,18 @@ def _no_split(config: Config, tiles: int) -> str | None:
 
 def _no_grids(problem: Problem, config: Config) -> str | None:
     """Why the kernel cannot round scores and weights to a problem's grids, or None (also without grids)."""
-    if problem.grids is None:
-        return None
     scores, weights = problem.grids
-    masked = problem.mask is not None or problem.factors is not None or problem.causal or problem.lengths
-    if masked or problem.reach >= 0 or problem.softcap or problem.sinks:
-        return "rounded scores have no mask, softcap or sinks"
+    if weights is None:
+        return None if scores is None else "scores are rounded, and weights are not"
+    if problem.factors is not None or problem.causal or problem.reach >= 0 or problem.softcap or problem.sinks:
+        return "rounded weights have no causal order, window, factors, softcap or sinks"
     if config.turns or config.split:
         return "rounded weights need whole rows, and no turns"
     if not 0 < weights.high <= 256 or weights.low > 0:
         return f"weights of {weights.low} to {weights.high} steps"
-    if (scores.high - scores.low) * scores.scale > MOST_SPREAD:
+    if scores is not None and (problem.mask is not None or problem.lengths):
+        return "a mask would follow the rounding of the scores"
+    if scores is not None and (scores.high - scores.low) * scores.scale > MOST_SPREAD:
         return f"exponentials of rounded scores that may differ by more than e^{MOST_SPREAD}"
     return None
 

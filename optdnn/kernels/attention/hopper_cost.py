@@ -72,7 +72,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     tiles = -(-problem.keys // config.keys)
     again = (
-        2 if problem.grids is not None and tiles > 1 else 1
+        2 if problem.grids[1] is not None and tiles > 1 else 1
     )  # a row's scores are computed for its sum, then for its weights
     seen = tiles_seen(problem, config) * again
     items = row_items(problem, config) * problem.heads * problem.batch
@@ -87,7 +87,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     multiply = config.keys * problem.head * unit.product
     added = 0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128
     added += (0, 2, 36)[factor_form(problem, config)] / 128 + (CAPPED if problem.softcap else 0)
-    added += ROUNDED if problem.grids is not None else 0
+    added += ROUNDED / 2 * sum(grid is not None for grid in problem.grids)
     if has_few_items(problem, device):
         busiest = math.ceil(seen) if problem.reach >= 0 else tiles  # in one wave, the item with the most tiles decides
         own, work = again * max(1, config.own_tiles(busiest)), (FEW_SCORE + added) / FEW_SCORE

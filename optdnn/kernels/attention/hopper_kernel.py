@@ -43,7 +43,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "REACH": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "HAS_LENGTHS": int(problem.lengths),
         "MASK": mask_width(problem), "MASK_ROWS": mask_rows(problem),
         "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config), "SOFTCAP": int(problem.softcap > 0),
-        "ROUNDED": int(problem.grids is not None),
+        "ROUNDED": sum(grid is not None for grid in problem.grids),
     }  # fmt: skip
     if problem.sinks:
         defines["SINKS"] = 1
@@ -89,10 +89,11 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     if problem.softcap:
         parameters.f32(*problem.cap)
     parameters.pointer(*(("sinks",) if problem.sinks else ()))
-    if problem.grids is not None:
-        scores, weights = problem.grids
-        parameters.f32(problem.scale * scores.inverse, scores.low, scores.high, scores.scale * math.log2(math.e))
+    scores, weights = problem.grids
+    if weights is not None:
         parameters.f32(weights.inverse, weights.high, weights.scale)
+    if scores is not None:
+        parameters.f32(problem.scale * scores.inverse, scores.low, scores.high, scores.scale * math.log2(math.e))
     grid = (rows, problem.heads, problem.batch)
     if config.persistent:
         grid = (min(items, gpu.multiprocessors * at_once(problem, config, gpu)), 1, 1)
@@ -149,4 +150,4 @@ def _forms(problem: Problem, warpgroups: int, keys: int, device: GpuFacts) -> li
 def _in_turn(problem: Problem, config: Config, tiles: int) -> list[Config]:
     """The configuration whose warpgroups issue their products in turn, if it has several warpgroups and several tiles."""
     several = config.warpgroups > 1 and tiles > 1 and not config.split
-    return [replace(config, turns=True)] if several and problem.grids is None else []
+    return [replace(config, turns=True)] if several and problem.grids[1] is None else []

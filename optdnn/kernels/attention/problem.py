@@ -86,8 +86,8 @@ class Problem:
     """Whether each head's softmax has one more logit, which no value belongs to."""
     rounded: bool = False
     """Whether fp32 operands are rounded to tf32 before they are multiplied."""
-    grids: tuple[FakeQuantizeAttrs, FakeQuantizeAttrs] | None = None
-    """Grids that scores and weights are rounded to."""
+    grids: tuple[FakeQuantizeAttrs | None, FakeQuantizeAttrs | None] = (None, None)
+    """The grids that scores and weights are rounded to (None: they are not)."""
 
     @property
     def cap(self) -> tuple[float, float]:

@@ -1,7 +1,8 @@
-"""Attention of quantized networks in one launch: scores are rounded to 8 bits before the softmax, and weights after it.
+"""Attention of quantized networks in one launch: weights are rounded to 8 bits after the softmax, and scores before it.
 
-Such a network rounds the result of each operator. Its two products compute on floats; their roundings are operators of their own
-(``FakeQuantize``), or stages of the products. The launch may also quantize the result.
+The two products compute on floats. Their roundings are operators of their own (``FakeQuantize``), or stages of the products. Where
+ONNX Runtime quantized all operators, scores are rounded as well; elsewhere a mask may be added to them. The launch may also
+quantize the result.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.attention import hopper_kernel as attention
-from optdnn.kernels.attention.hopper import HopperAttention, Tensors, head_view
+from optdnn.kernels.attention.hopper import HopperAttention, Tensors, head_view, mask_strides
 from optdnn.kernels.attention.operands import fits_tma, for_tma, order_wanted, with_four_axes
 from optdnn.kernels.attention.problem import Problem
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
@@ -23,18 +24,21 @@ from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
 from optdnn.kernels.tactic import Region
+from optdnn.ops.base import Stage
 from optdnn.ops.unary import FakeQuantizeAttrs
 from optdnn.types import BF16, FP16, normalize_axis
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """``scores``: the product of queries and keys. ``before``: it, the softmax and the rounding of its result."""
+    """``scores``: the product of queries and keys. ``before``: it, the addition of the ``mask``, the softmax and the rounding of its
+    result."""
 
     scores: Op
     before: tuple[Op, ...]
     scale: float
-    grids: tuple[FakeQuantizeAttrs, FakeQuantizeAttrs]
+    grids: tuple[FakeQuantizeAttrs | None, FakeQuantizeAttrs]
+    mask: Value | None
 
 
 @dataclass(frozen=True)
@@ -124,19 +128,22 @@ class RoundedAttention(HopperAttention):
         target = with_four_axes(target)
         out = target if fits_tma(target) else b.later(f"{op.outputs[0].name}.heads", target.dtype, target.shape)
         batch, heads, rows, size = q.shape
+        mask = None if parts.mask is None else self._mask(b, replace(op, inputs=(None, None, None, parts.mask)), q)
+        strides, period = mask_strides(mask, batch)
         problem = Problem(
             batch, heads, rows, k.shape[2], size, parts.scale, *map(head_view, (q, k, v, out)),
             dtype=map_dtype(op.outputs[0].type.dtype), value_features=v.shape[3], grids=parts.grids,
-            narrow="" if stored is None else stored.to.to.dtype,
+            narrow="" if stored is None else stored.to.to.dtype, mask=strides, mask_period=period,
         )  # fmt: skip
-        return Tensors(problem, q, k, v, 0, None, out, target)
+        return Tensors(problem, q, k, v, 0, mask, out, target)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         t, parts, stored = self._tensors(b, op), self._found(b, op), self._stored(b, op)
         operands = {"q": b.made(t.q), "k": b.made(t.k), "v": b.made(t.v)}
+        operands |= {} if t.mask is None else {"mask": b.made(t.mask)}
         reads: list[TensorView | None] = list(operands.values())
         out = operands["out"] = b.made(t.out)
-        scores, weights = ((g.scale, g.low, g.high) for g in parts.grids)
+        scores, weights = ((g.scale, g.low, g.high) if g is not None else () for g in parts.grids)
         kind, attrs = "RoundedAttention", {"scale": parts.scale, "scores": scores, "weights": weights}
         if stored is not None:
             kind, attrs = "Quantized", meaning(op, stored.to, False, attrs, kind)
@@ -155,7 +162,9 @@ def _parts(graph: Graph, op: Op) -> _Parts | str:
     softmax = _before(graph, rounding.inputs[0])
     if softmax is None or softmax.kind != "Softmax":
         return "its weights are not the result of a softmax"
-    scores = _before(graph, softmax.inputs[0])
+    added = _before(graph, softmax.inputs[0])
+    added, mask = (None, None) if added is None or added.kind != "Add" else _mask_of(graph, added)
+    scores = _before(graph, softmax.inputs[0] if added is None else next(v for v in added.inputs if v != mask))
     if scores is None or scores.kind != "MatMul":
         return "the softmax does not read a product alone"
     if op.attrs.prologue or op.attrs.epilogue or scores.attrs.prologue:
@@ -164,19 +173,38 @@ def _parts(graph: Graph, op: Op) -> _Parts | str:
         return "the softmax is not along the keys"
     if any(graph.constant_value(v) is not None for v in (op.inputs[1], *scores.inputs[:2])):
         return "one of its operands is constant"
-    types = {graph.type(v).dtype for v in (op.value, op.inputs[1], *scores.inputs[:2]) if v is not None}
+    read = (op.value, op.inputs[1], *scores.inputs[:2], *([] if mask is None else [mask]))
+    types = {graph.type(v).dtype for v in read if v is not None}
     if len(types) > 1 or not types <= {FP16, BF16}:
         return "it is for 16-bit floats"
+    stages = scores.attrs.epilogue
+    rounds = stages[-1:] and stages[-1].kind == "FakeQuantize"
+    scale = _scale(graph, scores, stages[:-1] if rounds else stages)
+    if scale is None:
+        return "other stages come before the softmax"
+    before = (scores, *([] if added is None else [added]), softmax, rounding)
+    return _Parts(scores, before, scale, (stages[-1].attrs if rounds else None, rounding.attrs), mask)
+
+
+def _mask_of(graph: Graph, added: Op) -> tuple[Op, Value] | tuple[None, None]:
+    """An addition to scores and the tensor that it adds, which has an element for each key; nothing for other additions."""
+    shape = added.outputs[0].type.static_shape
+    for value, other in (added.inputs, added.inputs[::-1]):
+        product = value is not None and graph.op(value).kind == "MatMul" and graph.type(value).static_shape == shape
+        if product and other is not None and graph.type(other).static_shape[-1:] == shape[-1:]:
+            return added, other
+    return None, None
+
+
+def _scale(graph: Graph, scores: Op, stages: Sequence[Stage]) -> float | None:
+    """The product of the factors of a product's stages; None if it has other stages."""
     scale = 1.0
-    for stage in scores.attrs.epilogue[:-1]:
+    for stage in stages:
         factor = graph.constant_value(scores.inputs[stage.args[1]]) if stage.kind == "Mul" and stage.args[1] else None
         if factor is None or factor.size != 1:
-            return "other stages come before the rounding of its scores"
+            return None
         scale *= float(factor.reshape(-1)[0])
-    last = scores.attrs.epilogue[-1:]
-    if not last or last[0].kind != "FakeQuantize":
-        return "its scores are not rounded"
-    return _Parts(scores, (scores, softmax, rounding), scale, (last[0].attrs, rounding.attrs))
+    return scale
 
 
 def _before(graph: Graph, value: Value | None) -> Op | None:

@@ -62,6 +62,10 @@ def test_one_launch_gives_the_8_bit_result(name: str) -> None:
         ("rows of 90 int8 and their norm", ["Quantized"]),
         ("attention with rounded scores", ["RoundedAttention"]),
         ("attention with rounded scores, 197 rows", ["Quantized"]),
+        ("attention with rounded weights", ["RoundedAttention"]),
+        ("attention with rounded weights and a mask", ["Quantized"]),
+        ("attention with rounded weights and masks of queries", ["RoundedAttention"]),
+        ("attention with rounded weights, many heads", ["RoundedAttention"]),
         ("attention with scores in coarse steps", ["MatMul", "ActivatedNorm", "MatMul"]),
     ],
 )
@@ -102,7 +106,8 @@ def attention_with(change: str) -> Graph:
     q, k, v = (n.input(2, 2, 20, 32, name=name) for name in "qkv")
     stages = MatMulAttrs(epilogue=(Stage("Sigmoid", (-1,)),) if change == "stage" else ())
     y = n.op("MatMul", q, n.op("Transpose", k, attrs=TransposeAttrs((0, 1, 3, 2))), attrs=stages)
-    y = y if change == "no rounding" else n.op("Cast", n.fake(y, 0.1, 5), attrs=half)
+    y = n.op("Cast", n.fake(y, 0.1, 5), attrs=half)
+    y = n.op("Add", y, n.input(2, 1, 1, 20, name="mask")) if change == "mask" else y
     y = n.op("Softmax", y, attrs=SoftmaxAttrs(2 if change == "axis" else -1))
     y = y if change == "no weights" else n.op("Cast", n.fake(y, 1 / 255, 0, np.uint8), attrs=half)
     v = (
@@ -118,8 +123,8 @@ def attention_with(change: str) -> Graph:
 @pytest.mark.parametrize(
     ("change", "because"),
     [
-        ("stage", "other stages come before the rounding of its scores"),
-        ("no rounding", "its scores are not rounded"),
+        ("stage", "other stages come before the softmax"),
+        ("mask", "a mask would follow the rounding of the scores"),
         ("axis", "the softmax is not along the keys"),
         ("no weights", "its rows are no rounded weights that only it reads"),
         ("constant", "one of its operands is constant"),
@@ -140,8 +145,9 @@ def test_grids_that_the_launch_refuses() -> None:
     config = Config(1, 112, 2)
     assert refuse(problem, config) is None
     for changed, because in (
-        ({"softcap": 3.0}, "rounded scores have no mask, softcap or sinks"),
-        ({"mask": (0, 0, 0)}, "rounded scores have no mask, softcap or sinks"),
+        ({"softcap": 3.0}, "rounded weights have no causal order, window, factors, softcap or sinks"),
+        ({"mask": (0, 0, 0)}, "a mask would follow the rounding of the scores"),
+        ({"grids": (scores, None)}, "scores are rounded, and weights are not"),
         ({"grids": (scores, replace(weights, high=300.0))}, "weights of 0.0 to 300.0 steps"),
         ({"grids": (replace(scores, scale=0.4), weights)}, "may differ by more than e^80"),
     ):

@@ -27,8 +27,8 @@
 // own mask, else 1), FACTORS (0: none; key k = KEY_WIDTH * row + column gets rows[query][row] + columns[query][column]. 1: KEY_WIDTH is
 // BLOCK_KEYS, so that columns stay in registers; 2: any even KEY_WIDTH), SOFTCAP (scores become cap * tanh(score / cap) before masks are
 // added), NARROW (1: the result is stored as 8-bit integers, 2: as fp8), wgmma_scores(), wgmma_values(), SINKS where each head's softmax
-// has one more logit, which no value belongs to, and ROUNDED where scores and weights are rounded to grids (of 8-bit integers). A weight
-// is then known only when the row's sum is: the keys of rows of several tiles are multiplied twice.
+// has one more logit, which no value belongs to, and ROUNDED (1: weights are rounded to a grid of 8-bit integers, 2: scores, too). A weight is
+// then known only when the row's sum is: the keys of rows of several tiles are multiplied twice.
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "mma.cuh"
@@ -45,7 +45,8 @@ constexpr int QUERY_PLACES = PERSISTENT ? 2 : 1;
 constexpr int PASSES = ROUNDED && LOADER && !ONE_TILE ? 2 : 1;        // over the keys; without LOADER, all of them stay in the ring
 constexpr u32 BARRIER_BYTES = 1024;
 constexpr u32 TURN_BARRIER = 1 + WARPGROUPS;       // barrier of the first warpgroup's turn; lower numbers order the stores of a warpgroup
-static_assert(!ROUNDED || (!SPLIT && !TURNS && !MASK && !FACTORS && !SOFTCAP && !CAUSAL && !REACH), "rounded attention is plain");
+static_assert(!ROUNDED || (!SPLIT && !TURNS && !FACTORS && !SOFTCAP && !CAUSAL && !REACH), "rounded weights need whole rows");
+static_assert(ROUNDED != 2 || !MASK, "a mask would follow the rounding of scores");
 static_assert(!SPLIT || (!PERSISTENT && !TURNS && (!LOADER || STAGES % WARPGROUPS == 0)), "a split block has one item, and stages for each warpgroup");
 
 struct Params {
@@ -72,8 +73,10 @@ struct Params {
     const u16* sinks;                              // of each head
 #endif
 #if ROUNDED
-    float to_grid, low, high, step_log2;           // of scores: the scale over their step, bounds in steps, the step times log2(e)
     float weight_steps, weight_high, weight_step;  // of weights: steps in 1, the bound in steps, the step
+#endif
+#if ROUNDED == 2
+    float to_grid, low, high, step_log2;           // of scores: the scale over their step, bounds in steps, the step times log2(e)
 #endif
 };
 
@@ -285,11 +288,17 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         #pragma unroll 1
         for (int tile = own.first; tile < own.last; tile++) {
             multiply_keys();
+            load_mask(p, bias, tile, lane, pairs);
             wgmma_wait<0>();
             settle(s);
-            weigh_rounded(p, tile, key_count, lane, s);
+#if ROUNDED == 2
+            weigh_on_grid(p, tile, key_count, lane, s);
             #pragma unroll
             for (int i = 0; i < BLOCK_KEYS / 2; i++) sum[i / 2 % 2] += s[i];
+#else
+            const bool grown[2] = {true, true};
+            soften(p, bias, pairs, row, tile, key_count, lane, grown, s, maximum, sum, rescale);
+#endif
             if (ONE_TILE) break;
             if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * turn.stage);
             keys_done();
@@ -301,13 +310,23 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         for (int i = 0; i < 2; i++) {
             sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
             sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
-            sum[i] = __fdividef(p.weight_steps, sum[i]);
+            sum[i] = sum[i] == 0.0f ? 0.0f : __fdividef(p.weight_steps, sum[i]);
         }
+        auto weigh_again = [&](int tile) {
+#if ROUNDED == 2
+            weigh_on_grid(p, tile, key_count, lane, s);
+#else
+            float offset[2];
+            prepare(p, bias, pairs, row, tile, key_count, lane, maximum, s, offset);
+            weigh<0, EIGHTS>(0, factor_of(p), offset[0], s), weigh<0, EIGHTS>(1, factor_of(p), offset[1], s);
+#endif
+        };
         if (!ONE_TILE) {
             multiply_keys();
+            load_mask(p, bias, own.first, lane, pairs);
             wgmma_wait<0>();
             settle(s);
-            weigh_rounded(p, own.first, key_count, lane, s);
+            weigh_again(own.first);
         }
         round_weights(p, sum, s);
         keys_done();
@@ -317,9 +336,10 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
             const int stage = behind;
             multiply_keys();
             multiply_values();
+            load_mask(p, bias, tile, lane, pairs);
             wgmma_wait<1>();
             settle(s);
-            weigh_rounded(p, tile, key_count, lane, s);
+            weigh_again(tile);
             round_weights(p, sum, s);
             settle(s);
             if (sum[0] < 0.0f) __nanosleep(1);     // as below

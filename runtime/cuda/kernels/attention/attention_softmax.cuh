@@ -95,8 +95,9 @@ DEVICE void soften(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PA
 // Rounds a number within 2^22 to the nearest integer, halves to even.
 DEVICE float nearest(float x) { return __fadd_rn(__fadd_rn(x, 12582912.0f), -12582912.0f); }
 
+#if ROUNDED == 2
 // Replaces a tile's scores by the exponentials of their rounded values, relative to the largest one on their grid: no row needs a maximum.
-DEVICE void weigh_rounded(const Params& p, int tile, int key_count, int lane, float (&s)[BLOCK_KEYS / 2]) {
+DEVICE void weigh_on_grid(const Params& p, int tile, int key_count, int lane, float (&s)[BLOCK_KEYS / 2]) {
     const float offset = -p.high * p.step_log2;
     #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i++)
@@ -106,6 +107,7 @@ DEVICE void weigh_rounded(const Params& p, int tile, int key_count, int lane, fl
     #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i++) s[i] = i / 4 * 8 + i % 2 < limit ? s[i] : 0.0f;
 }
+#endif
 
 // Replaces exponentials by rounded weights, in steps: ``factor`` is the steps in 1 over the row's sum. 16 bits hold up to 256 steps exactly.
 DEVICE void round_weights(const Params& p, const float (&factor)[2], float (&s)[BLOCK_KEYS / 2]) {
