@@ -15,6 +15,7 @@ from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.channel_norms import ChannelNorms
 from optdnn.passes.channel_shuffles import ChannelShuffles
+from optdnn.passes.complex_layers import ComplexLayers
 from optdnn.passes.computed_weights import ComputedWeights
 from optdnn.passes.constant_parts import ConstantParts
 from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
@@ -84,6 +85,7 @@ from optdnn.passes.segment_sums import SegmentSums
 from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.separable_attention import SeparableAttention
 from optdnn.passes.short_attention import ShortAttention
+from optdnn.passes.sibling_gates import GatesOfSiblings
 from optdnn.passes.sibling_sums import SumsOfSiblings
 from optdnn.passes.spectral_convolutions import SpectralConvolutions
 from optdnn.passes.split_products import SplitProducts
@@ -183,6 +185,7 @@ O2_GPU: tuple[Pass, ...] = (
     UnrolledScans(),  # before fusions: chains of steps have many small operators
     GroupedProducts(),  # before ProductsOfParts, which refuses parts with own matrices
     StackedColumns(),  # before fusions, which would take the operators of each column
+    ComplexLayers(),  # before LayersOfParts, which would join the real layers of a complex one; before epilogues
     LayersOfParts(),  # after UnrolledCells, which takes in the products of steps; before products are stacked along a new axis
     StepsOfItems(),  # after LayersOfParts, which would have moved these operators; before scans are rolled
     ProductsOfParts(),  # before scans are rolled: recurrences whose products leave them are pointwise
@@ -237,6 +240,7 @@ O2_GPU: tuple[Pass, ...] = (
     JoinedRows(),  # before epilogues, which absorb additions to products; before arithmetic is fused
     GatherRows(),  # when no views can be merged any more
     FuseSnake(),  # when the arithmetic has its last form; before epilogues, which take it in
+    GatesOfSiblings(),  # after SplitProducts, which takes gated units of two halves apart; before epilogues
     FuseEpilogue(norms_add=True),  # as in O2; leaves some additions to normalizations, whose kernels can add
     Conv3dAsImages(),  # after epilogues: it keeps them, but its views would stop them; before the passes for two axes
     FusePrologue(),  # as in O2

@@ -7,6 +7,7 @@ and with the weights of a softmax over this axis.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import reduce
 
 import numpy as np
@@ -14,12 +15,13 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import SplitAttrs
-from optdnn.passes.base import Match, Miss, rule
+from optdnn.ops.unary import IsInfAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rule, rule
 from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer, reshape_target, shape_of, sizes_of
 from optdnn.types import Shape, is_float, normalize_axis, show_shape
 
-JOINED_BY = {"ReduceSum": "Add", "ReduceMean": "Add", "ReduceMax": "Max", "ReduceMin": "Min"}
-"""Reduction -> the operator that combines two tensors."""
+JOINED_BY = {"ReduceSum": "Add", "ReduceMean": "Add", "ReduceMax": "Max", "ReduceMin": "Min", "ReduceLogSumExp": "Add"}
+"""Reduction -> the operator that combines two tensors (ReduceLogSumExp: their exponentials)."""
 SUMS = frozenset({"ReduceSum", "ReduceMean"})
 MOST_ELEMENTS = 1 << 20
 """Most elements of a tensor that is written and read again in less time than a launch takes."""
@@ -27,45 +29,90 @@ MOST_PARTS = 8
 """Most tensors of a stack. For more, one kernel of a reduction is better than a long chain of operators."""
 
 
-@rule("reduced_stack", frozenset(JOINED_BY))
-def reduced_stack(graph: Graph, op: Op) -> Match | Miss | None:
+class ReducedStack(Rule):
     """``sum(stack(a, b))`` becomes ``a + b``, and ``sum(stack(a, b) * w)`` becomes ``a * w[0] + b * w[1]``.
 
-    The same holds for means, maxima and minima."""
-    scaled = producer(graph, op.inputs[0], {"Mul"}, alone=True)
-    sources = op.inputs[:1] if scaled is None else scaled.inputs
-    stack = next((s for v in sources if (s := producer(graph, v, {"Concat"})) is not None), None)
-    axes, before, after = ints(graph, op.input(1)), shape_of(graph, op.inputs[0]), op.outputs[0].type.shape
-    if stack is None or before is None or after is None or axes is None or len(axes) != 1:
-        return None
-    axis = normalize_axis(axes[0], len(before)) - len(before)  # counted from the end, as in broadcasting
-    parts = [operand(stack, i) for i in range(len(stack.inputs))]
-    rank = len(stack.outputs[0].type.dims)
-    if normalize_axis(stack.attrs.axis, rank) - rank != axis or any(graph.type(p).dims[axis] != 1 for p in parts):
-        return None
-    weights = None if scaled is None else next((v for v in scaled.inputs if v != stack.value), stack.value)
-    if len(parts) > MOST_PARTS:
-        return Miss(f"{len(parts)} tensors are stacked")
+    The same holds for means, maxima and minima, and on GPUs for ReduceLogSumExp: the recursions of CTC (Graves et al., 2006) and of
+    soft dynamic time warping (Cuturi and Blondel, 2017) stack two or three neighbors in each step."""
+
+    name = "reduced_stack"
+    kinds = frozenset(JOINED_BY)
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        scaled = producer(graph, op.inputs[0], {"Mul"}, alone=True)
+        sources = op.inputs[:1] if scaled is None else scaled.inputs
+        stack, negated = _stack(graph, sources)
+        axes, before, after = ints(graph, op.input(1)), shape_of(graph, op.inputs[0]), op.outputs[0].type.shape
+        if stack is None or before is None or after is None or axes is None or len(axes) != 1:
+            return None
+        axis = normalize_axis(axes[0], len(before)) - len(before)  # counted from the end, as in broadcasting
+        parts = [operand(stack, i) for i in range(len(stack.inputs))]
+        rank = len(stack.outputs[0].type.dims)
+        if normalize_axis(stack.attrs.axis, rank) - rank != axis or any(graph.type(p).dims[axis] != 1 for p in parts):
+            return None
+        held = stack.value if negated is None else negated.value
+        weights = None if scaled is None else next((v for v in scaled.inputs if v != held), held)
+        whole = _without(before, axis)
+        moves = [(own, _without(own, axis)) for v in (*parts, weights) if (own := shape_of(graph, v)) is not None]
+        if len(parts) > MOST_PARTS:
+            return Miss(f"{len(parts)} tensors are stacked")
+        if (why := _unlike(op, context)) is not None:
+            return Miss(why)
+        if weights is not None and not _fits(graph, weights, axis, len(parts)):
+            return Miss("the factor of the stack is neither one tensor nor one tensor for each part")
+        if any(reshape_target(*move) is None for move in (*moves, (whole, after))):
+            return Miss("no constant target can express a shape without the axis")
+
+        def build(patch: Patch) -> Value:
+            terms = [_squeezed(patch, p, axis) for p in parts]
+            terms = terms if negated is None else [patch.add("Neg", [t]) for t in terms]
+            if weights is not None:
+                own = _weights(patch, weights, axis, len(parts))
+                terms = [patch.add("Mul", [t, w]) for t, w in zip(terms, own, strict=True)]
+            y = _reduced(patch, op, terms)
+            return y if whole == after else in_shape(patch, y, after)
+
+        return Match((op, *(o for o in (scaled, negated) if o is not None)), build)
+
+
+reduced_stack = ReducedStack()
+
+
+def _stack(graph: Graph, sources: Sequence[Value | None]) -> tuple[Op | None, Op | None]:
+    """The Concat that computes one of the values, and the Neg between both, if there is one."""
+    if (stack := next((s for v in sources if (s := producer(graph, v, {"Concat"})) is not None), None)) is not None:
+        return stack, None
+    negated = next((n for v in sources if (n := producer(graph, v, {"Neg"}, alone=True)) is not None), None)
+    return (None, None) if negated is None else (producer(graph, negated.inputs[0], {"Concat"}), negated)
+
+
+def _unlike(op: Op, context: PassContext) -> str | None:
+    """Why arithmetic of the parts would not be this reduction, or not be faster; None if it is."""
     if op.kind == "ReduceMean" and not is_float(op.outputs[0].type.dtype):
-        return Miss("a mean of integers is rounded")
-    if weights is not None and not _fits(graph, weights, axis, len(parts)):
-        return Miss("the factor of the stack is neither one tensor nor one tensor for each part")
-    whole = _without(before, axis)
-    moves = [(own, _without(own, axis)) for v in (*parts, weights) if (own := shape_of(graph, v)) is not None]
-    if any(reshape_target(*move) is None for move in (*moves, (whole, after))):
-        return Miss("no constant target can express a shape without the axis")
+        return "a mean of integers is rounded"
+    if op.kind == "ReduceLogSumExp" and not is_float(op.outputs[0].type.dtype):
+        return "integers have no exponential of their own type"
+    if op.kind == "ReduceLogSumExp" and not context.on_gpu:
+        return "only on GPUs do all of its terms stay in registers"
+    return None
 
-    def build(patch: Patch) -> Value:
-        terms = [_squeezed(patch, p, axis) for p in parts]
-        if weights is not None:
-            own = _weights(patch, weights, axis, len(parts))
-            terms = [patch.add("Mul", [t, w]) for t, w in zip(terms, own, strict=True)]
-        y = reduce(lambda a, b: patch.add(JOINED_BY[op.kind], [a, b]), terms)
-        if op.kind == "ReduceMean":
-            y = patch.add("Mul", [y, patch.constant(np.asarray(1 / len(parts), op.outputs[0].type.dtype), "share")])
-        return y if whole == after else in_shape(patch, y, after)
 
-    return Match((op, *([] if scaled is None else [scaled])), build)
+def _reduced(patch: Patch, op: Op, terms: list[Value]) -> Value:
+    """The reduction of the terms, which have the shape of its result without the axis."""
+
+    def joined(values: list[Value]) -> Value:
+        return reduce(lambda a, b: patch.add(JOINED_BY[op.kind], [a, b]), values)
+
+    dtype = op.outputs[0].type.dtype
+    if op.kind == "ReduceMean":
+        return patch.add("Mul", [joined(terms), patch.constant(np.asarray(1 / len(terms), dtype), "share")])
+    if op.kind != "ReduceLogSumExp":
+        return joined(terms)
+    top = reduce(lambda a, b: patch.add("Max", [a, b]), terms)
+    infinite, zero = patch.add("IsInf", [top], IsInfAttrs()), patch.constant(np.asarray(0, dtype), "zero")
+    top = patch.add("Where", [infinite, zero, top])  # the difference of two infinities is not a number
+    total = joined([patch.add("Exp", [patch.add("Sub", [t, top])]) for t in terms])
+    return patch.add("Add", [patch.add("Log", [total]), top])
 
 
 def _fits(graph: Graph, weights: Value, axis: int, count: int) -> bool:

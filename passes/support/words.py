@@ -331,6 +331,8 @@ RULES: Mapping[str, str] = {
     "rotary_parts": "rotary embeddings of parts of a head merged",
     "grouped_siblings": "convolutions of the parts of a tensor merged into a grouped one",
     "siblings": "products of one operand merged into one",
+    "sibling_gates": "products of one value that meet in arithmetic merged into one",
+    "complex_layer": "complex layers written as one real layer",
     "sibling_sums": "sums of convolutions of the same two values merged into one",
     "heads_before_parts": "attentions within parts given their true heads",
     "ordered_features": "features of attentions joined in the order of their heads",

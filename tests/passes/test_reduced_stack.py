@@ -12,11 +12,12 @@ from support.net import Net
 from support.simulated import check_simulated
 
 from optdnn.dim import symbol
+from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
-from optdnn.passes.base import RulePass
+from optdnn.passes.base import PassContext, RulePass
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.rules.stacks import reduced_stack
 
@@ -27,6 +28,7 @@ class Stacks(RulePass):
 
 
 STACKS = Stacks()
+CUDA = PassContext(target="cuda:sm_90a")
 
 
 def stacked(n: Net, *parts: Value, axis: int = 1) -> Value:
@@ -53,6 +55,52 @@ def test_a_reduction_over_the_new_axis(kind: str, left: dict[str, int], keepdims
     y = n.op(kind, stacked(n, *inputs(n, 3, 2, 4, 5)), n.ints(1), attrs=ReduceAttrs(keepdims=keepdims))
     kinds = {"Unsqueeze": 3, "Reshape": 4 if keepdims else 3, **left}
     check_pass(STACKS, n.done(y), changes=1, kinds=kinds)
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize("negated", [False, True])
+def test_logarithms_of_sums_of_exponentials(negated: bool, keepdims: bool) -> None:
+    n = Net(np.float64)
+    stack = stacked(n, *inputs(n, 3, 2, 4, 5))
+    stack = n.op("Neg", stack) if negated else stack
+    y = n.op("ReduceLogSumExp", stack, n.ints(1), attrs=ReduceAttrs(keepdims=keepdims))
+    kinds = {"Unsqueeze": 3, "Reshape": 4 if keepdims else 3, "Max": 2, "IsInf": 1, "Where": 1}
+    kinds |= {"Sub": 3, "Exp": 3, "Add": 3, "Log": 1, **({"Neg": 3} if negated else {})}
+    check_pass(STACKS, n.done(y), changes=1, kinds=kinds, context=CUDA)
+
+
+def test_a_negated_and_scaled_stack() -> None:
+    n = Net(np.float64)
+    stack = n.op("Mul", n.op("Neg", stacked(n, *inputs(n, 3, 2, 4))), n.const(2.0))
+    y = n.op("ReduceLogSumExp", stack, n.ints(1), attrs=ReduceAttrs(keepdims=False))
+    after, _ = check_pass(STACKS, n.done(y), changes=1, context=CUDA)
+    assert after.kinds()["Neg"] == after.kinds()["Mul"] == 3
+    assert {"Concat", "ReduceLogSumExp"}.isdisjoint(after.kinds())
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_infinite_terms_have_the_results_of_the_reduction(dtype: Any) -> None:
+    inf, nan = np.inf, np.nan
+    values = np.array([[-inf, -inf, inf, -inf, nan, 0, -6e4], [-inf, 3, 2, inf, 1, -inf, -6e4]], dtype)
+
+    def graph() -> Graph:
+        n = Net(dtype)
+        y = stacked(n, *inputs(n, 2, 7), axis=0)
+        return n.done(n.op("ReduceLogSumExp", y, n.ints(0), attrs=ReduceAttrs(keepdims=False)))
+
+    want, changed = graph(), graph()
+    assert STACKS(changed, CUDA).changes == 1
+    feeds = {"x0": values[0], "x1": values[1]}
+    (expected,), (found,) = (evaluate(g, feeds).values() for g in (want, changed))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_step_of_a_recursion_is_one_launch() -> None:
+    n = Net()
+    a, b, c, scores = (n.input(7, 11, name=k) for k in "abcs")
+    y = n.op("ReduceLogSumExp", stacked(n, a, b, c, axis=0), n.ints(0), attrs=ReduceAttrs(keepdims=False))
+    program = check_simulated(n.done(n.op("Add", y, scores)), "fp32")
+    assert [s.params["op"]["kind"] for s in program.steps] == ["Pointwise"]
 
 
 @pytest.mark.parametrize("batch", [2, symbol("N", 1)])
@@ -95,6 +143,12 @@ def test_refused() -> None:
     n = Net(np.int64)
     y = n.op("ReduceMean", stacked(n, *inputs(n, 2, 2, 3)), n.ints(1), attrs=ReduceAttrs())
     check_refused(STACKS, n.done(y), because="mean of integers is rounded")
+    n = Net(np.float64)
+    y = n.op("ReduceLogSumExp", stacked(n, *inputs(n, 2, 2, 3)), n.ints(1), attrs=ReduceAttrs())
+    check_refused(STACKS, n.done(y), because="only on GPUs")
+    n = Net(np.int64)
+    y = n.op("ReduceLogSumExp", stacked(n, *inputs(n, 2, 2, 3)), n.ints(1), attrs=ReduceAttrs())
+    check_refused(STACKS, n.done(y), because="integers have no exponential")
     n = Net(np.float64)
     product = n.op("Mul", stacked(n, *inputs(n, 2, 2, 3)), n.input(symbol("n"), 3, name="w"))
     y = n.op("ReduceSum", product, n.ints(1), attrs=ReduceAttrs())
