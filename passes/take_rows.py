@@ -65,10 +65,10 @@ def take_rows(graph: Graph, op: Op) -> Match | Miss | None:
     moved = _operands(graph, source, taken)
     if moved is None:
         return None
-    if (
-        source.kind == "DequantizeLinear"
-    ):  # it may be repeated for its other readers: each of them dequantizes what it reads
-        users = [op]
+    if source.kind == "DequantizeLinear":
+        users = [op]  # others may read it, too: each reader dequantizes what it reads
+        if all(u.kind == "QuantizeLinear" for u in graph.users(op.value)):
+            return None  # MoveIntegers takes the rows of the integers, and removes both conversions
     if any(u.kind != "Slice" or _taken(graph, u) != taken for u in users):
         return Miss(f"{source.name} has readers of other rows")
     shape = op.outputs[0].type.dims

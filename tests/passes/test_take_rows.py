@@ -84,6 +84,12 @@ def test_rows_of_a_quantized_network() -> None:
     assert whole == 3, "of the data, the keys and the values: the rows of the data are dequantized apart"
 
 
+def test_rows_that_are_quantized_at_once_stay() -> None:
+    n = Net()
+    y = rows(n, quantized(n, n.op("Relu", n.input(2, 6, 8))), 0, 1)
+    check_untouched(TakeRows(), n.done(n.op("Tanh", quantized(n, y))))
+
+
 def test_rows_with_scales_of_their_own_stay() -> None:
     n = Net()
     check_untouched(TakeRows(), n.done(rows(n, quantized(n, n.op("Relu", n.input(2, 8, 8)), 1), 0, 1)))

@@ -130,10 +130,11 @@ class RoundedAttention(HopperAttention):
         batch, heads, rows, size = q.shape
         mask = None if parts.mask is None else self._mask(b, replace(op, inputs=(None, None, None, parts.mask)), q)
         strides, period = mask_strides(mask, batch)
+        views = (head_view(q), head_view(k), head_view(v), head_view(out))
         problem = Problem(
-            batch, heads, rows, k.shape[2], size, parts.scale, *map(head_view, (q, k, v, out)),
-            dtype=map_dtype(op.outputs[0].type.dtype), value_features=v.shape[3], grids=parts.grids,
-            narrow="" if stored is None else stored.to.to.dtype, mask=strides, mask_period=period,
+            batch, heads, rows, k.shape[2], size, parts.scale, q=views[0], k=views[1], v=views[2], out=views[3],
+            dtype=map_dtype(op.outputs[0].type.dtype), value_features=v.shape[3], grids=parts.grids, mask=strides,
+            mask_period=period, narrow="" if stored is None else stored.to.to.dtype,
         )  # fmt: skip
         return Tensors(problem, q, k, v, 0, mask, out, target)
 

@@ -98,10 +98,8 @@ class DequantizedRows(RowsOnce):
             operands["narrow"] = b.target(to.op.value)
         writes = [operands[name] for name in ("output", "narrow") if name in operands]
         operands |= parameters(b, op)
-        stages = plain_stages(
-            replace(s, args=tuple(a if a is None or a < 0 else a + _ARITY - 1 for a in s.args))
-            for s in before.attrs.epilogue
-        )
+        behind = [tuple(a if a is None or a < 0 else a + _ARITY - 1 for a in s.args) for s in before.attrs.epilogue]
+        stages = plain_stages([replace(s, args=args) for s, args in zip(before.attrs.epilogue, behind, strict=True)])
         own = {"norm": op.kind, **attrs_dict(op.attrs), "prologue": stages, "epilogue": (), "arity": _ARITY}
         reads = [*(operands.get(n) for n in ("input", "scale", "bias")), *(b.operand(v) for v in before.inputs[1:])]
         store = None if to is None else QuantizedStore.of(to.to)
