@@ -35,6 +35,7 @@ from optdnn.passes.rules.quantized_results import (
     dequantized_result,
     fake_quantize,
     quantized_siblings,
+    repeated_dequantize,
     wide_result,
 )
 from optdnn.passes.rules.quantized_stages import dequantize_stages, quantize_stages
@@ -384,6 +385,7 @@ class FoldQuantized(Pass):
         _Sweep(quantized_patch_rows, quantized_siblings, wide_result),
         _Sweep(dequantized_result, activated_result),
         _Sweep(fake_quantize),
+        _Sweep(repeated_dequantize),
         _Sweep(quantize_stages),
         _Sweep(dequantize_stages),
         _Joined(),

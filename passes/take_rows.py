@@ -21,6 +21,8 @@ from optdnn.types import Shape, normalize_axis
 
 LEAST_SHARE = 2
 """Rows are taken early if they are at most 1 / ``LEAST_SHARE`` of all rows."""
+LEAST_QUANTIZED = 4
+"""The same for rows that are quantized or dequantized: the halves of a gated unit's channels are split as integers."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,8 @@ def _axes(op: Op, shapes: Sequence[Shape], out: Shape, taken: _Taken | _Selected
     if op.definition.traits.pointwise and len(op.outputs) == 1:
         return [_broadcast(shape, back, taken.size) for shape in shapes]
     if op.kind in ("QuantizeLinear", "DequantizeLinear"):
-        return None if op.attrs.block_size or shapes[1] not in ((), (1,)) else first
+        halves = isinstance(taken, _Taken) and (taken.end - taken.start) * LEAST_QUANTIZED > taken.size
+        return None if halves or op.attrs.block_size or shapes[1] not in ((), (1,)) else first
     if op.kind == "Softmax":
         return None if axis == normalize_axis(op.attrs.axis, len(out)) else first
     if op.kind in NORMS:

@@ -199,6 +199,34 @@ def fake_quantize(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, *([before] if absorbs else []), *readers, *casts), build)
 
 
+@rule("repeated_dequantize", {"DequantizeLinear"})
+def repeated_dequantize(graph: Graph, op: Op) -> Match | None:
+    """A DequantizeLinear is repeated for each chain of pointwise operators that reads it: each launch then reads the integers."""
+    if graph.constant_value(op.inputs[0]) is not None:
+        return None
+    chains: dict[int, list[Op]] = {}
+    for user in graph.users(op.value):
+        chains.setdefault(_last(graph, user).id if is_pointwise(user) else -1, []).append(user)
+    if len(chains) < 2:
+        return None
+
+    def build(patch: Patch) -> None:
+        for users in list(chains.values())[1:]:
+            again = patch.add(op.kind, op.inputs, op.attrs, name=op.outputs[0].name, src=op.src)
+            for user in users:
+                inputs = [again if v == op.value else v for v in user.inputs]
+                patch.replace(user.value, patch.add(user.kind, inputs, user.attrs, src=user.src))
+
+    return Match(tuple(user for users in list(chains.values())[1:] for user in users), build)
+
+
+def _last(graph: Graph, op: Op) -> Op:
+    """The last operator of a chain of pointwise operators, each the only reader of the one before."""
+    while (user := graph.sole_user(op.value)) is not None and is_pointwise(user):
+        op = user
+    return op
+
+
 def _readers(graph: Graph, value: Value) -> Iterator[Op]:
     """The readers of a value, and of its views."""
     for user in graph.users(value):

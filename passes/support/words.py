@@ -383,6 +383,7 @@ RULES: Mapping[str, str] = {
     "wide_product": "results of products stored directly as fp32",
     "wide_result": "results of quantized products stored directly as fp32",
     "activated_result": "activations of rounded results are stored as floats for operators that take no integers",
+    "repeated_dequantize": "each launch reads 8-bit integers, and dequantizes them itself",
     "fake_quantize": "rounded values that are only dequantized stay floats",
     "dequantized_result": "results that are only dequantized are stored as floats",
     "quantize_stages": "QuantizeLinears fused with the operators before them",

@@ -431,3 +431,31 @@ def test_activations_of_integers(options: dict[str, Any], because: str) -> None:
     assert made.of_kind("QuantizedConv")[0].outputs[0].type.dtype == np.int8
     assert not because or any(because in r.reason for r in report.refused if r.rule == "activated_result")
     agree(graph, made, 0.0401)
+
+
+# ---------------------------------------------------------------- integers that several launches read
+
+
+def parts_of_a_gate(n: QNet, *, apart: bool = True) -> Graph:
+    """``x * sigmoid(x)``, rounded for a product of floats, and another function of x (``apart``)."""
+    x = n.dq(n.input(4, 16, dtype=np.int8), 0.05)
+    gate = n.op("Mul", x, n.fake(n.op("Sigmoid", x), 0.01))
+    outputs = [n.op("MatMul", n.fake(gate, 0.05), n.random(16, 8))]
+    return n.done(*outputs, *([n.op("Softmax", n.op("Tanh", x))] if apart else []))
+
+
+def test_integers_are_dequantized_by_each_launch_that_reads_them() -> None:
+    graph = parts_of_a_gate(QNet())
+    made, report = folded(graph)
+    assert [f.rule for f in report.fired].count("repeated_dequantize") == 1
+    readers = [op for op in made.of_kind("Pointwise") if made.type(op.inputs[0]).dtype == np.int8]  # type: ignore[arg-type]
+    assert sorted(op.outputs[0].type.dtype.name for op in readers) == ["float32", "float32"]
+    assert {"Sigmoid", "Tanh"} <= {s.kind for op in readers for s in op.attrs.epilogue}
+    agree(graph, made, 1e-5)
+
+
+def test_one_chain_reads_integers_once() -> None:
+    graph = parts_of_a_gate(QNet(), apart=False)
+    made, report = folded(graph)
+    assert "repeated_dequantize" not in {f.rule for f in report.fired}
+    agree(graph, made, 1e-5)
