@@ -156,9 +156,12 @@ def outcome(
            if not r.reason.startswith("DequantizeLinear stays")}  # fmt: skip
     by_key = {key(op): op for op in graph.ops() if op.kind not in STRUCTURAL}
     integer = {n: p for op in graph.ops() if (p := _on_eight_bits(graph, op)) is not None for n in op.src}
+    # A product that rounds its result took over the name of the rounded value.
+    rounds = [op for op in graph.of_kind(*ANCHORS) if any(s.kind == "FakeQuantize" for s in op.attrs.epilogue)]
+    rounded = {(op.kind, n): op for op in rounds for n in op.src}
     rows = []
     for one in account.asked:
-        op = by_key.get(one.key)
+        op = by_key.get(one.key) or next((rounded[one.kind, n] for n in one.nodes if (one.kind, n) in rounded), None)
         runs = None
         if op is not None and op.kind == one.kind:
             runs = structural(graph, op)
