@@ -219,8 +219,9 @@ def _axes(op: Op, shapes: Sequence[Shape], out: Shape, taken: _Taken | _Selected
     if op.definition.traits.pointwise and len(op.outputs) == 1:
         return [_broadcast(shape, back, taken.size) for shape in shapes]
     if op.kind in ("QuantizeLinear", "DequantizeLinear"):
-        halves = isinstance(taken, _Taken) and (taken.end - taken.start) * LEAST_QUANTIZED > taken.size
-        return None if halves or op.attrs.block_size or shapes[1] not in ((), (1,)) else first
+        most = taken.end - taken.start if isinstance(taken, _Taken) else 0
+        whole = isinstance(taken.size, int) and most * LEAST_QUANTIZED > taken.size
+        return None if whole or op.attrs.block_size or shapes[1] not in ((), (1,)) else first
     if op.kind == "Softmax":
         return None if axis == normalize_axis(op.attrs.axis, len(out)) else first
     if op.kind in NORMS:

@@ -17,6 +17,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.runtime.program import Program
 from optdnn.types import INT32, INT64
 
@@ -115,7 +116,8 @@ def columns(n: Net) -> list[Value]:
 
 
 def known(n: Net) -> list[Value]:
-    y = n.op("Gather", n.op("Softmax", n.input(WORDS, 16)), n.ints(1, 3, 5), attrs=GatherAttrs(0))
+    y = n.op("Softmax", n.input(WORDS, 16), attrs=SoftmaxAttrs(0))
+    y = n.op("Gather", y, n.ints(1, 3, 5), attrs=GatherAttrs(0))
     return [n.op("Softmax", n.op("Add", y, n.input(16, name="b")))]
 
 

@@ -59,17 +59,13 @@ class Elementwise(Tactic):
 
 
 def _columns(b: Builder, op: Op) -> tuple[int, ...] | None:
-    """Strides of a matrix that products read as their second operand, with contiguous columns, if these have whole vectors and rows do
-    not: products read either order, but copy rows at odd places. None for others."""
-    t, users = op.outputs[0].type, b.graph.users(op.value)
+    """On Hopper, strides of a matrix that products read as their second operand, with contiguous columns, if these have whole vectors
+    and rows do not: TMA reads either order, but no rows at odd places, which would be copied. None for others."""
+    t, users, unit = op.outputs[0].type, b.graph.users(op.value), access(op.outputs[0].type.dtype)
     shape = t.static_shape
-    if (
-        t.layout
-        or t.dtype.itemsize != 2
-        or len(shape) < 2
-        or shape[-1] % access(t.dtype) == 0
-        or shape[-2] % access(t.dtype)
-    ):
+    if not b.arch.startswith("sm_90") or t.layout or t.dtype.itemsize != 2 or len(shape) < 2:
+        return None
+    if shape[-1] % unit == 0 or shape[-2] % unit:
         return None
     if any(u.kind != "MatMul" or u.inputs[1] != op.value or u.inputs[0] == op.value for u in users):
         return None

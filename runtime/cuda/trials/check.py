@@ -3,7 +3,7 @@ with their graph; and runs on memory with different contents, between fences."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,10 @@ from optdnn.runtime.program import Program
 from optdnn.runtime.reference.run import PlainStage
 from optdnn.runtime.simulate.runner import evaluator, strided
 from optdnn.runtime.steps.attrs import attrs_from_plain
-from optdnn.types import Array, is_float
+from optdnn.types import Array, DType, is_float
 
 NEAR_ZERO = 1e-3
 """A fraction of the largest magnitude: two roundings of 16-bit factors."""
-
-
 FAR = 1e-2
 """A fraction of the largest magnitude, for results of values that are rounded to 8 bits inside of a launch."""
 
@@ -36,10 +34,10 @@ FAR = 1e-2
 class StepError:
     """One step's largest error, relative to its result's largest magnitude; inf if a NaN or an infinity is misplaced.
 
-    Integers are exact (0, otherwise inf). For 8-bit results that come from floats (fp8, and integers after a transcendental stage)
-    and floats that are rounded to the grid of an 8-bit type, the error is the fraction of elements that are one step off, and inf
-    if one is farther off. Near zero, steps of fp8 are finer
-    than steps of the 16-bit values that it comes from: a difference within :data:`NEAR_ZERO` of the largest counts as one step.
+    Integers are exact (0, otherwise inf). For integers that are rounded from floats, fp8, and floats that are rounded to the grid
+    of an 8-bit type, the error is the fraction of elements that are one step off, and inf if one is farther off. Near zero, steps
+    of fp8 are finer than steps of the 16-bit values that it comes from: a difference within :data:`NEAR_ZERO` of the largest counts
+    as one step. For attention that rounds inside, it is the fraction of elements that are far off (:data:`FAR`).
     """
 
     step: int
@@ -79,19 +77,15 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
             wanted = evaluator(parsed)(
                 [None if v is None else strided(before[v.operand], v).copy() for v in meaning.reads]
             )
-        error, near, grid = 0.0, _rounds_floats(meaning), _grid(meaning)
+        error, grid = 0.0, _grid(meaning)
         for v, want in zip(meaning.writes, wanted, strict=False):
-            if v is not None:
-                got = strided(context.memory.download(operands[v.operand]), v)
-                if grid is not None:
-                    got, want = (np.rint(np.asarray(x, np.float64) / grid).astype(np.int32) for x in (got, want))
-                by = (
-                    _share_off
-                    if grid or (got.dtype.itemsize == 1 and (near or is_float(got.dtype)))
-                    else relative_error
-                )
-                by = _share_far if "RoundedAttention" in (meaning.kind, meaning.attrs.get("of")) else by
-                error = max(error, by(got, np.asarray(want)))
+            if v is None:
+                continue
+            got, wanted_array = strided(context.memory.download(operands[v.operand]), v), np.asarray(want)
+            if grid is not None:
+                error = max(error, _share_off(_steps(got, grid), _steps(wanted_array, grid)))
+            else:
+                error = max(error, _measure(meaning, got.dtype)(got, wanted_array))
         errors.append(StepError(k, meaning.kind, _source(parsed, program), parsed.label, error))
     return errors
 
@@ -207,19 +201,41 @@ def _source(step: CudaStep, program: Program) -> str:
     return launch.operation.library if isinstance(launch, LibraryCall) else program.kernels[launch.kernel].template
 
 
+def _measure(meaning: ReferenceOp, dtype: DType) -> Callable[[Array, Array], float]:
+    """How results of a type are compared."""
+    if "RoundedAttention" in (meaning.kind, meaning.attrs.get("of")):
+        return _share_far
+    rounded = dtype.itemsize == 1 if is_float(dtype) else _rounds_floats(meaning)
+    return _share_off if rounded else relative_error
+
+
+def _steps(x: Array, grid: float) -> Array:
+    """Floats on a grid, in steps."""
+    return np.asarray(np.rint(x.astype(np.float64) / grid).astype(np.int32))
+
+
 def _rounds_floats(meaning: ReferenceOp) -> bool:
-    """Whether 8-bit integers of a step are rounded from floats, so that two computations may give different integers."""
+    """Whether integers of a step are rounded from floats, so that two computations may give different integers."""
     stages = meaning.attrs.get("stages", ())
     # Stages of scans, sums of segments and joint launches are mappings or lists of them: these kernels compute as NumPy does.
     names = [s[0] for s in stages if s and not isinstance(s, Mapping)]
-    return meaning.kind == "Quantized" or any(isinstance(name, str) and name in INEXACT for name in names)
+    inexact = any(isinstance(name, str) and name in INEXACT for name in names)
+    # A multiplication and an addition may be one instruction with one rounding.
+    pointwise = meaning.kind == "Pointwise" and any(stage.kind == "Round" for stage in _epilogue(meaning))
+    return meaning.kind == "Quantized" or inexact or pointwise
+
+
+def _epilogue(meaning: ReferenceOp) -> Sequence[PlainStage]:
+    """The stages after an operator, or of a pointwise launch."""
+    stages = attrs_from_plain({"epilogue": meaning.attrs.get("epilogue", [])})["epilogue"]
+    return [stage for stage in stages if isinstance(stage, PlainStage)]
 
 
 def _grid(meaning: ReferenceOp) -> float | None:
     """The step of the grid that the last stage of a launch rounds its only result to, or None."""
-    stages = attrs_from_plain(meaning.attrs).get("epilogue", ())
-    last = stages[-1] if stages and len(meaning.writes) == 1 else None
-    return float(last.attrs["scale"]) if isinstance(last, PlainStage) and last.kind == "FakeQuantize" else None
+    stages = _epilogue(meaning)
+    rounds = len(meaning.writes) == 1 and stages and stages[-1].kind == "FakeQuantize"
+    return float(stages[-1].attrs["scale"]) if rounds else None
 
 
 def _share_off(got: Array, want: Array) -> float:

@@ -22,10 +22,18 @@ STAGE = {"kind": "Tanh", "args": [-1], "attrs": {}}
         ("PointwiseScan", (STAGE,), False),
         ("JointPointwise", ((STAGE,), ()), False),
         ("Conv", (), False),
+        ("Pointwise", (), False),
     ],
 )
 def test_launches_that_round_floats(kind: str, stages: Any, rounds: bool) -> None:
     assert _rounds_floats(ReferenceOp(kind, {"stages": stages}, (), ())) is rounds
+
+
+def test_pointwise_launches_that_round() -> None:
+    """A multiplication and an addition in front of the rounding may be one instruction."""
+    stages = [{"stage": ["Mul", [-1, 1], {}]}, {"stage": ["Round", [-2], {}]}]
+    assert _rounds_floats(ReferenceOp("Pointwise", {"epilogue": stages}, (), ()))
+    assert not _rounds_floats(ReferenceOp("Pointwise", {"epilogue": stages[:1]}, (), ()))
 
 
 def test_launches_that_round_to_a_grid() -> None:

@@ -367,7 +367,7 @@ def test_a_pointwise_result_takes_the_place_of_an_operand_that_is_not_read_again
     x = n.op(
         "Softmax", n.op("MatMul", n.input(4, 16), n.const(n.rng.standard_normal((16, 16)))), attrs=SoftmaxAttrs(-1)
     )
-    y = n.op("Softmax", n.op("Sin", x), attrs=SoftmaxAttrs(-1))
+    y = n.op("Softmax", n.op("Add", n.op("Sin", x), n.input(4, 16, name="b")), attrs=SoftmaxAttrs(-1))
     (out, operands), *_ = places(check_simulated(n.done(y), "fp32"))
     assert out is not None
     assert out in operands
