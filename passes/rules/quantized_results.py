@@ -204,20 +204,21 @@ def repeated_dequantize(graph: Graph, op: Op) -> Match | None:
     """A DequantizeLinear is repeated for each chain of pointwise operators that reads it: each launch then reads the integers."""
     if graph.constant_value(op.inputs[0]) is not None:
         return None
-    chains: dict[int, list[Op]] = {}
+    chains: dict[int, list[Op]] = {-1: []}  # other readers than pointwise ones share the first DequantizeLinear
     for user in graph.users(op.value):
         chains.setdefault(_last(graph, user).id if is_pointwise(user) else -1, []).append(user)
-    if len(chains) < 2:
+    _, *further = [users for users in chains.values() if users]
+    if not further:
         return None
 
     def build(patch: Patch) -> None:
-        for users in list(chains.values())[1:]:
+        for users in further:
             again = patch.add(op.kind, op.inputs, op.attrs, name=op.outputs[0].name, src=op.src)
             for user in users:
                 inputs = [again if v == op.value else v for v in user.inputs]
                 patch.replace(user.value, patch.add(user.kind, inputs, user.attrs, src=user.src))
 
-    return Match(tuple(user for users in list(chains.values())[1:] for user in users), build)
+    return Match(tuple(user for users in further for user in users), build)
 
 
 def _last(graph: Graph, op: Op) -> Op:

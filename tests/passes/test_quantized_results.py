@@ -454,6 +454,17 @@ def test_integers_are_dequantized_by_each_launch_that_reads_them() -> None:
     agree(graph, made, 1e-5)
 
 
+def test_dequantized_integers_may_be_an_output() -> None:
+    n = QNet()
+    x = n.dq(n.input(4, 16, dtype=np.int8), 0.05)
+    gate = n.op("Mul", x, n.op("Mul", n.op("Sigmoid", x), n.op("Mul", x, x)))
+    graph = n.done(n.op("Tanh", x), x, n.op("Softmax", x), gate)
+    made, report = folded(graph)
+    assert [f.rule for f in report.fired].count("repeated_dequantize") == 1
+    assert len(made.of_kind("Pointwise")) == 3, "the output, and two chains"
+    agree(graph, made, 1e-5)
+
+
 def test_one_chain_reads_integers_once() -> None:
     graph = parts_of_a_gate(QNet(), apart=False)
     made, report = folded(graph)
