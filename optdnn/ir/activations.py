@@ -31,22 +31,9 @@ RENDERED: dict[str, tuple[str, ...]] = {
     "FakeQuantize": ("fake_quantize", "inverse", "low", "high", "scale"),
 }
 """Activation -> its function in kernels, and the attributes that are its arguments."""
-KEEP_ZEROS = frozenset(
-    {
-        "Relu",
-        "LeakyRelu",
-        "Elu",
-        "Selu",
-        "Celu",
-        "Swish",
-        "Gelu",
-        "Tanh",
-        "Mish",
-        "HardSwish",
-        "Softsign",
-        "FakeQuantize",
-    }
-)
+KEEP_ZEROS = frozenset({
+    "Relu", "LeakyRelu", "Elu", "Selu", "Celu", "Swish", "Gelu", "Tanh", "Mish", "HardSwish", "Softsign", "FakeQuantize",
+})  # fmt: skip
 """Activations of zero that are zero: they may follow the padding of a convolution."""
 _ZERO_AT_ZERO = frozenset(
     {"gelu", "gelu_tanh", "silu", "square", *(RENDERED[kind][0] for kind in KEEP_ZEROS if kind in RENDERED)}

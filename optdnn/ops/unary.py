@@ -70,7 +70,7 @@ class FakeQuantizeAttrs(Attrs):
 
     @property
     def inverse(self) -> float:
-        """The reciprocal of the scale, by which kernels multiply."""
+        """The reciprocal of the scale: kernels multiply by it."""
         return f32(1.0 / self.scale)
 
 

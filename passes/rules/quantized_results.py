@@ -1,9 +1,9 @@
-"""Quantized products of the same data become one product. Their results are stored as floats if only floats are read."""
+"""Quantized products of the same data become one product. Rounded values that only operators on floats read stay floats."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from optdnn.ir.epilogue import Epilogue, absorb_unary
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops import requantize
-from optdnn.ops.base import Stage
+from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.unary import FakeQuantizeAttrs
 from optdnn.passes.base import Match, Miss, rule
@@ -20,7 +20,7 @@ from optdnn.passes.support.facts import RESHAPES, bytes_of, integers, is_pointwi
 from optdnn.passes.support.quantized_values import quant_params
 from optdnn.passes.support.stages import ANCHORS, with_stages
 from optdnn.runtime.cuda.compile import render
-from optdnn.types import FP32, is_float
+from optdnn.types import FP32, DType, is_float
 
 _RESIDUAL = 3
 
@@ -89,37 +89,66 @@ VIEWS = RESHAPES | {"Transpose", "Split", "Slice"}
 """Kinds that only move elements, and are views of a product's rows in most networks."""
 
 
-@rule("dequantized_result", {"QuantizedConv", "QuantizedMatMul"})
-def dequantized_result(graph: Graph, op: Op) -> Match | Miss | None:
-    """A product stores floats if its rounded result is only dequantized, for operators that take no integers: queries, keys and
-    values in front of attention. The rounding becomes a stage."""
-    readers = list(_readers(graph, op.value))
+@dataclass(frozen=True)
+class _Dequantized:
+    """The DequantizeLinears that read a value or its views, their results as floats, and all operators from the value to these."""
+
+    ends: list[Op]
+    floats: list[Value]
+    ops: list[Op]
+
+    def on_the_way(self, graph: Graph) -> bool:
+        """Whether a pointwise operator reads the floats: its launch could dequantize them."""
+        return any(is_pointwise(user) for value in self.floats for user in graph.users(value))
+
+
+def _dequantized(graph: Graph, value: Value) -> _Dequantized | None:
+    """The readers of an 8-bit value that is only dequantized; None for other values."""
+    readers = list(_readers(graph, value))
     ends = [reader for reader in readers if reader.kind not in VIEWS]
     if not ends or any(end.kind != "DequantizeLinear" for end in ends):
         return None
     floats = [_float(graph, end) for end in ends]
-    types = {graph.type(value).dtype for value in floats}
+    casts = [graph.op(one) for one, end in zip(floats, ends, strict=True) if one != end.value]
+    return _Dequantized(ends, floats, [*readers, *casts])
+
+
+@rule("dequantized_result", {"QuantizedConv", "QuantizedMatMul"})
+def dequantized_result(graph: Graph, op: Op) -> Match | Miss | None:
+    """A product stores floats if its rounded result is only dequantized, for operators that take no integers: queries, keys and
+    values in front of attention. The rounding becomes a stage."""
+    found = _dequantized(graph, op.value)
+    if found is None:
+        return None
+    types = {graph.type(value).dtype for value in found.floats}
     if len(types) > 1 or (dtype := types.pop()).itemsize > 2:
         return None
-    found = {quant_params(graph, end, operand(end)) for end in ends}
-    given = found.pop()
-    if found or given is None or given.dtype not in ("int8", "uint8") or given.zero != op.attrs.zero:
+    given, *others = {quant_params(graph, end, operand(end)) for end in found.ends}
+    if others or given is None or given.dtype not in ("int8", "uint8") or given.zero != op.attrs.zero:
         return Miss("its readers have other scales or zero points")
     if op.input(_RESIDUAL) is not None:
         return Miss("the tensor that it adds has 8 bits, like its result")
-    if any(is_pointwise(user) for value in floats for user in graph.users(value)):
+    if found.on_the_way(graph):
         return Miss("a pointwise operator dequantizes it on its way")
-    stages = (*op.attrs.stages, ("round",), ("clip", op.attrs.low, op.attrs.high), ("mul_const", given.scale))
-    if len(render.constants_of(stages)) > requantize.MAX_CONSTANTS:
-        return Miss("kernels do not hold the constants of one more rounding")
-    bounds = {"low": -requantize.LARGEST, "high": requantize.LARGEST, "zero": 0}
-    attrs = replace(op.attrs, stages=stages, output_dtype=dtype, **bounds)
-    casts = [graph.op(value) for value, end in zip(floats, ends, strict=True) if value != end.value]
+    attrs = _as_floats(op, given.scale, dtype)
+    if isinstance(attrs, Miss):
+        return attrs
 
     def build(patch: Patch) -> None:
         _moved(graph, patch, op.value, patch.add(op.kind, op.inputs, attrs, name=op.outputs[0].name))
 
-    return Match((op, *readers, *casts), build)
+    return Match((op, *found.ops), build)
+
+
+def _as_floats(op: Op, scale: float, dtype: DType, further: Sequence[render.Stage] = ()) -> Attrs | Miss:
+    """The attributes of a product that stores its rounded result, dequantized, as floats of ``dtype``, after ``further`` stages."""
+    rounding = (("round",), ("clip", op.attrs.low, op.attrs.high), ("mul_const", scale))
+    stages = (*op.attrs.stages, *rounding, *further)
+    if len(render.constants_of(stages)) > requantize.MAX_CONSTANTS:
+        return Miss("kernels do not hold the constants of one more rounding")
+    unbounded = {"low": -requantize.LARGEST, "high": requantize.LARGEST, "zero": 0}
+    made: Attrs = replace(op.attrs, stages=stages, output_dtype=dtype, **unbounded)
+    return made
 
 
 @rule("activated_result", {"QuantizedConv", "QuantizedMatMul"})
@@ -144,12 +173,9 @@ def activated_result(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("its reader has another zero point, or it is fp8")
     if op.input(_RESIDUAL) is not None:
         return Miss("the tensor that it adds has 8 bits, like its result")
-    bounds = ("clip", op.attrs.low, op.attrs.high)
-    stages = (*op.attrs.stages, ("round",), bounds, ("mul_const", given.scale), *into.rendered)
-    if len(render.constants_of(stages)) > requantize.MAX_CONSTANTS:
-        return Miss("kernels do not hold the constants of one more rounding")
-    unbounded = {"low": -requantize.LARGEST, "high": requantize.LARGEST, "zero": 0}
-    attrs = replace(op.attrs, stages=stages, output_dtype=dtype, **unbounded)
+    attrs = _as_floats(op, given.scale, dtype, into.rendered)
+    if isinstance(attrs, Miss):
+        return attrs
     casts = [] if value == end.value else [graph.op(value)]
     name = after.outputs[0].name
     return Match((after, *casts, end, op), lambda patch: patch.add(op.kind, op.inputs, attrs, name=name))
@@ -165,28 +191,24 @@ def _rounds_for_others(graph: Graph, reader: Op) -> bool:
 def fake_quantize(graph: Graph, op: Op) -> Match | Miss | None:
     """A rounded value that is only dequantized, for operators that take no integers, stays a float: the scores in front of a
     softmax, and its weights. The product before it rounds in its epilogue; other launches may, too."""
-    readers = list(_readers(graph, op.value))
-    ends = [reader for reader in readers if reader.kind not in VIEWS]
-    if not ends or any(end.kind != "DequantizeLinear" for end in ends):
+    found = _dequantized(graph, op.value)
+    if found is None:
         return None
     x, own = operand(op), quant_params(graph, op, op.value)
     if own is None or own.dtype not in ("int8", "uint8"):
         return None
-    if {quant_params(graph, end, operand(end)) for end in ends} != {own}:
+    if {quant_params(graph, end, operand(end)) for end in found.ends} != {own}:
         return Miss("its readers have other scales or zero points")
-    floats = [_float(graph, end) for end in ends]
-    if {graph.type(value).dtype for value in floats} != {graph.type(x).dtype}:
+    if {graph.type(value).dtype for value in found.floats} != {graph.type(x).dtype}:
         return Miss("its readers take another type of floats than it rounds")
     if graph.sole_user(x) is not op:
         return Miss("other operators read the value before it is rounded")
     before = graph.op(x)
     absorbs = before.kind in ANCHORS
-    on_the_way = any(is_pointwise(user) for value in floats for user in graph.users(value))
-    if on_the_way and not absorbs and not is_pointwise(before):
+    if found.on_the_way(graph) and not absorbs and not is_pointwise(before):
         return Miss("a pointwise operator dequantizes it on its way")
     low, high = (float(bound - own.zero) for bound in requantize.BOUNDS[own.dtype])
     attrs = FakeQuantizeAttrs(own.scale, low, high)
-    casts = [graph.op(value) for value, end in zip(floats, ends, strict=True) if value != end.value]
 
     def build(patch: Patch) -> None:
         if absorbs:
@@ -196,7 +218,7 @@ def fake_quantize(graph: Graph, op: Op) -> Match | Miss | None:
             made = patch.add("FakeQuantize", [x], attrs, name=op.outputs[0].name)
         _moved(graph, patch, op.value, made)
 
-    return Match((op, *([before] if absorbs else []), *readers, *casts), build)
+    return Match((op, *([before] if absorbs else []), *found.ops), build)
 
 
 @rule("repeated_dequantize", {"DequantizeLinear"})

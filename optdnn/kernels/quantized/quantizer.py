@@ -6,6 +6,7 @@ A QuantizeLinear that no other operator absorbed is a Pointwise of a division, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,16 +36,9 @@ def quantization(graph: Graph, op: Op) -> tuple[Value, QuantParams] | None:
         return None
     kinds = [*(["Cast"] if source != FP32 else []), "Div", *([] if is_float(dtype) else ["Round"])]
     kinds += [*(["Add"] if len(stages) == len(kinds) + 3 else []), "Clip", "Cast"]
-    if [s.kind for s in stages] != kinds or any(s.args[0] != ~k for k, s in enumerate(stages)):
+    numbers = _numbers(graph, op, kinds)
+    if numbers is None or (source != FP32 and stages[0].attrs.to != FP32):
         return None
-    if source != FP32 and stages[0].attrs.to != FP32:
-        return None
-    numbers: dict[str, list[float]] = {}
-    for stage in stages:
-        arrays = [graph.constant_value(op.inputs[a]) if a is not None and a >= 0 else None for a in stage.args[1:]]
-        if any(a is None or a.size != 1 for a in arrays):
-            return None
-        numbers[stage.kind] = [float(a.reshape(-1)[0]) for a in arrays if a is not None]
     if tuple(numbers["Clip"]) != tuple(map(float, BOUNDS[dtype.name])):
         return None
     (scale,) = numbers["Div"]
@@ -61,18 +55,27 @@ def dequantization(graph: Graph, op: Op) -> tuple[Value, QuantParams] | None:
         return None
     last = ["Cast"] if to != FP32 else []
     kinds = ["Cast", *(["Sub"] if len(stages) == 3 + len(last) else []), "Mul", *last]
-    if [s.kind for s in stages] != kinds or any(s.args[0] != ~k for k, s in enumerate(stages)):
+    numbers = _numbers(graph, op, kinds)
+    if numbers is None or stages[0].attrs.to != FP32:
         return None
-    if stages[0].attrs.to != FP32:
+    (scale,) = numbers["Mul"]
+    (zero,) = numbers.get("Sub", [0.0])
+    return op.inputs[0], QuantParams(dtype.name, scale, int(zero))
+
+
+def _numbers(graph: Graph, op: Op, kinds: Sequence[str]) -> dict[str, list[float]] | None:
+    """Kind of each stage of a Pointwise -> its constant scalars; None unless its stages are a chain of these kinds, without other
+    operands."""
+    stages = op.attrs.epilogue
+    if [s.kind for s in stages] != list(kinds) or any(s.args[0] != ~k for k, s in enumerate(stages)):
         return None
-    numbers: dict[str, float] = {}
+    numbers: dict[str, list[float]] = {}
     for stage in stages:
-        for slot in stage.args[1:]:
-            array = None if slot is None or slot < 0 else graph.constant_value(op.inputs[slot])
-            if array is None or array.size != 1:
-                return None
-            numbers[stage.kind] = float(array.reshape(-1)[0])
-    return op.inputs[0], QuantParams(dtype.name, numbers["Mul"], int(numbers.get("Sub", 0.0)))
+        arrays = [graph.constant_value(op.inputs[a]) if a is not None and a >= 0 else None for a in stage.args[1:]]
+        if any(a is None or a.size != 1 for a in arrays):
+            return None
+        numbers[stage.kind] = [float(a.reshape(-1)[0]) for a in arrays if a is not None]
+    return numbers
 
 
 def quantizer_of(b: Builder, value: Value) -> Quantizer | None:

@@ -197,6 +197,12 @@ template <int N> DEVICE void settle(float (&sums)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(sums[i]) :: "memory");
 }
 
+// The sum of ``x`` over the four lanes that share a row.
+DEVICE float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
 #include "attention_softmax.cuh"
 #include "attention_merge.cuh"
 
@@ -308,8 +314,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         if (!LOADER) turn = begin;
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
-            sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
+            sum[i] = quad_sum(sum[i]);
             sum[i] = sum[i] == 0.0f ? 0.0f : __fdividef(p.weight_steps, sum[i]);
         }
         auto weigh_again = [&](int tile) {
@@ -430,10 +435,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     sum[0] = sum[1] = p.weight_step;
 #else
     #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
-        sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
-    }
+    for (int i = 0; i < 2; i++) sum[i] = quad_sum(sum[i]);
     if (SPLIT && !merge(at.merged, group, factor_of(p), out, sum, maximum)) return;
     #pragma unroll
     for (int i = 0; i < 2; i++) {
