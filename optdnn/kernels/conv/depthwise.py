@@ -198,7 +198,7 @@ class MakesMeans(Tactic):
         """Place the result, and its means without gaps."""
         super().place(b, op)
         if (pool := self.pool(b, op)) is not None:
-            b.target(pool.value, (pool.outputs[0].type.static_shape[1], 1, 1, 1))
+            b.target(pool.value, _of_vectors(pool))
 
 
 class DepthwiseTactic(MakesMeans, ProblemTactic):
@@ -217,7 +217,7 @@ class DepthwiseTactic(MakesMeans, ProblemTactic):
     def pools(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The operators that take the means of a depthwise convolution's result."""
         weight = graph.constant_value(op.inputs[1])
-        if weight is None or weight.ndim != 4 or weight.shape[1] != 1:
+        if weight is None or weight.ndim not in (4, 5) or weight.shape[1] != 1:
             return ()
         return [user for user in graph.users(op.value) if user.kind == self.means]
 
@@ -226,7 +226,13 @@ def suits(b: Builder, op: Op, pool: Op) -> bool:
     """Whether the means have the result's type, and their place has no gaps."""
     place, out = b.reserved.get(pool.value), pool.outputs[0].type
     same = out.dtype == op.outputs[0].type.dtype
-    return same and (place is None or place.is_like((out.static_shape[1], 1, 1, 1)))
+    return same and (place is None or place.is_like(_of_vectors(pool)))
+
+
+def _of_vectors(pool: Op) -> tuple[int, ...]:
+    """Strides of means without gaps."""
+    _, channels, *ones = pool.outputs[0].type.static_shape
+    return (channels, 1, *(1 for _ in ones))
 
 
 class TiledDepthwise(DepthwiseTactic):
@@ -374,18 +380,20 @@ def _emit_squeezed(
     """Add a convolution that also sums its result. ``mean``: how 8-bit means are computed from sums; ``of``: as of
     :func:`emit_squeezed`."""
     _, tiles_x, tiles_y = _family(config).tiles(problem, config)
-    tile = Tile(_family(config).squeeze_mode(problem, config), config.tile, tiles_x * tiles_y)
-    second = depthwise.launch_squeeze(problem, tile.count, b.gpu, mean)
+    volumes, (_, frames) = problem.source.depth is not None, problem.averaged
+    size = (1, *config.tile) if volumes else config.tile
+    tile = Tile(_family(config).squeeze_mode(problem, config), size, frames * tiles_x * tiles_y)
+    second = depthwise.launch_squeeze(problem, tiles_x * tiles_y, b.gpu, mean)
     emit_squeezed(b, op, pool, tile, (launch, second), operands, attrs, reads, mean, of=of)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The squeeze of a launch: means of whole images (``mode`` 2), or sums of ``count`` tiles per image, of ``size``
+    """The squeeze of a launch: means of whole images (``mode`` 2), or sums of ``count`` tiles per image or volume, of ``size``
     (``mode`` 1)."""
 
     mode: int
-    size: tuple[int, int]
+    size: tuple[int, ...]
     count: int
 
 
@@ -414,7 +422,8 @@ def emit_squeezed(
     if mean is None:
         b.sums[pool.value] = sums  # for a gate; with it, the second launch goes if nothing else reads the means
     pixels = {"pixels": math.prod(size), **own}
-    b.emit(pool, launches[1], {"sums": sums, "means": means}, "SqueezeFinish", pixels, [sums], [means])
+    vectors = means.view((n, channels, 1, 1), (means.strides[0], 1, 1, 1))
+    b.emit(pool, launches[1], {"sums": sums, "means": means}, "SqueezeFinish", pixels, [sums], [vectors])
 
 
 class Int8Depthwise(DepthwiseTactic):

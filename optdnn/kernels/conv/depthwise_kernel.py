@@ -100,6 +100,12 @@ class Problem(OneSource):
         return 1 if depth is None else -(-depth.taps // (depth.stride if self.grown else 1))
 
     @property
+    def averaged(self) -> tuple[int, int]:
+        """Images or volumes with means of their own, and images of each."""
+        depth = self.source.depth
+        return (self.batch, 1) if depth is None else (self.batch // depth.out, depth.out)
+
+    @property
     def taps(self) -> int:
         """Taps of the filter."""
         depth = self.source.depth
@@ -291,10 +297,11 @@ def no_kernel(problem: Problem) -> str | None:
         return f"no kernel turns {problem.dtype} into {problem.out_dtype}"
     if problem.beside is not None and (quantized or problem.relu):
         return "pairs of convolutions are for floats without a ReLU before them"
-    if (problem.source.depth is not None or problem.grown) and (
-        quantized or problem.squeeze or problem.beside is not None
-    ):
-        return "volumes and transposed convolutions are floats, alone and without means"
+    if problem.source.depth is not None or problem.grown:
+        if quantized or problem.beside is not None:
+            return "volumes and transposed convolutions are floats, alone"
+        if problem.grown and problem.squeeze:
+            return "transposed convolutions are without means"
     return None
 
 
@@ -305,8 +312,8 @@ def weight_item(problem: Problem) -> int:
 
 def squeeze_mode(problem: Problem, config: Strips) -> int:
     """0: no squeeze; 1: partial sums per block, which :func:`launch_squeeze` finishes; 2: one block sees a whole image."""
-    if not problem.squeeze:
-        return 0
+    if not problem.squeeze or problem.source.depth is not None:
+        return int(problem.squeeze)
     return 2 if tiles(problem, config)[1:] == (1, 1) else 1
 
 
@@ -385,7 +392,7 @@ def launch(
 
     Operands: ``input``, ``output``, ``weights`` (packed; of 8-bit images 16-bit ones), ``bias`` (fp32 [channels]; of 8-bit images
     scale and bias, [channels, 2]; with per-channel stages bias and their operands, [channels, 4]) and ``residual``. A pair adds ``second``, ``second_weights`` and ``second_bias``. A squeeze adds,
-    by :func:`squeeze_mode`, ``sums`` (fp32 [batch, tiles, channels]) or ``means`` ([batch, channels], of the result's type).
+    by :func:`squeeze_mode`, ``sums`` (fp32 [batch, tiles, channels]; the tiles of all frames of a volume) or ``means`` ([batch, channels], of the result's type).
     ``mean``: how 8-bit means are computed from sums.
     """
     s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
@@ -420,8 +427,9 @@ def squeeze_recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
 
 def launch_squeeze(problem: Problem, tiles_per_image: int, gpu: GpuFacts, mean: QuantizedStore | None = None) -> Launch:
     """The second launch of a squeeze in mode 1: ``sums`` [batch, tiles, channels] -> ``means``."""
-    mean = mean or QuantizedStore(1.0 / math.prod(problem.out_size))
-    return finish_squeeze(squeeze_recipe(problem, gpu.arch), problem.batch, tiles_per_image, problem.channels, mean)
+    count, images = problem.averaged
+    mean = mean or QuantizedStore(1.0 / (images * math.prod(problem.out_size)))
+    return finish_squeeze(squeeze_recipe(problem, gpu.arch), count, images * tiles_per_image, problem.channels, mean)
 
 
 def finish_squeeze(recipe: Recipe, batch: int, tiles_per_image: int, channels: int, mean: QuantizedStore) -> Launch:

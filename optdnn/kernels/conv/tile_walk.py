@@ -100,8 +100,8 @@ class Walk:
 
     def squeeze_mode(self, source: Source, squeeze: bool) -> int:
         """0: no squeeze; 1: sums of tiles, which a second launch adds up; 2: a tile is a whole image."""
-        if not squeeze:
-            return 0
+        if not squeeze or source.depth is not None:
+            return int(squeeze)
         return 2 if self.tiles(source)[1:] == (1, 1) else 1
 
     def defines(self, source: Source, squeeze: bool) -> dict[str, int]:
@@ -119,8 +119,8 @@ class Walk:
         """Why no block can walk this way, or None. ``blocks``: per multiprocessor; ``shared``: bytes that a block can have."""
         if source.channels % 8 or min(source.output()) < 1:
             return "it is for non-empty images with a multiple of 8 channels"
-        if source.depth is not None and (source.depth.stride, source.depth.dilation, squeeze) != (1, 1, False):
-            return "frames of volumes are read one after another, and without means"
+        if source.depth is not None and (source.depth.stride, source.depth.dilation) != (1, 1):
+            return "frames of volumes are read one after another"
         if self.swizzle == 0 and self.chunks % 2 == 0:
             return f"{self.chunks} chunks of channels would lie in the same banks"
         if not 2 <= self.stages <= 8 or not 1 <= self.warps <= 16:
@@ -161,7 +161,7 @@ class Walk:
         made.i32(batch, channels, *out, *source.padding[:2])
         made.i32(slabs, tiles_x, tiles_x * tiles_y, self.count(source, batch))
         made.f32(1.0 / math.prod(out))
-        return made if depth is None else made.i32(-depth.first, self.tiles_z(depth))
+        return made if depth is None else made.i32(-depth.first, depth.out, self.tiles_z(depth))
 
     def grid(self, source: Source, batch: int, gpu: GpuFacts, blocks: int) -> int:
         """Blocks of a launch: as many as fill the GPU with ``blocks`` per multiprocessor."""

@@ -48,6 +48,16 @@ def volume(
     return n.done(n.conv(n.op("Add", y, x) if added else y, 8, 1, pads=0))
 
 
+def squeezed(kernel: Pairs, size: Pairs = (5, 9, 10), *, channels: int = 24, strides: int = 1) -> Graph:
+    """Squeeze-and-excitation of a volume."""
+    n = Net()
+    x = n.conv(n.input(2, 8, *size), channels, 1, pads=0)
+    y = n.conv(x, channels, kernel, pads=tuple(k // 2 for k in kernel) * 2, strides=strides, group=channels, bias=True)
+    means = n.op("Relu", n.conv(n.op("GlobalAveragePool", y), 8, 1, pads=0, bias=True))
+    gate = n.op("Sigmoid", n.conv(means, channels, 1, pads=0, bias=True))
+    return n.done(n.conv(n.op("Mul", y, gate), 8, 1, pads=0))
+
+
 def transposed(
     kernel: Pairs, strides: Pairs, pads: Pairs, size: Pairs = (4, 5), extra: Pairs = (), *, channels: int = 24, auto_pad: str = "NOTSET"
 ) -> Graph:  # fmt: skip
@@ -90,6 +100,13 @@ TRANSPOSED: dict[str, Callable[[], Graph]] = {
 }
 
 
+SQUEEZED: dict[str, Callable[[], Graph]] = {
+    "squeezed": lambda: squeezed((3, 3, 3)),
+    "squeezed, strides": lambda: squeezed((3, 3, 3), (6, 12, 12), channels=40, strides=2),
+    "squeezed, 5x5x5": lambda: squeezed((5, 5, 5), (7, 20, 20), channels=16),
+}
+
+
 def chosen(program: Any) -> set[str]:
     return {t["tactic"] for t in program.meta["tactics"] if "depthwise" in t["tactic"]}
 
@@ -110,6 +127,22 @@ def test_transposed_ones_run_by_tiles(name: str, precision: str) -> None:
     wide = precision == "fp32" and name in ("8x8 by 4", "7x7x7 by 2")
     assert chosen(program) == {"depthwise_transpose" if wide else TiledDepthwiseTranspose.name}
     assert "ConvTranspose" in kinds(program)
+
+
+@pytest.mark.parametrize("name", SQUEEZED)
+def test_the_means_of_a_volume_take_no_launch(name: str) -> None:
+    program = check_simulated(SQUEEZED[name](), tolerance=1e-2)
+    found = kinds(program)
+    assert (found.count("ConvSqueeze"), found.count("ExcitationGate")) == (1, 1)
+    assert not {"GlobalAveragePool", "SqueezeFinish"} & set(found)
+
+
+def test_means_with_another_reader_have_a_launch_that_adds_sums() -> None:
+    n = Net()
+    x = n.conv(n.input(2, 8, 5, 9, 10), 24, 1, pads=0)
+    y = n.conv(x, 24, 3, group=24)
+    found = kinds(check_simulated(n.done(n.conv(y, 8, 1, pads=0), n.op("GlobalAveragePool", y)), tolerance=1e-2))
+    assert (found.count("ConvSqueeze"), found.count("SqueezeFinish")) == (1, 1)
 
 
 def of_other_frames() -> Graph:
@@ -180,6 +213,9 @@ SOURCES: dict[str, tuple[Any, depthwise.Problem, Any]] = {
     ),
     "a volume, with a residual": (depthwise, replace(VOLUME, epilogue=(*STAGES, ("add",))), replace(TILE, sharers=2)),
     "a volume with strides": (depthwise, STRIDED, TILE),
+    "a volume with sums": (depthwise, replace(VOLUME, squeeze=True), TILE),
+    "a volume with sums, shared frames": (depthwise, replace(STRIDED, squeeze=True), replace(TILE, sharers=2)),
+    "a volume with sums on tensor cores": (bands, replace(VOLUME, squeeze=True), FRAMES),
     "a volume with holes": (depthwise, HOLES, replace(TILE, sharers=2)),
     "a volume on tensor cores": (bands, VOLUME, FRAMES),
     "5x5x5 on tensor cores": (bands, replace(LARGE, pitches=(32, 24)), replace(FRAMES, images=4, groups=2, grid_y=3)),
@@ -229,6 +265,9 @@ def test_kernels_compute_what_they_mean(name: str, tmp_path: Path) -> None:
     residual = rng.standard_normal((*shape, s.channels)).astype(dtype)
     arrays = {"input": x, "weights": depthwise.pack_weights(weight), "bias": bias, "residual": residual,
               "output": np.full((*shape, written), 7, dtype)}  # fmt: skip
+    _, *tiles = family.tiles(problem, config)
+    count, images = problem.averaged
+    arrays["sums"] = np.zeros((count, images * int(np.prod(tiles)), s.channels), np.float32)
     held = {key: emulated.aligned(array) for key, array in arrays.items()}
     emulated.run(library, made, {key: a.ctypes.data for key, a in held.items()})
     want = expected(problem, x[..., : s.channels].astype(np.float32), weight.astype(np.float32), bias)
@@ -238,6 +277,9 @@ def test_kernels_compute_what_they_mean(name: str, tmp_path: Path) -> None:
         got, want, rtol=0, atol={"float16": 2e-3, "float32": 2e-6}[problem.dtype] * np.abs(want).max()
     )
     assert (held["output"][..., s.channels :] == 7).all()
+    if problem.squeeze:
+        sums = got.reshape(count, -1, s.channels).sum(1)
+        np.testing.assert_allclose(held["sums"].sum(1), sums, rtol=0, atol=1e-3 * np.abs(sums).max())
 
 
 @pytest.mark.parametrize(
@@ -245,7 +287,7 @@ def test_kernels_compute_what_they_mean(name: str, tmp_path: Path) -> None:
     [
         (depthwise, VOLUME, replace(TILE, sharers=4), "4 threads cannot share 3 frames"),
         (depthwise, GROWN_VOLUME, replace(TILE, tile_h=1), "do not begin at multiples of the stride"),
-        (depthwise, replace(VOLUME, squeeze=True), TILE, "without means"),
+        (depthwise, replace(GROWN, squeeze=True), TILE, "without means"),
         (depthwise, replace(GROWN, dtype="int8", out="int8"), TILE, "volumes and transposed convolutions are floats"),
         (bands, STRIDED, FRAMES, "have a stride"),
         (
@@ -281,9 +323,9 @@ def test_kernels_compile_without_spills(name: str) -> None:
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("name", [*VOLUMES, *TRANSPOSED])
+@pytest.mark.parametrize("name", [*VOLUMES, *TRANSPOSED, *SQUEEZED])
 def test_every_kernel_on_a_gpu_agrees_with_its_meaning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph: Graph = {**VOLUMES, **TRANSPOSED}[name]()
+    graph: Graph = {**VOLUMES, **TRANSPOSED, **SQUEEZED}[name]()
     facts = facts_for(TargetName.parse("cuda:sm_90a"))
     asked: list[depthwise.Problem] = []
     offers = tactic._offers
@@ -294,4 +336,4 @@ def test_every_kernel_on_a_gpu_agrees_with_its_meaning(name: str, monkeypatch: p
     for config in [c for family in (depthwise, bands) for c in family.candidates(asked[-1], facts, 6)]:
         choices = {decision["signature"]: TacticChoice(decision["tactic"], str(config))}
         program = lowered(graph, "fp16", "cuda:sm_90a", choices=choices)
-        assert max(launch_errors(program, graph, decision["kind"])) < 2e-3, str(config)
+        assert max(launch_errors(program, graph, decision["kind"], "ConvSqueeze", "ExcitationGate")) < 2e-3, str(config)

@@ -20,7 +20,7 @@ struct Params {
     const Weight* weights;                         // [taps][channels]
     const Channel* channel;                        // [channels]: bias, or scale and bias
     const u8* residual;                            // shaped as the output
-    float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
+    float* sums;                                   // SQUEEZE 1: [n][tiles][channels], of volumes [n][frames][tiles][channels]
     u8* means;                                     // SQUEEZE 2: [n][channels], type of the output
     int height, width, vectors, out_h, out_w, pad_h, pad_w;
     int pitch, out_pitch;                          // elements between consecutive pixels
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     const int tile_x = blockIdx.y % p.tiles_x, tile_y = blockIdx.y / p.tiles_x, n = blockIdx.z;
     const int out_x = (tile_x * p.strips_x + strip % p.strips_x) * TILE_W;
     const int out_y = (tile_y * p.strips_y + strip / p.strips_x) * TILE_H;
-    const bool live = vector < p.vectors && out_x < p.out_w && out_y < p.out_h;
+    bool live = vector < p.vectors && out_x < p.out_w && out_y < p.out_h;
 
     Vector* shared_weights = reinterpret_cast<Vector*>(shared);
     const Filter filter(p, p.weights, p.channel, shared_weights, vector);
@@ -137,8 +137,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     for (int i = 0; i < SUMS; i++)
         if (sharer > 0) sums[((sharer - 1) * SUMS + i) * threads] = (&acc[0][0][0])[i];
     __syncthreads();
-    if (sharer > 0) return;
-    for (int other = 0; other < SHARERS - 1; other++) {
+    live = live && sharer == 0;
+    for (int other = 0; live && other < SHARERS - 1; other++) {
         #pragma unroll
         for (int i = 0; i < SUMS; i++) (&acc[0][0][0])[i] += sums[(other * SUMS + i) * threads];
     }
@@ -160,7 +160,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     const int channels = p.block_vectors * LANES, strips = p.strips_x * p.strips_y;
     __syncthreads();                               // the weights have been read
     #pragma unroll
-    for (int i = 0; i < LANES; i++) partial[strip * channels + local * LANES + i] = sum[i];
+    for (int i = 0; i < LANES; i++)
+        if (sharer == 0) partial[strip * channels + local * LANES + i] = sum[i];
     __syncthreads();
     for (int c = threadIdx.x; c < channels; c += blockDim.x) {
         float total = 0.0f;

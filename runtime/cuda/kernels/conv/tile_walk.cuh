@@ -21,13 +21,13 @@ struct Params {
     TensorMap input, output;                       // (channel, x, y, n), of volumes (channel, x, y, z, n)
     const u16* weights;
     const float* bias;                             // [channels]
-    float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
+    float* sums;                                   // SQUEEZE 1: [n][tiles][channels], of volumes [n][frames][tiles][channels]
     u16* means;                                    // SQUEEZE 2: [n][channels]
     int batch, channels, out_h, out_w, pad_h, pad_w;
     int slabs, tiles_x, tiles, count;              // slabs of channels; tiles of a row of an image, of images, of the batch
     float factor;                                  // 1 / pixels of a mean
 #if KERNEL_D
-    int pad_d, tiles_z;                            // tiles along the frames of a volume
+    int pad_d, out_d, tiles_z;                     // frames of a volume of the result, and tiles along them
 #endif
 };
 
@@ -103,11 +103,18 @@ template <class Compute, class Put> DEVICE void walk_tiles(const Params& p, u8* 
             float total = 0.0f;
             #pragma unroll
             for (int k = 0; k < PARTS; k++) total += partial[k * TILE_N * CHUNKS * 8 + i];
-            if (channel >= p.channels || to.n + image >= p.batch) continue;
+#if KERNEL_D
+            const int frame = frame_of(p, to) + image, at = volume_of(p, to) * p.out_d + frame;
+            const bool here = frame < p.out_d;
+#else
+            const int at = to.n + image;
+            const bool here = at < p.batch;
+#endif
+            if (channel >= p.channels || !here) continue;
             if (SQUEEZE == 1)
-                p.sums[((long long)(to.n + image) * p.tiles + to.tile) * p.channels + channel] = total;
+                p.sums[((long long)at * p.tiles + to.tile) * p.channels + channel] = total;
             else
-                p.means[(long long)(to.n + image) * p.channels + channel] = pack1(total * p.factor);
+                p.means[(long long)at * p.channels + channel] = pack1(total * p.factor);
         }
 #endif
         async_proxy_fence();
