@@ -478,22 +478,22 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def _other_seconds(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """:func:`estimate` of volumes and of transposed convolutions. Fitted to 282 timings on an H100 of 20 problems: 22 % off on average;
-    first choices are 9 % behind the best."""
+    """:func:`estimate` of volumes and of transposed convolutions. Fitted to 282 timings of 20 problems on an H100: 21 % off on average;
+    first choices are 10 % behind the best."""
     blocks, lanes, outputs = (
         math.prod(tiles(problem, config)) * problem.batch,
         config.lanes,
         config.tile_h * config.tile_w,
     )
     rows, columns = reach(problem, (config.tile_h, config.tile_w))
-    # Instructions of a thread and frame: multiply-adds; conversions and loads of inputs and weights.
-    work = (
-        outputs * _met(problem) * lanes
-        + rows * columns * (lanes + 10)
-        + math.prod(problem.source.kernel) * (lanes + 12)
+    moved, steps = sectors(problem, config) * SECTOR, -(-problem.frames // config.sharers)
+    # Instructions of a thread: multiply-adds; conversions and loads of inputs and weights; sums of other threads, results.
+    work = steps * (
+        outputs * _met(problem) * lanes + rows * columns * (lanes + 6) + math.prod(problem.source.kernel) * (lanes + 4)
     )
-    work *= -(-problem.frames // config.sharers)
     work += config.sums * (config.sharers - 1) / config.sharers + outputs * (5 * lanes + 4) + 150
+    # Loads of parts of sectors occupy L1 for longer.
+    parts = steps * rows * columns * 12 * (moved / (config.vectors * lanes * problem.item) - 1)
     registers = min(255, outputs * lanes + columns * lanes // 2 + 48)
     resident = min(max(1, config.blocks, 65536 // (registers * config.threads)), 2048 // config.threads)
     waves, together = (
@@ -501,10 +501,10 @@ def _other_seconds(problem: Problem, config: Config, device: GpuFacts) -> float:
         min(resident, max(1.0, blocks / device.multiprocessors)),
     )
     whole = math.ceil(waves) if waves < 4 else waves
-    compute = 2.3 * whole * together * config.threads * work / 128 / CLOCK
+    compute = 2.3 * whole * together * config.threads * (work + parts) / 128 / CLOCK
     pixels = problem.frames * math.prod(reach(problem, config.tile)) + math.prod(config.tile)
-    read = blocks * pixels * sectors(problem, config) * SECTOR / L2
-    return 0.8e-6 + max(problem.bytes / 2.96e12, read, compute, whole * work * 2e-9)
+    second = finish_seconds(problem, squeeze_mode(problem, config))
+    return 0.8e-6 + max(problem.bytes / 2.96e12, blocks * pixels * moved / L2, compute, whole * work * 2e-9) + second
 
 
 def finish_seconds(problem: Problem, mode: int) -> float:
@@ -535,7 +535,9 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
     found: list[tuple[float, Config]] = []
     for lanes in (8, 4) if problem.channels % 8 == 0 and problem.item < 4 else (4,):
         vectors = problem.channels // lanes
-        widths = [v for v in (8, 16, 12, 10, 9, 6, 5, 4, 7, 11, 3, 2, 1) if v <= vectors and vectors % v == 0][:3]
+        widths = [
+            v for v in (8, 16, 12, 10, 9, 6, 5, 4, 7, 11, 13, 15, 14, 3, 2, 1) if v <= vectors and vectors % v == 0
+        ][:3]
         if vectors > 16 and (not widths or widths[0] < 4):
             widths.append(8)
         for tile_h, tile_w in _tiles_of(problem):
