@@ -266,7 +266,7 @@ def conv_squeeze(
     y = stored.astype(np.float32) - np.float32(mean["input_zero"]) if mean else stored
     (n, c, *size), counts = y.shape, [-(-k // t) for k, t in zip(y.shape[2:], tile, strict=True)]
     padded = np.zeros((n, c, *(k * t for k, t in zip(counts, tile, strict=True))), np.float32)
-    padded[(..., *(slice(k) for k in size))] = y
+    padded[tuple(slice(k) for k in (n, c, *size))] = y
     parts = padded.reshape(n, c, *(k for pair in zip(counts, tile, strict=True) for k in pair))
     sums = parts.sum(tuple(range(3, parts.ndim, 2)), dtype=np.float32)
     return stored, sums.reshape(n, c, -1).transpose(0, 2, 1)

@@ -30,7 +30,7 @@ from optdnn.kernels.quantized.hopper import DATA_SCALE, refusal
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, Tactic
 from optdnn.ops.base import attrs_dict
-from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.ops.requantize import Requantize, byte_bias, pad_channels
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, FP32, Array
@@ -133,7 +133,7 @@ Walked = tuple[Sequence[int], Sequence[int], Sequence[int]]
 """Strides, pads and dilations of all spatial axes."""
 
 
-def walk(a: ConvAttrs) -> Walked:
+def walk(a: ConvAttrs | ConvTransposeAttrs) -> Walked:
     """Strides, pads and dilations of the convolution of :func:`as_launched`."""
     if len(a.strides) > 1:
         return a.strides, a.pads, a.dilations
@@ -300,7 +300,9 @@ class TiledDepthwise(DepthwiseTactic):
         (*deep, high, wide), (x, out) = _taps_of(b.weights(op)), self._images(b, op)
         ep, found, (read, made, _) = self.stages(b, op), self.walked(b, op), self._places(b, op)
         depth = _depth_of(read, made, deep[0] if deep else 1, found)
-        source = Source(*x.shape[2:], x.shape[1], (high, wide), *_of_images(found), depth=depth)
+        _, channels, *size = x.shape
+        strides, pads, dilations = _of_images(found)
+        source = Source(size[0], size[1], channels, (high, wide), strides, pads, dilations, depth=depth)
         dtype, pool, unit = map_dtype(op.outputs[0].type.dtype), self.pool(b, op), unit_of(x, out)
         pitches = conv_maps.pitch_of(x, unit) or 0, conv_maps.pitch_of(out, unit) or 0
         return depthwise.Problem(

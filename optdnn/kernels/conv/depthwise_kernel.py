@@ -488,18 +488,17 @@ def _other_seconds(problem: Problem, config: Config, device: GpuFacts) -> float:
     rows, columns = reach(problem, (config.tile_h, config.tile_w))
     moved, steps = sectors(problem, config) * SECTOR, -(-problem.frames // config.sharers)
     # Instructions of a thread: multiply-adds; conversions and loads of inputs and weights; sums of other threads, results.
-    work = steps * (
+    each = (
         outputs * _met(problem) * lanes + rows * columns * (lanes + 6) + math.prod(problem.source.kernel) * (lanes + 4)
     )
-    work += config.sums * (config.sharers - 1) / config.sharers + outputs * (5 * lanes + 4) + 150
+    added = config.sums * (config.sharers - 1) / config.sharers
+    work = steps * each + added + outputs * (5 * lanes + 4) + 150
     # Loads of parts of sectors occupy L1 for longer.
     parts = steps * rows * columns * 12 * (moved / (config.vectors * lanes * problem.item) - 1)
     registers = min(255, outputs * lanes + columns * lanes // 2 + 48)
     resident = min(max(1, config.blocks, 65536 // (registers * config.threads)), 2048 // config.threads)
-    waves, together = (
-        blocks / (device.multiprocessors * resident),
-        min(resident, max(1.0, blocks / device.multiprocessors)),
-    )
+    waves = blocks / (device.multiprocessors * resident)
+    together = min(resident, max(1.0, blocks / device.multiprocessors))
     whole = math.ceil(waves) if waves < 4 else waves
     compute = 2.3 * whole * together * config.threads * (work + parts) / 128 / CLOCK
     pixels = problem.frames * math.prod(reach(problem, config.tile)) + math.prod(config.tile)
