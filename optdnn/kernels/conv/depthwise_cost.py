@@ -23,6 +23,8 @@ MEMORY = 4.2e12
 L2 = 3.2e12
 FINISH = 1.2e-6
 """Seconds of the launch that adds up the sums of tiles."""
+WIDE_STEPS = 1.3
+"""Factor on the time of fp32 in several steps."""
 RUNTIME_STAGES, SLOWER_BYTES = 8.0, 1.35
 """Factors of 8-bit launches: on the instructions of their stages, and on their compute time (42 timings of two networks)."""
 
@@ -66,13 +68,10 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def _other_seconds(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """:func:`estimate` of volumes, of transposed convolutions, and of filters in bands. Fitted to 282 timings of 20 problems on an H100: 21 % off on average;
-    first choices are 10 % behind the best."""
-    blocks, lanes, outputs = (
-        math.prod(tiles(problem, config)) * problem.batch,
-        config.lanes,
-        config.tile_h * config.tile_w,
-    )
+    """:func:`estimate` of volumes, of transposed convolutions, and of filters in bands. Fitted to 282 timings of 20 problems on an H100: 21 %
+    off on average; first choices are 10 % behind the best."""
+    blocks = math.prod(tiles(problem, config)) * problem.batch
+    lanes, outputs = config.lanes, config.tile_h * config.tile_w
     rows, columns = reach(problem, (config.tile_h, config.tile_w))
     moved, steps = sectors(problem, config) * SECTOR, -(-problem.steps // config.sharers)
     # Instructions of a thread: multiply-adds; conversions and loads of inputs and weights; sums of other threads, results.
@@ -86,10 +85,12 @@ def _other_seconds(problem: Problem, config: Config, device: GpuFacts) -> float:
     waves = blocks / (device.multiprocessors * resident)
     together = min(resident, max(1.0, blocks / device.multiprocessors))
     whole = math.ceil(waves) if waves < 4 else waves
-    compute = 2.3 * whole * together * config.threads * (work + parts) / 128 / CLOCK
+    slower = WIDE_STEPS if problem.item == 4 else 1.0
+    compute = 2.3 * slower * whole * together * config.threads * (work + parts) / 128 / CLOCK
     pixels = problem.steps * math.prod(reach(problem, config.tile)) + math.prod(config.tile)
     second = finish_seconds(problem, squeeze_mode(problem, config))
-    return 0.8e-6 + max(problem.bytes / 2.96e12, blocks * pixels * moved / L2, compute, whole * work * 2e-9) + second
+    thread = slower * whole * work * 2e-9
+    return 0.8e-6 + max(problem.bytes / 2.96e12, blocks * pixels * moved / L2, compute, thread) + second
 
 
 def finish_seconds(problem: Problem, mode: int) -> float:

@@ -87,8 +87,9 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "the output is empty"
     if not 1 <= config.threads <= 256:
         return f"{config.threads} threads are not a block of this kernel"
-    if (sums := problem.filters * config.sums) > 64:
-        return "more than 64 accumulators per thread"
+    most = 32 if problem.item == 4 and problem.steps > 1 else 64
+    if (sums := problem.filters * config.sums) > most:
+        return f"more than {most} accumulators per thread"
     if (products := sums * met(problem)) > MOST_PRODUCTS:
         return f"{products} multiplications a thread: its code would be too long"
     if (needed := shared_bytes(problem, config)) > shared:
