@@ -73,7 +73,7 @@ def result_and_means(family: Any, problem: Any, config: Any, folder: Path) -> tu
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
     headers = [name for name in ("tile_walk.cuh", "vectors.cuh", "strips.cuh") if name in made.recipe.sources()]
     library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=headers)
-    bands = getattr(problem, "bands", s.channels)
+    bands = problem.bands if family is grouped else s.channels
     inside = s.channels // bands
     x = rng.standard_normal((problem.batch, s.height, s.width, s.channels)).astype(np.float16)
     weight = (rng.standard_normal((s.channels, inside, *s.kernel)) / (inside * np.prod(s.kernel)) ** 0.5).astype(
