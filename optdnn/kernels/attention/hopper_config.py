@@ -139,10 +139,10 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     scores, rest = (config.keys * 0.62, 44) if config.own_tiles(tiles) == 1 else (config.keys * 0.75, 28)
     mask = 12 + config.keys / 8 * mask_rows(problem) if problem.mask else 0.0
     bias = (mask, config.keys / 2, 36.0)[factor_form(problem, config)]
-    bias += WIDE_REGISTERS if problem.head > TWO_PLACES else 0
+    wide = WIDE_REGISTERS if problem.head > TWO_PLACES else 0
     bias += (SOFTCAP_REGISTERS if problem.softcap else 0) + (SINK_REGISTERS if problem.sinks else 0)
-    merged = problem.head / 2 + 4 * config.warpgroups + MERGE_REGISTERS if config.split else 0.0
-    if max(scores + problem.head / 2 + rest + bias, merged) > (limit := register_limit(problem, config)):
+    merged = problem.head / 2 + 4 * config.warpgroups + MERGE_REGISTERS + wide if config.split else 0.0
+    if max(scores + problem.head / 2 + rest + bias + wide, merged) > (limit := register_limit(problem, config)):
         return f"scores and results of a thread exceed {limit} registers"
     widest = max(config.keys, problem.head)
     beside = PRODUCT_REGISTERS if problem.head <= TWO_PLACES else WIDE_PRODUCT_REGISTERS

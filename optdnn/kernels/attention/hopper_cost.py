@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from optdnn.kernels.attention import few_items
-from optdnn.kernels.attention.hopper_config import Config, at_once, factor_form, query_places, row_items, shared_bytes, threads
+from optdnn.kernels.attention.hopper_config import (
+    Config,
+    at_once,
+    factor_form,
+    query_places,
+    row_items,
+    shared_bytes,
+    threads,
+)
 from optdnn.kernels.attention.problem import Problem
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 

@@ -125,7 +125,10 @@ def test_wide_heads_have_one_buffer_of_queries() -> None:
     assert hopper_config.shared_bytes(problem, config) == 1024 + 512 * (128 + 2 * 2 * 80) == 230400
     assert hopper_config.query_places(merged(16, 1, 4096, 128), config) == 2
     assert [merged(1, 1, 64, n).head for n in (120, 136, 192, 200, 256)] == [128, 192, 192, 256, 256]
-    assert hopper.refuse(merged(1, 1, 64, 264), Config(1, 64, 1)) == "heads of 264 features (a multiple of 8 up to 256 is needed)"
+    assert (
+        hopper.refuse(merged(1, 1, 64, 264), Config(1, 64, 1))
+        == "heads of 264 features (a multiple of 8 up to 256 is needed)"
+    )
 
 
 def test_wide_heads_need_registers() -> None:
@@ -134,7 +137,10 @@ def test_wide_heads_need_registers() -> None:
     assert hopper.refuse(wide, Config(3, 16, 2, 1, True)) == (
         "a product of 192 columns does not compile for threads that start with 128 registers"
     )
-    assert hopper.refuse(merged(16, 8, 700, 256), Config(1, 112, 1)) == "scores and results of a thread exceed 255 registers"
+    assert (
+        hopper.refuse(merged(16, 8, 700, 256), Config(1, 112, 1))
+        == "scores and results of a thread exceed 255 registers"
+    )
     assert hopper.refuse(merged(16, 8, 700, 256), Config(1, 96, 1)) is None
 
 
