@@ -1,21 +1,26 @@
-"""Plans of the depthwise convolution (``depthwise.cu``): NHWC, floats or 8-bit integers, any stride, dilation and padding.
-
-``out[n, y, x, c] = epilogue(sum over taps of in[n, y*sh - ph + r*dh, x*sw - pw + s*dw, c] * w[r, s, c])``. Optionally also the
-mean over all pixels of each image and channel (the squeeze of squeeze-and-excitation), summed in a fixed order.
-"""
+"""Plans of the depthwise convolution with loads by threads (``depthwise.cu``): any stride, dilation and padding."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from optdnn.errors import InternalError
-from optdnn.kernels.conv.cost import stages_issue
+from optdnn.kernels.conv.depthwise_cost import estimate
+from optdnn.kernels.conv.depthwise_problem import (
+    Config,
+    Problem,
+    begins,
+    met,
+    no_kernel,
+    reach,
+    squeeze_mode,
+    tiles,
+    weight_item,
+)
 from optdnn.kernels.conv.parameters import put_requantize
-from optdnn.kernels.conv.problem import ITEM, OneSource, Source
 from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.ranking import varied
@@ -25,142 +30,34 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import Array
 
+__all__ = [
+    "Config",
+    "Problem",
+    "candidates",
+    "estimate",
+    "generated",
+    "launch",
+    "launch_squeeze",
+    "no_kernel",
+    "options",
+    "pack_weights",
+    "reach",
+    "recipe",
+    "refuse",
+    "squeeze_mode",
+    "squeeze_recipe",
+    "tiles",
+    "weight_item",
+]
+
 MAX_TAPS, MAX_WIDE_TAPS = 128, 32
 """Most taps of a filter: in general, and of fp32. With more fp32 taps, the compiler hoists loads until registers spill."""
 MOST_PRODUCTS = 49 * 64
 """Most multiplications of a thread. They are fully unrolled."""
-MAX_PIXELS = 1 << 16
-"""Most pixels of an image whose 8-bit values fp32 sums exactly."""
-CLOCK = 1.75e9
-MEMORY = 4.2e12
-L2 = 3.2e12
 TILES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (2, 3), (2, 4), (4, 2), (4, 4), (2, 7))
 """Rows and columns of a thread's results."""
 TALL = ((1, 1), (2, 1), (4, 1), (8, 1))
 """Rows and columns of a thread's results in images of one column, which are sequences."""
-SECTOR = 32
-"""Bytes of an L2 sector, the least that L2 moves."""
-FINISH = 1.2e-6
-"""Seconds of the launch that adds up the sums of tiles."""
-RUNTIME_STAGES, SLOWER_BYTES = 8.0, 1.35
-"""Factors of 8-bit launches: on the instructions of their stages, and on their compute time (42 timings of two networks)."""
-
-
-@dataclass(frozen=True)
-class Problem(OneSource):
-    """``batch`` images of ``source`` (whose ``channels`` are also the output's). ``squeeze``: also write the channel means."""
-
-    batch: int
-    source: Source
-    epilogue: tuple[render.Stage, ...] = (("bias",),)
-    dtype: str = "float16"
-    squeeze: bool = False
-    out: str = ""
-    """Element type of the result; "": ``dtype``."""
-    residual_dtype: str = ""
-    """Element type of the residual; "": the result's."""
-    zero_point: bool = False
-    """Whether an 8-bit result has a zero point other than 0."""
-    outside: int = 0
-    """Value of the padding of 8-bit images: their zero point."""
-    pitches: tuple[int, int] = (0, 0)
-    """Elements from a pixel to the next of the input and of the result; 0: their channels."""
-    unit: int = 8
-    """4 or 8: pixels of input and result begin at multiples of this many elements."""
-    relu: bool = False
-    """Whether a ReLU is applied to the (float) input before the filter."""
-    summed: bool = False
-    """Whether the launch that reads a squeeze's means adds up the sums of tiles itself."""
-    beside: tuple[render.Stage, ...] | None = None
-    """Stages of a second convolution of the same form, whose result ``epilogue`` reads in place of a residual; None:
-    there is none."""
-    second_pitch: int = 0
-    """Elements from a pixel to the next of the second convolution's image; 0: its channels."""
-
-    @property
-    def residual(self) -> bool:
-        """Whether the epilogue reads a second tensor of the result's shape."""
-        return self.beside is None and super().residual
-
-    @property
-    def filters(self) -> int:
-        """Convolutions of a launch."""
-        return 1 if self.beside is None else 2
-
-    @property
-    def out_dtype(self) -> str:
-        """Element type of the result."""
-        return self.out or self.dtype
-
-    @property
-    def item(self) -> int:
-        """Bytes of an element of the input."""
-        return ITEM[self.dtype]
-
-    @property
-    def out_item(self) -> int:
-        """Bytes of an element of the result."""
-        return ITEM[self.out_dtype]
-
-    @property
-    def channels(self) -> int:
-        """Channels of input and output."""
-        return self.source.channels
-
-    @property
-    def pitch(self) -> tuple[int, int]:
-        """Elements from a pixel to the next of the input and of the result."""
-        read, written = self.pitches
-        return read or self.channels, written or self.channels
-
-    @property
-    def bytes(self) -> int:
-        """Least global traffic: each tensor once."""
-        s = self.source
-        out = math.prod(self.out_size) * self.out_item * (2 if self.residual else 1)
-        read = self.batch * s.height * s.width * self.item + weight_item(self) * math.prod(s.kernel)
-        return self.channels * (self.filters * read + self.batch * out)
-
-
-@dataclass(frozen=True, order=True)
-class Strips:
-    """A thread's ``tile_h`` x ``tile_w`` output pixels of ``lanes`` (4 or 8) channels; a block's ``vectors`` (of ``lanes``) x
-    ``strips_x`` x ``strips_y`` threads."""
-
-    tile_h: int
-    tile_w: int
-    vectors: int
-    strips_x: int
-    strips_y: int
-    lanes: int = 8
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Rows and columns of a block's results."""
-        return self.tile_h * self.strips_y, self.tile_w * self.strips_x
-
-
-@dataclass(frozen=True, order=True)
-class Config(Strips):
-    """``blocks`` per multiprocessor that registers must allow."""
-
-    blocks: int = 1
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.vectors * self.strips_x * self.strips_y
-
-    def __str__(self) -> str:
-        return (
-            f"dw{self.tile_h}x{self.tile_w}l{self.lanes}v{self.vectors}s{self.strips_x}x{self.strips_y}b{self.blocks}"
-        )
-
-
-def tiles(problem: Problem, config: Strips) -> tuple[int, int, int]:
-    """Slabs of channel vectors, and tiles along columns and rows."""
-    (out_h, out_w), (high, wide) = problem.out_size, config.tile
-    return -(-problem.channels // config.lanes // config.vectors), -(-out_w // wide), -(-out_h // high)
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
@@ -174,6 +71,10 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return f"pixels that begin at multiples of {problem.unit} elements are not read {config.lanes} at a time"
     if (why := no_kernel(problem)) is not None:
         return why
+    if not 1 <= config.sharers <= problem.frames:
+        return f"{config.sharers} threads cannot share {problem.frames} frames"
+    if problem.grown and any(n % step for n, step in zip((config.tile_h, config.tile_w), s.stride, strict=True)):
+        return "its tiles do not begin at multiples of the stride"
     if math.prod(s.kernel) > MAX_TAPS:
         return f"{math.prod(s.kernel)} taps exceed {MAX_TAPS}: weights would not fit"
     if problem.item == 4 and math.prod(s.kernel) > MAX_WIDE_TAPS:
@@ -182,13 +83,13 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "the output is empty"
     if not 1 <= config.threads <= 256:
         return f"{config.threads} threads are not a block of this kernel"
-    if (sums := problem.filters * config.tile_h * config.tile_w * config.lanes) > 64:
+    if (sums := problem.filters * config.sums) > 64:
         return "more than 64 accumulators per thread"
-    if sums * math.prod(s.kernel) > MOST_PRODUCTS:
-        return f"{sums * math.prod(s.kernel)} multiplications a thread: its code would be too long"
+    if (products := sums * met(problem)) > MOST_PRODUCTS:
+        return f"{products} multiplications a thread: its code would be too long"
     if (needed := shared_bytes(problem, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
-    columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
+    _, columns = reach(problem, (config.tile_h, config.tile_w))
     if columns * config.lanes > 128:
         return f"a row of {columns} input vectors does not fit the registers"
     _, x, y = tiles(problem, config)
@@ -199,39 +100,13 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     return None
 
 
-def no_kernel(problem: Problem) -> str | None:
-    """Why neither depthwise kernel has these element types, or None."""
-    quantized = problem.dtype in ("int8", "uint8")
-    results = ("int8", "uint8", "float16", "bfloat16", "float32") if quantized else (problem.dtype,)
-    exact = problem.out_item == 1 and math.prod(problem.out_size) <= MAX_PIXELS
-    if (
-        problem.out_dtype not in results
-        or (quantized and problem.squeeze and not exact)
-        or problem.dtype == "float8_e4m3fn"
-    ):
-        return f"no kernel turns {problem.dtype} into {problem.out_dtype}"
-    if problem.beside is not None and (quantized or problem.relu):
-        return "pairs of convolutions are for floats without a ReLU before them"
-    return None
-
-
-def weight_item(problem: Problem) -> int:
-    """Bytes of a weight; 8-bit weights are held in 16 bits."""
-    return max(2, problem.item)
-
-
-def squeeze_mode(problem: Problem, config: Strips) -> int:
-    """0: no squeeze; 1: partial sums per block, which :func:`launch_squeeze` finishes; 2: one block sees a whole image."""
-    if not problem.squeeze:
-        return 0
-    return 2 if tiles(problem, config)[1:] == (1, 1) else 1
-
-
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: the weights of large filters, and later the squeeze's sums at the same addresses."""
-    taps = math.prod(problem.source.kernel)
-    weights = problem.filters * taps * config.vectors * config.lanes * weight_item(problem) if taps > 9 else 0
+    """Dynamic shared memory of a block: the weights of large filters, and later the squeeze's sums or those of threads that share frames,
+    at the same addresses."""
+    weights = problem.filters * problem.taps * config.vectors * config.lanes * weight_item(problem)
+    weights = weights if problem.weights_in_shared else 0
     sums = config.threads * config.lanes * 4 if problem.squeeze else 0
+    sums = max(sums, (config.sharers - 1) * (config.threads // config.sharers) * config.sums * 4)
     return max(weights, sums)
 
 
@@ -242,7 +117,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "LANES": config.lanes, "KERNEL_H": s.kernel[0], "KERNEL_W": s.kernel[1], "STRIDE_H": s.stride[0], "STRIDE_W": s.stride[1],
         "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1], "TILE_H": config.tile_h, "TILE_W": config.tile_w,
         "MAX_THREADS": 128 if config.threads <= 128 else 256, "MIN_BLOCKS": config.blocks,
-        "SQUEEZE": squeeze_mode(problem, config),
+        "SQUEEZE": squeeze_mode(problem, config), "SHARERS": config.sharers,
     }  # fmt: skip
     return Recipe("depthwise.cu", arch, {"generated.cuh": generated(problem, defines)}, options(problem))
 
@@ -253,7 +128,7 @@ def generated(problem: Problem, tile: Mapping[str, int]) -> str:
         "HAS_RESIDUAL": int(problem.residual), "OPERAND_ITEM": problem.item, "OUT_ITEM": problem.out_item, "INTEGER": 0,
         "OUT_FLOAT8": 0, "OUT_ZERO": int(problem.zero_point), "INPUT_UNSIGNED": int(problem.dtype == "uint8"),
         "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"), "RELU_BEFORE": int(problem.relu),
-        "BESIDE": problem.filters - 1, **({"CHANNEL_STAGES": 1} if render.reads_channels(problem.epilogue) else {}),
+        "BESIDE": problem.filters - 1, **_steps(problem), **({"CHANNEL_STAGES": 1} if render.reads_channels(problem.epilogue) else {}),
     }  # fmt: skip
     stages = render.epilogue(problem.epilogue, exact=problem.item == 4)
     if problem.beside is not None:
@@ -261,6 +136,17 @@ def generated(problem: Problem, tile: Mapping[str, int]) -> str:
     if problem.item == 1:
         stages = render.runtime_epilogue(problem.epilogue, problem.out_item == 1)
     return "\n".join([render.constants({**tile, **types}), stages, ""])
+
+
+def _steps(problem: Problem) -> dict[str, int]:
+    """The constants of a walk along the depth of volumes, and of a transposed convolution."""
+    s, depth, transposed = problem.source, problem.source.depth, problem.grown is not None
+    found = {"TRANSPOSED": int(transposed), "KERNEL_D": 0 if depth is None else depth.taps}
+    found |= {
+        f"PHASE_{axis}": p % stride if transposed else 0
+        for axis, p, stride in zip("HW", s.padding[:2], s.stride, strict=True)
+    }
+    return found | ({} if depth is None else {"STRIDE_D": depth.stride, "DILATION_D": depth.dilation})
 
 
 def options(problem: Problem, checked: bool = False) -> tuple[str, ...]:
@@ -271,7 +157,7 @@ def options(problem: Problem, checked: bool = False) -> tuple[str, ...]:
 
 
 def pack_weights(weight: Array) -> Array:
-    """``[channels, 1, taps_h, taps_w]`` weights -> ``[taps, channels]``. Keeps the dtype."""
+    """``[channels, 1, taps …]`` weights -> ``[taps, channels]``. Keeps the dtype."""
     channels = weight.shape[0]
     if weight.shape[1] != 1:
         raise InternalError("a depthwise convolution has one input channel per output channel")
@@ -289,18 +175,20 @@ def launch(
 
     Operands: ``input``, ``output``, ``weights`` (packed; of 8-bit images 16-bit ones), ``bias`` (fp32 [channels]; of 8-bit images
     scale and bias, [channels, 2]; with per-channel stages bias and their operands, [channels, 4]) and ``residual``. A pair adds ``second``, ``second_weights`` and ``second_bias``. A squeeze adds,
-    by :func:`squeeze_mode`, ``sums`` (fp32 [batch, tiles, channels]) or ``means`` ([batch, channels], of the result's type).
+    by :func:`squeeze_mode`, ``sums`` (fp32 [batch, tiles, channels]; the tiles of all frames of a volume) or ``means`` ([batch, channels], of the result's type).
     ``mean``: how 8-bit means are computed from sums.
     """
     s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
     blocks_c, blocks_x, blocks_y = tiles(problem, config)
     parameters = Parameters().pointer("input", "output", "weights", "bias", "residual" if problem.residual else None)
     parameters.pointer("sums" if mode == 1 else None, "means" if mode == 2 else None)
-    parameters.i32(s.height, s.width, problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
+    parameters.i32(s.height, s.width, problem.channels // config.lanes, out_h, out_w, *begins(problem))
     parameters.i32(*problem.pitch)
     parameters.i32(config.vectors, config.strips_x, config.strips_y, blocks_x)
     (mean or QuantizedStore(1.0 / (out_h * out_w))).put(parameters)
     parameters.i32(four_bytes(problem.outside))
+    if s.depth is not None:
+        parameters.i32(s.depth.size, s.depth.out, -s.depth.first)
     put_requantize(parameters, problem.epilogue, requantize)
     if problem.beside is not None:
         parameters.pointer("second", "second_weights", "second_bias").i32(problem.second_pitch or problem.channels)
@@ -322,8 +210,9 @@ def squeeze_recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
 
 def launch_squeeze(problem: Problem, tiles_per_image: int, gpu: GpuFacts, mean: QuantizedStore | None = None) -> Launch:
     """The second launch of a squeeze in mode 1: ``sums`` [batch, tiles, channels] -> ``means``."""
-    mean = mean or QuantizedStore(1.0 / math.prod(problem.out_size))
-    return finish_squeeze(squeeze_recipe(problem, gpu.arch), problem.batch, tiles_per_image, problem.channels, mean)
+    count, images = problem.averaged
+    mean = mean or QuantizedStore(1.0 / (images * math.prod(problem.out_size)))
+    return finish_squeeze(squeeze_recipe(problem, gpu.arch), count, images * tiles_per_image, problem.channels, mean)
 
 
 def finish_squeeze(recipe: Recipe, batch: int, tiles_per_image: int, channels: int, mean: QuantizedStore) -> Launch:
@@ -333,54 +222,13 @@ def finish_squeeze(recipe: Recipe, batch: int, tiles_per_image: int, channels: i
     return parameters.launch(recipe, "squeeze_finish", (-(-channels // 32), batch, 1), 512)
 
 
-def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch."""
-    s = problem.source
-    blocks = math.prod(tiles(problem, config)) * problem.batch
-    rows = (config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1
-    columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
-    outputs, taps = config.tile_h * config.tile_w, math.prod(s.kernel)
-    # Instructions of a thread: multiply-adds, conversions of inputs and weights, loads with their bounds, the epilogue.
-    lanes = config.lanes
-    # 8-bit values are converted both ways, and their stages are chosen at run time.
-    convert, finish = {1: (2.2, 15.0), 2: (1.0, 5.0), 4: (0.0, 4.0)}[problem.item]
-    if problem.item == 1:
-        finish += RUNTIME_STAGES * stages_issue(problem.epilogue)
-    work = problem.filters * (outputs * taps * lanes + rows * columns * (convert * lanes + 6) + taps * lanes)
-    work += outputs * (finish * lanes + 4) + 150
-    registers = min(255, problem.filters * (outputs * lanes + taps * lanes) + 2 * columns * lanes // 2 + 40)
-    resident = max(1, config.blocks, 65536 // (registers * config.threads))
-    resident = min(resident, 2048 // config.threads)
-    waves = blocks / (device.multiprocessors * resident)
-    whole = math.ceil(waves) if waves < 4 else waves
-    compute = whole * min(resident, max(1.0, blocks / device.multiprocessors)) * config.threads * work / 128 / CLOCK
-    # A block reads its tile and the halo around it through L2.
-    tile_h, tile_w = config.tile
-    patch = (tile_h * s.stride[0] + s.kernel[0] - s.stride[0]) * (tile_w * s.stride[1] + s.kernel[1] - s.stride[1])
-    size = config.vectors * lanes * problem.item
-    pixels = blocks * (problem.filters * patch + tile_h * tile_w)
-    moved = sectors(problem, config) * SECTOR
-    l2 = pixels * moved / L2
-    unread = pixels * (moved - size) / L2  # parts of sectors that only other blocks use delay each of a thread's loads
-    # Fitted to 150 timings on an H200 (within 22 %). Loads wait for one another, so neither memory nor issue slots are full.
-    slower = (1.36 if taps > 9 else 2.1) * (SLOWER_BYTES if problem.item == 1 else 1.0)
-    thread = work * (3.4e-9 if taps > 9 else 2.5e-9)  # a wave takes at least as long as one of its threads
-    memory = problem.bytes / 2.96e12
-    second = finish_seconds(problem, squeeze_mode(problem, config))
-    return 0.57e-6 + max(memory, l2, compute * slower, whole * thread) + unread + second
-
-
-def finish_seconds(problem: Problem, mode: int) -> float:
-    """Predicted seconds of the launch that adds up the sums of tiles; 0 without one."""
-    return FINISH if mode == 1 and not problem.summed else 0.0
-
-
-def sectors(problem: Problem, config: Strips) -> float:
-    """Mean number of L2 sectors that a pixel's channels of one block touch. Pixels begin at multiples of their pitch, slabs
-    at multiples of their size."""
-    size = config.vectors * config.lanes * problem.item
-    offset = math.gcd(SECTOR, size, problem.pitch[0] * problem.item)
-    return (size + SECTOR - offset) / SECTOR
+def _tiles_of(problem: Problem) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of a thread's results to try. Those of a transposed convolution are multiples of its strides."""
+    of_form = TALL if problem.out_size[1] == 1 else TILES
+    if problem.grown is None:
+        return of_form
+    high, wide = problem.source.stride
+    return tuple((y * high, x * wide) for y, x in of_form)
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
@@ -389,10 +237,12 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
     found: list[tuple[float, Config]] = []
     for lanes in (8, 4) if problem.channels % 8 == 0 and problem.item < 4 else (4,):
         vectors = problem.channels // lanes
-        widths = [v for v in (8, 16, 12, 10, 9, 6, 5, 4, 7, 11, 3, 2, 1) if v <= vectors and vectors % v == 0][:3]
+        widths = [
+            v for v in (8, 16, 12, 10, 9, 6, 5, 4, 7, 11, 13, 15, 14, 3, 2, 1) if v <= vectors and vectors % v == 0
+        ][:3]
         if vectors > 16 and (not widths or widths[0] < 4):
             widths.append(8)
-        for tile_h, tile_w in TALL if out_w == 1 else TILES:
+        for tile_h, tile_w in _tiles_of(problem):
             for v in widths:
                 for threads in (64, 128, 256):
                     strips, wide = threads // v, -(-out_w // tile_w)
@@ -400,7 +250,8 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
                         if strips_x < 1:
                             continue
                         strips_y = max(1, min(strips // strips_x, -(-out_h // tile_h)))
-                        config = Config(tile_h, tile_w, v, strips_x, strips_y, lanes)
-                        if refuse(problem, config, shared=device.shared_per_block) is None:
-                            found.append((estimate(problem, config, device), config))
-    return varied(set(found), lambda c: (c.tile_h, c.tile_w, c.lanes), limit)
+                        for sharers in {1, *(-(-problem.frames // n) for n in (1, 2, 3))}:
+                            config = Config(tile_h, tile_w, v, strips_x, strips_y, lanes, sharers=sharers)
+                            if refuse(problem, config, shared=device.shared_per_block) is None:
+                                found.append((estimate(problem, config, device), config))
+    return varied(set(found), lambda c: (c.tile_h, c.tile_w, c.lanes, c.sharers), limit)

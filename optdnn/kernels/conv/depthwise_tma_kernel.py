@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 
 from optdnn.kernels.conv import depthwise_kernel as depthwise
-from optdnn.kernels.conv.depthwise_kernel import CLOCK, MEMORY, Problem, Strips, squeeze_mode, tiles
+from optdnn.kernels.conv.depthwise_cost import CLOCK, MEMORY, finish_seconds
+from optdnn.kernels.conv.depthwise_problem import Problem, Strips, squeeze_mode, tiles
 from optdnn.kernels.conv.parameters import put_requantize
 from optdnn.kernels.launch import Launch, Parameters, no_room, tensor_map
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
@@ -75,6 +76,8 @@ def _refuse_problem(problem: Problem, capability: tuple[int, int]) -> str | None
         return f"a TMA box cannot have {problem.channels} channels"
     if problem.beside is not None:
         return "its ring holds patches of one image"
+    if problem.source.depth is not None or problem.grown:
+        return "it is for images, and not transposed"
     if problem.unit < 8:
         return "TMA reads pixels that begin at multiples of 16 bytes"
     if (why := depthwise.no_kernel(problem)) is not None:
@@ -203,7 +206,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     box = math.prod(patch(problem, config)) * config.vectors * lanes * problem.item
     l2 = slabs * count * (box + config.threads * outputs * lanes * max(2, problem.out_item)) / 5.0e12
     in_flight = min(1.0, (config.stages - 1) * box * together / 40000)
-    second = depthwise.finish_seconds(problem, squeeze_mode(problem, config))
+    second = finish_seconds(problem, squeeze_mode(problem, config))
     return 1.0e-6 + max(compute, l2, problem.bytes / MEMORY / (0.6 + 0.35 * in_flight)) + second
 
 
