@@ -256,8 +256,8 @@ class TiledDepthwise(DepthwiseTactic):
             return "its prologue is more than a ReLU"
         if (why := _misplaced(*self._images(b, op))) is not None:
             return why
-        if (taps := math.prod(weight.shape[2:][-2:])) > depthwise.MAX_TAPS:
-            return f"its filter has {taps} taps, more than {depthwise.MAX_TAPS}"
+        if (wide := _taps_of(weight)[-1]) > depthwise.MAX_TAPS:
+            return f"a row of its filter has {wide} taps, more than {depthwise.MAX_TAPS}"
         return None if self.configs(b, op) else "no tile of the kernel fits it"
 
     def stages(self, b: Builder, op: Op) -> Epilogue:
@@ -304,8 +304,14 @@ class TiledDepthwise(DepthwiseTactic):
         pitches = conv_maps.pitch_of(x, unit) or 0, conv_maps.pitch_of(out, unit) or 0
         return depthwise.Problem(
             out.shape[0], source, (("bias",), *ep.rendered), dtype, pool is not None, pitches=pitches, unit=unit,
-            relu=relu_before(op), summed=pool is not None and adds_sums(b, pool),
+            relu=relu_before(op), summed=pool is not None and adds_sums(b, pool), band=self.band(b, op),
         )  # fmt: skip
+
+    @staticmethod
+    def band(b: Builder, op: Op) -> int:
+        """Rows of the filter that the kernel adds at a time; 0: all."""
+        (*_, high, wide) = _taps_of(b.weights(op))
+        return depthwise.rows_at_a_time((high, wide), op.outputs[0].type.dtype.itemsize)
 
     def walked(self, b: Builder, op: Op) -> Walked:
         """Strides, pads and dilations, as of :func:`walk`."""
@@ -336,15 +342,20 @@ class TiledDepthwise(DepthwiseTactic):
     def reads(self, b: Builder, op: Op, columns: int = 1) -> dict[str, TensorView]:
         """The operands of a convolution, by their names in the launch."""
         x, weight = as_launched(b.made(b.source(op.inputs[0])), columns), b.weights(op).repeat(columns, 0)
-        packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
+        band = self.band(b, op)
+        packed = b.constant(
+            depthwise.pack_weights(weight.reshape(*weight.shape[:2], *_taps_of(weight)), band),
+            f"{op.outputs[0].name}.weights",
+        )
         added = self.stages(b, op).added_to(bias_of(b, op))
         bias = bias_row(b, op, None if added is None else added.repeat(columns), len(weight))
         return {"input": x, "weights": packed, "bias": bias}
 
     def filtered(self, b: Builder, op: Op, operands: Mapping[str, TensorView], columns: int = 1) -> list[TensorView]:
         """Image, weights and bias of a convolution, as the launch's meaning reads them."""
-        channels, taps = b.weights(op).shape[0] * columns, _taps_of(b.weights(op))
-        strides = (math.prod(taps[i + 1 :]) * channels for i in range(len(taps)))
+        channels, taps, band = b.weights(op).shape[0] * columns, _taps_of(b.weights(op)), self.band(b, op)
+        held = (*taps[:-2], taps[-2] + (-taps[-2] % band if band else 0), taps[-1])
+        strides = (math.prod(held[i + 1 :]) * channels for i in range(len(taps)))
         logical = operands["weights"].view((channels, 1, *taps), (1, 0, *strides))
         return [operands["input"], logical, operands["bias"]]
 

@@ -91,8 +91,8 @@ def refuse(
         return f"it loads by TMA, which GPUs of capability {capability[0]}.{capability[1]} do not have"
     if problem.item != 2 or problem.out_dtype != problem.dtype or problem.residual or problem.beside is not None:
         return "it is for 16-bit images in and out, with nothing added"
-    if problem.grown:
-        return "it is transposed"
+    if problem.grown or problem.band:
+        return "it is transposed, or its filter is too large"
     if render.reads_channels(problem.epilogue):
         return "its stages have per-channel operands"
     if problem.unit < 8:

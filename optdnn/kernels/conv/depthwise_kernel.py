@@ -52,8 +52,12 @@ __all__ = [
 
 MAX_TAPS, MAX_WIDE_TAPS = 128, 32
 """Most taps of a filter: in general, and of fp32. With more fp32 taps, the compiler hoists loads until registers spill."""
+TAPS_OF_BANDS, LOADED_ROWS = 49, 1.5
+"""Most taps of a band of a larger filter; cost of a band, in rows of the filter, of the rows of the image that it loads again."""
 MOST_PRODUCTS = 49 * 64
 """Most multiplications of a thread. They are fully unrolled."""
+MOST_IN_STEPS = 96
+"""Most elements of a row of inputs where weights come from L1, with eight channels: the compiler loads many weights at a time."""
 TILES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (2, 3), (2, 4), (4, 2), (4, 4), (2, 7))
 """Rows and columns of a thread's results."""
 TALL = ((1, 1), (2, 1), (4, 1), (8, 1))
@@ -71,14 +75,14 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return f"pixels that begin at multiples of {problem.unit} elements are not read {config.lanes} at a time"
     if (why := no_kernel(problem)) is not None:
         return why
-    if not 1 <= config.sharers <= problem.frames:
-        return f"{config.sharers} threads cannot share {problem.frames} frames"
+    if not 1 <= config.sharers <= problem.steps:
+        return f"{config.sharers} threads cannot share {problem.steps} steps"
     if problem.grown and any(n % step for n, step in zip((config.tile_h, config.tile_w), s.stride, strict=True)):
         return "its tiles do not begin at multiples of the stride"
-    if math.prod(s.kernel) > MAX_TAPS:
-        return f"{math.prod(s.kernel)} taps exceed {MAX_TAPS}: weights would not fit"
-    if problem.item == 4 and math.prod(s.kernel) > MAX_WIDE_TAPS:
-        return f"{math.prod(s.kernel)} taps of fp32 exceed the registers"
+    if (taps := math.prod(problem.unrolled)) > MAX_TAPS:
+        return f"{taps} taps exceed {MAX_TAPS}: weights would not fit"
+    if problem.item == 4 and taps > MAX_WIDE_TAPS:
+        return f"{taps} taps of fp32 exceed the registers"
     if min(problem.out_size) < 1:
         return "the output is empty"
     if not 1 <= config.threads <= 256:
@@ -90,7 +94,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if (needed := shared_bytes(problem, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     _, columns = reach(problem, (config.tile_h, config.tile_w))
-    if columns * config.lanes > 128:
+    if columns * config.lanes > (MOST_IN_STEPS if problem.steps > 1 and config.lanes > 4 else 128):
         return f"a row of {columns} input vectors does not fit the registers"
     _, x, y = tiles(problem, config)
     if problem.batch > 65535 or x * y > 65535:
@@ -114,7 +118,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. Sizes are parameters: problems that share filter, stride, epilogue and tile share the cubin."""
     s = problem.source
     defines = {
-        "LANES": config.lanes, "KERNEL_H": s.kernel[0], "KERNEL_W": s.kernel[1], "STRIDE_H": s.stride[0], "STRIDE_W": s.stride[1],
+        "LANES": config.lanes, "KERNEL_H": problem.unrolled[0], "KERNEL_W": problem.unrolled[1], "STRIDE_H": s.stride[0], "STRIDE_W": s.stride[1],
         "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1], "TILE_H": config.tile_h, "TILE_W": config.tile_w,
         "MAX_THREADS": 128 if config.threads <= 128 else 256, "MIN_BLOCKS": config.blocks,
         "SQUEEZE": squeeze_mode(problem, config), "SHARERS": config.sharers,
@@ -139,9 +143,9 @@ def generated(problem: Problem, tile: Mapping[str, int]) -> str:
 
 
 def _steps(problem: Problem) -> dict[str, int]:
-    """The constants of a walk along the depth of volumes, and of a transposed convolution."""
+    """The constants of a walk along the depth of volumes and over bands of the filter, and of a transposed convolution."""
     s, depth, transposed = problem.source, problem.source.depth, problem.grown is not None
-    found = {"TRANSPOSED": int(transposed), "KERNEL_D": 0 if depth is None else depth.taps}
+    found = {"TRANSPOSED": int(transposed), "KERNEL_D": 0 if depth is None else depth.taps, "BANDS": problem.bands}
     found |= {
         f"PHASE_{axis}": p % stride if transposed else 0
         for axis, p, stride in zip("HW", s.padding[:2], s.stride, strict=True)
@@ -156,12 +160,24 @@ def options(problem: Problem, checked: bool = False) -> tuple[str, ...]:
     )
 
 
-def pack_weights(weight: Array) -> Array:
-    """``[channels, 1, taps …]`` weights -> ``[taps, channels]``. Keeps the dtype."""
-    channels = weight.shape[0]
+def pack_weights(weight: Array, band: int = 0) -> Array:
+    """``[channels, 1, taps …]`` weights -> ``[taps, channels]``. Keeps the dtype. ``band``: as of a problem; rows of zeros complete the last
+    band of each frame."""
+    channels, more = len(weight), -weight.shape[-2] % band if band else 0
     if weight.shape[1] != 1:
         raise InternalError("a depthwise convolution has one input channel per output channel")
-    return np.ascontiguousarray(weight.reshape(channels, -1).T)
+    padded = np.pad(weight, [(0, 0)] * (weight.ndim - 2) + [(0, more), (0, 0)])
+    return np.ascontiguousarray(padded.reshape(channels, -1).T)
+
+
+def rows_at_a_time(kernel: tuple[int, int], item: int) -> int:
+    """Rows of a filter that a thread should add at a time; 0: all, since its code is short enough, or since a single row is too long.
+    ``item``: bytes of an element."""
+    (high, wide), most = kernel, MAX_WIDE_TAPS if item == 4 else MAX_TAPS
+    if high * wide <= most or wide > most:
+        return 0
+    fitting = [n for n in range(1, high) if n * wide <= min(most, TAPS_OF_BANDS)] or [1]
+    return min(fitting, key=lambda n: (-(-high // n) * (n + LOADED_ROWS), n))
 
 
 def launch(
@@ -250,7 +266,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
                         if strips_x < 1:
                             continue
                         strips_y = max(1, min(strips // strips_x, -(-out_h // tile_h)))
-                        for sharers in {1, *(-(-problem.frames // n) for n in (1, 2, 3))}:
+                        for sharers in {1, *(-(-problem.steps // n) for n in (1, 2, 3))}:
                             config = Config(tile_h, tile_w, v, strips_x, strips_y, lanes, sharers=sharers)
                             if refuse(problem, config, shared=device.shared_per_block) is None:
                                 found.append((estimate(problem, config, device), config))

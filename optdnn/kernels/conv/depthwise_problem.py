@@ -55,6 +55,9 @@ class Problem(OneSource):
     grown: tuple[int, int] | None = None
     """Height and width of the result of a transposed convolution; None: the convolution is an ordinary one."""
 
+    band: int = 0
+    """Rows of the filter that a thread adds at a time; 0: all."""
+
     @cached_property
     def out_size(self) -> tuple[int, int]:
         """Height and width of the result."""
@@ -73,6 +76,22 @@ class Problem(OneSource):
         return 1 if depth is None else -(-depth.taps // (depth.stride if self.grown else 1))
 
     @property
+    def unrolled(self) -> tuple[int, int]:
+        """Rows and columns of the filter that a thread adds at a time."""
+        high, wide = self.source.kernel
+        return self.band or high, wide
+
+    @property
+    def bands(self) -> int:
+        """Bands of rows of the filter."""
+        return -(-self.source.kernel[0] // self.unrolled[0])
+
+    @property
+    def steps(self) -> int:
+        """Steps in which a result is computed: frames, and bands of each."""
+        return self.frames * self.bands
+
+    @property
     def averaged(self) -> tuple[int, int]:
         """Images or volumes with means of their own, and images of each."""
         depth = self.source.depth
@@ -86,8 +105,8 @@ class Problem(OneSource):
 
     @property
     def weights_in_shared(self) -> bool:
-        """Whether weights are read from shared memory, not from registers or, those of volumes, from L1."""
-        return self.source.depth is None and self.taps > FEW_TAPS
+        """Whether weights are read from shared memory, not from registers or, those of several steps, from L1."""
+        return self.source.depth is None and self.bands == 1 and self.taps > FEW_TAPS
 
     @property
     def residual(self) -> bool:
@@ -181,19 +200,18 @@ def tiles(problem: Problem, config: Strips) -> tuple[int, int, int]:
 
 
 def met(problem: Problem) -> int:
-    """Taps of a frame with which a result is computed."""
-    s = problem.source
-    strides = s.stride if problem.grown else (1, 1)
-    return math.prod(-(-k // stride) for k, stride in zip(s.kernel, strides, strict=True))
+    """Taps of a step with which a result is computed."""
+    strides = problem.source.stride if problem.grown else (1, 1)
+    return math.prod(-(-k // stride) for k, stride in zip(problem.unrolled, strides, strict=True))
 
 
 def reach(problem: Problem, results: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of the input under so many rows and columns of results: ``Axis`` of ``depthwise_core.cuh``."""
+    """Rows and columns of the input that a step reads for so many rows and columns of results: ``Axis`` of ``depthwise_core.cuh``."""
     s = problem.source
     if problem.grown is None:
         first, second = (
             (n - 1) * stride + (k - 1) * dilation + 1
-            for n, k, stride, dilation in zip(results, s.kernel, s.stride, s.dilation, strict=True)
+            for n, k, stride, dilation in zip(results, problem.unrolled, s.stride, s.dilation, strict=True)
         )
         return first, second
     axes = zip(results, s.kernel, s.stride, s.padding[:2], strict=True)
@@ -230,11 +248,11 @@ def no_kernel(problem: Problem) -> str | None:
         return f"no kernel turns {problem.dtype} into {problem.out_dtype}"
     if problem.beside is not None and (quantized or problem.relu):
         return "pairs of convolutions are for floats without a ReLU before them"
-    if problem.source.depth is not None or problem.grown:
+    if problem.source.depth is not None or problem.grown or problem.band:
         if quantized or problem.beside is not None:
-            return "volumes and transposed convolutions are floats, alone"
-        if problem.grown and problem.squeeze:
-            return "transposed convolutions are without means"
+            return "volumes, transposed convolutions and filters in bands are of floats, alone"
+        if problem.grown and (problem.squeeze or problem.band):
+            return "transposed convolutions are without means, and add whole filters at a time"
     return None
 
 

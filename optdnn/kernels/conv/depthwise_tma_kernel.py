@@ -6,7 +6,7 @@ Problems and operands are as of :mod:`optdnn.kernels.conv.depthwise_kernel`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv.depthwise_cost import CLOCK, MEMORY, finish_seconds
@@ -144,7 +144,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "TILE_W": config.tile_w, "VECTORS": config.vectors, "STRIPS_X": config.strips_x, "STRIPS_Y": config.strips_y,
         "STAGES": config.stages, "MIN_BLOCKS": config.blocks, "SQUEEZE": squeeze_mode(problem, config),
     }  # fmt: skip
-    text = depthwise.generated(problem, defines)
+    text = depthwise.generated(replace(problem, band=0), defines)
     return Recipe("depthwise_sm90.cu", arch, {"generated.cuh": text}, depthwise.options(problem, checked))
 
 
