@@ -1,8 +1,9 @@
-"""Scales and shifts per channel of the input of a convolution or matrix product become stages of its prologue.
+"""Scales and shifts per channel of the input of a convolution become stages of its prologue.
 
 Such scales and shifts come from the channel gates of squeeze-and-excitation, and from BatchNormalizations that could not be folded:
 in DenseNet and pre-activation ResNets an activation is in between, or the normalized value has several readers. The kernel applies
-the prologue when it reads operand 0, before padding. This pass runs after fuse_epilogue: a stage is cheaper in the epilogue of the
+the prologue when it reads operand 0, before padding. The kernels of matrix products have no prologue: TMA brings their operands to
+tensor cores as they are. This pass runs after fuse_epilogue: a stage is cheaper in the epilogue of the
 producer.
 """
 
@@ -13,19 +14,19 @@ from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support import affine
 from optdnn.passes.support.facts import operand, resized_picture, shape_of
-from optdnn.passes.support.linear import LINEAR, Linear
+from optdnn.passes.support.linear import Linear
 from optdnn.passes.support.stages import ACTIVATIONS, Slots, refuses, with_stages
 
 
 class _Prologue(Rule):
     """Grows a chain of ops backwards from operand 0, each read only by the next one, up to an op that may start a prologue."""
 
-    kinds = LINEAR
+    kinds = frozenset({"Conv", "ConvTranspose"})
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         linear, value = Linear.of(graph, op), operand(op)
         if linear is None or linear.weight is None or op.attrs.prologue:
-            return None  # products of two computed values (attention) have their own kernels
+            return None
         chain: list[tuple[Op, Value]] = []
         kept = 0
         miss: Miss | None = None

@@ -56,6 +56,7 @@ from optdnn.passes.joined_tables import JoinedTables
 from optdnn.passes.layers_of_parts import LayersOfParts, StepsOfItems
 from optdnn.passes.linear_attentions import LinearAttentions
 from optdnn.passes.long_scans import LongScans
+from optdnn.passes.long_strides import LongStrides
 from optdnn.passes.long_top_k import LongTopK
 from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.modulated_weights import ModulatedWeights
@@ -242,6 +243,7 @@ O2_GPU: tuple[Pass, ...] = (
     FuseSnake(),  # when the arithmetic has its last form; before epilogues, which take it in
     GatesOfSiblings(),  # after SplitProducts, which takes gated units of two halves apart; before epilogues
     FuseEpilogue(norms_add=True),  # as in O2; leaves some additions to normalizations, whose kernels can add
+    LongStrides(),  # after epilogues, which it keeps; before the views of operands are merged
     Conv3dAsImages(),  # after epilogues: it keeps them, but its views would stop them; before the passes for two axes
     FusePrologue(),  # as in O2
     CommonSubexpressions(),  # as in O2; also merges the views of volumes that several convolutions read

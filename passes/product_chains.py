@@ -91,6 +91,8 @@ def sum_of_equal_layers(graph: Graph, op: Op) -> Match | Miss | None:
     stages = (getattr(first.attrs, "prologue", ()), getattr(first.attrs, "epilogue", ()))
     if any(stages):
         return Miss(f"{first.name} has stages")
+    if any(producer(graph, v, {"Softmax"}) is not None for v in (x, y)):
+        return Miss("attention whose weights are not added is one launch")
     if graph.sole_user(first.value) is None or graph.sole_user(second.value) is None:
         return Miss("one of the results is read elsewhere")
     if elements(graph.type(x)) > max(elements(op.outputs[0].type), FEW):

@@ -241,6 +241,7 @@ RULES: Mapping[str, str] = {
     "product_of_windows": "windows read in place, in the order of the product that reads them",
     "order_sum": "sums ordered so that convolutions and products add all other terms",
     "partial_sum": "additions to some channels of a convolution replaced by additions to all channels",
+    "long_stride": "long strides of sequences turned into blocks of positions",
     "pool_last": "average pools moved after convolutions with fewer channels",
     "patch_rows": "patch embeddings written as matrix products",
     "cut_patches": "embeddings of patches that are already cut written as matrix products",

@@ -219,6 +219,19 @@ def test_rows_of_tables_are_written_in_place(last: str, axis: int, product: bool
         np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())
 
 
+@pytest.mark.parametrize("norm", ["LayerNormalization", "RMSNormalization"])
+def test_normalized_pixels_are_written_beside_other_channels(norm: str) -> None:
+    """The first dense block of RDNet (Kim et al., 2024): a normalized image is a part of all concatenations after it."""
+    n = Net()
+    rows = n.op("Transpose", n.conv(n.input(2, 16, 8, 8), 16), attrs=TransposeAttrs((0, 2, 3, 1)))
+    x = n.op("Transpose", n.op(norm, rows, n.random(16, offset=1.0)), attrs=TransposeAttrs((0, 3, 1, 2)))
+    y = n.conv(x, 24)
+    first = _joined(n, [x, y], 1)
+    second = _joined(n, [x, y, n.conv(first, 8)], 1)
+    launches = kinds(check_simulated(n.done(n.conv(second, 16)), "fp16"))
+    assert not {"Copy", "Copies", "Concat"} & set(launches[1:]), launches
+
+
 def single_block(reader: str) -> Graph:
     """Heads and hidden features side by side, as FLUX's single blocks have them; ``reader``: what reads them."""
     n = Net()

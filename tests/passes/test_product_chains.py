@@ -134,9 +134,18 @@ def equal_stages() -> Graph:
     return n.done(n.op("Add", first, second))
 
 
+def difference_of_attentions() -> Graph:
+    """``(softmax a) v - (softmax b) v``, as in differential attention (Ye et al., 2024)."""
+    n = Net(np.float64)
+    v = n.input(2, 6, 4, name="v")
+    parts = [n.op("MatMul", n.op("Softmax", n.input(2, 5, 6, name=name)), v, attrs=MatMulAttrs()) for name in "ab"]
+    return n.done(n.op("Sub", *parts))
+
+
 @pytest.mark.parametrize(
     ("graph", "because"),
     [
+        (difference_of_attentions(), "attention whose weights are not added is one launch"),
         (equal_layers("Gemm", read=True), "one of the results is read elsewhere"),
         (equal_layers("Conv", size=300), "the sum of the operands would be larger"),
         (equal_stages(), "has stages"),

@@ -1,6 +1,6 @@
 """Fused attention on the general tensor-core kernel (mma.sync fed by cp.async): every GPU from sm_80 on.
 
-On Hopper it runs the problems that Hopper's own kernel refuses, for example heads of more than 128 features.
+On Hopper it runs the problems that Hopper's own kernel refuses, for example heads of more than 256 features.
 """
 
 from __future__ import annotations

@@ -11,16 +11,23 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 LOADING_REGISTERS = 24
 """Registers per thread of a persistent block's loading warpgroup."""
-PRODUCT_REGISTERS = 26
-"""Registers per thread, in addition to the scores, that ptxas needs for a product at the block's initial registers."""
+PRODUCT_REGISTERS, WIDE_PRODUCT_REGISTERS = 26, 40
+"""Registers per thread, in addition to the scores, that ptxas needs for a product at the block's initial registers; with heads of more
+than ``TWO_PLACES`` features."""
 MERGE_REGISTERS = 60
 """Registers of a thread that merges the results of warpgroups, in addition to its own results, maxima and sums."""
+WIDE_REGISTERS = 18
+"""Registers per thread for heads of more than ``TWO_PLACES`` features."""
 SOFTCAP_REGISTERS = 14
 """Registers per thread for softcaps."""
 SINK_REGISTERS = 2
 """Registers per thread for a head's sink."""
 MOST_SPREAD = 80.0
 """Largest difference of two rounded scores: weights begin at the largest score of the grid, and fp32 ends at e^-87."""
+MOST_FEATURES = 256
+"""Features of the widest head: the columns of wgmma's widest product with values."""
+TWO_PLACES = 128
+"""Features of the widest head whose persistent blocks have two buffers of queries: with wider heads, the room is for keys."""
 _BARRIER_BYTES = 1024
 
 
@@ -87,13 +94,17 @@ def register_limit(problem: Problem, config: Config) -> int:
     return min(255, 512 // -(-threads(problem, config) // 32 * config.blocks // 4) // 8 * 8)
 
 
+def query_places(problem: Problem, config: Config) -> int:
+    """Buffers of a block's queries. With two, a persistent block loads the next item's queries ahead."""
+    return 2 if config.persistent and problem.head <= TWO_PLACES else 1
+
+
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block."""
-    places = 2 if config.persistent else 1
     ring = problem.head * 4 * config.stages * config.keys
     if config.split:  # the results of the other warpgroups overwrite the ring
         ring = max(ring, (config.warpgroups - 1) * (problem.head // 8 + 1) * 2048)
-    return _BARRIER_BYTES + problem.head * 2 * places * config.queries + ring
+    return _BARRIER_BYTES + problem.head * 2 * query_places(problem, config) * config.queries + ring
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
@@ -103,8 +114,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if (why := _no_factors(problem) or _no_grids(problem, config)) is not None:
         return why
     for features in (problem.features, problem.values):
-        if features % 8 or not 8 <= features <= 128:
-            return f"heads of {features} features (a multiple of 8 up to 128 is needed)"
+        if features % 8 or not 8 <= features <= MOST_FEATURES:
+            return f"heads of {features} features (a multiple of 8 up to {MOST_FEATURES} is needed)"
     if not problem.scale > 0 or math.isinf(problem.scale):
         return f"a scale of {problem.scale}"
     if problem.heads % (problem.key_heads or problem.heads):
@@ -128,12 +139,14 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     scores, rest = (config.keys * 0.62, 44) if config.own_tiles(tiles) == 1 else (config.keys * 0.75, 28)
     mask = 12 + config.keys / 8 * mask_rows(problem) if problem.mask else 0.0
     bias = (mask, config.keys / 2, 36.0)[factor_form(problem, config)]
+    wide = WIDE_REGISTERS if problem.head > TWO_PLACES else 0
     bias += (SOFTCAP_REGISTERS if problem.softcap else 0) + (SINK_REGISTERS if problem.sinks else 0)
-    merged = problem.head / 2 + 4 * config.warpgroups + MERGE_REGISTERS if config.split else 0.0
-    if max(scores + problem.head / 2 + rest + bias, merged) > (limit := register_limit(problem, config)):
+    merged = problem.head / 2 + 4 * config.warpgroups + MERGE_REGISTERS + wide if config.split else 0.0
+    if max(scores + problem.head / 2 + rest + bias + wide, merged) > (limit := register_limit(problem, config)):
         return f"scores and results of a thread exceed {limit} registers"
     widest = max(config.keys, problem.head)
-    if config.persistent and widest // 2 + PRODUCT_REGISTERS > start_registers(config):
+    beside = PRODUCT_REGISTERS if problem.head <= TWO_PLACES else WIDE_PRODUCT_REGISTERS
+    if config.persistent and widest // 2 + beside > start_registers(config):
         return f"a product of {widest} columns does not compile for threads that start with {start_registers(config)} registers"
     if problem.heads > 65535 or problem.batch > 65535:
         return "the grid is too large"

@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from optdnn.kernels.attention import few_items
-from optdnn.kernels.attention.hopper_config import Config, at_once, factor_form, row_items, shared_bytes, threads
+from optdnn.kernels.attention.hopper_config import (
+    Config,
+    at_once,
+    factor_form,
+    query_places,
+    row_items,
+    shared_bytes,
+    threads,
+)
 from optdnn.kernels.attention.problem import Problem
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -16,7 +24,7 @@ MEMORY = 4.2e12
 CLOCK = 1.75e9
 ENDS, WAVE, BETWEEN = 2200, 4200, 1400
 """Cycles of a block's first loads and last store; the same in a further wave; of a persistent block between two items (its loads
-run ahead)."""
+run ahead). With one buffer of queries, they wait for the store as in a further block."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     waves = math.ceil(waves) if waves < 3 else waves + 0.5
     block = groups * seen * tile * slack
     further = WAVE if resident == 1 else ENDS  # other blocks of the multiprocessor multiply meanwhile
-    cycles = waves * (block + BETWEEN) + ENDS if config.persistent else waves * (block + further) + ENDS - further
+    between = BETWEEN if query_places(problem, config) == 2 else ENDS
+    cycles = waves * (block + between) + ENDS if config.persistent else waves * (block + further) + ENDS - further
     traffic = items * (2 * config.keys * seen + 2 * config.queries) * problem.head * 2
     compute, share = cycles / CLOCK, sector_share(problem)
     loads = traffic * share / 5.5e12

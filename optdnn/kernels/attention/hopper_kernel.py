@@ -15,6 +15,7 @@ from optdnn.kernels.attention.hopper_config import (
     at_once,
     factor_form,
     loader,
+    query_places,
     refuse,
     register_limit,
     row_items,
@@ -39,7 +40,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     defines = {
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
         "LOADER": loader(problem, config), "ONE_TILE": int(config.own_tiles(-(-problem.keys // config.keys)) == 1),
-        "PERSISTENT": int(config.persistent), "TURNS": int(config.turns), "SPLIT": int(config.split), "REGISTERS": register_limit(problem, config),
+        "PERSISTENT": int(config.persistent), "QUERY_PLACES": query_places(problem, config), "TURNS": int(config.turns), "SPLIT": int(config.split), "REGISTERS": register_limit(problem, config),
         "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "REACH": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "HAS_LENGTHS": int(problem.lengths),
         "MASK": mask_width(problem), "MASK_ROWS": mask_rows(problem),
         "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config), "SOFTCAP": int(problem.softcap > 0),

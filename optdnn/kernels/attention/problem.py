@@ -119,8 +119,9 @@ class Problem:
 
     @property
     def head(self) -> int:
-        """Features per head in the kernel: a multiple of 16. TMA pads keys and values with zeros."""
-        return -(-self.widest // 16) * 16
+        """Features per head in the kernel: a multiple of 16, or of 64 above 128. TMA pads keys and values with zeros."""
+        unit = 16 if self.widest <= 128 else 64
+        return -(-self.widest // unit) * unit
 
     @property
     def span(self) -> int:

@@ -34,7 +34,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
     part of the next. Along channels, another part must come from an operator of ``kernels`` (kinds that can write to any place), and
     begin at a multiple of 8 channels for TMA, unless reductions write all parts (CBAM's means and maxima over channels): these store one
     element after another. If channels are the last axis (rows), only repetitions, and convolutions with a transposed
-    result, write in place. Products, attention and pointwise operators write rows in place (of images, and between other rows) if the
+    result, write in place. Products, attention, norms and pointwise operators write rows in place (of images, and between other rows) if the
     part is a view of their whole result. If parts follow one another in memory, convolutions and concatenations also write views of
     their results (the pixels of YOLO's levels). Gathered rows of tables, and sums of them, are written in place along both axes. If only
     products read the rows (:func:`pitched`), products, pointwise operators and attention (FLUX's single blocks) write them in place.
@@ -232,7 +232,7 @@ def _is_made_in_place(b: Builder, value: Value, kernels: frozenset[str], join: _
     if join.inner:
         kinds = _ROWS | _NORMS | {"Concat"} | (set() if join.small else {"RotaryEmbedding"})
         return producer.kind in kinds or producer.pointwise or _adds_rows(b, producer)
-    if join.last and (_joins_channels(op) or (op.kind == "Transpose" and producer.kind in _ROWS)):
+    if join.last and (_joins_channels(op) or (op.kind == "Transpose" and producer.kind in _ROWS | _NORMS)):
         return True
     if of_one_channel(op) and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
         return b.graph.op(op.inputs[0]).kind in kernels

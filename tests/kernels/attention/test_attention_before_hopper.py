@@ -88,9 +88,9 @@ def test_refusals(build: Any, target: str, precision: str, reason: str, monkeypa
 
 
 def test_hoppers_own_kernel_leaves_wide_heads_to_this_one() -> None:
-    program = lowered(attention(size=136, count=1), "fp16", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(attention(size=264, count=1), "fp16", target="cuda:sm_90a", no_cubins=True)
     assert chosen(program) == {"attention_sm80"}
-    assert "heads of 136 features" in reasons(program)
+    assert "heads of 264 features" in reasons(program)
 
 
 def test_nothing_to_do_is_refused() -> None:

@@ -50,6 +50,14 @@ PROBLEMS: dict[str, Problem] = {
     "wide values": wide_values(40, 4, 196, 16, 64),
     "wide values that share no subtile": wide_values(9, 4, 49, 24, 80, dtype="bfloat16"),
     "narrow values": wide_values(20, 8, 196, 64, 16, mask=(0, 196 * 196, 196)),
+    "heads of 256": merged(9, 5, 700, 256),
+    "heads of 256, causal, softcap": merged(6, 8, 333, 256, causal=True, softcap=30.0, dtype="bfloat16"),
+    "heads of 256, a window": apart(6, 8, 333, 700, 256, 2, causal=True, lengths=True, from_end=True, reach=130),
+    "heads of 256, a mask of each query": merged(9, 8, 333, 256, mask=(0, 0, 333), sinks=True),
+    "heads of 256, bytes": merged(20, 12, 197, 256, narrow="int8"),
+    "heads of 160": merged(9, 12, 333, 160, mask=(333, 0, 0)),
+    "heads of 192, some see nothing": apart(40, 8, 90, 70, 192, causal=True, causal_offset=-30),
+    "values of 256": wide_values(20, 8, 196, 64, 256),
 }
 
 
@@ -80,6 +88,7 @@ SPLIT_PROBLEMS: dict[str, Problem] = {
     "sinks, some see nothing": apart(2, 8, 90, 170, 40, causal=True, causal_offset=-30, sinks=True),
     "bytes": merged(1, 12, 197, 64, narrow="int8"),
     "wide values": wide_values(1, 4, 196, 16, 32),
+    "heads of 160": merged(1, 4, 197, 160),
 }
 
 
@@ -106,6 +115,33 @@ def test_persistent_blocks_are_as_many_as_run_at_a_time() -> None:
     assert (hopper_config.row_items(problem, config), made.grid, made.block) == (2, (132, 1, 1), 512)
     assert hopper.launch(merged(1, 12, 257, 64), config, H200).grid == (24, 1, 1)
     assert hopper_config.shared_bytes(problem, config) == 1024 + 128 * (2 * 192 + 2 * 2 * 128)
+
+
+def test_wide_heads_have_one_buffer_of_queries() -> None:
+    config = Config(2, 80, 2, 1, True, True)
+    problem = merged(16, 1, 4096, 256)
+    assert hopper.candidates(problem, H200)[0] == config
+    assert hopper_config.query_places(problem, config) == 1
+    assert hopper_config.shared_bytes(problem, config) == 1024 + 512 * (128 + 2 * 2 * 80) == 230400
+    assert hopper_config.query_places(merged(16, 1, 4096, 128), config) == 2
+    assert [merged(1, 1, 64, n).head for n in (120, 136, 192, 200, 256)] == [128, 192, 192, 256, 256]
+    assert (
+        hopper.refuse(merged(1, 1, 64, 264), Config(1, 64, 1))
+        == "heads of 264 features (a multiple of 8 up to 256 is needed)"
+    )
+
+
+def test_wide_heads_need_registers() -> None:
+    wide = merged(16, 8, 700, 192)
+    assert hopper.refuse(wide, Config(3, 48, 2, 1, True)) == "scores and results of a thread exceed 160 registers"
+    assert hopper.refuse(wide, Config(3, 16, 2, 1, True)) == (
+        "a product of 192 columns does not compile for threads that start with 128 registers"
+    )
+    assert (
+        hopper.refuse(merged(16, 8, 700, 256), Config(1, 112, 1))
+        == "scores and results of a thread exceed 255 registers"
+    )
+    assert hopper.refuse(merged(16, 8, 700, 256), Config(1, 96, 1)) is None
 
 
 def test_a_loading_warpgroup_gives_registers_to_the_others() -> None:

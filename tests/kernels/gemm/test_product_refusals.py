@@ -9,13 +9,15 @@ from support.net import Net
 from support.simulated import check_not_taken
 
 from optdnn.ir.graph import Value
-from optdnn.ops.gemm import GemmAttrs
+from optdnn.ops.base import Attrs, Stage
+from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 
 
 def activated_in_front(n: Net) -> Value:
-    """A scale and a shift, and an activation, which cannot be folded into the weights."""
-    x = n.op("Relu", n.op("Add", n.op("Mul", n.input(64, 64), n.random(64)), n.random(64)))
-    return n.matmul(x, 32)
+    """Passes give a product no prologue, but the operator may have one."""
+    return n.op(
+        "MatMul", n.input(64, 64), n.random(64, 32), attrs=MatMulAttrs(prologue=(Stage("Relu", (~0,), Attrs()),))
+    )
 
 
 def by_a_computed_matrix(n: Net) -> Value:

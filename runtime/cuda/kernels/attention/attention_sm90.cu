@@ -8,8 +8,8 @@
 // (FlashAttention-3). Operands are strided views [batch][position][head][feature], so q, k and v may be slices of the output of one joint
 // projection.
 //
-// PERSISTENT: a block takes several items in turn (an item is 64 * WARPGROUPS queries of one head). Queries then have two buffers, and the
-// loading warp loads the next item's operands while the current item is multiplied.
+// PERSISTENT: a block takes several items in turn (an item is 64 * WARPGROUPS queries of one head). The loading warp loads the next item's
+// first tiles of keys and values while the current item is multiplied, and its queries, too, if queries have two buffers (QUERY_PLACES).
 //
 // TURNS: warpgroups issue their products in turn (FlashAttention-3's ping-pong), so that the softmax of one overlaps the products of another.
 // Without it they wait for the same tile, and tensor cores and exponentials are busy one after the other.
@@ -17,18 +17,19 @@
 // SPLIT: the warpgroups of a block share 64 queries, and take tiles of keys in turn, which shortens the latency of few queries. At the end
 // the first warpgroup adds the results of all.
 //
-// A head of HEAD features (a multiple of 16; TMA pads the tensor with zeros) is stored in shared memory as subtiles with SPAN bytes per row.
+// A head of HEAD features (a multiple of 16, of 64 above 128; TMA pads the tensor with zeros) is stored in shared memory as subtiles with SPAN bytes per row.
 // k is K-major. The rows of v are keys, so v is wgmma's MN-major operand.
 //
 // generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a separate warp loads), ONE_TILE (a warpgroup has one tile at most),
-// PERSISTENT (implies LOADER), TURNS, SPLIT, REGISTERS (per multiplying thread of a persistent block), HEAD, SPAN, MIN_BLOCKS, CAUSAL, REACH
-// (a query sees only a limited number of keys before its position; earlier tiles are neither loaded nor multiplied), FROM_END (positions of
-// queries count from the end of the keys), HAS_LENGTHS, MASK (0 none; else elements per load: 1 or 2), MASK_ROWS (2 where each query has its
-// own mask, else 1), FACTORS (0: none; key k = KEY_WIDTH * row + column gets rows[query][row] + columns[query][column]. 1: KEY_WIDTH is
-// BLOCK_KEYS, so that columns stay in registers; 2: any even KEY_WIDTH), SOFTCAP (scores become cap * tanh(score / cap) before masks are
-// added), NARROW (1: the result is stored as 8-bit integers, 2: as fp8), wgmma_scores(), wgmma_values(), SINKS where each head's softmax
-// has one more logit, which no value belongs to, and ROUNDED (1: weights are rounded to a grid of 8-bit integers, 2: scores, too). A weight is
-// then known only when the row's sum is: the keys of rows of several tiles are multiplied twice.
+// PERSISTENT (implies LOADER), QUERY_PLACES (buffers of queries: 1, or 2 if PERSISTENT), TURNS, SPLIT, REGISTERS (per multiplying thread of
+// a persistent block), HEAD, SPAN, MIN_BLOCKS, CAUSAL, REACH (a query sees only a limited number of keys before its position; earlier tiles
+// are neither loaded nor multiplied), FROM_END (positions of queries count from the end of the keys), HAS_LENGTHS, MASK (0 none; else
+// elements per load: 1 or 2), MASK_ROWS (2 where each query has its own mask, else 1), FACTORS (0: none; key k = KEY_WIDTH * row + column
+// gets rows[query][row] + columns[query][column]. 1: KEY_WIDTH is BLOCK_KEYS, so that columns stay in registers; 2: any even KEY_WIDTH),
+// SOFTCAP (scores become cap * tanh(score / cap) before masks are added), NARROW (1: the result is stored as 8-bit integers, 2: as fp8),
+// wgmma_scores(), wgmma_values(), SINKS where each head's softmax has one more logit, which no value belongs to, and ROUNDED (1: weights are
+// rounded to a grid of 8-bit integers, 2: scores, too). A weight is then known only when the row's sum is: the keys of rows of several tiles
+// are multiplied twice.
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "mma.cuh"
@@ -41,11 +42,12 @@ constexpr int TILE_STEP = SPLIT ? WARPGROUPS : 1;      // tiles between consecut
 constexpr int SUBTILES = HEAD * 2 / SPAN;
 constexpr u32 QUERY_SUBTILE = 64 * SPAN, QUERY_BYTES = SUBTILES * QUERY_SUBTILE;
 constexpr u32 KEY_SUBTILE = BLOCK_KEYS * SPAN, KEY_BYTES = SUBTILES * KEY_SUBTILE;
-constexpr int QUERY_PLACES = PERSISTENT ? 2 : 1;
+constexpr bool LATE_QUERIES = PERSISTENT && QUERY_PLACES == 1;        // the next item's queries wait for the store of the current result
 constexpr int PASSES = ROUNDED && LOADER && !ONE_TILE ? 2 : 1;        // over the keys; without LOADER, all of them stay in the ring
 constexpr u32 BARRIER_BYTES = 1024;
 constexpr u32 TURN_BARRIER = 1 + WARPGROUPS;       // barrier of the first warpgroup's turn; lower numbers order the stores of a warpgroup
 static_assert(!ROUNDED || (!SPLIT && !TURNS && !FACTORS && !SOFTCAP && !CAUSAL && !REACH), "rounded weights need whole rows");
+static_assert(QUERY_PLACES == 1 || (QUERY_PLACES == 2 && PERSISTENT), "the next item's queries have a buffer of their own");
 static_assert(ROUNDED != 2 || !MASK, "a mask would follow the rounding of scores");
 static_assert(!SPLIT || (!PERSISTENT && !TURNS && (!LOADER || STAGES % WARPGROUPS == 0)), "a split block has one item, and stages for each warpgroup");
 
@@ -150,13 +152,16 @@ DEVICE void load_items(const Params& p, const Room& at, Item item) {
     for (int index = own_first(); index < own_end(p); index += gridDim.x) {
         if (PERSISTENT) item = item_at(p, index);
         const Tiles tiles = seen_tiles(p, item.first, QUERY_GROUPS * 64, keys_of(p, item));
-        const u32 queries = at.queries + place * QUERY_GROUPS * QUERY_BYTES, query_full = at.query_full + 8 * place;
-        if (PERSISTENT) barrier_wait(at.query_empty + 8 * place, place_parity);
-        barrier_expect(query_full, QUERY_GROUPS * QUERY_BYTES);
-        for (int j = 0; j < QUERY_GROUPS * SUBTILES; j++)
-            tma_load_4d(queries + j * QUERY_SUBTILE, &p.queries, query_full, j % SUBTILES * (SPAN / 2), item.first + j / SUBTILES * 64,
-                        item.head, item.batch);
+        auto load_queries = [&] {
+            const u32 queries = at.queries + place * QUERY_GROUPS * QUERY_BYTES, query_full = at.query_full + 8 * place;
+            if (PERSISTENT) barrier_wait(at.query_empty + 8 * place, place_parity);
+            barrier_expect(query_full, QUERY_GROUPS * QUERY_BYTES);
+            for (int j = 0; j < QUERY_GROUPS * SUBTILES; j++)
+                tma_load_4d(queries + j * QUERY_SUBTILE, &p.queries, query_full, j % SUBTILES * (SPAN / 2), item.first + j / SUBTILES * 64,
+                            item.head, item.batch);
+        };
         const int count = tiles.last - tiles.first;
+        if (!LATE_QUERIES || count == 0) load_queries();
         for (int turn = 0; turn < PASSES * count; turn++, loads++) {
             const int tile = tiles.first + (PASSES == 2 && turn >= count ? turn - count : turn);
             const u32 key_full = at.key_full + 8 * stage, value_full = at.value_full + 8 * stage;
@@ -175,6 +180,7 @@ DEVICE void load_items(const Params& p, const Room& at, Item item) {
                                 item.key_head, item.batch);
             }
             if (++stage == STAGES) stage = 0, parity ^= 1;
+            if (LATE_QUERIES && turn + 1 == min(STAGES, PASSES * count)) load_queries();       // after the loads that need not wait for them
         }
         if (++place == QUERY_PLACES) place = 0, place_parity ^= 1;
     }
@@ -217,7 +223,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     if (item.first + query_group * 64 >= p.query_count || own.first >= own.last) own = {tiles.first, tiles.first};
     // Releases the query buffer of the previous item, once the store of its result has been read from shared memory.
     auto leave_place = [&] {
-        if (PERSISTENT && !first && quarter == 0 && elect_one()) {
+        if (QUERY_PLACES == 2 && !first && quarter == 0 && elect_one()) {
             tma_store_wait_read<0>();
             barrier_arrive(at.query_empty + 8 * (turn.place ^ 1));
         }
@@ -479,13 +485,28 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         tma_store_commit();
     }
 #endif
+    if (LATE_QUERIES) {
+        if (quarter == 0 && elect_one()) {
+            tma_store_wait_read<0>();
+            barrier_arrive(at.query_empty);
+        }
+        __syncwarp();
+    }
     if (++turn.place == QUERY_PLACES) turn.place = 0, turn.place_parity ^= 1;
+}
+
+// This thread's number, read once more: with wide heads, ptxas would spill it beside the loading warps, which have few registers.
+DEVICE u32 thread_again() {
+    if (HEAD <= 128) return threadIdx.x;
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 base = smem_address(shared);
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     const Room at(shared, base);
 
     if (threadIdx.x == 0) {
@@ -517,13 +538,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
 
     if (PERSISTENT && warp >= WARPGROUPS * 4) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (loads && elect_one()) load_items(p, at, first);
-    if (LOADER && warp >= WARPGROUPS * 4) return;
+    if (LOADER && (HEAD > 128 ? thread_again() >= WARPGROUPS * 128 : warp >= WARPGROUPS * 4)) return;
     __syncwarp();
     if (PERSISTENT) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-    if (TURNS && warp >= WARPGROUPS * 4 - 4) named_barrier_arrive(TURN_BARRIER, 256);
-    Turn turn(warp / 4);
+    const u32 thread = thread_again();
+    const int own_warp = HEAD > 128 ? uniform(thread / 32) : warp;
+    if (TURNS && own_warp >= WARPGROUPS * 4 - 4) named_barrier_arrive(TURN_BARRIER, 256);
+    Turn turn(own_warp / 4);
     for (int index = own_first(); index < own_end(p); index += gridDim.x)
-        attend(p, at, item_at(p, index), turn, index == own_first(), warp, lane);
-    if (TURNS && warp < 4) named_barrier(TURN_BARRIER, 256);
-    if (warp % 4 == 0 && elect_one()) tma_store_wait_read<0>();
+        attend(p, at, item_at(p, index), turn, index == own_first(), own_warp, thread % 32);
+    if (TURNS && own_warp < 4) named_barrier(TURN_BARRIER, 256);
+    if (own_warp % 4 == 0 && elect_one()) tma_store_wait_read<0>();
 }
