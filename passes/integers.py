@@ -317,6 +317,8 @@ def quantize_before_resize(graph: Graph, op: Op) -> Match | Miss | None:
 
 _NARROWS = frozenset({"Attention", "LayerNormalization", "RMSNormalization", "LpNormalization", "Softmax"})
 """Kinds whose launches may store their 16-bit results in 8 bits."""
+_SUMS = WEIGHTED | {"GlobalAveragePool"}
+"""Kinds that sum 8-bit data as integers, and may store 8 bits."""
 
 
 @rule("quantize_before_moves", {"QuantizeLinear"})
@@ -330,7 +332,7 @@ def quantize_before_moves(graph: Graph, op: Op) -> Match | Miss | None:
     source = graph.op(operand(moves[-1])) if moves else None
     if source is None or source.kind == "DequantizeLinear":
         return None
-    if source.kind not in _NARROWS or source.outputs[0].type.dtype.itemsize != 2:
+    if not _may_store_integers(graph, source):
         turn = next((k for k, move in enumerate(moves) if move.kind == "Transpose"), 0)
         moves = moves[:turn]
     if not moves:
@@ -347,6 +349,13 @@ def quantize_before_moves(graph: Graph, op: Op) -> Match | Miss | None:
         return y
 
     return Match((op, *moves), build)
+
+
+def _may_store_integers(graph: Graph, op: Op) -> bool:
+    """Whether the launch of an operator on floats may store 8 bits."""
+    if op.kind in _SUMS:
+        return is_dequantized(graph, op.inputs[0])
+    return op.kind in _NARROWS and op.outputs[0].type.dtype.itemsize == 2
 
 
 class MoveIntegers(RulePass):

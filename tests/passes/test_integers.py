@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
+from support.quantized_nets import QNet
 
 from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph, Value
@@ -338,6 +339,23 @@ def test_a_result_is_quantized_before_it_is_moved(kind: str, turned: bool, read:
     (rounds,) = moved.of_kind("QuantizeLinear")
     assert moved.op(rounds.inputs[0]).kind == kind  # type: ignore[arg-type]
     assert moved.kinds() == graph.kinds()
+    same_integers(graph, moved)
+
+
+@pytest.mark.parametrize("kind", ["GlobalAveragePool", "Conv", "MatMul"])
+@pytest.mark.parametrize("data", [False, True])
+def test_sums_of_integers_are_rounded_before_they_are_moved(kind: str, data: bool) -> None:
+    """``data``: whether they are sums of 8-bit data. Means of an image are rows in TFLite networks before they are rounded."""
+    n = QNet()
+    x = n.input(2, 8, 6, 6)
+    x = n.fake(x, 0.05) if data else x
+    y = n.op(kind, x) if kind == "GlobalAveragePool" else n.qconv(x, 8) if kind == "Conv" else n.qmatmul(x, 8)
+    moved = n.done(n.q(n.op("Reshape", y, n.ints(2, 1, -1)), 0.02, 3))
+    graph = moved.copy()
+    assert MOVE(moved, PassContext()).changes == data
+    verify(moved)
+    rounds = moved.of_kind("QuantizeLinear")[-1]
+    assert moved.op(rounds.inputs[0]).kind == (kind if data else "Reshape")  # type: ignore[arg-type]
     same_integers(graph, moved)
 
 
