@@ -95,6 +95,7 @@ RULES: Mapping[str, str] = {
     "added_part": "additions to a part of a tensor written as additions to the tensor",
     "pad_of_pad": "Pads in a row merged",
     "part_of_zeros": "parts with zeros around them written as selections",
+    "merged_stack": "stacks that are merged with the next axis written as concatenations",
     "concat_of_split": "concatenations of all parts of a value replaced by the value",
     "transpose_is_reshape": "Transposes of axes of size 1 written as Reshape",
     "unit_axis": "axes of size 1 removed from convolutions and pools over sequences",
