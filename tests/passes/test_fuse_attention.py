@@ -14,6 +14,7 @@ from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.norm import LpNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
@@ -308,6 +309,45 @@ def test_grouped_queries(shared: int) -> None:
     graph, _ = check_pass(FuseAttention(), net(shared=shared), changes=1)
     assert "Expand" not in graph.kinds()
     assert graph.type(attention(graph).inputs[1]).shape == (B, shared, L, D)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("batch", "shared"), [(B, 1), (B, 2), (1, 2)])
+@pytest.mark.parametrize("kind", ["Expand", "Concat"])
+def test_heads_repeated_before_they_come_first(batch: int, shared: int, kind: str) -> None:
+    """Keras and JAX repeat the heads of (batch, sequence, heads, features)."""
+    n = Net(np.float64)
+    heads, q = 2 * shared, n.input(batch, L, 2 * shared, D, name="q")
+
+    def first(x: Value) -> Value:
+        return n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1, 3)))
+
+    def again(x: Value) -> Value:
+        alone = n.op("Unsqueeze", x, n.ints(3))
+        if kind == "Expand":
+            wide = n.op("Expand", alone, n.ints(1, 1, 1, 2, 1))
+        else:
+            wide = n.op("Concat", alone, alone, attrs=ConcatAttrs(3))
+        return first(n.op("Reshape", wide, n.ints(batch, L, heads, D)))
+
+    k, v = (again(n.input(batch, L, shared, D, name=name)) for name in "kv")
+    scores = n.op("MatMul", first(q), n.op("Transpose", k, attrs=TransposeAttrs((0, 1, 3, 2))))
+    graph, _ = check_pass(FuseAttention(), n.done(n.op("MatMul", n.op("Softmax", scores), v)), changes=1)
+    assert not graph.kinds().keys() & {"Expand", "Concat"}
+    assert graph.type(attention(graph).inputs[1]).shape == (batch, shared, L, D)  # type: ignore[arg-type]
+
+
+def test_heads_in_another_order_are_not_shared() -> None:
+    """All heads once, and then all heads again: no head is read twice in a row."""
+    n = Net(np.float64)
+    q = n.input(B, 4, L, D, name="q")
+    k, v = (n.op("Unsqueeze", n.input(B, L, 2, D, name=name), n.ints(2)) for name in "kv")
+    k, v = (n.op("Reshape", n.op("Expand", x, n.ints(1, 1, 2, 1, 1)), n.ints(B, L, 4, D)) for x in (k, v))
+    k, v = (
+        n.op("Transpose", k, attrs=TransposeAttrs((0, 2, 3, 1))),
+        n.op("Transpose", v, attrs=TransposeAttrs((0, 2, 1, 3))),
+    )
+    graph, _ = check_pass(FuseAttention(), n.done(n.op("MatMul", n.op("Softmax", n.op("MatMul", q, k)), v)), changes=1)
+    assert graph.kinds()["Expand"] == 2
 
 
 def test_keys_that_broadcast_over_heads_are_shared() -> None:
