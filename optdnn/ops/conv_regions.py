@@ -385,7 +385,7 @@ def _infer_conv_squeeze(call: Call) -> Result:
     require_rank(y, 4, "ConvSqueeze result")
     n, c, h, w = y.dims
     if not a.tile:
-        return Result((y, y.with_shape((n, c, 1, 1))))
+        return Result((y, TensorType(y.dtype if a.mean is None else a.mean.output_dtype, (n, c, 1, 1))))
     require_length(a.tile, 2, "ConvSqueeze tile")
     tiles = ceil_div(h, a.tile[0]) * ceil_div(w, a.tile[1])
     return Result((y, TensorType(FP32, (n, tiles, c))))
