@@ -1,6 +1,6 @@
 """Operators that converters leave in a network although ONNX does not define them, as compositions of ONNX's.
 
-tf2onnx writes an operator that it cannot convert under TensorFlow's own name (with a warning): ``Erfc``, from Keras's exact GELU, and
+tf2onnx writes an operator that it cannot convert under its own name (with a warning): ``Erfc``, from Keras's exact GELU, and
 ``TFL_GELU``, the same in a TFLite file.
 """
 
