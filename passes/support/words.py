@@ -372,6 +372,7 @@ RULES: Mapping[str, str] = {
     "quantize_before_moves": "results quantized before they are moved",
     "quantize_before_resize": "quantization moved before the repetition of pixels",
     "resized_integers": "integers interpolated as floats",
+    "rescaled_rounding": "values rounded once around their scale, not twice",
     "transpose_integers": "quantized weights transposed once",
     "shift_zero_point": "zero points of 8-bit integers moved to 0",
     "quantized_product": "products computed on integers",

@@ -421,3 +421,50 @@ def test_a_split_takes_integers(used: str) -> None:
 )
 def test_a_split_of_floats(graph: Graph, because: str) -> None:
     check_refused(MOVE, graph, because=because, rule="split_integers")
+
+
+def rescaled(
+    factor: float = 0.125, *, outer: float = 0.005, zeros: tuple[int, int] = (3, 3), kind: str = "Mul", read: str = "",
+    swap: bool = False,
+) -> Graph:  # fmt: skip
+    """A product that is rounded before and after it is scaled. ``read``: which value has another reader."""
+    n = QNet()
+    first = n.q(n.op("MatMul", n.input(4, 6), n.input(6, 5, name="b")), 0.04, zeros[0])
+    back = n.dq(first, 0.04, zeros[0])
+    other = n.const(np.float32(factor), np.float32)
+    scaled = n.op(kind, *((other, back) if swap else (back, other)))
+    more = {"first": [first], "back": [back], "scaled": [scaled]}.get(read, [])
+    return n.done(n.q(scaled, outer, zeros[1]), *(n.op("Identity", v) for v in more))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"swap": True}, {"kind": "Div", "factor": 8.0}, {"outer": 0.005000001}],
+)
+def test_a_value_is_rounded_once_around_its_scale(options: dict[str, Any]) -> None:
+    graph = rescaled(**options)
+    once = graph.copy()
+    assert [f.rule for f in CANONICAL(once, PassContext()).fired] == ["rescaled_rounding"]
+    verify(once)
+    assert CANONICAL(once, PassContext()).changes == 0
+    assert once.kinds() == {"MatMul": 1, "Mul": 1, "QuantizeLinear": 1}
+    same_integers(graph, once)
+
+
+def test_a_factor_may_be_stored_as_an_integer() -> None:
+    n = QNet()
+    x = n.fake(n.op("MatMul", n.input(4, 6), n.input(6, 5, name="b")), 0.04)
+    factor = n.op("DequantizeLinear", n.const(np.int8(127), np.int8), n.const(np.float32(0.125 / 127), np.float32))
+    once = n.done(n.q(n.op("Mul", x, factor), 0.005))
+    assert CANONICAL(once, PassContext()).changes == 1
+    assert once.kinds() == {"MatMul": 1, "Mul": 1, "QuantizeLinear": 1}
+
+
+def test_other_scaled_values_are_rounded_twice() -> None:
+    same = "its scale is not the one before it, times the factor between"
+    check_refused(CANONICAL, rescaled(outer=0.006), because=same)
+    check_untouched(CANONICAL, rescaled(zeros=(3, 4)))
+    check_untouched(CANONICAL, rescaled(-0.125))
+    check_untouched(CANONICAL, rescaled(0.005 * 0.04, kind="Div", swap=True))
+    for read in ("first", "back", "scaled"):
+        check_refused(CANONICAL, rescaled(read=read), because="other operators read what is rounded before it")
