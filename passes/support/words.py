@@ -335,6 +335,7 @@ RULES: Mapping[str, str] = {
     "sibling_gates": "products of one value that meet in arithmetic merged into one",
     "complex_layer": "complex layers written as one real layer",
     "sibling_sums": "sums of convolutions of the same two values merged into one",
+    "sibling_sums_of_steps": "sums of sibling convolutions and one step of other results merged",
     "heads_before_parts": "attentions within parts given their true heads",
     "ordered_features": "features of attentions joined in the order of their heads",
     "written_shuffle": "shuffles of pixels recognized",
