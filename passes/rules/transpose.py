@@ -79,12 +79,15 @@ def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _pays(graph: Graph, op: Op, users: Sequence[Op]) -> bool:
-    """Whether all paths that begin at ``users``, the readers of the Transpose ``op``, pay. Paths may meet again: in SiLU, say."""
+    """Whether all paths that begin at ``users``, the readers of the Transpose ``op``, pay.
+
+    Paths may part and meet again (SiLU, squeeze-and-excitation). Then all of them must lead to Transposes that undo ``op``:
+    otherwise the norms of keys, say, would leave the order of the queries."""
     stage = len(graph.users(op.value)) == 1 and _stage_of_constants(graph, users[0], op.value)
     if stage and is_after_anchor(graph, op):
         return True
     turned: dict[Value, Perm] = {op.value: op.attrs.perm}
-    waiting, passed = list(users), 0
+    waiting, passed, parts, undone = list(users), 0, False, True
     while waiting:
         given = [(user, {**_behind_quantization(graph, user), **turned}) for user in waiting]
         found = next(((u, p) for u, values in given if (p := _passage(graph, u, values)) is not None), None)
@@ -93,15 +96,23 @@ def _pays(graph: Graph, op: Op, users: Sequence[Op]) -> bool:
         user, passage = found
         passed += 1
         waiting.remove(user)
-        others = {operand(user, i) for i in passage.moved} - turned.keys()
-        if passage.perm is None or any(graph.sole_user(v) is not None for v in others):
+        moved = {operand(user, i) for i in passage.moved}
+        parts = parts or len(moved & turned.keys()) > 1
+        if passage.perm is None or any(graph.sole_user(v) is not None for v in moved - turned.keys()):
             continue
         readers = graph.users(user.value)
         if not readers:
             return False
+        parts = parts or len(readers) > 1
         turned[user.value] = passage.perm
         waiting += [u for u in readers if u.kind != "Transpose" and u not in waiting]
-    return True
+        undone = undone and all(u.attrs.perm == _undo(passage.perm) for u in readers if u.kind == "Transpose")
+    return undone or not parts
+
+
+def _undo(perm: Perm) -> Perm:
+    """The permutation after which an array has the order that it had before ``perm``."""
+    return tuple(int(i) for i in np.argsort(perm))
 
 
 def _behind_quantization(graph: Graph, op: Op) -> dict[Value, Perm]:

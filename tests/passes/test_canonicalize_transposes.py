@@ -256,3 +256,11 @@ def test_a_path_that_leaves_the_meeting_ones_is_refused() -> None:
     gate = n.op("Sigmoid", x)
     graph = n.done(transpose(n, n.op("Mul", x, gate), *NCHW), n.op("Exp", gate))
     check_refused(CANON, graph, because="reaches no other transpose")
+
+
+def test_paths_that_meet_again_lead_to_a_transpose_that_undoes_the_first_one() -> None:
+    """The keys of cosine attention are normalized in the same order as the queries."""
+    n = QNet()
+    x = transpose(n, n.input(2, 3, 4, 5), 0, 2, 1, 3)
+    y = n.op("Div", x, n.op("Exp", n.op("ReduceL2", x, shape_of(3), attrs=ReduceAttrs())))
+    check_refused(CANON, n.done(transpose(n, y, 0, 1, 3, 2)), because="reaches no other transpose")
