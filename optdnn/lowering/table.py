@@ -15,6 +15,7 @@ from optdnn.kernels.conv.blocks import BlockConv
 from optdnn.kernels.conv.chained import ChainedConv
 from optdnn.kernels.conv.depthwise import Int8Depthwise, TiledDepthwise
 from optdnn.kernels.conv.depthwise_paired import PairedDepthwise
+from optdnn.kernels.conv.depthwise_transpose import TiledDepthwiseTranspose
 from optdnn.kernels.conv.direct import Depthwise, DepthwiseTranspose, DirectConv, DirectConvTranspose
 from optdnn.kernels.conv.edges import EdgeConvTranspose, EdgeDepthwise
 from optdnn.kernels.conv.expanded import Expanded
@@ -169,6 +170,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         GeneralConvTranspose(),
         TiledConvTranspose(),
         EdgeConvTranspose(),
+        TiledDepthwiseTranspose(),
         DepthwiseTranspose(),
         DirectConvTranspose(),
     ),

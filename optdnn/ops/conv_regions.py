@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -194,7 +195,7 @@ class ExcitationGateAttrs(SeparableConvAttrs):
 
 @dataclass(frozen=True)
 class ConvSqueezeAttrs(NestedAttrs):
-    """The convolution ``of`` (a kind) with its attributes ``conv``, and the sums of tiles of ``tile`` pixels.
+    """The convolution ``of`` (a kind) with its attributes ``conv``, and the sums of tiles of ``tile`` pixels along each axis.
 
     ``tile`` (): the means of whole images instead. ``mean``: how to compute the means of 8-bit results from sums.
     """
@@ -382,12 +383,12 @@ def _infer_excitation_gate(call: Call) -> Result:
 def _infer_conv_squeeze(call: Call) -> Result:
     a: ConvSqueezeAttrs = call.attrs
     (y,) = infer_as(call, a.of, a.conv, call.types).types
-    require_rank(y, 4, "ConvSqueeze result")
-    n, c, h, w = y.dims
+    n, c, *size = y.dims
     if not a.tile:
-        return Result((y, TensorType(y.dtype if a.mean is None else a.mean.output_dtype, (n, c, 1, 1))))
-    require_length(a.tile, 2, "ConvSqueeze tile")
-    tiles = ceil_div(h, a.tile[0]) * ceil_div(w, a.tile[1])
+        dtype = y.dtype if a.mean is None else a.mean.output_dtype
+        return Result((y, TensorType(dtype, (n, c, *(1 for _ in size)))))
+    require_length(a.tile, len(size), "ConvSqueeze tile")
+    tiles = math.prod(ceil_div(n, of_tile) for n, of_tile in zip(size, a.tile, strict=True))
     return Result((y, TensorType(FP32, (n, tiles, c))))
 
 

@@ -264,12 +264,12 @@ def conv_squeeze(
             return stored, quantized_mean(stored, **mean)[0]
         return stored, stored.mean((2, 3), keepdims=True, dtype=np.float32)
     y = stored.astype(np.float32) - np.float32(mean["input_zero"]) if mean else stored
-    (n, c, h, w), (th, tw) = y.shape, tile
-    rows, columns = -(-h // th), -(-w // tw)
-    padded = np.zeros((n, c, rows * th, columns * tw), np.float32)
-    padded[:, :, :h, :w] = y
-    sums = padded.reshape(n, c, rows, th, columns, tw).sum((3, 5), dtype=np.float32)
-    return stored, sums.reshape(n, c, rows * columns).transpose(0, 2, 1)
+    (n, c, *size), counts = y.shape, [-(-k // t) for k, t in zip(y.shape[2:], tile, strict=True)]
+    padded = np.zeros((n, c, *(k * t for k, t in zip(counts, tile, strict=True))), np.float32)
+    padded[tuple(slice(k) for k in (n, c, *size))] = y
+    parts = padded.reshape(n, c, *(k for pair in zip(counts, tile, strict=True) for k in pair))
+    sums = parts.sum(tuple(range(3, parts.ndim, 2)), dtype=np.float32)
+    return stored, sums.reshape(n, c, -1).transpose(0, 2, 1)
 
 
 def squeeze_finish(sums: Array, *, pixels: int, **attrs: Any) -> tuple[Array, ...]:

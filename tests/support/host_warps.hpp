@@ -282,26 +282,32 @@ static inline void tma_store_2d(const TensorMap* map, u32 source, int x, int y) 
             if (y + r < m.rows && x + c < m.columns) memcpy(m.to + (y + r) * m.pitch + (x + c) * item, memory + (at ^ (at >> 7 & 7) << 4), item);
         }
 }
-// Boxes of up to four axes: address, sizes, strides, box, swizzle. What lies outside arrives as zeros, and is not stored.
-struct Map4 { u8* from; long long size[4], stride[3], box[4], swizzle; };
-template <class Visit> static void visit_box(const TensorMap* map, u32 shared, const int (&corner)[4], const Visit& visit) {
-    Map4 m;
+// Boxes of four or five axes: address, sizes, strides, box, swizzle. What lies outside arrives as zeros, and is not stored.
+template <int AXES> struct BoxMap { u8* from; long long size[AXES], stride[AXES - 1], box[AXES], swizzle; };
+template <int AXES, class Visit> static void visit_box(const TensorMap* map, u32 shared, const int (&corner)[AXES], const Visit& visit) {
+    BoxMap<AXES> m;
     memcpy(&m, map->opaque, sizeof m);
     if (shared % (m.swizzle ? 1024 : 128) || (m.swizzle && m.swizzle != m.box[0] * 2)) abort();
     const u32 mask = m.swizzle ? (u32(m.swizzle) / 16 - 1) << 4 : 0;
     u32 at = shared;
-    for (int d = 0; d < m.box[3]; d++) for (int c = 0; c < m.box[2]; c++) for (int b = 0; b < m.box[1]; b++)
-        for (int a = 0; a < m.box[0]; a++, at += 2) {
-            const long long i[4] = {corner[0] + a, corner[1] + b, corner[2] + c, corner[3] + d};
-            bool inside = true;
-            for (int k = 0; k < 4; k++) inside &= i[k] >= 0 && i[k] < m.size[k];
-            u8* const there = m.from + i[0] * 2 + i[1] * m.stride[0] + i[2] * m.stride[1] + i[3] * m.stride[2];
-            visit(memory + (at ^ (at >> 3 & mask)), inside ? there : nullptr);
+    long long count = 1;
+    for (int k = 0; k < AXES; k++) count *= m.box[k];
+    for (long long e = 0; e < count; e++, at += 2) {
+        bool inside = true;
+        u8* there = m.from;
+        long long rest = e;
+        for (int k = 0; k < AXES; k++) {
+            const long long i = corner[k] + rest % m.box[k];
+            rest /= m.box[k];
+            inside &= i >= 0 && i < m.size[k];
+            there += i * (k ? m.stride[k - 1] : 2);
         }
+        visit(memory + (at ^ (at >> 3 & mask)), inside ? there : nullptr);
+    }
 }
-static inline void tma_load_4d(u32 target, const TensorMap* map, u32 barrier, int a, int b, int c, int d) {
+template <int AXES> static void load_box(u32 target, const TensorMap* map, u32 barrier, const int (&corner)[AXES]) {
     int bytes = 0;
-    visit_box(map, target, {a, b, c, d}, [&](u8* here, const u8* there) {
+    visit_box(map, target, corner, [&](u8* here, const u8* there) {
         bytes += 2;
         if (there) memcpy(here, there, 2);
         else memset(here, 0, 2);
@@ -310,11 +316,17 @@ static inline void tma_load_4d(u32 target, const TensorMap* map, u32 barrier, in
     arrived.bytes -= bytes;
     settle(arrived);
 }
-static inline void tma_store_4d(const TensorMap* map, u32 source, int a, int b, int c, int d) {
-    visit_box(map, source, {a, b, c, d}, [&](const u8* here, u8* there) {
+template <int AXES> static void store_box(const TensorMap* map, u32 source, const int (&corner)[AXES]) {
+    visit_box(map, source, corner, [&](const u8* here, u8* there) {
         if (there) memcpy(there, here, 2);
     });
 }
+static inline void tma_load_4d(u32 target, const TensorMap* map, u32 barrier, int a, int b, int c, int d) { load_box(target, map, barrier, {a, b, c, d}); }
+static inline void tma_load_5d(u32 target, const TensorMap* map, u32 barrier, int a, int b, int c, int d, int e) {
+    load_box(target, map, barrier, {a, b, c, d, e});
+}
+static inline void tma_store_4d(const TensorMap* map, u32 source, int a, int b, int c, int d) { store_box(map, source, {a, b, c, d}); }
+static inline void tma_store_5d(const TensorMap* map, u32 source, int a, int b, int c, int d, int e) { store_box(map, source, {a, b, c, d, e}); }
 static inline void tma_store_commit() {}
 template <int PENDING> static void tma_store_wait_read() {}
 static inline uint4 shared_load16(u32 address) {

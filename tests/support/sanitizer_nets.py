@@ -16,6 +16,7 @@ from kernels.conv import test_conv_bands, test_conv_pool, test_conv_shuffle  # t
 from kernels.conv.test_conv_scaled import preact  # type: ignore[import-not-found]
 from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]
 from kernels.conv.test_depthwise_paired import NETS as FILTERED  # type: ignore[import-not-found]
+from kernels.conv.test_depthwise_volumes import SQUEEZED, TRANSPOSED, VOLUMES  # type: ignore[import-not-found]
 from kernels.conv.test_fp32_parts import NETS as IN_PARTS  # type: ignore[import-not-found]
 from kernels.conv.test_normed_images import NETS as NORMED_IMAGES  # type: ignore[import-not-found]
 from kernels.gemm.test_gated import NETS as GATED  # type: ignore[import-not-found]
@@ -275,6 +276,15 @@ def depthwise_convolutions() -> Graphs:
         **{
             f"depthwise {precision}": (net(Net, lambda n: depthwise(n, 8, 28, 3)), precision)
             for precision in ("fp32", "tf32")
+        },
+        **{
+            f"depthwise of other forms: {name}": (made[name], "fp16")
+            for made, names in (
+                (VOLUMES, ("5x5x5", "5x5x5 by 2")),
+                (SQUEEZED, ("squeezed",)),
+                (TRANSPOSED, ("8x8 by 4", "7x7x7 by 2")),
+            )
+            for name in names
         },
         **{
             f"filtered gates {precision}: {name}": (net(Net, FILTERED[name]), precision)

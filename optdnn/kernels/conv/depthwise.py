@@ -1,4 +1,4 @@
-"""Tactics of depthwise convolutions of channels-last images and sequences: floats, and 8-bit integers."""
+"""Tactics of depthwise convolutions of channels-last images, sequences and volumes: floats, and 8-bit integers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
 from optdnn.kernels.conv.hopper import bias_of
 from optdnn.kernels.conv.hopper_launch import channel_row
-from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.conv.problem import Depth, Source
 from optdnn.kernels.gemm.gemv_pair import adds_sums
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.pointwise import copied, copy
@@ -30,10 +30,10 @@ from optdnn.kernels.quantized.hopper import DATA_SCALE, refusal
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, Tactic
 from optdnn.ops.base import attrs_dict
-from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.ops.requantize import Requantize, byte_bias, pad_channels
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
-from optdnn.types import BF16, FP16, FP32
+from optdnn.types import BF16, FP16, FP32, Array
 
 Config = depthwise.Config | tma.Config | bands.Config
 """A tile of one of the three kernels: with loads by threads, with loads by TMA, or on tensor cores."""
@@ -43,15 +43,22 @@ Config = depthwise.Config | tma.Config | bands.Config
 def _offers(problem: depthwise.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """All kernels' configurations, the best predicted first.
 
-    Tensor cores sum a row of taps at once; all other configurations sum tap after tap. If there are configurations on tensor
-    cores, they serve every batch size, else all others do. A squeeze sums each tile first, so that its order of summation depends
+    Tensor cores sum a row of taps at once; all other configurations sum tap after tap, unless threads share the frames of a volume. If
+    there are configurations on tensor cores, they serve every batch size, else all others do. A squeeze sums each tile first, so that its order of summation depends
     on the configuration, and only one configuration serves every batch size."""
     found = ranked(problem, gpu)
     if not problem.squeeze:
         on_tensor_cores = any(isinstance(c, bands.Config) for _, c in found)
-        return tuple(Offer(c, seconds, isinstance(c, bands.Config) == on_tensor_cores) for seconds, c in found)
+        return tuple(Offer(c, seconds, _order(c) == ("bands" if on_tensor_cores else "taps")) for seconds, c in found)
     ((_, many),) = ranked(replace(problem, batch=MANY), gpu)[:1] or ((0.0, None),)
     return with_invariant(found, many, lambda c: _family(c).estimate(problem, c, gpu))
+
+
+def _order(config: Config) -> str:
+    """The order in which a configuration sums the products of a result."""
+    if isinstance(config, bands.Config):
+        return "bands"
+    return "frames" if isinstance(config, depthwise.Config) and config.sharers > 1 else "taps"
 
 
 def with_invariant(found: list[tuple[float, Any]], many: Any, seconds: Callable[[Any], float]) -> tuple[Offer, ...]:
@@ -82,11 +89,15 @@ def relu_before(op: Op) -> bool:
 
 
 def image_of(x: TensorView, columns: int = 1) -> TensorView:
-    """An image, or a sequence as an image of one column, so that a thread loads each element once for any number of taps.
-    ``columns``: columns of the image that become channels (:func:`columns_of`)."""
+    """An image, or a sequence as an image of one column, so that a thread loads each element once for any number of taps. The frames
+    of volumes become images if they follow one another in memory; other volumes stay volumes. ``columns``: columns of the image that
+    become channels (:func:`columns_of`)."""
     if len(x.shape) == 3:
         (n, c, length), (sn, sc, step) = x.shape, x.strides
         return x.view((n, c, length, 1), (sn, sc, step, step))
+    if len(x.shape) == 5:
+        (n, c, d, h, w), (sn, sc, sd, sh, sw) = x.shape, x.strides
+        return x.view((n * d, c, h, w), (sd, sc, sh, sw)) if n == 1 or sn == d * sd else x
     if columns == 1:
         return x
     n, c, h, w = x.shape
@@ -113,11 +124,39 @@ def _joined(shape: Sequence[int]) -> tuple[int, int, int, int]:
     return h * c * w, w, c * w, 1
 
 
+def as_launched(x: TensorView, columns: int = 1) -> TensorView:
+    """The tensor as the launch's meaning reads or writes it: a volume as it is, others as of :func:`image_of`."""
+    return x if len(x.shape) == 5 else image_of(x, columns)
+
+
+Walked = tuple[Sequence[int], Sequence[int], Sequence[int]]
+"""Strides, pads and dilations of all spatial axes."""
+
+
+def walk(a: ConvAttrs | ConvTransposeAttrs) -> Walked:
+    """Strides, pads and dilations of the convolution of :func:`as_launched`."""
+    if len(a.strides) > 1:
+        return a.strides, a.pads, a.dilations
+    return (*a.strides, 1), (a.pads[0], 0, a.pads[1], 0), (*a.dilations, 1)
+
+
 def geometry(a: ConvAttrs) -> tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]:
-    """Strides, pads and dilations of the convolution of :func:`image_of`."""
-    (sh, sw), (dh, dw) = (*a.strides, 1)[:2], (*a.dilations, 1)[:2]
-    top, left, bottom, right = a.pads if len(a.pads) == 4 else (a.pads[0], 0, a.pads[1], 0)
+    """Strides, pads and dilations of the convolution of :func:`image_of`; those of the frames of volumes."""
+    return _of_images(walk(a))
+
+
+def _of_images(found: Walked) -> tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]:
+    (sh, sw), pads, (dh, dw) = found[0][-2:], found[1], found[2][-2:]
+    (top, left), (bottom, right) = pads[: len(pads) // 2][-2:], pads[-2:]
     return (sh, sw), (top, left, bottom, right), (dh, dw)
+
+
+def _depth_of(x: TensorView, out: TensorView, taps: int, found: Walked) -> Depth | None:
+    """How the filter walks along the depth of volumes; None if they are none. The result has the frames of ``out``."""
+    if len(x.shape) != 5:
+        return None
+    (stride, *_), (begin, *_), (dilation, *_) = found
+    return Depth(x.shape[2], out.shape[2], taps, stride, -begin, dilation)
 
 
 def unit_of(*images: TensorView) -> int:
@@ -128,6 +167,8 @@ def unit_of(*images: TensorView) -> int:
 def _misplaced(x: TensorView, out: TensorView) -> str | None:
     """Why the kernels cannot read or write the images in place, or None."""
     for name, image in (("input", x), ("result", out)):
+        if len(image.shape) == 5:
+            return f"the frames of its {name} do not follow one another in memory"
         if image.shape[1] > 1 and image.strides[1] != 1:
             return f"its {name} is not channels-last"
         if unit_of(image) == 0:
@@ -157,7 +198,7 @@ class MakesMeans(Tactic):
         """Place the result, and its means without gaps."""
         super().place(b, op)
         if (pool := self.pool(b, op)) is not None:
-            b.target(pool.value, (pool.outputs[0].type.static_shape[1], 1, 1, 1))
+            b.target(pool.value, _of_vectors(pool))
 
 
 class DepthwiseTactic(MakesMeans, ProblemTactic):
@@ -176,7 +217,7 @@ class DepthwiseTactic(MakesMeans, ProblemTactic):
     def pools(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The operators that take the means of a depthwise convolution's result."""
         weight = graph.constant_value(op.inputs[1])
-        if weight is None or weight.ndim != 4 or weight.shape[1] != 1:
+        if weight is None or weight.ndim not in (4, 5) or weight.shape[1] != 1:
             return ()
         return [user for user in graph.users(op.value) if user.kind == self.means]
 
@@ -185,21 +226,29 @@ def suits(b: Builder, op: Op, pool: Op) -> bool:
     """Whether the means have the result's type (8-bit ones: int8 or uint8), and their place has no gaps."""
     place, out = b.reserved.get(pool.value), pool.outputs[0].type
     same = out.dtype == op.outputs[0].type.dtype or pool.kind == "QuantizedMean"
-    return same and (place is None or place.is_like((out.static_shape[1], 1, 1, 1)))
+    return same and (place is None or place.is_like(_of_vectors(pool)))
+
+
+def _of_vectors(pool: Op) -> tuple[int, ...]:
+    """Strides of means without gaps."""
+    _, channels, *ones = pool.outputs[0].type.static_shape
+    return (channels, 1, *(1 for _ in ones))
 
 
 class TiledDepthwise(DepthwiseTactic):
-    """Depthwise convolutions of floats: channels-last images and sequences, which may be some channels of larger ones."""
+    """Depthwise convolutions of floats: channels-last images, sequences and volumes, which may be some channels of larger ones."""
 
     name = "depthwise_tiles"
     means = "GlobalAveragePool"
+    kind: ClassVar[str] = "Conv"
+    """The kind of the launch's meaning."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
         if (why := no_kernels(b.arch)) is not None:
             return why
-        if weight is None or weight.ndim not in (3, 4) or weight.shape[1] != 1 or a.group != weight.shape[0]:
-            return "it is not a depthwise convolution of images or sequences with constant weights"
+        if weight is None or weight.ndim not in (3, 4, 5) or weight.shape[1] != 1 or a.group != weight.shape[0]:
+            return "it is not a depthwise convolution over one to three axes with constant weights"
         if op.outputs[0].type.dtype not in (FP16, BF16, FP32):
             return f"it is for floats of 16 and 32 bits, not {op.outputs[0].type.dtype.name}"
         if (channels := weight.shape[0] * columns_of(b, op)) % 4:
@@ -210,8 +259,8 @@ class TiledDepthwise(DepthwiseTactic):
             return "its prologue is more than a ReLU"
         if (why := _misplaced(*self._images(b, op))) is not None:
             return why
-        if math.prod(weight.shape[2:]) > depthwise.MAX_TAPS:
-            return f"its filter has {math.prod(weight.shape[2:])} taps, more than {depthwise.MAX_TAPS}"
+        if (taps := math.prod(weight.shape[2:][-2:])) > depthwise.MAX_TAPS:
+            return f"its filter has {taps} taps, more than {depthwise.MAX_TAPS}"
         return None if self.configs(b, op) else "no tile of the kernel fits it"
 
     def stages(self, b: Builder, op: Op) -> Epilogue:
@@ -248,21 +297,27 @@ class TiledDepthwise(DepthwiseTactic):
         return image_of(x, columns), image_of(out, columns)
 
     def problem(self, b: Builder, op: Op) -> depthwise.Problem:
-        weight, (x, out) = b.weights(op), self._images(b, op)
-        n, c, h, w = x.shape
-        ep = self.stages(b, op)
-        source = Source(h, w, c, (*weight.shape[2:], 1)[:2], *geometry(op.attrs))
+        (*deep, high, wide), (x, out) = _taps_of(b.weights(op)), self._images(b, op)
+        ep, found, (read, made, _) = self.stages(b, op), self.walked(b, op), self._places(b, op)
+        depth = _depth_of(read, made, deep[0] if deep else 1, found)
+        _, channels, *size = x.shape
+        strides, pads, dilations = _of_images(found)
+        source = Source(size[0], size[1], channels, (high, wide), strides, pads, dilations, depth=depth)
         dtype, pool, unit = map_dtype(op.outputs[0].type.dtype), self.pool(b, op), unit_of(x, out)
-        read, written = (conv_maps.pitch_of(image, unit) or 0 for image in (x, out))
+        pitches = conv_maps.pitch_of(x, unit) or 0, conv_maps.pitch_of(out, unit) or 0
         return depthwise.Problem(
-            n, source, (("bias",), *ep.rendered), dtype, pool is not None, pitches=(read, written), unit=unit,
+            out.shape[0], source, (("bias",), *ep.rendered), dtype, pool is not None, pitches=pitches, unit=unit,
             relu=relu_before(op), summed=pool is not None and adds_sums(b, pool),
         )  # fmt: skip
+
+    def walked(self, b: Builder, op: Op) -> Walked:
+        """Strides, pads and dilations, as of :func:`walk`."""
+        return walk(op.attrs)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         problem, (_, out, columns) = self.problem(b, op), self._places(b, op)
         ep, target, between = self.stages(b, op), b.target(op.value), b.made(out)
-        operands = {**self.reads(b, op, columns), "output": image_of(between, columns)}
+        operands = {**self.reads(b, op, columns), "output": as_launched(between, columns)}
         kind, attrs, reads = self.meaning(b, op, ep, operands, columns)
         operands["bias"] = channel_row(b, op, ep.added_to(bias_of(b, op)), ep, out.shape[1], operands["bias"])
         made = _family(config).launch(problem, config, b.gpu)
@@ -273,13 +328,17 @@ class TiledDepthwise(DepthwiseTactic):
             _emit_squeezed(b, self.covers(b, op), squeezed, problem, config, made, operands, attrs, reads, of=kind)
         finish(b, op, ep, between, target)
 
+    def more_attrs(self, b: Builder, op: Op) -> dict[str, Any]:
+        """Attributes of the meaning besides those of a Conv."""
+        return {}
+
     def covers(self, b: Builder, op: Op) -> Op:
         """The operator, with the nodes of all operators that the launch computes."""
         return op
 
     def reads(self, b: Builder, op: Op, columns: int = 1) -> dict[str, TensorView]:
         """The operands of a convolution, by their names in the launch."""
-        x, weight = image_of(b.made(b.source(op.inputs[0])), columns), b.weights(op).repeat(columns, 0)
+        x, weight = as_launched(b.made(b.source(op.inputs[0])), columns), b.weights(op).repeat(columns, 0)
         packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
         added = self.stages(b, op).added_to(bias_of(b, op))
         bias = bias_row(b, op, None if added is None else added.repeat(columns), len(weight))
@@ -287,8 +346,9 @@ class TiledDepthwise(DepthwiseTactic):
 
     def filtered(self, b: Builder, op: Op, operands: Mapping[str, TensorView], columns: int = 1) -> list[TensorView]:
         """Image, weights and bias of a convolution, as the launch's meaning reads them."""
-        channels, (high, wide) = b.weights(op).shape[0] * columns, (*b.weights(op).shape[2:], 1)[:2]
-        logical = operands["weights"].view((channels, 1, high, wide), (1, 0, wide * channels, channels))
+        channels, taps = b.weights(op).shape[0] * columns, _taps_of(b.weights(op))
+        strides = (math.prod(taps[i + 1 :]) * channels for i in range(len(taps)))
+        logical = operands["weights"].view((channels, 1, *taps), (1, 0, *strides))
         return [operands["input"], logical, operands["bias"]]
 
     def meaning(
@@ -299,9 +359,19 @@ class TiledDepthwise(DepthwiseTactic):
         residual = None
         if ep.residual is not None:
             dense = _dense(b, op, b.operand(ep.residual), "residual", columns)
-            residual = operands["residual"] = image_of(dense, columns)
-        attrs = conv_attrs(geometry(op.attrs), len(b.weights(op)) * columns, ep.stages, op.attrs.prologue)
-        return "Conv", attrs, [*self.filtered(b, op, operands, columns), *stage_operands(b, ep, residual)]
+            residual = operands["residual"] = as_launched(dense, columns)
+        attrs = conv_attrs(self.walked(b, op), len(b.weights(op)) * columns, ep.stages, op.attrs.prologue)
+        return (
+            self.kind,
+            attrs | self.more_attrs(b, op),
+            [*self.filtered(b, op, operands, columns), *stage_operands(b, ep, residual)],
+        )
+
+
+def _taps_of(weight: Array) -> tuple[int, ...]:
+    """Taps along the axes of :func:`as_launched`."""
+    taps = weight.shape[2:]
+    return taps if len(taps) > 1 else (*taps, 1)
 
 
 def _emit_squeezed(
@@ -312,18 +382,20 @@ def _emit_squeezed(
     """Add a convolution that also sums its result. ``mean``: how 8-bit means are computed from sums; ``of``: as of
     :func:`emit_squeezed`."""
     _, tiles_x, tiles_y = _family(config).tiles(problem, config)
-    tile = Tile(_family(config).squeeze_mode(problem, config), config.tile, tiles_x * tiles_y)
-    second = depthwise.launch_squeeze(problem, tile.count, b.gpu, mean)
+    volumes, (_, frames) = problem.source.depth is not None, problem.averaged
+    size = (1, *config.tile) if volumes else config.tile
+    tile = Tile(_family(config).squeeze_mode(problem, config), size, frames * tiles_x * tiles_y)
+    second = depthwise.launch_squeeze(problem, tiles_x * tiles_y, b.gpu, mean)
     emit_squeezed(b, op, pool, tile, (launch, second), operands, attrs, reads, mean, of=of)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The squeeze of a launch: means of whole images (``mode`` 2), or sums of ``count`` tiles per image, of ``size``
+    """The squeeze of a launch: means of whole images (``mode`` 2), or sums of ``count`` tiles per image or volume, of ``size``
     (``mode`` 1)."""
 
     mode: int
-    size: tuple[int, int]
+    size: tuple[int, ...]
     count: int
 
 
@@ -352,7 +424,8 @@ def emit_squeezed(
     if mean is None:
         b.sums[pool.value] = sums  # for a gate; with it, the second launch goes if nothing else reads the means
     pixels = {"pixels": math.prod(size), **own}
-    b.emit(pool, launches[1], {"sums": sums, "means": means}, "SqueezeFinish", pixels, [sums], [means])
+    vectors = means.view((n, channels, 1, 1), (means.strides[0], 1, 1, 1))
+    b.emit(pool, launches[1], {"sums": sums, "means": means}, "SqueezeFinish", pixels, [sums], [vectors])
 
 
 class Int8Depthwise(DepthwiseTactic):

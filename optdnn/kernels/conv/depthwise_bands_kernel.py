@@ -6,7 +6,6 @@ Problems and operands are as of :mod:`optdnn.kernels.conv.depthwise_kernel`.
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 
 from optdnn.kernels.conv import depthwise_kernel as depthwise
@@ -20,7 +19,8 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-FEW_TAPS = 9
+SLOWER_VOLUMES = 1.25
+"""Factor of the time of volumes: each warp loads the filter of each frame (60 timings on an H100)."""
 STEP = 16
 """Pixels of a K step. Eight neighboring windows must fit into it."""
 
@@ -90,6 +90,8 @@ def refuse(
         return f"it loads by TMA, which GPUs of capability {capability[0]}.{capability[1]} do not have"
     if problem.item != 2 or problem.out_dtype != problem.dtype or problem.residual or problem.beside is not None:
         return "it is for 16-bit images in and out, with nothing added"
+    if problem.grown:
+        return "it is transposed"
     if render.reads_channels(problem.epilogue):
         return "its stages have per-channel operands"
     if problem.unit < 8:
@@ -132,31 +134,30 @@ def launch(
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     kernel_h, loads = problem.source.kernel[0], -(-(problem.source.kernel[1] + 7) // 4)
-    rows, products = config.rows + kernel_h - 1, config.rows * kernel_h * 8
+    frames = problem.frames
+    rows, products = (config.rows + kernel_h - 1) * frames, config.rows * kernel_h * 8 * frames
     read, results = rows * 2 * loads, config.rows * 4
     finish = 6 + 4 * len(problem.epilogue) + (2 if problem.squeeze else 0)
     issued = read * 5 + rows * 32 + products + results * (8 * finish + 10) + (100 if problem.squeeze else 0)
+    issued += frames * kernel_h * 24 if problem.source.depth is not None else 0  # the filter of each frame
     seconds = walk(problem, config).seconds(
         problem.source, problem.batch, device, config.blocks, shared=read * 4 + results * 8, tensor=products,
         issued=issued, depth=issued * 1.5, least=problem.bytes, start=1800,
     )  # fmt: skip
+    seconds *= SLOWER_VOLUMES if problem.source.depth is not None else 1.0
     return seconds + depthwise.finish_seconds(problem, squeeze_mode(problem, config))
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
     """The configurations to time, best predicted first; at most two per warp tile. None for few taps: memory bounds them, and the
     other kernels were faster."""
-    if (
-        math.prod(problem.source.kernel) <= FEW_TAPS
-        or problem.item != 2
-        or problem.unit < 8
-        or device.capability < (9, 0)
-    ):
+    if problem.taps <= depthwise.FEW_TAPS or problem.item != 2 or problem.unit < 8 or device.capability < (9, 0):
         return []
     out_h, out_w = problem.out_size
     found: list[tuple[float, Config]] = []
     forms = [(g, a, 16 // g // a) for g in (2, 4, 8, 16) for a in (1, 2, 4, 8) if g * a in (2, 4, 8, 16)]
-    forms = [form for form in forms if form[2] <= problem.batch]
+    depth = problem.source.depth
+    forms = [form for form in forms if form[2] <= (problem.batch if depth is None else depth.out)]
     for rows, (groups, across, images), chunks in itertools.product((1, 2, 4), forms, (2, 3, 4, 5, 7, 8)):
         if chunks > -(-problem.channels // 8) and chunks != 2:
             continue

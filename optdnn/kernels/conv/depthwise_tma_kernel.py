@@ -75,6 +75,8 @@ def _refuse_problem(problem: Problem, capability: tuple[int, int]) -> str | None
         return f"a TMA box cannot have {problem.channels} channels"
     if problem.beside is not None:
         return "its ring holds patches of one image"
+    if problem.source.depth is not None or problem.grown:
+        return "it is for images, and not transposed"
     if problem.unit < 8:
         return "TMA reads pixels that begin at multiples of 16 bytes"
     if (why := depthwise.no_kernel(problem)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from optdnn.kernels.pool.window import (
 )
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import Stage
-from optdnn.ops.conv import resolved, resolved_transpose
+from optdnn.ops.conv import ConvTransposeAttrs, resolved, resolved_transpose
 from optdnn.runtime.reference.conv import transpose_pads
 from optdnn.runtime.reference.window import resolve_pads
 from optdnn.types import FP32, is_float
@@ -238,7 +238,7 @@ class DirectConvTranspose(Tactic):
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         assert op.inputs[1] is not None
         x, weight, out = b.made(self.source(b, op)), b.operand(op.inputs[1]), b.target(op.value)
-        window, attrs = _transposed(b, op, x, out)
+        window, attrs = _transposed(b, op)
         inside, outside = weight.shape[0] // op.attrs.group, weight.shape[1]
         t = arithmetic(x.dtype)
         strides = (*(0,) * (5 - len(weight.shape)), *weight.strides[2:])
@@ -255,19 +255,25 @@ class DirectConvTranspose(Tactic):
         )  # fmt: skip
 
 
-def _transposed(b: Builder, op: Op, x: TensorView, out: TensorView) -> tuple[Window, dict[str, Any]]:
-    """The window of a ConvTranspose, and the attributes of its meaning."""
-    shape = b.graph.type(op.inputs[1]).static_shape  # type: ignore[arg-type]
-    a = resolved_transpose(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
-    kernel, pads, extra = shape[2:], list(a.pads), a.output_padding
+def with_pads(b: Builder, op: Op) -> ConvTransposeAttrs:
+    """The attributes of a ConvTranspose with its pads, whatever determines them."""
+    x, weight = b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1])  # type: ignore[arg-type]
+    a = resolved_transpose(op.attrs, x, weight)
+    kernel, pads, out = weight.static_shape[2:], list(a.pads), op.outputs[0].type.static_shape
     if a.auto_pad != "NOTSET":
         # SAME: the output's size is the input's times the stride, and the excess is cut off on both sides.
         for i, (k, s, d) in enumerate(zip(kernel, a.strides, a.dilations, strict=True)):
-            total = (x.shape[2 + i] - 1) * s + (k - 1) * d + 1 + extra[i] - out.shape[2 + i]
+            total = (x.static_shape[2 + i] - 1) * s + (k - 1) * d + 1 + a.output_padding[i] - out[2 + i]
             pads[i], pads[i + len(kernel)] = transpose_pads(max(total, 0), a.auto_pad)
-    attrs = {"output_padding": tuple(extra), "output_shape": ()}
-    attrs |= conv_attrs((a.strides, tuple(pads), a.dilations), a.group, a.epilogue, arity=ARITY)
-    return Window.make(kernel, a.strides, pads, a.dilations), attrs
+    return replace(a, pads=tuple(pads), auto_pad="NOTSET")
+
+
+def _transposed(b: Builder, op: Op) -> tuple[Window, dict[str, Any]]:
+    """The window of a ConvTranspose, and the attributes of its meaning."""
+    kernel, a = b.graph.type(op.inputs[1]).static_shape[2:], with_pads(b, op)  # type: ignore[arg-type]
+    attrs = {"output_padding": tuple(a.output_padding), "output_shape": ()}
+    attrs |= conv_attrs((a.strides, a.pads, a.dilations), a.group, a.epilogue, arity=ARITY)
+    return Window.make(kernel, a.strides, a.pads, a.dilations), attrs
 
 
 class DepthwiseTranspose(Depthwise):
@@ -286,5 +292,5 @@ class DepthwiseTranspose(Depthwise):
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         x, out = b.made(self.source(b, op)), b.target(op.value)
-        window, attrs = _transposed(b, op, x, out)
+        window, attrs = _transposed(b, op)
         self._emit(b, op, x, out, window, "ConvTranspose", attrs)

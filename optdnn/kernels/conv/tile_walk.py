@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.conv.problem import Depth, Source
 from optdnn.kernels.launch import Parameters, tensor_map
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import TensorMap
@@ -65,9 +65,13 @@ class Walk:
         covered = (self.width - 1) * source.stride[1] + reach_w
         return (self.height - 1) * source.stride[0] + reach_h, self.columns or covered
 
+    def patch_images(self, source: Source) -> int:
+        """Images of a patch, or frames of volumes: those under the windows of ``images`` frames of the result."""
+        return self.images + (0 if source.depth is None else source.depth.taps - 1)
+
     def patch_bytes(self, source: Source) -> int:
         """Bytes of a stage."""
-        return -(-self.images * math.prod(self.patch(source)) * self.span // 1024) * 1024
+        return -(-self.patch_images(source) * math.prod(self.patch(source)) * self.span // 1024) * 1024
 
     def result_bytes(self) -> int:
         """Bytes of a tile's results."""
@@ -84,14 +88,20 @@ class Walk:
         return -(-source.channels // (self.chunks * 8)), -(-out_w // self.width), -(-out_h // self.height)
 
     def count(self, source: Source, batch: int) -> int:
-        """Tiles of a slab."""
+        """Tiles of a slab. ``batch``: images of the result."""
         _, x, y = self.tiles(source)
+        if source.depth is not None:
+            return x * y * batch // source.depth.out * self.tiles_z(source.depth)
         return x * y * -(-batch // self.images)
+
+    def tiles_z(self, depth: Depth) -> int:
+        """Tiles along the frames of the result of a volume."""
+        return -(-depth.out // self.images)
 
     def squeeze_mode(self, source: Source, squeeze: bool) -> int:
         """0: no squeeze; 1: sums of tiles, which a second launch adds up; 2: a tile is a whole image."""
-        if not squeeze:
-            return 0
+        if not squeeze or source.depth is not None:
+            return int(squeeze)
         return 2 if self.tiles(source)[1:] == (1, 1) else 1
 
     def defines(self, source: Source, squeeze: bool) -> dict[str, int]:
@@ -102,17 +112,20 @@ class Walk:
             "PATCH_H": patch_h, "STRIDE_H": source.stride[0], "STRIDE_W": source.stride[1], "STAGES": self.stages,
             "WARPS": self.warps, "SQUEEZE": self.squeeze_mode(source, squeeze), "PARTS": self.parts,
             "KERNEL_H": source.kernel[0], "KERNEL_W": source.kernel[1],
+            "KERNEL_D": 0 if source.depth is None else source.depth.taps,
         }  # fmt: skip
 
     def refuse(self, source: Source, batch: int, squeeze: bool, blocks: int, shared: int) -> str | None:
         """Why no block can walk this way, or None. ``blocks``: per multiprocessor; ``shared``: bytes that a block can have."""
-        if source.channels % 8 or min(source.output()) < 1 or source.depth is not None:
+        if source.channels % 8 or min(source.output()) < 1:
             return "it is for non-empty images with a multiple of 8 channels"
+        if source.depth is not None and (source.depth.stride, source.depth.dilation) != (1, 1):
+            return "frames of volumes are read one after another"
         if self.swizzle == 0 and self.chunks % 2 == 0:
             return f"{self.chunks} chunks of channels would lie in the same banks"
         if not 2 <= self.stages <= 8 or not 1 <= self.warps <= 16:
             return "not a ring and a block of this kernel"
-        if max(*self.patch(source), self.height, self.width, self.chunks * 8) > 256:
+        if max(*self.patch(source), self.patch_images(source), self.height, self.width, self.chunks * 8) > 256:
             return "the patch exceeds a TMA box"
         if blocks * ((needed := self.shared_bytes(source, squeeze)) + 1024) > SHARED or needed > shared:
             return f"{needed} bytes of shared memory are too many for {blocks} blocks"
@@ -120,28 +133,35 @@ class Walk:
             return "more tiles than the kernel can count"
         return None
 
-    def map_of(self, name: str, dtype: str, batch: int, size: tuple[int, int], channels: int, pitch: int, patch: tuple[int, int]) -> TensorMap[str]:  # fmt: skip
-        """The tensor map of images (``size``: height and width; ``pitch``: elements of a pixel), in boxes of ``patch``."""
-        (height, width), (box_h, box_w) = size, patch
-        strides = (pitch * 2, width * pitch * 2, height * width * pitch * 2)
-        box = (self.chunks * 8, box_w, box_h, self.images)
-        return tensor_map(name, dtype, (channels, width, height, batch), strides, box, self.swizzle)
+    def map_of(self, name: str, dtype: str, size: tuple[int, ...], channels: int, pitch: int, box: tuple[int, ...]) -> TensorMap[str]:  # fmt: skip
+        """The tensor map of images or volumes, channels-last (``size``: batch, frames of volumes, height and width; ``pitch``: elements of
+        a pixel), in boxes of these numbers of images or frames, rows and columns."""
+        outward, strides = size[::-1], [pitch * 2]
+        for n in outward[:-1]:
+            strides.append(strides[-1] * n)
+        boxes = (self.chunks * 8, *box[::-1], *(1,) * (len(size) - len(box)))
+        return tensor_map(name, dtype, (channels, *outward), tuple(strides), boxes, self.swizzle)
 
     def parameters(
         self, source: Source, batch: int, dtype: str, squeeze: bool, pitches: tuple[int, int] = (0, 0)
     ) -> Parameters:
-        """The parameter block. ``pitches``: elements of a pixel of the input and of the result; 0: their channels."""
+        """The parameter block. ``batch``: images of the result. ``pitches``: elements of a pixel of the input and of the result; 0: their
+        channels."""
         mode, out, channels = self.squeeze_mode(source, squeeze), source.output(), source.channels
         slabs, tiles_x, tiles_y = self.tiles(source)
         read, written = (pitch or channels for pitch in pitches)
+        depth = source.depth
+        before, after = ((batch,),) * 2 if depth is None else ((batch // depth.out, n) for n in (depth.size, depth.out))
+        box = (self.patch_images(source), *self.patch(source))
         made = Parameters().tensor_map(
-            self.map_of("input", dtype, batch, (source.height, source.width), channels, read, self.patch(source)),
-            self.map_of("output", dtype, batch, out, channels, written, (self.height, self.width)),
+            self.map_of("input", dtype, (*before, source.height, source.width), channels, read, box),
+            self.map_of("output", dtype, (*after, *out), channels, written, (self.images, self.height, self.width)),
         )
         made.pointer("weights", "bias", "sums" if mode == 1 else None, "means" if mode == 2 else None)
         made.i32(batch, channels, *out, *source.padding[:2])
         made.i32(slabs, tiles_x, tiles_x * tiles_y, self.count(source, batch))
-        return made.f32(1.0 / math.prod(out))
+        made.f32(1.0 / math.prod(out))
+        return made if depth is None else made.i32(-depth.first, depth.out, self.tiles_z(depth))
 
     def grid(self, source: Source, batch: int, gpu: GpuFacts, blocks: int) -> int:
         """Blocks of a launch: as many as fill the GPU with ``blocks`` per multiprocessor."""
@@ -157,7 +177,8 @@ class Walk:
         chain in cycles. ``least``: bytes of all tensors; ``start``: cycles of a block before its first tile."""
         slabs, count = self.tiles(source)[0], self.count(source, batch)
         moved = self.patch_bytes(source) + self.result_bytes()
-        patch, result = self.images * math.prod(self.patch(source)), self.images * self.height * self.width
+        patch = self.patch_images(source) * math.prod(self.patch(source))
+        result = self.images * self.height * self.width
         load = patch * ROW if self.swizzle else (patch + STORED * result) * CHUNK * self.chunks
         grid = self.grid(source, batch, gpu, blocks)
         per_block, together = -(-count // max(1, grid // slabs)), -(-grid // gpu.multiprocessors)

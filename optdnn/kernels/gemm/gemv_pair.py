@@ -37,6 +37,7 @@ GAIN = 0.8
 SMALL = 1 << 15
 """Elements of the first matrix below which one launch was not measured faster: 256 -> 16 -> 256 took 1 us longer, 1024
 -> 64 -> 1024 0.8 us less."""
+_VIEWS = frozenset({"Reshape", "Transpose", "Layout", "Squeeze", "Unsqueeze"})
 FEW = 4
 """Most images for which one launch was faster than two. With 16 it was not."""
 
@@ -107,7 +108,8 @@ class GemvPair(ConvPair):
     def sums(self, b: Builder, op: Op, problem: pair.Problem, config: pair.Config) -> TensorView | None:
         """The sums of tiles from which the launch computes the means; None if there are none, or the kernel cannot take them."""
         first = self.first(b.graph, op)
-        found = None if first.inputs[0] is None or problem.pixels else b.sums.get(first.inputs[0])
+        pool = None if problem.pixels else _means(b.graph, first)
+        found = None if pool is None else b.sums.get(pool.value)
         if found is None:
             return None
         whole = _of_sums(b, first, problem, found)
@@ -194,9 +196,28 @@ def _pool(graph: Graph, first: Op) -> Op | None:
     return pool if pool.kind == "GlobalAveragePool" and graph.sole_user(pool.value) == first else None
 
 
+def _means(graph: Graph, first: Op) -> Op | None:
+    """The global average pool whose means ``first`` reads, of volumes through the views of their vectors; None if it reads others."""
+    pool = graph.op(first.inputs[0])  # type: ignore[arg-type]
+    while _keeps_vectors(graph, pool):
+        pool = graph.op(pool.inputs[0])  # type: ignore[arg-type]
+    return pool if pool.kind == "GlobalAveragePool" else None
+
+
+def _keeps_vectors(graph: Graph, op: Op) -> bool:
+    """Whether an operator only adds, removes or moves axes of size 1."""
+    if op.kind not in _VIEWS or not op.outputs[0].type.is_static or op.inputs[0] is None:
+        return False
+    before, after = graph.type(op.inputs[0]).static_shape, op.outputs[0].type.static_shape
+    if [n for n in before if n > 1] != [n for n in after if n > 1]:
+        return False
+    moved = [axis for axis in op.attrs.perm if before[axis] > 1] if op.kind == "Transpose" else []
+    return moved == sorted(moved)
+
+
 def _of_sums(b: Builder, first: Op, problem: pair.Problem, sums: TensorView) -> pair.Problem:
     """The problem with means computed from the sums of an image's tiles."""
-    image = b.graph.op(first.inputs[0]).inputs[0]  # type: ignore[arg-type]
+    image = _means(b.graph, first).inputs[0]  # type: ignore[union-attr]
     return replace(problem, pixels=math.prod(b.graph.type(image).static_shape[2:]), tiles=sums.shape[1])  # type: ignore[arg-type]
 
 
@@ -211,6 +232,8 @@ def _filled(weight: Array, shape: tuple[int, int]) -> Array:
 def adds_sums(b: Builder, pool: Op) -> bool:
     """Whether only a gate reads the means of a convolution's result, and its launch computes them from the sums of tiles."""
     first = None if pool.value in b.reserved else b.graph.sole_user(pool.value)
+    while first is not None and _keeps_vectors(b.graph, first):
+        first = b.graph.sole_user(first.value)
     op = None if first is None else b.graph.sole_user(first.value)
     if first is None or op is None or GATE.find_first(b.graph, op) != first:
         return False
@@ -219,7 +242,7 @@ def adds_sums(b: Builder, pool: Op) -> bool:
 
 def _summed(b: Builder, first: Op) -> bool:
     """Whether the first product reads means of a convolution whose launch may store sums of tiles instead."""
-    pool = _pool(b.graph, first)
+    pool = _means(b.graph, first)
     source = None if pool is None else b.graph.op(pool.inputs[0])  # type: ignore[arg-type]
     return source is not None and source.kind == "Conv" and source.attrs.group > 1
 

@@ -212,7 +212,6 @@ def computed_bias() -> Graph:
         (lambda: alone(24, 20, 20, kernel=13), "fp16", "its filter has 169 taps, more than 128"),
         (lambda: heads(filters=(5, 3)), "fp16", "its 3 channels are not a multiple of 4"),
         (lambda: heads(features=15), "fp16", "its 45 channels are not a multiple of 4"),
-        (lambda: alone(24, 5, 6, 7), "fp16", "not a depthwise convolution of images or sequences"),
         (lambda: sliced(3, (22, 24)), "fp16", "do not begin at multiples of 8 bytes"),
         (plain, "fp16", "its input is not channels-last"),
         (shifted, "fp16", "its prologue is more than a ReLU"),

@@ -286,6 +286,10 @@ DEVICE void tma_store_4d(const TensorMap* map, u32 source, int a, int b, int c, 
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                  ::"l"(reinterpret_cast<u64>(map)), "r"(source), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+DEVICE void tma_store_5d(const TensorMap* map, u32 source, int a, int b, int c, int d, int e) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
+                 ::"l"(reinterpret_cast<u64>(map)), "r"(source), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e) : "memory");
+}
 DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING> DEVICE void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");

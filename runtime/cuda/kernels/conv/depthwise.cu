@@ -4,8 +4,12 @@
 // of a row serve all taps and all output rows that touch it. A block takes block_vectors x strips_x x strips_y such strips, so that
 // rows and columns that neighbors share hit in L1.
 //
+// Images may be the frames of volumes. Then a thread adds one frame after another under its filter. SHARERS threads share these frames; the
+// first of them adds up their sums, through shared memory.
+//
 // generated.cuh defines LANES, KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, TILE_H, TILE_W, MAX_THREADS, MIN_BLOCKS,
-// HAS_RESIDUAL, RELU_BEFORE (floats: a ReLU of the input precedes the filter), SQUEEZE (0 none, 1 partial sums, 2 finished means)
+// KERNEL_D (taps along the depth of a volume, 0: there are no volumes; with SHARERS, STRIDE_D, DILATION_D), TRANSPOSED (a transposed convolution;
+// with PHASE_H, PHASE_W), HAS_RESIDUAL, RELU_BEFORE (floats: a ReLU of the input precedes the filter), SQUEEZE (0 none, 1 partial sums, 2 finished means)
 // and epilogue(). BESIDE: a second convolution of the same form, of other channels or of another image. In place of a residual, epilogue()
 // then reads the result of epilogue_beside() for the second convolution.
 #include "depthwise_core.cuh"
@@ -16,13 +20,16 @@ struct Params {
     const Weight* weights;                         // [taps][channels]
     const Channel* channel;                        // [channels]: bias, or scale and bias
     const u8* residual;                            // shaped as the output
-    float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
+    float* sums;                                   // SQUEEZE 1: [n][tiles][channels], of volumes [n][frames][tiles][channels]
     u8* means;                                     // SQUEEZE 2: [n][channels], type of the output
     int height, width, vectors, out_h, out_w, pad_h, pad_w;
     int pitch, out_pitch;                          // elements between consecutive pixels
     int block_vectors, strips_x, strips_y, tiles_x;
     Narrow mean;                                   // only its factor is used where results are floats
     u32 outside;                                   // the padding value of an 8-bit image, in each of four bytes
+#if KERNEL_D
+    int depth, out_d, pad_d;                       // images are frames of volumes: frames of a volume, and of its result
+#endif
     Requantize requantize;                         // for 8-bit operands
 #if BESIDE
     const Element* second;                         // likewise, for the second convolution
@@ -34,17 +41,19 @@ struct Params {
 
 // The weights and constants of a thread's channels. No kernel writes them.
 struct Filter {
-    Vector own[WEIGHTS_IN_SHARED ? 1 : TAPS];
+    Vector own[WEIGHTS_IN_REGISTERS ? TAPS : 1];
     const Vector* shared;
+    const Weight* weights;
     Channel constants[LANES];
 
-    __device__ __forceinline__ Filter(const Params& p, const Weight* weights, const Channel* channel, Vector* place, int vector) : shared(place) {
+    __device__ __forceinline__ Filter(const Params& p, const Weight* weights, const Channel* channel, Vector* place, int vector)
+        : shared(place), weights(weights) {
         if (WEIGHTS_IN_SHARED) {
             for (int i = threadIdx.x; i < TAPS * p.block_vectors; i += blockDim.x) {
                 const int v = blockIdx.x * p.block_vectors + i % p.block_vectors;
                 place[i] = v < p.vectors ? load_weights(weights + ((i / p.block_vectors) * p.vectors + v) * LANES) : zeros();
             }
-        } else {
+        } else if (WEIGHTS_IN_REGISTERS) {
             #pragma unroll
             for (int i = 0; i < TAPS; i++)
                 own[i] = vector < p.vectors ? load_weights(weights + (i * p.vectors + vector) * LANES) : zeros();
@@ -56,8 +65,27 @@ struct Filter {
 
     // Accumulators of the pixels from (out_y, out_x) on.
     __device__ __forceinline__ void convolve(const Params& p, const Element* input, int pitch, int n, int out_y, int out_x, int vector, int local,
-                                             Tile& acc) const {
-        const int top = out_y * STRIDE_H - p.pad_h, left = out_x * STRIDE_W - p.pad_w;
+                                             int sharer, Tile& acc) const {
+        clear(acc);
+#if KERNEL_D
+        const int frame = n % p.out_d, volume = n / p.out_d;
+        const int step = TRANSPOSED ? STRIDE_D : 1, first = TRANSPOSED ? (frame + p.pad_d) % STRIDE_D : 0;
+        #pragma unroll 1
+        for (int tap = first + sharer * step; tap < KERNEL_D; tap += SHARERS * step) {
+            const int z = TRANSPOSED ? (frame + p.pad_d - tap) / STRIDE_D : frame * STRIDE_D - p.pad_d + tap * DILATION_D;
+            if (unsigned(z) < unsigned(p.depth))
+                add_image(p, input, pitch, volume * p.depth + z, out_y, out_x, vector, local, tap, acc);
+        }
+#else
+        add_image(p, input, pitch, n, out_y, out_x, vector, local, 0, acc);
+#endif
+    }
+
+    // Adds the products of image n with a frame of the filter.
+    __device__ __forceinline__ void add_image(const Params& p, const Element* input, int pitch, int n, int out_y, int out_x, int vector, int local,
+                                              int frame, Tile& acc) const {
+        const Weight* of_frame = weights + (frame * TAPS * p.vectors + vector) * LANES;
+        const int top = (TRANSPOSED ? out_y / STRIDE_H : out_y * STRIDE_H) - p.pad_h, left = (TRANSPOSED ? out_x / STRIDE_W : out_x * STRIDE_W) - p.pad_w;
         const Element* image = input + (long long)n * p.height * p.width * pitch + vector * LANES;
         accumulate(
             acc,
@@ -71,19 +99,23 @@ struct Filter {
                     if (unsigned(y) < unsigned(p.height) && unsigned(x) < unsigned(p.width)) in[c] = load_input(row + x * pitch);
                 }
             },
-            [&](int tap) { return WEIGHTS_IN_SHARED ? shared[tap * p.block_vectors + local] : own[WEIGHTS_IN_SHARED ? 0 : tap]; });
+            [&](int tap) {
+                if (WEIGHTS_IN_REGISTERS) return own[WEIGHTS_IN_REGISTERS ? tap : 0];
+                return WEIGHTS_IN_SHARED ? shared[tap * p.block_vectors + local] : load_weights(of_frame + tap * p.vectors * LANES);
+            });
     }
 };
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
     grid_launch_dependents();
-    const int local = threadIdx.x % p.block_vectors, strip = threadIdx.x / p.block_vectors;
+    const u32 threads = blockDim.x / SHARERS, sharer = SHARERS > 1 ? threadIdx.x / threads : 0, thread = threadIdx.x - sharer * threads;
+    const int local = thread % p.block_vectors, strip = thread / p.block_vectors;
     const int vector = blockIdx.x * p.block_vectors + local;
     const int tile_x = blockIdx.y % p.tiles_x, tile_y = blockIdx.y / p.tiles_x, n = blockIdx.z;
     const int out_x = (tile_x * p.strips_x + strip % p.strips_x) * TILE_W;
     const int out_y = (tile_y * p.strips_y + strip / p.strips_x) * TILE_H;
-    const bool live = vector < p.vectors && out_x < p.out_w && out_y < p.out_h;
+    bool live = vector < p.vectors && out_x < p.out_w && out_y < p.out_h;
 
     Vector* shared_weights = reinterpret_cast<Vector*>(shared);
     const Filter filter(p, p.weights, p.channel, shared_weights, vector);
@@ -96,12 +128,26 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     Tile acc;
     float sum[LANES];
     const Output target = {p.output, p.residual, p.out_h, p.out_w, p.out_pitch, p.vectors, &p.requantize};
-    if (live) filter.convolve(p, p.input, p.pitch, n, out_y, out_x, vector, local, acc);
+    if (live) filter.convolve(p, p.input, p.pitch, n, out_y, out_x, vector, local, sharer, acc);
+#if SHARERS > 1
+    // [sharers but the first][accumulators][threads of a sharer]
+    float* sums = reinterpret_cast<float*>(shared) + thread;
+    __syncthreads();                               // the weights have been read
+    #pragma unroll
+    for (int i = 0; i < SUMS; i++)
+        if (sharer > 0) sums[((sharer - 1) * SUMS + i) * threads] = (&acc[0][0][0])[i];
+    __syncthreads();
+    live = live && sharer == 0;
+    for (int other = 0; live && other < SHARERS - 1; other++) {
+        #pragma unroll
+        for (int i = 0; i < SUMS; i++) (&acc[0][0][0])[i] += sums[(other * SUMS + i) * threads];
+    }
+#endif
 #if BESIDE
     Tile beside;
-    if (live) second.convolve(p, p.second, p.second_pitch, n, out_y, out_x, vector, local, beside);
+    if (live) second.convolve(p, p.second, p.second_pitch, n, out_y, out_x, vector, local, 0, beside);
     #pragma unroll
-    for (int i = 0; i < TILE_H * TILE_W * LANES; i++)
+    for (int i = 0; i < SUMS; i++)
         (&beside[0][0][0])[i] = epilogue_beside((&beside[0][0][0])[i], second.constants[i % LANES], 0.0f);
     finish(target, acc, filter.constants, sum, live, n, out_y, out_x, vector, &beside);
 #else
@@ -114,7 +160,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     const int channels = p.block_vectors * LANES, strips = p.strips_x * p.strips_y;
     __syncthreads();                               // the weights have been read
     #pragma unroll
-    for (int i = 0; i < LANES; i++) partial[strip * channels + local * LANES + i] = sum[i];
+    for (int i = 0; i < LANES; i++)
+        if (sharer == 0) partial[strip * channels + local * LANES + i] = sum[i];
     __syncthreads();
     for (int c = threadIdx.x; c < channels; c += blockDim.x) {
         float total = 0.0f;

@@ -9,6 +9,8 @@
 // beside each other, times TILE_N images. The same registers serve every row of the filter, so each pixel is loaded once for all of
 // them. A lane reads eight channels of a pixel at once, and pairs them with those of a second pixel.
 //
+// In volumes, the images are frames of the result, and a patch holds all frames under them: one after another meets its part of the filter.
+//
 // (Zero times infinity is NaN: an element that has overflowed makes NaN of neighboring pixels whose windows do not cover it.)
 //
 // generated.cuh: see tile_walk.cuh; also ROWS, GROUPS, BLOCKS, GRID_X, GRID_Y (warps beside and below each other), the filter
@@ -39,19 +41,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
 
     // No kernel writes filters: [taps][channels]. Within K, a lane has pixels quad, quad + 4, quad + 8 and quad + 12.
     u32 filter[KERNEL_H][8][2];
-    #pragma unroll
-    for (int r = 0; r < KERNEL_H; r++) {
-        uint4 taps[4];
+    auto load_filter = [&](int frame) {
         #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int tap = quad + 4 * i - lane / 4;
-            taps[i] = make_uint4(0, 0, 0, 0);
-            if (tap >= 0 && tap < KERNEL_W && channel < p.channels)
-                taps[i] = __ldg(reinterpret_cast<const uint4*>(p.weights + (r * KERNEL_W + tap) * p.channels + channel));
+        for (int r = 0; r < KERNEL_H; r++) {
+            uint4 taps[4];
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int tap = quad + 4 * i - lane / 4;
+                taps[i] = make_uint4(0, 0, 0, 0);
+                if (tap >= 0 && tap < KERNEL_W && channel < p.channels)
+                    taps[i] = __ldg(reinterpret_cast<const uint4*>(p.weights + ((frame * KERNEL_H + r) * KERNEL_W + tap) * p.channels + channel));
+            }
+            #pragma unroll
+            for (int c = 0; c < 8; c++) filter[r][c][0] = pair_of(taps[0], taps[1], c), filter[r][c][1] = pair_of(taps[2], taps[3], c);
         }
-        #pragma unroll
-        for (int c = 0; c < 8; c++) filter[r][c][0] = pair_of(taps[0], taps[1], c), filter[r][c][1] = pair_of(taps[2], taps[3], c);
-    }
+    };
+    if (!KERNEL_D) load_filter(0);
 
     // Row ``lane / 4 + 8 * half`` of A: its image, block of eight pixels, and group of rows.
     int image[2], x[2], y[2], own[2];
@@ -70,7 +75,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         float acc[ROWS][8][4];
         #pragma unroll
         for (int i = 0; i < ROWS * 8 * 4; i++) (&acc[0][0][0])[i] = 0.0f;
-        if (to.y + warp_y < p.out_h && to.x + warp_x < p.out_w && channel < p.channels) {
+        const bool works = to.y + warp_y < p.out_h && to.x + warp_x < p.out_w && channel < p.channels;
+        #pragma unroll 1
+        for (int frame = 0; works && frame < (KERNEL_D ? KERNEL_D : 1); frame++, patch += PATCH_H * PATCH_W * SPAN) {
+            if (KERNEL_D) load_filter(frame);
             u32 from[2][LOADS];                    // this tile's addresses: addresses derived from them are not kept from tile to tile
             #pragma unroll
             for (int i = 0; i < 2 * LOADS; i++) from[i / LOADS][i % LOADS] = patch + chunk * 16 + (own[i / LOADS] + column[i % LOADS]) * SPAN;

@@ -5,11 +5,36 @@
 #include "generated.cuh"
 #include "conv_element.cuh"
 
-constexpr int TAPS = KERNEL_H * KERNEL_W;
-constexpr int ROWS = (TILE_H - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
-constexpr int COLUMNS = (TILE_W - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1;
-constexpr bool WEIGHTS_IN_SHARED = TAPS > 9;
+// One axis of the filter. Result t of a tile reads, of the tile's inputs from the first one on, input ``t * stride + tap * dilation``. If
+// the convolution is transposed, it reads input ``(t + phase - tap) / stride - first``, where this is whole. (A tile begins at a multiple
+// of ``stride``; ``phase``: the begin of the pads modulo ``stride``.)
+struct Axis {
+    int kernel, stride, dilation, phase;
 
+    // Inputs under a tile of this many results.
+    constexpr __device__ int reach(int results) const {
+        return TRANSPOSED ? (results - 1 + phase) / stride - first() + 1 : (results - 1) * stride + (kernel - 1) * dilation + 1;
+    }
+    constexpr __device__ int first() const { return -((kernel - 1 - phase) / stride); }
+    // The input that result t reads with a tap, or -1.
+    constexpr __device__ int input(int t, int tap) const {
+        return !TRANSPOSED ? t * stride + tap * dilation : (t + phase - tap + kernel * stride) % stride ? -1 : (t + phase - tap) / stride - first();
+    }
+    // The tap with which result t reads input i, or -1.
+    constexpr __device__ int tap(int t, int i) const {
+        const int tap = TRANSPOSED ? t + phase - (i + first()) * stride : i - t * stride;
+        return tap < 0 || tap % dilation || tap / dilation >= kernel ? -1 : tap / dilation;
+    }
+};
+
+constexpr Axis DOWN = {KERNEL_H, STRIDE_H, DILATION_H, PHASE_H}, ALONG = {KERNEL_W, STRIDE_W, DILATION_W, PHASE_W};
+constexpr int TAPS = KERNEL_H * KERNEL_W;          // of an image or a frame
+constexpr int ROWS = DOWN.reach(TILE_H), COLUMNS = ALONG.reach(TILE_W);
+// Few weights stay in registers. Those of volumes are read from L1: a thread needs each only once for all frames that it adds.
+constexpr bool WEIGHTS_IN_SHARED = KERNEL_D == 0 && TAPS > 9, WEIGHTS_IN_REGISTERS = KERNEL_D == 0 && TAPS <= 9;
+
+
+constexpr int SUMS = TILE_H * TILE_W * LANES;      // accumulators of a thread
 typedef float Tile[TILE_H][TILE_W][LANES];
 
 #if OPERAND_ITEM == 4
@@ -84,34 +109,33 @@ DEVICE Vector zeros() {
     return v;
 }
 
-constexpr __device__ bool meets(int r, int t) {    // whether input row r meets a tap of output row t
-    return r >= t * STRIDE_H && (r - t * STRIDE_H) % DILATION_H == 0 && (r - t * STRIDE_H) / DILATION_H < KERNEL_H;
+DEVICE void clear(Tile& acc) {
+    #pragma unroll
+    for (int i = 0; i < SUMS; i++) (&acc[0][0][0])[i] = 0.0f;
 }
 
 // load(r, in) fills a row of COLUMNS vectors; weight(tap) gives the weights of a tap. Each row is loaded once.
 template <class Load, class Weight> DEVICE void accumulate(Tile& acc, const Load& load, const Weight& weight) {
     #pragma unroll
-    for (int i = 0; i < TILE_H * TILE_W * LANES; i++) (&acc[0][0][0])[i] = 0.0f;
-    #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         bool used = false;                         // with a dilation or a stride some rows meet no tap
         #pragma unroll
-        for (int t = 0; t < TILE_H; t++) used |= meets(r, t);
+        for (int t = 0; t < TILE_H; t++) used |= DOWN.tap(t, r) >= 0;
         if (!used) continue;
         Input in[COLUMNS];
         load(r, in);
         #pragma unroll
         for (int t = 0; t < TILE_H; t++) {
-            if (!meets(r, t)) continue;
+            if (DOWN.tap(t, r) < 0) continue;
             #pragma unroll
             for (int s = 0; s < KERNEL_W; s++) {
-                const Vector w = weight((r - t * STRIDE_H) / DILATION_H * KERNEL_W + s);
+                const Vector w = weight(DOWN.tap(t, r) * KERNEL_W + s);
                 #pragma unroll
                 for (int i = 0; i < LANES; i++) {
                     const float factor = element(w, i);
                     #pragma unroll
                     for (int x = 0; x < TILE_W; x++)
-                        acc[t][x][i] = fmaf(value(in[x * STRIDE_W + s * DILATION_W], i), factor, acc[t][x][i]);
+                        if (ALONG.input(x, s) >= 0) acc[t][x][i] = fmaf(value(in[ALONG.input(x, s)], i), factor, acc[t][x][i]);
                 }
             }
         }

@@ -94,6 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
         barrier_wait(full + 8 * stage, parity);
         Tile acc;
         if (inside) {
+            clear(acc);
             const Element* patch = reinterpret_cast<const Element*>(ring + stage * PATCH_BYTES) + own;
             accumulate(
                 acc,

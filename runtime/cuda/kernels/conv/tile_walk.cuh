@@ -3,7 +3,8 @@
 //
 // generated.cuh defines CHUNKS (of eight channels, in a slab), TILE_W, TILE_H, TILE_N (pixels and images of a tile), PATCH_W, PATCH_H
 // (pixels of a patch; zeros in the padding), STRIDE_H, STRIDE_W, STAGES (patches in flight), WARPS, SQUEEZE (0 none, 1 sums of tiles,
-// 2 means) and PARTS (warps with the same channels).
+// 2 means), PARTS (warps with the same channels) and KERNEL_D (frames under the filter, 0: there are no volumes). In volumes, the images of
+// a tile are neighboring frames of the result.
 #pragma once
 #include "ptx.cuh"
 
@@ -12,18 +13,22 @@ constexpr u32 SPAN = CHUNKS * 16, HEAD_BYTES = 1024;
 // An odd number of chunks has no bank conflicts; TMA swizzles numbers that are powers of two.
 constexpr bool SWIZZLED = CHUNKS == 2 || CHUNKS == 4 || CHUNKS == 8;
 static_assert(SWIZZLED || CHUNKS % 2, "chunks of neighboring pixels would lie in the same banks");
-constexpr u32 PATCH_LOAD = TILE_N * PATCH_H * PATCH_W * SPAN, PATCH_BYTES = (PATCH_LOAD + 1023) / 1024 * 1024;
+constexpr int PATCH_N = KERNEL_D ? TILE_N + KERNEL_D - 1 : TILE_N;     // images or frames of a patch
+constexpr u32 PATCH_LOAD = PATCH_N * PATCH_H * PATCH_W * SPAN, PATCH_BYTES = (PATCH_LOAD + 1023) / 1024 * 1024;
 constexpr u32 RESULT_BYTES = (TILE_N * TILE_H * TILE_W * SPAN + 1023) / 1024 * 1024;
 
 struct Params {
-    TensorMap input, output;                       // (channel, x, y, n)
+    TensorMap input, output;                       // (channel, x, y, n), of volumes (channel, x, y, z, n)
     const u16* weights;
     const float* bias;                             // [channels]
-    float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
+    float* sums;                                   // SQUEEZE 1: [n][tiles][channels], of volumes [n][frames][tiles][channels]
     u16* means;                                    // SQUEEZE 2: [n][channels]
     int batch, channels, out_h, out_w, pad_h, pad_w;
     int slabs, tiles_x, tiles, count;              // slabs of channels; tiles of a row of an image, of images, of the batch
     float factor;                                  // 1 / pixels of a mean
+#if KERNEL_D
+    int pad_d, out_d, tiles_z;                     // frames of a volume of the result, and tiles along them
+#endif
 };
 
 struct Place {
@@ -37,11 +42,28 @@ DEVICE Place place_of(const Params& p, int tile) {
     const int in_image = tile % p.tiles;
     return {tile / p.tiles * TILE_N, in_image / p.tiles_x * TILE_H, in_image % p.tiles_x * TILE_W, in_image};
 }
+#if KERNEL_D
+// The volume of a tile, and the first frame of its result. (A tile has no frames of two volumes: n counts whole tiles.)
+DEVICE int volume_of(const Params& p, const Place& at) { return at.n / TILE_N / p.tiles_z; }
+DEVICE int frame_of(const Params& p, const Place& at) { return at.n / TILE_N % p.tiles_z * TILE_N; }
+#endif
 
 DEVICE void load_patch(const Params& p, u32 base, int slab, const Place& to, int stage) {
     barrier_expect(base + 8 * stage, PATCH_LOAD);
-    tma_load_4d(base + HEAD_BYTES + stage * PATCH_BYTES, &p.input, base + 8 * stage, slab * CHUNKS * 8,
-                to.x * STRIDE_W - p.pad_w, to.y * STRIDE_H - p.pad_h, to.n);
+    const u32 patch = base + HEAD_BYTES + stage * PATCH_BYTES, full = base + 8 * stage;
+#if KERNEL_D
+    tma_load_5d(patch, &p.input, full, slab * CHUNKS * 8, to.x - p.pad_w, to.y - p.pad_h, frame_of(p, to) - p.pad_d, volume_of(p, to));
+#else
+    tma_load_4d(patch, &p.input, full, slab * CHUNKS * 8, to.x * STRIDE_W - p.pad_w, to.y * STRIDE_H - p.pad_h, to.n);
+#endif
+}
+
+DEVICE void store_results(const Params& p, u32 results, int slab, const Place& to) {
+#if KERNEL_D
+    tma_store_5d(&p.output, results, slab * CHUNKS * 8, to.x, to.y, frame_of(p, to), volume_of(p, to));
+#else
+    tma_store_4d(&p.output, results, slab * CHUNKS * 8, to.x, to.y, to.n);
+#endif
 }
 
 // compute(patch, place): computes a tile's results in registers, from its patch in shared memory; put(results) writes them to shared
@@ -81,17 +103,24 @@ template <class Compute, class Put> DEVICE void walk_tiles(const Params& p, u8* 
             float total = 0.0f;
             #pragma unroll
             for (int k = 0; k < PARTS; k++) total += partial[k * TILE_N * CHUNKS * 8 + i];
-            if (channel >= p.channels || to.n + image >= p.batch) continue;
+#if KERNEL_D
+            const int frame = frame_of(p, to) + image, at = volume_of(p, to) * p.out_d + frame;
+            const bool here = frame < p.out_d;
+#else
+            const int at = to.n + image;
+            const bool here = at < p.batch;
+#endif
+            if (channel >= p.channels || !here) continue;
             if (SQUEEZE == 1)
-                p.sums[((long long)(to.n + image) * p.tiles + to.tile) * p.channels + channel] = total;
+                p.sums[((long long)at * p.tiles + to.tile) * p.channels + channel] = total;
             else
-                p.means[(long long)(to.n + image) * p.channels + channel] = pack1(total * p.factor);
+                p.means[(long long)at * p.channels + channel] = pack1(total * p.factor);
         }
 #endif
         async_proxy_fence();
         __syncthreads();
         if (leader) {
-            tma_store_4d(&p.output, results, slab * CHUNKS * 8, to.x, to.y, to.n);
+            store_results(p, results, slab, to);
             tma_store_commit();
         }
         if (++stage == STAGES) stage = 0, parity ^= 1;
