@@ -175,7 +175,8 @@ def _weights(graph: Graph, root: Op) -> Weights | Miss | None:
     inner: list[Op] = []
     leads: list[Shape] = []
     masks: list[tuple[Value, bool]] = []
-    sunk, groups = False, 1
+    sunk = False
+    groups: DimLike = 1
     for _ in range(4):
         op, shape = graph.op(value), shape_of(graph, value)
         if op.kind == "Softmax":
