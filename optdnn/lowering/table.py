@@ -13,7 +13,8 @@ from optdnn.kernels.attention.rounded import RoundedAttention
 from optdnn.kernels.attention.steps import AttentionSteps
 from optdnn.kernels.conv.blocks import BlockConv
 from optdnn.kernels.conv.chained import ChainedConv
-from optdnn.kernels.conv.depthwise import Int8Depthwise, TiledDepthwise
+from optdnn.kernels.conv.depthwise import TiledDepthwise
+from optdnn.kernels.conv.depthwise_8bit import Int8Depthwise
 from optdnn.kernels.conv.depthwise_paired import PairedDepthwise
 from optdnn.kernels.conv.depthwise_transpose import TiledDepthwiseTranspose
 from optdnn.kernels.conv.direct import Depthwise, DepthwiseTranspose, DirectConv, DirectConvTranspose

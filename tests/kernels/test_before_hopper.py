@@ -17,7 +17,7 @@ from support.simulated import check_simulated, feeds_of, kinds, lowered, refusal
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
-from optdnn.kernels.conv import depthwise
+from optdnn.kernels.conv import depthwise, depthwise_8bit
 from optdnn.kernels.conv import depthwise_tma_kernel as depthwise_tma
 from optdnn.kernels.conv.depthwise_kernel import Problem
 from optdnn.kernels.conv.problem import Source
@@ -165,8 +165,8 @@ def test_norms_give_fp8_from_sm_89_on() -> None:
 @pytest.fixture
 def depthwise_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Removes the architecture's refusals of 8-bit products: the depthwise kernel depends only on its own requirements."""
-    monkeypatch.setattr(depthwise, "refusal", lambda *given, **more: None)
-    monkeypatch.setitem(TACTICS, "QuantizedConv", (depthwise.Int8Depthwise(),))
+    monkeypatch.setattr(depthwise_8bit, "refusal", lambda *given, **more: None)
+    monkeypatch.setitem(TACTICS, "QuantizedConv", (depthwise_8bit.Int8Depthwise(),))
 
 
 @pytest.mark.usefixtures("depthwise_alone")

@@ -1,4 +1,4 @@
-"""Tactics of depthwise convolutions of channels-last images, sequences and volumes: floats, and 8-bit integers."""
+"""Tactics of depthwise convolutions of channels-last images, sequences and volumes of floats; the means of their results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
@@ -25,13 +24,11 @@ from optdnn.kernels.conv.hopper_launch import channel_row
 from optdnn.kernels.conv.problem import Depth, Source
 from optdnn.kernels.gemm.gemv_pair import adds_sums
 from optdnn.kernels.launch import Launch
-from optdnn.kernels.pointwise.pointwise import copied, copy
-from optdnn.kernels.quantized.hopper import DATA_SCALE, refusal
+from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, Tactic
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
-from optdnn.ops.requantize import Requantize, byte_bias, pad_channels
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, FP32, Array
 
@@ -51,7 +48,7 @@ def _offers(problem: depthwise.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
         on_tensor_cores = any(isinstance(c, bands.Config) for _, c in found)
         return tuple(Offer(c, seconds, _order(c) == ("bands" if on_tensor_cores else "taps")) for seconds, c in found)
     ((_, many),) = ranked(replace(problem, batch=MANY), gpu)[:1] or ((0.0, None),)
-    return with_invariant(found, many, lambda c: _family(c).estimate(problem, c, gpu))
+    return with_invariant(found, many, lambda c: family(c).estimate(problem, c, gpu))
 
 
 def _order(config: Config) -> str:
@@ -68,7 +65,7 @@ def with_invariant(found: list[tuple[float, Any]], many: Any, seconds: Callable[
     return tuple(Offer(c, seconds, c == many) for seconds, c in found)
 
 
-def _family(config: Config) -> Any:
+def family(config: Config) -> Any:
     """The module of the kernel that a configuration belongs to."""
     kinds = {tma.Config: tma, bands.Config: bands}
     return kinds.get(type(config), depthwise)
@@ -80,7 +77,7 @@ def ranked(problem: depthwise.Problem, gpu: GpuFacts) -> list[tuple[float, Confi
     configs: list[Config] = [
         *depthwise.candidates(problem, gpu), *tma.candidates(problem, gpu), *bands.candidates(problem, gpu)
     ]  # fmt: skip
-    return sorted(((_family(c).estimate(problem, c, gpu), c) for c in configs), key=lambda item: item[0])
+    return sorted(((family(c).estimate(problem, c, gpu), c) for c in configs), key=lambda item: item[0])
 
 
 def relu_before(op: Op) -> bool:
@@ -176,7 +173,7 @@ def _misplaced(x: TensorView, out: TensorView) -> str | None:
     return None
 
 
-def _dense(b: Builder, op: Op, x: TensorView, name: str, columns: int = 1) -> TensorView:
+def read_densely(b: Builder, op: Op, x: TensorView, name: str, columns: int = 1) -> TensorView:
     """An image as the kernels read it: in place, or as a copy."""
     strides = channels_last(x.shape, x.shape[1]) if columns == 1 else _joined(x.shape)
     return x if x.is_like(strides) and x.byte_offset % 16 == 0 else copied(b, op, x, name, strides)
@@ -259,8 +256,8 @@ class TiledDepthwise(DepthwiseTactic):
             return "its prologue is more than a ReLU"
         if (why := _misplaced(*self._images(b, op))) is not None:
             return why
-        if (taps := math.prod(weight.shape[2:][-2:])) > depthwise.MAX_TAPS:
-            return f"its filter has {taps} taps, more than {depthwise.MAX_TAPS}"
+        if (wide := _taps_of(weight)[-1]) > depthwise.MAX_TAPS:
+            return f"a row of its filter has {wide} taps, more than {depthwise.MAX_TAPS}"
         return None if self.configs(b, op) else "no tile of the kernel fits it"
 
     def stages(self, b: Builder, op: Op) -> Epilogue:
@@ -307,8 +304,14 @@ class TiledDepthwise(DepthwiseTactic):
         pitches = conv_maps.pitch_of(x, unit) or 0, conv_maps.pitch_of(out, unit) or 0
         return depthwise.Problem(
             out.shape[0], source, (("bias",), *ep.rendered), dtype, pool is not None, pitches=pitches, unit=unit,
-            relu=relu_before(op), summed=pool is not None and adds_sums(b, pool),
+            relu=relu_before(op), summed=pool is not None and adds_sums(b, pool), band=self.band(b, op),
         )  # fmt: skip
+
+    @staticmethod
+    def band(b: Builder, op: Op) -> int:
+        """Rows of the filter that the kernel adds at a time; 0: all."""
+        (*_, high, wide) = _taps_of(b.weights(op))
+        return depthwise.rows_at_a_time((high, wide), op.outputs[0].type.dtype.itemsize)
 
     def walked(self, b: Builder, op: Op) -> Walked:
         """Strides, pads and dilations, as of :func:`walk`."""
@@ -320,12 +323,12 @@ class TiledDepthwise(DepthwiseTactic):
         operands = {**self.reads(b, op, columns), "output": as_launched(between, columns)}
         kind, attrs, reads = self.meaning(b, op, ep, operands, columns)
         operands["bias"] = channel_row(b, op, ep.added_to(bias_of(b, op)), ep, out.shape[1], operands["bias"])
-        made = _family(config).launch(problem, config, b.gpu)
+        made = family(config).launch(problem, config, b.gpu)
         squeezed = self.pool(b, op)
         if squeezed is None:
             b.emit(self.covers(b, op), made, operands, kind, attrs, reads, [operands["output"]])
         else:
-            _emit_squeezed(b, self.covers(b, op), squeezed, problem, config, made, operands, attrs, reads, of=kind)
+            emit_with_means(b, self.covers(b, op), squeezed, problem, config, made, operands, attrs, reads, of=kind)
         finish(b, op, ep, between, target)
 
     def more_attrs(self, b: Builder, op: Op) -> dict[str, Any]:
@@ -339,15 +342,20 @@ class TiledDepthwise(DepthwiseTactic):
     def reads(self, b: Builder, op: Op, columns: int = 1) -> dict[str, TensorView]:
         """The operands of a convolution, by their names in the launch."""
         x, weight = as_launched(b.made(b.source(op.inputs[0])), columns), b.weights(op).repeat(columns, 0)
-        packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
+        band = self.band(b, op)
+        packed = b.constant(
+            depthwise.pack_weights(weight.reshape(*weight.shape[:2], *_taps_of(weight)), band),
+            f"{op.outputs[0].name}.weights",
+        )
         added = self.stages(b, op).added_to(bias_of(b, op))
         bias = bias_row(b, op, None if added is None else added.repeat(columns), len(weight))
         return {"input": x, "weights": packed, "bias": bias}
 
     def filtered(self, b: Builder, op: Op, operands: Mapping[str, TensorView], columns: int = 1) -> list[TensorView]:
         """Image, weights and bias of a convolution, as the launch's meaning reads them."""
-        channels, taps = b.weights(op).shape[0] * columns, _taps_of(b.weights(op))
-        strides = (math.prod(taps[i + 1 :]) * channels for i in range(len(taps)))
+        channels, taps, band = b.weights(op).shape[0] * columns, _taps_of(b.weights(op)), self.band(b, op)
+        held = (*taps[:-2], taps[-2] + (-taps[-2] % band if band else 0), taps[-1])
+        strides = (math.prod(held[i + 1 :]) * channels for i in range(len(taps)))
         logical = operands["weights"].view((channels, 1, *taps), (1, 0, *strides))
         return [operands["input"], logical, operands["bias"]]
 
@@ -358,7 +366,7 @@ class TiledDepthwise(DepthwiseTactic):
         ``operands``."""
         residual = None
         if ep.residual is not None:
-            dense = _dense(b, op, b.operand(ep.residual), "residual", columns)
+            dense = read_densely(b, op, b.operand(ep.residual), "residual", columns)
             residual = operands["residual"] = as_launched(dense, columns)
         attrs = conv_attrs(self.walked(b, op), len(b.weights(op)) * columns, ep.stages, op.attrs.prologue)
         return (
@@ -374,17 +382,17 @@ def _taps_of(weight: Array) -> tuple[int, ...]:
     return taps if len(taps) > 1 else (*taps, 1)
 
 
-def _emit_squeezed(
+def emit_with_means(
     b: Builder, op: Op, pool: Op, problem: depthwise.Problem, config: Config, launch: Launch,
     operands: dict[str, TensorView], attrs: dict[str, Any], reads: list[TensorView | None], mean: QuantizedStore | None = None,
     *, of: str = "",
 ) -> None:  # fmt: skip
     """Add a convolution that also sums its result. ``mean``: how 8-bit means are computed from sums; ``of``: as of
     :func:`emit_squeezed`."""
-    _, tiles_x, tiles_y = _family(config).tiles(problem, config)
+    _, tiles_x, tiles_y = family(config).tiles(problem, config)
     volumes, (_, frames) = problem.source.depth is not None, problem.averaged
     size = (1, *config.tile) if volumes else config.tile
-    tile = Tile(_family(config).squeeze_mode(problem, config), size, frames * tiles_x * tiles_y)
+    tile = Tile(family(config).squeeze_mode(problem, config), size, frames * tiles_x * tiles_y)
     second = depthwise.launch_squeeze(problem, tiles_x * tiles_y, b.gpu, mean)
     emit_squeezed(b, op, pool, tile, (launch, second), operands, attrs, reads, mean, of=of)
 
@@ -426,82 +434,3 @@ def emit_squeezed(
     pixels = {"pixels": math.prod(size), **own}
     vectors = means.view((n, channels, 1, 1), (means.strides[0], 1, 1, 1))
     b.emit(pool, launches[1], {"sums": sums, "means": means}, "SqueezeFinish", pixels, [sums], [vectors])
-
-
-class Int8Depthwise(DepthwiseTactic):
-    """Depthwise convolutions of int8 or uint8 images. Products and sums are exact in fp32; the epilogue is that of other
-    8-bit convolutions. Images that are not channels-last are copied."""
-
-    name = "depthwise_8bit"
-    means = "QuantizedMean"
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := refusal(b, op) or no_kernels(b.arch)) is not None:
-            return why
-        weight = b.weights(op)
-        if weight.ndim != 4 or weight.shape[1] != 1 or op.attrs.group != weight.shape[0] or op.attrs.group == 1:
-            return "it is not a depthwise convolution of images"
-        if weight.dtype != np.int8:
-            return f"it is for int8 weights, not {weight.dtype.name}"
-        if op.input(DATA_SCALE) is not None:
-            return "the scale of its data is computed"
-        if weight.shape[0] % 16:
-            return "its number of channels is not a multiple of 16"
-        return None if self.configs(b, op) else "no tile of the kernel fits it"
-
-    def pool(self, b: Builder, op: Op) -> Op | None:
-        """The mean with the zero point of the result, if there are few enough pixels for exact sums."""
-        if math.prod(op.outputs[0].type.static_shape[2:]) > depthwise.MAX_PIXELS:
-            return None
-        users = (user for user in self.pools(b.graph, op) if user.attrs.input_zero == op.attrs.zero)
-        return next((user for user in users if suits(b, op, user)), None)
-
-    def problem(self, b: Builder, op: Op) -> depthwise.Problem:
-        weight, a = b.weights(op), op.attrs
-        x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
-        n, c, h, w = x.static_shape
-        source = Source(h, w, c, weight.shape[2:], a.strides, a.pads, a.dilations)
-        second = map_dtype(b.graph.type(op.inputs[3]).dtype) if op.input(3) is not None else ""  # type: ignore[arg-type]
-        dtypes = map_dtype(x.dtype), map_dtype(op.outputs[0].type.dtype)
-        return depthwise.Problem(
-            n,
-            source,
-            tuple(a.stages),
-            dtypes[0],
-            self.pool(b, op) is not None,
-            dtypes[1],
-            second,
-            a.zero != 0,
-            a.input_zero,
-        )
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        a, problem = op.attrs, self.problem(b, op)
-        weight, channel = b.weights(op), b.graph.constant_value(op.inputs[2])
-        assert channel is not None
-        x, out = _dense(b, op, b.operand(op.inputs[0]), "image"), b.target(op.value)
-        dense = channels_last(out.shape, out.shape[1])
-        lies = out.is_like(dense) and out.byte_offset % 16 == 0
-        target = out if lies else b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, dense)
-        half = ml_dtypes.bfloat16 if problem.out_dtype == "bfloat16" else np.float16  # both hold an int8 exactly
-        packed = b.constant(depthwise.pack_weights(weight).astype(half), f"{op.outputs[0].name}.weights")
-        pairs = b.constant(pad_channels(channel)[: len(channel)], f"{op.outputs[0].name}.scales")
-        operands = {"input": x, "output": target, "weights": packed, "bias": pairs}
-        channels, taps_w = weight.shape[0], weight.shape[3]
-        reads: list[TensorView | None] = [x, packed.view(weight.shape, (1, 0, taps_w * channels, channels)), pairs]
-        if op.input(3) is not None:
-            operands["residual"] = _dense(b, op, b.operand(op.inputs[3]), "residual")
-            reads.append(operands["residual"])
-        offset = byte_bias(problem.residual_dtype) + a.residual_zero
-        requantize = Requantize(a.residual_scale, offset, a.low, a.high, a.zero)
-        pool = self.pool(b, op)
-        if pool is not None:
-            m = pool.attrs
-            mean = QuantizedStore(m.factor, m.low, m.high, m.zero)
-            made = _family(config).launch(problem, config, b.gpu, requantize, mean)
-            _emit_squeezed(b, op, pool, problem, config, made, operands, attrs_dict(a), reads, mean)
-        else:
-            made = _family(config).launch(problem, config, b.gpu, requantize)
-            b.emit(op, made, operands, "QuantizedConv", attrs_dict(a), reads, [target])
-        if not lies:
-            copy(b, op, target, out)

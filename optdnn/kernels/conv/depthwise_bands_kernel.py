@@ -9,7 +9,8 @@ import itertools
 from dataclasses import dataclass
 
 from optdnn.kernels.conv import depthwise_kernel as depthwise
-from optdnn.kernels.conv.depthwise_kernel import Problem
+from optdnn.kernels.conv.depthwise_cost import finish_seconds
+from optdnn.kernels.conv.depthwise_problem import FEW_TAPS, Problem
 from optdnn.kernels.conv.tile_walk import Walk
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
@@ -90,8 +91,8 @@ def refuse(
         return f"it loads by TMA, which GPUs of capability {capability[0]}.{capability[1]} do not have"
     if problem.item != 2 or problem.out_dtype != problem.dtype or problem.residual or problem.beside is not None:
         return "it is for 16-bit images in and out, with nothing added"
-    if problem.grown:
-        return "it is transposed"
+    if problem.grown or problem.band:
+        return "it is transposed, or its filter is too large"
     if render.reads_channels(problem.epilogue):
         return "its stages have per-channel operands"
     if problem.unit < 8:
@@ -145,13 +146,13 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         issued=issued, depth=issued * 1.5, least=problem.bytes, start=1800,
     )  # fmt: skip
     seconds *= SLOWER_VOLUMES if problem.source.depth is not None else 1.0
-    return seconds + depthwise.finish_seconds(problem, squeeze_mode(problem, config))
+    return seconds + finish_seconds(problem, squeeze_mode(problem, config))
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
     """The configurations to time, best predicted first; at most two per warp tile. None for few taps: memory bounds them, and the
     other kernels were faster."""
-    if problem.taps <= depthwise.FEW_TAPS or problem.item != 2 or problem.unit < 8 or device.capability < (9, 0):
+    if problem.taps <= FEW_TAPS or problem.item != 2 or problem.unit < 8 or device.capability < (9, 0):
         return []
     out_h, out_w = problem.out_size
     found: list[tuple[float, Config]] = []

@@ -6,10 +6,11 @@ Problems and operands are as of :mod:`optdnn.kernels.conv.depthwise_kernel`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optdnn.kernels.conv import depthwise_kernel as depthwise
-from optdnn.kernels.conv.depthwise_kernel import CLOCK, MEMORY, Problem, Strips, squeeze_mode, tiles
+from optdnn.kernels.conv.depthwise_cost import CLOCK, MEMORY, finish_seconds
+from optdnn.kernels.conv.depthwise_problem import Problem, Strips, squeeze_mode, tiles
 from optdnn.kernels.conv.parameters import put_requantize
 from optdnn.kernels.launch import Launch, Parameters, no_room, tensor_map
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
@@ -143,7 +144,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "TILE_W": config.tile_w, "VECTORS": config.vectors, "STRIPS_X": config.strips_x, "STRIPS_Y": config.strips_y,
         "STAGES": config.stages, "MIN_BLOCKS": config.blocks, "SQUEEZE": squeeze_mode(problem, config),
     }  # fmt: skip
-    text = depthwise.generated(problem, defines)
+    text = depthwise.generated(replace(problem, band=0), defines)
     return Recipe("depthwise_sm90.cu", arch, {"generated.cuh": text}, depthwise.options(problem, checked))
 
 
@@ -205,7 +206,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     box = math.prod(patch(problem, config)) * config.vectors * lanes * problem.item
     l2 = slabs * count * (box + config.threads * outputs * lanes * max(2, problem.out_item)) / 5.0e12
     in_flight = min(1.0, (config.stages - 1) * box * together / 40000)
-    second = depthwise.finish_seconds(problem, squeeze_mode(problem, config))
+    second = finish_seconds(problem, squeeze_mode(problem, config))
     return 1.0e-6 + max(compute, l2, problem.bytes / MEMORY / (0.6 + 0.35 * in_flight)) + second
 
 

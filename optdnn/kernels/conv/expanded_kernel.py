@@ -17,7 +17,7 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv import depthwise_kernel as depthwise
-from optdnn.kernels.conv.depthwise_kernel import CLOCK, MEMORY
+from optdnn.kernels.conv.depthwise_cost import CLOCK, MEMORY, finish_seconds
 from optdnn.kernels.conv.separable_kernel import MAX_TAPS
 from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
 from optdnn.kernels.ranking import varied
@@ -283,7 +283,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     compute = per_block * max(tile * full + waits, load * full) / CLOCK
     moved = pixels * problem.depth + math.prod(config.tile) * config.channels
     l2 = slabs * count * moved * 2 / 5.0e12
-    second = depthwise.finish_seconds(problem.filtered, squeeze_mode(problem, config))
+    second = finish_seconds(problem.filtered, squeeze_mode(problem, config))
     return LAUNCH + max(compute, l2, problem.bytes / MEMORY / 0.85) + second
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optdnn.kernels.conv.depthwise_kernel import FINISH
+from optdnn.kernels.conv.depthwise_cost import FINISH
 from optdnn.kernels.conv.problem import OneSource, Source
 from optdnn.kernels.conv.tile_walk import Walk
 from optdnn.kernels.launch import Launch, template_options

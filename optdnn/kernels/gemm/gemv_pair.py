@@ -20,7 +20,7 @@ from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.depthwise_kernel import FINISH
+from optdnn.kernels.conv.depthwise_cost import FINISH
 from optdnn.kernels.conv.fused import bias_row
 from optdnn.kernels.conv.hopper import bias_of
 from optdnn.kernels.conv.pair import ONE_PIXEL, ConvPair, pair_attrs, scalars

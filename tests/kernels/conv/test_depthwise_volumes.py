@@ -107,6 +107,22 @@ SQUEEZED: dict[str, Callable[[], Graph]] = {
 }
 
 
+def image(kernel: Pairs, size: Pairs, *, channels: int = 24, **attrs: Any) -> Graph:
+    return volume(kernel, size, channels=channels, **attrs)
+
+
+LARGE_FILTERS: dict[str, Callable[[], Graph]] = {
+    "13x13": lambda: image((13, 13), (14, 15)),
+    "31x31": lambda: image((31, 31), (28, 20), channels=16),
+    "51x5": lambda: image((51, 5), (20, 20)),
+    "5x51": lambda: image((5, 51), (20, 20)),
+    "13x13 by 2, with a residual": lambda: image((13, 13), (20, 21), strides=2),
+    "13x13, holes": lambda: image((13, 13), (20, 20), dilations=2, pads=12),
+    "a line of 200 taps": lambda: image((200,), (300,), pads=(199, 0)),
+    "7x13x13": lambda: image((3, 13, 13), (4, 9, 9), channels=16),
+}
+
+
 def chosen(program: Any) -> set[str]:
     return {t["tactic"] for t in program.meta["tactics"] if "depthwise" in t["tactic"]}
 
@@ -115,9 +131,26 @@ def chosen(program: Any) -> set[str]:
 @pytest.mark.parametrize("name", VOLUMES)
 def test_volumes_run_by_tiles(name: str, precision: str) -> None:
     program = check_simulated(VOLUMES[name](), precision, tolerance=1e-2)
-    wide = precision == "fp32" and name.startswith("7x7x7")  # its frames have more taps than fp32 registers hold
-    assert chosen(program) == {"depthwise" if wide else tactic.TiledDepthwise.name}
+    assert chosen(program) == {tactic.TiledDepthwise.name}
     assert "Conv" in kinds(program)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("name", LARGE_FILTERS)
+def test_bands_of_large_filters_follow_one_another(name: str, precision: str) -> None:
+    program = check_simulated(LARGE_FILTERS[name](), precision, tolerance=1e-2)
+    assert chosen(program) == {"depthwise" if name == "5x51" else tactic.TiledDepthwise.name}
+
+
+def test_bands_waste_few_rows() -> None:
+    assert depthwise.rows_at_a_time((7, 7), 2) == 0
+    assert depthwise.rows_at_a_time((13, 13), 2) == 3
+    assert depthwise.rows_at_a_time((31, 31), 2) == 1
+    assert depthwise.rows_at_a_time((7, 7), 4) == 4
+    assert depthwise.rows_at_a_time((5, 51), 4) == 0
+    packed = depthwise.pack_weights(np.ones((8, 1, 2, 7, 3), np.float32), 4)
+    assert packed.shape == (2 * 8 * 3, 8)
+    assert (packed.reshape(2, 8, 3, 8)[:, 7] == 0).all()
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
@@ -201,7 +234,10 @@ ODD = depthwise.Problem(2, Source(5, 6, 16, (5, 3), (3, 2), (2, 0, 0, 1)), STAGE
 GROWN_VOLUME = depthwise.Problem(
     14, Source(4, 5, 16, (5, 5), (2, 2), (2, 2, 2, 2), depth=Depth(4, 7, 5, 2, -2)), STAGES, grown=(7, 9)
 )
+WIDE = depthwise.Problem(2, Source(9, 10, 16, (13, 13), (1, 1), (6, 6, 6, 6)), STAGES, band=3)
+HALF = replace(WIDE, source=replace(WIDE.source, stride=(2, 2), dilation=(1, 2), padding=(6, 12, 6, 12)))
 TILE = depthwise.Config(2, 2, 2, 4, 4)
+FOURS = replace(TILE, vectors=4, lanes=4, strips_y=2)
 FRAMES = bands.Config(1, 4, 2, 2, 1, 2, 2, 2)
 SOURCES: dict[str, tuple[Any, depthwise.Problem, Any]] = {
     "a volume": (depthwise, VOLUME, TILE),
@@ -220,6 +256,14 @@ SOURCES: dict[str, tuple[Any, depthwise.Problem, Any]] = {
     "a volume on tensor cores": (bands, VOLUME, FRAMES),
     "5x5x5 on tensor cores": (bands, replace(LARGE, pitches=(32, 24)), replace(FRAMES, images=4, groups=2, grid_y=3)),
     "single frames on tensor cores": (bands, LARGE, replace(FRAMES, images=1, groups=4, across=4, rows=2, grid_y=1)),
+    "a large filter": (depthwise, WIDE, replace(FOURS, sharers=3)),
+    "a large filter by 2 with holes": (depthwise, HALF, replace(FOURS, tile_w=1, vectors=2)),
+    "a large filter in fp32": (
+        depthwise,
+        replace(WIDE, dtype="float32", band=2),
+        replace(FOURS, tile_w=1, strips_y=2, sharers=7),
+    ),
+    "a volume in bands": (depthwise, replace(VOLUME, band=2), replace(TILE, sharers=6)),
     "transposed": (depthwise, GROWN, TILE),
     "transposed, odd": (depthwise, ODD, replace(TILE, tile_h=3, strips_y=2, lanes=4, vectors=4)),
     "a transposed volume": (depthwise, GROWN_VOLUME, TILE),
@@ -263,7 +307,7 @@ def test_kernels_compute_what_they_mean(name: str, tmp_path: Path) -> None:
     bias = rng.standard_normal(s.channels).astype(np.float32)
     shape = (problem.batch, *problem.out_size)
     residual = rng.standard_normal((*shape, s.channels)).astype(dtype)
-    arrays = {"input": x, "weights": depthwise.pack_weights(weight), "bias": bias, "residual": residual,
+    arrays = {"input": x, "weights": depthwise.pack_weights(weight, problem.band), "bias": bias, "residual": residual,
               "output": np.full((*shape, written), 7, dtype)}  # fmt: skip
     _, *tiles = family.tiles(problem, config)
     count, images = problem.averaged
@@ -285,10 +329,15 @@ def test_kernels_compute_what_they_mean(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "problem", "config", "reason"),
     [
-        (depthwise, VOLUME, replace(TILE, sharers=4), "4 threads cannot share 3 frames"),
+        (depthwise, VOLUME, replace(TILE, sharers=4), "4 threads cannot share 3 steps"),
         (depthwise, GROWN_VOLUME, replace(TILE, tile_h=1), "do not begin at multiples of the stride"),
         (depthwise, replace(GROWN, squeeze=True), TILE, "without means"),
-        (depthwise, replace(GROWN, dtype="int8", out="int8"), TILE, "volumes and transposed convolutions are floats"),
+        (
+            depthwise,
+            replace(GROWN, dtype="int8", out="int8"),
+            TILE,
+            "volumes, transposed convolutions and filters in bands are of floats",
+        ),
         (bands, STRIDED, FRAMES, "have a stride"),
         (
             bands,
@@ -323,9 +372,9 @@ def test_kernels_compile_without_spills(name: str) -> None:
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("name", [*VOLUMES, *TRANSPOSED, *SQUEEZED])
+@pytest.mark.parametrize("name", [*VOLUMES, *TRANSPOSED, *SQUEEZED, *LARGE_FILTERS])
 def test_every_kernel_on_a_gpu_agrees_with_its_meaning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph: Graph = {**VOLUMES, **TRANSPOSED, **SQUEEZED}[name]()
+    graph: Graph = {**VOLUMES, **TRANSPOSED, **SQUEEZED, **LARGE_FILTERS}[name]()
     facts = facts_for(TargetName.parse("cuda:sm_90a"))
     asked: list[depthwise.Problem] = []
     offers = tactic._offers

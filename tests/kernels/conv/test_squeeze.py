@@ -10,6 +10,7 @@ from support.net import Net
 from support.simulated import check_simulated, kinds
 
 from optdnn.kernels.conv import depthwise_kernel as depthwise
+from optdnn.kernels.conv.depthwise_cost import FINISH, finish_seconds
 from optdnn.kernels.conv.problem import Source
 from optdnn.runtime.program import Program
 
@@ -53,5 +54,5 @@ def test_sums_cost_no_launch_where_a_gate_adds_them_up(readers: int) -> None:
     found = kinds(check_simulated(n.done(*results), tolerance=1e-2))
     assert ("SqueezeFinish" in found) == (readers > 1)
     problem = depthwise.Problem(1, Source(40, 36, 64, (3, 3), (1, 1), (1, 1, 1, 1)), squeeze=True)
-    assert depthwise.finish_seconds(problem, 1) == depthwise.FINISH
-    assert depthwise.finish_seconds(problem, 2) == depthwise.finish_seconds(replace(problem, summed=True), 1) == 0
+    assert finish_seconds(problem, 1) == FINISH
+    assert finish_seconds(problem, 2) == finish_seconds(replace(problem, summed=True), 1) == 0

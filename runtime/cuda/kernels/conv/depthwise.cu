@@ -4,13 +4,13 @@
 // of a row serve all taps and all output rows that touch it. A block takes block_vectors x strips_x x strips_y such strips, so that
 // rows and columns that neighbors share hit in L1.
 //
-// Images may be the frames of volumes. Then a thread adds one frame after another under its filter. SHARERS threads share these frames; the
-// first of them adds up their sums, through shared memory.
+// Images may be the frames of volumes. Then a thread adds one frame after another under its filter. Large filters are BANDS bands of KERNEL_H
+// rows, which a thread adds one after another. SHARERS threads share these steps; the first of them adds up their sums, through shared memory.
 //
 // generated.cuh defines LANES, KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, TILE_H, TILE_W, MAX_THREADS, MIN_BLOCKS,
-// KERNEL_D (taps along the depth of a volume, 0: there are no volumes; with SHARERS, STRIDE_D, DILATION_D), TRANSPOSED (a transposed convolution;
-// with PHASE_H, PHASE_W), HAS_RESIDUAL, RELU_BEFORE (floats: a ReLU of the input precedes the filter), SQUEEZE (0 none, 1 partial sums, 2 finished means)
-// and epilogue(). BESIDE: a second convolution of the same form, of other channels or of another image. In place of a residual, epilogue()
+// KERNEL_D (taps along the depth of a volume, 0: there are no volumes; with STRIDE_D, DILATION_D), BANDS, SHARERS, TRANSPOSED (a transposed
+// convolution; with PHASE_H, PHASE_W), HAS_RESIDUAL, RELU_BEFORE (floats: a ReLU of the input precedes the filter), SQUEEZE (0 none, 1 partial
+// sums, 2 finished means) and epilogue(). BESIDE: a second convolution of the same form, of other channels or of another image. In place of a residual, epilogue()
 // then reads the result of epilogue_beside() for the second convolution.
 #include "depthwise_core.cuh"
 
@@ -67,25 +67,36 @@ struct Filter {
     __device__ __forceinline__ void convolve(const Params& p, const Element* input, int pitch, int n, int out_y, int out_x, int vector, int local,
                                              int sharer, Tile& acc) const {
         clear(acc);
+        if (!STEPWISE) {
+            add_image(p, input, pitch, n, out_y, out_x, vector, local, 0, 0, acc);
+            return;
+        }
 #if KERNEL_D
         const int frame = n % p.out_d, volume = n / p.out_d;
-        const int step = TRANSPOSED ? STRIDE_D : 1, first = TRANSPOSED ? (frame + p.pad_d) % STRIDE_D : 0;
-        #pragma unroll 1
-        for (int tap = first + sharer * step; tap < KERNEL_D; tap += SHARERS * step) {
-            const int z = TRANSPOSED ? (frame + p.pad_d - tap) / STRIDE_D : frame * STRIDE_D - p.pad_d + tap * DILATION_D;
-            if (unsigned(z) < unsigned(p.depth))
-                add_image(p, input, pitch, volume * p.depth + z, out_y, out_x, vector, local, tap, acc);
-        }
-#else
-        add_image(p, input, pitch, n, out_y, out_x, vector, local, 0, acc);
+        const int stride = TRANSPOSED ? STRIDE_D : 1, first = TRANSPOSED ? (frame + p.pad_d) % STRIDE_D : 0;
 #endif
+        #pragma unroll 1
+        for (int step = sharer; ; step += SHARERS) {
+            const int band = step % BANDS;
+#if KERNEL_D
+            const int tap = first + step / BANDS * stride;
+            if (tap >= KERNEL_D) break;
+            const int z = TRANSPOSED ? (frame + p.pad_d - tap) / STRIDE_D : frame * STRIDE_D - p.pad_d + tap * DILATION_D;
+            if (unsigned(z) >= unsigned(p.depth)) continue;
+            const int image = volume * p.depth + z;
+#else
+            const int tap = 0, image = n;
+            if (step >= BANDS) break;
+#endif
+            add_image(p, input, pitch, image, out_y, out_x, vector, local, tap * BANDS + band, band * KERNEL_H * DILATION_H, acc);
+        }
     }
 
-    // Adds the products of image n with a frame of the filter.
+    // Adds the products of image n with a step's part of the filter, which begins ``down`` rows below its first row.
     __device__ __forceinline__ void add_image(const Params& p, const Element* input, int pitch, int n, int out_y, int out_x, int vector, int local,
-                                              int frame, Tile& acc) const {
-        const Weight* of_frame = weights + (frame * TAPS * p.vectors + vector) * LANES;
-        const int top = (TRANSPOSED ? out_y / STRIDE_H : out_y * STRIDE_H) - p.pad_h, left = (TRANSPOSED ? out_x / STRIDE_W : out_x * STRIDE_W) - p.pad_w;
+                                              int step, int down, Tile& acc) const {
+        const Weight* of_step = weights + (step * TAPS * p.vectors + vector) * LANES;
+        const int top = (TRANSPOSED ? out_y / STRIDE_H : out_y * STRIDE_H) - p.pad_h + down, left = (TRANSPOSED ? out_x / STRIDE_W : out_x * STRIDE_W) - p.pad_w;
         const Element* image = input + (long long)n * p.height * p.width * pitch + vector * LANES;
         accumulate(
             acc,
@@ -101,7 +112,7 @@ struct Filter {
             },
             [&](int tap) {
                 if (WEIGHTS_IN_REGISTERS) return own[WEIGHTS_IN_REGISTERS ? tap : 0];
-                return WEIGHTS_IN_SHARED ? shared[tap * p.block_vectors + local] : load_weights(of_frame + tap * p.vectors * LANES);
+                return WEIGHTS_IN_SHARED ? shared[tap * p.block_vectors + local] : load_weights(of_step + tap * p.vectors * LANES);
             });
     }
 };

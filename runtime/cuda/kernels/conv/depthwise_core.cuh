@@ -28,10 +28,11 @@ struct Axis {
 };
 
 constexpr Axis DOWN = {KERNEL_H, STRIDE_H, DILATION_H, PHASE_H}, ALONG = {KERNEL_W, STRIDE_W, DILATION_W, PHASE_W};
-constexpr int TAPS = KERNEL_H * KERNEL_W;          // of an image or a frame
+constexpr int TAPS = KERNEL_H * KERNEL_W;          // of a step
+constexpr bool STEPWISE = KERNEL_D > 0 || BANDS > 1;  // whether a thread adds frames of volumes, or bands of the filter's rows, one after another
 constexpr int ROWS = DOWN.reach(TILE_H), COLUMNS = ALONG.reach(TILE_W);
-// Few weights stay in registers. Those of volumes are read from L1: a thread needs each only once for all frames that it adds.
-constexpr bool WEIGHTS_IN_SHARED = KERNEL_D == 0 && TAPS > 9, WEIGHTS_IN_REGISTERS = KERNEL_D == 0 && TAPS <= 9;
+// Few weights stay in registers. Where a thread takes steps, it needs each weight only once and reads it from L1.
+constexpr bool WEIGHTS_IN_SHARED = !STEPWISE && TAPS > 9, WEIGHTS_IN_REGISTERS = !STEPWISE && TAPS <= 9;
 
 
 constexpr int SUMS = TILE_H * TILE_W * LANES;      // accumulators of a thread
