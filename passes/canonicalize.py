@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from optdnn.passes.base import RulePass
 from optdnn.passes.rules.added_parts import added_part, concat_of_parts, pad_of_pad, part_of_zeros
-from optdnn.passes.rules.concats import concat_of_split, empty_parts, interleaved_parts, part_of_concat, split_of_concat
+from optdnn.passes.rules.concats import (
+    concat_of_split,
+    empty_parts,
+    interleaved_parts,
+    merged_stack,
+    part_of_concat,
+    split_of_concat,
+)
 from optdnn.passes.rules.grids import grid_fold, grid_gather, grid_gather_nd, repeated_pixels
 from optdnn.passes.rules.input_sizes import input_target
 from optdnn.passes.rules.known_writes import assembled_writes, hidden_write, known_writes
@@ -61,6 +68,7 @@ class Canonicalize(RulePass):
         transpose_is_reshape,
         unit_axis,  # before sinking, and before padding is absorbed: the views are still next to the convolution
         empty_parts,
+        merged_stack,
         concat_of_split,
         concat_of_parts,
         added_part,  # after parts that are put together unchanged

@@ -94,12 +94,21 @@ def _shaped(patch: Patch, value: Value, shape: Sequence[int]) -> Value:
 def _product(patch: Patch, a: Term, b: Term, wanted: set[str], sizes: dict[str, int], result: Sequence[str]) -> Term:
     """Two operands as one product of matrices, or as a multiplication if nothing is summed.
 
-    The labels of the result are batch, rows, columns, with the batch in the order of ``result``."""
+    The labels of the result are batch, rows, columns, with the batch in the order of ``result``. So are the rows and the columns
+    where the operand is transposed in any case: the scores of grouped queries (JAX) then need no Transpose."""
     batch = [x for x in a.labels if x in b.labels and x in wanted]
-    batch.sort(key=lambda x: result.index(x) if x in result else len(result))
     inner = [x for x in a.labels if x in b.labels and x not in wanted]
     rows = [x for x in a.labels if x not in b.labels]
     columns = [x for x in b.labels if x not in a.labels]
+
+    def place(label: str) -> int:
+        return result.index(label) if label in result else len(result)
+
+    batch.sort(key=place)
+    if inner and (*batch, *rows, *inner) != a.labels:
+        rows.sort(key=place)
+    if inner and (*batch, *inner, *columns) != b.labels:
+        columns.sort(key=place)
 
     def extent(labels: Sequence[str]) -> int:
         return math.prod(sizes[x] for x in labels)

@@ -5,7 +5,8 @@ The rule matches the computation in many forms:
 - The scale is on q, on k, on both, or on the scores. It may differ for each head or query (Swin V2).
 - Any number of masks and position biases is added (T5, Swin, DeBERTa's disentangled terms), or written as a Where. They may
   group the leading axes differently: Swin adds its window's mask in five dimensions.
-- Heads are a separate axis, or merged with the batch. Keys and values may be repeated for groups of queries (Llama).
+- Heads are a separate axis, or merged with the batch. Keys and values may be repeated for groups of queries (Llama), or the heads
+  of a group are rows of one matrix (JAX).
 - Softcap (Gemma 2), softmax in a wider type, PyTorch's guard against rows without keys (``where(isnan(p), 0, p)``).
 - Sinks (gpt-oss): a further column of the scores with a number per head, whose weights are dropped after the softmax.
 
@@ -40,15 +41,18 @@ from optdnn.passes.rules.normalized_keys import normalized_keys
 from optdnn.passes.rules.ordered_features import ordered_features
 from optdnn.passes.rules.shared_weights import shared_weights
 from optdnn.passes.support.attention_mask import added, constant_sum, refuse, rounded, window
-from optdnn.passes.support.attention_scores import DEPTH, Scores, factor_of, find_scores, has_stages
+from optdnn.passes.support.attention_scores import DEPTH, Scores, factor_of, find_scores, has_stages, row_groups
 from optdnn.passes.support.attention_sinks import drops_last, find_sinks, per_head, sinks_operand
 from optdnn.passes.support.facts import RESHAPES, exchange_last, operand, producer, shape_of
 from optdnn.passes.support.facts import scalar as constant_scalar
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule, used_outside
-from optdnn.passes.support.views import View, keeps_last_two, trace
+from optdnn.passes.support.views import Move, View, keeps_last_two, trace
 from optdnn.types import Array, DType, Shape, is_float, normalize_axis
 from optdnn.types import product as size_of
+
+HEADS_FIRST = (0, 2, 1, 3)
+"""(batch, sequence, heads, features) -> (batch, heads, sequence, features)."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,13 @@ def written_attention(graph: Graph, op: Op) -> Match | Miss | None:
     scores = found if isinstance(found, Miss) else _masked_again(found, weights.masks)
     if isinstance(scores, Miss):
         return scores
-    parts = _parts(graph, op, scores, (*weights.leads, *scores.leads))
+    if scores.groups != weights.groups:
+        return Miss("the rows of its two products belong to different heads")
+    leads = (*weights.leads, *scores.leads)
+    if scores.groups != 1:  # (batch, groups, heads of a group): a shape in between has all three
+        batch, *heads = weights.leads[-1]
+        leads = ((batch, size_of(heads)),)
+    parts = _parts(graph, op, scores, leads)
     if isinstance(parts, Miss):
         return parts
     logits = None if sinks is None else per_head(graph, sinks, parts.lead)
@@ -155,6 +165,8 @@ class Weights:
     """Pairs (condition, value of the condition for which a weight stays); all other weights become 0."""
     sunk: bool = False
     """Whether the last weight of each row is dropped."""
+    groups: DimLike = 1
+    """Heads whose rows are one matrix in the product with the values: see :class:`Scores`."""
 
 
 def _weights(graph: Graph, root: Op) -> Weights | Miss | None:
@@ -164,12 +176,13 @@ def _weights(graph: Graph, root: Op) -> Weights | Miss | None:
     leads: list[Shape] = []
     masks: list[tuple[Value, bool]] = []
     sunk = False
+    groups: DimLike = 1
     for _ in range(4):
         op, shape = graph.op(value), shape_of(graph, value)
         if op.kind == "Softmax":
             if shape is None or normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1:
                 return Miss("the softmax is not over the last axis")
-            return Weights(op, precision, tuple(inner), (*leads, shape[:-2]), tuple(masks), sunk)
+            return Weights(op, precision, tuple(inner), (*leads, shape[:-2]), tuple(masks), sunk, groups)
         if op.kind == "Where":
             condition, zero, p = op.inputs
             test = producer(graph, condition, {"IsNaN"})  # PyTorch's where(isnan(p), 0, p)
@@ -186,6 +199,12 @@ def _weights(graph: Graph, root: Op) -> Weights | Miss | None:
         elif op.kind in RESHAPES and shape is not None and keeps_last_two(shape_of(graph, op.inputs[0]), shape):
             leads.append(shape[:-2])
             value = operand(op)
+        elif (
+            op.kind in RESHAPES
+            and not inner
+            and (found := row_groups(shape, shape_of(graph, op.inputs[0]))) is not None
+        ):
+            groups, value = found, operand(op)
         elif op.kind == "Slice" and not sunk and drops_last(graph, op):
             sunk, value = True, operand(op)
         elif op.kind == "Cast" and _widens(graph, operand(op), dtype):
@@ -227,9 +246,12 @@ def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> At
     if not 0 < scale < float("inf"):
         return Miss(f"the scores are multiplied by {scale:g}; a scale is positive")
     lead = _lead(leads, q)
+    if scores.groups != 1:
+        q = q.reshape((*lead, graph.type(scores.ops[0].value).dims[-2], q.shape[-1]))
     fitted: list[View] = []
     for view, name, shared in ((q, "queries", False), (k, "keys", True), (v, "values", True)):
-        fit = _fit(graph, view, lead, shared)
+        grouped = scores.groups != 1 and shared and (*view.shape[:1], view.shape[1] * scores.groups) == lead
+        fit = view if grouped else _fit(graph, view, lead, shared)
         if fit is None or not fit.expressible:
             shown = [", ".join(map(str, shape)) for shape in (view.shape, lead)]
             return Miss(f"the {name} [{shown[0]}] do not have the leading axes of the scores, [{shown[1]}]")
@@ -317,22 +339,40 @@ def _fit(graph: Graph, view: View, lead: Shape, shared: bool) -> View | None:
 
 
 def _unrepeated(graph: Graph, view: View) -> View | None:
-    """The view (B, G, S, D) that a view (B, H, S, D) repeats, each head H / G times in a row; None without such a repetition."""
+    """The view (B, G, S, D) that a view (B, H, S, D) repeats, each head H / G times in a row; None without such a repetition.
+
+    Heads are repeated in (B, G, S, D), or, as Keras and JAX do it, in (B, S, G, D)."""
     op = graph.op(view.base)
     source = op.inputs[0] if op.inputs else None
-    if source is None or [m.perm for m in view.moves] != [None]:
+    before, wide = (None if source is None else graph.type(source).shape), view.before
+    if source is None or before is None or len(wide) != 5 or len(before) != 5:
         return None
-    before, wide = graph.type(source).shape, view.before
-    batch, _, *tail = view.shape
-    if before is None or len(wide) != 5 or len(before) != 5 or wide[0] != batch or list(wide[3:]) != tail:
+    batch, heads, steps, features = view.shape
+    first = [Move((batch, heads, steps, features))]
+    last = [Move((batch, steps, heads, features)), Move(view.shape, HEADS_FIRST)]
+    at = next((at for at, moves in ((2, first), (3, last)) if _order(view.moves) == _order(moves)), None)
+    if at is None or before != (*wide[:at], 1, *wide[at + 1 :]) or wide[at - 1] * wide[at] != heads:
         return None
-    if before[2] != 1 or before[:2] != wide[:2] or before[3:] != wide[3:]:
+    if (wide[0], wide[3 if at == 2 else 1], wide[4]) != (batch, steps, features):
         return None
     copies = op.kind == "Concat" and isinstance(op.attrs, ConcatAttrs) and len(set(op.inputs)) == 1
-    if op.kind != "Expand" and not (copies and normalize_axis(op.attrs.axis, 5) == 2):
+    if op.kind != "Expand" and not (copies and normalize_axis(op.attrs.axis, 5) == at):
         return None
     inner = trace(graph, source)
-    return None if inner is None else inner.reshape((*before[:2], *before[3:]))
+    if inner is None:
+        return None
+    alone = inner.reshape((*before[:at], *before[at + 1 :]))
+    return alone if at == 2 else alone.transpose(HEADS_FIRST)
+
+
+def _order(moves: Sequence[Move]) -> list[tuple[Shape, tuple[int, ...]]]:
+    """The moves without axes of size 1, which may stand anywhere: each one's shape, and its order of the axes before it."""
+    found = []
+    for move in moves:
+        order = move.perm or tuple(range(len(move.shape)))
+        kept = [p for p, n in zip(order, move.shape, strict=True) if n != 1]
+        found.append((tuple(n for n in move.shape if n != 1), tuple(sorted(kept).index(p) for p in kept)))
+    return found
 
 
 class FuseAttention(RulePass):

@@ -15,7 +15,7 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import operand, producer
+from optdnn.passes.support.facts import operand, producer, scalar
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.precision import SHARES_SCALE, no_integers
@@ -64,6 +64,63 @@ def same_pair(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | N
     if numbers is None or not (np.isfinite(numbers) & (np.abs(numbers) >= np.finfo(np.float32).tiny)).all():
         return Miss("its scale is not a constant normal number")
     return Match((root,), lambda patch: source)
+
+
+@rule("rescaled_rounding", {"QuantizeLinear"})
+def rescaled_rounding(graph: Graph, op: Op) -> Match | Miss | None:
+    """``round(c * round(x))`` is ``round(c * x)`` if the second scale is c times the first one: both give the same integers.
+
+    TFLite rounds the scores of an attention before and after it scales them. Results are equal except where a value falls on the
+    edge between two integers."""
+    scaling = producer(graph, op.inputs[0], {"Mul", "Div"})
+    found = None if scaling is None else _scaled_by(graph, scaling)
+    if scaling is None or found is None:
+        return None
+    before, factor = found
+    first = producer(graph, before.inputs[0], {"QuantizeLinear"})
+    if first is None or first.outputs[0].type.dtype != op.outputs[0].type.dtype or before.attrs.block_size:
+        return None
+    if not _same_scale(graph, first, before) or not _equal(graph, first.input(2), op.input(2)):
+        return None
+    scales = [scalar(graph, one.inputs[1]) for one in (first, op)]
+    if None in scales or first.attrs.block_size or op.attrs.block_size:
+        return None
+    inner, outer = (float(s) for s in scales if s is not None)
+    if not (np.isfinite(outer) and outer > 0 and abs(inner * factor / outer - 1) < _SAME):
+        return Miss("its scale is not the one before it, times the factor between")
+    if any(graph.sole_user(one.value) is None for one in (first, before, scaling)):
+        return Miss("other operators read what is rounded before it")
+    x = operand(first)
+
+    def build(patch: Patch) -> Value:
+        constant = patch.constant(np.asarray(factor, graph.type(x).dtype), f"{scaling.outputs[0].name}.factor")
+        return patch.add("QuantizeLinear", [patch.add("Mul", [x, constant]), *op.inputs[1:]], op.attrs)
+
+    return Match((op, scaling, before, first), build)
+
+
+_SAME = 1e-5
+"""Largest difference of two scales, of the larger one: 255 steps of one are then 255 steps of the other."""
+
+
+def _scaled_by(graph: Graph, op: Op) -> tuple[Op, float] | None:
+    """The DequantizeLinear whose result a Mul or Div scales by one positive number, and that number."""
+    for value, other in ((operand(op), operand(op, 1)), (operand(op, 1), operand(op)))[: 2 if op.kind == "Mul" else 1]:
+        before, number = producer(graph, value, {"DequantizeLinear"}), _number(graph, other)
+        same = graph.type(value).shape == op.outputs[0].type.shape
+        if before is not None and number is not None and number > 0 and same and _of_data(graph, value):
+            return before, number if op.kind == "Mul" else 1.0 / number
+    return None
+
+
+def _number(graph: Graph, value: Value) -> float | None:
+    """The single element of a constant, which may be stored as an integer."""
+    stored = producer(graph, value, {"DequantizeLinear"})
+    if stored is None:
+        return scalar(graph, value)
+    zero = 0.0 if stored.input(2) is None else scalar(graph, stored.input(2))
+    held, scale = scalar(graph, stored.inputs[0]), scalar(graph, stored.inputs[1])
+    return None if held is None or scale is None or zero is None else (held - zero) * scale
 
 
 def _same_scale(graph: Graph, a: Op, b: Op) -> bool:
@@ -317,6 +374,8 @@ def quantize_before_resize(graph: Graph, op: Op) -> Match | Miss | None:
 
 _NARROWS = frozenset({"Attention", "LayerNormalization", "RMSNormalization", "LpNormalization", "Softmax"})
 """Kinds whose launches may store their 16-bit results in 8 bits."""
+_SUMS = WEIGHTED | {"GlobalAveragePool"}
+"""Kinds that sum 8-bit data as integers, and may store 8 bits."""
 
 
 @rule("quantize_before_moves", {"QuantizeLinear"})
@@ -330,7 +389,7 @@ def quantize_before_moves(graph: Graph, op: Op) -> Match | Miss | None:
     source = graph.op(operand(moves[-1])) if moves else None
     if source is None or source.kind == "DequantizeLinear":
         return None
-    if source.kind not in _NARROWS or source.outputs[0].type.dtype.itemsize != 2:
+    if not _may_store_integers(graph, source):
         turn = next((k for k, move in enumerate(moves) if move.kind == "Transpose"), 0)
         moves = moves[:turn]
     if not moves:
@@ -349,6 +408,13 @@ def quantize_before_moves(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, *moves), build)
 
 
+def _may_store_integers(graph: Graph, op: Op) -> bool:
+    """Whether the launch of an operator on floats may store 8 bits."""
+    if op.kind in _SUMS:
+        return is_dequantized(graph, op.inputs[0])
+    return op.kind in _NARROWS and op.outputs[0].type.dtype.itemsize == 2
+
+
 class MoveIntegers(RulePass):
     """Ops that only move or compare elements, between DequantizeLinear and QuantizeLinear, run on the integers.
 
@@ -362,4 +428,4 @@ class CanonicalizeIntegers(RulePass):
     """Explicitly quantized networks get one form: QuantizeLinear and DequantizeLinear around float operators."""
 
     name = "canonicalize_integers"
-    rules = (unfolded, same_pair, transposed_weights)
+    rules = (unfolded, same_pair, rescaled_rounding, transposed_weights)

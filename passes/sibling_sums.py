@@ -3,17 +3,23 @@
 The gates of a convolutional LSTM (Shi et al., 2015) are such sums: each gate adds a convolution of the step's input and one of the
 state. Keras writes a pair of convolutions for each gate. Here two convolutions compute all gates, and one launch can add them.
 The arithmetic of the cell reads the parts in place.
+
+Where the convolutions of all steps' inputs are computed before the first step, a gate adds one step of their result. Then the
+results of all gates are put side by side, once for all steps.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.index import SplitAttrs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
 from optdnn.passes.support.facts import bytes_of, integers, operand, producer
 from optdnn.passes.support.siblings import Family, Member, joined, member_of
+from optdnn.types import normalize_axis
 
 LEAST_SUMS = 3
 """Fewest sums that become one. Two sums are two launches, whose epilogues hold the arithmetic that would follow the Split."""
@@ -68,6 +74,83 @@ class SiblingSums(Rule):
         return Match(covered, build)
 
 
+class SumsOfSteps(Rule):
+    """At least three sums of a convolution of one value, and an entry of another tensor, become one.
+
+    The other tensors have one shape, and all sums take their entries at one place."""
+
+    name = "sibling_sums_of_steps"
+    kinds = frozenset({"Add"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        mine = _step(graph, op)
+        if mine is None:
+            return None
+        users = graph.users(operand(mine.conv))
+        adds = [add for user in users if user.kind == "Conv" and (add := graph.sole_user(user.value)) is not None]
+        steps = [step for add in adds if (step := _step(graph, add)) is not None and step.place == mine.place]
+        members = [(step, member_of(graph, step.conv)) for step in steps]
+        own = next(member for step, member in members if step.add.id == op.id)
+        if isinstance(own, str):
+            return Miss(own)
+        alike = [(step, m) for step, m in members if isinstance(m, Member) and m.key == own.key]
+        if len(alike) < LEAST_SUMS:
+            return Miss(f"fewer than {LEAST_SUMS} sums add convolutions of this value to entries of other tensors")
+        axis = _channels(graph, mine)
+        if axis is None:
+            return Miss("the entries are taken along their channels")
+        read, summed = bytes_of(graph, operand(mine.conv)), sum(bytes_of(graph, step.add.value) for step, _ in alike)
+        if (moved := 4 * summed) > (saved := (len(alike) - 1) * (read + LAUNCH_BYTES)):
+            return Miss(f"{moved / 1e6:.1f} MB would be moved to save {saved / 1e6:.1f} MB of reading and launching")
+
+        def build(patch: Patch) -> None:
+            family = tuple(m for _, m in alike)
+            made = joined(graph, patch, operand(mine.conv), Family(family, 1, None), context.kept)
+            whole = patch.add("Concat", [operand(step.part) for step, _ in alike], ConcatAttrs(axis))
+            entry = patch.add("Gather", [whole, mine.part.inputs[1]], mine.part.attrs)
+            total = patch.add("Add", [made, entry], name=f"{op.outputs[0].name}.siblings")
+            sizes = integers(patch, [m.width for m in family], f"{op.outputs[0].name}.siblings.sizes")
+            split = patch.add_op("Split", [total, sizes], SplitAttrs(1), outputs=len(alike))
+            for port, (step, _) in enumerate(alike):
+                patch.replace(step.add.value, Value(split.id, port))
+
+        others = (o for step, _ in alike for o in (step.add, step.conv, step.part) if o.id != op.id)
+        return Match((op, *others), build)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An Add, the convolution and the Gather that it adds, and where the Gather takes its entry."""
+
+    add: Op
+    conv: Op
+    part: Op
+    place: tuple[object, ...]
+
+
+def _step(graph: Graph, add: Op) -> _Step | None:
+    """The parts of a sum of a convolution and one constant entry of another tensor; None for other operators."""
+    if add.kind != "Add":
+        return None
+    for first, second in (add.inputs, add.inputs[::-1]):
+        conv, part = _convolution(graph, first), producer(graph, second, {"Gather"}, alone=True)
+        index = None if part is None else graph.constant_value(part.inputs[1])
+        if conv is None or part is None or index is None or part.outputs[0].type.dims != conv.outputs[0].type.dims:
+            continue
+        place = (part.attrs, index.shape, tuple(index.reshape(-1).tolist()), graph.type(operand(part)))
+        return _Step(add, conv, part, place)
+    return None
+
+
+def _channels(graph: Graph, step: _Step) -> int | None:
+    """The axis of the Gather's operand that becomes the channels, axis 1 of its result; None if it is the gathered one."""
+    rank = len(graph.type(operand(step.part)).dims)
+    axis, taken = normalize_axis(step.part.attrs.axis, rank), graph.type(operand(step.part, 1)).rank or 0
+    if axis > 1:
+        return 1
+    return 2 - taken if axis + taken <= 1 else None
+
+
 def _convolution(graph: Graph, value: Value | None) -> Op | None:
     """The convolution without stages that computes ``value`` for one reader; None if there is none."""
     found = producer(graph, value, {"Conv"}, alone=True)
@@ -94,4 +177,4 @@ def _keys(a: Member | str, b: Member | str) -> tuple[object, object]:
 
 class SumsOfSiblings(RulePass):
     name = "sibling_sums"
-    rules = (SiblingSums(),)
+    rules = (SiblingSums(), SumsOfSteps())

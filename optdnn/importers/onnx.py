@@ -17,6 +17,7 @@ from optdnn.importers.functions import check_calls
 from optdnn.importers.graph_importer import UNKNOWN_CUSTOM, GraphImporter
 from optdnn.importers.inputs import graph_inputs, profiles_of, refusal
 from optdnn.importers.model import Model, Source, description, open_model
+from optdnn.importers.nodes import NO_SUCH_OPERATOR
 from optdnn.importers.scope import UNKNOWN, Scope
 from optdnn.importers.subgraph import Place
 from optdnn.importers.tensors import element_type
@@ -91,12 +92,10 @@ def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
     importer.nodes(proto.node, Place(scope, importer.model.opsets, {}), [v.name for v in proto.output])
     if importer.unsupported:
         count = len(importer.unsupported)
-        custom = any(node.reason == UNKNOWN_CUSTOM for node in importer.unsupported)
-        advice = "declare custom operators in Python: optdnn.build(..., custom_ops=[optdnn.custom_op(...)])"
         raise UnsupportedError(
             f"{name} holds {count} thing{'s' * (count != 1)} that optdnn does not support:",
             importer.unsupported,
-            hint=advice if custom else None,
+            hint=_advice(importer),
         )
     _warn(importer, zipped)
     names = _output_names([v.name for v in proto.output])
@@ -112,6 +111,19 @@ def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
     if not proto.output:
         raise ModelError(f"{name} has no outputs", hint="the file is truncated or corrupt")
     return graph
+
+
+def _advice(importer: GraphImporter) -> str | None:
+    """What to do about the operators that were refused."""
+    reasons = {node.reason for node in importer.unsupported}
+    if UNKNOWN_CUSTOM in reasons:
+        return "declare custom operators in Python: optdnn.build(..., custom_ops=[optdnn.custom_op(...)])"
+    if NO_SUCH_OPERATOR in reasons and importer.model.proto.producer_name == "tf2onnx":
+        return (
+            "tf2onnx could not convert these operators of TensorFlow, and warned about them. Keras 3 exports the same model in "
+            "another way where KERAS_BACKEND is torch: model.export(FILE, format='onnx')"
+        )
+    return None
 
 
 def _warn(importer: GraphImporter, zipped: Mapping[str, onnx.NodeProto]) -> None:

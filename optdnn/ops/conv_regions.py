@@ -385,7 +385,8 @@ def _infer_conv_squeeze(call: Call) -> Result:
     (y,) = infer_as(call, a.of, a.conv, call.types).types
     n, c, *size = y.dims
     if not a.tile:
-        return Result((y, y.with_shape((n, c, *(1 for _ in size)))))
+        dtype = y.dtype if a.mean is None else a.mean.output_dtype
+        return Result((y, TensorType(dtype, (n, c, *(1 for _ in size)))))
     require_length(a.tile, len(size), "ConvSqueeze tile")
     tiles = math.prod(ceil_div(n, of_tile) for n, of_tile in zip(size, a.tile, strict=True))
     return Result((y, TensorType(FP32, (n, tiles, c))))

@@ -1,6 +1,7 @@
 """Operators that converters leave in a network although ONNX does not define them, as compositions of ONNX's.
 
-tf2onnx writes an operator that ONNX lacks under TensorFlow's own name (with a warning): ``Erfc``, from Keras's exact GELU.
+tf2onnx writes an operator that it cannot convert under its own name (with a warning): ``Erfc``, from Keras's exact GELU, and
+``TFL_GELU``, the same in a TFLite file.
 """
 
 from __future__ import annotations
@@ -22,4 +23,10 @@ def _erfc(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return (emit(e, "Sub", np.asarray(1, e.type(x).dtype), emit(e, "Erf", x)),)
 
 
-IMPORTERS: dict[str, FromOnnx] = {"Erfc": _erfc}
+def _gelu(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    if node.input(0) is None:
+        raise ShapeError("TFL_GELU needs operand 0")
+    return (emit(e, "Gelu", node.inputs[0], approximate="tanh" if node.get("approximate") else "none"),)
+
+
+IMPORTERS: dict[str, FromOnnx] = {"Erfc": _erfc, "TFL_GELU": _gelu}

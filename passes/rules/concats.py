@@ -72,6 +72,30 @@ def concat_of_split(graph: Graph, op: Op) -> Match | None:
     return None
 
 
+@rule("merged_stack", {"Reshape"})
+def merged_stack(graph: Graph, op: Op) -> Match | None:
+    """``reshape(stack(a, b))`` is ``concat(a, b)`` if it merges the new axis with the next one.
+
+    So KerasHub exchanges the halves of a head in a rotary embedding."""
+    stack, after = producer(graph, op.inputs[0], {"Concat"}, alone=True), op.outputs[0].type.shape
+    if stack is None or after is None or (stack.outputs[0].type.rank or 0) < 2:
+        return None
+    dims = stack.outputs[0].type.dims
+    axis, parts = normalize_axis(stack.attrs.axis, len(dims)), [operand(stack, k) for k in range(len(stack.inputs))]
+    if any(producer(graph, v, RESHAPES) is None or graph.type(v).dims[axis] != 1 for v in parts):
+        return None
+    shape = (*dims[:axis], *dims[axis + 1 :])
+    merged = after == (*dims[:axis], dims[axis] * dims[axis + 1], *dims[axis + 2 :]) if axis + 1 < len(dims) else False
+    if not merged or any(reshape_target(graph.type(v).dims, shape) is None for v in parts):
+        return None
+
+    def build(patch: Patch) -> Value:
+        rows = [in_shape(patch, v, shape, graph.op(v).src) for v in parts]
+        return patch.add("Concat", rows, ConcatAttrs(axis), src=op.src | stack.src)
+
+    return Match((op, stack), build)
+
+
 @rule("part_of_concat", {"Slice"})
 def part_of_concat(graph: Graph, op: Op) -> Match | None:
     """``slice(concat(a, b, c))`` is a part, or a Concat of some parts, if it takes exactly these parts.

@@ -1,12 +1,12 @@
 """Transposes move after ops that work on any order of axes, until they cancel or merge with other transposes.
 
 TensorFlow's exports transpose an image from NHWC to NCHW and back around every convolution. The ops between two such transposes
-(bias, activation, padding, concatenation, mean) work on any order of axes if their axes are renumbered.
+(bias, activation, padding, concatenation, mean, rounding) work on any order of axes if their axes are renumbered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,12 +23,14 @@ REDUCTIONS = frozenset(
     f"Reduce{k}" for k in ("Mean", "Sum", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp")
 )
 """Kinds that reduce the axes in operand 1."""
+QUANTIZATION = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _LOOK_AHEAD = 64
 """Most ops that a transpose may pass to reach another one."""
 _STAGES_BACK = 8
 """Most stages after a convolution or product that are examined."""
 
 Perm = tuple[int, ...]
+Turned = Mapping[Value, Perm]
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,11 @@ def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     movable = [u for u in users if u.kind != "Transpose"]
     if not movable:
         return None
-    user = movable[0]
-    passage = _passage(graph, user, op.value, op.attrs.perm)
+    given = {op.value: op.attrs.perm}
+    user, passage = next(((u, p) for u in movable if (p := _passage(graph, u, given)) is not None), (movable[0], None))
     if passage is None:
         return None
-    if not all(u.kind == "Transpose" or _pays(graph, op, u) for u in users):
+    if not _pays(graph, op, movable):
         return Miss("it reaches no other transpose after the operators that it could pass")
     transposes = dict.fromkeys(graph.op(operand(user, i)) for i in passage.moved)
 
@@ -76,25 +78,54 @@ def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((user, *transposes), build)
 
 
-def _pays(graph: Graph, op: Op, user: Op) -> bool:
-    """Whether the path that begins at ``user``, a reader of the Transpose ``op``, pays."""
-    if _stage_of_constants(graph, user, op.value) and len(graph.users(op.value)) == 1 and is_after_anchor(graph, op):
+def _pays(graph: Graph, op: Op, users: Sequence[Op]) -> bool:
+    """Whether all paths that begin at ``users``, the readers of the Transpose ``op``, pay.
+
+    Paths may part and meet again (SiLU, squeeze-and-excitation). Then all of them must lead to Transposes that undo ``op``:
+    otherwise the norms of keys, say, would leave the order of the queries."""
+    stage = len(graph.users(op.value)) == 1 and _stage_of_constants(graph, users[0], op.value)
+    if stage and is_after_anchor(graph, op):
         return True
-    value, perm = op.value, op.attrs.perm
-    for _ in range(_LOOK_AHEAD):
-        passage = _passage(graph, user, value, perm)
-        if passage is None:
+    turned: dict[Value, Perm] = {op.value: op.attrs.perm}
+    waiting, passed, parts, undone = list(users), 0, False, True
+    while waiting:
+        given = [(user, {**_behind_quantization(graph, user), **turned}) for user in waiting]
+        found = next(((u, p) for u, values in given if (p := _passage(graph, u, values)) is not None), None)
+        if found is None or passed == _LOOK_AHEAD:
             return False
-        others = {operand(user, i) for i in passage.moved} - {value}
-        if passage.perm is None or any(graph.sole_user(v) is not None for v in others):
-            return True
-        users = graph.users(user.value)
-        if len(users) != 1:
+        user, passage = found
+        passed += 1
+        waiting.remove(user)
+        moved = {operand(user, i) for i in passage.moved}
+        parts = parts or len(moved & turned.keys()) > 1
+        if passage.perm is None or any(graph.sole_user(v) is not None for v in moved - turned.keys()):
+            continue
+        readers = graph.users(user.value)
+        if not readers:
             return False
-        value, perm, user = user.value, passage.perm, users[0]
-        if user.kind == "Transpose":
-            return True
-    return False
+        parts = parts or len(readers) > 1
+        turned[user.value] = passage.perm
+        waiting += [u for u in readers if u.kind != "Transpose" and u not in waiting]
+        undone = undone and all(u.attrs.perm == _undo(passage.perm) for u in readers if u.kind == "Transpose")
+    return undone or not parts
+
+
+def _undo(perm: Perm) -> Perm:
+    """The permutation after which an array has the order that it had before ``perm``."""
+    return tuple(int(i) for i in np.argsort(perm))
+
+
+def _behind_quantization(graph: Graph, op: Op) -> dict[Value, Perm]:
+    """The operands of ``op`` that other Transposes can reach through QuantizeLinears and DequantizeLinears."""
+    found = {}
+    for v in op.inputs:
+        before = producer(graph, v, QUANTIZATION)
+        while before is not None and (further := producer(graph, before.inputs[0], QUANTIZATION)) is not None:
+            before = further
+        transpose = None if before is None else producer(graph, before.inputs[0], {"Transpose"})
+        if v is not None and transpose is not None and transpose.attrs.perm is not None:
+            found[v] = transpose.attrs.perm
+    return found
 
 
 def _stage_of_constants(graph: Graph, op: Op, value: Value) -> bool:
@@ -120,25 +151,26 @@ def is_after_anchor(graph: Graph, op: Op) -> bool:
     return False
 
 
-def _passage(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
-    """The exchange of ``op`` with the transpose by ``perm`` that computes ``value``; None if they cannot be exchanged.
+def _passage(graph: Graph, op: Op, turned: Turned) -> Passage | None:
+    """The exchange of ``op`` with the transposes that compute its operands; None if they cannot be exchanged.
 
-    During look-ahead, ``value`` need not be the result of a Transpose yet, but other transposed operands must be.
+    ``turned``: transposed values, with their permutations. During look-ahead they need not be results of Transposes yet.
     """
     if op.kind in STRUCTURAL or len(op.outputs) != 1 or op.outputs[0].type.rank is None:
         return None
+    value = next(v for v in op.inputs if v in turned)
+    assert value is not None
+    perm = turned[value]
     if op.definition.traits.pointwise and op.kind != "Pointwise":
-        return _pointwise(graph, op, value, perm)
+        return _pointwise(graph, op, turned, perm)
     if op.kind == "Concat":
-        return _concat(graph, op, value, perm)
-    if op.inputs[0] != value or any(v == value for v in op.inputs[1:]):
+        return _concat(graph, op, turned, perm)
+    if op.inputs[0] != value or any(v in turned for v in op.inputs[1:]):
         return None
     if op.kind in REDUCTIONS:
         return _reduction(graph, op, perm)
-    if op.kind in ("Softmax", "LogSoftmax", "Hardmax"):
-        axis = perm[normalize_axis(op.attrs.axis, len(perm))]
-        attrs = replace(op.attrs, axis=axis)
-        return Passage((0,), lambda patch: patch.add(op.kind, [_untransposed(graph, value)], attrs, src=op.src), perm)
+    if op.kind in ("Softmax", "LogSoftmax", "Hardmax") or op.kind in QUANTIZATION:
+        return _along_axis(graph, op, value, perm)
     if op.kind == "Pad":
         return _pad(graph, op, value, perm)
     return None
@@ -149,10 +181,10 @@ def _untransposed(graph: Graph, value: Value) -> Value:
     return operand(graph.op(value))
 
 
-def _is_moved(graph: Graph, v: Value, value: Value, perm: Perm) -> bool:
-    """Whether ``v`` is ``value``, or the result of a Transpose by the same ``perm``."""
+def _is_moved(graph: Graph, v: Value, turned: Turned, perm: Perm) -> bool:
+    """Whether ``v`` is transposed by ``perm``."""
     transpose = producer(graph, v, {"Transpose"})
-    return v == value or (transpose is not None and bool(transpose.attrs.perm == perm))
+    return turned.get(v) == perm or (transpose is not None and bool(transpose.attrs.perm == perm))
 
 
 def _moved_constant(array: Array, perm: Perm) -> Array:
@@ -160,7 +192,7 @@ def _moved_constant(array: Array, perm: Perm) -> Array:
     return np.ascontiguousarray(np.transpose(with_rank(array, len(perm)), np.argsort(perm)))
 
 
-def _pointwise(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
+def _pointwise(graph: Graph, op: Op, turned: Turned, perm: Perm) -> Passage | None:
     if op.outputs[0].type.rank != len(perm):
         return None
     moved: list[int] = []
@@ -168,7 +200,7 @@ def _pointwise(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None
         if v is None:
             continue
         array = graph.constant_value(v)
-        if _is_moved(graph, v, value, perm):
+        if _is_moved(graph, v, turned, perm):
             moved.append(i)
         elif (array is None and _before(graph.type(v).shape, perm) is None) or (
             array is not None and array.ndim > len(perm)
@@ -203,9 +235,9 @@ def _before(shape: Shape | None, perm: Perm) -> Shape | None:
     return before if kept and in_order == sorted(in_order) and reshape_target(shape, before) is not None else None
 
 
-def _concat(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
+def _concat(graph: Graph, op: Op, turned: Turned, perm: Perm) -> Passage | None:
     operands = [operand(op, i) for i in range(len(op.inputs))]
-    if not all(_is_moved(graph, v, value, perm) for v in operands):
+    if not all(_is_moved(graph, v, turned, perm) for v in operands):
         return None
     attrs = replace(op.attrs, axis=perm[normalize_axis(op.attrs.axis, len(perm))])
 
@@ -213,6 +245,21 @@ def _concat(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
         return patch.add("Concat", [_untransposed(graph, v) for v in operands], attrs, src=op.src)
 
     return Passage(tuple(range(len(operands))), build, perm)
+
+
+def _along_axis(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
+    """Softmax along an axis, or the conversion from or to integers, whose scales may belong to the entries of an axis."""
+    axis = op.attrs.axis
+    if op.kind in QUANTIZATION and op.attrs.block_size:
+        return None
+    if op.kind not in QUANTIZATION or graph.type(operand(op, 1)).dims not in ((), (1,)):
+        axis = perm[normalize_axis(axis, len(perm))]
+
+    def build(patch: Patch) -> Value:
+        operands = [_untransposed(graph, value), *op.inputs[1:]]
+        return patch.add(op.kind, operands, replace(op.attrs, axis=axis), src=op.src)
+
+    return Passage((0,), build, perm)
 
 
 def _reduction(graph: Graph, op: Op, perm: Perm) -> Passage | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from optdnn.dim import DimLike
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.passes.base import Miss
 from optdnn.passes.support.attention_mask import HIDDEN, Bias
@@ -31,6 +32,8 @@ class Scores:
     """Factors of each query's scores: (Mul or Div, the factors)."""
     exchanged: bool = False
     """Whether the product is ``k q^T``, and its result is transposed (Keras)."""
+    groups: DimLike = 1
+    """Heads whose queries are rows of one matrix in the product, and a separate axis after it (grouped queries in JAX)."""
 
 
 def find_scores(graph: Graph, start: Value | None, dtype: DType) -> Scores | Miss:
@@ -71,6 +74,13 @@ def _path(graph: Graph, value: Value, factor: float, depth: int) -> Scores | Non
         return replace(found, biases=(*biases, *found.biases), ops=(op, *found.ops), leads=leads)
 
     if op.kind in RESHAPES:
+        groups = row_groups(shape_of(graph, op.inputs[0]), shape)
+        if groups is not None:
+            found = further(operand(op))
+            inside = (
+                found is None or found.biases or found.rows or found.softcap or found.groups != 1 or found.exchanged
+            )
+            return None if found is None or inside else replace(found, groups=groups)
         return further(operand(op)) if keeps_last_two(shape_of(graph, op.inputs[0]), shape) else None
     if op.kind in ("Mul", "Div"):
         scaling = factor_of(graph, op)
@@ -97,6 +107,14 @@ def _path(graph: Graph, value: Value, factor: float, depth: int) -> Scores | Non
             if factor > 0 and (factor * low <= HIDDEN):
                 return further(inner, 1.0, Bias(hidden, lead, factor, operand(op), keeps=i == 1))
     return None
+
+
+def row_groups(rows: Shape | None, heads: Shape | None) -> DimLike | None:
+    """R of a Reshape between ``rows`` (B, G, R * L, S) and ``heads`` (B, G, R, L, S); None for another one."""
+    if rows is None or heads is None or len(rows) != 4 or len(heads) != 5:
+        return None
+    same = rows[:2] == heads[:2] and rows[2] == heads[2] * heads[3] and rows[3] == heads[4]
+    return heads[2] if same else None
 
 
 def factor_of(graph: Graph, op: Op) -> tuple[Value, float] | None:

@@ -79,8 +79,13 @@ def test_an_operator_that_onnx_lacks_is_named_whatever_its_attributes_hold():
     m = model("g (float[2] x) => (float[2] y) { [n] y = Relu(x) }")
     m.graph.node[0].op_type = "StatefulPartitionedCall"
     m.graph.node[0].attribute.add(name="config_proto", type=onnx.AttributeProto.STRING, s=b"\xff\x01")
-    with pytest.raises(UnsupportedError, match=r"n: StatefulPartitionedCall .*ONNX has no such operator"):
+    with pytest.raises(UnsupportedError, match=r"n: StatefulPartitionedCall .*ONNX has no such operator") as caught:
         import_model(m)
+    assert caught.value.hint is None
+    m.producer_name = "tf2onnx"
+    with pytest.raises(UnsupportedError, match=r"n: StatefulPartitionedCall .*ONNX has no such operator") as caught:
+        import_model(m)
+    assert "tf2onnx could not convert these operators of TensorFlow" in str(caught.value.hint)
 
 
 def test_operators_are_of_the_models_own_opset():

@@ -217,3 +217,13 @@ def test_erfc_that_tf2onnx_leaves_is_known() -> None:
     run_pipeline(graph, PIPELINE(3, "cpu"), PassContext("cpu"))
     assert graph.kinds() == {"Gelu": 1}
     np.testing.assert_allclose(evaluate(graph, {"x": x})["y"], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "approximate"), [("", "none"), ("<approximate=0>", "none"), ("<approximate=1>", "tanh")]
+)
+def test_gelu_of_a_tflite_file_is_known(attribute: str, approximate: str) -> None:
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> gelu (float[2,5] x) => (float[2,5] y) {{ y = TFL_GELU {attribute} (x) }}"""
+    graph = import_model(onnx.parser.parse_model(text))
+    (op,) = graph.of_kind("Gelu")
+    assert op.attrs == GeluAttrs(approximate)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
+from support.quantized_nets import QNet
 from test_canonicalize import CANON, NCHW, NHWC, M, N, shape_of, transpose
 
 from optdnn.ops.gemm import GemmAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs
+from optdnn.ops.quant import QuantizeAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 
@@ -190,3 +193,74 @@ def test_values_transposed_in_different_ways_do_not_join() -> None:
     n = Net()
     a, b = transpose(n, n.input(3, 3, 3), 0, 2, 1), transpose(n, n.input(3, 3, 3, name="b"), 1, 0, 2)
     check_untouched(CANON, n.done(n.op("Mul", a, b)))
+
+
+# ---------------------------------------------------------------- between quantized operators
+
+
+def test_transposes_meet_across_an_activation_between_roundings() -> None:
+    """A TFLite network after tf2onnx: the image is rounded in front of each Transpose."""
+    n = QNet()
+    y = n.dq(transpose(n, n.q(n.input(2, 3, 4, 5), 0.05), *NHWC), 0.05)
+    y = n.dq(transpose(n, n.q(n.op("HardSwish", y), 0.03, -100), *NCHW), 0.03, -100)
+    left = {"QuantizeLinear": 2, "DequantizeLinear": 2, "HardSwish": 1}
+    # promoted to float64, a QuantizeLinear has a Cast, too
+    rules = {"sink_transpose": 3, "transpose_chain": 1}
+    check_pass(CANON, n.done(y), changes=4, kinds=left, rules=rules, promoted_changes=5)
+
+
+def test_scales_per_channel_move_with_their_axis() -> None:
+    n = QNet()
+    y = transpose(n, n.input(2, 3, 4, 5), *NHWC)
+    left = {"QuantizeLinear": 1, "DequantizeLinear": 1}
+    y = transpose(n, n.fake_channels(y, [0.01, 0.02, 0.03], axis=-1), *NCHW)
+    graph, _ = check_pass(CANON, n.done(y), changes=3, kinds=left, promoted_changes=4)
+    assert {op.attrs.axis for kind in left for op in graph.of_kind(kind)} == {1}
+
+
+def test_transposes_stay_where_blocks_have_scales() -> None:
+    n = QNet()
+    scales = n.const(np.full((2, 4, 5, 2), 0.01, np.float32), np.float32)
+    y = transpose(n, n.input(2, 4, 4, 5), *NHWC)
+    rounded = n.op("QuantizeLinear", y, scales, attrs=QuantizeAttrs(np.dtype(np.int8), 3, block_size=2))
+    check_untouched(CANON, n.done(transpose(n, rounded, *NCHW)))
+
+
+def test_transposes_meet_across_rounded_residuals() -> None:
+    """Each Transpose waits for the other one, which reaches the addition through a DequantizeLinear."""
+    n = QNet()
+    a, b = (n.dq(transpose(n, n.q(n.input(2, 3, 4, 5, name=v), 0.05), *NHWC), 0.05) for v in "ab")
+    y = transpose(n, n.q(n.op("Add", a, b), 0.07), *NCHW)
+    left = {"QuantizeLinear": 3, "DequantizeLinear": 2, "Add": 1}
+    rules = {"sink_transpose": 4, "transpose_chain": 1}
+    check_pass(CANON, n.done(y), changes=5, kinds=left, rules=rules, promoted_changes=6)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_transposes_pass_paths_that_meet_again(rounded: bool) -> None:
+    """SiLU, with and without a rounding of its sigmoid; squeeze-and-excitation between two images is another such path."""
+    n = QNet()
+    x = transpose(n, n.input(2, 3, 4, 5), *NHWC)
+    gate = n.op("Sigmoid", x)
+    y = n.op("Mul", x, n.fake(gate, 0.004, -128) if rounded else gate)
+    means = n.op("Exp", n.op("ReduceMean", y, shape_of(1, 2), attrs=ReduceAttrs()))
+    graph = n.done(transpose(n, n.op("Mul", y, means), *NCHW))
+    left = {"Sigmoid": 1, "Mul": 2, "ReduceMean": 1, "Exp": 1}
+    left |= {"QuantizeLinear": 1, "DequantizeLinear": 1} if rounded else {}
+    check_pass(CANON, graph, changes=8 if rounded else 6, kinds=left, promoted_changes=9 if rounded else 6)
+
+
+def test_a_path_that_leaves_the_meeting_ones_is_refused() -> None:
+    n = QNet()
+    x = transpose(n, n.input(2, 3, 4, 5), *NHWC)
+    gate = n.op("Sigmoid", x)
+    graph = n.done(transpose(n, n.op("Mul", x, gate), *NCHW), n.op("Exp", gate))
+    check_refused(CANON, graph, because="reaches no other transpose")
+
+
+def test_paths_that_meet_again_lead_to_a_transpose_that_undoes_the_first_one() -> None:
+    """The keys of cosine attention are normalized in the same order as the queries."""
+    n = QNet()
+    x = transpose(n, n.input(2, 3, 4, 5), 0, 2, 1, 3)
+    y = n.op("Div", x, n.op("Exp", n.op("ReduceL2", x, shape_of(3), attrs=ReduceAttrs())))
+    check_refused(CANON, n.done(transpose(n, y, 0, 1, 3, 2)), because="reaches no other transpose")

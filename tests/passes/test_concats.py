@@ -242,3 +242,34 @@ def test_a_split_into_the_parts_is_these_parts() -> None:
 )
 def test_other_splits_of_a_concatenation_stay(sizes: tuple[int, ...], axis: int, read: bool) -> None:
     check_untouched(Canonicalize(), joined_and_split(sizes, axis, read=read))
+
+
+@pytest.mark.parametrize("axis", [1, -2])
+def test_a_stack_that_is_merged_with_the_next_axis_is_a_concatenation(axis: int) -> None:
+    """The halves that a rotary embedding of KerasHub exchanges."""
+    n = Net()
+    parts = [n.op("Unsqueeze", n.input(2, 3, 4, name=name), n.ints(axis)) for name in "ab"]
+    stack = n.op("Concat", *parts, attrs=ConcatAttrs(axis))
+    shape = (2, 6, 4) if axis == 1 else (2, 3, 8)
+    done, _ = check_pass(
+        Canonicalize(), n.done(n.op("Reshape", stack, n.ints(*shape))), changes=5, kinds={"Concat": 1},
+        rules={"merged_stack": 1, "reshape_chain": 2, "no_op": 2},
+    )  # fmt: skip
+    assert done.type(done.of_kind("Concat")[0].value).shape == shape
+
+
+def test_other_stacks_stay() -> None:
+    """Neighbors are interleaved along the last axis, the axis before the new one is merged, or the stack has another reader."""
+    n = Net()
+    parts = [n.op("Unsqueeze", n.input(2, 3, 4, name=name), n.ints(-1)) for name in "ab"]
+    check_untouched(
+        Canonicalize(), n.done(n.op("Reshape", n.op("Concat", *parts, attrs=ConcatAttrs(3)), n.ints(2, 3, 8)))
+    )
+    n = Net()
+    parts = [n.op("Unsqueeze", n.input(2, 3, 4, name=name), n.ints(1)) for name in "ab"]
+    stack = n.op("Concat", *parts, attrs=ConcatAttrs(1))
+    check_untouched(Canonicalize(), n.done(n.op("Reshape", stack, n.ints(4, 3, 4))))
+    n = Net()
+    parts = [n.op("Unsqueeze", n.input(2, 3, 4, name=name), n.ints(1)) for name in "ab"]
+    stack = n.op("Concat", *parts, attrs=ConcatAttrs(1))
+    check_untouched(Canonicalize(), n.done(n.op("Reshape", stack, n.ints(2, 6, 4)), n.op("Exp", stack)))

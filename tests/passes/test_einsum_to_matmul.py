@@ -32,6 +32,11 @@ def net(equation: str, *, dtype: Any = np.float32, shapes: dict[str, Any] | None
         ("bhid,bhjd->bhij", {"MatMul": 1, "Transpose": 1}),  # attention's scores
         ("bhij,bhjd->bihd", {"MatMul": 1, "Transpose": 1}),  # and its result, heads put back
         ("bijk,kd->bijd", {"MatMul": 1, "Reshape": 2}),
+        (
+            "bihjd,bkhd->bhjik",
+            {"MatMul": 1, "Transpose": 2, "Reshape": 2},
+        ),  # scores of grouped queries: not transposed again
+        ("bhid,bkhjd->bhijk", {"MatMul": 1, "Transpose": 1, "Reshape": 2}),  # so are columns
         ("bij,jhd->bihd", {"MatMul": 1, "Reshape": 3}),  # a projection to heads
         ("bij,bk->bijk", {"Mul": 1, "Reshape": 2}),  # an outer product
         ("ij,ij->", {"MatMul": 1, "Reshape": 3}),

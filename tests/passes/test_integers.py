@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
+from support.quantized_nets import QNet
 
 from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph, Value
@@ -341,6 +342,23 @@ def test_a_result_is_quantized_before_it_is_moved(kind: str, turned: bool, read:
     same_integers(graph, moved)
 
 
+@pytest.mark.parametrize("kind", ["GlobalAveragePool", "Conv", "MatMul"])
+@pytest.mark.parametrize("data", [False, True])
+def test_sums_of_integers_are_rounded_before_they_are_moved(kind: str, data: bool) -> None:
+    """``data``: whether they are sums of 8-bit data. Means of an image are rows in TFLite networks before they are rounded."""
+    n = QNet()
+    x = n.input(2, 8, 6, 6)
+    x = n.fake(x, 0.05) if data else x
+    y = n.op(kind, x) if kind == "GlobalAveragePool" else n.qconv(x, 8) if kind == "Conv" else n.qmatmul(x, 8)
+    moved = n.done(n.q(n.op("Reshape", y, n.ints(2, 1, -1)), 0.02, 3))
+    graph = moved.copy()
+    assert MOVE(moved, PassContext()).changes == data
+    verify(moved)
+    rounds = moved.of_kind("QuantizeLinear")[-1]
+    assert moved.op(rounds.inputs[0]).kind == (kind if data else "Reshape")  # type: ignore[arg-type]
+    same_integers(graph, moved)
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [("Relu", np.float16), ("LayerNormalization", np.float32)])
 def test_other_results_are_quantized_where_they_are_transposed(kind: str, dtype: Any) -> None:
     graph = rearranged(kind, dtype=dtype)
@@ -403,3 +421,50 @@ def test_a_split_takes_integers(used: str) -> None:
 )
 def test_a_split_of_floats(graph: Graph, because: str) -> None:
     check_refused(MOVE, graph, because=because, rule="split_integers")
+
+
+def rescaled(
+    factor: float = 0.125, *, outer: float = 0.005, zeros: tuple[int, int] = (3, 3), kind: str = "Mul", read: str = "",
+    swap: bool = False,
+) -> Graph:  # fmt: skip
+    """A product that is rounded before and after it is scaled. ``read``: which value has another reader."""
+    n = QNet()
+    first = n.q(n.op("MatMul", n.input(4, 6), n.input(6, 5, name="b")), 0.04, zeros[0])
+    back = n.dq(first, 0.04, zeros[0])
+    other = n.const(np.float32(factor), np.float32)
+    scaled = n.op(kind, *((other, back) if swap else (back, other)))
+    more = {"first": [first], "back": [back], "scaled": [scaled]}.get(read, [])
+    return n.done(n.q(scaled, outer, zeros[1]), *(n.op("Identity", v) for v in more))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"swap": True}, {"kind": "Div", "factor": 8.0}, {"outer": 0.005000001}],
+)
+def test_a_value_is_rounded_once_around_its_scale(options: dict[str, Any]) -> None:
+    graph = rescaled(**options)
+    once = graph.copy()
+    assert [f.rule for f in CANONICAL(once, PassContext()).fired] == ["rescaled_rounding"]
+    verify(once)
+    assert CANONICAL(once, PassContext()).changes == 0
+    assert once.kinds() == {"MatMul": 1, "Mul": 1, "QuantizeLinear": 1}
+    same_integers(graph, once)
+
+
+def test_a_factor_may_be_stored_as_an_integer() -> None:
+    n = QNet()
+    x = n.fake(n.op("MatMul", n.input(4, 6), n.input(6, 5, name="b")), 0.04)
+    factor = n.op("DequantizeLinear", n.const(np.int8(127), np.int8), n.const(np.float32(0.125 / 127), np.float32))
+    once = n.done(n.q(n.op("Mul", x, factor), 0.005))
+    assert CANONICAL(once, PassContext()).changes == 1
+    assert once.kinds() == {"MatMul": 1, "Mul": 1, "QuantizeLinear": 1}
+
+
+def test_other_scaled_values_are_rounded_twice() -> None:
+    same = "its scale is not the one before it, times the factor between"
+    check_refused(CANONICAL, rescaled(outer=0.006), because=same)
+    check_untouched(CANONICAL, rescaled(zeros=(3, 4)))
+    check_untouched(CANONICAL, rescaled(-0.125))
+    check_untouched(CANONICAL, rescaled(0.005 * 0.04, kind="Div", swap=True))
+    for read in ("first", "back", "scaled"):
+        check_refused(CANONICAL, rescaled(read=read), because="other operators read what is rounded before it")

@@ -11,6 +11,7 @@ from support.net import Net
 
 from optdnn.ir.graph import Value
 from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.gather import GatherAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.sibling_sums import SumsOfSiblings
 
@@ -98,3 +99,54 @@ def test_neighbors() -> None:
     read_twice = conv(n, h)
     outs = [*squares, read_twice, n.op("Add", conv(n, x), read_twice), n.op("Add", conv(n, x), n.op("Relu", h))]
     check_untouched(SumsOfSiblings(), n.done(*outs), context=CUDA)
+
+
+# ---------------------------------------------------------------- one step of results that are computed before
+
+
+def stepped(
+    n: Net, h: Value, count: int = 4, *, axis: int = 0, scalar: bool = True, at: int = 2, places: tuple[int, ...] = ()
+) -> list[Value]:  # fmt: skip
+    """Sums of a convolution of ``h`` and one step of tensors with five steps along ``axis``."""
+    channels, *size = n.dims(h)[1:]
+    whole = [1, channels, *size]
+    outs = []
+    for k in range(count):
+        shape = [*whole[:axis], 5, *whole[axis:]] if scalar else [5 if i == axis else d for i, d in enumerate(whole)]
+        index = places[k] if places else at
+        place = n.const(np.asarray(index if scalar else [index]), np.int64)
+        entry = n.op("Gather", n.input(*shape, name=f"r{k}"), place, attrs=GatherAttrs(axis))
+        pair = entry, conv(n, h, int(channels), bias=k == 1)  # type: ignore[arg-type]
+        outs.append(n.op("Add", *(pair[::-1] if k % 2 else pair)))
+    return outs
+
+
+@pytest.mark.parametrize(("axis", "scalar"), [(0, True), (2, True), (4, True), (0, False)])
+def test_gates_that_add_one_step_of_other_results(axis: int, scalar: bool) -> None:
+    """Convolutions of all steps' inputs are computed before the first step (Keras's ConvLSTM2D)."""
+    n = Net(np.float64)
+    outs = stepped(n, n.input(1, 4, 6, 6, name="h"), axis=axis, scalar=scalar)
+    kinds = {"Conv": 1, "Add": 1, "Split": 1, "Concat": 1, "Gather": 1}
+    after, _ = check_pass(SumsOfSiblings(), n.done(*outs), changes=1, kinds=kinds, context=CUDA)
+    assert after.of_kind("Conv")[0].outputs[0].type.dims[1] == 16
+
+
+def test_too_few_or_different_steps_stay() -> None:
+    n = Net(np.float64)
+    refused(
+        n, stepped(n, n.input(1, 4, 6, 6, name="h"), 2), "fewer than 3 sums add convolutions of this value to entries"
+    )
+    n = Net(np.float64)
+    outs = stepped(n, n.input(1, 4, 6, 6, name="h"), 3, places=(0, 1, 2))
+    refused(n, outs, "fewer than 3 sums add convolutions of this value to entries")
+
+
+def test_entries_along_the_channels_stay() -> None:
+    n = Net(np.float64)
+    outs = stepped(n, n.input(1, 1, 6, 6, name="h"), 3, axis=1, scalar=False)
+    refused(n, outs, "the entries are taken along their channels")
+
+
+def test_large_entries_stay() -> None:
+    n = Net(np.float64)
+    refused(n, stepped(n, n.input(1, 16, 160, 160, name="h"), 3), "MB would be moved to save")

@@ -326,11 +326,12 @@ def shifted_depthwise(n: QNet, x: Value) -> Value:
     return n.fake(n.qconv(y, 32, 5, stride=2, group=32), 0.04)
 
 
-def squeezed(n: QNet, batch: int, size: int, zero: int | None, dtype: Any) -> tuple[Value, ...]:
-    """A depthwise convolution and its mean. Both have readers."""
+def squeezed(n: QNet, batch: int, size: int, zero: int | None, dtype: Any, to: Any = None) -> tuple[Value, ...]:
+    """A depthwise convolution and its mean (of the type ``to``; None: the same type). Both have readers."""
     x = n.fake(n.input(batch, 32, size, size), 0.03)
     y = n.fake(n.qconv(x, 32, group=32, epilogue=(Stage("Relu", (-1,)),)), 0.04, zero, dtype)
-    return n.qconv(y, 16, 1), n.fake(n.op("GlobalAveragePool", y), 0.01, zero, dtype)
+    mean = n.op("GlobalAveragePool", y)
+    return n.qconv(y, 16, 1), n.fake(mean, 0.01, zero, dtype) if to is None else n.fake(mean, 0.01, -20, to)
 
 
 def scales_of_channels(n: QNet, x: Value, activation: str, *numbers: Any, **geometry: Any) -> Value:
@@ -389,6 +390,11 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
     ),
     "depthwise with its mean": lambda n: squeezed(n, 200, 5, None, np.int8),
     "depthwise with its mean, zero points": lambda n: squeezed(n, 2, 40, 30, np.uint8),
+    "depthwise with its mean of another type": lambda n: squeezed(n, 200, 5, None, np.uint8, np.int8),
+    "depthwise with its mean of another type, two launches": lambda n: squeezed(n, 2, 40, 30, np.uint8, np.int8),
+    "a mean of another type": lambda n: (
+        n.fake(n.op("GlobalAveragePool", n.fake(n.op("Relu", n.input(3, 24, 9, 7)), 0.02, 0, np.uint8)), 0.01, -128),
+    ),
     "depthwise, float result": lambda n: (
         n.op("Relu", n.op("Cast", n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03), 16, group=16), attrs=CastAttrs(FP16))),
     ),

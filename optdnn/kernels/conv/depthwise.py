@@ -220,9 +220,9 @@ class DepthwiseTactic(MakesMeans, ProblemTactic):
 
 
 def suits(b: Builder, op: Op, pool: Op) -> bool:
-    """Whether the means have the result's type, and their place has no gaps."""
+    """Whether the means have the result's type (8-bit ones: int8 or uint8), and their place has no gaps."""
     place, out = b.reserved.get(pool.value), pool.outputs[0].type
-    same = out.dtype == op.outputs[0].type.dtype
+    same = out.dtype == op.outputs[0].type.dtype or pool.kind == "QuantizedMean"
     return same and (place is None or place.is_like(_of_vectors(pool)))
 
 

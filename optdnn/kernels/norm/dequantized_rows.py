@@ -55,7 +55,7 @@ class DequantizedRows(RowsOnce):
         found = None if before is None else dequantization(b.graph, before)
         if before is None or found is None:
             return None
-        to = quantizer_of(b, op.value)
+        to = quantizer_of(b, op.value, dense=True)
         integers = to is not None and not to.to.dtype.startswith("float8")
         return _Parts(before, *found, to if integers else None)
 

@@ -257,7 +257,7 @@ class QuantizedRows(RowsOnce):
     name = "rows_quantized"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        to = quantizer_of(b, op.value)
+        to = quantizer_of(b, op.value, dense=True)
         if to is None:
             return "nothing quantizes its result"
         if (why := no_conversion(to.to.dtype, b.arch)) is not None:
@@ -270,13 +270,13 @@ class QuantizedRows(RowsOnce):
 
     def region(self, b: Builder, op: Op) -> Region:
         """The norm and the quantization."""
-        to = quantizer_of(b, op.value)
+        to = quantizer_of(b, op.value, dense=True)
         assert to is not None
         return Region(op, after=(to.op,))
 
     def place(self, b: Builder, op: Op) -> None:
         """Place the 8-bit result, and the 16-bit result if it is stored."""
-        to = quantizer_of(b, op.value)
+        to = quantizer_of(b, op.value, dense=True)
         assert to is not None
         b.target(to.op.value)
         if is_stored(b, op.value):
@@ -284,12 +284,12 @@ class QuantizedRows(RowsOnce):
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
         """The norm's problem with both results."""
-        to = quantizer_of(b, op.value)
+        to = quantizer_of(b, op.value, dense=True)
         assert to is not None
         return replace(super().problem(b, op), narrow=to.to.dtype, wide=is_stored(b, op.value))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        to = quantizer_of(b, op.value)
+        to = quantizer_of(b, op.value, dense=True)
         assert to is not None
         kept = is_stored(b, op.value)
         operands = {"input": b.operand(op.inputs[0]), "narrow": b.target(to.op.value)}

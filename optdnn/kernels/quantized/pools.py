@@ -67,7 +67,7 @@ class Int8Mean(Tactic):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
-        if x.dtype.name not in ("int8", "uint8") or op.outputs[0].type.dtype != x.dtype:
+        if any(dtype.name not in ("int8", "uint8") for dtype in (x.dtype, op.outputs[0].type.dtype)):
             return "it is for int8 or uint8 operands and results"
         return "its number of channels is not a multiple of 4" if x.static_shape[1] % 4 else None
 

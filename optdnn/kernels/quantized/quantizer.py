@@ -78,10 +78,12 @@ def _numbers(graph: Graph, op: Op, kinds: Sequence[str]) -> dict[str, list[float
     return numbers
 
 
-def quantizer_of(b: Builder, value: Value) -> Quantizer | None:
-    """The op that quantizes a value; None unless there is exactly one, or if the place of its result is reserved."""
+def quantizer_of(b: Builder, value: Value, *, dense: bool = False) -> Quantizer | None:
+    """The op that quantizes a value; None unless there is exactly one, or if the place of its result is reserved (``dense``:
+    reserved with gaps or in another order: an output of the network has neither)."""
     found = [(u, q) for u in b.graph.users(value) if (q := quantization(b.graph, u)) is not None]
-    if len(found) != 1 or found[0][0].value in b.reserved:
+    place = b.reserved.get(found[0][0].value) if len(found) == 1 else None
+    if len(found) != 1 or (place is not None and not (dense and place.dense and place.offset % 16 == 0)):
         return None
     return Quantizer(found[0][0], found[0][1][1])
 

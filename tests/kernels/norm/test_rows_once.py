@@ -12,10 +12,14 @@ from support.on_gpu import checked_launches
 from support.simulated import check_simulated, kinds, lowered, refusals
 
 from optdnn.ir.graph import Graph
+from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.norm import rows_kernel
+from optdnn.kernels.quantized.quantizer import quantizer_of
 from optdnn.ops import norm, softmax
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import PassContext
+from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import Pointer, parse
 from optdnn.runtime.program import Program
@@ -381,6 +385,30 @@ def test_a_softmax_rounds_in_its_launch(kept: bool) -> None:
         assert chosen(program, "Softmax") == ["rows_activated"]
         assert kinds(program).count("ActivatedNorm") == 1
         assert "Quantized" not in kinds(program)
+
+
+def test_a_softmax_stores_an_output_of_8_bits() -> None:
+    """The last operators of a TFLite classifier."""
+    n = Net()
+    y = n.op("Softmax", n.matmul(n.input(8, 32), 64), attrs=softmax.SoftmaxAttrs(-1))
+    graph = n.done(n.op("QuantizeLinear", y, 1 / 32, n.const(-128, np.int8), attrs=QuantizeAttrs(INT8)))
+    assert chosen(check_simulated(graph, tolerance=2e-2), "Softmax") == ["rows_quantized"]
+
+
+@pytest.mark.parametrize(
+    ("strides", "offset", "dense"), [((64, 1), 0, True), ((128, 1), 0, False), ((64, 1), 8, False)]
+)
+def test_places_of_8_bit_rows(strides: tuple[int, int], offset: int, dense: bool) -> None:
+    n = Net()
+    y = n.op("Softmax", n.input(8, 64), attrs=softmax.SoftmaxAttrs(-1))
+    graph = n.done(n.op("QuantizeLinear", y, 1 / 32, n.const(-128, np.int8), attrs=QuantizeAttrs(INT8)))
+    FoldQuantized()(graph, PassContext(target="cuda:sm_90a"))
+    (softmax_op,), (rounds,) = graph.of_kind("Softmax"), graph.of_kind("Pointwise")
+    b = Builder(graph, of_arch("sm_90a"))
+    assert quantizer_of(b, softmax_op.value, dense=True) is not None
+    b.reserved[rounds.value] = TensorView(0, offset, (8, 64), strides, INT8)
+    assert quantizer_of(b, softmax_op.value) is None
+    assert (quantizer_of(b, softmax_op.value, dense=True) is not None) is dense
 
 
 # ---- rows of several axes

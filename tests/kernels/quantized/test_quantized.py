@@ -97,7 +97,13 @@ def test_parts_of_a_concatenation_are_written_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"), [("depthwise with its mean", 1), ("depthwise with its mean, zero points", 2)]
+    ("name", "steps"),
+    [
+        ("depthwise with its mean", 1),
+        ("depthwise with its mean, zero points", 2),
+        ("depthwise with its mean of another type", 1),
+        ("depthwise with its mean of another type, two launches", 2),
+    ],
 )
 def test_a_depthwise_convolution_sums_its_integers_on_its_way(name: str, steps: int) -> None:
     n = QNet()
