@@ -153,7 +153,7 @@ AC = attention.Config(1, 64, 2)
     ("problem", "config", "reason"),
     [
         (merged(2, 4, 300, 36), AC, "36 features"),
-        (merged(2, 4, 300, 256), AC, "256 features"),
+        (merged(2, 4, 300, 264), AC, "264 features"),
         (replace(A, scale=0.0), AC, "a scale of 0.0"),
         (replace(A, key_heads=3), AC, "do not share 3 key heads"),
         (replace(A, k=HeadView(8, 8, 4)), AC, "k: TMA needs"),
