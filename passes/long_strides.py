@@ -48,9 +48,8 @@ def long_stride(graph: Graph, op: Op) -> Match | Miss | None:
     before = -(-begin // stride)
     first = before * stride - begin
     blocks = -(-(first + taps) // stride)
-    after = (
-        count - 1 + blocks - length // stride - before
-    )  # not negative: filters are longer than a block, so the last one is read
+    # Not negative: filters are longer than a block, so the last block is read.
+    after = count - 1 + blocks - length // stride - before
     if blocks * stride - taps > MOST_ZEROS * taps:
         return Miss(f"its filters of {taps} would become {blocks * stride} long")
 

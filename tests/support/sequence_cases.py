@@ -140,7 +140,7 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "weights": (lambda: attention(outputs=4, mask="bool", qk_matmul_output_mode=3), "attention_steps"),
     "raw scores": (lambda: attention(outputs=4, count=4, shared=2, softcap=1.0), "attention_steps"),
     "wide values": (lambda: attention(value_size=24, size=16), "attention_sm90"),
-    "wide heads": (lambda: attention(size=136, count=2), "attention_sm80"),
+    "wide heads": (lambda: attention(size=136, count=2), "attention_sm90"),
     "widest heads": (lambda: attention(size=512, count=1), "attention_sm80"),
     "heads of 264": (lambda: attention(size=264, count=1, mask="full", softcap=3.0), "attention_sm80"),
     "wider heads": (lambda: attention(size=520, count=1), "attention_steps"),
@@ -156,7 +156,7 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
         "attention_sm90",
     ),
     "sinks and masks": (lambda: attention(sinks=True, mask="windows", batch=6, length=24), "attention_sm90"),
-    "sinks of wide heads": (lambda: attention(sinks=True, size=136, count=2), "attention_sm80"),
+    "sinks of wide heads": (lambda: attention(sinks=True, size=264, count=2), "attention_sm80"),
     "sinks, lengths": (lambda: attention(sinks=True, lengths=True, is_causal=True), "attention_sm90"),
     "sinks, weights": (
         lambda: attention(sinks=True, outputs=4, count=4, shared=2, qk_matmul_output_mode=3),

@@ -37,9 +37,10 @@ GAIN = 0.8
 SMALL = 1 << 15
 """Elements of the first matrix below which one launch was not measured faster: 256 -> 16 -> 256 took 1 us longer, 1024
 -> 64 -> 1024 0.8 us less."""
-_VIEWS = frozenset({"Reshape", "Transpose", "Layout", "Squeeze", "Unsqueeze"})
 FEW = 4
 """Most images for which one launch was faster than two. With 16 it was not."""
+VIEWS = frozenset({"Reshape", "Transpose", "Layout", "Squeeze", "Unsqueeze"})
+"""Kinds that only move axes, or add and remove axes of size 1, where the means of volumes become vectors."""
 
 
 @lru_cache(maxsize=1024)
@@ -206,12 +207,13 @@ def _means(graph: Graph, first: Op) -> Op | None:
 
 def _keeps_vectors(graph: Graph, op: Op) -> bool:
     """Whether an operator only adds, removes or moves axes of size 1."""
-    if op.kind not in _VIEWS or not op.outputs[0].type.is_static or op.inputs[0] is None:
+    if op.kind not in VIEWS or not op.outputs[0].type.is_static or op.inputs[0] is None:
         return False
     before, after = graph.type(op.inputs[0]).static_shape, op.outputs[0].type.static_shape
     if [n for n in before if n > 1] != [n for n in after if n > 1]:
         return False
-    moved = [axis for axis in op.attrs.perm if before[axis] > 1] if op.kind == "Transpose" else []
+    perm = (op.attrs.perm or range(len(before))[::-1]) if op.kind == "Transpose" else ()
+    moved = [axis for axis in perm if before[axis] > 1]
     return moved == sorted(moved)
 
 
