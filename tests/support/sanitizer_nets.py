@@ -218,6 +218,7 @@ ATTENTIONS = (
     "softcap",
     "sinks",
     "sinks of wide heads",
+    "heads of 264",
 )
 ROTARIES = ("halves", "neighbors", "a part", "narrow vectors, neighbors", "position ids", "of a product, grouped")
 RECURRENTS = (

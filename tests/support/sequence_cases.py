@@ -156,7 +156,7 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
         "attention_sm90",
     ),
     "sinks and masks": (lambda: attention(sinks=True, mask="windows", batch=6, length=24), "attention_sm90"),
-    "sinks of wide heads": (lambda: attention(sinks=True, size=264, count=2), "attention_sm80"),
+    "sinks of wide heads": (lambda: attention(sinks=True, size=136, count=2), "attention_sm90"),
     "sinks, lengths": (lambda: attention(sinks=True, lengths=True, is_causal=True), "attention_sm90"),
     "sinks, weights": (
         lambda: attention(sinks=True, outputs=4, count=4, shared=2, qk_matmul_output_mode=3),
