@@ -294,8 +294,9 @@ class TiledDepthwise(DepthwiseTactic):
         return image_of(x, columns), image_of(out, columns)
 
     def problem(self, b: Builder, op: Op) -> depthwise.Problem:
-        (*deep, high, wide), (x, out) = _taps_of(b.weights(op)), self._images(b, op)
-        ep, found, (read, made, _) = self.stages(b, op), self.walked(b, op), self._places(b, op)
+        (*deep, high, wide), (read, made, columns) = _taps_of(b.weights(op)), self._places(b, op)
+        x, out = image_of(read, columns), image_of(made, columns)
+        ep, found = self.stages(b, op), self.walked(b, op)
         depth = _depth_of(read, made, deep[0] if deep else 1, found)
         _, channels, *size = x.shape
         strides, pads, dilations = _of_images(found)
@@ -354,7 +355,7 @@ class TiledDepthwise(DepthwiseTactic):
     def filtered(self, b: Builder, op: Op, operands: Mapping[str, TensorView], columns: int = 1) -> list[TensorView]:
         """Image, weights and bias of a convolution, as the launch's meaning reads them."""
         channels, taps, band = b.weights(op).shape[0] * columns, _taps_of(b.weights(op)), self.band(b, op)
-        held = (*taps[:-2], taps[-2] + (-taps[-2] % band if band else 0), taps[-1])
+        held = (*taps[:-2], depthwise.rows_held(taps[-2], band), taps[-1])
         strides = (math.prod(held[i + 1 :]) * channels for i in range(len(taps)))
         logical = operands["weights"].view((channels, 1, *taps), (1, 0, *strides))
         return [operands["input"], logical, operands["bias"]]

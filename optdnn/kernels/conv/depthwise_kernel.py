@@ -164,11 +164,16 @@ def options(problem: Problem, checked: bool = False) -> tuple[str, ...]:
 def pack_weights(weight: Array, band: int = 0) -> Array:
     """``[channels, 1, taps …]`` weights -> ``[taps, channels]``. Keeps the dtype. ``band``: as of a problem; rows of zeros complete the last
     band of each frame."""
-    channels, more = len(weight), -weight.shape[-2] % band if band else 0
+    channels, more = len(weight), rows_held(weight.shape[-2], band) - weight.shape[-2]
     if weight.shape[1] != 1:
         raise InternalError("a depthwise convolution has one input channel per output channel")
     padded = np.pad(weight, [(0, 0)] * (weight.ndim - 2) + [(0, more), (0, 0)])
     return np.ascontiguousarray(padded.reshape(channels, -1).T)
+
+
+def rows_held(rows: int, band: int) -> int:
+    """Rows of packed weights of a filter's frame of so many ``rows``: whole bands."""
+    return -(-rows // band) * band if band else rows
 
 
 def rows_at_a_time(kernel: tuple[int, int], item: int) -> int:

@@ -11,11 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-from support import emulated
 from support.conv_cases import convolve, same
+from support.depthwise_runs import TOLERANCE, run
 from support.host import COMPILER, WHY_NOT
 from support.net import Net
 from support.on_gpu import launch_errors
@@ -309,36 +308,11 @@ PLACED: dict[str, tuple[Any, depthwise.Problem, Any]] = {
 @pytest.mark.parametrize("name", sweep(PLACED, *list(PLACED)[::3]))
 def test_kernels_compute_where_pixels_have_a_pitch(name: str, tmp_path: Path) -> None:
     family, problem, config = PLACED[name]
-    assert family.refuse(problem, config) is None
-    s, rng, (read, written) = problem.source, np.random.default_rng(3), problem.pitch
-    made = family.launch(problem, config, HOPPER)
-    text = made.recipe.generated["generated.cuh"]
-    text = text.replace(render.mma(problem.dtype), "") if family is bands else text
-    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
-    first, headers = (
-        ((), ("tile_walk.cuh", "vectors.cuh"))
-        if family is bands
-        else (("vectors.cuh",), ("conv_element.cuh", "depthwise_core.cuh"))
-    )
-    library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=headers, first=first)
-    dtype = np.dtype(ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else problem.dtype)
-    x = rng.standard_normal((problem.batch, s.height, s.width, read)).astype(dtype)
-    weight = (rng.standard_normal((s.channels, 1, *s.kernel)) / np.prod(s.kernel) ** 0.5).astype(dtype)
-    bias = rng.standard_normal(s.channels).astype(np.float32)
-    shape = (problem.batch, *problem.out_size)
-    residual = rng.standard_normal((*shape, s.channels)).astype(dtype)
-    arrays = {"input": x, "weights": depthwise.pack_weights(weight), "bias": bias, "residual": residual,
-              "output": np.full((*shape, written), 7, dtype)}  # fmt: skip
-    held = {key: emulated.aligned(array) for key, array in arrays.items()}
-    emulated.run(library, made, {key: a.ctypes.data for key, a in held.items()})
-    read_as = x[..., : s.channels].astype(np.float32)
-    read_as = np.maximum(read_as, 0) if problem.relu else read_as
-    want = np.maximum(convolve(read_as, weight.astype(np.float32), s) + bias, 0)
-    want += residual if problem.residual else 0
-    tolerance = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 2e-6}[problem.dtype]
-    got = held["output"][..., : s.channels].astype(np.float32)
-    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
-    assert (held["output"][..., s.channels :] == 7).all()
+    ran = run(family, problem, config, tmp_path)
+    read_as = np.maximum(ran.x, 0) if problem.relu else ran.x
+    want = np.maximum(convolve(read_as, ran.weight[:, :, 0], problem.source) + ran.bias, 0)
+    want += ran.residual if problem.residual else 0
+    np.testing.assert_allclose(ran.output, want, rtol=0, atol=TOLERANCE[problem.dtype] * np.abs(want).max())
 
 
 @pytest.mark.nvrtc

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import emulated
+from support.depthwise_runs import TOLERANCE, run
 from support.host import COMPILER, WHY_NOT
 from support.net import Net
 from support.on_gpu import launch_errors
@@ -293,38 +293,13 @@ def expected(problem: depthwise.Problem, x: Any, weight: Any, bias: Any) -> Any:
 @pytest.mark.parametrize("name", sweep(SOURCES, *list(SOURCES)[::3]))
 def test_kernels_compute_what_they_mean(name: str, tmp_path: Path) -> None:
     family, problem, config = SOURCES[name]
-    assert family.refuse(problem, config) is None
-    s, rng, (read, written) = problem.source, np.random.default_rng(3), problem.pitch
-    made = family.launch(problem, config, HOPPER)
-    text = made.recipe.generated["generated.cuh"]
-    text = text.replace(render.mma(problem.dtype), "") if family is bands else text
-    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
-    of_bands = (), ("tile_walk.cuh", "vectors.cuh")
-    first, headers = of_bands if family is bands else (("vectors.cuh",), ("conv_element.cuh", "depthwise_core.cuh"))
-    library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=headers, first=first)
-    dtype, taps = np.dtype(problem.dtype), 1 if s.depth is None else s.depth.taps
-    x = rng.standard_normal((problem.images, s.height, s.width, read)).astype(dtype)
-    weight = (rng.standard_normal((s.channels, 1, taps, *s.kernel)) / problem.taps**0.5).astype(dtype)
-    bias = rng.standard_normal(s.channels).astype(np.float32)
-    shape = (problem.batch, *problem.out_size)
-    residual = rng.standard_normal((*shape, s.channels)).astype(dtype)
-    arrays = {"input": x, "weights": depthwise.pack_weights(weight, problem.band), "bias": bias, "residual": residual,
-              "output": np.full((*shape, written), 7, dtype)}  # fmt: skip
-    _, *tiles = family.tiles(problem, config)
-    count, images = problem.averaged
-    arrays["sums"] = np.zeros((count, images * int(np.prod(tiles)), s.channels), np.float32)
-    held = {key: emulated.aligned(array) for key, array in arrays.items()}
-    emulated.run(library, made, {key: a.ctypes.data for key, a in held.items()})
-    want = expected(problem, x[..., : s.channels].astype(np.float32), weight.astype(np.float32), bias)
-    want = want + residual if problem.residual else want
-    got = held["output"][..., : s.channels].astype(np.float32)
-    np.testing.assert_allclose(
-        got, want, rtol=0, atol={"float16": 2e-3, "float32": 2e-6}[problem.dtype] * np.abs(want).max()
-    )
-    assert (held["output"][..., s.channels :] == 7).all()
+    ran = run(family, problem, config, tmp_path)
+    want = expected(problem, ran.x, ran.weight, ran.bias)
+    want = want + ran.residual if problem.residual else want
+    np.testing.assert_allclose(ran.output, want, rtol=0, atol=TOLERANCE[problem.dtype] * np.abs(want).max())
     if problem.squeeze:
-        sums = got.reshape(count, -1, s.channels).sum(1)
-        np.testing.assert_allclose(held["sums"].sum(1), sums, rtol=0, atol=1e-3 * np.abs(sums).max())
+        sums = ran.output.reshape(len(ran.sums), -1, problem.channels).sum(1)
+        np.testing.assert_allclose(ran.sums.sum(1), sums, rtol=0, atol=1e-3 * np.abs(sums).max())
 
 
 @pytest.mark.parametrize(

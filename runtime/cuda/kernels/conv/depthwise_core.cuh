@@ -34,7 +34,6 @@ constexpr int ROWS = DOWN.reach(TILE_H), COLUMNS = ALONG.reach(TILE_W);
 // Few weights stay in registers. Where a thread takes steps, it needs each weight only once and reads it from L1.
 constexpr bool WEIGHTS_IN_SHARED = !STEPWISE && TAPS > 9, WEIGHTS_IN_REGISTERS = !STEPWISE && TAPS <= 9;
 
-
 constexpr int SUMS = TILE_H * TILE_W * LANES;      // accumulators of a thread
 typedef float Tile[TILE_H][TILE_W][LANES];
 

@@ -1,0 +1,64 @@
+"""Runs of depthwise kernels on a processor with emulated warps, on random operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from optdnn.kernels.conv import depthwise_bands_kernel as bands
+from optdnn.kernels.conv import depthwise_kernel as depthwise
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from support import emulated
+
+TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 2e-6}
+"""Largest difference by element type, of the largest expected element."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Operands and results. ``x`` [images, height, width, channels], ``weight`` [channels, 1, frames, rows, columns], ``bias`` and
+    ``residual`` are what the kernel read, in fp32; ``sums`` are the squeeze's."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    residual: Any
+    output: Any
+    sums: Any
+
+
+def run(family: Any, problem: depthwise.Problem, config: Any, folder: Path) -> Run:
+    """The kernel's results. It must not write between the pixels of the result."""
+    assert family.refuse(problem, config) is None
+    s, rng, (read, written) = problem.source, np.random.default_rng(3), problem.pitch
+    made = family.launch(problem, config, of_arch("sm_90a"))
+    text = made.recipe.generated["generated.cuh"]
+    text = text.replace(render.mma(problem.dtype), "") if family is bands else text
+    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    of_bands = (), ("tile_walk.cuh", "vectors.cuh")
+    first, headers = of_bands if family is bands else (("vectors.cuh",), ("conv_element.cuh", "depthwise_core.cuh"))
+    library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=headers, first=first)
+    dtype = np.dtype(ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else problem.dtype)
+    taps = 1 if s.depth is None else s.depth.taps
+    x = rng.standard_normal((problem.images, s.height, s.width, read)).astype(dtype)
+    weight = (rng.standard_normal((s.channels, 1, taps, *s.kernel)) / problem.taps**0.5).astype(dtype)
+    bias = rng.standard_normal(s.channels).astype(np.float32)
+    shape = (problem.batch, *problem.out_size)
+    residual = rng.standard_normal((*shape, s.channels)).astype(dtype)
+    _, *tiles = family.tiles(problem, config)
+    count, images = problem.averaged
+    arrays = {
+        "input": x, "weights": depthwise.pack_weights(weight, problem.band), "bias": bias, "residual": residual,
+        "output": np.full((*shape, written), 7, dtype),
+        "sums": np.zeros((count, images * int(np.prod(tiles)), s.channels), np.float32),
+    }  # fmt: skip
+    held = {key: emulated.aligned(array) for key, array in arrays.items()}
+    emulated.run(library, made, {key: a.ctypes.data for key, a in held.items()})
+    assert (held["output"][..., s.channels :] == 7).all()
+    given = (x[..., : s.channels], weight, bias, residual, held["output"][..., : s.channels], held["sums"])
+    return Run(*(a.astype(np.float32) for a in given))
