@@ -230,13 +230,15 @@ def _uses(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[Value, list[t
 
 
 def _takes_windows(graph: Graph, use: Use) -> bool:
-    """Whether a use takes windows of images (Gathers by constant indices), and the windows' channels are then moved to the last axis."""
+    """Whether a use takes windows of images by constant indices, and their channels are then moved to the last axis."""
     op, axis = graph.op(use.op), 1
     if op.kind != "Gather" or use.slot != 0:
         return False
     while op.kind in ("Gather", "Reshape"):
         shape = shape_of(graph, operand(op))
-        if shape is None or op.kind == "Gather" and (graph.constant_value(op.inputs[1]) is None or op.attrs.axis <= axis):
+        if shape is None:
+            return False
+        if op.kind == "Gather" and (graph.constant_value(op.inputs[1]) is None or op.attrs.axis <= axis):
             return False
         if op.kind == "Reshape":  # the innermost part of the channels
             dims, after = op.outputs[0].type.static_shape, math.prod(shape[axis + 1 :])
