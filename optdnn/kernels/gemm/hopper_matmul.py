@@ -22,7 +22,7 @@ from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS
 from optdnn.kernels.gemm.hopper import padded_rows, rows_of
-from optdnn.kernels.gemm.matmul import MOST_TILES, is_thin
+from optdnn.kernels.gemm.matmul import is_thin, thin_seconds
 from optdnn.kernels.launch import tensor_map
 from optdnn.kernels.pointwise.pointwise import copied_later
 from optdnn.kernels.pointwise.strides import broadcast, merge
@@ -37,8 +37,8 @@ LINE = 64
 """Elements in 128 bytes."""
 SHORT = 16
 """Most terms of products with a vector that run without tensor cores."""
-NEARLY_EMPTY = 64
-"""Most results of a tile that is not worth its time, if there are more than MOST_TILES tiles."""
+TILE_S = 3.5e-9
+"""Seconds per tile of tensor cores, on all multiprocessors, of products whose tiles are nearly empty."""
 REPEATED = 1 << 24
 """Most elements of a repeated constant stack."""
 
@@ -130,8 +130,8 @@ class HopperMatMul(hopper_launch.HopperTactic):
         columns, count = right[-1], math.prod(stack)
         if not is_thin(rows, columns, depth, count):
             return None
-        if count > MOST_TILES and rows * columns <= NEARLY_EMPTY:
-            return f"a thread for each result adds up {depth} products; {count} tiles would be nearly empty"
+        if columns > 1 and thin_seconds(rows, columns, depth, count, b.source(op.inputs[1])) < count * TILE_S:
+            return f"threads that add up {depth} products each are faster: {count} tiles would be nearly empty"
         short = depth <= SHORT and columns == 1
         return f"a thread for each result adds up {depth} products with a vector" if short else None
 

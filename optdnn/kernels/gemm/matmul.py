@@ -24,7 +24,15 @@ TILE, DEPTH = 64, 16
 """Rows and columns of a block's tile, and its step along K; 256 threads compute 4 x 4 elements each."""
 THREADS = 256
 THIN = 8
-"""Most rows or columns of a thin product: a tile would be nearly empty, so each thread computes one element."""
+"""Most rows or columns of a thin product: a tile would be nearly empty, so each thread computes a few elements."""
+SMALL, MANY, FEW_TERMS = 16, 4096, 64
+"""Most rows or columns, least matrices and most terms of products that are thin because there are very many small ones."""
+TOGETHER = 4
+"""Most columns of all rows (or rows of all columns) that a thread of a thin product takes, if enough threads remain."""
+ENOUGH_THREADS = 1 << 16
+"""Threads that occupy a GPU well."""
+THIN_S, APART = 1.5e-13, 8
+"""Seconds per term of a thin product, on all multiprocessors, and the factor where neighboring columns do not lie together."""
 LEAST_ELEMENTS = 8192
 """Least elements of a thin product. Fewer do not keep the GPU's threads busy, and a tile sums along K."""
 LONGEST = 256
@@ -47,6 +55,14 @@ class TiledMatMul(Tactic):
         if matrices > MOST_TILES and math.prod(shape) > MOST_ELEMENTS:
             return f"{matrices} matrices with more than {MOST_ELEMENTS} elements exceed a grid"
         return None
+
+    def seconds(self, b: Builder, op: Op) -> float | None:
+        """Predicted seconds of a thin product, without those of a launch; None: the default prediction holds."""
+        left, right = (b.graph.type(v).static_shape for v in op.inputs[:2] if v is not None)
+        if op.kind != "MatMul" or min(len(left), len(right)) < 2:
+            return None
+        sizes = (left[-2], right[-1], left[-1], math.prod(op.outputs[0].type.static_shape[:-2]))
+        return thin_seconds(*sizes, b.operand(op.inputs[1])) if is_thin(*sizes) else None
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         operands = [None if v is None else b.operand(v) for v in op.inputs]
@@ -95,6 +111,28 @@ def _like(result: TensorView, shape: Sequence[int], strides: Sequence[int]) -> l
         return [*rest, 0, 0]
     row = result.shape[-2] == 1 and (result.shape[-1] == shape[-1] if shape else False) and result.strides[-2] == 0
     return [*rest[:-1], 0, rest[-1]] if row else [*rest, 0]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows and columns of a result that a thread of a thin product computes."""
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, m: int, n: int, matrices: int) -> Share:
+        """The largest share of ``m x n`` results with which enough threads remain. Its values are read once for all of its results."""
+        wide = n <= m
+        for along in (TOGETHER, 2, 1):
+            whole = min(n, SMALL) if wide else min(m, SMALL)
+            found = cls(min(along, m), whole) if wide else cls(whole, min(along, n))
+            if found.threads(m, n, matrices) >= ENOUGH_THREADS:
+                return found
+        return cls(1, 1)
+
+    def threads(self, m: int, n: int, matrices: int) -> int:
+        return matrices * -(-m // self.rows) * -(-n // self.columns)
 
 
 @dataclass(frozen=True)
@@ -187,6 +225,7 @@ def _kernel(
     t, rank, names = arithmetic(p.left.dtype), len(p.dims), ["y", "l", "r", *(f"e{a}" for a in used)]
     fields = [f"{CPP[p.result.dtype]}* y; const {CPP[p.left.dtype]}* l; const {CPP[p.right.dtype]}* r;"]
     fields += [f"const {CPP[x.dtype]}* e{a};" for a, x in used.items()]
+    share = Share.of(*p.sizes[:2], p.count)
     fields += [
         f"int m, n, k; u32 {'matrices, ' if thin else ''}dims[{rank}];",
         *(f"i64 s{x}[{rank}], m{x}[2];" for x in names),
@@ -196,10 +235,10 @@ def _kernel(
 extern "C" __global__ void __launch_bounds__({tile.threads if tile else 256}) matmul(const __grid_constant__ Params p) {{
     launch_dependents();
     {" ".join(f"i64 b{x} = 0;" for x in names)}
-    {_ELEMENT if thin else ""}
-    {walk("q", "element / area" if thin else "blockIdx.z", "dims", rank, [("b" + x, "s" + x) for x in names])}
+    {_share(share) if thin else ""}
+    {walk("q", "share / area" if thin else "blockIdx.z", "dims", rank, [("b" + x, "s" + x) for x in names])}
     wait_for_predecessor();
-    {tiled(finish) if tile else _thin(t, finish) if thin else _plain(t, finish)}
+    {tiled(finish) if tile else _thin(t, share, p.sizes[2], finish) if thin else _plain(t, finish)}
 }}
 """
 
@@ -222,7 +261,8 @@ def emit_matmul(
     for steps, view in zip(p.steps, (p.result, p.left, p.right, *p.extra.values()), strict=True):
         parameters.i64(*steps, *view.strides[-2:])
     rows, columns = (tile.rows, tile.columns) if tile is not None else (TILE, TILE)
-    grid = (-(-m * n * matrices // THREADS), 1, 1) if thin else (-(-m // rows), -(-n // columns), matrices)
+    threads = Share.of(m, n, matrices).threads(m, n, matrices)
+    grid = (-(-threads // THREADS), 1, 1) if thin else (-(-m // rows), -(-n // columns), matrices)
     if tile is None:
         launch = parameters.generated(b.arch, text, "matmul", grid, 256)
     else:
@@ -234,28 +274,62 @@ def emit_matmul(
 
 
 def is_thin(m: int, n: int, k: int, matrices: int) -> bool:
-    """Whether products of m rows, n columns and k terms suit one thread per element."""
-    return min(m, n) <= THIN and k <= LONGEST and m * n * matrices >= LEAST_ELEMENTS
+    """Whether products of m rows, n columns and k terms suit threads that compute a few elements each."""
+    small = min(m, n) <= SMALL and matrices >= MANY and k <= FEW_TERMS
+    return (min(m, n) <= THIN or small) and k <= LONGEST and m * n * matrices >= LEAST_ELEMENTS
 
 
-_ELEMENT = f"""const u32 element = blockIdx.x * {THREADS}u + threadIdx.x, area = u32(p.m) * u32(p.n);"""
+def thin_seconds(m: int, n: int, k: int, matrices: int, right: TensorView) -> float:
+    """Predicted seconds of a thin product, without those of a launch. ``right``: its second factor."""
+    return m * n * k * matrices * THIN_S * (1 if right.strides[-1] in (0, 1) else APART)
 
 
-def _thin(t: str, finish: str) -> str:
-    """C++ of one element per thread; neighboring threads take neighboring columns. ``finish``: as of :func:`_plain`."""
-    return f"""const u32 inside = element % area;
-    const int row = inside / u32(p.n), column = inside % u32(p.n), i = 0, j = 0;
-    if (element / area >= p.matrices) return;
-    {t} acc[1][1] = {{}};
+def _share(share: Share) -> str:
+    """C++ of the number of a thread's share, and of the shares of a matrix."""
+    columns = f"(u32(p.n) + {share.columns - 1}u) / {share.columns}u"
+    return (
+        f"const u32 share = blockIdx.x * {THREADS}u + threadIdx.x, shares = {columns};\n"
+        f"    const u32 area = (u32(p.m) + {share.rows - 1}u) / {share.rows}u * shares;"
+    )
+
+
+def _thin(t: str, share: Share, terms: int, finish: str) -> str:
+    """C++ of a thread's share of a thin product; neighboring threads take neighboring columns. ``finish``: as of :func:`_plain`. Terms are
+    added as there: sums of :data:`DEPTH`, and then these."""
+    r, c, most = share.rows, share.columns, min(terms, DEPTH)
+    return f"""const u32 inside = share % area;
+    const int top = inside / shares * {r}, first = inside % shares * {c};
+    if (share / area >= p.matrices) return;
+    {t} acc[{r}][{c}] = {{}};
     for (int k0 = 0; k0 < p.k; k0 += {DEPTH}) {{
-        {t} part = {t}(0);
+        {t} part[{r}][{c}] = {{}};
+        {"#pragma unroll" if r * c == 1 else ""}
+        for (int k = 0; k < {most}; k++) {{
+            if (k0 + k >= p.k) break;
+            {t} right[{c}];
+            #pragma unroll
+            for (int j = 0; j < {c}; j++)
+                right[j] = first + j < p.n ? {t}(widen(p.r[br + (k0 + k) * p.mr[0] + (first + j) * p.mr[1]])) : {t}(0);
+            #pragma unroll
+            for (int i = 0; i < {r}; i++) {{
+                const {t} left = top + i < p.m ? {t}(widen(p.l[bl + (top + i) * p.ml[0] + (k0 + k) * p.ml[1]])) : {t}(0);
+                #pragma unroll
+                for (int j = 0; j < {c}; j++) part[i][j] += left * right[j];
+            }}
+        }}
         #pragma unroll
-        for (int k = 0; k < {DEPTH}; k++)
-            if (k0 + k < p.k)
-                part += {t}(widen(p.l[bl + row * p.ml[0] + (k0 + k) * p.ml[1]])) * {t}(widen(p.r[br + (k0 + k) * p.mr[0] + column * p.mr[1]]));
-        acc[i][j] += part;
+        for (int i = 0; i < {r}; i++)
+            #pragma unroll
+            for (int j = 0; j < {c}; j++) acc[i][j] += part[i][j];
     }}
-    {{ {finish} }}"""
+    #pragma unroll
+    for (int i = 0; i < {r}; i++)
+        #pragma unroll
+        for (int j = 0; j < {c}; j++) {{
+            const int row = top + i, column = first + j;
+            if (row >= p.m || column >= p.n) continue;
+            {finish}
+        }}"""
 
 
 def _plain(t: str, finish: str) -> str:

@@ -33,6 +33,8 @@ APART_S = 1.5e-6
 """Seconds of a dependent launch for rows whose elements lie apart."""
 RESIDENT = 4
 """Blocks of long rows that run on a multiprocessor at once."""
+EACH = 4
+"""Least elements of a short row for a lane."""
 LONG = 16
 """From this number of elements per thread on, the length of a row sets the time, and not the work of all blocks."""
 
@@ -90,7 +92,8 @@ def _form(rows: int, count: int, itemsize: int, *, apart: bool, gpu: GpuFacts) -
     neighbors. A block takes two sectors, one, or a part of one, so that most multiprocessors have a block."""
     sector = SECTOR // itemsize
     if not apart or rows < sector:
-        return _Form(32, THREADS // 32) if count <= 512 else _Form(THREADS, 1)
+        lanes = min(32, 1 << max(0, (count // EACH).bit_length() - 1)) if count <= 512 else THREADS
+        return _Form(lanes, THREADS // lanes)
     busy = rows / sector / gpu.multiprocessors
     together = (
         2 * sector if busy >= 16 else sector if busy >= 1 else sector // 2 if busy >= 1 / 16 else max(2, sector // 4)
