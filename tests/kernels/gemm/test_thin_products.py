@@ -117,16 +117,17 @@ def test_which_products_are_thin(shape: tuple[int, int, int, int], thin: bool) -
 
 
 @pytest.mark.parametrize(
-    ("sizes", "share"),
-    [((9, 32, 50176), (9, 4)), ((9, 30, 4800), (9, 2)), ((33, 7, 4100), (2, 7)), ((1, 64, 4096), (1, 4)), ((1, 64, 100), (1, 1)),
-     ((20, 16, 1 << 20), (4, 16))],
+    ("sizes", "width", "share"),
+    [((9, 32, 9, 50176), 8, Share(9, 8, True)), ((9, 32, 9, 50176), 4, Share(9, 8)), ((9, 32, 40, 50176), 8, Share(9, 4, True)),
+     ((9, 30, 9, 4800), 2, Share(9, 2, True)), ((33, 7, 40, 4100), 1, Share(2, 7)), ((3137, 8, 8, 64), 8, Share(2, 8, True)),
+     ((1, 64, 16, 4096), 1, Share(1, 4)), ((1, 64, 16, 100), 8, Share(1, 1)), ((20, 16, 16, 1 << 20), 16, Share(4, 16, True))],
 )  # fmt: skip
 def test_threads_take_more_results_while_enough_of_them_remain(
-    sizes: tuple[int, int, int], share: tuple[int, int]
+    sizes: tuple[int, int, int, int], width: int, share: Share
 ) -> None:
-    found = Share.of(*sizes)
-    assert (found.rows, found.columns) == share
-    assert found.threads(*sizes) >= min(1 << 16, sizes[0] * sizes[1] * sizes[2])
+    assert Share.of(*sizes, width) == share
+    m, n, _, matrices = sizes
+    assert share.threads(m, n, matrices) >= min(1 << 16, m * n * matrices)
 
 
 @pytest.mark.parametrize("name", ["rows", "outlook"])
