@@ -48,7 +48,7 @@ def _windows(graph: Graph, op: Op, channels: int, taps: int) -> tuple[Value, tup
     None if the channels are not innermost."""
     flat = producer(graph, operand(op), {"Reshape"}, alone=True)
     turn = None if flat is None else producer(graph, operand(flat), {"Transpose"}, alone=True)
-    if turn is None or not turn.attrs.perm:
+    if turn is None or not turn.attrs.perm or not turn.outputs[0].type.is_static:
         return None
     perm, turned = tuple(turn.attrs.perm), turn.outputs[0].type.static_shape
     counts = _counts(turned, channels, taps)
