@@ -279,6 +279,7 @@ RULES: Mapping[str, str] = {
     "bn_scale_shift": "BatchNormalizations written as scale and shift",
     "scale_shift_bn": "scales and shifts written as one operator",
     "pack_weights": "weights of few bits kept packed",
+    "fp4_as_integers": "fp4 weights stored as 8-bit integers, which kernels read",
     "unpack_weights": "products whose packed weights become floats in each run",
     # fusions
     "einsum_to_matmul": "Einsums written as matrix products",
