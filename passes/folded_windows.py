@@ -16,8 +16,8 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.segment_sum import SegmentSumAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.support.facts import operand, producer, reshaped
-from optdnn.types import Array, Shape
+from optdnn.passes.support.facts import ints, operand, producer, reshaped
+from optdnn.types import Array
 
 BATCH, CHANNELS, TAPS, POSITIONS = range(4)
 """What an axis of the windows counts."""
@@ -27,7 +27,7 @@ MOST_ROWS = 1 << 22
 """Most rows, of all images, whose places are stored."""
 
 
-def _counts(turned: Shape, channels: int, taps: int) -> tuple[int, ...] | None:
+def _counts(turned: Sequence[int], channels: int, taps: int) -> tuple[int, ...] | None:
     """What each axis of the turned windows counts: a batch, channels, taps, positions; None if an axis counts two of them."""
     found, left = [BATCH], [channels, taps]
     for size in turned[1:]:
@@ -51,7 +51,7 @@ def _windows(graph: Graph, op: Op, channels: int, taps: int) -> tuple[Value, tup
     if turn is None or not turn.attrs.perm or not turn.outputs[0].type.is_static:
         return None
     perm, turned = tuple(turn.attrs.perm), turn.outputs[0].type.static_shape
-    counts = _counts(turned, channels, taps)
+    counts = None if 0 in turned else _counts(turned, channels, taps)
     if counts is None or turned[0] != graph.type(operand(op)).static_shape[0]:
         return None
     order = [perm[k] for kind in (BATCH, POSITIONS, TAPS, CHANNELS) for k, count in enumerate(counts) if count == kind]
@@ -82,18 +82,15 @@ def _targets(
 @rule("folded_windows", {"Col2Im"})
 def folded_windows(graph: Graph, op: Op) -> Match | Miss | None:
     """A Col2Im of windows that are turned before it becomes a SegmentSum of the windows as they are."""
-    image, block = (graph.known(v) for v in op.inputs[1:3])
+    image, block = (ints(graph, v) for v in op.inputs[1:3])
     if image is None or block is None or not graph.type(operand(op)).is_static or not op.outputs[0].type.is_static:
         return None
-    image, block = (tuple(int(n) for n in np.asarray(v).reshape(-1)) for v in (image, block))
     batch, channels = op.outputs[0].type.static_shape[:2]
     found = _windows(graph, op, channels, math.prod(block))
     if found is None:
         return Miss("its windows are not turned before it, or their channels are not innermost")
-    target, pixels = (
-        _targets(image, block, op.attrs.strides, op.attrs.pads, op.attrs.dilations).reshape(-1),
-        math.prod(image),
-    )
+    target = _targets(image, block, op.attrs.strides, op.attrs.pads, op.attrs.dilations).reshape(-1)
+    pixels = math.prod(image)
     if batch * len(target) > MOST_ROWS:
         return Miss(f"the places of {batch * len(target)} rows would have to be stored")
     every = np.where(target < 0, -1, target + pixels * np.arange(batch)[:, None]).reshape(-1)
