@@ -17,7 +17,7 @@ from support.on_gpu import checked_program
 from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals
 from support.sweep import sweep
 
-from optdnn.ir.graph import Graph, Value
+from optdnn.ir.graph import Graph
 from optdnn.kernels.quantized import dynamic_rounding
 from optdnn.kernels.quantized.dynamic_rounding import Config, Problem
 from optdnn.lowering.choose import TacticChoice
@@ -167,8 +167,9 @@ def test_every_cluster_on_a_gpu_agrees_with_its_meaning(name: str) -> None:
     graph: Graph = GRAPHS[name]()
     plain = lowered(graph, "fp32", target="cuda:sm_90a")
     (decision,) = [t for t in plain.meta["tactics"] if t["tactic"] == "dynamic_rounding"]  # type: ignore[index, union-attr]
-    x: Value = graph.outputs[0]
-    accesses = int(np.prod(graph.type(x).static_shape)) * (2 if name in ("halves", "many") else 4) // 16
-    for config in dynamic_rounding.candidates(Problem(max(1, accesses), "float32"), H200.capability):
+    (op,) = graph.of_kind("DynamicQuantizeLinear")
+    t = graph.type(op.inputs[0])  # type: ignore[arg-type]
+    accesses = int(np.prod(t.static_shape)) * t.dtype.itemsize // 16
+    for config in dynamic_rounding.candidates(Problem(accesses, "float32"), H200.capability):
         choices = {decision["signature"]: TacticChoice("dynamic_rounding", str(config))}
         checked_program(lowered(graph, "fp32", target="cuda:sm_90a", choices=choices), feeds_of(graph), 1e-6)
