@@ -302,6 +302,7 @@ RULES: Mapping[str, str] = {
     "shared_weights": "products of one attention's weights with several values merged",
     "factored_bias": "biases of attention added up before the scores",
     "merged_heads": "heads of attention taken out of the batch",
+    "heads_behind_positions": "heads of attention taken out of a batch behind the positions",
     "normalized_keys": "keys of attention transposed before they are normalized",
     "axis_filter": "filters as long as an axis written as products with a banded matrix",
     "resampling_filter": "filters over inserted zeros, or over channels as images, written as depthwise convolutions",
