@@ -1,8 +1,8 @@
 """Steps of a GRU, LSTM or plain RNN that exporters write out become one layer, for which kernels keep the weights in registers.
 
 Keras and JAX export a GRU as a loop, which is unrolled; PyTorch exports a loop over ``GRUCell`` or ``LSTMCell`` (Cho et al., 2014;
-Hochreiter and Schmidhuber, 1997) or ``RNNCell`` (Elman, 1990) step by step. So does its dynamo exporter with ``nn.RNN``. Each step has two products and some arithmetic that wait for the previous
-step.
+Hochreiter and Schmidhuber, 1997) or ``RNNCell`` (Elman, 1990) step by step, and its dynamo exporter also ``nn.RNN``. Each step has
+two products and some arithmetic that wait for the previous step.
 
 A GRU may multiply its state by the reset gate before the product (Keras's ``reset_after=False``) or after it. A light GRU
 (Ravanelli et al., 2018) has no reset gate: the layer gets one whose bias makes it 1.
