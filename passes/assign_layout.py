@@ -228,9 +228,35 @@ def _uses(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[Value, list[t
             found: list[tuple[Use, Side]] = []
             for use in graph.uses(value):
                 user = graph.op(use.op)
+                if _takes_windows(graph, use):
+                    continue  # it reads both orders, and a plain one would be turned later
                 free = user.kind not in STRUCTURAL and (user.kind == "Transpose" or _follows(graph, user, use.slot))
                 found.append((use, sides[user.id].reads if free else _PLAIN))
             yield value, found
+
+
+def _takes_windows(graph: Graph, use: Use) -> bool:
+    """Whether a use takes windows of images by constant indices, and their channels are then moved to the last axis."""
+    op, axis = graph.op(use.op), 1
+    if op.kind != "Gather" or use.slot != 0:
+        return False
+    while op.kind in ("Gather", "Reshape"):
+        shape = shape_of(graph, operand(op))
+        if shape is None:
+            return False
+        if op.kind == "Gather" and (graph.constant_value(op.inputs[1]) is None or op.attrs.axis <= axis):
+            return False
+        if op.kind == "Reshape":  # the innermost part of the channels
+            dims, after = op.outputs[0].type.static_shape, math.prod(shape[axis + 1 :])
+            inner = (i for i, n in enumerate(dims) if n != 1 and math.prod(dims[i + 1 :]) == after)
+            if (found := next(inner, None)) is None or shape[axis] % dims[found]:
+                return False
+            axis = found
+        users = graph.users(op.value)
+        if len(users) != 1:
+            return False
+        op = users[0]
+    return op.kind == "Transpose" and (op.attrs.perm or (axis + 1,))[-1] == axis
 
 
 # ---------------------------------------------------------------- costs
@@ -256,7 +282,7 @@ def _arcs(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[object, objec
             moved = bytes_of(graph, first) + bytes_of(graph, op.value)
             yield own.reads, _LAST, 2 * moved + 2 * LAUNCH_BYTES
         elif op.kind == "GroupNormalization":
-            yield own.reads, _LAST, LAUNCH_BYTES
+            yield own.reads, _LAST, LAUNCH_BYTES  # in plain order, its general kernel is slower by several launches
         elif (
             op.kind == "Transpose"
             and not _turns_positions(op)

@@ -31,6 +31,7 @@ from optdnn.passes.equalize import Equalize
 from optdnn.passes.flatten_last import FlattenChannelsLast
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.fold_quantized import FoldQuantized
+from optdnn.passes.folded_windows import FoldedWindows
 from optdnn.passes.fuse_activation import FuseActivation
 from optdnn.passes.fuse_attention import FuseAttention
 from optdnn.passes.fuse_conv_bn import BnToScaleShift, FuseConvBn, ScaleShiftToBn
@@ -199,6 +200,7 @@ O2_GPU: tuple[Pass, ...] = (
     ResamplingFilters(),  # before epilogues, which hide filters; before views are hoisted
     AxisFilters(),  # before epilogues; before products along tokens
     WindowSums(),  # before epilogues; before channels last are chosen
+    FoldedWindows(),  # before epilogues, which sums of segments take in; before the views of windows are hoisted
     SegmentSums(),  # before epilogues, which would take in the arithmetic of rows
     DeviationNorms(),  # before epilogues, which would take in their arithmetic
     FuseL2Norm(),  # before attention: queries and keys of cosine attention; before ChannelNorms. GPUs have a kernel for it

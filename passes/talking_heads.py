@@ -28,7 +28,7 @@ from optdnn.passes.support.facts import integers, operand, producer, reshaped
 from optdnn.passes.support.products import added_vector
 from optdnn.types import Array, normalize_axis
 
-WIDEST = 256
+WIDEST = 512
 """Most features of all heads together: with more, the products take longer than storing the maps."""
 TO_LAST, FROM_LAST = (0, 2, 3, 1), (0, 3, 1, 2)
 """Permutations that move the heads after queries and keys, and back."""

@@ -2,6 +2,8 @@
 
 They stay packed in the engine and in the GPU's memory. Kernels multiply packed weights by 16-bit floats; networks in fp32, and
 weights of rare types, take this way. It costs a launch that writes the floats, and reading them. Rows that may be rounded are not.
+
+Kernels do not read fp4. Twice such a number is a small integer, so fp4 weights become 8-bit integers with half of their scales.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
-from optdnn.ops.packed_layout import PackedGatherAttrs
+from optdnn.ops.packed_layout import PackedGatherAttrs, PackedMatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support.facts import operand
 from optdnn.target_name import TargetName
-from optdnn.types import BF16, DTYPES, FP16, bits_of, dtype_name
+from optdnn.types import BF16, DTYPES, FP16, Array, bits_of, dtype_name
 
 KERNEL_CODES = frozenset({"uint2", "uint4", "uint8", "fp8_e4m3"})
 """Types of numbers that kernels read packed."""
@@ -47,6 +49,39 @@ def why_unpacked(graph: Graph, op: Op, target: str) -> str | None:
     if zeros is not None and zeros.dtype == np.uint8 and zeros.size and int(zeros.max()) >> bits_of(DTYPES[a.code]):
         return f"its zero points are no numbers of type {a.code}"
     return None
+
+
+_DOUBLES = np.array([0, 1, 2, 3, 4, 6, 8, 12])
+"""Twice the numbers of fp4 (e2m1) without their signs, in the order of their codes."""
+
+
+class _Widen(Rule):
+    name = "fp4_as_integers"
+    kinds = frozenset({"PackedMatMul"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if not context.on_gpu or op.attrs.code != "fp4_e2m1":
+            return None
+        attrs = replace(op.attrs, code="uint8", block_rows=1)
+        if why_unpacked(graph, replace(op, attrs=attrs), context.target) is not None:
+            return None  # the other rule says why
+        scales = graph.constant_value(op.inputs[2])
+        assert scales is not None
+        if ((half := scales * scales.dtype.type(0.5)) * 2 != scales).any():
+            return None  # a scale is too small: the other rule takes the product
+        return Match((op,), lambda patch: _widened(graph, op, attrs, half, patch))
+
+
+def _widened(graph: Graph, op: Op, attrs: PackedMatMulAttrs, scales: Array, patch: Patch) -> Value:
+    packed = graph.constant_value(op.inputs[1])
+    assert packed is not None
+    rows, blocks = packed.shape[0], scales.shape[1]
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(rows, blocks, -1)[:, :, : attrs.block_size]
+    numbers = np.where(codes & 8, 128 - _DOUBLES[codes & 7], 128 + _DOUBLES[codes & 7]).astype(np.uint8)
+    scales = np.repeat(scales, op.attrs.block_rows, axis=0)[:rows]
+    names = [graph.output(operand(op, i)).name for i in (1, 2)]
+    constants = [patch.constant(a, n) for a, n in zip((numbers.reshape(rows, -1), scales), names, strict=True)]
+    return patch.add("PackedMatMul", [op.inputs[0], *constants, *op.inputs[3:]], attrs)
 
 
 class _Unpack(Rule):
@@ -97,7 +132,7 @@ def _per_row(graph: Graph, value: Value | None, rows: int, block_rows: int, patc
 
 
 class UnpackWeights(RulePass):
-    """Ordinary products with weights that are made floats at run time."""
+    """Ordinary products with weights that are made floats at run time; weights of fp4 as integers of 8 bits."""
 
     name = "unpack_weights"
-    rules = (_Unpack(),)
+    rules = (_Widen(), _Unpack())

@@ -35,6 +35,7 @@ from optdnn.importers.nodes import (
     unique_names,
     variadic_outputs,
 )
+from optdnn.importers.refused_operators import why_unknown
 from optdnn.importers.scope import UNKNOWN, Scope
 from optdnn.importers.subgraph import Consequence, NodesImporter, Place, Subgraph
 from optdnn.importers.tensors import sparse_to_array, to_array
@@ -52,29 +53,6 @@ _WIDE_FLOATS = frozenset({BF16, FP16, FP32, FP64})
 _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
 """Operators whose result has the elements of their operand, and whose rank may be unknown."""
 _INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, NotImplementedError)
-
-
-_QONNX = (
-    "it is QONNX's own operator, of any number of bits: export with Brevitas' export_onnx_qcdq, which writes QuantizeLinear, Clip "
-    "and DequantizeLinear, or convert the file with qonnx.transformation.qonnx_to_qcdq.QuantToQCDQ"
-)
-_QUARK = (
-    "it is AMD Quark's own operator, for formats that ONNX does not quantize to (BFP16, MX, 16-bit floats): choose a configuration "
-    "with QuantizeLinear (XINT8, A8W8, A16W8, INT8_TRANSFORMER_DEFAULT), or build the model that is not quantized in bf16 or fp16"
-)
-_TENSORRT = (
-    "it is TensorRT's own operator: of these, optdnn imports QuantizeLinear and DequantizeLinear to fp8, int8 and int4; NVFP4 and "
-    "MXFP8 find scales at run time: quantize to fp8 or int8 instead (FP8_DEFAULT_CFG or INT8_DEFAULT_CFG of ModelOpt)"
-)
-UNKNOWN_CUSTOM = "the custom operator is unknown"
-REFUSED_DOMAINS = {
-    "com.microsoft.nchwc": "ONNX Runtime wrote the file for its own kernels of this CPU: give the model that it optimized, or save "
-    "with ORT_ENABLE_EXTENDED",
-    **dict.fromkeys(("qonnx.custom_op.general", "finn.custom_op.general", "onnx.brevitas"), _QONNX),
-    "com.amd.quark": _QUARK,
-    "trt": _TENSORRT,
-}
-"""Domain -> why its operators are refused, and what to do."""
 
 
 class GraphImporter(NodesImporter):
@@ -235,9 +213,7 @@ class GraphImporter(NodesImporter):
             known = None if UNKNOWN in operands else [None if r is None else self.type(r) for r in operands]
             body = definition(resolved(node, attrs), domain, opset, known)
             if body is None:
-                raise Unsupported(
-                    "the operator is not supported" if rules else REFUSED_DOMAINS.get(domain, UNKNOWN_CUSTOM)
-                )
+                raise Unsupported("the operator is not supported" if rules else why_unknown(domain, node.op_type))
             attrs = {**schema_defaults(node.op_type, domain, opset), **attrs}
             return self._call(body, name, operands, attrs, outputs, place.depth)
         if UNKNOWN in operands:

@@ -14,10 +14,11 @@ import onnx
 from optdnn.custom import CustomOp
 from optdnn.errors import ModelError, UnsupportedError, UsageError, machine_errors
 from optdnn.importers.functions import check_calls
-from optdnn.importers.graph_importer import UNKNOWN_CUSTOM, GraphImporter
+from optdnn.importers.graph_importer import GraphImporter
 from optdnn.importers.inputs import graph_inputs, profiles_of, refusal
 from optdnn.importers.model import Model, Source, description, open_model
 from optdnn.importers.nodes import NO_SUCH_OPERATOR
+from optdnn.importers.refused_operators import UNKNOWN_CUSTOM
 from optdnn.importers.scope import UNKNOWN, Scope
 from optdnn.importers.subgraph import Place
 from optdnn.importers.tensors import element_type

@@ -91,6 +91,7 @@ from optdnn.kernels.pool.max_pool import TiledMaxPool
 from optdnn.kernels.pool.pool import StagedPool, WindowPool
 from optdnn.kernels.quantized.chained import ChainedQuantized
 from optdnn.kernels.quantized.dynamic_range import DynamicRange
+from optdnn.kernels.quantized.dynamic_rounding import DynamicRounding
 from optdnn.kernels.quantized.general import BandedQuantizedConv, GeneralQuantizedConv, GeneralQuantizedMatMul
 from optdnn.kernels.quantized.hopper import HopperQuantizedConv, HopperQuantizedMatMul
 from optdnn.kernels.quantized.pools import Int8MaxPool, Int8Mean
@@ -267,7 +268,15 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         PointwiseRows(),
         Elementwise(),
     ),
-    "Pointwise": (GroupNormAdd(), ModulatedGroupNorm(), ModulatedRows(), StagedPool(), PointwiseRows(), Elementwise()),
+    "Pointwise": (
+        GroupNormAdd(),
+        ModulatedGroupNorm(),
+        ModulatedRows(),
+        StagedPool(),
+        PointwiseRows(),
+        DynamicRounding(),
+        Elementwise(),
+    ),
     "Concat": (Unfold(),),
 }
 

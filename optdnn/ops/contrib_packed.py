@@ -26,7 +26,7 @@ from optdnn.ops.packed_layout import (
     row_bytes,
     unsigned,
 )
-from optdnn.ops.restate import needs, refuse_attributes, refuse_operands
+from optdnn.ops.restate import needs, refuse_attributes
 from optdnn.types import (
     DTYPES,
     FP32,
@@ -43,7 +43,7 @@ CODE_OF_BITS = {2: "uint2", 4: "uint4", 8: "uint8"}
 def code_of(bits: int) -> str:
     """The code of unsigned integers. Raises Unsupported for a width other than 2, 4 and 8 bits."""
     if bits not in CODE_OF_BITS:
-        raise Unsupported(f"weights of {bits} bits")
+        raise Unsupported(f"weights of {bits} bits: weights may have 2, 4 or 8 bits")
     return CODE_OF_BITS[bits]
 
 
@@ -94,8 +94,10 @@ def _bytes_or_default(e: Emit, zeros: Array, bits: int) -> Ref | None:
 
 
 def matmul_n_bits(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """MatMulNBits: blocks along K, each with a scale. ``accuracy_level`` 4 allows rounding the rows to int8; others are ignored."""
-    refuse_operands(node, g_idx=4)
+    """MatMulNBits: blocks along K, each with a scale. ``accuracy_level`` 4 allows rounding the rows to int8; others are ignored.
+
+    With ``g_idx``, each number of K names its block (GPTQ in the order of activations): weights and data are brought into the
+    order of the blocks."""
     refuse_attributes(node, "weight_prepacked")
     x, weights, scales = needs(node, 0, 1, 2)
     k, n, block = (int(required(node, name)) for name in ("K", "N", "block_size"))
@@ -109,12 +111,43 @@ def matmul_n_bits(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     blocks, row = blocks_of(k, block), row_bytes(code, k, block)
     weights = _sized(node, e, weights, (n, row), f"weights of {bits_of(DTYPES[code])} bits")
     scales = _sized(node, e, scales, (n, blocks), "scales")
+    order = _order_of_blocks(node, e, k, block)
+    if order is not None:
+        weights = e.const(_reordered(e.value(weights), code, block, order))
+        x = emit(e, "Gather", x, order, axis=len(e.type(x).dims) - 1)
     zero = packed_zeros(node, e, node.input(3), code, scales, (n, -(-blocks * bits_of(DTYPES[code]) // 8)))
     attrs = PackedMatMulAttrs(code, k, block, rounded_rows=int(node.get("accuracy_level", 0)) == INT8_ROWS)
     (y,) = e.op("PackedMatMul", [x, weights, scales, zero], attrs)
     if node.input(5) is None:
         return (y,)
     return (emit(e, "Add", y, _sized(node, e, node.inputs[5], (n,), "bias")),)
+
+
+def _order_of_blocks(node: NodeSpec, e: Emit, k: int, block: int) -> Array | None:
+    """The numbers of K in the order of their blocks, by the operand ``g_idx``; None if they already are in this order."""
+    given = node.input(4)
+    if given is None:
+        return None
+    groups = e.value(given)
+    if groups is None:
+        raise Unsupported("the operand g_idx, which is computed")
+    if groups.size < k:
+        raise ShapeError(f"MatMulNBits g_idx is {e.type(given)}; it must name the block of each of {k} numbers")
+    groups, wanted = groups.reshape(-1)[:k].astype(np.int64), np.arange(k) // block
+    order = np.argsort(groups, kind="stable")
+    if not np.array_equal(groups[order], wanted):
+        raise Unsupported(f"an operand g_idx whose blocks do not have {block} numbers each")
+    return None if np.array_equal(groups, wanted) else order
+
+
+def _reordered(weights: Array | None, code: str, block: int, order: Array) -> Array:
+    """Packed weights whose numbers of K are in another order."""
+    if weights is None:
+        raise Unsupported("weights that are not constant, with the operand g_idx")
+    dtype, numbers = DTYPES[code], weights
+    if (bits := bits_of(dtype)) < 8:
+        numbers = unpacked(weights.reshape(-1), dtype, weights.size * 8 // bits).reshape(len(weights), -1)
+    return packed_rows(np.ascontiguousarray(numbers[:, order]), block)
 
 
 _FP4 = (0.0, 5.208333333e-3, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)

@@ -212,6 +212,7 @@ RULES: Mapping[str, str] = {
     "product_chains": "products of products replaced by products with one matrix",
     "upsampled_convolution": "convolutions of enlarged images written as transposed convolutions of the images",
     "vector_products": "products with vectors merged into one product with a matrix",
+    "folded_windows": "windows folded into images without being turned first",
     "segment_epilogue": "a bias or activation after segment sums computed in their epilogue",
     "segment_sum": "scattered sums at constant positions computed segment by segment",
     "last_state": "the last state of an unrolled recurrence of pointwise steps computed in one loop",
@@ -279,6 +280,7 @@ RULES: Mapping[str, str] = {
     "bn_scale_shift": "BatchNormalizations written as scale and shift",
     "scale_shift_bn": "scales and shifts written as one operator",
     "pack_weights": "weights of few bits kept packed",
+    "fp4_as_integers": "fp4 weights stored as 8-bit integers, which kernels read",
     "unpack_weights": "products whose packed weights become floats in each run",
     # fusions
     "einsum_to_matmul": "Einsums written as matrix products",

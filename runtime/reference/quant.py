@@ -93,7 +93,8 @@ def dynamic_range(x: Array) -> tuple[Array, ...]:
 
 
 def dynamic_quantize_linear(x: Array) -> tuple[Array, ...]:
-    """DynamicQuantizeLinear (ONNX opset 11): uint8 values, and the scale and zero point for the range of x."""
+    """DynamicQuantizeLinear (ONNX opset 11): uint8 values, and the scale and zero point for the range of x, in fp32 at least."""
+    x = x if x.dtype == FP64 else x.astype(FP32)
     scale, zero_point = _range(x)
     y = saturated(np.rint(x / scale), float(zero_point), np.dtype(np.uint8))
     return y, np.asarray(scale, FP32), np.asarray(zero_point, np.uint8)

@@ -180,9 +180,16 @@ def test_a_view_that_is_declared_with_other_elements() -> None:
     [
         ("com.amd.quark.BFPQuantizeDequantize(x)", r"AMD Quark's own operator.*A8W8"),
         ("trt.TRT_FP4DynamicQuantize(x)", r"TensorRT's own operator.*FP8_DEFAULT_CFG"),
+        ("com.microsoft.BeamSearch(x)", r"generates text.*optdnn.Generator"),
+        ("com.microsoft.RemovePadding(x)", r"rows without padding.*convert_to_packing_mode"),
+        ("com.microsoft.QOrderedMatMul(x)", r"order of cuBLASLt.*QuantFormat.QDQ"),
+        ("com.microsoft.EPContext(x)", r"another execution provider has compiled"),
+        ("com.microsoft.Tokenizer(x)", r"text is not computed"),
+        ("ai.onnx.contrib.BertTokenizer(x)", r"operator of onnxruntime-extensions"),
+        ("com.microsoft.SparseAttention(x)", r"the custom operator is unknown"),
     ],
 )
-def test_formats_of_quantizers_are_refused_with_advice(node: str, reason: str):
+def test_operators_of_other_tools_are_refused_with_advice(node: str, reason: str):
     domain = node.rpartition(".")[0]
     m = model(f"g (float[4] x) => (float[4] y) {{ [n] y = {node} }}", more_opsets=f', "{domain}" : 1')
     with pytest.raises(UnsupportedError, match=reason):

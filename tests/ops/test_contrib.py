@@ -428,6 +428,39 @@ def test_weights_of_few_bits(bits: int, zeros: str, k: int, block: int) -> None:
     assert graph.of_kind("PackedMatMul")[0].attrs == PackedMatMulAttrs(f"uint{bits}", k, block)
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize(("k", "block", "zeros"), [(64, 16, False), (80, 32, False), (80, 32, True)])
+def test_weights_in_the_order_of_activations(bits: int, k: int, block: int, zeros: bool) -> None:
+    """Each number of K names its block. ONNX Runtime ignores zero points beside g_idx, so the expected values are computed here."""
+    rng, n, blocks = np.random.default_rng(2), 5, -(-k // block)
+    groups = rng.permutation(np.arange(k) // block).astype(np.int32)
+    numbers = rng.integers(0, 1 << bits, (n, blocks * block))
+    zero = rng.integers(0, 1 << bits, (n, blocks)) if zeros else np.full((n, blocks), 1 << (bits - 1))
+    scales, x = rng.uniform(-0.1, 0.1, (n, blocks)).astype(F), normal(3, k)
+    given = zero.astype(F) if zeros else None  # as floats
+    packed = _bytes(numbers, bits).reshape(n, blocks, -1)
+    operands = [x, packed, scales, given, groups]
+    m, feeds = one("MatMulNBits", operands, K=k, N=n, bits=bits, block_size=block)
+    graph = import_model(m)
+    assert graph.kinds()["Gather"] == 1
+    (got,) = evaluate(graph, feeds).values()
+    weights = (numbers[:, :k] - zero[:, groups]) * scales[:, groups]
+    np.testing.assert_allclose(got, x @ weights.T.astype(F), rtol=0, atol=1e-4)
+
+
+def _bytes(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Numbers of a few bits as bytes, the first one in the lowest bits."""
+    parts = numbers.reshape(-1, 8 // bits) << (np.arange(8 // bits) * bits)
+    return parts.sum(-1).astype(np.uint8)
+
+
+def test_blocks_that_lie_in_order_need_no_gather() -> None:
+    operands = [normal(3, 64), integers(np.uint8, 5, 2, 16, seed=1), np.full((5, 2), 0.05, F), None]
+    groups = (np.arange(64) // 32).astype(np.int32)
+    graph = check("MatMulNBits", [*operands, groups], K=64, N=5, bits=4, block_size=32, tol=1e-3)
+    assert "Gather" not in graph.kinds()
+
+
 @pytest.mark.parametrize(("level", "rounded"), [(0, False), (1, False), (3, False), (4, True)])
 def test_an_accuracy_level_lets_rows_be_rounded(level: int, rounded: bool) -> None:
     operands = [normal(3, 64), integers(np.uint8, 5, 2, 16, seed=1), np.full((5, 2), 0.05, F)]
@@ -481,7 +514,10 @@ BLOCKS = {"K": 16, "N": 1, "bits": 4, "block_size": 16}
         ("QLinearConcat", [F(1), np.uint8(0), np.zeros(3, np.uint8)], {"axis": 0}, ShapeError, "1 operands after"),
         ("MatMulNBits", [normal(2, 16), np.zeros((1, 1, 6), np.uint8), np.ones(1, F)],
          {"K": 16, "N": 1, "bits": 3, "block_size": 16}, UnsupportedError, "3 bits"),
-        ("MatMulNBits", [*PACKED, None, np.arange(16, dtype=np.int32)], BLOCKS, UnsupportedError, "n: .*operand g_idx"),
+        ("MatMulNBits", [*PACKED, None, np.arange(16, dtype=np.int32)], BLOCKS, UnsupportedError,
+         "n: .*g_idx whose blocks do not have 16 numbers each"),
+        ("MatMulNBits", [*PACKED, None, np.zeros(8, np.int32)], BLOCKS, ShapeError,
+         "n.*: .*it must name the block of each of 16 numbers"),
         ("MatMulNBits", [PACKED[0], np.zeros((1, 1, 9), np.uint8), PACKED[2]], BLOCKS, ShapeError,
          r"n.*: MatMulNBits weights of 4 bits uint8\[1, 1, 9\] must hold \[1, 8\]"),
         ("MatMulNBits", [*PACKED[:2], np.ones(2, F)], BLOCKS, ShapeError, r"n.*: .*scales fp32\[2\] must hold \[1, 1\]"),

@@ -15,7 +15,8 @@ from optdnn.ir.cut import minimum_cut
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
-from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.index import ConcatAttrs, PadAttrs, SplitAttrs
 from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.reduce import ArgAttrs, ReduceAttrs
@@ -259,3 +260,24 @@ def test_transposes_that_are_read_as_views_stay() -> None:
 
 def test_other_transposes_are_saved() -> None:
     assign(heads(Net(), "Relu", "Relu"), last=8, convert=2, view=1)
+
+
+@pytest.mark.parametrize(
+    ("split", "perm", "either"),
+    [
+        ((2, 2, 4, 3, 2, 3, 2), (0, 1, 4, 6, 3, 5, 2), True),  # heads of 4 channels, last
+        ((2, 8, 3, 2, 3, 2), (0, 2, 4, 3, 5, 1), True),  # all channels last
+        ((2, 2, 4, 3, 2, 3, 2), (0, 1, 2, 4, 6, 3, 5), False),  # channels before the positions
+        ((2, 2, 4, 3, 2, 3, 2), (0, 2, 4, 6, 3, 5, 1), False),  # the outer part of the channels last
+    ],
+)
+def test_windows_whose_channels_are_moved_last_are_read_from_either_order(
+    split: tuple[int, ...], perm: tuple[int, ...], either: bool
+) -> None:
+    n = Net()
+    x = n.op("Pad", n.conv(n.input(2, 8, 3, 3), 8), n.ints(0, 0, 1, 1, 0, 0, 0, 0), attrs=PadAttrs("constant"))
+    for axis in (2, 4):
+        places = n.const(np.arange(3)[:, None] + np.arange(2), np.int64)
+        x = n.op("Gather", x, places, attrs=GatherAttrs(axis))
+    turned = n.op("Transpose", n.op("Reshape", x, n.ints(*split)), attrs=TransposeAttrs(perm))
+    assign(n.done(turned), last=2 * either, convert=int(either))

@@ -71,8 +71,8 @@ def test_heads_become_features(first: bool, second: bool, scale: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "because"),
     [
-        ({"heads": 8, "size": 40}, "its 8 heads of 40 features have more than 256 features together"),
-        ({"heads": 8, "valued": 33}, "its 8 heads of 33 features"),
+        ({"heads": 8, "size": 72}, "its 8 heads of 72 features have more than 512 features together"),
+        ({"heads": 8, "valued": 65}, "its 8 heads of 65 features"),
         ({"batch": symbol("b")}, "its sizes are not known"),
         ({"product": False}, "not a product of queries and keys"),
         ({"kept": True}, "with no other reader"),

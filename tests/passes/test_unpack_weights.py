@@ -17,7 +17,7 @@ from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext
 from optdnn.passes.support.facts import operand
 from optdnn.passes.unpack_weights import UnpackWeights, why_unpacked
-from optdnn.types import FP16, FP32, Array, tensor
+from optdnn.types import BF16, FP16, FP32, Array, tensor
 
 CUDA = PassContext(target="cuda:sm_90a")
 N = 8
@@ -33,6 +33,7 @@ def product(
     zeros: Array | None = None,
     computed: bool = False,
     rounded: bool = False,
+    scales: Array | None = None,
     **stages: Any,
 ) -> Graph:
     """A product of ``dims`` x K with 8 outputs; ``stages`` read a bias, operand 4, and a residual, operand 5."""
@@ -41,7 +42,8 @@ def product(
     shape, width = (-(-N // rows), -(-K // block)), row_bytes(code, K, block)
     drawn = n.rng.integers(0, 112, (N, width)).astype(np.uint8)
     packed = n.graph.add_input("w", tensor(np.uint8, N, width)) if computed else n.const(drawn, np.uint8)
-    operands = [x, packed, n.random(*shape), None if zeros is None else n.const(zeros, np.uint8)]
+    steps = n.random(*shape) if scales is None else n.const(scales, scales.dtype)
+    operands = [x, packed, steps, None if zeros is None else n.const(zeros, np.uint8)]
     if stages:
         operands += [n.random(N), n.input(*dims, N, name="residual")]
     attrs = PackedMatMulAttrs(code, K, block, rows, rounded, **stages)
@@ -81,6 +83,28 @@ def test_rows_that_share_scales() -> None:
     after, _ = check_pass(UnpackWeights(), graph, changes=1, kinds={"PackedGather": 1, "Gemm": 1}, context=CUDA)
     (op,) = after.of_kind("PackedGather")
     assert after.type(operand(op, 2)).shape == (N, 2)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize(("K", "block", "rows"), [(64, 32, 1), (80, 32, 4), (37, 37, 1)])
+def test_fp4_becomes_integers_of_8_bits(K: int, block: int, rows: int, dtype: Any) -> None:
+    graph = product(dtype, code="fp4_e2m1", K=K, block=block, rows=rows, epilogue=ADDED)
+    after, _ = check_pass(UnpackWeights(), graph, changes=1, kinds={"PackedMatMul": 1}, context=CUDA)
+    (op,) = after.of_kind("PackedMatMul")
+    assert (op.attrs.code, op.attrs.block_rows) == ("uint8", 1)
+    assert after.type(operand(op, 2)).shape == (N, -(-K // block))
+
+
+def test_fp4_is_unpacked_where_no_kernel_takes_the_product() -> None:
+    check_pass(
+        UnpackWeights(), product(FP32, code="fp4_e2m1"), changes=1, kinds={"PackedGather": 1, "Gemm": 1}, context=CUDA
+    )
+
+
+def test_fp4_is_unpacked_where_half_of_a_scale_is_not_exact() -> None:
+    tiny = np.full((N, 2), np.finfo(np.float16).smallest_subnormal, np.float16)
+    graph = product(FP16, code="fp4_e2m1", scales=tiny)
+    check_pass(UnpackWeights(), graph, changes=1, kinds={"PackedGather": 1, "Gemm": 1}, context=CUDA)
 
 
 def test_weights_that_kernels_read_stay() -> None:

@@ -112,7 +112,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pool behind a convolution": {"conv.pooled.OVERLAP": -1.0},
     "a gate": {"gemm.gemv_pair.GemvPair.defer": _never, "gemm.gemv_pair.PooledPair.defer": _never},
     "a norm and a shortcut": {"norm.group_norm_add.SEPARATE_S": 1.0},
-    "narrow groups": {"conv.general.MARGIN": 0.0},
+    "narrow groups": {"conv.general.BandedConv.defer": _always},
     "bands": {"conv.general.BandedConv.defer": _never},
     "pairs of channels": {f"gemm.paired.{c}.defer": _never for c in ("PairedGemm", "PairedPartsGemm")},
     "fp32 in parts": {"conv.parts.PartsConv.defer": _never, "conv.parts.PartsGemm.defer": _never},

@@ -39,8 +39,7 @@ from optdnn.types import FP32, INT32, Array, to_tf32
 @lru_cache(maxsize=1024)
 def ranked(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """Every configuration, the best predicted first. If blocks share K, the order of float sums depends on their
-    number. On Hopper, where clusters share K, this kernel does not. The model there is that of sm_80, for which
-    :data:`MARGIN` was set."""
+    number. On Hopper, where clusters share K, this kernel does not. The model there is that of sm_80."""
     hopper, exact = gpu.hopper, problem.dtype in ("int8", "uint8")
     if hopper:
         gpu = of_arch("sm_80")
@@ -199,9 +198,6 @@ class GeneralGemm(GeneralKernel, MatrixProduct):
 TILE = 64
 """Channels of wgmma's M, and of a step of K."""
 
-MARGIN = 1.5
-"""Factor by which the kernel without zeros must be predicted to be faster. Its model is that of an older GPU."""
-
 
 def groups_together(groups: int, channels: int, inside: int = 0, aligned: int = 1) -> int:
     """Number of neighboring groups that form a band. A group has ``channels`` results and reads ``inside`` channels.
@@ -231,7 +227,7 @@ class BandedConv(hopper_launch.HopperKernel):
     def defer(self, b: Builder, op: Op) -> str | None:
         """If the kernel without zeros is predicted to be faster, it goes first until both are measured."""
         other = GeneralConv()
-        return None if b.row_invariant or other.refuse(b, op) is not None else costlier(b, op, self, other, MARGIN)
+        return None if b.row_invariant or other.refuse(b, op) is not None else costlier(b, op, self, other)
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         a, weight = op.attrs, b.weights(op)

@@ -25,6 +25,8 @@ from optdnn.types import Array
 
 ROW = 64
 """Bytes of a K step."""
+LONE = 2.3
+"""Time of a step of a block that has its multiprocessor to itself, compared with its share where many blocks overlap."""
 SHARED = 101376
 """Bytes of shared memory that a block can have on every GPU from sm_80 on (99 KB on sm_86). More shared memory per
 multiprocessor would not help, since registers limit the resident blocks."""
@@ -100,15 +102,17 @@ def estimate(problem: Problem, config: GeneralConfig, gpu: GpuFacts) -> float:
     """Predicted seconds of one launch on a GPU of the sm_80 family. The model only ranks tiles.
 
     A multiprocessor multiplies 1024 pairs of 16-bit values per cycle. Its blocks share the bandwidth of copies. Padding
-    of a tile costs as much as the rest of it."""
+    of a tile costs as much as the rest of it. A block that is alone waits in each step (timings of 33 problems on an H200)."""
     blocks = math.prod(grid(problem, config))
     steps = -(-k_steps(problem) // config.split)
     multiply = config.bm * config.bn * ROW / 2048
     copy = (config.bm + config.bn) * ROW / 40
-    resident = max(1, min(blocks // gpu.multiprocessors, SHARED // shared_bytes(config), 4))
+    resident = max(1, min(-(-blocks // gpu.multiprocessors), SHARED // shared_bytes(config), 4))
     waves = -(-blocks // (gpu.multiprocessors * resident))
     shared = 2000 + config.split * config.bm * config.bn * 4 / 40 if config.split > 1 else 0
-    return (waves * (steps * max(resident * max(multiply, copy), 350.0 / config.stages) + 1500) + shared) / 1.4e9
+    return (
+        waves * (steps * max(max(resident, LONE) * max(multiply, copy), 350.0 / config.stages) + 1500) + shared
+    ) / 1.4e9
 
 
 def recipe(problem: Problem, config: GeneralConfig, arch: str) -> Recipe:

@@ -37,7 +37,7 @@ class Walk:
     """Tiles of ``images`` images x ``height`` x ``width`` results of ``chunks`` times eight channels, for ``warps`` warps.
 
     ``columns`` is the width of a patch; 0: the columns that the windows cover. ``stages`` patches are in flight.
-    ``parts`` warps share the same channels.
+    ``parts`` warps share the same channels. Up to ``ways`` neighboring pixels may lie in the same banks.
     """
 
     images: int
@@ -48,6 +48,7 @@ class Walk:
     parts: int
     stages: int
     columns: int = 0
+    ways: int = 1
 
     @property
     def span(self) -> int:
@@ -58,6 +59,11 @@ class Walk:
     def swizzle(self) -> int:
         """The swizzle of tensor maps, in bytes. An odd number of chunks needs none to avoid bank conflicts."""
         return self.span if self.chunks in (2, 4, 8) else 0
+
+    @property
+    def conflicts(self) -> int:
+        """Neighboring pixels in the same banks."""
+        return 1 if self.swizzle else math.gcd(self.chunks, 8)
 
     def patch(self, source: Source) -> tuple[int, int]:
         """Rows and columns of a tile's patch."""
@@ -121,8 +127,8 @@ class Walk:
             return "it is for non-empty images with a multiple of 8 channels"
         if source.depth is not None and (source.depth.stride, source.depth.dilation) != (1, 1):
             return "frames of volumes are read one after another"
-        if self.swizzle == 0 and self.chunks % 2 == 0:
-            return f"{self.chunks} chunks of channels would lie in the same banks"
+        if self.conflicts > self.ways:
+            return f"pixels of {self.chunks} chunks of channels would lie in the same banks"
         if not 2 <= self.stages <= 8 or not 1 <= self.warps <= 16:
             return "not a ring and a block of this kernel"
         if max(*self.patch(source), self.patch_images(source), self.height, self.width, self.chunks * 8) > 256:

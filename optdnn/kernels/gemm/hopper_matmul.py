@@ -22,8 +22,9 @@ from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS
 from optdnn.kernels.gemm.hopper import padded_rows, rows_of
-from optdnn.kernels.gemm.matmul import MOST_TILES, is_thin
+from optdnn.kernels.gemm.matmul import is_thin, thin_seconds
 from optdnn.kernels.launch import tensor_map
+from optdnn.kernels.layout.views import order_read
 from optdnn.kernels.pointwise.pointwise import copied_later
 from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.ops.base import Stage
@@ -37,8 +38,8 @@ LINE = 64
 """Elements in 128 bytes."""
 SHORT = 16
 """Most terms of products with a vector that run without tensor cores."""
-NEARLY_EMPTY = 64
-"""Most results of a tile that is not worth its time, if there are more than MOST_TILES tiles."""
+TILE_S = 3.5e-9
+"""Seconds per 64 x 64 tile of tensor cores, on all multiprocessors, of products whose tiles are nearly empty."""
 REPEATED = 1 << 24
 """Most elements of a repeated constant stack."""
 
@@ -130,20 +131,25 @@ class HopperMatMul(hopper_launch.HopperTactic):
         columns, count = right[-1], math.prod(stack)
         if not is_thin(rows, columns, depth, count):
             return None
-        if count > MOST_TILES and rows * columns <= NEARLY_EMPTY:
-            return f"a thread for each result adds up {depth} products; {count} tiles would be nearly empty"
+        tiles = count * -(-rows // LINE) * -(-columns // LINE)
+        if columns > 1 and thin_seconds(rows, columns, depth, count, b.source(op.inputs[1])) < tiles * TILE_S:
+            return f"threads that add up {depth} products each are faster: {tiles} tiles would be nearly empty"
         short = depth <= SHORT and columns == 1
         return f"a thread for each result adds up {depth} products with a vector" if short else None
 
     def place(self, b: Builder, op: Op) -> None:
         """Place the result with a row pitch that TMA can write, unless its place is reserved."""
-        b.target(op.value, self._strides(op))
+        b.target(op.value, self._strides(b, op))
 
     @staticmethod
-    def _strides(op: Op) -> tuple[int, ...] | None:
-        """Strides of the result if it has no place yet; None: those of its type."""
+    def _strides(b: Builder, op: Op) -> tuple[int, ...] | None:
+        """Strides of the result if it has no place yet: those that make the Transposes and Reshapes after it views, if TMA can write
+        them, or padded rows. None: those of its type."""
         t = op.outputs[0].type
-        return padded_rows(t.static_shape) if t.static_shape[-1] % UNIT and not t.layout else None
+        if t.static_shape[-1] % UNIT:
+            return None if t.layout else padded_rows(t.static_shape)
+        read = order_read(b, op.value)
+        return read if read is not None and read[-1] == 1 and not any(s % UNIT for s in read[:-1]) else None
 
     def problem(self, b: Builder, op: Op) -> Problem:
         return self._stacks(b, op).problem
@@ -151,7 +157,7 @@ class HopperMatMul(hopper_launch.HopperTactic):
     def _stacks(self, b: Builder, op: Op) -> Stacks:
         """The operands and the result in place, or as copies that are still to be made, and how TMA walks them."""
         ep = plan_epilogue(b.graph, op, channel_axis=-1, allow_scale=True, allow_row_bias=True)
-        target = b.result(op.value, self._strides(op))
+        target = b.result(op.value, self._strides(b, op))
         shape = target.shape
         matrix = b.graph.constant_value(op.inputs[0])
         one = matrix is not None and _is_one(matrix)
@@ -176,7 +182,7 @@ class HopperMatMul(hopper_launch.HopperTactic):
         return Stacks(problem, ep, out, read, [(s[-1], s[0]) for s in strides])
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        target, s = b.target(op.value, self._strides(op)), self._stacks(b, op)
+        target, s = b.target(op.value, self._strides(b, op)), self._stacks(b, op)
         made = replace(s, out=b.made(s.out), read=[b.made(x) for x in s.read])
         emit_stacks(b, op, made, config, b.together.get(op.id))
         finish(b, op, s.ep, made.out, target)

@@ -12,9 +12,10 @@ from optdnn.kernels.builder import Builder, TensorView, has_tf32
 from optdnn.kernels.conv.hopper import only_used
 from optdnn.kernels.gemm.tiles import MatrixTile, Tile, matrix_tile, tile_of, tiled
 from optdnn.kernels.launch import Parameters
+from optdnn.kernels.layout.views import order_read
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body, emit_pointwise, literal
-from optdnn.kernels.pointwise.strides import broadcast, merge
+from optdnn.kernels.pointwise.strides import broadcast, merge, vector
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
@@ -24,7 +25,15 @@ TILE, DEPTH = 64, 16
 """Rows and columns of a block's tile, and its step along K; 256 threads compute 4 x 4 elements each."""
 THREADS = 256
 THIN = 8
-"""Most rows or columns of a thin product: a tile would be nearly empty, so each thread computes one element."""
+"""Most rows or columns of a thin product: a tile would be nearly empty, so each thread computes a few elements."""
+SMALL, MANY, FEW_TERMS = 16, 4096, 64
+"""Most rows or columns, least matrices and most terms of products that are thin because there are very many small ones."""
+TOGETHER, MOST_RESULTS = 8, 72
+"""Most columns of all rows (or rows of all columns) that a thread of a thin product takes, and most results: their sums are in registers."""
+ENOUGH_THREADS = 1 << 16
+"""Threads that occupy a GPU well."""
+THIN_S, APART = 3e-13, 8
+"""Seconds per term of a thin product, on all multiprocessors, and the factor where neighboring columns do not lie together."""
 LEAST_ELEMENTS = 8192
 """Least elements of a thin product. Fewer do not keep the GPU's threads busy, and a tile sums along K."""
 LONGEST = 256
@@ -47,6 +56,18 @@ class TiledMatMul(Tactic):
         if matrices > MOST_TILES and math.prod(shape) > MOST_ELEMENTS:
             return f"{matrices} matrices with more than {MOST_ELEMENTS} elements exceed a grid"
         return None
+
+    def seconds(self, b: Builder, op: Op) -> float | None:
+        """Predicted seconds of a thin product, without those of a launch; None: the default prediction holds."""
+        left, right = (b.graph.type(v).static_shape for v in op.inputs[:2] if v is not None)
+        if op.kind != "MatMul" or min(len(left), len(right)) < 2:
+            return None
+        sizes = (left[-2], right[-1], left[-1], math.prod(op.outputs[0].type.static_shape[:-2]))
+        return thin_seconds(*sizes, b.operand(op.inputs[1])) if is_thin(*sizes) else None
+
+    def place(self, b: Builder, op: Op) -> None:
+        """Place the result so that the Transposes and Reshapes after it are views, unless its place is reserved."""
+        b.target(op.value, order_read(b, op.value))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         operands = [None if v is None else b.operand(v) for v in op.inputs]
@@ -98,6 +119,32 @@ def _like(result: TensorView, shape: Sequence[int], strides: Sequence[int]) -> l
 
 
 @dataclass(frozen=True)
+class Share:
+    """The rows and columns of a result that a thread of a thin product computes. ``vectors``: neighboring columns are read and written
+    in one access."""
+
+    rows: int
+    columns: int
+    vectors: bool = False
+
+    @classmethod
+    def of(cls, m: int, n: int, k: int, matrices: int, width: int = 1) -> Share:
+        """The largest share of ``m x n`` results with which enough threads remain. Its values are read once for all of its results.
+        ``width``: columns of one access."""
+        wide = n <= m
+        most = MOST_RESULTS if k <= DEPTH else MOST_RESULTS // 2  # partial sums double the registers
+        for along in (TOGETHER, 4, 2, 1):
+            rows, columns = (min(along, m), min(n, SMALL)) if wide else (min(m, SMALL), min(along, n))
+            found = cls(rows, columns, columns > 1 and width % columns == 0)
+            if rows * columns <= most and found.threads(m, n, matrices) >= ENOUGH_THREADS:
+                return found
+        return cls(1, 1)
+
+    def threads(self, m: int, n: int, matrices: int) -> int:
+        return matrices * -(-m // self.rows) * -(-n // self.columns)
+
+
+@dataclass(frozen=True)
 class _Matrices:
     """A product as stacks of matrices. ``extra``: the operands of the stages, as views of the result's shape.
 
@@ -120,6 +167,14 @@ class _Matrices:
     @property
     def count(self) -> int:
         return math.prod(self.dims)
+
+    @property
+    def share(self) -> Share:
+        """What a thread computes if the product is thin."""
+        m, n, k = self.sizes
+        read, written = ((*s, *x.strides[-2:]) for s, x in ((self.steps[2], self.right), (self.steps[0], self.result)))
+        width = vector([self.result, self.right], [n], [written, read]) if read[-1] == 1 else 1
+        return Share.of(m, n, k, self.count, width)
 
 
 def _matrices(left: TensorView, right: TensorView, out: TensorView, extra: Mapping[int, TensorView]) -> _Matrices:
@@ -159,9 +214,10 @@ def _tile_for(b: Builder, p: _Matrices, tf32: bool) -> tuple[bool, Tile | Matrix
 
 def _finish(
     stages: Sequence[Stage], out: TensorView, extra: Mapping[int, TensorView], used: Iterable[int], t: str,
-    scale: float, scales: Mapping[int, float],
+    scale: float, scales: Mapping[int, float], to: str,
 ) -> str:  # fmt: skip
-    """C++ that applies the stages to ``acc[i][j]`` (of the type ``t``) and stores it. ``extra``: all operands from 2 on."""
+    """C++ that applies the stages to ``acc[i][j]`` (of the type ``t``) and stores it ``to`` an lvalue. ``extra``: all operands from 2
+    on."""
     ty, wide = CPP[out.dtype], arithmetic(out.dtype)
     types: list[TensorType] = [TensorType(out.dtype, out.shape)]
     for a in range(1, max(extra, default=1) + 1):
@@ -177,7 +233,7 @@ def _finish(
     total = f"{literal(scale, t)} * acc[i][j]" if scale != 1.0 else "acc[i][j]"
     start = f"const {wide} v0 = {wide}({total});"
     return f"""{start} {" ".join(loads)} {" ".join(lines)}
-            p.y[by + row * p.my[0] + column * p.my[1]] = narrow<{ty}>({value if stages else "v0"});"""
+            {to} = narrow<{ty}>({value if stages else "v0"});"""
 
 
 def _kernel(
@@ -196,10 +252,10 @@ def _kernel(
 extern "C" __global__ void __launch_bounds__({tile.threads if tile else 256}) matmul(const __grid_constant__ Params p) {{
     launch_dependents();
     {" ".join(f"i64 b{x} = 0;" for x in names)}
-    {_ELEMENT if thin else ""}
-    {walk("q", "element / area" if thin else "blockIdx.z", "dims", rank, [("b" + x, "s" + x) for x in names])}
+    {_share(p.share) if thin else ""}
+    {walk("q", "share / area" if thin else "blockIdx.z", "dims", rank, [("b" + x, "s" + x) for x in names])}
     wait_for_predecessor();
-    {tiled(finish) if tile else _thin(t, finish) if thin else _plain(t, finish)}
+    {tiled(finish) if tile else _thin(t, p, finish) if thin else _plain(t, finish)}
 }}
 """
 
@@ -215,14 +271,16 @@ def emit_matmul(
     used = {a: extra[a] for a in sorted({a for s in stages for a in s.args if a is not None and a > 0}) if a in extra}
     p = _matrices(left, right, out, used)
     thin, tile = _tile_for(b, p, tf32)
-    text = _kernel(p, thin, tile, _finish(stages, out, extra, used, arithmetic(left.dtype), scale, scales), used)
+    to = "out.lane[j]" if thin and p.share.vectors else "p.y[by + row * p.my[0] + column * p.my[1]]"
+    text = _kernel(p, thin, tile, _finish(stages, out, extra, used, arithmetic(left.dtype), scale, scales, to), used)
     (m, n, k), matrices = p.sizes, p.count
     placed = {"y": out, "l": p.left, "r": p.right, **{f"e{a}": x for a, x in used.items()}}
     parameters = Parameters().pointer(*placed).i32(m, n, k).u32(*([matrices] if thin else []), *p.dims)
     for steps, view in zip(p.steps, (p.result, p.left, p.right, *p.extra.values()), strict=True):
         parameters.i64(*steps, *view.strides[-2:])
     rows, columns = (tile.rows, tile.columns) if tile is not None else (TILE, TILE)
-    grid = (-(-m * n * matrices // THREADS), 1, 1) if thin else (-(-m // rows), -(-n // columns), matrices)
+    threads = p.share.threads(m, n, matrices)
+    grid = (-(-threads // THREADS), 1, 1) if thin else (-(-m // rows), -(-n // columns), matrices)
     if tile is None:
         launch = parameters.generated(b.arch, text, "matmul", grid, 256)
     else:
@@ -234,28 +292,72 @@ def emit_matmul(
 
 
 def is_thin(m: int, n: int, k: int, matrices: int) -> bool:
-    """Whether products of m rows, n columns and k terms suit one thread per element."""
-    return min(m, n) <= THIN and k <= LONGEST and m * n * matrices >= LEAST_ELEMENTS
+    """Whether products of m rows, n columns and k terms suit threads that compute a few elements each."""
+    small = min(m, n) <= SMALL and matrices >= MANY and k <= FEW_TERMS
+    return (min(m, n) <= THIN or small) and k <= LONGEST and m * n * matrices >= LEAST_ELEMENTS
 
 
-_ELEMENT = f"""const u32 element = blockIdx.x * {THREADS}u + threadIdx.x, area = u32(p.m) * u32(p.n);"""
+def thin_seconds(m: int, n: int, k: int, matrices: int, right: TensorView) -> float:
+    """Predicted seconds of a thin product, without those of a launch. ``right``: its second factor."""
+    return m * n * k * matrices * THIN_S * (1 if right.strides[-1] in (0, 1) else APART)
 
 
-def _thin(t: str, finish: str) -> str:
-    """C++ of one element per thread; neighboring threads take neighboring columns. ``finish``: as of :func:`_plain`."""
-    return f"""const u32 inside = element % area;
-    const int row = inside / u32(p.n), column = inside % u32(p.n), i = 0, j = 0;
-    if (element / area >= p.matrices) return;
-    {t} acc[1][1] = {{}};
+def _share(share: Share) -> str:
+    """C++ of the number of a thread's share, and of the shares of a matrix."""
+    columns = f"(u32(p.n) + {share.columns - 1}u) / {share.columns}u"
+    return (
+        f"const u32 share = blockIdx.x * {THREADS}u + threadIdx.x, shares = {columns};\n"
+        f"    const u32 area = (u32(p.m) + {share.rows - 1}u) / {share.rows}u * shares;"
+    )
+
+
+def _thin(t: str, p: _Matrices, finish: str) -> str:
+    """C++ of a thread's share of a thin product; neighboring threads take neighboring columns. ``finish``: as of :func:`_plain`. Terms are
+    added as there: sums of :data:`DEPTH`, and then these."""
+    share, terms = p.share, min(p.sizes[2], DEPTH)
+    r, c, parts = share.rows, share.columns, p.sizes[2] > DEPTH
+    into, each = "part" if parts else "acc", "#pragma unroll\n        for (int i = 0; i < {}; i++)".format
+    right = f"first + j < p.n ? {t}(widen(p.r[br + (k0 + k) * p.mr[0] + (first + j) * p.mr[1]])) : {t}(0)"
+    begin = end = ""
+    if share.vectors:
+        right = f"{t}(widen(read.lane[j]))"
+        begin, end = f"Pack<{CPP[p.result.dtype]}, {c}> out;", "out.store(p.y + by + (top + i) * p.my[0] + first);"
+    read = (
+        f"const Pack<{CPP[p.right.dtype]}, {c}> read(p.r + br + (k0 + k) * p.mr[0] + first);" if share.vectors else ""
+    )
+    return f"""const u32 inside = share % area;
+    const int top = inside / shares * {r}, first = inside % shares * {c};
+    if (share / area >= p.matrices) return;
+    {t} acc[{r}][{c}] = {{}};
     for (int k0 = 0; k0 < p.k; k0 += {DEPTH}) {{
-        {t} part = {t}(0);
-        #pragma unroll
-        for (int k = 0; k < {DEPTH}; k++)
-            if (k0 + k < p.k)
-                part += {t}(widen(p.l[bl + row * p.ml[0] + (k0 + k) * p.ml[1]])) * {t}(widen(p.r[br + (k0 + k) * p.mr[0] + column * p.mr[1]]));
-        acc[i][j] += part;
+        {f"{t} part[{r}][{c}] = {{}};" if parts else ""}
+        {"#pragma unroll" if r * c == 1 else ""}
+        for (int k = 0; k < {terms}; k++) {{
+            if (k0 + k >= p.k) break;
+            {read}
+            {t} right[{c}];
+            #pragma unroll
+            for (int j = 0; j < {c}; j++) right[j] = {right};
+            #pragma unroll
+            for (int i = 0; i < {r}; i++) {{
+                const {t} left = top + i < p.m ? {t}(widen(p.l[bl + (top + i) * p.ml[0] + (k0 + k) * p.ml[1]])) : {t}(0);
+                #pragma unroll
+                for (int j = 0; j < {c}; j++) {into}[i][j] += left * right[j];
+            }}
+        }}
+        {f"{each(r)} for (int j = 0; j < {c}; j++) acc[i][j] += part[i][j];" if parts else ""}
     }}
-    {{ {finish} }}"""
+    {each(r)} {{
+        if (top + i >= p.m) continue;
+        {begin}
+        #pragma unroll
+        for (int j = 0; j < {c}; j++) {{
+            const int row = top + i, column = first + j;
+            if (column >= p.n) continue;
+            {finish}
+        }}
+        {end}
+    }}"""
 
 
 def _plain(t: str, finish: str) -> str:

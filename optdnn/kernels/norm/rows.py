@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,10 @@ APART_S = 1.5e-6
 """Seconds of a dependent launch for rows whose elements lie apart."""
 RESIDENT = 4
 """Blocks of long rows that run on a multiprocessor at once."""
+EACH = 4
+"""Least elements of a short row for a lane."""
+KEPT = 26
+"""Most elements of a row that a lane keeps in registers, so that all loads of a row are in flight and it is read once."""
 LONG = 16
 """From this number of elements per thread on, the length of a row sets the time, and not the work of all blocks."""
 
@@ -80,6 +85,10 @@ class _Form:
         """C++ of its row's number in the block."""
         return f"threadIdx.x % {self.rows}" if self.apart else f"threadIdx.x / {self.lanes}"
 
+    def kept(self, count: int) -> bool:
+        """Whether rows of ``count`` elements are kept in registers."""
+        return count <= KEPT * self.lanes
+
     def of(self, lane: str) -> str:
         """C++ of the partial result of a lane."""
         return f"partial[({lane}) * {self.rows} + group]" if self.apart else f"partial[group * {self.lanes} + {lane}]"
@@ -90,7 +99,8 @@ def _form(rows: int, count: int, itemsize: int, *, apart: bool, gpu: GpuFacts) -
     neighbors. A block takes two sectors, one, or a part of one, so that most multiprocessors have a block."""
     sector = SECTOR // itemsize
     if not apart or rows < sector:
-        return _Form(32, THREADS // 32) if count <= 512 else _Form(THREADS, 1)
+        lanes = min(32, 1 << max(0, (count // EACH).bit_length() - 1)) if count <= 512 else THREADS
+        return _Form(lanes, THREADS // lanes)
     busy = rows / sector / gpu.multiprocessors
     together = (
         2 * sector if busy >= 16 else sector if busy >= 1 else sector // 2 if busy >= 1 / 16 else max(2, sector // 4)
@@ -113,7 +123,21 @@ def apart_seconds(rows: int, count: int, itemsize: int, passes: int, form: _Form
     """Predicted seconds of a launch for rows whose elements lie apart: whole sectors from L2, or the loads of a thread (H100)."""
     sectors, loads = max(1.0, SECTOR / (form.rows * itemsize)), -(-count // form.lanes)
     each = 0.05e-6 + 0.15e-6 * form.threads / MOST_THREADS
+    passes = 1 if form.kept(count) else passes
     return APART_S + passes * max(rows * count * itemsize * sectors / 1.7e12, loads * each)
+
+
+def _each(lanes: int, count: int, body: str) -> str:
+    """C++ of a loop over the elements ``i`` of a row that belong to a lane."""
+    return f"if (live) for (u32 i = lane; i < {count}u; i += {lanes}) {{ {body} }}"
+
+
+def _each_kept(lanes: int, count: int, body: str) -> str:
+    """The same, unrolled; ``j`` is the element's number within the lane."""
+    return (
+        f"#pragma unroll\n    for (u32 j = 0; j < {-(-count // lanes)}; j++) "
+        f"{{ const u32 i = lane + j * {lanes}; if (live && i < {count}u) {{ {body} }} }}"
+    )
 
 
 def emit_rows(
@@ -130,6 +154,11 @@ def emit_rows(
     rows, count = math.prod(dims), math.prod(inner)
     form = _form_of(b, x, axes, out)
     lanes, t = form.lanes, arithmetic(x.dtype)
+    load = f"i64 at = bx; {walk('r', 'i', 'inner', len(inner), [('at', 'ix')])}"
+    each, value, held = partial(_each, lanes, count), f"{load} const {t} v = widen(p.x[at]);", ""
+    if form.kept(count):
+        each, value = partial(_each_kept, lanes, count), f"const {t} v = kept[j];"
+        held = f"{t} kept[{-(-count // lanes)}];\n    {each(f'{load} kept[j] = widen(p.x[at]);')}"
     names = ["y", "x", *(f"e{i}" for i in range(len(extras)))]
     fields = [f"{'' if n == 'y' else 'const '}{CPP[p.dtype]}* {n};" for n, p in zip(names, tensors, strict=True)]
     fields += [f"u32 rows, dims[{len(dims)}], inner[{len(inner)}];"]
@@ -140,9 +169,8 @@ def emit_rows(
             z.format(T=t, N=count, LOW=limits(t)[0]) for z in (s.start, s.term, s.combine, s.post)
         )
         text.append(
-            f"{t} t{k}; {{ {t} s = {start};\n    if (live) for (u32 i = lane; i < {count}u; i += {lanes}) {{ i64 at = bx; "
-            f"{walk('r', 'i', 'inner', len(inner), [('at', 'ix')])} const {t} v = widen(p.x[at]); "
-            f"const {t} a = s, b = {t}({term}); s = {combine}; }}\n    __syncthreads(); {form.of('lane')} = s; __syncthreads();\n"
+            f"{t} t{k}; {{ {t} s = {start};\n    {each(f'{value} const {t} a = s, b = {t}({term}); s = {combine};')}\n"
+            f"    __syncthreads(); {form.of('lane')} = s; __syncthreads();\n"
             f"    for (int half = {lanes // 2}; half; half /= 2) {{ if (lane < half) {{ const {t} a = {form.of('lane')}, "
             f"b = {form.of('lane + half')}; {form.of('lane')} = {combine}; }} __syncthreads(); }}\n"
             f"    s = {form.of('0')}; t{k} = {post}; }}"
@@ -151,6 +179,11 @@ def emit_rows(
     begin = " ".join(f"i64 at_{n} = b{n};" for n in names)
     loads = " ".join(f"const {arithmetic(p.dtype)} e{i} = widen(p.e{i}[at_e{i}]);" for i, p in enumerate(extras))
     newline = "\n    "
+    stored = f"""
+        {begin} {walk("r", "i", "inner", len(inner), offsets)}
+        const {t} v = {"kept[j]" if held else "widen(p.x[at_x])"}; {loads}
+        p.y[at_y] = narrow<{CPP[out.dtype]}>({t}({result.format(T=t, N=count)}));
+    """
     source = f"""struct Params {{ {" ".join(fields)} }};
 
 extern "C" __global__ void __launch_bounds__({form.threads}) rows(const __grid_constant__ Params p) {{
@@ -161,12 +194,9 @@ extern "C" __global__ void __launch_bounds__({form.threads}) rows(const __grid_c
     {" ".join(f"i64 b{n} = 0;" for n in names)}
     if (live) {{ {walk("q", "row", "dims", len(dims), [("b" + n, "o" + n) for n in names])} }}
     wait_for_predecessor();
+    {held}
     {newline.join(text)}
-    if (live) for (u32 i = lane; i < {count}u; i += {lanes}) {{
-        {begin} {walk("r", "i", "inner", len(inner), offsets)}
-        const {t} v = widen(p.x[at_x]); {loads}
-        p.y[at_y] = narrow<{CPP[out.dtype]}>({t}({result.format(T=t, N=count)}));
-    }}
+    {each(stored)}
 }}
 """
     parameters = Parameters().pointer(*names).u32(rows, *dims, *inner)

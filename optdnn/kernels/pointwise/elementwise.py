@@ -35,8 +35,13 @@ class Elementwise(Tactic):
         if self._nothing(b, op):
             settle(b, op, 0, b.operand(op.inputs[0]))
         else:
-            long = op.outputs[0].type.static_shape[-1:] > (SHORTEST,)
-            b.target(op.value, (result_strides(b, op.value) if long else None) or _order(b, op) or _columns(b, op))
+            b.target(op.value, self.strides(b, op))
+
+    @staticmethod
+    def strides(b: Builder, op: Op) -> tuple[int, ...] | None:
+        """The strides of a new buffer for the result; None for those of its type."""
+        long = op.outputs[0].type.static_shape[-1:] > (SHORTEST,)
+        return (result_strides(b, op.value) if long else None) or _order(b, op) or _columns(b, op)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         if self._nothing(b, op):

@@ -99,7 +99,7 @@ class BandedQuantizedConv(HopperProduct, QuantizedConv):
     def defer(self, b: Builder, op: Op) -> str | None:
         """See :meth:`.BandedConv.defer`."""
         other = GeneralQuantizedConv()
-        return None if other.refuse(b, op) is not None else costlier(b, op, self, other, general.MARGIN)
+        return None if other.refuse(b, op) is not None else costlier(b, op, self, other)
 
     def groups(self, b: Builder, op: Op) -> int:
         weight, groups = b.weights(op), op.attrs.group

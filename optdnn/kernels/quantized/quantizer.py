@@ -63,6 +63,37 @@ def dequantization(graph: Graph, op: Op) -> tuple[Value, QuantParams] | None:
     return op.inputs[0], QuantParams(dtype.name, scale, int(zero))
 
 
+def rounded_range(graph: Graph, op: Op) -> Op | None:
+    """The DynamicRange of the operand of a Pointwise that only rounds this operand to uint8, by this range; None for any other op.
+
+    Data that are never negative have the constant zero point 0: it is that of the range, too.
+    """
+    if op.kind != "Pointwise" or op.inputs[0] is None or op.attrs.prologue or op.outputs[0].type.dtype != UINT8:
+        return None
+    producers = [graph.op(v) for v in op.inputs[1:] if v is not None]
+    found = next((p for p in producers if p.kind == "DynamicRange" and p.inputs[0] == op.inputs[0]), None)
+    if found is None or Value(found.id, 0) not in op.inputs:
+        return None
+    scale, zero = op.inputs.index(Value(found.id, 0)), Value(found.id, 1)
+    expected: list[tuple[str, tuple[int, ...]]] = []
+
+    def add(kind: str, *args: int) -> int:
+        expected.append((kind, args))
+        return ~len(expected)
+
+    at = add("Cast", -1) if graph.type(op.inputs[0]).dtype != FP32 else -1
+    at = add("Div", at, scale)
+    wide = add("Cast", op.inputs.index(zero)) if zero in op.inputs else None
+    at = add("Round", at)
+    at = at if wide is None else add("Add", at, wide)
+    *stages, clip, last = op.attrs.epilogue
+    if [(s.kind, s.args) for s in stages] != expected or (clip.kind, clip.args[:1]) != ("Clip", (at,)):
+        return None
+    bounds = [graph.constant_value(op.inputs[a]) for a in clip.args[1:] if a is not None and a > 0]
+    whole = [float(a.reshape(-1)[0]) for a in bounds if a is not None and a.size == 1]
+    return found if last.kind == "Cast" and whole == [0.0, 255.0] else None
+
+
 def _numbers(graph: Graph, op: Op, kinds: Sequence[str]) -> dict[str, list[float]] | None:
     """Kind of each stage of a Pointwise -> its constant scalars; None unless its stages are a chain of these kinds, without other
     operands."""

@@ -11,7 +11,7 @@ from support.simulated import TOLERANCE, feeds_of, lowered, refusals, simulate, 
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Value
-from optdnn.kernels.conv import general as conv_general
+from optdnn.kernels.conv.general import BandedConv
 from optdnn.kernels.conv.grouped import GroupedConv
 from optdnn.ops.conv import ConvAttrs
 
@@ -52,7 +52,7 @@ def test_programs_for_sm_80_compute_the_network(name: str) -> None:
 
 
 def test_hopper_runs_groups_on_it_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_general, "MARGIN", 0.0)  # unless groups are multiplied together
+    monkeypatch.setattr(BandedConv, "defer", lambda *given: "groups are not multiplied together")
     monkeypatch.setattr(GroupedConv, "refuse", lambda *given: "it is left out")
     n = Net()
     x = n.input(2, 32, 9, 7)

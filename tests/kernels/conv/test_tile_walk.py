@@ -51,6 +51,9 @@ CASES: dict[str, Case] = {
     "stride 2, half a slab": grouped_case(
         2, Source(9, 18, 72, (3, 3), (2, 2), (1, 1, 1, 1)), 9, grouped.Config(2, 4, 1, 1, 1, 8, 2), True
     ),
+    "groups of 48, two chunks of a warp": grouped_case(
+        1, same(9, 18, 96), 2, grouped.Config(2, 8, 2, 1, 2, 6, 2), True
+    ),
     "dilation": grouped_case(
         1, Source(19, 18, 64, (5, 3), (1, 2), (4, 1, 4, 1), (2, 1)), 2, grouped.Config(1, 8, 1, 2, 1, 4, 2)
     ),
@@ -122,7 +125,7 @@ D, DC = CASES["depthwise 5x5, two below"][1:]
         ((grouped, G, replace(GC, strip_w=5)), "not a tile"),
         ((grouped, replace(G, source=same(9, 18, 64), bands=4), GC), "not bands of 2"),
         ((grouped, G, replace(GC, strips=8, blocks=4)), "registers per thread"),
-        ((grouped, G, replace(GC, chunks=6)), "same banks"),
+        ((grouped, G, replace(GC, chunks=12)), "same banks"),
         ((grouped, G, replace(GC, stages=1)), "not a ring"),
         (
             (grouped, G, replace(GC, stages=8, blocks=4, grid_x=1, grid_y=1, strips=7, strip_w=16)),

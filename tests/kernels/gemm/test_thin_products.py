@@ -1,4 +1,4 @@
-"""Products of few rows or columns, and products of very many matrices: one thread per element."""
+"""Products of few rows or columns, and products of very many matrices: threads that compute a few elements each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.on_gpu import checked_launches
 from support.simulated import feeds_of, lowered, refusals, tactics
 
 from optdnn.ir.graph import Graph, Value
-from optdnn.kernels.gemm.matmul import is_thin
+from optdnn.kernels.gemm.matmul import Share, is_thin
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
@@ -41,7 +41,21 @@ def many_tiles(n: Net) -> Value:
     return n.op("MatMul", n.input(65600, 9, 2, name="a"), n.input(65600, 2, 10, name="b"))
 
 
-NETS: dict[str, Callable[[Net], Value]] = {"rows": rows, "columns": columns, "many": many, "many_tiles": many_tiles}
+def outlook(n: Net) -> Value:
+    """VOLO's weights of 3 x 3 neighbors times their values, with a bias. A thread has all rows of a few columns."""
+    product = n.op("MatMul", n.input(6, 800, 9, 9, name="a"), n.input(6, 800, 9, 30, name="b"))
+    return n.op("Relu", n.op("Add", product, n.input(30, name="r")))
+
+
+def tall(n: Net) -> Value:
+    """A thread has all columns of a few rows; the second factor's columns do not lie together."""
+    right = n.op("Transpose", n.input(4100, 7, 40, name="b"), attrs=TransposeAttrs((0, 2, 1)))
+    return n.op("MatMul", n.input(4100, 33, 40, name="a"), right)
+
+
+NETS: dict[str, Callable[[Net], Value]] = {
+    "rows": rows, "columns": columns, "many": many, "many_tiles": many_tiles, "outlook": outlook, "tall": tall,
+}  # fmt: skip
 
 
 def graph_of(name: str) -> Graph:
@@ -67,7 +81,9 @@ def test_elements_that_threads_cannot_count_are_refused(rows: int, refused: bool
     assert ("131072 matrices with more than 4294967296 elements exceed a grid" in reasons) == refused
 
 
-@pytest.mark.parametrize(("name", "alone"), [("many", True), ("many_tiles", False), ("columns", False)])
+@pytest.mark.parametrize(
+    ("name", "alone"), [("many", True), ("many_tiles", True), ("outlook", True), ("columns", False), ("tall", False)]
+)
 def test_very_many_small_products_fill_no_tiles_of_tensor_cores(name: str, alone: bool) -> None:
     """KBNet's kernels of each pixel: 1,179,648 products of 2 x 18 with 18 x 1."""
     program = lowered(graph_of(name), "fp16", no_cubins=True)
@@ -77,7 +93,7 @@ def test_very_many_small_products_fill_no_tiles_of_tensor_cores(name: str, alone
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("name", NETS)
-def test_a_thread_computes_each_element(name: str, tmp_path: Path) -> None:
+def test_threads_compute_shares_of_the_results(name: str, tmp_path: Path) -> None:
     graph = graph_of(name)
     program = lowered(graph, "fp32")
     assert is_on_threads(product(program))
@@ -92,17 +108,33 @@ def test_sums_do_not_depend_on_the_batch() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "thin"),
-    [((1, 64, 16, 16384), True), ((8, 8, 256, 128), True), ((9, 9, 16, 16384), False), ((1, 64, 257, 16384), False),
+    [((1, 64, 16, 16384), True), ((8, 8, 256, 128), True), ((9, 9, 16, 4096), True), ((9, 9, 16, 4095), False),
+     ((16, 90, 64, 4096), True), ((9, 9, 65, 4096), False), ((17, 17, 9, 4096), False), ((1, 64, 257, 16384), False),
      ((1, 64, 16, 127), False)],
 )  # fmt: skip
 def test_which_products_are_thin(shape: tuple[int, int, int, int], thin: bool) -> None:
     assert is_thin(*shape) == thin
 
 
+@pytest.mark.parametrize(
+    ("sizes", "width", "share"),
+    [((9, 32, 9, 50176), 8, Share(9, 8, True)), ((9, 32, 9, 50176), 4, Share(9, 8)), ((9, 32, 40, 50176), 8, Share(9, 4, True)),
+     ((9, 30, 9, 4800), 2, Share(9, 2, True)), ((33, 7, 40, 4100), 1, Share(2, 7)), ((3137, 8, 8, 64), 8, Share(2, 8, True)),
+     ((1, 64, 16, 4096), 1, Share(1, 4)), ((1, 64, 16, 100), 8, Share(1, 1)), ((20, 16, 16, 1 << 20), 16, Share(4, 16, True))],
+)  # fmt: skip
+def test_threads_take_more_results_while_enough_of_them_remain(
+    sizes: tuple[int, int, int, int], width: int, share: Share
+) -> None:
+    assert Share.of(*sizes, width) == share
+    m, n, _, matrices = sizes
+    assert share.threads(m, n, matrices) >= min(1 << 16, m * n * matrices)
+
+
+@pytest.mark.parametrize("name", ["rows", "outlook"])
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.nvrtc
-def test_it_compiles_without_spills(precision: str) -> None:
-    kernel = product(lowered(graph_of("rows"), precision, target="cuda:sm_80", no_cubins=True))
+def test_it_compiles_without_spills(precision: str, name: str) -> None:
+    kernel = product(lowered(graph_of(name), precision, target="cuda:sm_80", no_cubins=True))
     assert nvrtc.resources(recipe_of(kernel))["matmul"].spill_bytes == 0
 
 

@@ -61,7 +61,7 @@ def test_row_invariant_programs_keep_the_order_of_sums() -> None:
     for images in (1, 40):
         program = lowered(net("Softmax", (images, 70, 24), SoftmaxAttrs(1)), no_cubins=True, row_invariant=True)
         (step,) = (s for s in program.steps if s.params.get("tactic") == "rows")
-        assert step.params["launch"]["grid"][0] == -(-images * 24 // 8)  # rows of 32 threads, eight in a block
+        assert step.params["launch"]["grid"][0] == -(-images * 24 // 16)  # rows of 16 threads, sixteen in a block
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
@@ -82,7 +82,10 @@ def test_the_kernel_on_a_gpu(name: str, precision: str) -> None:
 @pytest.mark.parametrize(
     ("count", "length", "itemsize", "apart", "form"),
     [
-        (4096, 64, 2, False, rows._Form(32, 8)),
+        (4096, 128, 2, False, rows._Form(32, 8)),
+        (4096, 64, 2, False, rows._Form(16, 16)),
+        (451584, 9, 2, False, rows._Form(2, 128)),
+        (451584, 3, 2, False, rows._Form(1, 256)),
         (4096, 1000, 2, False, rows._Form(256, 1)),
         (12, 1000, 2, True, rows._Form(256, 1)),  # fewer rows than a sector holds
         (80, 2000, 2, True, rows._Form(256, 4, apart=True)),

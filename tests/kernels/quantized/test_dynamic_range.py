@@ -81,9 +81,9 @@ def test_no_part_is_empty(accesses: int) -> None:
         assert (c.parts - 1) * -(-accesses // c.parts) < accesses
 
 
-def test_rounding_by_the_range_takes_one_launch_more() -> None:
+def test_rounding_a_large_tensor_by_its_range_takes_one_launch_more() -> None:
     n = Net()
-    graph = n.done(*n.op("DynamicQuantizeLinear", n.input(40, 96), outputs=3))
+    graph = n.done(*n.op("DynamicQuantizeLinear", n.input(2048, 768), outputs=3))
     assert kinds(lowered(graph, "fp32")) == ["DynamicRange", "Pointwise"]
     assert kinds(lowered(graph, "fp32", opt_level=1)) == ["DynamicRange", "QuantizeLinear"]
 

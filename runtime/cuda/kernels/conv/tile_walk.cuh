@@ -12,7 +12,7 @@ constexpr int THREADS = WARPS * 32;
 constexpr u32 SPAN = CHUNKS * 16, HEAD_BYTES = 1024;
 // An odd number of chunks has no bank conflicts; TMA swizzles numbers that are powers of two.
 constexpr bool SWIZZLED = CHUNKS == 2 || CHUNKS == 4 || CHUNKS == 8;
-static_assert(SWIZZLED || CHUNKS % 2, "chunks of neighboring pixels would lie in the same banks");
+static_assert(SWIZZLED || CHUNKS % 4, "chunks of neighboring pixels would lie in the same banks");
 constexpr int PATCH_N = KERNEL_D ? TILE_N + KERNEL_D - 1 : TILE_N;     // images or frames of a patch
 constexpr u32 PATCH_LOAD = PATCH_N * PATCH_H * PATCH_W * SPAN, PATCH_BYTES = (PATCH_LOAD + 1023) / 1024 * 1024;
 constexpr u32 RESULT_BYTES = (TILE_N * TILE_H * TILE_W * SPAN + 1023) / 1024 * 1024;
