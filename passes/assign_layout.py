@@ -147,7 +147,7 @@ def _sides(graph: Graph, op: Op) -> Sides:
         to_last, from_last = _permutations(op)
         if to_last and from_last:  # with three axes the permutations are equal: one side stays plain
             to_last = not (from_last := _feeds_convolution(graph, op))
-        return Sides(own if to_last else _PLAIN, own if from_last else _PLAIN)
+        return Sides(own if to_last or _turns_positions(op) else _PLAIN, own if from_last else _PLAIN)
     if op.kind == "Conv" and (weight := shape_of(graph, operand(op, 1))) is not None and of_one_channel(weight):
         return Sides(
             _PLAIN, _PLAIN
@@ -195,6 +195,12 @@ def _permutations(op: Op) -> tuple[bool, bool]:
     if rank not in CHANNELS_LAST or len(perm) != rank:
         return False, False
     return perm == channels_to_last(rank), perm == channels_from_last(rank)
+
+
+def _turns_positions(op: Op) -> bool:
+    """Whether a Transpose puts channels last and exchanges positions: it copies, from either order."""
+    perm, rank = tuple(op.attrs.perm or ()), op.outputs[0].type.rank
+    return rank in CHANNELS_LAST and perm[:1] == (0,) and perm[-1] == 1 and perm != channels_to_last(rank)
 
 
 def _follows(graph: Graph, op: Op, slot: int) -> bool:
@@ -275,7 +281,13 @@ def _arcs(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[object, objec
         if op.kind in PREFER:
             moved = bytes_of(graph, first) + bytes_of(graph, op.value)
             yield own.reads, _LAST, 2 * moved + 2 * LAUNCH_BYTES
-        elif op.kind == "Transpose" and not all(user.kind in READ_AS_VIEWS for user in graph.users(op.value)):
+        elif op.kind == "GroupNormalization":
+            yield own.reads, _LAST, LAUNCH_BYTES  # in plain order, its general kernel is slower by several launches
+        elif (
+            op.kind == "Transpose"
+            and not _turns_positions(op)
+            and not all(user.kind in READ_AS_VIEWS for user in graph.users(op.value))
+        ):
             yield (own.writes if own.reads is _PLAIN else own.reads), _LAST, _conversion(graph, first)
     for value, uses in _uses(graph, sides):
         writes, cost = sides[value.op].writes, _conversion(graph, value)

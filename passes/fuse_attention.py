@@ -6,7 +6,7 @@ The rule matches the computation in many forms:
 - Any number of masks and position biases is added (T5, Swin, DeBERTa's disentangled terms), or written as a Where. They may
   group the leading axes differently: Swin adds its window's mask in five dimensions.
 - Heads are a separate axis, or merged with the batch. Keys and values may be repeated for groups of queries (Llama), or the heads
-  of a group are rows of one matrix (JAX).
+  of a group are rows of one matrix (JAX, and einsums whose keys and values have one head).
 - Softcap (Gemma 2), softmax in a wider type, PyTorch's guard against rows without keys (``where(isnan(p), 0, p)``).
 - Sinks (gpt-oss): a further column of the scores with a number per head, whose weights are dropped after the softmax.
 
@@ -36,7 +36,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.factored_bias import factored_bias
 from optdnn.passes.rules.input_sizes import can_reshape, reshaped_to
-from optdnn.passes.rules.merged_heads import heads_before_parts, merged_heads
+from optdnn.passes.rules.merged_heads import heads_before_parts, heads_behind_positions, merged_heads
 from optdnn.passes.rules.normalized_keys import normalized_keys
 from optdnn.passes.rules.ordered_features import ordered_features
 from optdnn.passes.rules.shared_weights import shared_weights
@@ -250,6 +250,8 @@ def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> At
         q = q.reshape((*lead, graph.type(scores.ops[0].value).dims[-2], q.shape[-1]))
     fitted: list[View] = []
     for view, name, shared in ((q, "queries", False), (k, "keys", True), (v, "values", True)):
+        if scores.groups != 1 and len(view.shape) == 3:  # one head for all queries, without an axis
+            view = view.reshape((view.shape[0], 1, *view.shape[1:]))
         grouped = scores.groups != 1 and shared and (*view.shape[:1], view.shape[1] * scores.groups) == lead
         fit = view if grouped else _fit(graph, view, lead, shared)
         if fit is None or not fit.expressible:
@@ -386,6 +388,7 @@ class FuseAttention(RulePass):
         written_attention,
         normalized_keys,
         merged_heads,
+        heads_behind_positions,
         heads_before_parts,
         ordered_features,
     )

@@ -1,8 +1,8 @@
 """Steps of a GRU, LSTM or plain RNN that exporters write out become one layer, for which kernels keep the weights in registers.
 
 Keras and JAX export a GRU as a loop, which is unrolled; PyTorch exports a loop over ``GRUCell`` or ``LSTMCell`` (Cho et al., 2014;
-Hochreiter and Schmidhuber, 1997) or ``RNNCell`` (Elman, 1990) step by step. Each step has two products and some arithmetic that
-wait for the previous step.
+Hochreiter and Schmidhuber, 1997) or ``RNNCell`` (Elman, 1990) step by step, and its dynamo exporter also ``nn.RNN``. Each step has
+two products and some arithmetic that wait for the previous step.
 
 A GRU may multiply its state by the reset gate before the product (Keras's ``reset_after=False``) or after it. A light GRU
 (Ravanelli et al., 2018) has no reset gate: the layer gets one whose bias makes it 1.
@@ -29,7 +29,7 @@ from optdnn.passes.support.lanes import cut_of
 from optdnn.passes.support.pattern import Pattern, Var, any_of, find, node, product, total
 from optdnn.passes.support.products import PRODUCTS, constant_matrix
 from optdnn.passes.support.stacks import Joined, Shared, emit, leaves, part_values, stack_of
-from optdnn.types import Array, is_float
+from optdnn.types import Array, Shape, is_float
 
 LEAST = 4
 """Fewest steps of a layer."""
@@ -144,7 +144,7 @@ def unrolled_cells(graph: Graph, op: Op) -> Match | Miss | None:
     steps = max(chains, key=len, default=[])
     if len(steps) < LEAST:
         return None
-    if steps[-1].kind == "RNN" and op.outputs[0].type.static_shape[0] > MOST_ROWS:
+    if steps[-1].kind == "RNN" and op.outputs[0].type.static_shape[-2] > MOST_ROWS:
         return Miss("each step is one product, with enough rows for a launch of its own")
     xs = [step.x for step in steps]
     if len({graph.type(x) for x in xs}) > 1:
@@ -196,7 +196,7 @@ def _reads_cell(graph: Graph, step: Step, steps: Sequence[Step]) -> bool:
 def _steps(graph: Graph, op: Op) -> Iterator[Step]:
     """The ways to read an operator as the last one of a step."""
     out = op.outputs[0].type
-    if op.kind not in CELLS or not out.is_static or out.rank != 2 or not is_float(out.dtype):
+    if op.kind not in CELLS or not out.is_static or not _are_rows(out.shape) or not is_float(out.dtype):
         return
     for cell in CELLS[op.kind]:
         for found in find(graph, op.value, cell.pattern):
@@ -208,7 +208,7 @@ def _steps_as(graph: Graph, op: Op, cell: Cell, bound: Mapping[str, Any]) -> Ite
     out, kind = op.outputs[0].type, cell.kind
     known = dict[str, _Argument]()
     for name in cell.arguments:
-        argument = _argument(graph, bound[name], 0, out.static_shape[1])
+        argument = _argument(graph, bound[name], 0, out.static_shape[-1])
         if argument is None:
             return
         known[name] = argument
@@ -229,7 +229,7 @@ def _take_reset(graph: Graph, known: dict[str, _Argument], h: Value) -> bool:
     terms, bias = known["n"]
     for k, term in enumerate(terms):
         for found in find(graph, term.source, _RESET) if term.weight is not None else ():
-            reset = _argument(graph, found.bound["r"], 0, graph.type(h).static_shape[1])
+            reset = _argument(graph, found.bound["r"], 0, graph.type(h).static_shape[-1])
             if found.bound["h"] == h and reset is not None:
                 known["n"] = ([*terms[:k], replace(term, source=h), *terms[k + 1 :]], bias)
                 known["r"] = reset
@@ -270,7 +270,7 @@ def _argument(graph: Graph, value: Value, begin: int, end: int, depth: int = DEP
         return _argument(graph, operand(op), begin + cut[0], end + cut[0], depth - 1)
     if depth and op.kind == "Add":
         parts = [_argument(graph, operand(op, slot), begin, end, depth - 1) for slot in (0, 1)]
-        if parts[0] is None or parts[1] is None or graph.type(value).rank != 2:
+        if parts[0] is None or parts[1] is None or not _are_rows(graph.type(value).shape):
             return None
         return [*parts[0][0], *parts[1][0]], parts[0][1] + parts[1][1]
     taken = constant_matrix(graph, op) if op.kind in PRODUCTS else None
@@ -278,15 +278,20 @@ def _argument(graph: Graph, value: Value, begin: int, end: int, depth: int = DEP
         bias = (
             np.zeros(size)
             if taken[1] is None
-            else np.broadcast_to(taken[1], graph.type(value).static_shape[1:])[begin:end]
+            else np.broadcast_to(taken[1], graph.type(value).static_shape[-1:])[begin:end]
         )
         return [Term(operand(op), op.inputs[1], op.kind == "Gemm" and op.attrs.transB, begin, end)], bias.astype(
             np.float64
         )
     dims = graph.type(value).shape
-    if dims is None or len(dims) != 2 or not isinstance(dims[1], int) or not end <= dims[1] <= WIDEST:
+    if dims is None or not _are_rows(dims) or not isinstance(dims[-1], int) or not end <= dims[-1] <= WIDEST:
         return None
     return [Term(value, None, False, begin, end)], np.zeros(size)
+
+
+def _are_rows(shape: Shape | None) -> bool:
+    """Whether a shape is (batch, features), perhaps behind axes of size 1: PyTorch's own steps keep the axis of directions."""
+    return shape is not None and len(shape) >= 2 and all(n == 1 for n in shape[:-2])
 
 
 def _rows(graph: Graph, terms: Sequence[Term | None], hidden: int) -> Array:
@@ -299,7 +304,7 @@ def _rows(graph: Graph, terms: Sequence[Term | None], hidden: int) -> Array:
 def _rows_of(graph: Graph, term: Term) -> Array:
     """The transposed matrix of a term: (columns of the gate, columns of the source)."""
     if term.weight is None:
-        return np.eye(graph.type(term.source).static_shape[1])[term.begin : term.end]
+        return np.eye(graph.type(term.source).static_shape[-1])[term.begin : term.end]
     matrix = graph.constant_value(term.weight)
     assert matrix is not None
     return (matrix if term.transposed else matrix.T)[term.begin : term.end]
@@ -308,7 +313,9 @@ def _rows_of(graph: Graph, term: Term) -> Array:
 def _layer(graph: Graph, patch: Patch, steps: Sequence[Step], x: Value) -> None:
     """Add the layer of ``steps``, whose inputs are ``x`` (step, batch, width), and replace their results."""
     first, last = steps[0], steps[-1]
-    dtype, (batch, hidden) = last.op.outputs[0].type.dtype, last.op.outputs[0].type.static_shape
+    dtype, shape = last.op.outputs[0].type.dtype, last.op.outputs[0].type.static_shape
+    batch, hidden = shape[-2:]
+    x = _shaped(patch, x, (len(steps), batch, graph.type(first.x).static_shape[-1]))
     w, r = (_rows(graph, terms, hidden) for terms in ([g.x for g in last.gates], [g.h for g in last.gates]))
     bias = np.concatenate([*(g.bias for g in last.gates), *(g.state_bias for g in last.gates)])
     constants = [patch.constant(a[None].astype(dtype), name) for a, name in ((w, "W"), (r, "R"), (bias, "B"))]
@@ -321,9 +328,13 @@ def _layer(graph: Graph, patch: Patch, steps: Sequence[Step], x: Value) -> None:
     layer = patch.add_op(last.kind, [x, *constants, None, *initial], attrs, outputs=3 if last.cells else 2)
     states = reshaped(patch, Value(layer.id, 0), (len(steps), batch, hidden))
     for step, made in zip(steps, part_values(patch, states, len(steps)), strict=True):
-        patch.replace(step.op.value, made)
+        patch.replace(step.op.value, _shaped(patch, made, shape))
     if last.cells is not None:
-        patch.replace(last.cells[1], reshaped(patch, Value(layer.id, 2), (batch, hidden)))
+        patch.replace(last.cells[1], _shaped(patch, Value(layer.id, 2), shape))
+
+
+def _shaped(patch: Patch, x: Value, shape: tuple[int, ...]) -> Value:
+    return x if patch.type(x).dims == shape else reshaped(patch, x, shape)
 
 
 class UnrolledCells(RulePass):

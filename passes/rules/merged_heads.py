@@ -1,7 +1,8 @@
 """Attention whose heads are part of the batch gets its heads back: its operands are then views of the projection, without copies.
 
 SAM and ViTDet reshape queries, keys and values to (windows * heads, positions, features), and split the result again. So do the
-attentions of vit-pytorch whose projections are convolutions.
+attentions of vit-pytorch whose projections are convolutions. PyTorch's MultiheadAttention, with positions in front of the batch,
+joins batch and heads in the projection's result, and exchanges them with the positions.
 """
 
 from __future__ import annotations
@@ -81,6 +82,68 @@ def _splits(graph: Graph, value: Value, lead: tuple[int, ...]) -> bool:
             return False
         value = operand(op)
     return False
+
+
+@rule("heads_behind_positions", {"Attention"})
+def heads_behind_positions(graph: Graph, op: Op) -> Match | Miss | None:
+    """Attention of ``B * H`` items, views of (positions, B, H * features) like its result, gets batch B and H heads."""
+    turn = graph.sole_user(op.value)
+    while turn is not None and turn.kind in RESHAPES:
+        turn = graph.sole_user(turn.value)
+    if turn is None or turn.kind != "Transpose" or len(op.outputs) > 1 or any(v is not None for v in op.inputs[4:]):
+        return None
+    types = [graph.type(v) for v in (*op.inputs[:4], turn.value) if v is not None]
+    if not all(t.is_static for t in types):
+        return None
+    items, one, tokens, features = op.outputs[0].type.static_shape
+    before, after = graph.type(operand(turn)).static_shape, turn.outputs[0].type.static_shape
+    if one != 1 or _order(before, turn.attrs.perm) != ((items, tokens, features), (1, 0, 2)):
+        return None
+    found = [_rows_of_items(graph, v, items) for v in op.inputs[:3]]
+    rows = [f for f in found if f is not None]
+    if len(rows) < len(found) or len({heads for _, heads in rows}) > 1:
+        return None
+    heads, mask = rows[0][1], op.input(3)
+    if mask is not None and graph.type(mask).static_shape[:2] not in ((items, 1), (1, 1)):
+        return Miss("its mask is shared by several heads")
+    lead = items // heads, heads
+
+    def build(patch: Patch) -> Value:
+        inputs: list[Value | None] = []
+        for i, (source, _) in enumerate(rows):
+            _, _, positions, size = graph.type(operand(op, i)).dims
+            split = in_shape(patch, source, (positions, *lead, size))
+            inputs.append(patch.add("Transpose", [split], TransposeAttrs((1, 2, 0, 3))))
+        if mask is not None:
+            dims = graph.type(mask).dims
+            inputs.append(mask if dims[0] == 1 else in_shape(patch, mask, (*lead, *dims[2:])))
+        y = patch.add("Attention", inputs, op.attrs)
+        return in_shape(patch, patch.add("Transpose", [y], TransposeAttrs((2, 0, 1, 3))), after)
+
+    return Match((op, turn), build, turn.value)
+
+
+def _rows_of_items(graph: Graph, value: Value | None, items: int) -> tuple[Value, int] | None:
+    """The value (positions, …, B, H * features) whose parts are the ``items = B * H`` of an operand, and H; None for others."""
+    while (view := producer(graph, value, RESHAPES)) is not None:
+        value = operand(view)
+    turn = producer(graph, value, {"Transpose"})
+    join = None if turn is None else producer(graph, operand(turn), RESHAPES)
+    if turn is None or join is None:
+        return None
+    kept, perm = _order(join.outputs[0].type.static_shape, turn.attrs.perm)
+    source = graph.type(operand(join))
+    if len(kept) != 3 or kept[1] != items or perm != (1, 0, 2) or not source.is_static:
+        return None
+    sizes = (math.prod(source.static_shape[i:]) // kept[2] for i in reversed(range(len(source.static_shape))))
+    heads = next((n for n in sizes if n > 1), 1)
+    return (operand(join), heads) if heads < items and items % heads == 0 else None
+
+
+def _order(dims: tuple[int, ...], perm: tuple[int, ...] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes that are longer than 1, and their permutation."""
+    order = [a for a in perm or tuple(reversed(range(len(dims)))) if dims[a] > 1]
+    return tuple(n for n in dims if n > 1), tuple(sorted(order).index(a) for a in order)
 
 
 _HEADS_LAST = TransposeAttrs((0, 2, 1, 3, 4))

@@ -1,7 +1,8 @@
 """Transposes move after ops that work on any order of axes, until they cancel or merge with other transposes.
 
 TensorFlow's exports transpose an image from NHWC to NCHW and back around every convolution. The ops between two such transposes
-(bias, activation, padding, concatenation, mean, rounding) work on any order of axes if their axes are renumbered.
+(bias, activation, padding, concatenation, mean, rounding) work on any order of axes if their axes are renumbered. A product of rows
+with one matrix works on any order of rows.
 """
 
 from __future__ import annotations
@@ -173,6 +174,10 @@ def _passage(graph: Graph, op: Op, turned: Turned) -> Passage | None:
         return _along_axis(graph, op, value, perm)
     if op.kind == "Pad":
         return _pad(graph, op, value, perm)
+    if op.kind == "MatMul":
+        return _rows(graph, op, value, perm)
+    if op.kind == "Reshape":
+        return _split(graph, op, value, perm)
     return None
 
 
@@ -284,6 +289,37 @@ def _reduction(graph: Graph, op: Op, perm: Perm) -> Passage | None:
         return in_shape(patch, y, result, src) if in_place and result is not None else y
 
     return Passage((0,), build, after)
+
+
+def _rows(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
+    """The product of rows, in any order, and one matrix."""
+    if graph.type(operand(op, 1)).rank != 2 or len(op.inputs) > 2 or perm[-1] != len(perm) - 1:
+        return None
+
+    def build(patch: Patch) -> Value:
+        return patch.add("MatMul", [_untransposed(graph, value), operand(op, 1)], op.attrs, src=op.src)
+
+    return Passage((0,), build, perm)
+
+
+def _split(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
+    """A Reshape that splits the last axis, which the Transpose left in its place."""
+    lead, before, after = len(perm) - 1, graph.type(value), op.outputs[0].type
+    if not (before.is_static and after.is_static) or perm[-1] != lead:
+        return None
+    ones = 0
+    while len(after.dims) - ones > lead + 1 and after.dims[ones] == 1:
+        ones += 1
+    kept, parts = after.static_shape[ones : ones + lead], after.static_shape[ones + lead :]
+    if len(parts) < 2 or kept != before.static_shape[:-1]:
+        return None
+    order = (*range(ones), *(p + ones for p in perm[:-1]), *range(ones + lead, len(after.dims)))
+    dims = (*(1,) * ones, *(kept[i] for i in np.argsort(perm[:-1])), *parts)
+
+    def build(patch: Patch) -> Value:
+        return in_shape(patch, _untransposed(graph, value), dims, op.src)
+
+    return Passage((0,), build, order)
 
 
 def _order(axes: Sequence[int]) -> Perm | None:

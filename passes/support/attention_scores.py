@@ -110,11 +110,11 @@ def _path(graph: Graph, value: Value, factor: float, depth: int) -> Scores | Non
 
 
 def row_groups(rows: Shape | None, heads: Shape | None) -> DimLike | None:
-    """R of a Reshape between ``rows`` (B, G, R * L, S) and ``heads`` (B, G, R, L, S); None for another one."""
-    if rows is None or heads is None or len(rows) != 4 or len(heads) != 5:
+    """R of a Reshape between ``rows`` (B, G, R * L, S) and ``heads`` (B, G, R, L, S), with or without G; None for another one."""
+    if rows is None or heads is None or len(rows) not in (3, 4) or len(heads) != len(rows) + 1:
         return None
-    same = rows[:2] == heads[:2] and rows[2] == heads[2] * heads[3] and rows[3] == heads[4]
-    return heads[2] if same else None
+    same = rows[:-2] == heads[:-3] and rows[-2] == heads[-3] * heads[-2] and rows[-1] == heads[-1]
+    return heads[-3] if same else None
 
 
 def factor_of(graph: Graph, op: Op) -> tuple[Value, float] | None:

@@ -17,12 +17,13 @@ from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs, SplitAttrs
-from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.reduce import ArgAttrs, ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext, PassReport
+from optdnn.passes.support.facts import operand
 
 CUDA = PassContext(target="cuda:sm_90a")
 LAYOUT = AssignLayout()
@@ -134,6 +135,16 @@ def test_another_transpose_is_plain() -> None:
     x = n.op("Transpose", n.conv(n.conv(n.input(1, 4, 8, 8), 4), 4), attrs=TransposeAttrs((0, 1, 3, 2)))
     _, report = assign(n.done(x), last=2, convert=2)
     assert any("Transpose has no channels-last form" in r for r in reasons(report))
+
+
+def test_a_group_norm_between_rows_is_channels_last() -> None:
+    """Its kernels read channels last, and the Transpose that exchanges positions reads either order."""
+    n = Net(np.float64)
+    x = n.op("Transpose", n.op("Tanh", n.input(1, 6, 5, 8)), attrs=TransposeAttrs((0, 3, 1, 2)))
+    y = n.op("Relu", n.op("GroupNormalization", x, n.random(8), n.random(8), attrs=GroupNormAttrs(1)))
+    rows = n.op("Transpose", y, attrs=TransposeAttrs((0, 3, 2, 1)))
+    graph, _ = assign(n.done(rows, n.conv(n.input(1, 4, 8, 8, name="image"), 4)), last=4, convert=0)
+    assert {graph.type(operand(op)).layout for op in graph.of_kind("GroupNormalization")} == {"nhwc"}
 
 
 def test_a_gate_of_one_position_is_a_view() -> None:

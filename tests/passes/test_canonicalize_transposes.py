@@ -264,3 +264,36 @@ def test_paths_that_meet_again_lead_to_a_transpose_that_undoes_the_first_one() -
     x = transpose(n, n.input(2, 3, 4, 5), 0, 2, 1, 3)
     y = n.op("Div", x, n.op("Exp", n.op("ReduceL2", x, shape_of(3), attrs=ReduceAttrs())))
     check_refused(CANON, n.done(transpose(n, y, 0, 1, 3, 2)), because="reaches no other transpose")
+
+
+def test_rows_of_products_are_turned_once() -> None:
+    """A feed-forward part with positions in front of the batch, inside a network with the batch first."""
+    n = Net()
+    x = n.input(3, 5, 8)
+    y = n.op("Relu", n.op("Add", n.matmul(transpose(n, x, 1, 0, 2), 16), n.random(16)))
+    y = transpose(n, n.op("Add", n.matmul(y, 8), n.random(8)), 1, 0, 2)
+    graph, _ = check_pass(CANON, n.done(n.op("Add", x, y)), changes=6, kinds={"MatMul": 2, "Add": 3, "Relu": 1})
+    assert all(graph.type(op.value).dims[:2] == (3, 5) for op in graph.of_kind("MatMul"))
+
+
+def test_features_are_split_before_rows_are_turned() -> None:
+    """Queries, keys and values of several heads: the Transpose in front of their product merges with the one behind it."""
+    n = Net()
+    y = n.op("Reshape", n.matmul(transpose(n, n.input(3, 5, 8), 1, 0, 2), 24), n.ints(1, 5, 3, 3, 8))
+    graph = n.done(transpose(n, y, 3, 2, 0, 1, 4))
+    graph, _ = check_pass(CANON, graph, changes=3, kinds={"MatMul": 1, "Reshape": 1, "Transpose": 1})
+    assert graph.type(graph.of_kind("Reshape")[0].value).dims == (1, 3, 5, 3, 8)
+
+
+def test_rows_of_several_matrices_and_turned_features_stay() -> None:
+    n = Net()
+    product = n.op("MatMul", transpose(n, n.input(3, 5, 8), 1, 0, 2), n.random(5, 8, 4))
+    check_untouched(CANON, n.done(transpose(n, product, 1, 0, 2)))
+    n = Net()
+    check_untouched(CANON, n.done(transpose(n, n.matmul(transpose(n, n.input(3, 5, 8), 0, 2, 1), 4), 0, 2, 1)))
+
+
+def test_a_reshape_that_joins_turned_axes_stays() -> None:
+    n = Net()
+    y = n.op("Reshape", transpose(n, n.input(3, 5, 8), 1, 0, 2), n.ints(15, 2, 4))
+    check_untouched(CANON, n.done(transpose(n, y, 1, 0, 2)))

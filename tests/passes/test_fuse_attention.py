@@ -390,6 +390,27 @@ def test_grouped_queries_that_are_rows_of_one_matrix(mask: Any, more: int) -> No
     assert "MatMul" not in graph.kinds()
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("batch", [1, B])
+def test_one_head_of_keys_for_all_queries(batch: int, masked: bool) -> None:
+    """Multi-query attention as ``einsum("b h i d, b j d -> b h i j")`` gives it: keys and values without an axis of heads."""
+    n = Net(np.float64)
+    q, (k, v) = n.input(batch, H, L, D, name="q"), (n.input(batch, L, D, name=name) for name in "kv")
+    s = n.op(
+        "MatMul", n.op("Reshape", q, n.ints(batch, H * L, D)), n.op("Transpose", k, attrs=TransposeAttrs((0, 2, 1)))
+    )
+    s = n.op("Mul", n.op("Reshape", s, n.ints(batch, H, L, L)), 0.5)
+    if masked:
+        s = n.op("Add", s, n.input(1, H, L, L, name="mask"))
+    p = n.op("Reshape", n.op("Softmax", s), n.ints(batch, H * L, L))
+    graph, _ = check_pass(
+        FuseAttention(), n.done(n.op("Reshape", n.op("MatMul", p, v), n.ints(batch, H, L, D))), changes=1
+    )
+    op = attention(graph)
+    assert [graph.type(v).shape for v in op.inputs[1:3] if v is not None] == [(batch, 1, L, D)] * 2
+    assert "MatMul" not in graph.kinds()
+
+
 def test_rows_of_one_matrix_with_a_bias_are_no_grouped_queries() -> None:
     check_refused(FuseAttention(), grouped(inside=True), because="does not read only a product of queries and keys")
 

@@ -1,4 +1,4 @@
-"""merged_heads: attention of (windows * heads, positions, features), as SAM and ViTDet write it."""
+"""merged_heads, heads_behind_positions: attention of (windows * heads, positions, features), as SAM, ViTDet and PyTorch have it."""
 
 from __future__ import annotations
 
@@ -85,3 +85,37 @@ def test_heads_of_images_leave_the_batch() -> None:
 def test_heads_of_images_are_not_copied(batch: int) -> None:
     steps = [s.params["op"]["kind"] for s in check_simulated(of_images(batch, np.float32), "fp16").steps]
     assert steps.count("Copy") + steps.count("Copies") <= 1, steps  # into the layout of convolutions
+
+
+BATCH = 3
+
+
+def positions_first(mask: str = "", dtype: Any = np.float64, *, heads: int = HEADS) -> Graph:
+    """PyTorch's MultiheadAttention with weights: the batch and the heads are joined behind the positions."""
+    n = Net(dtype)
+    x = n.op("Tanh", n.input(TOKENS, BATCH, C))
+    size, items = C // heads, BATCH * heads
+    q, k, v = (n.op("Reshape", n.matmul(x, C), n.ints(TOKENS, items, size)) for _ in range(3))
+    q, v = (n.op("Transpose", t, attrs=TransposeAttrs((1, 0, 2))) for t in (q, v))
+    scores = n.op("Mul", n.op("MatMul", q, n.op("Transpose", k, attrs=TransposeAttrs((1, 2, 0)))), 0.25)
+    if mask:
+        scores = n.op("Add", scores, n.input(*{"own": (items, TOKENS, TOKENS), "one": (1, TOKENS, TOKENS)}[mask]))
+    y = n.op("Transpose", n.op("MatMul", n.op("Softmax", scores), v), attrs=TransposeAttrs((1, 0, 2)))
+    return n.done(n.matmul(n.op("Reshape", y, n.ints(TOKENS * BATCH, C)), C))
+
+
+@pytest.mark.parametrize("mask", ["", "own", "one"])
+def test_heads_behind_positions_become_heads(mask: str) -> None:
+    rules = {"attention": 1, "heads_behind_positions": 1}
+    after, _ = check_pass(FuseAttention(), positions_first(mask), changes=2, rules=rules)
+    (op,) = after.of_kind("Attention")
+    assert after.type(op.value).static_shape == (BATCH, HEADS, TOKENS, SIZE)
+
+
+def test_one_head_behind_positions_stays() -> None:
+    check_pass(FuseAttention(), positions_first(heads=1), changes=1, rules={"attention": 1})
+
+
+def test_heads_behind_positions_are_not_copied() -> None:
+    steps = [s.params["op"]["kind"] for s in check_simulated(positions_first(dtype=np.float32), "fp16").steps]
+    assert not {"Copy", "Copies"} & set(steps), steps

@@ -183,6 +183,21 @@ def test_steps_of_a_plain_rnn_are_a_layer(kind: str) -> None:
     assert not {kind, "Gemm"} & set(graph.kinds())
 
 
+@pytest.mark.parametrize("batch", [1, BATCH])
+def test_steps_behind_an_axis_of_directions_are_a_layer(batch: int) -> None:
+    """PyTorch's exporter writes nn.RNN out, with states (1, batch, features) and parts of one product of all inputs."""
+    n = Net()
+    x = n.op("Add", n.matmul(n.input(STEPS, batch, WIDTH), HIDDEN), n.random(HIDDEN))
+    w, b, h, states = n.random(HIDDEN, HIDDEN), n.random(HIDDEN), n.input(1, batch, HIDDEN, name="h"), list[Value]()
+    for t in range(STEPS):
+        part = n.op("Gather", x, n.const(t, np.int64), attrs=GatherAttrs(0))
+        h = n.op("Relu", n.op("Add", n.op("Add", n.op("MatMul", h, w), b), part))
+        states.append(h)
+    graph, _ = check_pass(PASS, n.done(n.op("Concat", *states, attrs=ConcatAttrs(0))), changes=1)
+    assert len(graph.of_kind("RNN")) == 1
+    assert not graph.of_kind("Relu")
+
+
 def test_many_rows_of_a_plain_rnn_stay_products() -> None:
     check_refused(PASS, rnn_steps(batch=65), because="enough rows for a launch of its own")
 
