@@ -22,7 +22,7 @@ from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS
 from optdnn.kernels.gemm.hopper import padded_rows, rows_of
-from optdnn.kernels.gemm.matmul import is_thin, thin_seconds
+from optdnn.kernels.gemm.matmul import MOST_TILES, is_thin, thin_seconds
 from optdnn.kernels.launch import tensor_map
 from optdnn.kernels.layout.views import order_read
 from optdnn.kernels.pointwise.pointwise import copied_later
@@ -38,8 +38,11 @@ LINE = 64
 """Elements in 128 bytes."""
 SHORT = 16
 """Most terms of products with a vector that run without tensor cores."""
-TILE_S = 3.5e-9
-"""Seconds per 64 x 64 tile of tensor cores, on all multiprocessors, of products whose tiles are nearly empty."""
+NEARLY_EMPTY = 64
+"""Most results of a product with a vector whose tile is not worth its time, if there are more than MOST_TILES tiles."""
+TILE_S, LEAST_TILES = 3e-9, 1024
+"""Seconds per 64 x 64 tile of tensor cores, on all multiprocessors, of products whose tiles are nearly empty, and fewest such tiles that are
+more than one wave."""
 REPEATED = 1 << 24
 """Most elements of a repeated constant stack."""
 
@@ -132,7 +135,10 @@ class HopperMatMul(hopper_launch.HopperTactic):
         if not is_thin(rows, columns, depth, count):
             return None
         tiles = count * -(-rows // LINE) * -(-columns // LINE)
-        if columns > 1 and thin_seconds(rows, columns, depth, count, b.source(op.inputs[1])) < tiles * TILE_S:
+        vector = min(rows, columns) == 1
+        few = vector and count > MOST_TILES and rows * columns <= NEARLY_EMPTY
+        many = not vector and tiles >= LEAST_TILES
+        if few or (many and thin_seconds(rows, columns, depth, count, b.source(op.inputs[1])) < tiles * TILE_S):
             return f"threads that add up {depth} products each are faster: {tiles} tiles would be nearly empty"
         short = depth <= SHORT and columns == 1
         return f"a thread for each result adds up {depth} products with a vector" if short else None
