@@ -22,7 +22,15 @@ from optdnn.ops.conv import of_one_channel
 from optdnn.ops.layout import LayoutAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
-from optdnn.passes.support.facts import bytes_of, channels_from_last, channels_to_last, operand, set_operand, shape_of
+from optdnn.passes.support.facts import (
+    bytes_of,
+    channels_from_last,
+    channels_to_last,
+    operand,
+    set_operand,
+    shape_of,
+    sizes_of,
+)
 
 CHANNELS_LAST = {3: "nwc", 4: "nhwc", 5: "ndhwc"}
 """Rank -> name of the channels-last layout."""
@@ -241,13 +249,13 @@ def _takes_windows(graph: Graph, use: Use) -> bool:
     if op.kind != "Gather" or use.slot != 0:
         return False
     while op.kind in ("Gather", "Reshape"):
-        shape = shape_of(graph, operand(op))
-        if shape is None:
+        shape, dims = sizes_of(graph, operand(op)), sizes_of(graph, op.value)
+        if shape is None or dims is None or 0 in shape:
             return False
         if op.kind == "Gather" and (graph.constant_value(op.inputs[1]) is None or op.attrs.axis <= axis):
             return False
         if op.kind == "Reshape":  # the innermost part of the channels
-            dims, after = op.outputs[0].type.static_shape, math.prod(shape[axis + 1 :])
+            after = math.prod(shape[axis + 1 :])
             inner = (i for i, n in enumerate(dims) if n != 1 and math.prod(dims[i + 1 :]) == after)
             if (found := next(inner, None)) is None or shape[axis] % dims[found]:
                 return False

@@ -21,8 +21,6 @@ from optdnn.types import Array
 
 BATCH, CHANNELS, TAPS, POSITIONS = range(4)
 """What an axis of the windows counts."""
-
-
 MOST_ROWS = 1 << 22
 """Most rows, of all images, whose places are stored."""
 

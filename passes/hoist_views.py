@@ -16,7 +16,6 @@ product it merges with the first view. The other rules:
 - Alternating parts of a product's columns are reordered to be contiguous.
 - Activations, scalar arithmetic and gates of heads move in front of a Reshape or a pixel shuffle, to the product.
 - A Transpose that exchanges the positions of an image moves behind a norm.
-- A Transpose that exchanges the positions of an image moves behind a norm.
 """
 
 from __future__ import annotations

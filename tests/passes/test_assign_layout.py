@@ -281,3 +281,13 @@ def test_windows_whose_channels_are_moved_last_are_read_from_either_order(
         x = n.op("Gather", x, places, attrs=GatherAttrs(axis))
     turned = n.op("Transpose", n.op("Reshape", x, n.ints(*split)), attrs=TransposeAttrs(perm))
     assign(n.done(turned), last=2 * either, convert=int(either))
+
+
+@pytest.mark.parametrize(("batch", "given"), [(symbol("b"), -1), (0, 0)])
+def test_windows_of_unknown_or_no_size_are_read_in_plain_order(batch: Any, given: int) -> None:
+    n = Net()
+    x = n.op("Relu", n.input(batch, 8, 3, 3))
+    x = n.op("Gather", x, n.const(np.arange(2)[:, None] + np.arange(2), np.int64), attrs=GatherAttrs(2))
+    x = n.op("Reshape", x, n.ints(given, 8, 4, 3))
+    graph = n.done(n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 3, 1))), n.conv(n.input(2, 8, 3, 3, name="z"), 8))
+    assert LAYOUT(graph, CUDA).changes == 0

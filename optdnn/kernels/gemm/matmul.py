@@ -169,7 +169,6 @@ class _Matrices:
     def count(self) -> int:
         return math.prod(self.dims)
 
-    @property
     def share(self) -> Share:
         """What a thread computes if the product is thin."""
         m, n, k = self.sizes
@@ -197,8 +196,8 @@ def _matrices(left: TensorView, right: TensorView, out: TensorView, extra: Mappi
     return _Matrices(left, right, result, wide, dims, steps)
 
 
-def _tile_for(b: Builder, p: _Matrices, tf32: bool) -> tuple[bool, Tile | MatrixTile | None]:
-    """Whether the product is thin, and the tile if it runs on another kernel than the plain or the thin one.
+def _kernel_for(b: Builder, p: _Matrices, tf32: bool) -> tuple[Share | None, Tile | MatrixTile | None]:
+    """What a thread computes if the thin kernel runs the product, and the tile if another one than the plain and the thin kernel does.
 
     Three kernels sum a row in the same order for all sizes: the plain one, the thin one (in the same order), and the tensor
     cores' tile. ``row_invariant`` allows only these.
@@ -210,7 +209,7 @@ def _tile_for(b: Builder, p: _Matrices, tf32: bool) -> tuple[bool, Tile | Matrix
         tile = matrix_tile(p.left, p.right, m, n, p.count, b.gpu, tf32=tf32)
     if tile is None and not (thin or b.row_invariant):
         tile = tile_of(p.left, p.right, m, n, k, p.steps[2], p.count, b.gpu)
-    return thin, tile
+    return p.share() if thin and tile is None else None, tile
 
 
 def _finish(
@@ -238,14 +237,14 @@ def _finish(
 
 
 def _kernel(
-    p: _Matrices, thin: bool, tile: Tile | MatrixTile | None, finish: str, used: Mapping[int, TensorView]
+    p: _Matrices, share: Share | None, tile: Tile | MatrixTile | None, finish: str, used: Mapping[int, TensorView]
 ) -> str:
     """The kernel's source. ``used``: the operands of the stages, as they are stored."""
     t, rank, names = arithmetic(p.left.dtype), len(p.dims), ["y", "l", "r", *(f"e{a}" for a in used)]
     fields = [f"{CPP[p.result.dtype]}* y; const {CPP[p.left.dtype]}* l; const {CPP[p.right.dtype]}* r;"]
     fields += [f"const {CPP[x.dtype]}* e{a};" for a, x in used.items()]
     fields += [
-        f"int m, n, k; u32 {'matrices, ' if thin else ''}dims[{rank}];",
+        f"int m, n, k; u32 {'matrices, ' if share else ''}dims[{rank}];",
         *(f"i64 s{x}[{rank}], m{x}[2];" for x in names),
     ]
     return f"""struct Params {{ {" ".join(fields)} }};
@@ -253,10 +252,10 @@ def _kernel(
 extern "C" __global__ void __launch_bounds__({tile.threads if tile else 256}) matmul(const __grid_constant__ Params p) {{
     launch_dependents();
     {" ".join(f"i64 b{x} = 0;" for x in names)}
-    {_share(p.share) if thin else ""}
-    {walk("q", "share / area" if thin else "blockIdx.z", "dims", rank, [("b" + x, "s" + x) for x in names])}
+    {_share(share) if share else ""}
+    {walk("q", "share / area" if share else "blockIdx.z", "dims", rank, [("b" + x, "s" + x) for x in names])}
     wait_for_predecessor();
-    {tiled(finish) if tile else _thin(t, p, finish) if thin else _plain(t, finish)}
+    {tiled(finish) if tile else _thin(t, p, share, finish) if share else _plain(t, finish)}
 }}
 """
 
@@ -271,17 +270,18 @@ def emit_matmul(
         return
     used = {a: extra[a] for a in sorted({a for s in stages for a in s.args if a is not None and a > 0}) if a in extra}
     p = _matrices(left, right, out, used)
-    thin, tile = _tile_for(b, p, tf32)
-    to = "out.lane[j]" if thin and p.share.vectors else "p.y[by + row * p.my[0] + column * p.my[1]]"
-    text = _kernel(p, thin, tile, _finish(stages, out, extra, used, arithmetic(left.dtype), scale, scales, to), used)
+    share, tile = _kernel_for(b, p, tf32)
+    to = "out.lane[j]" if share and share.vectors else "p.y[by + row * p.my[0] + column * p.my[1]]"
+    text = _kernel(p, share, tile, _finish(stages, out, extra, used, arithmetic(left.dtype), scale, scales, to), used)
     (m, n, k), matrices = p.sizes, p.count
     placed = {"y": out, "l": p.left, "r": p.right, **{f"e{a}": x for a, x in used.items()}}
-    parameters = Parameters().pointer(*placed).i32(m, n, k).u32(*([matrices] if thin else []), *p.dims)
+    parameters = Parameters().pointer(*placed).i32(m, n, k).u32(*([matrices] if share else []), *p.dims)
     for steps, view in zip(p.steps, (p.result, p.left, p.right, *p.extra.values()), strict=True):
         parameters.i64(*steps, *view.strides[-2:])
     rows, columns = (tile.rows, tile.columns) if tile is not None else (TILE, TILE)
-    threads = p.share.threads(m, n, matrices)
-    grid = (-(-threads // THREADS), 1, 1) if thin else (-(-m // rows), -(-n // columns), matrices)
+    grid = (-(-m // rows), -(-n // columns), matrices)
+    if share is not None:
+        grid = (-(-share.threads(m, n, matrices) // THREADS), 1, 1)
     if tile is None:
         launch = parameters.generated(b.arch, text, "matmul", grid, 256)
     else:
@@ -312,20 +312,17 @@ def _share(share: Share) -> str:
     )
 
 
-def _thin(t: str, p: _Matrices, finish: str) -> str:
+def _thin(t: str, p: _Matrices, share: Share, finish: str) -> str:
     """C++ of a thread's share of a thin product; neighboring threads take neighboring columns. ``finish``: as of :func:`_plain`. Terms are
     added as there: sums of :data:`DEPTH`, and then these."""
-    share, terms = p.share, min(p.sizes[2], DEPTH)
-    r, c, parts = share.rows, share.columns, p.sizes[2] > DEPTH
+    r, c, terms, parts = share.rows, share.columns, min(p.sizes[2], DEPTH), p.sizes[2] > DEPTH
     into, each = "part" if parts else "acc", "#pragma unroll\n        for (int i = 0; i < {}; i++)".format
     right = f"first + j < p.n ? {t}(widen(p.r[br + (k0 + k) * p.mr[0] + (first + j) * p.mr[1]])) : {t}(0)"
-    begin = end = ""
+    read = begin = end = ""
     if share.vectors:
+        read = f"const Pack<{CPP[p.right.dtype]}, {c}> read(p.r + br + (k0 + k) * p.mr[0] + first);"
         right = f"{t}(widen(read.lane[j]))"
         begin, end = f"Pack<{CPP[p.result.dtype]}, {c}> out;", "out.store(p.y + by + (top + i) * p.my[0] + first);"
-    read = (
-        f"const Pack<{CPP[p.right.dtype]}, {c}> read(p.r + br + (k0 + k) * p.mr[0] + first);" if share.vectors else ""
-    )
     return f"""const u32 inside = share % area;
     const int top = inside / shares * {r}, first = inside % shares * {c};
     if (share / area >= p.matrices) return;

@@ -26,8 +26,8 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import BF16, FP16, FP32
 
-CLUSTERS, BLOCKS, VECTORS = (1, 2, 4, 8, 16), (256, 512, 1024), (1, 2, 4, 8)
-"""Blocks of a cluster, threads of a block, accesses of a thread."""
+CLUSTERS, BLOCKS, MOST_ACCESSES = (1, 2, 4, 8, 16), (256, 512, 1024), 8
+"""Blocks of a cluster, threads of a block, most accesses of a thread."""
 ACCESS = 16
 """Bytes of an access."""
 ROUND_S = 0.75e-6
@@ -65,7 +65,7 @@ def refuse(problem: Problem, config: Config, capability: tuple[int, int] = (9, 0
     """Why the configuration cannot run the problem, or None."""
     if config.cluster > 1 and capability < (9, 0):
         return f"GPUs of capability {capability[0]}.{capability[1]} have no clusters"
-    if config.vectors(problem) > VECTORS[-1]:
+    if config.vectors(problem) > MOST_ACCESSES:
         return f"{config.cluster} blocks cannot keep {problem.accesses * ACCESS} bytes in registers"
     return None
 

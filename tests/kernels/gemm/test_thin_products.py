@@ -154,6 +154,19 @@ def test_short_products_with_a_vector_need_no_tensor_cores(terms: int, threads: 
     assert ("matmul_tiled" in tactics, "matmul_sm90" in tactics) == (threads, not threads)
 
 
+@pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_90a"])
+@pytest.mark.parametrize("name", ["rows", "outlook"])
+def test_thin_products_on_tensor_cores_have_a_grid_of_tiles(name: str, target: str) -> None:
+    """Engines whose rows do not depend on the batch run them there, whatever their number."""
+    program = lowered(graph_of(name), "fp16", target=target, row_invariant=True, no_cubins=True)
+    steps = [s.params["launch"] for s in program.steps if s.executor == "cuda"]
+    found = [s for s in steps if program.kernels[s["kernel"]].template == "matmul_mma.cu"]
+    assert found
+    for launch in found:
+        assert not is_on_threads(program.kernels[launch["kernel"]])
+        assert launch["grid"][2] == {"rows": 512, "outlook": 4800}[name]  # a layer of tiles for each matrix
+
+
 def test_a_constant_of_one_row_that_is_added_is_padded() -> None:
     """Its three elements are no row of eight: a launch would read beyond them."""
     n = Net()
