@@ -19,7 +19,9 @@ from optdnn.types import is_float
 DECIDES = frozenset({"NonMaxSuppression", "NonZero", "SVMDecision", "TopK", "TreeEnsemble"})
 """Kinds that compare the elements of their operands, and whose results are indices, or depend on comparisons alone."""
 
-CARRIES = frozenset({"LogSoftmax", "ReduceMax", "ReduceMin", "ScatterElements", "ScatterND", "Softmax"})
+CARRIES = frozenset(
+    {"GlobalMaxPool", "LogSoftmax", "MaxPool", "ReduceMax", "ReduceMin", "ScatterElements", "ScatterND", "Softmax"}
+)
 """Kinds between features and decisions, besides pointwise operators and operators that only move elements."""
 
 

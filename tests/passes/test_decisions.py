@@ -80,6 +80,23 @@ def test_scores_that_are_ranked() -> None:
     assert again.changes == 0
 
 
+def test_peaks_that_are_ranked() -> None:
+    """An element is a peak if it equals the largest one around it: both have one rounding (SuperPoint)."""
+    text = RANKED.replace(
+        "r = Reshape(s, flat)",
+        "b = MaxPool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(s) e = Equal(s, b) c = CastLike(e, s) p = Mul(s, c) "
+        "r = Reshape(p, flat)",
+    )
+    found = types(assigned(text, PrecisionPlan.of_option("fp16"))[0])
+    assert found["Conv"] == "fp16"
+    assert {found[k] for k in ("Sigmoid", "MaxPool", "Mul", "TopK")} == {"fp32"}
+    feeds = {"x": np.random.default_rng(0).standard_normal((1, 2, 8, 8)).astype(np.float32)}
+    graph = from_text(text)
+    want = evaluate(graph, feeds)["y"]
+    assert np.count_nonzero(want) > 8
+    np.testing.assert_allclose(simulate(lowered(graph, "fp16"), feeds)["y"], want, rtol=0.01)
+
+
 def test_a_plan_that_names_it_has_its_way() -> None:
     graph, _ = assigned(RANKED, PrecisionPlan("fp16", {"*": "fp16"}, "fp16"))
     assert {types(graph)[k] for k in ("Sigmoid", "TopK")} == {"fp16"}
