@@ -97,6 +97,36 @@ def test_peaks_that_are_ranked() -> None:
     np.testing.assert_allclose(simulate(lowered(graph, "fp16"), feeds)["y"], want, rtol=0.01)
 
 
+LARGEST = """<ir_version: 9, opset_import: ["": 18]>
+g (float[4,64] a, float[4,64] b) => (float[4,64] y) <int64[1] last = {1}>
+{ m = Mul(a, b) h = Exp(m) p = ReduceMax(h, last) e = Equal(h, p) c = CastLike(e, h) y = Mul(c, h) }"""
+
+
+def test_elements_that_equal_the_largest_one() -> None:
+    """The reduction and the comparison compute the elements twice, in registers."""
+    graph = from_text(LARGEST)
+    rng = np.random.default_rng(0)
+    feeds = {k: rng.standard_normal((4, 64)).astype(np.float32) for k in ("a", "b")}
+    got = simulate(lowered(graph, "fp16"), feeds)["y"]
+    assert np.count_nonzero(got) == 4
+    np.testing.assert_allclose(got, evaluate(graph, feeds)["y"], rtol=0.01)
+    found = types(assigned(LARGEST, PrecisionPlan.of_option("fp16"))[0])
+    assert found["Exp"] == found["ReduceMax"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("h = Exp(m)", "h = Softmax(m)"),  # a layer stores its result once
+        ("e = Equal(h, p)", "q = Constant<value = float {0.5}>() e = Equal(h, q)"),
+        ("e = Equal(h, p)", "i = Cast<to = 9>(h) j = Cast<to = 9>(p) e = Equal(i, j)"),
+    ],
+)
+def test_comparisons_that_do_not_decide(old: str, new: str) -> None:
+    found = types(assigned(LARGEST.replace(old, new), PrecisionPlan.of_option("fp16"))[0])
+    assert found["ReduceMax"] == "fp16"
+
+
 def test_a_plan_that_names_it_has_its_way() -> None:
     graph, _ = assigned(RANKED, PrecisionPlan("fp16", {"*": "fp16"}, "fp16"))
     assert {types(graph)[k] for k in ("Sigmoid", "TopK")} == {"fp16"}
