@@ -5,8 +5,8 @@ the picture's size, so that boxes of two classes never overlap. At an offset of 
 the wrong boxes would be suppressed. So the operators between a decision and the convolutions and products that compute features
 stay in fp32, unless the plan names them. This is little work, since it comes after the features.
 
-An Equal of two computed floats decides, too: ``x == max(x)`` finds the peaks of a heat map, or the pairs of points that choose each
-other (LoFTR). A kernel may compute ``x`` again in its registers, and then the rounded maximum equals none of its elements.
+A comparison with selected elements decides, too: ``x == max(x)`` finds the peaks of a heat map, or the pairs of points that choose
+each other (LoFTR). A kernel may compute ``x`` again in its registers, and then the rounded maximum equals none of its elements.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ DECIDES = frozenset({"NonMaxSuppression", "NonZero", "SVMDecision", "TopK", "Tre
 SELECTS = frozenset({"GlobalMaxPool", "MaxPool", "ReduceMax", "ReduceMin"})
 """Kinds whose results are elements of their operand, besides operators that only move elements."""
 
+TAKES = frozenset({"Gather", "GatherElements", "GatherND"})
+"""Kinds of moving operators that take elements at positions."""
+
+COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
+
 CARRIES = SELECTS | {"LogSoftmax", "ScatterElements", "ScatterND", "Softmax"}
 """Kinds between features and decisions, besides pointwise operators and operators that only move elements."""
 
@@ -33,9 +38,9 @@ CARRIES = SELECTS | {"LogSoftmax", "ScatterElements", "ScatterND", "Softmax"}
 def decisions(graph: Graph) -> dict[int, Op]:
     """Op id -> the op that decides, for every op that a decision depends on."""
     found: dict[int, Op] = {}
-    equals = _equals(graph)
+    compares = _compares(graph)
     for decider in graph.order():
-        if decider.id not in equals and not decides(graph, decider):
+        if decider.id not in compares and not decides(graph, decider):
             continue
         left = [decider]
         while left:
@@ -58,27 +63,48 @@ def decides(graph: Graph, op: Op) -> bool:
     return any(decides(b.graph, inner) for b in bodies if isinstance(b, GraphBody) for inner in b.graph.ops())
 
 
-def _equals(graph: Graph) -> set[int]:
-    """The ids of the ops that ask, as an op or as a stage, whether two computed floats are equal, of which a kernel may compute one
-    in its registers. Values that a layer stored are the same for all readers."""
+def _compares(graph: Graph) -> set[int]:
+    """The ids of the ops that compare, as an op or as a stage, a float with one that is selected from pointwise results, or that
+    ask whether such a result equals another computed float. A kernel may compute one of the two in its registers. Values
+    that a layer stored are the same for all readers."""
     found = set[int]()
     for op in graph.order():
-        if op.kind != "Equal" and (op.kind != "Pointwise" or all(s.kind != "Equal" for s in op.attrs.epilogue)):
+        if op.kind not in COMPARES and (
+            op.kind != "Pointwise" or COMPARES.isdisjoint(s.kind for s in op.attrs.epilogue)
+        ):
             continue
         for step in steps_of(op):
             read = [v for v in step.args if isinstance(v, Value)]
-            computed = all(graph.constant_value(v) is None and is_float(graph.type(v).dtype) for v in read)
-            if step.kind == "Equal" and computed and (len(read) < 2 or any(_is_pointwise(graph, v) for v in read)):
+            if step.kind not in COMPARES or any(not _is_computed_float(graph, v) for v in read):
+                continue
+            known = [_is_selected(graph, v) for v in read if is_pointwise(_source(graph, v))]
+            if any(known) or (step.kind == "Equal" and (known or len(read) < len(step.args))):
                 found.add(op.id)
     return found
 
 
-def _is_pointwise(graph: Graph, value: Value) -> bool:
-    """Whether a value is a pointwise operator's result, or elements selected from one."""
+def _is_computed_float(graph: Graph, value: Value) -> bool:
+    return is_float(graph.type(value).dtype) and graph.constant_value(value) is None
+
+
+def _source(graph: Graph, value: Value) -> Op:
+    """The op that computes the elements of a value."""
     op = graph.op(value)
-    while op.kind in SELECTS or (op.kind in OPDEFS and OPDEFS[op.kind].traits.movement):
+    while op.kind in SELECTS or _moves(op):
         op = graph.op(operand(op))
-    return is_pointwise(op)
+    return op
+
+
+def _is_selected(graph: Graph, value: Value) -> bool:
+    """Whether a value's elements are selected from those of another value."""
+    op = graph.op(value)
+    while _moves(op) and op.kind not in TAKES:
+        op = graph.op(operand(op))
+    return op.kind in SELECTS | TAKES
+
+
+def _moves(op: Op) -> bool:
+    return op.kind in OPDEFS and OPDEFS[op.kind].traits.movement
 
 
 def _carries(op: Op) -> bool:

@@ -102,16 +102,29 @@ g (float[4,64] a, float[4,64] b) => (float[4,64] y) <int64[1] last = {1}>
 { m = Mul(a, b) h = Exp(m) p = ReduceMax(h, last) e = Equal(h, p) c = CastLike(e, h) y = Mul(c, h) }"""
 
 
-def test_elements_that_equal_the_largest_one() -> None:
+@pytest.mark.parametrize(
+    ("p", "e"),
+    [
+        ("ReduceMax(h, last)", "Equal(h, p)"),
+        ("ReduceMax(h, last)", "GreaterOrEqual(h, p)"),
+        ("ReduceMax(h, last)", "LessOrEqual(p, h)"),
+        ("ReduceMax(h, last)", "l = Less(h, p) e = Not(l)"),
+        ("ReduceMax(h, last)", "l = Greater(p, h) e = Not(l)"),
+        ("i = ArgMax<axis = 1>(h) p = GatherElements<axis = 1>(h, i)", "GreaterOrEqual(h, p)"),
+    ],
+)
+def test_elements_that_equal_the_largest_one(p: str, e: str) -> None:
     """The reduction and the comparison compute the elements twice, in registers."""
-    graph = from_text(LARGEST)
+    text = LARGEST.replace("p = ReduceMax(h, last)", p if " = " in p else f"p = {p}")
+    text = text.replace("e = Equal(h, p)", e if " = " in e else f"e = {e}")
+    graph = from_text(text)
     rng = np.random.default_rng(0)
     feeds = {k: rng.standard_normal((4, 64)).astype(np.float32) for k in ("a", "b")}
     got = simulate(lowered(graph, "fp16"), feeds)["y"]
     assert np.count_nonzero(got) == 4
     np.testing.assert_allclose(got, evaluate(graph, feeds)["y"], rtol=0.01)
-    found = types(assigned(LARGEST, PrecisionPlan.of_option("fp16"))[0])
-    assert found["Exp"] == found["ReduceMax"] == "fp32"
+    found = types(assigned(text, PrecisionPlan.of_option("fp16"))[0])
+    assert found["Exp"] == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -119,6 +132,7 @@ def test_elements_that_equal_the_largest_one() -> None:
     [
         ("h = Exp(m)", "h = Softmax(m)"),  # a layer stores its result once
         ("e = Equal(h, p)", "q = Constant<value = float {0.5}>() e = Equal(h, q)"),
+        ("e = Equal(h, p)", "q = ReduceMean(h, last) e = Less(h, q)"),
         ("e = Equal(h, p)", "i = Cast<to = 9>(h) j = Cast<to = 9>(p) e = Equal(i, j)"),
     ],
 )
