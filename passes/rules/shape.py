@@ -132,8 +132,8 @@ def _expand_target(before: Shape, after: Shape) -> tuple[int, ...] | None:
 def redundant_expand(graph: Graph, op: Op) -> Match | Miss | None:
     """A pointwise operator reads the operand of an Expand and broadcasts it, if its other operands have the expanded sizes.
 
-    For example, PyTorch's ``expand_as`` writes such an Expand in front of a gate's multiplication. An operator on constants runs before
-    the Expand of one of them: transformers write masks that hide nothing like this.
+    For example, PyTorch's ``expand_as`` writes such an Expand in front of a gate's multiplication. An operator on constants runs
+    before the Expand of one of them (masks that hide nothing).
     """
     refused = None
     for slot, value in enumerate(op.inputs):
