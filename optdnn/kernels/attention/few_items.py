@@ -44,3 +44,13 @@ def seconds(
     if split == 1:
         return alone
     return alone + SHARED + (split - 1) * wide * (SHARED_PART + LOADED * keys * tiles * split)
+
+
+MEET, SENT = 1.0e-6, 42e9
+"""Seconds in which the blocks of a cluster meet, and bytes per second that one of them receives."""
+
+
+def shared(sharers: int, warps: int, head: int) -> float:
+    """Further seconds if so many blocks of a cluster share queries: the first block adds the results of the others, of so many warps
+    each. ``head``: features."""
+    return 0.0 if sharers == 1 else MEET + (sharers - 1) * warps * (head / 8 + 1) * 512 / SENT

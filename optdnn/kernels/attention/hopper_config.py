@@ -36,7 +36,7 @@ class Config:
     """An item has ``warpgroups`` x 64 queries (``split``: 64). Tiles of ``keys`` keys pass through a ring of ``stages``. Registers must
     allow ``blocks`` blocks per multiprocessor. ``persistent``: one wave of blocks takes all items in turn; otherwise a block takes
     one item. ``turns``: a block's warpgroups issue their products in turn. ``split``: a block's warpgroups share 64 queries and take
-    its tiles of keys in turn."""
+    its tiles of keys in turn. ``sharers``: so many blocks of a cluster share these queries, each with a part of the tiles."""
 
     warpgroups: int
     keys: int
@@ -45,24 +45,35 @@ class Config:
     persistent: bool = False
     turns: bool = False
     split: bool = False
+    sharers: int = 1
 
     @property
     def queries(self) -> int:
         """Queries of an item."""
         return 64 if self.split else 64 * self.warpgroups
 
+    def block_tiles(self, tiles: int) -> int:
+        """Number of the ``tiles`` tiles that a block loads."""
+        return -(-tiles // self.sharers)
+
     def own_tiles(self, tiles: int) -> int:
         """Number of the ``tiles`` tiles that the busiest warpgroup multiplies."""
-        return -(-tiles // self.warpgroups) if self.split else tiles
+        return -(-self.block_tiles(tiles) // self.warpgroups) if self.split else tiles
 
     def __str__(self) -> str:
         flags = "p" * self.persistent + "t" * self.turns + "k" * self.split
+        flags += f"c{self.sharers}" if self.sharers > 1 else ""
         return f"attn{self.warpgroups}n{self.keys}s{self.stages}b{self.blocks}{flags}"
 
 
 def loader(problem: Problem, config: Config) -> int:
     """Number of loading warps: 0 if each tile of a block has its own stage."""
-    return int(config.persistent or -(-problem.keys // config.keys) > config.stages)
+    return int(config.persistent or config.block_tiles(-(-problem.keys // config.keys)) > config.stages)
+
+
+def live_warps(problem: Problem) -> int:
+    """Warps of a warpgroup that have queries, 16 each."""
+    return min(4, -(-problem.queries // 16))
 
 
 def row_items(problem: Problem, config: Config) -> int:
@@ -104,6 +115,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     ring = problem.head * 4 * config.stages * config.keys
     if config.split:  # the results of the other warpgroups overwrite the ring
         ring = max(ring, (config.warpgroups - 1) * (problem.head // 8 + 1) * 2048)
+        ring = max(ring, (config.sharers - 1) * (problem.head // 8 + 1) * 512 * live_warps(problem))
     return _BARRIER_BYTES + problem.head * 2 * query_places(problem, config) * config.queries + ring
 
 
@@ -129,10 +141,10 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     tiles = -(-problem.keys // config.keys)
     if config.turns and (config.warpgroups == 1 or tiles == 1):
         return "turns need several warpgroups and several tiles"
-    if config.split and (why := _no_split(config, tiles)) is not None:
+    if (why := _no_split(config, tiles)) is not None:
         return why
-    if config.stages > (8 if config.persistent else min(tiles, 8)):
-        return f"{config.stages} stages for {tiles} tiles"
+    if config.stages > (8 if config.persistent else min(config.block_tiles(tiles), 8)):
+        return f"{config.stages} stages for {config.block_tiles(tiles)} tiles"
     if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
         return why
     # Scores, their packed copies (in place with a single tile), results and the rest: fitted to the compiler's reports.
@@ -141,7 +153,9 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     bias = (mask, config.keys / 2, 36.0)[factor_form(problem, config)]
     wide = WIDE_REGISTERS if problem.head > TWO_PLACES else 0
     bias += (SOFTCAP_REGISTERS if problem.softcap else 0) + (SINK_REGISTERS if problem.sinks else 0)
-    merged = problem.head / 2 + 4 * config.warpgroups + MERGE_REGISTERS + wide if config.split else 0.0
+    merged = (
+        problem.head / 2 + 4 * max(config.warpgroups, config.sharers) + MERGE_REGISTERS + wide if config.split else 0.0
+    )
     if max(scores + problem.head / 2 + rest + bias + wide, merged) > (limit := register_limit(problem, config)):
         return f"scores and results of a thread exceed {limit} registers"
     widest = max(config.keys, problem.head)
@@ -154,12 +168,21 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
 
 
 def _no_split(config: Config, tiles: int) -> str | None:
-    """Why a block's warpgroups cannot share ``tiles`` tiles of keys, or None."""
+    """Why a block's warpgroups, or the blocks of a cluster, cannot share ``tiles`` tiles of keys, or None."""
+    if config.sharers > 1 and not config.split:
+        return "blocks share queries whose warpgroups share them, too"
+    if config.sharers not in (1, 2, 4, 8):
+        return f"{config.sharers} blocks do not form a cluster"
+    if not config.split:
+        return None
+    own = config.block_tiles(tiles)
+    if (config.sharers - 1) * own >= tiles:
+        return f"{tiles} tiles of keys for {config.sharers} blocks"
     if config.warpgroups == 1 or config.persistent or config.turns:
         return "warpgroups that share keys need several warpgroups, one item per block and no turns"
-    if tiles < config.warpgroups:
-        return f"{tiles} tiles of keys for {config.warpgroups} warpgroups"
-    if config.stages < tiles and config.stages % config.warpgroups:
+    if own < config.warpgroups:
+        return f"{own} tiles of keys for {config.warpgroups} warpgroups"
+    if config.stages < own and config.stages % config.warpgroups:
         return f"{config.stages} stages, which {config.warpgroups} warpgroups do not share evenly"
     return None
 

@@ -12,6 +12,7 @@ from optdnn.kernels.attention.hopper_config import (
     Config,
     at_once,
     factor_form,
+    live_warps,
     query_places,
     row_items,
     shared_bytes,
@@ -100,7 +101,10 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         busiest = math.ceil(seen) if problem.reach >= 0 else tiles  # in one wave, the item with the most tiles decides
         own, work = again * max(1, config.own_tiles(busiest)), (FEW_SCORE + added) / FEW_SCORE
         groups, split = (1, config.warpgroups) if config.split else (config.warpgroups, 1)
-        return few_items.seconds(config.keys, own, groups, problem.head, work, split, ahead=config.stages > split)
+        alone = few_items.seconds(config.keys, own, groups, problem.head, work, split, ahead=config.stages > split)
+        return max(alone, 0.8e-6 + problem.bytes / MEMORY) + few_items.shared(
+            config.sharers, live_warps(problem), problem.head
+        )
     scores = 64 * config.keys * (unit.score + added) + unit.scores
     alone = unit.alone[0] * scores + unit.alone[1] * multiply + unit.alone[2]
     if config.stages == 1 and tiles > 1:  # nothing is loaded while the warpgroup multiplies

@@ -14,6 +14,7 @@ from optdnn.kernels.attention.hopper_config import (
     Config,
     at_once,
     factor_form,
+    live_warps,
     loader,
     query_places,
     refuse,
@@ -32,6 +33,8 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.compile.render import values_instruction
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
+LONG = 4
+"""Least tiles of keys that several blocks share."""
 __all__ = ["Config", "Problem", "candidates", "estimate", "launch", "order_of_sums", "recipe", "refuse"]
 
 
@@ -40,7 +43,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     defines = {
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
         "LOADER": loader(problem, config), "ONE_TILE": int(config.own_tiles(-(-problem.keys // config.keys)) == 1),
-        "PERSISTENT": int(config.persistent), "QUERY_PLACES": query_places(problem, config), "TURNS": int(config.turns), "SPLIT": int(config.split), "REGISTERS": register_limit(problem, config),
+        "PERSISTENT": int(config.persistent), "QUERY_PLACES": query_places(problem, config), "TURNS": int(config.turns), "SPLIT": int(config.split), "SHARERS": config.sharers, "LIVE_WARPS": live_warps(problem) if config.sharers > 1 else 4, "REGISTERS": register_limit(problem, config),
         "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "REACH": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "HAS_LENGTHS": int(problem.lengths),
         "MASK": mask_width(problem), "MASK_ROWS": mask_rows(problem),
         "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config), "SOFTCAP": int(problem.softcap > 0),
@@ -95,7 +98,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
         parameters.f32(weights.inverse, weights.high, weights.scale)
     if scores is not None:
         parameters.f32(problem.scale * scores.inverse, scores.low, scores.high, scores.scale * math.log2(math.e))
-    grid = (rows, problem.heads, problem.batch)
+    grid = (rows * config.sharers, problem.heads, problem.batch)
     if config.persistent:
         grid = (min(items, gpu.multiprocessors * at_once(problem, config, gpu)), 1, 1)
     return parameters.launch(
@@ -104,12 +107,13 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
         grid,
         threads(problem, config),
         shared=shared_bytes(problem, config),
+        cluster=config.sharers,
     )
 
 
 def order_of_sums(config: Config) -> tuple[int, ...]:
     """Key of the order in which a row is summed: equal keys, equal order."""
-    return (config.keys, config.warpgroups if config.split else 1)
+    return (config.keys, config.warpgroups if config.split else 1, config.sharers)
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
@@ -133,7 +137,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
                             (estimate(problem, c, device), c) for c in (config, *_in_turn(problem, config, tiles))
                         ]
                         break
-    return varied(found, lambda c: (c.warpgroups, c.keys, c.persistent, c.turns, c.split), limit)
+    return varied(found, lambda c: (c.warpgroups, c.keys, c.persistent, c.turns, c.split, c.sharers), limit)
 
 
 def _forms(problem: Problem, warpgroups: int, keys: int, device: GpuFacts) -> list[Config]:
@@ -144,7 +148,11 @@ def _forms(problem: Problem, warpgroups: int, keys: int, device: GpuFacts) -> li
         if row_items(problem, found[0]) * problem.heads * problem.batch > device.multiprocessors:
             found += [Config(warpgroups, keys, n, persistent=True) for n in (2, 3)]
     if warpgroups > 1 and has_few_items(problem, device):
-        found.append(Config(warpgroups, keys, min(tiles, 2 * warpgroups), split=True))
+        shared = Config(warpgroups, keys, min(tiles, 2 * warpgroups), split=True)
+        items = row_items(problem, shared) * problem.heads * problem.batch
+        most = device.multiprocessors // items if tiles >= LONG else 1
+        sharing = [replace(shared, sharers=n) for n in (1, 2, 4, 8) if n <= most]
+        found += [replace(c, stages=min(c.block_tiles(tiles), c.stages)) for c in sharing]
     return found
 
 

@@ -104,6 +104,32 @@ def split(problem: Problem) -> list[Config]:
 SPLIT = {
     f"{name}, {c}": (problem, c) for name, problem in SPLIT_PROBLEMS.items() for c in dict.fromkeys(split(problem))
 }
+SHARING_PROBLEMS: dict[str, Problem] = {
+    "16 queries": apart(1, 8, 16, 2000, 64),
+    "a last block of one tile": apart(2, 3, 40, 1100, 64, dtype="bfloat16"),
+    "two rows of queries": apart(1, 2, 100, 1500, 32),
+    "wide heads of many keys": apart(1, 2, 33, 1200, 128),
+    "a mask over many keys": apart(1, 3, 50, 1024, 64, mask=(1024, 0, 0)),
+    "lengths of many keys": apart(4, 2, 20, 1024, 64, lengths=True),
+    "causal, many keys, some queries see nothing": apart(1, 2, 300, 1024, 64, causal=True, causal_offset=-20),
+    "a window in many keys": apart(1, 2, 128, 1024, 64, causal=True, causal_offset=800, reach=200),
+    "sinks beside many keys": apart(1, 4, 8, 1024, 64, sinks=True),
+    "bytes of many keys": apart(1, 4, 30, 1024, 64, narrow="int8"),
+}
+
+
+def sharing(problem: Problem) -> list[Config]:
+    """The first candidates of each number of blocks in a cluster, and one without a loading warp."""
+    found = [c for c in hopper.candidates(problem, H200, limit=1000) if c.sharers > 1]
+    some = [next((c for c in found if c.sharers == n), None) for n in (2, 4, 8)]
+    whole = next((c for c in found if not hopper_config.loader(problem, c)), None)
+    return [c for c in (*some, whole) if c is not None]
+
+
+SHARING = {
+    f"{name}, {c}": (problem, c) for name, problem in SHARING_PROBLEMS.items() for c in dict.fromkeys(sharing(problem))
+}
+SPLIT |= SHARING
 FEW |= dict(list(SPLIT.items())[::9])
 GROWING = {name: x for name, x in list((LAUNCHES | SPLIT).items())[::7] if x[0].keys > x[1].keys}
 
@@ -234,9 +260,28 @@ def test_first_choices_of_few_items() -> None:
     }
 
 
+def test_blocks_of_a_cluster_share_the_keys_of_few_queries() -> None:
+    few = apart(1, 8, 16, 16384, 64)
+    first = hopper.candidates(few, H200)[0]
+    assert (first.split, first.sharers) == (True, 8)
+    assert {c.sharers for c in hopper.candidates(few, H200, limit=1000)} == {1, 2, 4, 8}
+    assert {c.sharers for c in hopper.candidates(apart(1, 8, 512, 16384, 64), H200, limit=1000)} == {1, 2}
+    assert {c.sharers for c in hopper.candidates(apart(1, 8, 16, 96, 64), H200, limit=1000)} == {1}
+    config = Config(2, 128, 4, split=True, sharers=8)
+    assert (str(config), config.block_tiles(128), config.own_tiles(128)) == ("attn2n128s4b1kc8", 16, 8)
+    made = hopper.launch(few, config, H200)
+    assert (made.grid, made.cluster) == ((8, 8, 1), 8)
+    assert hopper.order_of_sums(config) != hopper.order_of_sums(replace(config, sharers=4))
+    assert hopper.estimate(few, config, H200) < hopper.estimate(few, replace(config, sharers=2), H200)
+
+
 @pytest.mark.parametrize(
     ("config", "because"),
     [
+        (Config(2, 64, 2, sharers=2), "blocks share queries whose warpgroups share them, too"),
+        (Config(2, 64, 2, split=True, sharers=3), "3 blocks do not form a cluster"),
+        (Config(2, 144, 2, split=True, sharers=8), "4 tiles of keys for 8 blocks"),
+        (Config(4, 112, 3, split=True, sharers=2), "3 tiles of keys for 4 warpgroups"),
         (
             Config(1, 64, 2, split=True),
             "warpgroups that share keys need several warpgroups, one item per block and no turns",
@@ -249,6 +294,7 @@ def test_first_choices_of_few_items() -> None:
             Config(2, 64, 2, turns=True, split=True),
             "warpgroups that share keys need several warpgroups, one item per block and no turns",
         ),
+        (Config(4, 64, 2, split=True, sharers=4), "9 tiles of keys for 4 blocks"),
         (Config(4, 192, 3, split=True), "3 tiles of keys for 4 warpgroups"),
         (Config(2, 64, 3, split=True), "3 stages, which 2 warpgroups do not share evenly"),
     ],

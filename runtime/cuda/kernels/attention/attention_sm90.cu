@@ -15,13 +15,15 @@
 // Without it they wait for the same tile, and tensor cores and exponentials are busy one after the other.
 //
 // SPLIT: the warpgroups of a block share 64 queries, and take tiles of keys in turn, which shortens the latency of few queries. At the end
-// the first warpgroup adds the results of all.
+// the first warpgroup adds the results of all. SHARERS: so many blocks of a cluster share these queries as well, each with a part of the
+// tiles. The first block adds the results of all.
 //
 // A head of HEAD features (a multiple of 16, of 64 above 128; TMA pads the tensor with zeros) is stored in shared memory as subtiles with SPAN bytes per row.
 // k is K-major. The rows of v are keys, so v is wgmma's MN-major operand.
 //
 // generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a separate warp loads), ONE_TILE (a warpgroup has one tile at most),
-// PERSISTENT (implies LOADER), QUERY_PLACES (buffers of queries: 1, or 2 if PERSISTENT), TURNS, SPLIT, REGISTERS (per multiplying thread of
+// PERSISTENT (implies LOADER), QUERY_PLACES (buffers of queries: 1, or 2 if PERSISTENT), TURNS, SPLIT, SHARERS, LIVE_WARPS (of a
+// warpgroup: those with queries, if blocks share them), REGISTERS (per multiplying thread of
 // a persistent block), HEAD, SPAN, MIN_BLOCKS, CAUSAL, REACH (a query sees only a limited number of keys before its position; earlier tiles
 // are neither loaded nor multiplied), FROM_END (positions of queries count from the end of the keys), HAS_LENGTHS, MASK (0 none; else
 // elements per load: 1 or 2), MASK_ROWS (2 where each query has its own mask, else 1), FACTORS (0: none; key k = KEY_WIDTH * row + column
@@ -49,6 +51,7 @@ constexpr u32 TURN_BARRIER = 1 + WARPGROUPS;       // barrier of the first warpg
 static_assert(!ROUNDED || (!SPLIT && !TURNS && !FACTORS && !SOFTCAP && !CAUSAL && !REACH), "rounded weights need whole rows");
 static_assert(QUERY_PLACES == 1 || (QUERY_PLACES == 2 && PERSISTENT), "the next item's queries have a buffer of their own");
 static_assert(ROUNDED != 2 || !MASK, "a mask would follow the rounding of scores");
+static_assert(SHARERS == 1 || SPLIT, "the warpgroups of blocks that share queries share them, too");
 static_assert(!SPLIT || (!PERSISTENT && !TURNS && (!LOADER || STAGES % WARPGROUPS == 0)), "a split block has one item, and stages for each warpgroup");
 
 struct Params {
@@ -88,13 +91,13 @@ struct Item {                                      // 64 * QUERY_GROUPS queries 
 
 // Addresses of a block's operands and barriers in shared memory.
 struct Room {
-    u32 query_full, query_empty, key_full, value_full, key_empty, value_empty, queries, keys, values;
+    u32 query_full, query_empty, key_full, value_full, key_empty, value_empty, others_full, queries, keys, values;
     float4* merged;                                // reuses the ring, at the end of a split block
 
     __device__ __forceinline__ Room(u8* shared, u32 base) {
         query_full = base, query_empty = query_full + 8 * QUERY_PLACES, key_full = query_empty + 8 * QUERY_PLACES;
         value_full = key_full + 8 * STAGES, key_empty = value_full + 8 * STAGES, value_empty = key_empty + 8 * STAGES;
-        queries = base + BARRIER_BYTES, keys = queries + QUERY_PLACES * QUERY_GROUPS * QUERY_BYTES, values = keys + STAGES * KEY_BYTES;
+        others_full = value_empty + 8 * STAGES, queries = base + BARRIER_BYTES, keys = queries + QUERY_PLACES * QUERY_GROUPS * QUERY_BYTES, values = keys + STAGES * KEY_BYTES;
         merged = reinterpret_cast<float4*>(shared + (keys - base));
     }
 };
@@ -105,7 +108,7 @@ DEVICE int own_end(const Params& p) { return PERSISTENT ? p.items : 1; }
 
 // The last queries of all heads come first: with causal order they see the most keys.
 DEVICE Item item_at(const Params& p, int index) {
-    if (!PERSISTENT) return {int(blockIdx.x) * QUERY_GROUPS * 64, int(blockIdx.y), int(blockIdx.z), int(blockIdx.y / u32(p.group))};
+    if (!PERSISTENT) return {int(blockIdx.x / SHARERS) * QUERY_GROUPS * 64, int(blockIdx.y), int(blockIdx.z), int(blockIdx.y / u32(p.group))};
     const int stack = p.items / p.row_items, row = index / stack, pair = index - row * stack;
     const int batch = pair / p.heads, head = pair - batch * p.heads;
     return {(p.row_items - 1 - row) * QUERY_GROUPS * 64, head, batch, head / p.group};
@@ -118,12 +121,15 @@ struct Tiles {                                     // tiles of keys: from first 
     int first, last;
 };
 
-// The tiles of all keys that any of the ``count`` queries from ``query`` on sees.
+// The tiles of all keys that any of the ``count`` queries from ``query`` on sees; of these the block's own, where blocks share them.
 DEVICE Tiles seen_tiles(const Params& p, int query, int count, int key_count) {
     const int ahead = seen_ahead(p, key_count);
     const int end = CAUSAL ? max(0, min(key_count, query + count + ahead)) : key_count;
     const int last = (end + BLOCK_KEYS - 1) / BLOCK_KEYS;
-    return {REACH ? min(last, max(0, query + ahead - p.reach) / BLOCK_KEYS) : 0, last};
+    const int first = REACH ? min(last, max(0, query + ahead - p.reach) / BLOCK_KEYS) : 0;
+    if (SHARERS == 1) return {first, last};
+    const int each = (last - first + SHARERS - 1) / SHARERS, own = min(last, first + int(cluster_rank()) * each);
+    return {own, min(last, own + each)};
 }
 
 // The number of keys of the item's batch entry.
@@ -443,6 +449,9 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     #pragma unroll
     for (int i = 0; i < 2; i++) sum[i] = quad_sum(sum[i]);
     if (SPLIT && !merge(at.merged, group, factor_of(p), out, sum, maximum)) return;
+#if SHARERS > 1
+    if (!merge_blocks(at, quarter, lane, factor_of(p), out, sum, maximum)) return;
+#endif
     #pragma unroll
     for (int i = 0; i < 2; i++) {
 #if SINKS
@@ -520,8 +529,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
             barrier_init(at.key_empty + 8 * i, QUERY_GROUPS * 4);
             barrier_init(at.value_empty + 8 * i, QUERY_GROUPS * 4);
         }
+        if (SHARERS > 1) barrier_init(at.others_full, 1);
         barrier_init_fence();
         async_proxy_fence();
+        if (SHARERS > 1) barrier_expect(at.others_full, (SHARERS - 1) * OTHERS_BYTES);
     }
     if (threadIdx.x == (LOADER ? WARPGROUPS * 128 : 32)) {
         tma_prefetch(&p.queries);
