@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.layout import check_syntax
 
 from optdnn.kernels.attention import hopper_kernel as attention
 from optdnn.kernels.attention.problem import Problem, bshd
@@ -127,7 +128,7 @@ def test_fp8_begins_with_sm_89() -> None:
 
 def compile_with(recipe: nvrtc.Recipe, text: str) -> None:
     wrapped = {**recipe.generated, "check.cu": f'#include "{recipe.name}"\n{text}\n'}
-    nvrtc.compile_recipe(replace(recipe, name="check.cu", generated=wrapped))
+    check_syntax(replace(recipe, name="check.cu", generated=wrapped))
 
 
 def layout_checks(struct: str, description: Launch, fields: dict[str, str]) -> str:

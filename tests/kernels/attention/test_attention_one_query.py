@@ -11,6 +11,7 @@ import pytest
 from support import emulated
 from support.attention_cases import Case, apart, merged, result_on_a_gpu, wide_values
 from support.host import COMPILER, WHY_NOT
+from support.layout import ATTENTION_FIELDS, check_pointers
 from support.net import Net
 from support.quantized_nets import attention_network
 from support.simulated import check_not_taken, check_simulated, lowered, tactics
@@ -99,15 +100,8 @@ def test_refusals(problem: Problem, because: str) -> None:
 @pytest.mark.parametrize("config", [Config(8, 8, True), Config(4, 8)], ids=str)
 def test_the_parameter_block_has_the_kernels_layout(config: Config) -> None:
     made = plans.launch(replace(CASES["sinks and a mask"][0], lengths=True), config, of_arch("sm_90a"))
-    names = {"q": "queries", "k": "keys", "v": "values", "out": "output"}
-    lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
-    lines += [
-        f"static_assert(__INTADDR__(&((Params*)0)->{names.get(p.operand, p.operand)}) == {p.at});"
-        for p in made.pointers
-    ]
     assert len(made.pointers) == (7 if config.cluster else 9)
-    generated = {**made.recipe.generated, "check.cu": "\n".join(['#include "attention_cached.cu"', *lines, ""])}
-    nvrtc.compile_recipe(replace(made.recipe, name="check.cu", generated=generated))
+    check_pointers(made, ATTENTION_FIELDS)
 
 
 @pytest.mark.nvrtc
