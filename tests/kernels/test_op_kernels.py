@@ -93,8 +93,11 @@ NO_HOPPER: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
-@pytest.mark.parametrize("name", NO_HOPPER)
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [(name, "sm_80") for name in NO_HOPPER]
+    + [(name, ("sm_86", "sm_89")[k % 2]) for k, name in enumerate(NO_HOPPER) if k % 3 == 0],
+)
 def test_kernels_without_hopper_features_compile_before_it_without_spills(name: str, arch: str) -> None:
     module, problem = NO_HOPPER[name]
     gpu = gpu_facts.of_arch(arch)

@@ -107,11 +107,12 @@ def test_the_parameter_block_has_the_kernels_layout(config: Config) -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"])
 def test_kernels_do_not_spill(arch: str) -> None:
-    for problem in (
-        apart(1, 32, 1, 2048, 128, 8, mask=(0, 0, 0)),
+    problems = (
         apart(1, 16, 1, 2048, 128, 1, mask=(0, 2048, 0), softcap=1.0, sinks=True),
+        apart(1, 32, 1, 2048, 128, 8, mask=(0, 0, 0)),
         apart(1, 8, 1, 2048, 256, 1, mask=(0, 0, 0), dtype="bfloat16"),
-    ):
+    )
+    for problem in problems if arch in ("sm_80", "sm_90a") else problems[:1]:
         for config in (Config(4, 1), Config(8, 8, True)) if arch.startswith("sm_90") else (Config(4, 1),):
             (kernel,) = nvrtc.resources(cached_kernel.recipe(plans.cached_problem(problem), config, arch)).values()
             assert kernel.spill_bytes == kernel.stack_bytes == 0
@@ -184,7 +185,7 @@ def test_a_quantized_result() -> None:
 
 
 def test_it_is_no_job_of_a_megakernel() -> None:
-    program = lowered(step(masked="keys"), target="cuda:h200", no_cubins=True)
+    program = lowered(step(masked="keys"), target="cuda:h200")
     plans = [(s, launch) for s in program.steps if (launch := parse(s, program).launch) is not None]
     ((one, launch),) = ((s, x) for s, x in plans if program.kernels[x.kernel].function == "attention_cached")
     assert job_of(one, launch, program) == "it writes no row of a cache"
