@@ -23,10 +23,12 @@ from optdnn.ops.layout import LayoutAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
 from optdnn.passes.support.facts import (
+    RESHAPES,
     bytes_of,
     channels_from_last,
     channels_to_last,
     operand,
+    reduction_axes,
     set_operand,
     shape_of,
     sizes_of,
@@ -165,7 +167,10 @@ def _sides(graph: Graph, op: Op) -> Sides:
     free = first is not None and (pointwise or op.kind in PREFER or op.kind in EITHER)
     ranked = rank in CHANNELS_LAST and all(o.type.rank == rank for o in op.outputs)
     if _drops_axes(graph, op):
-        return Sides(own if graph.type(operand(op)).rank in CHANNELS_LAST else _PLAIN, _PLAIN)
+        reads = own if graph.type(operand(op)).rank in CHANNELS_LAST else _PLAIN
+        return Sides(reads, (op.id, "result") if _keeps_channels(graph, op) else _PLAIN)
+    if _keeps_positions(graph, op):
+        return Sides(own, own)
     indices = op.kind == "MaxPool" and len(op.outputs) > 1  # indices count elements in plain order
     return Sides(own, own) if free and ranked and not indices else Sides(_PLAIN, _PLAIN)
 
@@ -182,6 +187,22 @@ def _drops_axes(graph: Graph, op: Op) -> bool:
     )
 
 
+def _keeps_channels(graph: Graph, op: Op) -> bool:
+    """Whether a reduction drops positions alone. Its kernels store results in either order, whatever they read."""
+    axes = reduction_axes(graph, op) if op.kind in EITHER and op.kind.startswith("Reduce") else None
+    return bool(axes) and min(axes or ()) > 1 and _rank(op) in CHANNELS_LAST
+
+
+def _keeps_positions(graph: Graph, op: Op) -> bool:
+    """Whether a Reshape divides or joins axes of positions alone: it is a view in either order."""
+    if op.kind not in RESHAPES:
+        return False
+    before, after = shape_of(graph, operand(op)), shape_of(graph, op.value)
+    if before is None or after is None or len(before) not in CHANNELS_LAST or len(after) not in CHANNELS_LAST:
+        return False
+    return before[:2] == after[:2]
+
+
 def _feeds_convolution(graph: Graph, op: Op) -> bool:
     """Whether a kind that prefers channels-last order reads the result, directly or after pointwise operators."""
     users, seen = list(graph.users(op.value)), set[int]()
@@ -192,7 +213,7 @@ def _feeds_convolution(graph: Graph, op: Op) -> bool:
         if user.id in seen or user.kind in STRUCTURAL:
             continue
         seen.add(user.id)
-        if user.definition.traits.pointwise and user.outputs[0].type.rank == _rank(op):
+        if user.definition.traits.pointwise or _keeps_channels(graph, user) or _keeps_positions(graph, user):
             users += graph.users(user.value)
     return False
 
@@ -214,7 +235,7 @@ def _turns_positions(op: Op) -> bool:
 def _follows(graph: Graph, op: Op, slot: int) -> bool:
     """Whether an op that can run in either order reads this operand in its own order; otherwise it reads plain order."""
     value = op.inputs[slot]
-    if slot == 0 and _drops_axes(graph, op):
+    if slot == 0 and (_drops_axes(graph, op) or _keeps_positions(graph, op)):
         return True
     if value is None or graph.type(value).rank != _rank(op):
         return False
@@ -241,6 +262,12 @@ def _uses(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[Value, list[t
                 free = user.kind not in STRUCTURAL and (user.kind == "Transpose" or _follows(graph, user, use.slot))
                 found.append((use, sides[user.id].reads if free else _PLAIN))
             yield value, found
+
+
+def _turns_matrices(graph: Graph, use: Use) -> bool:
+    """Whether a product reads a sequence: channels-last order is turned matrices, which it reads in place."""
+    op = graph.op(use.op)
+    return op.kind == "MatMul" and use.slot < 2 and graph.type(operand(op, use.slot)).rank == 3
 
 
 def _takes_windows(graph: Graph, use: Use) -> bool:
@@ -299,7 +326,7 @@ def _arcs(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[object, objec
             yield (own.writes if own.reads is _PLAIN else own.reads), _LAST, _conversion(graph, first)
     for value, uses in _uses(graph, sides):
         writes, cost = sides[value.op].writes, _conversion(graph, value)
-        others = [side for _, side in uses if side is not writes]
+        others = [side for use, side in uses if side is not writes and not _turns_matrices(graph, use)]
         if not cost or not others:
             continue
         # Paid once if the value is plain and any user wants it channels last, and the other way round.

@@ -30,6 +30,7 @@ from optdnn.passes.rules.select import known_compress, select_is_where
 from optdnn.passes.rules.selected_parts import element_of_stack, tile_is_expand
 from optdnn.passes.rules.shape import (
     constant_target,
+    equal_elements,
     gemm_transpose,
     kept_axes,
     redundant_expand,
@@ -58,6 +59,7 @@ class Canonicalize(RulePass):
         input_target,  # after chains: an outer Reshape may spare the inner one its target
         kept_axes,
         tile_is_expand,
+        equal_elements,
         redundant_expand,  # after targets are constant, so that sizes are known
         whole_axes,
         grid_gather,

@@ -6,7 +6,7 @@ less traffic.
 
 Operators beside normalizations, pools and reductions stay as they are: the launches of these may compute them too.
 
-A conversion in front of a product moves behind the views between them.
+A conversion in front of a product moves behind the views between them. Positions of largest elements need none.
 """
 
 from __future__ import annotations
@@ -99,6 +99,23 @@ def conversion_after_views(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((*views, cast), build)
 
 
+@rule("choice_before_conversion", {"ArgMax", "ArgMin", "TopK"})
+def choice_before_conversion(graph: Graph, op: Op) -> Match | Miss | None:
+    """The positions of the largest elements are those before a conversion from 16-bit floats to fp32: nothing is converted."""
+    cast = graph.op(operand(op))
+    if _converts(graph, cast) != "widens":
+        return None
+    if op.kind == "TopK" and list(graph.users(op.value)):
+        return Miss("the elements are read as well, and would be converted afterwards")
+
+    def build(patch: Patch) -> None:
+        made = patch.add_op(op.kind, [operand(cast), *op.inputs[1:]], op.attrs, outputs=len(op.outputs))
+        at = len(op.outputs) - 1
+        patch.replace(Value(op.id, at), Value(made.id, at))
+
+    return Match((op,), build)
+
+
 def _keeps_last(op: Op) -> bool:
     """Whether a Transpose keeps the last axis last."""
     return op.attrs.perm is not None and op.attrs.perm[-1] == len(op.attrs.perm) - 1
@@ -111,5 +128,6 @@ class FuseConversions(RulePass):
     rules = (
         PointwiseOfParts(joins=lambda graph, one: not _beside_others(graph, one)),
         Converted(),
+        choice_before_conversion,
         conversion_after_views,  # after operators have taken in their conversions
     )

@@ -106,7 +106,7 @@ class _Region:
 @rule("pad_channels", {"Conv"})
 def pad_channels(graph: Graph, op: Op) -> Match | Miss | None:
     """A depthwise convolution whose channels, or the parts of its channels, are not a multiple of 4."""
-    if not is_depthwise(graph, op) or len(op.outputs[0].type.dims) not in (3, 4):
+    if not is_depthwise(graph, op) or len(op.outputs[0].type.dims) not in (3, 4, 5):
         return None
     region = _Region(graph)
     region.grow(op.value)

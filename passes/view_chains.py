@@ -9,8 +9,11 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.ordered_channels import ordered_channels
@@ -28,8 +31,11 @@ from optdnn.passes.support.facts import (
 from optdnn.passes.support.image_views import is_image, read_as_image
 from optdnn.passes.support.parts_of_axes import VIEWS, Chain, chain_of
 from optdnn.passes.support.views import transposed
+from optdnn.types import Array
 
 Shape = tuple[int, ...]
+ROW, MOST_TRACED = 8, 1 << 22
+"""Rows of a multiple of ``ROW`` elements are moved as a whole; most elements of one item of the batch whose places are computed."""
 
 
 @rule("view_chain", {"Transpose"})
@@ -57,7 +63,8 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
     one, two = first.outputs[0].type.static_shape, middle.outputs[0].type.static_shape
     parts = _parts(one, two)
     if parts is None:
-        return Miss("the axes before and after its Reshape have no common parts")
+        views = [o for o in (before, first, middle, op, after) if o is not None]
+        return _rows_in_order(graph, x, views) or Miss("the axes before and after its Reshape have no common parts")
     back = [first.attrs.perm.index(i) for i in range(len(one))]
     given = [p for j in back for p in _groups(one, parts)[j]]
     joined = _groups(two, parts)
@@ -77,6 +84,47 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
 
     covered = [o for o in (end, op, middle, first, before) if o is not None]
     return Match(tuple(dict.fromkeys(covered)), build)
+
+
+def _rows_in_order(graph: Graph, x: Value, views: Sequence[Op]) -> Match | None:
+    """One Gather of whole rows in place of ``views``, and of later Transposes of rows: windows of 7 by 7 pixels become a grid of
+    7 by 7 (MaxViT). None if the views divide rows, or move the batch."""
+    index = _rows_after(graph, x, views)
+    while index is not None:
+        more = [graph.sole_user(views[-1].value)]
+        if more[0] is not None and more[0].kind in RESHAPES:
+            more.append(graph.sole_user(more[0].value))
+        longer = [*views, *(o for o in more if o is not None)]
+        found = _rows_after(graph, x, longer) if longer[-1].kind == "Transpose" and longer[-1] not in views else None
+        if found is None:
+            break
+        index, views = found, longer
+    if index is None:
+        return None
+    (batch, *_, width), end = graph.type(x).static_shape, views[-1].outputs[0].type.static_shape
+    rows = index
+
+    def build(patch: Patch) -> Value:
+        table = _in_shape(patch, x, (batch, len(rows), width))
+        return _in_shape(patch, patch.add("Gather", [table, patch.constant(rows, "rows")], GatherAttrs(1)), end)
+
+    return Match(tuple(reversed(views)), build)
+
+
+def _rows_after(graph: Graph, x: Value, views: Sequence[Op]) -> Array | None:
+    """The row of ``x`` at each place after ``views``, as its number in an item of the batch; None if they move no whole rows."""
+    batch, *_, width = shape = graph.type(x).static_shape
+    if width % ROW or math.prod(shape) > batch * MOST_TRACED:
+        return None
+    places = np.arange(math.prod(shape[1:])).reshape(1, *shape[1:])
+    for op in views:
+        t = op.outputs[0].type
+        if not t.is_static or t.static_shape[:1] != (batch,) or (op.kind == "Transpose" and op.attrs.perm[0] != 0):
+            return None
+        places = places.transpose(op.attrs.perm) if op.kind == "Transpose" else places.reshape(1, *t.static_shape[1:])
+    rows = places.reshape(-1, width)
+    whole = not (rows[:, 0] % width).any() and bool((rows == rows[:, :1] + np.arange(width)).all())
+    return rows[:, 0] // width if whole else None
 
 
 @rule("image_chain", VIEWS)

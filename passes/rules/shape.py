@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from optdnn.passes.support.facts import (
 )
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
-from optdnn.types import Shape, broadcast_dims
+from optdnn.types import Array, Shape, broadcast_dims
 
 X = Var("x")
 BROADCASTING = frozenset(
@@ -131,7 +132,8 @@ def _expand_target(before: Shape, after: Shape) -> tuple[int, ...] | None:
 def redundant_expand(graph: Graph, op: Op) -> Match | Miss | None:
     """A pointwise operator reads the operand of an Expand and broadcasts it, if its other operands have the expanded sizes.
 
-    For example, PyTorch's ``expand_as`` writes such an Expand in front of a gate's multiplication.
+    For example, PyTorch's ``expand_as`` writes such an Expand in front of a gate's multiplication. An operator on constants runs
+    before the Expand of one of them (masks that hide nothing).
     """
     refused = None
     for slot, value in enumerate(op.inputs):
@@ -145,12 +147,46 @@ def redundant_expand(graph: Graph, op: Op) -> Match | Miss | None:
             return Miss("a rank is unknown")
         if broadcast_dims(*shapes) == after:
             return Match((op, expand), partial(_reading, op, operands))
+        if shape_of(graph, expand.value) == after and all(graph.constant_value(v) is not None for v in operands):
+            return Match((op, expand), partial(_before, op, operands, expand.inputs[1]))
         refused = Miss("no other operand has the sizes to which it is expanded")
     return refused
 
 
 def _reading(op: Op, operands: Sequence[Value | None], patch: Patch) -> Value:
     return patch.add(op.kind, operands, op.attrs)
+
+
+def _before(op: Op, operands: Sequence[Value | None], target: Value, patch: Patch) -> Value:
+    return patch.add("Expand", [_reading(op, operands, patch), target])
+
+
+@rule("equal_elements", BROADCASTING)
+def equal_elements(graph: Graph, op: Op) -> Match | None:
+    """An operator on constants, the large ones with equal elements, computes one element, which an Expand repeats.
+
+    Folding leaves large results to the run: transformers write masks of all queries and keys that hide nothing.
+    """
+    arrays = [graph.constant_value(v) for v in op.inputs]
+    given = [a for a in arrays if a is not None]
+    if len(given) < len(arrays) or not op.outputs[0].type.is_static:
+        return None
+    after = op.outputs[0].type.static_shape
+    once = [_one(a) for a in given]
+    if math.prod(broadcast_dims(*(a.shape for a in once)) or ()) == math.prod(after):
+        return None
+    return Match((op,), partial(_repeated, op, once, after))
+
+
+def _one(array: Array) -> Array:
+    """One element with as many axes, if all elements are equal; else the array."""
+    equal = array.size > 1 and bool((array == array.flat[0]).all())
+    return array[(slice(1),) * array.ndim] if equal else array
+
+
+def _repeated(op: Op, once: Sequence[Array], shape: Sequence[int], patch: Patch) -> Value:
+    operands = [patch.constant(a, f"{op.name}.{k}") for k, a in enumerate(once)]
+    return patch.add("Expand", [_reading(op, operands, patch), integers(patch, shape, "shape")])
 
 
 @pattern_rule("transpose_chain", node("Transpose", node("Transpose", X, name="inner")))

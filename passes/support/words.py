@@ -82,6 +82,8 @@ RULES: Mapping[str, str] = {
     "reshape_chain": "Reshapes in a row merged",
     "reshapes_around": "Reshapes around pointwise operators removed",
     "whole_axes": "axes that a Slice takes as a whole left out",
+    "choice_before_conversion": "positions of largest elements found without a conversion",
+    "equal_elements": "operators on constants with equal elements, computed once",
     "redundant_expand": "Expands removed where the operators after them broadcast",
     "assembled_writes": "writes of all parts of a tensor joined",
     "hidden_write": "writes removed that the next one overwrites",

@@ -150,6 +150,18 @@ def test_a_chain_of_growing_concats_shares_one_buffer() -> None:
         np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_only_parts_of_channels_have_the_place_of_the_whole(axis: int) -> None:
+    """A convolution of all frames, and its part of the last frames beside other channels (a convolutional LSTM)."""
+    n = Net(seed=3)
+    x = n.conv(n.input(4, 16, 8, 8), 16, 3, pads=1, bias=True)
+    rest, last = n.op("Split", x, n.ints(2, 2) if axis == 0 else n.ints(8, 8), attrs=SplitAttrs(axis), outputs=2)
+    state = n.conv(n.input(4 - 2 * (axis == 0), 8, 8, 8, name="h"), 8)
+    joined = n.op("Concat", last, state, attrs=ConcatAttrs(1))
+    graph = n.done(n.conv(joined, 16, 3, pads=1), n.op("Tanh", rest))
+    check_simulated(graph, "fp16", tolerance=0.01)
+
+
 def test_images_of_one_channel_are_not_copied() -> None:
     """The mean and the maximum over channels are written in place, and the factor of the image is read without a copy (CBAM:
     Woo et al., 2018)."""

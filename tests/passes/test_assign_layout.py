@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.check import check_pass
 from support.net import Net
+from support.simulated import check_simulated
 
 from optdnn.dim import symbol
 from optdnn.ir.cut import minimum_cut
@@ -43,8 +44,10 @@ def consistent(graph: Graph) -> None:
     for op in graph.ops():
         read = {graph.type(v).layout for v in op.inputs if v is not None and graph.op(v).kind != "Constant"}
         written = {o.type.layout for o in op.outputs}
-        if op.kind in ("Input", "Output", "Reshape", "Flatten", "Gemm", "MatMul", "LayerNormalization"):
+        if op.kind in ("Input", "Output", "Flatten", "Gemm", "MatMul", "LayerNormalization"):
             assert read | written <= {""}, op
+        elif op.kind == "Reshape":
+            assert bool(read - {""}) == bool(written - {""}), op
         elif op.kind not in ("Constant", "Layout", "Transpose", "ArgMax") and op.outputs[0].type.rank == 4:
             assert len(read | written) == 1, op
 
@@ -92,7 +95,7 @@ def test_one_conversion_serves_all_branches() -> None:
 def test_operators_without_a_channels_last_form_force_conversions() -> None:
     n = Net(np.float64)
     x = n.conv(n.conv(n.input(1, 4, 8, 8), 8), 8)
-    x = n.op("Reshape", x, n.ints(1, 8, 8, 8))  # may mix the axes: plain order only
+    x = n.op("Reshape", x, n.ints(1, 16, 4, 8))  # mixes channels and positions: plain order only
     y = n.conv(n.conv(x, 8), 8)
     _, report = assign(n.done(y), last=4, convert=4)
     assert sum("Reshape has no channels-last form: 0.00 MB" in r for r in reasons(report)) == 2
@@ -170,6 +173,33 @@ def test_a_reduction_that_drops_its_axes_reads_channels_last_and_writes_plain(ax
     after, _ = assign(n.done(x), last=3, convert=1)
     (op,) = (op for op in after.ops() if op.kind == "ReduceMax")
     assert (after.type(op.inputs[0]).layout, op.outputs[0].type.layout) == ("nhwc", "")
+
+
+def test_a_reduction_of_positions_writes_the_order_that_is_read() -> None:
+    n = Net(np.float64)
+    x = n.conv(n.conv(n.input(1, 4, 8, 8), 8), 8)
+    x = n.op("ReduceMax", x, n.ints(3), attrs=ReduceAttrs(keepdims=False))
+    after, _ = assign(n.done(n.conv(x, 8)), last=4, convert=2)
+    (op,) = (op for op in after.ops() if op.kind == "ReduceMax")
+    assert (after.type(op.inputs[0]).layout, op.outputs[0].type.layout) == ("nhwc", "nwc")
+
+
+def test_positions_are_divided_in_either_order() -> None:
+    n = Net(np.float64)
+    x = n.op("Reshape", n.conv(n.conv(n.input(1, 4, 20), 8), 8), n.ints(1, 8, 4, 5))
+    assign(n.done(n.conv(n.op("Relu", x), 8)), last=5, convert=2)
+
+
+def test_products_read_sequences_in_either_order() -> None:
+    """Distances of points (DGCNN): the second factor is a view of the sequence, not converted."""
+    n = Net()
+    x = n.conv(n.conv(n.input(1, 8, 16), 8), 8)
+    turned = n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1)))
+    program = check_simulated(n.done(n.op("MatMul", turned, x)), "fp16", tolerance=0.02)
+    (product,) = (s.params for s in program.steps if s.params["op"]["kind"] == "MatMul")
+    first, second = product["reads"][:2]
+    assert first[:2] == second[:2]  # the same place in memory
+    assert first[3][1:] == second[3][:0:-1]  # one is the other one turned
 
 
 @pytest.mark.parametrize("keepdims", [True, False])

@@ -394,6 +394,27 @@ def test_the_first_of_two_expands_is_left_to_the_operator() -> None:
     check_refused(CANON, n.done(n.op("Less", row, 0.5)), because="no other operand has the sizes")
 
 
+def test_an_operator_on_constants_runs_before_their_expand() -> None:
+    n = Net()
+    wide = n.op("Expand", n.const(np.arange(4.0).reshape(4, 1)), n.ints(2, 4, 5))
+    rules = {"redundant_expand": 1}
+    graph = n.done(n.op("Add", wide, 0.5))
+    check_pass(CANON, graph, changes=1, kinds={"Add": 1, "Expand": 1}, rules=rules, depends_on_input=False)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_constants_with_equal_elements_are_computed_once(equal: bool) -> None:
+    """A mask that hides nothing: ``Where(mask, 0, -inf)`` is one element, which an Expand repeats."""
+    n = Net()
+    mask = np.ones((1, 1, 6, 6), bool)
+    mask[..., 2, 3] = equal
+    y = n.op("Where", n.const(mask, bool), 0.0, -1e9)
+    kinds = {"Where": 1, "Expand": 1} if equal else {"Where": 1}
+    graph, _ = check_pass(CANON, n.done(y), changes=int(equal), kinds=kinds, depends_on_input=False)
+    shape = (1, 1, 1, 1) if equal else (1, 1, 6, 6)
+    assert graph.type(graph.of_kind("Where")[0].value).shape == shape
+
+
 def test_expands_to_an_unknown_rank_stay() -> None:
     n = Net()
     wide = n.op("Expand", n.input(4), n.input(M, name="sizes", dtype=np.int64))

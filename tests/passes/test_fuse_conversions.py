@@ -13,7 +13,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.norm import LayerNormAttrs
-from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.reduce import ArgAttrs, ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.base import PassContext
@@ -181,3 +181,20 @@ def test_the_launches_of_a_patch_embedding() -> None:
     rows = n.op("Transpose", n.op("Reshape", x, n.ints(1, 64, 64)), attrs=TransposeAttrs((0, 2, 1)))
     y = n.op("LayerNormalization", rows, n.positive(64), n.random(64), attrs=LayerNormAttrs(-1))
     assert kinds(check_simulated(n.done(n.matmul(y, 16)), "fp16"))[:2] == ["Pointwise", "RowMoments"]
+
+
+@pytest.mark.parametrize("kind", ["ArgMax", "TopK"])
+def test_positions_are_found_before_a_conversion(kind: str) -> None:
+    n = Net()
+    x = to(n, n.input(4, 9, dtype=FP16), FP32)
+    found = n.op("ArgMax", x, attrs=ArgAttrs(axis=1)) if kind == "ArgMax" else n.op("TopK", x, n.ints(3), outputs=2)[1]
+    check_pass(
+        FuseConversions(), n.done(found), changes=1, kinds={kind: 1}, context=CUDA, promoted_changes=0,
+        rules={"choice_before_conversion": 1}, depends_on_input=False,
+    )  # fmt: skip
+
+
+def test_elements_that_are_read_are_converted_first() -> None:
+    n = Net()
+    elements, found = n.op("TopK", to(n, n.input(4, 9, dtype=FP16), FP32), n.ints(3), outputs=2)
+    check_refused(FuseConversions(), n.done(elements, found), because="the elements are read as well", context=CUDA)

@@ -75,9 +75,10 @@ def separable_of(n: Net, x: Value) -> Value:
     return n.conv(n.conv(x, C, 1, pads=0), C, group=C)
 
 
-def test_sequences() -> None:
+@pytest.mark.parametrize("size", [(20,), (3, 5, 4)])
+def test_sequences_and_volumes(size: tuple[int, ...]) -> None:
     n = Net(np.float64)
-    x = n.conv(n.input(1, 8, 20), C, 1, pads=0)
+    x = n.conv(n.input(1, 8, *size), C, 1, pads=0)
     y = n.conv(n.op("Swish", n.conv(x, C, group=C)), 8, 1, pads=0)
     graph, _ = check_pass(PadChannels(), n.done(y), changes=1, context=HALF)
     assert channels_of(graph, "Swish") == {32}

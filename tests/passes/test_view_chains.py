@@ -131,6 +131,32 @@ def test_axes_that_are_split_unevenly_are_refused() -> None:
     check_refused(PASS, graph, because="its Reshape have no common parts")
 
 
+def windows(batch: int, width: int, *, turned_rows: bool = False, moves_batch: bool = False) -> Graph:
+    """Windows of 3 by 3 pixels become a grid of 3 by 3, in two steps through the image (torchvision's MaxViT); ``turned_rows``: the
+    grid's axes are exchanged."""
+    n = Net()
+    x = n.op("Relu", n.input(batch, 4, 9, width))
+    y = turned(n, shaped(n, x, batch, 2, 2, 3, 3, width), 0, 5, 1, 3, 2, 4)
+    y = shaped(n, y, batch, width, 3, 2, 3, 2)
+    y = turned(n, y, 2, 4, 0, 3, 5, 1) if moves_batch else turned(n, y, 0, 2, 4, 3, 5, 1)
+    if turned_rows:
+        y = turned(n, shaped(n, y, batch, 9, 4, width), 0, 2, 1, 3)
+    return n.done(n.op("Exp", y))
+
+
+@pytest.mark.parametrize("turned_rows", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_between_windows_and_a_grid_are_gathered(batch: int, turned_rows: bool) -> None:
+    result, _ = check_pass(PASS, windows(batch, 16, turned_rows=turned_rows), changes=1, rules=RULE)
+    assert len(result.of_kind("Gather")) == 1
+    assert not result.of_kind("Transpose")
+
+
+@pytest.mark.parametrize(("width", "moves_batch"), [(6, False), (16, True)])
+def test_other_rows_between_windows_and_a_grid_stay(width: int, moves_batch: bool) -> None:
+    check_refused(PASS, windows(2, width, moves_batch=moves_batch), because="its Reshape have no common parts")
+
+
 def padded(n: Net, x: Value, *pads: int) -> Value:
     made: Value = n.op("Pad", x, n.ints(*pads))
     return made

@@ -58,6 +58,17 @@ def _images(n: Net) -> list[Any]:
     return [n.op("ReduceMean", n.op("Mul", x, gate), n.ints(2, 3))]
 
 
+def _neighbors(n: Net) -> list[Any]:
+    """The maxima over the neighbors of points (EdgeConv): the centers are in another order in memory than the neighbors."""
+    near = n.op("Transpose", n.input(2, 9, 20, 16), attrs=shape.TransposeAttrs((0, 3, 1, 2)))
+    few = n.op("Transpose", n.input(2, 9, 3, 12, name="few"), attrs=shape.TransposeAttrs((0, 3, 1, 2)))
+    centers, others = n.input(2, 16, 9, 1, name="centers"), n.input(2, 12, 9, 1, name="others")
+    return [
+        n.op("ReduceMax", n.op("Relu", n.op("Add", near, centers)), n.ints(3), attrs=DROPPED),
+        n.op("ReduceLogSumExp", n.op("Mul", few, others), n.ints(3)),
+    ]
+
+
 def _selected(n: Net) -> list[Any]:
     """A comparison selects the terms; the reduced axes are not adjacent."""
     x, y = n.input(4, 6, 5), n.input(4, 6, 1)
@@ -90,6 +101,7 @@ CASES: dict[str, Callable[[Net], list[Any]]] = {
     "wide rows": _wide_rows,
     "images": _images,
     "sinkhorn": _sinkhorn,
+    "neighbors": _neighbors,
     "selected": _selected,
     "counts": _counts,
 }

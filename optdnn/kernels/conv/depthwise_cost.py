@@ -25,6 +25,10 @@ FINISH = 1.2e-6
 """Seconds of the launch that adds up the sums of tiles."""
 WIDE_STEPS = 1.3
 """Factor on the time of fp32 in several steps."""
+FEW_TAPS_S, LOAD_S = 1.0e-6, 10e-9
+"""Seconds of a launch on filters of few taps, and of a thread's load of an input vector: 144 timings of 17 problems on an H200."""
+SHARED = 1.35
+"""Factor on volumes whose frames threads share, over those whose frames one thread adds (64 timings of 8 problems on an H200)."""
 RUNTIME_STAGES, SLOWER_BYTES = 8.0, 1.35
 """Factors of 8-bit launches: on the instructions of their stages, and on their compute time (42 timings of two networks)."""
 
@@ -64,7 +68,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     thread = work * (3.4e-9 if taps > FEW_TAPS else 2.5e-9)  # a wave takes at least as long as one of its threads
     memory = problem.bytes / 2.96e12
     second = finish_seconds(problem, squeeze_mode(problem, config))
-    return 0.57e-6 + max(memory, l2, compute * slower, whole * thread) + unread + second
+    start = FEW_TAPS_S + whole * rows * columns * LOAD_S if taps <= FEW_TAPS and problem.item > 1 else 0.57e-6
+    return start + max(memory, l2, compute * slower, whole * thread) + unread + second
 
 
 def _other_seconds(problem: Problem, config: Config, device: GpuFacts) -> float:
@@ -90,7 +95,8 @@ def _other_seconds(problem: Problem, config: Config, device: GpuFacts) -> float:
     pixels = problem.steps * math.prod(reach(problem, config.tile)) + math.prod(config.tile)
     second = finish_seconds(problem, squeeze_mode(problem, config))
     thread = slower * whole * work * 2e-9
-    return 0.8e-6 + max(problem.bytes / 2.96e12, blocks * pixels * moved / L2, compute, thread) + second
+    found = 0.8e-6 + max(problem.bytes / 2.96e12, blocks * pixels * moved / L2, compute, thread)
+    return found * (SHARED if config.sharers > 1 else 1.0) + second
 
 
 def finish_seconds(problem: Problem, mode: int) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
-from optdnn.kernels.conv.direct import Depthwise, DirectConvTranspose, Meant
+from optdnn.kernels.conv.direct import Depthwise, DepthwiseTranspose, DirectConvTranspose, Meant
 from optdnn.kernels.pool.window import Edges
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.types import normalize_axis
@@ -78,6 +78,12 @@ class EdgeDepthwise(EdgePadded, Depthwise):
     """A depthwise convolution of a tensor whose edges are repeated."""
 
     name = "depthwise_edges"
+
+
+class EdgeDepthwiseTranspose(EdgePadded, DepthwiseTranspose):
+    """A transposed depthwise convolution of a tensor whose edges are repeated."""
+
+    name = "depthwise_transpose_edges"
 
 
 class EdgeConvTranspose(EdgePadded, DirectConvTranspose):

@@ -169,11 +169,13 @@ def _beside_other_parts(b: Builder, op: Op) -> TensorView | None:
 
 
 def _whole_of_outer_part(b: Builder, op: Op, at: int) -> Value | None:
-    """The result of a convolution that only a Split reads, if operand ``at`` of the Concat, its last or first one, is the first or the
-    last part of this Split; else None. The Concat reads no other part of it."""
+    """The result of a convolution that only a Split of channels reads, if operand ``at`` of the Concat, its last or first one, is the
+    first or the last part of this Split; else None. The Concat reads no other part of it."""
     part = op.inputs[at]
     split = None if part is None or part in b.reserved else b.graph.op(part)
     if part is None or split is None or split.kind != "Split" or part.port != (0 if at else len(split.outputs) - 1):
+        return None
+    if normalize_axis(split.attrs.axis, len(split.outputs[0].type.static_shape)) != 1:
         return None
     whole = split.inputs[0]
     if whole is None or whole in b.reserved or b.graph.sole_user(whole) is None:

@@ -176,13 +176,25 @@ def _layout(b: Builder, op: Op) -> None:
         b.place[op.value] = x
         return
     placed = op.value in b.reserved  # perhaps where the operand is
-    if not (placed or t.layout) and all(u.kind in _BLOCKS for u in b.graph.users(op.value)):
+    if not (placed or t.layout) and all(
+        u.kind in _BLOCKS or (u.kind == "MatMul" and _is_turned(x)) for u in b.graph.users(op.value)
+    ):
         b.place[op.value] = x
         return
     if of_one_channel(op) and (placed or all(_reads_gaps(u, plain=not t.layout) for u in b.graph.users(op.value))):
         settle(b, op, 0, x)
         return
     b.move(op, b.operand(cast_source(b, op.inputs[0])), b.target(op.value))
+
+
+def _is_turned(x: TensorView) -> bool:
+    """Whether a tensor holds turned matrices that products read in place."""
+    return (
+        len(x.shape) == 3
+        and x.strides[1] == 1
+        and x.offset % 8 == 0
+        and not any(s % 8 for s in (x.strides[0], x.strides[2]))
+    )
 
 
 def _reads_gaps(user: Op, *, plain: bool) -> bool:

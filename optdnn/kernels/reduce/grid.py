@@ -14,6 +14,8 @@ THREADS = 256
 """Threads of a block if an output has few terms (several outputs then share the block). With many terms, a block has four times as many."""
 FEW = 256
 """Up to this number of terms, a block of THREADS threads loads the terms of neighboring outputs in one batch."""
+SOME = 32
+"""Up to this number of terms, a thread adds four of them, also where neighboring threads have neighboring outputs."""
 BATCH = 4
 """Terms that a thread loads before it adds the first of them."""
 WIDTH = 32
@@ -125,15 +127,13 @@ def space_of(xs: Sequence[TensorView], axes: Sequence[int], out: TensorView) -> 
     wide = 1 if across else _neighbors(xs, inner[-1], sx, rx)
     reads = count // wide
     threads = 4 * THREADS if reads > (FEW if across else 4 * THREADS - 1) else THREADS
-    moving = [(x, [*s[:-1], *r]) for x, s, r in zip(xs, sx, rx, strict=True) if s[-1]]
-    vec = (
-        min(_together(x, dims[-1], strides) for x, strides in moving)
-        if across and all(s[-1] in (0, 1) for s in sx)
-        else 1
-    )
+    moving = [(x, [*s[:-1], *r]) for x, s, r in zip(xs, sx, rx, strict=True) if s[-1] == 1]
+    together = across and all(s[-1] in (0, 1) or not any(r) for s, r in zip(sx, rx, strict=True))
+    vec = min(_together(x, dims[-1], strides) for x, strides in moving) if together else 1
     # Otherwise neighboring threads have neighboring terms, and outputs of few terms share a block.
     most = threads * vec // WIDTH if across else threads
-    runs = min(most, 1 << max((reads - 1).bit_length() - (0 if across else 2), 0)) if vec > 1 or not across else most
+    each = 1 if across and reads > SOME else 4
+    runs = min(most, 1 << max((-(-reads // each) - 1).bit_length(), 0)) if vec > 1 or not across else most
     ahead = max(1, min(BATCH, (2 if wide > 1 else 1) * BATCH // len(xs)))
     grid = Grid(math.prod(dims), count, threads, vec, runs, across, ahead, wide, x.size * x.dtype.itemsize)
     return Space(dims, so, sx, inner, rx, grid)

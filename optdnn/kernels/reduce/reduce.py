@@ -200,6 +200,7 @@ def _loop(space: Space, parts: int, source: Source, step: str) -> str:
     grid, count, t = space.grid, space.grid.reads, source.t
     moves = (s[-1] for s in (space.sx if grid.across else space.rx))
     widths = [grid.sums if m else 1 for m in moves]  # a broadcast tensor has one element for the whole access
+    once = [grid.across and not any(r) for r in space.rx]
     terms = Terms("run", f"{count}u", f"{count - 1}u", grid.runs, grid.batch)
     if parts > 1:
         terms = Terms("begin + run", "end", "end - 1u", grid.runs, grid.batch)
@@ -211,10 +212,12 @@ def _loop(space: Space, parts: int, source: Source, step: str) -> str:
         tensors = zip(source.names("x"), source.names(f"o{k}"), source.names(f"found{k}"), strict=True)
         load = " ".join(
             load_channels(CPP[x.dtype], width, f"p.{name} + {at}", found)
-            for x, width, (name, at, found) in zip(source.tensors, widths, tensors, strict=True)
+            for x, width, held, (name, at, found) in zip(source.tensors, widths, once, tensors, strict=True)
+            if not held
         )
         loads.append((f"{begin} {{ {way} }}", load))
-    lanes = [f"widen({f}.lane[{'j' if n > 1 else 0}])" for f, n in zip(source.names("found#"), widths, strict=True)]
+    names = (h if held else f for f, h, held in zip(source.names("found#"), source.names("held"), once, strict=True))
+    lanes = [f"widen({f}.lane[{'j' if n > 1 else 0}])" for f, n in zip(names, widths, strict=True)]
     value = f"const {t} v = {lanes[0]};"
     if source.value:
         known = (
@@ -222,7 +225,23 @@ def _loop(space: Space, parts: int, source: Source, step: str) -> str:
             for i, (x, lane) in enumerate(zip(source.tensors, lanes, strict=True))
         )
         value = f"{' '.join(known)} {source.value}"
-    return terms.loop(loads, f"{_each(grid.sums)} {{ {value} {step} }}")
+    return f"{_held(space, source, once, widths)}{terms.loop(loads, f'{_each(grid.sums)} {{ {value} {step} }}')}"
+
+
+def _held(space: Space, source: Source, once: Sequence[bool], widths: Sequence[int]) -> str:
+    """C++ that loads the tensors with one element for all terms of an output, before the terms."""
+    found = []
+    ways = zip(source.tensors, source.names("x"), source.names("base"), source.names("held"), strict=True)
+    for (x, name, base, held), only, strides, width in zip(ways, once, space.sx, widths, strict=True):
+        if not only:
+            continue
+        t, step = CPP[x.dtype], strides[-1]
+        if width > 1 and step > 1:
+            load = f"{_each(width)} {held}.lane[j] = p.{name}[{base} + j * {step}];"
+            found.append(f"struct {{ {t} lane[{width}]; }} {held}; {load} ")
+        else:
+            found.append(f"{load_channels(t, width, f'p.{name} + {base}', held)} ")
+    return "".join(found)
 
 
 def _kernel(how: str, source: Source, out: TensorView, space: Space, parts: int) -> str:
@@ -242,7 +261,7 @@ def _kernel(how: str, source: Source, out: TensorView, space: Space, parts: int)
     if how == "ReduceLogSumExp":
         of_top = f"const {t} top = tops[{'j' if grid.across else 0}];"
         first = f"""{t} s[{grid.sums}], tops[{grid.vec}]; {_each(grid.sums)} s[j] = {low};
-    if (live) {loop("s[j] = max_nan(s[j], v);")}
+    if (live) {{ {loop("s[j] = max_nan(s[j], v);")} }}
     {_folded(grid, t, "max_nan(a, b)")}{top}
     __syncthreads();
     {each} tops[j] = s[j];
@@ -277,7 +296,7 @@ extern "C" __global__ void __launch_bounds__({grid.threads}) reduce(const __grid
     if (live) {{ {walk("q", "index", "dims", len(space.dims), [*bases, ("to", "so")])} }}
     wait_for_predecessor();
     {first}
-    if (live) {loop(f"{of_top} const {t} a = s[j], b = {t}({term}); s[j] = {combine};")}
+    if (live) {{ {loop(f"{of_top} const {t} a = s[j], b = {t}({term}); s[j] = {combine};")} }}
     {_folded(grid, t, combine)}{tree}{merged}
     if (run == 0 && live) {each} {{ {of_top} const {t} total = s[j]; p.y[to + j * {space.so[-1]}] = narrow<{ty}>({result}); }}
 }}
