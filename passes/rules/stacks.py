@@ -20,7 +20,14 @@ from optdnn.passes.base import Match, Miss, PassContext, Rule, rule
 from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer, reshape_target, shape_of, sizes_of
 from optdnn.types import Shape, is_float, normalize_axis, show_shape
 
-JOINED_BY = {"ReduceSum": "Add", "ReduceMean": "Add", "ReduceMax": "Max", "ReduceMin": "Min", "ReduceLogSumExp": "Add"}
+JOINED_BY = {
+    "ReduceLogSumExp": "Add",
+    "ReduceMax": "Max",
+    "ReduceMean": "Add",
+    "ReduceMin": "Min",
+    "ReduceProd": "Mul",
+    "ReduceSum": "Add",
+}
 """Reduction -> the operator that combines two tensors (ReduceLogSumExp: their exponentials)."""
 SUMS = frozenset({"ReduceSum", "ReduceMean"})
 MOST_ELEMENTS = 1 << 20
@@ -32,8 +39,8 @@ MOST_PARTS = 8
 class ReducedStack(Rule):
     """``sum(stack(a, b))`` becomes ``a + b``, and ``sum(stack(a, b) * w)`` becomes ``a * w[0] + b * w[1]``.
 
-    The same holds for means, maxima and minima, and on GPUs for ReduceLogSumExp: the recursions of CTC (Graves et al., 2006) and of
-    soft dynamic time warping (Cuturi and Blondel, 2017) stack two or three neighbors in each step."""
+    The same holds for means, products, maxima and minima, and on GPUs for ReduceLogSumExp: the recursions of CTC (Graves et al.,
+    2006) and of soft dynamic time warping (Cuturi and Blondel, 2017) stack two or three neighbors in each step."""
 
     name = "reduced_stack"
     kinds = frozenset(JOINED_BY)

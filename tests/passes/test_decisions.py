@@ -80,6 +80,67 @@ def test_scores_that_are_ranked() -> None:
     assert again.changes == 0
 
 
+def test_peaks_that_are_ranked() -> None:
+    """An element is a peak if it equals the largest one around it: both have one rounding (SuperPoint)."""
+    text = RANKED.replace(
+        "r = Reshape(s, flat)",
+        "b = MaxPool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(s) e = Equal(s, b) c = CastLike(e, s) p = Mul(s, c) "
+        "r = Reshape(p, flat)",
+    )
+    found = types(assigned(text, PrecisionPlan.of_option("fp16"))[0])
+    assert found["Conv"] == "fp16"
+    assert {found[k] for k in ("Sigmoid", "MaxPool", "Mul", "TopK")} == {"fp32"}
+    feeds = {"x": np.random.default_rng(0).standard_normal((1, 2, 8, 8)).astype(np.float32)}
+    graph = from_text(text)
+    want = evaluate(graph, feeds)["y"]
+    assert np.count_nonzero(want) > 8
+    np.testing.assert_allclose(simulate(lowered(graph, "fp16"), feeds)["y"], want, rtol=0.01)
+
+
+LARGEST = """<ir_version: 9, opset_import: ["": 18]>
+g (float[4,64] a, float[4,64] b) => (float[4,64] y) <int64[1] last = {1}>
+{ m = Mul(a, b) h = Exp(m) p = ReduceMax(h, last) e = Equal(h, p) c = CastLike(e, h) y = Mul(c, h) }"""
+
+
+@pytest.mark.parametrize(
+    ("p", "e"),
+    [
+        ("ReduceMax(h, last)", "Equal(h, p)"),
+        ("ReduceMax(h, last)", "GreaterOrEqual(h, p)"),
+        ("ReduceMax(h, last)", "LessOrEqual(p, h)"),
+        ("ReduceMax(h, last)", "l = Less(h, p) e = Not(l)"),
+        ("ReduceMax(h, last)", "l = Greater(p, h) e = Not(l)"),
+        ("i = ArgMax<axis = 1>(h) p = GatherElements<axis = 1>(h, i)", "GreaterOrEqual(h, p)"),
+    ],
+)
+def test_elements_that_equal_the_largest_one(p: str, e: str) -> None:
+    """The reduction and the comparison compute the elements twice, in registers."""
+    text = LARGEST.replace("p = ReduceMax(h, last)", p if " = " in p else f"p = {p}")
+    text = text.replace("e = Equal(h, p)", e if " = " in e else f"e = {e}")
+    graph = from_text(text)
+    rng = np.random.default_rng(0)
+    feeds = {k: rng.standard_normal((4, 64)).astype(np.float32) for k in ("a", "b")}
+    got = simulate(lowered(graph, "fp16"), feeds)["y"]
+    assert np.count_nonzero(got) == 4
+    np.testing.assert_allclose(got, evaluate(graph, feeds)["y"], rtol=0.01)
+    found = types(assigned(text, PrecisionPlan.of_option("fp16"))[0])
+    assert found["Exp"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("h = Exp(m)", "h = Softmax(m)"),  # a layer stores its result once
+        ("e = Equal(h, p)", "q = Constant<value = float {0.5}>() e = Equal(h, q)"),
+        ("e = Equal(h, p)", "q = ReduceMean(h, last) e = Less(h, q)"),
+        ("e = Equal(h, p)", "i = Cast<to = 9>(h) j = Cast<to = 9>(p) e = Equal(i, j)"),
+    ],
+)
+def test_comparisons_that_do_not_decide(old: str, new: str) -> None:
+    found = types(assigned(LARGEST.replace(old, new), PrecisionPlan.of_option("fp16"))[0])
+    assert found["ReduceMax"] == "fp16"
+
+
 def test_a_plan_that_names_it_has_its_way() -> None:
     graph, _ = assigned(RANKED, PrecisionPlan("fp16", {"*": "fp16"}, "fp16"))
     assert {types(graph)[k] for k in ("Sigmoid", "TopK")} == {"fp16"}

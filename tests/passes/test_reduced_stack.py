@@ -48,6 +48,7 @@ def inputs(n: Net, count: int, *shape: Any) -> list[Value]:
         ("ReduceMean", {"Add": 2, "Mul": 1}),
         ("ReduceMax", {"Max": 2}),
         ("ReduceMin", {"Min": 2}),
+        ("ReduceProd", {"Mul": 2}),
     ],
 )
 def test_a_reduction_over_the_new_axis(kind: str, left: dict[str, int], keepdims: bool) -> None:

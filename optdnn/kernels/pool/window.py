@@ -300,14 +300,16 @@ def _in_packs(x: TensorView, out: TensorView, vec: int) -> bool:
 
 
 def _types_met(stages: Sequence[Stage], given: DType) -> dict[int, DType]:
-    """The element type of the results that the first stage of each operand computes with, by slot. ``given``: the type before all
-    stages. Only a Cast changes it: int16 quantization is computed in fp32 between two of them."""
+    """The element type that the first stage of each operand computes with, by slot: the type of the results and of the earlier
+    operands that it reads. ``given``: the type before all stages. Only a Cast changes it: int16 quantization is computed in fp32
+    between two of them."""
     registers, met = [given], dict[int, DType]()
     for stage in stages:
-        read = [registers[~a] for a in stage.args if a is not None and a < 0]
+        slots = [a for a in stage.args if a is not None]
+        read = [met[a] for a in slots if a in met] + [registers[~a] for a in slots if a < 0]
         here = next((t for t in read if is_float(t)), given)
-        for a in stage.args:
-            if a is not None and a > 0:
+        for a in slots:
+            if a > 0:
                 met.setdefault(a, here)
         registers.append(stage.attrs.to if isinstance(stage.attrs, CastAttrs) else here)
     return met

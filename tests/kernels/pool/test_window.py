@@ -21,7 +21,7 @@ from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.runtime.program import Program
-from optdnn.types import FP32
+from optdnn.types import FP16, FP32
 
 
 def text_of(program: Program) -> str:
@@ -135,6 +135,20 @@ def test_peaks_are_found_by_the_launch_of_their_pool(pooled_first: bool, last: b
     names = kinds(program)
     assert names.count("MaxPool") == 1
     assert names[names.index("MaxPool") + 1 :][:1] == (["Conv"] if last else [])
+    assert "window_pool_staged" in {t["tactic"] for t in program.meta["tactics"]}  # type: ignore[union-attr,index,call-overload]
+
+
+def test_a_pool_in_16_bits_before_operands_in_fp32() -> None:
+    """A stage may read operands alone. They have one type, also where it is not the pool's."""
+    n = Net()
+    pooled = n.max_pool(n.op("Cast", n.input(1, 8, 9, 9), attrs=CastAttrs(to=FP16)), 3, strides=1, pads=1)
+    stages = (
+        Stage("Cast", (-1,), CastAttrs(to=FP32)), Stage("Equal", (1, -2)), Stage("Greater", (1, 2)), Stage("And", (-3, -4)),
+        Stage("Where", (-5, 1, 3)),
+    )  # fmt: skip
+    operands = [n.input(1, 8, 9, 9, name="z"), n.const(np.float32(0.5)), n.input(1, 8, 9, 9, name="w")]
+    y = n.op("Pointwise", pooled, *operands, attrs=PointwiseAttrs(epilogue=stages))
+    program = check_simulated(n.done(y), "fp32")
     assert "window_pool_staged" in {t["tactic"] for t in program.meta["tactics"]}  # type: ignore[union-attr,index,call-overload]
 
 

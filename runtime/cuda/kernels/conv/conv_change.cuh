@@ -47,7 +47,7 @@ DEVICE void move_on(const Params& p, Fill& fill, int fills, int tile_step, int k
 }
 
 struct Factors {                                   // of eight channels, for the pixels of a fill
-    uint4 gate, later;                             // of the tile's first image and of the next
+    uint4 gate, later, third;                      // of the tile's first image and of the next two
     float2 constants[8];
     int image, until, channel;                     // the first image, and the first row after it
 };
@@ -69,6 +69,8 @@ DEVICE void fetch_gates(const Params& p, const Fill& fill, Factors& f) {
     if (!GATED) return;
     f.gate = f.later = gate_at(p, f.image, f.channel);
     if (f.until < CHANGED_ROWS) f.later = gate_at(p, min(f.image + 1, p.images - 1), f.channel);
+    f.third = f.later;
+    if (f.until + p.image_pixels < CHANGED_ROWS) f.third = gate_at(p, min(f.image + 2, p.images - 1), f.channel);
 }
 
 // Changes the lane's vectors of a fill; ``gate_of``: the gate of a row. All loads come first, so that they are in flight together. The
@@ -109,6 +111,14 @@ DEVICE void change_fill(const Params& p, u32 at, const u32 (&offset)[PHASES], in
         change_rows(at, offset, first_row, f.constants, [&](int row) {
             const bool own = row < until;
             return make_uint4(own ? gate.x : later.x, own ? gate.y : later.y, own ? gate.z : later.z, own ? gate.w : later.w);
+        });
+    } else if (until + 2 * p.image_pixels >= CHANGED_ROWS || image + 2 >= last_image) {        // rows of three images (of 7 by 7 pixels)
+        const int second = until + p.image_pixels;
+        const uint4 third = f.third;
+        change_rows(at, offset, first_row, f.constants, [&](int row) {
+            const bool own = row < until, next = row < second;
+            return make_uint4(own ? gate.x : next ? later.x : third.x, own ? gate.y : next ? later.y : third.y,
+                              own ? gate.z : next ? later.z : third.z, own ? gate.w : next ? later.w : third.w);
         });
     } else {
         change_rows(at, offset, first_row, f.constants, [&](int row) {
