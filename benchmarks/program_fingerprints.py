@@ -40,12 +40,14 @@ Fingerprint = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One build. ``batch`` is a number, or a range (of a network of images) as ``shapes`` takes it."""
+    """One build. ``batch`` is a number, or a range (of a network of images) as ``shapes`` takes it. ``depth`` scales the numbers of
+    blocks, for tests."""
 
     network: str
     precision: str
     arch: str = "sm_90a"
     batch: str = "1"
+    depth: float = 1.0
 
     @property
     def name(self) -> str:
@@ -64,15 +66,15 @@ CASES = (
 
 
 @lru_cache(maxsize=1)
-def _model(network: str, batch: int | str) -> onnx.ModelProto:
+def _model(network: str, batch: int | str, depth: float) -> onnx.ModelProto:
     """The model of a case, built once for all precisions: this takes as long as compiling it."""
-    return zoo.build(network, batch=batch)
+    return zoo.build(network, batch=batch, **({} if depth == 1 else {"depth": depth}))
 
 
 def build(case: Case) -> Program:
     """The program of a case, by the cost model alone and without compiled kernels."""
     fixed = case.batch.isdigit()
-    model = _model(case.network, int(case.batch) if fixed else "N")
+    model = _model(case.network, int(case.batch) if fixed else "N", case.depth)
     options = BuildOptions(
         target=f"cuda:{case.arch}",
         precision=case.precision,

@@ -16,6 +16,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from optdnn.types import Array
 
+MOST_BYTES = 1 << 25
+"""Of the windows of a convolution's pictures that are copied together."""
+
 
 def settle(x: Array, bits: int = 16) -> Array:
     """Round to ``bits`` significant bits: another machine's order of summation then gives the same bytes."""
@@ -40,21 +43,18 @@ def conv(
     """2-d convolution. On a probe that is ``small``er than the real map the border is repeated, not zero: zeros are a
     larger part of a small map, and a variance that they lower a little in each layer is off by a large factor after
     fifty."""
-    out, per_group, kh, kw = weight.shape
-    x = pad(x, padding, small)
-    height = (x.shape[2] - dilation * (kh - 1) - 1) // stride + 1
-    width = (x.shape[3] - dilation * (kw - 1) - 1) // stride + 1
-    pictures = len(x)
-    x = np.ascontiguousarray(x.transpose(1, 0, 2, 3))  # channels first: one large matrix product for each tap
-    w = weight.astype(np.float64).reshape(groups, out // groups, per_group, kh, kw)
-    y = np.zeros((groups, out // groups, pictures * height * width))
-    for i in range(kh):
-        for j in range(kw):
-            rows = slice(i * dilation, i * dilation + stride * (height - 1) + 1, stride)
-            columns = slice(j * dilation, j * dilation + stride * (width - 1) + 1, stride)
-            tap = x[:, :, rows, columns].reshape(groups, per_group, -1)
-            y += w[:, :, :, i, j] * tap if per_group == 1 else w[:, :, :, i, j] @ tap
-    return np.ascontiguousarray(y.reshape(out, pictures, height, width).transpose(1, 0, 2, 3))
+    out, _, *kernel = weight.shape
+    covered = [dilation * (k - 1) + 1 for k in kernel]
+    windows = sliding_window_view(pad(x, padding, small), covered, axis=(2, 3))
+    windows = windows[:, :, ::stride, ::stride, ::dilation, ::dilation]
+    w = weight.astype(np.float64).reshape(groups, out // groups, -1)
+    each = max(1, MOST_BYTES // windows[0].nbytes)
+    parts = []
+    for i in range(0, len(x), each):
+        part = windows[i : i + each]
+        y = w @ part.transpose(1, 4, 5, 0, 2, 3).reshape(groups, w.shape[2], -1)
+        parts.append(y.reshape(out, len(part), *part.shape[2:4]).transpose(1, 0, 2, 3))
+    return np.concatenate(parts)
 
 
 def pad(x: Array, padding: tuple[int, int], small: bool) -> Array:

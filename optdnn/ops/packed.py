@@ -21,7 +21,7 @@ from optdnn.ops.values import require_ints
 from optdnn.types import DTYPES, UINT8, TensorType, bits_of, is_float
 
 
-def _check_weights(call: Call, slot: int, scales: int, block_rows: int) -> DimLike:
+def _check_weights(call: Call, slot: int, block_rows: int) -> DimLike:
     """The packed weights in ``slot`` and their scales (and zero points) fit the attributes. Returns N."""
     a = call.attrs
     if a.code not in CODES:
@@ -29,7 +29,7 @@ def _check_weights(call: Call, slot: int, scales: int, block_rows: int) -> DimLi
     if a.K < 1 or block_rows < 1:
         raise ShapeError(f"{call.kind} has K={a.K} and block_rows={block_rows}; both must be positive")
     check_block(a.block_size, a.K, call.kind)
-    w, s = call.type(slot), call.type(scales)
+    w, s = call.type(slot), call.type(2)
     require_rank(w, 2, f"{call.kind} weights")
     if w.dtype != UINT8:
         raise ShapeError(f"{call.kind} weights are {w}; packed weights are uint8")
@@ -44,14 +44,14 @@ def _check_weights(call: Call, slot: int, scales: int, block_rows: int) -> DimLi
     agree(
         s.dims[1], blocks_of(a.K, a.block_size), f"{call.kind} scales {s} do not fit blocks of {a.block_size} of {a.K}"
     )
-    _check_zeros(call, scales + 1, s)
+    _check_zeros(call, s)
     return w.dims[0]
 
 
-def _check_zeros(call: Call, slot: int, scales: TensorType) -> None:
-    if not call.has(slot):
+def _check_zeros(call: Call, scales: TensorType) -> None:
+    if not call.has(3):
         return
-    z = call.type(slot)
+    z = call.type(3)
     if is_float(DTYPES[call.attrs.code]):
         raise ShapeError(f"{call.kind} of {call.attrs.code} numbers has zero points; floats have none")
     if z.dtype not in (UINT8, scales.dtype):
@@ -63,7 +63,7 @@ def _check_zeros(call: Call, slot: int, scales: TensorType) -> None:
 
 def _infer_matmul(call: Call) -> Result:
     x = call.type(0)
-    rows = _check_weights(call, 1, 2, call.attrs.block_rows)
+    rows = _check_weights(call, 1, call.attrs.block_rows)
     if not is_float(x.dtype):
         raise ShapeError(f"{call.kind} of {x}; it must be floating-point")
     if not x.dims:
@@ -74,7 +74,7 @@ def _infer_matmul(call: Call) -> Result:
 
 def _infer_gather(call: Call) -> Result:
     require_ints(call, 1)
-    _check_weights(call, 0, 2, 1)
+    _check_weights(call, 0, 1)
     refuse_outside(call)
     indices = call.type(1)
     a: PackedGatherAttrs = call.attrs

@@ -142,9 +142,9 @@ class Device(GpuFacts):
         return bus_id.split(b"\0")[0].decode()
 
 
-def arch_here(index: int = 0) -> str:
-    """The architecture of GPU ``index``. Creates no context, unlike :meth:`Device.open`. Raises CudaError, MissingDependency."""
-    return arch_of(*(device_attribute(f"COMPUTE_CAPABILITY_{part}", index) for part in ("MAJOR", "MINOR")))
+def arch_here() -> str:
+    """The architecture of the first GPU. Creates no context, unlike :meth:`Device.open`. Raises CudaError, MissingDependency."""
+    return arch_of(*(device_attribute(f"COMPUTE_CAPABILITY_{part}", 0) for part in ("MAJOR", "MINOR")))
 
 
 ALL_SHARED = frozenset({"packed_digits"})

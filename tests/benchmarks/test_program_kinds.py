@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,7 +30,12 @@ COVERING = (
     *(FAST, "lstm:1 fp32 sm_90a"),
 )
 """Builds with all pairs of kind and kernel in the cases of the fingerprints, a large batch, and a range of sizes."""
-BUILDS = {case.name: case for case in script.CASES}
+DEPTH = {
+    **{"resnet18": 0.5, "mobilenet_v2": 0.34, "efficientnet_b0": 0.34, "yolox_s": 0.34},
+    **{"densenet121": 0.2, "bert_base": 0.17, "vit_b_16": 0.17},
+}
+"""Further blocks of a network have the same kinds and kernels."""
+BUILDS = {case.name: replace(case, depth=DEPTH.get(case.network, 1.0)) for case in script.CASES}
 
 
 def launches(program: Program) -> Iterator[tuple[Program, Step, CudaStep]]:

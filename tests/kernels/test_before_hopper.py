@@ -113,13 +113,13 @@ def test_images_that_do_not_fit_a_block_are_read_twice() -> None:
     y = n.op("InstanceNormalization", x, n.positive(64), n.random(64), attrs=EpsilonAttrs(1e-3))
     small = n.done(n.conv(y, 8, 3))  # 26 KB for eight channels
     for arch in ARCHS:
-        assert "group_norm" in chosen(lowered(small, target=f"cuda:{arch}", no_cubins=True))
+        assert "group_norm" in chosen(lowered(small, target=f"cuda:{arch}"))
     n = Net()
     x = n.conv(n.input(1, 8, 88, 88), 16, 3)
     y = n.op("InstanceNormalization", x, n.positive(16), n.random(16), attrs=EpsilonAttrs(1e-3))
     large = n.done(n.conv(y, 8, 3))  # 124 KB: more than a block has, except on sm_80
     for arch in ARCHS:
-        program = lowered(large, target=f"cuda:{arch}", no_cubins=True)
+        program = lowered(large, target=f"cuda:{arch}")
         assert "group_norm" in chosen(program)
         assert {"GroupMoments", "GroupApply"} <= set(kinds(program))
     check_simulated(large, target="cuda:sm_86")
@@ -201,7 +201,7 @@ def test_grids_that_go_round_are_as_large_as_the_gpu() -> None:
     graph = n.done(n.op("Relu", n.conv(n.input(16, 3, 224, 224), 64, 7, pads=3, strides=2, bias=True)))
     blocks = {}
     for arch in (*ARCHS, "sm_90a"):
-        program = lowered(graph, target=f"cuda:{arch}", no_cubins=True)
+        program = lowered(graph, target=f"cuda:{arch}")
         (launch,) = [ln for ln in launches_of(program) if program.kernels[ln.kernel].template == "conv_stem.cu"]
         blocks[arch] = launch.grid[0]
         assert launch.grid[0] % gpu_facts.of_arch(arch).multiprocessors == 0

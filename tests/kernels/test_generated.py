@@ -298,7 +298,7 @@ def test_outputs_of_few_terms_share_a_block(kind: str, terms: int, blocks: int, 
         n.op(kind, x, n.ints(1), attrs=reduce.ReduceAttrs())
         for x in (n.input(41, terms), n.input(2, terms, 9, name="w"), n.input(2, terms, 24, name="v"))
     )
-    program = lowered(n.done(rows, columns, wide), "fp32", no_cubins=True)
+    program = lowered(n.done(rows, columns, wide), "fp32")
     compare_steps(program, feeds_of(n.graph), 3e-6, tmp_path)
     (step,) = [s for s in (parse(s, program) for s in program.steps) if s.meaning.reads[0].shape == (41, terms)]
     assert step.launch.grid == (blocks, 1, 1)

@@ -33,7 +33,7 @@ FAMILIES = (
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_compile_for_hopper(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
-    program = lowered(graph_of(family), "fp16", target="cuda:sm_90a")
+    program = lowered(graph_of(family), "fp16", target="cuda:sm_90a", no_cubins=False)
     assert all(k.cubin is not None for k in program.kernels)
     assert program.meta["nvrtc"]
 
@@ -41,7 +41,7 @@ def test_families_compile_for_hopper(family: str, tmp_path: Path, monkeypatch: p
 def test_the_general_kernels_compile_for_ampere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without wgmma and TMA, everything runs on kernels that need neither."""
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
-    program = lowered(graph_of("convolutions"), "bf16", target="cuda:sm_80")
+    program = lowered(graph_of("convolutions"), "bf16", target="cuda:sm_80", no_cubins=False)
     assert {k.template for k in program.kernels} == {"general.cu", "conv_sm80.cu", "depthwise.cu"}
     assert all(k.arch == "sm_80" for k in program.kernels)
     assert "Conv" in kinds(program)

@@ -56,7 +56,7 @@ def test_problems_that_the_kernel_refuses(changes: dict[str, Any], tiles: int, b
 
 def tried(graph: Graph, target: str = "cuda:sm_90a") -> tuple[str, str]:
     """The tactic of the recurrent layer, and the reason for which the grid's was refused."""
-    program = lowered(graph, "fp16", target=target, no_cubins=True)
+    program = lowered(graph, "fp16", target=target)
     (row,) = [t for t in program.meta["tactics"] if t["kind"] in ("RNN", "GRU", "LSTM")]
     return row["tactic"], next((r["reason"] for r in row.get("refused", ()) if r["tactic"] == "rnn_grid"), "")
 
@@ -85,7 +85,7 @@ def test_refusals(graph: Any, because: str) -> None:
 def test_other_architectures_and_types_are_refused() -> None:
     graph = recurrent("RNN", hidden=256)
     assert "needs Hopper's wgmma" in tried(graph, "cuda:sm_80")[1]
-    program = lowered(graph, "fp32", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(graph, "fp32", target="cuda:sm_90a")
     assert "it is for 16-bit floats" in str(program.meta["tactics"])
 
 
@@ -99,7 +99,7 @@ def test_computed_weights_are_refused() -> None:
 
 def test_the_grid_is_launched_as_a_whole_and_keeps_its_tags() -> None:
     graph = recurrent("RNN", hidden=256, direction="bidirectional", inputs=44)
-    program = lowered(graph, "fp16", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(graph, "fp16", target="cuda:sm_90a")
     steps = [parse(s, program) for s in program.steps if s.executor == "cuda"]
     (layer,) = [s for s in steps if isinstance(s, CudaStep) and s.meaning.kind == "Recurrence"]
     assert layer.launch.waits == GRID  # type: ignore[union-attr]

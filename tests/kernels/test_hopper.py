@@ -108,7 +108,7 @@ def test_rows_after_a_transpose_hold_their_padding() -> None:
     n = Net()
     x = n.op("Transpose", n.op("Relu", n.input(2, 3, 32)), attrs=TransposeAttrs((1, 0, 2)))
     graph = n.done(n.op("Sigmoid", n.op("MatMul", x, n.random(32, 2, scale=0.2))))
-    program = lowered(graph, "fp16", no_cubins=True)
+    program = lowered(graph, "fp16")
     assert any(s.params["tactic"].startswith("gemm_sm90") for s in program.steps)
     for step in program.steps:
         parse(step, program)  # refuses a tensor map outside of its buffer

@@ -93,7 +93,7 @@ def test_others_run_it(build: Callable[[], Graph], tactic: str, reason: str, opt
     ],
 )
 def test_the_host_runs_it(build: Callable[[], Graph], reason: str) -> None:
-    (row,) = lowered(build(), no_cubins=True).meta["host"]["operators"]
+    (row,) = lowered(build()).meta["host"]["operators"]
     assert reason in row["why"]
 
 

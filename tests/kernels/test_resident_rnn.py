@@ -113,7 +113,7 @@ def test_problems_that_a_configuration_refuses(changes: dict[str, Any], config: 
 
 def tried(graph: Graph, precision: str = "fp16") -> tuple[str, str]:
     """The tactic of the recurrent layer, and the reason for which this one was refused."""
-    program = lowered(graph, precision, no_cubins=True)
+    program = lowered(graph, precision)
     (row,) = [t for t in program.meta["tactics"] if t["kind"] in ("RNN", "GRU", "LSTM")]
     return row["tactic"], next((r["reason"] for r in row.get("refused", ()) if r["tactic"] == "rnn_resident"), "")
 
@@ -137,7 +137,7 @@ def test_the_tactic_refuses_computed_weights_and_larger_matrices() -> None:
 
 
 def launches(graph: Graph, precision: str = "fp16") -> Iterator[CudaStep]:
-    program = lowered(graph, precision, target="cuda:sm_90a", no_cubins=True)
+    program = lowered(graph, precision, target="cuda:sm_90a")
     for step in (parse(s, program) for s in program.steps if s.executor == "cuda"):
         if isinstance(step, CudaStep) and step.meaning.kind == "Recurrence":
             yield step

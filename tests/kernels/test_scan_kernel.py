@@ -35,14 +35,14 @@ def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("name", ["weighted", "gated_backward_other", "outer"])
 def test_it_compiles_without_spills(name: str) -> None:
-    program = lowered(graph_of(name), "fp16", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(graph_of(name), "fp16", target="cuda:sm_90a")
     (kernel,) = (k for k in program.kernels if k.function == "pointwise_scan")
     assert nvrtc.resources(recipe_of(kernel))["pointwise_scan"].spill_bytes == 0
 
 
 def host_reasons(graph: Graph) -> list[str]:
     """The reasons for which operators run on the host."""
-    program = lowered(graph, "fp32", no_cubins=True)
+    program = lowered(graph, "fp32")
     return on_host(program, "PointwiseScan")
 
 
@@ -64,7 +64,7 @@ def test_tensors_without_elements() -> None:
         state = now if state is None else n.op("Tanh", n.op("Add", state, now))
         rows.append(state)
     graph = n.done(stacked(n, rows, 1))
-    (y,) = simulate(lowered(graph, no_cubins=True), feeds_of(graph)).values()
+    (y,) = simulate(lowered(graph), feeds_of(graph)).values()
     assert y.shape == (0, STEPS, 4)
 
 

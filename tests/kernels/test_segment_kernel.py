@@ -36,7 +36,7 @@ def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("name", CASES)
 def test_it_compiles_without_spills(name: str) -> None:
-    program = lowered(graph_of(name), "fp16", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(graph_of(name), "fp16", target="cuda:sm_90a")
     made = [k for k in program.kernels if k.function == "segment_sum"]
     assert made
     assert all(nvrtc.resources(recipe_of(k))["segment_sum"].spill_bytes == 0 for k in made)
@@ -51,7 +51,7 @@ def test_long_segments_are_shared_by_lanes(longest: int, threads: int, lanes: in
 
 def test_operators_that_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     def reasons(name: str) -> list[str]:
-        program = lowered(graph_of(name), "fp32", no_cubins=True)
+        program = lowered(graph_of(name), "fp32")
         return on_host(program, "SegmentSum")
 
     with monkeypatch.context() as patch:
@@ -64,7 +64,7 @@ def test_operators_that_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> 
 def test_rows_without_elements() -> None:
     n = Net()
     graph = n.done(scattered(n, n.input(90, 0), edges(1), 0))
-    (y,) = simulate(lowered(graph, no_cubins=True), feeds_of(graph)).values()
+    (y,) = simulate(lowered(graph), feeds_of(graph)).values()
     assert y.shape == (21, 0)
 
 

@@ -94,7 +94,7 @@ def test_random_splits_and_concats_are_exact(first: int) -> None:
     for seed in range(first, first + 20):
         graph = random_concats(seed)
         feeds = feeds_of(graph, seed)
-        want, got = evaluate(graph, feeds), simulate(lowered(graph, "fp32", no_cubins=True), feeds)
+        want, got = evaluate(graph, feeds), simulate(lowered(graph, "fp32"), feeds)
         for name, value in want.items():
             np.testing.assert_array_equal(got[name], value, err_msg=f"seed {seed}")
 
@@ -311,7 +311,7 @@ def small(count: int, width: int = 3) -> Graph:
 
 def joins(graph: Graph) -> list[int]:
     """The number of tensors that each launch of a concatenation or copy reads."""
-    steps = lowered(graph, "fp32", no_cubins=True).steps
+    steps = lowered(graph, "fp32").steps
     return [len(s.inputs) for s in steps if s.params["op"]["kind"] in ("Concat", "Copy", "Copies")]
 
 

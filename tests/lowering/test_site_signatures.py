@@ -38,14 +38,14 @@ def test_shared_operators_are_described_once(precision: str, monkeypatch: pytest
         return facts(*args)
 
     monkeypatch.setattr(choose, "_facts", counted)
-    program = lowered(post_norm(), precision, no_cubins=True)
+    program = lowered(post_norm(), precision)
     assert len(program.steps) >= LAYERS
     assert visits >= len(program.steps)
 
 
 def test_alike_sites_have_one_signature() -> None:
-    program = lowered(post_norm(3), "fp16", no_cubins=True)
-    again = lowered(post_norm(3), "fp16", no_cubins=True)
+    program = lowered(post_norm(3), "fp16")
+    again = lowered(post_norm(3), "fp16")
     found, same = ([t["signature"] for t in p.meta["tactics"]] for p in (program, again))
     assert found == same
     assert len(set(found)) > 1

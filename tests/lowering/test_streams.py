@@ -278,8 +278,8 @@ def test_a_program_of_very_many_steps_keeps_one_lane(monkeypatch: pytest.MonkeyP
 def test_gpus_without_measurements_have_lanes_only_on_request() -> None:
     graph = inception(64, size=28)
     assert lowered(graph).lanes, "Hopper, by prediction"
-    assert not lowered(graph, target="cuda:sm_80", no_cubins=True).lanes
-    assert lowered(graph, target="cuda:sm_80", no_cubins=True, streams=4).lanes
+    assert not lowered(graph, target="cuda:sm_80").lanes
+    assert lowered(graph, target="cuda:sm_80", streams=4).lanes
 
 
 def test_dependencies_are_of_the_steps_order() -> None:

@@ -78,5 +78,5 @@ def test_classes_are_right(precision: str) -> None:
     x, at = np.zeros((1, 1310720), np.float32), np.arange(40) * 32768 + 16383
     x[0, at] = np.arange(41, 1, -1)
     feeds = {"x": x, "b": np.zeros((1, 40), np.float32)}
-    (found,) = simulate(lowered(from_text(text), precision, no_cubins=True), feeds).values()
+    (found,) = simulate(lowered(from_text(text), precision), feeds).values()
     np.testing.assert_array_equal(found, [at // 16384])

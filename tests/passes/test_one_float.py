@@ -60,7 +60,7 @@ def test_an_input_in_fp32_stays_so() -> None:
 
 
 def test_the_launches_are_those_of_the_network_in_fp32() -> None:
-    mixed, plain = (lowered(layer(half, given=FP32), "fp16", no_cubins=True) for half in (FP16, FP32))
+    mixed, plain = (lowered(layer(half, given=FP32), "fp16") for half in (FP16, FP32))
     assert kinds(mixed)[:-1] == kinds(plain)[:-1]  # the last norm of the other one stores fp32
     assert "Pointwise" not in kinds(mixed)[1:]
 

@@ -117,6 +117,6 @@ def test_a_network_on_the_gpu() -> None:
     n = Net()
     first, second = n.op("Split", separable(n, 2 * C), attrs=SplitAttrs(1, 2), outputs=2)
     graph = ends(n, n.op("Mul", n.op("Gelu", first), second))
-    program = lowered(graph, "fp16", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(graph, "fp16", target="cuda:sm_90a")
     assert "depthwise_paired" in tactics(program, "Conv")
     check_simulated(graph, "fp16")

@@ -79,7 +79,7 @@ def test_a_network_on_the_gpu() -> None:
     n = Net()
     y = shuffled(n, n.op("Relu", n.conv(image(n), 16, bias=True)))  # with 32 channels, no copy is needed
     graph = n.done(n.conv(y, 8))
-    program = lowered(graph, "fp16", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(graph, "fp16", target="cuda:sm_90a")
     moves = [s.params for s in program.steps if s.params.get("tactic") == "copy"]
     (move,) = [m for m in moves if len(m["reads"][0][2]) == 6]
     assert move["reads"][0][3][1] == move["writes"][0][3][1] == 1, "channels are neighbors before and after"

@@ -298,6 +298,6 @@ def test_the_launch_on_the_processor(
     after: Callable[[QNet, Value], Value], product: str, target: str, tmp_path: Any
 ) -> None:
     graph = network(after, product=product)
-    _, program = calibrated(graph, "fp16", target, no_cubins=True)
+    _, program = calibrated(graph, "fp16", target)
     assert [k.template for k in program.kernels]
     compare_steps(program, feeds_of(graph), 1e-3, tmp_path)

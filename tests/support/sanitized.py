@@ -43,7 +43,7 @@ def prepare(folder: Path, name: str) -> dict[str, Any]:
     build, precision = graphs()[name]
     graph = build()
     with forced(name):
-        program = lowered(graph, precision, target="cuda:sm_90a", no_cubins=True)
+        program = lowered(graph, precision, target="cuda:sm_90a")
     for tool, more in {"": (), **FOLLOWED}.items():
         followed = tuple(replace(k, options=(*k.options, LINES, *more)) for k in program.kernels)
         cache = KernelCache(folder / "kernels")

@@ -38,8 +38,9 @@ def passed(
     choices: Mapping[str, TacticChoice] | None = None,
     **options: Any,
 ) -> tuple[Graph, Program]:
-    """A copy of the graph after all passes, and its program; checked. ``choices``: tactics by signature."""
-    chosen = BuildOptions(target=target, precision=precision, **options)
+    """A copy of the graph after all passes, and its program; checked. ``choices``: tactics by signature. Kernels are compiled only
+    where ``no_cubins`` is False: most tests look at the program, and a GPU's runner compiles what it runs."""
+    chosen = BuildOptions(**{"target": target, "precision": precision, "no_cubins": True, **options})
     copy = graph.copy()
     optimize(copy, chosen, target)
     program = lower_cuda(copy, chosen, facts_for(TargetName.parse(target)), {}, prepared=Prepared(choices or {}))
@@ -78,7 +79,7 @@ def check_simulated(
     graph: Graph, precision: str = "fp16", *, tolerance: float | None = None, target: str = "simulate"
 ) -> Program:
     """Lower, run and compare every output. The bound must be far below the effect of another input. Returns the program."""
-    program = lowered(graph, precision, target, no_cubins=True)
+    program = lowered(graph, precision, target)
     feeds, other = feeds_of(graph), feeds_of(graph, seed=2)
     expected, different = evaluate(graph, feeds), evaluate(graph, other)
     got = simulate(program, feeds)

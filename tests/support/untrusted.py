@@ -24,7 +24,7 @@ def program() -> Program:
     """A program of one pointwise kernel."""
     n = Net()
     graph = n.done(n.op("Tanh", n.op("Add", n.input(4, 8), n.input(8, name="b"))))
-    return lowered(graph, "fp32", target="cuda:sm_90a", no_cubins=True)
+    return lowered(graph, "fp32", target="cuda:sm_90a")
 
 
 @cache
@@ -32,7 +32,7 @@ def convolution() -> Program:
     """A program of a kernel with tensor core instructions, from a template."""
     n = Net()
     graph = n.done(n.op("Relu", n.conv(n.input(1, 64, 14, 14), 64)))
-    return lowered(graph, "fp16", target="cuda:sm_90a", no_cubins=True)
+    return lowered(graph, "fp16", target="cuda:sm_90a")
 
 
 def changed(made: Program, of: str = "general.cu", **changes: Any) -> Program:

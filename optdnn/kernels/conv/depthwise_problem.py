@@ -144,7 +144,7 @@ class Problem(OneSource):
         read, written = self.pitches
         return read or self.channels, written or self.channels
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         s = self.source

@@ -66,6 +66,16 @@ def _framed(text: str) -> bytes:
     return b"%d:%b" % (len(encoded), encoded)
 
 
+@lru_cache(maxsize=1024)
+def _digest(*texts: str) -> str:
+    """SHA-256 over texts. A build emits the same kernel for many candidates."""
+    return hashlib.sha256(b"".join(map(_framed, texts))).hexdigest()
+
+
+_included = lru_cache(maxsize=1024)(_INCLUDE.findall)
+"""The includes of a generated text."""
+
+
 class KernelError(InternalError):
     """A kernel template does not compile. The message holds the compiler's log."""
 
@@ -98,7 +108,7 @@ class Recipe:
             text = self.generated.get(name)
             if text is not None:
                 texts[name] = text
-                pending += _INCLUDE.findall(text)
+                pending += _included(text)
                 continue
             path = files.get(name)
             if path is None:
@@ -115,7 +125,7 @@ class Recipe:
     def digest(self, *first: str) -> str:
         """SHA-256 over ``first``, the architecture, the options, and every text with its name."""
         texts = (x for item in sorted(self.sources().items()) for x in item)
-        return hashlib.sha256(b"".join(map(_framed, (*first, self.arch, *self.options, *texts)))).hexdigest()
+        return _digest(*first, self.arch, *self.options, *texts)
 
 
 @dataclass(frozen=True)

@@ -162,20 +162,16 @@ def time_runs(
     warmup: int = 5,
     repeats: int = 30,
     inner: int = 1,
-    between: Callable[[], Any] | None = None,
     wait: Callable[[], Any] | None = None,
 ) -> list[float]:
     """GPU milliseconds of ``run()`` (which enqueues on ``stream``): one value per repeat, the mean of ``inner`` runs.
 
-    ``between`` is enqueued before each repeat, outside of the timed region: for example an L2 flush. ``wait`` waits for the
-    stream if that must not take forever.
+    ``wait`` waits for the stream if that must not take forever.
     """
     for _ in range(warmup):
         run()
     events = Events(2 * repeats)
     for k in range(repeats):
-        if between is not None:
-            between()
         events.record(2 * k, stream)
         for _ in range(inner):
             run()

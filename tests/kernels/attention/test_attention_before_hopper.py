@@ -81,14 +81,14 @@ def test_before_hopper(name: str) -> None:
 )
 def test_refusals(build: Any, target: str, precision: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PadHeads, "rules", ())  # heads would have 24 features
-    program = lowered(build(), precision, target=target, no_cubins=True)
+    program = lowered(build(), precision, target=target)
     refused = refusals(program, "attention_sm80")
     assert refused
     assert all(reason in r for r in refused)
 
 
 def test_hoppers_own_kernel_leaves_wide_heads_to_this_one() -> None:
-    program = lowered(attention(size=264, count=1), "fp16", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(attention(size=264, count=1), "fp16", target="cuda:sm_90a")
     assert chosen(program) == {"attention_sm80"}
     assert "heads of 264 features" in reasons(program)
 
@@ -152,7 +152,7 @@ def test_its_place_is_before_the_three_launches() -> None:
 
 @pytest.mark.nvrtc
 def test_it_compiles_as_part_of_a_program() -> None:
-    program = lowered(attention(mask="bool"), "fp16", target="cuda:sm_86")
+    program = lowered(attention(mask="bool"), "fp16", target="cuda:sm_86", no_cubins=False)
     assert "attention_sm80.cu" in {k.template for k in program.kernels}
     assert all(k.arch == "sm_86" and k.cubin is not None for k in program.kernels)
 
@@ -164,7 +164,7 @@ def test_attention_to_no_keys_is_zero(precision: str, target: str) -> None:
     n = Net()
     q, k, v = (n.input(2, 4, size, 32, name=name) for name, size in (("q", 5), ("k", 0), ("v", 0)))
     graph = n.done(n.op("Attention", q, k, v, attrs=AttentionAttrs()))
-    program = lowered(graph, precision, target=target, no_cubins=True)
+    program = lowered(graph, precision, target=target)
     feeds = feeds_of(graph)
     for got in (*simulate(program, feeds).values(), *evaluate(graph, feeds).values()):
         np.testing.assert_array_equal(got, np.zeros((2, 4, 5, 32)))

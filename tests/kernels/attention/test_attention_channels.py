@@ -12,6 +12,7 @@ import pytest
 from support import emulated
 from support.attention_cases import result_on_a_gpu
 from support.host import COMPILER, WHY_NOT
+from support.layout import ATTENTION_FIELDS, check_pointers
 from support.sweep import sweep
 
 from optdnn.kernels.attention import channels_kernel as channels
@@ -217,7 +218,7 @@ def test_candidates_compile_without_spills(arch: str) -> None:
     gpu = gpu_facts.of_arch(arch)
     tested = [A, merged(1, 4, 100, 42, dtype="bfloat16"), merged(1, 8, 784, 64, least=None), merged(1, 8, 150, 25)]
     tested += [merged(1, 1, 4096, size) for size in (65, 78, 96, 104, 128)]
-    for problem in tested:
+    for problem in tested if arch == "sm_90a" else tested[::3]:
         found = channels.candidates(problem, gpu)
         assert found
         assert len({str(c) for c in found}) == len(found)
@@ -242,19 +243,10 @@ LAUNCHES = {
 def test_the_parameter_block_has_the_kernels_layout(name: str) -> None:
     make, pointers, views = LAUNCHES[name]
     made = make()
-    recipe = made.recipe
-    names = {"q": "queries", "k": "keys", "v": "values", "out": "output"}
-    lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
-    lines += [
-        f"static_assert(__INTADDR__(&((Params*)0)->{names.get(p.operand, p.operand)}) == {p.at});"
-        for p in made.pointers
-    ]
+    assert len(made.pointers) == pointers
     at = len(made.parameters) - views * 24  # C adds four bytes after the last field of a view
     first = "of_values" if name == "results" else "of_queries"
-    lines += [f"static_assert(__INTADDR__(&((Params*)0)->{first}) == {at});"]
-    assert len(made.pointers) == pointers
-    text = "\n".join([f'#include "{recipe.name}"', *lines, ""])
-    nvrtc.compile_recipe(replace(recipe, name="check.cu", generated={**recipe.generated, "check.cu": text}))
+    check_pointers(made, ATTENTION_FIELDS, f"__INTADDR__(&((Params*)0)->{first}) == {at}")
 
 
 @pytest.mark.hopper

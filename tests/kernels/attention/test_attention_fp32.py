@@ -11,6 +11,7 @@ import pytest
 from support import emulated
 from support.attention_cases import Case, apart, merged, result_on_a_gpu, wide_values
 from support.host import COMPILER, WHY_NOT
+from support.layout import ATTENTION_FIELDS, check_pointers
 from support.needs import why_no_hopper
 from support.net import Net
 from support.sequence_cases import ATTENTION, attention
@@ -236,7 +237,7 @@ def test_operators_that_the_tactic_refuses(
     build: Any, precision: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PadHeads, "rules", ())  # heads would have 24 features
-    refused = refusals(lowered(build(), precision, target="cuda:sm_80", no_cubins=True), "attention_fp32")
+    refused = refusals(lowered(build(), precision, target="cuda:sm_80"), "attention_fp32")
     assert refused
     assert all(reason in r for r in refused)
 
@@ -289,13 +290,8 @@ def test_candidates_compile_without_spills(name: str, arch: str) -> None:
 def test_the_parameter_block_has_the_kernels_layout() -> None:
     problem = merged(2, 4, 128, 64, mask=(128, 0, 0), lengths=True, sinks=True, dtype="float32")
     made = kernel.launch(problem, AC, AMPERE)
-    names = {"q": "queries", "k": "keys", "v": "values", "out": "output"}
-    places = {p.operand: p.at for p in made.pointers}
-    lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
-    lines += [f"static_assert(__INTADDR__(&((Params*)0)->{names.get(n, n)}) == {at});" for n, at in places.items()]
-    assert len(places) == 7
-    text = "\n".join([f'#include "{made.recipe.name}"', *lines, ""])
-    nvrtc.compile_recipe(replace(made.recipe, name="check.cu", generated={**made.recipe.generated, "check.cu": text}))
+    assert len(made.pointers) == 7
+    check_pointers(made, ATTENTION_FIELDS)
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -94,7 +94,7 @@ TAKEN: dict[str, Callable[[], Graph]] = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_accepted_networks(name: str) -> None:
     graph = TAKEN[name]()
-    program = lowered(graph, "fp16", no_cubins=True, io_dtype="fp16")
+    program = lowered(graph, "fp16", io_dtype="fp16")
     found = kinds(program)
     assert found.count("CachedAttention") == 1
     assert "TensorScatter" not in found
@@ -124,14 +124,14 @@ def test_accepted_networks(name: str) -> None:
     ],
 )
 def test_refusals(because: str, changes: dict[str, Any]) -> None:
-    program = lowered(step(**changes), "fp16", no_cubins=True, io_dtype="fp16")
+    program = lowered(step(**changes), "fp16", io_dtype="fp16")
     assert "CachedAttention" not in kinds(program)
     (row,) = (t for t in program.meta["tactics"] if t["kind"] == "Attention")
     assert because in next(r["reason"] for r in row["refused"] if r["tactic"] == "attention_cached")
 
 
 def test_other_types_run_elsewhere() -> None:
-    program = lowered(step(dtype=np.float32), "fp32", no_cubins=True)
+    program = lowered(step(dtype=np.float32), "fp32")
     assert "CachedAttention" not in kinds(program)
 
 

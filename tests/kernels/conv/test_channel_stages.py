@@ -194,7 +194,7 @@ def test_the_kernels_compile_without_spills(stage: str) -> None:
         Problem(1, 384, (source,), (("bias",), (stage,))),
         Problem(1, 768, (Source(1, 400, 768),), (("bias",), ("add",), (stage,))),
     ):
-        for offer in ranked(problem, gpu)[:2]:
+        for offer in ranked(problem, gpu)[:1]:
             (kernel,) = nvrtc.resources(_family(offer.config).recipe(problem, offer.config)).values()
             assert kernel.spill_bytes == 0, str(offer.config)
 

@@ -125,7 +125,7 @@ def test_groups_too_wide_for_the_narrow_kernel_may_have_means() -> None:
 
 
 def test_a_narrow_kernel_adds_nothing() -> None:
-    row = tactic_of(lowered(net(64, 64, 8, residual=True), "fp16", no_cubins=True))
+    row = tactic_of(lowered(net(64, 64, 8, residual=True), "fp16"))
     reasons = {r["tactic"]: r["reason"] for r in row["refused"]}
     assert reasons[GroupedConv.name] == "its epilogue adds a residual"
 

@@ -41,7 +41,7 @@ PLAIN = ConvAttrs((1, 1), (0, 0, 0, 0), (1, 1))
 def test_programs_for_sm_80_compute_the_network(name: str) -> None:
     n = Net()
     graph = n.done(NETS[name](n))
-    program = lowered(graph, "fp16", target="cuda:sm_80", no_cubins=True)
+    program = lowered(graph, "fp16", target="cuda:sm_80")
     assert {"conv_sm80", "gemm_sm80"} & set(tactics(program))
     assert not {"conv_direct", "tiled_matmul", "conv_sm90", "gemm_sm90"} & set(tactics(program))
     feeds, other = feeds_of(graph), evaluate(graph, feeds_of(graph, 2))
@@ -76,7 +76,7 @@ def test_hopper_runs_groups_on_it_and_nothing_else(monkeypatch: pytest.MonkeyPat
 def test_groups_are_multiplied_together_where_that_is_less_work(build: Callable[[Net], Value], groups: int) -> None:
     n = Net()
     graph = n.done(build(n))
-    program = lowered(graph, "fp16", target="cuda:sm_80", no_cubins=True)
+    program = lowered(graph, "fp16", target="cuda:sm_80")
     assert tactics(program).count("conv_sm80") == 1
     (found,) = [s.params["op"]["attrs"]["group"] for s in program.steps if s.params["op"]["kind"] == "Conv"]
     assert found == groups
@@ -89,7 +89,7 @@ def test_groups_are_multiplied_together_where_that_is_less_work(build: Callable[
 def test_tf32_before_hopper(name: str) -> None:
     n = Net()
     graph = n.done(NETS[name](n))
-    program = lowered(graph, "tf32", target="cuda:sm_86", no_cubins=True)
+    program = lowered(graph, "tf32", target="cuda:sm_86")
     products = [s for s in program.steps if s.params["op"]["kind"] in ("Conv", "MatMul", "Gemm")]
     assert all(s.params["op"]["attrs"]["tf32"] == [0, 1] for s in products)
     assert {"conv_sm80", "gemm_sm80"} & set(tactics(program))
@@ -126,7 +126,7 @@ def test_hopper_runs_strides_on_it_that_tma_has_not() -> None:
 )
 def test_refusals(build: Callable[[Net], Value], target: str, reason: str) -> None:
     n = Net()
-    program = lowered(n.done(build(n)), "fp16", target=target, no_cubins=True)
+    program = lowered(n.done(build(n)), "fp16", target=target)
     refused = refusals(program)
     assert any(reason in r for r in refused), refused
 
@@ -134,6 +134,6 @@ def test_refusals(build: Callable[[Net], Value], target: str, reason: str) -> No
 @pytest.mark.nvrtc
 def test_a_kernel_of_sm_80_compiles_as_part_of_a_program() -> None:
     n = Net()
-    program = lowered(n.done(NETS["a residual block"](n)), "fp16", target="cuda:sm_80")
+    program = lowered(n.done(NETS["a residual block"](n)), "fp16", target="cuda:sm_80", no_cubins=False)
     assert {k.arch for k in program.kernels} == {"sm_80"}
     assert all(k.cubin is not None for k in program.kernels)

@@ -63,7 +63,7 @@ def test_programs_compute_the_network(name: str) -> None:
 def test_programs_before_hopper_compute_the_network(name: str) -> None:
     n = Net()
     graph = n.done(NETS[name](n))
-    program = lowered(graph, "bf16", target="cuda:sm_80", no_cubins=True)
+    program = lowered(graph, "bf16", target="cuda:sm_80")
     assert set(tactics(program, "ConvTranspose")) == {"subpixel_sm80"}
     feeds, other = feeds_of(graph), evaluate(graph, feeds_of(graph, 2))
     got = simulate(program, feeds)
@@ -133,7 +133,7 @@ def test_odd_channels_before_hopper(precision: str) -> None:
     for channels, filters in ((12, 8), (8, 7)):
         n = Net()
         graph = n.done(transposed(n, n.input(1, channels, 5, 4), filters, (3, 3), (1, 1)))
-        program = lowered(graph, precision, target="cuda:sm_80", no_cubins=True)
+        program = lowered(graph, precision, target="cuda:sm_80")
         assert tactics(program, "ConvTranspose") == ["subpixel_sm80"]
         feeds = feeds_of(graph)
         for output, want in evaluate(graph, feeds).items():

@@ -223,7 +223,7 @@ def test_candidates_compile_without_spills(dtype: str, kernel: int, beside: Any)
     stages: Any = (("bias",), ("gelu",)) if beside is None else (("bias",), ("gelu",), ("mul",))
     problem = Problem(1, same(64, 64, 64, (kernel, kernel)), stages, dtype, squeeze=True, beside=beside)
     for family in (depthwise, tma):
-        for config in family.candidates(problem, HOPPER, 2):
+        for config in family.candidates(problem, HOPPER, 1 if dtype == "float32" else 2):
             (found,) = nvrtc.resources(family.recipe(problem, config)).values()
             assert found.spill_bytes == 0, str(config)
 

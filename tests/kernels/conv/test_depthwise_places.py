@@ -168,12 +168,7 @@ def test_a_result_that_is_turned_to_rows_lies_in_their_concatenation() -> None:
 
 def refusal(graph: Graph, precision: str = "fp16") -> str:
     """The reason for which the fast kernels refuse the depthwise convolution."""
-    refused = [
-        r
-        for t in lowered(graph, precision, no_cubins=True).meta["tactics"]
-        if t["tactic"] == "depthwise"
-        for r in t["refused"]
-    ]
+    refused = [r for t in lowered(graph, precision).meta["tactics"] if t["tactic"] == "depthwise" for r in t["refused"]]
     return next(str(r["reason"]) for r in refused if r["tactic"] == tactic.TiledDepthwise.name)
 
 
@@ -221,7 +216,7 @@ def test_refusals_say_why(graph: Callable[[], Graph], precision: str, reason: st
 
 
 def test_a_cliff_names_the_refusals_of_the_fast_kernels() -> None:
-    program = lowered(sliced(3, (22, 24)), no_cubins=True)
+    program = lowered(sliced(3, (22, 24)))
     (k,) = [i for i, s in enumerate(program.steps) if str(s.params.get("tactic", "")).startswith("depthwise")]
     step = program.steps[k]
     slow = {"step": k, "src": list(step.src), "tactic": step.params["tactic"], "executor": step.executor}
@@ -233,7 +228,7 @@ def test_many_taps_in_a_loop_take_their_instructions() -> None:
     """Measured on an H200: 41 us."""
     n = Net()
     graph = n.done(n.conv(n.input(1, 12, 512, 66), 12, (65, 3), pads=(32, 0, 32, 0), group=12))
-    found = expected_steps(lowered(graph, target="cuda:h200", no_cubins=True))
+    found = expected_steps(lowered(graph, target="cuda:h200"))
     assert [s["us"] for s in found if str(s["tactic"]).startswith("depthwise")] == [pytest.approx(3 * 41, rel=0.1)]
 
 
@@ -319,7 +314,7 @@ def test_kernels_compute_where_pixels_have_a_pitch(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", PLACED)
 def test_kernels_compile_without_spills(name: str) -> None:
     family, problem, _ = PLACED[name]
-    for config in family.candidates(problem, HOPPER, 2):
+    for config in family.candidates(problem, HOPPER, 1):
         (kernel,) = nvrtc.resources(family.recipe(problem, config)).values()
         assert kernel.spill_bytes == 0, str(config)
 

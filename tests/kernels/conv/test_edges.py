@@ -84,7 +84,7 @@ def test_edges_are_repeated_without_a_launch(name: str, precision: str) -> None:
 @pytest.mark.parametrize(("name", "precision", "tolerance"), in_turn(NETS, ("fp16", 1.2e-3), ("fp32", 3e-6)))
 def test_the_kernels_on_the_processor(name: str, precision: str, tolerance: float, tmp_path: Path) -> None:
     graph = NETS[name]()
-    program = lowered(graph, precision, no_cubins=True)
+    program = lowered(graph, precision)
     assert "EdgePadded" in kinds(program)
     compare_steps(program, feeds_of(graph), tolerance, tmp_path)
 

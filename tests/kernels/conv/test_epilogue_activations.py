@@ -32,7 +32,7 @@ def test_no_launch_of_their_own(kind: str, made: Callable[[str], Graph], precisi
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("kind", ["Mish", "Sin", "Cos", "Celu"])
 def test_they_compile_without_spills(kind: str) -> None:
-    program = lowered(convolutions(kind), "fp16", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(convolutions(kind), "fp16", target="cuda:sm_90a")
     for kernel in program.kernels:
         assert all(r.spill_bytes == 0 for r in nvrtc.resources(recipe_of(kernel)).values())
 
@@ -65,7 +65,7 @@ def test_numbers_that_are_nan_are_left_to_a_launch_of_their_own(kind: str) -> No
     x = n.conv(n.input(1, 8, 6, 6), 8)
     nan = float("nan")
     y = n.op("LeakyRelu", x, attrs=LeakyReluAttrs(nan)) if kind == "LeakyRelu" else n.op("Clip", x, nan, 1.0)
-    program = lowered(n.done(y), no_cubins=True)
+    program = lowered(n.done(y))
     stages = [s["stage"][0] for step in program.steps for s in step.params["op"]["attrs"].get("epilogue", ())]
     owners = [step.params["op"]["kind"] for step in program.steps if kind in str(step.params["op"]["attrs"])]
     assert kind in stages

@@ -83,7 +83,7 @@ def test_fp32_on_hopper_is_multiplied_in_parts(name: str, monkeypatch: pytest.Mo
     ("cuda:sm_90a", "fp16", "it multiplies fp32 in parts, not float16"),
 ])  # fmt: skip
 def test_elsewhere_it_refuses(target: str, precision: str, reason: str) -> None:
-    program = lowered(made("product"), precision, target=target, no_cubins=True)
+    program = lowered(made("product"), precision, target=target)
     refused = refusals(program, "gemm_parts_sm90")
     assert refused
     assert all(reason in r for r in refused)
@@ -104,7 +104,7 @@ def test_scalar_units_go_first(channels: int, kernel: int, filters: int) -> None
 def test_a_copy_may_be_worth_it() -> None:
     n = Net()
     x = n.conv(n.input(4, 64, 56, 56), 256, 1, pads=0)
-    program = lowered(n.done(n.conv(x, 250, 3)), "fp32", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(n.done(n.conv(x, 250, 3)), "fp32", target="cuda:sm_90a")
     assert [t["tactic"] for t in program.meta["tactics"]][-1] == "conv_parts_sm90"
 
 

@@ -96,13 +96,13 @@ def test_large_means_cancel() -> None:
 
 def test_the_cost_model_takes_it() -> None:
     n = Net(np.float16)
-    assert tactics(lowered(n.done(block(n)), no_cubins=True), "Conv").count("conv_normed_sm90") == 2
+    assert tactics(lowered(n.done(block(n))), "Conv").count("conv_normed_sm90") == 2
 
 
 def test_the_cost_model_leaves_many_tiles_of_many_images() -> None:
     n = Net(np.float16)
     x = _pixelwise(n, n.input(32, 16, 32, 32), 64)
-    program = lowered(n.done(_pixelwise(n, _norm(n, x), 1024)), no_cubins=True)
+    program = lowered(n.done(_pixelwise(n, _norm(n, x), 1024)))
     assert "conv_normed_sm90" not in tactics(program, "Conv")
     assert any(r.startswith("norm and convolution are predicted to take") for r in reasons(program))
 
@@ -183,7 +183,7 @@ def _given_scale(n: Net) -> Value:
 @pytest.mark.usefixtures("wanted")
 def test_refusals(build: Callable[[Net], Value], because: str) -> None:
     n = Net()
-    program = lowered(n.done(build(n)), no_cubins=True)
+    program = lowered(n.done(build(n)))
     assert "conv_normed_sm90" not in tactics(program, "Conv")
     assert any(because in reason for reason in reasons(program)), reasons(program)
 
@@ -192,8 +192,8 @@ def test_refusals(build: Callable[[Net], Value], because: str) -> None:
 def test_refusals_in_other_builds() -> None:
     n = Net()
     graph = n.done(block(n))
-    assert any("it is for 16-bit floats" in r for r in reasons(lowered(graph, "tf32", no_cubins=True)))
-    same_bits = lowered(graph, no_cubins=True, row_invariant=True)
+    assert any("it is for 16-bit floats" in r for r in reasons(lowered(graph, "tf32")))
+    same_bits = lowered(graph, row_invariant=True)
     assert any("moments are summed in another order" in r for r in reasons(same_bits))
 
 
@@ -222,7 +222,7 @@ CONFIGS = (
 def _built(name: str, precision: str = "fp16") -> tuple[Graph, Program]:
     n = Net()
     graph = n.done(NETS[name](n))
-    return graph, lowered(graph, precision, target="cuda:sm_90a", no_cubins=True)
+    return graph, lowered(graph, precision, target="cuda:sm_90a")
 
 
 @pytest.mark.nvrtc

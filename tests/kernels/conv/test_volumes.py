@@ -104,7 +104,7 @@ def test_launches_of_a_network() -> None:
     found = kinds(lowered(n.done(r3d(n)), "fp16"))
     assert found[-5:] == ["Conv", "Conv", "Conv", "ConvSum", "Pointwise"]
     n = Net()
-    before = kinds(lowered(n.done(r3d(n)), "fp16", "cuda:sm_80", no_cubins=True))
+    before = kinds(lowered(n.done(r3d(n)), "fp16", "cuda:sm_80"))
     assert before.count("Frames") == 4, "other kernels than Hopper's read copies of the frames"
 
 
@@ -188,7 +188,7 @@ FIRST: list[tuple[Callable[[Net], Value], str | None]] = [
 @pytest.mark.parametrize(("build", "reason"), FIRST)
 def test_first_volumes_that_other_kernels_read(build: Callable[[Net], Value], reason: str | None) -> None:
     n = Net()
-    program = lowered(n.done(build(n)), "fp16", no_cubins=True)
+    program = lowered(n.done(build(n)), "fp16")
     (row,) = [t for t in program.meta["tactics"] if t["kind"] == "Conv"]
     why = [r["reason"] for r in row.get("refused", []) if r["tactic"] == "conv3d_stem"]
     assert (row["tactic"] == "conv3d_stem") == (reason is None)
@@ -286,7 +286,7 @@ def test_a_volume_is_read_where_it_lies(name: str) -> None:
 )
 def test_volumes_that_are_copied(build: Callable[[Net], Value], reason: str) -> None:
     n = Net()
-    program = lowered(n.done(build(n)), "fp16", no_cubins=True)
+    program = lowered(n.done(build(n)), "fp16")
     (row,) = [t for t in program.meta["tactics"] if t["kind"] == "Conv"]
     (why,) = [r["reason"] for r in row["refused"] if r["tactic"] == "conv3d_sm90"]
     assert reason in why

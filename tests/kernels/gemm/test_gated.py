@@ -94,7 +94,7 @@ def test_the_launch_multiplies_by_the_gate(name: str, precision: str) -> None:
     ],
 )
 def test_refusals(build: Callable[[], Graph], precision: str, because: str) -> None:
-    program = lowered(build(), precision, no_cubins=True)
+    program = lowered(build(), precision)
     assert because in refusals(program, NAME)
     assert NAME not in tactics(program, "MatMul")
 
@@ -103,7 +103,7 @@ def test_rows_in_another_order_are_refused() -> None:
     n = Net()
     y = n.op("Transpose", n.op("Tanh", n.input(16, 3, 64)), attrs=TransposeAttrs((1, 0, 2)))
     z = n.op("Mul", n.op("MatMul", y, n.random(64, 64)), n.op("Sigmoid", n.input(3, 1, 64)))
-    program = lowered(n.done(n.op("Relu", z)), no_cubins=True)
+    program = lowered(n.done(n.op("Relu", z)))
     assert "its rows do not lie one after the other" in refusals(program, NAME)
 
 

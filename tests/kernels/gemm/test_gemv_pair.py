@@ -309,7 +309,7 @@ def test_means_on_a_processor(
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("config", [pair.Config(c) for c in (1, 8, 16)], ids=str)
 def test_kernels_compile_without_spills(config: pair.Config) -> None:
-    for more in ({}, {"dtype": "bfloat16"}, {"pixels": 49}, {"pixels": 784, "tiles": 56}):
+    for more in ({"dtype": "bfloat16"}, {"pixels": 784, "tiles": 56}):
         (kernel,) = nvrtc.resources(pair.recipe(replace(P, **more), config)).values()
         assert kernel.spill_bytes == 0
 

@@ -51,7 +51,7 @@ def kernels(program: Program) -> list[Kernel]:
 @pytest.mark.nvrtc
 def test_large_products_run_in_tiles_that_compile_without_spills(name: str) -> None:
     n = Net()
-    (kernel,) = kernels(lowered(n.done(NETS[name](n)), "fp32", target="cuda:sm_80", no_cubins=True))
+    (kernel,) = kernels(lowered(n.done(NETS[name](n)), "fp32", target="cuda:sm_80"))
     assert kernel.template == "matmul_fp32.cu"
     assert f"#define COLUMNS_TOGETHER {int(name in ('together', 'broadcast'))}" in kernel.generated["generated.cuh"]
     assert nvrtc.resources(recipe_of(kernel))["matmul"].spill_bytes == 0

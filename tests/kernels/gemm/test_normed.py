@@ -122,7 +122,7 @@ def test_a_norm_that_others_read_runs_beside_the_product() -> None:
     graph = n.done(_read_by_others(n))
     program = check_simulated(graph)
     assert {"RowMoments", "NormedProduct", "LayerNormalization"} <= {*kinds(program)}
-    lanes = lowered(graph, precision="fp16", streams=2, no_cubins=True).lanes
+    lanes = lowered(graph, precision="fp16", streams=2).lanes
     assert {s.lane for s in lanes} == {0, 1}
 
 
@@ -156,11 +156,9 @@ def _perceptron(n: Net, rows: int, width: int) -> Value:
 
 def test_the_cost_model_takes_it_and_leaves_the_largest_products() -> None:
     n = Net()
-    assert (
-        tactics(lowered(n.done(_perceptron(n, 800, 256)), no_cubins=True), "MatMul", "Gemm")[-1] == "gemm_normed_sm90"
-    )
+    assert tactics(lowered(n.done(_perceptron(n, 800, 256))), "MatMul", "Gemm")[-1] == "gemm_normed_sm90"
     n = Net()
-    program = lowered(n.done(_perceptron(n, 20000, 512)), no_cubins=True)
+    program = lowered(n.done(_perceptron(n, 20000, 512)))
     assert tactics(program, "MatMul", "Gemm")[-1] == "gemm_sm90"
     reasons = refusals(program, "*normed*")
     assert "42 GFLOP run at the power limit, where a norm before the product costs little" in reasons
@@ -168,7 +166,7 @@ def test_the_cost_model_takes_it_and_leaves_the_largest_products() -> None:
 
 def test_the_cost_model_gives_gated_units_their_norm() -> None:
     n = Net()
-    assert "gemm_paired_normed_sm90" in tactics(lowered(n.done(gated(n)), no_cubins=True), "MatMul", "Gemm")
+    assert "gemm_paired_normed_sm90" in tactics(lowered(n.done(gated(n))), "MatMul", "Gemm")
 
 
 def _read_by_others(n: Net) -> Value:

@@ -76,7 +76,7 @@ def test_no_launch_normalizes(name: str, streams: int) -> None:
     assert NAME in tactics(program, "MatMul", "Gemm")
     assert {"NormedResidual", "NormedProduct"} & {*kinds(program)}
     assert not [k for k in kinds(program) if k.endswith("Normalization")]
-    one = lowered(graph, precision="fp16", streams=streams, no_cubins=True)
+    one = lowered(graph, precision="fp16", streams=streams)
     assert tactics(one, "MatMul", "Gemm") == tactics(program, "MatMul", "Gemm")
 
 
@@ -103,13 +103,13 @@ def _reasons(program: object, tactic: str) -> list[str]:
 
 def test_the_cost_model_takes_it() -> None:
     n = Net()
-    assert tactics(lowered(n.done(_bert(n, 128, 768)), no_cubins=True), "MatMul", "Gemm").count(NAME) == 2
+    assert tactics(lowered(n.done(_bert(n, 128, 768))), "MatMul", "Gemm").count(NAME) == 2
 
 
 def test_the_cost_model_leaves_separate_launches_that_cost_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optdnn.kernels.gemm.normed_residual.ADDED", 1e-3)
     n = Net()
-    program = lowered(n.done(_bert(n, 128, 768)), no_cubins=True)
+    program = lowered(n.done(_bert(n, 128, 768)))
     assert NAME not in tactics(program, "MatMul", "Gemm")
     assert any("one launch 100" in why for why in _reasons(program, NAME))
     assert "LayerNormalization" in kinds(program)

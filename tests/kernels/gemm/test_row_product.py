@@ -111,7 +111,7 @@ REFUSED: dict[str, Callable[[Net], Any]] = {
 def test_refusals(because: str) -> None:
     n = Net()
     results = REFUSED[because](n)
-    program = lowered(n.done(*results) if type(results) is tuple else n.done(results), no_cubins=True)
+    program = lowered(n.done(*results) if type(results) is tuple else n.done(results))
     assert "RowProduct" not in kinds(program)
     assert any(because in reason for reason in refusals(program, "gemv_rows", kind="MatMul"))
 

@@ -76,7 +76,7 @@ def is_on_threads(kernel: Kernel) -> bool:
 def test_elements_that_threads_cannot_count_are_refused(rows: int, refused: bool) -> None:
     n = Net()
     graph = n.done(n.op("MatMul", n.input(1 << 17, rows, 2, name="a"), n.input(1 << 17, 2, 64, name="b")))
-    program = lowered(graph, "fp32", no_cubins=True)
+    program = lowered(graph, "fp32")
     reasons = refusals(program)
     assert ("131072 matrices with more than 4294967296 elements exceed a grid" in reasons) == refused
 
@@ -86,7 +86,7 @@ def test_elements_that_threads_cannot_count_are_refused(rows: int, refused: bool
 )
 def test_very_many_small_products_fill_no_tiles_of_tensor_cores(name: str, alone: bool) -> None:
     """KBNet's kernels of each pixel: 1,179,648 products of 2 x 18 with 18 x 1."""
-    program = lowered(graph_of(name), "fp16", no_cubins=True)
+    program = lowered(graph_of(name), "fp16")
     assert any("tiles would be nearly empty" in why for why in refusals(program, "matmul_sm90")) == alone
     assert any(k.function == "matmul" and is_on_threads(k) for k in program.kernels) == alone
 
@@ -134,7 +134,7 @@ def test_threads_take_more_results_while_enough_of_them_remain(
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.nvrtc
 def test_it_compiles_without_spills(precision: str, name: str) -> None:
-    kernel = product(lowered(graph_of(name), precision, target="cuda:sm_80", no_cubins=True))
+    kernel = product(lowered(graph_of(name), precision, target="cuda:sm_80"))
     assert nvrtc.resources(recipe_of(kernel))["matmul"].spill_bytes == 0
 
 
@@ -158,7 +158,7 @@ def test_short_products_with_a_vector_need_no_tensor_cores(terms: int, threads: 
 @pytest.mark.parametrize("name", ["rows", "outlook"])
 def test_thin_products_on_tensor_cores_have_a_grid_of_tiles(name: str, target: str) -> None:
     """Engines whose rows do not depend on the batch run them there, whatever their number."""
-    program = lowered(graph_of(name), "fp16", target=target, row_invariant=True, no_cubins=True)
+    program = lowered(graph_of(name), "fp16", target=target, row_invariant=True)
     steps = [s.params["launch"] for s in program.steps if s.executor == "cuda"]
     found = [s for s in steps if program.kernels[s["kernel"]].template == "matmul_mma.cu"]
     assert found

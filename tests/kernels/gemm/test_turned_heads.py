@@ -122,7 +122,7 @@ def test_heads_that_a_product_rotates_are_not_rotated_again_with_the_others() ->
 
 
 def test_a_norm_in_front_has_no_launch() -> None:
-    assert "gemm_normed_turned_sm90" in tactics(lowered(layer(length=200, width=256), no_cubins=True), "MatMul")
+    assert "gemm_normed_turned_sm90" in tactics(lowered(layer(length=200, width=256)), "MatMul")
 
 
 def _few() -> Graph:
@@ -152,7 +152,7 @@ def _few() -> Graph:
     ],
 )
 def test_refusals(build: Callable[[], Graph], precision: str, because: str) -> None:
-    program = lowered(build(), precision, no_cubins=True)
+    program = lowered(build(), precision)
     assert because in refusals(program, "*turned*")
     assert "TurnedHeads" not in kinds(program)
 

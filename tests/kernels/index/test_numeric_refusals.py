@@ -34,7 +34,7 @@ def of_no_elements() -> Graph:
     ],
 )
 def test_operators_that_run_on_the_host(graph: Callable[[], Graph], because: str) -> None:
-    (row,) = lowered(graph(), no_cubins=True).meta["host"]["operators"]
+    (row,) = lowered(graph()).meta["host"]["operators"]
     assert because in row["why"]
 
 

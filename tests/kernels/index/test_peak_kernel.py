@@ -44,14 +44,14 @@ def test_sizes_without_pixels_and_sizes_that_are_too_large(tmp_path: Path) -> No
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("name", ["linear", "cubic"])
 def test_it_compiles_without_spills(name: str) -> None:
-    program = lowered(graph_of(name), "fp16", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(graph_of(name), "fp16", target="cuda:sm_90a")
     (kernel,) = [k for k in program.kernels if k.function == "peaks"]
     assert nvrtc.resources(recipe_of(kernel))["peaks"].spill_bytes == 0
 
 
 def test_images_that_are_too_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resized_peaks, "MOST_COLUMNS", 5)
-    program = lowered(graph_of("linear"), "fp32", no_cubins=True)
+    program = lowered(graph_of("linear"), "fp32")
     assert "an image of 6 columns is too wide" in on_host(program, "ResizedPeaks")[0]
 
 

@@ -28,7 +28,7 @@ def net(kind: str, x: int, *others: Any, attrs: Any = None, outputs: int = 1) ->
 
 def check_too_many(graph: Graph, words: str) -> None:
     """The operator runs on the host, for this reason."""
-    program = lowered(graph, no_cubins=True)
+    program = lowered(graph)
     (row,) = program.meta["host"]["operators"]
     assert f"each: its results {words}" in row["why"]
 
@@ -40,7 +40,7 @@ def check_too_many(graph: Graph, words: str) -> None:
 def test_long_searches_of_scatters(kind: str, attrs: Any, index: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scatters, "SCATTER_LIMIT", 7 * 5)
     others = ((index, INT64), ((5,), np.float32))
-    fits = lowered(net(kind, 7, *others, attrs=attrs), no_cubins=True)
+    fits = lowered(net(kind, 7, *others, attrs=attrs))
     assert "host" not in [s.executor for s in fits.steps]
     check_too_many(net(kind, 9, *others, attrs=attrs), "would compare 45 updates in all")
 

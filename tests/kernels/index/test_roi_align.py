@@ -46,7 +46,7 @@ def test_a_region_far_larger_than_the_image_visits_only_its_pixels(size: float, 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("name", CASES)
 def test_it_compiles_without_spills(name: str) -> None:
-    program = lowered(graph_of(name), "fp16", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(graph_of(name), "fp16", target="cuda:sm_90a")
     (step,) = [s for s in program.steps if str(s.params.get("tactic", "")).startswith("roi_")]
     assert nvrtc.resources(recipe_of(program.kernels[step.params["launch"]["kernel"]]))["each"].spill_bytes == 0
 
@@ -58,13 +58,13 @@ def test_regions_keep_the_order_of_the_convolutions_around() -> None:
 
 
 def test_channels_that_are_not_contiguous() -> None:
-    program = lowered(graph_of("plain"), "fp16", no_cubins=True)
+    program = lowered(graph_of("plain"), "fp16")
     assert "its channels are not contiguous and aligned" in refusals(program, "roi_channels")[0]
 
 
 def test_it_refuses_more_elements_than_it_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roi_align, "POINTS_LIMIT", 12)
-    program = lowered(graph_of("channels"), "fp16", no_cubins=True)
+    program = lowered(graph_of("channels"), "fp16")
     (why,) = on_host(program, "RoiAlign")
     assert "more than the kernel can count" in why
 

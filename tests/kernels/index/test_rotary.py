@@ -50,7 +50,7 @@ def test_each_form_takes_the_kernel(name: str, precision: str) -> None:
 @pytest.mark.parametrize("name", sweep([n for n in ROTARY if n != "many rows"], *list(ROTARY)[:12:3]))
 def test_the_kernel_on_the_processor(name: str, precision: str, tolerance: float, tmp_path: Path) -> None:
     graph = ROTARY[name]()
-    program = lowered(graph, precision, opt_level=2, no_cubins=True)
+    program = lowered(graph, precision, opt_level=2)
     assert {"rotary", "rotary_pair"} & set(chosen(program))
     compare_steps(program, feeds_of(graph), tolerance, tmp_path)
 
@@ -61,7 +61,7 @@ def test_keys_that_follow_those_of_the_past_share_the_launch(tmp_path: Path) -> 
     assert kinds(program).count("RotaryPair") == 1
     assert "RotaryEmbedding" not in kinds(program)
     if WHY_NOT is None:
-        compare_steps(lowered(graph, no_cubins=True), feeds_of(graph), 1.2e-3, tmp_path)
+        compare_steps(lowered(graph), feeds_of(graph), 1.2e-3, tmp_path)
 
 
 def test_keys_that_are_joined_early_turn_alone() -> None:
@@ -77,7 +77,7 @@ def test_heads_that_are_normalized_next_share_the_launch(kind: str, tmp_path: Pa
     assert kinds(program).count("RotaryPair") == 1
     assert "RotaryEmbedding" not in kinds(program)
     if WHY_NOT is None:
-        compare_steps(lowered(graph, no_cubins=True), feeds_of(graph), 4e-3, tmp_path)
+        compare_steps(lowered(graph), feeds_of(graph), 4e-3, tmp_path)
 
 
 def test_keys_that_are_normalized_early_turn_alone() -> None:
@@ -108,7 +108,7 @@ def test_heads_of_different_angles_turn_where_they_lie(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "early"), [("halves", 1), ("angles of inputs", 0), ("position ids", 0)])
 def test_only_constant_angles_are_read_before_earlier_launches_end(name: str, early: int) -> None:
-    program = lowered(ROTARY[name](), no_cubins=True)
+    program = lowered(ROTARY[name]())
     (kernel,) = (k for k in program.kernels if k.template == "rotary.cu")
     assert f"#define EARLY {early}\n" in kernel.generated["generated.cuh"]
 
@@ -157,7 +157,7 @@ def test_other_forms_run_elsewhere(name: str) -> None:
 
 
 def test_without_rows_there_is_no_launch() -> None:
-    program = lowered(heads_first((0, 3, 7, 64)), no_cubins=True)
+    program = lowered(heads_first((0, 3, 7, 64)))
     assert not program.kernels
 
 
@@ -166,7 +166,7 @@ def test_without_rows_there_is_no_launch() -> None:
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("name", ["halves", "neighbors", "a part, neighbors", "every second angle"])
 def test_the_kernel_compiles_without_spills(name: str, precision: str, arch: str) -> None:
-    program = lowered(ROTARY[name](), precision, f"cuda:{arch}", no_cubins=True)
+    program = lowered(ROTARY[name](), precision, f"cuda:{arch}")
     (kernel,) = (k for k in program.kernels if k.function == "rotary")
     found = nvrtc.resources(recipe_of(kernel))["rotary"]
     assert found.spill_bytes == 0

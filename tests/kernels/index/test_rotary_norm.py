@@ -48,7 +48,7 @@ def test_keys_that_follow_those_of_the_past() -> None:
 @pytest.mark.parametrize("name", sweep(NORMED, *list(NORMED)[::3]))
 def test_the_kernel_on_the_processor(name: str, precision: str, tmp_path: Path) -> None:
     graph = NORMED[name]()
-    program = lowered(graph, precision, opt_level=2, no_cubins=True)
+    program = lowered(graph, precision, opt_level=2)
     assert "RotaryNormPair" in kinds(program)
     compare_steps(program, feeds_of(graph), TOLERANCE[precision], tmp_path)
 
@@ -98,7 +98,7 @@ def reasons(program: Program) -> set[str]:
     ],
 )
 def test_refusals(graph: Callable[[], Graph], because: str) -> None:
-    found = reasons(lowered(graph(), no_cubins=True))
+    found = reasons(lowered(graph()))
     assert [r for r in found if because in r], found
 
 
@@ -107,7 +107,7 @@ def test_refusals(graph: Callable[[], Graph], because: str) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["layer norms of heads", "a part turns", "tokens, grouped"])
 def test_the_kernel_compiles_without_spills(name: str, precision: str, arch: str) -> None:
-    program = lowered(NORMED[name](), precision, f"cuda:{arch}", no_cubins=True)
+    program = lowered(NORMED[name](), precision, f"cuda:{arch}")
     (kernel,) = (k for k in program.kernels if k.function == "rotary_norm")
     assert nvrtc.resources(recipe_of(kernel))["rotary_norm"].spill_bytes == 0
 

@@ -30,7 +30,7 @@ from optdnn.types import FP16, FP32, FP64
     ),
 )
 def test_the_kernel_on_the_processor(vocabulary: int, precision: str, tmp_path: Path) -> None:
-    program = lowered(graph(vocabulary, precision), "fp32", no_cubins=True)
+    program = lowered(graph(vocabulary, precision), "fp32")
     kernels, (step,) = HostKernels(program, tmp_path), program.steps
     parsed = parse(step, program)
     assert kernels.runs(parsed)
@@ -47,7 +47,7 @@ def test_the_kernel_on_the_processor(vocabulary: int, precision: str, tmp_path: 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 def test_rows_without_a_token_on_the_processor(tmp_path: Path) -> None:
-    program = lowered(graph(100), "fp32", no_cubins=True)
+    program = lowered(graph(100), "fp32")
     parsed = parse(program.steps[0], program)
     given = feeds(100)
     given["logits"][0, 50] = np.nan
@@ -86,7 +86,7 @@ def test_refusals() -> None:
     ("vocabulary", "precision", "arch"), [(128256, "fp16", "sm_90a"), (32000, "fp32", "sm_80"), (151, "bf16", "sm_90a")]
 )
 def test_the_kernel_compiles_without_spills(vocabulary: int, precision: str, arch: str) -> None:
-    program = lowered(graph(vocabulary, precision), "fp32", f"cuda:{arch}", no_cubins=True)
+    program = lowered(graph(vocabulary, precision), "fp32", f"cuda:{arch}")
     (kernel,) = program.kernels
     found = nvrtc.resources(recipe_of(kernel))["sample"]
     assert found.spill_bytes == 0

@@ -39,7 +39,7 @@ def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("name", CASES)
 def test_it_compiles_without_spills(name: str) -> None:
-    program = lowered(graph_of(name), "fp16", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(graph_of(name), "fp16", target="cuda:sm_90a")
     wanted = {id(program.kernels[s.params["launch"]["kernel"]]) for s in program.steps
               if str(s.params.get("tactic", "")).startswith("sampled")}  # fmt: skip
     made = [k for k in program.kernels if id(k) in wanted]
@@ -85,7 +85,7 @@ def test_volumes_are_for_the_general_kernel() -> None:
 
 def test_it_refuses_more_elements_than_it_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "POINTS_LIMIT", 12)
-    program = lowered(graph_of("levels"), "fp16", no_cubins=True)
+    program = lowered(graph_of("levels"), "fp16")
     (why,) = on_host(program, "SampledSum")
     assert "more than the kernel can count" in why
 

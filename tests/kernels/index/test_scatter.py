@@ -63,7 +63,7 @@ KINDS = ["rows", "pairs", "vector", "axis"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_updates_are_written_to_their_places(kind: str, tmp_path: Path) -> None:
     graph, feeds = many(kind)
-    program = lowered(graph, no_cubins=True)
+    program = lowered(graph)
     scatters = [s for s in program.steps if s.params["op"]["kind"].startswith("Scatter")]
     assert [s.executor for s in scatters] == ["cuda"]
     assert compare_steps(program, feeds, 0.0, tmp_path) >= 1
@@ -93,7 +93,7 @@ def test_many_sums(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """A copy in float64, the additions, and a copy back."""
     monkeypatch.setattr(scatters, "DIRECT", 0)
     graph, feeds = meeting(kind, "add", FP16)
-    program = lowered(graph, no_cubins=True)
+    program = lowered(graph)
     assert FP64 in [b.dtype for b in program.buffers]
     assert compare_steps(program, feeds, 0.0, tmp_path) == 3
 
@@ -101,12 +101,12 @@ def test_many_sums(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("dtype", "precision"), [(FP32, "fp32"), (BF16, "bf16")], ids=["fp32", "bf16"])
 def test_sums_that_depend_on_the_order_keep_it(dtype: Any, precision: str) -> None:
     graph, _ = many("vector", reduction="add", dtype=dtype)
-    assert _points(lowered(graph, precision, no_cubins=True)) == 32 * UNPOOLED[1]
+    assert _points(lowered(graph, precision)) == 32 * UNPOOLED[1]
 
 
 def _written_directly(graph: Graph) -> bool:
     """Whether the launch runs over the updates: one thread per update, not per result."""
-    points = _points(lowered(graph, no_cubins=True))
+    points = _points(lowered(graph))
     (updates,) = [graph.type(op.inputs[2]).static_shape for op in graph.of_kind("ScatterND", "ScatterElements")]
     return bool(points == np.prod(updates))
 
@@ -156,7 +156,7 @@ def meeting(kind: str, reduction: str, dtype: Any, count: int = 300) -> tuple[Gr
 @pytest.mark.parametrize(("kind", "reduction"), in_turn(KINDS, "add", "mul", "max", "min"))
 def test_a_warp_reduces_updates_that_meet(kind: str, reduction: str, tmp_path: Path) -> None:
     graph, feeds = meeting(kind, reduction, np.float32)
-    program = lowered(graph, no_cubins=True)
+    program = lowered(graph)
     assert _points(program) == 32 * {"rows": 12 * 3, "pairs": 12 * 12 * 3, "vector": 12, "axis": 12 * 5}[kind]
     assert compare_steps(program, feeds, 1e-5 if reduction in ("add", "mul") else 0.0, tmp_path) >= 1
 
@@ -164,11 +164,11 @@ def test_a_warp_reduces_updates_that_meet(kind: str, reduction: str, tmp_path: P
 def test_searches_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few updates, updates that replace, and many results with indices that are not contiguous."""
     alone = 12 * 5
-    assert _points(lowered(meeting("axis", "add", np.float32, count=127)[0], no_cubins=True)) == alone
-    assert _points(lowered(meeting("axis", "none", np.float32)[0], no_cubins=True)) == alone
+    assert _points(lowered(meeting("axis", "add", np.float32, count=127)[0])) == alone
+    assert _points(lowered(meeting("axis", "none", np.float32)[0])) == alone
     monkeypatch.setattr(scatters, "FEW_RESULTS", alone - 1)
-    assert _points(lowered(meeting("axis", "add", np.float32)[0], no_cubins=True)) == alone
-    assert _points(lowered(meeting("vector", "add", np.float32)[0], no_cubins=True)) == 12 * 32
+    assert _points(lowered(meeting("axis", "add", np.float32)[0])) == alone
+    assert _points(lowered(meeting("vector", "add", np.float32)[0])) == 12 * 32
 
 
 @pytest.mark.hopper
@@ -221,7 +221,7 @@ def network(features: int, axis: int, turned: bool, length: int = 6, count: int 
 )
 def test_in_words(features: int, axis: int, turned: bool, count: int, tmp_path: Path) -> None:
     graph = network(features, axis, turned)
-    program = lowered(graph, no_cubins=True)
+    program = lowered(graph)
     (step,) = [s for s in program.steps if s.params["op"]["kind"] == "TensorScatter"]
     launch = parse(step, program).launch
     assert launch is not None

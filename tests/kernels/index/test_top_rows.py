@@ -102,7 +102,7 @@ def wanted(case: Case, x: Array) -> Array:
     ("case", "seed"), [*in_turn([(case,) for case in CASES], 0, 4), *sweep([(case, 0) for case in SHARED])], ids=str
 )
 def test_the_kernel_on_the_processor(case: Case, seed: int, tmp_path: Path) -> None:
-    program = lowered(graph(case), "fp32", no_cubins=True)
+    program = lowered(graph(case), "fp32")
     kernels, (step,) = HostKernels(program, tmp_path), program.steps
     assert step.params["tactic"] == "top_rows"
     parsed = parse(step, program)
@@ -147,7 +147,7 @@ def test_long_lines_and_many_kept_elements_are_predicted_to_take_longer() -> Non
 
 
 def test_values_without_indices() -> None:
-    program = lowered(graph(CASES[0], indices=False), "fp32", no_cubins=True)
+    program = lowered(graph(CASES[0], indices=False), "fp32")
     (kernel,) = program.kernels
     assert "#define INDICES 0" in str(recipe_of(kernel))
 
@@ -162,14 +162,14 @@ def test_refusals() -> None:
     assert "at most 4096 elements" in (top_rows.refuse(view(9000), 1, 4097) or "")
     assert "at most 2048 elements" in (top_rows.refuse(view(9000, FP64), 1, 2049) or "")
     assert "more elements than" in (top_rows.refuse(view(1 << 20, lines=1 << 11), 1, 2) or "")
-    few = lowered(graph(((64, 8), 1, 2, "fp32", True)), "fp32", no_cubins=True)
+    few = lowered(graph(((64, 8), 1, 2, "fp32", True)), "fp32")
     assert [s.params["tactic"] for s in few.steps] == ["each"]
 
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], LONG[0]], ids=str)
 def test_the_kernel_compiles_with_few_spills(case: Case) -> None:
-    program = lowered(graph(case), "fp32", "cuda:sm_80", no_cubins=True)
+    program = lowered(graph(case), "fp32", "cuda:sm_80")
     (kernel,) = program.kernels
     assert nvrtc.resources(recipe_of(kernel))["top_rows"].spill_bytes <= 64
 

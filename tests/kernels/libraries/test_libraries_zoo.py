@@ -50,7 +50,7 @@ def tactics_of(program: Program) -> set[str]:
 @pytest.mark.parametrize("name", sweep(UNLIKE, "resnet18", "lstm", "mlp"))
 def test_a_missing_library_only_removes_tactics(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = network(name)
-    own = lowered(graph, target="cuda:sm_90a", tactics="own", no_cubins=True)
+    own = lowered(graph, target="cuda:sm_90a", tactics="own")
     memory = own.meta["memory"]
     assert memory["live_bytes"] <= memory["arena_bytes"] <= 1.1 * memory["live_bytes"]
     monkeypatch.setattr(providers, "why_not", lambda: None)  # simulates a machine with a GPU
@@ -60,7 +60,7 @@ def test_a_missing_library_only_removes_tactics(name: str, monkeypatch: pytest.M
         providers.providers_here.cache_clear()
         try:
             assert providers.providers_here() == frozenset(PROVIDERS) - absent
-            program = lowered(graph, target="cuda:sm_90a", tactics="cudnn,cublaslt", no_cubins=True)
+            program = lowered(graph, target="cuda:sm_90a", tactics="cudnn,cublaslt")
         finally:
             providers.providers_here.cache_clear()
         used = tactics_of(program)

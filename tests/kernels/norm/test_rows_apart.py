@@ -59,7 +59,7 @@ def test_rows_lie_side_by_side_in_a_block(name: str, precision: str) -> None:
 def test_row_invariant_programs_keep_the_order_of_sums() -> None:
     """The form follows from the number of rows."""
     for images in (1, 40):
-        program = lowered(net("Softmax", (images, 70, 24), SoftmaxAttrs(1)), no_cubins=True, row_invariant=True)
+        program = lowered(net("Softmax", (images, 70, 24), SoftmaxAttrs(1)), row_invariant=True)
         (step,) = (s for s in program.steps if s.params.get("tactic") == "rows")
         assert step.params["launch"]["grid"][0] == -(-images * 24 // 16)  # rows of 16 threads, sixteen in a block
 
@@ -68,7 +68,7 @@ def test_row_invariant_programs_keep_the_order_of_sums() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_on_the_processor(name: str, precision: str, tmp_path: Path) -> None:
-    program = lowered(CASES[name], precision, no_cubins=True)
+    program = lowered(CASES[name], precision)
     assert compare_steps(program, feeds_of(CASES[name]), 4e-3 if precision == "fp16" else 1e-5, tmp_path) >= 1
 
 

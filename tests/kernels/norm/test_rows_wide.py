@@ -131,16 +131,16 @@ def test_other_deviations_are_refused(problem: rows.Problem, because: str) -> No
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("length", "dtype"), [(32, "float32"), (768, "bfloat16"), (4096, "float16"), (4096, "float32")]
+)
 @pytest.mark.parametrize(
     ("operation", "uncentered"), [("layer_norm", False), ("layer_norm", True), ("rms_norm", False)]
 )
-def test_other_deviations_compile_without_spills(operation: str, uncentered: bool, dtype: str) -> None:
-    for length in (32, 768, 4096):
-        problem = rows.Problem(operation, 4096, length, dtype, root_epsilon=1e-6, uncentered=uncentered)
-        for config in rows.candidates(problem, GPU, 2):
-            kernel = nvrtc.resources(rows.recipe(problem, config))["rows"]
-            assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+def test_other_deviations_compile_without_spills(operation: str, uncentered: bool, length: int, dtype: str) -> None:
+    problem = rows.Problem(operation, 4096, length, dtype, root_epsilon=1e-6, uncentered=uncentered)
+    kernel = nvrtc.resources(rows.recipe(problem, rows.candidates(problem, GPU)[0]))["rows"]
+    assert kernel.spill_bytes == kernel.stack_bytes == 0, kernel
 
 
 @pytest.mark.nvrtc
@@ -149,7 +149,7 @@ def test_other_deviations_compile_without_spills(operation: str, uncentered: boo
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_candidates_compile_without_spills(operation: str, length: int, dtype: str) -> None:
     problem = rows.Problem(operation, 4096, length, dtype, widened=dtype == "float16")
-    for config in rows.candidates(problem, GPU, 3):
+    for config in rows.candidates(problem, GPU, 2 if length in (32, 4096) else 1):
         kernel = nvrtc.resources(rows.recipe(problem, config))["rows"]
         assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
 

@@ -97,7 +97,7 @@ def test_rows_that_lanes_share(name: str, precision: str) -> None:
     ],
 )
 def test_other_rows_are_refused(graph: Any, because: str) -> None:
-    program = lowered(graph(), "fp16", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(graph(), "fp16", target="cuda:sm_90a")
     (row,) = [t for t in program.meta["tactics"] if t["kind"] == "LpNormalization"]
     assert row["tactic"] == ("rows_once" if "cannot share" in because else "rows")
     assert because in next(r["reason"] for r in row["refused"] if r["tactic"] == "short_rows")
@@ -179,7 +179,7 @@ def test_tuning_where_the_first_norm_has_a_factor_after_it() -> None:
 @pytest.mark.parametrize("name", sweep([*PAIRS, *CASES], *list(PAIRS)[::3], *list(CASES)[::3]))
 def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     graph = (PAIRS | CASES)[name]
-    compare_steps(lowered(graph, opt_level=2, no_cubins=True), feeds_of(graph), 4e-3, tmp_path)
+    compare_steps(lowered(graph, opt_level=2), feeds_of(graph), 4e-3, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -192,10 +192,7 @@ def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
 )
 def test_norms_that_keep_launches_of_their_own(graph: Any, because: str) -> None:
     found = [
-        r
-        for t in lowered(graph(), no_cubins=True).meta["tactics"]
-        for r in t.get("refused", ())
-        if r["tactic"] == "short_rows_pair"
+        r for t in lowered(graph()).meta["tactics"] for r in t.get("refused", ()) if r["tactic"] == "short_rows_pair"
     ]
     assert because in {r["reason"] for r in found}
 

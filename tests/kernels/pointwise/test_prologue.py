@@ -79,7 +79,7 @@ def prologues(net: Build) -> list[int]:
     """The stages before each convolution of the program. simulate gives right results."""
     n = Net()
     graph = n.done(*net(n))
-    program = lowered(graph, "fp16", no_cubins=True)
+    program = lowered(graph, "fp16")
     feeds = feeds_of(graph)
     want, other, got = (
         evaluate(graph, feeds)["y0"],
@@ -101,7 +101,7 @@ def test_one_launch_does_prologue_and_product(name: str) -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_a_launch_names_all_that_it_reads(name: str) -> None:
     n = Net()
-    program = lowered(n.done(*NETS[name](n)), "fp16", no_cubins=True)
+    program = lowered(n.done(*NETS[name](n)), "fp16")
     steps = [s for s in program.steps if s.params["op"]["kind"] == "Conv"]
     written = [a.buffer for s in steps for a in accesses(s) if a.write]
     assert len(written) == len(steps)  # bytes that a meaning does not name count as written

@@ -106,7 +106,7 @@ def network(name: str) -> Graph:
 @pytest.mark.parametrize("name", NETS)
 def test_no_launch_pads(name: str, target: str) -> None:
     graph = network(name)
-    program = lowered(graph, "fp16", target, no_cubins=True)
+    program = lowered(graph, "fp16", target)
     assert "Pad" not in kinds(program)
     assert sum("#define EDGED 1" in k.generated.get("generated.cuh", "") for k in program.kernels) == 1
     feeds = feeds_of(graph)
@@ -141,7 +141,7 @@ def _only(monkeypatch: pytest.MonkeyPatch, config: Any) -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_each_configuration_runs_them(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _only(monkeypatch, config)
-    program = lowered(image(), "fp16", no_cubins=True)
+    program = lowered(image(), "fp16")
     module = patch_kernel if isinstance(config, PatchConfig) else implicit_gemm
     assert module.refuse(Problem(2, 96, (same(20, 20, 256),), dtype="uint8", edged=True), config) is None
     assert [row.get("config") for row in program.meta["tactics"]].count(str(config)) == 1

@@ -116,7 +116,7 @@ def test_images_are_summed_by_clusters(name: str, precision: str) -> None:
     ],
 )
 def test_refusals(graph: Callable[[], Graph], precision: str, target: str, because: str) -> None:
-    tactics = lowered(graph(), precision, target, no_cubins=True).meta["tactics"]
+    tactics = lowered(graph(), precision, target).meta["tactics"]
     found = [r["reason"] for t in tactics for r in t.get("refused", ()) if r["tactic"] == "means_sm90"]
     assert because in found
 
@@ -127,7 +127,7 @@ def test_large_images_are_summed_by_clusters(shape: tuple[int, int, int]) -> Non
     size, channels, batch = shape
     n = Net()
     x = n.op("Relu", n.conv(n.input(batch, 16, size, size), channels, 1, pads=0))
-    tactics = lowered(n.done(n.op("GlobalAveragePool", x)), target="cuda:sm_90a", no_cubins=True).meta["tactics"]
+    tactics = lowered(n.done(n.op("GlobalAveragePool", x)), target="cuda:sm_90a").meta["tactics"]
     (found,) = [t for t in tactics if t["kind"] == "GlobalAveragePool"]
     assert found["tactic"] == "means_sm90"
 

@@ -230,9 +230,9 @@ def _gpu_without_libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("asked", ["auto", LIBRARIES, "own", "heuristic"])
 def test_a_missing_library_only_removes_tactics(asked: str) -> None:
     graph = network()
-    program = lowered(graph, target="cuda:sm_90a", tactics=asked, no_cubins=True)
+    program = lowered(graph, target="cuda:sm_90a", tactics=asked)
     assert not called(program)
-    assert len(program.steps) == len(lowered(graph, target="cuda:sm_90a", tactics="own", no_cubins=True).steps)
+    assert len(program.steps) == len(lowered(graph, target="cuda:sm_90a", tactics="own").steps)
 
 
 @pytest.mark.parametrize(("there", "works"), [(True, True), (True, False), (False, False)])

@@ -282,7 +282,7 @@ def test_calls_that_need_a_gpu_are_refused_elsewhere(tmp_path: Any) -> None:
 
 def test_an_engine_for_several_shapes_is_measured_by_its_plan() -> None:
     n = Net()
-    program = lowered(n.done(n.op("Relu", n.input(2, 3))), "fp32", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(n.done(n.op("Relu", n.input(2, 3))), "fp32", target="cuda:sm_90a")
     asked: list[Any] = []
 
     signature = Signature.of(program)
