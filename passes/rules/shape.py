@@ -148,7 +148,7 @@ def redundant_expand(graph: Graph, op: Op) -> Match | Miss | None:
         if broadcast_dims(*shapes) == after:
             return Match((op, expand), partial(_reading, op, operands))
         if shape_of(graph, expand.value) == after and all(graph.constant_value(v) is not None for v in operands):
-            return Match((op, expand), partial(_before, op, operands, expand.inputs[1]))
+            return Match((op, expand), partial(_before, op, operands, operand(expand, 1)))
         refused = Miss("no other operand has the sizes to which it is expanded")
     return refused
 

@@ -210,6 +210,7 @@ def shared_k(offers: Callable[..., Any]) -> Callable[..., Any]:
 ATTENTIONS = (
     "plain",
     "long",
+    "few queries, many keys",
     "full mask",
     "causal past",
     "lengths",

@@ -118,6 +118,7 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "odd head": (lambda: attention(size=40), "attention_sm90"),
     "grouped": (lambda: attention(count=8, shared=2, size=16), "attention_sm90"),
     "cross": (lambda: attention(keys=33), "attention_sm90"),
+    "few queries, many keys": (lambda: attention(length=9, keys=1100, size=64), "attention_sm90"),
     "scaled": (lambda: attention(scale=0.3), "attention_sm90"),
     "causal": (lambda: attention(is_causal=True, length=70), "attention_sm90"),
     "windows between tokens and heads": (windows_between, "attention_sm90"),
