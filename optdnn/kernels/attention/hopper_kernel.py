@@ -34,7 +34,7 @@ from optdnn.runtime.cuda.compile.render import values_instruction
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 LONG = 4
-"""Least tiles of keys that several blocks share."""
+"""Least tiles of keys that several blocks share. One query has a kernel of its own (``one_query.py``)."""
 __all__ = ["Config", "Problem", "candidates", "estimate", "launch", "order_of_sums", "recipe", "refuse"]
 
 
@@ -150,7 +150,7 @@ def _forms(problem: Problem, warpgroups: int, keys: int, device: GpuFacts) -> li
     if warpgroups > 1 and has_few_items(problem, device):
         shared = Config(warpgroups, keys, min(tiles, 2 * warpgroups), split=True)
         items = row_items(problem, shared) * problem.heads * problem.batch
-        most = device.multiprocessors // items if tiles >= LONG else 1
+        most = device.multiprocessors // items if tiles >= LONG and problem.queries > 1 else 1
         sharing = [replace(shared, sharers=n) for n in (1, 2, 4, 8) if n <= most]
         found += [replace(c, stages=min(c.block_tiles(tiles), c.stages)) for c in sharing]
     return found
