@@ -24,6 +24,7 @@ from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.resize import ResizeAttrs
@@ -339,6 +340,15 @@ def test_tensors_that_one_launch_may_concatenate() -> None:
     assert not joinable([one.view((2, MOST_ELEMENTS), (MOST_ELEMENTS, 1))])
     assert not joinable([replace(one, dtype=np.dtype(np.complex64))])
     assert not joinable([one, replace(one, dtype=FP16)])
+
+
+@pytest.mark.parametrize("rows", [4, 4096])
+def test_norms_of_many_rows_are_turned_by_a_copy(rows: int) -> None:
+    """The result of an image encoder (SAM), channels first: the norm's own stores would be far apart."""
+    n = Net(dtype=np.float16)
+    x = n.op("LayerNormalization", n.op("Tanh", n.input(1, rows, 64)), n.positive(64), attrs=LayerNormAttrs(axis=-1))
+    graph = n.done(n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1))))
+    assert kinds(check_simulated(graph)).count("Copy") == int(rows == 4096)
 
 
 HEADS = ("rows", "pixels", "pixels in a row", "a concatenation")
