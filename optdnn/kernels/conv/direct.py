@@ -106,9 +106,11 @@ class Depthwise(Tactic):
     def seconds(self, b: Builder, op: Op) -> float | None:
         """Predicted seconds with many taps, which run in a loop, from the instructions of all threads. None with fewer
         taps: the default prediction holds."""
+        return None if math.prod(b.weights(op).shape[2:]) <= MOST_APART else self.instruction_seconds(b, op)
+
+    def instruction_seconds(self, b: Builder, op: Op) -> float:
+        """Seconds in which the GPU issues the instructions of all threads, if their taps run in a loop."""
         taps, out = math.prod(b.weights(op).shape[2:]), b.result(op.value)
-        if taps <= MOST_APART:
-            return None
         threads = out.size / self._width(self.source(b, op), out)
         return threads * taps * TAP_INSTRUCTIONS / (b.gpu.multiprocessors * ISSUED * CLOCK)
 
