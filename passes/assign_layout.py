@@ -265,9 +265,11 @@ def _uses(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[Value, list[t
 
 
 def _turns_matrices(graph: Graph, use: Use) -> bool:
-    """Whether a product reads a sequence: channels-last order is turned matrices, which it reads in place."""
+    """Whether a product of two computed tensors reads a sequence: channels-last order is turned matrices, which it reads in place."""
     op = graph.op(use.op)
-    return op.kind == "MatMul" and use.slot < 2 and graph.type(operand(op, use.slot)).rank == 3
+    if op.kind != "MatMul" or use.slot > 1 or graph.type(operand(op, use.slot)).rank != 3:
+        return False
+    return graph.constant_value(operand(op, 1 - use.slot)) is None
 
 
 def _takes_windows(graph: Graph, use: Use) -> bool:

@@ -342,6 +342,18 @@ def test_tensors_that_one_launch_may_concatenate() -> None:
     assert not joinable([one, replace(one, dtype=FP16)])
 
 
+def test_divided_positions_that_lie_apart_are_copied_once() -> None:
+    """Columns of an image that become a sequence: the copy is channels-last, as the next convolution reads it."""
+    n = Net(seed=2)
+    x = n.conv(n.conv(n.input(2, 16, 12, 12), 16), 16)
+    x = n.op("Slice", x, n.ints(2), n.ints(10), n.ints(3))
+    graph = n.done(n.conv(n.op("Reshape", x, n.ints(2, 16, 96)), 16))
+    program = check_simulated(graph, "fp16", tolerance=0.02)
+    copied = [s.params["reads"][0][2] for s in program.steps if s.params["op"]["kind"] == "Copy"]
+    assert copied.count([2, 16, 12, 8]) == 1
+    assert [2, 16, 1, 96] not in copied
+
+
 @pytest.mark.parametrize("rows", [4, 4096])
 def test_norms_of_many_rows_are_turned_by_a_copy(rows: int) -> None:
     """The result of an image encoder (SAM), channels first: the norm's own stores would be far apart."""

@@ -131,7 +131,9 @@ def _reshape(b: Builder, op: Op) -> None:
     if found is not None:
         settle(b, op, 0, found)
         return
-    target = b.reserved.get(value) or b.new(op.outputs[0].name, x.dtype, shape, _rows_for_products(b, op))
+    t = op.outputs[0].type
+    strides = b.strides_for(t) if t.layout else _rows_for_products(b, op)
+    target = b.reserved.get(value) or b.new(op.outputs[0].name, x.dtype, shape, strides)
     back = reshaped(target, x.shape)
     if back is not None:
         b.move(op, x, back)
