@@ -265,7 +265,7 @@ def _uses(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[Value, list[t
 
 
 def _turns_matrices(graph: Graph, use: Use) -> bool:
-    """Whether a product of two computed tensors reads a sequence: channels-last order is turned matrices, which it reads in place."""
+    """Whether a product of two computed tensors reads a sequence. It reads channels-last order in place, as turned matrices."""
     op = graph.op(use.op)
     if op.kind != "MatMul" or use.slot > 1 or graph.type(operand(op, use.slot)).rank != 3:
         return False
