@@ -26,7 +26,7 @@ FINISH = 1.2e-6
 WIDE_STEPS = 1.3
 """Factor on the time of fp32 in several steps."""
 FEW_TAPS_S, LOAD_S = 1.0e-6, 10e-9
-"""Seconds of a launch on filters of few taps, and of a thread's load of an input vector: 144 timings of 17 problems on an H200."""
+"""Seconds of a launch on filters of few taps, and of a thread's load of an input vector: 144 timings of 17 problems in fp16 on an H200."""
 SHARED = 1.35
 """Factor on volumes whose frames threads share, over those whose frames one thread adds (64 timings of 8 problems on an H200)."""
 RUNTIME_STAGES, SLOWER_BYTES = 8.0, 1.35
@@ -68,7 +68,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     thread = work * (3.4e-9 if taps > FEW_TAPS else 2.5e-9)  # a wave takes at least as long as one of its threads
     memory = problem.bytes / 2.96e12
     second = finish_seconds(problem, squeeze_mode(problem, config))
-    start = FEW_TAPS_S + whole * rows * columns * LOAD_S if taps <= FEW_TAPS and problem.item > 1 else 0.57e-6
+    start = FEW_TAPS_S + whole * rows * columns * LOAD_S if taps <= FEW_TAPS else 0.57e-6
     return start + max(memory, l2, compute * slower, whole * thread) + unread + second
 
 
