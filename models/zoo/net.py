@@ -108,6 +108,7 @@ class Net(GraphBuilder):
         """
         (kh, kw), (ph, pw) = pair(kernel), pair(padding)
         inside = x.channels // groups
+        spatial = (window(x.shape[2], kh, stride, ph, dilation), window(x.shape[3], kw, stride, pw, dilation))
 
         def function(p: Array, weight: Array) -> Array:
             return probe.conv(p, weight, stride, (ph, pw), groups, dilation, small=is_small(x))
@@ -118,7 +119,6 @@ class Net(GraphBuilder):
             if bias:
                 b, y = self._bias(channels, y)
                 inputs.append(b)
-            spatial = (window(x.shape[2], kh, stride, ph, dilation), window(x.shape[3], kw, stride, pw, dilation))
             return self.node(
                 "Conv", inputs, (x.shape[0], channels, *spatial), probe=y, dilations=[dilation] * 2, group=groups,
                 kernel_shape=[kh, kw], pads=[ph, pw, ph, pw], strides=[stride] * 2,

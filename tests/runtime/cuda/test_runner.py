@@ -50,7 +50,7 @@ def program(**options: Any) -> Program:
 
 @without_gpu
 def test_an_engine_can_be_made_and_saved_but_not_run_without_a_gpu(tmp_path: Path) -> None:
-    engine = Engine(program(no_cubins=True), options=LoadOptions(defer=True))
+    engine = Engine(program(), options=LoadOptions(defer=True))
     engine.save(tmp_path / "e.engine")
     with pytest.raises((RunError, MissingDependency)):
         engine.run(feeds_of(net()))
@@ -113,7 +113,7 @@ def test_drivers(compiler: str, runs: bool) -> None:
 @pytest.mark.nvrtc
 def test_cubins_travel_in_the_engine_and_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path / "cache"))
-    made = program()
+    made = program(no_cubins=False)
     assert all(k.cubin is not None for k in made.kernels)
     kept = kernels_of.cubins(made, trust=True)
     assert all(c.startswith(b"\x7fELF") for c in kept)
@@ -125,7 +125,7 @@ def test_cubins_travel_in_the_engine_and_repeat(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.nvrtc
 def test_loading_an_engine_built_here_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path / "cache"))
-    engine_format.write(program(), tmp_path / "e.engine")
+    engine_format.write(program(no_cubins=False), tmp_path / "e.engine")
     read = engine_format.read(tmp_path / "e.engine")
 
     def compiles(*arguments: Any, **more: Any) -> Any:
@@ -140,13 +140,13 @@ def test_loading_an_engine_built_here_compiles_nothing(tmp_path: Path, monkeypat
 @pytest.mark.nvrtc
 def test_without_cubins_the_recipe_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
-    made = program(no_cubins=True)
+    made = program()
     assert all(k.cubin is None for k in made.kernels)
     assert len(kernels_of.cubins(made)) == len(made.kernels)
 
 
 def test_a_template_that_changed_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = program(no_cubins=True)
+    made = program()
     stale = replace(made, kernels=(replace(made.kernels[0], source="0" * 64),))
     with pytest.raises(EngineStale, match=r"another version of general.cu\n.*recompile"):
         kernels_of.cubins(stale)
@@ -158,7 +158,7 @@ def test_a_template_that_changed_is_stale(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.nvrtc
 def test_recompile_takes_this_versions_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
-    made = program(no_cubins=True)
+    made = program()
     stale = replace(made, kernels=(replace(made.kernels[0], source="0" * 64),))
     assert kernels_of.cubins(stale, recompile=True)
 
