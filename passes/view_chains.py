@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -89,31 +90,35 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
 def _rows_in_order(graph: Graph, x: Value, views: Sequence[Op]) -> Match | None:
     """One Gather of whole rows in place of ``views``, and of later Transposes of rows: windows of 7 by 7 pixels become a grid of
     7 by 7 (MaxViT). None if the views divide rows, or move the batch."""
-    index = _rows_after(graph, x, views)
-    while index is not None:
-        more = [graph.sole_user(views[-1].value)]
-        if more[0] is not None and more[0].kind in RESHAPES:
-            more.append(graph.sole_user(more[0].value))
-        longer = [*views, *(o for o in more if o is not None)]
-        found = _rows_after(graph, x, longer) if longer[-1].kind == "Transpose" and longer[-1] not in views else None
-        if found is None:
-            break
-        index, views = found, longer
-    if index is None:
+    rows = _rows_after(graph, x, views)
+    if rows is None:
         return None
-    (batch, *_, width), end = graph.type(x).static_shape, views[-1].outputs[0].type.static_shape
-    rows = index
+    while (longer := _to_next_turn(graph, views)) is not views and (found := _rows_after(graph, x, longer)) is not None:
+        rows, views = found, longer
+    return Match(tuple(reversed(views)), partial(_gathered, x, rows, views[-1].outputs[0].type.static_shape))
 
-    def build(patch: Patch) -> Value:
-        table = _in_shape(patch, x, (batch, len(rows), width))
-        return _in_shape(patch, patch.add("Gather", [table, patch.constant(rows, "rows")], GatherAttrs(1)), end)
 
-    return Match(tuple(reversed(views)), build)
+def _to_next_turn(graph: Graph, views: Sequence[Op]) -> Sequence[Op]:
+    """The views, and the Transpose that alone reads their result, perhaps after a Reshape; the views alone if there is none."""
+    user, more = graph.sole_user(views[-1].value), list[Op]()
+    if user is not None and user.kind in RESHAPES:
+        more = [user]
+        user = graph.sole_user(user.value)
+    return views if user is None or user.kind != "Transpose" else [*views, *more, user]
+
+
+def _gathered(x: Value, rows: Array, shape: Shape, patch: Patch) -> Value:
+    batch, *_, width = patch.type(x).static_shape
+    table = _in_shape(patch, x, (batch, len(rows), width))
+    return _in_shape(patch, patch.add("Gather", [table, patch.constant(rows, "rows")], GatherAttrs(1)), shape)
 
 
 def _rows_after(graph: Graph, x: Value, views: Sequence[Op]) -> Array | None:
     """The row of ``x`` at each place after ``views``, as its number in an item of the batch; None if they move no whole rows."""
-    batch, *_, width = shape = graph.type(x).static_shape
+    shape = graph.type(x).static_shape
+    if len(shape) < 2:
+        return None
+    batch, width = shape[0], shape[-1]
     if width % ROW or math.prod(shape) > batch * MOST_TRACED:
         return None
     places = np.arange(math.prod(shape[1:])).reshape(1, *shape[1:])

@@ -157,6 +157,12 @@ def test_other_rows_between_windows_and_a_grid_stay(width: int, moves_batch: boo
     check_refused(PASS, windows(2, width, moves_batch=moves_batch), because="its Reshape have no common parts")
 
 
+def test_a_single_axis_that_is_split_unevenly_stays() -> None:
+    n = Net()
+    x = turned(n, shaped(n, n.op("Relu", n.input(120)), 4, 6, 5), 1, 0, 2)
+    check_refused(PASS, n.done(turned(n, shaped(n, x, 8, 15), 1, 0)), because="its Reshape have no common parts")
+
+
 def padded(n: Net, x: Value, *pads: int) -> Value:
     made: Value = n.op("Pad", x, n.ints(*pads))
     return made

@@ -39,7 +39,7 @@ def passed(
     **options: Any,
 ) -> tuple[Graph, Program]:
     """A copy of the graph after all passes, and its program; checked. ``choices``: tactics by signature. Kernels are compiled only
-    where ``no_cubins`` is False: most tests look at the program, and a GPU's runner compiles what it runs."""
+    where ``no_cubins`` is False: most tests look at the program, and the runner of a GPU compiles its kernels."""
     chosen = BuildOptions(**{"target": target, "precision": precision, "no_cubins": True, **options})
     copy = graph.copy()
     optimize(copy, chosen, target)
