@@ -283,3 +283,33 @@ def test_other_computed_tables_are_left(sizes: Any, lines: Any) -> None:
 
 def test_a_computed_table_that_descends_is_refused() -> None:
     check_refused(CANON, computed((2, 3), (0, [1, 2]), (1, [3, 2, 1])), because="not a box of the tensor, in order")
+
+
+def column_written(*, first: int = 0, step: int = 1, of: int = 0) -> Graph:
+    """``x[:, 1] = u`` for a number of rows that is not known, as exporters write it: the column of row numbers is a Range.
+
+    ``of``: the input whose rows are counted."""
+    n = Net(np.float64)
+    x, other = n.input(BATCH, 5), n.input(symbol("other"), 5, name="other")
+    counted = n.op("Gather", n.op("Shape", (x, other)[of]), n.const(0, np.int64))
+    numbers = n.op("Range", n.const(first, np.int64), counted, n.const(step, np.int64))
+    u = n.input(*n.dims(numbers), 1, name="u")
+    rows = n.op("Reshape", numbers, np.array([-1, 1, 1]))
+    columns = n.op("Expand", n.const([1], np.int64), n.op("Shape", rows))
+    table_of_rows = n.op("Concat", rows, columns, attrs=ConcatAttrs(-1))
+    return n.done(n.op("ScatterND", x, table_of_rows, u, attrs=ScatterNDAttrs()), other)
+
+
+def test_a_column_of_an_unknown_number_of_rows_is_joined() -> None:
+    graph = column_written()
+    rules, kinds = {"input_target": 1, "known_writes": 1}, {"Concat": 1, "Slice": 2}
+    check_pass(CANON, graph, changes=2, rules=rules, kinds=kinds, sizes={"batch": 4, "other": 4})
+
+
+@pytest.mark.parametrize(
+    "given", [{"first": 1}, {"step": 2}, {"of": 1}], ids=["from_one", "every_second", "other_rows"]
+)
+def test_other_rows_of_an_unknown_number_are_left(given: dict[str, int]) -> None:
+    after = column_written(**given)
+    CANON(after)
+    assert "ScatterND" in after.kinds()
