@@ -9,8 +9,8 @@ from optdnn.kernels.attention.problem import Problem, mask_rows
 from optdnn.kernels.launch import no_room
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-LOADING_REGISTERS = 24
-"""Registers per thread of a persistent block's loading warpgroup."""
+LOADING_REGISTERS, MASK_LOADING_REGISTERS = 24, 32
+"""Registers per thread of a persistent block's loading warpgroup: in general, and if it loads masks."""
 PRODUCT_REGISTERS, WIDE_PRODUCT_REGISTERS = 26, 40
 """Registers per thread, in addition to the scores, that ptxas needs for a product at the block's initial registers; with heads of more
 than ``TWO_PLACES`` features."""
@@ -103,7 +103,8 @@ def register_limit(problem: Problem, config: Config) -> int:
     """Most registers of a multiplying thread. Each of a multiprocessor's four partitions has 512 warp-wide registers."""
     if config.persistent:
         all_groups = start_registers(config) * (config.warpgroups + 1)
-        return min(240, (all_groups - LOADING_REGISTERS) // config.warpgroups // 8 * 8)
+        loading = MASK_LOADING_REGISTERS if config.tiled else LOADING_REGISTERS
+        return min(240, (all_groups - loading) // config.warpgroups // 8 * 8)
     return min(255, 512 // -(-threads(problem, config) // 32 * config.blocks // 4) // 8 * 8)
 
 

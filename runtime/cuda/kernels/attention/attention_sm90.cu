@@ -37,7 +37,10 @@
 #include "mma.cuh"
 #include "narrow.cuh"
 
+#define TILED_MASK 8
+
 // The loading warp of a persistent block is part of a separate warpgroup, which gives its registers to the multiplying warpgroups.
+constexpr int LOADING_REGISTERS = MASK == TILED_MASK ? 32 : 24;        // that it keeps, per thread
 constexpr int THREADS = WARPGROUPS * 128 + (PERSISTENT ? 128 : LOADER * 32);
 constexpr int QUERY_GROUPS = SPLIT ? 1 : WARPGROUPS;   // of 64 queries each
 constexpr int TILE_STEP = SPLIT ? WARPGROUPS : 1;      // tiles between consecutive tiles of a warpgroup
@@ -54,7 +57,6 @@ static_assert(ROUNDED != 2 || !MASK, "a mask would follow the rounding of scores
 static_assert(SHARERS == 1 || SPLIT, "the warpgroups of blocks that share queries share them, too");
 static_assert(!SPLIT || (!PERSISTENT && !TURNS && (!LOADER || STAGES % WARPGROUPS == 0)), "a split block has one item, and stages for each warpgroup");
 
-#define TILED_MASK 8
 constexpr u32 MASK_SPAN = BLOCK_KEYS % 64 ? 64 : 128;  // bytes per row of a subtile of a mask
 constexpr int MASK_SUBTILES = BLOCK_KEYS * 2 / MASK_SPAN;
 constexpr u32 MASK_SUBTILE = 64 * MASK_SPAN, MASK_BYTES = MASK == TILED_MASK ? 64 * BLOCK_KEYS * 2 : 0;    // of 64 queries
@@ -195,9 +197,12 @@ DEVICE void load_items(const Params& p, const Room& at, Item item) {
             } else {
                 barrier_expect(value_full, KEY_BYTES + QUERY_GROUPS * MASK_BYTES);
 #if MASK == TILED_MASK
-                for (int j = 0; j < QUERY_GROUPS * MASK_SUBTILES; j++)
-                    tma_load_4d(at.masks + (stage * QUERY_GROUPS * MASK_SUBTILES + j) * MASK_SUBTILE, &p.masks, value_full,
-                                tile * BLOCK_KEYS + j % MASK_SUBTILES * (MASK_SPAN / 2), item.first + j / MASK_SUBTILES * 64, mask_head, mask_batch);
+                u32 to = at.masks + stage * QUERY_GROUPS * MASK_BYTES;
+                #pragma unroll 1
+                for (int i = 0; i < QUERY_GROUPS; i++)
+                    #pragma unroll 1
+                    for (int j = 0; j < MASK_SUBTILES; j++, to += MASK_SUBTILE)
+                        tma_load_4d(to, &p.masks, value_full, tile * BLOCK_KEYS + j * (MASK_SPAN / 2), item.first + i * 64, mask_head, mask_batch);
 #endif
                 for (int j = 0; j < SUBTILES; j++)
                     tma_load_4d(at.values + stage * KEY_BYTES + j * KEY_SUBTILE, &p.values, value_full, j * (SPAN / 2), tile * BLOCK_KEYS,
@@ -573,7 +578,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
     grid_launch_dependents();
     grid_dependency_wait();
 
-    if (PERSISTENT && warp >= WARPGROUPS * 4) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (PERSISTENT && warp >= WARPGROUPS * 4) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADING_REGISTERS));
     if (loads && elect_one()) load_items(p, at, first);
     if (LOADER && (HEAD > 128 ? thread_again() >= WARPGROUPS * 128 : warp >= WARPGROUPS * 4)) return;
     __syncwarp();
