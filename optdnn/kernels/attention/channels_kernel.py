@@ -206,20 +206,18 @@ def _summing(problem: Problem, config: Config, gpu: GpuFacts) -> int:
 
 
 def _result_blocks(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Blocks of a head in the second launch. Each adds all parts, so fewer blocks with more rounds of WARPS x 16 tokens may be faster."""
+    """Blocks of a head in the second launch: one for each WARPS x 16 tokens, or as many as run at once."""
     needed = -(-problem.tokens // (16 * config.warps))
     room = gpu.multiprocessors * _resident(config, _results_bytes(problem, config), gpu)
-    most = max(1, min(needed, room // (problem.heads * problem.batch)))  # that run at once
-    offered = sorted({-(-needed // max(-(-needed // most), 2**n)) for n in range(needed.bit_length())}, reverse=True)
-    return min(offered, key=lambda blocks: _results_cycles(problem, config, gpu, blocks))
+    rounds = -(-needed // max(1, min(needed, room // (problem.heads * problem.batch))))
+    return -(-needed // rounds)
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of one dependent launch, or of two: it ranks configurations. Within 25 % of 12 steps on an H200, except for many
     heads of few tokens in one launch (8.4 us measured, 6.0 predicted)."""
     if config.depth:
-        results = _results_cycles(problem, config, gpu, _result_blocks(problem, config, gpu))
-        return 4e-6 + (_sums_cycles(problem, config, gpu) + results) / CLOCK
+        return 4e-6 + (_sums_cycles(problem, config, gpu) + _results_cycles(problem, config, gpu)) / CLOCK
     rounds = -(-problem.tokens // (16 * config.warps))
     blocks = rounds * problem.heads * problem.batch
     resident = _resident(config, shared_bytes(problem, config), gpu)
@@ -254,8 +252,9 @@ def _sums_cycles(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     return waves * (2000 + together * (max(products, loads) + added) + turns)
 
 
-def _results_cycles(problem: Problem, config: Config, gpu: GpuFacts, blocks: int) -> float:
-    """Cycles of the second of two launches with so many blocks per head."""
+def _results_cycles(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Cycles of the second of two launches."""
+    blocks = _result_blocks(problem, config, gpu)
     rounds = math.ceil(problem.tokens / (16 * config.warps * blocks))
     total = blocks * problem.heads * problem.batch
     waves, together = _in_waves(total, _resident(config, _results_bytes(problem, config), gpu), gpu)
