@@ -7,7 +7,7 @@
 #include "generated.cuh"
 #include "attention_channels.cuh"
 
-constexpr int AHEAD = 8;                           // parts that a thread has in flight
+constexpr int AHEAD = 8, SIDE = 2;                 // parts, and groups of four numbers of each, that a thread has in flight
 
 struct Params {
     const float* sums;
@@ -21,18 +21,29 @@ struct Params {
 
 // Adds the parts of a head: squares to [2][CHANNELS], scores to [channel][PITCH] in shared memory.
 DEVICE void add_parts(float* sums, float* squared, const float* parts, int count) {
-    for (int i = threadIdx.x * 4; i < PART; i += THREADS * 4) {
-        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int first = threadIdx.x * 4; first < PART; first += SIDE * THREADS * 4) {
+        float4 total[SIDE] = {};
         for (int n = 0; n < count; n += AHEAD) {
-            float4 v[AHEAD];
+            float4 v[SIDE][AHEAD];
             #pragma unroll
-            for (int j = 0; j < AHEAD; j++)
-                v[j] = n + j < count ? *reinterpret_cast<const float4*>(parts + (long long)(n + j) * PART + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            for (int s = 0; s < SIDE; s++) {
+                const int i = first + s * THREADS * 4;
+                #pragma unroll
+                for (int j = 0; j < AHEAD; j++)
+                    v[s][j] = n + j < count && i < PART ? *reinterpret_cast<const float4*>(parts + (long long)(n + j) * PART + i)
+                                                        : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            }
             #pragma unroll
-            for (int j = 0; j < AHEAD; j++) total.x += v[j].x, total.y += v[j].y, total.z += v[j].z, total.w += v[j].w;
+            for (int s = 0; s < SIDE; s++) {
+                #pragma unroll
+                for (int j = 0; j < AHEAD; j++) total[s].x += v[s][j].x, total[s].y += v[s][j].y, total[s].z += v[s][j].z, total[s].w += v[s][j].w;
+            }
         }
-        const int row = i / CHANNELS - 2;
-        *reinterpret_cast<float4*>(row < 0 ? squared + i : sums + row * PITCH + i % CHANNELS) = total;
+        #pragma unroll
+        for (int s = 0; s < SIDE; s++) {
+            const int i = first + s * THREADS * 4, row = i / CHANNELS - 2;
+            if (i < PART) *reinterpret_cast<float4*>(row < 0 ? squared + i : sums + row * PITCH + i % CHANNELS) = total[s];
+        }
     }
 }
 
