@@ -207,6 +207,10 @@ def print_tuning(tuning: Mapping[str, Any]) -> None:
         stdout.print(f"tuning ended early: {tuning['stopped']}")
 
 
+PRODUCTS = frozenset({"Attention", "Conv", "ConvTranspose", "GRU", "Gemm", "LSTM", "MatMul", "RNN"})
+"""Operators that take long on the CPU if their sizes depend on data."""
+
+
 def print_host(host: Mapping[str, Any], target: str) -> None:
     """The part of a network that runs on the CPU (an engine's ``meta["host"]``): operators with reasons, copies, cost."""
     coverage, operators, copies = host["coverage"], host["operators"], host["copies"]
@@ -224,6 +228,11 @@ def print_host(host: Mapping[str, Any], target: str) -> None:
         f"{counted(len(copies), 'copy', 'copies')} of {total} bytes and {counted(host['cuts'], 'cut')} of the CUDA graph, about "
         f"{host['estimated_us'] / 1e3:.2f} ms a run in all (sizes that depend on data count as 1)"
     )
+    if any(o["kind"] in PRODUCTS and "depends on data" in o["why"] for o in operators):
+        stdout.print(
+            "hint: sizes that depend on data keep convolutions or products on the CPU, which can take far longer than estimated; "
+            'two engines avoid it: docs/guide/dynamic-shapes.md, "Sizes that depend on data"'
+        )
 
 
 def refuse_engine(path: Path) -> None:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optdnn.dim import DimLike
+from optdnn.dim import Dim, DimLike
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.boxes import box_of, box_of_columns
+from optdnn.passes.support.boxes import Line, box_of, box_of_columns
 from optdnn.passes.support.facts import integers, operand, producer, reshape_target, reshaped, shape_of
 from optdnn.types import Array, normalize_axis
 
@@ -286,7 +286,7 @@ def _known(graph: Graph, op: Op) -> bool:
     return bool(table.size) if table is not None else _lines(graph, op) is not None
 
 
-def _lines(graph: Graph, op: Op) -> list[Array] | None:
+def _lines(graph: Graph, op: Op) -> Sequence[Line] | None:
     """The positions along each indexed axis, if a ScatterND writes a box in order; else None."""
     table = graph.constant_value(op.inputs[1])
     if op.kind != "ScatterND":
@@ -295,20 +295,24 @@ def _lines(graph: Graph, op: Op) -> list[Array] | None:
 
 
 def _box(graph: Graph, op: Op, shape: Sequence[DimLike]) -> list[Span] | None:
-    """The spans of the axes that a scatter indexes, if its known positions are a box in order; else None."""
+    """The spans of the axes that a scatter indexes, if its known positions are a box in order; else None.
+
+    An axis of symbolic size has no span: all of it is written."""
     if op.kind == "ScatterElements":
         table = graph.constant_value(op.inputs[1])
         return None if table is None else _box_of_elements(op, table, shape)
     lines = _lines(graph, op)
     if lines is None:
         return None
-    sizes = [d for d in shape[: len(lines)] if isinstance(d, int)]
-    if len(sizes) < len(lines):
-        return None
-    spans = [
-        _span(k, np.where(line < 0, line + size, line), size)
-        for k, (line, size) in enumerate(zip(lines, sizes, strict=True))
-    ]
+    spans: list[Span | None] = []
+    for k, (line, size) in enumerate(zip(lines, shape, strict=False)):
+        if isinstance(line, Dim):
+            if line != size:
+                return None
+        elif isinstance(size, int):
+            spans.append(_span(k, np.where(line < 0, line + size, line), size))
+        else:
+            return None
     return None if None in spans else [s for s in spans if s is not None]
 
 

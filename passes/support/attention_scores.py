@@ -59,7 +59,7 @@ def _path(graph: Graph, value: Value, factor: float, depth: int) -> Scores | Non
     lead = shape[:-2]
     if op.kind == "MatMul":
         ranks = [graph.type(v).rank for v in op.inputs[:2] if v is not None]
-        return None if has_stages(op) or ranks != [len(shape)] * 2 else Scores(op, factor, leads=(lead,))
+        return None if has_stages(op) or min(r or 0 for r in ranks) < 2 else Scores(op, factor, leads=(lead,))
     if op.kind == "Transpose" and op.attrs.perm == exchange_last(len(shape)):
         product = producer(graph, operand(op), {"MatMul"})
         found = None if product is None else _path(graph, product.value, factor, depth - 1)

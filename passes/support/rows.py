@@ -193,6 +193,11 @@ def _reduction(r: RowOp) -> bool:
     return rows.axis not in reduced_axes(r.op.attrs, axes, rank)
 
 
+def _cumulative(r: RowOp) -> bool:
+    axis = ints(r.graph, r.op.input(1))
+    return r.same(0) and axis is not None and normalize_axis(axis[0], r.rank) != r.out.axis
+
+
 def _arg(r: RowOp) -> bool:
     rows = r.operand_rows[0]
     return rows is not None and normalize_axis(r.op.attrs.axis, len(r.dims(0))) != rows.axis
@@ -291,6 +296,7 @@ _CHECKS: dict[str, Callable[[RowOp], bool]] = {
     **dict.fromkeys(("Softmax", "LogSoftmax", "Hardmax", "LpNormalization", "TopK", "Split"), _other_axis),
     **dict.fromkeys(("LayerNormalization", "RMSNormalization", "DeviationNormalization"), _inner_axes),
     **dict.fromkeys((k for k in OPDEFS if k.startswith("Reduce")), _reduction),
+    **dict.fromkeys(("CumSum", "CumProd"), _cumulative),
     **dict.fromkeys(("ArgMax", "ArgMin"), _arg),
     **dict.fromkeys(RESHAPES, _reshape),
     "Transpose": _transpose,

@@ -62,6 +62,21 @@ def test_a_network_that_fits_says_so(cli: Cli, model: Path) -> None:
     assert "on the CPU" not in done.out
 
 
+@pytest.mark.parametrize("kind", ["MatMul", "Exp"])
+def test_products_of_unknown_sizes_bring_a_hint(cli: Cli, tmp_path: Path, kind: str) -> None:
+    nodes = [
+        fallback.node("NonZero", "x", "at"),
+        onnx.helper.make_node("Cast", ["at"], ["f"], name="f", to=onnx.TensorProto.FLOAT),
+        fallback.node("Transpose", "f", "turned"),
+        fallback.node(kind, "f turned" if kind == "MatMul" else "f", "y"),
+    ]
+    path = tmp_path / "unknown.onnx"
+    onnx.save(fallback.model(nodes, [("x", fallback.F, [5, 7])], [("y", fallback.F, [None, None])]), path)
+    done = cli("check", path, "--target", "cuda:sm_90a")
+    assert done.code == 0, done.err
+    assert ("two engines avoid it" in " ".join(done.out.split())) == (kind == "MatMul")
+
+
 def test_ranges_are_checked_at_their_optimum_and_values_take_steps_off_the_cpu(cli: Cli, tmp_path: Path) -> None:
     nodes = [fallback.node("TopK", "x k", "y at"), fallback.node("Exp", "y", "z")]
     inputs = [("x", fallback.F, ["N", 7]), ("k", fallback.I64, [1])]

@@ -107,6 +107,23 @@ def test_exported_forms(name: str) -> None:
     assert graph.kinds().get("MatMul", 0) == (name == "disentangled")  # the product with positions
 
 
+def keys_without_batch(batch: int) -> str:
+    """Keys without the axis of the batch: torch.export's DETR, after its Reshapes around a product are gone."""
+    return f"""<ir_version: 10, opset_import: ["" : 21]>
+    attention (float[{batch},3,5,4] q, float[3,5,4] k, float[{batch},3,5,4] v) => (float[{batch},3,5,4] y) {{
+        kt = Transpose<perm=[0,2,1]>(k) s = MatMul(q, kt) p = Softmax(s) y = MatMul(p, v) }}"""
+
+
+def test_keys_without_the_axis_of_one_image() -> None:
+    check_pass(FuseAttention(), keys_without_batch(1), changes=1, kinds={"Attention": 1, "Reshape": 1})
+
+
+def test_keys_that_all_images_share_are_refused() -> None:
+    check_refused(
+        FuseAttention(), keys_without_batch(2), because="the keys .* do not have the leading axes of the scores"
+    )
+
+
 def test_queries_without_keys_give_zeros_where_the_weights_are_masked_again() -> None:
     """A constant mask that hides all keys of the first query."""
     body = TEXTS["masked again"].replace(

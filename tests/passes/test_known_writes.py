@@ -11,6 +11,7 @@ from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 
 from optdnn.dim import symbol
+from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import STRUCTURAL, Graph
 from optdnn.ops.gather import ScatterElementsAttrs, ScatterNDAttrs
 from optdnn.ops.index import ConcatAttrs
@@ -283,3 +284,46 @@ def test_other_computed_tables_are_left(sizes: Any, lines: Any) -> None:
 
 def test_a_computed_table_that_descends_is_refused() -> None:
     check_refused(CANON, computed((2, 3), (0, [1, 2]), (1, [3, 2, 1])), because="not a box of the tensor, in order")
+
+
+def column_written(*, first: int = 0, step: int = 1, of: int = 0, written: Sequence[int] = (1,)) -> Graph:
+    """``x[:, k] = u`` for a number of rows that is not known, as exporters write it: the column of row numbers is a Range.
+
+    ``of``: the input whose rows are counted. ``written``: the columns."""
+    n = Net(np.float64)
+    x, other = n.input(BATCH, 5), n.input(symbol("other"), 5, name="other")
+    counted = n.op("Gather", n.op("Shape", (x, other)[of]), n.const(0, np.int64))
+    numbers = n.op("Range", n.const(first, np.int64), counted, n.const(step, np.int64))
+    u = n.input(*n.dims(numbers), 1, name="u")
+    rows = n.op("Reshape", numbers, np.array([-1, 1, 1]))
+    y = x
+    for k in written:
+        columns = n.op("Expand", n.const([k], np.int64), n.op("Shape", rows))
+        table_of_rows = n.op("Concat", rows, columns, attrs=ConcatAttrs(-1))
+        y = n.op("ScatterND", y, table_of_rows, n.op("Mul", u, n.const(k + 2.0)), attrs=ScatterNDAttrs())
+    return n.done(y, other)
+
+
+def test_a_column_of_an_unknown_number_of_rows_is_joined() -> None:
+    graph = column_written()
+    rules, kinds = {"input_target": 1, "known_writes": 1}, {"Concat": 1, "Mul": 1, "Slice": 2}
+    check_pass(CANON, graph, changes=2, rules=rules, kinds=kinds, sizes={"batch": 4, "other": 4})
+
+
+def test_all_columns_of_an_unknown_number_of_rows_become_one_concat() -> None:
+    after = column_written(written=(0, 3, 1, 4, 2))
+    report = CANON(after)
+    assert sum(f.rule == "assembled_writes" for f in report.fired) == 1
+    assert after.kinds() == {"Concat": 1, "Mul": 5}
+    feeds = {"x": np.zeros((3, 5)), "u": np.arange(3.0)[:, None], "other": np.zeros((1, 5))}
+    found = next(iter(evaluate(after, feeds).values()))
+    np.testing.assert_array_equal(found, np.arange(3.0)[:, None] * np.arange(2.0, 7.0))
+
+
+@pytest.mark.parametrize(
+    "given", [{"first": 1}, {"step": 2}, {"of": 1}], ids=["from_one", "every_second", "other_rows"]
+)
+def test_other_rows_of_an_unknown_number_are_left(given: dict[str, int]) -> None:
+    after = column_written(**given)
+    CANON(after)
+    assert "ScatterND" in after.kinds()

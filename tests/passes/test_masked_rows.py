@@ -172,3 +172,22 @@ def test_all_boxes_together_are_too_large(monkeypatch: pytest.MonkeyPatch) -> No
 def test_boxes_chosen_otherwise_are_no_candidates(old: str, new: str) -> None:
     text = BOXES.replace(old, new).replace("scored =", "s9 = Neg(s) scored =" if "s9" in new else "scored =")
     check_untouched(MaskedRows(), text, GPU)
+
+
+def running(axis: int) -> str:
+    """Running sums of the rows that a mask selects, along an axis."""
+    return f"""<ir_version: 9, opset_import: ["": 17]>
+g (float[6,4] x, float[6] size, float[6,4] old) => (float[6,4] y)
+<float zero = {{0}}, int64 axis = {{{axis}}}, int64[1] flat = {{-1}}, int64[2] column = {{-1, 1}}>
+{{ mask = Greater(size, zero) chosen = NonZero(mask) i = Reshape(chosen, flat) rows = Gather(x, i)
+  sums = CumSum(rows, axis) two = Reshape(i, column) y = ScatterND(old, two, sums) }}"""
+
+
+def test_running_sums_of_rows() -> None:
+    after, _ = check_pass(MaskedRows(), running(-1), changes=1, context=GPU)
+    assert after.kinds()["Where"] == 2
+    assert "NonZero" not in after.kinds()
+
+
+def test_running_sums_over_rows_are_refused() -> None:
+    check_refused(MaskedRows(), running(0), because="CumSum.* does not compute each row", context=GPU)

@@ -97,7 +97,8 @@ class Case:
             mask[rng.random(mask.shape) < 0.3] = -np.inf
             mask[..., 0] = 0.5
             mask = mask.astype(np.float32).astype(dtype)
-            self.operands["mask"] = mask.reshape(-1)
+            pitch = p.mask[2] or p.keys
+            self.operands["mask"] = np.pad(mask, [(0, 0)] * 3 + [(0, pitch - p.keys)]).reshape(-1)
             scores += np.tile(mask, (p.batch // sizes[0] if p.mask_period else 1, 1, 1, 1)).astype(np.float64)
         columns = np.arange(p.keys)
         hidden = np.zeros((p.batch, 1, p.queries, p.keys), bool)

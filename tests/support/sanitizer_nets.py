@@ -212,6 +212,7 @@ ATTENTIONS = (
     "long",
     "few queries, many keys",
     "full mask",
+    "tiled mask",
     "causal past",
     "lengths",
     "grouped",

@@ -124,6 +124,7 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "windows between tokens and heads": (windows_between, "attention_sm90"),
     "row mask": (lambda: attention(mask="row"), "attention_sm90"),
     "full mask": (lambda: attention(mask="full", length=21), "attention_sm90"),
+    "tiled mask": (lambda: attention(mask="full", length=204, size=64), "attention_sm90"),
     "window masks": (lambda: attention(mask="windows", batch=6, length=24), "attention_sm90"),
     "bool mask": (lambda: attention(mask="bool"), "attention_sm90"),
     "past": (lambda: attention(past=8, outputs=3), "attention_sm90"),

@@ -7,6 +7,7 @@ the order that its reader wants. Transpositions of heads are therefore never cop
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,6 +17,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.attention import hopper_kernel as attention
+from optdnn.kernels.attention.hopper_cost import MEMORY
 from optdnn.kernels.attention.operands import (
     WEIGHTS,
     fits_tma,
@@ -30,7 +32,7 @@ from optdnn.kernels.attention.operands import (
     with_four_axes,
 )
 from optdnn.kernels.attention.problem import HeadView, Problem, bhsd
-from optdnn.kernels.builder import Builder, TensorView, has_tf32, map_dtype, unmade, up
+from optdnn.kernels.builder import Builder, TensorView, has_tf32, map_dtype, row_major, unmade, up
 from optdnn.kernels.pointwise.pointwise import copied, copied_later, copy, emit_pointwise
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
@@ -116,7 +118,7 @@ class HopperAttention(ProblemTactic):
     @staticmethod
     def _problem(
         b: Builder, op: Op, past: int, shapes: Sequence[tuple[int, ...]], views: Views,
-        mask: tuple[int, int, int] | None = None, period: int = 0,
+        mask: tuple[int, int, int] | None = None, period: int = 0, aligned: bool = False,
     ) -> Problem:  # fmt: skip
         """The kernel's problem. ``shapes``: shapes of queries, keys and values, without the past."""
         a: AttentionAttrs = op.attrs
@@ -131,7 +133,7 @@ class HopperAttention(ProblemTactic):
         return Problem(
             batch, heads, rows, keys, size, size**-0.5 if a.scale is None else a.scale,
             q=views[0], k=views[1], v=views[2], out=views[3], dtype=map_dtype(op.outputs[0].type.dtype), key_heads=k[1],
-            mask=mask, mask_period=period, causal=ahead >= 0, causal_offset=past + max(0, ahead), lengths=lengths, value_features=v[3],
+            mask=mask, mask_period=period, mask_aligned=aligned, causal=ahead >= 0, causal_offset=past + max(0, ahead), lengths=lengths, value_features=v[3],
             reach=a.left_window_size if a.left_window_size < 0 else a.left_window_size + max(0, ahead),
             from_end=lengths and op.input(4) is None and (ahead >= 0 or a.left_window_size >= 0), softcap=max(0.0, a.softcap),
             sinks=op.input(SINKS) is not None, rounded=has_tf32(op),
@@ -153,12 +155,22 @@ class HopperAttention(ProblemTactic):
         strides, period = mask_strides(mask, q.shape[0])
         views = (head_view(q), head_view(k), head_view(v), head_view(out))
         new = [(*x.shape[:2], x.shape[2] - past, x.shape[3]) for x in (k, v)]
-        problem = self._problem(b, op, past, (q.shape, *new), views, strides, period)
+        aligned = mask is not None and fits_tma(mask)
+        problem = self._problem(b, op, past, (q.shape, *new), views, strides, period, aligned)
+        if mask is not None and problem.mask and problem.mask[2] and not aligned:
+            in_rows = padded(mask.shape)
+            other = replace(problem, mask=_of_axes(mask.shape, in_rows), mask_aligned=True)
+            if self._first(other, b.gpu) + _copy_seconds(mask) < self._first(problem, b.gpu):
+                problem, mask = other, copied_later(b, op, mask, "mask", in_rows)
         problem = replace(problem, narrow="" if to is None else to.to.dtype)
         return Tensors(problem, q, k, v, past, mask, out, target)
 
     def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return offers_of(self.plans, problem, gpu)
+
+    def _first(self, problem: Problem, gpu: GpuFacts) -> float:
+        """Predicted seconds of the best configuration."""
+        return min((o.seconds or 0.0 for o in self.offers(problem, gpu)), default=math.inf)
 
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The readers of the result: one may be a quantization."""
@@ -231,16 +243,19 @@ class HopperAttention(ProblemTactic):
             mask = with_four_axes(b.source(value))
         else:
             known = array[: _period(array)] if array.ndim == 4 else array
-            mask = with_four_axes(unmade(known.dtype, known.shape, make=lambda: b.constant(known, name).buffer))
+            rows = np.pad(known, [(0, 0)] * (known.ndim - 1) + [(0, up(known.shape[-1], 8) - known.shape[-1])])
+            mask = with_four_axes(
+                unmade(known.dtype, known.shape, padded(known.shape), lambda: b.constant(rows, name).buffer)
+            )
         if mask.dtype == np.bool_:
 
             def make() -> int:
-                given, made = b.made(mask), b.new(name, q.dtype, mask.shape)
+                given, made = b.made(mask), b.new(name, q.dtype, mask.shape, padded(mask.shape))
                 ends = [b.constant(np.asarray(x, q.dtype), "end") for x in (0.0, -np.inf)]
                 emit_pointwise(b, op, [Stage("Where", (0, 1, 2), Attrs())], [given, *ends], made)
                 return made.buffer
 
-            return unmade(q.dtype, mask.shape, make=make)
+            return unmade(q.dtype, mask.shape, padded(mask.shape), make)
         if mask.offset % 2 or (mask.strides[3] != 1 and mask.shape[3] > 1):
             return copied_later(b, op, mask, "mask")
         return mask
@@ -257,8 +272,23 @@ def mask_strides(mask: TensorView | None, batch: int) -> tuple[tuple[int, int, i
     """The strides of a mask along (batch, head, query), 0 along axes of one element, and the number of its masks if they repeat."""
     if mask is None:
         return None, 0
-    first, second, third = (0 if n == 1 else s for n, s in zip(mask.shape[:3], mask.strides[:3], strict=True))
-    return (first, second, third), mask.shape[0] if 1 < mask.shape[0] < batch else 0
+    return _of_axes(mask.shape, mask.strides), mask.shape[0] if 1 < mask.shape[0] < batch else 0
+
+
+def _of_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
+    """The strides of a mask along (batch, head, query), 0 along axes of one element."""
+    first, second, third = (0 if n == 1 else s for n, s in zip(shape[:3], strides[:3], strict=True))
+    return first, second, third
+
+
+def padded(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a mask whose rows begin at multiples of 16 bytes, so that TMA can read them."""
+    return row_major((*shape[:-1], up(shape[-1], 8)))
+
+
+def _copy_seconds(mask: TensorView) -> float:
+    """Predicted seconds of a launch that copies a mask."""
+    return 2e-6 + 2 * math.prod(mask.shape) * mask.dtype.itemsize / MEMORY
 
 
 def _period(mask: Array) -> int:

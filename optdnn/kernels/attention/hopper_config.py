@@ -9,8 +9,8 @@ from optdnn.kernels.attention.problem import Problem, mask_rows
 from optdnn.kernels.launch import no_room
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-LOADING_REGISTERS = 24
-"""Registers per thread of a persistent block's loading warpgroup."""
+LOADING_REGISTERS, MASK_LOADING_REGISTERS = 24, 32
+"""Registers per thread of a persistent block's loading warpgroup: in general, and if it loads masks."""
 PRODUCT_REGISTERS, WIDE_PRODUCT_REGISTERS = 26, 40
 """Registers per thread, in addition to the scores, that ptxas needs for a product at the block's initial registers; with heads of more
 than ``TWO_PLACES`` features."""
@@ -36,7 +36,8 @@ class Config:
     """An item has ``warpgroups`` x 64 queries (``split``: 64). Tiles of ``keys`` keys pass through a ring of ``stages``. Registers must
     allow ``blocks`` blocks per multiprocessor. ``persistent``: one wave of blocks takes all items in turn; otherwise a block takes
     one item. ``turns``: a block's warpgroups issue their products in turn. ``split``: a block's warpgroups share 64 queries and take
-    its tiles of keys in turn. ``sharers``: so many blocks of a cluster share these queries, each with a part of the tiles."""
+    its tiles of keys in turn. ``sharers``: so many blocks of a cluster share these queries, each with a part of the tiles. ``tiled``: TMA loads
+    the tiles of a mask per query to shared memory; otherwise threads load it to registers."""
 
     warpgroups: int
     keys: int
@@ -46,6 +47,7 @@ class Config:
     turns: bool = False
     split: bool = False
     sharers: int = 1
+    tiled: bool = False
 
     @property
     def queries(self) -> int:
@@ -61,7 +63,7 @@ class Config:
         return -(-self.block_tiles(tiles) // self.warpgroups) if self.split else tiles
 
     def __str__(self) -> str:
-        flags = "p" * self.persistent + "t" * self.turns + "k" * self.split
+        flags = "p" * self.persistent + "t" * self.turns + "k" * self.split + "m" * self.tiled
         flags += f"c{self.sharers}" if self.sharers > 1 else ""
         return f"attn{self.warpgroups}n{self.keys}s{self.stages}b{self.blocks}{flags}"
 
@@ -101,8 +103,14 @@ def register_limit(problem: Problem, config: Config) -> int:
     """Most registers of a multiplying thread. Each of a multiprocessor's four partitions has 512 warp-wide registers."""
     if config.persistent:
         all_groups = start_registers(config) * (config.warpgroups + 1)
-        return min(240, (all_groups - LOADING_REGISTERS) // config.warpgroups // 8 * 8)
+        loading = MASK_LOADING_REGISTERS if config.tiled else LOADING_REGISTERS
+        return min(240, (all_groups - loading) // config.warpgroups // 8 * 8)
     return min(255, 512 // -(-threads(problem, config) // 32 * config.blocks // 4) // 8 * 8)
+
+
+def mask_span(config: Config) -> int:
+    """Bytes per row of a subtile of a mask in shared memory."""
+    return 64 if config.keys % 64 else 128
 
 
 def query_places(problem: Problem, config: Config) -> int:
@@ -112,7 +120,8 @@ def query_places(problem: Problem, config: Config) -> int:
 
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block."""
-    ring = problem.head * 4 * config.stages * config.keys
+    masks = config.queries * 2 if config.tiled else 0
+    ring = (problem.head * 4 + masks) * config.stages * config.keys
     if config.split:  # the results of the other warpgroups overwrite the ring
         ring = max(ring, (config.warpgroups - 1) * (problem.head // 8 + 1) * 2048)
         ring = max(ring, (config.sharers - 1) * (problem.head // 8 + 1) * 512 * live_warps(problem))
@@ -143,13 +152,15 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "turns need several warpgroups and several tiles"
     if (why := _no_split(config, tiles)) is not None:
         return why
+    if config.tiled and (why := _no_tiles(problem, config)) is not None:
+        return why
     if config.stages > (8 if config.persistent else min(config.block_tiles(tiles), 8)):
         return f"{config.stages} stages for {config.block_tiles(tiles)} tiles"
     if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
         return why
     # Scores, their packed copies (in place with a single tile), results and the rest: fitted to the compiler's reports.
     scores, rest = (config.keys * 0.62, 44) if config.own_tiles(tiles) == 1 else (config.keys * 0.75, 28)
-    mask = 12 + config.keys / 8 * mask_rows(problem) if problem.mask else 0.0
+    mask = 12 + (0 if config.tiled else config.keys / 8 * mask_rows(problem)) if problem.mask else 0.0
     bias = (mask, config.keys / 2, 36.0)[factor_form(problem, config)]
     wide = WIDE_REGISTERS if problem.head > TWO_PLACES else 0
     bias += (SOFTCAP_REGISTERS if problem.softcap else 0) + (SINK_REGISTERS if problem.sinks else 0)
@@ -164,6 +175,22 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return f"a product of {widest} columns does not compile for threads that start with {start_registers(config)} registers"
     if problem.heads > 65535 or problem.batch > 65535:
         return "the grid is too large"
+    return None
+
+
+def _no_tiles(problem: Problem, config: Config) -> str | None:
+    """Why TMA cannot load tiles of a problem's mask, or None."""
+    if mask_rows(problem) < 2 or problem.grids[1] is not None:
+        return "tiles are of masks per query, and not for rounded weights"
+    if config.keys % 32:
+        return f"a tile of a mask has {config.keys} keys (a multiple of 32 is needed)"
+    if problem.keys < 64:
+        return f"rows of {problem.keys} keys leave most of a tile of a mask empty"
+    if not problem.mask_aligned:
+        return "TMA needs rows of the mask that begin at multiples of 16 bytes"
+    own, groups = config.block_tiles(-(-problem.keys // config.keys)), config.warpgroups if config.split else 1
+    if config.stages < min(own, 2 * groups):
+        return "a mask comes with its tile's values, which need another stage than the values of the tile before"
     return None
 
 

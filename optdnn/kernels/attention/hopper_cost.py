@@ -18,7 +18,7 @@ from optdnn.kernels.attention.hopper_config import (
     shared_bytes,
     threads,
 )
-from optdnn.kernels.attention.problem import Problem
+from optdnn.kernels.attention.problem import Problem, mask_rows
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MEMORY = 4.2e12
@@ -52,6 +52,8 @@ CAPPED = 2 / 16 + 4 / 128
 """Cycles of a score's softcap: an exponential and a reciprocal, and their arithmetic."""
 ROUNDED = 12 / 128
 """Cycles of the roundings of a score and of its weight."""
+TILED, TILED_TWO, TILED_MORE = 5 / 128, 1.22, 1.1
+"""Cycles of a score's mask that is read from shared memory; factors on the cycles of a block with two stages, and with others."""
 SAMPLED = 64
 """Number of a head's items for which the model counts tiles."""
 
@@ -92,9 +94,9 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     if config.persistent:
         resident = at_once(problem, config, device)
     # Cycles per warpgroup and tile: both products, then the exponentials and arithmetic of the scores.
-    unit = PLAIN if problem.mask is None else MASKED
+    unit = PLAIN if problem.mask is None or config.tiled else MASKED
     multiply = config.keys * problem.head * unit.product
-    added = 0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128
+    added = 0 if problem.mask is None else TILED if config.tiled else 10 / 128 if problem.mask[2] else 3 / 128
     added += (0, 2, 36)[factor_form(problem, config)] / 128 + (CAPPED if problem.softcap else 0)
     added += ROUNDED / 2 * sum(grid is not None for grid in problem.grids)
     if has_few_items(problem, device):
@@ -110,7 +112,9 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     if config.stages == 1 and tiles > 1:  # nothing is loaded while the warpgroup multiplies
         alone += 1000
     slack = 1.03 if config.stages == 2 and tiles > 32 else 1.0
-    if config.stages == 2 < min(tiles, config.warpgroups):  # a stage is free only when the last warpgroup has read it
+    if config.tiled:
+        slack = TILED_TWO if config.stages == 2 < tiles else TILED_MORE
+    elif config.stages == 2 < min(tiles, config.warpgroups):  # a stage is free only when the last warpgroup has read it
         slack = 1.05
     groups = config.warpgroups * min(resident, -(-items // device.multiprocessors))
     tile = max(groups * max(multiply, scores), alone) / groups * _turns(config, resident, unit)
@@ -121,6 +125,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     between = BETWEEN if query_places(problem, config) == 2 else ENDS
     cycles = waves * (block + between) + ENDS if config.persistent else waves * (block + further) + ENDS - further
     traffic = items * (2 * config.keys * seen + 2 * config.queries) * problem.head * 2
+    traffic += items * config.queries * config.keys * seen * 2 if mask_rows(problem) == 2 else 0
     compute, share = cycles / CLOCK, sector_share(problem)
     loads = traffic * share / 5.5e12
     besides = 0.25 * min(compute, loads) if share > 1 or problem.reach >= 0 else 0.0

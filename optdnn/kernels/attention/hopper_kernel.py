@@ -16,6 +16,7 @@ from optdnn.kernels.attention.hopper_config import (
     factor_form,
     live_warps,
     loader,
+    mask_span,
     query_places,
     refuse,
     register_limit,
@@ -32,7 +33,10 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.compile.render import values_instruction
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.cuda.launches.plan import TensorMap
 
+TILED_MASK = 8
+"""The kernel's constant for masks that TMA loads."""
 LONG = 4
 """Least tiles of keys that several blocks share. One query has a kernel of its own (``one_query.py``)."""
 __all__ = ["Config", "Problem", "candidates", "estimate", "launch", "order_of_sums", "recipe", "refuse"]
@@ -45,7 +49,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "LOADER": loader(problem, config), "ONE_TILE": int(config.own_tiles(-(-problem.keys // config.keys)) == 1),
         "PERSISTENT": int(config.persistent), "QUERY_PLACES": query_places(problem, config), "TURNS": int(config.turns), "SPLIT": int(config.split), "SHARERS": config.sharers, "LIVE_WARPS": live_warps(problem) if config.sharers > 1 else 4, "REGISTERS": register_limit(problem, config),
         "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "REACH": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "HAS_LENGTHS": int(problem.lengths),
-        "MASK": mask_width(problem), "MASK_ROWS": mask_rows(problem),
+        "MASK": TILED_MASK if config.tiled else mask_width(problem), "MASK_ROWS": mask_rows(problem),
         "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config), "SOFTCAP": int(problem.softcap > 0),
         "ROUNDED": sum(grid is not None for grid in problem.grids),
     }  # fmt: skip
@@ -79,7 +83,11 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
         dtype = problem.narrow if own else problem.dtype
         box = (width, rows, 1, 1)
         parameters.tensor_map(tensor_map(name, dtype, shape, strides, box, span, offset=view.offset * item))
-    parameters.pointer("mask" if problem.mask is not None else None, "lengths" if problem.lengths else None)
+    if config.tiled:
+        parameters.tensor_map(_mask_map(problem, config))
+    parameters.pointer(
+        "mask" if problem.mask is not None and not config.tiled else None, "lengths" if problem.lengths else None
+    )
     parameters.i64(*(problem.mask or (0, 0, 0)))
     parameters.i32(problem.queries, problem.keys, problem.heads, problem.heads // key_heads, problem.causal_offset)
     rows = row_items(problem, config)
@@ -111,6 +119,17 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     )
 
 
+def _mask_map(problem: Problem, config: Config) -> TensorMap[str]:
+    """The tiles of a mask: 64 queries times 64 (or 32) keys."""
+    assert problem.mask is not None
+    batch, head, query = problem.mask
+    masks = problem.mask_period or problem.batch
+    shape = (problem.keys, problem.queries, problem.heads if head else 1, masks if batch else 1)
+    strides = (query * 2, (head or query) * 2, (batch or query) * 2)
+    span = mask_span(config)
+    return tensor_map("mask", problem.dtype, shape, strides, (span // 2, 64, 1, 1), span)
+
+
 def order_of_sums(config: Config) -> tuple[int, ...]:
     """Key of the order in which a row is summed: equal keys, equal order."""
     return (config.keys, config.warpgroups if config.split else 1, config.sharers)
@@ -137,7 +156,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
                             (estimate(problem, c, device), c) for c in (config, *_in_turn(problem, config, tiles))
                         ]
                         break
-    return varied(found, lambda c: (c.warpgroups, c.keys, c.persistent, c.turns, c.split, c.sharers), limit)
+    return varied(found, lambda c: (c.warpgroups, c.keys, c.persistent, c.turns, c.split, c.sharers, c.tiled), limit)
 
 
 def _forms(problem: Problem, warpgroups: int, keys: int, device: GpuFacts) -> list[Config]:
@@ -153,7 +172,7 @@ def _forms(problem: Problem, warpgroups: int, keys: int, device: GpuFacts) -> li
         most = device.multiprocessors // items if tiles >= LONG and problem.queries > 1 else 1
         sharing = [replace(shared, sharers=n) for n in (1, 2, 4, 8) if n <= most]
         found += [replace(c, stages=min(c.block_tiles(tiles), c.stages)) for c in sharing]
-    return found
+    return found if mask_rows(problem) < 2 else [*found, *(replace(c, tiled=True) for c in found)]
 
 
 def _in_turn(problem: Problem, config: Config, tiles: int) -> list[Config]:

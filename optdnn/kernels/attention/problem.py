@@ -66,6 +66,8 @@ class Problem:
     key_heads: int = 0
     mask: tuple[int, int, int] | None = None
     mask_period: int = 0
+    mask_aligned: bool = False
+    """Whether all rows of the mask begin at multiples of 16 bytes."""
     causal: bool = False
     causal_offset: int = 0
     lengths: bool = False

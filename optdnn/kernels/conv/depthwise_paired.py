@@ -43,6 +43,10 @@ def _form(graph: Graph, op: Op) -> tuple[Any, ...]:
     return shape, a.strides, a.pads, a.dilations, a.group, a.auto_pad, graph.type(op.value)
 
 
+SINGLE = TiledDepthwise()
+"""The tactic that runs one convolution by itself."""
+
+
 class PairedDepthwise(TiledDepthwise):
     """A depthwise convolution of floats that is multiplied by another one, optionally with the means of the result."""
 
@@ -63,6 +67,14 @@ class PairedDepthwise(TiledDepthwise):
         if beside.rest or beside.residual is not None:
             return f"what follows the other convolution {other.name} is more than an activation"
         return None
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """Unmeasured, the cost model decides: by themselves, convolutions of large filters run on tensor cores."""
+        one = self.configs(b, op)[0].seconds or 0.0
+        apart = sum(SINGLE.configs(b, conv)[0].seconds or 0.0 for conv in (op, self._other(b, op)))
+        if one < apart:
+            return None
+        return f"two launches are predicted to take {apart * 1e6:.1f} us, one {one * 1e6:.1f}"
 
     def stages(self, b: Builder, op: Op) -> Epilogue:
         """The epilogue. The kernel of a pair reads one number per channel, the bias."""

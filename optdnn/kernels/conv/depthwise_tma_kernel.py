@@ -20,6 +20,8 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 _HEAD_BYTES = 128
+RESIDUAL_REGISTERS = 12
+"""Registers of a thread for the addresses of a residual."""
 TILES = ((1, 4), (2, 2), (2, 3), (2, 4), (4, 2), (4, 4), (2, 7), (1, 7), (2, 8))
 """Rows and columns of a thread's results."""
 
@@ -53,9 +55,16 @@ def patch(problem: Problem, config: Config) -> tuple[int, int]:
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block: barriers, the ring, weights of large filters, the squeeze's sums."""
     channels, taps = config.vectors * config.lanes, math.prod(problem.source.kernel)
-    ring = config.stages * (-(-math.prod(patch(problem, config)) * channels * problem.item // 128) * 128)
+    ring = (
+        config.stages * problem.filters * (-(-math.prod(patch(problem, config)) * channels * problem.item // 128) * 128)
+    )
     sums = config.strips_x * config.strips_y * channels * 4 if problem.squeeze else 0
-    return _HEAD_BYTES + ring + (taps * channels * depthwise.weight_item(problem) if taps > 9 else 0) + sums
+    return (
+        _HEAD_BYTES
+        + ring
+        + (problem.filters * taps * channels * depthwise.weight_item(problem) if problem.weights_in_shared else 0)
+        + sums
+    )
 
 
 def refuse(
@@ -74,8 +83,6 @@ def _refuse_problem(problem: Problem, capability: tuple[int, int]) -> str | None
         return f"{problem.channels} channels are not a multiple of 8"
     if problem.channels * problem.item % 16:
         return f"a TMA box cannot have {problem.channels} channels"
-    if problem.beside is not None:
-        return "its ring holds patches of one image"
     if problem.source.depth is not None or problem.grown:
         return "it is for images, and not transposed"
     if problem.unit < 8:
@@ -120,18 +127,22 @@ def registers(problem: Problem, config: Config) -> int:
     squeeze's sums. Fitted to the spills that ptxas reports."""
     s, taps = problem.source, math.prod(problem.source.kernel)
     columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
-    sums = config.tile_h * config.tile_w * config.lanes
+    sums, filters = config.tile_h * config.tile_w * config.lanes * problem.filters, problem.filters
     # An input row that contributes to many output rows needs the weights of several taps at once.
     more = 12 * max(0, config.tile_h - 2) if taps > 9 else 0
+    if problem.residual:  # loaded before the filter
+        more += config.tile_h * config.tile_w * config.lanes * problem.out_item // 4 + RESIDUAL_REGISTERS
     if problem.item == 1:  # 8-bit values as floats; scales besides the biases
         weights = taps * config.lanes // 2 if taps <= 9 else 8
         found = sums + weights + 30 + (columns + 1) * config.lanes + more
         return math.ceil(found * (0.9 if config.lanes == 4 else 1.0))
     if problem.item == 4:
-        weights = taps * config.lanes if taps <= 9 else 8
+        weights = filters * taps * config.lanes if taps <= 9 else 8
         return sums + weights + columns * config.lanes + (28 if problem.squeeze else 18) + 2 * config.tile_h + more
-    weights = taps * config.lanes // 2 if taps <= 9 else 8 if sums < 64 else 16
-    rest = (24 if problem.squeeze else 14) + 2 * (config.tile_h + config.lanes)
+    weights = filters * taps * config.lanes // 2 if taps <= 9 else 8 if sums < 64 else 16
+    rest = (
+        (24 if problem.squeeze else 14) + 2 * (config.tile_h + config.lanes) + (30 if filters > 1 and taps <= 9 else 0)
+    )
     return sums + weights + columns * config.lanes // 2 + rest + more
 
 
@@ -168,12 +179,18 @@ def launch(
     parameters = Parameters().tensor_map(
         tensor_map("input", problem.dtype, shape, (item, row, s.height * row), box, swizzle=0)
     )
+    if problem.beside is not None:
+        item = (problem.second_pitch or problem.channels) * problem.item
+        row = s.width * item
+        parameters.tensor_map(tensor_map("second", problem.dtype, shape, (item, row, s.height * row), box, swizzle=0))
     parameters.pointer("output", "weights", "bias", "residual" if problem.residual else None)
     parameters.pointer("sums" if mode == 1 else None, "means" if mode == 2 else None)
     parameters.i32(problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1], written)
     parameters.i32(slabs, tiles_x, tiles_x * tiles_y, count)
     (mean or QuantizedStore(1.0 / (out_h * out_w))).put(parameters)
     put_requantize(parameters, problem.epilogue, requantize)
+    if problem.beside is not None:
+        parameters.pointer("second_weights", "second_bias")
     shared = shared_bytes(problem, config)
     per_slab = max(1, min(count, gpu.multiprocessors * resident(problem, config) // slabs))
     blocks = per_slab * slabs
@@ -197,13 +214,13 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     # Instructions of a thread and tile: multiply-adds, conversions, shared loads, the epilogue with its store.
     # An 8-bit value takes two instructions to become a float, and a result three times as many.
     convert, finish = {1: (2.2 * lanes + 1, 15), 2: (1.3 * (lanes + 1), 6), 4: (1.3, 5)}[problem.item]
-    work = outputs * taps * lanes + rows * columns * convert + config.tile_h * taps * (lanes + 1)
+    work = problem.filters * (outputs * taps * lanes + rows * columns * convert + config.tile_h * taps * (lanes + 1))
     work += outputs * (finish * lanes + 6) + 60
     per_block = -(-count // max(1, blocks // slabs))
     warps = (config.threads // 32 - 1) * together  # few warps leave issue slots empty
     tile = config.threads * work / 128 / min(0.8, 0.35 + 0.03 * warps)
     compute = (per_block * tile * together + 1500) / CLOCK
-    box = math.prod(patch(problem, config)) * config.vectors * lanes * problem.item
+    box = problem.filters * math.prod(patch(problem, config)) * config.vectors * lanes * problem.item
     l2 = slabs * count * (box + config.threads * outputs * lanes * max(2, problem.out_item)) / 5.0e12
     in_flight = min(1.0, (config.stages - 1) * box * together / 40000)
     second = finish_seconds(problem, squeeze_mode(problem, config))

@@ -132,7 +132,38 @@ SHARING = {
 }
 SPLIT |= SHARING
 FEW |= dict(list(SPLIT.items())[::12])
-GROWING = {name: x for name, x in list((LAUNCHES | SPLIT).items())[::7] if x[0].keys > x[1].keys}
+TILED_PROBLEMS: dict[str, Problem] = {
+    "a tiled mask": merged(9, 18, 336, 64, mask=(0, 0, 336)),
+    "of each head": merged(40, 4, 333, 32, mask=(0, 333 * 336, 336), dtype="bfloat16"),
+    "of each sample, causal": merged(16, 14, 328, 48, mask=(328 * 328, 0, 328), causal=True),
+    "of windows": merged(64, 8, 49, 32, mask=(8 * 49 * 56, 49 * 56, 56), mask_period=4),
+    "of heads of 128, lengths": merged(9, 16, 264, 128, mask=(0, 0, 264), lengths=True),
+    "of heads of 256, sinks": merged(9, 8, 336, 256, mask=(0, 0, 336), sinks=True),
+    "with a window and a softcap": merged(9, 18, 336, 64, mask=(0, 336 * 336, 336), reach=40, causal=True, softcap=0.8),
+    "bytes": merged(20, 12, 200, 64, mask=(0, 0, 200), narrow="int8"),
+    "of few queries": merged(1, 12, 577, 64, mask=(0, 577 * 584, 584)),
+    "of queries that blocks share": apart(1, 3, 50, 1024, 64, mask=(0, 0, 1024)),
+}
+
+
+def tiled(problem: Problem) -> list[Config]:
+    """Candidates of each form: the first one, and the first ones with further tiles and stages."""
+    found = [c for c in hopper.candidates(problem, H200, limit=1000) if c.tiled]
+    forms: dict[Any, Config] = {}
+    for c in found:
+        forms.setdefault((c.warpgroups, c.persistent, c.turns, c.split, c.sharers), c)
+        forms.setdefault((c.keys, c.stages), c)
+    return list(dict.fromkeys(forms.values()))
+
+
+TILED = {
+    f"{name}, {c}": (problem, c)
+    for name, given in TILED_PROBLEMS.items()
+    for problem in [replace(given, mask_aligned=True)]
+    for c in tiled(problem)
+}
+FEW_TILED = dict(list(TILED.items())[::12])
+GROWING = {name: x for name, x in list((LAUNCHES | SPLIT | TILED).items())[::7] if x[0].keys > x[1].keys}
 
 
 def test_persistent_blocks_are_as_many_as_run_at_a_time() -> None:
@@ -385,9 +416,9 @@ def test_keys_that_begin_between_sectors_are_read_by_more_queries_together() -> 
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", FEW | FEW_TILED)
 def test_candidates_compile_without_spills(name: str) -> None:
-    problem, config = FEW[name]
+    problem, config = (FEW | FEW_TILED)[name]
     made = hopper.launch(problem, config, H200)
     kernel = nvrtc.resources(made.recipe)[made.function]
     assert kernel.spill_bytes == kernel.stack_bytes == 0
@@ -409,9 +440,9 @@ def test_the_parameter_block_has_the_kernels_layout(softcap: float) -> None:
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("name", LAUNCHES | SPLIT)
+@pytest.mark.parametrize("name", LAUNCHES | SPLIT | TILED)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
-    problem, config = (LAUNCHES | SPLIT)[name]
+    problem, config = (LAUNCHES | SPLIT | TILED)[name]
     check(Case(problem), config, tmp_path)
 
 

@@ -4,6 +4,7 @@
 // The addends of the scores of a thread's queries, row and row + 8.
 struct Bias {
     const u16* mask[2];
+    u32 tile;                                      // with TILED_MASK, the address of the warp's rows in shared memory
 #if FACTORS
     const u16* factors[2][2];                      // rows and columns
 #endif
@@ -15,7 +16,7 @@ struct Bias {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int query = min(row + 8 * i, p.query_count - 1);
-            mask[i] = MASK ? p.mask + item.batch % p.mask_period * p.mask_batch + item.head * p.mask_head + query * p.mask_query : nullptr;
+            mask[i] = MASK && MASK != TILED_MASK ? p.mask + item.batch % p.mask_period * p.mask_batch + item.head * p.mask_head + query * p.mask_query : nullptr;
 #if FACTORS
             const int line = query / p.query_width;
             #pragma unroll
@@ -41,10 +42,10 @@ struct Bias {
 };
 
 // A thread's part of a tile's mask, in pairs. It is loaded while the tile's scores are computed.
-constexpr int MASK_PAIRS = MASK ? BLOCK_KEYS / 8 * MASK_ROWS : 1;
+constexpr int MASK_PAIRS = MASK && MASK != TILED_MASK ? BLOCK_KEYS / 8 * MASK_ROWS : 1;
 
 DEVICE void load_mask(const Params& p, const Bias& bias, int tile, int lane, u32 (&pairs)[MASK_PAIRS]) {
-#if MASK
+#if MASK && MASK != TILED_MASK
     #pragma unroll
     for (int j = 0; j < BLOCK_KEYS / 8; j++) {
         const int at = tile * BLOCK_KEYS + lane % 4 * 2 + 8 * j;
@@ -73,7 +74,20 @@ DEVICE void add_bias(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_
     for (int i = 0; i < BLOCK_KEYS / 2; i++)           // tanh(x) = 1 - 2 / (1 + exp(2 x))
         s[i] = fmaf(-2.0f * p.cap_out, __fdividef(1.0f, 1.0f + exp2_fast(s[i] * p.cap_in)), p.cap_out);
 #endif
-#if MASK
+#if MASK == TILED_MASK
+    const u32 lane = threadIdx.x % 32, line = bias.tile + lane % 16 * MASK_SPAN;
+    const u32 turned = (lane % 16 * MASK_SPAN / 8 & (MASK_SPAN - 16)) ^ lane / 16 * 16;        // the row under TMA's swizzle, and the group of keys
+    #pragma unroll
+    for (int j = 0; j < BLOCK_KEYS / 8; j += 2) {      // two groups of eight keys, of rows row and row + 8
+        u32 pair[4];
+        ldmatrix_x4(line + j * 16 / MASK_SPAN * MASK_SUBTILE + (j * 16 % MASK_SPAN ^ turned), pair[0], pair[1], pair[2], pair[3]);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            s[4 * j + 2 * i] = fmaf(s[4 * j + 2 * i], scale_log2, low_float(pair[i]) * LOG2_E);
+            s[4 * j + 2 * i + 1] = fmaf(s[4 * j + 2 * i + 1], scale_log2, high_float(pair[i]) * LOG2_E);
+        }
+    }
+#elif MASK
     #pragma unroll
     for (int j = 0; j < BLOCK_KEYS / 8; j++) {
         #pragma unroll

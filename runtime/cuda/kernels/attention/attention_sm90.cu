@@ -25,8 +25,8 @@
 // PERSISTENT (implies LOADER), QUERY_PLACES (buffers of queries: 1, or 2 if PERSISTENT), TURNS, SPLIT, SHARERS, LIVE_WARPS (of a
 // warpgroup: those with queries, if blocks share them), REGISTERS (per multiplying thread of
 // a persistent block), HEAD, SPAN, MIN_BLOCKS, CAUSAL, REACH (a query sees only a limited number of keys before its position; earlier tiles
-// are neither loaded nor multiplied), FROM_END (positions of queries count from the end of the keys), HAS_LENGTHS, MASK (0 none; else
-// elements per load: 1 or 2), MASK_ROWS (2 where each query has its own mask, else 1), FACTORS (0: none; key k = KEY_WIDTH * row + column
+// are neither loaded nor multiplied), FROM_END (positions of queries count from the end of the keys), HAS_LENGTHS, MASK (0 none; 1 or 2:
+// elements per load of a thread; TILED_MASK: tiles of masks per query come with the values by TMA), MASK_ROWS (2 where each query has its own mask, else 1), FACTORS (0: none; key k = KEY_WIDTH * row + column
 // gets rows[query][row] + columns[query][column]. 1: KEY_WIDTH is BLOCK_KEYS, so that columns stay in registers; 2: any even KEY_WIDTH),
 // SOFTCAP (scores become cap * tanh(score / cap) before masks are added), NARROW (1: the result is stored as 8-bit integers, 2: as fp8),
 // wgmma_scores(), wgmma_values(), SINKS where each head's softmax has one more logit, which no value belongs to, and ROUNDED (1: weights are
@@ -37,7 +37,10 @@
 #include "mma.cuh"
 #include "narrow.cuh"
 
+#define TILED_MASK 8
+
 // The loading warp of a persistent block is part of a separate warpgroup, which gives its registers to the multiplying warpgroups.
+constexpr int LOADING_REGISTERS = MASK == TILED_MASK ? 32 : 24;        // that it keeps, per thread
 constexpr int THREADS = WARPGROUPS * 128 + (PERSISTENT ? 128 : LOADER * 32);
 constexpr int QUERY_GROUPS = SPLIT ? 1 : WARPGROUPS;   // of 64 queries each
 constexpr int TILE_STEP = SPLIT ? WARPGROUPS : 1;      // tiles between consecutive tiles of a warpgroup
@@ -54,8 +57,16 @@ static_assert(ROUNDED != 2 || !MASK, "a mask would follow the rounding of scores
 static_assert(SHARERS == 1 || SPLIT, "the warpgroups of blocks that share queries share them, too");
 static_assert(!SPLIT || (!PERSISTENT && !TURNS && (!LOADER || STAGES % WARPGROUPS == 0)), "a split block has one item, and stages for each warpgroup");
 
+constexpr u32 MASK_SPAN = BLOCK_KEYS % 64 ? 64 : 128;  // bytes per row of a subtile of a mask
+constexpr int MASK_SUBTILES = BLOCK_KEYS * 2 / MASK_SPAN;
+constexpr u32 MASK_SUBTILE = 64 * MASK_SPAN, MASK_BYTES = MASK == TILED_MASK ? 64 * BLOCK_KEYS * 2 : 0;    // of 64 queries
+static_assert(MASK != TILED_MASK || (MASK_ROWS == 2 && BLOCK_KEYS % 32 == 0 && !ROUNDED), "no tile of a mask");
+
 struct Params {
     TensorMap queries, keys, values, output;       // (feature, position, head, batch)
+#if MASK == TILED_MASK
+    TensorMap masks;                               // (key, query, head, batch)
+#endif
     const u16* mask;
     const int* lengths;                            // keys of each batch
     long long mask_batch, mask_head, mask_query;   // strides in elements
@@ -91,13 +102,14 @@ struct Item {                                      // 64 * QUERY_GROUPS queries 
 
 // Addresses of a block's operands and barriers in shared memory.
 struct Room {
-    u32 query_full, query_empty, key_full, value_full, key_empty, value_empty, others_full, queries, keys, values;
+    u32 query_full, query_empty, key_full, value_full, key_empty, value_empty, others_full, queries, keys, values, masks;
     float4* merged;                                // reuses the ring, at the end of a split block
 
     __device__ __forceinline__ Room(u8* shared, u32 base) {
         query_full = base, query_empty = query_full + 8 * QUERY_PLACES, key_full = query_empty + 8 * QUERY_PLACES;
         value_full = key_full + 8 * STAGES, key_empty = value_full + 8 * STAGES, value_empty = key_empty + 8 * STAGES;
         others_full = value_empty + 8 * STAGES, queries = base + BARRIER_BYTES, keys = queries + QUERY_PLACES * QUERY_GROUPS * QUERY_BYTES, values = keys + STAGES * KEY_BYTES;
+        masks = values + STAGES * KEY_BYTES;
         merged = reinterpret_cast<float4*>(shared + (keys - base));
     }
 };
@@ -167,6 +179,9 @@ DEVICE void load_items(const Params& p, const Room& at, Item item) {
                             item.head, item.batch);
         };
         const int count = tiles.last - tiles.first;
+#if MASK == TILED_MASK
+        const int mask_head = p.mask_head ? item.head : 0, mask_batch = p.mask_batch ? item.batch % p.mask_period : 0;
+#endif
         if (!LATE_QUERIES || count == 0) load_queries();
         for (int turn = 0; turn < PASSES * count; turn++, loads++) {
             const int tile = tiles.first + (PASSES == 2 && turn >= count ? turn - count : turn);
@@ -180,7 +195,15 @@ DEVICE void load_items(const Params& p, const Room& at, Item item) {
             if (PASSES == 2 && turn < count) {     // the first pass needs keys alone
                 barrier_arrive(value_full);
             } else {
-                barrier_expect(value_full, KEY_BYTES);
+                barrier_expect(value_full, KEY_BYTES + QUERY_GROUPS * MASK_BYTES);
+#if MASK == TILED_MASK
+                u32 to = at.masks + stage * QUERY_GROUPS * MASK_BYTES;
+                #pragma unroll 1
+                for (int i = 0; i < QUERY_GROUPS; i++)
+                    #pragma unroll 1
+                    for (int j = 0; j < MASK_SUBTILES; j++, to += MASK_SUBTILE)
+                        tma_load_4d(to, &p.masks, value_full, tile * BLOCK_KEYS + j * (MASK_SPAN / 2), item.first + i * 64, mask_head, mask_batch);
+#endif
                 for (int j = 0; j < SUBTILES; j++)
                     tma_load_4d(at.values + stage * KEY_BYTES + j * KEY_SUBTILE, &p.values, value_full, j * (SPAN / 2), tile * BLOCK_KEYS,
                                 item.key_head, item.batch);
@@ -234,7 +257,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
             barrier_arrive(at.query_empty + 8 * (turn.place ^ 1));
         }
     };
-    const Bias bias(p, item, row, lane);
+    Bias bias(p, item, row, lane);
 #if SINKS
     const float sink = LOG2_E * unpack1(p.sinks[item.head]);
 #endif
@@ -261,6 +284,14 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         barrier_wait(at.key_full + 8 * turn.stage, turn.parity);
         if (TURNS) named_barrier(TURN_BARRIER + group, 256);
         issue_keys();
+    };
+    auto take_mask = [&](int tile) {
+        if (MASK == TILED_MASK) {
+            barrier_wait(at.value_full + 8 * turn.stage, turn.parity);
+            bias.tile = at.masks + (turn.stage * QUERY_GROUPS + query_group) * MASK_BYTES + quarter * 16 * MASK_SPAN;
+        } else {
+            load_mask(p, bias, tile, lane, pairs);
+        }
     };
     auto multiply_values = [&] {
         barrier_wait(at.value_full + 8 * behind, behind_parity);
@@ -306,7 +337,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         #pragma unroll 1
         for (int tile = own.first; tile < own.last; tile++) {
             multiply_keys();
-            load_mask(p, bias, tile, lane, pairs);
+            take_mask(tile);
             wgmma_wait<0>();
             settle(s);
 #if ROUNDED == 2
@@ -340,7 +371,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         };
         if (!ONE_TILE) {
             multiply_keys();
-            load_mask(p, bias, own.first, lane, pairs);
+            take_mask(own.first);
             wgmma_wait<0>();
             settle(s);
             weigh_again(own.first);
@@ -353,7 +384,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
             const int stage = behind;
             multiply_keys();
             multiply_values();
-            load_mask(p, bias, tile, lane, pairs);
+            take_mask(tile);
             wgmma_wait<1>();
             settle(s);
             weigh_again(tile);
@@ -379,7 +410,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         bool grown[2] = {true, true};
         multiply_keys();
         pass_turn();
-        load_mask(p, bias, own.first, lane, pairs);
+        take_mask(own.first);
         leave_place();
         __syncwarp();
         wgmma_wait<0>();
@@ -393,7 +424,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
             multiply_keys();
             multiply_values();
             pass_turn();
-            load_mask(p, bias, tile, lane, pairs);
+            take_mask(tile);
             wgmma_wait<1>();
             settle(s);
             float offset[2], total[2];
@@ -547,7 +578,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
     grid_launch_dependents();
     grid_dependency_wait();
 
-    if (PERSISTENT && warp >= WARPGROUPS * 4) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (PERSISTENT && warp >= WARPGROUPS * 4) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADING_REGISTERS));
     if (loads && elect_one()) load_items(p, at, first);
     if (LOADER && (HEAD > 128 ? thread_again() >= WARPGROUPS * 128 : warp >= WARPGROUPS * 4)) return;
     __syncwarp();

@@ -3,12 +3,12 @@
 // Weights are exp2(score - a maximum of the row). The first tile sets this maximum. It is kept as long as later weights are small enough for
 // 16 bits, which the sums of the weights show. Such a tile needs neither its own maximum nor a rescaling of the results. Where a row has grown
 // too far, the warpgroup multiplies the tile's keys again and updates the maxima of these rows. A bias whose columns are read with each tile,
-// or a mask per query, leaves no registers for that: then each tile computes its maximum.
+// or a mask per query that is loaded to registers, leaves no registers for that: then each tile computes its maximum.
 #pragma once
 
 #include "attention_bias.cuh"
 
-constexpr bool KEEPS_MAXIMA = FACTORS != 2 && !(MASK && MASK_ROWS == 2);
+constexpr bool KEEPS_MAXIMA = FACTORS != 2 && !(MASK && MASK != TILED_MASK && MASK_ROWS == 2);
 constexpr float MOST = 16384.0f;                   // bound of a thread's sum of weights for a row and tile
 constexpr float ROOM = KEEPS_MAXIMA && !ONE_TILE ? 6.0f : 0.0f;    // weights begin at 2^-ROOM, so that a row may grow by 2^20; smaller ones stay exact enough
 #define NOTHING __int_as_float(0xff800000)         // the maximum of a row that has seen no key

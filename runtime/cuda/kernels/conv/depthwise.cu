@@ -154,15 +154,18 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
         for (int i = 0; i < SUMS; i++) (&acc[0][0][0])[i] += sums[(other * SUMS + i) * threads];
     }
 #endif
+    Addends added;
+    asm volatile("" ::: "memory");                 // else the compiler loads the residual before the filter, and spills
+    load_addends(target, added, live, n, out_y, out_x, vector);
 #if BESIDE
     Tile beside;
     if (live) second.convolve(p, p.second, p.second_pitch, n, out_y, out_x, vector, local, 0, beside);
     #pragma unroll
     for (int i = 0; i < SUMS; i++)
         (&beside[0][0][0])[i] = epilogue_beside((&beside[0][0][0])[i], second.constants[i % LANES], 0.0f);
-    finish(target, acc, filter.constants, sum, live, n, out_y, out_x, vector, &beside);
+    finish(target, acc, added, filter.constants, sum, live, n, out_y, out_x, vector, &beside);
 #else
-    finish(target, acc, filter.constants, sum, live, n, out_y, out_x, vector);
+    finish(target, acc, added, filter.constants, sum, live, n, out_y, out_x, vector);
 #endif
 
 #if SQUEEZE

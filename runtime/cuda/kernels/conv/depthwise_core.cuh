@@ -29,6 +29,7 @@ struct Axis {
 
 constexpr Axis DOWN = {KERNEL_H, STRIDE_H, DILATION_H, PHASE_H}, ALONG = {KERNEL_W, STRIDE_W, DILATION_W, PHASE_W};
 constexpr int TAPS = KERNEL_H * KERNEL_W;          // of a step
+constexpr int FILTERS = 1 + BESIDE;                // convolutions of a launch
 constexpr bool STEPWISE = KERNEL_D > 0 || BANDS > 1;  // whether a thread adds frames of volumes, or bands of the filter's rows, one after another
 constexpr int ROWS = DOWN.reach(TILE_H), COLUMNS = ALONG.reach(TILE_W);
 // Few weights stay in registers. Where a thread takes steps, it needs each weight only once and reads it from L1.
@@ -149,10 +150,40 @@ struct Output {
     const Requantize* requantize;
 };
 
-// LANES results of one pixel from their accumulators. ``at``: offset of the output; ``added``: offset of the residual; ``beside``: with
+// The residual of a thread's pixels. It is loaded as a whole: a load after a store would wait for it.
+constexpr int ADDED_WORDS = LANES * OUT_ITEM / 4;  // of a pixel
+struct Addends { u32 word[HAS_RESIDUAL ? TILE_H * TILE_W : 1][ADDED_WORDS]; };
+
+DEVICE void load_addends(const Output& p, Addends& added, bool live, int n, int out_y, int out_x, int vector) {
+#if HAS_RESIDUAL
+    #pragma unroll
+    for (int t = 0; t < TILE_H; t++) {
+        #pragma unroll
+        for (int x = 0; x < TILE_W; x++) {
+            u32 (&word)[ADDED_WORDS] = added.word[t * TILE_W + x];
+            #pragma unroll
+            for (int i = 0; i < ADDED_WORDS; i++) word[i] = 0u;
+            if (!live || out_y + t >= p.out_h || out_x + x >= p.out_w) continue;
+            const long long pixel = ((long long)n * p.out_h + out_y + t) * p.out_w + out_x + x;
+            const u8* at = p.residual + (pixel * p.vectors + vector) * LANES * OUT_ITEM;
+            if constexpr (ADDED_WORDS == 4) {
+                const uint4 v = *reinterpret_cast<const uint4*>(at);
+                word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+            } else if constexpr (ADDED_WORDS == 2) {
+                const uint2 v = *reinterpret_cast<const uint2*>(at);
+                word[0] = v.x, word[1] = v.y;
+            } else {
+                word[0] = *reinterpret_cast<const u32*>(at);
+            }
+        }
+    }
+#endif
+}
+
+// LANES results of one pixel from their accumulators. ``at``: offset of the output; ``added``: the pixel's residual; ``beside``: with
 // BESIDE, the results of the other convolution.
-DEVICE void finish_vector(const Output& p, long long at, long long added, const float (&acc)[LANES], const Channel (&c)[LANES], const float* beside,
-                          float (&y)[LANES]) {
+DEVICE void finish_vector(const Output& p, long long at, const u32 (&added)[ADDED_WORDS], const float (&acc)[LANES], const Channel (&c)[LANES],
+                          const float* beside, float (&y)[LANES]) {
 #if BESIDE
     #pragma unroll
     for (int i = 0; i < LANES; i++) y[i] = finished(*p.requantize, acc[i], c[i], beside[i]);
@@ -166,7 +197,7 @@ DEVICE void finish_vector(const Output& p, long long at, long long added, const 
     #pragma unroll
     for (int i = 0; i < LANES; i += 4) {
         float r[4];
-        widen_residual(*p.requantize, HAS_RESIDUAL ? *reinterpret_cast<const u32*>(p.residual + added + i) : 0u, r);
+        widen_residual(*p.requantize, HAS_RESIDUAL ? added[i / 4] : 0u, r);
         #pragma unroll
         for (int j = 0; j < 4; j++) y[i + j] = finished(*p.requantize, acc[i + j], c[i + j], r[j]);
         words[i / 4] = narrow4(*p.requantize, y[i], y[i + 1], y[i + 2], y[i + 3]);
@@ -181,16 +212,14 @@ DEVICE void finish_vector(const Output& p, long long at, long long added, const 
 #elif OUT_ITEM == 4
     #pragma unroll
     for (int i = 0; i < LANES; i += 4) {
-        const float4 r = HAS_RESIDUAL ? reinterpret_cast<const float4*>(p.residual)[(added + i) / 4] : make_float4(0, 0, 0, 0);
-        y[i] = finished(*p.requantize, acc[i], c[i], r.x);
-        y[i + 1] = finished(*p.requantize, acc[i + 1], c[i + 1], r.y);
-        y[i + 2] = finished(*p.requantize, acc[i + 2], c[i + 2], r.z);
-        y[i + 3] = finished(*p.requantize, acc[i + 3], c[i + 3], r.w);
+        #pragma unroll
+        for (int j = i; j < i + 4; j++) y[j] = finished(*p.requantize, acc[j], c[j], HAS_RESIDUAL ? __uint_as_float(added[j]) : 0.0f);
         reinterpret_cast<float4*>(p.output)[(at + i) / 4] = make_float4(y[i], y[i + 1], y[i + 2], y[i + 3]);
     }
 #else
     Vector r = zeros();
-    if (HAS_RESIDUAL) r = load_packed<LANES>(reinterpret_cast<const u16*>(p.residual) + added);
+    #pragma unroll
+    for (int i = 0; HAS_RESIDUAL && i < ADDED_WORDS; i++) r.word[i] = added[i];
     #pragma unroll
     for (int i = 0; i < LANES; i++) y[i] = finished(*p.requantize, acc[i], c[i], element(r, i));
     store_packed(reinterpret_cast<u16*>(p.output) + at, pack<LANES>(y));
@@ -213,8 +242,8 @@ DEVICE void load_constants(const Channel* at, Channel (&c)[LANES]) {
 }
 
 // Epilogue and store of the pixels inside the image; sums each channel for the squeeze. ``beside``: the accumulators for BESIDE.
-DEVICE void finish(const Output& p, const Tile& acc, const Channel (&constants)[LANES], float (&sum)[LANES], bool live, int n, int out_y,
-                   int out_x, int vector, const Tile* beside = nullptr) {
+DEVICE void finish(const Output& p, const Tile& acc, const Addends& added, const Channel (&constants)[LANES], float (&sum)[LANES], bool live, int n,
+                   int out_y, int out_x, int vector, const Tile* beside = nullptr) {
     #pragma unroll
     for (int i = 0; i < LANES; i++) sum[i] = 0.0f;
     #pragma unroll
@@ -224,7 +253,7 @@ DEVICE void finish(const Output& p, const Tile& acc, const Channel (&constants)[
             if (!live || out_y + t >= p.out_h || out_x + x >= p.out_w) continue;
             const long long pixel = ((long long)n * p.out_h + out_y + t) * p.out_w + out_x + x;
             float y[LANES];
-            finish_vector(p, pixel * p.pitch + vector * LANES, (pixel * p.vectors + vector) * LANES, acc[t][x], constants,
+            finish_vector(p, pixel * p.pitch + vector * LANES, added.word[HAS_RESIDUAL ? t * TILE_W + x : 0], acc[t][x], constants,
                           BESIDE ? (*beside)[t][x] : nullptr, y);
             #pragma unroll
             for (int i = 0; i < LANES; i++) sum[i] += y[i];
