@@ -91,7 +91,7 @@ def short_turns() -> Iterator[None]:
 def survivors(short_turns: None) -> None:
     """Garbage collections leave out what is alive before a module: the collected tests, and what earlier modules left in caches.
 
-    Each measurement begins with a full collection. Late in a session, it would visit millions of objects and take half a second.
+    Each measurement begins with a full collection, which would visit all of these objects.
     """
     gc.collect()
     gc.freeze()
