@@ -111,6 +111,8 @@ def main(words: Sequence[str]) -> int:
         parser().error(f"unknown family {sorted(unknown)[0]!r}: there are {', '.join(FAMILIES)}")
     if args.cache:
         os.environ["OPTDNN_CACHE"] = str(args.cache.resolve())
+    if args.jobs > 1:  # threads of several workers on all cores wait for one another: four times as long on 16 cores
+        os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
     results = Results(args.out, ["random", *words])
     others = [line for file in args.merge for line in lines(file) if "workload" in line]
     once = {(r["name"], r["setting"]): r for r in (*results.rows, *others)}
