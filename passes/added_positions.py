@@ -40,7 +40,7 @@ def added_positions(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("the sum has readers that are no products with constant matrices")
     others = [_product(graph, user, x) for user in graph.users(x)]
     products = [p for p in (*summed, *others) if p is not None]
-    widths = [p.weight.shape[1] for p in products]
+    widths = [p.matrix.shape[1] for p in products]
     if added.size != math.prod(shape):
         return Miss("the constant is repeated along the batch, and no epilogue of a product reads such a constant")
     if len(products) > 1 and any(width % ALIGNED for width in widths):

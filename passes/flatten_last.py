@@ -48,11 +48,10 @@ def flatten_last(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> Value:
         rows = reshaped(patch, patch.add("Transpose", [x], TransposeAttrs(channels_to_last(len(before)))), target)
-        columns = getattr(product.attrs, "transB", 0)
-        matrix = weight.T if columns else weight
-        size = matrix.shape[1]
-        matrix = np.moveaxis(matrix.reshape(*inner, size), 0, -2).reshape(-1, size)
-        turned = np.ascontiguousarray(matrix.T if columns else matrix)
+        if getattr(product.attrs, "transB", 0):
+            turned = np.moveaxis(weight.reshape(-1, *inner), 1, -1).reshape(len(weight), -1)
+        else:
+            turned = np.moveaxis(weight.reshape(*inner, -1), 0, -2).reshape(len(weight), -1)
         operands = [rows, patch.constant(turned, "flattened.weight"), *product.inputs[2:]]
         return patch.add(product.kind, operands, product.attrs)
 

@@ -128,7 +128,7 @@ def gathered_addition(graph: Graph, op: Op) -> Match | Miss | None:
     views, product = reshapes_before(graph, table)[:-1], plain_product(graph, before_reshapes(graph, table))
     if index is None or index.ndim != 1 or product is None or not rows.is_static or not is_added(graph, end):
         return None
-    inner, outer = product.weight.shape
+    inner, outer = product.matrix.shape
     axis = len(rows.static_shape) - 2
     if normalize_axis(op.attrs.axis, axis + 2) != axis or {rows.static_shape[-1], after.dims[-1]} != {outer}:
         return None

@@ -120,7 +120,7 @@ def products_of_one(graph: Graph, op: Op) -> Match | None:
             y = patch.add("Add", [y, patch.constant(np.concatenate(biases), "bias")])
         if activations:
             y = patch.add(activations[0].kind, [y], activations[0].attrs)
-        y = reshaped(patch, y, (*patch.type(y).static_shape[:-1], len(ends), products[0].weight.shape[1]))
+        y = reshaped(patch, y, (*patch.type(y).static_shape[:-1], len(ends), products[0].matrix.shape[1]))
         for end, lane in zip(ends, taken(patch, y, len(ends)), strict=True):
             patch.replace(end.value, lane)
 
@@ -328,7 +328,7 @@ def _convolution(patch: Patch, x: Value, products: Sequence[PlainProduct], activ
 
     Groups of one column would fill an eighth of a tensor core's tile, or one thread. They are a sum of a multiplied tensor."""
     *lead, lanes, depth = patch.type(x).static_shape
-    rows, columns = math.prod(lead), products[0].weight.shape[1]
+    rows, columns = math.prod(lead), products[0].matrix.shape[1]
     if columns == 1:
         factors = patch.constant(np.concatenate([p.weight.T for p in products]), "weight")
         y = patch.add("ReduceSum", [patch.add("Mul", [x, factors]), integers(patch, [-1], "axes")], ReduceAttrs())

@@ -96,12 +96,10 @@ def hoist_view(graph: Graph, op: Op) -> Match | Miss | None:
     view = view.reshape(shape) if op.kind != "Transpose" else view.transpose(op.attrs.perm)
     if (len(view.moves) > count and not is_added(graph, op)) or not view.expressible:
         return Miss(f"it does not merge with the views that {product.name} reads")
-    weight, bias = matrix
-    added = [*([] if bias is None else [bias]), *vectors]
+    added = [*([] if matrix.bias is None else [matrix.bias]), *vectors]
 
     def build(patch: Patch) -> Value:
-        right = weight if isinstance(weight, Value) else patch.constant(weight, "weight")
-        y = patch.add("MatMul", [view.add_to(patch), right], MatMulAttrs())
+        y = patch.add("MatMul", [view.add_to(patch), matrix.add_to(patch)], MatMulAttrs())
         for vector in added:
             y = patch.add("Add", [y, patch.constant(vector, "bias")])
         return y
@@ -128,13 +126,11 @@ def unflattened_rows(graph: Graph, op: Op) -> Match | Miss | None:
     columns = graph.type(product.value).dims[-1]
     if reshape_target((*x[:-1], columns), after) is None:
         return Miss("no constant target can express its sizes")
-    weight, bias = matrix
 
     def build(patch: Patch) -> Value:
-        right = weight if isinstance(weight, Value) else patch.constant(weight, "weight")
-        y = patch.add("MatMul", [operand(flat), right], MatMulAttrs())
-        if bias is not None:
-            y = patch.add("Add", [y, patch.constant(bias, "bias")])
+        y = patch.add("MatMul", [operand(flat), matrix.add_to(patch)], MatMulAttrs())
+        if matrix.bias is not None:
+            y = patch.add("Add", [y, patch.constant(matrix.bias, "bias")])
         return in_shape(patch, y, after)
 
     return Match((op, product), build)

@@ -21,7 +21,7 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, reshaped
-from optdnn.passes.support.products import PRODUCTS, constant_matrix
+from optdnn.passes.support.products import PRODUCTS, ConstantMatrix, constant_matrix
 from optdnn.types import Array, normalize_axis
 
 ALIGNED = 8
@@ -44,21 +44,21 @@ def aligned_rows_first(graph: Graph, op: Op) -> Match | Miss | None:
     if not any(n % ALIGNED == 0 and at % ALIGNED for n, at in zip(widths, starts, strict=False)):
         return None
     users = graph.users(op.value)
-    weights = [_matrix(graph, op, user) for user in users]
-    if any(w is None for w in weights):
+    matrices = [_matrix(graph, op, user) for user in users]
+    if any(m is None for m in matrices):
         return Miss("the joined rows are read by more than products with constant matrices")
     order = sorted(range(len(widths)), key=lambda k: widths[k] % ALIGNED != 0)
     rows = np.concatenate([np.arange(starts[k], starts[k] + widths[k]) for k in order])
 
     def build(patch: Patch) -> None:
         joined = patch.add("Concat", [op.inputs[k] for k in order], op.attrs)
-        for user, weight in zip(users, weights, strict=True):
-            assert weight is not None
+        for user, matrix in zip(users, matrices, strict=True):
+            assert matrix is not None
             name = graph.output(user.value).name
-            matrix = patch.constant(np.ascontiguousarray(weight[0][rows]), f"{name}.weight")
-            y = patch.add("MatMul", [joined, matrix], MatMulAttrs())
-            if weight[1] is not None:
-                y = patch.add("Add", [y, patch.constant(weight[1], f"{name}.bias")])
+            weight = patch.constant(np.ascontiguousarray(matrix.array[rows]), f"{name}.weight")
+            y = patch.add("MatMul", [joined, weight], MatMulAttrs())
+            if matrix.bias is not None:
+                y = patch.add("Add", [y, patch.constant(matrix.bias, f"{name}.bias")])
             patch.replace(user.value, y)
 
     return Match((op, *users), build)
@@ -75,15 +75,11 @@ def _widths(graph: Graph, op: Op) -> list[int] | None:
     return [d[-1] for d in dims]  # type: ignore[index, misc]
 
 
-def _matrix(graph: Graph, op: Op, user: Op) -> tuple[Array, Array | None] | None:
-    """The constant matrix and the bias (or None) with which ``user`` multiplies the joined rows; None for other operators."""
+def _matrix(graph: Graph, op: Op, user: Op) -> ConstantMatrix | None:
+    """The constant matrix and the bias with which ``user`` multiplies the joined rows; None for other operators."""
     if user.kind not in PRODUCTS or [v for v in user.inputs if v == op.value] != [user.inputs[0]]:
         return None
-    if (found := constant_matrix(graph, user)) is None:
-        return None
-    matrix = found[0] if isinstance(found[0], np.ndarray) else graph.constant_value(found[0])
-    assert matrix is not None
-    return matrix, found[1]
+    return constant_matrix(graph, user)
 
 
 @dataclass(frozen=True)

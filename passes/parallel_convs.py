@@ -170,7 +170,17 @@ def _product(graph: Graph, value: Value) -> PlainProduct | None:
     return None if graph.sole_user(value) is None else plain_product(graph, value)
 
 
-def _factorized(graph: Graph, product: PlainProduct) -> PlainProduct | None:
+@dataclass(frozen=True)
+class _Factorized:
+    """Two products, one after the other, as one: the fields of a :class:`PlainProduct`. ``weight`` is their product in float64."""
+
+    x: Value
+    weight: Array
+    bias: Array | None
+    ops: tuple[Op, ...]
+
+
+def _factorized(graph: Graph, product: PlainProduct) -> _Factorized | None:
     """``(x A + a) B + b`` as the product ``x (A B) + (a B + b)``, if nothing else reads ``x A + a``; None for other products."""
     inner = _product(graph, product.x)
     if inner is None:
@@ -179,7 +189,7 @@ def _factorized(graph: Graph, product: PlainProduct) -> PlainProduct | None:
     shifts = [] if inner.bias is None else [inner.bias.astype(FP64) @ second]
     shifts += [] if product.bias is None else [product.bias.astype(FP64)]
     bias = np.asarray(sum(shifts)) if shifts else None
-    return PlainProduct(inner.x, inner.weight.astype(FP64) @ second, bias, (*product.ops, *inner.ops))
+    return _Factorized(inner.x, inner.weight.astype(FP64) @ second, bias, (*product.ops, *inner.ops))
 
 
 def _inside(graph: Graph, op: Op) -> bool:

@@ -39,16 +39,14 @@ def product_chain(graph: Graph, op: Op) -> Match | Miss | None:
     second, before = constant_matrix(graph, op), plain_product(graph, operand(op))
     if second is None or before is None:
         return None
-    right = graph.constant_value(second[0]) if isinstance(second[0], Value) else second[0]
-    assert right is not None
     if graph.sole_user(operand(op)) == op:
         return None  # a factorized matrix: its factors stay apart, since each may have its own precision or be packed
     rows = sizes_of(graph, op.value)
-    if (why := _why_slower(before.weight.shape, right.shape[1], None if rows is None else rows[:-1])) is not None:
+    if (why := _why_slower(before.matrix.shape, second.shape[1], None if rows is None else rows[:-1])) is not None:
         return Miss(why)
-    dtype, wide = right.dtype, right.astype(np.float64)  # NumPy multiplies no bf16
+    dtype, wide = second.array.dtype, second.array.astype(np.float64)  # NumPy multiplies no bf16
     matrix = (before.weight.astype(np.float64) @ wide).astype(dtype)
-    shifts: list[Array] = [] if second[1] is None else [second[1].astype(np.float64)]
+    shifts: list[Array] = [] if second.bias is None else [second.bias.astype(np.float64)]
     if before.bias is not None:
         shifts.append(before.bias.astype(np.float64) @ wide)
 

@@ -100,7 +100,7 @@ def _meeting(graph: Graph, gates: Sequence[Gate]) -> list[Gate]:
 
 def _kind(graph: Graph, gate: Gate) -> tuple[object, object]:
     """What products must have in common: the type of the result, and of the weights."""
-    return graph.type(gate.value), gate.product.weight.dtype
+    return graph.type(gate.value), gate.product.matrix.stored.dtype
 
 
 def _reached(graph: Graph, value: Value) -> set[int]:
@@ -120,7 +120,7 @@ def _joined(patch: Patch, x: Value, gates: Sequence[Gate], rank: int) -> Value:
     weight = patch.constant(np.concatenate([p.weight for p in products], axis=1), "gates.weight")
     bias: Value | None = None
     if any(p.bias is not None for p in products):
-        zeros = np.zeros(products[0].weight.shape[1], products[0].weight.dtype)
+        zeros = np.zeros(products[0].matrix.shape[1], products[0].matrix.stored.dtype)
         biases = [zeros if p.bias is None else p.bias for p in products]
         bias = patch.constant(np.concatenate(biases).astype(zeros.dtype), "gates.bias")
     if rank == 2:

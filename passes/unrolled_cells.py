@@ -277,8 +277,8 @@ def _argument(graph: Graph, value: Value, begin: int, end: int, depth: int = DEP
     if taken is not None:
         bias = (
             np.zeros(size)
-            if taken[1] is None
-            else np.broadcast_to(taken[1], graph.type(value).static_shape[-1:])[begin:end]
+            if taken.bias is None
+            else np.broadcast_to(taken.bias, graph.type(value).static_shape[-1:])[begin:end]
         )
         return [Term(operand(op), op.inputs[1], op.kind == "Gemm" and op.attrs.transB, begin, end)], bias.astype(
             np.float64

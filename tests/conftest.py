@@ -76,8 +76,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def short_turns() -> Iterator[None]:
     """Builds time their candidates for milliseconds only: tests check consequences of times, not the times."""
-    gc.collect()
-    gc.freeze()  # each garbage collection of a measurement would visit thousands of collected tests
     gc.set_threshold(
         20_000, 20, 20
     )  # graphs and models live for a whole test: a pass after each 700 objects finds no garbage
@@ -87,6 +85,16 @@ def short_turns() -> Iterator[None]:
         patch.setattr(base, "REST_SECONDS", 0.0)
         patch.setattr(cpu_target, "TURN_SECONDS", 0.004)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def survivors(short_turns: None) -> None:
+    """Garbage collections leave out what is alive before a module: the collected tests, and what earlier modules left in caches.
+
+    Each measurement begins with a full collection, which would visit all of these objects.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

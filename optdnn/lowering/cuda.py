@@ -10,14 +10,13 @@ An operator without a kernel, or with sizes that depend on data, becomes a step 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from optdnn.config import BuildOptions
-from optdnn.custom import CustomOp
 from optdnn.dim import DimLike
 from optdnn.dim_text import lone
 from optdnn.errors import RefusedNode, UnsupportedError, UsageError
@@ -28,6 +27,7 @@ from optdnn.kernels.layout.views import VIEWS
 from optdnn.lowering.assemble import SITE, compact, placed, pruned, without_sites
 from optdnn.lowering.bounds import input_bounds
 from optdnn.lowering.choose import Decision, Selection, TacticChoice
+from optdnn.lowering.cubins import CubinKey, with_cubins
 from optdnn.lowering.host import HostSide, summary
 from optdnn.lowering.joined_launches import with_joined_launches
 from optdnn.lowering.l2_prefetch import with_ahead
@@ -41,13 +41,9 @@ from optdnn.lowering.step_times import with_step_times
 from optdnn.lowering.steps import plain_shape
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.runtime.measuring.machine import usable_cores
-from optdnn.runtime.program import Kernel, Program
+from optdnn.runtime.program import Program
 from optdnn.target_name import TargetName
 from optdnn.types import Array, TensorSpec
-
-CubinKey = tuple[Any, ...]
-"""Everything that a cubin depends on, except the compiler's version."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +131,7 @@ def lower_cuda(
     if not program.meta.get("runs"):  # a megakernel leaves nothing idle for other lanes
         program = on_lanes(program, gpu, seconds, options, streams)
     if not TargetName.parse(options.target).simulated and not options.no_cubins:
-        program = _compiled(program, say, prepared.cubins, options.custom_ops)
+        program = with_cubins(program, say, prepared.cubins, options.custom_ops)
     return placed(program)
 
 
@@ -293,32 +289,3 @@ def _borders(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[Tenso
         if graph.op(value).kind not in STRUCTURAL and not graph.type(value).layout:
             b.reserved.setdefault(value, placed)
     return inputs, outputs
-
-
-def _compiled(
-    program: Program, say: Callable[[str], None], ready: Mapping[CubinKey, Array], custom_ops: Sequence[CustomOp]
-) -> Program:
-    """The program with the cubins of all kernels as blobs. Cubins that are not ``ready`` are compiled."""
-    from optdnn.runtime.cuda.compile.nvrtc import KernelCache, version
-    from optdnn.runtime.cuda.compile.recipes import compile_kernels
-
-    kernels = {cubin_key(k): k for k in program.kernels}
-    missing = {key: k for key, k in kernels.items() if key not in ready}
-    say(f"compile {len(missing)} kernels")
-    compiled = compile_kernels(list(missing.values()), KernelCache(), min(16, usable_cores()), custom_ops)
-    cubins = {**ready, **{key: np.frombuffer(c, np.uint8) for key, c in zip(missing, compiled, strict=True)}}
-    number = {key: len(program.blobs) + i for i, key in enumerate(kernels)}
-    if missing:
-        program.meta["nvrtc"] = ".".join(map(str, version()))
-    blobs = [*program.blobs, *(cubins[key] for key in kernels)]
-    return replace(program, kernels=tuple(replace(k, cubin=number[cubin_key(k)]) for k in program.kernels), blobs=blobs)
-
-
-def cubins_of(plans: Iterable[Program]) -> dict[CubinKey, Array]:
-    """The compiled kernels of programs."""
-    return {cubin_key(k): plan.blobs[k.cubin] for plan in plans for k in plan.kernels if k.cubin is not None}
-
-
-def cubin_key(k: Kernel) -> CubinKey:
-    """Equal for kernels with the same cubin."""
-    return (k.template, k.arch, tuple(sorted(k.generated.items())), k.options, k.source)

@@ -8,7 +8,6 @@ from typing import Any
 from optdnn.config import BuildOptions
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph
-from optdnn.lowering.cuda import lower_cuda
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.measuring.expected import STEP_TIMES
 from optdnn.runtime.program import Program
@@ -16,6 +15,8 @@ from optdnn.runtime.program import Program
 
 def lowered(graph: Graph, options: BuildOptions, gpu: GpuFacts, constants: ConstantCache | None = None) -> Program:
     """The program of a graph with precisions that the cost model chooses, not compiled."""
+    from optdnn.lowering.cuda import lower_cuda  # with all kernel families, which builds for the CPU do not need
+
     quick = replace(options, tactics="heuristic", no_cubins=True, workspace=None, memory_limit=None)
     return lower_cuda(graph, quick, gpu, {}, constants=constants)
 

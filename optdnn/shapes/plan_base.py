@@ -15,7 +15,7 @@ from optdnn.importers.split_weights import put_together
 from optdnn.ir.bound import bound, has_bodies
 from optdnn.ir.constant_cache import ConstantCache, Content
 from optdnn.ir.graph import Graph
-from optdnn.lowering.cuda import CubinKey, cubins_of
+from optdnn.lowering.cubins import CubinKey, cubins_of
 from optdnn.optimize import optimize
 from optdnn.passes.base import PassReport
 from optdnn.passes.masked_rows import MaskedRows

@@ -17,7 +17,8 @@ from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder
 from optdnn.lowering.choose import Selection, TacticChoice, alternatives
-from optdnn.lowering.cuda import Prepared, cubins_of, lower_cuda
+from optdnn.lowering.cubins import cubins_of
+from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.file.validate import collectives

@@ -43,12 +43,12 @@ def ordered_columns(graph: Graph, op: Op) -> Match | Miss | None:
     matrix = None if product is None else constant_matrix(graph, product)
     if product is None or matrix is None:
         return Miss("its operand is not a product with a constant matrix that only it reads")
-    weight, bias = matrix[0] if isinstance(matrix[0], np.ndarray) else graph.constant_value(matrix[0]), matrix[1]
-    assert weight is not None
-    vectors = [v for v in (bias, None if added is None else added[1]) if v is not None]
+    vectors = [v for v in (matrix.bias, None if added is None else added[1]) if v is not None]
 
     def build(patch: Patch) -> None:
-        y = patch.add("MatMul", [product.inputs[0], patch.constant(weight[:, order].copy(), "weight")], MatMulAttrs())
+        y = patch.add(
+            "MatMul", [product.inputs[0], patch.constant(matrix.array[:, order].copy(), "weight")], MatMulAttrs()
+        )
         for vector in vectors:
             y = patch.add("Add", [y, patch.constant(np.broadcast_to(vector, order.shape)[order], "bias")])
         sizes = patch.constant(np.array([columns.size for _, columns in parts], np.int64), "sizes")

@@ -212,4 +212,4 @@ def _makes_mask(graph: Graph, read: list[Value], masks: set[Value]) -> bool:
     constants = [a for a in arrays if a is not None]
     if len(constants) == len(read) or not masks.isdisjoint(read):
         return True
-    return any(a.size and not float(np.abs(a).max()) <= FP16_LARGEST for a in constants)
+    return any(a.size and not (a.max() <= FP16_LARGEST and a.min() >= -FP16_LARGEST) for a in constants)

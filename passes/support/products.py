@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
 from optdnn.passes.support.facts import operand, producer
 from optdnn.types import Array
 
@@ -29,21 +31,49 @@ def added_vector(graph: Graph, op: Op) -> tuple[Value, Array] | None:
     return None
 
 
-def constant_matrix(graph: Graph, op: Op) -> tuple[Value | Array, Array | None] | None:
-    """The constant matrix and the bias (a vector, or None) of a product without stages; None for other products."""
+@dataclass(frozen=True)
+class ConstantMatrix:
+    """The constant matrix of a product ``x @ matrix + bias``.
+
+    The constant ``value`` holds ``stored``: the matrix, or its transpose. ``bias`` is a vector, or None.
+    A rule that only asks about the product does not wait for a transposed copy.
+    """
+
+    value: Value
+    stored: Array
+    transposed: bool
+    bias: Array | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(depth, columns)."""
+        return self.stored.shape[::-1] if self.transposed else self.stored.shape
+
+    @cached_property
+    def array(self) -> Array:
+        """The matrix, contiguous if the constant is."""
+        return np.ascontiguousarray(self.stored.T) if self.transposed else self.stored
+
+    def add_to(self, patch: Patch) -> Value:
+        """The matrix as a constant."""
+        return patch.constant(self.array, "weight") if self.transposed else self.value
+
+
+def constant_matrix(graph: Graph, op: Op) -> ConstantMatrix | None:
+    """The constant matrix and the bias of a product without stages; None for other products."""
     weight, a = operand(op, 1), op.attrs
     array, bias = graph.constant_value(weight), graph.constant_value(op.input(2))
     if array is None or array.ndim != 2 or a.prologue or a.epilogue:
         return None
     if op.kind == "MatMul":
-        return weight, None
+        return ConstantMatrix(weight, array, False, None)
     if a.transA or a.alpha != 1.0:
         return None
     if op.input(2) is not None:
         if bias is None or a.beta != 1.0 or bias.size != (bias.shape[-1] if bias.ndim else 1):
             return None
         bias = bias.reshape(-1)
-    return (np.ascontiguousarray(array.T) if a.transB else weight), bias
+    return ConstantMatrix(weight, array, bool(a.transB), bias)
 
 
 @dataclass(frozen=True)
@@ -51,9 +81,14 @@ class PlainProduct:
     """``x @ weight + bias``, computed by ``ops``. ``bias`` is a vector, or None."""
 
     x: Value
-    weight: Array
+    matrix: ConstantMatrix
     bias: Array | None
     ops: tuple[Op, ...]
+
+    @property
+    def weight(self) -> Array:
+        """The matrix as an array."""
+        return self.matrix.array
 
 
 def plain_product(graph: Graph, value: Value) -> PlainProduct | None:
@@ -71,9 +106,6 @@ def plain_product(graph: Graph, value: Value) -> PlainProduct | None:
     taken = None if op is None else constant_matrix(graph, op)
     if op is None or taken is None:
         return None
-    matrix, own = taken
-    weight = graph.constant_value(matrix) if isinstance(matrix, Value) else matrix
-    assert weight is not None
-    vectors += [] if own is None else [own]
-    bias = np.array(np.broadcast_to(sum(vectors), weight.shape[1:])) if vectors else None
-    return PlainProduct(operand(op), weight, bias, (*ops, op))
+    vectors += [] if taken.bias is None else [taken.bias]
+    bias = np.array(np.broadcast_to(sum(vectors), taken.shape[1:])) if vectors else None
+    return PlainProduct(operand(op), taken, bias, (*ops, op))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ HUGE = 2 << 20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MAPS = Path("/proc/self/maps")
+_PRIVATE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ \S+ *(?:\[heap\])?$", re.MULTILINE)
 
 Range = tuple[int, int]
 _working: set[threading.Thread] = set()
@@ -73,7 +75,10 @@ def huge_parts(maps: str, before: list[Range], in_memory: Callable[[int, int], i
     less than half of it was touched: filling it with huge pages would waste memory.
     """
     parts: list[Range] = []
+    before = sorted(before)
     for mapping in _private(maps):
+        if mapping[1] - mapping[0] < HUGE:  # a process has thousands of these
+            continue
         for a, b in _without(mapping, before):
             a, b = -(-a // HUGE) * HUGE, b // HUGE * HUGE
             if a < b and 2 * in_memory(a, b) >= b - a:
@@ -91,21 +96,14 @@ def resident(start: int, end: int) -> int:
 
 
 def _private(maps: str) -> Iterator[Range]:
-    return (r for r in map(_range, maps.splitlines()) if r is not None)
-
-
-def _range(line: str) -> Range | None:
-    """The range of a line of /proc/PID/maps if it is a private, writable, anonymous mapping (or the heap)."""
-    parts = line.split()
-    if parts[1] != "rw-p" or (len(parts) > 5 and parts[5] != "[heap]"):
-        return None
-    start, end = parts[0].split("-")
-    return int(start, 16), int(end, 16)
+    """The private, writable, anonymous mappings (and the heap) in the text of /proc/PID/maps."""
+    return ((int(start, 16), int(end, 16)) for start, end in _PRIVATE.findall(maps))
 
 
 def _without(whole: Range, others: list[Range]) -> Iterator[Range]:
+    """The parts of a range outside of ``others``, which are in order."""
     start, end = whole
-    for a, b in sorted(others):
+    for a, b in others:
         if b > start and a < end:
             if a > start:
                 yield start, a

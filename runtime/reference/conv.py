@@ -19,8 +19,8 @@ from optdnn.runtime.reference.window import resolve_pads, static_sizes
 from optdnn.types import Array
 
 Index: TypeAlias = tuple[Any, ...]
-BUFFER_BYTES = 128 << 20
-"""Bound of the im2col buffer."""
+BUFFER_BYTES = 2 << 20
+"""Bound of the im2col buffer: it stays in the processor's cache."""
 
 
 def pad_spatial(x: Array, pads: Sequence[int], value: int = 0) -> Array:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.attention_cases import bshd
 from support.layout import check_syntax
 
 from optdnn.kernels.attention import hopper_kernel as attention
-from optdnn.kernels.attention.problem import Problem, bshd
+from optdnn.kernels.attention.problem import Problem
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as depthwise_tma
 from optdnn.kernels.conv.problem import Source

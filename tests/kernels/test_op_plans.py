@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.attention_cases import merged
+from support.attention_cases import bshd, merged
 
 from optdnn.kernels.attention import hopper_config
 from optdnn.kernels.attention import hopper_kernel as attention
-from optdnn.kernels.attention.problem import HeadView, Problem, bhsd, bshd
+from optdnn.kernels.attention.problem import HeadView, Problem, bhsd
 from optdnn.kernels.launch import Parameters, tensor_map
 from optdnn.kernels.norm import group_norm_kernel as group_norm
 from optdnn.kernels.norm import rows_kernel as rows

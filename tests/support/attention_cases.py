@@ -9,11 +9,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from optdnn.kernels.attention.problem import HeadView, Problem, bhsd, bshd
+from optdnn.kernels.attention.problem import HeadView, Problem, bhsd
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.ops.requantize import QuantParams
 from optdnn.runtime.cuda.compile import nvrtc
+
+
+def bshd(positions: int, heads: int, features: int, *, parts: int = 1, part: int = 0) -> HeadView:
+    """The view of part ``part`` of a tensor [batch, position, parts, head, feature]."""
+    row = parts * heads * features
+    return HeadView(positions * row, features, row, part * heads * features)
 
 
 def merged(batch: int, heads: int, positions: int, features: int, **options: Any) -> Problem:

@@ -10,6 +10,7 @@ import numpy as np
 
 from optdnn.ir.graph import Value
 from optdnn.kernels.builder import TensorView, channels_last, row_major
+from optdnn.kernels.conv import implicit_gemm
 from optdnn.kernels.conv.hopper_launch import launch
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.maps import Feed
@@ -17,6 +18,7 @@ from optdnn.kernels.conv.parameters import pack_weights
 from optdnn.kernels.conv.patch_kernel import PatchConfig
 from optdnn.kernels.conv.problem import Problem, Source, space_to_depth
 from optdnn.kernels.launch import Launch
+from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.render import Stage
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import MAP_BYTES
@@ -250,6 +252,13 @@ GENERAL: dict[str, General] = {
         Problem(2, 96, (same(9, 9, 20),), ADD, "tfloat32", "float32", bands=4), channels=76
     ),
 }
+
+
+def check_no_spills(problem: Problem, config: Config) -> None:
+    """A kernel on wgmma compiles for Hopper, and keeps everything in registers."""
+    assert implicit_gemm.refuse(problem, config) is None
+    (found,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()
+    assert found.spill_bytes == 0, (config, found)
 
 
 def plain_launch(

@@ -19,12 +19,6 @@ class HeadView:
     offset: int = 0
 
 
-def bshd(positions: int, heads: int, features: int, *, parts: int = 1, part: int = 0) -> HeadView:
-    """The view of part ``part`` of a tensor [batch, position, parts, head, feature]."""
-    row = parts * heads * features
-    return HeadView(positions * row, features, row, part * heads * features)
-
-
 def bhsd(positions: int, heads: int, features: int) -> HeadView:
     """The view of a tensor [batch, head, position, feature]."""
     return HeadView(heads * positions * features, positions * features, features)

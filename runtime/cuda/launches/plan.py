@@ -268,8 +268,8 @@ def _view(value: Plain, sizes: Sequence[tuple[int, int]]) -> OperandView | None:
     low = high = view.offset
     for n, s in zip(view.shape, view.strides, strict=True):
         low, high = low + min(0, (n - 1) * s), high + max(0, (n - 1) * s)
-    inside = 0 in view.shape or (low >= 0 and high < sizes[view.operand][0])
-    _need(inside, f"has a view of elements {low} to {high} of a buffer of {sizes[view.operand][0]}")
+    if 0 not in view.shape and (low < 0 or high >= sizes[view.operand][0]):
+        raise EngineError(f"a cuda step has a view of elements {low} to {high} of a buffer of {sizes[view.operand][0]}")
     return view
 
 
@@ -334,13 +334,15 @@ def _ahead(ahead: Ahead, program: Program, size: int) -> Ahead:
 
 
 def _int(value: Any) -> int:
-    _need(type(value) is int and 0 <= value < 1 << 62, f"holds {value!r} for a size")
-    return int(value)
+    if type(value) is not int or not 0 <= value < 1 << 62:  # hot: without a call that would first format its message
+        raise EngineError(f"a cuda step holds {value!r} for a size")
+    return value
 
 
 def _signed(value: Any) -> int:
-    _need(type(value) is int and abs(value) < 1 << 62, f"holds {value!r} for a stride")
-    return int(value)
+    if type(value) is not int or not abs(value) < 1 << 62:
+        raise EngineError(f"a cuda step holds {value!r} for a stride")
+    return value
 
 
 def _need(condition: bool, message: str) -> None:

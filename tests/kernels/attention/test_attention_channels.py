@@ -10,14 +10,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import emulated
-from support.attention_cases import result_on_a_gpu
+from support.attention_cases import bshd, result_on_a_gpu
 from support.host import COMPILER, WHY_NOT
 from support.layout import ATTENTION_FIELDS, check_pointers
 from support.sweep import sweep
 
 from optdnn.kernels.attention import channels_kernel as channels
 from optdnn.kernels.attention.channels_kernel import Config, Problem
-from optdnn.kernels.attention.problem import HeadView, bshd
+from optdnn.kernels.attention.problem import HeadView
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.reference.run import run_kernel

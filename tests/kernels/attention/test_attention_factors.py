@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.attention_cases import bshd
 from support.quantized_nets import QNet
 from support.sequence_cases import attention, attention_of_image
 from support.simulated import check_not_taken, kinds, lowered, refusals
@@ -14,7 +15,7 @@ from support.simulated import check_not_taken, kinds, lowered, refusals
 from optdnn.ir.graph import Graph
 from optdnn.kernels.attention import hopper_config
 from optdnn.kernels.attention import hopper_kernel as plans
-from optdnn.kernels.attention.problem import Factors, Problem, bshd
+from optdnn.kernels.attention.problem import Factors, Problem
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc

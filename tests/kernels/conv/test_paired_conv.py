@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.conv_cases import check_no_spills
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.one_config import CONFIGS, STORED, only_of
@@ -14,14 +15,13 @@ from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Value
-from optdnn.kernels.conv import implicit_gemm, patch_kernel
+from optdnn.kernels.conv import patch_kernel
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.paired import PairedConv, PairedParts
 from optdnn.kernels.conv.parts import PartsConv
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.index import SplitAttrs
-from optdnn.runtime.cuda.compile import nvrtc
 
 
 def gate(n: Net, x: Value, kinds: Sequence[str] = ("Tanh", "Sigmoid"), axis: int = 1) -> Value:
@@ -214,14 +214,10 @@ def test_the_kernel_compiles_without_spills() -> None:
             Config(1, 1, 2, 64, 4, alternate=True),
             Config(1, 2, 1, 64, 5, direct=True),
         ):
-            assert implicit_gemm.refuse(made, config) is None
-            (found,) = nvrtc.resources(implicit_gemm.recipe(made, config)).values()
-            assert found.spill_bytes == 0
+            check_no_spills(made, config)
         for dtype in ("tfloat32", "float32"):
             wide, config = replace(made, dtype=dtype, out="float32"), Config(2, 1, 1, 96, 2, direct=True)
-            assert implicit_gemm.refuse(wide, config) is None
-            (found,) = nvrtc.resources(implicit_gemm.recipe(wide, config)).values()
-            assert found.spill_bytes == 0
+            check_no_spills(wide, config)
 
 
 def test_biases_of_both_factors_are_added() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from support.conv_cases import check_no_spills
 from support.net import Net
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 from support.tuned import tuned_by
@@ -23,7 +24,6 @@ from optdnn.lowering.cuda import emit_program
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.unary import GeluAttrs
 from optdnn.optimize import optimize
-from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
 
@@ -313,6 +313,4 @@ def test_the_kernels_compile_without_spills() -> None:
     normed = Problem(4112, 3072, (Source(1, 1, 768),), (("bias",), ("gelu",)), norm=RowNorm(True, 1e-6))
     for problem in (computing, normed):
         for config in CONFIGS:
-            assert implicit_gemm.refuse(problem, config) is None
-            (found,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()
-            assert found.spill_bytes == 0
+            check_no_spills(problem, config)

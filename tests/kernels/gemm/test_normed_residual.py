@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from kernels.gemm.test_normed import PLAIN, _norm  # type: ignore[import-not-found]
+from support.conv_cases import check_no_spills
 from support.net import Net
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 from support.tuned import tuned_by
@@ -22,7 +23,6 @@ from optdnn.kernels.gemm.normed_residual import NormedResidualGemm
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.unary import GeluAttrs
-from optdnn.runtime.cuda.compile import nvrtc
 
 NAME = "gemm_normed_residual_sm90"
 
@@ -242,6 +242,4 @@ def test_the_kernels_compile_without_spills(with_moments: bool) -> None:
     norm, epilogue = RowNorm(with_moments, 1e-6), (("bias",), ("add",))
     problem = Problem(4112, 768, (Source(1, 1, 3072),), epilogue, moments=with_moments, residual_norm=norm)
     for config in CONFIGS:
-        assert implicit_gemm.refuse(problem, config) is None
-        (found,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()
-        assert found.spill_bytes == 0
+        check_no_spills(problem, config)

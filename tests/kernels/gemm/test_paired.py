@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from support.conv_cases import check_no_spills
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.one_config import CONFIGS, STORED, only_of
@@ -13,14 +14,12 @@ from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Value
-from optdnn.kernels.conv import implicit_gemm
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.parts import PartsGemm
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.paired import PairedGemm, PairedPartsGemm
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.unary import GeluAttrs
-from optdnn.runtime.cuda.compile import nvrtc
 
 
 def swish_unit(n: Net) -> Value:
@@ -142,14 +141,10 @@ def test_the_kernel_compiles_without_spills() -> None:
         Config(1, 1, 2, 144, 5, alternate=True),
         Config(1, 1, 1, 64, 8, direct=True),
     ):
-        assert implicit_gemm.refuse(problem, config) is None
-        (found,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()
-        assert found.spill_bytes == 0
+        check_no_spills(problem, config)
     for dtype in ("tfloat32", "float32"):
         wide, config = replace(problem, dtype=dtype, out="float32"), Config(2, 1, 1, 96, 3, direct=True)
-        assert implicit_gemm.refuse(wide, config) is None
-        (found,) = nvrtc.resources(implicit_gemm.recipe(wide, config)).values()
-        assert found.spill_bytes == 0
+        check_no_spills(wide, config)
 
 
 TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "tf32": 4e-3, "fp32": 4e-6}
