@@ -490,12 +490,6 @@ static void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
     load_matrices(address, r, true);
     a = r[0], b = r[1], c = r[2], d = r[3];
 }
-// Two matrices. The addresses of lanes 16 to 31 are read in vain here, and not at all on a GPU.
-static void ldmatrix_x2_trans(u32 address, u32& a, u32& b) {
-    u32 r[4];
-    load_matrices(address, r, true);
-    a = r[0], b = r[1];
-}
 
 // Elements of a fragment's register: of 32, 16 or 8 bits. Pixels may be unsigned.
 #ifndef OPERAND_ITEM

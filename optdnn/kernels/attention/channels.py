@@ -26,10 +26,13 @@ from optdnn.types import BF16, FP16, FP32, FP64, Array, normalize_axis
 
 @lru_cache(maxsize=1024)
 def _offers(problem: channels.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The offers. The number of warps that share out the tokens, and the tokens that each accumulates, set the order in which tokens are summed."""
+    """The offers. The number of warps and the tokens that each accumulates set the order in which tokens are summed."""
     many = channels.candidates(replace(problem, batch=MANY), gpu)[:1]
     found = channels.candidates(problem, gpu)
-    return tuple(Offer(c, channels.estimate(problem, c, gpu), any(c.order == m.order for m in many)) for c in found)
+    return tuple(
+        Offer(c, channels.estimate(problem, c, gpu), any((c.warps, c.depth) == (m.warps, m.depth) for m in many))
+        for c in found
+    )
 
 
 @dataclass(frozen=True)

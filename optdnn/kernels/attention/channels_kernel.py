@@ -24,8 +24,6 @@ MOST_SCORES = 48 * 96
 RATE = 512
 """Least number of 16-bit multiply-adds of mma.sync per cycle and multiprocessor."""
 CLOCK = 1.4e9
-TILE_STEP = 30
-"""Cycles of a warp's tile of 16 x 8 scores for 16 tokens in shared memory. An assumption, not measured."""
 LOADED = 40
 """Bytes that a multiprocessor loads per cycle. An assumption, not measured."""
 
@@ -76,8 +74,7 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """A block has ``warps`` warps, each with a ring of ``slots`` tiles of 16 tokens. 0 slots: a block keeps all tokens of queries and keys,
-    and its warps share out the scores.
+    """A block has ``warps`` warps, each with a ring of ``slots`` tiles of 16 tokens.
 
     ``depth``: with two launches, tiles of 16 tokens that a warp of the first one sums up; 0: one launch.
     """
@@ -88,11 +85,6 @@ class Config:
 
     def __str__(self) -> str:
         return f"channels{self.warps}s{self.slots}" + (f"d{self.depth}" if self.depth else "")
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Equal for configurations that sum the tokens in the same order: warps that share them out, and groups of 16 for each."""
-        return (self.warps if self.slots else 1, self.depth)
 
     @property
     def span(self) -> int:
@@ -128,12 +120,8 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     """Bytes of dynamic shared memory of a block (with two launches: the larger need)."""
     if config.depth:
         return max(_sums_bytes(problem, config), _results_bytes(problem, config))
-    row, steps = (problem.filled + 8) * 2, -(-problem.tokens // 16)
-    if config.slots:
-        summing = _sums_bytes(problem, config)
-    else:
-        summing = 2 * problem.filled * 4 + 2 * problem.filled * row + 2 * steps * 16 * row
-    return config.warps * 16 * row + problem.filled * row + summing
+    row = (problem.filled + 8) * 2
+    return config.warps * 16 * row + problem.filled * row + _sums_bytes(problem, config)
 
 
 def refuse(problem: Problem) -> str | None:
@@ -235,11 +223,8 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     resident = _resident(config, shared_bytes(problem, config), gpu)
     waves = math.ceil(blocks / (gpu.multiprocessors * resident))
     products = 16 * config.warps * problem.filled**2 * (rounds + 1) * min(resident, blocks) / RATE
-    rows = 30 * problem.filled / config.warps * (1 + (config.warps / 8 if config.slots else 0))
+    rows = 30 * problem.filled / config.warps * (1 + config.warps / 8)
     turns = 400 * max(1, rounds - config.slots) + rounds * _narrow_copies(problem)
-    if not config.slots:
-        tiles = -(-(problem.filled**2) // (128 * config.warps))
-        products, turns = tiles * TILE_STEP * -(-problem.tokens // 16), 400 + rounds * _narrow_copies(problem)
     return 2e-6 + waves * (1.3 * (products + rows + turns) + 2250) / CLOCK
 
 
@@ -287,7 +272,7 @@ def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
     for warps in (4, 8):
         steps = -(-problem.tokens // (16 * warps))
         if problem.bands == 1:
-            found += [Config(warps, slots) for slots in range(min(4, steps) + 1)]
+            found += [Config(warps, slots) for slots in range(1, min(4, steps) + 1)]
         depths = [2**n for n in range(steps.bit_length()) if 2**n < steps or problem.bands > 1]
         found += [Config(warps, min(4, depth), depth) for depth in depths]
     found = [c for c in found if shared_bytes(problem, c) <= gpu.shared_per_block]

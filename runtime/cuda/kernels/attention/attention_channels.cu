@@ -5,8 +5,7 @@
 // A block computes all scores of a head and the results of WARPS x 16 tokens. Other blocks of the head compute the same scores, which costs
 // less than a launch. Each warp sums q^T k over every WARPS-th group of sixteen tokens by mma.sync, and the squares of the loaded values.
 // Norms become factors of rows and columns of the scores. Then the warps add their sums in a fixed order, compute the softmax of a row each,
-// and multiply it with the values of their own tokens. SLOTS 0: all tokens lie in shared memory. Each warp computes some tiles of the scores
-// over all of them, and there is nothing to add.
+// and multiply it with the values of their own tokens.
 //
 // generated.cuh: see attention_channels.cuh.
 #include "ptx.cuh"
@@ -15,7 +14,6 @@
 #include "attention_channels.cuh"
 
 constexpr int VALUES_BYTES = WARPS * TOKENS_BYTES;
-constexpr int COPIES = SLOTS ? WARPS : 1;          // of scores and squares
 static_assert(BANDS == 1, "each warp sums up all scores");
 
 struct Params {
@@ -31,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_channels
     extern __shared__ __align__(128) u8 shared[];  // values, weights, squares, and the rings, whose space the sums reuse
     const int warp = threadIdx.x / 32, head = blockIdx.y, batch = blockIdx.z;
     const u32 own_values = warp * TOKENS_BYTES, weights = VALUES_BYTES, squared = weights + WEIGHTS_BYTES;
-    const u32 rings = squared + COPIES * SQUARES * 4;
+    const u32 rings = squared + WARPS * SQUARES * 4, own_ring = rings + warp * SLOTS * SLOT_BYTES;
     const u16* queries = p.queries + batch * p.of_queries.batch + head * p.of_queries.head;
     const u16* keys = p.keys + batch * p.of_keys.batch + head * p.of_keys.head;
     const int first = (blockIdx.x * WARPS + warp) * 16, steps = (p.tokens + 15) / 16;
@@ -39,32 +37,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_channels
     grid_launch_dependents();
     grid_dependency_wait();
 
-    auto load_values = [&] {
+    Sums sums;
+    sum_tokens(sums, shared, own_ring, queries, keys, p.of_queries.position, p.of_keys.position, 0, warp, steps, p.tokens, p.channels, [&] {
         const u16* values = p.values + batch * p.of_values.batch + head * p.of_values.head;   // needed last
         load_tokens(shared, own_values, values, p.of_values.position, first, p.tokens, p.channels);
-    };
+    });
     float* all_sums = reinterpret_cast<float*>(shared + rings);
     float* all_squares = reinterpret_cast<float*>(shared + squared);
-#if SLOTS
-    Sums sums;
-    sum_tokens(sums, shared, rings + warp * SLOTS * SLOT_BYTES, queries, keys, p.of_queries.position, p.of_keys.position, 0, warp, steps, p.tokens, p.channels, load_values);
     sums.store(all_sums + warp * SUMS, all_squares + warp * SQUARES);
-#else
-    const u32 all_queries = rings + SUMS * 4, all_keys = all_queries + steps * TOKENS_BYTES;
-    for (int step = warp; step < steps; step += WARPS) {
-        load_tokens(shared, all_queries + step * TOKENS_BYTES, queries, p.of_queries.position, step * 16, p.tokens, p.channels);
-        load_tokens(shared, all_keys + step * TOKENS_BYTES, keys, p.of_keys.position, step * 16, p.tokens, p.channels);
-    }
-    copies_commit();
-    load_values();
-    copies_commit();
-    copies_wait_but<1>();
     __syncthreads();
-    sum_tiles(all_sums, all_squares, smem_address(shared + all_queries), smem_address(shared + all_keys), steps);
-    copies_wait_but<0>();
-#endif
-    __syncthreads();
-    softmax_rows<COPIES>(
+    softmax_rows<WARPS>(
         reinterpret_cast<u16*>(shared + weights), all_sums, all_squares, factor, p.channels, p.least_query, p.least_key);
     __syncthreads();
     if (first < p.tokens)

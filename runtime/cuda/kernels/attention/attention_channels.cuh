@@ -1,8 +1,7 @@
 // Shared by the kernels of attention between channels (attention_channels.cu in one launch; channel_sums.cu and channel_results.cu in two).
 //
 // generated.cuh defines WARPS, CHANNELS (of a head, padded to a multiple of 16 with zeros), ROWS (channels of the queries whose scores a warp
-// sums up: all of them, or a band), SLOTS (a warp's ring: slots of sixteen tokens; 0: a block keeps all tokens, and its warps share out the
-// scores), WIDTH (bytes of a copy: 16 by cp.async, 4, or 2),
+// sums up: all of them, or a band), SLOTS (a warp's ring: slots of sixteen tokens), WIDTH (bytes of a copy: 16 by cp.async, 4, or 2),
 // NORMALIZE and multiply().
 #pragma once
 
@@ -154,35 +153,6 @@ DEVICE void sum_tokens(Sums& sums, u8* shared, u32 ring, const u16* queries, con
     }
     copies_wait_but<0>();
     __syncthreads();                               // the rings are empty
-}
-
-// Scores and squares of all tokens, which are in shared memory as [token][PITCH]. A warp computes tiles of 16 x 8 scores.
-DEVICE void sum_tiles(float* sums, float* squared, u32 queries, u32 keys, int steps) {
-    const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
-    const u32 rows = (lane % 8 + lane / 16 * 8) * PITCH * 2 + lane / 8 % 2 * 16, columns = lane % 16 * PITCH * 2;      // as in Sums::add
-    for (int tile = threadIdx.x / 32; tile < TILES * 2 * TILES; tile += WARPS) {
-        const int m = tile / (2 * TILES), n = tile % (2 * TILES);
-        float score[4] = {0.0f, 0.0f, 0.0f, 0.0f}, query[2] = {0.0f, 0.0f}, key = 0.0f;
-        #pragma unroll 4
-        for (int step = 0; step < steps; step++) {
-            u32 a[4], b[2];
-            ldmatrix_x4_trans(queries + step * TOKENS_BYTES + rows + m * 32, a[0], a[1], a[2], a[3]);
-            ldmatrix_x2_trans(keys + step * TOKENS_BYTES + columns + n * 16, b[0], b[1]);
-            query[0] += squares(a[0]) + squares(a[2]);
-            query[1] += squares(a[1]) + squares(a[3]);
-            key += squares(b[0]) + squares(b[1]);
-            multiply(score, a, b[0], b[1]);
-        }
-        #pragma unroll
-        for (int i = 0; i < 4; i++) sums[(m * 16 + row + i / 2 * 8) * PITCH + n * 8 + column + i % 2] = score[i];
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float of_query = sum_of_four(query[i]);
-            if (n == 0 && lane % 4 == 0) squared[m * 16 + i * 8 + row] = of_query;
-        }
-        const float of_key = sum_of_four(key);
-        if (m == 0 && lane % 4 == 0) squared[CHANNELS + n * 8 + row] = of_key;
-    }
 }
 
 // Softmax of the warp's rows of scores (the sum of COPIES copies in shared memory), to [row][PITCH] in shared memory.
