@@ -12,7 +12,7 @@ later pass may rewrite by type only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from optdnn.errors import InternalError
@@ -56,6 +56,8 @@ ARG = frozenset({"ArgMax", "ArgMin"})
 
 READ_AS_VIEWS = frozenset({"Attention", "LpNormalization"})
 """Kinds that read a Transpose as a view: they take any strides."""
+SAMPLED = frozenset({"GridSample", "SampledSum"})
+"""Kinds that read images with any strides."""
 
 ONE_IMAGE = 3
 """Most operands of a SampledSum with one image: the image, the sampling positions, the weights."""
@@ -305,6 +307,29 @@ def _is_view(graph: Graph, value: Value) -> bool:
     return dims[1] == 1 or all(d == 1 for d in dims[2:])
 
 
+def _takes_view(graph: Graph, op: Op) -> bool:
+    """Whether an op reads the result of a Transpose as a view, itself or through a Reshape that only divides axes (heads and rows
+    of deformable attention at batch 1)."""
+    if op.kind in READ_AS_VIEWS:
+        return True
+    before, after = sizes_of(graph, operand(op)), sizes_of(graph, op.value)
+    if op.kind not in RESHAPES or before is None or after is None or not _divides(before, after):
+        return False
+    return all(user.kind in SAMPLED for user in graph.users(op.value))
+
+
+def _divides(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether a Reshape joins no axes: any strides of its operand give strides of its result."""
+    rest = [n for n in after if n != 1]
+    for size in before:
+        part = 1
+        while part < size and rest:
+            part *= rest.pop(0)
+        if part != size:
+            return False
+    return not rest
+
+
 def _conversion(graph: Graph, value: Value) -> int:
     return 0 if _is_view(graph, value) else 2 * bytes_of(graph, value) + LAUNCH_BYTES
 
@@ -323,7 +348,7 @@ def _arcs(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[object, objec
         elif (
             op.kind == "Transpose"
             and not _turns_positions(op)
-            and not all(user.kind in READ_AS_VIEWS for user in graph.users(op.value))
+            and not all(_takes_view(graph, user) for user in graph.users(op.value))
         ):
             yield (own.writes if own.reads is _PLAIN else own.reads), _LAST, _conversion(graph, first)
     for value, uses in _uses(graph, sides):

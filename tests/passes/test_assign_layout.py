@@ -16,13 +16,14 @@ from optdnn.ir.cut import minimum_cut
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.detect import GridSampleAttrs
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs, SplitAttrs
 from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.reduce import ArgAttrs, ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.assign_layout import AssignLayout
+from optdnn.passes.assign_layout import AssignLayout, _divides
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.support.facts import operand
 
@@ -321,3 +322,47 @@ def test_windows_of_unknown_or_no_size_are_read_in_plain_order(batch: Any, given
     x = n.op("Reshape", x, n.ints(given, 8, 4, 3))
     graph = n.done(n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 3, 1))), n.conv(n.input(2, 8, 3, 3, name="z"), 8))
     assert LAYOUT(graph, CUDA).changes == 0
+
+
+def sampled_tokens(batch: int) -> Graph:
+    """Deformable attention over three levels: tokens of each become heads, which are sampled."""
+    n = Net()
+    y = n.conv(n.input(batch, 8, 6, 10), 32)
+    tokens = n.op("Transpose", n.op("Reshape", y, n.ints(batch, 32, 60)), attrs=TransposeAttrs((0, 2, 1)))
+    sizes = ((5, 6), (4, 5), (2, 5))
+    levels = n.op("Split", n.matmul(tokens, 64), n.ints(30, 20, 10), attrs=SplitAttrs(1), outputs=3)
+    places = n.input(4 * batch, 5, 7, 2, name="places")
+    results = []
+    for level, size in zip(levels, sizes, strict=True):
+        values = n.op("Transpose", level, attrs=TransposeAttrs((0, 2, 1)))
+        heads = n.op("Reshape", values, n.ints(4 * batch, 16, *size))
+        results.append(n.op("GridSample", heads, places, attrs=GridSampleAttrs()))
+    return n.done(*results)
+
+
+def test_heads_that_are_sampled_are_views_of_tokens_at_batch_1() -> None:
+    after, _ = assign(sampled_tokens(1), last=3, convert=1)
+    assert not [op for op in after.ops() if op.kind == "Layout" and after.op(operand(op)).kind == "MatMul"]
+    program = check_simulated(sampled_tokens(1), "fp16")
+    tactics = [s.params["tactic"] for s in program.steps if s.params["op"]["kind"] == "GridSample"]
+    assert tactics == ["sampled_channels"] * 3
+
+
+def test_a_reshape_that_joins_samples_and_heads_needs_their_order() -> None:
+    after, _ = assign(sampled_tokens(2), last=7, convert=2)
+    assert [op for op in after.ops() if op.kind == "Layout" and after.op(operand(op)).kind == "MatMul"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "divides"),
+    [
+        ((1, 64, 60), (4, 16, 6, 10), True),
+        ((2, 64, 60), (8, 16, 6, 10), False),
+        ((1, 64, 60), (4, 16, 60, 1), True),
+        ((1, 64, 60), (64, 1, 60), True),
+        ((1, 64, 60), (1, 3840), False),
+        ((1, 6, 4), (1, 4, 6), False),
+    ],
+)
+def test_reshapes_that_only_divide_axes(before: tuple[int, ...], after: tuple[int, ...], divides: bool) -> None:
+    assert _divides(before, after) == divides
