@@ -122,6 +122,11 @@ def up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def rows_of_vectors(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor whose rows begin at multiples of 8 elements: 16 bytes of 16-bit floats, as TMA needs."""
+    return row_major((*shape[:-1], up(shape[-1], 8)))
+
+
 @dataclass(frozen=True)
 class Move:
     """A copy on behalf of ``op``: a view that has to be written out. Several ``sources`` are joined along ``axis`` of ``target``."""

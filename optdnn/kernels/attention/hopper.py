@@ -32,7 +32,7 @@ from optdnn.kernels.attention.operands import (
     with_four_axes,
 )
 from optdnn.kernels.attention.problem import HeadView, Problem, bhsd
-from optdnn.kernels.builder import Builder, TensorView, has_tf32, map_dtype, row_major, unmade, up
+from optdnn.kernels.builder import Builder, TensorView, has_tf32, map_dtype, rows_of_vectors, unmade, up
 from optdnn.kernels.pointwise.pointwise import copied, copied_later, copy, emit_pointwise
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
@@ -158,7 +158,7 @@ class HopperAttention(ProblemTactic):
         aligned = mask is not None and fits_tma(mask)
         problem = self._problem(b, op, past, (q.shape, *new), views, strides, period, aligned)
         if mask is not None and problem.mask and problem.mask[2] and not aligned:
-            in_rows = padded(mask.shape)
+            in_rows = rows_of_vectors(mask.shape)
             other = replace(problem, mask=_of_axes(mask.shape, in_rows), mask_aligned=True)
             if self._first(other, b.gpu) + _copy_seconds(mask) < self._first(problem, b.gpu):
                 problem, mask = other, copied_later(b, op, mask, "mask", in_rows)
@@ -245,17 +245,17 @@ class HopperAttention(ProblemTactic):
             known = array[: _period(array)] if array.ndim == 4 else array
             rows = np.pad(known, [(0, 0)] * (known.ndim - 1) + [(0, up(known.shape[-1], 8) - known.shape[-1])])
             mask = with_four_axes(
-                unmade(known.dtype, known.shape, padded(known.shape), lambda: b.constant(rows, name).buffer)
+                unmade(known.dtype, known.shape, rows_of_vectors(known.shape), lambda: b.constant(rows, name).buffer)
             )
         if mask.dtype == np.bool_:
 
             def make() -> int:
-                given, made = b.made(mask), b.new(name, q.dtype, mask.shape, padded(mask.shape))
+                given, made = b.made(mask), b.new(name, q.dtype, mask.shape, rows_of_vectors(mask.shape))
                 ends = [b.constant(np.asarray(x, q.dtype), "end") for x in (0.0, -np.inf)]
                 emit_pointwise(b, op, [Stage("Where", (0, 1, 2), Attrs())], [given, *ends], made)
                 return made.buffer
 
-            return unmade(q.dtype, mask.shape, padded(mask.shape), make)
+            return unmade(q.dtype, mask.shape, rows_of_vectors(mask.shape), make)
         if mask.offset % 2 or (mask.strides[3] != 1 and mask.shape[3] > 1):
             return copied_later(b, op, mask, "mask")
         return mask
@@ -279,11 +279,6 @@ def _of_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, in
     """The strides of a mask along (batch, head, query), 0 along axes of one element."""
     first, second, third = (0 if n == 1 else s for n, s in zip(shape[:3], strides[:3], strict=True))
     return first, second, third
-
-
-def padded(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a mask whose rows begin at multiples of 16 bytes, so that TMA can read them."""
-    return row_major((*shape[:-1], up(shape[-1], 8)))
 
 
 def _copy_seconds(mask: TensorView) -> float:

@@ -17,7 +17,7 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.depthwise import TiledDepthwise, columns_of, geometry, image_of, unit_of
-from optdnn.kernels.conv.paired import stages_with_other
+from optdnn.kernels.conv.paired import faster_apart, stages_with_other
 from optdnn.kernels.tactic import Region
 from optdnn.ops.fused import plain_stages
 
@@ -70,11 +70,7 @@ class PairedDepthwise(TiledDepthwise):
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Unmeasured, the cost model decides: by themselves, convolutions of large filters run on tensor cores."""
-        one = self.configs(b, op)[0].seconds or 0.0
-        apart = sum(SINGLE.configs(b, conv)[0].seconds or 0.0 for conv in (op, self._other(b, op)))
-        if one < apart:
-            return None
-        return f"two launches are predicted to take {apart * 1e6:.1f} us, one {one * 1e6:.1f}"
+        return faster_apart(b, (self, op), ((SINGLE, op), (SINGLE, self._other(b, op))))
 
     def stages(self, b: Builder, op: Op) -> Epilogue:
         """The epilogue. The kernel of a pair reads one number per channel, the bias."""

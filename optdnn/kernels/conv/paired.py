@@ -31,7 +31,7 @@ from optdnn.kernels.conv.hopper import (
     with_pitch,
 )
 from optdnn.kernels.conv.parts import PartsConv
-from optdnn.kernels.tactic import Region
+from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.types import FP16, UINT8, Array
@@ -95,6 +95,12 @@ def _walk(graph: Graph, op: Op) -> tuple[Any, ...]:
     return op.inputs[0], graph.type(op.inputs[1]).shape, a.strides, a.pads, a.dilations, a.group, a.auto_pad  # type: ignore[arg-type]
 
 
+def faster_apart(b: Builder, together: tuple[Tactic, Op], apart: Sequence[tuple[Tactic, Op]]) -> str | None:
+    """Why two launches are better than one that multiplies their results, by the cost model; None if they are not."""
+    one, two = (sum(t.configs(b, op)[0].seconds or 0.0 for t, op in pairs) for pairs in ((together,), apart))
+    return None if one < two else f"two launches are predicted to take {two * 1e6:.1f} us, one {one * 1e6:.1f}"
+
+
 class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
     """Two ungrouped convolutions of floats over one or two spatial axes, on Hopper's kernel."""
 
@@ -138,11 +144,7 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
         own = factor(b.graph, op)
         other = multiplier(b.graph, own)
         assert other is not None
-        one = self.configs(b, op)[0].seconds or 0.0
-        apart = sum(self.one.configs(b, x)[0].seconds or 0.0 for x in (op, other.op))
-        if one < apart:
-            return None
-        return f"two launches are predicted to take {apart * 1e6:.1f} us, one {one * 1e6:.1f}"
+        return faster_apart(b, (self, op), ((self.one, op), (self.one, other.op)))
 
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The convolution that ``op`` adds, and those of the other factor."""

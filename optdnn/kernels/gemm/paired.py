@@ -19,7 +19,7 @@ from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import Convolution, bias_row
 from optdnn.kernels.conv.maps import Feed, weight_views
-from optdnn.kernels.conv.paired import factors_of, in_halves, in_turn, stages_with_other
+from optdnn.kernels.conv.paired import factors_of, faster_apart, in_halves, in_turn, stages_with_other
 from optdnn.kernels.conv.parts import PartsGemm
 from optdnn.kernels.gemm.hopper import HopperGemm, MatrixProduct, product_refusal
 from optdnn.kernels.tactic import Region
@@ -85,12 +85,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         """Unmeasured, the cost model decides."""
         other = multiplier(b.graph, op)
         assert other is not None
-        seconds = [
-            tactic.configs(b, x)[0].seconds or 0.0 for tactic, x in ((self, op), (self.one, other), (self.one, op))
-        ]
-        if seconds[0] < sum(seconds[1:]):
-            return None
-        return f"two launches are predicted to take {sum(seconds[1:]) * 1e6:.1f} us, one {seconds[0] * 1e6:.1f}"
+        return faster_apart(b, (self, op), ((self.one, other), (self.one, op)))
 
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The product that multiplies ``op``."""

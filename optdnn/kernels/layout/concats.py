@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import NOWHERE, Builder, TensorView, row_major, up
+from optdnn.kernels.builder import NOWHERE, Builder, TensorView, row_major, rows_of_vectors
 from optdnn.kernels.layout import copies
 from optdnn.kernels.layout.moves import MOST_ELEMENTS
 from optdnn.kernels.layout.views import consecutive, of_one_channel, reshaped, seen_by
@@ -144,7 +144,7 @@ def _place(b: Builder, join: _Join) -> TensorView:
     if found is None:
         strides = join.pitch or b.strides_for(t)
         if join.pixels:
-            strides = row_major((*t.static_shape[:-1], up(t.static_shape[-1], 8)))  # convolutions write whole vectors
+            strides = rows_of_vectors(t.static_shape)  # convolutions write whole vectors
         found = b.new(op.outputs[0].name, t.dtype, t.static_shape, strides)
     b.reserved[op.value] = found
     return found
@@ -198,7 +198,7 @@ def pitched(b: Builder, op: Op) -> tuple[int, ...] | None:
         matrix = user.kind in _PRODUCTS and user.inputs.count(op.value) == 1 and b.graph.constant_value(user.inputs[1])
         if matrix is None or matrix is False or matrix.ndim != 2 or user.attrs.prologue or user.inputs[0] != op.value:
             return None
-    return row_major((*t.static_shape[:-1], up(t.static_shape[-1], 8)))
+    return rows_of_vectors(t.static_shape)
 
 
 def _makes_rows_of(b: Builder, join: _Join, value: Value) -> bool:
