@@ -135,8 +135,11 @@ def unsuitable(problem: Problem, unit: int, widest: int) -> str | None:
 
 def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | None:
     """Why the configuration cannot run the problem, or None. ``shared``: most bytes of shared memory of a block (99 KB on sm_86)."""
-    if (why := unsuitable(problem, UNIT, WIDEST)) is not None:
-        return why
+    return unsuitable(problem, UNIT, WIDEST) or _refuse_config(problem, config, shared)
+
+
+def _refuse_config(problem: Problem, config: Config, shared: int) -> str | None:
+    """Why the configuration cannot run a problem that others may run, or None."""
     if (
         config.warps not in (1, 2, 4, 8) or config.tiles not in (1, 2) or config.keys % 16
         or not 16 <= config.keys <= 256 or config.slots not in (2, 3, 4)
@@ -270,6 +273,8 @@ def launch_seconds(problem: Problem, config: Config, device: GpuFacts, tile: flo
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
     """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
+    if unsuitable(problem, UNIT, WIDEST) is not None:
+        return []
     found: list[tuple[float, Config]] = []
     splits = (1,) if problem.widest <= 128 else (1, 2, 4)
     for warps, tiles, split in itertools.product((1, 2, 4, 8), (1, 2), splits):
@@ -282,7 +287,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
             for slots in (2, 3, 4):
                 for blocks in (8, 6, 4, 3, 2, 1):  # the most that fit: fewer blocks would not change the kernel
                     config = Config(warps, tiles, keys, slots, blocks, split)
-                    if refuse(problem, config, shared=device.shared_per_block) is None:
+                    if _refuse_config(problem, config, device.shared_per_block) is None:
                         own.append((estimate(problem, config, device), config))
                         break
             found += sorted(own)[:1]

@@ -130,9 +130,14 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
     """Why the configuration cannot run the problem, or None."""
+    return unfit(problem) or refuse_config(problem, config, shared)
+
+
+def unfit(problem: Problem) -> str | None:
+    """Why no configuration can run the problem, as far as that does not depend on the configuration, or None."""
     if problem.softcap < 0 or math.isinf(problem.softcap):
         return f"a softcap of {problem.softcap}"
-    if (why := _no_factors(problem) or _no_grids(problem, config)) is not None:
+    if (why := _no_factors(problem)) is not None:
         return why
     for features in (problem.features, problem.values):
         if features % 8 or not 8 <= features <= MOST_FEATURES:
@@ -145,6 +150,15 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         unit = 16 // (problem.out_item if name == "out" else 2)
         if any(x % unit or x < 0 for x in (view.batch, view.head, view.position, view.offset)):
             return f"{name}: TMA needs strides and offsets that are multiples of {unit} elements"
+    if problem.heads > 65535 or problem.batch > 65535:
+        return "the grid is too large"
+    return None
+
+
+def refuse_config(problem: Problem, config: Config, shared: int) -> str | None:
+    """Why the configuration cannot run a problem that others may run, or None."""
+    if (why := _no_grids(problem, config)) is not None:
+        return why
     if config.warpgroups not in (1, 2, 3, 4) or config.keys % 16 or not 16 <= config.keys <= 256 or config.stages < 1:
         return "not a tile of this kernel"
     tiles = -(-problem.keys // config.keys)
@@ -173,8 +187,6 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     beside = PRODUCT_REGISTERS if problem.head <= TWO_PLACES else WIDE_PRODUCT_REGISTERS
     if config.persistent and widest // 2 + beside > start_registers(config):
         return f"a product of {widest} columns does not compile for threads that start with {start_registers(config)} registers"
-    if problem.heads > 65535 or problem.batch > 65535:
-        return "the grid is too large"
     return None
 
 

@@ -19,10 +19,12 @@ from optdnn.kernels.attention.hopper_config import (
     mask_span,
     query_places,
     refuse,
+    refuse_config,
     register_limit,
     row_items,
     shared_bytes,
     threads,
+    unfit,
 )
 from optdnn.kernels.attention.hopper_cost import estimate, has_few_items
 from optdnn.kernels.attention.problem import Problem, mask_rows, mask_width
@@ -137,6 +139,8 @@ def order_of_sums(config: Config) -> tuple[int, ...]:
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
+    if unfit(problem) is not None:
+        return []
     found: list[tuple[float, Config]] = []
     for warpgroups in (1, 2, 3, 4):
         for keys in (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 256):
@@ -151,7 +155,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
                     1,
                 ):  # the most that the registers allow: fewer blocks would not change the kernel
                     config = replace(form, blocks=blocks)
-                    if refuse(problem, config, shared=device.shared_per_block) is None:
+                    if refuse_config(problem, config, device.shared_per_block) is None:
                         found += [
                             (estimate(problem, c, device), c) for c in (config, *_in_turn(problem, config, tiles))
                         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from optdnn.ops.unary import FakeQuantizeAttrs
 
@@ -93,7 +94,7 @@ class Problem:
             return 0.0, 0.0
         return 2 * math.log2(math.e) * self.scale / self.softcap, self.softcap * math.log2(math.e)
 
-    @property
+    @cached_property
     def widest(self) -> int:
         """The features of keys or of values, whichever are more."""
         return max(self.features, self.value_features)
@@ -113,7 +114,7 @@ class Problem:
         """Features of values and result."""
         return self.value_features or self.features
 
-    @property
+    @cached_property
     def head(self) -> int:
         """Features per head in the kernel: a multiple of 16, or of 64 above 128. TMA pads keys and values with zeros."""
         unit = 16 if self.widest <= 128 else 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.packed import tiles
@@ -40,7 +41,7 @@ class Problem:
     norm: bool = False
     beside: tuple[render.Stage, ...] | None = None
 
-    @property
+    @cached_property
     def matrices(self) -> int:
         """Number of weight matrices."""
         return 1 if self.beside is None else 2
@@ -50,17 +51,17 @@ class Problem:
         """Whether the epilogue reads a second tensor of the result's shape."""
         return self.beside is None and render.uses_residual(self.epilogue)
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """Chunks of K in a tile."""
         return tiles.chunks_of(self.depth, self.bits)
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Codes along K in a chunk."""
         return tiles.chunk_depth(self.bits)
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """Tiles of 16 channels."""
         return -(-self.columns // tiles.CHANNELS)
@@ -76,12 +77,12 @@ class Problem:
         blocks = self.columns * -(-self.depth // self.block)
         return self.weight_bytes + blocks * (self.scale_bytes + self.zero_bytes)
 
-    @property
+    @cached_property
     def scale_bytes(self) -> int:
         """Bytes of a scale."""
         return 4 if self.scale == "float32" else 2
 
-    @property
+    @cached_property
     def zero_bytes(self) -> int:
         """Bytes of a zero point; 0 without zero points."""
         return {"": 0, "uint8": 1}.get(self.zeros, self.scale_bytes)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.attention_cases import Case, apart, merged, result_on_a_gpu, wide_values
+from support.covering import covering
 from support.layout import check_pointers
 
 from optdnn.kernels.attention import hopper_config, hopper_cost
@@ -416,7 +417,7 @@ def test_keys_that_begin_between_sectors_are_read_by_more_queries_together() -> 
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("name", FEW | FEW_TILED)
+@pytest.mark.parametrize("name", covering({k: hopper.launch(*f, H200).recipe for k, f in (FEW | FEW_TILED).items()}))
 def test_candidates_compile_without_spills(name: str) -> None:
     problem, config = (FEW | FEW_TILED)[name]
     made = hopper.launch(problem, config, H200)

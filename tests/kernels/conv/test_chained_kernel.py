@@ -23,6 +23,7 @@ from support.chained_cases import (
     operands,
     places,
 )
+from support.covering import covering
 from support.fenced import run_fenced
 from support.host import COMPILER, WHY_NOT
 from support.layout import compile_checks
@@ -155,15 +156,19 @@ def check(made: Problem, middle: np.ndarray, want: np.ndarray, found: dict[str, 
             assert np.isnan(got[:, channels:]).all(), "nothing else is written"
 
 
+COMPILED = {
+    name: chained.recipe(*case)
+    for name, case in {
+        **{name: CASES[name] for name in ("a perceptron", "bf16", *(name for name in CASES if name not in SMALL))},
+        **{f"bytes, {name}": BYTES[name] for name in BYTES},
+    }.items()
+}
+
+
 @pytest.mark.nvrtc
-@pytest.mark.parametrize(
-    ("made", "config"),
-    [CASES[name] for name in ("a perceptron", "bf16", *(name for name in CASES if name not in SMALL))]
-    + [BYTES[name] for name in BYTES],
-    ids=str,
-)
-def test_kernels_compile_without_spills(made: Problem, config: Config) -> None:
-    _, log = nvrtc.compile_recipe(chained.recipe(made, config), resources=True)
+@pytest.mark.parametrize("name", covering(COMPILED))
+def test_kernels_compile_without_spills(name: str) -> None:
+    _, log = nvrtc.compile_recipe(COMPILED[name], resources=True)
     assert " 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
     assert "serialized" not in log
 

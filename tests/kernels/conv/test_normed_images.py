@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.covering import covering
 from support.net import Net
 from support.on_gpu import checked_program
 from support.one_config import only
@@ -21,6 +22,7 @@ from optdnn.kernels.conv.row_forms import RowNorm
 from optdnn.ops.norm import GroupNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.program import Program
 
 
@@ -227,19 +229,18 @@ def _built(name: str, precision: str = "fp16") -> tuple[Graph, Program]:
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("wanted")
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_kernels_compile_without_spills(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, config)
-    _, program = _built("block")
-    found = 0
-    for kernel in program.kernels:
-        text = kernel.generated.get("generated.cuh", "")
-        if "#define MOMENT_ROWS 8" in text or "#define IMAGE_NORM 1" in text:
-            recipe = nvrtc.Recipe(kernel.template, kernel.arch, dict(kernel.generated), tuple(kernel.options))
-            resources = nvrtc.resources(recipe)[kernel.function]
-            assert resources.spill_bytes == resources.stack_bytes == 0, resources
-            found += 1
-    assert found >= 2
+def test_kernels_compile_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {}
+    for config in CONFIGS:
+        only(monkeypatch, config)
+        _, program = _built("block")
+        texts = {k: kernel.generated.get("generated.cuh", "") for k, kernel in enumerate(program.kernels)}
+        own = [k for k, text in texts.items() if "#define MOMENT_ROWS 8" in text or "#define IMAGE_NORM 1" in text]
+        assert len(own) >= 2
+        made |= {f"{config}, kernel {k}": recipe_of(program.kernels[k]) for k in own}
+    for name in covering(made):
+        (resources,) = nvrtc.resources(made[name]).values()
+        assert resources.spill_bytes == resources.stack_bytes == 0, (name, resources)
 
 
 @pytest.mark.hopper

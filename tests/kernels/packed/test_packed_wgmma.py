@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.covering import covering
 from support.host import COMPILER, WHY_NOT
 from support.packed_cases import (
     CASES,
@@ -132,14 +133,17 @@ def test_estimates_fill_the_gpu(rows: int) -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("rows", [40, 256, 2048])
-def test_kernels_do_not_spill(rows: int) -> None:
-    for case in (
-        Case(rows, 4096, 4096, stages=(("add",),)),
-        Case(rows, 4096, 4096, block=32, zeros="uint8", dtype="bfloat16", scale="bfloat16"),
-        Case(rows, 4096, 4096, "uint8", 0),
-        CASES["8-bit floats"].of_rows(rows),
-    ):
-        for config in wgmma.candidates(case.problem, GPU, 1):
-            (kernel,) = nvrtc.resources(wgmma.recipe(case.problem, config)).values()
-            assert kernel.spill_bytes == kernel.stack_bytes == 0, str(config)
+def test_kernels_do_not_spill() -> None:
+    made = {}
+    for rows in (40, 256, 2048):
+        for case in (
+            Case(rows, 4096, 4096, stages=(("add",),)),
+            Case(rows, 4096, 4096, block=32, zeros="uint8", dtype="bfloat16", scale="bfloat16"),
+            Case(rows, 4096, 4096, "uint8", 0),
+            CASES["8-bit floats"].of_rows(rows),
+        ):
+            for config in wgmma.candidates(case.problem, GPU, 1):
+                made[f"{case}, {config}"] = wgmma.recipe(case.problem, config)
+    for name in covering(made):
+        (kernel,) = nvrtc.resources(made[name]).values()
+        assert kernel.spill_bytes == kernel.stack_bytes == 0, name

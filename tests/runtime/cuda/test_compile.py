@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.conv_cases import ADD, CASES, GENERAL, RELU, same
+from support.covering import covering
 from support.net import Net
 from support.quantized_cases import GENERAL as QUANTIZED
 from support.simulated import lowered
@@ -23,15 +24,17 @@ from optdnn.runtime.cuda.gpu_facts import of_arch
 pytestmark = pytest.mark.nvrtc
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_case_compiles_without_spills(name: str) -> None:
+def recipe_of_case(name: str) -> nvrtc.Recipe:
     problem, config = CASES[name]
     family = conv_patch if isinstance(config, PatchConfig) else conv
-    checked = not getattr(
-        config, "wide", False
-    )  # the compiler does not move registers between warps if there is a trap
-    found = nvrtc.resources(family.recipe(problem, config, checked=checked))
-    (kernel,) = found.values()
+    # The compiler does not move registers between warps if there is a trap.
+    return family.recipe(problem, config, checked=not getattr(config, "wide", False))
+
+
+@pytest.mark.parametrize("name", covering({name: recipe_of_case(name) for name in CASES}))
+def test_case_compiles_without_spills(name: str) -> None:
+    config = CASES[name][1]
+    (kernel,) = nvrtc.resources(recipe_of_case(name)).values()
     assert kernel.spill_bytes == kernel.stack_bytes == 0
     assert kernel.registers * config.threads * config.blocks <= 65536
 
