@@ -6,6 +6,7 @@ spill.
 
 Networks are NAME:BATCH. Prints one line per network and one per fault; exits 1 if there was a fault. ``--again``: a new process
 compiles all kernels once more, in the opposite order, and must get the same bytes; else a rebuilt engine would differ.
+``--few`` leaves out kernels that consist of lines of the kernels before them: the other half has all constants and functions.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import onnx
 
+from benchmarks.models import tests_on_path
 from benchmarks.rows import Results, Row, command_parser, say
 from optdnn.config import BuildOptions
 from optdnn.errors import OptdnnError
@@ -27,6 +29,10 @@ from optdnn.models import zoo
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.compile.recipes import recipe_of
+
+tests_on_path()
+
+from support.covering import lines  # noqa: E402 (the tests' folders are no packages)
 
 HOT = frozenset(
     {
@@ -91,16 +97,18 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--precision", default="fp16,bf16,tf32,fp32,int8+fp16")
     parser.add_argument("--batches", default="1,128", help="of the zoo's networks, where none are named")
     parser.add_argument("--again", action="store_true", help="all kernels a second time: their bytes must be the same")
+    parser.add_argument("--few", action="store_true", help="only kernels with a line that no kernel before has")
     parser.add_argument("--out", type=Path, help="add rows to this file")
     options = parser.parse_intermixed_args(words)
     results = Results(options.out, ["compile", *words]) if options.out is not None else None
     networks = options.networks or [f"{name}:{batch}" for name in zoo.NAMES for batch in options.batches.split(",")]
     seen: dict[str, tuple[Recipe, str]] = {}
+    known: set[tuple[str, str, str]] | None = set() if options.few else None
     faults = 0
     for network in networks:
         for arch in options.arch.split(","):
             for precision in options.precision.split(","):
-                row = _row(network, arch, precision, seen)
+                row = _row(network, arch, precision, seen, known)
                 faults += len(row["faults"])
                 if results is not None:
                     results.add(row)
@@ -114,8 +122,11 @@ def main(words: Sequence[str]) -> int:
     return 1 if faults else 0
 
 
-def _row(network: str, arch: str, precision: str, seen: dict[str, tuple[Recipe, str]]) -> Row:
-    """Compile the kernels of a network that are not in ``seen``, and add them there, with the digests of their cubins."""
+def _row(
+    network: str, arch: str, precision: str, seen: dict[str, tuple[Recipe, str]], known: set[tuple[str, str, str]] | None
+) -> Row:
+    """Compile the kernels of a network that are not in ``seen``, and add them there, with the digests of their cubins. ``known``:
+    the lines of those before. Kernels without a further line are left out."""
     name, _, batch = network.partition(":")
     start = time.perf_counter()
     row: Row = {"workload": f"zoo/{name}:{batch or 1}@{precision}", "what": "compile", "setup": arch}
@@ -125,6 +136,8 @@ def _row(network: str, arch: str, precision: str, seen: dict[str, tuple[Recipe, 
         say(f"{network} {arch} {precision}: {error}")
         return {**row, "faults": [str(error)[:300]]}
     fresh = {k: r for k, r in recipes.items() if k not in seen}
+    if known is not None:
+        fresh = {k: r for k, r in fresh.items() if _adds(lines(r), known)}
     found = {key: (recipe, *compiled(recipe)) for key, recipe in fresh.items()}
     seen.update((key, (recipe, bytes_)) for key, (recipe, _, bytes_) in found.items())
     faults = [f"{recipe.name}: {text}" for recipe, text, _ in found.values() if text]
@@ -133,3 +146,10 @@ def _row(network: str, arch: str, precision: str, seen: dict[str, tuple[Recipe, 
     for fault in faults:
         say(f"  FAULT {fault}")
     return {**row, "kernels": len(recipes), "compiled": len(fresh), "faults": faults}
+
+
+def _adds(own: set[tuple[str, str, str]], known: set[tuple[str, str, str]]) -> bool:
+    """Whether a kernel has a line that is not known; all its lines are known then."""
+    before = len(known)
+    known |= own
+    return len(known) > before

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 
 
+def lines(recipe: Recipe) -> set[tuple[str, str, str]]:
+    """The options and generated lines of a recipe, each with its template and architecture."""
+    texts = (*recipe.options, *recipe.generated.values())
+    return {(recipe.name, recipe.arch, line) for text in texts for line in text.splitlines()}
+
+
 def covering(recipes: Mapping[str, Recipe]) -> list[str]:
     """Names of recipes that together have every template, option and generated line of all. Greedy: the next recipe is the one with
     the most that is missing."""
-    own = {
-        name: {(r.name, r.arch, line) for text in (*r.options, *r.generated.values()) for line in text.splitlines()}
-        for name, r in recipes.items()
-    }
+    own = {name: lines(recipe) for name, recipe in recipes.items()}
     missing, chosen = set().union(*own.values()), []
     while missing:
         best = max(own, key=lambda name: len(own[name] & missing))

@@ -62,3 +62,16 @@ def test_a_kernel_whose_bytes_differ_is_a_fault(
     assert command.main(words) == 0
     assert command.main([*words, "--again"]) == 1
     assert "FAULT rows.cu: compiled twice, its bytes differ" in capsys.readouterr().out
+
+
+def test_a_kernel_without_a_further_line_may_be_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ("#define A 1", "#define A 2\n#define B 1", "#define A 1\n#define B 1", "#define A 1\n#define B 2")
+    recipes = {text: Recipe("rows.cu", "sm_80", {"generated.cuh": text}) for text in texts}
+    compiled: list[Recipe] = []
+    monkeypatch.setattr(command, "recipes_of", lambda *network: recipes)
+    monkeypatch.setattr(command, "compiled", lambda recipe: (compiled.append(recipe), ("", "bytes"))[1])
+    assert command.main(["--arch", "sm_80", "--precision", "fp16", "--few", "squeezenet1_1:1"]) == 0
+    assert [r.generated["generated.cuh"] for r in compiled] == [texts[0], texts[1], texts[3]]
+    assert "4 kernels,   3 new" in capsys.readouterr().out
