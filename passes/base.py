@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from optdnn.errors import InternalError
@@ -195,6 +196,10 @@ class _RulesByKind(dict[str, list[Rule]]):
         return self[kind]
 
 
+_by_kind = cache(_RulesByKind)
+"""The table of the rules of a class of passes, which are the same in each run."""
+
+
 class RulePass(Pass):
     """Applies rules to a fixpoint with a worklist in topological (or, ``sinks_first``, reverse topological) order.
 
@@ -215,7 +220,7 @@ class RulePass(Pass):
         ops = graph.order()
         budget = self.rewrites_per_op * (len(ops) + 16)
         rules = self.rules_for(graph, context)
-        by_kind = _RulesByKind(rules)
+        by_kind = _by_kind(tuple(rules)) if rules is type(self).rules else _RulesByKind(rules)
         order = [op.id for op in ops if by_kind[op.kind]]
         if self.sinks_first:
             order.reverse()

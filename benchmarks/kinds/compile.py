@@ -123,7 +123,11 @@ def main(words: Sequence[str]) -> int:
 
 
 def _row(
-    network: str, arch: str, precision: str, seen: dict[str, tuple[Recipe, str]], known: set[tuple[str, str, str]] | None
+    network: str,
+    arch: str,
+    precision: str,
+    seen: dict[str, tuple[Recipe, str]],
+    known: set[tuple[str, str, str]] | None,
 ) -> Row:
     """Compile the kernels of a network that are not in ``seen``, and add them there, with the digests of their cubins. ``known``:
     the lines of those before. Kernels without a further line are left out."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from optdnn.dim import INF, Dim, DimLike, bounds, symbol
 from optdnn.errors import InternalError, ShapeError
+from optdnn.ir.multigraph import copied, topological_order
 from optdnn.ir.op import STRUCTURAL, ConstantAttrs, Op, Output, Use, Value
 from optdnn.ops.base import KNOWN_LIMIT, Attrs, Call, Known, Result
 from optdnn.ops.table import OPDEFS
@@ -37,6 +38,7 @@ class Graph:
         """A copy of the node attributes "op" of ``_g``: they are read more often than anything else."""
         self._ids = itertools.count()
         self._order: list[int] | None = None
+        self._kinds: dict[str, int] | None = None
         self._names: set[str] = set()
         self._suffixes: dict[str, int] = {}
         self._symbols: set[str] = set()
@@ -74,10 +76,7 @@ class Graph:
         Raises InternalError when there is a cycle.
         """
         if self._order is None:
-            try:
-                self._order = list(nx.topological_sort(self._g))
-            except nx.NetworkXUnfeasible:
-                raise InternalError("the graph has a cycle") from None
+            self._order = topological_order(self._g)
         return [self._ops[i] for i in self._order]
 
     def of_kind(self, *kinds: str) -> list[Op]:
@@ -142,8 +141,11 @@ class Graph:
         return [self.op(i) for i in nx.dag_longest_path(nx.DiGraph(self._g), weight=None)]
 
     def kinds(self) -> dict[str, int]:
-        """Number of ops of each computing kind, by name."""
-        return dict(sorted(Counter(op.kind for op in self.ops() if op.kind not in STRUCTURAL).items()))
+        """Number of ops of each computing kind, by name (cached until the next change)."""
+        if self._kinds is None:
+            found = Counter(op.kind for op in self.ops() if op.kind not in STRUCTURAL)
+            self._kinds = dict(sorted(found.items()))
+        return dict(self._kinds)
 
     def symbols(self) -> dict[str, Dim]:
         """The symbolic dimensions of the inputs, by name."""
@@ -267,7 +269,7 @@ class Graph:
         for slot, value in enumerate(op.inputs):
             if value is not None:
                 self._g.add_edge(value.op, op.id, key=slot, port=value.port)
-        self._order = None
+        self._order = self._kinds = None
         return op
 
     def set_op(self, op: Op) -> None:
@@ -282,6 +284,8 @@ class Graph:
                 if after is not None:
                     self._g.add_edge(after.op, op.id, key=slot, port=after.port)
             self._order = None
+        if old.kind != op.kind:
+            self._kinds = None
         self._g._node[op.id]["op"] = self._ops[op.id] = op
 
     def rename(self, value: Value, name: str) -> None:
@@ -346,7 +350,7 @@ class Graph:
             raise InternalError(f"{self.op(op_id).name!r} is an input or output of the network")
         self._g.remove_node(op_id)
         del self._ops[op_id]
-        self._order = None
+        self._order = self._kinds = None
 
     def remove_dead(self, start: Iterable[int]) -> list[Op]:
         """Remove the unused ops among ``start``, then producers that only they used; returns the removed ops."""
@@ -366,7 +370,7 @@ class Graph:
         other = Graph(self.name)
         other.inputs, other.outputs, other.profiles = list(self.inputs), list(self.outputs), self.profiles
         other.description = self.description
-        other._g, other._ops = self._g.copy(), dict(self._ops)
+        other._g, other._ops = copied(self._g), dict(self._ops)
         other._suffixes, other._symbol_counts = dict(self._suffixes), dict(self._symbol_counts)
         other._ids = itertools.count(max(self._g.nodes, default=-1) + 1)
         other._names, other._symbols = set(self._names), set(self._symbols)

@@ -1,0 +1,32 @@
+"""Functions of networkx on its dictionaries, which take a fraction of the time: passes sort and copy graphs all the time."""
+
+from __future__ import annotations
+
+import networkx as nx
+
+from optdnn.errors import InternalError
+
+
+def topological_order(graph: nx.MultiDiGraph) -> list[int]:
+    """The nodes in the order of ``networkx.topological_sort`` (Kahn's algorithm). Raises InternalError when there is a cycle."""
+    missing = {i: sum(map(len, edges.values())) for i, edges in graph._pred.items()}
+    order = [i for i, count in missing.items() if not count]
+    for i in order:  # grows meanwhile
+        for user, edges in graph._adj[i].items():
+            missing[user] -= len(edges)
+            if not missing[user]:
+                order.append(user)
+    if len(order) < len(missing):
+        raise InternalError("the graph has a cycle")
+    return order
+
+
+def copied(graph: nx.MultiDiGraph) -> nx.MultiDiGraph:
+    """A copy with dictionaries of its own, in the order of ``graph.copy()``."""
+    made = nx.MultiDiGraph()
+    for i, data in graph._node.items():
+        made._node[i], made._adj[i], made._pred[i] = dict(data), {}, {}
+    for i, users in graph._adj.items():
+        for user, edges in users.items():
+            made._adj[i][user] = made._pred[user][i] = {slot: dict(data) for slot, data in edges.items()}
+    return made
