@@ -55,6 +55,7 @@ from optdnn.runtime.program import Program
 from optdnn.target_name import TargetName
 from optdnn.targets import Target, resolve_target, target_for
 from optdnn.targets.base import Optimized, Source
+from optdnn.targets.beginning import beginning
 from optdnn.tuning.timing_cache import TimingCache
 
 if TYPE_CHECKING:
@@ -136,8 +137,6 @@ def build(
 @cpu_trials.kept()
 def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progress: Progress | None = None) -> Build:
     """Like :func:`build`, with the record of the build."""
-    from optdnn.targets.cuda import beginning
-
     for path in (options.lock, options.emit_onnx):
         if path is not None:
             check_writable(path)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -25,7 +24,6 @@ from optdnn.runtime.program import Program
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.shapes.plan_base import plans_of
 from optdnn.shapes.plans import Planned, by_value, plan_profiles, replan
-from optdnn.target_name import TargetName
 from optdnn.targets.base import Compiled, Meta, Optimized, Source, Target
 from optdnn.tuning.autotuner import tune
 from optdnn.tuning.first_run import Tried, finish
@@ -123,22 +121,3 @@ class Cuda(Target):
     def load(self, program: Program) -> Engine:
         # The building machine need not be the running machine: requirements on the GPU are checked on first use.
         return Engine(program, options=LoadOptions(defer=True, trust_cubins=True, planner=replan))
-
-
-@contextmanager
-def beginning(options: BuildOptions) -> Iterator[None]:
-    """Starts the slow parts in parallel with a build that may use a GPU: the process of the trials, and the loading of libraries.
-    The process ends with the block."""
-    name = TargetName.parse(options.target)
-    if name.family not in ("auto", "cuda"):
-        yield
-        return
-    from optdnn.runtime.cuda import start
-    from optdnn.runtime.cuda.trials.process import gpu_process
-
-    with gpu_process() as process:
-        start.begin_trials(process, options.target)
-        if "heuristic" not in options.tactics.split(",") or not name.arch:
-            wanted = ("cudnn", "cublaslt") if options.tactics == "auto" else options.tactics.split(",")
-            start.load_libraries(*(name for name in wanted if name in ("cudnn", "cublaslt")))
-        yield
