@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.covering import covering
 from support.emulated import _text
 from support.host import HERE, library
 from support.net import Net
@@ -268,26 +270,26 @@ def test_tiles_turn_on_the_processor(
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("norm", [None, RowNorm(False, 1e-5)])
-@pytest.mark.parametrize(
-    "turn",
-    [
+def test_it_compiles_without_spills(norm: RowNorm | None) -> None:
+    turns = [
         TURN,
         replace(TURN, interleaved=True),
         replace(TURN, head=128, turned=128),
         replace(TURN, head=32, turned=32, parts=2),
-    ],
-    ids=str,
-)
-def test_it_compiles_without_spills(turn: HeadTurn, norm: RowNorm | None) -> None:
-    problem = replace(PLAIN, turn=turn, norm=norm)
-    for config in (
+    ]
+    configs = (
         Config(1, 1, 1, 128, 8, share=(1, 2)),
         Config(1, 1, 2, 96, 5, alternate=True),
         Config(2, 1, 2, 64, 3),
-    ):
-        if implicit_gemm.refuse(problem, config) is None:
-            (kernel,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()
-            assert kernel.spill_bytes == 0, (config, kernel)
+    )
+    made = {
+        f"{turn}, {config}": implicit_gemm.recipe(problem, config)
+        for turn, config in itertools.product(turns, configs)
+        if implicit_gemm.refuse(problem := replace(PLAIN, turn=turn, norm=norm), config) is None
+    }
+    for name in covering(made):
+        (kernel,) = nvrtc.resources(made[name]).values()
+        assert kernel.spill_bytes == 0, (name, kernel)
 
 
 CONFIGS = (

@@ -3,6 +3,7 @@ bits, and accesses have at most 16 bytes."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import emulated
+from support.covering import covering
 from support.host import COMPILER, WHY_NOT
 from support.sweep import every
 
@@ -145,13 +147,15 @@ def test_other_deviations_compile_without_spills(operation: str, uncentered: boo
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("operation", rows.OPERATIONS)
-@pytest.mark.parametrize("length", [32, 96, 768, 4096])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_candidates_compile_without_spills(operation: str, length: int, dtype: str) -> None:
-    problem = rows.Problem(operation, 4096, length, dtype, widened=dtype == "float16")
-    for config in rows.candidates(problem, GPU, 2 if length in (32, 4096) else 1):
-        kernel = nvrtc.resources(rows.recipe(problem, config))["rows"]
-        assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+def test_candidates_compile_without_spills(operation: str) -> None:
+    made = {}
+    for length, dtype in itertools.product([32, 96, 768, 4096], ["float32", "float16"]):
+        problem = rows.Problem(operation, 4096, length, dtype, widened=dtype == "float16")
+        for config in rows.candidates(problem, GPU, 2 if length in (32, 4096) else 1):
+            made[f"{length}, {dtype}, {config}"] = rows.recipe(problem, config)
+    for name in covering(made):
+        kernel = nvrtc.resources(made[name])["rows"]
+        assert kernel.spill_bytes == kernel.stack_bytes == 0, (name, kernel)
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
