@@ -202,7 +202,12 @@ def test_a_thread_resizes_several_pixels_of_a_row(
         ((7, 48, 8), resize.ResizeAttrs("linear", "half_pixel"), "fp16", True),
         ((5, 24, 8), resize.ResizeAttrs("linear", "half_pixel"), "fp16", True),  # only rows
         ((9, 24, 8), resize.ResizeAttrs("cubic", "half_pixel"), "fp32", True),
-        ((10, 26, 8), resize.ResizeAttrs("linear", "half_pixel"), "fp16", False),  # its rows are no whole number of strips
+        (
+            (10, 26, 8),
+            resize.ResizeAttrs("linear", "half_pixel"),
+            "fp16",
+            False,
+        ),  # its rows are no whole number of strips
         ((10, 8, 8), resize.ResizeAttrs("linear", "half_pixel"), "fp16", False),  # neighbors share few pixels
         ((10, 24, 8), resize.ResizeAttrs("nearest", "half_pixel"), "fp16", False),
     ],

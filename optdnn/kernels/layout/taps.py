@@ -361,7 +361,9 @@ def _source(taps: Taps, work: ThreadWork, fields: Sequence[str]) -> str:
     for i in taps.order:
         n = taps.out.shape[i]
         wide = work.wide.get(i, 1)
-        split.append(f"const int o{i} = rest % {-(-n // wide)}u{f' * {wide}' if wide > 1 else ''}; rest /= {-(-n // wide)}u;")
+        split.append(
+            f"const int o{i} = rest % {-(-n // wide)}u{f' * {wide}' if wide > 1 else ''}; rest /= {-(-n // wide)}u;"
+        )
     return f"""struct Params {{ const {x}* x; {out}* y; {" ".join(fields)} u32 count; i64 sx[{rank}], sy[{rank}]; }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}) taps(const __grid_constant__ Params p) {{
