@@ -15,10 +15,19 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.general import constants_refusal
 from optdnn.kernels.conv.grouped_kernel import Config, Problem
-from optdnn.kernels.conv.hopper import FEW_CHANNELS, HopperConv, bias_of, entering, image, on_images, planar, with_pitch
+from optdnn.kernels.conv.hopper import (
+    FEW_CHANNELS,
+    HopperConv,
+    bias_of,
+    entering,
+    image,
+    on_images,
+    planar,
+    planned,
+    with_pitch,
+)
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.tactic import MANY, Offer
-from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16
 
@@ -47,12 +56,14 @@ class NarrowConv(ConvolutionKernel):
             return f"it has {op.attrs.group} groups"
         if not FEW_CHANNELS < inside <= MOST or not FEW_CHANNELS < out <= MOST:
             return f"its {inside} and {out} channels are not between {FEW_CHANNELS + 1} and {MOST}"
+        if set(b.weights(op).shape[2:]) == {1}:
+            return "pixels under a filter of one tap share no loads"
         if op.outputs[0].type.dtype not in (FP16, BF16):
             return "it is for 16-bit floats"
         if op.attrs.prologue:
             return "its prologue would be a launch"
-        if render.reads_channels(ep.rendered):
-            return "its stages have per-channel operands"
+        if len(planned(b, op).rest) < len(ep.rest):
+            return "its stages have operands for each channel"
         if HopperConv().added(b, op, ep) is not None:
             return "another kernel computes the convolution that it adds in the same launch"
         return None if self.configs(b, op) else "no tile of the kernel fits it"

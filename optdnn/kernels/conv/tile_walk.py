@@ -207,6 +207,12 @@ class Walk:
         slabs = self.tiles(source)[0]
         return slabs * max(1, min(self.count(source, batch), gpu.multiprocessors * blocks // slabs))
 
+    def load_cycles(self, source: Source) -> float:
+        """Cycles in which TMA loads a patch, and stores results that are not swizzled."""
+        patch, chunks = self.patch_images(source) * math.prod(self.patch(source)), self.read(source)
+        result = self.images * self.height * self.width
+        return patch * ROW if _swizzle(chunks) else (patch * chunks + STORED * result * self.chunks) * CHUNK
+
     def seconds(
         self, source: Source, batch: int, gpu: GpuFacts, blocks: int, *, shared: float, tensor: float, issued: float,
         depth: float, least: int, start: float,
@@ -215,11 +221,7 @@ class Walk:
         numbers of ``tensor`` instructions and of ``issued`` instructions, and ``depth``, the latency of the longest
         chain in cycles. ``least``: bytes of all tensors; ``start``: cycles of a block before its first tile."""
         slabs, count = self.tiles(source)[0], self.count(source, batch)
-        moved = self.patch_bytes(source) + self.result_bytes() * (1 + self.residual)
-        patch = self.patch_images(source) * math.prod(self.patch(source))
-        result = self.images * self.height * self.width
-        chunks = self.read(source)
-        load = patch * ROW if _swizzle(chunks) else (patch * chunks + STORED * result * self.chunks) * CHUNK
+        moved, load = self.patch_bytes(source) + self.result_bytes(), self.load_cycles(source)
         grid = self.grid(source, batch, gpu, blocks)
         per_block, together = -(-count // max(1, grid // slabs)), -(-grid // gpu.multiprocessors)
         busy = max(shared * self.warps + moved / 128, issued * self.warps / 4, 2 * tensor * self.warps) * BUSY
