@@ -76,7 +76,7 @@ class Emitted:
             if taken is None:
                 continue
             rough = [load_of(self.program.steps[k], self.program, gpu).seconds for k in steps]
-            known |= {k: taken * one / sum(rough) for k, one in zip(steps, rough, strict=True)}
+            known |= {k: taken * (one / sum(rough)) for k, one in zip(steps, rough, strict=True)}
         return known
 
     def _steps_of_sites(self) -> dict[int, list[int]]:
