@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,12 @@ def test_each_family_has_its_target(family: str) -> None:
     target = target_for(BuildOptions(target="cuda:sm_80" if family == "cuda" else family))
     assert type(target).__name__.lower() == family
     assert target.one_size == (family in ("cuda", "simulate"))
+
+
+def test_builds_for_the_cpu_import_no_kernels_of_gpus() -> None:
+    """They are 250 modules, whose import would take as long as a small build."""
+    code = "import sys, optdnn.compiler, optdnn.targets.cpu; sys.exit('optdnn.lowering.table' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_gpu_that_is_not_here_is_a_named_one(monkeypatch: pytest.MonkeyPatch) -> None:
