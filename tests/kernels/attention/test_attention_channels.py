@@ -218,7 +218,7 @@ def test_the_queries_of_large_heads_have_bands() -> None:
 def test_candidates_compile_without_spills(arch: str) -> None:
     gpu, launches = gpu_facts.of_arch(arch), {}
     tested = [A, merged(1, 4, 100, 42, dtype="bfloat16"), merged(1, 8, 784, 64, least=None), merged(1, 8, 150, 25)]
-    tested += [merged(1, 1, 4096, size) for size in (65, 78, 96, 104, 128)]
+    tested += [merged(1, 1, 4096, size) for size in (65, 96, 128)]
     for problem in tested if arch == "sm_90a" else tested[::3]:
         found = channels.candidates(problem, gpu)
         assert found
