@@ -315,5 +315,5 @@ def cycles(problem: Problem, config: PatchConfig, device: GpuFacts) -> float:
         overlapped and problem.span < 128
     ):  # a tile's products are shorter than its epilogue, which the other group does not hide
         finish = 1500 + n * (3.0 + ACTIVATED * stages_issue(problem.epilogue))
-        busy = math.hypot(busy**2, (busy / 2 + finish) ** 2) ** 0.5
+        busy = math.sqrt(math.hypot(busy**2, (busy / 2 + finish) ** 2))
     return jobs * (busy if overlapped else busy + idle) + idle + 200 * (3 - min(3, config.stages + config.out_buffers))
