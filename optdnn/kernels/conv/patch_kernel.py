@@ -291,7 +291,8 @@ def cycles(problem: Problem, config: PatchConfig, device: GpuFacts) -> float:
         config.wgm * 64 * problem.span if config.weight_stages else 0
     )
     shallow = 1.0 + 2.0 / config.weight_stages if config.weight_stages else 1.0
-    rows = config.wgn * height * width * row_cycles(problem) / taps
+    short = problem.span < 128
+    rows = config.wgn * height * width * row_cycles(problem) / taps if short else 0.0
     busy = steps * max(multiply, loaded / 45 * shallow, rows) * (RINGED if config.weight_stages else 1.0)
     first = (
         config.wgn * height * width * problem.span / L2_PER_CLOCK
