@@ -120,6 +120,7 @@ RULES: Mapping[str, str] = {
     "stacked_columns": "equal columns of a Concat computed at once",
     "pasted_picture": "loops that paste resized pictures written as products",
     "counted_places": "lengths of lists of places computed as sums",
+    "farthest_points": "points far from each other chosen in one launch",
     "first_of_sorted": "elements sorted that nothing reads are left out",
     "long_top_k": "selections from long lines made from those of their parts",
     "parallel_loop": "independent iterations of Loops computed together",
