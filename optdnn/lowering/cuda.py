@@ -32,7 +32,7 @@ from optdnn.lowering.host import HostSide, summary
 from optdnn.lowering.joined_launches import with_joined_launches
 from optdnn.lowering.l2_prefetch import with_ahead
 from optdnn.lowering.lane_choice import LaneChoice, on_lanes
-from optdnn.lowering.lanes import LATENCY
+from optdnn.lowering.lanes import LATENCY, load_of
 from optdnn.lowering.likely_shapes import sizes_needed
 from optdnn.lowering.megakernels import with_megakernels
 from optdnn.lowering.schedule import group_steps, keep_inputs_on_host
@@ -40,7 +40,8 @@ from optdnn.lowering.sites import NoKernel, Planner, Visit, emit_plan, no_visit
 from optdnn.lowering.step_times import with_step_times
 from optdnn.lowering.steps import plain_shape
 from optdnn.lowering.table import TACTICS
-from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
+from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.runtime.program import Program
 from optdnn.target_name import TargetName
 from optdnn.types import Array, TensorSpec
@@ -57,26 +58,39 @@ class Emitted:
     decisions: Sequence[Decision]
     sites: Sequence[int | None]
 
-    def seconds(self, measured: Mapping[str, float] | None = None) -> dict[int, float]:
-        """Step number -> seconds that the step adds to a chain of launches, for operators of one launch.
+    def seconds(self, gpu: GpuFacts, measured: Mapping[str, float] | None = None) -> dict[int, float]:
+        """Step number -> seconds that the step adds to a chain of launches.
 
-        The seconds are ``measured`` (by signature) or else predicted. Steps without either are left out.
+        The seconds are ``measured`` (by signature) or else predicted. Steps without either are left out. Those of an operator with
+        several launches are divided in proportion to a rough estimate of each launch on ``gpu``. Predictions do not include copies
+        into another layout.
         """
         known: dict[int, float] = {}
-        for step, site in enumerate(self.sites):
-            if site is None or self.decisions[site].launches != 1:
-                continue
+        for site, steps in self._steps_of_sites().items():
             d = self.decisions[site]
-            predicted = None if d.seconds is None else max(LATENCY, d.seconds - OVERLAP)
-            taken = (measured or {}).get(d.signature, predicted)
-            if taken is not None:
-                known[step] = taken
+            taken = (measured or {}).get(d.signature)
+            if taken is None and d.seconds is not None:
+                taken = max(LATENCY, d.seconds - OVERLAP)
+                kinds = [parse(self.program.steps[k], self.program).meaning.kind for k in steps]
+                steps = [k for k, kind in zip(steps, kinds, strict=True) if kind != "Copy"] or steps
+            if taken is None:
+                continue
+            rough = [load_of(self.program.steps[k], self.program, gpu).seconds for k in steps]
+            known |= {k: taken * (one / sum(rough)) for k, one in zip(steps, rough, strict=True)}
         return known
+
+    def _steps_of_sites(self) -> dict[int, list[int]]:
+        """Decision number -> its steps, if all of them are on the GPU."""
+        steps: dict[int, list[int]] = {}
+        for k, site in enumerate(self.sites):
+            if site is not None and self.program.steps[k].executor == "cuda":
+                steps.setdefault(site, []).append(k)
+        return {site: found for site, found in steps.items() if len(found) == self.decisions[site].launches}
 
     def measured(self, times: Mapping[str, float]) -> set[int]:
         """The numbers of the steps whose seconds are among these measured times (by signature)."""
-        sites = [(k, self.decisions[s]) for k, s in enumerate(self.sites) if s is not None]
-        return {k for k, d in sites if d.launches == 1 and d.signature in times}
+        found = ((self.decisions[site], steps) for site, steps in self._steps_of_sites().items())
+        return {k for d, steps in found if d.signature in times for k in steps}
 
 
 OVERLAP = 0.5e-6
@@ -121,7 +135,7 @@ def lower_cuda(
     else:
         emitted.program.meta = {**meta, **emitted.program.meta}
     times = {} if streams is None else streams.seconds
-    seconds, measured = emitted.seconds(times), emitted.measured(times)
+    seconds, measured = emitted.seconds(fitted(gpu), times), emitted.measured(times)
     program, moved = with_joined_launches(emitted.program, gpu)
     seconds, measured = _renumbered(seconds, measured, moved)
     if not options.row_invariant:

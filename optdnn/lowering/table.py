@@ -24,6 +24,7 @@ from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
 from optdnn.kernels.conv.general import BandedConv, GeneralConv, GeneralGemm
 from optdnn.kernels.conv.grouped import GroupedConv
 from optdnn.kernels.conv.hopper import HopperConv
+from optdnn.kernels.conv.narrow import NarrowConv
 from optdnn.kernels.conv.normed import NormedConv
 from optdnn.kernels.conv.paired import PairedConv, PairedParts
 from optdnn.kernels.conv.parts import PartsConv, PartsGemm
@@ -153,6 +154,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         VolumeConv(),
         NormedConv(),
         PairedConv(),
+        NarrowConv(),
         HopperConv(),
         EdgeDepthwise(),
         PairedDepthwise(),

@@ -62,7 +62,7 @@ class NetworkStage:
         """The network with these choices, with lanes as the options or ``streams`` say."""
         session = self.session
         emitted = session.emit(choices)
-        seconds = emitted.seconds(session.measured(choices))
+        seconds = emitted.seconds(session.gpu, session.measured(choices))
         return placed(on_lanes(emitted.program, session.gpu, seconds, session.options, streams))
 
     def _load(self, program: Program) -> Any:
@@ -151,7 +151,7 @@ class NetworkStage:
         if session.options.streams != AUTO:
             return
         emitted, measured = session.emit(tuned.choices), session.measured(tuned.choices)
-        seconds = emitted.seconds(measured)
+        seconds = emitted.seconds(session.gpu, measured)
         lanes = tuned.streams = LaneChoice()
         raced: set[Any] = set()
         for most in WAYS:

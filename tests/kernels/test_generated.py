@@ -18,6 +18,7 @@ from support.sweep import sweep
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
+from optdnn.kernels.layout import taps
 from optdnn.kernels.pointwise import joint as joint_launches
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.ops import conv, reduce, resize, shape
@@ -190,6 +191,50 @@ def test_a_thread_resizes_several_pixels_of_a_row(
         next(iter(feeds.values()))[0, 0, 2, 7] = np.inf
     assert compare_steps(program, feeds, 3e-6 if precision == "fp32" else 3e-3, tmp_path) >= 1
     assert any("line[s]" in text for k in program.kernels for text in k.generated.values()) == runs
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(
+    ("sizes", "attrs", "precision", "runs"),
+    [
+        ((10, 24, 8), resize.ResizeAttrs("linear", "half_pixel"), "fp32", True),
+        ((10, 24, 8), resize.ResizeAttrs("linear", "align_corners"), "fp16", True),
+        ((7, 48, 8), resize.ResizeAttrs("linear", "half_pixel"), "fp16", True),
+        ((5, 24, 8), resize.ResizeAttrs("linear", "half_pixel"), "fp16", True),  # only rows
+        ((9, 24, 8), resize.ResizeAttrs("cubic", "half_pixel"), "fp32", True),
+        (
+            (10, 26, 8),
+            resize.ResizeAttrs("linear", "half_pixel"),
+            "fp16",
+            False,
+        ),  # its rows are no whole number of strips
+        ((10, 8, 8), resize.ResizeAttrs("linear", "half_pixel"), "fp16", False),  # neighbors share few pixels
+        ((10, 24, 8), resize.ResizeAttrs("nearest", "half_pixel"), "fp16", False),
+    ],
+)
+def test_a_thread_resizes_several_pixels_with_their_channels(
+    sizes: tuple[int, int, int], attrs: resize.ResizeAttrs, precision: str, runs: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Each pixel is read once for all neighbors that need it. An infinite element affects no others."""
+    monkeypatch.setattr(taps, "MANY_THREADS", 0)
+    n = Net()
+    graph = n.done(n.op("Resize", n.op("Neg", n.input(2, 5, 12, 8)), None, None, n.ints(2, *sizes), attrs=attrs))
+    program = lowered(graph, precision)
+    feeds = feeds_of(graph)
+    if attrs.coordinate_transformation_mode == "half_pixel" and sizes[0] != 5:
+        next(iter(feeds.values()))[0, 2, 7, 3] = np.inf
+    assert compare_steps(program, feeds, 3e-6 if precision == "fp32" else 3e-3, tmp_path) >= 1
+    assert any("line[s * " in text for k in program.kernels for text in k.generated.values()) == runs
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+def test_a_resized_image_of_few_pixels_keeps_a_pixel_per_thread() -> None:
+    n = Net()
+    x, attrs = n.op("Neg", n.input(1, 32, 32, 256)), resize.ResizeAttrs("linear", "half_pixel")
+    graph = n.done(*[n.op("Resize", x, None, None, n.ints(1, s, s, 256), attrs=attrs) for s in (64, 60)])
+    texts = [text for k in lowered(graph, "fp16").kernels for text in k.generated.values()]
+    assert [("line[s * " in text) for text in texts if " taps(" in text] == [True, False]
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")

@@ -17,7 +17,7 @@ from optdnn.errors import EngineError, UsageError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.lowering import lanes as lanes
-from optdnn.lowering.cuda import emit_program
+from optdnn.lowering.cuda import OVERLAP, emit_program
 from optdnn.lowering.lane_choice import LaneChoice, on_lanes
 from optdnn.lowering.lanes import JOIN, ROOM, Load, schedule, segments, slots_of
 from optdnn.runtime.cuda.gpu_facts import of_arch
@@ -224,7 +224,7 @@ def test_auto_takes_the_measured_form_or_else_the_predicted_one() -> None:
     options = BuildOptions(target="simulate", precision="fp16")
     graph = inception(64)
     emitted = emit_program(_optimized(graph), options, of_arch("sm_90a"), {})
-    program, predicted = emitted.program, emitted.seconds()
+    program, predicted = emitted.program, emitted.seconds(of_arch("sm_90a"))
     short = dict.fromkeys(range(len(program.steps)), 0.1 * US)
     assert not on_lanes(program, of_arch("sm_90a"), short, options).lanes
     assert program.meta["streams"] == {
@@ -237,13 +237,34 @@ def test_auto_takes_the_measured_form_or_else_the_predicted_one() -> None:
         == "predicted, not measured"
     )
     seconds = {d.signature: 50 * US for d in emitted.decisions}
-    known = emitted.seconds(seconds)
+    known = emitted.seconds(of_arch("sm_90a"), seconds)
     assert known != predicted
-    assert set(known.values()) == {50 * US}
+    assert all(value == pytest.approx(50 * US) for value in known.values())
     assert not on_lanes(program, of_arch("sm_90a"), known, options, LaneChoice(1, seconds)).lanes
     assert on_lanes(program, of_arch("sm_90a"), known, options, LaneChoice(4, seconds)).lanes
     one = BuildOptions(target="simulate", precision="fp16", streams=1)
     assert not on_lanes(program, of_arch("sm_90a"), known, one, LaneChoice(4, seconds)).lanes
+
+
+def test_launches_of_one_operator_share_its_time() -> None:
+    """A convolution with the means of its result: its kernel, and the launch that adds up the sums of its blocks."""
+    n = Net()
+    x = n.op("Relu", n.conv(n.conv(n.input(8, 64, 112, 112), 64, 1, pads=0), 64, 3, group=64))
+    scale = n.op("Relu", n.conv(n.op("GlobalAveragePool", x), 64, 1, pads=0))
+    graph = _optimized(n.done(n.conv(n.op("Mul", x, scale), 64, 1, pads=0)))
+    gpu = of_arch("sm_90a")
+    emitted = emit_program(graph, BuildOptions(target="simulate", precision="fp16"), gpu, {})
+    (site,) = {k for k in emitted.sites if k is not None and emitted.sites.count(k) == 2}
+    decision = emitted.decisions[site]
+    first, second = (k for k, s in enumerate(emitted.sites) if s == site)
+    assert decision.seconds is not None
+    seconds = emitted.seconds(gpu)
+    assert seconds[first] > 5 * seconds[second] > 0
+    assert seconds[first] + seconds[second] == pytest.approx(decision.seconds - OVERLAP)
+    measured = {decision.signature: 30 * US}
+    assert emitted.measured(measured) == {first, second}
+    seconds = emitted.seconds(gpu, measured)
+    assert seconds[first] + seconds[second] == pytest.approx(30 * US)
 
 
 def _optimized(graph: Graph) -> Graph:

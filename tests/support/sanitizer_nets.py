@@ -12,7 +12,7 @@ from typing import Any
 from kernels.attention.test_attention_between_channels import between_channels  # type: ignore[import-not-found]
 from kernels.attention.test_attention_one_query import step as one_query  # type: ignore[import-not-found]
 from kernels.attention.test_attention_over_a_cache import step  # type: ignore[import-not-found]
-from kernels.conv import test_conv_bands, test_conv_pool, test_conv_shuffle  # type: ignore[import-not-found]
+from kernels.conv import test_conv_bands, test_conv_pool, test_conv_shuffle, test_narrow  # type: ignore[import-not-found]
 from kernels.conv.test_conv_scaled import preact  # type: ignore[import-not-found]
 from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]
 from kernels.conv.test_depthwise_paired import NETS as FILTERED  # type: ignore[import-not-found]
@@ -113,6 +113,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a gate": {"gemm.gemv_pair.GemvPair.defer": _never, "gemm.gemv_pair.PooledPair.defer": _never},
     "a norm and a shortcut": {"norm.group_norm_add.SEPARATE_S": 1.0},
     "narrow groups": {"conv.general.BandedConv.defer": _always},
+    "few channels": {"conv.narrow.NarrowConv.defer": _never},
     "bands": {"conv.general.BandedConv.defer": _never},
     "pairs of channels": {f"gemm.paired.{c}.defer": _never for c in ("PairedGemm", "PairedPartsGemm")},
     "fp32 in parts": {"conv.parts.PartsConv.defer": _never, "conv.parts.PartsGemm.defer": _never},
@@ -254,6 +255,8 @@ def convolutions() -> Graphs:
         "pixel shuffle behind a convolution": (test_conv_shuffle.net, "fp16"),
         "bands": (lambda: test_conv_bands.net(128, 128, 32, size=(14, 15), residual=True), "fp16"),
         "narrow groups": (lambda: test_conv_bands.net(64, 64, 8, size=(14, 15), residual=True), "fp16"),
+        "few channels": (lambda: test_narrow.net(24, 24, act="SiLU", residual=True), "fp16"),
+        "few channels, strided": (lambda: test_narrow.net(18, 32, strides=2), "fp16"),
         "bands, strided": (lambda: test_conv_bands.net(256, 256, 32, size=(14, 15), strides=2), "fp16"),
         **{f"far strides {precision}": (net(Net, far_strides), precision) for precision in ("fp16", "tf32")},
         "K shared fp16": (net(Net, lambda n: n.conv(n.input(2, 128, 90, 70), 96, 3, strides=9, bias=True)), "fp16"),

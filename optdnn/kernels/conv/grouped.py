@@ -121,7 +121,7 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
         assert written is not None
         source, stages = replace(c.feed.source, channels=channels), (("bias",), *c.ep.rendered)
         squeeze = self.pool(b, op) is not None if squeeze is None else squeeze
-        return Problem(batch, source, c.feed.bands, stages, map_dtype(c.out.dtype), squeeze, (read, written))
+        return Problem(batch, source, c.feed.bands, stages, map_dtype(c.out.dtype), squeeze, (read, written, 0))
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Config) -> None:
         feed, channels = c.feed, c.out.shape[1]
@@ -135,7 +135,7 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
         if pool is None:
             b.emit(op, made, operands, "Conv", attrs, reads, [c.out])
             return
-        walk = grouped.walk(config)
+        walk = grouped.walk(problem, config)
         _, x, y = walk.tiles(problem.source)
         tile = Tile(walk.squeeze_mode(problem.source, True), config.tile, x * y)
         pixels = problem.out_size[0] * problem.out_size[1]

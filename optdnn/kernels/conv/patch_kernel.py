@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 
-from optdnn.kernels.conv.cost import L2_PER_CLOCK, most_sums, room_for, waves_of
+from optdnn.kernels.conv.cost import L2_PER_CLOCK, most_sums, room_for, row_cycles, stages_issue, waves_of
 from optdnn.kernels.conv.header import generated, options
 from optdnn.kernels.conv.implicit_gemm import direct_bytes, refuse_scatter, register_limit
 from optdnn.kernels.conv.problem import Problem
@@ -21,6 +22,8 @@ RINGED = 1.03
 """Factor on the cycles of products that wait for their weights step by step."""
 KEPT_PER_CLOCK = 90.0
 """Bytes per cycle at which kept weights arrive, half of them during the previous launch."""
+ACTIVATED = 2.3
+"""Cycles per column of an activation's instruction, which both groups issue."""
 CROWDED, UNEVEN = 1.4, 1.15
 """Factors on a block's cycles if two fit a multiprocessor: with no more blocks than multiprocessors, and with more."""
 _NAME = re.compile(
@@ -288,7 +291,9 @@ def cycles(problem: Problem, config: PatchConfig, device: GpuFacts) -> float:
         config.wgm * 64 * problem.span if config.weight_stages else 0
     )
     shallow = 1.0 + 2.0 / config.weight_stages if config.weight_stages else 1.0
-    busy = steps * max(multiply, loaded / 45 * shallow) * (RINGED if config.weight_stages else 1.0)
+    short = problem.span < 128
+    rows = config.wgn * height * width * row_cycles(problem) / taps if short else 0.0
+    busy = steps * max(multiply, loaded / 45 * shallow, rows) * (RINGED if config.weight_stages else 1.0)
     first = (
         config.wgn * height * width * problem.span / L2_PER_CLOCK
     )  # the first patches arrive before the first product
@@ -307,4 +312,9 @@ def cycles(problem: Problem, config: PatchConfig, device: GpuFacts) -> float:
     if config.stores_directly:
         return jobs * (busy + idle) + 200 * (3 - min(3, config.stages))
     overlapped = config.wgn * config.blocks > 1
+    if (
+        overlapped and problem.span < 128
+    ):  # a tile's products are shorter than its epilogue, which the other group does not hide
+        finish = 1500 + n * (3.0 + ACTIVATED * stages_issue(problem.epilogue))
+        busy = math.sqrt(math.hypot(busy**2, (busy / 2 + finish) ** 2))
     return jobs * (busy if overlapped else busy + idle) + idle + 200 * (3 - min(3, config.stages + config.out_buffers))

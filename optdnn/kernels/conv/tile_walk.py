@@ -4,6 +4,7 @@ their patches."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from optdnn.kernels.conv.problem import Depth, Source
@@ -32,12 +33,37 @@ CHAIN = 1.25
 """The same factor for a chain of dependent instructions."""
 
 
+def _swizzle(chunks: int) -> int:
+    """The swizzle in bytes of tensor maps of pixels of so many chunks. An odd number of chunks needs none to avoid bank conflicts."""
+    return chunks * 16 if chunks in (2, 4, 8) else 0
+
+
+def _ways(chunks: int) -> int:
+    """Neighboring pixels in the same banks."""
+    return 1 if _swizzle(chunks) else math.gcd(chunks, 8)
+
+
+def _map(
+    name: str, dtype: str, size: tuple[int, ...], channels: tuple[int, int, int], box: tuple[int, ...]
+) -> TensorMap[str]:
+    """The tensor map of images or volumes, channels-last (``size``: batch, frames of volumes, height and width), in boxes of these
+    numbers of images or frames, rows and columns. ``channels``: their number, elements of a pixel, and chunks in a box."""
+    count, pitch, chunks = channels
+    outward, strides = size[::-1], [pitch * 2]
+    for n in outward[:-1]:
+        strides.append(strides[-1] * n)
+    boxes = (chunks * 8, *box[::-1], *(1,) * (len(size) - len(box)))
+    return tensor_map(name, dtype, (count, *outward), tuple(strides), boxes, _swizzle(chunks))
+
+
 @dataclass(frozen=True)
 class Walk:
     """Tiles of ``images`` images x ``height`` x ``width`` results of ``chunks`` times eight channels, for ``warps`` warps.
 
     ``columns`` is the width of a patch; 0: the columns that the windows cover. ``stages`` patches are in flight.
-    ``parts`` warps share the same channels. Up to ``ways`` neighboring pixels may lie in the same banks.
+    ``parts`` warps share the same channels. Up to ``ways`` neighboring pixels may lie in the same banks. ``results``: channels of the
+    result, if each of them reads all channels of the source; 0: slabs of results read the same slabs of the source. ``residual``: a
+    tensor of the result's shape is loaded, too.
     """
 
     images: int
@@ -49,21 +75,16 @@ class Walk:
     stages: int
     columns: int = 0
     ways: int = 1
+    results: int = 0
+    residual: bool = False
 
-    @property
-    def span(self) -> int:
-        """Bytes of a pixel in shared memory."""
-        return self.chunks * 16
+    def read(self, source: Source) -> int:
+        """Chunks of eight channels of a patch."""
+        return -(-source.channels // 8) if self.results else self.chunks
 
-    @property
-    def swizzle(self) -> int:
-        """The swizzle of tensor maps, in bytes. An odd number of chunks needs none to avoid bank conflicts."""
-        return self.span if self.chunks in (2, 4, 8) else 0
-
-    @property
-    def conflicts(self) -> int:
-        """Neighboring pixels in the same banks."""
-        return 1 if self.swizzle else math.gcd(self.chunks, 8)
+    def conflicts(self, source: Source) -> int:
+        """Neighboring pixels of a patch in the same banks."""
+        return _ways(self.read(source))
 
     def patch(self, source: Source) -> tuple[int, int]:
         """Rows and columns of a tile's patch."""
@@ -77,11 +98,11 @@ class Walk:
 
     def patch_bytes(self, source: Source) -> int:
         """Bytes of a stage."""
-        return -(-self.patch_images(source) * math.prod(self.patch(source)) * self.span // 1024) * 1024
+        return -(-self.patch_images(source) * math.prod(self.patch(source)) * self.read(source) * 16 // 1024) * 1024
 
     def result_bytes(self) -> int:
         """Bytes of a tile's results."""
-        return -(-self.images * self.height * self.width * self.span // 1024) * 1024
+        return -(-self.images * self.height * self.width * self.chunks * 16 // 1024) * 1024
 
     def shared_bytes(self, source: Source, squeeze: bool) -> int:
         """Dynamic shared memory of a block."""
@@ -91,7 +112,8 @@ class Walk:
     def tiles(self, source: Source) -> tuple[int, int, int]:
         """Slabs of channels, and tiles along columns and rows."""
         out_h, out_w = source.output()
-        return -(-source.channels // (self.chunks * 8)), -(-out_w // self.width), -(-out_h // self.height)
+        slabs = -(-(self.results or source.channels) // (self.chunks * 8))
+        return slabs, -(-out_w // self.width), -(-out_h // self.height)
 
     def count(self, source: Source, batch: int) -> int:
         """Tiles of a slab. ``batch``: images of the result."""
@@ -114,24 +136,34 @@ class Walk:
         """Constants that the header reads."""
         patch_h, patch_w = self.patch(source)
         return {
-            "CHUNKS": self.chunks, "TILE_W": self.width, "TILE_H": self.height, "TILE_N": self.images, "PATCH_W": patch_w,
+            "CHUNKS": self.read(source), "OUT_CHUNKS": self.chunks, "DENSE": int(self.results > 0), "TILE_W": self.width, "TILE_H": self.height, "TILE_N": self.images, "PATCH_W": patch_w,
             "PATCH_H": patch_h, "STRIDE_H": source.stride[0], "STRIDE_W": source.stride[1], "STAGES": self.stages,
             "WARPS": self.warps, "SQUEEZE": self.squeeze_mode(source, squeeze), "PARTS": self.parts,
             "KERNEL_H": source.kernel[0], "KERNEL_W": source.kernel[1],
-            "KERNEL_D": 0 if source.depth is None else source.depth.taps,
+            "KERNEL_D": 0 if source.depth is None else source.depth.taps, "HAS_RESIDUAL": int(self.residual),
         }  # fmt: skip
 
     def refuse(self, source: Source, batch: int, squeeze: bool, blocks: int, shared: int) -> str | None:
         """Why no block can walk this way, or None. ``blocks``: per multiprocessor; ``shared``: bytes that a block can have."""
-        if source.channels % 8 or min(source.output()) < 1:
+        if (source.channels % 8 and not self.results) or min(source.output()) < 1:
             return "it is for non-empty images with a multiple of 8 channels"
         if source.depth is not None and (source.depth.stride, source.depth.dilation) != (1, 1):
             return "frames of volumes are read one after another"
-        if self.conflicts > self.ways:
-            return f"pixels of {self.chunks} chunks of channels would lie in the same banks"
+        for chunks in (self.read(source), self.chunks):
+            if _ways(chunks) > self.ways:
+                return f"pixels of {chunks} chunks of channels would lie in the same banks"
         if not 2 <= self.stages <= 8 or not 1 <= self.warps <= 16:
             return "not a ring and a block of this kernel"
-        if max(*self.patch(source), self.patch_images(source), self.height, self.width, self.chunks * 8) > 256:
+        if (
+            max(
+                *self.patch(source),
+                self.patch_images(source),
+                self.height,
+                self.width,
+                8 * max(self.read(source), self.chunks),
+            )
+            > 256
+        ):
             return "the patch exceeds a TMA box"
         if blocks * ((needed := self.shared_bytes(source, squeeze)) + 1024) > SHARED or needed > shared:
             return f"{needed} bytes of shared memory are too many for {blocks} blocks"
@@ -139,40 +171,47 @@ class Walk:
             return "more tiles than the kernel can count"
         return None
 
-    def map_of(self, name: str, dtype: str, size: tuple[int, ...], channels: int, pitch: int, box: tuple[int, ...]) -> TensorMap[str]:  # fmt: skip
-        """The tensor map of images or volumes, channels-last (``size``: batch, frames of volumes, height and width; ``pitch``: elements of
-        a pixel), in boxes of these numbers of images or frames, rows and columns."""
-        outward, strides = size[::-1], [pitch * 2]
-        for n in outward[:-1]:
-            strides.append(strides[-1] * n)
-        boxes = (self.chunks * 8, *box[::-1], *(1,) * (len(size) - len(box)))
-        return tensor_map(name, dtype, (channels, *outward), tuple(strides), boxes, self.swizzle)
-
     def parameters(
-        self, source: Source, batch: int, dtype: str, squeeze: bool, pitches: tuple[int, int] = (0, 0)
+        self, source: Source, batch: int, dtype: str, squeeze: bool, pitches: Sequence[int] = (0, 0)
     ) -> Parameters:
-        """The parameter block. ``batch``: images of the result. ``pitches``: elements of a pixel of the input and of the result; 0: their
-        channels."""
-        mode, out, channels = self.squeeze_mode(source, squeeze), source.output(), source.channels
+        """The parameter block. ``batch``: images of the result. ``pitches``: elements of a pixel of the input, of the result, and of a
+        residual; 0: their channels."""
+        mode, out, channels = self.squeeze_mode(source, squeeze), source.output(), self.results or source.channels
         slabs, tiles_x, tiles_y = self.tiles(source)
-        read, written = (pitch or channels for pitch in pitches)
+        read, written = pitches[0] or source.channels, pitches[1] or channels
         depth = source.depth
         before, after = ((batch,),) * 2 if depth is None else ((batch // depth.out, n) for n in (depth.size, depth.out))
         box = (self.patch_images(source), *self.patch(source))
         made = Parameters().tensor_map(
-            self.map_of("input", dtype, (*before, source.height, source.width), channels, read, box),
-            self.map_of("output", dtype, (*after, *out), channels, written, (self.images, self.height, self.width)),
+            _map(
+                "input", dtype, (*before, source.height, source.width), (source.channels, read, self.read(source)), box
+            ),
+            _map(
+                "output",
+                dtype,
+                (*after, *out),
+                (channels, written, self.chunks),
+                (self.images, self.height, self.width),
+            ),
         )
         made.pointer("weights", "bias", "sums" if mode == 1 else None, "means" if mode == 2 else None)
         made.i32(batch, channels, *out, *source.padding[:2])
         made.i32(slabs, tiles_x, tiles_x * tiles_y, self.count(source, batch))
         made.f32(1.0 / math.prod(out))
-        return made if depth is None else made.i32(-depth.first, depth.out, self.tiles_z(depth))
+        if depth is not None:
+            made.i32(-depth.first, depth.out, self.tiles_z(depth))
+        return made.pointer("residual").i32(pitches[2] or channels) if self.residual else made
 
     def grid(self, source: Source, batch: int, gpu: GpuFacts, blocks: int) -> int:
         """Blocks of a launch: as many as fill the GPU with ``blocks`` per multiprocessor."""
         slabs = self.tiles(source)[0]
         return slabs * max(1, min(self.count(source, batch), gpu.multiprocessors * blocks // slabs))
+
+    def load_cycles(self, source: Source) -> float:
+        """Cycles in which TMA loads a patch, and stores results that are not swizzled."""
+        patch, chunks = self.patch_images(source) * math.prod(self.patch(source)), self.read(source)
+        result = self.images * self.height * self.width
+        return patch * ROW if _swizzle(chunks) else (patch * chunks + STORED * result * self.chunks) * CHUNK
 
     def seconds(
         self, source: Source, batch: int, gpu: GpuFacts, blocks: int, *, shared: float, tensor: float, issued: float,
@@ -182,10 +221,7 @@ class Walk:
         numbers of ``tensor`` instructions and of ``issued`` instructions, and ``depth``, the latency of the longest
         chain in cycles. ``least``: bytes of all tensors; ``start``: cycles of a block before its first tile."""
         slabs, count = self.tiles(source)[0], self.count(source, batch)
-        moved = self.patch_bytes(source) + self.result_bytes()
-        patch = self.patch_images(source) * math.prod(self.patch(source))
-        result = self.images * self.height * self.width
-        load = patch * ROW if self.swizzle else (patch + STORED * result) * CHUNK * self.chunks
+        moved, load = self.patch_bytes(source) + self.result_bytes(), self.load_cycles(source)
         grid = self.grid(source, batch, gpu, blocks)
         per_block, together = -(-count // max(1, grid // slabs)), -(-grid // gpu.multiprocessors)
         busy = max(shared * self.warps + moved / 128, issued * self.warps / 4, 2 * tensor * self.warps) * BUSY

@@ -1,7 +1,7 @@
 """Resize and Pad as one generated kernel: each axis has a table of places and weights that is known when the engine is built.
 
-A thread computes several results. The kernel has four forms, by the results of a thread: neighbors in both tensors, channels of a
-pixel that are neighbors only in the operand, pixels of a row, or pixels of a column.
+A thread computes several results. The kernel has five forms, by the results of a thread: neighbors in both tensors, neighbors of
+several pixels of a row, channels of a pixel that are neighbors only in the operand, pixels of a row, or pixels of a column.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ PIXELS = 8
 """Most neighbors of a resized row that a thread computes."""
 FEW_COLUMNS = 8
 """Most elements of a row that a thread reads for all of its neighbors together."""
+VECTORS, FEW_VECTORS = 4, 6
+"""Pixels of a row for which a thread computes several channels each, and the most pixels that it reads for them."""
+MANY_THREADS = 1 << 15
+"""Threads of one pixel each: with fewer, the launch would not fill a large GPU."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Taps:
     @property
     def outside(self) -> str:
         """C++ condition: the tap reads the fill value."""
-        return " || ".join(f"k{i} < 0" for i in self.tables) or "false"
+        return " || ".join(f"k{i} < 0" for i, table in self.tables.items() if (table.index < 0).any()) or "false"
 
     def weights(self, but: int | None = None) -> str:
         """C++: the product of the weights of all axes, or of all ``but`` one."""
@@ -112,15 +116,13 @@ class Taps:
 
 @dataclass(frozen=True)
 class ThreadWork:
-    """Work of a thread: it computes ``wide`` results along ``axis``. ``sums`` and ``stores`` are C++.
+    """Work of a thread: it computes results along each axis of ``wide``. ``text`` is C++ with all sums and stores.
 
-    ``table``: a table of ``axis`` that replaces the axis's own (None: its own).
+    ``table``: a table that replaces its axis's own (None: all axes have their own).
     """
 
-    axis: int
-    wide: int
-    sums: str
-    stores: str
+    wide: Mapping[int, int]
+    text: str
     table: AxisTable | None = None
 
 
@@ -133,9 +135,9 @@ def emit_taps(
         return
     taps = Taps(x, out, {table.axis: table for table in tables}, fill)
     work = _work(b, taps)
-    fields, arguments = _constants(b, op, taps, {} if work.table is None else {work.axis: work.table})
+    fields, arguments = _constants(b, op, taps, {} if work.table is None else {work.table.axis: work.table})
     placed = {"x": x, "y": out, **{f"a{i}": a for i, a in enumerate(arguments)}}
-    blocks = [-(-n // work.wide) if i == work.axis else n for i, n in enumerate(out.shape)]
+    blocks = [-(-n // work.wide.get(i, 1)) for i, n in enumerate(out.shape)]
     count = math.prod(blocks)
     parameters = Parameters().pointer(*placed).u32(count).i64(*(x.strides or (0,)), *(out.strides or (0,)))
     launch = parameters.generated(b.arch, _source(taps, work, fields), "taps", -(-count // THREADS), THREADS)
@@ -143,7 +145,7 @@ def emit_taps(
 
 
 def _work(b: Builder, taps: Taps) -> ThreadWork:
-    """The form of the kernel: neighbors, channels of a pixel, pixels of a row or of a column; else one result per thread."""
+    """The form of the kernel, as listed above; else one result per thread."""
     x, out, tables = taps.x, taps.out, taps.tables
     order = taps.order
     row = order[0] if order else -1
@@ -153,46 +155,71 @@ def _work(b: Builder, taps: Taps) -> ThreadWork:
         if channels is not None:
             return _channels(taps, channels)
         if row in tables and tables[row].weight is not None:
-            strip = _strip(x, out, tables[row], taps.accumulator)
+            strip = _contiguous_strip(x, out, tables[row])
             if strip is not None:
                 return _pixels_of_a_row(taps, strip)
             column = next((i for i in order[1:] if _runs(out, tables.get(i))), None)
             if column is not None:
                 return _pixels_of_a_column(taps, column)
+    elif out.size >= MANY_THREADS * VECTORS * wide:
+        pixels = next((i for i in order[1:] if i in tables), row)
+        if pixels != row and tables[pixels].weight is not None:
+            strip = _strip(x, out, tables[pixels], VECTORS)
+            if strip is not None and strip.columns <= min(FEW_VECTORS, VECTORS * tables[pixels].taps // 2):
+                return _vectors_of_a_row(taps, strip, row, wide)
     return _neighbors(taps, row, wide)
+
+
+def _summed(taps: Taps, axis: int, wide: int, sums: str, stores: str, table: AxisTable | None = None) -> ThreadWork:
+    """``wide`` results along ``axis``, which ``sums`` adds up in ``acc`` and ``stores`` writes."""
+    zero = f"{taps.accumulator} acc[{wide}];\n    for (int v = 0; v < {wide}; v++) {{ acc[v] = 0; }}"
+    return ThreadWork({axis: wide}, f"{zero}\n    {sums}\n    {stores}", table)
 
 
 def _neighbors(taps: Taps, axis: int, wide: int) -> ThreadWork:
     """``wide`` elements that are neighbors in both tensors: one load and one store."""
-    return ThreadWork(axis, wide, _packed_sums(taps, wide), _stores(CPP[taps.out.dtype], wide, taps.result_offset()))
+    return _summed(taps, axis, wide, _packed_sums(taps, wide), _stores(CPP[taps.out.dtype], wide, taps.result_offset()))
 
 
 def _channels(taps: Taps, axis: int) -> ThreadWork:
     """Channels of a pixel that are neighbors only in ``x``: one load of 16 bytes, and a store per channel."""
     wide = 16 // taps.x.dtype.itemsize
-    return ThreadWork(axis, wide, _packed_sums(taps, wide), _stores_apart(taps, wide, axis))
+    return _summed(taps, axis, wide, _packed_sums(taps, wide), _stores_apart(taps, wide, axis))
 
 
 @dataclass(frozen=True)
 class Strip:
-    """Neighbors of a resized row as the product of a small matrix and the ``columns`` elements that they read together.
+    """``wide`` neighbors of a resized row as the product of a small matrix and the ``columns`` elements that they read together.
 
-    ``table``: the first element that each strip reads (``index``), and all matrices (``weight``) in the order [column, block of
-    ``lanes`` neighbors, strip, lane], so that the loads of neighboring threads coalesce.
+    ``first``: the first element that each strip reads, [strip, 1]. ``matrices``: all matrices, [strip, column, neighbor].
     """
 
-    table: AxisTable
-    columns: int
-    wide: int
-    lanes: int
+    axis: int
+    first: Array
+    matrices: Array
+
+    @property
+    def columns(self) -> int:
+        return int(self.matrices.shape[1])
+
+    @property
+    def wide(self) -> int:
+        return int(self.matrices.shape[2])
 
 
-def _strip(x: TensorView, out: TensorView, table: AxisTable, accumulator: str) -> Strip | None:
-    """The strips of a row; None if its results are not contiguous and aligned, read the fill value, or read too many elements."""
+def _contiguous_strip(x: TensorView, out: TensorView, table: AxisTable) -> Strip | None:
+    """The strips of a row; None also if its results are not contiguous and aligned."""
     wide = min(PIXELS, 16 // out.dtype.itemsize)
     steps = [s for i, s in enumerate(out.strides) if i != table.axis and out.shape[i] > 1]
+    if out.strides[table.axis] != 1 or any(s % wide for s in (out.offset, *steps)):
+        return None
+    return _strip(x, out, table, wide)
+
+
+def _strip(x: TensorView, out: TensorView, table: AxisTable, wide: int) -> Strip | None:
+    """The strips of a row; None if they are not whole, read the fill value, or read too many elements."""
     n, count = x.shape[table.axis], out.shape[table.axis]
-    if out.strides[table.axis] != 1 or any(s % wide for s in (count, out.offset, *steps)):
+    if count % wide:
         return None
     assert table.weight is not None
     index, weight = (a.reshape(count // wide, wide, table.taps) for a in (table.index, table.weight))
@@ -206,20 +233,21 @@ def _strip(x: TensorView, out: TensorView, table: AxisTable, accumulator: str) -
     matrix = np.zeros((len(first), columns, wide))
     groups, pixels, _ = np.nonzero(read)
     np.add.at(matrix, (groups, (index - first[:, None, None])[read], pixels), weight[read])
-    first = np.minimum(first, n - 1)  # for a strip that reads nothing
-    lanes = min(wide, 2 if accumulator == "double" else 4)
-    blocks = matrix.reshape(len(first), columns, wide // lanes, lanes).transpose(1, 2, 0, 3)
-    return Strip(AxisTable(table.axis, first[:, None], blocks), columns, wide, lanes)
+    return Strip(table.axis, np.minimum(first, n - 1)[:, None], matrix)  # the minimum is for a strip that reads nothing
 
 
 def _pixels_of_a_row(taps: Taps, strip: Strip) -> ThreadWork:
-    """Neighbors of a row: each element is read once, and blended over the other axes before the neighbors share it."""
-    t, axis, wide, columns = taps.accumulator, strip.table.axis, strip.wide, strip.columns
-    last = taps.x.shape[axis] - 1
+    """Neighbors of a row: each element is read once, and blended over the other axes before the neighbors share it.
+
+    The weights are in the order [column, block of ``lanes`` neighbors, strip, lane], so that the loads of neighboring threads coalesce.
+    """
+    t, axis, wide, columns = taps.accumulator, strip.axis, strip.wide, strip.columns
+    lanes, strips = min(wide, 2 if t == "double" else 4), len(strip.first)
+    weights = strip.matrices.reshape(strips, columns, wide // lanes, lanes).transpose(1, 2, 0, 3)
     step = f"""
     #pragma unroll
     for (int s = 0; s < {columns}; s++) {{
-        const int k{axis} = first + s < {last} ? first + s : {last};
+        const int k{axis} = {_column(taps, axis)};
         line[s] += ({taps.weights(but=axis)}) * ({taps.value(f"p.x[{' + '.join(taps.operand_offset())}]")});
     }}"""
     sums = f"""const int strip = o{axis} / {wide}, first = p.n{axis}[strip];
@@ -228,15 +256,59 @@ def _pixels_of_a_row(taps: Taps, strip: Strip) -> ThreadWork:
     for (int s = 0; s < {columns}; s++) line[s] = 0;
     {taps.in_loops(step, but=axis)}
     #pragma unroll
-    for (int j = 0; j < {columns * wide // strip.lanes}; j++) {{
-        const Pack<{t}, {strip.lanes}> w(p.f{axis} + (j * {len(strip.table.index)} + strip) * {strip.lanes});
+    for (int j = 0; j < {columns * wide // lanes}; j++) {{
+        const Pack<{t}, {lanes}> w(p.f{axis} + (j * {strips} + strip) * {lanes});
         #pragma unroll
-        for (int v = 0; v < {strip.lanes}; v++) {{
-            if (w.lane[v] != 0) acc[j * {strip.lanes} % {wide} + v] += w.lane[v] * line[j * {strip.lanes} / {wide}];
+        for (int v = 0; v < {lanes}; v++) {{
+            if (w.lane[v] != 0) acc[j * {lanes} % {wide} + v] += w.lane[v] * line[j * {lanes} / {wide}];
         }}
     }}"""
     stores = _stores(CPP[taps.out.dtype], wide, taps.result_offset())
-    return ThreadWork(axis, wide, sums, stores, strip.table)
+    return _summed(taps, axis, wide, sums, stores, AxisTable(axis, strip.first, weights))
+
+
+def _vectors_of_a_row(taps: Taps, strip: Strip, channels: int, wide: int) -> ThreadWork:
+    """``wide`` neighboring channels of several pixels of a row, which share the loads of the pixels that they read.
+
+    The weights are in the order [strip, pixel, column].
+    """
+    t, axis, columns = taps.accumulator, strip.axis, strip.columns
+    pack, value = f"Pack<{CPP[taps.x.dtype]}, {wide}>", taps.value("in.lane[v]")
+    step = f"""
+    #pragma unroll
+    for (int s = 0; s < {columns}; s++) {{
+        const int k{axis} = {_column(taps, axis)};
+        {pack} in;
+        if (!({taps.outside})) in = {pack}(p.x + {" + ".join(taps.operand_offset())});
+        #pragma unroll
+        for (int v = 0; v < {wide}; v++) {{ line[s * {wide} + v] += ({taps.weights(but=axis)}) * ({value}); }}
+    }}"""
+    text = f"""const int strip = o{axis} / {strip.wide}, first = p.n{axis}[strip];
+    {t} line[{columns * wide}];
+    #pragma unroll
+    for (int s = 0; s < {columns * wide}; s++) line[s] = 0;
+    {taps.in_loops(step, but=axis)}
+    #pragma unroll
+    for (int j = 0; j < {strip.wide}; j++) {{
+        {t} acc[{wide}];
+        #pragma unroll
+        for (int v = 0; v < {wide}; v++) {{ acc[v] = 0; }}
+        #pragma unroll
+        for (int s = 0; s < {columns}; s++) {{
+            const {t} w = p.f{axis}[(strip * {strip.wide} + j) * {columns} + s];
+            #pragma unroll
+            for (int v = 0; v < {wide}; v++) {{ if (w != 0) acc[v] += w * line[s * {wide} + v]; }}
+        }}
+        {_stores(CPP[taps.out.dtype], wide, f"{taps.result_offset()} + i64(j) * p.sy[{axis}]")}
+    }}"""
+    table = AxisTable(axis, strip.first, strip.matrices.transpose(0, 2, 1))
+    return ThreadWork({channels: wide, axis: strip.wide}, text, table)
+
+
+def _column(taps: Taps, axis: int) -> str:
+    """C++: the place along ``axis`` of column ``s`` of a strip. Past the last one, weights are 0."""
+    last = taps.x.shape[axis] - 1
+    return f"first + s < {last} ? first + s : {last}"
 
 
 def _pixels_of_a_column(taps: Taps, axis: int) -> ThreadWork:
@@ -254,7 +326,7 @@ def _pixels_of_a_column(taps: Taps, axis: int) -> ThreadWork:
         const {t} w{axis} = weights[j];
         if (w{axis} != 0) acc[j / {per_pixel}] += ({taps.weights()}) * ({taps.value(f"p.x[{' + '.join(taps.operand_offset())}]")});
     }}"""
-    return ThreadWork(axis, ROWS, f"{kept}\n    {taps.in_loops(step, but=axis)}", _stores_apart(taps, ROWS, axis))
+    return _summed(taps, axis, ROWS, f"{kept}\n    {taps.in_loops(step, but=axis)}", _stores_apart(taps, ROWS, axis))
 
 
 def _packed_sums(taps: Taps, wide: int) -> str:
@@ -283,13 +355,15 @@ def _constants(b: Builder, op: Op, taps: Taps, others: Mapping[int, AxisTable]) 
 
 def _source(taps: Taps, work: ThreadWork, fields: Sequence[str]) -> str:
     """The kernel's text: a thread computes its place in the result, sums, and stores."""
-    x, out, t = CPP[taps.x.dtype], CPP[taps.out.dtype], taps.accumulator
+    x, out = CPP[taps.x.dtype], CPP[taps.out.dtype]
     rank = max(len(taps.out.shape), 1)
     split = ["u32 rest = index;"]
     for i in taps.order:
         n = taps.out.shape[i]
-        size, times = (-(-n // work.wide), f" * {work.wide}") if i == work.axis else (n, "")
-        split.append(f"const int o{i} = rest % {size}u{times}; rest /= {size}u;")
+        wide = work.wide.get(i, 1)
+        split.append(
+            f"const int o{i} = rest % {-(-n // wide)}u{f' * {wide}' if wide > 1 else ''}; rest /= {-(-n // wide)}u;"
+        )
     return f"""struct Params {{ const {x}* x; {out}* y; {" ".join(fields)} u32 count; i64 sx[{rank}], sy[{rank}]; }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}) taps(const __grid_constant__ Params p) {{
@@ -298,10 +372,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) taps(const __grid_consta
     {" ".join(split)}
     wait_for_predecessor();
     if (index >= p.count) return;
-    {t} acc[{work.wide}];
-    for (int v = 0; v < {work.wide}; v++) {{ acc[v] = 0; }}
-    {work.sums}
-    {work.stores}
+    {work.text}
 }}
 """
 

@@ -13,6 +13,7 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv.general import BandedConv
 from optdnn.kernels.conv.grouped import GroupedConv
+from optdnn.kernels.conv.narrow import NarrowConv
 from optdnn.ops.conv import ConvAttrs
 
 
@@ -54,6 +55,7 @@ def test_programs_for_sm_80_compute_the_network(name: str) -> None:
 def test_hopper_runs_groups_on_it_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BandedConv, "defer", lambda *given: "groups are not multiplied together")
     monkeypatch.setattr(GroupedConv, "refuse", lambda *given: "it is left out")
+    monkeypatch.setattr(NarrowConv, "refuse", lambda *given: "it is left out")
     n = Net()
     x = n.input(2, 32, 9, 7)
     program = lowered(n.done(n.conv(n.conv(x, 32, group=4), 16)), "fp16")
@@ -99,7 +101,8 @@ def test_tf32_before_hopper(name: str) -> None:
         assert 1e-6 < np.abs(got[output] - want).max() / np.abs(want).max() < TOLERANCE["tf32"]
 
 
-def test_hopper_runs_strides_on_it_that_tma_has_not() -> None:
+def test_hopper_runs_strides_on_it_that_tma_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NarrowConv, "refuse", lambda *given: "it loads all pixels")
     n = Net()
     graph = n.done(n.conv(n.input(2, 16, 40, 30), 16, strides=9))
     program = lowered(graph, "fp16")

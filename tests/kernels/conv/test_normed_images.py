@@ -129,7 +129,7 @@ def _wide_filter(n: Net) -> Value:
 
 
 def _wide_maker(n: Net) -> Value:
-    return _pixelwise(n, _norm(n, n.conv(n.input(2, 16, 4, 8), 64, 3)), 64)
+    return _pixelwise(n, _norm(n, n.conv(n.input(2, 56, 4, 8), 64, 3)), 64)
 
 
 def _of_a_pool(n: Net) -> Value:

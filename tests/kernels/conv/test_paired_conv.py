@@ -17,6 +17,7 @@ from optdnn.errors import InternalError
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv import patch_kernel
 from optdnn.kernels.conv.implicit_gemm import Config
+from optdnn.kernels.conv.narrow import NarrowConv
 from optdnn.kernels.conv.paired import PairedConv, PairedParts
 from optdnn.kernels.conv.parts import PartsConv
 from optdnn.kernels.conv.problem import Problem, Source
@@ -143,6 +144,7 @@ def test_a_factor_with_slopes_of_its_channels_is_refused() -> None:
 
 def test_two_launches_that_are_predicted_to_be_faster_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PairedConv, "configs", lambda self, b, op: [Offer(None, 1.0)])
+    monkeypatch.setattr(NarrowConv, "refuse", lambda *given: "it is left out")
     n = Net()
     program = lowered(n.done(two(n)))
     assert tactics(program, "Conv") == ["conv_sm90", "conv_sm90"]

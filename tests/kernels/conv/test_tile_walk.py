@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import emulated
-from support.conv_cases import convolve, same
+from support.conv_cases import apply_stages, convolve, same
 from support.host import COMPILER, WHY_NOT
 from support.net import Net
 from support.on_gpu import launch_errors
@@ -40,6 +40,17 @@ def grouped_case(batch: int, source: Source, bands: int, config: grouped.Config,
     return grouped, grouped.Problem(batch, source, bands, STAGES, squeeze=squeeze), config
 
 
+def narrow_case(
+    batch: int, source: Source, results: int, config: grouped.Config, *stages: render.Stage, pitch: int = 0
+) -> Case:
+    """Without groups. ``pitch``: elements of a pixel of all tensors; 0: their channels."""
+    return (
+        grouped,
+        grouped.Problem(batch, source, 1, (("bias",), *stages), pitches=(pitch,) * 3, results=results),
+        config,
+    )
+
+
 def depthwise_case(batch: int, source: Source, config: depthwise_bands.Config) -> Case:
     return depthwise_bands, depthwise.Problem(batch, source, STAGES, squeeze=True), config
 
@@ -57,6 +68,17 @@ CASES: dict[str, Case] = {
     "dilation": grouped_case(
         1, Source(19, 18, 64, (5, 3), (1, 2), (4, 1, 4, 1), (2, 1)), 2, grouped.Config(1, 8, 1, 2, 1, 4, 2)
     ),
+    "few channels": narrow_case(2, same(9, 18, 24), 24, grouped.Config(2, 8, 3, 1, 2, 3, 2), ("relu",)),
+    "few channels, residual": narrow_case(
+        2, same(9, 18, 16), 40, grouped.Config(2, 16, 2, 1, 2, 4, 2), ("silu",), ("add",)
+    ),
+    "18 channels in 24": narrow_case(
+        2, same(7, 11, 18), 18, grouped.Config(2, 8, 1, 1, 1, 3, 2), ("add",), ("relu",), pitch=24
+    ),
+    "few channels, stride 2, SiLU": narrow_case(
+        1, Source(18, 19, 16, (3, 3), (2, 2), (1, 1, 1, 1)), 32, grouped.Config(4, 8, 2, 1, 1, 4, 2), ("silu",)
+    ),
+    "few channels, 1x1": narrow_case(3, same(9, 13, 32, (1, 1)), 8, grouped.Config(1, 4, 1, 2, 2, 1, 2), ("relu",)),
     "depthwise 3x3": depthwise_case(1, same(9, 10, 24), depthwise_bands.Config(1, 4, 4, 1, 1, 2, 3, 2)),
     "depthwise 7x7, four images": depthwise_case(
         3, same(7, 7, 40, (7, 7)), depthwise_bands.Config(2, 4, 1, 4, 1, 1, 2, 2)
@@ -77,32 +99,40 @@ def result_and_means(family: Any, problem: Any, config: Any, folder: Path) -> tu
     headers = [name for name in ("tile_walk.cuh", "vectors.cuh", "strips.cuh") if name in made.recipe.sources()]
     library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=headers)
     bands = problem.bands if family is grouped else s.channels
-    inside = s.channels // bands
+    inside, out = s.channels // bands, (problem.results if family is grouped else 0) or s.channels
     x = rng.standard_normal((problem.batch, s.height, s.width, s.channels)).astype(np.float16)
-    weight = (rng.standard_normal((s.channels, inside, *s.kernel)) / (inside * np.prod(s.kernel)) ** 0.5).astype(
-        np.float16
-    )
-    bias = rng.standard_normal(s.channels).astype(np.float32)
-    want = np.maximum(convolve(x.astype(np.float32), weight.astype(np.float32), s) + bias, 0)
-    shape = (problem.batch, *problem.out_size, s.channels)
-    walk = family.walk(config) if family is grouped else family.walk(problem, config)
+    weight = (rng.standard_normal((out, inside, *s.kernel)) / (inside * np.prod(s.kernel)) ** 0.5).astype(np.float16)
+    bias = rng.standard_normal(out).astype(np.float32)
+    shape = (problem.batch, *problem.out_size, out)
+    residual = rng.standard_normal(shape).astype(np.float16)
+    summed = convolve(x.astype(np.float32), weight.astype(np.float32), s)
+    want = apply_stages(summed, problem.epilogue, bias, residual.astype(np.float32))
+    walk = family.walk(problem, config)
     _, tiles_x, tiles_y = walk.tiles(s)
+    read, written, _ = problem.pitches if family is grouped else (0, 0, 0)
     arrays = {
-        "input": x, "weights": (grouped if family is grouped else depthwise).pack_weights(weight), "bias": bias,
-        "output": np.full(shape, np.nan, np.float16), "means": np.full((shape[0], s.channels), np.nan, np.float16),
-        "sums": np.full((shape[0], tiles_x * tiles_y, s.channels), np.nan, np.float32),
+        "input": spread(x, read), "weights": (grouped if family is grouped else depthwise).pack_weights(weight),
+        "bias": np.pad(bias, (0, -out % 8)), "residual": spread(residual, written),
+        "output": np.full((*shape[:3], written or out), np.nan, np.float16), "means": np.full((shape[0], out), np.nan, np.float16),
+        "sums": np.full((shape[0], tiles_x * tiles_y, out), np.nan, np.float32),
     }  # fmt: skip
     held = {name: emulated.aligned(array) for name, array in arrays.items()}
     emulated.run(library, made, {name: a.ctypes.data for name, a in held.items()})
     mode = walk.squeeze_mode(s, problem.squeeze)
     means = held["means"] if mode == 2 else held["sums"].sum(1) / np.prod(problem.out_size)
-    return held["output"], means if mode else want.mean((1, 2)), want
+    return held["output"][..., :out], means if mode else want.mean((1, 2)), want
+
+
+def spread(image: np.ndarray, pitch: int) -> np.ndarray:
+    """The NHWC image with ``pitch`` elements per pixel (0: its channels); those that no channel has are NaN."""
+    more = max(0, pitch - image.shape[3])
+    return np.pad(image, ((0, 0), (0, 0), (0, 0), (0, more)), constant_values=np.nan)
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(
     "name",
-    sweep(CASES, "parts, squeeze", "stride 2, half a slab", "depthwise 5x5, two below"),
+    sweep(CASES, "parts, squeeze", "stride 2, half a slab", "18 channels in 24", "depthwise 5x5, two below"),
 )
 def test_kernels_compute_convolutions_and_means(name: str, tmp_path: Path) -> None:
     family, problem, config = CASES[name]
@@ -120,7 +150,6 @@ D, DC = CASES["depthwise 5x5, two below"][1:]
     ("case", "reason"),
     [
         ((grouped, replace(G, dtype="float32"), GC), "16-bit images"),
-        ((grouped, replace(G, epilogue=(("bias",), ("add",))), GC), "nothing added"),
         ((grouped, replace(G, bands=1), GC), "not multiples of 8"),
         ((grouped, G, replace(GC, strip_w=5)), "not a tile"),
         ((grouped, replace(G, source=same(9, 18, 64), bands=4), GC), "not bands of 2"),
@@ -174,7 +203,7 @@ def test_lanes_that_read_together_read_different_banks(rows: int, width: int) ->
                 for row in (quarter, quarter + 1)
                 for quad in range(4)
             }
-            mask = (chunks - 1) << 4 if walk.swizzle else 0
+            mask = (chunks - 1) << 4 if chunks in (2, 4, 8) else 0
             assert len({(byte ^ (byte >> 3 & mask)) % 128 for byte, _ in at}) == 8
 
 
@@ -222,7 +251,7 @@ def test_zeros_that_cost_less_are_left_to_the_bands() -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("name", ["parts, squeeze", "stride 2, half a slab", "depthwise 3x3"])
+@pytest.mark.parametrize("name", ["parts, squeeze", "stride 2, half a slab", "few channels, residual", "depthwise 3x3"])
 def test_kernels_compile_without_spills(name: str) -> None:
     family, problem, config = CASES[name]
     (kernel,) = nvrtc.resources(family.recipe(problem, config, checked=True)).values()

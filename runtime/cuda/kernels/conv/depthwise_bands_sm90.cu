@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
                 for (int half = 0; half < 2; half++) {
                     #pragma unroll
                     for (int i = 0; i < LOADS; i++) {
-                        const uint4 v = shared_load16(swizzled(from[half][i] + k * PATCH_W * SPAN));
+                        const uint4 v = shared_load16(swizzled<CHUNKS>(from[half][i] + k * PATCH_W * SPAN));
                         pixels[half][i] = RELU_BEFORE ? make_uint4(relu2(v.x), relu2(v.y), relu2(v.z), relu2(v.w)) : v;
                     }
                     if (LOADS < 4) pixels[half][3] = pixels[half][2];
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
             #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int half = i / 2, pixel = (image[half] * TILE_H + y[half] + o) * TILE_W + x[half] + quad * 2 + i % 2;
-                shared_store16(swizzled(results + pixel * SPAN + chunk * 16), result[o][half][i % 2]);
+                shared_store16(swizzled<CHUNKS>(results + pixel * SPAN + chunk * 16), result[o][half][i % 2]);
             }
         }
     });

@@ -1,21 +1,22 @@
 // A block that walks over tiles of an image's pixels, channels-last in 16 bits: TMA loads the patches under the tiles' windows, for a slab
 // of channels, and stores the results. The caller computes.
 //
-// generated.cuh defines CHUNKS (of eight channels, in a slab), TILE_W, TILE_H, TILE_N (pixels and images of a tile), PATCH_W, PATCH_H
-// (pixels of a patch; zeros in the padding), STRIDE_H, STRIDE_W, STAGES (patches in flight), WARPS, SQUEEZE (0 none, 1 sums of tiles,
-// 2 means), PARTS (warps with the same channels) and KERNEL_D (frames under the filter, 0: there are no volumes). In volumes, the images of
-// a tile are neighboring frames of the result.
+// generated.cuh defines CHUNKS (of eight channels, in a patch), OUT_CHUNKS (in a slab of results), DENSE (1: all slabs read the same
+// channels), TILE_W, TILE_H, TILE_N (pixels and images of a tile), PATCH_W, PATCH_H (pixels of a patch; zeros in the padding), STRIDE_H,
+// STRIDE_W, STAGES (patches in flight), WARPS, SQUEEZE (0 none, 1 sums of tiles, 2 means), PARTS (warps with the same channels),
+// HAS_RESIDUAL and KERNEL_D (frames under the filter, 0: there are no volumes). In volumes, the images of a tile are neighboring frames of
+// the result.
 #pragma once
 #include "ptx.cuh"
 
 constexpr int THREADS = WARPS * 32;
-constexpr u32 SPAN = CHUNKS * 16, HEAD_BYTES = 1024;
+constexpr u32 SPAN = CHUNKS * 16, OUT_SPAN = OUT_CHUNKS * 16, HEAD_BYTES = 1024;
 // An odd number of chunks has no bank conflicts; TMA swizzles numbers that are powers of two.
-constexpr bool SWIZZLED = CHUNKS == 2 || CHUNKS == 4 || CHUNKS == 8;
-static_assert(SWIZZLED || CHUNKS % 4, "chunks of neighboring pixels would lie in the same banks");
+constexpr __device__ bool swizzles(int chunks) { return chunks == 2 || chunks == 4 || chunks == 8; }
+static_assert((swizzles(CHUNKS) || CHUNKS % 4) && (swizzles(OUT_CHUNKS) || OUT_CHUNKS % 4), "chunks of pixels would lie in the same banks");
 constexpr int PATCH_N = KERNEL_D ? TILE_N + KERNEL_D - 1 : TILE_N;     // images or frames of a patch
 constexpr u32 PATCH_LOAD = PATCH_N * PATCH_H * PATCH_W * SPAN, PATCH_BYTES = (PATCH_LOAD + 1023) / 1024 * 1024;
-constexpr u32 RESULT_BYTES = (TILE_N * TILE_H * TILE_W * SPAN + 1023) / 1024 * 1024;
+constexpr u32 RESULT_BYTES = (TILE_N * TILE_H * TILE_W * OUT_SPAN + 1023) / 1024 * 1024;
 
 struct Params {
     TensorMap input, output;                       // (channel, x, y, n), of volumes (channel, x, y, z, n)
@@ -23,11 +24,15 @@ struct Params {
     const float* bias;                             // [channels]
     float* sums;                                   // SQUEEZE 1: [n][tiles][channels], of volumes [n][frames][tiles][channels]
     u16* means;                                    // SQUEEZE 2: [n][channels]
-    int batch, channels, out_h, out_w, pad_h, pad_w;
+    int batch, channels, out_h, out_w, pad_h, pad_w;                // channels of the result
     int slabs, tiles_x, tiles, count;              // slabs of channels; tiles of a row of an image, of images, of the batch
     float factor;                                  // 1 / pixels of a mean
 #if KERNEL_D
     int pad_d, out_d, tiles_z;                     // frames of a volume of the result, and tiles along them
+#endif
+#if HAS_RESIDUAL
+    const u16* residual;                           // [n][out_h][out_w][residual_pitch]
+    int residual_pitch;
 #endif
 };
 
@@ -35,8 +40,8 @@ struct Place {
     int n, y, x, tile;                             // first image and first output pixel; index of the tile within its images
 };
 
-// The address under TMA's swizzle, for an address in a tile of rows of SPAN bytes. Tiles begin at multiples of 1024 bytes.
-DEVICE u32 swizzled(u32 at) { return SWIZZLED ? at ^ (at >> 3 & (CHUNKS - 1) << 4) : at; }
+// The address under TMA's swizzle, for an address in a tile of rows of N chunks. Tiles begin at multiples of 1024 bytes.
+template <int N> DEVICE u32 swizzled(u32 at) { return swizzles(N) ? at ^ (at >> 3 & (N - 1) << 4) : at; }
 
 DEVICE Place place_of(const Params& p, int tile) {
     const int in_image = tile % p.tiles;
@@ -51,18 +56,19 @@ DEVICE int frame_of(const Params& p, const Place& at) { return at.n / TILE_N % p
 DEVICE void load_patch(const Params& p, u32 base, int slab, const Place& to, int stage) {
     barrier_expect(base + 8 * stage, PATCH_LOAD);
     const u32 patch = base + HEAD_BYTES + stage * PATCH_BYTES, full = base + 8 * stage;
+    const int channel = DENSE ? 0 : slab * CHUNKS * 8;
 #if KERNEL_D
-    tma_load_5d(patch, &p.input, full, slab * CHUNKS * 8, to.x - p.pad_w, to.y - p.pad_h, frame_of(p, to) - p.pad_d, volume_of(p, to));
+    tma_load_5d(patch, &p.input, full, channel, to.x - p.pad_w, to.y - p.pad_h, frame_of(p, to) - p.pad_d, volume_of(p, to));
 #else
-    tma_load_4d(patch, &p.input, full, slab * CHUNKS * 8, to.x * STRIDE_W - p.pad_w, to.y * STRIDE_H - p.pad_h, to.n);
+    tma_load_4d(patch, &p.input, full, channel, to.x * STRIDE_W - p.pad_w, to.y * STRIDE_H - p.pad_h, to.n);
 #endif
 }
 
 DEVICE void store_results(const Params& p, u32 results, int slab, const Place& to) {
 #if KERNEL_D
-    tma_store_5d(&p.output, results, slab * CHUNKS * 8, to.x, to.y, frame_of(p, to), volume_of(p, to));
+    tma_store_5d(&p.output, results, slab * OUT_CHUNKS * 8, to.x, to.y, frame_of(p, to), volume_of(p, to));
 #else
-    tma_store_4d(&p.output, results, slab * CHUNKS * 8, to.x, to.y, to.n);
+    tma_store_4d(&p.output, results, slab * OUT_CHUNKS * 8, to.x, to.y, to.n);
 #endif
 }
 
@@ -98,11 +104,11 @@ template <class Compute, class Put> DEVICE void walk_tiles(const Params& p, u8* 
         put(to_results);
 #if SQUEEZE
         const float* partial = reinterpret_cast<const float*>(shared + HEAD_BYTES + STAGES * PATCH_BYTES + RESULT_BYTES);
-        for (int i = threadIdx.x; i < TILE_N * CHUNKS * 8; i += THREADS) {
-            const int image = i / (CHUNKS * 8), channel = slab * CHUNKS * 8 + i % (CHUNKS * 8);
+        for (int i = threadIdx.x; i < TILE_N * OUT_CHUNKS * 8; i += THREADS) {
+            const int image = i / (OUT_CHUNKS * 8), channel = slab * OUT_CHUNKS * 8 + i % (OUT_CHUNKS * 8);
             float total = 0.0f;
             #pragma unroll
-            for (int k = 0; k < PARTS; k++) total += partial[k * TILE_N * CHUNKS * 8 + i];
+            for (int k = 0; k < PARTS; k++) total += partial[k * TILE_N * OUT_CHUNKS * 8 + i];
 #if KERNEL_D
             const int frame = frame_of(p, to) + image, at = volume_of(p, to) * p.out_d + frame;
             const bool here = frame < p.out_d;

@@ -1,0 +1,112 @@
+"""The tactic of convolutions of few channels. wgmma would compute 64 channels of results, most of which do not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from optdnn.ir.epilogue import plan_epilogue
+from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, map_dtype
+from optdnn.kernels.conv import grouped_kernel as grouped
+from optdnn.kernels.conv import hopper_launch
+from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, bias_row, conv_attrs, stage_operands
+from optdnn.kernels.conv.general import constants_refusal
+from optdnn.kernels.conv.grouped_kernel import Config, Problem
+from optdnn.kernels.conv.hopper import (
+    FEW_CHANNELS,
+    HopperConv,
+    bias_of,
+    entering,
+    image,
+    on_images,
+    planar,
+    planned,
+    with_pitch,
+)
+from optdnn.kernels.conv.maps import Feed
+from optdnn.kernels.tactic import MANY, Offer
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import BF16, FP16
+
+MOST_READ, MOST_MADE = 48, 64
+"""Most channels of the input and of the result. With more, wgmma's tiles are filled, and this kernel was never faster on an H200."""
+
+
+@lru_cache(maxsize=1024)
+def _offers(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    return tuple(Offer(c, grouped.estimate(problem, c, gpu)) for c in grouped.candidates(problem, gpu))
+
+
+class NarrowConv(ConvolutionKernel):
+    """Convolutions of 16-bit images with few channels in and out, without groups, on the kernel of narrow groups."""
+
+    name = "conv_narrow_sm90"
+
+    def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return _offers(problem, gpu)
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := constants_refusal(b, op)) is not None:
+            return why
+        (out, inside), ep = b.weights(op).shape[:2], plan_epilogue(b.graph, op, channel_axis=1)
+        if op.attrs.group != 1:
+            return f"it has {op.attrs.group} groups"
+        if not FEW_CHANNELS < inside <= MOST_READ or not FEW_CHANNELS < out <= MOST_MADE:
+            return f"it takes {FEW_CHANNELS + 1} to {MOST_READ} channels in, and to {MOST_MADE} out: not {inside} and {out}"
+        if set(b.weights(op).shape[2:]) == {1}:
+            return "pixels under a filter of one tap share no loads"
+        if op.outputs[0].type.dtype not in (FP16, BF16):
+            return "it is for 16-bit floats"
+        if op.attrs.prologue:
+            return "its prologue would be a launch"
+        if len(planned(b, op).rest) < len(ep.rest):
+            return "its stages have operands for each channel"
+        if HopperConv().added(b, op, ep) is not None:
+            return "another kernel computes the convolution that it adds in the same launch"
+        return None if self.configs(b, op) else "no tile of the kernel fits it"
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """Unmeasured, the cost model decides."""
+        wide = HopperConv()
+        if wide.refuse(b, op) is not None:
+            return None
+        own, theirs = self.problem(b, op), wide.problem(b, op)
+        if b.row_invariant:  # one decision for all batch sizes, at a large one
+            own, theirs = replace(own, batch=MANY), replace(theirs, batch=MANY)
+        one, other = (
+            min((offer.seconds or 0.0 for offer in offers), default=0.0)
+            for offers in (_offers(own, b.gpu), hopper_launch.ranked(theirs, b.gpu))
+        )
+        if one < other:
+            return None
+        return f"{wide.name} is predicted to be as fast ({other * 1e6:.1f} us, not {one * 1e6:.1f})"
+
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        feed = Feed(with_pitch(b, op, image(entering(b, op))), *planar(b.weights(op), op.attrs))
+        return on_images(b, op, (feed,), ep.added_to(bias_of(b, op)), ep)
+
+    def problem_of(self, b: Builder, op: Op, c: Convolution) -> Problem:
+        (batch, channels, *_), pitches = c.out.shape, [conv_maps.pitch_of(x) for x in (c.feed.x, c.out)]
+        pitches.append(0 if c.residual is None else conv_maps.pitch_of(c.residual))
+        read, written, added = (pitch or 0 for pitch in pitches)
+        stages, dtype = (("bias",), *c.ep.rendered), map_dtype(c.out.dtype)
+        return Problem(batch, c.feed.source, 1, stages, dtype, pitches=(read, written, added), results=channels)
+
+    def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Config) -> None:
+        feed, channels = c.feed, problem.results
+        packed = b.constant(grouped.pack_weights(feed.weight), f"{op.outputs[0].name}.weights")
+        (o, i, r, s), row, deep = feed.weight.shape, packed.shape[2], problem.chunks * 8
+        bias = bias_row(b, op, c.bias, -(-channels // 8) * 8)
+        operands = {"input": feed.x, "output": c.out, "weights": packed, "bias": bias}
+        if c.residual is not None:
+            operands["residual"] = c.residual
+        read = [feed.x, packed.view((o, i, r, s), (r * row, 1, row, deep)), bias.view((channels,), (1,))]
+        attrs = conv_attrs(feed.geometry, 1, c.ep.stages)
+        b.emit(
+            op, grouped.launch(problem, config, b.gpu), operands, "Conv", attrs,
+            [*read, *stage_operands(b, c.ep, c.residual)], [c.out],
+        )  # fmt: skip
