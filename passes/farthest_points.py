@@ -148,7 +148,7 @@ def _index(graph: Graph, center: Value, points: Value) -> Value | Array | None:
     """The index of each cloud whose point ``center`` is, or None.
 
     The operators between them move elements and add constants to indices, so each coordinate's place is an index plus a constant:
-    three choices of indices show whether it is the place of the point."""
+    a few choices of indices show whether it is the place of the point."""
     clouds, count, size = sizes_of(graph, points) or (0, 0, 0)
     order: list[Op] = []
     sources = _sources(graph, center, points, order)
@@ -157,13 +157,16 @@ def _index(graph: Graph, center: Value, points: Value) -> Value | Array | None:
     table = np.arange(clouds * count * size).reshape(clouds, count, size)
     if not sources:
         places = _run(graph, order, {points: table})
-        rows = None if places is None else places[:, 0, 0] // size % count
-        return rows if rows is not None and np.array_equal(places, table[np.arange(clouds), rows][:, None]) else None
+        if places is None:
+            return None
+        first: Array = places[:, 0, 0] // size % count
+        return first if np.array_equal(places, table[np.arange(clouds), first][:, None]) else None
     (index,) = sources
     shape = sizes_of(graph, index)
     if shape is None or product(shape) != clouds:
         return None
-    for rows in (np.zeros(clouds, np.int64), np.full(clouds, count - 1), (np.arange(clouds) * 7 + 1) % count):
+    clouds_apart = (np.arange(clouds) % count, np.arange(clouds) // count % count)
+    for rows in (np.zeros(clouds, np.int64), np.full(clouds, count - 1), *clouds_apart):
         places = _run(graph, order, {points: table, index: rows.reshape(shape).astype(graph.type(index).dtype)})
         if places is None or not np.array_equal(places, table[np.arange(clouds), rows][:, None]):
             return None

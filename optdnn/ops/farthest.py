@@ -58,7 +58,7 @@ def _export(a: FarthestPointsAttrs, inputs: Sequence[str], n_outputs: int, e: Ex
     """The points one after another."""
     x, nearest, found = inputs
     clouds, _, size = e.type(x).dims
-    chosen = []
+    chosen: list[str] = []
     for _ in range(a.count):
         (row,) = e.node("Unsqueeze", [found, e.const(np.array([1, 2]), "axes")])
         (row,) = e.node("Expand", [row, e.const(np.array([clouds, 1, size]), "shape")])
