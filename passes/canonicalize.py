@@ -16,7 +16,7 @@ from optdnn.passes.rules.concats import (
     part_of_concat,
     split_of_concat,
 )
-from optdnn.passes.rules.grids import grid_fold, grid_gather, grid_gather_nd, repeated_pixels
+from optdnn.passes.rules.grids import grid_fold, grid_gather, grid_gather_nd, neighboring_rows, repeated_pixels
 from optdnn.passes.rules.input_sizes import input_target
 from optdnn.passes.rules.known_writes import assembled_writes, hidden_write, known_writes
 from optdnn.passes.rules.means import (
@@ -64,6 +64,7 @@ class Canonicalize(RulePass):
         whole_axes,
         grid_gather,
         grid_gather_nd,
+        neighboring_rows,  # after gathers of whole axes
         repeated_pixels,
         grid_fold,
         transpose_chain,  # before sinking: two neighbors merge where they are

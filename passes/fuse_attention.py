@@ -249,6 +249,7 @@ def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> At
     if scores.groups != 1:
         q = q.reshape((*lead, graph.type(scores.ops[0].value).dims[-2], q.shape[-1]))
     fitted: list[View] = []
+    repeated = (k, v)
     for view, name, shared in ((q, "queries", False), (k, "keys", True), (v, "values", True)):
         if scores.groups != 1 and len(view.shape) == 3:  # one head for all queries, without an axis
             view = view.reshape((view.shape[0], 1, *view.shape[1:]))
@@ -259,9 +260,11 @@ def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> At
             return Miss(f"the {name} [{shown[0]}] do not have the leading axes of the scores, [{shown[1]}]")
         fitted.append(fit)
     q, k, v = fitted
-    if k.shape[1] != v.shape[1]:  # only one of them is shared by groups of heads
-        k, v = (_fit(graph, x, lead, False) for x in (k, v))
-        if k is None or v is None:
+    if (
+        k.shape[1] != v.shape[1]
+    ):  # only one of them is seen to be repeated (Falcon rotates keys that are repeated before)
+        k, v = (_fit(graph, x, lead, False) for x in repeated)
+        if k is None or v is None or not (k.expressible and v.expressible):
             return Miss("keys and values have different heads")
     t = graph.type(root.value)
     y = (*lead, q.shape[2], v.shape[3])

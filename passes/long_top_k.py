@@ -1,4 +1,7 @@
-"""The largest elements of a very long line are selected among the largest ones of its parts.
+"""Fewer elements are sorted: those that are read, and of a very long line the largest ones of its parts.
+
+Networks on points find neighbors by sorting all distances and keeping the first ones (``argsort()[..., :k]``: Point Transformer,
+PointNet++). Only the first ones have to be selected.
 
 RetinaNet selects 1,000 of eight million scores. A kernel that cannot hold a line in registers reads it again and again with one
 block. The parts of a line are lines of their own, with a block each, and what they keep is a shorter line. Equal elements keep
@@ -15,7 +18,8 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.sort import TopKAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import in_shape, ints, operand, sliced
+from optdnn.passes.support.facts import in_shape, integers, ints, operand, sliced
+from optdnn.passes.support.parts import span
 from optdnn.types import INT64, normalize_axis
 
 HELD = 1 << 15
@@ -58,6 +62,32 @@ def long_top_k(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op,), build)
 
 
+@rule("first_of_sorted", {"TopK"})
+def first_of_sorted(graph: Graph, op: Op) -> Match | Miss | None:
+    """A TopK whose first elements alone are read, by Slices: it selects no others."""
+    kept = ints(graph, operand(op, 1))
+    rank = graph.type(operand(op)).rank
+    if kept is None or rank is None:
+        return None
+    axis = normalize_axis(op.attrs.axis, rank)
+    results = [Value(op.id, port) for port in range(len(op.outputs))]
+    readers = [(value, user) for value in results for user in graph.users(value)]
+    spans = [span(graph, user, kept[0], axis - rank) for _, user in readers]
+    ends = [s[1] for s in spans if s is not None and s[0] == 0 and s[2] == 1]
+    if len(ends) < len(spans) or not ends or not 0 < max(ends) < kept[0]:
+        return None
+
+    def build(patch: Patch) -> None:
+        names = [o.name for o in op.outputs]
+        count = integers(patch, [max(ends)], "count")
+        first = patch.add_op("TopK", [operand(op), count], op.attrs, names=names, outputs=len(names))
+        for (value, user), end in zip(readers, ends, strict=True):
+            made = Value(first.id, value.port)
+            patch.replace(user.value, made if end == max(ends) else sliced(patch, made, 0, end, axis))
+
+    return Match((op, *dict.fromkeys(user for _, user in readers)), build)
+
+
 class LongTopK(RulePass):
     name = "long_top_k"
-    rules = (long_top_k,)
+    rules = (first_of_sorted, long_top_k)

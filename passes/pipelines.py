@@ -28,6 +28,7 @@ from optdnn.passes.deviation_norms import DeviationNorms
 from optdnn.passes.dynamic_quantization import DynamicQuantization
 from optdnn.passes.einsum_to_matmul import EinsumProducts
 from optdnn.passes.equalize import Equalize
+from optdnn.passes.farthest_points import FarthestPoints
 from optdnn.passes.flatten_last import FlattenChannelsLast
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.fold_quantized import FoldQuantized
@@ -182,6 +183,7 @@ O2_GPU: tuple[Pass, ...] = (
     PadRows(),  # after MaskedRows: pads the remaining sizes that depend on data
     CountedPlaces(),  # after MaskedRows, which leaves only the number of places; after PadRows, which asks for its bound
     LongTopK(),  # after MaskedRows, whose selections are from all scores
+    FarthestPoints(),  # after MaskedRows, which makes masked writes of distances selections; before passes on chains of steps
     FuseSinkhorn(),  # when the softmax before it is one operator; before passes on chains of steps
     UnrolledCells(),  # before passes on chains of steps, and on products of their parts
     UnrolledScans(),  # before fusions: chains of steps have many small operators

@@ -63,7 +63,7 @@ class Emitted:
 
         The seconds are ``measured`` (by signature) or else predicted. Steps without either are left out. Those of an operator with
         several launches are divided in proportion to a rough estimate of each launch on ``gpu``. Predictions do not include copies
-        into another layout.
+        into another layout, and stages that no other launch computes.
         """
         known: dict[int, float] = {}
         for site, steps in self._steps_of_sites().items():
@@ -72,7 +72,7 @@ class Emitted:
             if taken is None and d.seconds is not None:
                 taken = max(LATENCY, d.seconds - OVERLAP)
                 kinds = [parse(self.program.steps[k], self.program).meaning.kind for k in steps]
-                steps = [k for k, kind in zip(steps, kinds, strict=True) if kind != "Copy"] or steps
+                steps = [k for k, kind in zip(steps, kinds, strict=True) if kind not in APART] or steps
             if taken is None:
                 continue
             rough = [load_of(self.program.steps[k], self.program, gpu).seconds for k in steps]
@@ -93,6 +93,8 @@ class Emitted:
         return {k for d, steps in found if d.signature in times for k in steps}
 
 
+APART = ("Copy", "Pointwise")
+"""Kinds of launches that an operator's prediction does not include if it has others."""
 OVERLAP = 0.5e-6
 """Overlap of consecutive launches in seconds. The cost model predicts a launch alone."""
 

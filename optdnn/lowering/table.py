@@ -51,6 +51,7 @@ from optdnn.kernels.gemm.row_product import RowProduct
 from optdnn.kernels.gemm.selected import SelectedGemv
 from optdnn.kernels.gemm.turned import NormedTurnedGemm, TurnedGemm
 from optdnn.kernels.index import numeric, positions, regions, scatters, sinkhorn, trees, votes
+from optdnn.kernels.index.farthest import FarthestKernel
 from optdnn.kernels.index.resized_peaks import ResizedPeak
 from optdnn.kernels.index.roi_align import RoiChannels, RoiPixels
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
@@ -244,6 +245,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "LpPool": (WindowPool(),),
     **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),
     **dict.fromkeys(scatters.SCATTERS, (scatters.TACTIC,)),
+    "FarthestPoints": (FarthestKernel(),),
     "Sinkhorn": (sinkhorn.TACTIC,),
     "SVMDecision": (votes.TACTIC,),
     "TreeEnsemble": (trees.TACTIC,),

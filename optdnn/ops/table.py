@@ -15,6 +15,7 @@ from optdnn.ops import (
     custom,
     detect,
     experimental,
+    farthest,
     fused,
     gather,
     gemm,
@@ -58,7 +59,7 @@ FAMILIES: dict[str, tuple[OpDef, ...]] = {
     "constants and identities": create.DEFS,
     "fused (our own)": (
         *(*fused.DEFS, *pointwise_scan.DEFS, *resized_peaks.DEFS),
-        *(*sampled_sum.DEFS, *segment_sum.DEFS, *sinkhorn.DEFS),
+        *(*farthest.DEFS, *sampled_sum.DEFS, *segment_sum.DEFS, *sinkhorn.DEFS),
     ),
     "gather and scatter": gather.DEFS,
     "matrix products": gemm.DEFS,

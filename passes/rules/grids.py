@@ -5,7 +5,8 @@ overlap and cover the image, the table holds every index of the axis once: it is
 Col2Im.
 
 transformers reads the mask of a language model by the positions of all queries and keys, which is exported as a GatherND. PyTorch's
-dynamo exporter writes an upsampling to exact nearest pixels as a GatherND of the pixels, with the image's axes first.
+dynamo exporter writes an upsampling to exact nearest pixels as a GatherND of the pixels, with the image's axes first, and a list of
+positions (Falcon's keys and values among the heads) as a GatherND of rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.resize import ResizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import integers, ints, operand, reshape_target, reshaped, shape_of, sizes_of
+from optdnn.passes.support.facts import integers, ints, operand, reshape_target, reshaped, shape_of, sizes_of, sliced
+from optdnn.passes.support.parts import neighbors
 from optdnn.passes.support.views import transposed
 from optdnn.types import Array, Shape, normalize_axis
 
@@ -82,6 +84,17 @@ def grid_gather_nd(graph: Graph, op: Op) -> Match | Miss | None:
         return y if once.shape == rows.shape else patch.add("Expand", [y, integers(patch, whole, "shape")])
 
     return Match((op,), build)
+
+
+@rule("neighboring_rows", {"GatherND"})
+def neighboring_rows(graph: Graph, op: Op) -> Match | None:
+    """A GatherND of neighboring rows in ascending order, or of one row, is a Slice (``x[..., [-2], :]`` after torch.export)."""
+    x, indices = operand(op), graph.constant_value(op.inputs[1])
+    before = shape_of(graph, x)
+    if indices is None or before is None or op.attrs.batch_dims or indices.ndim != 2 or indices.shape[1] != 1:
+        return None
+    rows = neighbors(indices[:, 0], before[0]) if isinstance(before[0], int) else None
+    return None if rows is None else Match((op,), lambda patch: sliced(patch, x, *rows, 0))
 
 
 @rule("repeated_pixels", {"GatherND"})

@@ -7,12 +7,11 @@ attention reads as its mask.
 
 from __future__ import annotations
 
-import numpy as np
-
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import RESHAPES, integers, operand, shape_of
+from optdnn.passes.support.facts import RESHAPES, operand, shape_of, sliced
+from optdnn.passes.support.parts import neighbors
 from optdnn.types import Array, normalize_axis
 
 VIEWS = RESHAPES | {"Transpose", "Slice"}
@@ -24,27 +23,12 @@ _MOST = 6
 def consecutive_rows(graph: Graph, op: Op) -> Match | Miss | None:
     """A Gather of neighboring rows in ascending order becomes a Slice."""
     indices, shape = graph.constant_value(op.inputs[1]), shape_of(graph, operand(op))
-    if (
-        indices is None
-        or indices.ndim != 1
-        or shape is None
-        or not len(indices)
-        or graph.constant_value(op.inputs[0]) is not None
-    ):
+    if indices is None or indices.ndim != 1 or shape is None or graph.constant_value(op.inputs[0]) is not None:
         return None
     axis = normalize_axis(op.attrs.axis, len(shape))
-    size, first = shape[axis], int(indices[0])
-    if not isinstance(size, int) or first < 0 or not np.array_equal(indices, first + np.arange(len(indices))):
-        return None
-
-    def build(patch: Patch) -> Value:
-        ends = [
-            integers(patch, [n], name)
-            for n, name in ((first, "starts"), (first + len(indices), "ends"), (axis, "axes"))
-        ]
-        return patch.add("Slice", [operand(op), *ends])
-
-    return Match((op,), build)
+    size = shape[axis]
+    rows = neighbors(indices, size) if isinstance(size, int) else None
+    return None if rows is None else Match((op,), lambda patch: sliced(patch, operand(op), *rows, axis))
 
 
 @rule("scaled_view", {"Mul"})

@@ -20,7 +20,7 @@ from optdnn.passes.support.facts import is_pointwise, operand
 from optdnn.passes.support.open_stages import steps_of
 from optdnn.types import is_float
 
-DECIDES = frozenset({"NonMaxSuppression", "NonZero", "SVMDecision", "TopK", "TreeEnsemble"})
+DECIDES = frozenset({"FarthestPoints", "NonMaxSuppression", "NonZero", "SVMDecision", "TopK", "TreeEnsemble"})
 """Kinds that compare the elements of their operands, and whose results are indices, or depend on comparisons alone."""
 
 SELECTS = frozenset({"GlobalMaxPool", "MaxPool", "ReduceMax", "ReduceMin"})

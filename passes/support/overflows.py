@@ -109,7 +109,7 @@ BOUNDS = frozenset(
     {
         *("DeviationNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization"),
         *("LpNormalization", "MeanVarianceNormalization", "RMSNormalization", "Sinkhorn", "Softmax"),
-        *("ArgMax", "ArgMin", "TopK"),
+        *("ArgMax", "ArgMin", "FarthestPoints", "TopK"),
         *("Atan", "Cos", "Erf", "HardSigmoid", "Sigmoid", "Sign", "Sin", "Softsign", "Tanh"),
     }
 )

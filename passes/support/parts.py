@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.passes.support.facts import ints, operand, shape_of
+from optdnn.types import Array
 
 PARTS = frozenset({"Slice", "Split"})
 """The operators that take parts of a tensor."""
@@ -48,6 +51,14 @@ def span(graph: Graph, op: Op, size: int, axis: int = -1) -> tuple[int, int, int
     if not is_axis(graph, operand(op), axes[0], axis):
         return None
     return slice(starts[0], ends[0], steps[0]).indices(size)
+
+
+def neighbors(indices: Array, size: int) -> tuple[int, int] | None:
+    """First and one past the last of ``indices`` into an axis of ``size``, if each is one more than the one before; else None."""
+    rows = np.where(indices < 0, indices + size, indices)
+    if not rows.size or not np.array_equal(rows, rows[0] + np.arange(rows.size)):
+        return None
+    return int(rows[0]), int(rows[-1]) + 1
 
 
 def consecutive(graph: Graph, parts: Sequence[Value]) -> Value | None:

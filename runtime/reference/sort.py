@@ -87,7 +87,19 @@ def reverse_sequence(x: Array, lengths: Array, *, batch_axis: int = 1, time_axis
     return (np.take_along_axis(x, order.reshape(shape), time_axis),)
 
 
+def farthest_points(x: Array, nearest: Array, first: Array, *, count: int) -> tuple[Array, ...]:
+    """``count`` points of each cloud, one after another: the one that is farthest from the nearest point chosen before."""
+    found, chosen, clouds = first, [], np.arange(len(x))
+    for _ in range(count):
+        distance = np.square(x - x[clouds, found][:, None]).sum(axis=-1)
+        nearest = np.where(distance < nearest, distance, nearest)
+        found = nearest.argmax(axis=-1)
+        chosen.append(found)
+    return (np.stack(chosen, axis=1).astype(np.int64),)
+
+
 KERNELS: dict[str, Kernel] = {
+    "FarthestPoints": farthest_points,
     "TopK": top_k,
     "NonZero": non_zero,
     "Unique": unique,

@@ -22,7 +22,7 @@ from optdnn.kernels.layout.views import _runs, reshaped
 from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.conv import ConvAttrs
-from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.pool import MaxPoolAttrs
@@ -426,3 +426,16 @@ def test_enlarged_volumes_are_written_beside_those_of_the_encoder(stride: int, i
 
 def test_enlarged_volumes_of_odd_channels_are_copied() -> None:
     assert "ConvBlocks" not in kinds(check_simulated(decoder(filters=12), "fp16"))
+
+
+def test_a_part_whose_number_of_elements_depends_on_data() -> None:
+    """PyTorch's old exporter reshapes the elements that a mask selects to a known size (PointNet++)."""
+    n = Net()
+    x, z = (n.input(1, 4, 32, name=name, dtype=np.int64) for name in "xz")
+    rows = n.op("Transpose", n.op("NonZero", x), attrs=TransposeAttrs((1, 0)))
+    some = n.op("Reshape", n.op("GatherND", x, rows, attrs=GatherNDAttrs(0)), n.ints(1, 4, 16))
+    rest = n.op("Slice", z, n.ints(0), n.ints(16), n.ints(2))
+    graph = n.done(n.op("Concat", some, rest, attrs=ConcatAttrs(2)))
+    feeds = {"x": np.arange(128).reshape(1, 4, 32) % 2 * 5, "z": np.ones((1, 4, 32), np.int64)}
+    (y,) = simulate(lowered(graph), feeds).values()
+    assert y.tolist() == [[[5] * 16 + [1] * 16] * 4]

@@ -353,6 +353,24 @@ def test_heads_repeated_before_they_come_first(batch: int, shared: int, kind: st
     assert graph.type(attention(graph).inputs[1]).shape == (batch, shared, L, D)  # type: ignore[arg-type]
 
 
+def test_values_alone_are_repeated() -> None:
+    """Falcon rotates its keys after it repeats their heads: the values have as many heads as the keys."""
+    n = Net(np.float64)
+    q = n.input(B, 4, L, D, name="q")
+    k, v = (repeated(n, n.input(B, 2, L, D, name=name), 2) for name in "kv")
+    k = n.op("Transpose", n.op("Sin", k), attrs=TransposeAttrs((0, 1, 3, 2)))
+    graph, _ = check_pass(FuseAttention(), n.done(n.op("MatMul", n.op("Softmax", n.op("MatMul", q, k)), v)), changes=1)
+    assert graph.type(attention(graph).inputs[1]).shape == graph.type(attention(graph).inputs[2]).shape
+
+
+def test_one_head_of_keys_for_other_heads_of_values() -> None:
+    n = Net(np.float64)
+    q, k = n.input(B, 4, L, D, name="q"), n.input(B, 1, D, L, name="k")
+    v = repeated(n, n.input(B, 2, L, D, name="v"), 2)
+    y = n.op("MatMul", n.op("Softmax", n.op("MatMul", q, k)), v)
+    check_refused(FuseAttention(), n.done(y), because="keys and values have different heads")
+
+
 def test_heads_in_another_order_are_not_shared() -> None:
     """All heads once, and then all heads again: no head is read twice in a row."""
     n = Net(np.float64)

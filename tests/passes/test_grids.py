@@ -116,6 +116,29 @@ def test_all_elements_by_their_positions_are_a_view(indices: np.ndarray, kinds: 
 
 
 @pytest.mark.parametrize(
+    ("rows", "first"), [([[4]], 4), ([[-2]], 6), ([[2], [3], [4]], 2), ([[-3], [-2]], 5), ([[0], [1]], 0)]
+)
+def test_neighboring_rows_are_a_slice(rows: list[list[int]], first: int) -> None:
+    """``x[[-2]]`` after torch.export: Falcon's keys stand among the heads."""
+    n = Net(np.float64)
+    graph, report = check_pass(Canonicalize(), n.done(picked(n, n.input(8, 3), rows)), changes=1, kinds={"Slice": 1})
+    assert [f.rule for f in report.fired] == ["neighboring_rows"]
+    (part,) = graph.of_kind("Slice")
+    assert graph.constant_value(part.inputs[1]) == first
+
+
+@pytest.mark.parametrize("rows", [[[1], [0]], [[1], [3]], [[2], [2]], [[[1]], [[2]]], np.zeros((0, 1), np.int64)])
+def test_other_rows_stay(rows: object) -> None:
+    n = Net()
+    check_untouched(Canonicalize(), n.done(picked(n, n.input(8, 3), rows)))
+
+
+def test_rows_of_an_unknown_number_stay() -> None:
+    n = Net()
+    check_untouched(Canonicalize(), n.done(picked(n, n.input(symbol("N"), 3), [[-2]])))
+
+
+@pytest.mark.parametrize(
     "indices", [positions(2, 7), positions(1, 8), positions(2, 8)[:, ::-1], positions(2, 8)[[0, 0]]]
 )
 def test_other_positions_stay(indices: np.ndarray) -> None:

@@ -81,8 +81,8 @@ def test_other_convolutions_stay(options: dict[str, object]) -> None:
 def test_blocks_of_a_convolution_are_a_view() -> None:
     n = Net()
     attrs = ConvAttrs((12,), (6, 6), (1,))
-    x = n.op("Conv", n.input(2, 16, 96), n.random(16, 16, 3), attrs=ConvAttrs((1,), (1, 1), (1,)))
-    y = n.op("Conv", n.op("Relu", x), n.random(32, 16, 24), n.random(32), attrs=attrs)
+    x = n.op("Conv", n.input(2, 64, 96), n.random(64, 64, 3), attrs=ConvAttrs((1,), (1, 1), (1,)))
+    y = n.op("Conv", n.op("Relu", x), n.random(32, 64, 24), n.random(32), attrs=attrs)
     program = check_simulated(n.done(n.op("Relu", y)), "fp16")
     launches = [str(s.params["tactic"]).split()[0] for s in program.steps]
     assert launches.count("conv_sm90") == 2

@@ -1,4 +1,4 @@
-"""long_top_k: the largest elements of a long line are selected among those of its parts; refusals."""
+"""long_top_k: lines are sorted as far as they are read, and long lines by their parts; refusals."""
 
 from __future__ import annotations
 
@@ -47,3 +47,38 @@ def test_other_lines_are_untouched(shape: str, axis: int) -> None:
 
 def test_parts_that_would_keep_most_elements_are_refused() -> None:
     check_refused(LongTopK(), top("200", 40), because="would keep most")
+
+
+def sorted_lines(*ends: int, first: int = 0, axis: int = 2, kept: int = 20, port: str = "i", more: str = "") -> str:
+    """A sort along axis 1 whose results are read by Slices."""
+    reads = " ".join(f"s{e} = Slice({port}, from, e{e}, at)" for e in ends)
+    sizes = ", ".join(f"int64[1] e{e} = {{{e}}}" for e in ends)
+    outputs = ", ".join(f"{'float' if port == 'y' else 'int64'} s{e}" for e in ends)
+    return f"""<ir_version: 9, opset_import: ["": 17]>
+    g (float[2,20,3] x) => ({outputs}{more})
+    <int64[1] k = {{{kept}}}, int64[1] from = {{{first}}}, int64[1] at = {{{axis - 1}}}, {sizes}>
+    {{ y, i = TopK<axis = 1, largest = 0>(x, k) {reads} }}"""
+
+
+@pytest.mark.parametrize("port", ["y", "i"])
+@pytest.mark.parametrize("ends", [(5,), (5, 2), (7, 1, 3)])
+def test_only_elements_that_are_read_are_sorted(ends: tuple[int, ...], port: str) -> None:
+    graph, _ = check_pass(LongTopK(), sorted_lines(*ends, port=port), changes=1, rules={"first_of_sorted": 1})
+    (op,) = graph.of_kind("TopK")
+    assert op.outputs[0].type.static_shape == (2, max(ends), 3)
+    assert graph.kinds().get("Slice", 0) == len(ends) - 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        sorted_lines(5, first=1),
+        sorted_lines(2, axis=3),
+        sorted_lines(20),
+        sorted_lines(5, more=", float[2,20,3] y"),
+        top("60").replace("scaled", "s"),
+    ],
+    ids=["not the first ones", "another axis", "all", "an output", "no slices"],
+)
+def test_elements_that_are_read_stay(text: str) -> None:
+    check_untouched(LongTopK(), text)

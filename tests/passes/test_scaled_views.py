@@ -68,14 +68,15 @@ def scaled(
     return n.done(z, *([n.op("Exp", x)] if twice else []))
 
 
-def test_gathers_of_neighbors_are_slices() -> None:
-    graph, _ = check_pass(RelativePositions(), gathered(2, 3, 4), changes=1)
+@pytest.mark.parametrize("rows", [(2, 3, 4), (-2, -1)])
+def test_gathers_of_neighbors_are_slices(rows: tuple[int, ...]) -> None:
+    graph, _ = check_pass(RelativePositions(), gathered(*rows), changes=1)
     assert "Slice" in graph.kinds()
 
 
 UNTOUCHED = {
     "rows in another order": gathered(3, 2),
-    "from the end": gathered(-2, -1),
+    "rows around the end": gathered(-1, 0),
     "constant rows": gathered(1, 2, constant=True),
     "unknown rows": gathered(0, 1, size=symbol("N")),
     "no view between": scaled(view=False),

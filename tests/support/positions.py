@@ -11,6 +11,7 @@ import numpy as np
 from optdnn.ops import create, detect, gather, index, norm, pool, quant, signal, sort
 from optdnn.ops.attention import RotaryAttrs, TensorScatterAttrs
 from optdnn.ops.binary import CastAttrs
+from optdnn.ops.farthest import FarthestPointsAttrs
 from optdnn.ops.gemm import EinsumAttrs
 from optdnn.ops.packed_layout import CODES, PackedGatherAttrs, row_bytes
 from optdnn.ops.resized_peaks import ResizedPeaksAttrs
@@ -312,6 +313,18 @@ def matrices(n: Net) -> list[Any]:
     return [*found, n.op("Sinkhorn", turned, attrs=SinkhornAttrs(-1, 3))]
 
 
+def clouds(n: Net) -> list[Any]:
+    """Points that are far from each other: a part of a warp, several warps, several points of a thread, coordinates apart."""
+    found = []
+    for k, (count, size, chosen) in enumerate(((20, 3, 5), (300, 3, 9), (1100, 2, 4))):
+        x, near = n.input(2, count, size, name=f"x{k}"), n.const(np.full((2, count), 1e10))
+        first = n.const([k, -1 - k], np.int64)
+        found.append(n.op("FarthestPoints", x, near, first, attrs=FarthestPointsAttrs(chosen)))
+    turned = n.op("Transpose", n.input(1, 3, 40, name="turned"), attrs=TransposeAttrs((0, 2, 1)))
+    near = n.op("Neg", n.input(1, 40, name="near"))
+    return [*found, n.op("FarthestPoints", turned, near, n.ints(7), attrs=FarthestPointsAttrs(3))]
+
+
 def forests(n: Net) -> list[Any]:
     x = n.input(5, 6)
     return [forest(n, x, **case) for case in CASES if case.get("depth", 1)]
@@ -321,5 +334,5 @@ FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
     f.__name__: f
     for f in (orders, triangles, sums, scatters, written_updates, choices, grids, quantized, bytes_of_floats, parts_of_bytes,
               integer_products, integer_convolutions, contractions, spectra, statistics, regions, packed_tables, joined,
-              matrices, forests)
+              matrices, clouds, forests)
 }  # fmt: skip

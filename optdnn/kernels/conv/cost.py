@@ -32,8 +32,8 @@ L2_PER_CLOCK = 56.0  # bytes per cycle and multiprocessor that TMA loads from L2
 LATENCY = 1.5e-6  # s: launch, wait, first load, last store of a dependent kernel
 IM2COL_ROW = 4.6  # cycles in which TMA loads 128 bytes of a pixel in im2col mode
 SHORT_PIXEL, CUT_PIXEL = 2.1, 2.0
-"""Least cycles of a pixel's row, and a factor on them if pixels do not begin at multiples of 32 bytes, the sectors of L2. Both for 16-bit
-elements. Fitted to 2,000 timings of 54 convolutions of 8 to 80 channels."""
+"""Least cycles of a pixel's row, and a factor on them if pixels do not begin at multiples of 32 bytes, the sectors of L2. Both are for
+16-bit elements, and fitted to 2,000 timings of 54 convolutions of 8 to 80 channels."""
 RING_LATENCY = 1200  # cycles from requesting a stage to its arrival; with S stages, S - 1 steps pass meanwhile
 FULL_RING_LATENCY = 1800  # the same when all multiprocessors load (:func:`fills`)
 NARROW_TILE, NARROW = 64, 10  # extra cycles for each pixel that a tile has less than 64

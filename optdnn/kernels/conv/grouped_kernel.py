@@ -197,7 +197,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     filters = s.kernel[0] * pairs(problem) * config.results * 2
     start = START * (600 + 3 * filters * config.warps * together) + EXPOSED * load
     memory = max(made.tiles(s)[0] * count * moved / L2, problem.bytes / MEMORY / 0.85)
-    seconds = LAUNCH + math.hypot(((per_block * tile + start) / CLOCK) ** 2, memory**2) ** 0.5
+    seconds = LAUNCH + math.sqrt(math.hypot(((per_block * tile + start) / CLOCK) ** 2, memory**2))
     return seconds + (FINISH if made.squeeze_mode(s, problem.squeeze) == 1 else 0.0)
 
 

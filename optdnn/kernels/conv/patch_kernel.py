@@ -291,7 +291,8 @@ def cycles(problem: Problem, config: PatchConfig, device: GpuFacts) -> float:
         config.wgm * 64 * problem.span if config.weight_stages else 0
     )
     shallow = 1.0 + 2.0 / config.weight_stages if config.weight_stages else 1.0
-    rows = config.wgn * height * width * row_cycles(problem) / taps
+    short = problem.span < 128
+    rows = config.wgn * height * width * row_cycles(problem) / taps if short else 0.0
     busy = steps * max(multiply, loaded / 45 * shallow, rows) * (RINGED if config.weight_stages else 1.0)
     first = (
         config.wgn * height * width * problem.span / L2_PER_CLOCK
@@ -311,9 +312,7 @@ def cycles(problem: Problem, config: PatchConfig, device: GpuFacts) -> float:
     if config.stores_directly:
         return jobs * (busy + idle) + 200 * (3 - min(3, config.stages))
     overlapped = config.wgn * config.blocks > 1
-    if (
-        overlapped and problem.span < 128
-    ):  # a tile's products are shorter than its epilogue, which the other group does not hide
+    if overlapped and short:  # the other group's products do not hide the epilogue
         finish = 1500 + n * (3.0 + ACTIVATED * stages_issue(problem.epilogue))
-        busy = math.hypot(busy**2, (busy / 2 + finish) ** 2) ** 0.5
+        busy = math.sqrt(math.hypot(busy**2, (busy / 2 + finish) ** 2))
     return jobs * (busy if overlapped else busy + idle) + idle + 200 * (3 - min(3, config.stages + config.out_buffers))

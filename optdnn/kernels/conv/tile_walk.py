@@ -136,8 +136,8 @@ class Walk:
         """Constants that the header reads."""
         patch_h, patch_w = self.patch(source)
         return {
-            "CHUNKS": self.read(source), "OUT_CHUNKS": self.chunks, "DENSE": int(self.results > 0), "TILE_W": self.width, "TILE_H": self.height, "TILE_N": self.images, "PATCH_W": patch_w,
-            "PATCH_H": patch_h, "STRIDE_H": source.stride[0], "STRIDE_W": source.stride[1], "STAGES": self.stages,
+            "CHUNKS": self.read(source), "OUT_CHUNKS": self.chunks, "DENSE": int(self.results > 0), "TILE_W": self.width,
+            "TILE_H": self.height, "TILE_N": self.images, "PATCH_W": patch_w, "PATCH_H": patch_h, "STRIDE_H": source.stride[0], "STRIDE_W": source.stride[1], "STAGES": self.stages,
             "WARPS": self.warps, "SQUEEZE": self.squeeze_mode(source, squeeze), "PARTS": self.parts,
             "KERNEL_H": source.kernel[0], "KERNEL_W": source.kernel[1],
             "KERNEL_D": 0 if source.depth is None else source.depth.taps, "HAS_RESIDUAL": int(self.residual),
@@ -154,16 +154,8 @@ class Walk:
                 return f"pixels of {chunks} chunks of channels would lie in the same banks"
         if not 2 <= self.stages <= 8 or not 1 <= self.warps <= 16:
             return "not a ring and a block of this kernel"
-        if (
-            max(
-                *self.patch(source),
-                self.patch_images(source),
-                self.height,
-                self.width,
-                8 * max(self.read(source), self.chunks),
-            )
-            > 256
-        ):
+        channels = 8 * max(self.read(source), self.chunks)
+        if max(*self.patch(source), self.patch_images(source), self.height, self.width, channels) > 256:
             return "the patch exceeds a TMA box"
         if blocks * ((needed := self.shared_bytes(source, squeeze)) + 1024) > SHARED or needed > shared:
             return f"{needed} bytes of shared memory are too many for {blocks} blocks"
@@ -183,17 +175,9 @@ class Walk:
         before, after = ((batch,),) * 2 if depth is None else ((batch // depth.out, n) for n in (depth.size, depth.out))
         box = (self.patch_images(source), *self.patch(source))
         made = Parameters().tensor_map(
-            _map(
-                "input", dtype, (*before, source.height, source.width), (source.channels, read, self.read(source)), box
-            ),
-            _map(
-                "output",
-                dtype,
-                (*after, *out),
-                (channels, written, self.chunks),
-                (self.images, self.height, self.width),
-            ),
-        )
+            _map("input", dtype, (*before, source.height, source.width), (source.channels, read, self.read(source)), box),
+            _map("output", dtype, (*after, *out), (channels, written, self.chunks), (self.images, self.height, self.width)),
+        )  # fmt: skip
         made.pointer("weights", "bias", "sums" if mode == 1 else None, "means" if mode == 2 else None)
         made.i32(batch, channels, *out, *source.padding[:2])
         made.i32(slabs, tiles_x, tiles_x * tiles_y, self.count(source, batch))

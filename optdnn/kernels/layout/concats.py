@@ -312,7 +312,11 @@ def _reserve_before(b: Builder, value: Value) -> None:
     while op.kind in _TURNS or of_one_channel(op):
         source = op.inputs[0]
         assert source is not None
-        if source in b.reserved or b.graph.constant_value(source) is not None:
+        if (
+            source in b.reserved
+            or b.graph.constant_value(source) is not None
+            or not b.graph.type(source).is_static  # its number of elements depends on data: it is computed on the host
+        ):
             return
         if op.kind == "Transpose":
             perm = op.attrs.perm or tuple(reversed(range(len(x.shape))))

@@ -314,7 +314,7 @@ def test_patch_embeddings_are_products() -> None:
 
 def test_blocks_of_channels_last_images_are_read_in_place() -> None:
     n = Net()
-    x = n.op("Relu", n.conv(n.input(1, 16, 8, 8), 16))
+    x = n.op("Relu", n.conv(n.input(1, 64, 8, 8), 64))
     program = check_simulated(n.done(n.conv(x, 20, 2, pads=0, strides=2)))
     assert tactics_of(program, "Conv") == {"conv_sm90"}
     assert "Copy" not in [s.params["op"]["kind"] for s in program.steps[2:-1]], "between the convolutions"
@@ -331,7 +331,7 @@ def test_upsampling_convolutions_are_products() -> None:
 
 def test_other_strided_windows_are_convolutions() -> None:
     n = Net()
-    x = n.op("Relu", n.conv(n.input(1, 16, 9, 9), 16))
+    x = n.op("Relu", n.conv(n.input(1, 64, 9, 9), 64))
     graph = n.done(n.conv(x, 8, 2, pads=0, strides=2), n.conv_transpose(x, 8, 3), n.conv_transpose(x, 8, 2, pads=1))
     program = check_simulated(graph)  # 2 does not divide 9; windows of 3 overlap; pads crop
     assert tactics_of(program, "Conv") == {"conv_sm90"}
