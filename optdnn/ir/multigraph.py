@@ -9,10 +9,14 @@ from optdnn.errors import InternalError
 
 def topological_order(graph: nx.MultiDiGraph) -> list[int]:
     """The nodes in the order of ``networkx.topological_sort`` (Kahn's algorithm). Raises InternalError when there is a cycle."""
-    missing = {i: sum(map(len, edges.values())) for i, edges in graph._pred.items()}
+    users = dict(graph.adjacency())
+    missing = dict.fromkeys(users, 0)
+    for found in users.values():
+        for user, edges in found.items():
+            missing[user] += len(edges)
     order = [i for i, count in missing.items() if not count]
     for i in order:  # grows meanwhile
-        for user, edges in graph._adj[i].items():
+        for user, edges in users[i].items():
             missing[user] -= len(edges)
             if not missing[user]:
                 order.append(user)
@@ -22,7 +26,7 @@ def topological_order(graph: nx.MultiDiGraph) -> list[int]:
 
 
 def copied(graph: nx.MultiDiGraph) -> nx.MultiDiGraph:
-    """A copy with dictionaries of its own, in the order of ``graph.copy()``."""
+    """A copy with dictionaries of its own, in the order of ``graph.copy()``, from the attributes that networkx keeps for subclasses."""
     made = nx.MultiDiGraph()
     for i, data in graph._node.items():
         made._node[i], made._adj[i], made._pred[i] = dict(data), {}, {}
