@@ -26,7 +26,7 @@ def topological_order(graph: nx.MultiDiGraph) -> list[int]:
 
 
 def copied(graph: nx.MultiDiGraph) -> nx.MultiDiGraph:
-    """A copy with dictionaries of its own, in the order of ``graph.copy()``, from the attributes that networkx keeps for subclasses."""
+    """A copy with dictionaries of its own, in the order of ``graph.copy()``."""
     made = nx.MultiDiGraph()
     for i, data in graph._node.items():
         made._node[i], made._adj[i], made._pred[i] = dict(data), {}, {}
