@@ -22,22 +22,10 @@ from optdnn.types import Array, normalize_axis, product
 
 LEAST = 4
 """Fewest steps that become one op."""
-_MOVES = frozenset(
-    {
-        "Add",
-        "Concat",
-        "Expand",
-        "Flatten",
-        "Gather",
-        "GatherElements",
-        "GatherND",
-        "Reshape",
-        "Slice",
-        "Squeeze",
-        "Transpose",
-        "Unsqueeze",
-    }
-)
+_MOVES = frozenset({
+    "Add", "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Reshape", "Slice", "Squeeze", "Transpose",
+    "Unsqueeze",
+})  # fmt: skip
 """Operators between an index and the coordinates of its point. They move elements, and add the number of a cloud's first row."""
 _MOST = 12
 """Most of these operators."""

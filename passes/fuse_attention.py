@@ -260,9 +260,7 @@ def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> At
             return Miss(f"the {name} [{shown[0]}] do not have the leading axes of the scores, [{shown[1]}]")
         fitted.append(fit)
     q, k, v = fitted
-    if (
-        k.shape[1] != v.shape[1]
-    ):  # only one of them is seen to be repeated (Falcon rotates keys that are repeated before)
+    if k.shape[1] != v.shape[1]:  # one of them alone is seen to be repeated (Falcon rotates repeated keys)
         k, v = (_fit(graph, x, lead, False) for x in repeated)
         if k is None or v is None or not (k.expressible and v.expressible):
             return Miss("keys and values have different heads")
