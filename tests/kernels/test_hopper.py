@@ -22,7 +22,7 @@ from optdnn.runtime.cuda.launches.plan import MAP_BYTES, LaunchPlan, Pointer, Te
 
 def networks() -> dict[str, Graph]:
     n = Net()
-    x = n.conv(n.input(2, 16, 14, 14), 32, 3, strides=2, bias=True)
+    x = n.conv(n.input(2, 64, 14, 14), 32, 3, strides=2, bias=True)
     plain = n.done(n.op("Relu", x))
     n = Net()
     x = n.conv(n.input(1, 64, 14, 14), 64, 1, pads=0)
