@@ -108,9 +108,10 @@ def pairs(problem: Problem) -> int:
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """Estimated registers of a thread: accumulators, filters, addresses."""
+    """Estimated registers of a thread: accumulators, filters, addresses, and a residual with its addresses."""
     filters = problem.source.kernel[0] * pairs(problem) * config.results * 2
-    return config.strips * config.results * 4 + filters + pairs(problem) + 4 * config.results + 36
+    added = config.strips * (2 * config.results + 8) if problem.residual else 0
+    return config.strips * config.results * 4 + filters + pairs(problem) + 4 * config.results + 36 + added
 
 
 def refuse(

@@ -154,6 +154,10 @@ D, DC = CASES["depthwise 5x5, two below"][1:]
         ((grouped, G, replace(GC, strip_w=5)), "not a tile"),
         ((grouped, replace(G, source=same(9, 18, 64), bands=4), GC), "not bands of 2"),
         ((grouped, G, replace(GC, strips=8, blocks=4)), "registers per thread"),
+        (
+            narrow_case(1, same(80, 80, 32), 32, grouped.Config(7, 16, 2, 1, 1, 4, 2, 2), ("silu",), ("add",)),
+            "about 262 registers",  # without the residual it fits
+        ),
         ((grouped, G, replace(GC, chunks=12)), "same banks"),
         ((grouped, G, replace(GC, stages=1)), "not a ring"),
         (
