@@ -17,6 +17,7 @@ from optdnn.ops.farthest import FarthestPointsAttrs, fits
 from optdnn.ops.fused import plain_attrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import in_shape, ints, operand, sizes_of, sliced
+from optdnn.passes.support.items import equal
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array, normalize_axis, product
 
@@ -28,7 +29,7 @@ _MOVES = frozenset({
 })  # fmt: skip
 """Operators between an index and the coordinates of its point. They move elements, and add the number of a cloud's first row."""
 _MOST = 12
-"""Most of these operators."""
+"""Most operators of one index."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,7 @@ def _nearest(graph: Graph, op: Op) -> list[tuple[Value, Value, tuple[Op, ...]]]:
     if less.kind not in ("Less", "Greater"):
         return []
     small, large = (operand(less, k) for k in ((0, 1) if less.kind == "Less" else (1, 0)))
-    return [(taken, large, tuple(ops))] if small == taken and _equal(graph, before, large) else []
-
-
-def _equal(graph: Graph, a: Value, b: Value) -> bool:
-    """Whether two values are the same, or constants whose elements are."""
-    x, y = graph.constant_value(a), graph.constant_value(b)
-    return a == b or (x is not None and y is not None and bool((x == y).all()))
+    return [(taken, large, tuple(ops))] if small == taken and equal(graph, before, large) else []
 
 
 def _distance(graph: Graph, op: Op, shape: tuple[int, ...]) -> tuple[Value, Value, tuple[Op, ...]] | None:

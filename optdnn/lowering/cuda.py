@@ -68,13 +68,16 @@ class Emitted:
         known: dict[int, float] = {}
         for site, steps in self._steps_of_sites().items():
             d = self.decisions[site]
-            taken = (measured or {}).get(d.signature)
-            if taken is None and d.seconds is not None:
-                taken = max(LATENCY, d.seconds - OVERLAP)
-                kinds = [parse(self.program.steps[k], self.program).meaning.kind for k in steps]
-                steps = [k for k, kind in zip(steps, kinds, strict=True) if kind not in APART] or steps
+            predicted = None if d.seconds is None else max(LATENCY, d.seconds - OVERLAP)
+            taken = (measured or {}).get(d.signature, predicted)
             if taken is None:
                 continue
+            if len(steps) == 1:
+                known[steps[0]] = taken
+                continue
+            if d.signature not in (measured or {}):
+                kinds = [parse(self.program.steps[k], self.program).meaning.kind for k in steps]
+                steps = [k for k, kind in zip(steps, kinds, strict=True) if kind not in APART] or steps
             rough = [load_of(self.program.steps[k], self.program, gpu).seconds for k in steps]
             known |= {k: taken * (one / sum(rough)) for k, one in zip(steps, rough, strict=True)}
         return known

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Graph, Op
-from optdnn.kernels.builder import Builder, map_dtype
+from optdnn.kernels.builder import Builder, map_dtype, up
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import grouped_kernel as grouped
 from optdnn.kernels.conv import maps as conv_maps
@@ -116,21 +116,29 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
         return on_images(b, op, (feed,), ep.added_to(bias_of(b, op)), ep)
 
     def problem_of(self, b: Builder, op: Op, c: Convolution, squeeze: bool | None = None) -> Problem:
-        (batch, channels, *_), read, written = c.out.shape, conv_maps.pitch_of(c.feed.x), conv_maps.pitch_of(c.out)
+        (batch, channels, *_), source, dense = c.out.shape, c.feed.source, c.feed.bands == 1
+        read, written = conv_maps.pitch_of(c.feed.x), conv_maps.pitch_of(c.out)
+        added = 0 if c.residual is None else conv_maps.pitch_of(c.residual)
         assert read is not None
         assert written is not None
-        source, stages = replace(c.feed.source, channels=channels), (("bias",), *c.ep.rendered)
+        assert added is not None
         squeeze = self.pool(b, op) is not None if squeeze is None else squeeze
-        return Problem(batch, source, c.feed.bands, stages, map_dtype(c.out.dtype), squeeze, (read, written, 0))
+        return Problem(
+            batch, source if dense else replace(source, channels=channels), c.feed.bands, (("bias",), *c.ep.rendered),
+            map_dtype(c.out.dtype), squeeze, (read, written, added), channels if dense else 0,
+        )  # fmt: skip
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Config) -> None:
         feed, channels = c.feed, c.out.shape[1]
         packed = b.constant(grouped.pack_weights(feed.weight), f"{op.outputs[0].name}.weights")
-        (o, i, r, s), row = feed.weight.shape, packed.shape[2]
-        bias = bias_row(b, op, c.bias, channels)
+        (o, i, r, s), row, deep = feed.weight.shape, packed.shape[2], problem.chunks * 8
+        bias = bias_row(b, op, c.bias, up(channels, 8))
         operands = {"input": feed.x, "output": c.out, "weights": packed, "bias": bias}
+        if c.residual is not None:
+            operands["residual"] = c.residual
         attrs = conv_attrs(feed.geometry, feed.bands, c.ep.stages)
-        reads = [feed.x, packed.view((o, i, r, s), (r * row, 1, row, i)), bias, *stage_operands(b, c.ep, None)]
+        weights = packed.view((o, i, r, s), (r * row, 1, row, deep))
+        reads = [feed.x, weights, bias.view((channels,), (1,)), *stage_operands(b, c.ep, c.residual)]
         made, pool = grouped.launch(problem, config, b.gpu), self.pool(b, op)
         if pool is None:
             b.emit(op, made, operands, "Conv", attrs, reads, [c.out])

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, map_dtype
-from optdnn.kernels.conv import grouped_kernel as grouped
+from optdnn.kernels.builder import Builder
 from optdnn.kernels.conv import hopper_launch
-from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, bias_row, conv_attrs, stage_operands
+from optdnn.kernels.conv.fused import Convolution
 from optdnn.kernels.conv.general import constants_refusal
-from optdnn.kernels.conv.grouped_kernel import Config, Problem
+from optdnn.kernels.conv.grouped import GroupedConv
 from optdnn.kernels.conv.hopper import (
     FEW_CHANNELS,
     HopperConv,
@@ -27,8 +23,7 @@ from optdnn.kernels.conv.hopper import (
     with_pitch,
 )
 from optdnn.kernels.conv.maps import Feed
-from optdnn.kernels.tactic import MANY, Offer
-from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.kernels.tactic import MANY
 from optdnn.types import BF16, FP16
 
 MOST_READ, MOST_MADE = 48, 64
@@ -38,18 +33,11 @@ WIDE_TAKES = 1.15
 """Factor on the predicted times of the other kernel, which were too short by so much for 54 convolutions of few channels."""
 
 
-@lru_cache(maxsize=1024)
-def _offers(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    return tuple(Offer(c, grouped.estimate(problem, c, gpu)) for c in grouped.candidates(problem, gpu))
-
-
-class NarrowConv(ConvolutionKernel):
-    """Convolutions of 16-bit images with few channels in and out, without groups, on the kernel of narrow groups."""
+class NarrowConv(GroupedConv):
+    """Convolutions of 16-bit images with few channels in and out, without groups, on the kernel of narrow groups: as one
+    band."""
 
     name = "conv_narrow_sm90"
-
-    def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
-        return _offers(problem, gpu)
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := constants_refusal(b, op)) is not None:
@@ -81,7 +69,7 @@ class NarrowConv(ConvolutionKernel):
             own, theirs = replace(own, batch=MANY), replace(theirs, batch=MANY)
         one, other = (
             min((offer.seconds or 0.0 for offer in offers), default=0.0)
-            for offers in (_offers(own, b.gpu), hopper_launch.ranked(theirs, b.gpu))
+            for offers in (self.offers(own, b.gpu), hopper_launch.ranked(theirs, b.gpu))
         )
         other *= WIDE_TAKES
         if one < other:
@@ -92,25 +80,3 @@ class NarrowConv(ConvolutionKernel):
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         feed = Feed(with_pitch(b, op, image(entering(b, op))), *planar(b.weights(op), op.attrs))
         return on_images(b, op, (feed,), ep.added_to(bias_of(b, op)), ep)
-
-    def problem_of(self, b: Builder, op: Op, c: Convolution) -> Problem:
-        (batch, channels, *_), pitches = c.out.shape, [conv_maps.pitch_of(x) for x in (c.feed.x, c.out)]
-        pitches.append(0 if c.residual is None else conv_maps.pitch_of(c.residual))
-        read, written, added = (pitch or 0 for pitch in pitches)
-        stages, dtype = (("bias",), *c.ep.rendered), map_dtype(c.out.dtype)
-        return Problem(batch, c.feed.source, 1, stages, dtype, pitches=(read, written, added), results=channels)
-
-    def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Config) -> None:
-        feed, channels = c.feed, problem.results
-        packed = b.constant(grouped.pack_weights(feed.weight), f"{op.outputs[0].name}.weights")
-        (o, i, r, s), row, deep = feed.weight.shape, packed.shape[2], problem.chunks * 8
-        bias = bias_row(b, op, c.bias, -(-channels // 8) * 8)
-        operands = {"input": feed.x, "output": c.out, "weights": packed, "bias": bias}
-        if c.residual is not None:
-            operands["residual"] = c.residual
-        read = [feed.x, packed.view((o, i, r, s), (r * row, 1, row, deep)), bias.view((channels,), (1,))]
-        attrs = conv_attrs(feed.geometry, 1, c.ep.stages)
-        b.emit(
-            op, grouped.launch(problem, config, b.gpu), operands, "Conv", attrs,
-            [*read, *stage_operands(b, c.ep, c.residual)], [c.out],
-        )  # fmt: skip
