@@ -16,7 +16,7 @@ import numpy as np
 
 from optdnn.dim import INF, Dim, DimLike, bounds, symbol
 from optdnn.errors import InternalError, ShapeError
-from optdnn.ir.multigraph import copied, topological_order
+from optdnn.ir.multigraph import topological_order
 from optdnn.ir.op import STRUCTURAL, ConstantAttrs, Op, Output, Use, Value
 from optdnn.ops.base import KNOWN_LIMIT, Attrs, Call, Known, Result
 from optdnn.ops.table import OPDEFS
@@ -370,7 +370,7 @@ class Graph:
         other = Graph(self.name)
         other.inputs, other.outputs, other.profiles = list(self.inputs), list(self.outputs), self.profiles
         other.description = self.description
-        other._g, other._ops = copied(self._g), dict(self._ops)
+        other._g, other._ops = self._g.copy(), dict(self._ops)
         other._suffixes, other._symbol_counts = dict(self._suffixes), dict(self._symbol_counts)
         other._ids = itertools.count(max(self._g.nodes, default=-1) + 1)
         other._names, other._symbols = set(self._names), set(self._symbols)

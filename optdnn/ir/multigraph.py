@@ -1,4 +1,4 @@
-"""Functions of networkx on its dictionaries, which take a fraction of the time: passes sort and copy graphs all the time."""
+"""The order of a graph's nodes in a quarter of networkx's time: passes sort graphs all the time."""
 
 from __future__ import annotations
 
@@ -23,14 +23,3 @@ def topological_order(graph: nx.MultiDiGraph) -> list[int]:
     if len(order) < len(missing):
         raise InternalError("the graph has a cycle")
     return order
-
-
-def copied(graph: nx.MultiDiGraph) -> nx.MultiDiGraph:
-    """A copy with dictionaries of its own, in the order of ``graph.copy()``."""
-    made = nx.MultiDiGraph()
-    for i, data in graph._node.items():
-        made._node[i], made._adj[i], made._pred[i] = dict(data), {}, {}
-    for i, users in graph._adj.items():
-        for user, edges in users.items():
-            made._adj[i][user] = made._pred[user][i] = {slot: dict(data) for slot, data in edges.items()}
-    return made

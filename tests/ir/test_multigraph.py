@@ -1,4 +1,4 @@
-"""The functions on networkx's dictionaries give what networkx's own give."""
+"""Nodes are sorted as networkx sorts them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from optdnn.errors import InternalError
-from optdnn.ir.multigraph import copied, topological_order
+from optdnn.ir.multigraph import topological_order
 
 
 def drawn(seed: int) -> nx.MultiDiGraph:
@@ -26,15 +26,9 @@ def drawn(seed: int) -> nx.MultiDiGraph:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_they_give_what_networkx_gives(seed: int) -> None:
+def test_the_order_is_that_of_networkx(seed: int) -> None:
     graph = drawn(seed)
     assert topological_order(graph) == list(nx.topological_sort(graph))
-    mine, others = copied(graph), graph.copy()
-    assert list(mine.nodes(data=True)) == list(others.nodes(data=True))
-    assert list(mine.edges(keys=True, data=True)) == list(others.edges(keys=True, data=True))
-    assert list(mine.in_edges(keys=True, data=True)) == list(others.in_edges(keys=True, data=True))
-    mine.remove_node(next(iter(mine)))
-    assert list(graph.nodes(data=True)) == list(others.nodes(data=True))
 
 
 def test_a_cycle_is_an_error() -> None:
