@@ -249,6 +249,11 @@ RECURRENT: dict[str, tuple[Callable[[], Graph], str]] = {
     "lstm reverse": (lambda: recurrent("LSTM", direction="reverse", **WIDE), "rnn_sm90"),
     "lstm both": (lambda: recurrent("LSTM", direction="bidirectional", initial=True, layers=2, **WIDE), "rnn_sm90"),
     "lstm without bias": (lambda: recurrent("LSTM", bias=False, **WIDE), "rnn_sm90"),
+    "lstm of 13 inputs": (lambda: recurrent("LSTM", **{**WIDE, "inputs": 13}), "rnn_sm90"),
+    "lstm of 60 inputs both": (
+        lambda: recurrent("LSTM", direction="bidirectional", **{**WIDE, "inputs": 60}),
+        "rnn_sm90",
+    ),
     "gru": (lambda: recurrent("GRU", **WIDE, **LBR), "rnn_sm90"),
     "gru stacked": (lambda: recurrent("GRU", layers=2, inputs=32, **LBR), "rnn_sm90"),
     "gru both": (lambda: recurrent("GRU", direction="bidirectional", **WIDE, **LBR), "rnn_sm90"),

@@ -9,10 +9,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, TensorView, map_dtype
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
+from optdnn.kernels.layout.taps import AxisTable, emit_taps
 from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.recurrent import kernel as rnn
 from optdnn.kernels.tactic import Offer, ProblemTactic, Region
+from optdnn.ops.base import attrs_dict
+from optdnn.ops.index import PadAttrs
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, FP32, Array
@@ -100,8 +103,8 @@ class HopperRNN(ProblemTactic):
         steps, batch, inputs = b.graph.type(first.inputs[0]).static_shape  # type: ignore[arg-type]
         dtype = map_dtype(first.outputs[0].type.dtype)
         return rnn.Problem(
-            first.kind.lower(), steps, batch, inputs, first.attrs.hidden_size, len(layers), dtype, initial, reverse
-        )
+            first.kind.lower(), steps, batch, up(inputs, rnn.VECTOR), first.attrs.hidden_size, len(layers), dtype, initial, reverse
+        )  # fmt: skip
 
     def region(self, b: Builder, op: Op) -> Region:
         """The layer and the layers stacked on it, with the operators between them."""
@@ -147,28 +150,27 @@ class HopperRNN(ProblemTactic):
         layers, last, finals, inner = b.together[op.id]
         steps, count, batch, hidden = op.outputs[0].type.static_shape
         initial = self._initialized(b, layers)
+        x = self._input(b, op)
         for d in range(count):
             reverse = op.attrs.direction == "reverse" or d == 1
             problem = self._problem(b, layers, initial, reverse)
             y = last.view((steps, batch, hidden), (batch * hidden, hidden, 1), d * steps * batch * hidden)
             states = [f.view((len(layers), batch, hidden), f.strides, d * batch * hidden) for f in finals]
-            self._launch(b, op, layers, problem, config, d, y, states, inner[d])
+            self._launch(b, op, layers, problem, config, d, x, y, states, inner[d])
         for value, found in self._results(layers, last, finals, inner[0]):
             if b.place[value] != found:
                 copy(b, b.graph.op(value), found, b.place[value])
 
     def _launch(
-        self, b: Builder, op: Op, layers: Sequence[Op], problem: rnn.Problem, config: rnn.Config, d: int, y: TensorView,
-        states: Sequence[TensorView], inner: TensorView,
+        self, b: Builder, op: Op, layers: Sequence[Op], problem: rnn.Problem, config: rnn.Config, d: int, x: TensorView,
+        y: TensorView, states: Sequence[TensorView], inner: TensorView,
     ) -> None:  # fmt: skip
         name = op.outputs[0].name
         parameters = [_constants(b, layer) for layer in layers]
         ws, rs, bs = ([p[i][d] for p in parameters if p is not None] for i in range(3))
         half = bs[0].shape[0] // 2
         sizes = rnn.workspace(problem, config)
-        x = b.operand(op.inputs[0])
-        if not x.dense or x.offset % 8:
-            x = copied(b, op, x, "input")
+        ws[0] = np.pad(ws[0], ((0, 0), (0, problem.inputs - ws[0].shape[1])))
         operands = {
             "input": x, "output": y, "hidden": inner, "final_h": states[0],
             "weights": b.constant(rnn.pack_weights(problem, ws, rs), f"{name}.weights"),
@@ -193,6 +195,20 @@ class HopperRNN(ProblemTactic):
         reads = [x, operands["weights"], operands["bias"], *given]
         writes = [y, states[0], *states[1:], inner, operands["gates"]]
         b.emit(op, rnn.launch(problem, config, b.gpu), operands, "StackedRNN", attrs, reads, writes)
+
+    @staticmethod
+    def _input(b: Builder, op: Op) -> TensorView:
+        """The input without gaps. Rows that a thread cannot load in whole vectors get zeros at the end."""
+        x = b.operand(op.inputs[0])
+        inputs = up(x.shape[2], rnn.VECTOR)
+        if inputs == x.shape[2]:
+            return x if x.dense and x.offset % rnn.VECTOR == 0 else copied(b, op, x, "input")
+        wide = b.new(f"{op.outputs[0].name}.input", x.dtype, (*x.shape[:2], inputs))
+        at = np.arange(inputs)
+        table = AxisTable(2, np.where(at < x.shape[2], at, -1)[:, None])
+        pads = b.constant(np.array([0, 0, 0, 0, 0, inputs - x.shape[2]]), "pads")
+        emit_taps(b, op, x, wide, [table], 0.0, kind="Pad", attrs=attrs_dict(PadAttrs()), reads=[x, pads])
+        return wide
 
     @staticmethod
     def _initial(b: Builder, op: Op, layers: Sequence[Op], d: int, kind: int) -> TensorView:

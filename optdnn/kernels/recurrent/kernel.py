@@ -24,6 +24,8 @@ CLOCK = 1.75e9
 THREADS = 384
 INPUT_STAGES = 3
 MAX_BATCH = 32
+VECTOR = 8
+"""Elements of a row of inputs that a thread loads at once."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ def refuse(problem: Problem, config: Config, *, most_clusters: int = 7) -> str |
         return f"no cell {problem.cell!r}"
     if problem.hidden % 32 or not 32 <= problem.hidden <= 512:
         return f"{problem.hidden} hidden units do not fit a cluster (a multiple of 32 up to 512 is needed)"
-    if problem.inputs % 8 or not 8 <= problem.inputs <= 512:
-        return f"{problem.inputs} inputs do not fit a cluster (a multiple of 8 up to 512 is needed)"
+    if problem.inputs % VECTOR or not VECTOR <= problem.inputs <= 512:
+        return f"{problem.inputs} inputs do not fit a cluster (a multiple of {VECTOR} up to 512 is needed)"
     if problem.steps < 1 or problem.batch < 1 or problem.layers < 1:
         return "nothing to compute"
     if problem.batch > MAX_BATCH:
