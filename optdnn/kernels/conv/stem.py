@@ -17,10 +17,13 @@ from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, image, planar, with_pitch
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.stem_input import channel_affine, pixel_source
+from optdnn.kernels.gemm.hopper_matmul import swapped
 from optdnn.kernels.tactic import Offer, Tactic
 from optdnn.ops.conv import of_one_channel
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, Array
+
+_Pair = tuple[int, int]
 
 
 @lru_cache(maxsize=1024)
@@ -82,12 +85,28 @@ class StemConv(Tactic):
             return None
         return f"it is predicted to take {own * 1e6:.1f} us, a change of layout and {other.name} {theirs * 1e6:.1f}"
 
+    def _column(self, b: Builder, op: Op) -> bool:
+        """Whether image and filters are one pixel wide: a sequence. A tile is a part of a row, so a column becomes a row."""
+        x, weight = (b.graph.type(v).static_shape for v in op.inputs[:2])  # type: ignore[arg-type]
+        return len(x) == 4 and x[3] == weight[3] == 1 < weight[2] and not any(op.attrs.pads[1::2])
+
+    def _turned(self, b: Builder, op: Op, x: TensorView) -> TensorView:
+        """A feature map as NCHW; a column as a row."""
+        return swapped(x) if self._column(b, op) else image(x)
+
+    def _geometry(self, b: Builder, op: Op, weight: Array) -> tuple[Array, _Pair, tuple[int, int, int, int], _Pair]:
+        """Weights, strides, pads and dilations over two axes; of a row for a column."""
+        weight, strides, pads, dilations = planar(weight, op.attrs)
+        if not self._column(b, op):
+            return weight, strides, pads, dilations
+        top, left, bottom, right = pads
+        return weight.swapaxes(2, 3), strides[::-1], (left, top, right, bottom), dilations[::-1]
+
     def _source(self, b: Builder, op: Op) -> TensorView:
-        return image(b.source(pixel_source(b, op.inputs[0])))
+        return self._turned(b, op, b.source(pixel_source(b, op.inputs[0])))
 
     def _problem(self, b: Builder, op: Op) -> stem.Problem:
-        weight = b.weights(op)
-        weight, strides, pads, dilations = planar(weight, op.attrs)
+        weight, strides, pads, dilations = self._geometry(b, op, b.weights(op))
         x, affine = self._source(b, op), channel_affine(b, op)
         n, c, h, w = x.shape
         stages = (("bias",), *plan_epilogue(b.graph, op, channel_axis=1).rendered)
@@ -104,10 +123,10 @@ class StemConv(Tactic):
         problem, ep, target = self._problem(b, op), plan_epilogue(b.graph, op, channel_axis=1), b.target(op.value)
         wide = problem.channels
         between = b.made(result_place(b, op, ep, target, conv_maps.storable_whole(b, image(target)), wide))
-        out = image(between)
+        out = self._turned(b, op, between)
         residual = None
         if ep.residual is not None:
-            residual = b.made(with_pitch(b, op, image(b.operand(ep.residual)), added=True))
+            residual = b.made(with_pitch(b, op, self._turned(b, op, b.operand(ep.residual)), added=True))
         operands, attrs, reads = self._described(b, op, problem, ep)
         operands["output"] = out
         if residual is not None:
@@ -128,7 +147,7 @@ class StemConv(Tactic):
         affine = channel_affine(b, op)
         assert weight is not None
         assert affine is not None
-        weight, *geometry = planar(weight, op.attrs)
+        weight, *geometry = self._geometry(b, op, weight)
         x = b.made(self._source(b, op))
         packed = b.constant(stem.pack_weights(problem, weight), f"{op.outputs[0].name}.weights")
         bias = bias_row(b, op, ep.added_to(bias_of(b, op)), problem.channels)

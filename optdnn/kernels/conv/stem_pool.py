@@ -82,6 +82,10 @@ class PooledStem(StemConv):
         two += predicted(x, out, a.kernel_shape, a.strides, b.gpu)
         return two_are_better(_offers(problem, b.gpu)[0].seconds or 0.0, two, GAIN)
 
+    def _column(self, b: Builder, op: Op) -> bool:
+        """The pool's windows are along both axes: a column stays one."""
+        return False
+
     def defer(self, b: Builder, op: Op) -> str | None:
         """Never: :meth:`refuse` decides."""
         return None

@@ -61,6 +61,10 @@ class VolumeStem(StemConv):
         """The convolution and the operators that make its image."""
         return with_volumes(b.graph, op)
 
+    def _column(self, b: Builder, op: Op) -> bool:
+        """The frames are read in place: a column stays one."""
+        return False
+
     @staticmethod
     def _volume(b: Builder, op: Op) -> Volume:
         found = volume_of(b.graph, op)

@@ -58,6 +58,18 @@ NETS: dict[str, tuple[Callable[[Net], Value], str]] = {
     ),
     "an activation, and a residual": (residual, "fp16"),
     "one axis": (lambda n: n.op("Gelu", n.conv(n.input(2, 1, 60), 16, 10, pads=0, strides=5, bias=True)), "fp16"),
+    "a column": (
+        lambda n: n.op("Gelu", n.conv(n.input(2, 1, 60, 1), 16, (10, 1), pads=(3, 0, 2, 0), strides=5, bias=True)),
+        "fp16",
+    ),
+    "a column, and a residual": (
+        lambda n: n.op(
+            "Add",
+            n.conv(n.input(2, 2, 41, 1), 16, (7, 1), pads=(6, 0, 6, 0), dilations=2),
+            n.input(2, 16, 41, 1, name="r"),
+        ),
+        "bf16",
+    ),
     "dilated": (lambda n: n.conv(n.input(1, 2, 13, 17), 8, 3, pads=2, dilations=2), "fp16"),
     "bytes": (lambda n: n.op("Relu", n.conv(normalized(n, picture(n, (22, 18))), 16, 5, strides=2, pads=2)), "fp16"),
     "bytes, channels last": (
