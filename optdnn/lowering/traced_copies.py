@@ -28,6 +28,8 @@ def traced(part: Part, makers: Sequence[Part]) -> list[Part] | None:
         made = maker.target
         if made.shape == x.shape and made.offset == x.offset and made.is_like(x.strides):
             return [Part(maker.source, part.target)]
+        if (source := _source_of(x, maker)) is not None:
+            return [Part(source, part.target)]
         both = _boxes(x, made)
         if both is None:
             return None
@@ -39,6 +41,23 @@ def traced(part: Part, makers: Sequence[Part]) -> list[Part] | None:
     apart = all(_apart(a, b) for a, b in combinations(boxes, 2))
     whole = sum(math.prod(b - a for a, b in box) for box in boxes) == x.size
     return pieces if apart and whole and len(pieces) <= MOST_PIECES else None
+
+
+def _source_of(x: TensorView, maker: Part) -> TensorView | None:
+    """What a view of a copy's result shows of its source, if each axis of the view is an axis of the result, or repeats elements."""
+    made = maker.target
+    if x.offset != made.offset or x.dtype != made.dtype:
+        return None
+    left = {step: k for k, (n, step) in enumerate(zip(made.shape, made.strides, strict=True)) if n > 1}
+    strides = list[int]()
+    for n, step in zip(x.shape, x.strides, strict=True):
+        if n == 1 or step == 0:
+            strides.append(0)
+        elif (k := left.pop(step, None)) is not None and n <= made.shape[k]:
+            strides.append(maker.source.strides[k])
+        else:
+            return None
+    return maker.source.view(x.shape, strides)
 
 
 def _boxes(x: TensorView, y: TensorView) -> tuple[Box, Box] | None:

@@ -276,6 +276,25 @@ def test_a_part_of_a_copied_tensor_comes_from_the_same_part_of_its_source() -> N
     assert found.source == PAST.view((1, 7, 3), (1, 4, 28), 2)
 
 
+def test_what_repeats_or_turns_a_copied_tensor_comes_from_its_source() -> None:
+    planes = Part(PAST.view((4, 7, 3), (1, 4, 28)), tensor(1, 4, 7, 3))  # channels last become planes
+    whole = planes.target
+    for view, strides in (
+        (whole.view((4, 7, 5, 3), (21, 3, 0, 1)), (1, 4, 0, 28)),  # repeats
+        (whole.view((3, 1, 4, 7), (1, 9, 21, 3)), (28, 0, 1, 4)),  # turns
+        (whole.view((2, 6), (21, 3)), (1, 4)),  # the first elements
+    ):
+        target = tensor(3, *view.shape)
+        assert traced(Part(view, target), [planes]) == [Part(PAST.view(view.shape, strides), target)]
+    for view in (
+        whole.view((4, 8, 3), (21, 3, 1)),  # beyond the end of an axis
+        whole.view((4, 3, 3), (21, 1, 1)),  # a diagonal
+        whole.view((4, 5, 3), (21, 0, 1), 3),  # begins elsewhere
+        whole.view((4, 21), (21, 1)),  # two axes as one
+    ):
+        assert traced(Part(view, tensor(3, *view.shape)), [planes]) is None
+
+
 @pytest.mark.parametrize(
     ("part", "makers"),
     [
