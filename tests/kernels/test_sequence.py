@@ -27,6 +27,11 @@ def test_half_precision(name: str) -> None:
     assert {t["tactic"] for t in program.meta["tactics"] if t["kind"] in KINDS} - {"pointwise"} == {tactic}
 
 
+def test_stacked_layers_are_one_launch_although_others_read_the_outputs_between_them() -> None:
+    program = check_simulated(recurrent("GRU", layers=3, initial=True, skips=True, linear_before_reset=True))
+    assert kinds(program).count("StackedRNN") == 1
+
+
 FLOATS = [n for n in CASES if n not in ("long", "wide heads", "widest heads", "odd head")]
 
 

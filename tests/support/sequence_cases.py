@@ -171,15 +171,17 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
 
 def recurrent(
     cell: str, *, layers: int = 1, steps: int = 6, batch: int = 3, inputs: int = 40, hidden: int = 64, direction: str = "forward",
-    initial: bool = False, lengths: bool = False, peepholes: bool = False, bias: bool = True, computed: bool = False, **attrs: Any,
+    initial: bool = False, lengths: bool = False, peepholes: bool = False, bias: bool = True, computed: bool = False,
+    skips: bool = False, **attrs: Any,
 ) -> Graph:  # fmt: skip
-    """Stacked recurrent layers as PyTorch's exporter writes them. ``computed``: the recurrent weights are no constants."""
+    """Stacked recurrent layers as PyTorch's exporter writes them. ``computed``: the recurrent weights are no constants. ``skips``:
+    the outputs of all layers are joined, and those of the first layer are an output of the network."""
     n = Net()
     gates = {"RNN": 1, "GRU": 3, "LSTM": 4}[cell]
     x = n.input(steps, batch, inputs)
     count = 2 if direction == "bidirectional" else 1
     kinds = 2 if cell == "LSTM" else 1
-    finals: list[Value] = []
+    finals, outputs = list[Value](), list[Value]()
     for layer in range(layers):
         width = n.dims(x)[2]
         assert isinstance(width, int)
@@ -214,6 +216,10 @@ def recurrent(
         else:
             swapped = n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1, 3)))
             x = n.op("Reshape", swapped, n.ints(steps, batch, count * hidden))
+        outputs.append(x)
+    if skips:
+        x = n.op("Relu", n.op("Concat", *outputs, attrs=ConcatAttrs(2)))
+        finals.append(outputs[0])
     return n.done(x, *finals)
 
 
@@ -257,6 +263,8 @@ RECURRENT: dict[str, tuple[Callable[[], Graph], str]] = {
     "gru": (lambda: recurrent("GRU", **WIDE, **LBR), "rnn_sm90"),
     "gru stacked": (lambda: recurrent("GRU", layers=2, inputs=32, **LBR), "rnn_sm90"),
     "gru both": (lambda: recurrent("GRU", direction="bidirectional", **WIDE, **LBR), "rnn_sm90"),
+    "gru with skips": (lambda: recurrent("GRU", layers=3, initial=True, skips=True, **LBR), "rnn_sm90"),
+    "lstm with skips": (lambda: recurrent("LSTM", layers=2, inputs=13, skips=True), "rnn_sm90"),
     **{name: (make, "rnn_resident") for name, make in SMALL.items()},
     **{f"{name}, computed": (partial(make, computed=True), "rnn") for name, make in SMALL.items()},
     **{name: (make, "rnn_resident") for name, make in SIZES.items()},

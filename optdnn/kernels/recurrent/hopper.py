@@ -123,7 +123,7 @@ class HopperRNN(ProblemTactic):
         shape = (max(len(layers) - 1, 1), steps, batch, hidden)
         inner = [b.new(f"{name}.inner", dtype, shape) for _ in range(count)]  # directions may run side by side
         b.together[op.id] = (layers, last, finals, inner)
-        for value, found in self._results(layers, last, finals, inner[0]):
+        for value, found in self._results(b, layers, last, finals, inner[0]):
             if value in b.reserved and b.graph.uses(value):
                 b.target(value)
             else:
@@ -157,7 +157,7 @@ class HopperRNN(ProblemTactic):
             y = last.view((steps, batch, hidden), (batch * hidden, hidden, 1), d * steps * batch * hidden)
             states = [f.view((len(layers), batch, hidden), f.strides, d * batch * hidden) for f in finals]
             self._launch(b, op, layers, problem, config, d, x, y, states, inner[d])
-        for value, found in self._results(layers, last, finals, inner[0]):
+        for value, found in self._results(b, layers, last, finals, inner[0]):
             if b.place[value] != found:
                 copy(b, b.graph.op(value), found, b.place[value])
 
@@ -241,9 +241,9 @@ class HopperRNN(ProblemTactic):
 
     @staticmethod
     def _results(
-        layers: Sequence[Op], last: TensorView, finals: Sequence[TensorView], inner: TensorView
+        b: Builder, layers: Sequence[Op], last: TensorView, finals: Sequence[TensorView], inner: TensorView
     ) -> Iterator[tuple[Value, TensorView]]:
-        """The results of all layers, and the views that the launch writes."""
+        """The results of all layers and of the views between them, and what the launch writes."""
         count = last.shape[1]
         for i, layer in enumerate(layers):
             whole = last if layer is layers[-1] else inner.view(
@@ -251,26 +251,17 @@ class HopperRNN(ProblemTactic):
             parts = [f.view((count, *f.shape[1:]), f.strides, i * count * f.strides[0]) for f in finals]
             for port, found in enumerate([whole, *parts][: len(layer.outputs)]):
                 yield Value(layer.id, port), found
+            if i:
+                steps, _, *rest = last.shape
+                previous = inner.view((steps, *rest), inner.strides[1:], (i - 1) * inner.strides[0])
+                yield b.graph.op(layer.inputs[0]).value, previous  # type: ignore[arg-type]
 
     def _stack(self, b: Builder, op: Op) -> list[Op]:
         """The layer and the layers stacked on it, as far as one launch can run them."""
         layers = [op]
         if op.attrs.direction == "bidirectional":
             return layers
-        while True:
-            between = b.graph.sole_user(layers[-1].value)
-            if between is None or between.kind not in BETWEEN:
-                return layers
-            t, steps = between.outputs[0].type, op.outputs[0].type.static_shape
-            following = b.graph.sole_user(between.value)
-            same = following is not None and following.kind == op.kind and following.attrs == op.attrs
-            if (
-                not same
-                or following is None
-                or t.static_shape != (steps[0], *steps[2:])
-                or following.inputs[0] != between.value
-            ):
-                return layers
+        while (following := self._following(b, layers[-1])) is not None:
             ready = all(
                 v is None or v in b.place or b.graph.constant_value(v) is not None for v in initial_states(following)
             )
@@ -278,3 +269,17 @@ class HopperRNN(ProblemTactic):
             if not ready or self.refuse(b, following) is not None or not _offers(self._problem(b, more, False), b.gpu):
                 return layers
             layers = more
+        return layers
+
+    @staticmethod
+    def _following(b: Builder, layer: Op) -> Op | None:
+        """The one layer of the same kind that reads the layer's outputs, behind a view. Other operators may read them, too."""
+        steps, _, batch, hidden = layer.outputs[0].type.static_shape
+        found = [
+            user
+            for view in b.graph.users(layer.value)
+            if view.kind in BETWEEN and view.outputs[0].type.static_shape == (steps, batch, hidden)
+            for user in b.graph.users(view.value)
+            if user.kind == layer.kind and user.attrs == layer.attrs and user.inputs[0] == view.value
+        ]
+        return found[0] if len(found) == 1 else None
