@@ -52,6 +52,7 @@ from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
 from optdnn.passes.support.precision_report import FP16_LEAST, PrecisionLog, ask, half_risks, hazards, vanishes
 from optdnn.passes.support.quantize import quantize, without_data
 from optdnn.passes.support.ranges import Calibration
+from optdnn.passes.support.running_sums import differences
 from optdnn.types import BF16, FP16, FP32, Array, DType
 
 NARROW: Mapping[str, DType] = {"fp16": FP16, "bf16": BF16}
@@ -122,7 +123,8 @@ class AssignPrecision(Pass):
         sized: Mapping[int, str] = {}
         if keeps is not None and context.on_gpu:
             sized = sized_by_data(graph)
-            others = {**coordinates(graph), **large_indices(graph), **angles(graph), **exponents(graph), **sized}
+            found_by = (coordinates, large_indices, angles, exponents, differences)
+            others = {i: reason for find in found_by for i, reason in find(graph).items()} | sized
             guarded = guarded.also({i: r for i, r in others.items() if not plan.named(graph.op(i))})
         if "fp16" in plan.floats and context.account is not None:  # reads every weight, so only if there is a report
             account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons})

@@ -119,6 +119,13 @@ def compare_steps(
     return compared
 
 
+def test_blocks_share_long_lines_of_running_sums() -> None:
+    for sizes, blocks in (((2, 1024, 9), True), ((2, 1000, 9), False), ((600, 1024, 1), False)):
+        n = Net()
+        program = lowered(n.done(n.op("CumSum", n.op("Exp", n.input(*sizes)), n.ints(1))), "fp32")
+        assert any("totals[warp]" in text for k in program.kernels for text in k.generated.values()) == blocks
+
+
 @pytest.mark.parametrize(
     ("shape", "axis", "warps"),
     [((4, 128), 1, True), ((4, 12), 1, False), ((64, 9000), 0, False), ((64, 90), 0, True)],
