@@ -289,6 +289,7 @@ RULES: Mapping[str, str] = {
     "unpack_weights": "products whose packed weights become floats in each run",
     # fusions
     "einsum_to_matmul": "Einsums written as matrix products",
+    "sum_to_matmul": "sums of multiplications written as matrix products",
     "gelu": "Gelus recognized",
     "gelu_tanh": "Gelus (by tanh) recognized",
     "swish": "Swishes recognized",
