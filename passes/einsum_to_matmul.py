@@ -7,8 +7,8 @@ Operands are contracted from the left, two at a time:
 - If nothing is summed, the operands are multiplied elementwise, which pointwise kernels do without copies.
 - An operand is summed before the product over labels that neither the other operands nor the result have.
 
-A ReduceSum after a Mul that broadcasts both operands is such a product, too: Mamba-2 in Transformers is written so. A reduction would
-compute all of its products one by one, without tensor cores.
+A ReduceSum after a Mul that broadcasts both operands is such a product, too: Mamba-2 in Transformers is written so. A reduction
+would compute all of its products one by one, without tensor cores.
 """
 
 from __future__ import annotations
