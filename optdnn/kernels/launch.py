@@ -131,6 +131,13 @@ class Parameters:
         """``unsigned`` fields."""
         return self._put("I", 4, values)
 
+    def sizes(self, *values: int) -> Parameters:
+        """``Size`` fields (``general.cuh``): divisors of numbers below 2^31."""
+        for n in values:
+            shift = 31 + max(n - 1, 0).bit_length()
+            self.u32(n, -(-(1 << shift) // max(n, 1)), shift)
+        return self
+
     def i64(self, *values: int) -> Parameters:
         """``long long`` fields."""
         return self._put("q", 8, values)

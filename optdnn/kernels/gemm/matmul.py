@@ -41,7 +41,7 @@ LONGEST = 256
 """Most terms of a sum in a thin product."""
 MOST_TILES = 65535
 """Most matrices in a grid of tiles."""
-MOST_ELEMENTS = 1 << 32
+MOST_ELEMENTS = 1 << 31
 """Most elements of a result with one thread per element."""
 
 
@@ -244,7 +244,7 @@ def _kernel(
     fields = [f"{CPP[p.result.dtype]}* y; const {CPP[p.left.dtype]}* l; const {CPP[p.right.dtype]}* r;"]
     fields += [f"const {CPP[x.dtype]}* e{a};" for a, x in used.items()]
     fields += [
-        f"int m, n, k; u32 {'matrices, ' if share else ''}dims[{rank}];",
+        f"int m, n, k; {'u32 matrices; ' if share else ''}Size dims[{rank}];",
         *(f"i64 s{x}[{rank}], m{x}[2];" for x in names),
     ]
     return f"""struct Params {{ {" ".join(fields)} }};
@@ -275,7 +275,7 @@ def emit_matmul(
     text = _kernel(p, share, tile, _finish(stages, out, extra, used, arithmetic(left.dtype), scale, scales, to), used)
     (m, n, k), matrices = p.sizes, p.count
     placed = {"y": out, "l": p.left, "r": p.right, **{f"e{a}": x for a, x in used.items()}}
-    parameters = Parameters().pointer(*placed).i32(m, n, k).u32(*([matrices] if share else []), *p.dims)
+    parameters = Parameters().pointer(*placed).i32(m, n, k).u32(*([matrices] if share else [])).sizes(*p.dims)
     for steps, view in zip(p.steps, (p.result, p.left, p.right, *p.extra.values()), strict=True):
         parameters.i64(*steps, *view.strides[-2:])
     rows, columns = (tile.rows, tile.columns) if tile is not None else (TILE, TILE)

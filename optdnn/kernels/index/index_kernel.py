@@ -51,8 +51,8 @@ def emit_index_kernel(
     placed = {**present, **writes}
     sizes, named = [], []
     fields = [f"{'const ' if name in present else ''}{CPP[t.dtype]}* {name};" for name, t in placed.items()]
-    fields.append(f"u32 count, dims[{max(1, len(space))}];")
-    parameters = Parameters().pointer(*placed).u32(count, *(space or (1,)))
+    fields.append(f"u32 count; Size dims[{max(1, len(space))}];")
+    parameters = Parameters().pointer(*placed).u32(count).sizes(*(space or (1,)))
     for name, t in placed.items():
         rank = max(1, len(t.shape))
         sizes.append(f"i64 n_{name}[{rank}], s_{name}[{rank}];")

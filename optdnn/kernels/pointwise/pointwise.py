@@ -325,7 +325,7 @@ def emit_pointwise(
     if count >= 1 << 31:
         raise UnsupportedError(f"{op.kind} {op.name!r} has more elements than a cuda kernel addresses")
     placed = {"out": out, **{f"in{i}": p for i, p in present}, **tables}
-    parameters = Parameters().pointer(*placed).u32(count, *dims)
+    parameters = Parameters().pointer(*placed).u32(count).sizes(*dims)
     for s in strides:
         parameters.i64(*s[:-1], s[-1] * vec)
     # Results in 8-bit integers have to be exact: products are rounded before an addition.
@@ -347,7 +347,7 @@ def _source(
 ) -> str:
     names = [str(i) for i, _ in present]
     moving = [n for n, s in zip(names, strides[1:], strict=True) if any(s)]  # the other operands are scalars
-    fields = ["void* out;", *(f"const void* {n};" for n in (*(f"in{n}" for n in names), *tables)), f"u32 count; u32 dims[{rank}];",
+    fields = ["void* out;", *(f"const void* {n};" for n in (*(f"in{n}" for n in names), *tables)), f"u32 count; Size dims[{rank}];",
               f"i64 so[{rank}];", *(f"i64 s{n}[{rank}];" for n in names)]  # fmt: skip
     t_out = CPP[out.dtype]
     walk = ["u32 rest = i, k;", "i64 o = 0;", *(f"i64 o{n} = 0;" for n in moving)]
