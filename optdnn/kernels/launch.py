@@ -142,6 +142,10 @@ class Parameters:
         """``long long`` fields."""
         return self._put("q", 8, values)
 
+    def integers(self, kind: str, *values: int) -> Parameters:
+        """Fields of the type ``i32`` or ``i64``."""
+        return self.i32(*values) if kind == "i32" else self.i64(*values)
+
     def f32(self, *values: float) -> Parameters:
         """``float`` fields."""
         return self._put("f", 4, values)

@@ -41,7 +41,7 @@ LONGEST = 256
 """Most terms of a sum in a thin product."""
 MOST_TILES = 65535
 """Most matrices in a grid of tiles."""
-MOST_ELEMENTS = 1 << 31
+MOST_ELEMENTS = 1 << 32
 """Most elements of a result with one thread per element."""
 
 
@@ -54,7 +54,7 @@ class TiledMatMul(Tactic):
         shape = op.outputs[0].type.static_shape
         rows, columns = (len(b.graph.type(v).dims) != 1 for v in op.inputs[:2] if v is not None)
         matrices = math.prod(shape[: len(shape) - rows - columns])
-        if matrices > MOST_TILES and math.prod(shape) > MOST_ELEMENTS:
+        if matrices > MOST_TILES and max(math.prod(shape), 2 * matrices) > MOST_ELEMENTS:
             return f"{matrices} matrices with more than {MOST_ELEMENTS} elements exceed a grid"
         return None
 

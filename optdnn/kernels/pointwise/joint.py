@@ -14,7 +14,7 @@ from optdnn.kernels.builder import TensorView, up
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
 from optdnn.kernels.pointwise.byte_table import BYTES
 from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, arithmetic, body
-from optdnn.kernels.pointwise.strides import broadcast, merge
+from optdnn.kernels.pointwise.strides import broadcast, merge, offset_type
 from optdnn.ops.base import Stage
 from optdnn.types import FP32, TensorType
 
@@ -63,7 +63,7 @@ def refuse(part: Part) -> str | None:
         return "there is no expression for its stages"
     if len(part.space[0]) > MOST_AXES or part.nbytes > MOST_PARAMETERS:
         return "its axes cannot be merged"
-    if any(sum((n - 1) * abs(s) for n, s in zip(x.shape, x.strides, strict=True)) >= 1 << 31 for x in tensors):
+    if offset_type(tensors) != "i32":
         return "its elements are too far apart"
     return None
 
