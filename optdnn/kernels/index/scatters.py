@@ -1,8 +1,8 @@
 """Scatters: ScatterElements, ScatterND and TensorScatter.
 
 Each result searches for its updates, in their order. In a reduction of many updates, a warp searches: each lane reduces the
-updates that it finds, and shuffles reduce the lanes. If the search would take long, each update is written to its place instead (ONNX
-does not define the result of two updates of one place), or added there (:func:`_adds`).
+updates that it finds, and shuffles reduce the lanes. If the search would take long, each update is written to its place instead (of two
+updates of a known place, the last one; ONNX does not define the result), or added there (:func:`_adds`).
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def _scatter_elements(b: Builder, op: Op) -> None:
     axis = normalize_axis(op.attrs.axis, r)
     if _direct(b, op) or _adds(b, op):
         places = [("i64(p.i[at_i({})])".format(coordinates("o", r)), axis)]
-        _write_updates(b, op, index, updates, places, [f"to{k}" if k == axis else f"o{k}" for k in range(r)])
+        _write_updates(
+            b, op, _last(b, op, index), updates, places, [f"to{k}" if k == axis else f"o{k}" for k in range(r)]
+        )
         return
     inside = " && ".join(f"o{k} < p.n_i[{k}]" for k in range(r) if k != axis) or "true"
     at, own = coordinates("o", r, {axis: "j"}), coordinates("o", r)
@@ -140,7 +142,7 @@ def _scatter_nd(b: Builder, op: Op) -> None:
     if _direct(b, op) or _adds(b, op):
         places = [(f"i64(p.i[at_i(o0, {k})])", k) for k in range(depth)]
         at = [f"to{k}" for k in range(depth)] + [f"o{k + 1}" for k in range(r - depth)]
-        _write_updates(b, op, flat, values, places, at)
+        _write_updates(b, op, _last(b, op, flat), values, places, at)
         return
     tests = " ".join(
         f"{{ i64 to = i64(p.i[at_i(j, {k})]); to += to < 0 ? p.n_x[{k}] : 0; hit = hit && to == o{k}; }}"
@@ -170,18 +172,35 @@ def _scatter_nd(b: Builder, op: Op) -> None:
 
 
 def _direct(b: Builder, op: Op) -> bool:
-    """Whether updates are written directly: many updates without a reduction, with places that are unknown, or known to be distinct."""
-    if op.attrs.reduction != "none" or _lookups(b, op) <= DIRECT:
-        return False
+    """Whether updates are written directly: many updates without a reduction."""
+    return op.attrs.reduction == "none" and _lookups(b, op) > DIRECT
+
+
+def _last(b: Builder, op: Op, index: TensorView) -> TensorView:
+    """The indices of updates that are written directly. Of several updates of a place, the last one counts, as in ONNX Runtime: if the
+    indices are constant, those of the others are beyond the end."""
     known = b.graph.constant_value(op.inputs[1])
-    if known is None:
-        return True
+    if known is None or op.attrs.reduction != "none":
+        return index
+    shape = shape_at(b, op, 0)
     if op.kind == "ScatterND":
-        rows = known.reshape(-1, known.shape[-1])
-        return len(np.unique(rows % np.array(shape_at(b, op, 0)[: rows.shape[1]]), axis=0)) == len(rows)
-    axis = normalize_axis(op.attrs.axis, known.ndim)
-    ordered = np.sort(known % shape_at(b, op, 0)[axis], axis=axis)
-    return bool((np.diff(ordered, axis=axis) != 0).all())
+        lines = known.reshape(-1, known.shape[-1])  # a row for each update
+        place = np.ravel_multi_index(tuple((lines % shape[: lines.shape[1]]).T), shape[: lines.shape[1]])
+    else:
+        axis = normalize_axis(op.attrs.axis, known.ndim)
+        lines = np.moveaxis(known, axis, 0)  # updates of one place differ in the first axis only
+        others = np.arange(lines[0].size).reshape(lines.shape[1:])
+        place = (lines % shape[axis] + others * shape[axis]).reshape(-1)
+    last = len(place) - 1 - np.unique(place[::-1], return_index=True)[1]
+    if len(last) == len(place):
+        return index
+    hidden = np.ones(len(place), bool)
+    hidden[last] = False
+    beyond = np.iinfo(known.dtype).max
+    if op.kind == "ScatterND":
+        return b.constant(np.where(hidden[:, None], beyond, lines), "indices")
+    kept = np.where(hidden.reshape(lines.shape), beyond, lines)
+    return b.constant(np.ascontiguousarray(np.moveaxis(kept, 0, axis)), "indices")
 
 
 def _adds(b: Builder, op: Op) -> bool:
