@@ -159,7 +159,7 @@ def meeting(kind: str, reduction: str, dtype: Any, count: int = 300) -> tuple[Gr
 @pytest.mark.parametrize(("kind", "reduction"), in_turn(KINDS, "add", "mul", "max", "min"))
 def test_a_warp_reduces_updates_that_meet(kind: str, reduction: str, tmp_path: Path) -> None:
     graph, feeds = meeting(kind, reduction, np.float32)
-    program = lowered(graph)
+    program = lowered(graph, "fp32")
     assert _points(program) == 32 * {"rows": 12 * 3, "pairs": 12 * 12 * 3, "vector": 12, "axis": 12 * 5}[kind]
     assert compare_steps(program, feeds, 1e-5 if reduction in ("add", "mul") else 0.0, tmp_path) >= 1
 
