@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def test_many_updates_are_written_to_their_places(kind: str, tmp_path: Path) -> 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_last_update_of_a_known_place_counts(kind: str, tmp_path: Path) -> None:
-    for index in (lambda i: i, lambda i: i // 3, np.zeros_like):
+    known: list[Callable[[Any], Any]] = [lambda i: i, lambda i: i // 3, np.zeros_like]
+    for index in known:
         graph, feeds = many(kind, index)
         assert _written_directly(graph)
         assert compare_steps(lowered(graph), feeds, 0.0, tmp_path) >= 1
