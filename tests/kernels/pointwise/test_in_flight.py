@@ -13,7 +13,9 @@ from support.net import Net
 from support.simulated import lowered
 
 from optdnn.ir.graph import Value
+from optdnn.kernels.layout import taps
 from optdnn.kernels.pointwise import joint, pointwise
+from optdnn.ops.index import PadAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.kernel_text.check import check_text
 
@@ -32,26 +34,34 @@ def pixels(n: Net) -> Value:
     return n.op("Transpose", n.input(4, 3, 5, 7), attrs=TransposeAttrs((0, 2, 3, 1)))
 
 
-NETS = {f.__name__: f for f in (odd_rows, pairs, pixels)}
+def padded(n: Net) -> Value:
+    """A mask with a row and a column for the class token."""
+    return n.op("Pad", n.op("Tanh", n.input(2, 3, 4, 12)), n.ints(0, 0, 1, 1, 0, 0, 0, 0), attrs=PadAttrs())
+
+
+NETS = {f.__name__: f for f in (odd_rows, pairs, pixels, padded)}
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("build", NETS.values(), ids=NETS)
 def test_results(build: Callable[[Net], Value], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(pointwise, "MANY", 100)
-    monkeypatch.setattr(pointwise, "SHORT", 8)  # outputs of the network are fp32
+    for module in (pointwise, taps):
+        monkeypatch.setattr(module, "MANY", 100)
+        monkeypatch.setattr(module, "SHORT", 8)  # outputs of the network are fp32
     monkeypatch.setattr(joint, "MOST_ELEMENTS", 0)
     n = Net()
     graph = n.done(build(n))
     compare_graph(graph, "fp16", tmp_path)
     texts = [t for k in lowered(graph, "fp16").kernels for t in k.generated.values()]
-    assert any("o_of[4]" in t for t in texts)
+    name, array = ("taps", "to[4]") if build is padded else ("pointwise", "o_of[4]")
+    assert any(array in text for text in texts)
     for text in texts:
-        check_text(text, "general.cu", "pointwise")
+        if array in text:
+            check_text(text, "general.cu", name)
 
 
 @pytest.mark.parametrize("build", NETS.values(), ids=NETS)
 def test_few_accesses_get_a_thread_each(build: Callable[[Net], Value]) -> None:
     n = Net()
     program = lowered(n.done(build(n)), "fp16")
-    assert not any("_of[" in t for k in program.kernels for t in k.generated.values())
+    assert not any("_of[" in t or "to[" in t for k in program.kernels for t in k.generated.values())
