@@ -73,7 +73,7 @@ def walkable(x: TensorView) -> bool:
     )
 
 
-def _runs(stack: Shape, shapes: Sequence[Shape]) -> int:
+def _runs(stack: Sequence[int], shapes: Sequence[Sequence[int]]) -> int:
     """Number of axes of a stack after merging neighbors along which the same factors are broadcast. ``shapes``: the factors' stacks."""
     whole = [(1,) * (len(stack) - len(s)) + tuple(s) for s in shapes]
     axes = [tuple(s[k] == 1 for s in whole) for k, n in enumerate(stack) if n > 1]
