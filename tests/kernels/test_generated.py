@@ -168,7 +168,8 @@ def test_a_thread_resizes_several_pixels_with_their_channels(
 def test_a_resized_image_of_few_pixels_keeps_a_pixel_per_thread() -> None:
     n = Net()
     x, attrs = n.op("Neg", n.input(1, 32, 32, 256)), resize.ResizeAttrs("linear", "half_pixel")
-    graph = n.done(*[n.op("Resize", x, None, None, n.ints(1, s, s, 256), attrs=attrs) for s in (64, 60)])
+    sizes = (n.ints(1, s, s, 256) for s in (64, 60))
+    graph = n.done(*[n.op("Neg", n.op("Resize", x, None, None, s, attrs=attrs)) for s in sizes])
     texts = [text for k in lowered(graph, "fp16").kernels for text in k.generated.values()]
     assert [("line[s * " in text) for text in texts if " taps(" in text] == [True, False]
 
