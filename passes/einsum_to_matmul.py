@@ -6,6 +6,9 @@ Operands are contracted from the left, two at a time:
 - The other labels are the rows and columns. Several labels of one role become one axis, by reshapes around the product.
 - If nothing is summed, the operands are multiplied elementwise, which pointwise kernels do without copies.
 - An operand is summed before the product over labels that neither the other operands nor the result have.
+
+A ReduceSum after a Mul that broadcasts both operands is such a product, too: Mamba-2 in Transformers is written so. A reduction
+would compute all of its products one by one, without tensor cores.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ from optdnn.ops.gemm import MatMulAttrs, einsum_terms
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import integers, reshaped
+from optdnn.passes.support.facts import integers, operand, producer, reduction_axes, reshaped, sizes_of
 from optdnn.types import is_float
+
+LEAST_SIDE = 4
+"""Fewest rows, and fewest columns, of a multiplication that becomes a product of matrices."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,32 @@ def einsum_products(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("it has no elements")
     terms = [Term(v, tuple(one)) for v, one in zip(values, labels, strict=True)]
     return Match((op,), lambda patch: _build(patch, terms, tuple(result), sizes))
+
+
+@rule("sum_to_matmul", {"ReduceSum"})
+def sums_of_products(graph: Graph, op: Op) -> Match | Miss | None:
+    """The sum of a multiplication that broadcasts both operands. Refuses vectors, which a reduction reads once."""
+    mul, axes = producer(graph, operand(op), {"Mul"}, alone=True), reduction_axes(graph, op)
+    if mul is None or not axes or not is_float(op.outputs[0].type.dtype):
+        return None
+    shape, shapes = sizes_of(graph, mul.value), [sizes_of(graph, operand(mul, k)) for k in (0, 1)]
+    if shape is None or 0 in shape or None in shapes:
+        return None
+    found = [{str(k + len(shape) - len(s)) for k, n in enumerate(s) if n > 1} for s in shapes if s is not None]
+    result = [str(k) for k, n in enumerate(shape) if n > 1 and k not in axes]
+    sizes = {str(k): n for k, n in enumerate(shape)}
+    rows, columns = (math.prod(sizes[x] for x in result if x in a and x not in b) for a, b in (found, found[::-1]))
+    if min(rows, columns) == 1 or not any(str(k) in found[0] & found[1] for k in axes):
+        return None
+    if min(rows, columns) < LEAST_SIDE:
+        return Miss(f"a product of {rows} rows and {columns} columns is too small")
+    labels = [tuple(x for x in sizes if x in one) for one in found]
+
+    def build(patch: Patch) -> Value:
+        terms = [Term(_shaped(patch, operand(mul, k), [sizes[x] for x in one]), one) for k, one in enumerate(labels)]
+        return _shaped(patch, _build(patch, terms, result, sizes), op.outputs[0].type.static_shape)
+
+    return Match((op, mul), build)
 
 
 def _build(patch: Patch, terms: Sequence[Term], result: Sequence[str], sizes: dict[str, int]) -> Value:
@@ -130,4 +162,4 @@ def _product(patch: Patch, a: Term, b: Term, wanted: set[str], sizes: dict[str, 
 
 class EinsumProducts(RulePass):
     name = "einsum_to_matmul"
-    rules = (einsum_products,)
+    rules = (einsum_products, sums_of_products)

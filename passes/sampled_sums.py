@@ -9,6 +9,7 @@ this product runs on tensor cores.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +20,8 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.sampled_sum import MOST_IMAGES, SampledSumAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of
+from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of, sliced
+from optdnn.passes.support.stacks import Part, part_of
 from optdnn.types import Array, normalize_axis
 
 
@@ -45,20 +47,82 @@ def sampled_sum(graph: Graph, op: Op) -> Match | Miss | None:
         if any(t.dims[:2] != types[0].dims[:2] or t.dtype != types[0].dtype for t in types):
             return Miss("its images differ in their type or number of channels")
         a = images[0].attrs
-        given = [v for i in images for v in i.inputs]
         attrs = SampledSumAttrs(a.mode, a.padding_mode, a.align_corners)
 
         def build(
             patch: Patch,
-            given: list[Value | None] = given,
+            images: list[Op] = images,
             attrs: SampledSumAttrs = attrs,
             weights: Value | None = weights,
         ) -> Value:
+            given: list[Value] = []
+            for image in images:
+                given += [operand(image), patch.add("Unsqueeze", [operand(image, 1), integers(patch, [1], "axes")])]
             y = patch.add("SampledSum", given if weights is None else [*given, weights], attrs)
             return patch.add("Unsqueeze", [y, integers(patch, [3], "axes")]) if op.attrs.keepdims else y
 
         return Match((op, *([] if product is None else [product]), *ops), build)
     return None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The source [N, heads * C, …] of an image [N * heads, C, H, W]. ``part``: the pixels that the image takes of its last axis."""
+
+    source: Value
+    count: int
+    part: Part | None
+
+
+@rule("sampled_heads", {"SampledSum"})
+def sampled_heads(graph: Graph, op: Op) -> Match | None:
+    """Images whose items are the heads of several pictures become images of the pictures, with a group of channels per head.
+
+    Strides cannot join pictures and heads to one axis, so each operand would be copied."""
+    types = [graph.type(v) for v in op.inputs if v is not None]
+    if not all(t.is_static for t in types) or types[1].dims[1] != 1:
+        return None
+    images = [_heads(graph, operand(op, k)) for k in range(0, len(types) - 1, 2)]
+    found = [h for h in images if h is not None]
+    if len(found) < len(images) or len({h.count for h in found}) > 1:
+        return None
+    items, channels, heads = types[0].static_shape[0] // found[0].count, types[0].static_shape[1], found[0].count
+
+    def build(patch: Patch) -> Value:
+        given: list[Value] = []
+        for k, h in enumerate(found):
+            x, size, places = h.source, types[2 * k].static_shape[2:], types[2 * k + 1].static_shape
+            if h.part is not None:
+                x = reshaped(patch, x, (items, heads * channels, graph.type(x).static_shape[-1]))
+                x = sliced(patch, x, h.part.start, h.part.start + h.part.size, 2)
+            given.append(reshaped(patch, x, (items, heads * channels, *size)))
+            given.append(reshaped(patch, operand(op, 2 * k + 1), (items, heads, *places[2:])))
+        if len(types) % 2:
+            lead = (1, 1) if types[-1].dims[0] == 1 else (items, heads)
+            given.append(reshaped(patch, operand(op, len(types) - 1), (*lead, *types[-1].static_shape[2:])))
+        return reshaped(patch, patch.add("SampledSum", given, op.attrs), op.outputs[0].type.static_shape)
+
+    return Match((op,), build)
+
+
+def _heads(graph: Graph, image: Value) -> Heads | None:
+    """The source of an image of heads; None if its items are pictures, or heads of a single picture, which are a view."""
+    view = producer(graph, image, {"Reshape"})
+    if view is None or not graph.type(operand(view)).is_static:
+        return None
+    items, channels = graph.type(image).static_shape[:2]
+    part = part_of(graph, operand(view))
+    joined = producer(graph, part.source, {"Reshape"}) if part is not None and part.axis == 2 else None
+    if joined is None:
+        part = None
+    elif graph.type(joined.value).dims[:2] == (items, channels):
+        view = joined
+    n, *rest = graph.type(operand(view)).static_shape
+    if not 1 < n < items or items % n:
+        return None
+    heads = items // n
+    apart = rest[:1] == [heads * channels] or rest[:2] == [heads, channels]
+    return Heads(operand(view), heads, part) if apart else None
 
 
 def _orders(graph: Graph, value: Value, product: Op | None) -> list[tuple[Value, Value | None]]:
@@ -141,17 +205,17 @@ def _columns(graph: Graph, patch: Patch, op: Op, kernel: Sequence[int]) -> Value
     )
     scale, base = _positions(graph, op, kernel)
     # An offset is (row, column), a position (x, y).
-    offset = reshaped(patch, operand(op, 2), (n * groups, taps, 2, pixels))
-    offset = patch.add("Transpose", [offset], TransposeAttrs((0, 3, 1, 2)))
-    offset = patch.add("Gather", [offset, integers(patch, [1, 0], "turned")], GatherAttrs(3))
+    offset = reshaped(patch, operand(op, 2), (n, groups, taps, 2, pixels))
+    offset = patch.add("Transpose", [offset], TransposeAttrs((0, 1, 4, 2, 3)))
+    offset = patch.add("Gather", [offset, integers(patch, [1, 0], "turned")], GatherAttrs(4))
     moved = patch.add("Mul", [offset, patch.constant(scale, "scale")])
     positions = patch.add("Add", [moved, patch.constant(base, "taps")])
-    given = [operand(op), reshaped(patch, positions, (n * groups, pixels * taps, 1, 2))]
+    given = [operand(op), reshaped(patch, positions, (n, groups, pixels * taps, 1, 2))]
     if op.input(4) is not None:
-        mask = reshaped(patch, operand(op, 4), (n * groups, taps, pixels))
-        mask = patch.add("Transpose", [mask], TransposeAttrs((0, 2, 1)))
-        given.append(reshaped(patch, mask, (n * groups, 1, pixels * taps, 1)))
-    y = patch.add("SampledSum", given, SampledSumAttrs("linear", "zeros", align_corners=True, groups=groups))
+        mask = reshaped(patch, operand(op, 4), (n, groups, taps, pixels))
+        mask = patch.add("Transpose", [mask], TransposeAttrs((0, 1, 3, 2)))
+        given.append(reshaped(patch, mask, (n, groups, pixels * taps, 1)))
+    y = patch.add("SampledSum", given, SampledSumAttrs("linear", "zeros", align_corners=True))
     y = reshaped(patch, y, (n, groups, channels // groups, pixels, taps))
     y = patch.add("Transpose", [y], TransposeAttrs((0, 3, 4, 1, 2)))
     return reshaped(patch, y, (n, pixels, taps * channels))
@@ -175,4 +239,4 @@ def _positions(graph: Graph, op: Op, kernel: Sequence[int]) -> tuple[Array, Arra
 
 class SampledSums(RulePass):
     name = "sampled_sums"
-    rules = (sampled_sum, deformed_columns)
+    rules = (sampled_sum, sampled_heads, deformed_columns)

@@ -131,9 +131,20 @@ class Parameters:
         """``unsigned`` fields."""
         return self._put("I", 4, values)
 
+    def sizes(self, *values: int) -> Parameters:
+        """``Size`` fields (``general.cuh``): divisors of numbers below 2^31."""
+        for n in values:
+            shift = 31 + max(n - 1, 0).bit_length()
+            self.u32(n, -(-(1 << shift) // max(n, 1)), shift)
+        return self
+
     def i64(self, *values: int) -> Parameters:
         """``long long`` fields."""
         return self._put("q", 8, values)
+
+    def integers(self, kind: str, *values: int) -> Parameters:
+        """Fields of the type ``i32`` or ``i64``."""
+        return self.i32(*values) if kind == "i32" else self.i64(*values)
 
     def f32(self, *values: float) -> Parameters:
         """``float`` fields."""

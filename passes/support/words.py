@@ -212,6 +212,7 @@ RULES: Mapping[str, str] = {
     "scaled_residual": "factors of a residual moved after the sum, and divided out of the weights",
     "sinkhorn": "alternating divisions of rows and columns by their sums merged into one operator",
     "sampled_sum": "weighted sums of sampled images merged into one operator",
+    "sampled_heads": "heads of sampled images read in place",
     "deformed_columns": "deformable convolutions written as samples and a product with a matrix",
     "sum_of_equal_layers": "sums of layers with the same weights computed as one layer",
     "product_chains": "products of products replaced by products with one matrix",
@@ -290,6 +291,7 @@ RULES: Mapping[str, str] = {
     "unpack_weights": "products whose packed weights become floats in each run",
     # fusions
     "einsum_to_matmul": "Einsums written as matrix products",
+    "sum_to_matmul": "sums of multiplications written as matrix products",
     "gelu": "Gelus recognized",
     "gelu_tanh": "Gelus (by tanh) recognized",
     "swish": "Swishes recognized",

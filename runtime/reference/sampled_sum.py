@@ -14,18 +14,19 @@ def sampled_sum(
     mode: str = "linear",
     padding_mode: str = "zeros",
     align_corners: bool = False,
-    groups: int = 1,
 ) -> tuple[Array, ...]:
-    """Images (N, C, H, W) and places (N * groups, R, P, 2) alternate, then weights; the result is (N * groups, C / groups, R)
+    """Images (N, C, H, W) and places (N, groups, R, P, 2) alternate, then weights; the result is (N, C, R)
     (:class:`optdnn.ops.sampled_sum.SampledSumAttrs`)."""
+    (n, c), (groups, rows) = operands[0].shape[:2], operands[1].shape[1:3]
     found: list[Array] = []
-    for x, places in zip(operands[0:-1:2], operands[1::2], strict=False):
-        image = x.reshape(x.shape[0] * groups, x.shape[1] // groups, *x.shape[2:])
+    for x, at in zip(operands[0:-1:2], operands[1::2], strict=False):
+        image, places = x.reshape(n * groups, c // groups, *x.shape[2:]), at.reshape(n * groups, *at.shape[2:])
         found += grid_sample(image, places, mode=mode, padding_mode=padding_mode, align_corners=align_corners)
     samples = np.concatenate(found, 3)
     if len(operands) % 2:
-        samples = samples * operands[-1]
-    return (samples.sum(3, dtype=samples.dtype),)
+        weights = np.broadcast_to(operands[-1], (n, groups, rows, samples.shape[3]))
+        samples = samples * weights.reshape(n * groups, 1, *weights.shape[2:])
+    return (samples.sum(3, dtype=samples.dtype).reshape(n, c, rows),)
 
 
 KERNELS: dict[str, Kernel] = {"SampledSum": sampled_sum}

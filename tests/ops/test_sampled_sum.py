@@ -22,7 +22,10 @@ def summed(name: str) -> tuple[Graph, Op]:
     return graph, graph.of_kind("SampledSum")[-1]
 
 
-@pytest.mark.parametrize("name", ["levels", "joined", "one_level", "plain_sum", "border", "deformed", "offset_groups"])
+@pytest.mark.parametrize(
+    "name",
+    ["levels", "joined", "one_level", "plain_sum", "border", "deformed", "offset_groups", "pictures", "pictures_plain"],
+)
 def test_export(name: str) -> None:
     check_export(summed(name)[0], rtol=1e-4)
 
@@ -30,12 +33,12 @@ def test_export(name: str) -> None:
 def test_it_is_the_sum_of_weighted_samples() -> None:
     """One sample between two pixels, and one outside of the image."""
     x = np.arange(12, dtype=np.float64).reshape(1, 2, 2, 3)
-    places = np.array([[[[-0.5, -1], [3, 3]]]], np.float64)
+    places = np.array([[[[[-0.5, -1], [3, 3]]]]], np.float64)
     _, op = summed("levels")
     (y,) = op.definition.kernel(x, places, np.array([[[[2.0, 1.0]]]]), align_corners=True, mode="linear")
     np.testing.assert_allclose(y, [[[1.0], [13.0]]])
-    (y,) = op.definition.kernel(x, np.concatenate([places, places]), align_corners=True, groups=2)
-    np.testing.assert_allclose(y, [[[0.5]], [[6.5]]])
+    (y,) = op.definition.kernel(x, np.concatenate([places, places], 1), align_corners=True)
+    np.testing.assert_allclose(y, [[[0.5], [6.5]]])
 
 
 @pytest.mark.parametrize(
@@ -44,12 +47,13 @@ def test_it_is_the_sum_of_weighted_samples() -> None:
         ({0: TensorType(np.dtype(np.int32), (2, 8, 6, 5))}, {}, "SampledSum of int32"),
         ({}, {"mode": "quintic"}, "mode 'quintic'"),
         ({0: TensorType(FP32, (2, 8, 6))}, {}, "image 0 must have 4 dimensions"),
-        ({1: TensorType(FP32, (2, 10, 4))}, {}, "places 0 must have 4 dimensions"),
+        ({1: TensorType(FP32, (2, 10, 4, 2))}, {}, "places 0 must have 5 dimensions"),
         ({2: TensorType(FP16, (2, 8, 3, 3))}, {}, "image 1 of a SampledSum is fp16"),
         ({2: TensorType(FP32, (2, 4, 3, 3))}, {}, "image 1 of a SampledSum is fp32"),
-        ({1: TensorType(FP32, (3, 10, 4, 2))}, {}, "in 1 groups"),
-        ({3: TensorType(FP32, (2, 9, 4, 2))}, {}, "SampledSum places"),
-        ({3: TensorType(FP32, (2, 10, 4, 3))}, {}, "need two coordinates"),
+        ({1: TensorType(FP32, (3, 1, 10, 4, 2))}, {}, "SampledSum places"),
+        ({3: TensorType(FP32, (2, 1, 9, 4, 2))}, {}, "SampledSum places"),
+        ({3: TensorType(FP32, (2, 2, 10, 4, 2))}, {}, "SampledSum places"),
+        ({3: TensorType(FP32, (2, 1, 10, 4, 3))}, {}, "need two coordinates"),
         ({4: TensorType(FP32, (2, 8, 10, 8))}, {}, "no factors of 8 points of 10 results"),
         ({4: TensorType(FP32, (8,))}, {}, "no factors"),
     ],
@@ -62,9 +66,9 @@ def test_contradictions(types: dict[int, TensorType], changes: dict[str, Any], b
 
 def test_groups_divide_the_channels() -> None:
     graph, total = summed("levels")
-    places = TensorType(FP32, (6, 10, 4, 2))
+    places = TensorType(FP32, (2, 3, 10, 4, 2))
     with pytest.raises(ShapeError, match="3 groups do not divide 8 channels"):
-        total.definition.infer(call_of(graph, total, {1: places, 3: places}, groups=3))
+        total.definition.infer(call_of(graph, total, {1: places, 3: places}))
 
 
 def test_cost_counts_every_tap() -> None:

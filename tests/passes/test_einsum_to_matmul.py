@@ -11,6 +11,7 @@ from support.net import Net
 
 from optdnn.dim import symbol
 from optdnn.ops.gemm import EinsumAttrs
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.einsum_to_matmul import EinsumProducts
 
 PASS = EinsumProducts()
@@ -71,3 +72,38 @@ def test_an_axis_that_broadcasts_is_refused() -> None:
 def test_scores_written_the_other_way_round_need_no_transposition_after() -> None:
     """Keras writes the keys first; the product still has the queries first."""
     check_pass(PASS, net("bjhd,bihd->bhij"), changes=1, kinds={"MatMul": 1, "Transpose": 2})
+
+
+def product_sum(a: Any, b: Any, axes: list[int], *, keepdims: bool = False, read_twice: bool = False) -> Any:
+    n = Net()
+    product = n.op("Mul", n.input(*a), n.input(*b, name="y"))
+    total = n.op("ReduceSum", product, n.const(np.array(axes, np.int64)), attrs=ReduceAttrs(keepdims))
+    return n.done(n.op("Add", total, n.op("ReduceMax", product)) if read_twice else total)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "axes", "kinds"),
+    [
+        ((2, 7, 1, 5, 6), (2, 1, 8, 5, 6), [-1], {"Transpose": 3, "Reshape": 2}),  # Mamba-2: C and B of a chunk
+        ((2, 7, 8, 5, 1), (1, 8, 5, 6), [2], {"Transpose": 3, "Reshape": 4}),  # its weights times values
+        ((4, 1, 6), (5, 6), [2], {"Transpose": 1, "Reshape": 1}),
+        ((4, 1, 6, 3), (5, 6, 1), [2, 3], {"ReduceSum": 1, "Transpose": 1, "Reshape": 2}),
+    ],
+)
+def test_sums_of_multiplications(a: Any, b: Any, axes: Any, kinds: dict[str, int]) -> None:
+    check_pass(PASS, product_sum(a, b, axes), changes=1, kinds={"MatMul": 1, **kinds}, rules={"sum_to_matmul": 1})
+
+
+def test_a_sum_may_keep_its_axes() -> None:
+    kinds = {"MatMul": 1, "Transpose": 1, "Reshape": 2}
+    check_pass(PASS, product_sum((4, 1, 6), (5, 6), [-1], keepdims=True), changes=1, kinds=kinds)
+
+
+def test_a_multiplication_of_vectors_stays_a_sum() -> None:
+    for a, b in [((4, 5, 6), (5, 6)), ((1, 5, 6), (5, 6)), ((4, 1, 6), (5, 1))]:
+        check_pass(PASS, product_sum(a, b, [-1]), changes=0)
+    check_pass(PASS, product_sum((4, 1, 6), (5, 6), [-1], read_twice=True), changes=0)
+
+
+def test_a_small_product_is_refused() -> None:
+    check_refused(PASS, product_sum((3, 1, 6), (5, 6), [-1]), because="3 rows and 5 columns is too small")

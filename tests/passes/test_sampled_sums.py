@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
-from support.sampled_cases import CASES, POINTS, QUERIES, attention, deformed, graph_of
+from support.sampled_cases import CASES, POINTS, QUERIES, attention, deformed, graph_of, pictures
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph
@@ -23,18 +23,33 @@ SUMS = [name for name in CASES if "warped" not in name and name != "nearest"]
 
 @pytest.mark.parametrize("name", SUMS)
 def test_each_form(name: str) -> None:
-    graph, _ = check_pass(PASS, graph_of(name), changes=1)
+    graph, _ = check_pass(PASS, graph_of(name), changes=2 if name.startswith("pictures") else 1)
     (total,) = graph.of_kind("SampledSum")
     assert not graph.of_kind("GridSample", "DeformConv", "ReduceSum")
-    assert total.attrs.groups == {"offset_groups": 2, "offset_groups_of_one": 4}.get(name, 1)
+    groups = {"offset_groups": 2, "offset_groups_of_one": 4, "pictures": 4, "pictures_joined": 4, "pictures_plain": 4}
+    assert graph.type(total.inputs[1]).dims[1] == groups.get(name, 1)
 
 
 def test_levels_are_operands_in_turn() -> None:
     graph, _ = check_pass(PASS, graph_of("levels"), changes=1, rules={"sampled_sum": 1})
     (total,) = graph.of_kind("SampledSum")
     shapes = [graph.type(v).static_shape for v in total.inputs if v is not None]
-    places = (2, QUERIES, POINTS, 2)
+    places = (2, 1, QUERIES, POINTS, 2)
     assert shapes == [(2, 8, 6, 5), places, (2, 8, 3, 3), places, (2, 1, QUERIES, 2 * POINTS)]
+
+
+@pytest.mark.parametrize("name", ["pictures", "pictures_joined"])
+def test_heads_of_pictures_are_groups_of_channels(name: str) -> None:
+    graph, _ = check_pass(PASS, graph_of(name), changes=2, rules={"sampled_sum": 1, "sampled_heads": 1})
+    (total,) = graph.of_kind("SampledSum")
+    shapes = [graph.type(v).static_shape for v in total.inputs if v is not None]
+    places = (3, 4, QUERIES, POINTS, 2)
+    assert shapes == [(3, 32, 6, 5), places, (3, 32, 3, 3), places, (3, 4, QUERIES, 2 * POINTS)]
+
+
+def test_heads_of_one_picture_are_a_view() -> None:
+    n = Net()
+    check_pass(PASS, n.done(*pictures(n, batch=1)), changes=1, rules={"sampled_sum": 1})
 
 
 def test_columns_are_multiplied_with_one_matrix() -> None:

@@ -57,6 +57,35 @@ def attention(
     return [n.op("ReduceSum", y, n.ints(-1), attrs=ReduceAttrs(keepdims=keepdims))]
 
 
+def pictures(n: Net, *, joined: bool = False, batch: int = 3, weights: bool = True) -> list[Value]:
+    """Deformable attention of several pictures, whose heads are items of the images. ``joined``: they are before the levels are
+    split (D-FINE), else after (Deformable DETR)."""
+    heads, width, sizes = 4, 8, ((6, 5), (3, 3))
+    rows = [h * w for h, w in sizes]
+    x = n.matmul(n.input(batch, sum(rows), 16), heads * width)
+    if joined:
+        x = n.op(
+            "Transpose", n.op("Reshape", x, n.ints(batch, sum(rows), heads, width)), attrs=TransposeAttrs((0, 2, 3, 1))
+        )
+        x = n.op("Reshape", x, n.ints(batch * heads, width, sum(rows)))
+    parts, found = n.op("Split", x, n.ints(*rows), outputs=2, attrs=SplitAttrs(2 if joined else 1)), []
+    for k, (part, (h, w)) in enumerate(zip(parts, sizes, strict=True)):
+        turned = part if joined else n.op("Transpose", part, attrs=TransposeAttrs((0, 2, 1)))
+        image = n.op("Reshape", turned, n.ints(batch * heads, width, h, w))
+        places = n.op("Tanh", n.input(batch, QUERIES, heads, POINTS, 2, name=f"places{k}"))
+        places = n.op("Transpose", places, attrs=TransposeAttrs((0, 2, 1, 3, 4)))
+        places = n.op("Reshape", places, n.ints(batch * heads, QUERIES, POINTS, 2))
+        found.append(n.op("GridSample", image, places, attrs=GridSampleAttrs()))
+    y = n.op("Concat", *found, attrs=ConcatAttrs(3))
+    if weights:
+        scores = n.op("Softmax", n.input(batch, QUERIES, heads, 2 * POINTS, name="scores"), attrs=SoftmaxAttrs(3))
+        scores = n.op("Transpose", scores, attrs=TransposeAttrs((0, 2, 1, 3)))
+        y = n.op("Mul", y, n.op("Reshape", scores, n.ints(batch * heads, 1, QUERIES, 2 * POINTS)))
+    y = n.op("ReduceSum", y, n.ints(-1), attrs=ReduceAttrs(False))
+    y = n.op("Transpose", n.op("Reshape", y, n.ints(batch, heads * width, QUERIES)), attrs=TransposeAttrs((0, 2, 1)))
+    return [n.matmul(y, 16)]
+
+
 def deformed(
     n: Net,
     *,
@@ -110,6 +139,9 @@ CASES: dict[str, Callable[[Net], list[Value]]] = {
     "odd_channels": lambda n: attention(n, width=5),
     "border": lambda n: attention(n, attrs=GridSampleAttrs("linear", "border", True)),
     "reflection": lambda n: attention(n, attrs=GridSampleAttrs("cubic", "reflection")),
+    "pictures": pictures,
+    "pictures_joined": lambda n: pictures(n, joined=True),
+    "pictures_plain": lambda n: pictures(n, weights=False),
     "deformed": deformed,
     "no_mask": lambda n: deformed(n, mask=False),
     "no_bias": lambda n: deformed(n, bias=False, kernel=(3, 1), stride=2),

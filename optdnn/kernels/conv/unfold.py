@@ -177,7 +177,7 @@ def _emit_frames(b: Builder, op: Op, found: Frames, out: TensorView) -> None:
     vec = pieces(x, out, dims, sy, sx, sn, [found.first * pitch])
     word = DTYPES[_WORDS[x.dtype.itemsize]]  # elements are only moved
     t, rank, fill = CPP[word], len(dims), int(np.asarray(found.fill, x.dtype).reshape(1).view(word)[0])
-    text = f"""struct Params {{ const {t}* x; {t}* y; u32 count, dims[{rank}]; i64 sx[{rank}], sn[{rank}], sy[{rank}], from, n; }};
+    text = f"""struct Params {{ const {t}* x; {t}* y; u32 count; Size dims[{rank}]; i64 sx[{rank}], sn[{rank}], sy[{rank}], from, n; }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}) frames(const __grid_constant__ Params p) {{
     launch_dependents();
@@ -197,7 +197,9 @@ extern "C" __global__ void __launch_bounds__({THREADS}) frames(const __grid_cons
     for strides in (sx, sn, sy):
         strides[-1] *= vec
     count = math.prod(dims)
-    parameters = Parameters().pointer("x", "y").u32(count, *dims).i64(*sx, *sn, *sy, found.first * pitch, found.first)
+    parameters = (
+        Parameters().pointer("x", "y").u32(count).sizes(*dims).i64(*sx, *sn, *sy, found.first * pitch, found.first)
+    )
     launch = parameters.generated(b.arch, text, "frames", -(-count // THREADS), THREADS)
     attrs = {
         "axis": found.axis, "first": found.first, "distance": found.distance, "step": found.step, "count": found.count,

@@ -73,6 +73,13 @@ def walkable(x: TensorView) -> bool:
     )
 
 
+def _runs(stack: Shape, shapes: Sequence[Shape]) -> int:
+    """Number of axes of a stack after merging neighbors along which the same factors are broadcast. ``shapes``: the factors' stacks."""
+    whole = [(1,) * (len(stack) - len(s)) + tuple(s) for s in shapes]
+    axes = [tuple(s[k] == 1 for s in whole) for k, n in enumerate(stack) if n > 1]
+    return sum(k == 0 or axes[k] != axes[k - 1] for k in range(len(axes)))
+
+
 def swapped(x: TensorView) -> TensorView:
     """The matrices transposed."""
     return x.view((*x.shape[:-2], x.shape[-1], x.shape[-2]), (*x.strides[:-2], x.strides[-1], x.strides[-2]))
@@ -118,8 +125,10 @@ class HopperMatMul(hopper_launch.HopperTactic):
             return "it is not a product of matrices"
         stack = out.static_shape[:-2]
         matrix = b.graph.constant_value(op.inputs[0])
-        if types[1].static_shape[:-2] != stack or (types[0].static_shape[:-2] != stack and matrix is None):
-            return "one of its stacks is broadcast"
+        if len(types[1].static_shape) == 2 and math.prod(stack) > 1:
+            return "all products share one second matrix"
+        if _runs(stack, [types[1].static_shape[:-2], stack if matrix is not None else types[0].static_shape[:-2]]) > 2:
+            return "its stacks are broadcast along several axes"
         repeated = matrix is not None and not _is_one(matrix)
         if repeated and (size := math.prod((*stack, *types[0].static_shape[-2:]))) > REPEATED:
             return f"its constant matrices would have {size} elements, more than {REPEATED}"

@@ -54,7 +54,7 @@ class TiledMatMul(Tactic):
         shape = op.outputs[0].type.static_shape
         rows, columns = (len(b.graph.type(v).dims) != 1 for v in op.inputs[:2] if v is not None)
         matrices = math.prod(shape[: len(shape) - rows - columns])
-        if matrices > MOST_TILES and math.prod(shape) > MOST_ELEMENTS:
+        if matrices > MOST_TILES and max(math.prod(shape), 2 * matrices) > MOST_ELEMENTS:
             return f"{matrices} matrices with more than {MOST_ELEMENTS} elements exceed a grid"
         return None
 
@@ -244,7 +244,7 @@ def _kernel(
     fields = [f"{CPP[p.result.dtype]}* y; const {CPP[p.left.dtype]}* l; const {CPP[p.right.dtype]}* r;"]
     fields += [f"const {CPP[x.dtype]}* e{a};" for a, x in used.items()]
     fields += [
-        f"int m, n, k; u32 {'matrices, ' if share else ''}dims[{rank}];",
+        f"int m, n, k; {'u32 matrices; ' if share else ''}Size dims[{rank}];",
         *(f"i64 s{x}[{rank}], m{x}[2];" for x in names),
     ]
     return f"""struct Params {{ {" ".join(fields)} }};
@@ -275,7 +275,7 @@ def emit_matmul(
     text = _kernel(p, share, tile, _finish(stages, out, extra, used, arithmetic(left.dtype), scale, scales, to), used)
     (m, n, k), matrices = p.sizes, p.count
     placed = {"y": out, "l": p.left, "r": p.right, **{f"e{a}": x for a, x in used.items()}}
-    parameters = Parameters().pointer(*placed).i32(m, n, k).u32(*([matrices] if share else []), *p.dims)
+    parameters = Parameters().pointer(*placed).i32(m, n, k).u32(*([matrices] if share else [])).sizes(*p.dims)
     for steps, view in zip(p.steps, (p.result, p.left, p.right, *p.extra.values()), strict=True):
         parameters.i64(*steps, *view.strides[-2:])
     rows, columns = (tile.rows, tile.columns) if tile is not None else (TILE, TILE)

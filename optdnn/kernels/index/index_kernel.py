@@ -14,6 +14,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.strides import offset_type
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.fused import plain_attrs
 from optdnn.types import FP64, DType
@@ -49,19 +50,19 @@ def emit_index_kernel(
         return
     present = {name: t for name, t in tensors.items() if t is not None}
     placed = {**present, **writes}
-    sizes, named = [], []
+    sizes, named, offsets = [], [], offset_type(list(placed.values()))
     fields = [f"{'const ' if name in present else ''}{CPP[t.dtype]}* {name};" for name, t in placed.items()]
-    fields.append(f"u32 count, dims[{max(1, len(space))}];")
-    parameters = Parameters().pointer(*placed).u32(count, *(space or (1,)))
+    fields.append(f"u32 count; Size dims[{max(1, len(space))}];")
+    parameters = Parameters().pointer(*placed).u32(count).sizes(*(space or (1,)))
     for name, t in placed.items():
         rank = max(1, len(t.shape))
-        sizes.append(f"i64 n_{name}[{rank}], s_{name}[{rank}];")
+        sizes.append(f"i64 n_{name}[{rank}]; {offsets} s_{name}[{rank}];")
         # Stride 0 on axes of one element: a tensor may be read along an axis over which it is broadcast.
         strides = [s if n > 1 else 0 for n, s in zip(t.shape, t.strides, strict=True)]
-        parameters.i64(*(t.shape or (1,)), *(strides or (0,)))
-        given = ", ".join(f"i64 c{k}" for k in range(len(t.shape)))
-        total = " + ".join(f"c{k} * p.s_{name}[{k}]" for k in range(len(t.shape))) or "i64(0)"
-        named.append(f"auto at_{name} = [&]({given}) -> i64 {{ return {total}; }};")
+        parameters.i64(*(t.shape or (1,))).integers(offsets, *(strides or (0,)))
+        given = ", ".join(f"{offsets} c{k}" for k in range(len(t.shape)))
+        total = " + ".join(f"c{k} * p.s_{name}[{k}]" for k in range(len(t.shape))) or f"{offsets}(0)"
+        named.append(f"auto at_{name} = [&]({given}) -> {offsets} {{ return {total}; }};")
     walk = ["u32 rest = index;"]
     for k in reversed(range(len(space))):
         walk.append(f"const i64 o{k} = rest % p.dims[{k}]; rest /= p.dims[{k}];" if k else "const i64 o0 = rest;")

@@ -41,11 +41,11 @@ class RoiChannels(Tactic):
 
     def lacks(self, op: Op, x: TensorView) -> str | None:
         """Why this form of the kernel cannot read the images, or None."""
-        return "its channels are not contiguous and aligned" if vector_of(op, [x]) == 1 else None
+        return "its channels are not contiguous and aligned" if self.width(op, x) == 1 else None
 
     def width(self, op: Op, x: TensorView) -> int:
         """Number of channels per thread."""
-        return vector_of(op, [x])
+        return vector_of(op.outputs[0].type.static_shape[1], [x])
 
     def seconds(self, b: Builder, op: Op) -> float | None:
         x, out = needed(b, op, 0), op.outputs[0].type

@@ -38,38 +38,38 @@ class SampledChannels(Tactic):
     name = "sampled_channels"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        images, _, _ = _parts(b, op)
+        images, places, _ = _parts(b, op)
         if any(len(x.shape) != 4 for x in images):
             return "it is for images with two spatial axes"
         if any(0 in x.shape for x in images) or not 0 < math.prod(op.outputs[0].type.static_shape) < POINTS_LIMIT:
             return "no elements, or more than the kernel can count"
-        return self.lacks(b, op, images)
+        return self.lacks(images, _channels(op, places))
 
-    def lacks(self, b: Builder, op: Op, images: Sequence[TensorView]) -> str | None:
+    def lacks(self, images: Sequence[TensorView], channels: int) -> str | None:
         """Why this form of the kernel cannot read the images, or None."""
-        return "its channels are not contiguous and aligned" if vector_of(op, images) == 1 else None
+        return "its channels are not contiguous and aligned" if vector_of(channels, images) == 1 else None
 
     @staticmethod
-    def width(op: Op, images: Sequence[TensorView]) -> int:
-        """Number of channels per thread."""
-        most, elements = vector_of(op, images), math.prod(op.outputs[0].type.static_shape)
+    def width(op: Op, images: Sequence[TensorView], channels: int) -> int:
+        """Number of channels per thread; ``channels``: those with the same places."""
+        most, elements = vector_of(channels, images), math.prod(op.outputs[0].type.static_shape)
         return max((n for n in (1, 2, 4, 8) if n <= most and (n <= 2 or elements >= n * FEWEST_THREADS)), default=1)
 
     def place(self, b: Builder, op: Op) -> None:
         """Place the result in the order in which it is read."""
-        b.target(op.value, order_read(b, op.value))
+        b.target(op.value, order_read(b, op.value, rows=True))
 
     def seconds(self, b: Builder, op: Op) -> float | None:
         images, places, _ = _parts(b, op)
         out = op.outputs[0].type
-        points = sum(p.shape[2] for p in places) if op.kind == "SampledSum" else 1
+        points = sum(p.shape[3] for p in places) if op.kind == "SampledSum" else 1
         count = float(math.prod(out.static_shape) * points)
         taps = count * TAPS[op.attrs.mode] ** 2 * out.dtype.itemsize
-        return LAUNCH + max(taps / CACHE, count / self.width(op, images) / PLACES)
+        return LAUNCH + max(taps / CACHE, count / self.width(op, images, _channels(op, places)) / PLACES)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         images, places, weights = _parts(b, op)
-        out, vec = b.target(op.value), self.width(op, images)
+        out, vec = b.target(op.value), self.width(op, images, _channels(op, places))
         rows = out.shape[2:]
         tensors: dict[str, TensorView | None] = {f"image{k}": x for k, x in enumerate(images)}
         tensors |= {f"places{k}": x for k, x in enumerate(places)} | {"factors": weights}
@@ -83,7 +83,7 @@ class SampledPixels(SampledChannels):
 
     name = "sampled_pixels"
 
-    def lacks(self, b: Builder, op: Op, images: Sequence[TensorView]) -> str | None:
+    def lacks(self, images: Sequence[TensorView], channels: int) -> str | None:
         return None
 
 
@@ -94,9 +94,14 @@ def _parts(b: Builder, op: Op) -> tuple[list[TensorView], list[TensorView], Tens
     return given[0:even:2], given[1:even:2], given[even] if len(given) > even else None
 
 
-def vector_of(op: Op, images: Sequence[TensorView]) -> int:
-    """Number of neighboring channels per thread: up to 16 aligned bytes of each image."""
+def _channels(op: Op, places: Sequence[TensorView]) -> int:
+    """Number of channels with the same places: those of a group."""
     channels = op.outputs[0].type.static_shape[1]
+    return channels // places[0].shape[1] if op.kind == "SampledSum" else channels
+
+
+def vector_of(channels: int, images: Sequence[TensorView]) -> int:
+    """Number of neighboring channels per thread, a divisor of ``channels``: up to 16 aligned bytes of each image."""
     best, item = 1, images[0].dtype.itemsize
     for count in (2, 4, 8):
         fits = channels % count == 0 and count * item <= ACCESS and all(together(x, count) for x in images)
@@ -114,22 +119,24 @@ def _text(
 ) -> str:
     """C++ of a thread: the samples of each image in turn, then the store."""
     rank, number, element = len(out.shape), arithmetic(out.dtype), CPP[out.dtype]
-    summed, groups = op.kind == "SampledSum", op.attrs.groups if op.kind == "SampledSum" else 1
+    summed = op.kind == "SampledSum"
     lines = [
-        f"const i64 channel = o{rank - 1} * {vec}, image = o0 / {groups}, first = o0 % {groups} * {out.shape[1]} + channel;",
+        f"const i64 channel = o{rank - 1} * {vec}, group = channel / {_channels(op, places)};",
         f"{number} acc[{vec}];{each(vec)} acc[j] = {number}(0);",
     ]
     done = 0
     for k, (x, at) in enumerate(zip(images, places, strict=True)):
-        points = at.shape[2] if summed else 1
+        points = at.shape[3] if summed else 1
         ahead = max(1, MOST_UNROLLED // TAPS[op.attrs.mode] ** 2)
         step = max(n for n in range(1, ahead + 1) if points % n == 0)
         lines.append(
             f"for (int q0 = 0; q0 < {points}; q0 += {step}) {{{UNROLLED}for (int r = 0; r < {step}; r++) {{ const int q = q0 + r;"
         )
-        where = "o0, o1, q" if summed else "o0, o1, o2"
+        where = "o0, group, o1, q" if summed else "o0, o1, o2"
         if weights is not None:
-            spread = [i if n > 1 else "0" for i, n in zip(("o0", "0", "o1", f"{done} + q"), weights.shape, strict=True)]
+            spread = [
+                i if n > 1 else "0" for i, n in zip(("o0", "group", "o1", f"{done} + q"), weights.shape, strict=True)
+            ]
             lines.append(f"const {number} factor = {number}(widen(p.factors[at_factors({', '.join(spread)})]));")
         lines.append(_sample(op, k, x, where, number, element, vec, "factor" if weights is not None else ""))
         lines.append("}}")
@@ -183,7 +190,7 @@ def _sample(op: Op, k: int, x: TensorView, where: str, number: str, element: str
             f"const bool inside{axis} = {inside}; i{axis} = i{axis} < 0 ? 0 : i{axis} >= {size} ? {size - 1} : i{axis};"
         )
     weight = " * ".join(["w0[t0]", "w1[t1]", *([factor] if factor else [])])
-    at = f"at_image{k}(image, first, i0, i1)"
+    at = f"at_image{k}(o0, channel, i0, i1)"
     load = (
         f"const Pack<{element}, {vec}> v(p.image{k} + {at});" if vec > 1 else f"const {element} v = p.image{k}[{at}];"
     )

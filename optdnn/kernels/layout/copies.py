@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.pointwise import joint
 from optdnn.kernels.pointwise.pointwise import CPP
-from optdnn.kernels.pointwise.strides import merge
+from optdnn.kernels.pointwise.strides import merge, offset_type
 from optdnn.types import BF16, FP16, FP32
 
 MOST_ELEMENTS = 1 << 17
@@ -41,7 +41,7 @@ def refuse(part: Part) -> str | None:
         return "it is large enough for a launch of its own"
     if x.shape != y.shape or len(part.space[0]) > joint.MOST_AXES:
         return "its axes cannot be merged"
-    if any(sum((n - 1) * abs(s) for n, s in zip(v.shape, v.strides, strict=True)) >= 1 << 31 for v in (x, y)):
+    if offset_type([x, y]) != "i32":
         return "its elements are too far apart"
     return None if converts(part) is not None else f"no launch converts {x.dtype} to {y.dtype} beside others"
 

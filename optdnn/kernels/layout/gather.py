@@ -191,7 +191,7 @@ class GatherBy(Tactic):
             f"{{ i64 k = i64(p.index[n + {at}LL]); k += k < 0 ? {size}LL : 0; ok = ok && k >= 0 && k < {size}LL; from += k * {step}LL; }}"
             for at, step, size in components
         )
-        text = f"""struct Params {{ const {t}* x; const {CPP[index.dtype]}* index; {t}* y; u32 count, dims[{rank}]; i64 sx[{rank}], si[{rank}], sy[{rank}]; }};
+        text = f"""struct Params {{ const {t}* x; const {CPP[index.dtype]}* index; {t}* y; u32 count; Size dims[{rank}]; i64 sx[{rank}], si[{rank}], sy[{rank}]; }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}) gather(const __grid_constant__ Params p) {{
     launch_dependents();
@@ -209,6 +209,6 @@ extern "C" __global__ void __launch_bounds__({THREADS}) gather(const __grid_cons
         for strides in (sx, si, sy):
             strides[-1] *= vec
         count, placed = math.prod(dims), {"x": x, "index": index, "y": out}
-        parameters = Parameters().pointer(*placed).u32(count, *dims).i64(*sx, *si, *sy)
+        parameters = Parameters().pointer(*placed).u32(count).sizes(*dims).i64(*sx, *si, *sy)
         launch = parameters.generated(b.arch, text, "gather", -(-count // THREADS), THREADS)
         b.emit(op, launch, placed, op.kind, attrs_dict(op.attrs), [x, index], [out])

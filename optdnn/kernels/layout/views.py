@@ -63,9 +63,9 @@ def reshaped(x: TensorView, shape: Sequence[int]) -> TensorView | None:
     return x.view(shape, strides)
 
 
-def order_read(b: Builder, value: Value) -> tuple[int, ...] | None:
+def order_read(b: Builder, value: Value, *, rows: bool = False) -> tuple[int, ...] | None:
     """Strides of a result that make the Reshapes and Transposes after it views, with a dense last view; None if they are views of a dense
-    result, or if there are no such strides."""
+    result, or if there are no such strides. ``rows``: a Transpose of a dense result does not suffice, because its reader wants rows."""
     chain: list[Op] = []
     user = b.graph.sole_user(value)
     while user is not None and user.kind in {"Transpose", "Reshape"} and user.outputs[0].type.is_static:
@@ -75,7 +75,7 @@ def order_read(b: Builder, value: Value) -> tuple[int, ...] | None:
     found: TensorView | None = unmade(t.dtype, t.static_shape)
     for op in chain:
         found = found and seen_by(op, found)
-    if found is not None:
+    if found is not None and not (rows and any(op.kind == "Transpose" for op in chain)):
         return None
     last = chain[-1].outputs[0].type
     found = unmade(t.dtype, last.static_shape, b.strides_for(last))

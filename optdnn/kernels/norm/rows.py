@@ -162,7 +162,7 @@ def emit_rows(
         held = f"{t} kept[{-(-count // lanes)}];\n    {each(f'{load} kept[j] = widen(p.x[at]);')}"
     names = ["y", "x", *(f"e{i}" for i in range(len(extras)))]
     fields = [f"{'' if n == 'y' else 'const '}{CPP[p.dtype]}* {n};" for n, p in zip(names, tensors, strict=True)]
-    fields += [f"u32 rows, dims[{len(dims)}], inner[{len(inner)}];"]
+    fields += [f"u32 rows; Size dims[{len(dims)}], inner[{len(inner)}];"]
     fields += [f"i64 o{n}[{len(dims)}], i{n}[{len(inner)}];" for n in names]
     text = []
     for k, s in enumerate(statistics):
@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__({form.threads}) rows(const __grid_c
     {each(stored)}
 }}
 """
-    parameters = Parameters().pointer(*names).u32(rows, *dims, *inner)
+    parameters = Parameters().pointer(*names).u32(rows).sizes(*dims, *inner)
     for o, i in zip(outer, steps, strict=True):
         parameters.i64(*o, *i)
     launch = parameters.generated(b.arch, source, "rows", -(-rows // form.rows), form.threads)

@@ -220,7 +220,7 @@ def emit_sides(b: Builder, op: Op, sides: Sequence[Side]) -> None:
         dims, strides = merge(side.x.shape[:-1], [s[:-1] for s in spread])
         rows = math.prod(dims)
         placed = {f"{n}{mark}": t for n, t in (*zip(side.names, side.tensors, strict=True), *side.parts.items())}
-        parameters.pointer(*placed).u32(rows, *dims)
+        parameters.pointer(*placed).u32(rows).sizes(*dims)
         for own, whole in zip(strides, spread, strict=True):
             parameters.i64(*own, whole[-1])
         operands |= placed
@@ -290,7 +290,10 @@ def _side_text(side: Side, rank: int, mark: str, first: int) -> tuple[str, str]:
     lines, result, _ = body(side.stages, [TensorType(p.dtype, p.shape) for p in side.tensors[1:]])
     fields = [f"{'' if n == 'y' else 'const '}{c}* {n}{mark};" for n in names]
     fields += [f"const float* {n}{mark};" for n in side.parts]
-    fields += [f"u32 rows{mark}, dims{mark}[{rank}];", *(f"i64 s{n}{mark}[{rank}], step_{n}{mark};" for n in names)]
+    fields += [
+        f"u32 rows{mark}; Size dims{mark}[{rank}];",
+        *(f"i64 s{n}{mark}[{rank}], step_{n}{mark};" for n in names),
+    ]
     loads = " ".join(
         f"const float v{n[1:]} = widen(p.{n}{mark}[b{n} + (first + j) * p.step_{n}{mark}]);" for n in names[2:]
     )

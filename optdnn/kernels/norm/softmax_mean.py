@@ -69,7 +69,7 @@ class SoftmaxMean(Tactic):
         numbers = b.constant(weights.astype(np.float32), f"{op.outputs[0].name}.numbers")
         dims, (own, to) = merge(x.shape[:-1], [x.strides[:-1], y.strides[:-1]])
         rows = math.prod(dims)
-        parameters = Parameters().pointer("y", "x", "numbers").u32(rows, *dims).i64(*own, *to)
+        parameters = Parameters().pointer("y", "x", "numbers").u32(rows).sizes(*dims).i64(*own, *to)
         launch = parameters.generated(b.arch, _source(x, len(dims)), "softmax_mean", -(-rows // THREADS), THREADS)
         covers = replace(op, src=op.src | softmax.src)
         b.emit(covers, launch, {"y": y, "x": x, "numbers": numbers}, "SoftmaxMean", {}, [x, numbers], [y])
@@ -86,7 +86,7 @@ def _source(x: TensorView, rank: int) -> str:
     c, size, width = CPP[x.dtype], x.shape[-1], _width(x)
     exp = "expf" if x.dtype == FP32 else "__expf"
     return f"""struct Params {{
-    {c}* y; const {c}* x; const float* numbers; u32 rows, dims[{rank}]; i64 sx[{rank}], sy[{rank}];
+    {c}* y; const {c}* x; const float* numbers; u32 rows; Size dims[{rank}]; i64 sx[{rank}], sy[{rank}];
 }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}) softmax_mean(const __grid_constant__ Params p) {{

@@ -14,7 +14,7 @@ from optdnn.kernels.builder import TensorView, up
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
 from optdnn.kernels.pointwise.byte_table import BYTES
 from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, arithmetic, body
-from optdnn.kernels.pointwise.strides import broadcast, merge
+from optdnn.kernels.pointwise.strides import broadcast, merge, offset_type
 from optdnn.ops.base import Stage
 from optdnn.types import FP32, TensorType
 
@@ -51,7 +51,7 @@ class Part:
     def nbytes(self) -> int:
         """Its bytes among the parameters of a launch: an address for each tensor, two numbers, and sizes and strides for each axis."""
         tensors = 1 + len(self.present)
-        return up(8 * tensors + 8 + 4 * len(self.space[0]) * (1 + tensors), 8)
+        return up(8 * tensors + 8 + 4 * len(self.space[0]) * (3 + tensors), 8)
 
 
 def refuse(part: Part) -> str | None:
@@ -63,7 +63,7 @@ def refuse(part: Part) -> str | None:
         return "there is no expression for its stages"
     if len(part.space[0]) > MOST_AXES or part.nbytes > MOST_PARAMETERS:
         return "its axes cannot be merged"
-    if any(sum((n - 1) * abs(s) for n, s in zip(x.shape, x.strides, strict=True)) >= 1 << 31 for x in tensors):
+    if offset_type(tensors) != "i32":
         return "its elements are too far apart"
     return None
 
@@ -93,9 +93,9 @@ def launch(arch: str, parts: Sequence[Part]) -> Launch:
         pointers = [f"const {CPP[x.dtype]}* {name};" for name, (_, x) in zip(names, part.present, strict=True)]
         strides = ", ".join(f"of{name}[{rank}]" for name in names)
         fields.append(
-            f"{CPP[part.target.dtype]}* y{k}; {' '.join(pointers)} u32 end{k}, count{k}, n{k}[{rank}]; i32 to{k}[{rank}], {strides};"
+            f"{CPP[part.target.dtype]}* y{k}; {' '.join(pointers)} u32 end{k}, count{k}; Size n{k}[{rank}]; i32 to{k}[{rank}], {strides};"
         )
-        parameters.pointer(f"y{k}", *names).u32(end, count, *dims).i32(*to, *(s for each in of for s in each))
+        parameters.pointer(f"y{k}", *names).u32(end, count).sizes(*dims).i32(*to, *(s for each in of for s in each))
         blocks.append(f"""if (blockIdx.x < p.end{k}) {{
         rest = (blockIdx.x - {first}) * {THREADS} + threadIdx.x;
         if (rest < p.count{k}) {{

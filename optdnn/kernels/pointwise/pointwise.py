@@ -16,7 +16,7 @@ from optdnn.kernels.builder import Builder, TensorView, unmade
 from optdnn.kernels.launch import GENERAL, Parameters
 from optdnn.kernels.pointwise import turned
 from optdnn.kernels.pointwise.byte_table import BYTES, byte_table, constant_scalar
-from optdnn.kernels.pointwise.strides import broadcast, merge, vector
+from optdnn.kernels.pointwise.strides import broadcast, merge, offset_type, vector
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_stages, stage_calls
 from optdnn.types import (
@@ -319,15 +319,16 @@ def emit_pointwise(
     vec = vector(tensors, dims, strides)
     while vec > 1 and vec * len(lines) > LONG and math.prod(dims) // vec < FULL:
         vec //= 2
-    text = _source(lines, result, out, present, len(dims), vec, strides, list(tables))
+    offsets = offset_type(tensors)
+    text = _source(lines, result, out, present, offsets, vec, strides, list(tables))
     dims[-1] //= vec
     count = math.prod(dims)
     if count >= 1 << 31:
         raise UnsupportedError(f"{op.kind} {op.name!r} has more elements than a cuda kernel addresses")
     placed = {"out": out, **{f"in{i}": p for i, p in present}, **tables}
-    parameters = Parameters().pointer(*placed).u32(count, *dims)
+    parameters = Parameters().pointer(*placed).u32(count).sizes(*dims)
     for s in strides:
-        parameters.i64(*s[:-1], s[-1] * vec)
+        parameters.integers(offsets, *s[:-1], s[-1] * vec)
     # Results in 8-bit integers have to be exact: products are rounded before an addition.
     options = (*GENERAL, "--fmad=false") if out.dtype in BYTES else GENERAL
     blocks = min(-(-count // THREADS), 65535 * 8)
@@ -340,17 +341,17 @@ def _source(
     result: str,
     out: TensorView,
     present: Sequence[tuple[int, TensorView]],
-    rank: int,
+    offsets: str,
     vec: int,
     strides: Sequence[Sequence[int]],
     tables: Sequence[str] = (),
 ) -> str:
-    names = [str(i) for i, _ in present]
+    names, rank = [str(i) for i, _ in present], len(strides[0])
     moving = [n for n, s in zip(names, strides[1:], strict=True) if any(s)]  # the other operands are scalars
-    fields = ["void* out;", *(f"const void* {n};" for n in (*(f"in{n}" for n in names), *tables)), f"u32 count; u32 dims[{rank}];",
-              f"i64 so[{rank}];", *(f"i64 s{n}[{rank}];" for n in names)]  # fmt: skip
+    fields = ["void* out;", *(f"const void* {n};" for n in (*(f"in{n}" for n in names), *tables)), f"u32 count; Size dims[{rank}];",
+              f"{offsets} so[{rank}];", *(f"{offsets} s{n}[{rank}];" for n in names)]  # fmt: skip
     t_out = CPP[out.dtype]
-    walk = ["u32 rest = i, k;", "i64 o = 0;", *(f"i64 o{n} = 0;" for n in moving)]
+    walk = ["u32 rest = i, k;", f"{offsets} o = 0;", *(f"{offsets} o{n} = 0;" for n in moving)]
     for d in reversed(range(rank)):
         walk.append(f"k = rest % p.dims[{d}]; rest /= p.dims[{d}];" if d else "k = rest;")
         walk.append(f"o += k * p.so[{d}]; " + " ".join(f"o{n} += k * p.s{n}[{d}];" for n in moving))

@@ -9,6 +9,12 @@ from optdnn.kernels.builder import TensorView
 # ---------------------------------------------------------------- iteration space
 
 
+def offset_type(tensors: Sequence[TensorView]) -> str:
+    """The C++ type of offsets into the tensors, ``i32`` where it suffices: a product of 64 bits takes three instructions."""
+    spans = (sum((n - 1) * abs(s) for n, s in zip(x.shape, x.strides, strict=True)) for x in tensors)
+    return "i32" if max(spans, default=0) < 1 << 31 else "i64"
+
+
 def merge(shape: Sequence[int], all_strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
     """The iteration space without axes of one element, and with neighboring axes merged if every tensor allows it.
 

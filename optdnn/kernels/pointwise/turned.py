@@ -91,7 +91,7 @@ def _vector(size: int, x: TensorView, others: Sequence[int]) -> int:
 
 def launch(arch: str, turn: Turn, elements: Elements) -> Launch:
     count = math.prod(turn.dims)
-    parameters = Parameters().pointer("out", "in0").u32(count, *turn.dims)
+    parameters = Parameters().pointer("out", "in0").u32(count).sizes(*turn.dims)
     parameters.i64(*turn.target, *turn.source, turn.down, turn.across)
     blocks = min(-(-count // THREADS), 65535 * 8)
     return parameters.generated(arch, _text(turn, elements), "turned", blocks, THREADS)
@@ -118,7 +118,7 @@ def _text(turn: Turn, elements: Elements) -> str:
     newline = "\n        "
     return f"""struct Params {{
     void* out; const void* in0;
-    u32 count; u32 dims[{rank}];
+    u32 count; Size dims[{rank}];
     i64 so[{rank}], si[{rank}], down, across;
 }};
 

@@ -1,5 +1,5 @@
-"""Max pooling of 16-bit channels-last images. A thread computes a tile of output pixels, so that neighboring windows
-share loads."""
+"""Max pooling of 16-bit channels-last images and volumes. A thread computes a tile of output pixels, so that neighboring windows
+share loads. It takes the maximum over the frames of a window first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.cost import CLOCK, MEMORY
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.pointwise.pointwise import CPP
-from optdnn.kernels.pool.window import pads_of, pool_attrs
+from optdnn.kernels.pool.window import Window, pads_of, pool_attrs, spatial3
 from optdnn.kernels.tactic import Offer, Tactic
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import BF16, FP16
@@ -38,7 +38,7 @@ class Tile:
 
 
 class TiledMaxPool(Tactic):
-    """Max pools over two axes, without dilation, of 16-bit images whose channels are contiguous in groups of 8."""
+    """Max pools over two or three axes, without dilation, of 16-bit images whose channels are contiguous in groups of 8."""
 
     name = "max_pool_tiled"
 
@@ -46,20 +46,20 @@ class TiledMaxPool(Tactic):
         a, x, out = op.attrs, b.graph.type(op.inputs[0]), op.outputs[0].type  # type: ignore[arg-type]
         if len(op.outputs) > 1:
             return "it does not give indices"
-        if out.dtype not in (FP16, BF16) or len(a.kernel_shape) != 2 or 0 in out.static_shape:
+        if out.dtype not in (FP16, BF16) or len(a.kernel_shape) not in (2, 3) or 0 in out.static_shape:
             return "it is for 16-bit images"
         if any(d != 1 for d in a.dilations):
             return "its windows are dilated"
-        if a.kernel_shape[0] * a.kernel_shape[1] > MOST_LOADS:
+        if a.kernel_shape[-2] * a.kernel_shape[-1] > MOST_LOADS:
             return f"its windows have more than {MOST_LOADS} elements"
         pads = pads_of(op, x.static_shape, a.kernel_shape)
-        for axis in (0, 1):
+        for axis in range(len(a.kernel_shape)):
             size, n = x.static_shape[2 + axis], out.static_shape[2 + axis]
             last = (n - 1) * a.strides[axis] - pads[axis]
             if pads[axis] >= a.kernel_shape[axis] or last >= size:
                 return "a window lies wholly in the padding"
         places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
-        if any(not in_eights(p) for p in places) or (op.value not in b.reserved and out.layout != "nhwc"):
+        if any(not in_eights(p) for p in places) or (op.value not in b.reserved and not out.layout):
             return "its channels are not contiguous in groups of 8"
         return None
 
@@ -73,32 +73,32 @@ class TiledMaxPool(Tactic):
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         a, x, out, tile = op.attrs, b.operand(op.inputs[0]), b.target(op.value), config
-        pads = pads_of(op, x.shape, a.kernel_shape)
-        (n, _, h, w), (_, c, oh, ow) = x.shape, out.shape
+        window = Window.make(a.kernel_shape, a.strides, pads_of(op, x.shape, a.kernel_shape), a.dilations)
+        (n, _, d, h, w), (_, c, od, oh, ow) = spatial3(x).shape, spatial3(out).shape
         high, wide = -(-oh // tile.rows), -(-ow // tile.columns)
-        count = n * high * wide * c // LANES
-        text = _source(tile, CPP[x.dtype], c // LANES, (high, wide), a.kernel_shape, a.strides, pads)
+        count = n * od * high * wide * c // LANES
+        text = _source(tile, CPP[x.dtype], c // LANES, (od, high, wide), window)
         parameters = Parameters().pointer("x", "y").i64(*(s // LANES for s in (*_steps(x), *_steps(out))))
-        parameters.u32(count).i32(h, w, oh, ow)
+        parameters.u32(count).i32(d, h, w, oh, ow)
         launch = parameters.generated(b.arch, text, "max_pool_tiled", -(-count // tile.threads), tile.threads)
         b.emit(op, launch, {"x": x, "y": out}, "MaxPool", pool_attrs(op, x.shape), [x], [out])
 
 
 def in_eights(x: TensorView) -> bool:
     """Whether every group of eight neighboring channels is one aligned access."""
-    (_, c, _, _), (sn, sc, sh, sw) = x.shape, x.strides
-    others = [s for s, n in zip((sn, sh, sw), (x.shape[0], x.shape[2], x.shape[3]), strict=True) if n > 1]
-    return c % LANES == 0 and sc == 1 and x.offset % LANES == 0 and all(s % LANES == 0 for s in others)
+    others = [s for k, (s, n) in enumerate(zip(x.strides, x.shape, strict=True)) if k != 1 and n > 1]
+    apart = x.shape[1] % LANES or x.strides[1] != 1 or x.offset % LANES
+    return not apart and all(s % LANES == 0 for s in others)
 
 
-def _steps(x: TensorView) -> tuple[int, int, int]:
-    sn, _, sh, sw = x.strides
-    return sn, sh, sw
+def _steps(x: TensorView) -> tuple[int, int, int, int]:
+    sn, _, sd, sh, sw = spatial3(x).strides
+    return sn, sd, sh, sw
 
 
 def _extent(tile: Tile, kernel: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
     """Input rows and columns under a tile."""
-    return (tile.rows - 1) * strides[0] + kernel[0], (tile.columns - 1) * strides[1] + kernel[1]
+    return (tile.rows - 1) * strides[-2] + kernel[-2], (tile.columns - 1) * strides[-1] + kernel[-1]
 
 
 def _tiles(out: TensorView, kernel: tuple[int, ...], strides: tuple[int, ...]) -> Iterator[Tile]:
@@ -106,7 +106,7 @@ def _tiles(out: TensorView, kernel: tuple[int, ...], strides: tuple[int, ...]) -
         for threads in (64, 128, 256):
             tile = Tile(rows, columns, threads)
             high, wide = _extent(tile, kernel, strides)
-            fits = rows <= max(1, out.shape[2]) and columns <= max(1, out.shape[3])
+            fits = rows <= max(1, out.shape[-2]) and columns <= max(1, out.shape[-1])
             if fits and (rows == columns == 1 or high * wide <= MOST_LOADS):
                 yield tile
 
@@ -117,13 +117,14 @@ def _seconds(
     """Predicted seconds: one pass over memory, the loads of all tiles, and the latency of few threads."""
     gpu = fitted(gpu)
     high, wide = _extent(tile, kernel, strides)
-    n, c, oh, ow = out.shape
-    threads = n * -(-oh // tile.rows) * -(-ow // tile.columns) * c // LANES
-    loads = threads * (high * wide + tile.rows * tile.columns) * 16
+    frames = kernel[0] if len(kernel) == 3 else 1
+    n, c, od, oh, ow = spatial3(out).shape
+    threads = n * od * -(-oh // tile.rows) * -(-ow // tile.columns) * c // LANES
+    loads = threads * (frames * high * wide + tile.rows * tile.columns) * 16
     busy = min(gpu.multiprocessors, -(-threads // tile.threads))
     in_flight = min(threads, gpu.multiprocessors * 1024) * high * wide * 16
     memory = (x.size + out.size) * x.dtype.itemsize / min(MEMORY, max(in_flight, 4096) / 0.8e-6)
-    return 1.5e-6 + max(memory, loads / (busy * L1 * CLOCK)) + high * wide * 8 / CLOCK
+    return 1.5e-6 + max(memory, loads / (busy * L1 * CLOCK)) + frames * high * wide * 8 / CLOCK
 
 
 def predicted(
@@ -133,14 +134,14 @@ def predicted(
     return min(_seconds(t, x, out, kernel, strides, gpu) for t in _tiles(out, kernel, strides))
 
 
-def _source(
-    tile: Tile, t: str, vectors: int, tiles: tuple[int, int], kernel: tuple[int, ...], strides: tuple[int, ...],
-    pads: tuple[int, ...],
-) -> str:  # fmt: skip
+def _source(tile: Tile, t: str, vectors: int, tiles: tuple[int, int, int], window: Window) -> str:
     """The kernel's source. All loads are unconditional: a tap outside of the image reads the nearest pixel inside,
-    which is in the same window."""
-    high, wide = _extent(tile, kernel, strides)
-    return f"""struct Params {{ const uint4* x; uint4* y; i64 xn, xh, xw, yn, yh, yw; u32 count; int h, w, oh, ow; }};
+    which is in the same window. ``tiles``: frames, and tiles of a frame."""
+    (depth, *kernel), (apart, *strides), (before, *pads) = window.kernel, window.strides, window.pads[:3]
+    high, wide = _extent(tile, window.kernel, window.strides)
+    return f"""struct Params {{
+    const uint4* x; uint4* y; i64 xn, xd, xh, xw, yn, yd, yh, yw; u32 count; int d, h, w, oh, ow;
+}};
 
 DEVICE uint4 larger(uint4 a, uint4 b) {{
     a.x = max2_{t}(a.x, b.x); a.y = max2_{t}(a.y, b.y); a.z = max2_{t}(a.z, b.z); a.w = max2_{t}(a.w, b.w);
@@ -150,23 +151,29 @@ DEVICE uint4 larger(uint4 a, uint4 b) {{
 extern "C" __global__ void __launch_bounds__({tile.threads}) max_pool_tiled(const __grid_constant__ Params p) {{
     launch_dependents();
     const u32 index = blockIdx.x * {tile.threads} + threadIdx.x;
-    const int vector = index % {vectors}u, column = index / {vectors}u % {tiles[1]}u * {tile.columns};
-    const int row = index / {vectors * tiles[1]}u % {tiles[0]}u * {tile.rows}, n = index / {vectors * tiles[0] * tiles[1]}u;
+    const int vector = index % {vectors}u, column = index / {vectors}u % {tiles[2]}u * {tile.columns};
+    const int row = index / {vectors * tiles[2]}u % {tiles[1]}u * {tile.rows}, frame = index / {vectors * tiles[1] * tiles[2]}u % {tiles[0]}u;
+    const int n = index / {vectors * tiles[0] * tiles[1] * tiles[2]}u;
     const int top = row * {strides[0]} - {pads[0]}, left = column * {strides[1]} - {pads[1]};
     wait_for_predecessor();
     if (index >= p.count) return;
     const uint4* x = p.x + n * p.xn + vector;
     uint4 taps[{high}][{wide}];
     #pragma unroll
-    for (int r = 0; r < {high}; r++) {{
-        const int h = top + r < 0 ? 0 : top + r < p.h ? top + r : p.h - 1;
+    for (int k = 0; k < {depth}; k++) {{
+        const int from = frame * {apart} - {before} + k, d = from < 0 ? 0 : from < p.d ? from : p.d - 1;
         #pragma unroll
-        for (int s = 0; s < {wide}; s++) {{
-            const int w = left + s < 0 ? 0 : left + s < p.w ? left + s : p.w - 1;
-            taps[r][s] = x[h * p.xh + w * p.xw];
+        for (int r = 0; r < {high}; r++) {{
+            const int h = top + r < 0 ? 0 : top + r < p.h ? top + r : p.h - 1;
+            #pragma unroll
+            for (int s = 0; s < {wide}; s++) {{
+                const int w = left + s < 0 ? 0 : left + s < p.w ? left + s : p.w - 1;
+                const uint4 found = x[d * p.xd + h * p.xh + w * p.xw];
+                taps[r][s] = k ? larger(taps[r][s], found) : found;
+            }}
         }}
     }}
-    uint4* y = p.y + n * p.yn + row * p.yh + column * p.yw + vector;
+    uint4* y = p.y + n * p.yn + frame * p.yd + row * p.yh + column * p.yw + vector;
     #pragma unroll
     for (int j = 0; j < {tile.columns}; j++) {{
         uint4 across[{high}];

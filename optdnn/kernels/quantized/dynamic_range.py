@@ -114,7 +114,7 @@ def emit_range(b: Builder, op: Op, x: TensorView, scale: TensorView, zero: Tenso
         scratch = [b.new(f"{name}.parts", FP32, (parts, 2))]
         kept = [b.new(f"{name}.arrived", INT32, (1,))]
         operands |= {"parts": scratch[0], "arrived": kept[0]}
-    parameters = Parameters().pointer(*operands).u32(*dims).i64(*strides)
+    parameters = Parameters().pointer(*operands).sizes(*dims).i64(*strides)
     launch = parameters.generated(b.arch, _kernel(x, dims, lanes, parts), "dynamic_range", parts, THREADS)
     b.emit(op, launch, operands, "DynamicRange", {}, [x], [scale, zero], scratch=scratch, kept=kept)
 
@@ -159,7 +159,7 @@ def _kernel(x: TensorView, dims: Sequence[int], lanes: int, parts: int) -> str:
     low = 0.0f; high = 0.0f;
     for (u32 k = lane; k < {parts}u; k += {THREADS}) {{ low = min_nan(low, p.parts[k * 2]); high = max_nan(high, p.parts[k * 2 + 1]); }}
     {_of_block()}"""
-    return f"""struct Params {{ const {CPP[x.dtype]}* x; float* scale; u8* zero;{shared} u32 dims[{len(dims)}]; i64 sx[{len(dims)}]; }};
+    return f"""struct Params {{ const {CPP[x.dtype]}* x; float* scale; u8* zero;{shared} Size dims[{len(dims)}]; i64 sx[{len(dims)}]; }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}) dynamic_range(const __grid_constant__ Params p) {{
     __shared__ float lows[{THREADS // WARP}];

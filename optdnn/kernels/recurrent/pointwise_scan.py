@@ -67,7 +67,7 @@ class PointwiseScanKernel(Tactic):
             raise InternalError(f"{op.kind} {op.name!r} has {len(dims)} axes that cannot be merged")
         placed = {f"out{k}": x for k, x in enumerate(rows)} | {f"in{k}": x for k, x in enumerate(parts)}
         count, sign = math.prod(dims), -1 if a.backward else 1
-        parameters = Parameters().pointer(*placed).u32(count, a.steps, *dims)
+        parameters = Parameters().pointer(*placed).u32(count, a.steps).sizes(*dims)
         for own in strides:
             parameters.i64(*own)
         for x, axis in zip((*results, *operands[first:last]), (*a.result_axes, *a.axes), strict=True):
@@ -105,7 +105,7 @@ def _source(
     sequences = range(attrs.states, attrs.states + len(attrs.axes))
     named = [f"out{k}" for k in range(len(rows))] + [f"in{k}" for k in range(len(parts))]
     fields = [f"{'const ' if k >= len(rows) else ''}{CPP[x.dtype]}* {named[k]};" for k, x in enumerate((*rows, *parts))]
-    fields += [f"u32 count, steps, dims[{rank}];", *(f"i64 s_{n}[{rank}];" for n in named)]
+    fields += [f"u32 count, steps; Size dims[{rank}];", *(f"i64 s_{n}[{rank}];" for n in named)]
     fields += [f"i64 w_{n};" for n in (*named[: len(rows)], *(f"in{k}" for k in sequences))]
     walk = ["u32 rest = i, k;", *(f"i64 o_{n} = 0;" for n in named)]
     moving = [n for n, own in zip(named, strides, strict=True) if any(own)]

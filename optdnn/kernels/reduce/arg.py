@@ -83,7 +83,7 @@ def _emit(b: Builder, op: Op, threads: int) -> None:
     better, sooner = ">" if op.kind == "ArgMax" else "<", ">" if a.select_last_index else "<"
 
     mine, other = ("values[threadIdx.x]", "places[threadIdx.x]"), ("values[next]", "places[next]")
-    head = f"""struct Params {{ const {CPP[x.dtype]}* x; {CPP[out.dtype]}* y; u32 count, dims[{len(dims)}]; i64 so[{len(dims)}], sx[{len(dims)}], step; }};
+    head = f"""struct Params {{ const {CPP[x.dtype]}* x; {CPP[out.dtype]}* y; u32 count; Size dims[{len(dims)}]; i64 so[{len(dims)}], sx[{len(dims)}], step; }};
 """
     text = head + (_THREAD if threads == 1 else _BLOCK).format(
         type=t, length=x.shape[axis], walk=walk("q", "index", "dims", len(dims), [("from", "sx"), ("to", "so")]),
@@ -93,7 +93,7 @@ def _emit(b: Builder, op: Op, threads: int) -> None:
         loads=LOADS,
     )  # fmt: skip
     grid = -(-count // THREADS) if threads == 1 else count
-    parameters = Parameters().pointer("x", "y").u32(count, *dims).i64(*so, *sx, x.strides[axis])
+    parameters = Parameters().pointer("x", "y").u32(count).sizes(*dims).i64(*so, *sx, x.strides[axis])
     launch = parameters.generated(b.arch, text, "arg", grid, THREADS if threads == 1 else threads)
     b.emit(op, launch, {"x": x, "y": out}, op.kind, attrs_dict(a), [x], [out])
 

@@ -131,7 +131,7 @@ def emit_reduce(
         operands |= {"parts": scratch[0], "arrived": kept[0]}
         names += ["parts", "arrived"]
     inner = [*space.inner[:-1], space.inner[-1] // grid.wide]
-    parameters = Parameters().pointer(*names).u32(grid.accesses, *dims, *inner)
+    parameters = Parameters().pointer(*names).u32(grid.accesses).sizes(*dims, *inner)
     for s in (space.so, *space.sx):
         parameters.i64(*s[:-1], s[-1] * vec)
     for r in space.rx:
@@ -285,7 +285,7 @@ def _kernel(how: str, source: Source, out: TensorView, space: Space, parts: int)
         ]
     )
     bases = list(zip(source.names("base"), source.names("sx"), strict=True))
-    return f"""struct Params {{ {pointers} {ty}* y;{also} u32 count, dims[{len(space.dims)}], inner[{len(inner)}]; i64 {strides}; }};
+    return f"""struct Params {{ {pointers} {ty}* y;{also} u32 count; Size dims[{len(space.dims)}], inner[{len(inner)}]; i64 {strides}; }};
 
 extern "C" __global__ void __launch_bounds__({grid.threads}) reduce(const __grid_constant__ Params p) {{
     {_shared(grid, t)}

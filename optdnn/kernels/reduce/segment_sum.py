@@ -80,7 +80,7 @@ class SegmentSumKernel(Tactic):
         placed = (
             dict(zip(text.names, wide, strict=True)) | {f"a{k}": x for k, x in enumerate(arrays)} | {"first": first}
         )
-        parameters = Parameters().pointer(*placed).u32(out.shape[0] * math.prod(dims), *dims)
+        parameters = Parameters().pointer(*placed).u32(out.shape[0] * math.prod(dims)).sizes(*dims)
         for step, own in zip(rows, strides, strict=True):
             parameters.i64(step, *own[:-1], own[-1] * vec)
         blocks = -(-out.shape[0] * math.prod(dims) * lanes // THREADS)
@@ -218,7 +218,7 @@ class _Text:
         fields += [
             *(f"const i32* a{n};" for n in range(self.attrs.arrays)),
             "const i32* first;",
-            f"u32 count, dims[{rank}];",
+            f"u32 count; Size dims[{rank}];",
         ]
         fields += [f"i64 r_{n}, s_{n}[{rank}];" for n in names]
         walk = [f"i64 o_{n} = 0;" for n in names]

@@ -21,7 +21,7 @@ def words(text: str) -> frozenset[str]:
 
 TYPES = words("""
     float double bool int u8 i8 u16 i16 u32 i32 u64 i64 f16 bf16 f32 f64 boolean e4m3 e5m2 e4m3fnuz e5m2fnuz e2m3 e3m2 e2m1 e8m0
-    i4 u4 i2 u2 uint4 float2 float4
+    i4 u4 i2 u2 uint4 float2 float4 Size
 """)
 FUNCTIONS = words("""
     widen byte_to_float quotient quantized max_nan min_nan floor_mod integer_power max2_f16 max2_bf16 min max pow powf fmod sqrt

@@ -317,7 +317,7 @@ def _relocation(p: Any, program: Program, operands: Sequence[int], size: int) ->
     item = MAP_ITEM[dtype]
     span = shape[0] * item + sum((n - 1) * s for n, s in zip(shape[1:], strides, strict=True))
     _need(
-        min(*shape, *strides, 1) >= 1 and offset + span <= (buffer.nbytes or 0),
+        min(*shape, 1) >= 1 and min(*strides, 0) >= 0 and offset + span <= (buffer.nbytes or 0),
         "has a tensor map outside of its buffer",
     )
     return TensorMap(at, operand, offset, dtype, shape, strides, box, _int(swizzle), corners, steps)

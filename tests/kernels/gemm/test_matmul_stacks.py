@@ -77,6 +77,19 @@ def constant_left_of_one(n: Net) -> Value:
     return n.op("MatMul", n.random(128, 256), n.input(1, 256, 96))
 
 
+def shared_right(n: Net) -> Value:
+    """The scores of relative positions (DeBERTa): all sequences share the keys of positions."""
+    return n.op("MatMul", heads(n, n.input(2, 24, 3 * 64), 3), n.input(1, 3, 64, 80, name="y"))
+
+
+def shared_left(n: Net) -> Value:
+    return n.op("MatMul", n.input(2, 1, 20, 64), n.input(2, 3, 64, 80, name="y"))
+
+
+def shared_odd(n: Net) -> Value:
+    return n.op("MatMul", n.input(4, 20, 33), n.input(1, 33, 30, name="y"))
+
+
 NETS: dict[str, Callable[[Net], Value]] = {
     f.__name__: f
     for f in (
@@ -90,6 +103,9 @@ NETS: dict[str, Callable[[Net], Value]] = {
         of_heads,
         constant_left,
         constant_left_of_one,
+        shared_right,
+        shared_left,
+        shared_odd,
     )
 }
 
@@ -115,8 +131,8 @@ def test_products_of_computed_stacks(name: str) -> None:
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("name", ["constant_left", "constant_left_of_one"])
-def test_constant_matrices_on_a_gpu(name: str) -> None:
+@pytest.mark.parametrize("name", ["constant_left", "constant_left_of_one", "shared_right", "shared_left", "shared_odd"])
+def test_shared_matrices_on_a_gpu(name: str) -> None:
     graph, program = program_of(name, target="cuda:sm_90a")
     assert products(program) == ["matmul_sm90"]
     checked_program(program, feeds_of(graph), TOLERANCE["fp16"])
@@ -131,7 +147,7 @@ def test_the_stages_after_a_product_are_in_its_kernel() -> None:
 
 def test_other_kernels_run_the_problems_that_it_refuses() -> None:
     def broadcast(n: Net) -> Value:
-        return n.op("MatMul", n.input(4, 20, 64), n.input(1, 64, 72, name="y"))
+        return n.op("MatMul", n.input(4, 1, 2, 20, 64), n.input(1, 3, 1, 64, 72, name="y"))
 
     def large(n: Net) -> Value:
         return n.op("MatMul", n.random(1, 2, 1024, 1024), n.input(9, 2, 1024, 8))

@@ -30,11 +30,12 @@ def window(kernel: tuple[int, ...], strides: int = 1, pads: int = 0, dilations: 
 OPTIONS = BuildOptions(target="simulate", precision="fp16")
 
 
-def pooled(attrs: MaxPoolAttrs, channels: int = 16, size: tuple[int, int] = (9, 11), batch: int = 2) -> Graph:
-    """A pool between convolutions, so that its images are channels-last."""
-    n = Net()
-    x = n.op("MaxPool", n.conv(n.input(batch, 8, *size), channels, 1, pads=0), attrs=attrs)
-    return n.done(n.conv(x, 8, 1, pads=0))
+def pooled(attrs: MaxPoolAttrs, channels: int = 16, size: tuple[int, ...] = (5, 9, 11), batch: int = 2) -> Graph:
+    """A pool between convolutions, so that its images are channels-last. The pool's axes are the last ones of ``size``."""
+    n, rank = Net(), len(attrs.kernel_shape)
+    one = (1,) * rank
+    x = n.op("MaxPool", n.conv(n.input(batch, 8, *size[-rank:]), channels, one, pads=0), attrs=attrs)
+    return n.done(n.conv(x, 8, one, pads=0))
 
 
 def emitted(graph: Graph, options: BuildOptions = OPTIONS) -> Emitted:
@@ -49,6 +50,8 @@ CASES = {
     "overlapping": MaxPoolAttrs((3, 2), (1, 1), (1, 0, 1, 1), (1, 1)),
     "gaps": window((2, 2), 4),
     "ceil": window((3, 3), 2, ceil_mode=True),
+    "volume": window((3, 3, 3), 1, 1),
+    "frames": MaxPoolAttrs((3, 1, 2), (2, 1, 2), (1, 0, 0, 0, 0, 1), (1, 1, 1)),
 }
 
 
@@ -97,6 +100,4 @@ def test_refusals() -> None:
     assert "16-bit images" in reasons(pooled(plain), BuildOptions(target="simulate", precision="fp32"))
     assert "dilated" in reasons(pooled(window((2, 2), dilations=2)))
     assert "more than" in reasons(pooled(window((7, 7), pads=3)))
-    n = Net()
-    three = n.conv(n.input(1, 8, 6, 6, 6), 16, (1, 1, 1), pads=0)
-    assert "16-bit images" in reasons(n.done(n.op("MaxPool", three, attrs=window((2, 2, 2)))))
+    assert "16-bit images" in reasons(pooled(window((2,))))

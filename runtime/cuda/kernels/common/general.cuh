@@ -16,6 +16,13 @@ typedef long long i64;
 
 #include "machine.cuh"
 
+// A divisor of numbers below 2^31, with the factor and the shift of its reciprocal (Granlund and Montgomery, 1994): a division by a number
+// that the compiler does not know takes some twenty instructions.
+struct Size { u32 size, factor, shift; };
+DEVICE u32 operator/(u32 x, Size d) { return u32((u64(x) * d.factor) >> d.shift); }
+DEVICE u32 operator%(u32 x, Size d) { return x - x / d * d.size; }
+DEVICE u32& operator/=(u32& x, Size d) { return x = x / d; }
+
 struct f16 { u16 bits; };
 struct bf16 { u16 bits; };
 struct boolean { u8 bits; };
