@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, has_tf32
+from optdnn.kernels.builder import Builder, TensorView, has_tf32, up
 from optdnn.kernels.conv.hopper import only_used
 from optdnn.kernels.gemm.tiles import MatrixTile, Tile, matrix_tile, tile_of, tiled
 from optdnn.kernels.launch import Parameters
@@ -176,6 +176,14 @@ class _Matrices:
         width = vector([self.result, self.right], [n], [written, read]) if read[-1] == 1 else 1
         return Share.of(m, n, k, self.count, width)
 
+    def together(self) -> int:
+        """Neighboring terms of a row of ``left`` that are one access of 16 bytes, or 1. The last access of a row may read beyond it, but
+        not beyond its pitch."""
+        lanes, x, (rows, _, k) = 16 // self.left.dtype.itemsize, self.left, self.sizes
+        pitch, step = x.strides[-2:]
+        aligned = not any(s % lanes for s in (x.offset, pitch, *self.steps[1]))
+        return lanes if step == 1 and k > 1 and aligned and pitch >= up(k, lanes) and rows > 1 else 1
+
 
 def _matrices(left: TensorView, right: TensorView, out: TensorView, extra: Mapping[int, TensorView]) -> _Matrices:
     """The product with vectors as matrices of one row or column. All leading axes form the stack."""
@@ -318,9 +326,15 @@ def _thin(t: str, p: _Matrices, share: Share, finish: str) -> str:
     r, c, terms, parts = share.rows, share.columns, min(p.sizes[2], DEPTH), p.sizes[2] > DEPTH
     into, each = "part" if parts else "acc", "#pragma unroll\n        for (int i = 0; i < {}; i++)".format
     right = f"first + j < p.n ? {t}(widen(p.r[br + (k0 + k) * p.mr[0] + (first + j) * p.mr[1]])) : {t}(0)"
-    read = begin = end = ""
+    read = begin = end = held = ""
+    left, lanes = "widen(p.l[bl + (top + i) * p.ml[0] + (k0 + k) * p.ml[1]])", p.together()
+    if lanes > 1:
+        pack = f"Pack<{CPP[p.left.dtype]}, {lanes}>"
+        held, left = f"{pack} held[{r}];", f"widen(held[i].lane[k % {lanes}])"
+        load = f"held[i] = {pack}(p.l + bl + (top + i) * p.ml[0] + k0 + k);"
+        read = f"if (k % {lanes} == 0) {{\n        {each(r)} if (top + i < p.m) {load} }}"
     if share.vectors:
-        read = f"const Pack<{CPP[p.right.dtype]}, {c}> read(p.r + br + (k0 + k) * p.mr[0] + first);"
+        read += f"const Pack<{CPP[p.right.dtype]}, {c}> read(p.r + br + (k0 + k) * p.mr[0] + first);"
         right = f"{t}(widen(read.lane[j]))"
         begin, end = f"Pack<{CPP[p.result.dtype]}, {c}> out;", "out.store(p.y + by + (top + i) * p.my[0] + first);"
     return f"""const u32 inside = share % area;
@@ -329,7 +343,8 @@ def _thin(t: str, p: _Matrices, share: Share, finish: str) -> str:
     {t} acc[{r}][{c}] = {{}};
     for (int k0 = 0; k0 < p.k; k0 += {DEPTH}) {{
         {f"{t} part[{r}][{c}] = {{}};" if parts else ""}
-        {"#pragma unroll" if r * c == 1 else ""}
+        {held}
+        {"#pragma unroll" if r * c == 1 or held else ""}
         for (int k = 0; k < {terms}; k++) {{
             if (k0 + k >= p.k) break;
             {read}
@@ -338,7 +353,7 @@ def _thin(t: str, p: _Matrices, share: Share, finish: str) -> str:
             for (int j = 0; j < {c}; j++) right[j] = {right};
             #pragma unroll
             for (int i = 0; i < {r}; i++) {{
-                const {t} left = top + i < p.m ? {t}(widen(p.l[bl + (top + i) * p.ml[0] + (k0 + k) * p.ml[1]])) : {t}(0);
+                const {t} left = top + i < p.m ? {t}({left}) : {t}(0);
                 #pragma unroll
                 for (int j = 0; j < {c}; j++) {into}[i][j] += left * right[j];
             }}

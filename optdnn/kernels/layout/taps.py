@@ -16,7 +16,7 @@ import numpy as np
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal
+from optdnn.kernels.pointwise.pointwise import AHEAD, CPP, MANY, SHORT, arithmetic, literal
 from optdnn.types import Array
 
 THREADS = 256
@@ -118,12 +118,20 @@ class Taps:
 class ThreadWork:
     """Work of a thread: it computes results along each axis of ``wide``. ``text`` is C++ with all sums and stores.
 
-    ``table``: a table that replaces its axis's own (None: all axes have their own).
+    ``table``: a table that replaces its axis's own (None: all axes have their own). ``later``: C++ that runs once the texts of AHEAD
+    places ``u`` have run, for each of them: their loads are in flight together. ``kept`` declares what it takes from them.
     """
 
     wide: Mapping[int, int]
     text: str
     table: AxisTable | None = None
+    later: str = ""
+    kept: str = ""
+
+    @property
+    def ahead(self) -> int:
+        """Places of a thread."""
+        return AHEAD if self.later else 1
 
 
 def emit_taps(
@@ -137,10 +145,10 @@ def emit_taps(
     work = _work(b, taps)
     fields, arguments = _constants(b, op, taps, {} if work.table is None else {work.table.axis: work.table})
     placed = {"x": x, "y": out, **{f"a{i}": a for i, a in enumerate(arguments)}}
-    blocks = [-(-n // work.wide.get(i, 1)) for i, n in enumerate(out.shape)]
-    count = math.prod(blocks)
+    count = math.prod(-(-n // work.wide.get(i, 1)) for i, n in enumerate(out.shape))
     parameters = Parameters().pointer(*placed).u32(count).i64(*(x.strides or (0,)), *(out.strides or (0,)))
-    launch = parameters.generated(b.arch, _source(taps, work, fields), "taps", -(-count // THREADS), THREADS)
+    blocks = -(-count // (THREADS * work.ahead))
+    launch = parameters.generated(b.arch, _source(taps, work, fields), "taps", blocks, THREADS)
     b.emit(op, launch, placed, kind, attrs, reads, [out])
 
 
@@ -177,7 +185,15 @@ def _summed(taps: Taps, axis: int, wide: int, sums: str, stores: str, table: Axi
 
 
 def _neighbors(taps: Taps, axis: int, wide: int) -> ThreadWork:
-    """``wide`` elements that are neighbors in both tensors: one load and one store."""
+    """``wide`` elements that are neighbors in both tensors: one load and one store. Many small copies are in flight together."""
+    if not taps.blends and wide * taps.out.dtype.itemsize <= SHORT and taps.out.size // wide >= MANY:
+        t, each = taps.accumulator, f"for (int v = 0; v < {wide}; v++)"
+        copied = f"{t} acc[{wide}];{_packed_sums(taps, wide)}\n    {each} {{ found[u][v] = acc[v]; }}"
+        later = (
+            f"{t} acc[{wide}]; {each} {{ acc[v] = found[u][v]; }}\n    {_stores(CPP[taps.out.dtype], wide, 'to[u]')}"
+        )
+        kept = f"{t} found[{AHEAD}][{wide}]; i64 to[{AHEAD}];"
+        return ThreadWork({axis: wide}, f"{copied}\n    to[u] = {taps.result_offset()};", None, later, kept)
     return _summed(taps, axis, wide, _packed_sums(taps, wide), _stores(CPP[taps.out.dtype], wide, taps.result_offset()))
 
 
@@ -364,15 +380,30 @@ def _source(taps: Taps, work: ThreadWork, fields: Sequence[str]) -> str:
         split.append(
             f"const int o{i} = rest % {-(-n // wide)}u{f' * {wide}' if wide > 1 else ''}; rest /= {-(-n // wide)}u;"
         )
+    inside = f"""const u32 index = blockIdx.x * {THREADS} + threadIdx.x;
+    {" ".join(split)}
+    wait_for_predecessor();
+    if (index >= p.count) return;
+    {work.text}"""
+    if work.later:
+        places = f"#pragma unroll\n    for (int u = 0; u < {AHEAD}; u++)"
+        inside = f"""const u32 first = blockIdx.x * {THREADS * AHEAD} + threadIdx.x;
+    {work.kept}
+    wait_for_predecessor();
+    {places} {{
+        const u32 index = first + u * {THREADS} < p.count ? first + u * {THREADS} : p.count - 1;
+        {" ".join(split)}
+        {work.text}
+    }}
+    {places} {{
+        if (first + u * {THREADS} >= p.count) break;
+        {work.later}
+    }}"""
     return f"""struct Params {{ const {x}* x; {out}* y; {" ".join(fields)} u32 count; i64 sx[{rank}], sy[{rank}]; }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}) taps(const __grid_constant__ Params p) {{
     launch_dependents();
-    const u32 index = blockIdx.x * {THREADS} + threadIdx.x;
-    {" ".join(split)}
-    wait_for_predecessor();
-    if (index >= p.count) return;
-    {work.text}
+    {inside}
 }}
 """
 

@@ -39,6 +39,9 @@ FULL = 1 << 15
 """Threads that give every multiprocessor of a large GPU a block. With fewer, threads share out the elements of long chains."""
 LONG = 32
 """Stages times elements of a thread from which its computation, not its memory accesses, takes the time."""
+AHEAD, SHORT, MANY = 4, 4, 1 << 21
+"""Accesses of a thread that are in flight together, if they have at most SHORT bytes and there are at least MANY of them: the latency of a
+single access would take longer than its bytes."""
 LARGEST = {d: float(ml_dtypes.finfo(d).max) for d in NARROW_FLOATS}  # type: ignore[no-untyped-call]
 """Largest value of each float type of 8 or fewer bits."""
 CPP = {
@@ -320,9 +323,10 @@ def emit_pointwise(
     while vec > 1 and vec * len(lines) > LONG and math.prod(dims) // vec < FULL:
         vec //= 2
     offsets = offset_type(tensors)
-    text = _source(lines, result, out, present, offsets, vec, strides, list(tables))
     dims[-1] //= vec
     count = math.prod(dims)
+    ahead = AHEAD if vec * out.dtype.itemsize <= SHORT and count >= MANY else 1
+    text = _source(lines, result, out, present, offsets, (vec, ahead), strides, list(tables))
     if count >= 1 << 31:
         raise UnsupportedError(f"{op.kind} {op.name!r} has more elements than a cuda kernel addresses")
     placed = {"out": out, **{f"in{i}": p for i, p in present}, **tables}
@@ -331,7 +335,7 @@ def emit_pointwise(
         parameters.integers(offsets, *s[:-1], s[-1] * vec)
     # Results in 8-bit integers have to be exact: products are rounded before an addition.
     options = (*GENERAL, "--fmad=false") if out.dtype in BYTES else GENERAL
-    blocks = min(-(-count // THREADS), 65535 * 8)
+    blocks = min(-(-count // (THREADS * ahead)), 65535 * 8)
     launch = parameters.generated(b.arch, text, "pointwise", blocks, THREADS, options=options)
     b.emit(op, launch, placed, kind, attrs, list(operands), [out])
 
@@ -342,10 +346,12 @@ def _source(
     out: TensorView,
     present: Sequence[tuple[int, TensorView]],
     offsets: str,
-    vec: int,
+    each: tuple[int, int],
     strides: Sequence[Sequence[int]],
     tables: Sequence[str] = (),
 ) -> str:
+    """The kernel's source. ``each``: neighboring elements of an access, and accesses of a thread that are in flight together."""
+    vec, ahead = each
     names, rank = [str(i) for i, _ in present], len(strides[0])
     moving = [n for n, s in zip(names, strides[1:], strict=True) if any(s)]  # the other operands are scalars
     fields = ["void* out;", *(f"const void* {n};" for n in (*(f"in{n}" for n in names), *tables)), f"u32 count; Size dims[{rank}];",
@@ -355,18 +361,17 @@ def _source(
     for d in reversed(range(rank)):
         walk.append(f"k = rest % p.dims[{d}]; rest /= p.dims[{d}];" if d else "k = rest;")
         walk.append(f"o += k * p.so[{d}]; " + " ".join(f"o{n} += k * p.s{n}[{d}];" for n in moving))
-    loads, scalars = [], []
+    same, scalars, held = [], [], [("o", offsets, "o")]
     for (i, p), own in zip(present, strides[1:], strict=True):
-        t = CPP[p.dtype]
+        t, lane = CPP[p.dtype], ""
         if not any(own):
-            loads.append(f"const {t} p{i} = *static_cast<const {t}*>(p.in{i});")
-            scalars.append(f"const {arithmetic(p.dtype)} v{i} = widen(p{i});")
+            same.append(f"const {t} p{i} = *static_cast<const {t}*>(p.in{i});")
         elif vec > 1 and own[-1] == 1:
-            loads.append(f"const Pack<{t}, {vec}> p{i}(static_cast<const {t}*>(p.in{i}) + o{i});")
-            scalars.append(f"const {arithmetic(p.dtype)} v{i} = widen(p{i}.lane[j]);")
+            lane, pack = ".lane[j]", f"Pack<{t}, {vec}>"
+            held.append((f"p{i}", pack, f"{pack}(static_cast<const {t}*>(p.in{i}) + o{i})"))
         else:
-            loads.append(f"const {t} p{i} = static_cast<const {t}*>(p.in{i})[o{i}];")
-            scalars.append(f"const {arithmetic(p.dtype)} v{i} = widen(p{i});")
+            held.append((f"p{i}", t, f"static_cast<const {t}*>(p.in{i})[o{i}]"))
+        scalars.append(f"const {arithmetic(p.dtype)} v{i} = widen(p{i}{lane});")
     compute = "\n            ".join([*scalars, *lines])
     if vec > 1:
         store = (f"Pack<{t_out}, {vec}> y;\n        #pragma unroll\n        for (int j = 0; j < {vec}; j++) {{\n            {compute}\n"
@@ -374,20 +379,46 @@ def _source(
     else:
         store = f"{compute}\n        static_cast<{t_out}*>(p.out)[o] = narrow<{t_out}>({result});"
     newline = "\n    "
+    if ahead > 1:
+        loop = _batched(ahead, walk, held, [*same, store])
+    else:
+        loads = [f"const {t} {name} = {value};" for name, t, value in held[1:]]
+        inside = (newline + "    ").join([*walk, "wait_for_predecessor();", *same, *loads, store])
+        loop = f"""for (u32 i = blockIdx.x * {THREADS} + threadIdx.x; i < p.count; i += gridDim.x * {THREADS}) {{
+        {inside}
+    }}"""
     return f"""struct Params {{
     {newline.join(fields)}
 }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}) pointwise(const __grid_constant__ Params p) {{
     launch_dependents();
-    for (u32 i = blockIdx.x * {THREADS} + threadIdx.x; i < p.count; i += gridDim.x * {THREADS}) {{
-        {(newline + "    ").join(walk)}
-        wait_for_predecessor();
-        {(newline + "    ").join(loads)}
-        {store}
-    }}
+    {loop}
 }}
 """
+
+
+def _batched(ahead: int, walk: Sequence[str], held: Sequence[tuple[str, str, str]], store: Sequence[str]) -> str:
+    """C++ of a loop that keeps ``ahead`` accesses in flight. ``walk`` finds the offsets of access ``i``, and ``store`` computes and stores.
+    ``held``: name, type and first value of what a thread keeps of each access between the two."""
+    arrays = " ".join(f"{t} {name}_of[{ahead}];" for name, t, _ in held)
+    keep = " ".join(f"{name}_of[u] = {value};" for name, _, value in held)
+    take = " ".join(f"const {t} {name} = {name}_of[u];" for name, t, _ in held)
+    newline = "\n            "
+    return f"""wait_for_predecessor();
+    for (u32 first = blockIdx.x * {THREADS * ahead} + threadIdx.x; first < p.count; first += gridDim.x * {THREADS * ahead}) {{
+        {arrays}
+        #pragma unroll
+        for (int u = 0; u < {ahead}; u++) {{
+            const u32 i = first + u * {THREADS} < p.count ? first + u * {THREADS} : p.count - 1;
+            {newline.join([*walk, keep])}
+        }}
+        #pragma unroll
+        for (int u = 0; u < {ahead}; u++) {{
+            if (first + u * {THREADS} >= p.count) break;
+            {newline.join([take, *store])}
+        }}
+    }}"""
 
 
 def copy(b: Builder, op: Op, source: TensorView, target: TensorView) -> None:

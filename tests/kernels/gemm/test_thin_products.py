@@ -53,8 +53,14 @@ def tall(n: Net) -> Value:
     return n.op("MatMul", n.input(4100, 33, 40, name="a"), right)
 
 
+def filters(n: Net) -> Value:
+    """ConvBERT's filter of each token times its window of nine tokens. The rows of the window begin at multiples of 16 bytes."""
+    window = n.op("Slice", n.input(4100, 12, 16, name="a"), n.ints(0), n.ints(9), n.ints(2))
+    return n.op("MatMul", window, n.input(4100, 9, 1, name="b"))
+
+
 NETS: dict[str, Callable[[Net], Value]] = {
-    "rows": rows, "columns": columns, "many": many, "many_tiles": many_tiles, "outlook": outlook, "tall": tall,
+    "rows": rows, "columns": columns, "many": many, "many_tiles": many_tiles, "outlook": outlook, "tall": tall, "filters": filters,
 }  # fmt: skip
 
 
@@ -176,3 +182,9 @@ def test_a_constant_of_one_row_that_is_added_is_padded() -> None:
     for step in program.steps:
         if step.executor == "cuda":
             parse(step, program)
+
+
+@pytest.mark.parametrize(("name", "lanes"), [("filters", 4), ("tall", 4), ("outlook", 1)])
+def test_aligned_rows_are_read_in_accesses_of_16_bytes(name: str, lanes: int) -> None:
+    (text,) = product(lowered(graph_of(name), "fp32")).generated.values()
+    assert (f"Pack<f32, {lanes}> held" in text) == (lanes > 1)
