@@ -180,7 +180,11 @@ def parse_specs(option: str, texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         name, equals, spec = text.partition("=")
         if not name or not equals or not spec:
-            raise UsageError(f"--{option} {text!r} is not NAME=SPEC")
+            port = "an input" if option == "preprocess" else "an output"
+            raise UsageError(
+                f"--{option} {text!r} is not NAME=SPEC",
+                hint=f"NAME is {port} of the model: optdnn inspect MODEL lists them",
+            )
         if name in found:
             raise UsageError(f"--{option} {name} is given twice")
         found[name] = spec

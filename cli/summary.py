@@ -90,6 +90,9 @@ def _error(report: Mapping[str, Any]) -> str:
         text += ("\n" + "; ".join(moved) if moved else "") + f", on {e['inputs_from']}"
     if e["undefined"]:
         text += f"\nthe model itself gives NaN in {', '.join(e['undefined'])}, on {e['inputs_from']}"
+        if names := e["undefined_weights"]:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            text += f"; weights with NaN: {', '.join(names[:3])}{more}"
     return text
 
 

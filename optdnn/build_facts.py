@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from optdnn import __version__
 from optdnn.config import AUTO, BuildOptions
+from optdnn.errors import warn
 from optdnn.image_spec import ImageSpec
 from optdnn.ir.digest import graph_digest, structure_digest
 from optdnn.ir.graph import Graph
@@ -64,9 +64,7 @@ def build_facts(graph: Graph, passes: Sequence[PassReport], *, options: BuildOpt
 def _description(graph: Graph) -> dict[str, Any]:
     """What the model says about itself; nothing, with a warning, if it says too much for a header."""
     if (size := len(json.dumps(graph.description))) > MOST_DESCRIPTION:
-        warnings.warn(
-            f"the engine leaves the model's metadata out: {size} bytes, at most {MOST_DESCRIPTION}", stacklevel=2
-        )
+        warn(f"the engine leaves the model's metadata out: {size} bytes, at most {MOST_DESCRIPTION}")
         return {}
     return {"description": dict(graph.description)} if graph.description else {}
 

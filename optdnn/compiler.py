@@ -168,12 +168,7 @@ def _build(
     seconds: dict[str, float] = {}
     source, graph, target, options = _imported(model, options, say, seconds) if imported is None else imported
     if options.devices > 1 and rank is None:
-        options = _with_split(graph.copy(), target, options, say)
-
-        def build_one(own: BuildOptions, say: Progress, rank: int) -> Build:
-            return _build(model, own, say, cache=cache, rank=rank, imported=(source, graph.copy(), target, own))
-
-        return build_ranks(options, say, build_one)
+        return _built_for_ranks(model, (source, graph, target, options), say, cache)
     network = network_record(graph)
     if like is not None:
         check_same_network(like, graph)
@@ -221,11 +216,8 @@ def _build(
     cache.save()
 
     ran = outcome(graph, account, compiled.ran, compiled.otherwise, compiled.base, passes)
-    dangers = hazards(graph) if account.hazards is None else account.hazards
-    engine.program.meta |= {"precision": contract(plan, ran, dangers, account), NETWORK: network}
-    told = mixture.to_plain() if mixture is not None else None if like is None else like.meta.get(MIXTURE)
-    if told is not None:
-        engine.program.meta[MIXTURE] = told
+    _record_precisions(engine.program, work, account, mixture, ran)
+    engine.program.meta[NETWORK] = network
     if like is not None:
         check_same_steps(like, engine.program)
     if options.strict_precision:
@@ -236,6 +228,31 @@ def _build(
         hold_model(engine.program, model, options.calib)
     engine.refitter = rebuilt
     return Build(engine, graph, passes, compiled, seconds, ran, ports)
+
+
+def _built_for_ranks(model: Any, imported: Imported, say: Progress, cache: TimingCache) -> Build:
+    """An engine for several GPUs: the program of each is built in turn."""
+    source, graph, target, options = imported
+
+    def build_one(own: BuildOptions, say: Progress, rank: int) -> Build:
+        return _build(model, own, say, cache=cache, rank=rank, imported=(source, graph.copy(), target, own))
+
+    return build_ranks(_with_split(graph.copy(), target, options, say), say, build_one)
+
+
+def _record_precisions(
+    program: Program,
+    work: Optimized,
+    account: PrecisionLog,
+    mixture: Mixture | None,
+    ran: list[PrecisionOutcome],
+) -> None:
+    """Keep in ``program`` which precisions were asked for and which run, and the choice between those of a mixture."""
+    dangers = hazards(work.graph) if account.hazards is None else account.hazards
+    program.meta["precision"] = contract(work.plan, ran, dangers, account)
+    told = mixture.to_plain() if mixture is not None else None if work.like is None else work.like.meta.get(MIXTURE)
+    if told is not None:
+        program.meta[MIXTURE] = told
 
 
 def _built_alone(

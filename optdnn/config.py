@@ -258,7 +258,10 @@ class BuildOptions:
                 f"target reference has no precision {min(other)}", hint="pin nodes to fp32, w4, w8 or w4a8"
             )
         if self.tactics in ("openvino", "onnxruntime") and gpu:
-            raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
+            raise UsageError(
+                f"tactics {self.tactics!r} do not run on target {self.target!r}",
+                hint=f"they are for --target cpu; GPUs have auto, heuristic, {', '.join(GPU_TACTICS)}",
+            )
         if gpu or self.target == "auto":  # the build resolves auto, and checks the options again for that target
             return
         asked = {self.precision.partition("+")[0], self.base_precision, *self.precision_map.values()}
@@ -269,7 +272,10 @@ class BuildOptions:
                     hint="give --target cuda, or --precision bf16" if one == "fp16" else "give --target cuda",
                 )
         if restricted:
-            raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
+            raise UsageError(
+                f"tactics {self.tactics!r} do not run on target {self.target!r}",
+                hint="they are for GPUs; target cpu has auto, openvino, onnxruntime",
+            )
         if self.memory_limit is not None:
             raise UsageError(
                 f"memory_limit is for GPUs, not for target {self.target!r}", hint="leave --memory-limit out"

@@ -6,7 +6,9 @@ Any other exception that escapes is a defect of optdnn.
 
 from __future__ import annotations
 
+import inspect
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -210,3 +212,11 @@ def did_you_mean(wrong: str, known: Iterable[str], most: int = 1) -> str | None:
     if not found and len(text) > 2:
         found = [name for name in names if text in name][:most]
     return f"did you mean {', '.join(repr(names[n]) for n in found)}?" if found else None
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the caller's line outside of optdnn."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "optdnn":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)

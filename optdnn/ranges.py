@@ -34,7 +34,8 @@ class DimRange:
     def __post_init__(self) -> None:
         if not 0 <= self.min <= self.opt <= self.max <= INF:
             raise UsageError(
-                f"the range {self} is not valid", hint="0 <= min <= opt <= max must hold; write it min..opt..max"
+                f"the range {self} is not valid",
+                hint="0 <= min <= opt <= max <= 2**62 must hold; write it min..opt..max",
             )
 
     def __contains__(self, size: object) -> bool:

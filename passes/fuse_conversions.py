@@ -6,11 +6,13 @@ less traffic.
 
 Operators beside normalizations, pools and reductions stay as they are: the launches of these may compute them too.
 
-A conversion in front of a product moves behind the views between them. Positions of largest elements need none.
+A conversion in front of a product moves behind the views between them. Positions of largest elements need none. A conversion to
+fp32 after a Resize that enlarges moves in front of it, where there are fewer elements.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from optdnn.ir.graph import Graph, Op, Value
@@ -18,7 +20,7 @@ from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.fuse_pointwise import FuseGroup
 from optdnn.passes.rules.pointwise_parts import PointwiseOfParts
-from optdnn.passes.support.facts import RESHAPES, is_pointwise, operand
+from optdnn.passes.support.facts import RESHAPES, is_pointwise, operand, sizes_of
 from optdnn.types import BF16, FP16, FP32
 
 HALVES = (FP16, BF16)
@@ -116,6 +118,23 @@ def choice_before_conversion(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op,), build)
 
 
+@rule("conversion_before_resize", {"Resize"})
+def conversion_before_resize(graph: Graph, op: Op) -> Match | Miss | None:
+    """The conversion to fp32 after a Resize that enlarges moves in front of it, as for upsampled outputs."""
+    cast = graph.sole_user(op.value)
+    if cast is None or _converts(graph, cast) != "widens":
+        return None
+    before, after = sizes_of(graph, operand(op)), sizes_of(graph, op.value)
+    if before is None or after is None or math.prod(after) <= 2 * math.prod(before):
+        return Miss("it does not enlarge its operand enough: converting the result moves no more bytes")
+
+    def build(patch: Patch) -> Value:
+        x = patch.add("Cast", [operand(op)], cast.attrs, src=cast.src)
+        return patch.add("Resize", [x, *op.inputs[1:]], op.attrs, src=op.src)
+
+    return Match((op, cast), build, cast.value)
+
+
 def _keeps_last(op: Op) -> bool:
     """Whether a Transpose keeps the last axis last."""
     return op.attrs.perm is not None and op.attrs.perm[-1] == len(op.attrs.perm) - 1
@@ -129,5 +148,6 @@ class FuseConversions(RulePass):
         PointwiseOfParts(joins=lambda graph, one: not _beside_others(graph, one)),
         Converted(),
         choice_before_conversion,
+        conversion_before_resize,  # after choices, which need no conversion
         conversion_after_views,  # after operators have taken in their conversions
     )

@@ -182,7 +182,7 @@ def server(protocol: str, order: dict[str, Any], options: argparse.Namespace) ->
         words = ["-m", "benchmarks.serving.echo", str(order["answer_bytes"]), str(options.echoes)]
     else:
         more = [*options.serve.split(), *(["--shared-memory"] if protocol in ("shared", "cuda") else [])]
-        words = ["-m", "optdnn.cli", "serve", str(options.engine), "--http-port", "0", "--grpc-port", "0", *more]
+        words = ["-m", "optdnn", "serve", str(options.engine), "--http-port", "0", "--grpc-port", "0", *more]
     process = subprocess.Popen(
         [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
     )

@@ -368,7 +368,7 @@ def compared(job: Job) -> Row:
     file, out = job.folder / "model.onnx", job.folder / "compare.json"
     model = onnx_of(job.workload)
     onnx.save(model, file)
-    command = [sys.executable, "-m", "optdnn.cli", "compare", str(file), "--against", ",".join(rivals_of(job.options))]
+    command = [sys.executable, "-m", "optdnn", "compare", str(file), "--against", ",".join(rivals_of(job.options))]
     command += ["--target", "cpu", "--precision", job.workload.precision, "--threads", str(job.options.threads)]
     command += ["--error-reference", "onnxruntime", "--duration", str(job.options.duration), "--json", str(out)]
     if job.workload.precision.startswith("int8"):

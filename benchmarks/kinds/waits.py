@@ -56,7 +56,7 @@ def measure(job: Job) -> Row:
 def optdnn_command(*words: str, limit: float = 240, **environment: str) -> Row:
     """Run ``optdnn WORDS``: its seconds and its text. Raises RuntimeError if it fails."""
     start = time.perf_counter()
-    words_run = ["timeout", f"{limit:g}", sys.executable, "-m", "optdnn.cli.main", *words]
+    words_run = ["timeout", f"{limit:g}", sys.executable, "-m", "optdnn", *words]
     done = subprocess.run(words_run, capture_output=True, text=True, check=False, env={**os.environ, **environment})
     if done.returncode:
         raise RuntimeError(f"optdnn {words[0]}: exit code {done.returncode}: {done.stderr[-500:]}")

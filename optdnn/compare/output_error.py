@@ -37,7 +37,7 @@ class OutputError:
     over the root mean square of the output. ``input_difference`` is ``max_rel_err`` between the engine's outputs on these and on
     other inputs (None: it does not accept the others). ``same_top`` is the fraction of ``rows`` rows of two-dimensional outputs
     with the largest element at the same position; None without such outputs. ``undefined`` names the outputs in which the model
-    itself gives NaN: there, equal NaNs are no error.
+    itself gives NaN: there, equal NaNs are no error. ``undefined_weights`` names the weights of that model that hold NaN.
     """
 
     max_abs_err: float | None
@@ -48,6 +48,7 @@ class OutputError:
     rows: int
     inputs_from: str
     undefined: tuple[str, ...] = ()
+    undefined_weights: tuple[str, ...] = ()
 
     def to_plain(self) -> dict[str, Plain]:
         """Strict JSON."""
@@ -79,6 +80,7 @@ def output_error(engine: Engine, model: Path, options: BuildOptions) -> OutputEr
     absolute, relative = errors_between(list(got.values()), list(want.values()))
     rows = [(a, b) for a, b in pairs if a.ndim == 2 and a.shape[1] > 1]
     same = [float((a.argmax(axis=1) == b.argmax(axis=1)).mean()) for a, b in rows if a.size]
+    undefined = tuple(n for n, a in want.items() if holds_nan(a))
     return OutputError(
         absolute,
         relative,
@@ -87,8 +89,14 @@ def output_error(engine: Engine, model: Path, options: BuildOptions) -> OutputEr
         float(np.mean(same)) if same else None,
         max((len(a) for a, _ in rows), default=0),
         "the first batch of the calibration data" if given else "random inputs, seed 0",
-        tuple(n for n, a in want.items() if holds_nan(a)),
+        undefined,
+        _weights_with_nan(original) if undefined else (),
     )
+
+
+def _weights_with_nan(original: Graph) -> tuple[str, ...]:
+    found = [(op, original.constant_value(op.value)) for op in original.of_kind("Constant")]
+    return tuple(op.short_name for op, value in found if value is not None and holds_nan(value))
 
 
 def _calibration_batch(original: Graph, options: BuildOptions) -> dict[str, Array]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import operator
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Generator as PythonGenerator
 from typing import Any, TypeAlias, overload
 
 import numpy as np
 
-from optdnn.errors import InputError, RunError, UsageError, machine_errors
+from optdnn.errors import InputError, RunError, UsageError, machine_errors, warn
 from optdnn.generation.feeds import Step
 from optdnn.generation.gpu_steps import GpuSteps
 from optdnn.generation.lengths import StepLengths
@@ -406,16 +405,16 @@ class Generator:
     def _tell(self) -> None:
         """Warn about settings of the engine that make generation slow."""
         if self._lengths.most == 1:
-            warnings.warn(
+            warn(
                 "the engine takes one token a step: prompts are read token by token. For prompts in few steps, build it "
                 f"with a range of lengths: --shape {self._ports.tokens.name}=...x1..1..512",
-                OneTokenPrefill, stacklevel=3,
+                OneTokenPrefill,
             )  # fmt: skip
         if self.engine.target.startswith("cuda") and self._ports.form == "growing":
-            warnings.warn(
+            warn(
                 "the caches grow with each token: each length has its own plan, and caches go over the host's memory. "
                 "Export a cache of fixed capacity (GroupQueryAttention or TensorScatter)",
-                HostCaches, stacklevel=3,
+                HostCaches,
             )  # fmt: skip
 
 

@@ -5,14 +5,13 @@ Everything that is not supported is reported in one :class:`~optdnn.errors.Unsup
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from itertools import count
 
 import onnx
 
 from optdnn.custom import CustomOp
-from optdnn.errors import ModelError, UnsupportedError, UsageError, machine_errors
+from optdnn.errors import ModelError, UnsupportedError, UsageError, machine_errors, warn
 from optdnn.importers.functions import check_calls
 from optdnn.importers.graph_importer import GraphImporter
 from optdnn.importers.inputs import graph_inputs, profiles_of, refusal
@@ -134,12 +133,12 @@ def _warn(importer: GraphImporter, zipped: Mapping[str, onnx.NodeProto]) -> None
         (node, types), more = next(iter(importer.mixed.items())), len(importer.mixed) - 1
         others = {0: "", 1: ", and so has 1 other node"}.get(more, f", and so have {more} other nodes")
         text = f"{name}: {node} has {types}{others}. ONNX does not allow that; the weights are rounded"
-        warnings.warn(text, MixedTypes, stacklevel=5)
+        warn(text, MixedTypes)
     for v in importer.model.proto.graph.output:
         if v.name in zipped:
             found = f"a matrix with a column for {_classes(zipped[v.name])}"
             text = f"{name}: output {v.name!r} is {found}; ZipMap makes maps of its rows"
-            warnings.warn(text, MapsAsMatrix, stacklevel=5)
+            warn(text, MapsAsMatrix)
 
 
 def _classes(zip_map: onnx.NodeProto) -> str:

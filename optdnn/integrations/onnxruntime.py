@@ -10,7 +10,6 @@ were skipped. Options of onnxruntime without a meaning here are accepted; an opt
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import InputError, UsageError, did_you_mean
+from optdnn.errors import InputError, UsageError, did_you_mean, warn
 from optdnn.integrations.io_binding import IOBinding, tensor_type
 from optdnn.runtime.contexts.asynchronous import Callback, Runs
 from optdnn.runtime.engine import Engine
@@ -322,7 +321,7 @@ def _choose(pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, dict[s
             passed_over.append(f"{name}: {why}")
             continue
         if passed_over:
-            warnings.warn(f"{name} is used; not available here: {'; '.join(passed_over)}", stacklevel=3)
+            warn(f"{name} is used; not available here: {'; '.join(passed_over)}")
         chosen = dict(PROVIDERS[name])
         for key, value in own.items():
             if key in _PRECISIONS:

@@ -78,7 +78,7 @@ from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.norm_add_norm import NormAddNorm
 from optdnn.kernels.norm.norm_norm import NormNorm
 from optdnn.kernels.norm.row_tiles import RowTiles
-from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
+from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows, WidenedRows
 from optdnn.kernels.norm.rows_grid import RowsGrid
 from optdnn.kernels.norm.rows_once import OPERATIONS, ActivatedRows, FlatRows, QuantizedRows, RowsOnce
 from optdnn.kernels.norm.short_rows import ShortRows, ShortRowsPair
@@ -235,7 +235,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **dict.fromkeys(COLLECTIVES, (Collect(),)),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
-    **dict.fromkeys(OPERATIONS, (QuantizedRows(), ActivatedRows(), RowsOnce(), RowsGrid(), Rows())),
+    **dict.fromkeys(OPERATIONS, (QuantizedRows(), ActivatedRows(), RowsOnce(), WidenedRows(), RowsGrid(), Rows())),
     "LayerNormalization": (*_NORMS, FlatRows(), RowTiles(), *_LATER_NORMS, CudnnNorm()),
     "RMSNormalization": (*_NORMS, *_LATER_NORMS, CudnnNorm()),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), RowsGrid(), Rows())),

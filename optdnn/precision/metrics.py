@@ -114,7 +114,9 @@ def _class_labels(labels: Any, shape: tuple[int, ...]) -> Array:
         raise UsageError(f"metric top1 wants integer labels, one for each of the {shape[0]} samples, not {found.dtype}")
     if [n for n in found.shape[1:] if n > 1] != [n for n in shape[1:] if n > 1] or len(found) != shape[0]:
         raise UsageError(
-            f"metric top1 wants a label for each of {list(shape)} predictions; here labels are {list(found.shape)}"
+            f"metric top1 wants a label for each of {list(shape)} predictions; here labels are {list(found.shape)}",
+            hint="predictions are the largest scores along axis 1 of the first floating-point output; "
+            "for another output, give a function: --metric PKG.MODULE:F",
         )
     return found.reshape(shape)
 

@@ -126,8 +126,8 @@ def _expectation(auto: Mapping[str, Any]) -> list[str]:
         return []
     chosen = next(c for c in auto["candidates"] if c["name"] == auto["chosen"])
     found = [
-        "expected from margins: what a plan is likely to lose of new samples, by the part that it takes of the distance between "
-        "the right class's score and the next; the largest of this and both drops is compared with the bound"
+        "expected from margins: the loss that is likely on new samples. A sample's margin is its right class's score minus the "
+        "next score; a plan's errors take a part of it. The largest of this and both drops must meet the bound"
     ]
     if chosen.get("expected") is not None:
         found.append(f"{chosen['name']}: {_counted(chosen, auto)}")

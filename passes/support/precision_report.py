@@ -265,7 +265,7 @@ def hazards(graph: Graph) -> list[Remark]:
         readers = [u for u in graph.users(op.value) if u.kind not in ("QuantizeLinear", "Output")]
         if readers:
             names = ", ".join(f"{u.kind} {u.short_name}" for u in readers[:3]) + (" …" if len(readers) > 3 else "")
-            what = f"its result stays float: {names} reads it"
+            what = f"its result stays float: {names} {'reads' if len(readers) == 1 else 'read'} it"
             found.append(_remark(op, what))
     return found
 

@@ -83,6 +83,7 @@ RULES: Mapping[str, str] = {
     "reshapes_around": "Reshapes around pointwise operators removed",
     "whole_axes": "axes that a Slice takes as a whole left out",
     "choice_before_conversion": "positions of largest elements found without a conversion",
+    "conversion_before_resize": "conversions to fp32 moved in front of a Resize",
     "equal_elements": "operators on constants with equal elements, computed once",
     "redundant_expand": "Expands removed where the operators after them broadcast",
     "assembled_writes": "writes of all parts of a tensor joined",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import InputError
+from optdnn.errors import InputError, warn
 from optdnn.runtime.contexts.base import BaseContext, hand_over
 from optdnn.runtime.contexts.dlpack import import_cupy, on_gpu
 from optdnn.runtime.contexts.state import Binding
@@ -76,7 +75,7 @@ class CudaRunner(GpuProgramRunner):
             if self._loaded is None:
                 self._loaded = Loaded(self.program, self.steps, self._options)
                 if self._options.pool is None and (why := planned_elsewhere(self.program, self._loaded.device)):
-                    warnings.warn(why, PlannedElsewhere, stacklevel=4)
+                    warn(why, PlannedElsewhere)
         return CudaContext(self, self._loaded, arena)
 
 

@@ -258,3 +258,19 @@ def test_the_node_of_the_operators_own_kind_is_named_first() -> None:
     row = {"kind": "Conv", "nodes": ["/Add", "/Constant", "/Div", "/dw/Conv"], "op": "y"}
     assert _nodes(row) == "/dw/Conv, /Add, /Div and 1 more"
     assert _nodes({**row, "nodes": []}) == "y"
+
+
+def test_weights_with_nan_are_named(cli: Cli, tmp_path: Path) -> None:
+    text = """
+    <ir_version: 10, opset_import: ["": 21]>
+    net (float[2] x) => (float[2] y) <float[2] fine = {1, 2}, float[2] scale = {1, 2}> {
+        scaled = Mul(x, scale)
+        y = Add(scaled, fine)
+    }
+    """
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer[1].CopyFrom(numpy_helper.from_array(np.float32([1, np.nan]), "scale"))
+    path = tmp_path / "nan.onnx"
+    onnx.save(model, path)
+    built = cli("build", path, "--target", "reference")
+    assert "the model itself gives NaN in y, on random inputs, seed 0; weights with NaN: scale" in built.out

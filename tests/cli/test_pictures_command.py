@@ -86,7 +86,11 @@ def test_pictures_that_are_no_input(cli: Cli, built: Path, words: tuple[str, ...
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--preprocess", "x"), "--preprocess 'x' is not NAME=SPEC"),
+        (("--preprocess", "x"), "--preprocess 'x' is not NAME=SPEC\n  hint: NAME is an input of the model"),
+        (
+            ("--postprocess", "softmax"),
+            "--postprocess 'softmax' is not NAME=SPEC\n  hint: NAME is an output of the model",
+        ),
         (("--preprocess", "x={}", "--preprocess", "x={}"), "--preprocess x is given twice"),
         (("--preprocess", "x=nowhere.json"), "preprocess of input 'x': .* neither JSON nor a file"),
         (("--postprocess", "y=soft"), "'soft' is not softmax"),

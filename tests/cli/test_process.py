@@ -96,3 +96,8 @@ def test_output_to_a_full_disk_is_no_defect(model: Path, more: list[str]) -> Non
         )
     assert done.returncode == 9
     assert done.stderr == "error: the output cannot be written: No space left on device\n  hint: check the free space\n"
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "optdnn", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("optdnn")

@@ -48,7 +48,7 @@ def test_a_right_engine_is_near_its_model(engine: Engine, model: Path) -> None:
     assert found.input_difference is not None
     assert 0 < found.max_rel_err < 1e-5 < found.input_difference
     assert (found.same_top, found.rows, found.inputs_from) == (1.0, 1, "random inputs, seed 0")
-    assert found.undefined == ()
+    assert (found.undefined, found.undefined_weights) == ((), ())
 
 
 def test_a_wrong_one_is_reported(engine: Engine, model: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_model_that_gives_nan_is_named(tmp_path: Path) -> None:
     path = tmp_path / "nan.onnx"
     onnx.save(onnx.parser.parse_model(text), path)
     found = output_error(optdnn.build(path, target="reference"), path, OPTIONS)
-    assert (found.max_rel_err, found.undefined) == (0, ("y",))
+    assert (found.max_rel_err, found.undefined, found.undefined_weights) == (0, ("y",), ())
     check = next(c for c in optdnn.verify(optdnn.build(path, target="reference"), path).checks if c.name == "model")
     assert (check.status, check.text.split("; ")[-1]) == ("passed", "the model itself gives NaN in y")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.generated_cases import FAMILIES, graph_of
-from support.host import WHY_NOT, HostKernels
+from support.host import WHY_NOT
 from support.net import Net
+from support.on_processor import compare_graph, compare_steps
 from support.quantized_nets import QNet
 from support.simulated import check_simulated, feeds_of, lowered
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
-from optdnn.ir.graph import Graph
 from optdnn.kernels.layout import taps
 from optdnn.kernels.pointwise import joint as joint_launches
 from optdnn.lowering.cuda import lower_cuda
@@ -30,8 +29,7 @@ from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.runtime.program import Program
-from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner, strided
-from optdnn.types import DTYPES, FP16, FP32, is_float
+from optdnn.types import DTYPES, FP16, FP32
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,69 +52,7 @@ def test_meanings(family: str) -> None:
 )
 def test_kernels(family: str, precision: str, tmp_path: Path) -> None:
     """Each generated kernel, run on the processor with its own parameters and grid, agrees with its step's meaning."""
-    graph = graph_of(family)
-    tolerance = {"fp32": 3e-6, "fp16": 1.2e-3, "bf16": 9e-3}[precision]
-    program = lowered(graph, precision, opt_level=2)
-    compare_steps(program, feeds_of(graph), tolerance, tmp_path)
-
-
-def compare_graph(graph: Graph, precision: str, folder: Path) -> int:
-    """:func:`compare_steps` of a network with random inputs."""
-    tolerance = {"fp32": 3e-6, "fp16": 1.2e-3}[precision]
-    return compare_steps(lowered(graph, precision), feeds_of(graph), tolerance, folder)
-
-
-def compare_steps(
-    program: Program,
-    feeds: dict[str, Any],
-    tolerance: float,
-    folder: Path,
-    made: Callable[[Program, Path], Any] = HostKernels,
-) -> int:
-    """Run every generated kernel of the program on the results of earlier steps. Returns the number of compared steps.
-    ``made``: the object that runs the kernels."""
-    runner = SimulateRunner(program)
-    context = SimulateContext(runner, poison=True)
-    kernels, compared = made(program, folder), 0
-    given: list[Any] = []
-
-    def before(action: Any) -> None:
-        given[:] = [np.array(context._flat[i]) for i in action.operands]
-        for flat, i in zip(given, action.operands, strict=True):
-            if i in program.retained:  # zeros before the first run
-                flat.view(np.uint8)[:] = 0
-
-    def hook(action: Any, outputs: list[Any]) -> None:
-        nonlocal compared
-        if not kernels.runs(action.step):
-            return
-        flat = list(given)
-        wanted = [np.array(context._view(action, v)) for v in action.step.meaning.writes if v is not None]
-        number = {i: k for k, i in enumerate(action.operands)}
-        for v in action.step.meaning.writes:
-            if (
-                v is not None and action.operands[v.operand] not in action.operands[: v.operand]
-            ):  # it reads retained memory
-                target = flat[v.operand]
-                target.view(np.uint8)[:] = 0xFF
-        for k, i in enumerate(action.operands):  # an operand that is both read and written is one array
-            flat[k] = flat[number[i]] if number[i] == k else flat[k]
-        kernels.run(action.step, flat)
-        for v, want in zip((v for v in action.step.meaning.writes if v is not None), wanted, strict=True):
-            got = strided(flat[v.operand], v)
-            label = f"{action.step.meaning.kind} of {action.step.label}"
-            if not is_float(got.dtype):
-                np.testing.assert_array_equal(got, want, err_msg=label)
-                continue
-            a, e = got.astype(np.float64), want.astype(np.float64)
-            scale = np.abs(e[np.isfinite(e)]).max(initial=1e-30)
-            np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance * scale, err_msg=label)
-        compared += 1
-
-    context.before_step, context.after_step = before, hook
-    context.run(feeds)
-    assert compared
-    return compared
+    compare_graph(graph_of(family), precision, tmp_path, opt_level=2)
 
 
 def test_blocks_share_long_lines_of_running_sums() -> None:
@@ -239,7 +175,8 @@ def test_a_thread_resizes_several_pixels_with_their_channels(
 def test_a_resized_image_of_few_pixels_keeps_a_pixel_per_thread() -> None:
     n = Net()
     x, attrs = n.op("Neg", n.input(1, 32, 32, 256)), resize.ResizeAttrs("linear", "half_pixel")
-    graph = n.done(*[n.op("Resize", x, None, None, n.ints(1, s, s, 256), attrs=attrs) for s in (64, 60)])
+    sizes = (n.ints(1, s, s, 256) for s in (64, 60))
+    graph = n.done(*[n.op("Neg", n.op("Resize", x, None, None, s, attrs=attrs)) for s in sizes])
     texts = [text for k in lowered(graph, "fp16").kernels for text in k.generated.values()]
     assert [("line[s * " in text) for text in texts if " taps(" in text] == [True, False]
 

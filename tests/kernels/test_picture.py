@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
 from support.net import Net
+from support.on_processor import compare_steps
 from support.pictures import resized
 from support.simulated import check_simulated, kinds, lowered
 

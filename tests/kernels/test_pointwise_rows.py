@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
-from support.simulated import check_simulated, feeds_of, lowered
+from support.on_processor import compare_graph
+from support.simulated import check_simulated, lowered
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.binary import CastAttrs
@@ -143,9 +143,7 @@ def test_refusals(name: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
-    graph = CASES[name]()
-    tolerance = {"fp32": 3e-6, "fp16": 1.2e-3, "bf16": 9e-3}[precision]
-    assert compare_steps(lowered(graph, precision), feeds_of(graph), tolerance, tmp_path)
+    assert compare_graph(CASES[name](), precision, tmp_path)
 
 
 @pytest.mark.hopper

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernels.test_generated import compare_steps
 from support import on_gpu
 from support.host import WHY_NOT
 from support.net import Net
+from support.on_processor import compare_steps
 from support.sequence_cases import LBR, SIZES, SMALL, recurrent
 from support.simulated import feeds_of, lowered
 from support.sweep import sweep

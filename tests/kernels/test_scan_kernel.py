@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kernels.test_generated import compare_graph
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
+from support.on_processor import compare_graph
 from support.scan_cases import CASES, STEPS, graph_of, stacked, taken
 from support.simulated import check_simulated, feeds_of, kinds, lowered, on_host, simulate, tactics
 from support.sweep import in_turn

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernels.test_generated import compare_graph
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
+from support.on_processor import compare_graph
 from support.segment_cases import CASES, edges, graph_of, rows_of, scattered
 from support.simulated import check_simulated, feeds_of, kinds, lowered, on_host, simulate, tactics
 from support.sweep import in_turn

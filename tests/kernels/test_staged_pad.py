@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
+from support.on_processor import compare_graph, compare_steps
 from support.simulated import check_simulated, feeds_of, lowered
 
 from optdnn.ir.graph import Graph, Value
@@ -121,9 +121,7 @@ def test_refusals(reason: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
-    graph = CASES[name]()
-    tolerance = {"fp32": 3e-6, "fp16": 1.2e-3, "bf16": 9e-3}[precision]
-    assert compare_steps(lowered(graph, precision), feeds_of(graph), tolerance, tmp_path)
+    assert compare_graph(CASES[name](), precision, tmp_path)
 
 
 @pytest.mark.hopper

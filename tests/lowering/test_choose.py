@@ -309,8 +309,14 @@ def test_options() -> None:
     assert Selection.of(BuildOptions(target="cuda", tactics="heuristic")).providers == {"own"}
     assert Selection.of(BuildOptions(target="cuda", tactics="cudnn,cublaslt")).providers == {"cudnn", "cublaslt"}
     assert Selection.of(BuildOptions(target="cuda")).providers == {"own", "cudnn", "cublaslt"}
-    with pytest.raises(UsageError, match="do not run on target 'cpu'"):
+    with pytest.raises(
+        UsageError, match="do not run on target 'cpu'\n  hint: they are for GPUs; target cpu has auto, openvino"
+    ):
         BuildOptions(target="cpu", tactics="own")
+    with pytest.raises(
+        UsageError, match="do not run on target 'cuda'\n  hint: they are for --target cpu; GPUs have auto, heu"
+    ):
+        BuildOptions(target="cuda", tactics="openvino")
     with pytest.raises(UsageError, match="is not one of"):
         BuildOptions(target="cuda", tactics="own,openvino")
 

@@ -221,10 +221,11 @@ def test_maps_are_given_as_the_matrix_of_their_values(labels: dict[str, Any]) ->
     model = node("ZipMap", X, **labels)
     (names,) = labels.values()
     text = f"output 'y0' is a matrix with a column for each of the 4 classes {', '.join(map(str, names))}; ZipMap makes maps"
-    with pytest.warns(MapsAsMatrix, match=text):
+    with pytest.warns(MapsAsMatrix, match=text) as told:
         got = evaluate(import_model(model), {"x": X})["y0"]
     (rows,) = onnxruntime_run(model, {"x": X})
     np.testing.assert_array_equal(got, [[row[name] for name in names] for row in rows])
+    assert [w.filename for w in told] == [__file__], "the caller's line, not ours"
     with pytest.raises(ShapeError, match="ZipMap has 2 classes for 4 columns"):
         import_model(node("ZipMap", X, classlabels_int64s=[0, 1]))
 

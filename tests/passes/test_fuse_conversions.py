@@ -14,6 +14,7 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.reduce import ArgAttrs, ReduceAttrs
+from optdnn.ops.resize import ResizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.base import PassContext
@@ -198,3 +199,37 @@ def test_elements_that_are_read_are_converted_first() -> None:
     n = Net()
     elements, found = n.op("TopK", to(n, n.input(4, 9, dtype=FP16), FP32), n.ints(3), outputs=2)
     check_refused(FuseConversions(), n.done(elements, found), because="the elements are read as well", context=CUDA)
+
+
+def resized(n: Net, scale: int) -> Value:
+    x = n.input(1, 3, 8, 6, dtype=FP16)
+    value: Value = n.op("Resize", x, None, n.const([1, 1, scale, scale]), attrs=ResizeAttrs(mode="linear"))
+    return value
+
+
+def test_fewer_elements_are_converted_before_a_resize() -> None:
+    n = Net()
+    after, _ = check_pass(
+        FuseConversions(), n.done(to(n, resized(n, 2), FP32)), changes=1, kinds={"Cast": 1, "Resize": 1}, context=CUDA,
+        promoted_changes=0, rules={"conversion_before_resize": 1},
+    )  # fmt: skip
+    (op,) = after.of_kind("Resize")
+    assert op.outputs[0].type.dtype == FP32
+
+
+def test_a_resize_that_does_not_enlarge_keeps_its_type() -> None:
+    n = Net()
+    check_refused(FuseConversions(), n.done(to(n, resized(n, 1), FP32)), because="does not enlarge", context=CUDA)
+
+
+def test_a_resize_that_others_read_keeps_its_type() -> None:
+    n = Net()
+    y = resized(n, 2)
+    check_untouched(FuseConversions(), n.done(to(n, y, FP32), n.op("Relu", y)), context=CUDA)
+
+
+def test_the_launches_of_an_upsampled_output() -> None:
+    n = Net()
+    x = n.conv(n.input(1, 8, 8, 6), 16, 3)
+    y = n.op("Resize", x, None, n.const([1, 1, 4, 4]), attrs=ResizeAttrs(mode="linear"))
+    assert kinds(check_simulated(n.done(y), "fp16"))[-1] == "Resize", "it stores fp32"

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
+from support.on_processor import compare_steps
 from support.quantized_nets import FP8, QNet, folded, within
 from support.simulated import calibrated, feeds_of
 

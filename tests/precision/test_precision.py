@@ -194,6 +194,11 @@ def test_a_float_result_of_a_quantized_op_is_a_hazard() -> None:
         ("Conv_3", "its result stays float: Softmax Softmax_4 reads it"),
     ]
     n = Net()
+    x = n.conv(n.input(1, 4, 6, 6), 4)
+    graph = n.done(n.op("Sigmoid", x), n.op("Softmax", x))
+    assigned(graph, PrecisionPlan("int8"), ranges(graph))
+    assert [h.what for h in hazards(graph)] == ["its result stays float: Sigmoid Sigmoid_2, Softmax Softmax_3 read it"]
+    n = Net()
     graph = n.done(n.conv(n.conv(n.input(1, 4, 6, 6), 4), 4))
     assigned(graph, PrecisionPlan("int8"), ranges(graph))
     assert hazards(graph) == []

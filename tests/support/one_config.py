@@ -21,6 +21,8 @@ STORED = (
     Config(2, 1, 1, 64, 2, split=2), Config(1, 1, 1, 40, 2, split=3),
 )  # fmt: skip
 """Larger tiles that are stored from registers, like those of fp32."""
+PAIR_TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "tf32": 4e-3, "fp32": 4e-6}
+"""Precision -> the largest error of the product of two results of one launch."""
 
 
 def only(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:

@@ -76,18 +76,8 @@ class Server:
 @contextmanager
 def served(*words: object, **environment: str) -> Iterator[Server]:
     """A server process with these arguments, on free ports."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "optdnn.cli",
-        "serve",
-        *map(str, words),
-        "--http-port",
-        "0",
-        "--grpc-port",
-        "0",
-    ]
+    ports = ["--http-port", "0", "--grpc-port", "0"]
+    command = [sys.executable, "-P", "-m", "optdnn", "serve", *map(str, words), *ports]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment}
     )

@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.layout.walks import walk
+from optdnn.kernels.norm.activation import NormOutput, output_of
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copied, emit_pointwise, literal
 from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.kernels.pool.window import Rendered, Window, emit_window
 from optdnn.kernels.reduce.reduce import limits
-from optdnn.kernels.tactic import Tactic
+from optdnn.kernels.tactic import Region, Tactic, readers
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import FP64, is_float, normalize_axis
@@ -116,10 +117,10 @@ def _form_of(b: Builder, x: TensorView, axes: Sequence[int], out: TensorView) ->
     dims, places = merge([x.shape[i] for i in kept], [[t.strides[i] for i in kept] for t in (out, x)])
     inner, steps = merge([x.shape[i] for i in axes], [[t.strides[i] for i in axes] for t in (out, x)])
     apart = not b.row_invariant and places[0][-1:] == places[1][-1:] == [1] != steps[1][-1:]
-    return _form(math.prod(dims), math.prod(inner), out.dtype.itemsize, apart=apart, gpu=b.gpu)
+    return _form(math.prod(dims), math.prod(inner), x.dtype.itemsize, apart=apart, gpu=b.gpu)
 
 
-def apart_seconds(rows: int, count: int, itemsize: int, passes: int, form: _Form) -> float:
+def apart_seconds(rows: int, count: int, itemsize: float, passes: int, form: _Form) -> float:
     """Predicted seconds of a launch for rows whose elements lie apart: whole sectors from L2, or the loads of a thread (H100)."""
     sectors, loads = max(1.0, SECTOR / (form.rows * itemsize)), -(-count // form.lanes)
     each = 0.05e-6 + 0.15e-6 * form.threads / MOST_THREADS
@@ -262,21 +263,73 @@ class Rows(Tactic):
         return None
 
     def seconds(self, b: Builder, op: Op) -> float | None:
-        plan = row_plan(b, op, b.result(op.value))
-        rows, passes = plan.source.size // max(1, plan.length), len(plan.statistics) + 1
-        form = _form_of(b, plan.source, plan.axes, plan.target)
-        if form.apart:
-            return apart_seconds(rows, plan.length, plan.source.dtype.itemsize, passes, form)
-        if plan.length <= LONG * THREADS:
-            return None
-        return whole_rows_seconds(rows, plan.length, passes - 1, b.gpu)
+        return _seconds(b, row_plan(b, op, b.result(op.value)))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         plan = row_plan(b, op, b.target(op.value))
-        emit_rows(
-            b, op, plan.source, plan.axes, plan.target, plan.statistics, plan.result, plan.extras,
-            kind=op.kind, attrs=attrs_dict(op.attrs), reads=plan.reads, writes=plan.writes,
-        )  # fmt: skip
+        _emit(b, op, plan, op.kind, attrs_dict(op.attrs), plan.reads)
+
+
+class WidenedRows(Rows):
+    """A softmax of 16-bit rows whose elements lie apart, as over the channels of images, and the conversion to fp32 after it."""
+
+    name = "rows_widened"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        to = _widened(b, op)
+        if [stage.kind for stage in to.epilogue.stages] != ["Cast"]:
+            return "the only reader of its result is not a conversion to fp32"
+        if (why := super().refuse(b, op)) is not None:
+            return why
+        plan = row_plan(b, op, b.result(to.value))
+        apart = _form_of(b, plan.source, plan.axes, plan.target).apart
+        return None if apart else "neighboring threads would not read and write the elements of neighboring rows"
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The softmax and the conversion after it."""
+        return _widened(b, op).region
+
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The readers of the result: one may be a conversion."""
+        return readers(graph, op)
+
+    def place(self, b: Builder, op: Op) -> None:
+        """Place the result of the conversion."""
+        b.target(_widened(b, op).value)
+
+    def seconds(self, b: Builder, op: Op) -> float | None:
+        return _seconds(b, row_plan(b, op, b.result(_widened(b, op).value)))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        to = _widened(b, op)
+        plan, (kind, attrs) = row_plan(b, op, b.target(to.value)), to.meaning()
+        _emit(b, to.covers, plan, kind, attrs, (*plan.reads, None, None))
+
+
+def _widened(b: Builder, op: Op) -> NormOutput:
+    """The operator, and the conversion to fp32 after it."""
+    return output_of(b, op, wide=True)
+
+
+def _seconds(b: Builder, plan: RowPlan) -> float | None:
+    """The predicted time of a launch; None for short rows of neighboring elements."""
+    rows, passes = plan.source.size // max(1, plan.length), len(plan.statistics) + 1
+    form = _form_of(b, plan.source, plan.axes, plan.target)
+    if form.apart:
+        itemsize = (plan.source.dtype.itemsize + plan.target.dtype.itemsize) / 2  # an element is read and written
+        return apart_seconds(rows, plan.length, itemsize, passes, form)
+    if plan.length <= LONG * THREADS:
+        return None
+    return whole_rows_seconds(rows, plan.length, passes - 1, b.gpu)
+
+
+def _emit(
+    b: Builder, op: Op, plan: RowPlan, kind: str, attrs: dict[str, Any], reads: Sequence[TensorView | None]
+) -> None:
+    emit_rows(
+        b, op, plan.source, plan.axes, plan.target, plan.statistics, plan.result, plan.extras,
+        kind=kind, attrs=attrs, reads=reads, writes=plan.writes,
+    )  # fmt: skip
 
 
 def row_plan(b: Builder, op: Op, out: TensorView) -> RowPlan:

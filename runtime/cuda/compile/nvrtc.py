@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -24,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from optdnn.errors import InternalError, MissingDependency
+from optdnn.errors import InternalError, MissingDependency, warn
 from optdnn.runtime.file.atomic import replace_file
 from optdnn.runtime.workers.process import WorkerFailure, WorkerProcess
 from optdnn.runtime.workers.wire import Answer, run
@@ -313,10 +312,9 @@ class KernelCache:
                 self._use_spare(error)
 
     def _use_spare(self, error: OSError) -> None:
-        warnings.warn(
+        warn(
             f"cannot write the kernel cache {self.folder}: {error.strerror or error}; kernels are kept only for this process",
             CacheWarning,
-            stacklevel=4,
         )
         self.spare = Path(_spare(self.folder).name)
 
@@ -355,15 +353,13 @@ class KernelCache:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
-                warnings.warn(
-                    f"cannot read the kernel cache {folder}: {error.strerror or error}", CacheWarning, stacklevel=3
-                )
+                warn(f"cannot read the kernel cache {folder}: {error.strerror or error}", CacheWarning)
                 continue
             head = len(_MAGIC) + 32
             payload = blob[head:]
             if blob[: len(_MAGIC)] == _MAGIC and blob[len(_MAGIC) : head] == hashlib.sha256(payload).digest():
                 return payload
-            warnings.warn(f"{path} is damaged; it is compiled again", CacheWarning, stacklevel=3)
+            warn(f"{path} is damaged; it is compiled again", CacheWarning)
         return None
 
     def _write(self, key: str, cubin: bytes) -> None:

@@ -10,7 +10,7 @@ import pytest
 from support.conv_cases import check_no_spills
 from support.net import Net
 from support.on_gpu import checked_launches
-from support.one_config import CONFIGS, STORED, only_of
+from support.one_config import CONFIGS, PAIR_TOLERANCE, STORED, only_of
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 
 from optdnn.errors import InternalError
@@ -231,9 +231,6 @@ def test_biases_of_both_factors_are_added() -> None:
     assert "PairedConv" in kinds(program)
 
 
-TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "tf32": 4e-3, "fp32": 4e-6}
-
-
 def large(n: Net) -> Value:
     """More tiles than multiprocessors, and a last tile that is cut."""
     x, m = n.input(2, 72, 9001), n.input(2, 40, 9001, name="m")
@@ -241,7 +238,7 @@ def large(n: Net) -> Value:
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("precision", PAIR_TOLERANCE)
 @pytest.mark.parametrize("config", [*CONFIGS, *STORED], ids=str)
 @pytest.mark.parametrize("name", [*NETS, "large"])
 def test_each_configuration_on_a_gpu(
@@ -250,5 +247,5 @@ def test_each_configuration_on_a_gpu(
     only_of(monkeypatch, PairedParts if precision == "fp32" else PairedConv, config)
     n = Net()
     graph = n.done({**NETS, "large": large}[name](n))
-    found = checked_launches(graph, precision, TOLERANCE[precision])
+    found = checked_launches(graph, precision, PAIR_TOLERANCE[precision])
     assert "PairedConv" in {e.kind for e in found}

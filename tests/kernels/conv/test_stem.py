@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
 from support.net import Net
+from support.on_processor import compare_steps
 from support.simulated import check_simulated, feeds_of, lowered
 
 from optdnn.ir.graph import Graph, Value

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernels.test_generated import compare_steps
 from support.covering import covering
 from support.emulated import MatrixProducts
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_program
+from support.on_processor import compare_steps
 from support.simulated import feeds_of, lowered
 from support.sweep import sweep
 

@@ -9,7 +9,7 @@ import pytest
 from support.conv_cases import check_no_spills
 from support.net import Net
 from support.on_gpu import checked_launches
-from support.one_config import CONFIGS, STORED, only_of
+from support.one_config import CONFIGS, PAIR_TOLERANCE, STORED, only_of
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 
 from optdnn.errors import InternalError
@@ -147,9 +147,6 @@ def test_the_kernel_compiles_without_spills() -> None:
         check_no_spills(wide, config)
 
 
-TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "tf32": 4e-3, "fp32": 4e-6}
-
-
 def large(n: Net) -> Value:
     """More tiles than multiprocessors, and a last tile that is cut."""
     x = n.input(3001, 200)
@@ -157,7 +154,7 @@ def large(n: Net) -> Value:
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("precision", PAIR_TOLERANCE)
 @pytest.mark.parametrize("config", [*CONFIGS, *STORED], ids=str)
 @pytest.mark.parametrize("name", [*NETS, "large"])
 def test_each_configuration_on_a_gpu(
@@ -166,5 +163,5 @@ def test_each_configuration_on_a_gpu(
     only_of(monkeypatch, PairedPartsGemm if precision == "fp32" else PairedGemm, config)
     n = Net()
     graph = n.done({**NETS, "large": large}[name](n))
-    found = checked_launches(graph, precision, TOLERANCE[precision])
+    found = checked_launches(graph, precision, PAIR_TOLERANCE[precision])
     assert "PairedProduct" in {e.kind for e in found}

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
+from support.on_processor import compare_steps
 from support.simulated import feeds_of, lowered, refusals, tactics
 
 from optdnn.ir.graph import Graph, Value

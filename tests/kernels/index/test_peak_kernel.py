@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kernels.test_generated import compare_graph
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
+from support.on_processor import compare_graph
 from support.peak_cases import CASES, graph_of, peaks
 from support.simulated import check_simulated, lowered, on_host, tactics
 from support.sweep import in_turn

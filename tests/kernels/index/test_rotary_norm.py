@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
+from support.on_processor import compare_steps
 from support.rotary_cases import NORMED, angles, normed, over_a_past
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, refusals
 from support.sweep import sweep

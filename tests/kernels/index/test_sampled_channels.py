@@ -6,10 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kernels.test_generated import compare_graph
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
+from support.on_processor import compare_graph
 from support.sampled_cases import CASES, attention, deformed, graph_of, warped
 from support.simulated import check_simulated, kinds, lowered, on_host, refusals, tactics
 from support.sweep import in_turn

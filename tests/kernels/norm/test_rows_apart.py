@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
-from support.simulated import check_simulated, feeds_of, lowered
+from support.on_processor import compare_steps
+from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.norm import rows
 from optdnn.ops.norm import MeanVarianceAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
@@ -45,7 +47,10 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_rows_lie_side_by_side_in_a_block(name: str, precision: str) -> None:
     program = check_simulated(CASES[name], precision)
-    (step,) = (s for s in program.steps if s.params.get("tactic") == "rows")
+    (step,) = (s for s in program.steps if str(s.params.get("tactic")).startswith("rows"))
+    widened = precision != "fp32" and CASES[name].of_kind("Softmax", "LogSoftmax")  # the network's outputs are fp32
+    assert step.params["tactic"] == ("rows_widened" if widened else "rows")
+    assert "Pointwise" not in kinds(program)[-1:] or not widened
     shape = program.buffers[step.outputs[0]].shape
     axis = step.params["op"]["attrs"].get("axis", 1)
     assert shape is not None
@@ -54,6 +59,23 @@ def test_rows_lie_side_by_side_in_a_block(name: str, precision: str) -> None:
     assert form.apart
     assert step.params["launch"]["grid"][0] == -(-count // form.rows)
     assert step.params["launch"]["block"] == form.threads
+
+
+def test_a_softmax_that_others_read_is_not_widened() -> None:
+    n = Net()
+    y = n.op("Softmax", n.input(2, 70, 24), attrs=SoftmaxAttrs(1))
+    program = check_simulated(n.done(y, n.op("ReduceMax", y, n.ints(1), attrs=ReduceAttrs())))
+    assert "rows" in [s.params.get("tactic") for s in program.steps]
+    assert "the only reader of its result is not a conversion to fp32" in refusals(program, "rows_widened")
+
+
+def test_rows_of_neighboring_elements_are_not_widened_apart() -> None:
+    """Neighbors of an odd pitch: no other kernel of rows reads them."""
+    n = Net()
+    y = n.op("Softmax", n.op("Transpose", n.input(2, 70, 24), attrs=TransposeAttrs((0, 2, 1))), attrs=SoftmaxAttrs(1))
+    program = check_simulated(n.done(y))
+    why = "neighboring threads would not read and write the elements of neighboring rows"
+    assert why in refusals(program, "rows_widened")
 
 
 def test_row_invariant_programs_keep_the_order_of_sums() -> None:

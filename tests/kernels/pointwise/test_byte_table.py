@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
 from support.on_gpu import checked_launches
+from support.on_processor import compare_steps
 from support.quantized_nets import QNet
 from support.simulated import feeds_of, lowered
 

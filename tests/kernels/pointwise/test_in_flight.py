@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernels.test_generated import compare_graph
 from support.host import WHY_NOT
 from support.net import Net
+from support.on_processor import compare_graph
 from support.simulated import lowered
 
 from optdnn.ir.graph import Value

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
 from support.net import Net
+from support.on_processor import compare_steps
 from support.simulated import feeds_of
 from support.sweep import sweep
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kernels.generated_cases import mixed
-from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
+from support.on_processor import compare_steps
 from support.quantized_nets import QNet
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 

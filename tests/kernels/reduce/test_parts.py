@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_program
+from support.on_processor import compare_steps
 from support.reduce_cases import CASES, LARGE, case
 from support.simulated import TOLERANCE, check_simulated, feeds_of, lowered
 from support.sweep import sweep

@@ -1,4 +1,4 @@
-"""``python -m optdnn.cli``."""
+"""``python -m optdnn``."""
 
 from optdnn.cli.main import main
 
