@@ -373,9 +373,9 @@ def test_refusals_of_operators() -> None:
 
 
 def test_many_copies_are_several_launches() -> None:
-    parts = [Part(tensor(0, 4), tensor(k, 4)) for k in range(1, 201)]
+    parts = [Part(tensor(0, 4), tensor(k, 4)) for k in range(1, 151)]
     found = joint.batches([p.as_pointwise for p in parts])
-    assert sorted(k for batch in found for k in batch) == list(range(200))
+    assert sorted(k for batch in found for k in batch) == list(range(150))
     assert len(found) == 2
     for batch in found:
         assert len(joint.launch("sm_90a", [parts[k].as_pointwise for k in batch]).parameters) <= 4096

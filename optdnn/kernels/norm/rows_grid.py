@@ -167,7 +167,7 @@ def _kernel(plan: RowPlan, problem: Problem, config: Config) -> tuple[str, Param
     inner, every = _in_vectors(inner, every, problem.lanes[1])
     t = arithmetic(plan.source.dtype)
     fields = [f"{'' if n == 'y' else 'const '}{CPP[p.dtype]}* {n};" for n, p in zip(names, tensors, strict=True)]
-    fields += [f"{t}* parts; u32* rounds; Size dims[{len(rows)}], sums[{len(sums)}], inner[{len(inner)}];"]
+    fields += [f"{t}* parts; u32* rounds; u32 dims[{len(rows)}], sums[{len(sums)}], inner[{len(inner)}];"]
     fields += [f"i64 sx[{len(sums)}];", *(f"i64 o{n}[{len(rows)}], i{n}[{len(inner)}];" for n in names)]
     items, chunk = problem.rows * config.parts, -(-math.prod(sums) // config.parts)
     per_part = f"{{ const u32 item_row = item / {config.parts}u, part = item % {config.parts}u;"
@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) rows_grid(const __grid_c
     }}
 }}
 """
-    parameters = Parameters().pointer(*names, "parts", "rounds").sizes(*rows, *sums, *inner).i64(*steps)
+    parameters = Parameters().pointer(*names, "parts", "rounds").u32(*rows, *sums, *inner).i64(*steps)
     for o, i in zip(outer, every, strict=True):
         parameters.i64(*o, *i)
     return text, parameters
