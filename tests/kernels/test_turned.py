@@ -72,6 +72,30 @@ def test_conversions_and_operators(
     assert compare_steps(program, feeds_of(graph), 1e-6, tmp_path) == len(program.steps)
 
 
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("channels", [150, 21])
+def test_the_last_tile_may_read_padding(channels: int, tmp_path: Path) -> None:
+    """Scores of 150 classes, whose pixels lie 152 elements apart, become planes."""
+    n, side = Net(), 42 if channels > 100 else 112
+    graph = n.done(n.op("Softplus", n.conv(n.input(1, 16, side, side), channels, 1, pads=0)))
+    program = lowered(graph, "fp16", target="cuda:sm_90a")
+    (text,) = [k.generated["generated.cuh"] for k in program.kernels if k.function == "turned"]
+    assert f"< {channels})" in text
+    check_simulated(graph, "fp16")
+    assert compare_steps(program, feeds_of(graph), 1e-6, tmp_path) >= 1
+
+
+def test_padding_belongs_to_the_rows() -> None:
+    planes = view((64, 64, 150), (64, 1, 4096))
+    padded = turned.turn_of(view((64, 64, 150), (64 * 152, 152, 1)), planes, STRIDES_LIMIT)
+    assert padded is not None
+    assert (padded.wide, padded.limit) == (8, 150)
+    assert turned.turn_of(view((64, 64, 150), (64 * 150, 150, 1)), planes, STRIDES_LIMIT) is None
+    second = turned.turn_of(view((64, 64, 150), (64 * 304, 304, 1), 152), planes, STRIDES_LIMIT)
+    assert second is not None
+    assert turned.turn_of(view((64, 64, 150), (64 * 304, 304, 1), 160), planes, STRIDES_LIMIT) is None
+
+
 def test_tiles_leave_enough_threads() -> None:
     small = turned.turn_of(view((512, 1024), (1, 512)), view((512, 1024), (1024, 1)), STRIDES_LIMIT)
     large = turned.turn_of(view((8192, 8192), (1, 8192)), view((8192, 8192), (8192, 1)), STRIDES_LIMIT)

@@ -25,7 +25,8 @@ LEAST_ELEMENTS = 1 << 18
 class Turn:
     """The space of a copy: ``dims`` in the order of threads, the last one fastest, with their strides in ``source`` and ``target``. A tile
     has ``high`` rows of ``wide`` elements in the source. ``down``: from row to row of a tile in the source. ``across``: from row to row
-    of it in the target."""
+    of it in the target. ``limit``: elements along the source's rows, if the last tile reads padding behind them, else 0; ``along``: the
+    dimension of the tiles along the rows (-1: there is only one)."""
 
     dims: tuple[int, ...]
     source: tuple[int, ...]
@@ -34,6 +35,8 @@ class Turn:
     high: int
     down: int
     across: int
+    limit: int = 0
+    along: int = -1
 
 
 @dataclass(frozen=True)
@@ -65,20 +68,31 @@ def turn_of(source: TensorView, target: TensorView, axes_limit: int) -> Turn | N
     last = len(dims) - 1
     if along is None or along == last or to[last] != 1 or len(dims) + 2 > axes_limit:
         return None
-    wide = _vector(dims[along], source, [s for k, s in enumerate(of) if k != along])
+    apart = [s for k, s in enumerate(of) if k != along]
+    wide, limit = _vector(dims[along], source, apart), 0
+    if (padded := _vector(0, source, apart)) > wide and _has_padding(dims[along], padded, source, apart):
+        wide, limit = padded, dims[along]
     if wide * source.dtype.itemsize < 8:
         return None
     high = _vector(dims[last], target, [s for k, s in enumerate(to) if k != last])
     while high > 1 and count // (wide * high) < ENOUGH_THREADS:
         high //= 2
-    tiles = dims[along] // wide
-    pair = 2 if tiles % 2 == 0 else 1
+    tiles = -(-dims[along] // wide)
+    pair = 2 if tiles % 2 == 0 and not limit else 1
     rest = [k for k in range(last) if k != along]
     order = [*((dims[k], of[k], to[k]) for k in rest), (tiles // pair, wide * pair, wide * pair * to[along])]
     order += [(dims[last] // high, of[last] * high, high), (pair, wide, wide * to[along])]
     kept = [o for o in order if o[0] > 1] or [(1, 0, 0)]
     threads, reads, writes = zip(*kept, strict=True)
-    return Turn(threads, reads, writes, wide, high, of[last], to[along])
+    at = kept.index(order[len(rest)]) if tiles > 1 and limit else -1
+    return Turn(threads, reads, writes, wide, high, of[last], to[along], limit, at)
+
+
+def _has_padding(size: int, wide: int, x: TensorView, others: Sequence[int]) -> bool:
+    """Whether whole accesses of ``wide`` elements may read rows of ``size`` elements: what they read behind a row is its padding."""
+    pitch = min(others, default=0)
+    within = pitch > 0 and all(s % pitch == 0 for s in others)
+    return within and x.offset % pitch + -(-size // wide) * wide <= pitch
 
 
 def _vector(size: int, x: TensorView, others: Sequence[int]) -> int:
@@ -102,19 +116,20 @@ def _text(turn: Turn, elements: Elements) -> str:
     walk, rank = [], len(turn.dims)
     for d in reversed(range(rank)):
         walk.append(f"k = rest % p.dims[{d}]; rest /= p.dims[{d}];" if d else "k = rest;")
-        walk.append(f"o += k * p.so[{d}]; s += k * p.si[{d}];")
+        walk.append(f"o += k * p.so[{d}]; s += k * p.si[{d}];" + (f" a = k * {turn.wide};" if d == turn.along else ""))
     loads = [
         f"const Pack<{source}, {turn.wide}> x{t}(static_cast<const {source}*>(p.in0) + s + {t} * p.down);"
         for t in range(turn.high)
     ]
     stores = []
     for v in range(turn.wide):
+        inside = f"if (a + {v} < {turn.limit}) " if turn.limit else ""
         if turn.high == 1:
-            stores.append(elements.put(f"static_cast<{target}*>(p.out)[o + {v} * p.across]", f"x0.lane[{v}]"))
+            stores.append(inside + elements.put(f"static_cast<{target}*>(p.out)[o + {v} * p.across]", f"x0.lane[{v}]"))
             continue
         moved = " ".join(elements.put(f"y.lane[{t}]", f"x{t}.lane[{v}]") for t in range(turn.high))
         stored = f"y.store(static_cast<{target}*>(p.out) + o + {v} * p.across);"
-        stores.append(f"{{ Pack<{target}, {turn.high}> y; {moved} {stored} }}")
+        stores.append(f"{inside}{{ Pack<{target}, {turn.high}> y; {moved} {stored} }}")
     newline = "\n        "
     return f"""struct Params {{
     void* out; const void* in0;
@@ -125,7 +140,7 @@ def _text(turn: Turn, elements: Elements) -> str:
 extern "C" __global__ void __launch_bounds__({THREADS}) turned(const __grid_constant__ Params p) {{
     launch_dependents();
     for (u32 i = blockIdx.x * {THREADS} + threadIdx.x; i < p.count; i += gridDim.x * {THREADS}) {{
-        u32 rest = i, k;
+        u32 rest = i, k{", a = 0" if turn.limit else ""};
         i64 o = 0, s = 0;
         {newline.join(walk)}
         wait_for_predecessor();
