@@ -126,6 +126,8 @@ TOGETHER = 9
 """Most taps whose loads are in flight together."""
 MOST_APART = 49
 """Most taps that are unrolled with lines of their own."""
+WARP, FEW_THREADS = 32, 1 << 13
+"""With more taps and fewer threads than this, a warp shares the taps of a result: one thread would add 100 elements in 10 us."""
 
 
 def together(window: Window, apart: Callable[[int, str], tuple[str, str]]) -> str:
@@ -167,6 +169,8 @@ class Rendered:
     apart: Callable[[int, str], tuple[str, str]] | None = None
     """``tap`` in two parts, load and addition, for the index of a tap and the address of its element of channel 0. With
     them, the loads of several taps are in flight together."""
+    combined: str = ""
+    """C++ of ``acc[j]`` and the accumulator of another thread, ``other``, together; empty: taps are not shared."""
 
 
 def emit_window(
@@ -198,10 +202,12 @@ def emit_window(
     extra = {a: p for a in used if (p := operands[a]) is not None}
     packs = {a: p for a, p in extra.items() if vec > 1 and _in_packs(p, out, vec)}
     finish = finishing(stages, extra, len(operands), out, packs, computed)
-    text = _kernel(window, x, out, parts, (extra, packs), finish, vec, transposed, edges)
     count = y5.size // vec
     if not count:
         return
+    few = count <= FEW_THREADS and math.prod(window.kernel) > MOST_APART and not b.row_invariant
+    lanes = WARP if few and parts.combined and not edges else 1
+    text = _kernel(window, x, out, parts, (extra, packs), finish, (vec, lanes), transposed, edges)
     placed = {
         "x": x,
         "y": out,
@@ -212,17 +218,17 @@ def emit_window(
     for p in extra.values():
         parameters.i64(*spatial3(out.view(out.shape, broadcast(p, out.shape))).strides)
     parameters.i64(*parts.numbers)
-    launch = parameters.generated(b.arch, text, "window", -(-count // THREADS), THREADS)
+    launch = parameters.generated(b.arch, text, "window", -(-count * lanes // THREADS), THREADS)
     b.emit(op, launch, placed, kind, attrs, reads, [writes or out])
 
 
 def _kernel(
     window: Window, x: TensorView, out: TensorView, parts: Rendered,
-    read: tuple[dict[int, TensorView], dict[int, TensorView]], finish: str, vec: int, transposed: bool, edges: Edges,
+    read: tuple[dict[int, TensorView], dict[int, TensorView]], finish: str, each: tuple[int, int], transposed: bool, edges: Edges,
 ) -> str:  # fmt: skip
     """The kernel's source. ``read``: the stages' operands by slot, and those of them that are loaded in packs;
-    ``finish``: C++ of the stages (:func:`finishing`)."""
-    (extra, packs), tx, ty = read, CPP[x.dtype], CPP[out.dtype]
+    ``finish``: C++ of the stages (:func:`finishing`). ``each``: channels of a thread, and threads that share the taps of a result."""
+    (extra, packs), (vec, lanes), tx, ty = read, each, CPP[x.dtype], CPP[out.dtype]
     opening, closing = taps(window, transposed=transposed, edges=edges)
     if (
         parts.apart is not None
@@ -231,6 +237,8 @@ def _kernel(
         and window.kernel[2] <= TOGETHER
     ):
         inside = "\n    " + together(window, parts.apart)
+    elif lanes > 1:
+        inside = _shared_taps(window, parts, tx, vec)
     else:
         inside = f"""{opening}
             const {tx}* at = x + id * p.xs[2] + ih * p.xs[3] + iw * p.xs[4];
@@ -238,10 +246,10 @@ def _kernel(
         {closing}"""
     # The stages have a scope of their own, since their names (v0, r0, …) may be names of loads.
     if vec > 1:
-        each = f"for (int j = 0; j < {vec}; j++) {{ {parts.end} {finish} r.lane[j] = stored; }}"
+        results = f"for (int j = 0; j < {vec}; j++) {{ {parts.end} {finish} r.lane[j] = stored; }}"
         # These loads are in flight with those of the taps. After the taps, they would be a second wait.
         early = "".join(f"const Pack<{CPP[p.dtype]}, {vec}> q{a}({_element(a, 'c')});\n    " for a, p in packs.items())
-        store = f"Pack<{ty}, {vec}> r;\n    {each}\n    r.store(y);"
+        store = f"Pack<{ty}, {vec}> r;\n    {results}\n    r.store(y);"
     else:
         early = ""
         store = f"{{ const int j = 0; {parts.end} {finish} *y = stored; }}"
@@ -253,7 +261,7 @@ def _kernel(
 
 extern "C" __global__ void __launch_bounds__({THREADS}) window(const __grid_constant__ Params p) {{
     launch_dependents();
-    const u32 index = blockIdx.x * {THREADS} + threadIdx.x;
+    const u32 index = {f"(blockIdx.x * {THREADS} + threadIdx.x) / {lanes}" if lanes > 1 else f"blockIdx.x * {THREADS} + threadIdx.x"};
     {position(spatial3(out), vec)}
     wait_for_predecessor();
     if (index >= p.count) return;
@@ -263,6 +271,26 @@ extern "C" __global__ void __launch_bounds__({THREADS}) window(const __grid_cons
     {store}
 }}
 """
+
+
+def _shared_taps(window: Window, parts: Rendered, tx: str, vec: int) -> str:
+    """C++ of a warp's taps of one result; the first lane has their sum and continues."""
+    (_, kh, kw), lines = window.kernel, list[str]()
+    for x, tap, stride, pad, step in zip(
+        "dhw", (f"t / {kh * kw}", f"t / {kw} % {kh}", f"t % {kw}"), window.strides, window.pads, window.dilations,
+        strict=False,
+    ):  # fmt: skip
+        lines.append(f"const int k{x} = {tap}, i{x} = {x} * {stride} - {pad} + k{x} * {step};")
+        lines.append(f"if (i{x} < 0 || i{x} >= p.size_{x}) continue;")
+    other = "const auto other = __shfl_xor_sync(~0u, acc[j], half);"
+    return f"""
+    for (int t = threadIdx.x % {WARP}; t < {math.prod(window.kernel)}; t += {WARP}) {{
+        {" ".join(lines)}
+        const {tx}* at = x + id * p.xs[2] + ih * p.xs[3] + iw * p.xs[4];
+        {parts.tap}
+    }}
+    for (int half = {WARP // 2}; half; half /= 2) for (int j = 0; j < {vec}; j++) {{ {other} {parts.combined} }}
+    if (threadIdx.x % {WARP}) return;"""
 
 
 def finishing(

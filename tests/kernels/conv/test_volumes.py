@@ -112,7 +112,7 @@ def test_depth_alone_is_one_launch() -> None:
     n = Net()
     y = volume(n, volume(n, n.input(2, 16, 5, 6, 7), 32, (1, 3, 3)), 16, (3, 1, 1), (2, 1, 1))
     found = kinds(lowered(n.done(n.op("GlobalAveragePool", y)), "fp16"))
-    assert found == ["JointPointwise", "Conv", "Conv", "GlobalAveragePool", "Pointwise"], "the copy is of the input"
+    assert found == ["Copies", "Conv", "Conv", "GlobalAveragePool", "Pointwise"], "the copy is of the input"
 
 
 def joined(n: Net, starts: list[int]) -> Graph:

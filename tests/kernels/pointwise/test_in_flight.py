@@ -13,7 +13,7 @@ from support.on_processor import compare_graph
 from support.simulated import lowered
 
 from optdnn.ir.graph import Value
-from optdnn.kernels.layout import taps
+from optdnn.kernels.layout import copies, taps
 from optdnn.kernels.pointwise import joint, pointwise
 from optdnn.ops.index import PadAttrs
 from optdnn.ops.shape import TransposeAttrs
@@ -48,7 +48,8 @@ def test_results(build: Callable[[Net], Value], monkeypatch: pytest.MonkeyPatch,
     for module in (pointwise, taps):
         monkeypatch.setattr(module, "MANY", 100)
         monkeypatch.setattr(module, "SHORT", 8)  # outputs of the network are fp32
-    monkeypatch.setattr(joint, "MOST_ELEMENTS", 0)
+    for module in (joint, copies):
+        monkeypatch.setattr(module, "MOST_ELEMENTS", 0)  # no launch with others
     n = Net()
     graph = n.done(build(n))
     compare_graph(graph, "fp16", tmp_path)

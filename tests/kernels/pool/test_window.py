@@ -20,6 +20,7 @@ from optdnn.ir.graph import Graph
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.fused import PointwiseAttrs
+from optdnn.ops.pool import AveragePoolAttrs, LpPoolAttrs, MaxPoolAttrs
 from optdnn.runtime.program import Program
 from optdnn.types import FP16, FP32
 
@@ -61,6 +62,35 @@ def test_threads_share_a_large_window(kind: str) -> None:
     names = kinds(program)
     assert names[names.index(kind) - 1].endswith("Conv")
     assert names[names.index(kind) + 1] == "Conv"
+
+
+LONG = {
+    "segments": ("AveragePool", (100,), {"strides": (100,), "ceil_mode": True}),  # CAM++: the mean of each second
+    "counted": ("AveragePool", (60,), {"strides": (7,), "pads": (20, 20), "count_include_pad": True}),
+    "plane": ("MaxPool", (9, 8), {"strides": (2, 3), "pads": (4, 2, 4, 2)}),
+    "powers": ("LpPool", (9, 9), {"strides": (5, 5)}),
+}
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("channels", [16, 5])
+@pytest.mark.parametrize("name", LONG)
+def test_a_warp_shares_the_taps_of_a_long_window(name: str, channels: int, tmp_path: Path) -> None:
+    kind, kernel, options = LONG[name]
+    made = {"AveragePool": AveragePoolAttrs, "MaxPool": MaxPoolAttrs, "LpPool": LpPoolAttrs}[kind]
+    n, size = Net(), (149,) if len(kernel) == 1 else (21, 19)
+    given = {"pads": (0,) * (2 * len(size)), "dilations": (1,) * len(size), **options}
+    attrs = made(kernel_shape=kernel, **given)
+    graph = n.done(n.op(kind, n.conv(n.input(1, 8, *size), channels, (1,) * len(size), pads=0), attrs=attrs))
+    program = lowered(graph, "fp16", target="cuda:sm_90a")
+    assert "__shfl_xor_sync" in text_of(program)
+    assert compare_steps(program, feeds_of(graph), 1e-3, tmp_path) >= 1
+
+
+def test_many_results_have_a_thread_each() -> None:
+    n = Net()
+    program = lowered(n.done(n.max_pool(n.op("Tanh", n.input(4, 16, 60, 60)), 8, strides=1)), "fp16")
+    assert "__shfl_xor_sync" not in text_of(program)
 
 
 def mixing(*, last: bool = True) -> Graph:
