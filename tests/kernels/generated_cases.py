@@ -191,11 +191,11 @@ def movements(n: Net) -> list[Any]:
 
 
 def running_sums(n: Net) -> list[Any]:
-    """Along lines that warps share (70 and 40 elements, few lines), along three elements, and along lines that blocks share."""
+    """Along lines that warps share (70 and 40 elements, few lines), along three elements, and along lines of several tiles of a block."""
     x = n.input(3, 70, 40)
     small = n.op("Cast", n.op("Round", x), attrs=CastAttrs(INT64))
     found = [n.op("CumSum", small, n.ints(1)), n.op("CumSum", x, n.ints(0))]
-    long = n.op("Exp", n.input(2, 1500, 2, name="long"))
+    long = n.op("Exp", n.input(2, 4500, 2, name="long"))
     found.append(n.op("CumSum", n.op("Cast", n.op("Round", long), attrs=CastAttrs(INT64)), n.ints(1)))
     found += [
         n.op("CumSum", long, n.ints(1), attrs=index.CumulativeAttrs(exclusive, reverse))
