@@ -8,6 +8,7 @@ this product runs on tensor cores.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,11 +68,13 @@ def sampled_sum(graph: Graph, op: Op) -> Match | Miss | None:
 
 @dataclass(frozen=True)
 class Heads:
-    """The source [N, heads * C, …] of an image [N * heads, C, H, W]. ``part``: the pixels that the image takes of its last axis."""
+    """The source [N, heads * C, …] of an image [N * heads, C, H, W]. ``part``: the pixels that the image takes of the ``pixels`` of
+    the source (None: all of them)."""
 
     source: Value
     count: int
     part: Part | None
+    pixels: int
 
 
 @rule("sampled_heads", {"SampledSum"})
@@ -93,7 +96,7 @@ def sampled_heads(graph: Graph, op: Op) -> Match | None:
         for k, h in enumerate(found):
             x, size, places = h.source, types[2 * k].static_shape[2:], types[2 * k + 1].static_shape
             if h.part is not None:
-                x = reshaped(patch, x, (items, heads * channels, graph.type(x).static_shape[-1]))
+                x = reshaped(patch, x, (items, heads * channels, h.pixels))
                 x = sliced(patch, x, h.part.start, h.part.start + h.part.size, 2)
             given.append(reshaped(patch, x, (items, heads * channels, *size)))
             given.append(reshaped(patch, operand(op, 2 * k + 1), (items, heads, *places[2:])))
@@ -110,19 +113,19 @@ def _heads(graph: Graph, image: Value) -> Heads | None:
     view = producer(graph, image, {"Reshape"})
     if view is None or not graph.type(operand(view)).is_static:
         return None
-    items, channels = graph.type(image).static_shape[:2]
-    part = part_of(graph, operand(view))
+    items, channels, *size = graph.type(image).static_shape
+    part, pixels = part_of(graph, operand(view)), math.prod(size)
     joined = producer(graph, part.source, {"Reshape"}) if part is not None and part.axis == 2 else None
-    if joined is None:
+    if joined is not None and joined.outputs[0].type.dims[:2] == (items, channels):
+        view, pixels = joined, joined.outputs[0].type.static_shape[2]
+    else:
         part = None
-    elif graph.type(joined.value).dims[:2] == (items, channels):
-        view = joined
     n, *rest = graph.type(operand(view)).static_shape
     if not 1 < n < items or items % n:
         return None
     heads = items // n
     apart = rest[:1] == [heads * channels] or rest[:2] == [heads, channels]
-    return Heads(operand(view), heads, part) if apart else None
+    return Heads(operand(view), heads, part, pixels) if apart else None
 
 
 def _orders(graph: Graph, value: Value, product: Op | None) -> list[tuple[Value, Value | None]]:

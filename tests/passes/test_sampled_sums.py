@@ -26,8 +26,8 @@ def test_each_form(name: str) -> None:
     graph, _ = check_pass(PASS, graph_of(name), changes=2 if name.startswith("pictures") else 1)
     (total,) = graph.of_kind("SampledSum")
     assert not graph.of_kind("GridSample", "DeformConv", "ReduceSum")
-    groups = {"offset_groups": 2, "offset_groups_of_one": 4, "pictures": 4, "pictures_joined": 4, "pictures_plain": 4}
-    assert graph.type(total.inputs[1]).dims[1] == groups.get(name, 1)
+    groups = 4 if name.startswith("pictures") else {"offset_groups": 2, "offset_groups_of_one": 4}.get(name, 1)
+    assert graph.type(total.inputs[1]).dims[1] == groups
 
 
 def test_levels_are_operands_in_turn() -> None:
@@ -38,7 +38,7 @@ def test_levels_are_operands_in_turn() -> None:
     assert shapes == [(2, 8, 6, 5), places, (2, 8, 3, 3), places, (2, 1, QUERIES, 2 * POINTS)]
 
 
-@pytest.mark.parametrize("name", ["pictures", "pictures_joined"])
+@pytest.mark.parametrize("name", ["pictures", "pictures_joined", "pictures_channels"])
 def test_heads_of_pictures_are_groups_of_channels(name: str) -> None:
     graph, _ = check_pass(PASS, graph_of(name), changes=2, rules={"sampled_sum": 1, "sampled_heads": 1})
     (total,) = graph.of_kind("SampledSum")

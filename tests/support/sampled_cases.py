@@ -57,16 +57,18 @@ def attention(
     return [n.op("ReduceSum", y, n.ints(-1), attrs=ReduceAttrs(keepdims=keepdims))]
 
 
-def pictures(n: Net, *, joined: bool = False, batch: int = 3, weights: bool = True) -> list[Value]:
+def pictures(n: Net, *, joined: bool | str = False, batch: int = 3, weights: bool = True) -> list[Value]:
     """Deformable attention of several pictures, whose heads are items of the images. ``joined``: they are before the levels are
-    split (D-FINE), else after (Deformable DETR)."""
+    split (D-FINE), else after (Deformable DETR). "channels": after, and pixels come last in what is split."""
     heads, width, sizes = 4, 8, ((6, 5), (3, 3))
     rows = [h * w for h, w in sizes]
     x = n.matmul(n.input(batch, sum(rows), 16), heads * width)
-    if joined:
-        x = n.op(
-            "Transpose", n.op("Reshape", x, n.ints(batch, sum(rows), heads, width)), attrs=TransposeAttrs((0, 2, 3, 1))
-        )
+    if joined == "channels":
+        x = n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1)))
+        x = n.op("Reshape", n.op("Relu", n.op("Reshape", x, n.ints(batch, -1))), n.ints(batch, heads * width, -1))
+    elif joined:
+        x = n.op("Reshape", x, n.ints(batch, sum(rows), heads, width))
+        x = n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 3, 1)))
         x = n.op("Reshape", x, n.ints(batch * heads, width, sum(rows)))
     parts, found = n.op("Split", x, n.ints(*rows), outputs=2, attrs=SplitAttrs(2 if joined else 1)), []
     for k, (part, (h, w)) in enumerate(zip(parts, sizes, strict=True)):
@@ -141,6 +143,7 @@ CASES: dict[str, Callable[[Net], list[Value]]] = {
     "reflection": lambda n: attention(n, attrs=GridSampleAttrs("cubic", "reflection")),
     "pictures": pictures,
     "pictures_joined": lambda n: pictures(n, joined=True),
+    "pictures_channels": lambda n: pictures(n, joined="channels"),
     "pictures_plain": lambda n: pictures(n, weights=False),
     "deformed": deformed,
     "no_mask": lambda n: deformed(n, mask=False),
