@@ -1,6 +1,6 @@
-"""Einsum becomes products of matrices, which kernels and all later passes know.
+"""Einsum, and the sum of a multiplication, become products of matrices, which kernels and all later passes know.
 
-Operands are contracted from the left, two at a time:
+Operands of an Einsum are contracted from the left, two at a time:
 
 - A label that both operands have is a batch axis if the result or a later operand needs it; otherwise the product sums over it.
 - The other labels are the rows and columns. Several labels of one role become one axis, by reshapes around the product.
