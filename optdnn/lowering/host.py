@@ -20,7 +20,7 @@ from optdnn.ir.body import GraphBody, bodies
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index import suppression
-from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.lowering.steps import plain_shape
 from optdnn.ops.base import Call, Result
 from optdnn.ops.checks import elements, extent

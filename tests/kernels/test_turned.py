@@ -13,7 +13,7 @@ from support.simulated import check_simulated, feeds_of, lowered
 from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.pointwise import turned
-from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
+from optdnn.kernels.pointwise.strides import STRIDES_LIMIT
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc

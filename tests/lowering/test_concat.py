@@ -19,7 +19,7 @@ from optdnn.kernels.layout import copies
 from optdnn.kernels.layout.moves import MOST_ELEMENTS, MOST_PARTS, joinable
 from optdnn.kernels.layout.views import _joined as _joined_pairs
 from optdnn.kernels.layout.views import _runs, reshaped
-from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
+from optdnn.kernels.pointwise.strides import STRIDES_LIMIT
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gather import GatherAttrs, GatherNDAttrs

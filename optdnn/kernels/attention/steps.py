@@ -18,7 +18,8 @@ from optdnn.kernels.attention.operands import (
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.gemm.matmul import emit_matmul
 from optdnn.kernels.norm.rows import Statistic, emit_rows
-from optdnn.kernels.pointwise.pointwise import arithmetic, copy
+from optdnn.kernels.pointwise.expressions import arithmetic
+from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.reduce.reduce import limits
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.attention import SINKS, AttentionAttrs

@@ -12,7 +12,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.fused import conv_attrs
 from optdnn.kernels.conv.hopper import entering
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic
 from optdnn.kernels.pool.window import (
     MOST_APART,
     Edges,

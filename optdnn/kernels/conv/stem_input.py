@@ -10,7 +10,7 @@ from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import cast_source
-from optdnn.kernels.pointwise.pointwise import CPP, literal
+from optdnn.kernels.pointwise.expressions import CPP, literal
 
 BYTES = frozenset({"uint8", "int8"})
 """Integers that every floating type holds exactly, so that a cast of them is exact."""

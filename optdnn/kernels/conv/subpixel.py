@@ -12,7 +12,7 @@ import numpy as np
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.pointwise.strides import broadcast
 from optdnn.kernels.pool.window import channel_vector_width, finishing, position, spatial3
 from optdnn.ops.base import Stage

@@ -18,8 +18,8 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import CHANNEL_ALIGN, EIGHT_BITS, Builder, TensorView, row_major, up
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import pieces, walk
-from optdnn.kernels.pointwise.pointwise import CPP, STRIDES_LIMIT
-from optdnn.kernels.pointwise.strides import merge
+from optdnn.kernels.pointwise.expressions import CPP
+from optdnn.kernels.pointwise.strides import STRIDES_LIMIT, merge
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.types import BF16, DTYPES, FP16, normalize_axis
 

@@ -14,7 +14,8 @@ from optdnn.kernels.gemm.tiles import MatrixTile, Tile, matrix_tile, tile_of, ti
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import order_read
 from optdnn.kernels.layout.walks import walk
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body, emit_pointwise, literal
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic, body, literal
+from optdnn.kernels.pointwise.pointwise import emit_pointwise
 from optdnn.kernels.pointwise.strides import broadcast, merge, vector
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import Stage

@@ -12,7 +12,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.index.index_kernel import needed, shape_at
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic, literal
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.farthest import block_of, fits

@@ -13,7 +13,7 @@ from typing import Any
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.pointwise.strides import offset_type
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.fused import plain_attrs

@@ -23,7 +23,7 @@ from optdnn.kernels.index.index_kernel import (
     wide,
 )
 from optdnn.kernels.index.packed_rows import packed_rows
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic, literal
 from optdnn.kernels.quantized.pointwise import QUANTIZED
 from optdnn.ops.gemm import einsum_terms
 from optdnn.types import normalize_axis

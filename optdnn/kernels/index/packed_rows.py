@@ -14,7 +14,7 @@ from optdnn.kernels.index.index_kernel import (
     operands_of,
     wide,
 )
-from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.ops.packed_layout import blocks_of
 from optdnn.types import DTYPES, DType, bits_of, is_float
 

@@ -21,7 +21,7 @@ from optdnn.kernels.index.index_kernel import (
     operands_of,
     shape_at,
 )
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic
 from optdnn.types import is_float, normalize_axis
 
 WARP = 32

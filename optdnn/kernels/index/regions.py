@@ -18,7 +18,7 @@ from optdnn.kernels.index.index_kernel import (
     operands_of,
 )
 from optdnn.kernels.layout.views import ints
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic, literal
 from optdnn.kernels.reduce.reduce import limits
 from optdnn.types import is_float
 

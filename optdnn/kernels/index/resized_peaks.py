@@ -14,7 +14,7 @@ from optdnn.kernels.builder import Builder
 from optdnn.kernels.index.index_kernel import needed
 from optdnn.kernels.index.sampling import LAUNCH
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic, literal
 from optdnn.kernels.reduce.arg import beats
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import attrs_dict

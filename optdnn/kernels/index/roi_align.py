@@ -13,7 +13,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import POINTS_LIMIT, emit_index_kernel, needed, operands_of
 from optdnn.kernels.index.sampling import LAUNCH, PLACES, UNROLLED, each, together, vector_of
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic, literal
 from optdnn.kernels.tactic import Tactic
 from optdnn.types import is_float
 

@@ -15,7 +15,7 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import POINTS_LIMIT, emit_index_kernel, operands_of
 from optdnn.kernels.index.numeric import REFLECTED, first_tap, tap_index
 from optdnn.kernels.layout.views import order_read
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic
 from optdnn.kernels.tactic import Tactic
 
 ACCESS = 16

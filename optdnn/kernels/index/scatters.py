@@ -25,7 +25,8 @@ from optdnn.kernels.index.index_kernel import (
     shape_at,
 )
 from optdnn.kernels.layout.views import reshaped
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copied, copy
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic
+from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.types import DTYPES, FP16, FP64, normalize_axis
 
 SCATTER_LIMIT = 1 << 31

@@ -11,7 +11,7 @@ import math
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.index.index_kernel import IndexKernel, coordinates, emit_index_kernel, needed, operands_of, shape_at
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic, literal
 from optdnn.ops.sinkhorn import MOST_LINES
 
 LAUNCH_S, ROW_S, SHUFFLE_S = 1.5e-6, 8e-9, 3e-9

@@ -13,7 +13,7 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import POINTS_LIMIT, needed, operands_of
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
 from optdnn.kernels.layout.views import ints
-from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.compile import render

@@ -13,7 +13,7 @@ import numpy as np
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import IndexKernel, emit_index_kernel, needed, shape_at
-from optdnn.kernels.pointwise.pointwise import CPP, literal
+from optdnn.kernels.pointwise.expressions import CPP, literal
 from optdnn.runtime.reference.trees import LEAF
 from optdnn.types import FP64, Array
 

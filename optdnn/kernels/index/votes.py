@@ -10,7 +10,7 @@ import numpy as np
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.index.index_kernel import IndexKernel, emit_index_kernel, needed, operand_at, operands_of, shape_at
-from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.expressions import CPP
 
 LANES = 32
 MOST_CLASSES = 12

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.pointwise import joint
-from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.pointwise.strides import merge, offset_type
 from optdnn.types import BF16, FP16, FP32
 

@@ -15,7 +15,7 @@ from optdnn.kernels.layout.row_places import result_strides
 from optdnn.kernels.layout.taps import AxisTable, emit_taps
 from optdnn.kernels.layout.views import ints, settle
 from optdnn.kernels.layout.walks import pieces, walk
-from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import attrs_dict

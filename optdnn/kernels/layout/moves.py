@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from optdnn.kernels.builder import Builder, Move, TensorView
 from optdnn.kernels.index.index_kernel import coordinates, emit_index_kernel
-from optdnn.kernels.pointwise.pointwise import CPP, copy
+from optdnn.kernels.pointwise.expressions import CPP
+from optdnn.kernels.pointwise.pointwise import copy
 
 MOST_ELEMENTS = 1 << 16
 """Most elements that one launch joins: one or two blocks per multiprocessor, with one element per thread."""

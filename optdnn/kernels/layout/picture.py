@@ -17,7 +17,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, row_major
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import ints
-from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.reference import resize

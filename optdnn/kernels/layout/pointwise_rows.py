@@ -14,9 +14,9 @@ from optdnn.kernels.launch import Launch, Parameters
 from optdnn.kernels.layout.gather import GatherBy
 from optdnn.kernels.pointwise.before import stages_of
 from optdnn.kernels.pointwise.elementwise import Elementwise
+from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.pointwise.neighbors import THREADS, kernel, load, place, walk
-from optdnn.kernels.pointwise.pointwise import CPP, STRIDES_LIMIT
-from optdnn.kernels.pointwise.strides import broadcast, vector
+from optdnn.kernels.pointwise.strides import STRIDES_LIMIT, broadcast, vector
 from optdnn.kernels.tactic import Region
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages

@@ -18,8 +18,8 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Launch, Parameters
 from optdnn.kernels.layout.gather import Pad
 from optdnn.kernels.pointwise.before import moved, pointwise_before, stages_of
+from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.pointwise.neighbors import THREADS, kernel, load, place, walk
-from optdnn.kernels.pointwise.pointwise import CPP
 from optdnn.kernels.pointwise.strides import broadcast, vector
 from optdnn.kernels.tactic import Region
 from optdnn.ops.base import Stage, attrs_dict

@@ -16,7 +16,8 @@ import numpy as np
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import AHEAD, CPP, MANY, SHORT, arithmetic, literal
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic, literal
+from optdnn.kernels.pointwise.pointwise import AHEAD, MANY, SHORT
 from optdnn.types import Array
 
 THREADS = 256

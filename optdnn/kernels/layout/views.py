@@ -12,7 +12,7 @@ from optdnn.errors import ShapeError, UnsupportedError
 from optdnn.ir.graph import STRUCTURAL, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, row_major, unmade, up
 from optdnn.kernels.layout.moves import joinable
-from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
+from optdnn.kernels.pointwise.strides import STRIDES_LIMIT
 from optdnn.types import is_float, normalize_axis
 
 

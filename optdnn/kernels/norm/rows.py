@@ -16,7 +16,8 @@ from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.norm.activation import NormOutput, output_of
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copied, emit_pointwise, literal
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic, literal
+from optdnn.kernels.pointwise.pointwise import copied, emit_pointwise
 from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.kernels.pool.window import Rendered, Window, emit_window
 from optdnn.kernels.reduce.reduce import limits

@@ -16,7 +16,7 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import batched, walk
 from optdnn.kernels.norm.rows import RowPlan, Rows, row_plan, whole_rows_seconds
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic
 from optdnn.kernels.pointwise.strides import merge, vector
 from optdnn.kernels.pool.window import load_channels
 from optdnn.kernels.reduce.reduce import limits

@@ -15,7 +15,8 @@ from optdnn.kernels.builder import Builder, Move, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import VIEWS, order_read
 from optdnn.kernels.layout.walks import walk
-from optdnn.kernels.pointwise.pointwise import CPP, body, literal, single
+from optdnn.kernels.pointwise.expressions import CPP, body, literal
+from optdnn.kernels.pointwise.pointwise import single
 from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.kernels.tactic import Region, Tactic, readers
 from optdnn.ops.base import Stage, attrs_dict

@@ -15,7 +15,7 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import walk
-from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.types import BF16, FP16, FP32, normalize_axis

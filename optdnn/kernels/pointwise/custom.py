@@ -9,7 +9,8 @@ from optdnn.errors import OptdnnError, UnsupportedError
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP, copied, copy
+from optdnn.kernels.pointwise.expressions import CPP
+from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import attrs_dict
 from optdnn.types import TensorType

@@ -8,7 +8,8 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, row_major
 from optdnn.kernels.layout.row_places import access, result_strides
 from optdnn.kernels.layout.views import order_read, settle
-from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, emit_pointwise, single
+from optdnn.kernels.pointwise.expressions import CPP, EXPRESSIONS
+from optdnn.kernels.pointwise.pointwise import emit_pointwise, single
 from optdnn.kernels.tactic import Tactic
 
 SHORTEST = 8

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from optdnn.kernels.builder import TensorView, up
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
 from optdnn.kernels.pointwise.byte_table import BYTES
-from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, arithmetic, body
+from optdnn.kernels.pointwise.expressions import CPP, EXPRESSIONS, arithmetic, body
 from optdnn.kernels.pointwise.strides import broadcast, merge, offset_type
 from optdnn.ops.base import Stage
 from optdnn.types import FP32, TensorType

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from optdnn.kernels.builder import TensorView
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic, body
 from optdnn.ops.base import Stage
 from optdnn.types import DType, TensorType
 

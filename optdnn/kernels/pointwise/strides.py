@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from optdnn.kernels.builder import TensorView
 
-# ---------------------------------------------------------------- iteration space
+STRIDES_LIMIT = 16
+"""Most axes after merging: sizes and strides are parameters of a launch."""
 
 
 def offset_type(tensors: Sequence[TensorView]) -> str:

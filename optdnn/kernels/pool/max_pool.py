@@ -11,7 +11,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.cost import CLOCK, MEMORY
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.pool.window import Window, pads_of, pool_attrs, spatial3
 from optdnn.kernels.tactic import Offer, Tactic
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted

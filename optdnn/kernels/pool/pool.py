@@ -10,7 +10,7 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.pointwise.before import exchanged, stages_of
 from optdnn.kernels.pointwise.elementwise import Elementwise
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic
 from optdnn.kernels.pool.window import (
     Rendered,
     Window,

@@ -15,7 +15,7 @@ from typing import Any
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic, body
 from optdnn.kernels.pointwise.strides import broadcast
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs

@@ -15,7 +15,7 @@ from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import batched, walk
-from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.pointwise.strides import merge, vector
 from optdnn.kernels.pool.window import load_channels
 from optdnn.kernels.reduce.grid import BATCH_S, LAUNCH_S, RATE

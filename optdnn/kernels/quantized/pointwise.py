@@ -13,7 +13,7 @@ import ml_dtypes
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import coordinates, emit_index_kernel, needed, operand_at, operands_of, wide
-from optdnn.kernels.pointwise.pointwise import CPP, LARGEST, arithmetic, literal
+from optdnn.kernels.pointwise.expressions import CPP, LARGEST, arithmetic, literal
 from optdnn.kernels.quantized.dynamic_range import best, emit_range
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.quant import QuantizeAttrs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.pointwise.pointwise import EXPRESSIONS, literal
+from optdnn.kernels.pointwise.expressions import EXPRESSIONS, literal
 from optdnn.ops.rnn import RNNAttrs
 
 

@@ -10,7 +10,7 @@ from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.gemm.matmul import emit_matmul
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic
 from optdnn.kernels.recurrent.activations import activation, per_direction
 from optdnn.kernels.recurrent.hopper import initial_states
 from optdnn.kernels.tactic import Tactic

@@ -14,8 +14,8 @@ from optdnn.errors import InternalError
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, STRIDES_LIMIT, arithmetic, body
-from optdnn.kernels.pointwise.strides import broadcast, merge
+from optdnn.kernels.pointwise.expressions import CPP, EXPRESSIONS, arithmetic, body
+from optdnn.kernels.pointwise.strides import STRIDES_LIMIT, broadcast, merge
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.fused import plain_attrs
 from optdnn.ops.pointwise_scan import PointwiseScanAttrs

@@ -9,7 +9,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import walk
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic
 from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import attrs_dict

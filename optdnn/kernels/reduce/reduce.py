@@ -15,7 +15,8 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import ints
 from optdnn.kernels.layout.walks import walk
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copy, literal
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic, literal
+from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.pool.window import load_channels
 from optdnn.kernels.reduce.grid import BATCH, Grid, Space, space_of
 from optdnn.kernels.reduce.windows import WINDOWS, refuse_windows, windows

@@ -17,8 +17,8 @@ from optdnn.errors import InternalError
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, STRIDES_LIMIT, arithmetic, body, literal
-from optdnn.kernels.pointwise.strides import broadcast, merge, vector
+from optdnn.kernels.pointwise.expressions import CPP, EXPRESSIONS, arithmetic, body, literal
+from optdnn.kernels.pointwise.strides import STRIDES_LIMIT, broadcast, merge, vector
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.fused import plain_attrs
 from optdnn.ops.segment_sum import NEUTRAL, SegmentSumAttrs

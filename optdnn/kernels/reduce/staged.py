@@ -17,8 +17,8 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.layout.views import ints
 from optdnn.kernels.pointwise.before import moved, pointwise_before, stages_of
-from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT, arithmetic, body
-from optdnn.kernels.pointwise.strides import broadcast
+from optdnn.kernels.pointwise.expressions import arithmetic, body
+from optdnn.kernels.pointwise.strides import STRIDES_LIMIT, broadcast
 from optdnn.kernels.reduce.grid import space_of
 from optdnn.kernels.reduce.parts import best_parts
 from optdnn.kernels.reduce.reduce import POOLS, Reduction, Source, emit_reduce

@@ -6,7 +6,7 @@ import pytest
 from support.net import Net
 from support.simulated import lowered
 
-from optdnn.kernels.pointwise.pointwise import EXPRESSIONS
+from optdnn.kernels.pointwise.expressions import EXPRESSIONS
 
 
 def test_an_operator_without_an_expression(monkeypatch: pytest.MonkeyPatch) -> None:
