@@ -69,6 +69,7 @@ from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, Cudn
 from optdnn.kernels.norm.across import AddNormAcross, NormAcross, NormOfAcross
 from optdnn.kernels.norm.add_group_norm import AddGroupNorm
 from optdnn.kernels.norm.add_norm import AddNorm, AddNormQuantized
+from optdnn.kernels.norm.channel_norms import BatchNorm, LocalResponse
 from optdnn.kernels.norm.dequantized_rows import DequantizedRows
 from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.group_norm_add import GroupNormAdd
@@ -78,7 +79,7 @@ from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.norm_add_norm import NormAddNorm
 from optdnn.kernels.norm.norm_norm import NormNorm
 from optdnn.kernels.norm.row_tiles import RowTiles
-from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows, WidenedRows
+from optdnn.kernels.norm.rows import Rows, WidenedRows
 from optdnn.kernels.norm.rows_grid import RowsGrid
 from optdnn.kernels.norm.rows_once import OPERATIONS, ActivatedRows, FlatRows, QuantizedRows, RowsOnce
 from optdnn.kernels.norm.short_rows import ShortRows, ShortRowsPair

@@ -17,7 +17,7 @@ from support.simulated import check_simulated, feeds_of, lowered
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
-from optdnn.kernels.layout import taps
+from optdnn.kernels.layout import tap_forms
 from optdnn.kernels.pointwise import joint as joint_launches
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.ops import conv, reduce, resize, shape
@@ -160,7 +160,7 @@ def test_a_thread_resizes_several_pixels_with_their_channels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Each pixel is read once for all neighbors that need it. An infinite element affects no others."""
-    monkeypatch.setattr(taps, "MANY_THREADS", 0)
+    monkeypatch.setattr(tap_forms, "MANY_THREADS", 0)
     n = Net()
     graph = n.done(n.op("Resize", n.op("Neg", n.input(2, 5, 12, 8)), None, None, n.ints(2, *sizes), attrs=attrs))
     program = lowered(graph, precision)

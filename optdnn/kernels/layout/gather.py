@@ -12,7 +12,8 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.row_places import result_strides
-from optdnn.kernels.layout.taps import AxisTable, emit_taps
+from optdnn.kernels.layout.tap_tables import AxisTable
+from optdnn.kernels.layout.taps import emit_taps
 from optdnn.kernels.layout.views import ints, settle
 from optdnn.kernels.layout.walks import pieces, walk
 from optdnn.kernels.pointwise.expressions import CPP

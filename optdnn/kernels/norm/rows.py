@@ -8,46 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.norm.activation import NormOutput, output_of
-from optdnn.kernels.pointwise.expressions import CPP, arithmetic, literal
-from optdnn.kernels.pointwise.pointwise import copied, emit_pointwise
+from optdnn.kernels.norm.row_forms import LONG, THREADS, apart_seconds, form_of, whole_rows_seconds
+from optdnn.kernels.pointwise.expressions import CPP, arithmetic
 from optdnn.kernels.pointwise.strides import broadcast, merge
-from optdnn.kernels.pool.window import Rendered, Window, emit_window
 from optdnn.kernels.reduce.reduce import limits
 from optdnn.kernels.tactic import Region, Tactic, readers
-from optdnn.ops.base import Stage, attrs_dict
-from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.types import FP64, is_float, normalize_axis
-
-THREADS, MOST_THREADS = 256, 1024
-SECTOR = 32
-"""Bytes that memory delivers together."""
-LAUNCH_S, ELEMENT_S = 2.5e-6, 0.26e-6
-"""Seconds of a dependent launch, and per element of a thread and pass. On an H200, one row of 16384, 49152 and 131072 elements in three
-passes took 54, 172 and 404 us."""
-APART_S = 1.5e-6
-"""Seconds of a dependent launch for rows whose elements lie apart."""
-RESIDENT = 4
-"""Blocks of long rows that run on a multiprocessor at once."""
-EACH = 4
-"""Least elements of a short row for a lane."""
-KEPT = 26
-"""Most elements of a row that a lane keeps in registers, so that all loads of a row are in flight and it is read once."""
-LONG = 16
-"""From this number of elements per thread on, the length of a row sets the time, and not the work of all blocks."""
-
-
-def whole_rows_seconds(rows: int, length: int, statistics: int, gpu: GpuFacts) -> float:
-    """Predicted seconds of a launch with one block per row."""
-    waves = math.ceil(rows / (gpu.multiprocessors * RESIDENT))
-    return LAUNCH_S + waves * (statistics + 1) * math.ceil(length / THREADS) * ELEMENT_S
+from optdnn.ops.base import attrs_dict
+from optdnn.types import is_float, normalize_axis
 
 
 @dataclass(frozen=True)
@@ -62,71 +35,6 @@ class Statistic:
     combine: str = "a + b"
     post: str = "s"
     merged: str = "u0"
-
-
-@dataclass(frozen=True)
-class _Form:
-    """``lanes`` threads share a row, and a block has ``rows`` rows. ``apart``: neighboring threads have neighboring rows, whose elements
-    lie together; else they have neighboring elements."""
-
-    lanes: int
-    rows: int
-    apart: bool = False
-
-    @property
-    def threads(self) -> int:
-        return self.lanes * self.rows
-
-    @property
-    def lane(self) -> str:
-        """C++ of a thread's number in its row."""
-        return f"threadIdx.x / {self.rows}" if self.apart else f"threadIdx.x % {self.lanes}"
-
-    @property
-    def group(self) -> str:
-        """C++ of its row's number in the block."""
-        return f"threadIdx.x % {self.rows}" if self.apart else f"threadIdx.x / {self.lanes}"
-
-    def kept(self, count: int) -> bool:
-        """Whether rows of ``count`` elements are kept in registers."""
-        return count <= KEPT * self.lanes
-
-    def of(self, lane: str) -> str:
-        """C++ of the partial result of a lane."""
-        return f"partial[({lane}) * {self.rows} + group]" if self.apart else f"partial[group * {self.lanes} + {lane}]"
-
-
-def _form(rows: int, count: int, itemsize: int, *, apart: bool, gpu: GpuFacts) -> _Form:
-    """The form of a launch for ``rows`` rows of ``count`` elements. Rows whose elements lie ``apart`` share sectors with their
-    neighbors. A block takes two sectors, one, or a part of one, so that most multiprocessors have a block."""
-    sector = SECTOR // itemsize
-    if not apart or rows < sector:
-        lanes = min(32, 1 << max(0, (count // EACH).bit_length() - 1)) if count <= 512 else THREADS
-        return _Form(lanes, THREADS // lanes)
-    busy = rows / sector / gpu.multiprocessors
-    together = (
-        2 * sector if busy >= 16 else sector if busy >= 1 else sector // 2 if busy >= 1 / 16 else max(2, sector // 4)
-    )
-    threads = MOST_THREADS if count > LONG * THREADS // together else THREADS
-    return _Form(threads // together, together, apart=True)
-
-
-def _form_of(b: Builder, x: TensorView, axes: Sequence[int], out: TensorView) -> _Form:
-    """The form of a launch for rows of ``x`` along ``axes``, with the result at ``out``. Row-invariant programs add in an order that
-    does not depend on the number of rows."""
-    kept = [i for i in range(len(x.shape)) if i not in axes]
-    dims, places = merge([x.shape[i] for i in kept], [[t.strides[i] for i in kept] for t in (out, x)])
-    inner, steps = merge([x.shape[i] for i in axes], [[t.strides[i] for i in axes] for t in (out, x)])
-    apart = not b.row_invariant and places[0][-1:] == places[1][-1:] == [1] != steps[1][-1:]
-    return _form(math.prod(dims), math.prod(inner), x.dtype.itemsize, apart=apart, gpu=b.gpu)
-
-
-def apart_seconds(rows: int, count: int, itemsize: float, passes: int, form: _Form) -> float:
-    """Predicted seconds of a launch for rows whose elements lie apart: whole sectors from L2, or the loads of a thread (H100)."""
-    sectors, loads = max(1.0, SECTOR / (form.rows * itemsize)), -(-count // form.lanes)
-    each = 0.05e-6 + 0.15e-6 * form.threads / MOST_THREADS
-    passes = 1 if form.kept(count) else passes
-    return APART_S + passes * max(rows * count * itemsize * sectors / 1.7e12, loads * each)
 
 
 def _each(lanes: int, count: int, body: str) -> str:
@@ -154,7 +62,7 @@ def emit_rows(
     dims, outer = merge([x.shape[i] for i in kept], [[t.strides[i] for i in kept] for t in tensors])
     inner, steps = merge([x.shape[i] for i in axes], [[t.strides[i] for i in axes] for t in tensors])
     rows, count = math.prod(dims), math.prod(inner)
-    form = _form_of(b, x, axes, out)
+    form = form_of(b, x, axes, out)
     lanes, t = form.lanes, arithmetic(x.dtype)
     load = f"i64 at = bx; {walk('r', 'i', 'inner', len(inner), [('at', 'ix')])}"
     each, value, held = partial(_each, lanes, count), f"{load} const {t} v = widen(p.x[at]);", ""
@@ -283,7 +191,7 @@ class WidenedRows(Rows):
         if (why := super().refuse(b, op)) is not None:
             return why
         plan = row_plan(b, op, b.result(to.value))
-        apart = _form_of(b, plan.source, plan.axes, plan.target).apart
+        apart = form_of(b, plan.source, plan.axes, plan.target).apart
         return None if apart else "neighboring threads would not read and write the elements of neighboring rows"
 
     def region(self, b: Builder, op: Op) -> Region:
@@ -315,7 +223,7 @@ def _widened(b: Builder, op: Op) -> NormOutput:
 def _seconds(b: Builder, plan: RowPlan) -> float | None:
     """The predicted time of a launch; None for short rows of neighboring elements."""
     rows, passes = plan.source.size // max(1, plan.length), len(plan.statistics) + 1
-    form = _form_of(b, plan.source, plan.axes, plan.target)
+    form = form_of(b, plan.source, plan.axes, plan.target)
     if form.apart:
         itemsize = (plan.source.dtype.itemsize + plan.target.dtype.itemsize) / 2  # an element is read and written
         return apart_seconds(rows, plan.length, itemsize, passes, form)
@@ -389,63 +297,3 @@ def _groups(
     assert views[1] is not None
     per = [(0, e.strides[0] * (c // groups), e.strides[0], *(0,) * (len(split) - 3)) for e in extras]
     return views[0], views[1], [e.view(split, s) for e, s in zip(extras, per, strict=True)]
-
-
-class BatchNorm(Tactic):
-    """A BatchNormalization that no other operator absorbed: a scale and a shift per channel, in fp32."""
-
-    name = "pointwise"
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        constant = all(b.graph.constant_value(v) is not None for v in op.inputs[1:])
-        return None if constant else "its statistics are not constant"
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        x, out = b.operand(op.inputs[0]), b.target(op.value)
-        scale, shift, mean, var = (np.asarray(b.graph.constant_value(v), np.float64) for v in op.inputs[1:5])
-        factor = scale / np.sqrt(var + op.attrs.epsilon)
-        wide = np.float64 if x.dtype == FP64 else np.float32
-        shape = (-1, *(1,) * (len(x.shape) - 2))
-        column = [
-            b.constant(v.astype(wide).reshape(shape), op.outputs[0].name) for v in (factor, shift - mean * factor)
-        ]
-        stages = [Stage("Mul", (-1, 1)), Stage("Add", (-2, 2))]
-        emit_pointwise(b, op, stages, [x, *column], out, widened=True)
-
-
-class LocalResponse(Tactic):
-    """LRN: a window over the channels."""
-
-    name = "lrn"
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
-        return None if is_float(x.dtype) and len(x.static_shape) >= 3 else "it is for feature maps of floating point"
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        x, out = b.operand(op.inputs[0]), b.target(op.value)
-        a, (n, c) = op.attrs, x.shape[:2]
-        pixels = math.prod(x.shape[2:])
-        flat = [reshaped(p, (n, c, pixels)) for p in (self._uniform(b, op, x), out)]
-        source, target = (
-            p.view((n, pixels, c), (p.strides[0], p.strides[2], p.strides[1])) for p in flat if p is not None
-        )
-        before = (a.size - 1) // 2
-        window = Window.make((a.size,), (1,), (before, a.size - 1 - before), (1,))
-        t = arithmetic(x.dtype)
-        scale = f"{literal(a.bias, t)} + {literal(a.alpha / a.size, t)} * acc"
-        parts = Rendered(
-            f"{t} acc = 0;",
-            f"{{ const {t} v = widen(at[c * p.xs[1]]); acc += v * v; }}",
-            f"const {t} value = widen(x[c * p.xs[1] + w * p.xs[4]]) / pow({scale}, {literal(a.beta, t)});",
-        )
-        emit_window(
-            b, op, window, source, target, parts, vec=1, kind="LRN", attrs=attrs_dict(a), reads=[x], writes=out
-        )  # fmt: skip
-
-    @staticmethod
-    def _uniform(b: Builder, op: Op, x: TensorView) -> TensorView:
-        """``x`` with one stride between pixels: a copy if necessary."""
-        if reshaped(x, (x.shape[0], x.shape[1], math.prod(x.shape[2:]))) is not None:
-            return x
-        return copied(b, op, x, "dense")

@@ -15,7 +15,8 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import batched, walk
-from optdnn.kernels.norm.rows import RowPlan, Rows, row_plan, whole_rows_seconds
+from optdnn.kernels.norm.row_forms import whole_rows_seconds
+from optdnn.kernels.norm.rows import RowPlan, Rows, row_plan
 from optdnn.kernels.pointwise.expressions import CPP, arithmetic
 from optdnn.kernels.pointwise.strides import merge, vector
 from optdnn.kernels.pool.window import load_channels

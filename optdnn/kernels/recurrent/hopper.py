@@ -10,7 +10,8 @@ import numpy as np
 
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
-from optdnn.kernels.layout.taps import AxisTable, emit_taps
+from optdnn.kernels.layout.tap_tables import AxisTable
+from optdnn.kernels.layout.taps import emit_taps
 from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.recurrent import kernel as rnn
 from optdnn.kernels.tactic import Offer, ProblemTactic, Region

@@ -14,7 +14,7 @@ from support.on_processor import compare_steps
 from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals
 
 from optdnn.ir.graph import Graph
-from optdnn.kernels.norm import rows
+from optdnn.kernels.norm import row_forms
 from optdnn.ops.norm import MeanVarianceAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
@@ -55,7 +55,7 @@ def test_rows_lie_side_by_side_in_a_block(name: str, precision: str) -> None:
     axis = step.params["op"]["attrs"].get("axis", 1)
     assert shape is not None
     count = math.prod(n for i, n in enumerate(shape) if i != axis)
-    form = rows._form(count, shape[axis], 4 if precision == "fp32" else 2, apart=True, gpu=H100)
+    form = row_forms.chosen_form(count, shape[axis], 4 if precision == "fp32" else 2, apart=True, gpu=H100)
     assert form.apart
     assert step.params["launch"]["grid"][0] == -(-count // form.rows)
     assert step.params["launch"]["block"] == form.threads
@@ -104,26 +104,26 @@ def test_the_kernel_on_a_gpu(name: str, precision: str) -> None:
 @pytest.mark.parametrize(
     ("count", "length", "itemsize", "apart", "form"),
     [
-        (4096, 128, 2, False, rows._Form(32, 8)),
-        (4096, 64, 2, False, rows._Form(16, 16)),
-        (451584, 9, 2, False, rows._Form(2, 128)),
-        (451584, 3, 2, False, rows._Form(1, 256)),
-        (4096, 1000, 2, False, rows._Form(256, 1)),
-        (12, 1000, 2, True, rows._Form(256, 1)),  # fewer rows than a sector holds
-        (80, 2000, 2, True, rows._Form(256, 4, apart=True)),
-        (1216, 3137, 2, True, rows._Form(128, 8, apart=True)),
-        (1216, 64, 2, True, rows._Form(32, 8, apart=True)),
-        (25088, 256, 2, True, rows._Form(16, 16, apart=True)),
-        (262144, 21, 2, True, rows._Form(8, 32, apart=True)),
-        (262144, 21, 4, True, rows._Form(16, 16, apart=True)),
-        (20, 64, 4, True, rows._Form(128, 2, apart=True)),
+        (4096, 128, 2, False, row_forms.Form(32, 8)),
+        (4096, 64, 2, False, row_forms.Form(16, 16)),
+        (451584, 9, 2, False, row_forms.Form(2, 128)),
+        (451584, 3, 2, False, row_forms.Form(1, 256)),
+        (4096, 1000, 2, False, row_forms.Form(256, 1)),
+        (12, 1000, 2, True, row_forms.Form(256, 1)),  # fewer rows than a sector holds
+        (80, 2000, 2, True, row_forms.Form(256, 4, apart=True)),
+        (1216, 3137, 2, True, row_forms.Form(128, 8, apart=True)),
+        (1216, 64, 2, True, row_forms.Form(32, 8, apart=True)),
+        (25088, 256, 2, True, row_forms.Form(16, 16, apart=True)),
+        (262144, 21, 2, True, row_forms.Form(8, 32, apart=True)),
+        (262144, 21, 4, True, row_forms.Form(16, 16, apart=True)),
+        (20, 64, 4, True, row_forms.Form(128, 2, apart=True)),
     ],
 )
 def test_forms(count: int, length: int, itemsize: int, apart: bool, form: Any) -> None:
-    assert rows._form(count, length, itemsize, apart=apart, gpu=H100) == form
+    assert row_forms.chosen_form(count, length, itemsize, apart=apart, gpu=H100) == form
 
 
 def test_more_sectors_take_more_time() -> None:
-    half, whole = rows._Form(128, 8, apart=True), rows._Form(64, 16, apart=True)
-    assert rows.apart_seconds(100000, 64, 2, 3, half) > rows.apart_seconds(100000, 64, 2, 3, whole)
-    assert rows.apart_seconds(16, 30000, 2, 3, whole) > 20e-6  # the loads of a thread
+    half, whole = row_forms.Form(128, 8, apart=True), row_forms.Form(64, 16, apart=True)
+    assert row_forms.apart_seconds(100000, 64, 2, 3, half) > row_forms.apart_seconds(100000, 64, 2, 3, whole)
+    assert row_forms.apart_seconds(16, 30000, 2, 3, whole) > 20e-6  # the loads of a thread
