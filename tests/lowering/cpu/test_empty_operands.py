@@ -1,0 +1,143 @@
+"""Operators that end the process in ONNX Runtime on a tensor without elements: a branch avoids that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+import optdnn
+from optdnn.dim import symbol
+from optdnn.importers.onnx import import_model
+from optdnn.lowering.cpu.empty_operands import guard_empty, may_end_process
+from optdnn.lowering.cpu.unsafe import openvino_must_not
+from optdnn.types import FP32, TensorType
+
+ort = pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+
+STATES, INPUTS = 4, 3
+CELLS = {"GRU": 3, "LSTM": 4}
+
+
+def f32(*shape: int) -> Any:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def recurrent(kind: str, attrs: str = "", directions: int = 1, initial: bool = False) -> onnx.ModelProto:
+    """A layer with all of its outputs."""
+    outputs = ["y", "h", "c"][: 3 if kind == "LSTM" else 2]
+    given = "float[T, N, 3] x" + (f", float[{directions}, N, 4] h0" if initial else "")
+    head = f'<ir_version: 10, opset_import: ["" : 21]> g ({given}) => ({", ".join(f"float {o}" for o in outputs)})'
+    operands = "x, w, r" + (", , , h0" if initial else "")
+    model = onnx.parser.parse_model(
+        f"{head} {{ {', '.join(outputs)} = {kind} <hidden_size = 4 {attrs}> ({operands}) }}"
+    )
+    for output in model.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    for name, size in (("w", INPUTS), ("r", STATES)):
+        weight = f32(directions, CELLS[kind] * STATES, size)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
+    return model
+
+
+def volumes(attrs: str) -> onnx.ModelProto:
+    """A transposed convolution of volumes of any size."""
+    head = '<ir_version: 10, opset_import: ["" : 21]> g (float[N, 2, D, H, W] x) => (float[N, 3, A, B, C] y)'
+    model = onnx.parser.parse_model(f"{head} {{ y = ConvTranspose {attrs} (x, w, b) }}")
+    for name, shape in (("w", (2, 3, 3, 3, 3)), ("b", (3,))):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(f32(*shape), name))
+    return model
+
+
+def agrees(model: onnx.ModelProto, feeds: dict[str, Any], tactics: str = "onnxruntime") -> None:
+    """The library runs the network, and its results are those of NumPy."""
+    engine = optdnn.build(model, target="cpu", threads=1, tactics=tactics)
+    assert [step.executor for step in engine.program.steps] == ["onnxruntime"]
+    want, got = optdnn.build(model, target="reference").run(feeds), engine.run(feeds)
+    for name, value in want.items():
+        assert got[name].shape == value.shape
+        np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", CELLS)
+@pytest.mark.parametrize(("steps", "batch"), [(3, 0), (0, 2), (0, 0), (3, 2)])
+def test_recurrent_layers_without_a_batch_or_steps(kind: str, steps: int, batch: int) -> None:
+    agrees(recurrent(kind), {"x": f32(steps, batch, INPUTS)})
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_both_directions_and_initial_states(kind: str) -> None:
+    model = recurrent(kind, ', direction = "bidirectional"', 2, initial=True)
+    for steps, batch in ((3, 0), (0, 2), (3, 2)):
+        agrees(model, {"x": f32(steps, batch, INPUTS), "h0": f32(2, batch, STATES)})
+
+
+def test_batches_in_front() -> None:
+    """Layout 1 has the batch before the steps; only the shapes of zeros depend on it."""
+    model = recurrent("GRU", ", layout = 1")
+    guard_empty(model, {})
+    (branch,) = (a.g for node in model.graph.node for a in node.attribute if a.name == "then_branch")
+    graph = onnx.helper.make_graph(
+        list(branch.node), "zeros", list(model.graph.input), list(branch.output), list(model.graph.initializer)
+    )
+    made = onnx.helper.make_model(graph, opset_imports=model.opset_import, ir_version=10)
+    y, h = ort.InferenceSession(made.SerializeToString()).run(None, {"x": f32(0, 2, INPUTS)})
+    assert (y.shape, h.shape, y.sum(), h.sum()) == ((0, 2, 1, STATES), (0, 1, STATES), 0, 0)
+
+
+@pytest.mark.parametrize(
+    "attrs",
+    ["", "<strides = [2, 1, 2]>", "<strides = [2, 2, 2], output_padding = [1, 0, 1], pads = [1, 0, 1, 0, 1, 0]>",
+     '<auto_pad = "SAME_UPPER", strides = [2, 2, 2]>', "<output_shape = [2, 4, 5]>"],
+)  # fmt: skip
+def test_volumes_without_depth_or_height(attrs: str) -> None:
+    sizes = [(1, 2, 0, 4, 5), (0, 2, 2, 4, 5), (2, 2, 2, 4, 5)] if "shape" in attrs else [
+        (1, 2, 0, 4, 5), (1, 2, 3, 0, 5), (2, 2, 0, 0, 0), (0, 2, 3, 4, 5), (2, 2, 3, 4, 5)
+    ]  # fmt: skip
+    for size in sizes:
+        agrees(volumes(attrs), {"x": f32(*size)})
+
+
+def of(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node]
+
+
+def test_an_operand_that_always_has_elements_needs_no_branch() -> None:
+    n, none = symbol("n", 1), symbol("m", 0)
+    for dims, guarded in (((3, n, 3), False), ((3, 2, 3), False), ((3, none, 3), True)):
+        model = recurrent("GRU")
+        guard_empty(model, {"x": TensorType(FP32, dims)})
+        assert of(model) == (["Size", "Constant", "Equal", "If"] if guarded else ["GRU"])
+    images = TensorType(FP32, (none, 2, none, none))
+    assert not may_end_process("ConvTranspose", images)  # of volumes alone
+    assert not may_end_process("RNN", TensorType(FP32, (none, none, 3)))
+    assert may_end_process("GRU", None)
+
+
+def test_inner_graphs_get_branches_with_names_of_their_own() -> None:
+    head = '<ir_version: 10, opset_import: ["" : 21]> g (bool c, float[T, N, 3] x, float w, float r) => (float y)'
+    model = onnx.parser.parse_model(f"""{head} {{
+        y = If (c) <then_branch = a () => (float p) {{ p, if_empty_0 = GRU <hidden_size = 4> (x, w, r) }},
+                    else_branch = b () => (float q) {{ q = Identity (x) }}> }}""")
+    guard_empty(model, {})
+    (inner,) = (a.g for a in model.graph.node[0].attribute if a.name == "then_branch")
+    assert [node.op_type for node in inner.node] == ["Size", "Constant", "Equal", "If"]
+    names = [name for node in inner.node for name in node.output]
+    assert len(names) == len(set(names))
+    (other,) = (a.g for a in inner.node[-1].attribute if a.name == "else_branch")
+    assert [node.op_type for node in other.node] == ["GRU"]
+
+
+def test_openvino_leaves_them_to_onnxruntime() -> None:
+    """ONNX Runtime runs OpenVINO's calls without elements, on a model without guards."""
+    pytest.importorskip("openvino", reason="the cpu extra is not installed")
+
+    graph = import_model(recurrent("LSTM"))
+    (reason,) = openvino_must_not(graph).values()
+    assert "ends the process; sizes from 1 on avoid that" in reason
+    fixed = import_model(recurrent("LSTM"), shapes={"x": (3, 2, INPUTS)})
+    assert openvino_must_not(fixed) == {}
+    agrees(recurrent("LSTM"), {"x": f32(3, 0, INPUTS)}, "auto")
