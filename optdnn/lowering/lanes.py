@@ -4,7 +4,7 @@ A program is cut at each position where every later step depends on every earlie
 by list scheduling (Graham, 1969): the step with the longest path of work after it goes first. Two things bound the gain: free
 multiprocessors (a kernel whose blocks fill the GPU leaves no room for another) and the cost of forks and joins.
 
-Any predicted gain is enough: measured gains are larger (``docs/internals/kernels.md``).
+Any predicted gain is enough: measured gains are larger (``docs/internals/kernels-launches.md``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_STEPS = 2500
 """Programs of more steps keep one lane: with lanes, the arena planner compares all pairs of buffers."""
 JOIN, FORK = 0.45e-6, 0.35e-6
 """Seconds that a step loses if it waits for several steps, or if several steps wait for the same one.
-Measured on an H200: ``docs/internals/kernels.md``."""
+Measured on an H200: ``docs/internals/kernels-launches.md``."""
 ROOM = 1.6
 """The sum of the rooms of steps side by side may reach this. It exceeds 1 because a kernel's blocks start in the tail of another.
 On an H200, compared with 1.0: of eight networks with lanes, three take 0.94, 0.96 and 0.98 of the time, none more than 1.003."""

@@ -50,3 +50,17 @@ def test_getting_started_lists_every_extra() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     listed = re.findall(r"^\| `([a-z-]+)` \| ", (ROOT / "docs/getting-started.md").read_text(encoding="utf-8"), re.M)
     assert sorted(listed) == sorted(project["optional-dependencies"])
+
+
+def test_internals_pages_are_short(generate: ModuleType) -> None:
+    """A page that grows beyond this has several subjects. Its generated parts do not count."""
+    pages = sorted((ROOT / "docs" / "internals").glob("*.md"))
+    sizes = {p.name: len(generate.PART.sub("", p.read_text(encoding="utf-8")).encode()) for p in pages}
+    assert {name: size for name, size in sizes.items() if size > 20_000} == {}
+
+
+def test_every_page_about_kernels_is_listed() -> None:
+    folder = ROOT / "docs" / "internals"
+    index = (folder / "kernels.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| \[[^]]+\]\((kernels-[a-z-]+\.md)\) \|", index, re.M))
+    assert listed == {p.name for p in folder.glob("kernels-*.md")}

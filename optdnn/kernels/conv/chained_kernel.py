@@ -279,7 +279,7 @@ FIRST = 3500.0  # cycles from the launch to a block's first product, plus those 
 TILE = 865.0  # cycles of a tile besides its chunks
 MEMORY = 5.8e12  # bytes per second: more than the real rate, because overlapping times are combined by a norm
 TOGETHER = 4.0  # exponent of the norm that combines overlapping times
-"""Fitted to 580 timings of 14 problems on an H200 (docs/internals/kernels-convolutions.md)."""
+"""Fitted to 580 timings of 14 problems on an H200 (docs/internals/kernels-fused-convolutions.md)."""
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:

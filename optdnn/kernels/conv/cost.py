@@ -77,7 +77,7 @@ EXCHANGE = 2500  # cycles from a block's last product until another block receiv
 SEND, RECEIVE = 24.0, 56.0  # bytes of partial sums per cycle that a stream-K block sends to L2, and reads from it
 EXPONENTIAL = frozenset({"silu", "swish", "sigmoid", "elu", "softplus", "mish", "selu", "celu", "sin", "cos", "snake"})
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
-# Products: fitted to 649 timings of 37 products, in chains on an H200 (``docs/internals/kernels-products.md``).
+# Products: fitted to 649 timings of 37 products, in chains on an H200 (``docs/internals/kernels-hopper.md``).
 PRODUCT_CLOCK = 1.7e9  # Hz
 STORED = 0.081  # fraction of the ring's stores to shared memory that reads of the ring do not hide
 BESIDE = 3.3  # exponent of the norm that combines the cycles of tensor cores, shared memory and loads
@@ -147,7 +147,7 @@ def stages_issue(stages: tuple[Stage, ...]) -> float:
 
 INTENSITY, FEW_ROWS_INTENSITY, MOST_WORK = 100, 88, 1.2e10
 """Range in which the model of products made networks faster: least operations per byte (in general, and with few rows),
-and most operations. Larger products run at the power limit (``docs/internals/kernels-products.md``)."""
+and most operations. Larger products run at the power limit (``docs/internals/kernels-hopper.md``)."""
 
 
 def row_cycles(problem: Problem) -> float:
@@ -378,7 +378,7 @@ def streams(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts)
     """Stream-K configurations of one tile, for stacks of products whose tiles leave half of the multiprocessors idle.
 
     Elsewhere other tiles fill the machine, and clusters that split K exchange their sums in a third of the time. None of 63
-    layers and products was faster with stream-K (``docs/internals/kernels-products.md``).
+    layers and products was faster with stream-K (``docs/internals/kernels-hopper.md``).
     """
     wgm, wgn, mt, bn = tile
     plain = Config(wgm, wgn, mt, bn, 2, stream=True)

@@ -43,7 +43,7 @@ from optdnn.ops.fused import plain_stages
 
 MOST_WORK = 2.0e10
 """Most operations of products that were faster this way. Larger products run at the power limit and gained nothing
-(``docs/internals/kernels-products.md``)."""
+(``docs/internals/kernels-epilogues.md``)."""
 
 
 class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):

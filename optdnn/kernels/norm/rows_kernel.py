@@ -257,7 +257,7 @@ def launch(
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch. The constants fit chains of norms on an H100 (``docs/internals/kernels.md``)."""
+    """Predicted seconds of one dependent launch. The constants fit chains of norms on an H100 (``docs/internals/kernels-norms.md``)."""
     elements, blocks = config.vectors * config.lanes * config.rows, config.blocks(problem)
     cycles = 9 * elements + 100 * max(0, config.vectors * config.lanes - 16)
     latency = LATENCY + cycles / CLOCK
