@@ -6,6 +6,7 @@ passes can sink or cancel. Position ids become a Gather of the caches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -184,12 +185,18 @@ def _infer_tensor_scatter(call: Call) -> Result:
 
 def split_heads(e: Emit, x: Ref, heads: int) -> Ref:
     """(batch, length, heads * size) to (batch, heads, length, size)."""
-    return emit(e, "Transpose", emit(e, "Reshape", x, np.array([0, 0, heads, -1])), perm=(0, 2, 1, 3))
+    shape = e.type(x).shape
+    whole = shape[-1] if shape else None
+    size = whole // heads if isinstance(whole, int) else -1  # no size can be inferred in an empty batch
+    return emit(e, "Transpose", emit(e, "Reshape", x, np.array([0, 0, heads, size])), perm=(0, 2, 1, 3))
 
 
 def merge_heads(e: Emit, x: Ref) -> Ref:
     """(batch, heads, length, size) to (batch, length, heads * size)."""
-    return emit(e, "Reshape", emit(e, "Transpose", x, perm=(0, 2, 1, 3)), np.array([0, 0, -1]))
+    shape = e.type(x).shape
+    inner = [shape[1], shape[3]] if shape else []
+    size = math.prod(d for d in inner if isinstance(d, int)) if inner and all(isinstance(d, int) for d in inner) else -1
+    return emit(e, "Reshape", emit(e, "Transpose", x, perm=(0, 2, 1, 3)), np.array([0, 0, size]))
 
 
 def _import_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
