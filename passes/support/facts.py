@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from optdnn.dim import Dim
+from optdnn.dim import Dim, DimLike
 from optdnn.ir.graph import Graph, Op, Use, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Known
@@ -226,8 +226,17 @@ def reshape_target(before: Shape, after: Shape) -> tuple[int, ...] | None:
 
 
 def reshaped(patch: Patch, x: Value, target: tuple[int, ...], src: frozenset[str] | None = None) -> Value:
-    """Add a Reshape to a constant target."""
-    return patch.add("Reshape", [x, integers(patch, target, "shape")], ReshapeAttrs(), src=src)
+    """Add a Reshape to a constant target. A 0 copies the dimension. Where that would make elements that ``x`` does not have, it is
+    a size."""
+    attrs = ReshapeAttrs(allowzero=_has_sizes_of_0(patch.type(x).dims, target))
+    return patch.add("Reshape", [x, integers(patch, target, "shape")], attrs, src=src)
+
+
+def _has_sizes_of_0(given: Sequence[DimLike], target: tuple[int, ...]) -> bool:
+    if 0 not in given or 0 not in target or -1 in target:
+        return False
+    beyond = 0 in target[len(given) :]
+    return beyond or all(d != 0 for d, n in zip(given, target, strict=False) if n == 0)
 
 
 def in_shape(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = None) -> Value:
