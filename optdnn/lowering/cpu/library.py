@@ -21,11 +21,11 @@ from optdnn.ir.export_onnx import ExportedModel, export_model
 from optdnn.ir.extract import Region, extract, regions, single, whole
 from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.lowering.bounds import input_bounds
-from optdnn.lowering.cpu.empty_operands import guard_empty
 from optdnn.lowering.cpu.empty_sizes import may_be_empty
 from optdnn.lowering.cpu.examine import refused_nodes
 from optdnn.lowering.cpu.loops import bound_loops
 from optdnn.lowering.cpu.onnxruntime_faults import keep_softmax
+from optdnn.lowering.cpu.process_guards import guard
 from optdnn.lowering.cpu.trials import Trial, Trials
 from optdnn.lowering.cpu.unsafe import onnxruntime_must_not, openvino_must_not
 from optdnn.lowering.steps import Lowering, plain_shape, port_spec
@@ -78,7 +78,7 @@ class Library:
         model = export_model(graph, external_weights=not inputs, weights_as_inputs=inputs)
         bound_loops(model.proto)
         if self.name == "onnxruntime":
-            guard_empty(model.proto, {out.name: out.type for op in graph.ops() for out in op.outputs})
+            guard(model.proto, graph)
             keep_softmax(model.proto)
         return model
 

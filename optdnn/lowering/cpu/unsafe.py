@@ -14,7 +14,7 @@ OpenVINO's plain faults are in :mod:`optdnn.lowering.cpu.openvino_faults`, integ
 * OpenVINO's transposed convolution of signed integers leaves out the zero point of the weights (2026.4).
 * OpenVINO gives NaN for a row of an Attention whose boolean mask forbids every position; ONNX asks for zeros.
 * ONNX Runtime runs OpenVINO's calls with tensors without elements, on the same model. Operators that then need a guard
-  (:mod:`optdnn.lowering.cpu.empty_operands`) run on ONNX Runtime alone.
+  (:mod:`optdnn.lowering.cpu.process_guards`) run on ONNX Runtime alone.
 * OpenVINO would run a Loop without a bound forever; for ONNX Runtime the loop gets a bound (:mod:`optdnn.lowering.cpu.loops`).
 * OpenVINO's reader of ONNX takes packed 4-bit weights only where the model's file holds them; here they are passed separately.
 * ONNX Runtime ignores MaxUnpool's operand output_shape (its own tests leave out ONNX's case of it).
@@ -32,10 +32,10 @@ from optdnn.ir.body import bodies
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value, known_shape
 from optdnn.limits import LOOP_TRIPS
 from optdnn.lowering.cpu.eight_bits import saturating
-from optdnn.lowering.cpu.empty_operands import RECURRENT, may_end_process
 from optdnn.lowering.cpu.empty_sizes import symbol_names
 from optdnn.lowering.cpu.loops import endless, too_often
 from optdnn.lowering.cpu.openvino_faults import known_faults
+from optdnn.lowering.cpu.process_guards import ends_process
 from optdnn.lowering.cpu.wide_integers import beyond_32_bits
 from optdnn.ops.indices import ALONG_AXIS, TUPLES, all_inside
 from optdnn.types import (
@@ -85,11 +85,7 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
         for i, name in sized_by_data(graph).items()
     }
     out |= {op.id: "openvino does not end a loop that its condition does not end" for op in endless(graph)}
-    out |= {
-        op.id: "a call without elements would run it on onnxruntime, which ends the process; sizes from 1 on avoid that"
-        for op in graph.of_kind(*RECURRENT, "ConvTranspose")
-        if may_end_process(op.kind, None if op.inputs[0] is None else graph.type(op.inputs[0]))
-    }
+    out |= ends_process(graph)
     out |= _nested(graph)
     reason = "openvino reads packed weights of fewer than 8 bits only from a model file"
     out |= {op.id: reason for op in graph.of_kind(*PACKED) if op.kind == "PackedGather" or not _is_bytes(op)}

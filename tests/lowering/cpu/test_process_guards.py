@@ -1,4 +1,4 @@
-"""Operators that end the process in ONNX Runtime on a tensor without elements: a branch avoids that."""
+"""Operators that end the process in ONNX Runtime on some operands: guards avoid that."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import onnx.parser
 import pytest
 
 import optdnn
-from optdnn.dim import symbol
 from optdnn.importers.onnx import import_model
-from optdnn.lowering.cpu.empty_operands import guard_empty, may_end_process
+from optdnn.ir.graph import Graph
+from optdnn.lowering.cpu.process_guards import ends_process, guard
 from optdnn.lowering.cpu.unsafe import openvino_must_not
-from optdnn.types import FP32, TensorType
+from optdnn.ranges import DimRange
 
 ort = pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
 
@@ -78,7 +78,7 @@ def test_both_directions_and_initial_states(kind: str) -> None:
 def test_batches_in_front() -> None:
     """Layout 1 has the batch before the steps; only the shapes of zeros depend on it."""
     model = recurrent("GRU", ", layout = 1")
-    guard_empty(model, {})
+    guard(model, Graph())
     (branch,) = (a.g for node in model.graph.node for a in node.attribute if a.name == "then_branch")
     graph = onnx.helper.make_graph(
         list(branch.node), "zeros", list(model.graph.input), list(branch.output), list(model.graph.initializer)
@@ -106,29 +106,69 @@ def of(model: onnx.ModelProto) -> list[str]:
 
 
 def test_an_operand_that_always_has_elements_needs_no_branch() -> None:
-    n, none = symbol("n", 1), symbol("m", 0)
-    for dims, guarded in (((3, n, 3), False), ((3, 2, 3), False), ((3, none, 3), True)):
+    for steps, guarded in ((DimRange(1, 3, 8), False), (3, False), (DimRange(0, 3, 8), True)):
         model = recurrent("GRU")
-        guard_empty(model, {"x": TensorType(FP32, dims)})
+        graph = import_model(model, shapes={"x": (steps, 2, 3)})
+        guard(model, graph)
         assert of(model) == (["Size", "Constant", "Equal", "If"] if guarded else ["GRU"])
-    images = TensorType(FP32, (none, 2, none, none))
-    assert not may_end_process("ConvTranspose", images)  # of volumes alone
-    assert not may_end_process("RNN", TensorType(FP32, (none, none, 3)))
-    assert may_end_process("GRU", None)
+        assert bool(ends_process(graph)) == guarded
 
 
-def test_inner_graphs_get_branches_with_names_of_their_own() -> None:
+def test_images_need_no_branch() -> None:
+    head = '<ir_version: 10, opset_import: ["" : 21]> g (float[N, 2, H, W] x) => (float[N, 3, A, B] y)'
+    model = onnx.parser.parse_model(f"{head} {{ y = ConvTranspose <kernel_shape = [3, 3]> (x, w) }}")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(f32(2, 3, 3, 3), "w"))
+    assert ends_process(import_model(model)) == {}
+    guard(model, Graph())
+    assert of(model) == ["ConvTranspose"]
+
+
+def test_inner_graphs_get_guards_with_names_of_their_own() -> None:
     head = '<ir_version: 10, opset_import: ["" : 21]> g (bool c, float[T, N, 3] x, float w, float r) => (float y)'
     model = onnx.parser.parse_model(f"""{head} {{
-        y = If (c) <then_branch = a () => (float p) {{ p, if_empty_0 = GRU <hidden_size = 4> (x, w, r) }},
+        y = If (c) <then_branch = a () => (float p) {{ p, guard_0 = GRU <hidden_size = 4> (x, w, r) }},
                     else_branch = b () => (float q) {{ q = Identity (x) }}> }}""")
-    guard_empty(model, {})
+    guard(model, Graph())
     (inner,) = (a.g for a in model.graph.node[0].attribute if a.name == "then_branch")
     assert [node.op_type for node in inner.node] == ["Size", "Constant", "Equal", "If"]
     names = [name for node in inner.node for name in node.output]
     assert len(names) == len(set(names))
     (other,) = (a.g for a in inner.node[-1].attribute if a.name == "else_branch")
     assert [node.op_type for node in other.node] == ["GRU"]
+
+
+def division(kind: str, divisor: str = "") -> onnx.ModelProto:
+    given = f"{kind}[N] x" + ("" if divisor else f", {kind}[N] d")
+    constants = f"<{kind}[1] d = {{{divisor}}}>" if divisor else ""
+    return onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 21]> g ({given}) => ({kind}[N] y) {constants} {{ y = Div (x, d) }}'
+    )
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64"])
+def test_the_least_integer_divided_by_minus_one(kind: str) -> None:
+    least = np.iinfo(kind).min
+    x, d = np.array([least, least, 7, -7, 8], kind), np.array([-1, 2, -1, 2, -3], kind)
+    agrees(division(kind), {"x": x, "d": d})
+    agrees(division(kind, "-1"), {"x": x})
+
+
+@pytest.mark.parametrize(
+    ("model", "guarded"),
+    [(division("int64"), True), (division("int64", "-1"), True), (division("int64", "4"), False),
+     (division("float"), False), (division("uint8"), False)],
+)  # fmt: skip
+def test_other_divisions_stay(model: onnx.ModelProto, guarded: bool) -> None:
+    graph = import_model(model)
+    assert bool(ends_process(graph)) == guarded
+    guard(model, graph)
+    assert (of(model) == ["Div"]) == (not guarded)
+
+
+def test_a_division_by_a_size_stays() -> None:
+    head = '<ir_version: 10, opset_import: ["" : 21]> g (float[N, 3] x, int64[1] k) => (int64[1] y)'
+    model = onnx.parser.parse_model(f"{head} {{ s = Shape <start = 0, end = 1> (x) y = Div (k, s) }}")
+    assert ends_process(import_model(model)) == {}
 
 
 def test_openvino_leaves_them_to_onnxruntime() -> None:

@@ -1,0 +1,157 @@
+"""Operators that end the process in ONNX Runtime (1.32) on some operands; a guard keeps such operands from them.
+
+* GRU and LSTM of a batch of 0, and GRU of 0 steps: ``terminate called without an active exception``. Such a batch is common: text
+  recognition after a detector that found nothing.
+* ConvTranspose of a volume without depth or height: a segmentation fault.
+* The least integer divided by -1: an arithmetic trap of the processor, in OpenVINO, too.
+
+On a tensor without elements, an If takes a branch that makes the same results in another way. Where a divisor is -1, the operand is
+divided by 1 and negated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import NodeProto, helper, numpy_helper
+
+from optdnn.dim import bounds
+from optdnn.ir.body import bodies
+from optdnn.ir.graph import Graph, Op
+from optdnn.lowering.cpu.loops import graphs_of
+
+_RECURRENT = ("GRU", "LSTM")
+_EMPTY = "a call without elements would run it on onnxruntime, which ends the process; sizes from 1 on avoid that"
+_TRAP = "the least integer divided by -1 ends the process"
+
+
+def ends_process(graph: Graph) -> dict[int, str]:
+    """Op id -> reason, for the operators of a graph that need a guard."""
+    found = {op.id: _TRAP for op in graph.of_kind("Div") if _may_trap(graph, op)}
+    return found | {op.id: _EMPTY for op in graph.of_kind(*_RECURRENT, "ConvTranspose") if _fails_empty(graph, op)}
+
+
+def _may_trap(graph: Graph, op: Op) -> bool:
+    """Whether a division is of signed integers, and its divisor may be -1."""
+    if op.outputs[0].type.dtype.kind != "i":
+        return False
+    divisor = graph.known(op.input(1))
+    return divisor is None or any(low <= -1 <= high for low, high in map(bounds, divisor.reshape(-1).tolist()))
+
+
+def _fails_empty(graph: Graph, op: Op) -> bool:
+    """Whether the operand may have no elements, and is a sequence or a volume."""
+    assert op.inputs[0] is not None
+    given = graph.type(op.inputs[0]).shape
+    if given is None:
+        return True
+    return (op.kind in _RECURRENT or len(given) == 5) and any(bounds(d)[0] <= 0 for d in given)
+
+
+def guard(model: onnx.ModelProto, graph: Graph) -> None:
+    """Guard the operators of the model (opset 15 to 21) of a graph, in place."""
+    safe = set(_safe(graph))
+    taken = {name for part in graphs_of(model.graph) for node in part.node for name in (*node.output, node.name)}
+    fresh = (name for k in range(1 << 30) if (name := f"guard_{k}") not in taken)
+    for part in reversed(list(graphs_of(model.graph))):  # inner graphs first: outer graphs get copies of nodes
+        nodes: list[NodeProto] = []
+        for node in part.node:
+            if node.op_type not in _GUARDS or node.output[0] in safe:
+                nodes.append(node)
+            else:
+                nodes += _GUARDS[node.op_type](node, fresh)
+        if len(nodes) > len(part.node):
+            copies = [NodeProto.FromString(n.SerializeToString()) for n in nodes]
+            del part.node[:]
+            part.node.extend(copies)
+
+
+def _safe(graph: Graph) -> Iterator[str]:
+    """Names of the first results of the operators that need no guard, also in bodies."""
+    unsafe = ends_process(graph)
+    for op in graph.ops():
+        if op.kind in _GUARDS and op.id not in unsafe:
+            yield op.outputs[0].name
+        for body in bodies(op):
+            yield from _safe(body.graph)
+
+
+class _Nodes:
+    """Nodes that are being made."""
+
+    def __init__(self, fresh: Iterator[str]):
+        self.made: list[NodeProto] = []
+        self._fresh = fresh
+
+    def add(self, kind: str, *inputs: str, result: str = "", **attrs: Any) -> str:
+        """A node; returns the name of its result."""
+        name = result or next(self._fresh)
+        self.made.append(helper.make_node(kind, inputs, [name], name, **attrs))
+        return name
+
+    def constant(self, value: object) -> str:
+        """An int64 constant; returns its name."""
+        return self.add("Constant", value=numpy_helper.from_array(np.asarray(value, np.int64)))
+
+
+def _branched(node: NodeProto, fresh: Iterator[str]) -> list[NodeProto]:
+    """The node in the branch of an If that is taken if its first operand has elements."""
+    body = NodeProto()
+    body.CopyFrom(node)
+    del body.output[:]
+    body.output.extend(next(fresh) if name else "" for name in node.output)
+    empty, before = _Nodes(fresh), _Nodes(fresh)
+    results = (_zeros if node.op_type in _RECURRENT else _of_zeros)(node, empty)
+    none = before.add("Equal", before.add("Size", node.input[0]), before.constant(0))
+    kept = [k for k, name in enumerate(node.output) if name]
+    chosen = helper.make_node(
+        "If", [none], [node.output[k] for k in kept], f"{node.name}/if_empty",
+        then_branch=helper.make_graph(empty.made, "empty", [], [onnx.ValueInfoProto(name=results[k]) for k in kept]),
+        else_branch=helper.make_graph([body], "elements", [], [onnx.ValueInfoProto(name=body.output[k]) for k in kept]),
+    )  # fmt: skip
+    return [*before.made, chosen]
+
+
+def _zeros(node: NodeProto, nodes: _Nodes) -> list[str]:
+    """The results of a GRU or LSTM without steps or without a batch: zeros, also as last states, like those of RNN."""
+    attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    batch_first = attrs.get("layout", 0)
+    steps, batch = (nodes.add("Shape", node.input[0], start=k, end=k + 1) for k in ((1, 0) if batch_first else (0, 1)))
+    directions, hidden = (nodes.add("Shape", node.input[2], start=k, end=k + 1) for k in (0, 2))
+    zero = nodes.add("CastLike", nodes.constant(0), node.input[0])
+    states = (batch, directions, hidden) if batch_first else (directions, batch, hidden)
+    every = (batch, steps, directions, hidden) if batch_first else (steps, directions, batch, hidden)
+    shapes = [every, *[states] * (len(node.output) - 1)]
+    return [nodes.add("Expand", zero, nodes.add("Concat", *sizes, axis=0)) for sizes in shapes]
+
+
+def _of_zeros(node: NodeProto, nodes: _Nodes) -> list[str]:
+    """The result of a transposed convolution of an empty volume: that of a volume of zeros that is longer by one along each axis,
+    without the end that the longer axis adds."""
+    attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    longer = nodes.add("Pad", node.input[0], nodes.constant([0] * 7 + [1] * 3))
+    result = nodes.add(node.op_type, longer, *node.input[1:], **attrs)
+    if not attrs.get("output_shape"):
+        ends = nodes.constant([-s for s in attrs.get("strides", (1, 1, 1))])
+        result = nodes.add("Slice", result, nodes.constant([0] * 3), ends, nodes.constant([2, 3, 4]))
+    return [result]
+
+
+def _volume(node: NodeProto, fresh: Iterator[str]) -> list[NodeProto]:
+    (kernel,) = (a.ints for a in node.attribute if a.name == "kernel_shape")
+    return _branched(node, fresh) if len(kernel) == 3 else [node]
+
+
+def _divided(node: NodeProto, fresh: Iterator[str]) -> list[NodeProto]:
+    nodes, (x, divisor) = _Nodes(fresh), node.input
+    one, minus = (nodes.add("CastLike", nodes.constant(n), x) for n in (1, -1))
+    flag = nodes.add("Equal", divisor, minus)
+    quotient = nodes.add("Div", x, nodes.add("Where", flag, one, divisor))
+    nodes.add("Where", flag, nodes.add("Neg", x), quotient, result=node.output[0])
+    return nodes.made
+
+
+_GUARDS = {"GRU": _branched, "LSTM": _branched, "ConvTranspose": _volume, "Div": _divided}
