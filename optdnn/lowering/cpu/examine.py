@@ -6,6 +6,7 @@ address memory outside of its operands, or to run forever. So a part is accepted
 * it has the form that :mod:`optdnn.ir.export_onnx` writes: these fields of the protobuf, this opset, operators of our table, names
   that are defined once, no tensor in a file except the engine's own named weights, the program's types of inputs and outputs;
 * every Loop is bounded (:mod:`optdnn.lowering.cpu.loops`);
+* operators that end the process on some operands are guarded (:mod:`optdnn.lowering.cpu.process_guards`);
 * the importer accepts it: operands, attributes and known values fit each operator, constant indices are in range;
 * the library's rules (:mod:`optdnn.lowering.cpu.unsafe`) allow each operator, also in the bodies of If, Loop and Scan.
 
@@ -33,6 +34,7 @@ from optdnn.ir.body import bodies
 from optdnn.ir.export_onnx import DOMAINS
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu.loops import graphs_of, unbounded
+from optdnn.lowering.cpu.process_guards import unguarded
 from optdnn.lowering.cpu.unsafe import onnxruntime_must_not, openvino_must_not
 from optdnn.ops.base import Unsupported
 from optdnn.ops.exchange import OPSET
@@ -96,7 +98,8 @@ def refused_nodes(part: LibraryPart) -> dict[str, str]:
     graph = _imported(proto, part)
     if unseen := sorted(named - _seen(graph)):
         raise EngineError(f"the node {unseen[0]!r:.60} does nothing, and cannot be judged")
-    return {min(graph.op(i).src, default=graph.op(i).name): r for i, r in RULES[part.library](graph).items()}
+    found = {min(graph.op(i).src, default=graph.op(i).name): r for i, r in RULES[part.library](graph).items()}
+    return found | (unguarded(proto, graph) if part.library == "onnxruntime" else {})
 
 
 # ---------------------------------------------------------------- the protobuf

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import NodeProto, helper, numpy_helper
+from onnx import GraphProto, NodeProto, helper, numpy_helper
 
 from optdnn.dim import bounds
 from optdnn.ir.body import bodies
@@ -43,12 +43,13 @@ def _may_trap(graph: Graph, op: Op) -> bool:
 
 
 def _fails_empty(graph: Graph, op: Op) -> bool:
-    """Whether the operand may have no elements, and is a sequence or a volume."""
+    """Whether sequences may have no steps or no batch, or volumes no size."""
     assert op.inputs[0] is not None
     given = graph.type(op.inputs[0]).shape
     if given is None:
         return True
-    return (op.kind in _RECURRENT or len(given) == 5) and any(bounds(d)[0] <= 0 for d in given)
+    sizes = given if op.kind in _RECURRENT else given[2:] if len(given) == 5 else ()
+    return any(bounds(d)[0] <= 0 for d in sizes)
 
 
 def guard(model: onnx.ModelProto, graph: Graph) -> None:
@@ -77,6 +78,48 @@ def _safe(graph: Graph) -> Iterator[str]:
             yield op.outputs[0].name
         for body in bodies(op):
             yield from _safe(body.graph)
+
+
+def unguarded(model: onnx.ModelProto, graph: Graph) -> dict[str, str]:
+    """Node -> reason, for the operators of a model (imported: ``graph``) that need a guard and have none."""
+    guarded = set(_guarded(model.graph))
+    return {name: why for name, why in _named(graph) if name not in guarded}
+
+
+def _named(graph: Graph) -> Iterator[tuple[str, str]]:
+    """Name and reason of each operator that needs a guard, also in bodies."""
+    for i, why in ends_process(graph).items():
+        yield min(graph.op(i).src, default=graph.op(i).name), why
+    for op in graph.ops():
+        for body in bodies(op):
+            yield from _named(body.graph)
+
+
+def _guarded(graph: GraphProto, prefix: str = "") -> Iterator[str]:
+    """The names of the nodes behind guards, as the importer gives them."""
+    made = {name: node for node in graph.node for name in node.output}
+    numbers = {t.name: t for t in graph.initializer}
+
+    def operands(name: str, kind: str) -> list[str]:
+        """The operands of the node of this kind that makes a value; else none."""
+        return list(made[name].input) if name in made and made[name].op_type == kind else []
+
+    def is_number(name: str, value: int) -> bool:
+        node = made.get(next(iter(operands(name, "CastLike")), name))
+        tensor = numbers.get(name) if node is None else node.attribute[0].t if node.op_type == "Constant" else None
+        return tensor is not None and tensor.raw_data == np.array(value, np.int64).tobytes()
+
+    for node in graph.node:
+        inside = {a.name: a.g for a in node.attribute if a.HasField("g")}
+        for name, inner in inside.items():
+            yield from _guarded(inner, f"{prefix}{node.name}/")
+            flag = operands(node.input[0], "Equal") if name == "else_branch" else []
+            tested = operands(flag[0], "Size") if len(flag) == 2 and is_number(flag[1], 0) else []
+            yield from (f"{prefix}{node.name}/{n.name}" for n in inner.node if tested and n.input[:1] == tested)
+        if node.op_type == "Div" and len(chosen := operands(node.input[1], "Where")) == 3:
+            flag, one, divisor = operands(chosen[0], "Equal"), *chosen[1:]
+            if flag[:1] == [divisor] and is_number(flag[1], -1) and is_number(one, 1):
+                yield prefix + node.name
 
 
 class _Nodes:

@@ -11,8 +11,10 @@ import pytest
 
 import optdnn
 from optdnn.importers.onnx import import_model
+from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
-from optdnn.lowering.cpu.process_guards import ends_process, guard
+from optdnn.lowering.cpu.library import LIBRARIES
+from optdnn.lowering.cpu.process_guards import ends_process, guard, unguarded
 from optdnn.lowering.cpu.unsafe import openvino_must_not
 from optdnn.ranges import DimRange
 
@@ -181,3 +183,29 @@ def test_openvino_leaves_them_to_onnxruntime() -> None:
     fixed = import_model(recurrent("LSTM"), shapes={"x": (3, 2, INPUTS)})
     assert openvino_must_not(fixed) == {}
     agrees(recurrent("LSTM"), {"x": f32(3, 0, INPUTS)}, "auto")
+
+
+def part_of(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Graph]:
+    """The model as ONNX Runtime gets it, and its graph."""
+    exported = LIBRARIES["onnxruntime"].export(import_model(model)).proto
+    return exported, import_model(exported)
+
+
+@pytest.mark.parametrize("model", [recurrent("GRU"), recurrent("LSTM"), volumes(""), division("int64")])
+def test_a_file_without_the_guard_is_refused(model: onnx.ModelProto) -> None:
+    exported, graph = part_of(model)
+    assert unguarded(exported, graph) == {}
+    plain = export_model(import_model(model)).proto
+    (reason,) = unguarded(plain, import_model(plain)).values()
+    assert "ends the process" in reason
+
+
+@pytest.mark.parametrize("number", [0, -1, 1])
+def test_a_guard_with_other_numbers_is_none(number: int) -> None:
+    """The guard of a division has 1 and -1, the guard of a layer 0."""
+    for model in (recurrent("GRU"), division("int64")):
+        exported, graph = part_of(model)
+        for node in exported.graph.node:
+            if node.op_type == "Constant" and onnx.numpy_helper.to_array(node.attribute[0].t) == number:
+                node.attribute[0].t.CopyFrom(onnx.numpy_helper.from_array(np.array(5)))
+                assert unguarded(exported, graph)
