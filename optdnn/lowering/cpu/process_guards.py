@@ -1,8 +1,9 @@
-"""Operators that end the process in ONNX Runtime (1.32) on some operands; a guard keeps such operands from them.
+"""Operators that end or hang the process in ONNX Runtime (1.32) on some operands; a guard keeps such operands from them.
 
 * GRU and LSTM of a batch of 0, and GRU of 0 steps: ``terminate called without an active exception``. Such a batch is common: text
   recognition after a detector that found nothing.
 * ConvTranspose of a volume without depth or height: a segmentation fault.
+* Conv with a filter without elements (a computed one, as in trackers): it does not end.
 * The least integer divided by -1: an arithmetic trap of the processor, in OpenVINO, too.
 
 On a tensor without elements, an If takes a branch that makes the same results in another way. Where a divisor is -1, the operand is
@@ -24,14 +25,16 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.lowering.cpu.loops import graphs_of
 
 _RECURRENT = ("GRU", "LSTM")
-_EMPTY = "a call without elements would run it on onnxruntime, which ends the process; sizes from 1 on avoid that"
+_TESTED = {"GRU": 0, "LSTM": 0, "ConvTranspose": 0, "Conv": 1}
+"""Operator -> its operand that must have elements."""
+_EMPTY = "a call without elements would run it on onnxruntime, which then ends the process, or hangs; sizes from 1 on avoid that"
 _TRAP = "the least integer divided by -1 ends the process"
 
 
-def ends_process(graph: Graph) -> dict[int, str]:
+def need_guards(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for the operators of a graph that need a guard."""
     found = {op.id: _TRAP for op in graph.of_kind("Div") if _may_trap(graph, op)}
-    return found | {op.id: _EMPTY for op in graph.of_kind(*_RECURRENT, "ConvTranspose") if _fails_empty(graph, op)}
+    return found | {op.id: _EMPTY for op in graph.of_kind(*_TESTED) if _fails_empty(graph, op)}
 
 
 def _may_trap(graph: Graph, op: Op) -> bool:
@@ -43,13 +46,15 @@ def _may_trap(graph: Graph, op: Op) -> bool:
 
 
 def _fails_empty(graph: Graph, op: Op) -> bool:
-    """Whether sequences may have no steps or no batch, or volumes no size."""
-    assert op.inputs[0] is not None
-    given = graph.type(op.inputs[0]).shape
+    """Whether sequences may have no steps or no batch, volumes no size, or filters no size."""
+    value = op.input(_TESTED[op.kind])
+    assert value is not None
+    given = graph.type(value).shape
     if given is None:
         return True
-    sizes = given if op.kind in _RECURRENT else given[2:] if len(given) == 5 else ()
-    return any(bounds(d)[0] <= 0 for d in sizes)
+    if op.kind == "ConvTranspose" and len(given) != 5:
+        return False
+    return any(bounds(d)[0] <= 0 for d in (given if op.kind in _RECURRENT else given[2:]))
 
 
 def guard(model: onnx.ModelProto, graph: Graph) -> None:
@@ -72,7 +77,7 @@ def guard(model: onnx.ModelProto, graph: Graph) -> None:
 
 def _safe(graph: Graph) -> Iterator[str]:
     """Names of the first results of the operators that need no guard, also in bodies."""
-    unsafe = ends_process(graph)
+    unsafe = need_guards(graph)
     for op in graph.ops():
         if op.kind in _GUARDS and op.id not in unsafe:
             yield op.outputs[0].name
@@ -88,7 +93,7 @@ def unguarded(model: onnx.ModelProto, graph: Graph) -> dict[str, str]:
 
 def _named(graph: Graph) -> Iterator[tuple[str, str]]:
     """Name and reason of each operator that needs a guard, also in bodies."""
-    for i, why in ends_process(graph).items():
+    for i, why in need_guards(graph).items():
         yield min(graph.op(i).src, default=graph.op(i).name), why
     for op in graph.ops():
         for body in bodies(op):
@@ -115,7 +120,10 @@ def _guarded(graph: GraphProto, prefix: str = "") -> Iterator[str]:
             yield from _guarded(inner, f"{prefix}{node.name}/")
             flag = operands(node.input[0], "Equal") if name == "else_branch" else []
             tested = operands(flag[0], "Size") if len(flag) == 2 and is_number(flag[1], 0) else []
-            yield from (f"{prefix}{node.name}/{n.name}" for n in inner.node if tested and n.input[:1] == tested)
+            for behind in inner.node:
+                slot = _TESTED.get(behind.op_type)
+                if slot is not None and tested == [behind.input[slot]]:
+                    yield f"{prefix}{node.name}/{behind.name}"
         if node.op_type == "Div" and len(chosen := operands(node.input[1], "Where")) == 3:
             flag, one, divisor = operands(chosen[0], "Equal"), *chosen[1:]
             if flag[:1] == [divisor] and is_number(flag[1], -1) and is_number(one, 1):
@@ -141,14 +149,14 @@ class _Nodes:
 
 
 def _branched(node: NodeProto, fresh: Iterator[str]) -> list[NodeProto]:
-    """The node in the branch of an If that is taken if its first operand has elements."""
+    """The node in the branch of an If that is taken if the tested operand has elements."""
     body = NodeProto()
     body.CopyFrom(node)
     del body.output[:]
     body.output.extend(next(fresh) if name else "" for name in node.output)
     empty, before = _Nodes(fresh), _Nodes(fresh)
     results = (_zeros if node.op_type in _RECURRENT else _of_zeros)(node, empty)
-    none = before.add("Equal", before.add("Size", node.input[0]), before.constant(0))
+    none = before.add("Equal", before.add("Size", node.input[_TESTED[node.op_type]]), before.constant(0))
     kept = [k for k, name in enumerate(node.output) if name]
     chosen = helper.make_node(
         "If", [none], [node.output[k] for k in kept], f"{node.name}/if_empty",
@@ -172,20 +180,29 @@ def _zeros(node: NodeProto, nodes: _Nodes) -> list[str]:
 
 
 def _of_zeros(node: NodeProto, nodes: _Nodes) -> list[str]:
-    """The result of a transposed convolution of an empty volume: that of a volume of zeros that is longer by one along each axis,
-    without the end that the longer axis adds."""
+    """The result of a convolution of an empty volume, or by an empty filter: that of zeros which are longer by one along each axis,
+    without what the longer axis adds."""
     attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    longer = nodes.add("Pad", node.input[0], nodes.constant([0] * 7 + [1] * 3))
-    result = nodes.add(node.op_type, longer, *node.input[1:], **attrs)
+    operands, slot, rank = list(node.input), _TESTED[node.op_type], len(attrs["strides"])
+    longer = nodes.add("Add", nodes.add("Shape", operands[slot]), nodes.constant([0, 0, *[1] * rank]))
+    operands[slot] = nodes.add("Expand", nodes.add("CastLike", nodes.constant(0), operands[slot]), longer)
+    if node.op_type == "Conv":
+        if "pads" in attrs:  # a longer filter reads as much more
+            read = zip(attrs["pads"][rank:], attrs["dilations"], strict=True)
+            attrs["pads"] = [*attrs["pads"][:rank], *(n + step for n, step in read)]
+        return [nodes.add("Conv", *operands, **attrs)]
+    result = nodes.add("ConvTranspose", *operands, **attrs)
     if not attrs.get("output_shape"):
-        ends = nodes.constant([-s for s in attrs.get("strides", (1, 1, 1))])
-        result = nodes.add("Slice", result, nodes.constant([0] * 3), ends, nodes.constant([2, 3, 4]))
+        ends, axes = [-s for s in attrs["strides"]], range(2, rank + 2)
+        result = nodes.add("Slice", result, nodes.constant([0] * rank), nodes.constant(ends), nodes.constant([*axes]))
     return [result]
 
 
-def _volume(node: NodeProto, fresh: Iterator[str]) -> list[NodeProto]:
-    (kernel,) = (a.ints for a in node.attribute if a.name == "kernel_shape")
-    return _branched(node, fresh) if len(kernel) == 3 else [node]
+def _convolved(node: NodeProto, fresh: Iterator[str]) -> list[NodeProto]:
+    """As :func:`_branched`. Transposed convolutions of images need no guard, and filters whose size is known have elements."""
+    attrs = {a.name: a.ints for a in node.attribute}
+    needed = "kernel_shape" not in attrs if node.op_type == "Conv" else len(attrs["strides"]) == 3
+    return _branched(node, fresh) if needed else [node]
 
 
 def _divided(node: NodeProto, fresh: Iterator[str]) -> list[NodeProto]:
@@ -197,4 +214,4 @@ def _divided(node: NodeProto, fresh: Iterator[str]) -> list[NodeProto]:
     return nodes.made
 
 
-_GUARDS = {"GRU": _branched, "LSTM": _branched, "ConvTranspose": _volume, "Div": _divided}
+_GUARDS = {"GRU": _branched, "LSTM": _branched, "ConvTranspose": _convolved, "Conv": _convolved, "Div": _divided}

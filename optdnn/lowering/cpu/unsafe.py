@@ -35,7 +35,7 @@ from optdnn.lowering.cpu.eight_bits import saturating
 from optdnn.lowering.cpu.empty_sizes import symbol_names
 from optdnn.lowering.cpu.loops import endless, too_often
 from optdnn.lowering.cpu.openvino_faults import known_faults
-from optdnn.lowering.cpu.process_guards import ends_process
+from optdnn.lowering.cpu.process_guards import need_guards
 from optdnn.lowering.cpu.wide_integers import beyond_32_bits
 from optdnn.ops.indices import ALONG_AXIS, TUPLES, all_inside
 from optdnn.types import (
@@ -85,7 +85,7 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
         for i, name in sized_by_data(graph).items()
     }
     out |= {op.id: "openvino does not end a loop that its condition does not end" for op in endless(graph)}
-    out |= ends_process(graph)
+    out |= need_guards(graph)
     out |= _nested(graph)
     reason = "openvino reads packed weights of fewer than 8 bits only from a model file"
     out |= {op.id: reason for op in graph.of_kind(*PACKED) if op.kind == "PackedGather" or not _is_bytes(op)}
