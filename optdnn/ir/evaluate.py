@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.dim import Dim
 from optdnn.dim import evaluate as evaluate_dim
-from optdnn.errors import InputError, ShapeError
+from optdnn.errors import InputError, RunError, ShapeError
 from optdnn.ir.body import GraphBody, with_dtypes
 from optdnn.ir.graph import Graph, Op, Output, Value
 from optdnn.ops.fused import plain_attrs
@@ -59,7 +59,10 @@ def values(graph: Graph, feeds: Mapping[str, Array], wanted: Sequence[Value], re
             if read is not None:
                 operands = read(op, operands)
             dtypes = [o.type.dtype for o in op.outputs]
-            for i, array in enumerate(run_kernel(op.kind, operands, plain_attrs(op.definition, op.attrs), dtypes)):
+            made = run_kernel(op.kind, operands, plain_attrs(op.definition, op.attrs), dtypes)
+            if len(made) != len(op.outputs):  # a Split by sizes that an input gives
+                raise RunError(f"{op.kind} {op.name!r} gives {len(made)} results, it has {len(op.outputs)} outputs")
+            for i, array in enumerate(made):
                 if uses.get(Value(op.id, i)):
                     results[Value(op.id, i)] = array
         for v in {v for v in op.inputs if v is not None}:

@@ -30,6 +30,8 @@ def _split(x: Array, split: Array | None = None, *, axis: int, num_outputs: int 
         sizes = split_sizes(x.shape[axis], num_outputs)
     else:
         sizes = ints(split)
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"a size of {sizes} is negative")
     if sum(sizes) != x.shape[axis]:
         raise ValueError(f"sizes {sizes} do not add up to {x.shape[axis]}")
     return tuple(np.split(x, np.cumsum(sizes)[:-1], axis=axis))

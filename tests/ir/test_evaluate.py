@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from optdnn.dim import symbol
-from optdnn.errors import InputError
+from optdnn.errors import InputError, RunError
 from optdnn.ir import evaluate as module
 from optdnn.ir.evaluate import evaluate, promote, promoted_attrs, random_feeds, values
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.verify import verify
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import PointwiseAttrs
+from optdnn.ops.index import SplitAttrs
 from optdnn.ops.table import OPDEFS
-from optdnn.types import BF16, BOOL, FP16, FP32, FP64, INT32, TensorType, tensor
+from optdnn.types import BF16, BOOL, FP16, FP32, FP64, INT32, INT64, TensorType, tensor
 
 
 def two_inputs() -> Graph:
@@ -51,6 +52,24 @@ def test_inputs_that_do_not_fit(change, message):
     feeds = {"x": np.zeros((2, 3), np.float32), "z": np.zeros((2, 1), np.float32), **change}
     with pytest.raises(InputError, match=message):
         evaluate(two_inputs(), {k: v for k, v in feeds.items() if v is not None})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([4], "Split 'parts' gives 1 results, it has 2 outputs"),
+        ([5, -1], r"a size of \[5, -1\] is negative"),
+        ([1, 2], "do not add up to 4"),
+    ],
+)
+def test_sizes_that_an_input_gives(sizes, message):
+    graph = Graph()
+    x, s = graph.add_input("x", tensor(FP32, 4)), graph.add_input("s", TensorType(INT64, (symbol("P"),)))
+    parts = graph.add("Split", [x, s], SplitAttrs(0), outputs=2, names=["parts", "rest"])
+    for port in range(2):
+        graph.add_output(Value(parts.id, port), f"y{port}")
+    with pytest.raises(RunError, match=message):
+        evaluate(graph, {"x": np.ones(4, np.float32), "s": np.array(sizes)})
 
 
 def test_only_wanted_values_are_computed_and_arrays_are_dropped(monkeypatch):
