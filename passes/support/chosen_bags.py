@@ -102,7 +102,7 @@ def _last_or_other(level: Level) -> ChosenBag | None:
 def _maximum_of_the_last(level: Level, bounds: Sequence[Value | None]) -> ChosenBag | None:
     """The maximum of all rows from the start of a bag to a constant end. ``bounds``: the start and the end of the bag."""
     made = level.maker(level.result, {"ReduceMax"})
-    run = None if made is None or not _over_rows(*made) else _run(made[0], operand(made[1]), made[1].kind)
+    run = None if made is None or not over_rows(*made) else _run(made[0], operand(made[1]), made[1].kind)
     if not isinstance(run, tuple) or run[1] not in bounds:
         return None
     rows, start, count = run
@@ -126,7 +126,7 @@ def _in_one_iteration(level: Level, choice: Op, bag: ChosenBag, count: int) -> C
 def _reduced(level: Level, value: Value) -> ChosenBag | None:
     """The reduction of a run of rows. Rows and bounds must be values of the outermost graph."""
     made = level.maker(value, REDUCTIONS)
-    if made is None or not _over_rows(*made):
+    if made is None or not over_rows(*made):
         return None
     at, reduce = made
     if (found := _run(at, operand(reduce), reduce.kind)) is not None:
@@ -134,7 +134,7 @@ def _reduced(level: Level, value: Value) -> ChosenBag | None:
     return _to_the_end(at, reduce)
 
 
-def _over_rows(level: Level, reduce: Op) -> bool:
+def over_rows(level: Level, reduce: Op) -> bool:
     """Whether a reduction is that of the first axis, and keeps it."""
     return reduce.attrs.keepdims and level.ints(reduce.input(1)) == (0,)
 

@@ -162,6 +162,8 @@ RULES: Mapping[str, str] = {
     "loop_of_given_bags": "loops over embedding bags with computed bounds replaced by one reduction",
     "loop_of_chosen_bags": "loops over embedding bags that may be empty replaced by one reduction",
     "concat_of_given_bags": "embedding bags with computed bounds merged into one reduction",
+    "loop_of_padded_bags": "loops over embedding bags with a padding index replaced by one reduction",
+    "concat_of_padded_bags": "embedding bags with a padding index merged into one reduction",
     "concat_of_bags": "reductions of runs of rows merged",
     "norms_of_filters": "norms of modulated filters computed as products with squared constants",
     "products_of_tables": "products of rows of constant tables computed when the network is built",
