@@ -146,7 +146,8 @@ def _equal(bounds: _Bounds) -> bool:
 def _reduced(patch: Patch, bag: PaddedBag, bounds: _Bounds, count: int) -> Value:
     """Add the reduction of all bags, shape (bags, *row)."""
     length, *dims = patch.type(bag.rows).static_shape
-    rows, indices, lead = bag.rows, bag.indices, (length,)
+    rows, indices = bag.rows, bag.indices
+    lead: tuple[int, ...] = (length,)
     if _equal(bounds):
         lead = (count, bounds.numbers[1] - bounds.numbers[0])
         rows, indices = (part_of(patch, v, bounds.numbers[0], math.prod(lead), length) for v in (rows, indices))
