@@ -333,6 +333,7 @@ RULES: Mapping[str, str] = {
     "positions_count": "sums of masks written as the number of their positions",
     "masked_sums": "reductions over selected rows computed over all rows",
     "bounded_keys": "attention to a computed number of keys written with a mask for all keys",
+    "rows_in_order": "rows written to the places of a mask selected by their numbers",
     "masked_writes": "writes of selected rows computed for all rows",
     "substitution": "forward substitutions of triangular matrices written as products",
     "scatter_rows": "scatters of rows given one index per row",
