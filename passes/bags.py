@@ -17,6 +17,7 @@ from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.chosen_bags import ConcatOfGivenBags, LoopOfChosenBags
 from optdnn.passes.rules.given_bags import LoopOfGivenBags
+from optdnn.passes.rules.padded_bags import ConcatOfPaddedBags, LoopOfPaddedBags
 from optdnn.passes.support.bag_bodies import (
     REDUCTIONS,
     cut_of,
@@ -186,4 +187,12 @@ def _bag(graph: Graph, value: Value | None) -> _Bag | None:
 
 class Bags(RulePass):
     name = "bags"
-    rules = (loop_of_bags, LoopOfGivenBags(), LoopOfChosenBags(), concat_of_bags, ConcatOfGivenBags())
+    rules = (
+        loop_of_bags,
+        LoopOfGivenBags(),
+        LoopOfChosenBags(),
+        concat_of_bags,
+        ConcatOfGivenBags(),
+        LoopOfPaddedBags(),
+        ConcatOfPaddedBags(),
+    )

@@ -14,6 +14,7 @@ Further rules of this pass:
 - ``passes/rules/best_rows.py``: the best of the scores above a threshold (RetinaNet) become the best of all scores.
 - ``passes/rules/masked_sums.py``: graph networks sum over the edges that are not self-loops.
 - ``passes/rules/masked_writes.py``: graph networks write the weights of self-loops.
+- ``passes/rules/rows_in_order.py``: features of pictures take the places of picture tokens.
 - ``passes/rules/expert_rows.py``: mixtures of experts split rows by the number of rows of each expert.
 - ``passes/rules/bounded_keys.py``: attention to the tokens that a mask selects (Mochi) has a mask for all tokens.
 """
@@ -36,6 +37,7 @@ from optdnn.passes.rules.expert_rows import expert_rows
 from optdnn.passes.rules.mask_positions import expand_to_positions, positions_count, same_positions, uncut, unrepeated
 from optdnn.passes.rules.masked_sums import masked_sums
 from optdnn.passes.rules.masked_writes import masked_writes
+from optdnn.passes.rules.rows_in_order import rows_in_order
 from optdnn.passes.support.facts import RESHAPES, in_shape, ints, operand
 from optdnn.passes.support.rows import SHAPED, RowOp, by_number, chosen_by, coordinates_of, copy_of, row_op, zero
 from optdnn.types import BOOL, Shape, normalize_axis, product
@@ -264,6 +266,7 @@ class MaskedRows(RulePass):
         best_of_classes,
         best_rows,
         masked_rows,
+        rows_in_order,
         masked_boxes,
         masked_sums,
         masked_writes,

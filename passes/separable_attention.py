@@ -14,6 +14,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.index import SplitAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.channel_shuffles import PRECISIONS
@@ -62,7 +63,7 @@ def aligned_parts(graph: Graph, op: Op) -> Match | Miss | None:
         given += [] if bias is None else [patch.constant(bias[channels], "bias")]
         y = patch.add("Conv", given, conv.attrs, src=conv.src)
         lengths = integers(patch, [widths[i] for i in order], "sizes")
-        parts = patch.add_op("Split", [y, lengths], op.attrs, outputs=len(widths), src=op.src)
+        parts = patch.add_op("Split", [y, lengths], SplitAttrs(1), outputs=len(widths), src=op.src)
         for place, port in enumerate(order):
             patch.replace(Value(op.id, port), Value(parts.id, place))
 

@@ -27,7 +27,7 @@ from optdnn.ir.evaluate import evaluate, promote, promoted_feeds
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
 from optdnn.runtime.contexts.base import BaseContext
-from optdnn.runtime.contexts.feeds import random_feeds
+from optdnn.runtime.contexts.feeds import fractions, random_feeds
 from optdnn.runtime.contexts.stepwise import Context
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.accuracy import holds_nan
@@ -172,6 +172,8 @@ def case_of(
     first = {s.name: given[s.name] if s.name in given else made[s.name] for s in engine.inputs}
     feeds = _taken(engine, first, frozenset(given))
     drawn = random_feeds(engine.inputs, seed=seed + 1, sizes=_sizes(engine, feeds), profiles=engine.profiles)
+    if any(is_float(a.dtype) and feeds[n] is not a for n, a in first.items()):
+        drawn = fractions(drawn)
     other = {n: a if is_float(a.dtype) else feeds[n] for n, a in drawn.items()}
     if all(not is_float(a.dtype) for a in drawn.values()) and _runs(engine, drawn) is None:
         other = drawn
@@ -188,7 +190,8 @@ def _sizes(engine: Engine, feeds: Mapping[str, Array]) -> dict[str, int]:
 
 
 def _taken(engine: Engine, feeds: dict[str, Array], given: frozenset[str]) -> dict[str, Array]:
-    """``feeds``; if the engine rejects the made-up integers (axes, positions, lengths), with all of these set to 1, or to 0.
+    """``feeds``; if the engine rejects them, with all made-up integers (axes, positions, lengths) set to 1, or to 0, or with
+    made-up floats from 0 to 1.
 
     Raises InputError for given inputs that do not fit."""
     error = _runs(engine, feeds)
@@ -197,6 +200,10 @@ def _taken(engine: Engine, feeds: dict[str, Array], given: frozenset[str]) -> di
         tried = {n: np.full_like(a, fill) if n in made_up else a for n, a in feeds.items()}
         if _runs(engine, tried) is None:
             return tried
+    if error is not None:
+        tried = fractions({n: a for n, a in feeds.items() if n not in given})
+        if _runs(engine, {**feeds, **tried}) is None:
+            return {**feeds, **tried}
     if isinstance(error, InputError) and given:
         raise error
     return feeds

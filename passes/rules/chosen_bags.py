@@ -69,7 +69,10 @@ def _of_all_iterations(graph: Graph, op: Op, bag: ChosenBag, trips: int) -> _Bag
     counted = iterated(graph, op, bag.open.counter, trips)
     if counted is None or counted.size != trips:
         return None
-    return replace(found, open=OpenBags(bag.open.count, counted.reshape(-1) == bag.open.at))
+    where = counted.reshape(-1) == bag.open.at
+    if bag.kind == "ReduceMax" and where[:-1].any():
+        return None  # the next bag begins where this one would have ended
+    return replace(found, open=OpenBags(bag.open.count, where))
 
 
 def _first_element(graph: Graph, op: Op, value: Value, trips: int) -> tuple[Value | None, int | None]:
@@ -90,7 +93,7 @@ def _first_element(graph: Graph, op: Op, value: Value, trips: int) -> tuple[Valu
 class ConcatOfGivenBags(Rule):
     """The bags of a loop that the importer unrolled.
 
-    The exporter writes the last of several means as a sum and a division; that part of the Concat stays."""
+    The exporter writes the last one of several means or maxima in another way (:class:`OpenBags`)."""
 
     name = "concat_of_given_bags"
     kinds = frozenset({"Concat"})
@@ -102,13 +105,16 @@ class ConcatOfGivenBags(Rule):
         choices = [b for b in found if b is not None]
         if len(choices) < 2:
             return None
-        first, *bags = (bag for _, bag in choices)
-        trips = 1 + len(bags)
+        *closed, last = (bag for _, bag in choices)
+        first, bags, trips = closed[0], [*closed[1:], last], len(choices)
         if any((b.rows, b.kind, b.source) != (first.rows, first.kind, first.source) for b in bags):
             return Miss("its parts reduce different values")
         if any((b.start, b.end) != (first.start + k, first.end + k) for k, b in enumerate(bags, 1)):
             return Miss("its bags are not in the order of their bounds")
-        build = _reduction(graph, replace(first, trips=trips), context)
+        if any(b.open is not None for b in closed):
+            return Miss("a bag before its last one has an end of its own")
+        written = None if last.open is None else OpenBags(last.open.count, np.arange(trips) == trips - 1)
+        build = _reduction(graph, replace(first, trips=trips, open=written), context)
         if isinstance(build, Miss):
             return build
 
@@ -123,12 +129,13 @@ def _given_bag(graph: Graph, value: Value | None) -> tuple[Op, _Bags] | None:
     """The bag that ``value``, a part of a Concat, sums or averages; None if ``value`` has another form."""
     choice = producer(graph, value, {"If"}, alone=True)
     bag = None if choice is None else chosen_bag(graph, choice)
-    if choice is None or bag is None or bag.open is not None:
+    if choice is None or bag is None or (bag.open is not None and bag.open.counter is not None):
         return None
     (source, start), (other, end) = _element(graph, bag.start), _element(graph, bag.end)
     if source != other or start < 0 or end < 0:
         return None
-    return choice, _Bags(bag.rows, bag.kind, source, start, end)
+    own = None if bag.open is None else OpenBags(bag.open.count, np.array([True]))
+    return choice, _Bags(bag.rows, bag.kind, source, start, end, open=own)
 
 
 def _reduction(graph: Graph, bags: _Bags, context: PassContext) -> Callable[[Patch], Value] | Miss:

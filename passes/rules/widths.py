@@ -10,6 +10,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.index import SplitAttrs
 from optdnn.passes.support.facts import in_shape, integers, ints, operand
 from optdnn.passes.support.products import output_axis
 from optdnn.types import Array, Shape, normalize_axis, product
@@ -154,8 +155,8 @@ def _of_reshape(graph: Graph, op: Op, axis: int, size: int) -> Sources:
 def _of_split(graph: Graph, op: Op, axis: int, size: int) -> Sources:
     if normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)) != axis:
         return [(operand(op), axis)]
-    sizes = ints(graph, op.input(1))
-    return [(operand(op), axis)] if sizes is not None and not any(n % size for n in sizes) else None
+    sizes = [part.type.dims[axis] for part in op.outputs]
+    return [(operand(op), axis)] if all(isinstance(n, int) and n % size == 0 for n in sizes) else None
 
 
 def _of_slice(graph: Graph, op: Op, axis: int, size: int) -> Sources:
@@ -267,11 +268,13 @@ def _rotary(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wi
 
 
 def _split(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:
-    if normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)) == axis:
-        sizes = ints(patch.graph, op.input(1))
-        assert sizes is not None
-        new = [*new, integers(patch, [n // size * wide for n in sizes], "sizes")]
-    return _as_before(patch, op, axis, new, size, wide)
+    if normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)) != axis:
+        return _as_before(patch, op, axis, new, size, wide)
+    sizes = [int(part.type.dims[axis]) // size * wide for part in op.outputs]  # type: ignore[arg-type]
+    count = len(sizes)
+    inputs = [new[0], integers(patch, sizes, "sizes")]
+    copy = patch.add_op("Split", inputs, SplitAttrs(axis), outputs=count, names=[""] * count)
+    return [Value(copy.id, i) for i in range(count)]
 
 
 def _arithmetic(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from optdnn.ir.graph import Graph, Op, Value
@@ -82,6 +82,7 @@ def chosen_bag(graph: Graph, choice: Op) -> ChosenBag | None:
     if same is None or not is_filled(empty.graph.constant_value(empty.result), 0):
         return None
     found = _reduced(full, full.result) or _mean_of_the_last(full, full.result) or _last_or_other(full)
+    found = found or _maximum_of_the_last(full, same.inputs)
     return found if found is not None and {*same.inputs} == {found.start, found.end} else None
 
 
@@ -96,6 +97,17 @@ def _last_or_other(level: Level) -> ChosenBag | None:
     if first is None or first.open is None or mean is None or replace(first, open=None) != mean:
         return None
     return _in_one_iteration(here, choice, mean, first.open.count)
+
+
+def _maximum_of_the_last(level: Level, bounds: Sequence[Value | None]) -> ChosenBag | None:
+    """The maximum of all rows from the start of a bag to a constant end. ``bounds``: the start and the end of the bag."""
+    made = level.maker(level.result, {"ReduceMax"})
+    run = None if made is None or not over_rows(*made) else _run(made[0], operand(made[1]), made[1].kind)
+    if not isinstance(run, tuple) or run[1] not in bounds:
+        return None
+    rows, start, count = run
+    end = next((v for v in bounds if v is not None and v != start), start)
+    return ChosenBag(rows, start, end, "ReduceMax", OpenBag(count))
 
 
 def _in_one_iteration(level: Level, choice: Op, bag: ChosenBag, count: int) -> ChosenBag | None:
@@ -114,12 +126,17 @@ def _in_one_iteration(level: Level, choice: Op, bag: ChosenBag, count: int) -> C
 def _reduced(level: Level, value: Value) -> ChosenBag | None:
     """The reduction of a run of rows. Rows and bounds must be values of the outermost graph."""
     made = level.maker(value, REDUCTIONS)
-    if made is None or not made[1].attrs.keepdims or made[0].ints(made[1].input(1)) != (0,):
+    if made is None or not over_rows(*made):
         return None
     at, reduce = made
     if (found := _run(at, operand(reduce), reduce.kind)) is not None:
         return found if isinstance(found, ChosenBag) else None
     return _to_the_end(at, reduce)
+
+
+def over_rows(level: Level, reduce: Op) -> bool:
+    """Whether a reduction is that of the first axis, and keeps it."""
+    return reduce.attrs.keepdims and level.ints(reduce.input(1)) == (0,)
 
 
 def _to_the_end(level: Level, reduce: Op) -> ChosenBag | None:

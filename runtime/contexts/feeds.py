@@ -11,7 +11,7 @@ from optdnn.dim_text import expressions
 from optdnn.errors import UsageError
 from optdnn.ranges import Profile
 from optdnn.runtime.contexts.sampled import TYPICAL
-from optdnn.types import Array, TensorSpec, random_array
+from optdnn.types import Array, TensorSpec, is_float, random_array
 
 
 def random_feeds(
@@ -53,3 +53,8 @@ def random_feeds(
         made = random_array(rng, spec.dtype, shape)
         feeds[spec.name] = np.full_like(made, TYPICAL[spec.name]) if spec.name in TYPICAL else made
     return feeds
+
+
+def fractions(feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """The inputs with floats from 0 to 1, as pixels are."""
+    return {n: np.mod(np.abs(a), 1).astype(a.dtype) if is_float(a.dtype) else a for n, a in feeds.items()}

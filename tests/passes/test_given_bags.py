@@ -265,10 +265,12 @@ LAST = """first = Equal(at, last)
 
 def looped(
     reduce: str = "ReduceSum", *, table: str = "constant", ends: str = "Add(j, one)", divisor: str = "", whole: str = "total",
-    length: int = 12, empty: float = 0.0, weights: str = "", bags: int = 6, to_the_end: bool = False,
+    length: int = 12, empty: float = 0.0, weights: str = "", bags: int = 6, to_the_end: bool = False, last: int = -1,
+    unrolled: bool = False,
 ) -> Graph:  # fmt: skip
     """A Loop over bags. A bag is zeros (``empty``) where its bounds are equal. ``divisor``: of the last mean.
-    ``to_the_end``: the last bag has all rows from its start on."""
+    ``to_the_end``: the last bag has all rows from its start on. ``last``: the number of the bag that is written as the last one.
+    ``unrolled``: whether the importer writes out the iterations."""
     zeros = ",".join([str(empty)] * 6)
     reduced = f"axes = Constant<value_ints = [0]>()  v = {reduce}<keepdims = 1>(part, axes)"
     reduced = LAST.format(divisor=divisor, whole=whole) if divisor else reduced
@@ -280,7 +282,7 @@ def looped(
     more = (f", {weights} w" if weights else "") + (", float[20,6] x" if table == "input" else "")
     text = f"""g (int64[12] at, int64[{bags + 1}] offsets{more}) => (float[{bags},6] y)
             <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] top = {{{bags}}}, int64 begin = {{0}}, bool on = {{1}},
-             int64 number = {{{bags}}}, int64 last = {{{bags - 1}}}, int64[1] length = {{{length}}}> {{
+             int64 number = {{{bags}}}, int64 last = {{{last % bags}}}, int64[1] length = {{{length}}}> {{
         looked = Gather(x, at)  {rows}  held = SequenceEmpty<dtype = 1>()
         s, n = Loop<body = b (int64 i, bool go, seq(float[1,6]) held, int64 at) => (bool c, seq(float[1,6]) more, int64 next) {{
             j = Unsqueeze(at, zero)  e = {ends}  f = Add(e, one)  h = Add(j, one)  s = Slice(offsets, j, h)
@@ -296,7 +298,8 @@ def looped(
         numbers_of = np.random.default_rng(3).standard_normal((20, 6)).astype(np.float32)
         proto.graph.initializer.append(onnx.numpy_helper.from_array(numbers_of, "x"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequence_loops, "MOST_WRITTEN_OUT", 0)
+        if not unrolled:
+            patch.setattr(sequence_loops, "MOST_WRITTEN_OUT", 0)
         graph = import_model(proto)
     for one in (FoldConstants(), Canonicalize(), DeadCode()):
         one(graph)
@@ -320,13 +323,12 @@ LOOPED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def reduced(name: str, offsets: list[int], context: PassContext, kind: str) -> None:
+def reduced(name: str, offsets: list[int], context: PassContext, kind: str, *, unrolled: bool = False) -> None:
     """Check the pass on a loop: one operator of this kind, and the results of the loop."""
-    graph = looped(**LOOPED[name])
+    graph = looped(**LOOPED[name], unrolled=unrolled)
     depends = "reduce" not in LOOPED[name]  # maxima of few random bags may be equal
-    after, _ = check_pass(
-        Bags(), graph, changes=1, rules={"loop_of_chosen_bags": 1}, context=context, depends_on_input=depends
-    )
+    rules = {"concat_of_given_bags" if unrolled else "loop_of_chosen_bags": 1}
+    after, _ = check_pass(Bags(), graph, changes=1, rules=rules, context=context, depends_on_input=depends)
     assert (len(after.of_kind(kind)), after.of_kind("Loop", "If")) == (1, [])
     feeds = {**random_feeds(graph, 5), "offsets": np.array(offsets)}
     want = evaluate(graph, feeds)["y"]
@@ -338,6 +340,12 @@ def reduced(name: str, offsets: list[int], context: PassContext, kind: str) -> N
 @pytest.mark.parametrize("name", LOOPED)
 def test_loops_over_bags_that_may_be_empty(name: str, offsets: list[int]) -> None:
     reduced(name, offsets, GPU, "SegmentSum")
+
+
+@pytest.mark.parametrize("offsets", offsets_of().values(), ids=offsets_of())
+@pytest.mark.parametrize("name", LOOPED)
+def test_bags_of_a_loop_that_is_written_out(name: str, offsets: list[int]) -> None:
+    reduced(name, offsets, GPU, "SegmentSum", unrolled=True)
 
 
 @pytest.mark.parametrize("offsets", offsets_of().values(), ids=offsets_of())
@@ -353,6 +361,9 @@ def test_they_are_a_product_on_a_cpu(name: str, offsets: list[int]) -> None:
         ({"reduce": "ReduceMax"}, "maximum", CPU),
         ({"weights": "float[12,6]"}, "rows of a table", GPU),
         ({"ends": "Sub(top, j)"}, "order of their bounds", GPU),
+        ({"reduce": "ReduceMax", "to_the_end": True, "last": 2}, "order of their bounds", GPU),
+        ({"divisor": "d", "last": 2, "unrolled": True}, "a bag before its last one", GPU),
+        ({"reduce": "ReduceMax", "to_the_end": True, "last": 2, "unrolled": True}, "a bag before its last one", GPU),
     ],
 )
 def test_loops_over_bags_that_stay(options: dict[str, Any], because: str, context: PassContext) -> None:

@@ -81,9 +81,10 @@ def test_no_position_and_all_positions(text: str, fill: float) -> None:
     np.testing.assert_array_equal(evaluate(after, feeds)["z"], evaluate(graph, feeds)["z"])
 
 
-def test_the_first_of_other_values_are_refused() -> None:
-    """``y[mask] = given[:n]``: a value's number depends on the mask."""
-    text = CONSTANT.replace("rows = Expand(low, n)", "rows = Slice(given, first, n, first)")
+def test_values_that_depend_on_other_rows_are_refused() -> None:
+    """``y[mask] = cumsum(x[mask])``."""
+    text = TORCHSCRIPT.replace("made = Exp(taken)", "made = CumSum(taken, begin)").replace("j = NonZero(mask)", "")
+    text = text.replace("(j)", "(i)")
     check_refused(MaskedRows(), text, because="does not compute each row", context=GPU)
 
 

@@ -69,13 +69,15 @@ def test_zeros_stand_in_the_weights(attrs: dict[str, Any]) -> None:
     assert sorted(after.type(op.inputs[1]).static_shape for op in after.of_kind("MatMul")) == [(C, 16)] * 3 + [(16, C)]
 
 
-@pytest.mark.parametrize("packed", ["gather", "split", "columns"])
+@pytest.mark.parametrize("packed", ["gather", "split", "columns", "equal columns"])
 def test_one_projection_of_queries_keys_and_values(packed: str) -> None:
     n = Net(np.float64)
     x = n.gemm(n.op("Reshape", tokens(n), n.ints(B * N, C)), 3 * C, trans_b=True)
-    if packed == "columns":
+    if packed.endswith("columns"):
         whole = n.op("Reshape", x, n.ints(B, N, 3 * C))
-        parts = n.op("Split", whole, n.ints(C, C, C), attrs=SplitAttrs(axis=2), outputs=3)
+        equal = packed == "equal columns"  # without sizes, as exporters write chunk()
+        sizes = () if equal else (n.ints(C, C, C),)
+        parts = n.op("Split", whole, *sizes, attrs=SplitAttrs(2, num_outputs=3 if equal else None), outputs=3)
         parts = [heads(n, p) for p in parts]
     else:
         whole = n.op("Reshape", x, n.ints(B, N, 3, H, D))

@@ -36,6 +36,16 @@ def test_a_channel_of_scores_comes_last(bias: bool) -> None:
     assert [out.type.dims[1] for out in op.outputs] == [16, 24, 1]
 
 
+def test_parts_without_sizes_get_sizes() -> None:
+    n = Net(np.float64)
+    y = n.conv(n.input(2, 8, 4, 6), 26, 1, pads=0)
+    graph = n.done(*n.op("Split", y, attrs=SplitAttrs(1, num_outputs=3), outputs=3))
+    after, _ = check_pass(SeparableAttention(), graph, changes=1)
+    (op,) = after.of_kind("Split")
+    assert [out.type.dims[1] for out in op.outputs] == [8, 9, 9]
+    assert op.attrs.num_outputs is None  # with sizes, a number of parts would be no valid ONNX
+
+
 @pytest.mark.parametrize("widths", [(16, 24, 1), (16, 8), (1, 3, 4), (8, 1, 3)])
 def test_parts_that_no_order_helps_stay(widths: tuple[int, ...]) -> None:
     n = Net(np.float64)

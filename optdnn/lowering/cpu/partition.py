@@ -11,23 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from optdnn.config import BuildOptions
 from optdnn.errors import EngineError, MissingDependency, RunError, UnsupportedError
 from optdnn.ir.digest import graph_digest
-from optdnn.ir.evaluate import evaluate, random_feeds
-from optdnn.ir.graph import Graph, Op
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu.base import Measured, fastest, take_turns
 from optdnn.lowering.cpu.check import check
 from optdnn.lowering.cpu.eight_bits import with_float_weights
 from optdnn.lowering.cpu.library import LIBRARIES, Contender, typical_sizes
+from optdnn.lowering.cpu.made_up import made_up_inputs
 from optdnn.lowering.cpu.trials import Trial, TrialLost, Trials
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.runtime.program import Program
 from optdnn.tuning.timing_cache import Outcome, TimingCache
-from optdnn.types import Array, is_int
+from optdnn.types import Array
 
 Progress = Callable[[str], None]
 
@@ -318,35 +317,11 @@ class _Search:
 
     @functools.cached_property
     def _feeds(self) -> Mapping[str, Array] | None:
-        """Inputs for checks and timing; None if no valid ones are found.
-
-        Integers and short float inputs may be axes, sizes, pads, positions or scales, for which many values are invalid: a
-        library may then return an error or crash the process. So the reference checks them first, and such inputs are 1 if that
-        is valid, otherwise 0.
-        """
-        feeds = random_feeds(self.graph, seed=1, sizes=typical_sizes(self.graph))
-        if not any(is_int(a.dtype) or a.ndim < 2 for a in feeds.values()):
-            return feeds
-        for control, other in ((1, None), (0, None), (1, 0), (0, 0), (None, None)):
-            tried = dict(feeds)
-            for name, array in feeds.items():
-                integer = is_int(array.dtype)
-                fill = other if array.ndim > 1 else control if integer or control is None else 1
-                if fill is not None and (integer or array.ndim < 2):
-                    tried[name] = np.full_like(array, fill)
-            try:
-                self._fits(evaluate(self.graph, tried, _no_zero_divisors))
-                return tried
-            except RunError as error:
-                self.untimed = f"not timed: it takes none of the made-up inputs ({error.message})"
-        return None
-
-    def _fits(self, outputs: Mapping[str, Array]) -> None:
-        """Raise RunError if outputs have other sizes than the model declares: their sizes depend on the values of inputs."""
-        for i in self.graph.outputs:
-            out = self.graph.op(i).outputs[0]
-            if out.type.is_static and outputs[out.name].shape != tuple(out.type.static_shape):
-                raise RunError(f"output {out.name!r} would be of another size, {list(outputs[out.name].shape)}")
+        """Inputs for checks and timing; None if no valid ones are found."""
+        feeds, reason = made_up_inputs(self.graph)
+        if feeds is None:
+            self.untimed = f"not timed: it takes none of the made-up inputs ({reason})"
+        return feeds
 
     def near_best(self) -> list[Contender]:
         """Contenders whose best time is within NEAR of the best of all."""
@@ -392,11 +367,3 @@ class _Search:
         fallbacks = {c.library.name: c.fallbacks for c in self.contenders if c.fallbacks}
         ran = contender.ran(engine, self._feeds if contender.library.name == "onnxruntime" else None)
         return LibraryChoice(engine, rows, fallbacks, ran, contender.library.name)
-
-
-def _no_zero_divisors(op: Op, operands: list[Array | None]) -> list[Array | None]:
-    """Raise RunError where integers are divided by zero: ONNX does not define the result, and libraries may crash there."""
-    divisor = operands[1] if op.kind in ("Div", "Mod") else None
-    if divisor is not None and is_int(divisor.dtype) and not divisor.all():
-        raise RunError("integers are divided by zero")
-    return operands
