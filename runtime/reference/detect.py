@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -13,21 +14,30 @@ from optdnn.types import Array
 # ---------------------------------------------------------------- regions of interest
 
 
-def _samples(start: float, extent: float, bins: int, ratio: int, size: int) -> tuple[Array, Array, Array]:
-    """The sampling points of one axis of a region: low index, fraction and validity, each (bins, samples)."""
-    grid = ratio if ratio > 0 else math.ceil(extent / bins)
-    step = extent / bins
-    inside = (np.arange(max(grid, 0), dtype=np.float64) + 0.5) * step / max(grid, 1)
-    at = start + np.arange(bins)[:, None] * step + inside
+Samples: TypeAlias = tuple[Array, Array, Array]
+"""Low index, fraction and validity of the sampling points of an axis, each (bins, samples)."""
+
+
+def _samples(start: float, extent: float, bins: int, ratio: int, size: int) -> tuple[Samples, int]:
+    """The sampling points of one axis of a region, and the number that a bin has.
+
+    A bin of a huge region has a point per pixel, of which few are inside of the image. Those are returned, and one more at least.
+    """
+    grid, step = max(ratio if ratio > 0 else math.ceil(extent / bins), 0), extent / bins
+    begin = start + np.arange(bins)[:, None] * step
+    count = grid if ratio > 0 or not grid else min(grid, math.ceil((size + 1) * grid / step) + 3)
+    first = np.clip(np.floor((-1 - begin) * grid / step - 0.5), 0, grid - count) if count < grid else 0
+    at = begin + (first + np.arange(count, dtype=np.float64) + 0.5) * step / max(grid, 1)
     valid = (at >= -1) & (at <= size)
     at = np.clip(at, 0, size - 1)
     low = np.minimum(at.astype(np.int64), max(size - 2, 0))
-    return low, at - low, valid
+    return (low, at - low, valid), grid
 
 
-def _weights(low: Array, fraction: Array, valid: Array, size: int) -> tuple[Array, int]:
-    """Weights (bins, span) of the sampled stretch of an axis, which begins at the returned index."""
-    bins, count = low.shape
+def _weights(samples: Samples, count: int, size: int) -> tuple[Array, int]:
+    """Weights (bins, span) of the sampled stretch of an axis, which begins at the returned index. ``count``: points of a bin."""
+    low, fraction, valid = samples
+    bins = len(low)
     if not valid.any():
         return np.zeros((bins, 1)), 0
     first, last = int(low[valid].min()), min(int(low[valid].max()) + 1, size - 1)
@@ -38,7 +48,7 @@ def _weights(low: Array, fraction: Array, valid: Array, size: int) -> tuple[Arra
     return out / count, first
 
 
-def _greatest(image: Array, ys: tuple[Array, Array, Array], xs: tuple[Array, Array, Array]) -> Array:
+def _greatest(image: Array, ys: Samples, xs: Samples) -> Array:
     """mode "max": the largest of the weighted neighbors (each one separately) over all samples of a bin."""
     height, width = image.shape[1:]
     (y, fy, vy), (x, fx, vx) = ys, xs
@@ -80,12 +90,12 @@ def roi_align(
         if not offset:
             width, height = max(width, 1.0), max(height, 1.0)
         image = x[int(batch_indices[r])]
-        ys = _samples(y1, height, output_height, sampling_ratio, x.shape[2])
-        xs = _samples(x1, width, output_width, sampling_ratio, x.shape[3])
+        ys, rows = _samples(y1, height, output_height, sampling_ratio, x.shape[2])
+        xs, columns = _samples(x1, width, output_width, sampling_ratio, x.shape[3])
         if mode == "max":
             y[r] = _greatest(image, ys, xs)
         elif ys[0].size and xs[0].size:
-            (wy, top), (wx, left) = _weights(*ys, x.shape[2]), _weights(*xs, x.shape[3])
+            (wy, top), (wx, left) = _weights(ys, rows, x.shape[2]), _weights(xs, columns, x.shape[3])
             part = image[:, top : top + wy.shape[1], left : left + wx.shape[1]]
             y[r] = wy.astype(x.dtype) @ part @ wx.T.astype(x.dtype)
     return (y,)

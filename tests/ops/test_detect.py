@@ -12,6 +12,7 @@ from onenode import Case, check_case, check_export, import_case, normal, onnxrun
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Unsupported
 from optdnn.runtime.reference import suppression
+from optdnn.runtime.reference.detect import roi_align
 from optdnn.runtime.reference.suppression import non_max_suppression, suppressed_by
 from optdnn.types import Array
 
@@ -289,3 +290,16 @@ def test_affine_grid_of_another_batch_is_refused() -> None:
 
     with pytest.raises(ValueError, match="the size is for a batch of 1, theta for one of 2"):
         affine_grid(np.zeros((2, 2, 3), np.float32), np.array([1, 1, 4, 4]))
+
+
+@pytest.mark.parametrize("mode", ["avg", "max"])
+@pytest.mark.parametrize("corner", [(-400.0, -200.0), (0.5, 1.5), (-897.0, -0.25), (20.0, 20.0)])
+def test_a_huge_region_takes_the_samples_inside_of_the_image(mode: str, corner: tuple[float, float]) -> None:
+    """Samples outside of the image count as 0. A region of 3e9 pixels would take all memory otherwise."""
+    x, one = np.random.default_rng(0).standard_normal((1, 2, 6, 5)).astype(F), np.zeros(1, np.int64)
+    rois = np.array([[*corner, *(c + 900 for c in corner)]], F)
+    sizes: dict[str, Any] = {"output_height": 3, "output_width": 3, "mode": mode}
+    (got,), (want,) = roi_align(x, rois, one, **sizes), roi_align(x, rois, one, **sizes, sampling_ratio=300)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-9)
+    (huge,) = roi_align(x, np.array([[0, 0, 3e9, 3e9]], F), one, **sizes)
+    assert np.isfinite(huge).all()

@@ -17,6 +17,8 @@ OpenVINO's plain faults are in :mod:`optdnn.lowering.cpu.openvino_faults`, integ
   (:mod:`optdnn.lowering.cpu.process_guards`) run on ONNX Runtime alone.
 * OpenVINO would run a Loop without a bound forever; for ONNX Runtime the loop gets a bound (:mod:`optdnn.lowering.cpu.loops`).
 * OpenVINO's reader of ONNX takes packed 4-bit weights only where the model's file holds them; here they are passed separately.
+* ONNX Runtime's RoiAlign without a sampling_ratio samples each pixel of a region, also outside of the image. A region of 3e9 pixels
+  takes all memory. Ours visits the samples inside of the image.
 * ONNX Runtime ignores MaxUnpool's operand output_shape (its own tests leave out ONNX's case of it).
 * Their Fourier transforms (DFT, STFT) are off by up to 1e-3 of a result that should be 0, and some results lack an axis.
 * ONNX Runtime's Python binding passes neither bfloat16 arrays nor floats of 8 or integers of 4 and fewer bits. OpenVINO's binding
@@ -224,7 +226,9 @@ def onnxruntime_must_not(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for ONNX Runtime."""
     reason = "onnxruntime's MaxUnpool places values as if there were no output_shape"
     unpools = {op.id: reason for op in graph.of_kind("MaxUnpool") if op.input(2) is not None}
-    own = {**_touching(graph, _NARROW | {BF16}), **unpools, **_transforms(graph), **saturating(graph)}
+    adaptive = "without a sampling_ratio, onnxruntime samples each pixel of a region: a huge one takes all memory, or does not end"
+    regions = {op.id: adaptive for op in graph.of_kind("RoiAlign") if op.attrs.sampling_ratio == 0}
+    own = {**_touching(graph, _NARROW | {BF16}), **unpools, **regions, **_transforms(graph), **saturating(graph)}
     return {**own, **_nested(graph), **_in_bodies(graph, onnxruntime_must_not)}
 
 

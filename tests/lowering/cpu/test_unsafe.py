@@ -165,6 +165,17 @@ def test_onnxruntime_gets_no_maxunpool_with_an_output_shape():
     assert list(onnxruntime_must_not(graph)) == [placed.id]
 
 
+@pytest.mark.parametrize(("ratio", "refused"), [(0, True), (2, False)])
+def test_onnxruntime_gets_no_regions_sampled_by_their_size(ratio: int, refused: bool) -> None:
+    graph = Graph()
+    x, rois = graph.add_input("x", tensor(np.float32, 1, 2, 6, 6)), graph.add_input("r", tensor(np.float32, 3, 4))
+    align = graph.add(
+        "RoiAlign", [x, rois, graph.add_input("b", tensor(np.int64, 3))], OPDEFS["RoiAlign"].attrs(sampling_ratio=ratio)
+    )
+    graph.add_output(align.value, "y")
+    assert ("takes all memory" in onnxruntime_must_not(graph).get(align.id, "")) == refused
+
+
 def test_openvino_gets_no_transposed_convolution_of_weights_with_a_zero_point():
     for zero, refused in ((5, True), (0, False)):
         n = QNet()
