@@ -21,7 +21,7 @@ Samples: TypeAlias = tuple[Array, Array, Array]
 def _samples(start: float, extent: float, bins: int, ratio: int, size: int) -> tuple[Samples, int]:
     """The sampling points of one axis of a region, and the number that a bin has.
 
-    A bin of a huge region has a point per pixel, of which few are inside of the image. Those are returned, and one more at least.
+    A bin of a huge region has a point per pixel. Only those inside of the image are returned, and at least one other.
     """
     grid, step = max(ratio if ratio > 0 else math.ceil(extent / bins), 0), extent / bins
     begin = start + np.arange(bins)[:, None] * step
