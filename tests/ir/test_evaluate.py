@@ -58,6 +58,7 @@ def test_inputs_that_do_not_fit(change, message):
     ("sizes", "message"),
     [
         ([4], "Split 'parts' gives 1 results, it has 2 outputs"),
+        ([1, 1, 2], "Split 'parts' gives 3 results, it has 2 outputs"),
         ([5, -1], r"a size of \[5, -1\] is negative"),
         ([1, 2], "do not add up to 4"),
     ],
