@@ -13,7 +13,7 @@ from support.on_processor import compare_graph
 from support.simulated import lowered
 
 from optdnn.ir.graph import Value
-from optdnn.kernels.layout import copies, taps
+from optdnn.kernels.layout import copies, tap_forms
 from optdnn.kernels.pointwise import joint, pointwise
 from optdnn.ops.index import PadAttrs
 from optdnn.ops.shape import TransposeAttrs
@@ -45,7 +45,7 @@ NETS = {f.__name__: f for f in (odd_rows, pairs, pixels, padded)}
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("build", NETS.values(), ids=NETS)
 def test_results(build: Callable[[Net], Value], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module in (pointwise, taps):
+    for module in (pointwise, tap_forms):
         monkeypatch.setattr(module, "MANY", 100)
         monkeypatch.setattr(module, "SHORT", 8)  # outputs of the network are fp32
     for module in (joint, copies):
