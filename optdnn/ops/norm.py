@@ -331,6 +331,19 @@ def _export_lp(a: LpNormAttrs, inputs: Sequence[str], n_outputs: int, e: Export)
     return e.node("Div", [inputs[0], e.node("Max", [length, least])[0]])
 
 
+def _export_mean_variance(a: MeanVarianceAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    """MeanVarianceNormalization as its arithmetic, at least in fp32. ONNX's formula, the difference of two means, gives NaN for pictures
+    of one color: rounding errors make the variance negative."""
+    x, dtype, axes = inputs[0], e.type(inputs[0]).dtype, e.const(np.array(a.axes, np.int64), "axes")
+    narrow = dtype.itemsize < FP32.itemsize
+    x = e.node("Cast", [x], to=FP32)[0] if narrow else x
+    (deviations,) = e.node("Sub", [x, e.node("ReduceMean", [x, axes], keepdims=1)[0]])
+    (variance,) = e.node("ReduceMean", [e.node("Mul", [deviations, deviations])[0], axes], keepdims=1)
+    least = e.const(np.asarray(1e-9).astype(FP32 if narrow else dtype), "least")
+    results = e.node("Div", [deviations, e.node("Add", [e.node("Sqrt", [variance])[0], least])[0]])
+    return e.node("Cast", results, to=dtype) if narrow else results
+
+
 _TOL = Tol(rtol=1e-5, atol=2e-6)
 
 _norm = partial(OpDef, tol=_TOL)
@@ -362,6 +375,11 @@ DEFS: tuple[OpDef, ...] = (
     _norm("LRN", _infer_lrn, LRNAttrs, cost=_cost_lrn),
     _norm("LpNormalization", _infer_lp, LpNormAttrs, _import_lp, _export_lp, per_element(3)),
     _norm(
-        "MeanVarianceNormalization", _infer_mean_variance, MeanVarianceAttrs, _import_mean_variance, cost=per_element(6)
+        "MeanVarianceNormalization",
+        _infer_mean_variance,
+        MeanVarianceAttrs,
+        _import_mean_variance,
+        _export_mean_variance,
+        per_element(6),
     ),
 )

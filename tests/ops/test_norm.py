@@ -15,6 +15,8 @@ from support.net import Net
 import optdnn
 from optdnn.dim import symbol
 from optdnn.errors import ShapeError
+from optdnn.importers.onnx import import_model
+from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import EXACT, Tol, Unsupported, attrs_dict
@@ -294,6 +296,22 @@ def test_mean_variance_normalization(axes: tuple[int, ...] | None) -> None:
     attrs = {} if axes is None else {"axes": list(axes)}
     case = Case("MeanVarianceNormalization", [normal(2, 3, 4, 5)], attrs, opset=13)
     check_case(case, "reference", symbolic={0: (0, 2, 3)})
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("color", [0.3, 0.7, 1000.7])
+def test_a_picture_of_one_color_is_exported_without_nan(dtype: Any, color: float) -> None:
+    """ONNX's formula makes the variance negative by rounding: ONNX Runtime gives NaN."""
+    graph = import_case(Case("MeanVarianceNormalization", [np.full((2, 3, 8, 8), color, dtype)], opset=13))
+    exported = import_model(export_model(graph).proto)
+    assert exported.of_kind("MeanVarianceNormalization") == []
+    feeds = {"x0": np.full((2, 3, 8, 8), color, dtype)}
+    (got,) = evaluate(exported, feeds).values()
+    assert got.dtype == dtype
+    assert np.isfinite(got).all()
+    feeds["x0"] = normal(2, 3, 8, 8).astype(dtype)
+    (got,), (want,) = evaluate(exported, feeds).values(), evaluate(graph, feeds).values()
+    np.testing.assert_allclose(got, want, rtol=1e-3 if dtype == np.float16 else 1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
