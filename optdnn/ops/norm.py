@@ -332,8 +332,8 @@ def _export_lp(a: LpNormAttrs, inputs: Sequence[str], n_outputs: int, e: Export)
 
 
 def _export_mean_variance(a: MeanVarianceAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """MeanVarianceNormalization as its arithmetic, at least in fp32. ONNX's formula, the difference of two means, gives NaN for pictures
-    of one color: rounding errors make the variance negative."""
+    """MeanVarianceNormalization as its arithmetic, at least in fp32. ONNX's formula is the difference of two means, which gives NaN
+    for pictures of one color: rounding errors make the variance negative."""
     x, dtype, axes = inputs[0], e.type(inputs[0]).dtype, e.const(np.array(a.axes, np.int64), "axes")
     narrow = dtype.itemsize < FP32.itemsize
     x = e.node("Cast", [x], to=FP32)[0] if narrow else x
