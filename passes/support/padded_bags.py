@@ -15,39 +15,33 @@ Place = tuple[Value | None, int]
 
 
 @dataclass(frozen=True)
-class PaddedBag:
-    """The reduction (``kind``) of the ``rows[start : end]`` whose ``indices`` are not ``padding``, or zeros if there are none.
+class KeptPositions:
+    """The positions from ``start`` to ``end`` whose ``indices`` are not ``padding``, as a Loop lists them.
 
     ``start``, ``end``: numbers, or values of one element. ``count`` is added to negative indices before the comparison, if it is
-    not None. ``entered``: whether the first position is compared without a look at ``end``. ``ops``: the operators that compute
-    the bag, the last one first."""
+    not None. ``entered``: whether the first position is compared without a look at ``end``."""
 
-    rows: Value
-    kind: str
     indices: Value
     padding: int
     count: int | None
     start: Value | int
     end: Value | int
     entered: bool
+
+
+@dataclass(frozen=True)
+class PaddedBag(KeptPositions):
+    """The reduction (``kind``) of the ``rows`` at these positions, or zeros if there are none. ``ops``: the operators that compute
+    the bag, the last one first."""
+
+    rows: Value
+    kind: str
     ops: tuple[Op, ...]
 
     @property
     def shared(self) -> tuple[Value, str, Value, int, int | None]:
         """The facts that all bags of one network share."""
         return self.rows, self.kind, self.indices, self.padding, self.count
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A Loop that lists the positions from ``start`` to ``end`` whose ``indices`` are not ``padding``."""
-
-    indices: Value
-    padding: int
-    count: int | None
-    start: Value | int
-    end: Value | int
-    entered: bool
 
 
 def padded_bag(graph: Graph, value: Value | None) -> PaddedBag | None:
@@ -75,9 +69,7 @@ def padded_bag(graph: Graph, value: Value | None) -> PaddedBag | None:
         graph, loop, {choice.id, size.id}
     ):
         return None
-    ops = (choice, same, size, loop)
-    facts = (kept.indices, kept.padding, kept.count, kept.start, kept.end, kept.entered)
-    return PaddedBag(rows, reduce.kind, *facts, ops)
+    return PaddedBag(**vars(kept), rows=rows, kind=reduce.kind, ops=(choice, same, size, loop))
 
 
 def _read_by_others(graph: Graph, loop: Op, readers: set[int]) -> bool:
@@ -85,7 +77,7 @@ def _read_by_others(graph: Graph, loop: Op, readers: set[int]) -> bool:
     return any(user.id not in readers for i in range(len(loop.outputs)) for user in graph.users(Value(loop.id, i)))
 
 
-def _kept(graph: Graph, loop: Op) -> _Kept | None:
+def _kept(graph: Graph, loop: Op) -> KeptPositions | None:
     """The list that a Loop with a counter and a list as its state makes; None for other loops."""
     body = loop.attrs.body.graph
     if loop.attrs.carried != 2 or len(body.outputs) != 3 or graph.type(operand(loop, 3)).shape != (0,):
@@ -102,7 +94,7 @@ def _kept(graph: Graph, loop: Op) -> _Kept | None:
     source = value_outside(loop, operand(index))
     if source is None or operand(index, 1) != counter or not takes_rows(body, index):
         return None
-    return _Kept(source, padding, count, *bounds)
+    return KeptPositions(source, padding, count, *bounds)
 
 
 def place_in_a_list(graph: Graph, value: Value | int) -> Place | None:

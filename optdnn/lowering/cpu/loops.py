@@ -112,6 +112,13 @@ def graphs_of(graph: GraphProto) -> Iterator[GraphProto]:
                 yield from graphs_of(a.g)
 
 
+def replace_nodes(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:
+    """Give a graph these nodes. Its own may be among them: they are copied first."""
+    copies = [NodeProto.FromString(n.SerializeToString()) for n in nodes]
+    del graph.node[:]
+    graph.node.extend(copies)
+
+
 def _bounded(node: NodeProto, constants: dict[str, onnx.TensorProto], fresh: Iterator[str]) -> Iterable[NodeProto]:
     if node.op_type != "Loop" or not node.output:
         return [node]

@@ -11,6 +11,8 @@ import numpy as np
 import onnx
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
+from optdnn.lowering.cpu.loops import replace_nodes
+
 _MOVING = frozenset(
     {"Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
 )
@@ -37,9 +39,7 @@ def _keep(graph: GraphProto, outer: set[str]) -> None:
             node.input[0] = clipped
         nodes.append(node)
     if len(nodes) > len(graph.node):
-        copies = [NodeProto.FromString(n.SerializeToString()) for n in nodes]
-        del graph.node[:]
-        graph.node.extend(copies)
+        replace_nodes(graph, nodes)
 
 
 def _dequantized(name: str, producers: dict[str, NodeProto], floats: set[str]) -> bool:

@@ -22,7 +22,7 @@ from onnx import GraphProto, NodeProto, helper, numpy_helper
 from optdnn.dim import bounds
 from optdnn.ir.body import bodies
 from optdnn.ir.graph import Graph, Op
-from optdnn.lowering.cpu.loops import graphs_of
+from optdnn.lowering.cpu.loops import graphs_of, replace_nodes
 
 _RECURRENT = ("GRU", "LSTM")
 _TESTED = {"GRU": 0, "LSTM": 0, "ConvTranspose": 0, "Conv": 1}
@@ -70,9 +70,7 @@ def guard(model: onnx.ModelProto, graph: Graph) -> None:
             else:
                 nodes += _GUARDS[node.op_type](node, fresh)
         if len(nodes) > len(part.node):
-            copies = [NodeProto.FromString(n.SerializeToString()) for n in nodes]
-            del part.node[:]
-            part.node.extend(copies)
+            replace_nodes(part, nodes)
 
 
 def _safe(graph: Graph) -> Iterator[str]:
