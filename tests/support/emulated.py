@@ -12,7 +12,7 @@ import numpy as np
 from optdnn.kernels.launch import Launch
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.compile.recipes import recipe_of
-from optdnn.runtime.cuda.launches.plan import MAP_BYTES, CudaStep, Pointer
+from optdnn.runtime.cuda.launches.plan import MAP_BYTES, MAP_ITEM, CudaStep, Pointer
 from optdnn.runtime.program import Program
 from optdnn.types import Array
 from support.host import HERE, library
@@ -21,6 +21,7 @@ _RUN = """
 static Params parameters;
 extern "C" unsigned parameter_bytes() { return sizeof(Params); }
 extern "C" void of_clusters(unsigned blocks) { cluster_blocks = blocks; }
+extern "C" void reserves(unsigned bytes) { reserved = bytes; }
 extern "C" int run(const void* block, unsigned gx, unsigned gy, unsigned gz, unsigned threads) {
     gridDim = {gx, gy, gz}, blockDim = {threads, 1, 1};
     memcpy(&parameters, block, sizeof(Params));
@@ -116,19 +117,20 @@ def _generated(recipe: Recipe, entry: str, folder: Path) -> ctypes.CDLL:
 
 
 def run(loaded: ctypes.CDLL, made: Launch, addresses: Mapping[str, int]) -> None:
-    """Run the launch on these operands, which begin at multiples of 16 bytes. Tensor maps are of 16-bit numbers."""
+    """Run the launch on these operands, which begin at multiples of 16 bytes."""
     size = loaded.parameter_bytes()
     assert size - len(made.parameters) in range(8), "the parameter block and the kernel's struct differ in size"
     block = bytearray(made.parameters.ljust(size, b"\0"))
     for place in made.pointers:
         block[place.at : place.at + 8] = (addresses[place.operand] + place.offset).to_bytes(8, "little")
     for m in made.maps:
-        numbers = (addresses[m.operand] + m.offset, *m.shape, *m.strides, *m.box, m.swizzle)
+        numbers = (addresses[m.operand] + m.offset, *m.shape, *m.strides, *m.box, m.swizzle | MAP_ITEM[m.dtype] << 32)
         block[m.at : m.at + MAP_BYTES] = np.array(numbers, np.uint64).tobytes().ljust(MAP_BYTES, b"\0")
     sizes = (ctypes.c_uint(n) for n in (*made.grid, made.block))
     loaded.of_clusters(made.cluster)
+    loaded.reserves(made.shared)
     failed = loaded.run((ctypes.c_char * len(block)).from_buffer(block), *sizes)
-    assert not failed, "threads missed one another, or a copy was never waited for"
+    assert not failed, "threads missed one another, a copy was never waited for, or shared memory was exceeded"
 
 
 def aligned(array: np.ndarray) -> np.ndarray:

@@ -43,6 +43,7 @@ enum Meeting { RUNNING, WARP, BLOCK, POLL, ENDED };
 alignas(128) static u8 memory[SHARED];
 alignas(16) static u8 barriers[4096];                  // 16 bytes for each 8 of a barrier in shared memory
 static unsigned found;                                 // waits that ended
+static unsigned reserved = SHARED;                     // bytes of shared memory that the launch reserves
 static Fibers<MOST, STACK> fibers;
 static Meeting meeting[MOST];
 static void (*entry)();
@@ -68,7 +69,7 @@ static u32 count_arrival(u32* count) { return (*count)++; }
 struct Copy { u32 target; const void* source; int bytes, whole; };
 static std::vector<std::vector<Copy>> copies[MOST];
 
-static bool run_block(unsigned threads) {              // false where threads of a warp or a block miss one another
+static bool run_block(unsigned threads) {              // false where threads of a warp or a block miss one another, or go beyond shared memory
     fibers.entry = run_fiber;
     memset(memory, 0xff, SHARED);
     for (unsigned t = 0; t < threads; t++) {
@@ -112,6 +113,8 @@ static bool run_block(unsigned threads) {              // false where threads of
     for (unsigned t = 0; t < threads; t++)
         for (auto& group : copies[t])
             if (!group.empty()) return false;          // a copy that nobody waited for
+    for (unsigned at = reserved; at < SHARED; at++)
+        if (memory[at] != 0xff) return false;          // written beyond what the launch reserves
     return true;
 }
 
@@ -282,17 +285,18 @@ static inline void tma_store_2d(const TensorMap* map, u32 source, int x, int y) 
             if (y + r < m.rows && x + c < m.columns) memcpy(m.to + (y + r) * m.pitch + (x + c) * item, memory + (at ^ (at >> 7 & 7) << 4), item);
         }
 }
-// Boxes of four or five axes: address, sizes, strides, box, swizzle. What lies outside arrives as zeros, and is not stored.
-template <int AXES> struct BoxMap { u8* from; long long size[AXES], stride[AXES - 1], box[AXES], swizzle; };
+// Boxes of four or five axes: address, sizes, strides, box, swizzle, bytes of an element. What lies outside arrives as zeros, and is not
+// stored.
+template <int AXES> struct BoxMap { u8* from; long long size[AXES], stride[AXES - 1], box[AXES]; int swizzle, item; };
 template <int AXES, class Visit> static void visit_box(const TensorMap* map, u32 shared, const int (&corner)[AXES], const Visit& visit) {
     BoxMap<AXES> m;
     memcpy(&m, map->opaque, sizeof m);
-    if (shared % (m.swizzle ? 1024 : 128) || (m.swizzle && m.swizzle != m.box[0] * 2)) abort();
+    if (shared % (m.swizzle ? 1024 : 128) || (m.swizzle && m.swizzle != m.box[0] * m.item)) abort();
     const u32 mask = m.swizzle ? (u32(m.swizzle) / 16 - 1) << 4 : 0;
     u32 at = shared;
     long long count = 1;
     for (int k = 0; k < AXES; k++) count *= m.box[k];
-    for (long long e = 0; e < count; e++, at += 2) {
+    for (long long e = 0; e < count; e++, at += m.item) {
         bool inside = true;
         u8* there = m.from;
         long long rest = e;
@@ -300,25 +304,25 @@ template <int AXES, class Visit> static void visit_box(const TensorMap* map, u32
             const long long i = corner[k] + rest % m.box[k];
             rest /= m.box[k];
             inside &= i >= 0 && i < m.size[k];
-            there += i * (k ? m.stride[k - 1] : 2);
+            there += i * (k ? m.stride[k - 1] : m.item);
         }
-        visit(memory + (at ^ (at >> 3 & mask)), inside ? there : nullptr);
+        visit(memory + (at ^ (at >> 3 & mask)), inside ? there : nullptr, m.item);
     }
 }
 template <int AXES> static void load_box(u32 target, const TensorMap* map, u32 barrier, const int (&corner)[AXES]) {
     int bytes = 0;
-    visit_box(map, target, corner, [&](u8* here, const u8* there) {
-        bytes += 2;
-        if (there) memcpy(here, there, 2);
-        else memset(here, 0, 2);
+    visit_box(map, target, corner, [&](u8* here, const u8* there, int item) {
+        bytes += item;
+        if (there) memcpy(here, there, item);
+        else memset(here, 0, item);
     });
     Barrier& arrived = barrier_at(barrier);
     arrived.bytes -= bytes;
     settle(arrived);
 }
 template <int AXES> static void store_box(const TensorMap* map, u32 source, const int (&corner)[AXES]) {
-    visit_box(map, source, corner, [&](const u8* here, u8* there) {
-        if (there) memcpy(there, here, 2);
+    visit_box(map, source, corner, [&](const u8* here, u8* there, int item) {
+        if (there) memcpy(there, here, item);
     });
 }
 static inline void tma_load_4d(u32 target, const TensorMap* map, u32 barrier, int a, int b, int c, int d) { load_box(target, map, barrier, {a, b, c, d}); }

@@ -52,19 +52,19 @@ def patch(problem: Problem, config: Config) -> tuple[int, int]:
     )
 
 
+def unbanded(problem: Problem) -> Problem:
+    """The problem with all rows of the filter added at a time, as this kernel does. Other kernels take a large fp32 filter in bands."""
+    return replace(problem, band=0)
+
+
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: barriers, the ring, weights of large filters, the squeeze's sums."""
+    """Dynamic shared memory of a block: barriers, the ring, weights of large filters, the squeeze's sums. The kernel asserts it."""
     channels, taps = config.vectors * config.lanes, math.prod(problem.source.kernel)
-    ring = (
-        config.stages * problem.filters * (-(-math.prod(patch(problem, config)) * channels * problem.item // 128) * 128)
-    )
+    patch_bytes = -(-math.prod(patch(problem, config)) * channels * problem.item // 128) * 128
+    ring = config.stages * problem.filters * patch_bytes
+    weights = problem.filters * taps * channels * depthwise.weight_item(problem)
     sums = config.strips_x * config.strips_y * channels * 4 if problem.squeeze else 0
-    return (
-        _HEAD_BYTES
-        + ring
-        + (problem.filters * taps * channels * depthwise.weight_item(problem) if problem.weights_in_shared else 0)
-        + sums
-    )
+    return _HEAD_BYTES + ring + (weights if unbanded(problem).weights_in_shared else 0) + sums
 
 
 def refuse(
@@ -154,8 +154,9 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "STRIDE_W": s.stride[1], "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1], "TILE_H": config.tile_h,
         "TILE_W": config.tile_w, "VECTORS": config.vectors, "STRIPS_X": config.strips_x, "STRIPS_Y": config.strips_y,
         "STAGES": config.stages, "MIN_BLOCKS": config.blocks, "SQUEEZE": squeeze_mode(problem, config),
+        "SHARED_BYTES": shared_bytes(problem, config),
     }  # fmt: skip
-    text = depthwise.generated(replace(problem, band=0), defines)
+    text = depthwise.generated(unbanded(problem), defines)
     return Recipe("depthwise_sm90.cu", arch, {"generated.cuh": text}, depthwise.options(problem, checked))
 
 

@@ -293,6 +293,9 @@ PLACED: dict[str, tuple[Any, depthwise.Problem, Any]] = {
         bands, depthwise.Problem(2, same(9, 10, 24, (7, 7)), STAGES, relu=True), bands.Config(1, 4, 4, 1, 1, 2, 3, 2),
     ),
     "TMA": (tma, depthwise.Problem(2, same(9, 10, 24), STAGES, pitches=(40, 32)), tma.Config(2, 2, 3, 5, 5, 8, 2)),
+    "49 taps by TMA, fp32": (  # other kernels take the filter in bands
+        tma, depthwise.Problem(2, same(9, 10, 24, (7, 7)), STAGES, "float32", band=4), tma.Config(2, 2, 6, 3, 5, 4, 2),
+    ),
     "a sequence by TMA": (tma, depthwise.Problem(2, SEQUENCE, STAGES, pitches=(64, 32)), tma.Config(4, 1, 3, 1, 11, 8, 2)),
     "tensor cores": (
         bands, depthwise.Problem(2, same(9, 10, 24, (7, 7)), STAGES, pitches=(40, 32)), bands.Config(1, 4, 4, 1, 1, 2, 3, 2),
@@ -326,16 +329,19 @@ def test_kernels_compile_without_spills(name: str) -> None:
 
 
 @pytest.mark.hopper
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.parametrize("name", NETS)
-def test_every_kernel_on_a_gpu_agrees_with_its_meaning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_on_a_gpu_agrees_with_its_meaning(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graph = NETS[name]()
     facts = facts_for(TargetName.parse("cuda:sm_90a"))
     asked: list[depthwise.Problem] = []
     offers = tactic._offers
     monkeypatch.setattr(tactic, "_offers", lambda problem, gpu: (asked.append(problem), offers(problem, gpu))[1])
-    plain = lowered(graph, "fp16", "cuda:sm_90a")
+    plain = lowered(graph, precision, "cuda:sm_90a")
     (decision,) = [t for t in plain.meta["tactics"] if t["tactic"] == tactic.TiledDepthwise.name]
     for config in [c for family in (depthwise, tma, bands) for c in family.candidates(asked[-1], facts, 3)]:
         choices = {decision["signature"]: TacticChoice(tactic.TiledDepthwise.name, str(config))}
-        program = lowered(graph, "fp16", "cuda:sm_90a", choices=choices)
+        program = lowered(graph, precision, "cuda:sm_90a", choices=choices)
         assert max(launch_errors(program, graph, "Conv")) < 2e-3, str(config)

@@ -6,7 +6,7 @@
 //
 // With BESIDE, a stage of the ring holds the patches of both convolutions, one after the other.
 //
-// generated.cuh: see depthwise.cu; also VECTORS, STRIPS_X, STRIPS_Y, STAGES.
+// generated.cuh: see depthwise.cu; also VECTORS, STRIPS_X, STRIPS_Y, STAGES, SHARED_BYTES.
 #include "depthwise_core.cuh"
 
 constexpr int WORKERS = VECTORS * STRIPS_X * STRIPS_Y, CONSUMERS = (WORKERS + 31) / 32 * 32, THREADS = CONSUMERS + 32;
@@ -14,7 +14,9 @@ constexpr int CHANNELS = VECTORS * LANES;
 constexpr int PATCH_H = (STRIPS_Y * TILE_H - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
 constexpr int PATCH_W = (STRIPS_X * TILE_W - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1;
 constexpr u32 PATCH_LOAD = PATCH_H * PATCH_W * CHANNELS * OPERAND_ITEM, PATCH_BYTES = (PATCH_LOAD + 127) / 128 * 128;
-constexpr u32 STAGE_BYTES = FILTERS * PATCH_BYTES;
+constexpr u32 STAGE_BYTES = FILTERS * PATCH_BYTES, WEIGHT_BYTES = WEIGHTS_IN_SHARED ? FILTERS * TAPS * VECTORS * sizeof(Vector) : 0;
+constexpr u32 SUM_BYTES = SQUEEZE ? STRIPS_X * STRIPS_Y * CHANNELS * sizeof(float) : 0;
+static_assert(SHARED_BYTES == 128 + STAGES * STAGE_BYTES + WEIGHT_BYTES + SUM_BYTES, "the launch reserves what the block uses");
 
 struct Params {
     TensorMap input;                               // (channel, x, y, n)
@@ -77,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
     const u32 base = smem_address(shared), full = base, empty = base + 64;
     u8* ring = shared + 128;
     Vector* shared_weights = reinterpret_cast<Vector*>(ring + STAGES * STAGE_BYTES);
-    float* partial = reinterpret_cast<float*>(shared_weights + (WEIGHTS_IN_SHARED ? FILTERS * TAPS * VECTORS : 0));  // [strips][CHANNELS]
+    float* partial = reinterpret_cast<float*>(ring + STAGES * STAGE_BYTES + WEIGHT_BYTES);  // [strips][CHANNELS]
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int slab = blockIdx.x % p.slabs, first = blockIdx.x / p.slabs, step = gridDim.x / p.slabs;
     if (threadIdx.x == 0) {
