@@ -10,6 +10,7 @@ from typing import Any
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, has_tf32, up
 from optdnn.kernels.conv.hopper import only_used
+from optdnn.kernels.gemm import terms
 from optdnn.kernels.gemm.tiles import MatrixTile, Tile, matrix_tile, tile_of, tiled
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import order_read
@@ -272,14 +273,25 @@ extern "C" __global__ void __launch_bounds__({tile.threads if tile else 256}) ma
 def emit_matmul(
     b: Builder, op: Op, left: TensorView, right: TensorView, out: TensorView, stages: Sequence[Stage], extra: dict[int, TensorView],
     scale: float, scales: dict[int, float], kind: str, attrs: dict[str, Any], reads: Sequence[TensorView | None], *, tf32: bool = False,
+    whole: bool = False,
 ) -> None:  # fmt: skip
-    """Add the launch of ``out = stages(scale * left @ right)``. Operand ``i`` of the stages is first multiplied by ``scales[i]``.
-    ``tf32``: fp32 factors may be rounded."""
+    """Add the launch of ``out = stages(scale * left @ right)``, or two if blocks share the terms of a row (never if ``whole``). Operand
+    ``i`` of the stages is first multiplied by ``scales[i]``. ``tf32``: fp32 factors may be rounded."""
     if not out.size:
         return
     used = {a: extra[a] for a in sorted({a for s in stages for a in s.args if a is not None and a > 0}) if a in extra}
     p = _matrices(left, right, out, used)
     share, tile = _kernel_for(b, p, tf32)
+    factors = [scale, *(scales.get(a, 1.0) for a in used)]
+    if not (whole or share or b.row_invariant) and terms.can_share(left, right, out, used, factors):
+        blocks = terms.blocks_of(*p.sizes[:2], p.count, (tile.rows, tile.columns) if tile else (TILE, TILE))
+        if (parts := terms.parts_of(p.sizes[2], blocks, tile, b.gpu)) > 1:
+            one, two = terms.cut(left, right, parts)
+            sums = terms.space_of_sums(b, op, out, parts)
+            plain = {"prologue": (), "epilogue": (), "arity": 2}
+            emit_matmul(b, op, one, two, sums, [], {}, 1.0, {}, "MatMul", plain, [one, two], tf32=tf32, whole=True)
+            terms.emit_sum(b, op, sums, stages, used, out)
+            return
     to = "out.lane[j]" if share and share.vectors else "p.y[by + row * p.my[0] + column * p.my[1]]"
     text = _kernel(p, share, tile, _finish(stages, out, extra, used, arithmetic(left.dtype), scale, scales, to), used)
     (m, n, k), matrices = p.sizes, p.count

@@ -1,0 +1,77 @@
+"""Products of long rows with few results: blocks share the terms of a row, and a second launch adds their sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.gemm.tiles import MatrixTile, Tile
+from optdnn.kernels.pointwise.pointwise import emit_pointwise
+from optdnn.ops.base import Stage
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
+from optdnn.types import FP32, is_float
+
+PLAIN_TERMS, FP32_TERMS, MATRIX_TERMS = 28, 48, 128
+"""Least terms of a part: of the plain kernel, whose blocks wait for every load, of tiles in true fp32, and on tensor cores."""
+LEAST_PARTS, MOST_PARTS = 4, 16
+"""Fewest parts that repay a second launch, and the most that it adds."""
+WAVES = 4
+"""Most blocks per multiprocessor."""
+
+
+def parts_of(k: int, blocks: int, tile: Tile | MatrixTile | None, gpu: GpuFacts) -> int:
+    """Parts into which the ``k`` terms of a product of so many ``blocks`` should be cut: a divisor of k; 1 if blocks should not share them."""
+    least = PLAIN_TERMS if tile is None else MATRIX_TERMS if isinstance(tile, MatrixTile) else FP32_TERMS
+    most = min(MOST_PARTS, k // least, WAVES * fitted(gpu).multiprocessors // blocks)
+    return max((n for n in range(LEAST_PARTS, most + 1) if k % n == 0), default=1)
+
+
+def can_share(
+    left: TensorView, right: TensorView, out: TensorView, extra: Mapping[int, TensorView], factors: Sequence[float]
+) -> bool:
+    """Whether the sums of parts are fp32, like the result, and the stages read no other floats. ``factors``: of the product and of the
+    stages' operands."""
+    wide = out.dtype == FP32 and all(x.dtype == FP32 or not is_float(x.dtype) for x in extra.values())
+    return wide and min(len(left.shape), len(right.shape)) > 1 and all(f == 1.0 for f in factors)
+
+
+def cut(left: TensorView, right: TensorView, parts: int) -> tuple[TensorView, TensorView]:
+    """The factors as stacks of ``parts`` products; the new axis comes before those of a matrix."""
+    (m, k), (n, each) = left.shape[-2:], (right.shape[-1], left.shape[-1] // parts)
+    one = left.view(
+        (*left.shape[:-2], parts, m, each), (*left.strides[:-2], left.strides[-1] * each, *left.strides[-2:])
+    )
+    two = right.view(
+        (*right.shape[:-2], parts, k // parts, n), (*right.strides[:-2], right.strides[-2] * each, *right.strides[-2:])
+    )
+    return one, two
+
+
+def space_of_sums(b: Builder, op: Op, out: TensorView, parts: int) -> TensorView:
+    """Space for the sums of each part: (..., parts, rows, columns)."""
+    shape = (*out.shape[:-2], parts, *out.shape[-2:])
+    return b.new(f"{op.outputs[0].name}.parts", FP32, shape)
+
+
+def emit_sum(
+    b: Builder, op: Op, sums: TensorView, stages: Sequence[Stage], extra: Mapping[int, TensorView], out: TensorView
+) -> None:
+    """Add the launch of ``out = stages(sum of the parts)``. Operand 0 of the stages is the sum."""
+    *stack, parts, rows, columns = sums.shape
+    *steps, step, down, along = sums.strides
+    one = sums.view((*stack, rows, columns), (*steps, down, along))
+    each = [one.view(one.shape, one.strides, part * step) for part in range(parts)]
+    added = [Stage("Add", (~part, part + 1)) for part in range(parts - 1)]
+    slot = {a: parts + place for place, a in enumerate(sorted(extra))}
+    moved = [
+        Stage(s.kind, tuple(a if a is None else slot[a] if a > 0 else a - len(added) for a in s.args), s.attrs)
+        for s in stages
+    ]
+    emit_pointwise(b, op, [*added, *moved], [*each, *(extra[a] for a in sorted(extra))], out)
+
+
+def blocks_of(m: int, n: int, count: int, tile: tuple[int, int]) -> int:
+    """Blocks of ``count`` products with these rows and columns of a tile."""
+    return math.prod((-(-m // tile[0]), -(-n // tile[1]), count))
