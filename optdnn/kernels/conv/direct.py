@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.builder import Builder, TensorView, row_major
 from optdnn.kernels.conv.fused import conv_attrs
 from optdnn.kernels.conv.hopper import entering
 from optdnn.kernels.pointwise.expressions import CPP, arithmetic
@@ -187,6 +187,10 @@ def _summed(type: str, count: int, product: str) -> str:
     )
 
 
+FEW_INSIDE = 4
+"""Most input channels of a filter whose loads of several taps are in flight at once."""
+
+
 class DirectConv(Tactic):
     """Any convolution of up to three spatial axes, grouped or not, with one output element per thread."""
 
@@ -200,7 +204,7 @@ class DirectConv(Tactic):
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         assert op.inputs[1] is not None
-        x, weight, out = b.made(entering(b, op)), b.operand(op.inputs[1]), b.target(op.value)
+        x, weight, out = b.made(entering(b, op)), self._weights(b, op), b.target(op.value)
         a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
         pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], weight.shape[2:], a.strides, a.dilations)
         assert pads is not None
@@ -208,17 +212,42 @@ class DirectConv(Tactic):
         inside, outside = weight.shape[1], weight.shape[0] // a.group
         t = arithmetic(x.dtype)
         strides = (*(0,) * (3 - len(weight.shape[2:])), *weight.strides[2:])
+        first, of_channel = f"i64(c / {outside} * {inside}) * p.xs[1]", "p.a0 + c * p.m[0]"
         tap = (
-            f"const {CPP[x.dtype]}* v = at + i64(c / {outside} * {inside}) * p.xs[1]; "
-            f"const {CPP[weight.dtype]}* f = p.a0 + c * p.m[0] + kd * p.m[2] + kh * p.m[3] + kw * p.m[4]; "
+            f"const {CPP[x.dtype]}* v = at + {first}; "
+            f"const {CPP[weight.dtype]}* f = {of_channel} + kd * p.m[2] + kh * p.m[3] + kw * p.m[4]; "
             f"{_summed(t, inside, 'widen(v[i * p.xs[1]]) * widen(f[i * p.m[1]])')}"
         )
-        parts = Rendered(f"{t} acc = 0;", tap, f"const {t} value = acc;", [weight], [*weight.strides[:2], *strides])
+
+        def apart(tap: int, at: str) -> tuple[str, str]:
+            d, h, w = np.unravel_index(tap, window.kernel)
+            own = f"{of_channel} + {d} * p.m[2] + {h} * p.m[3] + {w} * p.m[4]"
+            loads = [
+                f"const {t} seen{tap}_{i} = widen(({at})[{first} + {i} * p.xs[1]]), filter{tap}_{i} = widen(({own})[{i} * p.m[1]]);"
+                for i in range(inside)
+            ]
+            return " ".join(loads), " ".join(f"acc += seen{tap}_{i} * filter{tap}_{i};" for i in range(inside))
+
+        parts = Rendered(
+            f"{t} acc = 0;", tap, f"const {t} value = acc;", [weight], [*weight.strides[:2], *strides],
+            apart=apart if inside <= FEW_INSIDE else None,
+        )  # fmt: skip
         attrs = conv_attrs((a.strides, pads, a.dilations), a.group, a.epilogue, arity=ARITY)
         emit_window(
             b, op, window, x, out, parts, vec=1, kind="Conv", attrs=attrs, reads=_meaning(b, op, x, weight),
             stages=_stages(op), operands=_operands(b, op, out),
         )  # fmt: skip
+
+    @staticmethod
+    def _weights(b: Builder, op: Op) -> TensorView:
+        """The weights; constant ones of few channels as [taps, channels of a filter, filters], so that a warp's loads are neighbors."""
+        value, known = op.inputs[1], b.graph.constant_value(op.inputs[1])
+        assert value is not None
+        if known is None or known.shape[1] > FEW_INSIDE:
+            return b.operand(value)
+        filters, inside, *kernel = known.shape
+        packed = b.constant(np.ascontiguousarray(np.moveaxis(known, (0, 1), (-1, -2))), f"{op.outputs[0].name}.weights")
+        return packed.view(known.shape, (1, filters, *(filters * inside * s for s in row_major(kernel))))
 
 
 class DirectConvTranspose(Tactic):

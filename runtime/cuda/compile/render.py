@@ -138,13 +138,15 @@ _IMAGE_SCALED: dict[str, tuple[int, str]] = {"bias": (0, "x = x + c.y;"), "image
 
 EXACT: dict[str, tuple[int, str]] = {
     "elu": (1, "x = x < 0.0f ? {0} * expm1f(x) : x;"),
-    "sigmoid": (0, "x = 1.0f / (1.0f + expf(-x));"),
-    "silu": (0, "x = x / (1.0f + expf(-x));"),
-    "rounded_silu": (3, "x = x * (fminf(rintf(1.0f / (1.0f + expf(-x)) * {0}), {1}) * {2});"),
-    "swish": (1, "x = x / (1.0f + expf({0} * -x));"),
+    # __fdividef is off by two units in the last place at most. An exact division has a branch, so that a thread's results are computed
+    # one after another.
+    "sigmoid": (0, "x = __fdividef(1.0f, 1.0f + expf(-x));"),
+    "silu": (0, "x = __fdividef(x, 1.0f + expf(-x));"),
+    "rounded_silu": (3, "x = x * (fminf(rintf(__fdividef(1.0f, 1.0f + expf(-x)) * {0}), {1}) * {2});"),
+    "swish": (1, "x = __fdividef(x, 1.0f + expf({0} * -x));"),
     "gelu": (0, "x = 0.5f * x * (1.0f + erff(x * 0.70710678f));"),
     "softplus": (0, "x = fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));"),
-    "mish": (0, "{{ const float e = expf(fminf(x, 20.0f)), n = e * (e + 2.0f); x = x * (n / (n + 2.0f)); }}"),
+    "mish": (0, "{{ const float e = expf(fminf(x, 20.0f)), n = e * (e + 2.0f); x = x * __fdividef(n, n + 2.0f); }}"),
     "softsign": (0, "x = x / (1.0f + fabsf(x));"),
     "sin": (0, "x = sin(x);"),
     "cos": (0, "x = cos(x);"),

@@ -307,17 +307,20 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
         }
     }
 
-    // The four results of a lane. ``factors``: the factors of the residual's rows, in shared memory.
-    __device__ __forceinline__ Four finished_four(const Params& p, Acc4 v, int m, int i, u32 factors) const {
+    // A lane's four elements of the residual.
+    __device__ __forceinline__ Four added_four(const Params& p, int m, int i) const {
+        return !HAS_RESIDUAL ? Four() : LATE ? residual_four(p, m, i) : residual[LATE ? 0 : m][LATE ? 0 : i];
+    }
+
+    // The four results of a lane. ``r``: the residual; ``factors``: the factors of its rows, in shared memory.
+    __device__ __forceinline__ Four finished_four(const Params& p, Acc4 v, Four r, int m, int i, u32 factors) const {
 #if NORMED_RESIDUAL
         float2 f;
         shared_load(factors + min((rank + i * SPLIT_WAYS) * 8 + lane / 4, COLUMNS - 1) * 8, f);
-        const Four r = residual[m][i];
         return finish_four(p.requantize, v, constants[m],
                            {normalized(low_float(r.x), f.x, f.y, scale[m][0]), normalized(high_float(r.x), f.x, f.y, scale[m][1]),
                             normalized(low_float(r.y), f.x, f.y, scale[m][2]), normalized(high_float(r.y), f.x, f.y, scale[m][3])});
 #else
-        const Four r = !HAS_RESIDUAL ? Four() : LATE ? residual_four(p, m, i) : residual[LATE ? 0 : m][LATE ? 0 : i];
 #if IMAGE_SCALED
         if (pixel[i] >= until) {
             Channel own[4] = {constants[m][0], constants[m][1], constants[m][2], constants[m][3]};
@@ -356,7 +359,8 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
         const u32 column = scratch + (lane % 4 * 2 * 20 + lane / 4 * (OUT_ITEM == 1 ? 2 : 1)) * 4;
         constexpr u32 NEXT_ROW = OUT_ITEM == 1 ? 4 : 32;
         // Where registers allow it, the loads of several slots come before what depends on them: a lone warp per scheduler would wait for each.
-        constexpr bool ROOM = !LATE && M_TILES * COLUMNS <= 128;
+        // All loads of the residual come before the stores, which they would wait for.
+        constexpr bool ROOM = M_TILES * COLUMNS <= 128;
         constexpr int ALL = M_TILES * SLOTS, SUMMED = ROOM && SPLIT_WAYS < 12 ? 12 / SPLIT_WAYS : 1, FINISHED = ROOM ? 6 : 1;
         #pragma unroll
         for (int begin = 0; begin < ALL; begin += SUMMED) {
@@ -392,13 +396,15 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
         for (int begin = 0; begin < ALL; begin += FINISHED) {
             const int end = begin + FINISHED < ALL ? begin + FINISHED : ALL;
             Acc4 v[FINISHED];
-            Four stored[FINISHED];
+            Four added[FINISHED], stored[FINISHED];
+            #pragma unroll
+            for (int i = begin; i < end; i++) added[i - begin] = added_four(p, i / SLOTS, i % SLOTS);
             #pragma unroll
             for (int i = begin; i < end; i++) shared_load(scratch + i * 640 + (lane / 4 * 20 + lane % 4 * 4) * 4, v[i - begin]);
             #pragma unroll
             for (int i = begin; i < end; i++) {
                 const int m = i / SLOTS, slot = i % SLOTS;
-                stored[i - begin] = finished_four(p, v[i - begin], m, slot, factors);
+                stored[i - begin] = finished_four(p, v[i - begin], added[i - begin], m, slot, factors);
                 if (pixel[slot] >= 0 && channel + m * 64 < p.channels)
                     *reinterpret_cast<Four*>(p.output_pointer + ((long long)pixel[slot] * p.output_pitch + channel + m * 64) * OUT_ITEM) = stored[i - begin];
             }
