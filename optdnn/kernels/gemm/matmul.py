@@ -218,7 +218,7 @@ def _kernel_for(b: Builder, p: _Matrices, tf32: bool) -> tuple[Share | None, Til
     if not thin or (b.row_invariant and p.count <= MOST_TILES):
         tile = matrix_tile(p.left, p.right, m, n, p.count, b.gpu, tf32=tf32)
     if tile is None and not (thin or b.row_invariant):
-        tile = tile_of(p.left, p.right, m, n, k, p.steps[2], p.count, b.gpu)
+        tile = tile_of(p.left, p.right, m, n, k, (p.steps[1], p.steps[2]), p.count, b.gpu)
     return p.share() if thin and tile is None else None, tile
 
 

@@ -34,6 +34,8 @@ class Tile:
     columns: int
     together: bool
     """Whether neighboring columns of the right operand are contiguous in memory, and four of them are one access."""
+    rows_together: bool = False
+    """The same of neighboring rows of the left operand."""
 
     template = "matmul_fp32.cu"
     options = GENERAL
@@ -50,7 +52,7 @@ class Tile:
         """The first lines of the kernel's source."""
         values = {
             "BM": self.rows, "BN": self.columns, "TM": 8, "TN": 8, "BK": DEPTH, "STAGES": STAGES, "EARLY": 1,
-            "B_PAD": 0 if self.together else 4, "COLUMNS_TOGETHER": int(self.together),
+            "B_PAD": 0 if self.together else 4, "COLUMNS_TOGETHER": int(self.together), "ROWS_TOGETHER": int(self.rows_together),
         }  # fmt: skip
         return f'{render.constants(values)}\n#include "matmul_fp32.cuh"'
 
@@ -138,21 +140,28 @@ def _way(x: TensorView, line: int, place: int, item: int) -> Way:
 
 
 def tile_of(
-    left: TensorView, right: TensorView, m: int, n: int, k: int, batches: Sequence[int], count: int, gpu: GpuFacts
+    left: TensorView,
+    right: TensorView,
+    m: int,
+    n: int,
+    k: int,
+    batches: tuple[Sequence[int], Sequence[int]],
+    count: int,
+    gpu: GpuFacts,
 ) -> Tile | None:
     """The tile for ``count`` products of m x k with k x n matrices (the operands' last two axes) in true fp32, or None
-    for the plain kernel. ``batches``: the strides of the right operand's other axes."""
+    for the plain kernel. ``batches``: the strides along the stack of the left and of the right operand."""
     if left.dtype != FP32 or right.dtype != FP32 or m * n * k * count < LEAST or min(m, n) < 32:
         return None
     spans = [(s - 1) * abs(d) for p in (left, right) for s, d in zip(p.shape[-2:], p.strides[-2:], strict=True)]
     if max(spans) >= LARGEST:
         return None
-    aligned = all(s % 4 == 0 for s in (n, right.offset, right.strides[-2], *batches))
-    together = right.strides[-1] == 1 and aligned
+    together = right.strides[-1] == 1 and not any(s % 4 for s in (n, right.offset, right.strides[-2], *batches[1]))
+    rows_together = left.strides[-2] == 1 and not any(s % 4 for s in (m, left.offset, left.strides[-1], *batches[0]))
     for rows, columns in ((128, 128), (64, 128)):
         if -(-m // rows) * -(-n // columns) * count * rows * columns // 64 >= ENOUGH * fitted(gpu).multiprocessors:
-            return Tile(rows, columns, together)
-    return Tile(64, 64, together)
+            return Tile(rows, columns, together, rows_together)
+    return Tile(64, 64, together, rows_together)
 
 
 def tiled(finish: str) -> str:

@@ -138,8 +138,8 @@ _IMAGE_SCALED: dict[str, tuple[int, str]] = {"bias": (0, "x = x + c.y;"), "image
 
 EXACT: dict[str, tuple[int, str]] = {
     "elu": (1, "x = x < 0.0f ? {0} * expm1f(x) : x;"),
-    # __fdividef is off by two units in the last place at most. An exact division has a branch, so that a thread's results are computed
-    # one after another.
+    # __fdividef is off by two units in the last place at most. The exact division has a branch, which makes a thread compute
+    # its results one after another.
     "sigmoid": (0, "x = __fdividef(1.0f, 1.0f + expf(-x));"),
     "silu": (0, "x = __fdividef(x, 1.0f + expf(-x));"),
     "rounded_silu": (3, "x = x * (fminf(rintf(__fdividef(1.0f, 1.0f + expf(-x)) * {0}), {1}) * {2});"),

@@ -38,8 +38,21 @@ def in_reverse(n: Net) -> Value:
     return n.op("MatMul", left, n.op("Transpose", right, attrs=TransposeAttrs((0, 2, 1))))
 
 
+def turned(n: Net) -> Value:
+    """Neighboring rows of the left operand are contiguous, as those of queries of attention between channels."""
+    left = n.op("Transpose", n.input(3, 140, 196, name="a"), attrs=TransposeAttrs((0, 2, 1)))
+    return n.op("MatMul", left, n.input(3, 140, 132, name="b"))
+
+
+def turned_odd(n: Net) -> Value:
+    """The same with rows that begin at odd places."""
+    left = n.op("Transpose", n.input(3, 140, 197, name="a"), attrs=TransposeAttrs((0, 2, 1)))
+    return n.op("MatMul", left, n.input(3, 140, 132, name="b"))
+
+
 NETS: dict[str, Callable[[Net], Value]] = {
     "together": together, "across": across, "broadcast": broadcast, "in reverse": in_reverse,
+    "turned": turned, "turned, odd": turned_odd,
 }  # fmt: skip
 
 
@@ -53,7 +66,8 @@ def test_large_products_run_in_tiles_that_compile_without_spills(name: str) -> N
     n = Net()
     (kernel,) = kernels(lowered(n.done(NETS[name](n)), "fp32", target="cuda:sm_80"))
     assert kernel.template == "matmul_fp32.cu"
-    assert f"#define COLUMNS_TOGETHER {int(name in ('together', 'broadcast'))}" in kernel.generated["generated.cuh"]
+    assert f"#define COLUMNS_TOGETHER {int(name not in ('across', 'in reverse'))}" in kernel.generated["generated.cuh"]
+    assert f"#define ROWS_TOGETHER {int(name == 'turned')}" in kernel.generated["generated.cuh"]
     assert nvrtc.resources(recipe_of(kernel))["matmul"].spill_bytes == 0
 
 
