@@ -39,7 +39,7 @@ from optdnn.passes.rules.third_term import third_term
 from optdnn.passes.rules.transpose import is_after_anchor
 from optdnn.passes.rules.turned_positions import turned_positions
 from optdnn.passes.support.facts import (
-    RESHAPES,
+    VIEWS,
     channels_from_last,
     channels_to_last,
     in_shape,
@@ -55,7 +55,6 @@ from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matr
 from optdnn.passes.support.views import trace
 from optdnn.types import Array, normalize_axis
 
-VIEWS = RESHAPES | {"Transpose"}
 IMAGES = frozenset({"Conv", "ConvTranspose"})
 """Operators whose results have channels last in memory: a Transpose that moves the channels last is a view."""
 NORMS = frozenset({"LayerNormalization", "RMSNormalization"})

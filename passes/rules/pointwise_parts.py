@@ -16,6 +16,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule
 from optdnn.passes.support.facts import RESHAPES, bytes_of, is_pointwise, operand, producer, sliced
+from optdnn.passes.support.paths import repeated
 from optdnn.types import normalize_axis
 
 VIEWS = frozenset({"Slice", "Split"})
@@ -126,8 +127,7 @@ class GatedParts(Rule):
             made = []
             for part, begin, end in zip(parts, [0, *ends], ends, strict=False):
                 own = sliced(patch, operand(chain[-1]) if chain else gate, begin, end, axis)
-                for step in reversed(chain):
-                    own = patch.add(step.kind, [own, *step.inputs[1:]], step.attrs, src=step.src)
+                own = repeated(patch, own, chain)
                 made.append(patch.add(op.kind, [part, own] if slot == 0 else [own, part], op.attrs))
             return patch.add("Concat", made, concat.attrs, src=concat.src)
 
