@@ -26,7 +26,7 @@ from optdnn.kernels.norm.group_norm import (
 )
 from optdnn.kernels.norm.group_norm_kernel import Modulated, Problem
 from optdnn.kernels.norm.modulated import Modulation, modulation
-from optdnn.kernels.tactic import Offer, ProblemTactic, Region
+from optdnn.kernels.tactic import Offer, ProblemTactic, TakesBefore
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import PointwiseAttrs, plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -87,7 +87,7 @@ def _pitch(x: TensorView, shape: Sequence[int]) -> int | None:
     return pitch if x.offset % 8 == pitch % 8 == 0 else None
 
 
-class ModulatedGroupNorm(ProblemTactic):
+class ModulatedGroupNorm(TakesBefore, ProblemTactic):
     """GroupNorm or InstanceNorm, then a factor and a shift for each image and channel, then an optional activation."""
 
     name = "group_norm_modulated"
@@ -116,10 +116,6 @@ class ModulatedGroupNorm(ProblemTactic):
         """The normalization before it."""
         found = modulation(graph, op, GROUP_NORMS)
         return [] if found is None else [found.norm]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The pointwise operator, and the normalization before it."""
-        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def problem(self, b: Builder, op: Op) -> Problem:
         found, stages = _modulation(b, op)
