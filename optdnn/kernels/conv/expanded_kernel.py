@@ -102,12 +102,7 @@ def squeeze_mode(problem: Problem, config: Config) -> int:
 
 def patch(problem: Problem, config: Config) -> tuple[int, int]:
     """Rows and columns of a tile's patch of the image."""
-    s = problem.filtered.source
-    h, w = (
-        (n - 1) * stride + (k - 1) * dilation + 1
-        for n, stride, k, dilation in zip(config.tile, s.stride, s.kernel, s.dilation, strict=True)
-    )
-    return h, w
+    return problem.filtered.source.patch(config.tile)
 
 
 def swizzle(problem: Problem) -> int:

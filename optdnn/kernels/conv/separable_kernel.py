@@ -111,12 +111,7 @@ class Config:
 
 def patch(problem: Problem, config: Config) -> tuple[int, int]:
     """Rows and columns of a tile's input patch."""
-    s = problem.source
-    h, w = (
-        (n - 1) * stride + (k - 1) * dilation + 1
-        for n, stride, k, dilation in zip(config.tile, s.stride, s.kernel, s.dilation, strict=True)
-    )
-    return h, w
+    return problem.source.patch(config.tile)
 
 
 def tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
