@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-from optdnn.kernels.conv.cost import CLOCK, STAGE_ISSUE
+from optdnn.kernels.conv.cost_terms import CLOCK, STAGE_ISSUE
 from optdnn.kernels.conv.parameters import put_requantize
 from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
 from optdnn.kernels.ranking import joint, varied

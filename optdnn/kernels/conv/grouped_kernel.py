@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optdnn.kernels.conv.cost import stages_issue
+from optdnn.kernels.conv.cost_terms import stages_issue
 from optdnn.kernels.conv.depthwise_cost import FINISH
 from optdnn.kernels.conv.problem import OneSource, Source
 from optdnn.kernels.conv.tile_walk import CLOCK, EXPOSED, L2, LAUNCH, MEMORY, Walk

@@ -6,7 +6,8 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from optdnn.kernels.conv.cost import L2_PER_CLOCK, most_sums, room_for, row_cycles, stages_issue, waves_of
+from optdnn.kernels.conv.cost import row_cycles
+from optdnn.kernels.conv.cost_terms import L2_PER_CLOCK, most_sums, room_for, stages_issue, waves_of
 from optdnn.kernels.conv.header import generated, options
 from optdnn.kernels.conv.implicit_gemm import direct_bytes, refuse_scatter, register_limit
 from optdnn.kernels.conv.problem import Problem
