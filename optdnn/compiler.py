@@ -225,7 +225,7 @@ def _build(
 def _complete(
     engine: Engine, model: Any, work: Optimized, options: BuildOptions, ran: Sequence[PrecisionOutcome]
 ) -> None:
-    """Check the finished program, and give the engine what it needs besides: custom operators, and the means to take other weights."""
+    """Check the finished program, and give the engine its custom operators and the means to take other weights."""
     if work.like is not None:
         check_same_steps(work.like, engine.program)
     if options.strict_precision:

@@ -12,7 +12,7 @@ from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv.depthwise_cost import CLOCK, MEMORY, finish_seconds
 from optdnn.kernels.conv.depthwise_problem import Problem, Strips, squeeze_mode, tiles
 from optdnn.kernels.conv.parameters import put_requantize
-from optdnn.kernels.launch import Launch, Parameters, no_room, tensor_map
+from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, no_room, tensor_map
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.ranking import varied
 from optdnn.ops.requantize import Requantize
@@ -64,7 +64,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 
 def refuse(
-    problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
+    problem: Problem, config: Config, *, shared: int = BLOCK_SHARED, capability: tuple[int, int] = (9, 0)
 ) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     return _refuse_problem(problem, capability) or _refuse_config(problem, config, shared)

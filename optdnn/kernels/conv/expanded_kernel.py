@@ -19,7 +19,7 @@ from optdnn.errors import InternalError
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv.depthwise_cost import CLOCK, MEMORY, finish_seconds
 from optdnn.kernels.conv.separable_kernel import MAX_TAPS
-from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
+from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, no_room, template_options, tensor_map
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -157,7 +157,7 @@ def no_kernel(problem: Problem) -> str | None:
     return None
 
 
-def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if (why := no_kernel(problem)) is not None:
         return why
