@@ -39,6 +39,7 @@ from optdnn.passes.rules.own_products import own_products
 from optdnn.passes.rules.transpose import is_after_anchor
 from optdnn.passes.rules.turned_positions import turned_positions
 from optdnn.passes.support.facts import (
+    NORMS,
     VIEWS,
     channels_from_last,
     channels_to_last,
@@ -57,7 +58,6 @@ from optdnn.types import Array, normalize_axis
 
 IMAGES = frozenset({"Conv", "ConvTranspose"})
 """Operators whose results have channels last in memory: a Transpose that moves the channels last is a view."""
-NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
 _MOST_ADDITIONS = 4
 _MOST_AXES = 4
 """Most axes that the rows of a transposed tensor may span: the limit of the norms' kernels."""

@@ -25,6 +25,8 @@ RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 VIEWS = RESHAPES | {"Transpose"}
 """Kinds that keep the elements, in the same or in another order."""
 
+CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
+
 NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
 """Kinds that normalize rows."""
 
