@@ -218,16 +218,23 @@ def _build(
     ran = outcome(graph, account, compiled.ran, compiled.otherwise, compiled.base, passes)
     _record_precisions(engine.program, work, account, mixture, ran)
     engine.program.meta[NETWORK] = network
-    if like is not None:
-        check_same_steps(like, engine.program)
+    _complete(engine, model, work, options, ran)
+    return Build(engine, graph, passes, compiled, seconds, ran, ports)
+
+
+def _complete(
+    engine: Engine, model: Any, work: Optimized, options: BuildOptions, ran: Sequence[PrecisionOutcome]
+) -> None:
+    """Check the finished program, and give the engine its custom operators and the means to take other weights."""
+    if work.like is not None:
+        check_same_steps(work.like, engine.program)
     if options.strict_precision:
         _as_asked(ran)
-    needed = custom_digests(graph)
+    needed = custom_digests(work.graph)
     engine.keep([op for op in options.custom_ops if op.digest in needed])
     if options.refit:
         hold_model(engine.program, model, options.calib)
     engine.refitter = rebuilt
-    return Build(engine, graph, passes, compiled, seconds, ran, ports)
 
 
 def _built_for_ranks(model: Any, imported: Imported, say: Progress, cache: TimingCache) -> Build:

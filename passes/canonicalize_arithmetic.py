@@ -15,6 +15,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.canonicalize import Canonicalize
+from optdnn.passes.rules.bias_first import bias_first
 from optdnn.passes.rules.gates import gated_residual
 from optdnn.passes.rules.largest import largest_of_growing, largest_of_sum
 from optdnn.passes.rules.scale import (
@@ -27,7 +28,6 @@ from optdnn.passes.rules.scale import (
     sub_is_add,
 )
 from optdnn.passes.rules.stacks import reduced_stack, sum_of_sums
-from optdnn.passes.rules.third_term import bias_first
 from optdnn.passes.rules.window import activation_before_pool, pool_of_all, scale_before_resize, spatial_reduction
 from optdnn.passes.support.facts import is_filled, operand, producer, same_shape, scalar, shape_of
 from optdnn.passes.support.pattern import Var, node

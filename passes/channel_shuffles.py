@@ -22,6 +22,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support.facts import non_negative, operand, producer, reshaped
 from optdnn.passes.support.parts import whole
+from optdnn.passes.support.paths import path_to
 from optdnn.types import Array, normalize_axis
 
 MOST_CHANNELS = 1024
@@ -141,11 +142,8 @@ def unit_at(graph: Graph, op: Op) -> Unit | None:
         return None
     for first in (True, False):
         kept, value = (operand(op, 0), operand(op, 1)) if first else (operand(op, 1), operand(op, 0))
-        steps = list[Op]()
-        while graph.sole_user(value) is not None and graph.op(value).kind in ("Conv", "Relu"):
-            steps.append(graph.op(value))
-            value = operand(steps[-1])
-        if not steps or graph.sole_user(value) is None or graph.sole_user(kept) is None:
+        steps = path_to(graph, value, ("Conv", "Relu"), alone=True)
+        if not steps or graph.sole_user(value := operand(steps[-1])) is None or graph.sole_user(kept) is None:
             continue
         for parts in ((kept, value), (value, kept)):
             image = whole(graph, *parts, axis=-3)

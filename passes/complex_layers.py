@@ -20,11 +20,9 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.support.facts import integers, operand, producer
+from optdnn.passes.support.facts import CONVOLUTIONS, integers, operand, producer
 from optdnn.passes.support.products import plain_product
 from optdnn.types import Array
-
-CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,9 @@ from optdnn.passes.rules.quantized_results import (
 from optdnn.passes.rules.quantized_stages import dequantize_stages, quantize_stages
 from optdnn.passes.rules.rounded_results import Rounded, longest
 from optdnn.passes.support.centered import centered
-from optdnn.passes.support.facts import in_shape, integers, ints, operand, pads_image, producer
+from optdnn.passes.support.facts import RESHAPES, in_shape, integers, ints, operand, pads_image, producer
 from optdnn.passes.support.integer_sums import SUMS
+from optdnn.passes.support.paths import value_before
 from optdnn.passes.support.precision import multiplies
 from optdnn.passes.support.products import output_axis
 from optdnn.passes.support.quantized_epilogue import quantized_epilogue
@@ -55,7 +56,6 @@ from optdnn.passes.support.quantized_values import (
     quantization_of_channels,
     source,
 )
-from optdnn.passes.support.rotary import before_reshapes
 from optdnn.types import DTYPES, FP32, Array, is_float
 
 MOVES = frozenset({"Concat", "Expand", "Gather", "Pad", "Slice", "Split", "Transpose"})
@@ -371,7 +371,7 @@ def _stored_narrow(graph: Graph, one: Op) -> bool:
         return False
     if graph.type(operand(one)).dtype.itemsize == 1:
         return False
-    inner = graph.op(before_reshapes(graph, operand(one)))
+    inner = graph.op(value_before(graph, operand(one), RESHAPES))
     pointwise = inner.kind in STRUCTURAL or inner.definition.traits.pointwise
     return one.outputs[0].type.dtype.itemsize == 1 and not pointwise and inner.kind not in WEIGHTED | PRODUCTS | MOVES
 

@@ -20,7 +20,8 @@ from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, RulePass, rule
 from optdnn.passes.fuse_pointwise import FuseGroup
 from optdnn.passes.rules.pointwise_parts import PointwiseOfParts
-from optdnn.passes.support.facts import RESHAPES, is_pointwise, operand, sizes_of
+from optdnn.passes.support.facts import VIEWS, is_pointwise, operand, sizes_of
+from optdnn.passes.support.paths import path_to, repeated
 from optdnn.types import BF16, FP16, FP32
 
 HALVES = (FP16, BF16)
@@ -76,13 +77,8 @@ def _beside_others(graph: Graph, op: Op, besides: Sequence[str] = ()) -> bool:
 def conversion_after_views(graph: Graph, op: Op) -> Match | Miss | None:
     """A conversion to 16-bit floats moves behind the last Transpose between it and a product, as for the patches of a vision
     transformer's image: then one launch converts and reorders."""
-    views, value = list[Op](), op.inputs[0]
-    while value is not None and graph.op(value).kind in (*RESHAPES, "Transpose"):
-        if graph.sole_user(value) is None:
-            return None
-        views.append(graph.op(value))
-        value = views[-1].inputs[0]
-    cast = None if value is None else graph.op(value)
+    views = path_to(graph, operand(op), VIEWS, alone=True)
+    cast = graph.op(operand(views[-1])) if views else None
     last = next((k for k, view in enumerate(views) if view.kind == "Transpose"), None)
     if cast is None or last is None or _converts(graph, cast) != "narrows":
         return None
@@ -93,10 +89,7 @@ def conversion_after_views(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("the views exchange neighbors, which copies of one type do faster")
 
     def build(patch: Patch) -> Value:
-        x = operand(cast)
-        for view in reversed(views):
-            x = patch.add(view.kind, [x, *view.inputs[1:]], view.attrs, src=view.src)
-        return patch.add("Cast", [x], cast.attrs, src=cast.src)
+        return patch.add("Cast", [repeated(patch, operand(cast), views)], cast.attrs, src=cast.src)
 
     return Match((*views, cast), build)
 

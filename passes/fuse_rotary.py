@@ -40,9 +40,10 @@ from optdnn.passes.support.facts import (
     shape_of,
 )
 from optdnn.passes.support.parts import is_axis, span, whole
+from optdnn.passes.support.paths import reshapes_before, value_before
 from optdnn.passes.support.pattern import AnyOf, Scalar, Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule, pattern_rule
-from optdnn.passes.support.rotary import ORDERS, PLAIN, before_reshapes, cache_shape, order_of, reshapes_before, rotated
+from optdnn.passes.support.rotary import ORDERS, PLAIN, cache_shape, order_of, rotated
 from optdnn.types import Shape
 
 _DEPTH = 12
@@ -207,14 +208,16 @@ def _are_halves(graph: Graph, found: dict[str, Any]) -> bool:
 def _are_pairs(graph: Graph, found: dict[str, Any], axis: int) -> bool:
     """Whether "first" and "second" are the two parts of x along a new axis of size 2, which divides x's last axis."""
     x, first, second = (found[name] for name in ("x", "first", "second"))
-    pairs = whole(graph, before_reshapes(graph, first), before_reshapes(graph, second), even=True, axis=axis)
+    pairs = whole(
+        graph, value_before(graph, first, RESHAPES), value_before(graph, second, RESHAPES), even=True, axis=axis
+    )
     shape = shape_of(graph, x)
     if pairs is None or not shape or not isinstance(shape[-1], int):
         return False
     half = shape[-1] // 2
     if shape_of(graph, pairs) != (*shape[:-1], *((2, half) if axis == -2 else (half, 2))):
         return False
-    return before_reshapes(graph, pairs) == before_reshapes(graph, x)
+    return value_before(graph, pairs, RESHAPES) == value_before(graph, x, RESHAPES)
 
 
 def _are_neighbors(graph: Graph, found: dict[str, Any]) -> bool:

@@ -23,10 +23,10 @@ from optdnn.passes.hoist_views import is_added
 from optdnn.passes.rules.scatter_rows import scatter_rows
 from optdnn.passes.support.facts import RESHAPES, channels_from_last, ints, operand, reshaped, shape_of
 from optdnn.passes.support.image_views import OF_IMAGES
+from optdnn.passes.support.paths import path_to, value_before
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.products import plain_product
-from optdnn.passes.support.rotary import before_reshapes, reshapes_before
 from optdnn.types import Array, normalize_axis
 
 MOVES = RESHAPES | {"Concat", "Slice", "Transpose"}
@@ -125,7 +125,7 @@ def gathered_addition(graph: Graph, op: Op) -> Match | Miss | None:
     table, index, user = operand(op), graph.constant_value(op.inputs[1]), graph.sole_user(op.value)
     end = user if user is not None and user.kind in RESHAPES else op
     rows, after = graph.type(table), end.outputs[0].type
-    views, product = reshapes_before(graph, table)[:-1], plain_product(graph, before_reshapes(graph, table))
+    views, product = path_to(graph, table, RESHAPES), plain_product(graph, value_before(graph, table, RESHAPES))
     if index is None or index.ndim != 1 or product is None or not rows.is_static or not is_added(graph, end):
         return None
     inner, outer = product.matrix.shape

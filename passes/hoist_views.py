@@ -11,7 +11,7 @@ product it merges with the first view. The other rules:
 - A Split of a joint projection moves in front of a Reshape, which would copy the whole projection.
 - A norm of rows, and the addition after it, move in front of a Reshape of transposed rows (Swin V2's windows), and read the rows
   without a copy.
-- Sums of two products and a residual are reordered so that each product's kernel adds one tensor.
+- Sums are ordered again (`ordered_sums`): views may have hidden the products that compute their terms.
 - A product to which several constants are added is computed once for each constant, as its bias.
 - Alternating parts of a product's columns are reordered to be contiguous.
 - Activations, scalar arithmetic and gates of heads move in front of a Reshape or a pixel shuffle, to the product.
@@ -32,14 +32,15 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.ordered_sums import order_sum
 from optdnn.passes.rules.early_stages import gate_before_reshape, stage_before_reshape
 from optdnn.passes.rules.ordered_columns import ordered_columns
 from optdnn.passes.rules.own_products import own_products
-from optdnn.passes.rules.third_term import third_term
 from optdnn.passes.rules.transpose import is_after_anchor
 from optdnn.passes.rules.turned_positions import turned_positions
 from optdnn.passes.support.facts import (
-    RESHAPES,
+    NORMS,
+    VIEWS,
     channels_from_last,
     channels_to_last,
     in_shape,
@@ -55,10 +56,8 @@ from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matr
 from optdnn.passes.support.views import trace
 from optdnn.types import Array, normalize_axis
 
-VIEWS = RESHAPES | {"Transpose"}
 IMAGES = frozenset({"Conv", "ConvTranspose"})
 """Operators whose results have channels last in memory: a Transpose that moves the channels last is a view."""
-NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
 _MOST_ADDITIONS = 4
 _MOST_AXES = 4
 """Most axes that the rows of a transposed tensor may span: the limit of the norms' kernels."""
@@ -400,6 +399,6 @@ class HoistViews(RulePass):
     name = "hoist_views"
     rules = (
         own_products, hoist_view, unflattened_rows, add_before_split, split_before_reshape, add_before_transpose, add_before_rows,
-        norm_before_reshape, transpose_before_norm, flat_rows_before_norm, add_before_reshape_of_norm, third_term, ordered_columns,
+        norm_before_reshape, transpose_before_norm, flat_rows_before_norm, add_before_reshape_of_norm, order_sum, ordered_columns,
         stage_before_reshape, gate_before_reshape, turned_positions,
     )  # fmt: skip

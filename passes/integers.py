@@ -16,6 +16,7 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, producer, scalar
+from optdnn.passes.support.paths import path_to, repeated
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.precision import SHARES_SCALE, no_integers
@@ -383,9 +384,7 @@ def quantize_before_moves(graph: Graph, op: Op) -> Match | Miss | None:
     """A result is quantized before it is only moved: the launch that computes it can store 8 bits.
 
     After other operators, it is quantized between a Transpose and Reshapes: the launch that quantizes transposes as well."""
-    moves: list[Op] = []
-    while (move := producer(graph, moves[-1].inputs[0] if moves else op.inputs[0], _MOVES)) is not None:
-        moves.append(move)
+    moves = path_to(graph, operand(op), _MOVES)
     source = graph.op(operand(moves[-1])) if moves else None
     if source is None or source.kind == "DequantizeLinear":
         return None
@@ -400,10 +399,7 @@ def quantize_before_moves(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("it has a scale per channel")
 
     def build(patch: Patch) -> Value:
-        y = patch.add("QuantizeLinear", [operand(moves[-1]), *op.inputs[1:]], op.attrs)
-        for move in reversed(moves):
-            y = patch.add(move.kind, [y, *move.inputs[1:]], move.attrs, src=move.src)
-        return y
+        return repeated(patch, patch.add("QuantizeLinear", [operand(moves[-1]), *op.inputs[1:]], op.attrs), moves)
 
     return Match((op, *moves), build)
 

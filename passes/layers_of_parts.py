@@ -21,8 +21,9 @@ from optdnn.ops.index import SplitAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, integers, operand, origins, producer, reshaped
-from optdnn.passes.support.items import LAYERS, PRODUCTS, computes_items, equal
+from optdnn.passes.support.items import LAYERS, computes_items, equal
 from optdnn.passes.support.iterations import MOST_BYTES
+from optdnn.passes.support.linear import LINEAR
 from optdnn.passes.support.stacks import Joined, Shared, Stack, covered, emit, part_values, stack_of
 from optdnn.passes.support.unrolled_steps import LEAST
 
@@ -39,14 +40,14 @@ class _LayerOfParts(Rule):
     """Layers with equal weights, none of which depends on another, become one layer."""
 
     name = "layer_of_parts"
-    kinds = PRODUCTS
+    kinds = LINEAR
 
     def __init__(self, graph: Graph, made: set[int]):
         self.made = made
         self._calls = dict[Hashable, list[int]]()
         """Products whose weights may be equal, in the order of the graph."""
         for op in graph.ops():
-            if op.kind in PRODUCTS:
+            if op.kind in LINEAR:
                 self._calls.setdefault(_key(graph, op), []).append(op.id)
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:

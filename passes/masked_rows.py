@@ -39,6 +39,7 @@ from optdnn.passes.rules.masked_sums import masked_sums
 from optdnn.passes.rules.masked_writes import masked_writes
 from optdnn.passes.rules.rows_in_order import rows_in_order
 from optdnn.passes.support.facts import RESHAPES, in_shape, ints, operand
+from optdnn.passes.support.paths import value_before
 from optdnn.passes.support.rows import SHAPED, RowOp, by_number, chosen_by, coordinates_of, copy_of, row_op, zero
 from optdnn.types import BOOL, Shape, normalize_axis, product
 
@@ -128,9 +129,7 @@ def masked_boxes(graph: Graph, op: Op) -> Match | Miss | None:
 
 def _scores_above(graph: Graph, op: Op) -> tuple[Op, Value, float] | None:
     """The NonZero that selects the boxes of a suppression, all scores, and the threshold of the selection; else None."""
-    gather = graph.op(operand(op, 1))
-    while gather.kind in RESHAPES:
-        gather = graph.op(operand(gather))
+    gather = graph.op(value_before(graph, operand(op, 1), RESHAPES))
     if gather.kind not in ("Gather", "GatherND") or graph.type(operand(op, 1)).dims[:2] != (1, 1):
         return None
     chooser, scores = chosen_by(graph, operand(gather, 1)), operand(gather)

@@ -21,6 +21,7 @@ from optdnn.ops.index import BlockAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.widths import has_stages_or_factors
 from optdnn.passes.support.facts import RESHAPES, in_shape, operand, producer
+from optdnn.passes.support.paths import path_to, repeated
 from optdnn.types import Array, DType
 
 
@@ -29,11 +30,8 @@ def pixel_shuffle(graph: Graph, op: Op) -> Match | Miss | None:
     """A shuffle in PyTorch's order (mode CRD) after a convolution, with pointwise operators of one operand between them."""
     if op.attrs.mode != "CRD":
         return None
-    between: list[Op] = []
-    conv = graph.op(operand(op))
-    while conv.pointwise and len(conv.inputs) == 1:
-        between.append(conv)
-        conv = graph.op(operand(conv))
+    between = path_to(graph, operand(op), lambda o: o.pointwise and len(o.inputs) == 1)
+    conv = graph.op(operand(between[-1] if between else op))
     weight = graph.constant_value(conv.input(1)) if conv.kind == "Conv" else None
     if weight is None:
         return None
@@ -101,9 +99,7 @@ def _rewrite(patch: Patch, op: Op, between: Sequence[Op], conv: Op) -> None:
         if known is not None:
             blocks = known.reshape(-1, k * k, *known.shape[1:])
             inputs[slot] = patch.constant(np.ascontiguousarray(blocks.swapaxes(0, 1)).reshape(known.shape), "by_pixels")
-    value = patch.add("Conv", inputs, conv.attrs, src=conv.src)
-    for o in reversed(between):
-        value = patch.add(o.kind, [value], o.attrs, src=o.src)
+    value = repeated(patch, patch.add("Conv", inputs, conv.attrs, src=conv.src), between)
     patch.replace(op.value, patch.add("DepthToSpace", [value], replace(op.attrs, mode="DCR"), src=op.src))
 
 

@@ -28,6 +28,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.scaled_views import consecutive_rows, scaled_view
 from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of, sliced
+from optdnn.passes.support.paths import path_to
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array
 
@@ -253,11 +254,8 @@ def padded_shift(graph: Graph, op: Op) -> Match | Miss | None:
 
 def _cut_rows(graph: Graph, op: Op) -> tuple[list[Op], Op | None]:
     """The Slices, Reshapes and Pads from ``op`` up to a plain product without other readers, and that product (or None)."""
-    chain: list[Op] = [op]
-    source = graph.op(operand(op))
-    while source.kind in _CUTS and graph.sole_user(source.value) is not None and len(chain) < _LINKS:
-        chain.append(source)
-        source = graph.op(operand(source))
+    chain = [op, *path_to(graph, operand(op), _CUTS, alone=True, most=_LINKS - 1)]
+    source = graph.op(operand(chain[-1]))
     plain = source.kind == "MatMul" and not (source.attrs.prologue or source.attrs.epilogue)
     return chain, source if plain and graph.sole_user(source.value) is not None else None
 

@@ -22,6 +22,7 @@ from optdnn.ops.sampled_sum import MOST_IMAGES, SampledSumAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of, sliced
+from optdnn.passes.support.paths import path_to
 from optdnn.passes.support.stacks import Part, part_of
 from optdnn.types import Array, normalize_axis
 
@@ -141,17 +142,14 @@ def _samples(graph: Graph, value: Value, ops: list[Op]) -> list[Op] | None:
 
     Appends to ``ops`` the GridSamples and the operators that concatenate and reshape their results."""
     whole, found = shape_of(graph, value), list[Op]()
-    while (view := producer(graph, value, RESHAPES, alone=True)) is not None:
-        ops.append(view)
-        value = operand(view)
+    ops += (views := path_to(graph, value, RESHAPES, alone=True))
+    value = operand(views[-1]) if views else value
     joined = producer(graph, value, {"Concat"}, alone=True)
     if joined is not None:
         ops.append(joined)
-    for part in [value] if joined is None else joined.inputs:
-        while (view := producer(graph, part, RESHAPES, alone=True)) is not None:
-            ops.append(view)
-            part = operand(view)
-        sampled = producer(graph, part, {"GridSample"}, alone=True)
+    for part in [value] if joined is None else [v for v in joined.inputs if v is not None]:
+        ops += (views := path_to(graph, part, RESHAPES, alone=True))
+        sampled = producer(graph, operand(views[-1]) if views else part, {"GridSample"}, alone=True)
         if sampled is None or graph.type(sampled.value).rank != 4:
             return None
         found.append(sampled)

@@ -15,6 +15,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.widths import has_stages_or_factors
 from optdnn.passes.support.facts import RESHAPES, ints, operand, producer, reshape_target, reshaped, shape_of
+from optdnn.passes.support.paths import path_to, repeated
 from optdnn.types import normalize_axis
 
 PARTS = 2
@@ -108,11 +109,8 @@ def parts_of_convolution(graph: Graph, op: Op) -> Match | Miss | None:
     rank = len(dims)
     if op.attrs.perm != (0, 1, *range(3, rank), 2) or not _is_image_of_parts(dims, image):
         return None
-    between = list[Op]()
-    conv = graph.op(operand(split))
-    while conv.pointwise and len(conv.inputs) == 1:
-        between.append(conv)
-        conv = graph.op(operand(conv))
+    between = path_to(graph, operand(split), lambda o: o.pointwise and len(o.inputs) == 1)
+    conv = graph.op(operand(between[-1] if between else split))
     if conv.kind != "Conv" or any(graph.sole_user(o.value) is None for o in (conv, *between)):
         return None
     known = [graph.constant_value(v) for v in conv.inputs[1:] if v is not None]
@@ -128,9 +126,7 @@ def parts_of_convolution(graph: Graph, op: Op) -> Match | Miss | None:
         for v in filters:
             by_part = np.ascontiguousarray(v.reshape(-1, PARTS, *v.shape[1:]).swapaxes(0, 1))
             inputs.append(patch.constant(by_part.reshape(v.shape), "by_part"))
-        value = patch.add("Conv", inputs, conv.attrs, src=conv.src)
-        for o in reversed(between):
-            value = patch.add(o.kind, [value], o.attrs, src=o.src)
+        value = repeated(patch, patch.add("Conv", inputs, conv.attrs, src=conv.src), between)
         value = reshaped(patch, value, target, split.src)
         return patch.add("Transpose", [value], TransposeAttrs((0, *range(2, rank), 1)), src=op.src)
 

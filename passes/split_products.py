@@ -18,8 +18,9 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.support.facts import is_depthwise, operand, producer, sliced
+from optdnn.passes.support.facts import is_depthwise, operand, sliced
 from optdnn.passes.support.parts import PARTS, is_axis, span, whole
+from optdnn.passes.support.paths import value_before
 from optdnn.passes.support.products import plain_product
 from optdnn.passes.support.stages import ACTIVATIONS
 from optdnn.target_name import HOPPER, TargetName
@@ -85,9 +86,7 @@ def _parts(graph: Graph, a: Value, b: Value, *, even: bool = False, axis: int = 
 
 def _before_activations(graph: Graph, value: Value) -> Value:
     """The value before the activations that lead to ``value``. Each activation has one reader."""
-    while (op := producer(graph, value, ACTIVATIONS, alone=True)) is not None:
-        value = operand(op)
-    return value
+    return value_before(graph, value, ACTIVATIONS, alone=True)
 
 
 def _gate(graph: Graph, op: Op) -> _Parts | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.rules.frames import frames_are_blocks
 from optdnn.passes.rules.gathered_sums import gathered_sums
 from optdnn.passes.support.facts import ints, is_filled, operand, reshape_target, reshaped, same_shape, scalar, sliced
+from optdnn.passes.support.paths import path_from, path_to
 from optdnn.passes.support.views import transposed
 from optdnn.types import Array, Shape, normalize_axis
 
@@ -174,16 +176,8 @@ def source(graph: Graph, x: Value) -> Value:
 
 def scales(graph: Graph, op: Op) -> tuple[list[Op], list[Op]]:
     """The ops before and after a DFT that multiply or divide by a number, nearest first; each has one reader."""
-    before, after = list[Op](), list[Op]()
-    made = graph.op(operand(op))
-    while _scaled(graph, made) and graph.sole_user(made.value) is not None:
-        before.append(made)
-        made = graph.op(operand(made))
-    reader = graph.sole_user(op.value)
-    while reader is not None and _scaled(graph, reader):
-        after.append(reader)
-        reader = graph.sole_user(reader.value)
-    return before, after
+    scaled = partial(_scaled, graph)
+    return path_to(graph, operand(op), scaled, alone=True), path_from(graph, op.value, scaled)
 
 
 def factor(graph: Graph, ops: Sequence[Op]) -> float:

@@ -16,9 +16,9 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, RulePass, rule
 from optdnn.passes.support.facts import operand, producer, shape_of
+from optdnn.passes.support.products import PRODUCTS
 from optdnn.types import Array, is_float
 
-_PRODUCTS = frozenset({"Gemm", "MatMul"})
 COLUMNS = 8
 """A matrix that is joined with others gets zeros up to a multiple of 8 columns: TMA needs aligned rows of 16-bit floats."""
 
@@ -43,7 +43,7 @@ def vector_products(graph: Graph, op: Op) -> Match | None:
     matrix = np.zeros((len(vectors), -(-len(members) // COLUMNS) * COLUMNS), vectors.dtype)
     matrix[:, : len(members)] = vectors
     source, weights, bias = _composed(graph, x, matrix)
-    if len(members) == 1 and not any(u.kind in _PRODUCTS and u is not op for u in graph.users(source)):
+    if len(members) == 1 and not any(u.kind in PRODUCTS and u is not op for u in graph.users(source)):
         weights, bias = weights[:, :1], None if bias is None else bias[:1]  # a column that joins no other matrix
     axis = len(graph.type(x).dims) - 1
 

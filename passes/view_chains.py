@@ -21,6 +21,7 @@ from optdnn.passes.rules.ordered_channels import ordered_channels
 from optdnn.passes.rules.widths import other_axis
 from optdnn.passes.support.facts import (
     RESHAPES,
+    VIEWS,
     channels_from_last,
     channels_to_last,
     integers,
@@ -30,7 +31,7 @@ from optdnn.passes.support.facts import (
     reshaped,
 )
 from optdnn.passes.support.image_views import is_image, read_as_image
-from optdnn.passes.support.parts_of_axes import VIEWS, Chain, chain_of
+from optdnn.passes.support.parts_of_axes import Chain, chain_of
 from optdnn.passes.support.views import transposed
 from optdnn.types import Array
 

@@ -14,6 +14,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, sizes_of
+from optdnn.passes.support.paths import path_from
 from optdnn.passes.support.stages import with_stages
 from optdnn.types import BF16, FP16, FP32
 
@@ -24,11 +25,8 @@ _UNIT = 8
 @rule("wide_product", {"Gemm", "MatMul"})
 def wide_product(graph: Graph, op: Op) -> Match | Miss | None:
     """A product of 16-bit rows with a constant matrix that only a Cast to fp32 reads, directly or after Reshapes."""
-    views: list[Op] = []
-    cast = graph.sole_user(op.value)
-    while cast is not None and cast.kind == "Reshape":
-        views.append(cast)
-        cast = graph.sole_user(cast.value)
+    views = path_from(graph, op.value, {"Reshape"})
+    cast = graph.sole_user((views[-1] if views else op).value)
     if cast is None or cast.kind != "Cast" or cast.attrs.to != FP32 or op.outputs[0].type.dtype not in (FP16, BF16):
         return None
     weight = graph.constant_value(op.inputs[1])

@@ -118,22 +118,22 @@ def plan_epilogue(
             break
         found = trial
         done = k + 1
-    slots: dict[Value, int] = {}
-    for stage in stages[done:]:
-        args: list[int | None] = []
-        for a in stage.args:
-            if a is None or a < 0:
-                # Register `done` holds the kernel's result; nothing reads earlier ones.
-                args.append(a if a is None else a + done)
-            else:
-                value = op.inputs[a]
-                if value is None:
-                    args.append(None)
-                    continue
-                args.append(slots.setdefault(value, len(slots) + 1))
-        found.rest.append(replace(stage, args=tuple(args)))
-    found.rest_operands = list(slots)
+    found.rest, found.rest_operands = _rest(op, stages, done)
     return found
+
+
+def _rest(op: Op, stages: Sequence[Stage], done: int) -> tuple[list[Stage], list[Value]]:
+    """The stages after the first ``done``, as stages of the kernel's result, and the values that they read: operands 1, 2, …"""
+    slots: dict[Value, int] = {}
+
+    def own(a: int | None) -> int | None:
+        if a is None or a < 0:  # register `done` holds the kernel's result; nothing reads earlier ones
+            return None if a is None else a + done
+        value = op.inputs[a]
+        return None if value is None else slots.setdefault(value, len(slots) + 1)
+
+    rest = [replace(stage, args=tuple(own(a) for a in stage.args)) for stage in stages[done:]]
+    return rest, list(slots)
 
 
 def _absorb(

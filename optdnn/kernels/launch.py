@@ -16,6 +16,8 @@ from optdnn.runtime.cuda.launches.plan import CLUSTER, MAP_BYTES, NOTHING, Point
 
 GENERAL = ("--std=c++17",)
 """Compiler options of generated kernels. They do not use fast math: these kernels are the accurate ones."""
+BLOCK_SHARED = 232448
+"""Bytes of shared memory that a block of any Hopper GPU may have."""
 
 
 def no_room(needed: int, shared: int, blocks: int) -> str | None:

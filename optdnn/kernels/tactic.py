@@ -126,6 +126,18 @@ class Tactic(ABC):
         return ""
 
 
+class TakesBefore(Tactic):
+    """A tactic whose launches also compute the operators that :meth:`neighbors` gives. They are before the anchor."""
+
+    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The operator that computes operand 0."""
+        return [] if op.inputs[0] is None else [graph.op(op.inputs[0])]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The operator, and those before it."""
+        return Region(op, before=tuple(self.neighbors(b.graph, op)))
+
+
 def costlier(b: Builder, op: Op, own: Tactic, other: Tactic, margin: float = 1.0, more: float = 0.0) -> str | None:
     """The reason to defer ``own``: it is predicted to take more than ``margin`` times as long as ``other``; else None. ``more``: seconds
     of further launches that ``own`` needs."""

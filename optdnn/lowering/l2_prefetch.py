@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.kernels.conv import parameters as conv_params
-from optdnn.kernels.conv.cost import MEMORY
+from optdnn.kernels.conv.cost_terms import MEMORY
 from optdnn.lowering.lanes import load_of
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import Ahead, CudaStep, LaunchPlan, parse

@@ -36,7 +36,8 @@ _PARAMETERS: dict[str, tuple[float | None, float | None]] = {
     "ThresholdedRelu": (1.0, None),
 }
 """Activation -> the defaults of its alpha and beta; None if it has no such parameter."""
-_GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+"""Kind -> the gates of a unit."""
 _DEFAULTS = {"RNN": ("Tanh",), "GRU": ("Sigmoid", "Tanh"), "LSTM": ("Sigmoid", "Tanh", "Tanh")}
 
 
@@ -73,7 +74,7 @@ class LSTMAttrs(RNNAttrs):
 
 
 def _infer(call: Call) -> Result:
-    kind, gates = call.kind, _GATES[call.kind]
+    kind, gates = call.kind, GATES[call.kind]
     a: RNNAttrs = call.attrs
     count, hidden = _DIRECTIONS[a.direction], a.hidden_size
     require_length(a.activations, count * len(_DEFAULTS[kind]), f"{kind} activations of direction {a.direction}")
@@ -220,7 +221,7 @@ def _export(kind: str, flag: str | None) -> ToOnnx:
 
 def _cost(call: Call, result: Result) -> Cost:
     """The products, and five operations per gate."""
-    return Cost(product_flops(call, result) + 5 * _GATES[call.kind] * elements(result.types[0]))
+    return Cost(product_flops(call, result) + 5 * GATES[call.kind] * elements(result.types[0]))
 
 
 _OWN: dict[str, tuple[type[RNNAttrs], str | None]] = {

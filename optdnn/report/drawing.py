@@ -8,7 +8,7 @@ from typing import Any
 
 from optdnn.report.explanation import Explanations
 from optdnn.report.findings import Finding, findings, slower_steps
-from optdnn.report.network import RUN, SOURCES, Network, add_errors, add_times, network_of
+from optdnn.report.network import SOURCES, Network, add_errors, add_times, network_of
 from optdnn.report.picture import picture
 from optdnn.report.timeline import Memory, Timeline, memory_of, time_by_kind, timeline_of
 from optdnn.report.words import duration, layer_error
@@ -41,7 +41,7 @@ def draw(
     account = {**program.meta, **report.get("build", report)}
     net = network_of(program)
     if measured is not None:
-        add_times(net, measured["profile"], measured.get("layers", ()), RUN)
+        add_times(net, measured["profile"], measured.get("layers", ()))
     else:
         add_times(net, expected_steps(program))
     if "layers_against" not in report and "bisect" in report:

@@ -198,11 +198,8 @@ def _first_of(name: str, names: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------- facts of the operators
 
 
-def add_times(
-    net: Network, steps: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]] = (), source: str = RUN
-) -> None:
-    """Give the operators their times: ``steps`` are rows of a profile, ``layers`` those that CPU libraries count.
-    ``source`` is that of rows without one."""
+def add_times(net: Network, steps: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Give the operators their times: ``steps`` are rows of a profile, ``layers`` those that CPU libraries count."""
     by_step = {s["step"]: s for s in steps}
     alone = _alone(net)
     for _, node in net.operators():
@@ -211,7 +208,7 @@ def add_times(
             continue
         node.us = row["us"] if "us" in row else 1e3 * row["median_ms"]
         node.share, node.roofline = row["share"], row.get("roofline")
-        node.source = row.get("source", source)
+        node.source = row.get("source", RUN)
         node.tactic = node.tactic or str(row.get("tactic") or "")
     of_step = {(n.step, name): n for _, n in net.operators() if n.step not in alone for name in (n.name, *n.src)}
     for layer in layers:
@@ -219,7 +216,7 @@ def add_times(
         if found is not None:
             found.us = (found.us or 0.0) + 1e3 * layer["median_ms"]
             found.share = (found.share or 0.0) + layer["share"]
-            found.tactic, found.source = layer["kind"], source
+            found.tactic, found.source = layer["kind"], RUN
 
 
 def _alone(net: Network) -> set[int | None]:

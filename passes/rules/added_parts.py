@@ -15,8 +15,9 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import PadAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import integers, operand, producer, zeros_around
-from optdnn.passes.support.regions import VIEWS, Region, backward, boxed, forward, region, viewed
+from optdnn.passes.support.facts import VIEWS, integers, operand, producer, zeros_around
+from optdnn.passes.support.paths import path_to, repeated
+from optdnn.passes.support.regions import Region, backward, boxed, forward, region, viewed
 from optdnn.types import normalize_axis
 
 PRODUCTS = frozenset({"MatMul", "Gemm"})
@@ -57,8 +58,7 @@ def _sum(op: Op, added: _Addition, found: Region, patch: Patch) -> Value:
     """Add the sum of the box of ``found`` and the added tensor, with zeros around it, in the order of the root's axes."""
     assert added.part is not None
     r = added.other
-    for view in added.views:
-        r = patch.add(view.kind, [r, *view.inputs[1:]], view.attrs, src=view.src)
+    r = repeated(patch, r, added.views)
     pairs = list(zip(added.part.ranges, found.ranges, strict=True))
     pads = (*(own[0] - whole[0] for own, whole in pairs), *(whole[1] - own[1] for own, whole in pairs))
     r = patch.add("Pad", [backward(patch, r, added.part), integers(patch, pads, "pads")], PadAttrs())
@@ -68,7 +68,8 @@ def _sum(op: Op, added: _Addition, found: Region, patch: Patch) -> Value:
 
 @dataclass(frozen=True)
 class _Addition:
-    """An Add of ``other`` to a part of a tensor, and the ``views`` after it. ``part``: the part with these views, or None."""
+    """An Add of ``other`` to a part of a tensor, and the ``views`` after it, the last one first. ``part``: the part with these
+    views, or None."""
 
     add: Op
     other: Value
@@ -78,17 +79,14 @@ class _Addition:
 
 def _additions(graph: Graph, value: Value) -> Iterator[_Addition]:
     """The Add that computes ``value``, perhaps with views after it, for each of its operands. Each must have one reader."""
-    views = list[Op]()
-    op = graph.op(value)
-    while op.kind in VIEWS and graph.sole_user(op.value) is not None:
-        views.insert(0, op)
-        op = graph.op(operand(op))
+    views = path_to(graph, value, VIEWS, alone=True)
+    op = graph.op(operand(views[-1]) if views else value)
     if op.kind != "Add" or graph.sole_user(op.value) is None:
         return
     for slot in (0, 1):
         whole = graph.type(operand(op, slot)) == graph.type(op.value)
         part = region(graph, operand(op, slot)) if whole else None
-        for view in views:
+        for view in reversed(views):
             part = None if part is None else viewed(graph, view.value, part)
         yield _Addition(op, operand(op, 1 - slot), tuple(views), part)
 

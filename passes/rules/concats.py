@@ -15,14 +15,12 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import RESHAPES, in_shape, operand, producer, reshape_target
+from optdnn.passes.support.facts import CONVOLUTIONS, RESHAPES, in_shape, operand, producer, reshape_target
 from optdnn.passes.support.parts import is_axis, parts_of_whole, span
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.stages import ACTIVATIONS
 from optdnn.types import normalize_axis
-
-CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 
 
 def _joined(graph: Graph, op: Op) -> Op | Miss | None:

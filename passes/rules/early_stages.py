@@ -9,6 +9,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, rule
 from optdnn.passes.support.facts import RESHAPES, in_shape, operand, producer, reshape_target, scalar, shape_of
+from optdnn.passes.support.paths import path_to, repeated
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS, refuses
 
 MOVES = RESHAPES | {"DepthToSpace"}
@@ -22,18 +23,14 @@ def stage_before_reshape(graph: Graph, op: Op) -> Match | None:
     reshape = _before(graph, op, MOVES)
     if reshape is None or refuses(graph, op, reshape.value) is not None:
         return None
-    views = [reshape]
-    while (view := producer(graph, operand(views[-1]), MOVES, alone=True)) is not None:
-        views.append(view)
+    views = [reshape, *path_to(graph, operand(reshape), MOVES, alone=True)]
     source = operand(views[-1])
     if not _is_staged_product(graph, source):
         return None
 
     def build(patch: Patch) -> Value:
-        y = patch.add(op.kind, [source if v == reshape.value else v for v in op.inputs], op.attrs, src=op.src)
-        for each in reversed(views):
-            y = patch.add(each.kind, [y, *each.inputs[1:]], each.attrs, src=each.src)
-        return y
+        staged = patch.add(op.kind, [source if v == reshape.value else v for v in op.inputs], op.attrs, src=op.src)
+        return repeated(patch, staged, views)
 
     return Match((op, *views), build)
 

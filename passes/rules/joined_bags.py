@@ -18,7 +18,7 @@ from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.rules.tables_of_columns import takes_all_tables
 from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, reshaped, shape_of
-from optdnn.passes.support.rotary import before_reshapes, reshapes_before
+from optdnn.passes.support.paths import reshapes_before, value_before
 from optdnn.passes.support.tables import LEAST, MOST_BYTES, rows_of_tables
 from optdnn.types import INT64, Array, normalize_axis
 
@@ -124,7 +124,7 @@ def _bag(graph: Graph, value: Value | None, images: int) -> _Bag | None:
     if not kind and takes_all_tables(graph, gather):
         return None
     ops = [*ops, gather]
-    index = before_reshapes(graph, operand(gather, 1))
+    index = value_before(graph, operand(gather, 1), RESHAPES)
     # Single rows may have other readers, which get a part of the joined rows. Then no index may depend on rows.
     single = not kind and _is_given(graph, index)
     if any(len(graph.uses(x.value)) > 1 for x in (ops[:-1] if single else ops)):
@@ -141,7 +141,4 @@ def _bag(graph: Graph, value: Value | None, images: int) -> _Bag | None:
 
 def _is_given(graph: Graph, index: Value) -> bool:
     """Whether an index is an input of the network, or its conversion."""
-    op = graph.op(index)
-    while op.kind in (*RESHAPES, "Cast"):
-        op = graph.op(operand(op))
-    return op.kind == "Input"
+    return graph.op(value_before(graph, index, RESHAPES | {"Cast"})).kind == "Input"

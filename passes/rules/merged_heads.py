@@ -14,6 +14,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import RESHAPES, in_shape, operand, producer
+from optdnn.passes.support.paths import path_from, reader_after, value_before
 
 _DEPTH = 6
 """Most views between a projection's transposed result and an attention."""
@@ -24,9 +25,7 @@ def merged_heads(graph: Graph, op: Op) -> Match | Miss | None:
     """``reshape(attention(q, k, v), (…, H, …))`` of batch ``B * H`` and one head becomes an attention with batch B and H heads.
 
     The axes in front of H are the batch."""
-    views = [op]
-    while (view := graph.sole_user(views[-1].value)) is not None and view.kind in RESHAPES:
-        views.append(view)
+    views = [op, *path_from(graph, op.value, RESHAPES)]
     view = views[-1]
     if len(views) == 1 or len(op.outputs) > 1 or any(v is not None for v in op.inputs[4:]):
         return None
@@ -87,9 +86,7 @@ def _splits(graph: Graph, value: Value, lead: tuple[int, ...]) -> bool:
 @rule("heads_behind_positions", {"Attention"})
 def heads_behind_positions(graph: Graph, op: Op) -> Match | Miss | None:
     """Attention of ``B * H`` items, views of (positions, B, H * features) like its result, gets batch B and H heads."""
-    turn = graph.sole_user(op.value)
-    while turn is not None and turn.kind in RESHAPES:
-        turn = graph.sole_user(turn.value)
+    turn = reader_after(graph, op.value, RESHAPES)
     if turn is None or turn.kind != "Transpose" or len(op.outputs) > 1 or any(v is not None for v in op.inputs[4:]):
         return None
     types = [graph.type(v) for v in (*op.inputs[:4], turn.value) if v is not None]
@@ -125,9 +122,7 @@ def heads_behind_positions(graph: Graph, op: Op) -> Match | Miss | None:
 
 def _rows_of_items(graph: Graph, value: Value | None, items: int) -> tuple[Value, int] | None:
     """The value (positions, …, B, H * features) whose parts are the ``items = B * H`` of an operand, and H; None for others."""
-    while (view := producer(graph, value, RESHAPES)) is not None:
-        value = operand(view)
-    turn = producer(graph, value, {"Transpose"})
+    turn = None if value is None else producer(graph, value_before(graph, value, RESHAPES), {"Transpose"})
     join = None if turn is None else producer(graph, operand(turn), RESHAPES)
     if turn is None or join is None:
         return None

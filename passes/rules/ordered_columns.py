@@ -16,11 +16,10 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, sizes_of
+from optdnn.passes.support.facts import VIEWS, operand, producer, reshaped, sizes_of
+from optdnn.passes.support.paths import reader_after
 from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
 from optdnn.types import Array, normalize_axis
-
-VIEWS = RESHAPES | {"Transpose"}
 
 
 @rule("ordered_columns", {"Reshape"})
@@ -70,9 +69,7 @@ def _axes_of_rows(columns: int, shape: tuple[int, ...]) -> int | None:
 
 def _is_rotated(graph: Graph, value: Value) -> bool:
     """Whether a RotaryEmbedding reads the value after views. Such parts come first: the product's launch can rotate them."""
-    user = graph.sole_user(value)
-    while user is not None and user.kind in VIEWS:
-        user = graph.sole_user(user.value)
+    user = reader_after(graph, value, VIEWS)
     return user is not None and user.kind == "RotaryEmbedding"
 
 

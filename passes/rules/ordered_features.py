@@ -14,9 +14,8 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import RESHAPES, in_shape, operand, producer
+from optdnn.passes.support.facts import RESHAPES, VIEWS, in_shape, operand, producer
 
-_VIEWS = RESHAPES | {"Transpose"}
 _DEPTH = 6
 """Most views between an attention and a product."""
 
@@ -51,7 +50,7 @@ def ordered_features(graph: Graph, op: Op) -> Match | Miss | None:
 def _of_attention(graph: Graph, value: Value) -> bool:
     for _ in range(_DEPTH):
         op = graph.op(value)
-        if op.kind not in _VIEWS:
+        if op.kind not in VIEWS:
             return op.kind == "Attention"
         value = operand(op)
     return False

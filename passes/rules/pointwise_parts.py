@@ -16,10 +16,10 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule
 from optdnn.passes.support.facts import RESHAPES, bytes_of, is_pointwise, operand, producer, sliced
+from optdnn.passes.support.parts import PARTS
+from optdnn.passes.support.paths import repeated
 from optdnn.types import normalize_axis
 
-VIEWS = frozenset({"Slice", "Split"})
-"""Kinds whose results are parts of other tensors in memory."""
 ALIGNED = 8
 """Parts whose size is a multiple of this many elements are read and written in place."""
 MOST_PARTS = 4
@@ -108,7 +108,7 @@ class GatedParts(Rule):
             return None
         concat, gate = graph.op(operand(op, slot)), operand(op, 1 - slot)
         parts = [v for v in concat.inputs if v is not None]
-        if graph.constant_value(gate) is not None or not any(graph.op(v).kind in VIEWS for v in parts):
+        if graph.constant_value(gate) is not None or not any(graph.op(v).kind in PARTS for v in parts):
             return None
         if graph.sole_user(concat.value) is None:
             return Miss(f"{concat.name} is read elsewhere")
@@ -126,8 +126,7 @@ class GatedParts(Rule):
             made = []
             for part, begin, end in zip(parts, [0, *ends], ends, strict=False):
                 own = sliced(patch, operand(chain[-1]) if chain else gate, begin, end, axis)
-                for step in reversed(chain):
-                    own = patch.add(step.kind, [own, *step.inputs[1:]], step.attrs, src=step.src)
+                own = repeated(patch, own, chain)
                 made.append(patch.add(op.kind, [part, own] if slot == 0 else [own, part], op.attrs))
             return patch.add("Concat", made, concat.attrs, src=concat.src)
 

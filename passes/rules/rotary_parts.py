@@ -14,9 +14,10 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import in_shape, operand, reshape_target
+from optdnn.passes.support.facts import RESHAPES, in_shape, operand, reshape_target
 from optdnn.passes.support.parts import consecutive, is_axis
-from optdnn.passes.support.rotary import ORDERS, PLAIN, reshapes_before, rotated
+from optdnn.passes.support.paths import path_to, reshapes_before
+from optdnn.passes.support.rotary import ORDERS, PLAIN, rotated
 from optdnn.types import Shape
 
 
@@ -56,7 +57,7 @@ def _part(graph: Graph, value: Value) -> _Part | None:
         if there.kind != "Transpose" or there.attrs.perm != order:
             return None
         ops, source = [*ops, there], operand(there)
-    chain = reshapes_before(graph, source)[:-1]
+    chain = path_to(graph, source, RESHAPES)
     source = operand(chain[-1]) if chain else source
     given, made = graph.type(source).dims, graph.type(value).dims
     if given != made or not given or rotary.outputs[0].type.dims[-1] != given[-1]:

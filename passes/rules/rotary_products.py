@@ -16,9 +16,10 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss
 from optdnn.passes.support.facts import RESHAPES, in_shape, operand, shape_of
 from optdnn.passes.support.parts import is_axis, span, whole
+from optdnn.passes.support.paths import value_before
 from optdnn.passes.support.pattern import Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule
-from optdnn.passes.support.rotary import before_reshapes, cache_shape, order_of, rotated
+from optdnn.passes.support.rotary import cache_shape, order_of, rotated
 from optdnn.types import Shape
 
 A, B, COS, SIN = map(Var, ("a", "b", "cos", "sin"))
@@ -77,7 +78,7 @@ def _neighbors(graph: Graph, a: Value, b: Value) -> Value | None:
         size = (shape_of(graph, x) or ("",))[-1]
         if isinstance(size, int) and [span(graph, op, size) for op in (first, second)] == [(0, size, 2), (1, size, 2)]:
             return None if size % 2 else x
-    pairs = whole(graph, before_reshapes(graph, a), before_reshapes(graph, b), even=True)
+    pairs = whole(graph, value_before(graph, a, RESHAPES), value_before(graph, b, RESHAPES), even=True)
     return pairs if pairs is not None and graph.type(pairs).dims[-1] == 2 else None
 
 

@@ -20,6 +20,7 @@ from optdnn.ops import requantize
 from optdnn.ops.base import Stage
 from optdnn.ops.requantize import QuantParams
 from optdnn.passes.support.facts import RESHAPES, operand
+from optdnn.passes.support.paths import path_from
 from optdnn.passes.support.quantized_values import dequantized, quant_params, quantization
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array, is_float
@@ -186,9 +187,5 @@ def _gate_stage(op: Op) -> str | None:
 
 def _views_after(graph: Graph, value: Value) -> tuple[list[Op], Op | None]:
     """The chain of Reshapes that read a value, each the only reader of its operand, and the only reader of the last one."""
-    views: list[Op] = []
-    user = graph.sole_user(value)
-    while user is not None and user.kind in RESHAPES and user.inputs[0] == (views[-1].value if views else value):
-        views.append(user)
-        user = graph.sole_user(user.value)
-    return views, user
+    views = path_from(graph, value, RESHAPES)
+    return views, graph.sole_user(views[-1].value if views else value)

@@ -14,8 +14,9 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.affine import ONE, ZERO, Affine, round_to
-from optdnn.passes.support.facts import operand, producer, same_shape
+from optdnn.passes.support.facts import VIEWS, operand, producer, same_shape
 from optdnn.passes.support.linear import LINEAR, Linear, absorb_scalars
+from optdnn.passes.support.paths import path_to, repeated
 from optdnn.types import FP64, Array, is_float
 
 _STEPS = frozenset(
@@ -148,18 +149,14 @@ def hoist_scale(graph: Graph, op: Op) -> Match | Miss | None:
     c = constant_of(graph, op)
     if c is None or c.size != 1 or not same_shape(graph, op):
         return None
-    value, moves = operand(op), list[Op]()
-    while (move := producer(graph, value, _MOVES, alone=True)) is not None:
-        moves.append(move)
-        value = operand(move)
+    moves = path_to(graph, operand(op), VIEWS, alone=True)
+    value = operand(moves[-1]) if moves else operand(op)
     if not moves or graph.sole_user(value) is None or not _absorbs(graph, graph.op(value)):
         return None
 
     def build(patch: Patch) -> Value:
-        result = patch.add("Mul", [value, patch.constant(c.reshape(()), "scale")], src=op.src)
-        for move in reversed(moves):
-            result = patch.add(move.kind, [result, *move.inputs[1:]], move.attrs, src=move.src)
-        return result
+        scaled = patch.add("Mul", [value, patch.constant(c.reshape(()), "scale")], src=op.src)
+        return repeated(patch, scaled, moves)
 
     return step_miss(graph, op) or Match((op, *moves), build)
 

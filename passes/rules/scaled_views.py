@@ -10,11 +10,11 @@ from __future__ import annotations
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import RESHAPES, operand, shape_of, sliced
+from optdnn.passes.support.facts import VIEWS, operand, shape_of, sliced
 from optdnn.passes.support.parts import neighbors
+from optdnn.passes.support.paths import path_to, repeated
 from optdnn.types import Array, normalize_axis
 
-VIEWS = RESHAPES | {"Transpose", "Slice"}
 _MOST = 6
 """Most views between a product and its scale."""
 
@@ -38,11 +38,8 @@ def scaled_view(graph: Graph, op: Op) -> Match | Miss | None:
         array = graph.constant_value(op.inputs[1 - slot])
         if array is None or array.size != 1 or op.inputs[slot] is None:
             continue
-        chain: list[Op] = []
-        source = graph.op(operand(op, slot))
-        while source.kind in VIEWS and graph.sole_user(source.value) is not None and len(chain) < _MOST:
-            chain.append(source)
-            source = graph.op(operand(source))
+        chain = path_to(graph, operand(op, slot), VIEWS | {"Slice"}, alone=True, most=_MOST)
+        source = graph.op(operand(chain[-1]) if chain else operand(op, slot))
         factor = graph.constant_value(source.inputs[1]) if source.kind == "MatMul" else None
         same = graph.type(operand(op, slot)).shape == op.outputs[0].type.shape
         if factor is None or not chain or not same or source.attrs.epilogue or graph.sole_user(source.value) is None:
@@ -51,9 +48,7 @@ def scaled_view(graph: Graph, op: Op) -> Match | Miss | None:
 
         def build(patch: Patch, source: Op = source, scaled: Array = scaled, chain: list[Op] = chain) -> Value:
             y = patch.add("MatMul", [source.inputs[0], patch.constant(scaled, "scaled")], source.attrs)
-            for view in reversed(chain):
-                y = patch.add(view.kind, [y, *view.inputs[1:]], view.attrs, src=view.src)
-            return y
+            return repeated(patch, y, chain)
 
         return Match((op, *chain, source), build)
     return None

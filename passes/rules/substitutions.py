@@ -21,6 +21,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.fused import plain_attrs
 from optdnn.passes.base import Match, rule
 from optdnn.passes.support.facts import ints, is_filled, operand
+from optdnn.passes.support.paths import value_before
 from optdnn.passes.support.triangular import chosen, inverse_of_rest, times
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array, is_float
@@ -155,9 +156,7 @@ def _evaluated(graph: Graph, value: Value, given: Mapping[Value, Array], depth: 
 
 def _is_lower(graph: Graph, value: Value, size: int) -> bool:
     """Whether a matrix is known to be 0 on the diagonal and above it."""
-    op = graph.op(value)
-    while op.kind == "Neg":
-        op = graph.op(operand(op))
+    op = graph.op(value_before(graph, value, {"Neg"}))
     if op.kind == "Trilu":
         above = ints(graph, op.input(1)) or (0,)
         return not op.attrs.upper and above[0] < 0

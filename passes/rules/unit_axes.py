@@ -16,14 +16,13 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import RESHAPES, operand, producer
+from optdnn.passes.support.facts import CONVOLUTIONS, RESHAPES, operand, producer
 
-_CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 _AXES = frozenset({"kernel_shape", "strides", "dilations", "output_padding"})
 """Attributes with one number for each spatial axis; ``pads`` has two."""
 
 
-@rule("unit_axis", _CONVOLUTIONS | {"MaxPool", "AveragePool"})
+@rule("unit_axis", CONVOLUTIONS | {"MaxPool", "AveragePool"})
 def unit_axis(graph: Graph, op: Op) -> Match | Miss | None:
     """``squeeze(conv(unsqueeze(x)))`` becomes a convolution over one axis less, with or without a Transpose on either side."""
     x, after = operand(op), op.outputs[0].type
@@ -43,7 +42,7 @@ def unit_axis(graph: Graph, op: Op) -> Match | Miss | None:
         or getattr(a, "epilogue", ())
     ):
         return Miss("its padding depends on its input, or it has stages")
-    if op.kind in _CONVOLUTIONS and (weight := graph.constant_value(op.inputs[1])) is None:
+    if op.kind in CONVOLUTIONS and (weight := graph.constant_value(op.inputs[1])) is None:
         return Miss("its weights are not constant")
     taps = a.kernel_shape[axis - 2] if weight is None else weight.shape[axis]
     if taps != 1 or any(_pads(a.pads, axis - 2)) or any(getattr(a, "output_padding", ())[axis - 2 : axis - 1]):

@@ -7,6 +7,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.support.facts import ints, operand, producer, shape_of, sliced
+from optdnn.passes.support.paths import value_before
 from optdnn.passes.unroll import goes_on, number_of
 from optdnn.types import Array, normalize_axis
 
@@ -91,9 +92,7 @@ def ints_of(graph: Graph, op: Op, value: Value) -> tuple[int, ...] | None:
 def lookup(op: Op, value: Value | None) -> Op | None:
     """The Gather that takes the iteration's element of a list, if ``value`` is a view of its result; else None."""
     body = op.attrs.body.graph
-    while value is not None and body.op(value).kind in VIEWS:
-        value = body.op(value).inputs[0]
-    gather = producer(body, value, {"Gather"})
+    gather = None if value is None else producer(body, value_before(body, value, VIEWS), {"Gather"})
     return gather if gather is not None and gather.inputs[1] == Value(body.inputs[0]) else None
 
 

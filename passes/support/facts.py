@@ -22,6 +22,11 @@ _DEPTH = 16
 RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 """Kinds that keep the elements in row-major order."""
 
+VIEWS = RESHAPES | {"Transpose"}
+"""Kinds that keep the elements, in the same or in another order."""
+
+CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
+
 NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
 """Kinds that normalize rows."""
 

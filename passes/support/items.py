@@ -9,11 +9,11 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.passes.support.facts import RESHAPES, ints, operand, reduction_axes
+from optdnn.passes.support.linear import LINEAR
 
-PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 NORMS = frozenset({"InstanceNormalization", "GroupNormalization", "LayerNormalization", "RMSNormalization"})
 POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"})
-LAYERS = PRODUCTS | NORMS | POOLS
+LAYERS = LINEAR | NORMS | POOLS
 
 
 def computes_items(graph: Graph, op: Op, slots: Collection[int]) -> bool:
@@ -46,7 +46,7 @@ def equal(graph: Graph, a: Value | None, b: Value | None) -> bool:
 
 
 def _layer(graph: Graph, op: Op) -> bool:
-    if op.kind in PRODUCTS and (op.attrs.prologue or op.attrs.epilogue):
+    if op.kind in LINEAR and (op.attrs.prologue or op.attrs.epilogue):
         return False
     match op.kind:
         case "MatMul":

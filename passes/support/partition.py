@@ -71,14 +71,13 @@ def _transpose(q: Asked) -> Needed:
 def _view(q: Asked) -> Needed:
     found = Needed({0: viewed(q.dims(0), q.out, q.part)})
     if q.op.kind == "Reshape":
-        _resized(q, found, 1)
+        _resized(q, found)
     return found
 
 
-def _resized(q: Asked, found: Needed, slot: int) -> None:
-    """Adapt the operand that holds the shape of the result to the shape of the part."""
-    value = q.op.input(slot)
-    known = q.graph.known(value)
+def _resized(q: Asked, found: Needed) -> None:
+    """Adapt operand 1, which holds the shape of the result, to the shape of the part."""
+    known = q.graph.known(q.op.input(1))
     if known is None:
         raise Whole(f"the shape of {q.op.kind} {q.op.name!r} is computed from data")
     flat = known.reshape(-1)
@@ -90,16 +89,16 @@ def _resized(q: Asked, found: Needed, slot: int) -> None:
     if known.dtype == object:
         by = np.ones(len(flat), np.int64)
         by[at] = int(flat[at]) // q.part.size
-        found.divided[slot] = by
+        found.divided[1] = by
         return
     shape = flat.copy()
     shape[at] = q.part.size
-    found.constants[slot] = shape
+    found.constants[1] = shape
 
 
 def _expand(q: Asked) -> Needed:
     found = Needed(q.aligned(0))
-    _resized(q, found, 1)
+    _resized(q, found)
     return found
 
 

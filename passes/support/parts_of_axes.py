@@ -9,9 +9,7 @@ from itertools import count
 from typing import NamedTuple
 
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.passes.support.facts import RESHAPES, operand
-
-VIEWS = RESHAPES | {"Transpose"}
+from optdnn.passes.support.facts import VIEWS, operand
 
 Axes = tuple[tuple[int, ...], ...]
 """The numbers of the parts of each axis. An axis of size 1 has none."""

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.support.facts import RESHAPES, in_shape, ints, operand, sliced
+from optdnn.passes.support.facts import RESHAPES, VIEWS, in_shape, ints, operand, sliced
 from optdnn.passes.support.parts import port_span
 from optdnn.passes.support.views import transposed
 from optdnn.types import normalize_axis
 
 DEPTH = 16
 """Most views between a tensor and a part of it."""
-VIEWS = RESHAPES | {"Transpose"}
 """Kinds that keep all elements."""
 
 

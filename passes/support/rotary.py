@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.support.facts import RESHAPES, operand
 from optdnn.types import Shape
 
 PLAIN = (0, 1, 2, 3)
@@ -54,17 +53,3 @@ def cache_shape(shape: Shape, order: tuple[int, ...]) -> Shape:
     """The shape (images or 1, positions, features) of the op's cosines and sines, from angles of ``shape`` that fit ``order``."""
     images, _, positions, features = _ordered(shape, order)
     return (images, positions, features)
-
-
-def before_reshapes(graph: Graph, value: Value) -> Value:
-    """The value before the Reshapes that end in ``value``."""
-    chain = reshapes_before(graph, value)
-    return operand(chain[-2]) if len(chain) > 1 else value
-
-
-def reshapes_before(graph: Graph, value: Value) -> list[Op]:
-    """The Reshapes that end in ``value``, the last one first, and the op before them."""
-    ops = [graph.op(value)]
-    while ops[-1].kind in RESHAPES:
-        ops.append(graph.op(operand(ops[-1])))
-    return ops

@@ -366,7 +366,6 @@ RULES: Mapping[str, str] = {
     "computed_again": "pointwise operators computed in each of their readers",
     "pointwise": "pointwise operators fused into one kernel",
     "bias_first": "biases moved before residuals",
-    "third_term": "sums of two products and a residual reordered",
     "epilogue_add": "additions fused into the kernel before them",
     "epilogue_scale": "scales fused into the kernel before them",
     "epilogue_activation": "activations fused into the kernel before them",

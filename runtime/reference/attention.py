@@ -25,6 +25,14 @@ def visible(rows: int, cols: int, offset: Array, is_causal: bool, left: int, rig
     return allowed
 
 
+def _added(mask: Array, cols: int, dtype: DType) -> Array:
+    """A mask of ``cols`` keys that is added to scores: -inf at hidden keys, and at trailing keys that it lacks."""
+    if mask.dtype == bool:
+        mask = np.where(mask, dtype.type(0), dtype.type(-np.inf))
+    pad = [(0, 0)] * (mask.ndim - 1) + [(0, cols - mask.shape[-1])]
+    return np.pad(mask.astype(dtype, copy=False), pad, constant_values=-np.inf)
+
+
 def attention(
     q: Array,
     k: Array,
@@ -51,7 +59,7 @@ def attention(
     Results: y (B, H, L, E), the present keys and values, and the scores that ``qk_matmul_output_mode`` selects. A query
     that sees no key yields zeros.
     """
-    rows = q.shape[2]
+    rows, dtype = q.shape[2], q.dtype.type
     offset = np.zeros(1, np.int64)
     if past_key is not None and past_value is not None:
         offset = np.full(1, past_key.shape[2])
@@ -64,14 +72,10 @@ def attention(
     allowed = visible(rows, cols, offset, is_causal, left_window_size, right_window_size)
     if lengths is not None:
         allowed = allowed & (np.arange(cols) < lengths.reshape(-1, 1, 1, 1))
-    bias = np.where(allowed, q.dtype.type(0), q.dtype.type(-np.inf))
+    bias = np.where(allowed, dtype(0), dtype(-np.inf))
     if mask is not None:
-        if mask.dtype == bool:
-            mask = np.where(mask, q.dtype.type(0), q.dtype.type(-np.inf))
-        missing = cols - mask.shape[-1]
-        pad = [(0, 0)] * (mask.ndim - 1) + [(0, missing)]
-        bias = bias + np.pad(mask.astype(q.dtype, copy=False), pad, constant_values=-np.inf)
-    root = q.dtype.type(np.sqrt(q.shape[-1] ** -0.5 if scale is None else scale))
+        bias = bias + _added(mask, cols, q.dtype)
+    root = dtype(np.sqrt(q.shape[-1] ** -0.5 if scale is None else scale))
     groups = q.shape[1] // k.shape[1]
     if cols == 0:  # like rows with all keys masked
         return np.zeros((*q.shape[:3], v.shape[3]), q.dtype), k, v, np.zeros((*q.shape[:3], 0), q.dtype)
@@ -80,7 +84,7 @@ def attention(
     scores = np.matmul(stacked, (k * root).swapaxes(2, 3)).reshape(*q.shape[:3], cols)
     shown = scores
     if softcap > 0:
-        scores = np.tanh(scores / q.dtype.type(softcap)) * q.dtype.type(softcap)
+        scores = np.tanh(scores / dtype(softcap)) * dtype(softcap)
     if qk_matmul_output_mode == 1:
         shown = scores
     scores = scores + bias
@@ -91,7 +95,7 @@ def attention(
         scores = np.concatenate([scores, column], axis=-1)
     p = scores if softmax_precision is None else scores.astype(softmax_precision)
     p = masked_softmax(p)[0].astype(q.dtype, copy=False)[..., :cols]
-    p = np.where(np.isneginf(bias.max(axis=-1, keepdims=True)), q.dtype.type(0), p)
+    p = np.where(np.isneginf(bias.max(axis=-1, keepdims=True)), dtype(0), p)
     if qk_matmul_output_mode == 3:
         shown = p
     y = np.matmul(p.reshape(q.shape[0], k.shape[1], groups * rows, cols), v).reshape(*q.shape[:3], v.shape[3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from support.check import check_pass, check_untouched
 from support.net import Net
@@ -11,6 +12,7 @@ from support.simulated import check_simulated, kinds
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.passes.fuse_epilogue import FuseEpilogue
+from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.ordered_sums import OrderedSums
 
 PASS = OrderedSums()
@@ -111,3 +113,30 @@ def test_a_convolution_that_adds_a_tensor_leaves_further_additions_to_others() -
     graph = n.done(n.op("Add", n.op("Add", branch(n, x, deep=True), x), branch(n, x)))
     after, _ = check_pass(FuseEpilogue(), graph, changes=3)
     assert sorted(sum(s.kind == "Add" for s in c.attrs.epilogue) for c in after.of_kind("Conv")) == [0, 1, 1]
+
+
+def products(n: Net, bias: bool = False) -> tuple[Value, Value, Value]:
+    """Two products of rows of an input, perhaps with biases, and the input."""
+    x = n.input(2, 5, 6)
+    p, q = (n.matmul(n.op(kind, x), 6) for kind in ("Relu", "Tanh"))
+    return (n.op("Add", p, n.random(6)), n.op("Add", q, n.random(6)), x) if bias else (p, q, x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("last", [True, False])
+def test_each_product_adds_one_tensor(bias: bool, last: bool) -> None:
+    """Parallel units of a transformer's block, and the residual."""
+    n = Net(np.float64)
+    p, q, x = products(n, bias)
+    total = n.op("Add", p, q)
+    graph, _ = check_pass(PASS, n.done(n.op("Add", *((total, x) if last else (x, total)))), changes=1)
+    fused, _ = check_pass(FuseEpilogue(), graph, changes=4 if bias else 2)
+    assert sorted(len(op.attrs.epilogue) for op in fused.of_kind("MatMul")) == ([2, 2] if bias else [1, 1])
+
+
+def test_a_sum_is_ordered_again_when_no_view_hides_its_products() -> None:
+    n = Net(np.float64)
+    _, q, x = products(n)
+    flat = n.op("Add", n.matmul(n.op("Reshape", n.op("Relu", x), n.ints(10, 6)), 6), n.random(6))
+    total = n.op("Add", n.op("Add", n.op("Reshape", flat, n.ints(2, 5, 6)), q), x)
+    check_pass(HoistViews(), n.done(total), changes=2, rules={"hoist_view": 1, "order_sum": 1})

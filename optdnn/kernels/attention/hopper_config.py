@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from optdnn.kernels.attention.problem import Problem, mask_rows
-from optdnn.kernels.launch import no_room
+from optdnn.kernels.launch import BLOCK_SHARED, no_room
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 LOADING_REGISTERS, MASK_LOADING_REGISTERS = 24, 32
@@ -128,7 +128,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return _BARRIER_BYTES + problem.head * 2 * query_places(problem, config) * config.queries + ring
 
 
-def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     return unfit(problem) or refuse_config(problem, config, shared)
 

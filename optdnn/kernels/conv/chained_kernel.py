@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-from optdnn.kernels.conv.cost import CLOCK, STAGE_ISSUE
+from optdnn.kernels.conv.cost_terms import CLOCK, STAGE_ISSUE
 from optdnn.kernels.conv.parameters import put_requantize
-from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
+from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, no_room, template_options, tensor_map
 from optdnn.kernels.ranking import joint, varied
 from optdnn.ops.requantize import MAX_CONSTANTS, Requantize
 from optdnn.runtime.cuda.compile import render
@@ -185,7 +185,7 @@ OTHER_REGISTERS = 40
 """Registers of a thread besides its accumulators."""
 
 
-def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if (why := no_kernel(problem)) is not None:
         return why

@@ -12,7 +12,7 @@ from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv.depthwise_cost import finish_seconds
 from optdnn.kernels.conv.depthwise_problem import FEW_TAPS, Problem
 from optdnn.kernels.conv.tile_walk import Walk
-from optdnn.kernels.launch import Launch
+from optdnn.kernels.launch import BLOCK_SHARED, Launch
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.ranking import varied
 from optdnn.ops.requantize import Requantize
@@ -83,7 +83,7 @@ def registers(problem: Problem, config: Config) -> int:
 
 
 def refuse(
-    problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
+    problem: Problem, config: Config, *, shared: int = BLOCK_SHARED, capability: tuple[int, int] = (9, 0)
 ) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     s = problem.source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from optdnn.kernels.conv.cost import stages_issue
+from optdnn.kernels.conv.cost_terms import stages_issue
 from optdnn.kernels.conv.depthwise_problem import (
     FEW_TAPS,
     SECTOR,

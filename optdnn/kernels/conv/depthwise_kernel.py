@@ -21,7 +21,7 @@ from optdnn.kernels.conv.depthwise_problem import (
     weight_item,
 )
 from optdnn.kernels.conv.parameters import put_requantize
-from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, template_options
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.ranking import varied
 from optdnn.ops.requantize import Requantize
@@ -64,7 +64,7 @@ TALL = ((1, 1), (2, 1), (4, 1), (8, 1))
 """Rows and columns of a thread's results in images of one column, which are sequences."""
 
 
-def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> str | None:
     """Why the configuration cannot run the problem, or None. ``shared``: bytes that a block can have (99 KB on sm_86)."""
     s = problem.source
     if config.lanes not in (4, 8) or problem.channels % config.lanes:

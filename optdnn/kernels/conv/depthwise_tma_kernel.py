@@ -12,7 +12,7 @@ from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv.depthwise_cost import CLOCK, MEMORY, finish_seconds
 from optdnn.kernels.conv.depthwise_problem import Problem, Strips, squeeze_mode, tiles
 from optdnn.kernels.conv.parameters import put_requantize
-from optdnn.kernels.launch import Launch, Parameters, no_room, tensor_map
+from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, no_room, tensor_map
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.ranking import varied
 from optdnn.ops.requantize import Requantize
@@ -45,11 +45,7 @@ class Config(Strips):
 
 def patch(problem: Problem, config: Config) -> tuple[int, int]:
     """Rows and columns of a tile's input patch."""
-    s = problem.source
-    return (
-        (config.strips_y * config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1,
-        (config.strips_x * config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1,
-    )
+    return problem.source.patch(config.tile)
 
 
 def unbanded(problem: Problem) -> Problem:
@@ -68,7 +64,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 
 def refuse(
-    problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
+    problem: Problem, config: Config, *, shared: int = BLOCK_SHARED, capability: tuple[int, int] = (9, 0)
 ) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     return _refuse_problem(problem, capability) or _refuse_config(problem, config, shared)
@@ -105,7 +101,7 @@ def _refuse_config(problem: Problem, config: Config, shared: int) -> str | None:
     sums = config.tile_h * config.tile_w * config.lanes
     if not 64 <= config.threads <= 288 or sums > 64 or sums * math.prod(s.kernel) > depthwise.MOST_PRODUCTS:
         return "not a tile of this kernel"
-    columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
+    _, columns = s.patch((config.tile_h, config.tile_w))
     if columns * config.lanes > 128:
         return f"a row of {columns} input vectors does not fit the registers"
     if max(patch(problem, config)) > 256:
@@ -125,8 +121,7 @@ def _refuse_config(problem: Problem, config: Config, shared: int) -> str | None:
 def registers(problem: Problem, config: Config) -> int:
     """Estimated registers of a thread: accumulators, weights of small filters, a row of input vectors, addresses, constants and the
     squeeze's sums. Fitted to the spills that ptxas reports."""
-    s, taps = problem.source, math.prod(problem.source.kernel)
-    columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
+    taps, (_, columns) = math.prod(problem.source.kernel), problem.source.patch((config.tile_h, config.tile_w))
     sums, filters = config.tile_h * config.tile_w * config.lanes * problem.filters, problem.filters
     # An input row that contributes to many output rows needs the weights of several taps at once.
     more = 12 * max(0, config.tile_h - 2) if taps > 9 else 0
@@ -210,8 +205,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     together = resident(problem, config)
     count, blocks = tiles_x * tiles_y * problem.batch, device.multiprocessors * together
     outputs, taps, lanes = config.tile_h * config.tile_w, math.prod(s.kernel), config.lanes
-    rows = (config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1
-    columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
+    rows, columns = s.patch((config.tile_h, config.tile_w))
     # Instructions of a thread and tile: multiply-adds, conversions, shared loads, the epilogue with its store.
     # An 8-bit value takes two instructions to become a float, and a result three times as many.
     convert, finish = {1: (2.2 * lanes + 1, 15), 2: (1.3 * (lanes + 1), 6), 4: (1.3, 5)}[problem.item]

@@ -12,7 +12,7 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.direct import Depthwise, DepthwiseTranspose, DirectConvTranspose, Meant
 from optdnn.kernels.pool.window import Edges
-from optdnn.kernels.tactic import Region, Tactic
+from optdnn.kernels.tactic import TakesBefore
 from optdnn.types import normalize_axis
 
 LAUNCH_S = 1e-6
@@ -41,7 +41,7 @@ def padded_edges(graph: Graph, op: Op) -> tuple[Op, tuple[int, ...]] | str:
     return pad, (*begins[2:], *ends[2:])
 
 
-class EdgePadded(Tactic):
+class EdgePadded(TakesBefore):
     """A tactic whose region is a Pad and a convolution."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
@@ -52,10 +52,6 @@ class EdgePadded(Tactic):
         """The Pad."""
         found = padded_edges(graph, op)
         return [] if isinstance(found, str) else [found[0]]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The Pad and the convolution."""
-        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def source(self, b: Builder, op: Op) -> TensorView:
         """The input of the Pad."""

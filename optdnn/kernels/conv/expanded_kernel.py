@@ -19,7 +19,7 @@ from optdnn.errors import InternalError
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv.depthwise_cost import CLOCK, MEMORY, finish_seconds
 from optdnn.kernels.conv.separable_kernel import MAX_TAPS
-from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
+from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, no_room, template_options, tensor_map
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -102,12 +102,7 @@ def squeeze_mode(problem: Problem, config: Config) -> int:
 
 def patch(problem: Problem, config: Config) -> tuple[int, int]:
     """Rows and columns of a tile's patch of the image."""
-    s = problem.filtered.source
-    h, w = (
-        (n - 1) * stride + (k - 1) * dilation + 1
-        for n, stride, k, dilation in zip(config.tile, s.stride, s.kernel, s.dilation, strict=True)
-    )
-    return h, w
+    return problem.filtered.source.patch(config.tile)
 
 
 def swizzle(problem: Problem) -> int:
@@ -162,7 +157,7 @@ def no_kernel(problem: Problem) -> str | None:
     return None
 
 
-def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if (why := no_kernel(problem)) is not None:
         return why

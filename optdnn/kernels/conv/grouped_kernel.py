@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optdnn.kernels.conv.cost import stages_issue
+from optdnn.kernels.conv.cost_terms import stages_issue
 from optdnn.kernels.conv.depthwise_cost import FINISH
 from optdnn.kernels.conv.problem import OneSource, Source
 from optdnn.kernels.conv.tile_walk import CLOCK, EXPOSED, L2, LAUNCH, MEMORY, Walk
-from optdnn.kernels.launch import Launch, template_options
+from optdnn.kernels.launch import BLOCK_SHARED, Launch, template_options
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -115,7 +115,7 @@ def registers(problem: Problem, config: Config) -> int:
 
 
 def refuse(
-    problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
+    problem: Problem, config: Config, *, shared: int = BLOCK_SHARED, capability: tuple[int, int] = (9, 0)
 ) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     s = problem.source

@@ -21,7 +21,9 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, estimate, estimated, with_rounding
+from optdnn.kernels.conv.configs import estimated
+from optdnn.kernels.conv.cost import estimate, with_rounding
+from optdnn.kernels.conv.cost_terms import CLOCK, LATENCY, MEMORY
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.maps import Feed, pitch_of
 from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS

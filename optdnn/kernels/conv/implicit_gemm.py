@@ -14,7 +14,7 @@ from functools import cached_property
 
 from optdnn.kernels.conv.header import generated, options
 from optdnn.kernels.conv.problem import Problem
-from optdnn.kernels.launch import no_room
+from optdnn.kernels.launch import BLOCK_SHARED, no_room
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -190,7 +190,7 @@ def register_limit(threads: int, blocks: int) -> int:
     return min(248, REGISTERS // 128 // warps // 8 * 8)
 
 
-def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if config.bn % 8 or not 8 <= config.bn <= 256 or config.mt not in (1, 2) or config.wgm * config.wgn not in (1, 2):
         return "not a tile of this kernel"

@@ -6,10 +6,12 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from optdnn.kernels.conv.cost import L2_PER_CLOCK, most_sums, room_for, row_cycles, stages_issue, waves_of
+from optdnn.kernels.conv.cost import row_cycles
+from optdnn.kernels.conv.cost_terms import L2_PER_CLOCK, most_sums, room_for, stages_issue, waves_of
 from optdnn.kernels.conv.header import generated, options
 from optdnn.kernels.conv.implicit_gemm import direct_bytes, refuse_scatter, register_limit
 from optdnn.kernels.conv.problem import Problem
+from optdnn.kernels.launch import BLOCK_SHARED
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -130,7 +132,7 @@ def shared_bytes(problem: Problem, config: PatchConfig) -> int:
     return _BARRIER_BYTES + weights + patches + out
 
 
-def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448) -> str | None:
+def refuse(problem: Problem, config: PatchConfig, *, shared: int = BLOCK_SHARED) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if problem.parts:
         return "only the implicit GEMM multiplies fp32 in parts"
@@ -259,15 +261,18 @@ def candidates(problem: Problem, device: GpuFacts) -> list[PatchConfig]:
     return kept
 
 
-def _deepest(problem: Problem, config: PatchConfig, shared: int = 232448) -> list[PatchConfig]:
+def _deepest(problem: Problem, config: PatchConfig) -> list[PatchConfig]:
     """The ring depths worth trying: kept weights with the most patches, else one to three patches, with the deepest ring."""
     height, width = patch_size(problem, config)
     patch, weights = config.wgn * _round(height * width * problem.span), config.wgm * 64 * problem.span
-    kept, limit = kept_steps(problem, config) * weights, min(shared, (shared + 1024) // config.blocks - 1024)
+    kept, limit = (
+        kept_steps(problem, config) * weights,
+        min(BLOCK_SHARED, (BLOCK_SHARED + 1024) // config.blocks - 1024),
+    )
     room = limit - (shared_bytes(problem, config) - config.stages * patch - (config.weight_stages * weights or kept))
 
     def able(made: PatchConfig) -> list[PatchConfig]:
-        return [made] if refuse(problem, made, shared=shared) is None else []
+        return [made] if refuse(problem, made) is None else []
 
     if (stages := min(4, (room - kept) // patch)) >= 1 and (found := able(replace(config, stages=stages))):
         return found

@@ -100,6 +100,14 @@ class Source:
         w = (self.width + left + right - (self.kernel[1] - 1) * self.dilation[1] - 1) // self.stride[1] + 1
         return h, w
 
+    def patch(self, tile: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns that the windows of so many rows and columns of results cover."""
+        h, w = (
+            (n - 1) * stride + (k - 1) * dilation + 1
+            for n, stride, k, dilation in zip(tile, self.stride, self.kernel, self.dilation, strict=True)
+        )
+        return h, w
+
 
 class OneSource:
     """Base of the problems of kernels with one source and one epilogue."""

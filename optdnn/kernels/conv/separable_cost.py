@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from optdnn.kernels.conv.cost import CLOCK, MEMORY, stages_issue
+from optdnn.kernels.conv.cost_terms import CLOCK, MEMORY, stages_issue
 from optdnn.kernels.conv.separable_kernel import (
     Config,
     Problem,

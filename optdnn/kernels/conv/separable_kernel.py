@@ -13,7 +13,7 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv.problem import OneSource, Source
-from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
+from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, no_room, template_options, tensor_map
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.compile.render import pixels_instruction
@@ -111,12 +111,7 @@ class Config:
 
 def patch(problem: Problem, config: Config) -> tuple[int, int]:
     """Rows and columns of a tile's input patch."""
-    s = problem.source
-    h, w = (
-        (n - 1) * stride + (k - 1) * dilation + 1
-        for n, stride, k, dilation in zip(config.tile, s.stride, s.kernel, s.dilation, strict=True)
-    )
-    return h, w
+    return problem.source.patch(config.tile)
 
 
 def tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
@@ -181,7 +176,7 @@ def registers(problem: Problem, config: Config, together: int = 1) -> int:
     return sums + rows * (pairs + single) + 2 * together * -(-problem.taps // 2) + row + more
 
 
-def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     s = problem.source
     if (why := no_kernel(problem)) is not None:

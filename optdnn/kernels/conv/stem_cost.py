@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 
-from optdnn.kernels.conv import cost
+from optdnn.kernels.conv import cost_terms
 from optdnn.kernels.conv.stem_kernel import KEPT_REGISTERS, KINDS, Config, Problem, halo, refuse, resident, tiles
 from optdnn.kernels.ranking import joint, varied
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -19,7 +19,7 @@ WAIT, AHEAD, STEP, START, LAUNCH, POWER = 2080, 290, 58, 570, 1.23e-6, 2.31
 step; START: cycles of a block's start; LAUNCH: seconds of a launch; POWER: exponent of the norm that combines
 overlapping times. With this norm, the fitted rates of memory and L2 are higher than the real ones. All are fitted to
 570 timings on an H200 (docs/internals/kernels-convolutions.md)."""
-STAGE_ISSUE = {**cost.STAGE_ISSUE, "gelu": 12.0, "gelu_tanh": 20.0, "tanh": 16.0}
+STAGE_ISSUE = {**cost_terms.STAGE_ISSUE, "gelu": 12.0, "gelu_tanh": 20.0, "tanh": 16.0}
 """Instructions of an epilogue stage per result; other stages have 1."""
 
 

@@ -14,7 +14,7 @@ from optdnn.kernels.conv import stem_kernel as stem
 from optdnn.kernels.conv import stem_pool_kernel as pooled
 from optdnn.kernels.conv.stem_kernel import KINDS, Layout
 from optdnn.kernels.conv.stem_pool_kernel import Problem
-from optdnn.kernels.launch import Launch, template_options
+from optdnn.kernels.launch import BLOCK_SHARED, Launch, template_options
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -69,7 +69,7 @@ def no_kernel(problem: Problem, arch: str) -> str | None:
     return None
 
 
-def refuse(problem: Problem, config: Config, arch: str = "sm_90a", shared: int = 232448) -> str | None:
+def refuse(problem: Problem, config: Config, arch: str = "sm_90a", shared: int = BLOCK_SHARED) -> str | None:
     """Why the configuration cannot run the problem, or None. ``shared``: bytes that a block can have."""
     if (why := no_kernel(problem, arch)) is not None:
         return why

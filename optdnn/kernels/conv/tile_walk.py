@@ -88,9 +88,8 @@ class Walk:
 
     def patch(self, source: Source) -> tuple[int, int]:
         """Rows and columns of a tile's patch."""
-        reach_h, reach_w = ((k - 1) * d + 1 for k, d in zip(source.kernel, source.dilation, strict=True))
-        covered = (self.width - 1) * source.stride[1] + reach_w
-        return (self.height - 1) * source.stride[0] + reach_h, self.columns or covered
+        rows, covered = source.patch((self.height, self.width))
+        return rows, self.columns or covered
 
     def patch_images(self, source: Source) -> int:
         """Images of a patch, or frames of volumes: those under the windows of ``images`` frames of the result."""

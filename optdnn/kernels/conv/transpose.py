@@ -16,7 +16,7 @@ from optdnn.kernels.conv import fp32 as conv_fp32
 from optdnn.kernels.conv import fp32_kernel as fp32
 from optdnn.kernels.conv import general, hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv.cost import LATENCY, MEMORY
+from optdnn.kernels.conv.cost_terms import LATENCY, MEMORY
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, result_place
 from optdnn.kernels.conv.hopper import bias_of, entering, image, with_pitch
 from optdnn.kernels.conv.parameters import Scatter

@@ -14,7 +14,7 @@ from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, up
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv.cost import LATENCY, MEMORY
+from optdnn.kernels.conv.cost_terms import LATENCY, MEMORY
 from optdnn.kernels.conv.fused import Convolution
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, is_half, on_images, planar
 from optdnn.kernels.conv.parameters import TOGETHER_CHANNELS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.kernels.launch import Launch, Parameters, no_room, template_options
+from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, no_room, template_options
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -86,7 +86,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 
 def refuse(
-    problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
+    problem: Problem, config: Config, *, shared: int = BLOCK_SHARED, capability: tuple[int, int] = (9, 0)
 ) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if capability < (9, 0):

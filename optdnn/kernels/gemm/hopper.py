@@ -13,7 +13,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import NOWHERE, Builder, TensorView, products, row_major, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel
+from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, finish
 from optdnn.kernels.conv.hopper import bias_of
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.layout.views import reshaped
@@ -98,6 +98,11 @@ class Rows:
     residual: TensorView | None
     out: TensorView
     between: TensorView
+
+    def finish(self, b: Builder, op: Op, out: TensorView) -> None:
+        """Add the rest of the epilogue after the launch that writes ``out``."""
+        between = self.between if self.between.buffer == out.buffer else replace(self.between, buffer=out.buffer)
+        finish(b, op, self.ep, between, b.target(op.value))
 
 
 class MatrixProduct(ConvolutionKernel):

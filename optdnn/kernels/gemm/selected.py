@@ -14,7 +14,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.strips import contiguous
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
 from optdnn.kernels.gemm import gemv_kernel as gemv
-from optdnn.kernels.tactic import Offer, ProblemTactic, Region
+from optdnn.kernels.tactic import Offer, ProblemTactic, TakesBefore
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import FP32
 
@@ -37,7 +37,7 @@ class Selection:
     rows: Value
 
 
-class SelectedGemv(ProblemTactic):
+class SelectedGemv(TakesBefore, ProblemTactic):
     """MatMul of rows of 16-bit floats, each with its own matrix of a constant stack, and the Gather before it."""
 
     name = "gemv_selected"
@@ -65,10 +65,6 @@ class SelectedGemv(ProblemTactic):
         """The operator that selects the matrices."""
         found = selection(graph, op)
         return [] if found is None else [found.pick]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The product, and the Gather before it."""
-        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     @staticmethod
     def views(b: Builder, op: Op, found: Selection) -> tuple[TensorView, TensorView, TensorView]:

@@ -17,13 +17,13 @@ from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.pointwise.neighbors import THREADS, kernel, load, place, walk
 from optdnn.kernels.pointwise.strides import STRIDES_LIMIT, broadcast, vector
-from optdnn.kernels.tactic import Region
+from optdnn.kernels.tactic import TakesBefore
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.types import TensorType, normalize_axis
 
 
-class PointwiseRows(Elementwise):
+class PointwiseRows(TakesBefore, Elementwise):
     """A pointwise operator that reads rows of tables, which Gathers take for it alone."""
 
     name = "pointwise_rows"
@@ -43,10 +43,6 @@ class PointwiseRows(Elementwise):
         rows = [_rows(graph, v) for v in dict.fromkeys(op.inputs)]
         last = op.outputs[0].type.dims[-1:]
         return [x for x in rows if x is not None and x.outputs[0].type.dims[-1:] == last]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The operator, and the Gathers before it."""
-        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def place(self, b: Builder, op: Op) -> None:
         """Place the result."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Launch, Parameters
 from optdnn.kernels.layout.gather import Pad
@@ -21,7 +21,7 @@ from optdnn.kernels.pointwise.before import moved, pointwise_before, stages_of
 from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.pointwise.neighbors import THREADS, kernel, load, place, walk
 from optdnn.kernels.pointwise.strides import broadcast, vector
-from optdnn.kernels.tactic import Region
+from optdnn.kernels.tactic import TakesBefore
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.types import TensorType
@@ -30,7 +30,7 @@ REPEATING = ("reflect", "edge", "wrap")
 """The modes in which each element of the result is one of the operand."""
 
 
-class StagedPad(Pad):
+class StagedPad(TakesBefore, Pad):
     """A Pad whose every result is an element of its operand, which a pointwise operator computes for it alone."""
 
     name = "pad_staged"
@@ -45,14 +45,6 @@ class StagedPad(Pad):
             return "the convolution after it may repeat the edges itself"
         before = pointwise_before(b, op)
         return before if isinstance(before, str) else None
-
-    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The operator before it."""
-        return [] if op.inputs[0] is None else [graph.op(op.inputs[0])]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The Pad, and the pointwise operator before it."""
-        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         (before,) = self.neighbors(b.graph, op)

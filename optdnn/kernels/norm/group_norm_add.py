@@ -14,7 +14,7 @@ from optdnn.kernels.norm import group_norm_kernel as clustered
 from optdnn.kernels.norm.activation import NormOutput
 from optdnn.kernels.norm.group_norm import image_problem, norm_operands, pitch_of_images, refuse_images
 from optdnn.kernels.pointwise.pointwise import single
-from optdnn.kernels.tactic import Offer, ProblemTactic, Region
+from optdnn.kernels.tactic import Offer, ProblemTactic, TakesBefore
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -55,7 +55,7 @@ def _sum(graph: Graph, op: Op) -> _Sum | None:
     return None
 
 
-class GroupNormAdd(ProblemTactic):
+class GroupNormAdd(TakesBefore, ProblemTactic):
     """GroupNorm or InstanceNorm of channels-last images that fit a cluster, then Add of an image, then an optional activation."""
 
     name = "group_norm_add"
@@ -93,10 +93,6 @@ class GroupNormAdd(ProblemTactic):
         """The normalization before it."""
         found = _sum(graph, op)
         return [] if found is None else [found.norm]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The addition, and the normalization before it."""
-        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def problem(self, b: Builder, op: Op) -> clustered.Problem:
         found = _sum(b.graph, op)

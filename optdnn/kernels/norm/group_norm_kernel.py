@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.kernels.launch import Launch, Parameters
+from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters
 from optdnn.kernels.norm import group_sums
 from optdnn.kernels.norm.templates import FloatElements, norm_recipe
 from optdnn.runtime.cuda.compile import render
@@ -165,7 +165,7 @@ def add_operands(parameters: Parameters, problem: Problem) -> None:
 
 
 def refuse(
-    problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
+    problem: Problem, config: Config, *, shared: int = BLOCK_SHARED, capability: tuple[int, int] = (9, 0)
 ) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if reason := refuse_slabs(problem, config.slab, config.lanes, config.threads, 1024, residual=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.kernels.launch import Launch, Parameters
+from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters
 from optdnn.kernels.norm import group_sums
 from optdnn.kernels.norm.group_norm_kernel import Problem, add_operands, after_norm, refuse_slabs
 from optdnn.kernels.norm.templates import norm_recipe
@@ -52,7 +52,7 @@ class Config:
         return self.threads // (self.slab // self.lanes)
 
 
-def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> str | None:
     """Why the configuration cannot run the problem, or None. ``shared``: most bytes of shared memory of a block."""
     if reason := refuse_slabs(problem, config.slab, config.lanes, config.threads, 1024):
         return reason

@@ -6,7 +6,7 @@ Adaptive layer norm has it (DiT), and the residual blocks of diffusion networks.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.norm_addition import GROUP_NORMS
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.layout.row_places import access, aligned, result_strides, row_pitch
 from optdnn.kernels.norm import rows_kernel as rows
@@ -42,12 +43,11 @@ class Modulation:
     scale: Value | None = None
 
 
-def modulation(graph: Graph, op: Op, norms: Container[str] = NORMS) -> Modulation | None:
-    """The modulation that a pointwise operator applies to a norm (of a kind in ``norms``) without other readers; None if it is not
-    a modulation."""
+def modulation(graph: Graph, op: Op) -> Modulation | None:
+    """The modulation that a pointwise operator applies to a norm of groups without other readers; None if it is not a modulation."""
     value = op.inputs[0]
     norm = None if value is None else graph.op(value)
-    if norm is None or value is None or norm.kind not in norms or value.port or graph.sole_user(value) is None:
+    if norm is None or value is None or norm.kind not in GROUP_NORMS or value.port or graph.sole_user(value) is None:
         return None
     return _modulated(graph, op, norm, list(op.attrs.epilogue), -1)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
-from optdnn.ir.norm_addition import GROUP_NORMS, NormAddition, norm_addition
+from optdnn.ir.norm_addition import NormAddition, norm_addition
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.norm.activation import NormOutput
 from optdnn.kernels.norm.group_norm import (
@@ -26,7 +26,7 @@ from optdnn.kernels.norm.group_norm import (
 )
 from optdnn.kernels.norm.group_norm_kernel import Modulated, Problem
 from optdnn.kernels.norm.modulated import Modulation, modulation
-from optdnn.kernels.tactic import Offer, ProblemTactic, Region
+from optdnn.kernels.tactic import Offer, ProblemTactic, TakesBefore
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import PointwiseAttrs, plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -70,7 +70,7 @@ def _epilogue(graph: Graph, op: Op, found: Modulation) -> Epilogue | None:
 
 def _modulation(b: Builder, op: Op) -> tuple[Modulation, Epilogue]:
     """The modulation, and the stages after it, of an operator that is not refused."""
-    found = modulation(b.graph, op, GROUP_NORMS)
+    found = modulation(b.graph, op)
     assert found is not None
     stages = _epilogue(b.graph, op, found)
     assert stages is not None
@@ -87,13 +87,13 @@ def _pitch(x: TensorView, shape: Sequence[int]) -> int | None:
     return pitch if x.offset % 8 == pitch % 8 == 0 else None
 
 
-class ModulatedGroupNorm(ProblemTactic):
+class ModulatedGroupNorm(TakesBefore, ProblemTactic):
     """GroupNorm or InstanceNorm, then a factor and a shift for each image and channel, then an optional activation."""
 
     name = "group_norm_modulated"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        found, t = modulation(b.graph, op, GROUP_NORMS), op.outputs[0].type
+        found, t = modulation(b.graph, op), op.outputs[0].type
         if found is None:
             return "it is not a factor and shift of a group normalization without other readers"
         norm, vectors = found.norm, [v for v in (found.factor, found.shift) if v is not None]
@@ -114,12 +114,8 @@ class ModulatedGroupNorm(ProblemTactic):
 
     def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The normalization before it."""
-        found = modulation(graph, op, GROUP_NORMS)
+        found = modulation(graph, op)
         return [] if found is None else [found.norm]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The pointwise operator, and the normalization before it."""
-        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def problem(self, b: Builder, op: Op) -> Problem:
         found, stages = _modulation(b, op)

@@ -16,7 +16,7 @@ from optdnn.kernels.layout.row_places import aligned, result_strides, row_pitch
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.add_norm import NORMS
 from optdnn.kernels.norm.rows_once import RowsOnce, emit_norm, placed, row_problem, rows_offers
-from optdnn.kernels.tactic import Offer, ProblemTactic, Region
+from optdnn.kernels.tactic import Offer, ProblemTactic, TakesBefore
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -43,7 +43,7 @@ def of_another_launch(graph: Graph, norm: Op) -> str | None:
     )
 
 
-class FollowsNorm(ProblemTactic):
+class FollowsNorm(TakesBefore, ProblemTactic):
     """An operator that the launch of the normalization before it also computes."""
 
     @abstractmethod
@@ -54,10 +54,6 @@ class FollowsNorm(ProblemTactic):
         """The normalization before it."""
         norm = self.before(graph, op)
         return [] if norm is None else [norm]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The operator, and the normalization before it."""
-        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def place(self, b: Builder, op: Op) -> None:
         """Place the result in rows padded for products, unless its place is reserved."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.norm.activation import NormOutput, output_of
-from optdnn.kernels.norm.row_forms import LONG, THREADS, apart_seconds, form_of, whole_rows_seconds
+from optdnn.kernels.norm.row_forms import LONG, THREADS, Form, apart_seconds, form_of, whole_rows_seconds
 from optdnn.kernels.pointwise.expressions import CPP, arithmetic
 from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.kernels.reduce.reduce import limits
@@ -50,6 +50,21 @@ def _each_kept(lanes: int, count: int, body: str) -> str:
     )
 
 
+def _reduced(name: str, s: Statistic, t: str, count: int, form: Form, each: Callable[[str], str], value: str) -> str:
+    """CUDA source that computes the statistic ``name`` of type ``t``: ``each`` repeats a statement for the elements of a thread, which
+    ``value`` loads, and the threads of a row add up their results in shared memory."""
+    start, term, combine, post = (
+        z.format(T=t, N=count, LOW=limits(t)[0]) for z in (s.start, s.term, s.combine, s.post)
+    )
+    return (
+        f"{t} {name}; {{ {t} s = {start};\n    {each(f'{value} const {t} a = s, b = {t}({term}); s = {combine};')}\n"
+        f"    __syncthreads(); {form.of('lane')} = s; __syncthreads();\n"
+        f"    for (int half = {form.lanes // 2}; half; half /= 2) {{ if (lane < half) {{ const {t} a = {form.of('lane')}, "
+        f"b = {form.of('lane + half')}; {form.of('lane')} = {combine}; }} __syncthreads(); }}\n"
+        f"    s = {form.of('0')}; {name} = {post}; }}"
+    )
+
+
 def emit_rows(
     b: Builder, op: Op, x: TensorView, axes: Sequence[int], out: TensorView, statistics: Sequence[Statistic], result: str,
     extras: Sequence[TensorView] = (), *, kind: str, attrs: dict[str, Any], reads: Sequence[TensorView | None], writes: TensorView,
@@ -73,18 +88,7 @@ def emit_rows(
     fields = [f"{'' if n == 'y' else 'const '}{CPP[p.dtype]}* {n};" for n, p in zip(names, tensors, strict=True)]
     fields += [f"u32 rows; Size dims[{len(dims)}], inner[{len(inner)}];"]
     fields += [f"i64 o{n}[{len(dims)}], i{n}[{len(inner)}];" for n in names]
-    text = []
-    for k, s in enumerate(statistics):
-        start, term, combine, post = (
-            z.format(T=t, N=count, LOW=limits(t)[0]) for z in (s.start, s.term, s.combine, s.post)
-        )
-        text.append(
-            f"{t} t{k}; {{ {t} s = {start};\n    {each(f'{value} const {t} a = s, b = {t}({term}); s = {combine};')}\n"
-            f"    __syncthreads(); {form.of('lane')} = s; __syncthreads();\n"
-            f"    for (int half = {lanes // 2}; half; half /= 2) {{ if (lane < half) {{ const {t} a = {form.of('lane')}, "
-            f"b = {form.of('lane + half')}; {form.of('lane')} = {combine}; }} __syncthreads(); }}\n"
-            f"    s = {form.of('0')}; t{k} = {post}; }}"
-        )
+    text = [_reduced(f"t{k}", s, t, count, form, each, value) for k, s in enumerate(statistics)]
     offsets = [("at_" + n, "i" + n) for n in names]
     begin = " ".join(f"i64 at_{n} = b{n};" for n in names)
     loads = " ".join(f"const {arithmetic(p.dtype)} e{i} = widen(p.e{i}[at_e{i}]);" for i, p in enumerate(extras))

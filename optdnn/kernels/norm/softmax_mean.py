@@ -6,18 +6,17 @@ Detectors compute the sides of boxes so (distribution focal loss: Li et al., 202
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.pointwise.strides import merge
-from optdnn.kernels.tactic import Region, Tactic
+from optdnn.kernels.tactic import TakesBefore
 from optdnn.types import BF16, FP16, FP32, normalize_axis
 
 THREADS = 128
@@ -27,7 +26,7 @@ ACCESS = 16
 """Most bytes of a load."""
 
 
-class SoftmaxMean(Tactic):
+class SoftmaxMean(TakesBefore):
     """A softmax over the last axis, of up to :data:`LONGEST` elements, and its product with a constant vector."""
 
     name = "softmax_mean"
@@ -52,14 +51,6 @@ class SoftmaxMean(Tactic):
         if not 0 < math.prod(shape) < 1 << 32:
             return "no rows, or more elements than the kernel can count"
         return "the elements of a row lie apart" if b.operand(softmax.inputs[0]).strides[-1] != 1 else None
-
-    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The operator before it."""
-        return [] if op.inputs[0] is None else [graph.op(op.inputs[0])]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The product, and the softmax before it."""
-        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def emit(self, b: Builder, op: Op, config: object) -> None:
         (softmax,) = self.neighbors(b.graph, op)

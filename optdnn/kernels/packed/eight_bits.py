@@ -15,7 +15,6 @@ from optdnn.kernels.builder import Builder, TensorView, as_rows, map_dtype, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.fused import finish
 from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
 from optdnn.kernels.packed import dense_kernel as dense
 from optdnn.kernels.packed import row_bytes_kernel as row_bytes
@@ -137,8 +136,7 @@ class PackedBytes(MatrixProduct):
         self._multiply(
             b, op, problem, replace(rows, x=numbers, residual=residual, out=out), weights, scales, magnitudes, config
         )
-        between = rows.between if rows.between.buffer == out.buffer else replace(rows.between, buffer=out.buffer)
-        finish(b, op, rows.ep, between, b.target(op.value))
+        rows.finish(b, op, out)
 
     @staticmethod
     def _constants(b: Builder, op: Op) -> tuple[Array, Array, Array | None]:

@@ -13,7 +13,7 @@ from optdnn.kernels.conv import general_kernel as general
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, stage_operands
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.general import ranked
 from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
 from optdnn.kernels.gemm.hopper_matmul import Stacks, emit_stacks, walkable
@@ -88,8 +88,7 @@ class PackedGemm(MatrixProduct):
             self._by_wgmma(b, op, problem, made, weights, config)
         else:
             self._by_mma(b, op, problem, made, weights, config)
-        between = rows.between if rows.between.buffer == out.buffer else replace(rows.between, buffer=out.buffer)
-        finish(b, op, rows.ep, between, b.target(op.value))
+        rows.finish(b, op, out)
 
     @staticmethod
     def _unpacked(b: Builder, op: Op, packed: Problem, x: TensorView) -> TensorView:

@@ -13,7 +13,7 @@ import numpy as np
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, as_rows, map_dtype, up
-from optdnn.kernels.conv.fused import bias_row, finish
+from optdnn.kernels.conv.fused import bias_row
 from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
 from optdnn.kernels.packed.problem import Problem, refuse
 from optdnn.kernels.packed.tiles import tiled_scales, tiled_weights
@@ -172,8 +172,7 @@ class PackedProduct(MatrixProduct):
             op, made, operands | sums, "TiledPackedMatMul", attrs, reads, [as_rows(out)],
             scratch=[*sums.values()][:1], kept=[*sums.values()][1:],
         )  # fmt: skip
-        between = rows.between if rows.between.buffer == out.buffer else replace(rows.between, buffer=out.buffer)
-        finish(b, op, rows.ep, between, b.target(op.value))
+        rows.finish(b, op, out)
 
 
 def _stages(stages: list[Stage]) -> list[Stage]:

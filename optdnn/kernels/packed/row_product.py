@@ -11,7 +11,7 @@ import numpy as np
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, as_rows, up
-from optdnn.kernels.conv.fused import bias_row, finish
+from optdnn.kernels.conv.fused import bias_row
 from optdnn.kernels.conv.paired import stages_with_other
 from optdnn.kernels.gemm.hopper import Rows, rows_of
 from optdnn.kernels.gemm.row_product import Around, TakesAround, around_of
@@ -88,8 +88,7 @@ class _Surrounded(TakesAround, PackedProduct):
             covers, launch, operands, "PackedRowProduct", attrs, [as_rows(x), *made.reads], [as_rows(out)],
             scratch=[*sums.values()][:1], kept=[*sums.values()][1:],
         )  # fmt: skip
-        between = rows.between if rows.between.buffer == out.buffer else replace(rows.between, buffer=out.buffer)
-        finish(b, op, rows.ep, between, b.target(op.value))
+        rows.finish(b, op, out)
 
     def _made(self, b: Builder, op: Op, rows: Rows, problem: Problem, around: Around, pitch: int) -> _Made:
         """The constant operands and the residual."""

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass
 
 from optdnn.errors import InternalError
-from optdnn.kernels.launch import Launch, Parameters, template_options, tensor_map
+from optdnn.kernels.launch import BLOCK_SHARED, Launch, Parameters, template_options, tensor_map
 from optdnn.kernels.packed import tiles
 from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines
 from optdnn.kernels.ranking import varied
@@ -25,8 +25,6 @@ REGISTERS = 65536
 """Registers of a multiprocessor."""
 OTHER_REGISTERS, MOST_OTHER_REGISTERS = 44, 60
 """Registers of a thread beside its accumulators, without a residual and at most."""
-SHARED = 232448
-"""Bytes of shared memory that a block of any Hopper GPU may have."""
 
 
 @dataclass(frozen=True, order=True)
@@ -105,7 +103,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return "not a tile of this kernel"
     if row_blocks(problem, config) > MOST_BLOCKS:
         return f"its {problem.rows} rows need more than {MOST_BLOCKS} blocks"
-    if shared_bytes(problem, config) > SHARED:
+    if shared_bytes(problem, config) > BLOCK_SHARED:
         return "its ring and accumulators do not fit shared memory"
     if config.stages * stage_bytes(problem, config) < _sum_bytes(config):
         return "its accumulators do not fit the memory of its ring"
@@ -139,7 +137,7 @@ def resident(problem: Problem, config: Config) -> int:
     else:
         narrow = config.warps <= 4 or config.rows <= (32 if problem.residual else 64)
     few = narrow and tiles.groups_of(problem.bits, problem.block) == 1
-    return 2 if few and 2 * (shared_bytes(problem, config) + 1024) <= SHARED + 1024 else 1
+    return 2 if few and 2 * (shared_bytes(problem, config) + 1024) <= BLOCK_SHARED + 1024 else 1
 
 
 def in_flight(config: Config) -> int:

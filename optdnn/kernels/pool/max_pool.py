@@ -9,7 +9,7 @@ from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
-from optdnn.kernels.conv.cost import CLOCK, MEMORY
+from optdnn.kernels.conv.cost_terms import CLOCK, MEMORY
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.pointwise.expressions import CPP
 from optdnn.kernels.pool.window import Window, pads_of, pool_attrs, spatial3

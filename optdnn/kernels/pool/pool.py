@@ -21,7 +21,7 @@ from optdnn.kernels.pool.window import (
     pool_attrs,
 )
 from optdnn.kernels.reduce.reduce import limits
-from optdnn.kernels.tactic import Region, Tactic
+from optdnn.kernels.tactic import Tactic, TakesBefore
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.types import is_float
@@ -96,7 +96,7 @@ def emit_pool(
     )  # fmt: skip
 
 
-class StagedPool(Tactic):
+class StagedPool(TakesBefore):
     """A pool and the pointwise operator that is its only reader: token mixing (PoolFormer: Yu et al., 2022), and the peaks of
     a heat map, which are the elements that equal the largest one around them (CenterNet: Zhou et al., 2019). It is emitted at
     that operator."""
@@ -124,10 +124,6 @@ class StagedPool(Tactic):
         slot = _slot(graph, op)
         value = None if slot is None else op.inputs[slot]
         return [] if value is None else [graph.op(value)]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The operator, and the pool before it."""
-        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         (pool,), slot = self.neighbors(b.graph, op), _slot(b.graph, op)

@@ -16,10 +16,9 @@ from optdnn.kernels.recurrent.hopper import initial_states
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
-from optdnn.ops.rnn import RNNAttrs
+from optdnn.ops.rnn import GATES, RNNAttrs
 from optdnn.types import FP32, FP64
 
-GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 THREADS = 512
 
 

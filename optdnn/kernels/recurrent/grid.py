@@ -24,7 +24,7 @@ from optdnn.kernels.recurrent import grid_kernel
 from optdnn.kernels.recurrent.hopper import initial_states, unplain
 from optdnn.kernels.tactic import Offer, ProblemTactic
 from optdnn.ops.base import attrs_dict
-from optdnn.ops.rnn import RNNAttrs
+from optdnn.ops.rnn import GATES, RNNAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, Array
 
@@ -128,7 +128,7 @@ class GridRNN(ProblemTactic):
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         problem = self.problem(b, op)
         steps, count, batch, hidden = op.outputs[0].type.static_shape
-        size = grid_kernel.STORED_GATES[op.kind] * hidden
+        size = GATES[op.kind] * hidden
         gates = self.products(b, op, steps * batch, count * size).view(
             (steps, batch, count * size), (batch * count * size, count * size, 1)
         )

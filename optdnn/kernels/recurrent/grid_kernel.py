@@ -15,7 +15,6 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import GRID
 
 CELLS = ("LSTM", "GRU", "RNN")
-STORED_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 WARPS = 8
 THREADS = WARPS * 32
 ROW_TILES = (1, 2, 4)

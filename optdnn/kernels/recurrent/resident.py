@@ -21,7 +21,7 @@ from optdnn.kernels.recurrent.hopper import HopperRNN, initial_states
 from optdnn.kernels.tactic import Offer, ProblemTactic, Tactic, costlier
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
-from optdnn.ops.rnn import RNNAttrs
+from optdnn.ops.rnn import GATES, RNNAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, FP32
 
@@ -88,7 +88,7 @@ class ResidentRNN(ProblemTactic):
         steps, count, batch, hidden = op.outputs[0].type.static_shape
         a, inputs = op.attrs, op_inputs(b, op)
         wide = not b.gpu.hopper or op.outputs[0].type.dtype == FP32
-        wide = wide or inputs == 0 or count * resident_kernel.GATES[op.kind] * hidden % 8 > 0
+        wide = wide or inputs == 0 or count * GATES[op.kind] * hidden % 8 > 0
         return resident_kernel.Problem(
             op.kind, steps, batch, inputs, hidden, count, map_dtype(op.outputs[0].type.dtype), wide, _functions(op),
             a.direction == "reverse", op.input(3) is not None, op.kind == "LSTM" and op.input(7) is not None,

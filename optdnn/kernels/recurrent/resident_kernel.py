@@ -10,13 +10,13 @@ import itertools
 from dataclasses import dataclass
 
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
+from optdnn.ops.rnn import GATES
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import GRID, NOTHING
 
 CELLS = ("LSTM", "GRU", "RNN")
-GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 LANES = (1, 2, 4, 8, 16, 32)
 COLUMNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 REGISTERS = 65536

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.layout.views import ints
 from optdnn.kernels.pointwise.before import moved, pointwise_before, stages_of
@@ -22,7 +22,7 @@ from optdnn.kernels.pointwise.strides import STRIDES_LIMIT, broadcast
 from optdnn.kernels.reduce.grid import space_of
 from optdnn.kernels.reduce.parts import best_parts
 from optdnn.kernels.reduce.reduce import POOLS, Reduction, Source, emit_reduce
-from optdnn.kernels.tactic import Region
+from optdnn.kernels.tactic import TakesBefore
 from optdnn.ops.fused import plain_stages
 from optdnn.ops.reduce import reduced_axes
 from optdnn.types import TensorType
@@ -31,7 +31,7 @@ MOST_TENSORS = 6
 """Most tensors that the stages read: a thread holds elements of all of them."""
 
 
-class StagedReduction(Reduction):
+class StagedReduction(TakesBefore, Reduction):
     """Every ONNX reduction, and pools over all positions. ReduceLogSumExp computes its elements twice."""
 
     name = "reduce_staged"
@@ -51,14 +51,6 @@ class StagedReduction(Reduction):
         if max(len(space.dims), len(space.inner)) > STRIDES_LIMIT:
             return "its axes cannot be merged"
         return None if best_parts(space.grid, b.gpu) == 1 else "several blocks would share the terms of an output"
-
-    def neighbors(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The operator before it."""
-        return [] if op.inputs[0] is None else [graph.op(op.inputs[0])]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The reduction, and the pointwise operator before it."""
-        return Region(op, before=tuple(self.neighbors(b.graph, op)))
 
     def seconds(self, b: Builder, op: Op) -> float | None:
         return None

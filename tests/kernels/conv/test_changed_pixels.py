@@ -12,7 +12,7 @@ import pytest
 from support.host import COMPILER, HERE, WHY_NOT, library
 from support.sweep import in_turn
 
-from optdnn.kernels.conv import cost, implicit_gemm
+from optdnn.kernels.conv import configs, implicit_gemm
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
@@ -161,7 +161,7 @@ def test_a_prologue_needs_no_spills(stages: tuple[tuple[str], ...], threads: int
     """With one block per multiprocessor, and with two, which have 72 registers per thread."""
     gpu = of_arch("sm_90a")
     problem = Problem(128, 40, (Source(28, 28, 240),), prologue=stages)
-    made = (c for c in cost.candidates(problem, gpu) if (c.threads + problem.helpers) * c.blocks == threads)
+    made = (c for c in configs.candidates(problem, gpu) if (c.threads + problem.helpers) * c.blocks == threads)
     config = next(made)
     (kernel,) = nvrtc.resources(implicit_gemm.recipe(problem, config, gpu.arch)).values()
     assert kernel.spill_bytes == 0

@@ -13,8 +13,7 @@ from support.simulated import check_simulated, lowered
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph
-from optdnn.kernels.conv import cost as conv_cost
-from optdnn.kernels.conv import hopper_launch
+from optdnn.kernels.conv import configs, hopper_launch
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import patch_kernel as conv_patch
 from optdnn.kernels.conv.general import BandedConv, banded, groups_together
@@ -134,7 +133,7 @@ PROBLEM = Problem(4, 256, (Source(14, 14, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), b
 
 
 def test_blocks_take_channels_of_one_band_alone() -> None:
-    found = [*conv_cost.candidates(PROBLEM, of_arch("sm_90a")), *conv_patch.candidates(PROBLEM, of_arch("sm_90a"))]
+    found = [*configs.candidates(PROBLEM, of_arch("sm_90a")), *conv_patch.candidates(PROBLEM, of_arch("sm_90a"))]
     assert found
     for config in found:
         tile = config.tile[0] if isinstance(config, conv.Config) else config.wgm * 64
@@ -155,7 +154,7 @@ def test_bands_are_equal_parts_of_one_source() -> None:
 @pytest.mark.nvrtc
 def test_kernels_compile_without_spills(kind: str) -> None:
     module: Any = conv if kind == "implicit GEMM" else conv_patch
-    config = (conv_cost.candidates if module is conv else conv_patch.candidates)(PROBLEM, of_arch("sm_90a"))[0]
+    config = (configs.candidates if module is conv else conv_patch.candidates)(PROBLEM, of_arch("sm_90a"))[0]
     (kernel,) = nvrtc.resources(module.recipe(PROBLEM, config)).values()
     assert kernel.spill_bytes == kernel.stack_bytes == 0
 

@@ -12,7 +12,7 @@ from support.conv_cases import ADD, CASES, RELU, convolve, plain_launch, same
 from support.layout import compile_checks
 
 from optdnn.errors import InternalError
-from optdnn.kernels.conv import cost as conv_cost
+from optdnn.kernels.conv import configs, cost, product_cost
 from optdnn.kernels.conv import general_kernel as conv_general
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import parameters as conv_params
@@ -275,7 +275,7 @@ def test_candidates_are_valid_and_distinct(batch: int) -> None:
         (Source(1, 1, 2048), 1000),
     ):
         problem = Problem(batch, channels, (source,), ADD)
-        found = conv_cost.candidates(problem, DEVICE, 16)
+        found = configs.candidates(problem, DEVICE, 16)
         assert len(found) == len(set(found)) == 16
         assert all(conv.refuse(problem, config) is None for config in found)
         patches = conv_patch.candidates(problem, DEVICE)
@@ -287,7 +287,7 @@ def test_candidates_are_valid_and_distinct(batch: int) -> None:
 
 def test_a_name_gives_the_configuration_and_no_other_text_does() -> None:
     problem = Problem(6304, 768, (Source(1, 1, 768),), (("bias",), ("gelu",)))
-    found = [*conv_cost.candidates(problem, DEVICE, 400), Config(1, 1, 1, 32, 4, 1, 1, True, 2)]
+    found = [*configs.candidates(problem, DEVICE, 400), Config(1, 1, 1, 32, 4, 1, 1, True, 2)]
     assert {c.share for c in found} > {(1, 1)}
     assert {c.alternate for c in found} == {c.stationary for c in found} == {False, True}
     assert all(Config.read(str(config)) == config for config in found)
@@ -323,8 +323,8 @@ def test_products_use_fast_configurations(
 ) -> None:
     """The model's first choice is among the configurations within some percent of the best one on an H200."""
     problem = Problem(rows, columns, (Source(1, 1, depth),), stages)
-    assert conv_cost.mid_size_product(problem)
-    assert str(conv_cost.candidates(problem, DEVICE, 1)[0]) in tiles
+    assert product_cost.mid_size_product(problem)
+    assert str(configs.candidates(problem, DEVICE, 1)[0]) in tiles
 
 
 @pytest.mark.parametrize(
@@ -338,10 +338,10 @@ def test_convolutions_use_fast_configurations(channels: int, size: int, tiles: l
     """RepVGG's two branches in one launch: deep rings, and no tiles of a few pixels."""
     sources = (Source(size, size, channels, (3, 3), (1, 1), (1, 1, 1, 1)), Source(size, size, channels))
     problem = Problem(16, channels, sources, (("bias",), ("relu",)))
-    assert conv_cost.fills(problem, DEVICE)
-    assert not conv_cost.fills(replace(problem, batch=1), DEVICE)
-    assert not conv_cost.fills(replace(problem, dtype="int8"), DEVICE)
-    assert str(conv_cost.candidates(problem, DEVICE, 1)[0]) in tiles
+    assert cost.fills(problem, DEVICE)
+    assert not cost.fills(replace(problem, batch=1), DEVICE)
+    assert not cost.fills(replace(problem, dtype="int8"), DEVICE)
+    assert str(configs.candidates(problem, DEVICE, 1)[0]) in tiles
 
 
 def test_a_last_wave_that_fills_all_multiprocessors_costs() -> None:
@@ -351,9 +351,9 @@ def test_a_last_wave_that_fills_all_multiprocessors_costs() -> None:
     assert full is not None
     assert left is not None
     wide = Problem(2048, 768, (Source(1, 1, 3072),), ADD)
-    assert conv_cost.estimate(wide, full, DEVICE) > 1.05 * conv_cost.estimate(wide, left, DEVICE)
+    assert cost.estimate(wide, full, DEVICE) > 1.05 * cost.estimate(wide, left, DEVICE)
     narrow = replace(wide, sources=(Source(1, 1, 384),))
-    assert conv_cost.estimate(narrow, full, DEVICE) < 1.05 * conv_cost.estimate(narrow, left, DEVICE)
+    assert cost.estimate(narrow, full, DEVICE) < 1.05 * cost.estimate(narrow, left, DEVICE)
 
 
 def test_one_wave_of_small_blocks_is_lopsided(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,11 +363,11 @@ def test_one_wave_of_small_blocks_is_lopsided(monkeypatch: pytest.MonkeyPatch) -
     assert small is not None
     assert alone is not None
     product = Problem(580, 768, (Source(1, 1, 3072),), ADD)
-    assert conv_cost.estimate(product, small, DEVICE) > 1.1 * conv_cost.estimate(product, alone, DEVICE)
+    assert cost.estimate(product, small, DEVICE) > 1.1 * cost.estimate(product, alone, DEVICE)
     few = replace(product, batch=400)
-    times = [conv_cost.estimate(p, small, DEVICE) for p in (product, few)]
-    monkeypatch.setattr(conv_cost, "LOPSIDED", 1.0)
-    even = [conv_cost.estimate(p, small, DEVICE) for p in (product, few)]
+    times = [cost.estimate(p, small, DEVICE) for p in (product, few)]
+    monkeypatch.setattr(product_cost, "LOPSIDED", 1.0)
+    even = [cost.estimate(p, small, DEVICE) for p in (product, few)]
     assert times[0] == pytest.approx(1.3 * even[0])
     assert times[1] == even[1]
 
@@ -387,13 +387,13 @@ def test_one_wave_of_small_blocks_is_lopsided(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_other_problems_keep_the_other_model(change: dict[str, Any]) -> None:
     product = Problem(2048, 768, (Source(1, 1, 3072),), (("bias",),))
-    assert conv_cost.mid_size_product(product)
-    assert not conv_cost.mid_size_product(replace(product, **change))
+    assert product_cost.mid_size_product(product)
+    assert not product_cost.mid_size_product(replace(product, **change))
 
 
 def test_large_tiles_share_loads_of_neighbors_and_alternate() -> None:
     problem = Problem(6304, 768, (Source(1, 1, 768),), (("bias",), ("gelu",)))
-    found = conv_cost.candidates(problem, DEVICE, 400)
+    found = configs.candidates(problem, DEVICE, 400)
     assert {c.share for c in found} >= {(1, 1), (2, 1), (1, 2)}
     assert {c.alternate for c in found} == {False, True}
     assert all(conv.refuse(problem, c) is None for c in found)
@@ -405,15 +405,15 @@ def test_large_tiles_share_loads_of_neighbors_and_alternate() -> None:
         assert blocks % config.cluster == 0
         assert config.stores_directly or blocks <= DEVICE.multiprocessors * config.blocks
     small = Problem(200, 768, (Source(1, 1, 768),), RELU)
-    assert all(c.sharers == 1 and not c.alternate for c in conv_cost.candidates(small, DEVICE, 60))
+    assert all(c.sharers == 1 and not c.alternate for c in configs.candidates(small, DEVICE, 60))
 
 
 def test_an_expensive_epilogue_is_hidden_where_tiles_alternate() -> None:
     problems = [Problem(6304, 3072, (Source(1, 1, 768),), (("bias",), *more)) for more in ((), (("gelu",),))]
     together, alternate = Config(2, 1, 2, 144, 3), Config(1, 1, 2, 144, 4, alternate=True)
-    cost = [[conv_cost.estimate(p, c, DEVICE) for p in problems] for c in (together, alternate)]
-    assert cost[0][1] - cost[0][0] > 5e-6
-    assert cost[1][1] - cost[1][0] < 2e-6
+    seconds = [[cost.estimate(p, c, DEVICE) for p in problems] for c in (together, alternate)]
+    assert seconds[0][1] - seconds[0][0] > 5e-6
+    assert seconds[1][1] - seconds[1][0] < 2e-6
 
 
 def test_stream_k_takes_as_many_blocks_as_run_and_a_place_for_the_sums_of_each() -> None:

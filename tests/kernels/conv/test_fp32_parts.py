@@ -13,7 +13,7 @@ from support.one_config import only_of
 from support.simulated import check_simulated, lowered, refusals
 
 from optdnn.ir.graph import Graph
-from optdnn.kernels.conv import cost
+from optdnn.kernels.conv import configs
 from optdnn.kernels.conv import implicit_gemm as gemm
 from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv.hopper_launch import in_one_order, ranked
@@ -150,7 +150,7 @@ def test_offers_are_such_that_run() -> None:
 
 def test_three_products_are_predicted_to_take_longer_than_one() -> None:
     exact, rounded = (
-        cost.estimated(replace(rows(8192, 1024, 1024), dtype=d, out="float32"), HOPPER, 1)[0][0]
+        configs.estimated(replace(rows(8192, 1024, 1024), dtype=d, out="float32"), HOPPER, 1)[0][0]
         for d in ("float32", "tfloat32")
     )
     assert 2 * rounded < exact < 6 * rounded

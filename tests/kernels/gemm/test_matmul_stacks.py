@@ -15,8 +15,7 @@ from optdnn.errors import InternalError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.builder import Builder
-from optdnn.kernels.conv import cost as conv_cost
-from optdnn.kernels.conv import hopper_launch
+from optdnn.kernels.conv import configs, hopper_launch
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.problem import Problem, Source
@@ -180,7 +179,7 @@ def test_a_stack_has_tiles_of_every_product() -> None:
     assert config.joint_tiles(PRODUCT) == (2, 24 * 2 * 2)
     assert PRODUCT.flops == 24 * 2 * 100 * 72 * 520
     assert PRODUCT.k_steps == 9
-    found = conv_cost.candidates(PRODUCT, of_arch("sm_90a"), 20)
+    found = configs.candidates(PRODUCT, of_arch("sm_90a"), 20)
     assert found
     assert all(conv.refuse(PRODUCT, c) is None for c in found)
 
@@ -189,7 +188,7 @@ def test_few_products_of_long_rows_are_cut_along_k() -> None:
     """Gram matrices of one tile each. Alone they would leave most multiprocessors idle."""
     device = of_arch("sm_90a")
     gram = Problem(64, 64, (Source(1, 1, 16384),), stack=(4, 1))
-    best = conv_cost.candidates(gram, device, 1)[0]
+    best = configs.candidates(gram, device, 1)[0]
     assert best.stream
     assert hopper_launch.ranked(gram, device)[0].config == best
     short = Problem(64, 64, (Source(1, 1, 4096),), stack=(8, 1))
@@ -202,7 +201,7 @@ def test_few_products_of_long_rows_are_cut_along_k() -> None:
         replace(gram, stack=(200, 1)),
         Problem(64, 64, (Source(1, 1, 256),), stack=(4, 1)),
     ):
-        assert not any(c.stream for c in conv_cost.candidates(other, device, 400))
+        assert not any(c.stream for c in configs.candidates(other, device, 400))
 
 
 def test_a_stack_is_of_matrices_of_16_bits() -> None:

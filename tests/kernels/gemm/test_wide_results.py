@@ -10,7 +10,7 @@ from support.on_gpu import checked_launches
 from support.one_config import only_of
 
 from optdnn.ir.graph import Graph
-from optdnn.kernels.conv import cost
+from optdnn.kernels.conv import configs
 from optdnn.kernels.conv import implicit_gemm as gemm
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.problem import Problem, Source
@@ -44,7 +44,7 @@ def test_large_tiles_are_stored_after_the_last_product() -> None:
 
 
 def test_large_tiles_are_chosen_for_many_rows() -> None:
-    best = cost.candidates(replace(HEAD, batch=2048), of_arch("sm_90a"))[0]
+    best = configs.candidates(replace(HEAD, batch=2048), of_arch("sm_90a"))[0]
     assert gemm.late(HEAD, best)
 
 

@@ -10,7 +10,7 @@ from support.conv_cases import same
 from support.quantized_cases import CASES, IMAGE, arrays, compare, family
 
 from optdnn.errors import InternalError
-from optdnn.kernels.conv import cost as conv_cost
+from optdnn.kernels.conv import configs
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv.implicit_gemm import Config
@@ -139,15 +139,15 @@ def test_configurations_of_integers_are_found() -> None:
         Problem(128, 64, (same(56, 56, 64),), dtype="int8"),
         Problem(1, 1008, (Source(1, 1, 2048),), dtype="int8"),
     ):
-        found = conv_cost.candidates(problem, of_arch("sm_90a"), 4)
+        found = configs.candidates(problem, of_arch("sm_90a"), 4)
         assert found
         assert all(conv.refuse(problem, c) is None for c in found)
 
 
 def test_tiles_in_turn_are_not_proposed_for_8_bits() -> None:
     problem = Problem(4096, 3072, (Source(1, 1, 768),), (("bias",), ("gelu",)), "float8_e4m3fn")
-    assert not any(c.alternate for c in conv_cost.candidates(problem, of_arch("sm_90a"), 50))
-    assert any(c.alternate for c in conv_cost.candidates(replace(problem, dtype="float16"), of_arch("sm_90a"), 50))
+    assert not any(c.alternate for c in configs.candidates(problem, of_arch("sm_90a"), 50))
+    assert any(c.alternate for c in configs.candidates(replace(problem, dtype="float16"), of_arch("sm_90a"), 50))
 
 
 def test_a_comparison_sees_one_wrong_step() -> None:

@@ -13,8 +13,7 @@ from support.simulated import feeds_of
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
-from optdnn.kernels.conv import cost as conv_cost
-from optdnn.kernels.conv import hopper_launch
+from optdnn.kernels.conv import configs, hopper_launch
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import patch_kernel as conv_patch
@@ -112,7 +111,7 @@ PROBLEM = Problem(4, 256, (Source(14, 14, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), d
 
 
 def test_blocks_take_channels_of_one_band_alone() -> None:
-    found = [*conv_cost.candidates(PROBLEM, of_arch("sm_90a")), *conv_patch.candidates(PROBLEM, of_arch("sm_90a"))]
+    found = [*configs.candidates(PROBLEM, of_arch("sm_90a")), *conv_patch.candidates(PROBLEM, of_arch("sm_90a"))]
     assert {type(c) for c in found} == {conv.Config, conv_patch.PatchConfig}
     for config in found:
         tile = config.tile[0] if isinstance(config, conv.Config) else config.wgm * 64
@@ -124,7 +123,7 @@ def test_blocks_take_channels_of_one_band_alone() -> None:
 @pytest.mark.nvrtc
 def test_kernels_compile_without_spills(module: Any, dtype: str) -> None:
     problem = Problem(4, 256, PROBLEM.sources, dtype=dtype, bands=4)
-    config = (conv_cost.candidates if module is conv else conv_patch.candidates)(problem, of_arch("sm_90a"))[0]
+    config = (configs.candidates if module is conv else conv_patch.candidates)(problem, of_arch("sm_90a"))[0]
     (kernel,) = nvrtc.resources(module.recipe(problem, config)).values()
     assert kernel.spill_bytes == kernel.stack_bytes == 0
 

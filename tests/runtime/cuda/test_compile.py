@@ -12,7 +12,7 @@ from support.quantized_cases import GENERAL as QUANTIZED
 from support.simulated import lowered
 
 from optdnn.config import GPU_PRECISIONS
-from optdnn.kernels.conv import cost as conv_cost
+from optdnn.kernels.conv import configs
 from optdnn.kernels.conv import general_kernel as conv_general
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import patch_kernel as conv_patch
@@ -63,7 +63,7 @@ def test_the_first_candidates_of_resnet50_do_not_spill() -> None:
         Problem(batch, 512, (same(7, 7, 512),), RELU),
     ]
     for problem in problems:
-        recipes = [conv.recipe(problem, config) for config in conv_cost.candidates(problem, of_arch("sm_90a"), 1)]
+        recipes = [conv.recipe(problem, config) for config in configs.candidates(problem, of_arch("sm_90a"), 1)]
         recipes += [
             conv_patch.recipe(problem, config) for config in conv_patch.candidates(problem, of_arch("sm_90a"))[:1]
         ]
@@ -114,7 +114,7 @@ def test_products_of_tf32_compile_without_spills() -> None:
         Problem(1, 512, (same(7, 7, 512),), RELU, "tfloat32", "float32"),
     ]
     for problem in problems:
-        plain = [conv.recipe(problem, config) for config in conv_cost.candidates(problem, of_arch("sm_90a"), 2)]
+        plain = [conv.recipe(problem, config) for config in configs.candidates(problem, of_arch("sm_90a"), 2)]
         patches = [conv_patch.recipe(problem, c) for c in conv_patch.candidates(problem, of_arch("sm_90a"))[:2]]
         assert plain
         for recipe in plain + patches:
