@@ -226,6 +226,7 @@ RULES: Mapping[str, str] = {
     "last_state": "the last state of an unrolled recurrence of pointwise steps computed in one loop",
     "sums_of_steps": "sums of products of each step merged into one sum for all steps",
     "stacked_positions": "concatenations of all positions of a tensor replaced by the tensor",
+    "doubled_prefixes": "rounds that double prefixes of a linear recurrence rewritten as one loop over its steps",
     "linear_recurrence": "unrolled linear recurrences computed for all steps at once",
     "stacked_products": "products of each step merged into one stack of products",
     "aligned_parts": "channels reordered so that their parts begin at vectors",
