@@ -8,6 +8,8 @@ from support.simulated import check_simulated, kinds
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import Builder, channels_last
+from optdnn.ops.index import SplitAttrs
+from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.types import FP16
@@ -37,3 +39,18 @@ def test_patches_are_cut_at_the_pitch_that_products_read() -> None:
     rows = n.op("Transpose", n.op("Reshape", x, n.ints(2, 16, 4)), attrs=TransposeAttrs((0, 2, 1)))
     program = check_simulated(n.done(rows))
     assert kinds(program) == ["JointPointwise", "Conv"]  # it casts, too
+
+
+def test_a_result_without_elements_is_written_by_the_step_of_the_others() -> None:
+    """A norm of no features has means and deviations, and a result without elements."""
+    n = Net()
+    y, mean, deviation = n.op(
+        "LayerNormalization", n.input(2, 0), n.const([]), attrs=LayerNormAttrs(axis=-1), outputs=3
+    )
+    check_simulated(n.done(y, mean, n.op("Relu", deviation)))
+
+
+def test_a_result_without_elements_that_no_step_writes_is_a_constant() -> None:
+    n = Net()
+    first, rest = n.op("Split", n.input(2, 4), n.ints(0, 4), attrs=SplitAttrs(-1), outputs=2)
+    check_simulated(n.done(first, rest))
