@@ -321,7 +321,7 @@ class GraphImporter(NodesImporter):
         inner = GraphImporter(self.model, self.custom)
         inner.graph.share_symbols(self.graph)
         inner.unsupported, inner.taken, inner.mixed = self.unsupported, self.taken, self.mixed
-        inner.count, inner.inlined = self.count, self.inlined
+        inner.count, inner.inlined, inner.lenient = self.count, self.inlined, self.lenient
         inner._hints, inner._live, inner._alive = self._hints, self._live, self._alive
         inner.lift = lift
         return inner
