@@ -7,6 +7,9 @@ and by a matrix ``U`` after it. With this rewrite, no map has to be stored:
   ``W[h, g]``, and the keys unchanged. An added vector disappears, since it is constant along a row of the softmax.
 - After the softmax, map ``g`` multiplies the values of all heads. One product with a constant matrix, built from ``U``, adds up
   each head's share. An added vector ``c`` contributes ``c_h`` times the sum of the values of head ``h``.
+
+Where maps are stored, a convolution by 1 x 1 filters over the heads becomes a product, which reads and writes heads as the products
+and the softmax around it do. A convolution reads them as the channels of pixels: the maps would be copied.
 """
 
 from __future__ import annotations
@@ -33,6 +36,12 @@ WIDEST = 512
 TO_LAST, FROM_LAST = (0, 2, 3, 1), (0, 3, 1, 2)
 """Permutations that move the heads after queries and keys, and back."""
 EXCHANGE = TransposeAttrs((0, 2, 1, 3))
+MAPS = frozenset({"MatMul", "Softmax"})
+"""Operators that read or write the maps of heads."""
+AROUND = frozenset({"Add", "Div", "Mul", "Where"})
+"""Scales and masks."""
+MOST_STEPS = 5
+"""Most operators between a convolution and the next product or softmax."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,55 @@ def talking_heads(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"its {q[1]} heads of {max(q[3], v[3])} features have more than {WIDEST} features together")
     ops = (op, back, *after.ops, softmax, *before.ops, turn, scores)
     return Match(ops, lambda patch: _rewrite(patch, op, scores, before, after))
+
+
+@rule("mixed_heads", {"Conv"})
+def mixed_heads(graph: Graph, op: Op) -> Match | None:
+    """A convolution by 1 x 1 filters between products and a softmax, of maps (B, H, N, M)."""
+    types = [graph.type(operand(op)), op.outputs[0].type]
+    weights, bias = graph.constant_value(operand(op, 1)), None if op.input(2) is None else operand(op, 2)
+    if weights is None or weights.shape[2:] != (1, 1) or op.attrs.group != 1 or has_stages(op):
+        return None
+    if (
+        not all(t.is_static and len(t.dims) == 4 for t in types)
+        or types[0].static_shape[2:] != types[1].static_shape[2:]
+    ):
+        return None
+    if not _from_maps(graph, operand(op)) or not _to_maps(graph, op.value):
+        return None
+    batch, heads, rows, columns = types[0].static_shape
+
+    def build(patch: Patch) -> Value:
+        x = reshaped(patch, operand(op), (batch, heads, rows * columns))
+        y = patch.add("MatMul", [patch.constant(weights[:, :, 0, 0], "heads"), x], MatMulAttrs())
+        if bias is not None:
+            y = patch.add("Add", [y, reshaped(patch, bias, (len(weights), 1))])
+        return reshaped(patch, y, (batch, len(weights), rows, columns))
+
+    return Match((op,), build)
+
+
+def _from_maps(graph: Graph, value: Value) -> bool:
+    """Whether ``value`` is a softmax or a batched product, possibly scaled or masked."""
+    for _ in range(MOST_STEPS):
+        op = graph.op(value)
+        if op.kind in MAPS:
+            return op.kind == "Softmax" or all(graph.type(v).rank == 4 for v in op.inputs[:2] if v is not None)
+        if op.kind not in AROUND:
+            return False
+        found = [v for v in op.inputs if v is not None and graph.type(v).shape == op.outputs[0].type.shape]
+        value = next((v for v in found if graph.constant_value(v) is None), value)
+    return False
+
+
+def _to_maps(graph: Graph, value: Value) -> bool:
+    """Whether the only reader of ``value`` is a softmax or a batched product, possibly after a scale or a mask."""
+    for _ in range(MOST_STEPS):
+        use = graph.sole_user(value)
+        if use is None or use.kind not in AROUND:
+            return use is not None and use.kind in MAPS
+        value = use.value
+    return False
 
 
 def _mixing(graph: Graph, value: Value) -> Mixing | None:
@@ -125,9 +183,13 @@ def _taken(matrix: Array, size: int) -> Array:
 
 class TalkingHeads(RulePass):
     name = "talking_heads"
-    rules = (talking_heads,)
+    rules = (talking_heads, mixed_heads)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        """Only attention in 16 bits has a kernel for so many features."""
+        """Only attention in 16 bits has a kernel for the features of all heads."""
         sixteen = any(graph.type(v).dtype.itemsize == 2 for op in graph.of_kind("Softmax") for v in op.inputs[:1] if v)
-        return self.rules if sixteen or context.plan is not None or context.precision not in ("fp32", "fp64") else ()
+        return (
+            self.rules
+            if sixteen or context.plan is not None or context.precision not in ("fp32", "fp64")
+            else (mixed_heads,)
+        )

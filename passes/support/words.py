@@ -324,6 +324,7 @@ RULES: Mapping[str, str] = {
     "sliced_filter": "dropped pixels of filtered images not computed",
     "softmax_of_columns": "attentions over the columns of scores written over the rows of transposed scores",
     "values_first": "attentions with values first put in the usual order",
+    "mixed_heads": "convolutions over the heads of attention maps rewritten as products",
     "talking_heads": "attentions with mixed heads written as attention of all features",
     "rotary_embedding": "rotary embeddings recognized",
     "rotary_products": "rotary embeddings recognized",
