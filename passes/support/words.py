@@ -325,6 +325,7 @@ RULES: Mapping[str, str] = {
     "softmax_of_columns": "attentions over the columns of scores written over the rows of transposed scores",
     "values_first": "attentions with values first put in the usual order",
     "mixed_heads": "convolutions over the heads of attention maps rewritten as products",
+    "talking_products": "mixed heads of attention multiplied where the maps are stored",
     "talking_heads": "attentions with mixed heads written as attention of all features",
     "rotary_embedding": "rotary embeddings recognized",
     "rotary_products": "rotary embeddings recognized",

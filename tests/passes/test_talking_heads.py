@@ -17,6 +17,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.optimize import optimize
 from optdnn.passes.base import PassContext
+from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.talking_heads import TalkingHeads
 
 SIXTEEN = PassContext(precision="fp16")
@@ -87,8 +88,42 @@ def test_a_softmax_over_another_axis_is_no_candidate(axis: int) -> None:
     check_untouched(TalkingHeads(), talking(axis=axis), context=SIXTEEN)
 
 
-def test_attention_in_fp32_stays() -> None:
-    check_untouched(TalkingHeads(), talking(dtype=np.float32))
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("second", [True, False])
+@pytest.mark.parametrize("plan", [None, PrecisionPlan("fp32")])
+def test_in_fp32_the_maps_are_stored_and_multiplied_in_place(
+    first: bool, second: bool, plan: PrecisionPlan | None
+) -> None:
+    graph, _ = check_pass(
+        TalkingHeads(),
+        talking(first=first, second=second, dtype=np.float32),
+        changes=1,
+        rules={"talking_products": 1},
+        context=PassContext(plan=plan),
+    )
+    assert len(graph.of_kind("MatMul")) == 4
+    assert len(graph.of_kind("Transpose")) == 1, "of the keys"
+
+
+def test_mixed_precisions_have_one_attention() -> None:
+    plan = PrecisionPlan("fp32", {"*": "fp16"})
+    check_pass(
+        TalkingHeads(),
+        talking(dtype=np.float32),
+        changes=1,
+        rules={"talking_heads": 1},
+        context=PassContext(plan=plan),
+    )
+
+
+def test_products_of_other_operands_stay() -> None:
+    check_untouched(TalkingHeads(), talking(axis=1, dtype=np.float32))
+    check_refused(TalkingHeads(), talking(kept=True, dtype=np.float32), because="with no other reader")
+
+
+def test_in_fp32_no_map_is_copied() -> None:
+    program = check_simulated(talking(heads=4, mixed_heads=4, size=8, valued=8, dtype=np.float32), "fp32")
+    assert "Copy" not in kinds(program)
 
 
 def test_no_map_is_stored() -> None:
