@@ -89,8 +89,9 @@ def _show(facts: Mapping[str, Any]) -> None:
         print_host(host, facts["target"])
         if sizes and host["operators"]:
             stdout.print(
-                f"shape inputs: {', '.join(sizes)}; each of their values gets its own plan, so no operator runs on "
-                "the CPU because of them (if an input always has the same value, give it by --value)"
+                f"shape inputs: {', '.join(sizes)}; this check does not know their values. Each of their values gets its own "
+                "plan, in which the sizes and conditions that follow from them are known: see the plan of one with "
+                f"--value {sizes[0]}=…"
             )
     if "suggested_shapes" in facts:
         shapes = " ".join(f"--shape {s}" for s in facts["suggested_shapes"])

@@ -14,13 +14,14 @@ example is optical flow, whose positions many layers update.
 
 If both operands of an Add come from anchors that could absorb it, the later anchor does: the one with the longer path from the
 inputs, then with the larger id. The other operand is ready by then, and is read like any residual. But an anchor that already reads
-a tensor leaves it to the other one: kernels read one tensor.
+a tensor leaves it to the other one: kernels read one tensor. If there is no other one, GPUs leave the second tensor to pointwise
+operators: the rest of an epilogue would be a launch of its own, while a pointwise operator takes in what computes the tensor, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -47,6 +48,8 @@ from optdnn.types import Shape, TensorType
 
 _REPEATED = 1 << 16
 """Most elements of a constant that is repeated for the matrices of a product."""
+_CHAIN = 4
+"""Most activations and additions between a product and the product that gates it."""
 WIDE = frozenset({"fp32", "tf32"})
 """Precisions that store a sum in fp32, without rounding."""
 
@@ -78,6 +81,8 @@ class _Absorb(Rule):
             return miss
         if self.norms_add and (norm := _norm_that_adds(graph, user, op.value, reads_tensor(graph, op))) is not None:
             return Miss(f"the normalization {norm.name} adds {user.name} itself")
+        if context.on_gpu and _is_full(graph, op, user):
+            return Miss(f"{op.name} reads a tensor already, and its kernel cannot read that of {user.name}, too")
         if user.id in self.positions and _adds_positions(graph, user, op.value):
             return Miss(f"{self.positions[user.id]}, in fp32")
         if any(self._order(graph, rival) > self._order(graph, op) for rival in self._rivals(graph, op, user)):
@@ -112,6 +117,31 @@ class _Absorb(Rule):
 
     def _order(self, graph: Graph, op: Op) -> tuple[bool, int, int]:
         return not reads_tensor(graph, op), self.depth.get(op.id, 0), op.id
+
+
+def _is_full(graph: Graph, op: Op, user: Op) -> bool:
+    """Whether an anchor reads a tensor already, and ``user`` reads another one. The other product of a gated unit does not count:
+    one launch computes both."""
+
+    def tensors(values: Iterable[Value | None]) -> bool:
+        computed = [v for v in values if v is not None and graph.constant_value(v) is None and v != op.value]
+        same = [v for v in computed if graph.type(v).shape == op.outputs[0].type.shape]
+        return any(not _is_partner(graph, op, v) for v in same)
+
+    return tensors(op.inputs[op.definition.arity or 0 :]) and tensors(user.inputs)
+
+
+def _is_partner(graph: Graph, op: Op, value: Value) -> bool:
+    """Whether ``value`` is the result of another anchor with the same input, after activations and additions."""
+    for _ in range(_CHAIN):
+        other = graph.op(value)
+        if other.kind in ANCHORS:
+            return other.inputs[0] == op.inputs[0]
+        if other.kind not in ACTIVATIONS | ADDITIONS:
+            return False
+        values = [v for v in other.inputs if v is not None and graph.type(v).shape == graph.type(value).shape]
+        value = next((v for v in values if graph.op(v).kind in ANCHORS), operand(other))
+    return False
 
 
 def _subtracts(graph: Graph, op: Op, value: Value) -> bool:

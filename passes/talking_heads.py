@@ -7,12 +7,16 @@ and by a matrix ``U`` after it. With this rewrite, no map has to be stored:
   ``W[h, g]``, and the keys unchanged. An added vector disappears, since it is constant along a row of the softmax.
 - After the softmax, map ``g`` multiplies the values of all heads. One product with a constant matrix, built from ``U``, adds up
   each head's share. An added vector ``c`` contributes ``c_h`` times the sum of the values of head ``h``.
+
+Where maps are stored, in fp32 for example, both mixings become products that read and write heads as the products and the softmax
+around them do. So does a convolution by 1 x 1 filters over the heads, which would read them as the channels of pixels: the maps
+would be copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,9 +34,17 @@ from optdnn.types import Array, normalize_axis
 
 WIDEST = 512
 """Most features of all heads together: with more, the products take longer than storing the maps."""
+WIDE = frozenset({"fp32", "fp64"})
+"""Precisions whose attention has no kernel for so many features: the maps are stored."""
 TO_LAST, FROM_LAST = (0, 2, 3, 1), (0, 3, 1, 2)
 """Permutations that move the heads after queries and keys, and back."""
 EXCHANGE = TransposeAttrs((0, 2, 1, 3))
+MAPS = frozenset({"MatMul", "Softmax"})
+"""Operators that read or write the maps of heads."""
+AROUND = frozenset({"Add", "Div", "Mul", "Where"})
+"""Scales and masks."""
+MOST_STEPS = 5
+"""Most operators between a convolution and the next product or softmax."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +57,20 @@ class Mixing:
     ops: tuple[Op, ...]
 
 
-@rule("talking_heads", {"MatMul"})
-def talking_heads(graph: Graph, op: Op) -> Match | Miss | None:
-    """``mix(softmax(mix(q k^T))) v`` of (B, H, N, D)."""
+@dataclass(frozen=True)
+class Talking:
+    """``mix(softmax(mix(q k^T))) v`` of (B, H, N, D): the product ``scores`` of queries and keys, and all operators after it."""
+
+    scores: Op
+    before: Mixing
+    after: Mixing
+    ops: tuple[Op, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    """The shapes of queries, of the transposed keys, and of values."""
+
+
+def _talking(graph: Graph, op: Op) -> Talking | Miss | None:
+    """The attention with mixed heads that ends in the product ``op``."""
     back = producer(graph, op.inputs[0], {"Transpose"}, alone=True)
     if back is None or tuple(back.attrs.perm or ()) != FROM_LAST or has_stages(op):
         return None
@@ -66,11 +89,96 @@ def talking_heads(graph: Graph, op: Op) -> Match | Miss | None:
     types = [graph.type(v) for v in operands if v is not None]
     if any(not t.is_static or len(t.static_shape) != 4 for t in types):
         return Miss("its sizes are not known")
-    q, k, v = (t.static_shape for t in types)
+    ops = (op, back, *after.ops, softmax, *before.ops, turn)
+    return Talking(scores, before, after, ops, tuple(t.static_shape for t in types))
+
+
+@rule("talking_heads", {"MatMul"})
+def talking_heads(graph: Graph, op: Op) -> Match | Miss | None:
+    """Attention over the features of all heads."""
+    found = _talking(graph, op)
+    if not isinstance(found, Talking):
+        return found
+    q, k, v = found.sizes
     if q[:2] != k[:2] or q[:2] != v[:2] or q[1] * max(q[3], v[3]) > WIDEST:
         return Miss(f"its {q[1]} heads of {max(q[3], v[3])} features have more than {WIDEST} features together")
-    ops = (op, back, *after.ops, softmax, *before.ops, turn, scores)
-    return Match(ops, lambda patch: _rewrite(patch, op, scores, before, after))
+    scores = found.scores
+    return Match((*found.ops, scores), lambda patch: _rewrite(patch, op, scores, found.before, found.after))
+
+
+@rule("talking_products", {"MatMul"})
+def talking_products(graph: Graph, op: Op) -> Match | Miss | None:
+    """Products with the maps as they are stored: the heads are not moved to the last axis and back."""
+    found = _talking(graph, op)
+    if not isinstance(found, Talking):
+        return found
+    (batch, heads, rows, _), (*_, columns) = found.sizes[:2]
+    if found.sizes[1][:2] != (batch, heads) or found.sizes[2][:2] != (batch, heads):
+        return Miss("its queries, keys and values do not have the same batch and heads")
+
+    def mixed(patch: Patch, maps: Value, mixing: Mixing) -> Value:
+        given, made = mixing.matrix.shape
+        x = reshaped(patch, maps, (batch, given, rows * columns))
+        y = patch.add("MatMul", [patch.constant(np.ascontiguousarray(mixing.matrix.T), "heads"), x], MatMulAttrs())
+        if mixing.vector is not None:
+            y = patch.add("Add", [y, patch.constant(mixing.vector.reshape(made, 1), "shares")])
+        return reshaped(patch, y, (batch, made, rows, columns))
+
+    def build(patch: Patch) -> Value:
+        before = replace(found.before, vector=None)  # it is constant along a row of the softmax
+        maps = patch.add("Softmax", [mixed(patch, found.scores.value, before)], SoftmaxAttrs(-1))
+        return patch.add("MatMul", [mixed(patch, maps, found.after), operand(op, 1)], MatMulAttrs())
+
+    return Match(found.ops, build)
+
+
+@rule("mixed_heads", {"Conv"})
+def mixed_heads(graph: Graph, op: Op) -> Match | None:
+    """A convolution by 1 x 1 filters between products and a softmax, of maps (B, H, N, M)."""
+    types = [graph.type(operand(op)), op.outputs[0].type]
+    weights, bias = graph.constant_value(operand(op, 1)), None if op.input(2) is None else operand(op, 2)
+    if weights is None or weights.shape[2:] != (1, 1) or op.attrs.group != 1 or has_stages(op):
+        return None
+    if (
+        not all(t.is_static and len(t.dims) == 4 for t in types)
+        or types[0].static_shape[2:] != types[1].static_shape[2:]
+    ):
+        return None
+    if not _from_maps(graph, operand(op)) or not _to_maps(graph, op.value):
+        return None
+    batch, heads, rows, columns = types[0].static_shape
+
+    def build(patch: Patch) -> Value:
+        x = reshaped(patch, operand(op), (batch, heads, rows * columns))
+        y = patch.add("MatMul", [patch.constant(weights[:, :, 0, 0], "heads"), x], MatMulAttrs())
+        if bias is not None:
+            y = patch.add("Add", [y, reshaped(patch, bias, (len(weights), 1))])
+        return reshaped(patch, y, (batch, len(weights), rows, columns))
+
+    return Match((op,), build)
+
+
+def _from_maps(graph: Graph, value: Value) -> bool:
+    """Whether ``value`` is a softmax or a batched product, possibly scaled or masked."""
+    for _ in range(MOST_STEPS):
+        op = graph.op(value)
+        if op.kind in MAPS:
+            return op.kind == "Softmax" or all(graph.type(v).rank == 4 for v in op.inputs[:2] if v is not None)
+        if op.kind not in AROUND:
+            return False
+        found = [v for v in op.inputs if v is not None and graph.type(v).shape == op.outputs[0].type.shape]
+        value = next((v for v in found if graph.constant_value(v) is None), value)
+    return False
+
+
+def _to_maps(graph: Graph, value: Value) -> bool:
+    """Whether the only reader of ``value`` is a softmax or a batched product, possibly after a scale or a mask."""
+    for _ in range(MOST_STEPS):
+        use = graph.sole_user(value)
+        if use is None or use.kind not in AROUND:
+            return use is not None and use.kind in MAPS
+        value = use.value
+    return False
 
 
 def _mixing(graph: Graph, value: Value) -> Mixing | None:
@@ -125,9 +233,13 @@ def _taken(matrix: Array, size: int) -> Array:
 
 class TalkingHeads(RulePass):
     name = "talking_heads"
-    rules = (talking_heads,)
+    rules = (talking_heads, talking_products, mixed_heads)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        """Only attention in 16 bits has a kernel for so many features."""
-        sixteen = any(graph.type(v).dtype.itemsize == 2 for op in graph.of_kind("Softmax") for v in op.inputs[:1] if v)
-        return self.rules if sixteen or context.plan is not None or context.precision not in ("fp32", "fp64") else ()
+        """Only attention in 16 bits has a kernel for the features of all heads."""
+        plan, values = context.plan, (v for op in graph.of_kind("Softmax") for v in op.inputs[:1] if v is not None)
+        asked = (
+            {context.precision} if plan is None else {context.precision, plan.default, plan.base, *plan.nodes.values()}
+        )
+        stored = asked <= WIDE and not any(graph.type(v).dtype.itemsize == 2 for v in values)
+        return (talking_products if stored else talking_heads, mixed_heads)

@@ -1,6 +1,6 @@
 """Linear recurrences that exporters unroll step by step are computed for all steps at once (Mamba: Gu and Dao, 2023).
 
-``s[t] = a[t] * s[t - 1] + b[t]`` takes as many dependent operators as there are steps. For up to ``LOOPED`` steps, one launch loops
+``s[t] = a[t] * s[t - 1] + b[t]`` takes as many dependent operators as there are steps. For few steps, one launch loops
 over them (PointwiseScan). For more steps, rounds on whole tensors are faster. A pair (a, b) is a step from one state to another,
 and two consecutive steps are one step: (a2 * a1, a2 * b1 + b2). So each round doubles the length of the computed prefixes (Hillis
 and Steele, 1986): 10 rounds for 1,024 steps. Products of each state with a vector of its step become one batched product.
@@ -11,27 +11,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.base import Stage
 from optdnn.ops.checks import elements
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.ops.pointwise_scan import PointwiseScanAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.doubled_prefixes import doubled_prefixes
 from optdnn.passes.rules.segment_decays import segment_decays
 from optdnn.passes.rules.substitutions import substitution
 from optdnn.passes.support.facts import RESHAPES, ints, is_filled, operand, producer, reshaped, shape_of, sliced
+from optdnn.passes.support.recurrences import is_looped, looped
 from optdnn.types import normalize_axis
 
 LEAST = 8
 """Fewest steps: a shorter recurrence has hardly more operators than the rounds."""
-LOOPED = 512
-"""Most steps of one looping launch (PointwiseScan). A step takes some 50 ns, a round some 4 us."""
 MOST = 1 << 24
 """Most elements of all states: each round reads and writes them all, while the steps do so only once."""
 
@@ -115,33 +111,13 @@ def linear_recurrence(graph: Graph, op: Op) -> Match | Miss | None:
     ops = (*(x for step in reversed(steps) for x in (step.add, step.mul)), *taken)
 
     def build(patch: Patch) -> None:
-        made = _looped if count <= LOOPED else _prefixes
+        made = looped if is_looped(count) else _prefixes
         states = made(patch, last.factor.whole, last.term.whole, axis, count)
         for step in steps:
             index = step.factor.op.inputs[1]
             patch.replace(step.add.value, patch.add("Gather", [states, index], GatherAttrs(axis)))
 
     return Match(ops, build)
-
-
-def _looped(patch: Patch, factors: Value, terms: Value, axis: int, count: int) -> Value:
-    """All states along ``axis``, as the factors and terms have it, by one loop over the steps that starts from zeros."""
-    t = patch.type(factors)
-    others = tuple(k for k in range(len(t.dims)) if k != axis)
-    zero = patch.constant(np.zeros([t.static_shape[k] for k in others], t.dtype), "state")
-    attrs = PointwiseScanAttrs(
-        stages=(Stage("Mul", (1, 0)), Stage("Add", (~1, 2))),
-        states=1,
-        steps=count,
-        axes=(axis, axis),
-        starts=(0, 0),
-        views=(others, others),
-        following=(~2,),
-        results=(~2,),
-        result_axes=(axis,),
-        result_kept=(False,),
-    )
-    return patch.add("PointwiseScan", [zero, factors, terms], attrs)
 
 
 def _prefixes(patch: Patch, factors: Value, terms: Value, axis: int, count: int) -> Value:
@@ -240,4 +216,4 @@ def _vector(graph: Graph, value: Value | None) -> _Slice | None:
 
 class UnrolledScans(RulePass):
     name = "unrolled_scans"
-    rules = (linear_recurrence, stacked_products, substitution, segment_decays)
+    rules = (linear_recurrence, doubled_prefixes, stacked_products, substitution, segment_decays)

@@ -43,6 +43,8 @@ class Emitter:
         self._outputs: tuple[str, ...] = ()
         self._src: frozenset[str] = frozenset()
         self._made: dict[str, Value] = {}
+        self.lenient: dict[str, str] = {}
+        """Nodes that end a run with an error in ONNX where the graph returns a result, and when they do so."""
 
     @property
     def outputs_at_hand(self) -> tuple[str, ...]:
@@ -87,6 +89,9 @@ class Emitter:
 
     def definition(self, kind: str) -> OpDef:
         return OPDEFS[kind]
+
+    def unchecked(self, what: str) -> None:
+        self.lenient.update(dict.fromkeys(self._src, what))
 
     def importer(self, op_type: str) -> FromOnnx:
         return IMPORTERS[op_type]

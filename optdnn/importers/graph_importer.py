@@ -39,6 +39,7 @@ from optdnn.importers.refused_operators import why_unknown
 from optdnn.importers.scope import UNKNOWN, Scope
 from optdnn.importers.subgraph import Consequence, NodesImporter, Place, Subgraph
 from optdnn.importers.tensors import sparse_to_array, to_array
+from optdnn.importers.unknown_ranks import unknown_rank
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.limits import FUNCTION_NESTING, INLINED_NODES, NODES, Limit
 from optdnn.ops.base import Unsupported
@@ -169,7 +170,8 @@ class GraphImporter(NodesImporter):
                 raise
             types = ", ".join(map(self._shown, operands))
             message = f"{error.message}; operands: {types}"
-            raise ShapeError(f"{at}: {message}", [refused(message)], hint=error.hint) from error
+            hint = error.hint or unknown_rank(self.graph, operands)
+            raise ShapeError(f"{at}: {message}", [refused(message)], hint=hint) from error
         except ModelError as error:
             if error.message.startswith(self.model.name + ":"):
                 raise
@@ -321,7 +323,7 @@ class GraphImporter(NodesImporter):
         inner = GraphImporter(self.model, self.custom)
         inner.graph.share_symbols(self.graph)
         inner.unsupported, inner.taken, inner.mixed = self.unsupported, self.taken, self.mixed
-        inner.count, inner.inlined = self.count, self.inlined
+        inner.count, inner.inlined, inner.lenient = self.count, self.inlined, self.lenient
         inner._hints, inner._live, inner._alive = self._hints, self._live, self._alive
         inner.lift = lift
         return inner

@@ -38,6 +38,10 @@ class MixedTypes(UserWarning):
     type."""
 
 
+class UncheckedValues(UserWarning):
+    """Nodes that end a run with an error for some values, where an engine returns a result."""
+
+
 class MapsAsMatrix(UserWarning):
     """Outputs that are lists of maps (of ZipMap) in the model become matrices with a column for each class."""
 
@@ -56,7 +60,8 @@ def import_model(
     listed as an input is a constant: the default that the model gives it is final.
 
     Raises UsageError (no such file or input), ModelError (not valid ONNX), ShapeError (shapes contradict), and one
-    UnsupportedError that lists every node that cannot be imported. Warns of :class:`MixedTypes` and :class:`MapsAsMatrix`.
+    UnsupportedError that lists every node that cannot be imported. Warns of :class:`MixedTypes`,
+    :class:`UncheckedValues` and :class:`MapsAsMatrix`.
     """
     with machine_errors("the model", ModelError):
         model = source if isinstance(source, Model) else open_model(source)
@@ -134,6 +139,8 @@ def _warn(importer: GraphImporter, zipped: Mapping[str, onnx.NodeProto]) -> None
         others = {0: "", 1: ", and so has 1 other node"}.get(more, f", and so have {more} other nodes")
         text = f"{name}: {node} has {types}{others}. ONNX does not allow that; the weights are rounded"
         warn(text, MixedTypes)
+    for node, what in importer.lenient.items():
+        warn(f"{name}: {node} {what}", UncheckedValues)
     for v in importer.model.proto.graph.output:
         if v.name in zipped:
             found = f"a matrix with a column for {_classes(zipped[v.name])}"

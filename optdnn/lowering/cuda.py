@@ -183,6 +183,7 @@ def emit_program(
         except NoKernel as error:
             to_host[error.op.id] = error.why
     b, host = planned.b, planned.host
+    _fill_empty_outputs(b, planned.outputs)
     meta = {**meta, "arch": gpu.arch, "gpu": {"name": gpu.name, "multiprocessors": gpu.multiprocessors}}
     program = pruned(b.program(options.target, options.precision, planned.inputs, planned.outputs, meta))
     present = {s.params.get(SITE) for s in program.steps}
@@ -251,10 +252,17 @@ def _finish_outputs(b: Builder, host: HostSide, outputs: list[tuple[TensorSpec, 
             outputs[k] = (spec, host.buffer(op.inputs[0]))
             continue
         x = b.operand(op.inputs[0])
-        if not x.size:
-            b.buffers[i] = replace(b.buffers[i], blob=b.blob(np.empty(b.buffers[i].shape or (), x.dtype)))  # type: ignore[arg-type]
-        elif x.buffer != i:
+        if x.size and x.buffer != i:
             b.move(op, x, TensorView(i, 0, x.shape, row_major(x.shape), x.dtype))
+
+
+def _fill_empty_outputs(b: Builder, outputs: Sequence[tuple[TensorSpec, int]]) -> None:
+    """Make each output without elements a constant, unless a step writes it: other results of that step have elements."""
+    written = {i for step in b.steps for i in step.outputs}
+    for _, i in outputs:
+        buffer = b.buffers[i]
+        if i not in written and buffer.blob is None and buffer.shape is not None and 0 in buffer.shape:
+            b.buffers[i] = replace(buffer, blob=b.blob(np.empty(buffer.shape, buffer.dtype)))  # type: ignore[arg-type]
 
 
 def _need_static(graph: Graph, target: str) -> None:

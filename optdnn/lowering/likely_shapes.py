@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from optdnn.dim import Dim, DimLike
 from optdnn.dim_text import lone
 from optdnn.errors import UsageError
 from optdnn.ir.graph import Graph
-from optdnn.lowering.cpu.library import typical_sizes
+from optdnn.lowering.cpu.typical_sizes import tied_sizes, typical_sizes
 
 LIKELY = ((1, 8, 32), (1, 128, 512))
 """Ranges of a batch (the first axis), and of any other dimension: positions of a sequence."""
@@ -18,19 +19,28 @@ def suggest_shapes(graph: Graph) -> list[str]:
     """Values of --shape that give each free symbolic dimension a range that the network accepts; empty if all sizes are known.
 
     Little is known about an image's height and width. Their range begins at the smallest power of two at which every tensor of the
-    network has elements.
+    network has elements. A size that must equal another one gets its range.
     """
     if graph.profiles:
         return []
-    typical = typical_sizes(graph)
-    found = []
-    for i in graph.inputs:
-        out = graph.op(i).outputs[0]
-        dims = out.type.shape or ()
-        texts = [str(d) if isinstance(d, int) else _range(str(d), axis, dims, typical) for axis, d in enumerate(dims)]
-        if any(not isinstance(d, int) for d in dims):
-            found.append(f"{out.name}={'x'.join(texts)}")
-    return found
+    typical, tied = typical_sizes(graph), tied_sizes(graph)
+    inputs = {out.name: out.type.shape or () for out in (graph.op(i).outputs[0] for i in graph.inputs)}
+    ranges = {
+        str(d): _range(str(d), axis, dims, typical)
+        for dims in inputs.values()
+        for axis, d in reversed(list(enumerate(dims)))
+        if not isinstance(d, int)
+    }
+
+    def text(d: DimLike) -> str:
+        same = tied.get(str(d), d)
+        return str(same) if isinstance(same, int) else ranges.get(str(same), ranges[str(d)])
+
+    return [
+        f"{name}={'x'.join(text(d) if isinstance(d, Dim) else str(d) for d in dims)}"
+        for name, dims in inputs.items()
+        if any(isinstance(d, Dim) for d in dims)
+    ]
 
 
 def sizes_needed(graph: Graph, target: str) -> UsageError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from optdnn.dim import Dim, DimLike, bounds
@@ -10,6 +12,19 @@ from optdnn.errors import ShapeError
 from optdnn.ops.base import Call, Cost, Result
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
 from optdnn.types import TensorType, is_float, show_shape
+
+_AGREED: ContextVar[list[tuple[DimLike, DimLike]] | None] = ContextVar("agreed", default=None)
+
+
+@contextmanager
+def agreements() -> Iterator[list[tuple[DimLike, DimLike]]]:
+    """Collect the pairs of sizes that inference takes as equal although their difference is not known to be 0."""
+    pairs: list[tuple[DimLike, DimLike]] = []
+    token = _AGREED.set(pairs)
+    try:
+        yield pairs
+    finally:
+        _AGREED.reset(token)
 
 
 def agree(a: DimLike, b: DimLike, what: str) -> DimLike:
@@ -20,6 +35,8 @@ def agree(a: DimLike, b: DimLike, what: str) -> DimLike:
     low, high = bounds(a - b)
     if low > 0 or high < 0:
         raise ShapeError(f"{what}: {a} against {b}")
+    if low != high and (pairs := _AGREED.get()) is not None:
+        pairs.append((a, b))
     return b if isinstance(a, Dim) and isinstance(b, int) else a
 
 

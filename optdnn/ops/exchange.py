@@ -115,6 +115,9 @@ class Emit(Protocol):
     def importer(self, op_type: str) -> FromOnnx:
         """The import function of an ONNX operator, for a node that is rewritten as this operator."""
 
+    def unchecked(self, what: str) -> None:
+        """Record that the current node ends a run with an error in ONNX where the graph returns a result."""
+
 
 FromOnnx: TypeAlias = Callable[[NodeSpec, Emit], Sequence[Ref]]
 """Import one node: returns one ref per ONNX output (trailing absent outputs may be left off)."""

@@ -12,9 +12,10 @@ from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import random_feeds
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu.base import REST_SECONDS
-from optdnn.lowering.cpu.library import LIBRARIES, typical_sizes
+from optdnn.lowering.cpu.library import LIBRARIES
 from optdnn.lowering.cpu.partition import choose, compile_with
 from optdnn.lowering.cpu.profile import profile
+from optdnn.lowering.cpu.typical_sizes import typical_sizes
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import OperatorTimes, Timed

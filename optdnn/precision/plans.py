@@ -16,7 +16,7 @@ from optdnn.dim import evaluate
 from optdnn.errors import ShapeError
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
-from optdnn.lowering.cpu.library import typical_sizes
+from optdnn.lowering.cpu.typical_sizes import typical_sizes
 from optdnn.passes.support.precision import SHARES_SCALE, PrecisionPlan, key
 from optdnn.passes.support.precision_choices import choices
 from optdnn.passes.support.precision_report import PrecisionLog, outcome

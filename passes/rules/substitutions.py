@@ -1,8 +1,9 @@
 """Forward substitution that exporters unroll row by row becomes products of matrices.
 
 Chunks of a gated delta rule (Qwen3-Next, Qwen3.5, OLMo Hybrid: Yang et al., 2024) invert a triangular matrix: for each row i in
-turn, ``T[i, :i] = A[i, :i] + A[i, :i] T[:i, :i]``. Let L be the part of A below the diagonal, U the rest, and ``S = (I - L)^-1``.
-Then ``T = S (L + L U)`` below the diagonal, which is ``S - I`` if U is 0.
+turn, ``T[i, :i] = A[i, :i] + A[i, :i] T[:i, :i]``. Where A is 0 on the diagonal and above it, the product may also take all columns
+of A and all rows, as in chunks of the delta rule (DeltaNet: Yang et al., 2024). Let L be the part of A below the diagonal, U the
+rest, and ``S = (I - L)^-1``. Then ``T = S (L + L U)`` below the diagonal, which is ``S - I`` if U is 0.
 
 S is computed for blocks along the diagonal. Two products double the size of the blocks: ``S + S L_b S``, where L_b is the part of L
 below the first block of each pair and left of the second one. This takes six rounds for 64 rows. It is as stable as the
@@ -19,7 +20,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.fused import plain_attrs
-from optdnn.passes.base import Match, rule
+from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import ints, is_filled, operand
 from optdnn.passes.support.paths import value_before
 from optdnn.passes.support.triangular import chosen, inverse_of_rest, times
@@ -32,7 +33,7 @@ MOVES = frozenset({"Concat", "Gather", "Slice", "Squeeze", "Unsqueeze"})
 
 
 @rule("substitution", {"Concat"})
-def substitution(graph: Graph, op: Op) -> Match | None:
+def substitution(graph: Graph, op: Op) -> Match | Miss | None:
     """A square matrix whose rows, except the first, are replaced one after the other."""
     result = op.outputs[0].type
     if (
@@ -45,17 +46,17 @@ def substitution(graph: Graph, op: Op) -> Match | None:
     size = result.static_shape[-1]
     if size < LEAST:
         return None
-    ops, value, row = list[Op](), op.value, size - 1
+    ops, value, row, whole = list[Op](), op.value, size - 1, False
     while row:
         found = _step(graph, value, row)
         if found is None:
-            break
-        before, inside = found
+            return None
+        before, inside, all_columns = found
         ops += inside
-        value, row = before, row - 1
+        value, row, whole = before, row - 1, whole or all_columns
     start, lower = value, _is_lower(graph, value, size)
-    if row:
-        return None
+    if whole and not lower:
+        return Miss("its rows are multiplied by all rows, and it is not known to be 0 on the diagonal and above it")
 
     def build(patch: Patch) -> Value:
         return _substituted(patch, start, size, result.dtype, lower)
@@ -63,8 +64,9 @@ def substitution(graph: Graph, op: Op) -> Match | None:
     return Match((op, *(o for o in ops if o.id != op.id)), build)
 
 
-def _step(graph: Graph, value: Value, row: int) -> tuple[Value, list[Op]] | None:
-    """The matrix before its row ``row`` was replaced, and the operators that replace the row; None for another form."""
+def _step(graph: Graph, value: Value, row: int) -> tuple[Value, list[Op], bool] | None:
+    """The matrix before its row ``row`` was replaced, the operators that replace the row, and whether its product takes all
+    columns; None for another form."""
     shape = graph.type(value).static_shape
     leaves, ops = _leaves(graph, value, shape)
     before = next((v for v in leaves if graph.type(v).shape == shape), None)
@@ -86,12 +88,14 @@ def _step(graph: Graph, value: Value, row: int) -> tuple[Value, list[Op]] | None
         assert summed is not None
         inner = _row_times(graph, summed, before, numbers, row)
         if inner is not None and _holds(graph, own, {before: numbers}, numbers[..., row, :row]):
-            return before, [*ops, add, *inner]
+            return before, [*ops, add, *inner[0]], inner[1]
     return None
 
 
-def _row_times(graph: Graph, value: Value, before: Value, numbers: Array, row: int) -> list[Op] | None:
-    """The operators of ``before[row, :row] before[:row, :row]``, written as a sum of products; None for another form."""
+def _row_times(graph: Graph, value: Value, before: Value, numbers: Array, row: int) -> tuple[list[Op], bool] | None:
+    """The operators of ``before[row, :row] before[:row, :row]``, or, with True, of ``before[row] before[:, :row]``.
+
+    They are a sum of products; None for another form."""
     total = graph.op(value)
     axes = ints(graph, total.input(1)) if total.kind == "ReduceSum" else None
     rank = numbers.ndim
@@ -100,12 +104,13 @@ def _row_times(graph: Graph, value: Value, before: Value, numbers: Array, row: i
     product = graph.op(operand(total))
     if product.kind != "Mul":
         return None
-    column, block = numbers[..., row, :row, None], numbers[..., :row, :row]
-    for first, second in (product.inputs, reversed(product.inputs)):
-        assert first is not None
-        assert second is not None
-        if _holds(graph, first, {before: numbers}, column) and _holds(graph, second, {before: numbers}, block):
-            return [total, product]
+    for count in (row, numbers.shape[-1]):
+        column, block = numbers[..., row, :count, None], numbers[..., :count, :row]
+        for first, second in (product.inputs, reversed(product.inputs)):
+            assert first is not None
+            assert second is not None
+            if _holds(graph, first, {before: numbers}, column) and _holds(graph, second, {before: numbers}, block):
+                return [total, product], count != row
     return None
 
 

@@ -85,7 +85,8 @@ def test_ranges_are_checked_at_their_optimum_and_values_take_steps_off_the_cpu(c
     plain = cli("check", *options)
     assert plain.code == 0, plain.err
     assert "0 of 2 operators run on simulate, 2 on the CPU" in plain.out
-    assert "shape inputs: k; each of their values gets its own plan" in plain.out
+    assert "shape inputs: k; this check does not know their values. Each of their values gets its own plan" in plain.out
+    assert "see the plan of one with --value k=…" in plain.out
     fixed = cli("check", *options, "--value", "k=3", "--strict")
     assert fixed.code == 0, fixed.err
     assert "all 2 operators run on simulate" in fixed.out

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import check_simulated, kinds
+from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate
 
+from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import Builder, channels_last
+from optdnn.ops.index import SplitAttrs
+from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.types import FP16
@@ -37,3 +41,25 @@ def test_patches_are_cut_at_the_pitch_that_products_read() -> None:
     rows = n.op("Transpose", n.op("Reshape", x, n.ints(2, 16, 4)), attrs=TransposeAttrs((0, 2, 1)))
     program = check_simulated(n.done(rows))
     assert kinds(program) == ["JointPointwise", "Conv"]  # it casts, too
+
+
+def outputs(graph: Graph) -> None:
+    """Lower and run a network, and compare its results with the reference."""
+    program = lowered(graph, "fp32", "simulate")
+    feeds = feeds_of(graph)
+    expected, got = evaluate(graph, feeds), simulate(program, feeds)
+    for name, want in expected.items():
+        np.testing.assert_allclose(got[name], want, rtol=1e-5, equal_nan=True)
+
+
+def test_a_result_without_elements_is_written_by_the_step_of_the_others() -> None:
+    """A norm of no features has means and deviations, and a result without elements."""
+    n = Net()
+    x = n.input(2, 0)
+    y, mean, deviation = n.op("LayerNormalization", x, n.const([]), attrs=LayerNormAttrs(axis=-1), outputs=3)
+    outputs(n.done(y, mean, deviation))
+
+
+def test_a_result_without_elements_that_no_step_writes_is_a_constant() -> None:
+    n = Net()
+    outputs(n.done(*n.op("Split", n.input(2, 4), n.ints(0, 4), attrs=SplitAttrs(-1), outputs=2)))

@@ -50,6 +50,9 @@ class GraphEmit:
     def definition(self, kind: str) -> OpDef:
         return OPDEFS[kind]
 
+    def unchecked(self, what: str) -> None:
+        pass
+
     def importer(self, op_type: str) -> FromOnnx:
         return IMPORTERS[op_type]
 

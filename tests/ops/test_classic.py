@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 
 import optdnn
 from optdnn.errors import ModelError, OptdnnError, RunError, ShapeError, UnsupportedError
-from optdnn.importers.onnx import MapsAsMatrix, import_model
+from optdnn.importers.onnx import MapsAsMatrix, UncheckedValues, import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
 from optdnn.runtime.reference.trees import tree_ensemble
@@ -198,6 +198,14 @@ def test_others_against_onnxruntime() -> None:
     same(node("OneHotEncoder", ids, cats_int64s=[1, 9]), ids)
     same(node("LabelEncoder", ids, keys_int64s=[1, 5], values_floats=[0.5, 2.5], default_float=-1.0), ids)
     same(node("LabelEncoder", X[:, :1], keys_floats=[float(X[3, 0])], values_int64s=[7], default_int64=-3), X[:, :1])
+
+
+def test_unknown_categories_are_zeros_where_the_model_would_end_a_run() -> None:
+    """The form of scikit-learn's OneHotEncoder, unless it ignores unknown categories."""
+    known, unknown = np.array([[1], [9]], np.int64), np.array([[5]], np.int64)
+    with pytest.warns(UncheckedValues, match="g: n would end a run with an error for unknown categories"):
+        graph = same(node("OneHotEncoder", known, cats_int64s=[1, 9], zeros=0), known)
+    np.testing.assert_array_equal(evaluate(graph, {"x": unknown})["y0"], [[[0, 0]]])
 
 
 @pytest.mark.parametrize(

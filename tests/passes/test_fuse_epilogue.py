@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched, stages
 from support.net import Net
-from support.simulated import check_simulated
+from support.simulated import check_simulated, kinds
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
@@ -263,6 +263,42 @@ def test_the_product_of_two_activations_in_attention() -> None:
     y = n.op("Add", n.op("Mul", n.op("MatMul", q, k, attrs=MatMulAttrs()), 0.5), mask)
     graph, _ = check_pass(FUSE, n.done(y), changes=2, kinds={"MatMul": 1})
     assert stages(graph) == [("<MatMul>", "Mul", "Add")]
+
+
+def gated(other: str = "tensor") -> Graph:
+    """A cell's candidate: ``g * tanh(conv(x)) + other``."""
+    n = Net()
+    x, g, h = n.input(2, 4, 6, 6), n.input(2, 4, 6, 6, name="g"), n.input(2, 4, 6, 6, name="h")
+    y = n.op("Mul", n.op("Tanh", n.conv(x, 4)), g)
+    added = n.op("Mul", n.op("Sigmoid", h), h) if other == "tensor" else n.random(4, 1, 1)
+    return n.done(n.op("Clip", n.op("Add", added, y), -1.0, 1.0))
+
+
+def test_a_second_tensor_is_left_to_pointwise_operators_on_gpus() -> None:
+    """Kernels read one tensor: the addition is part of the launch that computes its other operand."""
+    graph, _ = check_pass(FuseEpilogue(), gated(), changes=2, context=PassContext(target="cuda:sm_90a"))
+    assert stages(graph) == [("<Conv>", "Tanh", "Mul")]
+    check_pass(FuseEpilogue(), gated(), changes=4)
+    program = check_simulated(gated())
+    assert len(kinds(program)) == 3, "conversions, the convolution, and one launch after it"
+
+
+def test_a_second_tensor_has_a_reason() -> None:
+    graph = gated()
+    report = FuseEpilogue()(graph, PassContext(target="cuda:sm_90a"))
+    assert any("reads a tensor already, and its kernel cannot read that of Add" in r.reason for r in report.refused)
+
+
+def test_a_gated_unit_takes_a_tensor_too() -> None:
+    """One launch computes both products: the tensor that it adds is its only one."""
+    n = Net()
+    x = n.input(8, 16)
+    unit = n.op("Mul", n.op("Sigmoid", n.matmul(x, 16)), n.matmul(x, 16))
+    check_pass(FuseEpilogue(), n.done(n.op("Add", unit, x)), changes=3, context=PassContext(target="cuda:sm_90a"))
+
+
+def test_constants_after_a_tensor_are_stages() -> None:
+    check_pass(FuseEpilogue(), gated("constant"), changes=4, context=PassContext(target="cuda:sm_90a"))
 
 
 def test_symbolic_shapes_that_are_the_same() -> None:

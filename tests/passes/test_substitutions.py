@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.check import check_pass, check_untouched
+from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 from support.simulated import check_simulated
 
@@ -23,12 +23,14 @@ def part(n: Net, x: Value, axis: int, begin: int, end: int) -> Value:
     return n.op("Slice", x, n.ints(begin), n.ints(end), n.ints(axis), n.ints(1))
 
 
-def replaced(n: Net, a: Value, row: int, size: int, *, turned: bool = False, scaled: bool = False) -> Value:
-    """``a[row, :row] += a[row, :row] @ a[:row, :row]``, as exporters write it."""
+def replaced(
+    n: Net, a: Value, row: int, size: int, *, turned: bool = False, scaled: bool = False, every: bool = False
+) -> Value:
+    """``a[row, :row] += a[row, :row] @ a[:row, :row]``, as exporters write it; ``every``: ``a[row] @ a[:, :row]``."""
     whole = n.op("Gather", a, n.const(row, np.int64), attrs=GatherAttrs(1))
     own, rest = part(n, whole, 1, 0, row), part(n, whole, 1, row, size)
-    block = part(n, part(n, a, 1, 0, row), 2, 0, row)
-    column = n.op("Unsqueeze", own, n.ints(2))
+    block = part(n, a if every else part(n, a, 1, 0, row), 2, 0, row)
+    column = n.op("Unsqueeze", whole if every else own, n.ints(2))
     product = n.op("Mul", *((block, column) if turned else (column, block)))
     total = n.op("ReduceSum", product, n.ints(-2), attrs=ReduceAttrs(keepdims=False))
     if scaled:
@@ -47,6 +49,7 @@ def substituted(
     scaled: int = -1,
     turned: bool = False,
     masked: str = "zeros second",
+    every: bool = False,
 ) -> Graph:
     n = Net()
     a = n.op("Mul", n.input(2, size, size), n.const(0.2))
@@ -59,7 +62,7 @@ def substituted(
         below[0, -1] = masked == "one is left"
         a = n.op("Where", n.const(below, np.bool_), a, n.const(0.0))
     for row in range(first, size if last is None else last):
-        a = replaced(n, a, row, size, turned=turned, scaled=row == scaled)
+        a = replaced(n, a, row, size, turned=turned, scaled=row == scaled, every=every)
     return n.done(n.op("Neg", a))
 
 
@@ -73,6 +76,20 @@ def test_rows_become_rounds(size: int, turned: bool, masked: str) -> None:
     kinds = done.kinds()
     assert kinds["MatMul"] == 2 * (rounds - 1)
     assert kinds["Where"] == rounds + 1 + (masked != "lower")
+
+
+@pytest.mark.parametrize("masked", ["zeros first", "lower"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_products_of_all_columns_with_triangular_matrices(turned: bool, masked: str) -> None:
+    graph = substituted(13, turned=turned, masked=masked, every=True)
+    done, _ = check_pass(UnrolledScans(), graph, changes=1, rules={"substitution": 1}, context=GPU)
+    assert done.kinds()["MatMul"] == 2 * 3
+
+
+@pytest.mark.parametrize("masked", ["", "one is left"])
+def test_products_of_all_columns_with_other_matrices_stay(masked: str) -> None:
+    graph = substituted(9, masked=masked, every=True)
+    check_refused(UnrolledScans(), graph, because="rows are multiplied by all rows", rule="substitution", context=GPU)
 
 
 @pytest.mark.parametrize("masked", ["", "one is left"])

@@ -14,6 +14,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes import unrolled_scans
+from optdnn.passes.support import recurrences
 from optdnn.passes.unrolled_scans import UnrolledScans
 
 PASS = UnrolledScans()
@@ -53,7 +54,7 @@ def mamba(
 def test_a_long_recurrence_takes_a_round_for_each_doubling(
     count: int, rounds: int, order: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unrolled_scans, "LOOPED", count - 1)
+    monkeypatch.setattr(recurrences, "LOOPED", count - 1)
     rules = {"linear_recurrence": 1, "stacked_products": 1}
     graph, _ = check_pass(PASS, mamba(count=count, order=order), changes=2, rules=rules)
     assert len(graph.of_kind("Add")) == rounds
@@ -71,7 +72,7 @@ def test_a_recurrence_is_one_loop_over_its_steps(order: int) -> None:
 
 
 def test_a_last_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unrolled_scans, "LOOPED", 0)
+    monkeypatch.setattr(recurrences, "LOOPED", 0)
     graph, _ = check_pass(PASS, mamba(columns=False), changes=1, rules={"linear_recurrence": 1})
     assert len(graph.of_kind("Add")) == 4
     assert graph.op(graph.op(graph.outputs[0]).inputs[0]).kind == "Gather"  # type: ignore[arg-type]

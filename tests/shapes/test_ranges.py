@@ -15,7 +15,8 @@ from optdnn.config import BuildOptions
 from optdnn.dim import bounds
 from optdnn.errors import EngineError, InputError, ShapeError, UsageError
 from optdnn.importers.onnx import import_model
-from optdnn.lowering.cpu.library import typical_sizes
+from optdnn.lowering.cpu.typical_sizes import typical_sizes
+from optdnn.lowering.likely_shapes import suggest_shapes
 from optdnn.ranges import DimRange, InputShapes, input_shapes, parse_dims, parse_shapes
 from optdnn.runtime.file.format import decode, encode
 
@@ -221,6 +222,63 @@ def test_sizes_that_broadcast_with_one_another_are_made_up_together() -> None:
     for given in ({}, {"x": "1..2..4x3x4", "k": "1..2..4x5x4", "mask": "1..2..4x3x8"}):
         got = optdnn.build(model, target="cpu", threads=1, shapes=given).run(feeds)
         np.testing.assert_array_equal(got["y"], np.full((2, 3, 8), 4, np.float32))
+
+
+PRODUCT = """<ir_version: 8, opset_import: ["" : 17]> product
+(float[m, k] a, float[rows, n] b, float[biases] c) => (float[m, n] y)
+{ y = Gemm(a, b, c) }"""
+SAMPLED = """<ir_version: 8, opset_import: ["" : 17]> sampled
+(float[batch, c, h, w] x, float[grids, p, q, two] g) => (float[batch, c, p, q] y)
+{ y = GridSample(x, g) }"""
+CELLS = """<ir_version: 8, opset_import: ["" : 17]> cells
+(float[steps, batch, width] x, float[one, gates, inputs] w, float[ones, rows, hidden] r) => (float[steps, d, batch, 8] y)
+{ y = RNN<hidden_size=8>(x, w, r) }"""
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "suggested"),
+    [
+        (
+            PRODUCT,
+            {"m": 1, "k": 32, "rows": 32, "n": 32, "biases": 32},
+            ["a=1..8..32x1..128..512", "b=1..128..512x1..128..512", "c=1..128..512"],
+        ),
+        (
+            SAMPLED,
+            {"batch": 1, "c": 32, "h": 32, "w": 32, "grids": 1, "p": 32, "q": 32, "two": 2},
+            ["x=1..8..32x1..128..512x32..224..512x32..224..512", "g=1..8..32x1..128..512x32..224..512x2"],
+        ),
+        (
+            CELLS,
+            {
+                "steps": 1,
+                "batch": 32,
+                "width": 32,
+                "one": 1,
+                "gates": 8,
+                "inputs": 32,
+                "ones": 1,
+                "rows": 8,
+                "hidden": 8,
+            },
+            ["x=1..8..32x1..128..512x1..128..512", "w=1x8x1..128..512", "r=1x8x8"],
+        ),
+    ],
+    ids=["product", "sampled", "cells"],
+)
+def test_sizes_that_must_be_equal_are_made_up_together(text: str, sizes: dict[str, int], suggested: list[str]) -> None:
+    model = onnx.parser.parse_model(text)
+    assert typical_sizes(import_model(model)) == sizes
+    assert suggest_shapes(import_model(model)) == suggested
+    engine = optdnn.build(model, target="cpu", threads=1)
+    ranges = dict(one.split("=") for one in suggested)
+    ranged = optdnn.build(model, target="simulate", shapes=ranges, no_cubins=True)
+    assert [i.name for i in ranged.inputs] == [i.name for i in engine.inputs]
+
+
+def test_sizes_of_a_profile_are_kept_and_others_follow_them() -> None:
+    graph = import_model(onnx.parser.parse_model(PRODUCT), shapes=input_shapes({"b": "2..3..4x5"}))
+    assert typical_sizes(graph) == {"m": 1, "k": 3, "rows": 3, "biases": 5}
 
 
 def test_ranges_that_contradict_name_the_node() -> None:

@@ -13,8 +13,8 @@ from optdnn.errors import RunError, UnsupportedError
 from optdnn.ir.evaluate import random_feeds
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu.base import Measured, fastest, take_turns
-from optdnn.lowering.cpu.library import typical_sizes
 from optdnn.lowering.cpu.partition import LibraryChoice, choose
+from optdnn.lowering.cpu.typical_sizes import typical_sizes
 from optdnn.runtime.contexts.base import BaseContext
 from optdnn.runtime.measuring.latency import quiet, sample
 from optdnn.tuning.timing_cache import TimingCache

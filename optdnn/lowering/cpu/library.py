@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from optdnn.dim import Dim, Function, Symbol, evaluate
-from optdnn.errors import OptdnnError, RunError, ShapeError, UnsupportedError
+from optdnn.errors import OptdnnError, RunError, UnsupportedError
 from optdnn.ir.body import custom_digests
 from optdnn.ir.export_onnx import ExportedModel, export_model
 from optdnn.ir.extract import Region, extract, regions, single, whole
@@ -27,6 +26,7 @@ from optdnn.lowering.cpu.loops import bound_loops
 from optdnn.lowering.cpu.onnxruntime_faults import keep_softmax
 from optdnn.lowering.cpu.process_guards import guard
 from optdnn.lowering.cpu.trials import Trial, Trials
+from optdnn.lowering.cpu.typical_sizes import typical_sizes
 from optdnn.lowering.cpu.unsafe import onnxruntime_must_not, openvino_must_not
 from optdnn.lowering.steps import Lowering, plain_shape, port_spec
 from optdnn.runtime.cpu import onnxruntime, openvino
@@ -361,68 +361,6 @@ def _signature(graph: Graph, op: Op) -> str:
         None if v is None else f"{graph.type(v)}{'c' if graph.op(v).kind == 'Constant' else ''}" for v in op.inputs
     ]
     return f"{op.kind} {op.attrs!r} {operands} {len(op.outputs)}"
-
-
-def typical_sizes(graph: Graph) -> dict[str, int]:
-    """A size per symbol for timing: the first profile's optimum; otherwise 1 for a leading (batch) dimension and 32 for any
-    other. A size is doubled until every tensor has elements: a second of sound has more than 32 samples. A symbol that broadcasts
-    with another size takes that size: an attention mask is as long as the cache and the new tokens together."""
-    fixed: dict[str, int] = {name: r.opt for p in graph.profiles[:1] for name, r in p.items()}
-    free: dict[str, Symbol] = {}
-    for i in graph.inputs:
-        for axis, d in enumerate(graph.op(i).outputs[0].type.shape or ()):
-            for s in d.symbols() if isinstance(d, Dim) else ():
-                if axis == 0:
-                    fixed.setdefault(s.name, max(s.lo, min(s.hi, 1)))
-                elif s.name not in fixed:
-                    free[s.name] = s
-    wanted = _sizes_of_all(graph, {*fixed, *free}) if free else {}
-    met = _met(wanted, free)
-    tried: list[dict[str, int]] = []
-    for size in _SIZES:
-        sizes = {**{n: max(s.lo, min(s.hi, size)) for n, s in free.items()}, **fixed}
-        for name, other in met.items():
-            if _positive(other, sizes):
-                sizes[name] = max(free[name].lo, min(free[name].hi, evaluate(other, sizes)))
-        tried.append(sizes)
-        if all(_positive(d, sizes) for d in wanted):
-            return sizes
-    return tried[0]
-
-
-_SIZES = tuple(32 << k for k in range(12))
-"""The sizes to try for unknown dimensions: 32 to 65,536."""
-
-
-def _met(dims: Collection[Dim], free: Mapping[str, Symbol]) -> dict[str, Dim]:
-    """Each free symbol that broadcasts with another size (the result's size is ``max(symbol, size)``) that does not contain it."""
-    met: dict[str, Dim] = {}
-    used: set[str] = set()
-    for d in dims:
-        for atom in (a for monomial, _ in d.terms for a in monomial if isinstance(a, Function) and a.op == "max"):
-            for own, other in ((atom.a, atom.b), (atom.b, atom.a)):
-                name = next((n for n, s in free.items() if own == Dim((((s,), 1),))), None)
-                if name is None or name in met or name in used or not isinstance(other, Dim):
-                    continue
-                names = {s.name for s in other.symbols()}
-                if name not in names and not names & met.keys():
-                    met[name] = other
-                    used |= names
-                    break
-    return met
-
-
-def _positive(d: Dim, sizes: Mapping[str, int]) -> bool:
-    try:
-        return evaluate(d, sizes) > 0
-    except ShapeError:  # a division by a size that is 0
-        return False
-
-
-def _sizes_of_all(graph: Graph, symbols: Collection[str]) -> dict[Dim, None]:
-    """The dimensions of all tensors that depend only on ``symbols``, each once."""
-    dims = (d for op in graph.ops() for out in op.outputs for d in out.type.shape or ())
-    return {d: None for d in dims if isinstance(d, Dim) and all(s.name in symbols for s in d.symbols())}
 
 
 def _minor(version: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from optdnn.errors import RunError
 from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.lowering.cpu.library import typical_sizes
+from optdnn.lowering.cpu.typical_sizes import typical_sizes
 from optdnn.runtime.contexts.feeds import fractions
 from optdnn.types import Array, is_float, is_int
 

@@ -19,9 +19,10 @@ from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu.base import Measured, fastest, take_turns
 from optdnn.lowering.cpu.check import check
 from optdnn.lowering.cpu.eight_bits import with_float_weights
-from optdnn.lowering.cpu.library import LIBRARIES, Contender, typical_sizes
+from optdnn.lowering.cpu.library import LIBRARIES, Contender
 from optdnn.lowering.cpu.made_up import made_up_inputs
 from optdnn.lowering.cpu.trials import Trial, TrialLost, Trials
+from optdnn.lowering.cpu.typical_sizes import typical_sizes
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.runtime.program import Program
