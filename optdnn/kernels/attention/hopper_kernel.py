@@ -53,7 +53,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "REACH": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "HAS_LENGTHS": int(problem.lengths),
         "MASK": TILED_MASK if config.tiled else mask_width(problem), "MASK_ROWS": mask_rows(problem),
         "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config), "SOFTCAP": int(problem.softcap > 0),
-        "ROUNDED": sum(grid is not None for grid in problem.grids),
+        "ROUNDED": sum(grid is not None for grid in problem.grids), "SHARED_BYTES": shared_bytes(problem, config),
     }  # fmt: skip
     if problem.sinks:
         defines["SINKS"] = 1

@@ -362,6 +362,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "STREAM": int(config.stream), "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1],
         "PROLOGUE": int(bool(problem.prologue)), "GATED": int(problem.gated), "GATE_ALONE": int(problem.prologue == (("gate",),)),
         **({"PARTS": 1} if problem.parts else {}),
+        **({} if config.stationary else {"SHARED_BYTES": shared_bytes(problem, config)}),  # stationary weights depend on the depth
         "BATCHED": int(problem.stack is not None), "ACROSS": int(problem.across), "BANDED": int(problem.bands > 1),
     }  # fmt: skip
     instruction = render.wgmma(config.bn, problem.dtype, across=problem.across)

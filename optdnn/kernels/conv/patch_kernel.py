@@ -191,6 +191,7 @@ def recipe(problem: Problem, config: PatchConfig, arch: str = "sm_90a", *, check
         "DIRECT": int(config.stores_directly), "WEIGHT_STAGES": config.weight_stages,
         "OUT_BUFFERS": config.out_buffers, "MIN_CTAS": config.blocks, "POOLED": int(problem.pooled),
         "BANDED": int(problem.bands > 1),
+        **({"SHARED_BYTES": shared_bytes(problem, config)} if config.weight_stages else {}),  # kept weights depend on the depth
     }  # fmt: skip
     text = generated(problem, defines, render.wgmma(columns(problem, config), problem.dtype))
     return Recipe("conv_patch_sm90.cu", arch, {"generated.cuh": text}, options(problem, checked))

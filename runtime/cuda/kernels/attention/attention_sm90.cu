@@ -21,7 +21,7 @@
 // A head of HEAD features (a multiple of 16, of 64 above 128; TMA pads the tensor with zeros) is stored in shared memory as subtiles with SPAN bytes per row.
 // k is K-major. The rows of v are keys, so v is wgmma's MN-major operand.
 //
-// generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a separate warp loads), ONE_TILE (a warpgroup has one tile at most),
+// generated.cuh defines SHARED_BYTES (reserved by the launch), WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a separate warp loads), ONE_TILE (a warpgroup has one tile at most),
 // PERSISTENT (implies LOADER), QUERY_PLACES (buffers of queries: 1, or 2 if PERSISTENT), TURNS, SPLIT, SHARERS, LIVE_WARPS (of a
 // warpgroup: those with queries, if blocks share them), REGISTERS (per multiplying thread of
 // a persistent block), HEAD, SPAN, MIN_BLOCKS, CAUSAL, REACH (a query sees only a limited number of keys before its position; earlier tiles
@@ -60,6 +60,8 @@ static_assert(!SPLIT || (!PERSISTENT && !TURNS && (!LOADER || STAGES % WARPGROUP
 constexpr u32 MASK_SPAN = BLOCK_KEYS % 64 ? 64 : 128;  // bytes per row of a subtile of a mask
 constexpr int MASK_SUBTILES = BLOCK_KEYS * 2 / MASK_SPAN;
 constexpr u32 MASK_SUBTILE = 64 * MASK_SPAN, MASK_BYTES = MASK == TILED_MASK ? 64 * BLOCK_KEYS * 2 : 0;    // of 64 queries
+constexpr u32 RING_BYTES = STAGES * (2 * KEY_BYTES + QUERY_GROUPS * MASK_BYTES);
+static_assert(SHARED_BYTES >= BARRIER_BYTES + QUERY_PLACES * QUERY_GROUPS * QUERY_BYTES + RING_BYTES, "the launch reserves what the block uses");
 static_assert(MASK != TILED_MASK || (MASK_ROWS == 2 && BLOCK_KEYS % 32 == 0 && !ROUNDED), "no tile of a mask");
 
 struct Params {

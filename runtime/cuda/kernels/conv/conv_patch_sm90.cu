@@ -12,7 +12,7 @@
 // generated.cuh defines WGM, WGN, TILE_H, TILE_W, TAPS_H, TAPS_W, DILATION_H, DILATION_W, BN, BK, STAGES (patches per group),
 // SPLIT (blocks of a cluster that split the channel blocks, one tile per cluster), DIRECT (see DirectStore), WEIGHT_STAGES (0: all
 // weights of the channel tile are loaded once and kept), OUT_BUFFERS, MIN_CTAS, POOLED (the maximum of each 2 x 2 pixels is
-// stored), HAS_RESIDUAL, wgmma_step() and epilogue().
+// stored), HAS_RESIDUAL, SHARED_BYTES (reserved by the launch; only with WEIGHT_STAGES), wgmma_step() and epilogue().
 #include "conv_common.cuh"
 
 constexpr int GROUPS = WGM * WGN;
@@ -31,6 +31,10 @@ constexpr u32 BARRIER_BYTES = 1024;
 static_assert((TILE_H - 1) * PATCH_W + TILE_W <= BN, "the tile does not fit the accumulators");
 
 using Direct = DirectStore<1, BN, SPLIT>;
+#ifdef SHARED_BYTES                                // if the weights are kept, their size is not known here
+constexpr u32 RESULT_BYTES = GROUPS * (DIRECT ? Direct::BYTES : OUT_BUFFERS * OUT_BYTES);
+static_assert(SHARED_BYTES >= BARRIER_BYTES + WEIGHT_STAGES * WEIGHT_BYTES + WGN * STAGES * PATCH_BYTES + RESULT_BYTES, "the launch reserves what the block uses");
+#endif
 
 struct Tile {
     int channel, n, h, w;

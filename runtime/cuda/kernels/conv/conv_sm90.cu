@@ -41,7 +41,8 @@
 //
 // generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, DIRECT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS, ALTERNATE,
 // SHARE_CHANNELS, SHARE_PIXELS, STREAM), BATCHED, ACROSS, BANDED, the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, 2 im2col of a
-// volume, -1 none), HAS_RESIDUAL, PROLOGUE, GATED, GATE_ALONE (the prologue is the gate), prologue(), wgmma_step() and epilogue().
+// volume, -1 none), HAS_RESIDUAL, PROLOGUE, GATED, GATE_ALONE (the prologue is the gate), SHARED_BYTES (reserved by the launch; not with
+// WEIGHTS_STATIONARY), prologue(), wgmma_step() and epilogue().
 #include "conv_common.cuh"
 
 #include "conv_tile.cuh"

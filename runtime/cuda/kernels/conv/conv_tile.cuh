@@ -24,6 +24,13 @@ constexpr int PEERS = SHARE_CHANNELS + SHARE_PIXELS - 1;   // blocks that load o
 // product, and results are transposed in the ring.
 constexpr bool LATE = DIRECT && (OPERAND_ITEM == 4 || OPERAND_ITEM * OUT_ITEM == 8) && (PARTS || MT * BN > 128), FINISHES_IN_RING = LATE && SPLIT == 1;
 using Direct = DirectStore<MT, BN, SPLIT, LATE>;
+#ifdef SHARED_BYTES                                // if the weights stay, their size is not known here
+constexpr u32 RING_BYTES = (STAGES * STAGE_BYTES + 1023) / 1024 * 1024;
+constexpr u32 RESULT_BYTES = DIRECT ? TILE_GROUPS * Direct::BYTES : OUT_BUFFERS * TURNS * TILE_GROUPS * MT * OUT_BYTES;
+constexpr u32 FACTOR_BYTES = ROW_NORM ? (DIRECT ? 1 : OUT_BUFFERS * TURNS) * TILE_PIXELS * 8 : 0;
+constexpr u32 BESIDE_RING = FINISHES_IN_RING ? (RESULT_BYTES > RING_BYTES ? RESULT_BYTES - RING_BYTES : 0) : RESULT_BYTES;
+static_assert(SHARED_BYTES >= BARRIER_BYTES + RING_BYTES + BESIDE_RING + FACTOR_BYTES, "the launch reserves what the block uses");
+#endif
 // Lanes of a warp that release a stage (RELEASERS) and that report row factors as written (TELLERS); threads of a warpgroup that release
 // the factors (READERS). One is enough, after the accesses of the others, but racecheck tracks only a thread's own arrivals.
 #ifdef RACECHECK
