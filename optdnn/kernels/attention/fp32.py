@@ -15,7 +15,7 @@ from optdnn.types import FP32, DType
 
 
 class Fp32Attention(HopperAttention):
-    """Attention of fp32 in one launch with online softmax. A product is three tf32 products, as exact as fp32; or one, if tf32 was
+    """Attention of fp32 in one launch with online softmax. A product is three tf32 products, nearly as exact as fp32; or one, if tf32 was
     requested."""
 
     name = "attention_fp32"

@@ -1,4 +1,4 @@
-"""Convolutions and matrix products of fp32 on Hopper's tensor cores: three tf32 products for each product, as exact as fp32
+"""Convolutions and matrix products of fp32 on Hopper's tensor cores: three tf32 products for each product, nearly as exact as fp32
 (``conv_parts.cuh``).
 """
 
