@@ -117,12 +117,8 @@ def talking_products(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("its queries, keys and values do not have the same batch and heads")
 
     def mixed(patch: Patch, maps: Value, mixing: Mixing) -> Value:
-        given, made = mixing.matrix.shape
-        x = reshaped(patch, maps, (batch, given, rows * columns))
-        y = patch.add("MatMul", [patch.constant(np.ascontiguousarray(mixing.matrix.T), "heads"), x], MatMulAttrs())
-        if mixing.vector is not None:
-            y = patch.add("Add", [y, patch.constant(mixing.vector.reshape(made, 1), "shares")])
-        return reshaped(patch, y, (batch, made, rows, columns))
+        shares = None if mixing.vector is None else patch.constant(mixing.vector.reshape(-1, 1), "shares")
+        return _over_heads(patch, maps, (batch, rows, columns), np.ascontiguousarray(mixing.matrix.T), shares)
 
     def build(patch: Patch) -> Value:
         before = replace(found.before, vector=None)  # it is constant along a row of the softmax
@@ -146,16 +142,23 @@ def mixed_heads(graph: Graph, op: Op) -> Match | None:
         return None
     if not _from_maps(graph, operand(op)) or not _to_maps(graph, op.value):
         return None
-    batch, heads, rows, columns = types[0].static_shape
+    batch, _, rows, columns = types[0].static_shape
 
     def build(patch: Patch) -> Value:
-        x = reshaped(patch, operand(op), (batch, heads, rows * columns))
-        y = patch.add("MatMul", [patch.constant(weights[:, :, 0, 0], "heads"), x], MatMulAttrs())
-        if bias is not None:
-            y = patch.add("Add", [y, reshaped(patch, bias, (len(weights), 1))])
-        return reshaped(patch, y, (batch, len(weights), rows, columns))
+        shares = None if bias is None else reshaped(patch, bias, (len(weights), 1))
+        return _over_heads(patch, operand(op), (batch, rows, columns), weights[:, :, 0, 0], shares)
 
     return Match((op,), build)
+
+
+def _over_heads(patch: Patch, maps: Value, sizes: tuple[int, int, int], matrix: Array, shares: Value | None) -> Value:
+    """The maps (B, H, N, M) times a matrix (new heads, H), plus ``shares`` (new heads, 1). ``sizes``: B, N and M."""
+    (batch, rows, columns), (made, given) = sizes, matrix.shape
+    x = reshaped(patch, maps, (batch, given, rows * columns))
+    y = patch.add("MatMul", [patch.constant(matrix, "heads"), x], MatMulAttrs())
+    if shares is not None:
+        y = patch.add("Add", [y, shares])
+    return reshaped(patch, y, (batch, made, rows, columns))
 
 
 def _from_maps(graph: Graph, value: Value) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, row_major
+from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.fused import conv_attrs
 from optdnn.kernels.conv.hopper import entering
 from optdnn.kernels.pointwise.expressions import CPP, arithmetic
@@ -163,7 +164,7 @@ def _of_channels(window: Window, x: TensorView, packed: TensorView, vec: int, *,
     )
 
 
-def _tap_strides(kernel: tuple[int, ...], channels: int) -> tuple[int, ...]:
+def _tap_strides(kernel: Sequence[int], channels: int) -> tuple[int, ...]:
     strides, step = [], channels
     for k in reversed(kernel):
         strides.append(step)
@@ -247,7 +248,7 @@ class DirectConv(Tactic):
             return b.operand(value)
         filters, inside, *kernel = known.shape
         packed = b.constant(np.ascontiguousarray(np.moveaxis(known, (0, 1), (-1, -2))), f"{op.outputs[0].name}.weights")
-        return packed.view(known.shape, (1, filters, *(filters * inside * s for s in row_major(kernel))))
+        return packed.view(known.shape, (1, filters, *_tap_strides(kernel, filters * inside)[2:]))
 
 
 class DirectConvTranspose(Tactic):

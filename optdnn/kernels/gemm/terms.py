@@ -39,12 +39,12 @@ def can_share(
 
 def cut(left: TensorView, right: TensorView, parts: int) -> tuple[TensorView, TensorView]:
     """The factors as stacks of ``parts`` products; the new axis comes before those of a matrix."""
-    (m, k), (n, each) = left.shape[-2:], (right.shape[-1], left.shape[-1] // parts)
+    m, n, each = left.shape[-2], right.shape[-1], left.shape[-1] // parts
     one = left.view(
         (*left.shape[:-2], parts, m, each), (*left.strides[:-2], left.strides[-1] * each, *left.strides[-2:])
     )
     two = right.view(
-        (*right.shape[:-2], parts, k // parts, n), (*right.strides[:-2], right.strides[-2] * each, *right.strides[-2:])
+        (*right.shape[:-2], parts, each, n), (*right.strides[:-2], right.strides[-2] * each, *right.strides[-2:])
     )
     return one, two
 
