@@ -31,10 +31,10 @@ from optdnn.dim import DimLike
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.attention import SINKS, AttentionAttrs
-from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.factored_bias import factored_bias
+from optdnn.passes.rules.given_attention import given_mask, repeated_heads
 from optdnn.passes.rules.input_sizes import can_reshape, reshaped_to
 from optdnn.passes.rules.merged_heads import heads_before_parts, heads_behind_positions, merged_heads
 from optdnn.passes.rules.normalized_keys import normalized_keys
@@ -47,12 +47,10 @@ from optdnn.passes.support.facts import RESHAPES, exchange_last, operand, produc
 from optdnn.passes.support.facts import scalar as constant_scalar
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule, used_outside
-from optdnn.passes.support.views import Move, View, keeps_last_two, trace
+from optdnn.passes.support.repeated_heads import unrepeated
+from optdnn.passes.support.views import View, keeps_last_two, trace
 from optdnn.types import Array, DType, Shape, is_float, normalize_axis
 from optdnn.types import product as size_of
-
-HEADS_FIRST = (0, 2, 1, 3)
-"""(batch, sequence, heads, features) -> (batch, heads, sequence, features)."""
 
 
 @dataclass(frozen=True)
@@ -335,47 +333,10 @@ def _fit(graph: Graph, view: View, lead: Shape, shared: bool) -> View | None:
     own, tail = view.shape[:-2], view.shape[-2:]
     if size_of(own) == lead[0] * lead[1]:
         full = view.reshape((*lead, *tail))
-        return (_unrepeated(graph, full) or full) if shared else full
+        return (unrepeated(graph, full) or full) if shared else full
     if shared and len(own) == 2 and own == (lead[0], 1):
         return view
     return None
-
-
-def _unrepeated(graph: Graph, view: View) -> View | None:
-    """The view (B, G, S, D) that a view (B, H, S, D) repeats, each head H / G times in a row; None without such a repetition.
-
-    Heads are repeated in (B, G, S, D), or, as Keras and JAX do it, in (B, S, G, D)."""
-    op = graph.op(view.base)
-    source = op.inputs[0] if op.inputs else None
-    before, wide = (None if source is None else graph.type(source).shape), view.before
-    if source is None or before is None or len(wide) != 5 or len(before) != 5:
-        return None
-    batch, heads, steps, features = view.shape
-    first = [Move((batch, heads, steps, features))]
-    last = [Move((batch, steps, heads, features)), Move(view.shape, HEADS_FIRST)]
-    at = next((at for at, moves in ((2, first), (3, last)) if _order(view.moves) == _order(moves)), None)
-    if at is None or before != (*wide[:at], 1, *wide[at + 1 :]) or wide[at - 1] * wide[at] != heads:
-        return None
-    if (wide[0], wide[3 if at == 2 else 1], wide[4]) != (batch, steps, features):
-        return None
-    copies = op.kind == "Concat" and isinstance(op.attrs, ConcatAttrs) and len(set(op.inputs)) == 1
-    if op.kind != "Expand" and not (copies and normalize_axis(op.attrs.axis, 5) == at):
-        return None
-    inner = trace(graph, source)
-    if inner is None:
-        return None
-    alone = inner.reshape((*before[:at], *before[at + 1 :]))
-    return alone if at == 2 else alone.transpose(HEADS_FIRST)
-
-
-def _order(moves: Sequence[Move]) -> list[tuple[Shape, tuple[int, ...]]]:
-    """The moves without axes of size 1, which may stand anywhere: each one's shape, and its order of the axes before it."""
-    found = []
-    for move in moves:
-        order = move.perm or tuple(range(len(move.shape)))
-        kept = [p for p, n in zip(order, move.shape, strict=True) if n != 1]
-        found.append((tuple(n for n in move.shape if n != 1), tuple(sorted(kept).index(p) for p in kept)))
-    return found
 
 
 class FuseAttention(RulePass):
@@ -387,6 +348,8 @@ class FuseAttention(RulePass):
         shared_weights,
         values_first,
         written_attention,
+        given_mask,
+        repeated_heads,
         normalized_keys,
         merged_heads,
         heads_behind_positions,

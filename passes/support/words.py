@@ -318,6 +318,8 @@ RULES: Mapping[str, str] = {
     "merged_heads": "heads of attention taken out of the batch",
     "heads_behind_positions": "heads of attention taken out of a batch behind the positions",
     "normalized_keys": "keys of attention transposed before they are normalized",
+    "given_mask": "mask of an attention added, or written as order of keys",
+    "repeated_heads": "repeated heads read once per group",
     "axis_filter": "filters as long as an axis written as products with a banded matrix",
     "resampling_filter": "filters over inserted zeros, or over channels as images, written as depthwise convolutions",
     "blurred_edges": "average pools of images with repeated edges written as depthwise convolutions",
