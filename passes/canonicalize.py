@@ -7,7 +7,7 @@ This pass leaves arithmetic alone, so that decomposed activations and normalizat
 from __future__ import annotations
 
 from optdnn.passes.base import RulePass
-from optdnn.passes.rules.added_parts import added_part, concat_of_parts, pad_of_pad, part_of_zeros
+from optdnn.passes.rules.added_parts import added_part, concat_of_parts, pad_of_pad, part_of_pad, part_of_zeros
 from optdnn.passes.rules.concats import (
     concat_of_split,
     empty_parts,
@@ -76,6 +76,7 @@ class Canonicalize(RulePass):
         concat_of_parts,
         added_part,  # after parts that are put together unchanged
         pad_of_pad,
+        part_of_pad,
         part_of_zeros,  # after Pads are merged
         part_of_concat,
         split_of_concat,

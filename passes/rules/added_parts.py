@@ -15,7 +15,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import PadAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import VIEWS, integers, operand, producer, zeros_around
+from optdnn.passes.support.facts import VIEWS, integers, ints, operand, producer, zeros_around
 from optdnn.passes.support.paths import path_to, repeated
 from optdnn.passes.support.regions import Region, backward, boxed, forward, region, viewed
 from optdnn.types import normalize_axis
@@ -104,6 +104,51 @@ def pad_of_pad(graph: Graph, op: Op) -> Match | None:
     return Match(
         (op, inner), lambda patch: patch.add("Pad", [operand(inner), integers(patch, total, "pads")], PadAttrs())
     )
+
+
+@rule("part_of_pad", {"Slice"})
+def part_of_pad(graph: Graph, op: Op) -> Match | None:
+    """A part of a Pad with zeros is a part of its operand, or the Pad with fewer zeros.
+
+    PyTorch assembles the keys of DeepSeek's heads by writes into an empty tensor: the second write keeps the first part. Several
+    parts of a Pad stay: kernels read them in place."""
+    pad = producer(graph, op.inputs[0], {"Pad"}, alone=True)
+    zeros = None if pad is None else zeros_around(graph, pad)
+    if pad is None or zeros is None or not pad.outputs[0].type.is_static:
+        return None
+    taken, steps = _ranges(graph, op, pad.outputs[0].type.static_shape)
+    if taken is None or any(step != 1 for step in steps):
+        return None
+    sizes = [int(d) for d in graph.type(operand(pad)).static_shape]
+    rank = len(sizes)
+    own = [(begin - zeros[k], end - zeros[k]) for k, (begin, end) in enumerate(taken)]
+    kept = [(max(0, begin), min(n, end)) for (begin, end), n in zip(own, sizes, strict=True)]
+    around = [*(max(0, -begin) for begin, _ in own), *(max(0, end - n) for (_, end), n in zip(own, sizes, strict=True))]
+    cut = [k for k in range(rank) if kept[k] != (0, sizes[k])]
+    if any(begin >= end for begin, end in kept) or (cut and any(around)):
+        return None
+
+    def build(patch: Patch) -> Value:
+        x = operand(pad)
+        if cut:
+            limits = ([kept[k][0] for k in cut], [kept[k][1] for k in cut], cut)
+            x = patch.add("Slice", [x, *(integers(patch, each, "limits") for each in limits)])
+        return patch.add("Pad", [x, integers(patch, around, "pads")], PadAttrs()) if any(around) else x
+
+    return Match((op, pad), build)
+
+
+def _ranges(graph: Graph, op: Op, dims: Sequence[int]) -> tuple[list[tuple[int, int]] | None, Sequence[int]]:
+    """Begin and end of a Slice along each axis, and its steps; no ranges if they are not constant."""
+    starts, ends = (ints(graph, op.input(i)) for i in (1, 2))
+    axes = tuple(range(len(starts or ()))) if op.input(3) is None else ints(graph, op.input(3))
+    steps = (1,) * len(starts or ()) if op.input(4) is None else ints(graph, op.input(4))
+    if starts is None or ends is None or axes is None or steps is None:
+        return None, ()
+    found = [(0, int(n)) for n in dims]
+    for begin, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        found[axis] = slice(begin, end, step).indices(int(dims[axis]))[:2]
+    return found, steps
 
 
 @rule("part_of_zeros", {"Pad"})

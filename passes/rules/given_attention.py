@@ -1,7 +1,8 @@
 """Attention that the model holds as one operator (opset 23) gets the form of attention that exporters write out.
 
-A mask of booleans becomes an added one, once for all layers that read it. A constant mask becomes causal order or a window, as far
-as it says no more, and one of zeros disappears. Repeated heads of keys and values are read once per group of queries.
+A mask of booleans becomes an added one, once for all layers that read it, unless its rows need padding. A constant mask becomes
+causal order or a window, as far as it says no more, and one of zeros disappears. Repeated heads of keys and values are read once
+per group of queries.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from optdnn.passes.support.attention_mask import window
 from optdnn.passes.support.facts import operand
 from optdnn.passes.support.repeated_heads import unrepeated
 from optdnn.passes.support.views import trace
-from optdnn.types import FP64, Array
+from optdnn.types import FP64, Array, Shape
 
+ALIGNED = 8
+"""Elements of 16 bits in a vector that a kernel loads."""
 _MASK = 3
 """The slot of Attention's mask."""
 
@@ -38,6 +41,8 @@ def given_mask(graph: Graph, op: Op) -> Match | Miss | None:
 
     if not boolean and attrs is None:
         return None
+    if added is None and not _aligned(graph.type(mask).dims):
+        return Miss("kernels make the mask themselves, with padded rows")
 
     def build(patch: Patch) -> None:
         given: Value | None = None
@@ -52,6 +57,12 @@ def given_mask(graph: Graph, op: Op) -> Match | Miss | None:
             patch.replace(Value(op.id, port), Value(made.id, port))
 
     return Match((op,), build)
+
+
+def _aligned(dims: Shape) -> bool:
+    """Whether kernels read the rows of a mask in aligned vectors, or only one row of it."""
+    keys = dims[-1]
+    return dims[-2:-1] in ((), (1,)) or (isinstance(keys, int) and keys % ALIGNED == 0)
 
 
 def _added(mask: Array) -> Array:

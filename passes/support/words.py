@@ -97,6 +97,7 @@ RULES: Mapping[str, str] = {
     "concat_of_parts": "tensors that are put together from their parts replaced by the tensor",
     "added_part": "additions to a part of a tensor written as additions to the tensor",
     "pad_of_pad": "Pads in a row merged",
+    "part_of_pad": "parts of Pads taken from their operands",
     "part_of_zeros": "parts with zeros around them written as selections",
     "merged_stack": "stacks that are merged with the next axis written as concatenations",
     "concat_of_split": "concatenations of all parts of a value replaced by the value",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
@@ -150,6 +152,41 @@ def test_other_paddings_stay_apart(value: float, mode: str, pads: tuple[int, int
     x = n.op("Pad", n.op("Exp", n.input(2, 5)), n.ints(1, 0, 1, 0), attrs=PadAttrs())
     y = n.op("Pad", x, n.ints(*pads), value, n.ints(1), attrs=PadAttrs(mode))
     check_untouched(CANON, n.done(y))
+
+
+def padded_part(
+    begins: tuple[int, ...], ends: tuple[int, ...], step: int = 1, readers: int = 1, value: float = 0.0
+) -> Graph:
+    """A part, from ``begins`` to ``ends``, of a (4, 5) tensor with two rows before it, and two columns after it."""
+    n = Net()
+    x = n.op("Pad", n.op("Exp", n.input(4, 5)), n.ints(2, 0, 0, 2), value, attrs=PadAttrs())
+    y = n.op("Slice", x, n.ints(*begins), n.ints(*ends), n.ints(0, 1), n.ints(step, 1))
+    return n.done(n.op("Neg", y), *(n.op("Abs", x) for _ in range(readers - 1)))
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends", "kinds"),
+    [((2, 0), (6, 5), {}), ((3, 1), (5, -2), {"Slice": 1}), ((1, 0), (6, 6), {"Pad": 1})],
+    ids=["all of it", "inside", "fewer zeros"],
+)
+def test_a_part_of_a_padded_tensor(begins: Any, ends: Any, kinds: dict[str, int]) -> None:
+    expected = {"Exp": 1, "Neg": 1, **kinds}
+    check_pass(CANON, padded_part(begins, ends), changes=1, kinds=expected, rules={"part_of_pad": 1})
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        padded_part((1, 0), (4, 6)),
+        padded_part((2, 0), (6, 5), readers=2),
+        padded_part((2, 0), (6, 5), step=2),
+        padded_part((2, 0), (6, 5), value=1.0),
+        padded_part((2, 5), (5, 7)),
+    ],
+    ids=["cut and padded", "padded too", "a step", "ones", "only zeros"],
+)
+def test_other_parts_of_a_padded_tensor_stay(graph: Graph) -> None:
+    check_untouched(CANON, graph)
 
 
 def test_a_part_of_another_tensor_at_its_place_is_selected() -> None:

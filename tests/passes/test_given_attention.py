@@ -13,21 +13,23 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.passes.fuse_attention import FuseAttention
 
-B, H, L, D = 2, 4, 5, 4
+B, H, L, D = 2, 4, 8, 4
 EARLIER = np.tril(np.ones((L, L), bool))
 
 
-def given(mask: Any = None, *, layers: int = 1, shared: int = H, results: int = 1, **attrs: Any) -> Graph:
+def given(
+    mask: Any = None, *, tokens: int = L, layers: int = 1, shared: int = H, results: int = 1, **attrs: Any
+) -> Graph:
     """Attentions of inputs; ``shared`` heads of keys and values are repeated.
 
-    ``mask``: an array, or "computed" for one of booleans that depends on an input."""
+    ``mask``: an array, or the number of rows of one of booleans that is computed."""
     n = Net(np.float64)
-    if isinstance(mask, str):
-        mask = n.op("Greater", n.input(B, 1, L, L, name="m"), 0.0)
+    if isinstance(mask, int):
+        mask = n.op("Greater", n.input(B, 1, mask, tokens, name="m"), -1.0)
     elif mask is not None:
         mask = n.const(mask, mask.dtype)
-    x = n.input(B, H, L, D, name="q")
-    k, v = (n.input(B, shared, L, D, name=name) for name in "kv")
+    x = n.input(B, H, tokens, D, name="q")
+    k, v = (n.input(B, shared, tokens, D, name=name) for name in "kv")
     if shared != H:
         k, v = (repeated(n, value) for value in (k, v))
     for _ in range(layers):
@@ -83,15 +85,20 @@ def test_a_constant_mask_that_lacks_keys_is_added() -> None:
     assert graph.type(attention(graph).inputs[3]).dims == (L, L - 2)  # type: ignore[arg-type]
 
 
-def test_layers_add_one_mask() -> None:
-    graph, _ = check_pass(FuseAttention(), given("computed", layers=2), changes=2, rules={"given_mask": 2})
+@pytest.mark.parametrize(("rows", "tokens"), [(L, L), (1, 5)])
+def test_layers_add_one_mask(rows: int, tokens: int) -> None:
+    graph, _ = check_pass(FuseAttention(), given(rows, tokens=tokens, layers=2), changes=2, rules={"given_mask": 2})
     masks = [graph.op(op.inputs[3]) for op in graph.of_kind("Attention")]  # type: ignore[arg-type]
     assert {op.kind for op in masks} == {"Where"}
     assert len({op.inputs[0] for op in masks}) == 1
 
 
+def test_rows_that_need_padding_stay_booleans() -> None:
+    check_refused(FuseAttention(), given(5, tokens=5), because="kernels make the mask themselves, with padded rows")
+
+
 def test_results_are_handed_over() -> None:
-    graph, _ = check_pass(FuseAttention(), given("computed", results=4), changes=1, rules={"given_mask": 1})
+    graph, _ = check_pass(FuseAttention(), given(L, results=4), changes=1, rules={"given_mask": 1})
     assert len(attention(graph).outputs) == 4
 
 
