@@ -29,7 +29,7 @@ class OneFloat(Pass):
         plan = context.plan or PrecisionPlan.of_option(context.precision)
         if not context.on_gpu or plan.quantizes or plan.packs or plan.floats not in (("fp16",), ("bf16",)):
             return
-        widening = [op for op in graph.of_kind("Cast") if _widens(graph, op)]
+        widening = [op for op in graph.ops() if _widens(graph, op)]
         if not widening:
             return
         if (why := _refusal(graph)) is not None:
@@ -45,12 +45,12 @@ def _is_half(graph: Graph, value: Value | None) -> bool:
 
 
 def _widens(graph: Graph, op: Op) -> bool:
-    """Whether a Cast between computed values converts 16-bit floats to fp32."""
-    source = operand(op)
-    inside = graph.op(source).kind not in ("Input", "Constant") and any(
-        u.kind != "Output" for u in graph.users(op.value)
-    )
-    return inside and _is_half(graph, source) and op.outputs[0].type.dtype == FP32
+    """Whether 16-bit floats become fp32 between computed values: in a Cast, or in a norm with a scale in fp32 (Gemma)."""
+    source = op.input(0)
+    if op.kind in STRUCTURAL or not _is_half(graph, source) or op.outputs[0].type.dtype != FP32:
+        return False
+    inside = graph.op(operand(op)).kind not in ("Input", "Constant") or op.kind != "Cast"
+    return inside and any(u.kind != "Output" for u in graph.users(op.value))
 
 
 def _refusal(graph: Graph) -> str | None:

@@ -19,7 +19,7 @@ from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes import one_float
 from optdnn.passes.base import PassContext
 from optdnn.passes.one_float import OneFloat
-from optdnn.types import BF16, FP16, FP32, INT8, DType
+from optdnn.types import BF16, FP16, FP32, INT8, DType, dtype_name
 
 GPU = PassContext(target="cuda:sm_90a", precision="fp16")
 
@@ -63,6 +63,24 @@ def test_the_launches_are_those_of_the_network_in_fp32() -> None:
     mixed, plain = (lowered(layer(half, given=FP32), "fp16") for half in (FP16, FP32))
     assert kinds(mixed)[:-1] == kinds(plain)[:-1]  # the last norm of the other one stores fp32
     assert "Pointwise" not in kinds(mixed)[1:]
+
+
+def scaled_norms(half: DType = FP16) -> Graph:
+    """Norms of 16-bit floats whose scales are fp32, as PyTorch exports Gemma to opset 23."""
+    n = Net(half)
+    rows = n.input(2, 8, 32, dtype=half)
+    for _ in range(2):
+        scale = n.const(n.rng.uniform(0.5, 2, 32), FP32)
+        rows = n.matmul(cast(n, n.op("RMSNormalization", rows, scale, attrs=LayerNormAttrs()), half), 32)
+    return n.done(rows)
+
+
+@pytest.mark.parametrize("half", [FP16, BF16])
+def test_norms_with_a_scale_in_fp32_give_fp32(half: DType) -> None:
+    graph, _ = check_pass(OneFloat(), scaled_norms(half), changes=1, context=GPU, promoted_changes=0)
+    inside = [op for op in graph.ops() if op.kind not in ("Input", "Output", "Cast", "Constant")]
+    assert {o.type.dtype for op in inside for o in op.outputs} == {FP32}
+    assert "Pointwise" not in kinds(lowered(scaled_norms(half), dtype_name(half)))
 
 
 @pytest.mark.parametrize(

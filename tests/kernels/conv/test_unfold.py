@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "steps": {"shape": (2, 9, 3, 8), "step": 2, "pads": (1, 0), "starts": (0, 1)},
     "distances": {"shape": (2, 5, 2, 16), "pads": (2, 2), "starts": (0, 2, 4)},
     "backwards": {"starts": (2, 1, 0)},
-    "the same twice": {"starts": (1, 1)},
+    "the same twice": {"starts": (2, 2)},
     "nothing but padding": {"shape": (2, 1, 3, 8), "pads": (4, 4), "count": 2, "starts": (0, 2, 4, 6)},
     "before the axis": {"axis": 2, "along": 1, "shape": (2, 3, 6, 8), "count": 6},
     "in groups": {"shape": (2, 4, 3, 2, 4), "along": 4, "count": 4},
