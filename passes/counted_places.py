@@ -1,20 +1,26 @@
-"""The number of elements that are not zero is a sum, where only the number is read.
+"""The number of elements that are not zero is a sum, where only the number is read; a padded list of their places is a scatter.
 
 PyTorch's RetinaNet and FCOS list the scores that exceed a threshold. Once the best ones are selected from all (``masked_rows``),
 only the length of the list is used. NonZero runs on the CPU, since its size depends on data; the sum runs on a GPU.
+Mochi (Genmo, 2024) gathers the words of a prompt that its mask selects. ``pad_rows`` pads their places to a row of known length.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
+from optdnn.ops.gather import ScatterElementsAttrs
+from optdnn.ops.index import ConcatAttrs, CumulativeAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import in_shape, operand
+from optdnn.passes.support.facts import in_shape, operand, producer
 from optdnn.types import BOOL, INT64
+
+MOST_PLACES = 1 << 14
+"""Most elements whose places are listed by a scan."""
 
 
 @rule("counted_places", {"NonZero"})
@@ -23,22 +29,97 @@ def counted_places(graph: Graph, op: Op) -> Match | Miss | None:
     shapes = graph.users(op.value)
     if not shapes or any(s.kind != "Shape" for s in shapes) or not graph.type(operand(op)).is_static:
         return None
-    if any((s.attrs.start, s.attrs.end) not in ((1, None), (1, 2), (-1, None)) for s in shapes):
+    if not all(_counts_columns(s) for s in shapes):
         return Miss("the number of its rows is read as well")
 
     def build(patch: Patch) -> None:
-        x = operand(op)
-        if graph.type(x).dtype != BOOL:
-            zero = patch.constant(np.zeros((), graph.type(x).dtype), "zero")
-            x = patch.add("Not", [patch.add("Equal", [x, zero])])
-        ones = patch.add("Cast", [x], CastAttrs(INT64))
-        total = in_shape(patch, patch.add("ReduceSum", [ones, None], ReduceAttrs(keepdims=False)), (1,))
+        total = _total(patch, _ones(patch, operand(op)))
         for shape in shapes:
             patch.replace(shape.value, total)
 
     return Match((op, *shapes), build)
 
 
+@rule("padded_places", {"NonZero"})
+def padded_places(graph: Graph, op: Op) -> Match | Miss | None:
+    """A NonZero of a vector whose places are read in a row of known length, as ``pad_rows`` pads them.
+
+    A scatter writes the places in their order, and behind them the other ones, which a spare place hides."""
+    users = graph.users(op.value)
+    joints = [u for u in users if u.kind == "Concat"]
+    shapes = [u for u in users if u.kind == "Shape"]
+    dims = graph.type(operand(op)).dims
+    if not joints or len(joints) + len(shapes) < len(users) or len(dims) != 1 or not isinstance(dims[0], int):
+        return None
+    size, reads = dims[0], [u for joint in joints for u in graph.users(joint.value)]
+    if not all(_counts_columns(s) for s in shapes) or not all(_spared(graph, joint) for joint in joints):
+        return None
+    if not all(_reads_cyclically(graph, u) for u in reads):
+        return None
+    if not 0 < size <= MOST_PLACES:
+        return Miss(
+            f"it lists the places of {size} elements; a scan of more than {MOST_PLACES} takes longer than the CPU"
+        )
+
+    def build(patch: Patch) -> None:
+        ones = _ones(patch, operand(op))
+        total, places = _total(patch, ones), patch.constant(np.arange(size), "places")
+        before = patch.add("CumSum", [ones, patch.constant(np.array(0, np.int64), "axis")], CumulativeAttrs())
+        one = patch.constant(np.array([1], np.int64), "one")
+        behind = patch.add("Sub", [patch.add("Add", [total, places]), before])
+        chosen = patch.add("Cast", [ones], CastAttrs(BOOL))
+        at = patch.add("Where", [chosen, patch.add("Sub", [before, one]), behind])
+        empty = patch.constant(np.zeros(size, np.int64), "empty")
+        listed = patch.add("ScatterElements", [empty, at, places], ScatterElementsAttrs(0))
+        given = patch.add("Less", [places, total])
+        for joint in joints:
+            spare = in_shape(patch, operand(joint, 1), (1,))
+            row = in_shape(patch, patch.add("Where", [given, listed, spare]), (1, size))
+            whole = patch.add("Concat", [row, operand(joint, 1)], ConcatAttrs(1))
+            for gather in graph.users(joint.value):
+                patch.replace(gather.value, patch.add("Gather", [whole, gather.inputs[1]], gather.attrs))
+        for shape in shapes:
+            patch.replace(shape.value, total)
+
+    return Match((op, *joints, *shapes, *reads), build)
+
+
+def _counts_columns(shape: Op) -> bool:
+    """Whether a Shape of the list gives only the number of its columns."""
+    return (shape.attrs.start, shape.attrs.end) in ((1, None), (1, 2), (-1, None))
+
+
+def _ones(patch: Patch, x: Value) -> Value:
+    """1 for each element that is not zero, and 0 for the others."""
+    if patch.type(x).dtype != BOOL:
+        zero = patch.constant(np.zeros((), patch.type(x).dtype), "zero")
+        x = patch.add("Not", [patch.add("Equal", [x, zero])])
+    return patch.add("Cast", [x], CastAttrs(INT64))
+
+
+def _total(patch: Patch, ones: Value) -> Value:
+    return in_shape(patch, patch.add("ReduceSum", [ones, None], ReduceAttrs(keepdims=False)), (1,))
+
+
+def _spared(graph: Graph, joint: Op) -> bool:
+    """Whether a Concat appends one place to the list."""
+    places = [graph.op(operand(joint, k)).kind == "NonZero" for k in range(len(joint.inputs))]
+    return joint.attrs.axis in (1, -1) and places == [True, False] and graph.type(operand(joint, 1)).dims == (1, 1)
+
+
+def _reads_cyclically(graph: Graph, gather: Op) -> bool:
+    """Whether a Gather takes columns by numbers that are not negative: ``k % max(n, 1)``."""
+    if gather.kind != "Gather" or gather.attrs.axis not in (1, -1):
+        return False
+    numbers = producer(graph, gather.inputs[1], {"Mod"})
+    count = None if numbers is None else producer(graph, numbers.inputs[1], {"Max"})
+    if numbers is None or count is None or numbers.attrs.fmod:
+        return False
+    known = graph.constant_value(numbers.inputs[0])
+    least = [c.min() for v in count.inputs if (c := graph.constant_value(v)) is not None and c.size]
+    return known is not None and bool((known >= 0).all()) and max(least, default=0) > 0
+
+
 class CountedPlaces(RulePass):
     name = "counted_places"
-    rules = (counted_places,)
+    rules = (counted_places, padded_places)

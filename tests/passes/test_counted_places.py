@@ -1,4 +1,4 @@
-"""counted_places: lists of places of which only the length is read become sums; refusals."""
+"""counted_places: lists of places of which only the length is read become sums, padded ones scatters; refusals."""
 
 from __future__ import annotations
 
@@ -35,3 +35,46 @@ def test_lists_that_are_read_are_untouched() -> None:
 
 def test_other_parts_of_the_shape_are_refused() -> None:
     check_refused(CountedPlaces(), listed("n = Shape(places)", "int64[2] n"), because="its rows is read as well")
+
+
+def padded(
+    *, source: str = "mask = Greater(x, limit)", limit: float = 0.0, size: int = 12, first: int = 0, least: int = 1,
+    joint: str = "Concat<axis = 1>(places, spare)", more: str = "", outputs: str = "",
+) -> str:  # fmt: skip
+    """The places of the elements above ``limit``, repeated to 12 columns, and their number."""
+    numbers = ", ".join(str(k) for k in range(first, first + 12))
+    return f"""<ir_version: 9, opset_import: ["": 17]>
+    g (float[{size}] x) => (int64[1,12] y, int64[1] n{outputs}) <float limit = {{{limit}}}, int64[1,1] spare = {{3}},
+        int64[1] least = {{{least}}}, int64[12] numbers = {{{numbers}}}>
+    {{ {source} places = NonZero(mask) n = Shape<start = 1>(places) row = {joint} there = Max(n, least)
+       at = Mod(numbers, there) y = Gather<axis = 1>(row, at) {more} }}"""
+
+
+@pytest.mark.parametrize("source", ["mask = Greater(x, limit)", "mask = Relu(x)"])
+def test_a_padded_list_is_a_scatter(source: str) -> None:
+    graph, _ = check_pass(CountedPlaces(), padded(source=source), changes=1, rules={"padded_places": 1})
+    assert (len(graph.of_kind("NonZero")), len(graph.of_kind("ScatterElements"))) == (0, 1)
+
+
+@pytest.mark.parametrize("limit", [-100.0, 100.0], ids=["all of them", "none of them"])
+def test_a_padded_list_of_all_places_and_of_none(limit: float) -> None:
+    check_pass(CountedPlaces(), padded(limit=limit), changes=1, depends_on_input=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        padded(first=-1),
+        padded(least=0),
+        padded(joint="Concat<axis = 1>(spare, places)"),
+        padded(more="z = Neg(places)", outputs=", int64[1,m] z"),
+        padded(more="z = Neg(row)", outputs=", int64[1,m] z"),
+    ],
+    ids=["negative numbers", "a divisor of zero", "a place in front", "the list is read", "all of the row is read"],
+)
+def test_lists_that_are_read_otherwise_are_untouched(text: str) -> None:
+    check_untouched(CountedPlaces(), text)
+
+
+def test_long_lists_stay() -> None:
+    check_refused(CountedPlaces(), padded(size=20000), because="a scan of more than 16384 takes longer than the CPU")
