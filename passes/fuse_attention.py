@@ -243,7 +243,7 @@ def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> At
     scale = scores.factor * a * b * more * extra
     if not 0 < scale < float("inf"):
         return Miss(f"the scores are multiplied by {scale:g}; a scale is positive")
-    lead = _lead(leads, q)
+    lead = _lead(leads, (q, k, v))
     if scores.groups != 1:
         q = q.reshape((*lead, graph.type(scores.ops[0].value).dims[-2], q.shape[-1]))
     fitted: list[View] = []
@@ -313,16 +313,17 @@ def _scaled_view(graph: Graph, view: View) -> tuple[View, float]:
     return view, factor
 
 
-def _lead(leads: Sequence[Shape], q: View) -> Shape:
-    """(batch, heads): from the scores if they have both axes somewhere, else from the queries, else all in one axis."""
+def _lead(leads: Sequence[Shape], operands: Sequence[View]) -> Shape:
+    """(batch, heads): from the scores if they have both axes somewhere, else from an operand, else all in one axis."""
     for lead in leads:
         if len(lead) == 2:
             return lead
     (lead, *_) = leads
-    for move in reversed(q.moves[:-1]):
-        heads = len(move.shape) == 4 and len(lead) == 1 and move.shape[-2:] == q.shape[-2:]
-        if heads and move.shape[0] * move.shape[1] == lead[0]:
-            return move.shape[:2]
+    for x in operands:
+        for move in reversed(x.moves[:-1]):
+            heads = len(move.shape) == 4 and len(lead) == 1 and move.shape[-2:] == x.shape[-2:]
+            if heads and move.shape[0] * move.shape[1] == lead[0]:
+                return move.shape[:2]
     if len(lead) < 2:
         return (*lead, *(1,) * (2 - len(lead)))
     return (size_of(lead[:-1]), lead[-1])

@@ -70,6 +70,34 @@ def concat_of_split(graph: Graph, op: Op) -> Match | None:
     return None
 
 
+@rule("turned_parts", {"Concat"})
+def turned_parts(graph: Graph, op: Op) -> Match | None:
+    """Equal parts of one tensor along an axis that are joined along another one are a view of it: the axis of the parts moves.
+
+    Set Transformer (Lee et al., 2019) joins its heads along the batch, and takes them apart in the same way."""
+    split = producer(graph, op.inputs[0], {"Split"})
+    parts = [] if split is None else [Value(split.id, port) for port in range(len(split.outputs))]
+    if split is None or list(op.inputs) != parts or not op.outputs[0].type.is_static or len(parts) < 2:
+        return None
+    dims = graph.type(operand(split)).static_shape
+    along, onto = (normalize_axis(x.attrs.axis, len(dims)) for x in (split, op))
+    if along == onto or len({o.type.dims for o in split.outputs}) > 1:
+        return None
+    if any(u.id != op.id for port in parts for u in graph.users(port)):
+        return None
+    count = len(parts)
+    cut = (*dims[:along], count, dims[along] // count, *dims[along + 1 :])
+    order = [k for k in range(len(cut)) if k != along]
+    order.insert(onto, along)
+
+    def build(patch: Patch) -> Value:
+        x = in_shape(patch, operand(split), cut)
+        x = patch.add("Transpose", [x], TransposeAttrs(tuple(order)))
+        return in_shape(patch, x, op.outputs[0].type.dims)
+
+    return Match((op, split), build)
+
+
 @rule("merged_stack", {"Reshape"})
 def merged_stack(graph: Graph, op: Op) -> Match | None:
     """``reshape(stack(a, b))`` is ``concat(a, b)`` if it merges the new axis with the next one.

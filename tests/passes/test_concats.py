@@ -273,3 +273,30 @@ def test_other_stacks_stay() -> None:
     parts = [n.op("Unsqueeze", n.input(2, 3, 4, name=name), n.ints(1)) for name in "ab"]
     stack = n.op("Concat", *parts, attrs=ConcatAttrs(1))
     check_untouched(Canonicalize(), n.done(n.op("Reshape", stack, n.ints(2, 6, 4)), n.op("Exp", stack)))
+
+
+def turned(
+    axis: int, onto: int, sizes: tuple[int, ...] = (2, 2, 2), *, order: tuple[int, ...] = (), readers: int = 1
+) -> Graph:
+    """Parts of a (4, 6, 6) tensor along ``axis`` that are joined along ``onto``."""
+    n = Net(np.float64)
+    x = n.op("Exp", n.input(4, 6, 6))
+    parts = n.op("Split", x, n.ints(*sizes), outputs=len(sizes), attrs=SplitAttrs(axis))
+    joined = n.op("Concat", *(parts[k] for k in order or range(len(sizes))), attrs=ConcatAttrs(onto))
+    return n.done(n.op("Neg", joined), *(n.op("Abs", parts[0]) for _ in range(readers - 1)))
+
+
+@pytest.mark.parametrize(("axis", "onto"), [(2, 0), (0, 2), (1, 2), (-1, 1)])
+def test_equal_parts_joined_along_another_axis_are_a_view(axis: int, onto: int) -> None:
+    kinds = {"Exp": 1, "Neg": 1, "Reshape": 2, "Transpose": 1}
+    sizes = (2, 2) if axis == 0 else (2, 2, 2)
+    check_pass(Canonicalize(), turned(axis, onto, sizes), changes=1, rules={"turned_parts": 1}, kinds=kinds)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [turned(2, 0, order=(1, 0, 2)), turned(2, 0, order=(0, 1)), turned(2, 0, readers=2)],
+    ids=["another order", "some of them", "read alone"],
+)
+def test_other_parts_joined_along_another_axis_stay(graph: Graph) -> None:
+    check_untouched(Canonicalize(), graph)

@@ -22,6 +22,7 @@ from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_attention import FuseAttention
 
 B, H, L, D = 2, 3, 5, 4
+HEADS_OUT = TransposeAttrs((2, 0, 1, 3))
 ONE = {"Attention": 1}
 CUDA = PassContext("cuda:sm_90a")
 
@@ -490,6 +491,21 @@ def test_two_dimensions_are_one_head() -> None:
     p = n.op("Softmax", n.op("MatMul", n.input(L, D, name="q"), n.input(D, 7, name="k")))
     graph, _ = check_pass(FuseAttention(), n.done(n.op("MatMul", p, n.input(7, D, name="v"))), changes=1)
     assert graph.type(attention(graph).inputs[0]).shape == (1, 1, L, D)  # type: ignore[arg-type]
+
+
+def test_heads_in_front_of_the_batch() -> None:
+    """Set Transformer's pooling: constant queries, and heads of keys and values joined along the batch."""
+    n = Net(np.float64)
+    q = n.random(H * B, L, D)
+    x = n.input(B, 7, H * D, name="x")
+    k, v = (
+        n.op("Reshape", n.op("Transpose", n.op("Reshape", y, n.ints(B, 7, H, D)), attrs=HEADS_OUT), n.ints(H * B, 7, D))
+        for y in (x, n.op("Exp", x))
+    )
+    kt = n.op("Transpose", k, attrs=TransposeAttrs((0, 2, 1)))
+    y = n.op("MatMul", n.op("Softmax", n.op("MatMul", q, kt)), v)
+    graph, _ = check_pass(FuseAttention(), n.done(y), changes=1)
+    assert [graph.type(operand).dims[:2] for operand in attention(graph).inputs[:3] if operand] == [(H, B)] * 3
 
 
 # ---------------------------------------------------------------- what is refused
