@@ -2,7 +2,7 @@
 
 Both are linear and one works within channels, the other across them: they may change places (the pool branches of Inception).
 The bias follows the pool, which would count padding with it otherwise. As a depthwise convolution the pool takes in the bias and
-the activation after it.
+the activation after it. A pool of single points with strides is a Slice: the shortcuts of ArcFace's network (Deng et al., 2019).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.conv import ConvAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import operand, producer
+from optdnn.passes.support.facts import integers, operand, producer
 
 FEWER = 2
 """The convolution must have at least so many times as many channels in as out."""
@@ -50,6 +50,26 @@ def pool_last(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, pool), build)
 
 
+@rule("pool_of_points", {"AveragePool", "MaxPool"})
+def pool_of_points(graph: Graph, op: Op) -> Match | None:
+    """A pool whose windows have one point takes every s-th point."""
+    a, dims, after = op.attrs, graph.type(operand(op)).shape, op.outputs[0].type.shape
+    if math.prod(a.kernel_shape) != 1 or any(a.pads) or len(op.outputs) > 1 or dims is None or after is None:
+        return None
+    axes = [2 + k for k, s in enumerate(a.strides) if s > 1]
+    steps = [s for s in a.strides if s > 1]
+    if not axes or any(
+        not isinstance(dims[k], int) or after[k] != -(-dims[k] // s) for k, s in zip(axes, steps, strict=True)
+    ):
+        return None
+    limits = ([0] * len(axes), [dims[k] for k in axes], axes, steps)
+
+    def build(patch: Patch) -> Value:
+        return patch.add("Slice", [operand(op), *(integers(patch, each, "limits") for each in limits)])
+
+    return Match((op,), build)
+
+
 class PoolLast(RulePass):
     name = "pool_last"
-    rules = (pool_last,)
+    rules = (pool_last, pool_of_points)

@@ -259,6 +259,7 @@ RULES: Mapping[str, str] = {
     "partial_sum": "additions to some channels of a convolution replaced by additions to all channels",
     "long_stride": "long strides of sequences turned into blocks of positions",
     "pool_last": "average pools moved after convolutions with fewer channels",
+    "pool_of_points": "pools of single points written as Slices",
     "patch_rows": "patch embeddings written as matrix products",
     "cut_patches": "embeddings of patches that are already cut written as matrix products",
     "integer_patch_rows": "patch embeddings of integers written as matrix products",

@@ -1,4 +1,4 @@
-"""pool_last: average pools change places with 1x1 convolutions that have fewer channels out than in."""
+"""pool_last: average pools change places with 1x1 convolutions that have fewer channels out than in; pools of points."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 
 from optdnn.ir.graph import Graph
+from optdnn.ops.pool import AveragePoolAttrs, MaxPoolAttrs
 from optdnn.passes.pool_last import PoolLast
 
 LAST = PoolLast()
@@ -60,3 +61,25 @@ def test_refusals(options: dict[str, Any], because: str) -> None:
 @pytest.mark.parametrize("options", [{"strides": 2}, {"kernel": 3, "conv_pads": 1}, {"group": 2}, {"conv_pads": 1}])
 def test_other_pairs_are_no_candidates(options: dict[str, Any]) -> None:
     check_untouched(LAST, branch(**options))
+
+
+def points(
+    kind: str = "MaxPool", *, size: tuple[int, ...] = (1, 1), strides: tuple[int, ...] = (2, 3), **attrs: Any
+) -> Graph:
+    n = Net()
+    own = MaxPoolAttrs if kind == "MaxPool" else AveragePoolAttrs
+    x = n.op("Exp", n.input(2, 3, 8, 9))
+    pool = n.op(kind, x, attrs=own(size, strides, attrs.pop("pads", (0, 0, 0, 0)), (1, 1), **attrs))
+    return n.done(n.op("Neg", pool))
+
+
+@pytest.mark.parametrize("kind", ["MaxPool", "AveragePool"])
+@pytest.mark.parametrize("strides", [(2, 3), (1, 2), (5, 1)])
+def test_a_pool_of_points_is_a_slice(kind: str, strides: tuple[int, ...]) -> None:
+    kinds = {"Exp": 1, "Neg": 1, "Slice": 1}
+    check_pass(LAST, points(kind, strides=strides), changes=1, rules={"pool_of_points": 1}, kinds=kinds)
+
+
+@pytest.mark.parametrize("options", [{"size": (1, 2)}, {"strides": (1, 1)}, {"pads": (0, 0, 1, 0)}], ids=str)
+def test_other_pools_stay(options: dict[str, Any]) -> None:
+    check_untouched(LAST, points(**options))
