@@ -58,11 +58,12 @@ def pool_of_points(graph: Graph, op: Op) -> Match | None:
         return None
     axes = [2 + k for k, s in enumerate(a.strides) if s > 1]
     steps = [s for s in a.strides if s > 1]
-    if not axes or any(
-        not isinstance(dims[k], int) or after[k] != -(-dims[k] // s) for k, s in zip(axes, steps, strict=True)
-    ):
+    sizes = [n for k in axes if isinstance(n := dims[k], int)]
+    if not axes or len(sizes) < len(axes):
         return None
-    limits = ([0] * len(axes), [dims[k] for k in axes], axes, steps)
+    if any(after[k] != -(-n // s) for k, n, s in zip(axes, sizes, steps, strict=True)):
+        return None
+    limits = ([0] * len(axes), sizes, axes, steps)
 
     def build(patch: Patch) -> Value:
         return patch.add("Slice", [operand(op), *(integers(patch, each, "limits") for each in limits)])
