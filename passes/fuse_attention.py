@@ -40,6 +40,7 @@ from optdnn.passes.rules.merged_heads import heads_before_parts, heads_behind_po
 from optdnn.passes.rules.normalized_keys import normalized_keys
 from optdnn.passes.rules.ordered_features import ordered_features
 from optdnn.passes.rules.shared_weights import shared_weights
+from optdnn.passes.rules.turned_features import turned_features
 from optdnn.passes.support.attention_mask import added, constant_sum, refuse, rounded, window
 from optdnn.passes.support.attention_scores import DEPTH, Scores, factor_of, find_scores, has_stages, row_groups
 from optdnn.passes.support.attention_sinks import drops_last, find_sinks, per_head, sinks_operand
@@ -351,6 +352,7 @@ class FuseAttention(RulePass):
         written_attention,
         given_mask,
         repeated_heads,
+        turned_features,
         normalized_keys,
         merged_heads,
         heads_behind_positions,
