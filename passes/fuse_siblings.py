@@ -29,6 +29,7 @@ from optdnn.ops.base import Stage
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.rules.outer_parts import OuterPart
+from optdnn.passes.rules.rows_of_one_index import RowsOfOneIndex
 from optdnn.passes.support.common_kernel import common_kernel
 from optdnn.passes.support.facts import bytes_of, integers, operand
 from optdnn.passes.support.siblings import Family, Member, joined, member_of, side_by_side
@@ -293,4 +294,4 @@ def _unprofitable(graph: Graph, x: Value, family: Family, target: str) -> str | 
 
 class FuseSiblings(RulePass):
     name = "fuse_siblings"
-    rules = (MergeSiblings(), GroupSiblings(), OuterPart())
+    rules = (MergeSiblings(), GroupSiblings(), OuterPart(), RowsOfOneIndex())

@@ -323,6 +323,7 @@ RULES: Mapping[str, str] = {
     "heads_behind_positions": "heads of attention taken out of a batch behind the positions",
     "normalized_keys": "keys of attention transposed before they are normalized",
     "given_mask": "mask of an attention added, or written as order of keys",
+    "rows_of_one_index": "gathers by one list of indices merged into one",
     "turned_features": "features of queries and keys left in one order",
     "repeated_heads": "repeated heads read once per group",
     "axis_filter": "filters as long as an axis written as products with a banded matrix",

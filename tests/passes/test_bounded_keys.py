@@ -67,12 +67,11 @@ def test_any_number_of_keys(given: dict[str, str], count: int) -> None:
 
 @pytest.mark.parametrize("given", [{}, SELF], ids=["cross", "self"])
 def test_attention_runs_on_the_gpu(given: dict[str, str]) -> None:
-    """The processor finds the positions, and repeats them up to the largest number."""
+    """A scatter finds the positions, which are repeated up to the largest number. Nothing runs on the processor."""
     if given:
         given = {**SELF, "outputs": "float[1,2,11,8] z", "rest": FILLED}
     program = check_simulated(from_text(text(**given)), "fp32")
-    host = [s.params["kind"] for s in program.steps if s.executor == "host"]
-    assert host == ["NonZero", "Shape", "Concat", "Gather"]
+    assert not [s.params["kind"] for s in program.steps if s.executor == "host"]
 
 
 FILLED = """ n = Shape<start = 2, end = 3>(y) left = Sub(all, n) pads = Concat<axis = 0>(begins, left, none) z = Pad(y, pads)"""

@@ -1,0 +1,75 @@
+"""Gathers of rows of several computed tensors by the same indices become one Gather from the tensors side by side.
+
+Gaussian splatting (Kerbl et al., 2023) sorts positions, covariances, colors and opacities by depth; networks of point clouds take
+several features of each point's neighbors. The producers of the tensors write their rows side by side, so that nothing is copied
+for it.
+"""
+
+from __future__ import annotations
+
+import networkx as nx
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.support.facts import in_shape, integers, operand
+from optdnn.types import is_float, normalize_axis
+
+LEAST = 3
+"""The fewest Gathers: of two, one launch is saved, and one copy of rows from an input may be added."""
+MOST_BYTES = 1 << 20
+"""Most bytes of the tensors: copying them takes less time than the launch of a Gather."""
+
+
+class RowsOfOneIndex(Rule):
+    """All Gathers of rows by one list of indices, from tensors of the same dtype and number of rows."""
+
+    name = "rows_of_one_index"
+    kinds = frozenset({"Gather"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        rows = _rows(graph, op)
+        if not context.on_gpu or rows is None or graph.type(operand(op, 1)).rank != 1:
+            return None
+        index, dtype = operand(op, 1), graph.type(op.value).dtype
+        members = [u for u in graph.users(index) if u.value != index and graph.type(u.value).dtype == dtype]
+        members = [u for u in members if (own := _rows(graph, u)) is not None and own[0] == rows[0]]
+        widths = [own[1] for u in members if (own := _rows(graph, u)) is not None]
+        if len(members) < LEAST or len({u.input(0) for u in members}) < len(members):
+            return None
+        if rows[0] * sum(widths) * dtype.itemsize > MOST_BYTES:
+            return Miss(f"the rows take over {MOST_BYTES >> 20} MiB: putting them side by side would take longer")
+        own = {u.id for u in members}
+        if any(nx.ancestors(graph.nx, u.id) & own for u in members):
+            return Miss("the rows of one Gather are computed from those of another one")
+
+        def build(patch: Patch) -> None:
+            columns = [in_shape(patch, operand(u), (rows[0], n)) for u, n in zip(members, widths, strict=True)]
+            taken = patch.add("Gather", [patch.add("Concat", columns, ConcatAttrs(1)), index], GatherAttrs(0))
+            split = patch.add_op(
+                "Split", [taken, integers(patch, widths, "widths")], SplitAttrs(1), outputs=len(members)
+            )
+            for port, u in enumerate(members):
+                patch.replace(u.value, in_shape(patch, Value(split.id, port), graph.type(u.value).dims))
+
+        return Match(tuple(members), build)
+
+
+def _rows(graph: Graph, op: Op) -> tuple[int, int] | None:
+    """Number and width of the rows of a computed vector or matrix of floats that a Gather takes; None for other operators."""
+    if op.kind != "Gather" or op.input(0) is None:
+        return None
+    t = graph.type(operand(op))
+    if (
+        not t.is_static
+        or len(t.dims) not in (1, 2)
+        or not is_float(t.dtype)
+        or normalize_axis(op.attrs.axis, len(t.dims))
+    ):
+        return None
+    if graph.constant_value(operand(op)) is not None:
+        return None
+    number, *width = t.static_shape
+    return number, width[0] if width else 1
