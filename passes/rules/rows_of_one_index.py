@@ -14,7 +14,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule
-from optdnn.passes.support.facts import in_shape, integers, operand
+from optdnn.passes.support.facts import in_shape, integers, is_pointwise, operand
 from optdnn.types import is_float, normalize_axis
 
 LEAST = 3
@@ -41,8 +41,10 @@ class RowsOfOneIndex(Rule):
             return None
         if rows[0] * sum(widths) * dtype.itemsize > MOST_BYTES:
             return Miss(f"the rows take over {MOST_BYTES >> 20} MiB: putting them side by side would take longer")
-        own = {u.id for u in members}
-        if any(nx.ancestors(graph.nx, u.id) & own for u in members):
+        if sum(not _in_registers(graph, u) for u in members) < LEAST:
+            return Miss("pointwise operators take most of the rows as they read them")
+        ids = {u.id for u in members}
+        if any(nx.ancestors(graph.nx, u.id) & ids for u in members):
             return Miss("the rows of one Gather are computed from those of another one")
 
         def build(patch: Patch) -> None:
@@ -55,6 +57,11 @@ class RowsOfOneIndex(Rule):
                 patch.replace(u.value, in_shape(patch, Value(split.id, port), graph.type(u.value).dims))
 
         return Match(tuple(members), build)
+
+
+def _in_registers(graph: Graph, op: Op) -> bool:
+    """Whether pointwise operators are the only readers of the rows of a matrix: their kernels gather them."""
+    return graph.type(operand(op)).rank == 2 and all(is_pointwise(u) for u in graph.users(op.value))
 
 
 def _rows(graph: Graph, op: Op) -> tuple[int, int] | None:

@@ -10,6 +10,7 @@ from support.simulated import check_simulated, kinds
 
 from optdnn.ir.graph import Graph
 from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.index import CumulativeAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_siblings import FuseSiblings
 from optdnn.types import FP32, INT64
@@ -20,10 +21,11 @@ SIBLINGS = FuseSiblings()
 
 def sorted_rows(
     widths: tuple[int, ...] = (0, 3, 4), *, rows: int = 12, axis: int = 0, chained: bool = False, constant: bool = False,
-    twice: bool = False, wide: tuple[int, ...] = (),
+    twice: bool = False, pointwise: bool = False, wide: tuple[int, ...] = (),
 ) -> Graph:  # fmt: skip
     """Rows of tensors of these widths (0: a vector) in the order of an input. ``wide``: tensors in fp64."""
     n = Net()
+    first = n.const(np.array(0), INT64)
     index = n.op("Mod", n.input(rows, dtype=INT64, name="order"), n.ints(rows))
     values = [n.op("Exp", n.input(rows, *([w] if w else []), name=f"x{k}")) for k, w in enumerate(widths)]
     values += [n.op("Exp", n.input(rows, w, dtype=np.dtype(np.float64), name=f"w{k}")) for k, w in enumerate(wide)]
@@ -34,7 +36,7 @@ def sorted_rows(
         taken[-1] = n.op("Gather", values[0], index, attrs=GatherAttrs(0))
     if chained:
         taken.append(n.op("Gather", n.op("Neg", taken[0]), index, attrs=GatherAttrs(0)))
-    return n.done(*(n.op("Abs", y) for y in taken))
+    return n.done(*(n.op("Abs", y) if pointwise else n.op("CumSum", y, first, attrs=CumulativeAttrs()) for y in taken))
 
 
 @pytest.mark.parametrize("widths", [(0, 3, 4), (2, 2, 2, 1)])
@@ -65,6 +67,8 @@ def test_refusals() -> None:
     check_refused(
         SIBLINGS, sorted_rows((0, 3, 0), chained=True), because="computed from those of another one", context=GPU
     )
+    reads = "pointwise operators take most of the rows"
+    check_refused(SIBLINGS, sorted_rows((3, 4, 5), pointwise=True), because=reads, context=GPU)
     check_refused(SIBLINGS, sorted_rows((64, 64, 64), rows=4096), because="would take longer", context=GPU)
 
 
