@@ -142,7 +142,8 @@ static inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
     for (int i = 0; i < 4; i++) word |= u32(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return word;
 }
-static inline u32 rounded_to_tf32(u32 bits) { return (bits + 0x1000) & 0xffffe000u; }   // of finite numbers
+static inline u32 first_part(u32 bits) { return (bits + 0x1000) & 0xffffe000u; }
+static inline u32 rounded_to_tf32(u32 bits) { return first_part(bits); }                  // of finite numbers
 static inline float __fdividef(float a, float b) { return a / b; }
 #define __expf expf
 #define __sinf sinf

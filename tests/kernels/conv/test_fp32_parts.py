@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from support.net import Net
 from support.on_gpu import checked_launches
 from support.one_config import only_of
-from support.simulated import check_simulated, lowered, refusals
+from support.simulated import check_simulated, feeds_of, lowered, refusals
 
+from optdnn.ir.evaluate import evaluate, promote, promoted_feeds
 from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import configs
 from optdnn.kernels.conv import implicit_gemm as gemm
@@ -23,6 +25,7 @@ from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 
 HOPPER = gpu_facts.of_arch("sm_90a")
@@ -202,6 +205,31 @@ EXACT, ROUNDED = 2e-6, 1e-4
 def test_each_configuration_on_a_gpu(name: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     only_of(monkeypatch, NETS[name][1], config)
     assert checked_launches(made(name), "fp32", EXACT)
+
+
+@pytest.mark.hopper
+def test_sums_of_one_sign_have_no_bias_on_a_gpu() -> None:
+    """An error that always has one sign adds up from layer to layer. Truncated first parts gave -2e-6 here."""
+    graph = made("deep")
+    context: Any = Engine(lowered(graph, "fp32", target="cuda:sm_90a")).context()
+    feeds = feeds_of(graph)
+    (got,) = context.run(feeds).values()
+    (want,) = evaluate(promote(graph), promoted_feeds(feeds)).values()
+    assert abs(float(np.mean(got / want - 1))) < 5e-7
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_stays_none_on_a_gpu(value: float) -> None:
+    graph = made("product")
+    context: Any = Engine(lowered(graph, "fp32", target="cuda:sm_90a")).context()
+    feeds = feeds_of(graph)
+    (x,) = feeds.values()
+    x[3, 7] = value
+    (got,) = context.run(feeds).values()
+    assert not np.isfinite(got[3]).any()
+    assert np.isfinite(got[:3]).all()
+    assert np.isfinite(got[4:]).all()
 
 
 @pytest.mark.hopper

@@ -1,9 +1,9 @@
 // Fused attention of fp32 for any tensor-core GPU from sm_80 on: out = softmax(scale * q k^T + mask) v per batch and head, mma.sync fed by a
 // cp.async ring.
 //
-// Tensor cores multiply tf32, which has 11 of fp32's 24 significant bits. So each value is the sum of its first 11 bits and a rest, and a
-// product is the sum of three: first x first, first x rest, rest x first. The fourth, rest x rest, is below 2^-20 of the product (3xTF32:
-// Ootomo and Yokota 2022, and CUTLASS). Tensor cores truncate in their additions. So products with a rest have accumulators of their own
+// Tensor cores multiply tf32, which has 11 of fp32's 24 significant bits. So each value is the sum of a first part, rounded to 11 bits, and a rest,
+// and a product is the sum of three: first x first, first x rest, rest x first. The fourth, rest x rest, is below 2^-22 of the product
+// (3xTF32: Ootomo and Yokota 2022, and CUTLASS). Tensor cores truncate in their additions. So products with a rest have accumulators of their own
 // where the sum becomes an exponent, and the accumulators of each tile of keys are added to the result by fp32 additions.
 //
 // A block takes WARPS sets of 16 queries of one head, which stay in shared memory. Tiles of BLOCK_KEYS keys and their values alternate in a
@@ -35,12 +35,12 @@ struct Params : Operands<float, float> {
 #endif
 };
 
-// The first 11 bits of a value, and the rest; a rounded value has no rest.
+// A value rounded to 11 bits, and the rest; with ROUNDED, the rest is omitted.
 struct Parts {
     u32 first, rest;
     Parts() = default;
     __device__ __forceinline__ Parts(float x) {
-        first = ROUNDED ? rounded_to_tf32(__float_as_uint(x)) : __float_as_uint(x) & 0xffffe000u;
+        first = ROUNDED ? rounded_to_tf32(__float_as_uint(x)) : first_part(__float_as_uint(x));
         rest = ROUNDED ? 0 : __float_as_uint(x - __uint_as_float(first));
     }
 };

@@ -69,6 +69,9 @@ DEVICE void silu_pair(float& x, float& y) {
 DEVICE u16 pack1(float value) { return static_cast<u16>(pack2(value, 0.0f)); }
 DEVICE float unpack1(u16 bits) { return low_float(bits); }
 
+// An fp32 number rounded to the 11 significant bits of tf32, ties away from zero. A NaN may become zero; the number minus this is NaN then.
+DEVICE u32 first_part(u32 bits) { return (bits + 0x1000u) & 0xffffe000u; }
+
 // ---- in-kernel time marks, for finding where a short kernel's time goes (compile with -DPROFILE) ---------------------
 
 #ifdef PROFILE

@@ -1,20 +1,20 @@
 // fp32 products on tensor cores, which multiply tf32: part of conv_sm90.cu.
 //
-// An fp32 value is the sum of its first part (11 bits) and a rest, so a product of two values is a sum of four products. The product of the
-// two rests is omitted: it is below 2^-20 of the whole (3xTF32: Ootomo and Yokota 2022, and CUTLASS). Tensor cores truncate in their
-// additions. So products with a rest have accumulators of their own, and the accumulators of STEPS_TOGETHER K steps are added to the total
-// by fp32 additions.
-// An infinity becomes NaN: its rest is NaN.
+// An fp32 value is the sum of its first part (rounded to 11 bits) and a rest, so a product of two values is a sum of four products. The
+// product of the two rests is omitted: it is below 2^-22 of the whole (3xTF32: Ootomo and Yokota 2022, and CUTLASS). Truncated first parts
+// would make all results too small, an error that adds up from layer to layer. Tensor cores truncate in their additions. So products with a
+// rest have accumulators of their own, and the accumulators of STEPS_TOGETHER K steps are added to the total by fp32 additions.
+// An infinity becomes NaN: its rest is NaN. So does a number that rounds to infinity (above 3.4e38).
 #pragma once
 
 #if PARTS
 static_assert(DIRECT && !STREAM && !BATCHED && !PROLOGUE && !ROW_NORM && !WEIGHTS_STATIONARY && !ALTERNATE && MIN_CTAS == 1 && OPERAND_ITEM == 4, "one tile a block");
-constexpr int STEPS_TOGETHER = 128 / BK > 0 ? 128 / BK : 1;
+constexpr int STEPS_TOGETHER = 64 / BK > 0 ? 64 / BK : 1;
 
 // Replaces a value's bits by those of its first part; returns the rest.
 DEVICE u32 divide(u32& bits) {
     const u32 whole = bits;
-    bits &= 0xffffe000u;
+    bits = first_part(whole);
     return __float_as_uint(__uint_as_float(whole) - __uint_as_float(bits));
 }
 
