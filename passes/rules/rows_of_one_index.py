@@ -34,9 +34,9 @@ class RowsOfOneIndex(Rule):
         if not context.on_gpu or rows is None or graph.type(operand(op, 1)).rank != 1:
             return None
         index, dtype = operand(op, 1), graph.type(op.value).dtype
-        members = [u for u in graph.users(index) if u.value != index and graph.type(u.value).dtype == dtype]
-        members = [u for u in members if (own := _rows(graph, u)) is not None and own[0] == rows[0]]
-        widths = [own[1] for u in members if (own := _rows(graph, u)) is not None]
+        readers = [(u, _rows(graph, u)) for u in graph.users(index) if u.value != index]
+        alike = [(u, r[1]) for u, r in readers if r and r[0] == rows[0] and graph.type(u.value).dtype == dtype]
+        members, widths = [u for u, _ in alike], [n for _, n in alike]
         if len(members) < LEAST or len({u.input(0) for u in members}) < len(members):
             return None
         if rows[0] * sum(widths) * dtype.itemsize > MOST_BYTES:

@@ -1,4 +1,4 @@
-"""counted_places: lists of places of which only the length is read become sums, padded ones scatters; refusals."""
+"""counted_places: lists of places become sums where only their length is read, and scatters where they are padded; refusals."""
 
 from __future__ import annotations
 

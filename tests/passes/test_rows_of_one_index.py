@@ -23,7 +23,7 @@ def sorted_rows(
     widths: tuple[int, ...] = (0, 3, 4), *, rows: int = 12, axis: int = 0, chained: bool = False, constant: bool = False,
     twice: bool = False, pointwise: bool = False, wide: tuple[int, ...] = (),
 ) -> Graph:  # fmt: skip
-    """Rows of tensors of these widths (0: a vector) in the order of an input. ``wide``: tensors in fp64."""
+    """Rows of tensors, taken in the order of an input. ``widths``: of the tensors (0: a vector). ``wide``: tensors in fp64."""
     n = Net()
     first = n.const(np.array(0), INT64)
     index = n.op("Mod", n.input(rows, dtype=INT64, name="order"), n.ints(rows))

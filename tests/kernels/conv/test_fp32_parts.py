@@ -208,14 +208,15 @@ def test_each_configuration_on_a_gpu(name: str, config: Config, monkeypatch: pyt
 
 
 @pytest.mark.hopper
-def test_sums_of_one_sign_have_no_bias_on_a_gpu() -> None:
-    """An error that always has one sign adds up from layer to layer. Truncated first parts gave -2e-6 here."""
+def test_sums_of_one_sign_have_a_small_bias_on_a_gpu() -> None:
+    """An error that always has one sign adds up from layer to layer. On an H200 it is -2.8e-7 here; truncated first parts gave
+    -5.5e-7, and -9.1e-7 with partial sums of 128."""
     graph = made("deep")
     context: Any = Engine(lowered(graph, "fp32", target="cuda:sm_90a")).context()
     feeds = feeds_of(graph)
     (got,) = context.run(feeds).values()
     (want,) = evaluate(promote(graph), promoted_feeds(feeds)).values()
-    assert abs(float(np.mean(got / want - 1))) < 5e-7
+    assert abs(float(np.mean(got / want - 1))) < 4e-7
 
 
 @pytest.mark.hopper
