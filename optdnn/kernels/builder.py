@@ -270,6 +270,11 @@ class Builder:
             return self.operand(value)
         return unmade(array.dtype, array.shape, make=lambda: self.operand(value).buffer)
 
+    def seen(self, value: Value) -> TensorView:
+        """:meth:`source`, but a value that is not computed yet is seen where it would be placed."""
+        known = self.graph.constant_value(value) is not None or value in self.place or self.fetch(value) is not None
+        return self.source(value) if known else self.result(value)
+
     def result(self, value: Value, strides: Sequence[int] | None = None) -> TensorView:
         """:meth:`target`, but the value is placed only when the view is made."""
         found = self.place.get(value, self.reserved.get(value))

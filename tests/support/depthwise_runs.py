@@ -32,10 +32,17 @@ class Run:
     sums: Any
 
 
+def images_of(held: Any, count: int, size: tuple[int, ...], places: tuple[int, int], channels: int) -> Any:
+    """[count, height, width, channels] of a buffer. ``places``: elements from a pixel, and from an image, to the next."""
+    pitch, apart = places
+    strides = (n * held.itemsize for n in (apart, size[1] * pitch, pitch, 1))
+    return np.lib.stride_tricks.as_strided(held, (count, *size, channels), tuple(strides))
+
+
 def run(family: Any, problem: depthwise.Problem, config: Any, folder: Path) -> Run:
-    """The kernel's results. It must not write between the pixels of the result."""
+    """The kernel's results. It must not write between the pixels and the images of the result."""
     assert family.refuse(problem, config) is None
-    s, rng, (read, written) = problem.source, np.random.default_rng(3), problem.pitch
+    s, rng = problem.source, np.random.default_rng(3)
     made = family.launch(problem, config, of_arch("sm_90a"))
     text = made.recipe.generated["generated.cuh"]
     text = text.replace(render.mma(problem.dtype), "") if family is bands else text
@@ -45,20 +52,30 @@ def run(family: Any, problem: depthwise.Problem, config: Any, folder: Path) -> R
     library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=headers, first=first)
     dtype = np.dtype(ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else problem.dtype)
     taps = 1 if s.depth is None else s.depth.taps
-    x = rng.standard_normal((problem.images, s.height, s.width, read)).astype(dtype)
+    read, written, added = problem.apart
+    x = rng.standard_normal(problem.images * read).astype(dtype)
     weight = (rng.standard_normal((s.channels, 1, taps, *s.kernel)) / problem.taps**0.5).astype(dtype)
     bias = rng.standard_normal(s.channels).astype(np.float32)
-    shape = (problem.batch, *problem.out_size)
-    residual = rng.standard_normal((*shape, s.channels)).astype(dtype)
+    residual = rng.standard_normal(problem.batch * added).astype(dtype)
     _, *tiles = family.tiles(problem, config)
     count, images = problem.averaged
     arrays = {
         "input": x, "weights": depthwise.pack_weights(weight, problem.band), "bias": bias, "residual": residual,
-        "output": np.full((*shape, written), 7, dtype),
+        "output": np.full(problem.batch * written, 7, dtype),
         "sums": np.zeros((count, images * int(np.prod(tiles)), s.channels), np.float32),
     }  # fmt: skip
     held = {key: emulated.aligned(array) for key, array in arrays.items()}
     emulated.run(library, made, {key: a.ctypes.data for key, a in held.items()})
-    assert (held["output"][..., s.channels :] == 7).all()
-    given = (x[..., : s.channels], weight, bias, residual, held["output"][..., : s.channels], held["sums"])
-    return Run(*(a.astype(np.float32) for a in given))
+    sizes = (s.height, s.width), problem.out_size, problem.out_size
+    names = {"input": problem.images, "output": problem.batch, "residual": problem.batch}
+    seen = {
+        name: images_of(held[name], count, size, places, s.channels)
+        for (name, count), size, places in zip(
+            names.items(), sizes, zip(problem.pitch, problem.apart, strict=True), strict=True
+        )
+    }
+    given = (seen["input"], weight, bias, seen["residual"], seen["output"], held["sums"])
+    found = Run(*(a.astype(np.float32) for a in given))
+    seen["output"][:] = 7
+    assert (held["output"] == 7).all()
+    return found

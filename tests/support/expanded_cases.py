@@ -25,7 +25,7 @@ def problem(
     squeeze: bool = False, dtype: str = "float16", pitches: tuple[int, int] = (0, 0),
 ) -> Problem:  # fmt: skip
     """``pitches``: of the image and of the result, in elements."""
-    filtered = depthwise.Problem(batch, source, epilogue, dtype, squeeze, pitches=(0, pitches[1]))
+    filtered = depthwise.Problem(batch, source, epilogue, dtype, squeeze, pitches=(0, pitches[1], 0))
     return Problem(filtered, depth, between, pitches[0])
 
 

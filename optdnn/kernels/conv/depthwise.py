@@ -24,7 +24,7 @@ from optdnn.kernels.conv.hopper_launch import channel_row
 from optdnn.kernels.conv.problem import Depth, Source
 from optdnn.kernels.gemm.gemv_pair import adds_sums
 from optdnn.kernels.launch import Launch
-from optdnn.kernels.pointwise.pointwise import copied
+from optdnn.kernels.pointwise.pointwise import copied, copied_later
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, Tactic
 from optdnn.ops.base import attrs_dict
@@ -158,7 +158,14 @@ def _depth_of(x: TensorView, out: TensorView, taps: int, found: Walked) -> Depth
 
 def unit_of(*images: TensorView) -> int:
     """8 or 4 if all pixels begin at multiples of this many elements; else 0."""
-    return next((n for n in (8, 4) if all(conv_maps.pitch_of(x, n) is not None for x in images)), 0)
+    return next((n for n in (8, 4) if all(conv_maps.image_places(x, n) is not None for x in images)), 0)
+
+
+def places_of(x: TensorView, unit: int) -> tuple[int, int]:
+    """Elements from a pixel to the next, and from an image to the next (0: images follow one another without gaps), of an image whose
+    pixels begin at multiples of ``unit``."""
+    pitch, apart = conv_maps.image_places(x, unit) or (0, 0)
+    return pitch, 0 if apart == math.prod(x.shape[2:]) * pitch else apart
 
 
 def _misplaced(x: TensorView, out: TensorView) -> str | None:
@@ -173,9 +180,9 @@ def _misplaced(x: TensorView, out: TensorView) -> str | None:
     return None
 
 
-def read_densely(b: Builder, op: Op, x: TensorView, name: str, columns: int = 1) -> TensorView:
-    """An image as the kernels read it: in place, or as a copy."""
-    strides = channels_last(x.shape, x.shape[1]) if columns == 1 else _joined(x.shape)
+def read_densely(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
+    """An image as the kernels of 8-bit images read it: in place, or as a copy."""
+    strides = channels_last(x.shape, x.shape[1])
     return x if x.is_like(strides) and x.byte_offset % 16 == 0 else copied(b, op, x, name, strides)
 
 
@@ -302,11 +309,25 @@ class TiledDepthwise(DepthwiseTactic):
         strides, pads, dilations = _of_images(found)
         source = Source(size[0], size[1], channels, (high, wide), strides, pads, dilations, depth=depth)
         dtype, pool, unit = map_dtype(op.outputs[0].type.dtype), self.pool(b, op), unit_of(x, out)
-        pitches = conv_maps.pitch_of(x, unit) or 0, conv_maps.pitch_of(out, unit) or 0
+        added = self.residual(b, op, unit, columns)
+        places = [(0, 0) if v is None else places_of(v, unit) for v in (x, out, added and image_of(added, columns))]
         return depthwise.Problem(
-            out.shape[0], source, (("bias",), *ep.rendered), dtype, pool is not None, pitches=pitches, unit=unit,
-            relu=relu_before(op), summed=pool is not None and adds_sums(b, pool), band=self.band(b, op),
+            out.shape[0], source, (("bias",), *ep.rendered), dtype, pool is not None, pitches=tuple(p for p, _ in places),
+            images_apart=tuple(n for _, n in places), unit=unit, relu=relu_before(op),
+            summed=pool is not None and adds_sums(b, pool), band=self.band(b, op),
         )  # fmt: skip
+
+    def residual(self, b: Builder, op: Op, unit: int, columns: int) -> TensorView | None:
+        """The residual as the kernel reads it: in place if its pixels begin at multiples of ``unit`` elements, else a copy, still to be
+        made."""
+        if (value := self.stages(b, op).residual) is None:
+            return None
+        x = b.seen(value)
+        image, in_rows = image_of(x, columns), columns == 1 or (x.strides[1], x.strides[3]) == (columns, 1)
+        if in_rows and len(image.shape) == 4 and conv_maps.image_places(image, unit) is not None:
+            return x
+        strides = channels_last(x.shape, x.shape[1]) if columns == 1 else _joined(x.shape)
+        return copied_later(b, op, x, "residual", strides)
 
     @staticmethod
     def band(b: Builder, op: Op) -> int:
@@ -365,10 +386,9 @@ class TiledDepthwise(DepthwiseTactic):
     ) -> tuple[str, dict[str, Any], list[TensorView | None]]:
         """The meaning of the launch: kind, attributes and the tensors that it reads. Adds the epilogue's operands to
         ``operands``."""
-        residual = None
-        if ep.residual is not None:
-            dense = read_densely(b, op, b.operand(ep.residual), "residual", columns)
-            residual = operands["residual"] = as_launched(dense, columns)
+        residual = self.residual(b, op, self.problem(b, op).unit, columns)
+        if residual is not None:
+            residual = operands["residual"] = as_launched(b.made(residual), columns)
         attrs = conv_attrs(self.walked(b, op), len(b.weights(op)) * columns, ep.stages, op.attrs.prologue)
         return (
             self.kind,

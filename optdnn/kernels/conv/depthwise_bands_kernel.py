@@ -125,7 +125,9 @@ def launch(
 ) -> Launch:
     """The launch: a grid that fills ``gpu``. Operands as of :func:`optdnn.kernels.conv.depthwise_kernel.launch`."""
     made = walk(problem, config)
-    parameters = made.parameters(problem.source, problem.batch, problem.dtype, problem.squeeze, problem.pitches)
+    parameters = made.parameters(
+        problem.source, problem.batch, problem.dtype, problem.squeeze, problem.pitches, problem.images_apart[:2]
+    )
     return parameters.launch(
         recipe(problem, config, gpu.arch), "depthwise_bands_sm90", made.grid(problem.source, problem.batch, gpu, config.blocks),
         config.threads, shared=made.shared_bytes(problem.source, problem.squeeze),

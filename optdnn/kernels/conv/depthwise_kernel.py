@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -100,7 +101,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = BLOCK_SHARED) -> s
     _, x, y = tiles(problem, config)
     if problem.batch > 65535 or x * y > 65535:
         return "the grid is too large"
-    if s.height * s.width * problem.pitch[0] >= 1 << 31:
+    if max(s.height * s.width * problem.pitch[0], *problem.apart, problem.second[1]) >= 1 << 31:
         return "an image has more elements than the kernel addresses"
     return None
 
@@ -205,7 +206,7 @@ def launch(
     parameters = Parameters().pointer("input", "output", "weights", "bias", "residual" if problem.residual else None)
     parameters.pointer("sums" if mode == 1 else None, "means" if mode == 2 else None)
     parameters.i32(s.height, s.width, problem.channels // config.lanes, out_h, out_w, *begins(problem))
-    parameters.i32(*problem.pitch)
+    parameters.i32(*itertools.chain(*zip(problem.pitch, problem.apart, strict=True)))
     parameters.i32(config.vectors, config.strips_x, config.strips_y, blocks_x)
     (mean or QuantizedStore(1.0 / (out_h * out_w))).put(parameters)
     parameters.i32(four_bytes(problem.outside))
@@ -213,7 +214,7 @@ def launch(
         parameters.i32(s.depth.size, s.depth.out, -s.depth.first)
     put_requantize(parameters, problem.epilogue, requantize)
     if problem.beside is not None:
-        parameters.pointer("second", "second_weights", "second_bias").i32(problem.second_pitch or problem.channels)
+        parameters.pointer("second", "second_weights", "second_bias").i32(*problem.second)
     grid, shared = (blocks_c, blocks_x * blocks_y, problem.batch), shared_bytes(problem, config)
     return parameters.launch(recipe(problem, config, gpu.arch), "depthwise", grid, config.threads, shared=shared)
 

@@ -39,10 +39,12 @@ class Problem(OneSource):
     """Whether an 8-bit result has a zero point other than 0."""
     outside: int = 0
     """Value of the padding of 8-bit images: their zero point."""
-    pitches: tuple[int, int] = (0, 0)
-    """Elements from a pixel to the next of the input and of the result; 0: their channels."""
+    pitches: tuple[int, int, int] = (0, 0, 0)
+    """Elements from a pixel to the next of the input, of the result and of the residual; 0: their channels."""
+    images_apart: tuple[int, int, int] = (0, 0, 0)
+    """Elements from an image to the next of the same; 0: images follow one another without gaps."""
     unit: int = 8
-    """4 or 8: pixels of input and result begin at multiples of this many elements."""
+    """4 or 8: pixels of all images begin at multiples of this many elements."""
     relu: bool = False
     """Whether a ReLU is applied to the (float) input before the filter."""
     summed: bool = False
@@ -50,8 +52,8 @@ class Problem(OneSource):
     beside: tuple[render.Stage, ...] | None = None
     """Stages of a second convolution of the same form, whose result ``epilogue`` reads in place of a residual; None:
     there is none."""
-    second_pitch: int = 0
-    """Elements from a pixel to the next of the second convolution's image; 0: its channels."""
+    second_places: tuple[int, int] = (0, 0)
+    """Elements from a pixel to the next, and from an image to the next, of the second convolution's images; 0: without gaps."""
     grown: tuple[int, int] | None = None
     """Height and width of the result of a transposed convolution; None: the convolution is an ordinary one."""
 
@@ -139,10 +141,25 @@ class Problem(OneSource):
         return self.source.channels
 
     @property
-    def pitch(self) -> tuple[int, int]:
-        """Elements from a pixel to the next of the input and of the result."""
-        read, written = self.pitches
-        return read or self.channels, written or self.channels
+    def pitch(self) -> tuple[int, int, int]:
+        """Elements from a pixel to the next of the input, of the result and of the residual."""
+        read, written, added = self.pitches
+        return read or self.channels, written or self.channels, added or self.channels
+
+    @property
+    def apart(self) -> tuple[int, int, int]:
+        """Elements from an image to the next of the same."""
+        s, out = self.source, math.prod(self.out_size)
+        dense = (n * pitch for n, pitch in zip((s.height * s.width, out, out), self.pitch, strict=True))
+        read, written, added = (own or n for own, n in zip(self.images_apart, dense, strict=True))
+        return read, written, added
+
+    @property
+    def second(self) -> tuple[int, int]:
+        """Elements from a pixel to the next, and from an image to the next, of the second convolution's images."""
+        pitch, apart = self.second_places
+        pitch = pitch or self.channels
+        return pitch, apart or self.source.height * self.source.width * pitch
 
     @cached_property
     def bytes(self) -> int:

@@ -5,6 +5,7 @@ Problems and operands are as of :mod:`optdnn.kernels.conv.depthwise_kernel`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -166,22 +167,20 @@ def launch(
     s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
     slabs, tiles_x, tiles_y = tiles(problem, config)
     count = tiles_x * tiles_y * problem.batch
-    read, written = problem.pitch
-    item = read * problem.item
-    row = s.width * item
+    pitch, apart = ([n * problem.item for n in of] for of in (problem.pitch, problem.apart))
     box_h, box_w = patch(problem, config)
     shape = (problem.channels, s.width, s.height, problem.batch)
     box = (config.vectors * config.lanes, box_w, box_h, 1)
     parameters = Parameters().tensor_map(
-        tensor_map("input", problem.dtype, shape, (item, row, s.height * row), box, swizzle=0)
+        tensor_map("input", problem.dtype, shape, (pitch[0], s.width * pitch[0], apart[0]), box, swizzle=0)
     )
     if problem.beside is not None:
-        item = (problem.second_pitch or problem.channels) * problem.item
-        row = s.width * item
-        parameters.tensor_map(tensor_map("second", problem.dtype, shape, (item, row, s.height * row), box, swizzle=0))
+        item, image = (n * problem.item for n in problem.second)
+        parameters.tensor_map(tensor_map("second", problem.dtype, shape, (item, s.width * item, image), box, swizzle=0))
     parameters.pointer("output", "weights", "bias", "residual" if problem.residual else None)
     parameters.pointer("sums" if mode == 1 else None, "means" if mode == 2 else None)
-    parameters.i32(problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1], written)
+    parameters.i32(problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
+    parameters.i32(*itertools.chain(*zip(problem.pitch[1:], problem.apart[1:], strict=True)))
     parameters.i32(slabs, tiles_x, tiles_x * tiles_y, count)
     (mean or QuantizedStore(1.0 / (out_h * out_w))).put(parameters)
     put_requantize(parameters, problem.epilogue, requantize)

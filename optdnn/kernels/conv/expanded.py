@@ -144,7 +144,7 @@ class Expanded(ConvPair, MakesMeans):
         x, target = b.made(with_pitch(b, op, b.operand(first.inputs[0]))), b.target(op.value)
         out = b.made(result_place(b, op, ep, target, conv_maps.storable_whole(b, target)))
         read, written = (conv_maps.pitch_of(t) or 0 for t in (x, out))
-        problem = replace(pair.problem, pitch=read, filtered=replace(pair.problem.filtered, pitches=(0, written)))
+        problem = replace(pair.problem, pitch=read, filtered=replace(pair.problem.filtered, pitches=(0, written, 0)))
         operands, reads = self._operands(b, op, pair, x)
         attrs = pair_attrs(first, op, pair.between, ep, problem.filtered.dtype)
         joint, tail = replace(op, src=op.src | first.src), stage_operands(b, ep, None)

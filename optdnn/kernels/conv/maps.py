@@ -98,6 +98,18 @@ def pitch_of(x: TensorView, unit: int = 0) -> int | None:
     return pitch if fits else None
 
 
+def image_places(x: TensorView, unit: int = 0) -> tuple[int, int] | None:
+    """Elements from a pixel to the next, and from an image to the next, of channels-last NCHW images, each as of :func:`pitch_of`.
+    There may be gaps between images. None for any other tensor."""
+    n, c, h, w = x.shape
+    pitch = pitch_of(x.view((1, c, h, w), x.strides), unit)
+    if pitch is None:
+        return None
+    apart = x.strides[0] if n > 1 else h * w * pitch
+    fits = apart % (unit or aligned(x)) == 0 and apart >= (h * w - 1) * pitch + c
+    return (pitch, apart) if fits else None
+
+
 def readable_volume(x: TensorView) -> bool:
     """Whether TMA can read a volume (logical NCDHW) in place: channels innermost, all other strides multiples of 16 bytes."""
     unit = aligned(x)

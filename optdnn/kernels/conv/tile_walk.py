@@ -44,16 +44,18 @@ def _ways(chunks: int) -> int:
 
 
 def _map(
-    name: str, dtype: str, size: tuple[int, ...], channels: tuple[int, int, int], box: tuple[int, ...]
+    name: str, dtype: str, size: tuple[int, ...], channels: tuple[int, int, int], box: tuple[int, ...], apart: int
 ) -> TensorMap[str]:
     """The tensor map of images or volumes, channels-last (``size``: batch, frames of volumes, height and width), in boxes of these
-    numbers of images or frames, rows and columns. ``channels``: their number, elements of a pixel, and chunks in a box."""
+    numbers of images or frames, rows and columns. ``channels``: their number, elements of a pixel, and chunks in a box.
+    ``apart``: elements from an image or frame to the next; 0: without gaps."""
     count, pitch, chunks = channels
-    outward, strides = size[::-1], [pitch * 2]
-    for n in outward[:-1]:
-        strides.append(strides[-1] * n)
+    outward = size[::-1]
+    row = pitch * 2 * outward[0]
+    image = apart * 2 or row * outward[1]
+    strides = (pitch * 2, row, image, image * outward[2])[: len(size)]
     boxes = (chunks * 8, *box[::-1], *(1,) * (len(size) - len(box)))
-    return tensor_map(name, dtype, (count, *outward), tuple(strides), boxes, _swizzle(chunks))
+    return tensor_map(name, dtype, (count, *outward), strides, boxes, _swizzle(chunks))
 
 
 @dataclass(frozen=True)
@@ -163,10 +165,16 @@ class Walk:
         return None
 
     def parameters(
-        self, source: Source, batch: int, dtype: str, squeeze: bool, pitches: Sequence[int] = (0, 0)
+        self,
+        source: Source,
+        batch: int,
+        dtype: str,
+        squeeze: bool,
+        pitches: Sequence[int] = (0, 0),
+        apart: Sequence[int] = (0, 0),
     ) -> Parameters:
         """The parameter block. ``batch``: images of the result. ``pitches``: elements of a pixel of the input, of the result, and of a
-        residual; 0: their channels."""
+        residual; 0: their channels. ``apart``: elements from an image to the next of input and result; 0: without gaps."""
         mode, out, channels = self.squeeze_mode(source, squeeze), source.output(), self.results or source.channels
         slabs, tiles_x, tiles_y = self.tiles(source)
         read, written = pitches[0] or source.channels, pitches[1] or channels
@@ -174,8 +182,8 @@ class Walk:
         before, after = ((batch,),) * 2 if depth is None else ((batch // depth.out, n) for n in (depth.size, depth.out))
         box = (self.patch_images(source), *self.patch(source))
         made = Parameters().tensor_map(
-            _map("input", dtype, (*before, source.height, source.width), (source.channels, read, self.read(source)), box),
-            _map("output", dtype, (*after, *out), (channels, written, self.chunks), (self.images, self.height, self.width)),
+            _map("input", dtype, (*before, source.height, source.width), (source.channels, read, self.read(source)), box, apart[0]),
+            _map("output", dtype, (*after, *out), (channels, written, self.chunks), (self.images, self.height, self.width), apart[1]),
         )  # fmt: skip
         made.pointer("weights", "bias", "sums" if mode == 1 else None, "means" if mode == 2 else None)
         made.i32(batch, channels, *out, *source.padding[:2])

@@ -15,6 +15,7 @@ import pytest
 from support import emulated
 from support.conv_cases import convolve, same
 from support.covering import covering
+from support.depthwise_runs import images_of
 from support.host import COMPILER, WHY_NOT
 from support.net import Net
 from support.on_gpu import checked_launches
@@ -155,7 +156,7 @@ def test_gates_of_large_filters_stay_apart_where_tensor_cores_are_faster() -> No
 
 def test_both_patches_come_by_tma() -> None:
     """256 x 256, 32 + 32 channels, batch 4: 20.4 us on an H200, 30 by threads."""
-    problem = Problem(4, same(256, 256, 32), pitches=(64, 0), second_pitch=96, **GATE)
+    problem = Problem(4, same(256, 256, 32), pitches=(64, 0, 0), second_places=(96, 0), **GATE)
     config = tma.candidates(problem, HOPPER)[0]
     one, other = tma.launch(problem, config, HOPPER).maps
     assert (one.operand, other.operand) == ("input", "second")
@@ -198,7 +199,7 @@ CASES: dict[str, tuple[Problem, Config]] = {
     "fp32": (replace(PROBLEM, dtype="float32"), replace(CONFIG, vectors=6, lanes=4, strips_x=4)),
     "shared weights": (Problem(2, same(9, 10, 24, (5, 5)), **GATE), CONFIG),
     "shared weights, fp32": (Problem(2, same(9, 10, 24, (5, 5)), dtype="float32", **GATE), replace(CONFIG, vectors=6, lanes=4, strips_x=4)),
-    "pitches": (replace(PROBLEM, pitches=(48, 40), second_pitch=56), CONFIG),
+    "pitches": (replace(PROBLEM, pitches=(48, 40, 0), images_apart=(5000, 4400, 0), second_places=(56, 5608)), CONFIG),
     "means": (Problem(2, same(8, 8, 32), squeeze=True, **GATE), Config(2, 1, 4, 8, 4)),
     "means, fp32": (Problem(2, same(8, 8, 32), dtype="float32", squeeze=True, **GATE), Config(2, 2, 8, 4, 4, 4)),
 }  # fmt: skip
@@ -209,7 +210,7 @@ CASES: dict[str, tuple[Problem, Config]] = {
 def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
     problem, config = CASES[name]
     assert depthwise.refuse(problem, config) is None
-    s, rng, (read, written) = problem.source, np.random.default_rng(3), problem.pitch
+    s, rng, sizes = problem.source, np.random.default_rng(3), (problem.apart[0], problem.second[1])
     kind = np.dtype({"bfloat16": ml_dtypes.bfloat16}.get(problem.dtype, problem.dtype))
     launch = depthwise.launch(problem, config, HOPPER)
     text = launch.recipe.generated["generated.cuh"]
@@ -218,25 +219,27 @@ def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
         launch.recipe, launch.function, tmp_path, rendered=rendered, headers=("conv_element.cuh", "depthwise_core.cuh"),
         first=("vectors.cuh",),
     )  # fmt: skip
-    images = [
-        rng.standard_normal((2, s.height, s.width, p)).astype(kind) for p in (read, problem.second_pitch or s.channels)
-    ]
+    images = [rng.standard_normal(2 * size).astype(kind) for size in sizes]
     weights = [(rng.standard_normal((s.channels, 1, *s.kernel)) / 5).astype(kind) for _ in range(2)]
     biases = [rng.standard_normal(s.channels).astype(np.float32) for _ in range(2)]
     arrays = {"input": images[0], "second": images[1], "bias": biases[0], "second_bias": biases[1],
               "weights": depthwise.pack_weights(weights[0]), "second_weights": depthwise.pack_weights(weights[1]),
-              "output": np.full((2, *problem.out_size, written), 7, kind), "means": np.zeros((2, s.channels), kind)}  # fmt: skip
+              "output": np.full(2 * problem.apart[1], 7, kind), "means": np.zeros((2, s.channels), kind)}  # fmt: skip
     held = {key: emulated.aligned(arrays[key]) for key in launch.operands}
     emulated.run(library, launch, {key: a.ctypes.data for key, a in held.items()})
+    places = (problem.pitch[0], problem.apart[0]), problem.second
+    seen = (images_of(x, 2, (s.height, s.width), at, s.channels) for x, at in zip(images, places, strict=True))
     one, other = (
-        convolve(x[..., : s.channels].astype(np.float64), w.astype(np.float64), s) + bias
-        for x, w, bias in zip(images, weights, biases, strict=True)
+        convolve(x.astype(np.float64), w.astype(np.float64), s) + bias
+        for x, w, bias in zip(seen, weights, biases, strict=True)
     )
     gelu = one * 0.5 * (1 + np.vectorize(math.erf)(one / 2**0.5))
     want = gelu * np.maximum(other, 0)
     tolerance = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 3e-6}[problem.dtype] * np.abs(want).max()
-    np.testing.assert_allclose(held["output"][..., : s.channels].astype(np.float64), want, rtol=0, atol=tolerance)
-    assert (held["output"][..., s.channels :] == 7).all()
+    out = images_of(held["output"], 2, problem.out_size, (problem.pitch[1], problem.apart[1]), s.channels)
+    np.testing.assert_allclose(out.astype(np.float64), want, rtol=0, atol=tolerance)
+    out[:] = 7
+    assert (held["output"] == 7).all()
     if problem.squeeze:
         assert depthwise.squeeze_mode(problem, config) == 2
         np.testing.assert_allclose(held["means"].astype(np.float64), want.mean((1, 2)), rtol=0, atol=tolerance)

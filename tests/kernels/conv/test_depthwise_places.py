@@ -233,7 +233,7 @@ def test_many_taps_in_a_loop_take_their_instructions() -> None:
     assert [s["us"] for s in found if str(s["tactic"]).startswith("depthwise")] == [pytest.approx(3 * 41, rel=0.1)]
 
 
-FOURS = depthwise.Problem(2, same(9, 9, 24), STAGES, pitches=(28, 36), unit=4)
+FOURS = depthwise.Problem(2, same(9, 9, 24), STAGES, pitches=(28, 36, 0), unit=4)
 DC = depthwise.Config(2, 2, 3, 8, 4)
 
 
@@ -247,7 +247,7 @@ DC = depthwise.Config(2, 2, 3, 8, 4)
 )
 def test_kernels_refuse_pixels_at_eight_bytes(family: Any, config: Any, reason: str) -> None:
     assert reason in (family.refuse(FOURS, config) or "")
-    assert family.refuse(replace(FOURS, pitches=(32, 40), unit=8), config) is None
+    assert family.refuse(replace(FOURS, pitches=(32, 40, 0), unit=8), config) is None
     assert depthwise.refuse(FOURS, replace(DC, vectors=6, lanes=4, strips_x=4)) is None
     assert not tma.candidates(FOURS, HOPPER)
     assert not bands.candidates(replace(FOURS, source=same(9, 9, 24, (7, 7))), HOPPER)
@@ -262,9 +262,9 @@ def test_a_row_of_31_vectors_fits_four_channels() -> None:
 SEQUENCE = Source(37, 1, 24, (31, 1), (1, 1), (30, 0, 0, 0))
 LONG = Source(37, 1, 24, (65, 1), (1, 1), (32, 0, 32, 0))
 PLACED: dict[str, tuple[Any, depthwise.Problem, Any]] = {
-    "by threads": (depthwise, depthwise.Problem(2, same(9, 10, 24), STAGES, pitches=(40, 32)), DC),
+    "by threads": (depthwise, depthwise.Problem(2, same(9, 10, 24), STAGES, pitches=(40, 32, 0)), DC),
     "by threads, fp32": (
-        depthwise, depthwise.Problem(2, same(9, 10, 24), STAGES, "float32", pitches=(40, 32)), replace(DC, vectors=6, lanes=4, strips_x=4),
+        depthwise, depthwise.Problem(2, same(9, 10, 24), STAGES, "float32", pitches=(40, 32, 0)), replace(DC, vectors=6, lanes=4, strips_x=4),
     ),
     "31 taps by threads, fp32": (depthwise, depthwise.Problem(2, SEQUENCE, STAGES, "float32"), depthwise.Config(2, 1, 6, 1, 16, 4)),
     "a residual, fp32": (
@@ -274,17 +274,31 @@ PLACED: dict[str, tuple[Any, depthwise.Problem, Any]] = {
         depthwise, depthwise.Problem(2, same(9, 10, 24), STAGES, "float32", relu=True), replace(DC, vectors=6, lanes=4, strips_x=4),
     ),
     "by threads, in fours": (depthwise, FOURS, replace(DC, vectors=6, lanes=4, strips_x=4)),
-    "a sequence by threads": (depthwise, depthwise.Problem(2, SEQUENCE, STAGES, pitches=(64, 24)), depthwise.Config(4, 1, 3, 1, 32)),
+    "a sequence by threads": (depthwise, depthwise.Problem(2, SEQUENCE, STAGES, pitches=(64, 24, 0)), depthwise.Config(4, 1, 3, 1, 32)),
     "65 taps by threads": (depthwise, depthwise.Problem(2, LONG, STAGES), depthwise.Config(2, 1, 6, 1, 16, 4)),
     "65 taps by TMA": (tma, depthwise.Problem(2, LONG, STAGES), tma.Config(2, 1, 6, 1, 16, 4, 2)),
     "a residual": (
-        depthwise, depthwise.Problem(2, same(9, 10, 24), (*STAGES, ("add",)), pitches=(24, 40)), DC,
+        depthwise, depthwise.Problem(2, same(9, 10, 24), (*STAGES, ("add",)), pitches=(24, 40, 32)), DC,
+    ),
+    "images apart": (
+        depthwise, depthwise.Problem(3, same(9, 10, 24), (*STAGES, ("add",)), pitches=(32, 24, 40), images_apart=(2912, 2184, 3640)), DC,
+    ),
+    "images apart, fp32": (
+        depthwise, depthwise.Problem(2, same(9, 10, 24), (*STAGES, ("add",)), "float32", images_apart=(2184, 2180, 2184), unit=4),
+        replace(DC, vectors=6, lanes=4, strips_x=4),
+    ),
+    "images apart, by TMA": (
+        tma, depthwise.Problem(3, same(9, 10, 24), (*STAGES, ("add",)), images_apart=(2184, 2184, 2200)), tma.Config(2, 2, 3, 5, 5, 8, 2),
+    ),
+    "images apart, tensor cores": (
+        bands, depthwise.Problem(3, same(9, 10, 24, (7, 7)), STAGES, pitches=(40, 0, 0), images_apart=(3640, 2184, 0)),
+        bands.Config(1, 4, 4, 1, 1, 2, 3, 2),
     ),
     "the ReLU of the input": (
-        depthwise, replace(FOURS, pitches=(24, 24), unit=8, relu=True), DC,
+        depthwise, replace(FOURS, pitches=(24, 24, 0), unit=8, relu=True), DC,
     ),
     "the ReLU of the input, bf16": (
-        depthwise, replace(FOURS, pitches=(24, 24), unit=8, relu=True, dtype="bfloat16"), DC,
+        depthwise, replace(FOURS, pitches=(24, 24, 0), unit=8, relu=True, dtype="bfloat16"), DC,
     ),
     "the ReLU of the input, by TMA": (
         tma, depthwise.Problem(2, same(9, 10, 24), STAGES, relu=True), tma.Config(2, 2, 3, 5, 5, 8, 2),
@@ -292,13 +306,13 @@ PLACED: dict[str, tuple[Any, depthwise.Problem, Any]] = {
     "the ReLU of the input, tensor cores": (
         bands, depthwise.Problem(2, same(9, 10, 24, (7, 7)), STAGES, relu=True), bands.Config(1, 4, 4, 1, 1, 2, 3, 2),
     ),
-    "TMA": (tma, depthwise.Problem(2, same(9, 10, 24), STAGES, pitches=(40, 32)), tma.Config(2, 2, 3, 5, 5, 8, 2)),
+    "TMA": (tma, depthwise.Problem(2, same(9, 10, 24), STAGES, pitches=(40, 32, 0)), tma.Config(2, 2, 3, 5, 5, 8, 2)),
     "49 taps by TMA, fp32": (  # other kernels take the filter in bands
         tma, depthwise.Problem(2, same(9, 10, 24, (7, 7)), STAGES, "float32", band=4), tma.Config(2, 2, 6, 3, 5, 4, 2),
     ),
-    "a sequence by TMA": (tma, depthwise.Problem(2, SEQUENCE, STAGES, pitches=(64, 32)), tma.Config(4, 1, 3, 1, 11, 8, 2)),
+    "a sequence by TMA": (tma, depthwise.Problem(2, SEQUENCE, STAGES, pitches=(64, 32, 0)), tma.Config(4, 1, 3, 1, 11, 8, 2)),
     "tensor cores": (
-        bands, depthwise.Problem(2, same(9, 10, 24, (7, 7)), STAGES, pitches=(40, 32)), bands.Config(1, 4, 4, 1, 1, 2, 3, 2),
+        bands, depthwise.Problem(2, same(9, 10, 24, (7, 7)), STAGES, pitches=(40, 32, 0)), bands.Config(1, 4, 4, 1, 1, 2, 3, 2),
     ),
 }  # fmt: skip
 

@@ -97,7 +97,7 @@ DC = depthwise.Config(2, 2, 8, 7, 2)
         (D, replace(DC, tile_w=8), "more than 64 accumulators"),
         (depthwise.Problem(4, same(99, 99, 64, (7, 7), dilation=(3, 3))), DC, "input vectors"),
         (replace(D, batch=70000), DC, "grid is too large"),
-        (replace(D, pitches=(1 << 24, 64)), DC, "an image has more elements than the kernel addresses"),
+        (replace(D, pitches=(1 << 24, 64, 0)), DC, "an image has more elements than the kernel addresses"),
         (replace(D, dtype="float32"), DC, "8 elements exceed an access of 16 bytes"),
         (
             depthwise.Problem(4, same(14, 14, 64, (7, 7)), dtype="float32"),

@@ -246,7 +246,7 @@ SOURCES: dict[str, tuple[Any, depthwise.Problem, Any]] = {
     "a volume, threads that share frames": (depthwise, VOLUME, replace(TILE, sharers=3)),
     "a volume in fp32": (
         depthwise,
-        replace(VOLUME, dtype="float32", pitches=(20, 16)),
+        replace(VOLUME, dtype="float32", pitches=(20, 16, 0)),
         replace(TILE, vectors=4, lanes=4),
     ),
     "a volume, with a residual": (depthwise, replace(VOLUME, epilogue=(*STAGES, ("add",))), replace(TILE, sharers=2)),
@@ -256,7 +256,11 @@ SOURCES: dict[str, tuple[Any, depthwise.Problem, Any]] = {
     "a volume with sums on tensor cores": (bands, replace(VOLUME, squeeze=True), FRAMES),
     "a volume with holes": (depthwise, HOLES, replace(TILE, sharers=2)),
     "a volume on tensor cores": (bands, VOLUME, FRAMES),
-    "5x5x5 on tensor cores": (bands, replace(LARGE, pitches=(32, 24)), replace(FRAMES, images=4, groups=2, grid_y=3)),
+    "5x5x5 on tensor cores": (
+        bands,
+        replace(LARGE, pitches=(32, 24, 0)),
+        replace(FRAMES, images=4, groups=2, grid_y=3),
+    ),
     "single frames on tensor cores": (bands, LARGE, replace(FRAMES, images=1, groups=4, across=4, rows=2, grid_y=1)),
     "a large filter": (depthwise, WIDE, replace(FOURS, sharers=3)),
     "a large filter by 2 with holes": (depthwise, HALF, replace(FOURS, tile_w=1, vectors=2)),

@@ -19,11 +19,12 @@ struct Params {
     u8* output;
     const Weight* weights;                         // [taps][channels]
     const Channel* channel;                        // [channels]: bias, or scale and bias
-    const u8* residual;                            // shaped as the output
+    const u8* residual;                            // of the output's shape
     float* sums;                                   // SQUEEZE 1: [n][tiles][channels], of volumes [n][frames][tiles][channels]
     u8* means;                                     // SQUEEZE 2: [n][channels], type of the output
     int height, width, vectors, out_h, out_w, pad_h, pad_w;
-    int pitch, out_pitch;                          // elements between consecutive pixels
+    int pitch, image;                              // elements from a pixel to the next, and from an image to the next
+    Places out, added;                             // likewise of the output and of the residual
     int block_vectors, strips_x, strips_y, tiles_x;
     Narrow mean;                                   // only its factor is used where results are floats
     u32 outside;                                   // the padding value of an 8-bit image, in each of four bytes
@@ -35,7 +36,7 @@ struct Params {
     const Element* second;                         // likewise, for the second convolution
     const Weight* second_weights;
     const Channel* second_channel;
-    int second_pitch;
+    int second_pitch, second_image;
 #endif
 };
 
@@ -64,11 +65,11 @@ struct Filter {
     }
 
     // Accumulators of the pixels from (out_y, out_x) on.
-    __device__ __forceinline__ void convolve(const Params& p, const Element* input, int pitch, int n, int out_y, int out_x, int vector, int local,
-                                             int sharer, Tile& acc) const {
+    __device__ __forceinline__ void convolve(const Params& p, const Element* input, int pitch, int apart, int n, int out_y, int out_x, int vector,
+                                             int local, int sharer, Tile& acc) const {
         clear(acc);
         if (!STEPWISE) {
-            add_image(p, input, pitch, n, out_y, out_x, vector, local, 0, 0, acc);
+            add_image(p, input + (long long)n * apart, pitch, out_y, out_x, vector, local, 0, 0, acc);
             return;
         }
 #if KERNEL_D
@@ -88,16 +89,16 @@ struct Filter {
             const int tap = 0, image = n;
             if (step >= BANDS) break;
 #endif
-            add_image(p, input, pitch, image, out_y, out_x, vector, local, tap * BANDS + band, band * KERNEL_H * DILATION_H, acc);
+            add_image(p, input + (long long)image * apart, pitch, out_y, out_x, vector, local, tap * BANDS + band, band * KERNEL_H * DILATION_H, acc);
         }
     }
 
-    // Adds the products of image n with a step's part of the filter, which begins ``down`` rows below its first row.
-    __device__ __forceinline__ void add_image(const Params& p, const Element* input, int pitch, int n, int out_y, int out_x, int vector, int local,
-                                              int step, int down, Tile& acc) const {
+    // Adds the products of an image with a step's part of the filter, which begins ``down`` rows below its first row.
+    __device__ __forceinline__ void add_image(const Params& p, const Element* image, int pitch, int out_y, int out_x, int vector, int local, int step,
+                                              int down, Tile& acc) const {
         const Weight* of_step = weights + (step * TAPS * p.vectors + vector) * LANES;
         const int top = (TRANSPOSED ? out_y / STRIDE_H : out_y * STRIDE_H) - p.pad_h + down, left = (TRANSPOSED ? out_x / STRIDE_W : out_x * STRIDE_W) - p.pad_w;
-        const Element* image = input + (long long)n * p.height * p.width * pitch + vector * LANES;
+        image += vector * LANES;
         accumulate(
             acc,
             [&](int r, Input (&in)[COLUMNS]) {
@@ -138,8 +139,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
 
     Tile acc;
     float sum[LANES];
-    const Output target = {p.output, p.residual, p.out_h, p.out_w, p.out_pitch, p.vectors, &p.requantize};
-    if (live) filter.convolve(p, p.input, p.pitch, n, out_y, out_x, vector, local, sharer, acc);
+    const Output target = {p.output, p.residual, p.out_h, p.out_w, p.out, p.added, &p.requantize};
+    if (live) filter.convolve(p, p.input, p.pitch, p.image, n, out_y, out_x, vector, local, sharer, acc);
 #if SHARERS > 1
     // [sharers but the first][accumulators][threads of a sharer]
     float* sums = reinterpret_cast<float*>(shared) + thread;
@@ -159,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     load_addends(target, added, live, n, out_y, out_x, vector);
 #if BESIDE
     Tile beside;
-    if (live) second.convolve(p, p.second, p.second_pitch, n, out_y, out_x, vector, local, 0, beside);
+    if (live) second.convolve(p, p.second, p.second_pitch, p.second_image, n, out_y, out_x, vector, local, 0, beside);
     #pragma unroll
     for (int i = 0; i < SUMS; i++)
         (&beside[0][0][0])[i] = epilogue_beside((&beside[0][0][0])[i], second.constants[i % LANES], 0.0f);

@@ -143,10 +143,18 @@ template <class Load, class Weight> DEVICE void accumulate(Tile& acc, const Load
     }
 }
 
+// Elements from a pixel to the next, and from an image to the next.
+struct Places {
+    int pitch, image;
+
+    __device__ __forceinline__ long long at(int n, int pixel) const { return (long long)n * image + (long long)pixel * pitch; }
+};
+
 struct Output {
-    u8* output;                                    // [n][out_h][out_w][pitch]; only the channels are written
-    const u8* residual;                            // [n][out_h][out_w][channels]
-    int out_h, out_w, pitch, vectors;
+    u8* output;                                    // only the channels of each pixel are written
+    const u8* residual;
+    int out_h, out_w;
+    Places out, added;
     const Requantize* requantize;
 };
 
@@ -164,8 +172,7 @@ DEVICE void load_addends(const Output& p, Addends& added, bool live, int n, int 
             #pragma unroll
             for (int i = 0; i < ADDED_WORDS; i++) word[i] = 0u;
             if (!live || out_y + t >= p.out_h || out_x + x >= p.out_w) continue;
-            const long long pixel = ((long long)n * p.out_h + out_y + t) * p.out_w + out_x + x;
-            const u8* at = p.residual + (pixel * p.vectors + vector) * LANES * OUT_ITEM;
+            const u8* at = p.residual + (p.added.at(n, (out_y + t) * p.out_w + out_x + x) + vector * LANES) * OUT_ITEM;
             if constexpr (ADDED_WORDS == 4) {
                 const uint4 v = *reinterpret_cast<const uint4*>(at);
                 word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
@@ -251,9 +258,8 @@ DEVICE void finish(const Output& p, const Tile& acc, const Addends& added, const
         #pragma unroll
         for (int x = 0; x < TILE_W; x++) {
             if (!live || out_y + t >= p.out_h || out_x + x >= p.out_w) continue;
-            const long long pixel = ((long long)n * p.out_h + out_y + t) * p.out_w + out_x + x;
             float y[LANES];
-            finish_vector(p, pixel * p.pitch + vector * LANES, added.word[HAS_RESIDUAL ? t * TILE_W + x : 0], acc[t][x], constants,
+            finish_vector(p, p.out.at(n, (out_y + t) * p.out_w + out_x + x) + vector * LANES, added.word[HAS_RESIDUAL ? t * TILE_W + x : 0], acc[t][x], constants,
                           BESIDE ? (*beside)[t][x] : nullptr, y);
             #pragma unroll
             for (int i = 0; i < LANES; i++) sum[i] += y[i];

@@ -26,10 +26,11 @@ struct Params {
     u8* output;
     const Weight* weights;                         // [taps][channels]
     const Channel* channel;                        // [channels]: bias, or scale and bias
-    const u8* residual;                            // shaped as the output
+    const u8* residual;                            // of the output's shape
     float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
     u8* means;                                     // SQUEEZE 2: [n][channels], type of the output
-    int vectors, out_h, out_w, pad_h, pad_w, out_pitch;  // out_pitch: elements between consecutive pixels of the result
+    int vectors, out_h, out_w, pad_h, pad_w;
+    Places out, added;                             // of the output, of the residual
     int slabs, tiles_x, tiles, count;              // slabs of channels; tiles of a row of an image, of an image, of the batch
     Narrow mean;                                   // only its factor is used where results are floats
     Requantize requantize;                         // for 8-bit operands
@@ -123,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
         return;
     }
 
-    const Output target = {p.output, p.residual, p.out_h, p.out_w, p.out_pitch, p.vectors, &p.requantize};
+    const Output target = {p.output, p.residual, p.out_h, p.out_w, p.out, p.added, &p.requantize};
     const int strip_x = strip % STRIPS_X, strip_y = strip / STRIPS_X;
     const int own = ((strip_y * TILE_H * STRIDE_H * PATCH_W + strip_x * TILE_W * STRIDE_W) * VECTORS + local) * LANES;
     int stage = 0, parity = 0;
