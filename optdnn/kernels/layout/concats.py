@@ -37,8 +37,8 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
     part of the next. Along channels, another part must come from an operator of ``kernels`` (kinds that can write to any place), and
     begin at a multiple of 8 channels for TMA, unless reductions write all parts (CBAM's means and maxima over channels): these store one
     element after another. If channels are the last axis (rows), only repetitions, and convolutions with a transposed
-    result, write in place. Products, attention, norms and pointwise operators write rows in place (of images, and between other rows) if the
-    part is a view of their whole result. If parts follow one another in memory, convolutions and concatenations also write views of
+    result, write in place. Products, attention, norms, pointwise operators and depthwise convolutions write rows in place (of images, and
+    between other rows) if the part is a view of their whole result. If parts follow one another in memory, convolutions and concatenations also write views of
     their results (the pixels of YOLO's levels). Gathered rows of tables, and sums of them, are written in place along both axes. If only
     products read the rows (:func:`pitched`), products, pointwise operators and attention (FLUX's single blocks) write them in place.
     """
@@ -243,7 +243,8 @@ def _is_made_in_place(b: Builder, value: Value, kernels: frozenset[str], join: _
         return _producer_of_view(b, value).kind == "Conv" or _adds_rows(b, producer)
     if join.inner:
         kinds = _ROWS | _NORMS | {"Concat"} | (set() if join.small else {"RotaryEmbedding"})
-        return producer.kind in kinds or producer.pointwise or _adds_rows(b, producer)
+        filtered = op.kind in _TURNS and _filters_channels(b, producer)
+        return producer.kind in kinds or producer.pointwise or filtered or _adds_rows(b, producer)
     if join.last and (_joins_channels(op) or (op.kind == "Transpose" and producer.kind in _ROWS | _NORMS)):
         return True
     if of_one_channel(op) and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
@@ -281,6 +282,13 @@ def _adds_rows(b: Builder, op: Op) -> bool:
         return op.kind in _REDUCED or op.kind in ("GatherND", "SegmentSum")
     index = b.graph.constant_value(op.inputs[1])
     return index is None or (index.ndim == 1 and len(np.unique(np.diff(index))) > 1)
+
+
+def _filters_channels(b: Builder, op: Op) -> bool:
+    """Whether the operator is a depthwise convolution of vectors of channels: its kernels write images with gaps between them (those
+    after a class token)."""
+    weight = b.graph.constant_value(op.inputs[1]) if op.kind == "Conv" else None
+    return weight is not None and weight.shape[1] == 1 and op.attrs.group == len(weight) and len(weight) % 8 == 0
 
 
 def _joins_channels(op: Op) -> bool:

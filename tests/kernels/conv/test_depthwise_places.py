@@ -127,7 +127,22 @@ def heads(
     return n.done(n.matmul(n.op("Reshape", y, n.ints(2, tokens, -1), attrs=ReshapeAttrs()), 16))
 
 
+def class_token(kernel: int = 3, *, side: int = 21, channels: int = 96, batch: int = 4) -> Graph:
+    """CoaT's positions: a convolution of the tokens after the first one is added to them."""
+    n, pixels = Net(), side * side
+    x = n.matmul(n.input(batch, pixels + 1, 16), channels)
+    first, others = n.op("Split", x, n.ints(1, pixels), attrs=SplitAttrs(1), outputs=2)
+    others = n.op("Transpose", others, attrs=TransposeAttrs((0, 2, 1)))
+    image = n.op("Reshape", others, n.ints(batch, channels, side, side), attrs=ReshapeAttrs())
+    y = n.op("Add", n.conv(image, channels, kernel, pads=kernel // 2, group=channels, bias=True), image)
+    rows = n.op("Reshape", y, n.ints(batch, channels, pixels), attrs=ReshapeAttrs())
+    rows = n.op("Transpose", rows, attrs=TransposeAttrs((0, 2, 1)))
+    return n.done(n.matmul(n.op("Concat", first, rows, attrs=ConcatAttrs(1)), 16))
+
+
 NETS: dict[str, Callable[[], Graph]] = {
+    "after a class token": class_token,
+    "7x7 after a class token": lambda: class_token(7),
     "heads of tokens": heads,
     "heads of tokens, alone": lambda: heads(9, added=False),
     "heads of tokens, a stage left": lambda: heads(5, stage="Mul"),
@@ -165,6 +180,14 @@ def test_the_fast_kernels_run_it_where_it_lies(name: str) -> None:
 
 def test_a_result_that_is_turned_to_rows_lies_in_their_concatenation() -> None:
     assert kinds(check_simulated(rows(), tolerance=1e-2)).count("Copy") == 1  # of the channels that no kernel computes
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("kernel", [3, 7])
+def test_images_after_class_tokens_are_read_added_and_joined_in_place(kernel: int, precision: str) -> None:
+    program = check_simulated(class_token(kernel), precision, tolerance=1e-2 if precision == "fp16" else 1e-4)
+    assert chosen(program) == [tactic.TiledDepthwise.name]
+    assert kinds(program).count("Copy") == 1  # of the first tokens
 
 
 def refusal(graph: Graph, precision: str = "fp16") -> str:
