@@ -9,11 +9,11 @@ precision, one per value and type. On the CPU this is only for mixtures of float
 in one precision rounds by itself.
 
 Constants are rounded once. A finite constant never becomes infinite: masks of -1e9 or -3.4e38 saturate. A scalar constant never
-becomes zero. Parameters that a kernel reads in fp32 anyway stay fp32: biases of convolutions, statistics of batch normalization,
-scales. Accumulators, statistics and exponentials are fp32 in the kernels. Values that decide indices stay fp32
-(:mod:`optdnn.passes.support.decisions`), and so do ops that depend on a constant beyond fp16
-(:mod:`optdnn.passes.support.guards`). Where these ops are pointwise, they read and store fp16 if they can, and convert in
-registers.
+becomes zero. Weights that would be subnormal are enlarged (:mod:`optdnn.passes.support.small_weights`). Parameters that a kernel
+reads in fp32 anyway stay fp32: biases of convolutions, statistics of batch normalization, scales. Accumulators, statistics and
+exponentials are fp32 in the kernels. Values that decide indices stay fp32 (:mod:`optdnn.passes.support.decisions`), and so do ops
+that depend on a constant beyond fp16 (:mod:`optdnn.passes.support.guards`). Where these ops are pointwise, they read and store
+fp16 if they can, and convert in registers.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from optdnn.passes.support.precision_report import FP16_LEAST, PrecisionLog, ask
 from optdnn.passes.support.quantize import quantize, without_data
 from optdnn.passes.support.ranges import Calibration
 from optdnn.passes.support.running_sums import differences
+from optdnn.passes.support.small_weights import enlarged, exponent
 from optdnn.types import BF16, FP16, FP32, Array, DType
 
 NARROW: Mapping[str, DType] = {"fp16": FP16, "bf16": BF16}
@@ -127,7 +128,7 @@ class AssignPrecision(Pass):
             others = {i: reason for find in found_by for i, reason in find(graph).items()} | sized
             guarded = guarded.also({i: r for i, r in others.items() if not plan.named(graph.op(i))})
         if "fp16" in plan.floats and context.account is not None:  # reads every weight, so only if there is a report
-            account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons})
+            account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons}, context.on_gpu)
         if own:
             account.refused.update(without_data(graph, plan, context.target, report))
         elif found is not None and plan.quantizes:
@@ -141,7 +142,7 @@ class AssignPrecision(Pass):
             if context.moments is not None and products.packed:
                 account.calibrated = {**account.calibrated, "weights": "gptq"}
         if keeps is not None:
-            assignment = _Assignment(graph, plan, report, keeps, guarded, sized, context.kept)
+            assignment = _Assignment(graph, plan, report, keeps, guarded, sized, context.kept, context.on_gpu)
             assignment.run()
             account.refused.update({keys[i]: reason for i, reason in assignment.refused.items()})
             account.converted |= {keys[i] for i in assignment.converted}
@@ -219,6 +220,7 @@ class _Assignment:
         guarded: Guards,
         sized: Collection[int],
         kept: ConstantCache,
+        enlarges: bool,
     ):
         self.graph, self.plan, self.report, self.keeps_fp32, self.kept = graph, plan, report, keeps_fp32, kept
         self.wide = {Value(op.id, i) for op in graph.ops() for i, o in enumerate(op.outputs) if o.type.dtype == FP32}
@@ -229,6 +231,8 @@ class _Assignment:
         self.guarded = guarded
         self.sized = sized
         """Ops whose results the CPU computes, in fp32."""
+        self.enlarges = enlarges
+        """Whether products of small weights get stages that make larger ones possible."""
         self.refused: dict[int, str] = {}
         self.converted: set[int] = set()
         """Ops that compute in fp32 and store 16-bit results."""
@@ -302,6 +306,10 @@ class _Assignment:
             keep = frozenset({0, 1})
         elif op.kind in PACKED and dtype == FP16 and _subnormal(self.graph.constant_value(op.input(2))):
             keep = frozenset({2, 3})
+        if dtype == FP16 and self.enlarges and (more := exponent(self.graph, op)):
+            op, constants = enlarged(self.graph, op, more)
+            self.wide.update(constants)
+            self.report.fired.append(Fired("enlarge", tuple(sorted(op.src)) or (op.outputs[0].name,)))
         inputs = tuple(
             v if v is None or (i in keep and self._may_stay(op, v)) else self._in(v, dtype, op)
             for i, v in enumerate(op.inputs)

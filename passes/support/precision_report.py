@@ -15,6 +15,7 @@ from optdnn.passes.integers import is_dequantized
 from optdnn.passes.support.facts import operand
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, asks_packed, key, no_integers
 from optdnn.passes.support.ranges import Calibration
+from optdnn.passes.support.small_weights import MOST, exponent
 from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType, is_float
 
 FP16_LARGEST, FP16_NORMAL, FP16_LEAST = 65504.0, 2.0**-14, 2.0**-25
@@ -274,11 +275,16 @@ def hazards(graph: Graph) -> list[Remark]:
 
 
 def half_risks(
-    graph: Graph, plan: PrecisionPlan, calibration: Calibration | None, kept: Collection[str] = ()
+    graph: Graph,
+    plan: PrecisionPlan,
+    calibration: Calibration | None,
+    kept: Collection[str] = (),
+    enlarges: bool = False,
 ) -> list[Remark]:
     """Ops requested in fp16 with values that overflow or vanish in fp16, found by calibration, or from the weights without it.
 
-    ``kept``: keys of ops that stay fp32 with their constants.
+    ``kept``: keys of ops that stay fp32 with their constants. ``enlarges``: whether small weights are enlarged
+    (:mod:`optdnn.passes.support.small_weights`).
     """
     found = []
     for op in graph.order():
@@ -286,7 +292,7 @@ def half_risks(
             continue
         if not any(o.type.dtype == FP32 for o in op.outputs):
             continue
-        constants = () if key(op) in kept else _by_weights(graph, op, calibration is None)
+        constants = () if key(op) in kept else _by_weights(graph, op, calibration is None, enlarges)
         for what in (*constants, *_by_ranges(op, calibration)):
             found.append(_remark(op, what))
     return found
@@ -303,13 +309,14 @@ def _by_ranges(op: Op, calibration: Calibration | None) -> list[str]:
     return []
 
 
-def _by_weights(graph: Graph, op: Op, alone: bool) -> list[str]:
-    found = []
+def _by_weights(graph: Graph, op: Op, alone: bool, enlarges: bool) -> list[str]:
+    found, more = [], exponent(graph, op) if enlarges else 0
+    more = more if more < MOST else 0  # the products of even smaller weights vanish, too
     for slot, value in enumerate(op.inputs):
         array = graph.constant_value(value)
         if array is None or array.dtype != FP32 or not array.size or (op.kind in ANCHORS and slot == 2):
             continue
-        size = np.abs(array)
+        size = np.ldexp(np.abs(array), more) if slot < 2 else np.abs(array)
         name = graph.output(value).name  # type: ignore[arg-type]
         if not size.max() <= FP16_LARGEST:  # or there is a NaN
             hides = op.kind == "Attention" and slot == 3  # large negative mask elements hide keys in fp16, too

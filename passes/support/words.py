@@ -385,6 +385,7 @@ RULES: Mapping[str, str] = {
     # precision
     "cross_layer": "pairs of layers equalized for quantization",
     "smooth": "activations smoothed for quantization",
+    "enlarge": "products whose weights are too small for fp16, enlarged by a power of two",
     "saturate": "values held inside the range of fp16",
     "one_float": "16-bit floats and fp32 of a mixed network written as fp32",
     "cast": "conversions between precisions inserted",
