@@ -310,10 +310,11 @@ class TiledDepthwise(DepthwiseTactic):
         source = Source(size[0], size[1], channels, (high, wide), strides, pads, dilations, depth=depth)
         dtype, pool, unit = map_dtype(op.outputs[0].type.dtype), self.pool(b, op), unit_of(x, out)
         added = self.residual(b, op, unit, columns)
-        places = [(0, 0) if v is None else places_of(v, unit) for v in (x, out, added and image_of(added, columns))]
+        images = (x, out, added and image_of(added, columns))
+        reads, writes, adds = ((0, 0) if v is None else places_of(v, unit) for v in images)
         return depthwise.Problem(
-            out.shape[0], source, (("bias",), *ep.rendered), dtype, pool is not None, pitches=tuple(p for p, _ in places),
-            images_apart=tuple(n for _, n in places), unit=unit, relu=relu_before(op),
+            out.shape[0], source, (("bias",), *ep.rendered), dtype, pool is not None, pitches=(reads[0], writes[0], adds[0]),
+            images_apart=(reads[1], writes[1], adds[1]), unit=unit, relu=relu_before(op),
             summed=pool is not None and adds_sums(b, pool), band=self.band(b, op),
         )  # fmt: skip
 
